@@ -1,0 +1,5 @@
+std = "luajit"
+max_line_length = 90
+include_files = { "**/*.lua" }
+files["spec"] = { std = "+busted" }
+files["premake5.lua"] = { ignore = { "1" } } -- Premake's API is globals

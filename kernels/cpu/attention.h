@@ -1,0 +1,121 @@
+/* What the two inner loops of paged attention share: the rows of a task, the walk over the
+ * keys they see, and the state of an online softmax.
+ *
+ * A task is (sequence, KV head, tile of rows, segment of the block list). Its rows are
+ * consecutive pairs (query row, head of the group), query row first, so that positions
+ * ascend and all rows of the tile want the same K and V. */
+#ifndef KVL_CPU_ATTENTION_H
+#define KVL_CPU_ATTENTION_H
+
+#include "cpu/dots.h"
+
+/* Keys a tile: enough to pay for the softmax's rescaling, few enough that their K and V
+ * stay in the first-level cache at head_dim 64. Rows a task: enough to pay for converting
+ * K and V once per task, few enough for Q and the sums to stay in the second level. */
+enum { TILE_KEYS = 32, TASK_ROWS = 128, FEW_ROWS = 8 };
+
+struct task {
+  const struct kvl_paged_attention_args *args;
+  int64_t seq, token;           /* token: row of q that row 0 belongs to */
+  int64_t row;                  /* index of row 0 in the sequence's query rows x group */
+  int kv_head, group, rows;
+  int32_t len;
+  int32_t position[TASK_ROWS] __attribute__((aligned(64)));   /* in the sequence */
+  float slope[TASK_ROWS] __attribute__((aligned(64)));        /* ALiBi, or 0 */
+};
+
+/* Sums of one task; row r of `values` is dim_padded(head_dim) long and still to be divided
+ * by sum[r]. Weights are e^(score - top). */
+struct sums {
+  float values[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float top[TASK_ROWS] __attribute__((aligned(64)));
+  float sum[TASK_ROWS] __attribute__((aligned(64)));
+};
+
+static inline int64_t task_token(const struct task *t, int i) {
+  return t->token + (t->row + i) / t->group;
+}
+static inline int64_t task_head(const struct task *t, int i) {
+  return (int64_t)t->kv_head * t->group + (t->row + i) % t->group;
+}
+
+/* ---- keys ------------------------------------------------------------------------- */
+
+/* Where some valid keys lie; block borders and partial blocks are gone. V lies `value`
+ * bytes after K. */
+struct key_tile {
+  const char *k[TILE_KEYS];
+  int32_t position[TILE_KEYS];
+  int n;
+};
+
+struct key_walk {
+  const char *cache;            /* K of this KV head in block 0 */
+  const int32_t *table, *selection;
+  int64_t blocks, bytes_block, bytes_token, value;
+  int64_t entry, entry_end;     /* of the selection, or logical blocks */
+  int64_t end;                  /* the position after the last key that may be seen */
+  int64_t position;             /* of the next token of the open block */
+  int64_t left;                 /* tokens of it still to come */
+  const char *next;
+  int32_t block_size;
+};
+
+/* Open the next block that exists; 0 when there is none. A table or selection entry that
+ * is out of range is passed over: its memory is not ours to read. */
+static inline int walk_block(struct key_walk *w) {
+  while (w->left == 0 && w->entry < w->entry_end) {
+    int64_t logical = w->selection ? w->selection[w->entry] : w->entry;
+    w->entry++;
+    w->position = logical * w->block_size;
+    if (logical < 0 || w->position >= w->end) continue;
+    int64_t block = w->table[logical];
+    if (block < 0 || block >= w->blocks) continue;
+    w->next = w->cache + block * w->bytes_block;
+    w->left = w->end - w->position < w->block_size ? w->end - w->position : w->block_size;
+  }
+  return w->left > 0;
+}
+
+static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
+  int n = 0;
+  while (n < TILE_KEYS && walk_block(w)) {
+    int take = w->left < TILE_KEYS - n ? (int)w->left : TILE_KEYS - n;
+    for (int i = 0; i < take; i++) {
+      tile->k[n + i] = w->next + i * w->bytes_token;
+      tile->position[n + i] = (int32_t)(w->position + i);
+    }
+    w->next += take * w->bytes_token;
+    w->position += take;
+    w->left -= take;
+    n += take;
+  }
+  tile->n = n;
+}
+
+/* The walk of task `t` over entries [begin, end) of its block list. */
+static inline struct key_walk walk_open(const struct task *t, int64_t begin, int64_t end) {
+  const struct kvl_paged_attention_args *a = t->args;
+  const struct kvl_cache_view *c = &a->cache;
+  int64_t bytes_token = (int64_t)c->head_dim * kvl__float_bytes(c->dtype);
+  int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
+  int64_t seen = t->len;
+  if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
+  int64_t list = t->seq * a->selection_heads + (a->selection_heads > 1 ? t->kv_head : 0);
+  int64_t entries = a->selection ? a->max_selected : a->max_blocks;
+  return (struct key_walk){
+    .cache = (const char *)c->kv + t->kv_head * bytes_head,
+    .table = a->tables + t->seq * a->max_blocks,
+    .selection = a->selection ? a->selection + list * a->max_selected : NULL,
+    .blocks = c->blocks, .bytes_block = 2 * bytes_half, .bytes_token = bytes_token,
+    .value = bytes_half, .entry = begin, .entry_end = end < entries ? end : entries, .end = seen,
+    .block_size = c->block_size,
+  };
+}
+
+static inline void sums_clear(struct sums *s, int rows, int padded) {
+  memset(s->values, 0, (size_t)rows * padded * sizeof(float));
+  for (int i = 0; i < rows; i++) s->top[i] = -INFINITY, s->sum[i] = 0;
+}
+
+#endif

@@ -1,0 +1,119 @@
+/* Attention of up to FEW_ROWS rows (decode): bound by reading K and V, once.
+ *
+ * K rows are used where they lie, several query heads at a time (dots.h), and so are V
+ * rows. Every block is somewhere else, which defeats the hardware prefetcher at each
+ * border: the keys of the next tile are prefetched while this one is computed. */
+#ifndef KVL_CPU_ATTENTION_FEW_H
+#define KVL_CPU_ATTENTION_FEW_H
+
+#include "cpu/attention.h"
+
+static inline KVL_HOT void prefetch_rows(const struct key_tile *tile, int from, int count,
+                                         int64_t offset, int64_t bytes) {
+  int end = from + count < tile->n ? from + count : tile->n;
+  for (int k = from; k < end; k++)
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(tile->k[k] + offset + b);
+}
+
+/* scores[0 ... n) of task row r become weights; returns what earlier sums are worth. */
+static inline float softmax_row(const struct task *t, int r, const struct key_tile *tile,
+                                float *scores, struct sums *s) {
+  int n = tile->n, n_vectors = dim_padded(n);
+  for (int k = n; k < n_vectors; k++) scores[k] = -INFINITY;
+  if (t->slope[r] != 0)
+    for (int k = 0; k < n; k++)
+      scores[k] += t->slope[r] * (float)(tile->position[k] - t->position[r]);
+  if (t->args->causal && tile->position[n - 1] > t->position[r])
+    for (int k = 0; k < n; k++)
+      if (tile->position[k] > t->position[r]) scores[k] = -INFINITY;
+
+  vf high = vf_set(s->top[r]), sum = {0};
+  for (int k = 0; k < n; k += VF) high = vf_max(high, vf_load(scores, k, KVL_DTYPE_F32));
+  float top = vf_hmax(high), shift = top == -INFINITY ? 0 : top;
+  for (int k = 0; k < n; k += VF) {
+    vf p = vf_exp(vf_load(scores, k, KVL_DTYPE_F32) - shift);
+    vf_store(scores, k, p, KVL_DTYPE_F32);
+    sum += p;
+  }
+  float keep = f32_exp(s->top[r] - shift);
+  s->sum[r] = s->sum[r] * keep + vf_sum(sum);
+  s->top[r] = top;
+  return keep;
+}
+
+/* values[r][d ...] = values[r][d ...] * keep[r] + sum_k p[r][k] * v[k][d ...] for `vecs`
+ * vectors of d (`lanes` of the last one exist) and `rows` rows. */
+static inline KVL_HOT void add_values(const float *p, const float *keep,
+                                      const struct key_tile *tile, int64_t value, int d,
+                                      int padded, float *values, const int rows,
+                                      const int vecs, const int lanes, const int dtype) {
+  vf sum[DOT_ROWS_MAX][4];
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
+      sum[r][j] = keep[r] * vf_load(values, r * padded + d + j * VF, KVL_DTYPE_F32);
+  for (int k = 0; k < tile->n; k++) {
+    const char *v = tile->k[k] + value;
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++) {
+      vf x = vf_load_n(at_const(v, d + j * VF, dtype), lanes, dtype);
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; r++)
+        sum[r][j] = vf_fma(vf_set(p[r * TILE_KEYS + k]), x, sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
+      vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
+}
+
+/* `rows`: 1, 2 or 4 rows at a time. */
+static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk,
+                                      struct sums *s, const int rows, const int dtype) {
+  enum { VECS = VF == 16 ? 4 : 2 };
+  const int dim = t->args->cache.head_dim, padded = dim_padded(dim), step = VF / rows;
+  int all = (t->rows + rows - 1) / rows * rows;
+  float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
+  float keep[FEW_ROWS] = {0};
+  struct key_tile tiles[2], *now = tiles, *next = tiles + 1;
+
+  memset(q, 0, (size_t)all * padded * sizeof *q);
+  for (int i = 0; i < t->rows; i++)
+    load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim,
+               t->args->scale, t->args->dtype, q + i * padded);
+  sums_clear(s, all, padded);
+
+  for (walk_tile(&walk, now); now->n > 0;) {
+    walk_tile(&walk, next);
+    for (int k = now->n; k % VF; k++) now->k[k] = now->k[now->n - 1];
+    for (int k = 0; k < now->n; k += step) {
+      prefetch_rows(next, k, step, 0, walk.bytes_token);
+      prefetch_rows(next, k, step, walk.value, walk.bytes_token);
+      for (int r = 0; r < all; r += rows)
+        dots(q + r * padded, now->k + k, 0, dim, p + r * TILE_KEYS + k, TILE_KEYS, rows, 0,
+             dtype);
+    }
+    for (int r = 0; r < t->rows; r++)
+      keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
+    for (int r = 0; r < all; r += rows) {
+      const float *pr = p + r * TILE_KEYS;
+      float *values = s->values + r * padded;
+      int d = 0;
+      for (; d + VECS * VF <= dim; d += VECS * VF)
+        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, VECS, VF, dtype);
+      for (; d + VF <= dim; d += VF)
+        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, 1, VF, dtype);
+      if (d < dim)
+        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, 1, VF / 2, dtype);
+    }
+    struct key_tile *done = now;
+    now = next;
+    next = done;
+  }
+}
+
+#endif

@@ -1,0 +1,177 @@
+/* Attention of many rows (prefill): bound by multiply-adds.
+ *
+ * Lanes run along the rows. Scores are S^T = K Q^T with Q transposed once per task, and
+ * the sums are O += P V with P^T as it was left: both are a broadcast of one operand
+ * times vectors of the other, so neither K nor V is ever transposed, and the softmax is
+ * elementwise. Panels of Q are small enough that a panel, a tile of K and one of V share
+ * the first-level cache. */
+#ifndef KVL_CPU_ATTENTION_MANY_H
+#define KVL_CPU_ATTENTION_MANY_H
+
+#include "cpu/attention.h"
+
+/* A strip of 6 x MANY_VECS vectors of sums, MANY_VECS vectors and a broadcast fill the
+ * registers; a panel is the rows one strip of vectors holds. */
+enum { MANY_VECS = VF == 16 ? 4 : 2, PANEL = MANY_VECS * VF };
+_Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
+
+/* c[i][j] = keep[i] * c[i][j] + sum_t a[i * a_row + t * a_step] * b[t * b_row + j] */
+struct product {
+  const float *a, *b;
+  float *c;
+  const float *keep;            /* NULL: 0 */
+  int64_t a_row, a_step, b_row, c_row;
+  int depth;
+};
+
+static inline KVL_HOT void strip(const struct product *m, int i0, const int rows,
+                                 const int vecs) {
+  const float *a = m->a + i0 * m->a_row, *b = m->b;
+  const int64_t a_row = m->a_row, a_step = m->a_step, b_row = m->b_row;
+  float *c = m->c + i0 * m->c_row;
+  vf sum[6][4];
+#pragma GCC unroll 6
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
+      sum[i][j] = m->keep
+        ? m->keep[i0 + i] * vf_load(c, i * m->c_row + j * VF, KVL_DTYPE_F32) : vf_set(0);
+  for (int t = 0; t < m->depth; t++, a += a_step, b += b_row) {
+    vf x[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++) x[j] = vf_load(b, j * VF, KVL_DTYPE_F32);
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+      for (int j = 0; j < vecs; j++)
+        sum[i][j] = vf_fma(vf_set(a[i * a_row]), x[j], sum[i][j]);
+  }
+#pragma GCC unroll 6
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
+      vf_store(c, i * m->c_row + j * VF, sum[i][j], KVL_DTYPE_F32);
+}
+
+static inline KVL_HOT void strips(const struct product *m, int rows, const int vecs) {
+  int i = 0;
+  for (; i + 6 <= rows; i += 6) strip(m, i, 6, vecs);
+  if (i + 4 <= rows) strip(m, i, 4, vecs), i += 4;
+  if (i + 2 <= rows) strip(m, i, 2, vecs), i += 2;
+  if (i < rows) strip(m, i, 1, vecs);
+}
+
+static __attribute__((noinline)) void multiply(struct product m, int rows, int vecs) {
+  switch (vecs) {
+    case 1: strips(&m, rows, 1); break;
+    case 2: strips(&m, rows, 2); break;
+#if defined(KVL_ISA_AVX512)
+    case 3: strips(&m, rows, 3); break;
+    case 4: strips(&m, rows, 4); break;
+#endif
+  }
+}
+
+/* Scores s[key][lane] of rows row0 ... (VF of them) become weights. */
+static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_tile *tile,
+                                         int n, int row0, float *s, struct sums *sums,
+                                         float *keep) {
+  vi position;
+  memcpy(&position, t->position + row0, sizeof position);
+  if (t->args->alibi) {
+    vf slope = vf_load(t->slope, row0, KVL_DTYPE_F32);
+    for (int k = 0; k < n; k++) {
+      vf far = __builtin_convertvector(tile->position[k] - position, vf);
+      vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
+      vf_store(s, k * PANEL, vf_fma(slope, far, x), KVL_DTYPE_F32);
+    }
+  }
+  if (t->args->causal && tile->position[n - 1] > t->position[row0])
+    for (int k = 0; k < n; k++) {
+      vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
+      vi hidden = tile->position[k] > position;
+      vf_store(s, k * PANEL, vf_select(hidden, vf_set(-INFINITY), x), KVL_DTYPE_F32);
+    }
+
+  vf before = vf_load(sums->top, row0, KVL_DTYPE_F32), top = before, other = before;
+  int k = 0;
+  for (; k + 2 <= n; k += 2) {  /* two chains: a maximum takes several cycles */
+    top = vf_max(top, vf_load(s, k * PANEL, KVL_DTYPE_F32));
+    other = vf_max(other, vf_load(s, (k + 1) * PANEL, KVL_DTYPE_F32));
+  }
+  if (k < n) top = vf_max(top, vf_load(s, k * PANEL, KVL_DTYPE_F32));
+  top = vf_max(top, other);
+  vf shift = vf_select((vi)(top == vf_set(-INFINITY)), vf_set(0), top);
+  vf worth = vf_exp(before - shift), sum = worth * vf_load(sums->sum, row0, KVL_DTYPE_F32);
+  for (k = 0; k < n; k++) {
+    vf p = vf_exp(vf_load(s, k * PANEL, KVL_DTYPE_F32) - shift);
+    vf_store(s, k * PANEL, p, KVL_DTYPE_F32);
+    sum += p;
+  }
+  vf_store(sums->top, row0, top, KVL_DTYPE_F32);
+  vf_store(sums->sum, row0, sum, KVL_DTYPE_F32);
+  vf_store(keep, 0, worth, KVL_DTYPE_F32);
+}
+
+struct many_scratch {
+  float q[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));   /* [panel][d][row] */
+  float k[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float v[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float s[TILE_KEYS * PANEL] __attribute__((aligned(64)));          /* [key][row] */
+  float keep[PANEL] __attribute__((aligned(64)));
+};
+
+/* One panel of rows against the tile in m->k and m->v. */
+static void attend_panel(const struct task *t, const struct key_tile *tile, int row0,
+                         struct many_scratch *m, struct sums *sums) {
+  int dim = t->args->cache.head_dim, padded = dim_padded(dim);
+  int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
+  int n = tile->n;
+  if (t->args->causal)          /* keys after the panel's last row are never computed */
+    while (n > 0 && tile->position[n - 1] > t->position[row0 + rows - 1]) n--;
+  if (n == 0) return;
+  multiply((struct product){ .a = m->k, .a_row = padded, .a_step = 1, .b = m->q + row0 * dim,
+    .b_row = PANEL, .c = m->s, .c_row = PANEL, .depth = dim }, n, vecs);
+  for (int v = 0; v < vecs; v++)
+    softmax_lanes(t, tile, n, row0 + v * VF, m->s + v * VF, sums, m->keep + v * VF);
+  for (int d = 0; d < padded; d += PANEL) {
+    int left = (padded - d) / VF;
+    multiply((struct product){ .a = m->s, .a_row = 1, .a_step = PANEL, .b = m->v + d,
+      .b_row = padded, .c = sums->values + row0 * padded + d, .c_row = padded,
+      .keep = m->keep, .depth = n }, rows, left < MANY_VECS ? left : MANY_VECS);
+  }
+}
+
+static inline KVL_HOT void convert_rows(const struct key_tile *tile, int64_t offset, int dim,
+                                        float *out, const int dtype) {
+  int padded = dim_padded(dim);
+  for (int k = 0; k < tile->n; k++, out += padded) {
+    const char *x = tile->k[k] + offset;
+    int d = 0;
+    for (; d + VF <= dim; d += VF) vf_store(out, d, vf_load(x, d, dtype), KVL_DTYPE_F32);
+    if (d < dim)
+      vf_store(out, d, vf_load_n(at_const(x, d, dtype), VF / 2, dtype), KVL_DTYPE_F32);
+  }
+}
+
+static inline KVL_HOT void attend_many(const struct task *t, struct key_walk walk,
+                                       struct sums *sums, const int dtype) {
+  const struct kvl_paged_attention_args *a = t->args;
+  int dim = a->cache.head_dim, panels = (t->rows + PANEL - 1) / PANEL;
+  struct many_scratch m;
+  memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
+  for (int i = 0; i < t->rows; i++) {
+    int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
+    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL;
+    for (int d = 0; d < dim; d++) q[d * PANEL] = a->scale * f32_load(a->q, row + d, a->dtype);
+  }
+  sums_clear(sums, panels * PANEL, dim_padded(dim));
+  struct key_tile tile;
+  for (walk_tile(&walk, &tile); tile.n > 0; walk_tile(&walk, &tile)) {
+    convert_rows(&tile, 0, dim, m.k, dtype);
+    convert_rows(&tile, walk.value, dim, m.v, dtype);
+    for (int row = 0; row < t->rows; row += PANEL) attend_panel(t, &tile, row, &m, sums);
+  }
+}
+
+#endif

@@ -1,0 +1,57 @@
+/* Mean of K over the valid tokens of some blocks.
+ *   cache    f32 f16 bf16        [blocks, 2, kv_heads, block_size, head_dim]
+ *   blocks   i32                 [n]   physical; out of range (-1) is skipped
+ *   tokens   i32                 [n]   valid tokens; 0 gives 0
+ *   summary  f32, or like cache  [blocks, kv_heads, head_dim]
+ * Summed in token order in fp32. Limit: read bandwidth, every K once. */
+#include "cpu/split.h"
+#include "cpu/vec.h"
+
+enum { VECS = 4 };
+
+static inline KVL_HOT void mean(const char *k, int64_t tokens, int64_t bytes_token, int lanes,
+                                void *out, int out_dtype, const int vecs, const int dtype) {
+  vf sum[VECS] = {0};
+  for (int64_t t = 0; t < tokens; t++, k += bytes_token)
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
+      sum[j] += vf_load_n(at_const(k, j * VF, dtype), lanes, dtype);
+  for (int j = 0; j < vecs; j++)
+    vf_store_n(at(out, j * VF, out_dtype), sum[j] / (float)i64_max(1, tokens), lanes,
+               out_dtype);
+}
+
+/* Items are (entry of the list, KV head). */
+static inline KVL_HOT void items(const struct kvl_block_mean_args *a, int64_t begin,
+                                 int64_t end, const int dtype) {
+  const int64_t heads = a->cache.kv_heads, size = a->cache.block_size;
+  const int dim = a->cache.head_dim, out_dtype = a->summary_dtype;
+  for (int64_t i = begin; i < end; i++) {
+    int64_t block = a->blocks[i / heads], head = i % heads, tokens = a->tokens[i / heads];
+    if (block < 0 || block >= a->cache.blocks) continue;
+    tokens = i64_max(0, i64_min(tokens, size));
+    const char *k = at_const(a->cache.kv, (block * 2 * heads + head) * size * dim, dtype);
+    char *out = at(a->summary, (block * heads + head) * dim, out_dtype);
+    const int64_t row = (int64_t)dim * kvl__float_bytes(dtype);
+    int d = 0;
+    for (; d + VECS * VF <= dim; d += VECS * VF)
+      mean(at_const(k, d, dtype), tokens, row, VF, at(out, d, out_dtype), out_dtype, VECS,
+           dtype);
+    for (; d < dim; d += VF)
+      mean(at_const(k, d, dtype), tokens, row, vf_left(d, dim), at(out, d, out_dtype),
+           out_dtype, 1, dtype);
+  }
+}
+
+static int items_piece(const void *args, int64_t begin, int64_t end) {
+  const struct kvl_block_mean_args *a = args;
+  KVL_BY_FLOAT(a->cache.dtype, items(a, begin, end, D))
+  return 0;
+}
+
+KVL_CPU_KERNEL(block_mean) {
+  const struct kvl_block_mean_args *a = args;
+  return kvl__split(a->n * a->cache.kv_heads,
+                    kvl__grain_rows((int64_t)a->cache.block_size * a->cache.head_dim),
+                    items_piece, a);
+}

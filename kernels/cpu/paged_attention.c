@@ -1,0 +1,205 @@
+/* out = softmax(scale * q k^T + bias) v over the paged keys of each sequence.
+ *
+ *  q          f32 f16 bf16  [tokens, heads, head_dim]
+ *  cache      f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
+ *  tables     i32           [seqs, max_blocks]
+ *  selection  i32           [seqs, kv_heads or 1, max_selected]
+ *  out        f32 f16 bf16  [tokens, heads, head_dim]
+ *  lse        f32           [tokens, heads]
+ * head_dim a multiple of 8 up to 256; any block_size; fp32 accumulation.
+ *
+ * Bytes   decode: 2 * len * kv_heads * head_dim elements, K and V once
+ * Flops   prefill: 4 * head_dim * heads * (pairs of a query row and a key it sees)
+ * Limit   decode: memory bandwidth (attention_few.h); prefill: multiply-adds
+ *         (attention_many.h)
+ *
+ * The block list of a sequence is cut into segments of a size that depends on shapes
+ * alone, so that few long sequences still fill the machine; their partial sums meet in
+ * ascending order. Neither step knows how many threads there are.
+ *
+ * Source  Dao et al. 2022 (online softmax); Kwon et al. 2023 (paging); Flash-Decoding
+ *         (splitting the keys). */
+#include "cpu/attention_few.h"
+#include "cpu/attention_many.h"
+
+/* Tasks wanted at least: decode's are short, prefill's are long and plenty. Segments
+ * below SEGMENT_TOKENS would cost more in merging than they help. */
+enum { DECODE_TASKS = 1024, PREFILL_TASKS = 64, SEGMENTS_MAX = 128, SEGMENT_TOKENS = 512 };
+
+struct plan {
+  int64_t entries;              /* blocks of the list in a segment */
+  int64_t segments;             /* of the longest list that the shapes allow */
+};
+
+static struct plan plan_make(const struct kvl_paged_attention_args *a) {
+  int64_t kv_heads = a->cache.kv_heads, size = a->cache.block_size;
+  int64_t tiles = a->seqs, tasks = DECODE_TASKS;
+  if (a->starts) {
+    tiles += a->tokens * (a->heads / kv_heads) / TASK_ROWS;
+    tasks = PREFILL_TASKS;
+  }
+  int64_t list = a->selection && a->max_selected < a->max_blocks ? a->max_selected
+                                                                 : a->max_blocks;
+  int64_t segments = tiles > 0 ? tasks / (tiles * kv_heads) : 1;
+  if (segments < 1) segments = 1;
+  if (segments > SEGMENTS_MAX) segments = SEGMENTS_MAX;
+  int64_t entries = (list + segments - 1) / segments, least = (SEGMENT_TOKENS + size - 1) / size;
+  if (entries < least) entries = least;
+  return (struct plan){ entries, list > entries ? (list + entries - 1) / entries : 1 };
+}
+
+/* Partial sums: values f32 [tokens * heads, segments, head_dim], then top and sum
+ * f32 [tokens * heads, segments, 2]. */
+size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args) {
+  const struct kvl_paged_attention_args *a = args;
+  struct plan plan = plan_make(a);
+  if (plan.segments == 1) return 0;
+  return (size_t)(a->tokens * a->heads * plan.segments) * (a->cache.head_dim + 2) *
+         sizeof(float);
+}
+
+static inline float *partial_values(const struct kvl_paged_attention_args *a,
+                                    struct plan plan, int64_t row, int64_t segment) {
+  return (float *)a->workspace + (row * plan.segments + segment) * a->cache.head_dim;
+}
+static inline float *partial_state(const struct kvl_paged_attention_args *a,
+                                   struct plan plan, int64_t row, int64_t segment) {
+  return (float *)a->workspace + a->tokens * a->heads * plan.segments * a->cache.head_dim +
+         (row * plan.segments + segment) * 2;
+}
+
+static int32_t sequence_len(const struct kvl_paged_attention_args *a, int64_t seq) {
+  int64_t room = a->max_blocks * a->cache.block_size, len = a->lens[seq];
+  return len < 0 ? 0 : len > room ? (int32_t)room : (int32_t)len;
+}
+
+/* Entries of the block list of (seq, kv_head), and the segments they fill, at least 1. */
+static int64_t segments_used(const struct kvl_paged_attention_args *a, struct plan plan,
+                             int64_t seq, int64_t kv_head) {
+  int64_t n = (sequence_len(a, seq) + a->cache.block_size - 1) / a->cache.block_size;
+  if (a->selection) {
+    int64_t head = a->selection_heads > 1 ? kv_head : 0;
+    const int32_t *list = a->selection + (seq * a->selection_heads + head) * a->max_selected;
+    n = a->max_selected < a->max_blocks ? a->max_selected : a->max_blocks;
+    while (n > 0 && list[n - 1] < 0) n--;
+  }
+  n = (n + plan.entries - 1) / plan.entries;
+  return n > 1 ? n : 1;
+}
+
+static int64_t query_rows(const struct kvl_paged_attention_args *a, int64_t seq,
+                          int64_t *first) {
+  *first = a->starts ? a->starts[seq] : seq;
+  int64_t rows = a->starts ? a->starts[seq + 1] - *first : 1;
+  return *first < 0 || rows < 0 || *first + rows > a->tokens ? 0 : rows;
+}
+
+/* ---- one task ----------------------------------------------------------------------- */
+
+/* x / sum, or zeros where nothing was seen */
+static inline KVL_HOT void row_write(const struct kvl_paged_attention_args *a, int64_t row,
+                                     const float *values, float top, float sum) {
+  float scale = sum == 0 ? 0 : 1 / sum;
+  for (int d = 0; d < a->cache.head_dim; d += 8) {
+    float x[8];
+    for (int i = 0; i < 8; i++) x[i] = sum == 0 ? 0 : values[d + i] * scale;
+    for (int i = 0; i < 8; i++) f32_store(a->out, row * a->cache.head_dim + d + i, x[i], a->out_dtype);
+  }
+  if (a->lse) a->lse[row] = sum == 0 ? -INFINITY : top + logf(sum);
+}
+
+static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
+  const int few = dot_rows(t->rows);
+  switch (t->args->cache.dtype) {
+#define CASE(dtype)                                                     \
+  case dtype:                                                           \
+    if (t->rows > FEW_ROWS) attend_many(t, walk, sums, dtype);          \
+    else if (few == 1) attend_few(t, walk, sums, 1, dtype);             \
+    else if (few == 2) attend_few(t, walk, sums, 2, dtype);             \
+    else attend_few(t, walk, sums, 4, dtype);                           \
+    break;
+    CASE(KVL_DTYPE_F32)
+    CASE(KVL_DTYPE_F16)
+    CASE(KVL_DTYPE_BF16)
+#undef CASE
+  }
+}
+
+/* Rows [row, row + TASK_ROWS) of the sequence's query rows x group, against segment
+ * `segment` of its block list. */
+static void task_run(const struct kvl_paged_attention_args *a, struct plan plan, int64_t seq,
+                     int64_t kv_head, int64_t tile_from_end, int64_t segment) {
+  int64_t group = a->heads / a->cache.kv_heads, first, used;
+  int64_t rows = query_rows(a, seq, &first), all = rows * group;
+  int64_t tile = (all + TASK_ROWS - 1) / TASK_ROWS - 1 - tile_from_end;
+  if (tile < 0 || segment >= (used = segments_used(a, plan, seq, kv_head))) return;
+  struct task t = { .args = a, .seq = seq, .token = first, .row = tile * TASK_ROWS,
+    .kv_head = (int)kv_head, .group = (int)group, .len = sequence_len(a, seq) };
+  t.rows = all - t.row < TASK_ROWS ? (int)(all - t.row) : TASK_ROWS;
+  for (int i = 0; i < TASK_ROWS; i++) { /* lanes past the last row repeat it */
+    int r = i < t.rows ? i : t.rows - 1;
+    t.position[i] = (int32_t)(t.len - rows + (t.row + r) / group);
+    t.slope[i] = a->alibi ? a->alibi[task_head(&t, r)] : 0;
+  }
+  struct sums sums;
+  attend(&t, walk_open(&t, segment * plan.entries, (segment + 1) * plan.entries), &sums);
+  int padded = dim_padded(a->cache.head_dim);
+  for (int i = 0; i < t.rows; i++) {
+    int64_t row = task_token(&t, i) * a->heads + task_head(&t, i);
+    const float *values = sums.values + i * padded;
+    if (used == 1) {
+      row_write(a, row, values, sums.top[i], sums.sum[i]);
+    } else {
+      memcpy(partial_values(a, plan, row, segment), values, a->cache.head_dim * 4);
+      float *state = partial_state(a, plan, row, segment);
+      state[0] = sums.top[i], state[1] = sums.sum[i];
+    }
+  }
+}
+
+/* ---- merging ------------------------------------------------------------------------- */
+
+static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan, int64_t row,
+                      int64_t used) {
+  float values[HEAD_DIM_MAX] = {0}, top = -INFINITY, sum = 0;
+  for (int64_t s = 0; s < used; s++) top = fmaxf(top, partial_state(a, plan, row, s)[0]);
+  for (int64_t s = 0; s < used; s++) {
+    const float *state = partial_state(a, plan, row, s), *part = partial_values(a, plan, row, s);
+    float weight = state[0] == -INFINITY && state[1] == 0 ? 0 : expf(state[0] - top);
+    sum += weight * state[1];
+    for (int d = 0; d < a->cache.head_dim; d++) values[d] += weight * part[d];
+  }
+  row_write(a, row, values, top, sum);
+}
+
+static void merge_sequence(const struct kvl_paged_attention_args *a, struct plan plan,
+                           int64_t seq, int64_t kv_head) {
+  int64_t used = segments_used(a, plan, seq, kv_head), first;
+  int64_t rows = query_rows(a, seq, &first), group = a->heads / a->cache.kv_heads;
+  if (used == 1) return;
+  for (int64_t i = 0; i < rows * group; i++)
+    merge_row(a, plan, (first + i / group) * a->heads + kv_head * group + i % group, used);
+}
+
+KVL_CPU_KERNEL(paged_attention) {
+  const struct kvl_paged_attention_args *a = args;
+  if (a->tokens == 0 || a->seqs == 0) return 0;
+  struct plan plan = plan_make(a);
+  int64_t kv_heads = a->cache.kv_heads, group = a->heads / kv_heads, longest = 0, first;
+  for (int64_t s = 0; s < a->seqs; s++) {
+    int64_t rows = query_rows(a, s, &first) * group;
+    if (rows > longest) longest = rows;
+  }
+  /* The last rows of a causal prefill see the most keys: start with those. */
+  int64_t per_tile = a->seqs * kv_heads * plan.segments;
+  int64_t tasks = (longest + TASK_ROWS - 1) / TASK_ROWS * per_tile;
+#pragma omp parallel for schedule(dynamic) if (tasks > 1)
+  for (int64_t i = 0; i < tasks; i++)
+    task_run(a, plan, i % per_tile / (kv_heads * plan.segments),
+             i / plan.segments % kv_heads, i / per_tile, i % plan.segments);
+  if (plan.segments == 1) return 0;
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t i = 0; i < a->seqs * kv_heads; i++)
+    merge_sequence(a, plan, i / kv_heads, i % kv_heads);
+  return 0;
+}

@@ -1,0 +1,289 @@
+/* Vectors of floats for one instruction set: KVL_ISA is plain, avx2 or avx512, and every
+ * file of kernels/cpu/ is compiled once for each. One source, three widths.
+ *
+ * Storage dtypes are read and written through vf_load / vf_store with the dtype as a
+ * constant: write the body as `static inline KVL_HOT ... body(..., const int dtype)` and
+ * call it through KVL_BY_FLOAT, which makes one specialised copy per dtype. */
+#ifndef KVL_CPU_VEC_H
+#define KVL_CPU_VEC_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+#include <immintrin.h>
+#endif
+
+#define KVL_JOIN_(a, b, c, d) a##b##c##d
+#define KVL_JOIN(a, b, c, d) KVL_JOIN_(a, b, c, d)
+#define KVL_CPU_NAME(op) KVL_JOIN(kvl_cpu_, op, _, KVL_ISA)
+/* Defines the launcher of `op`; the body sees `args` (const void *). */
+#define KVL_CPU_KERNEL(op) \
+  int KVL_CPU_NAME(op)(const void *args, void *queue __attribute__((unused)))
+#define X(op) int KVL_CPU_NAME(op)(const void *args, void *queue);
+KVL_OPS(X)
+#undef X
+
+/* Defines `size_t kvl_cpu_<op>_workspace_<isa>(const void *args)`: the bytes of workspace
+ * an op wants. It may look at shapes only: the tensors may not have been computed yet. */
+#define KVL_CPU_WORKSPACE(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
+
+#define KVL_HOT __attribute__((always_inline))
+
+/* Expand `call` with `D` bound to each float dtype as a constant. */
+#define KVL_BY_FLOAT(dtype, call)                                                     \
+  switch (dtype) {                                                                    \
+    case KVL_DTYPE_F32: { enum { D = KVL_DTYPE_F32 }; call; } break;                  \
+    case KVL_DTYPE_F16: { enum { D = KVL_DTYPE_F16 }; call; } break;                  \
+    case KVL_DTYPE_BF16: { enum { D = KVL_DTYPE_BF16 }; call; } break;                \
+    default: return KVL_ERR_UNSUPPORTED;                                              \
+  }
+
+/* ---- scalar conversions ---------------------------------------------------------- */
+
+static inline float f32_from_bits(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
+static inline uint32_t f32_bits(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
+
+static inline float f32_from_bf16(uint16_t x) { return f32_from_bits((uint32_t)x << 16); }
+static inline uint16_t bf16_from_f32(float f) { /* to nearest even; NaN stays NaN */
+  uint32_t i = f32_bits(f);
+  if ((i & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((i >> 16) | 0x40);
+  return (uint16_t)((i + 0x7FFF + ((i >> 16) & 1)) >> 16);
+}
+static inline float f32_from_f16(uint16_t h) {
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+  return _cvtsh_ss(h);
+#else
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 0x3FF;
+  if (e == 31) return f32_from_bits(sign | 0x7F800000u | (m << 13));
+  if (e == 0) return f32_from_bits(sign | f32_bits((float)m * 0x1p-24f));
+  return f32_from_bits(sign | ((e + 112) << 23) | (m << 13));
+#endif
+}
+static inline uint16_t f16_from_f32(float f) {
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+  return (uint16_t)_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
+#else
+  uint32_t i = f32_bits(f), sign = (i >> 16) & 0x8000, a = i & 0x7FFFFFFFu;
+  if (a > 0x7F800000u) return (uint16_t)(sign | 0x7E00 | ((a >> 13) & 0x3FF));
+  if (a >= 0x477FF000u) return (uint16_t)(sign | 0x7C00);       /* rounds to infinity */
+  if (a < 0x38800000u)                                          /* subnormal */
+    return (uint16_t)(sign | (f32_bits(f32_from_bits(a) + 0.5f) - 0x3F000000u));
+  a += 0xFFF + ((a >> 13) & 1);
+  return (uint16_t)(sign | ((a - 0x38000000u) >> 13));
+#endif
+}
+static inline KVL_HOT float f32_load(const void *p, int64_t i, const int dtype) {
+  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[i];
+  if (dtype == KVL_DTYPE_F16) return f32_from_f16(((const uint16_t *)p)[i]);
+  return f32_from_bf16(((const uint16_t *)p)[i]);
+}
+static inline KVL_HOT void f32_store(void *p, int64_t i, float x, const int dtype) {
+  if (dtype == KVL_DTYPE_F32) ((float *)p)[i] = x;
+  else if (dtype == KVL_DTYPE_F16) ((uint16_t *)p)[i] = f16_from_f32(x);
+  else ((uint16_t *)p)[i] = bf16_from_f32(x);
+}
+
+static inline KVL_HOT int kvl__float_bytes(int dtype) { return dtype == KVL_DTYPE_F32 ? 4 : 2; }
+
+/* ---- vectors: VF floats ------------------------------------------------------------- */
+
+#if defined(KVL_ISA_AVX512)
+enum { VF = 16 };
+#elif defined(KVL_ISA_AVX2)
+enum { VF = 8 };
+#else
+enum { VF = 4 };
+#endif
+typedef float vf __attribute__((vector_size(VF * 4), aligned(VF * 4)));
+typedef int32_t vi __attribute__((vector_size(VF * 4), aligned(VF * 4)));
+
+static inline KVL_HOT vf vf_set(float x) {
+#if defined(KVL_ISA_AVX512)
+  return (vf)_mm512_set1_ps(x);
+#elif defined(KVL_ISA_AVX2)
+  return (vf)_mm256_set1_ps(x);
+#else
+  return (vf){ x, x, x, x };
+#endif
+}
+
+#if defined(KVL_ISA_AVX512)
+static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+static inline KVL_HOT vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline KVL_HOT vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline KVL_HOT float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
+static inline KVL_HOT float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
+/* n in 0 ... VF elements; lanes past n are 0 and are not touched in memory. */
+static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
+  __mmask16 m = (__mmask16)((1u << n) - 1);
+  if (dtype == KVL_DTYPE_F32) return (vf)_mm512_maskz_loadu_ps(m, p);
+  __m256i h = _mm256_maskz_loadu_epi16(m, p);
+  if (dtype == KVL_DTYPE_F16) return (vf)_mm512_cvtph_ps(h);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
+static inline KVL_HOT __m256i vf_to_bf16(vf x) {
+  __m512i i = (__m512i)x;
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(i, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+  r = _mm512_mask_or_epi32(r, nan, i, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+}
+static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
+  __mmask16 m = (__mmask16)((1u << n) - 1);
+  if (dtype == KVL_DTYPE_F32) _mm512_mask_storeu_ps(p, m, (__m512)x);
+  else if (dtype == KVL_DTYPE_F16)
+    _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+  else _mm256_mask_storeu_epi16(p, m, vf_to_bf16(x));
+}
+#else
+#if defined(KVL_ISA_AVX2)
+static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+static inline KVL_HOT vf vf_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline KVL_HOT vf vf_min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
+static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+static inline KVL_HOT vf vf_max(vf a, vf b) { /* b where unordered, as maxps */
+  vi m = (vi)(a > b);
+  return (vf)(((vi)a & m) | ((vi)b & ~m));
+}
+static inline KVL_HOT vf vf_min(vf a, vf b) {
+  vi m = (vi)(a < b);
+  return (vf)(((vi)a & m) | ((vi)b & ~m));
+}
+#endif
+static inline KVL_HOT float vf_sum(vf a) {
+  float s[VF];
+  memcpy(s, &a, sizeof s);
+  for (int w = VF / 2; w > 0; w /= 2) for (int i = 0; i < w; i++) s[i] += s[i + w];
+  return s[0];
+}
+static inline KVL_HOT float vf_hmax(vf a) {
+  float s[VF];
+  memcpy(s, &a, sizeof s);
+  for (int i = 1; i < VF; i++) s[0] = s[i] > s[0] ? s[i] : s[0];
+  return s[0];
+}
+static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
+  vf x;
+  if (dtype == KVL_DTYPE_F32) { memcpy(&x, p, sizeof x); return x; }
+#if defined(KVL_ISA_AVX2)
+  __m128i h = _mm_loadu_si128(p);
+  if (dtype == KVL_DTYPE_F16) return (vf)_mm256_cvtph_ps(h);
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
+#else
+  for (int i = 0; i < VF; i++) x[i] = f32_load(p, i, dtype);
+  return x;
+#endif
+}
+static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
+  if (dtype == KVL_DTYPE_F32) { memcpy(p, &x, sizeof x); return; }
+#if defined(KVL_ISA_AVX2)
+  if (dtype == KVL_DTYPE_F16) {
+    _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+    return;
+  }
+#endif
+  for (int i = 0; i < VF; i++) f32_store(p, i, x[i], dtype);
+}
+static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
+  if (n == VF) return vf_load_full(p, dtype);
+  vf x = {0};
+  for (int i = 0; i < n; i++) x[i] = f32_load(p, i, dtype);
+  return x;
+}
+static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
+  if (n == VF) { vf_store_full(p, x, dtype); return; }
+  for (int i = 0; i < n; i++) f32_store(p, i, x[i], dtype);
+}
+#endif
+
+static inline KVL_HOT vf vf_load(const void *p, int64_t i, const int dtype) {
+  return vf_load_n((const char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2), VF, dtype);
+}
+static inline KVL_HOT void vf_store(void *p, int64_t i, vf x, const int dtype) {
+  vf_store_n((char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2), x, VF, dtype);
+}
+/* Elements [i, min(i + VF, n)): how many, for loops with a tail. */
+static inline KVL_HOT int vf_left(int64_t i, int64_t n) {
+  return n - i < VF ? (int)(n - i) : VF;
+}
+static inline KVL_HOT const void *at_const(const void *p, int64_t i, const int dtype) {
+  return (const char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2);
+}
+static inline KVL_HOT void *at(void *p, int64_t i, const int dtype) {
+  return (char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2);
+}
+
+/* Lane i: mask ? a : b, where every mask lane is 0 or -1 as comparisons make them. */
+static inline KVL_HOT vf vf_select(vi mask, vf a, vf b) {
+  return (vf)((mask & (vi)a) | (~mask & (vi)b));
+}
+
+/* Lane j of the result: the sum of x[j]'s lanes; x is overwritten. Each fold adds the
+ * halves of two vectors' segments, so VF sums cost 3 VF instructions, not VF * log VF. */
+#define KVL_LOW(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i) - (n))
+#define KVL_HIGH(i, n) (KVL_LOW(i, n) + (n))
+#if defined(KVL_ISA_AVX512)
+#define KVL_LANES(f, n) (vi){                                                         \
+  f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n), f(8, n),    \
+  f(9, n), f(10, n), f(11, n), f(12, n), f(13, n), f(14, n), f(15, n) }
+#elif defined(KVL_ISA_AVX2)
+#define KVL_LANES(f, n) (vi){                                                         \
+  f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n) }
+#else
+#define KVL_LANES(f, n) (vi){ f(0, n), f(1, n), f(2, n), f(3, n) }
+#endif
+#define KVL_FOLD(x, n)                                                                \
+  _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)                               \
+    x[i] = __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_LOW, n)) +               \
+           __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_HIGH, n))
+static inline KVL_HOT vf vf_sum_lanes(vf *x) {
+#if defined(KVL_ISA_AVX512)
+  KVL_FOLD(x, 8);
+#endif
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+  KVL_FOLD(x, 4);
+#endif
+  KVL_FOLD(x, 2);
+  KVL_FOLD(x, 1);
+  return x[0];
+}
+
+/* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */
+static inline KVL_HOT vf vf_exp(vf x) {
+  vf y = vf_min(vf_max(vf_set(-87.4f), x), vf_set(88.8f));
+  vf t = y * 1.44269504f;
+  vf n = (t + 12582912.0f) - 12582912.0f;   /* to nearest: |t| < 2^22 */
+  vf r = vf_fma(n, vf_set(-0.693359375f), y);
+  r = vf_fma(n, vf_set(2.12194440e-4f), r);
+  vf p = vf_set(1.9875691500e-4f);
+  p = vf_fma(p, r, vf_set(1.3981999507e-3f));
+  p = vf_fma(p, r, vf_set(8.3334519073e-3f));
+  p = vf_fma(p, r, vf_set(4.1665795894e-2f));
+  p = vf_fma(p, r, vf_set(1.6666665459e-1f));
+  p = vf_fma(p, r, vf_set(5.0000001201e-1f));
+  p = vf_fma(p * r, r, r) + 1.0f;
+#if defined(KVL_ISA_AVX512)
+  __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
+#else
+  vi e = __builtin_convertvector(n, vi);
+  vi half = e >> 1;                          /* two steps: 2^128 does not exist */
+  vf s0 = (vf)((half + 127) << 23), s1 = (vf)((e - half + 127) << 23);
+  vf z = p * s0 * s1;
+  vi low = (vi)(x < -87.3f), nan = (vi)(x != x);
+  return (vf)((((vi)z) & ~low & ~nan) | ((vi)x & nan));
+#endif
+}
+static inline float f32_exp(float x) { return vf_exp(vf_set(x))[0]; }
+
+#endif

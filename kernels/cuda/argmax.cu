@@ -1,0 +1,97 @@
+/* out = index of the largest element of each row: ties to the lower index, NaN never wins
+ * (a row of NaN gives 0).
+ *   a    f32 f16 bf16  [rows, n]   n >= 1
+ *   out  i32           [rows]
+ * Reads a once. An element and its index are one 64-bit key, so that a plain maximum does.
+ * Few long rows: the keys of pieces go through the scratch.
+ * Limit: memory bandwidth. */
+#include "row.cuh"
+
+namespace {
+
+using kvl::team;
+typedef unsigned long long key_t64;   /* ordered number, then ~index */
+
+struct larger_key {
+  __device__ key_t64 operator()(key_t64 a, key_t64 b) const { return a > b ? a : b; }
+};
+
+template <int N, class T>
+__device__ __forceinline__ key_t64 best_of(const T *a, int64_t begin, int64_t end, int rank,
+                                           int threads) {
+  key_t64 best = 0;
+  kvl::walk<N>(begin, end, rank, threads, [&](auto w, int64_t i) {
+    float x[w.value];
+    kvl::load_floats(a + i, x);
+#pragma unroll
+    for (int j = 0; j < w.value; j++) {
+      key_t64 key = (key_t64)kvl::ordered(x[j]) << 32 | (uint32_t)~(uint32_t)(i + j);
+      best = larger_key()(best, key);
+    }
+  });
+  return best;
+}
+
+__device__ __forceinline__ int32_t index_of(key_t64 key) { return (int32_t)~(uint32_t)key; }
+
+template <int N, int THREADS, class T>
+__global__ void __launch_bounds__(kvl::ROW_THREADS)
+rows_kernel(const T *a, int32_t *out, int64_t rows, int64_t n) {
+  using own = team<THREADS>;
+  for (int64_t row = own::first_row(); row < rows; row += own::row_step()) {
+    key_t64 best = best_of<N>(a + row * n, 0, n, own::rank(), THREADS);
+    best = own::reduce(best, larger_key(), key_t64(0));
+    if (own::rank() == 0) out[row] = index_of(best);
+  }
+}
+
+/* Grid: pieces, rows. */
+template <int N, class T>
+__global__ void __launch_bounds__(kvl::ROW_THREADS)
+pieces_kernel(const T *a, key_t64 *part, int64_t n, int64_t length) {
+  int64_t row = blockIdx.y, begin = blockIdx.x * length, end = min(begin + length, n);
+  key_t64 best = best_of<N>(a + row * n, begin, end, threadIdx.x, kvl::ROW_THREADS);
+  best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), key_t64(0));
+  if (threadIdx.x == 0) part[row * gridDim.x + blockIdx.x] = best;
+}
+
+__global__ void __launch_bounds__(kvl::ROW_THREADS)
+join_kernel(const key_t64 *part, int32_t *out, int pieces) {
+  key_t64 best = 0;
+  for (int p = threadIdx.x; p < pieces; p += kvl::ROW_THREADS)
+    best = larger_key()(best, part[(int64_t)blockIdx.x * pieces + p]);
+  best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), key_t64(0));
+  if (threadIdx.x == 0) out[blockIdx.x] = index_of(best);
+}
+
+template <int N, class T> void argmax(const kvl_argmax_args *g, const kvl_cuda_queue *q) {
+  const T *a = (const T *)g->a;
+  kvl::split cut = kvl::split_rows(g->rows, g->n, sizeof(key_t64), q);
+  if (cut.count > 1) {
+    dim3 blocks((unsigned)cut.count, (unsigned)g->rows);
+    key_t64 *part = (key_t64 *)q->scratch;
+    pieces_kernel<N><<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, part, g->n, cut.length);
+    join_kernel<<<(unsigned)g->rows, kvl::ROW_THREADS, 0, q->stream>>>(part, g->out,
+                                                                       (int)cut.count);
+  } else if (g->n <= kvl::ROW_SHORT) {
+    rows_kernel<N, kvl::WARP><<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0,
+                                q->stream>>>(a, g->out, g->rows, g->n);
+  } else {
+    rows_kernel<N, kvl::ROW_THREADS>
+        <<<kvl::team_grid<kvl::ROW_THREADS>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
+            a, g->out, g->rows, g->n);
+  }
+}
+
+}  // namespace
+
+KVL_CUDA_KERNEL(argmax) {
+  const kvl_argmax_args *g = (const kvl_argmax_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (g->rows == 0 || g->n == 0) return KVL_OK;
+  KVL_CUDA_BY_FLOAT(g->dtype, T, {
+    if (kvl::wide_rows(g->rows, g->n, kvl::WIDE<T>, g->a)) argmax<kvl::WIDE<T>, T>(g, q);
+    else argmax<1, T>(g, q);
+  })
+  return kvl__cuda_launched();
+}

@@ -1,0 +1,97 @@
+/* Reduce the K rows of one (block, KV head) over its valid tokens: the shared part of
+ * block_minmax and block_mean.
+ *
+ * A row of head_dim numbers is spread over `lanes` threads of 8 dims each (a power of two,
+ * so that a warp holds whole rows); the rest of the threads take further tokens. Small
+ * blocks get one warp a (block, KV head), large ones eight. */
+#ifndef KVL_CUDA_BLOCK_REDUCE_CUH
+#define KVL_CUDA_BLOCK_REDUCE_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+constexpr int REDUCE_THREADS = 256;
+
+/* F has: N accumulators a dim, start(float (&)[N][8]), add(float (&)[N][8], const float
+ * (&)[8]), join of two accumulators number n, and finish(x, block, head, dim, tokens). */
+template <class T, class F, int THREADS>
+__global__ void __launch_bounds__(REDUCE_THREADS)
+block_reduce_rows(const __grid_constant__ kvl_cache_view cache, const int32_t *blocks,
+                  const int32_t *tokens, int64_t n, int lanes, const F f) {
+  constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
+  __shared__ float sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * 256 : 1];
+  const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
+  const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
+  /* With one unit a block the whole block leaves, with many no block-wide barrier follows. */
+  if (pair >= n * cache.kv_heads) return;
+  const int64_t i = pair / cache.kv_heads;
+  const int head = (int)(pair - i * cache.kv_heads);
+  const int64_t block = blocks[i];
+  if (block < 0 || block >= cache.blocks) return;
+  const int count = max(0, min(tokens[i], cache.block_size));
+  const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * 8;
+  const bool inside = dim < cache.head_dim;
+  const T *k = (const T *)cache.kv +
+               (2 * block * cache.kv_heads + head) * cache.block_size * cache.head_dim + dim;
+
+  float x[F::N][8];
+  f.start(x);
+  if (inside)
+    for (int t = tid / lanes; t < count; t += AHEAD * rows) {
+      pack<T, 8> raw[AHEAD];
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++)
+        if (t + u * rows < count) raw[u] = load_pack<8>(k + (int64_t)(t + u * rows) * cache.head_dim);
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) {
+        if (t + u * rows >= count) break;
+        float row[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) row[e] = to_float(raw[u].at[e]);
+        f.add(x, row);
+      }
+    }
+  /* The rows of a warp, then the warps, in a fixed order. */
+  for (int step = lanes; step < WARP; step *= 2)
+#pragma unroll
+    for (int m = 0; m < F::N; m++)
+#pragma unroll
+      for (int e = 0; e < 8; e++)
+        x[m][e] = f.join(m, x[m][e], __shfl_xor_sync(ALL_LANES, x[m][e], step));
+  if constexpr (WARPS > 1) {
+    if (tid % WARP < lanes)
+#pragma unroll
+      for (int m = 0; m < F::N; m++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) sums[tid / WARP][m * 256 + dim + e] = x[m][e];
+    __syncthreads();
+    if (tid < lanes)
+      for (int w = 1; w < WARPS; w++)
+#pragma unroll
+        for (int m = 0; m < F::N; m++)
+#pragma unroll
+          for (int e = 0; e < 8; e++) x[m][e] = f.join(m, x[m][e], sums[w][m * 256 + dim + e]);
+  }
+  if (tid < lanes && inside) f.finish(x, cache, block, head, dim, count);
+}
+
+template <class T, class F>
+void launch_block_reduce(const kvl_cache_view &cache, const int32_t *blocks,
+                         const int32_t *tokens, int64_t n, const F &f,
+                         const kvl_cuda_queue *q) {
+  int lanes = 1;
+  while (lanes * 8 < cache.head_dim) lanes *= 2;
+  int64_t pairs = n * cache.kv_heads, units = REDUCE_THREADS / WARP;
+  if (cache.block_size > 64)
+    block_reduce_rows<T, F, REDUCE_THREADS><<<(unsigned)pairs, REDUCE_THREADS, 0, q->stream>>>(
+        cache, blocks, tokens, n, lanes, f);
+  else
+    block_reduce_rows<T, F, WARP>
+        <<<(unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q->stream>>>(
+            cache, blocks, tokens, n, lanes, f);
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,183 @@
+/* What every CUDA kernel file shares: the queue, the launchers' names, dtypes as C++ types,
+ * 16-byte access, reductions over a warp and a block.
+ *
+ * Device code lives in namespace kvl; each file keeps its own kernels in an unnamed
+ * namespace. Everything but kvl_backend_cuda is hidden from the outside. */
+#ifndef KVL_CUDA_COMMON_CUH
+#define KVL_CUDA_COMMON_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernels.h"
+
+typedef struct cublasContext *cublasHandle_t;   /* cublas_v2.h says the same */
+
+struct kvl_cuda_queue {
+  cudaStream_t stream;
+  cublasHandle_t blas;     /* NULL until kvl__cuda_blas */
+  int sm_count;
+  int shared_optin;        /* bytes of shared memory a block may ask for */
+  int device;
+  void *blas_workspace;
+  void *scratch;           /* KVL_CUDA_SCRATCH bytes for ops whose args have no workspace */
+};
+enum { KVL_CUDA_SCRATCH = 4 << 20 };
+
+/* Defines the launcher, and the workspace size, of an op. */
+#define KVL_CUDA_KERNEL(op) extern "C" int kvl_cuda_##op(const void *args, void *queue)
+#define KVL_CUDA_WORKSPACE(op) \
+  extern "C" size_t kvl_cuda_##op##_workspace(const void *args, int sm_count)
+#define X(op) KVL_CUDA_KERNEL(op);
+KVL_OPS(X)
+#undef X
+
+/* 0, or a status after recording the driver's words: of the launches since the last call,
+ * of one call, or of cuBLAS (its handle is made at the first use). */
+int kvl__cuda_launched(void);
+int kvl__cuda_check(cudaError_t error);
+int kvl__cuda_blas(struct kvl_cuda_queue *queue);   /* makes queue->blas */
+int kvl__cuda_blas_check(int status, const char *what);
+
+/* Run a body with T the C++ type of a dtype; the launcher returns where there is none. */
+#define KVL_CUDA_BY_FLOAT(dtype, T, ...)                                   \
+  switch (dtype) {                                                         \
+    case KVL_DTYPE_F32: { using T = float; __VA_ARGS__ } break;            \
+    case KVL_DTYPE_F16: { using T = __half; __VA_ARGS__ } break;           \
+    case KVL_DTYPE_BF16: { using T = __nv_bfloat16; __VA_ARGS__ } break;   \
+    default: return KVL_ERR_UNSUPPORTED;                                   \
+  }
+/* ... with T an unsigned type of that many bytes, for ops that only move elements. */
+#define KVL_CUDA_BY_BYTES(bytes, T, ...)                   \
+  switch (bytes) {                                         \
+    case 1: { using T = uint8_t; __VA_ARGS__ } break;      \
+    case 2: { using T = uint16_t; __VA_ARGS__ } break;     \
+    case 4: { using T = uint32_t; __VA_ARGS__ } break;     \
+    case 8: { using T = uint64_t; __VA_ARGS__ } break;     \
+    case 16: { using T = uint4; __VA_ARGS__ } break;       \
+    default: return KVL_ERR_UNSUPPORTED;                   \
+  }
+
+namespace kvl {
+
+constexpr int WARP = 32;
+constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
+
+/* ---- numbers ------------------------------------------------------------------------ */
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ __forceinline__ T from_float(float x);
+template <> __device__ __forceinline__ float from_float(float x) { return x; }
+template <> __device__ __forceinline__ __half from_float(float x) {
+  return __float2half_rn(x);
+}
+template <> __device__ __forceinline__ __nv_bfloat16 from_float(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+/* N elements moved in the widest pieces their size allows, 16 bytes at most. */
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) pack {
+  T at[N];
+};
+/* Elements of T in 16 bytes. */
+template <class T> constexpr int WIDE = 16 / sizeof(T);
+
+template <int N, class T>
+__device__ __forceinline__ pack<T, N> load_pack(const T *p) {   /* p aligned to the pack */
+  return *reinterpret_cast<const pack<T, N> *>(p);
+}
+template <int N, class T>
+__device__ __forceinline__ void store_pack(T *p, const pack<T, N> &x) {
+  *reinterpret_cast<pack<T, N> *>(p) = x;
+}
+template <int N, class T>
+__device__ __forceinline__ void load_floats(const T *p, float (&x)[N]) {
+  pack<T, N> raw = load_pack<N>(p);
+#pragma unroll
+  for (int i = 0; i < N; i++) x[i] = to_float(raw.at[i]);
+}
+template <int N, class T>
+__device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
+  pack<T, N> raw;
+#pragma unroll
+  for (int i = 0; i < N; i++) raw.at[i] = from_float<T>(x[i]);
+  store_pack<N>(p, raw);
+}
+
+/* May all of these addresses and row sizes (bytes) be accessed 16 bytes at a time? */
+template <class... P> inline bool aligned16(P... p) {
+  return (((uintptr_t)p | ...) & 15) == 0;
+}
+
+/* Blocks to launch for `pieces` of work, `per_block` each, when blocks loop over the rest:
+ * enough to fill the device a few times over. */
+inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q, int waves = 16) {
+  int64_t blocks = (pieces + per_block - 1) / per_block, most = (int64_t)q->sm_count * waves;
+  return (unsigned)(blocks < most ? blocks : most);
+}
+
+/* Bits that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
+__device__ __forceinline__ uint32_t ordered(float x) {
+  uint32_t bits = __float_as_uint(x + 0.0f);
+  return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+/* ---- reductions --------------------------------------------------------------------- */
+
+struct add_op {
+  template <class T> __device__ T operator()(T a, T b) const { return a + b; }
+};
+struct max_op {   /* of two NaN-free numbers; one NaN is ignored, as by fmaxf */
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ int operator()(int a, int b) const { return max(a, b); }
+};
+struct min_op {
+  __device__ float operator()(float a, float b) const { return fminf(a, b); }
+  __device__ int operator()(int a, int b) const { return min(a, b); }
+};
+
+/* Every lane of each group of LANES neighbours (a power of two) gets the group's result. */
+template <int LANES = WARP, class T, class F>
+__device__ __forceinline__ T warp_reduce(T x, F f) {
+#pragma unroll
+  for (int step = LANES / 2; step > 0; step /= 2)
+    x = f(x, __shfl_xor_sync(ALL_LANES, x, step));
+  return x;
+}
+template <int LANES = WARP, class T> __device__ __forceinline__ T warp_sum(T x) {
+  return warp_reduce<LANES>(x, add_op());
+}
+template <int LANES = WARP, class T> __device__ __forceinline__ T warp_max(T x) {
+  return warp_reduce<LANES>(x, max_op());
+}
+template <int LANES = WARP, class T> __device__ __forceinline__ T warp_min(T x) {
+  return warp_reduce<LANES>(x, min_op());
+}
+
+/* Every thread of the block (whole warps, 1-D) gets the result, in an order that depends
+ * on nothing but the block's size. `shared` is 32 elements; it may be reused at once. */
+template <class T, class F>
+__device__ __forceinline__ T block_reduce(T x, F f, T none, T *shared) {
+  x = warp_reduce(x, f);
+  int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+  if (lane == 0) shared[warp] = x;
+  __syncthreads();
+  x = warp_reduce(lane < warps ? shared[lane] : none, f);
+  __syncthreads();   /* before the caller writes `shared` again */
+  return x;
+}
+template <class T> __device__ __forceinline__ T block_sum(T x, T *shared) {
+  return block_reduce(x, add_op(), T(0), shared);
+}
+__device__ __forceinline__ float block_max(float x, float *shared) {
+  return block_reduce(x, max_op(), -INFINITY, shared);
+}
+
+}  // namespace kvl
+
+#endif

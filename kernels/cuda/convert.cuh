@@ -1,0 +1,73 @@
+/* One number type into another: kvl::convert<To>(x), for all storage dtypes and double.
+ * To a float: round to nearest even, through f32 for the 16-bit types; f8e4m3 saturates at
+ * +-448. Float to integer: truncate, saturate, NaN gives 0. Integer to integer: saturate. */
+#ifndef KVL_CUDA_CONVERT_CUH
+#define KVL_CUDA_CONVERT_CUH
+
+#include <cuda_fp8.h>
+
+#include "common.cuh"
+
+namespace kvl {
+
+struct f8e4m3 { __nv_fp8_storage_t bits; };
+
+template <class A, class B> constexpr bool same = false;
+template <class A> constexpr bool same<A, A> = true;
+
+__device__ __forceinline__ float to_float(f8e4m3 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+}
+
+template <class To> constexpr bool is_signed = To(-1) < To(0);
+template <class To> constexpr int value_bits = sizeof(To) * 8 - is_signed<To>;
+template <class To> constexpr To most = To(~uint64_t(0) >> (64 - value_bits<To>));
+template <class To> constexpr To least = is_signed<To> ? -most<To> - 1 : 0;
+
+/* From float or double. 2^bits is exact there, unlike the largest value. */
+template <class To, class From>
+__host__ __device__ __forceinline__ To integer_from(From x) {
+  constexpr From limit = From(uint64_t(1) << (value_bits<To> - 1)) * 2;
+  if (x != x) return 0;
+  if (x >= limit) return most<To>;
+  return x <= (is_signed<To> ? -limit : From(0)) ? least<To> : To(x);
+}
+
+template <class To> __device__ __forceinline__ To clamped(int64_t x) {
+  if constexpr (sizeof(To) == 8) return x;
+  else return x > most<To> ? most<To> : x < least<To> ? least<To> : To(x);
+}
+
+template <class To, class From> __device__ __forceinline__ To convert(From x) {
+  constexpr bool to_int = same<To, int32_t> || same<To, int64_t> || same<To, uint8_t> ||
+                          same<To, uint64_t>;
+  if constexpr (same<To, From>) return x;
+  else if constexpr (same<From, __half> || same<From, __nv_bfloat16> || same<From, f8e4m3>)
+    return convert<To>(to_float(x));
+  else if constexpr (to_int && (same<From, float> || same<From, double>))
+    return integer_from<To>(x);
+  else if constexpr (to_int) return clamped<To>(x);
+  else if constexpr (same<To, f8e4m3>)
+    return f8e4m3{__nv_cvt_float_to_fp8(float(x), __NV_SATFINITE, __NV_E4M3)};
+  else return from_float<To>(float(x));
+}
+
+}  // namespace kvl
+
+/* KVL_CUDA_BY_FLOAT, and the integers a cast knows. */
+#define KVL_CUDA_BY_NUMBER(dtype, T, ...)                         \
+  switch (dtype) {                                                \
+    case KVL_DTYPE_I32: { using T = int32_t; __VA_ARGS__ } break; \
+    case KVL_DTYPE_I64: { using T = int64_t; __VA_ARGS__ } break; \
+    case KVL_DTYPE_U8: { using T = uint8_t; __VA_ARGS__ } break;  \
+    default: KVL_CUDA_BY_FLOAT(dtype, T, __VA_ARGS__)             \
+  }
+/* Every dtype. */
+#define KVL_CUDA_BY_ANY(dtype, T, ...)                                     \
+  switch (dtype) {                                                         \
+    case KVL_DTYPE_F8E4M3: { using T = kvl::f8e4m3; __VA_ARGS__ } break;   \
+    case KVL_DTYPE_U64: { using T = uint64_t; __VA_ARGS__ } break;         \
+    default: KVL_CUDA_BY_NUMBER(dtype, T, __VA_ARGS__)                     \
+  }
+
+#endif

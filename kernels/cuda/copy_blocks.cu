@@ -1,0 +1,46 @@
+/* dst[i] = src[i] for whole blocks of the cache, K and V of every head.
+ *
+ *   src, dst  i32           [n]   -1 is skipped; no block is both
+ *   cache     f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim], 16-byte aligned
+ *
+ * Bytes   2 * n * 2 * kv_heads * block_size * head_dim * element
+ * Limit   memory. A block of the pool is one contiguous run; a block of threads copies 16 KiB
+ *         of it, four 16-byte loads in flight a thread. Exact. */
+#include "common.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int THREADS = 256, EACH = 4, PIECE = THREADS * EACH;   /* in 16-byte words */
+
+__global__ void __launch_bounds__(THREADS)
+copy(const __grid_constant__ kvl_copy_blocks_args a, int64_t words, int64_t pieces) {
+  int64_t i = blockIdx.x / pieces, at = blockIdx.x % pieces * PIECE + threadIdx.x;
+  int64_t from = a.src[i], to = a.dst[i];
+  if (from < 0 || to < 0 || from >= a.cache.blocks || to >= a.cache.blocks) return;
+  const uint4 *src = (const uint4 *)a.cache.kv + from * words;
+  uint4 *dst = (uint4 *)a.cache.kv + to * words;
+  uint4 x[EACH];
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+    if (at + e * THREADS < words) x[e] = src[at + e * THREADS];
+#pragma unroll
+  for (int e = 0; e < EACH; e++)
+    if (at + e * THREADS < words) dst[at + e * THREADS] = x[e];
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(copy_blocks) {
+  using namespace kvl;
+  const kvl_copy_blocks_args &a = *(const kvl_copy_blocks_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  int64_t words = 2 * (int64_t)a.cache.kv_heads * a.cache.block_size * a.cache.head_dim *
+                  (a.cache.dtype == KVL_DTYPE_F32 ? 4 : 2) / 16;
+  int64_t pieces = (words + PIECE - 1) / PIECE;
+  if (a.n * pieces == 0) return KVL_OK;
+  if (!aligned16(a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  copy<<<(unsigned)(a.n * pieces), THREADS, 0, q->stream>>>(a, words, pieces);
+  return kvl__cuda_launched();
+}

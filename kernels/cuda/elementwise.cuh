@@ -1,0 +1,51 @@
+/* The loop of every elementwise op: N elements a thread at a time, neighbours in a warp
+ * neighbours in memory, blocks striding over the rest.
+ *
+ * A body is a struct with `template <int N> __device__ void run(int64_t i) const`, which
+ * computes elements i ... i + N - 1. N is a power of two and i a multiple of it, or N is 1.
+ * Limit: the bytes read and written over the memory's bandwidth. */
+#ifndef KVL_CUDA_ELEMENTWISE_CUH
+#define KVL_CUDA_ELEMENTWISE_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+enum { EACH_THREADS = 256 };
+
+template <int N, class F>
+__global__ void __launch_bounds__(EACH_THREADS) each_kernel(F f, int64_t count) {
+  int64_t first = (int64_t)blockIdx.x * EACH_THREADS + threadIdx.x;
+  int64_t stride = (int64_t)gridDim.x * EACH_THREADS, packs = count / N;
+  for (int64_t p = first; p < packs; p += stride) f.template run<N>(p * N);
+  if (N > 1)
+    for (int64_t i = packs * N + first; i < count; i += stride) f.template run<1>(i);
+}
+
+/* wide: the addresses allow packs of N. */
+template <int N, class F>
+int each(const F &f, int64_t count, bool wide, void *queue) {
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (count == 0) return KVL_OK;
+  if (wide)
+    each_kernel<N><<<grid((count + N - 1) / N, EACH_THREADS, q), EACH_THREADS, 0,
+                     q->stream>>>(f, count);
+  else
+    each_kernel<1><<<grid(count, EACH_THREADS, q), EACH_THREADS, 0, q->stream>>>(f, count);
+  return kvl__cuda_launched();
+}
+
+/* Quotient and remainder; 64-bit division is several times slower and rarely needed. */
+__device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t *quotient, int64_t *rest) {
+  if ((uint64_t)(a | b) >> 32) {
+    *quotient = a / b;
+    *rest = a % b;
+  } else {
+    *quotient = (uint32_t)a / (uint32_t)b;
+    *rest = (uint32_t)a % (uint32_t)b;
+  }
+}
+
+}  // namespace kvl
+
+#endif

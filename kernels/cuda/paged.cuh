@@ -1,0 +1,194 @@
+/* What the kernels over paged KV memory share: the walk from a key's number to its row in
+ * the cache, asynchronous 16-byte copies into shared memory, and the 16-bit tensor-core
+ * instructions. */
+#ifndef KVL_CUDA_PAGED_CUH
+#define KVL_CUDA_PAGED_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+/* How many of 0 ... n-1 satisfy `holds`, which is true up to some index and false after it.
+ * All threads of the block call it and get the same answer; every round narrows the range
+ * by the block's size, so 128 threads need two rounds up to 16384. */
+template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
+  int low = 0;
+  while (n > 0) {
+    int step = (n + blockDim.x - 1) / blockDim.x;
+    int last = min((int)(threadIdx.x + 1) * step, n) - 1;   /* of this thread's stretch */
+    bool whole = (int)threadIdx.x * step < n && holds(low + last);
+    int full = min(__syncthreads_count(whole) * step, n);
+    low += full;
+    n = min(step - 1, n - full);   /* the end of the next stretch is known to be false */
+  }
+  return low;
+}
+
+/* A key's K row (elements from the cache's start) and its position in the sequence. */
+struct paged_row {
+  int64_t offset;
+  int position;        /* -1: no key, whatever memory lies there */
+};
+
+/* The keys one block of threads attends to, numbered 0 ... keys-1 in ascending position:
+ * every block of a sequence, or the selected ones. */
+struct paged_walk {
+  const int32_t *table, *selection;   /* of this sequence (and KV head) */
+  int64_t block_stride, head_offset, blocks;
+  int block_size, head_dim, end;      /* positions 0 ... end-1 are seen */
+  int listed;                         /* selected blocks that begin before `end` */
+  int keys;
+
+  /* All threads of the block call this: it searches the selection together. */
+  __device__ paged_walk(const kvl_paged_attention_args &a, int64_t seq, int kv_head, int end_)
+      : table(a.tables + seq * a.max_blocks), selection(nullptr), blocks(a.cache.blocks),
+        block_size(a.cache.block_size), head_dim(a.cache.head_dim), end(max(end_, 0)),
+        listed(0) {
+    int64_t half = (int64_t)a.cache.kv_heads * block_size * head_dim;
+    block_stride = 2 * half;
+    head_offset = (int64_t)kv_head * block_size * head_dim;
+    end = (int)min((int64_t)end, a.max_blocks * block_size);
+    keys = end;
+    if (a.selection) {
+      int64_t row = seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0);
+      const int32_t *list = selection = a.selection + row * a.max_selected;
+      int blocks_seen = (int)(((int64_t)end + block_size - 1) / block_size);
+      listed = prefix_count((int)a.max_selected,
+                            [=](int i) { return (unsigned)list[i] < (unsigned)blocks_seen; });
+      keys = listed * block_size;
+    }
+  }
+  /* Adding this to a K row's offset gives its V row. */
+  __device__ int64_t to_value() const { return block_stride / 2; }
+
+  __device__ paged_row find(int key) const {
+    paged_row row = {0, -1};
+    if (key >= keys) return row;
+    int block = key / block_size, token = key - block * block_size;
+    if (selection) block = selection[block];
+    int position = block * block_size + token;
+    if (position >= end) return row;
+    int64_t physical = table[block];
+    if (physical < 0 || physical >= blocks) return row;   /* a broken table must not fault */
+    row.offset = physical * block_stride + head_offset + (int64_t)token * head_dim;
+    row.position = position;
+    return row;
+  }
+};
+
+/* ---- shared memory --------------------------------------------------------------------- */
+
+/* Copy 16 bytes into shared memory, past L1; zeros when `valid` is false. */
+__device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :: "r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* Wait until at most N of this thread's groups are under way. */
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* Where 16-byte piece `piece` of row `row` lies in a tile of rows of PIECES pieces. The
+ * low three bits are mixed with the row so that eight rows of one column, which ldmatrix
+ * reads at once, lie in different banks. PIECES is a multiple of 8. */
+template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
+  return (uint32_t)(row * PIECES + (piece ^ (row & 7))) * 16;
+}
+/* Pieces a tile's row takes for up to D 16-bit numbers. */
+template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;
+
+/* ---- tensor cores ---------------------------------------------------------------------- */
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+
+/* c[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums. In a warp, lane l has rows l/4 and l/4 + 8
+ * and columns 2 (l%4), +1 of c: c[0..1] of the first row, c[2..3] of the second. */
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __half) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __nv_bfloat16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t pack2(float low, float high, __half) {
+  __half2 x = __floats2half2_rn(low, high);
+  return *reinterpret_cast<uint32_t *>(&x);
+}
+__device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) {
+  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t *>(&x);
+}
+
+/* ---- numbers --------------------------------------------------------------------------- */
+
+/* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
+ * 5 shuffles in place of 16. */
+template <int LANES> __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
+  bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
+  float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
+  keep0 += __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2);
+  keep1 += __shfl_xor_sync(ALL_LANES, high ? x[1] : x[3], LANES / 2);
+  float sum = odd ? keep1 : keep0;
+  sum += __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
+  return warp_sum<LANES / 4>(sum);
+}
+
+/* Floats as unsigned integers in the same order; -0 and 0 are one, NaN is below all. */
+__device__ __forceinline__ uint32_t order_key(float x) {
+  if (x != x) return 0;
+  uint32_t bits = x == 0.f ? 0u : __float_as_uint(x);
+  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+__device__ __forceinline__ float order_value(uint32_t key) {
+  if (key == 0) return __uint_as_float(0x7FC00000u);
+  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
+}
+
+__device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) {
+  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[at];
+  if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[at]);
+  return to_float(((const __nv_bfloat16 *)p)[at]);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {   /* 2 ulp; exp2(-inf) = 0 */
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+/* Softmax in base 2: `shift` is the running maximum, or 0 while nothing was seen, so that
+ * exp2(-inf - shift) is 0 and never NaN. */
+__device__ __forceinline__ float finite_shift(float m) { return m == -INFINITY ? 0.f : m; }
+
+/* A 32-bit pair of neighbours of a row of q, or 0 outside of it. */
+template <class T>
+__device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim) {
+  return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,18 @@
+/* q . mean for every block, joined over the group's heads by max or mean.
+ *
+ *   q        f32 f16 bf16  [seqs, heads, head_dim]
+ *   summary  f32 f16 bf16  [blocks, kv_heads, head_dim]
+ *   tables   i32           [seqs, max_blocks]
+ *   lens     i32           [seqs]
+ *   scores   f32           [seqs, kv_heads, max_blocks]   -inf past the last block
+ * head_dim: any; a multiple of 8 up to 256 in 16-byte aligned rows takes the fast kernel.
+ *
+ * Bytes      valid blocks * kv_heads * head_dim * element; limit: memory
+ * Tolerance  1e-5 of sum |q_d mean_d|: fp32 sums in another order
+ * Source     the block-mean (landmark) score of InfLLM, MoBA and NSA */
+#include "score_blocks.cuh"
+
+KVL_CUDA_KERNEL(score_mean) {
+  return kvl::launch_score_blocks<1>(*(const kvl_score_mean_args *)args,
+                                     (const kvl_cuda_queue *)queue);
+}

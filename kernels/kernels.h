@@ -1,0 +1,249 @@
+/* One struct of arguments per op: raw pointers and sizes, checked by the runtime before a
+ * launcher sees them. Nothing here knows tensors, Lua or allocation.
+ *
+ * A launcher is `int name(const void *args, void *queue)`: args points to the op's struct
+ * (copied before an asynchronous start), queue is the backend's own (CUDA: struct
+ * kvl_cuda_queue *; CPU: unused). It returns 0 or a negative kvl_status.
+ *   CPU   kvl_cpu_<op>_<isa>   kernels/cpu/<op>.c, compiled once per instruction set
+ *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu
+ * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers are NULL.
+ * Counts of 0 are legal everywhere and launch nothing. */
+#ifndef KVL_KERNELS_H
+#define KVL_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kvlab.h"
+
+/* ORDER kvl_op */
+#define KVL_OPS(X)                                                                        \
+  X(fill) X(arange) X(random) X(cast) X(unary) X(binary) X(where) X(reduce) X(softmax)    \
+  X(argmax) X(topk) X(matmul) X(gather_rows) X(scatter_rows) X(gather) X(rmsnorm)         \
+  X(rope) X(silu_mul) X(append_kv) X(copy_blocks) X(paged_attention) X(merge_attention)   \
+  X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)
+
+enum kvl_op {
+#define X(op) KVL_OP_##op,
+  KVL_OPS(X)
+#undef X
+  KVL_OP_COUNT
+};
+
+typedef int kvl_kernel(const void *args, void *queue);
+
+struct kvl_fill_args { void *out; int64_t count; double value; int32_t dtype; };
+struct kvl_arange_args { void *out; int64_t count; double start, step; int32_t dtype; };
+struct kvl_random_args {
+  void *out;
+  int64_t count;
+  uint64_t seed, offset;
+  double a, b;
+  int32_t kind, dtype;
+};
+struct kvl_cast_args { const void *a; void *out; int64_t count; int32_t from, to; };
+struct kvl_unary_args { const void *a; void *out; int64_t count; int32_t op, dtype; };
+
+/* out[i...] = a[i . a_stride] op b[i . b_stride]; strides in elements, 0 = broadcast. b NULL:
+ * the scalar. Adjacent dims are merged where both strides allow, so ndim is often 1. */
+struct kvl_binary_args {
+  const void *a, *b;
+  void *out;
+  double scalar;
+  int64_t shape[KVL_DIMS_MAX], a_stride[KVL_DIMS_MAX], b_stride[KVL_DIMS_MAX];
+  int64_t count;
+  int32_t ndim, op, dtype, out_dtype;
+};
+struct kvl_where_args {
+  const uint8_t *cond;
+  const void *a, *b;
+  void *out;
+  int64_t count;
+  int32_t bytes_element;
+};
+/* a [outer, n, inner] -> out [outer, inner] */
+struct kvl_reduce_args {
+  const void *a;
+  void *out;
+  int64_t outer, n, inner;
+  int32_t op, dtype, out_dtype;
+};
+struct kvl_softmax_args {
+  const void *a;
+  void *out;
+  int64_t rows, n;
+  float scale;
+  int32_t dtype, out_dtype;
+};
+struct kvl_argmax_args { const void *a; int32_t *out; int64_t rows, n; int32_t dtype; };
+struct kvl_topk_args {
+  const float *a;
+  float *values;      /* optional */
+  int32_t *indices;
+  int64_t rows, n, k;
+  void *workspace;    /* kvl_workspace bytes */
+  int32_t largest;
+};
+/* Batch strides in elements; 0 shares b. */
+struct kvl_matmul_args {
+  const void *a, *b;
+  void *out;
+  int64_t batch, m, n, k, a_stride, b_stride, out_stride;
+  void *workspace;
+  int32_t transpose_b, dtype, out_dtype;
+};
+/* Rows are runs of bytes_row bytes. */
+struct kvl_gather_rows_args {
+  const void *src;
+  const int32_t *index;
+  void *out;
+  int64_t n, rows, bytes_row;   /* rows: of src */
+};
+struct kvl_scatter_rows_args {
+  const void *src;
+  const int32_t *index;
+  void *out;
+  int64_t n, rows, bytes_row;   /* rows: of out */
+  void *workspace;
+};
+struct kvl_gather_args {
+  const void *src;
+  const int32_t *index;
+  void *out;
+  int64_t rows, n, m;
+  int32_t bytes_element;
+};
+struct kvl_rmsnorm_args {
+  const void *x;
+  void *residual;               /* optional, in place */
+  const void *weight;
+  void *out;
+  int64_t rows, dim;
+  float eps;
+  int32_t dtype, weight_dtype;
+};
+struct kvl_rope_args {
+  void *x;
+  const int32_t *positions;
+  const float *inv_freq;
+  int64_t tokens, heads, head_dim, pairs;
+  int32_t dtype;
+};
+struct kvl_silu_mul_args {
+  const void *gate, *up;
+  void *out;
+  int64_t count;
+  int32_t dtype;
+};
+
+/* One layer's KV memory [blocks, 2, kv_heads, block_size, head_dim]. Element (block b,
+ * half h, KV head g, token t, d) lies at (((b * 2 + h) * kv_heads + g) * block_size + t)
+ * * head_dim + d: compute in int64. */
+struct kvl_cache_view {
+  void *kv;
+  int64_t blocks;
+  int32_t kv_heads, block_size, head_dim, dtype;
+};
+struct kvl_append_kv_args {
+  struct kvl_cache_view cache;
+  const void *k, *v;
+  const int64_t *slots;
+  int64_t tokens;
+  int32_t dtype;                /* of k and v */
+};
+struct kvl_copy_blocks_args {
+  struct kvl_cache_view cache;
+  const int32_t *src, *dst;
+  int64_t n;
+};
+struct kvl_paged_attention_args {
+  struct kvl_cache_view cache;
+  const void *q;
+  const int32_t *tables;        /* [seqs, max_blocks] */
+  const int32_t *lens;          /* [seqs] */
+  const int32_t *starts;        /* optional [seqs + 1]; NULL: tokens == seqs */
+  const int32_t *selection;     /* optional [seqs, selection_heads, max_selected] */
+  const float *alibi;           /* optional [heads] */
+  void *out;
+  float *lse;                   /* optional [tokens, heads] */
+  void *workspace;
+  int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads;
+  float scale;
+  int32_t causal, dtype, out_dtype;   /* dtype: of q */
+};
+struct kvl_merge_attention_args {
+  const void *out_a, *out_b;
+  const float *lse_a, *lse_b;
+  void *out;
+  float *lse;                   /* optional */
+  int64_t rows, head_dim;       /* rows = tokens * heads */
+  int32_t dtype;
+};
+struct kvl_block_minmax_args {
+  struct kvl_cache_view cache;
+  const int32_t *blocks, *tokens;
+  void *summary;                /* cache's dtype */
+  int64_t n;
+};
+struct kvl_block_mean_args {
+  struct kvl_cache_view cache;
+  const int32_t *blocks, *tokens;
+  void *summary;
+  int64_t n;
+  int32_t summary_dtype;
+};
+struct kvl_score_minmax_args {
+  const void *q, *summary;
+  const int32_t *tables, *lens;
+  float *scores;
+  int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks;
+  int32_t block_size, group, dtype, summary_dtype;
+};
+struct kvl_score_mean_args {
+  const void *q, *summary;
+  const int32_t *tables, *lens;
+  float *scores;
+  int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks;
+  int32_t block_size, group, dtype, summary_dtype;
+};
+struct kvl_score_max_qk_args {
+  struct kvl_cache_view cache;
+  const void *q;
+  const int32_t *tables, *lens;
+  float *scores;
+  int64_t seqs, heads, max_blocks;
+  int32_t group, dtype;
+};
+struct kvl_select_args {
+  const float *scores;
+  const int32_t *lens;
+  int32_t *selection;
+  int32_t *counts;              /* optional */
+  int64_t seqs, selection_heads, max_blocks, max_selected;
+  kvl_budget budget;
+  void *workspace;
+  int32_t block_size;
+};
+
+/* The selectable blocks of a sequence of n blocks: the one definition, for both devices.
+ * Callers on a GPU compile it for the device through KVL_INLINE. */
+#ifdef __CUDACC__
+#define KVL_INLINE static __host__ __device__ inline
+#else
+#define KVL_INLINE static inline
+#endif
+
+KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
+  int32_t k = b.blocks;
+  if (b.ratio >= 0) {
+    /* ceil, with room for the rounding of ratio * n: 0.1 * 30 must be 3 */
+    double x = b.ratio * n - 1e-9 * (n + 1);
+    k = (int32_t)x;
+    if (x > k) k++;
+  }
+  if (k < b.min_blocks) k = b.min_blocks;
+  if (k < b.sink + b.recent) k = b.sink + b.recent;
+  return k < n ? k : n;
+}
+
+#endif

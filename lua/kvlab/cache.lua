@@ -1,0 +1,311 @@
+--- Paged KV memory of all layers, the sequences that live in it, and batches: what the
+-- kernels need to know of the sequences of one step, on the device.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+-- ---- sequence -----------------------------------------------------------------------------
+
+---@class kvlab.Sequence
+---@field cache kvlab.Cache
+---@field state table  what policies keep for this sequence, by policy name
+local Sequence = {}
+Sequence.__index = Sequence
+
+local out_sequence = ffi.new "kvl_sequence *[1]"
+
+local function wrap_sequence(cache, handle)
+  return setmetatable({ cache = cache, handle = ffi.gc(handle, C.kvl_sequence_close),
+                        state = {} }, Sequence)
+end
+
+local function handle_of(seq, level)
+  return seq.handle or error("the sequence is closed", (level or 2) + 1)
+end
+
+--- Tokens so far.
+function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
+--- Blocks held.
+function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
+
+--- A sequence of the same tokens that shares every block; a shared block that is not full
+-- is copied when one of them grows.
+function Sequence:fork()
+  check(C.kvl_sequence_fork(handle_of(self), out_sequence))
+  return wrap_sequence(self.cache, out_sequence[0])
+end
+
+--- Drop the tokens past `length`.
+function Sequence:truncate(length)
+  check(C.kvl_sequence_truncate(handle_of(self), length))
+end
+
+--- Give the blocks back.
+function Sequence:close()
+  if not self.handle then return end
+  C.kvl_sequence_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+end
+
+-- ---- batch ----------------------------------------------------------------------------------
+
+--- The sequences of one step as the kernels see them. Made once, refilled every step: its
+-- tensors are views of two buffers and are valid until the next append.
+---@class kvlab.Batch
+---@field seqs kvlab.Sequence[]
+---@field count integer          sequences
+---@field tokens_count integer   new tokens of all sequences
+---@field max_len integer        the longest sequence, new tokens included
+---@field tokens ffi.cdata*      i32 [tokens_count]   token ids, where given
+---@field positions ffi.cdata*   i32 [tokens_count]
+---@field slots ffi.cdata*       i64 [tokens_count]
+---@field tables ffi.cdata*      i32 [count, width]
+---@field lens ffi.cdata*        i32 [count]
+---@field starts ffi.cdata*      i32 [count + 1]
+---@field last ffi.cdata*        i32 [count]          row of each sequence's newest token
+---@field blocks ffi.cdata*      i32 [touched]        physical blocks that got tokens
+---@field block_tokens ffi.cdata* i32 [touched]       valid tokens in each of them
+local Batch = {}
+Batch.__index = Batch
+
+local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
+
+local function padded(n) return math.ceil(n / ALIGN) * ALIGN end
+
+local function new_batch(cache, limits)
+  local seqs, tokens = limits.max_seqs or 16, limits.max_tokens or 512
+  local width = math.min(limits.max_blocks or cache.blocks, cache.blocks)
+  local touched = seqs + math.ceil(tokens / cache.block_size)
+  local ints = padded(seqs * width) + 3 * padded(seqs + 1) + 2 * padded(tokens)
+    + 2 * padded(touched + seqs) + 2 * padded(seqs)
+  return setmetatable({
+    cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
+    host_slots = ffi.new("int64_t[?]", tokens), host_ints = ffi.new("int32_t[?]", ints),
+    host_counts = ffi.new("int32_t[?]", seqs), host_copies = ffi.new("int32_t[?]", 2 * seqs),
+    handles = ffi.new("kvl_sequence *[?]", seqs),
+    device_slots = tensor.tensor(cache.device, "i64", { tokens }),
+    device_ints = tensor.tensor(cache.device, "i32", { ints }),
+    layout = {},
+  }, Batch)
+end
+
+--- Check what was asked for and fill handles and counts; returns the sum of counts.
+local function take_counts(self, seqs, counts)
+  if #seqs > self.max_seqs then
+    error(("%d sequences, expected at most max_seqs = %d"):format(#seqs, self.max_seqs), 3)
+  end
+  local total, size = 0, self.cache.block_size
+  for i, seq in ipairs(seqs) do
+    if seq.cache ~= self.cache then
+      error(("sequence %d belongs to another cache"):format(i), 3)
+    end
+    local handle, count = handle_of(seq, 3), counts[i]
+    local blocks = math.ceil((C.kvl_sequence_length(handle) + count) / size)
+    if blocks > self.max_blocks then
+      error(("sequence %d would have %d blocks, expected at most max_blocks = %d"):format(i,
+        blocks, self.max_blocks), 3)
+    end
+    self.handles[i - 1], self.host_counts[i - 1] = handle, count
+    total = total + count
+  end
+  if total > self.max_tokens then
+    error(("%d tokens, expected at most max_tokens = %d"):format(total, self.max_tokens), 3)
+  end
+  return total
+end
+
+--- Where each array starts in the packed ints, for these sizes.
+local function lay_out(self, tokens, width, touched, copies)
+  local at, o = 0, self.layout
+  local function place(name, size)
+    o[name] = at
+    at = at + padded(size)
+  end
+  place("tables", self.count * width)
+  place("lens", self.count)
+  place("starts", self.count + 1)
+  place("last", self.count)
+  place("positions", tokens)
+  place("tokens", tokens)
+  place("blocks", touched)
+  place("block_tokens", touched)
+  place("copy_from", copies)
+  place("copy_to", copies)
+  o.size = at
+end
+
+--- Views of the device buffers; remade only when a size has changed.
+local function make_views(self, tokens, width, touched, copies)
+  local o = self.layout
+  if self.tokens_count == tokens and self.width == width and self.touched == touched
+     and self.copies == copies and self.viewed == self.count then return end
+  local function view(name, ...)
+    local dims, size = { ... }, 1
+    for _, d in ipairs(dims) do size = size * d end
+    self[name] = self.device_ints:narrow(o[name], size):reshape(dims)
+  end
+  view("tables", self.count, width)
+  view("lens", self.count)
+  view("starts", self.count + 1)
+  view("last", self.count)
+  view("positions", tokens)
+  view("tokens", tokens)
+  view("blocks", touched)
+  view("block_tokens", touched)
+  view("copy_from", copies)
+  view("copy_to", copies)
+  self.slots = self.device_slots:narrow(0, tokens)
+  self.tokens_count, self.width, self.touched, self.copies = tokens, width, touched, copies
+  self.viewed = self.count
+end
+
+--- Blocks of a sequence that its newest `count` tokens fell into.
+local function touched_blocks(length, count, block_size)
+  if count == 0 then return 0, 0 end
+  local first = math.floor((length - count) / block_size)
+  return first, math.floor((length - 1) / block_size) - first + 1
+end
+
+local function fill_host(self, counts, tokens, width)
+  local o, p, size = self.layout, self.host_ints, self.cache.block_size
+  local row, touched = 0, 0
+  for i = 0, self.count - 1 do
+    local handle, count = self.handles[i], counts[i + 1]
+    local length = C.kvl_sequence_length(handle)
+    local table_row = p + o.tables + i * width
+    C.kvl_sequence_table(handle, table_row, width)
+    p[o.lens + i], p[o.starts + i] = length, row
+    for t = 0, count - 1 do
+      p[o.positions + row + t] = length - count + t
+      p[o.tokens + row + t] = tokens and tokens[row + t + 1] or 0
+    end
+    row = row + count
+    p[o.last + i] = row - 1
+    local first, n = touched_blocks(length, count, size)
+    for b = first, first + n - 1 do
+      p[o.blocks + touched] = table_row[b]
+      p[o.block_tokens + touched] = math.min(size, length - b * size)
+      touched = touched + 1
+    end
+  end
+  p[o.starts + self.count] = row
+  for i = 0, self.pending_copies - 1 do
+    p[o.copy_from + i] = self.host_copies[2 * i]
+    p[o.copy_to + i] = self.host_copies[2 * i + 1]
+  end
+end
+
+--- Lengthen the sequences, sequence i by counts[i] tokens (all or none of them), put what
+-- the kernels need on the device, and copy the blocks that stopped being shared.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]
+---@param tokens? integer[]  token ids, sequence after sequence
+function Batch:append(seqs, counts, tokens)
+  local total = take_counts(self, seqs, counts)
+  local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
+    self.host_slots, self.host_copies))
+  self.seqs, self.count, self.pending_copies = seqs, #seqs, copies
+  local widest, touched, max_len = 1, 0, 0
+  for i = 1, #seqs do
+    local length = C.kvl_sequence_length(self.handles[i - 1])
+    local _, n = touched_blocks(length, counts[i], self.cache.block_size)
+    touched, max_len = touched + n, math.max(max_len, length)
+    widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
+  end
+  local width = math.min(math.ceil(widest / 64) * 64, self.max_blocks)
+  self.max_len = max_len
+  lay_out(self, total, width, touched, copies)
+  fill_host(self, counts, tokens, width)
+  check(C.kvl_tensor_write(self.device_ints:narrow(0, self.layout.size), self.host_ints,
+    4 * self.layout.size))
+  if total > 0 then
+    check(C.kvl_tensor_write(self.device_slots:narrow(0, total), self.host_slots, 8 * total))
+  end
+  make_views(self, total, width, touched, copies)
+  if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
+  return self
+end
+
+-- ---- cache ------------------------------------------------------------------------------------
+
+---@class kvlab.Cache
+---@field device ffi.cdata*
+---@field layers integer
+---@field blocks integer      blocks of each layer
+---@field block_size integer  tokens of a block
+---@field kv_heads integer
+---@field head_dim integer
+---@field dtype string
+---@field memory ffi.cdata*   [layers, blocks, 2, kv_heads, block_size, head_dim]
+local Cache = {}
+Cache.__index = Cache
+
+local REQUIRED = { "layers", "blocks", "block_size", "kv_heads", "head_dim" }
+
+--- KV memory for `blocks` blocks in each of `layers` layers.
+---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
+--                 dtype (bf16), watermark (0): blocks that an append must leave free
+---@return kvlab.Cache
+function M.cache(o)
+  for _, name in ipairs(REQUIRED) do
+    if type(o[name]) ~= "number" or o[name] < 1 or o[name] % 1 ~= 0 then
+      error(("cache: %s is %s, expected a whole number >= 1"):format(name,
+        tostring(o[name])), 2)
+    end
+  end
+  local self = setmetatable({
+    device = require("kvlab.device").device(o.device), dtype = o.dtype or "bf16",
+    layers = o.layers, blocks = o.blocks, block_size = o.block_size,
+    kv_heads = o.kv_heads, head_dim = o.head_dim, layer_views = {},
+  }, Cache)
+  local out = ffi.new "kvl_pool *[1]"
+  check(C.kvl_pool_open(o.blocks, o.block_size, o.watermark or 0, out))
+  self.pool = ffi.gc(out[0], C.kvl_pool_close)
+  self.memory = tensor.tensor(self.device, self.dtype,
+    { o.layers, o.blocks, 2, o.kv_heads, o.block_size, o.head_dim })
+  for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
+  return self
+end
+
+--- One layer's memory, [blocks, 2, kv_heads, block_size, head_dim]. Layers count from 0.
+function Cache:layer(layer)
+  return self.layer_views[layer]
+    or error(("layer is %s, expected 0 ... %d"):format(tostring(layer), self.layers - 1), 2)
+end
+
+function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end
+
+--- An empty sequence.
+---@return kvlab.Sequence
+function Cache:sequence()
+  check(C.kvl_sequence_open(self.pool, out_sequence))
+  return wrap_sequence(self, out_sequence[0])
+end
+
+--- A reusable batch. limits: max_seqs (16), max_tokens (512) of one step, max_blocks of one
+-- sequence (all of the cache).
+---@return kvlab.Batch
+function Cache:batch(limits) return new_batch(self, limits or {}) end
+
+--- Copy blocks in every layer; from, to: i32 [n].
+function Cache:copy_blocks(from, to)
+  for layer = 0, self.layers - 1 do
+    check(C.kvl_copy_blocks(from, to, self:layer(layer)))
+  end
+end
+
+--- Bytes of K and V of one token in one layer and KV head.
+function Cache:bytes_token()
+  return 2 * self.head_dim * C.kvl_dtype_bytes(library.dtypes[self.dtype])
+end
+
+function Cache:close()
+  self.memory:free()
+  for _, view in pairs(self.layer_views) do view:free() end
+  C.kvl_pool_close(ffi.gc(self.pool, nil))
+end
+
+return M

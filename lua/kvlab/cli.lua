@@ -1,0 +1,167 @@
+--- The command line inside the executable: reads `VERB [options] [arguments]`, fills
+-- kvlab.options and runs the verb. The front door (../../kvlab) has handled the build's
+-- own options before; its `help` is the manual.
+local nearest = require "kvlab.nearest"
+local options = require "kvlab.options"
+
+local M = {}
+
+--- A wrong command line: one line on stderr, exit status 2.
+local function misuse(fmt, ...)
+  error({ misuse = fmt:format(...) }, 0)
+end
+
+local function to_device(text)
+  local is_cuda = text == "cuda" or text:match("^cuda:%d+$")
+  if is_cuda or text == "auto" or text == "cpu" then return text end
+  misuse('--device is auto, cpu, cuda or cuda:N; given "%s"', text)
+end
+
+local function to_seed(text)
+  local seed = text:match("^%d+$") and tonumber(text)
+  if seed and seed < 2 ^ 53 then return seed end
+  misuse('--seed is a whole number from 0 to 2^53; given "%s"', text)
+end
+
+--- "0.5" is a number, "true" a boolean, anything else a string.
+local function to_value(text)
+  if text == "true" then return true elseif text == "false" then return false end
+  return tonumber(text) or text
+end
+
+local function add_setting(text)
+  local key, value = text:match("^([^=]+)=(.*)$")
+  if not key then misuse('--set takes KEY=VALUE; given "%s"', text) end
+  options.set[key] = to_value(value)
+  return options.set
+end
+
+local function to_list(text)
+  local list = {}
+  for word in text:gmatch("[^,]+") do list[#list + 1] = word end
+  return list
+end
+
+local function to_text(text) return text end
+
+local FLAG = true -- an option without a value
+
+local common = {
+  device = to_device, seed = to_seed, out = to_text, set = add_setting, quick = FLAG,
+}
+local of_verb = {
+  run = {},
+  repl = {},
+  bench = { json = FLAG },
+  test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
+}
+local verbs = { "run", "repl", "test", "bench" }
+
+local function unknown_option(name, known)
+  local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's
+  for other in pairs(known) do names[#names + 1] = other end
+  table.sort(names)
+  misuse("unknown option --%s; did you mean --%s?", name, nearest.find(name, names))
+end
+
+--- Reads the words after the verb into `options`.
+local function parse(verb, words)
+  local known = setmetatable({}, { __index = common })
+  for name, reader in pairs(common) do known[name] = reader end
+  for name, reader in pairs(of_verb[verb]) do known[name] = reader end
+  local i = 1
+  while i <= #words do
+    local word = words[i]
+    local name, value = word:match("^%-%-([^=]+)=?(.*)$")
+    if word == "--" then
+      for j = i + 1, #words do options.args[#options.args + 1] = words[j] end
+      break
+    elseif not name and word:match("^%-%a") then
+      misuse("unknown option %s; options begin with two dashes", word)
+    elseif not name then
+      options.args[#options.args + 1] = word
+    else
+      local read = known[name]
+      if not read then unknown_option(name, known) end
+      if read == FLAG then
+        if word:find("=", 1, true) then misuse("--%s takes no value", name) end
+        options[name] = true
+      else
+        if not word:find("=", 1, true) then
+          i = i + 1
+          value = words[i] or misuse("--%s needs a value", name)
+        end
+        options[name] = read(value)
+      end
+    end
+    i = i + 1
+  end
+end
+
+local function root()
+  local paths = package.loaded["kvlab.paths"]
+  return paths and paths.root or "."
+end
+
+--- A file's name as given, or inside the project when it is not there.
+local function locate(name)
+  for _, candidate in ipairs { name, root() .. "/" .. name } do
+    local file = io.open(candidate)
+    if file then
+      file:close()
+      return candidate
+    end
+  end
+end
+
+--- One function per verb: checks the arguments, returns the work to do.
+local prepare = {}
+
+function prepare.run()
+  local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
+  local chunk, problem = loadfile(locate(script) or misuse("no such script: %s", script))
+  return chunk or function() error(problem, 0) end
+end
+
+function prepare.repl()
+  return require("kvlab.repl").main
+end
+
+function prepare.test()
+  local files = {}
+  for i, name in ipairs(options.args) do
+    files[i] = locate(name) or misuse("no such spec: %s", name)
+  end
+  if #files == 0 then files[1] = root() .. "/spec" end
+  return function() return require("kvlab.test").main(root(), files, options) end
+end
+
+function prepare.bench()
+  if not package.searchpath("kvlab.bench", package.path) then
+    misuse "there is nothing to bench: lua/kvlab/bench.lua is not there"
+  end
+  return function() return require("kvlab.bench").main(options) end
+end
+
+--- Runs a command line.
+---@param words string[]  the verb, options and arguments
+---@return integer        # exit status: 0 fine, 1 failed, 2 the command line is wrong
+function M.main(words)
+  local verb = table.remove(words, 1) or "repl"
+  local ok, work = pcall(function()
+    if not prepare[verb] then
+      misuse('unknown verb "%s"; did you mean %s?', verb, nearest.find(verb, verbs))
+    end
+    parse(verb, words)
+    return prepare[verb]()
+  end)
+  if ok then
+    local status = work()
+    return verb ~= "run" and status or 0 -- what a script returns is its own affair
+  end
+  if type(work) ~= "table" or not work.misuse then error(work, 0) end
+  io.stderr:write("kvlab: ", work.misuse, "\n")
+  return 2
+end
+
+return M

@@ -1,0 +1,37 @@
+--- kvlab: `local kv = require "kvlab"`.
+--
+--   kv.device kv.cuda_available                      devices
+--   kv.tensor zeros ones full arange randn rand randint from scope      tensors
+--   kv.ops                                           transformer and paged-attention ops
+--   kv.cache kv.attention kv.probe                   paged memory, attention with a policy
+--   kv.policy kv.summary                             what policies are made of
+--   kv.safetensors kv.C kv.check                     files; the C library itself
+local library = require "kvlab.library"
+local tensor = require "kvlab.arithmetic"
+local device = require "kvlab.device"
+
+local M = {
+  C = library.C, check = library.check, paths = library.paths,
+  device = device.device, cuda_available = device.cuda_available,
+  scope = tensor.scope, is_tensor = tensor.is_tensor,
+}
+for _, name in ipairs { "tensor", "full", "zeros", "ones", "arange", "randn", "rand",
+                        "randint", "from" } do
+  M[name] = tensor[name]
+end
+
+--- Bytes of one element of a dtype.
+function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
+
+-- policy files require "kvlab" while it loads
+package.loaded["kvlab"] = M
+
+M.ops = require "kvlab.ops"
+M.summary = require "kvlab.summary"
+M.policy = require "kvlab.policy"
+M.cache = require("kvlab.cache").cache
+M.attention = require("kvlab.attention").attention
+M.probe = require "kvlab.probe"
+M.safetensors = require "kvlab.safetensors"
+
+return M

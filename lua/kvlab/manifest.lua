@@ -1,0 +1,110 @@
+--- manifest.json: what a folder of results was made with, enough to make it again.
+--
+-- Name, seed and device are the folder's identity: rows of another are refused. A resumed
+-- run keeps what the earlier runs said of date, commit and command in `earlier_runs`.
+local json = require "kvlab.json"
+local results = require "kvlab.results"
+
+local M = {}
+
+local ORDER = {
+  "name", "title", "seed", "device", "description", "driver", "date", "commit", "dirty",
+  "command", "quick", "axes", "defaults", "configurations", "cpu", "os", "versions",
+}
+
+local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+
+local function first_line(command)
+  local pipe = io.popen(command .. " 2>/dev/null")
+  local line = pipe and pipe:read "*l"
+  if pipe then pipe:close() end
+  return line
+end
+
+local function project_root()
+  local source = debug.getinfo(1, "S").source:match "^@(.*)lua/kvlab/manifest%.lua$"
+  return source and (source == "" and "." or source) or nil
+end
+
+--- The commit of this project's own repository and whether its code differs from it.
+local function find_commit()
+  local root = project_root()
+  if not root then return nil end
+  local git = "git -C " .. quote(root)
+  if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
+  local commit = first_line(git .. " rev-parse --verify HEAD")
+  if not commit then return nil end
+  local changed = first_line(git .. " status --porcelain -- lua kernels runtime")
+  return commit, changed ~= nil
+end
+
+--- The process's command line; the program without its folder.
+local function command_line()
+  local text = results.read_file "/proc/self/cmdline"
+  if not text then return nil end
+  local words = {}
+  for word in text:gmatch "([^%z]*)%z" do
+    words[#words + 1] = word:find "^[%w%._/=,:@%%+-]+$" and word or quote(word)
+  end
+  words[1] = words[1] and words[1]:match "[^/]*$"
+  return table.concat(words, " ")
+end
+
+local function match_file(path, pattern)
+  local text = results.read_file(path)
+  return text and text:match(pattern)
+end
+
+--- The same device twice: timings of two machines do not belong in one file.
+local IDENTITY = { "name", "seed", "device", "description" }
+
+--- Raises when the folder's manifest is of another experiment, seed or device.
+---@param folder string
+---@param now table  name, seed, device, description
+---@return table|nil  # the manifest that is there
+function M.check(folder, now)
+  local path = folder .. "/manifest.json"
+  local text = results.read_file(path)
+  if not text then return nil end
+  local ok, old = pcall(json.decode, text)
+  if not ok or type(old) ~= "table" then
+    error(path .. " is damaged; choose another --out=DIR, or --set fresh=true", 0)
+  end
+  for _, key in ipairs(IDENTITY) do
+    if old[key] ~= now[key] then
+      error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or start"
+        .. " it afresh with --set fresh=true"):format(folder, key, tostring(old[key]),
+        tostring(now[key])), 0)
+    end
+  end
+  return old
+end
+
+local function earlier_runs(old)
+  if not old then return nil end
+  local runs = old.earlier_runs or {}
+  runs[#runs + 1] = { date = old.date, commit = old.commit, dirty = old.dirty,
+                      command = old.command }
+  return runs
+end
+
+--- Writes the folder's manifest.
+---@param folder string
+---@param now table       name, title, seed, device, description, driver, axes, …
+---@param old table|nil   the manifest of the runs that this one resumes
+---@return table          # the manifest
+function M.write(folder, now, old)
+  local manifest = {}
+  for key, value in pairs(now) do manifest[key] = value end
+  manifest.date = os.date "!%Y-%m-%dT%H:%M:%SZ"
+  manifest.commit, manifest.dirty = find_commit()
+  manifest.command = command_line()
+  manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
+  manifest.os = match_file("/etc/os-release", "PRETTY_NAME=\"?([^\n\"]*)") or jit.os
+  manifest.earlier_runs = earlier_runs(old)
+  local text = json.encode(manifest, { order = ORDER, indent = "  " })
+  results.write_file(folder .. "/manifest.json", text .. "\n")
+  return manifest
+end
+
+return M

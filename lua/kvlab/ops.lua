@@ -1,0 +1,98 @@
+--- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes and
+-- errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+--- x / rms(x) * weight, after residual += x where a residual is given.
+function M.rmsnorm(x, weight, eps, out, residual)
+  out = out or tensor.open_like(x)
+  check(C.kvl_rmsnorm(x, residual, weight, eps, out))
+  return out
+end
+
+--- Rotate x [tokens, heads, head_dim] in place.
+function M.rope(x, positions, inv_freq)
+  check(C.kvl_rope(x, positions, inv_freq))
+  return x
+end
+
+--- silu(gate) * up
+function M.silu_mul(gate, up, out)
+  out = out or tensor.open_like(gate)
+  check(C.kvl_silu_mul(gate, up, out))
+  return out
+end
+
+function M.append_kv(k, v, slots, cache) check(C.kvl_append_kv(k, v, slots, cache)) end
+function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
+
+local call = ffi.new "kvl_attention"
+
+--- Attention over paged KV. `a` has q, cache, tables, lens, and where wanted starts,
+-- selection, alibi, lse, scale (1 / sqrt(head_dim)), causal (true), out.
+---@return ffi.cdata* out  like q unless given
+function M.paged_attention(a)
+  local out = a.out or tensor.open_like(a.q)
+  call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
+  call.starts, call.selection, call.alibi = a.starts, a.selection, a.alibi
+  call.out, call.lse = out, a.lse
+  call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
+  call.causal = a.causal == false and 0 or 1
+  check(C.kvl_paged_attention(call))
+  return out
+end
+
+--- Join two attentions over disjoint keys, in place of the first.
+function M.merge_attention(out_a, lse_a, out_b, lse_b)
+  check(C.kvl_merge_attention(out_a, lse_a, out_b, lse_b, out_a, lse_a))
+  return out_a, lse_a
+end
+
+local groups = { max = tonumber(C.KVL_GROUP_MAX), mean = tonumber(C.KVL_GROUP_MEAN) }
+
+local function group_number(name)
+  return groups[name or "max"]
+    or error(("group is %s, expected max or mean"):format(tostring(name)), 3)
+end
+
+--- Scores of every block for a policy's ctx, written to ctx.scores.
+---@param q ffi.cdata*         [seqs, heads, head_dim]
+---@param summary kvlab.Summary
+---@param ctx kvlab.Context
+---@param group? string        how the query heads of a KV head join: max, mean
+function M.score_minmax(q, summary, ctx, group)
+  check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, group_number(group), ctx.scores))
+  return ctx.scores
+end
+
+function M.score_mean(q, summary, ctx, group)
+  check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, group_number(group), ctx.scores))
+  return ctx.scores
+end
+
+--- The exact largest q . k of each block, read from the cache itself.
+function M.score_max_qk(q, ctx, group)
+  check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
+    ctx.scores))
+  return ctx.scores
+end
+
+--- The best blocks within a budget, sink and recent among them, ascending.
+---@param scores ffi.cdata*     f32 [seqs, kv_heads or 1, max_blocks]
+---@param lens ffi.cdata*       i32 [seqs]
+---@param block_size integer
+---@param budget ffi.cdata*     kvl_budget
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+function M.select(scores, lens, block_size, budget, selection, counts)
+  check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
+  return selection, counts
+end
+
+return M

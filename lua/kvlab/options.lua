@@ -1,0 +1,22 @@
+--- The command line's options: `kvlab VERB` fills this table before anything runs, so a
+-- script, spec or module that wants one reads `require("kvlab.options").seed`.
+-- Under stock luajit the defaults stay.
+
+---@class kvlab.options
+---@field device string            auto, cpu, cuda or cuda:N
+---@field seed integer             seed of everything random
+---@field out string|nil           folder for results; nil: the script's own choice
+---@field set table<string, string|number|boolean>  from --set KEY=VALUE
+---@field quick boolean            a small version of the work is enough
+---@field args string[]            words after the script's name, and all after `--`
+---@field json boolean|nil         bench: rows as JSON lines
+local M = {
+  device = "auto",
+  seed = 0,
+  out = nil,
+  set = {},
+  quick = false,
+  args = {},
+}
+
+return M

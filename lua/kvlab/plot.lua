@@ -1,0 +1,135 @@
+--- Line plots through gnuplot: one line per series, one panel per value of another axis.
+--
+--   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
+--                                panel = "context", logx = true })
+--   local svg, why = plot.svg(p)          -- nil and a reason without gnuplot
+--   print(plot.text(p))                   -- for a terminal
+--
+-- A series of a single point among longer ones (full attention, say) is a dashed level.
+-- Names reach gnuplot as single-quoted text in a terminal without markup, and data as
+-- numbers only, so that no name can be taken for a command.
+local gnuplot = require "kvlab.gnuplot"
+local text_table = require "kvlab.table"
+
+local M = {}
+
+--- The program; specs put another in its place.
+M.gnuplot = "gnuplot"
+
+local function is_finite(x)
+  return type(x) == "number" and x == x and math.abs(x) ~= math.huge
+end
+
+--- Where a value stands on the x axis: numbers where they are, others one after another.
+local function make_scale(rows, key)
+  local values, position = text_table.distinct(rows, key), {}
+  local is_numeric = true
+  for _, value in ipairs(values) do is_numeric = is_numeric and is_finite(value) end
+  for i, value in ipairs(values) do position[value] = is_numeric and value or i end
+  return values, position, is_numeric
+end
+
+---@class kvlab.plot
+---@field title? string
+---@field xlabel? string
+---@field ylabel? string
+---@field logx? boolean
+---@field logy? boolean
+---@field ymin? number
+---@field ymax? number
+---@field names string[]  the series, in the order of colours
+---@field xtics {[1]: number, [2]: string}[]  position and text
+---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y}
+
+--- A plot of result rows ({config =, metrics =}).
+---@param rows table[]
+---@param opts {x: string, y: string, series?: string, panel?: string, where?: table,
+---  logx?: boolean, logy?: boolean, title?: string, xlabel?: string, ylabel?: string,
+---  ymin?: number, ymax?: number}
+---@return kvlab.plot
+function M.lines(rows, opts)
+  if type(opts.x) ~= "string" or type(opts.y) ~= "string" then
+    error("plot.lines needs the names x and y", 2)
+  end
+  rows = text_table.where(rows, opts.where)
+  local p = {
+    title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
+    logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
+    names = {}, xtics = {}, panels = {},
+  }
+  local values, position, is_numeric = make_scale(rows, opts.x)
+  if not is_numeric then p.logx = false end
+  for i, value in ipairs(values) do
+    p.xtics[i] = { position[value], text_table.format_cell(value) }
+  end
+  for i, value in ipairs(opts.series and text_table.distinct(rows, opts.series) or {}) do
+    p.names[i] = tostring(value)
+  end
+  if not opts.series then p.names[1] = p.ylabel end
+  local panel_of = {}
+  for i, value in ipairs(opts.panel and text_table.distinct(rows, opts.panel) or {}) do
+    p.panels[i] = { title = ("%s = %s"):format(opts.panel, text_table.format_cell(value)),
+                    series = {} }
+    panel_of[value] = p.panels[i]
+  end
+  if not opts.panel then p.panels[1] = { series = {} } end
+  for _, row in ipairs(rows) do
+    local panel = opts.panel and panel_of[row.config[opts.panel]] or p.panels[1]
+    local name = opts.series and tostring(row.config[opts.series]) or p.names[1]
+    local x, y = position[row.config[opts.x]], row.metrics[opts.y]
+    if x and is_finite(y) then
+      panel.series[name] = panel.series[name] or {}
+      table.insert(panel.series[name], { x, y })
+    end
+  end
+  for _, panel in ipairs(p.panels) do
+    for _, points in pairs(panel.series) do
+      table.sort(points, function(a, b) return a[1] < b[1] end)
+    end
+  end
+  return p
+end
+
+--- Runs gnuplot on a script; returns what it writes, or nil and a reason.
+local function run(script)
+  local quoted = "'" .. M.gnuplot:gsub("'", "'\\''") .. "'"
+  local probe = io.popen("command -v " .. quoted .. " 2>/dev/null")
+  local found = probe:read "*l"
+  probe:close()
+  if not found then return nil, M.gnuplot .. " is not installed: no plots are drawn" end
+  local path = os.tmpname()
+  local file = assert(io.open(path, "wb"))
+  file:write(script)
+  file:close()
+  local problem_path = path .. ".problem"
+  local pipe = io.popen(("%s '%s' 2>'%s'"):format(quoted, path, problem_path))
+  local output = pipe:read "*a"
+  pipe:close()
+  file = io.open(problem_path)
+  local problem = file and file:read "*a" or ""
+  if file then file:close() end
+  os.remove(path)
+  os.remove(problem_path)
+  if output:find "%S" then return output end
+  return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
+end
+
+--- The plot as an SVG picture; nil and a reason without gnuplot.
+---@param p kvlab.plot
+---@return string|nil svg, string|nil reason
+function M.svg(p)
+  local svg, reason = run(gnuplot.svg_script(p))
+  if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
+  return svg, reason
+end
+
+--- The plot in characters, one panel below the other; nil and a reason without gnuplot.
+---@param p kvlab.plot
+---@param columns? integer  of the terminal; 79
+---@param lines? integer    of one panel; 24
+---@return string|nil text, string|nil reason
+function M.text(p, columns, lines)
+  return run(gnuplot.text_script(p, columns or 79, lines or 24))
+end
+
+return M

@@ -1,0 +1,167 @@
+--- report.html: one file that holds an experiment's pictures, tables, every row and its
+-- manifest. It needs no network; a click on a column's head sorts the rows.
+local text_table = require "kvlab.table"
+
+local M = {}
+
+local entities = {
+  ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ["\""] = "&quot;", ["'"] = "&#39;",
+}
+
+--- Text as HTML, inside an element or a quoted attribute.
+---@param text any
+---@return string
+function M.escape(text) return (tostring(text):gsub("[&<>\"']", entities)) end
+local escape = M.escape
+
+local HEAD = [[
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none';
+  style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>%s</title>
+<style>
+:root { color-scheme: light dark; --ink: #1c1e21; --soft: #62676f; --page: #ffffff;
+  --line: #d9dce1; --band: #f5f6f8; --link: #0067b0 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --soft: #9aa1ab;
+  --page: #16181c; --line: #34383f; --band: #1f2227; --link: #6fb5f0 } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 1180px; margin: 2.5rem auto; padding: 0 1.25rem }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem }
+h2 { font-size: 1.1rem; margin: 2.4rem 0 .6rem }
+p.made { color: var(--soft); margin: 0 }
+figure { margin: 1.4rem 0 } figure svg { width: 100%%; height: auto; display: block }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
+caption { text-align: left; color: var(--soft); padding: 0 0 .4rem }
+th, td { padding: .28rem .8rem; text-align: left; border-bottom: 1px solid var(--line);
+  white-space: nowrap }
+.n { text-align: right }
+thead th { border-bottom: 2px solid var(--line) }
+tbody tr:hover { background: var(--band) }
+#rows thead th { cursor: pointer; user-select: none; color: var(--link) }
+#rows thead th[aria-sort=ascending]::after { content: " \2191" }
+#rows thead th[aria-sort=descending]::after { content: " \2193" }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0 }
+dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
+</style>
+</head>
+<body>
+]]
+
+local SORT = [[
+<script>
+const table = document.getElementById("rows"), body = table.tBodies[0]
+const value = (row, at) => row.cells[at].dataset.v ?? row.cells[at].textContent
+function compare(a, b) {
+  const x = parseFloat(a), y = parseFloat(b)
+  if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || a.localeCompare(b)
+  return x - y
+}
+for (const head of table.tHead.rows[0].cells) head.onclick = () => {
+  const sign = head.ariaSort === "ascending" ? -1 : 1, at = head.cellIndex
+  for (const other of table.tHead.rows[0].cells) other.ariaSort = null
+  head.ariaSort = sign > 0 ? "ascending" : "descending"
+  const rows = [...body.rows].sort((a, b) => sign * compare(value(a, at), value(b, at)))
+  body.append(...rows)
+}
+</script>
+]]
+
+--- A cell; a number keeps its digits in data-v, for sorting and for copying.
+local function cell(value, format)
+  local text = escape(text_table.format_cell(value, format))
+  if type(value) ~= "number" then return "<td>" .. text .. "</td>" end
+  return ("<td class=\"n\" data-v=\"%.17g\">%s</td>"):format(value, text)
+end
+
+local function add_table(out, t, id)
+  local is_number = {}
+  for c = 1, #t.header do
+    is_number[c] = #t.rows > 0
+    for _, row in ipairs(t.rows) do
+      if row[c] ~= nil and type(row[c]) ~= "number" then is_number[c] = false end
+    end
+  end
+  out[#out + 1] = "<div class=\"wide\"><table" .. (id and " id=\"" .. id .. "\"" or "") .. ">"
+  if t.caption then out[#out + 1] = "<caption>" .. escape(t.caption) .. "</caption>" end
+  local heads, lines = {}, {}
+  for c, name in ipairs(t.header) do
+    heads[c] = (is_number[c] and "<th class=\"n\">" or "<th>") .. escape(name) .. "</th>"
+  end
+  for r, row in ipairs(t.rows) do
+    local cells = {}
+    for c = 1, #t.header do cells[c] = cell(row[c], t.format) end
+    lines[r] = "<tr>" .. table.concat(cells) .. "</tr>"
+  end
+  out[#out + 1] = "<thead><tr>" .. table.concat(heads) .. "</tr></thead>\n<tbody>"
+  out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
+end
+
+--- gnuplot's picture as a part of the page: without its prologue and its white ground, in
+-- the page's colour of ink.
+local function inline_svg(svg)
+  return (svg:gsub("^.-(<svg)", "%1"):gsub("<rect [^>]*fill=\"#ffffff\"/>", "", 1)
+    :gsub("(%w+)=[\"']black[\"']", "%1=\"currentColor\"")
+    :gsub("color=\"currentColor\"", ""))
+end
+
+local function to_text(value)
+  if type(value) ~= "table" then return text_table.format_cell(value) end
+  local words, keys = {}, {}
+  if value[1] ~= nil then
+    for i, item in ipairs(value) do words[i] = to_text(item) end
+    return table.concat(words, ", ")
+  end
+  for key in pairs(value) do keys[#keys + 1] = key end
+  table.sort(keys)
+  for i, key in ipairs(keys) do words[i] = ("%s = %s"):format(key, to_text(value[key])) end
+  return table.concat(words, ", ")
+end
+
+local SHOWN = {
+  "device", "description", "driver", "cpu", "os", "versions", "seed", "date", "commit",
+  "dirty", "command", "defaults",
+}
+
+local function add_manifest(out, manifest)
+  out[#out + 1] = "<h2>How it was made</h2>\n<dl>"
+  local function add(key, value)
+    if value == nil then return end
+    out[#out + 1] = ("<dt>%s</dt><dd>%s</dd>"):format(escape(key), escape(to_text(value)))
+  end
+  for _, key in ipairs(SHOWN) do add(key, manifest[key]) end
+  for _, axis in ipairs(manifest.axes or {}) do add("axis " .. axis.name, axis.values) end
+  for _, run in ipairs(manifest.earlier_runs or {}) do add("earlier run", run) end
+  out[#out + 1] = "</dl>"
+end
+
+--- The page.
+---@param r {title: string, manifest: table, plots: {svg: string|nil, reason: string|nil}[],
+---  tables: table[], rows: table} rows and tables as kvlab.table has them
+---@return string
+function M.html(r)
+  local m = r.manifest
+  local out = { HEAD:format(escape(r.title)), "<h1>" .. escape(r.title) .. "</h1>" }
+  local made = { m.name, m.device .. (m.description and ", " .. m.description or ""),
+                 "seed " .. to_text(m.seed), m.date }
+  out[#out + 1] = "<p class=\"made\">" .. escape(table.concat(made, " · ")) .. "</p>"
+  for _, p in ipairs(r.plots) do
+    local inner = p.svg and inline_svg(p.svg) or "<p>" .. escape(p.reason) .. "</p>"
+    out[#out + 1] = "<figure>" .. inner .. "</figure>"
+  end
+  for _, t in ipairs(r.tables) do
+    out[#out + 1] = "<h2>" .. escape(t.caption or "Table") .. "</h2>"
+    add_table(out, { header = t.header, rows = t.rows, format = t.format })
+  end
+  out[#out + 1] = ("<h2>All rows (%d)</h2>"):format(#r.rows.rows)
+  add_table(out, r.rows, "rows")
+  add_manifest(out, m)
+  out[#out + 1] = SORT .. "</body>\n</html>\n"
+  return table.concat(out, "\n")
+end
+
+return M

@@ -1,0 +1,152 @@
+--- Text tables: aligned columns, numbers written sensibly, and a pivot of result rows.
+--
+--   local t = text_table.pivot(rows, { rows = "policy", columns = "budget",
+--                                      value = "accuracy", where = { context = 4096 } })
+--   print(text_table.text(t))
+--
+-- A result row is { config = {...}, metrics = {...} }; a table is { caption =, header =
+-- {...}, rows = {{...}, ...} } with text, numbers and booleans in its cells.
+local M = {}
+
+local EMPTY = "-"
+
+--- A number with about four significant digits, a whole number with all of its digits.
+---@param x number
+---@return string
+function M.format_number(x)
+  if x ~= x then return "nan" end
+  if x == math.floor(x) and math.abs(x) < 1e15 then return ("%d"):format(x) end
+  local magnitude = math.abs(x)
+  if magnitude >= 1000 and magnitude < 1e15 then return ("%.0f"):format(x) end
+  return ("%.4g"):format(x)
+end
+
+--- A cell's text; nil is "-". `format` (string.format's) is used for numbers.
+---@param value any
+---@param format? string
+---@return string
+function M.format_cell(value, format)
+  if value == nil then return EMPTY end
+  if type(value) ~= "number" then return tostring(value) end
+  return format and value == value and format:format(value) or M.format_number(value)
+end
+
+--- How many characters of a terminal a UTF-8 text takes (one per code point).
+local function width(text)
+  local _, continued = text:gsub("[\128-\191]", "")
+  return #text - continued
+end
+
+local function pad(text, wanted, to_right)
+  local spaces = (" "):rep(wanted - width(text))
+  return to_right and spaces .. text or text .. spaces
+end
+
+--- The text of a table: a caption, a header, a rule, and the rows. Columns of numbers are
+-- aligned to the right.
+---@param t {caption?: string, header: string[], rows: any[][], format?: string}
+---@return string  # ends with a newline
+function M.text(t)
+  local widths, is_number, cells = {}, {}, {}
+  for c, name in ipairs(t.header) do
+    widths[c], is_number[c] = width(tostring(name)), #t.rows > 0
+  end
+  for r, row in ipairs(t.rows) do
+    cells[r] = {}
+    for c = 1, #t.header do
+      local text = M.format_cell(row[c], t.format):gsub("%c", " ")
+      cells[r][c] = text
+      widths[c] = math.max(widths[c], width(text))
+      if row[c] ~= nil and type(row[c]) ~= "number" then is_number[c] = false end
+    end
+  end
+  local lines = { t.caption }
+  local function add(texts)
+    local padded = {}
+    for c, text in ipairs(texts) do
+      padded[c] = pad(tostring(text), widths[c], is_number[c])
+    end
+    lines[#lines + 1] = (table.concat(padded, "  "):gsub(" +$", ""))
+  end
+  add(t.header)
+  local total = -2
+  for _, w in ipairs(widths) do total = total + w + 2 end
+  lines[#lines + 1] = ("-"):rep(total)
+  for _, row in ipairs(cells) do add(row) end
+  return table.concat(lines, "\n") .. "\n"
+end
+
+--- The rows whose configuration has every value of `where`.
+---@param rows table[]
+---@param where? table<string, any>
+---@return table[]
+function M.where(rows, where)
+  local kept = {}
+  for _, row in ipairs(rows) do
+    local fits = true
+    for key, value in pairs(where or {}) do fits = fits and row.config[key] == value end
+    if fits then kept[#kept + 1] = row end
+  end
+  return kept
+end
+
+--- The different values of a configuration's key: numbers ascending, others as they come.
+---@param rows table[]
+---@param key string
+---@return any[]
+function M.distinct(rows, key)
+  local values, seen, all_numbers = {}, {}, true
+  for _, row in ipairs(rows) do
+    local value = row.config[key]
+    if value ~= nil and not seen[value] then
+      seen[value] = true
+      values[#values + 1] = value
+      all_numbers = all_numbers and type(value) == "number"
+    end
+  end
+  if all_numbers then table.sort(values) end
+  return values
+end
+
+--- One metric of many rows as a table: one line per value of opts.rows, one column per
+-- value of opts.columns (without it, a single column). Two rows that fall on one cell are
+-- an error: name the axis that tells them apart in `where`.
+---@param rows table[]
+---@param opts {rows: string, columns?: string, value: string, where?: table,
+---  format?: string, caption?: string}
+---@return {caption: string, header: string[], rows: any[][], format: string|nil}
+function M.pivot(rows, opts)
+  if type(opts.rows) ~= "string" or type(opts.value) ~= "string" then
+    error("table.pivot needs the names rows and value", 2)
+  end
+  rows = M.where(rows, opts.where)
+  local lines = M.distinct(rows, opts.rows)
+  local columns = opts.columns and M.distinct(rows, opts.columns) or { opts.value }
+  local line_of, column_of = {}, {}
+  for i, value in ipairs(lines) do line_of[value] = i end
+  for i, value in ipairs(columns) do column_of[value] = i + 1 end
+
+  local t = { caption = opts.caption, format = opts.format, rows = {} }
+  local corner = opts.columns and opts.rows .. " \\ " .. opts.columns or opts.rows
+  t.header = { corner }
+  for i, value in ipairs(columns) do t.header[i + 1] = M.format_cell(value) end
+  for i, value in ipairs(lines) do t.rows[i] = { value } end
+  local taken = {}
+  for _, row in ipairs(rows) do
+    local line = line_of[row.config[opts.rows]]
+    local column = opts.columns and column_of[row.config[opts.columns]] or 2
+    if line and column then
+      local cell = line .. "," .. column
+      if taken[cell] then
+        error(("table.pivot: two rows fall on %s = %s, %s = %s; `where` must tell them apart")
+          :format(opts.rows, tostring(row.config[opts.rows]), tostring(opts.columns),
+            tostring(opts.columns and row.config[opts.columns])), 2)
+      end
+      taken[cell] = true
+      t.rows[line][column] = row.metrics[opts.value]
+    end
+  end
+  return t
+end
+
+return M

@@ -1,0 +1,368 @@
+--- Llama, Qwen2 and Qwen3: the forward pass over kvlab's ops, from the config.json and
+-- safetensors files that Hugging Face writes.
+--
+--   local llama = require "models.llama"
+--   local model = llama.load("lua/models/recall", { device = "cpu" })
+--   local engine = model:engine { policy = kv.policy.open "quest", blocks = 2048 }
+--   local seq = engine:sequence()
+--   local logits = engine:prefill(seq, { 1, 5, 7 })          of the last token, f32 [1, vocab]
+--   logits = engine:decode({ seq }, { 9 })                   f32 [1, vocab]
+local kv = require "kvlab"
+local json = require "kvlab.json"
+
+local M = {}
+
+-- ---- config --------------------------------------------------------------------------------
+
+local FAMILIES = {
+  llama = {}, mistral = {},
+  qwen2 = { qkv_bias = true },
+  qwen3 = { head_norm = true },
+}
+
+local function bad(path, field, got, expected)
+  error(("%s: %s is %s, expected %s"):format(path, field, tostring(got), expected), 0)
+end
+
+local function whole(path, config, field)
+  local value = config[field]
+  if type(value) ~= "number" or value < 1 or value % 1 ~= 0 then
+    bad(path, field, value, "a whole number >= 1")
+  end
+  return value
+end
+
+--- 1 / theta^(2i/dim), stretched as Llama 3.1 does: low frequencies by `factor`, those
+-- between the two wavelengths smoothly. Source: Hugging Face's rope_type "llama3".
+local function frequencies(path, rope, dim)
+  local list = {}
+  local kind = rope.rope_type or rope.type or "default"
+  if kind ~= "default" and kind ~= "linear" and kind ~= "llama3" then
+    bad(path, "rope_type", kind, "default, linear or llama3")
+  end
+  for i = 0, dim / 2 - 1 do
+    local f = rope.rope_theta ^ (-2 * i / dim)
+    if kind == "linear" then
+      f = f / rope.factor
+    elseif kind == "llama3" then
+      local old = rope.original_max_position_embeddings
+      local wavelength = 2 * math.pi / f
+      local smooth = (old / wavelength - rope.low_freq_factor)
+        / (rope.high_freq_factor - rope.low_freq_factor)
+      smooth = math.max(0, math.min(1, smooth))
+      f = (1 - smooth) * f / rope.factor + smooth * f
+    end
+    list[i + 1] = f
+  end
+  return list
+end
+
+--- The fields that the forward pass needs, checked.
+local function read_config(folder)
+  local path = folder .. "/config.json"
+  local file, why = io.open(path)
+  if not file then error(why, 0) end
+  local raw = json.decode(file:read "*a")
+  file:close()
+  local family = FAMILIES[raw.model_type]
+    or bad(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
+  if raw.hidden_act ~= "silu" then bad(path, "hidden_act", raw.hidden_act, "silu") end
+  if raw.use_sliding_window then bad(path, "use_sliding_window", true, "false") end
+  local c = { path = path, family = family, tied = raw.tie_word_embeddings == true,
+              eps = raw.rms_norm_eps or 1e-6,
+              qkv_bias = family.qkv_bias or raw.attention_bias == true,
+              out_bias = raw.attention_bias == true and not family.qkv_bias }
+  for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
+                              layers = "num_hidden_layers", heads = "num_attention_heads",
+                              vocab = "vocab_size" } do
+    c[short] = whole(path, raw, field)
+  end
+  raw.num_key_value_heads = raw.num_key_value_heads or c.heads
+  raw.head_dim = raw.head_dim or c.hidden / c.heads
+  c.kv_heads, c.head_dim = whole(path, raw, "num_key_value_heads"), whole(path, raw, "head_dim")
+  local rope = {}
+  for _, source in ipairs { raw.rope_scaling or {}, raw.rope_parameters or {} } do
+    if type(source) == "table" then for k, v in pairs(source) do rope[k] = v end end
+  end
+  rope.rope_theta = rope.rope_theta or raw.rope_theta or 10000
+  local share = raw.partial_rotary_factor or rope.partial_rotary_factor or 1
+  c.inv_freq = frequencies(path, rope, c.head_dim * share)
+  return c
+end
+
+-- ---- weights -------------------------------------------------------------------------------
+
+--- Files of a checkpoint: one, or the shards of model.safetensors.index.json.
+local function open_weights(folder)
+  local index = io.open(folder .. "/model.safetensors.index.json")
+  if not index then
+    local file = kv.safetensors.open(folder .. "/model.safetensors")
+    return function() return file end
+  end
+  local map, files = json.decode(index:read "*a").weight_map, {}
+  index:close()
+  return function(name)
+    local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
+      name), 0)
+    if shard:find "/" then bad(folder, "shard of " .. name, shard, "a plain file name") end
+    files[shard] = files[shard] or kv.safetensors.open(folder .. "/" .. shard)
+    return files[shard]
+  end
+end
+
+local function load_layer(read, c, i)
+  local at = ("model.layers.%d."):format(i)
+  local q, kvd = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  local layer = {
+    norm = read(at .. "input_layernorm.weight", { c.hidden }),
+    q = read(at .. "self_attn.q_proj.weight", { q, c.hidden }),
+    k = read(at .. "self_attn.k_proj.weight", { kvd, c.hidden }),
+    v = read(at .. "self_attn.v_proj.weight", { kvd, c.hidden }),
+    o = read(at .. "self_attn.o_proj.weight", { c.hidden, q }),
+    mlp_norm = read(at .. "post_attention_layernorm.weight", { c.hidden }),
+    gate = read(at .. "mlp.gate_proj.weight", { c.inner, c.hidden }),
+    up = read(at .. "mlp.up_proj.weight", { c.inner, c.hidden }),
+    down = read(at .. "mlp.down_proj.weight", { c.hidden, c.inner }),
+  }
+  if c.qkv_bias then
+    layer.q_bias = read(at .. "self_attn.q_proj.bias", { q })
+    layer.k_bias = read(at .. "self_attn.k_proj.bias", { kvd })
+    layer.v_bias = read(at .. "self_attn.v_proj.bias", { kvd })
+  end
+  if c.out_bias then layer.o_bias = read(at .. "self_attn.o_proj.bias", { c.hidden }) end
+  if c.family.head_norm then
+    layer.q_norm = read(at .. "self_attn.q_norm.weight", { c.head_dim })
+    layer.k_norm = read(at .. "self_attn.k_norm.weight", { c.head_dim })
+  end
+  return layer
+end
+
+---@class models.Llama
+---@field config table
+---@field device ffi.cdata*
+---@field dtype string
+local Model = {}
+Model.__index = Model
+
+--- Load a model folder (config.json and safetensors).
+---@param folder string
+---@param o? table  device (--device's), dtype of weights and activations (bf16)
+---@return models.Llama
+function M.load(folder, o)
+  o = o or {}
+  local c = read_config(folder)
+  local device, dtype = kv.device(o.device), o.dtype or "bf16"
+  local file_of = open_weights(folder)
+  local function read(name, shape)
+    return file_of(name):read(name, device, dtype, shape)
+  end
+  local self = setmetatable({ config = c, device = device, dtype = dtype, layers = {} }, Model)
+  self.embedding = read("model.embed_tokens.weight", { c.vocab, c.hidden })
+  for i = 0, c.layers - 1 do self.layers[i] = load_layer(read, c, i) end
+  self.norm = read("model.norm.weight", { c.hidden })
+  self.head = c.tied and self.embedding or read("lm_head.weight", { c.vocab, c.hidden })
+  self.inv_freq = kv.from(device, "f32", c.inv_freq)
+  return self
+end
+
+-- ---- forward ---------------------------------------------------------------------------------
+
+--- Activations of a step of `n` tokens: views of buffers made for the largest step.
+local function scratch(engine, n)
+  local views = engine.views[n]
+  if views then return views end
+  local c = engine.model.config
+  local function view(name, ...) return engine.buffers[name]:narrow(0, n):reshape { n, ... } end
+  views = {
+    x = view("x", c.hidden), h = view("h", c.hidden), delta = view("delta", c.hidden),
+    q = view("q", c.heads * c.head_dim), k = view("k", c.kv_heads * c.head_dim),
+    v = view("v", c.kv_heads * c.head_dim), attended = view("attended", c.heads, c.head_dim),
+    gate = view("gate", c.inner), up = view("up", c.inner),
+  }
+  views.q3 = views.q:reshape { n, c.heads, c.head_dim }
+  views.k3 = views.k:reshape { n, c.kv_heads, c.head_dim }
+  views.v3 = views.v:reshape { n, c.kv_heads, c.head_dim }
+  views.q_rows = views.q:reshape { n * c.heads, c.head_dim }
+  views.k_rows = views.k:reshape { n * c.kv_heads, c.head_dim }
+  views.attended2 = views.attended:reshape { n, c.heads * c.head_dim }
+  engine.views[n] = views
+  return views
+end
+
+local function project(x, weight, bias, out)
+  x:matmul_t(weight, out)
+  if bias then out:add(bias, out) end
+end
+
+--- One layer: s.delta holds what the layer before left to add to s.x.
+local function forward_layer(engine, i, s, positions)
+  local w, c = engine.model.layers[i], engine.model.config
+  kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, c.eps, s.h, i > 0 and s.x or nil)
+  project(s.h, w.q, w.q_bias, s.q)
+  project(s.h, w.k, w.k_bias, s.k)
+  project(s.h, w.v, w.v_bias, s.v)
+  if w.q_norm then
+    kv.ops.rmsnorm(s.q_rows, w.q_norm, c.eps, s.q_rows)
+    kv.ops.rmsnorm(s.k_rows, w.k_norm, c.eps, s.k_rows)
+  end
+  kv.ops.rope(s.q3, positions, engine.model.inv_freq)
+  kv.ops.rope(s.k3, positions, engine.model.inv_freq)
+  engine.attention:forward(i, s.q3, s.k3, s.v3, s.attended)
+  project(s.attended2, w.o, w.o_bias, s.delta)
+  kv.ops.rmsnorm(s.delta, w.mlp_norm, c.eps, s.h, s.x)
+  s.h:matmul_t(w.gate, s.gate)
+  s.h:matmul_t(w.up, s.up)
+  kv.ops.silu_mul(s.gate, s.up, s.gate)
+  s.gate:matmul_t(w.down, s.delta)
+end
+
+--- Run the tokens of engine.batch through every layer; leaves the normed states in s.h.
+local function forward(engine, tokens)
+  local model, batch = engine.model, engine.batch
+  local s = scratch(engine, batch.tokens_count)
+  model.embedding:gather_rows(tokens, s.x)
+  for i = 0, model.config.layers - 1 do forward_layer(engine, i, s, batch.positions) end
+  kv.ops.rmsnorm(s.delta, model.norm, model.config.eps, s.h, s.x)
+  return s.h
+end
+
+-- ---- engine ------------------------------------------------------------------------------------
+
+--- A model with memory: a cache, an attention with its policies, and buffers for a step.
+---@class models.Engine
+---@field model models.Llama
+---@field cache kvlab.Cache
+---@field attention kvlab.Attention
+local Engine = {}
+Engine.__index = Engine
+
+--- Memory and policies to run this model with.
+---@param o? table  policy: for decode (full); prefill_policy (full); blocks (1024),
+--                  block_size (16), max_seqs (16), chunk: tokens of a prefill step (512),
+--                  max_blocks of one sequence, cache_dtype (the model's)
+---@return models.Engine
+function Model:engine(o)
+  o = o or {}
+  local c, chunk, max_seqs = self.config, o.chunk or 512, o.max_seqs or 16
+  local engine = setmetatable({ model = self, chunk = chunk, views = {}, buffers = {},
+                                logits = {}, max_seqs = max_seqs }, Engine)
+  local cache = require("kvlab.cache").cache {
+    device = self.device, dtype = o.cache_dtype or self.dtype, layers = c.layers,
+    blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
+    head_dim = c.head_dim,
+  }
+  engine.cache = cache
+  engine.attention = kv.attention { cache = cache, heads = c.heads, max_seqs = max_seqs,
+    decode_policy = o.policy, prefill_policy = o.prefill_policy, max_blocks = o.max_blocks }
+  engine.batch = cache:batch { max_seqs = max_seqs, max_tokens = math.max(chunk, max_seqs),
+                               max_blocks = o.max_blocks }
+  local rows = math.max(chunk, max_seqs)
+  for name, size in pairs { x = c.hidden, h = c.hidden, delta = c.hidden,
+                            q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim,
+                            v = c.kv_heads * c.head_dim, attended = c.heads * c.head_dim,
+                            gate = c.inner, up = c.inner } do
+    engine.buffers[name] = kv.tensor(self.device, self.dtype, { rows, size })
+  end
+  engine.last = kv.tensor(self.device, self.dtype, { max_seqs, c.hidden })
+  engine.logit_buffer = kv.tensor(self.device, "f32", { max_seqs, c.vocab })
+  return engine
+end
+
+--- An empty sequence.
+function Engine:sequence()
+  local seq = self.cache:sequence()
+  for _, p in ipairs { self.attention.prefill_policy, self.attention.decode_policy } do
+    if p.request_begin then p:request_begin(seq) end
+  end
+  return seq
+end
+
+--- Logits of `count` rows of `states`: f32 [count, vocab], valid until the next step.
+local function to_logits(engine, states, count)
+  local out = engine.logits[count]
+  if not out then
+    out = engine.logit_buffer:narrow(0, count)
+    engine.logits[count] = out
+  end
+  return states:matmul_t(engine.model.head, out)
+end
+
+local function check_tokens(engine, tokens)
+  if type(tokens) ~= "table" or #tokens == 0 then
+    error(("tokens is %s, expected a table of token ids"):format(
+      type(tokens) == "table" and "empty" or type(tokens)), 3)
+  end
+  local vocab = engine.model.config.vocab
+  for i = 1, #tokens do
+    local id = tokens[i]
+    if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
+      error(("token %d is %s, expected 0 ... %d"):format(i - 1, tostring(id), vocab - 1), 3)
+    end
+  end
+end
+
+--- One step of a prompt: `tokens` (at most engine.chunk of them) for one sequence.
+local function prefill_chunk(self, seq, tokens)
+  self.batch:append({ seq }, { #tokens }, tokens)
+  self.attention:begin(self.batch, true)
+  return forward(self, self.batch.tokens)
+end
+
+--- Put a prompt (or its continuation) into a sequence, chunk by chunk.
+---@param seq kvlab.Sequence
+---@param tokens integer[]
+---@param each? fun(states: ffi.cdata*)  sees each chunk's normed states [n, hidden]
+---@return ffi.cdata* logits  of the last token, f32 [1, vocab], valid until the next step
+function Engine:prefill(seq, tokens, each)
+  check_tokens(self, tokens)
+  local states, n
+  for first = 1, #tokens, self.chunk do
+    local chunk = {}
+    for i = first, math.min(first + self.chunk - 1, #tokens) do
+      chunk[#chunk + 1] = tokens[i]
+    end
+    n = #chunk
+    states = prefill_chunk(self, seq, chunk)
+    if each then each(states) end
+  end
+  return to_logits(self, states:narrow(n - 1, 1), 1)
+end
+
+--- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.
+function Engine:prefill_all(seq, tokens)
+  local logits = kv.tensor(self.model.device, "f32", { #tokens, self.model.config.vocab })
+  local row = 0
+  self:prefill(seq, tokens, function(states)
+    local n = states:size(0)
+    states:matmul_t(self.model.head, logits:narrow(row, n))
+    row = row + n
+  end)
+  return logits
+end
+
+--- One token for each sequence.
+---@param seqs kvlab.Sequence[]
+---@param tokens integer[]|ffi.cdata*  ids; an i32 tensor [#seqs] on the device stays there
+---@return ffi.cdata* logits  f32 [#seqs, vocab], valid until the next step
+function Engine:decode(seqs, tokens)
+  local on_device = kv.is_tensor(tokens)
+  if not on_device then check_tokens(self, tokens) end
+  local counts = self.ones or {}
+  self.ones = counts
+  for i = 1, #seqs do counts[i] = 1 end
+  self.batch:append(seqs, counts, not on_device and tokens or nil)
+  self.attention:begin(self.batch, false)
+  return to_logits(self, forward(self, on_device and tokens or self.batch.tokens), #seqs)
+end
+
+--- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.
+function Engine:generate(seq, logits, n)
+  local ids = {}
+  for i = 1, n do
+    ids[i] = logits:argmax():list()[1]
+    if i < n then logits = self:decode({ seq }, { ids[i] }) end
+  end
+  return ids
+end
+
+return M

@@ -1,0 +1,18 @@
+--- Quest: an upper bound of q.k over each block, from its elementwise min and max.
+-- Source  Tang et al. 2024, arXiv:2406.10774; the bound is per coordinate. (Scoring
+--         max(q.min, q.max), as one port does, is no bound at all.)
+-- Score   sum_d max(q_d * min_d, q_d * max_d); the max over the group's query heads
+-- Cost    reads 2/block_size of the keys; no host synchronisation
+-- Fails   keys with a few huge coordinates make every bound loose
+local kv = require "kvlab"
+
+return kv.policy.define {
+  name = "quest", prefill = false, decode = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
+
+  init = function(self, shape) self.bounds = kv.summary.minmax(shape) end,
+  on_prefill_offload = function(self, ev) self.bounds:update(ev) end,
+  on_decode_offload = function(self, ev) self.bounds:update(ev) end,
+  score = function(self, ctx) return kv.ops.score_minmax(ctx.query, self.bounds, ctx) end,
+  score_bytes = function(self) return self.bounds:bytes_block() end,
+}

@@ -1,0 +1,15 @@
+--- Random: blocks drawn uniformly, anew for every step, layer and KV head. The floor that a
+-- policy has to beat.
+-- Score   a Philox number in (0, 1], the same for the same seed on every device
+-- Cost    reads no keys to score
+-- Fails   always; at a ratio r it keeps a given block with probability about r
+local kv = require "kvlab"
+
+return kv.policy.define {
+  name = "random", prefill = false, decode = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, seed = 0 },
+
+  score = function(self, ctx)
+    return ctx.scores:rand_(self.seed, ctx.step * ctx.layers + ctx.layer)
+  end,
+}

@@ -1,0 +1,152 @@
+--- Builds kvlab. `./kvlab build` runs this file and then make; to do it by hand:
+--
+--   premake5 gmake2 && make -C build config=release -j8      (premake5 --help: options)
+--
+-- Premake writes a makefile only when its text changes, so running it again is free.
+-- What it does not do is recompile when only a flag has changed: see `rebuild_on`.
+
+newoption {
+  trigger = "cuda", value = "MODE", default = "off",
+  description = "Compile the CUDA plug-in libkvlab_cuda.so",
+  allowed = { { "on", "with nvcc" }, { "off", "everything runs on the CPU" } },
+}
+newoption {
+  trigger = "cuda-arch", value = "LIST", default = "80,90a",
+  description = "GPU architectures to compile for, separated by commas",
+}
+newoption { trigger = "werror", description = "Treat warnings as errors" }
+
+local cuda_home = os.getenv("CUDA_HOME") or "/usr/local/cuda"
+local is_x86 = os.outputof("uname -m") == "x86_64"
+
+--- The instruction sets every CPU kernel is compiled for; the runtime picks one at start.
+local avx2 = "-mavx2 -mfma -mf16c"
+local isas = { { name = "plain", flags = "" } }
+if is_x86 then
+  isas[2] = { name = "avx2", flags = avx2 }
+  isas[3] = { name = "avx512", flags = avx2 .. " -mavx512f -mavx512bw -mavx512dq"
+    .. " -mavx512vl -mprefer-vector-width=512" }
+end
+
+--- Makes a project recompile when its compile command changes, in that configuration
+-- only, and link again when its makefile (link flags, list of files) changes. make reads
+-- this text once per configuration; the comment keeps Premake from merging the copies.
+local function rebuild_on(compile_command)
+  makesettings { ([[
+# %%{cfg.buildcfg}
+.DELETE_ON_ERROR:
+FLAGS_NOW := %s
+ifneq ($(FLAGS_NOW),$(file <$(OBJDIR)/flags))
+  $(shell mkdir -p $(OBJDIR) && rm -f $(OBJDIR)/*.o)
+  $(file >$(OBJDIR)/flags,$(FLAGS_NOW))
+endif
+LDDEPS += $(firstword $(MAKEFILE_LIST))]]):format(compile_command) }
+end
+
+workspace "kvlab"
+  location "build"
+  configurations { "release", "debug", "hostile" }
+  symbols "On"
+  includedirs { "runtime", "kernels" }
+  targetdir "build/bin/%{cfg.buildcfg}"
+  objdir "build/obj/%{cfg.buildcfg}/%{prj.name}"
+  targetprefix ""
+  filter "configurations:debug or hostile"
+    defines { "KVL_DEBUG" }
+  filter "configurations:hostile"
+    defines { "KVL_HOSTILE" }
+  filter {}
+
+--- What every C project shares.
+local function c_project(kind_)
+  kind(kind_)
+  language "C"
+  buildoptions {
+    "-std=gnu17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno",
+    "-ffp-contract=off", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes",
+    "-Wpointer-arith",
+  }
+  if _OPTIONS["werror"] then buildoptions { "-Werror" } end
+  filter "configurations:release"
+    buildoptions { "-O3" }
+  filter "configurations:debug"
+    buildoptions { "-O0" }
+  filter "configurations:hostile"
+    local sanitize = "-fsanitize=address,undefined"
+    buildoptions { "-O1", sanitize, "-fno-sanitize-recover=undefined",
+      "-fno-omit-frame-pointer" }
+    linkoptions { sanitize }
+  filter {}
+  rebuild_on "$(CC) $(ALL_CFLAGS)"
+end
+
+for _, isa in ipairs(isas) do
+  project("cpu_" .. isa.name)
+    c_project "StaticLib"
+    targetprefix "lib"
+    targetdir "build/obj/%{cfg.buildcfg}"
+    files { "kernels/cpu/*.c" }
+    defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
+    buildoptions { isa.flags }
+    -- A fresh archive each time: `ar -r` alone would keep the objects of deleted files.
+    makesettings { 'LINKCMD = rm -f "$@" && $(AR) -rcs "$@" $(OBJECTS)' }
+end
+
+project "kvlab_runtime"
+  c_project "SharedLib"
+  targetprefix "lib"
+  targetname "kvlab"
+  files { "runtime/*.c" }
+  removefiles { "runtime/main.c" }
+  for _, isa in ipairs(isas) do links { "cpu_" .. isa.name } end
+  links { "openblas", "pthread", "dl", "m" }
+  -- nodelete: stock luajit closes libraries at exit, under the feet of OpenMP's threads.
+  linkoptions { "-fopenmp", "-Wl,--no-undefined", "-Wl,-z,nodelete" }
+
+project "kvlab"
+  c_project "ConsoleApp"
+  files { "runtime/main.c" }
+  buildoptions { "-isystem /usr/include/luajit-2.1" }
+  links { "kvlab_runtime", "dl", "m" }
+  -- All of LuaJIT, exported: C modules such as cjson.so find the Lua API in here.
+  -- An old-style rpath, because it also serves the libraries of our libraries (bundles).
+  linkoptions {
+    "-rdynamic", "-Wl,--whole-archive -l:libluajit-5.1.a -Wl,--no-whole-archive",
+    "-Wl,--disable-new-dtags", "-Wl,-rpath,'$$ORIGIN/../lib'",
+  }
+
+if _OPTIONS["cuda"] == "on" then
+  local gencode = {}
+  for arch in _OPTIONS["cuda-arch"]:gmatch("[^,]+") do
+    gencode[#gencode + 1] = ("-gencode arch=compute_%s,code=sm_%s"):format(arch, arch)
+  end
+
+  project "kvlab_cuda"
+    kind "SharedLib"
+    language "C++"
+    targetprefix "lib"
+    pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
+    files { "kernels/cuda/*.cu" }
+    buildoptions { "-std=c++17", "-lineinfo", "--threads 2",
+      "-Xcompiler -fPIC,-fvisibility=hidden,-Wall" }
+    buildoptions(gencode)
+    if _OPTIONS["werror"] then buildoptions { "-Werror all-warnings" } end
+    filter "configurations:debug or hostile"
+      buildoptions { "-O0" }
+    filter "configurations:release"
+      buildoptions { "-O3" }
+    filter "files:**.cu"
+      buildmessage "%{file.name}"
+      buildcommands {
+        '$(NVCC) $(ALL_CXXFLAGS) -o "$@" -MF "$(@:%.o=%.d)" -c "$<"' }
+      buildoutputs { "$(OBJDIR)/%{file.basename}.o" }
+    filter {}
+    makesettings { "NVCC := " .. cuda_home .. "/bin/nvcc" }
+    rebuild_on "$(NVCC) $(ALL_CXXFLAGS)"
+    libdirs { cuda_home .. "/lib64", cuda_home .. "/lib" }
+    links { "cudart_static", "cublas", "cublasLt", "pthread", "dl", "rt" }
+    -- cuBLAS is found on the target machine: in LD_LIBRARY_PATH or the usual folder.
+    linkoptions { "-static-libstdc++", "-static-libgcc", "-Wl,--no-as-needed",
+      "-Wl,-rpath," .. cuda_home .. "/lib64", "-Wl,-rpath,/usr/local/cuda/lib64",
+      "-Wl,--enable-new-dtags", "-Wl,--exclude-libs,ALL", "-Wl,-z,nodelete" }
+end

@@ -1,0 +1,136 @@
+/* What the files of runtime/ share: failure words, allocation, and the insides of devices,
+ * streams and storage. */
+#ifndef KVL_INTERNAL_H
+#define KVL_INTERNAL_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend.h"
+
+#ifdef KVL_DEBUG /* a caller's bug inside the library, never the world's doing */
+#define KVL_CHECK(condition)                                                          \
+  do {                                                                                \
+    if (!(condition)) {                                                               \
+      fprintf(stderr, "%s:%d: KVL_CHECK(%s)\n", __FILE__, __LINE__, #condition);      \
+      abort();                                                                        \
+    }                                                                                 \
+  } while (0)
+#else
+#define KVL_CHECK(condition) ((void)0)
+#endif
+
+/* Record the words of a failure and return `status`. */
+int kvl__fail(int status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* malloc and realloc that record NO_MEMORY and honour kvl_fail_allocation. `what` names
+ * the thing in the error. */
+void *kvl__malloc(size_t bytes, const char *what);
+void *kvl__realloc(void *p, size_t bytes, const char *what);
+/* 1 when the allocation about to be made has been told to fail. */
+int kvl__allocation_fails(void);
+
+/* ---- device ------------------------------------------------------------------------ */
+
+enum { KVL__STREAMS_MAX = 64, KVL__SIZE_CLASSES = 60 };
+
+struct kvl_stream {
+  kvl_device *device;
+  void *queue;
+  int id;                        /* index in device->streams */
+};
+
+struct kvl_event {
+  kvl_device *device;
+  void *mark;
+  int recorded;
+};
+
+/* Memory under tensors. refs counts kvl_tensor handles; `used` has a bit for every stream
+ * that launched work on it since it was allocated. While free it waits in the list of its
+ * home stream, whose later work may take it without waiting. */
+struct kvl_storage {
+  kvl_device *device;
+  void *ptr;
+  size_t bytes;
+  kvl_storage *next;             /* in a free list */
+  uint64_t used;
+  int refs, home, size_class;    /* size_class -1: not cached; -2: lent by the caller */
+};
+
+struct kvl_device {
+  const kvl_backend *backend;
+  void *ctx;
+  int opens, storages;           /* closed when both are 0 */
+  int index;
+  char name[24], description[160];
+  kvl_stream *streams[KVL__STREAMS_MAX];
+  kvl_stream *current;
+  void *scratch_mark;            /* joins streams when storage is freed */
+  kvl_storage *free_lists[KVL__STREAMS_MAX][KVL__SIZE_CLASSES];
+  kvl_device_stats stats;
+};
+
+/* Drops the device once nothing holds it. */
+void kvl__device_unref(kvl_device *dev);
+/* KVL_ERR_DEVICE with the driver's words after `doing`. */
+int kvl__device_failed(kvl_device *dev, int status, const char *doing);
+
+/* ---- allocator: stream-ordered, caching ----------------------------------------------- */
+
+/* One reference on at least `bytes` bytes for the current stream. */
+int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out);
+int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out);
+void kvl__storage_unref(kvl_storage *s);
+/* Hand the free memory of one stream (-1: of all) back to the device. */
+void kvl__allocator_trim(kvl_device *dev, int stream);
+
+/* ---- call: check the arguments of an op, then launch it ---------------------------------- */
+
+enum {
+  KVL__F32 = 1 << KVL_DTYPE_F32, KVL__F16 = 1 << KVL_DTYPE_F16,
+  KVL__BF16 = 1 << KVL_DTYPE_BF16, KVL__F8 = 1 << KVL_DTYPE_F8E4M3,
+  KVL__I32 = 1 << KVL_DTYPE_I32, KVL__I64 = 1 << KVL_DTYPE_I64,
+  KVL__U8 = 1 << KVL_DTYPE_U8, KVL__U64 = 1 << KVL_DTYPE_U64,
+  KVL__FLOAT = KVL__F32 | KVL__F16 | KVL__BF16,
+  KVL__ANY = 0xFF,
+};
+
+struct kvl__call {
+  const char *op;
+  kvl_device *device;
+  int status;                    /* of the first failure */
+  int dims, tensors;
+  struct { const char *name; int length; int64_t size; } dim[16];
+  kvl_storage *storage[12];
+  kvl_storage *workspace;
+};
+
+/* Check one tensor against `dtypes` and a shape such as "tokens heads 2 head_dim": a name
+ * binds its size on first use and must agree later; "..." takes any number of dims. A name
+ * ending in '?' is optional. Returns 1 when t is there and right, else 0 (and the status
+ * is set unless t was an absent option). After a failure, calls do nothing. */
+int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
+             unsigned dtypes, const char *shape);
+/* The dtype of a tensor as a set; of NULL, every dtype (its own check complains). */
+static inline unsigned kvl__like(const kvl_tensor *t) {
+  return t ? 1u << t->dtype : KVL__ANY;
+}
+/* Size bound to a name; 0 when it was never bound. */
+int64_t kvl__dim(const struct kvl__call *call, const char *name);
+/* Set the failure of `call` unless it has one. Returns the status. */
+int kvl__call_fail(struct kvl__call *call, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+/* Workspace for these args, or NULL when the op wants none. Sets the status on failure. */
+void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *args);
+/* Launch on the current stream; every tensor seen by kvl__arg is marked as used there. */
+int kvl__launch(struct kvl__call *call, enum kvl_op op, const void *args, size_t size);
+#define KVL__LAUNCH(call, op, args) kvl__launch(call, KVL_OP_##op, &(args), sizeof(args))
+
+/* "bf16 [3, 4]" for messages. */
+const char *kvl__tensor_words(const kvl_tensor *t, char *text, size_t size);
+
+#endif

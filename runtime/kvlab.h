@@ -1,0 +1,449 @@
+/* kvlab: paged KV memory, streams and sparse-attention kernels behind one flat C API.
+ *
+ * The library promises: an op either runs as described or returns a negative status and
+ * leaves its outputs alone; results do not depend on thread timing; memory is never
+ * reused while a stream may still read it; the CPU and CUDA devices agree within each
+ * op's stated tolerance.
+ *
+ *   kvl_device *dev;                      kvl_device_open("cpu", &dev);
+ *   int64_t shape[2] = {4, 64};
+ *   kvl_tensor x, w, y;
+ *   kvl_tensor_open(dev, KVL_DTYPE_F32, 2, shape, &x);
+ *   kvl_tensor_open(dev, KVL_DTYPE_F32, 2, shape, &y);
+ *   kvl_tensor_open(dev, KVL_DTYPE_F32, 1, shape + 1, &w);
+ *   kvl_fill(&w, 1.0);
+ *   kvl_random(&x, KVL_RANDOM_NORMAL, 0.0, 1.0, 42, 0);
+ *   if (kvl_rmsnorm(&x, NULL, &w, 1e-5, &y) < 0) puts(kvl_last_error());
+ *   kvl_tensor_close(&x); kvl_tensor_close(&w); kvl_tensor_close(&y);
+ *   kvl_device_close(dev);
+ *
+ * Caveats: ops are asynchronous on the device's current stream: synchronise before
+ * reading tensor memory from the host (kvl_copy to host memory does). Tensors are
+ * contiguous and row-major. A kvl_tensor is a handle: copying the struct does not
+ * retain its storage. Device handles may be used by one thread at a time.
+ *
+ * Every function returns >= 0 on success and a negative kvl_status on failure, unless it
+ * says otherwise; out parameters come last and are untouched on failure. The words for
+ * the calling thread's last failure are in kvl_last_error().
+ */
+#ifndef KVLAB_H
+#define KVLAB_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(default)
+
+/* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
+
+enum { KVL_ABI = 1, KVL_DIMS_MAX = 6 };
+
+/* ---- status ------------------------------------------------------------------- */
+
+typedef enum kvl_status {        /* ORDER kvl_status */
+  KVL_OK = 0,
+  KVL_ERR_INVALID = -1,          /* an argument is wrong */
+  KVL_ERR_NO_MEMORY = -2,        /* device or host memory is exhausted */
+  KVL_ERR_NO_BLOCKS = -3,        /* the block pool is exhausted */
+  KVL_ERR_IO = -4,               /* a file cannot be read */
+  KVL_ERR_FORMAT = -5,           /* a file is not what it says */
+  KVL_ERR_DEVICE = -6,           /* the device or its driver failed, or is not there */
+  KVL_ERR_UNSUPPORTED = -7,      /* right in principle, not built or not on this device */
+  KVL_ERR_INTERRUPTED = -8,      /* kvl_interrupt(1) was called */
+} kvl_status;
+
+/* The ABI number the library was built with; compare with KVL_ABI. */
+int kvl_abi(void);
+
+/* Static text of a status. Never NULL. */
+const char *kvl_status_text(int status);
+
+/* Words of this thread's last failure: borrow, valid until its next failing call. */
+const char *kvl_last_error(void);
+
+/* Set (1) or clear (0) the interrupt flag; while it is set every op returns
+ * KVL_ERR_INTERRUPTED. Safe to call from a signal handler. */
+void kvl_interrupt(int set);
+int kvl_interrupted(void);
+
+/* Hostile builds only: the n-th allocation from now fails once (0 disarms). Returns
+ * KVL_ERR_UNSUPPORTED in other builds. */
+int kvl_fail_allocation(int n);
+
+/* Monotonic clock in nanoseconds. */
+int64_t kvl_clock_ns(void);
+
+/* ---- device, stream, event ------------------------------------------------------ */
+
+typedef struct kvl_device kvl_device;
+typedef struct kvl_stream kvl_stream;
+typedef struct kvl_event kvl_event;
+
+typedef struct kvl_device_stats {
+  int64_t bytes_live;            /* in tensors now */
+  int64_t bytes_live_peak;       /* since open or kvl_device_reset_peak */
+  int64_t bytes_cached;          /* held by the allocator, free for reuse */
+  int64_t bytes_total;           /* of the device */
+  int64_t bytes_free;            /* as the device reports it */
+  int64_t allocations;           /* calls that reached the device's allocator */
+  int64_t launches;              /* ops launched */
+} kvl_device_stats;
+
+/* Open "cpu", "cuda" or "cuda:N". Devices are counted: each open needs one close.
+ * Errors: INVALID unknown name, DEVICE no such device or the plug-in cannot be loaded. */
+int kvl_device_open(const char *name, kvl_device **out);
+void kvl_device_close(kvl_device *dev);
+const char *kvl_device_name(const kvl_device *dev);          /* "cpu", "cuda:0" */
+const char *kvl_device_description(const kvl_device *dev);   /* "NVIDIA H100 ...", "AVX-512, 2 threads" */
+int kvl_device_is_cpu(const kvl_device *dev);
+int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out);
+int kvl_device_reset_peak(kvl_device *dev);
+/* Wait for everything on every stream of the device. */
+int kvl_device_sync(kvl_device *dev);
+/* Give cached memory back to the device. */
+int kvl_device_trim(kvl_device *dev);
+
+/* The CPU's instruction set in use: "plain", "avx2" or "avx512"; kvl_cpu_use_isa chooses
+ * (for specs and benches). Errors: UNSUPPORTED this machine lacks it. */
+const char *kvl_cpu_isa(void);
+int kvl_cpu_use_isa(const char *isa);
+
+/* A FIFO of work. The device's default stream exists from the start; on the CPU it runs
+ * on the calling thread, every other CPU stream is a worker thread. */
+int kvl_stream_open(kvl_device *dev, kvl_stream **out);
+void kvl_stream_close(kvl_stream *stream);
+int kvl_stream_sync(kvl_stream *stream);
+/* Make `stream` (NULL: the default one) current: allocations, copies and ops go there. */
+int kvl_device_use_stream(kvl_device *dev, kvl_stream *stream);
+kvl_stream *kvl_device_stream(kvl_device *dev);               /* current; borrow */
+
+int kvl_event_open(kvl_device *dev, kvl_event **out);
+void kvl_event_close(kvl_event *event);
+/* Mark the present end of `stream`; the event completes when the stream gets there. */
+int kvl_event_record(kvl_event *event, kvl_stream *stream);
+/* Later work on `stream` waits for the event. The host does not. A never recorded event
+ * counts as complete. */
+int kvl_stream_wait_event(kvl_stream *stream, kvl_event *event);
+int kvl_event_sync(kvl_event *event);                         /* the host waits */
+int kvl_event_done(kvl_event *event);                         /* 1 complete, 0 not */
+/* Microseconds between two complete events. Errors: INVALID one is not recorded. */
+int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us);
+
+/* ---- tensor --------------------------------------------------------------------- */
+
+typedef enum kvl_dtype {         /* ORDER kvl_dtype */
+  KVL_DTYPE_F32 = 0,
+  KVL_DTYPE_F16 = 1,
+  KVL_DTYPE_BF16 = 2,
+  KVL_DTYPE_F8E4M3 = 3,
+  KVL_DTYPE_I32 = 4,
+  KVL_DTYPE_I64 = 5,
+  KVL_DTYPE_U8 = 6,
+  KVL_DTYPE_U64 = 7,
+} kvl_dtype;
+
+typedef struct kvl_storage kvl_storage;
+
+/* A contiguous row-major view of reference-counted storage. */
+typedef struct kvl_tensor {
+  void *ptr;                     /* first element, in the device's memory */
+  kvl_storage *storage;          /* NULL: closed */
+  kvl_device *device;
+  int64_t shape[6];              /* KVL_DIMS_MAX; unused dims are 1 */
+  int64_t count;                 /* elements */
+  int32_t ndim;
+  int32_t dtype;                 /* kvl_dtype */
+} kvl_tensor;
+
+int kvl_dtype_bytes(int dtype);
+const char *kvl_dtype_name(int dtype);                        /* "bf16" */
+
+/* Uninitialised tensor on the current stream of `dev`.
+ * Errors: INVALID ndim or a negative or overflowing shape, NO_MEMORY. */
+int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
+                    kvl_tensor *out);
+/* Drop this handle's hold on the storage; closing a closed tensor does nothing. */
+void kvl_tensor_close(kvl_tensor *t);
+/* View of elements [start, start + length) of dimension 0; retains the storage. */
+int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length,
+                      kvl_tensor *out);
+/* View of entry `index` of dimension 0, with that dimension removed. */
+int kvl_tensor_index(const kvl_tensor *t, int64_t index, kvl_tensor *out);
+/* View with another shape of the same count. */
+int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape,
+                       kvl_tensor *out);
+/* Wrap memory that the caller lends until every view is closed and the device synced. */
+int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
+                    void *memory, kvl_tensor *out);
+
+/* dst = src; same dtype and count; any pair of devices. Asynchronous on the current
+ * stream of the CUDA side (of dst's device between two CPU tensors); waits when the bytes
+ * go from CUDA to the CPU. */
+int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst);
+/* Copy from or to host memory. write: the memory may be reused at return;
+ * read: waits until the bytes are there. `bytes` must equal the tensor's size. */
+int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes);
+int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes);
+
+/* ---- elementwise, reductions, matmul ---------------------------------------------- */
+/* Floating inputs may be f32, f16 or bf16; arithmetic is fp32; `out` may alias an input
+ * of the same dtype and shape. */
+
+typedef enum kvl_unary_op {      /* ORDER kvl_unary_op */
+  KVL_UNARY_NEG, KVL_UNARY_ABS, KVL_UNARY_EXP, KVL_UNARY_LOG, KVL_UNARY_SQRT,
+  KVL_UNARY_RSQRT, KVL_UNARY_SIGMOID, KVL_UNARY_SILU, KVL_UNARY_TANH, KVL_UNARY_RELU,
+} kvl_unary_op;
+
+typedef enum kvl_binary_op {     /* ORDER kvl_binary_op */
+  KVL_BINARY_ADD, KVL_BINARY_SUB, KVL_BINARY_MUL, KVL_BINARY_DIV, KVL_BINARY_MAX,
+  KVL_BINARY_MIN, KVL_BINARY_EQ, KVL_BINARY_NE, KVL_BINARY_LT, KVL_BINARY_LE,
+  KVL_BINARY_GT, KVL_BINARY_GE,
+} kvl_binary_op;
+
+typedef enum kvl_reduce_op {     /* ORDER kvl_reduce_op */
+  KVL_REDUCE_SUM, KVL_REDUCE_MEAN, KVL_REDUCE_MAX, KVL_REDUCE_MIN,
+} kvl_reduce_op;
+
+typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
+  KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
+} kvl_random_kind;
+
+/* t[...] = value, converted to t's dtype. */
+int kvl_fill(const kvl_tensor *t, double value);
+/* t[i] = start + i * step, any dtype but f8e4m3. */
+int kvl_arange(const kvl_tensor *t, double start, double step);
+/* Philox4x32-10, the same bits on every device. Element i uses word (offset + i) of the
+ * sequence of `seed`. UNIFORM: f32/f16/bf16 in (a, b]; NORMAL: mean a, deviation b;
+ * INTEGER: i32 or i64 in [a, b). Source: Salmon et al. 2011; cuRAND's counter layout. */
+int kvl_random(const kvl_tensor *t, int kind, double a, double b, uint64_t seed,
+               uint64_t offset);
+/* out = a converted to out's dtype: any pair of f32 f16 bf16 i32 i64 u8, and
+ * f32/f16/bf16 <-> f8e4m3 (saturating). Same count. */
+int kvl_cast(const kvl_tensor *a, const kvl_tensor *out);
+int kvl_unary(int op, const kvl_tensor *a, const kvl_tensor *out);
+/* out = a op b with NumPy's broadcasting. a, b: one dtype of f32 f16 bf16 i32 i64.
+ * out: the same dtype, or u8 (0 or 1) for comparisons. */
+int kvl_binary(int op, const kvl_tensor *a, const kvl_tensor *b, const kvl_tensor *out);
+int kvl_binary_scalar(int op, const kvl_tensor *a, double b, const kvl_tensor *out);
+/* out = cond ? a : b; cond u8; four equal shapes. */
+int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
+              const kvl_tensor *out);
+/* Reduce dimension `dim` of a (f32 f16 bf16, or i32 for SUM MAX MIN); out has a's shape
+ * without it, and a's dtype or f32. An empty dimension gives 0 for SUM and NaN for MEAN,
+ * -inf for MAX, +inf for MIN (INVALID for i32 MAX and MIN). */
+int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out);
+/* Softmax over the last dimension of scale * a. A row of -inf gives zeros. */
+int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out);
+/*  a    f32 f16 bf16  [..., n]
+ *  out  i32           [...]       ties to the lower index; NaN never wins; n >= 1 */
+int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out);
+/* Exact top-k of each row, in descending order (ascending for largest = 0), ties to the
+ * lower index, NaN last. k = n sorts.
+ *  a        f32  [rows, n]
+ *  values   f32  [rows, k]   may be NULL
+ *  indices  i32  [rows, k]   0 <= k <= n */
+int kvl_topk(const kvl_tensor *a, int largest, const kvl_tensor *values,
+             const kvl_tensor *indices);
+/* out = a @ b, or a @ b^T for transpose_b; fp32 accumulation.
+ *  a    f32 f16 bf16  [m, k] or [batch, m, k]
+ *  b    like a        [k, n] ([n, k] transposed), 2-D for every batch or [batch, ...]
+ *  out  like a, or f32  [m, n] or [batch, m, n] */
+int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
+               const kvl_tensor *out);
+/* out[i] = src[index[i]]: whole rows of dimension 0; an index out of range gives zeros.
+ *  src    any  [rows, ...]
+ *  index  i32  [n]
+ *  out    like src [n, ...] */
+int kvl_gather_rows(const kvl_tensor *src, const kvl_tensor *index,
+                    const kvl_tensor *out);
+/* dst[index[i]] = src[i]; an index out of range is skipped; duplicates: the last wins. */
+int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index,
+                     const kvl_tensor *dst);
+/* out[r][j] = src[r][index[r][j]]; an index out of range gives zero.
+ *  src f32 f16 bf16 i32 [rows, n] · index i32 [rows, m] · out like src [rows, m] */
+int kvl_gather(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *out);
+
+/* ---- transformer ops ---------------------------------------------------------------- */
+
+/* out = x / sqrt(mean(x^2) + eps) * weight over the last dimension. With `residual`,
+ * first residual += x, in place, and the sum is what is normalised.
+ *  x, out    f32 f16 bf16  [rows, dim]
+ *  residual  like x        [rows, dim]   may be NULL
+ *  weight    like x or f32 [dim] */
+int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
+                double eps, const kvl_tensor *out);
+/* Rotate pairs (i, i + dim/2) of each head by positions[t] * inv_freq[i], in place; the
+ * dims past 2 * pairs stay. Source: Su et al. 2021, the half-split form of Hugging Face.
+ *  x          f32 f16 bf16  [tokens, heads, head_dim]
+ *  positions  i32           [tokens]
+ *  inv_freq   f32           [pairs]      pairs <= head_dim / 2 */
+int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions,
+             const kvl_tensor *inv_freq);
+/* out = silu(gate) * up; f32 f16 bf16 [rows, dim], equal shapes and dtypes. */
+int kvl_silu_mul(const kvl_tensor *gate, const kvl_tensor *up, const kvl_tensor *out);
+
+/* ---- block pool and sequences (host side) ---------------------------------------------- */
+
+typedef struct kvl_pool kvl_pool;
+typedef struct kvl_sequence kvl_sequence;
+
+/* Bookkeeping for `blocks` blocks of `block_size` (1 ... 4096) tokens. An allocation that
+ * would leave fewer than `watermark` blocks free fails. Errors: INVALID, NO_MEMORY. */
+int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out);
+/* Sequences keep their pool alive. */
+void kvl_pool_close(kvl_pool *pool);
+int kvl_pool_blocks_free(const kvl_pool *pool);
+/* References held on a block. Errors: INVALID out of range. */
+int kvl_pool_block_refs(const kvl_pool *pool, int block);
+
+int kvl_sequence_open(kvl_pool *pool, kvl_sequence **out);
+/* A sequence of the same tokens that shares every block. */
+int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out);
+/* Gives its references back. NULL is fine. */
+void kvl_sequence_close(kvl_sequence *seq);
+int kvl_sequence_length(const kvl_sequence *seq);             /* tokens */
+int kvl_sequence_blocks(const kvl_sequence *seq);             /* blocks held */
+/* Lengthen n sequences, sequence i by tokens[i] >= 0: all of them or none.
+ *  seqs    n sequences of one pool, no one twice
+ *  tokens  i32[n]
+ *  slots   i64[sum of tokens]  physical slot (block * block_size + offset) of each new
+ *                              token, sequence after sequence
+ *  copies  i32[2 * n]          pairs (from, to): a shared, partly filled last block was
+ *                              replaced; its memory has to be copied before the append
+ * Returns how many pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
+int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
+                         int64_t *slots, int32_t *copies);
+/* Shorten to `length` tokens, freeing blocks past it. */
+int kvl_sequence_truncate(kvl_sequence *seq, int length);
+/* Write the block table, padded with -1 to `width`. Errors: INVALID it does not fit. */
+int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
+
+/* ---- paged KV ops --------------------------------------------------------------------- */
+/* cache is one layer's KV memory: f32 f16 bf16 [blocks, 2, kv_heads, block_size, head_dim]
+ * (K then V). head_dim: a multiple of 8, 8 ... 256. tables: i32 [seqs, max_blocks],
+ * physical blocks in logical order. lens: i32 [seqs] tokens, lens[s] <= max_blocks *
+ * block_size. Logical block b of sequence s holds tokens b * block_size and on; what lies
+ * past lens[s] is never read into a result, whatever its bits. */
+
+/* cache[slot] = k, v; slot < 0 is skipped.
+ *  k, v   like cache or f32  [tokens, kv_heads, head_dim]
+ *  slots  i64                [tokens] */
+int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+                  const kvl_tensor *cache);
+/* Copy whole blocks: dst[i] = src[i]; no block is both. src, dst: i32 [n], -1 skipped. */
+int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
+                    const kvl_tensor *cache);
+
+/* out = softmax(scale * q k^T + bias) v over the blocks of each sequence, or over a
+ * selection of them; fp32 accumulation.
+ *  q          f32 f16 bf16  [tokens, heads, head_dim]   heads % kv_heads == 0
+ *  cache      like q; any of f32 f16 bf16 when q is f32
+ *  tables     i32  [seqs, max_blocks]
+ *  lens       i32  [seqs]
+ *  starts     i32  [seqs + 1]  rows of q: sequence s owns starts[s] ... starts[s+1]-1, its
+ *                  last ones being its newest tokens. NULL: decode, one row a sequence
+ *  selection  i32  [seqs, kv_heads or 1, max_selected]  ascending logical blocks, -1
+ *                  padded; NULL: every block
+ *  alibi      f32  [heads] slopes, NULL: none; bias = slope * (key position - query
+ *                  position)
+ *  out        like q, or f32  [tokens, heads, head_dim]
+ *  lse        f32  [tokens, heads]  log of the softmax's denominator; may be NULL
+ * causal: a row sees keys at positions <= its own; else every key of the sequence.
+ * A row that sees nothing gets out 0 and lse -inf. */
+typedef struct kvl_attention {
+  const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *alibi, *out, *lse;
+  double scale;
+  int32_t causal;
+  int32_t reserved;
+} kvl_attention;
+int kvl_paged_attention(const kvl_attention *call);
+
+/* Join two attentions over disjoint keys: out may alias out_a, lse may alias lse_a.
+ *  out_a, out_b, out  f32 f16 bf16  [tokens, heads, head_dim]  one dtype
+ *  lse_a, lse_b, lse  f32           [tokens, heads]     lse may be NULL */
+int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
+                        const kvl_tensor *out_b, const kvl_tensor *lse_b,
+                        const kvl_tensor *out, const kvl_tensor *lse);
+
+/* Elementwise min and max of K over the valid tokens of the given blocks.
+ *  blocks   i32  [n]   physical; -1 is skipped
+ *  tokens   i32  [n]   valid tokens; 0 gives min +inf, max -inf
+ *  summary  like cache  [blocks, 2, kv_heads, head_dim] */
+int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
+                     const kvl_tensor *tokens, const kvl_tensor *summary);
+/* Mean of K; 0 tokens give 0. summary  like cache or f32  [blocks, kv_heads, head_dim] */
+int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
+                   const kvl_tensor *tokens, const kvl_tensor *summary);
+
+typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head join */
+  KVL_GROUP_MAX, KVL_GROUP_MEAN,
+} kvl_group;
+
+/* Score every block of every sequence; blocks past the last get -inf.
+ *  q        f32 f16 bf16  [seqs, heads, head_dim]
+ *  scores   f32           [seqs, kv_heads, max_blocks]
+ * minmax: sum_d max(q_d * min_d, q_d * max_d)   (Quest, Tang et al. 2024)
+ * mean:   q . mean
+ * max_qk: the largest q . k of the block's valid tokens, read from the cache itself */
+int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
+                     int group, const kvl_tensor *scores);
+int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
+                   const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
+                   int group, const kvl_tensor *scores);
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
+                     const kvl_tensor *scores);
+
+/* How many of a sequence's n blocks may be selected: ceil(ratio * n), or `blocks` when
+ * ratio < 0; then at least min_blocks and sink + recent; at most n. */
+typedef struct kvl_budget {
+  double ratio;
+  int32_t blocks, min_blocks, sink, recent;
+} kvl_budget;
+
+/* That number for a sequence of n blocks. */
+int kvl_budget_blocks(const kvl_budget *budget, int n);
+
+/* The first `sink` and last `recent` blocks and the highest scores, exactly; ties to the
+ * lower index, NaN last. Rows shorter than max_selected are padded with -1.
+ *  scores     f32  [seqs, kv_heads or 1, max_blocks]
+ *  lens       i32  [seqs]
+ *  selection  i32  [seqs, same, max_selected]  ascending. Every budget must fit; what
+ *                  exceeds max_selected is dropped from the low scores
+ *  counts     i32  [seqs, same]  may be NULL */
+int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
+               const kvl_budget *budget, const kvl_tensor *selection,
+               const kvl_tensor *counts);
+
+/* ---- safetensors ------------------------------------------------------------------------- */
+
+typedef struct kvl_safetensors kvl_safetensors;
+typedef struct kvl_safetensors_entry {
+  const char *name;              /* borrow, until close */
+  int64_t shape[6];
+  int64_t offset, bytes;         /* in the file's data section */
+  int32_t ndim, dtype;
+} kvl_safetensors_entry;
+
+/* Map a file and check its header whole: length, overflow, overlaps, holes, duplicate
+ * keys, dtype and shape against the byte range.
+ * Errors: IO, FORMAT (the words name the file, the tensor and what is wrong), NO_MEMORY. */
+int kvl_safetensors_open(const char *path, kvl_safetensors **out);
+void kvl_safetensors_close(kvl_safetensors *file);
+int kvl_safetensors_count(const kvl_safetensors *file);
+int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
+                              kvl_safetensors_entry *out);
+/* Copy entry `index` into t: same dtype and shape. */
+int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t);
+
+/* ffi:end */
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

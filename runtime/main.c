@@ -1,0 +1,184 @@
+/* kvlab, the executable: LuaJIT with libkvlab beside it. Opens the Lua libraries, tells
+ * Lua where things are, calls require("kvlab.cli").main(arguments) and exits with the
+ * number that it returns.
+ *
+ * What it tells Lua: package.loaded["kvlab.paths"], a table of absolute paths without a
+ * trailing slash. Under stock luajit or busted there is none.
+ *
+ *   root         holds lua/, spec/, bench/ and runtime/kvlab.h
+ *   header       root/runtime/kvlab.h
+ *   library_dir  holds libkvlab.so and, when it was built, libkvlab_cuda.so
+ *   executable   this file
+ *   config       "release", "debug" or "hostile"; "bundle" in a folder made by `bundle`
+ *
+ *                in a source tree               in a bundle
+ *   executable   ROOT/build/bin/CONFIG/kvlab    ROOT/bin/kvlab
+ *   library_dir  ROOT/build/bin/CONFIG          ROOT/lib
+ *   Lua modules  ROOT/lua                       ROOT/lua, ROOT/share/lua/5.1
+ *   C modules                                   ROOT/lib/lua/5.1
+ *
+ * Ctrl-C sets libkvlab's interrupt flag, which every op tests (a debug hook does not fire
+ * in a JIT-compiled loop), and a hook that raises "interrupted" in Lua. A second Ctrl-C
+ * while the flag is set kills. A caller that goes on, as the REPL does, clears the flag
+ * with kvl_interrupt(0).
+ *
+ * Exit status: 0 fine, 1 an error in a script or a failed spec, 2 a wrong command line,
+ * 130 interrupted. KVLAB_TRACEBACK=1 adds the Lua stack to an error's message.
+ */
+#include <lauxlib.h>
+#include <lua.h>
+#include <lualib.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "kvlab.h"
+
+static lua_State *interrupt_target;
+
+/* Raises at once, and again after a while as long as nobody has cleared the flag: a
+ * pcall in a script's loop must not swallow Ctrl-C. */
+static void interrupt_hook(lua_State *L, lua_Debug *where) {
+  (void)where;
+  if (!kvl_interrupted()) {
+    lua_sethook(L, NULL, 0, 0);
+    return;
+  }
+  lua_sethook(L, interrupt_hook, LUA_MASKCOUNT, 100000);
+  luaL_error(L, "interrupted");
+}
+
+static void on_sigint(int signal_number) {
+  if (kvl_interrupted()) {
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+    return;
+  }
+  kvl_interrupt(1);
+  lua_sethook(interrupt_target, interrupt_hook,
+              LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+}
+
+/* Message handler: error value -> the text to show. */
+static int error_text(lua_State *L) {
+  const char *wanted = getenv("KVLAB_TRACEBACK");
+  int with_stack = wanted && *wanted && strcmp(wanted, "0") != 0;
+  if (!lua_isstring(L, 1)) {
+    if (!luaL_callmeta(L, 1, "__tostring") || !lua_isstring(L, -1)) {
+      lua_pushfstring(L, "(error object is a %s value)", luaL_typename(L, 1));
+      with_stack = 1;
+    }
+    lua_replace(L, 1);
+  }
+  if (with_stack) {
+    luaL_traceback(L, L, lua_tostring(L, 1), 1);
+    lua_replace(L, 1);
+  }
+  lua_settop(L, 1);
+  return 1;
+}
+
+/* Sets name in the table on top of the stack. */
+static void set_text(lua_State *L, const char *name, const char *text) {
+  lua_pushstring(L, text);
+  lua_setfield(L, -2, name);
+}
+
+/* Puts a search path in front of package[name]; both %s of `fmt` are the root. */
+static void prepend_search(lua_State *L, const char *name, const char *fmt,
+                           const char *root) {
+  lua_getglobal(L, "package");
+  lua_pushfstring(L, fmt, root, root);
+  lua_getfield(L, -2, name);
+  lua_concat(L, 2);
+  lua_setfield(L, -2, name);
+  lua_pop(L, 1);
+}
+
+/* Cuts the last component off a path and returns it. */
+static const char *cut_last(char *path) {
+  char *slash = strrchr(path, '/');
+  if (!slash) return "";
+  *slash = 0;
+  return slash + 1;
+}
+
+static int tell_paths(lua_State *L) {
+  char executable[PATH_MAX], root[PATH_MAX], file[PATH_MAX + 32];
+  if (!realpath("/proc/self/exe", executable))
+    return luaL_error(L, "cannot find my own location: is /proc mounted?");
+  strcpy(root, executable);
+  cut_last(root);                      /* the name of the executable */
+  const char *config = cut_last(root); /* the configuration, or bin */
+  snprintf(file, sizeof file, "%s/lib/libkvlab.so", root);
+  int is_bundle = access(file, F_OK) == 0;
+  if (!is_bundle) cut_last(root), cut_last(root); /* build/bin */
+
+  lua_newtable(L);
+  set_text(L, "root", root);
+  set_text(L, "executable", executable);
+  set_text(L, "config", is_bundle ? "bundle" : config);
+  snprintf(file, sizeof file, "%s/runtime/kvlab.h", root);
+  set_text(L, "header", file);
+  cut_last(executable);
+  snprintf(file, sizeof file, "%s/lib", root);
+  set_text(L, "library_dir", is_bundle ? file : executable);
+  luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 16);
+  lua_insert(L, -2);
+  lua_setfield(L, -2, "kvlab.paths");
+
+  if (is_bundle) {
+    prepend_search(L, "path", "%s/share/lua/5.1/?.lua;%s/share/lua/5.1/?/init.lua;", root);
+    prepend_search(L, "cpath", "%s/lib/lua/5.1/?.so;", root);
+  }
+  prepend_search(L, "path", "%s/lua/?.lua;%s/lua/?/init.lua;", root);
+  return 0;
+}
+
+/* Lua: the command line's words -> an exit status. */
+static int run(lua_State *L) {
+  lua_getglobal(L, "require");
+  lua_pushliteral(L, "kvlab.cli");
+  lua_call(L, 1, 1);
+  lua_getfield(L, -1, "main");
+  lua_pushvalue(L, 1);
+  lua_call(L, 1, 1);
+  return 1;
+}
+
+int main(int argc, char **argv) {
+  lua_State *L = luaL_newstate();
+  if (!L) {
+    fputs("kvlab: not enough memory to start Lua\n", stderr);
+    return 1;
+  }
+  luaL_openlibs(L);
+  interrupt_target = L;
+  struct sigaction action = { .sa_handler = on_sigint };
+  sigaction(SIGINT, &action, NULL);
+
+  lua_pushcfunction(L, error_text);
+  lua_pushcfunction(L, tell_paths);
+  int failed = lua_pcall(L, 0, 0, 1);
+  if (!failed) {
+    lua_pushcfunction(L, run);
+    lua_createtable(L, argc, 0);
+    for (int i = 1; i < argc; i++) {
+      lua_pushstring(L, argv[i]);
+      lua_rawseti(L, -2, i);
+    }
+    failed = lua_pcall(L, 1, 1, 1);
+  }
+  int status = failed ? 1 : (int)lua_tointeger(L, -1);
+  if (kvl_interrupted() && status != 0) {
+    fputs("interrupted\n", stderr);
+    fflush(NULL);
+    _exit(130); /* without finalizers: they may wait for work that was cut short */
+  }
+  if (failed) fprintf(stderr, "kvlab: %s\n", lua_tostring(L, -1));
+  lua_close(L);
+  return status;
+}

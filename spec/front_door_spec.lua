@@ -1,0 +1,342 @@
+--- The front door and the build, tried on a tiny project in a temporary folder: the real
+-- scripts, premake5.lua, main.c and command line around a library of one function.
+local tiny -- the folder
+
+local function ask(command)
+  local pipe = io.popen(command)
+  local answer = pipe:read "*l"
+  pipe:close()
+  return answer
+end
+
+local here = debug.getinfo(1, "S").source:match "^@(.*)/[^/]*$"
+local root = ask(("cd '%s/..' && pwd"):format(here))
+
+local function write(name, text)
+  local file = assert(io.open(tiny .. "/" .. name, "w"))
+  file:write(text)
+  file:close()
+end
+
+--- Runs a shell command in the tiny project; returns its status and all it printed.
+local function sh(command)
+  local wrapped = ("cd '%s' && { %s\n} 2>&1; echo \"status $?\""):format(tiny, command)
+  local pipe = io.popen(wrapped)
+  local output, status = pipe:read("*a"):match("^(.-)status (%d+)\n$")
+  pipe:close()
+  return tonumber(status), output
+end
+
+local function build(options)
+  local status, output = sh("./kvlab build " .. (options or ""))
+  assert.equal(0, status, output)
+  return output
+end
+
+--- The products of the build that `act` changed, sorted, as one string.
+local function changed_by(act, pattern)
+  sh "touch stamp; sleep 0.02"
+  act()
+  local find = "find build/bin build/obj build/*.make -name '%s' -newer stamp"
+  return select(2, sh(find:format(pattern) .. " | LC_ALL=C sort"))
+end
+
+local function objects(config, project, ...)
+  local names = {}
+  for _, name in ipairs { ... } do
+    names[#names + 1] = ("build/obj/%s/%s/%s.o\n"):format(config, project, name)
+  end
+  return table.concat(names)
+end
+
+local function edit(name, from, to)
+  local file = assert(io.open(tiny .. "/" .. name))
+  local text = file:read "*a"
+  file:close()
+  local at, last = text:find(from, 1, true)
+  assert(at, from)
+  write(name, text:sub(1, at - 1) .. to .. text:sub(last + 1))
+end
+
+local has_nvcc = io.open "/usr/local/cuda/bin/nvcc" ~= nil
+local in_source_tree = io.open(root .. "/premake5.lua") ~= nil
+
+local function make_tiny_project()
+  tiny = ask "mktemp -d"
+  local _, problem = sh(("root='%s'\n"):format(root) .. [[
+    mkdir -p runtime kernels/cpu kernels/cuda lua/kvlab spec
+    cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" .
+    cp "$root/runtime/main.c" runtime
+    for module in cli nearest options repl test; do
+      cp "$root/lua/kvlab/$module.lua" lua/kvlab
+    done
+    [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
+  assert.equal("", problem)
+  write("runtime/kvlab.h", [[
+    #pragma GCC visibility push(default)
+    void kvl_interrupt(int set);
+    int kvl_interrupted(void);
+    int kvl_answer(void);
+    #pragma GCC visibility pop
+  ]])
+  write("runtime/tiny.c", [[
+    #include "kvlab.h"
+    #include "answer.h"
+    static volatile int flag;
+    void kvl_interrupt(int set) { flag = set; }
+    int kvl_interrupted(void) { return flag; }
+    int openblas_get_num_threads(void);
+    int kvl_answer(void) { return openblas_get_num_threads() ? answer_plain() : 0; }
+  ]])
+  write("kernels/answer.h", "#define ANSWER 41\nint answer_plain(void);\n")
+  write("kernels/cpu/answer.c", [[
+    #include "answer.h"
+    #define GLUE(a, b) a##b
+    #define NAME(isa) GLUE(answer_, isa)
+    int NAME(KVL_ISA)(void);
+    int NAME(KVL_ISA)(void) { return ANSWER; }
+  ]])
+  write("kernels/cuda/answer.cuh", "#define CUDA_ANSWER 1\n")
+  write("kernels/cuda/answer.cu", [[
+    #include "answer.cuh"
+    __global__ void answer(int *out) { *out = CUDA_ANSWER; }
+  ]])
+  write("lua/kvlab/init.lua", [[
+    local ffi = require "ffi"
+    ffi.cdef "int kvl_answer(void);"
+    return {
+      answer = function() return ffi.C.kvl_answer() end,
+      cuda_available = function() return false end,
+    }
+  ]])
+  write("answer.lua", "print(require('kvlab').answer())")
+end
+
+local function answer()
+  local _, output = sh "./kvlab run answer.lua 2>/dev/null"
+  return tonumber(output)
+end
+
+if not in_source_tree then return end -- a bundle has nothing to build
+
+describe("the front door #slow", function()
+  setup(make_tiny_project)
+  teardown(function() sh 'rm -rf "$PWD"' end)
+
+  describe("build", function()
+    setup(function() build() end)
+
+    it("does and says nothing when nothing has changed", function()
+      assert.equal("", changed_by(function() assert.equal("", build()) end, "*"))
+    end)
+
+    it("rebuilds what includes an edited header", function()
+      assert.equal(objects("release", "cpu_avx2", "answer")
+        .. objects("release", "cpu_avx512", "answer")
+        .. objects("release", "cpu_plain", "answer")
+        .. objects("release", "kvlab_runtime", "tiny"), changed_by(function()
+        write("kernels/answer.h", "#define ANSWER 42\nint answer_plain(void);\n")
+        build()
+      end, "*.o"))
+      assert.equal(42, answer())
+    end)
+
+    it("keeps configurations side by side", function()
+      assert.equal("", changed_by(function() build "--config=debug" end, "release"))
+      assert.equal("", changed_by(build, "*.o"))
+      assert.equal("", changed_by(function() build "--config=debug" end, "*.o"))
+    end)
+
+    it("recompiles what a changed flag affects, and nothing else", function()
+      assert.equal(objects("debug", "cpu_plain", "answer")
+        .. objects("debug", "kvlab", "main")
+        .. objects("debug", "kvlab_runtime", "tiny"), changed_by(function()
+        edit("premake5.lua", '"-O0"', '"-Og"')
+        edit("premake5.lua", "if is_x86 then", "if false then")
+        build()
+        build "--config=debug"
+      end, "*.o"))
+      edit("premake5.lua", "if false then", "if is_x86 then")
+      build()
+    end)
+
+    it("recompiles everything when warnings become errors", function()
+      local all = changed_by(function() build "--werror" end, "*.o")
+      assert.equal(5, select(2, all:gsub("\n", "")))
+      build()
+    end)
+
+    it("notices new and deleted files", function()
+      write("runtime/more.c", [[
+        #pragma GCC visibility push(default)
+        int kvl_more(void);
+        int kvl_more(void) { return 1; }
+      ]])
+      write("kernels/cpu/more.c", "typedef int unused;\n")
+      local compiled = changed_by(build, "*.o")
+      assert.equal(4, select(2, compiled:gsub("more%.o\n", "")))
+      assert.equal(4, select(2, compiled:gsub("\n", "")))
+      local exports = "nm -D --defined-only build/bin/release/libkvlab.so | grep -c more"
+      local archived = "ar t build/obj/release/libcpu_plain.a | grep -c more"
+      assert.equal("1\n1\n", select(2, sh(exports .. ";" .. archived)))
+      sh "rm runtime/more.c kernels/cpu/more.c"
+      build()
+      assert.equal("0\n0\n", select(2, sh(exports .. ";" .. archived)))
+    end)
+
+    it("fails when a file does not compile, and says where", function()
+      write("runtime/wrong.c", "int wrong(\n")
+      local status, output = sh "./kvlab build"
+      sh "rm runtime/wrong.c"
+      assert.equal(1, status)
+      assert.matches("wrong%.c:", output)
+      build()
+    end)
+
+    it("compiles CUDA kernels when asked, and only then", function()
+      if not has_nvcc then return pending "no nvcc" end
+      local kernel = objects("release", "kvlab_cuda", "answer")
+      local function build_cuda() build "--cuda=on --cuda-arch=90a" end
+      assert.equal(kernel, changed_by(build_cuda, "*.o"))
+      assert.equal("", changed_by(build_cuda, "*"))
+      assert.equal(kernel, changed_by(function()
+        write("kernels/cuda/answer.cuh", "#define CUDA_ANSWER 2\n")
+        build()
+        build_cuda()
+      end, "*.o"))
+      assert.equal(kernel, changed_by(function()
+        build "--cuda=on --cuda-arch=80"
+      end, "*.o"))
+      assert.equal("", changed_by(function() build "--cuda=off" end, "*.o"))
+    end)
+  end)
+
+  describe("command line", function()
+    local function says(status, pattern, command)
+      local got, output = sh(command)
+      assert.matches(pattern, output)
+      assert.equal(status, got)
+    end
+
+    it("names the nearest verb, option and value", function()
+      says(2, 'unknown verb "tset"; did you mean test%?', "./kvlab tset")
+      says(2, "did you mean: kvlab run answer.lua", "./kvlab answer.lua")
+      says(2, "unknown option %-%-confg=debug; did you mean %-%-config%?",
+        "./kvlab build --confg=debug")
+      says(2, 'given "relese"; did you mean release%?', "./kvlab build --config=relese")
+      says(2, "unknown option %-%-sed; did you mean %-%-seed%?",
+        "./kvlab run --sed=1 answer.lua")
+    end)
+
+    it("refuses values that make no sense", function()
+      says(2, "%-%-device is auto, cpu, cuda", "./kvlab run --device=gpu answer.lua")
+      says(2, "%-%-seed is a whole number", "./kvlab run --seed=x answer.lua")
+      says(2, "%-%-set takes KEY=VALUE", "./kvlab run --set x answer.lua")
+      says(2, "%-%-quick takes no value", "./kvlab run --quick=1 answer.lua")
+      says(2, "%-%-out needs a value", "./kvlab run answer.lua --out")
+      says(2, "no such script: nowhere.lua", "./kvlab run nowhere.lua")
+      says(2, "no such spec: nowhere.lua", "./kvlab test nowhere.lua")
+    end)
+
+    it("hands options to the script, from any folder", function()
+      write("options.lua", [[
+        local o = require "kvlab.options"
+        local set = o.set
+        print(o.device, o.seed, o.out, o.quick, set.a, set.b, set.c, unpack(o.args))]])
+      local _, output = sh [[cd / && "$OLDPWD/kvlab" run --device cuda:1 options.lua one \
+        --quick --seed=7 --set a=true --set=b=0.5 --set "c=it's = ok" --out=x -- --two]]
+      assert.equal("cuda:1\t7\tx\ttrue\ttrue\t0.5\tit's = ok\tone\t--two\n", output)
+      _, output = sh "./kvlab run options.lua"
+      assert.equal("auto\t0\tnil\tfalse\tnil\tnil\tnil\n", output)
+    end)
+
+    it("lists its verbs without building", function()
+      local _, output = sh "cp kvlab elsewhere; ./elsewhere help"
+      for verb in ("run repl test bench build doctor bundle help"):gmatch "%w+" do
+        assert.matches("\n  " .. verb .. " ", output)
+      end
+    end)
+
+    it("shows a script's error in one line, the stack when asked", function()
+      write("wrong.lua", 'local function f() error("block 7 is not there") end f()')
+      local status, output = sh "./kvlab run wrong.lua"
+      assert.equal(1, status)
+      assert.equal("kvlab: wrong.lua:1: block 7 is not there\n", output)
+      says(1, "stack traceback", "KVLAB_TRACEBACK=1 ./kvlab run wrong.lua")
+    end)
+
+    it("is interrupted by Ctrl-C, also in a loop that catches errors", function()
+      write("endless.lua", "jit.off() while true do pcall(function() return {} end) end")
+      local status, output =
+        sh "timeout --preserve-status -s INT 1 ./kvlab run endless.lua"
+      assert.equal(130, status)
+      assert.equal("interrupted\n", output)
+    end)
+
+    it("evaluates lines in the REPL, and goes on after an error", function()
+      local _, output = sh [[printf '%s\n' 'kv.answer(), 7' 'x = 20' 'for i = 1, 2 do' \
+        'x = x + i' 'end' 'x' 'error "oh"' ')' '_ + 1' | ./kvlab 2>&1]]
+      assert.equal([[
+42	7
+23
+stdin:1: oh
+stdin:1: unexpected symbol near ')'
+24
+]], output)
+    end)
+  end)
+
+  describe("test", function()
+    local function last_line(spec, options)
+      write("spec/tiny_spec.lua", spec)
+      local status, output = sh("./kvlab test " .. (options or ""))
+      return status .. ": " .. output:match "([^\n]*)\n$"
+    end
+
+    it("ends with the counts and fails when a spec does", function()
+      assert.equal("0: 1 passed, 0 failed", last_line [[
+        it("passes", function() assert.equal(42, require("kvlab").answer()) end)]])
+      assert.equal("1: 1 passed, 2 failed, 1 skipped", last_line [[
+        it("passes", function() end)
+        it("fails", function() assert.equal(1, 2) end)
+        it("raises", function() error {} end)
+        it("waits", function() pending "later" end)]])
+    end)
+
+    it("counts a file that does not load and a setup that raises as failed", function()
+      assert.equal("1: 0 passed, 1 failed", last_line "it(")
+      assert.equal("1: 0 passed, 1 failed", last_line "error 'at once'")
+      assert.equal("1: 0 passed, 1 failed", last_line [[describe("x", function()
+        setup(function() error "no" end) it("y", function() end) end)]])
+    end)
+
+    it("fails when no spec runs", function()
+      assert.equal("1: 0 passed, 0 failed", last_line "")
+      assert.equal("1: 0 passed, 0 failed", last_line 'it("x #gpu", function() end)')
+    end)
+
+    it("selects by tag and pattern", function()
+      local spec = [[
+        it("one #slow", function() end)
+        it("two", function() end)
+        it("three", function() end)]]
+      assert.equal("0: 1 passed, 0 failed", last_line(spec, "--tags=slow"))
+      assert.equal("0: 2 passed, 0 failed", last_line(spec, "--exclude-tags=slow"))
+      assert.equal("0: 1 passed, 0 failed", last_line(spec, "--filter=three"))
+    end)
+  end)
+
+  it("bundles a folder that runs on its own", function()
+    write("spec/tiny_spec.lua", [[it("answers", function()
+      assert.equal(42, require("kvlab").answer())
+      assert.equal("bundle", require("kvlab.paths").config)
+      require "cjson"
+    end)]])
+    local status, output = sh "./kvlab bundle --cuda=off away && mv away moved"
+    assert.equal(0, status, output)
+    local _, counts = sh 'rm -rf build && cd / && env -i "$OLDPWD/moved/kvlab" test'
+    assert.matches("\n1 passed, 0 failed\n$", counts)
+    local _, libraries = sh "ldd moved/bin/kvlab"
+    assert.matches("moved/bin/../lib/libopenblas", libraries)
+  end)
+end)

@@ -1,0 +1,48 @@
+-- Tolerance: none, elements are copied.
+local kv = require "kvlab"
+local S = require "spec.support"
+
+local function inputs(dev, dtype, n)
+  local cpu, rng, bits, x, y = kv.device "cpu", S.rng(n + 1), {}, {}, {}
+  for i = 1, n do bits[i], x[i], y[i] = rng(3), i % 100, 100 + i % 100 end
+  return kv.from(cpu, "u8", { n }, bits):to(dev), kv.from(cpu, dtype, { n }, x):to(dev),
+    kv.from(cpu, dtype, { n }, y):to(dev), bits, x, y
+end
+
+describe("where", function()
+  for _, dtype in ipairs { "f32", "f16", "bf16", "i32", "i64", "u8" } do
+    for _, n in ipairs { 0, 1, 37, 70001 } do
+      S.agrees(("chooses between %d %s"):format(n, dtype), function(dev)
+        local cond, a, b = inputs(dev, dtype, n)
+        local out = S.poisoned(dev, dtype, { n })
+        kv.check(kv.C.kvl_where(cond, a, b, out))
+        return out
+      end, function()
+        local _, _, _, bits, x, y = inputs(kv.device "cpu", dtype, n)
+        local out = {}
+        for i = 1, n do out[i] = bits[i] ~= 0 and x[i] or y[i] end
+        return out
+      end, 0)
+    end
+  end
+
+  S.it_on_cpu("may write over either choice", function(dev)
+    local cond, a, b = inputs(dev, "f32", 1003)
+    local out = S.poisoned(dev, "f32", { 1003 })
+    kv.check(kv.C.kvl_where(cond, a, b, out))
+    local over_a, over_b = a:clone(), b:clone()
+    kv.check(kv.C.kvl_where(cond, over_a, b, over_a))
+    kv.check(kv.C.kvl_where(cond, a, over_b, over_b))
+    S.equal(over_a, out)
+    S.equal(over_b, out)
+  end)
+
+  it("refuses a condition that is not u8, and other shapes", function()
+    local cpu = kv.device "cpu"
+    local f, c = kv.zeros(cpu, "f32", { 3 }), kv.zeros(cpu, "u8", { 3 })
+    local g = kv.zeros(cpu, "f32", { 4 })
+    S.refuses(function() kv.check(kv.C.kvl_where(f, f, f, f)) end, "where",
+      "cond is f32 [3]", "u8")
+    S.refuses(function() kv.check(kv.C.kvl_where(c, f, g, f)) end, "b is f32 [4]", "[3]")
+  end)
+end)

@@ -1,0 +1,130 @@
+local ffi = require "ffi"
+local kv = require "kvlab"
+
+local function u64(n)
+  local bytes = {}
+  for i = 1, 8 do
+    bytes[i] = string.char(n % 256)
+    n = math.floor(n / 256)
+  end
+  return table.concat(bytes)
+end
+
+--- Write a file of header text and data; the length field may lie.
+local function write(header, data, length)
+  local path = os.tmpname()
+  local file = assert(io.open(path, "wb"))
+  file:write(u64(length or #header), header, data or "")
+  file:close()
+  return path
+end
+
+local function open_error(header, data, length)
+  local path = write(header, data, length)
+  local ok, why = pcall(kv.safetensors.open, path)
+  os.remove(path)
+  assert.is_false(ok)
+  return why
+end
+
+local function floats(...)
+  local list = { ... }
+  return ffi.string(ffi.new("float[?]", #list, list), 4 * #list)
+end
+
+local ENTRY = [["%s":{"dtype":"F32","shape":[%s],"data_offsets":[%d,%d]}]]
+local function entry(name, shape, first, last) return ENTRY:format(name, shape, first, last) end
+
+describe("safetensors", function()
+  it("reads tensors, in any order of keys and with metadata and padding", function()
+    local header = '{"__metadata__":{"a":"b"},"y":{"shape":[2],"data_offsets":[4,12],'
+      .. '"dtype":"F32"},"x":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
+      .. '"none":{"dtype":"F32","shape":[0,3],"data_offsets":[4,4]}}   '
+    local path = write(header, floats(7, 1, 2))
+    local file = kv.safetensors.open(path)
+    assert.same({ "none", "x", "y" }, file.names)
+    local cpu = kv.device "cpu"
+    assert.same({ 1, 2 }, file:read("y", cpu):list())
+    assert.equal(7, file:read("x", cpu):item())
+    assert.same({ 0, 3 }, file:read("none", cpu):dims())
+    assert.has_error(function() file:read("y", cpu, nil, { 3 }) end)
+    local ok, why = pcall(file.read, file, "yy", cpu)
+    assert.is_false(ok)
+    assert.truthy(why:find 'no tensor "yy"')
+    file:close()
+    os.remove(path)
+  end)
+
+  it("names what is wrong with a damaged file", function()
+    local good = entry("x", "1", 0, 4)
+    local cases = {
+      { "{" .. good .. "}", floats(1), 2 ^ 40, "header length" },
+      { "{" .. good .. "}", floats(1), 8 + 2 ^ 60, "header length" },
+      { "{" .. good .. "}", floats(1), 4, "header" },
+      { "[" .. good .. "]", floats(1), nil, "expected '{'" },
+      { "{" .. good .. "} x", floats(1), nil, "text after" },
+      { "{" .. good .. "}", floats(1, 2), nil, "8 bytes of data" },
+      { "{" .. good .. "}", "", nil, "outside" },
+      { "{" .. good .. "," .. good .. "}", floats(1), nil, "overlap" },
+      { "{" .. entry("x", "0", 0, 0) .. "," .. entry("x", "1", 0, 4) .. "}", floats(1), nil,
+        "stands twice" },
+      { "{" .. good .. "," .. entry("y", "1", 2, 6) .. "}", floats(1, 2), nil, "overlap" },
+      { "{" .. good .. "," .. entry("y", "1", 8, 12) .. "}", floats(1, 2, 3), nil, "hole" },
+      { "{" .. entry("x", "2", 0, 4) .. "}", floats(1), nil, "need 8" },
+      { "{" .. entry("x", "4611686018427387904,4611686018427387904", 0, 4) .. "}", floats(1),
+        nil, "2^63" },
+      { "{" .. entry("x", "99999999999999999999", 0, 4) .. "}", floats(1), nil, "2^63" },
+      { "{" .. entry("x", "-1", 0, 4) .. "}", floats(1), nil, "whole number" },
+      { "{" .. entry("x", "1.0", 0, 4) .. "}", floats(1), nil, "']'" },
+      { "{" .. entry("x", "1,1,1,1,1,1,1", 0, 4) .. "}", floats(1), nil, "more than 6" },
+      { "{" .. entry("x", "1", 4, 0) .. "}", floats(1), nil, "outside" },
+      { '{"x":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', floats(1), nil, "dtype" },
+      { '{"x":{"dtype":"F32","shape":[1]}}', floats(1), nil, "missing" },
+      { '{"x":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', floats(1),
+        nil, "once each" },
+      { '{"x', "", nil, "does not end" },
+      { "{", "", nil, '\'"\'' },
+      { "", "", nil, "'{'" },
+    }
+    for i, case in ipairs(cases) do
+      local why = open_error(case[1], case[2], case[3])
+      assert.truthy(why:find(case[4], 1, true), ("case %d: %s"):format(i, why))
+    end
+  end)
+
+  it("names a file that is missing, too short or a folder", function()
+    for path, words in pairs { ["/nonexistent/x"] = "No such file", ["/"] = "regular",
+                               ["/dev/null"] = "regular" } do
+      local ok, why = pcall(kv.safetensors.open, path)
+      assert.is_false(ok)
+      assert.truthy(why:find(words, 1, true), why)
+    end
+    local path = os.tmpname()
+    local ok, why = pcall(kv.safetensors.open, path)
+    os.remove(path)
+    assert.is_false(ok)
+    assert.truthy(why:find "at least 8", why)
+  end)
+
+  it("survives every truncation and every damaged byte of a header", function()
+    local header = "{" .. entry("x", "2", 0, 8) .. "," .. entry("y", "1", 8, 12) .. "}"
+    local data = floats(1, 2, 3)
+    for cut = 0, #header + 7 do
+      local path = os.tmpname()
+      local file = assert(io.open(path, "wb"))
+      file:write((u64(#header) .. header):sub(1, cut))
+      file:close()
+      assert.is_false((pcall(kv.safetensors.open, path)))
+      os.remove(path)
+    end
+    for at = 1, #header do
+      for _, byte in ipairs { 0, 34, 92, 255 } do
+        local path = write(header:sub(1, at - 1) .. string.char(byte) .. header:sub(at + 1),
+          data)
+        local ok, file = pcall(kv.safetensors.open, path)
+        if ok then file:close() end
+        os.remove(path)
+      end
+    end
+  end)
+end)

@@ -1,0 +1,191 @@
+local ffi = require "ffi"
+local kv = require "kvlab"
+
+local function raises(words, fn, ...)
+  local ok, why = pcall(fn, ...)
+  assert.is_false(ok)
+  assert.truthy(tostring(why):find(words, 1, true), tostring(why))
+end
+
+local function check(dev)
+  describe("tensor on " .. dev:name(), function()
+    it("holds what it was made from", function()
+      local t = kv.from(dev, "f32", { { 1, 2, 3 }, { 4, 5, 6 } })
+      assert.same({ 2, 3 }, t:dims())
+      assert.same({ 1, 2, 3, 4, 5, 6 }, t:list())
+      assert.same({ 1, -2 }, kv.from(dev, "i64", { 2 }, { 1, -2 }):list())
+      assert.same({ 0.5, -1.5 }, kv.from(dev, "bf16", { 0.5, -1.5 }):list())
+      assert.same({}, kv.from(dev, "f32", { 0, 3 }, {}):list())
+    end)
+
+    it("narrows, indexes and reshapes without a copy", function()
+      local t = kv.arange(dev, "i32", 24):reshape { 4, 3, 2 }
+      assert.same({ 6, 7, 8, 9, 10, 11 }, t:index(1):list())
+      assert.same({ 3, 2 }, t:index(1):dims())
+      assert.same({ 12, 13, 14, 15, 16, 17 }, t:narrow(2, 1):list())
+      assert.same({ 4, 6 }, t:reshape({ -1, 6 }):dims())
+      t:narrow(0, 1):fill_(9)
+      assert.equal(9, t:list()[6])
+      local view = t:index(3)
+      t:free()
+      assert.same({ 18, 19, 20, 21, 22, 23 }, view:list())
+    end)
+
+    it("copies, casts and moves", function()
+      local t = kv.from(dev, "f32", { 1.5, -2.25, 3 })
+      local copy = t:clone()
+      t:fill_(0)
+      assert.same({ 1.5, -2.25, 3 }, copy:list())
+      assert.same({ 1, -2, 3 }, copy:cast("i32"):list())
+      assert.same(copy:list(), copy:to(kv.device "cpu"):to(dev):list())
+      assert.same({ 1.5, -2.25, 3 }, t:copy_(copy):list())
+      raises("expected f32 [3]", function() t:copy_(kv.zeros(dev, "f32", { 4 })) end)
+    end)
+
+    it("draws the same numbers for the same seed", function()
+      local a = kv.randn(dev, "f32", { 1000 }, { seed = 3 }):list()
+      assert.same(a, kv.randn(dev, "f32", { 1000 }, { seed = 3 }):list())
+      assert.not_same(a, kv.randn(dev, "f32", { 1000 }, { seed = 4 }):list())
+      local later = kv.randn(dev, "f32", { 500 }, { seed = 3, offset = 500 }):list()
+      for i = 1, 500 do assert.equal(a[500 + i], later[i]) end
+    end)
+
+    it("names the argument, what came and what was expected", function()
+      raises("dtype is f31", kv.tensor, dev, "f31", { 1 })
+      raises("size of dim 1 is -2", kv.tensor, dev, "f32", { 1, -2 })
+      raises("size of dim 0 is 1.5", kv.tensor, dev, "f32", { 1.5 })
+      raises("2^63", kv.tensor, dev, "f32", { 2 ^ 40, 2 ^ 40 })
+      raises("7 dims", kv.tensor, dev, "f32", { 1, 1, 1, 1, 1, 1, 1 })
+      raises("3 values for shape [2]", kv.from, dev, "f32", { 2 }, { 1, 2, 3 })
+      raises("ragged", kv.from, dev, "f32", { { 1 }, { 1, 2 } })
+      local t = kv.zeros(dev, "f32", { 2, 3 })
+      raises("rows 1 ... 3, expected within 0 ... 2", t.narrow, t, 1, 2)
+      raises("index: 2, expected 0 ... 1", t.index, t, 2)
+      raises("f32 [2, 3] to f32 [4]", t.reshape, t, { 4 })
+      raises("item() of 6", t.item, t)
+      t:free()
+      raises("closed", t.narrow, t, 0, 1)
+      raises("closed", t.exp, t)
+      assert.equal("[closed tensor]", tostring(t))
+    end)
+
+    it("asks for more than the device has and stays usable", function()
+      raises("no memory on " .. dev:name(), kv.tensor, dev, "f32", { 2 ^ 42 })
+      assert.equal(3, kv.full(dev, "f32", { 1 }, 3):item())
+    end)
+
+    it("frees in a scope all but what it returns", function()
+      dev:sync()
+      collectgarbage()
+      local before = dev:stats().bytes_live
+      local kept, list = kv.scope(function()
+        local t = kv.zeros(dev, "f32", { 1024 })
+        for _ = 1, 10 do t = t + 1 end
+        return t, { x = { kv.ones(dev, "f32", { 1024 }) } }
+      end)
+      assert.equal(before + 2 * 4096, dev:stats().bytes_live)
+      assert.equal(10, kept:max():item())
+      assert.equal(1, list.x[1]:max():item())
+      raises("inside", kv.scope, function()
+        kv.zeros(dev, "f32", { 1024 })
+        error "inside"
+      end)
+      kept:free()
+      list.x[1]:free()
+      collectgarbage()
+      collectgarbage()
+      assert.equal(before, dev:stats().bytes_live)
+    end)
+
+    it("holds memory flat while a loop makes temporaries #slow", function()
+      local t = kv.ones(dev, "f32", { 256 })
+      local peak, rounds = 0, 200000
+      for i = 1, rounds do
+        t = t * 1
+        if i % 1000 == 0 then peak = math.max(peak, dev:stats().bytes_live) end
+      end
+      assert.equal(1, t:min():item())
+      assert.is_true(peak < 512 * 1024 * 1024, ("peak of %d bytes"):format(peak))
+    end)
+  end)
+end
+
+check(kv.device "cpu")
+describe("#gpu", function()
+  if not kv.cuda_available() then return end
+  check(kv.device "cuda")
+
+  it("refuses tensors of two devices in one op", function()
+    local a, b = kv.ones(kv.device "cuda", "f32", { 2 }), kv.ones(kv.device "cpu", "f32", { 2 })
+    raises("b is on cpu, expected cuda:0", function() return a + b end)
+    raises("expected one on the cpu", a.data, a)
+  end)
+end)
+
+describe("tensor printing", function()
+  local dev = kv.device "cpu"
+
+  it("aligns columns and ends with dtype, shape and device", function()
+    assert.equal("   1    2\n   3    4\n[i32 tensor of shape [2, 2] on cpu]",
+      tostring(kv.from(dev, "i32", { { 1, 2 }, { 3, 4 } })))
+    assert.equal("0.5000\n1.2500\n[f32 tensor of shape [2] on cpu]",
+      (tostring(kv.from(dev, "f32", { 0.5, 1.25 })):gsub("\n ", "\n"):gsub("^ +", "")))
+  end)
+
+  it("takes out a common scale and shows nan and inf", function()
+    local text = tostring(kv.from(dev, "f32", { 1e-7, 2.5e-7 }))
+    assert.truthy(text:find("1e-07 *", 1, true), text)
+    text = tostring(kv.from(dev, "f32", { 0 / 0, 1 / 0, 1 }))
+    assert.truthy(text:find "nan" and text:find "inf", text)
+  end)
+
+  it("cuts long tensors and names matrices", function()
+    local text = tostring(kv.zeros(dev, "f32", { 100, 100 }))
+    assert.truthy(#text < 2000 and text:find "..", text)
+    assert.truthy(tostring(kv.zeros(dev, "f32", { 2, 2, 2 })):find("(1,.,.) =", 1, true))
+    assert.equal("[f32 tensor of shape [0, 3] on cpu]", tostring(kv.zeros(dev, "f32", { 0, 3 })))
+  end)
+end)
+
+describe("a hostile build", function()
+  local dev = kv.device "cpu"
+  local hostile = kv.C.kvl_fail_allocation(0) == 0
+
+  it("fails every allocation of an open once and leaves everything usable", function()
+    if not hostile then return pending "not a hostile build" end
+    local out = ffi.new "kvl_pool *[1]"
+    local opens = {
+      function() return kv.tensor(dev, "f32", { 100000000 }) end, -- past the cache
+      function() return dev:open_stream() end,
+      function() return dev:open_event() end,
+      function()
+        kv.check(kv.C.kvl_pool_open(8, 4, 0, out))
+        return ffi.gc(out[0], kv.C.kvl_pool_close)
+      end,
+      function() return kv.safetensors.open "lua/models/recall/model.safetensors" end,
+    }
+    for i, open in ipairs(opens) do
+      local failures = 0
+      for n = 1, 200 do
+        collectgarbage()
+        kv.check(kv.C.kvl_fail_allocation(n))
+        local ok, why = pcall(open)
+        local unused = kv.C.kvl_fail_allocation(0)
+        assert.equal(0, unused)
+        if ok and n > failures + 2 then break end -- a retry may have succeeded
+        if not ok then
+          failures = failures + 1
+          assert.truthy(why:find "memory", why)
+        end
+      end
+      assert.is_true(i == 1 or failures > 0)
+      assert.is_truthy(open())
+    end
+  end)
+
+  it("poisons fresh memory", function()
+    if not hostile then return pending "not a hostile build" end
+    local x = kv.tensor(dev, "f32", { 100 }):list()
+    for i = 1, 100 do assert.is_true(x[i] ~= x[i]) end
+  end)
+end)

@@ -1,0 +1,173 @@
+--- What the kernel specs share: devices and instruction sets to run on, comparing with a
+-- tolerance, poisoned outputs, random inputs and random block tables.
+--
+-- One list of cases serves both devices: `it_on_cpu` checks it against the reference for
+-- every instruction set, `it_on_gpu` checks CUDA against the CPU.
+local busted = require "busted"
+local kv = require "kvlab"
+
+local M = {}
+
+local NAN = 0 / 0
+
+--- The instruction sets this machine has.
+function M.isas()
+  local now, found = M.isa(), {}
+  for _, isa in ipairs { "plain", "avx2", "avx512" } do
+    if kv.C.kvl_cpu_use_isa(isa) >= 0 then found[#found + 1] = isa end
+  end
+  kv.check(kv.C.kvl_cpu_use_isa(now))
+  return found
+end
+
+function M.isa()
+  return require("ffi").string(kv.C.kvl_cpu_isa())
+end
+
+--- Define `name` once per instruction set; `fn(device)` runs with it in use.
+function M.it_on_cpu(name, fn)
+  for _, isa in ipairs(M.isas()) do
+    busted.it(name .. " (" .. isa .. ")", function()
+      local before = M.isa()
+      kv.check(kv.C.kvl_cpu_use_isa(isa))
+      local ok, why = pcall(fn, kv.device "cpu")
+      kv.check(kv.C.kvl_cpu_use_isa(before))
+      if not ok then error(why, 0) end
+    end)
+  end
+end
+
+--- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
+function M.it_on_gpu(name, fn)
+  busted.it(name .. " #gpu", function()
+    if not kv.cuda_available() then return busted.pending "no CUDA device" end
+    fn(kv.device "cuda", kv.device "cpu")
+  end)
+end
+
+--- Raise unless every |got[i] - want[i]| <= abs + rel * |want[i]|. Infinities and NaNs
+-- must match. got, want: tensors or flat arrays of the same length.
+function M.close(got, want, abs, rel, what)
+  if type(got) ~= "table" or got.list then got = got:list() end
+  if type(want) ~= "table" or want.list then want = want:list() end
+  if #got ~= #want then
+    error(("%s: %d elements, expected %d"):format(what or "result", #got, #want), 2)
+  end
+  for i = 1, #want do
+    local g, w = got[i], want[i]
+    local same = g == w or (g ~= g and w ~= w)
+      or math.abs(g - w) <= abs + (rel or 0) * math.abs(w)
+    if not same then
+      error(("%s: element %d of %d is %.9g, expected %.9g (off by %.3g)"):format(
+        what or "result", i - 1, #want, g, w, math.abs(g - w)), 2)
+    end
+  end
+end
+
+function M.equal(got, want, what)
+  return M.close(got, want, 0, 0, what)
+end
+
+--- Define `name` on both devices: run(dev) gives a tensor, close to want() on the CPU; CUDA
+-- gives the CPU's within the same tolerance.
+function M.agrees(name, run, want, abs, rel)
+  M.it_on_cpu(name, function(dev) M.close(run(dev), want(), abs, rel) end)
+  M.it_on_gpu(name, function(cuda, cpu) M.close(run(cuda), run(cpu), abs, rel) end)
+end
+
+--- How far a number may move when it is stored: half a step, relative.
+M.eps = { f32 = 2 ^ -24, f16 = 2 ^ -11, bf16 = 2 ^ -9 }
+
+--- fn must raise, and the message must hold every one of these words.
+function M.refuses(fn, ...)
+  local ok, message = pcall(fn)
+  if ok then error("nothing was refused", 2) end
+  for _, word in ipairs { ... } do
+    if not tostring(message):find(word, 1, true) then
+      error(("the message lacks %q:\n  %s"):format(word, tostring(message)), 2)
+    end
+  end
+end
+
+--- A tensor that no op may leave as it is: NaN, or -77 in integers (77 unsigned).
+function M.poisoned(dev, dtype, shape)
+  local value = NAN
+  if dtype == "i32" or dtype == "i64" then value = -77 end
+  if dtype == "u8" or dtype == "u64" then value = 77 end
+  return kv.full(dev, dtype, shape, value)
+end
+
+--- Normal random values in any float dtype, the same for the same seed.
+function M.randn(dev, dtype, shape, seed)
+  return kv.randn(dev, "f32", shape, { seed = seed }):cast(dtype)
+end
+
+--- The values of a float tensor as a flat Lua array, whatever its dtype.
+function M.values(t)
+  return t:cast("f32"):list()
+end
+
+--- A small generator of whole numbers: rng(n) is in 0 ... n - 1.
+function M.rng(seed)
+  local state = (seed * 7919 + 12345) % 2147483647
+  return function(n)
+    state = (state * 48271) % 2147483647
+    return math.floor(state / 2147483647 * n)
+  end
+end
+
+--- `count` different whole numbers of 0 ... n - 1 in random order.
+function M.distinct(rng, count, n)
+  local all = {}
+  for i = 1, n do all[i] = i - 1 end
+  for i = 1, count do
+    local j = i + rng(n - i + 1)
+    all[i], all[j] = all[j], all[i]
+  end
+  for i = count + 1, n do all[i] = nil end
+  return all
+end
+
+--- A flat [#lens, max_blocks] table of different physical blocks out of `blocks`, -1
+-- past each sequence's last one.
+function M.block_table(rng, lens, block_size, max_blocks, blocks)
+  local flat, used, need = {}, 0, 0
+  for _, len in ipairs(lens) do need = need + math.ceil(len / block_size) end
+  local free = M.distinct(rng, need, blocks)
+  for _, len in ipairs(lens) do
+    local n = math.ceil(len / block_size)
+    for b = 1, max_blocks do
+      if b <= n then used = used + 1 end
+      flat[#flat + 1] = b <= n and free[used] or -1
+    end
+  end
+  return flat
+end
+
+--- Overwrite with NaN every cache token that no sequence owns (all of K and V of unused
+-- blocks, and what lies past the last token of a partial block).
+--  values  flat Lua array of the cache, changed in place
+--  layout  { blocks, kv_heads, block_size, head_dim }
+function M.poison_cache(values, layout, tables, lens, max_blocks)
+  local valid = {}
+  for s, len in ipairs(lens) do
+    for b = 0, math.ceil(len / layout.block_size) - 1 do
+      valid[tables[(s - 1) * max_blocks + b + 1]] =
+        math.min(layout.block_size, len - b * layout.block_size)
+    end
+  end
+  local i = 0
+  for block = 0, layout.blocks - 1 do
+    for _ = 1, 2 * layout.kv_heads do
+      for token = 0, layout.block_size - 1 do
+        if token >= (valid[block] or 0) then
+          for d = 1, layout.head_dim do values[i + d] = NAN end
+        end
+        i = i + layout.head_dim
+      end
+    end
+  end
+  return values
+end
+
+return M

@@ -1,0 +1,70 @@
+# Sourced by ../kvlab: `bundle DIR` makes a folder that runs where nothing can be installed.
+# shellcheck shell=sh disable=SC2154
+#
+#   DIR/kvlab                 the front door, which finds nothing to build here
+#   DIR/bin/kvlab             the executable, LuaJIT inside
+#   DIR/lib                   libkvlab.so, the CUDA plug-in, the libraries they need
+#   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
+#   DIR/lua, spec, bench, runtime/kvlab.h    as in the source tree
+#   DIR/commit                what it was made from, for the manifests of experiments
+#
+# Not in it: the C library, the compiler's runtime and CUDA. cuBLAS is the target's, from
+# /usr/local/cuda/lib64 or LD_LIBRARY_PATH.
+
+# Lua modules that no other package of ours brings: busted's requirements, and cjson.
+bundled_modules='busted luassert say mediator pl cliargs term system lfs cjson jit'
+
+bundle() {
+  target=$1
+  bin=$root/build/bin/$config
+  if [ -e "$target" ] && [ ! -e "$target/bin/kvlab" ] && [ -n "$(ls -A "$target")" ]; then
+    fail "$target is there and is not a bundle"
+  fi
+  rm -rf "$target/lua" "$target/spec" "$target/bench" "$target/lib" "$target/share"
+  mkdir -p "$target/bin" "$target/lib/lua/5.1" "$target/share/lua/5.1" \
+    "$target/runtime" "$target/tools"
+  cp "$root/kvlab" "$target/"
+  cp "$root/tools/setup.sh" "$target/tools/"
+  cp "$root/runtime/kvlab.h" "$target/runtime/"
+  cp "$bin/kvlab" "$target/bin/"
+  cp "$bin/libkvlab.so" "$target/lib/"
+  [ "$cuda" = off ] || cp "$bin/libkvlab_cuda.so" "$target/lib/"
+  for folder in lua spec bench; do
+    [ ! -d "$root/$folder" ] || cp -R "$root/$folder" "$target/"
+  done
+  git -C "$root" describe --always --dirty >"$target/commit" 2>/dev/null ||
+    rm "$target/commit"
+  bundle_modules
+  bundle_libraries
+  find "$target/bin" "$target/lib" -type f \( -name '*.so*' -o -name kvlab \) \
+    -exec strip -g {} +
+  say "$(du -sh "$target" | cut -f 1) in $target"
+}
+
+# Copies the Lua modules from wherever our LuaJIT finds them.
+bundle_modules() {
+  for module in $bundled_modules; do
+    found=''
+    for place in /usr/local/share/lua/5.1 /usr/share/lua/5.1 /usr/share/luajit-2.1*; do
+      for file in "$place/$module" "$place/$module.lua"; do
+        [ ! -e "$file" ] || { cp -RL "$file" "$target/share/lua/5.1/"; found=1; }
+      done
+    done
+    for place in /usr/local/lib/lua/5.1 /usr/lib/*/lua/5.1; do
+      for file in "$place/$module" "$place/$module.so"; do
+        [ ! -e "$file" ] || { cp -RL "$file" "$target/lib/lua/5.1/"; found=1; }
+      done
+    done
+    [ -n "$found" ] || fail "the Lua module $module is not installed"
+  done
+}
+
+# Copies the libraries that libkvlab.so needs and a target may lack.
+bundle_libraries() {
+  ldd "$bin/libkvlab.so" | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | while read -r library; do
+    case ${library##*/} in
+    libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libgcc_s.so.*) ;;
+    *) cp -L "$library" "$target/lib/" ;;
+    esac
+  done
+}

@@ -1,0 +1,159 @@
+# Sourced by ../kvlab: finds the tools, installs what is missing, says what it found.
+# shellcheck shell=sh disable=SC2154
+
+# What kvlab needs. role | name | proof (a command, or paths of which one exists) |
+# Debian package | what needs it
+needs() {
+  cat <<'END'
+build|C compiler|gcc|gcc|everything
+build|C headers|/usr/include/stdio.h|libc6-dev|everything
+build|make|make|make|everything
+build|LuaJIT|/usr/lib/*/libluajit-5.1.a /usr/lib*/libluajit-5.1.a|libluajit-5.1-dev|everything
+build|OpenBLAS|/usr/lib/*/libopenblas.so /usr/lib*/libopenblas.so|libopenblas-openmp-dev|everything
+build|cjson|/usr/lib/*/lua/5.1/cjson.so /usr/lib*/lua/5.1/cjson.so|lua-cjson|models, stores, reports
+test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
+cuda|C++ compiler|g++|g++|build --cuda=on
+extra|gnuplot|gnuplot|gnuplot-nox|plots in reports
+extra|luacheck|luacheck|lua-check|.ci/run
+END
+}
+
+# Whether a proof holds. Unquoted on purpose: the paths hold wildcards.
+is_there() {
+  case $1 in
+  /*) for path in $1; do [ ! -e "$path" ] || return 0; done; return 1 ;;
+  *) command -v "$1" >/dev/null 2>&1 ;;
+  esac
+}
+
+# missing ROLE...: sets `packages` and `names` to what of these roles is not there.
+missing() {
+  packages='' names=''
+  while IFS='|' read -r role name proof package _; do
+    for wanted; do
+      if [ "$role" = "$wanted" ] && ! is_there "$proof"; then
+        packages="$packages $package" names="$names${names:+, }$name"
+        break
+      fi
+    done
+  done <<END
+$(needs)
+END
+}
+
+# need ROLE...: makes sure that everything with these roles is installed.
+need() {
+  missing "$@"
+  [ -n "$packages" ] || return 0
+  if ! command -v apt-get >/dev/null; then
+    fail "missing: $names. On Debian they are the packages$packages"
+  elif [ "$(id -u)" != 0 ]; then
+    missing build test "$@" # one command for all
+    say "missing: $names. Install them with this command, then try again:"
+    fail "  sudo apt-get update && sudo apt-get install --no-install-recommends$packages"
+  fi
+  say "installing$packages"
+  export DEBIAN_FRONTEND=noninteractive
+  set -- apt-get install -y --no-install-recommends $packages
+  { "$@" || { apt-get update && "$@"; }; } >"$deps/install.log" 2>&1 9>&- || {
+    tail -n 5 "$deps/install.log" >&2
+    fail "the installation failed; all of it is in .deps/install.log"
+  }
+}
+
+# Sets `premake`: the one in PATH, else our own, built once.
+find_premake() {
+  premake=$(command -v premake5 || true)
+  [ -z "$premake" ] || return 0
+  premake=$deps/premake5
+  [ ! -x "$premake" ] || return 0
+  say "building Premake 5, once, into .deps/ (fetches 85 MB)"
+  "$root/tools/get_premake.sh" "$premake" >"$deps/premake.log" 2>&1 9>&- || {
+    tail -n 5 "$deps/premake.log" >&2
+    say "could not build Premake 5; all of it is in .deps/premake.log"
+    fail "any Premake 5 will do: put premake5 into PATH and try again"
+  }
+}
+
+# doctor: what is there, what is not, what that disables and how to get it. Fails when
+# something that the CPU build needs is missing.
+doctor() {
+  lacking=''
+  [ -n "$is_bundle" ] || doctor_tools
+  doctor_cpu
+  doctor_cuda
+  if [ -n "$lacking" ]; then
+    say "kvlab cannot be built yet: \"kvlab build\" as root installs what is missing"
+    return 1
+  fi
+}
+
+line() { printf '%-8s %-14s %s\n' "$@"; }
+
+doctor_tools() {
+  while IFS='|' read -r role name proof package user; do
+    if is_there "$proof"; then
+      line ok "$name" "$(version_of "$proof" "$package")"
+    else
+      line missing "$name" "needed for $user; get it: apt-get install $package"
+      [ "$role" != build ] || lacking=1
+    fi
+  done <<END
+$(needs)
+END
+  premake=$(command -v premake5 || echo "$deps/premake5")
+  if [ -x "$premake" ]; then
+    line ok "Premake 5" "$("$premake" --version | sed 's/.*) //') ($premake)"
+  elif command -v apt-get >/dev/null; then
+    line later "Premake 5" "the first build makes it in .deps/ from the distribution's source"
+  else
+    line missing "Premake 5" "needed for everything; get it: put premake5 into PATH"
+    lacking=1
+  fi
+  for built in "$root"/build/bin/*/kvlab; do
+    [ ! -x "$built" ] || line ok "built" "${built#"$root/"}"
+  done
+}
+
+# version_of PROOF PACKAGE
+version_of() {
+  case $1 in
+  /*) dpkg-query -W -f '${Version}' "$2" 2>/dev/null || echo "(not from a package)" ;;
+  *) "$1" --version 2>/dev/null | sed -n '1s/^[^0-9]*\([0-9][0-9.]*\).*/\1/p' ;;
+  esac
+}
+
+doctor_cpu() {
+  isa=plain
+  ! grep -qw avx2 /proc/cpuinfo || isa=avx2
+  ! grep -qw avx512bw /proc/cpuinfo || isa=avx512
+  line ok "CPU" "$(nproc) threads, kernels for $isa"
+}
+
+doctor_cuda() {
+  if has_gpu; then
+    line ok "GPU" "$(nvidia-smi --query-gpu=name,driver_version,memory.total \
+      --format=csv,noheader 2>/dev/null | paste -sd ';' || echo "found, without nvidia-smi")"
+  else
+    line none "GPU" "everything runs on the CPU; specs tagged #gpu are left out"
+  fi
+  if [ -n "$is_bundle" ]; then
+    plugin=$root/lib/libkvlab_cuda.so
+  elif find_nvcc; then
+    line ok "nvcc" "$("$cuda_home/bin/nvcc" --version |
+      sed -n 's/.*release.*, V//p') ($cuda_home/bin/nvcc)"
+    plugin=$root/build/bin/release/libkvlab_cuda.so
+  else
+    line none "nvcc" "no CUDA kernels can be compiled; get it: the CUDA Toolkit, 12 or newer"
+    return 0
+  fi
+  lost=$(ldd "$plugin" 2>/dev/null | sed -n 's/^[[:space:]]*\(.*\) => not found/\1/p' |
+    paste -sd ' ')
+  if [ ! -e "$plugin" ]; then
+    line none "CUDA plug-in" "not built; with a GPU it is by itself, else: kvlab build --cuda=on"
+  elif [ -n "$lost" ]; then
+    line missing "CUDA plug-in" "it does not find $lost; set LD_LIBRARY_PATH"
+  else
+    line ok "CUDA plug-in" "${plugin#"$root/"}"
+  fi
+}
