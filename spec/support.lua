@@ -39,10 +39,8 @@ end
 
 --- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
 function M.it_on_gpu(name, fn)
-  busted.it(name .. " #gpu", function()
-    if not kv.cuda_available() then return busted.pending "no CUDA device" end
-    fn(kv.device "cuda", kv.device "cpu")
-  end)
+  if not kv.cuda_available() then return busted.pending(name .. " #gpu") end
+  busted.it(name .. " #gpu", function() fn(kv.device "cuda", kv.device "cpu") end)
 end
 
 --- Raise unless every |got[i] - want[i]| <= abs + rel * |want[i]|. Infinities and NaNs
@@ -102,11 +100,6 @@ function M.randn(dev, dtype, shape, seed)
   return kv.randn(dev, "f32", shape, { seed = seed }):cast(dtype)
 end
 
---- The values of a float tensor as a flat Lua array, whatever its dtype.
-function M.values(t)
-  return t:cast("f32"):list()
-end
-
 --- A small generator of whole numbers: rng(n) is in 0 ... n - 1.
 function M.rng(seed)
   local state = (seed * 7919 + 12345) % 2147483647
@@ -144,30 +137,70 @@ function M.block_table(rng, lens, block_size, max_blocks, blocks)
   return flat
 end
 
---- Overwrite with NaN every cache token that no sequence owns (all of K and V of unused
--- blocks, and what lies past the last token of a partial block).
---  values  flat Lua array of the cache, changed in place
---  layout  { blocks, kv_heads, block_size, head_dim }
-function M.poison_cache(values, layout, tables, lens, max_blocks)
+--- Mark where each block's valid tokens end: a Lua table physical block -> tokens.
+local function valid_tokens(p)
   local valid = {}
-  for s, len in ipairs(lens) do
-    for b = 0, math.ceil(len / layout.block_size) - 1 do
-      valid[tables[(s - 1) * max_blocks + b + 1]] =
-        math.min(layout.block_size, len - b * layout.block_size)
+  for s, len in ipairs(p.lens) do
+    for b = 0, math.ceil(len / p.layout.block_size) - 1 do
+      valid[p.tables[(s - 1) * p.max_blocks + b + 1]] =
+        math.min(p.layout.block_size, len - b * p.layout.block_size)
     end
   end
-  local i = 0
+  return valid
+end
+
+--- Paged KV memory with random K and V in the valid tokens of every sequence and NaN in all
+-- others, its blocks in random order.
+--  c  lens, block_size, and optionally kv_heads (1), head_dim (64), dtype (f32),
+--     extra (1: table columns that no sequence needs), seed
+-- Returns { layout, lens, tables, max_blocks, cache (flat values), on(dev) }, where on(dev)
+-- gives the tensors cache, tables and lens.
+function M.paged(c)
+  local rng = M.rng(c.seed or 1)
+  local most, total = 0, 0
+  for _, len in ipairs(c.lens) do
+    local n = math.ceil(len / c.block_size)
+    most, total = math.max(most, n), total + n
+  end
+  local p = { lens = c.lens, max_blocks = most + (c.extra or 1), layout = {
+    blocks = total + 2, kv_heads = c.kv_heads or 1, block_size = c.block_size,
+    head_dim = c.head_dim or 64 } }
+  local layout, dtype = p.layout, c.dtype or "f32"
+  p.tables = M.block_table(rng, c.lens, c.block_size, p.max_blocks, layout.blocks)
+  local shape = { layout.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
+  p.cache = M.randn(kv.device "cpu", dtype, shape, c.seed or 1):list()
+  local valid, i = valid_tokens(p), 0
   for block = 0, layout.blocks - 1 do
     for _ = 1, 2 * layout.kv_heads do
       for token = 0, layout.block_size - 1 do
         if token >= (valid[block] or 0) then
-          for d = 1, layout.head_dim do values[i + d] = NAN end
+          for d = 1, layout.head_dim do p.cache[i + d] = NAN end
         end
         i = i + layout.head_dim
       end
     end
   end
-  return values
+  function p.on(dev)
+    return kv.from(dev, dtype, shape, p.cache),
+      kv.from(dev, "i32", { #p.lens, p.max_blocks }, p.tables),
+      kv.from(dev, "i32", { #p.lens }, p.lens)
+  end
+  return p
+end
+
+--- A list that names every block of `paged` and its valid tokens, with a -1 after each
+-- sequence; of the first block, where there are more and not `all`, none of the tokens.
+function M.named_blocks(paged, all)
+  local blocks, tokens, size = {}, {}, paged.layout.block_size
+  for s, len in ipairs(paged.lens) do
+    for b = 0, math.ceil(len / size) - 1 do
+      blocks[#blocks + 1] = paged.tables[(s - 1) * paged.max_blocks + b + 1]
+      tokens[#tokens + 1] = math.min(size, len - b * size)
+    end
+    blocks[#blocks + 1], tokens[#tokens + 1] = -1, 1
+  end
+  if #tokens > 2 and not all then tokens[1] = 0 end
+  return blocks, tokens
 end
 
 return M

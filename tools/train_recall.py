@@ -38,8 +38,9 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 256, 4, 8, 2, 64, 704
 THETA, EPS, MAX_POSITIONS = 500000.0, 1e-5, 32768
 
 TOKENS_PER_STEP, PEAK_LR, WARMUP, FILLER_LOSS = 65536, 1e-3, 100, 0.02
-CURRICULUM = [  # (share of the run at which the next may begin, lengths); it begins once 95% is right
-    (0.12, None), (0.20, [256]), (0.40, [512, 1024]), (0.70, [1024, 2048, 4096]), (2, [2048, 4096, 8192])]
+CURRICULUM = [  # (share of the run at which the next may begin, lengths, fewest needles);
+    # it begins once 95% is right. No lengths: copies, see there
+    (0, None, 0), (0.20, [256], 2), (0.40, [512, 1024], 8), (0.70, [1024, 2048, 4096], 8), (2, [2048, 4096, 8192], 8)]
 BLOCK, SINK, RECENT = 16, 1, 2
 
 
@@ -160,7 +161,7 @@ class Model(nn.Module):
 
 # ---- training ---------------------------------------------------------------
 
-def copies(rows, length, device):
+def copies(rows, length, _, device):
     """Random tokens that repeat with a random period, and which of them can be foretold.
     A model that has learned to look up what came after a token learns recall in a
     hundred steps more; started on recall at once it is still guessing after thousands."""
@@ -170,10 +171,10 @@ def copies(rows, length, device):
     return tokens, place > period
 
 
-def recalls(rows, length, device):
-    """Prompts of 8 to 64 needles and 16 queries, and which of their tokens are answers."""
+def recalls(rows, length, fewest, device):
+    """Prompts of up to 64 needles and 16 queries, and which of their tokens are answers."""
     context = length - ASK * QUERIES
-    needles = torch.randint(8, min(64, context // 10) + 1, ()).item()
+    needles = torch.randint(fewest, min(64, context // 10) + 1, ()).item()
     text, asks = prompts(rows, context, needles, QUERIES, device)
     tokens = torch.cat((text, asks.flatten(1)), 1)
     place = torch.arange(length, device=device)
@@ -186,9 +187,9 @@ def train(model, steps, seconds, device):
     while done < 1:
         if done > CURRICULUM[level][0] and skill > 0.95:
             level, skill = level + 1, 0.0
-        lengths = CURRICULUM[level][1]
+        _, lengths, fewest = CURRICULUM[level]
         length = lengths[torch.randint(len(lengths), ()).item()] if lengths else 256
-        tokens, answer = (recalls if lengths else copies)(TOKENS_PER_STEP // length, length, device)
+        tokens, answer = (recalls if lengths else copies)(TOKENS_PER_STEP // length, length, fewest, device)
 
         adam.param_groups[0]["lr"] = PEAK_LR * min(1, (step + 1) / WARMUP) * (
             0.51 + 0.49 * math.cos(math.pi * max(0, done - 0.6) / 0.4))

@@ -260,7 +260,7 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
 
 /* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */
 static inline KVL_HOT vf vf_exp(vf x) {
-  vf y = vf_min(vf_max(vf_set(-87.4f), x), vf_set(88.8f));
+  vf y = vf_min(vf_set(88.8f), vf_max(vf_set(-87.4f), x));   /* NaN stays: see vf_max */
   vf t = y * 1.44269504f;
   vf n = (t + 12582912.0f) - 12582912.0f;   /* to nearest: |t| < 2^22 */
   vf r = vf_fma(n, vf_set(-0.693359375f), y);

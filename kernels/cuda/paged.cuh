@@ -189,6 +189,17 @@ __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
 }
 
+/* Dynamic shared memory past 48 KiB has to be asked for, once per kernel and device. */
+template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
+  static unsigned allowed = 0;   /* one bit a device; setting it twice does no harm */
+  unsigned bit = 1u << (q->device & 31);
+  if (bytes <= 48 << 10 || (allowed & bit)) return KVL_OK;
+  int status = kvl__cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  if (status == KVL_OK) allowed |= bit;
+  return status;
+}
+
 }  // namespace kvl
 
 #endif

@@ -63,17 +63,6 @@ size_t splits_bytes(const kvl_paged_attention_args &a, int splits) {
   return (size_t)(a.tokens * a.heads * splits * (a.cache.head_dim + 1)) * sizeof(float);
 }
 
-/* Dynamic shared memory past 48 KiB has to be asked for, once per kernel and device. */
-template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
-  static unsigned allowed = 0;   /* one bit a device; setting it twice does no harm */
-  unsigned bit = 1u << (q->device & 31);
-  if (bytes <= 48 << 10 || (allowed & bit)) return KVL_OK;
-  int status =
-      kvl__cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  if (status == KVL_OK) allowed |= bit;
-  return status;
-}
-
 int launch_combine(const kvl_paged_attention_args &a, const split_place &place,
                    const kvl_cuda_queue *q) {
   if (place.splits == 1) return KVL_OK;

@@ -10,9 +10,9 @@
  * Bytes      valid blocks * kv_heads * head_dim * element; limit: memory
  * Tolerance  1e-5 of sum |q_d mean_d|: fp32 sums in another order
  * Source     the block-mean (landmark) score of InfLLM, MoBA and NSA */
-#include "score_blocks.cuh"
+#include "score_rows.cuh"
 
 KVL_CUDA_KERNEL(score_mean) {
-  return kvl::launch_score_blocks<1>(*(const kvl_score_mean_args *)args,
-                                     (const kvl_cuda_queue *)queue);
+  return kvl::launch_score_summary<kvl::SCORE_MEAN>(*(const kvl_score_mean_args *)args,
+                                                   (const kvl_cuda_queue *)queue);
 }

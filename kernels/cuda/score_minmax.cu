@@ -12,9 +12,9 @@
  * Flops      2 a summary number and query head
  * Tolerance  1e-5 of sum |q_d| max(|min_d|, |max_d|): fp32 sums in another order
  * Source     Tang et al. 2024 (Quest), arXiv:2406.10774 */
-#include "score_blocks.cuh"
+#include "score_rows.cuh"
 
 KVL_CUDA_KERNEL(score_minmax) {
-  return kvl::launch_score_blocks<2>(*(const kvl_score_minmax_args *)args,
-                                     (const kvl_cuda_queue *)queue);
+  return kvl::launch_score_summary<kvl::SCORE_MINMAX>(*(const kvl_score_minmax_args *)args,
+                                                     (const kvl_cuda_queue *)queue);
 }

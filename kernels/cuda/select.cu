@@ -56,6 +56,13 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   if constexpr (IS_CACHED)
     for (int i = low + tid; i < high; i += threads) cached[i - low] = order_key(scores[i]);
 
+  /* Eight keys of a thread, `step` apart, are loaded before the first is used. */
+  constexpr int AHEAD = 8;
+  auto load_keys = [&](int i, int step, int end, uint32_t (&key)[AHEAD]) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) key[u] = i + u * step < end ? key_at(i + u * step) : 0;
+  };
+
   /* Keys above `edge` are taken, and the first `ties` of those equal to it. */
   uint32_t edge = 0;
   int ties = wanted;
@@ -67,10 +74,15 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
       shift -= bits;
       for (int i = tid; i < DIGITS; i += threads) counts[i] = 0;
       __syncthreads();
-      for (int i = low + tid; i < high; i += threads) {
-        uint32_t key = key_at(i);
-        bool same = pass == 0 || key >> shift_above == edge >> shift_above;
-        if (same) atomicAdd(&counts[key >> shift & (digits - 1)], 1);
+      for (int i = low + tid; i < high; i += AHEAD * threads) {
+        uint32_t key[AHEAD];
+        load_keys(i, threads, high, key);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+          bool same = pass == 0 || key[u] >> shift_above == edge >> shift_above;
+          if (same && i + u * threads < high)
+            atomicAdd(&counts[key[u] >> shift & (digits - 1)], 1);
+        }
       }
       __syncthreads();
       /* Thread t sums 8 counters, from the largest digit down; the first 256 suffice. */
@@ -103,10 +115,15 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   const int stretch = ((high - low + warps - 1) / warps + WARP - 1) / WARP * WARP;
   const int begin = min(low + warp * stretch, high), end = min(begin + stretch, high);
   int above = 0, equal = 0;
-  for (int i = begin + lane; i < end; i += WARP) {
-    uint32_t key = key_at(i);
-    above += key > edge;
-    equal += key == edge;
+  for (int i = begin + lane; i < end; i += AHEAD * WARP) {
+    uint32_t key[AHEAD];
+    load_keys(i, WARP, end, key);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      bool inside = i + u * WARP < end;
+      above += inside && key[u] > edge;
+      equal += inside && key[u] == edge;
+    }
   }
   above = warp_sum(above);
   equal = warp_sum(equal);
@@ -115,18 +132,22 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   above = equal = 0;
   for (int w = 0; w < warp; w++) above += above_warp[w], equal += equal_warp[w];
   const unsigned before = (1u << lane) - 1;
-  for (int i = begin; i < end; i += WARP) {
-    bool inside = i + lane < end;
-    uint32_t key = inside ? key_at(i + lane) : 0;
-    unsigned is_above = __ballot_sync(ALL_LANES, inside && key > edge);
-    unsigned is_equal = __ballot_sync(ALL_LANES, inside && key == edge);
-    int rank_equal = equal + __popc(is_equal & before);
-    bool taken = inside && (key > edge || (key == edge && rank_equal < ties));
-    /* every key above and min(equal, ties) of the equal ones came before */
-    int place = above + __popc(is_above & before) + min(rank_equal, ties);
-    if (taken) selection[sink + place] = i + lane;
-    above += __popc(is_above);
-    equal += __popc(is_equal);
+  for (int i = begin + lane; i - lane < end; i += AHEAD * WARP) {
+    uint32_t key[AHEAD];
+    load_keys(i, WARP, end, key);
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      bool inside = i + u * WARP < end;
+      unsigned is_above = __ballot_sync(ALL_LANES, inside && key[u] > edge);
+      unsigned is_equal = __ballot_sync(ALL_LANES, inside && key[u] == edge);
+      int rank_equal = equal + __popc(is_equal & before);
+      bool taken = inside && (key[u] > edge || (key[u] == edge && rank_equal < ties));
+      /* every key above and min(equal, ties) of the equal ones came before */
+      int place = above + __popc(is_above & before) + min(rank_equal, ties);
+      if (taken) selection[sink + place] = i + u * WARP;
+      above += __popc(is_above);
+      equal += __popc(is_equal);
+    }
   }
 }
 

@@ -3,7 +3,9 @@ local M = {}
 
 -- Okabe and Ito's colours without yellow and black, which vanish on white or on dark;
 -- filled markers first. After one round the lines are dashed and the markers hollow.
-local COLOURS = { "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c" }
+local COLOURS = {
+  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c",
+}
 local FILLED, HOLLOW = { 7, 5, 9, 13, 11, 15, 7 }, { 6, 4, 8, 12, 10, 14, 6 }
 local GRID = "\"#b0808080\"" -- alpha comes first: fit for a light and a dark page
 
@@ -84,7 +86,9 @@ local function make_round_tics(low, high, is_log)
     local base = 10 ^ math.floor(math.log10(rough))
     local step = base * (rough / base < 1.5 and 1 or rough / base < 3.5 and 2
       or rough / base < 7.5 and 5 or 10)
-    for i = math.ceil(low / step), math.floor(high / step) do values[#values + 1] = i * step end
+    for i = math.ceil(low / step), math.floor(high / step) do
+      values[#values + 1] = i * step
+    end
   end
   local words = {}
   for _, y in ipairs(values) do
@@ -105,7 +109,8 @@ local function add_axes(out, p, letters)
   y0, y1 = p.ymin or y0, p.ymax or y1
   if is_logx then out[#out + 1] = "set logscale x" end
   if is_logy then out[#out + 1] = "set logscale y" end
-  out[#out + 1] = ("set xrange [%.17g:%.17g]\nset yrange [%.17g:%.17g]"):format(x0, x1, y0, y1)
+  out[#out + 1] = ("set xrange [%.17g:%.17g]"):format(x0, x1)
+  out[#out + 1] = ("set yrange [%.17g:%.17g]"):format(y0, y1)
   out[#out + 1] = "set xtics offset 0,0.3 " .. make_tics(p, x0, x1, is_logx, letters)
   out[#out + 1] = "set ytics " .. make_round_tics(y0, y1, is_logy)
   return x0, x1
@@ -182,18 +187,20 @@ local function make_layout(p)
   return layout
 end
 
---- The legend has a place of its own, right of the panels: an empty plot with all the keys.
+--- The legend has a place of its own, right of the panels: an empty plot with all keys.
 local function add_legend(out, p, layout)
   local items = {}
   for i, name in ipairs(p.names) do
     local dash = is_level(p.panels[1], p.panels[1].series[name]) and " dt 2" or ""
     items[i] = ("2 with linespoints ls %d%s title %s"):format(i, dash, quote(name))
   end
+  local left = (layout.plots + 4) / layout.width
+  local top = 1 - (TITLE + ROOM.top - 8) / layout.height
   out[#out + 1] = table.concat({
     "unset title", "unset xlabel", "unset ylabel", "unset border", "unset tics",
     "unset logscale", "unset grid", "set xrange [0:1]", "set yrange [0:1]",
-    ("set key at screen %.5f, screen %.5f left top Left reverse samplen 2.5 spacing 1.35")
-      :format((layout.plots + 4) / layout.width, 1 - (TITLE + ROOM.top - 8) / layout.height),
+    ("set key at screen %.5f, screen %.5f left top Left reverse"):format(left, top),
+    "set key samplen 2.5 spacing 1.35",
     "plot " .. table.concat(items, ", \\\n  "),
   }, "\n")
 end
@@ -218,7 +225,7 @@ function M.svg_script(p)
   local x0, x1 = add_axes(out, p, letters)
   local title = p.title or ""
   local size = math.max(10, math.min(17, layout.width / (0.56 * math.max(#title, 1))))
-  out[#out + 1] = ("set label 1 %s at screen %.5f, screen %.5f left font \"sans-serif,%.1f\"")
+  out[#out + 1] = ("set label 1 %s at screen %.5f, screen %.5f font \"sans-serif,%.1f\"")
     :format(quote(title), 14 / layout.width, 1 - 24 / layout.height, size)
   for index, panel in ipairs(p.panels) do
     local column = (index - 1) % layout.columns

@@ -3,7 +3,7 @@
 --
 --   grid = { {"context", {512, 1024}}, {"policy", {"quest", "random"}} }
 --
--- The last axis varies fastest. Every message is raised without a position: kvlab.experiment
+-- The last axis varies fastest. Messages are raised without a position: kvlab.experiment
 -- adds the line of the script.
 local nearest = require "kvlab.nearest"
 
@@ -122,8 +122,8 @@ local function split(text)
   return words
 end
 
---- Puts a value in the place of an axis's values or of a default. An axis takes one value,
--- a list, or a text with commas between values; each is of the type that was there.
+--- Puts a value in the place of an axis's values or of a default. An axis takes one
+-- value, a list, or a text with commas between values, each of the type that was there.
 ---@param grid kvlab.grid
 ---@param key string
 ---@param value any
@@ -148,7 +148,8 @@ function M.override(grid, key, value, source)
   elseif reserved[key] then
     fail("%s %s: %s", source, key, reserved[key])
   else
-    local near = nearest.find(key, grid.names) or fail("%s %s: nothing to set", source, key)
+    local near = nearest.find(key, grid.names)
+    if not near then fail("%s %s: there is nothing to set", source, key) end
     fail("%s: nothing is called %s; did you mean %s? There is %s", source, key, near,
       table.concat(grid.names, ", "))
   end

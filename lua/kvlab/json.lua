@@ -1,10 +1,10 @@
---- JSON that keeps every digit: `encode` writes doubles with %.17g, so that they read back
--- bit for bit; `decode` is lua-cjson's, with the line and column of what is wrong.
+--- JSON that keeps every digit: `encode` writes doubles with %.17g, so that they read
+-- back bit for bit; `decode` is lua-cjson's, with the line and column of what is wrong.
 --
--- A table with [1] is an array, one with string keys an object; an empty table is an object
--- unless `json.array` made it. Keys are sorted, those in `order` come first. NaN and the
--- infinities have no JSON: they are written as null. Strings are written as they are, which
--- is JSON as long as they are UTF-8.
+-- A table with [1] is an array, one with string keys an object; an empty table is an
+-- object unless `json.array` made it. Keys are sorted, those in `order` come first. NaN
+-- and the infinities have no JSON: they are written as null. Strings are written as they
+-- are, which is JSON as long as they are UTF-8.
 local ffi = require "ffi"
 local cjson = require "cjson".new()
 cjson.decode_invalid_numbers(false)
@@ -70,7 +70,8 @@ local function encode_items(items, open, close, indent, level)
   if #items == 0 then return open .. close end
   local gap = indent and "\n" .. indent:rep(level + 1) or ""
   local last = indent and "\n" .. indent:rep(level) or ""
-  return open .. gap .. table.concat(items, indent and "," .. gap or ", ") .. last .. close
+  local comma = indent and "," .. gap or ", "
+  return open .. gap .. table.concat(items, comma) .. last .. close
 end
 
 local function encode_table(value, state, path, level)

@@ -72,19 +72,25 @@ function M.check(folder, now)
   end
   for _, key in ipairs(IDENTITY) do
     if old[key] ~= now[key] then
-      error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or start"
-        .. " it afresh with --set fresh=true"):format(folder, key, tostring(old[key]),
-        tostring(now[key])), 0)
+      error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or"
+        .. " start it afresh with --set fresh=true"):format(folder, key,
+        tostring(old[key]), tostring(now[key])), 0)
     end
   end
   return old
 end
 
+-- What says which run it was.
+local RUN = { "date", "commit", "dirty", "command" }
+
+local function copy_run(from, to)
+  for _, key in ipairs(RUN) do to[key] = from[key] end
+  return to
+end
+
 local function earlier_runs(old)
-  if not old then return nil end
   local runs = old.earlier_runs or {}
-  runs[#runs + 1] = { date = old.date, commit = old.commit, dirty = old.dirty,
-                      command = old.command }
+  runs[#runs + 1] = copy_run(old, {})
   return runs
 end
 
@@ -92,8 +98,9 @@ end
 ---@param folder string
 ---@param now table       name, title, seed, device, description, driver, axes, …
 ---@param old table|nil   the manifest of the runs that this one resumes
+---@param has_work boolean  this run computes rows: it, not `old`, is the last that did
 ---@return table          # the manifest
-function M.write(folder, now, old)
+function M.write(folder, now, old, has_work)
   local manifest = {}
   for key, value in pairs(now) do manifest[key] = value end
   manifest.date = os.date "!%Y-%m-%dT%H:%M:%SZ"
@@ -101,7 +108,12 @@ function M.write(folder, now, old)
   manifest.command = command_line()
   manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
   manifest.os = match_file("/etc/os-release", "PRETTY_NAME=\"?([^\n\"]*)") or jit.os
-  manifest.earlier_runs = earlier_runs(old)
+  if old and has_work then
+    manifest.earlier_runs = earlier_runs(old)
+  elseif old then
+    copy_run(old, manifest)
+    manifest.earlier_runs = old.earlier_runs
+  end
   local text = json.encode(manifest, { order = ORDER, indent = "  " })
   results.write_file(folder .. "/manifest.json", text .. "\n")
   return manifest

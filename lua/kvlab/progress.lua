@@ -22,7 +22,8 @@ end
 ---@param is_shown? boolean  nil: when stderr is a terminal
 function M.new(total, is_shown)
   if is_shown == nil then is_shown = ffi.C.isatty(2) ~= 0 end
-  return setmetatable({ total = total, is_shown = is_shown, started = os.time() }, progress)
+  local line = { total = total, is_shown = is_shown, started = os.time() }
+  return setmetatable(line, progress)
 end
 
 --- Shows that piece number `index` begins.

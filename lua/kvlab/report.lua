@@ -45,7 +45,8 @@ tbody tr:hover { background: var(--band) }
 #rows thead th { cursor: pointer; user-select: none; color: var(--link) }
 #rows thead th[aria-sort=ascending]::after { content: " \2191" }
 #rows thead th[aria-sort=descending]::after { content: " \2193" }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 0 }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem;
+  margin: 0 }
 dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
 </style>
 </head>
@@ -72,10 +73,11 @@ for (const head of table.tHead.rows[0].cells) head.onclick = () => {
 ]]
 
 --- A cell; a number keeps its digits in data-v, for sorting and for copying.
-local function cell(value, format)
+local function cell(value, format, is_number)
+  local class = is_number and " class=\"n\"" or ""
+  local digits = type(value) == "number" and (" data-v=\"%.17g\""):format(value) or ""
   local text = escape(text_table.format_cell(value, format))
-  if type(value) ~= "number" then return "<td>" .. text .. "</td>" end
-  return ("<td class=\"n\" data-v=\"%.17g\">%s</td>"):format(value, text)
+  return ("<td%s%s>%s</td>"):format(class, digits, text)
 end
 
 local function add_table(out, t, id)
@@ -86,7 +88,8 @@ local function add_table(out, t, id)
       if row[c] ~= nil and type(row[c]) ~= "number" then is_number[c] = false end
     end
   end
-  out[#out + 1] = "<div class=\"wide\"><table" .. (id and " id=\"" .. id .. "\"" or "") .. ">"
+  local attribute = id and (" id=\"%s\""):format(id) or ""
+  out[#out + 1] = "<div class=\"wide\"><table" .. attribute .. ">"
   if t.caption then out[#out + 1] = "<caption>" .. escape(t.caption) .. "</caption>" end
   local heads, lines = {}, {}
   for c, name in ipairs(t.header) do
@@ -94,19 +97,21 @@ local function add_table(out, t, id)
   end
   for r, row in ipairs(t.rows) do
     local cells = {}
-    for c = 1, #t.header do cells[c] = cell(row[c], t.format) end
+    for c = 1, #t.header do cells[c] = cell(row[c], t.format, is_number[c]) end
     lines[r] = "<tr>" .. table.concat(cells) .. "</tr>"
   end
   out[#out + 1] = "<thead><tr>" .. table.concat(heads) .. "</tr></thead>\n<tbody>"
   out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
 end
 
---- gnuplot's picture as a part of the page: without its prologue and its white ground, in
--- the page's colour of ink.
+--- gnuplot's picture as a part of the page: no wider than it was drawn, without its
+-- prologue and its white ground, in the page's colour of ink.
 local function inline_svg(svg)
-  return (svg:gsub("^.-(<svg)", "%1"):gsub("<rect [^>]*fill=\"#ffffff\"/>", "", 1)
-    :gsub("(%w+)=[\"']black[\"']", "%1=\"currentColor\"")
-    :gsub("color=\"currentColor\"", ""))
+  local width = svg:match "viewBox=\"0 0 (%d+)" or "900"
+  return (svg:gsub("^.-<svg", ("<svg style=\"max-width: %spx\""):format(width), 1)
+    :gsub("<rect [^>]*fill=\"#ffffff\"/>", "", 1)
+    :gsub(" color=\"black\"", ""):gsub("=[\"']black[\"']", "=\"currentColor\"")
+    :gsub("\"rgb%( *0, *0, *0%)\"", "\"currentColor\""))
 end
 
 local function to_text(value)
@@ -118,7 +123,9 @@ local function to_text(value)
   end
   for key in pairs(value) do keys[#keys + 1] = key end
   table.sort(keys)
-  for i, key in ipairs(keys) do words[i] = ("%s = %s"):format(key, to_text(value[key])) end
+  for i, key in ipairs(keys) do
+    words[i] = ("%s = %s"):format(key, to_text(value[key]))
+  end
   return table.concat(words, ", ")
 end
 
@@ -140,7 +147,7 @@ local function add_manifest(out, manifest)
 end
 
 --- The page.
----@param r {title: string, manifest: table, plots: {svg: string|nil, reason: string|nil}[],
+---@param r {title: string, manifest: table, plots: {svg?: string, reason?: string}[],
 ---  tables: table[], rows: table} rows and tables as kvlab.table has them
 ---@return string
 function M.html(r)

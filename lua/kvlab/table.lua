@@ -138,14 +138,44 @@ function M.pivot(rows, opts)
     if line and column then
       local cell = line .. "," .. column
       if taken[cell] then
-        error(("table.pivot: two rows fall on %s = %s, %s = %s; `where` must tell them apart")
-          :format(opts.rows, tostring(row.config[opts.rows]), tostring(opts.columns),
-            tostring(opts.columns and row.config[opts.columns])), 2)
+        error(("table.pivot: two rows fall on %s = %s in column %s; `where` must tell"
+          .. " them apart"):format(opts.rows, tostring(row.config[opts.rows]),
+          t.header[column]), 2)
       end
       taken[cell] = true
       t.rows[line][column] = row.metrics[opts.value]
     end
   end
+  return t
+end
+
+--- Every row as a table: the axes, then the metrics, those in `order` first.
+---@param rows table[]
+---@param axes {name: string}[]
+---@param order string[]
+---@return {header: string[], rows: any[][]}
+function M.of_rows(rows, axes, order)
+  local has, ranks, names = {}, {}, {}
+  for i, name in ipairs(order) do ranks[name] = ranks[name] or i end
+  for _, row in ipairs(rows) do
+    for name in pairs(row.metrics) do
+      if not has[name] then has[name], names[#names + 1] = true, name end
+    end
+  end
+  table.sort(names, function(a, b)
+    local rank_a, rank_b = ranks[a] or math.huge, ranks[b] or math.huge
+    if rank_a ~= rank_b then return rank_a < rank_b end
+    return a < b
+  end)
+  local t = { header = {}, rows = {} }
+  for i, axis in ipairs(axes) do t.header[i] = axis.name end
+  for r, row in ipairs(rows) do
+    local cells = {}
+    for i, axis in ipairs(axes) do cells[i] = row.config[axis.name] end
+    for i, name in ipairs(names) do cells[#axes + i] = row.metrics[name] end
+    t.rows[r] = cells
+  end
+  for i, name in ipairs(names) do t.header[#axes + i] = name end
   return t
 end
 

@@ -57,17 +57,32 @@ local function frequencies(path, rope, dim)
   return list
 end
 
+--- config.json without its nulls.
+local function read_json(path)
+  local file, why = io.open(path)
+  if not file then error(why, 0) end
+  local ok, raw = pcall(json.decode, file:read "*a")
+  file:close()
+  if not ok or type(raw) ~= "table" then
+    error(("%s: %s"):format(path, ok and "no JSON object" or raw), 0)
+  end
+  for key, value in pairs(raw) do
+    if value == json.null then raw[key] = nil end
+  end
+  return raw
+end
+
 --- The fields that the forward pass needs, checked.
 local function read_config(folder)
   local path = folder .. "/config.json"
-  local file, why = io.open(path)
-  if not file then error(why, 0) end
-  local raw = json.decode(file:read "*a")
-  file:close()
+  local raw = read_json(path)
   local family = FAMILIES[raw.model_type]
     or bad(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
   if raw.hidden_act ~= "silu" then bad(path, "hidden_act", raw.hidden_act, "silu") end
-  if raw.use_sliding_window then bad(path, "use_sliding_window", true, "false") end
+  if raw.sliding_window and raw.use_sliding_window ~= false then
+    bad(path, "sliding_window", raw.sliding_window, "none: every layer sees everything")
+  end
+  if raw.mlp_bias then bad(path, "mlp_bias", true, "false") end
   local c = { path = path, family = family, tied = raw.tie_word_embeddings == true,
               eps = raw.rms_norm_eps or 1e-6,
               qkv_bias = family.qkv_bias or raw.attention_bias == true,
@@ -94,13 +109,14 @@ end
 
 --- Files of a checkpoint: one, or the shards of model.safetensors.index.json.
 local function open_weights(folder)
-  local index = io.open(folder .. "/model.safetensors.index.json")
+  local index_path = folder .. "/model.safetensors.index.json"
+  local index = io.open(index_path)
   if not index then
     local file = kv.safetensors.open(folder .. "/model.safetensors")
     return function() return file end
   end
-  local map, files = json.decode(index:read "*a").weight_map, {}
   index:close()
+  local map, files = read_json(index_path).weight_map, {}
   return function(name)
     local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
       name), 0)

@@ -1,6 +1,6 @@
---- Random: blocks drawn uniformly, anew for every step, layer and KV head. The floor that a
+--- Random: blocks drawn uniformly, anew for every token, layer and KV head. The floor that a
 -- policy has to beat.
--- Score   a Philox number in (0, 1], the same for the same seed on every device
+-- Score   a Philox number in (0, 1] of seed, length and layer; the same on every device
 -- Cost    reads no keys to score
 -- Fails   always; at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
@@ -10,6 +10,6 @@ return kv.policy.define {
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, seed = 0 },
 
   score = function(self, ctx)
-    return ctx.scores:rand_(self.seed, ctx.step * ctx.layers + ctx.layer)
+    return ctx.scores:rand_(self.seed, ctx.total_kv_len * ctx.layers + ctx.layer)
   end,
 }

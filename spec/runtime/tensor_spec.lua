@@ -39,7 +39,7 @@ local function check(dev)
       assert.same({ 1, -2, 3 }, copy:cast("i32"):list())
       assert.same(copy:list(), copy:to(kv.device "cpu"):to(dev):list())
       assert.same({ 1.5, -2.25, 3 }, t:copy_(copy):list())
-      raises("expected f32 [3]", function() t:copy_(kv.zeros(dev, "f32", { 4 })) end)
+      raises("dst is f32 [3], expected f32 [4]", function() t:copy_(kv.zeros(dev, "f32", { 4 })) end)
     end)
 
     it("draws the same numbers for the same seed", function()

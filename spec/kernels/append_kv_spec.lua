@@ -1,0 +1,64 @@
+--- Exact: copying, or one rounding to nearest even that every device does alike.
+local kv = require "kvlab"
+local support = require "spec.support"
+
+local BLOCKS = 5
+
+--- Tokens go to random slots; every third one is skipped. Returns the cache.
+local function append(dev, c)
+  local cpu, tokens = kv.device "cpu", c.tokens
+  local rng = support.rng(tokens + c.head_dim)
+  local slots = support.distinct(rng, tokens, BLOCKS * c.block_size)
+  for i = 3, tokens, 3 do slots[i] = -1 end
+  local shape = { tokens, c.kv_heads, c.head_dim }
+  local k = support.randn(cpu, c.from, shape, 1)
+  local v = support.randn(cpu, c.from, shape, 2)
+  local cache = kv.full(dev, c.dtype, { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }, 7)
+  kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev), kv.from(dev, "i64", { tokens }, slots),
+    cache))
+  return cache, k, v, slots
+end
+
+local function expected(c, k, v, slots)
+  local values, cells = {}, 2 * c.kv_heads * c.block_size * c.head_dim
+  for i = 1, BLOCKS * cells do values[i] = 7 end
+  local rounded = { k:cast(c.dtype):list(), v:cast(c.dtype):list() }
+  for t, slot in ipairs(slots) do
+    for head = 0, slot >= 0 and 2 * c.kv_heads - 1 or -1 do
+      local half = math.floor(head / c.kv_heads)
+      local from = ((t - 1) * c.kv_heads + head % c.kv_heads) * c.head_dim
+      local to = math.floor(slot / c.block_size) * cells
+        + (head * c.block_size + slot % c.block_size) * c.head_dim
+      for d = 1, c.head_dim do values[to + d] = rounded[half + 1][from + d] end
+    end
+  end
+  return values
+end
+
+local cases = {}
+for _, dtype in ipairs { "f32", "f16", "bf16" } do
+  for _, from in ipairs(dtype == "f32" and { "f32" } or { "f32", dtype }) do
+    for _, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 4, 3, 80, 1 }, { 13, 2, 64, 16 },
+                         { 60, 1, 24, 17 }, { 1000, 8, 128, 256 } } do
+      cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], kv_heads = s[2],
+        head_dim = s[3], block_size = s[4] }
+    end
+  end
+end
+
+describe("appending K and V", function()
+  support.it_on_cpu("writes every slot that is not negative, and no other", function(dev)
+    for i, c in ipairs(cases) do
+      local cache, k, v, slots = append(dev, c)
+      support.equal(cache, expected(c, k, v, slots), ("cache of case %d"):format(i))
+    end
+  end)
+end)
+
+describe("appending K and V on CUDA #gpu", function()
+  support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
+    for i, c in ipairs(cases) do
+      support.equal((append(cuda, c)), (append(cpu, c)), ("cache of case %d"):format(i))
+    end
+  end)
+end)

@@ -1,0 +1,50 @@
+--- Exact: no arithmetic, only comparisons.
+local kv = require "kvlab"
+local support = require "spec.support"
+local reference = require "spec.reference.attention"
+
+local POISON = -3   -- summaries of blocks that are not named must keep it
+
+local function summary_of(dev, c)
+  local paged = support.paged(c)
+  local blocks, tokens = support.named_blocks(paged)
+  local l = paged.layout
+  local summary = kv.full(dev, c.dtype, { l.blocks, 2, l.kv_heads, l.head_dim }, POISON)
+  kv.check(kv.C.kvl_block_minmax((paged.on(dev)), kv.from(dev, "i32", { #blocks }, blocks),
+    kv.from(dev, "i32", { #tokens }, tokens), summary))
+  return summary, paged, blocks, tokens
+end
+
+local cases = {}
+for _, dtype in ipairs { "f32", "f16", "bf16" } do
+  for _, s in ipairs { { {}, 16, 1, 64 }, { { 1 }, 1, 1, 8 }, { { 50, 7 }, 16, 2, 80 },
+                       { { 40 }, 17, 3, 24 }, { { 300 }, 256, 8, 128 }, { { 33 }, 8, 1, 256 },
+                       { { 5000 }, 4096, 2, 96 } } do
+    cases[#cases + 1] = { dtype = dtype, lens = s[1], block_size = s[2], kv_heads = s[3],
+      head_dim = s[4] }
+  end
+  for len = 1, 16 do
+    cases[#cases + 1] = { dtype = dtype, lens = { len }, block_size = 16, head_dim = 16 }
+  end
+end
+
+describe("block min and max", function()
+  support.it_on_cpu("bound the valid tokens of the named blocks", function(dev)
+    for i, c in ipairs(cases) do
+      local summary, paged, blocks, tokens = summary_of(dev, c)
+      local want = {}
+      for j = 1, tonumber(summary.count) do want[j] = POISON end
+      reference.block_minmax(paged.cache, paged.layout, blocks, tokens, want)
+      support.equal(summary, want, ("summary of case %d"):format(i))
+    end
+  end)
+end)
+
+describe("block min and max on CUDA #gpu", function()
+  support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
+    for i, c in ipairs(cases) do
+      support.equal((summary_of(cuda, c)), (summary_of(cpu, c)),
+        ("summary of case %d"):format(i))
+    end
+  end)
+end)

@@ -1,0 +1,68 @@
+-- Tolerance: a sum of squares, a root and two products in f32: 1e-6 relative; f16 and bf16
+-- add half a step. With a residual, the sum is rounded to its dtype before it is used.
+local kv = require "kvlab"
+local S = require "spec.support"
+local reference = require "spec.reference.math"
+
+local cpu = kv.device "cpu"
+
+local function inputs(dtype, weight_dtype, rows, dim)
+  return S.randn(cpu, dtype, { rows, dim }, 1), S.randn(cpu, dtype, { rows, dim }, 2),
+    S.randn(cpu, weight_dtype, { dim }, 3)
+end
+
+describe("rmsnorm", function()
+  for _, size in ipairs { { 1, 1 }, { 3, 37 }, { 5, 256 }, { 130, 1000 }, { 2, 5001 },
+                          { 0, 8 } } do
+    for _, dtypes in ipairs { { "f32", "f32" }, { "bf16", "bf16" }, { "f16", "f32" } } do
+      local rows, dim, dtype = size[1], size[2], dtypes[1]
+      local text = ("%dx%d %s, weight %s"):format(rows, dim, dtype, dtypes[2])
+      local rel = 1e-6 + (dtype == "f32" and 0 or 2 * S.eps[dtype])
+
+      S.agrees("normalises " .. text, function(dev)
+        local x, _, weight = inputs(dtype, dtypes[2], rows, dim)
+        local out = S.poisoned(dev, dtype, { rows, dim })
+        kv.check(kv.C.kvl_rmsnorm(x:to(dev), nil, weight:to(dev), 1e-5, out))
+        return out
+      end, function()
+        local x, _, weight = inputs(dtype, dtypes[2], rows, dim)
+        return reference.rmsnorm(x:list(), weight:list(), 1e-5)
+      end, 1e-7, rel)
+
+      local function sum()
+        local x, residual = inputs(dtype, dtypes[2], rows, dim)
+        return reference.map(function(a, b) return reference.round(dtype, a + b) end,
+          x:list(), residual:list())
+      end
+      local function with_residual(dev)
+        local x, residual, weight = inputs(dtype, dtypes[2], rows, dim)
+        x, residual = x:clone():to(dev), residual:clone():to(dev)
+        kv.check(kv.C.kvl_rmsnorm(x, residual, weight:to(dev), 1e-5, x))   -- in place
+        return x, residual
+      end
+      S.agrees("adds to the residual first: " .. text, function(dev)
+        local _, residual = with_residual(dev)
+        return residual
+      end, sum, 0)
+      S.agrees("normalises the sum: " .. text, with_residual, function()
+        local _, _, weight = inputs(dtype, dtypes[2], rows, dim)
+        return reference.rmsnorm(sum(), weight:list(), 1e-5)
+      end, 1e-7, rel)
+    end
+  end
+
+  S.it_on_cpu("gives 0 for a row of 0", function(dev)
+    local x = kv.zeros(dev, "f32", { 1, 9 })
+    kv.check(kv.C.kvl_rmsnorm(x, nil, kv.ones(dev, "f32", { 9 }), 1e-6, x))
+    S.equal(x, { 0, 0, 0, 0, 0, 0, 0, 0, 0 })
+  end)
+
+  it("refuses a weight of another size and a negative eps", function()
+    local x, weight = kv.zeros(cpu, "f32", { 2, 3 }), kv.zeros(cpu, "f32", { 4 })
+    S.refuses(function() kv.check(kv.C.kvl_rmsnorm(x, nil, weight, 1e-5, x)) end, "rmsnorm",
+      "weight is f32 [4]", "dim=3")
+    S.refuses(function()
+      kv.check(kv.C.kvl_rmsnorm(x, nil, kv.zeros(cpu, "f32", { 3 }), -1, x))
+    end, "eps is -1", ">= 0")
+  end)
+end)

@@ -1,0 +1,69 @@
+--- The cases that the three block scores share, and how they are checked.
+local busted = require "busted"
+local kv = require "kvlab"
+local support = require "spec.support"
+
+local M = { list = {} }
+
+local function add(c) M.list[#M.list + 1] = c end
+
+add { lens = {}, block_size = 16 }
+add { lens = { 0, 1 }, block_size = 1 }
+for _, group in ipairs { 1, 2, 3, 4, 8, 9, 33 } do
+  for _, join in ipairs { "max", "mean" } do
+    add { lens = { 45, 0, 100 }, block_size = 16, kv_heads = 2, group = group, join = join,
+      head_dim = 32 }
+  end
+end
+for _, dim in ipairs { 8, 24, 64, 80, 96, 128, 256 } do
+  add { lens = { 70, 3 }, block_size = 8, group = 4, head_dim = dim }
+end
+for _, size in ipairs { 1, 8, 16, 17, 256, 4096 } do
+  add { lens = { 600, 17, 1 }, block_size = size, group = 4, head_dim = 16 }
+end
+for len = 1, 17 do add { lens = { len }, block_size = 16, head_dim = 8, seed = len } end
+for _, dtype in ipairs { "f16", "bf16" } do
+  add { lens = { 70, 3 }, block_size = 16, group = 4, kv_heads = 2, dtype = dtype }
+  add { lens = { 70, 3 }, block_size = 16, group = 1, q = dtype }
+  add { lens = { 70, 3 }, block_size = 16, group = 2, dtype = dtype, q = dtype }
+end
+add { lens = { 300, 2000 }, block_size = 4, head_dim = 16, kv_heads = 2, group = 2,
+  extra = 150 }                -- several runs of blocks, and some with none
+
+function M.group_number(c)
+  return c.join == "mean" and kv.C.KVL_GROUP_MEAN or kv.C.KVL_GROUP_MAX
+end
+
+--- The memory, the number of query heads and the queries of a case.
+function M.prepare(c)
+  if not c.paged then
+    c.paged = support.paged(c)
+    c.heads = c.paged.layout.kv_heads * (c.group or 1)
+    c.queries = support.randn(kv.device "cpu", c.q or "f32",
+      { #c.lens, c.heads, c.paged.layout.head_dim }, 42)
+  end
+  return c.paged, c.heads, c.queries
+end
+
+--- `run(dev, case)` returns the scores and a function that gives the reference's.
+function M.describe(name, run, tolerance)
+  busted.describe(name, function()
+    support.it_on_cpu("matches the reference", function(dev)
+      for i, c in ipairs(M.list) do
+        local scores, want = run(dev, c)
+        support.close(scores, want(), tolerance, 1e-6, ("scores of case %d"):format(i))
+      end
+    end)
+  end)
+
+  busted.describe(name .. " on CUDA #gpu", function()
+    support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
+      for i, c in ipairs(M.list) do
+        support.close((run(cuda, c)), (run(cpu, c)), 2 * tolerance, 1e-6,
+          ("scores of case %d"):format(i))
+      end
+    end)
+  end)
+end
+
+return M

@@ -1,0 +1,130 @@
+--- Exact: only comparisons.
+local kv = require "kvlab"
+local ffi = require "ffi"
+local support = require "spec.support"
+local reference = require "spec.reference.attention"
+
+local INF, NAN = math.huge, 0 / 0
+
+--- Kinds of scores: fn(rng, i) of block i.
+local kinds = {
+  distinct = function(rng) return rng(1000000) / 7 - 70000 end,
+  few = function(rng) return rng(4) - 2 end,
+  equal = function() return 0.25 end,
+  ["-inf"] = function() return -INF end,
+  ["+inf"] = function() return INF end,
+  nan = function() return NAN end,
+  zeros = function(_, i) return i % 2 == 0 and 0 or -0 / 1 end,
+  mixed = function(rng) return ({ NAN, -INF, INF, 1, -1, 0, 1e-40, -1e-40, 3e38 })[rng(9) + 1] end,
+  rising = function(_, i) return i end,
+  falling = function(_, i) return -i end,
+}
+
+local function budget(b)
+  return ffi.new("kvl_budget", { ratio = b.ratio or -1, blocks = b.blocks or 0,
+    min_blocks = b.min_blocks or 0, sink = b.sink or 0, recent = b.recent or 0 })
+end
+
+local function scores_of(c)
+  if not c.scores then
+    local rng, fn = support.rng(#c.lens + c.max_blocks), kinds[c.kind]
+    c.scores = {}
+    for i = 0, #c.lens * c.heads * c.max_blocks - 1 do
+      c.scores[i + 1] = fn(rng, i % c.max_blocks)
+    end
+  end
+  return c.scores
+end
+
+local function run(dev, c, counted)
+  local rows, n = #c.lens, c.max_blocks
+  local selection = support.poisoned(dev, "i32", { rows, c.heads, c.max_selected })
+  local counts = support.poisoned(dev, "i32", { rows, c.heads })
+  kv.check(kv.C.kvl_select(kv.from(dev, "f32", { rows, c.heads, n }, scores_of(c)),
+    kv.from(dev, "i32", { rows }, c.lens), c.block_size, budget(c.budget), selection,
+    counted and counts or nil))
+  return selection, counts
+end
+
+local function expected(c)
+  local selection, counts, scores = {}, {}, scores_of(c)
+  for s = 0, #c.lens - 1 do
+    for h = 0, c.heads - 1 do
+      local n = math.ceil(c.lens[s + 1] / c.block_size)
+      local row, first = {}, (s * c.heads + h) * c.max_blocks
+      for b = 1, n do row[b] = scores[first + b] end
+      local chosen = reference.select(row, n, c.budget, c.max_selected)
+      for i = 1, c.max_selected do selection[#selection + 1] = chosen[i] or -1 end
+      counts[#counts + 1] = #chosen
+    end
+  end
+  return selection, counts
+end
+
+local budgets = {
+  { blocks = 0 }, { blocks = 1 }, { blocks = 7 }, { blocks = 1000 }, { ratio = 0 },
+  { ratio = 0.1 }, { ratio = 0.5, min_blocks = 4, sink = 1, recent = 2 }, { ratio = 1 },
+  { blocks = 2, sink = 3, recent = 4 }, { blocks = 12, recent = 3 }, { blocks = 12, sink = 5 },
+}
+
+local cases = {}
+for kind in pairs(kinds) do
+  for _, b in ipairs(budgets) do
+    cases[#cases + 1] = { kind = kind, budget = b, lens = { 0, 1, 16, 17, 300, 513 },
+      block_size = 16, heads = 2, max_blocks = 40, max_selected = 40 }
+  end
+end
+local short = {}
+for max_selected = 1, 9 do
+  short[#short + 1] = { kind = "few", budget = { ratio = 0.5, sink = 3, recent = 4 },
+    lens = { 300, 20, 90 }, block_size = 16, heads = 1, max_blocks = 19,
+    max_selected = max_selected }
+end
+local long = {}
+for kind in pairs(kinds) do
+  for _, blocks in ipairs { 1, 100, 4000 } do
+    long[#long + 1] = { kind = kind, budget = { blocks = blocks, sink = 1, recent = 2 },
+      lens = { 5000 }, block_size = 1, heads = 1, max_blocks = 5000, max_selected = 5000 }
+  end
+end
+local empty = { { kind = "few", budget = { blocks = 3 }, lens = {}, block_size = 16,
+  heads = 2, max_blocks = 4, max_selected = 4 } }
+
+local topics = {
+  { "takes sinks, recent blocks and the best scores, whatever they are", cases },
+  { "keeps the sinks and then the most recent blocks when there is little room", short },
+  { "is exact for long sequences", long },
+  { "does nothing for no sequences", empty },
+}
+
+describe("selecting blocks", function()
+  for _, topic in ipairs(topics) do
+    support.it_on_cpu(topic[1], function(dev)
+      for i, c in ipairs(topic[2]) do
+        local what = (" of case %d (%s)"):format(i, c.kind)
+        local selection, counts = run(dev, c, true)
+        local want, want_counts = expected(c)
+        support.equal(selection, want, "selection" .. what)
+        support.equal(counts, want_counts, "counts" .. what)
+      end
+    end)
+  end
+
+  support.it_on_cpu("runs without counts", function(dev)
+    support.equal((run(dev, cases[3])), (expected(cases[3])), "selection")
+  end)
+end)
+
+describe("selecting blocks on CUDA #gpu", function()
+  for _, topic in ipairs(topics) do
+    support.it_on_gpu(topic[1], function(cuda, cpu)
+      for i, c in ipairs(topic[2]) do
+        local what = (" of case %d (%s)"):format(i, c.kind)
+        local selection, counts = run(cuda, c, true)
+        local want, want_counts = run(cpu, c, true)
+        support.equal(selection, want, "selection" .. what)
+        support.equal(counts, want_counts, "counts" .. what)
+      end
+    end)
+  end
+end)

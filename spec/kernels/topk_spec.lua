@@ -1,0 +1,82 @@
+-- Tolerance: none. Values are copies, the order is total.
+local kv = require "kvlab"
+local S = require "spec.support"
+local reference = require "spec.reference.math"
+
+local cpu = kv.device "cpu"
+local INF, NAN = 1 / 0, 0 / 0
+
+local function run(dev, a, k, largest)
+  local rows = a:size(0)
+  local values = S.poisoned(dev, "f32", { rows, k })
+  local indices = S.poisoned(dev, "i32", { rows, k })
+  kv.check(kv.C.kvl_topk(a:to(dev), largest and 1 or 0, values, indices))
+  return indices, values
+end
+
+local makers = {
+  normal = function(shape) return S.randn(cpu, "f32", shape, 6) end,
+  coarse = function(shape)   -- many ties, both zeros, NaN and infinities
+    local rng, values = S.rng(9), {}
+    local odd = { NAN, INF, -INF, 0, -0.0, -NAN }
+    for i = 1, shape[1] * shape[2] do
+      values[i] = rng(10) == 0 and odd[rng(#odd) + 1] or rng(7) - 3
+    end
+    return kv.from(cpu, "f32", shape, values)
+  end,
+  equal = function(shape) return kv.full(cpu, "f32", shape, 2.5) end,
+  close = function(shape)   -- equal but for the last bits
+    local values = {}
+    for i = 1, shape[1] * shape[2] do values[i] = 1 + (i * 7919 % 1021) * 2 ^ -23 end
+    return kv.from(cpu, "f32", shape, values)
+  end,
+}
+
+describe("topk", function()
+  for name, make in pairs(makers) do
+    for _, case in ipairs { { 1, 1, 1 }, { 3, 17, 0 }, { 3, 17, 5 }, { 2, 100, 100 },
+                            { 5, 4099, 64 }, { 2, 3000, 3000 }, { 1, 70001, 1000 },
+                            { 0, 5, 2 }, { 40, 2000, 128 } } do
+      local rows, n, k = case[1], case[2], case[3]
+      for _, largest in ipairs { true, false } do
+        local text = ("%s first %d of %dx%d %s"):format(largest and "the" or "the last", k,
+          rows, n, name)
+        local a
+        S.it_on_cpu("finds " .. text, function(dev)
+          a = a or make { rows, n }
+          local indices, values = run(dev, a, k, largest)
+          local want = reference.topk(a:list(), n, k, largest)
+          S.equal(indices, want)
+          local list, wanted = a:list(), {}
+          for i, index in ipairs(want) do
+            wanted[i] = list[math.floor((i - 1) / k) * n + index + 1]
+          end
+          S.equal(values, wanted)
+        end)
+        S.it_on_gpu("agrees with the CPU on " .. text, function(cuda)
+          a = a or make { rows, n }
+          local indices, values = run(cuda, a, k, largest)
+          local want_indices, want_values = run(cpu, a, k, largest)
+          S.equal(indices, want_indices)
+          S.equal(values, want_values)
+        end)
+      end
+    end
+  end
+
+  S.it_on_cpu("works without values", function(dev)
+    local a, indices = makers.normal { 2, 50 }, S.poisoned(dev, "i32", { 2, 50 })
+    kv.check(kv.C.kvl_topk(a, 1, nil, indices))
+    S.equal(indices, reference.topk(a:list(), 50, 50, true))
+  end)
+
+  it("refuses k above n, other dtypes and other rows", function()
+    local a, h = kv.zeros(cpu, "f32", { 2, 3 }), kv.zeros(cpu, "f16", { 2, 3 })
+    local wide, tall = kv.zeros(cpu, "i32", { 2, 4 }), kv.zeros(cpu, "i32", { 3, 3 })
+    S.refuses(function() kv.check(kv.C.kvl_topk(a, 1, nil, wide)) end, "topk", "k is 4 of 3")
+    S.refuses(function() kv.check(kv.C.kvl_topk(h, 1, nil, wide)) end, "a is f16 [2, 3]",
+      "f32")
+    S.refuses(function() kv.check(kv.C.kvl_topk(a, 1, nil, tall)) end,
+      "indices is i32 [3, 3]", "rows=2")
+  end)
+end)

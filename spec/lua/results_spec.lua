@@ -1,0 +1,158 @@
+local ffi = require "ffi"
+local harness = require "spec.lua.experiment_support"
+local json = require "kvlab.json"
+local results = require "kvlab.results"
+
+local assert_has, lines, path = harness.assert_has, harness.lines, harness.path
+local problem_of, read, run = harness.problem_of, harness.read, harness.run
+
+ffi.cdef [[
+int fork(void);
+int getpid(void);
+int kill(int pid, int signal);
+int waitpid(int pid, int *status, int options);
+]]
+
+describe("results", function()
+  before_each(harness.make_folder)
+  after_each(harness.remove_folder)
+
+  it("keep every digit; NaN is null and reads as NaN", function()
+    local spec = { run = function()
+      return { sum = 0.1 + 0.2, nan = 0 / 0, inf = math.huge, n = 2LL ^ 40, word = "é\"" }
+    end }
+    local first = run(spec).rows[1].metrics
+    assert.equal('{"inf": null, "n": 1099511627776, "nan": null, '
+      .. '"sum": 0.30000000000000004, "word": "é\\""}',
+      lines()[1]:match '"metrics": (.*)}$')
+    local again = run(spec).rows[1].metrics
+    for _, metrics in ipairs { first, again } do
+      assert.equal(0.1 + 0.2, metrics.sum)
+      assert.is_true(metrics.nan ~= metrics.nan and metrics.inf ~= metrics.inf)
+    end
+  end)
+
+  it("are not computed twice", function()
+    run(nil, { context = 512 })
+    run()
+    assert.same({ "1024 quest 0.1", "1024 quest 0.3", "1024 random 0.1",
+      "1024 random 0.3" }, harness.calls)
+    assert_has("resumed 4 of 8\n", harness.printed)
+    local before = read "results.jsonl"
+    local answer = run()
+    assert.same({}, harness.calls)
+    assert_has("resumed 8 of 8\n", harness.printed)
+    assert.equal(before, read "results.jsonl")
+    assert.equal(8, #answer.rows)
+    run(nil, { prompts = 9 })
+    assert.equal(8, #harness.calls)
+    assert.equal(16, #lines())
+  end)
+
+  it("lose a torn last row and nothing else, wherever it is torn", function()
+    run(nil, { context = 512 })
+    local whole = read "results.jsonl"
+    local last = lines()[4]
+    for length = 1, #last, 37 do
+      results.write_file(path "results.jsonl", whole .. last:sub(1, length))
+      run(nil, { context = 512 })
+      assert.equal(whole, read "results.jsonl")
+      assert.same({}, harness.calls)
+      assert_has("dropped a row", harness.printed)
+    end
+    results.write_file(path "results.jsonl", whole:sub(1, -2)) -- only the newline is lost
+    run(nil, { context = 512 })
+    assert.equal(1, #harness.calls)
+    assert.equal(whole, read "results.jsonl")
+  end)
+
+  it("with damage in the middle are refused with the line", function()
+    run()
+    local list = lines()
+    list[3] = list[3]:sub(1, 20)
+    results.write_file(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    assert_has("results.jsonl, line 3 is damaged", problem_of())
+    list[3] = "{}"
+    results.write_file(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    assert_has("line 3 is damaged (no config and metrics)", problem_of())
+  end)
+
+  it("are there after a kill -9, whole rows only", function()
+    local function steps(act)
+      return { whole = {
+        name = "spec", environment = { device = "cpu" },
+        grid = { { "i", { 1, 2, 3, 4 } } },
+        run = function(config)
+          act(config.i)
+          return { x = config.i }
+        end,
+      } }
+    end
+    local child = ffi.C.fork()
+    if child == 0 then
+      pcall(run, steps(function(i)
+        if i == 3 then ffi.C.kill(ffi.C.getpid(), 9) end
+      end))
+      ffi.C.kill(ffi.C.getpid(), 9)
+    end
+    ffi.C.waitpid(child, nil, 0)
+    assert.equal(2, #lines())
+    local ran = {}
+    run(steps(function(i) ran[#ran + 1] = i end))
+    assert.same({ 3, 4 }, ran)
+    assert.equal(4, #lines())
+  end)
+
+  it("of another experiment, seed or device are refused, --set fresh=true replaces them",
+    function()
+      run()
+      local before = read "results.jsonl"
+      assert_has("holds results of seed 0, this run has 1", problem_of(nil, nil,
+        { seed = 1 }))
+      assert_has("choose another --out=DIR", problem_of(nil, nil, { seed = 1 }))
+      assert_has("of name spec, this run has other", problem_of { name = "other" })
+      assert_has("of device cpu, this run has cuda:0",
+        problem_of { environment = { device = "cuda:0" } })
+      assert_has("of description a spec, this run has a GPU",
+        problem_of { environment = { device = "cpu", description = "a GPU" } })
+      assert.equal(before, read "results.jsonl")
+      run(nil, { fresh = true, context = 512 }, { seed = 1 })
+      assert.equal(4, #lines())
+      assert.equal(1, json.decode(read "manifest.json").seed)
+    end)
+
+  it("are written by one process at a time", function()
+    local problem
+    run { run = function()
+      problem = problem or select(2, pcall(results.open, harness.folder, false))
+      return { x = 1 }
+    end }
+    assert_has("is being written by another process", problem)
+  end)
+end)
+
+describe("manifest", function()
+  before_each(harness.make_folder)
+  after_each(harness.remove_folder)
+
+  it("says what the results were made with", function()
+    run({ environment = { device = "cuda:0", description = "a GPU", driver = "580.1",
+      versions = { cuda = "13.0" } } }, { context = "64,32" }, { seed = 5 })
+    local m = json.decode(read "manifest.json")
+    assert.same({ "spec", "Is it so?", 5, "cuda:0", "a GPU", "580.1", 8, "13.0" }, {
+      m.name, m.title, m.seed, m.device, m.description, m.driver, m.configurations,
+      m.versions.cuda })
+    assert.same({ name = "context", values = { 64, 32 } }, m.axes[1])
+    assert.truthy(m.date:match "^%d%d%d%d%-%d%d%-%d%dT%d%d:%d%d:%d%dZ$")
+    assert.equal(jit.version, m.versions.luajit)
+    assert.equal("string", type(m.command))
+  end)
+
+  it("remembers the earlier runs that computed rows", function()
+    run(nil, { context = 512 })
+    run()
+    assert.equal(1, #json.decode(read "manifest.json").earlier_runs)
+    run()
+    assert.equal(1, #json.decode(read "manifest.json").earlier_runs)
+  end)
+end)

@@ -1,0 +1,166 @@
+--- The forward pass against Hugging Face transformers (tools/hf_goldens.py made the
+-- goldens), and the equalities that hold for every model: chunked, decoded, batched, forked.
+-- Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of logits that are
+-- O(1) to O(10).
+local kv = require "kvlab"
+local json = require "kvlab.json"
+local llama = require "models.llama"
+local support = require "spec.support"
+
+local NAMES = { "llama", "llama3", "qwen2", "qwen3" }
+
+local function folder(name) return kv.paths.root .. "/spec/data/hf/" .. name end
+
+local function golden(name)
+  local file = assert(io.open(folder(name) .. "/golden.json"))
+  local g = json.decode(file:read "*a")
+  file:close()
+  local flat = {}
+  for _, row in ipairs(g.logits) do
+    for _, x in ipairs(row) do flat[#flat + 1] = x end
+  end
+  return g.tokens, flat
+end
+
+local function load(name, dev)
+  return llama.load(folder(name), { device = dev, dtype = "f32" })
+end
+
+local function check(dev)
+  for _, name in ipairs(NAMES) do
+    describe(name .. " on " .. dev:name(), function()
+      local tokens, logits = golden(name)
+      local model = load(name, dev)
+      local vocab = model.config.vocab
+
+      it("gives the logits of transformers", function()
+        local engine = model:engine { blocks = 16 }
+        local got = engine:prefill_all(engine:sequence(), tokens)
+        support.close(got, logits, 2e-4, 2e-4, name)
+      end)
+
+      it("gives them in any chunking", function()
+        for _, chunk in ipairs { 1, 3, 16, 17 } do
+          local engine = model:engine { blocks = 16, chunk = chunk, block_size = 8 }
+          local got = engine:prefill_all(engine:sequence(), tokens)
+          support.close(got, logits, 2e-4, 2e-4, name .. " chunk " .. chunk)
+        end
+      end)
+
+      it("gives them when it decodes after a prefill", function()
+        local engine = model:engine { blocks = 16 }
+        local seq, cut = engine:sequence(), #tokens - 5
+        local head = {}
+        for i = 1, cut do head[i] = tokens[i] end
+        local got = engine:prefill(seq, head)
+        for at = cut, #tokens do
+          local want = {}
+          for i = 1, vocab do want[i] = logits[(at - 1) * vocab + i] end
+          support.close(got, want, 2e-4, 2e-4, name .. " token " .. at)
+          if at < #tokens then got = engine:decode({ seq }, { tokens[at + 1] }) end
+        end
+      end)
+
+      it("gives them to sequences of a batch and to forks", function()
+        local engine = model:engine { blocks = 32 }
+        local seq, other = engine:sequence(), engine:sequence()
+        local head, last = {}, tokens[#tokens]
+        for i = 1, #tokens - 1 do head[i] = tokens[i] end
+        engine:prefill(seq, head)
+        engine:prefill(other, { 5, 9, 2 })
+        local fork = seq:fork()
+        local got = engine:decode({ fork, other, seq }, { last, 1, last })
+        local want = {}
+        for i = 1, vocab do want[i] = logits[(#tokens - 1) * vocab + i] end
+        support.close(got:index(0), want, 2e-4, 2e-4, "fork")
+        support.close(got:index(2), want, 2e-4, 2e-4, "original")
+      end)
+    end)
+  end
+end
+
+check(kv.device "cpu")
+describe("#gpu", function()
+  if kv.cuda_available() then check(kv.device "cuda") end
+end)
+
+describe("llama.load", function()
+  local function fails(words, change)
+    local dir = os.tmpname()
+    os.remove(dir)
+    assert(os.execute(("mkdir '%s' && cp '%s'/* '%s'"):format(dir, folder "llama", dir)) == 0)
+    local file = assert(io.open(dir .. "/config.json"))
+    local text = file:read "*a"
+    file:close()
+    file = assert(io.open(dir .. "/config.json", "w"))
+    file:write((change(text)))
+    file:close()
+    local ok, why = pcall(llama.load, dir, { device = "cpu" })
+    os.execute(("rm -r '%s'"):format(dir))
+    assert.is_false(ok)
+    assert.truthy(why:find(words, 1, true), why)
+  end
+
+  it("names the field of a config that it cannot run", function()
+    fails("model_type is gpt2", function(t) return t:gsub('"model_type": "llama"',
+      '"model_type": "gpt2"') end)
+    fails("hidden_act is gelu", function(t) return t:gsub('"silu"', '"gelu"') end)
+    fails("num_hidden_layers is 1.5", function(t)
+      return t:gsub('("num_hidden_layers": )%d+', "%11.5") end)
+    fails("no tensor \"model.layers.2", function(t)
+      return t:gsub('("num_hidden_layers": )%d+', "%13") end)
+    fails("expected [", function(t) return t:gsub('("vocab_size": )%d+', "%1100") end)
+    fails("config.json", function(t) return t:sub(1, 50) end)
+  end)
+
+  it("names a folder that is not there", function()
+    local ok, why = pcall(llama.load, "/nonexistent", { device = "cpu" })
+    assert.is_false(ok)
+    assert.truthy(why:find "/nonexistent/config.json", why)
+  end)
+end)
+
+describe("an engine", function()
+  local model = load("llama", kv.device "cpu")
+
+  it("refuses tokens that are not ids and stays usable", function()
+    local engine = model:engine { blocks = 8 }
+    local seq = engine:sequence()
+    for words, bad in pairs { ["token 1 is 9999"] = { 1, 9999 }, ["token 0 is -1"] = { -1 },
+                              ["empty"] = {}, ["token 0 is 1.5"] = { 1.5 } } do
+      local ok, why = pcall(engine.prefill, engine, seq, bad)
+      assert.is_false(ok)
+      assert.truthy(why:find(words, 1, true), why)
+    end
+    assert.equal(0, seq:length())
+    assert.same({ 1, model.config.vocab }, engine:prefill(seq, { 1, 2 }):dims())
+  end)
+
+  it("runs out of blocks with words, and goes on when some are freed", function()
+    local engine = model:engine { blocks = 4, block_size = 8 }
+    local a, b = engine:sequence(), engine:sequence()
+    local long = {}
+    for i = 1, 24 do long[i] = i end
+    engine:prefill(a, long)
+    local ok, why = pcall(engine.prefill, engine, b, long)
+    assert.is_false(ok)
+    assert.truthy(why:find "out of blocks: 3 wanted, 1 of 4 free", why)
+    a:close()
+    engine:prefill(b, long)
+    assert.equal(24, b:length())
+  end)
+
+  it("generates what step by step decoding gives", function()
+    local engine = model:engine { blocks = 16 }
+    local seq = engine:sequence()
+    local ids = engine:generate(seq, engine:prefill(seq, { 3, 1, 4, 1, 5 }), 6)
+    local again = engine:sequence()
+    local all = { 3, 1, 4, 1, 5 }
+    for i = 1, 6 do
+      local next_id = engine:prefill(again, all):argmax():list()[1]
+      assert.equal(ids[i], next_id)
+      all[#all + 1] = next_id
+      again:truncate(0)
+    end
+  end)
+end)

@@ -1,0 +1,161 @@
+--- What every policy owes, whatever its idea: each file in lua/policies/ runs through this.
+local kv = require "kvlab"
+local rig = require "spec.rig"
+local support = require "spec.support"
+
+local LENGTHS = { 1, 3, 16, 17, 33, 160, 250 } -- tokens before the decoded one; block 16
+local RATIOS = { 0, 0.02, 0.1, 0.37, 1 }
+
+local function rows_of(selection)
+  local dims, flat, rows = selection:dims(), selection:list(), {}
+  for r = 0, dims[1] * dims[2] - 1 do
+    local row = {}
+    for i = 1, dims[3] do row[i] = flat[r * dims[3] + i] end
+    rows[r + 1] = row
+  end
+  return rows, dims[2]
+end
+
+--- One row of a selection over n blocks: how many were taken, after checking their order.
+local function check_row(row, n, policy, count)
+  local taken, before = 0, -1
+  for i, block in ipairs(row) do
+    if block == -1 then
+      for j = i, #row do assert.equal(-1, row[j]) end
+      break
+    end
+    assert.is_true(block > before and block < n, "ascending and in range")
+    taken, before = taken + 1, block
+  end
+  assert.equal(count, taken)
+  local has = {}
+  for i = 1, taken do has[row[i]] = true end
+  for b = 0, math.min(policy.sink, n) - 1 do assert.is_true(has[b], "sink") end
+  for b = math.max(0, n - policy.recent), n - 1 do assert.is_true(has[b], "recent") end
+  local budget = kv.policy.budget_blocks(policy.budget, n)
+  assert.equal(budget, taken, "the budget is used and not exceeded")
+end
+
+local function contract(name, dev)
+  local is_full = name == "full"
+
+  local function check_selections(o)
+    local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS, steps = 18 })
+    for _, step in ipairs(run.steps) do
+      if is_full then
+        assert.is_nil(step.selection)
+      else
+        local rows, heads = rows_of(step.selection)
+        local counts = step.counts:list()
+        for i, row in ipairs(rows) do
+          local length = step.lens[math.floor((i - 1) / heads) + 1]
+          check_row(row, math.ceil(length / 16), run.policy, counts[i])
+        end
+      end
+    end
+  end
+
+  it("selects in range, ascending, within the budget, with sink and recent", function()
+    for _, ratio in ipairs(RATIOS) do
+      check_selections { ratio = ratio, sink = 1, recent = 2, min_blocks = 3 }
+    end
+    check_selections { blocks = 5, sink = 2, recent = 1 }
+    check_selections { tokens = 40, sink = 0, recent = 0, min_blocks = 0 }
+  end)
+
+  it("equals dense attention when the budget is everything", function()
+    for _, o in ipairs { { ratio = 1 }, { blocks = 64 } } do
+      local dense = rig.decode(dev, { policy = "full", lengths = LENGTHS, steps = 3 })
+      local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS, steps = 3 })
+      for i, step in ipairs(run.steps) do
+        support.close(step.out, dense.steps[i].out, 2e-6, 2e-6, name)
+      end
+    end
+  end)
+
+  it("gives the same output for the same input", function()
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = LENGTHS, steps = 3 }
+    local a, b = rig.decode(dev, o), rig.decode(dev, o)
+    for i, step in ipairs(a.steps) do support.equal(step.out, b.steps[i].out, name) end
+  end)
+
+  it("carries nothing from one request to the next", function()
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 200 }, steps = 3 }
+    local alone = rig.decode(dev, o)
+    o.before = { 90, 250 } -- requests that come and go first, in the same blocks
+    local after = rig.decode(dev, o)
+    for i, step in ipairs(alone.steps) do
+      support.equal(step.out, after.steps[i].out, name)
+    end
+  end)
+
+  it("gives a sequence in a batch what it gives it alone", function()
+    if name == "random" then return end -- draws over the whole batch
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 250, 90 }, steps = 2 }
+    local both = rig.decode(dev, o)
+    o.lengths = { 250 }
+    local alone = rig.decode(dev, o)
+    for i, step in ipairs(alone.steps) do
+      support.close(step.out:index(0), both.steps[i].out:index(0), 2e-6, 2e-6, name)
+    end
+  end)
+
+  it("sees a prompt in any chunking the same way", function()
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 200 }, steps = 3 }
+    local whole = rig.decode(dev, o)
+    for _, chunk in ipairs { 1, 7, 16, 64 } do
+      o.chunk = chunk
+      local cut = rig.decode(dev, o)
+      for i, step in ipairs(whole.steps) do
+        support.close(cut.steps[i].out, step.out, 2e-6, 2e-6, name .. " chunk " .. chunk)
+      end
+    end
+  end)
+
+  it("sees a fork as a sequence of its own", function()
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 195 }, steps = 4 }
+    local plain = rig.decode(dev, o)
+    o.fork = true
+    local forked = rig.decode(dev, o)
+    for i, step in ipairs(plain.steps) do
+      support.equal(forked.steps[i].out, step.out, name)
+    end
+  end)
+
+  it("works in every dtype", function()
+    for _, dtype in ipairs { "f16", "bf16" } do
+      local run = rig.decode(dev, { policy = name, options = { ratio = 1 }, steps = 2,
+                                    lengths = { 100 }, dtype = dtype })
+      local dense = rig.decode(dev, { policy = "full", steps = 2, lengths = { 100 },
+                                      dtype = dtype })
+      for i, step in ipairs(run.steps) do
+        support.close(step.out:cast "f32", dense.steps[i].out:cast "f32", 1e-2, 1e-2, name)
+      end
+    end
+  end)
+end
+
+for _, name in ipairs(kv.policy.names()) do
+  describe("policy " .. name, function()
+    contract(name, kv.device "cpu")
+
+    it("stays within 60 lines", function()
+      local n = 0
+      for _ in io.lines(kv.paths.root .. "/lua/policies/" .. name .. ".lua") do n = n + 1 end
+      assert.is_true(n <= 60)
+    end)
+  end)
+  describe("policy " .. name .. " on cuda #gpu", function()
+    if not kv.cuda_available() then return end
+    contract(name, kv.device "cuda")
+
+    it("selects and attends as on the cpu", function()
+      local o = { policy = name, options = { ratio = 0.3 }, lengths = LENGTHS, steps = 3 }
+      local cuda, cpu = rig.decode(kv.device "cuda", o), rig.decode(kv.device "cpu", o)
+      for i, step in ipairs(cpu.steps) do
+        if step.selection then support.equal(cuda.steps[i].selection, step.selection) end
+        support.close(cuda.steps[i].out, step.out, 1e-5, 1e-5, name)
+      end
+    end)
+  end)
+end

@@ -1,0 +1,142 @@
+--- A cache with random keys, values and queries, driven through kv.attention: what the
+-- policy and attention specs run on. The numbers depend on the seed, the sequence and the
+-- position alone, so that runs cut in other chunks or batches see the same tokens.
+local kv = require "kvlab"
+
+local M = {}
+
+local SHAPE = { layers = 2, heads = 8, kv_heads = 2, head_dim = 32, block_size = 16,
+                blocks = 128 }
+M.SHAPE = SHAPE
+
+local drawn = {} -- by device, dtype and seed
+
+local function numbers(dev, dtype, seed, heads)
+  local key = dev:name() .. dtype .. seed
+  drawn[key] = drawn[key]
+    or kv.randn(dev, "f32", { 512, heads, SHAPE.head_dim }, { seed = seed }):cast(dtype)
+  return drawn[key]
+end
+
+--- q, k, v of tokens [position, position + n) of sequence number s in a layer.
+local function tokens(dev, dtype, s, layer, position, n)
+  local function draw(kind, heads)
+    return numbers(dev, dtype, 1000 * s + 10 * layer + kind, heads):narrow(position, n)
+  end
+  return draw(1, SHAPE.heads), draw(2, SHAPE.kv_heads), draw(3, SHAPE.kv_heads)
+end
+
+--- The same for several sequences of n tokens each, one after the other.
+local function join(dev, dtype, parts, heads, n)
+  local all = kv.tensor(dev, dtype, { #parts * n, heads, SHAPE.head_dim })
+  for i, part in ipairs(parts) do all:narrow((i - 1) * n, n):copy_(part) end
+  return all
+end
+
+local function step(rig, numbers, position_of, n, is_prefill)
+  local outs = {}
+  rig.attention:begin(rig.batch, is_prefill)
+  for layer = 0, SHAPE.layers - 1 do
+    local q, k, v = {}, {}, {}
+    for i, s in ipairs(numbers) do
+      q[i], k[i], v[i] = tokens(rig.device, rig.dtype, s, layer, position_of[i], n)
+    end
+    outs[layer] = rig.attention:forward(layer,
+      join(rig.device, rig.dtype, q, SHAPE.heads, n),
+      join(rig.device, rig.dtype, k, SHAPE.kv_heads, n),
+      join(rig.device, rig.dtype, v, SHAPE.kv_heads, n))
+  end
+  return outs
+end
+
+--- Prefill sequence number s with `length` tokens in chunks.
+local function prefill(rig, seq, s, length, chunk)
+  local at = 0
+  while at < length do
+    local n = math.min(chunk, length - at)
+    rig.batch:append({ seq }, { n })
+    rig.last = step(rig, { s }, { at }, n, true)
+    at = at + n
+  end
+end
+
+function M.new(dev, o)
+  local rig = { device = dev, dtype = o.dtype or "f32" }
+  rig.cache = kv.cache { device = dev, dtype = rig.dtype, layers = SHAPE.layers,
+    blocks = SHAPE.blocks, block_size = o.block_size or SHAPE.block_size,
+    kv_heads = SHAPE.kv_heads, head_dim = SHAPE.head_dim }
+  rig.policy = kv.policy.open(o.policy or "full", o.options)
+  rig.attention = kv.attention { cache = rig.cache, heads = SHAPE.heads, max_seqs = 8,
+    decode_policy = rig.policy, alibi = o.alibi }
+  rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }
+  -- remember what the policy selected in each layer
+  local select_blocks = rig.policy.select_blocks
+  rig.policy.select_blocks = function(self, ctx)
+    local selection, counts = select_blocks(self, ctx)
+    rig.selection = selection and selection:clone()
+    rig.counts = counts and counts:clone()
+    return selection, counts
+  end
+  return rig
+end
+
+--- Prefill `lengths`, then decode `steps` tokens for all of them together.
+--  o: policy, options, lengths, steps, dtype, chunk (all), before (lengths of requests that
+--  come and go first), fork (decode on forks while the originals grow too)
+--  Result: policy, steps[i] = { out, selection, counts (of the last layer), lens }
+function M.decode(dev, o)
+  local rig = M.new(dev, o)
+  local chunk = o.chunk or 512
+  for i, length in ipairs(o.before or {}) do
+    local seq = rig.cache:sequence()
+    prefill(rig, seq, 50 + i, length, chunk)
+    rig.batch:append({ seq }, { 1 })
+    step(rig, { 50 + i }, { length }, 1, false)
+    seq:close()
+  end
+  local seqs, numbers, at = {}, {}, {}
+  for i, length in ipairs(o.lengths) do
+    seqs[i], numbers[i], at[i] = rig.cache:sequence(), i, length
+    prefill(rig, seqs[i], i, length, chunk)
+    if o.fork then
+      local fork = seqs[i]:fork()
+      rig.batch:append({ seqs[i] }, { 1 }) -- other tokens into the once shared block
+      step(rig, { 90 + i }, { length }, 1, false)
+      seqs[i] = fork
+    end
+  end
+  local counts, steps = {}, {}
+  for i = 1, #seqs do counts[i] = 1 end
+  for n = 1, o.steps do
+    rig.batch:append(seqs, counts)
+    local outs = step(rig, numbers, at, 1, false)
+    local lens = {}
+    for i = 1, #seqs do
+      at[i] = at[i] + 1
+      lens[i] = at[i]
+    end
+    steps[n] = { out = outs[SHAPE.layers - 1], selection = rig.selection,
+                 counts = rig.counts, lens = lens }
+  end
+  rig.cache:close()
+  return { policy = rig.policy, steps = steps }
+end
+
+--- Outputs of the last layer for every token of one sequence, prefilled in chunks:
+-- [length, heads, head_dim].
+function M.prefill(dev, o)
+  local rig = M.new(dev, o)
+  local all = kv.tensor(dev, rig.dtype, { o.length, SHAPE.heads, SHAPE.head_dim })
+  local seq, at = rig.cache:sequence(), 0
+  while at < o.length do
+    local n = math.min(o.chunk or 512, o.length - at)
+    rig.batch:append({ seq }, { n })
+    local outs = step(rig, { 1 }, { at }, n, not (o.decode_tail and n == 1))
+    all:narrow(at, n):copy_(outs[SHAPE.layers - 1])
+    at = at + n
+  end
+  rig.cache:close()
+  return all
+end
+
+return M
