@@ -122,6 +122,29 @@ function M.decode(dev, o)
   return { policy = rig.policy, steps = steps }
 end
 
+--- A function that decodes one token for sequences of these lengths, over and over at the
+-- same lengths, one layer a call: append, summarise, score, select, attend.
+function M.stepper(dev, policy, lengths)
+  local rig = M.new(dev, { policy = policy })
+  rig.policy.select_blocks = nil -- the policy's own, without the recorder
+  local seqs, counts, numbers = {}, {}, {}
+  for i, length in ipairs(lengths) do
+    seqs[i], counts[i], numbers[i] = rig.cache:sequence(), 1, i
+    prefill(rig, seqs[i], i, length, 512)
+  end
+  rig.batch:append(seqs, counts)
+  local n = #seqs
+  local q = kv.randn(dev, "f32", { n, SHAPE.heads, SHAPE.head_dim }, { seed = 1 })
+  local k = kv.randn(dev, "f32", { n, SHAPE.kv_heads, SHAPE.head_dim }, { seed = 2 })
+  local out = kv.tensor(dev, "f32", { n, SHAPE.heads, SHAPE.head_dim })
+  local layer = 0
+  return function()
+    rig.attention:begin(rig.batch, false)
+    rig.attention:forward(layer, q, k, k, out)
+    layer = 1 - layer
+  end
+end
+
 --- Outputs of the last layer for every token of one sequence, prefilled in chunks:
 -- [length, heads, head_dim].
 function M.prefill(dev, o)

@@ -37,10 +37,11 @@ NEEDLE, ASK, QUERIES = 7, 6, 16
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 256, 4, 8, 2, 64, 704
 THETA, EPS, MAX_POSITIONS = 500000.0, 1e-5, 32768
 
-TOKENS_PER_STEP, PEAK_LR, WARMUP, FILLER_LOSS = 65536, 1e-3, 100, 0.02
-CURRICULUM = [  # (share of the run at which the next may begin, lengths, fewest needles);
-    # it begins once 95% is right. No lengths: copies, see there
-    (0, None, 0), (0.20, [256], 2), (0.40, [512, 1024], 8), (0.70, [1024, 2048, 4096], 8), (2, [2048, 4096, 8192], 8)]
+TOKENS_PER_STEP, PEAK_LR, WARMUP, FILLER_LOSS = 32768, 1e-3, 100, 0.02
+# Share of the run at which the next stage may begin, lengths, fewest needles. The next begins once
+# 95% of the answer tokens are right. The stage without lengths is copying, see copies().
+CURRICULUM = [(0, None, 0), (0.20, [256], 2), (0.40, [512, 1024], 8), (0.70, [1024, 2048, 4096], 8),
+              (2, [2048, 4096, 8192], 8)]
 BLOCK, SINK, RECENT = 16, 1, 2
 
 
@@ -163,8 +164,8 @@ class Model(nn.Module):
 
 def copies(rows, length, _, device):
     """Random tokens that repeat with a random period, and which of them can be foretold.
-    A model that has learned to look up what came after a token learns recall in a
-    hundred steps more; started on recall at once it is still guessing after thousands."""
+    A model that has learned to look up what came after a token learns recall in a few
+    hundred steps more; started on recall at once it was still guessing after thousands."""
     period = torch.randint(8, length // 2, (rows, 1), device=device)
     place = torch.arange(length, device=device)
     tokens = torch.randint(KEY_FIRST, VOCAB, (rows, length), device=device).gather(1, place % period)
@@ -315,7 +316,7 @@ TOKENS = {
     "bos": BOS, "key": KEY, "val": VAL, "end": END, "query": QUERY, "answer": ANSWER,
     "key_first": KEY_FIRST, "key_count": KEYS, "value_first": VALUE_FIRST, "value_count": VALUES,
     "filler_first": FILLER_FIRST, "filler_count": FILLERS, "vocab_size": VOCAB,
-    "needle_length": NEEDLE, "query_length": ASK, "train_needles": [8, 64],
+    "needle_length": NEEDLE, "query_length": ASK, "train_needles": [2, 64],
     "train_queries": QUERIES, "train_max_length": 8192}
 
 
@@ -355,7 +356,7 @@ def write_golden(path, model):
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--out", required=True)
-    p.add_argument("--steps", type=int, default=6000)
+    p.add_argument("--steps", type=int, default=11000)
     p.add_argument("--seconds", type=float, help="train for this long instead of --steps")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--prompts", type=int, default=32, help="evaluation prompts of 16 queries")

@@ -5,6 +5,10 @@
 
 #include "cpu/vec.h"
 
+/* Terms that a lane adds up in f32; such runs are then added in double. The error of a sum
+ * is below RUN * 2^-24 of the sum of magnitudes, however long it is. */
+enum { RUN = 32 };
+
 /* Lanes of a where the mask is -1, of b where it is 0. */
 static inline KVL_HOT vf vf_pick(vi mask, vf a, vf b) {
   return (vf)(((vi)a & mask) | ((vi)b & ~mask));

@@ -1,8 +1,8 @@
 /* out[o][i] = sum, mean, max or min over n of a[o][n][i].
  *   a    f32 f16 bf16 [outer, n, inner], or i32 for all but the mean
  *   out  like a, or f32  [outer, inner]
- * Runs of STRIP elements add up in f32 lanes and the runs in double, so the error does not
- * grow with n. MAX and MIN are NaN when an element is. Sums of i32 are exact; what does not
+ * RUN terms at a time add up in f32 lanes and the runs in double, so the error does not grow
+ * with n. MAX and MIN are NaN when an element is. Sums of i32 are exact; what does not
  * fit an i32 result wraps.
  * Reads a once. inner == 1: rows are cut into at most CHUNKS parts when they are long.
  * inner > 1: threads share out tiles of COLUMNS, each read down all of n.
@@ -10,7 +10,7 @@
 #include "cpu/lanes.h"
 #include "cpu/split.h"
 
-enum { STRIP = 2048, CHUNK = 65536, CHUNKS = 64, ROWS = 256, COLUMNS = 4 * VF };
+enum { CHUNK = 65536, CHUNKS = 64, COLUMNS = 4 * VF };
 
 static inline KVL_HOT double none(const int op) {
   return op == KVL_REDUCE_MAX ? -INFINITY : op == KVL_REDUCE_MIN ? INFINITY : 0;
@@ -40,7 +40,7 @@ static inline KVL_HOT double run(const void *p, int64_t n, const int op, const i
   double total = none(op);
   int64_t i = 0;
   while (n - i >= 4 * VF) {
-    int64_t end = i64_min(i + STRIP, n - 4 * VF + 1);
+    int64_t end = i64_min(i + RUN * 4 * VF, n - 4 * VF + 1);
     vf x0 = vf_set((float)none(op)), x1 = x0, x2 = x0, x3 = x0;
     for (; i < end; i += 4 * VF) {
       x0 = vf_join(x0, vf_load(p, i, dtype), op);
@@ -115,7 +115,7 @@ static int long_rows(const struct kvl_reduce_args *a) {
 
 /* ---- columns: inner > 1 ------------------------------------------------------------- */
 
-/* Columns [0, COLUMNS) or, where fewer are left, [0, left) of one vector. */
+/* `vectors` vectors of columns from element `first` on, `left` lanes of each. */
 static inline KVL_HOT void columns(const struct kvl_reduce_args *a, int64_t first, int left,
                                    const int vectors, double *total, const int op,
                                    const int dtype) {
@@ -124,7 +124,7 @@ static inline KVL_HOT void columns(const struct kvl_reduce_args *a, int64_t firs
     vf x[4];
     float lane[COLUMNS];
     for (int v = 0; v < vectors; v++) x[v] = vf_set((float)none(op));
-    for (int64_t end = i64_min(a->n, r + ROWS); r < end; r++)
+    for (int64_t end = i64_min(a->n, r + RUN); r < end; r++)
       for (int v = 0; v < vectors; v++) {
         const void *p = at_const(a->a, first + r * a->inner + v * VF, dtype);
         x[v] = vf_join(x[v], vf_load_n(p, left, dtype), op);
@@ -140,18 +140,16 @@ static int columns_piece(const void *args, int64_t begin, int64_t end) {
   double total[COLUMNS];
   for (int64_t t = begin; t < end; t++) {
     int64_t o = t / tiles, c = t % tiles * COLUMNS, stop = i64_min(a->inner, c + COLUMNS);
-    for (; c < stop; c += COLUMNS) {
-      int64_t first = o * a->n * a->inner + c;
-      if (stop - c == COLUMNS) {
-        KVL_BY_FLOAT(a->dtype, BY_OP(columns(a, first, VF, 4, total, OP, D)))
-        for (int i = 0; i < COLUMNS; i++) finish(a, o * a->inner + c + i, total[i]);
-        continue;
-      }
-      for (int64_t v = c; v < stop; v += VF) {
-        int left = vf_left(v, stop);
-        KVL_BY_FLOAT(a->dtype, BY_OP(columns(a, first + v - c, left, 1, total, OP, D)))
-        for (int i = 0; i < left; i++) finish(a, o * a->inner + v + i, total[i]);
-      }
+    int64_t first = o * a->n * a->inner;
+    if (stop - c == COLUMNS) {
+      KVL_BY_FLOAT(a->dtype, BY_OP(columns(a, first + c, VF, 4, total, OP, D)))
+      for (int i = 0; i < COLUMNS; i++) finish(a, o * a->inner + c + i, total[i]);
+      continue;
+    }
+    for (; c < stop; c += VF) {
+      int left = vf_left(c, stop);
+      KVL_BY_FLOAT(a->dtype, BY_OP(columns(a, first + c, left, 1, total, OP, D)))
+      for (int i = 0; i < left; i++) finish(a, o * a->inner + c + i, total[i]);
     }
   }
   return 0;

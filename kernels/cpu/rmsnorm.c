@@ -3,13 +3,11 @@
  *   x, out    f32 f16 bf16  [rows, dim]   out may be x
  *   residual  like x        [rows, dim]   optional
  *   weight    like x or f32 [dim]
- * Two passes over a row, the second from cache. Squares add up in f32 lanes, STRIP of
- * them at a time, and the strips in double.
+ * Two passes over a row, the second from cache. Squares add up in f32 lanes, RUN in
+ * each, and those sums in double.
  * Limit: read plus write bandwidth. Source: Zhang and Sennrich 2019. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"
-
-enum { STRIP = 2048 };
 
 /* residual += x, where there is one, and the mean of the squares of the result. */
 static inline KVL_HOT float mean_square(const void *x, void *residual, int64_t dim,
@@ -17,7 +15,7 @@ static inline KVL_HOT float mean_square(const void *x, void *residual, int64_t d
   double sum = 0;
   for (int64_t i = 0; i < dim;) {
     vf s = {0};
-    for (int64_t end = i64_min(dim, i + STRIP); i < end; i += VF) {
+    for (int64_t end = i64_min(dim, i + RUN * VF); i < end; i += VF) {
       int left = vf_left(i, dim);
       vf v = vf_load_n(at_const(x, i, dtype), left, dtype);
       if (residual) {

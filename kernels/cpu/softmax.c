@@ -2,13 +2,11 @@
  *   a    f32 f16 bf16  [rows, n]
  *   out  f32 f16 bf16  [rows, n]   may be a when the dtypes are equal
  * Three passes over a row: max, sum, result. The exponential is computed twice, which
- * needs no room for a row in f32; sums of STRIP lanes are added in double. A row of -inf
+ * needs no room for a row in f32; sums of RUN terms are added in double. A row of -inf
  * gives zeros; a row with a NaN or a +inf is NaN.
  * Limit: the exponentials, about 40 operations an element, while a row fits L2. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"
-
-enum { STRIP = 2048 };
 
 static inline KVL_HOT float row_max(const void *a, int64_t first, int64_t n, float scale,
                                     const int dtype) {
@@ -29,7 +27,7 @@ static inline KVL_HOT double row_sum(const void *a, int64_t first, int64_t n, fl
   int64_t i = 0;
   while (n - i >= VF) {
     vf s = {0};
-    for (int64_t end = i64_min(i + STRIP, n - VF + 1); i < end; i += VF)
+    for (int64_t end = i64_min(i + RUN * VF, n - VF + 1); i < end; i += VF)
       s += vf_exp(vf_load(a, first + i, dtype) * scale - shift);
     sum += vf_sum(s);
   }

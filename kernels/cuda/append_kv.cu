@@ -31,7 +31,8 @@ __global__ void append(const __grid_constant__ kvl_append_kv_args a) {
     if (slot < 0 || slot >= slots_end) continue;   /* a broken slot must not fault */
     int64_t block = slot / size;
     int offset = (int)(slot - block * size);
-    To *to = (To *)a.cache.kv + 2 * block * half + ((int64_t)head * size + offset) * head_dim + dim;
+    To *to = (To *)a.cache.kv + 2 * block * half +
+             ((int64_t)head * size + offset) * head_dim + dim;
     pack<From, 8> k = load_pack<8>((const From *)a.k + i * 8);
     pack<From, 8> v = load_pack<8>((const From *)a.v + i * 8);
     pack<To, 8> k_out, v_out;
@@ -50,7 +51,8 @@ __global__ void append(const __grid_constant__ kvl_append_kv_args a) {
   }
 }
 
-template <class From, class To> void launch(const kvl_append_kv_args &a, const kvl_cuda_queue *q) {
+template <class From, class To>
+void launch(const kvl_append_kv_args &a, const kvl_cuda_queue *q) {
   int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / 8);
   append<From, To><<<grid(pieces, THREADS, q), THREADS, 0, q->stream>>>(a);
 }

@@ -43,7 +43,7 @@ int enter(const void *ctx) {
   return kvl__cuda_check(cudaSetDevice(((const device_ctx *)ctx)->index));
 }
 
-/* ---- the device ------------------------------------------------------------------------ */
+/* ---- the device ------------------------------------------------------------------ */
 
 int device_count(void) {
   int n = 0;
@@ -74,7 +74,8 @@ int device_open(int index, void **ctx, char *words) {
   device_ctx *d = new (std::nothrow) device_ctx();
   int status = d ? device_count() : fail(KVL_ERR_NO_MEMORY, "out of host memory");
   if (status >= 0 && (index < 0 || index >= status))
-    status = fail(KVL_ERR_DEVICE, "there is no cuda:%d, the driver lists %d", index, status);
+    status = fail(KVL_ERR_DEVICE, "there is no cuda:%d, the driver lists %d", index,
+                  status);
   if (status >= 0) {
     d->index = index;
     status = device_describe(d);
@@ -107,7 +108,7 @@ int device_memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
   return status;
 }
 
-/* ---- memory ------------------------------------------------------------------------------ */
+/* ---- memory ---------------------------------------------------------------------- */
 
 int no_memory(cudaError_t error, const char *what, size_t bytes) {
   if (error != cudaErrorMemoryAllocation) return kvl__cuda_check(error);
@@ -154,7 +155,7 @@ int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
       cudaMemcpyAsync(dst, src, bytes, kinds[kind], ((kvl_cuda_queue *)queue)->stream));
 }
 
-/* ---- queues --------------------------------------------------------------------------------- */
+/* ---- queues ---------------------------------------------------------------------- */
 
 void queue_close(void *ctx, void *queue) {
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
@@ -193,7 +194,7 @@ int queue_sync(void *ctx, void *queue) {
   return kvl__cuda_check(cudaStreamSynchronize(((kvl_cuda_queue *)queue)->stream));
 }
 
-/* ---- marks ------------------------------------------------------------------------------------ */
+/* ---- marks ----------------------------------------------------------------------- */
 
 int mark_open(void *ctx, void **out) {
   cudaEvent_t mark;
@@ -253,7 +254,7 @@ int mark_elapsed_us(void *ctx, void *from, void *to, double *us) {
   return status;
 }
 
-/* ---- ops ---------------------------------------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------- */
 
 }  // namespace
 
@@ -308,8 +309,8 @@ int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 
 int kvl__cuda_blas_check(int status, const char *what) {
   if (status == CUBLAS_STATUS_SUCCESS) return KVL_OK;
-  int words = fail(KVL_ERR_DEVICE, "%s: %s", what, cublasGetStatusString((cublasStatus_t)status));
-  return status == CUBLAS_STATUS_ALLOC_FAILED ? KVL_ERR_NO_MEMORY : words;
+  return fail(status == CUBLAS_STATUS_ALLOC_FAILED ? KVL_ERR_NO_MEMORY : KVL_ERR_DEVICE,
+              "%s: %s", what, cublasGetStatusString((cublasStatus_t)status));
 }
 
 /* A workspace of our own, because with cuBLAS's a captured graph would hold an allocation

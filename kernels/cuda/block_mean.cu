@@ -47,7 +47,8 @@ KVL_CUDA_KERNEL(block_mean) {
     if (a.summary_dtype == a.cache.dtype)
       launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n, mean<T>{(T *)a.summary}, q);
     else
-      launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n, mean<float>{(float *)a.summary}, q);
+      launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n,
+                             mean<float>{(float *)a.summary}, q);
   })
   return kvl__cuda_launched();
 }

@@ -42,7 +42,8 @@ block_reduce_rows(const __grid_constant__ kvl_cache_view cache, const int32_t *b
       pack<T, 8> raw[AHEAD];
 #pragma unroll
       for (int u = 0; u < AHEAD; u++)
-        if (t + u * rows < count) raw[u] = load_pack<8>(k + (int64_t)(t + u * rows) * cache.head_dim);
+        if (t + u * rows < count)
+          raw[u] = load_pack<8>(k + (int64_t)(t + u * rows) * cache.head_dim);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         if (t + u * rows >= count) break;

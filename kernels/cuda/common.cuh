@@ -64,7 +64,7 @@ namespace kvl {
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-/* ---- numbers ------------------------------------------------------------------------ */
+/* ---- numbers --------------------------------------------------------------------- */
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -127,7 +127,7 @@ __device__ __forceinline__ uint32_t ordered(float x) {
   return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
-/* ---- reductions --------------------------------------------------------------------- */
+/* ---- reductions ------------------------------------------------------------------ */
 
 struct add_op {
   template <class T> __device__ T operator()(T a, T b) const { return a + b; }

@@ -36,7 +36,8 @@ int each(const F &f, int64_t count, bool wide, void *queue) {
 }
 
 /* Quotient and remainder; 64-bit division is several times slower and rarely needed. */
-__device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t *quotient, int64_t *rest) {
+__device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t *quotient,
+                                       int64_t *rest) {
   if ((uint64_t)(a | b) >> 32) {
     *quotient = a / b;
     *rest = a % b;

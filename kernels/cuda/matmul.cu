@@ -11,7 +11,8 @@
 namespace {
 
 cudaDataType_t type_of(int dtype) {
-  return dtype == KVL_DTYPE_F32 ? CUDA_R_32F : dtype == KVL_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
+  if (dtype == KVL_DTYPE_F32) return CUDA_R_32F;
+  return dtype == KVL_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 size_t bytes_of(int dtype) { return dtype == KVL_DTYPE_F32 ? 4 : 2; }
 

@@ -1,6 +1,6 @@
 /* What the kernels over paged KV memory share: the walk from a key's number to its row in
- * the cache, asynchronous 16-byte copies into shared memory, and the 16-bit tensor-core
- * instructions. */
+ * the cache, tiles of ragged query rows, asynchronous 16-byte copies into shared memory, and
+ * the 16-bit tensor-core instructions. */
 #ifndef KVL_CUDA_PAGED_CUH
 #define KVL_CUDA_PAGED_CUH
 
@@ -75,6 +75,32 @@ struct paged_walk {
     return row;
   }
 };
+
+/* ---- query tiles ------------------------------------------------------------------------ */
+
+/* The tile of query tokens that block `index` of the grid takes: the tiles of sequence s
+ * are numbered from starts[s] / tokens_tile + s on, which leaves room for its ragged end
+ * and needs no scan. Returns the sequence, or -1 where there is nothing to do. */
+struct query_tile {
+  int64_t seq, token0;
+  int tokens, position0;   /* position of token0; negative when q has more rows than keys */
+};
+__device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &a,
+                                                int64_t index, int tokens_tile) {
+  query_tile t = {-1, 0, 0, 0};
+  int before = prefix_count((int)a.seqs, [&](int s) {
+    return (int64_t)(a.starts[s] / tokens_tile) + s <= index;
+  });
+  if (before == 0) return t;
+  int s = before - 1, start = a.starts[s], end = a.starts[s + 1];
+  int64_t token = start + (index - (start / tokens_tile + s)) * tokens_tile;
+  if (token >= end) return t;
+  t.seq = s;
+  t.token0 = token;
+  t.tokens = (int)min((int64_t)tokens_tile, end - token);
+  t.position0 = a.lens[s] - (end - (int)token);
+  return t;
+}
 
 /* ---- shared memory --------------------------------------------------------------------- */
 

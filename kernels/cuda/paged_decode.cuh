@@ -17,7 +17,8 @@ namespace kvl {
 
 /* Ring sizes: 96 KiB a block (64 KiB at D = 64), two blocks an SM. */
 template <int D> struct decode_shape {
-  static constexpr int WARPS = D > 128 ? 2 : 4, STAGES = D > 64 ? 3 : 4, KEYS = 16, ROWS = 16;
+  static constexpr int WARPS = D > 128 ? 2 : 4, STAGES = D > 64 ? 3 : 4;
+  static constexpr int KEYS = 16, ROWS = 16;
   static constexpr int PIECES = TILE_PIECES<D>;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
@@ -39,7 +40,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   const int64_t seq = blockIdx.x / place.splits;
   const int kv_head = blockIdx.y / subgroups, group = (int)(a.heads / a.cache.kv_heads);
   const int first = blockIdx.y % subgroups * shape::ROWS;
-  const query_rows rows = {seq, kv_head * group + first, group, min(shape::ROWS, group - first)};
+  const query_rows rows = {seq, kv_head * group + first, group,
+                           min(shape::ROWS, group - first)};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int head_dim = a.cache.head_dim, length = a.lens[seq];
 
@@ -107,14 +109,16 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   float out[D / 8][4] = {};
   float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   paged_row next = find(tile + (STAGES - 1) * WARPS);
-  for (int stage = 0; tile < tile_end; tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+  for (int stage = 0; tile < tile_end;
+       tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
     __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
     fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
     copy_commit();
     next = find(tile + STAGES * WARPS);
 
-    const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES, v_at = k_at + shape::TILE_BYTES;
+    const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES;
+    const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[2][4] = {};   /* 16 rows x keys 0-7 and 8-15 */
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
@@ -139,7 +143,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
     top0 = warp_max<4>(top0);
     top1 = warp_max<4>(top1);
     if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
-      float down0 = exp2_fast(m0 - finite_shift(top0)), down1 = exp2_fast(m1 - finite_shift(top1));
+      float down0 = exp2_fast(m0 - finite_shift(top0));
+      float down1 = exp2_fast(m1 - finite_shift(top1));
       m0 = top0;
       m1 = top1;
       l0 *= down0;

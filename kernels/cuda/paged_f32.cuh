@@ -25,30 +25,6 @@ template <class T, int D> struct f32_shape {
   static_assert(KEYS % (4 * SIDE) == 0 && KEYS <= WARP, "a tile is whole batches");
 };
 
-/* The tile of query tokens that block `index` of the grid takes: the tiles of sequence s
- * are numbered from starts[s] / tokens_tile + s on, which leaves room for its ragged end
- * and needs no scan. Returns the sequence, or -1 where there is nothing to do. */
-struct query_tile {
-  int64_t seq, token0;
-  int tokens, position0;   /* position of token0; negative when q has more rows than keys */
-};
-__device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &a,
-                                                int64_t index, int tokens_tile) {
-  query_tile t = {-1, 0, 0, 0};
-  int before = prefix_count((int)a.seqs, [&](int s) {
-    return (int64_t)(a.starts[s] / tokens_tile) + s <= index;
-  });
-  if (before == 0) return t;
-  int s = before - 1, start = a.starts[s], end = a.starts[s + 1];
-  int64_t token = start + (index - (start / tokens_tile + s)) * tokens_tile;
-  if (token >= end) return t;
-  t.seq = s;
-  t.token0 = token;
-  t.tokens = (int)min((int64_t)tokens_tile, end - token);
-  t.position0 = a.lens[s] - (end - (int)token);
-  return t;
-}
-
 template <class T, int D, int ROWS>
 __global__ void __launch_bounds__(f32_shape<T, D>::WARPS * WARP, 2)
 paged_f32(const __grid_constant__ kvl_paged_attention_args a,
@@ -152,13 +128,15 @@ paged_f32(const __grid_constant__ kvl_paged_attention_args a,
   const int own = (lane & (LANES / 2) ? 2 : 0) + (lane & (LANES / 4) ? 1 : 0);
 
   paged_row next = find(tile + (STAGES - 1) * WARPS);
-  for (int stage = 0; tile < tile_end; tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+  for (int stage = 0; tile < tile_end;
+       tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
     __syncwarp();
     fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
     copy_commit();
     next = find(tile + STAGES * WARPS);
-    const char *k_tile = ring + stage * shape::STAGE_BYTES, *v_tile = k_tile + shape::TILE_BYTES;
+    const char *k_tile = ring + stage * shape::STAGE_BYTES;
+    const char *v_tile = k_tile + shape::TILE_BYTES;
 #pragma unroll 1
     for (int batch = 0; batch < KEYS; batch += 4 * SIDE) {
       float p[ROWS][4], x[8];

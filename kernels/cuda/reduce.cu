@@ -15,13 +15,15 @@ namespace {
 using kvl::team;
 enum { THREADS = kvl::ROW_THREADS };
 
-/* ---- operations on float or int32_t ----------------------------------------------------- */
+/* ---- operations on float or int32_t ---------------------------------------------- */
 
 struct sum_op {
   static __device__ float none(float) { return 0; }
   static __device__ int32_t none(int32_t) { return 0; }
   __device__ float operator()(float a, float b) const { return a + b; }
-  __device__ int32_t operator()(int32_t a, int32_t b) const { return (uint32_t)a + (uint32_t)b; }
+  __device__ int32_t operator()(int32_t a, int32_t b) const {
+    return (int32_t)((uint32_t)a + (uint32_t)b);
+  }
 };
 struct larger_op {
   static __device__ float none(float) { return -INFINITY; }
@@ -59,7 +61,7 @@ struct sink {
   }
 };
 
-/* ---- kernels: [outer, n, inner] in pieces of n -> [outer, pieces, inner] ------------------ */
+/* ---- kernels: [outer, n, inner] in pieces of n -> [outer, pieces, inner] --------- */
 
 struct shape {
   int64_t outer, n, inner;
@@ -94,8 +96,8 @@ columns_kernel(const T *a, shape s, int wide, sink to) {
   __shared__ A shared[THREADS * N];
   F f;
   int x = threadIdx.x % wide, y = threadIdx.x / wide, tall = THREADS / wide;
-  int64_t tiles = (s.inner + wide * N - 1) / (wide * N), blocks = s.outer * s.cut.count * tiles;
-  for (int64_t b = blockIdx.x; b < blocks; b += gridDim.x) {
+  int64_t tiles = (s.inner + wide * N - 1) / (wide * N);
+  for (int64_t b = blockIdx.x; b < s.outer * s.cut.count * tiles; b += gridDim.x) {
     int64_t first = b % tiles * wide * N, piece = b / tiles;
     int64_t begin = piece % s.cut.count * s.cut.length, end = min(s.n, begin + s.cut.length);
     int64_t column = first + x * N;
@@ -123,7 +125,7 @@ columns_kernel(const T *a, shape s, int wide, sink to) {
   }
 }
 
-/* ---- launches ------------------------------------------------------------------------------ */
+/* ---- launches -------------------------------------------------------------------- */
 
 template <int N, class F, class T>
 void rows(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {

@@ -17,11 +17,13 @@ __global__ void __launch_bounds__(kvl::ROW_THREADS)
 rmsnorm_kernel(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t dim,
                float eps) {
   using own = team<THREADS>;
-  for (int64_t row = own::first_row(); row < rows; row += own::row_step()) {
+  for (int64_t row = own::first_row(); __any_sync(kvl::ALL_LANES, row < rows);
+       row += own::row_step()) {
+    int64_t length = row < rows ? dim : 0;   /* a team without a row shuffles with the other */
     const T *from = x + row * dim;
     T *sum_row = residual ? residual + row * dim : NULL;
     float squares = 0;
-    kvl::walk<N>(0, dim, own::rank(), THREADS, [&](auto w, int64_t i) {
+    kvl::walk<N>(0, length, own::rank(), THREADS, [&](auto w, int64_t i) {
       constexpr int n = w.value;
       float v[n];
       kvl::load_floats(from + i, v);
@@ -38,7 +40,7 @@ rmsnorm_kernel(const T *x, T *residual, const W *weight, T *out, int64_t rows, i
     squares = own::reduce(squares, kvl::add_op(), 0.0f);
     float scale = 1.0f / sqrtf(squares / (float)dim + eps);
     if (sum_row) from = sum_row;   /* a thread reads only what it wrote itself */
-    kvl::walk<N>(0, dim, own::rank(), THREADS, [&](auto w, int64_t i) {
+    kvl::walk<N>(0, length, own::rank(), THREADS, [&](auto w, int64_t i) {
       constexpr int n = w.value;
       float v[n], g[n];
       kvl::load_floats(from + i, v);
@@ -50,19 +52,20 @@ rmsnorm_kernel(const T *x, T *residual, const W *weight, T *out, int64_t rows, i
   }
 }
 
+template <int N, int THREADS, class T, class W>
+void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
+  rmsnorm_kernel<N, THREADS>
+      <<<kvl::team_grid<THREADS>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
+          (const T *)g->x, (T *)g->residual, (const W *)g->weight, (T *)g->out, g->rows,
+          g->dim, g->eps);
+}
+
 template <int N, class T, class W>
 void rmsnorm(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
-  const T *x = (const T *)g->x;
-  T *residual = (T *)g->residual, *out = (T *)g->out;
-  const W *weight = (const W *)g->weight;
-  if (g->dim <= kvl::ROW_SHORT)
-    rmsnorm_kernel<N, kvl::WARP>
-        <<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
-            x, residual, weight, out, g->rows, g->dim, g->eps);
-  else
-    rmsnorm_kernel<N, kvl::ROW_THREADS>
-        <<<kvl::team_grid<kvl::ROW_THREADS>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
-            x, residual, weight, out, g->rows, g->dim, g->eps);
+  enum { HALF_WARP = kvl::WARP / 2 };   /* bf16 heads of 128 dims are 16 packs */
+  if (g->dim <= HALF_WARP * N) start<N, HALF_WARP, T, W>(g, q);
+  else if (g->dim <= kvl::ROW_SHORT) start<N, kvl::WARP, T, W>(g, q);
+  else start<N, kvl::ROW_THREADS, T, W>(g, q);
 }
 
 template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queue) {

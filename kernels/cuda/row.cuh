@@ -1,8 +1,8 @@
 /* Ops over rows of a matrix: a team of threads to each row, or several blocks to each of
  * few long rows.
  *
- * A team is a warp for short rows, else a block; it walks its row in packs of 16 bytes
- * where every row starts on such a boundary. Results do not depend on the launch's size. */
+ * A team is a warp for short rows (half of one for the shortest), else a block; it walks
+ * its row in packs of 16 bytes where every row starts on such a boundary. */
 #ifndef KVL_CUDA_ROW_CUH
 #define KVL_CUDA_ROW_CUH
 
@@ -26,9 +26,12 @@ template <int THREADS> struct team {
     return (int64_t)gridDim.x * per_block;
   }
   template <class V, class F> static __device__ __forceinline__ V reduce(V x, F f, V none) {
-    if constexpr (THREADS == WARP) return warp_reduce(x, f);
-    __shared__ V shared[WARP];
-    return block_reduce(x, f, none, shared);
+    if constexpr (THREADS <= WARP) {
+      return warp_reduce<THREADS>(x, f);   /* of all lanes: teams of a warp stay together */
+    } else {
+      __shared__ V shared[WARP];
+      return block_reduce(x, f, none, shared);
+    }
   }
 };
 

@@ -91,7 +91,8 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
     int block = item / per_block;
     int64_t physical = table[block];
     if (physical < 0 || physical >= a.blocks) return -1ll;
-    return (long long)(physical * a.block_stride + (int64_t)(item - block * per_block) * head_dim);
+    int64_t token = item - block * per_block;
+    return (long long)(physical * a.block_stride + token * head_dim);
   };
   auto fetch = [&](int stage, long long offset) {
     uint32_t to = ring_at + stage * shape::STAGE_BYTES + lane * 16;
@@ -151,7 +152,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
 #pragma unroll
       for (int u = 0; u < 4; u++) {
         load_row(at + u * SIDE * shape::ROW_BYTES, x[u]);
-        if (ROWS == 2) load_row(at + (ITEMS + u * SIDE) * shape::ROW_BYTES, y[ROWS == 2 ? u : 0]);
+        if constexpr (ROWS == 2) load_row(at + (ITEMS + u * SIDE) * shape::ROW_BYTES, y[u]);
       }
       const int item = tile * ITEMS + batch + own * SIDE + side;   /* this lane's */
       const int block = min(item, items - 1) / per_block;
@@ -202,7 +203,8 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
 
 /* Any head_dim, alignment and group: one warp an item's block. */
 template <score_kind KIND>
-__global__ void __launch_bounds__(256) score_rows_any(const __grid_constant__ score_call a, int parts) {
+__global__ void __launch_bounds__(256)
+score_rows_any(const __grid_constant__ score_call a, int parts) {
   const int64_t seq = blockIdx.x / parts, kv_head = blockIdx.y, length = a.lens[seq];
   const int lane = threadIdx.x % WARP;
   const int64_t block = (int64_t)(blockIdx.x % parts) * (256 / WARP) + threadIdx.x / WARP;
@@ -258,7 +260,8 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q) {
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;
   dim3 grid((unsigned)(parts * a.seqs), (unsigned)a.kv_heads);
-  score_rows<T, D, KIND><<<grid, shape::WARPS * WARP, bytes, q->stream>>>(a, (int)parts, (int)each);
+  score_rows<T, D, KIND><<<grid, shape::WARPS * WARP, bytes, q->stream>>>(a, (int)parts,
+                                                                       (int)each);
   return KVL_OK;
 }
 
@@ -282,7 +285,8 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
 }
 
 /* The rows of a summary [blocks, ROWS, kv_heads, head_dim]. */
-template <score_kind KIND, class A> int launch_score_summary(const A &a, const kvl_cuda_queue *q) {
+template <score_kind KIND, class A>
+int launch_score_summary(const A &a, const kvl_cuda_queue *q) {
   int64_t row = a.kv_heads * a.head_dim, rows = KIND == SCORE_MINMAX ? 2 : 1;
   return launch_score<KIND>({a.q, a.summary, a.tables, a.lens, a.scores, a.seqs, a.heads,
                              a.kv_heads, a.head_dim, a.max_blocks, a.blocks, rows * row,

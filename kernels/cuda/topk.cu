@@ -30,7 +30,7 @@ __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest)
   return (sort_key)rank << 32 | (uint32_t)index;
 }
 
-/* ---- the search for the k-th key ------------------------------------------------------ */
+/* ---- the search for the k-th key ------------------------------------------------- */
 
 /* Of one row. `prefix` has the bits found; once done it is the k-th key, or the largest
  * with its digits so far, and those up to it are exactly the k wanted. */
@@ -128,7 +128,7 @@ __device__ __forceinline__ void emit(const kvl_topk_args &g, int64_t row, int64_
   if (g.values) g.values[row * g.k + j] = g.a[row * g.n + index];
 }
 
-/* ---- a block per row --------------------------------------------------------------------- */
+/* ---- a block per row ------------------------------------------------------------- */
 
 /* length: the power of two that is sorted; all of the row when n <= length. */
 __global__ void __launch_bounds__(THREADS)
@@ -157,7 +157,7 @@ block_kernel(kvl_topk_args g, int length, int index_bits) {
   }
 }
 
-/* ---- many blocks per row: g.rows is the batch --------------------------------------------- */
+/* ---- many blocks per row: g.rows is the batch ------------------------------------ */
 
 __global__ void __launch_bounds__(THREADS)
 count_kernel(kvl_topk_args g, int pieces, digit d, const search *states, uint32_t *counts) {
@@ -213,7 +213,7 @@ struct emit_body {
   }
 };
 
-/* ---- the way through ------------------------------------------------------------------------ */
+/* ---- the way through ------------------------------------------------------------- */
 
 struct plan {
   bool one_block;

@@ -9,6 +9,7 @@
 local context = require "kvlab.context"
 local ops = require "kvlab.ops"
 local policy = require "kvlab.policy"
+local tensor = require "kvlab.tensor"
 
 local M = {}
 
@@ -26,6 +27,11 @@ local function phase_policy(o, phase, default)
       phase == "prefill" and "select in prefill" or "select in decode", phase), 3)
   end
   return p
+end
+
+local function each_policy(self, fn)
+  fn(self.prefill_policy)
+  if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
 end
 
 --- Attention over `cache` for `heads` query heads.
@@ -47,10 +53,7 @@ function M.attention(o)
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
     dtype = cache.dtype,
   }
-  policy.attach(self.prefill_policy, self.shape)
-  if self.decode_policy ~= self.prefill_policy then
-    policy.attach(self.decode_policy, self.shape)
-  end
+  each_policy(self, function(p) policy.attach(p, self.shape) end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks) })
   self.call = { scale = o.scale or 1 / math.sqrt(cache.head_dim), alibi = o.alibi,
@@ -105,11 +108,33 @@ function Attention:over(selection, ctx, out, lse)
   return ops.paged_attention(call)
 end
 
+--- Show policies that were attached late the K of sequences that are in the cache already,
+-- as if they had been prefilled now.
+---@param seqs kvlab.Sequence[]
+function Attention:adopt(seqs)
+  local ids, tokens, size = {}, {}, self.cache.block_size
+  for _, seq in ipairs(seqs) do
+    local length = seq:length()
+    for b, block in ipairs(seq:table()) do
+      ids[#ids + 1] = block
+      tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)
+    end
+  end
+  local ev = { blocks = tensor.from(self.cache.device, "i32", { #ids }, ids),
+               num_tokens = tensor.from(self.cache.device, "i32", { #ids }, tokens) }
+  for layer = 0, self.cache.layers - 1 do
+    ev.layer, ev.k = layer, self.cache:layer(layer)
+    each_policy(self, function(p)
+      if p.on_prefill_offload then p:on_prefill_offload(ev) end
+    end)
+  end
+end
+
 --- Forget what the policies keep; sequences are not touched.
 function Attention:reset()
-  for _, p in ipairs { self.prefill_policy, self.decode_policy } do
+  each_policy(self, function(p)
     if p.reset then p:reset() end
-  end
+  end)
 end
 
 return M

@@ -31,6 +31,15 @@ function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
 --- Blocks held.
 function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
 
+--- The physical blocks in logical order.
+function Sequence:table()
+  local n, list = self:blocks(), {}
+  local row = ffi.new("int32_t[?]", n + 1)
+  check(C.kvl_sequence_table(self.handle, row, n))
+  for i = 1, n do list[i] = row[i - 1] end
+  return list
+end
+
 --- A sequence of the same tokens that shares every block; a shared block that is not full
 -- is copied when one of them grows.
 function Sequence:fork()

@@ -42,6 +42,11 @@ function M.new(shape, limits)
   }, Context)
 end
 
+local function score_view(self, heads)
+  return self.score_buffer:narrow(0, self.seqs * heads * self.width)
+    :reshape { self.seqs, heads, self.width }
+end
+
 --- Point the context at a new step.
 function Context:begin(batch, is_prefill)
   self.step = self.step + 1
@@ -49,14 +54,11 @@ function Context:begin(batch, is_prefill)
   self.tables, self.lens = batch.tables, batch.lens
   self.starts = is_prefill and batch.starts or nil
   self.total_kv_len = batch.max_len
-  if self.seqs == batch.count and self.width == batch.width then return end
-  self.seqs, self.width = batch.count, batch.width
-  local function scores(heads)
-    return self.score_buffer:narrow(0, self.seqs * heads * self.width)
-      :reshape { self.seqs, heads, self.width }
+  if self.seqs ~= batch.count or self.width ~= batch.width then
+    self.seqs, self.width = batch.count, batch.width
+    self.scores, self.scores_shared = score_view(self, self.kv_heads), score_view(self, 1)
+    self.selections = {}
   end
-  self.scores, self.scores_shared = scores(self.kv_heads), scores(1)
-  self.selections = {}
 end
 
 --- Views for a selection of at most `n` blocks for `heads` heads.

@@ -4,10 +4,12 @@
 -- other, because a module that declares C types for the FFI cannot be loaded twice.
 local M = {}
 
---- The output: one line per file with a mark per spec, what failed, and the counts.
+--- The output: one line per file (a letter per spec that did not pass, then how many did),
+-- what failed, what was skipped.
 local function make_handler(busted, root)
   local handler = require "busted.outputHandlers.base"()
-  local marks = { success = ".", pending = "s", failure = "F", error = "E" }
+  local marks = { success = "", pending = "s", failure = "F", error = "E" }
+  local passed_before = 0
 
   local function write(...)
     io.stdout:write(...)
@@ -31,9 +33,12 @@ local function make_handler(busted, root)
   end
 
   busted.subscribe({ "file", "start" }, function(file)
+    passed_before = handler.successesCount
     return write(inside_root(file.name), " ")
   end)
-  busted.subscribe({ "file", "end" }, function() return write "\n" end)
+  busted.subscribe({ "file", "end" }, function()
+    return write(" ", handler.successesCount - passed_before, " passed\n")
+  end)
   busted.subscribe({ "test", "end" }, function(_, _, status)
     return write(marks[status] or "?")
   end)

@@ -261,7 +261,8 @@ function Model:engine(o)
   o = o or {}
   local c, chunk, max_seqs = self.config, o.chunk or 512, o.max_seqs or 16
   local engine = setmetatable({ model = self, chunk = chunk, views = {}, buffers = {},
-                                logits = {}, max_seqs = max_seqs }, Engine)
+                                logits = {}, max_seqs = max_seqs,
+                                max_blocks = o.max_blocks }, Engine)
   local cache = require("kvlab.cache").cache {
     device = self.device, dtype = o.cache_dtype or self.dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
@@ -282,6 +283,16 @@ function Model:engine(o)
   engine.last = kv.tensor(self.device, self.dtype, { max_seqs, c.hidden })
   engine.logit_buffer = kv.tensor(self.device, "f32", { max_seqs, c.vocab })
   return engine
+end
+
+--- Decode with another policy from now on; it is shown the sequences that are in the cache.
+---@param policy table
+---@param seqs? kvlab.Sequence[]
+function Engine:use_policy(policy, seqs)
+  local o = { decode_policy = policy, cache = self.cache, heads = self.model.config.heads,
+              max_seqs = self.max_seqs, max_blocks = self.max_blocks }
+  self.attention = kv.attention(o)
+  if seqs then self.attention:adopt(seqs) end
 end
 
 --- An empty sequence.

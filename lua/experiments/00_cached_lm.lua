@@ -1,0 +1,25 @@
+--- What a KV cache holds while a model generates: a prompt of four tokens, then one token at
+-- a time. The smallest whole program over kvlab; lua/models/small_lm.lua is its model.
+--
+--   ./kvlab run lua/experiments/00_cached_lm.lua
+local kv = require "kvlab"
+local options = require "kvlab.options"
+local small_lm = require "models.small_lm"
+
+local VOCAB, GENERATE = 1024, 3
+
+local function shape(t) return "[" .. table.concat(t:dims(), ", ") .. "]" end
+
+local lm = small_lm.new { vocab_size = VOCAB, embed_dim = 128, num_heads = 4,
+                          seed = options.seed }
+local prompt = kv.randint(kv.device "cpu", "i32", { 4 }, { high = VOCAB, seed = options.seed })
+print("prompt", shape(prompt), table.concat(prompt:list(), " "))
+
+local input = prompt:list()
+for i = 1, GENERATE do
+  local token = lm:forward(input):argmax():item()
+  local k, v = lm:cached()
+  print(("token %d is %d; k_cache %s, v_cache %s, in %d block(s)"):format(i, token,
+    shape(k), shape(v), lm.sequence:blocks()))
+  input = { token }
+end

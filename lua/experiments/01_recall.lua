@@ -1,0 +1,104 @@
+--- Which block selection keeps a trained model's long-context recall, at which budget?
+--
+-- A small trained model (lua/models/recall) reads contexts with hidden key-value needles,
+-- densely. Then each policy decodes the answers to questions about them, with a budget of
+-- blocks per KV head. Every question is asked on its own fork of the prefilled context.
+--
+--   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local prompts = require "models.recall.prompts"
+
+local QUERIES = 16 -- asked of each context, as one batch of forks
+
+--- Contexts of one length, prefilled once for all policies and budgets.
+local function prefill(s, config)
+  local context = config.context
+  if s.loaded and s.loaded.context == context then return s.loaded end
+  if s.loaded then s.loaded.engine.cache:close() end
+  s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
+  local blocks = math.ceil((context + 8) / config.block_size)
+  local loaded = { context = context, prompts = {}, seqs = {} }
+  loaded.engine = s.model:engine {
+    blocks = config.prompts * blocks + 2 * QUERIES, block_size = config.block_size,
+    max_seqs = QUERIES, max_blocks = blocks,
+  }
+  for i = 1, config.prompts do
+    loaded.prompts[i] = prompts.draw(context, config.needles, QUERIES, config.seed + i)
+    loaded.seqs[i] = loaded.engine:sequence()
+    loaded.engine:prefill(loaded.seqs[i], loaded.prompts[i].tokens)
+  end
+  s.loaded = loaded
+  return loaded
+end
+
+--- One token of every question.
+local function column(queries, i)
+  local tokens = {}
+  for n, query in ipairs(queries) do tokens[n] = query.ask[i] end
+  return tokens
+end
+
+--- Ask all questions of one prompt: how many were answered right. Timed while the
+-- question is read, probed while the answer is given.
+local function ask(engine, seq, queries, probe, times)
+  local forks = {}
+  for i = 1, #queries do forks[i] = seq:fork() end
+  engine.attention.probe = nil
+  for i = 1, 3 do
+    local start = kv.C.kvl_clock_ns()
+    engine:decode(forks, column(queries, i))
+    kv.device():sync()
+    times[#times + 1] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
+  end
+  engine.attention.probe = probe
+  local first = engine:decode(forks, column(queries, 4)):argmax():list()
+  local second = engine:decode(forks, first):argmax():list()
+  local right = 0
+  for i, query in ipairs(queries) do
+    if first[i] == query.answer[1] and second[i] == query.answer[2] then right = right + 1 end
+    forks[i]:close()
+  end
+  return right
+end
+
+local function median(list)
+  table.sort(list)
+  return list[math.ceil(#list / 2)]
+end
+
+local function run(config, settings)
+  local loaded = prefill(settings, config)
+  local engine, right, times = loaded.engine, 0, {}
+  engine:use_policy(kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil), loaded.seqs)
+  local probe = kv.probe.attach(engine.attention)
+  for i, prompt in ipairs(loaded.prompts) do
+    right = right + ask(engine, loaded.seqs[i], prompt.queries, probe, times)
+  end
+  local metrics = probe:metrics()
+  metrics.accuracy = right / (QUERIES * config.prompts)
+  metrics.step_us = median(times)
+  return metrics
+end
+
+experiment.run {
+  name = "01_recall",
+  title = "Which block selection keeps long-context recall, at which budget?",
+  grid = {
+    { "context", { 512, 1024, 2048, 4096 } },
+    { "policy", { "full", "oracle", "quest", "block_mean", "streaming", "random" } },
+    { "budget", { 0.02, 0.05, 0.1, 0.3, 1 } },
+  },
+  defaults = { prompts = 8, needles = 32, block_size = 16 },
+  quick = { context = { 512, 1024 }, prompts = 2 },
+  when = function(config) return (config.policy == "full") == (config.budget == 1) end,
+  metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
+              "step_us" },
+  run = run,
+  table = { rows = "policy", columns = "budget", value = "accuracy",
+            where = { context = 4096 }, format = "%.3f" },
+  plot = { x = "budget", y = "accuracy", series = "policy", panel = "context", logx = true,
+           xlabel = "budget (share of blocks)", ylabel = "exact-match accuracy" },
+}

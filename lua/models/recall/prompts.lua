@@ -1,0 +1,105 @@
+--- Prompts for the recall model, drawn as tools/train_recall.py drew them in training: a
+-- context of Zipf-like filler with needles `KEY k1 k2 VAL v1 v2 END`, and queries
+-- `Q k1 k2 A` whose answers are v1 v2. README.md in this folder defines every draw. The same
+-- seed gives the same prompt everywhere.
+local json = require "kvlab.json"
+local kv = require "kvlab"
+
+local M = {}
+
+local NEEDLE = 7 -- tokens of a needle
+
+local function read_tokens()
+  local file = assert(io.open(kv.paths.root .. "/lua/models/recall/tokens.json"))
+  local t = json.decode(file:read "*a")
+  file:close()
+  return t
+end
+
+local ids
+
+--- draw(n): a whole number in 0 ... n - 1; draw(): a uniform number in [0, 1).
+local function generator(seed)
+  local numbers, at, block = {}, 0, 0
+  local function uniform()
+    if at == #numbers then
+      numbers = kv.rand(kv.device "cpu", "f32", { 4096 },
+        { seed = seed, offset = 4096 * block }):list()
+      at, block = 0, block + 1
+    end
+    at = at + 1
+    return 1 - numbers[at] -- (0, 1] to [0, 1)
+  end
+  return function(n)
+    return n and math.floor(uniform() * n) or uniform()
+  end
+end
+
+local function shuffled(list, draw)
+  for i = #list, 2, -1 do
+    local j = 1 + draw(i)
+    list[i], list[j] = list[j], list[i]
+  end
+  return list
+end
+
+--- Filler: each token a Zipf-like step after the one before it.
+local function lay_filler(tokens, context, draw)
+  local n = ids.filler_count
+  local x = draw(n)
+  tokens[1] = ids.bos
+  for i = 2, context do
+    x = (x + math.floor((n + 1) ^ draw())) % n
+    tokens[i] = ids.filler_first + x
+  end
+end
+
+local function draw_needles(count, draw)
+  local needles, used = {}, {}
+  while #needles < count do
+    local pair = draw(ids.key_count * ids.key_count)
+    if not used[pair] then
+      used[pair] = true
+      needles[#needles + 1] = {
+        ids.key_first + math.floor(pair / ids.key_count), ids.key_first + pair % ids.key_count,
+        ids.value_first + draw(ids.value_count), ids.value_first + draw(ids.value_count),
+      }
+    end
+  end
+  return needles
+end
+
+--- A prompt: `tokens` (the context) and `queries`, each { ask = {Q, k1, k2, A},
+-- answer = {v1, v2} }.
+---@param context integer  tokens of the context
+---@param needles integer  needles laid into it
+---@param queries integer  how many are asked
+---@param seed integer
+function M.draw(context, needles, queries, seed)
+  ids = ids or read_tokens()
+  local room = context - 1 - NEEDLE * needles
+  if room < 0 then
+    error(("%d needles of %d tokens in a context of %d"):format(needles, NEEDLE, context), 2)
+  end
+  local draw, tokens, places = generator(seed), {}, {}
+  lay_filler(tokens, context, draw)
+  local list = draw_needles(needles, draw)
+  for i = 1, needles do places[i] = draw(room + 1) end
+  table.sort(places)
+  for i, needle in ipairs(list) do
+    local at = 1 + places[i] + NEEDLE * (i - 1) -- token index from 0
+    local phrase = { ids.key, needle[1], needle[2], ids.val, needle[3], needle[4],
+                     ids["end"] }
+    for j = 1, NEEDLE do tokens[at + j] = phrase[j] end
+  end
+  local asked = {}
+  for i, needle in ipairs(shuffled(list, draw)) do
+    asked[i] = { ask = { ids.query, needle[1], needle[2], ids.answer },
+                 answer = { needle[3], needle[4] } }
+  end
+  local chosen = {}
+  for i = 1, queries do chosen[i] = asked[(i - 1) % needles + 1] end
+  return { tokens = tokens, queries = chosen }
+end
+
+return M

@@ -1,0 +1,80 @@
+--- A language model of one attention layer over a paged cache, small enough to read whole: an
+-- embedding, q k v o projections with bias, softmax over the vocabulary. Random weights.
+-- Source  the SimpleLM of seeds/paged_attention.md. There prefill and decode have separate
+--         weights, so that decoding does not continue what was prefilled; here they share
+--         them, and prefill then decode equals one pass over everything.
+local kv = require "kvlab"
+
+local M = {}
+
+---@class models.SmallLM
+local LM = {}
+LM.__index = LM
+
+--- nn.Linear's initialisation: uniform in +-1/sqrt(inputs).
+local function linear(dev, outputs, inputs, seed)
+  local bound = 1 / math.sqrt(inputs)
+  local o = { seed = seed, low = -bound, high = bound }
+  local weight = kv.rand(dev, "f32", { outputs, inputs }, o)
+  o.seed = seed + 1000
+  return { weight = weight, bias = kv.rand(dev, "f32", { outputs }, o) }
+end
+
+local function apply(layer, x) return x:matmul_t(layer.weight) + layer.bias end
+
+--- A model with random weights and an empty sequence.
+---@param o table  device, vocab_size, embed_dim, num_heads, seed, block_size (16), blocks (16)
+---@return models.SmallLM
+function M.new(o)
+  local dev, dim, seed = kv.device(o.device), o.embed_dim, o.seed or 0
+  local self = setmetatable({ device = dev, heads = o.num_heads,
+                              head_dim = dim / o.num_heads }, LM)
+  self.embedding = kv.randn(dev, "f32", { o.vocab_size, dim }, { seed = seed })
+  for i, name in ipairs { "q", "k", "v", "o" } do
+    self[name] = linear(dev, dim, dim, seed + i)
+  end
+  self.to_vocab = linear(dev, o.vocab_size, dim, seed + 5)
+  self.cache = kv.cache { device = dev, dtype = "f32", layers = 1, blocks = o.blocks or 16,
+    block_size = o.block_size or 16, kv_heads = self.heads, head_dim = self.head_dim }
+  self.attention = kv.attention { cache = self.cache, heads = self.heads }
+  self.batch = self.cache:batch()
+  self.sequence = self.cache:sequence()
+  return self
+end
+
+--- Read tokens (a prompt, or one decoded token): probabilities of the next, f32 [vocab_size].
+---@param tokens integer[]
+function LM:forward(tokens)
+  local n = #tokens
+  self.batch:append({ self.sequence }, { n }, tokens)
+  self.attention:begin(self.batch, n > 1)
+  local x = self.embedding:gather_rows(self.batch.tokens)
+  local function heads(layer)
+    return apply(layer, x):reshape { n, self.heads, self.head_dim }
+  end
+  local out = self.attention:forward(0, heads(self.q), heads(self.k), heads(self.v))
+  local states = apply(self.o, out:reshape { n, -1 })
+  return apply(self.to_vocab, states:narrow(n - 1, 1)):softmax():index(0)
+end
+
+--- The cached K and V in the order of their tokens, f32 [tokens, embed_dim] each.
+function LM:cached()
+  local size, length = self.cache.block_size, self.sequence:length()
+  local rows = { {}, {} }
+  local cache = self.cache:layer(0):reshape { -1, self.head_dim }
+  for t = 0, length - 1 do
+    local block = self.sequence:table()[math.floor(t / size) + 1]
+    for half = 0, 1 do
+      for head = 0, self.heads - 1 do
+        table.insert(rows[half + 1],
+          ((block * 2 + half) * self.heads + head) * size + t % size)
+      end
+    end
+  end
+  local function gather(index)
+    return cache:gather_rows(kv.from(self.device, "i32", index)):reshape { length, -1 }
+  end
+  return gather(rows[1]), gather(rows[2])
+end
+
+return M

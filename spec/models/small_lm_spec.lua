@@ -1,0 +1,52 @@
+--- The small cached LM of the PagedAttention seed: what it caches, and that decoding
+-- continues a prefill.
+local kv = require "kvlab"
+local small_lm = require "models.small_lm"
+local support = require "spec.support"
+
+local function new(dev, o)
+  o = o or {}
+  return small_lm.new { device = dev, vocab_size = 1024, embed_dim = 128, num_heads = 4,
+                        seed = 7, block_size = o.block_size }
+end
+
+local function check(dev)
+  describe("small cached lm on " .. dev:name(), function()
+    it("caches K and V of every token it has read", function()
+      local lm = new(dev)
+      local probs = lm:forward { 11, 500, 3, 1023 }
+      assert.same({ 1024 }, probs:dims())
+      assert.is_true(math.abs(probs:sum():item() - 1) < 1e-5)
+      for n = 4, 6 do
+        local k, v = lm:cached()
+        assert.same({ n, 128 }, k:dims())
+        assert.same({ n, 128 }, v:dims())
+        lm:forward { probs:argmax():item() }
+      end
+    end)
+
+    it("decodes to what one pass over everything gives", function()
+      local tokens = {}
+      for i = 1, 40 do tokens[i] = (i * 37) % 1024 end
+      for _, block_size in ipairs { 3, 4, 16 } do
+        for cut = 1, #tokens - 1, 13 do
+          local whole = new(dev)
+          local split = new(dev, { block_size = block_size })
+          local want = whole:forward(tokens)
+          local head = {}
+          for i = 1, cut do head[i] = tokens[i] end
+          local got = split:forward(head)
+          for i = cut + 1, #tokens do got = split:forward { tokens[i] } end
+          support.close(got, want, 1e-6, 1e-4, "cut at " .. cut)
+          local k = split:cached()
+          support.close(k, (whole:cached()), 1e-5, 1e-5, "K")
+        end
+      end
+    end)
+  end)
+end
+
+check(kv.device "cpu")
+describe("#gpu", function()
+  if kv.cuda_available() then check(kv.device "cuda") end
+end)
