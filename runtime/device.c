@@ -80,8 +80,8 @@ static int device_start(kvl_device *dev, char *text) {
 }
 
 int kvl_device_open(const char *name, kvl_device **out) {
-  const kvl_backend *backend;
-  int index, slot = 0;
+  const kvl_backend *backend = NULL;
+  int index = 0, slot = 0;
   int status = parse_name(name, &backend, &index);
   if (status < 0) return status;
   kvl_device *dev = device_find(backend, index);

@@ -2,7 +2,7 @@
 """Train the small recall model and measure what block selection costs it.
 
     python3 tools/train_recall.py --out lua/models/recall          # minutes on a GPU
-    python3 tools/train_recall.py --out /tmp/smoke --seconds 30 --prompts 1 --lengths 512
+    python3 tools/train_recall.py --out smoke --seconds 30 --prompts 1 --lengths 512
 
 Writes to --out:
     config.json        as Hugging Face writes it for LlamaForCausalLM

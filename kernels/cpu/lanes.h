@@ -20,8 +20,16 @@ static inline KVL_HOT vf vf_max_nan(vf a, vf b) {
 static inline KVL_HOT vf vf_min_nan(vf a, vf b) {
   return vf_pick((vi)(a < b) | (vi)(a != a), a, b);
 }
-static inline KVL_HOT float vf_hmin(vf a) { return -vf_hmax(-a); }
-
+/* Is any lane of a mask -1? */
+static inline KVL_HOT int vi_any(vi mask) {
+#if defined(KVL_ISA_AVX512)
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(KVL_ISA_AVX2)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
 static inline KVL_HOT vf vf_abs(vf x) { return (vf)((vi)x & 0x7FFFFFFF); }
 static inline KVL_HOT vf vf_sqrt(vf x) {
 #if defined(KVL_ISA_AVX512)

@@ -7,7 +7,7 @@
  * comes before it and as many of its equals as fit; a radix sort from the top byte down,
  * in place (McIlroy, Bostic, McIlroy, "Engineering radix sort", 1993), orders them by key
  * and then by index. O(n + k) for any input, no workspace.
- * Limit: the histogram, about 1 ns an element; the search re-reads the row from cache. */
+ * Limit: the histogram of the first digit, about 1 ns an element. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
@@ -58,13 +58,13 @@ static void sort(const float *a, int32_t *index, int64_t n, uint32_t flip, int s
 
 /* The k first of the row, in index order. */
 static void collect(const float *a, int64_t n, int64_t k, uint32_t flip, int32_t *index) {
-  int64_t before = 0, found = 0;
-  uint32_t last = k < n ? radix_kth(a, n, k, flip, &before) : 0;
+  int64_t before, found = 0;
+  uint32_t last = radix_kth(a, n, k, flip, &before);
   int64_t equals = k - before;
-  for (int64_t i = 0; i < n && found < k; i++) {
+  RADIX_WITHIN(a, n, flip, 0, last, {
     uint32_t key = radix_key(a[i], flip);
-    if (k == n || key < last || (key == last && equals-- > 0)) index[found++] = (int32_t)i;
-  }
+    if (key < last || (key == last && equals-- > 0)) index[found++] = (int32_t)i;
+  })
 }
 
 static int topk_piece(const void *args, int64_t begin, int64_t end) {
@@ -73,7 +73,8 @@ static int topk_piece(const void *args, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; r++) {
     const float *a = g->a + r * g->n;
     int32_t *index = g->indices + r * g->k;
-    collect(a, g->n, g->k, flip, index);
+    if (g->k < g->n) collect(a, g->n, g->k, flip, index);
+    else for (int64_t i = 0; i < g->n; i++) index[i] = (int32_t)i;
     sort(a, index, g->k, flip, 56);
     if (g->values)
       for (int64_t i = 0; i < g->k; i++) g->values[r * g->k + i] = a[index[i]];

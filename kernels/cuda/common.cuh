@@ -116,8 +116,10 @@ template <class... P> inline bool aligned16(P... p) {
 
 /* Blocks to launch for `pieces` of work, `per_block` each, when blocks loop over the rest:
  * enough to fill the device a few times over. */
-inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q, int waves = 16) {
-  int64_t blocks = (pieces + per_block - 1) / per_block, most = (int64_t)q->sm_count * waves;
+inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q,
+                     int waves = 16) {
+  int64_t blocks = (pieces + per_block - 1) / per_block;
+  int64_t most = (int64_t)q->sm_count * waves;
   return (unsigned)(blocks < most ? blocks : most);
 }
 

@@ -1,6 +1,7 @@
 /* One number type into another: kvl::convert<To>(x), for all storage dtypes and double.
  * To a float: round to nearest even, through f32 for the 16-bit types; f8e4m3 saturates at
- * +-448. Float to integer: truncate, saturate, NaN gives 0. Integer to integer: saturate. */
+ * +-448. Float to integer: truncate, saturate, NaN gives 0. Integer to integer:
+ * saturate. */
 #ifndef KVL_CUDA_CONVERT_CUH
 #define KVL_CUDA_CONVERT_CUH
 

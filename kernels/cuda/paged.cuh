@@ -170,7 +170,8 @@ __device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) 
 
 /* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
  * 5 shuffles in place of 16. */
-template <int LANES> __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
+template <int LANES>
+__device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
   bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
   float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
   keep0 += __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2);
@@ -178,6 +179,17 @@ template <int LANES> __device__ __forceinline__ float sum_of_four(const float (&
   float sum = odd ? keep1 : keep0;
   sum += __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
   return warp_sum<LANES / 4>(sum);
+}
+
+/* Four maxima over the lanes' two top bits; a lane gets the one numbered by its own. */
+template <int LANES>
+__device__ __forceinline__ float max_of_four(const float (&x)[4], int lane) {
+  bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
+  float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
+  keep0 = fmaxf(keep0, __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2));
+  keep1 = fmaxf(keep1, __shfl_xor_sync(ALL_LANES, high ? x[1] : x[3], LANES / 2));
+  float other = __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
+  return fmaxf(odd ? keep1 : keep0, other);
 }
 
 /* Floats as unsigned integers in the same order; -0 and 0 are one, NaN is below all. */

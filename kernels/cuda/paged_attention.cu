@@ -91,15 +91,15 @@ int launch_decode(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, in
   return launch_combine(a, place, q);
 }
 
-template <class T, int D>
+template <class T, int D, class shape = prefill_shape<D>>
 int launch_prefill(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  using shape = prefill_shape<D>;
   int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
   int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
-  int status = allow_shared<paged_prefill<T, D>>(q, shape::SHARED_BYTES);
+  int status = allow_shared<paged_prefill<T, D, shape>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-  paged_prefill<T, D><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
+  paged_prefill<T, D, shape><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(
+      a, subgroups);
   return KVL_OK;
 }
 

@@ -13,13 +13,14 @@
 
 namespace kvl {
 
-template <int D> struct prefill_shape {
+template <int D, int TILES_ = (D <= 128 ? 2 : 1), int KEYS_ = (D > 192 ? 32 : 64)>
+struct prefill_shape {
   /* With 16-row tiles a fragment of K or V that a warp reads from shared memory feeds one
    * mma only, and those reads are the limit; two tiles a warp halve them, where the sums
    * leave registers for it. */
-  static constexpr int TILES = D <= 128 ? 2 : 1;             /* of 16 rows, a warp */
+  static constexpr int TILES = TILES_;                       /* of 16 rows, a warp */
   static constexpr int WARPS = 8 / TILES, ROWS = 128, THREADS = WARPS * WARP;
-  static constexpr int KEYS = D > 192 ? 32 : 64;
+  static constexpr int KEYS = KEYS_;
   static constexpr int PIECES = TILE_PIECES<D>;
   static constexpr bool Q_SHARED = D > 64;   /* else q stays in registers */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
@@ -34,10 +35,9 @@ template <int KEYS> struct row_lists {
   int position[3][KEYS];
 };
 
-template <class T, int D>
-__global__ void __launch_bounds__(prefill_shape<D>::THREADS, prefill_shape<D>::TILES)
+template <class T, int D, class shape>
+__global__ void __launch_bounds__(shape::THREADS, shape::TILES)
 paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
-  using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, TILES = shape::TILES;
   extern __shared__ __align__(128) char shared[];
   __shared__ row_lists<KEYS> lists;
@@ -197,11 +197,12 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
         const float shift = finite_shift(top), down = exp2_fast(m[i][half] - shift);
         m[i][half] = top;
         l[i][half] *= down;
+        if (__any_sync(ALL_LANES, down != 1.f))   /* seldom, once the maximum has settled */
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-          out[i][n][2 * half] *= down;
-          out[i][n][2 * half + 1] *= down;
-        }
+          for (int n = 0; n < D / 8; n++) {
+            out[i][n][2 * half] *= down;
+            out[i][n][2 * half + 1] *= down;
+          }
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll

@@ -7,6 +7,7 @@
  * shared memory, for all of its heads. sincosf is the accurate one: positions go up to
  * millions of radians, where the fast one is noise.
  * Limit: memory bandwidth; latency for a few tokens.
+ * Measured: bf16 65536 x 32 x 128 2.9 TB/s. H100 80GB HBM3, 2026-11-20.
  * Source: Su et al. 2021, the half-split form of Hugging Face. */
 #include "common.cuh"
 

@@ -41,7 +41,8 @@ template <int N> struct width {
 
 /* f(width<N>, i) for packs i ... i + N - 1 of [begin, end), width<1> for what is left. */
 template <int N, class F>
-__device__ __forceinline__ void walk(int64_t begin, int64_t end, int rank, int threads, F f) {
+__device__ __forceinline__ void walk(int64_t begin, int64_t end, int rank, int threads,
+                                     F f) {
   int64_t packed = begin + (end - begin) / N * N;
   for (int64_t i = begin + (int64_t)rank * N; i < packed; i += (int64_t)threads * N)
     f(width<N>(), i);

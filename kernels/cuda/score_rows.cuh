@@ -5,8 +5,9 @@
  * of threads takes `each` consecutive blocks of one (sequence, KV head). As in
  * paged_f32.cuh each of its warps is a pipeline of asynchronous copies of tiles, and a row
  * is spread over LANES lanes of 8 dims: a warp holds SIDE = 32 / LANES items side by side,
- * four times in a row, and joins the four sums per lane and head with 5 shuffles. The
- * group's queries lie in shared memory as floats.
+ * four times in a row, and joins the four sums per lane and head with 5 shuffles. Heads go
+ * by in fours, whose chains of shuffles overlap. The group's queries lie in shared memory
+ * as floats, padded with zero heads.
  *
  * Maxima of tokens meet in shared memory as ordered integers, whose maximum does not depend
  * on who comes first. */
@@ -62,8 +63,9 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
   constexpr int ROWS = shape::ROWS, N = shape::NUMBERS, THREADS = WARPS * WARP;
   extern __shared__ __align__(128) char shared[];
   const int group = (int)(a.heads / a.kv_heads), head_dim = (int)a.head_dim;
-  float *q = (float *)(shared + shape::RING_BYTES);                 /* [group][D] */
-  uint32_t *best = (uint32_t *)(q + group * D);                     /* [each][group] */
+  const int padded = (group + 3) / 4 * 4;
+  float *q = (float *)(shared + shape::RING_BYTES);                 /* [padded][D] */
+  uint32_t *best = (uint32_t *)(q + padded * D);                    /* [each][group] */
 
   const int64_t seq = blockIdx.x / parts, kv_head = blockIdx.y, length = a.lens[seq];
   const int64_t first = (int64_t)(blockIdx.x % parts) * each;       /* block */
@@ -124,11 +126,13 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
     fetch(s, find(tile + s * WARPS));
     copy_commit();
   }
-  /* Queries in the order of the lanes' dims, so that a lane reads its 8 as two vectors. */
-  for (int i = threadIdx.x; i < group * D; i += THREADS) {
-    int h = i / D, e = i % 8, d = (e / N * LANES + i % D / 8) * N + e % N;
+  /* Queries in the lanes' order, [2][LANES][4] a head: a lane reads its 8 dims as two
+   * vectors, next to its neighbours'. */
+  for (int i = threadIdx.x; i < padded * D; i += THREADS) {
+    int h = i / D, e = i % 4 + i % D / (D / 2) * 4;
+    int d = (e / N * LANES + i / 4 % LANES) * N + e % N;
     int64_t row = seq * a.heads + kv_head * group + h;
-    q[i] = d < head_dim ? load_any(a.q, a.dtype, row * head_dim + d) : 0.f;
+    q[i] = h < group && d < head_dim ? load_any(a.q, a.dtype, row * head_dim + d) : 0.f;
   }
   if (KIND == SCORE_MAX_QK)
     for (int i = threadIdx.x; i < count * group; i += THREADS) best[i] = order_key(-INFINITY);
@@ -157,31 +161,36 @@ score_rows(const __grid_constant__ score_call a, int parts, int each) {
       const int item = tile * ITEMS + batch + own * SIDE + side;   /* this lane's */
       const int block = min(item, items - 1) / per_block;
       float joined = is_max ? -INFINITY : 0.f;
-#pragma unroll 2
-      for (int h = 0; h < group; h++) {
-        float sums[4] = {}, part[8];
-        load_floats<4>(q + h * D + lane_key * 8, *(float(*)[4])part);
-        load_floats<4>(q + h * D + lane_key * 8 + 4, *(float(*)[4])(part + 4));
+      for (int h0 = 0; h0 < group; h0 += 4) {
+        float score[4];
 #pragma unroll
-        for (int e = 0; e < 8; e++)
+        for (int h = 0; h < 4; h++) {
+          const float *from = q + (h0 + h) * D + lane_key * 4;
+          float sums[4] = {}, low[4], high[4];
+          load_floats(from, low);
+          load_floats(from + D / 2, high);
 #pragma unroll
-          for (int u = 0; u < 4; u++)
-            sums[u] = score_term<KIND>(part[e], x[u], y[ROWS == 2 ? u : 0], e, sums[u]);
-        float score = sum_of_four<LANES>(sums, lane);
-        if (KIND == SCORE_MAX_QK) {
-          if (item >= items) score = -INFINITY;
-          if (alone) {   /* over the lanes with items of their own */
-            score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
-            score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 4));
+          for (int e = 0; e < 8; e++)
 #pragma unroll
-            for (int step = LANES; step < WARP; step *= 2)
-              score = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, step));
-            if (lane == 0) atomicMax(&best[block * group + h], order_key(score));
-          } else if (lane_key % (LANES / 4) == 0 && item < items) {
-            atomicMax(&best[block * group + h], order_key(score));
-          }
-        } else {
-          joined = is_max ? fmaxf(joined, score) : joined + score;
+            for (int u = 0; u < 4; u++)
+              sums[u] = score_term<KIND>(e < 4 ? low[e % 4] : high[e % 4], x[u],
+                                         y[ROWS == 2 ? u : 0], e, sums[u]);
+          score[h] = sum_of_four<LANES>(sums, lane);
+          if (KIND == SCORE_MAX_QK) score[h] = item < items ? score[h] : -INFINITY;
+          else if (h0 + h < group) joined = is_max ? fmaxf(joined, score[h]) : joined + score[h];
+        }
+        if (KIND != SCORE_MAX_QK) continue;
+        if (alone) {   /* the lane's one of the four heads, over all items of the batch */
+          float most = max_of_four<LANES>(score, lane);
+#pragma unroll
+          for (int step = LANES; step < WARP; step *= 2)
+            most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+          if (lane < LANES && lane % (LANES / 4) == 0 && h0 + own < group)
+            atomicMax(&best[block * group + h0 + own], order_key(most));
+        } else if (lane_key % (LANES / 4) == 0 && item < items) {
+#pragma unroll
+          for (int h = 0; h < 4; h++)
+            if (h0 + h < group) atomicMax(&best[block * group + h0 + h], order_key(score[h]));
         }
       }
       if (KIND != SCORE_MAX_QK && lane_key % (LANES / 4) == 0 && item < items)
@@ -243,19 +252,20 @@ template <class T, int D, score_kind KIND>
 int launch_score_dim(const score_call &a, const kvl_cuda_queue *q) {
   using shape = score_shape<T, D, KIND>;
   int64_t group = a.heads / a.kv_heads, per_block = KIND == SCORE_MAX_QK ? a.block_size : 1;
-  /* Blocks a block of threads takes: two full turns of its rings or more, and few enough
-   * for eight blocks of threads an SM. */
+  /* Blocks a block of threads takes: one wave of four blocks of threads an SM, but two full
+   * turns of its rings or more. */
   int64_t least = (2 * shape::WARPS * shape::ITEMS + per_block - 1) / per_block;
-  int64_t each = a.seqs * a.kv_heads * a.max_blocks / (8 * (int64_t)q->sm_count);
-  each = each < least ? least : each > 1024 ? 1024 : each;
+  int64_t parts = 4 * (int64_t)q->sm_count / (a.seqs * a.kv_heads);
+  int64_t each = (a.max_blocks + (parts > 1 ? parts : 1) - 1) / (parts > 1 ? parts : 1);
+  if (each < least) each = least;
   if (each > a.max_blocks) each = a.max_blocks;
-  int64_t bytes = shape::RING_BYTES + group * D * 4;
+  int64_t bytes = shape::RING_BYTES + (group + 3) / 4 * 4 * D * 4;
   if (KIND == SCORE_MAX_QK) {   /* at most 16 KiB of maxima, as far as it depends on `each` */
     int64_t most = 4096 / (group > 0 ? group : 1);
     if (each > most) each = most > 0 ? most : 1;
     bytes += each * group * 4;
   }
-  int64_t parts = (a.max_blocks + each - 1) / each;
+  parts = (a.max_blocks + each - 1) / each;
   if (bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;

@@ -9,10 +9,12 @@
  * lower index, NaN comes last. When k is short, sinks stay first, then the latest blocks.
  *
  * One block of threads a row. The scores become unsigned integers of the same order; the
- * k-th largest is found by 11 + 11 + 10 bits with a histogram in shared memory each
- * (11 bits, so that clustered scores spread over many counters). Every warp then counts and
- * writes its own stretch of the row, so ascending order and ties cost nothing extra.
- * Rows up to CACHED numbers are kept in shared memory, longer ones are read again (from L2).
+ * k-th largest is found eight bits at a time with a histogram in shared memory. Scores are
+ * alike in their top bits, and additions to one address wait for each other: so every lane
+ * has its own column of the histogram (one bank, no conflict whatever the scores). Every
+ * warp then counts and writes its own stretch of the row, so ascending order and ties cost
+ * nothing extra. Rows are kept in shared memory while they fit, longer ones are read again
+ * (from L2).
  *
  * Bytes   4 * (blocks + k) a row; limit: latency of the passes for short rows
  * Exact.  Source: Alabi et al. 2012 (radix select) */
@@ -21,17 +23,18 @@
 namespace kvl {
 namespace {
 
-constexpr int DIGITS = 2048, CACHED = 8192;
+constexpr int DIGITS = 256, HISTOGRAM_BYTES = DIGITS * WARP * 4;
 
 template <bool IS_CACHED>
 __global__ void __launch_bounds__(1024)
 select_blocks(const __grid_constant__ kvl_select_args a) {
-  __shared__ uint32_t cached[IS_CACHED ? CACHED : 1];
-  __shared__ int counts[DIGITS], warp_sums[WARP], found[2];
+  extern __shared__ int counts[];   /* [DIGITS][WARP], then the row's keys */
+  __shared__ int totals[DIGITS], warp_sums[WARP], found[3];
   __shared__ int above_warp[WARP], equal_warp[WARP];
   const int64_t row = blockIdx.x;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int threads = blockDim.x, warps = threads / WARP;
+  uint32_t *cached = (uint32_t *)counts + DIGITS * WARP;
   const float *scores = a.scores + row * a.max_blocks;
   int32_t *selection = a.selection + row * a.max_selected;
 
@@ -67,28 +70,27 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   uint32_t edge = 0;
   int ties = wanted;
   if (wanted < high - low) {
-    int shift = 32;
-    for (int pass = 0; pass < 3; pass++) {
-      const int bits = pass < 2 ? 11 : 10, digits = 1 << bits;
-      const int shift_above = shift;
-      shift -= bits;
-      for (int i = tid; i < DIGITS; i += threads) counts[i] = 0;
-      __syncthreads();
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      for (int i = tid; i < DIGITS * WARP; i += threads) counts[i] = 0;
+      __syncthreads();   /* and `cached` is whole */
       for (int i = low + tid; i < high; i += AHEAD * threads) {
         uint32_t key[AHEAD];
         load_keys(i, threads, high, key);
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-          bool same = pass == 0 || key[u] >> shift_above == edge >> shift_above;
+          bool same = shift == 24 || (key[u] ^ edge) >> (shift + 8) == 0;
           if (same && i + u * threads < high)
-            atomicAdd(&counts[key[u] >> shift & (digits - 1)], 1);
+            atomicAdd(&counts[(key[u] >> shift & 255) * WARP + lane], 1);
         }
       }
       __syncthreads();
-      /* Thread t sums 8 counters, from the largest digit down; the first 256 suffice. */
-      int sum = 0, top = digits - 1 - tid * 8;
-      if (top >= 0)
-        for (int j = 0; j < 8; j++) sum += counts[top - j];
+      for (int digit = warp; digit < DIGITS; digit += warps) {
+        int sum = warp_sum(counts[digit * WARP + lane]);
+        if (lane == 0) totals[digit] = sum;
+      }
+      __syncthreads();
+      /* Thread t has the digit t from the top: where does the count reach `ties`? */
+      const int digit = DIGITS - 1 - tid, sum = tid < DIGITS ? totals[digit] : 0;
       int upto = sum;
       for (int step = 1; step < WARP; step *= 2) {
         int x = __shfl_up_sync(ALL_LANES, upto, step);
@@ -97,15 +99,19 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
       if (lane == WARP - 1) warp_sums[warp] = upto;
       __syncthreads();
       for (int w = 0; w < warp; w++) upto += warp_sums[w];
-      if (top >= 0 && upto >= ties && upto - sum < ties) {   /* one thread */
-        int taken = upto - sum, digit = top;
-        while (taken + counts[digit] < ties) taken += counts[digit--];
+      if (tid < DIGITS && upto >= ties && upto - sum < ties) {   /* one thread */
         found[0] = digit;
-        found[1] = taken;
+        found[1] = upto - sum;
+        found[2] = sum;
       }
       __syncthreads();
       edge |= (uint32_t)found[0] << shift;
       ties -= found[1];
+      if (found[2] == ties) {   /* the whole digit is taken; something lies below it */
+        edge -= 1;
+        ties = 0;
+        break;
+      }
     }
   } else {
     __syncthreads();   /* `cached` is whole */
@@ -161,7 +167,13 @@ KVL_CUDA_KERNEL(select) {
   unsigned rows = (unsigned)(a.seqs * a.selection_heads);
   if (rows == 0) return KVL_OK;
   int threads = a.max_blocks <= 1024 ? 256 : a.max_blocks <= 4096 ? 512 : 1024;
-  if (a.max_blocks <= CACHED) select_blocks<true><<<rows, threads, 0, q->stream>>>(a);
-  else select_blocks<false><<<rows, threads, 0, q->stream>>>(a);
+  int64_t bytes = HISTOGRAM_BYTES + a.max_blocks * 4, most = q->shared_optin - 4096;
+  if (bytes <= most) {
+    int status = allow_shared<select_blocks<true>>(q, (int)most);
+    if (status < 0) return status;
+    select_blocks<true><<<rows, threads, (int)bytes, q->stream>>>(a);
+  } else {
+    select_blocks<false><<<rows, threads, HISTOGRAM_BYTES, q->stream>>>(a);
+  }
   return kvl__cuda_launched();
 }

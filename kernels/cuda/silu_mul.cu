@@ -25,7 +25,8 @@ KVL_CUDA_KERNEL(silu_mul) {
   const kvl_silu_mul_args *g = (const kvl_silu_mul_args *)args;
   KVL_CUDA_BY_FLOAT(g->dtype, T, {
     silu_mul_body<T> f{(const T *)g->gate, (const T *)g->up, (T *)g->out};
-    return kvl::each<kvl::WIDE<T>>(f, g->count, kvl::aligned16(g->gate, g->up, g->out), queue);
+    return kvl::each<kvl::WIDE<T>>(f, g->count, kvl::aligned16(g->gate, g->up, g->out),
+                                   queue);
   })
   return KVL_OK;
 }

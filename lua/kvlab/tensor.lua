@@ -19,10 +19,13 @@ local shape_buffer = ffi.new "int64_t[6]"
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
 local bytes_since_collection = 0
 
-local scope -- list of the tensors made since the innermost kv.scope began
+-- The tensors made since the innermost kv.scope began, as keys; weak, so that inside a scope
+-- too the collector frees what nobody holds.
+local scope
+local WEAK = { __mode = "k" }
 
 local function remember(t)
-  if scope then scope[#scope + 1] = t end
+  if scope then scope[t] = true end
   return t
 end
 
@@ -186,14 +189,14 @@ end
 --- fn() with every tensor made inside freed at its end, except those it returns (also
 -- inside returned tables).
 function M.scope(fn, ...)
-  local outer, inner = scope, {}
+  local outer, inner = scope, setmetatable({}, WEAK)
   scope = inner
   local results = { pcall(fn, ...) }
   scope = outer
   local kept = {}
   if results[1] then for i = 2, #results do keep(results[i], kept) end end
-  for i = 1, #inner do
-    if kept[inner[i]] then remember(inner[i]) else C.kvl_tensor_close(inner[i]) end
+  for t in pairs(inner) do
+    if kept[t] then remember(t) else C.kvl_tensor_close(t) end
   end
   if not results[1] then error(results[2], 0) end
   return unpack(results, 2)

@@ -1,0 +1,149 @@
+--- `kvlab bench [ID or file …]`: runs the cases of bench/*.lua and prints a line each, with
+-- its share of a limit that is measured in the same run.
+--
+-- A bench file returns a function of `b` that calls b.case { id, name, … } for each of its
+-- cases; see bench/attention.lua. A case is checked before it is timed, its inputs are
+-- random, and the cache is flushed between repeats. Times are medians of at least 30.
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local library = require "kvlab.library"
+
+local M = {}
+
+local REPEATS, GIB = 30, 1024 * 1024 * 1024
+local C = kv.C
+
+---@class kvlab.Bench
+local Bench = {}
+Bench.__index = Bench
+
+local function median(list)
+  table.sort(list)
+  return list[math.ceil(#list / 2)]
+end
+
+--- Overwrite more memory than any cache of the device holds.
+local function flush(self)
+  self.flush_buffer = self.flush_buffer
+    or kv.tensor(self.device, "f32", { self.device:is_cpu() and 2 ^ 27 or 2 ^ 26 })
+  self.flush_buffer:fill_(self.repeats % 7)
+end
+
+--- Microseconds of one call of fn, median of `repeats` after a warm-up; events on a GPU, the
+-- clock on the CPU. warm: leave the caches as they are.
+function Bench:time(fn, repeats, warm)
+  local times = {}
+  local from, to = self.device:open_event(), self.device:open_event()
+  local stream = self.device:stream()
+  fn()
+  for i = 1, repeats or REPEATS do
+    self.repeats = i
+    if not warm then flush(self) end
+    if self.device:is_cpu() then
+      local start = C.kvl_clock_ns()
+      fn()
+      times[i] = tonumber(C.kvl_clock_ns() - start) * 1e-3
+    else
+      from:record(stream)
+      fn()
+      to:record(stream)
+      times[i] = from:elapsed_us(to)
+    end
+  end
+  from:close()
+  to:close()
+  return median(times)
+end
+
+--- GB/s of a read-only reduction over 1 GiB: the R of every bandwidth limit.
+local function read_bandwidth(self)
+  if not self.R then
+    self.R = kv.scope(function()
+      local x = kv.rand(self.device, "f32", { GIB / 4 })
+      local out = kv.tensor(self.device, "f32", {})
+      local us = self:time(function() x:sum(0, out) end, REPEATS, true)
+      return GIB / us * 1e-3
+    end)
+    self:print_row { id = "R", name = "read-only reduction, 1 GiB", us = GIB / self.R * 1e-3,
+                     bytes = GIB, gb_s = self.R }
+  end
+  return self.R
+end
+
+local function format_row(row)
+  local words = { ("%-5s %-52s %10.1f us"):format(row.id, row.name, row.us) }
+  if row.gb_s then words[#words + 1] = ("%8.1f GB/s"):format(row.gb_s) end
+  if row.of_limit then words[#words + 1] = ("%5.2f of %s"):format(row.of_limit, row.limit) end
+  if row.note then words[#words + 1] = row.note end
+  return table.concat(words, "  ")
+end
+
+local ORDER = { "id", "name", "us", "bytes", "gb_s", "limit", "of_limit", "note", "device" }
+
+function Bench:print_row(row)
+  row.device = self.device:description()
+  print(self.json and json.encode(row, { order = ORDER }) or format_row(row))
+  io.flush()
+end
+
+--- One case: id, name; run() does the work once; bytes it has to read and write; check()
+-- raises when the result is wrong; repeats; warm; note. Or us, measured by the file itself.
+function Bench:case(case)
+  if self.wanted and not self.wanted[case.id] then return end
+  kv.scope(function()
+    local work = case.setup and case.setup(self) or case
+    if work.check then work.check() end
+    local us = work.us or self:time(work.run, case.repeats, case.warm)
+    local row = { id = case.id, name = case.name, us = us, bytes = work.bytes,
+                  note = work.note }
+    if work.bytes then
+      row.gb_s, row.limit = work.bytes / us * 1e-3, "R"
+      row.of_limit = row.gb_s / read_bandwidth(self)
+    end
+    self:print_row(row)
+  end)
+end
+
+local function bench_files()
+  local files, dir = {}, library.paths.root .. "/bench"
+  local list = io.popen(('ls "%s"/*.lua 2>/dev/null'):format(dir))
+  for path in list:lines() do files[#files + 1] = path end
+  list:close()
+  return files
+end
+
+--- Run what the command line names: ids such as P1, or files; everything when it names
+-- nothing. Returns the exit status.
+---@param options kvlab.options
+function M.main(options)
+  local b = setmetatable({ device = kv.device(), json = options.json, repeats = 0 }, Bench)
+  local files, known = {}, {}
+  for _, word in ipairs(options.args) do
+    if word:match "%.lua$" then files[#files + 1] = word
+    else
+      b.wanted = b.wanted or {}
+      b.wanted[word] = true
+    end
+  end
+  if #files == 0 then files = bench_files() end
+  if not b.json then
+    print(("device %s: %s"):format(b.device:name(), b.device:description()))
+  end
+  local case = Bench.case
+  b.case = function(self, c)
+    known[c.id] = true
+    return case(self, c)
+  end
+  for _, path in ipairs(files) do assert(loadfile(path))()(b) end
+  for id in pairs(b.wanted or {}) do
+    if not known[id] then
+      local ids = {}
+      for name in pairs(known) do ids[#ids + 1] = name end
+      table.sort(ids)
+      error(("no bench \"%s\"; there are %s"):format(id, table.concat(ids, ", ")), 0)
+    end
+  end
+  return 0
+end
+
+return M
