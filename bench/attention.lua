@@ -1,6 +1,6 @@
---- Paged decode attention over random block tables, bf16, 32 query heads on 8 KV heads of 128,
--- block 16: P1 and P2 on a GPU, P14 on the CPU. Limit: every K and V once at the read
--- bandwidth of the same run.
+--- Paged decode attention over random block tables, bf16, 32 query heads on 8 KV heads of
+-- 128, block 16: P1 and P2 on a GPU, P14 on the CPU. Limit: every K and V once at the
+-- read bandwidth of the same run.
 local kv = require "kvlab"
 
 local HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
@@ -12,7 +12,8 @@ local function random_table(dev, seqs, blocks)
   return order:reshape({ seqs, blocks }):to(dev)
 end
 
---- The same attention from gathered keys and values, in f32, for one sequence and KV head.
+--- The same attention from gathered keys and values, in f32, for one sequence and KV
+-- head.
 local function reference(w, s, g)
   local order = w.tables:index(s)
   local rows = w.cache:reshape { w.cache:size(0), 2 * KV_HEADS, BLOCK * DIM }

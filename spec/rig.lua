@@ -81,8 +81,8 @@ function M.new(dev, o)
 end
 
 --- Prefill `lengths`, then decode `steps` tokens for all of them together.
---  o: policy, options, lengths, steps, dtype, chunk (all), before (lengths of requests that
---  come and go first), fork (decode on forks while the originals grow too)
+--  o: policy, options, lengths, steps, dtype, chunk (all), before (lengths of requests
+--  that come and go first), fork (decode on forks while the originals grow too)
 --  Result: policy, steps[i] = { out, selection, counts (of the last layer), lens }
 function M.decode(dev, o)
   local rig = M.new(dev, o)

@@ -66,8 +66,8 @@ function M.equal(got, want, what)
   return M.close(got, want, 0, 0, what)
 end
 
---- Define `name` on both devices: run(dev) gives a tensor, close to want() on the CPU; CUDA
--- gives the CPU's within the same tolerance.
+--- Define `name` on both devices: run(dev) gives a tensor, close to want() on the CPU;
+-- CUDA gives the CPU's within the same tolerance.
 function M.agrees(name, run, want, abs, rel)
   M.it_on_cpu(name, function(dev) M.close(run(dev), want(), abs, rel) end)
   M.it_on_gpu(name, function(cuda, cpu) M.close(run(cuda), run(cpu), abs, rel) end)
@@ -149,12 +149,12 @@ local function valid_tokens(p)
   return valid
 end
 
---- Paged KV memory with random K and V in the valid tokens of every sequence and NaN in all
--- others, its blocks in random order.
+--- Paged KV memory with random K and V in the valid tokens of every sequence and NaN in
+-- all others, its blocks in random order.
 --  c  lens, block_size, and optionally kv_heads (1), head_dim (64), dtype (f32),
 --     extra (1: table columns that no sequence needs), seed
--- Returns { layout, lens, tables, max_blocks, cache (flat values), on(dev) }, where on(dev)
--- gives the tensors cache, tables and lens.
+-- Returns { layout, lens, tables, max_blocks, cache (flat values), on(dev) }, where
+-- on(dev) gives the tensors cache, tables and lens.
 function M.paged(c)
   local rng = M.rng(c.seed or 1)
   local most, total = 0, 0

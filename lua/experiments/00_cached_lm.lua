@@ -1,5 +1,5 @@
---- What a KV cache holds while a model generates: a prompt of four tokens, then one token at
--- a time. The smallest whole program over kvlab; lua/models/small_lm.lua is its model.
+--- What a KV cache holds while a model generates: a prompt of four tokens, then one token
+-- at a time. The smallest whole program over kvlab; lua/models/small_lm.lua is its model.
 --
 --   ./kvlab run lua/experiments/00_cached_lm.lua
 local kv = require "kvlab"

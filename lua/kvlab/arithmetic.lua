@@ -10,7 +10,7 @@ local function reshaped_like(t, dims, dtype)
   return tensor.tensor(t.device, dtype or t:type(), dims)
 end
 
--- ---- elementwise ------------------------------------------------------------------------
+-- ---- elementwise ----------------------------------------------------------------------
 
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "silu",
                         "tanh", "relu" } do
@@ -22,7 +22,8 @@ for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", 
   end
 end
 
---- The dims that a and b broadcast to; what does not fit is left for the library to blame.
+--- The dims that a and b broadcast to; what does not fit is left for the library to
+-- blame.
 local function broadcast_dims(a, b)
   local n = math.max(a.ndim, b.ndim)
   local dims = {}
@@ -66,7 +67,7 @@ function methods.where(cond, a, b, out)
   return out
 end
 
--- ---- reductions ---------------------------------------------------------------------------
+-- ---- reductions -----------------------------------------------------------------------
 
 for _, name in ipairs { "sum", "mean", "max", "min" } do
   local op = C["KVL_REDUCE_" .. name:upper()]
@@ -118,7 +119,7 @@ end
 --- Rows in ascending (descending) order: values and i32 indices.
 function methods.sort(t, descending) return t:topk(t:size(-1), not descending) end
 
--- ---- matmul and gathers ---------------------------------------------------------------------
+-- ---- matmul and gathers ---------------------------------------------------------------
 
 local function matmul(a, b, transpose, out)
   if not out then

@@ -1,11 +1,11 @@
---- Attention over a paged cache with a policy: the only place where policies meet kernels.
--- One call a layer: append K and V, tell the policies, let the policy of the phase select,
--- attend over the selection.
+--- Attention over a paged cache with a policy: the only place where policies meet
+-- kernels. One call a layer: append K and V, tell the policies, let the policy of the
+-- phase select, attend over the selection.
 --
---   local attention = kv.attention { cache = cache, heads = 8,
---                                    decode_policy = kv.policy.open("quest", { ratio = .1 }) }
---   attention:begin(batch, false)                       once a step, after batch:append
---   attention:forward(layer, q, k, v, out)              once a layer
+--   local quest = kv.policy.open("quest", { ratio = 0.1 })
+--   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
+--   attention:begin(batch, false)              once a step, after batch:append
+--   attention:forward(layer, q, k, v, out)     once a layer
 local context = require "kvlab.context"
 local ops = require "kvlab.ops"
 local policy = require "kvlab.policy"
@@ -36,8 +36,8 @@ end
 
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
---                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), max_seqs (16), max_blocks
---                 of a sequence (all of the cache)
+--                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), max_seqs (16),
+--                 max_blocks of a sequence (all of the cache)
 ---@return kvlab.Attention
 function M.attention(o)
   local cache = o.cache
@@ -61,8 +61,8 @@ function M.attention(o)
   return self
 end
 
---- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are a
--- chunk of a prompt rather than one decoded token each.
+--- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are
+-- a chunk of a prompt rather than one decoded token each.
 function Attention:begin(batch, is_prefill)
   if not is_prefill and batch.tokens_count ~= batch.count then
     error(("a decode step of %d tokens for %d sequences, expected one each"):format(
@@ -108,8 +108,8 @@ function Attention:over(selection, ctx, out, lse)
   return ops.paged_attention(call)
 end
 
---- Show policies that were attached late the K of sequences that are in the cache already,
--- as if they had been prefilled now.
+--- Show policies that were attached late the K of sequences that are in the cache
+-- already, as if they had been prefilled now.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)
   local ids, tokens, size = {}, {}, self.cache.block_size

@@ -1,9 +1,9 @@
---- `kvlab bench [ID or file …]`: runs the cases of bench/*.lua and prints a line each, with
--- its share of a limit that is measured in the same run.
+--- `kvlab bench [ID or file …]`: runs the cases of bench/*.lua and prints a line each,
+-- with its share of a limit that is measured in the same run.
 --
--- A bench file returns a function of `b` that calls b.case { id, name, … } for each of its
--- cases; see bench/attention.lua. A case is checked before it is timed, its inputs are
--- random, and the cache is flushed between repeats. Times are medians of at least 30.
+-- A bench file returns a function of `b` that calls b.case { id, name, … } for each of
+-- its cases; see bench/attention.lua. A case is checked before it is timed, its inputs
+-- are random, and the cache is flushed between repeats. Times are medians of at least 30.
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local library = require "kvlab.library"
@@ -29,8 +29,8 @@ local function flush(self)
   self.flush_buffer:fill_(self.repeats % 7)
 end
 
---- Microseconds of one call of fn, median of `repeats` after a warm-up; events on a GPU, the
--- clock on the CPU. warm: leave the caches as they are.
+--- Microseconds of one call of fn, median of `repeats` after a warm-up; events on a GPU,
+-- the clock on the CPU. warm: leave the caches as they are.
 function Bench:time(fn, repeats, warm)
   local times = {}
   local from, to = self.device:open_event(), self.device:open_event()
@@ -87,7 +87,8 @@ function Bench:print_row(row)
 end
 
 --- One case: id, name; run() does the work once; bytes it has to read and write; check()
--- raises when the result is wrong; repeats; warm; note. Or us, measured by the file itself.
+-- raises when the result is wrong; repeats; warm; note. Or us, measured by the file
+-- itself.
 function Bench:case(case)
   if self.wanted and not self.wanted[case.id] then return end
   kv.scope(function()

@@ -7,7 +7,7 @@ local tensor = require "kvlab.tensor"
 local C, check = library.C, library.check
 local M = {}
 
--- ---- sequence -----------------------------------------------------------------------------
+-- ---- sequence -------------------------------------------------------------------------
 
 ---@class kvlab.Sequence
 ---@field cache kvlab.Cache
@@ -59,7 +59,7 @@ function Sequence:close()
   self.handle = nil
 end
 
--- ---- batch ----------------------------------------------------------------------------------
+-- ---- batch ----------------------------------------------------------------------------
 
 --- The sequences of one step as the kernels see them. Made once, refilled every step: its
 -- tensors are views of two buffers and are valid until the next append.
@@ -238,7 +238,7 @@ function Batch:append(seqs, counts, tokens)
   return self
 end
 
--- ---- cache ------------------------------------------------------------------------------------
+-- ---- cache ----------------------------------------------------------------------------
 
 ---@class kvlab.Cache
 ---@field device ffi.cdata*
@@ -294,8 +294,8 @@ function Cache:sequence()
   return wrap_sequence(self, out_sequence[0])
 end
 
---- A reusable batch. limits: max_seqs (16), max_tokens (512) of one step, max_blocks of one
--- sequence (all of the cache).
+--- A reusable batch. limits: max_seqs (16), max_tokens (512) of one step, max_blocks of
+-- one sequence (all of the cache).
 ---@return kvlab.Batch
 function Cache:batch(limits) return new_batch(self, limits or {}) end
 

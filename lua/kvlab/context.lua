@@ -85,9 +85,9 @@ function Context:select(scores, budget)
   return ops.select(scores, self.lens, self.block_size, budget, selection, counts)
 end
 
---- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then put
--- the rows on the device as scores. For policies that score in plain Lua: on a GPU this
--- costs a copy, and whatever fn reads from the device costs a synchronisation.
+--- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
+-- put the rows on the device as scores. For policies that score in plain Lua: on a GPU
+-- this costs a copy, and whatever fn reads from the device costs a synchronisation.
 function Context:score_on_host(fn)
   local width, heads = self.width, self.kv_heads
   local n = self.seqs * heads * width

@@ -1,8 +1,8 @@
 --- Devices, streams and events.
 --
 -- `kv.device "cpu"` is a handle that lives as long as the program; asking again gives the
--- same one. Work goes to the device's current stream; `dev:with_stream(stream, fn)` changes
--- it for the time of a call.
+-- same one. Work goes to the device's current stream; `dev:with_stream(stream, fn)`
+-- changes it for the time of a call.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"

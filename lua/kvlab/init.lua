@@ -1,11 +1,13 @@
 --- kvlab: `local kv = require "kvlab"`.
 --
---   kv.device kv.cuda_available                      devices
---   kv.tensor zeros ones full arange randn rand randint from scope      tensors
---   kv.ops                                           transformer and paged-attention ops
---   kv.cache kv.attention kv.probe                   paged memory, attention with a policy
---   kv.policy kv.summary                             what policies are made of
---   kv.safetensors kv.C kv.check                     files; the C library itself
+--   kv.device kv.cuda_available                devices
+--   kv.tensor zeros ones full arange from      tensors
+--   kv.randn rand randint                      random tensors, the same on every device
+--   kv.scope                                   frees what a function made
+--   kv.ops                                     transformer and paged-attention ops
+--   kv.cache kv.attention kv.probe             paged memory, attention with a policy
+--   kv.policy kv.summary                       what policies are made of
+--   kv.safetensors kv.C kv.check               files; the C library itself
 local library = require "kvlab.library"
 local tensor = require "kvlab.arithmetic"
 local device = require "kvlab.device"

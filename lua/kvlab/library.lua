@@ -1,5 +1,5 @@
---- The C library: reads runtime/kvlab.h, loads libkvlab.so and refuses one whose ABI number
--- differs. Everything else in lua/kvlab/ gets C, check and the paths from here.
+--- The C library: reads runtime/kvlab.h, loads libkvlab.so and refuses one whose ABI
+-- number differs. Everything else in lua/kvlab/ gets C, check and the paths from here.
 local ffi = require "ffi"
 
 local M = {}

@@ -1,5 +1,5 @@
---- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes and
--- errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
+--- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes
+-- and errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor"

@@ -1,31 +1,37 @@
 --- The policy contract: what a policy may define, the options every policy has, and the
--- budget. Policies are files in lua/policies/; `kv.policy.open "quest"` makes one by name.
+-- budget. Policies are files in lua/policies/; `kv.policy.open "quest"` makes one.
 --
 --   kv.policy.define {
---     name = "quest", prefill = false, decode = true,     which phases it may be used in
---     defaults = { ratio = 0.1, sink = 1, recent = 2 },    its options; nothing else is taken
---     init(self, shape)              once, when attached: make summaries. shape: device,
---                                    layers, blocks, block_size, heads, kv_heads, head_dim,
---                                    dtype
---     on_prefill_offload(self, ev)   K of whole blocks is on the device: ev.layer, ev.k (the
---     on_decode_offload(self, ev)    layer's memory), ev.blocks i32 [n] (physical),
---                                    ev.num_tokens i32 [n] (valid tokens of each)
---     score(self, ctx)               -> f32 [seqs, kv_heads or 1, ctx.width], higher is
---                                    better; ctx.scores is a buffer of that shape to write
---     select_blocks(self, ctx)       -> selection i32 [seqs, kv_heads or 1, n] and counts,
---                                    or nil for every block. Default: sink, recent and the
---                                    best scores within the budget
---     compute_decode(self, attention, ctx, out)    default: attention over the selection
---     compute_prefill(self, attention, ctx, out)   default: the same, causal in the chunk
---     attention_begin(self, ctx), attention_finished(self, ctx)   around every layer
---     request_begin(self, seq), request_finished(self, seq)   per-sequence state is kept in
---                                    seq.state[self.name], never on the policy
---     score_bytes(self, shape)       bytes read per block and KV head to score it; for
---                                    reports (0)
---     reset(self) }                  forget everything
+--     name = "quest",
+--     prefill = false, decode = true       the phases in which it may select
+--     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
+--     init(self, shape)                    once, when attached: make summaries. shape has
+--                                          device, layers, blocks, block_size, heads,
+--                                          kv_heads, head_dim, dtype
+--     on_prefill_offload(self, ev)         K of some blocks is complete on the device:
+--     on_decode_offload(self, ev)          ev.layer, ev.k (the layer's memory), ev.blocks
+--                                          i32 [n] (physical), ev.num_tokens i32 [n]
+--                                          (valid tokens of each)
+--     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
+--                                          is better; ctx.scores is a buffer to write
+--     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
+--                                          counts, or nil for every block. Default:
+--                                          sink, recent and the best scores within the
+--                                          budget
+--     compute_decode(self, attention, ctx, out)
+--     compute_prefill(self, attention, ctx, out)
+--                                          another dataflow; returns out, selection,
+--                                          counts. Default: attend over the selection
+--     attention_begin(self, ctx)           before and after each layer
+--     attention_finished(self, ctx)
+--     request_begin(self, seq)             per-sequence state is kept in
+--     request_finished(self, seq)          seq.state[self.name], never on the policy
+--     score_bytes(self, shape)             bytes read per block and KV head to score it;
+--                                          for reports (0)
+--     reset(self) }                        forget everything
 --
--- Options of every policy: the budget, one of ratio (share of a sequence's blocks), tokens or
--- blocks; min_blocks, sink and recent (blocks always selected, within the budget).
+-- Options of every policy: the budget, one of ratio (share of a sequence's blocks), tokens
+-- or blocks; min_blocks, sink and recent (blocks always selected, within the budget).
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require "kvlab.nearest"
@@ -54,7 +60,7 @@ end
 Policy.compute_prefill = Policy.compute_decode
 function Policy.score_bytes() return 0 end
 
--- ---- options ----------------------------------------------------------------------------
+-- ---- options --------------------------------------------------------------------------
 
 local function sorted_keys(t)
   local keys = {}
@@ -117,7 +123,7 @@ end
 --- Blocks that a budget allows of n.
 function M.budget_blocks(budget, n) return library.check(C.kvl_budget_blocks(budget, n)) end
 
--- ---- define and open --------------------------------------------------------------------
+-- ---- define and open ------------------------------------------------------------------
 
 local function check_definition(def)
   if type(def.name) ~= "string" then error("policy: name is missing", 3) end

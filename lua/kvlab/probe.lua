@@ -1,7 +1,7 @@
 --- A probe watches an attention while it decodes and compares every selection with dense
--- attention over the same cache: share of the true attention mass that the selection keeps
--- (exp(lse_selected - lse_dense)), relative error of the output, blocks and bytes read.
--- It costs a dense pass a layer and waits for the device: not for timed steps.
+-- attention over the same cache: share of the true attention mass that the selection
+-- keeps (exp(lse_selected - lse_dense)), relative error of the output, blocks and bytes
+-- read. It costs a dense pass a layer and waits for the device: not for timed steps.
 local tensor = require "kvlab.tensor"
 
 local M = {}

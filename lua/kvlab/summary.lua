@@ -1,5 +1,5 @@
---- Block summaries: small per-block data of K that policies score with, one entry for every
--- physical block, so that sequences which share a block share its summary.
+--- Block summaries: small per-block data of K that policies score with, one entry for
+-- every physical block, so that sequences which share a block share its summary.
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor"
 

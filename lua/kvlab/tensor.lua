@@ -1,8 +1,8 @@
---- Tensors: contiguous, row-major, on one device. Dims, rows and elements count from 0, as
--- blocks, slots and tokens do everywhere in kvlab.
+--- Tensors: contiguous, row-major, on one device. Dims, rows and elements count from 0,
+-- as blocks, slots and tokens do everywhere in kvlab.
 --
--- Tensors are freed by the collector, by t:free(), or by leaving the kv.scope they were made
--- in. Views (narrow, index, reshape) share storage and keep it alive.
+-- Tensors are freed by the collector, by t:free(), or by leaving the kv.scope they were
+-- made in. Views (narrow, index, reshape) share storage and keep it alive.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 
@@ -19,8 +19,8 @@ local shape_buffer = ffi.new "int64_t[6]"
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
 local bytes_since_collection = 0
 
--- The tensors made since the innermost kv.scope began, as keys; weak, so that inside a scope
--- too the collector frees what nobody holds.
+-- The tensors made since the innermost kv.scope began, as keys; weak, so that inside a
+-- scope too the collector frees what nobody holds.
 local scope
 local WEAK = { __mode = "k" }
 
@@ -105,8 +105,8 @@ local function random(kind, dev, dtype, shape, a, b, o)
   return t
 end
 
---- Normal numbers; options: seed (0), offset (0), mean (0), std (1). Same seed, same bits on
--- every device.
+--- Normal numbers; options: seed (0), offset (0), mean (0), std (1). Same seed, same bits
+-- on every device.
 function M.randn(dev, dtype, shape, o)
   o = o or {}
   return random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o)
@@ -202,7 +202,7 @@ function M.scope(fn, ...)
   return unpack(results, 2)
 end
 
--- ---- looking ----------------------------------------------------------------------------
+-- ---- looking --------------------------------------------------------------------------
 
 --- The sizes as a Lua table.
 function methods.dims(t)
@@ -255,7 +255,7 @@ function methods.item(t)
   return t:list()[1]
 end
 
--- ---- views and copies ---------------------------------------------------------------------
+-- ---- views and copies -----------------------------------------------------------------
 
 --- Rows [start, start + length) of dim 0.
 function methods.narrow(t, start, length)

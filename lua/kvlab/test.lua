@@ -4,8 +4,8 @@
 -- other, because a module that declares C types for the FFI cannot be loaded twice.
 local M = {}
 
---- The output: one line per file (a letter per spec that did not pass, then how many did),
--- what failed, what was skipped.
+--- The output: one line per file (a letter per spec that did not pass, then how many
+-- did), what failed, what was skipped.
 local function make_handler(busted, root)
   local handler = require "busted.outputHandlers.base"()
   local marks = { success = "", pending = "s", failure = "F", error = "E" }

@@ -5,14 +5,14 @@
 --   local model = llama.load("lua/models/recall", { device = "cpu" })
 --   local engine = model:engine { policy = kv.policy.open "quest", blocks = 2048 }
 --   local seq = engine:sequence()
---   local logits = engine:prefill(seq, { 1, 5, 7 })          of the last token, f32 [1, vocab]
---   logits = engine:decode({ seq }, { 9 })                   f32 [1, vocab]
+--   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
+--   logits = engine:decode({ seq }, { 9 })
 local kv = require "kvlab"
 local json = require "kvlab.json"
 
 local M = {}
 
--- ---- config --------------------------------------------------------------------------------
+-- ---- config ---------------------------------------------------------------------------
 
 local FAMILIES = {
   llama = {}, mistral = {},
@@ -105,7 +105,7 @@ local function read_config(folder)
   return c
 end
 
--- ---- weights -------------------------------------------------------------------------------
+-- ---- weights --------------------------------------------------------------------------
 
 --- Files of a checkpoint: one, or the shards of model.safetensors.index.json.
 local function open_weights(folder)
@@ -181,7 +181,7 @@ function M.load(folder, o)
   return self
 end
 
--- ---- forward ---------------------------------------------------------------------------------
+-- ---- forward --------------------------------------------------------------------------
 
 --- Activations of a step of `n` tokens: views of buffers made for the largest step.
 local function scratch(engine, n)
@@ -242,7 +242,7 @@ local function forward(engine, tokens)
   return s.h
 end
 
--- ---- engine ------------------------------------------------------------------------------------
+-- ---- engine ---------------------------------------------------------------------------
 
 --- A model with memory: a cache, an attention with its policies, and buffers for a step.
 ---@class models.Engine
@@ -285,7 +285,8 @@ function Model:engine(o)
   return engine
 end
 
---- Decode with another policy from now on; it is shown the sequences that are in the cache.
+--- Decode with another policy from now on; it is shown the sequences that are in the
+-- cache.
 ---@param policy table
 ---@param seqs? kvlab.Sequence[]
 function Engine:use_policy(policy, seqs)

@@ -1,8 +1,9 @@
---- A language model of one attention layer over a paged cache, small enough to read whole: an
--- embedding, q k v o projections with bias, softmax over the vocabulary. Random weights.
--- Source  the SimpleLM of seeds/paged_attention.md. There prefill and decode have separate
---         weights, so that decoding does not continue what was prefilled; here they share
---         them, and prefill then decode equals one pass over everything.
+--- A language model of one attention layer over a paged cache, small enough to read
+-- whole: an embedding, q k v o projections with bias, softmax over the vocabulary. Random
+-- weights.
+-- Source  the SimpleLM of seeds/paged_attention.md. There prefill and decode have
+--         separate weights, so that decoding does not continue what was prefilled; here
+--         they share them, and prefill then decode equals one pass over everything.
 local kv = require "kvlab"
 
 local M = {}
@@ -42,7 +43,8 @@ function M.new(o)
   return self
 end
 
---- Read tokens (a prompt, or one decoded token): probabilities of the next, f32 [vocab_size].
+--- Read tokens (a prompt, or one decoded token): probabilities of the next, f32
+-- [vocab_size].
 ---@param tokens integer[]
 function LM:forward(tokens)
   local n = #tokens

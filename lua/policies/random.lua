@@ -1,5 +1,5 @@
---- Random: blocks drawn uniformly, anew for every token, layer and KV head. The floor that a
--- policy has to beat.
+--- Random: blocks drawn uniformly, anew for every token, layer and KV head. The floor
+-- that a policy has to beat.
 -- Score   a Philox number in (0, 1] of seed, length and layer; the same on every device
 -- Cost    reads no keys to score
 -- Fails   always; at a ratio r it keeps a given block with probability about r

@@ -1,7 +1,7 @@
---- Tolerance: results are means of values near 1, summed in fp32 in another order than the
--- reference: 3e-5. A 16-bit output adds its rounding, half a unit in the last place (f16
--- 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well: twice
--- that.
+--- Tolerance: results are means of values near 1, summed in fp32 in another order than
+-- the reference: 3e-5. A 16-bit output adds its rounding, half a unit in the last place
+-- (f16 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well:
+-- twice that.
 local kv = require "kvlab"
 local ffi = require "ffi"
 local support = require "spec.support"

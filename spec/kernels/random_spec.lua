@@ -1,6 +1,6 @@
--- Tolerance: the words are exact. Uniform numbers take two roundings (1.2e-7 of the larger
--- end). Normals: logarithm, root and sine in f32, radius up to 6.7: 3e-6 absolute. Between
--- instruction sets and between devices: the same bits.
+-- Tolerance: the words are exact. Uniform numbers take two roundings (1.2e-7 of the
+-- larger end). Normals: logarithm, root and sine in f32, radius up to 6.7: 3e-6 absolute.
+-- Between instruction sets and between devices: the same bits.
 local kv = require "kvlab"
 local S = require "spec.support"
 local philox = require "spec.reference.philox"

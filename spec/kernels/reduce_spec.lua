@@ -1,6 +1,6 @@
 -- Tolerance: 32 terms at most add up in f32 and those sums in double: 3e-7 of the sum of
--- magnitudes for random terms, whatever n. MAX and MIN are exact. f16 and bf16 results add half a
--- step. A GPU adds in another order: the same bounds.
+-- magnitudes for random terms, whatever n. MAX and MIN are exact. f16 and bf16 results
+-- add half a step. A GPU adds in another order: the same bounds.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

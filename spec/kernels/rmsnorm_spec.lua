@@ -1,5 +1,6 @@
--- Tolerance: a sum of squares, a root and two products in f32: 1e-6 relative; f16 and bf16
--- add half a step. With a residual, the sum is rounded to its dtype before it is used.
+-- Tolerance: a sum of squares, a root and two products in f32: 1e-6 relative; f16 and
+-- bf16 add half a step. With a residual, the sum is rounded to its dtype before it is
+-- used.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

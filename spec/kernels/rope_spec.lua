@@ -1,5 +1,5 @@
--- Tolerance: the angle is one f32 product, rounded alike everywhere; sine and cosine are good
--- to 2e-7 and multiply numbers up to 5: 2e-6 absolute. f16 and bf16 add half a step.
+-- Tolerance: the angle is one f32 product, rounded alike everywhere; sine and cosine are
+-- good to 2e-7 and multiply numbers up to 5: 2e-6 absolute. f16 and bf16 add half a step.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

@@ -1,5 +1,5 @@
--- Tolerance: an exponential, a division and two products in f32, 6e-7; then half a step of
--- the dtype, with room for a last bit that falls the other way.
+-- Tolerance: an exponential, a division and two products in f32, 6e-7; then half a step
+-- of the dtype, with room for a last bit that falls the other way.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

@@ -1,6 +1,6 @@
--- Tolerance: exponential and division in f32: 1e-6 relative; scale * a and its distance from
--- the maximum round too, a step of up to 80 here: 80 * 2^-23. Results below 1e-37 may be 0.
--- f16 and bf16 results add half a step.
+-- Tolerance: exponential and division in f32: 1e-6 relative; scale * a and its distance
+-- from the maximum round too, a step of up to 80 here: 80 * 2^-23. Results below 1e-37
+-- may be 0. f16 and bf16 results add half a step.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

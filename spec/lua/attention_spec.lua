@@ -1,5 +1,5 @@
---- The equalities of attention over a paged cache: any chunking, any block size, prefill or
--- decode, give the same outputs. Tolerance: f32, sums in another order.
+--- The equalities of attention over a paged cache: any chunking, any block size, prefill
+-- or decode, give the same outputs. Tolerance: f32, sums in another order.
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"

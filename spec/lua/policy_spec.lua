@@ -1,5 +1,5 @@
---- What the core checks for every policy: definitions, options, budgets; and that a step's
--- Lua code compiles.
+--- What the core checks for every policy: definitions, options, budgets; and that a
+-- step's Lua code compiles.
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local jit_util, vmdef = require "jit.util", require "jit.vmdef"
@@ -131,9 +131,10 @@ local function describe_abort(func, pc, code, detail)
 end
 
 describe("a policy step", function()
-  --- Traces that fn could not finish because its code cannot be compiled ("NYI: ..."), and
-  -- how many it finished. Aborts for other reasons say nothing of the code: the trace began
-  -- in an unlucky place (inside a loop, say) and the compiler begins again elsewhere.
+  --- Traces that fn could not finish because its code cannot be compiled ("NYI: ..."),
+  -- and how many it finished. Aborts for other reasons say nothing of the code: the trace
+  -- began in an unlucky place (inside a loop, say) and the compiler begins again
+  -- elsewhere.
   local function aborts_of(fn)
     local aborts, formed = {}, 0
     local function on_trace(what, _, func, pc, code, detail)

@@ -1,7 +1,7 @@
 --- The forward pass against Hugging Face transformers (tools/hf_goldens.py made the
--- goldens), and the equalities that hold for every model: chunked, decoded, batched, forked.
--- Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of logits that are
--- O(1) to O(10).
+-- goldens), and the equalities that hold for every model: chunked, decoded, batched,
+-- forked. Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of
+-- logits that are O(1) to O(10).
 local kv = require "kvlab"
 local json = require "kvlab.json"
 local llama = require "models.llama"

@@ -1,4 +1,5 @@
---- What every policy owes, whatever its idea: each file in lua/policies/ runs through this.
+--- What every policy owes, whatever its idea: each file in lua/policies/ runs through
+-- this.
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"

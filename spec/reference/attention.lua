@@ -145,8 +145,8 @@ function M.block_mean(cache, layout, blocks, tokens, summary)
   return summary
 end
 
---- Scores [seqs, kv_heads, max_blocks]: `block_score(q_at, block, kv_head, tokens)` of each
--- query head, joined over the group by "max" or "mean"; -inf past the last block.
+--- Scores [seqs, kv_heads, max_blocks]: `block_score(q_at, block, kv_head, tokens)` of
+-- each query head, joined over the group by "max" or "mean"; -inf past the last block.
 local function score(a, block_score)
   local scores, layout = {}, a.layout
   local group = a.heads / layout.kv_heads

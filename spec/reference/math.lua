@@ -4,7 +4,7 @@ local M = {}
 
 local INF, NAN = math.huge, 0 / 0
 
--- ---- numbers ----------------------------------------------------------------------------
+-- ---- numbers --------------------------------------------------------------------------
 
 local function round_half_even(x)
   local low = math.floor(x)
@@ -100,7 +100,7 @@ function M.broadcast(values, shape, to)
   return out
 end
 
--- ---- along a dimension --------------------------------------------------------------------
+-- ---- along a dimension ----------------------------------------------------------------
 
 local reducers = {
   SUM = { 0, function(x, y) return x + y end }, MAX = { -INF, larger },
@@ -151,8 +151,8 @@ function M.argmax(values, n)
   return out
 end
 
---- The k first indices of each row of n: descending or ascending, ties to the lower index,
--- NaN last.
+--- The k first indices of each row of n: descending or ascending, ties to the lower
+-- index, NaN last.
 function M.topk(values, n, k, largest)
   local out = {}
   for first = 0, #values - 1, n do
@@ -170,7 +170,7 @@ function M.topk(values, n, k, largest)
   return out
 end
 
--- ---- products -------------------------------------------------------------------------------
+-- ---- products -------------------------------------------------------------------------
 
 --- a [batch, m, k], b [batch or 1, k, n] or [.., n, k] transposed -> [batch, m, n]
 function M.matmul(a, b, s)

@@ -1,5 +1,6 @@
 --- Philox4x32-10 and the numbers made from its words, in 64-bit integers and doubles.
--- Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+-- Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
+-- 2011.
 local ffi = require "ffi"
 local bit = require "bit"
 local round = require("spec.reference.math").round

@@ -1,7 +1,7 @@
 --- Prompts for the recall model, drawn as tools/train_recall.py drew them in training: a
 -- context of Zipf-like filler with needles `KEY k1 k2 VAL v1 v2 END`, and queries
--- `Q k1 k2 A` whose answers are v1 v2. README.md in this folder defines every draw. The same
--- seed gives the same prompt everywhere.
+-- `Q k1 k2 A` whose answers are v1 v2. README.md in this folder defines every draw. The
+-- same seed gives the same prompt everywhere.
 local json = require "kvlab.json"
 local kv = require "kvlab"
 
