@@ -12,7 +12,7 @@
 /* Keys a tile: enough to pay for the softmax's rescaling, few enough that their K and V
  * stay in the first-level cache at head_dim 64. Rows a task: enough to pay for converting
  * K and V once per task, few enough for Q and the sums to stay in the second level. */
-enum { TILE_KEYS = 32, TASK_ROWS = 128, FEW_ROWS = 8 };
+enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 
 struct task {
   const struct kvl_paged_attention_args *args;

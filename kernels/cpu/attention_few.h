@@ -8,11 +8,16 @@
 
 #include "cpu/attention.h"
 
-static inline KVL_HOT void prefetch_rows(const struct key_tile *tile, int from, int count,
-                                         int64_t offset, int64_t bytes) {
-  int end = from + count < tile->n ? from + count : tile->n;
-  for (int k = from; k < end; k++)
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(tile->k[k] + offset + b);
+/* The rows of the next tile in the order to prefetch them. It goes round STREAMS runs of
+ * keys: blocks of 16 tokens are often a page each, and the processor follows several pages
+ * at once better than one after the other. Where the tile has no row, one that is here. */
+static inline void order_ahead(const struct key_tile *next, const char *here,
+                               const char **ahead) {
+  enum { STREAMS = 4 };
+  for (int i = 0; i < TILE_KEYS; i++) {
+    int k = i % STREAMS * (TILE_KEYS / STREAMS) + i / STREAMS;
+    ahead[i] = k < next->n ? next->k[k] : here;
+  }
 }
 
 /* scores[0 ... n) of task row r become weights; returns what earlier sums are worth. */
@@ -41,13 +46,16 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
   return keep;
 }
 
-/* values[r][d ...] = values[r][d ...] * keep[r] + sum_k p[r][k] * v[k][d ...] for `vecs`
- * vectors of d (`lanes` of the last one exist) and `rows` rows. */
+/* values[r][d ...] = values[r][d ...] * keep[r] + sum_k p[r][k] * v[k][d ...] for `rows`
+ * rows and `vecs` vectors of d; of a single one `lanes` exist. Prefetches that part of the V
+ * rows of `ahead`. */
 static inline KVL_HOT void add_values(const float *p, const float *keep,
-                                      const struct key_tile *tile, int64_t value, int d,
+                                      const struct key_tile *tile,
+                                      const char *const *ahead, int64_t value, int d,
                                       int padded, float *values, const int rows,
                                       const int vecs, const int lanes, const int dtype) {
-  vf sum[DOT_ROWS_MAX][4];
+  const int bytes = kvl__float_bytes(dtype);
+  vf sum[DOT_ROWS_MAX][4], x[4];
 #pragma GCC unroll 4
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -55,19 +63,33 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       sum[r][j] = keep[r] * vf_load(values, r * padded + d + j * VF, KVL_DTYPE_F32);
   for (int k = 0; k < tile->n; k++) {
     const char *v = tile->k[k] + value;
+    prefetch(ahead[k] + value, d * bytes, (d + vecs * VF) * bytes);
 #pragma GCC unroll 4
-    for (int j = 0; j < vecs; j++) {
-      vf x = vf_load_n(at_const(v, d + j * VF, dtype), lanes, dtype);
+    for (int j = 0; j + 2 <= vecs; j += 2)
+      vf_load_pair(at_const(v, d + j * VF, dtype), dtype, &x[j], &x[j + 1]);
+    if (vecs == 1) x[0] = vf_load_n(at_const(v, d, dtype), lanes, dtype);
+#pragma GCC unroll 4
+    for (int j = 0; j < vecs; j++)
 #pragma GCC unroll 4
       for (int r = 0; r < rows; r++)
-        sum[r][j] = vf_fma(vf_set(p[r * TILE_KEYS + k]), x, sum[r][j]);
-    }
+        sum[r][j] = vf_fma(vf_set(p[r * TILE_KEYS + k]), x[j], sum[r][j]);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
     for (int j = 0; j < vecs; j++)
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
+}
+
+/* Rows of `values` from the order of dot_lane to their own. */
+static inline void restore_order(const struct task *t, float *values) {
+  const int dim = t->args->cache.head_dim, padded = dim_padded(dim);
+  for (int r = 0; r < t->rows; r++) {
+    float row[HEAD_DIM_MAX];
+    for (int d = 0; d < dim; d++)
+      row[d] = values[r * padded + dot_lane(d, dim, t->args->cache.dtype)];
+    memcpy(values + r * padded, row, (size_t)dim * sizeof *row);
+  }
 }
 
 /* `rows`: 1, 2 or 4 rows at a time. */
@@ -80,23 +102,27 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
   float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
   float keep[FEW_ROWS] = {0};
   struct key_tile tiles[2], *now = tiles, *next = tiles + 1;
+  const char *ahead[TILE_KEYS];
 
   memset(q, 0, (size_t)all * padded * sizeof *q);
   for (int i = 0; i < t->rows; i++)
     load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim,
-               t->args->scale, t->args->dtype, q + i * padded);
+               t->args->scale, t->args->dtype, dtype, q + i * padded);
   sums_clear(s, all, padded);
 
-  for (walk_tile(&walk, now); now->n > 0;) {
+  walk_tile(&walk, now);
+  for (int k = 0; k < now->n; k++) {
+    prefetch(now->k[k], 0, walk.bytes_token);
+    prefetch(now->k[k] + walk.value, 0, walk.bytes_token);
+  }
+  while (now->n > 0) {
     walk_tile(&walk, next);
+    order_ahead(next, now->k[0], ahead);
     for (int k = now->n; k % VF; k++) now->k[k] = now->k[now->n - 1];
-    for (int k = 0; k < now->n; k += step) {
-      prefetch_rows(next, k, step, 0, walk.bytes_token);
-      prefetch_rows(next, k, step, walk.value, walk.bytes_token);
+    for (int k = 0; k < now->n; k += step)
       for (int r = 0; r < all; r += rows)
-        dots(q + r * padded, now->k + k, 0, dim, p + r * TILE_KEYS + k, TILE_KEYS, rows, 0,
-             dtype);
-    }
+        dots(q + r * padded, now->k + k, 0, ahead + k, dim, p + r * TILE_KEYS + k, TILE_KEYS,
+             rows, 0, dtype);
     for (int r = 0; r < t->rows; r++)
       keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
@@ -104,16 +130,23 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
       float *values = s->values + r * padded;
       int d = 0;
       for (; d + VECS * VF <= dim; d += VECS * VF)
-        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, VECS, VF, dtype);
+        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, VECS, VF,
+                   dtype);
+      for (; VECS > 2 && d + 2 * VF <= dim; d += 2 * VF)
+        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 2, VF,
+                   dtype);
       for (; d + VF <= dim; d += VF)
-        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, 1, VF, dtype);
+        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 1, VF,
+                   dtype);
       if (d < dim)
-        add_values(pr, keep + r, now, walk.value, d, padded, values, rows, 1, VF / 2, dtype);
+        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 1, VF / 2,
+                   dtype);
     }
     struct key_tile *done = now;
     now = next;
     next = done;
   }
+  restore_order(t, s->values);
 }
 
 #endif

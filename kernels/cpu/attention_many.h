@@ -162,8 +162,11 @@ static inline KVL_HOT void attend_many(const struct task *t, struct key_walk wal
   memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
   for (int i = 0; i < t->rows; i++) {
     int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
-    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL;
-    for (int d = 0; d < dim; d++) q[d * PANEL] = a->scale * f32_load(a->q, row + d, a->dtype);
+    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[HEAD_DIM_MAX];
+    for (int d = 0; d < dim; d += VF)
+      vf_store(x, d, a->scale * vf_load_n(at_const(a->q, row + d, a->dtype), vf_left(d, dim),
+                                          a->dtype), KVL_DTYPE_F32);
+    for (int d = 0; d < dim; d++) q[d * PANEL] = x[d];
   }
   sums_clear(sums, panels * PANEL, dim_padded(dim));
   struct key_tile tile;

@@ -19,7 +19,7 @@ static inline KVL_HOT float score_block(const struct score *s, const struct run 
     for (int j = 0; j < step; j++)  /* past the last valid token, that one again */
       x[j] = k + (t + j < tokens ? t + j : tokens - 1) * bytes_token;
     for (int h = 0; h < all; h += rows) {
-      dots(q + h * padded, x, 0, s->head_dim, part, step, rows, 0, dtype);
+      dots(q + h * padded, x, 0, x, s->head_dim, part, step, rows, 0, dtype);
       for (int j = 0; j < VF; j++) {
         float *b = best + h + j / step;
         *b = part[j] > *b ? part[j] : *b;

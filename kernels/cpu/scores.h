@@ -63,7 +63,7 @@ static inline int load_group(const struct score *s, const struct run *r, float *
   memset(q, 0, (size_t)rows * padded * sizeof *q);
   for (int i = 0; i < r->rows; i++)
     load_query(s->q, r->seq * s->heads + r->head * r->rows + i, s->head_dim, 1, s->dtype,
-               q + i * padded);
+               s->rows_dtype, q + i * padded);
   return rows;
 }
 
@@ -82,30 +82,24 @@ static inline KVL_HOT void score_rows(const struct score *s, struct run r, const
                                       int all, const int rows, const int bound,
                                       const int dtype) {
   const int step = VF / rows, padded = dim_padded(s->head_dim);
-  const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(dtype);
-  const char *x[RUN_BLOCKS + VF], *some = s->rows;
+  const char *x[RUN_BLOCKS + 2 * VF];
   int n = (int)(r.end - r.begin);
-  for (int i = 0; i < n; i++) x[i] = block_row(s, &r, r.begin + i);
-  for (int i = n; i < n + VF; i++) x[i] = NULL;
+  for (int i = 0; i < n + 2 * VF; i++) {  /* some row where there is none */
+    const char *row = i < n ? block_row(s, &r, r.begin + i) : NULL;
+    x[i] = row ? row : s->rows;
+  }
   for (int i = 0; i < n; i += step) {
     float joined[VF], part[VF];
-    const char *now[VF];
-    for (int k = 0; k < step; k++) {
-      joined[k] = score_start(s);
-      now[k] = x[i + k] ? x[i + k] : some;
-      const char *next = i + k + step < n ? x[i + k + step] : NULL;
-      for (int64_t b = 0; next && b < bytes_row; b += 64) {
-        __builtin_prefetch(next + b);
-        if (bound) __builtin_prefetch(next + s->high + b);
-      }
-    }
+    for (int k = 0; k < step; k++) joined[k] = score_start(s);
     for (int h = 0; h < all; h += rows) {
-      dots(q + h * padded, now, s->high, s->head_dim, part, step, rows, bound, dtype);
+      dots(q + h * padded, x + i, s->high, x + i + step, s->head_dim, part, step, rows, bound,
+           dtype);
       for (int j = 0; j < rows && h + j < r.rows; j++)
         for (int k = 0; k < step; k++) joined[k] = score_join(s, joined[k], part[j * step + k]);
     }
     for (int k = 0; k < step && i + k < n; k++)
-      r.scores[r.begin + i + k] = x[i + k] ? score_end(s, joined[k]) : -INFINITY;
+      r.scores[r.begin + i + k] =
+        block_row(s, &r, r.begin + i + k) ? score_end(s, joined[k]) : -INFINITY;
   }
 }
 

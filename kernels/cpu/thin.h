@@ -26,14 +26,15 @@ struct thin {
 
 static inline KVL_HOT void dots_step(vf *sum, const float *const *x, const void *const *y,
                                      int64_t i, int lanes, const int rows, const int dtype) {
+  const int columns = VF / rows;
   vf a[4];
   for (int r = 0; r < rows; r++) a[r] = vf_load_n(x[r] + i, lanes, KVL_DTYPE_F32);
 #pragma GCC unroll 16
-  for (int c = 0; c < VF / rows; c++) {
+  for (int c = 0; c < columns; c++) {
     vf b = vf_load_n(at_const(y[c], i, dtype), lanes, dtype);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) sum[r * (VF / rows) + c] =
-      vf_fma(a[r], b, sum[r * (VF / rows) + c]);
+    for (int r = 0; r < rows; r++)
+      sum[r * columns + c] = vf_fma(a[r], b, sum[r * columns + c]);
   }
 }
 

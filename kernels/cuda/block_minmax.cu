@@ -7,6 +7,8 @@
  * 16-byte aligned; head_dim a multiple of 8. Exact. A NaN is ignored beside a number.
  *
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
+ * Best    32768 blocks of 16, bf16, 8 heads x 128: 430 us, 0.91 of the run's read bandwidth
+ *         (H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30)
  * Source  Tang et al. 2024 (Quest) */
 #include "block_reduce.cuh"
 

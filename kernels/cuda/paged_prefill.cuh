@@ -3,9 +3,17 @@
  *
  * One block of threads takes 128 query rows that share a KV head: 128 / group tokens with
  * all heads of the group, so short chunks fill a tile and K and V are fetched once for the
- * group. Each warp owns 32 rows (16 above 128 dims) and walks all keys, in tiles of KEYS. Tiles of K
+ * group. Each of the 8 warps owns 16 rows and walks all keys, in tiles of KEYS. Tiles of K
  * and V are double-buffered by asynchronous copies: tile j + 1 arrives while tile j is
- * used, with one barrier a tile. */
+ * used, with one barrier a tile.
+ *
+ * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
+ *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
+ *   2  version 1, q in shared memory, sums scaled only on a new maximum  276
+ *   3  4 warps x 32 rows (each fragment of K and V feeds two mma), two blocks an SM,
+ *      64 keys a tile: 300 bytes of spills                             218
+ *   4  version 3 with 32 keys a tile                                   224
+ * So reads of shared memory are not the limit; the next step is wgmma. */
 #ifndef KVL_CUDA_PAGED_PREFILL_CUH
 #define KVL_CUDA_PAGED_PREFILL_CUH
 
@@ -13,16 +21,11 @@
 
 namespace kvl {
 
-template <int D, int TILES_ = (D <= 128 ? 2 : 1), int KEYS_ = (D > 192 ? 32 : 64)>
-struct prefill_shape {
-  /* With 16-row tiles a fragment of K or V that a warp reads from shared memory feeds one
-   * mma only, and those reads are the limit; two tiles a warp halve them, where the sums
-   * leave registers for it. */
-  static constexpr int TILES = TILES_;                       /* of 16 rows, a warp */
-  static constexpr int WARPS = 8 / TILES, ROWS = 128, THREADS = WARPS * WARP;
-  static constexpr int KEYS = KEYS_;
+template <int D> struct prefill_shape {
+  static constexpr int WARPS = 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
+  static constexpr int KEYS = D > 192 ? 32 : 64;
   static constexpr int PIECES = TILE_PIECES<D>;
-  static constexpr bool Q_SHARED = D > 64;   /* else q stays in registers */
+  static constexpr bool Q_SHARED = D > 128;   /* else q stays in registers */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int Q_BYTES = Q_SHARED ? ROWS * D * 2 : 0;
   static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
@@ -35,10 +38,11 @@ template <int KEYS> struct row_lists {
   int position[3][KEYS];
 };
 
-template <class T, int D, class shape>
-__global__ void __launch_bounds__(shape::THREADS, shape::TILES)
+template <class T, int D>
+__global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
 paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
-  constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, TILES = shape::TILES;
+  using shape = prefill_shape<D>;
+  constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
   __shared__ row_lists<KEYS> lists;
 
@@ -59,6 +63,7 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   const T *cache = (const T *)a.cache.kv;
   const int64_t to_value = walk.to_value();
 
+  char *q_shared = shared;
   const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
   auto find = [&](int t) {
     if (tid >= KEYS) return;
@@ -84,50 +89,40 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   fetch(0);
   copy_commit();
 
-  /* This lane's rows: of the warp's 16-row tile i, lane/4 (half 0) and lane/4 + 8. */
-  const int pair = lane % 4 * 2;
-  const float scale = a.scale * LOG2E;
-  const bool alibi = a.alibi != nullptr;
-  int row[TILES][2], at[TILES][2], limit[TILES][2];   /* position; the last key it sees */
-  float slope[TILES][2];
+  /* This lane's rows of every mma: lane/4 and lane/4 + 8 of the warp's 16. */
+  const int r0 = warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
+  const bool has0 = r0 < rows.count, has1 = r1 < rows.count;
+  const T *q0 = nullptr, *q1 = nullptr;
+  if (has0) q0 = (const T *)a.q + (rows.token(r0) * a.heads + rows.head(r0)) * head_dim;
+  if (has1) q1 = (const T *)a.q + (rows.token(r1) * a.heads + rows.head(r1)) * head_dim;
+  const int at0 = tile_q.position0 + r0 / heads_each, at1 = tile_q.position0 + r1 / heads_each;
+  const int limit0 = !has0 ? -1 : a.causal ? at0 : length - 1;
+  const int limit1 = !has1 ? -1 : a.causal ? at1 : length - 1;
+  const float slope0 = a.alibi && has0 ? a.alibi[rows.head(r0)] * LOG2E : 0.f;
+  const float slope1 = a.alibi && has1 ? a.alibi[rows.head(r1)] * LOG2E : 0.f;
   /* Keys past `most` concern no row of the warp; keys up to `least` concern every row of
    * it (rows that do not exist may see what they like). */
-  int most = -1, least = INT_MAX;
-  uint32_t q[shape::Q_SHARED ? 1 : D / 16][TILES][4];
-  uint4 *q_warp = (uint4 *)shared + warp * (D / 16) * TILES * WARP + lane;
-#pragma unroll
-  for (int i = 0; i < TILES; i++) {
-    const T *from[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int r = row[i][half] = (warp * TILES + i) * 16 + half * 8 + lane / 4;
-      bool has = r < rows.count;
-      from[half] = nullptr;
-      if (has) from[half] = (const T *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
-      at[i][half] = tile_q.position0 + r / heads_each;
-      limit[i][half] = !has ? -1 : a.causal ? at[i][half] : length - 1;
-      slope[i][half] = alibi && has ? a.alibi[rows.head(r)] * LOG2E : 0.f;
-      most = max(most, limit[i][half]);
-      if (has) least = min(least, limit[i][half]);
-    }
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      uint32_t x[4];
-#pragma unroll
-      for (int e = 0; e < 4; e++) x[e] = load_pair(from[e % 2], k * 16 + pair + e / 2 * 8, head_dim);
-      if constexpr (shape::Q_SHARED)
-        q_warp[(k * TILES + i) * WARP] = make_uint4(x[0], x[1], x[2], x[3]);
-      else
-#pragma unroll
-        for (int e = 0; e < 4; e++) q[k][i][e] = x[e];
-    }
-  }
-  most = warp_max(most);
-  least = warp_min(least);
+  const int most = warp_max(max(limit0, limit1));
+  const int least = warp_min(min(has0 ? limit0 : INT_MAX, has1 ? limit1 : INT_MAX));
+  const bool alibi = a.alibi != nullptr;
+  const float scale = a.scale * LOG2E;
 
-  float out[TILES][D / 8][4] = {}, m[TILES][2], l[TILES][2] = {};
+  uint32_t q[shape::Q_SHARED ? 1 : D / 16][4];
+  uint4 *q_warp = (uint4 *)q_shared + warp * (D / 16) * WARP + lane;
 #pragma unroll
-  for (int i = 0; i < TILES; i++) m[i][0] = m[i][1] = -INFINITY;
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t x[4] = {load_pair(q0, k * 16 + pair, head_dim),
+                     load_pair(q1, k * 16 + pair, head_dim),
+                     load_pair(q0, k * 16 + pair + 8, head_dim),
+                     load_pair(q1, k * 16 + pair + 8, head_dim)};
+    if constexpr (shape::Q_SHARED) q_warp[k * WARP] = make_uint4(x[0], x[1], x[2], x[3]);
+    else
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[k][i] = x[i];
+  }
+
+  float out[D / 8][4] = {};
+  float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   for (int t = 0; t < tiles; t++) {
     copy_wait<0>();
     __syncthreads();   /* tile t is whole, list t + 1 written, buffer of t - 1 read out */
@@ -139,122 +134,114 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     if (positions[0] > most) continue;   /* past every row of this warp */
     const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
-    float s[TILES][KEYS / 8][4] = {};
+    float s[KEYS / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      uint32_t x[TILES][4];
+      uint32_t x[4];
+      if constexpr (shape::Q_SHARED) {
+        uint4 y = q_warp[k * WARP];
+        x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+      } else {
 #pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        if constexpr (shape::Q_SHARED) {
-          uint4 y = q_warp[(k * TILES + i) * WARP];
-          x[i][0] = y.x, x[i][1] = y.y, x[i][2] = y.z, x[i][3] = y.w;
-        } else {
-#pragma unroll
-          for (int e = 0; e < 4; e++) x[i][e] = q[k][i][e];
-        }
+        for (int i = 0; i < 4; i++) x[i] = q[k][i];
       }
 #pragma unroll
       for (int n = 0; n < KEYS / 16; n++) {
         uint32_t b[4];
         load_matrices(b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8,
                                                   2 * k + lane / 8 % 2));
+        mma(s[2 * n], x, b[0], b[1], T());
+        mma(s[2 * n + 1], x, b[2], b[3], T());
+      }
+    }
+    /* Only the last key of a tile can be the first that is not there or not seen. */
+    int position_last = positions[KEYS - 1];
+    bool plain = position_last >= 0 && position_last <= least && !alibi;
+    float top0 = m0, top1 = m1;
+    if (plain) {
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          mma(s[i][2 * n], x[i], b[0], b[1], T());
-          mma(s[i][2 * n + 1], x[i], b[2], b[3], T());
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          s[n][c] *= scale;
+          s[n][c + 2] *= scale;
         }
-      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          int at = positions[n * 8 + pair + c];
+          bool seen0 = at >= 0 && at <= limit0, seen1 = at >= 0 && at <= limit1;
+          s[n][c] = seen0 ? s[n][c] * scale + slope0 * (float)(at - at0) : -INFINITY;
+          s[n][c + 2] = seen1 ? s[n][c + 2] * scale + slope1 * (float)(at - at1) : -INFINITY;
+        }
     }
-    /* Only the last keys of a tile can be missing or unseen: if its last is there and seen
-     * by every row, so are all. */
-    const int position_last = positions[KEYS - 1];
-    const bool plain = position_last >= 0 && position_last <= least && !alibi;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      if (plain) {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-          for (int c = 0; c < 4; c++) s[i][n][c] *= scale;
-      } else {
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-          for (int c = 0; c < 4; c++) {
-            int key = positions[n * 8 + pair + c % 2];
-            float bias = slope[i][c / 2] * (float)(key - at[i][c / 2]);
-            bool seen = key >= 0 && key <= limit[i][c / 2];
-            s[i][n][c] = seen ? s[i][n][c] * scale + bias : -INFINITY;
-          }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float top = m[i][half];
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-          top = fmaxf(top, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-        top = warp_max<4>(top);
-        const float shift = finite_shift(top), down = exp2_fast(m[i][half] - shift);
-        m[i][half] = top;
-        l[i][half] *= down;
-        if (__any_sync(ALL_LANES, down != 1.f))   /* seldom, once the maximum has settled */
-#pragma unroll
-          for (int n = 0; n < D / 8; n++) {
-            out[i][n][2 * half] *= down;
-            out[i][n][2 * half + 1] *= down;
-          }
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-          for (int c = 2 * half; c < 2 * half + 2; c++)
-            l[i][half] += s[i][n][c] = exp2_fast(s[i][n][c] - shift);
-      }
+    for (int n = 0; n < KEYS / 8; n++) {
+      top0 = fmaxf(top0, fmaxf(s[n][0], s[n][1]));
+      top1 = fmaxf(top1, fmaxf(s[n][2], s[n][3]));
     }
+    top0 = warp_max<4>(top0);
+    top1 = warp_max<4>(top1);
+    const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
+    const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);
+    m0 = top0;
+    m1 = top1;
+    l0 *= down0;
+    l1 *= down1;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) {
+      out[n][0] *= down0;
+      out[n][1] *= down0;
+      out[n][2] *= down1;
+      out[n][3] *= down1;
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        l0 += s[n][c] = exp2_fast(s[n][c] - shift0);
+        l1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
+      }
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++) {
       /* The scores' layout is what the next mma wants of its left side. */
-      uint32_t p[TILES][4];
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-          p[i][e] = pack2(s[i][2 * k + e / 2][e % 2 * 2], s[i][2 * k + e / 2][e % 2 * 2 + 1], T());
+      const uint32_t p[4] = {
+          pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
+          pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
+          pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
 #pragma unroll
       for (int n = 0; n < D / 16; n++) {
         uint32_t b[4];
         load_matrices_transposed(
             b, v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          mma(out[i][2 * n], p[i], b[0], b[1], T());
-          mma(out[i][2 * n + 1], p[i], b[2], b[3], T());
-        }
+        mma(out[2 * n], p, b[0], b[1], T());
+        mma(out[2 * n + 1], p, b[2], b[3], T());
       }
     }
   }
-  copy_wait<0>();
 
+  l0 = warp_sum<4>(l0);
+  l1 = warp_sum<4>(l1);
+  copy_wait<0>();
   /* Rows straight from the registers: four lanes write 8 neighbours of each row. */
+  auto write = [&](bool has, int r, int half, float m, float l) {
+    if (!has) return;
+    int64_t row = rows.token(r) * a.heads + rows.head(r);
+    float inverse = l == 0.f ? 0.f : 1.f / l;
+    if (a.lse && pair == 0) a.lse[row] = l == 0.f ? -INFINITY : (m + log2f(l)) * LN2;
 #pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float sum = warp_sum<4>(l[i][half]), inverse = sum == 0.f ? 0.f : 1.f / sum;
-      int r = row[i][half];
-      if (r >= rows.count) continue;
-      int64_t to = rows.token(r) * a.heads + rows.head(r);
-      if (a.lse && pair == 0)
-        a.lse[to] = sum == 0.f ? -INFINITY : (m[i][half] + log2f(sum)) * LN2;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        int dim = n * 8 + pair;
-        if (dim >= head_dim) continue;
-        float x[2] = {out[i][n][2 * half] * inverse, out[i][n][2 * half + 1] * inverse};
-        if (a.out_dtype == KVL_DTYPE_F32)
-          store_floats((float *)a.out + to * head_dim + dim, x);
-        else store_floats((T *)a.out + to * head_dim + dim, x);
-      }
+    for (int n = 0; n < D / 8; n++) {
+      int dim = n * 8 + pair;
+      if (dim >= head_dim) continue;
+      float x[2] = {out[n][half] * inverse, out[n][half + 1] * inverse};
+      if (a.out_dtype == KVL_DTYPE_F32) store_floats((float *)a.out + row * head_dim + dim, x);
+      else store_floats((T *)a.out + row * head_dim + dim, x);
     }
+  };
+  write(has0, r0, 0, m0, l0);
+  write(has1, r1, 2, m1, l1);
 }
 
 }  // namespace kvl

@@ -9,32 +9,40 @@
  * lower index, NaN comes last. When k is short, sinks stay first, then the latest blocks.
  *
  * One block of threads a row. The scores become unsigned integers of the same order; the
- * k-th largest is found eight bits at a time with a histogram in shared memory. Scores are
- * alike in their top bits, and additions to one address wait for each other: so every lane
- * has its own column of the histogram (one bank, no conflict whatever the scores). Every
- * warp then counts and writes its own stretch of the row, so ascending order and ties cost
- * nothing extra. Rows are kept in shared memory while they fit, longer ones are read again
- * (from L2).
+ * k-th largest is found by 11 + 11 + 10 bits with a histogram in shared memory each
+ * (11 bits, so that clustered scores spread over many counters). Every warp then counts and
+ * writes its own stretch of the row, so ascending order and ties cost nothing extra.
+ * Rows up to CACHED numbers are kept in shared memory, longer ones are read again (from L2).
  *
- * Bytes   4 * (blocks + k) a row; limit: latency of the passes for short rows
- * Exact.  Source: Alabi et al. 2012 (radix select) */
+ * Bytes     4 * (blocks + k) a row
+ * Limit     latency of the passes for short rows; for long ones the instructions of five
+ *           passes on one SM
+ * Best      H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30 (an empty launch reads 3.3):
+ *           [128,2048] k205 12.0 us, [1,8192] k256 15.0, [64,8192] k2048 16.5,
+ *           [1,131072] k2048 181, [64,131072] k2048 198, the same clustered 202
+ * Versions  1  this one
+ *           2  eight keys a thread loaded ahead: 12.0, 15.2, 16.1, 193, 205, 208
+ *           3  four 8-bit passes, a histogram column a lane (no conflicts), all keys in
+ *              shared memory up to 48K: 20.3, 19.2, 22.5, 237, 241, 253
+ *           So neither loads nor conflicts are the limit: fewer passes over the whole row are
+ *           the next step (gather the chosen digit's keys after the first).
+ * Exact.    Source: Alabi et al. 2012 (radix select) */
 #include "paged.cuh"
 
 namespace kvl {
 namespace {
 
-constexpr int DIGITS = 256, HISTOGRAM_BYTES = DIGITS * WARP * 4;
+constexpr int DIGITS = 2048, CACHED = 8192;
 
 template <bool IS_CACHED>
 __global__ void __launch_bounds__(1024)
 select_blocks(const __grid_constant__ kvl_select_args a) {
-  extern __shared__ int counts[];   /* [DIGITS][WARP], then the row's keys */
-  __shared__ int totals[DIGITS], warp_sums[WARP], found[3];
+  __shared__ uint32_t cached[IS_CACHED ? CACHED : 1];
+  __shared__ int counts[DIGITS], warp_sums[WARP], found[2];
   __shared__ int above_warp[WARP], equal_warp[WARP];
   const int64_t row = blockIdx.x;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int threads = blockDim.x, warps = threads / WARP;
-  uint32_t *cached = (uint32_t *)counts + DIGITS * WARP;
   const float *scores = a.scores + row * a.max_blocks;
   int32_t *selection = a.selection + row * a.max_selected;
 
@@ -59,38 +67,27 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   if constexpr (IS_CACHED)
     for (int i = low + tid; i < high; i += threads) cached[i - low] = order_key(scores[i]);
 
-  /* Eight keys of a thread, `step` apart, are loaded before the first is used. */
-  constexpr int AHEAD = 8;
-  auto load_keys = [&](int i, int step, int end, uint32_t (&key)[AHEAD]) {
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++) key[u] = i + u * step < end ? key_at(i + u * step) : 0;
-  };
-
   /* Keys above `edge` are taken, and the first `ties` of those equal to it. */
   uint32_t edge = 0;
   int ties = wanted;
   if (wanted < high - low) {
-    for (int shift = 24; shift >= 0; shift -= 8) {
-      for (int i = tid; i < DIGITS * WARP; i += threads) counts[i] = 0;
+    int shift = 32;
+    for (int pass = 0; pass < 3; pass++) {
+      const int bits = pass < 2 ? 11 : 10, digits = 1 << bits;
+      const int shift_above = shift;
+      shift -= bits;
+      for (int i = tid; i < DIGITS; i += threads) counts[i] = 0;
       __syncthreads();   /* and `cached` is whole */
-      for (int i = low + tid; i < high; i += AHEAD * threads) {
-        uint32_t key[AHEAD];
-        load_keys(i, threads, high, key);
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) {
-          bool same = shift == 24 || (key[u] ^ edge) >> (shift + 8) == 0;
-          if (same && i + u * threads < high)
-            atomicAdd(&counts[(key[u] >> shift & 255) * WARP + lane], 1);
-        }
+      for (int i = low + tid; i < high; i += threads) {
+        uint32_t key = key_at(i);
+        bool same = pass == 0 || key >> shift_above == edge >> shift_above;
+        if (same) atomicAdd(&counts[key >> shift & (digits - 1)], 1);
       }
       __syncthreads();
-      for (int digit = warp; digit < DIGITS; digit += warps) {
-        int sum = warp_sum(counts[digit * WARP + lane]);
-        if (lane == 0) totals[digit] = sum;
-      }
-      __syncthreads();
-      /* Thread t has the digit t from the top: where does the count reach `ties`? */
-      const int digit = DIGITS - 1 - tid, sum = tid < DIGITS ? totals[digit] : 0;
+      /* Thread t sums 8 counters, from the largest digit down; the first 256 suffice. */
+      int sum = 0, top = digits - 1 - tid * 8;
+      if (top >= 0)
+        for (int j = 0; j < 8; j++) sum += counts[top - j];
       int upto = sum;
       for (int step = 1; step < WARP; step *= 2) {
         int x = __shfl_up_sync(ALL_LANES, upto, step);
@@ -99,19 +96,15 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
       if (lane == WARP - 1) warp_sums[warp] = upto;
       __syncthreads();
       for (int w = 0; w < warp; w++) upto += warp_sums[w];
-      if (tid < DIGITS && upto >= ties && upto - sum < ties) {   /* one thread */
+      if (top >= 0 && upto >= ties && upto - sum < ties) {   /* one thread */
+        int taken = upto - sum, digit = top;
+        while (taken + counts[digit] < ties) taken += counts[digit--];
         found[0] = digit;
-        found[1] = upto - sum;
-        found[2] = sum;
+        found[1] = taken;
       }
       __syncthreads();
       edge |= (uint32_t)found[0] << shift;
       ties -= found[1];
-      if (found[2] == ties) {   /* the whole digit is taken; something lies below it */
-        edge -= 1;
-        ties = 0;
-        break;
-      }
     }
   } else {
     __syncthreads();   /* `cached` is whole */
@@ -121,15 +114,10 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   const int stretch = ((high - low + warps - 1) / warps + WARP - 1) / WARP * WARP;
   const int begin = min(low + warp * stretch, high), end = min(begin + stretch, high);
   int above = 0, equal = 0;
-  for (int i = begin + lane; i < end; i += AHEAD * WARP) {
-    uint32_t key[AHEAD];
-    load_keys(i, WARP, end, key);
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      bool inside = i + u * WARP < end;
-      above += inside && key[u] > edge;
-      equal += inside && key[u] == edge;
-    }
+  for (int i = begin + lane; i < end; i += WARP) {
+    uint32_t key = key_at(i);
+    above += key > edge;
+    equal += key == edge;
   }
   above = warp_sum(above);
   equal = warp_sum(equal);
@@ -138,22 +126,18 @@ select_blocks(const __grid_constant__ kvl_select_args a) {
   above = equal = 0;
   for (int w = 0; w < warp; w++) above += above_warp[w], equal += equal_warp[w];
   const unsigned before = (1u << lane) - 1;
-  for (int i = begin + lane; i - lane < end; i += AHEAD * WARP) {
-    uint32_t key[AHEAD];
-    load_keys(i, WARP, end, key);
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      bool inside = i + u * WARP < end;
-      unsigned is_above = __ballot_sync(ALL_LANES, inside && key[u] > edge);
-      unsigned is_equal = __ballot_sync(ALL_LANES, inside && key[u] == edge);
-      int rank_equal = equal + __popc(is_equal & before);
-      bool taken = inside && (key[u] > edge || (key[u] == edge && rank_equal < ties));
-      /* every key above and min(equal, ties) of the equal ones came before */
-      int place = above + __popc(is_above & before) + min(rank_equal, ties);
-      if (taken) selection[sink + place] = i + u * WARP;
-      above += __popc(is_above);
-      equal += __popc(is_equal);
-    }
+  for (int i = begin; i < end; i += WARP) {
+    bool inside = i + lane < end;
+    uint32_t key = inside ? key_at(i + lane) : 0;
+    unsigned is_above = __ballot_sync(ALL_LANES, inside && key > edge);
+    unsigned is_equal = __ballot_sync(ALL_LANES, inside && key == edge);
+    int rank_equal = equal + __popc(is_equal & before);
+    bool taken = inside && (key > edge || (key == edge && rank_equal < ties));
+    /* every key above and min(equal, ties) of the equal ones came before */
+    int place = above + __popc(is_above & before) + min(rank_equal, ties);
+    if (taken) selection[sink + place] = i + lane;
+    above += __popc(is_above);
+    equal += __popc(is_equal);
   }
 }
 
@@ -167,13 +151,7 @@ KVL_CUDA_KERNEL(select) {
   unsigned rows = (unsigned)(a.seqs * a.selection_heads);
   if (rows == 0) return KVL_OK;
   int threads = a.max_blocks <= 1024 ? 256 : a.max_blocks <= 4096 ? 512 : 1024;
-  int64_t bytes = HISTOGRAM_BYTES + a.max_blocks * 4, most = q->shared_optin - 4096;
-  if (bytes <= most) {
-    int status = allow_shared<select_blocks<true>>(q, (int)most);
-    if (status < 0) return status;
-    select_blocks<true><<<rows, threads, (int)bytes, q->stream>>>(a);
-  } else {
-    select_blocks<false><<<rows, threads, HISTOGRAM_BYTES, q->stream>>>(a);
-  }
+  if (a.max_blocks <= CACHED) select_blocks<true><<<rows, threads, 0, q->stream>>>(a);
+  else select_blocks<false><<<rows, threads, 0, q->stream>>>(a);
   return kvl__cuda_launched();
 }

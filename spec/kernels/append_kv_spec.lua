@@ -13,9 +13,10 @@ local function append(dev, c)
   local shape = { tokens, c.kv_heads, c.head_dim }
   local k = support.randn(cpu, c.from, shape, 1)
   local v = support.randn(cpu, c.from, shape, 2)
-  local cache = kv.full(dev, c.dtype, { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }, 7)
-  kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev), kv.from(dev, "i64", { tokens }, slots),
-    cache))
+  local cache = kv.full(dev, c.dtype,
+    { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }, 7)
+  kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
+    kv.from(dev, "i64", { tokens }, slots), cache))
   return cache, k, v, slots
 end
 
@@ -38,8 +39,8 @@ end
 local cases = {}
 for _, dtype in ipairs { "f32", "f16", "bf16" } do
   for _, from in ipairs(dtype == "f32" and { "f32" } or { "f32", dtype }) do
-    for _, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 4, 3, 80, 1 }, { 13, 2, 64, 16 },
-                         { 60, 1, 24, 17 }, { 1000, 8, 128, 256 } } do
+    for _, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 4, 3, 80, 1 },
+                         { 13, 2, 64, 16 }, { 60, 1, 24, 17 }, { 1000, 8, 128, 256 } } do
       cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], kv_heads = s[2],
         head_dim = s[3], block_size = s[4] }
     end

@@ -40,7 +40,8 @@ describe("block mean", function()
       local want = {}
       for j = 1, tonumber(summary.count) do want[j] = POISON end
       reference.block_mean(paged.cache, paged.layout, blocks, tokens, want)
-      support.close(summary, want, 2e-6, 2e-6 + ulp[c.out], ("summary of case %d"):format(i))
+      support.close(summary, want, 2e-6, 2e-6 + ulp[c.out],
+        ("summary of case %d"):format(i))
     end
   end)
 end)

@@ -10,7 +10,8 @@ local function summary_of(dev, c)
   local blocks, tokens = support.named_blocks(paged)
   local l = paged.layout
   local summary = kv.full(dev, c.dtype, { l.blocks, 2, l.kv_heads, l.head_dim }, POISON)
-  kv.check(kv.C.kvl_block_minmax((paged.on(dev)), kv.from(dev, "i32", { #blocks }, blocks),
+  kv.check(kv.C.kvl_block_minmax((paged.on(dev)),
+    kv.from(dev, "i32", { #blocks }, blocks),
     kv.from(dev, "i32", { #tokens }, tokens), summary))
   return summary, paged, blocks, tokens
 end
@@ -18,8 +19,8 @@ end
 local cases = {}
 for _, dtype in ipairs { "f32", "f16", "bf16" } do
   for _, s in ipairs { { {}, 16, 1, 64 }, { { 1 }, 1, 1, 8 }, { { 50, 7 }, 16, 2, 80 },
-                       { { 40 }, 17, 3, 24 }, { { 300 }, 256, 8, 128 }, { { 33 }, 8, 1, 256 },
-                       { { 5000 }, 4096, 2, 96 } } do
+                       { { 40 }, 17, 3, 24 }, { { 300 }, 256, 8, 128 },
+                       { { 33 }, 8, 1, 256 }, { { 5000 }, 4096, 2, 96 } } do
     cases[#cases + 1] = { dtype = dtype, lens = s[1], block_size = s[2], kv_heads = s[3],
       head_dim = s[4] }
   end

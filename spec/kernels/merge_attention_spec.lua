@@ -12,7 +12,8 @@ local function parts(dtype, tokens, heads, dim)
   local cpu, p = kv.device "cpu", {}
   for side = 1, 2 do
     local out = support.randn(cpu, dtype, { tokens, heads, dim }, side):list()
-    local lse = kv.randn(cpu, "f32", { tokens, heads }, { seed = 10 + side, std = 4 }):list()
+    local spread = { seed = 10 + side, std = 4 }
+    local lse = kv.randn(cpu, "f32", { tokens, heads }, spread):list()
     for row = 0, tokens * heads - 1 do
       if row % 5 == side or row % 5 == 3 then
         lse[row + 1] = -INF
@@ -86,9 +87,10 @@ describe("merging attention", function()
     local p = parts("f32", 4, 2, 16)
     local want = merge(dev, "f32", p, 4, 2, 16)
     local out = support.poisoned(dev, "f32", { 4, 2, 16 })
-    kv.check(kv.C.kvl_merge_attention(kv.from(dev, "f32", { 4, 2, 16 }, p[1].out),
-      kv.from(dev, "f32", { 4, 2 }, p[1].lse), kv.from(dev, "f32", { 4, 2, 16 }, p[2].out),
-      kv.from(dev, "f32", { 4, 2 }, p[2].lse), out, nil))
+    local rows, shape = { 4, 2 }, { 4, 2, 16 }
+    kv.check(kv.C.kvl_merge_attention(kv.from(dev, "f32", shape, p[1].out),
+      kv.from(dev, "f32", rows, p[1].lse), kv.from(dev, "f32", shape, p[2].out),
+      kv.from(dev, "f32", rows, p[2].lse), out, nil))
     support.equal(out, want, "out")
   end)
 end)

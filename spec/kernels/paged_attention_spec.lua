@@ -51,8 +51,9 @@ local function prepare(c)
   local selection, selection_heads, max_selected = selection_of(c, paged)
   local a = { layout = paged.layout, q = q:list(), cache = paged.cache,
     tables = paged.tables, lens = c.lens, max_blocks = paged.max_blocks, heads = heads,
-    scale = 1 / math.sqrt(dim), causal = c.causal ~= false, starts = starts, alibi = alibi,
-    selection = selection, selection_heads = selection_heads, max_selected = max_selected }
+    scale = 1 / math.sqrt(dim), causal = c.causal ~= false, starts = starts,
+    alibi = alibi, selection = selection, selection_heads = selection_heads,
+    max_selected = max_selected }
   local out, lse = reference.paged_attention(a)
   c.inputs = { paged = paged, q = q, tokens = tokens, a = a }
   c.expected = { out = out, lse = lse }
@@ -108,7 +109,9 @@ local topics = {}
 local function topic(name, cases) topics[#topics + 1] = { name = name, cases = cases } end
 
 local partial = {}
-for len = 1, 34 do partial[#partial + 1] = { lens = { len }, block_size = 16, seed = len } end
+for len = 1, 34 do
+  partial[#partial + 1] = { lens = { len }, block_size = 16, seed = len }
+end
 topic("ends at every position of a partial block", partial)
 
 local groups = {}
@@ -128,7 +131,8 @@ topic("takes any head_dim that is a multiple of 8", dims)
 
 local sizes = {}
 for _, size in ipairs { 1, 8, 16, 17, 256, 4096 } do
-  sizes[#sizes + 1] = { lens = { 300, 17, 1 }, block_size = size, group = 4, head_dim = 16 }
+  sizes[#sizes + 1] = { lens = { 300, 17, 1 }, block_size = size, group = 4,
+    head_dim = 16 }
   sizes[#sizes + 1] = { lens = { 300, 17, 1 }, rows = { 40, 17, 1 }, block_size = size,
     group = 2, head_dim = 16 }
 end
@@ -137,23 +141,21 @@ topic("takes any block size", sizes)
 local dtypes = {}
 for _, dtype in ipairs { "f32", "f16", "bf16" } do
   for _, rows in ipairs { false, { 30, 2 } } do
-    dtypes[#dtypes + 1] = { lens = { 50, 3 }, rows = rows or nil, block_size = 8, group = 4,
-      dtype = dtype }
-    dtypes[#dtypes + 1] = { lens = { 50, 3 }, rows = rows or nil, block_size = 8, group = 4,
-      dtype = dtype, q = "f32" }
-    dtypes[#dtypes + 1] = { lens = { 50, 3 }, rows = rows or nil, block_size = 8, group = 4,
-      dtype = dtype, out = "f32" }
+    for _, with in ipairs { {}, { q = "f32" }, { out = "f32" } } do
+      dtypes[#dtypes + 1] = { lens = { 50, 3 }, rows = rows or nil, block_size = 8,
+        group = 4, dtype = dtype, q = with.q, out = with.out }
+    end
   end
 end
 topic("reads and writes f32, f16 and bf16", dtypes)
 
 topic("prefills with a causal mask offset by what came before", {
   { lens = { 40, 33, 90 }, rows = { 40, 1, 25 }, block_size = 16, group = 4 },
-  { lens = { 40, 33, 90 }, rows = { 40, 1, 25 }, block_size = 16, group = 1, kv_heads = 2 },
+  { lens = { 40, 33, 90 }, rows = { 40, 1, 25 }, block_size = 16, kv_heads = 2 },
   { lens = { 200 }, rows = { 200 }, block_size = 16, group = 4, head_dim = 16 },
   { lens = { 10, 10, 10 }, rows = { 0, 10, 0 }, block_size = 4, group = 2 },
   { lens = { 150 }, rows = { 150 }, block_size = 17, group = 1, head_dim = 24 },
-  { lens = { 3 }, rows = { 5 }, block_size = 4 },   -- rows before the first key see nothing
+  { lens = { 3 }, rows = { 5 }, block_size = 4 },   -- two rows come before any key
 })
 topic("sees every key when it is not causal", {
   { lens = { 40, 90 }, rows = { 40, 25 }, block_size = 16, group = 4, causal = false },
@@ -207,7 +209,8 @@ describe("paged attention", function()
     local out = support.poisoned(dev, "f32", { 2, 2, 64 })
     local lse = support.poisoned(dev, "f32", { 2, 2 })
     kv.ops.paged_attention { q = inputs.q:to(dev), cache = cache, tables = tables,
-      lens = lens, selection = kv.full(dev, "i32", { 2, 1, 3 }, -1), out = out, lse = lse }
+      lens = lens, selection = kv.full(dev, "i32", { 2, 1, 3 }, -1), out = out,
+      lse = lse }
     support.equal(out, kv.zeros(dev, "f32", { 2, 2, 64 }), "out")
     support.equal(lse, kv.full(dev, "f32", { 2, 2 }, -math.huge), "lse")
   end)

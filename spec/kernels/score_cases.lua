@@ -11,8 +11,8 @@ add { lens = {}, block_size = 16 }
 add { lens = { 0, 1 }, block_size = 1 }
 for _, group in ipairs { 1, 2, 3, 4, 8, 9, 33 } do
   for _, join in ipairs { "max", "mean" } do
-    add { lens = { 45, 0, 100 }, block_size = 16, kv_heads = 2, group = group, join = join,
-      head_dim = 32 }
+    add { lens = { 45, 0, 100 }, block_size = 16, kv_heads = 2, group = group,
+      join = join, head_dim = 32 }
   end
 end
 for _, dim in ipairs { 8, 24, 64, 80, 96, 128, 256 } do

@@ -16,7 +16,8 @@ local function run(dev, c)
   local shape = { l.blocks, 2, l.kv_heads, l.head_dim }
   local _, tables, lens = paged.on(dev)
   local scores = support.poisoned(dev, "f32", { #c.lens, l.kv_heads, paged.max_blocks })
-  kv.check(kv.C.kvl_score_minmax(q:to(dev), kv.from(dev, c.dtype or "f32", shape, summary),
+  kv.check(kv.C.kvl_score_minmax(q:to(dev),
+    kv.from(dev, c.dtype or "f32", shape, summary),
     tables, lens, l.block_size, cases.group_number(c), scores))
   return scores, function()
     return reference.score_minmax { layout = l, q = q:list(), summary = summary,
@@ -34,8 +35,8 @@ describe("scoring blocks by min and max", function()
       local cache, tables, lens = paged.on(dev)
       local exact = support.poisoned(dev, "f32",
         { #c.lens, paged.layout.kv_heads, paged.max_blocks })
-      kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, tables, lens, cases.group_number(c),
-        exact))
+      kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, tables, lens,
+        cases.group_number(c), exact))
       local bound, best = run(dev, c):list(), exact:list()
       for j = 1, #best do
         if bound[j] < best[j] - 1e-4 then

@@ -5,6 +5,7 @@ local support = require "spec.support"
 local reference = require "spec.reference.attention"
 
 local INF, NAN = math.huge, 0 / 0
+local MIXED = { NAN, -INF, INF, 1, -1, 0, 1e-40, -1e-40, 3e38 }
 
 --- Kinds of scores: fn(rng, i) of block i.
 local kinds = {
@@ -14,8 +15,8 @@ local kinds = {
   ["-inf"] = function() return -INF end,
   ["+inf"] = function() return INF end,
   nan = function() return NAN end,
-  zeros = function(_, i) return i % 2 == 0 and 0 or -0 / 1 end,
-  mixed = function(rng) return ({ NAN, -INF, INF, 1, -1, 0, 1e-40, -1e-40, 3e38 })[rng(9) + 1] end,
+  zeros = function(_, i) return i % 2 == 0 and 0 or -1 / INF end,
+  mixed = function(rng) return MIXED[rng(#MIXED) + 1] end,
   rising = function(_, i) return i end,
   falling = function(_, i) return -i end,
 }
@@ -64,7 +65,8 @@ end
 local budgets = {
   { blocks = 0 }, { blocks = 1 }, { blocks = 7 }, { blocks = 1000 }, { ratio = 0 },
   { ratio = 0.1 }, { ratio = 0.5, min_blocks = 4, sink = 1, recent = 2 }, { ratio = 1 },
-  { blocks = 2, sink = 3, recent = 4 }, { blocks = 12, recent = 3 }, { blocks = 12, sink = 5 },
+  { blocks = 2, sink = 3, recent = 4 }, { blocks = 12, recent = 3 },
+  { blocks = 12, sink = 5 },
 }
 
 local cases = {}

@@ -28,7 +28,8 @@ local function keys_seen(a, seq, kv_head, position)
   local at, positions = {}, {}
   local len, size = a.lens[seq + 1], a.layout.block_size
   local list_heads = a.selection and a.selection_heads or 1
-  local list = (seq * list_heads + (list_heads > 1 and kv_head or 0)) * (a.max_selected or 0)
+  local row = seq * list_heads + (list_heads > 1 and kv_head or 0)
+  local list = row * (a.max_selected or 0)
   for i = 0, (a.selection and a.max_selected or blocks_of(len, a.layout)) - 1 do
     local logical = a.selection and a.selection[list + i + 1] or i
     if logical >= 0 then
@@ -148,18 +149,18 @@ end
 --- Scores [seqs, kv_heads, max_blocks]: `block_score(q_at, block, kv_head, tokens)` of
 -- each query head, joined over the group by "max" or "mean"; -inf past the last block.
 local function score(a, block_score)
-  local scores, layout = {}, a.layout
+  local scores, layout, size = {}, a.layout, a.layout.block_size
   local group = a.heads / layout.kv_heads
   for seq = 0, #a.lens - 1 do
     for kv_head = 0, layout.kv_heads - 1 do
       for b = 0, a.max_blocks - 1 do
-        local tokens = math.min(a.lens[seq + 1] - b * layout.block_size, layout.block_size)
+        local tokens = math.min(a.lens[seq + 1] - b * size, size)
         local joined = -INF
         if tokens > 0 then
           local block, sum = a.tables[seq * a.max_blocks + b + 1], 0
           for head = kv_head * group, (kv_head + 1) * group - 1 do
-            local x = block_score((seq * a.heads + head) * layout.head_dim, block, kv_head,
-              tokens)
+            local q_at = (seq * a.heads + head) * layout.head_dim
+            local x = block_score(q_at, block, kv_head, tokens)
             joined, sum = math.max(joined, x), sum + x
           end
           if a.group == "mean" then joined = sum / group end
