@@ -74,7 +74,7 @@ function M.agrees(name, run, want, abs, rel)
 end
 
 --- How far a number may move when it is stored: half a step, relative.
-M.eps = { f32 = 2 ^ -24, f16 = 2 ^ -11, bf16 = 2 ^ -9 }
+M.eps = { f32 = 2 ^ -24, f16 = 2 ^ -11, bf16 = 2 ^ -8 }
 
 --- fn must raise, and the message must hold every one of these words.
 function M.refuses(fn, ...)

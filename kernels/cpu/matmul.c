@@ -128,7 +128,8 @@ static int thin(const struct kvl_matmul_args *g, const void *a, const void *b, v
   if (p.a) convert(a, g->k, g->dtype, a32, g->k, KVL_DTYPE_F32, g->m, g->k);
   /* a column costs k elements of b, and m of a's rows about 1 + m / 4 times that */
   int64_t grain = 4 * KVL_GRAIN / (4 + g->m) / i64_max(1, g->k);
-  grain = (grain / THIN_COLUMNS + 1) * THIN_COLUMNS;
+  int64_t unit = g->transpose_b ? THIN_DOTS : THIN_COLUMNS;
+  grain = (grain / unit + 1) * unit;
   int status = kvl__split(g->n, grain, g->transpose_b ? dots_piece : columns_piece, &t);
   if (p.out) convert(out32, g->n, KVL_DTYPE_F32, out, g->n, g->out_dtype, g->m, g->n);
   return status;

@@ -100,16 +100,17 @@ static inline KVL_HOT void columns_strip(const struct thin *g, int64_t r, int64_
 
 /* ---- every row for a range of columns ----------------------------------------------- */
 
-/* What of y stays in L1 or L2 while the groups of rows go over it. */
-enum { THIN_COLUMNS = 64, THIN_TERMS = 64, THIN_SPAN = 512 };
+/* What of y stays in L1 or L2 while the groups of rows go over it: whole columns of dots; of
+ * [k, n] a block as wide as memory likes to be read. Pieces for threads are multiples. */
+enum { THIN_DOTS = 64, THIN_COLUMNS = 256, THIN_TERMS = 64 };
 
 /* Do `call` with R bound to 4, 2 or 1 rows from r on, until all are done. */
 #define THIN_GROUPS(rows, call)                                                  for (int64_t r = 0, left; (left = (rows) - r) > 0;) {                            if (left > 2) { enum { R = 4 }; call; r += R; }                                else if (left == 2) { enum { R = 2 }; call; r += R; }                          else { enum { R = 1 }; call; r += R; }                                       }
 
 static inline KVL_HOT void thin_dots(const struct thin *g, int64_t begin, int64_t end,
                                      const int dtype) {
-  for (int64_t j = begin; j < end; j += THIN_COLUMNS) {
-    int64_t stop = i64_min(end, j + THIN_COLUMNS);
+  for (int64_t j = begin; j < end; j += THIN_DOTS) {
+    int64_t stop = i64_min(end, j + THIN_DOTS);
     THIN_GROUPS(g->rows, {
       for (int64_t c = j; c < stop; c += VF / R) dots_tile(g, r, c, stop, R, dtype);
     })
@@ -118,8 +119,8 @@ static inline KVL_HOT void thin_dots(const struct thin *g, int64_t begin, int64_
 
 static inline KVL_HOT void thin_columns(const struct thin *g, int64_t begin, int64_t end,
                                         const int dtype) {
-  for (int64_t j = begin; j < end; j += THIN_SPAN) {
-    int64_t stop = i64_min(end, j + THIN_SPAN);
+  for (int64_t j = begin; j < end; j += THIN_COLUMNS) {
+    int64_t stop = i64_min(end, j + THIN_COLUMNS);
     for (int64_t k0 = 0; k0 < g->k || k0 == 0; k0 += THIN_TERMS) {
       int64_t k1 = i64_min(g->k, k0 + THIN_TERMS);
       THIN_GROUPS(g->rows, columns_strip(g, r, j, stop, k0, k1, R, dtype))
