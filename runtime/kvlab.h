@@ -323,7 +323,8 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
 
 /* ---- paged KV ops --------------------------------------------------------------------- */
 /* cache is one layer's KV memory: f32 f16 bf16 [blocks, 2, kv_heads, block_size, head_dim]
- * (K then V). head_dim: a multiple of 8, 8 ... 256. tables: i32 [seqs, max_blocks],
+ * (K then V). head_dim: a multiple of 8, 8 ... 256. cache, q, k, v, out and summary begin
+ * at a multiple of 16 bytes. tables: i32 [seqs, max_blocks],
  * physical blocks in logical order. lens: i32 [seqs] tokens, lens[s] <= max_blocks *
  * block_size. Logical block b of sequence s holds tokens b * block_size and on; what lies
  * past lens[s] is never read into a result, whatever its bits. */

@@ -87,6 +87,11 @@ function M.refuses(fn, ...)
   end
 end
 
+--- A call into the library must have failed, in words that hold every one of these.
+function M.fails(status, ...)
+  M.refuses(function() kv.check(status) end, ...)
+end
+
 --- A tensor that no op may leave as it is: NaN, or -77 in integers (77 unsigned).
 function M.poisoned(dev, dtype, shape)
   local value = NAN

@@ -2,6 +2,7 @@
 """Train the small recall model and measure what block selection costs it.
 
     python3 tools/train_recall.py --out lua/models/recall          # minutes on a GPU
+    python3 tools/train_recall.py --out lua/models/recall --refine --seconds 240
     python3 tools/train_recall.py --out smoke --seconds 30 --prompts 1 --lengths 512
 
 Writes to --out:
@@ -42,6 +43,7 @@ TOKENS_PER_STEP, PEAK_LR, WARMUP, FILLER_LOSS = 32768, 1e-3, 100, 0.02
 # 95% of the answer tokens are right. The stage without lengths is copying, see copies().
 CURRICULUM = [(0, None, 0), (0.20, [256], 2), (0.40, [512, 1024], 8), (0.70, [1024, 2048, 4096], 8),
               (2, [2048, 4096, 8192], 8)]
+REFINE, REFINE_LR = [(2, [512, 1024, 2048, 4096, 8192, 16384], 8)], 5e-4  # with --refine
 BLOCK, SINK, RECENT = 16, 1, 2
 
 
@@ -162,7 +164,7 @@ class Model(nn.Module):
 
 # ---- training ---------------------------------------------------------------
 
-def copies(rows, length, _, device):
+def copies(rows, length, device):
     """Random tokens that repeat with a random period, and which of them can be foretold.
     A model that has learned to look up what came after a token learns recall in a few
     hundred steps more; started on recall at once it was still guessing after thousands."""
@@ -172,28 +174,33 @@ def copies(rows, length, _, device):
     return tokens, place > period
 
 
-def recalls(rows, length, fewest, device):
-    """Prompts of up to 64 needles and 16 queries, and which of their tokens are answers."""
-    context = length - ASK * QUERIES
+def recalls(rows, length, fewest, queries, device):
+    """Prompts of up to 64 needles, and which of their tokens are answers."""
+    context = length - ASK * queries
     needles = torch.randint(fewest, min(64, context // 10) + 1, ()).item()
-    text, asks = prompts(rows, context, needles, QUERIES, device)
+    text, asks = prompts(rows, context, needles, queries, device)
     tokens = torch.cat((text, asks.flatten(1)), 1)
     place = torch.arange(length, device=device)
     return tokens, ((place >= context) & ((place - context) % ASK >= 4)).expand(rows, -1)
 
 
-def train(model, steps, seconds, device):
-    adam = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+def train(model, steps, seconds, refine, device):
+    """From random weights through CURRICULUM, or, to refine, on from trained ones: every length, one to
+    16 queries so that the first after the context counts more, and a cosine from the start."""
+    stages, peak, hold = (REFINE, REFINE_LR, 0) if refine else (CURRICULUM, PEAK_LR, 0.6)
+    adam = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     begin, step, done, level, skill = time.time(), 0, 0.0, 0, 0.0
     while done < 1:
-        if done > CURRICULUM[level][0] and skill > 0.95:
+        if done > stages[level][0] and skill > 0.95:
             level, skill = level + 1, 0.0
-        _, lengths, fewest = CURRICULUM[level]
+        _, lengths, fewest = stages[level]
         length = lengths[torch.randint(len(lengths), ()).item()] if lengths else 256
-        tokens, answer = (recalls if lengths else copies)(TOKENS_PER_STEP // length, length, fewest, device)
+        rows, queries = TOKENS_PER_STEP // length, 2 ** torch.randint(5, ()).item() if refine else QUERIES
+        tokens, answer = (recalls(rows, length, fewest, queries, device) if lengths
+                          else copies(rows, length, device))
 
-        adam.param_groups[0]["lr"] = PEAK_LR * min(1, (step + 1) / WARMUP) * (
-            0.51 + 0.49 * math.cos(math.pi * max(0, done - 0.6) / 0.4))
+        adam.param_groups[0]["lr"] = peak * min(1, (step + 1) / WARMUP) * (
+            0.51 + 0.49 * math.cos(math.pi * max(0, done - hold) / (1 - hold)))
         with torch.autocast(device, torch.bfloat16):
             logits = model(tokens)[0][:, :-1]
         target, answer = tokens[:, 1:], answer[:, 1:]
@@ -339,6 +346,15 @@ def write_safetensors(path, tensors):
             f.write(t.contiguous().view(torch.int16).numpy().tobytes())
 
 
+def read_safetensors(path):
+    with open(path, "rb") as f:
+        size, = struct.unpack("<Q", f.read(8))
+        header, section = json.loads(f.read(size)), f.read()
+    header.pop("__metadata__", None)
+    return {name: torch.frombuffer(bytearray(section[slice(*e["data_offsets"])]), dtype=torch.bfloat16)
+            .view(e["shape"]) for name, e in header.items()}
+
+
 @torch.no_grad()
 def write_golden(path, model):
     """Token ids and, for the last four positions, the fp32 logits a forward pass must give."""
@@ -359,6 +375,7 @@ def main():
     p.add_argument("--steps", type=int, default=11000)
     p.add_argument("--seconds", type=float, help="train for this long instead of --steps")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--refine", action="store_true", help="go on from the weights in --out")
     p.add_argument("--prompts", type=int, default=32, help="evaluation prompts of 16 queries")
     p.add_argument("--needles", type=int, default=32, help="needles in an evaluation prompt")
     p.add_argument("--lengths", default="512,1024,2048,4096,8192,16384", help="evaluation lengths")
@@ -368,7 +385,10 @@ def main():
 
     torch.manual_seed(a.seed)
     model = Model().to(device)
-    train(model, a.steps, a.seconds, device)
+    if a.refine:
+        weights = read_safetensors(os.path.join(a.out, "model.safetensors"))
+        model.load_state_dict({name.removeprefix("model."): t for name, t in weights.items()})
+    train(model, a.steps, a.seconds, a.refine, device)
 
     rounded = {name: t.cpu().bfloat16() for name, t in model.state_dict().items()}
     model = Model()

@@ -129,8 +129,9 @@ static void whole_strip(const struct kvl_binary_args *g, int64_t ia, int64_t ib,
   int last = g->ndim - 1;
   int64_t *r = room->i[2];
   const int64_t *x = widen_whole(g->a, ia, g->a_stride[last], n, room->i[0], g->dtype);
-  const int64_t *y = g->b ? widen_whole(g->b, ib, g->b_stride[last], n, room->i[1], g->dtype)
-                          : spread_whole(i64_from_f64(g->scalar), room->i[1], n);
+  const int64_t *y =
+    g->b ? widen_whole(g->b, ib, g->b_stride[last], n, room->i[1], g->dtype)
+         : spread_whole(i64_from_f64(g->scalar), room->i[1], n);
   if (g->op >= KVL_BINARY_EQ) {
     wholes(g->op, x, y, n, (uint8_t *)g->out + io);
   } else if (g->dtype == KVL_DTYPE_I64) {

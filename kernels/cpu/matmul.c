@@ -63,8 +63,9 @@ static inline KVL_HOT void convert_rows(const struct convert *g, int64_t begin, 
 
 static int convert_piece(const void *args, int64_t begin, int64_t end) {
   const struct convert *g = args;
-  if (g->to == KVL_DTYPE_F32) KVL_BY_FLOAT(g->from, convert_rows(g, begin, end, D, KVL_DTYPE_F32))
-  else KVL_BY_FLOAT(g->to, convert_rows(g, begin, end, KVL_DTYPE_F32, D))
+  enum { F32 = KVL_DTYPE_F32 };
+  if (g->to == F32) KVL_BY_FLOAT(g->from, convert_rows(g, begin, end, D, F32))
+  else KVL_BY_FLOAT(g->to, convert_rows(g, begin, end, F32, D))
   return 0;
 }
 
@@ -96,10 +97,11 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
       }
       if (p.out) z = out32, z_row = n;
       cblas_sgemm(CblasRowMajor, CblasNoTrans, g->transpose_b ? CblasTrans : CblasNoTrans,
-                  (int)m, (int)n, (int)g->k, 1, x, (int)g->k, y, (int)y_row, 0, z, (int)z_row);
+                  (int)m, (int)n, (int)g->k, 1, x, (int)g->k, y, (int)y_row, 0, z,
+                  (int)z_row);
       if (p.out)
-        convert(z, n, KVL_DTYPE_F32, at(out, i * g->n + j, g->out_dtype), g->n, g->out_dtype,
-                m, n);
+        convert(z, n, KVL_DTYPE_F32, at(out, i * g->n + j, g->out_dtype), g->n,
+                g->out_dtype, m, n);
     }
   }
   return 0;

@@ -22,7 +22,8 @@ static void words(uint64_t seed, uint64_t first, uint32_t w[4][STRIP]) {
 }
 
 /* Elements of the strip in order: f[4 * block + word]. */
-static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP], float *f) {
+static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP],
+                   float *f) {
   float x[4][STRIP], low = (float)a->a;
   if (a->kind == KVL_RANDOM_UNIFORM) {
     float width = (float)(a->b - a->a);
@@ -41,7 +42,8 @@ static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP], 
   for (int l = 0; l < STRIP; l++) for (int j = 0; j < 4; j++) f[4 * l + j] = x[j][l];
 }
 
-static void wholes(const struct kvl_random_args *a, const uint32_t w[4][STRIP], int64_t *f) {
+static void wholes(const struct kvl_random_args *a, const uint32_t w[4][STRIP],
+                   int64_t *f) {
   int64_t low = (int64_t)a->a;
   uint64_t range = (uint64_t)((int64_t)a->b - low);
   for (int l = 0; l < STRIP; l++)
@@ -70,9 +72,9 @@ static int random_piece(const void *args, int64_t begin, int64_t end) {
       KVL_BY_FLOAT(a->dtype, store(a->out, i, f + skip, n, D))
     } else {
       wholes(a, w, whole);
-      if (a->dtype == KVL_DTYPE_I64)
-        memcpy((int64_t *)a->out + i, whole + skip, (size_t)n * 8);
-      else for (int e = 0; e < n; e++) ((int32_t *)a->out)[i + e] = (int32_t)whole[skip + e];
+      for (int e = 0; e < n; e++)
+        if (a->dtype == KVL_DTYPE_I64) ((int64_t *)a->out)[i + e] = whole[skip + e];
+        else ((int32_t *)a->out)[i + e] = (int32_t)whole[skip + e];
     }
     i += n;
   }

@@ -160,8 +160,11 @@ static int columns_piece(const void *args, int64_t begin, int64_t end) {
 static int whole_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_reduce_args *a = args;
   for (int64_t i = begin; i < end; i++) {
-    const int32_t *p = (const int32_t *)a->a + i / a->inner * a->n * a->inner + i % a->inner;
-    int64_t x = a->op == KVL_REDUCE_MAX ? INT32_MIN : a->op == KVL_REDUCE_MIN ? INT32_MAX : 0;
+    int64_t first = i / a->inner * a->n * a->inner + i % a->inner;
+    const int32_t *p = (const int32_t *)a->a + first;
+    int64_t x = 0;
+    if (a->op == KVL_REDUCE_MAX) x = INT32_MIN;
+    if (a->op == KVL_REDUCE_MIN) x = INT32_MAX;
     for (int64_t r = 0; r < a->n; r++) {
       int64_t y = p[r * a->inner];
       if (a->op == KVL_REDUCE_MAX) x = y > x ? y : x;
@@ -177,9 +180,9 @@ static int whole_piece(const void *args, int64_t begin, int64_t end) {
 KVL_CPU_KERNEL(reduce) {
   const struct kvl_reduce_args *a = args;
   int64_t grain = kvl__grain_rows(a->n);
+  if (a->dtype == KVL_DTYPE_I32 && a->op == KVL_REDUCE_MEAN) return KVL_ERR_UNSUPPORTED;
   if (a->dtype == KVL_DTYPE_I32)
-    return a->op == KVL_REDUCE_MEAN ? KVL_ERR_UNSUPPORTED
-                                    : kvl__split(a->outer * a->inner, grain, whole_piece, a);
+    return kvl__split(a->outer * a->inner, grain, whole_piece, a);
   if (a->inner == 1 && a->n >= 2 * CHUNK) return long_rows(a);
   if (a->inner == 1) return kvl__split(a->outer, grain, rows_piece, a);
   int64_t tiles = (a->inner + COLUMNS - 1) / COLUMNS;

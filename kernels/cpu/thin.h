@@ -25,7 +25,8 @@ struct thin {
 /* ---- dots --------------------------------------------------------------------------- */
 
 static inline KVL_HOT void dots_step(vf *sum, const float *const *x, const void *const *y,
-                                     int64_t i, int lanes, const int rows, const int dtype) {
+                                     int64_t i, int lanes, const int rows,
+                                     const int dtype) {
   const int columns = VF / rows;
   vf a[4];
   for (int r = 0; r < rows; r++) a[r] = vf_load_n(x[r] + i, lanes, KVL_DTYPE_F32);
@@ -61,8 +62,8 @@ static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j
 
 /* `vectors` vectors of columns from j on, `left` lanes of each; terms [k0, k1) of the sums,
  * which live in out until the last. */
-static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_t j, int left,
-                                        int64_t k0, int64_t k1, const int rows,
+static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_t j,
+                                        int left, int64_t k0, int64_t k1, const int rows,
                                         const int vectors, const int dtype) {
   const float *x[4];
   float *out[4];
@@ -105,7 +106,12 @@ static inline KVL_HOT void columns_strip(const struct thin *g, int64_t r, int64_
 enum { THIN_DOTS = 64, THIN_COLUMNS = 256, THIN_TERMS = 64 };
 
 /* Do `call` with R bound to 4, 2 or 1 rows from r on, until all are done. */
-#define THIN_GROUPS(rows, call)                                                  for (int64_t r = 0, left; (left = (rows) - r) > 0;) {                            if (left > 2) { enum { R = 4 }; call; r += R; }                                else if (left == 2) { enum { R = 2 }; call; r += R; }                          else { enum { R = 1 }; call; r += R; }                                       }
+#define THIN_GROUPS(rows, call)                                                 \
+  for (int64_t r = 0, left; (left = (rows) - r) > 0;) {                           \
+    if (left > 2) { enum { R = 4 }; call; r += R; }                               \
+    else if (left == 2) { enum { R = 2 }; call; r += R; }                         \
+    else { enum { R = 1 }; call; r += R; }                                        \
+  }
 
 static inline KVL_HOT void thin_dots(const struct thin *g, int64_t begin, int64_t end,
                                      const int dtype) {

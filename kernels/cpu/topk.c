@@ -38,7 +38,7 @@ static void sort(const float *a, int32_t *index, int64_t n, uint32_t flip, int s
     }
     memset(start, 0, sizeof start);
     for (int64_t i = 0; i < n; i++) start[1 + (rank(a, index[i], flip) >> shift & 255)]++;
-    if (start[1 + (rank(a, index[0], flip) >> shift & 255)] < n) break;   /* not all alike */
+    if (start[1 + (rank(a, index[0], flip) >> shift & 255)] < n) break; /* not all alike */
   }
   for (int d = 0; d < 256; d++) start[d + 1] += start[d], next[d] = start[d];
   for (int d = 0; d < 256; d++)

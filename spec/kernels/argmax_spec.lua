@@ -48,9 +48,9 @@ describe("argmax", function()
   it("refuses empty rows and an out that is not i32", function()
     local a, out = kv.zeros(cpu, "f32", { 2, 0 }), kv.zeros(cpu, "i32", { 2 })
     local f = kv.zeros(cpu, "f32", { 2 })
-    S.refuses(function() kv.check(kv.C.kvl_argmax(a, out)) end, "argmax", "0 elements",
+    S.fails(kv.C.kvl_argmax(a, out), "argmax", "0 elements",
       "1 or more")
-    S.refuses(function() kv.check(kv.C.kvl_argmax(kv.zeros(cpu, "f32", { 2, 3 }), f)) end,
+    S.fails(kv.C.kvl_argmax(kv.zeros(cpu, "f32", { 2, 3 }), f),
       "out is f32 [2]", "i32")
   end)
 end)

@@ -9,21 +9,23 @@ local INF, NAN = 1 / 0, 0 / 0
 local EDGES = {
   0, -0.0, 1, -1, 0.5, 1.5, 2.5, -2.5, 2.999, -2.999, 254.9, 255, 256, -0.9, 65504, 65519,
   65520, -65520, 1e6, 448, 449, 464, 465, 480, -500, 2 ^ -6, 2 ^ -7, 2 ^ -9, 2 ^ -10,
-  1.5 * 2 ^ -10, 3 * 2 ^ -10, 2 ^ -14, 2 ^ -24, 2 ^ -25, 1.0001 * 2 ^ -25, 2 ^ -133, 2 ^ -149,
+  1.5 * 2 ^ -10, 3 * 2 ^ -10, 2 ^ -14, 2 ^ -24, 2 ^ -25, 1.0001 * 2 ^ -25, 2 ^ -133,
+  2 ^ -149,
   1 + 2 ^ -8, 1 + 3 * 2 ^ -8, 1 + 2 ^ -11, 1 + 3 * 2 ^ -11, 1.0625, 1.1875, 17, 19,
   2147483520, 2147483648, -2147483648, -2147483904, 1e10, -1e10, 3.3e38, INF, -INF, NAN,
 }
-local WHOLE = { 0, 1, -1, 255, 256, -300, 2047, 2049, 2051, 16777217, 16777219, 2147483647,
-                -2147483648, 65519, 65520, 123456789 }
+local WHOLE = { 0, 1, -1, 255, 256, -300, 2047, 2049, 2051, 16777217, 16777219,
+                2147483647, -2147483648, 65519, 65520, 123456789 }
 local LONG = { 2147483648, -2147483649, 2 ^ 40 + 1, -2 ^ 45, 2 ^ 52 + 1 }
 
 local function inputs(dtype)
   local values = {}
   if dtype == "i32" or dtype == "i64" then
-    for i = 1, 83 do values[i] = WHOLE[(i - 1) % #WHOLE + 1] + math.floor(i / #WHOLE) % 2 end
-    values[81], values[82] = WHOLE[12], WHOLE[13]
+    for i = 1, 83 do
+      values[i] = WHOLE[(i - 1) % #WHOLE + 1] + math.floor(i / #WHOLE) % 2
+    end
     if dtype == "i64" then for _, x in ipairs(LONG) do values[#values + 1] = x end end
-    if dtype == "i32" then for i, x in ipairs(values) do values[i] = reference.round("i32", x) end end
+    for i, x in ipairs(values) do values[i] = reference.round(dtype, x) end
   elseif dtype == "u8" then
     for i = 0, 255 do values[#values + 1] = i end
   else
@@ -48,7 +50,6 @@ describe("cast", function()
           local a = kv.from(dev, from, { #values }, values)
           local out = kv.tensor(dev, to, { #values })
           kv.check(kv.C.kvl_cast(a, out))
-          -- what does not fit an f64 exactly cannot be compared in Lua
           return out
         end
         local function want()
@@ -66,13 +67,10 @@ describe("cast", function()
 
   for _, to in ipairs { "f32", "f16", "bf16" } do
     S.agrees("keeps every f8e4m3 number in " .. to, function(dev)
-      local bits = kv.arange(dev, "u8", 256)
+      local bits = require("ffi").new("uint8_t[256]")
+      for i = 0, 255 do bits[i] = i end
       local a = kv.tensor(dev, "f8e4m3", { 256 })
-      kv.check(kv.C.kvl_device_sync(dev))
-      local view = bits -- the same 256 bytes, seen as f8e4m3
-      local host = require("ffi").new("uint8_t[256]")
-      kv.check(kv.C.kvl_tensor_read(view, host, 256))
-      kv.check(kv.C.kvl_tensor_write(a, host, 256))
+      kv.check(kv.C.kvl_tensor_write(a, bits, 256))
       local out = S.poisoned(dev, to, { 256 })
       kv.check(kv.C.kvl_cast(a, out))
       return out
@@ -94,11 +92,11 @@ describe("cast", function()
     assert.are.equal(99840, a:cast("bf16"):narrow(100002, 1):item())
   end)
 
-  it("refuses f8e4m3 with whole numbers, other shapes and other devices' tensors", function()
+  it("refuses f8e4m3 with whole numbers, and other shapes", function()
     local cpu = kv.device "cpu"
     local a, b = kv.tensor(cpu, "f8e4m3", { 4 }), kv.tensor(cpu, "i32", { 4 })
-    S.refuses(function() kv.check(kv.C.kvl_cast(a, b)) end, "cast", "f8e4m3", "i32")
+    S.fails(kv.C.kvl_cast(a, b), "cast", "f8e4m3", "i32")
     local c = kv.tensor(cpu, "f32", { 5 })
-    S.refuses(function() kv.check(kv.C.kvl_cast(a, c)) end, "out is f32 [5]", "f8e4m3 [4]")
+    S.fails(kv.C.kvl_cast(a, c), "out is f32 [5]", "f8e4m3 [4]")
   end)
 end)

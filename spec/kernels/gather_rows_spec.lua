@@ -16,8 +16,9 @@ local function case(dtype, rows, row_shape, n)
 end
 
 describe("gather_rows", function()
-  for _, c in ipairs { { "f32", 5, {}, 9 }, { "bf16", 7, { 3 }, 20 }, { "i64", 4, { 2, 3 }, 0 },
-                       { "u8", 100, { 17 }, 1000 }, { "f16", 33, { 8, 64 }, 200 },
+  for _, c in ipairs { { "f32", 5, {}, 9 }, { "bf16", 7, { 3 }, 20 },
+                       { "i64", 4, { 2, 3 }, 0 }, { "u8", 100, { 17 }, 1000 },
+                       { "f16", 33, { 8, 64 }, 200 },
                        { "i32", 1, { 5 }, 3 }, { "f32", 3, { 0 }, 4 } } do
     S.agrees(("takes %d rows of %s %d"):format(c[4], c[1], c[2]), function(dev)
       local src, index = case(c[1], c[2], c[3], c[4])
@@ -41,9 +42,9 @@ describe("gather_rows", function()
   it("refuses another row, another dtype and an index that is not i32", function()
     local src, index = kv.zeros(cpu, "f32", { 4, 3 }), kv.zeros(cpu, "i32", { 2 })
     local out, long = kv.zeros(cpu, "f32", { 2, 5 }), kv.zeros(cpu, "i64", { 2 })
-    S.refuses(function() kv.check(kv.C.kvl_gather_rows(src, index, out)) end, "gather_rows",
+    S.fails(kv.C.kvl_gather_rows(src, index, out), "gather_rows",
       "out is f32 [2, 5]", "f32 [4, 3]")
-    S.refuses(function() kv.check(kv.C.kvl_gather_rows(src, long, out)) end,
+    S.fails(kv.C.kvl_gather_rows(src, long, out),
       "index is i64 [2]", "i32")
   end)
 end)

@@ -51,14 +51,16 @@ describe("random", function()
   end)
 
   S.it_on_cpu("starts with the known answer of counter 0 and key 0", function(dev)
-    assert.are.same({ 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8 }, words(dev, 0, 0, 4))
+    assert.are.same({ 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8 },
+      words(dev, 0, 0, 4))
   end)
 
-  for _, case in ipairs { { 0, 0 }, { 42, 3 }, { 2 ^ 40 + 7, 2 ^ 34 + 1 }, { 1, 2 ^ 45 } } do
-    S.it_on_cpu(("makes the words of seed %.0f from %.0f"):format(case[1], case[2]),
-      function(dev)
-        assert.are.same(philox.words(case[1], case[2], 700), words(dev, case[1], case[2], 700))
-      end)
+  for _, c in ipairs { { 0, 0 }, { 42, 3 }, { 2 ^ 40 + 7, 2 ^ 34 + 1 }, { 1, 2 ^ 45 } } do
+    local seed, offset = c[1], c[2]
+    local text = ("makes the words of seed %.0f from %.0f"):format(seed, offset)
+    S.it_on_cpu(text, function(dev)
+      assert.are.same(philox.words(seed, offset, 700), words(dev, seed, offset, 700))
+    end)
   end
 
   for _, offset in ipairs { 0, 1, 2, 3, 4, 257 } do
@@ -82,7 +84,9 @@ describe("random", function()
     local here, mine = S.isa(), {}
     local cases = { { "NORMAL", "f32" }, { "NORMAL", "f16" }, { "NORMAL", "bf16" },
                     { "UNIFORM", "f32" }, { "INTEGER", "i64" } }
-    for i, c in ipairs(cases) do mine[i] = random(dev, c[1], c[2], 20011, 0, 3, 11, 2):list() end
+    for i, c in ipairs(cases) do
+      mine[i] = random(dev, c[1], c[2], 20011, 0, 3, 11, 2):list()
+    end
     kv.check(kv.C.kvl_cpu_use_isa "plain")
     for i, c in ipairs(cases) do
       S.equal(random(dev, c[1], c[2], 20011, 0, 3, 11, 2), mine[i], c[1] .. " " .. c[2])

@@ -66,9 +66,12 @@ M.binary = {
   ADD = function(x, y) return x + y end, SUB = function(x, y) return x - y end,
   MUL = function(x, y) return x * y end, DIV = function(x, y) return x / y end,
   MAX = larger, MIN = smaller,
-  EQ = function(x, y) return bit_of(x == y) end, NE = function(x, y) return bit_of(x ~= y) end,
-  LT = function(x, y) return bit_of(x < y) end, LE = function(x, y) return bit_of(x <= y) end,
-  GT = function(x, y) return bit_of(x > y) end, GE = function(x, y) return bit_of(x >= y) end,
+  EQ = function(x, y) return bit_of(x == y) end,
+  NE = function(x, y) return bit_of(x ~= y) end,
+  LT = function(x, y) return bit_of(x < y) end,
+  LE = function(x, y) return bit_of(x <= y) end,
+  GT = function(x, y) return bit_of(x > y) end,
+  GE = function(x, y) return bit_of(x >= y) end,
 }
 
 --- fn of every element of one or two arrays.

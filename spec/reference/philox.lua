@@ -67,7 +67,8 @@ function M.normals(seed, offset, n, mean, deviation)
     local pair = i - i % 2 - first
     local radius = math.sqrt(-2 * math.log(unit(words[pair + 1])))
     local turn = 2 * math.pi * unit(words[pair + 2])
-    out[#out + 1] = mean + deviation * radius * (i % 2 == 0 and math.sin or math.cos)(turn)
+    local wave = i % 2 == 0 and math.sin or math.cos
+    out[#out + 1] = mean + deviation * radius * wave(turn)
   end
   return out
 end
