@@ -218,6 +218,7 @@ static int queue_sync(void *ctx, void *queue) {
   int status = q->status;
   q->status = KVL_OK;
   pthread_mutex_unlock(&q->lock);
+  if (status < 0) kvl__fail(status, "an op on a stream: %s", kvl_status_text(status));
   return status;
 }
 

@@ -146,7 +146,9 @@ const char *kvl_device_description(const kvl_device *dev) { return dev->descript
 int kvl_device_is_cpu(const kvl_device *dev) { return dev->backend == &kvl__backend_cpu; }
 
 int kvl__device_failed(kvl_device *dev, int status, const char *doing) {
-  return kvl__fail(status, "%s on %s: %s", doing, dev->name, dev->backend->last_error());
+  const char *words = dev->backend->last_error();
+  if (!words[0]) return status; /* the backend has recorded its own */
+  return kvl__fail(status, "%s on %s: %s", doing, dev->name, words);
 }
 
 int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out) {

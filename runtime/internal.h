@@ -76,7 +76,8 @@ struct kvl_device {
 
 /* Drops the device once nothing holds it. */
 void kvl__device_unref(kvl_device *dev);
-/* KVL_ERR_DEVICE with the driver's words after `doing`. */
+/* `status` with the driver's words after `doing`; words that are recorded stay where the
+ * driver has none. */
 int kvl__device_failed(kvl_device *dev, int status, const char *doing);
 
 /* ---- allocator: stream-ordered, caching ----------------------------------------------- */

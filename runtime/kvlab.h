@@ -184,7 +184,8 @@ int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
  * go from CUDA to the CPU. */
 int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst);
 /* Copy from or to host memory. write: the memory may be reused at return;
- * read: waits until the bytes are there. `bytes` must equal the tensor's size. */
+ * read: waits until the bytes are there. `bytes` must equal the tensor's size. Every f32
+ * NaN is read as the one quiet NaN: LuaJIT takes some others for values of its own. */
 int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes);
 int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes);
 

@@ -25,7 +25,7 @@ static void expect_enum(struct kvl__call *c, const char *name, int value, int la
 
 int kvl_fill(const kvl_tensor *t, double value) {
   struct kvl__call c = {.op = "fill"};
-  kvl__arg(&c, "t", t, KVL__ANY & ~KVL__F8, "...");
+  kvl__arg(&c, "t", t, KVL__ANY, "...");
   if (c.status < 0) return c.status;
   struct kvl_fill_args args = {t->ptr, t->count, value, t->dtype};
   return KVL__LAUNCH(&c, fill, args);

@@ -194,5 +194,11 @@ int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
 int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes) {
   int status = host_copy_checked(t, bytes, "read");
   if (status < 0) return status;
-  return copy_bytes(t->device, t->storage, memory, t->ptr, bytes, KVL_COPY_TO_HOST, 1);
+  status = copy_bytes(t->device, t->storage, memory, t->ptr, bytes, KVL_COPY_TO_HOST, 1);
+  if (status >= 0 && t->dtype == KVL_DTYPE_F32) {
+    float *x = memory;
+    for (int64_t i = 0; i < t->count; i++)
+      if (x[i] != x[i]) x[i] = __builtin_nanf("");
+  }
+  return status;
 }

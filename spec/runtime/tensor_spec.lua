@@ -42,6 +42,18 @@ local function check(dev)
       raises("dst is f32 [3], expected f32 [4]", function() t:copy_(kv.zeros(dev, "f32", { 4 })) end)
     end)
 
+    it("reads every NaN as a NaN, whatever its bits", function()
+      for _, dtype in ipairs { "f32", "bf16", "f16" } do
+        local bits = kv.full(dev, "u8", { 64 }, 255)
+        local t = kv.zeros(dev, dtype, { 64 / kv.dtype_bytes(dtype) })
+        kv.check(kv.C.kvl_tensor_write(t, ffi.new("uint8_t[64]", bits:list()), 64))
+        for _, x in ipairs(t:list()) do
+          assert.equal("number", type(x))
+          assert.is_true(x ~= x)
+        end
+      end
+    end)
+
     it("draws the same numbers for the same seed", function()
       local a = kv.randn(dev, "f32", { 1000 }, { seed = 3 }):list()
       assert.same(a, kv.randn(dev, "f32", { 1000 }, { seed = 3 }):list())
