@@ -58,17 +58,30 @@ local function lay_filler(tokens, context, draw)
   end
 end
 
+--- A function that draws whole numbers of 0 ... n - 1, each at most once.
+local function drawn_once(n, draw)
+  local used = {}
+  return function()
+    local x
+    repeat x = draw(n) until not used[x]
+    used[x] = true
+    return x
+  end
+end
+
+--- Needles {k1, k2, v1, v2}. No two have both keys in common, and no two the first value: a
+-- model that has said v1 finds v2 by what stands around v1, and two needles that share k2
+-- and v1 would be one too many.
 local function draw_needles(count, draw)
-  local needles, used = {}, {}
-  while #needles < count do
-    local pair = draw(ids.key_count * ids.key_count)
-    if not used[pair] then
-      used[pair] = true
-      needles[#needles + 1] = {
-        ids.key_first + math.floor(pair / ids.key_count), ids.key_first + pair % ids.key_count,
-        ids.value_first + draw(ids.value_count), ids.value_first + draw(ids.value_count),
-      }
-    end
+  local needles, keys = {}, ids.key_count
+  local draw_pair = drawn_once(keys * keys, draw)
+  local draw_value = drawn_once(ids.value_count, draw)
+  for i = 1, count do
+    local pair = draw_pair()
+    needles[i] = {
+      ids.key_first + math.floor(pair / keys), ids.key_first + pair % keys,
+      ids.value_first + draw_value(), ids.value_first + draw(ids.value_count),
+    }
   end
   return needles
 end
@@ -81,6 +94,9 @@ end
 ---@param seed integer
 function M.draw(context, needles, queries, seed)
   ids = ids or read_tokens()
+  if needles > ids.value_count then
+    error(("%d needles, expected at most %d"):format(needles, ids.value_count), 2)
+  end
   local room = context - 1 - NEEDLE * needles - TAIL
   if room < 0 then
     error(("%d needles of %d tokens and %d of filler in a context of %d"):format(needles,
