@@ -30,6 +30,12 @@ end
 local function find_commit()
   local root = project_root()
   if not root then return nil end
+  local bundled = io.open(root .. "/commit") -- in a folder that `kvlab bundle` made
+  if bundled then
+    local words = bundled:read "*l"
+    bundled:close()
+    return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
+  end
   local git = "git -C " .. quote(root)
   if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
   local commit = first_line(git .. " rev-parse --verify HEAD")
