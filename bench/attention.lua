@@ -19,7 +19,8 @@ local function reference(w, s, g)
   local rows = w.cache:reshape { w.cache:size(0), 2 * KV_HEADS, BLOCK * DIM }
   local function half(i)
     local blocks = rows:gather_rows(order):cast "f32"
-    local index = kv.arange(w.cache.device, "i32", w.blocks, i * KV_HEADS + g, 2 * KV_HEADS)
+    local index = kv.arange(w.cache.device, "i32", w.blocks, i * KV_HEADS + g,
+      2 * KV_HEADS)
     return blocks:reshape({ w.blocks * 2 * KV_HEADS, BLOCK * DIM }):gather_rows(index)
       :reshape { w.len, DIM }
   end
@@ -45,7 +46,8 @@ local function decode(seqs, len)
   return function(b)
     local dev = b.device
     local w = { seqs = seqs, len = len, blocks = len / BLOCK }
-    w.cache = kv.randn(dev, "bf16", { seqs * w.blocks, 2, KV_HEADS, BLOCK, DIM }, { seed = 1 })
+    w.cache = kv.randn(dev, "bf16", { seqs * w.blocks, 2, KV_HEADS, BLOCK, DIM },
+      { seed = 1 })
     w.q = kv.randn(dev, "bf16", { seqs, HEADS, DIM }, { seed = 2 })
     w.tables = random_table(dev, seqs, w.blocks)
     w.lens = kv.full(dev, "i32", { seqs }, len)
@@ -67,7 +69,8 @@ return function(b)
   local shapes = on_cpu and { { "P14", 1, 32768 } }
     or { { "P1", 16, 32768 }, { "P2", 1, 32768 }, { "P2", 1, 131072 } }
   for _, shape in ipairs(shapes) do
-    b:case { id = shape[1], name = ("paged decode, batch %d x %d"):format(shape[2], shape[3]),
+    b:case { id = shape[1],
+             name = ("paged decode, batch %d x %d"):format(shape[2], shape[3]),
              setup = decode(shape[2], shape[3]) }
   end
 end

@@ -6,9 +6,10 @@ local kv = require "kvlab"
 local SEQS, LENGTH, LAYERS, ROUNDS = 4, 64, 32, 20
 
 local function stepper(dev, name)
-  local cache = kv.cache { device = dev, layers = LAYERS, blocks = SEQS * 8, block_size = 16,
-                           kv_heads = 8, head_dim = 128 }
-  local attention = kv.attention { cache = cache, heads = 32, max_seqs = SEQS, max_blocks = 8,
+  local cache = kv.cache { device = dev, layers = LAYERS, blocks = SEQS * 8,
+                           block_size = 16, kv_heads = 8, head_dim = 128 }
+  local attention = kv.attention { cache = cache, heads = 32, max_seqs = SEQS,
+                                   max_blocks = 8,
                                    decode_policy = kv.policy.open(name) }
   local batch = cache:batch { max_seqs = SEQS, max_blocks = 8 }
   local seqs, counts = {}, {}
@@ -56,7 +57,8 @@ local function temporaries(b)
   dev:sync()
   assert(x:min():item() == 1)
   local us = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3 / n
-  local note = ("peak %.1f MB live above %.1f MB, %d device allocations, Lua heap %.1f MB"):format(
+  local note = ("peak %.1f MB live above %.1f MB, %d device allocations, "
+    .. "Lua heap %.1f MB"):format(
     (peak - before.bytes_live) / 1e6, before.bytes_live / 1e6,
     dev:stats().allocations - before.allocations, collectgarbage "count" / 1e3)
   return { us = us, note = note }

@@ -11,7 +11,7 @@ M.SHAPE = SHAPE
 
 local drawn = {} -- by device, dtype and seed
 
-local function numbers(dev, dtype, seed, heads)
+local function random_numbers(dev, dtype, seed, heads)
   local key = dev:name() .. dtype .. seed
   drawn[key] = drawn[key]
     or kv.randn(dev, "f32", { 512, heads, SHAPE.head_dim }, { seed = seed }):cast(dtype)
@@ -21,7 +21,8 @@ end
 --- q, k, v of tokens [position, position + n) of sequence number s in a layer.
 local function tokens(dev, dtype, s, layer, position, n)
   local function draw(kind, heads)
-    return numbers(dev, dtype, 1000 * s + 10 * layer + kind, heads):narrow(position, n)
+    local seed = 1000 * s + 10 * layer + kind
+    return random_numbers(dev, dtype, seed, heads):narrow(position, n)
   end
   return draw(1, SHAPE.heads), draw(2, SHAPE.kv_heads), draw(3, SHAPE.kv_heads)
 end
@@ -127,9 +128,9 @@ end
 function M.stepper(dev, policy, lengths)
   local rig = M.new(dev, { policy = policy })
   rig.policy.select_blocks = nil -- the policy's own, without the recorder
-  local seqs, counts, numbers = {}, {}, {}
+  local seqs, counts = {}, {}
   for i, length in ipairs(lengths) do
-    seqs[i], counts[i], numbers[i] = rig.cache:sequence(), 1, i
+    seqs[i], counts[i] = rig.cache:sequence(), 1
     prefill(rig, seqs[i], i, length, 512)
   end
   rig.batch:append(seqs, counts)

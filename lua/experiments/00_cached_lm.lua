@@ -12,7 +12,8 @@ local function shape(t) return "[" .. table.concat(t:dims(), ", ") .. "]" end
 
 local lm = small_lm.new { vocab_size = VOCAB, embed_dim = 128, num_heads = 4,
                           seed = options.seed }
-local prompt = kv.randint(kv.device "cpu", "i32", { 4 }, { high = VOCAB, seed = options.seed })
+local prompt = kv.randint(kv.device "cpu", "i32", { 4 },
+  { high = VOCAB, seed = options.seed })
 print("prompt", shape(prompt), table.concat(prompt:list(), " "))
 
 local input = prompt:list()

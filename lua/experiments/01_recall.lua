@@ -57,7 +57,9 @@ local function ask(engine, seq, queries, probe, times)
   local second = engine:decode(forks, first):argmax():list()
   local right = 0
   for i, query in ipairs(queries) do
-    if first[i] == query.answer[1] and second[i] == query.answer[2] then right = right + 1 end
+    if first[i] == query.answer[1] and second[i] == query.answer[2] then
+      right = right + 1
+    end
     forks[i]:close()
   end
   return right
@@ -99,6 +101,7 @@ experiment.run {
   run = run,
   table = { rows = "policy", columns = "budget", value = "accuracy",
             where = { context = 4096 }, format = "%.3f" },
-  plot = { x = "budget", y = "accuracy", series = "policy", panel = "context", logx = true,
-           xlabel = "budget (share of blocks)", ylabel = "exact-match accuracy" },
+  plot = { x = "budget", y = "accuracy", series = "policy", panel = "context",
+           logx = true, xlabel = "budget (share of blocks)",
+           ylabel = "exact-match accuracy" },
 }

@@ -83,7 +83,8 @@ function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
   local memory = self.cache:layer(layer)
   ops.append_kv(k, v, batch.slots, memory)
-  ev.layer, ev.k, ev.blocks, ev.num_tokens = layer, memory, batch.blocks, batch.block_tokens
+  ev.layer, ev.k = layer, memory
+  ev.blocks, ev.num_tokens = batch.blocks, batch.block_tokens
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   offload_event(self, self.prefill_policy, hook)
   if self.decode_policy ~= self.prefill_policy then

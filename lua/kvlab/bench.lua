@@ -71,12 +71,15 @@ end
 local function format_row(row)
   local words = { ("%-5s %-52s %10.1f us"):format(row.id, row.name, row.us) }
   if row.gb_s then words[#words + 1] = ("%8.1f GB/s"):format(row.gb_s) end
-  if row.of_limit then words[#words + 1] = ("%5.2f of %s"):format(row.of_limit, row.limit) end
+  if row.of_limit then
+    words[#words + 1] = ("%5.2f of %s"):format(row.of_limit, row.limit)
+  end
   if row.note then words[#words + 1] = row.note end
   return table.concat(words, "  ")
 end
 
-local ORDER = { "id", "name", "us", "bytes", "gb_s", "limit", "of_limit", "note", "device" }
+local ORDER = { "id", "name", "us", "bytes", "gb_s", "limit", "of_limit", "note",
+                "device" }
 
 function Bench:print_row(row)
   row.device = self.device:description()

@@ -92,8 +92,10 @@ local function new_batch(cache, limits)
     + 2 * padded(touched + seqs) + 2 * padded(seqs)
   return setmetatable({
     cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
-    host_slots = ffi.new("int64_t[?]", tokens), host_ints = ffi.new("int32_t[?]", ints),
-    host_counts = ffi.new("int32_t[?]", seqs), host_copies = ffi.new("int32_t[?]", 2 * seqs),
+    host_slots = ffi.new("int64_t[?]", tokens),
+    host_ints = ffi.new("int32_t[?]", ints),
+    host_counts = ffi.new("int32_t[?]", seqs),
+    host_copies = ffi.new("int32_t[?]", 2 * seqs),
     handles = ffi.new("kvl_sequence *[?]", seqs),
     device_slots = tensor.tensor(cache.device, "i64", { tokens }),
     device_ints = tensor.tensor(cache.device, "i32", { ints }),
@@ -104,7 +106,8 @@ end
 --- Check what was asked for and fill handles and counts; returns the sum of counts.
 local function take_counts(self, seqs, counts)
   if #seqs > self.max_seqs then
-    error(("%d sequences, expected at most max_seqs = %d"):format(#seqs, self.max_seqs), 3)
+    error(("%d sequences, expected at most max_seqs = %d"):format(
+      #seqs, self.max_seqs), 3)
   end
   local total, size = 0, self.cache.block_size
   for i, seq in ipairs(seqs) do
@@ -114,14 +117,15 @@ local function take_counts(self, seqs, counts)
     local handle, count = handle_of(seq, 3), counts[i]
     local blocks = math.ceil((C.kvl_sequence_length(handle) + count) / size)
     if blocks > self.max_blocks then
-      error(("sequence %d would have %d blocks, expected at most max_blocks = %d"):format(i,
-        blocks, self.max_blocks), 3)
+      error(("sequence %d would have %d blocks, expected at most max_blocks = %d"):format(
+        i, blocks, self.max_blocks), 3)
     end
     self.handles[i - 1], self.host_counts[i - 1] = handle, count
     total = total + count
   end
   if total > self.max_tokens then
-    error(("%d tokens, expected at most max_tokens = %d"):format(total, self.max_tokens), 3)
+    error(("%d tokens, expected at most max_tokens = %d"):format(
+      total, self.max_tokens), 3)
   end
   return total
 end
@@ -167,7 +171,8 @@ local function make_views(self, tokens, width, touched, copies)
   view("copy_from", copies)
   view("copy_to", copies)
   self.slots = self.device_slots:narrow(0, tokens)
-  self.tokens_count, self.width, self.touched, self.copies = tokens, width, touched, copies
+  self.tokens_count, self.width = tokens, width
+  self.touched, self.copies = touched, copies
   self.viewed = self.count
 end
 
@@ -231,7 +236,8 @@ function Batch:append(seqs, counts, tokens)
   check(C.kvl_tensor_write(self.device_ints:narrow(0, self.layout.size), self.host_ints,
     4 * self.layout.size))
   if total > 0 then
-    check(C.kvl_tensor_write(self.device_slots:narrow(0, total), self.host_slots, 8 * total))
+    check(C.kvl_tensor_write(self.device_slots:narrow(0, total), self.host_slots,
+      8 * total))
   end
   make_views(self, total, width, touched, copies)
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
@@ -282,7 +288,8 @@ end
 --- One layer's memory, [blocks, 2, kv_heads, block_size, head_dim]. Layers count from 0.
 function Cache:layer(layer)
   return self.layer_views[layer]
-    or error(("layer is %s, expected 0 ... %d"):format(tostring(layer), self.layers - 1), 2)
+    or error(("layer is %s, expected 0 ... %d"):format(
+      tostring(layer), self.layers - 1), 2)
 end
 
 function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end

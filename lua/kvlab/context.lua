@@ -24,7 +24,7 @@ local M = {}
 ---@field starts ffi.cdata*|nil  i32 [seqs + 1], prefill
 ---@field cache ffi.cdata*       this layer's KV memory
 ---@field scores ffi.cdata*      f32 [seqs, kv_heads, width], to be written by score
----@field scores_shared ffi.cdata*  f32 [seqs, 1, width], the same for all heads of a layer
+---@field scores_shared ffi.cdata*  f32 [seqs, 1, width], the same for all heads
 local Context = {}
 Context.__index = Context
 
@@ -37,7 +37,8 @@ function M.new(shape, limits)
     step = 0,
     score_buffer = tensor.tensor(shape.device, "f32", { size }),
     selection_buffer = tensor.tensor(shape.device, "i32", { size }),
-    counts_buffer = tensor.tensor(shape.device, "i32", { limits.max_seqs * shape.kv_heads }),
+    counts_buffer = tensor.tensor(shape.device, "i32",
+      { limits.max_seqs * shape.kv_heads }),
     selections = {},
   }, Context)
 end

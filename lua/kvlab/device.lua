@@ -64,8 +64,8 @@ ffi.metatype("kvl_device", {
     stats = function(self)
       check(C.kvl_device_stats_get(self, stats))
       local t = {}
-      for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached", "bytes_total",
-                             "bytes_free", "allocations", "launches" } do
+      for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
+                             "bytes_total", "bytes_free", "allocations", "launches" } do
         t[key] = tonumber(stats[key])
       end
       return t

@@ -30,16 +30,16 @@ end
 local function load_library(dir)
   local ok, lib = pcall(ffi.load, dir .. "/libkvlab.so")
   if ok then return lib end
-  error(("kvlab: %s/libkvlab.so cannot be loaded; `./kvlab build` builds it\n  %s"):format(
-    dir, lib), 0)
+  error(("kvlab: %s/libkvlab.so cannot be loaded; `./kvlab build` builds it\n  %s")
+    :format(dir, lib), 0)
 end
 
 ffi.cdef(read_header(M.paths.header))
 local C = load_library(M.paths.library_dir)
 M.C = C
 if C.kvl_abi() ~= C.KVL_ABI then
-  error(("kvlab: libkvlab.so has ABI %d, kvlab.h has %d; `./kvlab build` rebuilds it"):format(
-    C.kvl_abi(), tonumber(C.KVL_ABI)), 0)
+  error(("kvlab: libkvlab.so has ABI %d, kvlab.h has %d; `./kvlab build` rebuilds it")
+    :format(C.kvl_abi(), tonumber(C.KVL_ABI)), 0)
 end
 
 --- Raise the library's own words when `status` is negative; otherwise return it.
@@ -59,8 +59,9 @@ end
 
 --- The number of a dtype name, or an error that lists them.
 function M.dtype(name, level)
-  return M.dtypes[name] or error(("dtype is %s, expected one of f32 f16 bf16 f8e4m3 i32 i64"
-    .. " u8 u64"):format(tostring(name)), (level or 2) + 1)
+  return M.dtypes[name]
+    or error(("dtype is %s, expected one of f32 f16 bf16 f8e4m3 i32 i64 u8 u64"):format(
+      tostring(name)), (level or 2) + 1)
 end
 
 return M

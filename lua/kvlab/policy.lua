@@ -30,8 +30,9 @@
 --                                          for reports (0)
 --     reset(self) }                        forget everything
 --
--- Options of every policy: the budget, one of ratio (share of a sequence's blocks), tokens
--- or blocks; min_blocks, sink and recent (blocks always selected, within the budget).
+-- Options of every policy: the budget, one of ratio (share of a sequence's blocks),
+-- tokens or blocks; min_blocks, sink and recent (blocks always selected, within the
+-- budget).
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require "kvlab.nearest"
@@ -52,7 +53,9 @@ local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
 
 local Policy = {}
 
-function Policy.select_blocks(self, ctx) return ctx:select(self:score(ctx), self.budget) end
+function Policy.select_blocks(self, ctx)
+  return ctx:select(self:score(ctx), self.budget)
+end
 function Policy.compute_decode(self, attention, ctx, out)
   local selection, counts = self:select_blocks(ctx)
   return attention:over(selection, ctx, out), selection, counts
@@ -101,8 +104,8 @@ local function merge_options(def, given, level)
     check_value(def.name, key, given[key], def.defaults[key], level + 1)
     if BUDGETS[key] then
       if budget then
-        error(("policy %s: both %s and %s are given, expected one budget"):format(def.name,
-          budget, key), level + 1)
+        error(("policy %s: both %s and %s are given, expected one budget"):format(
+          def.name, budget, key), level + 1)
       end
       budget = key
       for other in pairs(BUDGETS) do options[other] = nil end
@@ -121,7 +124,9 @@ local function make_budget(o, block_size)
 end
 
 --- Blocks that a budget allows of n.
-function M.budget_blocks(budget, n) return library.check(C.kvl_budget_blocks(budget, n)) end
+function M.budget_blocks(budget, n)
+  return library.check(C.kvl_budget_blocks(budget, n))
+end
 
 -- ---- define and open ------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end
 
---- Add the blocks of a selection (nil: all), and the bytes of K and V in them; a partial last
--- block counts whole.
+--- Add the blocks of a selection (nil: all), and the bytes of K and V in them; a partial
+-- last block counts whole.
 local function count_blocks(self, ctx, shape, counts)
   local per_seq, lens = counts and counts:list(), ctx.lens:list()
   local heads = counts and tonumber(counts.shape[1]) or 1

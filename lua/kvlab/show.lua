@@ -97,7 +97,8 @@ return function(t)
       lines[#lines + 1] = "..."
     else
       if t.ndim > 2 then lines[#lines + 1] = matrix_name(m - 1, dims) end
-      add_matrix(lines, values, (m - 1) * rows * columns, rows, columns, format, scale, cut)
+      add_matrix(lines, values, (m - 1) * rows * columns, rows, columns, format, scale,
+        cut)
     end
   end
   lines[#lines + 1] = footer(t, dims)

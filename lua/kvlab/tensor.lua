@@ -159,7 +159,8 @@ function M.from(dev, dtype, shape, values)
   local number = library.dtype(dtype)
   local t = open(dev, number, fill_shape(shape or sizes, 2), 2)
   if tonumber(t.count) ~= #flat then
-    error(("%d values for shape [%s]"):format(#flat, table.concat(shape or sizes, ", ")), 2)
+    error(("%d values for shape [%s]"):format(
+      #flat, table.concat(shape or sizes, ", ")), 2)
   end
   local host = array_of[dtype] and dtype or "f32" -- f16, bf16, f8: through f32
   local buffer = array_of[host](math.max(#flat, 1))

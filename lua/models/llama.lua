@@ -94,7 +94,8 @@ local function read_config(folder)
   end
   raw.num_key_value_heads = raw.num_key_value_heads or c.heads
   raw.head_dim = raw.head_dim or c.hidden / c.heads
-  c.kv_heads, c.head_dim = whole(path, raw, "num_key_value_heads"), whole(path, raw, "head_dim")
+  c.kv_heads = whole(path, raw, "num_key_value_heads")
+  c.head_dim = whole(path, raw, "head_dim")
   local rope = {}
   for _, source in ipairs { raw.rope_scaling or {}, raw.rope_parameters or {} } do
     if type(source) == "table" then for k, v in pairs(source) do rope[k] = v end end
@@ -120,7 +121,9 @@ local function open_weights(folder)
   return function(name)
     local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
       name), 0)
-    if shard:find "/" then bad(folder, "shard of " .. name, shard, "a plain file name") end
+    if shard:find "/" then
+      bad(folder, "shard of " .. name, shard, "a plain file name")
+    end
     files[shard] = files[shard] or kv.safetensors.open(folder .. "/" .. shard)
     return files[shard]
   end
@@ -172,7 +175,9 @@ function M.load(folder, o)
   local function read(name, shape)
     return file_of(name):read(name, device, dtype, shape)
   end
-  local self = setmetatable({ config = c, device = device, dtype = dtype, layers = {} }, Model)
+  local self = setmetatable({
+    config = c, device = device, dtype = dtype, layers = {},
+  }, Model)
   self.embedding = read("model.embed_tokens.weight", { c.vocab, c.hidden })
   for i = 0, c.layers - 1 do self.layers[i] = load_layer(read, c, i) end
   self.norm = read("model.norm.weight", { c.hidden })
@@ -188,11 +193,14 @@ local function scratch(engine, n)
   local views = engine.views[n]
   if views then return views end
   local c = engine.model.config
-  local function view(name, ...) return engine.buffers[name]:narrow(0, n):reshape { n, ... } end
+  local function view(name, ...)
+    return engine.buffers[name]:narrow(0, n):reshape { n, ... }
+  end
   views = {
     x = view("x", c.hidden), h = view("h", c.hidden), delta = view("delta", c.hidden),
     q = view("q", c.heads * c.head_dim), k = view("k", c.kv_heads * c.head_dim),
-    v = view("v", c.kv_heads * c.head_dim), attended = view("attended", c.heads, c.head_dim),
+    v = view("v", c.kv_heads * c.head_dim),
+    attended = view("attended", c.heads, c.head_dim),
     gate = view("gate", c.inner), up = view("up", c.inner),
   }
   views.q3 = views.q:reshape { n, c.heads, c.head_dim }
@@ -269,10 +277,14 @@ function Model:engine(o)
     head_dim = c.head_dim,
   }
   engine.cache = cache
-  engine.attention = kv.attention { cache = cache, heads = c.heads, max_seqs = max_seqs,
-    decode_policy = o.policy, prefill_policy = o.prefill_policy, max_blocks = o.max_blocks }
-  engine.batch = cache:batch { max_seqs = max_seqs, max_tokens = math.max(chunk, max_seqs),
-                               max_blocks = o.max_blocks }
+  engine.attention = kv.attention {
+    cache = cache, heads = c.heads, max_seqs = max_seqs, decode_policy = o.policy,
+    prefill_policy = o.prefill_policy, max_blocks = o.max_blocks,
+  }
+  engine.batch = cache:batch {
+    max_seqs = max_seqs, max_tokens = math.max(chunk, max_seqs),
+    max_blocks = o.max_blocks,
+  }
   local rows = math.max(chunk, max_seqs)
   for name, size in pairs { x = c.hidden, h = c.hidden, delta = c.hidden,
                             q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim,
@@ -324,7 +336,8 @@ local function check_tokens(engine, tokens)
   for i = 1, #tokens do
     local id = tokens[i]
     if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
-      error(("token %d is %s, expected 0 ... %d"):format(i - 1, tostring(id), vocab - 1), 3)
+      error(("token %d is %s, expected 0 ... %d"):format(
+        i - 1, tostring(id), vocab - 1), 3)
     end
   end
 end
@@ -370,7 +383,7 @@ end
 
 --- One token for each sequence.
 ---@param seqs kvlab.Sequence[]
----@param tokens integer[]|ffi.cdata*  ids; an i32 tensor [#seqs] on the device stays there
+---@param tokens integer[]|ffi.cdata*  ids; an i32 [#seqs] on the device stays there
 ---@return ffi.cdata* logits  f32 [#seqs, vocab], valid until the next step
 function Engine:decode(seqs, tokens)
   local on_device = kv.is_tensor(tokens)

@@ -24,7 +24,8 @@ end
 local function apply(layer, x) return x:matmul_t(layer.weight) + layer.bias end
 
 --- A model with random weights and an empty sequence.
----@param o table  device, vocab_size, embed_dim, num_heads, seed, block_size (16), blocks (16)
+---@param o table  device, vocab_size, embed_dim, num_heads, seed, block_size (16),
+--                 blocks (16)
 ---@return models.SmallLM
 function M.new(o)
   local dev, dim, seed = kv.device(o.device), o.embed_dim, o.seed or 0
@@ -35,8 +36,10 @@ function M.new(o)
     self[name] = linear(dev, dim, dim, seed + i)
   end
   self.to_vocab = linear(dev, o.vocab_size, dim, seed + 5)
-  self.cache = kv.cache { device = dev, dtype = "f32", layers = 1, blocks = o.blocks or 16,
-    block_size = o.block_size or 16, kv_heads = self.heads, head_dim = self.head_dim }
+  self.cache = kv.cache {
+    device = dev, dtype = "f32", layers = 1, blocks = o.blocks or 16,
+    block_size = o.block_size or 16, kv_heads = self.heads, head_dim = self.head_dim,
+  }
   self.attention = kv.attention { cache = self.cache, heads = self.heads }
   self.batch = self.cache:batch()
   self.sequence = self.cache:sequence()

@@ -1,5 +1,5 @@
--- Tolerance: fp32 sums of k products of numbers near 1, in any order: 8e-7 sqrt(k) + 2e-7 k
--- absolute; f16 and bf16 results add half a step.
+-- Tolerance: fp32 sums of k products of numbers near 1, in any order:
+-- 8e-7 sqrt(k) + 2e-7 k absolute; f16 and bf16 results add half a step.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

@@ -54,8 +54,8 @@ end)
 
 describe("attention", function()
   local dev = kv.device "cpu"
-  local cache = kv.cache { device = dev, layers = 1, blocks = 8, block_size = 4, kv_heads = 2,
-                           head_dim = 8, dtype = "f32" }
+  local cache = kv.cache { device = dev, layers = 1, blocks = 8, block_size = 4,
+                           kv_heads = 2, head_dim = 8, dtype = "f32" }
 
   local function raises(words, fn, ...)
     local ok, why = pcall(fn, ...)
@@ -104,8 +104,8 @@ describe("attention", function()
 end)
 
 describe("batch", function()
-  local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8, block_size = 4,
-                           kv_heads = 1, head_dim = 8 }
+  local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
+                           block_size = 4, kv_heads = 1, head_dim = 8 }
 
   local function raises(words, fn, ...)
     local ok, why = pcall(fn, ...)
@@ -124,8 +124,8 @@ describe("batch", function()
     assert.equal(0, a:length())
     a:close()
     raises("closed", batch.append, batch, { a }, { 1 })
-    local other = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8, block_size = 4,
-                             kv_heads = 1, head_dim = 8 }
+    local other = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
+                             block_size = 4, kv_heads = 1, head_dim = 8 }
     raises("another cache", batch.append, batch, { other:sequence() }, { 1 })
   end)
 

@@ -25,11 +25,12 @@ describe("policy options", function()
   end)
 
   it("are refused with the names that are known", function()
-    raises('no option "ration"; did you mean "ratio"? It has blocks, min_blocks', kv.policy.open,
-      "quest", { ration = 0.1 })
+    raises('no option "ration"; did you mean "ratio"? It has blocks, min_blocks',
+      kv.policy.open, "quest", { ration = 0.1 })
     raises("ratio is 1.5, expected 0 ... 1", kv.policy.open, "quest", { ratio = 1.5 })
     raises("ratio is nan", kv.policy.open, "quest", { ratio = 0 / 0 })
-    raises("sink is -1, expected a whole number >= 0", kv.policy.open, "quest", { sink = -1 })
+    raises("sink is -1, expected a whole number >= 0", kv.policy.open, "quest",
+      { sink = -1 })
     raises("seed is x, expected a number", kv.policy.open, "random", { seed = "x" })
     raises("both blocks and ratio", kv.policy.open, "quest", { ratio = 0.1, blocks = 3 })
     raises('no policy "qest"; did you mean "quest"? There are block_mean, full, oracle',
@@ -40,8 +41,8 @@ end)
 describe("policy budget", function()
   local function blocks(options, n, block_size)
     local p = kv.policy.open("quest", options)
-    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4, kv_heads = 1,
-                             block_size = block_size or 16, head_dim = 8 }
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4,
+                             kv_heads = 1, block_size = block_size or 16, head_dim = 8 }
     kv.attention { cache = cache, heads = 1, decode_policy = p }
     return kv.policy.budget_blocks(p.budget, n)
   end
@@ -92,10 +93,11 @@ describe("policy definition", function()
 
   it("makes policies that attach once", function()
     local p = define { name = "x", decode = true, score = score } ()
-    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4, kv_heads = 1,
-                             block_size = 16, head_dim = 8 }
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4,
+                             kv_heads = 1, block_size = 16, head_dim = 8 }
     kv.attention { cache = cache, heads = 1, decode_policy = p }
-    raises("attached already", kv.attention, { cache = cache, heads = 1, decode_policy = p })
+    raises("attached already", kv.attention,
+      { cache = cache, heads = 1, decode_policy = p })
   end)
 
   it("may score in plain Lua on the host", function()
@@ -107,16 +109,19 @@ describe("policy definition", function()
         end)
       end,
     }
-    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8, kv_heads = 2,
-                             block_size = 4, head_dim = 8, dtype = "f32" }
-    local attention = kv.attention { cache = cache, heads = 2, decode_policy = newest_first() }
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
+                             kv_heads = 2, block_size = 4, head_dim = 8, dtype = "f32" }
+    local attention = kv.attention { cache = cache, heads = 2,
+                                     decode_policy = newest_first() }
     local batch, seq = cache:batch(), cache:sequence()
     local selected
     attention.probe = { observe = function(_, _, _, selection) selected = selection end }
     for _, n in ipairs { 20, 1 } do
       batch:append({ seq }, { n })
       attention:begin(batch, n > 1)
-      local function draw(seed) return kv.randn(cache.device, "f32", { n, 2, 8 }, { seed = seed }) end
+      local function draw(seed)
+        return kv.randn(cache.device, "f32", { n, 2, 8 }, { seed = seed })
+      end
       attention:forward(0, draw(1), draw(2), draw(3))
     end
     assert.same({ 0, 1, 0, 1 }, selected:list())

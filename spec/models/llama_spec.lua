@@ -88,7 +88,8 @@ describe("llama.load", function()
   local function fails(words, change)
     local dir = os.tmpname()
     os.remove(dir)
-    assert(os.execute(("mkdir '%s' && cp '%s'/* '%s'"):format(dir, folder "llama", dir)) == 0)
+    local copy = ("mkdir '%s' && cp '%s'/* '%s'"):format(dir, folder "llama", dir)
+    assert(os.execute(copy) == 0)
     local file = assert(io.open(dir .. "/config.json"))
     local text = file:read "*a"
     file:close()
@@ -126,8 +127,9 @@ describe("an engine", function()
   it("refuses tokens that are not ids and stays usable", function()
     local engine = model:engine { blocks = 8 }
     local seq = engine:sequence()
-    for words, bad in pairs { ["token 1 is 9999"] = { 1, 9999 }, ["token 0 is -1"] = { -1 },
-                              ["empty"] = {}, ["token 0 is 1.5"] = { 1.5 } } do
+    for words, bad in pairs { ["token 1 is 9999"] = { 1, 9999 },
+                              ["token 0 is -1"] = { -1 }, ["empty"] = {},
+                              ["token 0 is 1.5"] = { 1.5 } } do
       local ok, why = pcall(engine.prefill, engine, seq, bad)
       assert.is_false(ok)
       assert.truthy(why:find(words, 1, true), why)

@@ -1,8 +1,8 @@
---- The trained recall model: pinned to the logits that its training script wrote, its recall,
--- and the same on both devices.
+--- The trained recall model: pinned to the logits that its training script wrote, its
+-- recall, and the same on both devices.
 -- Tolerance: f32 over four layers against PyTorch on logits up to about 35: 1e-3. Between
--- devices in bf16, activations are rounded at the same places, but a sum in another order can
--- round to the other side: 0.5.
+-- devices in bf16, activations are rounded at the same places, but a sum in another order
+-- can round to the other side: 0.5.
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local llama = require "models.llama"
@@ -56,7 +56,8 @@ local function check(dev)
       local logits = engine:prefill_all(engine:sequence(), g.tokens)
       for i, row in ipairs(g.positions) do
         local got = logits:index(row)
-        support.close(got:narrow(0, #g.first_logits[i]), g.first_logits[i], 1e-3, 0, "token " .. row)
+        support.close(got:narrow(0, #g.first_logits[i]), g.first_logits[i], 1e-3, 0,
+          "token " .. row)
         assert.equal(g.argmax[i], got:argmax():item())
       end
     end)
@@ -82,7 +83,8 @@ describe("#gpu", function()
         logits[dtype] = logits[dtype] or got
         local off = (got - logits[dtype]):abs():max():item()
         if dev:name() ~= "cpu" then
-          print(("largest difference of a logit between devices, %s: %g"):format(dtype, off))
+          print(("largest difference of a logit between devices, %s: %g"):format(
+            dtype, off))
         end
         assert.is_true(off <= (dtype == "f32" and 1e-3 or 0.5), dtype .. " " .. off)
       end

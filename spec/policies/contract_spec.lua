@@ -41,7 +41,8 @@ local function contract(name, dev)
   local is_full = name == "full"
 
   local function check_selections(o)
-    local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS, steps = 18 })
+    local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS,
+                                  steps = 18 })
     for _, step in ipairs(run.steps) do
       if is_full then
         assert.is_nil(step.selection)
@@ -67,7 +68,8 @@ local function contract(name, dev)
   it("equals dense attention when the budget is everything", function()
     for _, o in ipairs { { ratio = 1 }, { blocks = 64 } } do
       local dense = rig.decode(dev, { policy = "full", lengths = LENGTHS, steps = 3 })
-      local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS, steps = 3 })
+      local run = rig.decode(dev, { policy = name, options = o, lengths = LENGTHS,
+                                    steps = 3 })
       for i, step in ipairs(run.steps) do
         support.close(step.out, dense.steps[i].out, 2e-6, 2e-6, name)
       end
@@ -92,7 +94,8 @@ local function contract(name, dev)
 
   it("gives a sequence in a batch what it gives it alone", function()
     if name == "random" then return end -- draws over the whole batch
-    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 250, 90 }, steps = 2 }
+    local o = { policy = name, options = { ratio = 0.3 }, lengths = { 250, 90 },
+                steps = 2 }
     local both = rig.decode(dev, o)
     o.lengths = { 250 }
     local alone = rig.decode(dev, o)
@@ -130,7 +133,8 @@ local function contract(name, dev)
       local dense = rig.decode(dev, { policy = "full", steps = 2, lengths = { 100 },
                                       dtype = dtype })
       for i, step in ipairs(run.steps) do
-        support.close(step.out:cast "f32", dense.steps[i].out:cast "f32", 1e-2, 1e-2, name)
+        support.close(step.out:cast "f32", dense.steps[i].out:cast "f32", 1e-2, 1e-2,
+          name)
       end
     end
   end)
@@ -142,7 +146,9 @@ for _, name in ipairs(kv.policy.names()) do
 
     it("stays within 60 lines", function()
       local n = 0
-      for _ in io.lines(kv.paths.root .. "/lua/policies/" .. name .. ".lua") do n = n + 1 end
+      for _ in io.lines(kv.paths.root .. "/lua/policies/" .. name .. ".lua") do
+        n = n + 1
+      end
       assert.is_true(n <= 60)
     end)
   end)

@@ -33,7 +33,9 @@ local function floats(...)
 end
 
 local ENTRY = [["%s":{"dtype":"F32","shape":[%s],"data_offsets":[%d,%d]}]]
-local function entry(name, shape, first, last) return ENTRY:format(name, shape, first, last) end
+local function entry(name, shape, first, last)
+  return ENTRY:format(name, shape, first, last)
+end
 
 describe("safetensors", function()
   it("reads tensors, in any order of keys and with metadata and padding", function()
@@ -66,19 +68,22 @@ describe("safetensors", function()
       { "{" .. good .. "}", floats(1, 2), nil, "8 bytes of data" },
       { "{" .. good .. "}", "", nil, "outside" },
       { "{" .. good .. "," .. good .. "}", floats(1), nil, "overlap" },
-      { "{" .. entry("x", "0", 0, 0) .. "," .. entry("x", "1", 0, 4) .. "}", floats(1), nil,
-        "stands twice" },
-      { "{" .. good .. "," .. entry("y", "1", 2, 6) .. "}", floats(1, 2), nil, "overlap" },
-      { "{" .. good .. "," .. entry("y", "1", 8, 12) .. "}", floats(1, 2, 3), nil, "hole" },
+      { "{" .. entry("x", "0", 0, 0) .. "," .. entry("x", "1", 0, 4) .. "}", floats(1),
+        nil, "stands twice" },
+      { "{" .. good .. "," .. entry("y", "1", 2, 6) .. "}", floats(1, 2),
+        nil, "overlap" },
+      { "{" .. good .. "," .. entry("y", "1", 8, 12) .. "}", floats(1, 2, 3),
+        nil, "hole" },
       { "{" .. entry("x", "2", 0, 4) .. "}", floats(1), nil, "need 8" },
-      { "{" .. entry("x", "4611686018427387904,4611686018427387904", 0, 4) .. "}", floats(1),
-        nil, "2^63" },
+      { "{" .. entry("x", "4611686018427387904,4611686018427387904", 0, 4) .. "}",
+        floats(1), nil, "2^63" },
       { "{" .. entry("x", "99999999999999999999", 0, 4) .. "}", floats(1), nil, "2^63" },
       { "{" .. entry("x", "-1", 0, 4) .. "}", floats(1), nil, "whole number" },
       { "{" .. entry("x", "1.0", 0, 4) .. "}", floats(1), nil, "']'" },
       { "{" .. entry("x", "1,1,1,1,1,1,1", 0, 4) .. "}", floats(1), nil, "more than 6" },
       { "{" .. entry("x", "1", 4, 0) .. "}", floats(1), nil, "outside" },
-      { '{"x":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', floats(1), nil, "dtype" },
+      { '{"x":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', floats(1),
+        nil, "dtype" },
       { '{"x":{"dtype":"F32","shape":[1]}}', floats(1), nil, "missing" },
       { '{"x":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', floats(1),
         nil, "once each" },
@@ -119,8 +124,8 @@ describe("safetensors", function()
     end
     for at = 1, #header do
       for _, byte in ipairs { 0, 34, 92, 255 } do
-        local path = write(header:sub(1, at - 1) .. string.char(byte) .. header:sub(at + 1),
-          data)
+        local damaged = header:sub(1, at - 1) .. string.char(byte) .. header:sub(at + 1)
+        local path = write(damaged, data)
         local ok, file = pcall(kv.safetensors.open, path)
         if ok then file:close() end
         os.remove(path)

@@ -8,9 +8,10 @@ local kv = require "kvlab"
 local M = {}
 
 local NEEDLE = 7 -- tokens of a needle
--- Filler after the last needle. What lies in the newest blocks is selected by every policy
--- with `recent` and says nothing of its scores; and the model itself, trained on queries that
--- mostly follow other queries, misses some needles that end right before the question.
+-- Filler after the last needle. What lies in the newest blocks is selected by every
+-- policy with `recent` and says nothing of its scores; and the model itself, trained on
+-- queries that mostly follow other queries, misses some needles that end right before
+-- the question.
 local TAIL = 32
 
 local function read_tokens()
@@ -69,9 +70,9 @@ local function drawn_once(n, draw)
   end
 end
 
---- Needles {k1, k2, v1, v2}. No two have both keys in common, and no two the first value: a
--- model that has said v1 finds v2 by what stands around v1, and two needles that share k2
--- and v1 would be one too many.
+--- Needles {k1, k2, v1, v2}. No two have both keys in common, and no two the first value:
+-- a model that has said v1 finds v2 by what stands around v1, and two needles that share
+-- k2 and v1 would be one too many.
 local function draw_needles(count, draw)
   local needles, keys = {}, ids.key_count
   local draw_pair = drawn_once(keys * keys, draw)
