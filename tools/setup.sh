@@ -13,7 +13,7 @@ build|OpenBLAS|/usr/lib/*/libopenblas.so /usr/lib*/libopenblas.so|libopenblas-op
 build|cjson|/usr/lib/*/lua/5.1/cjson.so /usr/lib*/lua/5.1/cjson.so|lua-cjson|models, stores, reports
 test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
 cuda|C++ compiler|g++|g++|build --cuda=on
-extra|gnuplot|gnuplot|gnuplot-nox|plots in reports
+plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
 extra|luacheck|luacheck|lua-check|.ci/run
 END
 }
