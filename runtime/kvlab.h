@@ -18,7 +18,7 @@
  *   kvl_device_close(dev);
  *
  * Caveats: ops are asynchronous on the device's current stream: synchronise before
- * reading tensor memory from the host (kvl_copy to host memory does). Tensors are
+ * reading tensor memory from the host (kvl_tensor_read does). Tensors are
  * contiguous and row-major. A kvl_tensor is a handle: copying the struct does not
  * retain its storage. Device handles may be used by one thread at a time.
  *
