@@ -69,6 +69,8 @@ void kvl_event_close(kvl_event *event) {
 }
 
 static int same_device(const kvl_event *event, const kvl_stream *stream) {
+  if (!event || !stream)
+    return kvl__fail(KVL_ERR_INVALID, "%s is missing", event ? "stream" : "event");
   if (event->device == stream->device) return KVL_OK;
   return kvl__fail(KVL_ERR_INVALID, "event is of %s, the stream of %s",
                    event->device->name, stream->device->name);
@@ -107,6 +109,7 @@ int kvl_event_done(kvl_event *event) {
 }
 
 int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us) {
+  if (!from || !to) return kvl__fail(KVL_ERR_INVALID, "event is missing");
   if (!from->recorded || !to->recorded)
     return kvl__fail(KVL_ERR_INVALID, "event %s was never recorded",
                      from->recorded ? "to" : "from");

@@ -19,6 +19,7 @@ const char *kvl_dtype_name(int dtype) {
 /* Fill in the shape; the storage stays as it is. */
 static int set_shape(kvl_tensor *t, const char *op, int dtype, int ndim,
                      const int64_t *shape) {
+  if (!t->device) return kvl__fail(KVL_ERR_INVALID, "%s: device is missing", op);
   int bytes = kvl_dtype_bytes(dtype);
   if (bytes < 0) return bytes;
   if (ndim < 0 || ndim > KVL_DIMS_MAX)

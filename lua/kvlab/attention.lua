@@ -41,6 +41,9 @@ end
 ---@return kvlab.Attention
 function M.attention(o)
   local cache = o.cache
+  if type(cache) ~= "table" or not cache.kv_heads then
+    error(("attention: cache is a %s, expected a kv.cache"):format(type(cache)), 2)
+  end
   if not o.heads or o.heads % cache.kv_heads ~= 0 then
     error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
       tostring(o.heads), cache.kv_heads), 2)

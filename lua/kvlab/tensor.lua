@@ -4,6 +4,7 @@
 -- Tensors are freed by the collector, by t:free(), or by leaving the kv.scope they were
 -- made in. Views (narrow, index, reshape) share storage and keep it alive.
 local ffi = require "ffi"
+local device = require("kvlab.device").device
 local library = require "kvlab.library"
 
 local C, check = library.C, library.check
@@ -47,6 +48,7 @@ end
 
 --- Open on dims already in shape_buffer; out of memory collects and tries once more.
 local function open(dev, dtype, ndim, level)
+  if type(dev) ~= "cdata" then dev = device(dev) end
   local t = tensor_t()
   local status = C.kvl_tensor_open(dev, dtype, ndim, shape_buffer, t)
   if status == C.KVL_ERR_NO_MEMORY then
@@ -65,6 +67,9 @@ local function open(dev, dtype, ndim, level)
 end
 
 local function open_like(t, dtype)
+  if not ffi.istype(tensor_t, t) then
+    error(("argument is a %s, expected a tensor"):format(type(t)), 3)
+  end
   ffi.copy(shape_buffer, t.shape, 48)
   return open(t.device, dtype or t.dtype, t.ndim, 3)
 end
@@ -73,7 +78,7 @@ M.open_like = open_like
 -- ---- making ---------------------------------------------------------------------------
 
 --- Uninitialised tensor.
----@param dev ffi.cdata*   device
+---@param dev ffi.cdata*|string|nil  device, its name, or what --device says
 ---@param dtype string     f32 f16 bf16 f8e4m3 i32 i64 u8 u64
 ---@param shape integer[]  up to 6 sizes
 function M.tensor(dev, dtype, shape)

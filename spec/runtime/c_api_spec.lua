@@ -1,4 +1,4 @@
---- The C library without the conveniences of Lua: what a C program or another binding needs.
+--- The C library without the conveniences of Lua: what a C program relies on.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local C = kv.C

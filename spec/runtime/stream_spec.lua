@@ -51,6 +51,13 @@ local function check(dev)
       stream:close()
     end)
 
+    it("refuses what is no stream or event", function()
+      local event, stream = dev:open_event(), dev:open_stream()
+      assert.has_error(function() event:record(nil) end)
+      assert.has_error(function() stream:wait(nil) end)
+      assert.has_error(function() event:elapsed_us(nil) end)
+    end)
+
     it("counts a never recorded event as complete, and cannot time it", function()
       local event, stream = dev:open_event(), dev:open_stream()
       assert.is_true(event:done())
