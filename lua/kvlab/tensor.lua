@@ -66,12 +66,12 @@ local function open(dev, dtype, ndim, level)
   return remember(t)
 end
 
-local function open_like(t, dtype)
+local function open_like(t, dtype, dev)
   if not ffi.istype(tensor_t, t) then
     error(("argument is a %s, expected a tensor"):format(type(t)), 3)
   end
   ffi.copy(shape_buffer, t.shape, 48)
-  return open(t.device, dtype or t.dtype, t.ndim, 3)
+  return open(dev or t.device, dtype or t.dtype, t.ndim, 3)
 end
 M.open_like = open_like
 
@@ -291,11 +291,11 @@ function methods.reshape(t, shape)
   return remember(v)
 end
 
---- The tensor on another device; itself when it is there already.
+--- The tensor on another device (or its name); itself when it is there already.
 function methods.to(t, dev)
+  dev = device(dev)
   if t.device == dev then return t end
-  ffi.copy(shape_buffer, t.shape, 48)
-  local out = open(dev, t.dtype, t.ndim, 2)
+  local out = open_like(t, nil, dev)
   check(C.kvl_copy(t, out))
   return out
 end
