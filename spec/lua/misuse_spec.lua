@@ -9,8 +9,8 @@ local DTYPES = { "f32", "f16", "bf16", "i32", "i64", "u8", "u64", "f8e4m3" }
 local MAKERS = { "tensor", "full", "zeros", "ones", "arange", "randn", "rand", "randint",
                  "from", "cache", "attention" }
 
---- Everything public that takes arguments, in a fixed order; not data(), whose result is a
--- raw pointer.
+--- Everything public that takes arguments, in a fixed order; not data(), which hands
+-- out a raw pointer.
 local function functions()
   local list = {}
   local function add(prefix, t)
@@ -33,7 +33,8 @@ local function any_value(rng, dev)
   end
   local kinds = {
     function() return nil end, function() return rng(10) - 5 end,
-    function() return "x" end, function() return {} end, function() return { rng(3), rng(3) } end,
+    function() return "x" end,
+    function() return {} end, function() return { rng(3), rng(3) } end,
     function() return 0 / 0 end, function() return true end, function() return dev end,
     function() return 2 ^ 40 end, function() return DTYPES[1 + rng(#DTYPES)] end,
     tensor, tensor, tensor,
