@@ -1,9 +1,9 @@
 --- A language model of one attention layer over a paged cache, small enough to read
 -- whole: an embedding, q k v o projections with bias, softmax over the vocabulary. Random
 -- weights.
--- Source  the SimpleLM of seeds/paged_attention.md. There prefill and decode have
---         separate weights, so that decoding does not continue what was prefilled; here
---         they share them, and prefill then decode equals one pass over everything.
+-- Source  SimpleLM of "Dive into Paged Attention" (jamesnulliu, 2024). There prefill and
+--         decode have separate weights, so that decoding does not continue what was
+--         prefilled; here they share them, and the two together equal one pass.
 local kv = require "kvlab"
 
 local M = {}
