@@ -87,6 +87,23 @@ function M.refuses(fn, ...)
   end
 end
 
+--- fn(...) must raise, and the message must hold `words`.
+function M.raises(words, fn, ...)
+  local ok, message = pcall(fn, ...)
+  if ok then error("nothing was raised", 2) end
+  if not tostring(message):find(words, 1, true) then
+    error(("the message lacks %q:\n  %s"):format(words, tostring(message)), 2)
+  end
+end
+
+--- Define the specs of fn(device) for the CPU and, where there is one, for a GPU.
+function M.each_device(fn)
+  fn(kv.device "cpu")
+  busted.describe("#gpu", function()
+    if kv.cuda_available() then fn(kv.device "cuda") end
+  end)
+end
+
 --- A call into the library must have failed, in words that hold every one of these.
 function M.fails(status, ...)
   M.refuses(function() kv.check(status) end, ...)

@@ -4,6 +4,7 @@ local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
 
+local raises = support.raises
 local TOLERANCE = 3e-6
 
 local function slopes(dev)
@@ -47,21 +48,12 @@ local function check(dev)
   end)
 end
 
-check(kv.device "cpu")
-describe("#gpu", function()
-  if kv.cuda_available() then check(kv.device "cuda") end
-end)
+support.each_device(check)
 
 describe("attention", function()
   local dev = kv.device "cpu"
   local cache = kv.cache { device = dev, layers = 1, blocks = 8, block_size = 4,
                            kv_heads = 2, head_dim = 8, dtype = "f32" }
-
-  local function raises(words, fn, ...)
-    local ok, why = pcall(fn, ...)
-    assert.is_false(ok)
-    assert.truthy(why:find(words, 1, true), why)
-  end
 
   it("refuses a policy in a phase that it does not declare", function()
     raises("quest does not select in prefill", kv.attention,
@@ -106,12 +98,6 @@ end)
 describe("batch", function()
   local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
                            block_size = 4, kv_heads = 1, head_dim = 8 }
-
-  local function raises(words, fn, ...)
-    local ok, why = pcall(fn, ...)
-    assert.is_false(ok)
-    assert.truthy(why:find(words, 1, true), why)
-  end
 
   it("names the limit that an append breaks, and changes nothing", function()
     local batch = cache:batch { max_seqs = 2, max_tokens = 10, max_blocks = 2 }

@@ -1,14 +1,11 @@
 --- What the core checks for every policy: definitions, options, budgets; and that a
 -- step's Lua code compiles.
 local kv = require "kvlab"
+local support = require "spec.support"
 local rig = require "spec.rig"
 local jit_util, vmdef = require "jit.util", require "jit.vmdef"
 
-local function raises(words, fn, ...)
-  local ok, why = pcall(fn, ...)
-  assert.is_false(ok)
-  assert.truthy(why:find(words, 1, true), why)
-end
+local raises = support.raises
 
 describe("policy options", function()
   it("are merged over the defaults", function()

@@ -79,10 +79,7 @@ local function check(dev)
   end
 end
 
-check(kv.device "cpu")
-describe("#gpu", function()
-  if kv.cuda_available() then check(kv.device "cuda") end
-end)
+support.each_device(check)
 
 describe("llama.load", function()
   local function fails(words, change)

@@ -68,10 +68,10 @@ local function check(dev)
   end)
 end
 
-check(kv.device "cpu")
+support.each_device(check)
+
 describe("#gpu", function()
   if not kv.cuda_available() then return end
-  check(kv.device "cuda")
 
   it("gives on cuda the logits that it gives on the cpu", function()
     local tokens, logits = prompts.draw(4096, 32, 1, 5).tokens, {}

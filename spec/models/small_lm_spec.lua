@@ -1,6 +1,5 @@
 --- The small cached LM of the PagedAttention seed: what it caches, and that decoding
 -- continues a prefill.
-local kv = require "kvlab"
 local small_lm = require "models.small_lm"
 local support = require "spec.support"
 
@@ -46,7 +45,4 @@ local function check(dev)
   end)
 end
 
-check(kv.device "cpu")
-describe("#gpu", function()
-  if kv.cuda_available() then check(kv.device "cuda") end
-end)
+support.each_device(check)

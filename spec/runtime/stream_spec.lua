@@ -1,4 +1,5 @@
 local kv = require "kvlab"
+local support = require "spec.support"
 
 local N = 4 * 1024 * 1024
 
@@ -110,10 +111,7 @@ local function check(dev)
   end)
 end
 
-check(kv.device "cpu")
-describe("#gpu", function()
-  if kv.cuda_available() then check(kv.device "cuda") end
-end)
+support.each_device(check)
 
 describe("device", function()
   it("is the same when asked for again", function()

@@ -1,11 +1,8 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
+local support = require "spec.support"
 
-local function raises(words, fn, ...)
-  local ok, why = pcall(fn, ...)
-  assert.is_false(ok)
-  assert.truthy(tostring(why):find(words, 1, true), tostring(why))
-end
+local raises = support.raises
 
 local function check(dev)
   describe("tensor on " .. dev:name(), function()
@@ -131,10 +128,10 @@ local function check(dev)
   end)
 end
 
-check(kv.device "cpu")
+support.each_device(check)
+
 describe("#gpu", function()
   if not kv.cuda_available() then return end
-  check(kv.device "cuda")
 
   it("refuses tensors of two devices in one op", function()
     local a = kv.ones(kv.device "cuda", "f32", { 2 })
