@@ -112,6 +112,19 @@ function Attention:over(selection, ctx, out, lse)
   return ops.paged_attention(call)
 end
 
+--- Tell the policies that a sequence begins to be served, and that it is done.
+function Attention:request_begin(seq)
+  each_policy(self, function(p)
+    if p.request_begin then p:request_begin(seq) end
+  end)
+end
+
+function Attention:request_finished(seq)
+  each_policy(self, function(p)
+    if p.request_finished then p:request_finished(seq) end
+  end)
+end
+
 --- Show policies that were attached late the K of sequences that are in the cache
 -- already, as if they had been prefilled now.
 ---@param seqs kvlab.Sequence[]
@@ -119,6 +132,7 @@ function Attention:adopt(seqs)
   local ids, tokens, size = {}, {}, self.cache.block_size
   for _, seq in ipairs(seqs) do
     local length = seq:length()
+    self:request_begin(seq)
     for b, block in ipairs(seq:table()) do
       ids[#ids + 1] = block
       tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)

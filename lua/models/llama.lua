@@ -297,8 +297,8 @@ function Model:engine(o)
   return engine
 end
 
---- Decode with another policy from now on; it is shown the sequences that are in the
--- cache.
+--- Decode with another policy from now on, and prefill densely; it is shown the sequences
+-- that are in the cache.
 ---@param policy table
 ---@param seqs? kvlab.Sequence[]
 function Engine:use_policy(policy, seqs)
@@ -311,10 +311,14 @@ end
 --- An empty sequence.
 function Engine:sequence()
   local seq = self.cache:sequence()
-  for _, p in ipairs { self.attention.prefill_policy, self.attention.decode_policy } do
-    if p.request_begin then p:request_begin(seq) end
-  end
+  self.attention:request_begin(seq)
   return seq
+end
+
+--- End a sequence: the policies drop what they keep for it, its blocks are given back.
+function Engine:finish(seq)
+  self.attention:request_finished(seq)
+  seq:close()
 end
 
 --- Logits of `count` rows of `states`: f32 [count, vocab], valid until the next step.

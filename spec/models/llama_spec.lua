@@ -162,4 +162,27 @@ describe("an engine", function()
       again:truncate(0)
     end
   end)
+
+  it("tells its policies when a sequence begins and is done", function()
+    local heard = {}
+    local function hear(what)
+      return function(self, seq)
+        heard[#heard + 1] = what
+        seq.state[self.name] = what
+      end
+    end
+    local policy = kv.policy.define {
+      name = "listener", decode = true, select_blocks = function() end,
+      request_begin = hear "begin", request_finished = hear "finished",
+    }
+    local engine = model:engine { blocks = 8, policy = policy() }
+    local seq = engine:sequence()
+    engine:prefill(seq, { 1, 2, 3 })
+    engine:use_policy(policy(), { seq })
+    local free = engine.cache:blocks_free()
+    engine:finish(seq)
+    assert.same({ "begin", "begin", "finished" }, heard)
+    assert.equal("finished", seq.state.listener)
+    assert.equal(free + 1, engine.cache:blocks_free())
+  end)
 end)
