@@ -158,7 +158,7 @@ static int mark_elapsed_us(void *ctx, void *from, void *to, double *us) {
 
 /* ---- queues -------------------------------------------------------------------------------- */
 
-enum { JOBS = 256, JOB_BYTES = 272 };
+enum { JOBS = KVL__ROOM(256, 2), JOB_BYTES = 272 };
 
 struct job {
   kvl_kernel *run;

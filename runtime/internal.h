@@ -22,6 +22,14 @@
 #define KVL_CHECK(condition) ((void)0)
 #endif
 
+/* How many entries a container starts with, or holds: one or two in a hostile build, so that
+ * growing and waiting happen all the time. */
+#ifdef KVL_HOSTILE
+#define KVL__ROOM(normal, hostile) (hostile)
+#else
+#define KVL__ROOM(normal, hostile) (normal)
+#endif
+
 /* Record the words of a failure and return `status`. */
 int kvl__fail(int status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));

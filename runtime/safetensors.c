@@ -211,7 +211,7 @@ static void entry_read(struct json *j, const kvl_safetensors *f, kvl_safetensors
 
 static kvl_safetensors_entry *entry_add(struct json *j, kvl_safetensors *f, char *name) {
   if (f->count == f->capacity) {
-    int capacity = f->capacity ? 2 * f->capacity : 64;
+    int capacity = f->capacity ? 2 * f->capacity : KVL__ROOM(64, 1);
     void *p = kvl__realloc(f->entries, (size_t)capacity * sizeof *f->entries,
                            "a safetensors index");
     if (!p) {

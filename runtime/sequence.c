@@ -25,7 +25,7 @@ int kvl_sequence_open(kvl_pool *pool, kvl_sequence **out) {
 
 static int grow(kvl_sequence *s, int count) {
   if (count <= s->capacity) return KVL_OK;
-  int capacity = s->capacity ? s->capacity : 16;
+  int capacity = s->capacity ? s->capacity : KVL__ROOM(16, 1);
   while (capacity < count) capacity *= 2;
   int32_t *blocks = kvl__realloc(s->blocks, (size_t)capacity * sizeof *blocks,
                                  "a block table");

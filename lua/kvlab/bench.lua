@@ -7,6 +7,7 @@
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local library = require "kvlab.library"
+local nearest = require "kvlab.nearest"
 
 local M = {}
 
@@ -141,10 +142,8 @@ function M.main(options)
   for _, path in ipairs(files) do assert(loadfile(path))()(b) end
   for id in pairs(b.wanted or {}) do
     if not known[id] then
-      local ids = {}
-      for name in pairs(known) do ids[#ids + 1] = name end
-      table.sort(ids)
-      error(("no bench \"%s\"; there are %s"):format(id, table.concat(ids, ", ")), 0)
+      error(("no bench \"%s\"; there are %s"):format(id,
+        table.concat(nearest.keys(known), ", ")), 0)
     end
   end
   return 0

@@ -1,4 +1,4 @@
---- The nearest of some names to a misspelt one, for error messages.
+--- Names for error messages: those that are known, and the nearest to a misspelt one.
 local M = {}
 
 --- Edit distance (insert, delete, replace one letter; neighbours swapped count as two).
@@ -16,6 +16,16 @@ local function distance(a, b)
     end
   end
   return row[#b]
+end
+
+--- The keys of a table in a fixed order.
+---@param map table
+---@return any[]
+function M.keys(map)
+  local keys = {}
+  for key in pairs(map) do keys[#keys + 1] = key end
+  table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+  return keys
 end
 
 --- The name in `names` with the smallest edit distance to `word`; the first of equals.

@@ -34,16 +34,9 @@ local ENVIRONMENT = {
   versions = "table nil",
 }
 
-local function sorted_names(map)
-  local names = {}
-  for name in pairs(map) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
-
 --- A table's fields against a list of their types.
 local function check_fields(given, fields, what)
-  local names = sorted_names(fields)
+  local names = nearest.keys(fields)
   for name in pairs(given) do
     if not fields[name] then
       fail("%s has no field %s; did you mean %s? There is %s", what, tostring(name),
@@ -92,7 +85,7 @@ end
 
 local function describe_where(where)
   local words = {}
-  for _, name in ipairs(sorted_names(where)) do
+  for _, name in ipairs(nearest.keys(where)) do
     words[#words + 1] = ("%s = %s"):format(name, tostring(where[name]))
   end
   return table.concat(words, ", ")
@@ -182,12 +175,12 @@ function M.new(spec, options)
   end
   local grid = grids.new(spec.grid, spec.defaults)
   if options.quick then
-    for _, key in ipairs(sorted_names(spec.quick or {})) do
+    for _, key in ipairs(nearest.keys(spec.quick or {})) do
       grids.override(grid, key, spec.quick[key], "quick")
     end
   end
   local fresh = false
-  for _, key in ipairs(sorted_names(options.set)) do
+  for _, key in ipairs(nearest.keys(options.set)) do
     if key == "fresh" then
       fresh = options.set.fresh
       if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end

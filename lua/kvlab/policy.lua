@@ -65,13 +65,6 @@ function Policy.score_bytes() return 0 end
 
 -- ---- options --------------------------------------------------------------------------
 
-local function sorted_keys(t)
-  local keys = {}
-  for key in pairs(t) do keys[#keys + 1] = key end
-  table.sort(keys)
-  return keys
-end
-
 local function check_value(policy, key, value, default, level)
   local function wrong(expected)
     error(("policy %s: %s is %s, expected %s"):format(policy, key, tostring(value),
@@ -95,11 +88,11 @@ local function merge_options(def, given, level)
   for key in pairs(BUDGETS) do known[key] = 0 end
   for key, value in pairs(def.defaults) do options[key], known[key] = value, value end
   local budget
-  for _, key in ipairs(sorted_keys(given)) do
+  for _, key in ipairs(nearest.keys(given)) do
     if known[key] == nil then
       error(("policy %s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
-        def.name, tostring(key), nearest.find(tostring(key), sorted_keys(known)),
-        table.concat(sorted_keys(known), ", ")), level + 1)
+        def.name, tostring(key), nearest.find(tostring(key), nearest.keys(known)),
+        table.concat(nearest.keys(known), ", ")), level + 1)
     end
     check_value(def.name, key, given[key], def.defaults[key], level + 1)
     if BUDGETS[key] then
@@ -136,7 +129,7 @@ local function check_definition(def)
     local want = FIELDS[key] or FUNCTIONS[key] and "function"
     if not want then
       error(("policy %s: unknown field \"%s\"; did you mean \"%s\"?"):format(def.name,
-        tostring(key), nearest.find(tostring(key), sorted_keys(FUNCTIONS))), 3)
+        tostring(key), nearest.find(tostring(key), nearest.keys(FUNCTIONS))), 3)
     elseif type(value) ~= want then
       error(("policy %s: %s is a %s, expected a %s"):format(def.name, key, type(value),
         want), 3)
@@ -165,7 +158,7 @@ function M.define(def)
   return function(given)
     local options = merge_options(def, given or {}, 2)
     local self = setmetatable(options, class)
-    self.options = sorted_keys(options)
+    self.options = nearest.keys(options)
     return self
   end
 end

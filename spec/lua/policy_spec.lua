@@ -24,6 +24,7 @@ describe("policy options", function()
   it("are refused with the names that are known", function()
     raises('no option "ration"; did you mean "ratio"? It has blocks, min_blocks',
       kv.policy.open, "quest", { ration = 0.1 })
+    raises('no option "1"', kv.policy.open, "quest", { 0.1, ratio = 0.1 })
     raises("ratio is 1.5, expected 0 ... 1", kv.policy.open, "quest", { ratio = 1.5 })
     raises("ratio is nan", kv.policy.open, "quest", { ratio = 0 / 0 })
     raises("sink is -1, expected a whole number >= 0", kv.policy.open, "quest",
