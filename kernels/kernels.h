@@ -3,7 +3,7 @@
  *
  * A launcher is `int name(const void *args, void *queue)`: args points to the op's struct
  * (copied before an asynchronous start), queue is the backend's own (CUDA: struct
- * kvl_cuda_queue *; CPU: unused). It returns 0 or a negative kvl_status.
+ * kvl_cuda_queue *; CPU: struct kvl_cpu_job *). It returns 0 or a negative kvl_status.
  *   CPU   kvl_cpu_<op>_<isa>   kernels/cpu/<op>.c, compiled once per instruction set
  *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu
  * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers are NULL.
@@ -21,7 +21,8 @@
   X(fill) X(arange) X(random) X(cast) X(unary) X(binary) X(where) X(reduce) X(softmax)    \
   X(argmax) X(topk) X(matmul) X(gather_rows) X(scatter_rows) X(gather) X(rmsnorm)         \
   X(rope) X(silu_mul) X(append_kv) X(copy_blocks) X(paged_attention) X(merge_attention)   \
-  X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)
+  X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)   \
+  X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -31,6 +32,11 @@ enum kvl_op {
 };
 
 typedef int kvl_kernel(const void *args, void *queue);
+
+/* What a CPU kernel tells of its run: the bytes that it took over the link, for the emulated
+ * one. A kernel adds to it; most have nothing to add. */
+enum { KVL_LINK_TO_DEVICE, KVL_LINK_TO_HOST };
+struct kvl_cpu_job { int64_t bytes_link[2]; };
 
 struct kvl_fill_args { void *out; int64_t count; double value; int32_t dtype; };
 struct kvl_arange_args { void *out; int64_t count; double start, step; int32_t dtype; };
@@ -143,6 +149,7 @@ struct kvl_cache_view {
   void *kv;
   int64_t blocks;
   int32_t kv_heads, block_size, head_dim, dtype;
+  int32_t pinned;               /* in host memory: what is read or written crosses the link */
 };
 struct kvl_append_kv_args {
   struct kvl_cache_view cache;
@@ -163,11 +170,13 @@ struct kvl_paged_attention_args {
   const int32_t *lens;          /* [seqs] */
   const int32_t *starts;        /* optional [seqs + 1]; NULL: tokens == seqs */
   const int32_t *selection;     /* optional [seqs, selection_heads, max_selected] */
+  const int32_t *slots;         /* optional [seqs, slot_heads, max_selected] */
   const float *alibi;           /* optional [heads] */
+  const float *prev_out, *prev_lse;   /* optional: joined to the result */
   void *out;
   float *lse;                   /* optional [tokens, heads] */
   void *workspace;
-  int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads;
+  int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads, slot_heads;
   float scale;
   int32_t causal, dtype, out_dtype;   /* dtype: of q */
 };
@@ -182,14 +191,16 @@ struct kvl_merge_attention_args {
 struct kvl_block_minmax_args {
   struct kvl_cache_view cache;
   const int32_t *blocks, *tokens;
+  const int32_t *rows;          /* of the summary; NULL: blocks */
   void *summary;                /* cache's dtype */
-  int64_t n;
+  int64_t n, summary_rows;
 };
 struct kvl_block_mean_args {
   struct kvl_cache_view cache;
   const int32_t *blocks, *tokens;
+  const int32_t *rows;          /* of the summary; NULL: blocks */
   void *summary;
-  int64_t n;
+  int64_t n, summary_rows;
   int32_t summary_dtype;
 };
 struct kvl_score_minmax_args {
@@ -223,6 +234,55 @@ struct kvl_select_args {
   kvl_budget budget;
   void *workspace;
   int32_t block_size;
+};
+
+struct kvl_move_blocks_args {
+  struct kvl_cache_view src, dst;   /* equal but for kv, blocks and pinned */
+  const int32_t *from, *to;     /* [seqs, lanes, n] */
+  int64_t *moved;               /* optional */
+  int64_t seqs, lanes, n;       /* lanes: 1 or kv_heads */
+};
+struct kvl_cut_selection_args {
+  const int32_t *selection;     /* optional [seqs, heads, max_selected] */
+  const int32_t *tables, *lens;
+  const int32_t *opens;         /* [seqs, 2] */
+  int32_t *logical, *physical;  /* [passes, seqs, heads, n] */
+  int32_t *open_logical, *open_slots;   /* [seqs, heads, n_open] */
+  int64_t seqs, heads, max_selected, max_blocks, passes, n, n_open;
+  int32_t block_size;
+};
+
+/* One layer of a hot cache, see runtime/kvlab.h. */
+struct kvl_hot_view {
+  struct kvl_cache_view memory; /* .blocks: slots */
+  int32_t *slot_of;             /* [kv_heads, blocks] */
+  int32_t *block_of, *order;    /* [kv_heads, slots] */
+  const float *priority;        /* optional [kv_heads, blocks] */
+  int64_t *counters;
+  int64_t blocks;               /* of the host tier */
+};
+struct kvl_hot_resolve_args {
+  struct kvl_hot_view hot;
+  const int32_t *selection;     /* [seqs, selection_heads, n] */
+  const int32_t *tables;        /* [seqs, max_blocks] */
+  int32_t *slots;               /* [seqs, kv_heads, n] */
+  int32_t *miss_from, *miss_to; /* [kv_heads, seqs * n] */
+  int32_t *hit_logical, *hit_slots, *miss_logical, *miss_slots;   /* all or none */
+  void *workspace;
+  int64_t seqs, selection_heads, n, max_blocks;
+};
+struct kvl_hot_append_args {
+  struct kvl_hot_view hot;
+  struct kvl_cache_view cache;  /* the host tier */
+  const void *k, *v;
+  const int64_t *slots;         /* of the host tier */
+  int64_t tokens;
+  int32_t dtype;                /* of k and v */
+};
+struct kvl_hot_drop_args {
+  struct kvl_hot_view hot;
+  const int32_t *blocks;
+  int64_t n;
 };
 
 /* The selectable blocks of a sequence of n blocks: the one definition, for both devices.

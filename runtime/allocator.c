@@ -19,9 +19,10 @@ static int size_class(size_t *units) {
   return (int)(4 * (e - 1) + (int)quarter - 4);
 }
 
-static void storage_drop(kvl_storage *s) {
+void kvl__storage_drop(kvl_storage *s) {
   kvl_device *dev = s->device;
-  if (s->size_class != -2) dev->backend->free(dev->ctx, s->ptr);
+  if (s->size_class == KVL__PINNED) dev->backend->host_free(dev->ctx, s->ptr, s->bytes);
+  else if (s->size_class != KVL__LENT) dev->backend->free(dev->ctx, s->ptr);
   free(s);
 }
 
@@ -34,7 +35,7 @@ void kvl__allocator_trim(kvl_device *dev, int stream) {
         kvl_storage *s = dev->free_lists[i][c];
         dev->free_lists[i][c] = s->next;
         dev->stats.bytes_cached -= (int64_t)s->bytes;
-        storage_drop(s);
+        kvl__storage_drop(s);
       }
     }
   }
@@ -48,7 +49,9 @@ static void *device_alloc(kvl_device *dev, size_t bytes) {
 }
 
 static void count_live(kvl_device *dev, kvl_storage *s, int sign) {
-  dev->stats.bytes_live += sign * (int64_t)s->bytes;
+  int64_t *live = s->size_class == KVL__PINNED ? &dev->stats.bytes_pinned
+                                               : &dev->stats.bytes_live;
+  *live += sign * (int64_t)s->bytes;
   if (dev->stats.bytes_live > dev->stats.bytes_live_peak)
     dev->stats.bytes_live_peak = dev->stats.bytes_live;
   dev->storages += sign;
@@ -66,7 +69,7 @@ static void poison(kvl_device *dev, kvl_storage *s) {
 }
 
 int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
-  int stream = dev->current->id, class = -1;
+  int stream = dev->current->id, class = KVL__UNCACHED;
   size_t want = bytes ? bytes : 1;
   if (want <= BYTES_CACHED_MAX) {
     size_t units = (want + BYTES_UNIT - 1) / BYTES_UNIT;
@@ -87,7 +90,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return KVL_ERR_NO_MEMORY;
   void *p = device_alloc(dev, want);
-  if (!p) {
+  if (!p && !dev->recording) {
     kvl__allocator_trim(dev, -1);
     p = device_alloc(dev, want);
   }
@@ -99,8 +102,29 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
   }
   *s = (kvl_storage){.device = dev, .ptr = p, .bytes = want, .refs = 1,
                      .home = stream, .size_class = class};
+  if (dev->recording) kvl__graph_keep(s);
   count_live(dev, s, 1);
   poison(dev, s);
+  *out = s;
+  return KVL_OK;
+}
+
+int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
+                             kvl_storage **out) {
+  int status = kvl__not_recording(dev, "allocating pinned memory");
+  if (status < 0) return status;
+  kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
+  if (!s) return KVL_ERR_NO_MEMORY;
+  *s = (kvl_storage){.device = dev, .bytes = bytes ? bytes : 1, .refs = 1,
+                     .home = dev->current->id, .size_class = KVL__PINNED};
+  status = kvl__allocation_fails() ? KVL_ERR_NO_MEMORY
+           : dev->backend->host_alloc(dev->ctx, s->bytes, huge_pages, &s->ptr);
+  if (status < 0) {
+    free(s);
+    return kvl__fail(status, "no pinned host memory for %zu bytes: %lld bytes are pinned",
+                     bytes, (long long)dev->stats.bytes_pinned);
+  }
+  count_live(dev, s, 1);
   *out = s;
   return KVL_OK;
 }
@@ -109,7 +133,7 @@ int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage *
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_storage){.device = dev, .ptr = memory, .bytes = bytes, .refs = 1,
-                     .home = dev->current->id, .size_class = -2};
+                     .home = dev->current->id, .size_class = KVL__LENT};
   count_live(dev, s, 1);
   *out = s;
   return KVL_OK;
@@ -136,16 +160,19 @@ static void cache(kvl_storage *s) {
 }
 
 void kvl__storage_unref(kvl_storage *s) {
-  if (--s->refs > 0) return;
   kvl_device *dev = s->device;
+  if (s->refs == 1 && dev->recording && kvl__graph_defers(s)) return;
+  if (--s->refs > 0) return;
   count_live(dev, s, -1);
-  if (s->size_class >= 0 && dev->streams[s->home]) {
+  if (s->graph && (!dev->recording || s->size_class < 0)) {
+    /* its graph writes there at every replay, and drops it when it is closed */
+  } else if (s->size_class >= 0 && dev->streams[s->home]) {
     cache(s);
   } else {
-    if (s->size_class != -2)
+    if (s->size_class != KVL__LENT)
       for (int i = 0; i < KVL__STREAMS_MAX; i++)
         if (dev->streams[i]) dev->backend->queue_sync(dev->ctx, dev->streams[i]->queue);
-    storage_drop(s);
+    kvl__storage_drop(s);
   }
   kvl__device_unref(dev);
 }

@@ -5,13 +5,16 @@
 
 #include "kernels.h"
 
-enum { KVL_BACKEND_VERSION = 1 };
+enum { KVL_BACKEND_VERSION = 2 };
 
 /* Backend contexts, queues and marks are opaque to the runtime. `words` (a buffer of
  * KVL_WORDS_MAX bytes) takes the driver's own text when a call fails. */
 enum { KVL_WORDS_MAX = 256 };
 
 enum kvl_copy_kind { KVL_COPY_LOCAL, KVL_COPY_FROM_HOST, KVL_COPY_TO_HOST };
+
+/* URGENT: its work goes first where both could run (transfers beside compute). */
+enum kvl_queue_kind { KVL_QUEUE_DEFAULT, KVL_QUEUE_NORMAL, KVL_QUEUE_URGENT };
 
 typedef struct kvl_backend {
   int version;                   /* KVL_BACKEND_VERSION */
@@ -26,11 +29,10 @@ typedef struct kvl_backend {
 
   int (*alloc)(void *ctx, size_t bytes, void **out);   /* 256-byte aligned */
   void (*free)(void *ctx, void *p);
-  int (*host_alloc)(void *ctx, size_t bytes, void **out);  /* pinned */
-  void (*host_free)(void *ctx, void *p);
+  int (*host_alloc)(void *ctx, size_t bytes, int huge_pages, void **out);   /* pinned */
+  void (*host_free)(void *ctx, void *p, size_t bytes);
 
-  /* index 0 is the default queue */
-  int (*queue_open)(void *ctx, int is_default, void **out);
+  int (*queue_open)(void *ctx, enum kvl_queue_kind kind, void **out);
   void (*queue_close)(void *ctx, void *queue);
   int (*queue_sync)(void *ctx, void *queue);
 
@@ -50,6 +52,14 @@ typedef struct kvl_backend {
   /* Bytes of workspace the op wants for these args (0: none), and the launch itself. */
   size_t (*workspace)(void *ctx, enum kvl_op op, const void *args);
   int (*launch)(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size);
+
+  /* Between begin and end, what is submitted to `queue`, and to queues that wait for a mark
+   * recorded on it, is recorded and not run. end makes the graph; *out is NULL when the
+   * recording failed. launch runs it on any queue. close: nothing of it is under way. */
+  int (*graph_begin)(void *ctx, void *queue);
+  int (*graph_end)(void *ctx, void *queue, void **out);
+  int (*graph_launch)(void *ctx, void *graph, void *queue);
+  void (*graph_close)(void *ctx, void *graph);
 
   const char *(*last_error)(void);   /* the driver's words for this thread's last failure */
 } kvl_backend;

@@ -120,7 +120,7 @@ int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
     fail_mismatch(call, name, length, t, dtypes, shape, bound);
     return 0;
   }
-  KVL_CHECK(call->tensors < 12);
+  KVL_CHECK(call->tensors < (int)(sizeof call->storage / sizeof call->storage[0]));
   call->storage[call->tensors++] = t->storage;
   return 1;
 }

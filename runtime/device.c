@@ -71,7 +71,7 @@ static int device_start(kvl_device *dev, char *text) {
   int status = be->open(dev->index, &dev->ctx, text);
   if (status < 0) return status;
   status = be->mark_open(dev->ctx, &dev->scratch_mark);
-  if (status >= 0) status = kvl_stream_open(dev, &dev->current);
+  if (status >= 0) status = kvl__stream_open(dev, KVL_QUEUE_DEFAULT, &dev->current);
   if (status < 0) {
     if (dev->scratch_mark) be->mark_close(dev->ctx, dev->scratch_mark);
     be->close(dev->ctx);
@@ -165,9 +165,11 @@ int kvl_device_reset_peak(kvl_device *dev) {
 }
 
 int kvl_device_sync(kvl_device *dev) {
+  int status = kvl__not_recording(dev, "waiting for the device");
+  if (status < 0) return status;
   for (int i = 0; i < KVL__STREAMS_MAX; i++) {
     if (!dev->streams[i]) continue;
-    int status = kvl_stream_sync(dev->streams[i]);
+    status = kvl_stream_sync(dev->streams[i]);
     if (status < 0) return status;
   }
   return KVL_OK;

@@ -57,16 +57,20 @@ struct kvl_event {
   int recorded;
 };
 
+enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 };   /* in place of a size class */
+
 /* Memory under tensors. refs counts kvl_tensor handles; `used` has a bit for every stream
  * that launched work on it since it was allocated. While free it waits in the list of its
  * home stream, whose later work may take it without waiting. */
 struct kvl_storage {
   kvl_device *device;
+  kvl_graph *graph;              /* was allocated while it was recorded: stays with it */
+  kvl_storage *graph_next;       /* in the list of its graph */
   void *ptr;
   size_t bytes;
   kvl_storage *next;             /* in a free list */
   uint64_t used;
-  int refs, home, size_class;    /* size_class -1: not cached; -2: lent by the caller */
+  int refs, home, size_class;
 };
 
 struct kvl_device {
@@ -78,10 +82,15 @@ struct kvl_device {
   kvl_stream *streams[KVL__STREAMS_MAX];
   kvl_stream *current;
   void *scratch_mark;            /* joins streams when storage is freed */
+  kvl_graph *recording;          /* NULL: none */
   kvl_storage *free_lists[KVL__STREAMS_MAX][KVL__SIZE_CLASSES];
   kvl_device_stats stats;
 };
 
+/* An URGENT stream's work goes first where both could run. */
+int kvl__stream_open(kvl_device *dev, enum kvl_queue_kind kind, kvl_stream **out);
+/* A failure while a graph is recorded, of what needs the host: `what` cannot be in it. */
+int kvl__not_recording(kvl_device *dev, const char *what);
 /* Drops the device once nothing holds it. */
 void kvl__device_unref(kvl_device *dev);
 /* `status` with the driver's words after `doing`; words that are recorded stay where the
@@ -93,9 +102,21 @@ int kvl__device_failed(kvl_device *dev, int status, const char *doing);
 /* One reference on at least `bytes` bytes for the current stream. */
 int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out);
 int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out);
+int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
+                             kvl_storage **out);
 void kvl__storage_unref(kvl_storage *s);
 /* Hand the free memory of one stream (-1: of all) back to the device. */
 void kvl__allocator_trim(kvl_device *dev, int stream);
+/* Memory of a storage without references back to the device, at once. */
+void kvl__storage_drop(kvl_storage *s);
+
+/* ---- graph: the memory of a recorded step stays with it -------------------------------- */
+
+/* A storage was allocated while dev->recording is set. */
+void kvl__graph_keep(kvl_storage *s);
+/* While a graph is recorded: 1 when it takes over the last reference of `s` until the end,
+ * because s is older and work outside the recording may still use it. */
+int kvl__graph_defers(kvl_storage *s);
 
 /* ---- call: check the arguments of an op, then launch it ---------------------------------- */
 
@@ -114,7 +135,7 @@ struct kvl__call {
   int status;                    /* of the first failure */
   int dims, tensors;
   struct { const char *name; int length; int64_t size; } dim[16];
-  kvl_storage *storage[12];
+  kvl_storage *storage[20];
   kvl_storage *workspace;
 };
 
@@ -138,6 +159,15 @@ void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *ar
 /* Launch on the current stream; every tensor seen by kvl__arg is marked as used there. */
 int kvl__launch(struct kvl__call *call, enum kvl_op op, const void *args, size_t size);
 #define KVL__LAUNCH(call, op, args) kvl__launch(call, KVL_OP_##op, &(args), sizeof(args))
+
+/* kvl__arg for memory that kernels read in vectors: a view may begin anywhere. */
+int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
+                    unsigned dtypes, const char *shape);
+/* KV memory of one layer; `shape` names its dims, the last four of which are
+ * "2 kv_heads block_size head_dim". */
+struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
+                                      const kvl_tensor *memory, unsigned dtypes,
+                                      const char *shape);
 
 /* "bf16 [3, 4]" for messages. */
 const char *kvl__tensor_words(const kvl_tensor *t, char *text, size_t size);

@@ -39,7 +39,7 @@ extern "C" {
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
-enum { KVL_ABI = 1, KVL_DIMS_MAX = 6 };
+enum { KVL_ABI = 2, KVL_DIMS_MAX = 6 };
 
 /* ---- status ------------------------------------------------------------------- */
 
@@ -86,6 +86,7 @@ typedef struct kvl_device_stats {
   int64_t bytes_live;            /* in tensors now */
   int64_t bytes_live_peak;       /* since open or kvl_device_reset_peak */
   int64_t bytes_cached;          /* held by the allocator, free for reuse */
+  int64_t bytes_pinned;          /* in pinned host memory now */
   int64_t bytes_total;           /* of the device */
   int64_t bytes_free;            /* as the device reports it */
   int64_t allocations;           /* calls that reached the device's allocator */
@@ -110,6 +111,13 @@ int kvl_device_trim(kvl_device *dev);
  * (for specs and benches). Errors: UNSUPPORTED this machine lacks it. */
 const char *kvl_cpu_isa(void);
 int kvl_cpu_use_isa(const char *isa);
+
+/* Emulate a link between the CPU device's memory and pinned memory: a transfer takes `us`
+ * plus its bytes at `gb_s` (10^9 bytes a second), one at a time in each direction. Events of
+ * the CPU device then tell a modelled time: ops take what they took, transfers what the link
+ * would; the host's own time does not count, as if it ran ahead of a GPU. gb_s 0 ends it.
+ * Errors: INVALID negative. */
+int kvl_cpu_link(double gb_s, double us);
 
 /* A FIFO of work. The device's default stream exists from the start; on the CPU it runs
  * on the calling thread, every other CPU stream is a worker thread. */
@@ -165,6 +173,12 @@ const char *kvl_dtype_name(int dtype);                        /* "bf16" */
  * Errors: INVALID ndim or a negative or overflowing shape, NO_MEMORY. */
 int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                     kvl_tensor *out);
+/* Uninitialised tensor in pinned host memory: `dev` reads and writes it over the link, and
+ * every op takes it like a tensor of `dev`. huge_pages: ask the system for 2 MiB pages.
+ * Errors: as kvl_tensor_open. */
+int kvl_tensor_open_pinned(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
+                           int huge_pages, kvl_tensor *out);
+int kvl_tensor_is_pinned(const kvl_tensor *t);
 /* Drop this handle's hold on the storage; closing a closed tensor does nothing. */
 void kvl_tensor_close(kvl_tensor *t);
 /* View of elements [start, start + length) of dimension 0; retains the storage. */
@@ -349,14 +363,20 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
  *                  last ones being its newest tokens. NULL: decode, one row a sequence
  *  selection  i32  [seqs, kv_heads or 1, max_selected]  ascending logical blocks, -1
  *                  padded; NULL: every block
+ *  slots      i32  [seqs, kv_heads or 1, max_selected]  the physical block of each selected
+ *                  one, in place of tables (ring slots, hot cache). NULL: tables says
  *  alibi      f32  [heads] slopes, NULL: none; bias = slope * (key position - query
  *                  position)
+ *  prev_out   f32  [tokens, heads, head_dim]  an attention over other keys, joined to this
+ *  prev_lse   f32  [tokens, heads]   one; both or neither. out may alias prev_out, lse may
+ *                  not alias prev_lse
  *  out        like q, or f32  [tokens, heads, head_dim]
  *  lse        f32  [tokens, heads]  log of the softmax's denominator; may be NULL
  * causal: a row sees keys at positions <= its own; else every key of the sequence.
  * A row that sees nothing gets out 0 and lse -inf. */
 typedef struct kvl_attention {
-  const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *alibi, *out, *lse;
+  const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
+  const kvl_tensor *prev_out, *prev_lse, *out, *lse;
   double scale;
   int32_t causal;
   int32_t reserved;
@@ -373,12 +393,15 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
 /* Elementwise min and max of K over the valid tokens of the given blocks.
  *  blocks   i32  [n]   physical; -1 is skipped
  *  tokens   i32  [n]   valid tokens; 0 gives min +inf, max -inf
- *  summary  like cache  [blocks, 2, kv_heads, head_dim] */
+ *  rows     i32  [n]   where in the summary each goes; -1 is skipped. NULL: like blocks
+ *  summary  like cache  [rows, 2, kv_heads, head_dim] */
 int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
-                     const kvl_tensor *tokens, const kvl_tensor *summary);
-/* Mean of K; 0 tokens give 0. summary  like cache or f32  [blocks, kv_heads, head_dim] */
+                     const kvl_tensor *tokens, const kvl_tensor *rows,
+                     const kvl_tensor *summary);
+/* Mean of K; 0 tokens give 0. summary  like cache or f32  [rows, kv_heads, head_dim] */
 int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *summary);
+                   const kvl_tensor *tokens, const kvl_tensor *rows,
+                   const kvl_tensor *summary);
 
 typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head join */
   KVL_GROUP_MAX, KVL_GROUP_MEAN,
@@ -420,6 +443,156 @@ int kvl_budget_blocks(const kvl_budget *budget, int n);
 int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
                const kvl_budget *budget, const kvl_tensor *selection,
                const kvl_tensor *counts);
+
+/* ---- graphs ------------------------------------------------------------------------------ */
+
+/* What is launched between begin and end is recorded and not run; a replay runs all of it
+ * without the host. Ops read lengths, tables and selections from the device, so a recorded
+ * step serves later ones. The graph keeps the memory that was allocated while it was
+ * recorded. Other streams take part when they wait for an event recorded on the stream of
+ * begin, and that stream waits for them before the end. */
+typedef struct kvl_graph kvl_graph;
+
+/* Record what goes to the device's current stream. Reading from or writing to the host, and
+ * waiting, are errors until the end. Errors: INVALID recording already, DEVICE. */
+int kvl_graph_begin(kvl_device *dev);
+int kvl_device_is_recording(const kvl_device *dev);
+/* End the recording, also after a failure inside it. Errors: INVALID none was begun, DEVICE. */
+int kvl_graph_end(kvl_device *dev, kvl_graph **out);
+/* Run it on the stream that it was recorded on, which must be the current one. Errors:
+ * INVALID another stream is current, DEVICE, INTERRUPTED. */
+int kvl_graph_replay(kvl_graph *graph);
+/* Waits for its last replay. NULL is fine. */
+void kvl_graph_close(kvl_graph *graph);
+
+/* ---- host tier and ring ------------------------------------------------------------------- */
+/* The host tier is KV memory in pinned host memory, one pinned tensor [blocks, 2, kv_heads,
+ * block_size, head_dim] a layer. Block tables name its blocks. */
+
+/* dst[to[i]] = src[from[i]] between two memories of one layer, either of them pinned; whole
+ * blocks, or K and V of single KV heads. -1 or out of range on either side is skipped; no
+ * block is written twice.
+ *  src    f32 f16 bf16  [blocks_src, 2, kv_heads, block_size, head_dim]
+ *  dst    like src      [blocks_dst, 2, kv_heads, block_size, head_dim]
+ *  from   i32  [seqs, 1 or kv_heads, n]   entry (s, g, i) moves KV head g, or all of them
+ *  to     i32  like from
+ *  moved  i64  [1]  the bytes copied are added to it; may be NULL */
+int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_tensor *moved);
+
+/* Cut a selection for attention over a ring: passes of `n` blocks that come from the host
+ * tier, and the open blocks, which lie in a buffer on the device. heads is 1 or kv_heads.
+ *  selection     i32  [seqs, heads, max_selected]  NULL: every block, and heads is 1
+ *  tables        i32  [seqs, max_blocks]
+ *  lens          i32  [seqs]
+ *  opens         i32  [seqs, 2]   first open logical block, and its index in the buffer;
+ *                the blocks from there to the last lie in the buffer in a row
+ *  logical       i32  [passes, seqs, heads, n]     ascending, -1 padded
+ *  physical      i32  [passes, seqs, heads, n]     their blocks by tables, -1 padded. Blocks
+ *                that do not fit into the passes are dropped
+ *  open_logical  i32  [seqs, heads, n_open]        those at or past opens[s][0]
+ *  open_slots    i32  [seqs, heads, n_open]        their index in the buffer */
+typedef struct kvl_cut {
+  const kvl_tensor *selection, *tables, *lens, *opens;
+  const kvl_tensor *logical, *physical, *open_logical, *open_slots;
+  int32_t block_size;
+  int32_t reserved;
+} kvl_cut;
+int kvl_cut_selection(const kvl_cut *call);
+
+/* Slots on the device that blocks of the host tier pass through, each with a stream and the
+ * events ready and compute-done; and a stream that takes blocks to the host, with an event
+ * offload-done a layer. Source: the SparsePolicy engine of a nano-vllm fork. */
+typedef struct kvl_ring kvl_ring;
+
+/* A ring over memory  f32 f16 bf16 [slots, blocks, 2, kv_heads, block_size, head_dim], which
+ * it retains. Errors: INVALID, NO_MEMORY, DEVICE. */
+int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out);
+/* Waits for what is under way. NULL is fine. */
+void kvl_ring_close(kvl_ring *ring);
+/* Copy blocks[0 ... n-1] of a layer of the host tier into the slot, in this order, by the
+ * device's copy engine: a run of neighbours is one copy, best for large blocks. Starts after
+ * the slot's compute-done and the layer's offload-done; then records ready. */
+int kvl_ring_load(kvl_ring *ring, int slot, int layer, const kvl_tensor *cache,
+                  const int32_t *blocks, int n);
+/* The same by kvl_move_blocks, for blocks that the device knows: slot[to] = cache[from]. The
+ * indices must have been complete at the last kvl_ring_planned. */
+int kvl_ring_gather(kvl_ring *ring, int slot, int layer, const kvl_tensor *cache,
+                    const kvl_tensor *from, const kvl_tensor *to);
+/* Indices that later gathers read are complete at the present end of the current stream. */
+int kvl_ring_planned(kvl_ring *ring);
+/* The current stream waits for the slot's load. */
+int kvl_ring_wait(kvl_ring *ring, int slot);
+/* What the current stream has been given so far is the last that reads the slot. Call it
+ * before the next load of the slot. */
+int kvl_ring_done(kvl_ring *ring, int slot);
+/* Copy buffer[from[i]] to cache[to[i]] on the offload stream, after what the current stream
+ * has been given; then record the layer's offload-done. from and to as in kvl_move_blocks;
+ * blocks (NULL, or to's n values on the host) lets large ones go by the copy engine, and then
+ * from must be 0 ... n-1. */
+int kvl_ring_offload(kvl_ring *ring, int layer, const kvl_tensor *buffer,
+                     const kvl_tensor *from, const kvl_tensor *cache, const kvl_tensor *to,
+                     const int32_t *blocks);
+/* The current stream waits for the layer's offload-done: before the buffer is overwritten. */
+int kvl_ring_wait_offload(kvl_ring *ring, int layer);
+/* Bytes moved since open. Waits for the ring's streams. */
+int kvl_ring_bytes(kvl_ring *ring, int64_t *to_device, int64_t *to_host);
+
+typedef enum kvl_span_kind {     /* ORDER kvl_span_kind */
+  KVL_SPAN_LOAD, KVL_SPAN_COMPUTE, KVL_SPAN_OFFLOAD,
+} kvl_span_kind;
+
+/* One thing that happened, from begin to end on the device, in microseconds since the trace
+ * began. COMPUTE spans go from kvl_ring_wait to kvl_ring_done. slot is -1 for OFFLOAD. */
+typedef struct kvl_span {
+  double begin_us, end_us;
+  int32_t kind, slot, layer, blocks;
+} kvl_span;
+
+/* Keep the next `spans` spans; 0 ends it. Errors: NO_MEMORY, DEVICE. */
+int kvl_ring_trace(kvl_ring *ring, int spans);
+/* Copy at most n complete spans of the trace into out, in the order they were issued; waits
+ * for them. Returns how many. */
+int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
+
+/* ---- hot cache ------------------------------------------------------------------------------ */
+/* Blocks of the host tier that stay on the device. Every KV head has slots of its own: slot
+ * s of head g may hold another block than slot s of head g'. What a slot holds is kept equal
+ * to the host tier by kvl_hot_append; who writes the host tier by other means calls
+ * kvl_hot_drop. Nothing here waits or looks at the host, so all of it can be recorded. */
+
+/* One layer.
+ *  memory    f32 f16 bf16  [slots, 2, kv_heads, block_size, head_dim]
+ *  slot_of   i32  [kv_heads, blocks]  slot that holds a block of the host tier, -1: none
+ *  block_of  i32  [kv_heads, slots]   the other way round; -1: free
+ *  order     i32  [kv_heads, slots]   every slot once, the least recently used first
+ *  priority  f32  [kv_heads, blocks]  the lowest is evicted first, ties by order; NULL: the
+ *                 least recently used. Free slots go before any
+ *  counters  i64  [4]  added to: hits, misses, evictions, bytes from the host */
+typedef struct kvl_hot {
+  const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters;
+} kvl_hot;
+
+/* Give every selected block a slot, evicting others: blocks that this call selects are never
+ * evicted by it, and a block that several sequences share is one. seqs * n <= slots.
+ *  selection     i32  [seqs, 1 or kv_heads, n]   logical, ascending, -1 padded
+ *  tables        i32  [seqs, max_blocks]
+ *  slots         i32  [seqs, kv_heads, n]        the slot of each, -1 padded
+ *  miss_from     i32  [1, kv_heads, seqs * n]    blocks to fetch: kvl_move_blocks from the
+ *  miss_to       i32  [1, kv_heads, seqs * n]    host tier to memory; -1 padded
+ *  hit_logical, hit_slots, miss_logical, miss_slots   i32 [seqs, kv_heads, n]: the selection
+ *                parted into what was there and what has to be fetched, ascending, -1
+ *                padded; all four or none */
+typedef struct kvl_resolve {
+  const kvl_tensor *selection, *tables, *slots, *miss_from, *miss_to;
+  const kvl_tensor *hit_logical, *hit_slots, *miss_logical, *miss_slots;
+} kvl_resolve;
+int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
+/* kvl_append_kv to the host tier `cache`, and to the slots that hold the blocks. */
+int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
+                   const kvl_tensor *slots, const kvl_tensor *cache);
+/* Forget blocks: i32 [n], -1 is skipped. Their slots are free. */
+int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 
 /* ---- safetensors ------------------------------------------------------------------------- */
 

@@ -2,8 +2,6 @@
  * kvlab.h. Lengths, tables and selections stay on the device and are not looked at here. */
 #include "internal.h"
 
-static const char CACHE[] = "blocks 2 kv_heads block_size head_dim";
-
 /* A row may be f32 beside any cache, or of the cache's dtype. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
@@ -14,26 +12,33 @@ static void expect_head_dim(struct kvl__call *c) {
                    (long long)d);
 }
 
-/* kvl__arg for memory that kernels read in vectors: a view may begin anywhere. */
-static int vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
+int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
                       unsigned dtypes, const char *shape) {
   if (!kvl__arg(c, name, t, dtypes, shape)) return 0;
   if ((uintptr_t)t->ptr % 16)
-    kvl__call_fail(c, "%s begins %d bytes past a multiple of 16: a view of an odd row? "
-                   "clone it", name, (int)((uintptr_t)t->ptr % 16));
+    kvl__call_fail(c, "%.*s begins %d bytes past a multiple of 16: a view of an odd row? "
+                   "clone it", (int)strcspn(name, "?"), name, (int)((uintptr_t)t->ptr % 16));
   return c->status >= 0;
 }
 
-static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
+struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
+                                      const kvl_tensor *memory, unsigned dtypes,
+                                      const char *shape) {
   struct kvl_cache_view view = {0};
-  if (!vector_arg(c, "cache", cache, KVL__FLOAT, CACHE)) return view;
+  if (!kvl__vector_arg(c, name, memory, dtypes, shape)) return view;
   int64_t d = kvl__dim(c, "head_dim"), size = kvl__dim(c, "block_size");
   expect_head_dim(c);
   if (size < 1 || size > 4096)
     kvl__call_fail(c, "block_size is %lld, expected 1 ... 4096", (long long)size);
   return (struct kvl_cache_view){
-    .kv = cache->ptr, .blocks = cache->shape[0], .kv_heads = (int32_t)cache->shape[2],
-    .block_size = (int32_t)size, .head_dim = (int32_t)d, .dtype = cache->dtype};
+    .kv = memory->ptr, .blocks = memory->shape[0], .kv_heads = (int32_t)memory->shape[2],
+    .block_size = (int32_t)size, .head_dim = (int32_t)d, .dtype = memory->dtype,
+    .pinned = kvl_tensor_is_pinned(memory)};
+}
+
+static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
+  return kvl__memory_arg(c, "cache", cache, KVL__FLOAT,
+                         "blocks 2 kv_heads block_size head_dim");
 }
 
 static void expect_groups(struct kvl__call *c) {
@@ -47,8 +52,8 @@ int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *sl
                   const kvl_tensor *cache) {
   struct kvl__call c = {.op = "append_kv"};
   struct kvl_cache_view view = cache_arg(&c, cache);
-  vector_arg(&c, "k", k, like_or_f32(cache), "tokens kv_heads head_dim");
-  vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "k", k, like_or_f32(cache), "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
   if (c.status < 0) return c.status;
   struct kvl_append_kv_args args = {view, k->ptr, v->ptr, slots->ptr, k->shape[0], k->dtype};
@@ -71,7 +76,7 @@ int kvl_paged_attention(const kvl_attention *a) {
   struct kvl_paged_attention_args args = {.scale = (float)a->scale,
                                           .causal = a->causal != 0};
   args.cache = cache_arg(&c, a->cache);
-  vector_arg(&c, "q", a->q, like_or_f32(a->cache), "tokens heads head_dim");
+  kvl__vector_arg(&c, "q", a->q, like_or_f32(a->cache), "tokens heads head_dim");
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
   kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
   expect_groups(&c);
@@ -94,8 +99,25 @@ int kvl_paged_attention(const kvl_attention *a) {
       kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
                      (long long)args.selection_heads, args.cache.kv_heads);
   }
+  if (kvl__arg(&c, "slots?", a->slots, KVL__I32, "seqs slot_heads max_selected")) {
+    if (!a->selection) kvl__call_fail(&c, "slots are given without a selection");
+    args.slots = a->slots->ptr;
+    args.slot_heads = kvl__dim(&c, "slot_heads");
+    if (args.slot_heads != 1 && args.slot_heads != args.cache.kv_heads)
+      kvl__call_fail(&c, "slots are for %lld heads, expected 1 or kv_heads = %d",
+                     (long long)args.slot_heads, args.cache.kv_heads);
+  }
+  if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads head_dim"))
+    args.prev_out = a->prev_out->ptr;
+  if (kvl__arg(&c, "prev_lse?", a->prev_lse, KVL__F32, "tokens heads"))
+    args.prev_lse = a->prev_lse->ptr;
+  if (!a->prev_out != !a->prev_lse)
+    kvl__call_fail(&c, "prev_%s is given without prev_%s", a->prev_out ? "out" : "lse",
+                   a->prev_out ? "lse" : "out");
+  if (a->prev_lse && a->lse && a->prev_lse->ptr == a->lse->ptr)
+    kvl__call_fail(&c, "lse is prev_lse, expected another tensor");
   if (kvl__arg(&c, "alibi?", a->alibi, KVL__F32, "heads")) args.alibi = a->alibi->ptr;
-  vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
+  kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
   if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args.lse = a->lse->ptr;
   if (c.status < 0) return c.status;
   args.q = a->q->ptr;
@@ -114,11 +136,11 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
                         const kvl_tensor *out_b, const kvl_tensor *lse_b,
                         const kvl_tensor *out, const kvl_tensor *lse) {
   struct kvl__call c = {.op = "merge_attention"};
-  vector_arg(&c, "out_a", out_a, KVL__FLOAT, "tokens heads head_dim");
+  kvl__vector_arg(&c, "out_a", out_a, KVL__FLOAT, "tokens heads head_dim");
   kvl__arg(&c, "lse_a", lse_a, KVL__F32, "tokens heads");
-  vector_arg(&c, "out_b", out_b, kvl__like(out_a), "tokens heads head_dim");
+  kvl__vector_arg(&c, "out_b", out_b, kvl__like(out_a), "tokens heads head_dim");
   kvl__arg(&c, "lse_b", lse_b, KVL__F32, "tokens heads");
-  vector_arg(&c, "out", out, kvl__like(out_a), "tokens heads head_dim");
+  kvl__vector_arg(&c, "out", out, kvl__like(out_a), "tokens heads head_dim");
   kvl__arg(&c, "lse?", lse, KVL__F32, "tokens heads");
   if (c.status < 0) return c.status;
   struct kvl_merge_attention_args args = {
@@ -130,35 +152,43 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
 /* ---- block summaries and scores ---------------------------------------------------------- */
 
 int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
-                     const kvl_tensor *tokens, const kvl_tensor *summary) {
+                     const kvl_tensor *tokens, const kvl_tensor *rows,
+                     const kvl_tensor *summary) {
   struct kvl__call c = {.op = "block_minmax"};
   struct kvl_cache_view view = cache_arg(&c, cache);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
-  vector_arg(&c, "summary", summary, kvl__like(cache), "blocks 2 kv_heads head_dim");
+  kvl__arg(&c, "rows?", rows, KVL__I32, "n");
+  kvl__vector_arg(&c, "summary", summary, kvl__like(cache),
+                  "summary_rows 2 kv_heads head_dim");
   if (c.status < 0) return c.status;
-  struct kvl_block_minmax_args args = {view, blocks->ptr, tokens->ptr, summary->ptr,
-                                       blocks->count};
+  struct kvl_block_minmax_args args = {
+    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
+    summary->shape[0]};
   return KVL__LAUNCH(&c, block_minmax, args);
 }
 
 int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *summary) {
+                   const kvl_tensor *tokens, const kvl_tensor *rows,
+                   const kvl_tensor *summary) {
   struct kvl__call c = {.op = "block_mean"};
   struct kvl_cache_view view = cache_arg(&c, cache);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
-  vector_arg(&c, "summary", summary, like_or_f32(cache), "blocks kv_heads head_dim");
+  kvl__arg(&c, "rows?", rows, KVL__I32, "n");
+  kvl__vector_arg(&c, "summary", summary, like_or_f32(cache),
+                  "summary_rows kv_heads head_dim");
   if (c.status < 0) return c.status;
-  struct kvl_block_mean_args args = {view, blocks->ptr, tokens->ptr, summary->ptr,
-                                     blocks->count, summary->dtype};
+  struct kvl_block_mean_args args = {
+    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
+    summary->shape[0], summary->dtype};
   return KVL__LAUNCH(&c, block_mean, args);
 }
 
 /* What all scores have in common; the summary's shape is the caller's. */
 static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tensor *tables,
                        const kvl_tensor *lens, int group, const kvl_tensor *scores) {
-  vector_arg(c, "q", q, KVL__FLOAT, "seqs heads head_dim");
+  kvl__vector_arg(c, "q", q, KVL__FLOAT, "seqs heads head_dim");
   expect_head_dim(c);
   kvl__arg(c, "tables", tables, KVL__I32, "seqs max_blocks");
   kvl__arg(c, "lens", lens, KVL__I32, "seqs");
@@ -184,7 +214,7 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
                      const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
                      int group, const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_minmax"};
-  vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks 2 kv_heads head_dim");
+  kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks 2 kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
   expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;
@@ -196,7 +226,7 @@ int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
                    const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
                    int group, const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_mean"};
-  vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks kv_heads head_dim");
+  kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
   expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;

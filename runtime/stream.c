@@ -2,7 +2,7 @@
  * must know of streams. */
 #include "internal.h"
 
-int kvl_stream_open(kvl_device *dev, kvl_stream **out) {
+int kvl__stream_open(kvl_device *dev, enum kvl_queue_kind kind, kvl_stream **out) {
   int id = 0;
   while (id < KVL__STREAMS_MAX && dev->streams[id]) id++;
   if (id == KVL__STREAMS_MAX)
@@ -11,7 +11,7 @@ int kvl_stream_open(kvl_device *dev, kvl_stream **out) {
   kvl_stream *s = kvl__malloc(sizeof *s, "a stream");
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_stream){.device = dev, .id = id};
-  int status = dev->backend->queue_open(dev->ctx, id == 0, &s->queue);
+  int status = dev->backend->queue_open(dev->ctx, kind, &s->queue);
   if (status < 0) {
     free(s);
     return kvl__device_failed(dev, status, "opening a stream");
@@ -19,6 +19,10 @@ int kvl_stream_open(kvl_device *dev, kvl_stream **out) {
   dev->streams[id] = s;
   *out = s;
   return KVL_OK;
+}
+
+int kvl_stream_open(kvl_device *dev, kvl_stream **out) {
+  return kvl__stream_open(dev, KVL_QUEUE_NORMAL, out);
 }
 
 void kvl_stream_close(kvl_stream *stream) {
@@ -33,7 +37,9 @@ void kvl_stream_close(kvl_stream *stream) {
 
 int kvl_stream_sync(kvl_stream *stream) {
   kvl_device *dev = stream->device;
-  int status = dev->backend->queue_sync(dev->ctx, stream->queue);
+  int status = kvl__not_recording(dev, "waiting for a stream");
+  if (status < 0) return status;
+  status = dev->backend->queue_sync(dev->ctx, stream->queue);
   return status < 0 ? kvl__device_failed(dev, status, "synchronising a stream") : KVL_OK;
 }
 
@@ -97,7 +103,9 @@ int kvl_stream_wait_event(kvl_stream *stream, kvl_event *event) {
 int kvl_event_sync(kvl_event *event) {
   if (!event->recorded) return KVL_OK;
   kvl_device *dev = event->device;
-  int status = dev->backend->mark_sync(dev->ctx, event->mark);
+  int status = kvl__not_recording(dev, "waiting for an event");
+  if (status < 0) return status;
+  status = dev->backend->mark_sync(dev->ctx, event->mark);
   return status < 0 ? kvl__device_failed(dev, status, "synchronising an event") : KVL_OK;
 }
 

@@ -55,6 +55,22 @@ int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
   return KVL_OK;
 }
 
+int kvl_tensor_open_pinned(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
+                           int huge_pages, kvl_tensor *out) {
+  kvl_tensor t = {.device = dev};
+  int status = set_shape(&t, "pinned tensor", dtype, ndim, shape);
+  if (status < 0) return status;
+  status = kvl__storage_open_pinned(dev, (size_t)bytes_of(&t), huge_pages, &t.storage);
+  if (status < 0) return status;
+  t.ptr = t.storage->ptr;
+  *out = t;
+  return KVL_OK;
+}
+
+int kvl_tensor_is_pinned(const kvl_tensor *t) {
+  return t && t->storage && t->storage->size_class == KVL__PINNED;
+}
+
 int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                     void *memory, kvl_tensor *out) {
   kvl_tensor t = {.device = dev, .ptr = memory};
@@ -139,6 +155,10 @@ int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape,
 
 static int copy_bytes(kvl_device *dev, kvl_storage *s, void *dst, const void *src,
                       int64_t bytes, enum kvl_copy_kind kind, int wait) {
+  if (wait) {
+    int status = kvl__not_recording(dev, "reading from the device");
+    if (status < 0) return status;
+  }
   if (bytes == 0) return KVL_OK;
   const kvl_backend *be = dev->backend;
   s->used |= (uint64_t)1 << dev->current->id;
@@ -159,11 +179,15 @@ int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
   int64_t bytes = bytes_of(src);
   kvl_device *from = src->device, *to = dst->device;
   if (from == to) {
+    int in = kvl_tensor_is_pinned(src), out = kvl_tensor_is_pinned(dst);
     src->storage->used |= (uint64_t)1 << to->current->id;
-    return copy_bytes(to, dst->storage, dst->ptr, src->ptr, bytes, KVL_COPY_LOCAL, 0);
+    return copy_bytes(to, dst->storage, dst->ptr, src->ptr, bytes,
+                      in == out ? KVL_COPY_LOCAL : in ? KVL_COPY_FROM_HOST : KVL_COPY_TO_HOST,
+                      0);
   }
   if (from->backend->host_memory) { /* what wrote src has to be over */
-    int status = kvl_stream_sync(from->current);
+    int status = kvl__not_recording(to, "copying from another device");
+    if (status >= 0) status = kvl_stream_sync(from->current);
     if (status < 0) return status;
     return copy_bytes(to, dst->storage, dst->ptr, src->ptr, bytes, KVL_COPY_FROM_HOST, 0);
   }
@@ -188,14 +212,19 @@ int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
   int status = host_copy_checked(t, bytes, "write");
   if (status < 0) return status;
   kvl_device *dev = t->device; /* CUDA stages pageable memory before it returns */
-  return copy_bytes(dev, t->storage, t->ptr, memory, bytes, KVL_COPY_FROM_HOST,
-                    dev->backend->host_memory);
+  status = kvl__not_recording(dev, "writing to the device");
+  if (status < 0) return status;
+  int local = dev->backend->host_memory;
+  return copy_bytes(dev, t->storage, t->ptr, memory, bytes,
+                    local ? KVL_COPY_LOCAL : KVL_COPY_FROM_HOST, local);
 }
 
 int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes) {
   int status = host_copy_checked(t, bytes, "read");
   if (status < 0) return status;
-  status = copy_bytes(t->device, t->storage, memory, t->ptr, bytes, KVL_COPY_TO_HOST, 1);
+  kvl_device *dev = t->device;
+  status = copy_bytes(dev, t->storage, memory, t->ptr, bytes,
+                      dev->backend->host_memory ? KVL_COPY_LOCAL : KVL_COPY_TO_HOST, 1);
   if (status >= 0 && t->dtype == KVL_DTYPE_F32) {
     float *x = memory;
     for (int64_t i = 0; i < t->count; i++)

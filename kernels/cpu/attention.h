@@ -52,6 +52,7 @@ struct key_tile {
 struct key_walk {
   const char *cache;            /* K of this KV head in block 0 */
   const int32_t *table, *selection;
+  const int32_t *slots;         /* parallel to selection; NULL: the table says */
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t entry, entry_end;     /* of the selection, or logical blocks */
   int64_t end;                  /* the position after the last key that may be seen */
@@ -61,15 +62,14 @@ struct key_walk {
   int32_t block_size;
 };
 
-/* Open the next block that exists; 0 when there is none. A table or selection entry that
- * is out of range is passed over: its memory is not ours to read. */
+/* Open the next block that exists; 0 when there is none. A table, selection or slot entry
+ * that is out of range is passed over: its memory is not ours to read. */
 static inline int walk_block(struct key_walk *w) {
   while (w->left == 0 && w->entry < w->entry_end) {
-    int64_t logical = w->selection ? w->selection[w->entry] : w->entry;
-    w->entry++;
+    int64_t entry = w->entry++, logical = w->selection ? w->selection[entry] : entry;
     w->position = logical * w->block_size;
     if (logical < 0 || w->position >= w->end) continue;
-    int64_t block = w->table[logical];
+    int64_t block = w->slots ? w->slots[entry] : w->table[logical];
     if (block < 0 || block >= w->blocks) continue;
     w->next = w->cache + block * w->bytes_block;
     w->left = w->end - w->position < w->block_size ? w->end - w->position : w->block_size;
@@ -93,6 +93,11 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
   tile->n = n;
 }
 
+/* The task's row of a list [seqs, heads, max_selected] for one head or for all. */
+static inline int64_t list_row(const struct task *t, int64_t heads) {
+  return t->seq * heads + (heads > 1 ? t->kv_head : 0);
+}
+
 /* The walk of task `t` over entries [begin, end) of its block list. */
 static inline struct key_walk walk_open(const struct task *t, int64_t begin, int64_t end) {
   const struct kvl_paged_attention_args *a = t->args;
@@ -101,15 +106,17 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
   int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
   int64_t seen = t->len;
   if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
-  int64_t list = t->seq * a->selection_heads + (a->selection_heads > 1 ? t->kv_head : 0);
+  int64_t list = a->max_selected * list_row(t, a->selection_heads);
+  int64_t slots = a->max_selected * list_row(t, a->slot_heads);
   int64_t entries = a->selection ? a->max_selected : a->max_blocks;
   return (struct key_walk){
     .cache = (const char *)c->kv + t->kv_head * bytes_head,
     .table = a->tables + t->seq * a->max_blocks,
-    .selection = a->selection ? a->selection + list * a->max_selected : NULL,
+    .selection = a->selection ? a->selection + list : NULL,
+    .slots = a->slots ? a->slots + slots : NULL,
     .blocks = c->blocks, .bytes_block = 2 * bytes_half, .bytes_token = bytes_token,
-    .value = bytes_half, .entry = begin, .entry_end = end < entries ? end : entries, .end = seen,
-    .block_size = c->block_size,
+    .value = bytes_half, .entry = begin, .entry_end = end < entries ? end : entries,
+    .end = seen, .block_size = c->block_size,
   };
 }
 

@@ -1,8 +1,9 @@
 /* Mean of K over the valid tokens of some blocks.
  *   cache    f32 f16 bf16        [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32                 [n]   physical; out of range (-1) is skipped
+ *   rows     i32                 [n]   of the summary; NULL: blocks
  *   tokens   i32                 [n]   valid tokens; 0 gives 0
- *   summary  f32, or like cache  [blocks, kv_heads, head_dim]
+ *   summary  f32, or like cache  [rows, kv_heads, head_dim]
  * Summed in token order in fp32. Limit: read bandwidth, every K once. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
@@ -28,10 +29,11 @@ static inline KVL_HOT void items(const struct kvl_block_mean_args *a, int64_t be
   const int dim = a->cache.head_dim, out_dtype = a->summary_dtype;
   for (int64_t i = begin; i < end; i++) {
     int64_t block = a->blocks[i / heads], head = i % heads, tokens = a->tokens[i / heads];
-    if (block < 0 || block >= a->cache.blocks) continue;
+    int64_t to = a->rows ? a->rows[i / heads] : block;
+    if (block < 0 || block >= a->cache.blocks || to < 0 || to >= a->summary_rows) continue;
     tokens = i64_max(0, i64_min(tokens, size));
     const char *k = at_const(a->cache.kv, (block * 2 * heads + head) * size * dim, dtype);
-    char *out = at(a->summary, (block * heads + head) * dim, out_dtype);
+    char *out = at(a->summary, (to * heads + head) * dim, out_dtype);
     const int64_t row = (int64_t)dim * kvl__float_bytes(dtype);
     int d = 0;
     for (; d + VECS * VF <= dim; d += VECS * VF)

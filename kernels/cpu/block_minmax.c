@@ -1,8 +1,9 @@
 /* Elementwise min and max of K over the valid tokens of some blocks.
  *   cache    f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32           [n]   physical; out of range (-1) is skipped
+ *   rows     i32           [n]   of the summary; NULL: blocks
  *   tokens   i32           [n]   valid tokens; 0 gives min +inf, max -inf
- *   summary  like cache    [blocks, 2, kv_heads, head_dim]   min, then max
+ *   summary  like cache    [rows, 2, kv_heads, head_dim]     min, then max
  * Exact: no arithmetic. Limit: read bandwidth, every K once. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
@@ -34,10 +35,11 @@ static inline KVL_HOT void items(const struct kvl_block_minmax_args *a, int64_t 
   const int dim = a->cache.head_dim;
   for (int64_t i = begin; i < end; i++) {
     int64_t block = a->blocks[i / heads], head = i % heads, tokens = a->tokens[i / heads];
-    if (block < 0 || block >= a->cache.blocks) continue;
+    int64_t to = a->rows ? a->rows[i / heads] : block;
+    if (block < 0 || block >= a->cache.blocks || to < 0 || to >= a->summary_rows) continue;
     tokens = i64_max(0, i64_min(tokens, size));
     const char *k = at_const(a->cache.kv, (block * 2 * heads + head) * size * dim, dtype);
-    char *low = at(a->summary, (block * 2 * heads + head) * dim, dtype);
+    char *low = at(a->summary, (to * 2 * heads + head) * dim, dtype);
     char *high = at(low, heads * dim, dtype);
     const int64_t row = (int64_t)dim * kvl__float_bytes(dtype);
     int d = 0;

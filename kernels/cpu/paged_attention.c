@@ -4,6 +4,10 @@
  *  cache      f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
  *  tables     i32           [seqs, max_blocks]
  *  selection  i32           [seqs, kv_heads or 1, max_selected]
+ *  slots      i32           [seqs, kv_heads or 1, max_selected]: blocks, instead of those of
+ *                           tables
+ *  prev_out   f32           [tokens, heads, head_dim]   joined to the result
+ *  prev_lse   f32           [tokens, heads]
  *  out        f32 f16 bf16  [tokens, heads, head_dim]
  *  lse        f32           [tokens, heads]
  * head_dim a multiple of 8 up to 256; any block_size; fp32 accumulation.
@@ -108,13 +112,28 @@ static int64_t query_rows(const struct kvl_paged_attention_args *a, int64_t seq,
 
 /* ---- one task ----------------------------------------------------------------------- */
 
-/* values / sum, or zeros where nothing was seen. */
+/* values / sum joined to the previous attention, or zeros where neither saw anything. The
+ * previous one is like a segment whose sum is 1; where it saw nothing, prev_out may hold
+ * anything. Row by row, so that out may be prev_out. */
 static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
                       const float *values, float top, float sum) {
   const int dim = a->cache.head_dim;
+  const float *prev = NULL;
+  float keep = 1, weight = 0;
+  if (a->prev_lse && a->prev_lse[row] != -INFINITY) {
+    prev = a->prev_out + row * dim;
+    float both = sum == 0 || a->prev_lse[row] > top ? a->prev_lse[row] : top;
+    keep = sum == 0 ? 0 : expf(top - both);
+    weight = expf(a->prev_lse[row] - both);
+    sum = sum * keep + weight;
+    top = both;
+  }
   for (int d = 0; d < dim; d += VF) {
-    vf x = sum == 0 ? vf_set(0) : vf_load(values, d, KVL_DTYPE_F32) / sum;
-    vf_store_n(at(a->out, row * dim + d, a->out_dtype), x, vf_left(d, dim), a->out_dtype);
+    int lanes = vf_left(d, dim);
+    vf x = keep * vf_load(values, d, KVL_DTYPE_F32);
+    if (prev) x += weight * vf_load_n(prev + d, lanes, KVL_DTYPE_F32);
+    x = sum == 0 ? vf_set(0) : x / sum;
+    vf_store_n(at(a->out, row * dim + d, a->out_dtype), x, lanes, a->out_dtype);
   }
   if (a->lse) a->lse[row] = sum == 0 ? -INFINITY : top + logf(sum);
 }

@@ -20,7 +20,8 @@
 #define KVL_JOIN_(a, b, c, d) a##b##c##d
 #define KVL_JOIN(a, b, c, d) KVL_JOIN_(a, b, c, d)
 #define KVL_CPU_NAME(op) KVL_JOIN(kvl_cpu_, op, _, KVL_ISA)
-/* Defines the launcher of `op`; the body sees `args` (const void *). */
+/* Defines the launcher of `op`; the body sees `args` (const void *) and `queue`, for
+ * kvl__link_bytes. */
 #define KVL_CPU_KERNEL(op) \
   int KVL_CPU_NAME(op)(const void *args, void *queue __attribute__((unused)))
 #define X(op) int KVL_CPU_NAME(op)(const void *args, void *queue);
@@ -30,6 +31,12 @@ KVL_OPS(X)
 /* Defines `size_t kvl_cpu_<op>_workspace_<isa>(const void *args)`: the bytes of workspace
  * an op wants. It may look at shapes only: the tensors may not have been computed yet. */
 #define KVL_CPU_WORKSPACE(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
+
+/* Tell the emulated link of bytes that the kernel took over it. */
+static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
+  struct kvl_cpu_job *job = queue;
+  if (job) job->bytes_link[direction] += bytes;
+}
 
 #define KVL_HOT __attribute__((always_inline))
 

@@ -1,34 +1,25 @@
-/* The CUDA backend: the table of runtime/backend.h over the CUDA runtime.
+/* The CUDA backend: the table of runtime/backend.h over the CUDA runtime. Here: the device,
+ * queues and ops; memory.cu and graph.cu hold the rest.
  *
  * A queue is a non-blocking stream with a lazily made cuBLAS handle and a small scratch
- * buffer of its own; a mark is an event with timing. Nothing here waits for the device
- * except the calls whose name says so, and every launch can be captured in a graph (the
- * graph keeps the addresses of the queue's scratch: replay it on the queue it was captured
- * on, or on another one while that is idle).
+ * buffer of its own. Nothing here waits for the device except the calls whose name says so,
+ * and every launch can be recorded in a graph.
  *
  * An asynchronous fault of a kernel surfaces at the next call that checks, as
  * KVL_ERR_DEVICE with the driver's words; after that the process's context is lost. */
 #include <cublas_v2.h>
-#include <new>
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "backend.h"
-#include "common.cuh"
+#include "backend.cuh"
 
-namespace {
+using namespace kvl_cuda;
 
 enum { CAPABILITY_MIN = 80, BLAS_WORKSPACE = 32 << 20 };
 
-struct device_ctx {
-  int index, sm_count, shared_optin;
-  char text[256];
-};
+static thread_local char words_last[KVL_WORDS_MAX];
 
-thread_local char words_last[KVL_WORDS_MAX];
-
-__attribute__((format(printf, 2, 3)))
-int fail(int status, const char *format, ...) {
+int kvl_cuda::fail(int status, const char *format, ...) {
   va_list list;
   va_start(list, format);
   vsnprintf(words_last, sizeof words_last, format, list);
@@ -36,12 +27,14 @@ int fail(int status, const char *format, ...) {
   return status;
 }
 
-const char *last_error(void) { return words_last; }
-
 /* Each thread has its own current device; setting it anew costs tens of nanoseconds. */
-int enter(const void *ctx) {
+int kvl_cuda::enter(const void *ctx) {
   return kvl__cuda_check(cudaSetDevice(((const device_ctx *)ctx)->index));
 }
+
+namespace {
+
+const char *last_error(void) { return words_last; }
 
 /* ---- the device ------------------------------------------------------------------ */
 
@@ -58,6 +51,9 @@ int device_describe(device_ctx *d) {
   cudaError_t error = cudaGetDeviceProperties(&p, d->index);
   if (error == cudaSuccess) error = cudaDriverGetVersion(&driver);
   if (error == cudaSuccess) error = cudaRuntimeGetVersion(&runtime);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&d->registered_same,
+                                   cudaDevAttrCanUseHostPointerForRegisteredMem, d->index);
   if (error != cudaSuccess) return kvl__cuda_check(error);
   if (p.major * 10 + p.minor < CAPABILITY_MIN)
     return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed",
@@ -108,53 +104,6 @@ int device_memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
   return status;
 }
 
-/* ---- memory ---------------------------------------------------------------------- */
-
-int no_memory(cudaError_t error, const char *what, size_t bytes) {
-  if (error != cudaErrorMemoryAllocation) return kvl__cuda_check(error);
-  cudaGetLastError();
-  return fail(KVL_ERR_NO_MEMORY, "no room for %zu bytes of %s memory: %s", bytes, what,
-              cudaGetErrorString(error));
-}
-
-int device_alloc(void *ctx, size_t bytes, void **out) {
-  int status = enter(ctx);
-  if (status < 0) return status;
-  void *p = NULL;
-  cudaError_t error = cudaMalloc(&p, bytes ? bytes : 1);
-  if (error != cudaSuccess) return no_memory(error, "device", bytes);
-  *out = p;
-  return KVL_OK;
-}
-
-void device_free(void *ctx, void *p) {
-  if (enter(ctx) == KVL_OK) kvl__cuda_check(cudaFree(p));
-}
-
-int host_alloc(void *ctx, size_t bytes, void **out) {
-  int status = enter(ctx);
-  if (status < 0) return status;
-  void *p = NULL;
-  cudaError_t error = cudaMallocHost(&p, bytes ? bytes : 1);
-  if (error != cudaSuccess) return no_memory(error, "pinned host", bytes);
-  *out = p;
-  return KVL_OK;
-}
-
-void host_free(void *ctx, void *p) {
-  if (enter(ctx) == KVL_OK) kvl__cuda_check(cudaFreeHost(p));
-}
-
-int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
-         enum kvl_copy_kind kind) {
-  static const cudaMemcpyKind kinds[] = {cudaMemcpyDeviceToDevice, cudaMemcpyHostToDevice,
-                                         cudaMemcpyDeviceToHost};
-  int status = enter(ctx);
-  if (status < 0 || bytes == 0) return status;
-  return kvl__cuda_check(
-      cudaMemcpyAsync(dst, src, bytes, kinds[kind], ((kvl_cuda_queue *)queue)->stream));
-}
-
 /* ---- queues ---------------------------------------------------------------------- */
 
 void queue_close(void *ctx, void *queue) {
@@ -168,8 +117,8 @@ void queue_close(void *ctx, void *queue) {
   delete q;
 }
 
-int queue_open(void *ctx, int is_default, void **out) {
-  (void)is_default;   /* the legacy default stream would serialise with every other */
+/* The default queue is no other: CUDA's own default stream serialises with every other. */
+int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   const device_ctx *d = (const device_ctx *)ctx;
   int status = enter(ctx);
   if (status < 0) return status;
@@ -178,7 +127,11 @@ int queue_open(void *ctx, int is_default, void **out) {
   q->sm_count = d->sm_count;
   q->shared_optin = d->shared_optin;
   q->device = d->index;
-  cudaError_t error = cudaStreamCreateWithFlags(&q->stream, cudaStreamNonBlocking);
+  int least, greatest;   /* greatest: the lowest number */
+  cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  if (error == cudaSuccess)
+    error = cudaStreamCreateWithPriority(&q->stream, cudaStreamNonBlocking,
+                                         kind == KVL_QUEUE_URGENT ? greatest : least);
   if (error == cudaSuccess) error = cudaMalloc(&q->scratch, KVL_CUDA_SCRATCH);
   if (error != cudaSuccess) {
     queue_close(ctx, q);
@@ -191,67 +144,10 @@ int queue_open(void *ctx, int is_default, void **out) {
 int queue_sync(void *ctx, void *queue) {
   int status = enter(ctx);
   if (status < 0) return status;
-  return kvl__cuda_check(cudaStreamSynchronize(((kvl_cuda_queue *)queue)->stream));
-}
-
-/* ---- marks ----------------------------------------------------------------------- */
-
-int mark_open(void *ctx, void **out) {
-  cudaEvent_t mark;
-  int status = enter(ctx);
-  if (status == KVL_OK) status = kvl__cuda_check(cudaEventCreate(&mark));
-  if (status == KVL_OK) *out = mark;
-  return status;
-}
-
-void mark_close(void *ctx, void *mark) {
-  if (enter(ctx) == KVL_OK) kvl__cuda_check(cudaEventDestroy((cudaEvent_t)mark));
-}
-
-int mark_record(void *ctx, void *mark, void *queue) {
-  int status = enter(ctx);
-  if (status < 0) return status;
-  return kvl__cuda_check(
-      cudaEventRecord((cudaEvent_t)mark, ((kvl_cuda_queue *)queue)->stream));
-}
-
-int queue_wait(void *ctx, void *queue, void *mark) {
-  int status = enter(ctx);
-  if (status < 0) return status;
-  return kvl__cuda_check(
-      cudaStreamWaitEvent(((kvl_cuda_queue *)queue)->stream, (cudaEvent_t)mark, 0));
-}
-
-int mark_sync(void *ctx, void *mark) {
-  int status = enter(ctx);
-  return status < 0 ? status : kvl__cuda_check(cudaEventSynchronize((cudaEvent_t)mark));
-}
-
-int mark_done(void *ctx, void *mark) {
-  int status = enter(ctx);
-  if (status < 0) return status;
-  cudaError_t error = cudaEventQuery((cudaEvent_t)mark);
-  if (error == cudaErrorNotReady) {
-    cudaGetLastError();   /* not a failure: leave nothing behind for the next check */
-    return 0;
-  }
-  status = kvl__cuda_check(error);
-  return status < 0 ? status : 1;
-}
-
-int mark_elapsed_us(void *ctx, void *from, void *to, double *us) {
-  float ms = 0;
-  int status = enter(ctx);
-  if (status < 0) return status;
-  cudaError_t error = cudaEventElapsedTime(&ms, (cudaEvent_t)from, (cudaEvent_t)to);
-  if (error == cudaErrorInvalidResourceHandle || error == cudaErrorNotReady) {
-    cudaGetLastError();
-    return fail(KVL_ERR_INVALID, "an event is not recorded or not complete: %s",
-                cudaGetErrorString(error));
-  }
-  status = kvl__cuda_check(error);
-  if (status == KVL_OK) *us = ms * 1e3;
-  return status;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (is_recorded((const device_ctx *)ctx, q))   /* the attempt would ruin the recording */
+    return fail(KVL_ERR_INVALID, "a graph is being recorded, and the stream takes part");
+  return kvl__cuda_check(cudaStreamSynchronize(q->stream));
 }
 
 /* ---- ops ------------------------------------------------------------------------- */
@@ -314,12 +210,10 @@ int kvl__cuda_blas_check(int status, const char *what) {
 }
 
 /* A workspace of our own, because with cuBLAS's a captured graph would hold an allocation
- * and results could depend on which stream ran first. */
+ * and results could depend on which stream ran first. A queue that joined a recording may
+ * make its handle during the capture: that allocates, which relaxed captures allow. */
 int kvl__cuda_blas(kvl_cuda_queue *q) {
   if (q->blas) return KVL_OK;
-  /* Making the handle allocates, which a stream under capture forbids unless relaxed. */
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
   cublasHandle_t blas = NULL;
   int status = KVL_OK;
   if (!q->blas_workspace) {
@@ -337,7 +231,6 @@ int kvl__cuda_blas(kvl_cuda_queue *q) {
         cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
                                 CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)),
         "cublasSetMathMode");
-  cudaThreadExchangeStreamCaptureMode(&mode);
   if (status < 0) {
     if (blas) cublasDestroy(blas);
     return status;
@@ -354,6 +247,8 @@ __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
   device_alloc, device_free, host_alloc, host_free,
   queue_open, queue_close, queue_sync,
   mark_open, mark_close, mark_record, queue_wait, mark_sync, mark_done, mark_elapsed_us,
-  copy, workspace, launch, last_error,
+  copy, workspace, launch,
+  graph_begin, graph_end, graph_launch, graph_close,
+  last_error,
 };
 }

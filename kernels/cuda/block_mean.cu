@@ -2,8 +2,9 @@
  *
  *   cache    f32 f16 bf16       [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32                [n]   physical; -1 is skipped
+ *   rows     i32                [n]   of the summary; NULL: blocks
  *   tokens   i32                [n]   valid tokens; 0 gives 0
- *   summary  like cache or f32  [blocks, kv_heads, head_dim]
+ *   summary  like cache or f32  [rows, kv_heads, head_dim]
  * 16-byte aligned; head_dim a multiple of 8.
  *
  * Bytes      n * kv_heads * (tokens + 1) * head_dim * element; limit: memory
@@ -28,11 +29,11 @@ template <class T> struct mean {
     for (int e = 0; e < 8; e++) x[0][e] += row[e];
   }
   __device__ float join(int, float a, float b) const { return a + b; }
-  __device__ void finish(float (&x)[N][8], const kvl_cache_view &cache, int64_t block, int head,
+  __device__ void finish(float (&x)[N][8], const kvl_cache_view &cache, int64_t row, int head,
                          int dim, int tokens) const {
 #pragma unroll
     for (int e = 0; e < 8; e++) x[0][e] = tokens ? x[0][e] / (float)tokens : 0.f;
-    store_floats(summary + (block * cache.kv_heads + head) * cache.head_dim + dim, x[0]);
+    store_floats(summary + (row * cache.kv_heads + head) * cache.head_dim + dim, x[0]);
   }
 };
 
@@ -47,9 +48,9 @@ KVL_CUDA_KERNEL(block_mean) {
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
   KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
     if (a.summary_dtype == a.cache.dtype)
-      launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n, mean<T>{(T *)a.summary}, q);
+      launch_block_reduce<T>(a, mean<T>{(T *)a.summary}, q);
     else
-      launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n,
+      launch_block_reduce<T>(a,
                              mean<float>{(float *)a.summary}, q);
   })
   return kvl__cuda_launched();

@@ -2,8 +2,9 @@
  *
  *   cache    f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32           [n]   physical; -1 is skipped
+ *   rows     i32           [n]   of the summary; NULL: blocks
  *   tokens   i32           [n]   valid tokens; 0 gives min +inf, max -inf
- *   summary  like cache    [blocks, 2, kv_heads, head_dim]
+ *   summary  like cache    [rows, 2, kv_heads, head_dim]
  * 16-byte aligned; head_dim a multiple of 8. Exact. A NaN is ignored beside a number.
  *
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
@@ -30,9 +31,9 @@ template <class T> struct min_max {
     }
   }
   __device__ float join(int m, float a, float b) const { return m ? fmaxf(a, b) : fminf(a, b); }
-  __device__ void finish(const float (&x)[N][8], const kvl_cache_view &cache, int64_t block,
+  __device__ void finish(const float (&x)[N][8], const kvl_cache_view &cache, int64_t row,
                          int head, int dim, int) const {
-    T *to = summary + (2 * block * cache.kv_heads + head) * cache.head_dim + dim;
+    T *to = summary + (2 * row * cache.kv_heads + head) * cache.head_dim + dim;
     store_floats(to, x[0]);
     store_floats(to + (int64_t)cache.kv_heads * cache.head_dim, x[1]);
   }
@@ -48,7 +49,7 @@ KVL_CUDA_KERNEL(block_minmax) {
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
   KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-    launch_block_reduce<T>(a.cache, a.blocks, a.tokens, a.n, min_max<T>{(T *)a.summary}, q);
+    launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q);
   })
   return kvl__cuda_launched();
 }

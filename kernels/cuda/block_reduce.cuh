@@ -14,22 +14,22 @@ namespace kvl {
 constexpr int REDUCE_THREADS = 256;
 
 /* F has: N accumulators a dim, start(float (&)[N][8]), add(float (&)[N][8], const float
- * (&)[8]), join of two accumulators number n, and finish(x, block, head, dim, tokens). */
-template <class T, class F, int THREADS>
+ * (&)[8]), join of two accumulators number n, and finish(x, cache, row, head, dim, tokens). */
+template <class T, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
-block_reduce_rows(const __grid_constant__ kvl_cache_view cache, const int32_t *blocks,
-                  const int32_t *tokens, int64_t n, int lanes, const F f) {
+block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
   constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
   __shared__ float sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * 256 : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
   const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
   /* With one unit a block the whole block leaves, with many no block-wide barrier follows. */
-  if (pair >= n * cache.kv_heads) return;
+  const kvl_cache_view &cache = a.cache;
+  if (pair >= a.n * cache.kv_heads) return;
   const int64_t i = pair / cache.kv_heads;
   const int head = (int)(pair - i * cache.kv_heads);
-  const int64_t block = blocks[i];
-  if (block < 0 || block >= cache.blocks) return;
-  const int count = max(0, min(tokens[i], cache.block_size));
+  const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
+  if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows) return;
+  const int count = max(0, min(a.tokens[i], cache.block_size));
   const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * 8;
   const bool inside = dim < cache.head_dim;
   const T *k = (const T *)cache.kv +
@@ -74,23 +74,22 @@ block_reduce_rows(const __grid_constant__ kvl_cache_view cache, const int32_t *b
 #pragma unroll
           for (int e = 0; e < 8; e++) x[m][e] = f.join(m, x[m][e], sums[w][m * 256 + dim + e]);
   }
-  if (tid < lanes && inside) f.finish(x, cache, block, head, dim, count);
+  if (tid < lanes && inside) f.finish(x, cache, to, head, dim, count);
 }
 
-template <class T, class F>
-void launch_block_reduce(const kvl_cache_view &cache, const int32_t *blocks,
-                         const int32_t *tokens, int64_t n, const F &f,
-                         const kvl_cuda_queue *q) {
+/* A is the args of the op: cache, blocks, tokens, rows, n and summary_rows. */
+template <class T, class A, class F>
+void launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   int lanes = 1;
-  while (lanes * 8 < cache.head_dim) lanes *= 2;
-  int64_t pairs = n * cache.kv_heads, units = REDUCE_THREADS / WARP;
-  if (cache.block_size > 64)
-    block_reduce_rows<T, F, REDUCE_THREADS><<<(unsigned)pairs, REDUCE_THREADS, 0, q->stream>>>(
-        cache, blocks, tokens, n, lanes, f);
+  while (lanes * 8 < a.cache.head_dim) lanes *= 2;
+  int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
+  if (a.cache.block_size > 64)
+    block_reduce_rows<T, A, F, REDUCE_THREADS>
+        <<<(unsigned)pairs, REDUCE_THREADS, 0, q->stream>>>(a, lanes, f);
   else
-    block_reduce_rows<T, F, WARP>
-        <<<(unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q->stream>>>(
-            cache, blocks, tokens, n, lanes, f);
+    block_reduce_rows<T, A, F, WARP>
+        <<<(unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q->stream>>>(a, lanes,
+                                                                                    f);
 }
 
 }  // namespace kvl

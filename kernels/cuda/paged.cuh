@@ -33,17 +33,20 @@ struct paged_row {
 /* The keys one block of threads attends to, numbered 0 ... keys-1 in ascending position:
  * every block of a sequence, or the selected ones. */
 struct paged_walk {
-  const int32_t *table, *selection;   /* of this sequence (and KV head) */
+  const kvl_paged_attention_args &a;
+  const int32_t *table;               /* of this sequence */
+  int64_t list, slot_list;            /* where its selection, and its slots, begin */
   int64_t block_stride, head_offset, blocks;
   int block_size, head_dim, end;      /* positions 0 ... end-1 are seen */
   int listed;                         /* selected blocks that begin before `end` */
   int keys;
 
   /* All threads of the block call this: it searches the selection together. */
-  __device__ paged_walk(const kvl_paged_attention_args &a, int64_t seq, int kv_head, int end_)
-      : table(a.tables + seq * a.max_blocks), selection(nullptr), blocks(a.cache.blocks),
-        block_size(a.cache.block_size), head_dim(a.cache.head_dim), end(max(end_, 0)),
-        listed(0) {
+  __device__ paged_walk(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
+                        int end_)
+      : a(args), table(a.tables + seq * a.max_blocks), list(0), slot_list(0),
+        blocks(a.cache.blocks), block_size(a.cache.block_size), head_dim(a.cache.head_dim),
+        end(max(end_, 0)), listed(0) {
     int64_t half = (int64_t)a.cache.kv_heads * block_size * head_dim;
     block_stride = 2 * half;
     head_offset = (int64_t)kv_head * block_size * head_dim;
@@ -51,10 +54,13 @@ struct paged_walk {
     keys = end;
     if (a.selection) {
       int64_t row = seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0);
-      const int32_t *list = selection = a.selection + row * a.max_selected;
+      list = row * a.max_selected;
+      slot_list = (seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) * a.max_selected;
+      const int32_t *selection = a.selection + list;
       int blocks_seen = (int)(((int64_t)end + block_size - 1) / block_size);
-      listed = prefix_count((int)a.max_selected,
-                            [=](int i) { return (unsigned)list[i] < (unsigned)blocks_seen; });
+      listed = prefix_count((int)a.max_selected, [=](int i) {
+        return (unsigned)selection[i] < (unsigned)blocks_seen;
+      });
       keys = listed * block_size;
     }
   }
@@ -64,12 +70,12 @@ struct paged_walk {
   __device__ paged_row find(int key) const {
     paged_row row = {0, -1};
     if (key >= keys) return row;
-    int block = key / block_size, token = key - block * block_size;
-    if (selection) block = selection[block];
+    int entry = key / block_size, token = key - entry * block_size;
+    int block = a.selection ? a.selection[list + entry] : entry;
     int position = block * block_size + token;
     if (position >= end) return row;
-    int64_t physical = table[block];
-    if (physical < 0 || physical >= blocks) return row;   /* a broken table must not fault */
+    int64_t physical = a.slots ? a.slots[slot_list + entry] : table[block];
+    if (physical < 0 || physical >= blocks) return row;   /* no slot, or a broken table */
     row.offset = physical * block_stride + head_offset + (int64_t)token * head_dim;
     row.position = position;
     return row;

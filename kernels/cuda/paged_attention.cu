@@ -1,4 +1,5 @@
-/* out = softmax(scale * q k^T + bias) v over paged keys and values, or a selection of them.
+/* out = softmax(scale * q k^T + bias) v over paged keys and values, or a selection of them,
+ * joined to an attention over other keys where prev_out and prev_lse tell of one.
  *
  *   q          f32 f16 bf16  [tokens, heads, head_dim]
  *   cache      like q, or any of them for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
@@ -6,10 +7,13 @@
  *   lens       i32           [seqs]
  *   starts     i32           [seqs + 1]                 NULL: decode
  *   selection  i32           [seqs, kv_heads or 1, max_selected]  optional
+ *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, in place of tables
  *   alibi      f32           [heads]                    optional
+ *   prev_out   f32           [tokens, heads, head_dim]  optional; out may be prev_out
+ *   prev_lse   f32           [tokens, heads]            optional
  *   out        like q or f32 [tokens, heads, head_dim]
  *   lse        f32           [tokens, heads]            optional
- * q, cache and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
+ * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   paged_decode.cuh   16-bit decode: split-KV, tensor cores
  *           paged_prefill.cuh  16-bit prefill: 128-row tiles, tensor cores
@@ -163,7 +167,8 @@ int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int
 
 int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
-  if (!aligned16(a.q, a.cache.kv, a.out)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(a.q, a.cache.kv, a.prev_out, a.out))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
   if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(a, q, splits);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(a, q, splits);

@@ -1,5 +1,6 @@
 /* The end of every paged attention kernel: joining partial softmaxes (maximum m in base 2,
- * denominator l, unnormalised sum of values) in a fixed order, and writing rows. */
+ * denominator l, unnormalised sum of values) in a fixed order, joining the result to an
+ * earlier attention, and writing rows. */
 #ifndef KVL_CUDA_PAGED_OUTPUT_CUH
 #define KVL_CUDA_PAGED_OUTPUT_CUH
 
@@ -38,20 +39,54 @@ __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int
   else store_floats((__nv_bfloat16 *)a.out + at, x);
 }
 
+/* out = values * scale + prev_out * keep: a row's own sum of values and the attention before
+ * it (keep 0: there is none, prev_out is not read); lse of both. */
+struct row_end {
+  float scale, keep, lse;
+};
+__device__ __forceinline__ row_end end_row(const kvl_paged_attention_args &a, int64_t row,
+                                           float m, float sum) {
+  const float lse2 = sum == 0.f ? -INFINITY : m + log2f(sum);
+  row_end end = {sum == 0.f ? 0.f : 1.f / sum, 0.f, lse2 * LN2};
+  const float prev = a.prev_lse ? a.prev_lse[row] : -INFINITY;
+  if (prev == -INFINITY) return end;
+  if (sum == 0.f) return {0.f, 1.f, prev};
+  const float prev2 = prev * LOG2E, top = fmaxf(lse2, prev2);
+  const float weight = exp2_fast(lse2 - top), weight_prev = exp2_fast(prev2 - top);
+  const float both = weight + weight_prev;
+  return {end.scale * (weight / both), weight_prev / both, (top + log2f(both)) * LN2};
+}
+
+/* Neighbours of out from `at` on. A thread reads its own part of prev_out before it writes
+ * that part: out may be prev_out. */
+template <int N>
+__device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const row_end &end,
+                                       int64_t at, float (&x)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) x[e] *= end.scale;
+  if (end.keep == 0.f) return;
+  float prev[N];
+  load_floats(a.prev_out + at, prev);
+#pragma unroll
+  for (int e = 0; e < N; e++) x[e] += prev[e] * end.keep;
+}
+
 __device__ __forceinline__ void write_piece(const kvl_paged_attention_args &a,
                                             const split_place &place, int64_t row, int dim,
                                             float (&x)[8], float m, float sum) {
-  float lse2 = sum == 0.f ? -INFINITY : m + log2f(sum);
-  float inverse = sum == 0.f ? 0.f : 1.f / sum;
-#pragma unroll
-  for (int e = 0; e < 8; e++) x[e] *= inverse;
   if (place.splits == 1) {
-    store_out(a, row * a.cache.head_dim + dim, x);
-    if (a.lse && dim == 0) a.lse[row] = lse2 * LN2;
+    const row_end end = end_row(a, row, m, sum);
+    const int64_t at = row * a.cache.head_dim + dim;
+    finish(a, end, at, x);
+    store_out(a, at, x);
+    if (a.lse && dim == 0) a.lse[row] = end.lse;
   } else {
     int64_t at = row * place.splits + place.split;
+    float inverse = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] *= inverse;
     store_floats(place.out + at * a.cache.head_dim + dim, x);
-    if (dim == 0) place.lse[at] = lse2;
+    if (dim == 0) place.lse[at] = sum == 0.f ? -INFINITY : m + log2f(sum);
   }
 }
 

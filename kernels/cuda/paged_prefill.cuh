@@ -36,6 +36,7 @@ template <int D> struct prefill_shape {
 template <int KEYS> struct row_lists {
   int64_t offset[3][KEYS];
   int position[3][KEYS];
+  int whole[3][KEYS / WARP];   /* is every key of these 32 there? */
 };
 
 template <class T, int D>
@@ -70,6 +71,8 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     paged_row row = walk.find(t * KEYS + tid);
     lists.offset[t % 3][tid] = row.offset;
     lists.position[t % 3][tid] = row.position;
+    int whole = __all_sync(ALL_LANES, row.position >= 0);
+    if (lane == 0) lists.whole[t % 3][warp] = whole;
   };
   auto fetch = [&](int t) {
     uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES, v_at = k_at + shape::TILE_BYTES;
@@ -154,9 +157,9 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
         mma(s[2 * n + 1], x, b[2], b[3], T());
       }
     }
-    /* Only the last key of a tile can be the first that is not there or not seen. */
-    int position_last = positions[KEYS - 1];
-    bool plain = position_last >= 0 && position_last <= least && !alibi;
+    /* Positions ascend: of keys that are all there, the last is the first not to be seen. */
+    const int *whole = lists.whole[t % 3];
+    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[KEYS - 1] <= least && !alibi;
     float top0 = m0, top1 = m1;
     if (plain) {
 #pragma unroll
@@ -229,15 +232,16 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   auto write = [&](bool has, int r, int half, float m, float l) {
     if (!has) return;
     int64_t row = rows.token(r) * a.heads + rows.head(r);
-    float inverse = l == 0.f ? 0.f : 1.f / l;
-    if (a.lse && pair == 0) a.lse[row] = l == 0.f ? -INFINITY : (m + log2f(l)) * LN2;
+    const row_end end = end_row(a, row, m, l);
+    if (a.lse && pair == 0) a.lse[row] = end.lse;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
-      int dim = n * 8 + pair;
-      if (dim >= head_dim) continue;
-      float x[2] = {out[n][half] * inverse, out[n][half + 1] * inverse};
-      if (a.out_dtype == KVL_DTYPE_F32) store_floats((float *)a.out + row * head_dim + dim, x);
-      else store_floats((T *)a.out + row * head_dim + dim, x);
+      int64_t at = row * head_dim + n * 8 + pair;
+      if (n * 8 + pair >= head_dim) continue;
+      float x[2] = {out[n][half], out[n][half + 1]};
+      finish(a, end, at, x);
+      if (a.out_dtype == KVL_DTYPE_F32) store_floats((float *)a.out + at, x);
+      else store_floats((T *)a.out + at, x);
     }
   };
   write(has0, r0, 0, m0, l0);

@@ -1,6 +1,8 @@
 --- Exact: copying, or one rounding to nearest even that every device does alike.
 local kv = require "kvlab"
+local link_bytes = require "spec.kernels.link_bytes"
 local support = require "spec.support"
+local reference = require "spec.reference.attention"
 
 local BLOCKS = 5
 
@@ -13,36 +15,27 @@ local function append(dev, c)
   local shape = { tokens, c.kv_heads, c.head_dim }
   local k = support.randn(cpu, c.from, shape, 1)
   local v = support.randn(cpu, c.from, shape, 2)
-  local cache = kv.full(dev, c.dtype,
-    { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }, 7)
+  local cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
+    { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7)
   kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
     kv.from(dev, "i64", { tokens }, slots), cache))
   return cache, k, v, slots
 end
 
 local function expected(c, k, v, slots)
-  local values, cells = {}, 2 * c.kv_heads * c.block_size * c.head_dim
-  for i = 1, BLOCKS * cells do values[i] = 7 end
-  local rounded = { k:cast(c.dtype):list(), v:cast(c.dtype):list() }
-  for t, slot in ipairs(slots) do
-    for head = 0, slot >= 0 and 2 * c.kv_heads - 1 or -1 do
-      local half = math.floor(head / c.kv_heads)
-      local from = ((t - 1) * c.kv_heads + head % c.kv_heads) * c.head_dim
-      local to = math.floor(slot / c.block_size) * cells
-        + (head * c.block_size + slot % c.block_size) * c.head_dim
-      for d = 1, c.head_dim do values[to + d] = rounded[half + 1][from + d] end
-    end
-  end
-  return values
+  local values = {}
+  for i = 1, BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim do values[i] = 7 end
+  return reference.append_kv(values, c, k:cast(c.dtype):list(), v:cast(c.dtype):list(),
+    slots)
 end
 
 local cases = {}
 for _, dtype in ipairs { "f32", "f16", "bf16" } do
   for _, from in ipairs(dtype == "f32" and { "f32" } or { "f32", dtype }) do
-    for _, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 4, 3, 80, 1 },
+    for i, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 4, 3, 80, 1 },
                          { 13, 2, 64, 16 }, { 60, 1, 24, 17 }, { 1000, 8, 128, 256 } } do
       cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], kv_heads = s[2],
-        head_dim = s[3], block_size = s[4] }
+        head_dim = s[3], block_size = s[4], pinned = i % 2 == 0 }
     end
   end
 end
@@ -53,6 +46,19 @@ describe("appending K and V", function()
       local cache, k, v, slots = append(dev, c)
       support.equal(cache, expected(c, k, v, slots), ("cache of case %d"):format(i))
     end
+  end)
+
+  support.it_on_cpu("tells the link what goes to pinned memory", function(dev)
+    local rows = kv.zeros(dev, "f32", { 4, 2, 8 })
+    local slots = kv.from(dev, "i64", { 4 }, { 5, -1, 0, 99 })
+    local function crossed(open)
+      local cache = open(dev, "bf16", { 3, 2, 2, 4, 8 })
+      return { link_bytes(dev, function()
+        kv.check(kv.C.kvl_append_kv(rows, rows, slots, cache))
+      end) }
+    end
+    assert.same({ 0, 2 * 2 * 2 * 8 * 2 }, crossed(kv.pinned))
+    assert.same({ 0, 0 }, crossed(kv.zeros))
   end)
 end)
 

@@ -12,7 +12,7 @@ local function summary_of(dev, c)
   local summary = kv.full(dev, c.dtype, { l.blocks, 2, l.kv_heads, l.head_dim }, POISON)
   kv.check(kv.C.kvl_block_minmax((paged.on(dev)),
     kv.from(dev, "i32", { #blocks }, blocks),
-    kv.from(dev, "i32", { #tokens }, tokens), summary))
+    kv.from(dev, "i32", { #tokens }, tokens), nil, summary))
   return summary, paged, blocks, tokens
 end
 

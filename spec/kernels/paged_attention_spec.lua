@@ -3,83 +3,11 @@
 -- (f16 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well:
 -- twice that.
 local kv = require "kvlab"
-local ffi = require "ffi"
 local support = require "spec.support"
-local reference = require "spec.reference.attention"
+local attention = require "spec.kernels.attention_cases"
 
+local prepare, run = attention.prepare, attention.run
 local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
-
---- Some of the blocks of each list: "shared" has one list a sequence, "heads" one per KV
--- head. Wider than any list, so that -1 follows.
-local function selection_of(c, paged)
-  if not c.select then return nil end
-  local rng, flat = support.rng(c.seed or 7), {}
-  local heads = c.select == "heads" and paged.layout.kv_heads or 1
-  local width = paged.max_blocks + 1
-  for _, len in ipairs(c.lens) do
-    for _ = 1, heads do
-      local first = #flat
-      for b = 0, math.ceil(len / c.block_size) - 1 do
-        if rng(3) > 0 then flat[#flat + 1] = b end
-      end
-      for i = #flat + 1, first + width do flat[i] = -1 end
-    end
-  end
-  return flat, heads, width
-end
-
---- The inputs of a case, and what the reference makes of them.
-local function prepare(c)
-  if c.expected then return c.inputs, c.expected end
-  local paged = support.paged(c)
-  local heads, dim = paged.layout.kv_heads * (c.group or 1), paged.layout.head_dim
-  local starts, tokens = nil, #c.lens
-  if c.rows then
-    starts, tokens = { 0 }, 0
-    for _, rows in ipairs(c.rows) do
-      tokens = tokens + rows
-      starts[#starts + 1] = tokens
-    end
-  end
-  local q_dtype = c.q or c.dtype or "f32"
-  local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
-  local alibi
-  if c.alibi then
-    alibi = {}
-    for h = 1, heads do alibi[h] = 2^(-8 * h / heads) end
-  end
-  local selection, selection_heads, max_selected = selection_of(c, paged)
-  local a = { layout = paged.layout, q = q:list(), cache = paged.cache,
-    tables = paged.tables, lens = c.lens, max_blocks = paged.max_blocks, heads = heads,
-    scale = 1 / math.sqrt(dim), causal = c.causal ~= false, starts = starts,
-    alibi = alibi, selection = selection, selection_heads = selection_heads,
-    max_selected = max_selected }
-  local out, lse = reference.paged_attention(a)
-  c.inputs = { paged = paged, q = q, tokens = tokens, a = a }
-  c.expected = { out = out, lse = lse }
-  return c.inputs, c.expected
-end
-
---- Run a case: tensors out, lse.
-local function run(dev, c)
-  local inputs = prepare(c)
-  local a = inputs.a
-  local cache, tables, lens = inputs.paged.on(dev)
-  local shape = { inputs.tokens, a.heads, a.layout.head_dim }
-  local t = { q = inputs.q:to(dev), cache = cache, tables = tables, lens = lens,
-    starts = a.starts and kv.from(dev, "i32", { #a.starts }, a.starts),
-    alibi = a.alibi and kv.from(dev, "f32", { a.heads }, a.alibi),
-    selection = a.selection and kv.from(dev, "i32",
-      { #c.lens, a.selection_heads, a.max_selected }, a.selection),
-    out = support.poisoned(dev, c.out or c.q or c.dtype or "f32", shape),
-    lse = support.poisoned(dev, "f32", { inputs.tokens, a.heads }) }
-  local call = ffi.new "kvl_attention"
-  for name, tensor in pairs(t) do call[name] = tensor end
-  if c.no_lse then call.lse = nil end
-  call.scale, call.causal = a.scale, a.causal and 1 or 0
-  kv.check(kv.C.kvl_paged_attention(call))
-  return t.out, t.lse
-end
 
 local function check_cpu(dev, cases)
   for i, c in ipairs(cases) do
@@ -197,10 +125,96 @@ topic("gives 0 and -inf where nothing is seen", {
   { lens = { 0, 5, 0 }, rows = { 1, 1, 2 }, block_size = 4, group = 8 },
 })
 
+local slots = {}
+for _, select in ipairs { "shared", "heads" } do
+  for _, rows in ipairs { false, { 30, 7, 1 } } do
+    for _, dtype in ipairs { "f32", "bf16" } do
+      slots[#slots + 1] = { lens = { 130, 39, 1 }, rows = rows or nil, group = 4,
+        block_size = 16, kv_heads = 3, head_dim = 16, dtype = dtype, select = select,
+        alibi = dtype == "f32" }
+    end
+  end
+end
+for _, size in ipairs { 1, 17, 256 } do
+  slots[#slots + 1] = { lens = { 500, 3 }, rows = { 9, 3 }, group = 2, block_size = size,
+    head_dim = 8, select = "shared" }
+end
+slots[#slots + 1] = { lens = { 3000, 5 }, block_size = 16, kv_heads = 2, head_dim = 8,
+  select = "heads" }
+
+--- Copies of cases with these fields changed.
+local function with(cases, fields)
+  local changed = {}
+  for i, c in ipairs(cases) do
+    changed[i] = {}
+    for name, value in pairs(c) do changed[i][name] = value end
+    for name, value in pairs(fields) do changed[i][name] = value end
+    changed[i].inputs, changed[i].expected = nil, nil
+  end
+  return changed
+end
+
+local in_slots = with(slots, { slots = "all" })
+topic("reads K and V from slots instead of the tables' blocks", in_slots)
+topic("passes over blocks that have no slot", with(slots, { slots = "gaps" }))
+
+local joined = {
+  { lens = { 45, 0, 100 }, block_size = 16, kv_heads = 2, group = 4, head_dim = 32 },
+  { lens = { 45, 0, 100 }, rows = { 9, 1, 30 }, block_size = 16, group = 3,
+    head_dim = 24 },
+  { lens = { 3 }, rows = { 5 }, block_size = 4 },   -- two rows come before any key
+  { lens = { 3000, 0, 513 }, block_size = 16, group = 4, head_dim = 16 },
+  { lens = { 2500 }, rows = { 12 }, block_size = 16, group = 2, head_dim = 8,
+    select = "shared" },
+  { lens = { 50, 3 }, block_size = 8, group = 4, dtype = "bf16" },
+  { lens = { 50, 3 }, rows = { 30, 2 }, block_size = 8, dtype = "f16", out = "f32" },
+  { lens = { 20 }, block_size = 16, no_lse = true },
+}
+topic("joins an attention over other keys", with(joined, { prev = true }))
+topic("gives the whole in parts that are joined", with(slots, { parts = 3 }))
+local whole = with(slots, { dtype = "f32" })
+local in_parts = with(whole, { parts = 5 })
+topic("gives the whole in parts over slots, joined to another one",
+  with(slots, { slots = "gaps", parts = 4, prev = true }))
+
 describe("paged attention", function()
   for _, t in ipairs(topics) do
     support.it_on_cpu(t.name, function(dev) check_cpu(dev, t.cases) end)
   end
+
+  support.it_on_cpu("gives the same bits through slots as through tables", function(dev)
+    for i, c in ipairs(slots) do
+      local out, lse = run(dev, in_slots[i])
+      local want, want_lse = run(dev, c)
+      support.equal(out, want, ("out of case %d"):format(i))
+      support.equal(lse, want_lse, ("lse of case %d"):format(i))
+    end
+  end)
+
+  support.it_on_cpu("gives the whole in f32 parts, but for their rounding", function(dev)
+    for i, c in ipairs(whole) do
+      local out, lse = run(dev, in_parts[i])
+      local want, want_lse = run(dev, c)
+      support.close(out, want, 2e-6, 2e-6, ("out of case %d"):format(i))
+      support.close(lse, want_lse, 2e-6, 2e-6, ("lse of case %d"):format(i))
+    end
+  end)
+
+  support.it_on_cpu("leaves an attention alone that is joined to nothing", function(dev)
+    local nothing = { lens = { 0, 0 }, rows = { 1, 2 }, block_size = 4, group = 2,
+      prev = true }
+    local out, lse = run(dev, nothing)
+    support.equal(out, nothing.expected.out, "out")
+    support.equal(lse, nothing.expected.lse, "lse")
+    local something = { lens = { 45, 9 }, block_size = 16, group = 4 }
+    local want, want_lse = run(dev, something)
+    local call = with({ something }, { prev = true })[1]
+    prepare(call)
+    for r = 1, #call.inputs.prev_lse do call.inputs.prev_lse[r] = -math.huge end
+    out, lse = run(dev, call)
+    support.equal(out, want, "out")
+    support.equal(lse, want_lse, "lse")
+  end)
 
   support.it_on_cpu("sees nothing through an empty selection", function(dev)
     local c = { lens = { 20, 30 }, block_size = 16, group = 2 }

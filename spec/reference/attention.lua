@@ -109,6 +109,25 @@ function M.merge(out_a, lse_a, out_b, lse_b, dim)
   return out, lse
 end
 
+--- memory[slot] = k, v, changed in place: flat values [tokens, kv_heads, head_dim] that
+-- are rounded already. slot_of (optional, [kv_heads, blocks]): where a block of the slots
+-- lies in memory, -1: nowhere.
+function M.append_kv(memory, layout, k, v, slots, slot_of, blocks)
+  local dim, size, heads = layout.head_dim, layout.block_size, layout.kv_heads
+  for t, slot in ipairs(slots) do
+    for head = 0, slot >= 0 and heads - 1 or -1 do
+      local block = math.floor(slot / size)
+      if slot_of then block = slot_of[head * blocks + block + 1] end
+      local from = ((t - 1) * heads + head) * dim
+      for half, rows in ipairs(block >= 0 and { k, v } or {}) do
+        local to = cache_at(layout, block, half - 1, head, slot % size)
+        for d = 1, dim do memory[to + d] = rows[from + d] end
+      end
+    end
+  end
+  return memory
+end
+
 --- Elementwise min and max of K: [blocks, 2, kv_heads, head_dim], changed in place.
 function M.block_minmax(cache, layout, blocks, tokens, summary)
   local dim = layout.head_dim

@@ -1,0 +1,75 @@
+/* New rows of K and V into paged memory, converted to its dtype: what append_kv and
+ * hot_append share. A piece of work is one half (K or V) of one KV head: tokens stay in
+ * order inside it, so that of two with one slot the last one wins. */
+#ifndef KVL_CPU_APPEND_H
+#define KVL_CPU_APPEND_H
+
+#include "cpu/split.h"
+#include "cpu/vec.h"
+
+struct append {
+  struct kvl_cache_view to;
+  const void *k, *v;
+  const int64_t *slots;         /* of the memory whose blocks slots and slot_of name */
+  const int32_t *slot_of;       /* [kv_heads, blocks]: where a block lies in `to`; NULL: it
+                                 * is one of to's own */
+  int64_t tokens, blocks;
+  int32_t dtype;                /* of k and v */
+};
+
+/* Which block of `to` takes a token of this KV head; -1: none. */
+static inline int64_t append_block(const struct append *a, int64_t head, int64_t token) {
+  int64_t slot = a->slots[token], block = slot / a->to.block_size;
+  if (slot < 0 || block >= a->blocks) return -1;
+  if (a->slot_of) block = a->slot_of[head * a->blocks + block];
+  return block < a->to.blocks ? block : -1;
+}
+
+static inline KVL_HOT void convert_row(const void *from, void *to, int dim, const int dtype,
+                                       const int to_dtype) {
+  for (int d = 0; d < dim; d += VF) {
+    int lanes = vf_left(d, dim);
+    vf x = vf_load_n(at_const(from, d, dtype), lanes, dtype);
+    vf_store_n(at(to, d, to_dtype), x, lanes, to_dtype);
+  }
+}
+
+/* Pieces are (half, KV head). */
+static inline KVL_HOT void append(const struct append *a, int64_t begin, int64_t end,
+                                  const int to_dtype) {
+  const int64_t heads = a->to.kv_heads, size = a->to.block_size;
+  const int dim = a->to.head_dim;
+  for (int64_t piece = begin; piece < end; piece++)
+    for (int64_t t = 0; t < a->tokens; t++) {
+      int64_t head = piece % heads, block = append_block(a, head, t);
+      if (block < 0) continue;
+      const void *from = at_const(piece < heads ? a->k : a->v, (t * heads + head) * dim,
+                                  a->dtype);
+      void *to = at(a->to.kv, ((block * 2 * heads + piece) * size + a->slots[t] % size) * dim,
+                    to_dtype);
+      if (a->dtype == to_dtype) memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
+      else convert_row(from, to, dim, KVL_DTYPE_F32, to_dtype);
+    }
+}
+
+static int append_piece(const void *args, int64_t begin, int64_t end) {
+  const struct append *a = args;
+  KVL_BY_FLOAT(a->to.dtype, append(a, begin, end, D))
+  return 0;
+}
+
+static inline int append_run(const struct append *a, void *queue) {
+  const struct kvl_cache_view *to = &a->to;
+  if (a->tokens == 0) return 0;
+  if (to->pinned) {
+    int64_t rows = 0;
+    for (int64_t head = 0; head < to->kv_heads; head++)
+      for (int64_t t = 0; t < a->tokens; t++) rows += 2 * (append_block(a, head, t) >= 0);
+    kvl__link_bytes(queue, KVL_LINK_TO_HOST,
+                    rows * to->head_dim * kvl__float_bytes(to->dtype));
+  }
+  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->head_dim),
+                    append_piece, a);
+}
+
+#endif

@@ -1,0 +1,44 @@
+/* Sums over the threads before one: how kernels number things in order. */
+#ifndef KVL_CUDA_BLOCK_SCAN_CUH
+#define KVL_CUDA_BLOCK_SCAN_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+/* Sum over the lanes up to this one. */
+__device__ __forceinline__ int warp_scan(int x) {
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int step = 1; step < WARP; step *= 2) {
+    int before = __shfl_up_sync(ALL_LANES, x, step);
+    if (lane >= step) x += before;
+  }
+  return x;
+}
+
+/* N sums at once: x becomes the sum over the threads before this one, `total` that over all
+ * of the block (whole warps, 1-D). `shared` may be reused at once. */
+template <int N>
+__device__ __forceinline__ void block_scan(int (&x)[N], int (&total)[N],
+                                           int (*shared)[WARP]) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    int upto = warp_scan(x[k]);
+    if (lane == WARP - 1) shared[k][warp] = upto;
+    x[k] = upto - x[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    int of_warp = lane < warps ? shared[k][lane] : 0, upto = warp_scan(of_warp);
+    x[k] += __shfl_sync(ALL_LANES, upto - of_warp, warp);
+    total[k] = __shfl_sync(ALL_LANES, upto, WARP - 1);
+  }
+  __syncthreads();   /* before the caller writes `shared` again */
+}
+
+}  // namespace kvl
+
+#endif

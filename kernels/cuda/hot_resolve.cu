@@ -1,0 +1,115 @@
+/* Give every selected block of the host tier a slot on the device, evicting others.
+ *
+ *   selection        i32  [seqs, kv_heads or 1, n]   logical, -1 padded
+ *   tables           i32  [seqs, max_blocks]
+ *   slot_of          i32  [kv_heads, blocks]    changed; -1: the block has no slot
+ *   block_of, order  i32  [kv_heads, slots]     changed; least recently used first
+ *   priority         f32  [kv_heads, blocks]    optional
+ *   slots            i32  [seqs, kv_heads, n]
+ *   miss_from/to     i32  [kv_heads, seqs * n]  block and slot, -1 padded
+ *   hit_/miss_...    i32  [seqs, kv_heads, n]   the selection parted, -1 padded; optional
+ *   counters         i64  [4]                   hits, misses and evictions are added
+ *   workspace        kv_heads * temporary_bytes, where shared memory may be too small
+ *
+ * The same arrays on every device, whatever runs in parallel:
+ * - Entries are taken in order (sequence, place). One that is -1 or out of range gets slot
+ *   -1. A block with a slot at the start is a hit, each time it is named. Of another one the
+ *   first entry is a miss, and its place in the list of misses; further ones count nothing.
+ * - Victims are slots that no selected block holds: free ones first, then the lowest
+ *   priority (NaN lowest of all), ties by `order`. They are handed to the misses in the
+ *   order in which they stand in `order`.
+ * - Then the slots not used by this call come first in `order` and the used ones last, both
+ *   in the order they had.
+ *
+ * One block of threads a KV head; what passes between its phases lies in shared memory:
+ *   1  half of the warps look the entries up, mark the slots of hits, and claim slot_of of a
+ *      missing block for the lowest entry (atomic minimum of INT32_MIN + entry); the other
+ *      half reads order, block_of and priority
+ *   2  entries whose claim stands are leaders; the bits of leaders, hits and misses are
+ *      numbered by a scan
+ *   3  the key of the last victim (a radix search only when priorities decide)
+ *   4  a walk over `order` numbers the victims and parts it anew
+ *   5  misses move in: slot_of and block_of
+ *   6  the slot of every entry, and the parted lists
+ *
+ * Bytes   4 * (6 * seqs * n + 4 * slots) a head and two sectors of 32 an entry, from L2
+ * Limit   latency: eight dependent accesses of device memory or L2 in a row and a dozen
+ *         barriers on one SM. Estimate for 3280 entries and 4096 slots: 8-9 us, of which 3
+ *         are the launch; with priorities 3 us more
+ * Exact.  Source: Alabi et al. 2012 (radix select) */
+#include "hot_resolve.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int SHARED_STATIC = 10 << 10;   /* bytes that the kernel declares itself, at most */
+constexpr int SHARED_SURE = 80 << 10;     /* and those that every device has beside them */
+
+template <bool IS_SHARED>
+__global__ void __launch_bounds__(hot::THREADS)
+resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
+  using namespace hot;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ int sums[SETS][WARP];
+  const int tid = threadIdx.x;
+  const head h =
+      head_of(a, IS_SHARED ? shared : (char *)a.workspace + (int64_t)blockIdx.x * bytes);
+  for (int i = tid; i < words_of(h.slots); i += THREADS) h.used[i] = 0;
+  if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0;   /* where no entry has a bit */
+  __syncthreads();
+  if (tid < HALF) look_up(a, h, tid);
+  else read_slots(h, tid - HALF);
+  __syncthreads();
+
+  int candidates[2], candidates_all[2], count[SETS];
+  find_leaders(h);
+  mark_used(h, candidates);
+  block_scan(candidates, candidates_all, sums);   /* barriers: the leaders are known too */
+  number_entries(h, count, sums);
+  const int unheld = candidates_all[0];
+  const int filled = min(count[LEADER], unheld + candidates_all[1]);
+
+  victims v = {KEY_FREE, filled};
+  if (filled > unheld && h.priority) v = search_keys(h, filled, sums);
+  else if (filled > unheld) v = {KEY_NAN, filled - unheld};
+  list_misses(h, filled);
+  renew_order(h, v, filled, sums);
+  __syncthreads();
+  fill_slots(h, filled);
+  __syncthreads();
+  tell(a, h);
+  if (tid == 0) {
+    unsigned long long *counters = (unsigned long long *)a.hot.counters;
+    atomicAdd(counters, (unsigned long long)count[HIT]);
+    atomicAdd(counters + 1, (unsigned long long)count[LEADER]);
+    atomicAdd(counters + 2, (unsigned long long)max(filled - unheld, 0));
+  }
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_WORKSPACE(hot_resolve) {
+  (void)sm_count;
+  const kvl_hot_resolve_args &a = *(const kvl_hot_resolve_args *)args;
+  size_t bytes = kvl::hot::temporary_bytes(a);
+  return bytes <= kvl::SHARED_SURE ? 0 : bytes * a.hot.memory.kv_heads;
+}
+
+KVL_CUDA_KERNEL(hot_resolve) {
+  using namespace kvl;
+  const kvl_hot_resolve_args &a = *(const kvl_hot_resolve_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  const unsigned heads = (unsigned)a.hot.memory.kv_heads;
+  if (a.seqs * a.n == 0 || heads == 0) return KVL_OK;
+  const int64_t bytes = (int64_t)hot::temporary_bytes(a);
+  const int64_t room = q->shared_optin - SHARED_STATIC;
+  if (bytes <= room) {
+    int status = allow_shared<resolve<true>>(q, (int)room);
+    if (status < 0) return status;
+    resolve<true><<<heads, hot::THREADS, (size_t)bytes, q->stream>>>(a, bytes);
+  } else {
+    resolve<false><<<heads, hot::THREADS, 0, q->stream>>>(a, bytes);
+  }
+  return kvl__cuda_launched();
+}

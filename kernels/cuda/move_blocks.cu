@@ -1,0 +1,177 @@
+/* dst[to[i]] = src[from[i]] between two memories of one layer, either of them pinned host
+ * memory: whole blocks, or K and V of single KV heads.
+ *
+ *   src, dst  f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim], 16-byte aligned
+ *   from, to  i32           [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of head g
+ *   moved     i64           [1]                the bytes copied are added; optional
+ * -1 or out of range on either side is skipped; no block is written twice. Exact.
+ *
+ * Bytes   those moved, once over the link; 4 for every entry, in sectors of 32
+ * Limit   the link: 55 GB/s of a PCIe 5 x16 want 110 KB under way at 2 us a read. A warp takes
+ *         a piece of up to 4 KiB with eight 16-byte loads a lane before the first store, so
+ *         16 blocks of threads have up to 384 KiB under way and leave the other SMs alone;
+ *         their 12K registers fit beside two blocks of paged_decode. Between device memories
+ *         the whole device copies.
+ *
+ * Lists are long and mostly padding, the rest in front. Pieces are numbered with the place in
+ * the list slowest (list place, then sequence and lane, then part of the entry) and dealt to
+ * the warps of all blocks in turn, so what is valid spreads evenly whatever its size. Every
+ * lane looks at a piece of its own, and a warp passes over 256 of them with one wait. Stores
+ * are plain: what comes to the device is read next, from L2. */
+#include "elementwise.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int THREADS = 192, WARPS = THREADS / WARP, LINK_BLOCKS = 16;
+constexpr int EACH = 8, PIECE = EACH * WARP;   /* in 16-byte words */
+constexpr int AHEAD = 8;                       /* pieces a lane looks at together */
+constexpr int PARTS_MOST = 16;
+constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST;   /* pieces count in 32 bits */
+
+/* n / d for n < 2^31 by a multiplication (Granlund and Montgomery 1994). Passing over padding
+ * is little else than these divisions. */
+struct divisor {
+  uint32_t d, shift, reciprocal;   /* 2^shift / d, rounded up */
+  __device__ uint32_t quotient(uint32_t n) const {
+    return (uint32_t)((uint64_t)n * reciprocal >> shift);
+  }
+};
+divisor divisor_of(int64_t d) {
+  uint32_t bits = 0;
+  while ((int64_t)1 << bits < d) bits++;
+  uint64_t power = (uint64_t)1 << (31 + bits);   /* below 2^32 * d */
+  return {(uint32_t)d, 31 + bits, (uint32_t)((power + d - 1) / d)};
+}
+
+/* Lengths in 16-byte words. An entry is one run of `run` words, or two, `half` words apart;
+ * each is cut in `parts_run` parts of `part` words. Pieces are entries * parts, and rows of
+ * the lists seqs * lanes. */
+struct layout {
+  int64_t block, half;
+  uint32_t run, part, pieces;
+  divisor parts_run, parts, lanes, rows;
+};
+
+/* Source, destination and length; words 0: there is nothing to copy. */
+struct piece {
+  const uint4 *from;
+  uint4 *to;
+  int words;
+};
+
+/* Where piece p stands in the lists. */
+__device__ __forceinline__ int64_t entry_of(const layout &l, int64_t n, uint32_t p) {
+  const uint32_t entry = l.parts.quotient(p), i = l.rows.quotient(entry);
+  return (entry - i * l.rows.d) * n + i;
+}
+
+/* Piece p, whose `from` is in range. */
+__device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const layout &l,
+                                            uint32_t p) {
+  const int64_t place = entry_of(l, a.n, p), from = a.from[place], to = a.to[place];
+  if (to < 0 || to >= a.dst.blocks) return {nullptr, nullptr, 0};
+  const uint32_t entry = l.parts.quotient(p), part = p - entry * l.parts.d;
+  const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.d;   /* lanes divides rows */
+  const uint32_t run = l.parts_run.quotient(part);
+  const uint32_t in_run = (part - run * l.parts_run.d) * l.part;
+  const int64_t at = run * l.half + (int64_t)lane * l.run + in_run;
+  return {(const uint4 *)a.src.kv + from * l.block + at,
+          (uint4 *)a.dst.kv + to * l.block + at, (int)min(l.part, l.run - in_run)};
+}
+
+/* Read once: past L1. Volatile keeps the loads of a piece together. */
+__device__ __forceinline__ uint4 load_once(const uint4 *p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
+
+__device__ __forceinline__ void copy_piece(const piece &p, int lane) {
+  const uint4 *from = p.from + lane;
+  uint4 *to = p.to + lane;
+#pragma unroll 1
+  for (int left = p.words - lane; left > 0; left -= PIECE, from += PIECE, to += PIECE) {
+    uint4 x[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (e * WARP < left) x[e] = load_once(from + e * WARP);
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if (e * WARP < left) to[e * WARP] = x[e];
+  }
+}
+
+__global__ void __launch_bounds__(THREADS)
+move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ layout l) {
+  __shared__ piece found[WARPS][WARP];
+  __shared__ long long sums[WARP];
+  const int lane = threadIdx.x % WARP;
+  piece *queue = found[threadIdx.x / WARP];
+  /* Neighbouring pieces go to different blocks of threads. */
+  const uint32_t warp = threadIdx.x / WARP * gridDim.x + blockIdx.x;
+  const uint32_t warps = gridDim.x * WARPS;
+  uint32_t words = 0;   /* of this lane's pieces */
+  for (uint32_t first = warp; first < l.pieces; first += warps * WARP * AHEAD) {
+    unsigned valid = 0;   /* bit w: this lane's piece of window w has a source */
+#pragma unroll
+    for (int w = 0; w < AHEAD; w++) {
+      uint32_t p = first + (w * WARP + lane) * warps;
+      int64_t from = p < l.pieces ? a.from[entry_of(l, a.n, p)] : -1;
+      valid |= (unsigned)(from >= 0 && from < a.src.blocks) << w;
+    }
+#pragma unroll 1
+    for (unsigned any = __reduce_or_sync(ALL_LANES, valid); any; any &= any - 1) {
+      const int w = __ffs(any) - 1;
+      piece own = {nullptr, nullptr, 0};
+      if (valid >> w & 1) own = find_piece(a, l, first + (w * WARP + lane) * warps);
+      words += own.words;
+      const unsigned has = __ballot_sync(ALL_LANES, own.words > 0);
+      if (own.words > 0) queue[__popc(has & ((1u << lane) - 1))] = own;
+      __syncwarp();
+      for (int k = 0; k < __popc(has); k++) copy_piece(queue[k], lane);
+      __syncwarp();   /* the queue is read before it is written again */
+    }
+  }
+  if (!a.moved) return;
+  const long long total = block_sum((long long)words, sums);
+  if (threadIdx.x == 0 && total > 0)
+    atomicAdd((unsigned long long *)a.moved, (unsigned long long)total * 16);
+}
+
+layout layout_of(const kvl_move_blocks_args &a) {
+  const kvl_cache_view &c = a.src;
+  layout l = {};
+  int64_t head = (int64_t)c.block_size * c.head_dim * (c.dtype == KVL_DTYPE_F32 ? 4 : 2) / 16;
+  l.half = head * c.kv_heads;
+  l.block = 2 * l.half;
+  int64_t run = a.lanes == 1 ? l.block : head, runs = l.block / (run * a.lanes);
+  int64_t most = PARTS_MOST / runs, pieces_run = (run + PIECE - 1) / PIECE;
+  l.run = (uint32_t)run;
+  l.part = (uint32_t)((pieces_run + most - 1) / most * PIECE);
+  l.parts_run = divisor_of((l.run + l.part - 1) / l.part);
+  l.parts = divisor_of(runs * l.parts_run.d);
+  l.lanes = divisor_of(a.lanes);
+  l.rows = divisor_of(a.seqs * a.lanes);
+  l.pieces = (uint32_t)(a.seqs * a.lanes * a.n * l.parts.d);
+  return l;
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(move_blocks) {
+  using namespace kvl;
+  const kvl_move_blocks_args &a = *(const kvl_move_blocks_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  const int64_t entries = a.seqs * a.lanes * a.n;
+  if (entries == 0 || a.src.kv_heads == 0) return KVL_OK;
+  if (!aligned16(a.src.kv, a.dst.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (entries > ENTRIES_MOST) return kvl__cuda_check(cudaErrorInvalidValue);
+  const layout l = layout_of(a);
+  unsigned blocks = grid(l.pieces, WARPS, q, 8);
+  if ((a.src.pinned || a.dst.pinned) && blocks > LINK_BLOCKS) blocks = LINK_BLOCKS;
+  move<<<blocks, THREADS, 0, q->stream>>>(a, l);
+  return kvl__cuda_launched();
+}

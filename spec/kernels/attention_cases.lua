@@ -1,0 +1,196 @@
+--- Cases of paged attention: their random inputs, what the reference makes of them, and
+-- how they are run.
+--
+-- A case names lens, block_size, and where wanted
+--   kv_heads, group, head_dim, dtype, extra, seed   as in support.paged
+--   rows     new tokens of each sequence; nil: decode
+--   q, out   dtypes that differ from the cache's
+--   select   "shared": one random selection a sequence, "heads": one a KV head
+--   slots    "all": the selected blocks lie in slots and nothing is in the tables;
+--            "gaps": some of them have no slot
+--   prev     joined to an attention over other keys, which saw nothing in some rows
+--   parts    the selection is dealt out to so many calls, each joined to the one before
+--   alibi, causal, no_lse
+local kv = require "kvlab"
+local ffi = require "ffi"
+local support = require "spec.support"
+local reference = require "spec.reference.attention"
+
+local M = {}
+
+local INF, NAN = math.huge, 0 / 0
+
+--- Some of the blocks of each list. Wider than any list, so that -1 follows.
+local function selection_of(c, paged)
+  if not c.select then return nil end
+  local rng, flat = support.rng(c.seed or 7), {}
+  local heads = c.select == "heads" and paged.layout.kv_heads or 1
+  local width = paged.max_blocks + 1
+  for _, len in ipairs(c.lens) do
+    for _ = 1, heads do
+      local first = #flat
+      for b = 0, math.ceil(len / c.block_size) - 1 do
+        if rng(3) > 0 then flat[#flat + 1] = b end
+      end
+      for i = #flat + 1, first + width do flat[i] = -1 end
+    end
+  end
+  return flat, heads, width
+end
+
+--- K and V of the selected blocks in slots, in random order, different ones for each
+-- list head. Returns the slot of each entry, the memory and its blocks, and the selection
+-- without the entries that have none. Memory that nothing names is NaN.
+local function place_in_slots(c, a)
+  local rng, layout = support.rng(c.seed or 3), a.layout
+  local rows = #c.lens * a.max_selected
+  local blocks, memory, slots, selection = rows + 2, {}, {}, {}
+  local lane = layout.block_size * layout.head_dim
+  local half = layout.kv_heads * lane
+  for i = 1, blocks * 2 * half do memory[i] = NAN end
+  for list = 0, a.selection_heads - 1 do
+    local free = support.distinct(rng, rows, blocks)
+    local first = a.selection_heads > 1 and list * lane or 0
+    local last = a.selection_heads > 1 and first + lane or half
+    for row = 0, rows - 1 do
+      local seq, i = math.floor(row / a.max_selected), row % a.max_selected
+      local at = (seq * a.selection_heads + list) * a.max_selected + i + 1
+      slots[at], selection[at] = -1, a.selection[at]
+      if selection[at] >= 0 and c.slots == "gaps" and rng(3) == 0 then
+        slots[at], selection[at] = rng(2) == 0 and -1 or blocks, -1
+      elseif selection[at] >= 0 then
+        slots[at] = free[row + 1]
+        local from = a.tables[seq * a.max_blocks + selection[at] + 1] * 2 * half
+        local to = slots[at] * 2 * half
+        for h = 0, half, half do
+          for d = first + 1, last do memory[to + h + d] = a.cache[from + h + d] end
+        end
+      end
+    end
+  end
+  return slots, memory, blocks, selection
+end
+
+--- Random out and lse of an earlier attention; out is NaN where it saw nothing.
+local function previous(tokens, heads, dim)
+  local cpu = kv.device "cpu"
+  local out = support.randn(cpu, "f32", { tokens, heads, dim }, 31):list()
+  local lse = kv.randn(cpu, "f32", { tokens, heads }, { seed = 32, std = 4 }):list()
+  for row = 0, #lse - 1 do
+    if row % 3 == 1 then
+      lse[row + 1] = -INF
+      for d = 1, dim do out[row * dim + d] = NAN end
+    end
+  end
+  return out, lse
+end
+
+--- The inputs of a case, and what the reference makes of them.
+function M.prepare(c)
+  if c.expected then return c.inputs, c.expected end
+  local paged = support.paged(c)
+  local heads, dim = paged.layout.kv_heads * (c.group or 1), paged.layout.head_dim
+  local starts, tokens = nil, #c.lens
+  if c.rows then
+    starts, tokens = { 0 }, 0
+    for _, rows in ipairs(c.rows) do
+      tokens = tokens + rows
+      starts[#starts + 1] = tokens
+    end
+  end
+  local q_dtype = c.q or c.dtype or "f32"
+  local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
+  local alibi
+  if c.alibi then
+    alibi = {}
+    for h = 1, heads do alibi[h] = 2^(-8 * h / heads) end
+  end
+  local selection, selection_heads, max_selected = selection_of(c, paged)
+  local a = { layout = paged.layout, q = q:list(), cache = paged.cache,
+    tables = paged.tables, lens = c.lens, max_blocks = paged.max_blocks, heads = heads,
+    scale = 1 / math.sqrt(dim), causal = c.causal ~= false, starts = starts,
+    alibi = alibi, selection = selection, selection_heads = selection_heads,
+    max_selected = max_selected }
+  c.inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection }
+  if c.slots then
+    c.inputs.slots, c.inputs.memory, c.inputs.blocks, a.selection = place_in_slots(c, a)
+  end
+  local out, lse = reference.paged_attention(a)
+  if c.prev then
+    c.inputs.prev_out, c.inputs.prev_lse = previous(tokens, heads, dim)
+    out, lse = reference.merge(out, lse, c.inputs.prev_out, c.inputs.prev_lse, dim)
+  end
+  c.expected = { out = out, lse = lse }
+  return c.inputs, c.expected
+end
+
+--- The tensors of every call of a case; those that are not wanted are nil.
+local function tensors(dev, c, inputs)
+  local a, layout = inputs.a, inputs.a.layout
+  local function optional(dtype, shape, values)
+    return values and kv.from(dev, dtype, shape, values)
+  end
+  local cache, tables, lens = inputs.paged.on(dev)
+  if c.slots then
+    cache = kv.from(dev, c.dtype or "f32", { inputs.blocks, 2, layout.kv_heads,
+      layout.block_size, layout.head_dim }, inputs.memory)
+    tables:fill_(-1)
+  end
+  return { q = inputs.q:to(dev), cache = cache, tables = tables, lens = lens,
+    starts = optional("i32", { #c.lens + 1 }, a.starts),
+    alibi = optional("f32", { a.heads }, a.alibi),
+    prev_out = optional("f32", { inputs.tokens, a.heads, layout.head_dim },
+      inputs.prev_out),
+    prev_lse = optional("f32", { inputs.tokens, a.heads }, inputs.prev_lse) }
+end
+
+--- The entries of the selection (and their slots) dealt out to c.parts selections; those
+-- of a part are ascending and -1 padded. One part: as they are.
+local function deal(c, inputs)
+  if not c.parts then return { inputs } end
+  local width, rng, parts = inputs.a.max_selected, support.rng(c.seed or 5), {}
+  for p = 1, c.parts do
+    parts[p] = { selection = {}, slots = inputs.slots and {} or nil }
+    for i = 1, #inputs.selection do
+      parts[p].selection[i] = -1
+      if inputs.slots then parts[p].slots[i] = -1 end
+    end
+  end
+  local used = {}
+  for i, logical in ipairs(inputs.selection) do
+    if (i - 1) % width == 0 then used = {} end
+    if logical >= 0 then
+      local p = rng(c.parts) + 1
+      local at = math.floor((i - 1) / width) * width + (used[p] or 0) + 1
+      used[p] = (used[p] or 0) + 1
+      parts[p].selection[at] = logical
+      if inputs.slots then parts[p].slots[at] = inputs.slots[i] end
+    end
+  end
+  return parts
+end
+
+--- Run a case: tensors out, lse. Calls before the last one write over what they join.
+function M.run(dev, c)
+  local inputs = M.prepare(c)
+  local a, t = inputs.a, tensors(dev, c, inputs)
+  local list_shape = { #c.lens, a.selection_heads, a.max_selected }
+  local shape = { inputs.tokens, a.heads, a.layout.head_dim }
+  local parts = deal(c, inputs)
+  for i, part in ipairs(parts) do
+    t.selection = part.selection and kv.from(dev, "i32", list_shape, part.selection)
+    t.slots = part.slots and kv.from(dev, "i32", list_shape, part.slots)
+    t.out = i < #parts and (t.prev_out or support.poisoned(dev, "f32", shape))
+      or support.poisoned(dev, c.out or c.q or c.dtype or "f32", shape)
+    t.lse = support.poisoned(dev, "f32", { inputs.tokens, a.heads })
+    local call = ffi.new "kvl_attention"
+    for name, tensor in pairs(t) do call[name] = tensor end
+    if c.no_lse then call.lse = nil end
+    call.scale, call.causal = a.scale, a.causal and 1 or 0
+    kv.check(kv.C.kvl_paged_attention(call))
+    t.prev_out, t.prev_lse = t.out, t.lse
+  end
+  return t.out, t.lse
+end
+
+return M

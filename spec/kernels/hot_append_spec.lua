@@ -1,0 +1,109 @@
+--- Exact: copying, or one rounding to nearest even that every device does alike.
+local kv = require "kvlab"
+local ffi = require "ffi"
+local link_bytes = require "spec.kernels.link_bytes"
+local support = require "spec.support"
+local reference = require "spec.reference.attention"
+
+local BLOCKS, SLOTS = 6, 4
+
+--- For each KV head another half of the blocks has a slot.
+local function slots_of(rng, kv_heads)
+  local slot_of, block_of = {}, {}
+  for head = 0, kv_heads - 1 do
+    for i = 1, BLOCKS do slot_of[head * BLOCKS + i] = -1 end
+    local held = support.distinct(rng, SLOTS, BLOCKS)
+    for slot = 0, SLOTS - 1 do
+      local block = slot % 4 < 3 and held[slot + 1] or -1
+      block_of[head * SLOTS + slot + 1] = block
+      if block >= 0 then slot_of[head * BLOCKS + block + 1] = slot end
+    end
+  end
+  return slot_of, block_of
+end
+
+--- Tokens go to random places of the host tier; every fifth one is skipped. Returns the
+-- tensors, and what goes in as flat values.
+local function prepare(dev, c)
+  local cpu, tokens = kv.device "cpu", c.tokens
+  local rng = support.rng(tokens + c.head_dim)
+  local slots = support.distinct(rng, tokens, BLOCKS * c.block_size)
+  for i = 5, tokens, 5 do slots[i] = -1 end
+  local shape = { tokens, c.kv_heads, c.head_dim }
+  local k = support.randn(cpu, c.from, shape, 1)
+  local v = support.randn(cpu, c.from, shape, 2)
+  local slot_of, block_of = slots_of(rng, c.kv_heads)
+  local row = { 2, c.kv_heads, c.block_size, c.head_dim }
+  local hot = {
+    memory = kv.full(dev, c.dtype, { SLOTS, unpack(row) }, 9),
+    slot_of = kv.from(dev, "i32", { c.kv_heads, BLOCKS }, slot_of),
+    block_of = kv.from(dev, "i32", { c.kv_heads, SLOTS }, block_of),
+    order = kv.zeros(dev, "i32", { c.kv_heads, SLOTS }),
+    counters = kv.zeros(dev, "i64", { 4 }),
+  }
+  local t = { hot = hot, k = k:to(dev), v = v:to(dev),
+    slots = kv.from(dev, "i64", { tokens }, slots),
+    cache = kv.pinned(dev, c.dtype, { BLOCKS, unpack(row) }):fill_(7) }
+  return t, { k = k:cast(c.dtype):list(), v = v:cast(c.dtype):list(), slots = slots,
+    slot_of = slot_of }
+end
+
+local function launch(t)
+  kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache))
+end
+
+--- The host tier and the slots' memory after the call, and what went in.
+local function append(dev, c)
+  local t, given = prepare(dev, c)
+  launch(t)
+  return t.cache, t.hot.memory, given
+end
+
+local function filled(c, blocks, value)
+  local values = {}
+  for i = 1, blocks * 2 * c.kv_heads * c.block_size * c.head_dim do values[i] = value end
+  return values
+end
+
+local cases = {}
+for _, dtype in ipairs { "f32", "f16", "bf16" } do
+  for _, from in ipairs(dtype == "f32" and { "f32" } or { "f32", dtype }) do
+    for _, s in ipairs { { 0, 1, 8, 16 }, { 1, 1, 8, 1 }, { 6, 3, 80, 1 },
+                         { 13, 2, 64, 16 }, { 100, 1, 24, 17 }, { 1000, 8, 128, 256 } } do
+      cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], kv_heads = s[2],
+        head_dim = s[3], block_size = s[4] }
+    end
+  end
+end
+
+describe("appending through a hot cache", function()
+  support.it_on_cpu("writes the host tier and the slots of its blocks", function(dev)
+    for i, c in ipairs(cases) do
+      local cache, memory, given = append(dev, c)
+      support.equal(cache, reference.append_kv(filled(c, BLOCKS, 7), c, given.k, given.v,
+        given.slots), ("cache of case %d"):format(i))
+      support.equal(memory, reference.append_kv(filled(c, SLOTS, 9), c, given.k, given.v,
+        given.slots, given.slot_of, BLOCKS), ("memory of case %d"):format(i))
+    end
+  end)
+
+  support.it_on_cpu("tells the link what goes to the host tier", function(dev)
+    local c = { tokens = 9, kv_heads = 3, head_dim = 16, block_size = 4, dtype = "f16",
+      from = "f32" }
+    local t = prepare(dev, c)
+    local to_device, to_host = link_bytes(dev, function() launch(t) end)
+    assert.equal(0, to_device)
+    assert.equal(8 * 2 * 3 * 16 * 2, to_host)
+  end)
+end)
+
+describe("appending through a hot cache on CUDA #gpu", function()
+  support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
+    for i, c in ipairs(cases) do
+      local cache, memory = append(cuda, c)
+      local want_cache, want_memory = append(cpu, c)
+      support.equal(cache, want_cache, ("cache of case %d"):format(i))
+      support.equal(memory, want_memory, ("memory of case %d"):format(i))
+    end
+  end)
+end)

@@ -1,0 +1,29 @@
+--- What the op that `fn` launches takes over the emulated link of the CPU device: bytes
+-- to the device, bytes to the host.
+--
+-- A link of a byte a microsecond is kept busy in one direction, far longer than any op
+-- computes: what goes the same way ends so many microseconds after that transfer.
+local kv = require "kvlab"
+
+local BUSY = 2 ^ 22              -- bytes, so microseconds
+
+local function behind(dev, from, to, fn)
+  kv.check(kv.C.kvl_cpu_link(1e-3, 0))
+  local begin, finish, stream = dev:open_event(), dev:open_event(), dev:stream()
+  begin:record(stream)
+  dev:with_stream(dev:open_stream(), function() to:copy_(from) end)
+  fn()
+  finish:record(stream)
+  return math.max(0, begin:elapsed_us(finish) - BUSY)
+end
+
+return function(dev, fn)
+  local here, pinned = kv.ones(dev, "u8", { BUSY }), kv.pinned(dev, "u8", { BUSY })
+  pinned:copy_(here)
+  local ok, to_device, to_host = pcall(function()
+    return behind(dev, pinned, here, fn), behind(dev, here, pinned, fn)
+  end)
+  kv.check(kv.C.kvl_cpu_link(0, 0))
+  if not ok then error(to_device, 0) end
+  return to_device, to_host
+end
