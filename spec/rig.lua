@@ -61,14 +61,22 @@ local function prefill(rig, seq, s, length, chunk)
   end
 end
 
+--- o.offload: KV in host memory, with these options of the engine. o.prefill_policy: an
+-- opened policy for prefill (full).
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32" }
+  local offload
+  if o.offload then
+    offload = { max_seqs = 8 }
+    for key, value in pairs(o.offload) do offload[key] = value end
+  end
   rig.cache = kv.cache { device = dev, dtype = rig.dtype, layers = SHAPE.layers,
-    blocks = SHAPE.blocks, block_size = o.block_size or SHAPE.block_size,
-    kv_heads = SHAPE.kv_heads, head_dim = SHAPE.head_dim }
+    blocks = o.blocks or SHAPE.blocks, block_size = o.block_size or SHAPE.block_size,
+    kv_heads = SHAPE.kv_heads, head_dim = SHAPE.head_dim, offload = offload }
   rig.policy = kv.policy.open(o.policy or "full", o.options)
   rig.attention = kv.attention { cache = rig.cache, heads = SHAPE.heads, max_seqs = 8,
-    decode_policy = rig.policy, alibi = o.alibi }
+    prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
+    decode_through = o.decode_through }
   rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }
   -- remember what the policy selected in each layer
   local select_blocks = rig.policy.select_blocks
@@ -121,6 +129,57 @@ function M.decode(dev, o)
   end
   rig.cache:close()
   return { policy = rig.policy, steps = steps }
+end
+
+--- Run a script over numbered sequences: { "prefill", s, n } appends a chunk of n tokens
+-- to sequence s (made when it is first named), { "decode", s, t, … } one token to each,
+-- { "close", s } ends it, { "truncate", s, length } shortens it. Returns by sequence the
+-- outputs of the last layer, one list of numbers for each of its steps, and the rig. o as
+-- for new, or { rig = one that is there }.
+function M.play(dev, o, script)
+  local rig = o.rig or M.new(dev, o)
+  local seqs, at, outs = {}, {}, {}
+  local function sequence(s)
+    if not seqs[s] then
+      seqs[s], at[s], outs[s] = rig.cache:sequence(), 0, outs[s] or {}
+    end
+    return seqs[s]
+  end
+  local function run(numbers, n, is_prefill)
+    local members, counts, positions = {}, {}, {}
+    for i, s in ipairs(numbers) do
+      members[i], counts[i], positions[i] = sequence(s), n, at[s]
+      at[s] = at[s] + n
+    end
+    rig.batch:append(members, counts)
+    local out = step(rig, numbers, positions, n, is_prefill)[SHAPE.layers - 1]
+    for i, s in ipairs(numbers) do
+      table.insert(outs[s], out:narrow((i - 1) * n, n):list())
+    end
+  end
+  local function follow(line)
+    local what, s = line[1], line[2]
+    if what == "prefill" then
+      sequence(s)
+      run({ s }, line[3], true)
+    elseif what == "decode" then
+      run({ unpack(line, 2) }, 1, false)
+    elseif what == "truncate" then
+      seqs[s]:truncate(line[3])
+      at[s] = line[3]
+    elseif what == "close" then
+      seqs[s]:close()
+      seqs[s] = nil
+    end
+  end
+  for _, line in ipairs(script) do
+    local ok, why = pcall(follow, line)
+    if not ok then
+      for _, seq in pairs(seqs) do seq:close() end
+      error(why, 0)
+    end
+  end
+  return outs, rig
 end
 
 --- A function that decodes one token for sequences of these lengths, over and over at the

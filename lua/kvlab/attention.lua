@@ -1,6 +1,7 @@
 --- Attention over a paged cache with a policy: the only place where policies meet
 -- kernels. One call a layer: append K and V, tell the policies, let the policy of the
--- phase select, attend over the selection.
+-- phase select, attend over the selection. Where KV lies (on the device; in host memory,
+-- behind a ring or a hot cache) is the cache's affair: policies are the same.
 --
 --   local quest = kv.policy.open("quest", { ratio = 0.1 })
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
@@ -20,11 +21,14 @@ local M = {}
 local Attention = {}
 Attention.__index = Attention
 
+--- The policy of a phase: the one given, which has to declare that phase, or `default`
+-- where that does, or full.
 local function phase_policy(o, phase, default)
-  local p = o[phase .. "_policy"] or default
+  local p = o[phase .. "_policy"]
+  if not p then return default and default[phase] and default or policy.open "full" end
   if not p[phase] then
-    error(("policy %s does not %s, as %s_policy it would have to"):format(p.name,
-      phase == "prefill" and "select in prefill" or "select in decode", phase), 3)
+    error(("policy %s does not select in %s, as %s_policy it would have to"):format(
+      p.name, phase, phase), 3)
   end
   return p
 end
@@ -34,10 +38,23 @@ local function each_policy(self, fn)
   if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
 end
 
+--- How this attention reaches a cache in host memory.
+local function open_offload(self, o)
+  local engine = self.cache.offload
+  self.ring, self.scratches = require("kvlab.ring").new(self), {}
+  local through = o.decode_through or (engine.hot and "hot" or "ring")
+  if through ~= "ring" and not (through == "hot" and engine.hot) then
+    error(("attention: decode_through is %s, expected ring%s"):format(tostring(through),
+      engine.hot and " or hot" or "; this cache has no hot cache (hot_slots)"), 3)
+  end
+  self.hot = through == "hot" and engine.hot or nil
+end
+
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
 --                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), max_seqs (16),
---                 max_blocks of a sequence (all of the cache)
+--                 max_blocks of a sequence (all of the cache); decode_through: "hot" or
+--                 "ring", where the cache has both ("hot")
 ---@return kvlab.Attention
 function M.attention(o)
   local cache = o.cache
@@ -49,7 +66,7 @@ function M.attention(o)
       tostring(o.heads), cache.kv_heads), 2)
   end
   local self = setmetatable({ cache = cache, event = {} }, Attention)
-  self.prefill_policy = phase_policy(o, "prefill", policy.open "full")
+  self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
@@ -61,6 +78,7 @@ function M.attention(o)
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks) })
   self.call = { scale = o.scale or 1 / math.sqrt(cache.head_dim), alibi = o.alibi,
                 causal = true }
+  if cache.offload then open_offload(self, o) end
   return self
 end
 
@@ -73,7 +91,17 @@ function Attention:begin(batch, is_prefill)
   end
   self.batch = batch
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
+  if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
   self.context:begin(batch, is_prefill)
+end
+
+--- Write K and V of the step; the memory on the device that has them, and where.
+local function append(self, layer, k, v)
+  local batch, engine = self.batch, self.cache.offload
+  if engine then return engine:append(layer, k, v), batch.open_blocks end
+  local memory = self.cache:layer(layer)
+  ops.append_kv(k, v, batch.slots, memory)
+  return memory, batch.blocks
 end
 
 local function offload_event(self, p, hook)
@@ -84,16 +112,15 @@ end
 ---@return ffi.cdata* out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
-  local memory = self.cache:layer(layer)
-  ops.append_kv(k, v, batch.slots, memory)
-  ev.layer, ev.k = layer, memory
-  ev.blocks, ev.num_tokens = batch.blocks, batch.block_tokens
+  ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
+  ev.k, ev.k_blocks = append(self, layer, k, v)
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   offload_event(self, self.prefill_policy, hook)
   if self.decode_policy ~= self.prefill_policy then
     offload_event(self, self.decode_policy, hook)
   end
-  ctx.layer, ctx.query, ctx.cache = layer, q, memory
+  if self.cache.offload then self.cache.offload:offload(layer) end
+  ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
   if p.attention_begin then p:attention_begin(ctx) end
   local selection, counts
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
@@ -106,10 +133,50 @@ end
 --- Attention of ctx.query over a selection (nil: every block), written to `out`; with lse
 -- when given. For policies that override compute.
 function Attention:over(selection, ctx, out, lse)
+  if not self.cache.offload then return self:direct(selection, ctx, out, lse) end
+  if self.hot and not ctx.is_prefill then
+    return self.hot:attend(self, selection, ctx, out, lse)
+  end
+  return self.ring:attend(self, selection, ctx, out, lse)
+end
+
+--- The same straight from the cache's memory, wherever it lies, changing nothing: what a
+-- probe compares with. Through a link it is slow; a prefill chunk may not have reached
+-- the host tier yet.
+function Attention:direct(selection, ctx, out, lse)
+  return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
+end
+
+--- Attention of ctx.query over the selected blocks as they lie in `memory`: block i of
+-- the selection at slots[i]; without slots, where ctx.tables says. With prev and prev_lse
+-- joined to that attention over other keys. is_past: no key is later than any query.
+function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, prev_lse,
+                                is_past)
   local call = self.call
-  call.q, call.cache, call.tables, call.lens = ctx.query, ctx.cache, ctx.tables, ctx.lens
-  call.starts, call.selection, call.out, call.lse = ctx.starts, selection, out, lse
+  call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
+  call.starts, call.selection, call.slots = ctx.starts, selection, slots
+  call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
+  call.causal = not is_past
   return ops.paged_attention(call)
+end
+
+local function new_scratch(self, tokens)
+  local shape, dev = self.shape, self.shape.device
+  return { tensor.tensor(dev, "f32", { tokens, shape.heads, shape.head_dim }),
+           tensor.tensor(dev, "f32", { tokens, shape.heads }),
+           tensor.tensor(dev, "f32", { tokens, shape.heads }) }
+end
+
+--- Buffers for a part of a step's result: out f32 [tokens, heads, head_dim] and two lse
+-- f32 [tokens, heads].
+function Attention:scratch(ctx)
+  local tokens = tonumber(ctx.query.shape[0])
+  local s = self.scratches[tokens]
+  if not s then
+    s = tensor.lasting(new_scratch, self, tokens)
+    self.scratches[tokens] = s
+  end
+  return s[1], s[2], s[3]
 end
 
 --- Tell the policies that a sequence begins to be served, and that it is done.
@@ -138,7 +205,8 @@ function Attention:adopt(seqs)
       tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)
     end
   end
-  local ev = { blocks = tensor.from(self.cache.device, "i32", { #ids }, ids),
+  local blocks = tensor.from(self.cache.device, "i32", { #ids }, ids)
+  local ev = { blocks = blocks, k_blocks = blocks,
                num_tokens = tensor.from(self.cache.device, "i32", { #ids }, tokens) }
   for layer = 0, self.cache.layers - 1 do
     ev.layer, ev.k = layer, self.cache:layer(layer)

@@ -66,6 +66,7 @@ end
 ---@class kvlab.Batch
 ---@field seqs kvlab.Sequence[]
 ---@field count integer          sequences
+---@field counts integer[]       new tokens of each sequence
 ---@field tokens_count integer   new tokens of all sequences
 ---@field max_len integer        the longest sequence, new tokens included
 ---@field tokens ffi.cdata*      i32 [tokens_count]   token ids, where given
@@ -77,6 +78,15 @@ end
 ---@field last ffi.cdata*        i32 [count]          row of each sequence's newest token
 ---@field blocks ffi.cdata*      i32 [touched]        physical blocks that got tokens
 ---@field block_tokens ffi.cdata* i32 [touched]       valid tokens in each of them
+-- Of a cache with an offload engine also where in its buffer the touched blocks are:
+---@field open_blocks ffi.cdata* i32 [touched]
+---@field opens ffi.cdata*       i32 [count, 2]       first open logical block, its index
+---@field load_from ffi.cdata*   i32 [1, 1, count]    blocks the buffer has to be given
+---@field load_to ffi.cdata*     i32 [1, 1, count]    first, and where; -1: none
+---@field buffer_slots ffi.cdata* i64 [tokens_count]
+---@field history integer        the most blocks that lie before the open ones
+---@field loads integer          entries of load_from that are blocks
+---@field open_max integer       the most open blocks of a sequence
 local Batch = {}
 Batch.__index = Batch
 
@@ -89,9 +99,18 @@ local function new_batch(cache, limits)
   local width = math.min(limits.max_blocks or cache.blocks, cache.blocks)
   local touched = seqs + math.ceil(tokens / cache.block_size)
   local ints = padded(seqs * width) + 3 * padded(seqs + 1) + 2 * padded(tokens)
-    + 2 * padded(touched + seqs) + 2 * padded(seqs)
+    + 3 * padded(touched + seqs) + 4 * padded(seqs) + padded(2 * seqs)
+  local offload = cache.offload
+  if offload and (seqs > offload.max_seqs or tokens > offload.max_tokens) then
+    error(("a batch of %d sequences and %d tokens, expected at most the offload engine's "
+      .. "max_seqs = %d and max_tokens = %d"):format(seqs, tokens, offload.max_seqs,
+      offload.max_tokens), 3)
+  end
   return setmetatable({
     cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
+    fixed_width = limits.fixed_width and width or nil,
+    host_buffer_slots = offload and ffi.new("int64_t[?]", tokens),
+    device_buffer_slots = offload and tensor.tensor(cache.device, "i64", { tokens }),
     host_slots = ffi.new("int64_t[?]", tokens),
     host_ints = ffi.new("int32_t[?]", ints),
     host_counts = ffi.new("int32_t[?]", seqs),
@@ -145,16 +164,20 @@ local function lay_out(self, tokens, width, touched, copies)
   place("tokens", tokens)
   place("blocks", touched)
   place("block_tokens", touched)
-  place("copy_from", copies)
-  place("copy_to", copies)
+  if self.cache.offload then
+    place("open_blocks", touched)
+    place("opens", 2 * self.count)
+    place("load_from", self.count)
+    place("load_to", self.count)
+  end
+  place("copy_from", copies) -- last: now and then there are some, and a graph that reads
+  place("copy_to", copies)   -- the others must find them where they were
   o.size = at
 end
 
---- Views of the device buffers; remade only when a size has changed.
+--- Views of the device buffers.
 local function make_views(self, tokens, width, touched, copies)
   local o = self.layout
-  if self.tokens_count == tokens and self.width == width and self.touched == touched
-     and self.copies == copies and self.viewed == self.count then return end
   local function view(name, ...)
     local dims, size = { ... }, 1
     for _, d in ipairs(dims) do size = size * d end
@@ -171,6 +194,15 @@ local function make_views(self, tokens, width, touched, copies)
   view("copy_from", copies)
   view("copy_to", copies)
   self.slots = self.device_slots:narrow(0, tokens)
+  if self.cache.offload then
+    view("open_blocks", touched)
+    view("opens", self.count, 2)
+    view("load_from", 1, 1, self.count)
+    view("load_to", 1, 1, self.count)
+    self.blocks3 = self.blocks:reshape { 1, 1, touched }
+    self.open_blocks3 = self.open_blocks:reshape { 1, 1, touched }
+    self.buffer_slots = self.device_buffer_slots:narrow(0, tokens)
+  end
   self.tokens_count, self.width = tokens, width
   self.touched, self.copies = touched, copies
   self.viewed = self.count
@@ -221,25 +253,35 @@ function Batch:append(seqs, counts, tokens)
   local total = take_counts(self, seqs, counts)
   local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
     self.host_slots, self.host_copies))
-  self.seqs, self.count, self.pending_copies = seqs, #seqs, copies
-  local widest, touched, max_len = 1, 0, 0
+  self.seqs, self.count, self.counts, self.pending_copies = seqs, #seqs, counts, copies
+  local widest, touched, max_len, open_max = 1, 0, 0, 1
   for i = 1, #seqs do
     local length = C.kvl_sequence_length(self.handles[i - 1])
     local _, n = touched_blocks(length, counts[i], self.cache.block_size)
     touched, max_len = touched + n, math.max(max_len, length)
+    open_max = math.max(open_max, n)
     widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
   end
-  local width = math.min(math.ceil(widest / 64) * 64, self.max_blocks)
-  self.max_len = max_len
+  local width = self.fixed_width
+    or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
+  self.max_len, self.open_max, self.layout_width = max_len, open_max, width
   lay_out(self, total, width, touched, copies)
   fill_host(self, counts, tokens, width)
+  if self.cache.offload then self.cache.offload:place(self, counts, total) end
   check(C.kvl_tensor_write(self.device_ints:narrow(0, self.layout.size), self.host_ints,
     4 * self.layout.size))
   if total > 0 then
     check(C.kvl_tensor_write(self.device_slots:narrow(0, total), self.host_slots,
       8 * total))
+    if self.cache.offload then
+      check(C.kvl_tensor_write(self.device_buffer_slots:narrow(0, total),
+        self.host_buffer_slots, 8 * total))
+    end
   end
-  make_views(self, total, width, touched, copies)
+  if self.tokens_count ~= total or self.width ~= width or self.touched ~= touched
+     or self.copies ~= copies or self.viewed ~= self.count then
+    tensor.lasting(make_views, self, total, width, touched, copies)
+  end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
   return self
 end
@@ -254,7 +296,9 @@ end
 ---@field kv_heads integer
 ---@field head_dim integer
 ---@field dtype string
----@field memory ffi.cdata*   [layers, blocks, 2, kv_heads, block_size, head_dim]
+---@field memory ffi.cdata*   [layers, blocks, 2, kv_heads, block_size, head_dim]; with an
+--                            offload engine it is the host tier, in pinned host memory
+---@field offload kvlab.Offload|nil
 local Cache = {}
 Cache.__index = Cache
 
@@ -262,7 +306,9 @@ local REQUIRED = { "layers", "blocks", "block_size", "kv_heads", "head_dim" }
 
 --- KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
---                 dtype (bf16), watermark (0): blocks that an append must leave free
+--                 dtype (bf16), watermark (0): blocks that an append must leave free;
+--                 offload: options of an offload engine (see offload.lua), and KV lies in
+--                 host memory
 ---@return kvlab.Cache
 function M.cache(o)
   for _, name in ipairs(REQUIRED) do
@@ -279,9 +325,14 @@ function M.cache(o)
   local out = ffi.new "kvl_pool *[1]"
   check(C.kvl_pool_open(o.blocks, o.block_size, o.watermark or 0, out))
   self.pool = ffi.gc(out[0], C.kvl_pool_close)
-  self.memory = tensor.tensor(self.device, self.dtype,
-    { o.layers, o.blocks, 2, o.kv_heads, o.block_size, o.head_dim })
+  local shape = { o.layers, o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }
+  if o.offload then
+    self.memory = tensor.pinned(self.device, self.dtype, shape, o.offload.huge_pages)
+  else
+    self.memory = tensor.tensor(self.device, self.dtype, shape)
+  end
   for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
+  if o.offload then self.offload = require("kvlab.offload").new(self, o.offload) end
   return self
 end
 
@@ -302,13 +353,15 @@ function Cache:sequence()
 end
 
 --- A reusable batch. limits: max_seqs (16), max_tokens (512) of one step, max_blocks of
--- one sequence (all of the cache).
+-- one sequence (all of the cache); fixed_width (false): tables are max_blocks wide from
+-- the start, so that a step recorded in a graph serves any length.
 ---@return kvlab.Batch
 function Cache:batch(limits) return new_batch(self, limits or {}) end
 
 --- Copy blocks in every layer; from, to: i32 [n].
 function Cache:copy_blocks(from, to)
   for layer = 0, self.layers - 1 do
+    if self.offload then self.offload:before_copy(layer, to) end
     check(C.kvl_copy_blocks(from, to, self:layer(layer)))
   end
 end
@@ -319,6 +372,7 @@ function Cache:bytes_token()
 end
 
 function Cache:close()
+  if self.offload then self.offload:close() end
   self.memory:free()
   for _, view in pairs(self.layer_views) do view:free() end
   C.kvl_pool_close(ffi.gc(self.pool, nil))

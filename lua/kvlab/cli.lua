@@ -23,6 +23,18 @@ local function to_seed(text)
   misuse('--seed is a whole number from 0 to 2^53; given "%s"', text)
 end
 
+local function to_gb_s(text)
+  local gb_s = tonumber(text)
+  if gb_s and gb_s > 0 and gb_s < math.huge then return gb_s end
+  misuse('--link-gbps is a number above 0; given "%s"', text)
+end
+
+local function to_us(text)
+  local us = tonumber(text)
+  if us and us >= 0 and us < math.huge then return us end
+  misuse('--link-us is a number from 0; given "%s"', text)
+end
+
 --- "0.5" is a number, "true" a boolean, anything else a string.
 local function to_value(text)
   if text == "true" then return true elseif text == "false" then return false end
@@ -48,6 +60,7 @@ local FLAG = true -- an option without a value
 
 local common = {
   device = to_device, seed = to_seed, out = to_text, set = add_setting, quick = FLAG,
+  ["link-gbps"] = to_gb_s, ["link-us"] = to_us,
 }
 local of_verb = {
   run = {},
@@ -95,6 +108,11 @@ local function parse(verb, words)
       end
     end
     i = i + 1
+  end
+  if options["link-gbps"] then
+    options["link-us"] = options["link-us"] or 0
+  elseif options["link-us"] then
+    misuse "--link-us is the latency of a link; --link-gbps=N gives it a speed"
   end
 end
 

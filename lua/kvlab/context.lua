@@ -1,9 +1,10 @@
 --- What a policy sees of one layer of one step, and the buffers it writes to. One context
 -- lives as long as its attention and is refilled, so that a step allocates nothing.
+local ffi = require "ffi"
 local library = require "kvlab.library"
 local ops = require "kvlab.ops"
 local policy = require "kvlab.policy"
-local tensor = require "kvlab.tensor"
+local tensor = require "kvlab.arithmetic"
 
 local M = {}
 
@@ -25,6 +26,7 @@ local M = {}
 ---@field cache ffi.cdata*       this layer's KV memory
 ---@field scores ffi.cdata*      f32 [seqs, kv_heads, width], to be written by score
 ---@field scores_shared ffi.cdata*  f32 [seqs, 1, width], the same for all heads
+---@field batch kvlab.Batch      the step's batch: counts of new tokens and more
 local Context = {}
 Context.__index = Context
 
@@ -34,8 +36,10 @@ function M.new(shape, limits)
   local size = limits.max_seqs * shape.kv_heads * limits.max_blocks
   return setmetatable({
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
-    step = 0,
+    step = 0, chunk_budget = ffi.new "kvl_budget",
     score_buffer = tensor.tensor(shape.device, "f32", { size }),
+    shared_buffer = tensor.tensor(shape.device, "f32",
+      { limits.max_seqs * limits.max_blocks }),
     selection_buffer = tensor.tensor(shape.device, "i32", { size }),
     counts_buffer = tensor.tensor(shape.device, "i32",
       { limits.max_seqs * shape.kv_heads }),
@@ -43,23 +47,40 @@ function M.new(shape, limits)
   }, Context)
 end
 
-local function score_view(self, heads)
-  return self.score_buffer:narrow(0, self.seqs * heads * self.width)
+local function score_view(self, buffer, heads)
+  return buffer:narrow(0, self.seqs * heads * self.width)
     :reshape { self.seqs, heads, self.width }
 end
 
 --- Point the context at a new step.
 function Context:begin(batch, is_prefill)
   self.step = self.step + 1
-  self.is_prefill, self.sequences = is_prefill, batch.seqs
+  self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
   self.tables, self.lens = batch.tables, batch.lens
   self.starts = is_prefill and batch.starts or nil
   self.total_kv_len = batch.max_len
   if self.seqs ~= batch.count or self.width ~= batch.width then
     self.seqs, self.width = batch.count, batch.width
-    self.scores, self.scores_shared = score_view(self, self.kv_heads), score_view(self, 1)
+    self.scores = tensor.lasting(score_view, self, self.score_buffer, self.kv_heads)
+    self.scores_shared = tensor.lasting(score_view, self, self.shared_buffer, 1)
+    self.shared_rows = tensor.lasting(self.scores_shared.reshape, self.scores_shared,
+      { self.seqs, self.width })
     self.selections = {}
   end
+end
+
+--- The mean of scores over the KV heads, in scores_shared: one selection for all heads.
+function Context:mean_over_heads(scores)
+  scores:mean(1, self.shared_rows)
+  return self.scores_shared
+end
+
+local function make_selection_views(self, heads, n)
+  return {
+    self.selection_buffer:narrow(0, self.seqs * heads * n)
+      :reshape { self.seqs, heads, n },
+    self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
+  }
 end
 
 --- Views for a selection of at most `n` blocks for `heads` heads.
@@ -67,23 +88,50 @@ local function selection_views(self, heads, n)
   local key = heads * 2 ^ 32 + n
   local views = self.selections[key]
   if not views then
-    views = {
-      self.selection_buffer:narrow(0, self.seqs * heads * n)
-        :reshape { self.seqs, heads, n },
-      self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
-    }
+    views = tensor.lasting(make_selection_views, self, heads, n)
     self.selections[key] = views
   end
   return views[1], views[2]
 end
 
---- Sink, recent and the best scores within a budget: selection and counts.
+--- Sink, recent and the best scores within a budget: selection and counts. A prefill
+-- chunk also gets the blocks that it lies in: a token sees itself.
 ---@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
 ---@param budget ffi.cdata*  kvl_budget
 function Context:select(scores, budget)
+  if self.is_prefill then
+    ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
+    self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
+    budget = self.chunk_budget
+  end
   local n = policy.budget_blocks(budget, self.width)
   local selection, counts = selection_views(self, tonumber(scores.shape[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, selection, counts)
+end
+
+--- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a
+-- sequence's n blocks before the chunk, f32 [kv_heads, n]; its queries are rows first ...
+-- first + count - 1 of ctx.query. The blocks of the chunk itself are selected anyway.
+function Context:score_sequences(fn)
+  local dev, first = self.scores.device, 0
+  tensor.scope(function()
+    local columns = tensor.zeros(dev, "i32", { self.kv_heads, 1 })
+      + tensor.arange(dev, "i32", self.width)
+    for i, seq in ipairs(self.sequences) do
+      local count = self.batch.counts[i]
+      local n = math.floor((seq:length() - count) / self.block_size)
+      if n > 0 and count > 0 then -- columns past n are out of range: zeros
+        fn(i - 1, first, count, n):gather(columns, self.scores:index(i - 1))
+      end
+      first = first + count
+    end
+  end)
+  return self.scores
+end
+
+--- A selection of every block, for what cannot do without one.
+function Context:everything()
+  return (self:select(self.scores_shared:fill_(0), policy.everything))
 end
 
 --- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
@@ -93,7 +141,7 @@ function Context:score_on_host(fn)
   local width, heads = self.width, self.kv_heads
   local n = self.seqs * heads * width
   if not self.host_scores or self.host_scores.n < n then
-    self.host_scores = { n = n, rows = require("ffi").new("float[?]", n) }
+    self.host_scores = { n = n, rows = ffi.new("float[?]", n) }
   end
   local rows = self.host_scores.rows
   for s = 0, self.seqs - 1 do

@@ -21,6 +21,9 @@ local open_devices = {}
 local function open(name, level)
   local dev = open_devices[name]
   if dev then return dev end
+  if name == "cpu" and options["link-gbps"] then -- the description is to tell it
+    check(C.kvl_cpu_link(options["link-gbps"], options["link-us"]), (level or 1) + 1)
+  end
   check(C.kvl_device_open(name, out_device), (level or 1) + 1)
   dev = out_device[0]
   open_devices[name] = dev
@@ -37,7 +40,8 @@ function M.cuda_available()
 end
 
 --- A device by name: "cpu", "cuda", "cuda:1"; "auto" is cuda when there is one, else cpu;
--- nil is what --device says. A device is returned as it is.
+-- nil is what --device says. A device is returned as it is. With --link-gbps only the CPU
+-- is there.
 ---@param name? string|ffi.cdata*
 function M.device(name)
   if type(name) == "cdata" then return name end
@@ -46,7 +50,11 @@ function M.device(name)
   if type(name) ~= "string" then
     error(("device is a %s, expected a name"):format(type(name)), 2)
   end
-  return open(name, 2)
+  local dev = open(name, 2)
+  if options["link-gbps"] and not dev:is_cpu() then
+    error("--link-gbps emulates a link on the cpu; the device is " .. dev:name(), 2)
+  end
+  return dev
 end
 
 ffi.metatype("kvl_device", {

@@ -3,7 +3,9 @@
 --   kv.device kv.cuda_available                devices
 --   kv.tensor zeros ones full arange from      tensors
 --   kv.randn rand randint                      random tensors, the same on every device
+--   kv.pinned                                  tensors in pinned host memory
 --   kv.scope                                   frees what a function made
+--   kv.graph                                   records a step, replays it without Lua
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
 --   kv.policy kv.summary                       what policies are made of
@@ -17,8 +19,8 @@ local M = {
   device = device.device, cuda_available = device.cuda_available,
   scope = tensor.scope, is_tensor = tensor.is_tensor,
 }
-for _, name in ipairs { "tensor", "full", "zeros", "ones", "arange", "randn", "rand",
-                        "randint", "from" } do
+for _, name in ipairs { "tensor", "pinned", "full", "zeros", "ones", "arange", "randn",
+                        "rand", "randint", "from" } do
   M[name] = tensor[name]
 end
 
@@ -31,6 +33,7 @@ package.loaded["kvlab"] = M
 M.ops = require "kvlab.ops"
 M.summary = require "kvlab.summary"
 M.policy = require "kvlab.policy"
+M.graph = require("kvlab.graph").graph
 M.cache = require("kvlab.cache").cache
 M.attention = require("kvlab.attention").attention
 M.probe = require "kvlab.probe"

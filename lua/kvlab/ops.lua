@@ -33,12 +33,14 @@ function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)
 local call = ffi.new "kvl_attention"
 
 --- Attention over paged KV. `a` has q, cache, tables, lens, and where wanted starts,
--- selection, alibi, lse, scale (1 / sqrt(head_dim)), causal (true), out.
+-- selection, slots, alibi, prev_out and prev_lse, lse, scale (1 / sqrt(head_dim)), causal
+-- (true), out.
 ---@return ffi.cdata* out  like q unless given
 function M.paged_attention(a)
   local out = a.out or tensor.open_like(a.q)
   call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
-  call.starts, call.selection, call.alibi = a.starts, a.selection, a.alibi
+  call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
+  call.alibi, call.prev_out, call.prev_lse = a.alibi, a.prev_out, a.prev_lse
   call.out, call.lse = out, a.lse
   call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   call.causal = a.causal == false and 0 or 1

@@ -9,6 +9,8 @@
 ---@field set table<string, string|number|boolean>  from --set KEY=VALUE
 ---@field quick boolean            a small version of the work is enough
 ---@field args string[]            words after the script's name, and all after `--`
+---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
+---@field link-us number|nil       its latency in microseconds; there when link-gbps is
 ---@field json boolean|nil         bench: rows as JSON lines
 local M = {
   device = "auto",

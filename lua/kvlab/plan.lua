@@ -22,7 +22,8 @@ local VIEWS = {
   },
   plot = {
     x = "string", y = "string", series = "string nil", panel = "string nil",
-    where = "table nil", logx = "boolean nil", logy = "boolean nil", title = "string nil",
+    where = "table nil", logx = "boolean nil", logy = "boolean nil",
+    xpow2 = "boolean nil", style = "table nil", title = "string nil",
     xlabel = "string nil", ylabel = "string nil", ymin = "number nil",
     ymax = "number nil",
   },
@@ -157,7 +158,7 @@ end
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
----  out, configs
+---  out, configs; of an emulated link, link_gbps and link_us
 ---@field table table[]|function|nil
 ---@field plot table[]|function|nil
 
@@ -190,23 +191,26 @@ function M.new(spec, options)
   end
 
   local environment = find_environment(spec.environment)
+  local link_gbps, link_us = options["link-gbps"], options["link-us"]
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, fresh = fresh,
     folder = options.out or "results/" .. spec.name .. (options.quick and "-quick" or ""),
     environment = environment,
     configs = grids.configurations(grid, { device = environment.device,
-      seed = options.seed }, spec.when),
+      seed = options.seed, link_gbps = link_gbps, link_us = link_us }, spec.when),
     table = check_views(grid, spec.table, "table"),
     plot = check_views(grid, spec.plot, "plot"),
     order = { "config", "metrics", unpack(grid.names) },
   }
   if #plan.configs == 0 then fail("experiment: `when` leaves no configuration") end
   plan.required = find_required(plan, spec)
-  for _, name in ipairs { "device", "seed", unpack(spec.metrics or {}) } do
+  for _, name in ipairs { "device", "seed", "link_gbps", "link_us" } do
     plan.order[#plan.order + 1] = name
   end
+  for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
   plan.settings = { seed = options.seed, device = environment.device, out = plan.folder,
-                    quick = options.quick, configs = plan.configs }
+                    quick = options.quick, configs = plan.configs,
+                    link_gbps = link_gbps, link_us = link_us }
   for name, value in pairs(grid.defaults) do plan.settings[name] = value end
   return plan
 end

@@ -1,15 +1,23 @@
 --- Line plots through gnuplot: one line per series, one panel per value of another axis.
+-- plot.svg draws the timelines of kvlab.timeline, too.
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
 --   local svg, why = plot.svg(p)          -- nil and a reason without gnuplot
 --   print(plot.text(p))                   -- for a terminal
 --
+-- logx and logy ask for logarithmic axes; an axis with values of 0 or less stays linear.
+-- Tics along x are the values themselves. Powers of two on a logarithmic axis are written
+-- 16, 64, 256, 1K, 4K, in equal steps; xpow2 = true asks for that wherever it is not
+-- done, xpow2 = false forbids it. Tics along y are round: 0.25, 1200, 250k, 1.5G.
 -- A series of a single point among longer ones (full attention, say) is a dashed level.
+-- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
+-- and grey; it takes none of the colours.
 -- Names reach gnuplot as single-quoted text in a terminal without markup, and data as
 -- numbers only, so that no name can be taken for a command.
 local gnuplot = require "kvlab.gnuplot"
 local text_table = require "kvlab.table"
+local timeline = require "kvlab.timeline"
 
 local M = {}
 
@@ -29,38 +37,65 @@ local function make_scale(rows, key)
   return values, position, is_numeric
 end
 
+--- Whether every value is a power of two.
+local function are_powers_of_two(values)
+  for _, value in ipairs(values) do
+    if value <= 0 or math.frexp(value) ~= 0.5 then return false end
+  end
+  return #values > 0
+end
+
+--- 16, 256, 1K, 1.5K, 4M: in units of 1024.
+local function binary_number(x)
+  for _, unit in ipairs { { 2^40, "T" }, { 2^30, "G" }, { 2^20, "M" }, { 2^10, "K" } } do
+    if x >= unit[1] then return text_table.format_number(x / unit[1]) .. unit[2] end
+  end
+  return text_table.format_number(x)
+end
+
 ---@class kvlab.plot
 ---@field title? string
 ---@field xlabel? string
 ---@field ylabel? string
 ---@field logx? boolean
 ---@field logy? boolean
----@field ymin? number
+---@field xpow2? boolean   tics along x are sizes, in equal steps
+---@field ymin? number     without effect on a logarithmic axis when 0 or less
 ---@field ymax? number
 ---@field names string[]  the series, in the order of colours
+---@field style table<string, "limit">  by the name of the series
 ---@field xtics {[1]: number, [2]: string}[]  position and text
 ---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y}
 
 --- A plot of result rows ({config =, metrics =}).
 ---@param rows table[]
 ---@param opts {x: string, y: string, series?: string, panel?: string, where?: table,
----  logx?: boolean, logy?: boolean, title?: string, xlabel?: string, ylabel?: string,
----  ymin?: number, ymax?: number}
+---  logx?: boolean, logy?: boolean, xpow2?: boolean, style?: table<string, "limit">,
+---  title?: string, xlabel?: string, ylabel?: string, ymin?: number, ymax?: number}
 ---@return kvlab.plot
 function M.lines(rows, opts)
   if type(opts.x) ~= "string" or type(opts.y) ~= "string" then
     error("plot.lines needs the names x and y", 2)
   end
+  for name, style in pairs(opts.style or {}) do
+    if style ~= "limit" then
+      error(("plot.lines: the style of %s is %s; there is limit"):format(name,
+        tostring(style)), 2)
+    end
+  end
   rows = text_table.where(rows, opts.where)
   local p = {
     title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
     logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
-    names = {}, xtics = {}, panels = {},
+    names = {}, style = opts.style or {}, xtics = {}, panels = {},
   }
   local values, position, is_numeric = make_scale(rows, opts.x)
   if not is_numeric then p.logx = false end
+  p.xpow2 = is_numeric and opts.xpow2
+  if opts.xpow2 == nil then p.xpow2 = p.logx and are_powers_of_two(values) end
   for i, value in ipairs(values) do
-    p.xtics[i] = { position[value], text_table.format_cell(value) }
+    p.xtics[i] = { position[value],
+                   p.xpow2 and binary_number(value) or text_table.format_cell(value) }
   end
   for i, value in ipairs(opts.series and text_table.distinct(rows, opts.series) or {}) do
     p.names[i] = tostring(value)
@@ -114,21 +149,24 @@ local function run(script)
   return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
 end
 
---- The plot as an SVG picture; nil and a reason without gnuplot.
----@param p kvlab.plot
+--- The plot or timeline as an SVG picture; nil and a reason without gnuplot.
+---@param p kvlab.plot|kvlab.timeline
 ---@return string|nil svg, string|nil reason
 function M.svg(p)
-  local svg, reason = run(gnuplot.svg_script(p))
+  local maker = p.kind == "timeline" and timeline or gnuplot
+  local svg, reason = run(maker.svg_script(p))
   if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
   return svg, reason
 end
 
 --- The plot in characters, one panel below the other; nil and a reason without gnuplot.
+-- There is no such form of a timeline.
 ---@param p kvlab.plot
 ---@param columns? integer  of the terminal; 79
 ---@param lines? integer    of one panel; 24
 ---@return string|nil text, string|nil reason
 function M.text(p, columns, lines)
+  if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
   return run(gnuplot.text_script(p, columns or 79, lines or 24))
 end
 

@@ -9,9 +9,12 @@
 --                                          device, layers, blocks, block_size, heads,
 --                                          kv_heads, head_dim, dtype
 --     on_prefill_offload(self, ev)         K of some blocks is complete on the device:
---     on_decode_offload(self, ev)          ev.layer, ev.k (the layer's memory), ev.blocks
---                                          i32 [n] (physical), ev.num_tokens i32 [n]
---                                          (valid tokens of each)
+--     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n], the physical
+--                                          blocks, as block tables name them; ev.k, the
+--                                          memory that has them now, on the device, at
+--                                          ev.k_blocks i32 [n]; ev.num_tokens i32 [n]
+--                                          (valid tokens of each). With KV in host memory
+--                                          this is before they leave the device
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
 --                                          is better; ctx.scores is a buffer to write
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
@@ -116,6 +119,9 @@ local function make_budget(o, block_size)
     o.recent)
 end
 
+--- The budget that allows every block.
+M.everything = ffi.new("kvl_budget", 1, 0, 0, 0, 0)
+
 --- Blocks that a budget allows of n.
 function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
@@ -174,11 +180,18 @@ function M.attach(self, shape)
   return self
 end
 
---- The names of the policies in lua/policies/.
-function M.names()
+--- The names of the policies in lua/policies/; with a phase, prefill or decode, of those
+-- that select in it.
+---@param phase? string
+function M.names(phase)
   local names = {}
   local list = io.popen(('ls "%s/lua/policies" 2>/dev/null'):format(library.paths.root))
-  for file in list:lines() do names[#names + 1] = file:match "^([%w_]+)%.lua$" end
+  for file in list:lines() do
+    local name = file:match "^([%w_]+)%.lua$"
+    if name and (not phase or require("policies." .. name)()[phase]) then
+      names[#names + 1] = name
+    end
+  end
   list:close()
   return names
 end

@@ -59,7 +59,7 @@ function Probe:observe(attention, ctx, selection, counts)
     local function attend(over)
       local out = tensor.tensor(shape.device, "f32", q:dims())
       local lse = tensor.tensor(shape.device, "f32", dims)
-      attention:over(over, ctx, out, lse)
+      attention:direct(over, ctx, out, lse)
       return out, lse
     end
     local dense, dense_lse = attend(nil)

@@ -96,6 +96,16 @@ end
 function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
 function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
 
+--- Uninitialised tensor in pinned host memory, which `dev` reads and writes over the
+-- link: any op takes it like a tensor of dev. huge_pages: ask for 2 MiB pages.
+function M.pinned(dev, dtype, shape, huge_pages)
+  local number, t = library.dtype(dtype), tensor_t()
+  local ndim = fill_shape(shape, 2)
+  check(C.kvl_tensor_open_pinned(device(dev), number, ndim, shape_buffer,
+    huge_pages and 1 or 0, t))
+  return remember(t)
+end
+
 --- start, start + step, ... : n elements.
 function M.arange(dev, dtype, n, start, step)
   local t = M.tensor(dev, dtype, { n })
@@ -204,6 +214,17 @@ function M.scope(fn, ...)
   for t in pairs(inner) do
     if kept[t] then remember(t) else C.kvl_tensor_close(t) end
   end
+  if not results[1] then error(results[2], 0) end
+  return unpack(results, 2)
+end
+
+--- fn(...) outside of every scope: what it makes stays until nobody holds it. For buffers
+-- that are made at their first use, wherever that is.
+function M.lasting(fn, ...)
+  local outer = scope
+  scope = nil
+  local results = { pcall(fn, ...) }
+  scope = outer
   if not results[1] then error(results[2], 0) end
   return unpack(results, 2)
 end
@@ -339,6 +360,9 @@ function methods.cast(t, dtype)
   check(C.kvl_cast(t, out))
   return out
 end
+
+--- Does it lie in pinned host memory?
+function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
 
 --- Give the storage back now. Using the tensor afterwards raises.
 function methods.free(t) C.kvl_tensor_close(t) end

@@ -260,21 +260,33 @@ end
 local Engine = {}
 Engine.__index = Engine
 
+--- Options of an offload engine for steps of this size.
+local function offload_options(given, max_seqs, max_tokens)
+  local options = { max_seqs = max_seqs, max_tokens = max_tokens }
+  for key, value in pairs(given) do options[key] = value end
+  return options
+end
+
 --- Memory and policies to run this model with.
 ---@param o? table  policy: for decode (full); prefill_policy (full); blocks (1024),
 --                  block_size (16), max_seqs (16), chunk: tokens of a prefill step (512),
---                  max_blocks of one sequence, cache_dtype (the model's)
+--                  max_blocks of one sequence, cache_dtype (the model's), offload: KV in
+--                  host memory, with these options of its engine (lua/kvlab/offload.lua),
+--                  graph (false): decode steps are recorded once and replayed
 ---@return models.Engine
 function Model:engine(o)
   o = o or {}
   local c, chunk, max_seqs = self.config, o.chunk or 512, o.max_seqs or 16
   local engine = setmetatable({ model = self, chunk = chunk, views = {}, buffers = {},
-                                logits = {}, max_seqs = max_seqs,
-                                max_blocks = o.max_blocks }, Engine)
+                                logits = {}, max_seqs = max_seqs, graphs = {},
+                                max_blocks = o.max_blocks, uses_graphs = o.graph },
+                              Engine)
+  local rows = math.max(chunk, max_seqs)
   local cache = require("kvlab.cache").cache {
     device = self.device, dtype = o.cache_dtype or self.dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
     head_dim = c.head_dim,
+    offload = o.offload and offload_options(o.offload, max_seqs, rows),
   }
   engine.cache = cache
   engine.attention = kv.attention {
@@ -282,10 +294,9 @@ function Model:engine(o)
     prefill_policy = o.prefill_policy, max_blocks = o.max_blocks,
   }
   engine.batch = cache:batch {
-    max_seqs = max_seqs, max_tokens = math.max(chunk, max_seqs),
-    max_blocks = o.max_blocks,
+    max_seqs = max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
+    fixed_width = o.graph,
   }
-  local rows = math.max(chunk, max_seqs)
   for name, size in pairs { x = c.hidden, h = c.hidden, delta = c.hidden,
                             q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim,
                             v = c.kv_heads * c.head_dim, attended = c.heads * c.head_dim,
@@ -305,6 +316,7 @@ function Engine:use_policy(policy, seqs)
   local o = { decode_policy = policy, cache = self.cache, heads = self.model.config.heads,
               max_seqs = self.max_seqs, max_blocks = self.max_blocks }
   self.attention = kv.attention(o)
+  for count in pairs(self.graphs) do self.graphs[count] = nil end
   if seqs then self.attention:adopt(seqs) end
 end
 
@@ -385,6 +397,22 @@ function Engine:prefill_all(seq, tokens)
   return logits
 end
 
+--- The layers of a decode step of `count` sequences: launched from here, or, where the
+-- engine records, once from here (which makes its buffers), then recorded and replayed.
+local function decode_layers(engine, count)
+  local graph = engine.graphs[count]
+  local function run() to_logits(engine, forward(engine, engine.batch.tokens), count) end
+  if not engine.uses_graphs or graph == nil then
+    engine.graphs[count] = false
+    run()
+  else
+    graph = graph or kv.graph(run, engine.model.device)
+    engine.graphs[count] = graph
+    graph:replay()
+  end
+  return engine.logits[count]
+end
+
 --- One token for each sequence.
 ---@param seqs kvlab.Sequence[]
 ---@param tokens integer[]|ffi.cdata*  ids; an i32 [#seqs] on the device stays there
@@ -396,8 +424,9 @@ function Engine:decode(seqs, tokens)
   self.ones = counts
   for i = 1, #seqs do counts[i] = 1 end
   self.batch:append(seqs, counts, not on_device and tokens or nil)
+  if on_device then self.batch.tokens:copy_(tokens) end
   self.attention:begin(self.batch, false)
-  return to_logits(self, forward(self, on_device and tokens or self.batch.tokens), #seqs)
+  return decode_layers(self, #seqs)
 end
 
 --- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.

@@ -65,10 +65,121 @@ describe("plot", function()
     end
   end)
 
+  it("has room for every key of a long legend, in one column", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local names, columns = {}, {}
+    for i = 1, 30 do names[i] = ("policy_%02d"):format(i) end
+    local svg = assert(plot.svg(plot.lines(make_rows(names), {
+      x = "budget", y = "accuracy", series = "policy", where = { context = 512 } })))
+    local height = tonumber(svg:match "viewBox=\"0 0 %d+ (%d+)\"")
+    local lowest, count = 0, 0
+    for x, y in svg:gmatch "translate%(([%d.]+),([%d.]+)%)[^>]*>%s*<text>policy_%d%d<" do
+      columns[x], lowest, count = true, math.max(lowest, y), count + 1
+    end
+    assert.equal(30, count)
+    assert.is_nil(next(columns, next(columns)))
+    assert.is_true(lowest < height)
+  end)
+
+  it("leaves room for the label of y beside long tics", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    for _, step in ipairs { 0.00002, 1, 1e5 } do
+      local rows = {}
+      for i = 1, 3 do
+        rows[i] = { config = { n = i }, metrics = { us = step < 1 and i * step
+          or 1e6 + i * step } }
+      end
+      local p = plot.lines(rows, { x = "n", y = "us", ylabel = "high" })
+      local svg = assert(plot.svg(p))
+      local x = svg:match "translate%(([%d.-]+),[%d.]+%) rotate%([^>]*>%s*<text>high<"
+      assert.is_true(tonumber(x) > 12, x) -- a letter's height
+    end
+  end)
+
   it("draws a single point among longer series as a dashed level", function()
     local script = gnuplot.svg_script(plot.lines(make_rows { "quest" }, VIEW))
     assert.truthy(script:find("$panel1_2_level with lines ls 2 dt 2", 1, true))
     assert.falsy(script:find("$panel1_1_level", 1, true))
+  end)
+
+  it("writes powers of two along a logarithmic axis as sizes", function()
+    local rows = {}
+    for i, bytes in ipairs { 16, 64, 256, 1024, 4096, 2^20, 2^31 } do
+      rows[i] = { config = { bytes = bytes }, metrics = { us = i } }
+    end
+    local function texts(more, opts)
+      opts.x, opts.y = "bytes", "us"
+      local words = {}
+      local p = plot.lines(more or rows, opts)
+      for i, tic in ipairs(p.xtics) do words[i] = tic[2] end
+      return table.concat(words, " ")
+    end
+    assert.equal("16 64 256 1K 4K 1M 2G", texts(rows, { logx = true }))
+    assert.equal("16 64 256 1024 4096 1048576 2147483648", texts(rows, {}))
+    assert.equal("16 64 256 1024 4096 1048576 2147483648",
+      texts(rows, { logx = true, xpow2 = false }))
+    rows[8] = { config = { bytes = 1536 }, metrics = { us = 8 } }
+    assert.equal("16 64 256 1024 1536 4096 1048576 2147483648",
+      texts(rows, { logx = true }))
+    assert.equal("16 64 256 1K 1.5K 4K 1M 2G", texts(rows, { xpow2 = true }))
+  end)
+
+  it("thins powers of two in equal steps", function()
+    local rows = {}
+    for power = 4, 24 do
+      rows[#rows + 1] = { config = { bytes = 2 ^ power }, metrics = { us = power } }
+    end
+    local script = gnuplot.svg_script(plot.lines(rows, { x = "bytes", y = "us",
+                                                         logx = true, logy = true }))
+    assert.truthy(script:find("('16' 16, '64' 64, '256' 256, '1K' 1024, ", 1, true))
+    assert.truthy(script:find(", '4M' 4194304, '16M' 16777216)", 1, true))
+    assert.truthy(script:find "set logscale x\n")
+    assert.truthy(script:find "set logscale y\n")
+  end)
+
+  it("draws a limit dashed, grey, without markers, and keeps the colours of others",
+    function()
+      local rows = make_rows { "quest", "limit", "random" }
+      local view = { x = "budget", y = "accuracy", series = "policy",
+                     where = { context = 512 }, style = { limit = "limit" } }
+      local script = gnuplot.svg_script(plot.lines(rows, view))
+      assert.truthy(script:find("set style line 1 lc rgb \"#0072b2\"", 1, true))
+      assert.truthy(script:find("style line 2 lc rgb \"#707070\" lw 2 dt 2\n", 1, true))
+      assert.truthy(script:find("set style line 3 lc rgb \"#d55e00\"", 1, true))
+      assert.truthy(script:find("$panel1_2 with lines ls 2 notitle", 1, true))
+      assert.truthy(script:find("2 with lines ls 2 title 'limit'", 1, true))
+      if not is_installed() then return end
+      local svg = assert(plot.svg(plot.lines(rows, view)))
+      local _, dashed = svg:gsub("rgb%(112, 112, 112%)' stroke%-dasharray", "")
+      assert.equal(2, dashed) -- the line and its key
+    end)
+
+  it("refuses a style that it does not know", function()
+    assert.error_matches(function()
+      plot.lines({}, { x = "x", y = "y", style = { link = "dotted" } })
+    end, "style of link is dotted; there is limit")
+  end)
+
+  it("has round tics along y on every scale", function()
+    local function ytics(low, high, opts)
+      opts.x, opts.y = "n", "us"
+      local script = gnuplot.svg_script(plot.lines({
+        { config = { n = 1 }, metrics = { us = low } },
+        { config = { n = 2 }, metrics = { us = high } },
+      }, opts))
+      local words = {}
+      for word in script:match "set ytics (%b())":gmatch "'(.-)'" do
+        words[#words + 1] = word
+      end
+      return table.concat(words, " ")
+    end
+    assert.equal("0 100 200 300 400", ytics(0, 400, {}))
+    assert.equal("0 5k 10k 15k 20k 25k 30k", ytics(0, 30000, {}))
+    assert.equal("120000 120001 120002 120003 120004", ytics(120000, 120004, {}))
+    assert.equal("1 2 5 10 20 50 100", ytics(1, 100, { logy = true }))
+    assert.equal("1 10 100 1000 10k 100k 1M", ytics(1, 1e6, { logy = true }))
+    assert.equal("120 130 140 150 160 170", ytics(120, 170, { logy = true }))
+    assert.equal("1 2 5 10 20 50 100", ytics(1, 100, { logy = true, ymin = 0 }))
   end)
 
   it("takes no name for a command", function()

@@ -37,6 +37,77 @@ local function check_row(row, n, policy, count)
   assert.equal(budget, taken, "the budget is used and not exceeded")
 end
 
+--- A policy that selects in prefill: a chunk attends to what it selects of the blocks
+-- before it, and to itself.
+local function prefill_contract(name, dev)
+  local function run(o)
+    local policy = kv.policy.open(name, { ratio = o.ratio, sink = 1, recent = 1,
+                                          min_blocks = 0 })
+    local rows = {}
+    local select_blocks = policy.select_blocks
+    policy.select_blocks = function(self, ctx)
+      local selection, counts = select_blocks(self, ctx)
+      if selection then
+        rows[#rows + 1] = { selection = selection:clone(), counts = counts:list(),
+                            length = ctx.lens:list()[1], open = ctx.batch.open_max }
+      end
+      return selection, counts
+    end
+    return rig.prefill(dev, { length = 200, chunk = o.chunk, prefill_policy = policy,
+                              dtype = o.dtype }), rows, policy
+  end
+
+  it("selects in range, ascending, within the budget, with the chunk's own blocks",
+    function()
+      for _, ratio in ipairs { 0, 0.1, 0.37, 1 } do
+        for _, chunk in ipairs { 16, 40 } do
+          local _, calls, policy = run { ratio = ratio, chunk = chunk }
+          for _, call in ipairs(calls) do
+            policy.recent = math.max(1, call.open)
+            policy.budget.recent = policy.recent
+            for i, row in ipairs((rows_of(call.selection))) do
+              check_row(row, math.ceil(call.length / 16), policy, call.counts[i])
+            end
+          end
+        end
+      end
+    end)
+
+  it("equals dense prefill when the budget is everything, in any chunks", function()
+    local dense = rig.prefill(dev, { length = 200 })
+    for _, chunk in ipairs { 7, 16, 64, 200 } do
+      support.close((run { ratio = 1, chunk = chunk }), dense, 3e-6, 3e-6, name)
+    end
+  end)
+
+  it("gives the same output for the same input", function()
+    support.equal((run { ratio = 0.3, chunk = 32 }), (run { ratio = 0.3, chunk = 32 }))
+  end)
+
+  it("carries nothing from one request to the next", function()
+    local o = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 1 }
+    local function outs(script)
+      local all, its_rig = rig.play(dev, { prefill_policy = kv.policy.open(name, o) },
+        script)
+      its_rig.cache:close()
+      return all[1]
+    end
+    local mine = { { "prefill", 1, 64 }, { "prefill", 1, 64 }, { "prefill", 1, 20 } }
+    local alone = outs(mine)
+    local after = outs { { "prefill", 2, 100 }, { "prefill", 2, 90 }, { "close", 2 },
+                         unpack(mine) }
+    for i = 1, #alone do support.equal(after[i], alone[i]) end
+  end)
+
+  it("works in every dtype", function()
+    for _, dtype in ipairs { "f16", "bf16" } do
+      local dense = rig.prefill(dev, { length = 200, dtype = dtype })
+      local out = run { ratio = 1, chunk = 64, dtype = dtype }
+      support.close(out:cast "f32", dense:cast "f32", 1e-2, 1e-2)
+    end
+  end)
+end
+
 local function contract(name, dev)
   local is_full = name == "full"
 
@@ -140,9 +211,16 @@ local function contract(name, dev)
   end)
 end
 
+--- What the policy declares, on a device.
+local function contracts(name, dev)
+  local policy = kv.policy.open(name)
+  if policy.prefill then prefill_contract(name, dev) end
+  if policy.decode then contract(name, dev) end
+end
+
 for _, name in ipairs(kv.policy.names()) do
   describe("policy " .. name, function()
-    contract(name, kv.device "cpu")
+    contracts(name, kv.device "cpu")
 
     it("stays within 60 lines", function()
       local n = 0
@@ -154,9 +232,10 @@ for _, name in ipairs(kv.policy.names()) do
   end)
   describe("policy " .. name .. " on cuda #gpu", function()
     if not kv.cuda_available() then return end
-    contract(name, kv.device "cuda")
+    contracts(name, kv.device "cuda")
 
     it("selects and attends as on the cpu", function()
+      if not kv.policy.open(name).decode then return end
       local o = { policy = name, options = { ratio = 0.3 }, lengths = LENGTHS, steps = 3 }
       local cuda, cpu = rig.decode(kv.device "cuda", o), rig.decode(kv.device "cpu", o)
       for i, step in ipairs(cpu.steps) do

@@ -1,0 +1,133 @@
+--- A graph replays what was recorded: the same launches on the same memory, for whatever
+-- the device's arrays hold by then.
+local kv = require "kvlab"
+local rig = require "spec.rig"
+local support = require "spec.support"
+local synthetic = require "kvlab.synthetic"
+
+local raises = support.raises
+
+local function check(dev)
+  describe("a graph on " .. dev:name(), function()
+    it("runs nothing while it is recorded, and everything at each replay", function()
+      local x = kv.zeros(dev, "f32", { 1000 })
+      local graph = kv.graph(function() x:add(1, x) end, dev)
+      assert.equal(0, x:max():item())
+      for i = 1, 3 do
+        graph:replay()
+        assert.equal(i, x:min():item())
+      end
+      graph:close()
+    end)
+
+    it("keeps the memory of its temporaries", function()
+      local x, out = kv.rand(dev, "f32", { 5000 }, { seed = 1 }), nil
+      local function work() out = ((x * 2) + x):exp():softmax() end
+      work()
+      local want = out:list()
+      local graph = kv.graph(work, dev)
+      local others = {}
+      for i = 1, 20 do others[i] = kv.full(dev, "f32", { 5000 }, i) end
+      graph:replay()
+      support.equal(out, want)
+      for i = 1, 20 do assert.equal(i, others[i]:min():item()) end
+      collectgarbage()
+      graph:replay()
+      support.equal(out, want)
+      graph:close()
+    end)
+
+    it("follows work that forks to another stream and joins again", function()
+      local side, forked, joined = dev:open_stream(), dev:open_event(), dev:open_event()
+      local a, b = kv.zeros(dev, "f32", { 300 }), kv.zeros(dev, "f32", { 300 })
+      local main = dev:stream()
+      local function work()
+        a:add(1, a)
+        forked:record(main)
+        side:wait(forked)
+        dev:with_stream(side, function() a:mul(10, b) end)
+        joined:record(side)
+        main:wait(joined)
+        b:add(a, a)
+      end
+      local graph = kv.graph(work, dev)
+      graph:replay() -- a = 1, b = 10, a = 11
+      assert.equal(11, a:max():item())
+      graph:replay() -- a = 12, b = 120, a = 132
+      assert.equal(132, a:min():item())
+      graph:close()
+      side:close()
+    end)
+
+    it("refuses what needs the host, and leaves the device usable", function()
+      local x = kv.ones(dev, "f32", { 4 })
+      for _, work in ipairs { function() x:sum():item() end, function() x:list() end,
+                              function() kv.from(dev, "f32", { 1 }) end,
+                              function() dev:sync() end,
+                              function() kv.graph(function() end, dev) end } do
+        raises("graph is being recorded", kv.graph, work, dev)
+        assert.equal(4, x:sum():item())
+      end
+      raises("boom", kv.graph, function()
+        x:add(1, x)
+        error "boom"
+      end, dev)
+      assert.equal(4, x:sum():item())
+      raises("fn is a number", kv.graph, 7)
+    end)
+
+    it("is replayed on the stream that it was recorded on", function()
+      local x = kv.zeros(dev, "f32", { 4 })
+      local graph, side = kv.graph(function() x:add(1, x) end, dev), dev:open_stream()
+      raises("another stream", dev.with_stream, dev, side, graph.replay, graph)
+      graph:close()
+      side:close()
+    end)
+
+    it("replays a whole decode step while lengths grow, as eager steps do", function()
+      for _, offload in ipairs { false, { hot_slots = 200 },
+                                 { hot_slots = 200, hot_overlap = true } } do
+        for _, name in ipairs { "full", "quest", "topk", "streaming" } do
+          local function run(recorded)
+            local s = synthetic.new { device = dev, shape = "small", context = 512,
+              block_size = 16, max_seqs = 2, max_blocks = 20, dtype = "f32",
+              decode_policy = kv.policy.open(name,
+                name ~= "full" and { ratio = 0.5, min_blocks = 0 } or nil),
+              offload = offload or nil, fixed_width = true }
+            local seqs = { s:sequence(70), s:sequence(150) }
+            local outs, graph = {}, nil
+            for i = 1, 40 do
+              s:begin_decode(seqs)
+              if i == 3 and recorded then
+                graph = kv.graph(function() s:layers_of_step() end, dev)
+              end
+              if graph then graph:replay() else s:layers_of_step() end
+              outs[i] = s.out:list()
+            end
+            if graph then graph:close() end
+            s:close()
+            return outs
+          end
+          local eager, replayed = run(false), run(true)
+          for i = 1, #eager do support.equal(replayed[i], eager[i], name .. " " .. i) end
+        end
+      end
+    end)
+
+    it("refuses a ring, whose loads depend on lengths", function()
+      local r = rig.new(dev, { offload = { slots = 2 } })
+      local seq = r.cache:sequence()
+      r.batch:append({ seq }, { 1 })
+      r.attention:begin(r.batch, false)
+      local q = kv.zeros(dev, "f32", { 1, rig.SHAPE.heads, rig.SHAPE.head_dim })
+      local k = kv.zeros(dev, "f32", { 1, rig.SHAPE.kv_heads, rig.SHAPE.head_dim })
+      local out = kv.zeros(dev, "f32", q:dims())
+      raises("A hot cache can", kv.graph, function()
+        r.attention:forward(0, q, k, k, out)
+      end, dev)
+      r.cache:close()
+    end)
+  end)
+end
+
+support.each_device(check)
