@@ -1,0 +1,85 @@
+--- How many bytes does a policy bring over the link, and is it what the formula says?
+--
+-- KV lies in host memory. A prompt is prefilled in chunks of one block, then one token is
+-- decoded. Every byte that crosses is counted, and compared with the closed form: a chunk
+-- loads the blocks that were selected before it, and every token goes out once.
+--
+--   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local synthetic = require "kvlab.synthetic"
+
+local PREFILL = { full = "full", quest = "full", topk = "full", streaming = "full",
+                  xattention = "xattention" }
+
+--- Blocks before the open one that a policy selects of n blocks; nil is every one.
+local function selected(policy, n)
+  if policy.name == "full" then return n - 1 end
+  return kv.policy.budget_blocks(policy.budget, n) - 1
+end
+
+--- Loads of a prefill of `chunks` chunks of one block, and of the decoded token after it.
+local function closed_form(prefill, decode, chunks)
+  local loads = 0
+  for chunk = 1, chunks do loads = loads + selected(prefill, chunk) end
+  return loads, selected(decode, chunks + 1)
+end
+
+local function run(config)
+  local name, chunks = config.policy, config.context / config.block_size
+  local options = { ratio = config.ratio, sink = 1, recent = 1, min_blocks = 0 }
+  local function open(policy)
+    return kv.policy.open(policy, policy ~= "full" and options or nil)
+  end
+  local prefill = open(PREFILL[name])
+  local decode = open(name == PREFILL[name] and "full" or name)
+  local s = synthetic.new { shape = config.shape, context = config.context + 1,
+    block_size = config.block_size, chunk = config.block_size, seed = config.seed,
+    prefill_policy = prefill, decode_policy = decode,
+    offload = { slots = config.slots, slot_blocks = 1 } }
+  local seq, engine = s.cache:sequence(), s.cache.offload
+  s:prefill(seq, config.context)
+  local loaded, offloaded = engine:bytes()
+  s:decode { seq }
+  local loaded_after, offloaded_after = engine:bytes()
+  local bytes_block = engine.bytes_block * s.layers
+  local loads, decode_loads = closed_form(prefill, decode, chunks)
+  s:close()
+  return {
+    prefill_loaded = loaded, prefill_loaded_formula = loads * bytes_block,
+    prefill_offloaded = offloaded, prefill_offloaded_formula = chunks * bytes_block,
+    decode_loaded = loaded_after - loaded,
+    decode_loaded_formula = decode_loads * bytes_block,
+    decode_offloaded = offloaded_after - offloaded,
+    decode_offloaded_formula = bytes_block / config.block_size,
+    exact = loaded == loads * bytes_block and offloaded == chunks * bytes_block
+      and loaded_after - loaded == decode_loads * bytes_block
+      and offloaded_after - offloaded == bytes_block / config.block_size,
+  }
+end
+
+local dev = kv.device()
+local is_cpu = dev:is_cpu()
+
+experiment.run {
+  name = "02_offload_bytes",
+  title = "How many bytes does a policy bring over the link?",
+  grid = {
+    { "context", is_cpu and { 4096, 8192, 16384 } or { 16384, 32768, 65536 } },
+    { "policy", { "full", "xattention", "quest", "topk", "streaming" } },
+  },
+  defaults = { shape = synthetic.default_shape(dev), block_size = is_cpu and 256 or 1024,
+               ratio = 0.25, slots = 4 },
+  quick = { context = { 4096 } },
+  run = run,
+  table = {
+    { rows = "policy", columns = "context", value = "prefill_loaded", format = "%.0f" },
+    { rows = "policy", columns = "context", value = "prefill_loaded_formula",
+      format = "%.0f" },
+    { rows = "policy", columns = "context", value = "decode_loaded", format = "%.0f" },
+    { rows = "policy", columns = "context", value = "exact" },
+  },
+  plot = { x = "context", y = "prefill_loaded", series = "policy", logx = true,
+           logy = true, xlabel = "context (tokens)",
+           ylabel = "bytes to the device in a prefill" },
+}

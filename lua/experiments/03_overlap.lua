@@ -1,0 +1,98 @@
+--- How much of the transfer hides under attention, and which blocks and slots does that
+-- take?
+--
+-- The last chunk of a prompt whose KV lies in host memory: its history passes through the
+-- ring, one block a slot and load, while attention runs over the blocks before. Times are
+-- the device's own events. The picture is one such chunk: every load and the attention
+-- that waited for it. Small blocks pay for each load and launch, large ones for the first
+-- load and the last attention, which hide under nothing: a U.
+--
+-- Without a GPU, --link-gbps=55 --link-us=10 emulates a link.
+--
+--   ./kvlab run lua/experiments/03_overlap.lua [--device=cuda | --link-gbps=2]
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local synthetic = require "kvlab.synthetic"
+local timeline = require "kvlab.timeline"
+
+local dev = kv.device()
+local is_cpu = dev:is_cpu()
+local REPEATS = 5
+
+local function run(config)
+  local s = synthetic.new { shape = config.shape, layers = config.layers,
+    context = config.context + config.chunk, block_size = config.block_size,
+    chunk = config.chunk, seed = config.seed,
+    offload = { slots = config.slots, slot_blocks = 1 } }
+  local engine, best = s.cache.offload, nil
+  local seq = s:sequence(config.context)
+  local passes = s.layers * config.context / config.block_size
+  for i = 1, REPEATS do
+    engine:trace(2 * passes + s.layers)
+    local us = s:time(function() s:prefill(seq, config.chunk) end)
+    if i > 1 and (not best or us < best.us) then
+      best = timeline.overlap(engine:spans())
+      best.us = us
+    end
+    seq:truncate(config.context)
+  end
+  local bytes = passes * engine.bytes_block
+  s:close()
+  return { us = best.us, load_us = best.load_us, compute_us = best.compute_us,
+           hidden = best.hidden, idle_us = best.idle_us, bytes = bytes,
+           gb_s = bytes / best.load_us * 1e-3,
+           over_bound = best.us / math.max(best.load_us, best.compute_us) }
+end
+
+--- One layer's chunk, drawn.
+local function picture(config)
+  local s = synthetic.new { shape = config.shape, layers = 3,
+    context = config.context + config.chunk, block_size = config.drawn_block_size,
+    chunk = config.chunk, offload = { slots = 4, slot_blocks = 1 } }
+  local seq = s:sequence(config.context)
+  s:prefill(seq, config.chunk)
+  seq:truncate(config.context)
+  s.cache.offload:trace(1000)
+  s:prefill(seq, config.chunk)
+  local spans = {}
+  for _, span in ipairs(s.cache.offload:spans()) do
+    if span.layer == 1 then spans[#spans + 1] = span end
+  end
+  s:close()
+  return timeline.plot(spans, { file = "timeline",
+    title = ("one layer, %d tokens of history in blocks of %d, 4 slots"):format(
+      config.context, config.drawn_block_size) })
+end
+
+experiment.run {
+  name = "03_overlap",
+  title = "How much of the transfer hides under attention?",
+  grid = {
+    { "block_size", is_cpu and { 16, 64, 256, 1024, 4096 }
+                            or { 16, 64, 256, 1024, 4096 } },
+    { "slots", { 1, 2, 4, 8 } },
+  },
+  defaults = { shape = synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
+               context = is_cpu and 8192 or 32768, chunk = is_cpu and 256 or 4096,
+               drawn_block_size = is_cpu and 1024 or 4096 },
+  quick = { block_size = { 256, 1024 }, slots = { 1, 4 } },
+  run = run,
+  table = {
+    { rows = "slots", columns = "block_size", value = "us", format = "%.0f" },
+    { rows = "slots", columns = "block_size", value = "hidden", format = "%.3f" },
+    { rows = "slots", columns = "block_size", value = "over_bound", format = "%.3f" },
+  },
+  plot = function(rows)
+    local plot = require "kvlab.plot"
+    local config = rows[1].config
+    local lines = plot.lines(rows, { x = "block_size", y = "us", series = "slots",
+      logx = true, logy = true, xlabel = "block size (tokens)",
+      ylabel = "one chunk through all layers (us)", title = "time by block size" })
+    lines.file = "us_by_block_size"
+    local hidden = plot.lines(rows, { x = "block_size", y = "hidden", series = "slots",
+      logx = true, xlabel = "block size (tokens)",
+      ylabel = "share of the transfer under attention", title = "transfer hidden" })
+    hidden.file = "hidden_by_block_size"
+    return { lines, hidden, picture(config) }
+  end,
+}

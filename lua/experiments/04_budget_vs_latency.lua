@@ -1,0 +1,98 @@
+--- What does a budget buy: the latency of a decoded token by context and budget, with KV
+-- on the device, behind a ring, and behind a hot cache.
+--
+-- Quest selects blocks for each KV head. Resident reads them from device memory; the ring
+-- brings them from host memory each time; the hot cache brings only those that are not in
+-- its slots already. Queries drift slowly from step to step, as those of a text do, so
+-- that selections resemble the ones before. Times are the device's own events.
+--
+--   ./kvlab run lua/experiments/04_budget_vs_latency.lua [--device=cuda | --link-gbps=2]
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local synthetic = require "kvlab.synthetic"
+
+local dev = kv.device()
+local is_cpu = dev:is_cpu()
+
+--- Let the queries take a step: q = cos(a) q + sin(a) noise keeps their size.
+local function drift(s, angle, step)
+  kv.scope(function()
+    local noise = kv.randn(s.device, "f32", s.q:dims(), { seed = 77 + step })
+    local moved = s.q:cast "f32" * math.cos(angle) + noise * math.sin(angle)
+    s.q:copy_(moved:cast(s.q:type()))
+  end)
+end
+
+local function median(list)
+  table.sort(list)
+  return list[math.ceil(#list / 2)]
+end
+
+local function run(config)
+  local policy = config.budget == 0 and kv.policy.open "full"
+    or kv.policy.open("quest", { tokens = config.budget, sink = 1, recent = 2 })
+  local size, offload = config.block_size, nil
+  if config.memory ~= "resident" then
+    offload = { slots = 4 }
+    if config.memory == "hot" then
+      local blocks = config.budget == 0 and math.ceil(config.context / size) + 1
+        or math.ceil(config.budget / size)
+      offload.hot_slots = math.max(4, math.ceil(config.hot_ratio * blocks)) + 64
+    end
+  end
+  local s = synthetic.new { shape = config.shape, layers = config.layers,
+    context = config.context, block_size = size, seed = config.seed,
+    decode_policy = policy, offload = offload }
+  local seq = s:sequence(config.context - config.steps - 8)
+  local times, before = {}, 0
+  for step = 1, config.steps do
+    drift(s, config.drift, step)
+    if step == config.warm_up + 1 then
+      before = offload and s.cache.offload:bytes() or 0
+      local hot = offload and s.cache.offload.hot
+      if hot then hot:reset_counts() end
+    end
+    s:begin_decode { seq }
+    local us = s:time(function() s:layers_of_step() end)
+    if step > config.warm_up then times[#times + 1] = us end
+  end
+  local metrics = { us_layer = median(times) / s.layers, bytes_layer = 0, hit_rate = 0 }
+  if offload then
+    local engine, tokens = s.cache.offload, config.steps - config.warm_up
+    if engine.hot then
+      local stats = engine.hot:stats()
+      metrics.hit_rate, metrics.bytes_layer = stats.hit_rate, stats.bytes
+    else
+      metrics.bytes_layer = engine:bytes() - before
+    end
+    metrics.bytes_layer = metrics.bytes_layer / (tokens * s.layers)
+  end
+  s:close()
+  return metrics
+end
+
+experiment.run {
+  name = "04_budget_vs_latency",
+  title = "The latency of a decoded token by context and budget",
+  grid = {
+    { "context", is_cpu and { 4096, 8192, 16384, 32768 }
+                         or { 4096, 8192, 16384, 32768, 65536, 131072 } },
+    { "memory", { "resident", "ring", "hot" } },
+    { "budget", { 256, 512, 1024, 2048, 0 } },
+  },
+  defaults = { shape = synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
+               block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2 },
+  quick = { context = { 4096, 8192 }, budget = { 512, 0 } },
+  run = run,
+  table = {
+    { rows = "memory", columns = "context", value = "us_layer", where = { budget = 1024 },
+      format = "%.1f" },
+    { rows = "memory", columns = "context", value = "us_layer", where = { budget = 0 },
+      format = "%.1f" },
+    { rows = "budget", columns = "context", value = "hit_rate",
+      where = { memory = "hot" }, format = "%.3f" },
+  },
+  plot = { x = "context", y = "us_layer", series = "budget", panel = "memory",
+           logx = true, logy = true, xlabel = "context (tokens)",
+           ylabel = "us a layer (budget 0: all)" },
+}
