@@ -112,7 +112,6 @@ int kvl_device_open(const char *name, kvl_device **out) {
   }
   if (backend == &kvl__backend_cpu) snprintf(dev->name, sizeof dev->name, "cpu");
   else snprintf(dev->name, sizeof dev->name, "%s:%d", backend->name, index);
-  backend->describe(dev->ctx, dev->description, sizeof dev->description);
   devices[slot] = dev;
   *out = dev;
   return KVL_OK;
@@ -142,7 +141,10 @@ void kvl_device_close(kvl_device *dev) {
 /* ---- what a device tells --------------------------------------------------------------- */
 
 const char *kvl_device_name(const kvl_device *dev) { return dev->name; }
-const char *kvl_device_description(const kvl_device *dev) { return dev->description; }
+const char *kvl_device_description(kvl_device *dev) { /* the CPU's can change: its link */
+  dev->backend->describe(dev->ctx, dev->description, sizeof dev->description);
+  return dev->description;
+}
 int kvl_device_is_cpu(const kvl_device *dev) { return dev->backend == &kvl__backend_cpu; }
 
 int kvl__device_failed(kvl_device *dev, int status, const char *doing) {

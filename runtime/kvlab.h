@@ -98,7 +98,7 @@ typedef struct kvl_device_stats {
 int kvl_device_open(const char *name, kvl_device **out);
 void kvl_device_close(kvl_device *dev);
 const char *kvl_device_name(const kvl_device *dev);          /* "cpu", "cuda:0" */
-const char *kvl_device_description(const kvl_device *dev);   /* "NVIDIA H100 ...", "AVX-512, 2 threads" */
+const char *kvl_device_description(kvl_device *dev);   /* "NVIDIA H100 ...", "AVX-512, 2 threads" */
 int kvl_device_is_cpu(const kvl_device *dev);
 int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out);
 int kvl_device_reset_peak(kvl_device *dev);
@@ -115,8 +115,9 @@ int kvl_cpu_use_isa(const char *isa);
 /* Emulate a link between the CPU device's memory and pinned memory: a transfer takes `us`
  * plus its bytes at `gb_s` (10^9 bytes a second), one at a time in each direction. Events of
  * the CPU device then tell a modelled time: ops take what they took, transfers what the link
- * would; the host's own time does not count, as if it ran ahead of a GPU. gb_s 0 ends it.
- * Errors: INVALID negative. */
+ * would; the host's own time does not count, as if it ran ahead of a GPU, but its waits do.
+ * Modelled time begins anew at every call. gb_s 0 ends it. Errors: INVALID negative, not
+ * finite, gb_s below 1e-6 or us above 1e9. */
 int kvl_cpu_link(double gb_s, double us);
 
 /* A FIFO of work. The device's default stream exists from the start; on the CPU it runs
@@ -137,7 +138,8 @@ int kvl_event_record(kvl_event *event, kvl_stream *stream);
 int kvl_stream_wait_event(kvl_stream *stream, kvl_event *event);
 int kvl_event_sync(kvl_event *event);                         /* the host waits */
 int kvl_event_done(kvl_event *event);                         /* 1 complete, 0 not */
-/* Microseconds between two complete events. Errors: INVALID one is not recorded. */
+/* Microseconds between two complete events. Errors: INVALID one is not recorded, or
+ * kvl_cpu_link was called between them. */
 int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us);
 
 /* ---- tensor --------------------------------------------------------------------- */

@@ -132,7 +132,8 @@ function M.decode(dev, o)
 end
 
 --- Run a script over numbered sequences: { "prefill", s, n } appends a chunk of n tokens
--- to sequence s (made when it is first named), { "decode", s, t, … } one token to each,
+-- to sequence s (made when it is first named), { "chunks", n, s, t, … } one to each of
+-- several, { "decode", s, t, … } one token to each,
 -- { "close", s } ends it, { "truncate", s, length } shortens it. Returns by sequence the
 -- outputs of the last layer, one list of numbers for each of its steps, and the rig. o as
 -- for new, or { rig = one that is there }.
@@ -162,6 +163,8 @@ function M.play(dev, o, script)
     if what == "prefill" then
       sequence(s)
       run({ s }, line[3], true)
+    elseif what == "chunks" then
+      run({ unpack(line, 3) }, s, true)
     elseif what == "decode" then
       run({ unpack(line, 2) }, 1, false)
     elseif what == "truncate" then

@@ -21,7 +21,8 @@
  * - Then the slots not used by this call come first in `order` and the used ones last, both
  *   in the order they had.
  *
- * One block of threads a KV head; what passes between its phases lies in shared memory:
+ * One block of threads a KV head; what passes between its phases lies in shared memory (in
+ * the workspace where there is no room: past 17 to 27 thousand slots on an H100):
  *   1  half of the warps look the entries up, mark the slots of hits, and claim slot_of of a
  *      missing block for the lowest entry (atomic minimum of INT32_MIN + entry); the other
  *      half reads order, block_of and priority
@@ -32,10 +33,11 @@
  *   5  misses move in: slot_of and block_of
  *   6  the slot of every entry, and the parted lists
  *
- * Bytes   4 * (6 * seqs * n + 4 * slots) a head and two sectors of 32 an entry, from L2
- * Limit   latency: eight dependent accesses of device memory or L2 in a row and a dozen
- *         barriers on one SM. Estimate for 3280 entries and 4096 slots: 8-9 us, of which 3
- *         are the launch; with priorities 3 us more
+ * Bytes   4 * (9 * seqs * n + 2 * slots) a head; and sectors of 32, scattered: two or three
+ *         an entry, one or two a slot
+ * Limit   latency: seven dependent accesses of device memory or L2 in a row and a dozen
+ *         barriers on one SM. An estimate for 3280 entries and 4096 slots, not measured: 9 us,
+ *         of which 3 are the launch; 3 us more with priorities
  * Exact.  Source: Alabi et al. 2012 (radix select) */
 #include "hot_resolve.cuh"
 

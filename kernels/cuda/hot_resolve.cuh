@@ -1,5 +1,5 @@
-/* The phases of hot_resolve, see hot_resolve.cu. All threads of the block call each of them,
- * with a barrier between any two. */
+/* The phases of hot_resolve, for the threads of one block; hot_resolve.cu says what they do in
+ * all, and where the barriers stand. */
 #ifndef KVL_CUDA_HOT_RESOLVE_CUH
 #define KVL_CUDA_HOT_RESOLVE_CUH
 

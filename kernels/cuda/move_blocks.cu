@@ -6,7 +6,7 @@
  *   moved     i64           [1]                the bytes copied are added; optional
  * -1 or out of range on either side is skipped; no block is written twice. Exact.
  *
- * Bytes   those moved, once over the link; 4 for every entry, in sectors of 32
+ * Bytes   those moved, once over the link; of the lists a sector of 32 for every piece, from L2
  * Limit   the link: 55 GB/s of a PCIe 5 x16 want 110 KB under way at 2 us a read. A warp takes
  *         a piece of up to 4 KiB with eight 16-byte loads a lane before the first store, so
  *         16 blocks of threads have up to 384 KiB under way and leave the other SMs alone;

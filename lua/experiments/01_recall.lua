@@ -5,12 +5,24 @@
 -- blocks per KV head. Every question is asked on its own fork of the prefilled context.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
+--                                             [--set memory=ring]
+--
+-- memory: resident (KV on the device), ring or hot (KV in host memory, read through a
+-- ring or a hot cache); the accuracies are the same.
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
 
 local QUERIES = 16 -- asked of each context, as one batch of forks
+
+--- Options of the offload engine for a kind of memory.
+local function offload_of(memory, slots)
+  if memory == "resident" then return nil end
+  if memory == "ring" then return { slots = 4 } end
+  if memory == "hot" then return { slots = 4, hot_slots = slots } end
+  error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
+end
 
 --- Contexts of one length, prefilled once for all policies and budgets.
 local function prefill(s, config)
@@ -23,6 +35,7 @@ local function prefill(s, config)
   loaded.engine = s.model:engine {
     blocks = config.prompts * blocks + 2 * QUERIES, block_size = config.block_size,
     max_seqs = QUERIES, max_blocks = blocks,
+    offload = offload_of(config.memory, QUERIES * blocks),
   }
   for i = 1, config.prompts do
     loaded.prompts[i] = prompts.draw(context, config.needles, QUERIES, config.seed + i)
@@ -93,7 +106,7 @@ experiment.run {
     { "policy", { "full", "oracle", "quest", "block_mean", "streaming", "random" } },
     { "budget", { 0.02, 0.05, 0.1, 0.3, 1 } },
   },
-  defaults = { prompts = 8, needles = 32, block_size = 16 },
+  defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident" },
   quick = { context = { 512, 1024 }, prompts = 2 },
   when = function(config) return (config.policy == "full") == (config.budget == 1) end,
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",

@@ -13,7 +13,6 @@ local M = {}
 
 local REPEATS, GIB = 30, 1024 * 1024 * 1024
 local BYTES_FLUSH = GIB / 2
-local C = kv.C
 
 ---@class kvlab.Bench
 local Bench = {}
@@ -28,8 +27,8 @@ end
 -- whose way back to memory is then charged to what is timed.)
 local function flush(self) self.flush_buffer:sum(0, self.flush_sum) end
 
---- Microseconds of one call of fn, median of `repeats` after a warm-up; events on a GPU,
--- the clock on the CPU. warm: leave the caches as they are.
+--- Microseconds of one call of fn on the device, median of `repeats` after a warm-up.
+-- warm: leave the caches as they are.
 function Bench:time(fn, repeats, warm)
   local times = {}
   local from, to = self.device:open_event(), self.device:open_event()
@@ -37,16 +36,10 @@ function Bench:time(fn, repeats, warm)
   fn()
   for i = 1, repeats or REPEATS do
     if not warm then flush(self) end
-    if self.device:is_cpu() then
-      local start = C.kvl_clock_ns()
-      fn()
-      times[i] = tonumber(C.kvl_clock_ns() - start) * 1e-3
-    else
-      from:record(stream)
-      fn()
-      to:record(stream)
-      times[i] = from:elapsed_us(to)
-    end
+    from:record(stream)
+    fn()
+    to:record(stream)
+    times[i] = from:elapsed_us(to)
   end
   from:close()
   to:close()
@@ -69,6 +62,23 @@ local function read_bandwidth(self)
   return self.R
 end
 
+--- GB/s of one copy of 256 MiB from pinned host memory: the L of every link limit.
+function Bench:link_bandwidth()
+  if not self.L then
+    local bytes = GIB / 4
+    self.L = kv.scope(function()
+      local far = kv.pinned(self.device, "u8", { bytes }):fill_(1)
+      local near = kv.tensor(self.device, "u8", { bytes })
+      return bytes / self:time(function() near:copy_(far) end, REPEATS, true) * 1e-3
+    end)
+    self:print_row { id = "L", name = "one copy of 256 MiB to the device", bytes = bytes,
+                     us = bytes / self.L * 1e-3, gb_s = self.L }
+  end
+  return self.L
+end
+
+local LIMITS = { R = read_bandwidth, L = Bench.link_bandwidth }
+
 local function format_row(row)
   local words = { ("%-5s %-52s %10.1f us"):format(row.id, row.name, row.us) }
   if row.gb_s then words[#words + 1] = ("%8.1f GB/s"):format(row.gb_s) end
@@ -88,9 +98,10 @@ function Bench:print_row(row)
   io.flush()
 end
 
---- One case: id, name; run() does the work once; bytes it has to read and write; check()
--- raises when the result is wrong; repeats; warm; note. Or us, measured by the file
--- itself.
+--- One case: id, name; run() does the work once; bytes it has to read and write, and
+-- their limit R (memory, unless it says) or L (the link); or bound: microseconds that it
+-- cannot beat; check() raises when the result is wrong; repeats; warm; note. Or us,
+-- measured by the file itself.
 function Bench:case(case)
   if self.wanted and not self.wanted[case.id] then return end
   kv.scope(function()
@@ -99,9 +110,12 @@ function Bench:case(case)
     local us = work.us or self:time(work.run, case.repeats, case.warm)
     local row = { id = case.id, name = case.name, us = us, bytes = work.bytes,
                   note = work.note }
-    if work.bytes then
-      row.gb_s, row.limit = work.bytes / us * 1e-3, "R"
-      row.of_limit = row.gb_s / read_bandwidth(self)
+    if work.bytes then row.gb_s = work.bytes / us * 1e-3 end
+    if work.bound then
+      row.limit, row.of_limit = "bound", work.bound / us
+    elseif work.bytes then
+      row.limit = work.limit or "R"
+      row.of_limit = row.gb_s / LIMITS[row.limit](self)
     end
     self:print_row(row)
   end)

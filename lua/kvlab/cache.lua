@@ -62,7 +62,8 @@ end
 -- ---- batch ----------------------------------------------------------------------------
 
 --- The sequences of one step as the kernels see them. Made once, refilled every step: its
--- tensors are views of two buffers and are valid until the next append.
+-- tensors are views of one buffer, which one copy fills, and are valid until the next
+-- append.
 ---@class kvlab.Batch
 ---@field seqs kvlab.Sequence[]
 ---@field count integer          sequences
@@ -91,6 +92,7 @@ local Batch = {}
 Batch.__index = Batch
 
 local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
+local UPLOADS = 4 -- host buffers: so many steps may be on their way to the device
 
 local function padded(n) return math.ceil(n / ALIGN) * ALIGN end
 
@@ -98,28 +100,53 @@ local function new_batch(cache, limits)
   local seqs, tokens = limits.max_seqs or 16, limits.max_tokens or 512
   local width = math.min(limits.max_blocks or cache.blocks, cache.blocks)
   local touched = seqs + math.ceil(tokens / cache.block_size)
-  local ints = padded(seqs * width) + 3 * padded(seqs + 1) + 2 * padded(tokens)
-    + 3 * padded(touched + seqs) + 4 * padded(seqs) + padded(2 * seqs)
+  local ints = 2 * padded(2 * tokens) + padded(seqs * width) + 3 * padded(seqs + 1)
+    + 2 * padded(tokens) + 3 * padded(touched + seqs) + 4 * padded(seqs)
+    + padded(2 * seqs)
   local offload = cache.offload
   if offload and (seqs > offload.max_seqs or tokens > offload.max_tokens) then
     error(("a batch of %d sequences and %d tokens, expected at most the offload engine's "
       .. "max_seqs = %d and max_tokens = %d"):format(seqs, tokens, offload.max_seqs,
       offload.max_tokens), 3)
   end
-  return setmetatable({
+  local self = setmetatable({
     cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
     fixed_width = limits.fixed_width and width or nil,
-    host_buffer_slots = offload and ffi.new("int64_t[?]", tokens),
-    device_buffer_slots = offload and tensor.tensor(cache.device, "i64", { tokens }),
-    host_slots = ffi.new("int64_t[?]", tokens),
-    host_ints = ffi.new("int32_t[?]", ints),
     host_counts = ffi.new("int32_t[?]", seqs),
     host_copies = ffi.new("int32_t[?]", 2 * seqs),
     handles = ffi.new("kvl_sequence *[?]", seqs),
-    device_slots = tensor.tensor(cache.device, "i64", { tokens }),
     device_ints = tensor.tensor(cache.device, "i32", { ints }),
-    layout = {},
+    layout = {}, uploads = {}, upload = 0,
   }, Batch)
+  for i = 0, UPLOADS - 1 do
+    local memory = tensor.pinned(cache.device, "i32", { ints })
+    self.uploads[i] = { memory = memory, ints = ffi.cast("int32_t *", memory.ptr),
+                        sent = cache.device:open_event() }
+  end
+  return self
+end
+
+--- The next host buffer, once what it held last is on the device.
+local function next_upload(self)
+  self.upload = (self.upload + 1) % UPLOADS
+  local upload = self.uploads[self.upload]
+  upload.sent:sync()
+  self.host_ints, self.host_slots = upload.ints, ffi.cast("int64_t *", upload.ints)
+  return upload
+end
+
+--- Send its first n entries.
+local function send(self, upload, n)
+  if self.sized ~= n then
+    self.sized, self.device_part = n, tensor.lasting(self.device_ints.narrow,
+      self.device_ints, 0, n)
+    for i = 0, UPLOADS - 1 do
+      local memory = self.uploads[i].memory
+      self.uploads[i].part = tensor.lasting(memory.narrow, memory, 0, n)
+    end
+  end
+  check(C.kvl_copy(upload.part, self.device_part))
+  upload.sent:record(self.cache.device:stream())
 end
 
 --- Check what was asked for and fill handles and counts; returns the sum of counts.
@@ -156,6 +183,8 @@ local function lay_out(self, tokens, width, touched, copies)
     o[name] = at
     at = at + padded(size)
   end
+  place("slots", 2 * tokens) -- i64; first, where the host finds it before the layout
+  if self.cache.offload then place("buffer_slots", 2 * tokens) end
   place("tables", self.count * width)
   place("lens", self.count)
   place("starts", self.count + 1)
@@ -193,7 +222,11 @@ local function make_views(self, tokens, width, touched, copies)
   view("block_tokens", touched)
   view("copy_from", copies)
   view("copy_to", copies)
-  self.slots = self.device_slots:narrow(0, tokens)
+  local function wide_view(name)
+    self[name] = tensor.wrap(self.cache.device, "i64", { tokens },
+      ffi.cast("int32_t *", self.device_ints.ptr) + o[name])
+  end
+  wide_view "slots"
   if self.cache.offload then
     view("open_blocks", touched)
     view("opens", self.count, 2)
@@ -201,7 +234,7 @@ local function make_views(self, tokens, width, touched, copies)
     view("load_to", 1, 1, self.count)
     self.blocks3 = self.blocks:reshape { 1, 1, touched }
     self.open_blocks3 = self.open_blocks:reshape { 1, 1, touched }
-    self.buffer_slots = self.device_buffer_slots:narrow(0, tokens)
+    wide_view "buffer_slots"
   end
   self.tokens_count, self.width = tokens, width
   self.touched, self.copies = touched, copies
@@ -251,6 +284,7 @@ end
 ---@param tokens? integer[]  token ids, sequence after sequence
 function Batch:append(seqs, counts, tokens)
   local total = take_counts(self, seqs, counts)
+  local upload = next_upload(self)
   local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
     self.host_slots, self.host_copies))
   self.seqs, self.count, self.counts, self.pending_copies = seqs, #seqs, counts, copies
@@ -268,16 +302,7 @@ function Batch:append(seqs, counts, tokens)
   lay_out(self, total, width, touched, copies)
   fill_host(self, counts, tokens, width)
   if self.cache.offload then self.cache.offload:place(self, counts, total) end
-  check(C.kvl_tensor_write(self.device_ints:narrow(0, self.layout.size), self.host_ints,
-    4 * self.layout.size))
-  if total > 0 then
-    check(C.kvl_tensor_write(self.device_slots:narrow(0, total), self.host_slots,
-      8 * total))
-    if self.cache.offload then
-      check(C.kvl_tensor_write(self.device_buffer_slots:narrow(0, total),
-        self.host_buffer_slots, 8 * total))
-    end
-  end
+  send(self, upload, self.layout.size)
   if self.tokens_count ~= total or self.width ~= width or self.touched ~= touched
      or self.copies ~= copies or self.viewed ~= self.count then
     tensor.lasting(make_views, self, total, width, touched, copies)

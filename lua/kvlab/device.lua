@@ -73,6 +73,7 @@ ffi.metatype("kvl_device", {
       check(C.kvl_device_stats_get(self, stats))
       local t = {}
       for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
+                             "bytes_pinned",
                              "bytes_total", "bytes_free", "allocations", "launches" } do
         t[key] = tonumber(stats[key])
       end

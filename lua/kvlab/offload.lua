@@ -73,7 +73,9 @@ function M.new(cache, options)
     { self.slots, self.group, unpack(block) })
   self.slot_views = {}
   for i = 0, self.slots - 1 do self.slot_views[i] = self.slot_memory:index(i) end
+  -- a sequence's tokens may begin and end inside a block
   self.buffer_blocks = self.max_seqs + math.ceil(self.max_tokens / cache.block_size)
+    + math.min(self.max_seqs, math.max(0, self.max_tokens - self.max_seqs))
   self.buffer = tensor.tensor(cache.device, cache.dtype,
     { cache.layers, self.buffer_blocks, unpack(block) })
   self.buffer_views = {}
@@ -130,6 +132,7 @@ end
 -- [tokens]. A step of one token a sequence finds the block where the step before left it.
 function Offload:place(batch, counts, total)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
+  local slots = ffi.cast("int64_t *", p + o.buffer_slots)
   local by_token, next_index, row, touched = true, 0, 0, 0
   self.step = self.step + 1
   if self.pending then -- the last step's offloads read the arrays that are written next
@@ -163,7 +166,7 @@ function Offload:place(batch, counts, total)
     p[o.load_to + i] = load and index or -1
     for b = 0, blocks - 1 do p[o.open_blocks + touched + b] = index + b end
     for t = 0, count - 1 do
-      batch.host_buffer_slots[row + t] = (index - first) * size + before + t
+      slots[row + t] = (index - first) * size + before + t
     end
     batch.history = math.max(batch.history, first)
     batch.loads = batch.loads + (load and 1 or 0)

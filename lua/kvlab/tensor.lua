@@ -106,6 +106,16 @@ function M.pinned(dev, dtype, shape, huge_pages)
   return remember(t)
 end
 
+--- View of memory on `dev` that the caller keeps, such as part of another tensor with
+-- another dtype.
+---@param memory ffi.cdata*  a pointer
+function M.wrap(dev, dtype, shape, memory)
+  local number, t = library.dtype(dtype), tensor_t()
+  local ndim = fill_shape(shape, 2)
+  check(C.kvl_tensor_wrap(dev, number, ndim, shape_buffer, memory, t))
+  return remember(t)
+end
+
 --- start, start + step, ... : n elements.
 function M.arange(dev, dtype, n, start, step)
   local t = M.tensor(dev, dtype, { n })

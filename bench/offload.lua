@@ -1,0 +1,187 @@
+--- Offloaded KV: scattered blocks over the link (P9), a decode step whose KV is in host
+-- memory (P10), and the host's share of a step (P12).
+local kv = require "kvlab"
+local synthetic = require "kvlab.synthetic"
+
+local MIB = 1024 * 1024
+
+-- ---- P9: scattered blocks -------------------------------------------------------------
+
+--- Two memories of `bytes` in blocks of `block_bytes`, the far one pinned, and a random
+-- order of the far one's blocks.
+local function scattered(b, block_bytes, bytes)
+  local size, blocks = block_bytes / 512, bytes / block_bytes -- one KV head of 128, bf16
+  local shape = { blocks, 2, 1, size, 128 }
+  local far, near = kv.pinned(b.device, "bf16", shape), kv.tensor(b.device, "bf16", shape)
+  kv.check(kv.C.kvl_random(far, kv.C.KVL_RANDOM_NORMAL, 0, 1, 1, 0))
+  local _, order = kv.rand(b.device, "f32", { blocks }, { seed = 2 }):sort()
+  local from = order:reshape { 1, 1, blocks }
+  local to = kv.arange(b.device, "i32", blocks):reshape { 1, 1, blocks }
+  return far, near, from, to, order
+end
+
+local function check_moved(far, near, order)
+  local want = far:reshape { far:size(0), far.count / far:size(0) }:gather_rows(order)
+  local got = near:reshape(want:dims())
+  assert((got:cast "f32" - want:cast "f32"):abs():max():item() == 0, "blocks differ")
+end
+
+local function gather(block_bytes)
+  return function(b)
+    local bytes = b.device:is_cpu() and 64 * MIB or 256 * MIB
+    local far, near, from, to, order = scattered(b, block_bytes, bytes)
+    local function run() kv.check(kv.C.kvl_move_blocks(far, from, near, to, nil)) end
+    run()
+    check_moved(far, near, order)
+    return { run = run, bytes = bytes, limit = "L" }
+  end
+end
+
+--- What there is without the gather: a copy for each block.
+local function loop_of_copies(block_bytes)
+  return function(b)
+    local bytes = 64 * MIB
+    local far, near, _, _, order = scattered(b, block_bytes, bytes)
+    local blocks, sources, targets = bytes / block_bytes, {}, {}
+    for i, block in ipairs(order:list()) do
+      sources[i], targets[i] = far:index(block), near:index(i - 1)
+    end
+    local function run() for i = 1, blocks do targets[i]:copy_(sources[i]) end end
+    run()
+    check_moved(far, near, order)
+    return { run = run, bytes = bytes, limit = "L" }
+  end
+end
+
+-- ---- P10: an offloaded decode step ----------------------------------------------------
+
+--- A decode step over `contexts` of Llama-8B's shape. Bytes are what one step brings over
+-- the link, and the note says what it is to be compared with: the same step with nothing
+-- to bring (compute), and the bytes alone (transfer).
+local function step_of(o)
+  return function(b)
+    local seqs, layers = o.seqs or 1, b.device:is_cpu() and 2 or 8
+    local context = b.device:is_cpu() and o.context / 16 or o.context
+    local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+      context = seqs * (context + 64), max_seqs = seqs, block_size = o.block_size or 16,
+      decode_policy = o.policy(), offload = o.offload(seqs, context) }
+    local list = {}
+    for i = 1, seqs do list[i] = s:sequence(context) end
+    local engine = s.cache.offload
+    local function warm() -- selections that were there before: nothing to bring
+      s:begin_decode(list)
+      s:layers_of_step()
+      for _, seq in ipairs(list) do seq:truncate(context) end
+    end
+    local function cold() -- other queries: most of the selection is new
+      kv.check(kv.C.kvl_random(s.q, kv.C.KVL_RANDOM_NORMAL, 0, 1, 3, o.step * s.q.count))
+      o.step = o.step + 1
+      warm()
+    end
+    o.step = 1
+    local run = o.cold and cold or warm
+    for _ = 1, 3 do run() end
+    local before = engine:bytes()
+    run()
+    local bytes = engine:bytes() - before
+    local us = b:time(run, nil, true)
+    local transfer = bytes / b:link_bandwidth() * 1e-3
+    local compute = b:time(warm, nil, true)
+    if not o.cold then compute = o.compute(b, s, list, context) end
+    s:close()
+    return { us = us, bytes = bytes, bound = math.max(transfer, compute),
+             note = ("%d layers; compute %.0f us, transfer %.0f us"):format(layers,
+               compute, transfer) }
+  end
+end
+
+--- The same step with KV on the device.
+local function resident(policy)
+  return function(b, _, list, context)
+    local seqs, layers = #list, b.device:is_cpu() and 2 or 8
+    local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+      context = seqs * (context + 64), max_seqs = seqs, decode_policy = policy() }
+    local own = {}
+    for i = 1, seqs do own[i] = s:sequence(context) end
+    local us = b:time(function()
+      s:begin_decode(own)
+      s:layers_of_step()
+      for _, seq in ipairs(own) do seq:truncate(context) end
+    end, nil, true)
+    s:close()
+    return us
+  end
+end
+
+local function full() return kv.policy.open "full" end
+local function quest(ratio)
+  return function()
+    return kv.policy.open("quest", { ratio = ratio, sink = 1, recent = 2 })
+  end
+end
+
+-- ---- P12: the host's share ------------------------------------------------------------
+
+--- Host microseconds of a step of 32 layers, Quest over a hot cache, launched from Lua or
+-- replayed; and the device's.
+local function host_share(recorded)
+  return function(b)
+    local context = b.device:is_cpu() and 512 or 8192
+    local s = synthetic.new { device = b.device, shape = "llama-8b",
+      context = context + 512, decode_policy = quest(0.1)(),
+      offload = { hot_slots = 512 }, max_blocks = context / 16 + 32, fixed_width = true }
+    local list = { s:sequence(context) }
+    for _ = 1, 3 do s:decode(list) end
+    s:begin_decode(list)
+    local step = function() s:layers_of_step() end
+    if recorded then
+      local graph = kv.graph(step, b.device)
+      step = function() graph:replay() end
+    end
+    local host, device = {}, {}
+    for i = 1, 30 do
+      b.device:sync()
+      device[i] = s:time(function()
+        local start = kv.C.kvl_clock_ns()
+        s:begin_decode(list)
+        step()
+        host[i] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
+      end)
+      list[1]:truncate(context + 4)
+    end
+    table.sort(host)
+    table.sort(device)
+    return { us = host[15],
+      note = ("host; the device takes %.0f us, %.1f a layer"):format(device[15],
+        device[15] / 32) }
+  end
+end
+
+return function(b)
+  for _, kib in ipairs { 8, 16, 64, 1024 } do
+    b:case { id = "P9", name = ("scattered blocks of %d KiB to the device"):format(kib),
+             setup = gather(kib * 1024) }
+  end
+  for _, kib in ipairs { 8, 64, 1024 } do
+    b:case { id = "P9", name = ("the same, a copy for each block of %d KiB"):format(kib),
+             setup = loop_of_copies(kib * 1024), repeats = 5 }
+  end
+  b:case { id = "P10", name = "ring, dense, 1 x 32K, block 256", setup = step_of {
+    context = 32768, block_size = 256, policy = full, compute = resident(full),
+    offload = function() return { slots = 4, slot_blocks = 8 } end } }
+  b:case { id = "P10", name = "ring, Quest 10%, 1 x 32K", setup = step_of {
+    context = 32768, policy = quest(0.1), compute = resident(quest(0.1)),
+    offload = function() return { slots = 4, slot_blocks = 64 } end } }
+  local function hot(seqs, context)
+    return { hot_slots = math.ceil(seqs * context / 16 * 0.2), hot_overlap = true }
+  end
+  b:case { id = "P10", name = "hot cache, Quest 10%, 4 x 32K, new queries",
+    setup = step_of { context = 32768, seqs = 4, policy = quest(0.1), cold = true,
+                      offload = hot } }
+  b:case { id = "P10", name = "hot cache, Quest 10%, 4 x 32K, same queries",
+    setup = step_of { context = 32768, seqs = 4, policy = quest(0.1), offload = hot,
+                      compute = resident(quest(0.1)) } }
+  b:case { id = "P12", name = "a step of 32 layers, Quest, hot cache, eager",
+           setup = host_share(false) }
+  b:case { id = "P12", name = "the same replayed from a graph", setup = host_share(true) }
+end
