@@ -113,6 +113,37 @@ local function resident(policy)
   end
 end
 
+--- A whole prefill through the ring, in chunks of one block of 1024 tokens. bound: the
+-- bytes at the link's speed, or the same prefill with KV on the device.
+local function prefill_of(context)
+  return function(b)
+    local layers = b.device:is_cpu() and 1 or 32
+    if b.device:is_cpu() then context = context / 8 end
+    local function run(offload)
+      local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+        context = context, block_size = 1024, chunk = 1024, offload = offload }
+      local us, bytes = {}, 0
+      for i = 1, 3 do
+        local seq = s.cache:sequence()
+        us[i] = s:time(function() s:prefill(seq, context) end)
+        seq:close()
+      end
+      if offload then bytes = s.cache.offload:bytes() / 3 end
+      s:close()
+      table.sort(us)
+      return us[2], bytes
+    end
+    local resident = run(nil)
+    local us, bytes = run { slots = 4 }
+    local n = context / 1024
+    assert(bytes == n * (n - 1) / 2 * layers * 4 * MIB, "bytes differ from the formula")
+    local transfer = bytes / b:link_bandwidth() * 1e-3
+    return { us = us, bytes = bytes, bound = math.max(transfer, resident),
+             note = ("%d layers; compute %.0f us, transfer %.0f us"):format(layers,
+               resident, transfer) }
+  end
+end
+
 local function full() return kv.policy.open "full" end
 local function quest(ratio)
   return function()
@@ -166,12 +197,16 @@ return function(b)
     b:case { id = "P9", name = ("the same, a copy for each block of %d KiB"):format(kib),
              setup = loop_of_copies(kib * 1024), repeats = 5 }
   end
+  for _, kib in ipairs { 32, 64 } do
+    b:case { id = "P10", name = ("ring, prefill of %dK, block and chunk 1024"):format(kib),
+             setup = prefill_of(kib * 1024) }
+  end
   b:case { id = "P10", name = "ring, dense, 1 x 32K, block 256", setup = step_of {
     context = 32768, block_size = 256, policy = full, compute = resident(full),
-    offload = function() return { slots = 4, slot_blocks = 8 } end } }
+    offload = function() return { slots = 4, slot_blocks = 32 } end } }
   b:case { id = "P10", name = "ring, Quest 10%, 1 x 32K", setup = step_of {
     context = 32768, policy = quest(0.1), compute = resident(quest(0.1)),
-    offload = function() return { slots = 4, slot_blocks = 64 } end } }
+    offload = function() return { slots = 4 } end } }
   local function hot(seqs, context)
     return { hot_slots = math.ceil(seqs * context / 16 * 0.2), hot_overlap = true }
   end

@@ -274,8 +274,10 @@ struct kvl_hot_resolve_args {
 struct kvl_hot_append_args {
   struct kvl_hot_view hot;
   struct kvl_cache_view cache;  /* the host tier */
+  struct kvl_cache_view buffer; /* kv NULL: none */
   const void *k, *v;
   const int64_t *slots;         /* of the host tier */
+  const int64_t *buffer_slots;
   int64_t tokens;
   int32_t dtype;                /* of k and v */
 };

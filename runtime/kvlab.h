@@ -506,6 +506,7 @@ int kvl_cut_selection(const kvl_cut *call);
  * events ready and compute-done; and a stream that takes blocks to the host, with an event
  * offload-done a layer. Source: the SparsePolicy engine of a nano-vllm fork. */
 typedef struct kvl_ring kvl_ring;
+enum { KVL_RING_BUFFER = -1 };   /* in place of a slot: compute over the buffer, for a trace */
 
 /* A ring over memory  f32 f16 bf16 [slots, blocks, 2, kv_heads, block_size, head_dim], which
  * it retains. Errors: INVALID, NO_MEMORY, DEVICE. */
@@ -590,9 +591,11 @@ typedef struct kvl_resolve {
   const kvl_tensor *hit_logical, *hit_slots, *miss_logical, *miss_slots;
 } kvl_resolve;
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
-/* kvl_append_kv to the host tier `cache`, and to the slots that hold the blocks. */
+/* kvl_append_kv to the host tier `cache`, to the slots that hold the blocks, and at
+ * buffer_slots, i64 [tokens], to `buffer`, memory of other blocks; NULL: to none. */
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
-                   const kvl_tensor *slots, const kvl_tensor *cache);
+                   const kvl_tensor *slots, const kvl_tensor *cache,
+                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer);
 /* Forget blocks: i32 [n], -1 is skipped. Their slots are free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 

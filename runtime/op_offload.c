@@ -130,7 +130,8 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
 }
 
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
-                   const kvl_tensor *slots, const kvl_tensor *cache) {
+                   const kvl_tensor *slots, const kvl_tensor *cache,
+                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer) {
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
   args.cache = kvl__memory_arg(&c, "cache", cache, kvl__like(hot->memory),
@@ -138,7 +139,13 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
   kvl__vector_arg(&c, "k", k, kvl__like(cache) | KVL__F32, "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  if (buffer) {
+    args.buffer = kvl__memory_arg(&c, "buffer", buffer, kvl__like(cache),
+                                  "buffer_blocks 2 kv_heads block_size head_dim");
+    kvl__arg(&c, "buffer_slots", buffer_slots, KVL__I64, "tokens");
+  }
   if (c.status < 0) return c.status;
+  args.buffer_slots = ptr_of(buffer_slots);
   args.k = k->ptr;
   args.v = v->ptr;
   args.slots = slots->ptr;

@@ -39,9 +39,10 @@ struct kvl_ring {
   kvl_stream *offload;
   kvl_event **offloaded;         /* [layers] */
   kvl_event *planned, *issued;
+  kvl_event *last_ready;         /* of the load before: gathers go one after the other */
   kvl_event *origin;             /* of the trace */
   struct span *spans;
-  int num_slots, layers, spans_room, spans_used;
+  int num_slots, layers, spans_room, spans_used, buffer_span;
 };
 
 /* ---- open and close ------------------------------------------------------------------ */
@@ -57,6 +58,7 @@ static void trace_end(kvl_ring *r) {
   r->origin = NULL;
   r->spans_room = r->spans_used = 0;
   for (int i = 0; i < r->num_slots; i++) r->slots[i].span = -1;
+  r->buffer_span = -1;
 }
 
 static int ring_sync(kvl_ring *r) {
@@ -130,6 +132,7 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   r->memory.storage->refs++;
   r->num_slots = (int)memory->shape[0];
   r->layers = layers;
+  r->buffer_span = -1;
   r->bytes_block = memory->count / (memory->shape[0] * memory->shape[1]) *
                    kvl_dtype_bytes(memory->dtype);
   r->slots = zeroed((size_t)r->num_slots * sizeof *r->slots, "a ring's slots");
@@ -236,6 +239,7 @@ static int load_begin(kvl_ring *r, int slot, int layer, int blocks, int *span) {
 
 static int load_end(kvl_ring *r, int slot, int span) {
   span_end(r, span, r->slots[slot].stream);
+  r->last_ready = r->slots[slot].ready;
   return kvl_event_record(r->slots[slot].ready, r->slots[slot].stream);
 }
 
@@ -309,6 +313,8 @@ int kvl_ring_gather(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   kvl_stream *stream = r->slots[slot].stream;
   kvl_tensor into;
   status = kvl_stream_wait_event(stream, r->planned);
+  /* two at once would share the link, and the first pass would wait for both */
+  if (status >= 0 && r->last_ready) status = kvl_stream_wait_event(stream, r->last_ready);
   if (status >= 0) status = load_begin(r, slot, layer, (int)from->count, &span);
   if (status >= 0) status = kvl_tensor_index(&r->memory, slot, &into);
   if (status < 0) return status;
@@ -322,6 +328,10 @@ int kvl_ring_planned(kvl_ring *r) { return kvl_event_record(r->planned, r->devic
 /* ---- compute ------------------------------------------------------------------------------ */
 
 int kvl_ring_wait(kvl_ring *r, int slot) {
+  if (slot == KVL_RING_BUFFER) {
+    r->buffer_span = span_begin(r, KVL_SPAN_COMPUTE, slot, -1, 0, r->device->current);
+    return KVL_OK;
+  }
   int status = expect_slot(r, "ring_wait", slot);
   if (status < 0) return status;
   struct slot *s = &r->slots[slot];
@@ -333,6 +343,11 @@ int kvl_ring_wait(kvl_ring *r, int slot) {
 }
 
 int kvl_ring_done(kvl_ring *r, int slot) {
+  if (slot == KVL_RING_BUFFER) {
+    span_end(r, r->buffer_span, r->device->current);
+    r->buffer_span = -1;
+    return KVL_OK;
+  }
   int status = expect_slot(r, "ring_done", slot);
   if (status < 0) return status;
   struct slot *s = &r->slots[slot];

@@ -1,9 +1,10 @@
-/* Append K and V to the host tier, and to the slots that hold its blocks.
+/* Append K and V to the host tier, to the slots that hold its blocks, and to a buffer.
  *   k, v     f32, or like cache  [tokens, kv_heads, head_dim]
  *   slots    i64                 [tokens]   of the host tier; < 0 is skipped
  *   cache    f32 f16 bf16        [blocks, 2, kv_heads, block_size, head_dim]
  *   memory   like cache          [slots, 2, kv_heads, block_size, head_dim]
  *   slot_of  i32                 [kv_heads, blocks]
+ *   buffer   like cache          [buffer_blocks, 2, kv_heads, block_size, head_dim]; optional
  * Limit: read plus write bandwidth, and the link to the host tier. */
 #include "cpu/append.h"
 
@@ -12,6 +13,13 @@ KVL_CPU_KERNEL(hot_append) {
   struct append row = { .to = a->cache, .k = a->k, .v = a->v, .slots = a->slots,
     .tokens = a->tokens, .blocks = a->cache.blocks, .dtype = a->dtype };
   int status = append_run(&row, queue);
+  if (status >= 0 && a->buffer.kv) {
+    struct append open = row;
+    open.to = a->buffer;
+    open.slots = a->buffer_slots;
+    open.blocks = a->buffer.blocks;
+    status = append_run(&open, queue);
+  }
   row.to = a->hot.memory;
   row.slot_of = a->hot.slot_of;
   return status < 0 ? status : append_run(&row, queue);

@@ -25,13 +25,22 @@ __device__ __forceinline__ pack<To, 8> convert_pack(const pack<From, 8> &x) {
   }
 }
 
+/* Where a token goes: block -1 for a slot that is skipped. */
+struct token_place {
+  int64_t block;
+  int offset;
+  __device__ __forceinline__ token_place(int64_t slot, int block_size)
+      : block(slot < 0 ? -1 : slot / block_size),
+        offset((int)(slot - block * block_size)) {}
+};
+
 /* 8 neighbours of K and of V of a token in block `block`; nothing where there is no such
  * block. */
 template <class To>
-__device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block, int head,
-                                          int offset, int dim, const pack<To, 8> &k,
+__device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block, int offset,
+                                          int head, int dim, const pack<To, 8> &k,
                                           const pack<To, 8> &v) {
-  if (block < 0 || block >= c.blocks) return;
+  if (block < 0 || block >= c.blocks) return;   /* a broken slot must not fault */
   const int64_t half = (int64_t)c.kv_heads * c.block_size * c.head_dim;
   To *to = (To *)c.kv + 2 * block * half +
            ((int64_t)head * c.block_size + offset) * c.head_dim + dim;
@@ -45,23 +54,24 @@ __global__ void __launch_bounds__(APPEND_THREADS)
 append_rows_kernel(const __grid_constant__ Args a) {
   const int size = a.cache.block_size, pieces = a.cache.head_dim / 8;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
-  const int64_t slots_end = a.cache.blocks * size;
   for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * APPEND_THREADS) {
     int64_t token = i / row;
     int in_row = (int)(i - token * row), head = in_row / pieces;
     int dim = (in_row - head * pieces) * 8;
-    int64_t slot = a.slots[token];
-    if (slot < 0 || slot >= slots_end) continue;   /* a broken slot must not fault */
-    int64_t block = slot / size;
-    int offset = (int)(slot - block * size);
+    const token_place to(a.slots[token], size);
     pack<To, 8> k = convert_pack<To>(load_pack<8>((const From *)a.k + i * 8));
     pack<To, 8> v = convert_pack<To>(load_pack<8>((const From *)a.v + i * 8));
     if constexpr (std::is_same_v<Args, kvl_hot_append_args>) {
-      int64_t hot = a.hot.slot_of[head * a.hot.blocks + block];
-      write_row(a.hot.memory, hot, head, offset, dim, k, v);
+      const bool is_block = to.block >= 0 && to.block < a.hot.blocks;
+      const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
+      write_row(a.hot.memory, hot, to.offset, head, dim, k, v);
+      if (a.buffer.kv) {
+        const token_place open(a.buffer_slots[token], size);
+        write_row(a.buffer, open.block, open.offset, head, dim, k, v);
+      }
     }
-    write_row(a.cache, block, head, offset, dim, k, v);
+    write_row(a.cache, to.block, to.offset, head, dim, k, v);
   }
 }
 

@@ -80,9 +80,11 @@ function HotCache:use_priority()
   return self.priority
 end
 
---- Append to the host tier, and to the slots that hold the blocks.
-function HotCache:append(layer, k, v, slots)
-  check(C.kvl_hot_append(self.layers[layer], k, v, slots, self.cache:layer(layer)))
+--- Append a step's k, v to the host tier, to the slots that hold its blocks, and to the
+-- buffer of open blocks.
+function HotCache:append(layer, k, v, batch, buffer)
+  check(C.kvl_hot_append(self.layers[layer], k, v, batch.slots, self.cache:layer(layer),
+    batch.buffer_slots, buffer))
 end
 
 --- Forget blocks that the host tier got by other means; i32 [n].

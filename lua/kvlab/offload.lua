@@ -17,7 +17,9 @@ local tensor = require "kvlab.tensor"
 local C, check = library.C, library.check
 local M = {}
 
-local BYTES_SLOT = 1024 * 1024 -- of one sequence, unless slot_blocks says otherwise
+-- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s) that
+-- what a copy, a launch and a join cost by themselves does not count.
+local BYTES_SLOT = 32 * 1024 * 1024
 
 ---@class kvlab.Offload
 ---@field slots integer         slots of the ring
@@ -54,7 +56,7 @@ local function check_options(given)
 end
 
 --- The engine of a cache. options: slots of the ring (4), slot_blocks: blocks of a
--- sequence that one slot holds (1 MiB of them), max_seqs (16) and max_tokens (512) of a
+-- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens (512) of a
 -- step, huge_pages (false), hot_slots: slots for each KV head of a hot cache (0: none),
 -- hot_overlap (false): attend to what is there while the rest is fetched.
 ---@param cache kvlab.Cache
@@ -65,7 +67,8 @@ function M.new(cache, options)
   self.cache, self.layers = cache, cache.layers
   self.bytes_block = cache:bytes_token() * cache.kv_heads * cache.block_size
   if self.slot_blocks == 0 then
-    self.slot_blocks = math.max(1, math.ceil(BYTES_SLOT / self.bytes_block))
+    self.slot_blocks = math.max(1, math.floor(
+      BYTES_SLOT / (self.bytes_block * self.max_seqs)))
   end
   self.group = self.max_seqs * self.slot_blocks
   local block = { 2, cache.kv_heads, cache.block_size, cache.head_dim }
@@ -80,9 +83,9 @@ function M.new(cache, options)
     { cache.layers, self.buffer_blocks, unpack(block) })
   self.buffer_views = {}
   for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
-  self.tails = setmetatable({}, { __mode = "k" })
+  self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
-  self.bytes_appended, self.step = 0, 0
+  self.bytes_appended, self.step, self.layers_left = 0, 0, 0
   local out = ffi.new "kvl_ring *[1]"
   if C.kvl_ring_open(self.slot_memory, cache.layers, out) < 0 then
     collectgarbage() -- rings that nobody holds any more have streams to give back
@@ -124,7 +127,22 @@ local function place_token(self, seq, length)
     self.tails[seq] = tail
   end
   tail.step, tail.length, tail.next_length = self.step, nil, length
+  self.placed[#self.placed + 1] = tail
   return tail.index, not is_there and (length - 1) % self.cache.block_size > 0
+end
+
+--- The step before is over, or was left by an error, or was never begun: what its
+-- sequences left in the buffer counts, or does not. A step that was replayed from a graph
+-- ran without this file.
+local function settle(self)
+  local is_over = self.is_begun and (self.layers_left == 0
+    or self.is_recorded and self.layers_left == self.layers)
+  for i, tail in ipairs(self.placed) do
+    if is_over then tail.length = tail.next_length end
+    self.placed[i] = nil
+  end
+  if self.is_begun and not is_over then self.cache.device:sync() end
+  self.is_begun = false
 end
 
 --- Lay the open blocks of a batch out in the buffer and fill the arrays that say where:
@@ -133,6 +151,7 @@ end
 function Offload:place(batch, counts, total)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
   local slots = ffi.cast("int64_t *", p + o.buffer_slots)
+  settle(self)
   local by_token, next_index, row, touched = true, 0, 0, 0
   self.step = self.step + 1
   if self.pending then -- the last step's offloads read the arrays that are written next
@@ -158,8 +177,8 @@ function Offload:place(batch, counts, total)
       index, load = place_token(self, seq, length)
     else
       next_index = next_index + blocks
-      self.tails[seq] = { index = index + blocks - 1, next_length = length,
-                          step = self.step }
+      local tail = { index = index + blocks - 1, next_length = length, step = self.step }
+      self.tails[seq], self.placed[#self.placed + 1] = tail, tail
     end
     p[o.opens + 2 * i], p[o.opens + 2 * i + 1] = first, index
     p[o.load_from + i] = load and p[o.tables + i * batch.layout_width + first] or -1
@@ -179,8 +198,7 @@ end
 -- in the host tier, and its open blocks in the buffer.
 function Offload:begin(batch, is_prefill)
   self.batch, self.is_prefill = batch, is_prefill
-  if self.unfinished then self.cache.device:sync() end -- a step was left by an error
-  self.unfinished = true
+  self.is_begun, self.layers_left = true, self.layers
   if is_prefill then
     self.pending = true
     return
@@ -207,16 +225,19 @@ function Offload:append(layer, k, v)
     check(C.kvl_ring_wait_offload(self.ring, layer))
     if batch.loads > 0 then self:load_open(layer) end
   end
+  if self.hot and not self.is_prefill then
+    self.hot:append(layer, k, v, batch, buffer)
+    return buffer
+  end
   check(C.kvl_append_kv(k, v, batch.buffer_slots, buffer))
   if not self.is_prefill then
-    if self.hot then self.hot:append(layer, k, v, batch.slots)
-    else check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer))) end
+    check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer)))
   end
   return buffer
 end
 
 --- Send the step's blocks of a layer to the host tier, beside what follows (a decode step
--- has written its tokens there). After the last layer the step is over.
+-- has written its tokens there).
 function Offload:offload(layer)
   local batch = self.batch
   if self.is_prefill and batch.touched > 0 then
@@ -225,16 +246,11 @@ function Offload:offload(layer)
       batch.host_ints + batch.layout.blocks))
     if self.hot then self.hot:drop(layer, batch.blocks) end
   end
-  if layer == self.layers - 1 then
-    self.unfinished = false
-    for i = 1, batch.count do
-      local tail = self.tails[batch.seqs[i]]
-      if tail then tail.length = tail.next_length end
-    end
-    if not self.is_prefill then
-      self.bytes_appended = self.bytes_appended + batch.tokens_count * self.layers
-        * self.cache.kv_heads * self.cache:bytes_token()
-    end
+  self.layers_left = self.layers_left - 1
+  self.is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
+  if not self.is_prefill then
+    self.bytes_appended = self.bytes_appended
+      + batch.tokens_count * self.cache.kv_heads * self.cache:bytes_token()
   end
 end
 

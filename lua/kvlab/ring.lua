@@ -1,6 +1,7 @@
---- Attention over a ring: the selected blocks of the host tier pass through its slots, a
--- slot's load under the attention over the one before, and every pass joins its result to
--- what came before. The open blocks come last, from the buffer, causally.
+--- Attention over a ring: first over the open blocks, causally, from the buffer, while the
+-- first loads are on their way; then the selected blocks of the host tier pass through the
+-- slots, a slot's load under the attention over the one before, and every pass joins its
+-- result to what came before.
 --
 -- A plan cuts a selection into passes on the device, so the host never learns what was
 -- selected. Where nothing is selected (dense), every layer has the same plan: it is made
@@ -142,22 +143,25 @@ function Ring:attend(attention, selection, ctx, out, lse)
       .. "takes depends on the lengths. A hot cache can (hot_slots)", 0)
   end
   local plan, layer, first = prepare(self, selection, ctx)
-  local part, lse_a, lse_b = attention:scratch(ctx)
-  local prev, prev_lse
+  local part, prev_lse, next_lse = attention:scratch(ctx)
+  if plan.passes == 0 then part, prev_lse = out, lse end
+  check(C.kvl_ring_wait(o.ring, C.KVL_RING_BUFFER))
+  local result = attention:attend_slots(ctx, o.buffer_views[ctx.layer], plan.open_logical,
+    plan.open_slots, part, prev_lse)
+  check(C.kvl_ring_done(o.ring, C.KVL_RING_BUFFER))
   for pass = 0, plan.passes - 1 do
-    local i = first + pass
-    local slot = i % o.slots
+    local i, is_last = first + pass, pass == plan.passes - 1
+    local slot, to = i % o.slots, part
+    if is_last then to = out end
     check(C.kvl_ring_wait(o.ring, slot))
     self.consumed = self.consumed + 1
-    attention:attend_slots(ctx, o.slot_views[slot], plan.pass_logical[pass], plan.slots,
-      part, lse_a, prev, prev_lse, true)
+    result = attention:attend_slots(ctx, o.slot_views[slot], plan.pass_logical[pass],
+      plan.slots, to, is_last and lse or next_lse, part, prev_lse, true)
     check(C.kvl_ring_done(o.ring, slot))
     if i + o.slots < plan.total then load(self, plan, layer, i + o.slots) end
-    prev, prev_lse = part, lse_a
-    lse_a, lse_b = lse_b, lse_a
+    prev_lse, next_lse = next_lse, prev_lse
   end
-  return attention:attend_slots(ctx, o.buffer_views[ctx.layer], plan.open_logical,
-    plan.open_slots, out, lse, prev, prev_lse)
+  return result
 end
 
 return M

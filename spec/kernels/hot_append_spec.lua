@@ -41,22 +41,27 @@ local function prepare(dev, c)
     order = kv.zeros(dev, "i32", { c.kv_heads, SLOTS }),
     counters = kv.zeros(dev, "i64", { 4 }),
   }
+  local buffer_slots = support.distinct(rng, tokens, 2 * BLOCKS * c.block_size)
+  for i = 3, tokens, 7 do buffer_slots[i] = -1 end
   local t = { hot = hot, k = k:to(dev), v = v:to(dev),
     slots = kv.from(dev, "i64", { tokens }, slots),
-    cache = kv.pinned(dev, c.dtype, { BLOCKS, unpack(row) }):fill_(7) }
+    cache = kv.pinned(dev, c.dtype, { BLOCKS, unpack(row) }):fill_(7),
+    buffer_slots = kv.from(dev, "i64", { tokens }, buffer_slots),
+    buffer = kv.full(dev, c.dtype, { 2 * BLOCKS, unpack(row) }, 5) }
   return t, { k = k:cast(c.dtype):list(), v = v:cast(c.dtype):list(), slots = slots,
-    slot_of = slot_of }
+    slot_of = slot_of, buffer_slots = buffer_slots }
 end
 
 local function launch(t)
-  kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache))
+  kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache,
+    t.buffer_slots, t.buffer))
 end
 
---- The host tier and the slots' memory after the call, and what went in.
+--- The host tier, the slots' memory and the buffer after the call, and what went in.
 local function append(dev, c)
   local t, given = prepare(dev, c)
   launch(t)
-  return t.cache, t.hot.memory, given
+  return t.cache, t.hot.memory, t.buffer, given
 end
 
 local function filled(c, blocks, value)
@@ -79,12 +84,22 @@ end
 describe("appending through a hot cache", function()
   support.it_on_cpu("writes the host tier and the slots of its blocks", function(dev)
     for i, c in ipairs(cases) do
-      local cache, memory, given = append(dev, c)
+      local cache, memory, buffer, given = append(dev, c)
       support.equal(cache, reference.append_kv(filled(c, BLOCKS, 7), c, given.k, given.v,
         given.slots), ("cache of case %d"):format(i))
       support.equal(memory, reference.append_kv(filled(c, SLOTS, 9), c, given.k, given.v,
         given.slots, given.slot_of, BLOCKS), ("memory of case %d"):format(i))
+      support.equal(buffer, reference.append_kv(filled(c, 2 * BLOCKS, 5), c, given.k,
+        given.v, given.buffer_slots), ("buffer of case %d"):format(i))
     end
+  end)
+
+  support.it_on_cpu("does without a buffer", function(dev)
+    local c = cases[#cases]
+    local t = prepare(dev, c)
+    t.buffer, t.buffer_slots = nil, nil
+    launch(t)
+    support.equal(t.cache, (append(dev, c)))
   end)
 
   support.it_on_cpu("tells the link what goes to the host tier", function(dev)
@@ -100,8 +115,9 @@ end)
 describe("appending through a hot cache on CUDA #gpu", function()
   support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
     for i, c in ipairs(cases) do
-      local cache, memory = append(cuda, c)
-      local want_cache, want_memory = append(cpu, c)
+      local cache, memory, buffer = append(cuda, c)
+      local want_cache, want_memory, want_buffer = append(cpu, c)
+      support.equal(buffer, want_buffer, ("buffer of case %d"):format(i))
       support.equal(cache, want_cache, ("cache of case %d"):format(i))
       support.equal(memory, want_memory, ("memory of case %d"):format(i))
     end

@@ -106,6 +106,11 @@ local function check(dev)
         assert.is_true(span.end_us >= span.begin_us)
         if i % 2 == 0 then assert.is_true(span.begin_us >= spans[i - 1].end_us) end
       end
+      engine:trace(1)
+      kv.check(kv.C.kvl_ring_wait(engine.ring, kv.C.KVL_RING_BUFFER))
+      kv.check(kv.C.kvl_ring_done(engine.ring, kv.C.KVL_RING_BUFFER))
+      assert.equal("compute", engine:spans()[1].kind)
+      assert.equal(-1, engine:spans()[1].slot)
       engine:trace(0)
       assert.same({}, engine:spans())
       cache:close()
