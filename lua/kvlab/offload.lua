@@ -17,8 +17,8 @@ local tensor = require "kvlab.tensor"
 local C, check = library.C, library.check
 local M = {}
 
--- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s) that
--- what a copy, a launch and a join cost by themselves does not count.
+-- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s)
+-- that what a copy, a launch and a join cost by themselves does not count.
 local BYTES_SLOT = 32 * 1024 * 1024
 
 ---@class kvlab.Offload
@@ -56,9 +56,9 @@ local function check_options(given)
 end
 
 --- The engine of a cache. options: slots of the ring (4), slot_blocks: blocks of a
--- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens (512) of a
--- step, huge_pages (false), hot_slots: slots for each KV head of a hot cache (0: none),
--- hot_overlap (false): attend to what is there while the rest is fetched.
+-- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens
+-- (512) of a step, huge_pages (false), hot_slots: slots for each KV head of a hot cache
+-- (0: none), hot_overlap (false): attend to what is there while the rest is fetched.
 ---@param cache kvlab.Cache
 ---@param options table
 ---@return kvlab.Offload
