@@ -197,7 +197,7 @@ return function(b)
              setup = loop_of_copies(kib * 1024), repeats = 5 }
   end
   for _, kib in ipairs { 32, 64 } do
-    b:case { id = "P10", name = ("ring, prefill of %dK, block and chunk 1024"):format(kib),
+    b:case { id = "P10", name = ("ring, prefill of %dK, block, chunk 1024"):format(kib),
              setup = prefill_of(kib * 1024) }
   end
   b:case { id = "P10", name = "ring, dense, 1 x 32K, block 256", setup = step_of {

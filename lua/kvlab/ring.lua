@@ -1,7 +1,7 @@
 --- Attention over a ring: first over the open blocks, causally, from the buffer, while
--- the first loads are on their way; then the selected blocks of the host tier pass through
--- the slots, a slot's load under the attention over the one before, and every pass joins
--- its result to what came before.
+-- the first loads are on their way; then the selected blocks of the host tier pass
+-- through the slots, a slot's load under the attention over the one before, and every
+-- pass joins its result to what came before.
 --
 -- A plan cuts a selection into passes on the device, so the host never learns what was
 -- selected. Where nothing is selected (dense), every layer has the same plan: it is made
