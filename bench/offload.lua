@@ -55,61 +55,72 @@ end
 
 -- ---- P10: an offloaded decode step ----------------------------------------------------
 
---- A decode step over `contexts` of Llama-8B's shape. Bytes are what one step brings over
--- the link, and the note says what it is to be compared with: the same step with nothing
--- to bring (compute), and the bytes alone (transfer).
-local function step_of(o)
-  return function(b)
-    local seqs, layers = o.seqs or 1, b.device:is_cpu() and 2 or 8
-    local context = b.device:is_cpu() and o.context / 16 or o.context
-    local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
-      context = seqs * (context + 64), max_seqs = seqs, block_size = o.block_size or 16,
-      decode_policy = o.policy(), offload = o.offload(seqs, context) }
-    local list = {}
-    for i = 1, seqs do list[i] = s:sequence(context) end
-    local engine = s.cache.offload
-    local function warm() -- selections that were there before: nothing to bring
-      s:begin_decode(list)
-      s:layers_of_step()
-      for _, seq in ipairs(list) do seq:truncate(context) end
-    end
-    local function cold() -- other queries: most of the selection is new
-      kv.check(kv.C.kvl_random(s.q, kv.C.KVL_RANDOM_NORMAL, 0, 1, 3, o.step * s.q.count))
-      o.step = o.step + 1
-      warm()
-    end
-    o.step = 1
-    local run = o.cold and cold or warm
-    for _ = 1, 3 do run() end
-    local before = engine:bytes()
-    run()
-    local bytes = engine:bytes() - before
-    local us = b:time(run, nil, true)
-    local transfer = bytes / b:link_bandwidth() * 1e-3
-    local compute = b:time(warm, nil, true)
-    if not o.cold then compute = o.compute(b, s, list, context) end
-    s:close()
-    return { us = us, bytes = bytes, bound = math.max(transfer, compute),
-             note = ("%d layers; compute %.0f us, transfer %.0f us"):format(layers,
-               compute, transfer) }
-  end
+--- Turn the queries by an angle: q = cos(a) q + sin(a) noise.
+local function turn(s, angle, step)
+  kv.scope(function()
+    local noise = kv.randn(s.device, "f32", s.q:dims(), { seed = 100 + step })
+    s.q:copy_((s.q:cast "f32" * math.cos(angle) + noise * math.sin(angle))
+      :cast(s.q:type()))
+  end)
 end
 
---- The same step with KV on the device.
-local function resident(policy)
-  return function(b, _, list, context)
-    local seqs, layers = #list, b.device:is_cpu() and 2 or 8
-    local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
-      context = seqs * (context + 64), max_seqs = seqs, decode_policy = policy() }
-    local own = {}
-    for i = 1, seqs do own[i] = s:sequence(context) end
-    local us = b:time(function()
-      s:begin_decode(own)
-      s:layers_of_step()
-      for _, seq in ipairs(own) do seq:truncate(context) end
-    end, nil, true)
+local function median(list)
+  table.sort(list)
+  return list[math.ceil(#list / 2)]
+end
+
+--- Microseconds of a step of sequences at one length, median; before(i) runs untimed.
+local function time_steps(s, list, context, before)
+  local times = {}
+  for i = 1, 33 do
+    if before then before(i) end
+    s:begin_decode(list)
+    local us = s:time(function() s:layers_of_step() end)
+    if i > 3 then times[#times + 1] = us end
+    for _, seq in ipairs(list) do seq:truncate(context) end
+  end
+  return median(times)
+end
+
+local function synthetic_of(b, o, offload)
+  local seqs, layers = o.seqs or 1, b.device:is_cpu() and 2 or o.layers or 8
+  local context = b.device:is_cpu() and o.context / 16 or o.context
+  local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+    context = seqs * (context + 64), max_seqs = seqs, block_size = o.block_size or 16,
+    decode_policy = o.policy(), offload = offload and offload(seqs, context) }
+  local list = {}
+  for i = 1, seqs do list[i] = s:sequence(context) end
+  return s, list, context
+end
+
+--- A decode step with KV in host memory. Its bound: what it brings at the link's speed, or
+-- the same step with nothing to bring (KV on the device, or all in the hot cache).
+-- angle: how far queries turn from step to step, so that a hot cache has to fetch.
+local function step_of(o)
+  return function(b)
+    local link, compute = b:link_bandwidth(), nil
+    if not o.angle then
+      local s, list, context = synthetic_of(b, o)
+      compute = time_steps(s, list, context)
+      s:close()
+    end
+    local s, list, context = synthetic_of(b, o, o.offload)
+    local engine, layers = s.cache.offload, s.layers
+    if o.angle then compute = time_steps(s, list, context) end
+    if engine.hot then engine.hot:reset_counts() end
+    local before = engine:bytes()
+    local us = time_steps(s, list, context, o.angle and function(i)
+      turn(s, o.angle, i)
+    end)
+    local bytes = (engine:bytes() - before) / 33
+    local transfer = bytes / link * 1e-3
+    local note = ("%d layers; compute %.0f us, transfer %.0f us"):format(layers, compute,
+      transfer)
+    if engine.hot then
+      note = ("%s; %.1f%% hits"):format(note, 100 * engine.hot:stats().hit_rate)
+    end
     s:close()
-    return us
+    return { us = us, bytes = bytes, bound = math.max(transfer, compute), note = note }
   end
 end
 
@@ -181,9 +192,12 @@ local function host_share(recorded)
     end
     table.sort(host)
     table.sort(device)
+    local one, start = kv.tensor(b.device, "f32", { 1 }), kv.C.kvl_clock_ns()
+    for _ = 1, 100 do one:fill_(0) end
+    local empty = tonumber(kv.C.kvl_clock_ns() - start) * 1e-5
     return { us = host[15],
-      note = ("host; the device takes %.0f us, %.1f a layer"):format(device[15],
-        device[15] / 32) }
+      note = ("host, where the smallest op takes %.1f; the device takes %.0f us"):format(
+        empty, device[15]) }
   end
 end
 
@@ -201,20 +215,22 @@ return function(b)
              setup = prefill_of(kib * 1024) }
   end
   b:case { id = "P10", name = "ring, dense, 1 x 32K, block 256", setup = step_of {
-    context = 32768, block_size = 256, policy = full, compute = resident(full),
-    offload = function() return { slots = 4, slot_blocks = 32 } end } }
+    context = 32768, block_size = 256, policy = full,
+    offload = function() return { slots = 4 } end } }
   b:case { id = "P10", name = "ring, Quest 10%, 1 x 32K", setup = step_of {
-    context = 32768, policy = quest(0.1), compute = resident(quest(0.1)),
+    context = 32768, policy = quest(0.1),
     offload = function() return { slots = 4 } end } }
   local function hot(seqs, context)
     return { hot_slots = math.ceil(seqs * context / 16 * 0.2), hot_overlap = true }
   end
-  b:case { id = "P10", name = "hot cache, Quest 10%, 4 x 32K, new queries",
-    setup = step_of { context = 32768, seqs = 4, policy = quest(0.1), cold = true,
-                      offload = hot } }
-  b:case { id = "P10", name = "hot cache, Quest 10%, 4 x 32K, same queries",
-    setup = step_of { context = 32768, seqs = 4, policy = quest(0.1), offload = hot,
-                      compute = resident(quest(0.1)) } }
+  for _, angle in ipairs { 0, 0.02, 0.1, math.pi / 2 } do
+    b:case { id = "P10", name = ("hot, Quest 10%%, 4 x 32K, queries turn by %.2f"):format(
+      angle), setup = step_of { context = 32768, seqs = 4, policy = quest(0.1),
+                                offload = hot, angle = angle > 0 and angle or nil } }
+  end
+  b:case { id = "P10", name = "hot, Quest 10%, 16 x 32K, queries turn by 0.02",
+    setup = step_of { context = 32768, seqs = 16, layers = 4, policy = quest(0.1),
+                      offload = hot, angle = 0.02 } }
   b:case { id = "P12", name = "a step of 32 layers, Quest, hot cache, eager",
            setup = host_share(false) }
   b:case { id = "P12", name = "the same replayed from a graph", setup = host_share(true) }

@@ -11,6 +11,7 @@
 --
 --   ./kvlab run lua/experiments/03_overlap.lua [--device=cuda | --link-gbps=2]
 local experiment = require "kvlab.experiment"
+local json = require "kvlab.json"
 local kv = require "kvlab"
 local synthetic = require "kvlab.synthetic"
 local timeline = require "kvlab.timeline"
@@ -44,8 +45,8 @@ local function run(config)
            over_bound = best.us / math.max(best.load_us, best.compute_us) }
 end
 
---- One layer's chunk, drawn.
-local function picture(config)
+--- What happened in a chunk of three layers: spans, of the second one alone.
+local function trace_chunk(config)
   local s = synthetic.new { shape = config.shape, layers = 3,
     context = config.context + config.chunk, block_size = config.drawn_block_size,
     chunk = config.chunk, offload = { slots = 4, slot_blocks = 1 } }
@@ -59,7 +60,23 @@ local function picture(config)
     if span.layer == 1 then spans[#spans + 1] = span end
   end
   s:close()
-  return timeline.plot(spans, { file = "timeline",
+  return spans
+end
+
+--- The spans as lines of JSON beside the results: the evidence, also where no picture can
+-- be drawn.
+local function write_spans(settings)
+  local lines = {}
+  for i, span in ipairs(trace_chunk(settings)) do
+    lines[i] = json.encode(span, { order = { "kind", "slot", "layer", "blocks",
+                                             "begin_us", "end_us" } })
+  end
+  require("kvlab.results").write_file(settings.out .. "/spans.jsonl",
+    table.concat(lines, "\n") .. "\n")
+end
+
+local function picture(config)
+  return timeline.plot(trace_chunk(config), { file = "timeline",
     title = ("one layer, %d tokens of history in blocks of %d, 4 slots"):format(
       config.context, config.drawn_block_size) })
 end
@@ -77,6 +94,7 @@ experiment.run {
                drawn_block_size = is_cpu and 1024 or 4096 },
   quick = { block_size = { 256, 1024 }, slots = { 1, 4 } },
   run = run,
+  teardown = write_spans,
   table = {
     { rows = "slots", columns = "block_size", value = "us", format = "%.0f" },
     { rows = "slots", columns = "block_size", value = "hidden", format = "%.3f" },
