@@ -93,8 +93,8 @@ local function synthetic_of(b, o, offload)
   return s, list, context
 end
 
---- A decode step with KV in host memory. Its bound: what it brings at the link's speed, or
--- the same step with nothing to bring (KV on the device, or all in the hot cache).
+--- A decode step with KV in host memory. Its bound: what it brings at the link's speed,
+-- or the same step with nothing to bring (KV on the device, or all in the hot cache).
 -- angle: how far queries turn from step to step, so that a hot cache has to fetch.
 local function step_of(o)
   return function(b)

@@ -515,14 +515,16 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out);
 void kvl_ring_close(kvl_ring *ring);
 /* Copy blocks[0 ... n-1] of a layer of the host tier into the slot, in this order, by the
  * device's copy engine: a run of neighbours is one copy, best for large blocks. Starts after
- * the slot's compute-done and the layer's offload-done; then records ready. */
+ * the last kvl_ring_planned, the slot's compute-done and the layer's offload-done; then
+ * records ready. */
 int kvl_ring_load(kvl_ring *ring, int slot, int layer, const kvl_tensor *cache,
                   const int32_t *blocks, int n);
-/* The same by kvl_move_blocks, for blocks that the device knows: slot[to] = cache[from]. The
- * indices must have been complete at the last kvl_ring_planned. */
+/* The same by kvl_move_blocks, for blocks that the device knows: slot[to] = cache[from]. Also
+ * starts after the load before it. */
 int kvl_ring_gather(kvl_ring *ring, int slot, int layer, const kvl_tensor *cache,
                     const kvl_tensor *from, const kvl_tensor *to);
-/* Indices that later gathers read are complete at the present end of the current stream. */
+/* What later loads need is complete at the present end of the current stream: indices, and
+ * blocks of the host tier that were written there. Call it once a step, before the loads. */
 int kvl_ring_planned(kvl_ring *ring);
 /* The current stream waits for the slot's load. */
 int kvl_ring_wait(kvl_ring *ring, int slot);
@@ -546,7 +548,8 @@ typedef enum kvl_span_kind {     /* ORDER kvl_span_kind */
 } kvl_span_kind;
 
 /* One thing that happened, from begin to end on the device, in microseconds since the trace
- * began. COMPUTE spans go from kvl_ring_wait to kvl_ring_done. slot is -1 for OFFLOAD. */
+ * began. COMPUTE spans go from kvl_ring_wait to kvl_ring_done. slot is -1 for OFFLOAD and for
+ * compute over the buffer, whose layer is -1. */
 typedef struct kvl_span {
   double begin_us, end_us;
   int32_t kind, slot, layer, blocks;

@@ -3,7 +3,10 @@
  * Per slot: a stream, and the events `ready` (its load is done) and `done` (nobody reads it
  * any more). Per layer: `offloaded` (what the buffer held is in the host tier). The order of
  * events is the whole of its correctness:
- *   load     waits for done[slot] and offloaded[layer], copies, records ready[slot]
+ *   load     waits for planned (the compute stream at the start of a step: tokens that
+ *            earlier steps wrote to the host tier, and indices), done[slot] and
+ *            offloaded[layer], copies, records ready[slot]; a gather waits for the load
+ *            before it, too
  *   compute  waits for ready[slot], reads, records done[slot]
  *   offload  waits for the compute stream, copies, records offloaded[layer]
  *   append   to the layer's buffer waits for offloaded[layer]
@@ -228,7 +231,8 @@ static void used_on(const kvl_tensor *t, const kvl_stream *stream) {
 /* The start of every load: the slot's stream may write the slot and read the layer. */
 static int load_begin(kvl_ring *r, int slot, int layer, int blocks, int *span) {
   struct slot *s = &r->slots[slot];
-  int status = kvl_stream_wait_event(s->stream, s->done);
+  int status = kvl_stream_wait_event(s->stream, r->planned);
+  if (status >= 0) status = kvl_stream_wait_event(s->stream, s->done);
   if (status >= 0) status = kvl_stream_wait_event(s->stream, r->offloaded[layer]);
   if (status < 0) return status;
   s->blocks = blocks;
@@ -312,9 +316,8 @@ int kvl_ring_gather(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   if (status < 0) return status;
   kvl_stream *stream = r->slots[slot].stream;
   kvl_tensor into;
-  status = kvl_stream_wait_event(stream, r->planned);
   /* two at once would share the link, and the first pass would wait for both */
-  if (status >= 0 && r->last_ready) status = kvl_stream_wait_event(stream, r->last_ready);
+  status = r->last_ready ? kvl_stream_wait_event(stream, r->last_ready) : KVL_OK;
   if (status >= 0) status = load_begin(r, slot, layer, (int)from->count, &span);
   if (status >= 0) status = kvl_tensor_index(&r->memory, slot, &into);
   if (status < 0) return status;

@@ -11,10 +11,12 @@ M.SHAPE = SHAPE
 
 local drawn = {} -- by device, dtype and seed
 
-local function random_numbers(dev, dtype, seed, heads)
-  local key = dev:name() .. dtype .. seed
+--- At least `count` tokens; the first ones are the same however many there are.
+local function random_numbers(dev, dtype, seed, heads, count)
+  local size = count <= 512 and 512 or 8192
+  local key = dev:name() .. dtype .. seed .. " " .. size
   drawn[key] = drawn[key]
-    or kv.randn(dev, "f32", { 512, heads, SHAPE.head_dim }, { seed = seed }):cast(dtype)
+    or kv.randn(dev, "f32", { size, heads, SHAPE.head_dim }, { seed = seed }):cast(dtype)
   return drawn[key]
 end
 
@@ -22,7 +24,7 @@ end
 local function tokens(dev, dtype, s, layer, position, n)
   local function draw(kind, heads)
     local seed = 1000 * s + 10 * layer + kind
-    return random_numbers(dev, dtype, seed, heads):narrow(position, n)
+    return random_numbers(dev, dtype, seed, heads, position + n):narrow(position, n)
   end
   return draw(1, SHAPE.heads), draw(2, SHAPE.kv_heads), draw(3, SHAPE.kv_heads)
 end

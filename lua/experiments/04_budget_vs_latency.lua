@@ -82,7 +82,7 @@ experiment.run {
   },
   defaults = { shape = synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2 },
-  quick = { context = { 4096, 8192 }, budget = { 512, 0 } },
+  quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
   run = run,
   table = {
     { rows = "memory", columns = "context", value = "us_layer", where = { budget = 1024 },

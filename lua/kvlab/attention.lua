@@ -41,7 +41,7 @@ end
 --- How this attention reaches a cache in host memory.
 local function open_offload(self, o)
   local engine = self.cache.offload
-  self.ring, self.scratches = require("kvlab.ring").new(self), {}
+  self.ring = require("kvlab.ring").new(self)
   local through = o.decode_through or (engine.hot and "hot" or "ring")
   if through ~= "ring" and not (through == "hot" and engine.hot) then
     error(("attention: decode_through is %s, expected ring%s"):format(tostring(through),
@@ -76,6 +76,7 @@ function M.attention(o)
   each_policy(self, function(p) policy.attach(p, self.shape) end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks) })
+  self.scratches = {}
   self.call = { scale = o.scale or 1 / math.sqrt(cache.head_dim), alibi = o.alibi,
                 causal = true }
   if cache.offload then open_offload(self, o) end

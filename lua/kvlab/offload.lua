@@ -131,12 +131,21 @@ local function place_token(self, seq, length)
   return tail.index, not is_there and (length - 1) % self.cache.block_size > 0
 end
 
+--- `tokens` of one layer each were written through to the host tier.
+function Offload:count_appended(tokens)
+  self.bytes_appended = self.bytes_appended
+    + tokens * self.cache.kv_heads * self.cache:bytes_token()
+end
+
 --- The step before is over, or was left by an error, or was never begun: what its
 -- sequences left in the buffer counts, or does not. A step that was replayed from a graph
 -- ran without this file.
 local function settle(self)
   local is_over = self.is_begun and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
+  if is_over and self.layers_left > 0 then -- replayed
+    self:count_appended(#self.placed * self.layers)
+  end
   for i, tail in ipairs(self.placed) do
     if is_over then tail.length = tail.next_length end
     self.placed[i] = nil
@@ -163,7 +172,7 @@ function Offload:place(batch, counts, total)
     if tail then tail.step = self.step end
   end
   if not by_token then self.tails = setmetatable({}, { __mode = "k" }) end
-  batch.history, batch.loads = 0, 0
+  batch.history, batch.loads, batch.by_token = 0, 0, by_token
   for i = 0, batch.count - 1 do
     local seq, count = batch.seqs[i + 1], counts[i + 1]
     local length = p[o.lens + i]
@@ -201,6 +210,7 @@ function Offload:begin(batch, is_prefill)
   self.is_begun, self.layers_left = true, self.layers
   if is_prefill then
     self.pending = true
+    check(C.kvl_ring_planned(self.ring))
     return
   end
   for layer = 0, self.layers - 1 do
@@ -208,6 +218,7 @@ function Offload:begin(batch, is_prefill)
     if batch.loads > 0 then self:load_open(layer) end
   end
   self.pending = false
+  check(C.kvl_ring_planned(self.ring))
 end
 
 --- Bring what open blocks hold already from the host tier to the buffer.
@@ -221,6 +232,7 @@ end
 -- hot cache. Returns the layer's buffer, where ev.k_blocks are.
 function Offload:append(layer, k, v)
   local batch, buffer = self.batch, self.buffer_views[layer]
+  self.is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
   if self.is_prefill then
     check(C.kvl_ring_wait_offload(self.ring, layer))
     if batch.loads > 0 then self:load_open(layer) end
@@ -243,15 +255,11 @@ function Offload:offload(layer)
   if self.is_prefill and batch.touched > 0 then
     check(C.kvl_ring_offload(self.ring, layer, self.buffer_views[layer],
       batch.open_blocks3, self.cache:layer(layer), batch.blocks3,
-      batch.host_ints + batch.layout.blocks))
+      not batch.by_token and batch.host_ints + batch.layout.blocks or nil))
     if self.hot then self.hot:drop(layer, batch.blocks) end
   end
   self.layers_left = self.layers_left - 1
-  self.is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
-  if not self.is_prefill then
-    self.bytes_appended = self.bytes_appended
-      + batch.tokens_count * self.cache.kv_heads * self.cache:bytes_token()
-  end
+  if not self.is_prefill then self:count_appended(batch.tokens_count) end
 end
 
 --- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
@@ -297,11 +305,12 @@ function Offload:record_slot_compute_done(slot)
   check(C.kvl_ring_done(self.ring, slot))
 end
 
---- The blocks of a layer's buffer that hold the present chunk, and the tokens of the open
--- block before it: [blocks, 2, kv_heads, block_size, head_dim].
-function Offload:prefill_buffer_slice(layer, num_tokens)
-  return self.buffer_views[layer]:narrow(0,
-    math.min(self.buffer_blocks, math.ceil(num_tokens / self.cache.block_size)))
+--- The blocks of a layer's buffer that hold the present chunk of one or more sequences,
+-- and the tokens before it in its first block: [n, 2, kv_heads, block_size, head_dim].
+function Offload:prefill_buffer_slice(layer)
+  local batch = self.batch
+  local first = batch.host_ints[batch.layout.open_blocks]
+  return self.buffer_views[layer]:narrow(first, batch.touched)
 end
 
 --- A layer's buffer: open block i of the batch at batch.open_blocks[i].

@@ -130,7 +130,8 @@ function M.pivot(rows, opts)
   local corner = opts.columns and opts.rows .. " \\ " .. opts.columns or opts.rows
   t.header = { corner }
   for i, value in ipairs(columns) do t.header[i + 1] = M.format_cell(value) end
-  for i, value in ipairs(lines) do t.rows[i] = { value } end
+  -- a label is text: the format is for the values
+  for i, value in ipairs(lines) do t.rows[i] = { M.format_cell(value) } end
   local taken = {}
   for _, row in ipairs(rows) do
     local line = line_of[row.config[opts.rows]]
