@@ -45,7 +45,7 @@ local function run(config)
            over_bound = best.us / math.max(best.load_us, best.compute_us) }
 end
 
---- What happened in a chunk of three layers: spans, of the second one alone.
+--- What happened in a chunk of three layers.
 local function trace_chunk(config)
   local s = synthetic.new { shape = config.shape, layers = 3,
     context = config.context + config.chunk, block_size = config.drawn_block_size,
@@ -55,15 +55,9 @@ local function trace_chunk(config)
   seq:truncate(config.context)
   s.cache.offload:trace(1000)
   s:prefill(seq, config.chunk)
-  local all, spans, from, to = s.cache.offload:spans(), {}, math.huge, 0
-  for _, span in ipairs(all) do
-    if span.layer == 1 then
-      from, to = math.min(from, span.begin_us), math.max(to, span.end_us)
-    end
-  end
-  for _, span in ipairs(all) do -- attention over the chunk itself knows no layer
-    local is_own = span.layer < 0 and span.begin_us >= from and span.end_us <= to
-    if span.layer == 1 or is_own then spans[#spans + 1] = span end
+  local spans, own = s.cache.offload:spans(), 0
+  for _, span in ipairs(spans) do -- attention over the chunk itself begins each layer
+    if span.layer < 0 then span.layer, own = own, own + 1 end
   end
   s:close()
   return spans
@@ -83,8 +77,8 @@ end
 
 local function picture(config)
   return timeline.plot(trace_chunk(config), { file = "timeline",
-    title = ("one layer, %d tokens of history in blocks of %d, 4 slots"):format(
-      config.context, config.drawn_block_size) })
+    title = ("a chunk of %d tokens over %d of history, blocks of %d, 4 slots"):format(
+      config.chunk, config.context, config.drawn_block_size) })
 end
 
 experiment.run {

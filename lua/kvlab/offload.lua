@@ -86,6 +86,7 @@ function M.new(cache, options)
   self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
   self.bytes_appended, self.step, self.layers_left = 0, 0, 0
+  self.wrote_through = true -- what the cache begins with, too
   local out = ffi.new "kvl_ring *[1]"
   if C.kvl_ring_open(self.slot_memory, cache.layers, out) < 0 then
     collectgarbage() -- rings that nobody holds any more have streams to give back
@@ -208,9 +209,11 @@ end
 function Offload:begin(batch, is_prefill)
   self.batch, self.is_prefill = batch, is_prefill
   self.is_begun, self.layers_left = true, self.layers
+  -- after a prefill step offload-done says what loads may read: they can begin under it
+  if self.wrote_through then check(C.kvl_ring_planned(self.ring)) end
+  self.wrote_through = not is_prefill
   if is_prefill then
     self.pending = true
-    check(C.kvl_ring_planned(self.ring))
     return
   end
   for layer = 0, self.layers - 1 do
@@ -218,7 +221,6 @@ function Offload:begin(batch, is_prefill)
     if batch.loads > 0 then self:load_open(layer) end
   end
   self.pending = false
-  check(C.kvl_ring_planned(self.ring))
 end
 
 --- Bring what open blocks hold already from the host tier to the buffer.
@@ -265,6 +267,7 @@ end
 --- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
 -- there.
 function Offload:before_copy(layer, to)
+  self.wrote_through = true
   check(C.kvl_ring_wait_offload(self.ring, layer))
   if self.hot then self.hot:drop(layer, to) end
 end

@@ -41,11 +41,11 @@ end
 
 --- Arrays for a plan of `passes` passes for `seqs` sequences and `heads` heads, and
 -- n_open open blocks of each.
-local function new_plan(self, is_dense, seqs, heads, passes, n_open)
+local function new_plan(self, seqs, heads, passes, n_open)
   local dev, n = self.offload.cache.device, math.floor(self.offload.group / seqs)
   local function ints(...) return tensor.tensor(dev, "i32", { ... }) end
   local plan = {
-    is_dense = is_dense, passes = passes, n = n, logical = ints(passes, seqs, heads, n),
+    passes = passes, n = n, logical = ints(passes, seqs, heads, n),
     physical = ints(passes, seqs, heads, n), open_logical = ints(seqs, heads, n_open),
     open_slots = ints(seqs, heads, n_open), slots = slot_pattern(dev, seqs, heads, n),
     pass_logical = {}, pass_physical = {},
@@ -62,7 +62,7 @@ local function plan_for(self, is_dense, seqs, heads, passes, n_open)
     + (is_dense and 1 or 0)
   local plan = self.plans[key]
   if not plan then
-    plan = tensor.lasting(new_plan, self, is_dense, seqs, heads, passes, n_open)
+    plan = tensor.lasting(new_plan, self, seqs, heads, passes, n_open)
     self.plans[key] = plan
   end
   return plan
@@ -93,7 +93,9 @@ local function make_plan(self, selection, ctx)
   cut.open_logical, cut.open_slots = plan.open_logical, plan.open_slots
   cut.block_size = ctx.block_size
   check(C.kvl_cut_selection(cut))
-  check(C.kvl_ring_planned(o.ring))
+  plan.by_engine = not selection and batch.count == 1
+    and o.bytes_block >= BYTES_COPY_ENGINE
+  if not plan.by_engine then check(C.kvl_ring_planned(o.ring)) end -- gathers read the cut
   return plan
 end
 
@@ -104,7 +106,7 @@ local function load(self, plan, layer, i)
   local slot, pass = i % o.slots, i % plan.passes
   layer = layer + math.floor(i / plan.passes)
   local cache = o.cache:layer(layer)
-  if plan.is_dense and batch.count == 1 and o.bytes_block >= BYTES_COPY_ENGINE then
+  if plan.by_engine then
     local first = pass * plan.n
     check(C.kvl_ring_load(o.ring, slot, layer, cache,
       batch.host_ints + batch.layout.tables + first,
