@@ -86,7 +86,6 @@ function M.new(cache, options)
   self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
   self.bytes_appended, self.step, self.layers_left = 0, 0, 0
-  self.wrote_through = true -- what the cache begins with, too
   local out = ffi.new "kvl_ring *[1]"
   if C.kvl_ring_open(self.slot_memory, cache.layers, out) < 0 then
     collectgarbage() -- rings that nobody holds any more have streams to give back
@@ -209,9 +208,7 @@ end
 function Offload:begin(batch, is_prefill)
   self.batch, self.is_prefill = batch, is_prefill
   self.is_begun, self.layers_left = true, self.layers
-  -- after a prefill step offload-done says what loads may read: they can begin under it
-  if self.wrote_through then check(C.kvl_ring_planned(self.ring)) end
-  self.wrote_through = not is_prefill
+  check(C.kvl_ring_planned(self.ring))
   if is_prefill then
     self.pending = true
     return
@@ -267,7 +264,6 @@ end
 --- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
 -- there.
 function Offload:before_copy(layer, to)
-  self.wrote_through = true
   check(C.kvl_ring_wait_offload(self.ring, layer))
   if self.hot then self.hot:drop(layer, to) end
 end
