@@ -55,15 +55,6 @@ end
 
 -- ---- P10: an offloaded decode step ----------------------------------------------------
 
---- Turn the queries by an angle: q = cos(a) q + sin(a) noise.
-local function turn(s, angle, step)
-  kv.scope(function()
-    local noise = kv.randn(s.device, "f32", s.q:dims(), { seed = 100 + step })
-    s.q:copy_((s.q:cast "f32" * math.cos(angle) + noise * math.sin(angle))
-      :cast(s.q:type()))
-  end)
-end
-
 local function median(list)
   table.sort(list)
   return list[math.ceil(#list / 2)]
@@ -110,7 +101,7 @@ local function step_of(o)
     if engine.hot then engine.hot:reset_counts() end
     local before = engine:bytes()
     local us = time_steps(s, list, context, o.angle and function(i)
-      turn(s, o.angle, i)
+      s:turn(o.angle, i)
     end)
     local bytes = (engine:bytes() - before) / 33
     local transfer = bytes / link * 1e-3

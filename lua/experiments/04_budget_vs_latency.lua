@@ -14,15 +14,6 @@ local synthetic = require "kvlab.synthetic"
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 
---- Let the queries take a step: q = cos(a) q + sin(a) noise keeps their size.
-local function drift(s, angle, step)
-  kv.scope(function()
-    local noise = kv.randn(s.device, "f32", s.q:dims(), { seed = 77 + step })
-    local moved = s.q:cast "f32" * math.cos(angle) + noise * math.sin(angle)
-    s.q:copy_(moved:cast(s.q:type()))
-  end)
-end
-
 local function median(list)
   table.sort(list)
   return list[math.ceil(#list / 2)]
@@ -46,7 +37,7 @@ local function run(config)
   local seq = s:sequence(config.context - config.steps - 8)
   local times, before = {}, 0
   for step = 1, config.steps do
-    drift(s, config.drift, step)
+    s:turn(config.drift, step)
     if step == config.warm_up + 1 then
       before = offload and s.cache.offload:bytes() or 0
       local hot = offload and s.cache.offload.hot

@@ -133,6 +133,16 @@ function Synthetic:decode(seqs)
   self:layers_of_step()
 end
 
+--- Turn the queries by an angle in radians, as those of a text drift from step to step:
+-- q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
+function Synthetic:turn(angle, step)
+  kv.scope(function()
+    local noise = kv.randn(self.device, "f32", self.q:dims(), { seed = 77 + step })
+    self.q:copy_((self.q:cast "f32" * math.cos(angle) + noise * math.sin(angle))
+      :cast(self.q:type()))
+  end)
+end
+
 --- Microseconds that fn() takes on the device, by events on its stream.
 function Synthetic:time(fn)
   self.events = self.events or { self.device:open_event(), self.device:open_event() }
