@@ -84,6 +84,7 @@ int kvl_graph_end(kvl_device *dev, kvl_graph **out) {
 }
 
 int kvl_graph_replay(kvl_graph *g) {
+  if (!g) return kvl__fail(KVL_ERR_INVALID, "graph: it is closed");
   kvl_device *dev = g->device;
   int status = kvl__not_recording(dev, "replaying another one");
   if (status < 0) return status;

@@ -127,6 +127,10 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   if (c.status >= 0 && (memory->shape[0] < 1 || memory->shape[0] > 32 || layers < 1))
     kvl__call_fail(&c, "%lld slots and %d layers, expected 1 ... 32 and 1 or more",
                    (long long)memory->shape[0], layers);
+  if (c.status >= 0 && memory->shape[1] < 1)
+    kvl__call_fail(&c, "slots of %lld blocks, expected 1 or more",
+                   (long long)memory->shape[1]);
+  if (c.status >= 0) c.status = kvl__not_recording(memory->device, "opening a ring");
   if (c.status < 0) return c.status;
   kvl_ring *r = zeroed(sizeof *r, "a ring");
   if (!r) return KVL_ERR_NO_MEMORY;
@@ -149,6 +153,10 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   return status;
 }
 
+static int expect_ring(const kvl_ring *r, const char *op) {
+  return r ? KVL_OK : kvl__fail(KVL_ERR_INVALID, "%s: the ring is closed", op);
+}
+
 /* ---- trace ------------------------------------------------------------------------------ */
 
 /* Begin a span on `stream`; its number, or -1 when the trace is full or off. */
@@ -169,7 +177,8 @@ static void span_end(kvl_ring *r, int span, kvl_stream *stream) {
 }
 
 int kvl_ring_trace(kvl_ring *r, int spans) {
-  int status = ring_sync(r);
+  int status = expect_ring(r, "ring_trace");
+  if (status >= 0) status = ring_sync(r);
   if (status < 0) return status;
   trace_end(r);
   if (spans <= 0) return KVL_OK;
@@ -187,13 +196,14 @@ int kvl_ring_trace(kvl_ring *r, int spans) {
 }
 
 int kvl_ring_trace_get(kvl_ring *r, kvl_span *out, int n) {
-  int count = 0;
+  int count = 0, status = expect_ring(r, "ring_trace");
+  if (status < 0) return status;
   for (int i = 0; i < r->spans_used && count < n; i++) {
     struct span *s = &r->spans[i];
     if (!s->end->recorded) continue; /* its end was never issued */
     kvl_span span = {.kind = s->kind, .slot = s->slot, .layer = s->layer,
                      .blocks = s->blocks};
-    int status = kvl_event_elapsed_us(r->origin, s->begin, &span.begin_us);
+    status = kvl_event_elapsed_us(r->origin, s->begin, &span.begin_us);
     if (status >= 0) status = kvl_event_elapsed_us(r->origin, s->end, &span.end_us);
     if (status < 0) return status;
     out[count++] = span;
@@ -204,13 +214,15 @@ int kvl_ring_trace_get(kvl_ring *r, kvl_span *out, int n) {
 /* ---- loads ------------------------------------------------------------------------------- */
 
 static int expect_slot(kvl_ring *r, const char *op, int slot) {
-  if (slot >= 0 && slot < r->num_slots) return KVL_OK;
+  int status = expect_ring(r, op);
+  if (status < 0 || (slot >= 0 && slot < r->num_slots)) return status;
   return kvl__fail(KVL_ERR_INVALID, "%s: slot is %d, expected 0 ... %d", op, slot,
                    r->num_slots - 1);
 }
 
 static int expect_layer(kvl_ring *r, const char *op, int layer) {
-  if (layer >= 0 && layer < r->layers) return KVL_OK;
+  int status = expect_ring(r, op);
+  if (status < 0 || (layer >= 0 && layer < r->layers)) return status;
   return kvl__fail(KVL_ERR_INVALID, "%s: layer is %d, expected 0 ... %d", op, layer,
                    r->layers - 1);
 }
@@ -248,15 +260,16 @@ static int load_end(kvl_ring *r, int slot, int span) {
 }
 
 /* Copy whole blocks on `stream` by the copy engine, a run of neighbours at a time:
- * host[blocks[i]] and device block i, for i < n. */
+ * host[blocks[i]] and device block i, for i < n; to the device where `in`. */
 static int copy_runs(kvl_ring *r, kvl_stream *stream, const kvl_tensor *host, char *device,
-                     const int32_t *blocks, int n, enum kvl_copy_kind kind) {
+                     const int32_t *blocks, int n, int in) {
   kvl_device *dev = r->device;
+  enum kvl_copy_kind kind = in ? KVL_COPY_FROM_HOST : KVL_COPY_TO_HOST;
+  if (!kvl_tensor_is_pinned(host)) kind = KVL_COPY_LOCAL;
   for (int i = 0, run; i < n; i += run) {
     for (run = 1; i + run < n && blocks[i + run] == blocks[i] + run; run++) {}
     char *far = (char *)host->ptr + blocks[i] * r->bytes_block;
     char *near = device + i * r->bytes_block;
-    int in = kind == KVL_COPY_FROM_HOST;
     int status = dev->backend->copy(dev->ctx, stream->queue, in ? near : far, in ? far : near,
                                     (size_t)(run * r->bytes_block), kind);
     if (status < 0) return kvl__device_failed(dev, status, "copying blocks");
@@ -266,6 +279,7 @@ static int copy_runs(kvl_ring *r, kvl_stream *stream, const kvl_tensor *host, ch
 
 static int expect_blocks(const kvl_tensor *cache, const char *op, const int32_t *blocks,
                          int n) {
+  if (n > 0 && !blocks) return kvl__fail(KVL_ERR_INVALID, "%s: blocks are missing", op);
   for (int i = 0; i < n; i++)
     if (blocks[i] < 0 || blocks[i] >= cache->shape[0])
       return kvl__fail(KVL_ERR_INVALID, "%s: block %d is %d, expected 0 ... %lld", op, i,
@@ -289,7 +303,7 @@ int kvl_ring_load(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   used_on(cache, stream);
   used_on(&r->memory, stream);
   char *to = (char *)r->memory.ptr + slot * r->memory.shape[1] * r->bytes_block;
-  status = copy_runs(r, stream, cache, to, blocks, n, KVL_COPY_FROM_HOST);
+  status = copy_runs(r, stream, cache, to, blocks, n, 1);
   if (status < 0) return status;
   r->bytes_in += n * r->bytes_block;
   return load_end(r, slot, span);
@@ -326,12 +340,15 @@ int kvl_ring_gather(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   return status < 0 ? status : load_end(r, slot, span);
 }
 
-int kvl_ring_planned(kvl_ring *r) { return kvl_event_record(r->planned, r->device->current); }
+int kvl_ring_planned(kvl_ring *r) {
+  int status = expect_ring(r, "ring_planned");
+  return status < 0 ? status : kvl_event_record(r->planned, r->device->current);
+}
 
 /* ---- compute ------------------------------------------------------------------------------ */
 
 int kvl_ring_wait(kvl_ring *r, int slot) {
-  if (slot == KVL_RING_BUFFER) {
+  if (r && slot == KVL_RING_BUFFER) {
     r->buffer_span = span_begin(r, KVL_SPAN_COMPUTE, slot, -1, 0, r->device->current);
     return KVL_OK;
   }
@@ -346,7 +363,7 @@ int kvl_ring_wait(kvl_ring *r, int slot) {
 }
 
 int kvl_ring_done(kvl_ring *r, int slot) {
-  if (slot == KVL_RING_BUFFER) {
+  if (r && slot == KVL_RING_BUFFER) {
     span_end(r, r->buffer_span, r->device->current);
     r->buffer_span = -1;
     return KVL_OK;
@@ -385,8 +402,8 @@ int kvl_ring_offload(kvl_ring *r, int layer, const kvl_tensor *buffer,
   if (by_engine) {
     used_on(buffer, r->offload);
     used_on(cache, r->offload);
-    status = copy_runs(r, r->offload, cache, buffer->ptr, blocks, n, KVL_COPY_TO_HOST);
-    r->bytes_out += n * r->bytes_block;
+    status = copy_runs(r, r->offload, cache, buffer->ptr, blocks, n, 0);
+    if (status >= 0) r->bytes_out += n * r->bytes_block;
   } else {
     status = move_on(r, r->offload, buffer, from, cache, to, &r->moved_out);
   }
@@ -403,7 +420,8 @@ int kvl_ring_wait_offload(kvl_ring *r, int layer) {
 
 int kvl_ring_bytes(kvl_ring *r, int64_t *to_device, int64_t *to_host) {
   int64_t moved[2];
-  int status = ring_sync(r);
+  int status = expect_ring(r, "ring_bytes");
+  if (status >= 0) status = ring_sync(r);
   if (status >= 0) status = kvl_tensor_read(&r->moved, moved, sizeof moved);
   if (status < 0) return status;
   *to_device = r->bytes_in + moved[0];
