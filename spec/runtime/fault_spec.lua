@@ -234,25 +234,25 @@ describe("a failed allocation", function()
   end
 end)
 
+-- ---- what runs beside -----------------------------------------------------------------
+
+local SPARE = 400
+local busy = kv.randn(dev, "f32", { 384, 384 }, { seed = 1 })
+local product = kv.tensor(dev, "f32", { 384, 384 })
+
+--- Long work for the current stream, and longer one for the stream that takes blocks to
+-- the host: a block of nobody's to blocks that nobody has.
+local function hold_up(cache)
+  local far, ring = cache:layer(0), cache.offload.ring
+  local block = kv.zeros(dev, "f32", { 1, unpack(far:dims(), 2) })
+  local from = kv.zeros(dev, "i32", { 1, 1, SPARE })
+  local to = kv.arange(dev, "i32", SPARE, cache.blocks - SPARE):reshape { 1, 1, SPARE }
+  cache.held_up = { block, from, to, cache.held_up } -- to free one waits
+  busy:matmul(busy, product)
+  for _ = 1, 40 do check(C.kvl_ring_offload(ring, 0, block, from, far, to, nil)) end
+end
+
 describe("an engine that lags behind the host", function()
-  local busy = kv.randn(dev, "f32", { 384, 384 }, { seed = 1 })
-  local product = kv.tensor(dev, "f32", { 384, 384 })
-
-  local SPARE = 400
-
-  --- Long work for the current stream, and longer one for the stream that takes blocks to
-  -- the host: to blocks that nobody has.
-  local function hold_up(cache)
-    local engine = cache.offload
-    local from = kv.zeros(dev, "i32", { 1, 1, SPARE })
-    local to = kv.arange(dev, "i32", SPARE, cache.blocks - SPARE):reshape { 1, 1, SPARE }
-    busy:matmul(busy, product)
-    for _ = 1, 12 do
-      check(C.kvl_ring_offload(engine.ring, 0, engine:decode_buffer(0), from,
-        cache:layer(0), to, nil))
-    end
-  end
-
   --- What steps of three sequences give; nothing waits for them before the end.
   local function steps(engine, lags)
     local s = synthetic.new { device = dev, shape = "small", layers = 3, context = 8192,
@@ -289,4 +289,28 @@ describe("an engine that lags behind the host", function()
       stream:close()
     end)
   end
+
+  it("sends nothing elsewhere when a step is left and the next one begins", function()
+    -- Blocks of sequence 1, in layer 0. The step of 5 tokens is left there as by an
+    -- error, while its offload is late. Where that finds its block numbers, the next
+    -- step has slot numbers, which would name a block of sequence 1.
+    local function blocks_after(script)
+      local its_rig = rig.new(dev, { offload = ENGINES.ring, blocks = SPARE + 30 })
+      local attention, late = its_rig.attention, 5
+      local forward = attention.forward
+      function attention.forward(self, layer, q, k, v)
+        local is_late = self.batch.counts[1] == late
+        if layer == 0 and is_late then hold_up(self.cache) end
+        return layer == 1 and is_late and q or forward(self, layer, q, k, v)
+      end
+      play(its_rig, script)
+      dev:sync()
+      local blocks = its_rig.cache:layer(0):narrow(0, 10):list()
+      its_rig.cache:close()
+      return blocks
+    end
+    local want = blocks_after { { "prefill", 1, 160 }, { "prefill", 3, 80 } }
+    support.equal(blocks_after { { "prefill", 1, 160 }, { "prefill", 2, 5 },
+                                 { "prefill", 3, 80 } }, want)
+  end)
 end)
