@@ -90,6 +90,25 @@ local function check_equalities(dev)
       lengths = LENGTHS, steps = 40, max_blocks = 16 }, { hot_slots = 33 }, equal)
   end)
 
+  it("evicts by the priority that is written to it", function()
+    local o = { policy = "quest", options = { blocks = 6, min_blocks = 0 } }
+    local script = { { "prefill", 1, 250 } }
+    for _ = 1, 12 do script[#script + 1] = { "decode", 1 } end
+    local want, own = rig.play(dev, o, script)
+    own.cache:close()
+    o.offload = { hot_slots = 7 }
+    local its_rig = rig.new(dev, o)
+    local priority = its_rig.cache.offload.hot:use_priority()
+    assert.equal(priority, its_rig.cache.offload.hot:use_priority())
+    priority:rand_(3)
+    local got = rig.play(dev, { rig = its_rig }, script)
+    for i = 1, #want[1] do
+      support.close(got[1][i], want[1][i], TOLERANCE, TOLERANCE)
+    end
+    assert.is_true(its_rig.cache.offload.hot:stats().evictions > 0)
+    its_rig.cache:close()
+  end)
+
   it("works in every dtype", function()
     for _, dtype in ipairs { "f16", "bf16" } do
       for _, offload in ipairs { { slots = 2 }, { hot_slots = 320 } } do
