@@ -150,6 +150,7 @@ struct kvl_cache_view {
   int64_t blocks;
   int32_t kv_heads, block_size, head_dim, dtype;
   int32_t pinned;               /* in host memory: what is read or written crosses the link */
+  const float *k_scale, *v_scale;   /* optional [kv_heads], of an f8e4m3 cache */
 };
 struct kvl_append_kv_args {
   struct kvl_cache_view cache;
@@ -177,8 +178,8 @@ struct kvl_paged_attention_args {
   float *lse;                   /* optional [tokens, heads] */
   void *workspace;
   int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads, slot_heads;
-  float scale;
-  int32_t causal, dtype, out_dtype;   /* dtype: of q */
+  float scale, soft_cap;        /* soft_cap 0: none */
+  int32_t causal, window, dtype, out_dtype;   /* window 0: none. dtype: of q */
 };
 struct kvl_merge_attention_args {
   const void *out_a, *out_b;

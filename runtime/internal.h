@@ -126,6 +126,7 @@ enum {
   KVL__I32 = 1 << KVL_DTYPE_I32, KVL__I64 = 1 << KVL_DTYPE_I64,
   KVL__U8 = 1 << KVL_DTYPE_U8, KVL__U64 = 1 << KVL_DTYPE_U64,
   KVL__FLOAT = KVL__F32 | KVL__F16 | KVL__BF16,
+  KVL__CACHE = KVL__FLOAT | KVL__F8,   /* what KV memory may hold */
   KVL__ANY = 0xFF,
 };
 
@@ -135,7 +136,7 @@ struct kvl__call {
   int status;                    /* of the first failure */
   int dims, tensors;
   struct { const char *name; int length; int64_t size; } dim[16];
-  kvl_storage *storage[20];
+  kvl_storage *storage[24];
   kvl_storage *workspace;
 };
 
@@ -168,6 +169,13 @@ int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
 struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
                                       const kvl_tensor *memory, unsigned dtypes,
                                       const char *shape);
+
+/* The scales of an f8e4m3 cache; both may be NULL. */
+void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
+                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+/* The dtypes of rows that go into a cache, and of queries that read it: its own or f32; of
+ * f8e4m3 every float. */
+unsigned kvl__rows_of(const kvl_tensor *cache);
 
 /* "bf16 [3, 4]" for messages. */
 const char *kvl__tensor_words(const kvl_tensor *t, char *text, size_t size);

@@ -339,18 +339,24 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length);
 int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
 
 /* ---- paged KV ops --------------------------------------------------------------------- */
-/* cache is one layer's KV memory: f32 f16 bf16 [blocks, 2, kv_heads, block_size, head_dim]
- * (K then V). head_dim: a multiple of 8, 8 ... 256. cache, q, k, v, out and summary begin
+/* cache is one layer's KV memory: f32 f16 bf16 f8e4m3 [blocks, 2, kv_heads, block_size,
+ * head_dim] (K then V). head_dim: a multiple of 8 (f8e4m3: of 16), 8 ... 256. What an f8e4m3
+ * cache holds is k / k_scale[kv_head] and v / v_scale[kv_head], with scales f32 [kv_heads]
+ * that belong to it (NULL: 1); other caches have none. Summaries and scores of such a cache
+ * are in its own units: a scale > 0 does not change the order of a KV head's blocks. cache, q, k, v, out and summary begin
  * at a multiple of 16 bytes. tables: i32 [seqs, max_blocks],
  * physical blocks in logical order. lens: i32 [seqs] tokens, lens[s] <= max_blocks *
  * block_size. Logical block b of sequence s holds tokens b * block_size and on; what lies
  * past lens[s] is never read into a result, whatever its bits. */
 
 /* cache[slot] = k, v; slot < 0 is skipped.
- *  k, v   like cache or f32  [tokens, kv_heads, head_dim]
- *  slots  i64                [tokens] */
+ *  k, v              like cache or f32 (f8e4m3 cache: f32 f16 bf16)
+ *                    [tokens, kv_heads, head_dim]
+ *  slots             i64 [tokens]
+ *  k_scale, v_scale  f32 [kv_heads] of an f8e4m3 cache, see above; NULL */
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
-                  const kvl_tensor *cache);
+                  const kvl_tensor *cache, const kvl_tensor *k_scale,
+                  const kvl_tensor *v_scale);
 /* Copy whole blocks: dst[i] = src[i]; no block is both. src, dst: i32 [n], -1 skipped. */
 int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
                     const kvl_tensor *cache);
@@ -358,7 +364,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
 /* out = softmax(scale * q k^T + bias) v over the blocks of each sequence, or over a
  * selection of them; fp32 accumulation.
  *  q          f32 f16 bf16  [tokens, heads, head_dim]   heads % kv_heads == 0
- *  cache      like q; any of f32 f16 bf16 when q is f32
+ *  cache      like q, or f8e4m3; any of them when q is f32
  *  tables     i32  [seqs, max_blocks]
  *  lens       i32  [seqs]
  *  starts     i32  [seqs + 1]  rows of q: sequence s owns starts[s] ... starts[s+1]-1, its
@@ -375,13 +381,16 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
  *  out        like q, or f32  [tokens, heads, head_dim]
  *  lse        f32  [tokens, heads]  log of the softmax's denominator; may be NULL
  * causal: a row sees keys at positions <= its own; else every key of the sequence.
+ * window: it sees no key at positions <= its own - window; 0: no window.
+ * soft_cap: a score s = scale * q k becomes soft_cap * tanh(s / soft_cap) before the ALiBi
+ * bias is added; 0: it stays.
+ * k_scale, v_scale: f32 [kv_heads] of an f8e4m3 cache, NULL: 1.
  * A row that sees nothing gets out 0 and lse -inf. */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
-  const kvl_tensor *prev_out, *prev_lse, *out, *lse;
-  double scale;
-  int32_t causal;
-  int32_t reserved;
+  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale;
+  double scale, soft_cap;
+  int32_t causal, window;
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
 
@@ -568,7 +577,7 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  * kvl_hot_drop. Nothing here waits or looks at the host, so all of it can be recorded. */
 
 /* One layer.
- *  memory    f32 f16 bf16  [slots, 2, kv_heads, block_size, head_dim]
+ *  memory    like the host tier  [slots, 2, kv_heads, block_size, head_dim]
  *  slot_of   i32  [kv_heads, blocks]  slot that holds a block of the host tier, -1: none
  *  block_of  i32  [kv_heads, slots]   the other way round; -1: free
  *  order     i32  [kv_heads, slots]   every slot once, the least recently used first
@@ -594,11 +603,12 @@ typedef struct kvl_resolve {
   const kvl_tensor *hit_logical, *hit_slots, *miss_logical, *miss_slots;
 } kvl_resolve;
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
-/* kvl_append_kv to the host tier `cache`, to the slots that hold the blocks, and at
+/* kvl_append_kv, with its scales, to the host tier `cache`, to the slots that hold the blocks, and at
  * buffer_slots, i64 [tokens], to `buffer`, memory of other blocks; NULL: to none. */
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *slots, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer);
+                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer,
+                   const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* Forget blocks: i32 [n], -1 is skipped. Their slots are free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 

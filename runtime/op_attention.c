@@ -2,7 +2,7 @@
  * kvlab.h. Lengths, tables and selections stay on the device and are not looked at here. */
 #include "internal.h"
 
-/* A row may be f32 beside any cache, or of the cache's dtype. */
+/* A result may be f32 beside anything, or of its dtype. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
 static void expect_head_dim(struct kvl__call *c) {
@@ -10,6 +10,10 @@ static void expect_head_dim(struct kvl__call *c) {
   if (c->status >= 0 && (d < 8 || d > 256 || d % 8))
     kvl__call_fail(c, "head_dim is %lld, expected a multiple of 8 from 8 to 256",
                    (long long)d);
+}
+
+unsigned kvl__rows_of(const kvl_tensor *cache) {
+  return kvl__like(cache) == KVL__F8 ? KVL__FLOAT : kvl__like(cache) | KVL__F32;
 }
 
 int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
@@ -30,6 +34,9 @@ struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
   expect_head_dim(c);
   if (size < 1 || size > 4096)
     kvl__call_fail(c, "block_size is %lld, expected 1 ... 4096", (long long)size);
+  if (c->status >= 0 && memory->dtype == KVL_DTYPE_F8E4M3 && d % 16)
+    kvl__call_fail(c, "head_dim is %lld, expected a multiple of 16 for an f8e4m3 %s",
+                   (long long)d, name);
   return (struct kvl_cache_view){
     .kv = memory->ptr, .blocks = memory->shape[0], .kv_heads = (int32_t)memory->shape[2],
     .block_size = (int32_t)size, .head_dim = (int32_t)d, .dtype = memory->dtype,
@@ -37,8 +44,20 @@ struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
 }
 
 static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
-  return kvl__memory_arg(c, "cache", cache, KVL__FLOAT,
+  return kvl__memory_arg(c, "cache", cache, KVL__CACHE,
                          "blocks 2 kv_heads block_size head_dim");
+}
+
+void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
+                     const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
+  int given = kvl__arg(c, "k_scale?", k_scale, KVL__F32, "kv_heads");
+  given += kvl__arg(c, "v_scale?", v_scale, KVL__F32, "kv_heads");
+  if (given && view->dtype != KVL_DTYPE_F8E4M3)
+    kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
+                   k_scale ? "k" : "v", kvl_dtype_name(view->dtype));
+  if (c->status < 0) return;
+  if (k_scale) view->k_scale = k_scale->ptr;
+  if (v_scale) view->v_scale = v_scale->ptr;
 }
 
 static void expect_groups(struct kvl__call *c) {
@@ -49,12 +68,14 @@ static void expect_groups(struct kvl__call *c) {
 }
 
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
-                  const kvl_tensor *cache) {
+                  const kvl_tensor *cache, const kvl_tensor *k_scale,
+                  const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "append_kv"};
   struct kvl_cache_view view = cache_arg(&c, cache);
-  kvl__vector_arg(&c, "k", k, like_or_f32(cache), "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  kvl__scale_args(&c, &view, k_scale, v_scale);
   if (c.status < 0) return c.status;
   struct kvl_append_kv_args args = {view, k->ptr, v->ptr, slots->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, append_kv, args);
@@ -73,10 +94,15 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
 
 int kvl_paged_attention(const kvl_attention *a) {
   struct kvl__call c = {.op = "paged_attention"};
-  struct kvl_paged_attention_args args = {.scale = (float)a->scale,
-                                          .causal = a->causal != 0};
+  struct kvl_paged_attention_args args = {
+    .scale = (float)a->scale, .soft_cap = (float)a->soft_cap, .causal = a->causal != 0,
+    .window = a->window};
   args.cache = cache_arg(&c, a->cache);
-  kvl__vector_arg(&c, "q", a->q, like_or_f32(a->cache), "tokens heads head_dim");
+  kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
+  kvl__scale_args(&c, &args.cache, a->k_scale, a->v_scale);
+  if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
+  if (!(a->soft_cap >= 0))
+    kvl__call_fail(&c, "soft_cap is %g, expected >= 0", a->soft_cap);
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
   kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
   expect_groups(&c);
@@ -176,7 +202,7 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");
-  kvl__vector_arg(&c, "summary", summary, like_or_f32(cache),
+  kvl__vector_arg(&c, "summary", summary, kvl__rows_of(cache),
                   "summary_rows kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_mean_args args = {
@@ -214,7 +240,7 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
                      const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
                      int group, const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_minmax"};
-  kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks 2 kv_heads head_dim");
+  kvl__vector_arg(&c, "summary", summary, KVL__CACHE, "blocks 2 kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
   expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;

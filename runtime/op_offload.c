@@ -9,7 +9,7 @@ int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
                     const kvl_tensor *to, const kvl_tensor *moved) {
   struct kvl__call c = {.op = "move_blocks"};
   struct kvl_move_blocks_args args = {0};
-  args.src = kvl__memory_arg(&c, "src", src, KVL__FLOAT,
+  args.src = kvl__memory_arg(&c, "src", src, KVL__CACHE,
                              "blocks_src 2 kv_heads block_size head_dim");
   args.dst = kvl__memory_arg(&c, "dst", dst, kvl__like(src),
                              "blocks_dst 2 kv_heads block_size head_dim");
@@ -68,7 +68,7 @@ int kvl_cut_selection(const kvl_cut *a) {
 
 static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   struct kvl_hot_view view = {0};
-  view.memory = kvl__memory_arg(c, "memory", h->memory, KVL__FLOAT,
+  view.memory = kvl__memory_arg(c, "memory", h->memory, KVL__CACHE,
                                 "slots 2 kv_heads block_size head_dim");
   kvl__arg(c, "slot_of", h->slot_of, KVL__I32, "kv_heads blocks");
   kvl__arg(c, "block_of", h->block_of, KVL__I32, "kv_heads slots");
@@ -131,12 +131,13 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
 
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *slots, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer) {
+                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer,
+                   const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
   args.cache = kvl__memory_arg(&c, "cache", cache, kvl__like(hot->memory),
                                "blocks 2 kv_heads block_size head_dim");
-  kvl__vector_arg(&c, "k", k, kvl__like(cache) | KVL__F32, "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
   if (buffer) {
@@ -144,6 +145,7 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                                   "buffer_blocks 2 kv_heads block_size head_dim");
     kvl__arg(&c, "buffer_slots", buffer_slots, KVL__I64, "tokens");
   }
+  kvl__scale_args(&c, &args.cache, k_scale, v_scale);
   if (c.status < 0) return c.status;
   args.buffer_slots = ptr_of(buffer_slots);
   args.k = k->ptr;

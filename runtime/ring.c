@@ -123,7 +123,7 @@ static void *zeroed(size_t bytes, const char *what) {
 
 int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   struct kvl__call c = {.op = "ring"};
-  kvl__arg(&c, "memory", memory, KVL__FLOAT, "slots blocks 2 kv_heads block_size head_dim");
+  kvl__arg(&c, "memory", memory, KVL__CACHE, "slots blocks 2 kv_heads block_size head_dim");
   if (c.status >= 0 && (memory->shape[0] < 1 || memory->shape[0] > 32 || layers < 1))
     kvl__call_fail(&c, "%lld slots and %d layers, expected 1 ... 32 and 1 or more",
                    (long long)memory->shape[0], layers);
@@ -229,7 +229,7 @@ static int expect_layer(kvl_ring *r, const char *op, int layer) {
 
 static int expect_cache(kvl_ring *r, const char *op, const kvl_tensor *cache) {
   struct kvl__call c = {.op = op};
-  kvl__arg(&c, "memory", &r->memory, KVL__FLOAT,
+  kvl__arg(&c, "memory", &r->memory, KVL__CACHE,
            "slots per_slot 2 kv_heads block_size head_dim");
   kvl__arg(&c, "cache", cache, kvl__like(&r->memory), "blocks 2 kv_heads block_size head_dim");
   return c.status;

@@ -52,7 +52,9 @@ end
 
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
---                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), max_seqs (16),
+--                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), window: tokens that
+--                 a query sees, itself included (0: all), soft_cap of the scores (0:
+--                 none), max_seqs (16),
 --                 max_blocks of a sequence (all of the cache); decode_through: "hot" or
 --                 "ring", where the cache has both ("hot")
 ---@return kvlab.Attention
@@ -78,7 +80,7 @@ function M.attention(o)
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks) })
   self.scratches = {}
   self.call = { scale = o.scale or 1 / math.sqrt(cache.head_dim), alibi = o.alibi,
-                causal = true }
+                window = o.window, soft_cap = o.soft_cap, causal = true }
   if cache.offload then open_offload(self, o) end
   return self
 end
@@ -101,7 +103,7 @@ local function append(self, layer, k, v)
   local batch, engine = self.batch, self.cache.offload
   if engine then return engine:append(layer, k, v), batch.open_blocks end
   local memory = self.cache:layer(layer)
-  ops.append_kv(k, v, batch.slots, memory)
+  ops.append_kv(k, v, batch.slots, memory, self.cache:scales(layer))
   return memory, batch.blocks
 end
 
@@ -157,6 +159,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
   call.starts, call.selection, call.slots = ctx.starts, selection, slots
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
+  call.k_scale, call.v_scale = self.cache:scales(ctx.layer)
   call.causal = not is_past
   return ops.paged_attention(call)
 end

@@ -320,18 +320,27 @@ end
 ---@field block_size integer  tokens of a block
 ---@field kv_heads integer
 ---@field head_dim integer
----@field dtype string
+---@field dtype string        f32 f16 bf16 f8e4m3
 ---@field memory ffi.cdata*   [layers, blocks, 2, kv_heads, block_size, head_dim]; with an
 --                            offload engine it is the host tier, in pinned host memory
 ---@field offload kvlab.Offload|nil
 local Cache = {}
 Cache.__index = Cache
 
+--- A scale a KV head for each layer; none without `scale`.
+local function scale_views(self, scale)
+  local views = {}
+  for layer = 0, scale and self.layers - 1 or -1 do views[layer] = scale:index(layer) end
+  return views
+end
+
 local REQUIRED = { "layers", "blocks", "block_size", "kv_heads", "head_dim" }
 
 --- KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
 --                 dtype (bf16), watermark (0): blocks that an append must leave free;
+--                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
+--                 holds k / k_scale;
 --                 offload: options of an offload engine (see offload.lua), and KV lies in
 --                 host memory
 ---@return kvlab.Cache
@@ -357,6 +366,8 @@ function M.cache(o)
     self.memory = tensor.tensor(self.device, self.dtype, shape)
   end
   for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
+  self.k_scales = scale_views(self, o.k_scale)
+  self.v_scales = scale_views(self, o.v_scale)
   if o.offload then self.offload = require("kvlab.offload").new(self, o.offload) end
   return self
 end
@@ -367,6 +378,9 @@ function Cache:layer(layer)
     or error(("layer is %s, expected 0 ... %d"):format(
       tostring(layer), self.layers - 1), 2)
 end
+
+--- k_scale and v_scale of a layer, f32 [kv_heads]; nil where there are none.
+function Cache:scales(layer) return self.k_scales[layer], self.v_scales[layer] end
 
 function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end
 

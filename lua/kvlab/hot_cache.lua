@@ -84,7 +84,7 @@ end
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
   check(C.kvl_hot_append(self.layers[layer], k, v, batch.slots, self.cache:layer(layer),
-    batch.buffer_slots, buffer))
+    batch.buffer_slots, buffer, self.cache:scales(layer)))
 end
 
 --- Forget blocks that the host tier got by other means; i32 [n].

@@ -240,9 +240,10 @@ function Offload:append(layer, k, v)
     self.hot:append(layer, k, v, batch, buffer)
     return buffer
   end
-  check(C.kvl_append_kv(k, v, batch.buffer_slots, buffer))
+  local k_scale, v_scale = self.cache:scales(layer)
+  check(C.kvl_append_kv(k, v, batch.buffer_slots, buffer, k_scale, v_scale))
   if not self.is_prefill then
-    check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer)))
+    check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer), k_scale, v_scale))
   end
   return buffer
 end

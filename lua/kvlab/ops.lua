@@ -27,21 +27,24 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
-function M.append_kv(k, v, slots, cache) check(C.kvl_append_kv(k, v, slots, cache)) end
+function M.append_kv(k, v, slots, cache, k_scale, v_scale)
+  check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
+end
 function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
 
 local call = ffi.new "kvl_attention"
 
 --- Attention over paged KV. `a` has q, cache, tables, lens, and where wanted starts,
--- selection, slots, alibi, prev_out and prev_lse, lse, scale (1 / sqrt(head_dim)), causal
--- (true), out.
+-- selection, slots, alibi, prev_out and prev_lse, k_scale, v_scale, lse, scale
+-- (1 / sqrt(head_dim)), causal (true), window (0: none), soft_cap (0: none), out.
 ---@return ffi.cdata* out  like q unless given
 function M.paged_attention(a)
   local out = a.out or tensor.open_like(a.q)
   call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
   call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
   call.alibi, call.prev_out, call.prev_lse = a.alibi, a.prev_out, a.prev_lse
-  call.out, call.lse = out, a.lse
+  call.k_scale, call.v_scale, call.out, call.lse = a.k_scale, a.v_scale, out, a.lse
+  call.window, call.soft_cap = a.window or 0, a.soft_cap or 0
   call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   call.causal = a.causal == false and 0 or 1
   check(C.kvl_paged_attention(call))

@@ -18,7 +18,7 @@ local function append(dev, c)
   local cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
     { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7)
   kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
-    kv.from(dev, "i64", { tokens }, slots), cache))
+    kv.from(dev, "i64", { tokens }, slots), cache, nil, nil))
   return cache, k, v, slots
 end
 
@@ -54,7 +54,7 @@ describe("appending K and V", function()
     local function crossed(open)
       local cache = open(dev, "bf16", { 3, 2, 2, 4, 8 })
       return { link_bytes(dev, function()
-        kv.check(kv.C.kvl_append_kv(rows, rows, slots, cache))
+        kv.check(kv.C.kvl_append_kv(rows, rows, slots, cache, nil, nil))
       end) }
     end
     assert.same({ 0, 2 * 2 * 2 * 8 * 2 }, crossed(kv.pinned))

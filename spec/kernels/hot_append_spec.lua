@@ -54,7 +54,7 @@ end
 
 local function launch(t)
   kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache,
-    t.buffer_slots, t.buffer))
+    t.buffer_slots, t.buffer, nil, nil))
 end
 
 --- The host tier, the slots' memory and the buffer after the call, and what went in.

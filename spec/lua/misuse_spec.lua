@@ -239,7 +239,7 @@ local NEAR = {
     end
     return t, function(u)
       return C.kvl_hot_append(hot_of(u), u.k, u.v, u.slots, u.cache, u.buffer_slots,
-        u.buffer)
+        u.buffer, nil, nil)
     end
   end,
 
