@@ -139,7 +139,7 @@ if _OPTIONS["cuda"] == "on" then
     filter "files:**.cu"
       buildmessage "%{file.name}"
       buildcommands {
-        '$(NVCC) $(ALL_CXXFLAGS) -o "$@" -MF "$(@:%.o=%.d)" -c "$<"' }
+        '../tools/nvcc_checked.sh $(NVCC) $(ALL_CXXFLAGS) -o "$@" -MF "$(@:%.o=%.d)" -c "$<"' }
       buildoutputs { "$(OBJDIR)/%{file.basename}.o" }
     filter {}
     makesettings { "NVCC := " .. cuda_home .. "/bin/nvcc" }
