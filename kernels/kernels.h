@@ -22,7 +22,8 @@
   X(argmax) X(topk) X(matmul) X(gather_rows) X(scatter_rows) X(gather) X(rmsnorm)         \
   X(rope) X(silu_mul) X(append_kv) X(copy_blocks) X(paged_attention) X(merge_attention)   \
   X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)   \
-  X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)
+  X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)                \
+  X(vllm_append) X(vllm_attention) X(rope_append)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -159,6 +160,16 @@ struct kvl_append_kv_args {
   int64_t tokens;
   int32_t dtype;                /* of k and v */
 };
+struct kvl_rope_append_args {
+  struct kvl_cache_view cache;
+  void *q;                      /* in place; k and v stay */
+  const void *k, *v;
+  const int32_t *positions;
+  const float *inv_freq;
+  const int64_t *slots;
+  int64_t tokens, heads, pairs; /* heads: of q */
+  int32_t dtype;                /* of q, k and v */
+};
 struct kvl_copy_blocks_args {
   struct kvl_cache_view cache;
   const int32_t *src, *dst;
@@ -286,6 +297,33 @@ struct kvl_hot_drop_args {
   struct kvl_hot_view hot;
   const int32_t *blocks;
   int64_t n;
+};
+
+/* One layer's KV memory in vLLM's layout, see runtime/kvlab.h. Slice (block, KV head) of
+ * either cache is head_dim * block_size elements; compute in int64. */
+struct kvl_vllm_view {
+  void *keys, *values;
+  const float *k_scale, *v_scale;   /* optional [1], of an f8e4m3 cache */
+  int64_t blocks;
+  int32_t kv_heads, head_dim, block_size, dtype;
+};
+struct kvl_vllm_append_args {
+  struct kvl_vllm_view cache;
+  const void *k, *v;
+  const int64_t *slots;
+  int64_t tokens;
+  int32_t dtype;                /* of k and v */
+};
+struct kvl_vllm_attention_args {
+  struct kvl_vllm_view cache;
+  const void *q;
+  const int32_t *tables, *lens;
+  const float *alibi;           /* optional [heads] */
+  void *out;
+  void *workspace;
+  int64_t seqs, heads, max_blocks;
+  float scale;
+  int32_t version, dtype;       /* 1 or 2; of q and out */
 };
 
 /* The selectable blocks of a sequence of n blocks: the one definition, for both devices.

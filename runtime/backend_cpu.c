@@ -113,20 +113,25 @@ static int memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
 static const size_t BYTES_HUGE_PAGE = (size_t)2 << 20;
 
 /* Memory that the machine does not have is refused here: an overcommitted page would
- * otherwise kill the process when it is first touched. */
-static int alloc_aligned(size_t bytes, size_t align, void **out) {
+ * otherwise kill the process when it is first touched. Huge pages are a wish, which the
+ * system may refuse: blocks lie anywhere, and few small pages have their translation at
+ * hand. */
+static int alloc_aligned(size_t bytes, int huge_pages, void **out) {
+  size_t align = huge_pages ? BYTES_HUGE_PAGE : 256;
   int64_t bytes_free, bytes_total;
   memory(NULL, &bytes_free, &bytes_total);
   if (bytes > (size_t)bytes_total) return KVL_ERR_NO_MEMORY;
-  void *p = aligned_alloc(align, (bytes + align - 1) & ~(align - 1));
+  size_t whole = (bytes + align - 1) & ~(align - 1);
+  void *p = aligned_alloc(align, whole);
   if (!p) return KVL_ERR_NO_MEMORY;
+  if (huge_pages) madvise(p, whole, MADV_HUGEPAGE);
   *out = p;
   return KVL_OK;
 }
 
 static int alloc(void *ctx, size_t bytes, void **out) {
   (void)ctx;
-  return alloc_aligned(bytes, bytes >= BYTES_HUGE_PAGE ? BYTES_HUGE_PAGE : 256, out);
+  return alloc_aligned(bytes, bytes >= BYTES_HUGE_PAGE, out);
 }
 
 static void free_cpu(void *ctx, void *p) {
@@ -134,13 +139,9 @@ static void free_cpu(void *ctx, void *p) {
   free(p);
 }
 
-/* All memory is the host's; huge pages are a wish, which the system may refuse. */
+/* All memory is the host's. */
 static int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out) {
-  if (!huge_pages) return alloc(ctx, bytes, out);
-  int status = alloc_aligned(bytes, BYTES_HUGE_PAGE, out);
-  if (status >= 0)
-    madvise(*out, (bytes + BYTES_HUGE_PAGE - 1) & ~(BYTES_HUGE_PAGE - 1), MADV_HUGEPAGE);
-  return status;
+  return huge_pages ? alloc_aligned(bytes, 1, out) : alloc(ctx, bytes, out);
 }
 
 static void host_free(void *ctx, void *p, size_t bytes) {

@@ -357,6 +357,16 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
                   const kvl_tensor *cache, const kvl_tensor *k_scale,
                   const kvl_tensor *v_scale);
+/* kvl_rope of q and k, then kvl_append_kv of them, in one launch and with the same bits: q is
+ * rotated in place, k on its way into the cache, and k and v stay as they are. No two slots
+ * are the same.
+ *  q                    like k  [tokens, heads, head_dim]
+ *  k, v, slots, scales  as for kvl_append_kv
+ *  positions, inv_freq  as for kvl_rope */
+int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *v,
+                    const kvl_tensor *positions, const kvl_tensor *inv_freq,
+                    const kvl_tensor *slots, const kvl_tensor *cache,
+                    const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* Copy whole blocks: dst[i] = src[i]; no block is both. src, dst: i32 [n], -1 skipped. */
 int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
                     const kvl_tensor *cache);
@@ -454,6 +464,42 @@ int kvl_budget_blocks(const kvl_budget *budget, int n);
 int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
                const kvl_budget *budget, const kvl_tensor *selection,
                const kvl_tensor *counts);
+
+/* ---- vLLM layout ------------------------------------------------------------------------ */
+/* PagedAttention V1 and V2 of vLLM over its own layout of KV memory: a baseline. One layer:
+ *  key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
+ *  value_cache  like key_cache       [blocks, kv_heads, head_dim, block_size]
+ * with x = 16 / bytes of an element. head_dim: 32 64 80 96 112 120 128 192 256, a multiple of
+ * x; block_size: 8 16 32. An f8e4m3 cache holds k / k_scale[0] and v / v_scale[0]; scales are
+ * f32 [1], NULL: 1; other caches have none. Source: vllm-project/vllm, csrc/attention. */
+
+/* key_cache[slot], value_cache[slot] = k, v; slot < 0 is skipped.
+ *  k, v   like the caches or f32 (f8e4m3 caches: f32 f16 bf16)  [tokens, kv_heads, head_dim]
+ *  slots  i64  [tokens]  block * block_size + offset */
+int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+                    const kvl_tensor *key_cache, const kvl_tensor *value_cache,
+                    const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+
+/* Decode: out = softmax(scale * q k^T + bias) v over every block of each sequence.
+ *  q       like the caches (f8e4m3 caches: f32 f16 bf16)  [seqs, heads, head_dim]
+ *  tables  i32  [seqs, max_blocks]   an entry that is no block holds no keys
+ *  lens    i32  [seqs]
+ *  alibi   f32  [heads] slopes, NULL: none
+ *  out     like q  [seqs, heads, head_dim]   0 for a sequence without keys
+ * version: 1, one pass over a sequence, whose logits are in shared memory all at once; 2,
+ * partitions of 512 tokens, joined by a second kernel; 0, vLLM's choice: with longest =
+ * max_blocks * block_size, 1 where longest <= 8192 and (longest <= 512 or seqs * heads >
+ * 512), else 2. On the CPU they are the same. Errors: INVALID, NO_MEMORY; UNSUPPORTED 4 *
+ * longest bytes are more than a thread block may have (version 1 on an H100: past about 57
+ * thousand tokens). */
+typedef struct kvl_vllm {
+  const kvl_tensor *q, *key_cache, *value_cache, *tables, *lens, *alibi, *out;
+  const kvl_tensor *k_scale, *v_scale;
+  double scale;
+  int32_t version;
+  int32_t reserved;
+} kvl_vllm;
+int kvl_vllm_attention(const kvl_vllm *call);
 
 /* ---- graphs ------------------------------------------------------------------------------ */
 

@@ -250,14 +250,29 @@ int kvl_topk(const kvl_tensor *a, int largest, const kvl_tensor *values,
 
 /* ---- matmul and gathers -------------------------------------------------------------------- */
 
+/* What the tensor cores' libraries want of f8e4m3; every device wants it. */
+static void expect_f8_matmul(struct kvl__call *c, const kvl_tensor *a, const kvl_tensor *b,
+                             const kvl_tensor *out) {
+  int64_t n = kvl__dim(c, "n"), k = kvl__dim(c, "k");
+  if (c->status >= 0 && (k % 16 || n % 8))
+    kvl__call_fail(c, "k is %lld and n %lld, expected multiples of 16 and 8 for f8e4m3",
+                   (long long)k, (long long)n);
+  if (c->status >= 0 && ((uintptr_t)a->ptr | (uintptr_t)b->ptr | (uintptr_t)out->ptr) % 16)
+    kvl__call_fail(c, "a, b or out does not begin at a multiple of 16 bytes");
+}
+
 int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
                const kvl_tensor *out) {
   struct kvl__call c = {.op = "matmul"};
   int batched = a && a->ndim == 3, b_batched = b && b->ndim == 3;
-  kvl__arg(&c, "a", a, KVL__FLOAT, batched ? "batch m k" : "m k");
+  int is_f8 = a && a->dtype == KVL_DTYPE_F8E4M3;
+  kvl__arg(&c, "a", a, KVL__FLOAT | (transpose_b ? KVL__F8 : 0),
+           batched ? "batch m k" : "m k");
   if (b_batched) kvl__arg(&c, "b", b, kvl__like(a), transpose_b ? "batch n k" : "batch k n");
   else kvl__arg(&c, "b", b, kvl__like(a), transpose_b ? "n k" : "k n");
-  kvl__arg(&c, "out", out, kvl__like(a) | KVL__F32, batched ? "batch m n" : "m n");
+  kvl__arg(&c, "out", out, is_f8 ? KVL__FLOAT : kvl__like(a) | KVL__F32,
+           batched ? "batch m n" : "m n");
+  if (is_f8) expect_f8_matmul(&c, a, b, out);
   if (c.status < 0) return c.status;
   struct kvl_matmul_args args = {
     .a = a->ptr, .b = b->ptr, .out = out->ptr, .batch = batched ? a->shape[0] : 1,

@@ -12,6 +12,7 @@ _Static_assert(sizeof(kvl_cut) == 72, "kvl_cut is read by LuaJIT");
 _Static_assert(sizeof(kvl_span) == 32, "kvl_span is read by LuaJIT");
 _Static_assert(sizeof(kvl_hot) == 48, "kvl_hot is read by LuaJIT");
 _Static_assert(sizeof(kvl_resolve) == 72, "kvl_resolve is read by LuaJIT");
+_Static_assert(sizeof(kvl_vllm) == 88, "kvl_vllm is read by LuaJIT");
 _Static_assert(sizeof(kvl_budget) == 24, "kvl_budget is read by LuaJIT");
 _Static_assert(sizeof(kvl_safetensors_entry) == 80, "entry is read by LuaJIT");
 

@@ -63,8 +63,15 @@ local function prefill(rig, seq, s, length, chunk)
   end
 end
 
+--- Scales of an f8e4m3 cache, another one for each layer and KV head; nil for others.
+local function scales(dev, o, seed)
+  if o.kv_dtype ~= "f8e4m3" then return nil end
+  return kv.rand(dev, "f32", { SHAPE.layers, SHAPE.kv_heads }, { seed = seed }) + 0.5
+end
+
 --- o.offload: KV in host memory, with these options of the engine. o.prefill_policy: an
--- opened policy for prefill (full).
+-- opened policy for prefill (full). o.dtype: of q, k and v (f32); o.kv_dtype: of the
+-- cache (the same). o.window, o.soft_cap, o.alibi: of the attention.
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32" }
   local offload
@@ -72,13 +79,15 @@ function M.new(dev, o)
     offload = { max_seqs = 8 }
     for key, value in pairs(o.offload) do offload[key] = value end
   end
-  rig.cache = kv.cache { device = dev, dtype = rig.dtype, layers = SHAPE.layers,
-    blocks = o.blocks or SHAPE.blocks, block_size = o.block_size or SHAPE.block_size,
-    kv_heads = SHAPE.kv_heads, head_dim = SHAPE.head_dim, offload = offload }
+  rig.cache = kv.cache { device = dev, dtype = o.kv_dtype or rig.dtype,
+    layers = SHAPE.layers, blocks = o.blocks or SHAPE.blocks,
+    block_size = o.block_size or SHAPE.block_size, kv_heads = SHAPE.kv_heads,
+    head_dim = SHAPE.head_dim, offload = offload,
+    k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
   rig.policy = kv.policy.open(o.policy or "full", o.options)
   rig.attention = kv.attention { cache = rig.cache, heads = SHAPE.heads, max_seqs = 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
-    decode_through = o.decode_through }
+    window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through }
   rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }
   -- remember what the policy selected in each layer
   local select_blocks = rig.policy.select_blocks

@@ -74,7 +74,7 @@ function M.agrees(name, run, want, abs, rel)
 end
 
 --- How far a number may move when it is stored: half a step, relative.
-M.eps = { f32 = 2 ^ -24, f16 = 2 ^ -11, bf16 = 2 ^ -8 }
+M.eps = { f32 = 2 ^ -24, f16 = 2 ^ -11, bf16 = 2 ^ -8, f8e4m3 = 2 ^ -4 }
 
 --- fn must raise, and the message must hold every one of these words.
 function M.refuses(fn, ...)
@@ -120,6 +120,21 @@ end
 --- Normal random values in any float dtype, the same for the same seed.
 function M.randn(dev, dtype, shape, seed)
   return kv.randn(dev, "f32", shape, { seed = seed }):cast(dtype)
+end
+
+--- `n` numbers in 0.25 ... 4 as f32 has them: the scales of an f8e4m3 cache.
+function M.scales(n, seed)
+  local rng, list = M.rng(seed), {}
+  for i = 1, n do list[i] = 2 ^ (rng(401) / 100 - 2) end
+  return kv.from(kv.device "cpu", "f32", { n }, list):list()
+end
+
+--- k [tokens, kv_heads, head_dim] as a cache of this dtype holds it, flat; scales: by KV
+-- head, of an f8e4m3 cache.
+function M.stored(k, dtype, scales)
+  local shape = { 1, k:size(1), 1 }
+  if scales then k = k:cast "f32" / kv.from(kv.device "cpu", "f32", shape, scales) end
+  return k:cast(dtype):list()
 end
 
 --- A small generator of whole numbers: rng(n) is in 0 ... n - 1.

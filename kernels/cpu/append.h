@@ -25,21 +25,35 @@ static inline int64_t append_block(const struct append *a, int64_t head, int64_t
   return block < a->to.blocks ? block : -1;
 }
 
-static inline KVL_HOT void convert_row(const void *from, void *to, int dim, const int dtype,
-                                       const int to_dtype) {
+/* Divides, rather than multiplies by 1 / scale, so that every device rounds alike. */
+static inline KVL_HOT void convert_row(const void *from, void *to, int dim, float scale,
+                                       const int dtype, const int to_dtype) {
   for (int d = 0; d < dim; d += VF) {
     int lanes = vf_left(d, dim);
     vf x = vf_load_n(at_const(from, d, dtype), lanes, dtype);
-    vf_store_n(at(to, d, to_dtype), x, lanes, to_dtype);
+    vf_store_n(at(to, d, to_dtype), x / scale, lanes, to_dtype);
   }
 }
 
+static inline KVL_HOT int append_row(const void *from, void *to, int dim, float scale,
+                                     int dtype, const int to_dtype) {
+  if (dtype == to_dtype)
+    memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
+  else if (to_dtype == KVL_DTYPE_F8E4M3)
+    KVL_BY_FLOAT(dtype, convert_row(from, to, dim, scale, D, to_dtype))
+  else
+    convert_row(from, to, dim, 1, KVL_DTYPE_F32, to_dtype);
+  return 0;
+}
+
 /* Pieces are (half, KV head). */
-static inline KVL_HOT void append(const struct append *a, int64_t begin, int64_t end,
-                                  const int to_dtype) {
+static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t end,
+                                 const int to_dtype) {
   const int64_t heads = a->to.kv_heads, size = a->to.block_size;
   const int dim = a->to.head_dim;
-  for (int64_t piece = begin; piece < end; piece++)
+  for (int64_t piece = begin; piece < end; piece++) {
+    const float *scales = piece < heads ? a->to.k_scale : a->to.v_scale;
+    float scale = scales ? scales[piece % heads] : 1;
     for (int64_t t = 0; t < a->tokens; t++) {
       int64_t head = piece % heads, block = append_block(a, head, t);
       if (block < 0) continue;
@@ -47,14 +61,16 @@ static inline KVL_HOT void append(const struct append *a, int64_t begin, int64_t
                                   a->dtype);
       void *to = at(a->to.kv, ((block * 2 * heads + piece) * size + a->slots[t] % size) * dim,
                     to_dtype);
-      if (a->dtype == to_dtype) memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
-      else convert_row(from, to, dim, KVL_DTYPE_F32, to_dtype);
+      int status = append_row(from, to, dim, scale, a->dtype, to_dtype);
+      if (status < 0) return status;
     }
+  }
+  return 0;
 }
 
 static int append_piece(const void *args, int64_t begin, int64_t end) {
   const struct append *a = args;
-  KVL_BY_FLOAT(a->to.dtype, append(a, begin, end, D))
+  KVL_BY_CACHE(a->to.dtype, return append(a, begin, end, D))
   return 0;
 }
 

@@ -8,6 +8,7 @@
 #define KVL_CPU_ATTENTION_H
 
 #include "cpu/dots.h"
+#include "cpu/lanes.h"
 
 /* Keys a tile: enough to pay for the softmax's rescaling, few enough that their K and V
  * stay in the first-level cache at head_dim 64. Rows a task: enough to pay for converting
@@ -21,6 +22,7 @@ struct task {
   int kv_head, group, rows;
   int32_t len;
   int32_t position[TASK_ROWS] __attribute__((aligned(64)));   /* in the sequence */
+  int32_t first[TASK_ROWS] __attribute__((aligned(64)));      /* the window's, or 0 */
   float slope[TASK_ROWS] __attribute__((aligned(64)));        /* ALiBi, or 0 */
 };
 
@@ -55,7 +57,7 @@ struct key_walk {
   const int32_t *slots;         /* parallel to selection; NULL: the table says */
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t entry, entry_end;     /* of the selection, or logical blocks */
-  int64_t end;                  /* the position after the last key that may be seen */
+  int64_t start, end;           /* positions of keys that some row may see */
   int64_t position;             /* of the next token of the open block */
   int64_t left;                 /* tokens of it still to come */
   const char *next;
@@ -67,12 +69,13 @@ struct key_walk {
 static inline int walk_block(struct key_walk *w) {
   while (w->left == 0 && w->entry < w->entry_end) {
     int64_t entry = w->entry++, logical = w->selection ? w->selection[entry] : entry;
-    w->position = logical * w->block_size;
-    if (logical < 0 || w->position >= w->end) continue;
+    int64_t begin = logical * w->block_size, end = begin + w->block_size;
+    if (logical < 0 || begin >= w->end || end <= w->start) continue;
     int64_t block = w->slots ? w->slots[entry] : w->table[logical];
     if (block < 0 || block >= w->blocks) continue;
-    w->next = w->cache + block * w->bytes_block;
-    w->left = w->end - w->position < w->block_size ? w->end - w->position : w->block_size;
+    w->position = begin > w->start ? begin : w->start;
+    w->next = w->cache + block * w->bytes_block + (w->position - begin) * w->bytes_token;
+    w->left = (end < w->end ? end : w->end) - w->position;
   }
   return w->left > 0;
 }
@@ -116,8 +119,24 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
     .slots = a->slots ? a->slots + slots : NULL,
     .blocks = c->blocks, .bytes_block = 2 * bytes_half, .bytes_token = bytes_token,
     .value = bytes_half, .entry = begin, .entry_end = end < entries ? end : entries,
-    .end = seen, .block_size = c->block_size,
+    .start = t->first[0], .end = seen, .block_size = c->block_size,
   };
+}
+
+/* ---- scores ----------------------------------------------------------------------- */
+
+/* What q is multiplied by: dots with keys as they are stored give scores, or what the soft
+ * cap's tanh takes. */
+static inline float query_scale(const struct task *t) {
+  const struct kvl_paged_attention_args *a = t->args;
+  float scale = a->cache.k_scale ? a->scale * a->cache.k_scale[t->kv_head] : a->scale;
+  return a->soft_cap > 0 ? scale / a->soft_cap : scale;
+}
+
+/* Does a row with positions [first, own] see less than all of the tile? Positions ascend. */
+static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
+                             int32_t first, int32_t own) {
+  return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first;
 }
 
 static inline void sums_clear(struct sums *s, int rows, int padded) {

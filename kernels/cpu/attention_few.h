@@ -24,13 +24,20 @@ static inline void order_ahead(const struct key_tile *next, const char *here,
 static inline float softmax_row(const struct task *t, int r, const struct key_tile *tile,
                                 float *scores, struct sums *s) {
   int n = tile->n, n_vectors = dim_padded(n);
+  const float cap = t->args->soft_cap;
+  if (cap > 0)
+    for (int k = 0; k < n; k += VF)
+      vf_store(scores, k, cap * vf_tanh(vf_load(scores, k, KVL_DTYPE_F32)), KVL_DTYPE_F32);
   for (int k = n; k < n_vectors; k++) scores[k] = -INFINITY;
   if (t->slope[r] != 0)
     for (int k = 0; k < n; k++)
       scores[k] += t->slope[r] * (float)(tile->position[k] - t->position[r]);
-  if (t->args->causal && tile->position[n - 1] > t->position[r])
+  if (hides_keys(t, tile, n, t->first[r], t->position[r])) {
+    int32_t last = t->args->causal ? t->position[r] : INT32_MAX;
     for (int k = 0; k < n; k++)
-      if (tile->position[k] > t->position[r]) scores[k] = -INFINITY;
+      if (tile->position[k] > last || tile->position[k] < t->first[r])
+        scores[k] = -INFINITY;
+  }
 
   vf high = vf_set(s->top[r]), sum = {0};
   for (int k = 0; k < n; k += VF) high = vf_max(high, vf_load(scores, k, KVL_DTYPE_F32));
@@ -81,17 +88,6 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
 }
 
-/* Rows of `values` from the order of dot_lane to their own. */
-static inline void restore_order(const struct task *t, float *values) {
-  const int dim = t->args->cache.head_dim, padded = dim_padded(dim);
-  for (int r = 0; r < t->rows; r++) {
-    float row[HEAD_DIM_MAX];
-    for (int d = 0; d < dim; d++)
-      row[d] = values[r * padded + dot_lane(d, dim, t->args->cache.dtype)];
-    memcpy(values + r * padded, row, (size_t)dim * sizeof *row);
-  }
-}
-
 /* `rows`: 1, 2 or 4 rows at a time. */
 static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk,
                                       struct sums *s, const int rows, const int dtype) {
@@ -100,14 +96,14 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
   int all = (t->rows + rows - 1) / rows * rows;
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
-  float keep[FEW_ROWS] = {0};
+  float keep[FEW_ROWS] = {0}, scale = query_scale(t);
   struct key_tile tiles[2], *now = tiles, *next = tiles + 1;
   const char *ahead[TILE_KEYS];
 
   memset(q, 0, (size_t)all * padded * sizeof *q);
   for (int i = 0; i < t->rows; i++)
     load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim,
-               t->args->scale, t->args->dtype, dtype, q + i * padded);
+               scale, t->args->dtype, dtype, q + i * padded);
   sums_clear(s, all, padded);
 
   walk_tile(&walk, now);
@@ -121,8 +117,8 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
     for (int k = now->n; k % VF; k++) now->k[k] = now->k[now->n - 1];
     for (int k = 0; k < now->n; k += step)
       for (int r = 0; r < all; r += rows)
-        dots(q + r * padded, now->k + k, 0, ahead + k, dim, p + r * TILE_KEYS + k, TILE_KEYS,
-             rows, 0, dtype);
+        dots_store(dots(q + r * padded, now->k + k, 0, ahead + k, dim, rows, 0, dtype),
+                   p + r * TILE_KEYS + k, TILE_KEYS, rows);
     for (int r = 0; r < t->rows; r++)
       keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
@@ -146,7 +142,7 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
     now = next;
     next = done;
   }
-  restore_order(t, s->values);
+  for (int r = 0; r < t->rows; r++) restore_row(s->values + r * padded, dim, dtype);
 }
 
 #endif

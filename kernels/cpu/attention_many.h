@@ -76,8 +76,15 @@ static __attribute__((noinline)) void multiply(struct product m, int rows, int v
 static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_tile *tile,
                                          int n, int row0, float *s, struct sums *sums,
                                          float *keep) {
-  vi position;
+  const float cap = t->args->soft_cap;
+  vi position, first;
   memcpy(&position, t->position + row0, sizeof position);
+  memcpy(&first, t->first + row0, sizeof first);
+  if (cap > 0)
+    for (int k = 0; k < n; k++) {
+      vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
+      vf_store(s, k * PANEL, cap * vf_tanh(x), KVL_DTYPE_F32);
+    }
   if (t->args->alibi) {
     vf slope = vf_load(t->slope, row0, KVL_DTYPE_F32);
     for (int k = 0; k < n; k++) {
@@ -86,10 +93,11 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
       vf_store(s, k * PANEL, vf_fma(slope, far, x), KVL_DTYPE_F32);
     }
   }
-  if (t->args->causal && tile->position[n - 1] > t->position[row0])
+  if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->position[row0]))
     for (int k = 0; k < n; k++) {
       vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
-      vi hidden = tile->position[k] > position;
+      vi hidden = tile->position[k] < first;
+      if (t->args->causal) hidden |= tile->position[k] > position;
       vf_store(s, k * PANEL, vf_select(hidden, vf_set(-INFINITY), x), KVL_DTYPE_F32);
     }
 
@@ -129,7 +137,7 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
   int n = tile->n;
   if (t->args->causal)          /* keys after the panel's last row are never computed */
     while (n > 0 && tile->position[n - 1] > t->position[row0 + rows - 1]) n--;
-  if (n == 0) return;
+  if (n == 0 || tile->position[n - 1] < t->first[row0]) return;
   multiply((struct product){ .a = m->k, .a_row = padded, .a_step = 1, .b = m->q + row0 * dim,
     .b_row = PANEL, .c = m->s, .c_row = PANEL, .depth = dim }, n, vecs);
   for (int v = 0; v < vecs; v++)
@@ -158,14 +166,15 @@ static inline KVL_HOT void attend_many(const struct task *t, struct key_walk wal
                                        struct sums *sums, const int dtype) {
   const struct kvl_paged_attention_args *a = t->args;
   int dim = a->cache.head_dim, panels = (t->rows + PANEL - 1) / PANEL;
+  const float scale = query_scale(t);
   struct many_scratch m;
   memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
   for (int i = 0; i < t->rows; i++) {
     int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
     float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[HEAD_DIM_MAX];
     for (int d = 0; d < dim; d += VF)
-      vf_store(x, d, a->scale * vf_load_n(at_const(a->q, row + d, a->dtype), vf_left(d, dim),
-                                          a->dtype), KVL_DTYPE_F32);
+      vf_store(x, d, scale * vf_load_n(at_const(a->q, row + d, a->dtype), vf_left(d, dim),
+                                       a->dtype), KVL_DTYPE_F32);
     for (int d = 0; d < dim; d++) q[d * PANEL] = x[d];
   }
   sums_clear(sums, panels * PANEL, dim_padded(dim));

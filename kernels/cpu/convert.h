@@ -5,28 +5,6 @@
 
 #include "cpu/vec.h"
 
-/* ---- f8e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity; 0x7F is NaN
- * and 448 the largest number. Source: OCP 8-bit floating point specification, 2023. */
-
-static inline float f32_from_f8(uint8_t x) {
-  /* The fields land 120 below f32's bias; the product is exact, subnormals included. */
-  float magnitude = f32_from_bits((uint32_t)(x & 0x7F) << 20) * 0x1p120f;
-  uint32_t bits = (x & 0x7F) == 0x7F ? 0x7FC00000u : f32_bits(magnitude);
-  return f32_from_bits(bits | (uint32_t)(x & 0x80) << 24);
-}
-
-static inline uint8_t f8_from_f32(float f) {
-  uint32_t sign = (f32_bits(f) >> 24) & 0x80, a = f32_bits(f) & 0x7FFFFFFFu;
-  float magnitude = f32_from_bits(a);
-  magnitude = magnitude > 448.0f ? 448.0f : magnitude;
-  uint32_t bits = f32_bits(magnitude);
-  /* Below 2^-6 the step is 2^-9: adding 2^14 rounds there, in the sum's last bit. */
-  uint32_t small = f32_bits(magnitude + 0x1p14f) - f32_bits(0x1p14f);
-  uint32_t normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120u << 3);
-  uint32_t r = bits < f32_bits(0x1p-6f) ? small : normal;
-  return (uint8_t)(a > 0x7F800000u ? 0x7F : r | sign);
-}
-
 /* ---- whole numbers ------------------------------------------------------------------ */
 
 static inline int64_t i64_from_f64(double x) {

@@ -1,6 +1,6 @@
 /* Whole blocks of the cache: block dst[i] = block src[i].
- *   src, dst  i32           [n]   -1 is skipped; no block is both
- *   cache     f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
+ *   src, dst  i32                  [n]   -1 is skipped; no block is both
+ *   cache     f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  * Limit: read plus write bandwidth. Work is cut across the bytes of a block and not across
  * the list, so that of two entries with one dst the last one wins. */
 #include "cpu/split.h"

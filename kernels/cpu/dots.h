@@ -17,18 +17,82 @@ static inline int dot_rows(int rows) { return rows > 2 ? 4 : rows; }
 
 static inline KVL_HOT int dim_padded(int dim) { return (dim + VF - 1) / VF * VF; }
 
-/* Rows are taken a pair of vectors at a time (vf_load_pair) while there are pairs, then a
- * vector, then half of one. Where element d of a row goes among its dim_padded lanes: */
-static inline int dot_lane(int d, int dim, int dtype) {
-  int pair = d / (2 * VF) * (2 * VF);
-  return pair + 2 * VF <= dim ? pair + vf_pair_lane(d - pair, dtype) : d;
+/* ---- rows as memory has them -------------------------------------------------------- */
+
+/* 2 VF elements, in the order that is cheapest: of bf16 the even and the odd ones, which are
+ * a shift and a mask of one load, else the first and the second half; and in multiples of
+ * vf_pair_unit. */
+static inline KVL_HOT void vf_load_pair(const void *p, const int dtype, vf *a, vf *b) {
+  if (dtype == KVL_DTYPE_BF16) {
+    vi x;
+    memcpy(&x, p, sizeof x);
+    *a = (vf)(x << 16);
+    *b = (vf)(x & -65536);
+#if defined(KVL_ISA_AVX512)
+  } else if (dtype == KVL_DTYPE_F8E4M3) {
+    __m512i h = (__m512i)f16_from_f8((v16)_mm512_cvtepi8_epi16(_mm256_loadu_si256(p)));
+    *a = vf_from_f16(_mm512_castsi512_si256(h));
+    *b = vf_from_f16(_mm512_extracti64x4_epi64(h, 1));
+#elif defined(KVL_ISA_AVX2)
+  } else if (dtype == KVL_DTYPE_F8E4M3) {
+    __m256i h = (__m256i)f16_from_f8((v16)_mm256_cvtepi8_epi16(_mm_loadu_si128(p)));
+    *a = vf_from_f16(_mm256_castsi256_si128(h));
+    *b = vf_from_f16(_mm256_extracti128_si256(h, 1));
+#endif
+  } else {
+    *a = vf_load(p, 0, dtype);
+    *b = vf_load(p, VF, dtype);
+  }
+}
+static inline float vf_pair_unit(int dtype) {
+  return VF > 4 && dtype == KVL_DTYPE_F8E4M3 ? 0x1p8f : 1;
+}
+/* Two halves into a pair's order, and back. */
+static inline KVL_HOT void vf_to_pair(vf *a, vf *b, int dtype) {
+  if (dtype != KVL_DTYPE_BF16) return;
+  vi even;
+  for (int i = 0; i < VF; i++) even[i] = 2 * i;
+  vf x = __builtin_shuffle(*a, *b, even);
+  *b = __builtin_shuffle(*a, *b, even + 1);
+  *a = x;
+}
+static inline KVL_HOT void vf_from_pair(vf *a, vf *b, int dtype) {
+  if (dtype != KVL_DTYPE_BF16) return;
+  vi low;
+  for (int i = 0; i < VF; i++) low[i] = i / 2 + i % 2 * VF;
+  vf x = __builtin_shuffle(*a, *b, low);
+  *b = __builtin_shuffle(*a, *b, low + VF / 2);
+  *a = x;
 }
 
-/* out = scale * row `row` of q, as f32 in the lanes for memory rows of row_dtype. */
+/* Elements of a row that are taken a pair of vectors at a time (vf_load_pair); then come a
+ * vector, then half of one. */
+static inline KVL_HOT int dim_pairs(int dim) { return dim / (2 * VF) * (2 * VF); }
+
+/* out = scale * row `row` of q, as f32 in the order and units of memory rows of row_dtype. */
 static inline void load_query(const void *q, int64_t row, int dim, float scale, int dtype,
                               int row_dtype, float *out) {
-  for (int d = 0; d < dim; d++)
-    out[dot_lane(d, dim, row_dtype)] = scale * f32_load(q, row * dim + d, dtype);
+  const float unit = scale * vf_pair_unit(row_dtype);
+  int64_t at_row = row * dim;
+  int d = 0;
+  for (; d < dim_pairs(dim); d += 2 * VF) {
+    vf a = vf_load(q, at_row + d, dtype), b = vf_load(q, at_row + d + VF, dtype);
+    vf_to_pair(&a, &b, row_dtype);
+    vf_store(out, d, unit * a, KVL_DTYPE_F32);
+    vf_store(out, d + VF, unit * b, KVL_DTYPE_F32);
+  }
+  for (; d < dim; d++) out[d] = scale * f32_load(q, at_row + d, dtype);
+}
+
+/* A sum of such rows, f32 in their order and units, put back in place. */
+static inline void restore_row(float *row, int dim, int row_dtype) {
+  const float unit = vf_pair_unit(row_dtype);
+  for (int d = 0; d < dim_pairs(dim); d += 2 * VF) {
+    vf a = vf_load(row, d, KVL_DTYPE_F32), b = vf_load(row, d + VF, KVL_DTYPE_F32);
+    vf_from_pair(&a, &b, row_dtype);
+    vf_store(row, d, unit * a, KVL_DTYPE_F32);
+    vf_store(row, d + VF, unit * b, KVL_DTYPE_F32);
+  }
 }
 
 /* Prefetch bytes [from, to) of a row into the second level: the first has no room for more
@@ -38,14 +102,25 @@ static inline KVL_HOT void prefetch(const char *row, int64_t from, int64_t to) {
   for (int64_t b = from; b < to; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
 
-/* out[r * out_row + k] = q[r] . x[k] for `rows` (1, 2, 4) query rows and k < VF / rows.
+/* ---- products ------------------------------------------------------------------------- */
+
+/* One more vector of a bound: sum += max(q * low, q * high), where low <= high. */
+static inline KVL_HOT vf bound_step(vf q, vf low, vf high, vf sum) {
+#if defined(KVL_ISA_AVX512)
+  __mmask16 negative = _mm512_movepi32_mask((__m512i)q);
+  return vf_fma(q, (vf)_mm512_mask_blend_ps(negative, (__m512)high, (__m512)low), sum);
+#else
+  return sum + vf_max(q * low, q * high);
+#endif
+}
+
+/* Lane r * (VF / rows) + k: q[r] . x[k] for `rows` (1, 2, 4) query rows and k < VF / rows.
  * With `bound`, x[k] and the row `high` bytes further on are the elementwise limits of
  * some keys, and the result is sum_d max(q_d * x_d, q_d * high_d): at least q . key.
  * soon[k] are rows to prefetch. */
-static inline KVL_HOT void dots(const float *q, const char *const *x, int64_t high,
-                                const char *const *soon, int dim, float *out,
-                                int64_t out_row, const int rows, const int bound,
-                                const int dtype) {
+static inline KVL_HOT vf dots(const float *q, const char *const *x, int64_t high,
+                              const char *const *soon, int dim, const int rows,
+                              const int bound, const int dtype) {
   const int n = VF / rows, padded = dim_padded(dim), bytes = kvl__float_bytes(dtype);
   vf sum[VF] = {0}, a, b, top_a = {0}, top_b = {0};
   int d = 0;
@@ -61,8 +136,8 @@ static inline KVL_HOT void dots(const float *q, const char *const *x, int64_t hi
         vf row_a = vf_load(q, r * padded + d, KVL_DTYPE_F32);
         vf row_b = vf_load(q, r * padded + d + VF, KVL_DTYPE_F32);
         if (bound) {
-          sum[r * n + k] += vf_max(row_a * a, row_a * top_a);
-          sum[r * n + k] += vf_max(row_b * b, row_b * top_b);
+          sum[r * n + k] = bound_step(row_a, a, top_a, sum[r * n + k]);
+          sum[r * n + k] = bound_step(row_b, b, top_b, sum[r * n + k]);
         } else {
           sum[r * n + k] = vf_fma(row_a, a, sum[r * n + k]);
           sum[r * n + k] = vf_fma(row_b, b, sum[r * n + k]);
@@ -78,15 +153,20 @@ static inline KVL_HOT void dots(const float *q, const char *const *x, int64_t hi
 #pragma GCC unroll 4
       for (int r = 0; r < rows; r++) {
         vf row = vf_load(q, r * padded + d, KVL_DTYPE_F32);
-        if (bound) sum[r * n + k] += vf_max(row * a, row * top_a);
+        if (bound) sum[r * n + k] = bound_step(row, a, top_a, sum[r * n + k]);
         else sum[r * n + k] = vf_fma(row, a, sum[r * n + k]);
       }
     }
   }
-  vf total = vf_sum_lanes(sum);
+  return vf_sum_lanes(sum);
+}
+
+/* out[r * out_row + k] from the lanes that dots() gives. */
+static inline KVL_HOT void dots_store(vf lanes, float *out, int64_t out_row, const int rows) {
+  const int n = VF / rows;
 #pragma GCC unroll 4
   for (int r = 0; r < rows; r++)
-    memcpy(out + r * out_row, (const float *)&total + r * n, n * sizeof(float));
+    memcpy(out + r * out_row, (const float *)&lanes + r * n, n * sizeof(float));
 }
 
 #endif

@@ -1,12 +1,21 @@
 /* Append K and V to the host tier, to the slots that hold its blocks, and to a buffer.
- *   k, v     f32, or like cache  [tokens, kv_heads, head_dim]
- *   slots    i64                 [tokens]   of the host tier; < 0 is skipped
- *   cache    f32 f16 bf16        [blocks, 2, kv_heads, block_size, head_dim]
- *   memory   like cache          [slots, 2, kv_heads, block_size, head_dim]
- *   slot_of  i32                 [kv_heads, blocks]
- *   buffer   like cache          [buffer_blocks, 2, kv_heads, block_size, head_dim]; optional
+ *   k, v     f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
+ *   slots    i64                  [tokens]   of the host tier; < 0 is skipped
+ *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   memory   like cache           [slots, 2, kv_heads, block_size, head_dim]
+ *   slot_of  i32                  [kv_heads, blocks]
+ *   buffer   like cache           [buffer_blocks, 2, kv_heads, block_size, head_dim]; optional
+ *   k_scale, v_scale  f32         [kv_heads]   optional
  * Limit: read plus write bandwidth, and the link to the host tier. */
 #include "cpu/append.h"
+
+/* Another memory of the layer that `cache` is: its scales are the same. */
+static struct kvl_cache_view beside(const struct kvl_cache_view *cache,
+                                    struct kvl_cache_view memory) {
+  memory.k_scale = cache->k_scale;
+  memory.v_scale = cache->v_scale;
+  return memory;
+}
 
 KVL_CPU_KERNEL(hot_append) {
   const struct kvl_hot_append_args *a = args;
@@ -15,12 +24,12 @@ KVL_CPU_KERNEL(hot_append) {
   int status = append_run(&row, queue);
   if (status >= 0 && a->buffer.kv) {
     struct append open = row;
-    open.to = a->buffer;
+    open.to = beside(&a->cache, a->buffer);
     open.slots = a->buffer_slots;
     open.blocks = a->buffer.blocks;
     status = append_run(&open, queue);
   }
-  row.to = a->hot.memory;
+  row.to = beside(&a->cache, a->hot.memory);
   row.slot_of = a->hot.slot_of;
   return status < 0 ? status : append_run(&row, queue);
 }

@@ -1,7 +1,7 @@
 /* out = a b, or a b^T for transpose_b, for each of `batch`; fp32 accumulation.
- *   a    f32 f16 bf16  [batch, m, k]
- *   b    like a        [batch or 1, k, n], or [.., n, k] transposed
- *   out  like a, or f32  [batch, m, n]
+ *   a    f32 f16 bf16 f8e4m3  [batch, m, k]
+ *   b    like a               [batch or 1, k, n], or [.., n, k] transposed
+ *   out  like a, or f32; of f8e4m3 f32 f16 bf16  [batch, m, n]
  * 2 batch m n k operations.
  * m <= THIN_ROWS: thin.h, b read once in its own dtype. Limit: read bandwidth at m = 1,
  * multiply-adds from m = 8 on; [k, n] with long rows is latency-bound, 10 to 20 GB/s.
@@ -75,7 +75,7 @@ static inline KVL_HOT void convert_rows(const struct convert *g, int64_t begin, 
 static int convert_piece(const void *args, int64_t begin, int64_t end) {
   const struct convert *g = args;
   enum { F32 = KVL_DTYPE_F32 };
-  if (g->to == F32) KVL_BY_FLOAT(g->from, convert_rows(g, begin, end, D, F32))
+  if (g->to == F32) KVL_BY_CACHE(g->from, convert_rows(g, begin, end, D, F32))
   else KVL_BY_FLOAT(g->to, convert_rows(g, begin, end, F32, D))
   return 0;
 }
@@ -122,7 +122,7 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
 
 static int dots_piece(const void *args, int64_t begin, int64_t end) {
   const struct thin *g = args;
-  KVL_BY_FLOAT(g->dtype, thin_dots(g, begin, end, D))
+  KVL_BY_CACHE(g->dtype, thin_dots(g, begin, end, D))
   return 0;
 }
 

@@ -1,8 +1,9 @@
 /* dst[to[i]] = src[from[i]] between two memories of one layer: whole blocks, or K and V of
  * single KV heads.
- *   src, dst  f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]   one dtype
- *   from, to  i32           [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of head g
- *   moved     i64           [1]                the bytes copied are added; optional
+ *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]   one dtype
+ *   from, to  i32                  [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of
+ *                                  head g
+ *   moved     i64                  [1]   the bytes copied are added; optional
  * An entry that is out of range (-1) on either side is skipped. Limit: read plus write
  * bandwidth. */
 #include "cpu/split.h"

@@ -1,7 +1,7 @@
 /* out = softmax(scale * q k^T + bias) v over the paged keys of each sequence.
  *
  *  q          f32 f16 bf16  [tokens, heads, head_dim]
- *  cache      f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
+ *  cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *  tables     i32           [seqs, max_blocks]
  *  selection  i32           [seqs, kv_heads or 1, max_selected]
  *  slots      i32           [seqs, kv_heads or 1, max_selected]: blocks, instead of those of
@@ -10,6 +10,8 @@
  *  prev_lse   f32           [tokens, heads]
  *  out        f32 f16 bf16  [tokens, heads, head_dim]
  *  lse        f32           [tokens, heads]
+ *  k_scale, v_scale  f32    [kv_heads] of an f8e4m3 cache, optional: k_scale goes into q,
+ *                           v_scale into the result
  * head_dim a multiple of 8 up to 256; any block_size; fp32 accumulation.
  *
  * Bytes   decode: 2 * len * kv_heads * head_dim elements, K and V once
@@ -34,6 +36,7 @@
  *         (splitting the keys). */
 #include "cpu/attention_few.h"
 #include "cpu/attention_many.h"
+#include "cpu/split.h"
 
 /* Tasks wanted at least, and tokens a segment must have: a task starts on cold memory, so
  * that short ones read more slowly (64 instead of 16 segments of 32K tokens: 0.65 instead
@@ -45,6 +48,24 @@ struct plan {
   int64_t segments;             /* of the longest list that the shapes allow */
 };
 
+/* Does a task's list begin at its window, rather than at the first block or selected one? */
+static int walks_window(const struct kvl_paged_attention_args *a) {
+  return a->window > 0 && a->causal && !a->selection;
+}
+
+/* The most blocks from the first key that a task's rows see to the last. */
+static int64_t window_blocks(const struct kvl_paged_attention_args *a) {
+  int64_t group = a->heads / a->cache.kv_heads, size = a->cache.block_size;
+  int64_t span = a->starts ? (TASK_ROWS + group - 1) / group : 0;
+  return ((int64_t)a->window + span + size - 1) / size + 1;
+}
+
+/* Blocks of the longest list that the shapes allow. */
+static int64_t list_blocks(const struct kvl_paged_attention_args *a) {
+  if (a->selection) return i64_min(a->max_selected, a->max_blocks);
+  return walks_window(a) ? i64_min(window_blocks(a), a->max_blocks) : a->max_blocks;
+}
+
 static struct plan plan_make(const struct kvl_paged_attention_args *a) {
   int64_t kv_heads = a->cache.kv_heads, size = a->cache.block_size;
   int64_t tiles = a->seqs, tasks = DECODE_TASKS;
@@ -52,8 +73,7 @@ static struct plan plan_make(const struct kvl_paged_attention_args *a) {
     tiles += a->tokens * (a->heads / kv_heads) / TASK_ROWS;
     tasks = PREFILL_TASKS;
   }
-  int64_t list = a->selection && a->max_selected < a->max_blocks ? a->max_selected
-                                                                 : a->max_blocks;
+  int64_t list = list_blocks(a);
   int64_t segments = tiles > 0 ? tasks / (tiles * kv_heads) : 1;
   if (segments < 1) segments = 1;
   if (segments > SEGMENTS_MAX) segments = SEGMENTS_MAX;
@@ -96,8 +116,10 @@ static int64_t segments_used(const struct kvl_paged_attention_args *a, struct pl
     int64_t head = a->selection_heads > 1 ? kv_head : 0;
     int64_t row = seq * a->selection_heads + head;
     const int32_t *list = a->selection + row * a->max_selected;
-    n = a->max_selected < a->max_blocks ? a->max_selected : a->max_blocks;
+    n = list_blocks(a);
     while (n > 0 && list[n - 1] < 0) n--;
+  } else if (walks_window(a)) {
+    n = i64_min(n, window_blocks(a));
   }
   n = (n + plan.entries - 1) / plan.entries;
   return n > 1 ? n : 1;
@@ -112,14 +134,15 @@ static int64_t query_rows(const struct kvl_paged_attention_args *a, int64_t seq,
 
 /* ---- one task ----------------------------------------------------------------------- */
 
-/* values / sum joined to the previous attention, or zeros where neither saw anything. The
- * previous one is like a segment whose sum is 1; where it saw nothing, prev_out may hold
- * anything. Row by row, so that out may be prev_out. */
+/* values / sum in v_scale's units, joined to the previous attention, or zeros where neither
+ * saw anything. The previous one is like a segment whose sum is 1; where it saw nothing,
+ * prev_out may hold anything. Row by row, so that out may be prev_out. */
 static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
                       const float *values, float top, float sum) {
   const int dim = a->cache.head_dim;
-  const float *prev = NULL;
-  float keep = 1, weight = 0;
+  const float *prev = NULL, *scales = a->cache.v_scale;
+  float keep = 1, weight = 0, unit = 1;
+  if (scales) unit = scales[row % a->heads / (a->heads / a->cache.kv_heads)];
   if (a->prev_lse && a->prev_lse[row] != -INFINITY) {
     prev = a->prev_out + row * dim;
     float both = sum == 0 || a->prev_lse[row] > top ? a->prev_lse[row] : top;
@@ -130,7 +153,7 @@ static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
   }
   for (int d = 0; d < dim; d += VF) {
     int lanes = vf_left(d, dim);
-    vf x = keep * vf_load(values, d, KVL_DTYPE_F32);
+    vf x = keep * unit * vf_load(values, d, KVL_DTYPE_F32);
     if (prev) x += weight * vf_load_n(prev + d, lanes, KVL_DTYPE_F32);
     x = sum == 0 ? vf_set(0) : x / sum;
     vf_store_n(at(a->out, row * dim + d, a->out_dtype), x, lanes, a->out_dtype);
@@ -151,6 +174,7 @@ static void attend(const struct task *t, struct key_walk walk, struct sums *sums
     CASE(KVL_DTYPE_F32)
     CASE(KVL_DTYPE_F16)
     CASE(KVL_DTYPE_BF16)
+    CASE(KVL_DTYPE_F8E4M3)
 #undef CASE
   }
 }
@@ -170,10 +194,13 @@ static void task_run(const struct kvl_paged_attention_args *a, struct plan plan,
   for (int i = 0; i < TASK_ROWS; i++) { /* lanes past the last row repeat it */
     int r = i < t.rows ? i : t.rows - 1;
     t.position[i] = (int32_t)(t.len - rows + (t.row + r) / group);
+    t.first[i] = a->window > 0 ? (int32_t)i64_max(0, t.position[i] + 1LL - a->window) : 0;
     t.slope[i] = a->alibi ? a->alibi[task_head(&t, r)] : 0;
   }
   struct sums sums;
-  attend(&t, walk_open(&t, segment * plan.entries, (segment + 1) * plan.entries), &sums);
+  int64_t begin = segment * plan.entries;
+  if (walks_window(a)) begin += t.first[0] / a->cache.block_size;
+  attend(&t, walk_open(&t, begin, begin + plan.entries), &sums);
   int padded = dim_padded(a->cache.head_dim);
   for (int i = 0; i < t.rows; i++) {
     int64_t row = task_token(&t, i) * a->heads + task_head(&t, i);

@@ -1,33 +1,49 @@
 /* The largest q . k of each block's valid tokens, from the keys themselves: the oracle that
  * summaries are measured against.
- *   q       f32 f16 bf16  [seqs, heads, head_dim]
- *   cache   f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
- *   scores  f32           [seqs, kv_heads, max_blocks]   -inf past the last block
+ *   q       f32 f16 bf16         [seqs, heads, head_dim]
+ *   cache   f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   scores  f32                  [seqs, kv_heads, max_blocks]   -inf past the last block
  * Limit: read bandwidth, every K once. */
 #include "cpu/scores.h"
 
-/* `rows`: 1, 2 or 4 query heads at a time. */
+/* `rows`: 1, 2 or 4 query heads at a time; next: the block after this one. */
 static inline KVL_HOT float score_block(const struct score *s, const struct run *r,
-                                        const char *k, int tokens, const float *q, int all,
-                                        const int rows, const int dtype) {
+                                        const char *k, const char *next, int tokens,
+                                        const float *q, int all, const int rows,
+                                        const int dtype) {
   const int step = VF / rows, padded = dim_padded(s->head_dim);
   const int64_t bytes_token = (int64_t)s->head_dim * kvl__float_bytes(dtype);
-  float best[GROUP_MAX], part[VF], joined = score_start(s);
-  for (int h = 0; h < all; h++) best[h] = -INFINITY;
+  vf best[GROUP_MAX];           /* of query heads [h, h + rows) as dots() has them, at h */
+  for (int h = 0; h < all; h += rows) best[h] = vf_set(-INFINITY);
   for (int t = 0; t < tokens; t += step) {
-    const char *x[VF];
-    for (int j = 0; j < step; j++)  /* past the last valid token, that one again */
-      x[j] = k + (t + j < tokens ? t + j : tokens - 1) * bytes_token;
-    for (int h = 0; h < all; h += rows) {
-      dots(q + h * padded, x, 0, x, s->head_dim, part, step, rows, 0, dtype);
-      for (int j = 0; j < VF; j++) {
-        float *b = best + h + j / step;
-        *b = part[j] > *b ? part[j] : *b;
-      }
+    const char *x[VF], *soon[VF];
+    for (int j = 0; j < step; j++) {  /* past the last valid token, that one again */
+      int64_t at_token = (t + j < tokens ? t + j : tokens - 1) * bytes_token;
+      x[j] = k + at_token, soon[j] = next + at_token;
     }
+    for (int h = 0; h < all; h += rows)
+      best[h] = vf_max(dots(q + h * padded, x, 0, soon, s->head_dim, rows, 0, dtype), best[h]);
   }
-  for (int h = 0; h < r->rows; h++) joined = score_join(s, joined, best[h]);
+  float joined = score_start(s);
+  for (int h = 0; h < r->rows; h++) {
+    float of_head = -INFINITY;
+    for (int j = h % rows * step; j < (h % rows + 1) * step; j++)
+      if (best[h - h % rows][j] > of_head) of_head = best[h - h % rows][j];
+    joined = score_join(s, joined, of_head);
+  }
   return score_end(s, joined);
+}
+
+static inline KVL_HOT void max_qk_run(const struct score *s, struct run r, const float *q,
+                                      int all, const int rows, const int dtype) {
+  const char *k = r.begin < r.end ? block_row(s, &r, r.begin) : NULL;
+  for (int64_t b = r.begin; b < r.last; b++) {
+    const char *next = b + 1 < r.end ? block_row(s, &r, b + 1) : NULL;
+    int64_t tokens = i64_min(s->lens[r.seq] - b * s->block_size, s->block_size);
+    r.scores[b] = k ? score_block(s, &r, k, next ? next : k, (int)tokens, q, all, rows, dtype)
+                    : -INFINITY;
+    k = next;
+  }
 }
 
 static inline KVL_HOT void max_qk_items(const struct score *s, int64_t begin, int64_t end,
@@ -36,21 +52,17 @@ static inline KVL_HOT void max_qk_items(const struct score *s, int64_t begin, in
   for (int64_t item = begin; item < end; item++) {
     struct run r = run_open(s, item);
     int all = load_group(s, &r, q);
-    for (int64_t b = r.begin; b < r.last; b++) {
-      const char *k = b < r.end ? block_row(s, &r, b) : NULL;
-      int64_t left = s->lens[r.seq] - b * s->block_size;
-      int tokens = (int)i64_min(left, s->block_size);
-      if (!k) r.scores[b] = -INFINITY;
-      else if (r.rows == 1) r.scores[b] = score_block(s, &r, k, tokens, q, all, 1, dtype);
-      else if (r.rows == 2) r.scores[b] = score_block(s, &r, k, tokens, q, all, 2, dtype);
-      else r.scores[b] = score_block(s, &r, k, tokens, q, all, 4, dtype);
+    switch (dot_rows(r.rows)) {
+      case 1: max_qk_run(s, r, q, all, 1, dtype); break;
+      case 2: max_qk_run(s, r, q, all, 2, dtype); break;
+      default: max_qk_run(s, r, q, all, 4, dtype); break;
     }
   }
 }
 
 static int max_qk_piece(const void *args, int64_t begin, int64_t end) {
   const struct score *s = args;
-  KVL_BY_FLOAT(s->rows_dtype, max_qk_items(s, begin, end, D))
+  KVL_BY_CACHE(s->rows_dtype, max_qk_items(s, begin, end, D))
   return 0;
 }
 

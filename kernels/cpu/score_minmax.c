@@ -1,7 +1,7 @@
 /* Quest's bound of q . k over each block: sum_d max(q_d * min_d, q_d * max_d).
- *   q        f32 f16 bf16  [seqs, heads, head_dim]
- *   summary  f32 f16 bf16  [blocks, 2, kv_heads, head_dim]   min, then max
- *   scores   f32           [seqs, kv_heads, max_blocks]      -inf past the last block
+ *   q        f32 f16 bf16         [seqs, heads, head_dim]
+ *   summary  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, head_dim]   min, then max
+ *   scores   f32                  [seqs, kv_heads, max_blocks]      -inf past the last block
  * head_dim a multiple of 8 up to 256. Limit: read bandwidth, 2 rows of head_dim per block
  * and KV head, which lie anywhere: the next ones are prefetched.
  * Source: Tang et al. 2024, arXiv:2406.10774. */
@@ -9,7 +9,7 @@
 
 static int minmax_piece(const void *args, int64_t begin, int64_t end) {
   const struct score *s = args;
-  KVL_BY_FLOAT(s->rows_dtype, score_items(s, begin, end, 1, D))
+  KVL_BY_CACHE(s->rows_dtype, score_items(s, begin, end, 1, D))
   return 0;
 }
 

@@ -9,7 +9,9 @@
 #include "cpu/dots.h"
 #include "cpu/split.h"
 
-enum { RUN_BLOCKS = 128, GROUP_MAX = 256 };
+/* Blocks of a run: enough to pay for loading the queries. Their rows lie anywhere, and each
+ * is prefetched while the one SOON before it is scored: more than memory's latency ago. */
+enum { RUN_BLOCKS = 512, SOON = 32, GROUP_MAX = 256 };
 
 struct score {
   const void *q;                /* [seqs, heads, head_dim] */
@@ -82,20 +84,26 @@ static inline KVL_HOT void score_rows(const struct score *s, struct run r, const
                                       int all, const int rows, const int bound,
                                       const int dtype) {
   const int step = VF / rows, padded = dim_padded(s->head_dim);
-  const char *x[RUN_BLOCKS + 2 * VF];
+  const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(dtype);
+  const char *x[RUN_BLOCKS + VF + SOON];
   int n = (int)(r.end - r.begin);
-  for (int i = 0; i < n + 2 * VF; i++) {  /* some row where there is none */
+  for (int i = 0; i < n + VF + SOON; i++) {  /* some row where there is none */
     const char *row = i < n ? block_row(s, &r, r.begin + i) : NULL;
     x[i] = row ? row : s->rows;
+  }
+  for (int i = 0; i < n && i < SOON; i++) {
+    prefetch(x[i], 0, bytes_row);
+    if (bound) prefetch(x[i] + s->high, 0, bytes_row);
   }
   for (int i = 0; i < n; i += step) {
     float joined[VF], part[VF];
     for (int k = 0; k < step; k++) joined[k] = score_start(s);
     for (int h = 0; h < all; h += rows) {
-      dots(q + h * padded, x + i, s->high, x + i + step, s->head_dim, part, step, rows, bound,
-           dtype);
+      dots_store(dots(q + h * padded, x + i, s->high, x + i + SOON, s->head_dim, rows, bound,
+                      dtype), part, step, rows);
       for (int j = 0; j < rows && h + j < r.rows; j++)
-        for (int k = 0; k < step; k++) joined[k] = score_join(s, joined[k], part[j * step + k]);
+        for (int k = 0; k < step; k++)
+          joined[k] = score_join(s, joined[k], part[j * step + k]);
     }
     for (int k = 0; k < step && i + k < n; k++)
       r.scores[r.begin + i + k] =

@@ -8,14 +8,8 @@
 #define KVL_CPU_VEC_H
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#include "kernels.h"
-
-#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
-#include <immintrin.h>
-#endif
+#include "cpu/scalar.h"
 
 #define KVL_JOIN_(a, b, c, d) a##b##c##d
 #define KVL_JOIN(a, b, c, d) KVL_JOIN_(a, b, c, d)
@@ -38,9 +32,8 @@ static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
   if (job) job->bytes_link[direction] += bytes;
 }
 
-#define KVL_HOT __attribute__((always_inline))
-
-/* Expand `call` with `D` bound to each float dtype as a constant. */
+/* Expand `call` with `D` bound to each float dtype as a constant; KVL_BY_CACHE to each that
+ * KV memory may have. */
 #define KVL_BY_FLOAT(dtype, call)                                                     \
   switch (dtype) {                                                                    \
     case KVL_DTYPE_F32: { enum { D = KVL_DTYPE_F32 }; call; } break;                  \
@@ -48,53 +41,11 @@ static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
     case KVL_DTYPE_BF16: { enum { D = KVL_DTYPE_BF16 }; call; } break;                \
     default: return KVL_ERR_UNSUPPORTED;                                              \
   }
-
-/* ---- scalar conversions ---------------------------------------------------------- */
-
-static inline float f32_from_bits(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
-static inline uint32_t f32_bits(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
-
-static inline float f32_from_bf16(uint16_t x) { return f32_from_bits((uint32_t)x << 16); }
-static inline uint16_t bf16_from_f32(float f) { /* to nearest even; NaN stays NaN */
-  uint32_t i = f32_bits(f);
-  if ((i & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((i >> 16) | 0x40);
-  return (uint16_t)((i + 0x7FFF + ((i >> 16) & 1)) >> 16);
-}
-static inline float f32_from_f16(uint16_t h) {
-#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
-  return _cvtsh_ss(h);
-#else
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 0x3FF;
-  if (e == 31) return f32_from_bits(sign | 0x7F800000u | (m << 13));
-  if (e == 0) return f32_from_bits(sign | f32_bits((float)m * 0x1p-24f));
-  return f32_from_bits(sign | ((e + 112) << 23) | (m << 13));
-#endif
-}
-static inline uint16_t f16_from_f32(float f) {
-#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
-  return (uint16_t)_cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT);
-#else
-  uint32_t i = f32_bits(f), sign = (i >> 16) & 0x8000, a = i & 0x7FFFFFFFu;
-  if (a > 0x7F800000u) return (uint16_t)(sign | 0x7E00 | ((a >> 13) & 0x3FF));
-  if (a >= 0x477FF000u) return (uint16_t)(sign | 0x7C00);       /* rounds to infinity */
-  if (a < 0x38800000u)                                          /* subnormal */
-    return (uint16_t)(sign | (f32_bits(f32_from_bits(a) + 0.5f) - 0x3F000000u));
-  a += 0xFFF + ((a >> 13) & 1);
-  return (uint16_t)(sign | ((a - 0x38000000u) >> 13));
-#endif
-}
-static inline KVL_HOT float f32_load(const void *p, int64_t i, const int dtype) {
-  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[i];
-  if (dtype == KVL_DTYPE_F16) return f32_from_f16(((const uint16_t *)p)[i]);
-  return f32_from_bf16(((const uint16_t *)p)[i]);
-}
-static inline KVL_HOT void f32_store(void *p, int64_t i, float x, const int dtype) {
-  if (dtype == KVL_DTYPE_F32) ((float *)p)[i] = x;
-  else if (dtype == KVL_DTYPE_F16) ((uint16_t *)p)[i] = f16_from_f32(x);
-  else ((uint16_t *)p)[i] = bf16_from_f32(x);
-}
-
-static inline KVL_HOT int kvl__float_bytes(int dtype) { return dtype == KVL_DTYPE_F32 ? 4 : 2; }
+#define KVL_BY_CACHE(dtype, call)                                                     \
+  switch (dtype) {                                                                    \
+    case KVL_DTYPE_F8E4M3: { enum { D = KVL_DTYPE_F8E4M3 }; call; } break;            \
+    default: KVL_BY_FLOAT(dtype, call)                                                \
+  }
 
 /* ---- vectors: VF floats ------------------------------------------------------------- */
 
@@ -124,33 +75,7 @@ static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
 }
 static inline KVL_HOT vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline KVL_HOT vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
-static inline KVL_HOT float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
-static inline KVL_HOT float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
-/* n in 0 ... VF elements; lanes past n are 0 and are not touched in memory. */
-static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
-  __mmask16 m = (__mmask16)((1u << n) - 1);
-  if (dtype == KVL_DTYPE_F32) return (vf)_mm512_maskz_loadu_ps(m, p);
-  __m256i h = _mm256_maskz_loadu_epi16(m, p);
-  if (dtype == KVL_DTYPE_F16) return (vf)_mm512_cvtph_ps(h);
-  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
-}
-static inline KVL_HOT __m256i vf_to_bf16(vf x) {
-  __m512i i = (__m512i)x;
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1));
-  __m512i r = _mm512_add_epi32(i, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-  __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-  r = _mm512_mask_or_epi32(r, nan, i, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
-}
-static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
-  __mmask16 m = (__mmask16)((1u << n) - 1);
-  if (dtype == KVL_DTYPE_F32) _mm512_mask_storeu_ps(p, m, (__m512)x);
-  else if (dtype == KVL_DTYPE_F16)
-    _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-  else _mm256_mask_storeu_epi16(p, m, vf_to_bf16(x));
-}
-#else
-#if defined(KVL_ISA_AVX2)
+#elif defined(KVL_ISA_AVX2)
 static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
@@ -167,6 +92,64 @@ static inline KVL_HOT vf vf_min(vf a, vf b) {
   return (vf)(((vi)a & m) | ((vi)b & ~m));
 }
 #endif
+
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+/* f8e4m3 is f16 shifted by 7, but for a bias that is 8 less: the f16 is 2^-8 of it. x are
+ * sign-extended bytes, so the bit that f16 has more, 0x4000, begins as a copy of the sign: it
+ * is to become 0, or 1 for NaN, all ones below the sign, where adding 1 carries into it. */
+typedef int16_t v16 __attribute__((vector_size(VF * 4)));   /* two vectors' worth */
+static inline KVL_HOT v16 f16_from_f8(v16 x) {
+  v16 h = x << 7;
+  return h ^ ((h + 0x80) & 0x4000);
+}
+#endif
+
+/* The bytes of f8_from_f32 in the lanes. */
+static inline KVL_HOT vi vf_to_f8(vf x) {
+  vi sign = ((vi)x >> 24) & 0x80, nan = (vi)(x != x);
+  vf magnitude = vf_min((vf)((vi)x & 0x7FFFFFFF), vf_set(448));
+  vi bits = (vi)magnitude, tiny = (vi)(magnitude < 0x1p-6f);
+  vi small = (vi)(magnitude + 0x1p14f) - 0x46800000;     /* the bits of 2^14 */
+  vi normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
+  vi r = (tiny & small) | (~tiny & normal) | sign;
+  return (nan & 0x7F) | (~nan & r);
+}
+
+#if defined(KVL_ISA_AVX512)
+static inline KVL_HOT float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
+static inline KVL_HOT float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
+static inline KVL_HOT vf vf_from_f16(__m256i h) { return (vf)_mm512_cvtph_ps(h); }
+/* n in 0 ... VF elements; lanes past n are 0 and are not touched in memory. */
+static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
+  __mmask16 m = (__mmask16)((1u << n) - 1);
+  if (dtype == KVL_DTYPE_F32) return (vf)_mm512_maskz_loadu_ps(m, p);
+  if (dtype == KVL_DTYPE_F8E4M3) {
+    __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(m, p));
+    v16 h = f16_from_f8((v16)_mm512_cvtepi8_epi16(b));
+    return vf_from_f16(_mm512_castsi512_si256((__m512i)h)) * 0x1p8f;
+  }
+  __m256i h = _mm256_maskz_loadu_epi16(m, p);
+  if (dtype == KVL_DTYPE_F16) return vf_from_f16(h);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
+static inline KVL_HOT __m256i vf_to_bf16(vf x) {
+  __m512i i = (__m512i)x;
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(i, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+  r = _mm512_mask_or_epi32(r, nan, i, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+}
+static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
+  __mmask16 m = (__mmask16)((1u << n) - 1);
+  if (dtype == KVL_DTYPE_F32) _mm512_mask_storeu_ps(p, m, (__m512)x);
+  else if (dtype == KVL_DTYPE_F16)
+    _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+  else if (dtype == KVL_DTYPE_F8E4M3)
+    _mm_mask_storeu_epi8(p, m, _mm512_cvtepi32_epi8((__m512i)vf_to_f8(x)));
+  else _mm256_mask_storeu_epi16(p, m, vf_to_bf16(x));
+}
+#else
 static inline KVL_HOT float vf_sum(vf a) {
   float s[VF];
   memcpy(s, &a, sizeof s);
@@ -179,14 +162,33 @@ static inline KVL_HOT float vf_hmax(vf a) {
   for (int i = 1; i < VF; i++) s[0] = s[i] > s[0] ? s[i] : s[0];
   return s[0];
 }
+#if defined(KVL_ISA_AVX2)
+static inline KVL_HOT vf vf_from_f16(__m128i h) { return (vf)_mm256_cvtph_ps(h); }
+#else
+/* x: bytes. Subnormals, steps of 2^-9, are counted: f32's own would be slow to multiply. */
+static inline KVL_HOT vf vf_from_f8(vi x) {
+  vi m = x & 0x7F, tiny = m < 8, nan = (vi)(m == 0x7F) & 0x7F800000;
+  vi small = (vi)(__builtin_convertvector(m, vf) * 0x1p-9f);
+  vi normal = (m << 20) + (120 << 23);
+  return (vf)((tiny & small) | (~tiny & normal) | nan | (x & 0x80) << 24);
+}
+#endif
 static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
   vf x;
   if (dtype == KVL_DTYPE_F32) { memcpy(&x, p, sizeof x); return x; }
 #if defined(KVL_ISA_AVX2)
+  if (dtype == KVL_DTYPE_F8E4M3) {
+    v16 h = f16_from_f8((v16)_mm256_cvtepi8_epi16(_mm_loadl_epi64(p)));
+    return vf_from_f16(_mm256_castsi256_si128((__m256i)h)) * 0x1p8f;
+  }
   __m128i h = _mm_loadu_si128(p);
-  if (dtype == KVL_DTYPE_F16) return (vf)_mm256_cvtph_ps(h);
+  if (dtype == KVL_DTYPE_F16) return vf_from_f16(h);
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
 #else
+  if (dtype == KVL_DTYPE_F8E4M3) {
+    const uint8_t *b = p;
+    return vf_from_f8((vi){ b[0], b[1], b[2], b[3] });
+  }
   for (int i = 0; i < VF; i++) x[i] = f32_load(p, i, dtype);
   return x;
 #endif
@@ -199,6 +201,11 @@ static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
     return;
   }
 #endif
+  if (dtype == KVL_DTYPE_F8E4M3) {
+    vi bytes = vf_to_f8(x);
+    for (int i = 0; i < VF; i++) ((uint8_t *)p)[i] = (uint8_t)bytes[i];
+    return;
+  }
   for (int i = 0; i < VF; i++) f32_store(p, i, x[i], dtype);
 }
 static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
@@ -214,20 +221,20 @@ static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
 #endif
 
 static inline KVL_HOT vf vf_load(const void *p, int64_t i, const int dtype) {
-  return vf_load_n((const char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2), VF, dtype);
+  return vf_load_n((const char *)p + i * kvl__float_bytes(dtype), VF, dtype);
 }
 static inline KVL_HOT void vf_store(void *p, int64_t i, vf x, const int dtype) {
-  vf_store_n((char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2), x, VF, dtype);
+  vf_store_n((char *)p + i * kvl__float_bytes(dtype), x, VF, dtype);
 }
 /* Elements [i, min(i + VF, n)): how many, for loops with a tail. */
 static inline KVL_HOT int vf_left(int64_t i, int64_t n) {
   return n - i < VF ? (int)(n - i) : VF;
 }
 static inline KVL_HOT const void *at_const(const void *p, int64_t i, const int dtype) {
-  return (const char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2);
+  return (const char *)p + i * kvl__float_bytes(dtype);
 }
 static inline KVL_HOT void *at(void *p, int64_t i, const int dtype) {
-  return (char *)p + i * (dtype == KVL_DTYPE_F32 ? 4 : 2);
+  return (char *)p + i * kvl__float_bytes(dtype);
 }
 
 /* Lane i: mask ? a : b, where every mask lane is 0 or -1 as comparisons make them. */
@@ -264,24 +271,6 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
   KVL_FOLD(x, 2);
   KVL_FOLD(x, 1);
   return x[0];
-}
-
-/* 2 VF elements, in the order that is cheapest: of bf16 the even and the odd ones, which are
- * a shift and a mask of one load, else the first and the second half. Element i is lane
- * vf_pair_lane(i) of the two together. */
-static inline KVL_HOT void vf_load_pair(const void *p, const int dtype, vf *a, vf *b) {
-  if (dtype == KVL_DTYPE_BF16) {
-    vi x;
-    memcpy(&x, p, sizeof x);
-    *a = (vf)(x << 16);
-    *b = (vf)(x & -65536);
-  } else {
-    *a = vf_load(p, 0, dtype);
-    *b = vf_load(p, VF, dtype);
-  }
-}
-static inline int vf_pair_lane(int i, int dtype) {
-  return dtype == KVL_DTYPE_BF16 ? i % 2 * VF + i / 2 : i;
 }
 
 /* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */

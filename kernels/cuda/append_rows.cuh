@@ -1,26 +1,35 @@
-/* New tokens' rows of K and V scattered into the paged cache: what append_kv and hot_append
- * share. A thread moves 8 neighbours of k and the same 8 of v, so two loads are in flight
- * before a store, and a row is written by neighbouring threads, 16 bytes each. */
+/* New tokens' rows of K and V scattered into the paged cache: what append_kv, hot_append and
+ * rope_append share. A thread moves N neighbours of k and the same N of v, so two loads or
+ * more are in flight before a store, and a row is written by neighbouring threads, 16 bytes
+ * each. */
 #ifndef KVL_CUDA_APPEND_ROWS_CUH
 #define KVL_CUDA_APPEND_ROWS_CUH
 
-#include <type_traits>
-
-#include "common.cuh"
+#include "convert.cuh"
+#include "elementwise.cuh"
 
 namespace kvl {
 
 enum { APPEND_THREADS = 256 };
 
-/* One dtype: bits stay. */
-template <class To, class From>
-__device__ __forceinline__ pack<To, 8> convert_pack(const pack<From, 8> &x) {
-  if constexpr (std::is_same_v<From, To>) {
+/* What an f8e4m3 cache holds is k / scale; other caches have no scales. It is divided, not
+ * multiplied by 1 / scale, so that every device rounds alike. */
+template <class To>
+__device__ __forceinline__ float head_scale(const float *scales, int head) {
+  if constexpr (same<To, f8e4m3>) return scales ? scales[head] : 1.f;
+  else return 1.f;
+}
+template <class To, class From, int N>
+__device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, float scale) {
+  if constexpr (same<From, To>) {   /* bits stay */
     return x;
   } else {
-    pack<To, 8> out;
+    pack<To, N> out;
 #pragma unroll
-    for (int e = 0; e < 8; e++) out.at[e] = from_float<To>(to_float(x.at[e]));
+    for (int e = 0; e < N; e++) {
+      float value = to_float(x.at[e]);
+      out.at[e] = convert<To>(same<To, f8e4m3> ? __fdiv_rn(value, scale) : value);
+    }
     return out;
   }
 }
@@ -34,35 +43,43 @@ struct token_place {
         offset((int)(slot - block * block_size)) {}
 };
 
-/* 8 neighbours of K and of V of a token in block `block`; nothing where there is no such
- * block. */
+/* Dim `dim` of a token's row of K (half 0) or V (1) in block `block`; NULL where there is no
+ * such block: a broken slot must not fault. */
 template <class To>
+__device__ __forceinline__ To *row_in(const kvl_cache_view &c, int64_t block, int offset,
+                                      int half, int head, int dim) {
+  if (block < 0 || block >= c.blocks) return nullptr;
+  return (To *)c.kv + (((2 * block + half) * c.kv_heads + head) * c.block_size + offset) *
+                          c.head_dim + dim;
+}
+template <class To, int N>
 __device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block, int offset,
-                                          int head, int dim, const pack<To, 8> &k,
-                                          const pack<To, 8> &v) {
-  if (block < 0 || block >= c.blocks) return;   /* a broken slot must not fault */
-  const int64_t half = (int64_t)c.kv_heads * c.block_size * c.head_dim;
-  To *to = (To *)c.kv + 2 * block * half +
-           ((int64_t)head * c.block_size + offset) * c.head_dim + dim;
-  store_pack<8>(to, k);
-  store_pack<8>(to + half, v);
+                                          int head, int dim, const pack<To, N> &k,
+                                          const pack<To, N> &v) {
+  To *to = row_in<To>(c, block, offset, 0, head, dim);
+  if (!to) return;
+  store_pack<N>(to, k);
+  store_pack<N>(to + (int64_t)c.kv_heads * c.block_size * c.head_dim, v);
 }
 
 /* Args: kvl_append_kv_args, or kvl_hot_append_args to write the hot cache too. */
-template <class From, class To, class Args>
+template <int N, class From, class To, class Args>
 __global__ void __launch_bounds__(APPEND_THREADS)
 append_rows_kernel(const __grid_constant__ Args a) {
-  const int size = a.cache.block_size, pieces = a.cache.head_dim / 8;
+  const int size = a.cache.block_size, pieces = a.cache.head_dim / N;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
   for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * APPEND_THREADS) {
-    int64_t token = i / row;
-    int in_row = (int)(i - token * row), head = in_row / pieces;
-    int dim = (in_row - head * pieces) * 8;
-    const token_place to(a.slots[token], size);
-    pack<To, 8> k = convert_pack<To>(load_pack<8>((const From *)a.k + i * 8));
-    pack<To, 8> v = convert_pack<To>(load_pack<8>((const From *)a.v + i * 8));
-    if constexpr (std::is_same_v<Args, kvl_hot_append_args>) {
+    int64_t token, in_row;
+    divide(i, row, &token, &in_row);
+    const int head = (int)in_row / pieces, dim = ((int)in_row - head * pieces) * N;
+    const int64_t slot = a.slots[token];
+    const pack<From, N> k_raw = load_pack<N>((const From *)a.k + i * N);
+    const pack<From, N> v_raw = load_pack<N>((const From *)a.v + i * N);
+    const token_place to(slot, size);
+    const pack<To, N> k = convert_pack<To>(k_raw, head_scale<To>(a.cache.k_scale, head));
+    const pack<To, N> v = convert_pack<To>(v_raw, head_scale<To>(a.cache.v_scale, head));
+    if constexpr (same<Args, kvl_hot_append_args>) {
       const bool is_block = to.block >= 0 && to.block < a.hot.blocks;
       const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
       write_row(a.hot.memory, hot, to.offset, head, dim, k, v);
@@ -75,16 +92,25 @@ append_rows_kernel(const __grid_constant__ Args a) {
   }
 }
 
+template <class From, class To, class Args>
+void start_append(const Args &a, const kvl_cuda_queue *q) {
+  constexpr int N = sizeof(To) == 1 ? 16 : 8;   /* what head_dim is a multiple of */
+  int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / N);
+  append_rows_kernel<N, From, To>
+      <<<grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q->stream>>>(a);
+}
+
 template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.k, a.v, a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / 8);
-  unsigned blocks = grid(pieces, APPEND_THREADS, q);
-  KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
-    if (a.dtype == a.cache.dtype)
-      append_rows_kernel<To, To><<<blocks, APPEND_THREADS, 0, q->stream>>>(a);
-    else append_rows_kernel<float, To><<<blocks, APPEND_THREADS, 0, q->stream>>>(a);
-  })
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { start_append<From, f8e4m3>(a, q); })
+  } else {
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
+      if (a.dtype == a.cache.dtype) start_append<To, To>(a, q);
+      else start_append<float, To>(a, q);
+    })
+  }
   return kvl__cuda_launched();
 }
 

@@ -1,10 +1,10 @@
 /* Mean of K over the valid tokens of the given blocks.
  *
- *   cache    f32 f16 bf16       [blocks, 2, kv_heads, block_size, head_dim]
- *   blocks   i32                [n]   physical; -1 is skipped
- *   rows     i32                [n]   of the summary; NULL: blocks
- *   tokens   i32                [n]   valid tokens; 0 gives 0
- *   summary  like cache or f32  [rows, kv_heads, head_dim]
+ *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   blocks   i32                  [n]   physical; -1 is skipped
+ *   rows     i32                  [n]   of the summary; NULL: blocks
+ *   tokens   i32                  [n]   valid tokens; 0 gives 0
+ *   summary  like cache or f32 (of f8e4m3: f32 f16 bf16)  [rows, kv_heads, head_dim]
  * 16-byte aligned; head_dim a multiple of 8.
  *
  * Bytes      n * kv_heads * (tokens + 1) * head_dim * element; limit: memory
@@ -17,23 +17,31 @@
 namespace kvl {
 namespace {
 
-template <class T> struct mean {
-  enum { N = 1 };
-  T *summary;
-  __device__ void start(float (&x)[N][8]) const {
+/* Of rows of T into a summary of S. */
+template <class T, class S> struct mean {
+  using word = float;
+  enum { N = 1, DIMS = REDUCE_DIMS<T>, WORDS = DIMS };
+  S *summary;
+  __device__ void start(float (&x)[N][WORDS]) const {
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[0][e] = 0.f;
+    for (int e = 0; e < WORDS; e++) x[0][e] = 0.f;
   }
-  __device__ void add(float (&x)[N][8], const float (&row)[8]) const {
+  __device__ void add(float (&x)[N][WORDS], const pack<T, DIMS> &row) const {
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[0][e] += row[e];
+    for (int e = 0; e < WORDS; e += 2) {
+      float2 y;
+      if constexpr (same<T, f8e4m3>) y = __half22float2(halves(row, e / 2));
+      else y = make_float2(to_float(row.at[e]), to_float(row.at[e + 1]));
+      x[0][e] += y.x;
+      x[0][e + 1] += y.y;
+    }
   }
   __device__ float join(int, float a, float b) const { return a + b; }
-  __device__ void finish(float (&x)[N][8], const kvl_cache_view &cache, int64_t row, int head,
-                         int dim, int tokens) const {
+  __device__ void finish(float (&x)[N][WORDS], const kvl_cache_view &cache, int64_t row,
+                         int head, int dim, int tokens) const {
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[0][e] = tokens ? x[0][e] / (float)tokens : 0.f;
-    store_floats(summary + (row * cache.kv_heads + head) * cache.head_dim + dim, x[0]);
+    for (int e = 0; e < WORDS; e++) x[0][e] = tokens ? x[0][e] / (float)tokens : 0.f;
+    store_summary(summary + (row * cache.kv_heads + head) * cache.head_dim + dim, x[0]);
   }
 };
 
@@ -46,12 +54,17 @@ KVL_CUDA_KERNEL(block_mean) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-    if (a.summary_dtype == a.cache.dtype)
-      launch_block_reduce<T>(a, mean<T>{(T *)a.summary}, q);
-    else
-      launch_block_reduce<T>(a,
-                             mean<float>{(float *)a.summary}, q);
-  })
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+      launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q);
+    })
+  } else {
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
+      if (a.summary_dtype == a.cache.dtype)
+        launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
+      else
+        launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
+    })
+  }
   return kvl__cuda_launched();
 }

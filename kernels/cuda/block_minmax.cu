@@ -1,10 +1,11 @@
 /* Elementwise min and max of K over the valid tokens of the given blocks (Quest's summary).
  *
- *   cache    f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim]
- *   blocks   i32           [n]   physical; -1 is skipped
- *   rows     i32           [n]   of the summary; NULL: blocks
- *   tokens   i32           [n]   valid tokens; 0 gives min +inf, max -inf
- *   summary  like cache    [rows, 2, kv_heads, head_dim]
+ *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   blocks   i32                  [n]   physical; -1 is skipped
+ *   rows     i32                  [n]   of the summary; NULL: blocks
+ *   tokens   i32                  [n]   valid tokens; 0 gives min +inf, max -inf (f8e4m3,
+ *                                 which has none: 448 and -448)
+ *   summary  like cache           [rows, 2, kv_heads, head_dim]
  * 16-byte aligned; head_dim a multiple of 8. Exact. A NaN is ignored beside a number.
  *
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
@@ -16,26 +17,54 @@
 namespace kvl {
 namespace {
 
+/* The word that a pair of T is compared in, exactly. */
+template <class T> struct pair_type { using type = __half2; };   /* f16, f8e4m3 */
+template <> struct pair_type<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct pair_type<float> { using type = float; };   /* no pair */
+
+__device__ __forceinline__ float lower(float a, float b) { return fminf(a, b); }
+__device__ __forceinline__ float upper(float a, float b) { return fmaxf(a, b); }
+template <class P> __device__ __forceinline__ P lower(P a, P b) { return __hmin2(a, b); }
+template <class P> __device__ __forceinline__ P upper(P a, P b) { return __hmax2(a, b); }
+
 template <class T> struct min_max {
-  enum { N = 2 };
+  using word = typename pair_type<T>::type;
+  enum { N = 2, DIMS = REDUCE_DIMS<T>, EACH = same<word, float> ? 1 : 2, WORDS = DIMS / EACH };
   T *summary;
-  __device__ void start(float (&x)[N][8]) const {
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[0][e] = INFINITY, x[1][e] = -INFINITY;
+  static __device__ word all(float x) {
+    if constexpr (same<word, float>) return x;
+    else if constexpr (same<word, __half2>) return __float2half2_rn(x);
+    else return __float2bfloat162_rn(x);
   }
-  __device__ void add(float (&x)[N][8], const float (&row)[8]) const {
+  __device__ void start(word (&x)[N][WORDS]) const {
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-      x[0][e] = fminf(x[0][e], row[e]);
-      x[1][e] = fmaxf(x[1][e], row[e]);
+    for (int e = 0; e < WORDS; e++) x[0][e] = all(INFINITY), x[1][e] = all(-INFINITY);
+  }
+  __device__ void add(word (&x)[N][WORDS], const pack<T, DIMS> &row) const {
+#pragma unroll
+    for (int e = 0; e < WORDS; e++) {
+      word y;
+      if constexpr (same<T, float>) y = row.at[e];
+      else if constexpr (same<T, f8e4m3>) y = halves(row, e);
+      else y = word(row.at[2 * e], row.at[2 * e + 1]);
+      x[0][e] = lower(x[0][e], y);
+      x[1][e] = upper(x[1][e], y);
     }
   }
-  __device__ float join(int m, float a, float b) const { return m ? fmaxf(a, b) : fminf(a, b); }
-  __device__ void finish(const float (&x)[N][8], const kvl_cache_view &cache, int64_t row,
+  __device__ word join(int m, word a, word b) const { return m ? upper(a, b) : lower(a, b); }
+  __device__ void finish(const word (&x)[N][WORDS], const kvl_cache_view &cache, int64_t row,
                          int head, int dim, int) const {
     T *to = summary + (2 * row * cache.kv_heads + head) * cache.head_dim + dim;
-    store_floats(to, x[0]);
-    store_floats(to + (int64_t)cache.kv_heads * cache.head_dim, x[1]);
+#pragma unroll
+    for (int m = 0; m < N; m++, to += (int64_t)cache.kv_heads * cache.head_dim) {
+      float y[DIMS];
+#pragma unroll
+      for (int e = 0; e < WORDS; e++) {
+        if constexpr (EACH == 1) y[e] = x[m][e];
+        else y[2 * e] = to_float(x[m][e].x), y[2 * e + 1] = to_float(x[m][e].y);
+      }
+      store_summary(to, y);
+    }
   }
 };
 
@@ -48,8 +77,11 @@ KVL_CUDA_KERNEL(block_minmax) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-    launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q);
-  })
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+    launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
+  else
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
+      launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q);
+    })
   return kvl__cuda_launched();
 }

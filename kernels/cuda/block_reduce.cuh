@@ -1,25 +1,46 @@
 /* Reduce the K rows of one (block, KV head) over its valid tokens: the shared part of
  * block_minmax and block_mean.
  *
- * A row of head_dim numbers is spread over `lanes` threads of 8 dims each (a power of two,
- * so that a warp holds whole rows); the rest of the threads take further tokens. Small
- * blocks get one warp a (block, KV head), large ones eight. */
+ * A row of head_dim numbers is spread over `lanes` threads of 16 bytes each (f32: 32; a power
+ * of two of lanes, so that a warp holds whole rows); the rest of the threads take further
+ * tokens. Small blocks get one warp a (block, KV head), large ones eight. */
 #ifndef KVL_CUDA_BLOCK_REDUCE_CUH
 #define KVL_CUDA_BLOCK_REDUCE_CUH
 
-#include "common.cuh"
+#include "convert.cuh"
 
 namespace kvl {
 
 constexpr int REDUCE_THREADS = 256;
 
-/* F has: N accumulators a dim, start(float (&)[N][8]), add(float (&)[N][8], const float
- * (&)[8]), join of two accumulators number n, and finish(x, cache, row, head, dim, tokens). */
+/* Dims a thread takes of rows of T. */
+template <class T> constexpr int REDUCE_DIMS = sizeof(T) == 1 ? 16 : 8;
+
+/* Pair e of f8e4m3 numbers as two f16: exact. */
+template <int N> __device__ __forceinline__ __half2 halves(const pack<f8e4m3, N> &x, int e) {
+  return __half2(__nv_cvt_fp8x2_to_halfraw2(
+      reinterpret_cast<const __nv_fp8x2_storage_t *>(&x)[e], __NV_E4M3));
+}
+
+/* N numbers in the summary's dtype, whichever it is. */
+template <class T, int N>
+__device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
+  pack<T, N> raw;
+#pragma unroll
+  for (int e = 0; e < N; e++) raw.at[e] = convert<T>(x[e]);
+  store_pack<N>(to, raw);
+}
+
+/* F has: word, a 32-bit type of one or two numbers; N accumulators of WORDS words for
+ * REDUCE_DIMS<T> dims; start(word (&)[N][WORDS]), add(that, const pack<T, DIMS> &), join of
+ * two words of accumulator m, and finish(x, cache, row, head, dim, tokens). */
 template <class T, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
 block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
+  using word = typename F::word;
   constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
-  __shared__ float sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * 256 : 1];
+  constexpr int DIMS = REDUCE_DIMS<T>, WORDS = F::WORDS, ROW = 256 / DIMS * WORDS;
+  __shared__ word sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * ROW : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
   const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
   /* With one unit a block the whole block leaves, with many no block-wide barrier follows. */
@@ -30,27 +51,24 @@ block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
   const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
   if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows) return;
   const int count = max(0, min(a.tokens[i], cache.block_size));
-  const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * 8;
+  const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * DIMS;
   const bool inside = dim < cache.head_dim;
   const T *k = (const T *)cache.kv +
                (2 * block * cache.kv_heads + head) * cache.block_size * cache.head_dim + dim;
 
-  float x[F::N][8];
+  word x[F::N][WORDS];
   f.start(x);
   if (inside)
     for (int t = tid / lanes; t < count; t += AHEAD * rows) {
-      pack<T, 8> raw[AHEAD];
+      pack<T, DIMS> raw[AHEAD];
 #pragma unroll
       for (int u = 0; u < AHEAD; u++)
         if (t + u * rows < count)
-          raw[u] = load_pack<8>(k + (int64_t)(t + u * rows) * cache.head_dim);
+          raw[u] = load_pack<DIMS>(k + (int64_t)(t + u * rows) * cache.head_dim);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         if (t + u * rows >= count) break;
-        float row[8];
-#pragma unroll
-        for (int e = 0; e < 8; e++) row[e] = to_float(raw[u].at[e]);
-        f.add(x, row);
+        f.add(x, raw[u]);
       }
     }
   /* The rows of a warp, then the warps, in a fixed order. */
@@ -58,21 +76,22 @@ block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
 #pragma unroll
     for (int m = 0; m < F::N; m++)
 #pragma unroll
-      for (int e = 0; e < 8; e++)
+      for (int e = 0; e < WORDS; e++)
         x[m][e] = f.join(m, x[m][e], __shfl_xor_sync(ALL_LANES, x[m][e], step));
   if constexpr (WARPS > 1) {
     if (tid % WARP < lanes)
 #pragma unroll
       for (int m = 0; m < F::N; m++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) sums[tid / WARP][m * 256 + dim + e] = x[m][e];
+        for (int e = 0; e < WORDS; e++) sums[tid / WARP][m * ROW + lane * WORDS + e] = x[m][e];
     __syncthreads();
     if (tid < lanes)
       for (int w = 1; w < WARPS; w++)
 #pragma unroll
         for (int m = 0; m < F::N; m++)
 #pragma unroll
-          for (int e = 0; e < 8; e++) x[m][e] = f.join(m, x[m][e], sums[w][m * 256 + dim + e]);
+          for (int e = 0; e < WORDS; e++)
+            x[m][e] = f.join(m, x[m][e], sums[w][m * ROW + lane * WORDS + e]);
   }
   if (tid < lanes && inside) f.finish(x, cache, to, head, dim, count);
 }
@@ -81,7 +100,7 @@ block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
 template <class T, class A, class F>
 void launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   int lanes = 1;
-  while (lanes * 8 < a.cache.head_dim) lanes *= 2;
+  while (lanes * REDUCE_DIMS<T> < a.cache.head_dim) lanes *= 2;
   int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
   if (a.cache.block_size > 64)
     block_reduce_rows<T, A, F, REDUCE_THREADS>

@@ -1,14 +1,15 @@
 /* dst[i] = src[i] for whole blocks of the cache, K and V of every head.
  *
- *   src, dst  i32           [n]   -1 is skipped; no block is both
- *   cache     f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim], 16-byte aligned
+ *   src, dst  i32                  [n]   -1 is skipped; no block is both
+ *   cache     f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ * 16-byte aligned.
  *
  * Bytes   2 * n * 2 * kv_heads * block_size * head_dim * element
  * Limit   memory. A block of the pool is one contiguous run; a block of threads copies 16 KiB
  *         of it, four 16-byte loads in flight a thread. Exact.
- * Best    4096 blocks of 64 KiB: 188 us, 0.92 of the run's read bandwidth
- *         (H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30) */
-#include "common.cuh"
+ * Best    1024 blocks of 64 KiB: 46.3 us, 0.94 of the run's read bandwidth; of 32 KiB 22.6
+ *         us, 0.96 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+#include "elementwise.cuh"
 
 namespace kvl {
 namespace {
@@ -39,7 +40,7 @@ KVL_CUDA_KERNEL(copy_blocks) {
   const kvl_copy_blocks_args &a = *(const kvl_copy_blocks_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   int64_t words = 2 * (int64_t)a.cache.kv_heads * a.cache.block_size * a.cache.head_dim *
-                  (a.cache.dtype == KVL_DTYPE_F32 ? 4 : 2) / 16;
+                  cache_bytes(a.cache.dtype) / 16;
   int64_t pieces = (words + PIECE - 1) / PIECE;
   if (a.n * pieces == 0) return KVL_OK;
   if (!aligned16(a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);

@@ -10,8 +10,8 @@
  * Bytes      3 * rows * head_dim * element + 12 * rows
  * Limit      memory. The lanes of a row lie in one warp: all of them read the row's two lse
  *            before one of them writes it, so lse may be written in place.
- * Best       8192 x 32 rows of 128, bf16: 72.2 us, 0.90 of the run's read bandwidth
- *            (H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30)
+ * Best       4096 x 32 rows of 128: bf16 34.7 us, 0.96 of the run's read bandwidth; f32
+ *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Tolerance  1e-6 relative in f32; half an ulp more of out in f16 and bf16.
  * Source     Rabe and Staats 2021; FlashInfer's state merge (Ye et al. 2025). */
 #include "common.cuh"

@@ -1,10 +1,11 @@
 /* dst[to[i]] = src[from[i]] between two memories of one layer, either of them pinned host
  * memory: whole blocks, or K and V of single KV heads.
  *
- *   src, dst  f32 f16 bf16  [blocks, 2, kv_heads, block_size, head_dim], 16-byte aligned
- *   from, to  i32           [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of head g
- *   moved     i64           [1]                the bytes copied are added; optional
- * -1 or out of range on either side is skipped; no block is written twice. Exact.
+ *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   from, to  i32  [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of head g
+ *   moved     i64  [1]                the bytes copied are added; optional
+ * 16-byte aligned. -1 or out of range on either side is skipped; no block is written twice.
+ * Exact.
  *
  * Bytes   those moved, once over the link; of the lists a sector of 32 for every piece, from L2
  * Limit   the link: 55 GB/s of a PCIe 5 x16 want 110 KB under way at 2 us a read. A warp takes
@@ -143,7 +144,7 @@ move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ lay
 layout layout_of(const kvl_move_blocks_args &a) {
   const kvl_cache_view &c = a.src;
   layout l = {};
-  int64_t head = (int64_t)c.block_size * c.head_dim * (c.dtype == KVL_DTYPE_F32 ? 4 : 2) / 16;
+  int64_t head = (int64_t)c.block_size * c.head_dim * cache_bytes(c.dtype) / 16;
   l.half = head * c.kv_heads;
   l.block = 2 * l.half;
   int64_t run = a.lanes == 1 ? l.block : head, runs = l.block / (run * a.lanes);

@@ -5,17 +5,19 @@
  * tree; i32 wraps. The order of adding depends only on the shape and the device's size.
  * Reads a once. Rows (inner == 1): a warp or a block each. Columns: a pack of them a
  * thread, the threads of a block spread down n. Where that leaves the device idle, n is
- * cut into pieces whose results, in the scratch, are reduced by the same kernels.
- * Limit: memory bandwidth.
- * Measured: f32 in one row 3.0 TB/s, down columns of 65536 x 4096 3.0, of 2^26 x 4 2.8.
- * H100 80GB HBM3, 2026-11-20, 2^28 elements. */
+ * cut into pieces whose results, in the scratch, are reduced by the same kernels. Pieces of
+ * a row are interleaved tiles: blocks that read side by side at any time are faster than
+ * blocks that each read a stretch.
+ * Limit: memory bandwidth; this op over one row is what others call R.
+ * Measured: f32 in one row of 2^29 3.14 TB/s (2026-11-21, kernels/dev/reduce.cu); of 2^28,
+ * down columns of 65536 x 4096 3.0, of 2^26 x 4 2.8 (2026-11-20). H100 80GB HBM3. */
 #include "convert.cuh"
 #include "row.cuh"
 
 namespace {
 
 using kvl::team;
-enum { THREADS = kvl::ROW_THREADS };
+enum { THREADS = kvl::ROW_THREADS, PIECE_THREADS = 512 };   /* of a block; for a piece */
 
 /* ---- operations on float or int32_t ---------------------------------------------- */
 
@@ -70,19 +72,60 @@ struct shape {
   kvl::split cut;
 };
 
+/* For what is read once and in order: 16 bytes that stay out of the L1, and the L2 is asked
+ * for the 256 around them. */
+template <int N, class T>
+__device__ __forceinline__ kvl::pack<T, N> load_once(const T *p) {
+  kvl::pack<T, N> x;
+  if constexpr (sizeof x == 16) {
+    uint4 &to = reinterpret_cast<uint4 &>(x);
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(p));
+  } else {
+    x = kvl::load_pack<N>(p);
+  }
+  return x;
+}
+
+template <class A, class T, int N, class F>
+__device__ __forceinline__ A joined(const kvl::pack<T, N> &x, F f) {
+  A at[N];
+#pragma unroll
+  for (int j = 0; j < N; j++) at[j] = kvl::convert<A>(x.at[j]);
+#pragma unroll
+  for (int step = N / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int j = 0; j < step; j++) at[j] = f(at[j], at[j + step]);
+  return at[0];
+}
+
+/* TEAM threads to a row or a piece of one. */
 template <int N, int TEAM, class F, class T>
-__global__ void __launch_bounds__(THREADS) rows_kernel(const T *a, shape s, sink to) {
+__global__ void __launch_bounds__(TEAM < THREADS ? THREADS : TEAM)
+rows_kernel(const T *a, shape s, sink to) {
   using A = typename sum_of<T>::type;
   using own = team<TEAM>;
   F f;
-  for (int64_t r = own::first_row(); r < s.outer * s.cut.count; r += own::row_step()) {
-    int64_t row = r / s.cut.count, begin = r % s.cut.count * s.cut.length;
+  constexpr int TEAMS = TEAM < THREADS ? THREADS / TEAM : 1;   /* of a block */
+  constexpr int PACKS = 4, TILE = PACKS * TEAM * N;   /* packs a thread has under way */
+  for (int64_t r = (int64_t)blockIdx.x * TEAMS + threadIdx.x / TEAM;
+       r < s.outer * s.cut.count; r += (int64_t)gridDim.x * TEAMS) {
+    const T *row = a + r / s.cut.count * s.n;
     A total = F::none(A());
-    kvl::walk<N>(begin, min(s.n, begin + s.cut.length), own::rank(), TEAM,
-                 [&](auto w, int64_t i) {
-      kvl::pack<T, w.value> x = kvl::load_pack<w.value>(a + row * s.n + i);
+    auto add = [&](const auto &x) {   /* a tree: in a chain they would be waited for */
+      total = f(total, joined<A>(x, f));
+    };
+    int64_t i = r % s.cut.count * TILE;
+    for (; i + TILE <= s.n; i += s.cut.count * TILE) {
+      kvl::pack<T, N> x[PACKS];
 #pragma unroll
-      for (int j = 0; j < w.value; j++) total = f(total, kvl::convert<A>(x.at[j]));
+      for (int p = 0; p < PACKS; p++)
+        x[p] = load_once<N>(row + i + (p * TEAM + own::rank()) * N);
+#pragma unroll
+      for (int p = 0; p < PACKS; p++) add(x[p]);
+    }
+    kvl::walk<N>(i, max(i, s.n), own::rank(), TEAM, [&](auto w, int64_t at) {
+      add(kvl::load_pack<w.value>(row + at));
     });
     total = own::reduce(total, f, F::none(A()));
     if (own::rank() == 0) to.put(r, total);
@@ -135,9 +178,12 @@ void rows(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {
   if (s.cut.length <= kvl::ROW_SHORT)
     rows_kernel<N, kvl::WARP, F>
         <<<kvl::team_grid<kvl::WARP>(s.outer, q), THREADS, 0, q->stream>>>(a, s, to);
+  else if (s.cut.count == 1)
+    rows_kernel<N, THREADS, F>
+        <<<kvl::team_grid<THREADS>(s.outer, q), THREADS, 0, q->stream>>>(a, s, to);
   else
-    rows_kernel<N, THREADS, F><<<kvl::team_grid<THREADS>(s.outer * s.cut.count, q), THREADS,
-                                 0, q->stream>>>(a, s, to);
+    rows_kernel<N, PIECE_THREADS, F><<<kvl::grid(s.outer * s.cut.count, 1, q, 32),
+                                       PIECE_THREADS, 0, q->stream>>>(a, s, to);
 }
 
 int columns_wide(int64_t packs) {

@@ -52,9 +52,10 @@ end
 
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
---                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), window: tokens that
---                 a query sees, itself included (0: all), soft_cap of the scores (0:
---                 none), max_seqs (16),
+--                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
+--                 [pairs]: forward takes q and k as yet unrotated, see ops.rope), window:
+--                 tokens that a query sees, itself included (0: all), soft_cap of the
+--                 scores (0: none), max_seqs (16),
 --                 max_blocks of a sequence (all of the cache); decode_through: "hot" or
 --                 "ring", where the cache has both ("hot")
 ---@return kvlab.Attention
@@ -67,7 +68,8 @@ function M.attention(o)
     error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
       tostring(o.heads), cache.kv_heads), 2)
   end
-  local self = setmetatable({ cache = cache, event = {} }, Attention)
+  local self = setmetatable({ cache = cache, inv_freq = o.inv_freq, event = {} },
+    Attention)
   self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
   self.shape = {
@@ -98,12 +100,24 @@ function Attention:begin(batch, is_prefill)
   self.context:begin(batch, is_prefill)
 end
 
---- Write K and V of the step; the memory on the device that has them, and where.
-local function append(self, layer, k, v)
-  local batch, engine = self.batch, self.cache.offload
-  if engine then return engine:append(layer, k, v), batch.open_blocks end
+--- Rotate q, and k, where that is asked for, and write K and V of the step; the memory on
+-- the device that has them, and where.
+local function append(self, layer, q, k, v)
+  local batch, engine, inv_freq = self.batch, self.cache.offload, self.inv_freq
+  if engine then
+    if inv_freq then
+      ops.rope(q, batch.positions, inv_freq)
+      ops.rope(k, batch.positions, inv_freq)
+    end
+    return engine:append(layer, k, v), batch.open_blocks
+  end
   local memory = self.cache:layer(layer)
-  ops.append_kv(k, v, batch.slots, memory, self.cache:scales(layer))
+  if inv_freq then
+    ops.rope_append(q, k, v, batch.positions, inv_freq, batch.slots, memory,
+      self.cache:scales(layer))
+  else
+    ops.append_kv(k, v, batch.slots, memory, self.cache:scales(layer))
+  end
   return memory, batch.blocks
 end
 
@@ -112,11 +126,12 @@ local function offload_event(self, p, hook)
 end
 
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
+-- With inv_freq, q is rotated in place; k may be.
 ---@return ffi.cdata* out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
-  ev.k, ev.k_blocks = append(self, layer, k, v)
+  ev.k, ev.k_blocks = append(self, layer, q, k, v)
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   offload_event(self, self.prefill_policy, hook)
   if self.decode_policy ~= self.prefill_policy then

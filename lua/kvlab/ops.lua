@@ -30,6 +30,13 @@ end
 function M.append_kv(k, v, slots, cache, k_scale, v_scale)
   check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
 end
+
+--- rope of q, in place, and of k, and append_kv of k and v, which stay as they are.
+function M.rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale)
+  check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale))
+  return q
+end
+
 function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
 
 local call = ffi.new "kvl_attention"

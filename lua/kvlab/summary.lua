@@ -69,13 +69,15 @@ function Keys:update(ev)
 end
 
 --- Keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n *
--- block_size, head_dim].
+-- block_size, head_dim] in the cache's dtype; of an f8e4m3 cache, in its own units, in
+-- that of the queries.
 function Keys:gather(ctx, seq, n)
   local s = self.shape
   local rows = ctx.tables:index(seq):narrow(0, n):reshape { 1, n } * s.kv_heads
     + self.head_down
-  return self.layers[ctx.layer]:gather_rows(rows:reshape { s.kv_heads * n })
+  local keys = self.layers[ctx.layer]:gather_rows(rows:reshape { s.kv_heads * n })
     :reshape { s.kv_heads, n * s.block_size, s.head_dim }
+  return s.dtype == "f8e4m3" and keys:cast(ctx.query:type()) or keys
 end
 
 --- Recompute the blocks of an offload event from their K.

@@ -72,10 +72,8 @@ local function read_json(path)
   return raw
 end
 
---- The fields that the forward pass needs, checked.
-local function read_config(folder)
-  local path = folder .. "/config.json"
-  local raw = read_json(path)
+--- The fields that the forward pass needs, checked. path: where they come from.
+local function check_config(path, raw)
   local family = FAMILIES[raw.model_type]
     or bad(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
   if raw.hidden_act ~= "silu" then bad(path, "hidden_act", raw.hidden_act, "silu") end
@@ -163,27 +161,47 @@ end
 local Model = {}
 Model.__index = Model
 
+--- A model whose tensors read(name, device, dtype, shape) gives.
+local function build(c, o, read)
+  local device, dtype = kv.device(o.device), o.dtype or "bf16"
+  local function get(name, shape) return read(name, device, dtype, shape) end
+  local self = setmetatable({
+    config = c, device = device, dtype = dtype, layers = {},
+  }, Model)
+  self.embedding = get("model.embed_tokens.weight", { c.vocab, c.hidden })
+  for i = 0, c.layers - 1 do self.layers[i] = load_layer(get, c, i) end
+  self.norm = get("model.norm.weight", { c.hidden })
+  self.head = c.tied and self.embedding or get("lm_head.weight", { c.vocab, c.hidden })
+  self.inv_freq = kv.from(device, "f32", c.inv_freq)
+  return self
+end
+
 --- Load a model folder (config.json and safetensors).
 ---@param folder string
 ---@param o? table  device (--device's), dtype of weights and activations (bf16)
 ---@return models.Llama
 function M.load(folder, o)
+  local path = folder .. "/config.json"
+  local config, file_of = check_config(path, read_json(path)), open_weights(folder)
+  return build(config, o or {}, function(name, ...)
+    return file_of(name):read(name, ...)
+  end)
+end
+
+--- A model of random weights, for what does not depend on them: time and memory.
+---@param config table  the fields of a config.json
+---@param o? table      as for load, and seed (0)
+---@return models.Llama
+function M.random(config, o)
   o = o or {}
-  local c = read_config(folder)
-  local device, dtype = kv.device(o.device), o.dtype or "bf16"
-  local file_of = open_weights(folder)
-  local function read(name, shape)
-    return file_of(name):read(name, device, dtype, shape)
-  end
-  local self = setmetatable({
-    config = c, device = device, dtype = dtype, layers = {},
-  }, Model)
-  self.embedding = read("model.embed_tokens.weight", { c.vocab, c.hidden })
-  for i = 0, c.layers - 1 do self.layers[i] = load_layer(read, c, i) end
-  self.norm = read("model.norm.weight", { c.hidden })
-  self.head = c.tied and self.embedding or read("lm_head.weight", { c.vocab, c.hidden })
-  self.inv_freq = kv.from(device, "f32", c.inv_freq)
-  return self
+  local seed = o.seed or 0
+  return build(check_config("config", config), o, function(name, device, dtype, shape)
+    if #shape == 1 then
+      return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
+    end
+    seed = seed + 1 -- of this size, a product keeps the size of what it is given
+    return kv.randn(device, dtype, shape, { seed = seed, std = shape[2] ^ -0.5 })
+  end)
 end
 
 -- ---- forward --------------------------------------------------------------------------
@@ -219,7 +237,7 @@ local function project(x, weight, bias, out)
 end
 
 --- One layer: s.delta holds what the layer before left to add to s.x.
-local function forward_layer(engine, i, s, positions)
+local function forward_layer(engine, i, s)
   local w, c = engine.model.layers[i], engine.model.config
   kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, c.eps, s.h, i > 0 and s.x or nil)
   project(s.h, w.q, w.q_bias, s.q)
@@ -229,8 +247,6 @@ local function forward_layer(engine, i, s, positions)
     kv.ops.rmsnorm(s.q_rows, w.q_norm, c.eps, s.q_rows)
     kv.ops.rmsnorm(s.k_rows, w.k_norm, c.eps, s.k_rows)
   end
-  kv.ops.rope(s.q3, positions, engine.model.inv_freq)
-  kv.ops.rope(s.k3, positions, engine.model.inv_freq)
   engine.attention:forward(i, s.q3, s.k3, s.v3, s.attended)
   project(s.attended2, w.o, w.o_bias, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_norm, c.eps, s.h, s.x)
@@ -245,7 +261,7 @@ local function forward(engine, tokens)
   local model, batch = engine.model, engine.batch
   local s = scratch(engine, batch.tokens_count)
   model.embedding:gather_rows(tokens, s.x)
-  for i = 0, model.config.layers - 1 do forward_layer(engine, i, s, batch.positions) end
+  for i = 0, model.config.layers - 1 do forward_layer(engine, i, s) end
   kv.ops.rmsnorm(s.delta, model.norm, model.config.eps, s.h, s.x)
   return s.h
 end
@@ -292,6 +308,7 @@ function Model:engine(o)
   engine.attention = kv.attention {
     cache = cache, heads = c.heads, max_seqs = max_seqs, decode_policy = o.policy,
     prefill_policy = o.prefill_policy, max_blocks = o.max_blocks,
+    inv_freq = self.inv_freq,
   }
   engine.batch = cache:batch {
     max_seqs = max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
@@ -314,7 +331,8 @@ end
 ---@param seqs? kvlab.Sequence[]
 function Engine:use_policy(policy, seqs)
   local o = { decode_policy = policy, cache = self.cache, heads = self.model.config.heads,
-              max_seqs = self.max_seqs, max_blocks = self.max_blocks }
+              max_seqs = self.max_seqs, max_blocks = self.max_blocks,
+              inv_freq = self.model.inv_freq }
   self.attention = kv.attention(o)
   for count in pairs(self.graphs) do self.graphs[count] = nil end
   if seqs then self.attention:adopt(seqs) end

@@ -1,4 +1,5 @@
---- Exact: copying, or one rounding to nearest even that every device does alike.
+--- Exact: copying, or one rounding to nearest even that every device does alike; f8e4m3
+-- after a division in f32, itself rounded to nearest even.
 local kv = require "kvlab"
 local link_bytes = require "spec.kernels.link_bytes"
 local support = require "spec.support"
@@ -17,16 +18,19 @@ local function append(dev, c)
   local v = support.randn(cpu, c.from, shape, 2)
   local cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
     { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7)
+  local function scale(scales)
+    return scales and kv.from(dev, "f32", { c.kv_heads }, scales)
+  end
   kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
-    kv.from(dev, "i64", { tokens }, slots), cache, nil, nil))
+    kv.from(dev, "i64", { tokens }, slots), cache, scale(c.k_scale), scale(c.v_scale)))
   return cache, k, v, slots
 end
 
 local function expected(c, k, v, slots)
   local values = {}
   for i = 1, BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim do values[i] = 7 end
-  return reference.append_kv(values, c, k:cast(c.dtype):list(), v:cast(c.dtype):list(),
-    slots)
+  return reference.append_kv(values, c, support.stored(k, c.dtype, c.k_scale),
+    support.stored(v, c.dtype, c.v_scale), slots)
 end
 
 local cases = {}
@@ -40,12 +44,39 @@ for _, dtype in ipairs { "f32", "f16", "bf16" } do
   end
 end
 
+for i, from in ipairs { "f32", "f16", "bf16" } do
+  for j, s in ipairs { { 0, 1, 16, 16 }, { 1, 1, 16, 1 }, { 4, 3, 80, 1 },
+                       { 13, 2, 64, 16 }, { 60, 1, 256, 17 }, { 1000, 8, 128, 256 } } do
+    local k_scale = (i + j) % 3 > 0 and support.scales(s[2], j) or nil
+    local v_scale = (i + j) % 3 < 2 and support.scales(s[2], 9 + j) or nil
+    cases[#cases + 1] = { dtype = "f8e4m3", from = from, tokens = s[1], kv_heads = s[2],
+      head_dim = s[3], block_size = s[4], pinned = j % 2 == 0, k_scale = k_scale,
+      v_scale = v_scale }
+  end
+end
+
 describe("appending K and V", function()
   support.it_on_cpu("writes every slot that is not negative, and no other", function(dev)
     for i, c in ipairs(cases) do
       local cache, k, v, slots = append(dev, c)
       support.equal(cache, expected(c, k, v, slots), ("cache of case %d"):format(i))
     end
+  end)
+
+  support.it_on_cpu("saturates f8e4m3 at 448 and rounds its subnormals", function(dev)
+    local inf, nan = math.huge, 0 / 0
+    local values = { 448, 463, 464, 465, -1e9, inf, -inf, nan, 2 ^ -6, 2 ^ -9, 2 ^ -10,
+      1.5 * 2 ^ -10, 2.5 * 2 ^ -9, -3.5 * 2 ^ -9, 0.0158, 0 }
+    local want = { 448, 448, 448, 448, -448, 448, -448, nan, 2 ^ -6, 2 ^ -9, 0, 2 ^ -9,
+      2 * 2 ^ -9, -4 * 2 ^ -9, 2 ^ -6, 0 }
+    local rows = kv.from(dev, "f32", { 1, 1, 16 }, values)
+    local cache = kv.full(dev, "f8e4m3", { 1, 2, 1, 1, 16 }, 7)
+    kv.check(kv.C.kvl_append_kv(rows, rows, kv.from(dev, "i64", { 1 }, { 0 }), cache, nil,
+      kv.from(dev, "f32", { 1 }, { 0.5 })))
+    support.equal(cache:index(0):index(0), want, "K")
+    local doubled = { 448, 448, 448, 448, -448, 448, -448, nan, 2 ^ -5, 2 ^ -8, 2 ^ -9,
+      2 * 2 ^ -9, 5 * 2 ^ -9, -7 * 2 ^ -9, 0.03125, 0 }
+    support.equal(cache:index(0):index(1), doubled, "V")
   end)
 
   support.it_on_cpu("tells the link what goes to pinned memory", function(dev)

@@ -4,13 +4,16 @@
 -- A case names lens, block_size, and where wanted
 --   kv_heads, group, head_dim, dtype, extra, seed   as in support.paged
 --   rows     new tokens of each sequence; nil: decode
---   q, out   dtypes that differ from the cache's
+--   q, out   dtypes: q's is the cache's, or bf16 for f8e4m3; out's is q's
 --   select   "shared": one random selection a sequence, "heads": one a KV head
 --   slots    "all": the selected blocks lie in slots and nothing is in the tables;
 --            "gaps": some of them have no slot
 --   prev     joined to an attention over other keys, which saw nothing in some rows
 --   parts    the selection is dealt out to so many calls, each joined to the one before
---   alibi, causal, no_lse
+--   alibi, causal, no_lse, window, soft_cap
+--   scales   "k", "v", "both": of an f8e4m3 cache, random, one a KV head
+--   forget   nothing is left of the keys that no row's window has: their blocks are not
+--            in the tables
 local kv = require "kvlab"
 local ffi = require "ffi"
 local support = require "spec.support"
@@ -85,6 +88,23 @@ local function previous(tokens, heads, dim)
   return out, lse
 end
 
+--- Without the blocks whose keys every row of their sequence has behind its window.
+local function forget_blocks(c, paged, starts)
+  for s, len in ipairs(c.lens) do
+    local rows = starts and starts[s + 1] - starts[s] or 1
+    local first = len - rows + 1 - c.window
+    for b = 0, math.ceil(len / c.block_size) - 1 do
+      local is_seen = (b + 1) * c.block_size > first
+      if not is_seen then paged.tables[(s - 1) * paged.max_blocks + b + 1] = -1 end
+    end
+  end
+end
+
+local function scales_of(c, kv_heads, name, seed)
+  if c.scales ~= name and c.scales ~= "both" then return nil end
+  return support.scales(kv_heads, seed)
+end
+
 --- The inputs of a case, and what the reference makes of them.
 function M.prepare(c)
   if c.expected then return c.inputs, c.expected end
@@ -98,7 +118,7 @@ function M.prepare(c)
       starts[#starts + 1] = tokens
     end
   end
-  local q_dtype = c.q or c.dtype or "f32"
+  local q_dtype = c.q or c.dtype == "f8e4m3" and "bf16" or c.dtype or "f32"
   local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
   local alibi
   if c.alibi then
@@ -110,7 +130,10 @@ function M.prepare(c)
     tables = paged.tables, lens = c.lens, max_blocks = paged.max_blocks, heads = heads,
     scale = 1 / math.sqrt(dim), causal = c.causal ~= false, starts = starts,
     alibi = alibi, selection = selection, selection_heads = selection_heads,
-    max_selected = max_selected }
+    max_selected = max_selected, window = c.window, soft_cap = c.soft_cap,
+    k_scale = scales_of(c, paged.layout.kv_heads, "k", 61),
+    v_scale = scales_of(c, paged.layout.kv_heads, "v", 62) }
+  if c.forget then forget_blocks(c, paged, starts) end
   c.inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection }
   if c.slots then
     c.inputs.slots, c.inputs.memory, c.inputs.blocks, a.selection = place_in_slots(c, a)
@@ -139,6 +162,8 @@ local function tensors(dev, c, inputs)
   return { q = inputs.q:to(dev), cache = cache, tables = tables, lens = lens,
     starts = optional("i32", { #c.lens + 1 }, a.starts),
     alibi = optional("f32", { a.heads }, a.alibi),
+    k_scale = optional("f32", { layout.kv_heads }, a.k_scale),
+    v_scale = optional("f32", { layout.kv_heads }, a.v_scale),
     prev_out = optional("f32", { inputs.tokens, a.heads, layout.head_dim },
       inputs.prev_out),
     prev_lse = optional("f32", { inputs.tokens, a.heads }, inputs.prev_lse) }
@@ -181,12 +206,13 @@ function M.run(dev, c)
     t.selection = part.selection and kv.from(dev, "i32", list_shape, part.selection)
     t.slots = part.slots and kv.from(dev, "i32", list_shape, part.slots)
     t.out = i < #parts and (t.prev_out or support.poisoned(dev, "f32", shape))
-      or support.poisoned(dev, c.out or c.q or c.dtype or "f32", shape)
+      or support.poisoned(dev, c.out or inputs.q:type(), shape)
     t.lse = support.poisoned(dev, "f32", { inputs.tokens, a.heads })
     local call = ffi.new "kvl_attention"
     for name, tensor in pairs(t) do call[name] = tensor end
     if c.no_lse then call.lse = nil end
     call.scale, call.causal = a.scale, a.causal and 1 or 0
+    call.window, call.soft_cap = c.window or 0, c.soft_cap or 0
     kv.check(kv.C.kvl_paged_attention(call))
     t.prev_out, t.prev_lse = t.out, t.lse
   end

@@ -33,6 +33,15 @@ for _, dtype in ipairs { "f32", "f16", "bf16" } do
   end
 end
 
+for _, out in ipairs { "f32", "f16", "bf16" } do
+  for _, s in ipairs { { {}, 16, 1, 64 }, { { 1 }, 1, 1, 16 }, { { 50, 7 }, 16, 2, 80 },
+                       { { 40 }, 17, 3, 48 }, { { 300 }, 256, 8, 128 },
+                       { { 33 }, 8, 1, 256 }, { { 5000 }, 4096, 2, 96 } } do
+    cases[#cases + 1] = { dtype = "f8e4m3", out = out, lens = s[1], block_size = s[2],
+      kv_heads = s[3], head_dim = s[4] }
+  end
+end
+
 describe("block mean", function()
   support.it_on_cpu("averages the valid tokens of the named blocks", function(dev)
     for i, c in ipairs(cases) do

@@ -1,4 +1,5 @@
---- Exact: copying, or one rounding to nearest even that every device does alike.
+--- Exact: copying, or one rounding to nearest even that every device does alike; f8e4m3
+-- after a division in f32.
 local kv = require "kvlab"
 local ffi = require "ffi"
 local link_bytes = require "spec.kernels.link_bytes"
@@ -48,13 +49,18 @@ local function prepare(dev, c)
     cache = kv.pinned(dev, c.dtype, { BLOCKS, unpack(row) }):fill_(7),
     buffer_slots = kv.from(dev, "i64", { tokens }, buffer_slots),
     buffer = kv.full(dev, c.dtype, { 2 * BLOCKS, unpack(row) }, 5) }
-  return t, { k = k:cast(c.dtype):list(), v = v:cast(c.dtype):list(), slots = slots,
+  if c.scales then
+    t.k_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales)
+    t.v_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales) * 3
+  end
+  return t, { k = support.stored(k, c.dtype, c.scales), slots = slots,
+    v = support.stored(v, c.dtype, t.v_scale and t.v_scale:list()),
     slot_of = slot_of, buffer_slots = buffer_slots }
 end
 
 local function launch(t)
   kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache,
-    t.buffer_slots, t.buffer, nil, nil))
+    t.buffer_slots, t.buffer, t.k_scale, t.v_scale))
 end
 
 --- The host tier, the slots' memory and the buffer after the call, and what went in.
@@ -78,6 +84,15 @@ for _, dtype in ipairs { "f32", "f16", "bf16" } do
       cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], kv_heads = s[2],
         head_dim = s[3], block_size = s[4] }
     end
+  end
+end
+
+for i, from in ipairs { "f32", "f16", "bf16" } do
+  for j, s in ipairs { { 0, 1, 16, 16 }, { 6, 3, 80, 1 }, { 100, 1, 48, 17 },
+                       { 1000, 8, 128, 256 } } do
+    cases[#cases + 1] = { dtype = "f8e4m3", from = from, tokens = s[1], kv_heads = s[2],
+      head_dim = s[3], block_size = s[4],
+      scales = (i + j) % 2 == 0 and support.scales(s[2], j) or nil }
   end
 end
 

@@ -54,7 +54,7 @@ local function expected(c, src, from, to)
         local a = (from[i] * 2 + h) * half + lane * run
         local b = (to[i] * 2 + h) * half + lane * run
         for d = 1, run do dst[b + d] = src[a + d] end
-        bytes = bytes + run * (c.dtype == "f32" and 4 or 2)
+        bytes = bytes + run * kv.C.kvl_dtype_bytes(kv.C["KVL_DTYPE_" .. c.dtype:upper()])
       end
     end
   end
@@ -62,14 +62,14 @@ local function expected(c, src, from, to)
 end
 
 local cases = {}
-for _, dtype in ipairs { "f32", "f16", "bf16" } do
+for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
   for _, s in ipairs { { 1, 1, 8 }, { 2, 16, 64 }, { 3, 17, 80 }, { 8, 5, 24 },
                        { 4, 64, 128 } } do
     for _, lanes in ipairs { 1, s[1] } do
       for _, pinned in ipairs { "src", "dst", "both", "neither" } do
         cases[#cases + 1] = { dtype = dtype, kv_heads = s[1], block_size = s[2],
-          head_dim = s[3], lanes = lanes, pinned = pinned, seed = #cases + 1,
-          uncounted = #cases % 5 == 4 }
+          head_dim = dtype == "f8e4m3" and 2 * s[3] or s[3], lanes = lanes,
+          pinned = pinned, seed = #cases + 1, uncounted = #cases % 5 == 4 }
       end
     end
   end

@@ -1,13 +1,13 @@
 --- Tolerance: results are means of values near 1, summed in fp32 in another order than
 -- the reference: 3e-5. A 16-bit output adds its rounding, half a unit in the last place
--- (f16 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well:
--- twice that.
+-- (f16 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well,
+-- twice that; f8e4m3 caches round them to bf16.
 local kv = require "kvlab"
 local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
 
 local prepare, run = attention.prepare, attention.run
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8e4m3 = 2^-8 }
 
 local function check_cpu(dev, cases)
   for i, c in ipairs(cases) do
@@ -177,6 +177,94 @@ local in_parts = with(whole, { parts = 5 })
 topic("gives the whole in parts over slots, joined to another one",
   with(slots, { slots = "gaps", parts = 4, prev = true }))
 
+local windows = {}
+for _, window in ipairs { 1, 5, 16, 40, 1000 } do
+  for _, rows in ipairs { false, { 40, 1, 25 } } do
+    for _, group in ipairs { 1, 4 } do
+      windows[#windows + 1] = { lens = { 40, 33, 190 }, rows = rows or nil,
+        block_size = 16, kv_heads = 2, group = group, head_dim = 16, window = window }
+    end
+  end
+end
+topic("sees a window of keys, the row's own among them", windows)
+topic("sees what is later, too, when a window is not causal",
+  with(windows, { causal = false }))
+topic("puts a window over a selection", with(slots, { window = 30 }))
+topic("puts a window over slots with gaps, joined to another attention",
+  with(slots, { slots = "gaps", window = 9, prev = true, parts = 2 }))
+topic("cuts long windows into segments", {
+  { lens = { 3000, 5, 1713 }, block_size = 16, group = 4, head_dim = 16, window = 2500 },
+  { lens = { 3000, 700 }, block_size = 5, group = 2, head_dim = 8, window = 1030 },
+  { lens = { 2500 }, rows = { 12 }, block_size = 16, group = 2, head_dim = 8,
+    window = 2100 },
+  { lens = { 400 }, rows = { 300 }, block_size = 32, group = 2, head_dim = 8,
+    window = 70 },
+  { lens = { 3000 }, block_size = 256, head_dim = 8, window = 2147483647 },
+  { lens = { 90 }, rows = { 33 }, block_size = 16, group = 4, window = 20,
+    alibi = true },
+})
+topic("does not need the blocks that a window has left", with(windows, { forget = true }))
+
+local capped = {}
+for _, soft_cap in ipairs { 0.3, 2, 50 } do
+  for _, rows in ipairs { false, { 30, 2 } } do
+    for _, dtype in ipairs { "f32", "bf16" } do
+      capped[#capped + 1] = { lens = { 70, 3 }, rows = rows or nil, block_size = 8,
+        group = 4, dtype = dtype, soft_cap = soft_cap }
+      capped[#capped + 1] = { lens = { 70, 3 }, rows = rows or nil, block_size = 8,
+        group = 2, dtype = dtype, soft_cap = soft_cap, alibi = true, window = 20 }
+    end
+  end
+end
+topic("caps scores softly, before ALiBi's bias", capped)
+
+local scaled = {}
+for i, scales in ipairs { "none", "k", "v", "both" } do
+  for _, rows in ipairs { false, { 30, 2 } } do
+    for _, q in ipairs { "f32", "f16", "bf16" } do
+      scaled[#scaled + 1] = { lens = { 50, 3 }, rows = rows or nil, block_size = 8,
+        kv_heads = 3, group = 4, head_dim = 16 * i, dtype = "f8e4m3", q = q,
+        scales = scales, out = i == 2 and "f32" or nil }
+    end
+  end
+end
+for _, c in ipairs(with(slots, { dtype = "f8e4m3", scales = "both", slots = "gaps" })) do
+  c.head_dim = 16
+  scaled[#scaled + 1] = c
+end
+topic("reads an f8e4m3 cache, and its scales", scaled)
+
+--- Everything with everything, by a seed.
+local function mixtures(n)
+  local rng, list = support.rng(2026), {}
+  local function one_of(...) return (select(rng(select("#", ...)) + 1, ...)) end
+  for i = 1, n do
+    local group = one_of(1, 4, 8, 16, 32)
+    local c = { seed = i, lens = {}, group = group, kv_heads = group < 32 and 2 or 1,
+      head_dim = one_of(64, 80, 96, 128, 192, 256),
+      block_size = one_of(5, 8, 16, 32, 64, 256),
+      dtype = one_of("f32", "f16", "bf16", "f8e4m3", "f8e4m3"),
+      window = one_of(nil, nil, 1, 3, 20, 100, 1000),
+      soft_cap = one_of(nil, nil, 0.7, 30),
+      select = one_of(nil, nil, "shared", "heads"),
+      alibi = one_of(nil, true), prev = one_of(nil, true),
+      causal = one_of(nil, nil, nil, false) }
+    local rows = one_of(nil, {})
+    for s = 1, 3 do
+      c.lens[s] = one_of(1, 17, 64, 130, 300)
+      if rows then rows[s] = math.min(c.lens[s], one_of(0, 1, 2, 9, 33)) end
+    end
+    c.rows = rows
+    if c.select then c.slots = one_of(nil, "all", "gaps") end
+    if c.dtype == "f8e4m3" then
+      c.q, c.scales = one_of("f32", "f16", "bf16"), one_of("none", "k", "v", "both")
+    end
+    list[i] = c
+  end
+  return list
+end
+topic("takes all of it together", mixtures(80))
+
 describe("paged attention", function()
   for _, t in ipairs(topics) do
     support.it_on_cpu(t.name, function(dev) check_cpu(dev, t.cases) end)
@@ -216,6 +304,25 @@ describe("paged attention", function()
     support.equal(lse, want_lse, "lse")
   end)
 
+  support.it_on_cpu("does not read keys that no row's window has", function(dev)
+    for _, c in ipairs(with(windows, { forget = false })) do
+      local inputs, expected = prepare(c)
+      local layout, cache = inputs.paged.layout, inputs.paged.cache
+      for s, len in ipairs(c.lens) do
+        for p = 0, len - (c.rows and c.rows[s] or 1) - c.window do
+          local block = inputs.paged.tables[(s - 1) * inputs.paged.max_blocks
+            + math.floor(p / c.block_size) + 1]
+          for lane = 0, 2 * layout.kv_heads - 1 do
+            local row = (block * 2 * layout.kv_heads + lane) * c.block_size
+            local at = (row + p % c.block_size) * layout.head_dim
+            for d = 1, layout.head_dim do cache[at + d] = 0 / 0 end
+          end
+        end
+      end
+      support.close(run(dev, c), expected.out, 3e-5)
+    end
+  end)
+
   support.it_on_cpu("sees nothing through an empty selection", function(dev)
     local c = { lens = { 20, 30 }, block_size = 16, group = 2 }
     local inputs = prepare(c)
@@ -227,6 +334,43 @@ describe("paged attention", function()
       lse = lse }
     support.equal(out, kv.zeros(dev, "f32", { 2, 2, 64 }), "out")
     support.equal(lse, kv.full(dev, "f32", { 2, 2 }, -math.huge), "lse")
+  end)
+end)
+
+describe("paged attention", function()
+  local dev = kv.device "cpu"
+
+  --- A call over one sequence that must be refused in these words.
+  local function refused(o, ...)
+    local heads, dim, dtype = 2, o.dim or 32, o.dtype or "f8e4m3"
+    local call = { q = kv.zeros(dev, o.q or "bf16", { 1, 2 * heads, dim }),
+      cache = kv.full(dev, dtype, { 3, 2, heads, 4, dim }, 0),
+      tables = kv.zeros(dev, "i32", { 1, 2 }), lens = kv.full(dev, "i32", { 1 }, 5) }
+    for name, value in pairs(o.call or {}) do call[name] = value end
+    support.refuses(function() kv.ops.paged_attention(call) end, "paged_attention", ...)
+  end
+  local function scales(n, dtype) return kv.full(dev, dtype or "f32", { n }, 1) end
+
+  it("refuses a negative window or soft cap", function()
+    refused({ call = { window = -1 } }, "window is -1, expected >= 0")
+    refused({ call = { soft_cap = -0.5 } }, "soft_cap is -0.5, expected >= 0")
+    refused({ call = { soft_cap = 0 / 0 } }, "soft_cap is", "nan, expected >= 0")
+  end)
+
+  it("refuses scales of another cache, dtype or shape", function()
+    refused({ dtype = "bf16", call = { k_scale = scales(2) } },
+      "k_scale is given for a cache of bf16, expected f8e4m3")
+    refused({ dtype = "f32", q = "f32", call = { v_scale = scales(2) } },
+      "v_scale is given for a cache of f32, expected f8e4m3")
+    refused({ call = { k_scale = scales(4) } }, "k_scale is f32 [4]", "kv_heads=2")
+    refused({ call = { v_scale = scales(2, "bf16") } }, "v_scale is bf16 [2]")
+  end)
+
+  it("refuses head_dims and queries that an f8e4m3 cache does not go with", function()
+    refused({ dim = 24 },
+      "head_dim is 24, expected a multiple of 16 for an f8e4m3 cache")
+    refused({ q = "f8e4m3" }, "q is f8e4m3")
+    refused({ dtype = "bf16", q = "f16" }, "q is f16")
   end)
 end)
 

@@ -27,6 +27,13 @@ for _, dtype in ipairs { "f16", "bf16" } do
   add { lens = { 70, 3 }, block_size = 16, group = 1, q = dtype }
   add { lens = { 70, 3 }, block_size = 16, group = 2, dtype = dtype, q = dtype }
 end
+for _, q in ipairs { "f32", "f16", "bf16" } do
+  for _, dim in ipairs { 16, 64, 80, 128, 256 } do
+    add { lens = { 70, 3 }, block_size = 16, group = 4, kv_heads = 2, head_dim = dim,
+      dtype = "f8e4m3", q = q }
+  end
+end
+add { lens = { 70, 3 }, block_size = 5, group = 9, dtype = "f8e4m3", join = "mean" }
 add { lens = { 300, 2000 }, block_size = 4, head_dim = 16, kv_heads = 2, group = 2,
   extra = 150 }                -- several runs of blocks, and some with none
 

@@ -13,6 +13,60 @@ local function slopes(dev)
   return kv.from(dev, "f32", list)
 end
 
+-- What attention may be beside plain.
+local KINDS = {
+  ["a window"] = { window = 21 }, ["a soft cap"] = { soft_cap = 0.4 },
+  ["an f8e4m3 cache"] = { kv_dtype = "f8e4m3" },
+  ["all three"] = { window = 21, soft_cap = 0.4, kv_dtype = "f8e4m3" },
+}
+
+--- A copy of options, with more.
+local function merged(...)
+  local all = {}
+  for _, options in ipairs { ... } do
+    for key, value in pairs(options) do all[key] = value end
+  end
+  return all
+end
+
+local function close(got, want, what)
+  support.close(got, want, TOLERANCE, TOLERANCE, what)
+end
+
+--- Steps of a decode with options that must not matter.
+local function same_steps(dev, o, other, what)
+  local want, got = rig.decode(dev, o), rig.decode(dev, merged(o, other))
+  for i, step in ipairs(want.steps) do close(got.steps[i].out, step.out, what) end
+end
+
+--- Chunked = whole, decode after prefill = prefill, full budget = dense, offloaded =
+-- resident; and not what plain attention gives.
+local function equalities(dev, with)
+  local prompt = merged({ length = 150 }, with)
+  local whole = rig.prefill(dev, prompt)
+  assert.has_error(function()
+    support.close(rig.prefill(dev, { length = 150 }), whole, 1e-3, 1e-3)
+  end)
+  for _, chunk in ipairs { 1, 15, 64 } do
+    close(rig.prefill(dev, merged(prompt, { chunk = chunk })), whole, "chunk " .. chunk)
+  end
+  close(rig.prefill(dev, merged(prompt, { block_size = 5 })), whole, "block_size 5")
+  local ends = { chunk = 1, decode_tail = true }
+  close(rig.prefill(dev, merged(prompt, ends)), whole, "decode")
+  for _, offload in ipairs { { slots = 1, slot_blocks = 1 }, { slots = 3 } } do
+    close(rig.prefill(dev, merged(prompt, { chunk = 40, offload = offload })), whole,
+      "prefill through the ring")
+  end
+  local o = merged({ lengths = { 1, 16, 33, 100 }, steps = 5, policy = "quest",
+                     options = { ratio = 0.4 } }, with)
+  for _, offload in ipairs { { slots = 2, slot_blocks = 1 }, { hot_slots = 320 },
+                             { hot_slots = 320, hot_overlap = true } } do
+    same_steps(dev, o, { offload = offload }, "decode from host memory")
+  end
+  o.options = { ratio = 1 }
+  same_steps(dev, o, { policy = "full", options = {} }, "a full budget")
+end
+
 local function check(dev)
   describe("attention on " .. dev:name(), function()
     it("does not depend on how a prompt is cut into chunks", function()
@@ -45,6 +99,10 @@ local function check(dev)
       o.chunk, o.decode_tail = 1, true
       support.close(rig.prefill(dev, o), whole, TOLERANCE, TOLERANCE)
     end)
+
+    for name, with in pairs(KINDS) do
+      it("keeps these equalities with " .. name, function() equalities(dev, with) end)
+    end
   end)
 end
 

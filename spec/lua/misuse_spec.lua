@@ -23,6 +23,7 @@ local function functions()
   end
   add("tensor:", methods)
   add("ops.", kv.ops)
+  add("vllm.", kv.vllm)
   for _, name in ipairs(MAKERS) do list[#list + 1] = { name = name, fn = kv[name] } end
   table.sort(list, function(a, b) return a.name < b.name end)
   return list
@@ -139,6 +140,7 @@ local function new_maker(rng, dev)
 
   function m.size() return SIZES[1 + rng(5)] end
   function m.maybe(value) return rng(2) == 0 and value or nil end
+  function m.x() return 16 / kv.dtype_bytes(m.dtype) end
   function m.lanes() return rng(2) == 0 and 1 or m.kv_heads end
 
   --- Whole numbers, some of them out of every range.
@@ -243,10 +245,51 @@ local NEAR = {
     end
   end,
 
+  rope_append = function(m)
+    local tokens, dtype = m.size(), m.maybe "f32" or m.dtype
+    return { q = m.rows(dtype, tokens, m.size(), m.head_dim),
+             k = m.rows(dtype, tokens, m.kv_heads, m.head_dim),
+             v = m.rows(dtype, tokens, m.kv_heads, m.head_dim),
+             positions = m.i32(tokens), inv_freq = m.rows("f32", m.size()),
+             slots = m.ints(-3, "i64", tokens), cache = m.blocks(m.size()) },
+      function(t)
+        return C.kvl_rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache,
+          nil, nil)
+      end
+  end,
+
   hot_drop = function(m)
     local t = m.hot(m.size(), m.size())
     t.blocks = m.i32(m.size())
     return t, function(u) return C.kvl_hot_drop(hot_of(u), u.blocks) end
+  end,
+
+  vllm_append = function(m)
+    local tokens, dtype, dim, x = m.size(), m.maybe "f32" or m.dtype, 32, m.x()
+    return { k = m.rows(dtype, tokens, m.kv_heads, dim),
+             v = m.rows(dtype, tokens, m.kv_heads, dim),
+             slots = m.ints(-3, "i64", tokens),
+             keys = m.rows(m.dtype, 2, m.kv_heads, dim / x, 8, x),
+             values = m.rows(m.dtype, 2, m.kv_heads, dim, 8) },
+      function(t)
+        return C.kvl_vllm_append(t.k, t.v, t.slots, t.keys, t.values, nil, nil)
+      end
+  end,
+
+  vllm_attention = function(m)
+    local seqs, heads, dim, x = m.size(), m.kv_heads * m.size(), 32, m.x()
+    local blocks, version = m.size(), ({ 0, 1, 2 })[m.size() % 3 + 1]
+    return { q = m.rows(m.dtype, seqs, heads, dim), tables = m.i32(seqs, m.size()),
+             key_cache = m.rows(m.dtype, blocks, m.kv_heads, dim / x, 8, x),
+             value_cache = m.rows(m.dtype, blocks, m.kv_heads, dim, 8),
+             lens = m.i32(seqs), alibi = m.maybe(m.rows("f32", heads)),
+             out = m.rows(m.dtype, seqs, heads, dim) },
+      function(t)
+        local call = ffi.new "kvl_vllm"
+        for name, tensor in pairs(t) do call[name] = tensor end
+        call.scale, call.version = 1, version
+        return C.kvl_vllm_attention(call)
+      end
   end,
 
   paged_attention = function(m)

@@ -54,7 +54,7 @@ local function prefill_contract(name, dev)
       return selection, counts
     end
     return rig.prefill(dev, { length = 200, chunk = o.chunk, prefill_policy = policy,
-                              dtype = o.dtype }), rows, policy
+                              dtype = o.dtype, kv_dtype = o.kv_dtype }), rows, policy
   end
 
   it("selects in range, ascending, within the budget, with the chunk's own blocks",
@@ -105,6 +105,12 @@ local function prefill_contract(name, dev)
       local out = run { ratio = 1, chunk = 64, dtype = dtype }
       support.close(out:cast "f32", dense:cast "f32", 1e-2, 1e-2)
     end
+  end)
+
+  it("works over an f8e4m3 cache", function()
+    local dense = rig.prefill(dev, { length = 200, kv_dtype = "f8e4m3" })
+    support.close((run { ratio = 1, chunk = 64, kv_dtype = "f8e4m3" }), dense, 3e-6, 3e-6)
+    run { ratio = 0.3, chunk = 64, kv_dtype = "f8e4m3", dtype = "bf16" }
   end)
 end
 
@@ -208,6 +214,18 @@ local function contract(name, dev)
           name)
       end
     end
+  end)
+
+  it("works over an f8e4m3 cache", function()
+    local function steps(policy, o)
+      return rig.decode(dev, { policy = policy, options = o, steps = 2,
+                               lengths = { 100, 33 }, kv_dtype = "f8e4m3" }).steps
+    end
+    local dense = steps("full")
+    for i, step in ipairs(steps(name, { ratio = 1 })) do
+      support.close(step.out, dense[i].out, 2e-6, 2e-6, name)
+    end
+    steps(name, { ratio = 0.3, min_blocks = 0 })
   end)
 end
 

@@ -36,7 +36,8 @@ local function keys_seen(a, seq, kv_head, position)
       local block = a.tables[seq * a.max_blocks + logical + 1]
       for token = 0, size - 1 do
         local p = logical * size + token
-        if p < len and (not a.causal or p <= position) then
+        local in_window = not a.window or p > position - a.window
+        if p < len and (not a.causal or p <= position) and in_window then
           at[#at + 1] = cache_at(a.layout, block, 0, kv_head, token)
           positions[#positions + 1] = p
         end
@@ -46,21 +47,25 @@ local function keys_seen(a, seq, kv_head, position)
   return at, positions
 end
 
---- out, lse of one row: q[q_at + 1 ...] against the given keys.
-local function attend(a, q_at, at, positions, position, slope, out, out_at)
+--- out, lse of one row: q[q_at + 1 ...] against the given keys of a KV head.
+local function attend(a, q_at, kv_head, at, positions, position, slope, out, out_at)
   local dim, scores, top, sum = a.layout.head_dim, {}, -INF, 0
   local value = a.layout.kv_heads * a.layout.block_size * dim   -- from K to V
+  local k_scale = a.k_scale and a.k_scale[kv_head + 1] or 1
+  local v_scale = a.v_scale and a.v_scale[kv_head + 1] or 1
   for d = 1, dim do out[out_at + d] = 0 end
   for i = 1, #at do
-    scores[i] = a.scale * dot(a.q, q_at, a.cache, at[i], dim)
-      + slope * (positions[i] - position)
+    local s = a.scale * k_scale * dot(a.q, q_at, a.cache, at[i], dim)
+    if a.soft_cap then s = a.soft_cap * math.tanh(s / a.soft_cap) end
+    scores[i] = s + slope * (positions[i] - position)
     top = math.max(top, scores[i])
   end
   for i = 1, #at do
     local weight = math.exp(scores[i] - top)
     sum = sum + weight
     for d = 1, dim do
-      out[out_at + d] = out[out_at + d] + weight * a.cache[at[i] + value + d]
+      out[out_at + d] = out[out_at + d]
+        + weight * v_scale * a.cache[at[i] + value + d]
     end
   end
   if sum == 0 then return -INF end
@@ -69,7 +74,8 @@ local function attend(a, q_at, at, positions, position, slope, out, out_at)
 end
 
 --- a: layout, q, cache, tables, lens, max_blocks, heads, scale, causal, and optionally
--- starts, selection with selection_heads and max_selected, alibi. Returns out, lse.
+-- starts, selection with selection_heads and max_selected, alibi, window, soft_cap,
+-- k_scale and v_scale (lists by KV head). Returns out, lse.
 function M.paged_attention(a)
   local out, lse, dim = {}, {}, a.layout.head_dim
   local group = a.heads / a.layout.kv_heads
@@ -82,7 +88,7 @@ function M.paged_attention(a)
         local kv_head = math.floor(head / group)
         local row = (first + r) * a.heads + head
         local at, positions = keys_seen(a, seq, kv_head, position)
-        lse[row + 1] = attend(a, row * dim, at, positions, position,
+        lse[row + 1] = attend(a, row * dim, kv_head, at, positions, position,
           a.alibi and a.alibi[head + 1] or 0, out, row * dim)
       end
     end

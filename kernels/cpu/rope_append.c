@@ -1,0 +1,78 @@
+/* rope of q in place, and append_kv of the rotated k and of v, in one pass over the tokens.
+ *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
+ *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
+ *   positions  i32                  [tokens]
+ *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2
+ *   slots      i64                  [tokens]   < 0 is skipped; no slot twice
+ *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   k_scale, v_scale  f32           [kv_heads]   optional
+ * The same bits as rope and append_kv: k is rounded to its own dtype in between.
+ * Limit: read plus write bandwidth. */
+#include "cpu/append.h"
+#include "cpu/rope.h"
+
+enum { HEAD_DIM = 256 };   /* at most: one strip of pairs */
+
+static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, void *row,
+                                       const float *s, const float *c, const int dtype) {
+  rotate(row, at(row, a->pairs, dtype), (int)a->pairs, s, c, dtype);
+}
+
+static int write_row(const struct kvl_cache_view *to, int64_t row, const void *from,
+                     const float *scales, int64_t head, int dtype) {
+  float scale = scales ? scales[head] : 1;
+  KVL_BY_CACHE(to->dtype, return append_row(from, at(to->kv, row * to->head_dim, D),
+                                            to->head_dim, scale, dtype, D))
+  return 0;
+}
+
+/* K and V of one token and KV head into row `row` of the cache. */
+static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int64_t from,
+                                      int64_t row, int64_t head, const float *s,
+                                      const float *c, const int dtype) {
+  const struct kvl_cache_view *to = &a->cache;
+  float k[HEAD_DIM];
+  memcpy(k, at_const(a->k, from, dtype), (size_t)to->head_dim * kvl__float_bytes(dtype));
+  rotate_head(a, k, s, c, dtype);
+  int status = write_row(to, row, k, to->k_scale, head, dtype);
+  if (status < 0) return status;
+  return write_row(to, row + (int64_t)to->kv_heads * to->block_size,
+                   at_const(a->v, from, dtype), to->v_scale, head, dtype);
+}
+
+static inline KVL_HOT int tokens(const struct kvl_rope_append_args *a, int64_t begin,
+                                 int64_t end, const int dtype) {
+  const int64_t heads = a->cache.kv_heads, size = a->cache.block_size;
+  const int64_t dim = a->cache.head_dim;
+  float s[STRIP], c[STRIP];
+  for (int64_t t = begin; t < end; t++) {
+    sincos_strip((float)a->positions[t], a->inv_freq, (int)a->pairs, s, c);
+    for (int64_t h = 0; h < a->heads; h++)
+      rotate_head(a, at(a->q, (t * a->heads + h) * dim, dtype), s, c, dtype);
+    int64_t slot = a->slots[t], block = slot / size;
+    if (slot < 0 || block >= a->cache.blocks) continue;
+    for (int64_t h = 0; h < heads; h++) {
+      int64_t row = (block * 2 * heads + h) * size + slot % size;
+      int status = append_head(a, (t * heads + h) * dim, row, h, s, c, dtype);
+      if (status < 0) return status;
+    }
+  }
+  return 0;
+}
+
+static int rope_append_piece(const void *args, int64_t begin, int64_t end) {
+  const struct kvl_rope_append_args *a = args;
+  KVL_BY_FLOAT(a->dtype, return tokens(a, begin, end, D))
+  return 0;
+}
+
+KVL_CPU_KERNEL(rope_append) {
+  const struct kvl_rope_append_args *a = args;
+  const struct kvl_cache_view *to = &a->cache;
+  int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0;   /* rows of a token */
+  for (int64_t t = 0; to->pinned && t < a->tokens; t++)
+    rows += a->slots[t] >= 0 && a->slots[t] / to->block_size < to->blocks;
+  kvl__link_bytes(queue, KVL_LINK_TO_HOST,
+                  rows * 2 * to->kv_heads * to->head_dim * kvl__float_bytes(to->dtype));
+  return kvl__split(a->tokens, kvl__grain_rows(token * to->head_dim), rope_append_piece, a);
+}

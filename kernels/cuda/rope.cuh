@@ -1,0 +1,43 @@
+/* Rotating pairs: what rope and rope_append share, so that both give the same bits. */
+#ifndef KVL_CUDA_ROPE_CUH
+#define KVL_CUDA_ROPE_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 };   /* pairs a block takes at a time */
+
+/* A token's sines and cosines, made once for all of its heads. */
+struct rope_angles {
+  float sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
+
+  /* By the whole block; a barrier has to follow. sincosf is the accurate one: positions go up
+   * to millions of radians, where the fast one is noise. */
+  __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs) {
+    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS)
+      sincosf(position * inv_freq[i], &sine[i], &cosine[i]);
+  }
+  /* Pairs (low, high) from number `first` on, in place. */
+  template <int N>
+  __device__ __forceinline__ void turn(float (&low)[N], float (&high)[N], int first) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float s = sine[first + j], c = cosine[first + j], u = low[j], v = high[j];
+      low[j] = __fmaf_rn(u, c, __fmul_rn(-v, s));
+      high[j] = __fmaf_rn(v, c, __fmul_rn(u, s));
+    }
+  }
+};
+
+/* How many of `items` each block of threads takes when every token has its own: all, or, of
+ * few tokens, one round of its threads, so that the device fills. */
+inline int64_t rope_items_block(int64_t tokens, int64_t items, const kvl_cuda_queue *q) {
+  if (tokens >= 4 * q->sm_count || items <= ROPE_THREADS) return items;
+  int64_t blocks = (items + ROPE_THREADS - 1) / ROPE_THREADS;
+  return blocks <= 65535 ? ROPE_THREADS : (items + 65534) / 65535;
+}
+
+}  // namespace kvl
+
+#endif

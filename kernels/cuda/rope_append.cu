@@ -1,0 +1,124 @@
+/* rope of q in place, rope of k on its way into the cache, and v beside it: in one launch what
+ * two of rope and one of append_kv do, with their bits.
+ *
+ *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
+ *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
+ *   positions  i32                  [tokens]
+ *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; dims past 2 * pairs stay
+ *   slots      i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
+ * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float. 16-byte aligned; head_dim
+ * a multiple of 8 up to 256. k is rounded to its own dtype before it becomes the cache's.
+ *
+ * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of cache));
+ *         k is read and written once less than by the three launches
+ * Limit   memory; the launch for the tokens of a decode step
+ * Best    32 and 8 heads x 128, bf16: 4096 tokens 35.7 us, 0.92 of the run's read bandwidth
+ *         (three launches 46.9 us), to f8e4m3 35.4 us, 0.85; 16 tokens 6.2 us (12.7 us), an
+ *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+#include "append_rows.cuh"
+#include "rope.cuh"
+
+namespace kvl {
+namespace {
+
+/* Lanes of a head: each takes N pairs, numbers low and high; of V the same two packs, and past
+ * the pairs, of K and V, what is left. */
+template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
+  return pairs >= N ? pairs / N : 16;
+}
+
+/* Rows of a token: heads of q, of k, of v. Grid: tokens, runs of rows_block rows. A thread has
+ * its next row under way while it does one, and the first while the sines are made. */
+template <int N, class From, class To>
+__global__ void __launch_bounds__(ROPE_THREADS)
+rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
+  __shared__ rope_angles angles;
+  const int pairs = (int)a.pairs, head_dim = a.cache.head_dim, kv_heads = a.cache.kv_heads;
+  const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
+  const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
+  const int64_t token = blockIdx.x;
+  const token_place to(a.slots[token], a.cache.block_size);
+  auto at = [&](int row) {
+    if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
+    const bool is_v = row >= heads + kv_heads;
+    const int head = row - heads - (is_v ? kv_heads : 0);
+    return (From *)(is_v ? a.v : a.k) + (token * kv_heads + head) * head_dim;
+  };
+  pack<From, N> x, y, next_x, next_y;
+  auto load = [&](int row) {
+    next_x = load_pack<N>(at(row) + low);
+    next_y = load_pack<N>(at(row) + high);
+  };
+  int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
+  int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  if ((int)threadIdx.x >= step * lanes) end = 0;   /* threads that make no whole head */
+  if (row < end && pairs) load(row);
+  angles.make((float)a.positions[token], a.inv_freq, pairs);
+  __syncthreads();
+  for (; row < end; row += step) {
+    x = next_x, y = next_y;
+    if (row + step < end && pairs) load(row + step);
+    if (row < heads + kv_heads && pairs) {
+      float u[N], v[N];
+#pragma unroll
+      for (int e = 0; e < N; e++) u[e] = to_float(x.at[e]), v[e] = to_float(y.at[e]);
+      angles.turn(u, v, low);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        x.at[e] = from_float<From>(u[e]);
+        y.at[e] = from_float<From>(v[e]);
+      }
+    }
+    if (row < heads) {
+      if (pairs) store_pack<N>(at(row) + low, x), store_pack<N>(at(row) + high, y);
+      continue;
+    }
+    const int half = row >= heads + kv_heads, head = row - heads - half * kv_heads;
+    To *cell = row_in<To>(a.cache, to.block, to.offset, half, head, 0);
+    if (!cell) continue;
+    const float scale = head_scale<To>(half ? a.cache.v_scale : a.cache.k_scale, head);
+    if (pairs) {
+      store_pack<N>(cell + low, convert_pack<To>(x, scale));
+      store_pack<N>(cell + high, convert_pack<To>(y, scale));
+    }
+    for (int d = 2 * pairs + low; d < head_dim; d += lanes * N)
+      store_pack<N>(cell + d, convert_pack<To>(load_pack<N>(at(row) + d), scale));
+  }
+}
+
+template <int N, class From, class To>
+void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  const int rows = (int)a.heads + 2 * a.cache.kv_heads;
+  const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs);   /* few tokens: a block each */
+  const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
+  const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
+  rope_append_kernel<N, From, To><<<grid, ROPE_THREADS, 0, q->stream>>>(a, each);
+}
+template <class From, class To>
+void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
+  else start<1, From, To>(a, q);
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(rope_append) {
+  using namespace kvl;
+  const kvl_rope_append_args &a = *(const kvl_rope_append_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.tokens == 0 || a.heads + a.cache.kv_heads == 0) return KVL_OK;
+  if (!aligned16(a.q, a.k, a.v, a.cache.kv))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, f8e4m3>(a, q); })
+  } else {
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
+      if (a.dtype == a.cache.dtype) start<To, To>(a, q);
+      else start<float, To>(a, q);
+    })
+  }
+  return kvl__cuda_launched();
+}

@@ -1,0 +1,151 @@
+--- Exact beside the ops that it joins: rope and append_kv on the same device give the
+-- same bits. How far those may be off is their own specs' affair.
+local kv = require "kvlab"
+local link_bytes = require "spec.kernels.link_bytes"
+local support = require "spec.support"
+
+local cpu = kv.device "cpu"
+local BLOCKS, POSITIONS = 5, { 0, 1, 2, 511, 4095, 131071, 1000003, -5 }
+
+--- What one call takes, on `dev`. Every third token has no slot, and one a slot past the
+-- end.
+local function prepare(dev, c)
+  local rng, positions, inv_freq = support.rng(c.tokens + c.head_dim), {}, {}
+  local slots = support.distinct(rng, c.tokens, BLOCKS * c.block_size)
+  for i = 3, c.tokens, 3 do slots[i] = -1 end
+  if c.tokens > 4 then slots[4] = BLOCKS * c.block_size + 1 end
+  for t = 1, c.tokens do positions[t] = POSITIONS[(t - 1) % #POSITIONS + 1] + t end
+  for i = 1, c.pairs do inv_freq[i] = 10000 ^ (-(i - 1) / c.pairs) end
+  local function rows(heads, seed)
+    local shape = { c.tokens, heads, c.head_dim }
+    return support.randn(cpu, c.from, shape, seed):clone():to(dev)
+  end
+  local function scale(seed)
+    return c.scaled and kv.from(dev, "f32", { c.kv_heads },
+      support.scales(c.kv_heads, seed)) or nil
+  end
+  return { q = rows(c.heads, 1), k = rows(c.kv_heads, 2), v = rows(c.kv_heads, 3),
+    positions = kv.from(dev, "i32", { c.tokens }, positions),
+    inv_freq = kv.from(dev, "f32", { c.pairs }, inv_freq),
+    slots = kv.from(dev, "i64", { c.tokens }, slots),
+    cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
+      { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7),
+    k_scale = scale(4), v_scale = scale(5) }
+end
+
+local function fused(dev, c)
+  local t = prepare(dev, c)
+  kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache, t.k_scale,
+    t.v_scale)
+  return t
+end
+
+local function apart(dev, c)
+  local t = prepare(dev, c)
+  kv.ops.rope(t.q, t.positions, t.inv_freq)
+  local k = kv.ops.rope(t.k:clone(), t.positions, t.inv_freq)
+  kv.ops.append_kv(k, t.v, t.slots, t.cache, t.k_scale, t.v_scale)
+  return t
+end
+
+local SHAPES = {   -- tokens, heads, kv_heads, head_dim, pairs, block_size
+  { 0, 2, 1, 16, 8, 16 }, { 1, 4, 1, 16, 8, 1 }, { 5, 3, 3, 48, 24, 4 },
+  { 7, 4, 2, 80, 40, 16 }, { 9, 2, 2, 64, 8, 5 }, { 6, 2, 1, 32, 3, 8 },
+  { 4, 1, 1, 16, 0, 4 }, { 600, 8, 2, 128, 64, 256 }, { 3, 2, 2, 256, 128, 16 },
+}
+local cases = {}
+for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
+  for _, from in ipairs { "f32", "f16", "bf16" } do
+    if from == "f32" or from == dtype or dtype == "f8e4m3" then
+      for i, s in ipairs(SHAPES) do
+        cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], heads = s[2],
+          kv_heads = s[3], head_dim = s[4], pairs = s[5], block_size = s[6],
+          pinned = i % 4 == 0, scaled = dtype == "f8e4m3" and i % 2 == 0 }
+      end
+    end
+  end
+end
+
+local function same(dev)
+  for i, c in ipairs(cases) do
+    local got, want = fused(dev, c), apart(dev, c)
+    for _, name in ipairs { "q", "k", "v", "cache" } do
+      support.equal(got[name], want[name], ("%s of case %d"):format(name, i))
+    end
+  end
+end
+
+describe("rotating and appending", function()
+  support.it_on_cpu("gives the bits of rope and append_kv", same)
+  support.it_on_gpu("gives the bits of rope and append_kv on CUDA", same)
+
+  support.it_on_cpu("tells the link what goes to pinned memory", function(dev)
+    local c = { dtype = "bf16", from = "bf16", tokens = 7, heads = 2, kv_heads = 2,
+                head_dim = 16, pairs = 8, block_size = 4, pinned = true }
+    local t = prepare(dev, c)   -- 7 tokens, 3 of which go nowhere
+    assert.same({ 0, 4 * 2 * 2 * 16 * 2 }, { link_bytes(dev, function()
+      kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache)
+    end) })
+  end)
+
+  it("refuses what it cannot rotate or append", function()
+    local c = { dtype = "bf16", from = "bf16", tokens = 2, heads = 2, kv_heads = 1,
+                head_dim = 16, pairs = 8, block_size = 4 }
+    local function refuses(words, changes)
+      local t = prepare(cpu, c)
+      for name, value in pairs(changes) do t[name] = value end
+      support.raises(words, kv.ops.rope_append, t.q, t.k, t.v, t.positions, t.inv_freq,
+        t.slots, t.cache, t.k_scale)
+    end
+    refuses("inv_freq has 9 pairs, expected at most head_dim / 2 = 8",
+      { inv_freq = kv.zeros(cpu, "f32", { 9 }) })
+    refuses("q is f16 [2, 2, 16]", { q = kv.zeros(cpu, "f16", { 2, 2, 16 }) })
+    refuses("k is f32 [2, 1, 16]", { k = kv.zeros(cpu, "f32", { 2, 1, 16 }) })
+    refuses("positions is i32 [3]", { positions = kv.zeros(cpu, "i32", { 3 }) })
+    refuses("k_scale is given for a cache of bf16",
+      { k_scale = kv.ones(cpu, "f32", { 1 }) })
+  end)
+end)
+
+--- Prefill 37 tokens, then decode 3 steps; the outputs of all, with what is to be rotated
+-- rotated by the attention or before it.
+local function attend(dev, rotates, offload)
+  local heads, kv_heads, dim = 4, 2, 16
+  local cache = kv.cache { device = dev, dtype = "f32", layers = 1, blocks = 16,
+    block_size = 4, kv_heads = kv_heads, head_dim = dim, offload = offload }
+  local inv_freq = kv.from(dev, "f32", { 4 }, { 1, 0.5, 0.1, 0.01 })
+  local attention = kv.attention { cache = cache, heads = heads, max_seqs = 1,
+    inv_freq = rotates and inv_freq or nil }
+  local batch, seq = cache:batch { max_seqs = 1, max_tokens = 40 }, cache:sequence()
+  local outs = {}
+  for step = 0, 3 do
+    local tokens = step == 0 and 37 or 1
+    local function rows(count, seed)
+      return kv.randn(dev, "f32", { tokens, count, dim }, { seed = 10 * step + seed })
+    end
+    local q, k, v = rows(heads, 1), rows(kv_heads, 2), rows(kv_heads, 3)
+    batch:append({ seq }, { tokens })
+    attention:begin(batch, step == 0)
+    if not rotates then
+      kv.ops.rope(q, batch.positions, inv_freq)
+      kv.ops.rope(k, batch.positions, inv_freq)
+    end
+    outs[step + 1] = attention:forward(0, q, k, v):list()
+  end
+  seq:close()
+  cache:close()
+  return outs
+end
+
+support.each_device(function(dev)
+  describe("attention that rotates on " .. dev:name(), function()
+    it("sees what one sees that is given rotated rows", function()
+      local want = attend(dev, false)
+      for i, out in ipairs(attend(dev, true)) do support.equal(out, want[i]) end
+      local options = { slots = 2, slot_blocks = 2, max_seqs = 1, max_tokens = 40 }
+      for i, out in ipairs(attend(dev, true, options)) do
+        support.close(out, want[i], 1e-5)
+      end
+    end)
+  end)
+end)
