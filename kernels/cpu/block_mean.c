@@ -4,7 +4,10 @@
  *   rows     i32                  [n]   of the summary; NULL: blocks
  *   tokens   i32                  [n]   valid tokens; 0 gives 0
  *   summary  f32, or like cache (of f8e4m3: f32 f16 bf16)  [rows, kv_heads, head_dim]
- * Summed in token order in fp32. Limit: read bandwidth, every K once. */
+ * Summed in token order in fp32. Limit: read bandwidth, every K once.
+ * Best   Xeon (Sapphire Rapids), 16 cores, AVX-512, 2026-11-21, group 4, head_dim 128, blocks
+ *        of 16 in random order, 16 x 32K tokens, of a read loop in the same run: bf16 0.70,
+ *        f8e4m3 0.47 */
 #include "cpu/dots.h"
 #include "cpu/split.h"
 

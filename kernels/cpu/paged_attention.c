@@ -18,15 +18,17 @@
  * Flops   prefill: 4 * head_dim * heads * (pairs of a query row and a key it sees)
  * Limit   decode: memory bandwidth (attention_few.h); prefill: multiply-adds
  *         (attention_many.h)
- * Best    Xeon (Sapphire Rapids, 2.6 GHz), two cores, AVX-512, 2026-11-20; both sides of a
- *         ratio in one run, best of 15:
- *         decode bf16, 32/8 heads of 128, 2 x 32K tokens in scattered blocks of 16:
- *         22.6 GB/s where a plain read loop gets 29.2 (0.77; AVX2 0.60, plain 0.35)
- *         prefill bf16, 4K causal, 8/2 heads of 64: 256 GFLOP/s where OpenBLAS sgemm gets
- *         296 (0.87; AVX2 0.51, plain 0.16); heads of 128: 0.92
+ * Best    Xeon (Sapphire Rapids), 2026-11-21, AVX-512; both sides of a ratio in one run,
+ *         decode of 32/8 heads of 128, 32K tokens a sequence in scattered blocks of 16:
+ *         bf16, 16 cores: 157 GB/s where a plain read loop gets 180 (0.87; AVX2 0.74);
+ *         2 cores: 22 of 29 (0.77; AVX2 0.58, plain 0.33); one thread 14 of 19 (0.73)
+ *         f8e4m3, 16 cores: 91 GB/s (0.50; AVX2 0.38): bound by its conversion
+ *         prefill bf16, 4K causal, 2 cores, of OpenBLAS's sgemm: 8/2 heads of 64 1.09 (AVX2
+ *         0.66, plain 0.18), of 128 0.96 (0.62, 0.19)
  * Tried   decode, of the read bandwidth: no prefetch 0.44; a tile ahead in bursts 0.60;
  *         spread evenly over the loops 0.67; fewer, longer segments 0.75; the first tile
- *         of a segment in a burst 0.77; non-temporal prefetch 0.27
+ *         of a segment in a burst 0.77; non-temporal prefetch 0.27; every other line 0.55;
+ *         VDPBF16PS has half the rate of multiply-adds (notes/20261121-cpu.md)
  *
  * The block list of a sequence is cut into segments of a size that depends on shapes
  * alone, so that few long sequences still fill the machine; their partial sums meet in

@@ -3,7 +3,10 @@
  *   q       f32 f16 bf16         [seqs, heads, head_dim]
  *   cache   f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   scores  f32                  [seqs, kv_heads, max_blocks]   -inf past the last block
- * Limit: read bandwidth, every K once. */
+ * Limit: read bandwidth, every K once.
+ * Best   Xeon (Sapphire Rapids), 16 cores, AVX-512, 2026-11-21, group 4, head_dim 128, blocks
+ *        of 16 in random order, 16 x 32K tokens, of a read loop in the same run: bf16 0.79,
+ *        f8e4m3 0.50 (AVX2 0.74, 0.39) */
 #include "cpu/scores.h"
 
 /* `rows`: 1, 2 or 4 query heads at a time; next: the block after this one. */

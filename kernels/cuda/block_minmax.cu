@@ -9,8 +9,9 @@
  * 16-byte aligned; head_dim a multiple of 8. Exact. A NaN is ignored beside a number.
  *
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
- * Best    32768 blocks of 16, bf16, 8 heads x 128: 430 us, 0.91 of the run's read bandwidth
- *         (H100 80GB HBM3, 2026-11-20, L2 flushed, median of 30)
+ * Best    2048 blocks of 16, 8 heads x 128: bf16 29.5 us, 0.83 of the run's read bandwidth (a
+ *         plain read of so much 28 us), f8e4m3 18.7 us, 0.65; 16 blocks 5.8 us, an empty
+ *         launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Source  Tang et al. 2024 (Quest) */
 #include "block_reduce.cuh"
 

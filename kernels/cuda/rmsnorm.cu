@@ -24,12 +24,13 @@ namespace {
  * threads. */
 template <int TEAM, int PACKS, bool RESIDUAL, class T, class W>
 __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
-rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim, float eps) {
+rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim,
+            float eps) {
   constexpr int N = WIDE<T>;
   constexpr bool EARLY = PACKS <= 2;
   const int threads = TEAM ? TEAM : blockDim.x, rank = threadIdx.x % threads;
-  const int64_t row =
-      TEAM ? blockIdx.x * (int64_t)(ROW_THREADS / threads) + threadIdx.x / threads : blockIdx.x;
+  int64_t row = blockIdx.x;
+  if (TEAM) row = row * (ROW_THREADS / threads) + threadIdx.x / threads;
   const bool valid = row < rows;   /* without a row it still shuffles along */
   pack<T, N> v[PACKS], r[RESIDUAL ? PACKS : 1];
   pack<W, N> g[EARLY ? PACKS : 1];

@@ -1,0 +1,194 @@
+/* What score_rows.cuh computes with: the shapes of tiles, the group's queries in shared
+ * memory, and products of a tile and the queries on the tensor cores.
+ *
+ * Products of 16-bit numbers are exact in fp32, so scores differ by the order of sums only.
+ * What is finer than that goes in as a sum of terms of 16 bits: f32 rows as three, q as
+ * score_terms() many. f8e4m3 rows become f16; and beside f16, q is held in its range by a
+ * power of 2 a head.
+ *
+ * A dot product does not care for the order of its dims. So a lane takes what it needs of a
+ * row and of q with 16-byte loads, the same dims of both: lanes 4n ... 4n + 3 take neighbours
+ * of row n. Odd rows have their halves of 128 bytes swapped, and 8 lanes hit every bank
+ * once. */
+#ifndef KVL_CUDA_SCORE_MMA_CUH
+#define KVL_CUDA_SCORE_MMA_CUH
+
+#include "convert.cuh"
+#include "paged.cuh"
+
+namespace kvl {
+
+/* SCORE_TILES is SCORE_MAX_QK where a tile of tokens never spans two blocks. */
+enum score_kind { SCORE_MINMAX, SCORE_MEAN, SCORE_MAX_QK, SCORE_TILES };
+
+/* One call, whatever its kind. An item's row starts at
+ *   block * block_stride + kv_head * head_stride + token in block * head_dim */
+struct score_call {
+  const void *q, *rows;
+  const int32_t *tables, *lens;
+  float *scores;
+  int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks, block_stride, head_stride;
+  int block_size, group, dtype, rows_dtype;
+};
+
+template <class T, int D, score_kind KIND> struct score_shape {
+  static constexpr int ITEMS = 16, ROWS = KIND == SCORE_MINMAX ? 2 : 1;
+  static constexpr int PIECES = D * (int)sizeof(T) / 16, ROW_BYTES = PIECES * 16;
+  static constexpr int TILE_BYTES = ITEMS * ROWS * ROW_BYTES;
+  /* f32 rows are many products a byte and want warps more than tiles ahead. */
+  static constexpr bool DEEP = sizeof(T) < 4 || TILE_BYTES > 16384;
+  static constexpr int RING = (DEEP && TILE_BYTES <= 16384 ? 48 : 96) * 1024;   /* at most */
+  static constexpr int TILES = RING / TILE_BYTES, AHEAD = DEEP ? 3 : 2;
+  static constexpr int WARPS = TILES >= 4 * AHEAD ? 4 : TILES / AHEAD;
+  static constexpr int STAGES = TILES / WARPS < 8 ? TILES / WARPS : 8;
+  static constexpr int BLOCKS = 192 * 1024 / RING;   /* of threads an SM */
+  static constexpr int RING_BYTES = WARPS * STAGES * TILE_BYTES;
+  static constexpr int SHARED_BYTES = RING_BYTES + 128;   /* without q */
+  static_assert(WARPS * STAGES <= 32, "a mask of known items for each tile in the ring");
+};
+
+/* What the tensor cores get of rows of T. */
+template <class T> struct score_type { using type = T; };
+template <> struct score_type<f8e4m3> { using type = __half; };
+template <> struct score_type<float> { using type = __nv_bfloat16; };
+
+/* How many 16-bit numbers a number of q is the sum of, as exactly as fp32 sums can tell. */
+template <class M> int score_terms(int q_dtype) {
+  if (same<M, __half>) return q_dtype == KVL_DTYPE_F32 ? 2 : 1;
+  return q_dtype == KVL_DTYPE_BF16 ? 1 : q_dtype == KVL_DTYPE_F16 ? 2 : 3;
+}
+
+/* Where 16-byte piece `piece` of row `row` of a tile lies, and of q beside rows of T: lanes
+ * that read together meet no bank twice. */
+template <int PIECES> __device__ __forceinline__ int score_piece(int row, int piece) {
+  return row * PIECES + (PIECES >= 8 ? piece ^ (row & 1) * 4 : piece);
+}
+template <class T, int D> __device__ __forceinline__ int score_q_piece(int row, int piece) {
+  constexpr int swap = sizeof(T) == 1 ? 1 : sizeof(T) == 2 ? 4 : 2;
+  return row * (D / 8) + (piece ^ (row & (sizeof(T) == 4 ? 3 : 1)) * swap);
+}
+
+/* Four f8e4m3 as four f16: exact. */
+__device__ __forceinline__ uint2 halves_of(uint32_t x) {
+  __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
+  __half2_raw high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(x >> 16), __NV_E4M3);
+  return make_uint2(low.x | (uint32_t)low.y << 16, high.x | (uint32_t)high.y << 16);
+}
+/* The next term of four floats, which keep what is left. */
+__device__ __forceinline__ uint2 next_term(float (&x)[4]) {
+  uint2 term = make_uint2(pack2(x[0], x[1], __nv_bfloat16()),
+                          pack2(x[2], x[3], __nv_bfloat16()));
+  x[0] -= __uint_as_float(term.x << 16);
+  x[1] -= __uint_as_float(term.x & 0xFFFF0000u);
+  x[2] -= __uint_as_float(term.y << 16);
+  x[3] -= __uint_as_float(term.y & 0xFFFF0000u);
+  return term;
+}
+
+/* c += one piece of 16 rows * q. x0, x1: the piece of this lane's two rows; q_row: its
+ * column's row of q, of term `q_term`. */
+template <class T, int D>
+__device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const uint4 &x1,
+                                          const uint4 *q, int q_row, int piece, int q_term) {
+  using M = typename score_type<T>::type;
+  if constexpr (sizeof(T) == 2) {
+    const uint4 b = q[score_q_piece<T, D>(q_row, piece)];
+    const uint32_t a0[4] = {x0.x, x1.x, x0.y, x1.y}, a1[4] = {x0.z, x1.z, x0.w, x1.w};
+    mma(c, a0, b.x, b.y, M());
+    mma(c, a1, b.z, b.w, M());
+  } else if constexpr (sizeof(T) == 1) {
+    const uint32_t r0[4] = {x0.x, x0.y, x0.z, x0.w}, r1[4] = {x1.x, x1.y, x1.z, x1.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint4 b = q[score_q_piece<T, D>(q_row, 2 * piece + i / 2)];
+      const uint2 h0 = halves_of(r0[i]), h1 = halves_of(r1[i]);
+      const uint32_t a[4] = {h0.x, h1.x, h0.y, h1.y};
+      mma(c, a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y, M());
+    }
+  } else {   /* terms that together fall below 2^-24 are left out */
+    const uint4 *at = q + score_q_piece<T, D>(q_row, piece / 2);
+    const uint2 b = ((const uint2 *)at)[piece % 2];
+    float f0[4], f1[4];
+    load_floats((const float *)&x0, f0);
+    load_floats((const float *)&x1, f1);
+#pragma unroll
+    for (int term = 0; term < 3; term++) {
+      if (term + q_term > 2) break;
+      const uint2 t0 = next_term(f0), t1 = next_term(f1);
+      const uint32_t a[4] = {t0.x, t1.x, t0.y, t1.y};
+      mma(c, a, b.x, b.y, M());
+    }
+  }
+}
+
+/* 8 neighbours of any float dtype, 16-byte aligned. */
+__device__ __forceinline__ void load_eight(const void *p, int dtype, int64_t at,
+                                           float (&x)[8]) {
+  if (dtype == KVL_DTYPE_F32) load_floats((const float *)p + at, x);
+  else if (dtype == KVL_DTYPE_F16) load_floats((const __half *)p + at, x);
+  else load_floats((const __nv_bfloat16 *)p + at, x);
+}
+
+/* The group's queries on their way into shared memory, rows [terms][ROWS][padded]; and what
+ * the sums of each head are to be multiplied with. A thread takes 8 dims of a head at a time,
+ * the first of them as early as it can. By all threads. */
+template <class T, int D, score_kind KIND> struct score_queries {
+  using shape = score_shape<T, D, KIND>;
+  using M = typename score_type<T>::type;
+  static constexpr int THREADS = shape::WARPS * WARP, LANES = D / 8;
+  const score_call &a;
+  int64_t head0;
+  int group, padded;
+  float x[8];
+
+  __device__ __forceinline__ void load(int i) {
+    const int col = i / LANES, d = i % LANES * 8;
+    const bool inside = col < group && d < (int)a.head_dim;
+    if (inside) load_eight(a.q, a.dtype, (head0 + col) * a.head_dim + d, x);
+#pragma unroll
+    for (int e = 0; e < 8; e++) x[e] = inside ? x[e] : 0.f;
+  }
+  __device__ __forceinline__ void store(int i, int terms, uint4 *to, float *unscale) {
+    const int col = i / LANES;
+    float scale = 1.f;
+    if constexpr (same<M, __half>) {   /* the head's largest to 2^14 ... 2^15 */
+      float most = 0.f;
+#pragma unroll
+      for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
+      most = warp_max<LANES>(most);
+      if (most > 0.f && most < INFINITY) scale = ldexpf(1.f, 14 - max(ilogbf(most), -100));
+    }
+    if (i % LANES == 0) unscale[col] = 1.f / scale;
+    float left[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) left[e] = x[e] * scale;
+    for (int t = 0; t < terms; t++) {
+      pack<M, 8> term[shape::ROWS];
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const M next = from_float<M>(left[e]);
+        left[e] -= to_float(next);
+#pragma unroll
+        for (int r = 0; r < shape::ROWS; r++)   /* min is for what is negative */
+          term[r].at[e] = shape::ROWS == 1 || (x[e] < 0.f) == (r == 0) ? next : M(0.f);
+      }
+#pragma unroll
+      for (int r = 0; r < shape::ROWS; r++) {
+        const int row = (t * shape::ROWS + r) * padded + col;
+        store_pack<8>((M *)(to + score_q_piece<T, D>(row, i % LANES)), term[r]);
+      }
+    }
+  }
+  __device__ __forceinline__ void begin() { load(threadIdx.x); }
+  __device__ __forceinline__ void finish(int terms, uint4 *to, float *unscale) {
+    for (int i = threadIdx.x; i < padded * LANES;) {
+      store(i, terms, to, unscale);
+      i += THREADS;
+      if (i < padded * LANES) load(i);
+    }
+  }
+};
+
+}  // namespace kvl
+
+#endif
