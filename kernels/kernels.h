@@ -89,7 +89,7 @@ struct kvl_topk_args {
   int32_t *indices;
   int64_t rows, n, k;
   void *workspace;    /* kvl_workspace bytes */
-  int32_t largest;
+  int32_t largest, by_index;
 };
 /* Batch strides in elements; 0 shares b. */
 struct kvl_matmul_args {

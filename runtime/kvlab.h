@@ -257,17 +257,21 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out);
 /*  a    f32 f16 bf16  [..., n]
  *  out  i32           [...]       ties to the lower index; NaN never wins; n >= 1 */
 int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out);
-/* Exact top-k of each row, in descending order (ascending for largest = 0), ties to the
- * lower index, NaN last. k = n sorts.
+/* Exact top-k of each row, in descending order (ascending for KVL_TOPK_LEAST), ties to the
+ * lower index, NaN last. k = n sorts. `which` is LEAST or LARGEST, with BY_INDEX (or'ed) the
+ * same k in index order: several times faster where k is large.
  *  a        f32  [rows, n]
  *  values   f32  [rows, k]   may be NULL
  *  indices  i32  [rows, k]   0 <= k <= n */
-int kvl_topk(const kvl_tensor *a, int largest, const kvl_tensor *values,
+enum { KVL_TOPK_LEAST = 0, KVL_TOPK_LARGEST = 1, KVL_TOPK_BY_INDEX = 2 };
+int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices);
 /* out = a @ b, or a @ b^T for transpose_b; fp32 accumulation.
  *  a    f32 f16 bf16  [m, k] or [batch, m, k]
  *  b    like a        [k, n] ([n, k] transposed), 2-D for every batch or [batch, ...]
- *  out  like a, or f32  [m, n] or [batch, m, n] */
+ *  out  like a, or f32  [m, n] or [batch, m, n]
+ * f8e4m3 [m, k] by [n, k] transposed into f32, f16 or bf16: k a multiple of 16, n of 8, all at
+ * multiples of 16 bytes. Errors: UNSUPPORTED on a GPU before sm_89. */
 int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
                const kvl_tensor *out);
 /* out[i] = src[index[i]]: whole rows of dimension 0; an index out of range gives zeros.
@@ -413,7 +417,7 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
 
 /* Elementwise min and max of K over the valid tokens of the given blocks.
  *  blocks   i32  [n]   physical; -1 is skipped
- *  tokens   i32  [n]   valid tokens; 0 gives min +inf, max -inf
+ *  tokens   i32  [n]   valid tokens; 0 gives min +inf, max -inf (f8e4m3: 448, -448)
  *  rows     i32  [n]   where in the summary each goes; -1 is skipped. NULL: like blocks
  *  summary  like cache  [rows, 2, kv_heads, head_dim] */
 int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,

@@ -230,7 +230,7 @@ int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, argmax, args);
 }
 
-int kvl_topk(const kvl_tensor *a, int largest, const kvl_tensor *values,
+int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices) {
   struct kvl__call c = {.op = "topk"};
   kvl__arg(&c, "a", a, KVL__F32, "rows n");
@@ -240,10 +240,13 @@ int kvl_topk(const kvl_tensor *a, int largest, const kvl_tensor *values,
   if (k > n || n > INT32_MAX)
     kvl__call_fail(&c, "k is %lld of %lld, expected k <= n < 2^31", (long long)k,
                    (long long)n);
+  if (which & ~(KVL_TOPK_LARGEST | KVL_TOPK_BY_INDEX))
+    kvl__call_fail(&c, "which is %d, expected LEAST or LARGEST, and BY_INDEX", which);
   if (c.status < 0) return c.status;
   struct kvl_topk_args args = {.a = a->ptr, .values = values ? values->ptr : NULL,
                                .indices = indices->ptr, .rows = a->shape[0], .n = n, .k = k,
-                               .largest = largest != 0};
+                               .largest = (which & KVL_TOPK_LARGEST) != 0,
+                               .by_index = (which & KVL_TOPK_BY_INDEX) != 0};
   args.workspace = kvl__call_workspace(&c, KVL_OP_topk, &args);
   return KVL__LAUNCH(&c, topk, args);
 }

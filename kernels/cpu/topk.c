@@ -1,5 +1,5 @@
 /* The k first of each row of n in descending order (ascending for largest = 0), exactly;
- * ties to the lower index, NaN last, -0 ties with 0.
+ * ties to the lower index, NaN last, -0 ties with 0. by_index: the same k in index order.
  *   a        f32  [rows, n]
  *   values   f32  [rows, k]   optional
  *   indices  i32  [rows, k]
@@ -75,7 +75,7 @@ static int topk_piece(const void *args, int64_t begin, int64_t end) {
     int32_t *index = g->indices + r * g->k;
     if (g->k < g->n) collect(a, g->n, g->k, flip, index);
     else for (int64_t i = 0; i < g->n; i++) index[i] = (int32_t)i;
-    sort(a, index, g->k, flip, 56);
+    if (!g->by_index) sort(a, index, g->k, flip, 56);
     if (g->values)
       for (int64_t i = 0; i < g->k; i++) g->values[r * g->k + i] = a[index[i]];
   }

@@ -1,231 +1,139 @@
 /* The k first of each row of n in descending order (ascending for largest = 0), exactly;
- * ties to the lower index, NaN last, -0 ties with 0.
+ * ties to the lower index, NaN last, -0 ties with 0. by_index: the same k in index order.
  *   a          f32  [rows, n]
  *   values     f32  [rows, k]   optional
  *   indices    i32  [rows, k]
- *   workspace  batch of rows: search state, histogram, keys; only for long rows or large k
- * A number and its index make one 64-bit key, smaller is earlier, no two are equal: so the
- * k first are the keys up to the k-th, found by a radix search of 11 bits at a time which
- * stops as soon as a digit's keys are all wanted (3 passes without ties). Those k are then
- * sorted by a bitonic network.
- * Rows that fill the device: a block searches and sorts one in shared memory. Few long
- * rows, or k above 4096: many blocks a row through the workspace. k above n / 2: no search,
- * all of the row is sorted.
- * Reads a up to 5 times without ties, from L2 where it fits.
- * Limit: bandwidth of those readings for a long row; launches and barriers otherwise.
- * Measured: 1 x 2^28, k 64: 1.36 ms; 64 x 32768, k 2048: 68 us; 1 x 131072, k 2048:
- * 103 us; 8 x 2048, k 128: 15 us; sorting 2^24: 10.8 ms (bytes alone: 78 steps, 7 ms).
- * H100 80GB HBM3, 2026-11-20. */
-#include "bitonic.cuh"
+ *   workspace  of a batch of rows: keys, and the search's state; for few long rows and for
+ *              k above 4096 that are sorted
+ * One team of blocks a row finds the k (radix_select.cuh) and sorts up to 4096 of them in
+ * shared memory; more are sorted through the workspace (bitonic.cuh). Few rows above 2^20,
+ * and rows sorted whole, have many blocks each (topk_many.cuh).
+ * Bytes: 4 (n + k) a row, 8 with values; long rows and large k more.
+ * Limit: latency of the phases, see select.cu.
+ * Measured, by index and sorted, L2 flushed (an empty launch reads 3.1): [1,8192] k256 7.6
+ * 7.8 us, [64,8192] k2048 10.8 12.3, [1,131072] k2048 13.9 14.8, [64,131072] k2048 26.3 27.6,
+ * clustered (1 + 1e-3 N) 25.2 26.2; [64,32768] k2048 20.5 17.4 (before: 68). H100 80GB HBM3,
+ * 2026-11-21, kernels/dev/topk.cu. */
+#include "radix_select.cuh"
+#include "topk_many.cuh"
 
+namespace kvl {
 namespace {
 
-using kvl::sort_key;
+/* The order in which a team gives the k of a row: theirs, by rank, or keys by index that
+ * are yet to be sorted, `length` a row. */
+enum order { BY_INDEX, BY_RANK, KEYS };
 
-enum {
-  THREADS = kvl::SORT_THREADS, DIGIT = 11, BINS = 1 << DIGIT,
-  ROW_LONG = 65536,            /* elements from which one block is too slow for a row */
-  PIECE = 16384,               /* elements of a row that a block takes */
-  BATCH_BYTES = 256 << 20,     /* workspace unless one row needs more */
-};
+constexpr uint32_t CROWD = 256;             /* keys of a bin that are compared */
 
-__device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest) {
-  uint32_t up = kvl::ordered(x), rank = x != x ? 0xFFFFFFFFu : largest ? ~up : up;
-  return (sort_key)rank << 32 | (uint32_t)index;
-}
-
-/* ---- the search for the k-th key ------------------------------------------------- */
-
-/* Of one row. `prefix` has the bits found; once done it is the k-th key, or the largest
- * with its digits so far, and those up to it are exactly the k wanted. */
-struct search {
-  sort_key prefix;
-  uint32_t wanted, done, found, reserved;   /* found: keys collected */
-};
-
-/* Digits from the top: 11, 11 and 10 bits of the number, then those the index can have. */
-struct digit {
-  int shift, bits;
-};
-__host__ __device__ __forceinline__ bool next_digit(digit *d, int index_bits) {
-  int left = d->shift > 32 ? d->shift - 32 : d->shift < 32 ? d->shift : index_bits;
-  if (left == 0) return false;
-  int base = d->shift > 32 ? 32 : 0;
-  d->bits = left < DIGIT ? left : DIGIT;
-  d->shift = base + left - d->bits;
-  return true;
-}
-__device__ __forceinline__ bool has_prefix(sort_key key, sort_key prefix, digit d) {
-  return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0;   /* a shift by 64 in two */
-}
-
-__device__ __forceinline__ void count_digits(const float *row, int64_t begin, int64_t end,
-                                             bool largest, sort_key prefix, digit d,
-                                             uint32_t *count) {
-#pragma unroll 4
-  for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
-    sort_key key = key_of(row[i], i, largest);
-    if (has_prefix(key, prefix, d))
-      atomicAdd(count + (key >> d.shift & ((1u << d.bits) - 1)), 1u);
-  }
-}
-
-/* Sum of x over the threads before this one. */
-__device__ __forceinline__ uint32_t sum_before(uint32_t x) {
-  __shared__ uint32_t warp_total[THREADS / kvl::WARP];
-  int lane = threadIdx.x % kvl::WARP, warp = threadIdx.x / kvl::WARP;
-  uint32_t sum = x;
-  for (int step = 1; step < kvl::WARP; step *= 2) {
-    uint32_t other = __shfl_up_sync(kvl::ALL_LANES, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == kvl::WARP - 1) warp_total[warp] = sum;
-  __syncthreads();
-  for (int w = 0; w < warp; w++) sum += warp_total[w];
-  __syncthreads();
-  return sum - x;
-}
-
-/* Add to the prefix the digit in which the wanted-th key lies. `count` and `s` are shared;
- * called after a barrier, with one at the end. */
-__device__ __forceinline__ void choose_digit(const uint32_t *count, digit d, search *s) {
-  constexpr int own = BINS / THREADS;
-  uint32_t at[own], sum = 0;
-  for (int j = 0; j < own; j++) sum += at[j] = count[threadIdx.x * own + j];
-  uint32_t wanted = s->wanted, before = sum_before(sum);   /* has barriers */
-  if (before < wanted && wanted <= before + sum) {         /* true for one thread */
-    int j = 0;
-    while (wanted > before + at[j]) before += at[j++];
-    s->wanted = wanted - before;
-    s->done = at[j] == s->wanted;
-    s->prefix |= (sort_key)(threadIdx.x * own + j) << d.shift;
-    if (s->done) s->prefix |= ((sort_key)1 << d.shift) - 1;
-  }
-  __syncthreads();
-}
-
-/* Where to put this thread's key: one atomic for each warp, whose lanes must all come. */
-__device__ __forceinline__ uint32_t append(uint32_t *count, bool take) {
-  unsigned takers = __ballot_sync(kvl::ALL_LANES, take), lane = threadIdx.x % kvl::WARP;
-  uint32_t first = 0;
-  if (lane == 0 && takers) first = atomicAdd(count, __popc(takers));
-  first = __shfl_sync(kvl::ALL_LANES, first, 0);
-  return first + __popc(takers & ((1u << lane) - 1));
-}
-
-__device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t end,
-                                        bool largest, sort_key last, uint32_t *count,
-                                        sort_key *out) {
-  for (int64_t first = begin; first < end; first += THREADS) {
-    int64_t i = first + threadIdx.x;
-    sort_key key = i < end ? key_of(row[i], i, largest) : 0;
-    bool take = i < end && key <= last;
-    uint32_t place = append(count, take);
-    if (take) out[place] = key;
-  }
-}
-
-__device__ __forceinline__ void emit(const kvl_topk_args &g, int64_t row, int64_t j,
-                                     sort_key key) {
-  int32_t index = (int32_t)(uint32_t)key;
-  g.indices[row * g.k + j] = index;
-  if (g.values) g.values[row * g.k + j] = g.a[row * g.n + index];
-}
-
-/* ---- a block per row ------------------------------------------------------------- */
-
-/* length: the power of two that is sorted; all of the row when n <= length. */
-__global__ void __launch_bounds__(THREADS)
-block_kernel(kvl_topk_args g, int length, int index_bits) {
-  __shared__ sort_key keys[kvl::SORT_CHUNK];
-  __shared__ uint32_t count[BINS];
-  __shared__ search s;
-  for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x) {
-    const float *a = g.a + row * g.n;
-    if (threadIdx.x == 0) s = {~(sort_key)0, (uint32_t)g.k, 1, 0, 0};
-    if (threadIdx.x == 0 && g.n > length) s.prefix = s.done = 0;
-    for (int i = threadIdx.x; i < length; i += THREADS) keys[i] = ~(sort_key)0;
-    __syncthreads();
-    for (digit d = {64, 0}; !s.done && next_digit(&d, index_bits);) {
-      for (int i = threadIdx.x; i < BINS; i += THREADS) count[i] = 0;
-      __syncthreads();
-      count_digits(a, 0, g.n, g.largest, s.prefix, d, count);
-      __syncthreads();
-      choose_digit(count, d, &s);
+/* emit(place, key) for the keys that `s` has found, places from 0 in their order. A key goes
+ * to its bin of equal steps of the rank, and there behind those that are smaller. Where many
+ * share a bin, all are sorted by comparing. */
+template <class S, class F> __device__ __forceinline__ void write_sorted(S &search, F emit) {
+  constexpr int THREADS = S::THREADS;
+  auto &s = search.s;
+  const uint32_t wanted = search.wanted;
+  const sort_key edge = search.edge;
+  sort_key *sorted = (sort_key *)search.bits;
+  uint32_t least = RANK_NAN, most = 0;
+  search.keys([&](sort_key key) {
+    if (key <= edge) {
+      least = min(least, (uint32_t)(key >> 32));
+      most = max(most, (uint32_t)(key >> 32));
     }
-    collect(a, 0, g.n, g.largest, s.prefix, &s.found, keys);
+  });
+  search.range(&least, &most);
+  const int shift = S::shift_of(most - least);
+  auto bin_of = [&](sort_key key) { return ((uint32_t)(key >> 32) - least) >> shift; };
+  search.keys([&](sort_key key) {
+    if (key <= edge) atomicAdd(&s.count[bin_of(key)], 1u);
+  });
+  __syncthreads();
+  uint4 &four = ((uint4 *)s.count)[threadIdx.x];
+  const uint4 own = four;
+  const uint32_t largest = max(max(own.x, own.y), max(own.z, own.w));
+  const uint32_t at = search.warps_before(own.x + own.y + own.z + own.w);
+  four = make_uint4(at, at + own.x, at + own.x + own.y, at + own.x + own.y + own.z);
+  if (threadIdx.x == 0) s.sure = 0;
+  if (__syncthreads_or(largest > CROWD)) {
+    search.keys([&](sort_key key) {
+      if (key <= edge) sorted[atomicAdd(&s.sure, 1u)] = key;
+    });
+    uint32_t length = 1;
+    while (length < wanted) length *= 2;
+    for (uint32_t i = wanted + threadIdx.x; i < length; i += THREADS)
+      sorted[i] = ~(sort_key)0;
     __syncthreads();
-    kvl::sort_shared(keys, length, 0);
-    for (int j = threadIdx.x; j < g.k; j += THREADS) emit(g, row, j, keys[j]);
-    __syncthreads();   /* before the next row's keys */
+    sort_shared(sorted, length, 0);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < wanted; i += THREADS) emit(i, sorted[i]);
+    return;
+  }
+  search.keys([&](sort_key key) {
+    if (key <= edge) sorted[atomicAdd(&s.count[bin_of(key)], 1u)] = key;
+  });
+  __syncthreads();                     /* a counter is now the end of its bin */
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < wanted; i += THREADS) {
+    const sort_key key = sorted[i];
+    const uint32_t bin = bin_of(key), from = bin ? s.count[bin - 1] : 0, to = s.count[bin];
+    uint32_t place = from;
+#pragma unroll 1
+    for (uint32_t j = from; j < to; j++) place += sorted[j] < key;
+    emit(place, key);
   }
 }
 
-/* ---- many blocks per row: g.rows is the batch ------------------------------------ */
-
-__global__ void __launch_bounds__(THREADS)
-count_kernel(kvl_topk_args g, int pieces, digit d, const search *states, uint32_t *counts) {
-  __shared__ uint32_t count[BINS];
-  int64_t row = blockIdx.x / pieces, begin = (int64_t)(blockIdx.x % pieces) * PIECE;
-  if (states[row].done) return;
-  for (int i = threadIdx.x; i < BINS; i += THREADS) count[i] = 0;
-  __syncthreads();
-  count_digits(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest,
-               states[row].prefix, d, count);
-  __syncthreads();
-  for (int i = threadIdx.x; i < BINS; i += THREADS)
-    if (count[i]) atomicAdd(counts + row * BINS + i, count[i]);
+template <int EACH, int TEAM, int SAMPLES>
+__global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
+topk_rows(const __grid_constant__ kvl_topk_args g, const team_shape shape, order order,
+          sort_key *keys, int64_t length) {
+  extern __shared__ __align__(16) char memory[];
+  const int64_t row = blockIdx.x / TEAM;
+  const float *a = g.a + row * g.n;
+  wait_for_previous();
+  radix_select<EACH, TEAM, SAMPLES> s(memory, a, (uint32_t)g.n, shape, g.largest);
+  let_next_start();
+  if (!s.find(0, (uint32_t)g.n, (uint32_t)g.k, order == BY_RANK)) return;
+  int32_t *indices = g.indices + row * g.k;
+  float *values = g.values ? g.values + row * g.k : nullptr;
+  auto put = [&](uint32_t place, uint32_t index) {
+    indices[place] = (int32_t)index;
+    if (values) values[place] = a[index];
+  };
+  if (order == BY_INDEX) s.write(put);
+  else if (order == BY_RANK)
+    write_sorted(s, [&](uint32_t place, sort_key key) { put(place, (uint32_t)key); });
+  else
+    s.write([&](uint32_t place, uint32_t index) {
+      keys[row * length + place] = s.key_of(a[index], index);
+    });
 }
 
-/* A block per row; leaves the counts at 0 for the next digit. */
-__global__ void __launch_bounds__(THREADS)
-choose_kernel(digit d, uint32_t k, search *states, uint32_t *counts) {
-  __shared__ uint32_t count[BINS];
-  __shared__ search s;
-  if (states[blockIdx.x].done) return;
-  if (threadIdx.x == 0) {
-    s = states[blockIdx.x];
-    if (d.shift + d.bits == 64) s.wanted = k;
-  }
-  for (int i = threadIdx.x; i < BINS; i += THREADS) {
-    count[i] = counts[(int64_t)blockIdx.x * BINS + i];
-    counts[(int64_t)blockIdx.x * BINS + i] = 0;
-  }
-  __syncthreads();
-  choose_digit(count, d, &s);
-  if (threadIdx.x == 0) states[blockIdx.x] = s;
-}
-
-/* all: nothing was searched, every key is collected. */
-__global__ void __launch_bounds__(THREADS)
-collect_kernel(kvl_topk_args g, int pieces, bool all, search *states, sort_key *keys,
-               int64_t length) {
-  int64_t row = blockIdx.x / pieces, begin = (int64_t)(blockIdx.x % pieces) * PIECE;
-  sort_key last = all ? ~(sort_key)0 : states[row].prefix;
-  collect(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, last,
-          &states[row].found, keys + row * length);
-}
-
-struct emit_body {
+/* From sorted keys; NULL: all elements as they lie. */
+struct put_body {
   kvl_topk_args g;
   const sort_key *keys;
   int64_t length;
   template <int N> __device__ void run(int64_t i) const {
     int64_t row, j;
-    kvl::divide(i, g.k, &row, &j);
-    emit(g, row, j, keys[row * length + j]);
+    divide(i, g.k, &row, &j);
+    int32_t index = (int32_t)(keys ? (uint32_t)keys[row * length + j] : j);
+    g.indices[i] = index;
+    if (g.values) g.values[i] = g.a[row * g.n + index];
   }
 };
 
-/* ---- the way through ------------------------------------------------------------- */
+/* ---- the way through ------------------------------------------------------------------ */
 
-struct plan {
-  bool one_block;
-  bool all;           /* no search */
-  int64_t length;     /* of a row's keys, a power of two */
-  int64_t batch;      /* rows at a time */
-  size_t bytes_row;   /* of workspace */
-};
+constexpr int64_t SORT_MOST = SORT_CHUNK;   /* keys that a team sorts */
+constexpr size_t BATCH_BYTES = 256 << 20;   /* workspace unless one row needs more */
+
+/* Has a row many blocks? They must be few and long, or to be sorted whole. */
+bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
+  if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
+  return g.n > (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;
+}
 
 int64_t power_of_two(int64_t n) {
   int64_t p = 1;
@@ -233,79 +141,72 @@ int64_t power_of_two(int64_t n) {
   return p;
 }
 
-plan plan_of(const kvl_topk_args *g, int sm_count) {
-  plan p = {};
-  int64_t sorted = g->n <= 1024 || 2 * g->k > g->n ? g->n : g->k;
-  p.all = sorted == g->n;
-  p.length = power_of_two(sorted);
-  p.one_block = p.length <= kvl::SORT_CHUNK && (g->n < ROW_LONG || g->rows >= sm_count);
-  if (p.one_block) return p;
-  p.bytes_row = sizeof(search) + BINS * sizeof(uint32_t) + p.length * sizeof(sort_key);
-  p.batch = (int64_t)(BATCH_BYTES / p.bytes_row);
-  if (p.batch < 1) p.batch = 1;
-  if (p.batch > g->rows) p.batch = g->rows;
-  return p;
+int64_t rows_batch(const kvl_topk_args &g) {
+  int64_t rows = (int64_t)(BATCH_BYTES / many::bytes_row(power_of_two(g.k)));
+  rows = rows < 1 ? 1 : rows > 1 << 24 ? 1 << 24 : rows;
+  return rows < g.rows ? rows : g.rows;
 }
 
-int index_bits(int64_t n) {
-  int bits = 0;
-  while (((int64_t)1 << bits) < n) bits++;
-  return bits;
+int launch_rows(const kvl_topk_args &g, order order, sort_key *keys, int64_t length,
+                const kvl_cuda_queue *q) {
+  return with_team(g.rows, g.n, q, [&](auto t) {
+    constexpr int EACH = t.EACH, TEAM = t.TEAM, SAMPLES = t.SAMPLES;
+    constexpr auto kernel = topk_rows<EACH, TEAM, SAMPLES>;
+    uint32_t sorted = order == BY_RANK ? (uint32_t)power_of_two(g.k) : 0;
+    team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(g.n, g.k, sorted, q);
+    int status = allow_shared<kernel>(q, q->shared_optin);
+    if (status < 0) return status;
+    return launch_teams<TEAM>(kernel, g.rows, TEAM_THREADS, shape.bytes_shared, q, g, shape,
+                              order, keys, length);
+  });
 }
 
-int topk_batch(const kvl_topk_args &g, const plan &p, void *queue) {
-  cudaStream_t stream = ((kvl_cuda_queue *)queue)->stream;
-  search *states = (search *)g.workspace;
-  uint32_t *counts = (uint32_t *)(states + g.rows);
-  sort_key *keys = (sort_key *)(counts + g.rows * BINS);
-  size_t bytes_clear = (size_t)((char *)keys - (char *)states);
-  int pieces = (int)((g.n + PIECE - 1) / PIECE);
-  unsigned blocks = (unsigned)(g.rows * pieces), rows = (unsigned)g.rows;
-  int status = kvl__cuda_check(cudaMemsetAsync(states, 0, bytes_clear, stream));
-  if (status == KVL_OK)   /* what is not collected sorts last */
+int topk_batch(const kvl_topk_args &g, bool is_many, const kvl_cuda_queue *q) {
+  const int64_t length = power_of_two(g.k);
+  void *queue = (void *)q;
+  sort_key *keys = nullptr;
+  int status = KVL_OK;
+  if (is_many) {
+    status = many::sorted_keys(g, length, &keys, queue);
+  } else if (g.by_index) {
+    if (g.k < g.n) return launch_rows(g, BY_INDEX, nullptr, 0, q);
+  } else if (g.k <= SORT_MOST) {
+    return launch_rows(g, BY_RANK, nullptr, 0, q);
+  } else {
+    keys = (sort_key *)g.workspace;
     status = kvl__cuda_check(cudaMemsetAsync(
-        keys, 0xFF, (size_t)(g.rows * p.length) * sizeof *keys, stream));
-  for (digit d = {64, 0}; status == KVL_OK && !p.all && next_digit(&d, index_bits(g.n));) {
-    count_kernel<<<blocks, THREADS, 0, stream>>>(g, pieces, d, states, counts);
-    choose_kernel<<<rows, THREADS, 0, stream>>>(d, (uint32_t)g.k, states, counts);
-    status = kvl__cuda_launched();
+        keys, 0xFF, (size_t)(g.rows * length) * sizeof *keys, q->stream));
+    if (status == KVL_OK) status = launch_rows(g, KEYS, keys, length, q);
+    if (status == KVL_OK) status = sort_rows(keys, g.rows, length, queue);
   }
   if (status < 0) return status;
-  collect_kernel<<<blocks, THREADS, 0, stream>>>(g, pieces, p.all, states, keys, p.length);
-  status = kvl__cuda_launched();
-  if (status == KVL_OK) status = kvl::sort_rows(keys, g.rows, p.length, queue);
-  if (status == KVL_OK)
-    status = kvl::each<1>(emit_body{g, keys, p.length}, g.rows * g.k, false, queue);
-  return status;
+  return each<1>(put_body{g, keys, length}, g.rows * g.k, false, queue);
 }
 
 }  // namespace
+}  // namespace kvl
 
 KVL_CUDA_WORKSPACE(topk) {
-  const kvl_topk_args *g = (const kvl_topk_args *)args;
-  if (g->rows == 0 || g->k == 0) return 0;
-  plan p = plan_of(g, sm_count);
-  return p.one_block ? 0 : p.bytes_row * (size_t)p.batch;
+  const kvl_topk_args &g = *(const kvl_topk_args *)args;
+  if (g.rows == 0 || g.k == 0) return 0;
+  if (!kvl::is_many(g, sm_count, false) && (g.by_index || g.k <= kvl::SORT_MOST)) return 0;
+  return kvl::many::bytes_row(kvl::power_of_two(g.k)) * (size_t)kvl::rows_batch(g);
 }
 
 KVL_CUDA_KERNEL(topk) {
-  const kvl_topk_args *g = (const kvl_topk_args *)args;
+  const kvl_topk_args &g = *(const kvl_topk_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (g->rows == 0 || g->k == 0) return KVL_OK;
-  plan p = plan_of(g, q->sm_count);
-  if (p.one_block) {
-    block_kernel<<<kvl::grid(g->rows, 1, q, 32), THREADS, 0, q->stream>>>(
-        *g, (int)p.length, index_bits(g->n));
-    return kvl__cuda_launched();
-  }
   int status = KVL_OK;
-  for (int64_t row = 0; row < g->rows && status == KVL_OK; row += p.batch) {
-    kvl_topk_args part = *g;
-    part.a += row * g->n;
-    part.indices += row * g->k;
-    if (part.values) part.values += row * g->k;
-    part.rows = g->rows - row < p.batch ? g->rows - row : p.batch;
-    status = topk_batch(part, p, queue);
+  if (g.k == 0) return KVL_OK;
+  const bool is_many = kvl::is_many(g, q->sm_count, kvl::has_clusters(q));
+  const int64_t batch = kvl::rows_batch(g);
+  for (int64_t row = 0; row < g.rows && status == KVL_OK; row += batch) {
+    kvl_topk_args part = g;
+    part.a += row * g.n;
+    part.indices += row * g.k;
+    if (part.values) part.values += row * g.k;
+    part.rows = g.rows - row < batch ? g.rows - row : batch;
+    status = kvl::topk_batch(part, is_many, q);
   }
   return status;
 }

@@ -89,6 +89,17 @@ for kind in pairs(kinds) do
       lens = { 5000 }, block_size = 1, heads = 1, max_blocks = 5000, max_selected = 5000 }
   end
 end
+-- Rows that teams of one, two and eight blocks take, some shorter than the table.
+local teams = {}
+for kind in pairs(kinds) do
+  for _, shape in ipairs { { 1, 9000, 700 }, { 3, 20000, 2048 }, { 40, 9000, 100 } } do
+    local lens = {}
+    for i = 1, shape[1] do lens[i] = i % 3 == 2 and shape[2] / 2 or shape[2] end
+    teams[#teams + 1] = { kind = kind, lens = lens, block_size = 1, heads = 1,
+      budget = { blocks = shape[3], sink = 1, recent = 2 }, max_blocks = shape[2],
+      max_selected = shape[3] }
+  end
+end
 local empty = { { kind = "few", budget = { blocks = 3 }, lens = {}, block_size = 16,
   heads = 2, max_blocks = 4, max_selected = 4 } }
 
@@ -116,6 +127,8 @@ describe("selecting blocks", function()
     support.equal((run(dev, cases[3])), (expected(cases[3])), "selection")
   end)
 end)
+
+topics[#topics + 1] = { "agrees on rows that several blocks of threads share", teams }
 
 describe("selecting blocks on CUDA #gpu", function()
   for _, topic in ipairs(topics) do

@@ -6,12 +6,27 @@ local reference = require "spec.reference.math"
 local cpu = kv.device "cpu"
 local INF, NAN = 1 / 0, 0 / 0
 
-local function run(dev, a, k, largest)
+local LARGEST, BY_INDEX = kv.C.KVL_TOPK_LARGEST, kv.C.KVL_TOPK_BY_INDEX
+
+local function run(dev, a, k, largest, by_index)
   local rows = a:size(0)
   local values = S.poisoned(dev, "f32", { rows, k })
   local indices = S.poisoned(dev, "i32", { rows, k })
-  kv.check(kv.C.kvl_topk(a:to(dev), largest and 1 or 0, values, indices))
+  local which = (largest and LARGEST or 0) + (by_index and BY_INDEX or 0)
+  kv.check(kv.C.kvl_topk(a:to(dev), which, values, indices))
   return indices, values
+end
+
+--- Rows of k indices, each ascending.
+local function ascending(list, k)
+  local sorted = {}
+  for first = 1, #list, k do
+    local row = {}
+    for i = first, first + k - 1 do row[#row + 1] = list[i] end
+    table.sort(row)
+    for _, index in ipairs(row) do sorted[#sorted + 1] = index end
+  end
+  return sorted
 end
 
 local makers = {
@@ -36,7 +51,8 @@ describe("topk", function()
   for name, make in pairs(makers) do
     for _, case in ipairs { { 1, 1, 1 }, { 3, 17, 0 }, { 3, 17, 5 }, { 2, 100, 100 },
                             { 5, 4099, 64 }, { 2, 3000, 3000 }, { 1, 70001, 1000 },
-                            { 0, 5, 2 }, { 40, 2000, 128 } } do
+                            { 0, 5, 2 }, { 40, 2000, 128 }, { 2, 9001, 5000 },
+                            { 17, 8200, 300 } } do
       local rows, n, k = case[1], case[2], case[3]
       for _, largest in ipairs { true, false } do
         local text = ("the %d %s of %dx%d %s"):format(k, largest and "largest" or "least",
@@ -53,12 +69,25 @@ describe("topk", function()
           end
           S.equal(values, wanted)
         end)
+        S.it_on_cpu("finds " .. text .. " in index order", function(dev)
+          a = a or make { rows, n }
+          local want = ascending(reference.topk(a:list(), n, k, largest), k)
+          local indices, values = run(dev, a, k, largest, true)
+          S.equal(indices, want)
+          local list, wanted = a:list(), {}
+          for i, index in ipairs(want) do
+            wanted[i] = list[math.floor((i - 1) / k) * n + index + 1]
+          end
+          S.equal(values, wanted)
+        end)
         S.it_on_gpu("agrees with the CPU on " .. text, function(cuda)
           a = a or make { rows, n }
-          local indices, values = run(cuda, a, k, largest)
-          local want_indices, want_values = run(cpu, a, k, largest)
-          S.equal(indices, want_indices)
-          S.equal(values, want_values)
+          for _, by_index in ipairs { false, true } do
+            local indices, values = run(cuda, a, k, largest, by_index)
+            local want_indices, want_values = run(cpu, a, k, largest, by_index)
+            S.equal(indices, want_indices)
+            S.equal(values, want_values)
+          end
         end)
       end
     end
@@ -76,6 +105,7 @@ describe("topk", function()
     S.fails(kv.C.kvl_topk(a, 1, nil, wide), "topk", "k is 4 of 3")
     S.fails(kv.C.kvl_topk(h, 1, nil, wide), "a is f16 [2, 3]",
       "f32")
+    S.fails(kv.C.kvl_topk(a, 4, nil, kv.zeros(cpu, "i32", { 2, 3 })), "which is 4")
     S.fails(kv.C.kvl_topk(a, 1, nil, tall),
       "indices is i32 [3, 3]", "rows=2")
   end)

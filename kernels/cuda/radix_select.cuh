@@ -1,0 +1,616 @@
+/* The `wanted` earliest elements of a row, exactly, ties to the lower index: what topk and
+ * select share.
+ *
+ * A row is read once, by a team of TEAM blocks (a cluster where there are several), and
+ * nearly all of it is dropped at once:
+ *   guess    quantiles of a sample of SAMPLES * 512 elements bracket the wanted-th one, 3
+ *            to 4 standard deviations wide, while the row is on its way
+ *   collect  elements before the bracket are sure: bits of a bitmap; those inside it are
+ *            listed in shared memory as 64-bit keys (rank, index), which are unique
+ *   meet     the blocks send their lists to the first one, which goes on alone
+ *   find     a histogram of the listed ranks gives the bin of the wanted-th key, a second
+ *            look at the list the few keys of that bin, which are compared all with all
+ *   write    bits become places by sums over words: index order needs no sort
+ * Where the guess was wrong, or too much lies in the bracket (equal numbers), retry narrows
+ * it exactly, 11 bits of the key at a time, by reading the row again. No atomic decides an
+ * order: lists are unordered sets, and bits and counters commute.
+ *
+ * What a phase costs is latency: barriers, shuffles, and instructions that are run once and
+ * come from memory. Hence loops are not unrolled where that only adds code (8.4 to 7.5 us of
+ * a row of 8192, all of it instruction fetches), a block is 512 threads, and a team meets by
+ * one bulk copy a block rather than by cluster barriers that release memory (each is a
+ * MEMBAR.GPU: 1 us).
+ *
+ * Source: Floyd and Rivest 1975 (SELECT); Alabi et al. 2012 (radix select). */
+#ifndef KVL_CUDA_RADIX_SELECT_CUH
+#define KVL_CUDA_RADIX_SELECT_CUH
+
+#include "bitonic.cuh"
+#include "block_scan.cuh"
+#include "team.cuh"
+
+namespace kvl {
+
+/* Ranks: numbers as integers that are smaller the earlier they come. RANK_LEAST is -inf,
+ * the last before NaN; no element has RANK_NONE. */
+constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
+
+__device__ __forceinline__ uint32_t rank_of(float x) {
+  uint32_t up = ordered(x);
+  return x != x ? RANK_NAN : ~up;
+}
+__device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has none */
+  uint32_t up = ~rank;
+  return __uint_as_float(up ^ (up >> 31 ? 0x80000000u : 0xFFFFFFFFu));
+}
+
+/* ---- the search -------------------------------------------------------------------- */
+
+constexpr int TEAM_THREADS = 512;      /* of a block */
+
+/* Sizes of a call, the same for all of its rows. */
+struct team_shape {
+  uint32_t stretch;                    /* elements of a row that a warp takes */
+  uint32_t capacity;                   /* keys of a block's list, even */
+  uint32_t words;                      /* of the bitmap */
+  uint32_t bytes_shared;
+};
+
+/* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes. */
+template <int EACH, int TEAM, int SAMPLES>
+struct radix_select {
+  static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
+  static constexpr int DIGIT = 11, BINS = 1 << DIGIT, FEW = 256;
+  static_assert(BINS == 4 * THREADS, "a thread looks at four bins");
+
+  struct found_bin {
+    uint32_t bin, before, count;       /* before: elements in the bins before */
+  };
+  struct shared_memory {
+    alignas(16) uint32_t count[BINS];
+    sort_key few[FEW], edge;
+    uint64_t barrier;
+    uint32_t warps[3][WARP], listed, sure, few_count;
+    found_bin found[2];
+  };
+  struct alignas(16) list_head {
+    uint32_t listed, sure;
+  };
+
+  shared_memory &s;
+  char *lists;
+  const uint32_t width, stretch, words;
+  const bool has_window;               /* the bitmap is not that of the row */
+  uint32_t capacity;
+  uint32_t *bits;
+  const float *row;
+  const int lane, warp, block;         /* block: of the team */
+  const uint32_t flip;                 /* sign bit: the least come first */
+  uint32_t begin, end;                 /* this warp's stretch of the row */
+  uint32_t index_low, among, wanted;
+  uint32_t sure, listed;               /* found before the bracket, and in it */
+  uint32_t own;                        /* keys of the list that this warp walks */
+  bool is_one;                         /* one list, in the first block; else one a block */
+  float x[EACH], sample[SAMPLES];      /* a batch of the row; of the sample */
+  sort_key edge;                       /* keys up to it are taken */
+
+  /* sorted: keys that the caller wants room for in place of the bitmap, or 0. A bitmap that
+   * does not fit is written a window at a time. */
+  static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
+                             const kvl_cuda_queue *q) {
+    constexpr int all_warps = TEAM * WARPS, unit = TEAM > 1 ? 4 * WARP : WARP;
+    constexpr uint32_t window = 4096;  /* words */
+    team_shape shape;
+    shape.stretch = (uint32_t)((width + all_warps * unit - 1) / (all_warps * unit) * unit);
+    const uint32_t words = sorted ? WARPS : all_warps * (shape.stretch / WARP);
+    const bool is_many = TEAM > 1 || (wanted_most > 4096 && !sorted);
+    for (bool is_whole : {true, false})
+      for (uint32_t keys = is_many ? 16384 : 8192; keys >= 4096; keys /= 2) {
+        shape.capacity = keys / TEAM;
+        if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
+        shape.words = is_whole || words < window ? words : window;
+        uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
+        uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted;   /* or the bitmap */
+        if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
+        shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
+        if (shape.bytes_shared <= (uint32_t)q->shared_optin) return shape;
+      }
+    return shape;
+  }
+
+  __device__ __forceinline__ sort_key *list_of(int b) {
+    return (sort_key *)(lists + b * (sizeof(list_head) + capacity * sizeof(sort_key)) +
+                        sizeof(list_head));
+  }
+  __device__ __forceinline__ list_head &head_of(int b) {
+    return *(list_head *)(lists + b * (sizeof(list_head) + capacity * sizeof(sort_key)));
+  }
+
+  /* Starts to read the row. */
+  __device__ __forceinline__ radix_select(char *memory, const float *row_, uint32_t width_,
+                                          const team_shape &shape, bool largest)
+      : s(*(shared_memory *)memory), lists(memory + sizeof(shared_memory)), width(width_),
+        stretch(shape.stretch), words(shape.words), has_window(words * WARP < width_),
+        capacity(shape.capacity),
+        bits((uint32_t *)(lists + TEAM * (sizeof(list_head) + capacity * sizeof(sort_key)))),
+        row(row_), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP),
+        block(TEAM > 1 ? blockIdx.x % TEAM : 0), flip(largest ? 0 : 0x80000000u) {
+#pragma unroll
+    for (int j = 0; j < SAMPLES; j++)
+      sample[j] = sample_index(j) < width ? row[sample_index(j)] : 0.f;
+    begin = min((uint32_t)(warp * TEAM + block) * stretch, width);
+    end = min(begin + stretch, width);
+    load(x, row + begin + lane, begin);
+    ((uint4 *)s.count)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    clear();
+    if (TEAM > 1) {
+      if (threadIdx.x == 0) {
+        KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(&s.barrier)), "n"(TEAM > 1 ? TEAM - 1 : 1));
+        KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
+      }
+      cluster_arrive();
+    }
+  }
+
+  __device__ __forceinline__ uint32_t sample_index(int j) const {
+    return (j * THREADS + threadIdx.x) * max(width / (SAMPLES * THREADS), 1u);
+  }
+  /* p: of this lane's first element, number `at` of the warp's. */
+  __device__ __forceinline__ void load(float (&to)[EACH], const float *p, uint32_t at) const {
+    if (at + BATCH <= end) {
+#pragma unroll
+      for (int j = 0; j < EACH; j++) to[j] = p[j * WARP];
+    } else {
+#pragma unroll
+      for (int j = 0; j < EACH; j++) to[j] = at + j * WARP + lane < end ? p[j * WARP] : 0.f;
+    }
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < words; i += THREADS) bits[i] = 0;
+    if (threadIdx.x == 0) s.listed = s.sure = s.few_count = 0;
+  }
+  __device__ __forceinline__ float turned(float y) const {
+    return __uint_as_float(__float_as_uint(y) ^ flip);
+  }
+  __device__ __forceinline__ sort_key key_of(float y, uint32_t i) const {
+    return (sort_key)rank_of(turned(y)) << 32 | i;
+  }
+  __device__ __forceinline__ bool takes_part(uint32_t i) const {
+    return i - index_low < among;
+  }
+  __device__ __forceinline__ sort_key last_key(uint32_t rank) const {
+    return (sort_key)rank << 32 | (width - 1);
+  }
+  /* f(key) for this thread's share of the listed ones. */
+  template <class F> __device__ __forceinline__ void keys(F f) {
+    constexpr int SIDE = TEAM > 1 ? WARPS / TEAM : WARPS;   /* warps to a list */
+    const bool apart = TEAM > 1 && !is_one;
+    const sort_key *list = list_of(apart ? warp / SIDE : 0);
+    const uint32_t step = apart ? SIDE * WARP : THREADS;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x & (step - 1); i < own; i += step) f(list[i]);
+  }
+
+  /* For a team that finds nothing: no block ends while another may look for it. */
+  __device__ __forceinline__ void leave() const {
+    if (TEAM > 1) cluster_wait();
+  }
+
+  /* Finds the key up to which elements are taken, of index_low ... index_low + among - 1.
+   * list_all: every one of them is listed then, and there is no bitmap.
+   * False for the blocks of the team that are done. */
+  __device__ __forceinline__ bool find(uint32_t index_low_, uint32_t among_, uint32_t wanted_,
+                                       bool list_all) {
+    index_low = index_low_, among = among_, wanted = wanted_;
+    uint32_t from = 0, first = 0, last = RANK_NAN;
+    guess(list_all, &from, &first, &last);
+    sort_key low = (sort_key)first << 32, high = last_key(last);
+    collect(low, high);
+    bool fits = true;
+    is_one = TEAM == 1;
+    if (TEAM > 1) {
+      if (!meet(&fits)) return false;
+    } else {
+      __syncthreads();
+      own = listed = s.listed, sure = s.sure;
+      fits = listed <= capacity;
+    }
+    if (!fits || wanted <= sure || wanted > sure + listed) {
+      retry(&low, &high, list_all);
+      from = (uint32_t)(low >> 32);
+    }
+    uint32_t need = wanted - sure, count = listed;
+    if (count > need) {                /* by rank first */
+      from = max(from, (uint32_t)(low >> 32));
+      const int shift = shift_of((uint32_t)(high >> 32) - from);
+      keys([&](sort_key key) {
+        uint32_t rank = (uint32_t)(key >> 32);
+        atomicAdd(&s.count[(max(rank, from) - from) >> shift], 1u);
+      });
+      __syncthreads();
+      const uint32_t target[1] = {need};
+      locate(target);
+      const found_bin found = s.found[0];
+      const uint32_t offset = found.bin << shift;
+      if (found.bin > 0) low = (sort_key)(from + offset) << 32;
+      high = min(high, last_key(from + min(offset + ((1u << shift) - 1), RANK_NAN - from)));
+      need -= found.before;
+      count = found.count;
+    }
+    while (count > need && count > FEW) {
+      auto all = [&](auto f) { keys(f); };
+      count = narrow(all, &low, &high, &need);
+    }
+    edge = high;
+    const bool is_whole = count == need;
+    keys([&](sort_key key) {
+      if (key < low || (is_whole && key <= high)) {
+        if (!list_all) mark(key);
+      } else if (key <= high) s.few[atomicAdd(&s.few_count, 1u)] = key;
+    });
+    __syncthreads();
+    if (!is_whole) {                   /* compare all of the few with all */
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
+        sort_key key = s.few[i];
+        uint32_t before = 0;
+#pragma unroll 1
+        for (uint32_t j = 0; j < count; j++) before += s.few[j] < key;
+        if (before < need && !list_all) mark(key);
+        if (before + 1 == need) s.edge = key;
+      }
+      __syncthreads();
+      edge = s.edge;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void mark(sort_key key) {
+    uint32_t index = (uint32_t)key;
+    if (!has_window) atomicOr(&bits[index / WARP], 1u << index % WARP);
+  }
+
+  /* emit(place, index) for all that are taken, places from 0 in index order. */
+  template <class F> __device__ __forceinline__ void write(F emit) {
+    uint32_t places = 0, first = 0;    /* of the bitmap's */
+    do {
+      if (has_window) mark_window(first);
+      places += write_words(first, places, emit);
+      first += words * WARP;
+      if (has_window) __syncthreads();
+    } while (first < width && has_window);
+  }
+
+  /* ---- its parts ---- */
+
+  static __device__ __forceinline__ int shift_of(uint32_t length) {
+    return max(0, 32 - DIGIT - __clz(length));
+  }
+  static __device__ __forceinline__ int shift_of(sort_key length) {
+    return max(0, 64 - DIGIT - __clzll(length));
+  }
+
+  /* Least and greatest of the block's; has a barrier. */
+  __device__ __forceinline__ void range(uint32_t *least, uint32_t *most) {
+    *least = __reduce_min_sync(ALL_LANES, *least);
+    *most = __reduce_max_sync(ALL_LANES, *most);
+    if (lane == 0) s.warps[0][warp] = *least, s.warps[1][warp] = *most;
+    __syncthreads();
+    *least = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.warps[0][lane] : RANK_NAN);
+    *most = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.warps[1][lane] : 0u);
+  }
+  /* Sum of x over the threads before this one, and over all; has a barrier. */
+  __device__ __forceinline__ uint32_t warps_before(uint32_t x, uint32_t *total = nullptr) {
+    uint32_t upto = warp_scan(x);
+    if (lane == WARP - 1) s.warps[2][warp] = upto;
+    __syncthreads();
+    uint32_t of_warp = lane < WARPS ? s.warps[2][lane] : 0;
+    if (total) *total = __reduce_add_sync(ALL_LANES, of_warp);
+    return upto - x + __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+  }
+
+  /* The bits of the elements from `first` on. */
+  __device__ __forceinline__ void mark_window(uint32_t first) {
+#pragma unroll 1
+    for (uint32_t w = warp; w < words; w += WARPS) {
+      uint32_t i = first + w * WARP + lane;
+      bool take = i < width && takes_part(i) && key_of(row[i], i) <= edge;
+      uint32_t word = __ballot_sync(ALL_LANES, take);
+      if (lane == 0) bits[w] = word;
+    }
+    __syncthreads();
+  }
+
+  /* A warp has words / WARPS words, a lane an odd number of them: no bank conflicts. */
+  template <class F>
+  __device__ __forceinline__ uint32_t write_words(uint32_t first, uint32_t places, F emit) {
+    const uint32_t share = words / WARPS, last = (warp + 1) * share;
+    const uint32_t each = (share + WARP - 1) / WARP | 1;
+    const uint32_t from = min(warp * share + lane * each, last), to = min(from + each, last);
+    uint32_t mine = 0, total;
+#pragma unroll 1
+    for (uint32_t w = from; w < to; w++) mine += __popc(bits[w]);
+    uint32_t place = places + warps_before(mine, &total);
+    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) {   /* sparse: a lane its own */
+#pragma unroll 1
+      for (uint32_t w = from; w < to; w++)
+#pragma unroll 1
+        for (uint32_t word = bits[w]; word; word &= word - 1)
+          emit(place++, first + w * WARP + __ffs(word) - 1);
+      return total;
+    }
+    const uint32_t lanes = each == 1 ? share : WARP;        /* the warp word after word */
+#pragma unroll 1
+    for (uint32_t e = 0; e < each; e++) {
+      const uint32_t word = from + e < to ? bits[from + e] : 0;
+#pragma unroll 4
+      for (uint32_t l = 0; l < lanes; l++) {
+        uint32_t other = __shfl_sync(ALL_LANES, word, l);
+        uint32_t at = __shfl_sync(ALL_LANES, place, l) + __popc(other & ((1u << lane) - 1));
+        uint32_t i = first + (warp * share + l * each + e) * WARP + lane;
+        if (other >> lane & 1) emit(at, i);
+      }
+      place += __popc(word);
+    }
+    return total;
+  }
+
+  /* Ranks between which the wanted-th lies, likely: quantiles of a sample. */
+  __device__ __forceinline__ void guess(bool list_all, uint32_t *from, uint32_t *first,
+                                        uint32_t *last) {
+    uint32_t rank[SAMPLES], least = RANK_NAN, most = 0;
+    int here = 0;
+#pragma unroll
+    for (int j = 0; j < SAMPLES; j++) {
+      bool is_any = sample_index(j) < width && takes_part(sample_index(j));
+      rank[j] = rank_of(turned(sample[j]));
+      here += is_any;
+      least = min(least, is_any ? rank[j] : RANK_NAN);
+      most = max(most, is_any ? rank[j] : 0u);
+      if (!is_any) rank[j] = RANK_NONE;
+    }
+    here = __reduce_add_sync(ALL_LANES, here);
+    if (lane == 0) s.warps[2][warp] = here;
+    range(&least, &most);
+    const uint32_t any = __reduce_add_sync(ALL_LANES, lane < WARPS ? s.warps[2][lane] : 0);
+    if (any == 0) return;
+    const float part = __fdividef((float)among, (float)any);     /* elements to a sample */
+    const float at = __fdividef((float)wanted, part), spread = at * rsqrtf(at);
+    uint32_t target[2] = {(uint32_t)fmaxf(at - 3.f * spread, 1.f),
+                          (uint32_t)(at + 4.f * spread + 3.f)};
+    const bool is_open = target[1] > any;      /* behind the last of the sample */
+    const float expected = target[1] * part;
+    uint32_t start = least, length = most - least;
+    for (bool is_same = true;;) {              /* is_same: both targets in one bin so far */
+      const int shift = shift_of(length);
+#pragma unroll
+      for (int j = 0; j < SAMPLES; j++)
+        if (rank[j] - start <= length && rank[j] != RANK_NONE)
+          atomicAdd(&s.count[(rank[j] - start) >> shift], 1u);
+      __syncthreads();
+      locate(target);
+      const found_bin before = s.found[0], last_bin = s.found[1];
+      if (is_same) *from = start + (before.bin << shift);
+      *last = RANK_NAN;
+      if (is_open) break;
+      is_same = is_same && before.bin == last_bin.bin;
+      start += last_bin.bin << shift;
+      length = min((1u << shift) - 1, length - (last_bin.bin << shift));
+      *last = start + length;
+      if (shift == 0 || last_bin.count * part <= TEAM * capacity / 8) break;
+      target[1] -= last_bin.before;
+      target[0] = is_same ? target[0] - before.before : 1;
+    }
+    if (!list_all && expected > min(TEAM * capacity * 0.6f, among * 0.125f)) *first = *from;
+  }
+
+  /* Lists the keys of low ... high in this warp's stretch, whose first batch is in x, and
+   * marks the sure ones, before low. */
+  __device__ __forceinline__ void collect(sort_key low, sort_key high) {
+    const uint32_t first = (uint32_t)(low >> 32), last = (uint32_t)(high >> 32);
+    const bool is_plain = (uint32_t)low == 0 && (uint32_t)high >= width - 1 &&
+                          first < RANK_LEAST && last < RANK_NAN;
+    const float least = number_of(min(last, RANK_LEAST)), surely = number_of(first);
+    const uint32_t stop = min(end, index_low + among);
+    uint32_t marked = 0;
+    const float *p = row + begin + lane;
+    sort_key *list = list_of(block);
+    asm volatile("" : "+l"(p));        /* an address, not the way to it */
+#pragma unroll 1
+    for (uint32_t at = begin; at < end; at += BATCH, p += BATCH) {
+      float next[EACH];
+      if (at + BATCH < end) load(next, p + BATCH, at + BATCH);
+      uint32_t mask = 0, before = 0;
+      if (is_plain && at >= index_low && at + BATCH <= stop) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) mask |= turned(x[j]) >= least ? 1u << j : 0;
+        if (low > 0) {
+#pragma unroll
+          for (int j = 0; j < EACH; j++) before |= turned(x[j]) > surely ? 1u << j : 0;
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          uint32_t i = at + j * WARP + lane;
+          sort_key key = key_of(x[j], i);
+          bool inside = i < end && takes_part(i);
+          mask |= inside && key <= high ? 1u << j : 0;
+          before |= inside && key < low ? 1u << j : 0;
+        }
+      }
+      if (low > 0) {
+        mask &= ~before;
+        marked += __popc(before);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          unsigned word = __ballot_sync(ALL_LANES, before >> j & 1);
+          if (lane == 0 && word && !has_window) bits[at / 32 + j] = word;
+        }
+      }
+      if (__any_sync(ALL_LANES, mask)) {
+        int mine = __popc(mask), upto = warp_scan(mine);
+        uint32_t place = 0;
+        if (lane == WARP - 1) place = atomicAdd(&s.listed, (uint32_t)upto);
+        place = __shfl_sync(ALL_LANES, place, WARP - 1) + upto - mine;
+#pragma unroll 1
+        for (; mask; mask &= mask - 1, place++) {
+          uint32_t i = (__ffs(mask) - 1) * WARP;
+          if (place < capacity) list[place] = key_of(p[i], at + i + lane);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < EACH; j++) x[j] = next[j];
+    }
+    if (low > 0) {
+      marked = __reduce_add_sync(ALL_LANES, marked);
+      if (lane == 0 && marked) atomicAdd(&s.sure, marked);
+    }
+  }
+
+  /* Sends what the blocks have found to the first one. False for the others, which stay
+   * until it has come. */
+  __device__ __forceinline__ bool meet(bool *fits) {
+    if (block > 0) KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    cluster_wait();                    /* the first block's barrier is there */
+    if (block > 0) {
+      if (threadIdx.x == 0) {
+        const uint32_t bytes_words = s.sure && !has_window ? WARPS * stretch / 8 : 0;
+        const uint32_t bytes = sizeof(list_head) + (min(s.listed, capacity) + 1) / 2 * 16;
+        head_of(block) = {s.listed, s.sure};
+        KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
+        KVL_SM90("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;"
+                 :: "r"(leader_at(&s.barrier)), "r"(bytes + bytes_words) : "memory");
+        send_to_leader(&head_of(block), bytes, &s.barrier);
+        if (bytes_words)
+          for (int w = 0; w < WARPS; w++) {
+            const uint32_t first = (w * TEAM + block) * stretch;
+            send_to_leader(bits + first / WARP, stretch / 8, &s.barrier);
+          }
+      }
+      cluster_arrive();
+      cluster_wait();
+      return false;
+    }
+    uint32_t done = 0;
+    do {
+      KVL_SM90("{\n"
+               ".reg .pred p;\n"
+               "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
+               "selp.u32 %0, 1, 0, p;\n"
+               "}" : "=r"(done) : "r"(shared_address(&s.barrier)) : "memory");
+    } while (!done);
+    cluster_arrive();
+    list_head head = {0, 0};           /* of block `lane` */
+    if (lane == 0) head = {s.listed, s.sure};
+    else if (lane < TEAM) head = head_of(lane);
+    listed = __reduce_add_sync(ALL_LANES, head.listed);
+    sure = __reduce_add_sync(ALL_LANES, head.sure);
+    own = __shfl_sync(ALL_LANES, head.listed, warp * TEAM / WARPS);
+    *fits = !__any_sync(ALL_LANES, head.listed > capacity);
+    return true;
+  }
+
+  /* The guess was wrong, or too many keys lie in it: search in the row itself. */
+  __device__ __forceinline__ void retry(sort_key *low, sort_key *high, bool list_all) {
+    uint32_t need = wanted, count;
+    if (wanted <= sure) *high = *low - 1, *low = 0;
+    else if (wanted > sure + listed) {
+      *low = *high + 1, *high = last_key(RANK_NAN);
+      need -= sure + listed;
+    } else need -= sure;
+    const uint32_t whole = (width + THREADS - 1) / THREADS * WARP;
+    begin = min(warp * whole, width);
+    end = min(begin + whole, width);
+    if (!is_one) capacity *= TEAM, is_one = true;
+    auto all = [&](auto f) {
+#pragma unroll 1
+      for (uint32_t at = begin; at < end; at += BATCH) {
+        load(x, row + at + lane, at);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          uint32_t i = at + j * WARP + lane;
+          if (i < end && takes_part(i)) f(key_of(x[j], i));
+        }
+      }
+    };
+    do count = narrow(all, low, high, &need);
+    while (count > capacity / 2);
+    if (list_all || wanted - need + count <= capacity) *low = 0;
+    clear();
+    __syncthreads();
+    load(x, row + begin + lane, begin);
+    collect(*low, *high);
+    __syncthreads();
+    own = listed = s.listed, sure = s.sure;
+  }
+
+  /* Counts the keys of [low, high] in bins and narrows it to the bin that has the need-th.
+   * Returns how many are in it. */
+  template <class K>
+  __device__ __forceinline__ uint32_t narrow(K all, sort_key *low, sort_key *high,
+                                             uint32_t *need) {
+    const sort_key from = *low, length = *high - from;
+    const int shift = shift_of(length);
+    all([&](sort_key key) {
+      if (key - from <= length) atomicAdd(&s.count[(key - from) >> shift], 1u);
+    });
+    __syncthreads();
+    const uint32_t target[1] = {*need};
+    locate(target);
+    const found_bin found = s.found[0];
+    const sort_key offset = (sort_key)found.bin << shift;
+    *low = from + offset;
+    *high = from + min(offset + (((sort_key)1 << shift) - 1), length);
+    if (*low >> 32 == *high >> 32) *high = min(*high, last_key((uint32_t)(*high >> 32)));
+    *need -= found.before;
+    return found.count;
+  }
+
+  /* Finds the bins of the target-th elements (from 1); clears s.count. Called after a
+   * barrier, ends with one. */
+  template <int N>
+  __device__ __forceinline__ void locate(const uint32_t (&target)[N]) {
+    uint4 &four = ((uint4 *)s.count)[threadIdx.x];
+    const uint32_t at[4] = {four.x, four.y, four.z, four.w};
+    const uint32_t sum = at[0] + at[1] + at[2] + at[3];
+    four = make_uint4(0, 0, 0, 0);
+    uint32_t upto = warp_scan(sum);
+    if (lane == WARP - 1) s.warps[0][warp] = upto;
+    __syncthreads();
+    upto += __reduce_add_sync(ALL_LANES, lane < warp ? s.warps[0][lane] : 0);
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      uint32_t before = upto - sum;
+      if (before < target[k] && target[k] <= upto) {   /* one thread */
+        uint32_t bin = threadIdx.x * 4, count = at[0];
+#pragma unroll
+        for (int j = 1; j < 4; j++)
+          if (target[k] > before + count) before += count, count = at[j], bin++;
+        s.found[k] = {bin, before, count};
+      }
+    }
+    __syncthreads();
+  }
+};
+
+template <int EACH_, int TEAM_, int SAMPLES_> struct team {
+  static constexpr int EACH = EACH_, TEAM = TEAM_, SAMPLES = SAMPLES_;
+};
+
+/* Calls f(team<...>()) with the team that suits rows of that width. */
+template <class F> int with_team(int64_t rows, int64_t width, const kvl_cuda_queue *q, F f) {
+  const int64_t blocks = has_clusters(q) ? q->sm_count / rows : 1;   /* for a row */
+  if (width <= 2048) return f(team<4, 1, 1>());
+  if (width <= 8192) return f(team<16, 1, 1>());
+  if (blocks >= 8 && width <= 1 << 18) return f(team<16, 8, 2>());
+  if (blocks >= 8) return f(team<16, 8, 8>());
+  if (blocks >= 2) return f(team<16, 2, 4>());
+  return f(team<16, 1, 4>());
+}
+
+}  // namespace kvl
+
+#endif
