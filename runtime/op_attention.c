@@ -1,5 +1,7 @@
 /* Ops over paged KV memory: shapes checked, kernels launched. What each op means stands in
  * kvlab.h. Lengths, tables and selections stay on the device and are not looked at here. */
+#include <math.h>
+
 #include "internal.h"
 
 /* A result may be f32 beside anything, or of its dtype. */
@@ -101,8 +103,8 @@ int kvl_paged_attention(const kvl_attention *a) {
   kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
   kvl__scale_args(&c, &args.cache, a->k_scale, a->v_scale);
   if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
-  if (!(a->soft_cap >= 0))
-    kvl__call_fail(&c, "soft_cap is %g, expected >= 0", a->soft_cap);
+  if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
+    kvl__call_fail(&c, "soft_cap is %g, expected >= 0 and finite", a->soft_cap);
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
   kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
   expect_groups(&c);

@@ -30,57 +30,102 @@ struct paged_row {
   int position;        /* -1: no key, whatever memory lies there */
 };
 
-/* The keys one block of threads attends to, numbered 0 ... keys-1 in ascending position:
- * every block of a sequence, or the selected ones. */
-struct paged_walk {
+/* Where a key lies: token of a physical block, of whatever number the table has. */
+struct paged_block {
+  int physical, position, token;
+};
+
+/* The keys of a sequence, or of its selected blocks, numbered from 0 in ascending position.
+ * `keys` is how many numbers there may be: a selection can end before. */
+struct paged_keys {
   const kvl_paged_attention_args &a;
   const int32_t *table;               /* of this sequence */
   int64_t list, slot_list;            /* where its selection, and its slots, begin */
   int64_t block_stride, head_offset, blocks;
-  int block_size, head_dim, end;      /* positions 0 ... end-1 are seen */
-  int listed;                         /* selected blocks that begin before `end` */
+  int block_size, head_dim, begin, end;   /* positions begin ... end-1 are seen */
   int keys;
 
-  /* All threads of the block call this: it searches the selection together. */
-  __device__ paged_walk(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
-                        int end_)
+  __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
+                        int begin_, int end_)
       : a(args), table(a.tables + seq * a.max_blocks), list(0), slot_list(0),
         blocks(a.cache.blocks), block_size(a.cache.block_size), head_dim(a.cache.head_dim),
-        end(max(end_, 0)), listed(0) {
-    int64_t half = (int64_t)a.cache.kv_heads * block_size * head_dim;
-    block_stride = 2 * half;
+        begin(begin_) {
+    block_stride = 2 * (int64_t)a.cache.kv_heads * block_size * head_dim;
     head_offset = (int64_t)kv_head * block_size * head_dim;
-    end = (int)min((int64_t)end, a.max_blocks * block_size);
+    end = (int)min((int64_t)max(end_, 0), a.max_blocks * block_size);
     keys = end;
     if (a.selection) {
       int64_t row = seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0);
       list = row * a.max_selected;
       slot_list = (seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) * a.max_selected;
-      const int32_t *selection = a.selection + list;
-      int blocks_seen = (int)(((int64_t)end + block_size - 1) / block_size);
-      listed = prefix_count((int)a.max_selected, [=](int i) {
-        return (unsigned)selection[i] < (unsigned)blocks_seen;
-      });
-      keys = listed * block_size;
+      keys = (int)min((int64_t)blocks_seen(), a.max_selected) * block_size;
     }
+  }
+  __device__ int blocks_seen() const {
+    return (int)(((int64_t)end + block_size - 1) / block_size);
   }
   /* Adding this to a K row's offset gives its V row. */
   __device__ int64_t to_value() const { return block_stride / 2; }
 
+  /* Finds a key's block, without waiting for what the table says of it. */
+  __device__ paged_block look_up(int key) const {
+    const paged_block none = {-1, -1, 0};
+    if (key >= keys) return none;
+    const int entry = key / block_size, token = key - entry * block_size;
+    int block = entry;
+    if (a.selection) {
+      block = a.selection[list + entry];
+      if ((unsigned)block >= (unsigned)blocks_seen()) return none;   /* past its last one */
+    }
+    return {a.slots ? a.slots[slot_list + entry] : table[block], block * block_size + token,
+            token};
+  }
+  /* Its row, whether the key is seen or not; position -1: there is no block. */
+  __device__ paged_row row_of(const paged_block &b) const {
+    if (b.physical < 0 || b.physical >= blocks) return {0, -1};   /* no slot, broken table */
+    return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim, b.position};
+  }
   __device__ paged_row find(int key) const {
-    paged_row row = {0, -1};
-    if (key >= keys) return row;
-    int entry = key / block_size, token = key - entry * block_size;
-    int block = a.selection ? a.selection[list + entry] : entry;
-    int position = block * block_size + token;
-    if (position >= end) return row;
-    int64_t physical = a.slots ? a.slots[slot_list + entry] : table[block];
-    if (physical < 0 || physical >= blocks) return row;   /* no slot, or a broken table */
-    row.offset = physical * block_stride + head_offset + (int64_t)token * head_dim;
-    row.position = position;
+    paged_row row = row_of(look_up(key));
+    if (row.position < begin || row.position >= end) row.position = -1;
     return row;
   }
+  /* A bit for each of `count` keys from a row of one block on: is it seen? */
+  __device__ unsigned seen(const paged_row &row, int count) const {
+    if (row.position < 0) return 0;
+    const int low = min(max(begin - row.position, 0), count);
+    const int high = min(max(end - row.position, 0), count);
+    return (1u << high) - (1u << min(low, high));
+  }
 };
+
+/* The same for a block of threads that walks all of them: `keys` is exact, and the keys
+ * before number `first` lie before `begin`. */
+struct paged_walk : paged_keys {
+  int listed;                         /* selected blocks that begin before `end` */
+  int first;
+
+  /* All threads of the block call this: it searches the selection together. */
+  __device__ paged_walk(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
+                        int end_, int begin_ = 0)
+      : paged_keys(args, seq, kv_head, max(begin_, 0), end_), listed(0), first(begin) {
+    if (!a.selection) return;
+    const int32_t *selection = a.selection + list;
+    const int seen = blocks_seen(), before = begin / block_size;
+    listed = prefix_count((int)a.max_selected, [=](int i) {
+      return (unsigned)selection[i] < (unsigned)seen;
+    });
+    keys = listed * block_size;
+    first = begin == 0 ? 0 : block_size * prefix_count(listed, [=](int i) {
+      return selection[i] < before;
+    });
+  }
+};
+
+/* The first position that a query at `position` sees. */
+__device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, int position) {
+  return a.window > 0 ? max(position - a.window + 1, 0) : 0;
+}
 
 /* ---- query tiles ------------------------------------------------------------------------ */
 
@@ -172,6 +217,13 @@ __device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) 
   return *reinterpret_cast<uint32_t *>(&x);
 }
 
+__device__ __forceinline__ float2 unpack2(uint32_t x, __half) {
+  return __half22float2(*reinterpret_cast<__half2 *>(&x));
+}
+__device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
+}
+
 /* ---- numbers --------------------------------------------------------------------------- */
 
 /* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
@@ -227,15 +279,47 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
  * exp2(-inf - shift) is 0 and never NaN. */
 __device__ __forceinline__ float finite_shift(float m) { return m == -INFINITY ? 0.f : m; }
 
+/* tanh with a relative error of about 1e-6: tanh.approx is off by 5e-4, which a cap of 50
+ * would make 0.02 of a score. */
+__device__ __forceinline__ float tanh_fast(float x) {
+  if (fabsf(x) < 0.25f) {
+    float y = x * x;
+    return x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315)));
+  }
+  return 1.f - __fdividef(2.f, exp2_fast(2.f * LOG2E * x) + 1.f);
+}
+
+/* From q k to a score in base 2, before ALiBi: scaled, and capped where cap is not 0. */
+struct score_rule {
+  float scale, cap;
+  __device__ explicit score_rule(const kvl_paged_attention_args &a)
+      : scale(a.soft_cap > 0.f ? a.scale / a.soft_cap : a.scale * LOG2E),
+        cap(a.soft_cap * LOG2E) {}
+  __device__ float operator()(float dot) const {
+    return cap == 0.f ? dot * scale : cap * tanh_fast(dot * scale);
+  }
+};
+
 /* A 32-bit pair of neighbours of a row of q, or 0 outside of it. */
 template <class T>
 __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim) {
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
 }
 
+/* Kernels that are to run side by side on an SM want all of its shared memory set up as such. */
+template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
+  static unsigned preferred = 0;   /* one bit a device; setting it twice does no harm */
+  unsigned bit = 1u << (q->device & 31);
+  if (preferred & bit) return KVL_OK;
+  int status = kvl__cuda_check(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  if (status == KVL_OK) preferred |= bit;
+  return status;
+}
+
 /* Dynamic shared memory past 48 KiB has to be asked for, once per kernel and device. */
 template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
-  static unsigned allowed = 0;   /* one bit a device; setting it twice does no harm */
+  static unsigned allowed = 0;
   unsigned bit = 1u << (q->device & 31);
   if (bytes <= 48 << 10 || (allowed & bit)) return KVL_OK;
   int status = kvl__cuda_check(

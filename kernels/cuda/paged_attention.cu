@@ -16,7 +16,8 @@
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   paged_decode.cuh   16-bit decode: split-KV, tensor cores
- *           paged_prefill.cuh  16-bit prefill: 128-row tiles, tensor cores
+ *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
+ *           paged_prefill.cuh  16-bit prefill elsewhere, and what that one does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           paged_combine      joins the splits of a decode (paged_output.cuh)
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
@@ -42,6 +43,7 @@
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
 #include "paged_prefill.cuh"
+#include "paged_wgmma.cuh"
 
 namespace kvl {
 namespace {
@@ -55,34 +57,80 @@ int decode_rows(const kvl_paged_attention_args &a) {
   return group == 1 ? 1 : group <= 4 ? 4 : 8;
 }
 
-/* Splits of a decode: the fewest that keep the device's two blocks an SM nearly as busy as
- * the best choice would, with at least 256 keys each if every table were full. */
-int decode_splits(const kvl_paged_attention_args &a, int sm_count) {
-  if (a.starts || a.heads == 0) return 1;
-  int64_t group = a.heads / a.cache.kv_heads, slots = 2 * (int64_t)sm_count;
-  int64_t blocks = a.seqs * a.cache.kv_heads * ceil_div(group, decode_rows(a));
-  int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
-  int most = (int)(keys / 256 < 1 ? 1 : keys / 256 > 128 ? 128 : keys / 256), splits = 1;
-  auto busy = [&](int n) {
-    int64_t waves = (blocks * n + slots - 1) / slots;
-    return waves ? (double)(blocks * n) / (double)(waves * slots) : 1.0;
-  };
-  double best = 0;
-  for (int n = 1; n <= most; n++) best = busy(n) > best ? busy(n) : best;
-  while (splits < most && busy(splits) < 0.95 * best) splits++;
-  return splits;
+/* The shape of the decode kernel that a call takes, which the workspace's size needs too. */
+struct decode_kind {
+  int tile_keys, warps, blocks, most_team;   /* blocks: on an SM at once */
+};
+template <class S> constexpr decode_kind kind_of() {
+  return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM};
+}
+template <template <int> class S> decode_kind kind_of_dim(int d) {
+  return d <= 64 ? kind_of<S<64>>() : d <= 128 ? kind_of<S<128>>() : kind_of<S<256>>();
+}
+template <int D> using shape_16bit = decode_shape<D, false>;
+template <int D> using shape_f8 = decode_shape<D, true>;
+template <int D> using shape_f32 = f32_shape<float, D>;
+template <int D> using shape_f32_half = f32_shape<__half, D>;
+template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
+decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
+  const int d = a.cache.head_dim;
+  const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
+  if (a.dtype != KVL_DTYPE_F32)
+    return f8 ? kind_of_dim<shape_f8>(d) : kind_of_dim<shape_16bit>(d);
+  if (a.cache.dtype == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
+  return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
 }
 
-size_t splits_bytes(const kvl_paged_attention_args &a, int splits) {
-  if (splits == 1) return 0;
-  return (size_t)(a.tokens * a.heads * splits * (a.cache.head_dim + 1)) * sizeof(float);
+/* Slots of the workspace. */
+int64_t place_slots(const kvl_paged_attention_args &a, const split_place &p) {
+  return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units * p.rows;
+}
+size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p) {
+  return p.shares == 1 ? 0 : place_slots(a, p) * (a.cache.head_dim + 1) * sizeof(float);
 }
 
-int launch_combine(const kvl_paged_attention_args &a, const split_place &place,
+/* How a decode is cut: into as many shares as there are teams for a unit on the device at
+ * once, if every one of them has something to do. */
+split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
+  const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
+  const decode_kind kind = decode_kind_of(a);
+  split_place p = {};
+  p.subgroups = ceil_div(group, rows);
+  p.units = a.cache.kv_heads * p.subgroups;
+  p.rows = group < rows ? group : rows;
+  while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
+  /* The more warps a team has, the fewer partial results there are to join: as many as leave
+   * every sequence four shares. */
+  const int64_t warps = (int64_t)sm_count * kind.blocks * kind.warps;
+  p.team = kind.most_team;
+  while (p.team > 1 && warps / p.team / p.units < 4 * a.seqs) p.team /= 2;
+  /* A share reads at least 8 times what its partial result takes. */
+  const int dtype = a.cache.dtype;
+  const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
+  p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
+  if (p.least < p.team) p.least = p.team;
+  const int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
+  const int64_t tiles = a.seqs * (ceil_div(keys, kind.tile_keys) + 1) / p.least;
+  const int64_t most = warps / p.team / p.units, shares = tiles < most ? tiles : most;
+  p.shares = shares < 1 ? 1 : (int)shares;
+  p.out = (float *)a.workspace;
+  p.lse = p.out + place_slots(a, p) * a.cache.head_dim;
+  return p;
+}
+
+/* Lanes side by side over a row's dims: the fewer, the more partial results at once. */
+int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
                    const kvl_cuda_queue *q) {
-  if (place.splits == 1) return KVL_OK;
+  if (p.shares == 1) return KVL_OK;
+  int status = prefer_shared<paged_combine>(q);
+  if (status < 0) return status;
+  int64_t cuts = a.seqs < p.shares ? a.seqs : p.shares, parts = p.shares / cuts + 2;
+  int dim_lanes = 32;
+  while (dim_lanes > 1 && 32 / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
+  int64_t items = cuts * p.units * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
+  int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(a.tokens * a.heads));
+  config.gridDim = dim3((unsigned)(blocks < full ? blocks : full));
   config.blockDim = dim3(COMBINE_WARPS * WARP);
   config.stream = q->stream;
   cudaLaunchAttribute early[1];
@@ -90,90 +138,118 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &place,
   early[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = early;
   config.numAttrs = q->shared_optin > 200 << 10;   /* Hopper and later: 227 KiB */
-  return kvl__cuda_check(cudaLaunchKernelEx(&config, paged_combine, a, place));
+  return kvl__cuda_check(cudaLaunchKernelEx(&config, paged_combine, a, p, dim_lanes));
 }
 
-template <class T, int D>
-int launch_decode(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
-  using shape = decode_shape<D>;
-  int subgroups = ceil_div(a.heads / a.cache.kv_heads, shape::ROWS);
-  split_place place = workspace_place(a, splits);
-  int status = allow_shared<paged_decode<T, D>>(q, shape::SHARED_BYTES);
+/* Blocks of a decode. */
+int decode_blocks(const split_place &p, int warps) {
+  return ceil_div((int64_t)p.shares * p.units, warps / p.team);
+}
+
+template <class T, int D, bool F8>
+int launch_decode(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  using shape = decode_shape<D, F8>;
+  const split_place place = decode_place(a, q->sm_count);
+  int status = allow_shared<paged_decode<T, D, F8>>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, F8>>(q);
   if (status < 0) return status;
-  dim3 grid((unsigned)(a.seqs * splits), a.cache.kv_heads * subgroups);
-  paged_decode<T, D><<<grid, shape::WARPS * WARP, shape::SHARED_BYTES, q->stream>>>(
-      a, place, subgroups);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  paged_decode<T, D, F8><<<blocks, shape::WARPS * WARP, shape::SHARED_BYTES, q->stream>>>(
+      a, place);
   return launch_combine(a, place, q);
 }
 
-template <class T, int D>
+template <class T, int D, class C = T>
 int launch_prefill(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   using shape = prefill_shape<D>;
   int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
   int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
-  int status = allow_shared<paged_prefill<T, D>>(q, shape::SHARED_BYTES);
+  int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-  paged_prefill<T, D><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
+  paged_prefill<T, D, C><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
   return KVL_OK;
 }
 
 template <class T, int D, int ROWS>
-int launch_f32(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
+int launch_f32(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   using shape = f32_shape<T, D>;
-  int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
-  int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
-  split_place place = workspace_place(a, splits);
-  int status = allow_shared<paged_f32<T, D, ROWS>>(q, shape::SHARED_BYTES);
+  const int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
+  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+  if (a.starts) {
+    int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
+    int status = allow_shared<paged_f32_prefill<T, D, ROWS>>(q, BYTES);
+    if (status < 0) return status;
+    dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+    paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
+    return KVL_OK;
+  }
+  const split_place place = decode_place(a, q->sm_count);
+  int status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
   if (status < 0) return status;
-  int64_t tiles = a.starts ? a.tokens / tokens_tile + a.seqs : a.seqs * splits;
-  dim3 grid((unsigned)tiles, a.cache.kv_heads * subgroups);
-  paged_f32<T, D, ROWS><<<grid, shape::WARPS * WARP, shape::SHARED_BYTES, q->stream>>>(
-      a, place, subgroups);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  paged_f32_decode<T, D, ROWS><<<blocks, THREADS, BYTES, q->stream>>>(a, place);
   return launch_combine(a, place, q);
 }
 
 template <class T, int D>
-int launch_f32_rows(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
+int launch_f32_rows(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int rows = a.starts ? 8 : decode_rows(a);
-  if (rows == 1) return launch_f32<T, D, 1>(a, q, splits);
-  if (rows == 4) return launch_f32<T, D, 4>(a, q, splits);
-  return launch_f32<T, D, 8>(a, q, splits);
+  if (rows == 1) return launch_f32<T, D, 1>(a, q);
+  if (rows == 4) return launch_f32<T, D, 4>(a, q);
+  return launch_f32<T, D, 8>(a, q);
 }
 
 template <class T>
-int launch_f32_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
+int launch_f32_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int d = a.cache.head_dim;
-  if (d <= 64) return launch_f32_rows<T, 64>(a, q, splits);
-  if (d <= 128) return launch_f32_rows<T, 128>(a, q, splits);
-  return launch_f32_rows<T, 256>(a, q, splits);
+  if (d <= 64) return launch_f32_rows<T, 64>(a, q);
+  if (d <= 128) return launch_f32_rows<T, 128>(a, q);
+  return launch_f32_rows<T, 256>(a, q);
+}
+
+/* Decode waits for memory: padded dims cost it nothing. */
+template <class T, bool F8>
+int launch_decode_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  int d = a.cache.head_dim;
+  if (d <= 64) return launch_decode<T, 64, F8>(a, q);
+  if (d <= 128) return launch_decode<T, 128, F8>(a, q);
+  return launch_decode<T, 256, F8>(a, q);
+}
+
+template <class T, class C>
+int launch_prefill_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  int d = a.cache.head_dim;
+  if (d <= 64) return launch_prefill<T, 64, C>(a, q);
+  if (d <= 96) return launch_prefill<T, 96, C>(a, q);
+  if (d <= 128) return launch_prefill<T, 128, C>(a, q);
+  if (d <= 192) return launch_prefill<T, 192, C>(a, q);
+  return launch_prefill<T, 256, C>(a, q);
 }
 
 template <class T>
-int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
+int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int d = a.cache.head_dim;
-  if (a.starts) {
-    if (d <= 64) return launch_prefill<T, 64>(a, q);
-    if (d <= 96) return launch_prefill<T, 96>(a, q);
-    if (d <= 128) return launch_prefill<T, 128>(a, q);
-    if (d <= 192) return launch_prefill<T, 192>(a, q);
-    return launch_prefill<T, 256>(a, q);
+  if (!a.starts) {
+    if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(a, q);
+    return launch_decode_dim<T, false>(a, q);
   }
-  /* Decode waits for memory: padded dims cost it nothing. */
-  if (d <= 64) return launch_decode<T, 64>(a, q, splits);
-  if (d <= 128) return launch_decode<T, 128>(a, q, splits);
-  return launch_decode<T, 256>(a, q, splits);
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(a, q);
+  if (wgmma_takes(a, q))
+    return d == 64 ? launch_prefill_wgmma<T, 64>(a, q) : launch_prefill_wgmma<T, 128>(a, q);
+  return launch_prefill_dim<T, T>(a, q);
 }
 
-int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int splits) {
+int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
   if (!aligned16(a.q, a.cache.kv, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(a, q, splits);
-  else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(a, q, splits);
+  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(a, q);
+  else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(a, q);
+  else if (a.cache.dtype == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(a, q);
   else {
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(a, q, splits);)
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(a, q);)
   }
   return status < 0 ? status : kvl__cuda_launched();
 }
@@ -183,11 +259,11 @@ int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q, int split
 
 KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_paged_attention_args &a = *(const kvl_paged_attention_args *)args;
-  return kvl::splits_bytes(a, kvl::decode_splits(a, sm_count));
+  if (a.starts || a.seqs == 0 || a.heads == 0) return 0;
+  return kvl::place_bytes(a, kvl::decode_place(a, sm_count));
 }
 
 KVL_CUDA_KERNEL(paged_attention) {
   const kvl_paged_attention_args &a = *(const kvl_paged_attention_args *)args;
-  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  return kvl::launch(a, q, kvl::decode_splits(a, q->sm_count));
+  return kvl::launch(a, (const kvl_cuda_queue *)queue);
 }

@@ -1,201 +1,438 @@
-/* Split-KV flash decoding for 16-bit q and cache, on the tensor cores.
+/* Flash decoding for 16-bit q and a 16-bit or f8e4m3 cache, on the tensor cores.
  *
- * One block of threads takes one (sequence, KV head, split of its keys); up to 16 query
- * heads of the group are the 16 rows of the mma, so K and V are read once. A decode step
- * is bound by memory and a 16-row mma costs the same however many rows are used, so
- * smaller groups waste nothing that matters.
+ * The teams of paged_split.cuh are warps of one block. Every warp is its own pipeline: it walks
+ * its tiles of KEYS keys, from sequence to sequence, and keeps STAGES - 1 of them (K and V)
+ * under way into its own ring in shared memory, the next sequence's behind this one's. Up to
+ * 16 query heads of a group are the 16 rows of the mma, so K and V are read once: a decode is
+ * bound by memory, and smaller groups waste nothing that matters. Where a sequence ends the
+ * team's partial softmaxes are joined through the memory of the tiles just used.
  *
- * Every warp is its own pipeline: tiles of 16 keys (K and V) are dealt to the warps in
- * turn, and each warp keeps STAGES - 1 of its tiles under way into its own part of shared
- * memory. No block-wide barrier until the warps' partial softmaxes are joined at the end. */
+ * Instructions come from memory too: after other kernels neither they nor anything else of
+ * this one is in the L2, and a miss costs as much as one of data. So the code is short: one
+ * copy of the look-up, the fetch and the end of a sequence, rolled loops.
+ *
+ * f8e4m3: every value of it is an f16 value, so K and V become f16 on the way from shared
+ * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
+ * ldmatrix moves pairs of bytes: of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a
+ * key, where the mma wants 2 (l%4), + 1, + 8, + 9; so q's dims are permuted alike. Of V
+ * (transposed) it gets two dims of two keys, and the columns of the two mma of a piece are its
+ * even and its odd dims. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
-#include "paged_output.cuh"
+#include <type_traits>
+
+#include "paged_split.cuh"
+
+#ifndef KVL_BLOCKS
+#define KVL_BLOCKS 1
+#endif
+#ifndef KVL_ORDER
+#define KVL_ORDER 0
+#endif
+#ifndef KVL_TEAM
+#define KVL_TEAM 4
+#endif
 
 namespace kvl {
 
-/* Ring sizes: 96 KiB a block (64 KiB at D = 64), two blocks an SM. */
-template <int D> struct decode_shape {
-  static constexpr int WARPS = D > 128 ? 2 : 4, STAGES = D > 64 ? 3 : 4;
-  static constexpr int KEYS = 16, ROWS = 16;
-  static constexpr int PIECES = TILE_PIECES<D>;
+/* Ring sizes: 192 KiB a block, one block an SM. */
+template <int D, bool F8> struct decode_shape {
+  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES;   /* of a piece */
+  static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
+  static constexpr int KEYS = F8 || D <= 64 ? 32 : 16, ROWS = 16;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
+  static constexpr int BLOCKS = KVL_BLOCKS, STAGES = 3;
+  static constexpr int WARPS = (STAGE_BYTES > 8192 ? 4 : 8) / BLOCKS;
+  static constexpr int TEAM = KVL_TEAM;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
-  static_assert(WARPS * ROWS * (D * 4 + 8) <= RING_BYTES, "the ring holds the final states");
+  static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;   /* leaves some for paged_combine */
+  static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
 
-template <class T, int D>
-__global__ void __launch_bounds__(decode_shape<D>::WARPS * WARP, 2)
+/* Eight keys of a tile, or one where block_size is no multiple of 8: what a lane looks up. */
+struct key_run {
+  long long offset;        /* of the first, in bytes; of all of them where there is a block */
+  int position;            /* of the first */
+  unsigned seen;           /* a bit a key: is it one? */
+};
+
+/* Two f8e4m3 (the low half of x) as f16. */
+__device__ __forceinline__ uint32_t widen_f8(uint32_t x) {
+  uint32_t y;
+  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\t"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n\t}" : "=r"(y) : "r"(x));
+  return y;
+}
+
+/* 2^n that brings numbers up to `top` to about 2^14, as their exponents have it: exact. */
+__device__ __forceinline__ int f16_shift(float top) {
+  int exponent = (int)(__float_as_uint(top) >> 23);
+  return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
+}
+
+/* Scales rows of q in place: f16 in place of T. Returns by which powers of two. */
+template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (&q)[K][4]) {
+  float top[2] = {};
+#pragma unroll
+  for (int k = 0; k < K; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 x = unpack2(q[k][i], T());
+      top[i % 2] = fmaxf(top[i % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+  const int2 shift = {f16_shift(warp_max<4>(top[0])), f16_shift(warp_max<4>(top[1]))};
+  const float by[2] = {ldexpf(1.f, shift.x), ldexpf(1.f, shift.y)};
+#pragma unroll
+  for (int k = 0; k < K; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 x = unpack2(q[k][i], T());
+      q[k][i] = pack2(x.x * by[i % 2], x.y * by[i % 2], __half());
+    }
+  return shift;
+}
+
+/* The dim of this lane's column `c` (0 or 1) of the n-th mma of P V. */
+template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
+  const int j = threadIdx.x % 4;
+  return F8 ? n / 2 * 16 + j * 4 + c * 2 + n % 2 : n * 8 + j * 2 + c;
+}
+
+/* Barrier of a team's warps. */
+__device__ __forceinline__ void team_sync(int team, int warps) {
+  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(warps * WARP) : "memory");
+}
+
+template <class T, int D, bool F8>
+__global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
 paged_decode(const __grid_constant__ kvl_paged_attention_args a,
-             const __grid_constant__ split_place place_, int subgroups) {
-  using shape = decode_shape<D>;
-  constexpr int STAGES = shape::STAGES, WARPS = shape::WARPS, KEYS = shape::KEYS;
-  constexpr int PIECES = shape::PIECES;
+             const __grid_constant__ split_place place) {
+  using shape = decode_shape<D, F8>;
+  using M = std::conditional_t<F8, __half, T>;   /* what the tensor cores see */
+  constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
+  constexpr int NUMBERS = shape::NUMBERS, KEYS_LOG = KEYS == 16 ? 4 : 5;
   extern __shared__ __align__(128) char shared[];
+  __shared__ split_shares shares;
+  __shared__ float2 states[shape::WARPS][shape::ROWS];   /* (m, l) of the warps' rows, and */
+  __shared__ int sums_at[shape::WARPS];                  /* the stages with their sums */
 
-  split_place place = place_;
-  place.split = blockIdx.x % place.splits;
-  const int64_t seq = blockIdx.x / place.splits;
-  const int kv_head = blockIdx.y / subgroups, group = (int)(a.heads / a.cache.kv_heads);
-  const int first = blockIdx.y % subgroups * shape::ROWS;
-  const query_rows rows = {seq, kv_head * group + first, group,
-                           min(shape::ROWS, group - first)};
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int head_dim = a.cache.head_dim, length = a.lens[seq];
-
-  const paged_walk walk(a, seq, kv_head, length);
-  const int tiles = (walk.keys + KEYS - 1) / KEYS;
-  const int tile_end = (int)((int64_t)tiles * (place.split + 1) / place.splits);
-  int tile = (int)((int64_t)tiles * place.split / place.splits) + warp;
+  const int team = warp / place.team, member = warp % place.team;
+  const int task = blockIdx.x * (shape::WARPS / place.team) + team;
+  const uint32_t share = KVL_ORDER ? task % place.shares : task / place.units;
+  const int unit = KVL_ORDER ? task / place.shares : task % place.units;
+  const int kv_head = unit / place.subgroups;
+  if (unit >= place.units) return;
+  const split_plan plan(a, place, shares);
+  if (share >= shares.shares) return;
+  const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);
 
   char *ring = shared + warp * STAGES * shape::STAGE_BYTES;
   const uint32_t ring_at = shared_address(ring);
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * STAGES * KEYS;
-  const T *cache = (const T *)a.cache.kv;
-  const int64_t to_value = walk.to_value();
+  const int head_dim = a.cache.head_dim, row_bytes = head_dim * shape::BYTES;
 
-  /* Lanes l and l + 16 look up key l of a tile; each lane then copies pieces of rows. */
-  auto find = [&](int t) {
-    paged_row none = {0, -1};
-    return t < tile_end ? walk.find(t * KEYS + lane % KEYS) : none;
+  /* ---- looking up: 32 runs of keys at once, which are `batch` tiles --------------------- */
+  const bool runs = a.cache.block_size % 8 == 0;
+  const int log_batch = runs ? 8 - KEYS_LOG : 5 - KEYS_LOG;
+  uint32_t seq_begin;                         /* its first tile */
+  int seq = plan.find(share_begin, seq_begin);
+  int length = a.lens[seq], tiles = plan.tiles(length);
+  int ahead_seq = seq, ahead_length = length, ahead_tiles = tiles;
+  uint32_t ahead_begin = seq_begin, ahead = share_begin + member;
+  key_run now = {0, -1, 0};
+  paged_block found = {-1, -1, 0};            /* this lane's run of the next batch */
+  int now_tiles = 0, next_tiles = 0, now_tile = 0;
+  auto keys_ahead = [&]() {
+    return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
   };
-  auto fetch = [&](int stage, const paged_row &row) {
-    uint32_t k_at = ring_at + stage * shape::STAGE_BYTES, v_at = k_at + shape::TILE_BYTES;
-    long long offset = row.position < 0 ? -1 : (long long)row.offset;
-#pragma unroll
-    for (int i = 0; i < KEYS * PIECES / WARP; i++) {
-      int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
-      long long at = __shfl_sync(ALL_LANES, offset, r);
-      bool valid = at >= 0 && piece * 8 < head_dim;   /* else zeros: no NaN gets in */
-      const T *k = valid ? cache + at + piece * 8 : cache;
-      uint32_t to = tile_byte<PIECES>(r, piece);
-      copy_async(k_at + to, k, valid);
-      copy_async(v_at + to, valid ? k + to_value : cache, valid);
+  /* The next batch becomes this one; here its look-up has to be done. */
+  auto take_batch = [&]() {
+    const paged_keys keys = keys_ahead();
+    const paged_row row = keys.row_of(found);
+    now = {(long long)row.offset * shape::BYTES, row.position, keys.seen(row, runs ? 8 : 1)};
+    now_tiles = next_tiles;
+    now_tile = next_tiles = 0;
+  };
+  /* Begins the look-up of the next batch. */
+  auto look_up = [&]() {
+    if (ahead >= share_end) return;
+    while (ahead >= ahead_begin + ahead_tiles) {
+      ahead_begin += ahead_tiles;
+      ahead_length = a.lens[++ahead_seq];
+      ahead_tiles = plan.tiles(ahead_length);
     }
-    if (lane < KEYS) positions[stage * KEYS + lane] = row.position;
+    const uint32_t end = min(share_end, ahead_begin + ahead_tiles);
+    const int tile = (int)(ahead - ahead_begin) + plan.first_tile(ahead_length);
+    const int nth = lane >> (5 - log_batch), run = lane & ((WARP >> log_batch) - 1);
+    found = keys_ahead().look_up((tile + nth * place.team) * KEYS + (runs ? run * 8 : run));
+    while (next_tiles < 1 << log_batch && ahead < end) {
+      next_tiles++;
+      ahead += place.team;
+    }
+  };
+  const char *cache = (const char *)a.cache.kv;
+  const int64_t to_value = (int64_t)a.cache.kv_heads * a.cache.block_size * row_bytes;
+  /* Copies the next tile, SIDE rows of a run at once. */
+  auto fetch = [&](int stage) {
+    const bool batch_ends = now_tile == now_tiles;
+    if (batch_ends) take_batch();
+    constexpr int SIDE = WARP / PIECES;
+    const int piece = lane % PIECES, side = lane / PIECES;
+    const uint32_t to = ring_at + stage * shape::STAGE_BYTES;
+    int *const where = positions + stage * KEYS;
+    if (now_tiles > 0 && runs) {
+#pragma unroll
+      for (int run = 0; run < KEYS / 8; run++) {
+        const int source = now_tile * (KEYS / 8) + run;
+        const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + side * row_bytes +
+                        piece * 16;
+        const int position = __shfl_sync(ALL_LANES, now.position, source);
+        unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
+        if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? position + lane : -1;
+        seen = piece * NUMBERS < head_dim ? seen >> side : 0;
+#pragma unroll
+        for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
+          const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
+          copy_async(at, k, seen >> i & 1);   /* else zeros: no NaN gets in */
+          copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1);
+        }
+      }
+    } else if (now_tiles > 0) {
+#pragma unroll 2
+      for (int r = side; r < KEYS; r += SIDE) {
+        const int source = now_tile * KEYS + r;
+        const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + piece * 16;
+        const int position = __shfl_sync(ALL_LANES, now.position, source);
+        unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
+        if (piece == 0) where[r] = seen ? position : -1;
+        if (piece * NUMBERS >= head_dim) seen = 0;
+        const uint32_t at = to + tile_byte<PIECES>(r, piece);
+        copy_async(at, k, seen);
+        copy_async(at + shape::TILE_BYTES, k + to_value, seen);
+      }
+    }
+    if (now_tiles > 0) now_tile++;
+    if (batch_ends) look_up();   /* after the copies: it may wait for a selection */
   };
 
-  {
-    paged_row start[STAGES - 1];
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) start[s] = find(tile + s * WARPS);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-      fetch(s, start[s]);
-      copy_commit();
-    }
-  }
-
-  /* The rows of this lane's two halves of every mma: lane/4 and lane/4 + 8. */
-  const int row0 = lane / 4, row1 = row0 + 8, pair = lane % 4 * 2;
-  const T *q0 = nullptr, *q1 = nullptr;
-  float slope0 = 0.f, slope1 = 0.f;
-  if (row0 < rows.count) q0 = (const T *)a.q + (seq * a.heads + rows.head(row0)) * head_dim;
-  if (row1 < rows.count) q1 = (const T *)a.q + (seq * a.heads + rows.head(row1)) * head_dim;
-  if (a.alibi && q0) slope0 = a.alibi[rows.head(row0)] * LOG2E;
-  if (a.alibi && q1) slope1 = a.alibi[rows.head(row1)] * LOG2E;
+  /* ---- computing ------------------------------------------------------------------------ */
+  const int row0 = lane / 4, row1 = row0 + 8;   /* this lane's rows of every mma */
+  const int pair = lane % 4 * 2;
+  const score_rule rule(a);
+  float slope0 = 0.f, slope1 = 0.f, scale0 = rule.scale, scale1 = rule.scale, value_scale = 1.f;
+  if (F8 && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
   uint32_t q[D / 16][4];
-#pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    q[k][0] = load_pair(q0, k * 16 + pair, head_dim);
-    q[k][1] = load_pair(q1, k * 16 + pair, head_dim);
-    q[k][2] = load_pair(q0, k * 16 + pair + 8, head_dim);
-    q[k][3] = load_pair(q1, k * 16 + pair + 8, head_dim);
-  }
-  const float scale = a.scale * LOG2E;
+  float out[D / 8][4], m0, m1, l0, l1;
+  bool fresh = true;                          /* nothing of this sequence was computed yet */
+  uint32_t tile = share_begin + member;
 
-  float out[D / 8][4] = {};
-  float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
-  paged_row next = find(tile + (STAGES - 1) * WARPS);
-  for (int stage = 0; tile < tile_end;
-       tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
-    copy_wait<STAGES - 2>();
-    __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
-    fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
-    copy_commit();
-    next = find(tile + STAGES * WARPS);
-
-    const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES;
-    const uint32_t v_at = k_at + shape::TILE_BYTES;
-    float s[2][4] = {};   /* 16 rows x keys 0-7 and 8-15 */
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      uint32_t b[4];
-      load_matrices(b, k_at + tile_byte<PIECES>(lane % 8 + lane / 16 * 8,
-                                                2 * k + lane / 8 % 2));
-      mma(s[0], q[k], b[0], b[1], T());
-      mma(s[1], q[k], b[2], b[3], T());
-    }
-    float top0 = m0, top1 = m1;
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        int at = positions[stage * KEYS + n * 8 + pair + c];
-        float ahead = (float)(at - (length - 1));
-        s[n][c] = at < 0 ? -INFINITY : s[n][c] * scale + slope0 * ahead;
-        s[n][c + 2] = at < 0 ? -INFINITY : s[n][c + 2] * scale + slope1 * ahead;
-        top0 = fmaxf(top0, s[n][c]);
-        top1 = fmaxf(top1, s[n][c + 2]);
-      }
-    top0 = warp_max<4>(top0);
-    top1 = warp_max<4>(top1);
-    if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
-      float down0 = exp2_fast(m0 - finite_shift(top0));
-      float down1 = exp2_fast(m1 - finite_shift(top1));
-      m0 = top0;
-      m1 = top1;
-      l0 *= down0;
-      l1 *= down1;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        out[n][0] *= down0;
-        out[n][1] *= down0;
-        out[n][2] *= down1;
-        out[n][3] *= down1;
+  /* Step 0 looks up, 1 and 2 fetch, the others compute as well. The compiler must not know,
+   * or it would copy the code for each of them. */
+  int stage = 0, used = -1, fetch_stage = 0, step;   /* used: the last tile's stage */
+  asm volatile("mov.u32 %0, 0;" : "=r"(step));
+  for (;;) {
+    const uint32_t piece_end = min(share_end, seq_begin + tiles);
+    if (step < STAGES || tile < piece_end) {
+      if (step >= STAGES) copy_wait<STAGES - 2>();
+      __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
+      fetch(fetch_stage);
+      copy_commit();
+      if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
+      if (++step <= STAGES) {
+        if (step == STAGES) let_next_start();
+        continue;
       }
     }
-    float shift0 = finite_shift(m0), shift1 = finite_shift(m1);
+    if (fresh) {
+      fresh = false;
+      used = -1;
+      m0 = m1 = -INFINITY;
+      l0 = l1 = 0.f;
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+      for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+      const query_rows rows = unit_rows(a, place, seq, unit);
+      const T *q0 = nullptr, *q1 = nullptr;
+      const int64_t row = seq * a.heads;
+      if (row0 < rows.count) q0 = (const T *)a.q + (row + rows.head(row0)) * head_dim;
+      if (row1 < rows.count) q1 = (const T *)a.q + (row + rows.head(row1)) * head_dim;
+      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2;   /* a lane's dims of 16 */
 #pragma unroll
-      for (int c = 0; c < 2; c++) {
-        l0 += s[n][c] = exp2_fast(s[n][c] - shift0);
-        l1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
+      for (int k = 0; k < D / 16; k++) {
+        const int dim = k * 16 + lane % 4 * STEP;
+        q[k][0] = load_pair(q0, dim, head_dim);
+        q[k][1] = load_pair(q1, dim, head_dim);
+        q[k][2] = load_pair(q0, dim + SECOND, head_dim);
+        q[k][3] = load_pair(q1, dim + SECOND, head_dim);
       }
-    /* The scores' layout is what the next mma wants of its left side. */
-    const uint32_t p[4] = {pack2(s[0][0], s[0][1], T()), pack2(s[0][2], s[0][3], T()),
-                           pack2(s[1][0], s[1][1], T()), pack2(s[1][2], s[1][3], T())};
-#pragma unroll
-    for (int n = 0; n < D / 16; n++) {
-      uint32_t b[4];
-      load_matrices_transposed(b, v_at + tile_byte<PIECES>(lane % 16, 2 * n + lane / 16));
-      mma(out[2 * n], p, b[0], b[1], T());
-      mma(out[2 * n + 1], p, b[2], b[3], T());
+      if (a.alibi) {
+        slope0 = q0 ? a.alibi[rows.head(row0)] * LOG2E : 0.f;
+        slope1 = q1 ? a.alibi[rows.head(row1)] * LOG2E : 0.f;
+      }
+      if constexpr (F8) {
+        const int2 shift = rows_to_f16<T>(q);
+        const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
+        scale0 = ldexpf(rule.scale * k_scale, -shift.x);
+        scale1 = ldexpf(rule.scale * k_scale, -shift.y);
+      }
     }
-  }
-  let_next_start();
-  l0 = warp_sum<4>(l0);
-  l1 = warp_sum<4>(l1);
-
-  copy_wait<0>();
-  __syncthreads();   /* every warp is past its ring, which now takes the states */
-  float *sums = (float *)shared;
-  float2 *states = (float2 *)(sums + WARPS * shape::ROWS * D);
-  float *mine = sums + warp * shape::ROWS * D;
+    if (tile < piece_end) {
+      const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES, v_at = k_at + shape::TILE_BYTES;
+      float s[KEYS / 8][4] = {};   /* 16 rows x keys 0-7, 8-15, ... */
 #pragma unroll
-  for (int n = 0; n < D / 8; n++) {
-    *(float2 *)(mine + row0 * D + n * 8 + pair) = make_float2(out[n][0], out[n][1]);
-    *(float2 *)(mine + row1 * D + n * 8 + pair) = make_float2(out[n][2], out[n][3]);
+      for (int n = 0; n < KEYS / 16; n++)
+#pragma unroll
+        for (int k = 0; k < D / (2 * NUMBERS); k++) {
+          uint32_t b[4];
+          load_matrices(b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8,
+                                                    2 * k + lane / 8 % 2));
+          if constexpr (F8) {
+#pragma unroll
+            for (int h = 0; h < 4; h++)
+              mma(s[2 * n + h / 2], q[2 * k + h % 2], widen_f8(b[h]), widen_f8(b[h] >> 16), M());
+          } else {
+            mma(s[2 * n], q[k], b[0], b[1], M());
+            mma(s[2 * n + 1], q[k], b[2], b[3], M());
+          }
+        }
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[n][c] *= c < 2 ? scale0 : scale1;
+      if (rule.cap != 0.f) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+          for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
+      }
+      float top0 = m0, top1 = m1;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) {
+        const int2 where = *(const int2 *)(positions + stage * KEYS + n * 8 + pair);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const int key = c ? where.y : where.x;
+          if (a.alibi) {
+            s[n][c] += slope0 * (float)(key - length + 1);
+            s[n][c + 2] += slope1 * (float)(key - length + 1);
+          }
+          s[n][c] = key < 0 ? -INFINITY : s[n][c];
+          s[n][c + 2] = key < 0 ? -INFINITY : s[n][c + 2];
+          top0 = fmaxf(top0, s[n][c]);
+          top1 = fmaxf(top1, s[n][c + 2]);
+        }
+      }
+      top0 = warp_max<4>(top0);
+      top1 = warp_max<4>(top1);
+      if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
+        const float down0 = exp2_fast(m0 - finite_shift(top0));
+        const float down1 = exp2_fast(m1 - finite_shift(top1));
+        m0 = top0;
+        m1 = top1;
+        l0 *= down0;
+        l1 *= down1;
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) {
+          out[n][0] *= down0;
+          out[n][1] *= down0;
+          out[n][2] *= down1;
+          out[n][3] *= down1;
+        }
+      }
+      const float shift0 = finite_shift(m0), shift1 = finite_shift(m1);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          l0 += s[n][c] = exp2_fast(s[n][c] - shift0);
+          l1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
+        }
+#pragma unroll
+      for (int k = 0; k < KEYS / 16; k++) {
+        /* The scores' layout is what the next mma wants of its left side. */
+        const uint32_t p[4] = {
+            pack2(s[2 * k][0], s[2 * k][1], M()), pack2(s[2 * k][2], s[2 * k][3], M()),
+            pack2(s[2 * k + 1][0], s[2 * k + 1][1], M()),
+            pack2(s[2 * k + 1][2], s[2 * k + 1][3], M())};
+#pragma unroll
+        for (int n = 0; n < D / (2 * NUMBERS); n++) {
+          uint32_t b[4];
+          load_matrices_transposed(
+              b, v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
+          if constexpr (F8) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {   /* a piece: keys 0-7 and 8-15 of 16 dims */
+              const uint32_t x = __byte_perm(b[2 * h], 0, 0x3120);
+              const uint32_t y = __byte_perm(b[2 * h + 1], 0, 0x3120);
+              mma(out[4 * n + 2 * h], p, widen_f8(x), widen_f8(y), M());
+              mma(out[4 * n + 2 * h + 1], p, widen_f8(x >> 16), widen_f8(y >> 16), M());
+            }
+          } else {
+            mma(out[2 * n], p, b[0], b[1], M());
+            mma(out[2 * n + 1], p, b[2], b[3], M());
+          }
+        }
+      }
+      used = stage;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      tile += place.team;
+      if (tile < piece_end) continue;
+    }
+
+    /* The sequence, or the share, ends. */
+    const query_rows rows = unit_rows(a, place, seq, unit);
+    l0 = warp_sum<4>(l0);
+    l1 = warp_sum<4>(l1);
+    __syncwarp();   /* the last tile is read */
+    if (lane % 4 == 0) {
+      states[warp][row0] = make_float2(m0, l0);
+      states[warp][row1] = make_float2(m1, l1);
+      if (lane == 0) sums_at[warp] = warp * STAGES + used;
+    }
+    if (used >= 0) {
+      float *const sums = (float *)(ring + used * shape::STAGE_BYTES);
+#pragma unroll
+      for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {   /* rotated: rows lie in different banks */
+          const int dim = dim_of<F8>(n, c) ^ row0 * 8;
+          if (row0 < rows.count) sums[row0 * D + dim] = out[n][c];
+          if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
+        }
+    }
+    team_sync(team, place.team);
+    const bool starts = share_begin <= seq_begin, ends = seq_begin + tiles <= share_end;
+    const int64_t slot = starts && ends ? -1 : place.slot(share, seq, a.seqs, unit, starts);
+#pragma unroll 1
+    for (int i = (member * WARP + lane) * 4; i < rows.count * D; i += place.team * WARP * 4) {
+      const int r = i / D, dim = i % D, first = warp - member;
+      if (dim >= head_dim) continue;
+      float m = -INFINITY, l = 0.f, x[4] = {};
+#pragma unroll 1
+      for (int w = first; w < first + place.team; w++) m = fmaxf(m, states[w][r].x);
+#pragma unroll 1
+      for (int w = first; w < first + place.team; w++) {
+        const float2 state = states[w][r];
+        if (state.y == 0.f) continue;   /* it had no tile of this sequence, or no key */
+        const float weight = exp2_fast(state.x - m);
+        float part[4];
+        load_floats((const float *)(shared + sums_at[w] * shape::STAGE_BYTES) + r * D +
+                        (dim ^ (r & 7) * 8), part);
+        l += weight * state.y;
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] += weight * part[e];
+      }
+      write_part(a, place, slot, rows, r, dim, x, m, l, value_scale);
+    }
+    if (piece_end == share_end) break;
+    team_sync(team, place.team);   /* the sums are read */
+    seq_begin += tiles;
+    length = a.lens[++seq];
+    tiles = plan.tiles(length);
+    fresh = true;
   }
-  if (pair == 0) {
-    states[warp * shape::ROWS + row0] = make_float2(m0, l0);
-    states[warp * shape::ROWS + row1] = make_float2(m1, l1);
-  }
-  __syncthreads();
-  finish_rows<WARPS, shape::ROWS, D>(a, rows, place, sums, states);
 }
 
 }  // namespace kvl

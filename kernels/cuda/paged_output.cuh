@@ -1,6 +1,6 @@
-/* The end of every paged attention kernel: joining partial softmaxes (maximum m in base 2,
- * denominator l, unnormalised sum of values) in a fixed order, joining the result to an
- * earlier attention, and writing rows. */
+/* The end of every paged attention kernel: joining the partial softmaxes of a block's warps
+ * (maximum m in base 2, denominator l, unnormalised sum of values) in a fixed order, joining
+ * the result to an earlier attention, and writing rows. */
 #ifndef KVL_CUDA_PAGED_OUTPUT_CUH
 #define KVL_CUDA_PAGED_OUTPUT_CUH
 
@@ -17,23 +17,10 @@ struct query_rows {
   __device__ int head(int r) const { return head0 + r % heads_each; }
 };
 
-/* Where split `split` of `splits` leaves its rows: straight in the op's output when there
- * is one split, else in the workspace
- *   out  f32  [tokens, heads, splits, head_dim]   normalised
- *   lse  f32  [tokens, heads, splits]             base 2 */
-struct split_place {
-  float *out, *lse;
-  int split, splits;
-};
-inline split_place workspace_place(const kvl_paged_attention_args &a, int splits) {
-  float *w = (float *)a.workspace;
-  int64_t rows = a.tokens * a.heads * splits;
-  return {w, w + rows * a.cache.head_dim, 0, splits};
-}
-
-/* Eight neighbours of a row that starts at dim. */
+/* Neighbours of out from `at` on, in its dtype. */
+template <int N>
 __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int64_t at,
-                                          const float (&x)[8]) {
+                                          const float (&x)[N]) {
   if (a.out_dtype == KVL_DTYPE_F32) store_floats((float *)a.out + at, x);
   else if (a.out_dtype == KVL_DTYPE_F16) store_floats((__half *)a.out + at, x);
   else store_floats((__nv_bfloat16 *)a.out + at, x);
@@ -71,32 +58,12 @@ __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const 
   for (int e = 0; e < N; e++) x[e] += prev[e] * end.keep;
 }
 
-__device__ __forceinline__ void write_piece(const kvl_paged_attention_args &a,
-                                            const split_place &place, int64_t row, int dim,
-                                            float (&x)[8], float m, float sum) {
-  if (place.splits == 1) {
-    const row_end end = end_row(a, row, m, sum);
-    const int64_t at = row * a.cache.head_dim + dim;
-    finish(a, end, at, x);
-    store_out(a, at, x);
-    if (a.lse && dim == 0) a.lse[row] = end.lse;
-  } else {
-    int64_t at = row * place.splits + place.split;
-    float inverse = sum == 0.f ? 0.f : 1.f / sum;
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[e] *= inverse;
-    store_floats(place.out + at * a.cache.head_dim + dim, x);
-    if (dim == 0) place.lse[at] = sum == 0.f ? -INFINITY : m + log2f(sum);
-  }
-}
-
-/* Join STATES partial softmaxes of every row, which lie in shared memory:
+/* Join STATES partial softmaxes of every row, which lie in shared memory, and write it:
  *   sums    f32     [STATES, ROWS, D]
  *   states  (m, l)  [STATES, ROWS] */
 template <int STATES, int ROWS, int D>
 __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows &rows,
-                            const split_place &place, const float *sums,
-                            const float2 *states) {
+                            float value_scale, const float *sums, const float2 *states) {
   for (int i = threadIdx.x; i < rows.count * (D / 8); i += blockDim.x) {
     int r = i / (D / 8), dim = i % (D / 8) * 8;
     if (dim >= a.cache.head_dim) continue;
@@ -111,60 +78,13 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
 #pragma unroll
       for (int e = 0; e < 8; e++) x[e] += weight * part[e];
     }
-    write_piece(a, place, rows.token(r) * a.heads + rows.head(r), dim, x, m, sum);
+    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    row_end end = end_row(a, row, m, sum);
+    end.scale *= value_scale;
+    finish(a, end, row * a.cache.head_dim + dim, x);
+    store_out(a, row * a.cache.head_dim + dim, x);
+    if (a.lse && dim == 0) a.lse[row] = end.lse;
   }
-}
-
-/* ---- joining the splits -------------------------------------------------------------- */
-
-/* One block per (token, head): warp w adds splits w, w + 4, ..., then the warps are added
- * in order. Started while the split kernel ends (on devices that can): it waits for it. */
-constexpr int COMBINE_WARPS = 4;
-__global__ void __launch_bounds__(COMBINE_WARPS * WARP)
-paged_combine(const __grid_constant__ kvl_paged_attention_args a,
-              const __grid_constant__ split_place place) {
-  __shared__ float sums[COMBINE_WARPS][256];
-  __shared__ float weights_shared[COMBINE_WARPS];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  int64_t row = blockIdx.x;
-  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const float *lse = place.lse + row * place.splits;
-  float m = -INFINITY;
-  for (int s = lane; s < place.splits; s += WARP) m = fmaxf(m, lse[s]);
-  m = warp_max(m);
-  float shift = finite_shift(m), sum = 0.f, x[8] = {};
-  int dim = lane * 8;
-  for (int s = warp; s < place.splits; s += COMBINE_WARPS) {
-    float weight = exp2_fast(lse[s] - shift), part[8];
-    if (dim >= a.cache.head_dim) continue;   /* lane 0 always has a dim: it keeps the sum */
-    load_floats(place.out + (row * place.splits + s) * a.cache.head_dim + dim, part);
-    sum += weight;
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[e] += weight * part[e];
-  }
-  if (dim < a.cache.head_dim) store_floats(&sums[warp][dim], x);
-  if (lane == 0) weights_shared[warp] = sum;
-  __syncthreads();
-  if (warp != 0 || dim >= a.cache.head_dim) return;
-  sum = 0.f;
-#pragma unroll
-  for (int e = 0; e < 8; e++) x[e] = 0.f;
-  for (int w = 0; w < COMBINE_WARPS; w++) {
-    sum += weights_shared[w];
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[e] += sums[w][dim + e];
-  }
-  split_place final = {nullptr, nullptr, 0, 1};
-  write_piece(a, final, row, dim, x, m, sum);
-}
-
-/* Lets the next kernel of the stream be scheduled; it still waits for this one to end. */
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 }  // namespace kvl

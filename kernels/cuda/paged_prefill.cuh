@@ -1,11 +1,12 @@
-/* Flash attention of many query rows over paged KV for 16-bit q and cache, on the tensor
- * cores (mma.sync).
+/* Flash attention of many query rows over paged KV for 16-bit q and a cache like it or of
+ * f8e4m3, on the tensor cores (mma.sync): what paged_wgmma.cuh does not take.
  *
  * One block of threads takes 128 query rows that share a KV head: 128 / group tokens with
  * all heads of the group, so short chunks fill a tile and K and V are fetched once for the
  * group. Each of the 8 warps owns 16 rows and walks all keys, in tiles of KEYS. Tiles of K
  * and V are double-buffered by asynchronous copies: tile j + 1 arrives while tile j is
- * used, with one barrier a tile.
+ * used, with one barrier a tile. f8e4m3 becomes q's type on the way to shared memory, by
+ * plain loads and stores; the scales of K and V are applied to scores and to sums.
  *
  * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
  *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
@@ -13,10 +14,11 @@
  *   3  4 warps x 32 rows (each fragment of K and V feeds two mma), two blocks an SM,
  *      64 keys a tile: 300 bytes of spills                             218
  *   4  version 3 with 32 keys a tile                                   224
- * So reads of shared memory are not the limit; the next step is wgmma. */
+ * So reads of shared memory are not the limit; the next step is wgmma: paged_wgmma.cuh. */
 #ifndef KVL_CUDA_PAGED_PREFILL_CUH
 #define KVL_CUDA_PAGED_PREFILL_CUH
 
+#include "convert.cuh"
 #include "paged_output.cuh"
 
 namespace kvl {
@@ -39,7 +41,21 @@ template <int KEYS> struct row_lists {
   int whole[3][KEYS / WARP];   /* is every key of these 32 there? */
 };
 
-template <class T, int D>
+/* Eight neighbours of a cached row as T. */
+template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
+  float x[8];
+  load_floats(p, x);
+  return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
+                    pack2(x[6], x[7], T()));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+/* C: the cache's type, T or f8e4m3. */
+template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
 paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
   using shape = prefill_shape<D>;
@@ -59,9 +75,10 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int head_dim = a.cache.head_dim, length = a.lens[tile_q.seq];
   const int last = tile_q.position0 + tile_q.tokens - 1;
-  const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length);
-  const int tiles = (walk.keys + KEYS - 1) / KEYS;
-  const T *cache = (const T *)a.cache.kv;
+  const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
+                        window_begin(a, tile_q.position0));
+  const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
+  const C *cache = (const C *)a.cache.kv;
   const int64_t to_value = walk.to_value();
 
   char *q_shared = shared;
@@ -75,21 +92,29 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     if (lane == 0) lists.whole[t % 3][warp] = whole;
   };
   auto fetch = [&](int t) {
-    uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES, v_at = k_at + shape::TILE_BYTES;
+    const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
+    const uint32_t v_at = k_at + shape::TILE_BYTES;
 #pragma unroll
     for (int i = 0; i < KEYS * PIECES / shape::THREADS; i++) {
       int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
       bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
-      const T *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 : cache;
+      const C *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 : cache;
+      const C *v = valid ? k + to_value : cache;
       uint32_t to = tile_byte<PIECES>(r, piece);
-      copy_async(k_at + to, k, valid);
-      copy_async(v_at + to, valid ? k + to_value : cache, valid);
+      if constexpr (std::is_same_v<C, T>) {
+        copy_async(k_at + to, k, valid);
+        copy_async(v_at + to, v, valid);
+      } else {
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        store_shared(k_at + to, valid ? widen<T>(k) : none);
+        store_shared(v_at + to, valid ? widen<T>(v) : none);
+      }
     }
   };
-  find(0);
-  find(1);
+  find(tile0);
+  find(tile0 + 1);
   __syncthreads();
-  fetch(0);
+  fetch(tile0);
   copy_commit();
 
   /* This lane's rows of every mma: lane/4 and lane/4 + 8 of the warp's 16. */
@@ -101,14 +126,18 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   const int at0 = tile_q.position0 + r0 / heads_each, at1 = tile_q.position0 + r1 / heads_each;
   const int limit0 = !has0 ? -1 : a.causal ? at0 : length - 1;
   const int limit1 = !has1 ? -1 : a.causal ? at1 : length - 1;
+  const int low0 = window_begin(a, at0), low1 = window_begin(a, at1);
   const float slope0 = a.alibi && has0 ? a.alibi[rows.head(r0)] * LOG2E : 0.f;
   const float slope1 = a.alibi && has1 ? a.alibi[rows.head(r1)] * LOG2E : 0.f;
-  /* Keys past `most` concern no row of the warp; keys up to `least` concern every row of
-   * it (rows that do not exist may see what they like). */
+  /* Keys past `most` concern no row of the warp; keys from `low` to `least` concern every
+   * row of it (rows that do not exist may see what they like). */
   const int most = warp_max(max(limit0, limit1));
   const int least = warp_min(min(has0 ? limit0 : INT_MAX, has1 ? limit1 : INT_MAX));
-  const bool alibi = a.alibi != nullptr;
-  const float scale = a.scale * LOG2E;
+  const int low = warp_max(max(has0 ? low0 : 0, has1 ? low1 : 0));
+  const bool biased = a.alibi || a.soft_cap > 0.f;
+  const score_rule rule(a);
+  const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
+  const float scale = rule.scale * k_scale;
 
   uint32_t q[shape::Q_SHARED ? 1 : D / 16][4];
   uint4 *q_warp = (uint4 *)q_shared + warp * (D / 16) * WARP + lane;
@@ -126,7 +155,7 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
 
   float out[D / 8][4] = {};
   float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
-  for (int t = 0; t < tiles; t++) {
+  for (int t = tile0; t < tiles; t++) {
     copy_wait<0>();
     __syncthreads();   /* tile t is whole, list t + 1 written, buffer of t - 1 read out */
     if (t + 1 < tiles) fetch(t + 1);
@@ -159,7 +188,8 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     }
     /* Positions ascend: of keys that are all there, the last is the first not to be seen. */
     const int *whole = lists.whole[t % 3];
-    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[KEYS - 1] <= least && !alibi;
+    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= low &&
+                 positions[KEYS - 1] <= least && !biased;
     float top0 = m0, top1 = m1;
     if (plain) {
 #pragma unroll
@@ -175,9 +205,10 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
 #pragma unroll
         for (int c = 0; c < 2; c++) {
           int at = positions[n * 8 + pair + c];
-          bool seen0 = at >= 0 && at <= limit0, seen1 = at >= 0 && at <= limit1;
-          s[n][c] = seen0 ? s[n][c] * scale + slope0 * (float)(at - at0) : -INFINITY;
-          s[n][c + 2] = seen1 ? s[n][c + 2] * scale + slope1 * (float)(at - at1) : -INFINITY;
+          bool seen0 = at >= low0 && at <= limit0, seen1 = at >= low1 && at <= limit1;
+          float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
+          s[n][c] = seen0 ? x0 + slope0 * (float)(at - at0) : -INFINITY;
+          s[n][c + 2] = seen1 ? x1 + slope1 * (float)(at - at1) : -INFINITY;
         }
     }
 #pragma unroll
@@ -228,11 +259,13 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   l0 = warp_sum<4>(l0);
   l1 = warp_sum<4>(l1);
   copy_wait<0>();
+  const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
   /* Rows straight from the registers: four lanes write 8 neighbours of each row. */
   auto write = [&](bool has, int r, int half, float m, float l) {
     if (!has) return;
     int64_t row = rows.token(r) * a.heads + rows.head(r);
-    const row_end end = end_row(a, row, m, l);
+    row_end end = end_row(a, row, m, l);
+    end.scale *= v_scale;
     if (a.lse && pair == 0) a.lse[row] = end.lse;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) {
@@ -240,8 +273,7 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
       if (n * 8 + pair >= head_dim) continue;
       float x[2] = {out[n][half], out[n][half + 1]};
       finish(a, end, at, x);
-      if (a.out_dtype == KVL_DTYPE_F32) store_floats((float *)a.out + at, x);
-      else store_floats((T *)a.out + at, x);
+      store_out(a, at, x);
     }
   };
   write(has0, r0, 0, m0, l0);

@@ -355,6 +355,7 @@ describe("paged attention", function()
     refused({ call = { window = -1 } }, "window is -1, expected >= 0")
     refused({ call = { soft_cap = -0.5 } }, "soft_cap is -0.5, expected >= 0")
     refused({ call = { soft_cap = 0 / 0 } }, "soft_cap is", "nan, expected >= 0")
+    refused({ call = { soft_cap = 1 / 0 } }, "soft_cap is inf, expected >= 0 and finite")
   end)
 
   it("refuses scales of another cache, dtype or shape", function()

@@ -1,0 +1,218 @@
+/* Hopper's own instructions (sm_90a), one small function each: shared-memory barriers that
+ * count bytes, tensor copies (TMA), tensor-core products of a warpgroup (wgmma), registers
+ * moved between warpgroups, named barriers.
+ *
+ * A warpgroup is four neighbouring warps, the first of them a multiple of four. Shared
+ * memory is given by its 32-bit address. Elsewhere than on sm_90a nothing here compiles:
+ * kernels keep their bodies inside #if KVL_SM90A.
+ *
+ * Source    PTX ISA 8.0 and later: mbarrier, cp.async.bulk.tensor, wgmma, setmaxnreg. */
+#ifndef KVL_CUDA_HOPPER_CUH
+#define KVL_CUDA_HOPPER_CUH
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "common.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define KVL_SM90A 1
+#else
+#define KVL_SM90A 0
+#endif
+
+namespace kvl {
+
+constexpr int WARPGROUP = 128;
+
+#if KVL_SM90A
+
+/* ---- barriers -------------------------------------------------------------------------- */
+
+/* A barrier's phase ends when `count` arrivals and all expected bytes are in. Its parity is
+ * that of the phase waited for: 0 for the first. Waiting for parity 1 on a new barrier
+ * returns at once. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
+}
+/* After the inits, before a __syncthreads: copies see them too. */
+__device__ __forceinline__ void barrier_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+/* Barrier `id` (1 ... 15) of `threads` threads, some of which only arrive. */
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+/* ---- copies ---------------------------------------------------------------------------- */
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+/* Copy the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
+ * bytes. One thread. */
+__device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
+                                         int c4, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+               ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];"
+               :: "r"(shared), "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
+               : "memory");
+}
+/* This thread's writes to shared memory come before wgmma and copies that start after the
+ * next barrier. */
+__device__ __forceinline__ void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void clear_shared(uint32_t shared) {   /* 16 bytes */
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(shared), "r"(0) : "memory");
+}
+/* A read that ptxas does not move across waits, nor what follows from it. */
+__device__ __forceinline__ float load_late(const float &shared) {
+  float x;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];"
+               : "=f"(x) : "r"((uint32_t)__cvta_generic_to_shared(&shared)) : "memory");
+  return x;
+}
+
+/* ---- registers ------------------------------------------------------------------------- */
+
+/* All four warps of a warpgroup; N a multiple of 8. */
+template <int N> __device__ __forceinline__ void registers_give() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+}
+
+/* ---- products of a warpgroup ----------------------------------------------------------- */
+
+/* A matrix in shared memory as wgmma wants it described: rows of 128 bytes, eight of which
+ * are one 1024-byte atom (aligned to 1024) with 16-byte piece p of row r at p ^ r: what a
+ * copy with SWIZZLE_128B leaves. With its k along the rows, `step` is the distance between
+ * atoms of the other dimension; with k down the rows, `step` is the distance between atoms
+ * along k and `across` that between atoms of the other dimension. */
+__device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int across = 16) {
+  return (uint64_t)(shared >> 4) | (uint64_t)(across >> 4) << 16 |
+         (uint64_t)(step >> 4) << 32 | (uint64_t)1 << 62;
+}
+
+/* The matrix `bytes` further on. */
+__device__ __forceinline__ uint64_t matrix_plus(uint64_t matrix, int bytes) {
+  return matrix >> 32 << 32 | ((uint32_t)matrix + (bytes >> 4));
+}
+
+/* Before the first product, and when registers of one were touched since. */
+__device__ __forceinline__ void products_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/* Wait until at most N committed groups are under way. */
+template <int N> __device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+/* Registers of products change behind the compiler's back: nothing moves across this. */
+template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+#define KVL_D8(i)                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]),             \
+      "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define KVL_D32(i) KVL_D8(i), KVL_D8(i + 8), KVL_D8(i + 16), KVL_D8(i + 24)
+#define KVL_NAMES_32                                                                      \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"    \
+  "%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define KVL_NAMES_64                                                                      \
+  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"    \
+  "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+/* d[64 x N] = a b^T (+ d), k 16, both sides in shared memory with k along the rows; sums in
+ * fp32. Of d, warp w of the group has rows 16 w ... +15; lane l has rows l/4 and l/4 + 8 of
+ * these: d[4 n], d[4 n + 1] are columns 8 n + 2 (l%4), +1 of the first, the next two of the
+ * second. */
+#define KVL_SHARED_PRODUCT(N, TYPE, NAMES, A, B, ADD, ...)                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
+               " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                            \
+               : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+template <class T, int N>
+__device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, bool add) {
+  constexpr bool half = std::is_same_v<T, __half>;
+  if constexpr (N == 32) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
+    else KVL_SHARED_PRODUCT(64, "bf16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
+  } else {
+    static_assert(N == 64, "64 or 128 columns");
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0),
+                         KVL_D32(32));
+    else
+      KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0),
+                         KVL_D32(32));
+  }
+}
+
+/* d[64 x N] += a b, a in registers (as four 16-bit pairs, laid out like two neighbouring
+ * n of d), b in shared memory with k down the rows. */
+#define KVL_REGISTER_PRODUCT(N, TYPE, NAMES, A, B, ...)                                   \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                 \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
+               " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"                             \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+template <class T, int N>
+__device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+  constexpr bool half = std::is_same_v<T, __half>;
+  if constexpr (N == 32) {
+    if constexpr (half)
+      KVL_REGISTER_PRODUCT(64, "f16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
+    else
+      KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
+  } else {
+    static_assert(N == 64, "64 or 128 columns");
+    if constexpr (half)
+      KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D32(0),
+                           KVL_D32(32));
+    else
+      KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68",
+                           KVL_D32(0), KVL_D32(32));
+  }
+}
+
+#undef KVL_REGISTER_PRODUCT
+#undef KVL_SHARED_PRODUCT
+#undef KVL_NAMES_64
+#undef KVL_NAMES_32
+#undef KVL_D32
+#undef KVL_D8
+
+#endif
+
+}  // namespace kvl
+
+#endif

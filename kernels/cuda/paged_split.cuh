@@ -1,0 +1,295 @@
+/* A decode's work dealt out on the device, and the join of what was cut.
+ *
+ * Every sequence is cut into tiles of keys, and the tiles of all sequences in a row into
+ * equal shares. A task is a share for one unit: the query rows that share a KV head, up to the
+ * rows of the kernel (`units` of them a sequence). It is done by a team of warps, which take
+ * its tiles in turn. Neighbouring teams do the units of one share: they read the heads of the
+ * same blocks at the same time, which lie side by side in memory. Every block of threads
+ * computes the shares from the lengths alone: ragged batches are balanced, the host knows
+ * nothing of lengths, and a recorded launch serves later steps.
+ *
+ * A team writes the rows of a sequence that lies in its share as a whole. Of others it leaves
+ * partial softmaxes in the workspace: of the sequence that began before the share, in the
+ * share's slot, and of the one that begins in it and goes on after it, in the slot of the
+ * sequence (of the share, where there are more sequences than shares)
+ *   out  f32  [shares + min(seqs, shares), units, rows, head_dim]   normalised
+ *   lse  f32  [shares + min(seqs, shares), units, rows]             base 2
+ * paged_combine joins them in the order of shares. */
+#ifndef KVL_CUDA_PAGED_SPLIT_CUH
+#define KVL_CUDA_PAGED_SPLIT_CUH
+
+#include "paged_output.cuh"
+
+namespace kvl {
+
+struct split_place {
+  float *out, *lse;
+  int shares, least;       /* at most so many shares, of at least so many tiles */
+  int team;                /* warps of a team */
+  int units, rows, subgroups;   /* units a KV head: subgroups; rows a unit, some have less */
+  int tile_shift;          /* 2^n keys a tile */
+  /* starts: the sequence begins in the share */
+  __device__ int64_t slot(int64_t share, int64_t seq, int64_t seqs, int unit,
+                          bool starts) const {
+    if (starts) share = shares + (seqs <= shares ? seq : share);
+    return share * units + unit;
+  }
+};
+
+/* The rows of a unit of a sequence. */
+__device__ __forceinline__ query_rows unit_rows(const kvl_paged_attention_args &a,
+                                                const split_place &place, int64_t seq,
+                                                int unit) {
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  const int first = unit % place.subgroups * place.rows;
+  return {seq, unit / place.subgroups * group + first, group, min(place.rows, group - first)};
+}
+
+constexpr int PLAN_CHUNKS = 256;
+
+/* Numbers of tiles are 32-bit: 2^32 of them would take a minute. */
+struct split_shares {      /* in shared memory */
+  uint32_t sums[PLAN_CHUNKS];       /* tiles of every `each` sequences */
+  uint32_t shares, per, more;       /* the first `more` of them have per + 1 tiles */
+};
+struct split_plan {
+  const kvl_paged_attention_args &a;
+  const split_place &place;
+  split_shares &of;
+
+  __device__ int each() const {
+    return WARP * (((int)a.seqs + WARP * PLAN_CHUNKS - 1) / (WARP * PLAN_CHUNKS));
+  }
+
+  /* Tiles before the first key that is seen. */
+  __device__ int first_tile(int length) const {
+    return a.selection ? 0 : window_begin(a, length - 1) >> place.tile_shift;
+  }
+  /* The others; one where there is none, so that every row is written. A selection counts
+   * as full. */
+  __device__ int tiles(int length) const {
+    const int64_t size = a.cache.block_size;
+    int keys = (int)min((int64_t)max(length, 0), a.max_blocks * size);
+    if (a.selection)
+      keys = (int)min((int64_t)((keys + (unsigned)size - 1) / (unsigned)size),
+                      a.max_selected) * (int)size;
+    const int end = (keys + (1 << place.tile_shift) - 1) >> place.tile_shift;
+    return max(end - first_tile(length), 1);
+  }
+
+  /* All threads of the block call this. */
+  __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
+                        split_shares &shared)
+      : a(args), place(place_), of(shared) {
+    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, seqs = (int)a.seqs;
+    const int chunks = (seqs + each() - 1) / each();
+#pragma unroll 1
+    for (int c = threadIdx.x / WARP; c < chunks; c += warps) {
+      uint32_t sum = 0;
+      const int end = min((c + 1) * each(), seqs);
+#pragma unroll 1
+      for (int s = c * each() + lane; s < end; s += WARP) sum += tiles(a.lens[s]);
+      sum = __reduce_add_sync(ALL_LANES, sum);
+      if (lane == 0) of.sums[c] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < WARP) {
+      uint32_t total = 0;
+#pragma unroll 1
+      for (int c = lane; c < chunks; c += WARP) total += of.sums[c];
+      total = __reduce_add_sync(ALL_LANES, total);
+      of.shares = max(min(total / place.least, (uint32_t)place.shares), 1u);
+      of.per = total / of.shares;
+      of.more = total - of.per * of.shares;
+    }
+    __syncthreads();
+  }
+
+  __device__ uint32_t begin(uint32_t share) const {
+    return share * of.per + min(share, of.more);
+  }
+  __device__ uint32_t share_of(uint32_t tile) const {
+    const uint32_t longer = of.more * (of.per + 1);
+    return tile < longer ? tile / (of.per + 1) : of.more + (tile - longer) / of.per;
+  }
+
+  /* The first i of at ... at which `before` and the values up to i exceed `tile`; before
+   * becomes the sum of those in front of it. All lanes of the warp call it. */
+  template <class F>
+  __device__ int first_past(int at, int end, uint32_t tile, uint32_t &before, F value) const {
+    const int lane = threadIdx.x % WARP;
+    for (;; at += WARP) {
+      uint32_t sum = at + lane < end ? value(at + lane) : 0;
+#pragma unroll
+      for (int step = 1; step < WARP; step *= 2) {
+        uint32_t other = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const unsigned past = __ballot_sync(ALL_LANES, before + sum > tile);
+      const int last = past ? __ffs(past) - 1 : WARP;
+      if (last > 0) before += __shfl_sync(ALL_LANES, sum, last - 1);
+      if (past || at + WARP >= end) return at + last;
+    }
+  }
+  /* The sequence of a tile, and the number of its first tile. */
+  __device__ int find(uint32_t tile, uint32_t &first) const {
+    first = 0;
+    const int seqs = (int)a.seqs;
+    int chunk = 0;
+    if (seqs > each())
+      chunk = first_past(0, (seqs + each() - 1) / each(), tile, first,
+                         [&](int c) { return of.sums[c]; });
+    return first_past(chunk * each(), min((chunk + 1) * each(), seqs), tile, first,
+                      [&](int s) { return (uint32_t)tiles(a.lens[s]); });
+  }
+  /* The first tile of a sequence. */
+  __device__ uint32_t first_of(int seq) const {
+    const int lane = threadIdx.x % WARP, chunk = seq / each();
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (int c = lane; c < chunk; c += WARP) sum += of.sums[c];
+#pragma unroll 1
+    for (int s = chunk * each() + lane; s < seq; s += WARP) sum += tiles(a.lens[s]);
+    return __reduce_add_sync(ALL_LANES, sum);
+  }
+};
+
+/* Four neighbours of a row of the op's output. */
+__device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
+                                          const row_end &end, int64_t row, int dim,
+                                          float (&x)[4]) {
+  const int64_t at = row * a.cache.head_dim + dim;
+  finish(a, end, at, x);
+  store_out(a, at, x);
+  if (a.lse && dim == 0) a.lse[row] = end.lse;
+}
+
+/* Four neighbours of the sum of values of row r of a task, and its maximum and denominator:
+ * a sequence that lies in the share as a whole (slot < 0) ends here, another one's part is
+ * normalised and goes to its slot. */
+__device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
+                                           const split_place &place, int64_t slot,
+                                           const query_rows &rows, int r, int dim, float (&x)[4],
+                                           float m, float sum, float value_scale) {
+  if (slot < 0) {
+    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    row_end end = end_row(a, row, m, sum);
+    end.scale *= value_scale;
+    write_row(a, end, row, dim, x);
+  } else {
+    const int64_t row = slot * place.rows + r;
+    const float scale = sum == 0.f ? 0.f : value_scale / sum;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] *= scale;
+    store_floats(place.out + row * a.cache.head_dim + dim, x);
+    if (dim == 0) place.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+  }
+}
+
+/* Lets the next kernel of the stream be scheduled ... */
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+/* ... which waits here for this one to end. */
+__device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* ---- joining ----------------------------------------------------------------------------- */
+
+/* A warp takes 4 * dim_lanes dims of one row that was cut: 32 / dim_lanes partial results
+ * side by side, up to five of them under way in a lane, which are then joined across the
+ * lanes. It is started while the workers still run (on devices that can), beside which an SM
+ * has registers for one block of it, finds out what it joins, and waits for them. */
+constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
+__global__ void __launch_bounds__(COMBINE_WARPS * WARP, 4)
+paged_combine(const __grid_constant__ kvl_paged_attention_args a,
+              const __grid_constant__ split_place place, int dim_lanes) {
+  __shared__ split_shares shares;
+  const split_plan plan(a, place, shares);
+  const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
+  const int head_dim = a.cache.head_dim;
+  /* Rows that were cut are found by their sequence, or, where there are more sequences than
+   * shares, by the share that they begin in. */
+  const bool by_sequence = a.seqs <= place.shares;
+  const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
+  const int items = (by_sequence ? (int)a.seqs : (int)shares.shares) * place.units *
+                    place.rows * pieces;
+  bool waited = false;
+  for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
+       item += gridDim.x * COMBINE_WARPS) {
+    int rest = item / pieces;
+    const int dim = (item - rest * pieces) * dim_lanes * 4 + lane % dim_lanes * 4;
+    const int row = rest % place.rows;
+    rest /= place.rows;
+    const int unit = rest % place.units;
+    int seq = rest / place.units;
+    uint32_t first, share;
+    if (by_sequence) {
+      first = plan.first_of(seq);
+      share = plan.share_of(first);
+    } else {
+      share = seq;
+      seq = plan.find(plan.begin(share + 1) - 1, first);
+      if (first < plan.begin(share)) continue;
+    }
+    const int count =
+        (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
+    const query_rows rows = unit_rows(a, place, seq, unit);
+    if (count == 1 || row >= rows.count) continue;
+    if (!waited) wait_for_last();
+    waited = true;
+
+    float m = -INFINITY, sum = 0.f, x[4] = {};
+    const bool has = dim < head_dim;
+    for (int base = mine; base < count; base += COMBINE_AT_ONCE * side) {
+      float lse[COMBINE_AT_ONCE];
+      float4 y[COMBINE_AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+        const int i = base + j * side;
+        const int64_t part =
+            place.slot(share + i, seq, a.seqs, unit, i == 0) * place.rows + row;
+        lse[j] = i < count ? place.lse[part] : -INFINITY;
+        y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (i < count && has) y[j] = *(const float4 *)(place.out + part * head_dim + dim);
+      }
+      float top = m;
+#pragma unroll
+      for (int j = 0; j < COMBINE_AT_ONCE; j++) top = fmaxf(top, lse[j]);
+      const float shift = finite_shift(top), down = exp2_fast(m - shift);
+      m = top;
+      sum *= down;
+#pragma unroll
+      for (int e = 0; e < 4; e++) x[e] *= down;
+#pragma unroll
+      for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+        const float weight = exp2_fast(lse[j] - shift);
+        sum += weight;
+        x[0] += weight * y[j].x;
+        x[1] += weight * y[j].y;
+        x[2] += weight * y[j].z;
+        x[3] += weight * y[j].w;
+      }
+    }
+    const float top = warp_max(m), down = exp2_fast(m - finite_shift(top));
+    sum *= down;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] *= down;
+    for (int step = dim_lanes; step < WARP; step *= 2) {
+      sum += __shfl_xor_sync(ALL_LANES, sum, step);
+#pragma unroll
+      for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
+    }
+    if (mine == 0 && has) write_part(a, place, -1, rows, row, dim, x, top, sum, 1.f);
+  }
+  if (!waited) wait_for_last();
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,410 @@
+/* Prefill attention: mma.sync (paged_prefill.cuh) and wgmma (paged_wgmma.cuh), as they are
+ * shipped. Each is checked against a slow reference in fp32 over ragged, windowed, selected,
+ * broken and poisoned cases, then timed; `prefill profile` launches wgmma alone, for ncu.
+ *
+ * TFLOP/s, bf16, 32/8 heads, head_dim 128, block 16, H100, 2026-11-21, in the order in which
+ * they were written; only the first and the last were kept:
+ *                                                    16K   32K    4K    8K  4K x 32K
+ *   0  mma.sync                                      282   293   254   275   287
+ *   1  wgmma and TMA, warps specialised              479   478   366   431   503
+ *   2  1, S of the next tile before P V, turns       463   484   373   455   497
+ *      with tiles of 176 keys                        488   522   385   461   541
+ *   3  2 on a fixed grid, head by head               476   551   258   306   572
+ *      softmax really under P V (see the note)       485   559   264   340   621
+ *   4  3, items of all heads by length               577   533   404   490   558
+ *   5  4, uniform descriptors, sums scaled only on
+ *      a new maximum, no turns                       618   574   412   494   623
+ *      with turns                                    572   572   401   475   570
+ *      with three stages                             553   548   391   479   562
+ *      with tiles of 176 keys (132 bytes spilled)    543   526   372   454   570
+ *   6  5, no running maximum                         719   647   492   590   685
+ *      with turns                                    650   642   484   574   657
+ *      with weights of their own under P V           565   576   425   502   551
+ *   7  6 tidied, 16-byte stores: shipped             702   646   490   610   707
+ *      cuDNN through torch, contiguous K and V       660   623   519   616   695
+ * Runs differ by 5%, the GPU's clock with them. Profile: notes/20261121-prefill.md. */
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "dev.cuh"
+#include "paged_prefill.cuh"
+#include "paged_wgmma.cuh"
+
+using namespace kvl;
+using bf16 = __nv_bfloat16;
+
+/* What the plug-in's own files provide. */
+int kvl__cuda_check(cudaError_t e) {
+  if (e == cudaSuccess) return KVL_OK;
+  fprintf(stderr, "%s\n", cudaGetErrorString(e));
+  return KVL_ERR_DEVICE;
+}
+
+namespace {
+
+/* ---- the reference ------------------------------------------------------------------- */
+
+/* One block of threads per (token, head), everything in fp32, keys in any order. */
+template <class T>
+__global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
+  extern __shared__ float scores[];   /* [keys] */
+  __shared__ float q[256], scratch[32];
+  const int64_t token = blockIdx.x, head = blockIdx.y;
+  const kvl_cache_view &c = a.cache;
+  const int d = c.head_dim, group = (int)(a.heads / c.kv_heads), kv_head = (int)head / group;
+  int seq = 0;
+  while (a.starts[seq + 1] <= token) seq++;
+  const int length = a.lens[seq], at = length - (a.starts[seq + 1] - (int)token);
+  for (int i = threadIdx.x; i < d; i += blockDim.x)
+    q[i] = to_float(((const T *)a.q)[(token * a.heads + head) * d + i]);
+  __syncthreads();
+  const int entries = (int)(a.selection ? a.max_selected : a.max_blocks);
+  auto row = [&](int i, int &position) -> int64_t {   /* where a key's K begins, or -1 */
+    int entry = i / c.block_size, block = entry;
+    if (a.selection)
+      block = a.selection[(seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0)) *
+                              a.max_selected + entry];
+    if (block < 0 || block >= a.max_blocks) return -1;
+    position = block * c.block_size + i % c.block_size;
+    if (position >= length || (a.causal && position > at)) return -1;
+    if (a.window && position <= at - a.window) return -1;
+    int64_t physical = a.tables[seq * a.max_blocks + block];
+    if (a.slots)
+      physical = a.slots[(seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) *
+                             a.max_selected + entry];
+    if (physical < 0 || physical >= c.blocks) return -1;
+    return ((physical * 2 * c.kv_heads + kv_head) * c.block_size + i % c.block_size) * d;
+  };
+  const bool f8 = c.dtype == KVL_DTYPE_F8E4M3;
+  auto cached = [&](int64_t i) {
+    return f8 ? to_float(((const f8e4m3 *)c.kv)[i]) : to_float(((const T *)c.kv)[i]);
+  };
+  const float k_scale = c.k_scale ? c.k_scale[kv_head] : 1.f;
+  const float v_scale = c.v_scale ? c.v_scale[kv_head] : 1.f;
+  const int keys = entries * c.block_size;
+  float m = -INFINITY;
+  for (int i = threadIdx.x; i < keys; i += blockDim.x) {
+    int position;
+    const int64_t k = row(i, position);
+    float s = -INFINITY;
+    if (k >= 0) {
+      s = 0.f;
+      for (int e = 0; e < d; e++) s += q[e] * cached(k + e);
+      s *= a.scale * k_scale;
+      if (a.soft_cap > 0.f) s = a.soft_cap * tanhf(s / a.soft_cap);
+      if (a.alibi) s += a.alibi[head] * (position - at);
+    }
+    scores[i] = s;
+    m = fmaxf(m, s);
+  }
+  m = block_max(m, scratch);
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < keys; i += blockDim.x)
+    sum += scores[i] = scores[i] == -INFINITY ? 0.f : expf(scores[i] - m);
+  sum = block_sum(sum, scratch);
+  const float own = sum > 0.f ? m + logf(sum) : -INFINITY;
+  const int64_t r = token * a.heads + head;
+  const float prev = a.prev_lse ? a.prev_lse[r] : -INFINITY, top = fmaxf(own, prev);
+  const float w = own == -INFINITY ? 0.f : expf(own - top);
+  const float w_prev = prev == -INFINITY ? 0.f : expf(prev - top), both = w + w_prev;
+  if (threadIdx.x == 0) lse[r] = both > 0.f ? top + logf(both) : -INFINITY;
+  for (int e = threadIdx.x; e < d; e += blockDim.x) {
+    float x = 0.f;
+    for (int i = 0; i < keys; i++) {
+      int position;
+      const int64_t k = scores[i] > 0.f ? row(i, position) : -1;
+      if (k >= 0) x += scores[i] * cached(k + (int64_t)c.kv_heads * c.block_size * d + e);
+    }
+    x = sum > 0.f ? x / sum * v_scale : 0.f;
+    if (w_prev > 0.f) x = (x * w + a.prev_out[r * d + e] * w_prev) / both;
+    out[r * d + e] = x;
+  }
+}
+
+/* ---- cases --------------------------------------------------------------------------- */
+
+struct shape_case {
+  const char *name;
+  std::vector<int> lens, chunk;   /* of each sequence */
+  int heads = 8, kv_heads = 2, head_dim = 128, block_size = 16;
+  bool causal = true;
+  int window = 0;
+  float soft_cap = 0.f;
+  bool alibi = false, prev = false, out_f32 = false;
+  int selection = 0;              /* 1: shared, 2: per KV head, 3: with slots, some -1 */
+  bool broken = false;            /* some table entries are out of range */
+  bool f8 = false;                /* an f8e4m3 cache with scales */
+};
+
+template <class T> struct problem {
+  kvl_paged_attention_args a = {};
+  int64_t pairs = 0;              /* (row, key) seen, without selection, for all heads */
+  std::vector<void *> owned;
+  template <class X> X *own(X *p) { owned.push_back((void *)p); return p; }
+
+  problem(const shape_case &c, bool poison = true) {
+    const int seqs = (int)c.lens.size();
+    int longest = 1, tokens = 0, blocks = 0;
+    std::vector<int32_t> starts = {0};
+    for (int s = 0; s < seqs; s++) {
+      longest = std::max(longest, c.lens[s]);
+      starts.push_back(tokens += c.chunk[s]);
+      blocks += (c.lens[s] + c.block_size - 1) / c.block_size;
+      for (int i = 0; i < c.chunk[s]; i++) {
+        int at = c.lens[s] - c.chunk[s] + i, end = c.causal ? at + 1 : c.lens[s];
+        int from = c.window ? std::max(0, at - c.window + 1) : 0;
+        pairs += (int64_t)c.heads * std::max(0, end - from);
+      }
+    }
+    const int max_blocks = (longest + c.block_size - 1) / c.block_size + 1;
+    blocks += 3;
+    std::vector<int32_t> order = dev::shuffled(blocks, 7), tables(seqs * max_blocks, -1);
+    int next = 0;
+    for (int s = 0; s < seqs; s++)
+      for (int b = 0; b * c.block_size < c.lens[s]; b++) {
+        tables[s * max_blocks + b] = order[next++];
+        if (c.broken && (b * 7 + s) % 5 == 1) tables[s * max_blocks + b] = b % 2 ? -1 : blocks;
+      }
+    const int64_t row = (int64_t)c.kv_heads * c.block_size * c.head_dim;
+    void *kv = c.f8 ? (void *)dev::randn<__nv_fp8_e4m3>(blocks * 2 * row, 1, 2.f)
+                    : (void *)dev::randn<T>(blocks * 2 * row, 1);
+    own(kv);
+    const int bytes = c.f8 ? 1 : (int)sizeof(T);
+    if (poison) {   /* what lies past a sequence's end, and blocks nobody owns */
+      char *nan = dev::alloc<char>(2 * row * bytes);
+      auto spoil = [&](int64_t at, int64_t count) {
+        DEV_CHECK(cudaMemcpy((char *)kv + at * bytes, nan, count * bytes,
+                             cudaMemcpyDeviceToDevice));
+      };
+      for (int s = 0; s < seqs; s++) {
+        const int b = c.lens[s] / c.block_size, t = c.lens[s] % c.block_size;
+        const int physical = t ? tables[s * max_blocks + b] : -1;
+        if (physical < 0 || physical >= blocks) continue;
+        for (int h = 0; h < 2 * c.kv_heads; h++)
+          spoil(physical * 2 * row + ((int64_t)h * c.block_size + t) * c.head_dim,
+                (int64_t)(c.block_size - t) * c.head_dim);
+      }
+      for (int b = next; b < blocks; b++) spoil(order[b] * 2 * row, 2 * row);
+      cudaFree(nan);
+    }
+    a.cache = {kv, blocks, c.kv_heads, c.block_size, c.head_dim,
+               sizeof(T) == 4 ? KVL_DTYPE_F32
+               : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16 : KVL_DTYPE_F16};
+    a.dtype = a.cache.dtype;
+    if (c.f8) {
+      a.cache.dtype = KVL_DTYPE_F8E4M3;
+      std::vector<float> scales(2 * c.kv_heads);
+      for (size_t i = 0; i < scales.size(); i++) scales[i] = 0.3f + 0.1f * i;
+      a.cache.k_scale = own(dev::upload(scales));
+      a.cache.v_scale = a.cache.k_scale + c.kv_heads;
+    }
+    a.out_dtype = c.out_f32 ? KVL_DTYPE_F32 : a.dtype;
+    a.tokens = tokens, a.seqs = seqs, a.heads = c.heads, a.max_blocks = max_blocks;
+    a.q = own(dev::randn<T>((size_t)tokens * c.heads * c.head_dim, 2));
+    a.tables = own(dev::upload(tables));
+    a.lens = own(dev::upload(std::vector<int32_t>(c.lens.begin(), c.lens.end())));
+    a.starts = own(dev::upload(starts));
+    a.scale = 1.f / sqrtf((float)c.head_dim), a.soft_cap = c.soft_cap;
+    a.causal = c.causal, a.window = c.window;
+    if (c.selection) {
+      a.selection_heads = c.selection > 1 ? c.kv_heads : 1;
+      a.max_selected = max_blocks / 2 + 2;
+      std::vector<int32_t> chosen, slots;
+      for (int s = 0; s < seqs; s++)
+        for (int h = 0; h < a.selection_heads; h++) {
+          int n = 0;
+          for (int b = 0; b * c.block_size < c.lens[s] && n < a.max_selected; b++) {
+            if (dev::shuffled(97, b * 31 + s * 7 + h)[0] % 2) continue;
+            chosen.push_back(b), n++;
+            slots.push_back(b % 3 == 1 ? -1 : tables[s * max_blocks + b]);
+          }
+          for (; n < a.max_selected; n++) chosen.push_back(-1), slots.push_back(-1);
+        }
+      a.selection = own(dev::upload(chosen));
+      if (c.selection == 3) {
+        a.slots = own(dev::upload(slots));
+        a.slot_heads = a.selection_heads;
+      }
+    }
+    const size_t rows = (size_t)tokens * c.heads;
+    if (c.alibi) a.alibi = own(dev::randn<float>(c.heads, 3, 0.1f));
+    if (c.prev) {
+      a.prev_out = own(dev::randn<float>(rows * c.head_dim, 4));
+      a.prev_lse = own(dev::randn<float>(rows, 5, 3.f));
+    }
+    a.out = own(dev::alloc<float>(rows * c.head_dim));
+    a.lse = own(dev::alloc<float>(rows));
+  }
+  ~problem() { for (void *p : owned) cudaFree(p); }
+};
+
+using launcher = int (*)(const kvl_paged_attention_args &, const kvl_cuda_queue *);
+
+template <class T, int D>
+int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  using shape = prefill_shape<D>;
+  int group = (int)(a.heads / a.cache.kv_heads), subgroups = (group + 127) / 128;
+  int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
+  dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+  auto launch = [&](auto kernel, int status) {
+    if (status < 0) return status;
+    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
+    return (int)KVL_OK;
+  };
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+    return launch(paged_prefill<T, D, f8e4m3>,
+                  allow_shared<paged_prefill<T, D, f8e4m3>>(q, shape::SHARED_BYTES));
+  return launch(paged_prefill<T, D>,
+                allow_shared<paged_prefill<T, D>>(q, shape::SHARED_BYTES));
+}
+
+struct version {
+  const char *name;
+  int head_dim;
+  launcher run_bf16, run_f16;
+};
+const version versions[] = {
+  {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
+  {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
+  {"wgmma", 128, launch_prefill_wgmma<bf16, 128>, launch_prefill_wgmma<__half, 128>},
+  {"wgmma", 64, launch_prefill_wgmma<bf16, 64>, launch_prefill_wgmma<__half, 64>},
+};
+
+template <class T>
+bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
+  problem<T> p(c);
+  const size_t rows = (size_t)p.a.tokens * p.a.heads, count = rows * c.head_dim;
+  float *out = p.own(dev::alloc<float>(count)), *lse = p.own(dev::alloc<float>(rows));
+  const int entries = (int)(p.a.selection ? p.a.max_selected : p.a.max_blocks);
+  const int bytes = entries * c.block_size * 4;
+  cudaFuncSetAttribute(reference<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  reference<T><<<dim3((unsigned)p.a.tokens, c.heads), 128, bytes>>>(p.a, out, lse);
+  DEV_CHECK(cudaGetLastError());
+  if ((std::is_same_v<T, bf16> ? v.run_bf16 : v.run_f16)(p.a, q) != KVL_OK) return false;
+  DEV_CHECK(cudaDeviceSynchronize());
+  auto want = dev::download(out, count), want_lse = dev::download(lse, rows);
+  auto got_lse = dev::download(p.a.lse, rows);
+  std::vector<float> got(count);
+  if (c.out_f32) got = dev::download((float *)p.a.out, count);
+  else {
+    auto raw = dev::download((T *)p.a.out, count);
+    for (size_t i = 0; i < count; i++) got[i] = (float)raw[i];
+  }
+  double worst = 0, worst_lse = 0;
+  for (size_t i = 0; i < count; i++) {
+    double e = fabs(got[i] - want[i]);
+    if (!(e <= worst)) worst = e;
+  }
+  for (size_t i = 0; i < rows; i++) {
+    double e = want_lse[i] == got_lse[i] ? 0 : fabs(got_lse[i] - want_lse[i]);
+    if (!(e <= worst_lse)) worst_lse = e;
+  }
+  /* P rounds to q's dtype and so does out; values are normal, below 6. */
+  const double tolerance = std::is_same_v<T, bf16> ? 0.02 : 0.0025;
+  bool ok = worst <= tolerance && worst_lse <= 1e-4;
+  if (!ok)
+    printf("WRONG %s D %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name, worst, worst_lse);
+  return ok;
+}
+
+std::vector<shape_case> check_cases(int d) {
+  std::vector<shape_case> cases;
+  auto add = [&](const char *name, std::vector<int> lens, std::vector<int> chunk,
+                 const std::function<void(shape_case &)> &change = nullptr) {
+    shape_case c{name, lens, chunk};
+    c.head_dim = d;
+    if (change) change(c);
+    cases.push_back(c);
+  };
+  add("whole prompt", {512}, {512});
+  add("history", {1000}, {300});
+  add("ragged", {77, 0, 1, 900, 130, 64, 5}, {77, 0, 1, 33, 130, 3, 5});
+  add("more rows than keys", {40}, {70});
+  add("not causal", {700, 129}, {100, 129}, [](shape_case &c) { c.causal = false; });
+  for (int group : {1, 4, 7, 8, 16})
+    add("groups", {333, 200}, {333, 50}, [=](shape_case &c) { c.heads = 2 * group; });
+  add("a group beyond a tile", {200}, {9},
+      [](shape_case &c) { c.heads = 160, c.kv_heads = 1; });
+  for (int size : {8, 16, 24, 64, 256, 48, 88})
+    for (bool causal : {true, false})
+      add("block sizes", {601, 300}, {200, 300},
+          [=](shape_case &c) { c.block_size = size; c.causal = causal; });
+  for (int selection : {1, 2, 3})
+    for (int size : {16, 64, 24})
+      for (bool causal : {true, false})
+        add("selection", {901, 450}, {100, 450}, [=](shape_case &c) {
+          c.selection = selection, c.block_size = size, c.causal = causal;
+        });
+  add("broken table", {901, 450}, {100, 450}, [](shape_case &c) { c.broken = true; });
+  for (int window : {1, 17, 128, 400})
+    for (int selection : {0, 2})
+      add("window", {901, 450}, {300, 450},
+          [=](shape_case &c) { c.window = window, c.selection = selection; });
+  add("window, not causal", {901}, {300},
+      [](shape_case &c) { c.window = 70, c.causal = false; });
+  add("alibi", {700}, {300}, [](shape_case &c) { c.alibi = true; });
+  add("soft cap", {700}, {300}, [](shape_case &c) { c.soft_cap = 2.f; });
+  add("both", {700}, {300}, [](shape_case &c) { c.soft_cap = 5.f, c.alibi = true; });
+  for (bool f32 : {false, true})
+    add("prev", {700, 3}, {300, 3}, [=](shape_case &c) { c.prev = true, c.out_f32 = f32; });
+  for (int window : {0, 100})
+    add("f8e4m3", {700, 45}, {300, 45}, [=](shape_case &c) {
+      c.f8 = true, c.window = window, c.prev = window > 0;
+    });
+  return cases;
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+  const bool profile = argc > 1 && !strcmp(argv[1], "profile");
+  kvl_cuda_queue q = {};
+  DEV_CHECK(cudaGetDevice(&q.device));
+  DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, q.device));
+  DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin,
+                                   cudaDevAttrMaxSharedMemoryPerBlockOptin, q.device));
+  int wrong = 0, done = 0;
+  for (const version &v : versions) {
+    if (profile) break;
+    for (const shape_case &c : check_cases(v.head_dim)) {
+      if (c.f8 && strcmp(v.name, "mma.sync")) continue;
+      wrong += !check<bf16>(c, v, &q) + !check<__half>(c, v, &q);
+      done += 2;
+    }
+  }
+  if (!profile) printf("%d checks, %d wrong\n", done, wrong);
+
+  const shape_case timed[] = {
+    {"16K", {16384}, {16384}, 32, 8},
+    {"32K", {32768}, {32768}, 32, 8},
+    {"4K", {4096}, {4096}, 32, 8},
+    {"8K", {8192}, {8192}, 32, 8},
+    {"16 x 2K", std::vector<int>(16, 2048), std::vector<int>(16, 2048), 32, 8},
+    {"4K x 32K", {32768}, {4096}, 32, 8, 128, 16, false},
+    {"16K b256", {16384}, {16384}, 32, 8, 128, 256},
+    {"16K D64", {16384}, {16384}, 32, 8, 64},
+  };
+  dev::bench bench;
+  printf("%-10s", "TFLOP/s");
+  for (const shape_case &c : timed) printf("%10s", c.name);
+  printf("\n");
+  for (const version &v : versions) {
+    if (profile && strcmp(v.name, "wgmma")) continue;
+    printf("%-10s", v.name);
+    for (const shape_case &c : timed) {
+      if (c.head_dim != v.head_dim) {
+        printf("%10s", "");
+        continue;
+      }
+      problem<bf16> p(c, false);
+      const double us =
+          bench.time([&] { v.run_bf16(p.a, &q); }, false, profile ? 1 : 15);
+      printf("%10.1f", 4.0 * c.head_dim * p.pairs / us * 1e-6);
+      fflush(stdout);
+      if (profile) return 0;
+    }
+    printf("\n");
+  }
+  return wrong > 0;
+}
