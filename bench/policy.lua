@@ -1,6 +1,7 @@
 --- What a policy costs the host: microseconds of Lua and launches for one layer of a
 -- decode step (append, summarise, score, select, attend), on a context so small that the
 -- kernels hardly count; and what a million temporary tensors cost.
+local bench = require "kvlab.bench"
 local kv = require "kvlab"
 
 local SEQS, LENGTH, LAYERS, ROUNDS = 4, 64, 32, 20
@@ -40,8 +41,7 @@ local function host_time(name)
       best[i] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3 / (ROUNDS * LAYERS)
       b.device:sync()
     end
-    table.sort(best)
-    return { us = best[15], note = "host time a layer, 4 sequences" }
+    return { us = bench.median(best), note = "host time a layer, 4 sequences" }
   end
 end
 

@@ -65,7 +65,7 @@ local common = {
 local of_verb = {
   run = {},
   repl = {},
-  bench = { json = FLAG },
+  bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
 }
 local verbs = { "run", "repl", "test", "bench" }

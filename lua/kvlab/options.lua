@@ -12,6 +12,7 @@
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
 ---@field link-us number|nil       its latency in microseconds; there when link-gbps is
 ---@field json boolean|nil         bench: rows as JSON lines
+---@field list boolean|nil         bench, test: names instead of work
 local M = {
   device = "auto",
   seed = 0,

@@ -1,0 +1,60 @@
+--- The limits that cases are divided by: each is a function of the bench that measures it
+-- and returns a row.
+local kv = require "kvlab"
+
+local M = {}
+
+local GIB = 1024 * 1024 * 1024
+
+--- Read bandwidth: the sum of one long row, kernels/dev/reduce.cu.
+function M.R(b)
+  local bytes = 2 * GIB / (b.quick and 32 or 1)
+  local x = kv.rand(b.device, "f32", { bytes / 4 })
+  local out = kv.tensor(b.device, "f32", {})
+  local us = b:time(function() x:sum(0, out) end, 30, true)
+  local mean = out:item() * 4 / bytes
+  assert(math.abs(mean - 0.5) < 1e-3, "the sum is wrong")
+  return { name = ("read-only reduction, %d MiB"):format(bytes / GIB * 1024), us = us,
+           bytes = bytes }
+end
+
+--- One copy from pinned host memory.
+function M.L(b)
+  local bytes = GIB / 4
+  local far = kv.pinned(b.device, "u8", { bytes }):fill_(1)
+  local near = kv.zeros(b.device, "u8", { bytes })
+  local us = b:time(function() near:copy_(far) end, 30, true)
+  assert(near:narrow(bytes - 1, 1):item() == 1, "the copy is wrong")
+  return { name = "one copy of 256 MiB to the device", us = us, bytes = bytes }
+end
+
+--- n^3 GEMM with b transposed, through the matmul op; its first row is checked in f32.
+local function gemm(b, n, dtype, out_dtype, tolerance)
+  local function matrix(seed)
+    local m = kv.randn(b.device, dtype == "f32" and "f32" or "bf16", { n, n },
+      { seed = seed })
+    return m:cast(dtype)
+  end
+  local x, y = matrix(1), matrix(2)
+  local out = kv.full(b.device, out_dtype, { n, n }, 0 / 0)
+  local us = b:time(function() x:matmul_t(y, out) end, 30)
+  kv.scope(function()
+    local want = x:narrow(0, 1):cast("f32"):matmul_t(y:cast "f32")
+    local off = (out:narrow(0, 1):cast "f32" - want):abs():max():item()
+    assert(off <= tolerance * want:abs():max():item(), "the product is wrong")
+  end)
+  return { name = ("GEMM of %s into %s, %d^3"):format(dtype, out_dtype, n), us = us,
+           flops = 2 * n ^ 3 }
+end
+
+--- The tensor cores; on the CPU, whose kernels multiply in f32, sgemm.
+function M.T(b)
+  if b.kind == "cpu" then return gemm(b, b.quick and 128 or 2048, "f32", "f32", 1e-4) end
+  return gemm(b, b.quick and 1024 or 8192, "bf16", "bf16", 0.01)
+end
+
+function M.F(b)
+  return gemm(b, (b.quick or b.kind == "cpu") and 1024 or 8192, "f8e4m3", "bf16", 0.01)
+end
+
+return M

@@ -1,0 +1,120 @@
+--- Choosing blocks: exact top-k of f32 rows (P6), through the top-k op and through
+-- select, and the scores of Quest's bound (P8).
+local kv = require "kvlab"
+local paged = require "bench.lib.paged"
+
+local KV_HEADS, DIM, BLOCK = paged.KV_HEADS, paged.DIM, paged.BLOCK
+
+-- ---- P6 -------------------------------------------------------------------------------
+
+--- Rows of normal numbers; clustered: 1 + 1e-3 N(0, 1), where high bits do not tell.
+local function rows_of(b, rows, n, is_clustered)
+  return kv.randn(b.device, "f32", { rows, n },
+    { seed = 1, mean = is_clustered and 1 or 0, std = is_clustered and 1e-3 or 1 })
+end
+
+--- The first and last rows against the CPU, whose top-k is another program.
+local function check_rows(x, got, k, is_ascending)
+  local cpu = kv.device "cpu"
+  for _, row in ipairs { 0, x:size(0) - 1 } do
+    kv.scope(function()
+      local values = x:narrow(row, 1):to(cpu)
+      local _, want = values:topk(k)
+      local list, expected = got:index(row):list(), want:list()
+      if is_ascending then table.sort(expected) end
+      for i = 1, k do
+        assert(list[i] == expected[i], ("row %d: place %d is %d, expected %d"):format(row,
+          i - 1, list[i], expected[i]))
+      end
+    end)
+  end
+end
+
+--- by_index: the same k in index order, as a selection wants them.
+local function topk(rows, n, k, is_clustered, by_index)
+  local which = kv.C.KVL_TOPK_LARGEST + (by_index and kv.C.KVL_TOPK_BY_INDEX or 0)
+  return function(b)
+    local x = rows_of(b, rows, n, is_clustered)
+    local indices = kv.full(b.device, "i32", { rows, k }, -1)
+    local function run() kv.check(kv.C.kvl_topk(x, which, nil, indices)) end
+    return { run = run, bytes = 4 * rows * (n + k), check = function()
+      run()
+      check_rows(x, indices, k, by_index)
+    end }
+  end
+end
+
+local function select(rows, n, k, is_clustered)
+  return function(b)
+    local x = rows_of(b, rows, n, is_clustered)
+    local scores, budget = x:reshape { rows, 1, n }, paged.budget(k)
+    local lens = kv.full(b.device, "i32", { rows }, n * BLOCK)
+    local selection = kv.full(b.device, "i32", { rows, 1, k }, -1)
+    local function run() kv.ops.select(scores, lens, BLOCK, budget, selection) end
+    return { run = run, bytes = 4 * rows * (n + k), check = function()
+      run()
+      check_rows(x, selection:reshape { rows, k }, k, true)
+    end }
+  end
+end
+
+-- ---- P8 -------------------------------------------------------------------------------
+
+--- sum_d max(q_d min_d, q_d max_d) = max(q, 0) . max + min(q, 0) . min, as two products.
+local function check_quest(q, summary, tables, scores, blocks)
+  for _, at in ipairs { { 0, 0 }, { q:size(0) - 1, KV_HEADS - 1 } } do
+    kv.scope(function()
+      local s, g = at[1], at[2]
+      local rows = summary:reshape { -1, DIM }
+      local function bound(half)
+        local index = tables:index(s) * (2 * KV_HEADS) + (half * KV_HEADS + g)
+        return rows:gather_rows(index):cast "f32"
+      end
+      local heads = paged.group_rows(q, s, g)
+      local positive = (heads + heads:abs()) * 0.5
+      local want = positive:matmul_t(bound(1)) + (heads - positive):matmul_t(bound(0))
+      local got = scores:index(s):index(g)
+      paged.expect("score", got, want:max(0):reshape { blocks }, 1e-4)
+    end)
+  end
+end
+
+local function quest(seqs, len)
+  return function(b)
+    local dev, blocks, lens = b.device, len / BLOCK, {}
+    for i = 1, seqs do lens[i] = len end
+    local tables, count = paged.random_tables(dev, lens)
+    local apart = kv.from(dev, "bf16", { 2, 1, 1 }, { -8, 8 }) -- each min below its max
+    local summary = kv.randn(dev, "bf16", { count, 2, KV_HEADS, DIM }, { seed = 1 })
+    summary:add(apart, summary)
+    local q = kv.randn(dev, "bf16", { seqs, paged.HEADS, DIM }, { seed = 2 })
+    local lens_there = kv.from(dev, "i32", { seqs }, lens)
+    local scores = kv.full(dev, "f32", { seqs, KV_HEADS, blocks }, 0 / 0)
+    local function run()
+      kv.check(kv.C.kvl_score_minmax(q, summary, tables, lens_there, BLOCK,
+        kv.C.KVL_GROUP_MAX, scores))
+    end
+    return { run = run, bytes = summary:bytes() + scores:bytes(), check = function()
+      run()
+      check_quest(q, summary, tables, scores, blocks)
+    end }
+  end
+end
+
+return function(b)
+  for _, row in ipairs {
+    { 1, 8192, 256, 8 }, { 64, 8192, 2048, 10 }, { 1, 131072, 2048, 15 },
+    { 64, 131072, 2048, 35 }, { 64, 131072, 2048, 60, true },
+  } do
+    local n, k = b:shrunk(row[2]), b:shrunk(row[3])
+    local of = ("[%d, %d] k %d%s"):format(row[1], n, k, row[5] and ", clustered" or "")
+    for _, op in ipairs { { "select ", select }, { "top-k ", topk, true },
+                          { "sorted top-k ", topk, false } } do
+      b:case { id = "P6", name = op[1] .. of, target = { us = row[4] },
+               setup = op[2](row[1], n, k, row[5], op[3]) }
+    end
+  end
+  local len = math.max(BLOCK, b:shrunk(32768))
+  b:case { id = "P8", name = ("scores by Quest's bound, 16 x %d"):format(len),
+           setup = quest(16, len), target = { of_limit = 0.85 } }
+end
