@@ -15,11 +15,10 @@
  * it exactly, 11 bits of the key at a time, by reading the row again. No atomic decides an
  * order: lists are unordered sets, and bits and counters commute.
  *
- * What a phase costs is latency: barriers, shuffles, and instructions that are run once and
- * come from memory. Hence loops are not unrolled where that only adds code (8.4 to 7.5 us of
- * a row of 8192, all of it instruction fetches), a block is 512 threads, and a team meets by
- * one bulk copy a block rather than by cluster barriers that release memory (each is a
- * MEMBAR.GPU: 1 us).
+ * What a phase costs is latency: barriers, shuffles, and code that is run once. Hence loops
+ * are left rolled where unrolling only adds code (8.4 to 7.5 us of a row of 8192), a block is
+ * 512 threads, and a team meets by one bulk copy a block rather than by cluster barriers that
+ * release memory (each is a MEMBAR.GPU: about 1 us).
  *
  * Source: Floyd and Rivest 1975 (SELECT); Alabi et al. 2012 (radix select). */
 #ifndef KVL_CUDA_RADIX_SELECT_CUH

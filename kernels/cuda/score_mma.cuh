@@ -105,7 +105,10 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
       const uint32_t a[4] = {h0.x, h1.x, h0.y, h1.y};
       mma(c, a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y, M());
     }
-  } else {   /* terms that together fall below 2^-24 are left out */
+  } else {
+    /* Terms that together fall below 2^-24 are left out. The tensor cores cut sums off where
+     * they should round: that is done to a piece's, not to the whole. */
+    float sum[4] = {};
     const uint4 *at = q + score_q_piece<T, D>(q_row, piece / 2);
     const uint2 b = ((const uint2 *)at)[piece % 2];
     float f0[4], f1[4];
@@ -116,8 +119,10 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
       if (term + q_term > 2) break;
       const uint2 t0 = next_term(f0), t1 = next_term(f1);
       const uint32_t a[4] = {t0.x, t1.x, t0.y, t1.y};
-      mma(c, a, b.x, b.y, M());
+      mma(sum, a, b.x, b.y, M());
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] += sum[i];
   }
 }
 

@@ -6,7 +6,7 @@
  *   workspace  of a batch of rows: keys, and the search's state; for few long rows and for
  *              k above 4096 that are sorted
  * One team of blocks a row finds the k (radix_select.cuh) and sorts up to 4096 of them in
- * shared memory; more are sorted through the workspace (bitonic.cuh). Few rows above 2^20,
+ * shared memory; more are sorted through the workspace (bitonic.cuh). Few rows from 2^20 on,
  * and rows sorted whole, have many blocks each (topk_many.cuh).
  * Bytes: 4 (n + k) a row, 8 with values; long rows and large k more.
  * Limit: latency of the phases, see select.cu.
@@ -132,7 +132,7 @@ constexpr size_t BATCH_BYTES = 256 << 20;   /* workspace unless one row needs mo
 /* Has a row many blocks? They must be few and long, or to be sorted whole. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
-  return g.n > (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;
+  return g.n >= (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;
 }
 
 int64_t power_of_two(int64_t n) {

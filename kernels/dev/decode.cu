@@ -434,6 +434,24 @@ void time_one(harness &h, dev::bench &b, double r, const problem &p) {
   fflush(stdout);
 }
 
+/* The same work after something else: what of it does the caches' state cost? */
+void time_after(harness &h, dev::bench &b, const char *name, const std::function<void()> &before) {
+  problem p;
+  p.lens = even(1, 32768);
+  call c = prepare(p, h.memory, 7, h.q.sm_count);
+  std::vector<float> times(30);
+  for (float &ms : times) {
+    before();
+    DEV_CHECK(cudaEventRecord(b.from));
+    h.run(c);
+    DEV_CHECK(cudaEventRecord(b.to));
+    DEV_CHECK(cudaEventSynchronize(b.to));
+    DEV_CHECK(cudaEventElapsedTime(&ms, b.from, b.to));
+  }
+  std::sort(times.begin(), times.end());
+  printf("P2 1 x 32K %-27s %8.1f us\n", name, times[15] * 1e3);
+}
+
 void time_all(harness &h) {
   dev::bench b;
   double r = b.read_bandwidth();
@@ -494,6 +512,17 @@ void time_all(harness &h) {
                                      "16 x 16K, block 64", "16 x 16K, block 256"};
   for (int i = 0; i < 6; i++)
     go(size_names[i], even(16, 16384), [=](problem &p) { p.block_size = sizes[i]; });
+  time_after(h, b, "warm", [] {});
+  time_after(h, b, "after a read of 128 MiB", [&] { b.read((size_t)128 << 20); });
+  time_after(h, b, "after a read of 512 MiB", [&] { b.read((size_t)512 << 20); });
+  time_after(h, b, "after a read of 2 GiB", [&] { b.read((size_t)2 << 30); });
+  time_after(h, b, "after a write of 512 MiB", [&] {
+    DEV_CHECK(cudaMemsetAsync(b.memory, 1, (size_t)512 << 20));
+  });
+  time_after(h, b, "after a read, device idle", [&] {
+    b.read((size_t)512 << 20);
+    DEV_CHECK(cudaDeviceSynchronize());
+  });
   printf("R %.0f GB/s\n", b.read_bandwidth() / 1e3);
 }
 

@@ -16,8 +16,8 @@
  * 3  what lies within the sample's bracket is listed, and the rest dropped; lists go to the
  *    first block. 100 instructions an element, and 512 samples: lists overflowed
  * 4  3 with 5 instructions an element, 2048 samples, lists read by the first block
- * 5  4 with lists sent by bulk copies, loops left rolled (instruction fetches were a tenth),
- *    dense words written by the whole warp: the shipped one */
+ * 5  4 with lists sent by bulk copies, loops left rolled (which was worth a tenth), dense
+ *    words written by the whole warp: the shipped one */
 #include <cstring>
 
 #include "../cuda/select.cu"

@@ -105,7 +105,7 @@ local function v1_over_v2(rows)
   for _, row in ipairs(text_table.where(rows, { kernel = "V2" })) do
     local c = row.config
     local v1 = us["V1" .. c.seqs .. "x" .. c.context]   -- nil: --set left it out
-    local ratio = v1 and v1 / row.metrics.us
+    local ratio = v1 and v1 == v1 and v1 / row.metrics.us or nil -- NaN: it does not fit
     ratios[#ratios + 1] = { config = c, metrics = { ratio = ratio } }
   end
   return text_table.pivot(ratios, { rows = "seqs", columns = "context", value = "ratio",
