@@ -347,8 +347,8 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
  * head_dim] (K then V). head_dim: a multiple of 8 (f8e4m3: of 16), 8 ... 256. What an f8e4m3
  * cache holds is k / k_scale[kv_head] and v / v_scale[kv_head], with scales f32 [kv_heads]
  * that belong to it (NULL: 1); other caches have none. Summaries and scores of such a cache
- * are in its own units: a scale > 0 does not change the order of a KV head's blocks. cache, q, k, v, out and summary begin
- * at a multiple of 16 bytes. tables: i32 [seqs, max_blocks],
+ * are in its own units: a scale > 0 does not change the order of a KV head's blocks. cache,
+ * q, k, v, out and summary begin at a multiple of 16 bytes. tables: i32 [seqs, max_blocks],
  * physical blocks in logical order. lens: i32 [seqs] tokens, lens[s] <= max_blocks *
  * block_size. Logical block b of sequence s holds tokens b * block_size and on; what lies
  * past lens[s] is never read into a result, whatever its bits. */
@@ -653,8 +653,8 @@ typedef struct kvl_resolve {
   const kvl_tensor *hit_logical, *hit_slots, *miss_logical, *miss_slots;
 } kvl_resolve;
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
-/* kvl_append_kv, with its scales, to the host tier `cache`, to the slots that hold the blocks, and at
- * buffer_slots, i64 [tokens], to `buffer`, memory of other blocks; NULL: to none. */
+/* kvl_append_kv, with its scales, to the host tier `cache`, to the slots that hold the blocks,
+ * and at buffer_slots, i64 [tokens], to `buffer`, memory of other blocks; NULL: to none. */
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *slots, const kvl_tensor *cache,
                    const kvl_tensor *buffer_slots, const kvl_tensor *buffer,

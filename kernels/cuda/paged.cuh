@@ -306,7 +306,8 @@ __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
 }
 
-/* Kernels that are to run side by side on an SM want all of its shared memory set up as such. */
+/* Kernels that are to run side by side on an SM want all of its shared memory set up as
+ * such. */
 template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
   static unsigned preferred = 0;   /* one bit a device; setting it twice does no harm */
   unsigned bit = 1u << (q->device & 31);

@@ -2,7 +2,8 @@
  * joined to an attention over other keys where prev_out and prev_lse tell of one.
  *
  *   q          f32 f16 bf16  [tokens, heads, head_dim]
- *   cache      like q, or any of them for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
+ *   cache      like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size,
+ *                            head_dim], with k_scale, v_scale f32 [kv_heads] of f8e4m3
  *   tables     i32           [seqs, max_blocks]
  *   lens       i32           [seqs]
  *   starts     i32           [seqs + 1]                 NULL: decode
@@ -15,28 +16,25 @@
  *   lse        f32           [tokens, heads]            optional
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
- * Kernels   paged_decode.cuh   16-bit decode: split-KV, tensor cores
+ * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
+ *           paged_split.cuh    a decode's shares of the work; paged_combine joins them
  *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
  *           paged_prefill.cuh  16-bit prefill elsewhere, and what that one does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
- *           paged_combine      joins the splits of a decode (paged_output.cuh)
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
- * Flops     prefill: 4 * rows * keys * head_dim a head; limit: mma.sync
- * Tolerance 16-bit: P is rounded to q's dtype before P V, so 2^-9 (bf16) or 2^-12 (f16) of
- *           the largest |v| plus the rounding of out; lse 1e-4. f32: 1e-5 relative.
- * Best      H100 80GB HBM3, 2026-11-20, bf16, 32/8 heads, head_dim 128, block 16, random
- *           tables, L2 flushed, median of 30; R = read-only sum of the same run, 3096 GB/s:
- *             decode 16 x 32K   716 us  0.968 R     1 x 32K   55.2 us  0.786 R
- *                    1 x 128K   189 us  0.916 R     8 x 4K    54.8 us  0.790 R
- *                    16 x 8K    188 us  0.921 R     64 x 4K   362 us   0.958 R
- *                    10% selected of 16 x 32K  84.3 us  0.823 R of what was selected
- *                    5% selected of 1 x 128K   22.4 us  0.387 R
- *                    f32 q, 16 x 32K  740 us  0.937 R
- *             prefill causal 4K 260, 16K 288, 32K 294 TFLOP/s; f32 q 23 TFLOP/s
- * Tried     splits for 16 x 32K: 2 716, 4 718, 8 725, 16 723, 33 730 us: a split more is a
- *           start and an end more. For 1 x 32K: 32 55.3, 33 55.6 us.
+ * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
+ * Tolerance 16-bit: P is rounded to q's dtype before P V (to f16 over f8e4m3), so 2^-9 (bf16)
+ *           or 2^-12 (f16) of the largest |v| plus the rounding of out; lse 1e-4. f32: 1e-5
+ *           relative.
+ * Best      decode, H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, block 16,
+ *           random tables, L2 flushed, median of 30; R = read-only sum of the same run:
+ *             16 x 32K  0.99 R     1 x 32K   56.4 us   1 x 128K  183 us   8 x 4K  59.1 us
+ *             16 x 8K   184 us     64 x 4K   356 us    Zipf batch of 32   0.986 R
+ *             selected, 10% of 16 x 32K  86.8 us; 5% of 1 x 128K  18.7 us
+ *           f8e4m3 16 x 32K 369 us, 0.940 R of half the bytes; f32 q 16 x 32K 722 us, 0.962 R
+ *           The other shapes, and versions with their times: kernels/dev/decode.cu
  * Source    Dao et al. 2022 (online softmax), Dao 2023 (split-KV decoding), Kwon et al. 2023
- *           (paging). Deterministic: splits are joined in order.
+ *           (paging), stream-K (Osama et al. 2023). Deterministic: shares are joined in order.
  *
  * Grids depend on sizes the host knows; lengths, tables, selections and starts are read on
  * the device, so a captured launch serves later steps. */
@@ -167,7 +165,8 @@ int launch_prefill(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-  paged_prefill<T, D, C><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
+  paged_prefill<T, D, C><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(
+      a, subgroups);
   return KVL_OK;
 }
 

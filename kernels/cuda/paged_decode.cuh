@@ -1,11 +1,11 @@
 /* Flash decoding for 16-bit q and a 16-bit or f8e4m3 cache, on the tensor cores.
  *
- * The teams of paged_split.cuh are warps of one block. Every warp is its own pipeline: it walks
- * its tiles of KEYS keys, from sequence to sequence, and keeps STAGES - 1 of them (K and V)
- * under way into its own ring in shared memory, the next sequence's behind this one's. Up to
- * 16 query heads of a group are the 16 rows of the mma, so K and V are read once: a decode is
- * bound by memory, and smaller groups waste nothing that matters. Where a sequence ends the
- * team's partial softmaxes are joined through the memory of the tiles just used.
+ * The teams of paged_split.cuh are warps of one block. Every warp is its own pipeline: it
+ * walks its tiles of KEYS keys, from sequence to sequence, and keeps STAGES - 1 of them (K
+ * and V) under way into its own ring in shared memory, the next sequence's behind this one's.
+ * Up to 16 query heads of a group are the 16 rows of the mma, so K and V are read once: a
+ * decode is bound by memory, and smaller groups waste nothing that matters. Where a sequence
+ * ends the team's partial softmaxes are joined through the memory of the tiles just used.
  *
  * Instructions come from memory too: after other kernels neither they nor anything else of
  * this one is in the L2, and a miss costs as much as one of data. So the code is short: one
@@ -24,16 +24,6 @@
 
 #include "paged_split.cuh"
 
-#ifndef KVL_BLOCKS
-#define KVL_BLOCKS 1
-#endif
-#ifndef KVL_ORDER
-#define KVL_ORDER 0
-#endif
-#ifndef KVL_TEAM
-#define KVL_TEAM 4
-#endif
-
 namespace kvl {
 
 /* Ring sizes: 192 KiB a block, one block an SM. */
@@ -42,12 +32,11 @@ template <int D, bool F8> struct decode_shape {
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
   static constexpr int KEYS = F8 || D <= 64 ? 32 : 16, ROWS = 16;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
-  static constexpr int BLOCKS = KVL_BLOCKS, STAGES = 3;
-  static constexpr int WARPS = (STAGE_BYTES > 8192 ? 4 : 8) / BLOCKS;
-  static constexpr int TEAM = KVL_TEAM;
+  static constexpr int BLOCKS = 1, STAGES = 3, WARPS = STAGE_BYTES > 8192 ? 4 : 8, TEAM = 4;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
-  static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;   /* leaves some for paged_combine */
+  /* 192: leaves paged_combine enough of an SM's. */
+  static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;
   static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
 
@@ -121,10 +110,9 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int team = warp / place.team, member = warp % place.team;
   const int task = blockIdx.x * (shape::WARPS / place.team) + team;
-  const uint32_t share = KVL_ORDER ? task % place.shares : task / place.units;
-  const int unit = KVL_ORDER ? task / place.shares : task % place.units;
+  const uint32_t share = task / place.units;
+  const int unit = task % place.units;
   const int kv_head = unit / place.subgroups;
-  if (unit >= place.units) return;
   const split_plan plan(a, place, shares);
   if (share >= shares.shares) return;
   const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);
@@ -222,7 +210,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   const int row0 = lane / 4, row1 = row0 + 8;   /* this lane's rows of every mma */
   const int pair = lane % 4 * 2;
   const score_rule rule(a);
-  float slope0 = 0.f, slope1 = 0.f, scale0 = rule.scale, scale1 = rule.scale, value_scale = 1.f;
+  float slope0 = 0.f, slope1 = 0.f, scale0 = rule.scale, scale1 = rule.scale;
+  float value_scale = 1.f;
   if (F8 && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
   uint32_t q[D / 16][4];
   float out[D / 8][4], m0, m1, l0, l1;
@@ -279,7 +268,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       }
     }
     if (tile < piece_end) {
-      const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES, v_at = k_at + shape::TILE_BYTES;
+      const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES;
+      const uint32_t v_at = k_at + shape::TILE_BYTES;
       float s[KEYS / 8][4] = {};   /* 16 rows x keys 0-7, 8-15, ... */
 #pragma unroll
       for (int n = 0; n < KEYS / 16; n++)
@@ -291,7 +281,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
           if constexpr (F8) {
 #pragma unroll
             for (int h = 0; h < 4; h++)
-              mma(s[2 * n + h / 2], q[2 * k + h % 2], widen_f8(b[h]), widen_f8(b[h] >> 16), M());
+              mma(s[2 * n + h / 2], q[2 * k + h % 2], widen_f8(b[h]), widen_f8(b[h] >> 16),
+                  M());
           } else {
             mma(s[2 * n], q[k], b[0], b[1], M());
             mma(s[2 * n + 1], q[k], b[2], b[3], M());

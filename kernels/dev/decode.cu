@@ -1,8 +1,35 @@
 /* Paged decode: what paged_attention.cu ships, checked and timed through its launcher.
  *
  *   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I kernels -I runtime \
- *        -I kernels/cuda kernels/dev/decode.cu -o decode && ./decode
- */
+ *        -I kernels/cuda kernels/dev/decode.cu -o decode -lcuda && ./decode [check | time]
+ *
+ * Versions on an H100 80GB HBM3, 2026-11-21, us; bf16, 32/8 heads, head_dim 128, block 16,
+ * random tables, L2 flushed. `limit` is bytes / R, without the 3.7 us of an empty launch:
+ *
+ *         16 x 32K  1 x 32K  1 x 128K  8 x 4K  16 x 8K  64 x 4K   10%*   5%*   Zipf**
+ *   limit      694     43.4       174    43.4      174      347   69.5   8.7      704
+ *   1          717     56.1       189    55.2      188      362   84.5  22.6     2263
+ *   2          742     71.0       203    79.1      222      402  110    39.6      768
+ *   3          711     71.2       200    63.8      194      369   94.9  29.2      728
+ *   4          750     66.4       235    60.6      220      395   92.6  36.4      748
+ *   5          714     57.9       190    59.4      191      366   88.4  23.4      720
+ *   6          708     58.6       190    59.5      189      366   89.1  23.7      721
+ *   7       0.99 R     56.4       183    59.1      184      356   86.8  18.7  0.986 R
+ *   *  of the blocks, at random per KV head: of 16 x 32K, of 1 x 128K
+ *   ** 32 sequences of 128K, 64K, 43K, ...
+ *
+ *   1  the host cuts every sequence alike, from max_blocks: blocks of four warps (f1c3f26)
+ *   2  work split on the device: warps take equal runs of tiles, KV head after KV head
+ *   3  shares of sequences, the KV heads of a share side by side; one tile of nothing is
+ *      computed before data is there; look-ups for 16 tiles at once
+ *   4  version 3, and 1/6 of the tiles in small shares that warps draw when they are done
+ *   5  version 3 without that tile; teams of up to four warps joined in their block;
+ *      paged_combine fits beside the workers and has all its loads under way at once
+ *   6  version 5, and nothing waits for a table's entries before the first copies are issued
+ *   7  version 6, and a warp copies 512 neighbouring bytes at a time, not twice 256: shipped
+ *
+ * Versions 1 to 6 were timed by this program; 7 is the final check of the tree. Why, and what
+ * bounds it: notes/20261121-decode.md. */
 #include <cuda_fp8.h>
 
 #include <cstring>
@@ -18,14 +45,16 @@ int kvl__cuda_check(cudaError_t error) {
 }
 int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 extern "C" int kvl_dtype_bytes(int dtype) {
-  return dtype == KVL_DTYPE_F32 || dtype == KVL_DTYPE_I32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
+  return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
 }
 
 namespace {
 
 /* ---- a call --------------------------------------------------------------------------- */
 
-enum { BF16 = KVL_DTYPE_BF16, F16 = KVL_DTYPE_F16, F32 = KVL_DTYPE_F32, F8 = KVL_DTYPE_F8E4M3 };
+enum {
+  BF16 = KVL_DTYPE_BF16, F16 = KVL_DTYPE_F16, F32 = KVL_DTYPE_F32, F8 = KVL_DTYPE_F8E4M3
+};
 enum { NO_SELECTION, SHARED, PER_HEAD };
 
 struct problem {
@@ -69,8 +98,8 @@ __global__ void poison_tails(kvl_paged_attention_args a) {
   for (int64_t h = 0; h < 2 * c.kv_heads; h++)
     for (int64_t t = len % c.block_size; t < c.block_size; t++)
       for (int d = threadIdx.x; d < c.head_dim; d += blockDim.x)
-        put(c.kv, c.dtype, ((physical * 2 * c.kv_heads + h) * c.block_size + t) * c.head_dim + d,
-            NAN);
+        put(c.kv, c.dtype,
+            ((physical * 2 * c.kv_heads + h) * c.block_size + t) * c.head_dim + d, NAN);
 }
 
 /* Device memory that every problem shares. */
@@ -208,7 +237,8 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
   const kvl_cache_view &c = a.cache;
   const int64_t row = blockIdx.x, s = row / a.heads, h = row % a.heads;
   const int g = (int)(h / (a.heads / c.kv_heads)), len = a.lens[s], at = len - 1;
-  const int64_t entries = a.selection ? a.max_selected : (len + c.block_size - 1) / c.block_size;
+  const int64_t entries =
+      a.selection ? a.max_selected : (len + c.block_size - 1) / c.block_size;
   float *score = scores + row * most;
   __shared__ float top;
   __shared__ double sum;
@@ -369,7 +399,9 @@ void check_all(harness &h) {
   check(h, with("no sequence", {}, [](problem &) {}));
   check(h, with("700 short ones", many, [](problem &p) { p.head_dim = 64; }));
   check(h, with("long", {9000, 3}, [](problem &p) { p.extra_blocks = 20000; }));
-  check(h, with("f16", ragged, [](problem &p) { p.dtype = p.cache_dtype = p.out_dtype = F16; }));
+  check(h, with("f16", ragged, [](problem &p) {
+    p.dtype = p.cache_dtype = p.out_dtype = F16;
+  }));
   for (int block : {1, 5, 8, 17, 32, 256, 4096})
     check(h, with("block size", ragged, [=](problem &p) { p.block_size = block; }));
   for (int dim : {8, 16, 24, 64, 80, 96, 128, 192, 256})
@@ -435,7 +467,8 @@ void time_one(harness &h, dev::bench &b, double r, const problem &p) {
 }
 
 /* The same work after something else: what of it does the caches' state cost? */
-void time_after(harness &h, dev::bench &b, const char *name, const std::function<void()> &before) {
+void time_after(harness &h, dev::bench &b, const char *name,
+                const std::function<void()> &before) {
   problem p;
   p.lens = even(1, 32768);
   call c = prepare(p, h.memory, 7, h.q.sm_count);
