@@ -240,4 +240,14 @@ function M.named_blocks(paged, all)
   return blocks, tokens
 end
 
+--- make, which remembers what it made last: a case is prepared once for both devices,
+-- and those of all cases, which would fill a gigabyte, are not kept.
+function M.latest(make)
+  local case, made
+  return function(c)
+    if case ~= c then case, made = c, make(c) end
+    return made
+  end
+end
+
 return M

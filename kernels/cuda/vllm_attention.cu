@@ -334,7 +334,8 @@ partials place_partials(const kvl_vllm_attention_args &a) {
 int launch_reduce(const kvl_vllm_attention_args &a, const partials &from,
                   const kvl_cuda_queue *q) {
   if (from.count == 0) return KVL_OK;
-  const int64_t bytes = from.count * (int64_t)sizeof(float);
+  /* in fours, as the compiler reads the weights, before it looks how many there are */
+  const int64_t bytes = (from.count + 3) / 4 * 4 * (int64_t)sizeof(float);
   int status = allow_dynamic(vllm_reduce, bytes, WARP * 4, q, "V2", longest(a));
   if (status < 0) return status;
   dim3 grid((unsigned)a.heads, (unsigned)a.seqs);

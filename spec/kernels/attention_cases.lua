@@ -105,9 +105,8 @@ local function scales_of(c, kv_heads, name, seed)
   return support.scales(kv_heads, seed)
 end
 
---- The inputs of a case, and what the reference makes of them.
-function M.prepare(c)
-  if c.expected then return c.inputs, c.expected end
+--- The inputs of a case.
+M.inputs = support.latest(function(c)
   local paged = support.paged(c)
   local heads, dim = paged.layout.kv_heads * (c.group or 1), paged.layout.head_dim
   local starts, tokens = nil, #c.lens
@@ -134,17 +133,23 @@ function M.prepare(c)
     k_scale = scales_of(c, paged.layout.kv_heads, "k", 61),
     v_scale = scales_of(c, paged.layout.kv_heads, "v", 62) }
   if c.forget then forget_blocks(c, paged, starts) end
-  c.inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection }
+  local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection }
   if c.slots then
-    c.inputs.slots, c.inputs.memory, c.inputs.blocks, a.selection = place_in_slots(c, a)
+    inputs.slots, inputs.memory, inputs.blocks, a.selection = place_in_slots(c, a)
   end
-  local out, lse = reference.paged_attention(a)
+  if c.prev then inputs.prev_out, inputs.prev_lse = previous(tokens, heads, dim) end
+  return inputs
+end)
+
+--- What the reference makes of a case: flat out and lse.
+function M.expected(c)
+  local inputs = M.inputs(c)
+  local out, lse = reference.paged_attention(inputs.a)
   if c.prev then
-    c.inputs.prev_out, c.inputs.prev_lse = previous(tokens, heads, dim)
-    out, lse = reference.merge(out, lse, c.inputs.prev_out, c.inputs.prev_lse, dim)
+    out, lse = reference.merge(out, lse, inputs.prev_out, inputs.prev_lse,
+      inputs.a.layout.head_dim)
   end
-  c.expected = { out = out, lse = lse }
-  return c.inputs, c.expected
+  return out, lse
 end
 
 --- The tensors of every call of a case; those that are not wanted are nil.
@@ -197,7 +202,7 @@ end
 
 --- Run a case: tensors out, lse. Calls before the last one write over what they join.
 function M.run(dev, c)
-  local inputs = M.prepare(c)
+  local inputs = M.inputs(c)
   local a, t = inputs.a, tensors(dev, c, inputs)
   local list_shape = { #c.lens, a.selection_heads, a.max_selected }
   local shape = { inputs.tokens, a.heads, a.layout.head_dim }

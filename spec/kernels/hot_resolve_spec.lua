@@ -58,8 +58,7 @@ local function copy(list)
 end
 
 --- The calls of a scenario, and what the reference says after each one.
-local function prepare(c)
-  if c.steps then return c.steps end
+local prepare = support.latest(function(c)
   local rng = support.rng(c.seed)
   local orders
   if c.shuffled then
@@ -68,7 +67,7 @@ local function prepare(c)
   end
   local hot = reference.new(c.kv_heads, c.blocks, c.slots, orders)
   c.order = copy(hot.order)
-  c.steps = {}
+  local steps = {}
   local of_seqs = tables(rng, c)
   for step = 1, c.calls do
     local s = { seqs = c.seqs, n = c.n, selection = selections(rng, c), tables = of_seqs,
@@ -82,10 +81,10 @@ local function prepare(c)
     if step % 9 == 8 then of_seqs = tables(rng, c) end
     reference.check(hot)
     for _, name in ipairs(STATE) do s.want[name] = copy(hot[name]) end
-    c.steps[step] = s
+    steps[step] = s
   end
-  return c.steps
-end
+  return steps
+end)
 
 local function open(dev, c)
   local function index(rows) return kv.full(dev, "i32", { c.kv_heads, rows }, -1) end

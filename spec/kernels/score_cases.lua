@@ -41,15 +41,14 @@ function M.group_number(c)
   return c.join == "mean" and kv.C.KVL_GROUP_MEAN or kv.C.KVL_GROUP_MAX
 end
 
+local paged_of = support.latest(support.paged)
+
 --- The memory, the number of query heads and the queries of a case.
 function M.prepare(c)
-  if not c.paged then
-    c.paged = support.paged(c)
-    c.heads = c.paged.layout.kv_heads * (c.group or 1)
-    c.queries = support.randn(kv.device "cpu", c.q or "f32",
-      { #c.lens, c.heads, c.paged.layout.head_dim }, 42)
-  end
-  return c.paged, c.heads, c.queries
+  local paged = paged_of(c)
+  local heads = paged.layout.kv_heads * (c.group or 1)
+  return paged, heads, support.randn(kv.device "cpu", c.q or "f32",
+    { #c.lens, heads, paged.layout.head_dim }, 42)
 end
 
 --- `run(dev, case)` returns the scores and a function that gives the reference's.

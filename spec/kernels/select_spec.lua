@@ -26,16 +26,13 @@ local function budget(b)
     min_blocks = b.min_blocks or 0, sink = b.sink or 0, recent = b.recent or 0 })
 end
 
-local function scores_of(c)
-  if not c.scores then
-    local rng, fn = support.rng(#c.lens + c.max_blocks), kinds[c.kind]
-    c.scores = {}
-    for i = 0, #c.lens * c.heads * c.max_blocks - 1 do
-      c.scores[i + 1] = fn(rng, i % c.max_blocks)
-    end
+local scores_of = support.latest(function(c)
+  local rng, fn, scores = support.rng(#c.lens + c.max_blocks), kinds[c.kind], {}
+  for i = 0, #c.lens * c.heads * c.max_blocks - 1 do
+    scores[i + 1] = fn(rng, i % c.max_blocks)
   end
-  return c.scores
-end
+  return scores
+end)
 
 local function run(dev, c, counted)
   local rows, n = #c.lens, c.max_blocks
