@@ -250,4 +250,11 @@ function M.latest(make)
   end
 end
 
+--- Free what nothing holds any more.
+function M.collect()
+  jit.flush() -- compiled code holds what it was compiled for
+  collectgarbage()
+  collectgarbage()
+end
+
 return M

@@ -17,9 +17,7 @@ local out_stream = ffi.new "kvl_stream *[1]"
 -- ---- failing --------------------------------------------------------------------------
 
 local function collect()
-  jit.flush() -- compiled code holds what it was compiled for
-  collectgarbage()
-  collectgarbage()
+  support.collect()
   dev:sync()
   dev:trim()
 end

@@ -94,7 +94,7 @@ local function check(dev)
 
     it("frees in a scope all but what it returns", function()
       dev:sync()
-      collectgarbage()
+      support.collect()
       local before = dev:stats().bytes_live
       local kept, list = kv.scope(function()
         local t = kv.zeros(dev, "f32", { 1024 })
@@ -110,8 +110,7 @@ local function check(dev)
       end)
       kept:free()
       list.x[1]:free()
-      collectgarbage()
-      collectgarbage()
+      support.collect()
       assert.equal(before, dev:stats().bytes_live)
     end)
 
