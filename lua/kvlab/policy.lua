@@ -5,6 +5,9 @@
 --     name = "quest",
 --     prefill = false, decode = true       the phases in which it may select
 --     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
+--     takes = { window = policy.count }    what an option must be, where its type is not
+--                                          enough: share, whole, count, one_of(…)
+--     aliases = { sparse_ratio = "ratio" } other names of options
 --     init(self, shape)                    once, when attached: make summaries. shape has
 --                                          device, layers, blocks, block_size, heads,
 --                                          kv_heads, head_dim, dtype
@@ -43,7 +46,17 @@ local nearest = require "kvlab.nearest"
 local C = library.C
 local M = {}
 
-local BUDGETS = { ratio = true, tokens = true, blocks = true }
+--- What an option may be: { words, test }.
+M.share = { "0 ... 1", function(x) return x >= 0 and x <= 1 end }
+M.whole = { "a whole number >= 0", function(x) return x >= 0 and x % 1 == 0 end }
+M.count = { "a whole number >= 1", function(x) return x >= 1 and x % 1 == 0 end }
+function M.one_of(...)
+  local known, words = {}, table.concat({ ... }, " or ")
+  for _, name in ipairs { ... } do known[name] = true end
+  return { words, function(x) return known[x] == true end }
+end
+
+local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
 local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
 local FUNCTIONS = {
   init = true, on_prefill_offload = true, on_decode_offload = true, score = true,
@@ -52,7 +65,7 @@ local FUNCTIONS = {
   request_finished = true, score_bytes = true, reset = true,
 }
 local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
-                 defaults = "table" }
+                 defaults = "table", takes = "table", aliases = "table" }
 
 local Policy = {}
 
@@ -68,45 +81,68 @@ function Policy.score_bytes() return 0 end
 
 -- ---- options --------------------------------------------------------------------------
 
-local function check_value(policy, key, value, default, level)
-  local function wrong(expected)
-    error(("policy %s: %s is %s, expected %s"):format(policy, key, tostring(value),
-      expected), level + 1)
+--- Options of a definition with a value each; budgets that it does not name are 0.
+local function known_options(def)
+  local known = {}
+  for key in pairs(BUDGETS) do known[key] = 0 end
+  for key, value in pairs(COMMON) do known[key] = value end
+  for key, value in pairs(def.defaults) do known[key] = value end
+  return known
+end
+
+--- `value` of the option `key`, given under `name`.
+local function check_value(def, name, key, value, known, level)
+  local takes = def.takes[key] or BUDGETS[key] or COMMON[key] and M.whole
+  local words = takes and takes[1] or "a " .. type(known[key])
+  if type(value) ~= type(known[key]) or takes and not takes[2](value) then
+    error(("policy %s: %s is %s, expected %s"):format(def.name, name, tostring(value),
+      words), level + 1)
   end
-  if key == "ratio" then
-    if type(value) ~= "number" or not (value >= 0 and value <= 1) then wrong "0 ... 1" end
-  elseif BUDGETS[key] or COMMON[key] then
-    if type(value) ~= "number" or value < 0 or value % 1 ~= 0 then
-      wrong "a whole number >= 0"
-    end
-  elseif type(value) ~= type(default) then
-    wrong("a " .. type(default))
+end
+
+--- "blocks, ratio (or sparse_ratio), …"
+local function list_options(def, known)
+  local also, list = {}, nearest.keys(known)
+  for _, alias in ipairs(nearest.keys(def.aliases)) do
+    local key = def.aliases[alias]
+    also[key] = (also[key] and also[key] .. ", " or "") .. alias
   end
+  for i, key in ipairs(list) do
+    if also[key] then list[i] = ("%s (or %s)"):format(key, also[key]) end
+  end
+  return table.concat(list, ", ")
+end
+
+local function refuse_unknown(def, name, known, level)
+  local names = nearest.keys(known)
+  for _, alias in ipairs(nearest.keys(def.aliases)) do names[#names + 1] = alias end
+  error(("policy %s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
+    def.name, name, nearest.find(name, names), list_options(def, known)), level + 1)
 end
 
 --- Defaults with `given` over them; a given budget replaces the default one.
 local function merge_options(def, given, level)
-  local options, known = {}, {}
-  for key, value in pairs(COMMON) do options[key], known[key] = value, value end
-  for key in pairs(BUDGETS) do known[key] = 0 end
-  for key, value in pairs(def.defaults) do options[key], known[key] = value, value end
-  local budget
-  for _, key in ipairs(nearest.keys(given)) do
-    if known[key] == nil then
-      error(("policy %s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
-        def.name, tostring(key), nearest.find(tostring(key), nearest.keys(known)),
-        table.concat(nearest.keys(known), ", ")), level + 1)
+  local options, known, named, budget = {}, known_options(def), {}, nil
+  for key, value in pairs(COMMON) do options[key] = value end
+  for key, value in pairs(def.defaults) do options[key] = value end
+  for _, name in ipairs(nearest.keys(given)) do
+    local key, value = def.aliases[name] or name, given[name]
+    if known[key] == nil then refuse_unknown(def, tostring(name), known, level + 1) end
+    check_value(def, name, key, value, known, level + 1)
+    if named[key] then
+      error(("policy %s: both %s and %s are given, which are the same option"):format(
+        def.name, named[key], name), level + 1)
     end
-    check_value(def.name, key, given[key], def.defaults[key], level + 1)
+    named[key] = name
     if BUDGETS[key] then
       if budget then
         error(("policy %s: both %s and %s are given, expected one budget"):format(
-          def.name, budget, key), level + 1)
+          def.name, budget, name), level + 1)
       end
-      budget = key
+      budget = name
       for other in pairs(BUDGETS) do options[other] = nil end
     end
-    options[key] = given[key]
+    options[key] = value
   end
   return options
 end
@@ -141,6 +177,15 @@ local function check_definition(def)
         want), 3)
     end
   end
+  def.defaults, def.takes = def.defaults or {}, def.takes or {}
+  def.aliases = def.aliases or {}
+  local known = known_options(def)
+  for alias, key in pairs(def.aliases) do
+    if known[alias] ~= nil or known[key] == nil then
+      error(("policy %s: alias %s of %s, expected a new name for an option; it has %s")
+        :format(def.name, alias, tostring(key), list_options(def, known)), 3)
+    end
+  end
   if not (def.prefill or def.decode) then
     error(("policy %s declares neither prefill nor decode"):format(def.name), 3)
   end
@@ -156,7 +201,6 @@ end
 ---@return function
 function M.define(def)
   check_definition(def)
-  def.defaults = def.defaults or {}
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end

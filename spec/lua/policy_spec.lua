@@ -36,6 +36,53 @@ describe("policy options", function()
   end)
 end)
 
+describe("policy aliases", function()
+  local seeds = kv.policy.define {
+    name = "x", decode = true, score = function() end,
+    defaults = { ratio = 0.3, kind = "a", refresh = 3 },
+    takes = { kind = kv.policy.one_of("a", "b"), refresh = kv.policy.count },
+    aliases = { sparse_ratio = "ratio", window = "recent", period = "refresh" },
+  }
+
+  it("are other names of options", function()
+    local p = seeds { sparse_ratio = 0.5, window = 4 }
+    assert.equal(0.5, p.ratio)
+    assert.equal(4, p.recent)
+    assert.is_nil(p.sparse_ratio)
+    assert.is_nil(seeds { blocks = 3 }.ratio)
+  end)
+
+  it("are refused beside what they stand for, and with values it would not take", function()
+    raises("both ratio and sparse_ratio are given, which are the same option", seeds,
+      { ratio = 0.1, sparse_ratio = 0.1 })
+    raises("both blocks and sparse_ratio are given, expected one budget", seeds,
+      { blocks = 3, sparse_ratio = 0.1 })
+    raises("sparse_ratio is 7, expected 0 ... 1", seeds, { sparse_ratio = 7 })
+    raises("period is 0, expected a whole number >= 1", seeds, { period = 0 })
+  end)
+
+  it("are named by errors", function()
+    raises('did you mean "sparse_ratio"? It has blocks, kind, min_blocks, '
+      .. "ratio (or sparse_ratio), recent (or window), refresh (or period), sink, tokens", seeds,
+      { sparse_ration = 0.1 })
+  end)
+
+  it("name an option that is there, by a name that is not", function()
+    local function define(aliases)
+      return kv.policy.define { name = "x", decode = true, score = function() end,
+                                aliases = aliases }
+    end
+    raises("alias a of ration, expected a new name", define, { a = "ration" })
+    raises("alias sink of recent, expected a new name", define, { sink = "recent" })
+  end)
+
+  it("come with checks of values that have the right type", function()
+    raises("kind is c, expected a or b", seeds, { kind = "c" })
+    raises("refresh is 1.5, expected a whole number >= 1", seeds, { refresh = 1.5 })
+    assert.equal("b", seeds { kind = "b" }.kind)
+  end)
+end)
+
 describe("policy budget", function()
   local function blocks(options, n, block_size)
     local p = kv.policy.open("quest", options)
