@@ -662,6 +662,70 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
 /* Forget blocks: i32 [n], -1 is skipped. Their slots are free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 
+/* ---- block store ---------------------------------------------------------------------------- */
+/* Blocks that outlive a request, a process or a machine, found by the tokens that they hold. A
+ * record is the bytes of one block in one layer, named by the block's key and a part, the layer.
+ * A store is a cache: a record may be gone at any time; but what is read is what was put, whole,
+ * because each carries its length and a checksum of its name and bytes, and one that does not
+ * fit is a miss. What the world does to a store (a full disk, a server that went away) makes
+ * misses and is counted; statuses are for the caller's mistakes, memory, open and sync. */
+
+/* Names a block by all tokens up to its end: the XXH3-128 of its parent's key (lo, then hi, both
+ * little-endian) and its own tokens (i32, little-endian). */
+typedef struct kvl_key { uint64_t lo, hi; } kvl_key;
+
+/* Keys of the full blocks of `count` tokens; tokens past the last full block have none. The
+ * first block's parent is *parent or, where that is NULL, the XXH3-128 of `model`: a text with
+ * all that makes KV incompatible, such as the model's name, dtype, block_size and layout.
+ *  keys  [count / block_size]
+ * Returns how many. Errors: INVALID. */
+int kvl_block_keys(const char *model, const kvl_key *parent, const int32_t *tokens, int count,
+                   int block_size, kvl_key *keys);
+
+typedef struct kvl_store kvl_store;
+
+/* Numbers since open, of this handle; what is held, by whomever it was put. Bytes are those of
+ * the blocks, without what a store adds to them. */
+typedef struct kvl_store_stats {
+  int64_t hits, misses, puts, evictions;
+  int64_t damaged;               /* records that were not what was put: misses, too */
+  int64_t errors;                /* of the world's; an outage of a server is one */
+  int64_t bytes_read, bytes_written;
+  int64_t bytes_held, records;   /* -1: not known */
+} kvl_store_stats;
+
+/* Open by URL:
+ *  memory:     of this process
+ *  lmdb:PATH   a file and PATH-lock beside it, made where there is none; several processes may
+ *              have it open, each of them once. Killing one at any time costs at most the
+ *              record it was writing; docs/store.md has what a power failure costs
+ *  redis://[user:password@]host[:port][/db]   shared by machines; %XX in user and password
+ * capacity: bytes of blocks held before the least recently used are evicted, 0 for no limit;
+ * a Redis server has its own (maxmemory), and here it must be 0. timeout_ms: the most that
+ * connecting and each command may take, for Redis; 0 for 1000.
+ * Errors: INVALID, NO_MEMORY, IO, FORMAT. */
+int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store **out);
+/* Syncs. NULL is fine. All else may be called by many threads at once; this comes last. */
+void kvl_store_close(kvl_store *store);
+/* Put n bytes in place of what the record held. Returns 1, or 0 when it could not be stored.
+ * Errors: INVALID (also: more than the capacity), NO_MEMORY. */
+int kvl_store_put(kvl_store *store, const kvl_key *key, int part, const void *bytes, int64_t n);
+/* Copy a record of exactly n bytes. Returns 1, or 0 for a miss, which leaves `bytes` alone.
+ * Errors: INVALID. */
+int kvl_store_get(kvl_store *store, const kvl_key *key, int part, void *bytes, int64_t n);
+/* found[i] = whether there is a record (keys[i], part); its bytes are not read. found may be
+ * NULL. Returns how many there are from the first key on without a gap. Errors: INVALID. */
+int kvl_store_find(kvl_store *store, const kvl_key *keys, int n, int part, uint8_t *found);
+/* Returns 1, or 0 when there was none. Errors: INVALID. */
+int kvl_store_remove(kvl_store *store, const kvl_key *key, int part);
+/* What was put before survives a power failure: of an lmdb store; others do nothing.
+ * Errors: INVALID, IO. */
+int kvl_store_sync(kvl_store *store);
+int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out);
+/* Words of the last problem that was counted as damaged or as an error, by any thread, cut to
+ * `size` with the final 0. Returns their length; 0 when there was none. */
+int kvl_store_problem(kvl_store *store, char *text, int size);
+
 /* ---- safetensors ------------------------------------------------------------------------- */
 
 typedef struct kvl_safetensors kvl_safetensors;

@@ -14,6 +14,8 @@ _Static_assert(sizeof(kvl_hot) == 48, "kvl_hot is read by LuaJIT");
 _Static_assert(sizeof(kvl_resolve) == 72, "kvl_resolve is read by LuaJIT");
 _Static_assert(sizeof(kvl_vllm) == 88, "kvl_vllm is read by LuaJIT");
 _Static_assert(sizeof(kvl_budget) == 24, "kvl_budget is read by LuaJIT");
+_Static_assert(sizeof(kvl_key) == 16, "kvl_key is read by LuaJIT");
+_Static_assert(sizeof(kvl_store_stats) == 80, "kvl_store_stats is read by LuaJIT");
 _Static_assert(sizeof(kvl_safetensors_entry) == 80, "entry is read by LuaJIT");
 
 static _Thread_local char words[512];
