@@ -99,7 +99,7 @@ project "kvlab_runtime"
   files { "runtime/*.c" }
   removefiles { "runtime/main.c" }
   for _, isa in ipairs(isas) do links { "cpu_" .. isa.name } end
-  links { "openblas", "pthread", "dl", "m" }
+  links { "openblas", "lmdb", "hiredis", "pthread", "dl", "m" }
   -- nodelete: stock luajit closes libraries at exit, under the feet of OpenMP's threads.
   linkoptions { "-fopenmp", "-Wl,--no-undefined", "-Wl,-z,nodelete" }
 

@@ -7,7 +7,7 @@ enum { MAGIC = 0x4b564c52, VERSION = 1, TIMEOUT_MS = 1000, FIND_AT_ONCE = 256 };
 _Static_assert(sizeof(struct kvl__head) == 24, "a head has no holes");
 
 static const struct kvl__store_backend *const backends[] = {
-  &kvl__store_memory,
+  &kvl__store_memory, &kvl__store_lmdb, &kvl__store_redis,
 };
 enum { BACKENDS = sizeof backends / sizeof backends[0] };
 
@@ -88,7 +88,7 @@ static int backend_of(const char *url, const struct kvl__store_backend **out) {
 }
 
 int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store **out) {
-  const struct kvl__store_backend *backend;
+  const struct kvl__store_backend *backend = NULL;
   if (!url) return kvl__fail(KVL_ERR_INVALID, "store: url is missing");
   int rest = backend_of(url, &backend);
   if (rest < 0) return rest;

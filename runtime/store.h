@@ -41,7 +41,7 @@ struct kvl__store_backend {
   /* Fill bytes_held and records, which are -1. */
   void (*held)(kvl_store *store, kvl_store_stats *out);
 };
-extern const struct kvl__store_backend kvl__store_memory;
+extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__store_redis;
 
 struct kvl_store {
   const struct kvl__store_backend *backend;

@@ -12,6 +12,8 @@ build|LuaJIT|/usr/lib/*/libluajit-5.1.a /usr/lib*/libluajit-5.1.a|libluajit-5.1-
 build|OpenBLAS|/usr/lib/*/libopenblas.so /usr/lib*/libopenblas.so|libopenblas-openmp-dev|everything
 build|cjson|/usr/lib/*/lua/5.1/cjson.so /usr/lib*/lua/5.1/cjson.so|lua-cjson|models, stores, reports
 build|xxHash|/usr/include/xxhash.h|libxxhash-dev|everything
+build|LMDB|/usr/include/lmdb.h|liblmdb-dev|everything
+build|hiredis|/usr/include/hiredis/hiredis.h|libhiredis-dev|everything
 test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
 cuda|C++ compiler|g++|g++|build --cuda=on
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
