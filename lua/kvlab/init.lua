@@ -9,6 +9,7 @@
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
 --   kv.policy kv.summary                       what policies are made of
+--   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
 local library = require "kvlab.library"
@@ -38,6 +39,7 @@ M.graph = require("kvlab.graph").graph
 M.cache = require("kvlab.cache").cache
 M.attention = require("kvlab.attention").attention
 M.probe = require "kvlab.probe"
+M.store = require "kvlab.store"
 M.vllm = require "kvlab.vllm"
 M.safetensors = require "kvlab.safetensors"
 

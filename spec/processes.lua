@@ -1,0 +1,109 @@
+--- What specs do with processes: children of this one, and a Redis server.
+local ffi = require "ffi"
+local kv = require "kvlab"
+
+ffi.cdef [[
+int fork(void);
+int getpid(void);
+int kill(int pid, int signal);
+int waitpid(int pid, int *status, int options);
+int usleep(unsigned us);
+int socket(int domain, int type, int protocol);
+int bind(int fd, const void *address, unsigned size);
+int getsockname(int fd, void *address, unsigned *size);
+int close(int fd);
+]]
+local libc = ffi.C
+local KILL, STOP, CONT = 9, 19, 18 -- signals
+
+local M = {}
+
+function M.sleep(seconds) libc.usleep(seconds * 1e6) end
+
+--- Runs fn() in a child, which ends without any clearing up; returns its pid.
+function M.fork(fn)
+  io.stdout:flush()
+  local pid = libc.fork()
+  if pid == 0 then
+    local ok, why = pcall(fn)
+    if not ok then io.stderr:write("in a child: ", tostring(why), "\n") end
+    libc.kill(libc.getpid(), KILL)
+  end
+  return pid
+end
+
+--- Waits until a child has ended.
+function M.wait(pid) libc.waitpid(pid, nil, 0) end
+
+function M.kill(pid)
+  libc.kill(pid, KILL)
+  M.wait(pid)
+end
+
+function M.has(command)
+  return os.execute("command -v " .. command .. " >/dev/null 2>&1") == 0
+end
+
+--- A port of the loopback interface that nobody has.
+local function free_port()
+  local fd = libc.socket(2, 1, 0) -- AF_INET, SOCK_STREAM
+  local address, size = ffi.new("uint8_t[16]", 2, 0, 0, 0, 127, 0, 0, 1),
+    ffi.new("unsigned[1]", 16)
+  assert(libc.bind(fd, address, 16) == 0)
+  libc.getsockname(fd, address, size)
+  libc.close(fd)
+  return address[2] * 256 + address[3]
+end
+
+---@class spec.Redis
+---@field port integer
+local Redis = {}
+Redis.__index = Redis
+
+--- A Redis server that keeps nothing on disk, with further `options`.
+function M.redis(options)
+  local self = setmetatable({ port = free_port(), options = options or "" }, Redis)
+  self.url = ("redis://127.0.0.1:%d"):format(self.port)
+  self:start()
+  return self
+end
+
+--- Starts it, on its old port after a stop, and waits until it answers.
+function Redis:start()
+  local pipe = io.popen(("redis-server --port %d --bind 127.0.0.1 --save '' --appendonly "
+    .. "no --dir /tmp %s >/dev/null 2>&1 & echo $!"):format(self.port, self.options))
+  self.pid = pipe:read "*n"
+  pipe:close()
+  for _ = 1, 200 do
+    if self:ask "ping" then return end
+    M.sleep(0.05)
+  end
+  error "the Redis server does not start"
+end
+
+--- The first line that redis-cli prints; nil when there is no answer.
+function Redis:ask(command)
+  local pipe = io.popen(("redis-cli -p %d %s 2>/dev/null"):format(self.port, command))
+  local answer = pipe:read "*l"
+  pipe:close()
+  return answer and #answer > 0 and answer or nil
+end
+
+--- It stops answering, until `continue`.
+function Redis:freeze() libc.kill(self.pid, STOP) end
+function Redis:continue() libc.kill(self.pid, CONT) end
+
+function Redis:stop()
+  libc.kill(self.pid, CONT)
+  libc.kill(self.pid, KILL)
+  while libc.kill(self.pid, 0) == 0 and self:ask "ping" do M.sleep(0.01) end
+end
+
+--- Milliseconds that fn() takes.
+function M.ms(fn)
+  local start = kv.C.kvl_clock_ns()
+  fn()
+  return tonumber(kv.C.kvl_clock_ns() - start) * 1e-6
+end
+
+return M
