@@ -23,7 +23,8 @@
   X(rope) X(silu_mul) X(append_kv) X(copy_blocks) X(paged_attention) X(merge_attention)   \
   X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)   \
   X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)                \
-  X(vllm_append) X(vllm_attention) X(rope_append)
+  X(vllm_append) X(vllm_attention) X(rope_append)                                         \
+  X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -246,6 +247,57 @@ struct kvl_select_args {
   kvl_budget budget;
   void *workspace;
   int32_t block_size;
+};
+
+/* The sum whose sign is a bit of a hash, so that every device finds the same one: products are
+ * rounded, then added. Part p of KVL_HASH_PARTS adds those of dims p, p + 16, ... in this
+ * order; then parts p and p + 8 are added, p and p + 4, p and p + 2, p and p + 1. Means are
+ * sums of tokens, or of the group's heads, in their order: a count does not change a sign. */
+enum { KVL_HASH_PARTS = 16, KVL_HASH_BITS_MAX = 1024 };
+/* Words of the query hashes that select_hamming takes for one list: kv_heads * words. */
+enum { KVL_HASH_QUERY_MAX = 2048 };
+
+struct kvl_hash_rows_args {
+  const void *x;
+  const float *planes;
+  uint64_t *hashes;
+  int64_t rows;
+  int32_t head_dim, bits, dtype;
+};
+struct kvl_block_hash_args {
+  struct kvl_cache_view cache;
+  const int32_t *blocks, *tokens;
+  const int32_t *rows;          /* of the hashes; NULL: blocks */
+  const float *planes;
+  uint64_t *hashes;
+  int64_t n, summary_rows;
+  int32_t bits, is_token;       /* is_token: a hash a token */
+};
+/* Hashes [blocks, kv_heads, tokens, words]; tokens is 1, or block_size for a hash a token. */
+struct kvl_hash_view {
+  const uint64_t *hashes;
+  int64_t blocks;
+  int32_t kv_heads, tokens, words;
+  int32_t is_token;
+};
+struct kvl_score_hamming_args {
+  const uint64_t *q;            /* [seqs, kv_heads, words] */
+  struct kvl_hash_view hashes;
+  const int32_t *tables, *lens;
+  float *scores;                /* [seqs, score_heads, max_blocks] */
+  int64_t seqs, score_heads, max_blocks;
+  int32_t block_size;
+};
+struct kvl_select_hamming_args {
+  const void *q;
+  const float *planes;
+  struct kvl_hash_view hashes;
+  const int32_t *tables, *lens;
+  int32_t *selection;
+  int32_t *counts;              /* optional */
+  int64_t seqs, heads, selection_heads, max_blocks, max_selected;
+  kvl_budget budget;
+  int32_t block_size, head_dim, bits, dtype;
 };
 
 struct kvl_move_blocks_args {

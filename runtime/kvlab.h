@@ -448,6 +448,34 @@ int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
                      const kvl_tensor *tables, const kvl_tensor *lens, int group,
                      const kvl_tensor *scores);
 
+/* ---- hashes --------------------------------------------------------------------------- */
+/* A hash of a vector x by random planes: bit b is 1 where planes[b] . x > 0; the share of bits
+ * in which two hashes differ estimates the angle between their vectors over pi. 64 bits a word,
+ * bit 0 the lowest; the upper half of the word of 32 bits is 0. The sign is that of a sum in
+ * one fixed order, see kernels.h: the same bits on every device.
+ *  planes  f32  [bits, head_dim]   bits: 32, or a multiple of 64 up to 1024
+ *  words   (bits + 63) / 64
+ * Source: Charikar 2002 (random hyperplanes). */
+
+/*  x       f32 f16 bf16  [rows, head_dim]
+ *  hashes  u64           [rows, words] */
+int kvl_hash_rows(const kvl_tensor *x, const kvl_tensor *planes, const kvl_tensor *hashes);
+/* Hashes of K: blocks, tokens and rows as for kvl_block_minmax. Either form:
+ *  hashes  u64  [rows, kv_heads, words]              of the mean of a block's valid tokens
+ *          u64  [rows, kv_heads, block_size, words]  of each of them; others stay as they are */
+int kvl_block_hash(const kvl_tensor *cache, const kvl_tensor *blocks,
+                   const kvl_tensor *tokens, const kvl_tensor *rows,
+                   const kvl_tensor *planes, const kvl_tensor *hashes);
+/* Score every block of every sequence by how many bits of its hash are not those of the
+ * query's, negative: 0 is the best, blocks past the last get -inf. Of token hashes, the best
+ * of the block's valid tokens counts.
+ *  q_hashes  u64  [seqs, kv_heads, words]
+ *  hashes    u64  [blocks, kv_heads, words] or [blocks, kv_heads, block_size, words]
+ *  scores    f32  [seqs, kv_heads or 1, max_blocks]   1: the best of the KV heads */
+int kvl_score_hamming(const kvl_tensor *q_hashes, const kvl_tensor *hashes,
+                      const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
+                      const kvl_tensor *scores);
+
 /* How many of a sequence's n blocks may be selected: ceil(ratio * n), or `blocks` when
  * ratio < 0; then at least min_blocks and sink + recent; at most n. */
 typedef struct kvl_budget {
@@ -468,6 +496,19 @@ int kvl_budget_blocks(const kvl_budget *budget, int n);
 int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
                const kvl_budget *budget, const kvl_tensor *selection,
                const kvl_tensor *counts);
+
+/* kvl_hash_rows of the mean query of each KV head's group, kvl_score_hamming and kvl_select in
+ * one launch that writes no scores, and exactly their selection.
+ *  q                  f32 f16 bf16  [seqs, heads, head_dim]   heads % kv_heads == 0
+ *  planes, hashes     as above; tables, lens and budget as for kvl_score_hamming, kvl_select
+ *  selection, counts  as for kvl_select; selection_heads is kv_heads or 1 */
+typedef struct kvl_hamming {
+  const kvl_tensor *q, *planes, *hashes, *tables, *lens, *selection, *counts;
+  kvl_budget budget;
+  int32_t block_size;
+  int32_t reserved;
+} kvl_hamming;
+int kvl_select_hamming(const kvl_hamming *call);
 
 /* ---- vLLM layout ------------------------------------------------------------------------ */
 /* PagedAttention V1 and V2 of vLLM over its own layout of KV memory: a baseline. One layer:

@@ -62,7 +62,7 @@ void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
   if (v_scale) view->v_scale = v_scale->ptr;
 }
 
-static void expect_groups(struct kvl__call *c) {
+void kvl__expect_groups(struct kvl__call *c) {
   int64_t heads = kvl__dim(c, "heads"), kv_heads = kvl__dim(c, "kv_heads");
   if (c->status >= 0 && (kv_heads < 1 || heads % kv_heads))
     kvl__call_fail(c, "%lld heads over %lld kv_heads, expected a multiple",
@@ -107,7 +107,7 @@ int kvl_paged_attention(const kvl_attention *a) {
     kvl__call_fail(&c, "soft_cap is %g, expected >= 0 and finite", a->soft_cap);
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
   kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
-  expect_groups(&c);
+  kvl__expect_groups(&c);
   args.seqs = kvl__dim(&c, "seqs");
   args.tokens = kvl__dim(&c, "tokens");
   if (kvl__arg(&c, "starts?", a->starts, KVL__I32, "seqs+1")) {
@@ -221,7 +221,7 @@ static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tenso
   kvl__arg(c, "tables", tables, KVL__I32, "seqs max_blocks");
   kvl__arg(c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(c, "scores", scores, KVL__F32, "seqs kv_heads max_blocks");
-  expect_groups(c);
+  kvl__expect_groups(c);
   if (group != KVL_GROUP_MAX && group != KVL_GROUP_MEAN)
     kvl__call_fail(c, "group is %d, expected %d (max) or %d (mean)", group, KVL_GROUP_MAX,
                    KVL_GROUP_MEAN);
@@ -277,7 +277,7 @@ int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
 
 /* ---- selection ------------------------------------------------------------------------------ */
 
-static void expect_budget(struct kvl__call *c, const kvl_budget *b) {
+void kvl__expect_budget(struct kvl__call *c, const kvl_budget *b) {
   if (!b) {
     kvl__call_fail(c, "budget is missing");
     return;
@@ -292,7 +292,7 @@ static void expect_budget(struct kvl__call *c, const kvl_budget *b) {
 
 int kvl_budget_blocks(const kvl_budget *budget, int n) {
   struct kvl__call c = {.op = "budget"};
-  expect_budget(&c, budget);
+  kvl__expect_budget(&c, budget);
   if (n < 0) kvl__call_fail(&c, "n is %d, expected >= 0", n);
   return c.status < 0 ? c.status : kvl__budget_blocks(*budget, n);
 }
@@ -306,7 +306,7 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
   kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
   kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
   expect_block_size(&c, block_size);
-  expect_budget(&c, budget);
+  kvl__expect_budget(&c, budget);
   if (c.status < 0) return c.status;
   struct kvl_select_args args = {
     .scores = scores->ptr, .lens = lens->ptr, .selection = selection->ptr,

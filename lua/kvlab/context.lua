@@ -94,19 +94,35 @@ local function selection_views(self, heads, n)
   return views[1], views[2]
 end
 
---- Sink, recent and the best scores within a budget: selection and counts. A prefill
--- chunk also gets the blocks that it lies in: a token sees itself.
+--- The budget of this step. A prefill chunk also gets the blocks that it lies in: a token
+-- sees itself.
+local function step_budget(self, budget)
+  if not self.is_prefill then return budget end
+  ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
+  self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
+  return self.chunk_budget
+end
+
+--- Sink, recent and the best scores within a budget: selection and counts.
 ---@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
 ---@param budget ffi.cdata*  kvl_budget
 function Context:select(scores, budget)
-  if self.is_prefill then
-    ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
-    self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
-    budget = self.chunk_budget
-  end
+  budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)
   local selection, counts = selection_views(self, tonumber(scores.shape[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, selection, counts)
+end
+
+--- Sink, recent and the blocks whose hashes are nearest to the query's, in one launch:
+-- selection and counts.
+---@param hashes kvlab.Hashes
+---@param budget ffi.cdata*   kvl_budget
+---@param is_shared? boolean  one list for all KV heads, by the nearest of them
+function Context:select_nearest(hashes, budget, is_shared)
+  budget = step_budget(self, budget)
+  local n = policy.budget_blocks(budget, self.width)
+  local selection, counts = selection_views(self, is_shared and 1 or self.kv_heads, n)
+  return ops.select_hamming(self.query, hashes, self, budget, selection, counts)
 end
 
 --- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a

@@ -8,7 +8,7 @@
 --   kv.graph                                   records a step, replays it without Lua
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
---   kv.policy kv.summary                       what policies are made of
+--   kv.policy kv.summary kv.hash               what policies are made of
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
@@ -34,6 +34,7 @@ package.loaded["kvlab"] = M
 
 M.ops = require "kvlab.ops"
 M.summary = require "kvlab.summary"
+M.hash = require "kvlab.hash"
 M.policy = require "kvlab.policy"
 M.graph = require("kvlab.graph").graph
 M.cache = require("kvlab.cache").cache

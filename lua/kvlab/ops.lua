@@ -107,4 +107,35 @@ function M.select(scores, lens, block_size, budget, selection, counts)
   return selection, counts
 end
 
+--- Minus the bits in which each block's hash differs from its KV head's query hash,
+-- written to `scores` (ctx.scores).
+---@param q_hashes ffi.cdata*  u64 [seqs, kv_heads, words]
+---@param hashes kvlab.Hashes
+---@param ctx kvlab.Context
+---@param scores? ffi.cdata*   ctx.scores_shared: the best of the KV heads
+function M.score_hamming(q_hashes, hashes, ctx, scores)
+  scores = scores or ctx.scores
+  check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, scores))
+  return scores
+end
+
+local nearest_call = ffi.new "kvl_hamming"
+
+--- Hash of the group's mean query, distances and select, in one launch.
+---@param q ffi.cdata*          [seqs, heads, head_dim]
+---@param hashes kvlab.Hashes
+---@param ctx kvlab.Context
+---@param budget ffi.cdata*     kvl_budget
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+function M.select_hamming(q, hashes, ctx, budget, selection, counts)
+  local to = nearest_call
+  to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
+  to.tables, to.lens, to.block_size = ctx.tables, ctx.lens, ctx.block_size
+  to.budget, to.selection, to.counts = budget, selection, counts
+  check(C.kvl_select_hamming(to))
+  return selection, counts
+end
+
 return M

@@ -1,0 +1,181 @@
+/* In how many bits the hashes of blocks differ from that of a query: what score_hamming and
+ * select_hamming share. A warp takes 32 blocks of a sequence at a time, a lane one of them.
+ *
+ * A hash a block: each lane reads its own. A hash a token: LANES lanes read a block's, 16
+ * bytes each, so that loads run along memory and all of them are under way at once; then the
+ * least of each block is found for all blocks together, LANES - 1 shuffles in all (as
+ * vf_sum_lanes does on the CPU), and goes to the lane of its block.
+ * Source: UCM's GSA on-device (XOR, count, the nearest token of a block). */
+#ifndef KVL_CUDA_HAMMING_CUH
+#define KVL_CUDA_HAMMING_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1;   /* of a block that is none */
+
+/* WORDS of a hash, 0: as many as the view says. LANES that read the token hashes of a block
+ * together, 1: there is one hash a block; 32: a lane a token. */
+template <int WORDS_, int LANES_, bool IS_TOKEN_ = (LANES_ > 1)> struct hash_form {
+  static constexpr int WORDS = WORDS_, LANES = LANES_;
+  static constexpr bool IS_TOKEN = IS_TOKEN_;
+};
+
+/* f(hash_form<...>()) with the form of a view. */
+template <class F> int with_form(const kvl_hash_view &v, F f) {
+  const bool is_paired = v.tokens % 16 == 0;
+  if (!v.is_token && v.words == 1) return f(hash_form<1, 1>());
+  if (!v.is_token && v.words == 2) return f(hash_form<2, 1>());
+  if (!v.is_token) return f(hash_form<0, 1>());
+  if (is_paired && v.words == 1) return f(hash_form<1, 8>());
+  if (is_paired && v.words == 2) return f(hash_form<2, 16>());
+  return f(hash_form<0, 32>());
+}
+
+__device__ __forceinline__ uint32_t hamming(uint64_t a, uint64_t b) { return __popcll(a ^ b); }
+__device__ __forceinline__ uint64_t word_of(uint32_t low, uint32_t high) {
+  return low | (uint64_t)high << 32;
+}
+
+/* N blocks of a lane, 32 apart, on their way. */
+template <class FORM, int N> struct hash_batch;
+
+/* A hash a block, of one or two words. */
+template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
+  pack<uint64_t, WORDS> hash[N];
+  bool is_there[N];
+
+  /* block[j]: physical. */
+  __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
+                                       const int (&)[N], int head) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      is_there[j] = (uint32_t)block[j] < (uint32_t)v.blocks;
+      if (is_there[j])
+        hash[j] = load_pack<WORDS>(v.hashes +
+                                   ((int64_t)block[j] * v.kv_heads + head) * WORDS);
+    }
+  }
+  __device__ __forceinline__ void distances(const uint64_t *q, uint32_t (&d)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      d[j] = 0;
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) d[j] += hamming(hash[j].at[w], q[w]);
+      if (!is_there[j]) d[j] = HAMMING_NONE;
+    }
+  }
+};
+
+/* A hash a block, of any number of words. */
+template <int N> struct hash_batch<hash_form<0, 1, false>, N> {
+  const uint64_t *hash[N];
+  int words;
+
+  __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
+                                       const int (&)[N], int head) {
+    words = v.words;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+      hash[j] = (uint32_t)block[j] < (uint32_t)v.blocks
+                    ? v.hashes + ((int64_t)block[j] * v.kv_heads + head) * words
+                    : nullptr;
+  }
+  __device__ __forceinline__ void distances(const uint64_t *q, uint32_t (&d)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      d[j] = hash[j] ? 0 : HAMMING_NONE;
+      for (int w = 0; hash[j] && w < words; w++) d[j] += hamming(hash[j][w], q[w]);
+    }
+  }
+};
+
+/* A hash a token. Nothing is under way before the query is known: a warp has enough loads. */
+template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>, 1> {
+  static constexpr int PER = WARP / LANES;   /* blocks that a warp reads at a time */
+  const kvl_hash_view *v;
+  int block, tokens, head;
+
+  __device__ __forceinline__ void load(const kvl_hash_view &view, const int (&block_)[1],
+                                       const int (&tokens_)[1], int head_) {
+    v = &view, tokens = tokens_[0], head = head_;
+    block = (uint32_t)block_[0] < (uint32_t)view.blocks ? block_[0] : -1;
+  }
+  __device__ __forceinline__ const uint64_t *hashes_of(int b) const {
+    return v->hashes + ((int64_t)b * v->kv_heads + head) * v->tokens * v->words;
+  }
+  __device__ __forceinline__ void distances(const uint64_t *q, uint32_t (&d)[1]) const {
+    if constexpr (WORDS == 0) d[0] = of_any(q);
+    else d[0] = of_pieces(q);
+  }
+
+  /* A lane a token. */
+  __device__ uint32_t of_any(const uint64_t *q) const {
+    const int lane = threadIdx.x % WARP;
+    uint32_t mine = HAMMING_NONE;
+#pragma unroll 1
+    for (int i = 0; i < WARP; i++) {
+      const int b = __shfl_sync(ALL_LANES, block, i), n = __shfl_sync(ALL_LANES, tokens, i);
+      uint32_t least = HAMMING_NONE;
+      for (int t = lane; b >= 0 && t < n; t += WARP) {
+        const uint64_t *hash = hashes_of(b) + (int64_t)t * v->words;
+        uint32_t sum = 0;
+        for (int w = 0; w < v->words; w++) sum += hamming(hash[w], q[w]);
+        least = min(least, sum);
+      }
+      least = __reduce_min_sync(ALL_LANES, least);
+      if (i == lane) mine = least;
+    }
+    return mine;
+  }
+
+  /* The nearest of the tokens in 16 bytes, the first of which is number `token` of n. */
+  static __device__ __forceinline__ uint32_t of_piece(const uint4 &x, const uint64_t *q,
+                                                      int token, int n) {
+    const uint64_t low = word_of(x.x, x.y), high = word_of(x.z, x.w);
+    if (WORDS == 2) return token < n ? hamming(low, q[0]) + hamming(high, q[1]) : HAMMING_NONE;
+    return min(token < n ? hamming(low, q[0]) : HAMMING_NONE,
+               token + 1 < n ? hamming(high, q[0]) : HAMMING_NONE);
+  }
+
+  __device__ __forceinline__ uint32_t of_pieces(const uint64_t *q_) const {
+    constexpr int EACH = 2 / (WORDS > 0 ? WORDS : 1);   /* tokens of a piece */
+    const int lane = threadIdx.x % WARP, group = lane / LANES;
+    const int pieces = v->tokens / EACH;
+    const uint64_t q[2] = {q_[0], WORDS > 1 ? q_[1] : 0};
+    uint32_t best[LANES];
+#pragma unroll
+    for (int r = 0; r < LANES; r++) best[r] = HAMMING_NONE;
+#pragma unroll 1
+    for (int piece = lane % LANES; piece < pieces; piece += LANES) {
+      uint4 x[LANES];
+#pragma unroll
+      for (int r = 0; r < LANES; r++) {
+        const int b = __shfl_sync(ALL_LANES, block, r * PER + group);
+        x[r] = make_uint4(0, 0, 0, 0);
+        if (b >= 0) x[r] = __ldcs((const uint4 *)hashes_of(b) + piece);
+      }
+#pragma unroll
+      for (int r = 0; r < LANES; r++) {
+        const int n = __shfl_sync(ALL_LANES, tokens, r * PER + group);
+        best[r] = min(best[r], of_piece(x[r], q, piece * EACH, n));
+      }
+    }
+    /* best[r] of this lane is of block r * PER + group: LANES of them to the least of each. */
+#pragma unroll
+    for (int s = LANES / 2; s > 0; s /= 2)
+#pragma unroll
+      for (int r = 0; r < s; r++) {
+        const uint32_t keep = lane & s ? best[r + s] : best[r];
+        const uint32_t send = lane & s ? best[r] : best[r + s];
+        best[r] = min(keep, __shfl_xor_sync(ALL_LANES, send, s));
+      }
+    const uint32_t mine = __shfl_sync(ALL_LANES, best[0], lane % PER * LANES + lane / PER);
+    return block >= 0 ? mine : HAMMING_NONE;
+  }
+};
+
+}  // namespace kvl
+
+#endif
