@@ -766,6 +766,110 @@ int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out);
 /* Words of the last problem that was counted as damaged or as an error, by any thread, cut to
  * `size` with the final 0. Returns their length; 0 when there was none. */
 int kvl_store_problem(kvl_store *store, char *text, int size);
+/* ---- prefetch -------------------------------------------------------------------------------- */
+/* Brings blocks from a store into KV memory while others compute. A task names keys and the
+ * blocks of memory that they go to. Tasks wait in a queue, the lowest priority first and
+ * among equals the first submitted; each worker thread takes the first, reads its records
+ * layer by layer, so that layer 0 of all its blocks comes first, and copies them to the device
+ * on a queue of its own while it reads on. What the host can write, pinned memory and the
+ * CPU's, is read into in place. A task writes after everything that was given to streams that
+ * use the memory before it was submitted; who reads the blocks waits for its ticket.
+ *
+ * A key that lacks a record of a layer is no error: its block is missing, and what its memory
+ * holds then means nothing. A failing store or device fails the task, and the ticket says why.
+ *
+ * Several threads may call an engine and its tickets at once. submit, wait, wait_layer and
+ * close use the device, which meanwhile nobody else may do. cancel, reprioritise and stats do
+ * not. While kvl_cpu_link emulates a link, an engine of the CPU device has no threads: its
+ * tasks run, in the order of the queue, in calls that wait for one or find the queue full, so
+ * that modelled times are the same in every run. A transfer begins when what was submitted to
+ * the memory's streams before the task is over, however late the host waits for it. */
+
+typedef struct kvl_prefetch kvl_prefetch;
+typedef struct kvl_ticket kvl_ticket;
+
+/* Levels of the seed; any other number is a priority, too. */
+enum { KVL_PREFETCH_URGENT = 0, KVL_PREFETCH_HIGH = 1, KVL_PREFETCH_NORMAL = 2,
+       KVL_PREFETCH_LOW = 3 };
+
+typedef struct kvl_prefetch_options {
+  int64_t bytes_staging;         /* pinned memory for records on their way, all workers' */
+  int32_t workers;               /* 1 ... 64 */
+  int32_t max_pending;           /* tasks that may wait, 1 ... 2^20 */
+} kvl_prefetch_options;
+
+/* The engine keeps the store alive. Errors: INVALID, NO_MEMORY, DEVICE. */
+int kvl_prefetch_open(kvl_device *dev, kvl_store *store, const kvl_prefetch_options *options,
+                      kvl_prefetch **out);
+/* Cancels what waits, stops what runs at its next record, and returns when nothing is under
+ * way. Tickets stay valid. NULL is fine. */
+void kvl_prefetch_close(kvl_prefetch *engine);
+
+/*  memory   any  [layers, blocks, 2, kv_heads, block_size, head_dim]; retained until the
+ *                task is over. Its layer l gets the records of part first_layer + l
+ *  keys     [n]
+ *  blocks   [n]  where each key's block goes; no one twice */
+typedef struct kvl_prefetch_task {
+  const kvl_tensor *memory;
+  const kvl_key *keys;
+  const int32_t *blocks;
+  int64_t request;               /* whose it is, for cancel and reprioritise */
+  int32_t n, first_layer, priority, reserved;
+} kvl_prefetch_task;
+
+/* Queue a task, which is copied. While max_pending tasks wait, so does the caller, at most
+ * timeout_us (< 0: as long as it takes). Returns 1, or 0 when there was no room in that time.
+ * out: its ticket, or NULL. Errors: INVALID, NO_MEMORY, DEVICE, INTERRUPTED. */
+int kvl_prefetch_submit(kvl_prefetch *engine, const kvl_prefetch_task *task,
+                        int64_t timeout_us, kvl_ticket **out);
+/* Cancel every task of a request: one that waits is over at once, one that runs stops at its
+ * next record, unless that was its last. Its blocks belong to the task until its ticket says
+ * that it is over. Returns how many were not over. */
+int kvl_prefetch_cancel(kvl_prefetch *engine, int64_t request);
+/* Give the waiting tasks of a request another priority; among equals they keep the order in
+ * which they were submitted. Returns how many. */
+int kvl_prefetch_reprioritise(kvl_prefetch *engine, int64_t request, int priority);
+
+typedef struct kvl_prefetch_stats {
+  int64_t submitted, completed, cancelled, failed;   /* tasks */
+  int64_t hits, misses;          /* records that were found; keys that lacked one */
+  int64_t bytes;                 /* read */
+  int64_t waits;                 /* for tickets and layers that were not ready */
+  double us_stalled;             /* the host's time in them */
+  int64_t pending, pending_peak; /* tasks waiting in the queue */
+} kvl_prefetch_stats;
+int kvl_prefetch_stats_get(kvl_prefetch *engine, kvl_prefetch_stats *out);
+
+typedef enum kvl_prefetch_state {   /* ORDER kvl_prefetch_state */
+  KVL_PREFETCH_WAITING, KVL_PREFETCH_RUNNING, KVL_PREFETCH_COMPLETED,
+  KVL_PREFETCH_CANCELLED, KVL_PREFETCH_FAILED,
+} kvl_prefetch_state;
+
+/* Blocks have arrived when all of their layers have. */
+typedef struct kvl_prefetch_result {
+  const uint8_t *arrived;        /* [n] 1 or 0: borrow, until the ticket is closed */
+  int64_t bytes;                 /* read */
+  double us_queued, us_reading;  /* before it ran; in the store */
+  double us_copying;             /* on the device's queue, while there was something to copy */
+  int32_t state, n;              /* COMPLETED or CANCELLED */
+  int32_t blocks, leading;       /* that arrived; of them those before the first that did not */
+  int32_t missing;               /* keys that lacked a record */
+  int32_t reserved;
+} kvl_prefetch_result;
+
+/* Wait until the task is over and its copies, too, at most timeout_us (0: ask, < 0: as long as
+ * it takes). Returns 1, or 0 when it is not over in that time. Errors: what the store or the
+ * device failed with, with its words; INTERRUPTED. */
+int kvl_ticket_wait(kvl_ticket *ticket, int64_t timeout_us, kvl_prefetch_result *out);
+/* Wait until the layer (counted as parts are) has been read, and have `stream` (NULL: the
+ * current one) wait for its copies; the host does not. Returns 1, or 0 when some block of it
+ * will not come: a key lacked a record, or the task was cancelled. Errors: as for
+ * kvl_ticket_wait. */
+int kvl_ticket_wait_layer(kvl_ticket *ticket, int layer, kvl_stream *stream);
+/* As kvl_prefetch_cancel, for this task. Returns 1, or 0 when it was over. */
+int kvl_ticket_cancel(kvl_ticket *ticket);
+/* Forget the ticket; its task goes on. NULL is fine. */
+void kvl_ticket_close(kvl_ticket *ticket);
 
 /* ---- safetensors ------------------------------------------------------------------------- */
 

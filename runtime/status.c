@@ -17,6 +17,10 @@ _Static_assert(sizeof(kvl_hamming) == 88, "kvl_hamming is read by LuaJIT");
 _Static_assert(sizeof(kvl_budget) == 24, "kvl_budget is read by LuaJIT");
 _Static_assert(sizeof(kvl_key) == 16, "kvl_key is read by LuaJIT");
 _Static_assert(sizeof(kvl_store_stats) == 80, "kvl_store_stats is read by LuaJIT");
+_Static_assert(sizeof(kvl_prefetch_options) == 16, "kvl_prefetch_options is read by LuaJIT");
+_Static_assert(sizeof(kvl_prefetch_task) == 48, "kvl_prefetch_task is read by LuaJIT");
+_Static_assert(sizeof(kvl_prefetch_stats) == 88, "kvl_prefetch_stats is read by LuaJIT");
+_Static_assert(sizeof(kvl_prefetch_result) == 64, "kvl_prefetch_result is read by LuaJIT");
 _Static_assert(sizeof(kvl_safetensors_entry) == 80, "entry is read by LuaJIT");
 
 static _Thread_local char words[512];

@@ -101,6 +101,7 @@ int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store 
   if (!s) return KVL_ERR_NO_MEMORY;
   memset(s, 0, sizeof *s);
   s->backend = backend;
+  s->refs = 1;
   s->capacity = capacity;
   s->timeout_ms = timeout_ms ? timeout_ms : TIMEOUT_MS;
   pthread_mutex_init(&s->problem_lock, NULL);
@@ -115,7 +116,7 @@ int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store 
 }
 
 void kvl_store_close(kvl_store *store) {
-  if (!store) return;
+  if (!store || atomic_fetch_sub(&store->refs, 1) > 1) return;
   store->backend->close(store);
   pthread_mutex_destroy(&store->problem_lock);
   free(store);

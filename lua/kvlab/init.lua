@@ -10,6 +10,7 @@
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
 --   kv.policy kv.summary kv.hash               what policies are made of
 --   kv.store                                   KV blocks in memory, LMDB or Redis
+--   kv.prefetch                                blocks from a store, ahead of their use
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
 local library = require "kvlab.library"
@@ -39,6 +40,7 @@ M.policy = require "kvlab.policy"
 M.graph = require("kvlab.graph").graph
 M.cache = require("kvlab.cache").cache
 M.attention = require("kvlab.attention").attention
+M.prefetch = require("kvlab.prefetch").prefetch
 M.probe = require "kvlab.probe"
 M.store = require "kvlab.store"
 M.vllm = require "kvlab.vllm"

@@ -1,0 +1,608 @@
+--- The prefetch engine: what arrives, what is missing, when it may be read, and what is
+-- left behind. Order, races and failing stores and devices are in prefetch_stress.c.
+local ffi = require "ffi"
+local kv = require "kvlab"
+local library = require "kvlab.library"
+local options = require "kvlab.options"
+local support = require "spec.support"
+
+local C, check = kv.C, kv.check
+local cpu = kv.device "cpu"
+local raises = support.raises
+
+local LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 12, 2, 4, 16
+
+-- ---- stores and caches ----------------------------------------------------------------
+
+local out_store = ffi.new "kvl_store *[1]"
+
+local function new_store()
+  check(C.kvl_store_open("memory:", 0, 0, out_store))
+  local store = { handle = ffi.gc(out_store[0], C.kvl_store_close) }
+  function store.close() C.kvl_store_close(ffi.gc(store.handle, nil)) end
+  return store
+end
+
+local function keys_of(n, first)
+  local keys = ffi.new("kvl_key[?]", n)
+  for i = 0, n - 1 do keys[i].lo, keys[i].hi = (first or 0) + i, 7 end
+  return keys
+end
+
+--- Random KV of `blocks` blocks on the CPU, in the store under keys 0 ... blocks - 1;
+-- lacks(block, layer): not this record.
+local function fill(store, dtype, blocks, lacks, layers)
+  layers = layers or LAYERS
+  local shape = { layers, blocks, 2, HEADS, SIZE, DIM }
+  local source = support.randn(cpu, dtype, shape, 5)
+  local keys, bytes = keys_of(blocks), source:bytes() / (layers * blocks)
+  for layer = 0, layers - 1 do
+    for i = 0, blocks - 1 do
+      if not lacks or not lacks(i, layer) then
+        local record = source:index(layer):index(i)
+        check(C.kvl_store_put(store.handle, keys + i, layer, record.ptr, bytes))
+      end
+    end
+  end
+  return source, keys
+end
+
+local function new_cache(dev, dtype, offload)
+  local cache = kv.cache { device = dev, layers = LAYERS, blocks = BLOCKS, dtype = dtype,
+    kv_heads = HEADS, block_size = SIZE, head_dim = DIM,
+    offload = offload and { slots = 1, slot_blocks = 1, max_seqs = 1, max_tokens = 4,
+                            hot_slots = 4 } }
+  check(C.kvl_fill(cache.memory, -3))
+  return cache
+end
+
+--- Block `block` of every layer is the source's `i`; nil: untouched.
+local function expect_block(cache, block, source, i)
+  for layer = 0, LAYERS - 1 do
+    local got = cache:layer(layer):index(block):cast("f32")
+    local want = i and source:index(layer):index(i):cast("f32") or kv.full(cpu, "f32",
+      { 2, HEADS, SIZE, DIM }, -3)
+    support.equal(got, want, ("block %d of layer %d"):format(block, layer))
+  end
+end
+
+--- An engine whose halves hold two records of f32.
+local function new_engine(dev, store, o)
+  o = o or {}
+  local workers = o.workers or 2
+  return kv.prefetch { device = dev, store = store, prefetch_workers = workers,
+    max_pending_prefetch = o.max_pending or 64,
+    staging_bytes = o.staging or 2 * workers * 2304 }
+end
+
+--- fn() with an emulated link.
+local function with_link(gb_s, us, fn)
+  check(C.kvl_cpu_link(gb_s, us))
+  local ok, why = pcall(fn)
+  check(C.kvl_cpu_link(options["link-gbps"] or 0, options["link-us"] or 0))
+  if not ok then error(why, 0) end
+end
+
+-- ---- what arrives ---------------------------------------------------------------------
+
+--- Blocks 0 ... n - 1 of a random source go to random blocks of a cache.
+local function expect_arrival(dev, dtype, offload, n, workers)
+  local store, rng = new_store(), support.rng(n + 3)
+  local source, keys = fill(store, dtype, math.max(n, 1))
+  local cache, engine = new_cache(dev, dtype, offload), new_engine(dev, store,
+    { workers = workers })
+  local places = support.distinct(rng, n, BLOCKS)
+  local result = engine:submit { request = 1, cache = cache, keys = keys,
+                                 blocks = places }:wait()
+  assert.same({ "completed", n, n, 0, n * source:bytes() / math.max(n, 1) },
+    { result.state, result.blocks, result.leading, result.missing, result.bytes })
+  local place_of = {}
+  for i, block in ipairs(places) do place_of[block] = i - 1 end
+  for block = 0, BLOCKS - 1 do expect_block(cache, block, source, place_of[block]) end
+  local stats = engine:stats()
+  assert.same({ 1, 1, 0, 0, n * LAYERS, 0, result.bytes, 0 },
+    { stats.submitted, stats.completed, stats.cancelled, stats.failed, stats.hits,
+      stats.misses, stats.bytes, stats.pending })
+  engine:close()
+  cache:close()
+  store.close()
+end
+
+--- What does not depend on threads or on a link.
+local function arrives_on(dev)
+  for _, dtype in ipairs { "f32", "bf16", "f8e4m3" } do
+    it("brings blocks in " .. dtype, function()
+      for _, n in ipairs { 0, 1, 5, 12 } do
+        for _, workers in ipairs { 1, 3 } do
+          expect_arrival(dev, dtype, false, n, workers)
+          expect_arrival(dev, dtype, true, n, workers)
+        end
+      end
+    end)
+  end
+
+  it("says which blocks are missing, and brings the others", function()
+    local store = new_store()
+    local function lacks(i, layer) return i == 4 and layer == 1 or i == 6 or i == 9 end
+    local source, keys = fill(store, "f32", 10, lacks)
+    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
+    local places = { 11, 10, 9, 8, 7, 6, 5, 4, 3, 2 }
+    local result = engine:submit { request = 1, cache = cache, keys = keys,
+                                   blocks = places }:wait()
+    assert.same({ 7, 4, 3 }, { result.blocks, result.leading, result.missing })
+    assert.same({ true, true, true, true, false, true, false, true, true, false },
+      result.arrived)
+    for i, block in ipairs(places) do
+      if result.arrived[i] then expect_block(cache, block, source, i - 1) end
+    end
+    for _, block in ipairs { 0, 1, 5, 2 } do expect_block(cache, block) end
+    local stats = engine:stats()
+    assert.same({ 7 * LAYERS + 1, 3 }, { stats.hits, stats.misses })
+    engine:close()
+    cache:close()
+  end)
+
+  it("brings some of the layers", function()
+    local store = new_store()
+    local source, keys = fill(store, "f32", 2, function(_, layer) return layer == 0 end)
+    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
+    local ticket = engine:submit { request = 1, cache = cache, keys = keys + 1,
+                                   blocks = { 5 }, first_layer = 1, layers = 1 }
+    raises("layer is 0, expected 1 ... 1", ticket.wait_layer, ticket, 0)
+    raises("layer is 2, expected 1 ... 1", ticket.wait_layer, ticket, 2)
+    assert.is_true(ticket:wait_layer(1))
+    assert.equal(1, ticket:wait().blocks)
+    support.equal(cache:layer(1):index(5), source:index(1):index(1))
+    for _, layer in ipairs { 0, 2 } do
+      assert.equal(-3, cache:layer(layer):max():item())
+    end
+    engine:close()
+    cache:close()
+  end)
+
+  it("has a stream wait for a layer", function()
+    local store = new_store()
+    local source, keys = fill(store, "f32", BLOCKS, function(i, layer)
+      return i == 2 and layer == 2
+    end)
+    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store, { workers = 1 })
+    local stream, places = dev:open_stream(), {}
+    for i = 1, BLOCKS do places[i] = BLOCKS - i end
+    local ticket = engine:submit { request = 1, cache = cache, keys = keys,
+                                   blocks = places }
+    for layer = 0, LAYERS - 1 do
+      assert.equal(layer < 2, ticket:wait_layer(layer, layer == 1 and stream or nil))
+      local copy = dev:with_stream(layer == 1 and stream or dev:stream(), function()
+        return cache:layer(layer):clone()
+      end)
+      dev:sync()
+      for i, block in ipairs(places) do
+        if i ~= 3 or layer < 2 then
+          support.equal(copy:index(block), source:index(layer):index(i - 1))
+        end
+      end
+    end
+    assert.equal(BLOCKS - 1, ticket:wait().blocks)
+    stream:close()
+    engine:close()
+    cache:close()
+  end)
+
+  it("writes after what streams were given before", function()
+    local store = new_store()
+    local source, keys = fill(store, "f32", BLOCKS)
+    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
+    local busy = kv.randn(dev, "f32", { 768, 768 }, { seed = 1 })
+    local product, copies = kv.tensor(dev, "f32", { 768, 768 }), {}
+    local streams, places = { dev:open_stream(), dev:open_stream() }, {}
+    for i = 1, BLOCKS do places[i] = i - 1 end
+    dev:sync()
+    for i, stream in ipairs(streams) do
+      dev:with_stream(stream, function()
+        for _ = 1, 3 do busy:matmul(busy, product) end
+        copies[i] = cache:layer(i):clone()
+      end)
+    end
+    local ticket = engine:submit { request = 1, cache = cache, keys = keys,
+                                   blocks = places }
+    assert.equal(BLOCKS, ticket:wait().blocks)
+    for i, stream in ipairs(streams) do
+      stream:sync()
+      assert.same({ -3, -3 }, { copies[i]:min():item(), copies[i]:max():item() })
+      stream:close()
+    end
+    for block = 0, BLOCKS - 1 do expect_block(cache, block, source, block) end
+    engine:close()
+    cache:close()
+  end)
+
+  it("has the hot cache forget what it writes to the host tier", function()
+    local store = new_store()
+    local _, keys = fill(store, "f32", 1)
+    local cache, engine = new_cache(dev, "f32", true), new_engine(dev, store)
+    local hot = cache.offload.hot
+    hot.slot_of:fill_(2)
+    hot.block_of:fill_(5)
+    engine:submit { request = 1, cache = cache, keys = keys, blocks = { 5 },
+                    first_layer = 1 }:wait()
+    for layer = 0, LAYERS - 1 do
+      local slots = hot.slot_of:index(layer):index(1):list()
+      assert.equal(layer == 0 and 2 or -1, slots[6])
+    end
+    engine:close()
+    cache:close()
+  end)
+end
+
+describe("prefetch", function()
+  support.each_device(function(dev)
+    describe("on " .. dev:name(), function() arrives_on(dev) end)
+  end)
+
+  --- A block of 8 MiB a layer: reading one takes milliseconds, submitting microseconds.
+  local function heavy(workers, max_pending)
+    local store, o = new_store(), { layers = 1, blocks = 4, kv_heads = 1,
+                                    block_size = 4096, head_dim = 256, dtype = "f32" }
+    o.device = cpu
+    local cache, keys = kv.cache(o), keys_of(4)
+    check(C.kvl_fill(cache.memory, 1))
+    for i = 0, 3 do
+      check(C.kvl_store_put(store.handle, keys + i, 0, cache.memory.ptr, 8 * 2 ^ 20))
+    end
+    check(C.kvl_fill(cache.memory, -3))
+    local engine = kv.prefetch { device = cpu, store = store, prefetch_workers = workers,
+                                 max_pending_prefetch = max_pending }
+    return engine, cache, keys
+  end
+
+  it("says when the queue is full, and drops nothing", function()
+    local engine, cache, keys = heavy(1, 1)
+    local tickets, fulls = {}, 0
+    for i = 1, 1000 do
+      local ticket, why = engine:submit { request = i, cache = cache, keys = keys,
+                                          blocks = { 0, 1, 2, 3 }, timeout = 0 }
+      if not ticket then
+        assert.equal("full", why)
+        fulls = fulls + 1
+        if fulls == 3 then break end
+      end
+      tickets[#tickets + 1] = ticket
+    end
+    assert.equal(3, fulls)
+    local last = engine:submit { request = 0, cache = cache, keys = keys, blocks = { 0 } }
+    assert.equal(1, last:wait().blocks) -- it waited for room
+    for _, ticket in ipairs(tickets) do assert.equal(4, ticket:wait().blocks) end
+    local stats = engine:stats()
+    assert.same({ #tickets + 1, #tickets + 1, 1, 0 },
+      { stats.submitted, stats.completed, stats.pending_peak, stats.pending })
+    engine:close()
+    cache:close()
+  end)
+
+  it("times out, counts the wait, and then has the result", function()
+    local engine, cache, keys = heavy(1, 64)
+    local ticket
+    for _ = 1, 4 do
+      ticket = engine:submit { request = 1, cache = cache, keys = keys,
+                               blocks = { 0, 1, 2, 3 } }
+    end
+    local result, why = ticket:poll()
+    assert.same({ nil, "pending" }, { result, why })
+    assert.equal(0, engine:stats().waits)
+    result, why = ticket:wait(0.0001)
+    assert.same({ nil, "timeout" }, { result, why })
+    result = ticket:wait()
+    assert.equal(4, result.blocks)
+    assert.is_true(result.us_queued > 0 and result.us_reading > 0)
+    assert.equal(result.bytes, ticket:poll().bytes)
+    local stats = engine:stats()
+    assert.equal(2, stats.waits)
+    assert.is_true(stats.us_stalled >= 100)
+    engine:close()
+    cache:close()
+  end)
+
+  it("tells tickets of a closed engine what became of their tasks", function()
+    local engine, cache, keys = heavy(1, 64)
+    local tickets, states = {}, { completed = 0, cancelled = 0 }
+    for i = 1, 5 do
+      tickets[i] = engine:submit { request = 1, cache = cache, keys = keys,
+                                   blocks = { 0, 1, 2, 3 } }
+    end
+    engine:close()
+    engine:close()
+    for _, ticket in ipairs(tickets) do
+      local result = ticket:wait()
+      states[result.state] = states[result.state] + 1
+      assert.equal(result.blocks, result.leading) -- a cancelled task has a first part
+      assert.is_false(ticket:cancel())
+    end
+    assert.equal(5, states.completed + states.cancelled)
+    assert.is_true(states.cancelled >= 3)
+    raises("the engine is closed", engine.stats, engine)
+    raises("the engine is closed", engine.submit, engine, {})
+    cache:close()
+  end)
+
+  it("leaves nothing behind, whatever is closed first or not at all", function()
+    local function holdings()
+      jit.flush()
+      collectgarbage()
+      collectgarbage()
+      cpu:trim()
+      local stats = cpu:stats()
+      return { stats.bytes_live, stats.bytes_pinned, stats.bytes_cached }
+    end
+    local before = holdings()
+    for _, close in ipairs { "engine", "cache", "ticket", "nothing" } do
+      local engine, cache, keys = heavy(2, 64)
+      for i = 1, 3 do
+        local ticket = engine:submit { request = i, cache = cache, keys = keys,
+                                       blocks = { i } }
+        if close == "ticket" then ticket:close() end
+      end
+      if close == "engine" then engine:close() end
+      if close == "cache" then cache:close() end
+    end
+    assert.same(before, holdings())
+  end)
+
+  it("refuses what is wrong", function()
+    local store = new_store()
+    local _, keys = fill(store, "f32", 4)
+    local cache, engine = new_cache(cpu, "f32"), new_engine(cpu, store)
+    local function refused(words, change)
+      local o = { request = 1, cache = cache, keys = keys, blocks = { 1, 2 } }
+      for name, value in pairs(change) do o[name] = value ~= "nil" and value or nil end
+      raises(words, engine.submit, engine, o)
+    end
+    refused("block 1 is 12, expected 0 ... 11", { blocks = { 1, 12 } })
+    refused("block 0 is -1, expected 0 ... 11", { blocks = { -1 } })
+    refused("block 2 is x, expected a number", { blocks = { 1, "x" } })
+    refused("4 keys for 5 blocks", { blocks = { 1, 2, 3, 4, 5 } })
+    refused("keys is a nil, expected an array of kvl_key", { keys = "nil" })
+    refused("cache is nil, expected a cache", { cache = "nil" })
+    refused("blocks is 3, expected a list", { blocks = 3 })
+    refused("layers 1 ... 3, expected some of 0 ... 2", { first_layer = 1, layers = 3 })
+    refused("layers -1 ... 2", { first_layer = -1 })
+    refused("request is nil, expected a whole number", { request = "nil" })
+    refused("priority is 0.5, expected a whole number", { priority = 0.5 })
+    refused("timeout is -1, expected seconds", { timeout = -1 })
+    refused('did you mean "priority"?', { prioriti = 1 })
+    assert.equal(0, engine:stats().submitted)
+    raises("store is nil", kv.prefetch, {})
+    raises("workers is 0, expected 1 ... 64", kv.prefetch,
+      { store = store, prefetch_workers = 0 })
+    raises("max_pending is 0", kv.prefetch, { store = store, max_pending_prefetch = 0 })
+    raises('did you mean "prefetch_workers"?', kv.prefetch,
+      { store = store, prefetch_worker = 1 })
+    engine:close()
+    cache:close()
+  end)
+
+  -- ---- under an emulated link: no threads, so that order and times are exact ----------
+
+  describe("under an emulated link", function()
+    it("brings the same", function()
+      with_link(10, 1, function()
+        for _, n in ipairs { 0, 1, 12 } do
+          expect_arrival(cpu, "f32", false, n, 2)
+          expect_arrival(cpu, "bf16", true, n, 1)
+        end
+      end)
+    end)
+
+    --- Tasks that write one block, so that it tells who was last: tasks[i] has key i - 1
+    -- and these options. fn(engine, tickets, last): last() is the number of the task.
+    local function with_tasks(tasks, max_pending, fn)
+      with_link(10, 1, function()
+        local store = new_store()
+        local source, keys = fill(store, "f32", #tasks)
+        local cache = new_cache(cpu, "f32")
+        local engine = new_engine(cpu, store, { max_pending = max_pending })
+        local tickets = {}
+        for i, o in ipairs(tasks) do
+          tickets[i] = engine:submit { request = o.request or i, priority = o.priority,
+            cache = cache, keys = keys + (i - 1), blocks = { 3 } }
+        end
+        fn(engine, tickets, function()
+          local got = cache:layer(0):index(3):index(0):list()[1]
+          for i = 1, #tasks do
+            if source:index(0):index(i - 1):list()[1] == got then return i end
+          end
+        end)
+        engine:close()
+        cache:close()
+      end)
+    end
+
+    it("runs the lowest priority first, and equals in the order of submission", function()
+      local tasks = { { priority = 3 }, { priority = 1 }, {}, { priority = 1 },
+                      { priority = 0 }, { priority = -7 } }
+      for i, expected in ipairs { { 6 }, { 6, 5 }, { 6, 5, 2 }, { 6, 5, 2, 4 },
+                                  { 6, 5, 2, 4, 3 }, { 6, 5, 2, 4, 3, 1 } } do
+        with_tasks(tasks, 64, function(engine, tickets, last)
+          tickets[expected[i]]:wait()
+          assert.equal(i, engine:stats().completed) -- those before it, no other
+          assert.equal(expected[i], last())
+        end)
+      end
+    end)
+
+    it("reprioritises what waits", function()
+      local tasks = { { request = 1 }, { request = 2 }, { request = 1 }, { request = 3 } }
+      with_tasks(tasks, 64,
+        function(engine, tickets, last)
+          assert.equal(2, engine:reprioritise(1, engine.LOW))
+          assert.equal(0, engine:reprioritise(4, 0))
+          tickets[4]:wait()
+          assert.equal(2, engine:stats().completed)
+          assert.equal(1, engine:reprioritise(1, 0) - 1)
+          tickets[3]:wait()
+          assert.equal(3, last())
+          assert.equal(0, engine:reprioritise(1, 0))
+        end)
+    end)
+
+    it("cancels what waits, which then has done nothing", function()
+      local tasks = { { request = 1 }, { request = 2 }, { request = 1 }, { request = 3 } }
+      with_tasks(tasks, 64,
+        function(engine, tickets, last)
+          assert.equal(2, engine:cancel(1))
+          assert.equal(0, engine:cancel(1))
+          assert.is_true(tickets[4]:cancel())
+          assert.is_false(tickets[4]:cancel())
+          for _, i in ipairs { 1, 3, 4 } do
+            local result = tickets[i]:poll()
+            assert.same({ "cancelled", 0, 0, 0 },
+              { result.state, result.blocks, result.missing, result.bytes })
+            assert.is_false(tickets[i]:wait_layer(0))
+          end
+          assert.is_nil(last())
+          assert.equal(1, tickets[2]:wait().blocks)
+          local stats = engine:stats()
+          assert.same({ 4, 1, 3, 0 },
+            { stats.submitted, stats.completed, stats.cancelled, stats.pending })
+        end)
+    end)
+
+    it("makes room in a full queue by running its first task", function()
+      with_tasks({ { priority = 1 }, { priority = 2 }, { priority = 0 }, {} }, 2,
+        function(engine, tickets)
+          local stats = engine:stats() -- the third ran the first, the fourth the third
+          assert.same({ 2, 2, 2 }, { stats.completed, stats.pending, stats.pending_peak })
+          assert.equal(1, tickets[4]:wait().blocks)
+        end)
+    end)
+
+    it("models the transfers, beside what streams do", function()
+      local BYTES, us, gb_s = 2 * HEADS * SIZE * DIM * 4, 10, 2
+      with_link(gb_s, us, function()
+        local store = new_store()
+        local _, keys = fill(store, "f32", 5)
+        local cache = new_cache(cpu, "f32")
+        local engine = new_engine(cpu, store, { workers = 1, staging = 2 * 16384 })
+        local first, stream = cpu:open_event(), cpu:stream()
+        first:record(stream)
+        -- two runs of neighbours: a copy each, layer after layer, one at a time
+        local ticket = engine:submit { request = 1, cache = cache, keys = keys,
+                                       blocks = { 4, 5, 6, 9, 10 } }
+        local layer_us = 2 * us + 5 * BYTES / gb_s * 1e-3
+        for layer = 0, LAYERS - 1 do
+          assert.is_true(ticket:wait_layer(layer))
+          local there = cpu:open_event()
+          there:record(stream)
+          support.close({ first:elapsed_us(there) }, { (layer + 1) * layer_us }, 0.01)
+        end
+        local result = ticket:wait()
+        support.close({ result.us_copying }, { LAYERS * layer_us }, 0.02)
+        engine:close()
+        cache:close()
+      end)
+    end)
+
+    it("wants to be opened under the link that it runs under", function()
+      local store = new_store()
+      local _, keys = fill(store, "f32", 1)
+      local cache, engine = new_cache(cpu, "f32"), new_engine(cpu, store)
+      local o = { request = 1, cache = cache, keys = keys, blocks = { 1 } }
+      with_link(10, 1, function()
+        raises("kvl_cpu_link was called since", engine.submit, engine, o)
+        local other = new_engine(cpu, store)
+        local ticket = other:submit(o)
+        check(C.kvl_cpu_link(0, 0))
+        raises("kvl_cpu_link was called since", ticket.wait, ticket)
+        other:close()
+        assert.equal("cancelled", ticket:wait().state)
+      end)
+      engine:close()
+      cache:close()
+    end)
+  end)
+
+  -- ---- what fails -------------------------------------------------------------------
+
+  it("fails whole where an allocation fails", function()
+    if C.kvl_fail_allocation(0) < 0 then return pending "not a hostile build" end
+    local store = new_store()
+    local source, keys = fill(store, "f32", 3)
+    local function try(fn, n)
+      check(C.kvl_fail_allocation(n))
+      local ok, result = pcall(fn)
+      check(C.kvl_fail_allocation(0))
+      if not ok then assert.matches("memory", result) end
+      return ok, result
+    end
+    local function each(link)
+      local raised = 0
+      for n = 1, 40 do
+        local ok, engine = try(function() return new_engine(cpu, store) end, n)
+        if not ok then
+          raised, engine = raised + 1, new_engine(cpu, store)
+        end
+        local cache = new_cache(cpu, "f32")
+        local function submit()
+          return engine:submit { request = 1, cache = cache, keys = keys,
+                                 blocks = { 3, 4, 5 } }
+        end
+        local submitted, ticket = try(submit, n)
+        if not submitted then
+          assert.equal(0, engine:stats().submitted)
+          raised, ticket = raised + 1, submit()
+        end
+        assert.equal(3, ticket:wait().blocks)
+        for i = 0, 2 do expect_block(cache, 3 + i, source, i) end
+        engine:close()
+        cache:close()
+      end
+      assert.is_true(raised > (link and 10 or 5))
+    end
+    each(false)
+    with_link(10, 1, function() each(true) end)
+  end)
+
+  -- ---- threads ----------------------------------------------------------------------
+
+  --- The stress program, with a sanitizer; nil without a compiler.
+  local function build_stress(sanitizer)
+    local program = os.tmpname()
+    local root, sources = library.paths.root, {}
+    for _, name in ipairs { "status", "device", "stream", "tensor", "allocator", "graph",
+                            "call", "queue_cpu", "mark_cpu", "link_cpu", "prefetch",
+                            "prefetch_queue", "prefetch_worker", "ticket" } do
+      sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)
+    end
+    local command = ('cc -std=gnu17 -g -O1 -fsanitize=%s -I"%s/runtime" -I"%s/kernels" '
+      .. '-o %s "%s/spec/runtime/prefetch_stress.c" %s -lpthread -ldl -lm'):format(
+      sanitizer, root, root, program, root, table.concat(sources, " "))
+    if os.execute(command .. " 2>/dev/null") ~= 0 then
+      os.remove(program)
+      return nil
+    end
+    return program
+  end
+
+  --- Runs it; it must say nothing but its counts.
+  local function run(program, words)
+    local pipe = io.popen(("%s %s 2>&1; echo $?"):format(program, words))
+    local said = pipe:read "*a"
+    pipe:close()
+    if not said:match "^[^\n]*\n0\n$" then
+      error(("stress %s:\n%s"):format(words, said), 2)
+    end
+  end
+
+  for _, case in ipairs { { "thread", 4000 }, { "thread", 100000, "#slow" },
+                          { "address,undefined", 4000 } } do
+    local sanitizer, tasks, tag = unpack(case)
+    it(("ends each of %d tasks once, under the %s sanitizer %s"):format(tasks, sanitizer,
+      tag or ""), function()
+      local program = build_stress(sanitizer)
+      if not program then return pending "no compiler with this sanitizer" end
+      run(program, "stress " .. tasks)
+      run(program, "order")
+      run(program, "faults")
+      os.remove(program)
+    end)
+  end
+end)
