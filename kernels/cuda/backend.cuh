@@ -3,6 +3,7 @@
 #ifndef KVL_CUDA_BACKEND_CUH
 #define KVL_CUDA_BACKEND_CUH
 
+#include <atomic>
 #include <new>
 
 #include "backend.h"
@@ -17,7 +18,7 @@ struct device_ctx {
   int index, sm_count, shared_optin;
   int registered_same;     /* registered host memory has one address for both sides */
   huge_block *huge_blocks; /* pinned memory in huge pages, see memory.cu */
-  graph *recording;        /* the one that is being recorded, or NULL */
+  std::atomic<graph *> recording;   /* or NULL; prefetch workers look, too */
   char text[256];
 };
 

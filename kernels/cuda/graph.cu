@@ -128,7 +128,8 @@ int mark_record(void *ctx, void *handle, void *queue) {
   int status = enter(ctx);
   if (status < 0) return status;
   const device_ctx *d = (const device_ctx *)ctx;
-  graph *in = is_recorded(d, (const kvl_cuda_queue *)queue) ? d->recording : NULL;
+  graph *in = d->recording;
+  if (!is_recorded(d, (const kvl_cuda_queue *)queue)) in = NULL;
   if (in && !m->edge)
     status = kvl__cuda_check(cudaEventCreateWithFlags(&m->edge, cudaEventDisableTiming));
   if (status == KVL_OK)

@@ -175,10 +175,18 @@ static void expect_result(const struct flight *f, const kvl_prefetch_result *r) 
   EXPECT(r->blocks == blocks && r->leading == leading && r->missing == f->n - blocks);
 }
 
+/* Waits for a layer. The default stream runs on this thread, so its wait is over then. */
+static int layer_of(struct flight *f, int layer) {
+  int status = kvl_ticket_wait_layer(f->ticket, layer, NULL);
+  for (int i = 0; status == 1 && i < f->n; i++)
+    for (int w = 0; w < WORDS; w++)
+      EXPECT(record(layer, f->blocks[i])[w] == word(&f->keys[i], layer, w));
+  return status;
+}
+
 static void land(struct flight *f, unsigned *seed) {
   kvl_prefetch_result r;
-  int status = rand_r(seed) % 4 ? kvl_ticket_wait_layer(f->ticket, rand_r(seed) % LAYERS, NULL)
-                                : 0;
+  int status = rand_r(seed) % 4 ? layer_of(f, rand_r(seed) % LAYERS) : 0;
   EXPECT(status >= 0 || status == KVL_ERR_IO);
   while (!(status = kvl_ticket_wait(f->ticket, rand_r(seed) % 2 ? -1 : 200, &r))) {}
   EXPECT(status == 1 || (status == KVL_ERR_IO && strstr(kvl_last_error(), "the store fails")));
@@ -251,7 +259,7 @@ static void stress(int n) {
   EXPECT(stats.completed == completed && stats.cancelled == cancelled);
   EXPECT(stats.failed == failed && completed + cancelled + failed == tasks);
   EXPECT(stats.bytes == stats.hits * WORDS * 8 && stats.pending_peak <= 32);
-  EXPECT(completed && cancelled && failed && refused && stats.misses);
+  EXPECT(completed && cancelled && failed && stats.misses);
   printf("%d tasks: %d completed, %d cancelled, %d failed, %d times full\n", tasks, completed,
          cancelled, failed, refused);
 }
@@ -298,6 +306,27 @@ static void expect_full(kvl_ticket *waiting, const kvl_tensor *layer) {
   kvl_interrupt(0);
 }
 
+/* A running task that is cancelled stops at its next record. */
+static void expect_stop(void) {
+  kvl_key keys[BLOCKS_TASK] = {{0}};
+  int32_t blocks[BLOCKS_TASK] = {0, 1, 2, 3};
+  kvl_prefetch_task t = {&kv, keys, blocks, 5, BLOCKS_TASK, 0, 0, 0};
+  kvl_prefetch_result r;
+  kvl_prefetch_stats stats;
+  kvl_ticket *ticket;
+  int before = served;
+  atomic_store(&is_gated, 1);
+  EXPECT(kvl_prefetch_submit(engine, &t, -1, &ticket) == 1);
+  do kvl_prefetch_stats_get(engine, &stats); while (stats.pending);
+  EXPECT(kvl_prefetch_cancel(engine, 5) == 1 && kvl_ticket_cancel(ticket) == 1);
+  EXPECT(kvl_ticket_wait(ticket, 0, &r) == 0);
+  atomic_store(&is_gated, 0);
+  EXPECT(kvl_ticket_wait(ticket, -1, &r) == 1 && r.state == KVL_PREFETCH_CANCELLED);
+  EXPECT(served <= before + 1 && r.missing == served - before);
+  EXPECT(kvl_ticket_wait_layer(ticket, 0, NULL) == 0);
+  kvl_ticket_close(ticket);
+}
+
 static void in_order(void) {
   int expected[TASKS], n = 0;
   kvl_tensor layer;
@@ -337,7 +366,7 @@ static int try(int task, int n, int by_layer) {
   int status = kvl_prefetch_submit(engine, &t, -1, &f.ticket);
   if (status < 0) return status;
   for (int l = 0; by_layer && l < LAYERS && status >= 0; l++)
-    status = kvl_ticket_wait_layer(f.ticket, l, NULL);
+    status = layer_of(&f, l);
   if (status >= 0) status = kvl_ticket_wait(f.ticket, -1, &r);
   else kvl_ticket_wait(f.ticket, -1, &r);
   if (status >= 0) expect_result(&f, &r);
@@ -387,7 +416,7 @@ int main(int argc, char **argv) {
   EXPECT(kvl_tensor_open(dev, KVL_DTYPE_F32, 6, shape, &kv) == 0);
   store.refs = 1;
   open_faults(dev, &o);
-  if (is_order) in_order();
+  if (is_order) in_order(), expect_stop();
   else if (!strcmp(what, "faults")) faults();
   else stress(argc > 2 ? atoi(argv[2]) : 1000);
   kvl_prefetch_close(engine);
