@@ -23,15 +23,6 @@ local function config_of(b)
   return small
 end
 
---- Bytes that a step has to read of a model: all weights, one row of the embedding.
-local function weight_bytes(model)
-  local bytes = model.head:bytes() + model.norm:bytes()
-  for _, layer in pairs(model.layers) do
-    for _, weight in pairs(layer) do bytes = bytes + weight:bytes() end
-  end
-  return bytes
-end
-
 --- A decoded token's logits are those that prefill gives it. The third time, an engine
 -- that records replays.
 local function check(engine, tokens)
@@ -69,7 +60,7 @@ local function decode(is_recorded)
       engine:decode(list, ids)
       seq:truncate(context)
     end, 31, true)
-    return { us = us, bytes = weight_bytes(model),
+    return { us = us, bytes = model:weight_bytes(),
              note = ("the host takes %.0f us"):format(host_us) }
   end
 end

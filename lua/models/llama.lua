@@ -127,25 +127,42 @@ local function open_weights(folder)
   end
 end
 
+--- Matrices (or biases) over one another in one tensor, and each by itself: a single
+-- token is multiplied with all of them at once. `rows[i]` are those of names[i].
+local function stack(read, names, rows, columns)
+  local loaded, parts, total = {}, {}, 0
+  for i, name in ipairs(names) do
+    loaded[i] = read(name, { rows[i], columns })
+    total = total + rows[i]
+  end
+  local all = kv.tensor(loaded[1].device, loaded[1]:type(), { total, columns })
+  local first = 0
+  for i, part in ipairs(loaded) do
+    parts[i] = all:narrow(first, rows[i]):copy_(part)
+    first = first + rows[i]
+    part:free()
+  end
+  return { all = all, parts = parts }
+end
+
 local function load_layer(read, c, i)
   local at = ("model.layers.%d."):format(i)
   local q, kvd = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  local function of_qkv(what, columns)
+    return stack(read, { at .. "self_attn.q_proj." .. what,
+      at .. "self_attn.k_proj." .. what, at .. "self_attn.v_proj." .. what },
+      { q, kvd, kvd }, columns)
+  end
   local layer = {
     norm = read(at .. "input_layernorm.weight", { c.hidden }),
-    q = read(at .. "self_attn.q_proj.weight", { q, c.hidden }),
-    k = read(at .. "self_attn.k_proj.weight", { kvd, c.hidden }),
-    v = read(at .. "self_attn.v_proj.weight", { kvd, c.hidden }),
+    qkv = of_qkv("weight", c.hidden),
     o = read(at .. "self_attn.o_proj.weight", { c.hidden, q }),
     mlp_norm = read(at .. "post_attention_layernorm.weight", { c.hidden }),
-    gate = read(at .. "mlp.gate_proj.weight", { c.inner, c.hidden }),
-    up = read(at .. "mlp.up_proj.weight", { c.inner, c.hidden }),
+    gate_up = stack(read, { at .. "mlp.gate_proj.weight", at .. "mlp.up_proj.weight" },
+      { c.inner, c.inner }, c.hidden),
     down = read(at .. "mlp.down_proj.weight", { c.hidden, c.inner }),
   }
-  if c.qkv_bias then
-    layer.q_bias = read(at .. "self_attn.q_proj.bias", { q })
-    layer.k_bias = read(at .. "self_attn.k_proj.bias", { kvd })
-    layer.v_bias = read(at .. "self_attn.v_proj.bias", { kvd })
-  end
+  if c.qkv_bias then layer.qkv_bias = of_qkv "bias" end
   if c.out_bias then layer.o_bias = read(at .. "self_attn.o_proj.bias", { c.hidden }) end
   if c.family.head_norm then
     layer.q_norm = read(at .. "self_attn.q_norm.weight", { c.head_dim })
@@ -214,13 +231,25 @@ local function scratch(engine, n)
   local function view(name, ...)
     return engine.buffers[name]:narrow(0, n):reshape { n, ... }
   end
+  --- Outputs [n, size] behind one another; of a single token also as the one that a
+  -- stack gives.
+  local function beside(name, ...)
+    local flat, parts, at = engine.buffers[name], {}, 0
+    for i, size in ipairs { ... } do
+      parts[i] = flat:narrow(at, n * size):reshape { n, size }
+      at = at + n * size
+    end
+    return { parts = parts, all = n == 1 and flat:narrow(0, at):reshape { 1, at } or nil }
+  end
   views = {
     x = view("x", c.hidden), h = view("h", c.hidden), delta = view("delta", c.hidden),
-    q = view("q", c.heads * c.head_dim), k = view("k", c.kv_heads * c.head_dim),
-    v = view("v", c.kv_heads * c.head_dim),
     attended = view("attended", c.heads, c.head_dim),
-    gate = view("gate", c.inner), up = view("up", c.inner),
+    qkv = beside("qkv", c.heads * c.head_dim, c.kv_heads * c.head_dim,
+      c.kv_heads * c.head_dim),
+    gate_up = beside("gate_up", c.inner, c.inner),
   }
+  views.q, views.k, views.v = unpack(views.qkv.parts)
+  views.gate, views.up = unpack(views.gate_up.parts)
   views.q3 = views.q:reshape { n, c.heads, c.head_dim }
   views.k3 = views.k:reshape { n, c.kv_heads, c.head_dim }
   views.v3 = views.v:reshape { n, c.kv_heads, c.head_dim }
@@ -236,13 +265,19 @@ local function project(x, weight, bias, out)
   if bias then out:add(bias, out) end
 end
 
+--- out = x times the matrices of a stack, plus the biases of another one.
+local function project_all(x, stacked, biases, out)
+  if out.all then return project(x, stacked.all, biases and biases.all, out.all) end
+  for i, weight in ipairs(stacked.parts) do
+    project(x, weight, biases and biases.parts[i], out.parts[i])
+  end
+end
+
 --- One layer: s.delta holds what the layer before left to add to s.x.
 local function forward_layer(engine, i, s)
   local w, c = engine.model.layers[i], engine.model.config
   kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, c.eps, s.h, i > 0 and s.x or nil)
-  project(s.h, w.q, w.q_bias, s.q)
-  project(s.h, w.k, w.k_bias, s.k)
-  project(s.h, w.v, w.v_bias, s.v)
+  project_all(s.h, w.qkv, w.qkv_bias, s.qkv)
   if w.q_norm then
     kv.ops.rmsnorm(s.q_rows, w.q_norm, c.eps, s.q_rows)
     kv.ops.rmsnorm(s.k_rows, w.k_norm, c.eps, s.k_rows)
@@ -250,8 +285,7 @@ local function forward_layer(engine, i, s)
   engine.attention:forward(i, s.q3, s.k3, s.v3, s.attended)
   project(s.attended2, w.o, w.o_bias, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_norm, c.eps, s.h, s.x)
-  s.h:matmul_t(w.gate, s.gate)
-  s.h:matmul_t(w.up, s.up)
+  project_all(s.h, w.gate_up, nil, s.gate_up)
   kv.ops.silu_mul(s.gate, s.up, s.gate)
   s.gate:matmul_t(w.down, s.delta)
 end
@@ -267,6 +301,17 @@ local function forward(engine, tokens)
 end
 
 -- ---- engine ---------------------------------------------------------------------------
+
+--- Bytes that a decoded token reads of the weights: all of them, but for the embedding.
+function Model:weight_bytes()
+  local bytes = self.head:bytes() + self.norm:bytes()
+  for _, layer in pairs(self.layers) do
+    for _, weight in pairs(layer) do
+      bytes = bytes + (kv.is_tensor(weight) and weight or weight.all):bytes()
+    end
+  end
+  return bytes
+end
 
 --- A model with memory: a cache, an attention with its policies, and buffers for a step.
 ---@class models.Engine
@@ -315,10 +360,12 @@ function Model:engine(o)
     fixed_width = o.graph,
   }
   for name, size in pairs { x = c.hidden, h = c.hidden, delta = c.hidden,
-                            q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim,
-                            v = c.kv_heads * c.head_dim, attended = c.heads * c.head_dim,
-                            gate = c.inner, up = c.inner } do
+                            attended = c.heads * c.head_dim } do
     engine.buffers[name] = kv.tensor(self.device, self.dtype, { rows, size })
+  end
+  for name, size in pairs { qkv = (c.heads + 2 * c.kv_heads) * c.head_dim,
+                            gate_up = 2 * c.inner } do
+    engine.buffers[name] = kv.tensor(self.device, self.dtype, { rows * size })
   end
   engine.last = kv.tensor(self.device, self.dtype, { max_seqs, c.hidden })
   engine.logit_buffer = kv.tensor(self.device, "f32", { max_seqs, c.vocab })
