@@ -9,7 +9,7 @@
 #ifndef KVL_CUDA_ELEMENTWISE_CUH
 #define KVL_CUDA_ELEMENTWISE_CUH
 
-#include "common.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -17,6 +17,8 @@ enum { EACH_THREADS = 256, EACH_WAVES = 1 << 16 };   /* a pack a thread, in prac
 
 template <int N, class F>
 __global__ void __launch_bounds__(EACH_THREADS) each_kernel(F f, int64_t count) {
+  let_next_start();
+  wait_for_previous();
   int64_t first = (int64_t)blockIdx.x * EACH_THREADS + threadIdx.x;
   int64_t stride = (int64_t)gridDim.x * EACH_THREADS, packs = count / N;
   for (int64_t p = first; p < packs; p += stride) f.template run<N>(p * N);
@@ -30,12 +32,11 @@ int each(const F &f, int64_t count, bool wide, void *queue) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (count == 0) return KVL_OK;
   if (wide)
-    each_kernel<N><<<grid((count + N - 1) / N, EACH_THREADS, q, EACH_WAVES), EACH_THREADS,
-                     0, q->stream>>>(f, count);
-  else
-    each_kernel<1><<<grid(count, EACH_THREADS, q, EACH_WAVES), EACH_THREADS, 0, q->stream>>>(
-        f, count);
-  return kvl__cuda_launched();
+    return launch_programmatic(each_kernel<N, F>,
+                               grid((count + N - 1) / N, EACH_THREADS, q, EACH_WAVES),
+                               EACH_THREADS, 0, q, f, count);
+  return launch_programmatic(each_kernel<1, F>, grid(count, EACH_THREADS, q, EACH_WAVES),
+                             EACH_THREADS, 0, q, f, count);
 }
 
 /* Bytes of an element of KV memory. */

@@ -4,6 +4,7 @@
  *   out  like a or f32  [batch, m, n]
  * and of f8e4m3, b transposed, k a multiple of 16 and n of 8, everything 16-byte aligned:
  *   out  f32 f16 bf16
+ * One or two rows of a, as a decode step has them: matvec.cuh.
  * cuBLAS is column-major: its C = out^T [n, m] = op(b^T) a^T, so b comes first.
  * Limit: tensor cores (f8e4m3, f16, bf16) or fp32 units, memory bandwidth when m is small.
  * Measured: bf16 8192^3 685 to 792 TFLOP/s as power allows, f8e4m3 into bf16 1382, into f32
@@ -12,7 +13,7 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
-#include "common.cuh"
+#include "matvec.cuh"
 
 namespace {
 
@@ -96,6 +97,7 @@ KVL_CUDA_KERNEL(matmul) {
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
+  if (kvl::takes_matvec(*g, q)) return kvl::launch_matvec(*g, q);
   int status = kvl__cuda_blas(q);
   if (g->dtype == KVL_DTYPE_F8E4M3) {
     for (int64_t i = 0; i < g->batch && status == KVL_OK; i++) status = multiply_f8(g, q, i);

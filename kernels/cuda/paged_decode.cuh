@@ -50,8 +50,13 @@ struct key_run {
 /* Two f8e4m3 (the low half of x) as f16. */
 __device__ __forceinline__ uint32_t widen_f8(uint32_t x) {
   uint32_t y;
+#if __CUDA_ARCH__ < 890   /* in software */
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
+  memcpy(&y, &pair, sizeof y);
+#else
   asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\t"
       "cvt.rn.f16x2.e4m3x2 %0, low;\n\t}" : "=r"(y) : "r"(x));
+#endif
   return y;
 }
 

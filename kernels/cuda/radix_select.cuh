@@ -601,7 +601,7 @@ template <int EACH_, int TEAM_, int SAMPLES_> struct team {
 
 /* Calls f(team<...>()) with the team that suits rows of that width. */
 template <class F> int with_team(int64_t rows, int64_t width, const kvl_cuda_queue *q, F f) {
-  const int64_t blocks = has_clusters(q) ? q->sm_count / rows : 1;   /* for a row */
+  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1;   /* for a row */
   if (width <= 2048) return f(team<4, 1, 1>());
   if (width <= 8192) return f(team<16, 1, 1>());
   if (blocks >= 8 && width <= 1 << 18) return f(team<16, 8, 2>());

@@ -14,6 +14,7 @@
  *         launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Tried   kernels/dev/step.cu
  * Source  Zhang and Sennrich 2019 */
+#include "programmatic.cuh"
 #include "row.cuh"
 
 namespace kvl {
@@ -32,6 +33,8 @@ rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int 
   int64_t row = blockIdx.x;
   if (TEAM) row = row * (ROW_THREADS / threads) + threadIdx.x / threads;
   const bool valid = row < rows;   /* without a row it still shuffles along */
+  let_next_start();
+  wait_for_previous();
   pack<T, N> v[PACKS], r[RESIDUAL ? PACKS : 1];
   pack<W, N> g[EARLY ? PACKS : 1];
   auto at = [&](int p) { return (p * threads + rank) * N; };
@@ -133,10 +136,9 @@ void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   const int warps = (int)((g->dim / N + PACKS * WARP - 1) / (PACKS * WARP));
   const int threads = TEAM ? ROW_THREADS : warps * WARP;
   const unsigned blocks = (unsigned)((g->rows + TEAMS - 1) / TEAMS);
-  auto launch = [&](auto kernel) {
-    kernel<<<blocks, threads, 0, q->stream>>>((const T *)g->x, (T *)g->residual,
-                                              (const W *)g->weight, (T *)g->out, g->rows,
-                                              (int)g->dim, g->eps);
+  auto launch = [&](auto kernel) {   /* the caller asks how they went */
+    launch_programmatic(kernel, blocks, threads, 0, q, (const T *)g->x, (T *)g->residual,
+                        (const W *)g->weight, (T *)g->out, g->rows, (int)g->dim, g->eps);
   };
   if (g->residual) launch(rmsnorm_row<TEAM, PACKS, true, T, W>);
   else launch(rmsnorm_row<TEAM, PACKS, false, T, W>);

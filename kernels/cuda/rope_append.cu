@@ -39,6 +39,8 @@ rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_bloc
   const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
   const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
   const int64_t token = blockIdx.x;
+  let_next_start();
+  wait_for_previous();
   const token_place to(a.slots[token], a.cache.block_size);
   auto at = [&](int row) {
     if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
@@ -94,7 +96,7 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs);   /* few tokens: a block each */
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
-  rope_append_kernel<N, From, To><<<grid, ROPE_THREADS, 0, q->stream>>>(a, each);
+  launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
 template <class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {

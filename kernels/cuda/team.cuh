@@ -1,21 +1,15 @@
 /* Teams of blocks that work on one row: a thread-block cluster where there are several.
  * Before sm_90 there are no clusters; teams are of one block, and what is here does nothing.
- * Their launch is programmatic: a kernel may start under the end of the one before it in the
- * stream, and must call wait_for_previous before it touches what that one reads or writes.
+ * Their launch is programmatic.
  *
- * Source    PTX ISA 8.0 and later: barrier.cluster, mapa, cp.async.bulk, griddepcontrol. */
+ * Source    PTX ISA 8.0 and later: barrier.cluster, mapa, cp.async.bulk. */
 #ifndef KVL_CUDA_TEAM_CUH
 #define KVL_CUDA_TEAM_CUH
 
 #include "paged.cuh"   /* shared_address, allow_shared */
+#include "programmatic.cuh"
 
 namespace kvl {
-
-#if __CUDA_ARCH__ >= 900
-#define KVL_SM90(...) asm volatile(__VA_ARGS__)
-#else
-#define KVL_SM90(...)
-#endif
 
 __device__ __forceinline__ void cluster_arrive() {   /* orders nothing */
   KVL_SM90("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -37,18 +31,6 @@ __device__ __forceinline__ void send_to_leader(const void *p, uint32_t bytes, vo
            : "memory");
 }
 
-/* The kernels before have ended, and their results may be read, from here on. */
-__device__ __forceinline__ void wait_for_previous() {
-  KVL_SM90("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void let_next_start() {
-  KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-inline bool has_clusters(const kvl_cuda_queue *q) {   /* Hopper and later: 227 KiB */
-  return q->shared_optin > 200 << 10;
-}
-
 template <int TEAM, class... P, class... A>
 int launch_teams(void (*kernel)(P...), int64_t rows, int threads, size_t bytes_shared,
                  const kvl_cuda_queue *q, const A &...args) {
@@ -63,7 +45,7 @@ int launch_teams(void (*kernel)(P...), int64_t rows, int threads, size_t bytes_s
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {TEAM, 1, 1};
   config.attrs = attributes;
-  config.numAttrs = !has_clusters(q) ? 0 : TEAM > 1 ? 2 : 1;
+  config.numAttrs = !is_hopper(q) ? 0 : TEAM > 1 ? 2 : 1;
   return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
 }
 

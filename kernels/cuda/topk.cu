@@ -198,7 +198,7 @@ KVL_CUDA_KERNEL(topk) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   int status = KVL_OK;
   if (g.k == 0) return KVL_OK;
-  const bool is_many = kvl::is_many(g, q->sm_count, kvl::has_clusters(q));
+  const bool is_many = kvl::is_many(g, q->sm_count, kvl::is_hopper(q));
   const int64_t batch = kvl::rows_batch(g);
   for (int64_t row = 0; row < g.rows && status == KVL_OK; row += batch) {
     kvl_topk_args part = g;

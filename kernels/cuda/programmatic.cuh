@@ -1,0 +1,53 @@
+/* Programmatic dependent launch: a kernel may start under the end of the one before it in the
+ * stream. It calls wait_for_previous before it touches anything that others read or write;
+ * before that it may set itself up and ask the L2 for what it will read (a hint, not a read).
+ * The one before decides how early: with let_next_start, or when its blocks end. On devices
+ * before sm_90 this is a plain launch and the two calls do nothing.
+ *
+ * Source    PTX ISA 7.8: griddepcontrol; CUDA C++ Programming Guide, programmatic dependent
+ *           launch. A graph records such launches as programmatic edges. */
+#ifndef KVL_CUDA_PROGRAMMATIC_CUH
+#define KVL_CUDA_PROGRAMMATIC_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+#if __CUDA_ARCH__ >= 900
+#define KVL_SM90(...) asm volatile(__VA_ARGS__)
+#else
+#define KVL_SM90(...)
+#endif
+
+/* The kernels before have ended, and their results may be read, from here on. */
+__device__ __forceinline__ void wait_for_previous() {
+  KVL_SM90("griddepcontrol.wait;" ::: "memory");
+}
+/* The next kernel's blocks may be placed beside this one's, once all of these are placed. */
+__device__ __forceinline__ void let_next_start() {
+  KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+inline bool is_hopper(const kvl_cuda_queue *q) {   /* or later: 227 KiB */
+  return q->shared_optin > 200 << 10;
+}
+
+template <class... P, class... A>
+int launch_programmatic(void (*kernel)(P...), dim3 grid, int threads, size_t bytes_shared,
+                        const kvl_cuda_queue *q, const A &...args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes_shared;
+  config.stream = q->stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = is_hopper(q);
+  return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
+}
+
+}  // namespace kvl
+
+#endif
