@@ -20,6 +20,7 @@
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
+#include <cuda_fp8.h>
 #include <type_traits>
 
 #include "paged_split.cuh"

@@ -265,7 +265,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
 
 /* Blocks of a team for rows of so many bytes. */
 int team_of(int64_t rows, int64_t bytes_row, const kvl_cuda_queue *q) {
-  const int64_t blocks = has_clusters(q) ? q->sm_count / rows : 1;   /* for a row */
+  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1;   /* for a row */
   if (bytes_row <= 128 << 10 || blocks < 2) return 1;
   return blocks < 8 ? 2 : 8;
 }
