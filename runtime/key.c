@@ -1,5 +1,5 @@
-/* Keys of blocks, and checksums of records. A key depends on every token before it, as K and V
- * of a block do: equal keys, equal KV. Hashes: XXH3 (xxHash 0.8 and later, its stable form). */
+/* Keys of blocks, and checksums of records. A key depends on every token before it, as K and
+ * V of a block do: equal keys, equal KV. Hashes: XXH3, as it is since xxHash 0.8. */
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

@@ -703,16 +703,17 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
 /* Forget blocks: i32 [n], -1 is skipped. Their slots are free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 
-/* ---- block store ---------------------------------------------------------------------------- */
+/* ---- block store ------------------------------------------------------------------------ */
 /* Blocks that outlive a request, a process or a machine, found by the tokens that they hold. A
- * record is the bytes of one block in one layer, named by the block's key and a part, the layer.
- * A store is a cache: a record may be gone at any time; but what is read is what was put, whole,
- * because each carries its length and a checksum of its name and bytes, and one that does not
- * fit is a miss. What the world does to a store (a full disk, a server that went away) makes
- * misses and is counted; statuses are for the caller's mistakes, memory, open and sync. */
+ * record is the bytes of one block in one layer, named by the block's key and a part, the
+ * layer. A store is a cache: a record may be gone at any time; but what is read is what was
+ * put, whole, because each carries its length and a checksum of its name and bytes, and one
+ * that does not fit is a miss. What the world does to a store (a full disk, a server that went
+ * away) makes misses and is counted; statuses are for the caller's mistakes, memory, open and
+ * sync. */
 
-/* Names a block by all tokens up to its end: the XXH3-128 of its parent's key (lo, then hi, both
- * little-endian) and its own tokens (i32, little-endian). */
+/* Names a block by all tokens up to its end: the XXH3-128 of its parent's key (lo, then hi,
+ * both little-endian) and its own tokens (i32, little-endian). */
 typedef struct kvl_key { uint64_t lo, hi; } kvl_key;
 
 /* Keys of the full blocks of `count` tokens; tokens past the last full block have none. The
@@ -750,7 +751,8 @@ int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store 
 void kvl_store_close(kvl_store *store);
 /* Put n bytes in place of what the record held. Returns 1, or 0 when it could not be stored.
  * Errors: INVALID (also: more than the capacity), NO_MEMORY. */
-int kvl_store_put(kvl_store *store, const kvl_key *key, int part, const void *bytes, int64_t n);
+int kvl_store_put(kvl_store *store, const kvl_key *key, int part, const void *bytes,
+                  int64_t n);
 /* Copy a record of exactly n bytes. Returns 1, or 0 for a miss, which leaves `bytes` alone.
  * Errors: INVALID. */
 int kvl_store_get(kvl_store *store, const kvl_key *key, int part, void *bytes, int64_t n);

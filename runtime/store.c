@@ -66,7 +66,7 @@ int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void
   return 1;
 }
 
-/* ---- open and close ---------------------------------------------------------------------- */
+/* ---- open and close --------------------------------------------------------------------- */
 
 /* The backend of "scheme:rest". Only the scheme is quoted back: there may be a password. */
 static int backend_of(const char *url, const struct kvl__store_backend **out) {
@@ -82,7 +82,8 @@ static int backend_of(const char *url, const struct kvl__store_backend **out) {
     size_t used = strlen(known);
     snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", backends[i]->form);
   }
-  if (!colon) return kvl__fail(KVL_ERR_INVALID, "store: url has no scheme, expected %s", known);
+  if (!colon)
+    return kvl__fail(KVL_ERR_INVALID, "store: url has no scheme, expected %s", known);
   return kvl__fail(KVL_ERR_INVALID, "store: url begins with \"%.*s:\", expected %s",
                    length > 32 ? 32 : length, url, known);
 }
@@ -122,7 +123,7 @@ void kvl_store_close(kvl_store *store) {
   free(store);
 }
 
-/* ---- records in and out -------------------------------------------------------------------- */
+/* ---- records in and out ----------------------------------------------------------------- */
 
 static int check(const kvl_store *store, const char *what, const kvl_key *key, int part) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_%s: the store is closed", what);
@@ -200,7 +201,7 @@ int kvl_store_sync(kvl_store *store) {
   return store->backend->sync ? store->backend->sync(store) : KVL_OK;
 }
 
-/* ---- what happened --------------------------------------------------------------------------- */
+/* ---- what happened ---------------------------------------------------------------------- */
 
 int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_stats: the store is closed");

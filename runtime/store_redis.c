@@ -3,12 +3,12 @@
  *
  * A thread takes an idle connection or makes one, and puts it back. Whatever goes wrong on a
  * connection closes it: what comes next on it could be an answer to something else. With the
- * first failure an outage begins, which is one error in the counts: idle connections are closed,
- * and everything misses at once. Every now and then, after waits that double, one thread tries
- * to connect and to have a PING answered; then the outage is over.
+ * first failure an outage begins, which is one error in the counts: idle connections are
+ * closed, and everything misses at once. Every now and then, after waits that double, one
+ * thread tries to connect and to have a PING answered; then the outage is over.
  *
- * Commands are sent by sendmsg, straight from the block, and because hiredis' own write raises
- * SIGPIPE when the server has closed the connection. */
+ * Commands are sent by sendmsg: straight from the block, and without the SIGPIPE that hiredis'
+ * own write raises when the server has closed the connection. */
 #include <ctype.h>
 #include <errno.h>
 #include <hiredis/hiredis.h>
@@ -95,7 +95,7 @@ static const char *parse(struct redis *r, const char *rest) {
   return r->db < 0 ? "the number of a database after /" : NULL;
 }
 
-/* ---- one connection ------------------------------------------------------------------------ */
+/* ---- one connection --------------------------------------------------------------------- */
 
 /* All bytes of the parts, by the deadline. They are changed. */
 static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
@@ -180,10 +180,10 @@ static redisContext *dial(const kvl_store *store, char *why, size_t size) {
   return NULL;
 }
 
-/* ---- all connections --------------------------------------------------------------------------- */
+/* ---- all connections -------------------------------------------------------------------- */
 
-/* A connection that was made before `outages` failed, or none could be made. The first to say
- * so since then begins an outage. */
+/* A connection made after so many outages failed, or none could be made. The first to say so
+ * since then begins the next one. */
 static void lost(kvl_store *store, int64_t outages, const char *why) {
   struct redis *r = store->state;
   struct link idle[IDLE_MAX];
@@ -266,7 +266,7 @@ static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int 
   return !code;
 }
 
-/* ---- the backend ------------------------------------------------------------------------------- */
+/* ---- the backend ------------------------------------------------------------------------ */
 
 static void key_of(const struct kvl__name *name, char out[KEY_BYTES + 1]) {
   strcpy(out, "kvlab:");
@@ -278,8 +278,8 @@ static void key_of(const struct kvl__name *name, char out[KEY_BYTES + 1]) {
 static int format(char *out, size_t size, const char *verb, const struct kvl__name *name) {
   char key[KEY_BYTES + 1];
   key_of(name, key);
-  return snprintf(out, size, "*2\r\n$%zu\r\n%s\r\n$%d\r\n%s\r\n", strlen(verb), verb, KEY_BYTES,
-                  key);
+  return snprintf(out, size, "*2\r\n$%zu\r\n%s\r\n$%d\r\n%s\r\n", strlen(verb), verb,
+                  KEY_BYTES, key);
 }
 
 struct taken {
@@ -317,8 +317,8 @@ static int redis_put(kvl_store *store, const struct kvl__name *name,
   char key[KEY_BYTES + 1], text[KEY_BYTES + 64];
   int status = 0;
   key_of(name, key);
-  int length = snprintf(text, sizeof text, "*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%llu\r\n", KEY_BYTES,
-                        key, (unsigned long long)(sizeof *head + head->bytes));
+  int length = snprintf(text, sizeof text, "*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%llu\r\n",
+                        KEY_BYTES, key, (unsigned long long)(sizeof *head + head->bytes));
   struct iovec parts[] = {{text, (size_t)length}, {(void *)head, sizeof *head},
                           {(void *)bytes, head->bytes}, {"\r\n", 2}};
   exchange(store, parts, 4, 1, take_status, &status);
@@ -372,8 +372,8 @@ static int redis_open(kvl_store *store, const char *rest) {
   char why[160];
   struct link link = {NULL, 0};
   if (store->capacity)
-    return kvl__fail(KVL_ERR_INVALID, "redis store: capacity is %lld, expected 0: the server's "
-                     "maxmemory says", (long long)store->capacity);
+    return kvl__fail(KVL_ERR_INVALID, "redis store: capacity is %lld, expected 0: the "
+                     "server's maxmemory says", (long long)store->capacity);
   struct redis *r = kvl__malloc(sizeof *r, "a redis store");
   if (!r) return KVL_ERR_NO_MEMORY;
   memset(r, 0, sizeof *r);

@@ -1,5 +1,5 @@
-/* The note is the file PATH-unsynced. It holds the kernel's id of this start of the machine and
- * comes into being whole, by a rename, so that it says what it says however its writer ends. */
+/* The note is the file PATH-unsynced. It holds the kernel's id of this start of the machine
+ * and comes into being whole, by a rename, however its writer ends. */
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
@@ -31,7 +31,7 @@ static int read_start(char id[ID_BYTES]) {
   return status;
 }
 
-/* The file that holds a name in a folder is on the disk before its name is: sync the folder. */
+/* A file's name is on the disk when its folder is synced. */
 static int sync_folder(const char *path) {
   char name[PATH_MAX];
   int status = join(path, "", name);

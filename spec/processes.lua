@@ -12,6 +12,7 @@ int socket(int domain, int type, int protocol);
 int bind(int fd, const void *address, unsigned size);
 int getsockname(int fd, void *address, unsigned *size);
 int close(int fd);
+void _exit(int status);
 ]]
 local libc = ffi.C
 local KILL, STOP, CONT = 9, 19, 18 -- signals
@@ -27,13 +28,17 @@ function M.fork(fn)
   if pid == 0 then
     local ok, why = pcall(fn)
     if not ok then io.stderr:write("in a child: ", tostring(why), "\n") end
-    libc.kill(libc.getpid(), KILL)
+    libc._exit(ok and 0 or 1)
   end
   return pid
 end
 
---- Waits until a child has ended.
-function M.wait(pid) libc.waitpid(pid, nil, 0) end
+--- Waits until a child has ended. 0: fn returned.
+function M.wait(pid)
+  local status = ffi.new("int[1]", -1)
+  libc.waitpid(pid, status, 0)
+  return status[0]
+end
 
 function M.kill(pid)
   libc.kill(pid, KILL)

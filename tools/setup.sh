@@ -16,6 +16,7 @@ build|LMDB|/usr/include/lmdb.h|liblmdb-dev|everything
 build|hiredis|/usr/include/hiredis/hiredis.h|libhiredis-dev|everything
 test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
 cuda|C++ compiler|g++|g++|build --cuda=on
+store|Redis server|redis-server|redis-server|specs of stores
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
 extra|luacheck|luacheck|lua-check|.ci/run
 END
@@ -62,6 +63,15 @@ need() {
     tail -n 5 "$deps/install.log" >&2
     fail "the installation failed; all of it is in .deps/install.log"
   }
+}
+
+# want ROLE...: tries to install what is worth having and can be done without.
+want() {
+  missing "$@"
+  if [ -z "$packages" ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    return 0
+  fi
+  (need "$@") || say "going on without $names"
 }
 
 # Sets `premake`: the one in PATH, else our own, built once.

@@ -1,0 +1,73 @@
+/* Eight threads on one store, compiled by store_faults_spec.lua with the thread sanitizer:
+ *   store_threads URL CAPACITY ROUNDS
+ * A record is one byte over and over, and its length is its key's: whatever is read must be
+ * so. Prints what is wrong; the status tells. */
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kvlab.h"
+
+enum { THREADS = 8, KEYS = 24, BYTES_MAX = 40000 };
+
+static kvl_store *store;
+static int rounds;
+
+static kvl_key key_of(unsigned i) { return (kvl_key){i * 0x9e3779b97f4a7c15u, ~i}; }
+static int64_t bytes_of(unsigned i) { return 1 + i * (BYTES_MAX / KEYS); }
+
+static void fail(const char *what) {
+  char words[320];
+  kvl_store_problem(store, words, sizeof words);
+  printf("%s: %s; %s\n", what, kvl_last_error(), words);
+  exit(1);
+}
+
+static void check(const unsigned char *bytes, int64_t n) {
+  for (int64_t i = 1; i < n; i++)
+    if (bytes[i] != bytes[0]) fail("a torn record");
+}
+
+static void *work(void *seed) {
+  unsigned state = (unsigned)(size_t)seed * 2654435761u + 1;
+  unsigned char *bytes = malloc(BYTES_MAX);
+  for (int round = 0; round < rounds; round++) {
+    state = state * 1664525u + 1013904223u;
+    unsigned i = (state >> 8) % KEYS, what = (state >> 20) % 16;
+    kvl_key key = key_of(i), run[KEYS];
+    kvl_store_stats stats;
+    if (what < 5) {
+      memset(bytes, (int)(state >> 24), BYTES_MAX);
+      if (kvl_store_put(store, &key, 3, bytes, bytes_of(i)) != 1) fail("put");
+    } else if (what < 13) {
+      int found = kvl_store_get(store, &key, 3, bytes, bytes_of(i));
+      if (found < 0) fail("get");
+      if (found) check(bytes, bytes_of(i));
+    } else if (what == 13) {
+      for (unsigned k = 0; k < KEYS; k++) run[k] = key_of(k);
+      if (kvl_store_find(store, run, KEYS, 3, NULL) < 0) fail("find");
+    } else if (what == 14) {
+      if (kvl_store_remove(store, &key, 3) < 0) fail("remove");
+    } else if (kvl_store_stats_get(store, &stats) < 0 || stats.damaged || stats.errors) {
+      fail("stats");
+    } else if (round % 8 == 0 && kvl_store_sync(store) < 0) {
+      fail("sync");
+    }
+  }
+  free(bytes);
+  return NULL;
+}
+
+int main(int count, char **words) {
+  pthread_t threads[THREADS];
+  if (count != 4 || kvl_store_open(words[1], atoll(words[2]), 5000, &store) < 0) {
+    printf("open: %s\n", kvl_last_error());
+    return 1;
+  }
+  rounds = atoi(words[3]);
+  for (size_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, work, (void *)i);
+  for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+  kvl_store_close(store);
+  return 0;
+}
