@@ -115,12 +115,12 @@ local Prefetch = { URGENT = 0, HIGH = 1, NORMAL = 2, LOW = 3 }
 Prefetch.__index = Prefetch
 
 local DEFAULTS = { prefetch_workers = 4, max_pending_prefetch = 64,
-                   staging_bytes = 32 * 1024 * 1024 }
+                   bytes_staging = 32 * 1024 * 1024 }
 local OPTIONS = { device = true, max_pending_prefetch = true, prefetch_workers = true,
-                  staging_bytes = true, store = true }
+                  bytes_staging = true, store = true }
 
 --- An engine over a store. o: store; device (--device's); prefetch_workers (4) threads;
--- max_pending_prefetch (64): how many tasks may wait; staging_bytes (32 MiB): pinned
+-- max_pending_prefetch (64): how many tasks may wait; bytes_staging (32 MiB): pinned
 -- memory for records on their way to a GPU, twice a block of a layer for every worker at
 -- least.
 ---@param o table
@@ -132,7 +132,7 @@ function M.prefetch(o)
   end
   options_c.workers = option "prefetch_workers"
   options_c.max_pending = option "max_pending_prefetch"
-  options_c.bytes_staging = option "staging_bytes"
+  options_c.bytes_staging = option "bytes_staging"
   local store = type(o.store) == "table" and o.store.handle or nil
   if not store then
     error(("prefetch: store is %s, expected a store that is open"):format(

@@ -72,7 +72,7 @@ local function new_engine(dev, store, o)
   local workers = o.workers or 2
   return kv.prefetch { device = dev, store = store, prefetch_workers = workers,
     max_pending_prefetch = o.max_pending or 64,
-    staging_bytes = o.staging or 2 * workers * 2304 }
+    bytes_staging = o.staging or 2 * workers * 2304 }
 end
 
 --- fn() with an emulated link.
@@ -582,27 +582,32 @@ describe("prefetch", function()
     return program
   end
 
-  --- Runs it; it must say nothing but its counts.
+  --- Runs it; it must say nothing but its counts. False where the system does not let
+  -- the sanitizer have the addresses that it wants.
   local function run(program, words)
     local pipe = io.popen(("%s %s 2>&1; echo $?"):format(program, words))
     local said = pipe:read "*a"
     pipe:close()
+    if said:find("unexpected memory mapping", 1, true) then return false end
     if not said:match "^[^\n]*\n0\n$" then
       error(("stress %s:\n%s"):format(words, said), 2)
     end
+    return true
   end
 
-  for _, case in ipairs { { "thread", 4000 }, { "thread", 100000, "#slow" },
-                          { "address,undefined", 4000 } } do
-    local sanitizer, tasks, tag = unpack(case)
-    it(("ends each of %d tasks once, under the %s sanitizer %s"):format(tasks, sanitizer,
-      tag or ""), function()
+  local function it_under(sanitizer, name, runs)
+    it(("%s, under the %s sanitizer"):format(name, sanitizer), function()
       local program = build_stress(sanitizer)
       if not program then return pending "no compiler with this sanitizer" end
-      run(program, "stress " .. tasks)
-      run(program, "order")
-      run(program, "faults")
+      for _, words in ipairs(runs) do
+        if not run(program, words) then return pending "the sanitizer does not start" end
+      end
       os.remove(program)
     end)
   end
+
+  local PARTS = { "stress 4000", "order", "faults" }
+  it_under("thread", "ends each of 4000 tasks once, keeps order, tells faults", PARTS)
+  it_under("address,undefined", "does so, and leaves no memory behind", PARTS)
+  it_under("thread", "ends each of 100000 tasks once #slow", { "stress 100000" })
 end)
