@@ -73,13 +73,12 @@ int kvl__prefetch_wait_on(kvl_prefetch *e, pthread_cond_t *cond, int64_t end,
   return 1;
 }
 
-static int cond_open(pthread_cond_t *cond) {
+static void cond_open(pthread_cond_t *cond) {
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);
-  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-  int error = pthread_cond_init(cond, &attr);
+  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* that of kvl_clock_ns */
+  pthread_cond_init(cond, &attr);
   pthread_condattr_destroy(&attr);
-  return error;
 }
 
 /* ---- the life of a task: the lock is held ---------------------------------------------------- */
