@@ -24,7 +24,8 @@
   X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)   \
   X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)                \
   X(vllm_append) X(vllm_attention) X(rope_append)                                         \
-  X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming)
+  X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming) X(scatter)                \
+  X(trim_selection)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -120,6 +121,13 @@ struct kvl_gather_args {
   void *out;
   int64_t rows, n, m;
   int32_t bytes_element;
+};
+struct kvl_scatter_args {
+  const void *src;
+  const int32_t *index;
+  void *out;
+  int64_t rows, n, m;           /* m: of src */
+  int32_t add, dtype;
 };
 struct kvl_rmsnorm_args {
   const void *x;
@@ -247,6 +255,15 @@ struct kvl_select_args {
   kvl_budget budget;
   void *workspace;
   int32_t block_size;
+};
+struct kvl_trim_selection_args {
+  const float *weights;
+  const int32_t *lens;
+  int32_t *selection;
+  int32_t *counts;              /* optional */
+  int64_t seqs, heads, max_blocks, max_selected;
+  double mass;
+  int32_t block_size, sink, recent;
 };
 
 /* The sum whose sign is a bit of a hash, so that every device finds the same one: products are

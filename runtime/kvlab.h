@@ -286,6 +286,11 @@ int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index,
 /* out[r][j] = src[r][index[r][j]]; an index out of range gives zero.
  *  src f32 f16 bf16 i32 [rows, n] · index i32 [rows, m] · out like src [rows, m] */
 int kvl_gather(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *out);
+/* dst[r][index[r][j]] = src[r][j], or += it where `add`; an index out of range is skipped, and
+ * no index comes twice in a row.
+ *  src f32 i32 [rows, m] · index i32 [rows, m] · dst like src [rows, n] */
+int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
+                const kvl_tensor *dst);
 
 /* ---- transformer ops ---------------------------------------------------------------- */
 
@@ -509,6 +514,17 @@ typedef struct kvl_hamming {
   int32_t reserved;
 } kvl_hamming;
 int kvl_select_hamming(const kvl_hamming *call);
+/* Shorten selections, in place, to the fewest blocks whose weights reach `mass` (0 ... 1) of
+ * the sum over all blocks of their sequence (top-p): the first `sink` and last `recent` blocks
+ * stay; of the others the heaviest are kept, ties to the lower index. Where the selection has
+ * less than that, and with mass 1, all of it stays.
+ *  weights    f32  [seqs, kv_heads or 1, max_blocks]    what is not > 0 counts as 0
+ *  lens       i32  [seqs]
+ *  selection  i32  [seqs, same, max_selected]           as kvl_select writes it
+ *  counts     i32  [seqs, same]  may be NULL */
+int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int block_size,
+                       double mass, int sink, int recent, const kvl_tensor *selection,
+                       const kvl_tensor *counts);
 
 /* ---- vLLM layout ------------------------------------------------------------------------ */
 /* PagedAttention V1 and V2 of vLLM over its own layout of KV memory: a baseline. One layer:

@@ -317,3 +317,23 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
   args.workspace = kvl__call_workspace(&c, KVL_OP_select, &args);
   return KVL__LAUNCH(&c, select, args);
 }
+
+int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int block_size,
+                       double mass, int sink, int recent, const kvl_tensor *selection,
+                       const kvl_tensor *counts) {
+  struct kvl__call c = {.op = "trim_selection"};
+  kvl__arg(&c, "weights", weights, KVL__F32, "seqs selection_heads max_blocks");
+  kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
+  kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
+  kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
+  expect_block_size(&c, block_size);
+  if (!(mass >= 0 && mass <= 1)) kvl__call_fail(&c, "mass is %g, expected 0 ... 1", mass);
+  if (sink < 0 || recent < 0)
+    kvl__call_fail(&c, "sink is %d and recent %d, expected >= 0", sink, recent);
+  if (c.status < 0) return c.status;
+  struct kvl_trim_selection_args args = {
+    weights->ptr, lens->ptr, selection->ptr, counts ? counts->ptr : NULL,
+    kvl__dim(&c, "seqs"), kvl__dim(&c, "selection_heads"), kvl__dim(&c, "max_blocks"),
+    kvl__dim(&c, "max_selected"), mass, block_size, sink, recent};
+  return KVL__LAUNCH(&c, trim_selection, args);
+}

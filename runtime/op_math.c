@@ -349,3 +349,15 @@ int kvl_gather(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor 
                                  kvl_dtype_bytes(src->dtype)};
   return KVL__LAUNCH(&c, gather, args);
 }
+
+int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
+                const kvl_tensor *dst) {
+  struct kvl__call c = {.op = "scatter"};
+  kvl__arg(&c, "src", src, KVL__F32 | KVL__I32, "rows m");
+  kvl__arg(&c, "index", index, KVL__I32, "rows m");
+  kvl__arg(&c, "dst", dst, kvl__like(src), "rows n");
+  if (c.status < 0) return c.status;
+  struct kvl_scatter_args args = {src->ptr, index->ptr, dst->ptr, src->shape[0],
+                                  dst->shape[1], src->shape[1], add != 0, src->dtype};
+  return KVL__LAUNCH(&c, scatter, args);
+}

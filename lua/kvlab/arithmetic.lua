@@ -164,4 +164,16 @@ function methods.gather(t, index, out)
   return out
 end
 
+--- t[r][index[r][j]] = src[r][j]; out of range is skipped, none comes twice in a row.
+function methods.scatter_(t, index, src)
+  check(C.kvl_scatter(src, index, 0, t))
+  return t
+end
+
+--- t[r][index[r][j]] += src[r][j]
+function methods.scatter_add_(t, index, src)
+  check(C.kvl_scatter(src, index, 1, t))
+  return t
+end
+
 return tensor

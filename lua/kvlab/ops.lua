@@ -138,4 +138,14 @@ function M.select_hamming(q, hashes, ctx, budget, selection, counts)
   return selection, counts
 end
 
+--- Shorten a selection in place: the fewest blocks whose weights reach `mass` of all.
+---@param weights ffi.cdata*   f32 [seqs, kv_heads or 1, max_blocks]
+---@param mass number           0 ... 1
+---@param budget ffi.cdata*     its sink and recent stay
+function M.trim_selection(weights, lens, block_size, mass, budget, selection, counts)
+  check(C.kvl_trim_selection(weights, lens, block_size, mass, budget.sink, budget.recent,
+    selection, counts))
+  return selection, counts
+end
+
 return M

@@ -263,4 +263,36 @@ function M.select(scores, n, budget, max_selected)
   return chosen
 end
 
+--- One row: of the `chosen` blocks the fewest whose weights reach `mass` of all weights,
+-- ascending; the first `sink` and last `recent` of the #weights blocks stay.
+function M.trim_selection(weights, chosen, mass, sink, recent)
+  local function weight(b)
+    local w = weights[b + 1]
+    return w > 0 and w or 0
+  end
+  local wanted, kept, loose = 0, {}, {}
+  for b = 0, #weights - 1 do wanted = wanted + mass * weight(b) end
+  for _, b in ipairs(chosen) do
+    if b < sink or b >= #weights - recent then
+      kept[#kept + 1] = b
+      wanted = wanted - weight(b)
+    else
+      loose[#loose + 1] = b
+    end
+  end
+  table.sort(loose, function(x, y)
+    if weight(x) ~= weight(y) then return weight(x) > weight(y) end
+    return x < y
+  end)
+  local reachable = 0
+  for _, b in ipairs(loose) do reachable = reachable + weight(b) end
+  for _, b in ipairs(loose) do
+    if reachable > wanted and wanted <= 0 then break end
+    kept[#kept + 1] = b
+    wanted, reachable = wanted - weight(b), reachable - weight(b)
+  end
+  table.sort(kept)
+  return kept
+end
+
 return M
