@@ -514,6 +514,7 @@ typedef struct kvl_hamming {
   int32_t reserved;
 } kvl_hamming;
 int kvl_select_hamming(const kvl_hamming *call);
+
 /* Shorten selections, in place, to the fewest blocks whose weights reach `mass` (0 ... 1) of
  * the sum over all blocks of their sequence (top-p): the first `sink` and last `recent` blocks
  * stay; of the others the heaviest are kept, ties to the lower index. Where the selection has

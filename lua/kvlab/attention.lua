@@ -7,6 +7,7 @@
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
 --   attention:begin(batch, false)              once a step, after batch:append
 --   attention:forward(layer, q, k, v, out)     once a layer
+local C = require("kvlab.library").C
 local context = require "kvlab.context"
 local ops = require "kvlab.ops"
 local policy = require "kvlab.policy"
@@ -75,13 +76,14 @@ function M.attention(o)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
-    dtype = cache.dtype,
+    dtype = cache.dtype, scale = o.scale or 1 / math.sqrt(cache.head_dim),
+    max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
   each_policy(self, function(p) policy.attach(p, self.shape) end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
-    max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks) })
+    max_blocks = self.shape.max_blocks, k_scales = cache.k_scales })
   self.scratches = {}
-  self.call = { scale = o.scale or 1 / math.sqrt(cache.head_dim), alibi = o.alibi,
+  self.call = { scale = self.shape.scale, alibi = o.alibi,
                 window = o.window, soft_cap = o.soft_cap, causal = true }
   if cache.offload then open_offload(self, o) end
   return self
@@ -98,6 +100,7 @@ function Attention:begin(batch, is_prefill)
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
   self.context:begin(batch, is_prefill)
+  if self.policy.step_begin then self.policy:step_begin(self.context) end
 end
 
 --- Rotate q, and k, where that is asked for, and write K and V of the step; the memory on
@@ -121,8 +124,11 @@ local function append(self, layer, q, k, v)
   return memory, batch.blocks
 end
 
-local function offload_event(self, p, hook)
-  if p[hook] then p[hook](p, self.event) end
+--- Call a hook of both policies.
+local function call_hook(self, hook, argument)
+  local first, second = self.prefill_policy, self.decode_policy
+  if first[hook] then first[hook](first, argument) end
+  if second ~= first and second[hook] then second[hook](second, argument) end
 end
 
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
@@ -131,20 +137,22 @@ end
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
+  ev.turns = batch.turns
   ev.k, ev.k_blocks = append(self, layer, q, k, v)
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
-  offload_event(self, self.prefill_policy, hook)
-  if self.decode_policy ~= self.prefill_policy then
-    offload_event(self, self.decode_policy, hook)
-  end
+  call_hook(self, hook, ev)
   if self.cache.offload then self.cache.offload:offload(layer) end
   ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
-  if p.attention_begin then p:attention_begin(ctx) end
+  call_hook(self, "attention_begin", ctx)
   local selection, counts
+  if p.eager and C.kvl_device_is_recording(self.cache.device) == 1 then
+    error(("policy %s decides at each step what to launch and cannot be recorded in a "
+      .. "graph"):format(p.name), 2)
+  end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   out, selection, counts = compute(p, self, ctx, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts) end
-  if p.attention_finished then p:attention_finished(ctx) end
+  call_hook(self, "attention_finished", ctx)
   return out
 end
 
@@ -215,6 +223,12 @@ end
 -- already, as if they had been prefilled now.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)
+  each_policy(self, function(p)
+    if p.watches_prompt then
+      error(("policy %s watches the prompt's queries, which are gone: prefill anew")
+        :format(p.name), 4)
+    end
+  end)
   local ids, tokens, size = {}, {}, self.cache.block_size
   for _, seq in ipairs(seqs) do
     local length = seq:length()
@@ -225,7 +239,7 @@ function Attention:adopt(seqs)
     end
   end
   local blocks = tensor.from(self.cache.device, "i32", { #ids }, ids)
-  local ev = { blocks = blocks, k_blocks = blocks,
+  local ev = { blocks = blocks, k_blocks = blocks, turns = #ids,
                num_tokens = tensor.from(self.cache.device, "i32", { #ids }, tokens) }
   for layer = 0, self.cache.layers - 1 do
     ev.layer, ev.k = layer, self.cache:layer(layer)

@@ -11,15 +11,16 @@ local M = {}
 
 ---@class kvlab.Sequence
 ---@field cache kvlab.Cache
----@field state table  what policies keep for this sequence, by policy name
+---@field state table  what policies and tallies keep for this sequence, by themselves
 local Sequence = {}
 Sequence.__index = Sequence
 
+local WEAK_KEYS = { __mode = "k" }
 local out_sequence = ffi.new "kvl_sequence *[1]"
 
 local function wrap_sequence(cache, handle)
   return setmetatable({ cache = cache, handle = ffi.gc(handle, C.kvl_sequence_close),
-                        state = {} }, Sequence)
+                        state = setmetatable({}, WEAK_KEYS) }, Sequence)
 end
 
 local function handle_of(seq, level)
@@ -41,10 +42,14 @@ function Sequence:table()
 end
 
 --- A sequence of the same tokens that shares every block; a shared block that is not full
--- is copied when one of them grows.
+-- is copied when one of them grows. Who keeps state for it is asked to copy that.
 function Sequence:fork()
   check(C.kvl_sequence_fork(handle_of(self), out_sequence))
-  return wrap_sequence(self.cache, out_sequence[0])
+  local fork = wrap_sequence(self.cache, out_sequence[0])
+  for keeper in pairs(self.state) do
+    if type(keeper) == "table" and keeper.inherit then keeper:inherit(self, fork) end
+  end
+  return fork
 end
 
 --- Drop the tokens past `length`.
@@ -88,6 +93,7 @@ end
 ---@field history integer        the most blocks that lie before the open ones
 ---@field loads integer          entries of load_from that are blocks
 ---@field open_max integer       the most open blocks of a sequence
+---@field turns integer          blocks that this step began or filled
 local Batch = {}
 Batch.__index = Batch
 
@@ -288,10 +294,13 @@ function Batch:append(seqs, counts, tokens)
   local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
     self.host_slots, self.host_copies))
   self.seqs, self.count, self.counts, self.pending_copies = seqs, #seqs, counts, copies
-  local widest, touched, max_len, open_max = 1, 0, 0, 1
+  local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
   for i = 1, #seqs do
     local length = C.kvl_sequence_length(self.handles[i - 1])
-    local _, n = touched_blocks(length, counts[i], self.cache.block_size)
+    local size = self.cache.block_size
+    local _, n = touched_blocks(length, counts[i], size)
+    turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
+      + math.floor(length / size) - math.floor((length - counts[i]) / size)
     touched, max_len = touched + n, math.max(max_len, length)
     open_max = math.max(open_max, n)
     widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
@@ -299,6 +308,7 @@ function Batch:append(seqs, counts, tokens)
   local width = self.fixed_width
     or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
   self.max_len, self.open_max, self.layout_width = max_len, open_max, width
+  self.turns = turns
   lay_out(self, total, width, touched, copies)
   fill_host(self, counts, tokens, width)
   if self.cache.offload then self.cache.offload:place(self, counts, total) end

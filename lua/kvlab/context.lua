@@ -14,6 +14,7 @@ local M = {}
 ---@field query ffi.cdata*       [tokens, heads, head_dim]; one token a sequence in decode
 ---@field is_prefill boolean
 ---@field step integer           steps of this attention so far; the same for every layer
+---@field shape_number integer   changes with seqs and width
 ---@field block_size integer
 ---@field total_kv_len integer   tokens of the longest sequence
 ---@field sequences kvlab.Sequence[]
@@ -31,12 +32,13 @@ local Context = {}
 Context.__index = Context
 
 ---@param shape table   see policy.lua
----@param limits table  max_seqs, max_blocks
+---@param limits table  max_seqs, max_blocks, k_scales of an f8e4m3 cache by layer
 function M.new(shape, limits)
   local size = limits.max_seqs * shape.kv_heads * limits.max_blocks
   return setmetatable({
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
-    step = 0, chunk_budget = ffi.new "kvl_budget",
+    heads = shape.heads, scale = shape.scale, k_scales = limits.k_scales,
+    step = 0, shape_number = 0, chunk_budget = ffi.new "kvl_budget",
     score_buffer = tensor.tensor(shape.device, "f32", { size }),
     shared_buffer = tensor.tensor(shape.device, "f32",
       { limits.max_seqs * limits.max_blocks }),
@@ -61,11 +63,12 @@ function Context:begin(batch, is_prefill)
   self.total_kv_len = batch.max_len
   if self.seqs ~= batch.count or self.width ~= batch.width then
     self.seqs, self.width = batch.count, batch.width
+    self.shape_number = self.shape_number + 1
     self.scores = tensor.lasting(score_view, self, self.score_buffer, self.kv_heads)
     self.scores_shared = tensor.lasting(score_view, self, self.shared_buffer, 1)
     self.shared_rows = tensor.lasting(self.scores_shared.reshape, self.scores_shared,
       { self.seqs, self.width })
-    self.selections = {}
+    self.selections, self.ramps = {}, nil
   end
 end
 
@@ -75,11 +78,43 @@ function Context:mean_over_heads(scores)
   return self.scores_shared
 end
 
+--- The attention that the scores of blocks stand for, in place: softmax over each row of
+-- scale * scores, with the scale that attention has.
+---@param scores ffi.cdata*  f32 [seqs, kv_heads, width]: q . k, -inf past the last block
+function Context:weights(scores)
+  local unit = self.k_scales[self.layer]
+  if unit then scores:mul(unit:reshape { 1, self.kv_heads, 1 }, scores) end
+  return scores:softmax(self.scale, scores)
+end
+
+local function make_ramps(self)
+  local dev, seqs = self.scores.device, self.seqs
+  local floats = tensor.tensor(dev, "f32", { seqs })
+  return { columns = tensor.arange(dev, "f32", self.width),
+           blocks = tensor.tensor(dev, "i32", { seqs }),
+           floats = floats, steps = floats:reshape { seqs, 1, 1 },
+           ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
+end
+
+--- From `low` for the first block of each sequence to `high` for the last: f32 [seqs, 1,
+-- width]. One of them a step.
+function Context:ramp(low, high)
+  local r = self.ramps or tensor.lasting(make_ramps, self)
+  self.ramps = r
+  if r.step == self.step then return r.ramp end
+  r.step = self.step
+  self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- blocks less one
+  r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
+  r.columns:div(r.steps, r.ramp)
+  return r.ramp:mul(high - low, r.ramp):add(low, r.ramp)
+end
+
 local function make_selection_views(self, heads, n)
+  local flat = self.selection_buffer:narrow(0, self.seqs * heads * n)
   return {
-    self.selection_buffer:narrow(0, self.seqs * heads * n)
-      :reshape { self.seqs, heads, n },
-    self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
+    selection = flat:reshape { self.seqs, heads, n },
+    counts = self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
+    rows = flat:reshape { self.seqs * heads, n },
   }
 end
 
@@ -91,7 +126,7 @@ local function selection_views(self, heads, n)
     views = tensor.lasting(make_selection_views, self, heads, n)
     self.selections[key] = views
   end
-  return views[1], views[2]
+  return views
 end
 
 --- The budget of this step. A prefill chunk also gets the blocks that it lies in: a token
@@ -109,8 +144,35 @@ end
 function Context:select(scores, budget)
   budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)
-  local selection, counts = selection_views(self, tonumber(scores.shape[1]), n)
-  return ops.select(scores, self.lens, self.block_size, budget, selection, counts)
+  local views = selection_views(self, tonumber(scores.shape[1]), n)
+  return ops.select(scores, self.lens, self.block_size, budget, views.selection,
+    views.counts)
+end
+
+local function make_marks(self, heads, n)
+  local marks = tensor.tensor(self.scores.device, "f32", { self.seqs, heads, self.width })
+  return { marks = marks, rows = marks:reshape { self.seqs * heads, self.width },
+           ones = tensor.ones(self.scores.device, "f32", { self.seqs * heads, n }) }
+end
+
+--- 1 where a selection that Context:select made has a block, else 0: f32 [seqs, heads,
+-- width], valid until the next one of the same size.
+function Context:mark(selection)
+  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local views = selection_views(self, heads, n)
+  local m = views.marks or tensor.lasting(make_marks, self, heads, n)
+  views.marks = m
+  m.marks:fill_(0)
+  m.rows:scatter_(views.rows, m.ones)
+  return m.marks
+end
+
+--- The fewest blocks of a selection that Context:select made whose weights reach `mass`
+-- of all (top-p), sink and recent included; in place.
+---@param weights ffi.cdata*  f32 [seqs, kv_heads or 1, width]
+function Context:trim(weights, mass, budget, selection, counts)
+  return ops.trim_selection(weights, self.lens, self.block_size, mass,
+    step_budget(self, budget), selection, counts)
 end
 
 --- Sink, recent and the blocks whose hashes are nearest to the query's, in one launch:
@@ -121,8 +183,9 @@ end
 function Context:select_nearest(hashes, budget, is_shared)
   budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)
-  local selection, counts = selection_views(self, is_shared and 1 or self.kv_heads, n)
-  return ops.select_hamming(self.query, hashes, self, budget, selection, counts)
+  local views = selection_views(self, is_shared and 1 or self.kv_heads, n)
+  return ops.select_hamming(self.query, hashes, self, budget, views.selection,
+    views.counts)
 end
 
 --- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a
@@ -143,6 +206,57 @@ function Context:score_sequences(fn)
     end
   end)
   return self.scores
+end
+
+--- fn(owner, ctx, seq, i, first, count) for every sequence of a prefill step: i counts
+-- from 0; its queries are rows first ... first + count - 1 of ctx.query. What fn makes is
+-- freed.
+function Context:each_sequence(fn, owner)
+  local first = 0
+  for i, seq in ipairs(self.sequences) do
+    local count = self.batch.counts[i]
+    if count > 0 then tensor.scope(fn, owner, self, seq, i - 1, first, count) end
+    first = first + count
+  end
+end
+
+--- The queries in rows first ... first + count - 1 of `query` by KV head: f32 [kv_heads,
+-- heads / kv_heads * count, head_dim], a group's first head first, for products with keys
+-- as the layer's cache has them. A new tensor.
+function Context:group_queries(query, layer, first, count)
+  local dev, heads, dim = query.device, self.heads, query:size(2)
+  local rows = tensor.arange(dev, "i32", heads):reshape { heads, 1 }
+    + tensor.arange(dev, "i32", count, first * heads, heads)
+  local grouped = query:reshape { query:size(0) * heads, dim }
+    :gather_rows(rows:reshape { heads * count }):cast "f32"
+    :reshape { self.kv_heads, heads / self.kv_heads * count, dim }
+  local unit = self.k_scales[layer]
+  return unit and grouped * unit:reshape { self.kv_heads, 1, 1 } or grouped
+end
+
+local function join_newest(query, old, left, first, new)
+  local all = tensor.tensor(query.device, query:type(),
+    { left + new, query:size(1), query:size(2) })
+  if left > 0 then all:narrow(0, left):copy_(old:narrow(old:size(0) - left, left)) end
+  all:narrow(left, new):copy_(query:narrow(first, new))
+  return all
+end
+
+--- The last `most` of the queries `old` (nil: none) and of rows first ... first + count -
+-- 1 of ctx.query: a tensor that outlives scopes.
+function Context:newest_queries(old, first, count, most)
+  local new = math.min(count, most)
+  local left = old and math.min(old:size(0), most - new) or 0
+  return tensor.lasting(join_newest, self.query, old, left, first + count - new, new)
+end
+
+--- 0 where row r sees column c, else -inf: f32 [rows, columns]. It sees those before
+-- (start + r) / per, rounded down. A new tensor.
+function Context:causal_bias(rows, columns, start, per)
+  local dev = self.scores.device
+  local seen = (tensor.arange(dev, "i32", rows, start) / per):reshape { rows, 1 }
+  local zeros = tensor.zeros(dev, "f32", { rows, columns })
+  return tensor.arange(dev, "i32", columns):lt(seen):where(zeros, zeros - math.huge)
 end
 
 --- A selection of every block, for what cannot do without one.

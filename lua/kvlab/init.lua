@@ -8,7 +8,7 @@
 --   kv.graph                                   records a step, replays it without Lua
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
---   kv.policy kv.summary kv.hash               what policies are made of
+--   kv.policy kv.summary kv.hash kv.tally      what policies are made of
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.prefetch                                blocks from a store, ahead of their use
 --   kv.vllm                                    vLLM's cache layout and its attention
@@ -36,6 +36,7 @@ package.loaded["kvlab"] = M
 M.ops = require "kvlab.ops"
 M.summary = require "kvlab.summary"
 M.hash = require "kvlab.hash"
+M.tally = require("kvlab.tally").tally
 M.policy = require "kvlab.policy"
 M.graph = require("kvlab.graph").graph
 M.cache = require("kvlab.cache").cache

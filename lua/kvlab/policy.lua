@@ -5,19 +5,21 @@
 --     name = "quest",
 --     prefill = false, decode = true       the phases in which it may select
 --     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
---     takes = { window = policy.count }    what an option must be, where its type is not
+--     takes = { window = policy.count }    what an option is, where its type is not
 --                                          enough: share, whole, count, one_of(…)
 --     aliases = { sparse_ratio = "ratio" } other names of options
 --     init(self, shape)                    once, when attached: make summaries. shape has
 --                                          device, layers, blocks, block_size, heads,
---                                          kv_heads, head_dim, dtype
+--                                          kv_heads, head_dim, dtype, max_blocks (of a
+--                                          sequence), scale (of q . k)
 --     on_prefill_offload(self, ev)         K of some blocks is complete on the device:
 --     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n], the physical
 --                                          blocks, as block tables name them; ev.k, the
 --                                          memory that has them now, on the device, at
 --                                          ev.k_blocks i32 [n]; ev.num_tokens i32 [n]
---                                          (valid tokens of each). With KV in host memory
---                                          this is before they leave the device
+--                                          (valid tokens of each); ev.turns, how many of
+--                                          them the step began or filled. With KV in host
+--                                          memory this is before they leave the device
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
 --                                          is better; ctx.scores is a buffer to write
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
@@ -28,12 +30,19 @@
 --     compute_prefill(self, attention, ctx, out)
 --                                          another dataflow; returns out, selection,
 --                                          counts. Default: attend over the selection
---     attention_begin(self, ctx)           before and after each layer
+--     step_begin(self, ctx)                once a step of its phase, before the layers,
+--                                          also when these are replayed from a graph
+--     attention_begin(self, ctx)           before and after each layer of both phases
 --     attention_finished(self, ctx)
 --     request_begin(self, seq)             per-sequence state is kept in
---     request_finished(self, seq)          seq.state[self.name], never on the policy
+--     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
+--     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
 --     score_bytes(self, shape)             bytes read per block and KV head to score it;
 --                                          for reports (0)
+--     watches_prompt = true                it needs the prompt's queries: it cannot be
+--                                          attached after the prefill
+--     eager = true                         its Lua decides at each step what to launch:
+--                                          it cannot be recorded in a graph
 --     reset(self) }                        forget everything
 --
 -- Options of every policy: the budget, one of ratio (share of a sequence's blocks),
@@ -62,10 +71,12 @@ local FUNCTIONS = {
   init = true, on_prefill_offload = true, on_decode_offload = true, score = true,
   select_blocks = true, compute_decode = true, compute_prefill = true,
   attention_begin = true, attention_finished = true, request_begin = true,
-  request_finished = true, score_bytes = true, reset = true,
+  request_finished = true, score_bytes = true, reset = true, step_begin = true,
+  inherit = true,
 }
 local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
-                 defaults = "table", takes = "table", aliases = "table" }
+                 defaults = "table", takes = "table", aliases = "table",
+                 watches_prompt = "boolean", eager = "boolean" }
 
 local Policy = {}
 
@@ -222,6 +233,44 @@ function M.attach(self, shape)
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end
   return self
+end
+
+-- What a nested policy is told of, too.
+local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
+                 "attention_begin", "attention_finished", "request_begin",
+                 "request_finished", "reset" }
+
+--- The policy `name` for a decode policy to choose with: it has the budget of `outer`
+-- except for what `given` says, and is told what `outer` is told. To be called in init.
+---@param outer table
+---@param name string
+---@param given? table  options
+---@return table
+function M.nest(outer, name, given)
+  local options = { min_blocks = outer.min_blocks, sink = outer.sink,
+                    recent = outer.recent }
+  if not (given and (given.ratio or given.tokens or given.blocks)) then
+    for key in pairs(BUDGETS) do options[key] = outer[key] end
+  end
+  for key, value in pairs(given or {}) do options[key] = value end
+  local inner = M.open(name, options)
+  if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
+    error(("policy %s: %s does not select in decode, or has a dataflow of its own")
+      :format(outer.name, name), 0)
+  end
+  M.attach(inner, outer.shape)
+  for _, hook in ipairs(NESTED) do
+    local before = outer[hook]
+    if inner[hook] then
+      outer[hook] = function(self, argument)
+        if before then before(self, argument) end
+        inner[hook](inner, argument)
+      end
+    end
+  end
+  outer.watches_prompt = outer.watches_prompt or inner.watches_prompt
+  outer.eager = outer.eager or inner.eager
+  return inner
 end
 
 --- The names of the policies in lua/policies/; with a phase, prefill or decode, of those

@@ -362,11 +362,11 @@ function methods.rand_(t, seed, stream)
   return t
 end
 
---- The tensor in another dtype; itself when it has that dtype.
-function methods.cast(t, dtype)
+--- The tensor in another dtype; itself when it has that dtype and `out` is not given.
+function methods.cast(t, dtype, out)
   local number = library.dtype(dtype)
-  if number == t.dtype then return t end
-  local out = open_like(t, number)
+  if number == t.dtype and not out then return t end
+  out = out or open_like(t, number)
   check(C.kvl_cast(t, out))
   return out
 end

@@ -28,7 +28,7 @@ end
 --- The weight of each of the first n blocks, for every KV head: f32 [kv_heads, n].
 local function block_weights(self, ctx, seq, first, count, n)
   local s, per_block = self.shape, self.shape.block_size / self.stride
-  local keys = self.keys:gather(ctx, seq, n)
+  local keys = self.keys:gather(ctx, ctx.layer, seq, n):cast(ctx.query:type())
     :reshape { s.kv_heads, n * per_block, self.stride * s.head_dim }
   return grouped_queries(self, ctx.query, first, count):matmul_t(keys):cast "f32"
     :softmax(1 / (self.stride * math.sqrt(s.head_dim))):sum(1)

@@ -9,7 +9,9 @@ local support = require "spec.support"
 local TOLERANCE = 3e-6
 
 local function options_of(name)
-  return name ~= "full" and { ratio = 0.4, sink = 1, recent = 1, min_blocks = 0 } or nil
+  if name == "full" then return nil end
+  return { ratio = 0.4, sink = 1, recent = 1, min_blocks = 0,
+           dense = name == "layers" and 1 or nil }
 end
 
 --- Steps of a decode, resident and with an offload engine; compare(got, want).

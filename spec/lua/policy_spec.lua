@@ -31,7 +31,7 @@ describe("policy options", function()
       { sink = -1 })
     raises("seed is x, expected a number", kv.policy.open, "random", { seed = "x" })
     raises("both blocks and ratio", kv.policy.open, "quest", { ratio = 0.1, blocks = 3 })
-    raises('no policy "qest"; did you mean "quest"? There are block_mean, full, oracle',
+    raises('no policy "qest"; did you mean "quest"? There are block_mean, full, gsa',
       kv.policy.open, "qest")
   end)
 end)
@@ -52,7 +52,7 @@ describe("policy aliases", function()
     assert.is_nil(seeds { blocks = 3 }.ratio)
   end)
 
-  it("are refused beside what they stand for, and with values it would not take", function()
+  it("are refused beside what they stand for, and with wrong values", function()
     raises("both ratio and sparse_ratio are given, which are the same option", seeds,
       { ratio = 0.1, sparse_ratio = 0.1 })
     raises("both blocks and sparse_ratio are given, expected one budget", seeds,
@@ -62,9 +62,9 @@ describe("policy aliases", function()
   end)
 
   it("are named by errors", function()
-    raises('did you mean "sparse_ratio"? It has blocks, kind, min_blocks, '
-      .. "ratio (or sparse_ratio), recent (or window), refresh (or period), sink, tokens", seeds,
-      { sparse_ration = 0.1 })
+    raises('did you mean "sparse_ratio"? It has blocks, kind, min_blocks, ratio (or '
+      .. "sparse_ratio), recent (or window), refresh (or period), sink, tokens",
+      seeds, { sparse_ration = 0.1 })
   end)
 
   it("name an option that is there, by a name that is not", function()

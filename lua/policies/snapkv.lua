@@ -1,0 +1,60 @@
+--- SnapKV: the prompt's last queries vote, once, for blocks that the answer will need.
+-- Source  Li et al. 2024, arXiv:2404.14469. There each head keeps tokens, by votes
+--         pooled over neighbours, and drops the others; here a KV head selects blocks
+-- Score   the attention of the last `window` queries of the prompt to a block, the mean
+--         over them and a group's heads. Blocks that are generated, or not yet full at
+--         the first decode step, come before all others
+-- Cost    the window's products with all keys, once a request. For that the keys stay on
+--         the device (half of the KV), and window * heads queries a layer
+-- Fails   questions that come after the prompt: no vote changes once text is generated
+local kv = require "kvlab"
+
+--- seq.state[self]: the queries that will vote, by layer; false once they have.
+local function keep_queries(self, ctx, seq, _, first, count)
+  if seq.state[self] == false then return end
+  local kept = seq.state[self] or {}
+  kept[ctx.layer] = ctx:newest_queries(kept[ctx.layer], first, count, self.window)
+  seq.state[self] = kept
+end
+
+local function vote(self, ctx, seq, i, layer, queries)
+  local s, length, rows = self.shape, seq:length() - 1, queries:size(0)
+  local columns = length - length % s.block_size
+  local weights = ctx:group_queries(queries, layer, 0, rows)
+    :matmul_t(self.keys:gather(ctx, layer, i, columns / s.block_size):cast "f32")
+    :reshape { s.heads, rows, columns }
+    :add(ctx:causal_bias(rows, columns, length - rows + 1, 1)):softmax(ctx.scale)
+  self.votes:put(seq, layer, weights
+    :reshape { s.kv_heads, s.heads / s.kv_heads * rows, columns }:mean(1)
+    :reshape { s.kv_heads, -1, s.block_size }:sum(2))
+end
+
+return kv.policy.define {
+  name = "snapkv", prefill = false, decode = true, watches_prompt = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, window = 32 },
+  takes = { window = kv.policy.count },
+
+  init = function(self, shape)
+    self.keys, self.votes = kv.summary.keys(shape), kv.tally(shape, nil, math.huge)
+  end,
+  on_prefill_offload = function(self, ev) self.keys:update(ev) end,
+  attention_finished = function(self, ctx)
+    if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
+  end,
+  step_begin = function(self, ctx)
+    self.votes:begin(ctx)
+    for i, seq in ipairs(ctx.sequences) do
+      for layer, queries in pairs(seq.state[self] or {}) do
+        kv.scope(vote, self, ctx, seq, i - 1, layer, queries)
+      end
+      seq.state[self] = false
+    end
+  end,
+  score = function(self, ctx) return self.votes:load(ctx) end,
+  inherit = function(self, seq, fork)
+    local copy = seq.state[self] and {}
+    for layer, queries in pairs(seq.state[self] or {}) do copy[layer] = queries end
+    fork.state[self] = copy
+  end,
+  reset = function(self) self.votes:reset() end,
+}

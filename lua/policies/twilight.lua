@@ -1,0 +1,25 @@
+--- Twilight: as many blocks as hold a share of the attention, up to the budget.
+-- Source  Lin et al. 2025, arXiv:2502.02770 (top-p in place of top-k). There tokens, with
+--         weights from 4-bit keys, pruned after another policy; here blocks
+-- Score   softmax over blocks of q . mean(K), an estimate of a block's attention; the max
+--         over the group's heads before it. The heaviest are kept until they reach `p`
+-- Cost    reads 1/block_size of the keys (in f32); no host synchronisation
+-- Fails   where the estimate is too sharp, and one block of several is thought to be all;
+--         where it is too flat, the budget decides
+local kv = require "kvlab"
+
+return kv.policy.define {
+  name = "twilight", prefill = false, decode = true,
+  defaults = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 2, p = 0.95 },
+  takes = { p = kv.policy.share },
+
+  init = function(self, shape) self.means = kv.summary.mean(shape) end,
+  on_prefill_offload = function(self, ev) self.means:update(ev) end,
+  on_decode_offload = function(self, ev) self.means:update(ev) end,
+  select_blocks = function(self, ctx)
+    local weights = ctx:weights(kv.ops.score_mean(ctx.query, self.means, ctx))
+    local selection, counts = ctx:select(weights, self.budget)
+    return ctx:trim(weights, self.p, self.budget, selection, counts)
+  end,
+  score_bytes = function(self) return self.means:bytes_block() end,
+}

@@ -1,0 +1,38 @@
+--- Union: `share` of the budget as `first` selects, the rest as `second` scores.
+-- Score   that of `second`, with what `first` selected before everything else
+-- Cost    both score
+-- Fails   where one of the two is right, by the budget that the other has
+local kv = require "kvlab"
+
+local BEFORE = 1e30 -- more than any score
+
+return kv.policy.define {
+  name = "union", prefill = false, decode = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, share = 0.5,
+               first = "quest", second = "block_mean" },
+  takes = { share = kv.policy.share },
+
+  init = function(self)
+    local part = { min_blocks = 0 }
+    part.ratio = self.ratio and self.share * self.ratio
+    part.tokens = self.tokens and math.floor(self.share * self.tokens)
+    part.blocks = self.blocks and math.floor(self.share * self.blocks)
+    self.one, self.other = kv.policy.nest(self, self.first, part),
+      kv.policy.nest(self, self.second)
+    if not self.other.score then
+      error(("policy union: second is %s, which has no score"):format(self.second), 0)
+    end
+  end,
+  score = function(self, ctx)
+    local marks = ctx:mark((self.one:select_blocks(ctx)))
+    marks:mul(BEFORE, marks)
+    local scores = self.other:score(ctx)
+    if marks.shape[1] == 1 and scores.shape[1] == 1 then
+      return scores:add(marks, ctx.scores_shared)
+    end
+    return scores:add(marks, ctx.scores)
+  end,
+  score_bytes = function(self, shape)
+    return self.one:score_bytes(shape) + self.other:score_bytes(shape)
+  end,
+}
