@@ -2,10 +2,12 @@
 --
 -- A small trained model (lua/models/recall) reads contexts with hidden key-value needles,
 -- densely. Then each policy decodes the answers to questions about them, with a budget of
--- blocks per KV head. Every question is asked on its own fork of the prefilled context.
+-- blocks per KV head. Every question is asked on its own fork of the prefilled context:
+-- read by decoding, or, with question=prompt, as the end of the prompt (densely).
+-- Policies that watch the prompt (h2o, snapkv) prefill their contexts anew.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
---                                             [--set memory=ring]
+--                                             [--set memory=ring] [--set question=prompt]
 --
 -- memory: resident (KV on the device), ring or hot (KV in host memory, read through a
 -- ring or a hot cache); the accuracies are the same.
@@ -24,6 +26,13 @@ local function offload_of(memory, slots)
   error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
 end
 
+local function read_prompts(loaded)
+  for i, prompt in ipairs(loaded.prompts) do
+    loaded.seqs[i] = loaded.engine:sequence()
+    loaded.engine:prefill(loaded.seqs[i], prompt.tokens)
+  end
+end
+
 --- Contexts of one length, prefilled once for all policies and budgets.
 local function prefill(s, config)
   local context = config.context
@@ -39,11 +48,21 @@ local function prefill(s, config)
   }
   for i = 1, config.prompts do
     loaded.prompts[i] = prompts.draw(context, config.needles, QUERIES, config.seed + i)
-    loaded.seqs[i] = loaded.engine:sequence()
-    loaded.engine:prefill(loaded.seqs[i], loaded.prompts[i].tokens)
   end
+  read_prompts(loaded)
   s.loaded = loaded
   return loaded
+end
+
+--- Decode with a policy from now on. One that watches the prompt reads it again.
+local function use_policy(loaded, policy)
+  if not policy.watches_prompt then
+    loaded.engine:use_policy(policy, loaded.seqs)
+    return
+  end
+  loaded.engine:use_policy(policy)
+  for _, seq in ipairs(loaded.seqs) do seq:close() end
+  read_prompts(loaded)
 end
 
 --- One token of every question.
@@ -53,18 +72,29 @@ local function column(queries, i)
   return tokens
 end
 
---- Ask all questions of one prompt: how many were answered right. Timed while the
--- question is read, probed while the answer is given.
-local function ask(engine, seq, queries, probe, times)
-  local forks = {}
-  for i = 1, #queries do forks[i] = seq:fork() end
-  engine.attention.probe = nil
+--- The first three tokens of every question, on its fork. Decode steps are timed.
+local function read_questions(engine, forks, queries, question, times)
+  if question == "prompt" then
+    for i, fork in ipairs(forks) do
+      engine:prefill(fork, { unpack(queries[i].ask, 1, 3) })
+    end
+    return
+  end
   for i = 1, 3 do
     local start = kv.C.kvl_clock_ns()
     engine:decode(forks, column(queries, i))
     kv.device():sync()
     times[#times + 1] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
   end
+end
+
+--- Ask all questions of one prompt: how many were answered right. Probed while the
+-- answer is given.
+local function ask(engine, seq, queries, question, probe, times)
+  local forks = {}
+  for i = 1, #queries do forks[i] = seq:fork() end
+  engine.attention.probe = nil
+  read_questions(engine, forks, queries, question, times)
   engine.attention.probe = probe
   local first = engine:decode(forks, column(queries, 4)):argmax():list()
   local second = engine:decode(forks, first):argmax():list()
@@ -80,17 +110,27 @@ end
 
 local function median(list)
   table.sort(list)
-  return list[math.ceil(#list / 2)]
+  return list[math.ceil(#list / 2)] or 0 / 0
+end
+
+--- full and oracle first, then every other policy that selects in decode.
+local function policies()
+  local names = { "full", "oracle" }
+  for _, name in ipairs(kv.policy.names "decode") do
+    if name ~= "full" and name ~= "oracle" then names[#names + 1] = name end
+  end
+  return names
 end
 
 local function run(config, settings)
   local loaded = prefill(settings, config)
   local engine, right, times = loaded.engine, 0, {}
-  engine:use_policy(kv.policy.open(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil), loaded.seqs)
+  use_policy(loaded, kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil))
   local probe = kv.probe.attach(engine.attention)
   for i, prompt in ipairs(loaded.prompts) do
-    right = right + ask(engine, loaded.seqs[i], prompt.queries, probe, times)
+    right = right + ask(engine, loaded.seqs[i], prompt.queries, config.question, probe,
+      times)
   end
   local metrics = probe:metrics()
   metrics.accuracy = right / (QUERIES * config.prompts)
@@ -103,10 +143,11 @@ experiment.run {
   title = "Which block selection keeps long-context recall, at which budget?",
   grid = {
     { "context", { 512, 1024, 2048, 4096 } },
-    { "policy", { "full", "oracle", "quest", "block_mean", "streaming", "random" } },
+    { "policy", policies() },
     { "budget", { 0.02, 0.05, 0.1, 0.3, 1 } },
   },
-  defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident" },
+  defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
+               question = "decode" },
   quick = { context = { 512, 1024 }, prompts = 2 },
   when = function(config) return (config.policy == "full") == (config.budget == 1) end,
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",

@@ -206,6 +206,60 @@ function Attention:scratch(ctx)
   return s[1], s[2], s[3]
 end
 
+-- ---- weights --------------------------------------------------------------------------
+
+--- What over_weighted needs for selections of n blocks for `heads` heads: the selection's
+-- columns one after the other, the weight of each for every query head, and sums.
+local function new_columns(self, ctx, heads, n)
+  local dev, shape, seqs = self.shape.device, self.shape, ctx.seqs
+  local rows = seqs * heads
+  --- Entry (row, column) of [rows, n], column by column, each row `times` times.
+  local function transposed(times)
+    local down = (tensor.arange(dev, "i32", rows * times) / times * n)
+      :reshape { 1, rows * times }
+    return (tensor.arange(dev, "i32", n):reshape { n, 1 } + down)
+      :reshape { 1, n * rows * times }
+  end
+  local group, dims = shape.heads / heads, { seqs, shape.heads, shape.head_dim }
+  local c = { order = transposed(1), spread = transposed(group), blocks = {}, shifts = {},
+    list = tensor.tensor(dev, "i32", { 1, n * rows }),
+    weights = tensor.tensor(dev, "f32", { rows, n }),
+    spread_weights = tensor.tensor(dev, "f32", { 1, n * rows * group }),
+    out = tensor.tensor(dev, "f32", dims), part = tensor.tensor(dev, "f32", dims),
+    lse = tensor.tensor(dev, "f32", { seqs, shape.heads }),
+    part_lse = tensor.tensor(dev, "f32", { seqs, shape.heads }) }
+  c.flat_weights = c.weights:reshape { 1, rows * n }
+  local blocks = c.list:reshape { n, seqs, heads, 1 }
+  local shifts = c.spread_weights:reshape { n, seqs, shape.heads }
+  for i = 0, n - 1 do c.blocks[i], c.shifts[i] = blocks:index(i), shifts:index(i) end
+  return c
+end
+
+--- Attention of a decode step over a selection in which every key of a block counts
+-- exp(log_weights) times: f32 [seqs, heads, width], heads as the selection has. A launch
+-- for each entry of the selection, joined by their log-sum-exp: slow.
+function Attention:over_weighted(selection, log_weights, ctx, out)
+  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local c = self.columns
+  if not c or c.n ~= n or c.shape_number ~= ctx.shape_number then
+    c = tensor.lasting(new_columns, self, ctx, heads, n)
+    c.n, c.shape_number, self.columns = n, ctx.shape_number, c
+  end
+  local rows = ctx.seqs * heads
+  selection:reshape { 1, rows * n }:gather(c.order, c.list)
+  log_weights:reshape { rows, ctx.width }
+    :gather(selection:reshape { rows, n }, c.weights)
+  c.flat_weights:gather(c.spread, c.spread_weights)
+  c.out:fill_(0)
+  c.lse:fill_(-math.huge)
+  for i = 0, n - 1 do
+    self:over(c.blocks[i], ctx, c.part, c.part_lse)
+    c.part_lse:add(c.shifts[i], c.part_lse)
+    ops.merge_attention(c.out, c.lse, c.part, c.part_lse)
+  end
+  return c.out:cast(ctx.query:type(), out or tensor.open_like(ctx.query))
+end
+
 --- Tell the policies that a sequence begins to be served, and that it is done.
 function Attention:request_begin(seq)
   each_policy(self, function(p)

@@ -1,0 +1,56 @@
+--- MagicPIG: blocks drawn by the chance that their hash collides with the query's, each
+-- weighted with one over the chance that it had: sums that are right on average.
+-- Source  Chen et al. 2024, arXiv:2410.16179. There tokens that collide in two tables, as
+--         many as do; here blocks by the hash of their mean key, one collision, and as
+--         many as the budget says (priority sampling: kvlab/sampling.lua)
+-- Score   u / r: u = 1 - (1 - p^bits)^tables, the chance of a collision, p the share of
+--         `code` bits that agree with the query's; r in (0, 1] is drawn
+-- Cost    code / 8 bytes a block and KV head; attention takes a launch for each selected
+--         block, because each has its own weight: for questions of quality
+-- Fails   answers in single keys: what is not drawn is missed, whatever the rest weighs
+local kv = require "kvlab"
+
+--- The hash of the mean query of each KV head: u64 [seqs, kv_heads, words].
+local function hash_queries(self, ctx)
+  local s, rows = self.shape, ctx.seqs * self.shape.kv_heads
+  if self.shape_number ~= ctx.shape_number then
+    self.means = kv.tensor(s.device, "f32", { rows, s.head_dim })
+    self.codes = kv.tensor(s.device, "u64", { ctx.seqs, s.kv_heads, self.code / 64 })
+    self.code_rows = self.codes:reshape { rows, self.code / 64 }
+    self.shape_number = ctx.shape_number
+  end
+  ctx.query:reshape { rows, s.heads / s.kv_heads, s.head_dim }:mean(1, self.means)
+  kv.hash.rows(self.means, self.hashes.planes, self.code_rows)
+  return self.codes
+end
+
+--- The chance of a collision of every block, in ctx.scores; 0 past the last one.
+local function collision_chance(self, ctx)
+  local x = kv.ops.score_hamming(hash_queries(self, ctx), self.hashes, ctx)
+  x:div(self.code, x):add(1, x):maximum(0, x) -- p
+  x:log(x):mul(self.bits, x):exp(x):mul(-1, x):add(1, x) -- 1 - p^bits
+  return x:log(x):mul(self.tables, x):exp(x):mul(-1, x):add(1, x)
+end
+
+return kv.policy.define {
+  name = "magicpig", prefill = false, decode = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, bits = 10,
+               tables = 150, code = 256, seed = 0 },
+  takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
+
+  init = function(self, shape)
+    self.hashes = kv.hash.summary(shape, { bits = self.code, seed = self.seed })
+    self.sampling = kv.sampling(shape, self.seed)
+  end,
+  on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
+  on_decode_offload = function(self, ev) self.hashes:update(ev) end,
+  select_blocks = function(self, ctx)
+    return self.sampling:draw(ctx, collision_chance(self, ctx), self.budget)
+  end,
+  compute_decode = function(self, attention, ctx, out)
+    local selection, counts = self:select_blocks(ctx)
+    out = attention:over_weighted(selection, self.sampling.log_weights, ctx, out)
+    return out, selection, counts
+  end,
+  score_bytes = function(self) return self.hashes:bytes_block() end,
+}

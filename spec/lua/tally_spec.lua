@@ -1,0 +1,104 @@
+--- Tallies: numbers of sequences, whatever batch they are in.
+local kv = require "kvlab"
+local support = require "spec.support"
+
+local SHAPE = { layers = 2, kv_heads = 2, max_blocks = 70 }
+
+local function check(dev)
+  local shape = { device = dev }
+  for key, value in pairs(SHAPE) do shape[key] = value end
+
+  --- What a tally needs of a context: a step of some sequences.
+  local number = 0
+  local function step(tally, sequences, width)
+    number = number + 1
+    local ctx = { seqs = #sequences, sequences = sequences, width = width or 5, layer = 1,
+                  shape_number = number }
+    tally:begin(ctx)
+    return ctx
+  end
+  local function sequence() return { state = {}, handle = true } end
+  local function row(base, n)
+    local list = {}
+    for i = 1, 2 * n do list[i] = base + i end
+    return kv.from(dev, "f32", { 2, n }, list)
+  end
+
+  it("belongs to a sequence and a layer, in any batch and width", function()
+    local tally = kv.tally(shape, nil, 7)
+    local a, b = sequence(), sequence()
+    tally:put(a, 1, row(10, 3))
+    tally:put(b, 1, row(20, 3))
+    local ctx = step(tally, { b, a }, 4)
+    support.equal(tally:load(ctx), { 21, 22, 23, 7, 24, 25, 26, 7,
+                                     11, 12, 13, 7, 14, 15, 16, 7 })
+    tally.values:add(100, tally.values)
+    tally:store(ctx)
+    ctx = step(tally, { a }, 2)
+    support.equal(tally:load(ctx), { 111, 112, 114, 115 })
+    ctx.layer = 0
+    support.equal(tally:load(ctx), { 7, 7, 7, 7 })
+    tally:put(a, 1, row(0, 1), true)
+    ctx.layer = 1
+    support.equal(tally:load(ctx), { 112, 112, 116, 115 })
+  end)
+
+  it("is as it was after more sequences than it had room for", function()
+    local tally, all = kv.tally(shape, 1), {}
+    for i = 1, 40 do
+      all[i] = sequence()
+      tally:put(all[i], 1, kv.full(dev, "f32", { 1, 2 }, i))
+    end
+    for i = 1, 40 do
+      support.equal(tally:load(step(tally, { all[i] }, 3)), { i, i, 0 })
+    end
+  end)
+
+  it("gives the rows of closed sequences to others, as new", function()
+    local tally = kv.tally(shape)
+    for i = 1, 100 do
+      local seq = sequence()
+      support.equal(tally:load(step(tally, { seq }, 1)), { 0, 0 })
+      tally:put(seq, 1, row(i, 1))
+      seq.handle = nil
+    end
+    assert.equal(16, tally.row_count)
+  end)
+
+  it("is copied when its sequence is forked, and is its own from then on", function()
+    local tally = kv.tally(shape)
+    local a, b = sequence(), sequence()
+    tally:put(a, 1, row(10, 2))
+    tally:inherit(a, b)
+    tally:put(a, 1, row(50, 2))
+    support.equal(tally:load(step(tally, { b, a }, 2)),
+      { 11, 12, 13, 14, 51, 52, 53, 54 })
+  end)
+
+  it("is renewed for the sequences that are due", function()
+    local tally = kv.tally(shape, 1)
+    local a, b = sequence(), sequence()
+    local due = {}
+    for i = 1, 7 do -- b comes at the third step
+      local ctx = step(tally, i < 3 and { a } or { a, b }, 1)
+      due[i] = tally:due(ctx, 3)
+      if due[i] > 0 then
+        tally:renew(ctx, kv.full(dev, "f32", { ctx.seqs, 1, 1 }, i))
+      end
+      if i >= 3 then
+        support.equal(tally:load(ctx), { i - (i - 1) % 3, i - i % 3 })
+      end
+    end
+    assert.same({ 1, 0, 1, 1, 0, 1, 1 }, due)
+  end)
+
+  it("forgets when it is reset", function()
+    local tally = kv.tally(shape)
+    local a = sequence()
+    tally:put(a, 1, row(10, 2))
+    tally:reset()
+    support.equal(tally:load(step(tally, { a }, 2)), { 0, 0, 0, 0 })
+  end)
+end
+
+describe("tally", function() support.each_device(check) end)
