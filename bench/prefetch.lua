@@ -116,8 +116,9 @@ local function beside_compute(record_bytes, workers)
     local bytes = (b.kind == "cpu" and 4 or 16) * MIB -- of a layer
     local rig = new_rig(b, { record_bytes = record_bytes, workers = workers,
                              blocks = bytes / record_bytes, layers = layers })
-    local x = kv.randn(b.device, "bf16", { 512, 512 }, { seed = 1 })
-    local product = kv.tensor(b.device, "bf16", { 512, 512 })
+    local size = b.kind == "cpu" and 512 or 2048
+    local x = kv.randn(b.device, "bf16", { size, size }, { seed = 1 })
+    local product = kv.tensor(b.device, "bf16", { size, size })
     local each, parts = 1, workers
     local function compute()
       for _ = 1, each do x:matmul(x, product) end
