@@ -45,6 +45,28 @@ int kvl_pool_block_refs(const kvl_pool *pool, int block) {
   return pool->refs[block];
 }
 
+/* The references of a block that somebody holds, or an error. */
+static int held(const kvl_pool *pool, int block) {
+  int refs = kvl_pool_block_refs(pool, block);
+  if (refs != 0) return refs;
+  return kvl__fail(KVL_ERR_INVALID, "pool: block %d is free, expected one that is held",
+                   block);
+}
+
+int kvl_pool_hold(kvl_pool *pool, int block) {
+  int refs = held(pool, block);
+  if (refs < 0) return refs;
+  kvl__pool_hold(pool, block);
+  return KVL_OK;
+}
+
+int kvl_pool_release(kvl_pool *pool, int block) {
+  int refs = held(pool, block);
+  if (refs < 0) return refs;
+  kvl__pool_release(pool, block);
+  return KVL_OK;
+}
+
 int kvl__pool_take(kvl_pool *p, int n, int32_t *out) {
   if (n > p->free_count - p->watermark && n > 0)
     return kvl__fail(KVL_ERR_NO_BLOCKS,

@@ -324,10 +324,18 @@ void kvl_pool_close(kvl_pool *pool);
 int kvl_pool_blocks_free(const kvl_pool *pool);
 /* References held on a block. Errors: INVALID out of range. */
 int kvl_pool_block_refs(const kvl_pool *pool, int block);
+/* One reference more, one less, on a block that is not free: what a cache of prefixes keeps
+ * after the sequence that filled a block is gone. Errors: INVALID. */
+int kvl_pool_hold(kvl_pool *pool, int block);
+int kvl_pool_release(kvl_pool *pool, int block);
 
 int kvl_sequence_open(kvl_pool *pool, kvl_sequence **out);
 /* A sequence of the same tokens that shares every block. */
 int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out);
+/* Lengthen a sequence of whole blocks by n full blocks that are held elsewhere, and share
+ * them. Errors: INVALID its length is no multiple of block_size, a block is free or out of
+ * range; NO_MEMORY. */
+int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n);
 /* Gives its references back. NULL is fine. */
 void kvl_sequence_close(kvl_sequence *seq);
 int kvl_sequence_length(const kvl_sequence *seq);             /* tokens */

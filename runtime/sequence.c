@@ -54,6 +54,33 @@ int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out) {
   return KVL_OK;
 }
 
+int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
+  kvl_pool *p = seq->pool;
+  if (n < 0 || n > p->blocks)
+    return kvl__fail(KVL_ERR_INVALID, "share: n is %d, expected 0 ... %d", n, p->blocks);
+  if (seq->length % p->block_size)
+    return kvl__fail(KVL_ERR_INVALID, "share: the sequence has %d tokens, expected a "
+                     "multiple of block_size = %d", seq->length, p->block_size);
+  if ((int64_t)seq->length + (int64_t)n * p->block_size > INT32_MAX)
+    return kvl__fail(KVL_ERR_INVALID, "share: %d blocks more than %d tokens, expected < "
+                     "2^31 tokens", n, seq->length);
+  for (int i = 0; i < n; i++) {
+    int refs = kvl_pool_block_refs(p, blocks[i]);
+    if (refs < 0) return refs;
+    if (refs == 0)
+      return kvl__fail(KVL_ERR_INVALID, "share: block %d is free, expected one that is held",
+                       blocks[i]);
+  }
+  int status = grow(seq, seq->count + n);
+  if (status < 0) return status;
+  for (int i = 0; i < n; i++) {
+    seq->blocks[seq->count++] = blocks[i];
+    kvl__pool_hold(p, blocks[i]);
+  }
+  seq->length += n * p->block_size;
+  return KVL_OK;
+}
+
 void kvl_sequence_close(kvl_sequence *seq) {
   if (!seq) return;
   kvl_sequence_truncate(seq, 0);

@@ -52,6 +52,23 @@ function Sequence:fork()
   return fork
 end
 
+local out_slots, out_slots_size, out_copy = nil, 0, ffi.new "int32_t[2]"
+local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
+
+--- Lengthen a sequence of whole blocks by `tokens` whose K and V something else writes.
+function Sequence:extend(tokens)
+  local length = self:length()
+  if length % self.cache.block_size ~= 0 then
+    error(("extend: the sequence has %d tokens, expected a multiple of block_size = %d")
+      :format(length, self.cache.block_size), 2)
+  end
+  if tokens > out_slots_size then
+    out_slots, out_slots_size = ffi.new("int64_t[?]", tokens), tokens
+  end
+  one_handle[0], one_count[0] = handle_of(self), tokens
+  check(C.kvl_sequences_append(one_handle, one_count, 1, out_slots, out_copy))
+end
+
 --- Drop the tokens past `length`.
 function Sequence:truncate(length)
   check(C.kvl_sequence_truncate(handle_of(self), length))
@@ -392,6 +409,7 @@ end
 --- k_scale and v_scale of a layer, f32 [kv_heads]; nil where there are none.
 function Cache:scales(layer) return self.k_scales[layer], self.v_scales[layer] end
 
+--- Blocks that no sequence holds.
 function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end
 
 --- An empty sequence.
@@ -418,6 +436,18 @@ end
 --- Bytes of K and V of one token in one layer and KV head.
 function Cache:bytes_token()
   return 2 * self.head_dim * C.kvl_dtype_bytes(library.dtypes[self.dtype])
+end
+
+--- Bookkeeping of a cache without its memory: sequence, blocks_free, blocks and
+-- block_size are there. For models of a server.
+---@param blocks integer
+---@param block_size integer
+function M.pool(blocks, block_size)
+  local out = ffi.new "kvl_pool *[1]"
+  check(C.kvl_pool_open(blocks, block_size, 0, out))
+  return { pool = ffi.gc(out[0], C.kvl_pool_close), blocks = blocks,
+           block_size = block_size, sequence = Cache.sequence,
+           blocks_free = Cache.blocks_free }
 end
 
 function Cache:close()
