@@ -19,6 +19,8 @@ local M = {}
 ---@field cache kvlab.Cache
 ---@field prefill_policy table
 ---@field decode_policy table
+---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer of
+--                         each step, beside the policies'
 local Attention = {}
 Attention.__index = Attention
 
@@ -143,6 +145,8 @@ function Attention:forward(layer, q, k, v, out)
   call_hook(self, hook, ev)
   if self.cache.offload then self.cache.offload:offload(layer) end
   ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
+  local hooks = self.hooks
+  if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
   call_hook(self, "attention_begin", ctx)
   local selection, counts
   if p.eager and C.kvl_device_is_recording(self.cache.device) == 1 then
@@ -153,6 +157,7 @@ function Attention:forward(layer, q, k, v, out)
   out, selection, counts = compute(p, self, ctx, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts) end
   call_hook(self, "attention_finished", ctx)
+  if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   return out
 end
 

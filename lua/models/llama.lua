@@ -423,9 +423,9 @@ local function check_tokens(engine, tokens)
   end
 end
 
---- One step of a prompt: `tokens` (at most engine.chunk of them) for one sequence.
-local function prefill_chunk(self, seq, tokens)
-  self.batch:append({ seq }, { #tokens }, tokens)
+--- One step of prompts: counts[i] of `tokens` (at most engine.chunk) for sequence i.
+local function prefill_step(self, seqs, counts, tokens)
+  self.batch:append(seqs, counts, tokens)
   self.attention:begin(self.batch, true)
   return forward(self, self.batch.tokens)
 end
@@ -444,10 +444,23 @@ function Engine:prefill(seq, tokens, each)
       chunk[#chunk + 1] = tokens[i]
     end
     n = #chunk
-    states = prefill_chunk(self, seq, chunk)
+    states = prefill_step(self, { seq }, { n }, chunk)
     if each then each(states) end
   end
   return to_logits(self, states:narrow(n - 1, 1), 1)
+end
+
+--- A chunk of each of several prompts in one step.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]  tokens of each, together at most engine.chunk
+---@param tokens integer[]  sequence after sequence
+---@return ffi.cdata* logits  of each one's last token, f32 [#seqs, vocab], valid until
+--                            the next step
+function Engine:prefill_batch(seqs, counts, tokens)
+  check_tokens(self, tokens)
+  local states = prefill_step(self, seqs, counts, tokens)
+  local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
+  return to_logits(self, last, #seqs)
 end
 
 --- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.
