@@ -12,6 +12,7 @@
 --   kv.sampling                                blocks by chance, and their weights
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.prefetch                                blocks from a store, ahead of their use
+--   kv.serve kv.cost_model kv.trace            requests, step by step
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
 local library = require "kvlab.library"
@@ -46,6 +47,9 @@ M.attention = require("kvlab.attention").attention
 M.prefetch = require("kvlab.prefetch").prefetch
 M.probe = require "kvlab.probe"
 M.store = require "kvlab.store"
+M.serve = require("kvlab.serve").serve
+M.cost_model = require "kvlab.cost_model"
+M.trace = require "kvlab.trace"
 M.vllm = require "kvlab.vllm"
 M.safetensors = require "kvlab.safetensors"
 

@@ -1,0 +1,127 @@
+--- A request: tokens to read, how many to write, and where it is in its life.
+--
+-- Its state has the names of UCM GSA's GSAReqStat: request_id, index_in_batch,
+-- num_scheduled_tokens, num_computed_tokens, block_hashes, selected_blocks,
+-- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
+local M = {}
+
+---@class kvlab.Request
+---@field request_id integer
+---@field state string               arriving, waiting, running, finished
+---@field tokens integer[]|nil       prompt, then what was generated; nil without a model
+---@field prompt_length integer
+---@field num_tokens integer         of prompt and output
+---@field num_computed_tokens integer whose K and V are there
+---@field num_scheduled_tokens integer in the present step
+---@field index_in_batch integer     in the present step, from 0; -1: not in it
+---@field block_hashes any[]         keys of its full blocks
+---@field selected_blocks integer[]|nil  logical blocks, what build_sparse_meta chose
+---@field prefetch_task table|nil    its ticket, while blocks are on their way
+---@field prefetch_ready boolean     nothing more can be had for it but by computing
+---@field max_tokens integer         of output
+---@field arrival_us number
+---@field deadline_us number         when the first token is due
+---@field admitted_us number|nil
+---@field first_token_us number|nil
+---@field finish_us number|nil
+---@field finish_reason string|nil   length, stop, cancelled
+---@field preemptions integer
+---@field blocks_asked integer       full blocks of the prompt that could be shared
+---@field blocks_shared integer      of those, found on the device
+---@field blocks_loaded integer      of those, brought from the store
+local Request = {}
+Request.__index = Request
+
+local function check(o, level)
+  local function whole(name, value, least)
+    if type(value) ~= "number" or value < least or value % 1 ~= 0 then
+      error(("request: %s is %s, expected a whole number >= %d"):format(name,
+        tostring(value), least), level + 2)
+    end
+  end
+  if o.tokens == nil and o.input_length == nil then
+    error("request: tokens is missing; without a model, input_length", level + 1)
+  end
+  if o.tokens and (type(o.tokens) ~= "table" or #o.tokens == 0) then
+    error(("request: tokens is %s, expected a list of at least one token id"):format(
+      type(o.tokens) == "table" and "empty" or "a " .. type(o.tokens)), level + 1)
+  end
+  whole("input_length", o.input_length or #o.tokens, 1)
+  whole("max_tokens", o.max_tokens, 1)
+  for name, value in pairs { arrival_us = o.arrival_us, deadline_us = o.deadline_us } do
+    if type(value) ~= "number" or value ~= value then
+      error(("request: %s is %s, expected a number"):format(name, tostring(value)),
+        level + 1)
+    end
+  end
+end
+
+--- A request of what serve:submit takes; `level` is to be blamed for what is wrong.
+function M.new(o, request_id, level)
+  check(o, level + 1)
+  local tokens
+  if o.tokens then
+    tokens = {}
+    for i, id in ipairs(o.tokens) do tokens[i] = id end
+  end
+  local length = tokens and #tokens or o.input_length
+  local stops
+  if o.stop_tokens then
+    stops = {}
+    for _, id in ipairs(o.stop_tokens) do stops[id] = true end
+  end
+  return setmetatable({
+    request_id = request_id, state = "arriving", tokens = tokens, prompt_length = length,
+    num_tokens = length, num_computed_tokens = 0, num_scheduled_tokens = 0,
+    index_in_batch = -1, block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
+    prefetch_task = nil, prefetch_ready = false, max_tokens = o.max_tokens,
+    stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
+    arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,
+    blocks_asked = 0, blocks_shared = 0, blocks_loaded = 0, store_end = math.huge,
+  }, Request)
+end
+
+--- Tokens generated so far.
+function Request:output_length() return self.num_tokens - self.prompt_length end
+
+--- The tokens generated so far.
+function Request:output()
+  local list = {}
+  for i = self.prompt_length + 1, self.num_tokens do list[#list + 1] = self.tokens[i] end
+  return list
+end
+
+--- Physical blocks in logical order.
+function Request:block_ids() return self.seq and self.seq:table() or {} end
+
+--- Whether its next step decodes: all is computed but the newest token, its own.
+function Request:is_decoding()
+  return self.num_computed_tokens >= self.prompt_length
+    and self.num_computed_tokens == self.num_tokens - 1
+end
+
+local function ends_with(tokens, count, phrase, least)
+  local n = #phrase
+  if n == 0 or count - n < least then return false end
+  for i = 1, n do
+    if tokens[count - n + i] ~= phrase[i] then return false end
+  end
+  return true
+end
+
+--- Why it is done after its newest token, or nil: max_tokens, a stop token, or one of
+-- the stop phrases (lists of token ids) wholly within the output.
+function Request:stop_reason()
+  local tokens = self.tokens
+  if tokens and self.stop_tokens and self.stop_tokens[tokens[self.num_tokens]] then
+    return "stop"
+  end
+  for _, phrase in ipairs(tokens and self.stop or {}) do
+    if ends_with(tokens, self.num_tokens, phrase, self.prompt_length) then
+      return "stop"
+    end
+  end
+  if self:output_length() >= self.max_tokens then return "length" end
+end
+
+return M

@@ -1,0 +1,163 @@
+--- What requests are given while they wait: blocks that are on the device already, and
+-- prefetches of those that a store has. Part of the scheduler (`self` is one), which
+-- comes here before it admits a request, and for those that it will soon reach.
+local M = {}
+
+--- Note for whom keys first ... last of r are under way (nil: for nobody any more),
+-- unless another request is noted already.
+function M.mark(map, r, first, last, value)
+  for i = first, last do
+    local key = r.block_hashes[i]
+    if map[key] == nil or map[key] == r then map[key] = value end
+  end
+end
+
+--- The priority of a request's prefetch. What a priority sees: request and
+--   view.queue_position  requests before it in the queue
+--   view.blocks          blocks to be brought
+--   view.bytes           their bytes
+--   view.reuse           how many requests so far had these blocks in their prompt, on
+--                        average
+--   view.now_us, view.step
+local function priority_of(self, r, position, count)
+  local view, first = self.view, self:blocks_for(r.seq:length()) - count
+  view.queue_position, view.blocks = position, count
+  view.bytes = count * self.executor.bytes_block
+  local uses = 0
+  for i = first + 1, first + count do
+    uses = uses + (self.uses[r.block_hashes[i]] or 0)
+  end
+  view.reuse = uses / count
+  return self.priority(r, view)
+end
+
+--- Take what a prefetch brought: its leading run of blocks is there, the rest is not.
+local function land(self, r, result)
+  local asked = r.task_count
+  local arrived = math.min(result and result.blocks or 0, asked)
+  local first = self:blocks_for(r.seq:length()) - asked + 1
+  M.mark(self.loading, r, first, first + asked - 1, nil)
+  r.prefetch_task = nil
+  if arrived < asked then -- evicted or damaged since it was found: do not ask again
+    r.store_end = first + arrived - 1
+    self.stats.blocks_lost = self.stats.blocks_lost + asked - arrived
+    self.prefix:truncate(r.seq, r.store_end * self.block_size)
+  end
+  if arrived > 0 then
+    local ids = r:block_ids()
+    for i = first, first + arrived - 1 do self.prefix:put(r.block_hashes[i], ids[i]) end
+    r.blocks_loaded = r.blocks_loaded + arrived
+    r.was_loaded = true
+  end
+end
+
+--- Ask for blocks first ... last of a request, as many as there is room for.
+local function load(self, r, first, last, position)
+  local kept = #self.running > 0 and self.watermark or 0
+  local room = self.prefix:available() - self.need - self.promised - kept
+  last = math.min(last, first + room - 1)
+  if last < first then return "crowded" end
+  local count = last - first + 1
+  self.prefix:reclaim(self.need + count)
+  r.seq:extend(count * self.block_size)
+  r.task_count, r.task_priority = count, priority_of(self, r, position, count)
+  r.prefetch_task = self.executor:submit(r, first, count, r.task_priority)
+  if not r.prefetch_task then
+    r.seq:truncate((first - 1) * self.block_size)
+    return "full"
+  end
+  M.mark(self.loading, r, first, last, r)
+  return "loading"
+end
+
+--- Bring a waiting request as far as it gets without computing. What is left:
+--   ready    nothing: the rest has to be computed
+--   loading  blocks are on their way from the store
+--   held     another request computes or loads its next block
+--   full     the prefetch engine takes no more at present
+--   crowded  the device has no room for what the store has
+function M.cover(self, r, position)
+  if r.is_fork then return "ready" end
+  r.seq = r.seq or self.executor.memory:sequence()
+  if r.prefetch_task then
+    local result = self.executor:poll(r.prefetch_task)
+    if not result then return "loading" end
+    land(self, r, result)
+  end
+  local keys, last = r.block_hashes, self:shareable(r)
+  local have = self:blocks_for(r.seq:length())
+  local there = self.prefix:match(keys, have + 1, last)
+  if there > have then
+    self.prefix:share(r.seq, keys, have + 1, there)
+    r.blocks_shared, have = r.blocks_shared + there - have, there
+  end
+  if have >= last then return "ready" end
+  local key = keys[have + 1]
+  if self.loading[key] or self.computing[key] then return "held" end
+  local found = self.executor:find(r, have + 1, math.min(last, r.store_end))
+  if found == 0 then return "ready" end
+  return load(self, r, have + 1, have + found, position)
+end
+
+--- A request that waits gives its blocks back and begins anew.
+function M.give_back(self, r)
+  if r.prefetch_task then
+    self.executor:cancel(r.prefetch_task)
+    local have = self:blocks_for(r.seq:length())
+    M.mark(self.loading, r, have - r.task_count + 1, have, nil)
+    r.prefetch_task = nil
+  end
+  if r.seq then self.prefix:close(r.seq) end
+  r.seq, r.prefetch_ready, r.is_fork, r.was_loaded = nil, false, false, false
+  r.blocks_shared, r.blocks_loaded, r.num_computed_tokens = 0, 0, 0
+end
+
+--- Let the last waiting request after `keep` that has blocks give them back.
+function M.give_back_last(self, keep)
+  for i = #self.waiting, keep + 1, -1 do
+    local r = self.waiting[i]
+    if r.seq and r.seq:length() > 0 then
+      M.give_back(self, r)
+      self.stats.given_back = self.stats.given_back + 1
+      return true
+    end
+  end
+  return false
+end
+
+-- ---- prefetch ahead -------------------------------------------------------------------
+
+local function reprioritise(self, r, position)
+  local priority = priority_of(self, r, position, r.task_count)
+  if priority == r.task_priority then return end
+  r.task_priority = priority
+  self.executor:reprioritise(r, priority)
+end
+
+--- Prefetch for the waiting requests that the token budgets of the next prefetch_ahead
+-- steps will reach, as long as memory has room for all that are before them.
+function M.look_ahead(self)
+  local ahead, reserved = self.ahead_tokens, self.watermark + self.need + self.promised
+  for _, r in ipairs(self.running) do
+    if not r:is_decoding() then ahead = ahead - (r.num_tokens - r.num_computed_tokens) end
+  end
+  self.window = 0
+  for i, r in ipairs(self.waiting) do
+    if ahead <= 0 then break end
+    local held = r.seq and r.seq:blocks() or 0
+    local need = self:blocks_for(r.num_tokens) - held
+    if reserved + need > self.prefix:available() then break end
+    if not r.prefetch_ready then
+      local state = M.cover(self, r, i - 1)
+      r.prefetch_ready = state == "ready"
+      if state == "full" then break end
+      if r.prefetch_task then reprioritise(self, r, i - 1) end
+    end
+    self.window = i
+    ahead = ahead - (r.num_tokens - r.seq:length())
+    reserved = reserved + self:blocks_for(r.num_tokens) - r.seq:blocks()
+  end
+  self.window = math.max(1, self.window)
+end
+
+return M
