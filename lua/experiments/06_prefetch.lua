@@ -1,0 +1,91 @@
+--- How far ahead, in which order and over which link must blocks be fetched, so that no
+-- step waits for them? Conversations that come back to a store; Llama-8B on one H100 by
+-- its cost model, in modelled time.
+--
+--   ./kvlab run lua/experiments/06_prefetch.lua [--set late=skip] [--set requests=2000]
+--
+-- A conversation's blocks have left the device when its next turn comes, and are in the
+-- store; requests queue for a place in the batch (max_seqs). With late=wait a step waits
+-- for the blocks of a request that it admits; with late=skip others go first.
+-- prefetch_ahead 0 fetches when a request is admitted; n, when the token budgets of the
+-- next n steps will reach it. max_pending: tasks that may wait for a worker.
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+
+local BLOCK = kv.trace.BLOCK
+
+local function rows_of(s, config)
+  s.rows = s.rows or kv.trace.generate { requests = config.requests, rate = config.rate,
+    seed = config.seed, turns = 5, think_s = config.think_s,
+    input_tokens = config.input_tokens }
+  return s.rows
+end
+
+local function run(config, settings)
+  local cost = kv.cost_model.llama_8b_h100(BLOCK)
+  cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
+  local model = kv.cost_model.new(cost)
+  local server = kv.serve {
+    cost = cost, block_size = BLOCK, blocks = config.blocks, store_blocks = math.huge,
+    max_seqs = config.max_seqs, max_tokens = config.max_tokens, late = config.late,
+    prefetch_ahead = config.prefetch_ahead, prefetch_workers = config.prefetch_workers,
+    max_pending_prefetch = config.max_pending, priority = config.priority,
+  }
+  kv.trace.submit(server, rows_of(settings, config), {
+    deadline_us = function(row)
+      return 1e5 + config.slowdown * model:prefill_us(row.input_length, BLOCK)
+    end })
+  local stats = server:run():stats()
+  local link, asked = stats.store, stats.blocks_asked
+  return {
+    stall_share = stats.stall_share, stall_ms = stats.stall_us / 1e3,
+    hit_rate = stats.hit_rate, device_hit_rate = stats.blocks_shared / asked,
+    ttft_mean_ms = stats.ttft_mean_us / 1e3, ttft_p50_ms = stats.ttft_p50_us / 1e3,
+    ttft_p99_ms = stats.ttft_p99_us / 1e3, tpot_ms = stats.tpot_mean_us / 1e3,
+    in_time = stats.slo_met, busy_s = stats.busy_us / 1e6,
+    link_share = link.us_busy / (stats.busy_us + stats.stall_us + stats.idle_us),
+    pending_peak = link.pending_peak, refused = link.full,
+    queued_ms = link.us_queued / 1e3 / math.max(1, link.completed),
+  }
+end
+
+local PICK = { late = "wait", max_pending = 64 }
+
+local function picked(more)
+  local where = {}
+  for key, value in pairs(PICK) do where[key] = value end
+  for key, value in pairs(more) do where[key] = value end
+  return where
+end
+
+experiment.run {
+  name = "06_prefetch",
+  title = "Stalls and hits by how far ahead, in which order and over which link",
+  grid = {
+    { "late", { "wait", "skip" } },
+    { "link_gbps", { 55, 4, 2 } },
+    { "max_pending", { 2, 64 } },
+    { "prefetch_ahead", { 0, 1, 2, 4, 16 } },
+    { "priority", { "queue_position", "fifo", "shortest_transfer", "deadline",
+                    "expected_reuse" } },
+  },
+  defaults = { requests = 800, rate = 10, think_s = 30, input_tokens = 3000, blocks = 850,
+               link_us = 100, max_seqs = 12, max_tokens = 4096, prefetch_workers = 4,
+               slowdown = 5 },
+  quick = { requests = 100, link_gbps = { 55, 2 } },
+  environment = { device = "model", description = "Llama-8B on one H100 80GB, modelled" },
+  metrics = { "stall_share", "stall_ms", "hit_rate", "ttft_mean_ms", "ttft_p99_ms",
+              "in_time" },
+  run = run,
+  table = {
+    { rows = "prefetch_ahead", columns = "link_gbps", value = "stall_share",
+      where = picked { priority = "queue_position" }, format = "%.4f" },
+    { rows = "priority", columns = "prefetch_ahead", value = "stall_share",
+      where = picked { link_gbps = 2 }, format = "%.4f" },
+    { rows = "priority", columns = "prefetch_ahead", value = "ttft_mean_ms",
+      where = picked { link_gbps = 2, late = "skip" }, format = "%.1f" },
+  },
+  plot = { x = "prefetch_ahead", y = "stall_share", series = "priority",
+           panel = "link_gbps", where = PICK, xlabel = "prefetch_ahead (steps)",
+           ylabel = "share of step time stalled" },
+}

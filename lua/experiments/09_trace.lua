@@ -1,0 +1,82 @@
+--- What does the order of prefetches do to requests that come as they came to a real
+-- service? A trace in Mooncake's format is replayed without a model: Llama-8B on one H100
+-- by its cost model, with a store behind a link, for each priority.
+--
+--   ./kvlab run lua/experiments/09_trace.lua [--set trace=PATH] [--set link_gbps=5]
+--
+-- The default trace is a generated sample of 200 requests (tools/make_trace.lua).
+-- Mooncake's are published with the paper: github.com/kvcache-ai/Mooncake.
+-- store_gb: size of the store, 0: no limit. rate: how much faster than the trace requests
+-- come; limit: only so many of them (0: all). A request is in time when its first token
+-- takes at most slowdown times what its prefill takes on an idle server, plus 100 ms.
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+
+local BLOCK = kv.trace.BLOCK
+local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
+                  "in_time", "stall_ms", "stall_share" }
+
+local function read(s, config)
+  if not s.rows then
+    local path = config.trace ~= "sample" and config.trace
+      or kv.paths.root .. "/lua/experiments/data/conversation_200.jsonl"
+    s.rows = kv.trace.read(path, config.limit > 0 and config.limit or nil)
+  end
+  return s.rows
+end
+
+local function run(config, settings)
+  local cost = kv.cost_model.llama_8b_h100(BLOCK)
+  cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
+  local model = kv.cost_model.new(cost)
+  local server = kv.serve {
+    cost = cost, block_size = BLOCK,
+    blocks = math.floor(config.kv_gb * 1e9 / cost.bytes_block),
+    store_blocks = config.store_gb == 0 and math.huge
+      or math.floor(config.store_gb * 1e9 / cost.bytes_block),
+    max_seqs = config.max_seqs, max_tokens = config.max_tokens,
+    priority = config.priority, late = config.late,
+    prefetch_ahead = config.prefetch_ahead, prefetch_workers = config.prefetch_workers,
+    max_pending_prefetch = config.max_pending_prefetch,
+  }
+  kv.trace.submit(server, read(settings, config), {
+    rate = config.rate, deadline_us = function(row)
+      return 1e5 + config.slowdown * model:prefill_us(row.input_length, BLOCK)
+    end })
+  local stats = server:run():stats()
+  return {
+    requests = stats.finished, hit_rate = stats.hit_rate,
+    hit_blocks = stats.blocks_shared + stats.blocks_loaded,
+    device_hits = stats.blocks_shared, store_hits = stats.blocks_loaded,
+    ttft_mean_ms = stats.ttft_mean_us / 1e3, ttft_p50_ms = stats.ttft_p50_us / 1e3,
+    ttft_p99_ms = stats.ttft_p99_us / 1e3, tpot_ms = stats.tpot_mean_us / 1e3,
+    in_time = stats.slo_met, stall_ms = stats.stall_us / 1e3,
+    stall_share = stats.stall_share, steps = stats.steps, busy_s = stats.busy_us / 1e6,
+    loaded_gb = stats.store.bytes / 1e9, preemptions = stats.preemptions,
+  }
+end
+
+experiment.run {
+  name = "09_trace",
+  title = "A replayed trace: prefix hits, time to first token and stalls by priority",
+  grid = {
+    { "late", { "wait", "skip" } },
+    { "priority", { "queue_position", "fifo", "shortest_transfer", "deadline",
+                    "expected_reuse" } },
+  },
+  defaults = { trace = "sample", limit = 0, rate = 1, kv_gb = 55, store_gb = 0,
+               link_gbps = 5, link_us = 100, max_seqs = 64, max_tokens = 8192,
+               prefetch_ahead = 2, prefetch_workers = 4, max_pending_prefetch = 64,
+               slowdown = 5 },
+  quick = { limit = 100 },
+  environment = { device = "model", description = "Llama-8B on one H100 80GB, modelled" },
+  run = run,
+  table = function(rows)
+    local t = { header = { "late", "priority", unpack(COLUMNS) }, rows = {} }
+    for i, row in ipairs(rows) do
+      t.rows[i] = { row.config.late, row.config.priority }
+      for c, name in ipairs(COLUMNS) do t.rows[i][c + 2] = row.metrics[name] end
+    end
+    return t
+  end,
+}

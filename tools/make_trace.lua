@@ -1,0 +1,9 @@
+--- Writes lua/experiments/data/conversation_200.jsonl, the sample that 09_trace replays
+-- unless it is told another: 200 requests of conversations in Mooncake's format, seed 20.
+--
+--   ./kvlab run tools/make_trace.lua
+local kv = require "kvlab"
+
+local path = kv.paths.root .. "/lua/experiments/data/conversation_200.jsonl"
+kv.trace.write(path, kv.trace.generate { requests = 200, seed = 20, rate = 3 })
+print(path)
