@@ -80,33 +80,50 @@ local function new_result()
   }
 end
 
-ffi.metatype("kvl_ticket", {
-  __index = {
-    --- Wait until the task is over, at most `seconds`. What the store or the device
-    -- failed with is raised.
-    ---@return kvlab.PrefetchResult|nil, string|nil  nil, "timeout"
-    wait = function(self, seconds)
-      local us = timeout_us("wait", seconds)
-      if check(C.kvl_ticket_wait(self, us, result_c)) == 0 then return nil, "timeout" end
-      return new_result()
-    end,
-    --- The result, if the task is over.
-    ---@return kvlab.PrefetchResult|nil, string|nil  nil, "pending"
-    poll = function(self)
-      if check(C.kvl_ticket_wait(self, 0, result_c)) == 0 then return nil, "pending" end
-      return new_result()
-    end,
-    --- Wait until a layer has been read, and have the stream (the current one) wait for
-    -- its copies. False: some block of it will not come.
-    wait_layer = function(self, layer, stream)
-      return check(C.kvl_ticket_wait_layer(self, layer, stream)) == 1
-    end,
-    --- Stop the task at its next record. False: it was over.
-    cancel = function(self) return check(C.kvl_ticket_cancel(self)) == 1 end,
-    --- Forget the ticket; the task goes on.
-    close = function(self) C.kvl_ticket_close(ffi.gc(self, nil)) end,
-  },
-})
+---@class kvlab.PrefetchTicket
+local Ticket = {}
+Ticket.__index = Ticket
+
+local function ticket_of(self)
+  return self.handle or error("prefetch: the ticket is closed", 3)
+end
+
+--- Wait until the task is over, at most `seconds`. What the store or the device failed
+-- with is raised.
+---@return kvlab.PrefetchResult|nil, string|nil  nil, "timeout"
+function Ticket:wait(seconds)
+  local us = timeout_us("wait", seconds)
+  if check(C.kvl_ticket_wait(ticket_of(self), us, result_c)) == 0 then
+    return nil, "timeout"
+  end
+  return new_result()
+end
+
+--- The result, if the task is over.
+---@return kvlab.PrefetchResult|nil, string|nil  nil, "pending"
+function Ticket:poll()
+  if check(C.kvl_ticket_wait(ticket_of(self), 0, result_c)) == 0 then
+    return nil, "pending"
+  end
+  return new_result()
+end
+
+--- Wait until a layer has been read, and have the stream (the current one) wait for its
+-- copies. False: some block of it will not come.
+function Ticket:wait_layer(layer, stream)
+  whole("wait_layer", "layer", layer)
+  return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
+end
+
+--- Stop the task at its next record. False: it was over.
+function Ticket:cancel() return check(C.kvl_ticket_cancel(ticket_of(self))) == 1 end
+
+--- Forget the ticket; the task goes on.
+function Ticket:close()
+  if not self.handle then return end
+  C.kvl_ticket_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+end
 
 -- ---- engine ---------------------------------------------------------------------------
 
@@ -194,7 +211,7 @@ end
 -- kvl_key; blocks: the block of the cache for each, a list; first_layer (0) and layers
 -- (the rest); priority (NORMAL): lower goes first; timeout (none): seconds to wait while
 -- max_pending_prefetch tasks wait.
----@return ffi.cdata*|nil ticket, string|nil  nil, "full"
+---@return kvlab.PrefetchTicket|nil, string|nil  nil, "full"
 function Prefetch:submit(o)
   local engine = handle_of(self)
   check_names("submit", o, TASK)
@@ -222,7 +239,7 @@ function Prefetch:submit(o)
   local status = C.kvl_prefetch_submit(engine, task, us, out_ticket)
   memory:free()
   if check(status) == 0 then return nil, "full" end
-  return ffi.gc(out_ticket[0], C.kvl_ticket_close)
+  return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close) }, Ticket)
 end
 
 --- Cancel every task of a request. Returns how many were not over.

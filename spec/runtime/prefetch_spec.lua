@@ -298,6 +298,13 @@ describe("prefetch", function()
     local stats = engine:stats()
     assert.equal(2, stats.waits)
     assert.is_true(stats.us_stalled >= 100)
+    ticket:close()
+    ticket:close()
+    for _, name in ipairs { "wait", "poll", "cancel" } do
+      raises("the ticket is closed", ticket[name], ticket)
+    end
+    raises("the ticket is closed", ticket.wait_layer, ticket, 0)
+    raises("layer is nil, expected a whole number", ticket.wait_layer, ticket)
     engine:close()
     cache:close()
   end)
