@@ -110,10 +110,13 @@ project "kvlab"
   links { "kvlab_runtime", "dl", "m" }
   -- All of LuaJIT, exported: C modules such as cjson.so find the Lua API in here.
   -- An old-style rpath, because it also serves the libraries of our libraries (bundles).
+  -- The LuaJIT that tools/get_luajit.sh built, where it is there.
   linkoptions {
-    "-rdynamic", "-Wl,--whole-archive -l:libluajit-5.1.a -Wl,--no-whole-archive",
+    "-rdynamic", "-L../.deps/luajit",
+    "-Wl,--whole-archive -l:libluajit-5.1.a -Wl,--no-whole-archive",
     "-Wl,--disable-new-dtags", "-Wl,-rpath,'$$ORIGIN/../lib'",
   }
+  makesettings { "LDDEPS += $(wildcard ../.deps/luajit/libluajit-5.1.a)" }
 
 if _OPTIONS["cuda"] == "on" then
   local gencode = {}

@@ -17,10 +17,10 @@
  *   Lua modules  ROOT/lua                       ROOT/lua, ROOT/share/lua/5.1
  *   C modules                                   ROOT/lib/lua/5.1
  *
- * Ctrl-C sets libkvlab's interrupt flag, which every op tests (a debug hook does not fire
- * in a JIT-compiled loop), and a hook that raises "interrupted" in Lua. A second Ctrl-C
- * while the flag is set kills. A caller that goes on, as the REPL does, clears the flag
- * with kvl_interrupt(0).
+ * Ctrl-C sets libkvlab's interrupt flag, which every op tests, and a hook that raises
+ * "interrupted" in Lua. A second Ctrl-C while the flag is set kills. A caller that goes on,
+ * as the REPL does, clears the flag with kvl_interrupt(0) and takes the hook away. Compiled
+ * loops look for the hook when LuaJIT was built by tools/get_luajit.sh.
  *
  * Exit status: 0 fine, 1 an error in a script or a failed spec, 2 a wrong command line,
  * 130 interrupted. KVLAB_TRACEBACK=1 adds the Lua stack to an error's message.
@@ -36,6 +36,14 @@
 #include <unistd.h>
 
 #include "kvlab.h"
+
+/* libedit asks a function for its prompt; the REPL writes the answer (line_edit.lua). */
+__attribute__((visibility("default"))) char kvlab_prompt[128];
+__attribute__((visibility("default"))) char *kvlab_prompt_of(void *editor);
+char *kvlab_prompt_of(void *editor) {
+  (void)editor;
+  return kvlab_prompt;
+}
 
 static lua_State *interrupt_target;
 

@@ -18,6 +18,8 @@ test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
 cuda|C++ compiler|g++|g++|build --cuda=on
 store|Redis server|redis-server|redis-server|specs of stores
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
+repl|libedit|/usr/lib/*/libedit.so.2 /usr/lib*/libedit.so.2|libedit2|line editing in the REPL
+tmux|tmux|tmux|tmux|specs of the REPL at a terminal
 extra|luacheck|luacheck|lua-check|.ci/run
 END
 }
@@ -88,6 +90,19 @@ find_premake() {
   }
 }
 
+# Builds LuaJIT with loops that Ctrl-C can end, once. Where that fails the distribution's
+# serves; it is not tried again until .deps/luajit is gone.
+find_luajit() {
+  [ ! -d "$deps/luajit" ] || return 0
+  command -v apt-get >/dev/null || return 0
+  say "building LuaJIT, once, into .deps/ (fetches 1 MB)"
+  "$root/tools/get_luajit.sh" "$deps/luajit/libluajit-5.1.a" >"$deps/luajit.log" 2>&1 9>&- || {
+    mkdir -p "$deps/luajit"
+    say "that failed (see .deps/luajit.log): the distribution's LuaJIT is used, and Ctrl-C"
+    say "cannot end a compiled Lua loop that calls nothing; press it twice there"
+  }
+}
+
 # doctor: what is there, what is not, what that disables and how to get it. Fails when
 # something that the CPU build needs is missing.
 doctor() {
@@ -122,6 +137,12 @@ END
   else
     line missing "Premake 5" "needed for everything; get it: put premake5 into PATH"
     lacking=1
+  fi
+  if [ -e "$deps/luajit/libluajit-5.1.a" ]; then
+    line ok "LuaJIT, ours" "Ctrl-C ends every loop"
+  else
+    line none "LuaJIT, ours" "Ctrl-C does not end a compiled loop that calls nothing; the next \
+build tries to make it when .deps/luajit is removed"
   fi
   for built in "$root"/build/bin/*/kvlab; do
     [ ! -x "$built" ] || line ok "built" "${built#"$root/"}"
