@@ -1,5 +1,5 @@
 --- Line plots through gnuplot: one line per series, one panel per value of another axis.
--- plot.svg draws the timelines of kvlab.timeline, too.
+-- plot.svg draws the timelines of kvlab.timeline, too; plot.heat_map makes heat maps.
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
@@ -16,6 +16,7 @@
 -- Names reach gnuplot as single-quoted text in a terminal without markup, and data as
 -- numbers only, so that no name can be taken for a command.
 local gnuplot = require "kvlab.gnuplot"
+local heat_map = require "kvlab.heat_map"
 local text_table = require "kvlab.table"
 local timeline = require "kvlab.timeline"
 
@@ -125,6 +126,21 @@ function M.lines(rows, opts)
   return p
 end
 
+--- A matrix as a heat map, row 0 at the top.
+---@param values number[]  row-major
+---@param rows integer
+---@param columns integer
+---@param title? string
+---@return kvlab.heat_map
+function M.heat_map(values, rows, columns, title)
+  if #values ~= rows * columns or #values == 0 then
+    error(("plot.heat_map: %d values, expected %d x %d"):format(#values, rows, columns),
+      2)
+  end
+  return { kind = "heat_map", values = values, rows = rows, columns = columns,
+           title = title or "" }
+end
+
 --- Runs gnuplot on a script; returns what it writes, or nil and a reason.
 local function run(script)
   local quoted = "'" .. M.gnuplot:gsub("'", "'\\''") .. "'"
@@ -153,7 +169,8 @@ end
 ---@param p kvlab.plot|kvlab.timeline
 ---@return string|nil svg, string|nil reason
 function M.svg(p)
-  local maker = p.kind == "timeline" and timeline or gnuplot
+  local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
+    or gnuplot
   local svg, reason = run(maker.svg_script(p))
   if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
   return svg, reason
@@ -164,8 +181,10 @@ end
 ---@param p kvlab.plot
 ---@param columns? integer  of the terminal; 79
 ---@param lines? integer    of one panel; 24
+---@param is_coloured? boolean  a heat map in the terminal's colours
 ---@return string|nil text, string|nil reason
-function M.text(p, columns, lines)
+function M.text(p, columns, lines, is_coloured)
+  if p.kind == "heat_map" then return heat_map.text(p, columns or 79, is_coloured) end
   if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
   return run(gnuplot.text_script(p, columns or 79, lines or 24))
 end
