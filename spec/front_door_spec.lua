@@ -70,6 +70,7 @@ local function make_tiny_project()
     for module in cli nearest options repl test; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab
     done
+    cp -R "$root/lua/kvlab/repl" lua/kvlab
     [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
   assert.equal("", problem)
   write("runtime/kvlab.h", [[
@@ -272,7 +273,7 @@ describe("the front door #slow", function()
         jit.off()
         while true do pcall(function() return {} end) end]])
       local status, output = sh [[
-        ./kvlab run endless.lua >heard 2>&1 & pid=$!
+        : >heard; ./kvlab run endless.lua >heard 2>&1 & pid=$!
         until grep -q ready heard || ! kill -0 $pid; do sleep 0.05; done
         kill -INT $pid; wait $pid; code=$?; cat heard; (exit $code)]]
       assert.equal(130, status)
@@ -285,8 +286,9 @@ describe("the front door #slow", function()
       assert.equal([[
 42	7
 23
-stdin:1: oh
-stdin:1: unexpected symbol near ')'
+stdin:7: oh
+    error "oh"
+stdin:8: unexpected symbol near ')'
 24
 ]], output)
     end)

@@ -59,9 +59,14 @@ bundle_modules() {
   done
 }
 
-# Copies the libraries that libkvlab.so needs and a target may lack.
+# Copies the libraries that libkvlab.so and the REPL need and a target may lack.
 bundle_libraries() {
-  ldd "$bin/libkvlab.so" | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | while read -r library; do
+  {
+    ldd "$bin/libkvlab.so"
+    for library in /usr/lib/*/libedit.so.2; do
+      [ ! -e "$library" ] || { echo "libedit => $library"; ldd "$library"; }
+    done
+  } | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | while read -r library; do
     case ${library##*/} in
     libc.so.* | libm.so.* | libdl.so.* | libpthread.so.* | librt.so.* | libgcc_s.so.*) ;;
     *) cp -L "$library" "$target/lib/" ;;

@@ -354,6 +354,9 @@ end
 local Cache = {}
 Cache.__index = Cache
 
+--- The caches that are open, as keys.
+M.open = setmetatable({}, { __mode = "k" })
+
 --- A scale a KV head for each layer; none without `scale`.
 local function scale_views(self, scale)
   local views = {}
@@ -396,6 +399,7 @@ function M.cache(o)
   self.k_scales = scale_views(self, o.k_scale)
   self.v_scales = scale_views(self, o.v_scale)
   if o.offload then self.offload = require("kvlab.offload").new(self, o.offload) end
+  M.open[self] = true
   return self
 end
 
@@ -451,6 +455,7 @@ function M.pool(blocks, block_size)
 end
 
 function Cache:close()
+  M.open[self] = nil
   if self.offload then self.offload:close() end
   self.memory:free()
   for _, view in pairs(self.layer_views) do view:free() end

@@ -89,6 +89,8 @@ local function parse(verb, words)
     if word == "--" then
       for j = i + 1, #words do options.args[#options.args + 1] = words[j] end
       break
+    elseif word == "-i" and verb == "run" then
+      options.interactive = true
     elseif not name and word:match("^%-%a") then
       misuse("unknown option %s; options begin with two dashes", word)
     elseif not name then
@@ -137,12 +139,16 @@ local prepare = {}
 
 function prepare.run()
   local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
-  local chunk, problem = loadfile(locate(script) or misuse("no such script: %s", script))
+  local path = locate(script) or misuse("no such script: %s", script)
+  if options.interactive then
+    return function() return require("kvlab.repl").main(path) end
+  end
+  local chunk, problem = loadfile(path)
   return chunk or function() error(problem, 0) end
 end
 
 function prepare.repl()
-  return require("kvlab.repl").main
+  return function() return require("kvlab.repl").main() end
 end
 
 function prepare.test()
@@ -175,7 +181,8 @@ function M.main(words)
   end)
   if ok then
     local status = work()
-    return verb ~= "run" and status or 0 -- what a script returns is its own affair
+    -- what a script returns is its own affair
+    return (verb ~= "run" or options.interactive) and status or 0
   end
   if type(work) ~= "table" or not work.misuse then error(work, 0) end
   io.stderr:write("kvlab: ", work.misuse, "\n")

@@ -31,6 +31,17 @@ local function open(name, level)
   return dev
 end
 
+--- The devices that are open, in the order of their names.
+---@return ffi.cdata*[]
+function M.opened()
+  local list = {}
+  for name, dev in pairs(open_devices) do
+    if name == dev:name() then list[#list + 1] = dev end -- "cuda" is "cuda:0", too
+  end
+  table.sort(list, function(a, b) return a:name() < b:name() end)
+  return list
+end
+
 --- True when "cuda" can be opened: the plug-in was built and a GPU is there. The second
 -- result says why not.
 ---@return boolean, string|nil
@@ -57,48 +68,51 @@ function M.device(name)
   return dev
 end
 
+--- The methods of a device.
+M.methods = {
+  --- "cpu" or "cuda:0"
+  name = function(self) return ffi.string(C.kvl_device_name(self)) end,
+  description = function(self) return ffi.string(C.kvl_device_description(self)) end,
+  is_cpu = function(self) return C.kvl_device_is_cpu(self) == 1 end,
+  --- Wait for everything launched on this device.
+  sync = function(self) check(C.kvl_device_sync(self)) end,
+  --- Give cached memory back.
+  trim = function(self) check(C.kvl_device_trim(self)) end,
+  reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
+  --- Bytes live, peak, cached, free and total; allocations and launches so far.
+  stats = function(self)
+    check(C.kvl_device_stats_get(self, stats))
+    local t = {}
+    for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
+                           "bytes_pinned",
+                           "bytes_total", "bytes_free", "allocations", "launches" } do
+      t[key] = tonumber(stats[key])
+    end
+    return t
+  end,
+  --- A new stream: work on it runs beside the others'.
+  open_stream = function(self)
+    check(C.kvl_stream_open(self, out_stream))
+    return ffi.gc(out_stream[0], C.kvl_stream_close)
+  end,
+  stream = function(self) return C.kvl_device_stream(self) end,
+  --- Call fn(...) with `stream` current; back to the one before, also after an error.
+  with_stream = function(self, stream, fn, ...)
+    local before = C.kvl_device_stream(self)
+    check(C.kvl_device_use_stream(self, stream))
+    local results = { pcall(fn, ...) }
+    check(C.kvl_device_use_stream(self, before))
+    if not results[1] then error(results[2], 0) end
+    return unpack(results, 2)
+  end,
+  open_event = function(self)
+    check(C.kvl_event_open(self, out_event))
+    return ffi.gc(out_event[0], C.kvl_event_close)
+  end,
+}
+
 ffi.metatype("kvl_device", {
-  __index = {
-    --- "cpu" or "cuda:0"
-    name = function(self) return ffi.string(C.kvl_device_name(self)) end,
-    description = function(self) return ffi.string(C.kvl_device_description(self)) end,
-    is_cpu = function(self) return C.kvl_device_is_cpu(self) == 1 end,
-    --- Wait for everything launched on this device.
-    sync = function(self) check(C.kvl_device_sync(self)) end,
-    --- Give cached memory back.
-    trim = function(self) check(C.kvl_device_trim(self)) end,
-    reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
-    --- Bytes live, peak, cached, free and total; allocations and launches so far.
-    stats = function(self)
-      check(C.kvl_device_stats_get(self, stats))
-      local t = {}
-      for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
-                             "bytes_pinned",
-                             "bytes_total", "bytes_free", "allocations", "launches" } do
-        t[key] = tonumber(stats[key])
-      end
-      return t
-    end,
-    --- A new stream: work on it runs beside the others'.
-    open_stream = function(self)
-      check(C.kvl_stream_open(self, out_stream))
-      return ffi.gc(out_stream[0], C.kvl_stream_close)
-    end,
-    stream = function(self) return C.kvl_device_stream(self) end,
-    --- Call fn(...) with `stream` current; back to the one before, also after an error.
-    with_stream = function(self, stream, fn, ...)
-      local before = C.kvl_device_stream(self)
-      check(C.kvl_device_use_stream(self, stream))
-      local results = { pcall(fn, ...) }
-      check(C.kvl_device_use_stream(self, before))
-      if not results[1] then error(results[2], 0) end
-      return unpack(results, 2)
-    end,
-    open_event = function(self)
-      check(C.kvl_event_open(self, out_event))
-      return ffi.gc(out_event[0], C.kvl_event_close)
-    end,
-  },
+  __index = M.methods,
   __tostring = function(self) return "device " .. self:name() end,
 })
 

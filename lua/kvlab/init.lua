@@ -15,6 +15,7 @@
 --   kv.serve kv.cost_model kv.trace            requests, step by step
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
+--   kv.reload                                  reads a policy's file again
 local library = require "kvlab.library"
 local tensor = require "kvlab.arithmetic"
 local device = require "kvlab.device"
@@ -52,5 +53,6 @@ M.cost_model = require "kvlab.cost_model"
 M.trace = require "kvlab.trace"
 M.vllm = require "kvlab.vllm"
 M.safetensors = require "kvlab.safetensors"
+M.reload = require "kvlab.reload"
 
 return M

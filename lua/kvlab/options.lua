@@ -11,6 +11,7 @@
 ---@field args string[]            words after the script's name, and all after `--`
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
 ---@field link-us number|nil       its latency in microseconds; there when link-gbps is
+---@field interactive boolean|nil run: the REPL goes on with the script's variables
 ---@field json boolean|nil         bench: rows as JSON lines
 ---@field list boolean|nil         bench, test: names instead of work
 local M = {
