@@ -62,16 +62,17 @@ struct paged_keys {
     }
   }
   __device__ int blocks_seen() const {
-    return (int)(((int64_t)end + block_size - 1) / block_size);
+    return (int)((end + (unsigned)block_size - 1) / (unsigned)block_size);
   }
   /* Adding this to a K row's offset gives its V row. */
   __device__ int64_t to_value() const { return block_stride / 2; }
 
-  /* Finds a key's block, without waiting for what the table says of it. */
-  __device__ paged_block look_up(int key) const {
+  /* Finds a key's block, without waiting for what the table says of it. entry is
+   * key / block_size. */
+  __device__ paged_block look_up(int key, int entry) const {
     const paged_block none = {-1, -1, 0};
     if (key >= keys) return none;
-    const int entry = key / block_size, token = key - entry * block_size;
+    const int token = key - entry * block_size;
     int block = entry;
     if (a.selection) {
       block = a.selection[list + entry];
@@ -86,7 +87,7 @@ struct paged_keys {
     return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim, b.position};
   }
   __device__ paged_row find(int key) const {
-    paged_row row = row_of(look_up(key));
+    paged_row row = row_of(look_up(key, key / block_size));
     if (row.position < begin || row.position >= end) row.position = -1;
     return row;
   }

@@ -28,10 +28,11 @@
  *           relative.
  * Best      decode, H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, L2 flushed, median of 30; R = read-only sum of the same run:
- *             16 x 32K  0.99 R     1 x 32K   56.4 us   1 x 128K  183 us   8 x 4K  59.1 us
- *             16 x 8K   184 us     64 x 4K   356 us    Zipf batch of 32   0.986 R
- *             selected, 10% of 16 x 32K  86.8 us; 5% of 1 x 128K  18.7 us
- *           f8e4m3 16 x 32K 369 us, 0.940 R of half the bytes; f32 q 16 x 32K 722 us, 0.962 R
+ *             16 x 32K  0.985 R    1 x 32K   55.2 us   1 x 128K  186 us   8 x 4K  56.1 us
+ *             16 x 8K   188 us     64 x 4K   365 us    Zipf batch of 32   0.981 R
+ *             selected, 10% of 16 x 32K  86.2 us; 5% of 1 x 128K  21.4 us
+ *           f8e4m3 16 x 32K 367 us, 0.949 R of half the bytes; f32 q 16 x 32K 726 us, 0.958 R
+ *           (R 3088 GB/s; `kvlab bench` of 066100f, R 3166, has 0.99 R and 183, 184, 356 us)
  *           The other shapes, and versions with their times: kernels/dev/decode.cu
  * Source    Dao et al. 2022 (online softmax), Dao 2023 (split-KV decoding), Kwon et al. 2023
  *           (paging), stream-K (Osama et al. 2023). Deterministic: shares are joined in order.
@@ -81,7 +82,7 @@ decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
 
 /* Slots of the workspace. */
 int64_t place_slots(const kvl_paged_attention_args &a, const split_place &p) {
-  return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units * p.rows;
+  return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
 size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p) {
   return p.shares == 1 ? 0 : place_slots(a, p) * (a.cache.head_dim + 1) * sizeof(float);
@@ -93,23 +94,30 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
   const decode_kind kind = decode_kind_of(a);
   split_place p = {};
-  p.subgroups = ceil_div(group, rows);
-  p.units = a.cache.kv_heads * p.subgroups;
+  const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
+  p.group = group;
   p.rows = group < rows ? group : rows;
+  p.units = divisor(units);
+  p.subgroups = divisor(subgroups);
+  p.block = divisor(a.cache.block_size);
+  const int64_t room = a.max_blocks * a.cache.block_size;
+  p.most_keys = (int)(room < INT_MAX ? room : INT_MAX);
+  p.chunk = WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
+  p.chunks = ceil_div(a.seqs, p.chunk);
   while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
   /* The more warps a team has, the fewer partial results there are to join: as many as leave
    * every sequence four shares. */
   const int64_t warps = (int64_t)sm_count * kind.blocks * kind.warps;
-  p.team = kind.most_team;
-  while (p.team > 1 && warps / p.team / p.units < 4 * a.seqs) p.team /= 2;
+  while (p.team() < kind.most_team) p.team_shift++;
+  while (p.team() > 1 && warps / p.team() / units < 4 * a.seqs) p.team_shift--;
   /* A share reads at least 8 times what its partial result takes. */
   const int dtype = a.cache.dtype;
   const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
   p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
-  if (p.least < p.team) p.least = p.team;
+  if (p.least < p.team()) p.least = p.team();
   const int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
   const int64_t tiles = a.seqs * (ceil_div(keys, kind.tile_keys) + 1) / p.least;
-  const int64_t most = warps / p.team / p.units, shares = tiles < most ? tiles : most;
+  const int64_t most = warps / p.team() / units, shares = tiles < most ? tiles : most;
   p.shares = shares < 1 ? 1 : (int)shares;
   p.out = (float *)a.workspace;
   p.lse = p.out + place_slots(a, p) * a.cache.head_dim;
@@ -125,7 +133,7 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
   int64_t cuts = a.seqs < p.shares ? a.seqs : p.shares, parts = p.shares / cuts + 2;
   int dim_lanes = 32;
   while (dim_lanes > 1 && 32 / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
-  int64_t items = cuts * p.units * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
+  int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
   int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3((unsigned)(blocks < full ? blocks : full));
@@ -141,7 +149,7 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
 
 /* Blocks of a decode. */
 int decode_blocks(const split_place &p, int warps) {
-  return ceil_div((int64_t)p.shares * p.units, warps / p.team);
+  return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
 }
 
 template <class T, int D, bool F8>

@@ -1,15 +1,15 @@
 /* Flash decoding for 16-bit q and a 16-bit or f8e4m3 cache, on the tensor cores.
  *
  * The teams of paged_split.cuh are warps of one block. Every warp is its own pipeline: it
- * walks its tiles of KEYS keys, from sequence to sequence, and keeps STAGES - 1 of them (K
- * and V) under way into its own ring in shared memory, the next sequence's behind this one's.
+ * walks its tiles of KEYS keys, from sequence to sequence, and keeps one or two of them (K and
+ * V) under way into its own ring in shared memory, the next sequence's behind this one's.
  * Up to 16 query heads of a group are the 16 rows of the mma, so K and V are read once: a
  * decode is bound by memory, and smaller groups waste nothing that matters. Where a sequence
  * ends the team's partial softmaxes are joined through the memory of the tiles just used.
  *
- * Instructions come from memory too: after other kernels neither they nor anything else of
- * this one is in the L2, and a miss costs as much as one of data. So the code is short: one
- * copy of the look-up, the fetch and the end of a sequence, rolled loops.
+ * Of a short decode much is start and end, where a warp has nothing to do but one instruction
+ * after the other. So there is one copy of the look-up, the fetch and the end of a sequence,
+ * in rolled loops, with no division that the host can do, and q is asked for before K.
  *
  * f8e4m3: every value of it is an f16 value, so K and V become f16 on the way from shared
  * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
@@ -40,6 +40,11 @@ template <int D, bool F8> struct decode_shape {
   static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;
   static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
+
+/* A warp keeps one tile under way while it computes one, and two in a share of more tiles a
+ * warp than this, which gains 0.5% there. Elsewhere two lose 3%: one makes 64 KiB an SM, with
+ * 128 the first tile is computed 3 us later and some SMs run ahead of the others. */
+constexpr uint32_t LONG_SHARE = 96;
 
 /* Eight keys of a tile, or one where block_size is no multiple of 8: what a lane looks up. */
 struct key_run {
@@ -109,18 +114,18 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
   constexpr int NUMBERS = shape::NUMBERS, KEYS_LOG = KEYS == 16 ? 4 : 5;
   extern __shared__ __align__(128) char shared[];
-  __shared__ split_shares shares;
+  __shared__ uint32_t sums[PLAN_CHUNKS];
   __shared__ float2 states[shape::WARPS][shape::ROWS];   /* (m, l) of the warps' rows, and */
   __shared__ int sums_at[shape::WARPS];                  /* the stages with their sums */
 
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int team = warp / place.team, member = warp % place.team;
-  const int task = blockIdx.x * (shape::WARPS / place.team) + team;
-  const uint32_t share = task / place.units;
-  const int unit = task % place.units;
-  const int kv_head = unit / place.subgroups;
-  const split_plan plan(a, place, shares);
-  if (share >= shares.shares) return;
+  const int team = warp >> place.team_shift, member = warp - (team << place.team_shift);
+  const int task = blockIdx.x * (shape::WARPS >> place.team_shift) + team;
+  const uint32_t share = place.units.quotient(task);
+  const int unit = task - (int)(share * place.units.by);
+  const int kv_head = place.subgroups.quotient(unit);
+  const split_plan plan(a, place, sums);
+  if (share >= plan.shares) return;
   const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);
 
   char *ring = shared + warp * STAGES * shape::STAGE_BYTES;
@@ -161,10 +166,11 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
     const uint32_t end = min(share_end, ahead_begin + ahead_tiles);
     const int tile = (int)(ahead - ahead_begin) + plan.first_tile(ahead_length);
     const int nth = lane >> (5 - log_batch), run = lane & ((WARP >> log_batch) - 1);
-    found = keys_ahead().look_up((tile + nth * place.team) * KEYS + (runs ? run * 8 : run));
+    const int key = (tile + (nth << place.team_shift)) * KEYS + (runs ? run * 8 : run);
+    found = keys_ahead().look_up(key, place.block.quotient(key));
     while (next_tiles < 1 << log_batch && ahead < end) {
       next_tiles++;
-      ahead += place.team;
+      ahead += place.team();
     }
   };
   const char *cache = (const char *)a.cache.kv;
@@ -224,35 +230,25 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   bool fresh = true;                          /* nothing of this sequence was computed yet */
   uint32_t tile = share_begin + member;
 
-  /* Step 0 looks up, 1 and 2 fetch, the others compute as well. The compiler must not know,
-   * or it would copy the code for each of them. */
+  /* Step 0 looks up, `depth` more fetch, the others compute as well. The compiler must not
+   * know, or it would copy the code for each of them. */
+  const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
+  const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
   int stage = 0, used = -1, fetch_stage = 0, step;   /* used: the last tile's stage */
   asm volatile("mov.u32 %0, 0;" : "=r"(step));
   for (;;) {
     const uint32_t piece_end = min(share_end, seq_begin + tiles);
-    if (step < STAGES || tile < piece_end) {
-      if (step >= STAGES) copy_wait<STAGES - 2>();
-      __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
-      fetch(fetch_stage);
-      copy_commit();
-      if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
-      if (++step <= STAGES) {
-        if (step == STAGES) let_next_start();
-        continue;
-      }
-    }
-    if (fresh) {
+    if (fresh && step > 0) {   /* the look-up is under way */
       fresh = false;
       used = -1;
       m0 = m1 = -INFINITY;
       l0 = l1 = 0.f;
 #pragma unroll
       for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
-      const query_rows rows = unit_rows(a, place, seq, unit);
-      const T *q0 = nullptr, *q1 = nullptr;
-      const int64_t row = seq * a.heads;
-      if (row0 < rows.count) q0 = (const T *)a.q + (row + rows.head(row0)) * head_dim;
-      if (row1 < rows.count) q1 = (const T *)a.q + (row + rows.head(row1)) * head_dim;
+      const query_rows rows = unit_rows(place, seq, unit);
+      const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
+      const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
+      const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
       constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2;   /* a lane's dims of 16 */
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
@@ -263,14 +259,28 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
         q[k][3] = load_pair(q1, dim + SECOND, head_dim);
       }
       if (a.alibi) {
-        slope0 = q0 ? a.alibi[rows.head(row0)] * LOG2E : 0.f;
-        slope1 = q1 ? a.alibi[rows.head(row1)] * LOG2E : 0.f;
+        slope0 = q0 ? a.alibi[rows.head0 + row0] * LOG2E : 0.f;
+        slope1 = q1 ? a.alibi[rows.head0 + row1] * LOG2E : 0.f;
       }
       if constexpr (F8) {
         const int2 shift = rows_to_f16<T>(q);
         const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
         scale0 = ldexpf(rule.scale * k_scale, -shift.x);
         scale1 = ldexpf(rule.scale * k_scale, -shift.y);
+      }
+    }
+    if (step <= depth || tile < piece_end) {
+      if (step > depth) {
+        if (depth == 1) copy_wait<0>();
+        else copy_wait<STAGES - 2>();
+      }
+      __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
+      fetch(fetch_stage);
+      copy_commit();
+      if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
+      if (step <= depth) {
+        if (step++ == depth) let_next_start();
+        continue;
       }
     }
     if (tile < piece_end) {
@@ -374,12 +384,12 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       }
       used = stage;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      tile += place.team;
+      tile += place.team();
       if (tile < piece_end) continue;
     }
 
     /* The sequence, or the share, ends. */
-    const query_rows rows = unit_rows(a, place, seq, unit);
+    const query_rows rows = unit_rows(place, seq, unit);
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
     __syncwarp();   /* the last tile is read */
@@ -399,18 +409,19 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
           if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
         }
     }
-    team_sync(team, place.team);
+    team_sync(team, place.team());
     const bool starts = share_begin <= seq_begin, ends = seq_begin + tiles <= share_end;
     const int64_t slot = starts && ends ? -1 : place.slot(share, seq, a.seqs, unit, starts);
 #pragma unroll 1
-    for (int i = (member * WARP + lane) * 4; i < rows.count * D; i += place.team * WARP * 4) {
+    for (int i = (member * WARP + lane) * 4; i < rows.count * D;
+         i += place.team() * WARP * 4) {
       const int r = i / D, dim = i % D, first = warp - member;
       if (dim >= head_dim) continue;
       float m = -INFINITY, l = 0.f, x[4] = {};
 #pragma unroll 1
-      for (int w = first; w < first + place.team; w++) m = fmaxf(m, states[w][r].x);
+      for (int w = first; w < first + place.team(); w++) m = fmaxf(m, states[w][r].x);
 #pragma unroll 1
-      for (int w = first; w < first + place.team; w++) {
+      for (int w = first; w < first + place.team(); w++) {
         const float2 state = states[w][r];
         if (state.y == 0.f) continue;   /* it had no tile of this sequence, or no key */
         const float weight = exp2_fast(state.x - m);
@@ -424,7 +435,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       write_part(a, place, slot, rows, r, dim, x, m, l, value_scale);
     }
     if (piece_end == share_end) break;
-    team_sync(team, place.team);   /* the sums are read */
+    team_sync(team, place.team());   /* the sums are read */
     seq_begin += tiles;
     length = a.lens[++seq];
     tiles = plan.tiles(length);

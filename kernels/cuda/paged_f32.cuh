@@ -218,14 +218,15 @@ paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ split_place place) {
   using shape = f32_shape<T, D>;
   extern __shared__ __align__(128) char shared[];
-  __shared__ split_shares shares;
+  __shared__ uint32_t sums[PLAN_CHUNKS];
   __shared__ f32_rows<ROWS> sees[shape::WARPS];
-  const split_plan plan(a, place, shares);
+  const split_plan plan(a, place, sums);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int task = blockIdx.x * shape::WARPS + warp;
-  const uint32_t share = (uint32_t)(task / place.units);
-  const int unit = task - (int)share * place.units, kv_head = unit / place.subgroups;
-  if (share >= shares.shares) return;
+  const uint32_t share = place.units.quotient(task);
+  const int unit = task - (int)(share * place.units.by);
+  const int kv_head = place.subgroups.quotient(unit);
+  if (share >= plan.shares) return;
   char *ring = shared + warp * shape::STAGES * shape::STAGE_BYTES;
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * shape::KEYS;
   const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
@@ -236,7 +237,7 @@ paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
   for (; left > 0; seq++, tile = 0) {
     const int length = a.lens[seq], tiles = plan.tiles(length);
     const int from = plan.first_tile(length) + tile, count = min(tiles - tile, left);
-    const query_rows rows = unit_rows(a, place, seq, unit);
+    const query_rows rows = unit_rows(place, seq, unit);
     const paged_keys keys(a, seq, kv_head, window_begin(a, length - 1), length);
     sees[warp].set(a, rows, length - 1, length);
     f32_state<T, D, ROWS> state;

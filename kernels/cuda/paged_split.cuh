@@ -22,44 +22,57 @@
 
 namespace kvl {
 
+/* Divides numbers below 2^31 by one that the host knows: 3 instructions in place of 16. */
+struct divisor {
+  uint32_t by = 1, factor = 1;
+  int shift = 0;
+  divisor() = default;
+  explicit divisor(uint32_t n) : by(n) {   /* 1 ... 2^31 */
+    while ((uint64_t)1 << shift < n) shift++;
+    factor = (uint32_t)(((((uint64_t)1 << shift) - n) << 32) / n + 1);
+  }
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, factor) + x) >> shift; }
+};
+
 struct split_place {
   float *out, *lse;
   int shares, least;       /* at most so many shares, of at least so many tiles */
-  int team;                /* warps of a team */
-  int units, rows, subgroups;   /* units a KV head: subgroups; rows a unit, some have less */
+  int team_shift;          /* 2^n warps a team */
+  int group, rows;         /* query heads a KV head; rows a unit, some have less */
+  divisor units, subgroups;   /* units a sequence, and a KV head */
+  divisor block;           /* tokens of a block */
+  int most_keys;           /* of a sequence: what its table has room for */
+  int chunk, chunks;       /* sequences that are summed up together */
   int tile_shift;          /* 2^n keys a tile */
+  __host__ __device__ int team() const { return 1 << team_shift; }
   /* starts: the sequence begins in the share */
   __device__ int64_t slot(int64_t share, int64_t seq, int64_t seqs, int unit,
                           bool starts) const {
     if (starts) share = shares + (seqs <= shares ? seq : share);
-    return share * units + unit;
+    return share * units.by + unit;
   }
 };
 
-/* The rows of a unit of a sequence. */
-__device__ __forceinline__ query_rows unit_rows(const kvl_paged_attention_args &a,
-                                                const split_place &place, int64_t seq,
+/* The rows of a unit of a sequence, neighbouring heads of one token: row r has head
+ * head0 + r. */
+__device__ __forceinline__ query_rows unit_rows(const split_place &place, int64_t seq,
                                                 int unit) {
-  const int group = (int)(a.heads / a.cache.kv_heads);
-  const int first = unit % place.subgroups * place.rows;
-  return {seq, unit / place.subgroups * group + first, group, min(place.rows, group - first)};
+  const int kv_head = place.subgroups.quotient(unit);
+  const int first = (unit - kv_head * (int)place.subgroups.by) * place.rows;
+  return {seq, kv_head * place.group + first, place.group,
+          min(place.rows, place.group - first)};
 }
 
 constexpr int PLAN_CHUNKS = 256;
 
-/* Numbers of tiles are 32-bit: 2^32 of them would take a minute. */
-struct split_shares {      /* in shared memory */
-  uint32_t sums[PLAN_CHUNKS];       /* tiles of every `each` sequences */
-  uint32_t shares, per, more;       /* the first `more` of them have per + 1 tiles */
-};
+/* What every share is. Numbers of tiles are 32-bit: 2^32 of them would take a minute. A cold
+ * start is long because it is many instructions in a row, so there is no division here that
+ * the host can do, and up to 32 sequences need no barrier. */
 struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
-  split_shares &of;
-
-  __device__ int each() const {
-    return WARP * (((int)a.seqs + WARP * PLAN_CHUNKS - 1) / (WARP * PLAN_CHUNKS));
-  }
+  uint32_t *sums;                   /* [PLAN_CHUNKS] tiles of every chunk of sequences */
+  uint32_t shares, per, more;       /* the first `more` shares have per + 1 tiles */
 
   /* Tiles before the first key that is seen. */
   __device__ int first_tile(int length) const {
@@ -68,49 +81,52 @@ struct split_plan {
   /* The others; one where there is none, so that every row is written. A selection counts
    * as full. */
   __device__ int tiles(int length) const {
-    const int64_t size = a.cache.block_size;
-    int keys = (int)min((int64_t)max(length, 0), a.max_blocks * size);
-    if (a.selection)
-      keys = (int)min((int64_t)((keys + (unsigned)size - 1) / (unsigned)size),
-                      a.max_selected) * (int)size;
+    int keys = min(max(length, 0), place.most_keys);
+    if (a.selection && keys > 0)
+      keys = (int)min((int64_t)place.block.quotient(keys - 1) + 1, a.max_selected) *
+             (int)place.block.by;
     const int end = (keys + (1 << place.tile_shift) - 1) >> place.tile_shift;
     return max(end - first_tile(length), 1);
   }
 
-  /* All threads of the block call this. */
-  __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
-                        split_shares &shared)
-      : a(args), place(place_), of(shared) {
-    const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP, seqs = (int)a.seqs;
-    const int chunks = (seqs + each() - 1) / each();
+  /* Tiles of a chunk; all lanes of a warp call it. */
+  __device__ uint32_t chunk_tiles(int chunk) const {
+    const int end = min((chunk + 1) * place.chunk, (int)a.seqs);
+    uint32_t sum = 0;
 #pragma unroll 1
-    for (int c = threadIdx.x / WARP; c < chunks; c += warps) {
-      uint32_t sum = 0;
-      const int end = min((c + 1) * each(), seqs);
-#pragma unroll 1
-      for (int s = c * each() + lane; s < end; s += WARP) sum += tiles(a.lens[s]);
-      sum = __reduce_add_sync(ALL_LANES, sum);
-      if (lane == 0) of.sums[c] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x < WARP) {
-      uint32_t total = 0;
-#pragma unroll 1
-      for (int c = lane; c < chunks; c += WARP) total += of.sums[c];
-      total = __reduce_add_sync(ALL_LANES, total);
-      of.shares = max(min(total / place.least, (uint32_t)place.shares), 1u);
-      of.per = total / of.shares;
-      of.more = total - of.per * of.shares;
-    }
-    __syncthreads();
+    for (int s = chunk * place.chunk + threadIdx.x % WARP; s < end; s += WARP)
+      sum += tiles(a.lens[s]);
+    return __reduce_add_sync(ALL_LANES, sum);
   }
 
-  __device__ uint32_t begin(uint32_t share) const {
-    return share * of.per + min(share, of.more);
+  /* All threads of the block call this; `shared` is PLAN_CHUNKS numbers. */
+  __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
+                        uint32_t *shared)
+      : a(args), place(place_), sums(shared) {
+    uint32_t total = 0;
+    if (place.chunks == 1) {
+      total = chunk_tiles(0);
+    } else {
+      const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+#pragma unroll 1
+      for (int c = threadIdx.x / WARP; c < place.chunks; c += warps) {
+        const uint32_t sum = chunk_tiles(c);
+        if (lane == 0) sums[c] = sum;
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (int c = lane; c < place.chunks; c += WARP) total += sums[c];
+      total = __reduce_add_sync(ALL_LANES, total);
+    }
+    shares = max(min(total / place.least, (uint32_t)place.shares), 1u);
+    per = total / shares;
+    more = total - per * shares;
   }
+
+  __device__ uint32_t begin(uint32_t share) const { return share * per + min(share, more); }
   __device__ uint32_t share_of(uint32_t tile) const {
-    const uint32_t longer = of.more * (of.per + 1);
-    return tile < longer ? tile / (of.per + 1) : of.more + (tile - longer) / of.per;
+    const uint32_t longer = more * (per + 1);
+    return tile < longer ? tile / (per + 1) : more + (tile - longer) / per;
   }
 
   /* The first i of at ... at which `before` and the values up to i exceed `tile`; before
@@ -134,22 +150,20 @@ struct split_plan {
   /* The sequence of a tile, and the number of its first tile. */
   __device__ int find(uint32_t tile, uint32_t &first) const {
     first = 0;
-    const int seqs = (int)a.seqs;
     int chunk = 0;
-    if (seqs > each())
-      chunk = first_past(0, (seqs + each() - 1) / each(), tile, first,
-                         [&](int c) { return of.sums[c]; });
-    return first_past(chunk * each(), min((chunk + 1) * each(), seqs), tile, first,
-                      [&](int s) { return (uint32_t)tiles(a.lens[s]); });
+    if (place.chunks > 1)
+      chunk = first_past(0, place.chunks, tile, first, [&](int c) { return sums[c]; });
+    return first_past(chunk * place.chunk, min((chunk + 1) * place.chunk, (int)a.seqs), tile,
+                      first, [&](int s) { return (uint32_t)tiles(a.lens[s]); });
   }
   /* The first tile of a sequence. */
   __device__ uint32_t first_of(int seq) const {
-    const int lane = threadIdx.x % WARP, chunk = seq / each();
+    const int lane = threadIdx.x % WARP, chunk = seq / place.chunk;
     uint32_t sum = 0;
 #pragma unroll 1
-    for (int c = lane; c < chunk; c += WARP) sum += of.sums[c];
+    for (int c = lane; c < chunk; c += WARP) sum += sums[c];
 #pragma unroll 1
-    for (int s = chunk * each() + lane; s < seq; s += WARP) sum += tiles(a.lens[s]);
+    for (int s = chunk * place.chunk + lane; s < seq; s += WARP) sum += tiles(a.lens[s]);
     return __reduce_add_sync(ALL_LANES, sum);
   }
 };
@@ -172,7 +186,7 @@ __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
                                            const query_rows &rows, int r, int dim, float (&x)[4],
                                            float m, float sum, float value_scale) {
   if (slot < 0) {
-    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    const int64_t row = rows.token0 * a.heads + rows.head0 + r;
     row_end end = end_row(a, row, m, sum);
     end.scale *= value_scale;
     write_row(a, end, row, dim, x);
@@ -209,16 +223,17 @@ constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
 __global__ void __launch_bounds__(COMBINE_WARPS * WARP, 4)
 paged_combine(const __grid_constant__ kvl_paged_attention_args a,
               const __grid_constant__ split_place place, int dim_lanes) {
-  __shared__ split_shares shares;
-  const split_plan plan(a, place, shares);
+  __shared__ uint32_t sums[PLAN_CHUNKS];
+  const split_plan plan(a, place, sums);
   const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
   const int head_dim = a.cache.head_dim;
   /* Rows that were cut are found by their sequence, or, where there are more sequences than
    * shares, by the share that they begin in. */
   const bool by_sequence = a.seqs <= place.shares;
   const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
-  const int items = (by_sequence ? (int)a.seqs : (int)shares.shares) * place.units *
-                    place.rows * pieces;
+  const int units = (int)place.units.by;
+  const int items = (by_sequence ? (int)a.seqs : (int)plan.shares) * units * place.rows *
+                    pieces;
   bool waited = false;
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
@@ -226,8 +241,8 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
     const int dim = (item - rest * pieces) * dim_lanes * 4 + lane % dim_lanes * 4;
     const int row = rest % place.rows;
     rest /= place.rows;
-    const int unit = rest % place.units;
-    int seq = rest / place.units;
+    const int unit = rest % units;
+    int seq = rest / units;
     uint32_t first, share;
     if (by_sequence) {
       first = plan.first_of(seq);
@@ -239,7 +254,7 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
     }
     const int count =
         (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
-    const query_rows rows = unit_rows(a, place, seq, unit);
+    const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
     if (!waited) wait_for_last();
     waited = true;

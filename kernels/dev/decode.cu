@@ -15,6 +15,12 @@
  *   5          714     57.9       190    59.4      191      366   88.4  23.4      720
  *   6          708     58.6       190    59.5      189      366   89.1  23.7      721
  *   7       0.99 R     56.4       183    59.1      184      356   86.8  18.7  0.986 R
+ *   7 again    707     57.9       189    59.2      189      365   88.8  23.5      721
+ *   8          706     56.5       189    59.0      188      365   87.9  22.0
+ *   9          707     56.4       188    57.5      188      364   88.0  21.2      721
+ *   10         710     54.8       186    56.3      188      366   86.8  21.4
+ *   11         706     55.2       186    56.1      188      365   86.2  21.4      720
+ *   a read             47.6                        177           75.5  13.8
  *   *  of the blocks, at random per KV head: of 16 x 32K, of 1 x 128K
  *   ** 32 sequences of 128K, 64K, 43K, ...
  *
@@ -26,10 +32,19 @@
  *   5  version 3 without that tile; teams of up to four warps joined in their block;
  *      paged_combine fits beside the workers and has all its loads under way at once
  *   6  version 5, and nothing waits for a table's entries before the first copies are issued
- *   7  version 6, and a warp copies 512 neighbouring bytes at a time, not twice 256: shipped
+ *   7  version 6, and a warp copies 512 neighbouring bytes at a time, not twice 256
+ *   8  version 7 with fewer instructions before the first copies and after the last tile: the
+ *      host divides, up to 32 sequences need no barrier, q is asked for before K, the second
+ *      look-up follows the second tile
+ *   9  version 8, rings of two stages, refilled before a tile is waited for
+ *   10 version 8, rings of two stages: one tile of a warp under way while it computes
+ *   11 version 10, look-ups as in 7, and two tiles under way where a share has more than 96 a
+ *      warp: shipped
+ *   a read: a warp sums the same runs of 4 KB, whose places it finds in a list
  *
- * Versions 1 to 6 were timed by this program; 7 is the final check of the tree. Why, and what
- * bounds it: notes/20261121-decode.md. */
+ * Versions 1 to 6 and from `7 again` on were timed by this program, each group in a run; 7 is a
+ * check of the tree by `kvlab bench`, whose random selections (5%) take 5 us less. Why, and
+ * what bounds it: notes/20261121-decode.md. */
 #include <cuda_fp8.h>
 
 #include <cstring>
