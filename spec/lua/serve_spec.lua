@@ -150,6 +150,18 @@ local function check(dev)
       store:close()
     end)
 
+    it("computes what the store only claims to have", function()
+      local store = open_store()
+      same_as_alone(dev, { server = { store = store } })
+      local keys = store:keys(workload()[1].tokens)
+      for layer = 0, 3 do store:remove(keys + 7, layer) end
+      function store.find(_, _, n) return n end
+      local stats, requests = same_as_alone(dev, { server = { store = store } })
+      assert.equal(7, requests[1].blocks_loaded)
+      assert.is_true(stats.blocks_lost > 0)
+      store:close()
+    end)
+
     it("serves from host memory what it serves from the device", function()
       for _, offload in ipairs { { slots = 2 }, { slots = 3, hot_slots = 512 } } do
         same_as_alone(dev, { offload = offload, chunk = 32 })
@@ -157,11 +169,19 @@ local function check(dev)
     end)
 
     it("lets policies select, each for its own requests", function()
-      local function quest() return kv.policy.open("quest", { ratio = 1 }) end
-      same_as_alone(dev, { chunk = 64, policy = quest() })
-      local store = open_store()
-      for _ = 1, 2 do -- the second time its summaries are of blocks from the store
-        same_as_alone(dev, { policy = quest(), server = { store = store } })
+      local function quest(ratio) return kv.policy.open("quest", { ratio = ratio }) end
+      same_as_alone(dev, { chunk = 64, policy = quest(1) })
+      local list, store = { workload()[1], workload()[3] }, open_store()
+      local dense = served_alone(dev)[1].logits
+      local _, want = serve(dev, list, { policy = quest(0.2) })
+      assert.has_error(function() support.close(want[1][2], dense[2], TOLERANCE, 0) end)
+      for time = 1, 2 do -- the second time its summaries are of blocks from the store
+        local requests, got = serve(dev, list, { policy = quest(0.2),
+                                                 server = { store = store } })
+        assert.equal(time == 2 and 16 or 0, requests[2].blocks_loaded)
+        for i = 1, 2 do
+          for t, row in ipairs(want[i]) do support.close(got[i][t], row, TOLERANCE, 0) end
+        end
       end
       store:close()
     end)
@@ -207,6 +227,7 @@ describe("server", function()
     local seen = {}
     local token = submit { stop_tokens = { want[4] },
                            on_token = function(_, id) seen[#seen + 1] = id end }
+    local across = submit { stop = { { tokens[#tokens], want[1] } }, max_tokens = 2 }
     local phrase = submit { stop = { { 1, 2, 3 }, { want[5], want[6] } } }
     local length = submit { max_tokens = 3 }
     local told = submit {
@@ -222,6 +243,7 @@ describe("server", function()
     assert.equal("stop", phrase.finish_reason)
     assert.same({ want[5], want[6] }, { unpack(phrase:output(), #phrase:output() - 1) })
     assert.equal("length", length.finish_reason)
+    assert.equal("length", across.finish_reason)
     assert.equal(3, length:output_length())
     assert.equal("cancelled", told.finish_reason)
     assert.equal(2, told:output_length())

@@ -106,6 +106,18 @@ describe("a replayed trace", function()
       check_hits(SAMPLE, { max_tokens = 100, max_seqs = 3 })
     end)
 
+  it("computes a prefix once for those that come at the same time", function()
+    local row = { timestamp = 0, input_length = 3000, output_length = 5,
+                  hash_ids = { 1, 2, 3, 4, 5, 6 } }
+    for _, late in ipairs { "wait", "skip" } do
+      local server = kv.serve(options { late = late, max_tokens = 2048 })
+      kv.trace.submit(server, { row, row, row })
+      local stats = server:run():stats()
+      assert.equal(10, stats.blocks_shared)
+      assert.equal(3000 + 2 * (3000 - 5 * 512), stats.prefill_tokens)
+    end
+  end)
+
   it("finds less where memory is scarce", function()
     local _, found = prefix_hits.count(SAMPLE)
     local stats = replay(SAMPLE, { store_blocks = 400, blocks = 150 }):stats()
