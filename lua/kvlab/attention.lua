@@ -19,8 +19,8 @@ local M = {}
 ---@field cache kvlab.Cache
 ---@field prefill_policy table
 ---@field decode_policy table
----@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer of
---                         each step, beside the policies'
+---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
+--                         of each step, beside the policies'
 local Attention = {}
 Attention.__index = Attention
 

@@ -48,8 +48,8 @@ describe("link model", function()
 
   it("shares the bandwidth among its workers", function()
     local link, submit = open { workers = 2 }
-    local short, long, third = submit("short", 0, 1), submit("long", 0, 3), nil
-    third = submit("third", 0, 1)
+    local short, long = submit("short", 0, 1), submit("long", 0, 3)
+    local third = submit("third", 0, 1)
     -- both run at half speed from 5 to 25; then the third waits 5 us for its first byte
     assert.equal(25, link:finish(short))
     assert.equal(5 + 20 + 5 + 20, link:finish(third)) -- long has 1500 bytes left at 30
@@ -90,7 +90,8 @@ describe("priorities", function()
     assert.same({ 0, 1, 1, 2, 2, 3 }, ranks("queue_position", {
       { queue_position = 0 }, { queue_position = 1 }, { queue_position = 4 },
       { queue_position = 5 }, { queue_position = 16 }, { queue_position = 17 } }))
-    assert.same({ 0, 0 }, ranks("fifo", { { queue_position = 0 }, { queue_position = 9 } }))
+    assert.same({ 0, 0 }, ranks("fifo", { { queue_position = 0 },
+                                          { queue_position = 9 } }))
     assert.same({ 16, 48 }, ranks("shortest_transfer", { { bytes = 2 ^ 20 },
                                                          { bytes = 3 * 2 ^ 20 } }))
     assert.same({ 1500, 2000 }, ranks("deadline", {
