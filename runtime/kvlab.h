@@ -793,7 +793,7 @@ int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out);
 /* Words of the last problem that was counted as damaged or as an error, by any thread, cut to
  * `size` with the final 0. Returns their length; 0 when there was none. */
 int kvl_store_problem(kvl_store *store, char *text, int size);
-/* ---- prefetch -------------------------------------------------------------------------------- */
+/* ---- prefetch ---------------------------------------------------------------------------- */
 /* Brings blocks from a store into KV memory while others compute. A task names keys and the
  * blocks of memory that they go to. Tasks wait in a queue, the lowest priority first and
  * among equals the first submitted; each worker thread takes the first, reads its records
@@ -879,7 +879,7 @@ typedef struct kvl_prefetch_result {
   double us_queued, us_reading;  /* before it ran; in the store */
   double us_copying;             /* on the device's queue, while there was something to copy */
   int32_t state, n;              /* COMPLETED or CANCELLED */
-  int32_t blocks, leading;       /* that arrived; of them those before the first that did not */
+  int32_t blocks, leading;       /* that arrived; those before the first that did not */
   int32_t missing;               /* keys that lacked a record */
   int32_t reserved;
 } kvl_prefetch_result;

@@ -18,7 +18,7 @@
 
 enum { WORKERS_MAX = 64, PENDING_MAX = 1 << 20, NS_SLICE = 50 * 1000 * 1000 };
 
-/* ---- references --------------------------------------------------------------------------- */
+/* ---- references ----------------------------------------------------------------------- */
 
 static void engine_free(kvl_prefetch *e) {
   kvl_device *dev = e->device;
@@ -54,7 +54,7 @@ void kvl__prefetch_leave(kvl_prefetch *e) {
   if (left == 0) engine_free(e);
 }
 
-/* ---- waiting ------------------------------------------------------------------------------- */
+/* ---- waiting -------------------------------------------------------------------------- */
 
 int64_t kvl__deadline_ns(int64_t timeout_us) {
   int64_t now = kvl_clock_ns();
@@ -81,7 +81,7 @@ static void cond_open(pthread_cond_t *cond) {
   pthread_condattr_destroy(&attr);
 }
 
-/* ---- the life of a task: the lock is held ---------------------------------------------------- */
+/* ---- the life of a task: the lock is held --------------------------------------------- */
 
 static void count_pending(kvl_prefetch *e) {
   e->stats.pending = e->queue.count;
@@ -156,7 +156,7 @@ int kvl__prefetch_run_first(kvl_prefetch *e) {
   return 1;
 }
 
-/* ---- open and close ------------------------------------------------------------------------- */
+/* ---- open and close ------------------------------------------------------------------- */
 
 static int expect_range(const char *name, int64_t value, int64_t most) {
   if (value >= 1 && value <= most) return KVL_OK;
@@ -240,7 +240,7 @@ void kvl_prefetch_close(kvl_prefetch *e) {
   kvl__prefetch_leave(e);
 }
 
-/* ---- submit ----------------------------------------------------------------------------------- */
+/* ---- submit --------------------------------------------------------------------------- */
 
 int kvl__prefetch_expect(const kvl_prefetch *e) {
   if (!kvl_device_is_cpu(e->device) || kvl__link_on() == e->is_modelled) return KVL_OK;
@@ -291,7 +291,7 @@ int kvl_prefetch_submit(kvl_prefetch *e, const kvl_prefetch_task *task, int64_t 
   return status < 0 ? status : room;
 }
 
-/* ---- changes of mind, counters ---------------------------------------------------------------- */
+/* ---- changes of mind, counters -------------------------------------------------------- */
 
 int kvl__prefetch_stop(kvl_prefetch *e, kvl_ticket *t) {
   if (kvl__ticket_is_over(t)) return 0;
@@ -308,7 +308,8 @@ int kvl_prefetch_cancel(kvl_prefetch *e, int64_t request) {
   if (!e) return kvl__fail(KVL_ERR_INVALID, "prefetch cancel: the engine is closed");
   int cancelled = 0;
   pthread_mutex_lock(&e->lock);
-  for (kvl_ticket *t; (t = kvl__queue_take(&e->queue, request)); cancelled++) end_waiting(e, t);
+  for (kvl_ticket *t; (t = kvl__queue_take(&e->queue, request)); cancelled++)
+    end_waiting(e, t);
   for (int i = 0; i < e->num_workers; i++) {
     kvl_ticket *t = e->workers[i].running;
     if (t && t->request == request) cancelled += kvl__prefetch_stop(e, t);

@@ -1,6 +1,6 @@
 /* The insides of the prefetch engine: its queue of waiting tasks (prefetch_queue.c), tasks
- * and their tickets (ticket.c), what a worker does with one (prefetch_worker.c), and the engine
- * around them (prefetch.c). */
+ * and their tickets (ticket.c), what a worker does with one (prefetch_worker.c), and the
+ * engine around them (prefetch.c). */
 #ifndef KVL_PREFETCH_H
 #define KVL_PREFETCH_H
 
@@ -58,7 +58,7 @@ kvl_ticket *kvl__queue_take(struct kvl__queue *q, int64_t request);
 /* Every task of a request gets this priority. Returns how many. */
 int kvl__queue_reprioritise(struct kvl__queue *q, int64_t request, int32_t priority);
 
-/* ---- worker ---------------------------------------------------------------------------- */
+/* ---- worker --------------------------------------------------------------------------- */
 
 /* Pinned memory that records are read into while those in the other half are copied. */
 struct kvl__half {
@@ -89,7 +89,7 @@ void kvl__worker_close(struct kvl__worker *w);
  * then. Called without the engine's lock. */
 void kvl__worker_run(struct kvl__worker *w, kvl_ticket *t);
 
-/* ---- engine ------------------------------------------------------------------------------ */
+/* ---- engine --------------------------------------------------------------------------- */
 
 struct kvl_prefetch {
   kvl_device *device;
@@ -134,7 +134,7 @@ int kvl__prefetch_stop(kvl_prefetch *e, kvl_ticket *t);
 /* When a timeout ends on kvl_clock_ns; INT64_MAX: never. */
 int64_t kvl__deadline_ns(int64_t timeout_us);
 
-/* ---- ticket -------------------------------------------------------------------------------- */
+/* ---- ticket --------------------------------------------------------------------------- */
 
 /* A ticket for a task that is right, with one reference and nothing of the device's. */
 int kvl__ticket_open(kvl_prefetch *e, const kvl_prefetch_task *task, kvl_ticket **out);

@@ -1,5 +1,5 @@
 /* The prefetch engine's waiting tasks: a binary heap whose entries know their place, so that
- * any of them can leave it. Requests are searched for in a row: as many as may wait are few. */
+ * any of them can leave it. Requests are searched for in a row: not many tasks may wait. */
 #include "prefetch.h"
 
 int kvl__queue_open(struct kvl__queue *q, int room) {

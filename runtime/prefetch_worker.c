@@ -14,7 +14,7 @@
 /* From here on a run is copied and not waited for to grow: 1 MiB reaches the link's speed. */
 enum { BYTES_RUN = 1 << 20 };
 
-/* ---- open and close ---------------------------------------------------------------------- */
+/* ---- open and close ------------------------------------------------------------------- */
 
 int kvl__worker_open(struct kvl__worker *w, kvl_prefetch *e, char *staging) {
   kvl_device *dev = e->device;
@@ -41,7 +41,7 @@ void kvl__worker_close(struct kvl__worker *w) {
   w->queue = NULL;
 }
 
-/* ---- staging and copies ------------------------------------------------------------------ */
+/* ---- staging and copies --------------------------------------------------------------- */
 
 static int copy_run(struct kvl__worker *w) {
   kvl_device *dev = w->engine->device;
@@ -111,7 +111,7 @@ static int send(struct kvl__worker *w, char *from, char *to, size_t bytes) {
   return status;
 }
 
-/* ---- tasks ----------------------------------------------------------------------------- */
+/* ---- tasks ---------------------------------------------------------------------------- */
 
 /* What used the memory before the task was submitted comes before it. */
 static int wait_for_memory(struct kvl__worker *w, kvl_ticket *t) {
@@ -144,7 +144,8 @@ static int read_record(kvl_ticket *t, int block, int layer, char *into) {
 /* Brings what there is of a layer. 1: done, 0: the task was cancelled. */
 static int read_layer(struct kvl__worker *w, kvl_ticket *t, int layer) {
   kvl_device *dev = w->engine->device;
-  char *memory = (char *)t->memory.ptr + (size_t)(layer * t->memory.shape[1]) * t->bytes_record;
+  size_t first = (size_t)(layer * t->memory.shape[1]);
+  char *memory = (char *)t->memory.ptr + first * t->bytes_record;
   for (int i = 0; i < t->n; i++) {
     if (t->arrived[i] == BLOCK_LOST) continue;
     if (atomic_load_explicit(&t->is_cancelled, memory_order_relaxed)) return 0;

@@ -6,7 +6,7 @@
 
 #include "prefetch.h"
 
-/* ---- marks: opened by callers, and used again --------------------------------------------- */
+/* ---- marks: opened by callers, and used again ----------------------------------------- */
 
 static int mark_take(kvl_prefetch *e, void **out) {
   if (e->marks_free > 0) {
@@ -35,7 +35,7 @@ int kvl__ticket_unref(kvl_ticket *t) {
   return 1;
 }
 
-/* ---- making one ---------------------------------------------------------------------------- */
+/* ---- making one ----------------------------------------------------------------------- */
 
 static int expect_task(const kvl_prefetch *e, const kvl_prefetch_task *task) {
   struct kvl__call c = {.op = "prefetch", .device = e->device};
@@ -62,8 +62,8 @@ int kvl__ticket_open(kvl_prefetch *e, const kvl_prefetch_task *task, kvl_ticket 
   size_t bytes = blocks ? (size_t)(m->count / blocks * kvl_dtype_bytes(m->dtype)) : 0;
   int in_place = e->staging.storage == NULL || kvl_tensor_is_pinned(m);
   if (!in_place && bytes > e->bytes_half)
-    return kvl__fail(KVL_ERR_INVALID, "prefetch: a block of a layer has %zu bytes, expected at "
-                     "most %zu: bytes_staging / (2 * workers)", bytes, e->bytes_half);
+    return kvl__fail(KVL_ERR_INVALID, "prefetch: a block of a layer has %zu bytes, expected "
+                     "at most %zu: bytes_staging / (2 * workers)", bytes, e->bytes_half);
   kvl_ticket *t = kvl__malloc(sizeof *t + n * (sizeof *t->keys + sizeof *t->blocks + 1) +
                               layers * sizeof *t->marks, "a prefetch task");
   if (!t) return KVL_ERR_NO_MEMORY;
@@ -119,7 +119,7 @@ int kvl__ticket_equip(kvl_ticket *t) {
   return status < 0 ? kvl__device_failed(e->device, status, "prefetch") : KVL_OK;
 }
 
-/* ---- waiting ------------------------------------------------------------------------------ */
+/* ---- waiting -------------------------------------------------------------------------- */
 
 static int is_ready(const kvl_ticket *t, int layers) {
   return kvl__ticket_is_over(t) || t->layers_ready >= layers;

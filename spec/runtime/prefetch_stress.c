@@ -37,7 +37,7 @@ static uint64_t mix(uint64_t x) { /* the finaliser of MurmurHash3 */
   return x ^ (x >> 33);
 }
 
-/* ---- the device ---------------------------------------------------------------------------- */
+/* ---- the device ----------------------------------------------------------------------- */
 
 static int count(void) { return 1; }
 static int open_(int index, void **ctx, char *words) {
@@ -46,7 +46,10 @@ static int open_(int index, void **ctx, char *words) {
   return KVL_OK;
 }
 static void close_(void *ctx) { (void)ctx; }
-static void describe(void *ctx, char *text, size_t size) { (void)ctx, snprintf(text, size, "?"); }
+static void describe(void *ctx, char *text, size_t size) {
+  (void)ctx;
+  snprintf(text, size, "?");
+}
 static int memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
   (void)ctx;
   *bytes_free = *bytes_total = 0;
@@ -92,7 +95,7 @@ const kvl_backend kvl__backend_cpu = {
   .mark_elapsed_us = mark_elapsed_us, .copy = copy, .last_error = no_words,
 };
 
-/* ---- the store: key.lo is the task, key.hi the index of its block ------------------------------ */
+/* ---- the store: key.lo is the task, key.hi the index of its block --------------------- */
 
 enum answer { FOUND, MISS, FAILURE };
 
@@ -133,7 +136,7 @@ int kvl_store_get(kvl_store *s, const kvl_key *key, int part, void *bytes, int64
 
 void kvl_store_close(kvl_store *s) { atomic_fetch_sub(&s->refs, 1); }
 
-/* ---- stress ------------------------------------------------------------------------------------ */
+/* ---- stress --------------------------------------------------------------------------- */
 
 struct flight {
   kvl_ticket *ticket;
@@ -264,12 +267,14 @@ static void stress(int n) {
          cancelled, failed, refused);
 }
 
-/* ---- order ---------------------------------------------------------------------------------------- */
+/* ---- order ---------------------------------------------------------------------------- */
 
 enum { TASKS = 1000, RAISED = 3, DROPPED = 17, OTHERS = 99 };
 
 /* Requests: every 7th task is raised later, every 11th of the others cancelled. */
-static int request_of(int task) { return task % 7 == 3 ? RAISED : task % 11 ? OTHERS : DROPPED; }
+static int request_of(int task) {
+  return task % 7 == 3 ? RAISED : task % 11 ? OTHERS : DROPPED;
+}
 static int first_priority(int task) { return (int)(mix((uint64_t)task) % 4); }
 static int last_priority(int task) {
   return request_of(task) == RAISED ? -5 : first_priority(task);
@@ -354,7 +359,7 @@ static void in_order(void) {
   printf("%d tasks in order\n", n + 2);
 }
 
-/* ---- faults --------------------------------------------------------------------------------------- */
+/* ---- faults --------------------------------------------------------------------------- */
 
 /* One task of `n` blocks, waited for layer by layer where `by_layer`. */
 static int try(int task, int n, int by_layer) {
@@ -385,7 +390,7 @@ static void faults(void) {
     atomic_store(&calls_until_fault, n);
     do status = try(task++, BLOCKS_TASK, n % 2); while (status == KVL_ERR_IO);
     is_left = atomic_exchange(&calls_until_fault, 0) > 0;
-    EXPECT(status == KVL_ERR_DEVICE ? !!strstr(kvl_last_error(), "the device fails") : is_left);
+    EXPECT(status == KVL_ERR_DEVICE ? !!strstr(kvl_last_error(), "device fails") : is_left);
     faulty += status == KVL_ERR_DEVICE;
     do status = try(task++, BLOCKS_TASK, 1); while (status == KVL_ERR_IO);
     EXPECT(status == 1 && task < 2000);
