@@ -149,7 +149,7 @@ make "f33"
     end)
 
     it("has modules, and names the nearest to what is not there", function()
-      assert.matches("^Block summaries:.*\nfunctions: keys mean minmax\n$",
+      assert.matches("^Block summaries:.*\nfunctions: keys mean minmax",
         (feed "?kv.summary"))
       assert.equal("nothing is called kv.rmsnrom; did you mean rmsnorm?\n",
         (feed "?kv.rmsnrom"))

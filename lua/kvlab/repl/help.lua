@@ -128,14 +128,14 @@ end
 --- The first sentence of a file's head, without the name that it may begin with.
 local function first_sentence(lines)
   local head = (head_comment(lines) or ""):gsub("\n%u%l+  .*", ""):gsub("\n", " ")
-  return ((head:match "^(.-%.)%s" or head):gsub("^%u[%w-]*:%s*", ""))
+  return ((head:match "^(.-%.)%s" or head):gsub("^%u[%w -]-:%s*", ""))
 end
 
 --- Every policy with a line about it.
 local function list_policies()
   local out = {}
   for i, name in ipairs(require("kvlab.policy").names()) do
-    out[i] = ("%-12s %s"):format(name, first_sentence(read_lines(policy_path(name))))
+    out[i] = ("%-14s %s"):format(name, first_sentence(read_lines(policy_path(name))))
   end
   out[#out + 1] = '?NAME tells more; kv.policy.open "NAME" makes one; '
     .. "?kv.policy is how to write one"
