@@ -176,13 +176,14 @@ end
 
 --- Book what a step computed of a request; true when it is done.
 local function settle(self, r, now)
+  if r.state == "finished" then return true end -- another one's on_token cancelled it
   self.scheduler:computed(r)
   if r.num_computed_tokens < r.num_tokens then return false end
   r.num_tokens = r.num_tokens + 1
   if r.tokens then r.tokens[r.num_tokens] = r.next_token end
   r.first_token_us = r.first_token_us or now
   if r.on_token then r.on_token(r, r.next_token) end
-  if r.state == "finished" then return true end -- on_token cancelled it
+  if r.state == "finished" then return true end -- its own did
   local reason = r:stop_reason()
   if not reason then return false end
   self.scheduler:finish(r)

@@ -251,6 +251,18 @@ describe("server", function()
     assert.equal(40, server.scheduler.prefix:available())
   end)
 
+  it("lets one request's token cancel another in the same step", function()
+    local server, other = small(), nil
+    server:submit { tokens = { 1, 2, 3 }, max_tokens = 4, on_token = function(r)
+      if r:output_length() == 2 then server:cancel(other) end
+    end }
+    other = server:submit { tokens = { 4, 5 }, max_tokens = 9 }
+    server:run()
+    assert.equal("cancelled", other.finish_reason)
+    assert.equal(1, other:output_length())
+    assert.equal(40, server.scheduler.prefix:available())
+  end)
+
   it("calls the hooks in the order of the work", function()
     local calls, layers = {}, 0
     local server = small { hooks = {
@@ -320,6 +332,18 @@ describe("server", function()
     refuses("max_seqs is 9, expected at most the engine's 4",
       { engine = engine, max_seqs = 9 })
     refuses("blocks is 7, expected none", { engine = engine, blocks = 7 })
+  end)
+
+  it("takes the prefetch options of the decode policy, or its own", function()
+    local policy = kv.policy.open("gsa", { prefetch_ahead = 5 })
+    local engine = model_on(dev):engine { blocks = 40, chunk = 64, policy = policy }
+    local function ahead(o)
+      o.engine = engine
+      return kv.serve(o).scheduler.ahead_tokens
+    end
+    assert.equal(5 * 64, ahead {})
+    assert.equal(64, ahead { prefetch_ahead = 1 })
+    assert.equal(2 * 64, select(1, small()).scheduler.ahead_tokens)
   end)
 
   it("has the time of the first token and of those after it", function()
