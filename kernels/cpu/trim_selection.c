@@ -47,8 +47,8 @@ static void find_least(const struct row *r, double wanted, uint32_t *least, int6
   if (sum_from(r, 0) <= wanted) return;
   for (uint32_t bit = 1u << 30; bit; bit >>= 1)
     if (sum_from(r, *least | bit) >= wanted) *least |= bit;
-  double missing = wanted - sum_from(r, *least + 1);
-  *ties = missing > 0 ? (int64_t)ceil(missing / f32_from_bits(*least)) : 0;
+  double missing = (wanted - sum_from(r, *least + 1)) / f32_from_bits(*least);
+  *ties = missing <= 0 ? 0 : missing < r->n ? (int64_t)ceil(missing) : r->n;
 }
 
 static int32_t trim_row(const struct row *r, double wanted) {

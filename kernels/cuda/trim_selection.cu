@@ -48,9 +48,9 @@ struct trim_row {
 #pragma unroll 1
     for (uint32_t bit = 1u << 30; bit; bit >>= 1)
       if (sum_from(found | bit) >= wanted) found |= bit;
-    const double missing = wanted - sum_from(found + 1);
+    const double missing = (wanted - sum_from(found + 1)) / __uint_as_float(found);
     *least = found;
-    *ties = missing > 0 ? (int)ceil(missing / __uint_as_float(found)) : 0;
+    *ties = missing <= 0 ? 0 : missing < n ? (int)ceil(missing) : n;
   }
 
   /* Keeps their order: what a pass of the block keeps goes to places it has read. */

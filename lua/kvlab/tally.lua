@@ -2,6 +2,7 @@
 -- such as how often one was selected: an f32 for every layer, sequence, head and logical
 -- block. A summary belongs to a physical block and is shared with it; a tally belongs to
 -- a sequence, a fork begins with a copy, and when it is closed its row is free again.
+-- Truncating a sequence leaves its numbers as they are.
 --
 --   init       = function(self, shape) self.counts = kv.tally(shape) end,
 --   step_begin = function(self, ctx) self.counts:begin(ctx) end,

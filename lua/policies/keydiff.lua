@@ -7,13 +7,15 @@
 -- Fails   questions about what looks common; it knows no question
 local kv = require "kvlab"
 
+--- x divided by the lengths of its vectors, which have these dims.
+local function unit(x, dims)
+  return x / (x * x):sum(-1):sqrt():add(1e-20):reshape(dims)
+end
+
 --- Of the full blocks of sequence i (from 0): f32 [kv_heads, blocks].
 local function differences(self, ctx, seq, i, layer, blocks)
   local means = self.means:gather(ctx, layer, i, blocks)
   local heads, dim = means:size(0), means:size(2)
-  local function unit(x, dims)
-    return x / (x * x):sum(-1):sqrt():add(1e-20):reshape(dims)
-  end
   local units = unit(means, { heads, blocks, 1 })
   local anchor = unit(units:mean(1), { heads, 1 }):reshape { heads, 1, dim }
   self.scores:put(seq, layer, (units * anchor):sum(2):neg())
