@@ -43,6 +43,25 @@ describe("gsa by history", function()
     end
   end)
 
+  it("has a ramp from the first block of each sequence to its last", function()
+    local its_rig = rig.new(cpu, { policy = "gsa" })
+    local batch, seqs, lengths = its_rig.cache:batch(), {}, { 250, 32, 17, 1 }
+    for i = 1, #lengths do seqs[i] = its_rig.cache:sequence() end
+    batch:append(seqs, { 249, 31, 16, 0 })
+    its_rig.attention:begin(batch, true)
+    batch:append(seqs, { 1, 1, 1, 1 })
+    its_rig.attention:begin(batch, false)
+    local ctx = its_rig.attention.context
+    local ramp = ctx:ramp(0.1, 1):list()
+    for s, length in ipairs(lengths) do
+      local n = math.ceil(length / 16)
+      for b = 0, n - 1 do
+        support.close({ ramp[(s - 1) * ctx.width + b + 1] },
+          { 0.1 + 0.9 * b / math.max(1, n - 1) }, 1e-6)
+      end
+    end
+  end)
+
   it("starts anew with every request, and a fork goes on", function()
     local o = { ratio = 0.3, min_blocks = 0, sink = 0, recent = 1 }
     local policy = kv.policy.open("gsa", o)
@@ -93,7 +112,7 @@ describe("gsa by means", function()
 
   it("counts the steps of each sequence by itself", function()
     local function outs(script)
-      local o = { scores = "mean", ratio = 0.2, min_blocks = 0 }
+      local o = { scores = "mean", ratio = 0.5, min_blocks = 0, recent = 1 }
       local all, its_rig = rig.play(cpu, { policy = "gsa", options = o }, script)
       its_rig.cache:close()
       return all
