@@ -135,16 +135,8 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
   while (dim_lanes > 1 && 32 / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
   int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
   int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(blocks < full ? blocks : full));
-  config.blockDim = dim3(COMBINE_WARPS * WARP);
-  config.stream = q->stream;
-  cudaLaunchAttribute early[1];
-  early[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = early;
-  config.numAttrs = q->shared_optin > 200 << 10;   /* Hopper and later: 227 KiB */
-  return kvl__cuda_check(cudaLaunchKernelEx(&config, paged_combine, a, p, dim_lanes));
+  return launch_programmatic(paged_combine, (unsigned)(blocks < full ? blocks : full),
+                             COMBINE_WARPS * WARP, 0, q, a, p, dim_lanes);
 }
 
 /* Blocks of a decode. */
@@ -160,9 +152,9 @@ int launch_decode(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, F8>>(q);
   if (status < 0) return status;
   const int blocks = decode_blocks(place, shape::WARPS);
-  paged_decode<T, D, F8><<<blocks, shape::WARPS * WARP, shape::SHARED_BYTES, q->stream>>>(
-      a, place);
-  return launch_combine(a, place, q);
+  status = launch_programmatic(paged_decode<T, D, F8>, blocks, shape::WARPS * WARP,
+                               shape::SHARED_BYTES, q, a, place);
+  return status < 0 ? status : launch_combine(a, place, q);
 }
 
 template <class T, int D, class C = T>
@@ -195,8 +187,9 @@ int launch_f32(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
   if (status < 0) return status;
   const int blocks = decode_blocks(place, shape::WARPS);
-  paged_f32_decode<T, D, ROWS><<<blocks, THREADS, BYTES, q->stream>>>(a, place);
-  return launch_combine(a, place, q);
+  status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
+                               place);
+  return status < 0 ? status : launch_combine(a, place, q);
 }
 
 template <class T, int D>

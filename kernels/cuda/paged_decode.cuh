@@ -124,6 +124,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   const uint32_t share = place.units.quotient(task);
   const int unit = task - (int)(share * place.units.by);
   const int kv_head = place.subgroups.quotient(unit);
+  wait_for_previous();
   const split_plan plan(a, place, sums);
   if (share >= plan.shares) return;
   const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);

@@ -220,6 +220,7 @@ paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
   extern __shared__ __align__(128) char shared[];
   __shared__ uint32_t sums[PLAN_CHUNKS];
   __shared__ f32_rows<ROWS> sees[shape::WARPS];
+  wait_for_previous();
   const split_plan plan(a, place, sums);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int task = blockIdx.x * shape::WARPS + warp;

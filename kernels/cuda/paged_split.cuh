@@ -19,6 +19,7 @@
 #define KVL_CUDA_PAGED_SPLIT_CUH
 
 #include "paged_output.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -200,19 +201,6 @@ __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
   }
 }
 
-/* Lets the next kernel of the stream be scheduled ... */
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-/* ... which waits here for this one to end. */
-__device__ __forceinline__ void wait_for_last() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 /* ---- joining ----------------------------------------------------------------------------- */
 
 /* A warp takes 4 * dim_lanes dims of one row that was cut: 32 / dim_lanes partial results
@@ -224,7 +212,8 @@ __global__ void __launch_bounds__(COMBINE_WARPS * WARP, 4)
 paged_combine(const __grid_constant__ kvl_paged_attention_args a,
               const __grid_constant__ split_place place, int dim_lanes) {
   __shared__ uint32_t sums[PLAN_CHUNKS];
-  const split_plan plan(a, place, sums);
+  let_next_start();
+  const split_plan plan(a, place, sums);   /* from lengths that the workers waited for */
   const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
   const int head_dim = a.cache.head_dim;
   /* Rows that were cut are found by their sequence, or, where there are more sequences than
@@ -256,7 +245,7 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
         (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
-    if (!waited) wait_for_last();
+    if (!waited) wait_for_previous();
     waited = true;
 
     float m = -INFINITY, sum = 0.f, x[4] = {};
@@ -302,7 +291,7 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
     }
     if (mine == 0 && has) write_part(a, place, -1, rows, row, dim, x, top, sum, 1.f);
   }
-  if (!waited) wait_for_last();
+  if (!waited) wait_for_previous();
 }
 
 }  // namespace kvl
