@@ -5,44 +5,49 @@
  *   tokens  i32                  [n]   valid tokens; the mean of none has the hash 0
  *   planes  f32                  [bits, head_dim]
  *   hashes  u64                  [rows, kv_heads, words] or [rows, kv_heads, block_size, words]
- * A warp a hash. Exact: the sums are fixed, see kernels.h.
+ * Exact: the sums are fixed, see kernels.h; how they are made, see hash.cuh.
+ *
+ * Bytes   the keys, and their hashes; limit: latency of a tile's steps
+ * Best    tokens of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56; 16 blocks'
+ *         means 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
  * Source  UCM's GSA on-device: hashes of tokens are made where keys are */
 #include "hash.cuh"
 
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256;
+/* Whole numbers >= 0: most fit 32 bits, whose division is several times as fast. */
+__device__ __forceinline__ int64_t divide(int64_t a, int b) {
+  return a >> 32 ? a / b : (uint32_t)a / (uint32_t)b;
+}
 
-template <class T>
-__global__ void __launch_bounds__(THREADS)
-block_hash_kernel(const __grid_constant__ kvl_block_hash_args a, int64_t vectors) {
-  const kvl_cache_view &cache = a.cache;
-  const int dim = cache.head_dim, words = (a.bits + 63) / 64;
-  const int each = a.is_token ? cache.block_size : 1;   /* hashes of an (entry, KV head) */
-  const int64_t warps = (int64_t)gridDim.x * (THREADS / WARP);
-  for (int64_t v = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; v < vectors;
-       v += warps) {
-    const int64_t pair = v / each, i = pair / cache.kv_heads;
+/* Vectors (entry of the list, KV head) or, with a hash a token, (entry, KV head, token). */
+template <class T, bool IS_TOKEN> struct block_keys {
+  using type = T;
+  static constexpr bool IS_SUM = !IS_TOKEN;
+  kvl_block_hash_args a;
+  __device__ hash_item<T> at(int64_t v) const {
+    const kvl_cache_view &cache = a.cache;
+    const int each = IS_TOKEN ? cache.block_size : 1;
+    const int64_t pair = divide(v, each), i = divide(pair, cache.kv_heads);
     const int head = (int)(pair - i * cache.kv_heads), token = (int)(v - pair * each);
     const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
     const int count = max(0, min(a.tokens[i], cache.block_size));
-    if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows) continue;
-    if (a.is_token && token >= count) continue;
-    const T *k = (const T *)cache.kv +
-                 ((2 * block * cache.kv_heads + head) * cache.block_size + token) * dim;
-    float x[HASH_CHUNKS];
-    if (a.is_token || count > 0) hash_load(k, dim, x);
-    else for (float &e : x) e = 0.f;
-    for (int t = 1; !a.is_token && t < count; t++) {
-      float y[HASH_CHUNKS];
-      hash_load(k + (int64_t)t * dim, dim, y);
-#pragma unroll
-      for (int c = 0; c < HASH_CHUNKS; c++) x[c] = __fadd_rn(x[c], y[c]);
-    }
-    uint64_t *hash = a.hashes + ((to * cache.kv_heads + head) * each + token) * words;
-    hash_store(x, a.planes, dim, a.bits, hash);
+    if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows ||
+        (IS_TOKEN && token >= count)) return {nullptr, 0, nullptr};
+    const int64_t row = (2 * block * cache.kv_heads + head) * cache.block_size + token;
+    const int64_t hash = (to * cache.kv_heads + head) * each + token;
+    return {(const T *)cache.kv + row * cache.head_dim, IS_TOKEN ? 1 : count,
+            a.hashes + hash * ((a.bits + 63) / 64)};
   }
+};
+
+template <class T>
+int hash_keys(const kvl_block_hash_args &a, const kvl_cuda_queue *q) {
+  hash_call call = {a.planes, a.n * a.cache.kv_heads, a.cache.head_dim, a.bits};
+  if (!a.is_token) return hash_vectors(block_keys<T, false>{a}, call, q);
+  call.vectors *= a.cache.block_size;
+  return hash_vectors(block_keys<T, true>{a}, call, q);
 }
 
 }  // namespace
@@ -52,14 +57,6 @@ KVL_CUDA_KERNEL(block_hash) {
   using namespace kvl;
   const kvl_block_hash_args &a = *(const kvl_block_hash_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  const int64_t vectors = a.n * a.cache.kv_heads * (a.is_token ? a.cache.block_size : 1);
-  if (vectors == 0) return KVL_OK;
-  const unsigned blocks = grid(vectors, THREADS / WARP, q);
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
-    block_hash_kernel<f8e4m3><<<blocks, THREADS, 0, q->stream>>>(a, vectors);
-  else
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-      block_hash_kernel<T><<<blocks, THREADS, 0, q->stream>>>(a, vectors);
-    })
-  return kvl__cuda_launched();
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return hash_keys<f8e4m3>(a, q);
+  KVL_CUDA_BY_FLOAT(a.cache.dtype, T, { return hash_keys<T>(a, q); })
 }

@@ -44,17 +44,17 @@ template <class FORM, int N> struct hash_batch;
 /* A hash a block, of one or two words. */
 template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
   pack<uint64_t, WORDS> hash[N];
-  bool is_there[N];
+  uint32_t there;                       /* bit j: block j is one */
 
   /* block[j]: physical. */
   __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
                                        const int (&)[N], int head) {
+    there = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      is_there[j] = (uint32_t)block[j] < (uint32_t)v.blocks;
-      if (is_there[j])
-        hash[j] = load_pack<WORDS>(v.hashes +
-                                   ((int64_t)block[j] * v.kv_heads + head) * WORDS);
+      if ((uint32_t)block[j] >= (uint32_t)v.blocks) continue;
+      there |= 1u << j;
+      hash[j] = load_pack<WORDS>(v.hashes + ((int64_t)block[j] * v.kv_heads + head) * WORDS);
     }
   }
   __device__ __forceinline__ void distances(const uint64_t *q, uint32_t (&d)[N]) const {
@@ -63,7 +63,7 @@ template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
       d[j] = 0;
 #pragma unroll
       for (int w = 0; w < WORDS; w++) d[j] += hamming(hash[j].at[w], q[w]);
-      if (!is_there[j]) d[j] = HAMMING_NONE;
+      if (!(there >> j & 1)) d[j] = HAMMING_NONE;
     }
   }
 };
@@ -149,24 +149,28 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
     for (int r = 0; r < LANES; r++) best[r] = HAMMING_NONE;
 #pragma unroll 1
     for (int piece = lane % LANES; piece < pieces; piece += LANES) {
-      uint4 x[LANES];
 #pragma unroll
-      for (int r = 0; r < LANES; r++) {
-        const int b = __shfl_sync(ALL_LANES, block, r * PER + group);
-        x[r] = make_uint4(0, 0, 0, 0);
-        if (b >= 0) x[r] = __ldcs((const uint4 *)hashes_of(b) + piece);
-      }
+      for (int r0 = 0; r0 < LANES; r0 += 8) {
+        uint4 x[8];
 #pragma unroll
-      for (int r = 0; r < LANES; r++) {
-        const int n = __shfl_sync(ALL_LANES, tokens, r * PER + group);
-        best[r] = min(best[r], of_piece(x[r], q, piece * EACH, n));
+        for (int r = 0; r < 8; r++) {
+          const int b = __shfl_sync(ALL_LANES, block, (r0 + r) * PER + group);
+          x[r] = make_uint4(0, 0, 0, 0);
+          if (b >= 0) x[r] = __ldcs((const uint4 *)hashes_of(b) + piece);
+        }
+#pragma unroll
+        for (int r = 0; r < 8; r++) {
+          const int n = __shfl_sync(ALL_LANES, tokens, (r0 + r) * PER + group);
+          best[r0 + r] = min(best[r0 + r], of_piece(x[r], q, piece * EACH, n));
+        }
       }
     }
     /* best[r] of this lane is of block r * PER + group: LANES of them to the least of each. */
 #pragma unroll
     for (int s = LANES / 2; s > 0; s /= 2)
 #pragma unroll
-      for (int r = 0; r < s; r++) {
+      for (int r = 0; r < LANES / 2; r++) {
+        if (r >= s) break;
         const uint32_t keep = lane & s ? best[r + s] : best[r];
         const uint32_t send = lane & s ? best[r] : best[r + s];
         best[r] = min(keep, __shfl_xor_sync(ALL_LANES, send, s));

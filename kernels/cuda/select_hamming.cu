@@ -20,7 +20,11 @@
  * No atomic decides an order: histograms commute. The query is hashed while the first hashes
  * are on their way.
  *
- * Bytes   hashes of every block, tables, 4 a selected block; limit: latency of the phases */
+ * Bytes   hashes of every block, tables, 4 a selected block; limit: latency of the phases, then
+ *         sectors: 8 bytes of 32 are used of a 64-bit hash a block
+ * Best    64 bits, 30%: [1 row, 8192 blocks] 12.7 us, [64, 8192] 14.9, [64, 65536] 61.9 (an empty
+ *         launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ * Source  UCM's GSA on-device; its guide's fused kernel is a sketch */
 #include "hamming.cuh"
 #include "hash.cuh"
 #include "block_scan.cuh"
@@ -30,11 +34,13 @@ namespace kvl {
 namespace {
 
 constexpr uint32_t NO_RIVAL = 0xFFFF;   /* in place of a distance: not up for choice */
+constexpr int THREADS = 512, WARPS = THREADS / WARP;
+constexpr int COPIES = 4;               /* of the histogram: warps meet less often */
+constexpr int QUERIES = 8;              /* hashed together */
 
-template <class FORM> constexpr int threads_of = FORM::IS_TOKEN ? 512 : 1024;
 /* Blocks that a lane has under way. */
 template <class FORM> constexpr int batch_of =
-    FORM::IS_TOKEN ? 1 : FORM::WORDS == 1 ? 8 : FORM::WORDS == 2 ? 4 : 2;
+    FORM::IS_TOKEN ? 1 : FORM::WORDS == 1 ? 16 : FORM::WORDS == 2 ? 8 : 4;
 
 struct row_shape {
   int stretch;                          /* blocks that a warp takes, a multiple of a batch */
@@ -43,50 +49,100 @@ struct row_shape {
   size_t bytes_shared;
 };
 
-template <int THREADS> struct shared_memory {
-  float x[256];
-  uint32_t nearer[THREADS / WARP], equal[THREADS / WARP];
+struct shared_memory {
+  float x[QUERIES][256];
+  uint32_t nearer[WARPS], equal[WARPS];
 };
 
-/* Hashes of the group means of `heads` KV heads from `head` on, into shared words, which are
- * 0. Has barriers. */
-template <int THREADS>
-__device__ __forceinline__ void hash_queries(const kvl_select_hamming_args &a, int64_t seq,
-                                             int head, int heads, float *x, uint32_t *words) {
-  const int dim = a.head_dim, group = (int)(a.heads / a.hashes.kv_heads);
-  const int part = threadIdx.x % HASH_PARTS, first = threadIdx.x / HASH_PARTS;
-  for (int g = 0; g < heads; g++, words += 2 * a.hashes.words) {
-    float plane[HASH_CHUNKS], y[HASH_CHUNKS];
-    if (first < a.bits) hash_load(a.planes + first * dim, dim, plane);
-    const int64_t row = seq * a.heads + (int64_t)(head + g) * group;
-    if (threadIdx.x < dim) {
-      const int64_t at = row * dim + threadIdx.x;
-      float sum = 0.f;
-#pragma unroll 4
-      for (int h = 0; h < group; h++) {
-        const int64_t i = at + (int64_t)h * dim;
-        const float e = a.dtype == KVL_DTYPE_F32    ? ((const float *)a.q)[i]
-                        : a.dtype == KVL_DTYPE_BF16 ? to_float(((const __nv_bfloat16 *)a.q)[i])
-                                                    : to_float(((const __half *)a.q)[i]);
-        sum = h > 0 ? __fadd_rn(sum, e) : e;
-      }
-      x[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    hash_load(x, dim, y);
+/* Dim `at` of the sum of a group, in the order of its heads. Four at a time are asked for
+ * before one is waited for. */
+template <class T>
+__device__ __forceinline__ float group_sum(const T *q, int group, int dim) {
+  float sum = 0.f;
 #pragma unroll 1
-    for (int bit = first; bit < a.bits; bit += THREADS / HASH_PARTS) {   /* whole warps */
-      if (bit != first) hash_load(a.planes + bit * dim, dim, plane);
-      if (hash_sum(y, plane, dim) > 0.f && part == 0)
-        atomicOr(&words[bit / 32], 1u << bit % 32);
-    }
-    __syncthreads();
+  for (int h = 0; h < group; h += 4) {
+    T x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = q[(int64_t)min(h + i, group - 1) * dim];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (h + i < group) sum = h + i > 0 ? __fadd_rn(sum, to_float(x[i])) : to_float(x[i]);
   }
+  return sum;
 }
 
-/* Every block of the team sends its histogram to all: counts [TEAM][bins]. */
-template <int TEAM, int THREADS>
-__device__ __forceinline__ void join_counts(const uint32_t *mine, uint32_t *counts, int bins) {
+/* The hashes of a row's queries. Its steps are apart so that memory is asked for everything
+ * before anything is waited for. */
+struct query_hash {
+  static constexpr int BITS = THREADS / HASH_PARTS, AHEAD = 2;   /* AHEAD * BITS bits */
+  const kvl_select_hamming_args &a;
+  const int64_t head;                   /* the first of all KV heads of all sequences */
+  const int heads, group, dim, part, first;
+  float plane[AHEAD][HASH_CHUNKS];
+
+  __device__ __forceinline__ query_hash(const kvl_select_hamming_args &args, int64_t head_,
+                                        int heads_)
+      : a(args), head(head_), heads(heads_),
+        group((int)((uint32_t)args.heads / (uint32_t)args.hashes.kv_heads)),
+        dim(args.head_dim), part(threadIdx.x % HASH_PARTS),
+        first(threadIdx.x / HASH_PARTS) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) load_plane(i * BITS + first, plane[i]);
+  }
+  __device__ __forceinline__ void load_plane(int bit, float (&to)[HASH_CHUNKS]) const {
+    hash_load(a.planes + bit * dim, bit < a.bits ? dim : 0, to);
+  }
+  /* Sums of the groups of QUERIES heads from `from` on. */
+  __device__ __forceinline__ void sum_groups(int from, float (*x)[256]) const {
+#pragma unroll 1
+    for (int g = threadIdx.x / 256; g < min(heads - from, QUERIES); g += THREADS / 256) {
+      const int d = threadIdx.x % 256;
+      const int64_t at = (head + from + g) * group * dim + d;
+      if (d >= dim) continue;
+      if (a.dtype == KVL_DTYPE_BF16)
+        x[g][d] = group_sum((const __nv_bfloat16 *)a.q + at, group, dim);
+      else if (a.dtype == KVL_DTYPE_F16)
+        x[g][d] = group_sum((const __half *)a.q + at, group, dim);
+      else x[g][d] = group_sum((const float *)a.q + at, group, dim);
+    }
+  }
+  __device__ __forceinline__ void set(const float (&x)[HASH_CHUNKS],
+                                      const float (&of)[HASH_CHUNKS], int bit,
+                                      uint32_t *words) const {
+    const bool is_positive = hash_sum(x, of, dim) > 0.f;
+    if (is_positive && part == 0 && bit < a.bits) atomicOr(&words[bit / 32], 1u << bit % 32);
+  }
+  /* Into shared words, which are 0; x has the first QUERIES sums. Begins with a barrier, ends
+   * with one. */
+  __device__ __forceinline__ void finish(float (*x)[256], uint32_t *words) const {
+#pragma unroll 1
+    for (int from = 0; from < heads; from += QUERIES) {
+      if (from > 0) sum_groups(from, x);
+      __syncthreads();
+#pragma unroll 1
+      for (int g = 0; g < min(heads - from, QUERIES); g++, words += 2 * a.hashes.words) {
+        float y[HASH_CHUNKS];
+        hash_load(x[g], dim, y);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) set(y, plane[i], i * BITS + first, words);
+#pragma unroll 1
+        for (int bit = AHEAD * BITS + first; bit - first < a.bits; bit += BITS) {
+          float of[HASH_CHUNKS];
+          load_plane(bit, of);
+          set(y, of, bit, words);
+        }
+      }
+      __syncthreads();
+    }
+  }
+};
+
+/* The histograms of all blocks of the team: counts [TEAM][bins]. Has barriers. */
+template <int TEAM>
+__device__ __forceinline__ void join_counts(uint32_t *mine, uint32_t *counts, int bins) {
+  for (int i = threadIdx.x; i < bins; i += THREADS)
+    for (int c = 1; c < COPIES; c++) mine[i] += mine[c * bins + i];
+  __syncthreads();
   KVL_SM90("barrier.cluster.arrive.release;\n"
            "barrier.cluster.wait.acquire;" ::: "memory");
   for (int i = threadIdx.x; i < TEAM * bins; i += THREADS) {
@@ -100,9 +156,9 @@ __device__ __forceinline__ void join_counts(const uint32_t *mine, uint32_t *coun
   cluster_arrive();                     /* mine is not read any more */
 }
 
-/* The bin of the wanted-th of the team, and how many of that bin belong to the wanted. By
- * every warp for itself. */
-template <int TEAM>
+/* The bin of the wanted-th of PARTS histograms, and how many of that bin belong to the wanted.
+ * By every warp for itself. */
+template <int PARTS>
 __device__ __forceinline__ void find_edge(const uint32_t *counts, int bins, uint32_t wanted,
                                           uint32_t *edge, uint32_t *ties) {
   const int lane = threadIdx.x % WARP, each = (bins + WARP - 1) / WARP;
@@ -110,7 +166,7 @@ __device__ __forceinline__ void find_edge(const uint32_t *counts, int bins, uint
   auto count_of = [&](int bin) {
     uint32_t sum = 0;
 #pragma unroll
-    for (int t = 0; t < TEAM; t++) sum += counts[t * bins + bin];
+    for (int t = 0; t < PARTS; t++) sum += counts[t * bins + bin];
     return sum;
   };
   uint32_t sum = 0;
@@ -125,20 +181,47 @@ __device__ __forceinline__ void find_edge(const uint32_t *counts, int bins, uint
   *ties = wanted - __shfl_sync(ALL_LANES, before, owner);
 }
 
+/* Writes the taken blocks of a batch, whose distances are d, in index order; moves the places
+ * behind them. */
+template <int N>
+__device__ __forceinline__ void write_chosen(const uint32_t (&d)[N], uint32_t edge,
+                                             uint32_t ties, int at, int32_t *places,
+                                             uint32_t *nearer, uint32_t *equal) {
+  const int lane = threadIdx.x % WARP;
+  const unsigned before = (1u << lane) - 1;
+  unsigned taken[N];
+  uint32_t ties_before = *equal;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    const unsigned is_equal = __ballot_sync(ALL_LANES, d[j] == edge);
+    const bool is_tie = d[j] == edge && ties_before + __popc(is_equal & before) < ties;
+    taken[j] = __ballot_sync(ALL_LANES, d[j] < edge || is_tie);
+    ties_before += __popc(is_equal);
+  }
+  int32_t *place = places + *nearer;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if (taken[j] >> lane & 1) place[__popc(taken[j] & before)] = at + j * WARP + lane;
+    place += __popc(taken[j]);
+  }
+  *nearer = (uint32_t)(place - places);
+  *equal = ties_before;
+}
+
 template <class FORM, int TEAM>
-__global__ void __launch_bounds__(threads_of<FORM>, 1)
+__global__ void __launch_bounds__(THREADS, 1)
 select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
                       const row_shape shape) {
-  constexpr int THREADS = threads_of<FORM>, N = batch_of<FORM>, WARPS = THREADS / WARP;
+  constexpr int N = batch_of<FORM>;
   extern __shared__ __align__(16) char memory[];
-  shared_memory<THREADS> &s = *(shared_memory<THREADS> *)memory;
+  shared_memory &s = *(shared_memory *)memory;
   uint64_t *q = (uint64_t *)(memory + sizeof(s));
-  uint32_t *mine = (uint32_t *)(q + shape.q_words), *counts = mine;
-  uint16_t *kept = (uint16_t *)(mine + shape.bins * (TEAM > 1 ? TEAM + 1 : 1));
+  uint32_t *mine = (uint32_t *)(q + shape.q_words), *counts = mine + COPIES * shape.bins;
+  uint16_t *kept = (uint16_t *)(counts + (TEAM > 1 ? TEAM * shape.bins : 0));
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int rank = TEAM > 1 ? blockIdx.x % TEAM : 0;
   const uint32_t row = blockIdx.x / TEAM, list_heads = (uint32_t)a.selection_heads;
-  const int64_t seq = row / list_heads;
+  const uint32_t seq = row / list_heads;
   const int head = (int)(row % list_heads), heads = list_heads == 1 ? a.hashes.kv_heads : 1;
   const int32_t *table = a.tables + seq * a.max_blocks;
   kept += warp * shape.stretch + lane;
@@ -149,7 +232,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   const int begin = (rank * WARPS + warp) * shape.stretch;
   const int end = (int)min((int64_t)begin + shape.stretch, a.max_blocks);
   hash_batch<FORM, N> batch;
-  int block[N], tokens[N];
+  int block[N], tokens[N] = {};
   auto look_up = [&](int at) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
@@ -158,10 +241,11 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
     }
   };
   look_up(begin);
+  const query_hash queries(a, seq * a.hashes.kv_heads + head, heads);
+  queries.sum_groups(0, s.x);
   if (!FORM::IS_TOKEN) batch.load(a.hashes, block, tokens, head);
-  for (int i = threadIdx.x; i < shape.bins; i += THREADS) mine[i] = 0;
+  for (int i = threadIdx.x; i < COPIES * shape.bins; i += THREADS) mine[i] = 0;
   for (int i = threadIdx.x; i < shape.q_words; i += THREADS) q[i] = 0;
-  hash_queries<THREADS>(a, seq, head, heads, s.x, (uint32_t *)q);
 
   const uint32_t size = (uint32_t)a.block_size, all = max(length, 0);
   const int n = (int)min((int64_t)(all / size + (all % size != 0)), a.max_blocks);
@@ -171,31 +255,21 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   /* Blocks sink ... high-1 compete for `wanted` places. */
   const int high = n - recent, wanted = k - sink - recent;
   const bool is_choice = wanted > 0 && wanted < high - sink;
+  queries.finish(s.x, (uint32_t *)q);
   let_next_start();
 
   int32_t *selection = a.selection + row * a.max_selected;
-  if (rank == 0) {
-    if (threadIdx.x == 0 && a.counts) a.counts[row] = k;
-    for (int i = threadIdx.x; i < (is_choice ? sink : sink + wanted); i += THREADS)
-      selection[i] = i;
-    for (int i = threadIdx.x; i < recent; i += THREADS) selection[k - recent + i] = high + i;
-    for (int i = k + threadIdx.x; i < (int)a.max_selected; i += THREADS) selection[i] = -1;
-  }
-  if (!is_choice) return;               /* the whole team */
-  selection += sink;
-
-  uint32_t edge = 0, ties = 0, nearer = 0, equal = 0;
+  uint32_t edge = 0, ties = 0, nearer = 0, equal = 0, d[N];
+  const bool is_one = shape.stretch == N * WARP;   /* batch, whose distances stay in d */
 #pragma unroll 1
-  for (int pass = 0; pass < 3; pass++) {
-    const bool is_read = pass == 0 || !shape.is_kept;
+  for (int pass = is_choice ? 0 : 3; pass < 3; pass++) {
 #pragma unroll 1
     for (int at = begin; at < end; at += N * WARP) {
-      uint32_t d[N];
-      if (is_read) {
+      if (pass == 0 || !(shape.is_kept || is_one)) {
         const bool is_there = !FORM::IS_TOKEN && pass == 0 && at == begin;
         if (!is_there) look_up(at);
 #pragma unroll
-        for (int j = 0; j < N; j++)
+        for (int j = 0; FORM::IS_TOKEN && j < N; j++)
           tokens[j] = min((int)all - (at + j * WARP + lane) * (int)size, (int)size);
 #pragma unroll 1
         for (int h = 0; h < heads; h++) {
@@ -209,40 +283,29 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
         for (int j = 0; j < N; j++) {
           const int b = at + j * WARP + lane;
           d[j] = b >= sink && b < high ? min(d[j], shape.bins - 1u) : NO_RIVAL;
-          if (pass == 0 && shape.is_kept) kept[at - begin + j * WARP] = (uint16_t)d[j];
+          if (shape.is_kept && !is_one) kept[at - begin + j * WARP] = (uint16_t)d[j];
         }
-      } else {
+      } else if (!is_one) {
 #pragma unroll
         for (int j = 0; j < N; j++) d[j] = kept[at - begin + j * WARP];
       }
       if (pass == 0) {
+        uint32_t *copy = mine + warp % COPIES * shape.bins;
 #pragma unroll
         for (int j = 0; j < N; j++)
-          if (d[j] != NO_RIVAL) atomicAdd(&mine[d[j]], 1u);
+          if (d[j] != NO_RIVAL) atomicAdd(&copy[d[j]], 1u);
       } else if (pass == 1) {
 #pragma unroll
         for (int j = 0; j < N; j++) nearer += d[j] < edge, equal += d[j] == edge;
-      } else {
-#pragma unroll
-        for (int j = 0; j < N; j++) {   /* places from nearer + min(equal, ties) on */
-          const unsigned before = (1u << lane) - 1;
-          const unsigned is_equal = __ballot_sync(ALL_LANES, d[j] == edge);
-          const bool is_tie = d[j] == edge && equal + __popc(is_equal & before) < ties;
-          const unsigned is_taken = __ballot_sync(ALL_LANES, d[j] < edge || is_tie);
-          if (is_taken >> lane & 1)
-            selection[nearer + __popc(is_taken & before)] = at + j * WARP + lane;
-          nearer += __popc(is_taken);
-          equal += __popc(is_equal);
-        }
+      } else {                          /* places from nearer + min(equal, ties) on */
+        write_chosen<N>(d, edge, ties, at, selection + sink, &nearer, &equal);
       }
     }
     if (pass == 0) {
       __syncthreads();
-      if (TEAM > 1) {
-        counts = mine + shape.bins;
-        join_counts<TEAM, THREADS>(mine, counts, shape.bins);
-      }
-      find_edge<TEAM>(counts, shape.bins, wanted, &edge, &ties);
+      if (TEAM > 1) join_counts<TEAM>(mine, counts, shape.bins);
+      find_edge<(TEAM > 1 ? TEAM : COPIES)>(TEAM > 1 ? counts : mine, shape.bins, wanted,
+                                            &edge, &ties);
     } else if (pass == 1) {
       nearer = __reduce_add_sync(ALL_LANES, nearer);
       equal = __reduce_add_sync(ALL_LANES, equal);
@@ -250,17 +313,26 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
       __syncthreads();
       nearer = lane < warp ? s.nearer[lane] : 0;
       equal = lane < warp ? s.equal[lane] : 0;
-      for (int i = lane; i < rank * shape.bins; i += WARP) {   /* of the blocks before */
-        const uint32_t bin = i % shape.bins;
-        nearer += bin < edge ? counts[i] : 0;
-        equal += bin == edge ? counts[i] : 0;
-      }
+#pragma unroll 1
+      for (int r = 0; r < rank; r++)    /* of the blocks before */
+#pragma unroll 1
+        for (int bin = lane; bin <= (int)edge; bin += WARP)
+          (bin < (int)edge ? nearer : equal) += counts[r * shape.bins + bin];
       nearer = __reduce_add_sync(ALL_LANES, nearer);
       equal = __reduce_add_sync(ALL_LANES, equal);
       nearer += min(equal, ties);
     }
   }
-  if (TEAM > 1) cluster_wait();         /* the others have read what they need */
+  if (rank == 0) {                      /* what was not up for choice */
+    const int front = is_choice ? sink : sink + wanted, gap = k - recent - front;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (int)a.max_selected - gap; i += THREADS) {
+      const int place = i < front ? i : i + gap;
+      selection[place] = place < front ? place : place < k ? place - k + n : -1;
+    }
+    if (threadIdx.x == 0 && a.counts) a.counts[row] = k;
+  }
+  if (TEAM > 1 && is_choice) cluster_wait();   /* the others have read what they need */
 }
 
 /* Blocks of a team for rows of so many bytes. */
@@ -273,15 +345,14 @@ int team_of(int64_t rows, int64_t bytes_row, const kvl_cuda_queue *q) {
 template <class FORM, int TEAM>
 int launch(const kvl_select_hamming_args &a, int64_t rows, const kvl_cuda_queue *q) {
   constexpr auto kernel = select_hamming_kernel<FORM, TEAM>;
-  constexpr int THREADS = threads_of<FORM>, WARPS = THREADS / WARP;
   constexpr int unit = batch_of<FORM> * WARP;
   const int heads = a.selection_heads == 1 ? a.hashes.kv_heads : 1;
   row_shape shape;
   shape.stretch = (int)((a.max_blocks + TEAM * WARPS * unit - 1) / (TEAM * WARPS * unit)) * unit;
   shape.bins = a.bits + 2;
   shape.q_words = heads * a.hashes.words;
-  shape.bytes_shared = sizeof(shared_memory<THREADS>) + 8 * (size_t)shape.q_words +
-                       4 * (size_t)shape.bins * (TEAM > 1 ? TEAM + 1 : 1);
+  shape.bytes_shared = sizeof(shared_memory) + 8 * (size_t)shape.q_words +
+                       4 * (size_t)shape.bins * (COPIES + (TEAM > 1 ? TEAM : 0));
   const size_t bytes_kept = (size_t)WARPS * shape.stretch * 2;
   shape.is_kept = shape.bytes_shared + bytes_kept <= (size_t)q->shared_optin;
   if (shape.is_kept) shape.bytes_shared += bytes_kept;

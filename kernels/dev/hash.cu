@@ -1,15 +1,31 @@
 /* Hashes of keys, Hamming scores, and the fused selection by them. Compile: see dev.cuh.
  *
- * Versions, microseconds with a cold L2: see below; not measured yet */
+ * Versions of the fused selection, 64 bits, 30%, microseconds with a cold L2 (an empty launch
+ * reads 3.1), and of scores of 128-bit token hashes, 16 x 32K, as a share of R; H100 80GB HBM3,
+ * 2026-11-21:
+ *        [1,8192]  [64,8192]  [64,65536]  scores
+ *   1      15.6      19.0        77.5      0.61
+ *   2      13.9      16.3        62.7      0.75
+ *   3      18.2      21.1        95.4
+ *   4      12.7      14.9        61.9      0.75
+ * 1  1024 threads, 8 blocks a lane: registers spilled. Scores: 16 loads a lane at once, a warp
+ *    for each (32 blocks, KV head)
+ * 2  512 threads, 16 blocks a lane; everything is asked for before anything is waited for; four
+ *    copies of the histogram. Scores: 8 loads at once, twice the warps, all of them at once
+ * 3  rolled loops, hashes copied to shared memory asynchronously, a histogram column a lane:
+ *    less code, but a chain of shared-memory latencies for each block
+ * 4  2 with the group's queries asked for at once (a branch on the dtype in between had made
+ *    them wait for each other), distances of a single batch kept in registers: the shipped one.
+ *    Cycles of [1,8192], 2 a nanosecond: loads under way and the query summed 5400, hashed
+ *    2700, distances and histogram 4300, edge 1000, places 1500, writing 3700
+ * Hashes of the tokens of 2048 blocks x 8 KV heads, 64 bits: a warp a hash 1654 us, tensor cores
+ * with exact sums where they are in doubt 114; of the means 194 and 56; of 16 blocks' means 38
+ * and 9.9, by a block of threads each. */
 #include <cstring>
 
 #include "../cuda/block_hash.cu"
-#define THREADS THREADS_ROWS
 #include "../cuda/hash_rows.cu"
-#undef THREADS
-#define THREADS THREADS_SCORE
 #include "../cuda/score_hamming.cu"
-#undef THREADS
 #include "../cuda/select_hamming.cu"
 
 #include "dev.cuh"
