@@ -1,0 +1,113 @@
+--- How many bits does a hash of keys need, and of what should it be?
+--
+-- GSA on-device selects blocks by hashes of keys. Here its recall and the answers of the
+-- small recall model (lua/models/recall) against bits, for hashes of a block's mean or
+-- of every token, and for orthogonal or gaussian planes; beside Quest's bound and the
+-- mean itself. block_recall is the share of the oracle's blocks (by their largest q.k,
+-- the same budget) that a policy selects too, sink and recent left out.
+--
+--   ./kvlab run lua/experiments/07_hash_bits.lua [--device=cuda] [--set prompts=4]
+local exam = require "models.recall.exam"
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+
+local SINK, RECENT = 1, 2
+
+-- ---- how much of the oracle's choice a policy makes -----------------------------------
+
+local Overlap = {}
+Overlap.__index = Overlap
+
+local function rows_of(selection)
+  local n, flat, rows = selection:size(2), selection:list(), {}
+  for i = 0, #flat / n - 1 do
+    local row = {}
+    for j = 1, n do row[j] = flat[i * n + j] end
+    rows[i + 1] = row
+  end
+  return rows
+end
+
+--- Called by the attention after each decoded layer, see probe.lua.
+function Overlap:observe(attention, ctx, selection)
+  kv.scope(function()
+    local heads = attention.shape.kv_heads
+    kv.ops.score_max_qk(ctx.query, ctx)
+    local best = kv.tensor(ctx.scores.device, "i32",
+      { ctx.seqs, heads, selection:size(2) })
+    kv.ops.select(ctx.scores, ctx.lens, ctx.block_size, attention.policy.budget, best)
+    local chosen, want, lens = rows_of(selection), rows_of(best), ctx.lens:list()
+    for i, row in ipairs(want) do
+      local blocks = math.ceil(lens[math.ceil(i / heads)] / ctx.block_size)
+      local has = {}
+      for _, b in ipairs(chosen[i]) do has[b] = true end
+      for _, b in ipairs(row) do
+        if b >= SINK and b < blocks - RECENT then
+          self.wanted = self.wanted + 1
+          self.found = self.found + (has[b] and 1 or 0)
+        end
+      end
+    end
+  end)
+end
+
+local function overlap()
+  return setmetatable({ wanted = 0, found = 0 }, Overlap)
+end
+
+-- ---- the grid -------------------------------------------------------------------------
+
+local OTHERS = { oracle = true, quest = true, block_mean = true }
+
+local function policy_of(config)
+  local o = { ratio = config.budget, sink = SINK, recent = RECENT, min_blocks = 0 }
+  if OTHERS[config.hash_of] then return kv.policy.open(config.hash_of, o) end
+  o.hash_bits, o.per, o.planes = config.bits, config.hash_of, config.planes
+  return kv.policy.open("gsa_on_device", o)
+end
+
+local function run(config, settings)
+  settings.exam = settings.exam or exam.open(config)
+  local policy = policy_of(config)
+  local accuracy, step_us, found = settings.exam:ask(policy, overlap)
+  return { accuracy = accuracy, step_us = step_us,
+           block_recall = found.wanted > 0 and found.found / found.wanted or 1,
+           bytes_block = policy:score_bytes(policy.shape) }
+end
+
+experiment.run {
+  name = "07_hash_bits",
+  title = "How many bits does a hash of keys need?",
+  grid = {
+    { "hash_of", { "block", "token", "quest", "block_mean", "oracle" } },
+    { "planes", { "orthogonal", "gaussian" } },
+    { "bits", { 32, 64, 128, 256, 512, 1024 } },
+    { "budget", { 0.02, 0.05, 0.1, 0.3 } },
+  },
+  defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16 },
+  quick = { context = 1024, prompts = 1, bits = { 32, 64, 256 }, budget = { 0.05, 0.3 } },
+  when = function(config) -- what is no hash has neither bits nor planes
+    return not OTHERS[config.hash_of]
+      or (config.bits == 64 and config.planes == "orthogonal")
+  end,
+  metrics = { "accuracy", "block_recall", "bytes_block", "step_us" },
+  run = run,
+  teardown = function(settings) if settings.exam then settings.exam:close() end end,
+  table = {
+    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
+      where = { hash_of = "block", planes = "orthogonal" } },
+    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
+      where = { hash_of = "token", planes = "orthogonal" } },
+    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
+      where = { hash_of = "block", planes = "gaussian" } },
+    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
+      where = { hash_of = "token", planes = "gaussian" } },
+    { rows = "hash_of", columns = "budget", value = "accuracy", format = "%.3f",
+      where = { bits = 64, planes = "orthogonal" } },
+    { rows = "hash_of", columns = "budget", value = "block_recall", format = "%.3f",
+      where = { bits = 64, planes = "orthogonal" } },
+  },
+  plot = { x = "bits", y = "block_recall", series = "hash_of", panel = "budget",
+           where = { planes = "orthogonal" }, logx = true, xlabel = "bits",
+           ylabel = "share of the oracle's blocks" },
+}
