@@ -138,6 +138,7 @@ static int open_trees(struct kvl__lmdb *l, MDB_txn *txn, int fd) {
     if (!code && stat.ms_entries > 0) return MDB_INCOMPATIBLE;
     totals = (struct kvl__lmdb_totals){MAGIC, VERSION, 0, 0};
     if (!code) code = kvl__lmdb_totals_put(l, txn, &totals);
+    if (!code && kvl__unsynced_note(l->path) < 0) code = EIO;
   }
   if (code) return code;
   if (totals.magic != MAGIC) return MDB_INCOMPATIBLE;
@@ -165,8 +166,9 @@ static int open_file(struct kvl__lmdb *l) {
   l->inode = st.st_ino;
   if ((code = kvl__lmdb_begin(l, 0, &txn))) return code;
   code = open_trees(l, txn, fd);
-  if (!code) return kvl__lmdb_commit(l, txn);
-  kvl__lmdb_abort(l, txn);
+  if (code) mdb_txn_abort(txn);
+  else code = mdb_txn_commit(txn); /* without a note: mostly it has only read */
+  pthread_rwlock_unlock(&l->map);
   return code;
 }
 

@@ -8,6 +8,7 @@ int getpid(void);
 int kill(int pid, int signal);
 int waitpid(int pid, int *status, int options);
 int usleep(unsigned us);
+int prctl(int option, unsigned long value);
 int socket(int domain, int type, int protocol);
 int bind(int fd, const void *address, unsigned size);
 int getsockname(int fd, void *address, unsigned *size);
@@ -16,16 +17,19 @@ void _exit(int status);
 ]]
 local libc = ffi.C
 local KILL, STOP, CONT = 9, 19, 18 -- signals
+local PR_SET_PDEATHSIG = 1
 
 local M = {}
 
 function M.sleep(seconds) libc.usleep(seconds * 1e6) end
 
---- Runs fn() in a child, which ends without any clearing up; returns its pid.
+--- Runs fn() in a child, which ends without any clearing up, at the latest with us.
+-- Returns its pid.
 function M.fork(fn)
   io.stdout:flush()
   local pid = libc.fork()
   if pid == 0 then
+    libc.prctl(PR_SET_PDEATHSIG, KILL)
     local ok, why = pcall(fn)
     if not ok then io.stderr:write("in a child: ", tostring(why), "\n") end
     libc._exit(ok and 0 or 1)

@@ -94,6 +94,16 @@ local function check_contract(open)
     s:holds(0, 2147483647, 50, 99)
     assert.is_nil(s:get(4, 0, 50))
     assert.is_nil(s:get(0, 4, 50))
+    local pairs_of = { { 5, 6 }, { 6, 5 }, { 5, 5 }, { 6, 6 } } -- lo, hi
+    for version, pair in ipairs(pairs_of) do
+      local key = ffi.new("kvl_key", pair[1], pair[2])
+      assert.equal(1, C.kvl_store_put(s.handle, key, 0, cases.bytes(9, version), 9))
+    end
+    for version, pair in ipairs(pairs_of) do
+      local key, got = ffi.new("kvl_key", pair[1], pair[2]), ffi.new "uint8_t[9]"
+      assert.equal(1, C.kvl_store_get(s.handle, key, 0, got, 9))
+      assert.equal(ffi.string(cases.bytes(9, version), 9), ffi.string(got, 9))
+    end
   end)
 
   it("replaces a record, with one of another size too", function()
