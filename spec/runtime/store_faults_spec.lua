@@ -248,8 +248,8 @@ describe("a writer of an lmdb store", function()
   local function bytes_of(i) return 20000 + i * 997 end
 
   --- Puts records without an end, each of one byte over and over, another every time.
-  local function write_on()
-    local s, rng = open(CAPACITY), support.rng(ffi.C.getpid())
+  local function write_on(capacity)
+    local s, rng = open(capacity), support.rng(ffi.C.getpid())
     for step = 1, math.huge do
       local i = rng(RECORDS)
       local b = ffi.new("uint8_t[?]", bytes_of(i), step % 256)
@@ -277,7 +277,7 @@ describe("a writer of an lmdb store", function()
     local rng, found = support.rng(5), 0
     for round = 1, rounds do
       if round % 10 == 1 then sh(("rm -f '%s'*"):format(file)) end
-      local writer = processes.fork(write_on)
+      local writer = processes.fork(function() write_on(CAPACITY) end)
       processes.sleep(rng(40) * 1e-3)
       processes.kill(writer)
       local s = open(CAPACITY)
@@ -447,7 +447,7 @@ end)
 describe("a store under eight threads", function()
   use_folder()
 
-  local function hammer(url, capacity, rounds)
+  local function hammer(url, capacity, rounds, server)
     local source = kv.paths.root .. "/spec/runtime/store_threads.c"
     if not processes.has "gcc" or not read(kv.paths.root .. "/runtime/store.c") then
       return pending "no compiler, or no sources"
@@ -458,8 +458,8 @@ describe("a store under eight threads", function()
         .. "-o '%s' '%s' store*.c key.c unsynced.c status.c -llmdb -lhiredis -lpthread")
         :format(kv.paths.root, program, source))
     end
-    local pipe = io.popen(("TSAN_OPTIONS=halt_on_error=1 '%s' '%s' %d %d 2>&1; echo $?")
-      :format(program, url, capacity, rounds))
+    local pipe = io.popen(("TSAN_OPTIONS=halt_on_error=1 '%s' '%s' %d %d %s 2>&1; "
+      .. "echo $?"):format(program, url, capacity, rounds, server or ""))
     local output = pipe:read "*a"
     pipe:close()
     assert.equal("0\n", output)
@@ -472,6 +472,11 @@ describe("a store under eight threads", function()
     local server = processes.redis()
     hammer(server.url, 0, 400)
     server:stop()
+  end)
+  it("keeps them when the server is killed", function()
+    if not processes.has "redis-server" then return pending "no redis-server" end
+    local server = processes.redis()
+    hammer(server.url, 0, 400, server.pid)
   end)
 end)
 

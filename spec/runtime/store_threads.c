@@ -1,8 +1,10 @@
 /* Eight threads on one store, compiled by store_faults_spec.lua with the thread sanitizer:
- *   store_threads URL CAPACITY ROUNDS
+ *   store_threads URL CAPACITY ROUNDS [PID]
  * A record is one byte over and over, and its length is its key's: whatever is read must be
- * so. Prints what is wrong; the status tells. */
+ * so. PID is the store's server, which is killed half-way: one error, for all of the threads.
+ * Prints what is wrong; the status tells. */
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,7 +14,7 @@
 enum { THREADS = 8, KEYS = 24, BYTES_MAX = 40000 };
 
 static kvl_store *store;
-static int rounds;
+static int rounds, server;
 
 static kvl_key key_of(unsigned i) { return (kvl_key){i * 0x9e3779b97f4a7c15u, ~i}; }
 static int64_t bytes_of(unsigned i) { return 1 + i * (BYTES_MAX / KEYS); }
@@ -37,9 +39,11 @@ static void *work(void *seed) {
     unsigned i = (state >> 8) % KEYS, what = (state >> 20) % 16;
     kvl_key key = key_of(i), run[KEYS];
     kvl_store_stats stats;
+    if (server && !seed && round == rounds / 2) kill(server, SIGKILL);
     if (what < 5) {
       memset(bytes, (int)(state >> 24), BYTES_MAX);
-      if (kvl_store_put(store, &key, 3, bytes, bytes_of(i)) != 1) fail("put");
+      if (kvl_store_put(store, &key, 3, bytes, bytes_of(i)) != 1 && !server)
+        fail("put");
     } else if (what < 13) {
       int found = kvl_store_get(store, &key, 3, bytes, bytes_of(i));
       if (found < 0) fail("get");
@@ -49,7 +53,8 @@ static void *work(void *seed) {
       if (kvl_store_find(store, run, KEYS, 3, NULL) < 0) fail("find");
     } else if (what == 14) {
       if (kvl_store_remove(store, &key, 3) < 0) fail("remove");
-    } else if (kvl_store_stats_get(store, &stats) < 0 || stats.damaged || stats.errors) {
+    } else if (kvl_store_stats_get(store, &stats) < 0 || stats.damaged ||
+               stats.errors > (server != 0)) {
       fail("stats");
     } else if (round % 8 == 0 && kvl_store_sync(store) < 0) {
       fail("sync");
@@ -61,13 +66,17 @@ static void *work(void *seed) {
 
 int main(int count, char **words) {
   pthread_t threads[THREADS];
-  if (count != 4 || kvl_store_open(words[1], atoll(words[2]), 5000, &store) < 0) {
+  kvl_store_stats stats;
+  if (count < 4 || kvl_store_open(words[1], atoll(words[2]), 5000, &store) < 0) {
     printf("open: %s\n", kvl_last_error());
     return 1;
   }
   rounds = atoi(words[3]);
+  server = count > 4 ? atoi(words[4]) : 0;
   for (size_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, work, (void *)i);
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+  kvl_store_stats_get(store, &stats);
+  if (stats.errors != (server != 0)) fail("errors");
   kvl_store_close(store);
   return 0;
 }
