@@ -446,8 +446,14 @@ end)
 
 describe("a store under eight threads", function()
   use_folder()
+  local server
 
-  local function hammer(url, capacity, rounds, server)
+  after_each(function()
+    if server then server:stop() end
+    server = nil
+  end)
+
+  local function hammer(url, capacity, rounds, pid)
     local source = kv.paths.root .. "/spec/runtime/store_threads.c"
     if not processes.has "gcc" or not read(kv.paths.root .. "/runtime/store.c") then
       return pending "no compiler, or no sources"
@@ -459,7 +465,7 @@ describe("a store under eight threads", function()
         :format(kv.paths.root, program, source))
     end
     local pipe = io.popen(("TSAN_OPTIONS=halt_on_error=1 '%s' '%s' %d %d %s 2>&1; "
-      .. "echo $?"):format(program, url, capacity, rounds, server or ""))
+      .. "echo $?"):format(program, url, capacity, rounds, pid or ""))
     local output = pipe:read "*a"
     pipe:close()
     assert.equal("0\n", output)
@@ -469,13 +475,12 @@ describe("a store under eight threads", function()
   it("keeps them in a file", function() hammer("lmdb:" .. file, 300000, 400) end)
   it("keeps them in a Redis server", function()
     if not processes.has "redis-server" then return pending "no redis-server" end
-    local server = processes.redis()
+    server = processes.redis()
     hammer(server.url, 0, 400)
-    server:stop()
   end)
   it("keeps them when the server is killed", function()
     if not processes.has "redis-server" then return pending "no redis-server" end
-    local server = processes.redis()
+    server = processes.redis()
     hammer(server.url, 0, 400, server.pid)
   end)
 end)
