@@ -4,7 +4,7 @@
  *   rows    i32                  [n]   of the hashes; NULL: blocks
  *   tokens  i32                  [n]   valid tokens; the mean of none has the hash 0
  *   planes  f32                  [bits, head_dim]
- *   hashes  u64                  [rows, kv_heads, words] or [rows, kv_heads, block_size, words]
+ *   hashes  u64                  [rows, kv_heads, words] or [.., block_size, words]
  * Exact: the sums are fixed, see kernels.h. Limit: arithmetic. */
 #include "cpu/hash.h"
 #include "cpu/split.h"

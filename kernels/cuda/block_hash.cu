@@ -4,12 +4,12 @@
  *   rows    i32                  [n]   of the hashes; NULL: blocks
  *   tokens  i32                  [n]   valid tokens; the mean of none has the hash 0
  *   planes  f32                  [bits, head_dim]
- *   hashes  u64                  [rows, kv_heads, words] or [rows, kv_heads, block_size, words]
+ *   hashes  u64                  [rows, kv_heads, words] or [.., block_size, words]
  * Exact: the sums are fixed, see kernels.h; how they are made, see hash.cuh.
  *
  * Bytes   the keys, and their hashes; limit: latency of a tile's steps
- * Best    tokens of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56; 16 blocks'
- *         means 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ * Best    tokens of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56, of 16
+ *         blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
  * Source  UCM's GSA on-device: hashes of tokens are made where keys are */
 #include "hash.cuh"
 

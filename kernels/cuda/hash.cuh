@@ -100,7 +100,7 @@ hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
 
 constexpr int HASH_THREADS = 4 * WARP, HASH_TILE = 64;   /* vectors of a block's step */
 /* The error of a sum, of |x| |plane|, an upper bound: 2^-18 for each of what splitting leaves
- * of x, of planes and of their product, and 2^-23 for each of the 17 terms that an mma adds. */
+ * of x, of planes and of their product, and 2^-23 for each of 17 terms that an mma adds. */
 __device__ __forceinline__ float hash_error(int dim, bool is_split) {
   return 3 * 0x1p-18f + (dim + 15) / 16 * (is_split ? 3 : 2) * 17 * 0x1p-23f;
 }

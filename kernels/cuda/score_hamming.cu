@@ -38,7 +38,8 @@ score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t t
   if (left <= 0) block[0] = -1;
   const bool is_shared = a.score_heads == 1;
   const uint64_t *q = a.q + (seq * v.kv_heads + first) * v.words;
-  float *scores = a.scores + (seq * a.score_heads + (is_shared ? 0 : first)) * a.max_blocks + b;
+  const int64_t list = seq * a.score_heads + (is_shared ? 0 : first);
+  float *scores = a.scores + list * a.max_blocks + b;
   uint32_t best = HAMMING_NONE;
 #pragma unroll 1
   for (int head = first; head < last; head++, q += v.words) {
@@ -71,7 +72,8 @@ KVL_CUDA_KERNEL(score_hamming) {
   const int64_t warps = a.seqs * tiles * ((kv_heads + heads - 1) / heads);
   const unsigned blocks = (unsigned)((warps + per_block - 1) / per_block);
   return with_form(a.hashes, [&](auto form) {
-    score_hamming_kernel<decltype(form)><<<blocks, SCORE_THREADS, 0, q->stream>>>(a, tiles, heads);
+    constexpr auto kernel = score_hamming_kernel<decltype(form)>;
+    kernel<<<blocks, SCORE_THREADS, 0, q->stream>>>(a, tiles, heads);
     return kvl__cuda_launched();
   });
 }

@@ -20,10 +20,10 @@
  * No atomic decides an order: histograms commute. The query is hashed while the first hashes
  * are on their way.
  *
- * Bytes   hashes of every block, tables, 4 a selected block; limit: latency of the phases, then
- *         sectors: 8 bytes of 32 are used of a 64-bit hash a block
- * Best    64 bits, 30%: [1 row, 8192 blocks] 12.7 us, [64, 8192] 14.9, [64, 65536] 61.9 (an empty
- *         launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ * Bytes   hashes of every block, tables, 4 a selected block; limit: latency of the phases,
+ *         then sectors: 8 bytes of 32 are used of a 64-bit hash a block
+ * Best    64 bits, 30%: [1 row, 8192 blocks] 12.7 us, [64, 8192] 14.9, [64, 65536] 61.9 (an
+ *         empty launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
  * Source  UCM's GSA on-device; its guide's fused kernel is a sketch */
 #include "hamming.cuh"
 #include "hash.cuh"
@@ -348,7 +348,8 @@ int launch(const kvl_select_hamming_args &a, int64_t rows, const kvl_cuda_queue 
   constexpr int unit = batch_of<FORM> * WARP;
   const int heads = a.selection_heads == 1 ? a.hashes.kv_heads : 1;
   row_shape shape;
-  shape.stretch = (int)((a.max_blocks + TEAM * WARPS * unit - 1) / (TEAM * WARPS * unit)) * unit;
+  constexpr int together = TEAM * WARPS * unit;
+  shape.stretch = (int)((a.max_blocks + together - 1) / together) * unit;
   shape.bins = a.bits + 2;
   shape.q_words = heads * a.hashes.words;
   shape.bytes_shared = sizeof(shared_memory) + 8 * (size_t)shape.q_words +

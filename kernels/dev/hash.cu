@@ -1,7 +1,7 @@
 /* Hashes of keys, Hamming scores, and the fused selection by them. Compile: see dev.cuh.
  *
  * Versions of the fused selection, 64 bits, 30%, microseconds with a cold L2 (an empty launch
- * reads 3.1), and of scores of 128-bit token hashes, 16 x 32K, as a share of R; H100 80GB HBM3,
+ * reads 3.1), and of scores of 128-bit token hashes, 16 x 32K, as a share of R; H100 80GB,
  * 2026-11-21:
  *        [1,8192]  [64,8192]  [64,65536]  scores
  *   1      15.6      19.0        77.5      0.61
@@ -10,17 +10,17 @@
  *   4      12.7      14.9        61.9      0.75
  * 1  1024 threads, 8 blocks a lane: registers spilled. Scores: 16 loads a lane at once, a warp
  *    for each (32 blocks, KV head)
- * 2  512 threads, 16 blocks a lane; everything is asked for before anything is waited for; four
+ * 2  512 threads, 16 blocks a lane; all is asked for before anything is waited for; four
  *    copies of the histogram. Scores: 8 loads at once, twice the warps, all of them at once
  * 3  rolled loops, hashes copied to shared memory asynchronously, a histogram column a lane:
  *    less code, but a chain of shared-memory latencies for each block
  * 4  2 with the group's queries asked for at once (a branch on the dtype in between had made
- *    them wait for each other), distances of a single batch kept in registers: the shipped one.
+ *    them wait for each other), distances of a single batch kept in registers: shipped.
  *    Cycles of [1,8192], 2 a nanosecond: loads under way and the query summed 5400, hashed
  *    2700, distances and histogram 4300, edge 1000, places 1500, writing 3700
- * Hashes of the tokens of 2048 blocks x 8 KV heads, 64 bits: a warp a hash 1654 us, tensor cores
- * with exact sums where they are in doubt 114; of the means 194 and 56; of 16 blocks' means 38
- * and 9.9, by a block of threads each. */
+ * Hashes of the tokens of 2048 blocks x 8 KV heads, 64 bits: a warp a hash 1654 us, tensor
+ * cores with exact sums where they are in doubt 114; of the means 194 and 56; of the means of 16
+ * blocks 38 and 9.9, by a block of threads each. */
 #include <cstring>
 
 #include "../cuda/block_hash.cu"
@@ -163,7 +163,8 @@ struct problem {
     for (int h = s.is_shared ? 0 : list; h <= (s.is_shared ? s.kv_heads - 1 : list); h++)
       for (int b = 0; b < n; b++) {
         const int block = tables[(size_t)seq * s.max_blocks + b];
-        const int count = s.is_token ? std::min(s.block_size, lens[seq] - b * s.block_size) : 1;
+        const int left = lens[seq] - b * s.block_size;
+        const int count = s.is_token ? std::min(s.block_size, left) : 1;
         if (block < 0) continue;
         for (int t = 0; t < count; t++) {
           int sum = 0;
@@ -231,7 +232,7 @@ void check(const shape &s, kvl_budget budget, int spread) {
   }
 }
 
-/* ---- hashes of keys ---------------------------------------------------------------------- */
+/* ---- hashes of keys --------------------------------------------------------------------- */
 
 struct keys {
   int n, kv_heads, size, dim, bits;
@@ -291,8 +292,8 @@ struct keys {
         }
     checked++;
     if (!right && ++wrong)
-      printf("WRONG hashes of keys: n %d size %d dim %d bits %d token %d\n", n, size, dim, bits,
-             is_token);
+      printf("WRONG hashes of keys: n %d size %d dim %d bits %d token %d\n", n, size, dim,
+             bits, is_token);
   }
 };
 
@@ -305,18 +306,19 @@ int main(int argc, char **) {
   const int F = KVL_DTYPE_F32, B = KVL_DTYPE_BF16;
   const kvl_budget third = {0.3, 0, 0, 1, 2}, few = {-1, 5, 0, 2, 1}, none = {0, 0, 0, 0, 0},
                    whole = {1, 0, 0, 0, 0};
+  const bool t = true, f = false;
   const shape shapes[] = {
-      {3, 2, 4, 128, 64, 16, 100, false, false, B}, {3, 2, 4, 128, 64, 16, 100, false, true, F},
-      {3, 2, 1, 80, 32, 16, 33, false, false, F},   {3, 1, 8, 256, 128, 16, 700, false, false, F},
-      {2, 3, 2, 24, 192, 16, 50, false, true, F},   {2, 1, 2, 128, 1024, 16, 300, false, false, F},
-      {3, 2, 4, 128, 64, 16, 100, true, false, B},  {3, 2, 4, 128, 128, 16, 100, true, false, F},
-      {3, 2, 4, 128, 128, 16, 100, true, true, F},  {3, 2, 4, 64, 64, 32, 70, true, true, F},
-      {3, 2, 4, 64, 128, 64, 70, true, false, F},   {3, 2, 4, 64, 192, 17, 70, true, false, F},
-      {3, 1, 1, 64, 64, 1, 70, true, false, F},     {3, 1, 1, 64, 128, 8, 70, true, false, F},
-      {1, 1, 4, 128, 64, 16, 8192, false, false, B}, {1, 1, 4, 128, 64, 16, 30000, false, false, B},
-      {8, 8, 4, 128, 64, 16, 20000, false, false, B}, {2, 1, 1, 64, 128, 16, 20000, false, false, F},
-      {4, 8, 1, 64, 64, 16, 2100, true, false, F},  {1, 4, 1, 64, 128, 16, 3000, true, false, F},
-      {1, 1, 1, 64, 64, 16, 1000000, false, false, F}, {40, 1, 1, 64, 64, 1, 150000, false, false, F}};
+      {3, 2, 4, 128, 64, 16, 100, f, f, B}, {3, 2, 4, 128, 64, 16, 100, f, t, F},
+      {3, 2, 1, 80, 32, 16, 33, f, f, F},   {3, 1, 8, 256, 128, 16, 700, f, f, F},
+      {2, 3, 2, 24, 192, 16, 50, f, t, F},   {2, 1, 2, 128, 1024, 16, 300, f, f, F},
+      {3, 2, 4, 128, 64, 16, 100, t, f, B},  {3, 2, 4, 128, 128, 16, 100, t, f, F},
+      {3, 2, 4, 128, 128, 16, 100, t, t, F},  {3, 2, 4, 64, 64, 32, 70, t, t, F},
+      {3, 2, 4, 64, 128, 64, 70, t, f, F},   {3, 2, 4, 64, 192, 17, 70, t, f, F},
+      {3, 1, 1, 64, 64, 1, 70, t, f, F},     {3, 1, 1, 64, 128, 8, 70, t, f, F},
+      {1, 1, 4, 128, 64, 16, 8192, f, f, B}, {1, 1, 4, 128, 64, 16, 30000, f, f, B},
+      {8, 8, 4, 128, 64, 16, 20000, f, f, B}, {2, 1, 1, 64, 128, 16, 20000, f, f, F},
+      {4, 8, 1, 64, 64, 16, 2100, t, f, F},  {1, 4, 1, 64, 128, 16, 3000, t, f, F},
+      {1, 1, 1, 64, 64, 16, 1000000, f, f, F}, {40, 1, 1, 64, 64, 1, 150000, f, f, F}};
   for (auto &s : shapes) {
     if (is_short && s.max_blocks > 3000) continue;
     for (int spread : {0, 3}) {
@@ -329,7 +331,8 @@ int main(int argc, char **) {
   for (int bits : {32, 64, 128, 1024})
     for (int dim : {128, 64, 80, 256})
       for (int size : {16, 17})
-        for (bool is_token : {false, true}) keys(19, 2, size, dim, bits, is_token, false).check();
+        for (bool is_token : {false, true})
+          keys(19, 2, size, dim, bits, is_token, false).check();
   keys(70, 3, 64, 128, 64, false, false).check();
   printf("%d checked, %d wrong\n", checked, wrong);
   if (wrong || is_short) return wrong != 0;
@@ -339,13 +342,13 @@ int main(int argc, char **) {
   printf("R %.0f GB/s; an empty launch %.1f us\n", read * 1e-3,
          b.time([] { nothing<<<1, 32>>>(); }));
   const shape timed[] = {
-      {1, 1, 4, 128, 64, 16, 8192, false, false, B}, {8, 8, 4, 128, 64, 16, 8192, false, false, B},
-      {8, 8, 4, 128, 64, 16, 65536, false, false, B}, {64, 1, 4, 128, 64, 16, 65536, false, false, B},
-      {1, 1, 4, 128, 64, 16, 131072, false, false, B}, {1, 8, 4, 128, 64, 16, 2048, false, false, B},
-      {16, 8, 4, 128, 64, 16, 2048, false, false, B}, {16, 8, 4, 128, 64, 16, 2048, false, true, B},
-      {16, 8, 4, 128, 128, 16, 2048, false, false, B}, {16, 8, 4, 128, 128, 16, 2048, true, false, B},
-      {16, 8, 4, 128, 64, 16, 2048, true, false, B}, {16, 8, 4, 128, 128, 16, 2048, true, true, B},
-      {1, 8, 4, 128, 128, 16, 2048, true, false, B}};
+      {1, 1, 4, 128, 64, 16, 8192, f, f, B}, {8, 8, 4, 128, 64, 16, 8192, f, f, B},
+      {8, 8, 4, 128, 64, 16, 65536, f, f, B}, {64, 1, 4, 128, 64, 16, 65536, f, f, B},
+      {1, 1, 4, 128, 64, 16, 131072, f, f, B}, {1, 8, 4, 128, 64, 16, 2048, f, f, B},
+      {16, 8, 4, 128, 64, 16, 2048, f, f, B}, {16, 8, 4, 128, 64, 16, 2048, f, t, B},
+      {16, 8, 4, 128, 128, 16, 2048, f, f, B}, {16, 8, 4, 128, 128, 16, 2048, t, f, B},
+      {16, 8, 4, 128, 64, 16, 2048, t, f, B}, {16, 8, 4, 128, 128, 16, 2048, t, t, B},
+      {1, 8, 4, 128, 128, 16, 2048, t, f, B}};
   for (auto &s : timed) {
     problem p(s, {0.3, 0, 0, 1, 2}, true, 1, 0);
     const double bytes = 8.0 * s.blocks() * s.kv_heads * s.tokens() * s.words();
@@ -360,7 +363,7 @@ int main(int argc, char **) {
     for (int bits : {64, 128})
       for (bool is_token : {false, true}) {
         keys k(n, 8, 16, 128, bits, is_token, true);
-        printf("hashes of %d blocks, %d bits%s: %.1f us\n", n, bits, is_token ? ", tokens" : "",
-               b.time([&] { k.run(); }));
+        printf("hashes of %d blocks, %d bits%s: %.1f us\n", n, bits,
+               is_token ? ", tokens" : "", b.time([&] { k.run(); }));
       }
 }
