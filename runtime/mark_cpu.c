@@ -4,15 +4,19 @@
 
 #include "queue_cpu.h"
 
-/* recorded counts the records made; completed is the newest one that its queue has reached,
- * `at` its time. */
+/* Records are numbered. A wait is for the record before it, as on a GPU: records of several
+ * queues may complete in any order, and a later one says nothing of an earlier one. All up to
+ * `completed` are complete, and number completed + 1 + i is where bit i of `beyond` is set;
+ * `at` is the time of the newest. */
 struct kvl__mark {
   pthread_mutex_t lock;
   pthread_cond_t reached;
-  int64_t recorded, completed;
+  int64_t recorded, completed, newest;
+  uint64_t beyond;
   struct kvl__time at;
   int refs;                      /* the handle, and the jobs that mention it */
 };
+enum { BEYOND = 64 };            /* a record further ahead of the others waits for them */
 
 int kvl__cpu_mark_open(void *ctx, void **out) {
   (void)ctx;
@@ -49,19 +53,28 @@ void kvl__cpu_mark_close(void *ctx, void *mark) {
   kvl__mark_unref(mark);
 }
 
+/* The lock is held. */
+static int is_complete(const struct kvl__mark *m, int64_t record) {
+  int64_t ahead = record - m->completed;
+  return ahead <= 0 || (ahead <= BEYOND && m->beyond >> (ahead - 1) & 1);
+}
+
 void kvl__mark_complete(struct kvl__mark *m, int64_t record, struct kvl__time at) {
   pthread_mutex_lock(&m->lock);
-  if (record > m->completed) {
-    m->completed = record;
+  while (record - m->completed > BEYOND) pthread_cond_wait(&m->reached, &m->lock);
+  m->beyond |= (uint64_t)1 << (record - m->completed - 1);
+  for (; m->beyond & 1; m->beyond >>= 1) m->completed++;
+  if (record > m->newest) {
+    m->newest = record;
     m->at = at;
-    pthread_cond_broadcast(&m->reached);
   }
+  pthread_cond_broadcast(&m->reached);
   pthread_mutex_unlock(&m->lock);
 }
 
 struct kvl__time kvl__mark_wait(struct kvl__mark *m, int64_t record) {
   pthread_mutex_lock(&m->lock);
-  while (m->completed < record) pthread_cond_wait(&m->reached, &m->lock);
+  while (!is_complete(m, record)) pthread_cond_wait(&m->reached, &m->lock);
   struct kvl__time at = m->at;
   pthread_mutex_unlock(&m->lock);
   return at;
@@ -77,7 +90,7 @@ int kvl__cpu_mark_sync(void *ctx, void *mark) {
 int kvl__cpu_mark_done(void *ctx, void *mark) {
   struct kvl__mark *m = mark;
   pthread_mutex_lock(&m->lock);
-  int done = m->completed >= m->recorded;
+  int done = is_complete(m, m->recorded);
   pthread_mutex_unlock(&m->lock);
   if (done) kvl__cpu_mark_sync(ctx, m); /* what the host does next, it does knowing this */
   return done;

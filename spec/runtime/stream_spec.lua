@@ -36,6 +36,25 @@ local function check(dev)
       event:close()
     end)
 
+    it("waits for the record that was made before, whatever is recorded later", function()
+      local busy, idle, reader = dev:open_stream(), dev:open_stream(), dev:open_stream()
+      local x, event = kv.zeros(dev, "f32", { N }), dev:open_event()
+      dev:sync()
+      for round = 1, 5 do
+        dev:with_stream(busy, function()
+          for _ = 1, 10 do x:add(1, x) end
+        end)
+        event:record(busy)
+        reader:wait(event)
+        for _ = 1, 100 do event:record(idle) end -- these complete before it
+        local y = dev:with_stream(reader, function() return x:narrow(N - 1, 1) * 2 end)
+        reader:sync()
+        assert.equal(20 * round, y:item())
+      end
+      for _, stream in ipairs { busy, idle, reader } do stream:close() end
+      event:close()
+    end)
+
     it("times the work between two events", function()
       local stream, from, to = dev:open_stream(), dev:open_event(), dev:open_event()
       local x = kv.zeros(dev, "f32", { N })
