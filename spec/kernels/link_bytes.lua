@@ -10,11 +10,14 @@ local BUSY = 2 ^ 22              -- bytes, so microseconds
 local function behind(dev, from, to, fn)
   kv.check(kv.C.kvl_cpu_link(1e-3, 0))
   local begin, finish, stream = dev:open_event(), dev:open_event(), dev:stream()
+  local busy = dev:open_stream()
   begin:record(stream)
-  dev:with_stream(dev:open_stream(), function() to:copy_(from) end)
+  dev:with_stream(busy, function() to:copy_(from) end)
   fn()
   finish:record(stream)
-  return math.max(0, begin:elapsed_us(finish) - BUSY)
+  local us = math.max(0, begin:elapsed_us(finish) - BUSY)
+  busy:close() -- not before: closing waits for the transfer, and such waits count
+  return us
 end
 
 return function(dev, fn)
