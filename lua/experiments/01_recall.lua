@@ -13,10 +13,7 @@
 -- ring or a hot cache); the accuracies are the same.
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local llama = require "models.llama"
-local prompts = require "models.recall.prompts"
-
-local QUERIES = 16 -- asked of each context, as one batch of forks
+local exam = require "models.recall.exam"
 
 --- Options of the offload engine for a kind of memory.
 local function offload_of(memory, slots)
@@ -26,91 +23,18 @@ local function offload_of(memory, slots)
   error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
 end
 
-local function read_prompts(loaded)
-  for i, prompt in ipairs(loaded.prompts) do
-    loaded.seqs[i] = loaded.engine:sequence()
-    loaded.engine:prefill(loaded.seqs[i], prompt.tokens)
+--- Contexts of one length, read once for all policies and budgets.
+local function sitting_of(s, config)
+  if s.sitting and s.context == config.context then return s.sitting end
+  if s.sitting then s.sitting:close() end
+  local o = { offload = offload_of(config.memory, exam.QUERIES
+    * math.ceil((config.context + 8) / config.block_size)) }
+  for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed",
+                          "question" } do
+    o[name] = config[name]
   end
-end
-
---- Contexts of one length, prefilled once for all policies and budgets.
-local function prefill(s, config)
-  local context = config.context
-  if s.loaded and s.loaded.context == context then return s.loaded end
-  if s.loaded then s.loaded.engine.cache:close() end
-  s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
-  local blocks = math.ceil((context + 8) / config.block_size)
-  local loaded = { context = context, prompts = {}, seqs = {} }
-  loaded.engine = s.model:engine {
-    blocks = config.prompts * blocks + 2 * QUERIES, block_size = config.block_size,
-    max_seqs = QUERIES, max_blocks = blocks,
-    offload = offload_of(config.memory, QUERIES * blocks),
-  }
-  for i = 1, config.prompts do
-    loaded.prompts[i] = prompts.draw(context, config.needles, QUERIES, config.seed + i)
-  end
-  read_prompts(loaded)
-  s.loaded = loaded
-  return loaded
-end
-
---- Decode with a policy from now on. One that watches the prompt reads it again.
-local function use_policy(loaded, policy)
-  if not policy.watches_prompt then
-    loaded.engine:use_policy(policy, loaded.seqs)
-    return
-  end
-  loaded.engine:use_policy(policy)
-  for _, seq in ipairs(loaded.seqs) do seq:close() end
-  read_prompts(loaded)
-end
-
---- One token of every question.
-local function column(queries, i)
-  local tokens = {}
-  for n, query in ipairs(queries) do tokens[n] = query.ask[i] end
-  return tokens
-end
-
---- The first three tokens of every question, on its fork. Decode steps are timed.
-local function read_questions(engine, forks, queries, question, times)
-  if question == "prompt" then
-    for i, fork in ipairs(forks) do
-      engine:prefill(fork, { unpack(queries[i].ask, 1, 3) })
-    end
-    return
-  end
-  for i = 1, 3 do
-    local start = kv.C.kvl_clock_ns()
-    engine:decode(forks, column(queries, i))
-    kv.device():sync()
-    times[#times + 1] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
-  end
-end
-
---- Ask all questions of one prompt: how many were answered right. Probed while the
--- answer is given.
-local function ask(engine, seq, queries, question, probe, times)
-  local forks = {}
-  for i = 1, #queries do forks[i] = seq:fork() end
-  engine.attention.probe = nil
-  read_questions(engine, forks, queries, question, times)
-  engine.attention.probe = probe
-  local first = engine:decode(forks, column(queries, 4)):argmax():list()
-  local second = engine:decode(forks, first):argmax():list()
-  local right = 0
-  for i, query in ipairs(queries) do
-    if first[i] == query.answer[1] and second[i] == query.answer[2] then
-      right = right + 1
-    end
-    forks[i]:close()
-  end
-  return right
-end
-
-local function median(list)
-  table.sort(list)
-  return list[math.ceil(#list / 2)] or 0 / 0
+  s.sitting, s.context = exam.open(o), config.context
+  return s.sitting
 end
 
 --- full and oracle first, then every other policy that selects in decode.
@@ -123,18 +47,12 @@ local function policies()
 end
 
 local function run(config, settings)
-  local loaded = prefill(settings, config)
-  local engine, right, times = loaded.engine, 0, {}
-  use_policy(loaded, kv.policy.open(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil))
-  local probe = kv.probe.attach(engine.attention)
-  for i, prompt in ipairs(loaded.prompts) do
-    right = right + ask(engine, loaded.seqs[i], prompt.queries, config.question, probe,
-      times)
-  end
+  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local accuracy, step_us, probe = sitting_of(settings, config):ask(policy,
+    kv.probe.attach)
   local metrics = probe:metrics()
-  metrics.accuracy = right / (QUERIES * config.prompts)
-  metrics.step_us = median(times)
+  metrics.accuracy, metrics.step_us = accuracy, step_us
   return metrics
 end
 

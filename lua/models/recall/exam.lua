@@ -21,23 +21,31 @@ local model -- loaded at its first use
 local Exam = {}
 Exam.__index = Exam
 
+local function read_contexts(self)
+  for i, prompt in ipairs(self.prompts) do
+    self.seqs[i] = self.engine:sequence()
+    self.engine:prefill(self.seqs[i], prompt.tokens)
+  end
+end
+
 --- Read contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size, seed;
+--                 question: "decode", it is decoded under the policy as the answer is, or
+--                 "prompt", it is read densely ("decode");
 --                 offload: options of an offload engine
 ---@return models.recall.Exam
 function M.open(o)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local blocks = math.ceil((o.context + 8) / o.block_size)
-  local self = setmetatable({ prompts = {}, seqs = {} }, Exam)
+  local self = setmetatable({ prompts = {}, seqs = {}, question = o.question }, Exam)
   self.engine = model:engine {
     blocks = o.prompts * blocks + 2 * M.QUERIES, block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
   }
   for i = 1, o.prompts do
     self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, o.seed + i)
-    self.seqs[i] = self.engine:sequence()
-    self.engine:prefill(self.seqs[i], self.prompts[i].tokens)
   end
+  read_contexts(self)
   return self
 end
 
@@ -48,18 +56,29 @@ local function column(queries, i)
   return tokens
 end
 
---- Ask all questions of one context: how many were answered right. Timed while the
--- questions are read, observed while the answers are given.
-local function ask(engine, seq, queries, probe, times)
-  local forks = {}
-  for i = 1, #queries do forks[i] = seq:fork() end
-  engine.attention.probe = nil
+--- The first three tokens of every question, on its fork. Decode steps are timed.
+local function read_questions(engine, forks, queries, question, times)
+  if question == "prompt" then
+    for i, fork in ipairs(forks) do
+      engine:prefill(fork, { unpack(queries[i].ask, 1, 3) })
+    end
+    return
+  end
   for i = 1, 3 do
     local start = kv.C.kvl_clock_ns()
     engine:decode(forks, column(queries, i))
     kv.device():sync()
     times[#times + 1] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
   end
+end
+
+--- Ask all questions of one context: how many were answered right. Probed while the
+-- answers are given.
+local function ask(engine, seq, queries, question, probe, times)
+  local forks = {}
+  for i = 1, #queries do forks[i] = seq:fork() end
+  engine.attention.probe = nil
+  read_questions(engine, forks, queries, question, times)
   engine.attention.probe = probe
   local first = engine:decode(forks, column(queries, 4)):argmax():list()
   local second = engine:decode(forks, first):argmax():list()
@@ -73,22 +92,35 @@ local function ask(engine, seq, queries, probe, times)
   return right
 end
 
+--- Decode with a policy from now on. One that watches the prompt reads it again.
+local function use_policy(self, policy)
+  if not policy.watches_prompt then
+    self.engine:use_policy(policy, self.seqs)
+    return
+  end
+  self.engine:use_policy(policy)
+  for _, seq in ipairs(self.seqs) do seq:close() end
+  read_contexts(self)
+end
+
 --- Ask every question with `policy` selecting.
 ---@param policy table
 ---@param probe? fun(attention: kvlab.Attention): table  makes what observes the answers,
 --                                                       see probe.lua
 ---@return number accuracy   share of the answers that are right
----@return number step_us    a decode step, median
+---@return number step_us    a decode step, median; NaN where only answers are decoded
 ---@return table|nil probe
 function Exam:ask(policy, probe)
+  use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
-  engine:use_policy(policy, self.seqs)
   local observer = probe and probe(engine.attention)
   for i, prompt in ipairs(self.prompts) do
-    right = right + ask(engine, self.seqs[i], prompt.queries, observer, times)
+    right = right + ask(engine, self.seqs[i], prompt.queries, self.question, observer,
+      times)
   end
   table.sort(times)
-  return right / (M.QUERIES * #self.prompts), times[math.ceil(#times / 2)], observer
+  return right / (M.QUERIES * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,
+    observer
 end
 
 function Exam:close() self.engine.cache:close() end
