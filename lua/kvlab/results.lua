@@ -7,6 +7,7 @@
 -- reads as NaN.
 local ffi = require "ffi"
 local json = require "kvlab.json"
+local statistics = require "kvlab.statistics"
 
 ffi.cdef [[
 int fileno(void *stream);
@@ -32,6 +33,54 @@ results.__index = results
 ---@param config table
 ---@return string
 function M.key(config) return json.encode(config) end
+
+--- One metric of repeats: mean and interval of numbers; of others what they agree on.
+local function summarise_metric(values)
+  local is_number = true
+  for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
+  if is_number then return statistics.interval(values) end
+  for _, value in ipairs(values) do
+    if value ~= values[1] then return nil end
+  end
+  return values[1]
+end
+
+--- The rows of every configuration that was repeated (that differ in the seed alone) as
+-- one, in the order of the first: { config =, metrics =, low =, high =, repeats = n }.
+-- `config` has no seed, `metrics` holds means, `low` and `high` the limits of their 95 %
+-- confidence intervals (nil of one row, and of what is no number). What is no number stays
+-- where all repeats agree. So whatever reads config and metrics reads these rows, too.
+---@param rows {config: table, metrics: table}[]
+---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
+function M.summarise(rows)
+  local groups, group_of = {}, {}
+  for _, row in ipairs(rows) do
+    local config = {}
+    for key, value in pairs(row.config) do config[key] = value end
+    config.seed = nil
+    local key = M.key(config)
+    local group = group_of[key]
+    if not group then
+      group = { config = config, values = {}, repeats = 0 }
+      group_of[key], groups[#groups + 1] = group, group
+    end
+    group.repeats = group.repeats + 1
+    for name, value in pairs(row.metrics) do
+      local values = group.values[name] or {}
+      values[#values + 1], group.values[name] = value, values
+    end
+  end
+  local summary = {}
+  for i, group in ipairs(groups) do
+    local row = { config = group.config, metrics = {}, low = {}, high = {},
+                  repeats = group.repeats }
+    for name, values in pairs(group.values) do
+      row.metrics[name], row.low[name], row.high[name] = summarise_metric(values)
+    end
+    summary[i] = row
+  end
+  return summary
+end
 
 --- Makes a folder and those above it; there is no harm in one that exists.
 ---@param folder string

@@ -131,6 +131,38 @@ describe("results", function()
   end)
 end)
 
+describe("results.summarise", function()
+  local function row(policy, seed, metrics)
+    return { config = { policy = policy, seed = seed }, metrics = metrics }
+  end
+
+  it("makes one row of the repeats, with the mean and its interval", function()
+    local rows = results.summarise {
+      row("quest", 0, { x = 1, exact = true }), row("full", 0, { x = 7 }),
+      row("quest", 5, { x = 2, exact = true }), row("quest", 9, { x = 6, exact = true }),
+    }
+    assert.same({ { policy = "quest" }, { policy = "full" } },
+      { rows[1].config, rows[2].config })
+    assert.same({ x = 3, exact = true }, rows[1].metrics)
+    assert.equal(3, rows[1].repeats)
+    local half = 4.30265273 * math.sqrt(7) / math.sqrt(3) -- t(2, 0.95)
+    assert.is_true(math.abs(rows[1].high.x - 3 - half) < 1e-6)
+    assert.is_true(math.abs(rows[1].low.x - 3 + half) < 1e-6)
+    assert.is_nil(rows[1].low.exact)
+    assert.same({ config = { policy = "full" }, metrics = { x = 7 }, low = {},
+                  high = {}, repeats = 1 }, rows[2])
+  end)
+
+  it("keeps what is no number only where the repeats agree, and the rows as they are",
+    function()
+      local rows = { row("a", 0, { exact = true, kernel = "v1" }),
+                     row("a", 1, { exact = false, kernel = "v1" }) }
+      assert.same({ kernel = "v1" }, results.summarise(rows)[1].metrics)
+      assert.equal(0, rows[1].config.seed)
+      assert.same({}, results.summarise {})
+    end)
+end)
+
 describe("manifest", function()
   before_each(harness.make_folder)
   after_each(harness.remove_folder)
