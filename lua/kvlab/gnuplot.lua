@@ -28,14 +28,22 @@ function M.quote(text)
 end
 local quote = M.quote
 
+--- The ends of a point's interval; y itself where it has none. One that a logarithmic
+-- axis cannot end runs out of the picture: its low end is `lowest`.
+local function ends_of(p, point, lowest)
+  local y, low, high = point[2], point[3] or point[2], point[4] or point[2]
+  return p.logy and low <= 0 and y > 0 and lowest or low, high
+end
+
 --- The least and greatest x and y of all panels: panels are there to be compared.
 local function find_ranges(p)
   local x0, x1, y0, y1 = math.huge, -math.huge, math.huge, -math.huge
   for _, panel in ipairs(p.panels) do
     for _, points in pairs(panel.series) do
       for _, point in ipairs(points) do
+        local low, high = ends_of(p, point, point[2])
         x0, x1 = math.min(x0, point[1]), math.max(x1, point[1])
-        y0, y1 = math.min(y0, point[2]), math.max(y1, point[2])
+        y0, y1 = math.min(y0, low), math.max(y1, high)
       end
     end
   end
@@ -94,6 +102,22 @@ local function add_block(out, name, points)
   out[#out + 1] = "EOD"
 end
 
+--- The intervals of a series as a data block x, y, low, high. Returns whether there is
+-- one.
+local function add_intervals(out, p, name, points)
+  local is_any = false
+  for _, point in ipairs(points) do
+    if point[3] then
+      if not is_any then out[#out + 1] = "$" .. name .. " << EOD" end
+      is_any = true
+      local low, high = ends_of(p, point, point[2] * 1e-9)
+      out[#out + 1] = ("%.17g %.17g %.17g %.17g"):format(point[1], point[2], low, high)
+    end
+  end
+  if is_any then out[#out + 1] = "EOD" end
+  return is_any
+end
+
 --- Whether the series is one point among longer ones: it is drawn as a level.
 local function is_level(panel, points)
   local longest = 0
@@ -117,6 +141,10 @@ local function add_panel(out, p, index, x0, x1, has_titles)
         local y = points[1][2]
         add_block(out, block .. "_level", { { x0, y }, { x1, y } })
         items[#items + 1] = ("$%s_level with lines ls %d dt 2 notitle"):format(block, i)
+      end
+      if add_intervals(out, p, block .. "_interval", points) then
+        items[#items + 1] = ("$%s_interval with yerrorbars ls %d pt 0 dt 1 lw 1 notitle")
+          :format(block, i)
       end
       add_block(out, block, points)
       items[#items + 1] = ("$%s with %s ls %d %s"):format(block, find_form(p, name), i,
@@ -197,9 +225,10 @@ local function make_layout(p, panel, letters_y)
   return {
     columns = columns, left = left, across = across, down = down,
     plots = columns * across,
-    width = math.ceil(columns * across + 70 + M.LETTER * M.longest(p.names)),
+    width = math.ceil(columns * across + 70 + M.LETTER * math.max(M.longest(p.names),
+      #(p.legend or "") - 4)),
     height = math.max(M.TITLE + math.ceil(count / columns) * down,
-      M.TITLE + ROOM.top + (#p.names + 1) * M.LEGEND_LINE),
+      M.TITLE + ROOM.top + (#p.names + (p.legend and 2 or 1)) * M.LEGEND_LINE),
   }
 end
 
@@ -208,8 +237,9 @@ end
 -- keys for which a plot has no room.
 ---@param out string[]
 ---@param picture {width: integer, height: integer}
----@param legend {left: number, top: number, length: number, items: string[]} pixels; the
----  length of a key's line or box in letters; what `plot` is to draw, with titles
+---@param legend {left: number, top: number, length: number, items: string[],
+---  title?: string} pixels; the length of a key's line or box in letters; what `plot` is
+---  to draw, with titles
 function M.end_svg(out, picture, legend)
   out[#out + 1] = table.concat({
     M.place(picture, picture, 0, 0),
@@ -217,7 +247,8 @@ function M.end_svg(out, picture, legend)
     "unset tics", "unset logscale", "unset grid", "set xrange [0:1]", "set yrange [0:1]",
     ("set key at screen %.5f, screen %.5f left top Left reverse"):format(
       legend.left / picture.width, 1 - legend.top / picture.height),
-    ("set key samplen %g spacing 1.35"):format(legend.length),
+    ("set key samplen %g spacing 1.35 title %s left"):format(legend.length,
+      M.quote(legend.title or "")),
     "plot " .. table.concat(legend.items, ", \\\n  "),
     "unset multiplot\n",
   }, "\n")
@@ -231,7 +262,7 @@ local function add_legend(out, p, layout)
       quote(name))
   end
   M.end_svg(out, layout, { left = layout.plots + 4, top = M.TITLE + ROOM.top - 8,
-                           length = 2.5, items = items })
+                           length = 2.5, items = items, title = p.legend })
 end
 
 --- A script that writes an SVG picture to its standard output.

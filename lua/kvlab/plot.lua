@@ -1,5 +1,6 @@
 --- Line plots through gnuplot: one line per series, one panel per value of another axis.
--- plot.svg draws the timelines of kvlab.timeline, too; plot.heat_map makes heat maps.
+-- plot.svg draws the timelines of kvlab.timeline, too; plot.heat_maps makes heat maps of
+-- result rows, plot.heat_map of any numbers.
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
@@ -64,11 +65,14 @@ end
 ---@field ymin? number     without effect on a logarithmic axis when 0 or less
 ---@field ymax? number
 ---@field names string[]  the series, in the order of colours
+---@field legend? string   what the names are, where they are numbers
 ---@field style table<string, "limit">  by the name of the series
 ---@field xtics {[1]: number, [2]: string}[]  position and text
----@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y}
+---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y},
+---  or {x, y, low, high} where an interval is known
 
---- A plot of result rows ({config =, metrics =}).
+--- A plot of result rows ({config =, metrics =}), with bars where they have intervals
+-- (low and high, as results.summarise gives them).
 ---@param rows table[]
 ---@param opts {x: string, y: string, series?: string, panel?: string, where?: table,
 ---  logx?: boolean, logy?: boolean, xpow2?: boolean, style?: table<string, "limit">,
@@ -100,6 +104,7 @@ function M.lines(rows, opts)
   end
   for i, value in ipairs(opts.series and text_table.distinct(rows, opts.series) or {}) do
     p.names[i] = tostring(value)
+    if type(value) ~= "string" then p.legend = opts.series end
   end
   if not opts.series then p.names[1] = p.ylabel end
   local panel_of = {}
@@ -115,7 +120,8 @@ function M.lines(rows, opts)
     local x, y = position[row.config[opts.x]], row.metrics[opts.y]
     if x and is_finite(y) then
       panel.series[name] = panel.series[name] or {}
-      table.insert(panel.series[name], { x, y })
+      table.insert(panel.series[name], { x, y, row.low and row.low[opts.y],
+                                         row.high and row.high[opts.y] })
     end
   end
   for _, panel in ipairs(p.panels) do
@@ -126,19 +132,78 @@ function M.lines(rows, opts)
   return p
 end
 
---- A matrix as a heat map, row 0 at the top.
----@param values number[]  row-major
----@param rows integer
----@param columns integer
----@param title? string
+--- Matrices as heat maps, one a panel, row 0 at the top.
+---@param p kvlab.heat_map  kvlab.heat_map says what is in it; kind is set here
 ---@return kvlab.heat_map
-function M.heat_map(values, rows, columns, title)
-  if #values ~= rows * columns or #values == 0 then
-    error(("plot.heat_map: %d values, expected %d x %d"):format(#values, rows, columns),
-      2)
+function M.heat_map(p)
+  local expected = p.rows * p.columns
+  for i, panel in ipairs(p.panels) do
+    if #panel.values ~= expected or expected == 0 then
+      error(("plot.heat_map: panel %d has %d values, expected %d x %d"):format(i,
+        #panel.values, p.rows, p.columns), 2)
+    end
   end
-  return { kind = "heat_map", values = values, rows = rows, columns = columns,
-           title = title or "" }
+  if #p.panels == 0 then error("plot.heat_map: there are no panels", 2) end
+  p.kind = "heat_map"
+  return p
+end
+
+--- The places of an axis's values on a heat map, and their names.
+local function make_places(rows, key)
+  local place, names = {}, {}
+  for i, value in ipairs(text_table.distinct(rows, key)) do
+    place[value], names[i] = i, text_table.format_cell(value)
+  end
+  return place, names
+end
+
+--- Result rows ({config =, metrics =}) as heat maps: a cell for every x and y, y from the
+-- top down, a panel for every value of opts.panel. Several rows on one cell: their mean.
+---@param rows table[]
+---@param opts {x: string, y: string, value: string, panel?: string, where?: table,
+---  title?: string, xlabel?: string, ylabel?: string, zlabel?: string, low?: number,
+---  high?: number, format?: string, file?: string}
+---@return kvlab.heat_map
+function M.heat_maps(rows, opts)
+  for _, name in ipairs { "x", "y", "value" } do
+    if type(opts[name]) ~= "string" then
+      error("plot.heat_maps needs the names x, y and value", 2)
+    end
+  end
+  rows = text_table.where(rows, opts.where)
+  if #rows == 0 then error("plot.heat_maps: there are no rows to draw", 2) end
+  local column_of, columns = make_places(rows, opts.x)
+  local row_of, lines = make_places(rows, opts.y)
+  local panels, panel_of, counts = {}, {}, {}
+  local function open_panel(title)
+    local panel = { title = title, values = {} }
+    for i = 1, #lines * #columns do panel.values[i] = 0 / 0 end
+    panels[#panels + 1], counts[panel] = panel, {}
+    return panel
+  end
+  local only = not opts.panel and open_panel()
+  for _, value in ipairs(opts.panel and text_table.distinct(rows, opts.panel) or {}) do
+    panel_of[value] = open_panel(type(value) ~= "number" and tostring(value)
+      or ("%s = %s"):format(opts.panel, text_table.format_cell(value)))
+  end
+  for _, row in ipairs(rows) do
+    local x, y = column_of[row.config[opts.x]], row_of[row.config[opts.y]]
+    local z = row.metrics[opts.value]
+    local panel = only or panel_of[row.config[opts.panel]]
+    if x and y and panel and is_finite(z) then
+      local i, count = (y - 1) * #columns + x, counts[panel]
+      count[i] = (count[i] or 0) + 1
+      local mean = count[i] > 1 and panel.values[i] or 0
+      panel.values[i] = mean + (z - mean) / count[i]
+    end
+  end
+  return M.heat_map {
+    title = opts.title or opts.value, file = opts.file or opts.value .. "_map",
+    xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
+    zlabel = opts.zlabel or opts.value, low = opts.low, high = opts.high,
+    format = opts.format, rows = #lines, columns = #columns, row_names = lines,
+    column_names = columns, panels = panels,
+  }
 end
 
 --- Runs gnuplot on a script; returns what it writes, or nil and a reason.
@@ -173,7 +238,8 @@ function M.svg(p)
     or gnuplot
   local svg, reason = run(maker.svg_script(p))
   if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
-  return svg, reason
+  -- a heat map's cells are pixels of an image, not to be blurred where it is enlarged
+  return svg and svg:gsub("<image ", "<image style='image-rendering: pixelated' "), reason
 end
 
 --- The plot in characters, one panel below the other; nil and a reason without gnuplot.

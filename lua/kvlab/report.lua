@@ -21,7 +21,7 @@ local HEAD = [[
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none';
-  style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+  style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
 <title>%s</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #62676f; --page: #ffffff;
@@ -33,18 +33,21 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem }
 h2 { font-size: 1.1rem; margin: 2.4rem 0 .6rem }
 p.made { color: var(--soft); margin: 0 }
-figure { margin: 1.4rem 0 } figure svg { width: 100%%; height: auto; display: block }
-.wide { overflow-x: auto }
+figure { margin: 1.4rem 0; overflow-x: auto }
+figure svg { width: 100%%; height: auto; display: block }
+.wide { overflow: auto; max-height: 80vh }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 caption { text-align: left; color: var(--soft); padding: 0 0 .4rem }
 th, td { padding: .28rem .8rem; text-align: left; border-bottom: 1px solid var(--line);
   white-space: nowrap }
 .n { text-align: right }
-thead th { border-bottom: 2px solid var(--line) }
+thead th { position: sticky; top: 0; background: var(--page);
+  box-shadow: inset 0 -2px var(--line) }
 tbody tr:hover { background: var(--band) }
-#rows thead th { cursor: pointer; user-select: none; color: var(--link) }
-#rows thead th[aria-sort=ascending]::after { content: " \2191" }
-#rows thead th[aria-sort=descending]::after { content: " \2193" }
+th button { all: unset; cursor: pointer; color: var(--link) }
+th button:focus-visible { outline: 2px solid }
+th[aria-sort=ascending] button::after { content: " \2191" }
+th[aria-sort=descending] button::after { content: " \2193" }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem;
   margin: 0 }
 dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
@@ -62,7 +65,7 @@ function compare(a, b) {
   if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || a.localeCompare(b)
   return x - y
 }
-for (const head of table.tHead.rows[0].cells) head.onclick = () => {
+for (const head of table.tHead.rows[0].cells) head.firstChild.onclick = () => {
   const sign = head.ariaSort === "ascending" ? -1 : 1, at = head.cellIndex
   for (const other of table.tHead.rows[0].cells) other.ariaSort = null
   head.ariaSort = sign > 0 ? "ascending" : "descending"
@@ -74,18 +77,20 @@ for (const head of table.tHead.rows[0].cells) head.onclick = () => {
 
 --- A cell; a number keeps its digits in data-v, for sorting and for copying.
 local function cell(value, format, is_number)
-  local class = is_number and " class=\"n\"" or ""
-  local digits = type(value) == "number" and (" data-v=\"%.17g\""):format(value) or ""
+  local class, number = is_number and " class=\"n\"" or "", value
+  if type(value) == "table" then number = value.mean end
+  local digits = type(number) == "number" and (" data-v=\"%.17g\""):format(number) or ""
   local text = escape(text_table.format_cell(value, format))
   return ("<td%s%s>%s</td>"):format(class, digits, text)
 end
 
+--- A table; with an id, one whose heads are buttons that sort it.
 local function add_table(out, t, id)
   local is_number = {}
   for c = 1, #t.header do
     is_number[c] = #t.rows > 0
     for _, row in ipairs(t.rows) do
-      if row[c] ~= nil and type(row[c]) ~= "number" then is_number[c] = false end
+      if row[c] ~= nil and not text_table.is_number(row[c]) then is_number[c] = false end
     end
   end
   local attribute = id and (" id=\"%s\""):format(id) or ""
@@ -93,7 +98,8 @@ local function add_table(out, t, id)
   if t.caption then out[#out + 1] = "<caption>" .. escape(t.caption) .. "</caption>" end
   local heads, lines = {}, {}
   for c, name in ipairs(t.header) do
-    heads[c] = (is_number[c] and "<th class=\"n\">" or "<th>") .. escape(name) .. "</th>"
+    local text = id and "<button>" .. escape(name) .. "</button>" or escape(name)
+    heads[c] = (is_number[c] and "<th class=\"n\">" or "<th>") .. text .. "</th>"
   end
   for r, row in ipairs(t.rows) do
     local cells = {}
@@ -104,12 +110,22 @@ local function add_table(out, t, id)
   out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
 end
 
---- gnuplot's picture as a part of the page: no wider than it was drawn, without its
--- prologue and its white ground, in the page's colour of ink.
-local function inline_svg(svg)
+--- gnuplot's picture as a part of the page: no wider than it was drawn, not too narrow to
+-- read (it scrolls), without its prologue, name and white ground, in the page's colour of
+-- ink. `number` keeps its ids apart from those of other pictures.
+---@param svg string
+---@param number integer
+---@return string
+function M.inline_svg(svg, number)
   local width = svg:match "viewBox=\"0 0 (%d+)" or "900"
-  return (svg:gsub("^.-<svg", ("<svg style=\"max-width: %spx\""):format(width), 1)
+  local prefix = ("p%d-"):format(number)
+  local head = ("<svg role=\"img\" style=\"max-width: %spx; min-width: min(%spx, 40rem)"
+    .. "\""):format(width, width)
+  return (svg:gsub("^.-<svg", head, 1)
+    :gsub("<title>Gnuplot</title>%s*<desc>.-</desc>", "", 1)
     :gsub("<rect [^>]*fill=\"#ffffff\"/>", "", 1)
+    :gsub("( id=[\"'])", "%1" .. prefix):gsub("(href=[\"']#)", "%1" .. prefix)
+    :gsub("url%(#", "url(#" .. prefix)
     :gsub(" color=\"black\"", ""):gsub("=[\"']black[\"']", "=\"currentColor\"")
     :gsub("\"rgb%( *0, *0, *0%)\"", "\"currentColor\""))
 end
@@ -156,8 +172,8 @@ function M.html(r)
   local made = { m.name, m.device .. (m.description and ", " .. m.description or ""),
                  "seed " .. to_text(m.seed), m.date }
   out[#out + 1] = "<p class=\"made\">" .. escape(table.concat(made, " · ")) .. "</p>"
-  for _, p in ipairs(r.plots) do
-    local inner = p.svg and inline_svg(p.svg) or "<p>" .. escape(p.reason) .. "</p>"
+  for i, p in ipairs(r.plots) do
+    local inner = p.svg and M.inline_svg(p.svg, i) or "<p>" .. escape(p.reason) .. "</p>"
     out[#out + 1] = "<figure>" .. inner .. "</figure>"
   end
   for _, t in ipairs(r.tables) do

@@ -5,7 +5,8 @@
 --   print(text_table.text(t))
 --
 -- A result row is { config = {...}, metrics = {...} }; a table is { caption =, header =
--- {...}, rows = {{...}, ...} } with text, numbers and booleans in its cells.
+-- {...}, rows = {{...}, ...} } with text, numbers, booleans and { mean =, half = } in its
+-- cells; the last is written 0.93 ± 0.02.
 local M = {}
 
 local EMPTY = "-"
@@ -21,12 +22,21 @@ function M.format_number(x)
   return ("%.4g"):format(x)
 end
 
+--- Whether a cell is a number, with an interval or without.
+function M.is_number(value)
+  return type(value) == "number" or type(value) == "table" and value.mean ~= nil
+end
+
 --- A cell's text; nil is "-". `format` (string.format's) is used for numbers.
 ---@param value any
 ---@param format? string
 ---@return string
 function M.format_cell(value, format)
   if value == nil then return EMPTY end
+  if type(value) == "table" then
+    return ("%s ± %s"):format(M.format_cell(value.mean, format),
+      format and format:format(value.half) or ("%.2g"):format(value.half))
+  end
   if type(value) ~= "number" then return tostring(value) end
   return format and value == value and format:format(value) or M.format_number(value)
 end
@@ -57,7 +67,7 @@ function M.text(t)
       local text = M.format_cell(row[c], t.format):gsub("%c", " ")
       cells[r][c] = text
       widths[c] = math.max(widths[c], width(text))
-      if row[c] ~= nil and type(row[c]) ~= "number" then is_number[c] = false end
+      if row[c] ~= nil and not M.is_number(row[c]) then is_number[c] = false end
     end
   end
   local lines = { t.caption }
@@ -109,8 +119,9 @@ function M.distinct(rows, key)
 end
 
 --- One metric of many rows as a table: one line per value of opts.rows, one column per
--- value of opts.columns (without it, a single column). Two rows that fall on one cell are
--- an error: name the axis that tells them apart in `where`.
+-- value of opts.columns (without it, a single column), with the metric's interval where
+-- the rows have one (results.summarise). Two rows that fall on one cell are an error:
+-- name the axis that tells them apart in `where`.
 ---@param rows table[]
 ---@param opts {rows: string, columns?: string, value: string, where?: table,
 ---  format?: string, caption?: string}
@@ -144,7 +155,9 @@ function M.pivot(rows, opts)
           t.header[column]), 2)
       end
       taken[cell] = true
-      t.rows[line][column] = row.metrics[opts.value]
+      local value, low = row.metrics[opts.value], row.low and row.low[opts.value]
+      t.rows[line][column] = low and low == low and { mean = value, half = value - low }
+        or value
     end
   end
   return t

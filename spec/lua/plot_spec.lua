@@ -154,6 +154,39 @@ describe("plot", function()
       assert.equal(2, dashed) -- the line and its key
     end)
 
+  it("draws a bar where rows have intervals, and makes room for it", function()
+    local rows = {}
+    for i = 1, 3 do
+      rows[i] = { config = { n = i, policy = "quest" }, metrics = { us = 10 * i },
+                  low = { us = i > 1 and 10 * i - 15 or nil },
+                  high = { us = i > 1 and 10 * i + 15 or nil } }
+    end
+    local function script(opts)
+      opts.x, opts.y = "n", "us"
+      return gnuplot.svg_script(plot.lines(rows, opts))
+    end
+    local linear = script {}
+    assert.truthy(linear:find("_interval << EOD\n2 20 5 35\n3 30 15 45\nEOD", 1, true))
+    assert.truthy(linear:find("$panel1_1_interval with yerrorbars ls 1", 1, true))
+    assert.equal(47, math.floor(linear:match "set yrange %[[%d.]+:([%d.]+)%]"))
+    rows[2].low.us = -1 -- has no end on a logarithmic axis
+    local log = script { logy = true }
+    assert.truthy(log:find("\n2 20 2e-08 35\n", 1, true), log)
+    assert.truthy(log:find "set logscale y")
+    assert.is_true(tonumber(log:match "set yrange %[([%d.]+):") > 5)
+    rows[2].low, rows[3].low = nil, nil
+    assert.falsy(script({}):find("yerrorbars", 1, true))
+  end)
+
+  it("names the legend where series are numbers", function()
+    local rows = make_rows { "quest" }
+    local by_number = plot.lines(rows, { x = "budget", y = "accuracy", series = "context",
+                                         where = { policy = "quest" } })
+    assert.equal("context", by_number.legend)
+    assert.truthy(gnuplot.svg_script(by_number):find("title 'context' left", 1, true))
+    assert.is_nil(plot.lines(rows, VIEW).legend)
+  end)
+
   it("refuses a style that it does not know", function()
     assert.error_matches(function()
       plot.lines({}, { x = "x", y = "y", style = { link = "dotted" } })

@@ -1,3 +1,4 @@
+local markup = require "spec.markup"
 local report = require "kvlab.report"
 
 local EVIL = "<script>\"'&alert(1)</script>"
@@ -30,7 +31,8 @@ describe("report", function()
     local page = make_page()
     for _, word in ipairs { "<h1>Recall?</h1>", "01 · cpu · seed 7", "All rows (1)",
       "<dt>axis policy</dt><dd>quest</dd>", "<dd>prompts = 8</dd>",
-      'data-v="0.33333333333333331">0.33</td>', '<td class="n">-</td>' } do
+      'data-v="0.33333333333333331">0.33</td>', '<td class="n">-</td>',
+      '<th class="n"><button>accuracy</button></th>' } do
       assert.truthy(page:find(word, 1, true), word)
     end
   end)
@@ -52,10 +54,30 @@ describe("report", function()
     assert.truthy(count(page, "&lt;script&gt;&quot;&#39;&amp;alert(1)") >= 15)
   end)
 
-  it("takes nothing from the network", function()
-    local page = make_page()
-    assert.equal(0, count(page, "http:") + count(page, "https:") + count(page, "src="))
+  it("is well formed, and takes nothing from the network", function()
+    local svg = "<svg viewBox=\"0 0 9 9\"><defs><path id='a' d='M0,0'/></defs>"
+      .. "<use xlink:href='#a'/><g filter='url(#a)'/></svg>"
+    local page = make_page { plots = { { svg = svg }, { svg = svg }, { reason = EVIL } },
+                             title = EVIL }
+    local elements, outer = markup.read(page)
+    assert.same({}, outer)
+    local seen = {}
+    for _, e in ipairs(elements) do seen[e.name] = (seen[e.name] or 0) + 1 end
+    assert.same({ 3, 2, 2, 1 }, { seen.figure, seen.svg, seen.use, seen.script })
     assert.truthy(page:find("default-src 'none'", 1, true))
+  end)
+
+  it("shows an interval, and sorts by its mean", function()
+    local page = make_page { rows = { header = { "policy", "accuracy" }, rows = {
+      { "quest", { mean = 0.5, half = 0.25 } }, { "full", 1 } } } }
+    assert.truthy(page:find('<td class="n" data-v="0.5">0.5 ± 0.25</td>', 1, true))
+  end)
+
+  it("can be made of no rows, one, and numbers that are none", function()
+    for _, rows in ipairs { {}, { { "quest", 0 / 0 } }, { { "a" }, { "b", 1 / 0 } } } do
+      markup.read(make_page { plots = {}, tables = {},
+                              rows = { header = { "policy", "x" }, rows = rows } })
+    end
   end)
 
   it("puts a picture into the page in the page's own ink", function()

@@ -39,6 +39,22 @@ blöck              nan      -      -
 ]], text_table.text(t))
   end)
 
+  it("writes an interval beside its mean", function()
+    local repeated = { config = { policy = "quest", budget = 0.1, context = 512 },
+                       metrics = { accuracy = 0.93 }, low = { accuracy = 0.9 },
+                       high = { accuracy = 0.96 } }
+    local view = { rows = "policy", columns = "budget", value = "accuracy" }
+    local t = text_table.pivot({ repeated, rows[3], rows[5] }, view)
+    assert.equal([[
+policy \ budget  0.05          0.1
+----------------------------------
+quest             0.9  0.93 ± 0.03
+blöck             nan            -
+]], text_table.text(t))
+    t.format = "%.3f"
+    assert.truthy(text_table.text(t):find("0.930 ± 0.030", 1, true))
+  end)
+
   it("refuses to put two rows into one cell", function()
     assert.error_matches(function()
       text_table.pivot(rows, { rows = "policy", columns = "budget", value = "accuracy" })

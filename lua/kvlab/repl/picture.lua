@@ -46,7 +46,8 @@ end
 function M.draw(value, path, title, o)
   local values, rows, columns = to_matrix(value)
   local p = rows == 1 and line_plot(values, title)
-    or plot.heat_map(values, rows, columns, title)
+    or plot.heat_map { panels = { { values = values } }, rows = rows, columns = columns,
+                       title = title }
   local text, reason
   if path then
     text, reason = plot.svg(p)
