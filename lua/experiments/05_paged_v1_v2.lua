@@ -71,9 +71,9 @@ local function check(run, a)
 end
 
 --- The median in microseconds; every call finds its inputs in memory, not in a cache.
-local function time(s, run, repeats)
+local function time(s, run, timings)
   local times, stream = {}, dev:stream()
-  for i = 1, repeats do
+  for i = 1, timings do
     s.flush:sum(0, s.flush_sum)
     s.from:record(stream)
     run()
@@ -91,7 +91,7 @@ local function run(config, s)
     return version and kv.vllm.attention(a) or kv.ops.paged_attention(a)
   end
   if not check(call, a) then return { us = 0 / 0, gb_s = 0 / 0 } end
-  local us = time(s, call, config.repeats)
+  local us = time(s, call, config.timings)
   return { us = us, gb_s = a.cache:bytes() / us * 1e-3 }
 end
 
@@ -123,8 +123,8 @@ experiment.run {
     { "kernel", { "V1", "V2", "vLLM", "kvlab" } },
   },
   defaults = { shape = synthetic.default_shape(dev), block_size = 16,
-               repeats = is_cpu and 15 or 30 },
-  quick = { seqs = { 1, 4 }, context = { 512, 2048 }, repeats = 5 },
+               timings = is_cpu and 15 or 30 },
+  quick = { seqs = { 1, 4 }, context = { 512, 2048 }, timings = 5 },
   when = function(config) return config.seqs * config.context <= TOKENS_MOST end,
   setup = function(s)
     s.flush = kv.rand(dev, "f32", { (is_cpu and 128 or 512) * MIB / 4 })

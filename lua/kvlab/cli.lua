@@ -56,6 +56,22 @@ end
 
 local function to_text(text) return text end
 
+--- Reads a whole number from 1.
+local function to_count(text, name)
+  local n = text:match "^%d+$" and tonumber(text)
+  if n and n >= 1 then return n end
+  misuse('--%s is a whole number from 1; given "%s"', name, text)
+end
+
+local function to_shard(text)
+  local index, count = text:match "^(%d+)/(%d+)$"
+  index, count = tonumber(index), tonumber(count)
+  if index and 1 <= index and index <= count then
+    return { index = index, count = count }
+  end
+  misuse('--shard is i/n, as 1/4 to 4/4; given "%s"', text)
+end
+
 local FLAG = true -- an option without a value
 
 local common = {
@@ -63,51 +79,80 @@ local common = {
   ["link-gbps"] = to_gb_s, ["link-us"] = to_us,
 }
 local of_verb = {
-  run = {},
+  run = { shard = to_shard, jobs = to_count, ["keep-going"] = FLAG, list = FLAG,
+          worker = FLAG },
   repl = {},
   bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
 }
 local verbs = { "run", "repl", "test", "bench" }
 
+-- What rows do not depend on, only where, when and by whom they are computed.
+local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
+                worker = true }
+
 local function unknown_option(name, known)
   local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's
-  for other in pairs(known) do names[#names + 1] = other end
+  for other in pairs(known) do
+    if other ~= "worker" then names[#names + 1] = other end
+  end
   table.sort(names)
   misuse("unknown option --%s; did you mean --%s?", name, nearest.find(name, names))
 end
 
+--- Notes a word of the command line, so that another process can be given the same.
+local function note(word, is_apart)
+  options.words[#options.words + 1] = word
+  if not is_apart then options.arguments[#options.arguments + 1] = word end
+end
+
+--- Reads the option `words[i]`; returns the place of the last word that it took.
+local function parse_option(known, words, i)
+  local name, value = words[i]:match("^%-%-([^=]+)=?(.*)$")
+  local has_value = words[i]:find("=", 1, true)
+  local read = known[name]
+  if not read then unknown_option(name, known) end
+  if read == FLAG then
+    if has_value then misuse("--%s takes no value", name) end
+    options[name] = true
+    note(words[i], apart[name])
+    return i
+  end
+  if not has_value then
+    i = i + 1
+    value = words[i] or misuse("--%s needs a value", name)
+  end
+  options[name] = read(value, name)
+  note(("--%s=%s"):format(name, value), apart[name]
+    or name == "set" and value:find "^fresh=")
+  return i
+end
+
 --- Reads the words after the verb into `options`.
 local function parse(verb, words)
-  local known = setmetatable({}, { __index = common })
+  local known = {}
   for name, reader in pairs(common) do known[name] = reader end
   for name, reader in pairs(of_verb[verb]) do known[name] = reader end
+  options.words, options.arguments = {}, {}
   local i = 1
   while i <= #words do
     local word = words[i]
-    local name, value = word:match("^%-%-([^=]+)=?(.*)$")
     if word == "--" then
-      for j = i + 1, #words do options.args[#options.args + 1] = words[j] end
+      note "--"
+      for j = i + 1, #words do
+        options.args[#options.args + 1] = words[j]
+        note(words[j])
+      end
       break
     elseif word == "-i" and verb == "run" then
       options.interactive = true
-    elseif not name and word:match("^%-%a") then
+    elseif word:match("^%-%-[^=]") then
+      i = parse_option(known, words, i)
+    elseif word:match("^%-%a") then
       misuse("unknown option %s; options begin with two dashes", word)
-    elseif not name then
-      options.args[#options.args + 1] = word
     else
-      local read = known[name]
-      if not read then unknown_option(name, known) end
-      if read == FLAG then
-        if word:find("=", 1, true) then misuse("--%s takes no value", name) end
-        options[name] = true
-      else
-        if not word:find("=", 1, true) then
-          i = i + 1
-          value = words[i] or misuse("--%s needs a value", name)
-        end
-        options[name] = read(value)
-      end
+      options.args[#options.args + 1] = word
+      note(word)
     end
     i = i + 1
   end
@@ -141,6 +186,7 @@ function prepare.run()
   local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
   local path = locate(script) or misuse("no such script: %s", script)
   if options.interactive then
+    if options.jobs then misuse "-i and --jobs do not go together" end
     return function() return require("kvlab.repl").main(path) end
   end
   local chunk, problem = loadfile(path)

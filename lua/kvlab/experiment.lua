@@ -34,97 +34,95 @@ local plots = require "kvlab.plot"
 local progress = require "kvlab.progress"
 local report = require "kvlab.report"
 local results = require "kvlab.results"
+local sessions = require "kvlab.session"
+local shards = require "kvlab.sweep.shards"
+local workers = require "kvlab.sweep.workers"
 local text_table = require "kvlab.table"
 
 local M = {}
 
-local NAN = 0 / 0
+--- Takes down what becomes of the missing configurations, whoever runs them.
+---@class kvlab.experiment.record
+---@field failed integer
+local Record = {}
+Record.__index = Record
 
-local function fail(fmt, ...) error(fmt:format(...), 0) end
-
---- Keeps the stack of an error when KVLAB_TRACEBACK asks for it.
-local function keep_stack(problem)
-  if os.getenv "KVLAB_TRACEBACK" and type(problem) == "string" then
-    return debug.traceback(problem, 2)
-  end
-  return problem
+local function open_record(plan, store, missing, keeps_going)
+  return setmetatable({ plan = plan, store = store, keeps_going = keeps_going, failed = 0,
+                        finished = 0, line = progress.new(#missing) }, Record)
 end
 
---- The metrics as results.jsonl holds them: numbers, strings, booleans; NaN for what is
--- not finite.
-local function check_metrics(plan, metrics)
-  if type(metrics) ~= "table" then
-    fail("run returned a %s, expected a table of metrics", type(metrics))
+--- Rows that are there, and how to get the others.
+function Record:explain()
+  local there = 0
+  for _, config in ipairs(self.plan.configs) do
+    if self.store:find(config) then there = there + 1 end
   end
-  local checked = {}
-  for name, value in pairs(metrics) do
-    local kind = type(value)
-    if type(name) ~= "string" then
-      fail("metrics have the key %s, expected names", tostring(name))
-    end
-    if kind == "cdata" and tonumber(value) then -- a 64-bit integer
-      value, kind = tonumber(value), "number"
-    end
-    if kind ~= "number" and kind ~= "string" and kind ~= "boolean" then
-      fail("metric %s is a %s, expected a number, a string or a boolean", name, kind)
-    end
-    checked[name] = (kind == "number" and value - value ~= 0) and NAN or value
-  end
-  if next(checked) == nil then fail "run returned no metrics" end
-  for _, name in ipairs(plan.required) do
-    if checked[name] == nil then
-      local names = {}
-      for other in pairs(checked) do names[#names + 1] = other end
-      table.sort(names)
-      fail("metrics have no %s; there is %s", name, table.concat(names, ", "))
-    end
-  end
-  return checked
+  return ("%d of %d rows are in %s; the same command goes on from there"):format(there,
+    #self.plan.configs, self.store.path)
 end
 
---- What to say when the work stops early.
-local function explain_stop(plan, store, config, problem)
-  local kept = ("%d of %d rows are in %s; the same command goes on from there"):format(
-    #plan.configs - plan.left, #plan.configs, store.path)
-  if tostring(problem):find("interrupted", 1, true) then
-    io.stderr:write("interrupted: ", kept, "\n")
-    return "interrupted"
-  end
-  if not config then return tostring(problem) end
-  return ("%s\n  configuration %s\n  %s"):format(tostring(problem),
-    grids.describe(plan.grid, config), kept)
+function Record:begin(config)
+  self.line:show(self.finished, grids.describe(self.plan.grid, config))
 end
 
---- Runs the configurations that are missing; raises when one fails, with its name.
-local function run_missing(spec, plan, store, missing)
-  local line = progress.new(#missing)
-  local current
-  local ok, problem = xpcall(function()
-    if spec.setup then spec.setup(plan.settings) end
-    for i, config in ipairs(missing) do
-      current = config
-      line:show(i, grids.describe(plan.grid, config))
-      local copy = {} -- what run does to its table does not reach the row
-      for key, value in pairs(config) do copy[key] = value end
-      local metrics = check_metrics(plan, spec.run(copy, plan.settings))
-      store:append({ config = config, metrics = metrics }, plan.order)
-      plan.left = plan.left - 1
+function Record:row(row)
+  self.store:append(row, self.plan.order)
+  self.finished = self.finished + 1
+end
+
+--- Ctrl-C ended the run: raises.
+function Record:interrupted()
+  self.line:clear()
+  io.stderr:write("interrupted: ", self:explain(), "\n")
+  error("interrupted", 0)
+end
+
+--- Raises what ends the run; with --keep-going prints it.
+function Record:failure(config, problem)
+  problem = tostring(problem)
+  if problem:find("interrupted", 1, true) then self:interrupted() end
+  local words = ("%s\n  configuration %s"):format(problem,
+    grids.describe(self.plan.grid, config))
+  if not self.keeps_going then error(words .. "\n  " .. self:explain(), 0) end
+  self.failed, self.finished = self.failed + 1, self.finished + 1
+  self.line:clear()
+  io.stderr:write(words, "\n")
+end
+
+--- Runs configurations in this process.
+local function run_here(spec, plan, missing, record)
+  local session = sessions.new(spec, plan)
+  local ok, problem = pcall(function()
+    for _, config in ipairs(missing) do
+      record:begin(config)
+      local done, row = session:run(config)
+      if done then record:row(row) else record:failure(config, row) end
     end
-    current = nil
-  end, keep_stack)
-  line:clear()
-  if not ok then problem = explain_stop(plan, store, current, problem) end
-  if spec.teardown then
-    local torn_down, why = pcall(spec.teardown, plan.settings)
-    if ok and not torn_down then ok, problem = false, why end
-  end
+  end)
+  local closed, why = pcall(session.close, session)
+  if ok and not closed then ok, problem = false, why end
   if not ok then error(problem, 0) end
 end
 
---- The plan's rows in the plan's order, whoever computed them.
+--- Runs the configurations that are missing, here or in --jobs=N processes; raises when
+-- one fails, with its name.
+local function run_missing(spec, plan, store, missing, given)
+  local record = open_record(plan, store, missing, given["keep-going"])
+  local jobs = math.min(given.jobs or 1, #missing)
+  local ok, problem = pcall(jobs > 1 and workers.run or run_here, spec, plan, missing,
+    record, given)
+  record.line:clear()
+  if not ok then error(problem, 0) end
+  if record.failed > 0 then
+    error(("%d configurations failed; %s"):format(record.failed, record:explain()), 0)
+  end
+end
+
+--- The plan's rows in the plan's order, whoever computed them; those that are there.
 local function rows_of_plan(plan, store)
   local rows = {}
-  for i, config in ipairs(plan.configs) do rows[i] = store:find(config) end
+  for _, config in ipairs(plan.configs) do rows[#rows + 1] = store:find(config) end
   return rows
 end
 
@@ -164,16 +162,23 @@ local function make_plots(plan, rows)
   return drawn
 end
 
---- Prints the table, writes the plots and the report, prints where everything is.
+--- Prints the table, writes the plots and the report, prints where everything is. Tables
+-- and plots show the mean of repeats.
 local function finish(plan, store, manifest)
   local rows = rows_of_plan(plan, store)
-  local full = text_table.of_rows(rows, plan.grid.axes, plan.order)
-  local tables = make_tables(plan, rows)
+  local axes, shown = plan.grid.axes, rows
+  if plan.repeats > 1 then
+    shown = results.summarise(rows)
+    axes = { { name = "seed" } }
+    for i, axis in ipairs(plan.grid.axes) do axes[i + 1] = axis end
+  end
+  local full = text_table.of_rows(rows, axes, plan.order)
+  local tables = make_tables(plan, shown)
   for _, t in ipairs(plan.table and tables or { full }) do
     io.write("\n", text_table.text(t))
   end
   local paths = { store.path, plan.folder .. "/report.html" }
-  local pictures = make_plots(plan, rows)
+  local pictures = make_plots(plan, shown)
   for _, picture in ipairs(pictures) do
     local path = plan.folder .. "/" .. picture.file
     if picture.svg then
@@ -188,7 +193,7 @@ local function finish(plan, store, manifest)
   return { rows = rows, folder = plan.folder, paths = paths, tables = tables }
 end
 
-local function describe_run(plan)
+local function describe_run(plan, given)
   local env = plan.environment
   local axes = json.array {}
   for i, axis in ipairs(plan.grid.axes) do
@@ -200,34 +205,76 @@ local function describe_run(plan)
   return {
     name = plan.name, title = plan.title, seed = plan.settings.seed, device = env.device,
     description = env.description, driver = env.driver, quick = plan.settings.quick,
-    axes = axes, defaults = plan.grid.defaults, configurations = #plan.configs,
-    versions = versions,
+    axes = axes, defaults = plan.grid.defaults, repeats = plan.repeats,
+    configurations = #plan.configs, versions = versions, jobs = given.jobs,
+    shard = plan.shard and ("%d/%d"):format(plan.shard.index, plan.shard.count),
+    arguments = json.array(given.arguments or {}),
   }
 end
 
-local function execute(spec, plan)
+--- Configurations without a row. What the shards' common folder holds already is not run
+-- again.
+local function find_missing(plan, store)
+  local elsewhere, missing = {}, {}
+  for _, row in ipairs(plan.shard and not plan.fresh and results.read(plan.root) or {}) do
+    elsewhere[results.key(row.config)] = true
+  end
+  for _, config in ipairs(plan.configs) do
+    if not store:find(config) and not elsewhere[results.key(config)] then
+      missing[#missing + 1] = config
+    end
+  end
+  return missing
+end
+
+--- A shard has no tables: `sweep merge` makes those of all.
+local function finish_shard(plan, store, manifest)
+  manifests.finish(plan.folder, manifest)
+  io.write(("shard %d of %d is complete: %s\n"):format(plan.shard.index, plan.shard.count,
+    store.path))
+  return { rows = rows_of_plan(plan, store), folder = plan.folder, paths = { store.path },
+           tables = {} }
+end
+
+--- Runs what is missing, or takes it over from the shards; then shows all rows.
+local function complete(spec, plan, store, given)
+  local described, old = describe_run(plan, given), nil
+  if not plan.fresh then old = manifests.check(plan.folder, described, given.merge) end
+  local adopted = given.merge and shards.adopt(plan.root, store, described) or 0
+  local missing = find_missing(plan, store)
+  local works = not given.merge and #missing > 0
+  local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,
+    works or adopted > 0)
+  if store.was_torn then io.write "dropped a row that was cut off\n" end
+  if #store.rows > 0 then
+    io.write(("%s %d of %d\n"):format(given.merge and "merged" or "resumed",
+      #plan.configs - #missing, #plan.configs))
+  end
+  if works then run_missing(spec, plan, store, missing, given) end
+  store:arrange(plan.configs)
+  if plan.shard then return finish_shard(plan, store, manifest) end
+  local answer = finish(plan, store, manifest)
+  if given.merge and #missing > 0 then shards.explain_missing(plan, missing) end
+  return answer
+end
+
+local function execute(spec, plan, given)
   results.make_folder(plan.folder)
-  local described, old = describe_run(plan), nil
-  if not plan.fresh then old = manifests.check(plan.folder, described) end
+  if plan.shard then shards.check_count(plan.root, plan.shard.count) end
   local store = results.open(plan.folder, plan.fresh)
-  local ok, answer = pcall(function()
-    local missing = {}
-    for _, config in ipairs(plan.configs) do
-      if not store:find(config) then missing[#missing + 1] = config end
-    end
-    plan.left = #missing
-    local resumed = #store.rows > 0 and old or nil
-    local manifest = manifests.write(plan.folder, described, resumed, #missing > 0)
-    if store.was_torn then io.write "dropped a row that was cut off\n" end
-    if #store.rows > 0 then
-      io.write(("resumed %d of %d\n"):format(#plan.configs - #missing, #plan.configs))
-    end
-    if #missing > 0 then run_missing(spec, plan, store, missing) end
-    return finish(plan, store, manifest)
-  end)
+  local ok, answer = pcall(complete, spec, plan, store, given)
   store:close()
   if not ok then error(answer, 0) end
   return answer
+end
+
+--- Prints the configurations and ends the program: --list.
+local function list(plan)
+  for _, config in ipairs(plan.configs) do
+    local seed = plan.repeats > 1 and (" seed=%d"):format(config.seed) or ""
+    io.write(grids.describe(plan.grid, config), seed, "\n")
+  end
+  os.exit(0, true)
 end
 
 --- Runs an experiment; see the head of this file.
@@ -235,10 +282,13 @@ end
 ---@param given? kvlab.options  instead of the command line's
 ---@return {rows: table[], folder: string, paths: string[], tables: table[]}
 function M.run(spec, given)
-  local ok, plan = pcall(plans.new, spec, given or options)
+  given = given or options
+  local ok, plan = pcall(plans.new, spec, given)
   if not ok then error(plan, 2) end
+  if given.list then list(plan) end
+  if given.worker then workers.serve(spec, plan) end
   local answer
-  ok, answer = pcall(execute, spec, plan)
+  ok, answer = pcall(execute, spec, plan, given)
   if not ok then error(answer, 0) end
   return answer
 end

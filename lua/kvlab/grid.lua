@@ -1,7 +1,14 @@
 --- The configurations of an experiment: axes in the order they are written, defaults, and
 -- what --quick and --set put in their place.
 --
---   grid = { {"context", {512, 1024}}, {"policy", {"quest", "random"}} }
+--   grid = {
+--     { "context", { 512, 1024 } },
+--     { "policy", { "full", "quest", "hash" } },
+--     -- an axis for some only: the others' configurations have no bits
+--     { "bits", { 32, 64 }, when = function(c) return c.policy == "hash" end },
+--     -- zipped axes vary together, as a list of configurations does
+--     { { "slots", "block_size" }, { { 2, 1024 }, { 4, 512 } } },
+--   }
 --
 -- The last axis varies fastest. Messages are raised without a position: kvlab.experiment
 -- adds the line of the script.
@@ -15,7 +22,7 @@ local FORM = "{ {\"policy\", {\"quest\", \"random\"}}, {\"budget\", {0.05, 0.1}}
 local reserved = {
   seed = "use --seed=N", device = "use --device=NAME", out = "use --out=DIR",
   quick = "use --quick", fresh = "it starts the results afresh",
-  configs = "it is the list of configurations",
+  configs = "it is the list of configurations", repeats = "it says how many seeds to run",
 }
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
@@ -43,6 +50,7 @@ local function check_name(name, what, taken)
   end
 end
 
+--- A list of different values.
 local function check_values(name, values)
   if type(values) ~= "table" or #values == 0 then
     fail("axis %s is %s, expected a list of at least one value", name,
@@ -56,40 +64,110 @@ local function check_values(name, values)
   end
 end
 
+local function distinct(tuples, place)
+  local values, seen = {}, {}
+  for _, tuple in ipairs(tuples) do
+    local value = tuple[place]
+    if value ~= nil and not seen[value] then
+      values[#values + 1], seen[value] = value, true
+    end
+  end
+  return values
+end
+
+--- { {1}, {2} } for a plain axis's values {1, 2}; a zipped one's are tuples already.
+local function as_tuples(values)
+  local tuples = {}
+  for i, value in ipairs(values) do tuples[i] = { value } end
+  return tuples
+end
+
+local function check_tuples(names, tuples)
+  local all = table.concat(names, ", ")
+  if type(tuples) ~= "table" or #tuples == 0 then
+    fail("axes %s have no values, expected a list of { %s }", all, all)
+  end
+  local seen = {}
+  for i, tuple in ipairs(tuples) do
+    if type(tuple) ~= "table" or #tuple ~= #names then
+      fail("value %d of axes %s is %s, expected { %s }", i, all, type(tuple) == "table"
+        and ("a list of %d"):format(#tuple) or show(tuple), all)
+    end
+    local words = {}
+    for k, value in ipairs(tuple) do
+      check_scalar(value, "a value of axis " .. names[k])
+      words[k] = show(value)
+    end
+    local text = table.concat(words, ", ")
+    if seen[text] then fail("axes %s have { %s } twice", all, text) end
+    seen[text] = true
+  end
+end
+
+---@class kvlab.axis
+---@field name string
+---@field values any[]     the different ones, in their order
+---@field rank table       where it is enumerated
+---@field place integer    in the rank's tuples
+
 ---@class kvlab.grid
----@field axes {name: string, values: any[]}[]  in their order
----@field axis_of table<string, table>           the same by name
+---@field axes kvlab.axis[]                      in their order
+---@field axis_of table<string, kvlab.axis>      the same by name
+---@field ranks {axes: kvlab.axis[], tuples: any[][], when: function|nil}[]  one a loop
 ---@field defaults table<string, any>
 ---@field names string[]                         axes, then defaults sorted
 
+local function add_rank(grid, entry, position)
+  if type(entry) ~= "table" then
+    fail("grid[%d] is %s, expected {name, values} as in %s", position, show(entry), FORM)
+  end
+  for key in pairs(entry) do
+    if key ~= 1 and key ~= 2 and key ~= "when" then
+      fail("grid[%d] has %s, expected {name, values} or {name, values, when = function}",
+        position, show(key))
+    end
+  end
+  if entry.when ~= nil and type(entry.when) ~= "function" then
+    fail("grid[%d]: when is %s, expected a function of the configuration", position,
+      show(entry.when))
+  end
+  local is_zipped = type(entry[1]) == "table"
+  local names = is_zipped and entry[1] or { entry[1] }
+  if #names == 0 then check_name(nil, "an axis", grid.axis_of) end
+  local rank = { axes = {}, when = entry.when }
+  for place, name in ipairs(names) do
+    check_name(name, "an axis", grid.axis_of)
+    local axis = { name = name, rank = rank, place = place }
+    rank.axes[place], grid.axis_of[name] = axis, axis
+    grid.axes[#grid.axes + 1], grid.names[#grid.names + 1] = axis, name
+  end
+  if is_zipped then
+    check_tuples(names, entry[2])
+    rank.tuples = entry[2]
+  else
+    check_values(names[1], entry[2])
+    rank.tuples = as_tuples(entry[2])
+  end
+  for place, axis in ipairs(rank.axes) do axis.values = distinct(rank.tuples, place) end
+  grid.ranks[position] = rank
+end
+
 --- A grid from what the script wrote.
----@param axes table     list of {name, values}
+---@param axes table     see the head of this file
 ---@param defaults? table<string, any>
 ---@return kvlab.grid
 function M.new(axes, defaults)
   if type(axes) ~= "table" or (#axes == 0 and next(axes) ~= nil) then
     fail("grid is a %s without an order, expected a list of axes: %s", type(axes), FORM)
   end
-  local grid = { axes = {}, axis_of = {}, defaults = {}, names = {} }
-  for i, entry in ipairs(axes) do
-    if type(entry) ~= "table" then
-      fail("grid[%d] is %s, expected {name, values} as in %s", i, show(entry), FORM)
-    end
-    local name, values = entry[1], entry[2]
-    check_name(name, "an axis", grid.axis_of)
-    check_values(name, values)
-    local axis = { name = name, values = { unpack(values) } }
-    grid.axes[i], grid.axis_of[name], grid.names[i] = axis, axis, name
-  end
-  local sorted = {}
-  for name, value in pairs(defaults or {}) do
+  local grid = { axes = {}, axis_of = {}, ranks = {}, defaults = {}, names = {} }
+  for i, entry in ipairs(axes) do add_rank(grid, entry, i) end
+  for _, name in ipairs(nearest.keys(defaults or {})) do
     check_name(name, "a default", grid.axis_of)
-    check_scalar(value, "default " .. name)
-    grid.defaults[name] = value
-    sorted[#sorted + 1] = name
+    check_scalar(defaults[name], "default " .. name)
+    grid.defaults[name] = defaults[name]
+    grid.names[#grid.names + 1] = name
   end
-  table.sort(sorted)
-  for _, name in ipairs(sorted) do grid.names[#grid.names + 1] = name end
   return grid
 end
 
@@ -122,6 +200,28 @@ local function split(text)
   return words
 end
 
+--- The axis's values become `values`; of zipped axes those tuples stay that have them.
+local function replace_values(axis, values, source)
+  local rank = axis.rank
+  if #rank.axes == 1 then
+    rank.tuples = as_tuples(values)
+  else
+    local wanted, kept = {}, {}
+    for _, value in ipairs(values) do wanted[value] = true end
+    for _, tuple in ipairs(rank.tuples) do
+      if wanted[tuple[axis.place]] then kept[#kept + 1] = tuple end
+    end
+    if #kept == 0 then
+      local words = {}
+      for i, value in ipairs(axis.values) do words[i] = tostring(value) end
+      fail("%s %s: zipped axes take what is there: %s", source, axis.name,
+        table.concat(words, ", "))
+    end
+    rank.tuples = kept
+  end
+  for place, other in ipairs(rank.axes) do other.values = distinct(rank.tuples, place) end
+end
+
 --- Puts a value in the place of an axis's values or of a default. An axis takes one
 -- value, a list, or a text with commas between values, each of the type that was there.
 ---@param grid kvlab.grid
@@ -139,7 +239,7 @@ function M.override(grid, key, value, source)
       converted[i] = convert(item, kind, ("%s %s"):format(source, key))
     end
     check_values(key, converted)
-    axis.values = converted
+    replace_values(axis, converted, source)
   elseif default ~= nil then
     if type(default) == "number" and type(value) == "string" and value:find "," then
       fail("%s %s is %s: a list is for an axis, %s is a default", source, key, value, key)
@@ -162,20 +262,27 @@ end
 ---@return table[]
 function M.configurations(grid, fixed, when)
   local list, chosen = {}, {}
-  local function visit(depth)
-    local axis = grid.axes[depth]
-    if axis then
-      for _, value in ipairs(axis.values) do
-        chosen[axis.name] = value
-        visit(depth + 1)
-      end
-      return
-    end
+  local function merged()
     local config = {}
     for _, source in ipairs { grid.defaults, fixed, chosen } do
       for key, value in pairs(source) do config[key] = value end
     end
-    if not when or when(config) then list[#list + 1] = config end
+    return config
+  end
+  local function visit(depth)
+    local rank = grid.ranks[depth]
+    if not rank then
+      local config = merged()
+      if not when or when(config) then list[#list + 1] = config end
+    elseif rank.when and not rank.when(merged()) then
+      visit(depth + 1)
+    else
+      for _, tuple in ipairs(rank.tuples) do
+        for place, axis in ipairs(rank.axes) do chosen[axis.name] = tuple[place] end
+        visit(depth + 1)
+      end
+      for _, axis in ipairs(rank.axes) do chosen[axis.name] = nil end
+    end
   end
   visit(1)
   return list
@@ -187,8 +294,10 @@ end
 ---@return string
 function M.describe(grid, config)
   local words = {}
-  for i, axis in ipairs(grid.axes) do
-    words[i] = ("%s=%s"):format(axis.name, tostring(config[axis.name]))
+  for _, axis in ipairs(grid.axes) do
+    if config[axis.name] ~= nil then
+      words[#words + 1] = ("%s=%s"):format(axis.name, tostring(config[axis.name]))
+    end
   end
   return table.concat(words, " ")
 end

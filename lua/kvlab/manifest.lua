@@ -8,8 +8,9 @@ local results = require "kvlab.results"
 local M = {}
 
 local ORDER = {
-  "name", "title", "seed", "device", "description", "driver", "date", "commit", "dirty",
-  "command", "quick", "axes", "defaults", "configurations", "cpu", "os", "versions",
+  "name", "title", "seed", "repeats", "device", "description", "driver", "date",
+  "finished", "commit", "dirty", "command", "arguments", "shard", "jobs", "quick", "axes",
+  "defaults", "configurations", "cpu", "os", "versions",
 }
 
 local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
@@ -44,16 +45,25 @@ local function find_commit()
   return commit, changed ~= nil
 end
 
+--- Words as a shell takes them.
+---@param words string[]
+---@return string
+function M.shell_line(words)
+  local quoted = {}
+  for i, word in ipairs(words) do
+    quoted[i] = word:find "^[%w%._/=,:@%%+-]+$" and word or quote(word)
+  end
+  return table.concat(quoted, " ")
+end
+
 --- The process's command line; the program without its folder.
 local function command_line()
   local text = results.read_file "/proc/self/cmdline"
   if not text then return nil end
   local words = {}
-  for word in text:gmatch "([^%z]*)%z" do
-    words[#words + 1] = word:find "^[%w%._/=,:@%%+-]+$" and word or quote(word)
-  end
+  for word in text:gmatch "([^%z]*)%z" do words[#words + 1] = word end
   words[1] = words[1] and words[1]:match "[^/]*$"
-  return table.concat(words, " ")
+  return M.shell_line(words)
 end
 
 local function match_file(path, pattern)
@@ -61,22 +71,34 @@ local function match_file(path, pattern)
   return text and text:match(pattern)
 end
 
---- The same device twice: timings of two machines do not belong in one file.
-local IDENTITY = { "name", "seed", "device", "description" }
+-- What the rows of a folder have in common.
+local IDENTITY = { "name", "seed", "device" }
 
---- Raises when the folder's manifest is of another experiment, seed or device.
+--- The folder's manifest; nil when there is none.
 ---@param folder string
----@param now table  name, seed, device, description
----@return table|nil  # the manifest that is there
-function M.check(folder, now)
+---@return table|nil
+function M.read(folder)
   local path = folder .. "/manifest.json"
   local text = results.read_file(path)
   if not text then return nil end
-  local ok, old = pcall(json.decode, text)
-  if not ok or type(old) ~= "table" then
+  local ok, manifest = pcall(json.decode, text)
+  if not ok or type(manifest) ~= "table" then
     error(path .. " is damaged; choose another --out=DIR, or --set fresh=true", 0)
   end
-  for _, key in ipairs(IDENTITY) do
+  return manifest
+end
+
+--- Raises when the folder's manifest is of another experiment, seed or device; also when
+-- the device was another machine's, whose timings do not belong in one file, unless the
+-- folder `is_merged` from several.
+---@param folder string
+---@param now table  name, seed, device, description
+---@param is_merged? boolean
+---@return table|nil  # the manifest that is there
+function M.check(folder, now, is_merged)
+  local old, keys = M.read(folder), { unpack(IDENTITY) }
+  if not is_merged then keys[#keys + 1] = "description" end
+  for _, key in ipairs(old and keys or {}) do
     if old[key] ~= now[key] then
       error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or"
         .. " start it afresh with --set fresh=true"):format(folder, key,
@@ -100,6 +122,13 @@ local function earlier_runs(old)
   return runs
 end
 
+local function write(folder, manifest)
+  local text = json.encode(manifest, { order = ORDER, indent = "  " })
+  results.write_file(folder .. "/manifest.json", text .. "\n")
+end
+
+local function now_utc() return os.date "!%Y-%m-%dT%H:%M:%SZ" end
+
 --- Writes the folder's manifest.
 ---@param folder string
 ---@param now table       name, title, seed, device, description, driver, axes, …
@@ -109,7 +138,7 @@ end
 function M.write(folder, now, old, has_work)
   local manifest = {}
   for key, value in pairs(now) do manifest[key] = value end
-  manifest.date = os.date "!%Y-%m-%dT%H:%M:%SZ"
+  manifest.date = now_utc()
   manifest.commit, manifest.dirty = find_commit()
   manifest.command = command_line()
   manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
@@ -120,9 +149,16 @@ function M.write(folder, now, old, has_work)
     copy_run(old, manifest)
     manifest.earlier_runs = old.earlier_runs
   end
-  local text = json.encode(manifest, { order = ORDER, indent = "  " })
-  results.write_file(folder .. "/manifest.json", text .. "\n")
+  write(folder, manifest)
   return manifest
+end
+
+--- Adds to a manifest that every row is there.
+---@param folder string
+---@param manifest table
+function M.finish(folder, manifest)
+  manifest.finished = now_utc()
+  write(folder, manifest)
 end
 
 return M

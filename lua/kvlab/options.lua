@@ -12,8 +12,15 @@
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
 ---@field link-us number|nil       its latency in microseconds; there when link-gbps is
 ---@field interactive boolean|nil run: the REPL goes on with the script's variables
+---@field words string[]           all after the verb, an option and its value as one
+---@field arguments string[]       those of `words` that an experiment's rows depend on
+---@field shard {index: integer, count: integer}|nil  run: this part of the configurations
+---@field jobs integer|nil         run: so many processes
+---@field keep-going boolean|nil   run: a configuration that fails does not end the run
+---@field worker boolean|nil       run: another process says which configurations
+---@field merge boolean|nil        run: rows are taken over from shards, not computed
 ---@field json boolean|nil         bench: rows as JSON lines
----@field list boolean|nil         bench, test: names instead of work
+---@field list boolean|nil         bench, run, test: names instead of work
 local M = {
   device = "auto",
   seed = 0,
@@ -21,6 +28,8 @@ local M = {
   set = {},
   quick = false,
   args = {},
+  words = {},
+  arguments = {},
 }
 
 return M

@@ -11,6 +11,7 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 -- field = the types it may have; "nil" where it may be left out
 local FIELDS = {
   name = "string", title = "string nil", grid = "table", defaults = "table nil",
+  repeats = "number nil",
   quick = "table nil", when = "function nil", environment = "table nil",
   metrics = "table nil", setup = "function nil", run = "function",
   teardown = "function nil", table = "table function nil", plot = "table function nil",
@@ -147,13 +148,68 @@ local function find_required(plan, spec)
   return required
 end
 
+--- The first of `n` repeats has the seed that was given; the others' follow from it and
+-- their number alone, so that every configuration meets the same ones (policies can be
+-- compared in pairs) and more repeats add to those that are there. 32 bits: experiments
+-- add small numbers to a seed. (MurmurHash3's finaliser, which never makes two the same.)
+local function seed_of(seed, n)
+  if n == 1 then return seed end
+  local x = (seed * 0x9e3779b1ULL + n) % 2 ^ 32
+  for _, step in ipairs { { 16, 0x85ebca6bULL }, { 13, 0xc2b2ae35ULL }, { 16, 1ULL } } do
+    x = bit.bxor(x, bit.rshift(x, step[1])) * step[2] % 2 ^ 32
+  end
+  return tonumber(x)
+end
+
+local function check_repeats(n, source)
+  if type(n) ~= "number" or n < 1 or n % 1 ~= 0 then
+    fail("%s repeats is %s, expected a whole number from 1", source, tostring(n))
+  end
+  return n
+end
+
+--- Applies --quick and --set; returns how many repeats there are and whether what the
+-- folder holds is forgotten.
+local function apply_options(spec, grid, options)
+  local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
+  local function apply(given, source)
+    for _, key in ipairs(nearest.keys(given)) do
+      if key == "repeats" then
+        repeats = check_repeats(given.repeats, source)
+      elseif key == "fresh" and source == "--set" then
+        fresh = given.fresh
+        if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end
+      else
+        grids.override(grid, key, given[key], source)
+      end
+    end
+  end
+  if options.quick then apply(spec.quick or {}, "quick") end
+  apply(options.set, "--set")
+  return repeats, fresh
+end
+
+--- Shard i of n has the i-th of n runs of neighbours, so that what one configuration
+-- prepares serves the next, as it does without shards.
+local function take_shard(configs, shard)
+  local mine = {}
+  local first = math.floor((shard.index - 1) * #configs / shard.count) + 1
+  for i = first, math.floor(shard.index * #configs / shard.count) do
+    mine[#mine + 1] = configs[i]
+  end
+  return mine
+end
+
 ---@class kvlab.plan
 ---@field name string
 ---@field title string
----@field folder string         where the results go
+---@field root string           where the results go, in the end
+---@field folder string         where this run's go: the root, or a folder of the shard
+---@field shard {index: integer, count: integer}|nil
 ---@field fresh boolean         forget what the folder holds
 ---@field grid kvlab.grid
----@field configs table[]       every configuration, in order
+---@field repeats integer
+---@field configs table[]       every configuration (of the shard), in order
 ---@field order string[]        the keys of a row, in order
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
@@ -175,42 +231,38 @@ function M.new(spec, options)
     fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
   end
   local grid = grids.new(spec.grid, spec.defaults)
-  if options.quick then
-    for _, key in ipairs(nearest.keys(spec.quick or {})) do
-      grids.override(grid, key, spec.quick[key], "quick")
-    end
-  end
-  local fresh = false
-  for _, key in ipairs(nearest.keys(options.set)) do
-    if key == "fresh" then
-      fresh = options.set.fresh
-      if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end
-    else
-      grids.override(grid, key, options.set[key], "--set")
-    end
-  end
-
-  local environment = find_environment(spec.environment)
-  local link_gbps, link_us = options["link-gbps"], options["link-us"]
+  local repeats, fresh = apply_options(spec, grid, options)
+  local root = options.out
+    or "results/" .. spec.name .. (options.quick and "-quick" or "")
   local plan = {
-    name = spec.name, title = spec.title or spec.name, grid = grid, fresh = fresh,
-    folder = options.out or "results/" .. spec.name .. (options.quick and "-quick" or ""),
-    environment = environment,
-    configs = grids.configurations(grid, { device = environment.device,
-      seed = options.seed, link_gbps = link_gbps, link_us = link_us }, spec.when),
+    name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
+    fresh = fresh, root = root, folder = root, shard = options.shard,
+    environment = options.environment or find_environment(spec.environment),
     table = check_views(grid, spec.table, "table"),
     plot = check_views(grid, spec.plot, "plot"),
-    order = { "config", "metrics", unpack(grid.names) },
+    order = { "config", "metrics", unpack(grid.names) }, configs = {},
   }
+  local fixed = { device = plan.environment.device, link_gbps = options["link-gbps"],
+                  link_us = options["link-us"] }
+  for n = 1, repeats do
+    fixed.seed = seed_of(options.seed, n)
+    for _, config in ipairs(grids.configurations(grid, fixed, spec.when)) do
+      plan.configs[#plan.configs + 1] = config
+    end
+  end
   if #plan.configs == 0 then fail("experiment: `when` leaves no configuration") end
+  if plan.shard then
+    plan.folder = ("%s/shards/%d-of-%d"):format(root, plan.shard.index, plan.shard.count)
+    plan.configs = take_shard(plan.configs, plan.shard)
+  end
   plan.required = find_required(plan, spec)
   for _, name in ipairs { "device", "seed", "link_gbps", "link_us" } do
     plan.order[#plan.order + 1] = name
   end
   for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
-  plan.settings = { seed = options.seed, device = environment.device, out = plan.folder,
+  plan.settings = { seed = options.seed, device = fixed.device, out = plan.folder,
                     quick = options.quick, configs = plan.configs,
-                    link_gbps = link_gbps, link_us = link_us }
+                    link_gbps = fixed.link_gbps, link_us = fixed.link_us }
   for name, value in pairs(grid.defaults) do plan.settings[name] = value end
   return plan
 end

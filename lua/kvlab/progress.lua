@@ -26,17 +26,17 @@ function M.new(total, is_shown)
   return setmetatable(line, progress)
 end
 
---- Shows that piece number `index` begins.
----@param index integer
+--- Shows that another piece begins.
+---@param done integer  how many are finished
 ---@param words string  what it is
-function progress:show(index, words)
+function progress:show(done, words)
   if not self.is_shown then return end
-  local done, left = index - 1, ""
+  local left = ""
   local spent = os.difftime(os.time(), self.started)
   if done > 0 and spent > 0 then
     left = "  " .. M.duration(spent / done * (self.total - done)) .. " left"
   end
-  local line = ("%d/%d  %s%s"):format(index, self.total, words, left)
+  local line = ("%d/%d  %s%s"):format(done + 1, self.total, words, left)
   io.stderr:write("\r\27[K", #line > 100 and line:sub(1, 97) .. "..." or line)
 end
 

@@ -1,8 +1,9 @@
 --- The mean of a sample and how well it is known: Student's t interval.
 local M = {}
 
---- P(|T| < t) of Student's t with `freedom` degrees of freedom, a whole number: the finite
--- series of Abramowitz and Stegun, 26.7.3 and 26.7.4, in theta = atan(t / sqrt(freedom)).
+--- P(|T| < t) of Student's t with `freedom` degrees of freedom, a whole number, by the
+-- finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4; theta is
+-- atan(t / sqrt(freedom)).
 local function probability_within(theta, freedom)
   local cos2, is_odd = math.cos(theta) ^ 2, freedom % 2 == 1
   local term = is_odd and math.cos(theta) or 1
@@ -24,7 +25,8 @@ function M.t(freedom, level)
   local low, high = 0, math.pi / 2
   for _ = 1, 60 do -- halves the angle's interval to one unit in the last place
     local middle = (low + high) / 2
-    if probability_within(middle, freedom) < level then low = middle else high = middle end
+    local is_below = probability_within(middle, freedom) < level
+    low, high = is_below and middle or low, is_below and high or middle
   end
   return math.sqrt(freedom) * math.tan((low + high) / 2)
 end

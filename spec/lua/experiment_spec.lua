@@ -110,6 +110,17 @@ describe("experiment", function()
       assert.equal(2, #lines())
     end)
 
+    it("goes on after a failure with --keep-going, and fails in the end", function()
+      local problem = problem_of({ run = function(config)
+        if config.policy == "random" then error "no such policy" end
+        return { x = 1 }
+      end }, nil, { ["keep-going"] = true })
+      assert_has("4 configurations failed; 4 of 8 rows are in", problem)
+      local _, count = harness.printed:gsub("no such policy\n  configuration context", "")
+      assert.equal(4, count)
+      assert.equal(4, #lines())
+    end)
+
     it("that is interrupted keeps its rows and says how to go on", function()
       local torn_down = false
       local problem = problem_of {
@@ -174,6 +185,66 @@ quest            0.80  2.40
 random           0.80  2.40
 
 ]] .. path "results.jsonl" .. "\n" .. path "report.html" .. "\n", harness.printed)
+    end)
+  end)
+
+  describe("repeats", function()
+    --- Seeds in the order of the rows, and how often setup and teardown were called.
+    local function repeated(set, other)
+      local seeds, calls, at = {}, {}, nil
+      local answer = run({
+        repeats = 3,
+        setup = function(s)
+          calls[#calls + 1] = ("setup %d"):format(#s.configs)
+          s.cached = s.seed
+        end,
+        run = function(config, settings)
+          assert(settings.cached == config.seed and settings.seed == config.seed)
+          if config.seed ~= at then at, seeds[#seeds + 1] = config.seed, config.seed end
+          return { x = config.seed % 10, accuracy = config.budget }
+        end,
+        teardown = function() calls[#calls + 1] = "teardown" end,
+        table = { rows = "policy", columns = "context", value = "accuracy",
+                  where = { budget = 0.1 } },
+      }, set, other)
+      return seeds, calls, answer
+    end
+
+    it("run everything for one seed, then for the next", function()
+      local seeds, calls, answer = repeated()
+      assert.equal(3, #seeds)
+      assert.equal(24, #answer.rows)
+      assert.same({ "setup 8", "teardown", "setup 8", "teardown", "setup 8", "teardown" },
+        calls)
+      assert_has("quest             0.1   0.1\n", harness.printed)
+    end)
+
+    it("have the seed that was given first, others from it, 32 bits, none twice",
+      function()
+        local seeds = repeated({ ["repeats"] = 200 }, { seed = 12 })
+        local seen = {}
+        for _, seed in ipairs(seeds) do
+          assert.is_true(seed >= 0 and seed < 2 ^ 32 and seed % 1 == 0 and not seen[seed])
+          seen[seed] = true
+        end
+        assert.equal(12, seeds[1])
+        local others = repeated({ ["repeats"] = 200, fresh = true }, { seed = 13 })
+        for i = 2, 200 do assert.is_nil(seen[others[i]]) end
+      end)
+
+    it("that are more add to those that are there", function()
+      local first = repeated { ["repeats"] = 2 }
+      local more = repeated { ["repeats"] = 4 }
+      assert.equal(2, #more)
+      assert_has("resumed 16 of 32", harness.printed)
+      assert.same({ first[1], first[2], more[1], more[2] },
+        (repeated { ["repeats"] = 4, fresh = true }))
+    end)
+
+    it("are counted", function()
+      assert_has("--set repeats is 0, expected a whole number from 1",
+        problem_of(nil, { ["repeats"] = 0 }))
+      assert_has("experiment: repeats is 1.5", problem_of { repeats = 1.5 })
     end)
   end)
 

@@ -121,6 +121,24 @@ describe("results", function()
       assert.equal(1, json.decode(read "manifest.json").seed)
     end)
 
+  it("are in the grid's order in the end, whatever order they came in", function()
+    run(nil, { context = 1024 })
+    local one = read "results.jsonl"
+    run(nil, { context = 512, prompts = 2 }) -- not of the grid
+    local other = lines()[5]
+    run(nil, { context = "512,1024" })
+    local list = lines()
+    assert.equal(one, table.concat(list, "\n", 9, 12) .. "\n")
+    assert.equal(other, list[5])
+    local before = read "results.jsonl"
+    run()
+    assert.same({}, harness.calls)
+    assert.equal(before, read "results.jsonl")
+    run(nil, { fresh = true })
+    assert.same({ list[1], list[2], list[3], list[4], list[9], list[10], list[11],
+                  list[12] }, lines())
+  end)
+
   it("are written by one process at a time", function()
     local problem
     run { run = function()
