@@ -25,7 +25,9 @@
   X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)                \
   X(vllm_append) X(vllm_attention) X(rope_append)                                         \
   X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming) X(scatter)                \
-  X(trim_selection)
+  X(trim_selection)                                                                       \
+  X(quantise_rows) X(hadamard) X(index_append) X(index_gather) X(mqa_logits)              \
+  X(mqa_logits_paged)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -315,6 +317,62 @@ struct kvl_select_hamming_args {
   int64_t seqs, heads, selection_heads, max_blocks, max_selected;
   kvl_budget budget;
   int32_t block_size, head_dim, bits, dtype;
+};
+
+struct kvl_quantise_rows_args {
+  const void *x;
+  void *out;
+  float *scales;
+  int64_t rows, dim;
+  int32_t dtype;                /* of x */
+};
+/* The scale of a row whose largest |x| is amax; x / scale is rounded to f8e4m3. */
+#define KVL_INDEX_AMAX_LEAST 1e-4f
+struct kvl_hadamard_args {
+  const void *x;
+  void *out;
+  int64_t rows;
+  float scale;
+  int32_t dim, dtype;           /* of x and out */
+};
+/* One layer's index-K memory, see runtime/kvlab.h: key of slot (block b, offset t) at b *
+ * block_size * (dim + 4) + t * dim, its scale at b * block_size * (dim + 4) + block_size * dim
+ * + 4 * t. */
+struct kvl_index_view {
+  uint8_t *memory;
+  int64_t blocks;
+  int32_t block_size, dim;
+};
+struct kvl_index_append_args {
+  struct kvl_index_view cache;
+  const void *k;
+  const int64_t *slots;
+  int64_t n;
+  int32_t dtype;                /* of k */
+};
+struct kvl_index_gather_args {
+  struct kvl_index_view cache;
+  const int64_t *slots;
+  uint8_t *k;
+  float *scales;
+  int64_t n;
+};
+struct kvl_mqa_logits_args {
+  const uint8_t *q, *k;
+  const float *weights, *scales;
+  const int32_t *starts, *ends;
+  void *logits;
+  int64_t rows, tokens, columns;
+  int32_t heads, dim, dtype;    /* of logits */
+};
+struct kvl_mqa_logits_paged_args {
+  struct kvl_index_view cache;
+  const uint8_t *q;
+  const float *weights;
+  const int32_t *tables, *lens;
+  void *logits;
+  int64_t sequences, each, max_blocks, columns;   /* rows: sequences * each */
+  int32_t heads, dtype;
 };
 
 struct kvl_move_blocks_args {

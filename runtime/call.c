@@ -125,6 +125,20 @@ int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
   return 1;
 }
 
+static int same_shape(const kvl_tensor *a, const kvl_tensor *b) {
+  return a->ndim == b->ndim &&
+         !memcmp(a->shape, b->shape, sizeof a->shape[0] * (size_t)a->ndim);
+}
+
+void kvl__expect_shape_of(struct kvl__call *c, const char *name, const kvl_tensor *t,
+                          const char *other_name, const kvl_tensor *other) {
+  char got[96], want[96];
+  if (c->status >= 0 && !same_shape(t, other))
+    kvl__call_fail(c, "%s is %s, expected the shape of %s, %s", name,
+                   kvl__tensor_words(t, got, sizeof got), other_name,
+                   kvl__tensor_words(other, want, sizeof want));
+}
+
 /* ---- launch ------------------------------------------------------------------------------ */
 
 void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *args) {

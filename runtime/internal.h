@@ -155,6 +155,9 @@ int64_t kvl__dim(const struct kvl__call *call, const char *name);
 /* Set the failure of `call` unless it has one. Returns the status. */
 int kvl__call_fail(struct kvl__call *call, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
+/* t has the shape of `other`, which the words call other_name. */
+void kvl__expect_shape_of(struct kvl__call *call, const char *name, const kvl_tensor *t,
+                          const char *other_name, const kvl_tensor *other);
 /* Workspace for these args, or NULL when the op wants none. Sets the status on failure. */
 void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *args);
 /* Launch on the current stream; every tensor seen by kvl__arg is marked as used there. */

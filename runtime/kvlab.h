@@ -535,6 +535,60 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
                        double mass, int sink, int recent, const kvl_tensor *selection,
                        const kvl_tensor *counts);
 
+/* ---- index-K: what a lightning indexer scores with ------------------------------------------ */
+/* An indexer scores every token by one small key that all its heads share, and attention looks
+ * at the best. Its keys are f8e4m3 with a scale a token, x ~ k * scale. index-K memory of a
+ * layer is u8 [blocks, block_size * (dim + 4)]: of a block first the block_size keys, dim bytes
+ * each, then their f32 scales. dim is 32, 64 or 128; keys, q and the memory begin at a multiple
+ * of 16 bytes. slots: i64 [n], block * block_size + offset, as everywhere.
+ * Source: DeepSeek-V3.2 (DSA) and its pool of blocks in SGLang. */
+
+/* Each row by its largest |x|: scale = max(amax, 1e-4) / 448, out = x / scale, saturating; NaN
+ * stays, and is not the largest. The same bits on every device.
+ *  x       f32 f16 bf16  [..., dim]
+ *  out     f8e4m3        [..., dim]
+ *  scales  f32           [...] */
+int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tensor *scales);
+/* out = scale * H x along the last dim, H the Walsh-Hadamard matrix in Sylvester's order: with
+ * scale dim^-0.5 a rotation, which spreads what a few dims have over all of them. Sums are f32
+ * in one order: the same bits on every device. out may be x.
+ *  x, out  f32 f16 bf16  [..., dim]   dim a power of two up to 1024 */
+int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out);
+/* cache[slot] = k, as kvl_quantise_rows quantises it; slot < 0 is skipped; no two are the same.
+ *  k      f32 f16 bf16  [n, dim]
+ *  cache  u8            [blocks, block_size * (dim + 4)] */
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *slots, const kvl_tensor *cache);
+/* The keys at slots and their scales; zeros for a slot that is none.
+ *  k       f8e4m3  [n, dim]
+ *  scales  f32     [n] */
+int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *slots, const kvl_tensor *k,
+                     const kvl_tensor *scales);
+
+/* logits[r][j] = scales[j] * sum over heads h of weights[r][h] * max(q[r][h] . k[j], 0), for
+ * max(starts[r], 0) <= j < min(ends[r], tokens, columns); the other columns stay as they are.
+ * Sums are f32: over dims as the device multiplies (Hopper's tensor cores keep about 14 bits
+ * of a sum of products of f8e4m3), over heads in an order of its own, which does not change
+ * from run to run nor with the rows and columns of a call.
+ *  q        f8e4m3  [rows, heads, dim]   heads 1 ... 64; weights may hold q's scale
+ *  weights  f32     [rows, heads]
+ *  k        f8e4m3  [tokens, dim]
+ *  scales   f32     [tokens]
+ *  starts   i32     [rows]
+ *  ends     i32     [rows]
+ *  logits   f32 bf16  [rows, columns] */
+int kvl_mqa_logits(const kvl_tensor *q, const kvl_tensor *weights, const kvl_tensor *k,
+                   const kvl_tensor *scales, const kvl_tensor *starts, const kvl_tensor *ends,
+                   const kvl_tensor *logits);
+/* The same over index-K memory: row r looks at the first lens[r] tokens of sequence r / each,
+ * where rows = sequences * each, as far as its table and the columns go. Tokens of an entry
+ * that is no block get -inf.
+ *  cache   u8   [blocks, block_size * (dim + 4)]
+ *  tables  i32  [sequences, max_blocks]
+ *  lens    i32  [rows] */
+int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
+                         const kvl_tensor *cache, const kvl_tensor *tables,
+                         const kvl_tensor *lens, const kvl_tensor *logits);
+
 /* ---- vLLM layout ------------------------------------------------------------------------ */
 /* PagedAttention V1 and V2 of vLLM over its own layout of KV memory: a baseline. One layer:
  *  key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]

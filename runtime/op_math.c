@@ -2,20 +2,6 @@
  * worked out, kernels launched. What each op means stands in kvlab.h. */
 #include "internal.h"
 
-static int same_shape(const kvl_tensor *a, const kvl_tensor *b) {
-  return a->ndim == b->ndim &&
-         !memcmp(a->shape, b->shape, sizeof a->shape[0] * (size_t)a->ndim);
-}
-
-static void expect_shape_of(struct kvl__call *c, const char *name, const kvl_tensor *t,
-                            const char *other_name, const kvl_tensor *other) {
-  char got[96], want[96];
-  if (c->status >= 0 && !same_shape(t, other))
-    kvl__call_fail(c, "%s is %s, expected the shape of %s, %s", name,
-                   kvl__tensor_words(t, got, sizeof got), other_name,
-                   kvl__tensor_words(other, want, sizeof want));
-}
-
 static void expect_enum(struct kvl__call *c, const char *name, int value, int last) {
   if (value < 0 || value > last)
     kvl__call_fail(c, "%s is %d, expected 0 ... %d", name, value, last);
@@ -57,7 +43,7 @@ int kvl_cast(const kvl_tensor *a, const kvl_tensor *out) {
   struct kvl__call c = {.op = "cast"};
   kvl__arg(&c, "a", a, KVL__ANY & ~KVL__U64, "...");
   kvl__arg(&c, "out", out, KVL__ANY & ~KVL__U64, "...");
-  if (c.status >= 0) expect_shape_of(&c, "out", out, "a", a);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
   if (c.status < 0) return c.status;
   unsigned pair = kvl__like(a) | kvl__like(out);
   if ((pair & KVL__F8) && (pair & ~(unsigned)(KVL__F8 | KVL__FLOAT)))
@@ -72,7 +58,7 @@ int kvl_unary(int op, const kvl_tensor *a, const kvl_tensor *out) {
   expect_enum(&c, "op", op, KVL_UNARY_RELU);
   kvl__arg(&c, "a", a, KVL__FLOAT, "...");
   kvl__arg(&c, "out", out, kvl__like(a), "...");
-  if (c.status >= 0) expect_shape_of(&c, "out", out, "a", a);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
   if (c.status < 0) return c.status;
   struct kvl_unary_args args = {a->ptr, out->ptr, a->count, op, a->dtype};
   return KVL__LAUNCH(&c, unary, args);
@@ -161,9 +147,9 @@ int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
   kvl__arg(&c, "a", a, KVL__ANY, "...");
   kvl__arg(&c, "b", b, kvl__like(a), "...");
   kvl__arg(&c, "out", out, kvl__like(a), "...");
-  if (c.status >= 0) expect_shape_of(&c, "a", a, "cond", cond);
-  if (c.status >= 0) expect_shape_of(&c, "b", b, "cond", cond);
-  if (c.status >= 0) expect_shape_of(&c, "out", out, "cond", cond);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "a", a, "cond", cond);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "b", b, "cond", cond);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "cond", cond);
   if (c.status < 0) return c.status;
   struct kvl_where_args args = {cond->ptr, a->ptr, b->ptr, out->ptr, out->count,
                                 kvl_dtype_bytes(a->dtype)};
@@ -185,7 +171,7 @@ int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out) {
   want.ndim--;
   memmove(want.shape + dim, want.shape + dim + 1,
           sizeof want.shape[0] * (size_t)(want.ndim - dim));
-  expect_shape_of(&c, "out", out, "a without dim", &want);
+  kvl__expect_shape_of(&c, "out", out, "a without dim", &want);
   struct kvl_reduce_args args = {.a = a->ptr, .out = out->ptr, .outer = 1, .inner = 1,
                                  .n = a->shape[dim], .op = op, .dtype = a->dtype,
                                  .out_dtype = out->dtype};
@@ -208,7 +194,7 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out) {
   struct kvl__call c = {.op = "softmax"};
   kvl__arg(&c, "a", a, KVL__FLOAT, "... n");
   kvl__arg(&c, "out", out, kvl__like(a) | KVL__F32, "... n");
-  if (c.status >= 0) expect_shape_of(&c, "out", out, "a", a);
+  if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
   if (c.status < 0) return c.status;
   struct kvl_softmax_args args = {a->ptr, out->ptr, rows_of(a), kvl__dim(&c, "n"),
                                   (float)scale, a->dtype, out->dtype};
@@ -222,7 +208,7 @@ int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
   if (c.status < 0) return c.status;
   kvl_tensor want = *a;
   want.ndim--;
-  expect_shape_of(&c, "out", out, "a without its last dim", &want);
+  kvl__expect_shape_of(&c, "out", out, "a without its last dim", &want);
   int64_t n = kvl__dim(&c, "n");
   if (n < 1) kvl__call_fail(&c, "a has rows of 0 elements, expected 1 or more");
   if (c.status < 0) return c.status;

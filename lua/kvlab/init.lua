@@ -9,6 +9,7 @@
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention kv.probe             paged memory, attention with a policy
 --   kv.policy kv.summary kv.hash kv.tally      what policies are made of
+--   kv.index_cache                             an indexer's keys, and its logits
 --   kv.sampling                                blocks by chance, and their weights
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.prefetch                                blocks from a store, ahead of their use
@@ -40,6 +41,7 @@ M.ops = require "kvlab.ops"
 M.summary = require "kvlab.summary"
 M.hash = require "kvlab.hash"
 M.tally = require("kvlab.tally").tally
+M.index_cache = require("kvlab.index_cache").index_cache
 M.sampling = require("kvlab.sampling").sampling
 M.policy = require "kvlab.policy"
 M.graph = require("kvlab.graph").graph

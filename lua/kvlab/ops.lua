@@ -148,4 +148,49 @@ function M.trim_selection(weights, lens, block_size, mass, budget, selection, co
   return selection, counts
 end
 
+-- ---- index-K --------------------------------------------------------------------------
+
+--- Rows in f8e4m3, each with a scale of its own.
+---@param x ffi.cdata*        f32 f16 bf16 [..., dim]
+---@param out? ffi.cdata*     f8e4m3 [..., dim]
+---@param scales? ffi.cdata*  f32 [...]
+---@return ffi.cdata* out
+---@return ffi.cdata* scales
+function M.quantise_rows(x, out, scales)
+  out = out or tensor.open_like(x, C.KVL_DTYPE_F8E4M3)
+  if not scales then
+    local dims = x:dims()
+    dims[#dims] = nil
+    scales = tensor.tensor(x.device, "f32", dims)
+  end
+  check(C.kvl_quantise_rows(x, out, scales))
+  return out, scales
+end
+
+--- scale * H x along rows; scale: dim^-0.5 unless given, which makes it a rotation.
+function M.hadamard(x, scale, out)
+  out = out or tensor.open_like(x)
+  check(C.kvl_hadamard(x, scale or x:size(-1) ^ -0.5, out))
+  return out
+end
+
+function M.index_append(k, slots, cache) check(C.kvl_index_append(k, slots, cache)) end
+
+function M.index_gather(cache, slots, k, scales)
+  check(C.kvl_index_gather(cache, slots, k, scales))
+  return k, scales
+end
+
+--- What an indexer thinks of each token, for ranges of contiguous keys.
+function M.mqa_logits(q, weights, k, scales, starts, ends, logits)
+  check(C.kvl_mqa_logits(q, weights, k, scales, starts, ends, logits))
+  return logits
+end
+
+--- The same over index-K memory, for the first lens[r] tokens of a row's sequence.
+function M.mqa_logits_paged(q, weights, cache, tables, lens, logits)
+  check(C.kvl_mqa_logits_paged(q, weights, cache, tables, lens, logits))
+  return logits
+end
+
 return M

@@ -1,0 +1,24 @@
+/* A row in f8e4m3 with a scale of its own, as quantise_rows and index_append make it. */
+#ifndef KVL_CPU_QUANTISE_H
+#define KVL_CPU_QUANTISE_H
+
+#include "cpu/vec.h"
+
+/* out = x / scale; returns the scale. Divides, so that every device rounds alike. */
+static inline KVL_HOT float quantise_row(const void *x, uint8_t *out, int64_t dim,
+                                         const int dtype) {
+  vf most = vf_set(KVL_INDEX_AMAX_LEAST);
+  for (int64_t d = 0; d < dim; d += VF) {
+    vf v = vf_load_n(at_const(x, d, dtype), vf_left(d, dim), dtype);
+    most = vf_max((vf)((vi)v & 0x7FFFFFFF), most);   /* of a NaN `most` stays */
+  }
+  float scale = vf_hmax(most) / 448;
+  for (int64_t d = 0; d < dim; d += VF) {
+    int lanes = vf_left(d, dim);
+    vf v = vf_load_n(at_const(x, d, dtype), lanes, dtype);
+    vf_store_n(out + d, v / scale, lanes, KVL_DTYPE_F8E4M3);
+  }
+  return scale;
+}
+
+#endif

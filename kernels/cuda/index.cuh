@@ -1,0 +1,53 @@
+/* What the ops of index-K share: where a slot lies, and rows in f8e4m3 with a scale of their
+ * own. Keys and scales are aligned to 4 bytes, with a block_size of a multiple of 4 to 16. */
+#ifndef KVL_CUDA_INDEX_CUH
+#define KVL_CUDA_INDEX_CUH
+
+#include "convert.cuh"
+
+namespace kvl {
+
+struct index_place {
+  uint8_t *key;      /* nullptr: there is no such slot */
+  float *scale;
+};
+__device__ __forceinline__ index_place index_at(const kvl_index_view &view, int64_t block,
+                                                int offset) {
+  if (block < 0 || block >= view.blocks) return {nullptr, nullptr};
+  const int keys = view.block_size * view.dim;
+  uint8_t *memory = view.memory + block * (keys + 4 * view.block_size);
+  return {memory + offset * view.dim, (float *)(memory + keys) + offset};
+}
+__device__ __forceinline__ index_place index_slot(const kvl_index_view &view, int64_t slot) {
+  if (slot < 0) return {nullptr, nullptr};
+  const int64_t block = slot / view.block_size;
+  return index_at(view, block, (int)(slot - block * view.block_size));
+}
+
+/* out = x / scale by a warp, N neighbours a lane; returns the scale. Divides, so that every
+ * device rounds alike. */
+template <int N, class T>
+__device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t dim) {
+  const int lane = threadIdx.x % WARP;
+  float most = KVL_INDEX_AMAX_LEAST, v[N];
+  for (int64_t i = lane * N; i < dim; i += WARP * N) {
+    load_floats(x + i, v);
+#pragma unroll
+    for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e]));   /* without NaN */
+  }
+  const float scale = __fdiv_rn(warp_max(most), 448.f);
+  for (int64_t i = lane * N; i < dim; i += WARP * N) {
+    load_floats(x + i, v);
+    pack<f8e4m3, N> bytes;
+#pragma unroll
+    for (int e = 0; e < N; e++) bytes.at[e] = convert<f8e4m3>(__fdiv_rn(v[e], scale));
+    store_pack<N>((f8e4m3 *)out + i, bytes);
+  }
+  return scale;
+}
+
+enum { QUANTISE_THREADS = 256 };
+
+}  // namespace kvl
+
+#endif

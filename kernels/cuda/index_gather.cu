@@ -1,0 +1,37 @@
+/* k, scales = cache[slots]; zeros for a slot that is none.
+ *   cache   u8      [blocks, block_size * (dim + 4)]   of a block the keys, then scales
+ *   slots   i64     [n]
+ *   k       f8e4m3  [n, dim]   dim 32, 64 or 128
+ *   scales  f32     [n]
+ * Words of 4 bytes, neighbours by neighbouring threads: keys of blocks of an odd size are not
+ * aligned to more.
+ * Bytes   2 * n * (dim + 4); limit: memory */
+#include "index.cuh"
+
+namespace kvl {
+namespace {
+
+enum { THREADS = 256 };
+
+__global__ void __launch_bounds__(THREADS) index_gather(kvl_index_gather_args a) {
+  const int words = a.cache.dim / 4, each = THREADS / words;
+  const int word = threadIdx.x % words;
+  for (int64_t i = blockIdx.x * (int64_t)each + threadIdx.x / words; i < a.n;
+       i += (int64_t)gridDim.x * each) {
+    const index_place from = index_slot(a.cache, a.slots[i]);
+    ((uint32_t *)a.k)[i * words + word] = from.key ? ((const uint32_t *)from.key)[word] : 0;
+    if (word == 0) a.scales[i] = from.key ? *from.scale : 0.f;
+  }
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(index_gather) {
+  using namespace kvl;
+  const kvl_index_gather_args &a = *(const kvl_index_gather_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.n == 0) return KVL_OK;
+  index_gather<<<grid(a.n, THREADS * 4 / a.cache.dim, q), THREADS, 0, q->stream>>>(a);
+  return kvl__cuda_launched();
+}

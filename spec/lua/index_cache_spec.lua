@@ -1,0 +1,83 @@
+--- index-K of several layers: what goes in comes back, and makes the logits that the ops
+-- make of it.
+local kv = require "kvlab"
+local support = require "spec.support"
+
+support.each_device(function(dev)
+  local where = " on " .. dev:name()
+
+  local function keys(n, dim, seed)
+    return support.randn(dev, "bf16", { n, dim }, seed)
+  end
+  local function slots(list) return kv.from(dev, "i64", { #list }, list) end
+
+  describe("an index-K cache" .. where, function()
+    it("keeps the keys of its layers apart", function()
+      local index = kv.index_cache { layers = 2, blocks = 3, block_size = 16, dim = 32,
+                                     device = dev }
+      local first, second = keys(3, 32, 1), keys(3, 32, 2)
+      index:append(0, first, slots { 40, 3, -1 })
+      index:append(1, second, slots { 40, 3, -1 })
+      for layer, k in pairs { [0] = first, second } do
+        local want, want_scales = kv.ops.quantise_rows(k)
+        local got, scales = index:gather(layer, slots { 40, 3 })
+        support.equal(got, want:narrow(0, 2))
+        support.equal(scales, want_scales:narrow(0, 2))
+      end
+      assert.equal(36, index:bytes_token())
+      assert.same({ 2, 3, 16 * 36 }, index.memory:dims())
+    end)
+
+    it("holds zeros where nothing was written", function()
+      local index = kv.index_cache { blocks = 1, device = dev }
+      local k, scales = index:gather(0, slots { 5 })
+      support.equal(k, kv.zeros(dev, "f8e4m3", { 1, 128 }))
+      support.equal(scales, { 0 })
+    end)
+
+    for _, rotate in ipairs { false, true } do
+      it("finds the token that a query is like, rotated: " .. tostring(rotate), function()
+        local index = kv.index_cache { blocks = 4, block_size = 16, dim = 64,
+                                       rotate = rotate, device = dev }
+        local k, tokens = keys(64, 64, 3), {}
+        for j = 0, 63 do tokens[j + 1] = (63 - j) end  -- tables: blocks 3, 2, 1, 0
+        index:append(0, k, slots(tokens))
+        local order = kv.from(dev, "i32", { 1, 4 }, { 3, 2, 1, 0 })
+        local q, weights = index:queries(k:narrow(21, 1):reshape { 1, 1, 64 },
+          kv.ones(dev, "f32", { 1, 1 }))
+        local logits = index:logits(0, q, weights, order,
+          kv.from(dev, "i32", { 1 }, { 64 }), kv.tensor(dev, "f32", { 1, 64 }))
+        -- token j lies at slot 63 - j: position 16 b + t is block 3 - b, offset t
+        local slot = 63 - 21
+        local position = (3 - math.floor(slot / 16)) * 16 + slot % 16
+        assert.equal(position, logits:argmax():item())
+        local square = (k:narrow(21, 1):cast "f32" * k:narrow(21, 1):cast "f32"):sum(1)
+        support.close({ logits:max(1):item() }, square, 0, 0.05)
+      end)
+    end
+
+    it("keeps rotated keys where it rotates", function()
+      local index = kv.index_cache { blocks = 1, rotate = true, device = dev }
+      local k = keys(2, 128, 4)
+      index:append(0, k, slots { 9, 8 })
+      local got, scales = index:gather(0, slots { 9, 8 })
+      local want, want_scales = kv.ops.quantise_rows(kv.ops.hadamard(k, 128 ^ -0.5))
+      support.equal(got, want)
+      support.equal(scales, want_scales)
+      local off = got:cast "f32" * scales:reshape { 2, 1 } - k:cast "f32"
+      assert.is_true(off:abs():max():item() > 1)
+    end)
+
+    it("says what it expects", function()
+      support.raises('no option "block"; did you mean "blocks"', kv.index_cache,
+        { block = 3 })
+      support.raises("blocks is nil, expected a whole number", kv.index_cache, {})
+      support.raises("dim is 48, expected 32, 64 or 128", kv.index_cache,
+        { blocks = 1, dim = 48 })
+      support.raises("block_size is 5000, expected a whole number from 1 to 4096",
+        kv.index_cache, { blocks = 1, block_size = 5000 })
+      local index = kv.index_cache { blocks = 1, device = dev }
+      support.raises("layer is 1, expected 0 ... 0", index.append, index, 1)
+    end)
+  end)
+end)
