@@ -34,7 +34,8 @@ local CELL = { width = 46, height = 26 }
 local ONLY = { least = { 300, 100 }, most = { 720, 480 } }
 local SEVERAL = { least = { 170, 60 }, most = { 330, 260 } }
 local ROOM = { left = 48, right = 18, top = 30, bottom = 62 } -- around each panel
-local COLUMNS_MAX, BAR = 4, 14
+local COLUMNS_MAX, BAR, LINE = 4, 14, 17
+local TIC_LETTER = 12 -- what gnuplot puts between the axis and its label for each letter
 
 local function is_finite(x) return x == x and math.abs(x) ~= math.huge end
 
@@ -127,8 +128,8 @@ local function make_layout(p)
   local columns = #p.panels > 4 and #p.panels <= 6 and 3
     or math.min(#p.panels, COLUMNS_MAX)
   local l = {
-    columns = columns, left = ROOM.left + gnuplot.LETTER * gnuplot.longest(
-      p.row_names or { tostring(p.rows) }),
+    columns = columns,
+    left = ROOM.left + TIC_LETTER * gnuplot.longest(p.row_names or { tostring(p.rows) }),
     panel = { width = clamp(CELL.width * p.columns, size.least[1], size.most[1]),
               height = clamp(CELL.height * p.rows, size.least[2], size.most[2]) },
   }
@@ -141,8 +142,8 @@ local function make_layout(p)
 end
 
 --- Names, or numbers at round places, along an axis of n cells; as many as have room.
-local function axis_tics(names, n, letters)
-  local list = {}
+local function axis_tics(names, n, pixels, is_down)
+  local list, written = {}, {}
   if names then
     for i, name in ipairs(names) do list[i] = { i - 1, tostring(name) } end
   else
@@ -150,9 +151,13 @@ local function axis_tics(names, n, letters)
       if tic[1] % 1 == 0 and tic[1] < n then list[#list + 1] = tic end
     end
   end
+  for _, tic in ipairs(list) do
+    written[tic[1]] = tic[2]
+    if is_down then tic[2] = "" end -- as high as any other
+  end
   local function share(x) return (x + 0.5) / n end
-  list = tics.fit(list, share, letters, true)
-  for _, tic in ipairs(list) do tic[1] = share(tic[1]) end
+  list = tics.fit(list, share, pixels / (is_down and LINE or gnuplot.LETTER), true)
+  for i, tic in ipairs(list) do list[i] = { share(tic[1]), written[tic[1]] } end
   return gnuplot.write_tics(list)
 end
 
@@ -218,10 +223,8 @@ local function add_axes(out, p, l, low, high)
   out[#out + 1] = "unset grid\nset tics scale 0.4\n" .. VIRIDIS
   out[#out + 1] = ("set xrange [0:1]\nset yrange [1:0]\nset cbrange [%.9g:%.9g]"):format(
     low, high)
-  out[#out + 1] = "set xtics " .. axis_tics(p.column_names, p.columns,
-    l.panel.width / gnuplot.LETTER)
-  out[#out + 1] = "set ytics " .. axis_tics(p.row_names, p.rows,
-    l.panel.height / gnuplot.LETTER)
+  out[#out + 1] = "set xtics " .. axis_tics(p.column_names, p.columns, l.panel.width)
+  out[#out + 1] = "set ytics " .. axis_tics(p.row_names, p.rows, l.panel.height, true)
   out[#out + 1] = "set cbtics " .. gnuplot.write_tics(tics.round(low, high))
     .. " scale 0.4"
   out[#out + 1] = ("set cblabel %s offset 1,0\n%s"):format(quote(p.zlabel or ""),

@@ -117,6 +117,27 @@ describe("recall prompts", function()
     end
   end)
 
+  it("spread needles evenly, and tell which of them a question is about", function()
+    local prompt = prompts.draw(512, 16, 16, 3, true)
+    local keys, places, asked = {}, {}, {}
+    for i, token in ipairs(prompt.tokens) do
+      if token == 1 then -- KEY
+        keys[#keys + 1] = prompt.tokens[i + 1] .. "," .. prompt.tokens[i + 2]
+        places[#places + 1] = i - 2
+      end
+    end
+    assert.equal(16, #keys)
+    local room = 512 - 1 - 7 * 16 - 32 -- tokens of filler
+    for i, place in ipairs(places) do
+      assert.equal(i - 1, math.floor((place - 7 * (i - 1)) * 16 / (room + 1)), place)
+    end
+    for _, query in ipairs(prompt.queries) do
+      assert.equal(keys[query.needle], query.ask[2] .. "," .. query.ask[3])
+      asked[query.needle] = true
+    end
+    assert.equal(16, #asked)
+  end)
+
   it("refuse more needles than fit", function()
     assert.has_error(function() prompts.draw(100, 20, 1, 1) end)
   end)

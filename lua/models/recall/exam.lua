@@ -31,7 +31,8 @@ end
 --- Read contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size, seed;
 --                 question: "decode", it is decoded under the policy as the answer is, or
---                 "prompt", it is read densely ("decode");
+--                 "prompt", it is read densely ("decode"); even: needles are evenly
+--                 spread (false);
 --                 offload: options of an offload engine
 ---@return models.recall.Exam
 function M.open(o)
@@ -43,7 +44,7 @@ function M.open(o)
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
   }
   for i = 1, o.prompts do
-    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, o.seed + i)
+    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, o.seed + i, o.even)
   end
   read_contexts(self)
   return self
@@ -72,8 +73,8 @@ local function read_questions(engine, forks, queries, question, times)
   end
 end
 
---- Ask all questions of one context: how many were answered right. Probed while the
--- answers are given.
+--- Ask all questions of one context: which were answered right. Probed while the answers
+-- are given.
 local function ask(engine, seq, queries, question, probe, times)
   local forks = {}
   for i = 1, #queries do forks[i] = seq:fork() end
@@ -82,11 +83,9 @@ local function ask(engine, seq, queries, question, probe, times)
   engine.attention.probe = probe
   local first = engine:decode(forks, column(queries, 4)):argmax():list()
   local second = engine:decode(forks, first):argmax():list()
-  local right = 0
+  local right = {}
   for i, query in ipairs(queries) do
-    if first[i] == query.answer[1] and second[i] == query.answer[2] then
-      right = right + 1
-    end
+    right[i] = first[i] == query.answer[1] and second[i] == query.answer[2]
     forks[i]:close()
   end
   return right
@@ -107,16 +106,21 @@ end
 ---@param policy table
 ---@param probe? fun(attention: kvlab.Attention): table  makes what observes the answers,
 --                                                       see probe.lua
+---@param each? fun(query: table, is_right: boolean)  sees every question
 ---@return number accuracy   share of the answers that are right
 ---@return number step_us    a decode step, median; NaN where only answers are decoded
 ---@return table|nil probe
-function Exam:ask(policy, probe)
+function Exam:ask(policy, probe, each)
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
   local observer = probe and probe(engine.attention)
   for i, prompt in ipairs(self.prompts) do
-    right = right + ask(engine, self.seqs[i], prompt.queries, self.question, observer,
+    local answers = ask(engine, self.seqs[i], prompt.queries, self.question, observer,
       times)
+    for n, query in ipairs(prompt.queries) do
+      if answers[n] then right = right + 1 end
+      if each then each(query, answers[n]) end
+    end
   end
   table.sort(times)
   return right / (M.QUERIES * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,

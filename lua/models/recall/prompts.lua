@@ -88,12 +88,13 @@ local function draw_needles(count, draw)
 end
 
 --- A prompt: `tokens` (the context) and `queries`, each { ask = {Q, k1, k2, A},
--- answer = {v1, v2} }.
+-- answer = {v1, v2}, needle = which needle of the context, from 1 }.
 ---@param context integer  tokens of the context
 ---@param needles integer  needles laid into it
 ---@param queries integer  how many are asked
 ---@param seed integer
-function M.draw(context, needles, queries, seed)
+---@param is_even? boolean  a needle anywhere in each of so many equal parts
+function M.draw(context, needles, queries, seed, is_even)
   ids = ids or read_tokens()
   if needles > ids.value_count then
     error(("%d needles, expected at most %d"):format(needles, ids.value_count), 2)
@@ -106,7 +107,10 @@ function M.draw(context, needles, queries, seed)
   local draw, tokens, places = generator(seed), {}, {}
   lay_filler(tokens, context, draw)
   local list = draw_needles(needles, draw)
-  for i = 1, needles do places[i] = draw(room + 1) end
+  for i = 1, needles do
+    places[i] = is_even and math.floor((i - 1 + draw()) * (room + 1) / needles)
+      or draw(room + 1)
+  end
   table.sort(places)
   for i, needle in ipairs(list) do
     local at = 1 + places[i] + NEEDLE * (i - 1) -- token index from 0
@@ -115,10 +119,11 @@ function M.draw(context, needles, queries, seed)
     for j = 1, NEEDLE do tokens[at + j] = phrase[j] end
   end
   local asked = {}
-  for i, needle in ipairs(shuffled(list, draw)) do
+  for i, needle in ipairs(list) do
     asked[i] = { ask = { ids.query, needle[1], needle[2], ids.answer },
-                 answer = { needle[3], needle[4] } }
+                 answer = { needle[3], needle[4] }, needle = i }
   end
+  shuffled(asked, draw)
   local chosen = {}
   for i = 1, queries do chosen[i] = asked[(i - 1) % needles + 1] end
   return { tokens = tokens, queries = chosen }

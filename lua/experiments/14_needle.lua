@@ -1,0 +1,83 @@
+--- Does it matter where in the context a needle lies?
+--
+-- The small recall model (lua/models/recall) reads contexts with a needle in each of 16
+-- equal parts, and is asked for every one of them under each policy: accuracy by depth
+-- (percent of the context before the needle) and context, as a map for each policy.
+-- streaming keeps the newest blocks and h2o, which adds up attention since the beginning,
+-- the oldest; what scores every block at each step does not ask where it lies.
+--
+--   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
+--                                             [--set budget=0.1]
+local exam = require "models.recall.exam"
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local plot = require "kvlab.plot"
+
+local DEPTHS = 8
+local NEEDLES = exam.QUERIES -- so that each is asked for
+
+local depths = {}
+for i = 1, DEPTHS do depths[i] = 100 * (i - 0.5) / DEPTHS end
+
+local function part_of(depth)
+  if depth < 0 or depth >= 100 then
+    error(("depth is %g, expected 0 ... 100, without 100"):format(depth), 0)
+  end
+  return math.floor(depth / 100 * DEPTHS) + 1
+end
+
+--- Contexts of one length, read once for all policies.
+local function sitting_of(s, config)
+  if s.context ~= config.context then
+    if s.sitting then s.sitting:close() end
+    s.context, s.policy = config.context, nil
+    s.sitting = exam.open { context = config.context, prompts = config.prompts,
+      needles = NEEDLES, even = true, block_size = config.block_size,
+      seed = config.seed }
+  end
+  return s.sitting
+end
+
+--- Every question under one policy: how many there are at each depth, and how many were
+-- answered right.
+local function ask(s, config)
+  local sitting = sitting_of(s, config)
+  if s.policy == config.policy then return s end
+  s.policy, s.right, s.asked = config.policy, {}, {}
+  for i = 1, DEPTHS do s.right[i], s.asked[i] = 0, 0 end
+  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  sitting:ask(policy, nil, function(query, is_right)
+    local part = part_of(100 * (query.needle - 0.5) / NEEDLES)
+    s.asked[part] = s.asked[part] + 1
+    s.right[part] = s.right[part] + (is_right and 1 or 0)
+  end)
+  return s
+end
+
+experiment.run {
+  name = "14_needle",
+  title = "Does it matter where in the context a needle lies?",
+  grid = {
+    { "context", { 512, 1024, 2048, 4096 } },
+    { "policy", { "oracle", "quest", "block_mean", "gsa_on_device", "h2o", "snapkv",
+                  "streaming", "random" } },
+    { "depth", depths },
+  },
+  defaults = { prompts = 8, budget = 0.1, block_size = 16 },
+  quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
+  metrics = { "accuracy", "questions" },
+  run = function(config, settings)
+    local s, part = ask(settings, config), part_of(config.depth)
+    return { accuracy = s.right[part] / s.asked[part], questions = s.asked[part] }
+  end,
+  teardown = function(s) if s.sitting then s.sitting:close() end end,
+  table = { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",
+            where = { context = 4096 } },
+  plot = function(rows)
+    return plot.heat_maps(rows, { x = "context", y = "depth", panel = "policy",
+      value = "accuracy", low = 0, high = 1, format = "%.2f", file = "needle",
+      title = "accuracy by context and depth of the needle",
+      ylabel = "depth (%)", xlabel = "context (tokens)" })
+  end,
+}
