@@ -7,7 +7,8 @@
 --   kv.scope                                   frees what a function made
 --   kv.graph                                   records a step, replays it without Lua
 --   kv.ops                                     transformer and paged-attention ops
---   kv.cache kv.attention kv.probe             paged memory, attention with a policy
+--   kv.cache kv.attention                      paged memory, attention with a policy
+--   kv.probe kv.record                         watch it: beside dense attention, as maps
 --   kv.policy kv.summary kv.hash kv.tally      what policies are made of
 --   kv.index_cache                             an indexer's keys, and its logits
 --   kv.sampling                                blocks by chance, and their weights
@@ -49,6 +50,7 @@ M.cache = require("kvlab.cache").cache
 M.attention = require("kvlab.attention").attention
 M.prefetch = require("kvlab.prefetch").prefetch
 M.probe = require "kvlab.probe"
+M.record = require "kvlab.record"
 M.store = require "kvlab.store"
 M.serve = require("kvlab.serve").serve
 M.cost_model = require "kvlab.cost_model"

@@ -103,16 +103,19 @@ two
     if not is_installed() then return pending "gnuplot is not installed" end
     local many = {}
     for i = 1, 3 * 5000 do many[i] = i end
-    for _, p in ipairs {
-      { rows = 1, columns = 1, panels = { { values = { 1 } } } },
-      { rows = 2, columns = 1, panels = { { values = { 1, 1 / 0 } } } },
-      { rows = 1, columns = 3, panels = { { values = { NAN, NAN, NAN } } } },
-      { rows = 1, columns = 2, panels = { { values = { 2, 2 } },
-                                          { values = { NAN, NAN } } } },
-      { rows = 3, columns = 5000, panels = { { values = many } } },
+    for _, case in ipairs {
+      { 1, { rows = 1, columns = 1, panels = { { values = { 1 } } } } },
+      { 1, { rows = 2, columns = 1, panels = { { values = { 1, 1 / 0 } } } } },
+      { 0, { rows = 1, columns = 3, panels = { { values = { NAN, NAN, NAN } } } } },
+      { 1, { rows = 1, columns = 2, panels = { { values = { 2, 2 } },
+                                               { values = { NAN, NAN } } } } },
+      { 1, { rows = 3, columns = 5000, panels = { { values = many } } } },
     } do
+      local images, p = unpack(case)
       p.title = "<&'\""
-      markup.read(assert(plot.svg(plot.heat_map(p))))
+      local svg = assert(plot.svg(plot.heat_map(p)))
+      markup.read(svg)
+      assert.equal(images, select(2, svg:gsub("<image", "")))
       assert.truthy(plot.text(p, 60))
     end
   end)

@@ -212,6 +212,15 @@ b     table                     2 entries
       assert.matches("given a number", (feed ":plot 1"))
     end)
 
+    it("draw what is a plot already, such as the maps of a record", function()
+      local output = feed [[
+panel = { title = "quest", values = { 2, 9 } }
+map = { rows = 1, columns = 2, low = 1, high = 9, row_names = { "late" },
+        panels = { panel } }
+:plot require("kvlab.plot").heat_map(map)]]
+      assert.equal("quest\n   late  ....@@@@\n         1 (blank) ... 9\n", output)
+    end)
+
     it("draw lines and SVG files through gnuplot", function()
       if not ask("command -v gnuplot"):find "%S" then return pending "no gnuplot" end
       assert.matches("|.*A.*|", (feed ":plot { 1, 4, 9, 16 }"))

@@ -148,11 +148,11 @@ commands.time = { "CODE", "how long it takes, device included; short code is rep
     end
   end }
 
-commands.plot = { "TENSOR [FILE.svg]", "a line or, of a matrix, a heat map",
+commands.plot = { "VALUE [FILE.svg]", "a tensor as a line or a heat map; a plot",
   function(session, text)
     local code, path = text:match "^(.-)%s+(%S+%.svg)$"
     code = code or text
-    if code == "" then refuse ":plot needs a tensor" end
+    if code == "" then refuse ":plot needs a tensor or a plot" end
     local value = compile(session, code)()
     require("kvlab.repl.picture").draw(value, path, code,
       { columns = session.columns(), colour = session.is_coloured })

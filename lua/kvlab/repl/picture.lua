@@ -1,5 +1,5 @@
---- `:plot`: a tensor (or a list of numbers) as a line or a heat map, in the terminal or
--- in an SVG file.
+--- `:plot`: a tensor (or a list of numbers) as a line or a heat map, or any plot of
+-- kvlab.plot, kvlab.timeline and kvlab.record, in the terminal or in an SVG file.
 local plot = require "kvlab.plot"
 
 local M = {}
@@ -10,7 +10,8 @@ local function to_matrix(value)
   if type(value) == "table" and type(value[1]) == "number" then
     return value, 1, #value
   elseif not tensor.is_tensor(value) then
-    error((":plot draws tensors and lists of numbers, given a %s"):format(type(value)), 0)
+    error((":plot draws tensors, lists of numbers and plots, given a %s"):format(
+      type(value)), 0)
   elseif value.ndim < 1 or value.ndim > 2 then
     error((":plot draws 1 or 2 dims, given %d: t:index(0) is a part of t"):format(
       value.ndim), 0)
@@ -21,6 +22,10 @@ local function to_matrix(value)
   return value:list(), is_matrix and value:size(0) or 1, value:size(-1)
 end
 
+local function is_plot(value)
+  return type(value) == "table" and type(value.panels or value.boxes) == "table"
+end
+
 local function line_plot(values, title)
   local rows = {}
   for i, y in ipairs(values) do
@@ -28,6 +33,13 @@ local function line_plot(values, title)
   end
   return plot.lines(rows, { x = "i", y = "y", title = title, xlabel = "index",
                             ylabel = "value" })
+end
+
+local function to_plot(value, title)
+  local values, rows, columns = to_matrix(value)
+  return rows == 1 and line_plot(values, title)
+    or plot.heat_map { panels = { { values = values } }, rows = rows, columns = columns,
+                       title = title }
 end
 
 local function write(path, svg)
@@ -44,10 +56,7 @@ end
 ---@param title string
 ---@param o {columns: integer, colour: boolean}
 function M.draw(value, path, title, o)
-  local values, rows, columns = to_matrix(value)
-  local p = rows == 1 and line_plot(values, title)
-    or plot.heat_map { panels = { { values = values } }, rows = rows, columns = columns,
-                       title = title }
+  local p = is_plot(value) and value or to_plot(value, title)
   local text, reason
   if path then
     text, reason = plot.svg(p)

@@ -1,0 +1,87 @@
+--- Which blocks does a policy choose, and how many of them again at the next step?
+--
+-- The small recall model (lua/models/recall) reads a context and is then asked for some
+-- of its needles, six tokens each (Q k1 k2 A v1 v2). Every selection of every layer and
+-- KV head is recorded (kv.record). kept: the share of a step's blocks that the step
+-- before read, too, which is what a cache of blocks lives on. The maps show the blocks of
+-- one layer, policy beside policy, and one policy's scores in every layer and KV head.
+--
+--   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
+--                                                [--set scored=h2o]
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local prompts = require "models.recall.prompts"
+
+local QUERY = 6 -- tokens of a question and its answer
+
+--- Decode the questions of a prompt under a policy, recorded and probed.
+local function play(s, config)
+  s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
+  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local tokens = config.context + QUERY * config.questions
+  local engine = s.model:engine { policy = policy, block_size = config.block_size,
+    blocks = math.ceil(tokens / config.block_size), max_seqs = 1 }
+  local prompt = prompts.draw(config.context, config.needles, config.questions,
+    (config.seed or 0) + 1) -- rows that sum up repeats have no seed
+  local seq = engine:sequence()
+  engine:prefill(seq, prompt.tokens)
+  local probe = kv.probe.attach(engine.attention)
+  local record = kv.record.attach(engine.attention)
+  for _, query in ipairs(prompt.queries) do
+    for _, list in ipairs { query.ask, query.answer } do
+      for _, token in ipairs(list) do engine:decode({ seq }, { token }) end
+    end
+  end
+  engine:finish(seq)
+  engine.cache:close()
+  return record, probe
+end
+
+local records = {} -- of this run, by policy
+
+--- Selections of one layer, policy beside policy, and the scores of one of them.
+local function draw(rows)
+  local s, panels, pictures = {}, {}, {}
+  for _, row in ipairs(rows) do
+    local config = row.config
+    local record = records[config.policy] or play(s, config) -- an earlier run's
+    if config.policy ~= "full" then
+      local map = record:selection_map { layers = { config.layer } }
+      for head, panel in ipairs(map.panels) do
+        panel.title = ("%s, KV head %d"):format(config.policy, head - 1)
+        panels[#panels + 1] = panel
+      end
+      map.panels, map.title = panels, ("blocks chosen in layer %d"):format(config.layer)
+      pictures[1] = map
+    end
+    if config.policy == config.scored then pictures[2] = record:score_map() end
+  end
+  return pictures
+end
+
+experiment.run {
+  name = "15_selection",
+  title = "Which blocks does a policy choose, and how many of them again?",
+  grid = {
+    { "policy", { "full", "oracle", "quest", "block_mean", "gsa_on_device", "h2o",
+                  "streaming", "random" } },
+  },
+  defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
+               block_size = 16, layer = 2, scored = "quest" },
+  quick = { context = 512, questions = 4 },
+  metrics = { "kept", "blocks_read", "attention_mass", "output_error" },
+  run = function(config, settings)
+    local record, probe = play(settings, config)
+    records[config.policy] = records[config.policy] or record
+    local metrics, seen = record:metrics(), probe:metrics()
+    metrics.attention_mass, metrics.output_error = seen.attention_mass, seen.output_error
+    return metrics
+  end,
+  table = {
+    { rows = "policy", value = "kept", format = "%.3f" },
+    { rows = "policy", value = "attention_mass", format = "%.3f" },
+  },
+  plot = draw,
+}
