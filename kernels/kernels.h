@@ -27,7 +27,8 @@
   X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming) X(scatter)                \
   X(trim_selection)                                                                       \
   X(quantise_rows) X(hadamard) X(index_append) X(index_gather) X(mqa_logits)              \
-  X(mqa_logits_paged)
+  X(mqa_logits_paged)                                                                      \
+  X(topk_transform) X(transform_indices) X(topk_merge) X(ragged_slots)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -374,6 +375,49 @@ struct kvl_mqa_logits_paged_args {
   int64_t sequences, each, max_blocks, columns;   /* rows: sequences * each */
   int32_t heads, dtype;
 };
+/* What positions of tokens become, see kvl_transform. */
+struct kvl_transform_view {
+  const int32_t *tables;        /* optional [sequences, width] */
+  const int32_t *row_sequence;  /* optional [rows] */
+  const int32_t *offsets;       /* optional [rows] */
+  int64_t sequences, width;
+  int64_t rows_each;            /* rows of a sequence, where row_sequence is NULL */
+  int32_t block_size;
+};
+struct kvl_topk_transform_args {
+  const void *logits;           /* [rows, n] */
+  const int32_t *starts;        /* optional [rows] */
+  const int32_t *lens;
+  int32_t *out;                 /* [rows, k] */
+  struct kvl_transform_view transform;
+  int64_t rows, n, k;
+  int32_t dtype;
+};
+struct kvl_transform_indices_args {
+  const int32_t *positions;     /* optional [rows, k] */
+  const int32_t *lens;          /* [rows], without positions */
+  int32_t *out;                 /* [rows, k] */
+  struct kvl_transform_view transform;
+  int64_t rows, k;
+};
+struct kvl_topk_merge_args {
+  const void *logits;           /* [rows, n]: columns first ... first + n - 1 */
+  const int32_t *starts;        /* optional [rows] */
+  const int32_t *lens;
+  const float *kept_values;     /* [rows, k] */
+  const int32_t *kept_positions;
+  float *values;                /* [rows, k] */
+  int32_t *positions;
+  int64_t rows, n, k, first;
+  int32_t dtype;
+};
+struct kvl_ragged_slots_args {
+  const int32_t *tables;        /* [sequences, width] */
+  const int32_t *starts, *ends; /* [sequences] */
+  void *out;                    /* [n] */
+  int64_t sequences, width, n;
+  int32_t block_size, bytes_slot;
+};
 
 struct kvl_move_blocks_args {
   struct kvl_cache_view src, dst;   /* equal but for kv, blocks and pinned */
@@ -472,6 +516,52 @@ KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
   if (k < b.min_blocks) k = b.min_blocks;
   if (k < b.sink + b.recent) k = b.sink + b.recent;
   return k < n ? k : n;
+}
+
+/* The part of a tile of columns first ... first + n - 1 that belongs to a row: `count` columns
+ * of the tile from `begin` on; `before` of the row's lie ahead of them. */
+struct kvl_window {
+  int64_t begin, count, before;
+};
+KVL_INLINE struct kvl_window kvl__window(int32_t start, int32_t len, int64_t first, int64_t n) {
+  struct kvl_window w;
+  int64_t from = start > 0 ? start : 0, to = from + (len > 0 ? len : 0);
+  int64_t low = from - first, high = to - first;
+  if (low < 0) low = 0;
+  if (low > n) low = n;
+  if (high > n) high = n;
+  w.begin = low;
+  w.count = high > low ? high - low : 0;
+  w.before = from < first ? (to < first ? to : first) - from : 0;
+  return w;
+}
+
+/* The transform of one row. */
+struct kvl_row_transform {
+  const int32_t *table;
+  int64_t width;
+  int32_t block_size;           /* 0: offset is added */
+  int32_t offset;
+};
+KVL_INLINE struct kvl_row_transform kvl__row_transform(const struct kvl_transform_view *t,
+                                                       int64_t row) {
+  struct kvl_row_transform r = {0, 0, 0, 0};
+  if (t->tables) {
+    int64_t s = t->row_sequence ? t->row_sequence[row] : row / t->rows_each;
+    r.block_size = t->block_size;
+    if (s >= 0 && s < t->sequences) r.table = t->tables + s * t->width, r.width = t->width;
+  } else if (t->offsets) {
+    r.offset = t->offsets[row];
+  }
+  return r;
+}
+KVL_INLINE int32_t kvl__transformed(struct kvl_row_transform t, int32_t position) {
+  if (position < 0) return -1;
+  if (t.block_size == 0) return position + t.offset;
+  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size;   /* divides faster */
+  if ((int64_t)(p / size) >= t.width) return -1;
+  int32_t block = t.table[p / size];
+  return block < 0 ? -1 : block * t.block_size + (int32_t)(p % size);
 }
 
 #endif

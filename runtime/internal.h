@@ -178,6 +178,7 @@ void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
                      const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* heads is a multiple of kv_heads. */
 void kvl__expect_groups(struct kvl__call *c);
+void kvl__expect_block_size(struct kvl__call *c, int block_size);
 void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
 /* The dtypes of rows that go into a cache, and of queries that read it: its own or f32; of
  * f8e4m3 every float. */

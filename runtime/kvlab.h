@@ -588,6 +588,61 @@ int kvl_mqa_logits(const kvl_tensor *q, const kvl_tensor *weights, const kvl_ten
 int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
                          const kvl_tensor *cache, const kvl_tensor *tables,
                          const kvl_tensor *lens, const kvl_tensor *logits);
+/* ---- tokens by top-k --------------------------------------------------------------------- */
+/* From a row of logits, one a token, to the tokens that sparse attention reads. A row's tokens
+ * are columns starts[r] ... starts[r] + lens[r] - 1 (cut to the columns that there are) and
+ * their positions count from 0 at starts[r]; what other columns hold does not matter. Exact:
+ * ties go to the lower position, NaN counts below -inf, -0 is 0. Positions come in ascending
+ * order, then -1. Source: the top-k and its transforms of SGLang's NSA indexer, whose own is
+ * unordered and drops candidates past 16384. */
+
+/* What positions become; NULL or all NULL: they stay.
+ *  tables        i32  [sequences, width]  PAGED: the slot, tables[s][p / block_size] *
+ *                     block_size + p % block_size, of sequence s = row_sequence[r]; -1 where
+ *                     the table has no block. Tables are read in place
+ *  row_sequence  i32  [rows]  NULL: rows / sequences rows of each in turn
+ *  offsets       i32  [rows]  RAGGED: p + offsets[r]; not beside tables */
+typedef struct kvl_transform {
+  const kvl_tensor *tables, *row_sequence, *offsets;
+  int32_t block_size;            /* of tables; 1 ... 4096 */
+  int32_t reserved;
+} kvl_transform;
+
+/* The k = out.shape[1] largest logits of each row. A row of at most k tokens takes all of
+ * them, and its logits are not read.
+ *  logits  f32 bf16  [rows, n]
+ *  starts  i32       [rows]  NULL: 0
+ *  lens    i32       [rows]
+ *  out     i32       [rows, k] */
+int kvl_topk_transform(const kvl_tensor *logits, const kvl_tensor *starts,
+                       const kvl_tensor *lens, const kvl_transform *transform,
+                       const kvl_tensor *out);
+/* The transformation alone.
+ *  positions  i32  [rows, k]  < 0 gives -1; NULL: 0 ... lens[r] - 1
+ *  lens       i32  [rows]     where positions is NULL, else NULL
+ *  out        i32  [rows, k]  may be positions */
+int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
+                          const kvl_transform *transform, const kvl_tensor *out);
+/* Running top-k of rows that never are in memory whole: joins columns first ... first + n - 1
+ * to the k largest of the columns before, which are not read where first is 0.
+ *  logits           f32 bf16  [rows, n]
+ *  starts, lens     i32  [rows]     in columns of the whole row; starts may be NULL
+ *  kept_values      f32  [rows, k]  of the call before; any for first = 0
+ *  kept_positions   i32  [rows, k]
+ *  values           f32  [rows, k]  -inf padded; other memory than what is kept
+ *  positions        i32  [rows, k] */
+int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *starts,
+                   const kvl_tensor *lens, const kvl_tensor *kept_values,
+                   const kvl_tensor *kept_positions, const kvl_tensor *values,
+                   const kvl_tensor *positions);
+/* Slots of a stretch of every sequence, one behind the other: out[ends[s - 1] + i] is that of
+ * token starts[s] + i of sequence s, as PAGED above; what is past ends[sequences - 1] gets -1.
+ *  tables  i32      [sequences, width]
+ *  starts  i32      [sequences]
+ *  ends    i32      [sequences]  cumulative lengths
+ *  out     i32 i64  [n] */
+int kvl_ragged_slots(const kvl_tensor *tables, int block_size, const kvl_tensor *starts,
+                     const kvl_tensor *ends, const kvl_tensor *out);
 
 /* ---- vLLM layout ------------------------------------------------------------------------ */
 /* PagedAttention V1 and V2 of vLLM over its own layout of KV memory: a baseline. One layer:

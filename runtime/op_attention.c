@@ -227,7 +227,7 @@ static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tenso
                    KVL_GROUP_MEAN);
 }
 
-static void expect_block_size(struct kvl__call *c, int block_size) {
+void kvl__expect_block_size(struct kvl__call *c, int block_size) {
   if (block_size < 1 || block_size > 4096)
     kvl__call_fail(c, "block_size is %d, expected 1 ... 4096", block_size);
 }
@@ -244,7 +244,7 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
   struct kvl__call c = {.op = "score_minmax"};
   kvl__vector_arg(&c, "summary", summary, KVL__CACHE, "blocks 2 kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
-  expect_block_size(&c, block_size);
+  kvl__expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;
   struct kvl_score_minmax_args args = SCORE_SUMMARY_ARGS;
   return KVL__LAUNCH(&c, score_minmax, args);
@@ -256,7 +256,7 @@ int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
   struct kvl__call c = {.op = "score_mean"};
   kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
-  expect_block_size(&c, block_size);
+  kvl__expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;
   struct kvl_score_mean_args args = SCORE_SUMMARY_ARGS;
   return KVL__LAUNCH(&c, score_mean, args);
@@ -305,7 +305,7 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
   kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
   kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
-  expect_block_size(&c, block_size);
+  kvl__expect_block_size(&c, block_size);
   kvl__expect_budget(&c, budget);
   if (c.status < 0) return c.status;
   struct kvl_select_args args = {
@@ -326,7 +326,7 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
   kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
   kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
-  expect_block_size(&c, block_size);
+  kvl__expect_block_size(&c, block_size);
   if (!(mass >= 0 && mass <= 1)) kvl__call_fail(&c, "mass is %g, expected 0 ... 1", mass);
   if (sink < 0 || recent < 0)
     kvl__call_fail(&c, "sink is %d and recent %d, expected >= 0", sink, recent);

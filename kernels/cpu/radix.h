@@ -12,46 +12,77 @@ static inline KVL_HOT uint32_t radix_key(float x, uint32_t flip) {
   return x == x ? ascending ^ flip : 0xFFFFFFFFu;
 }
 
-/* Is a key of a[0] ... a[VF - 1] within [low, high]? In signed order: top bits flipped. */
-static inline KVL_HOT int radix_any(const float *a, uint32_t flip, uint32_t low,
-                                    uint32_t high) {
-  vf x = vf_load(a, 0, KVL_DTYPE_F32);
-  vi i = (vi)(x + 0.0f), sign = (i >> 31) & 0x7FFFFFFF, nan = (vi)(x != x);
-  vi key = ((i ^ sign ^ (int32_t)flip) & ~nan) | (nan & 0x7FFFFFFF);
+/* Is a key of a[i] ... a[i + VF - 1] within [low, high]? In signed order: top bits flipped. */
+static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uint32_t low,
+                                    uint32_t high, const int dtype) {
+  vf x = vf_load(a, i, dtype);
+  vi bits = (vi)(x + 0.0f), sign = (bits >> 31) & 0x7FFFFFFF, nan = (vi)(x != x);
+  vi key = ((bits ^ sign ^ (int32_t)flip) & ~nan) | (nan & 0x7FFFFFFF);
   return vi_any((key >= (int32_t)(low ^ 0x80000000u)) &
                 (key <= (int32_t)(high ^ 0x80000000u)));
 }
 
-/* Does `call` for every i in [0, n) whose key is within [low, high], and for some others:
- * they are passed over a vector at a time. */
-#define RADIX_WITHIN(a, n, flip, low, high, call)                                     \
-  for (int64_t first = 0; first < (n); first += VF) {                                 \
-    if ((n) - first >= VF && !radix_any((a) + first, flip, low, high)) continue;      \
-    for (int64_t i = first, stop = first + vf_left(first, n); i < stop; i++) { call; }\
+/* Does `call` for every i in [0, n) whose key is within [low, high], with the key in `key`.
+ * Others are passed over a vector at a time. */
+#define RADIX_WITHIN(a, n, flip, low, high, dtype, call)                                \
+  for (int64_t first_ = 0; first_ < (n); first_ += VF) {                                \
+    if ((n) - first_ >= VF && !radix_any(a, first_, flip, low, high, dtype)) continue;  \
+    for (int64_t i = first_, stop_ = first_ + vf_left(first_, n); i < stop_; i++) {     \
+      const uint32_t key = radix_key(f32_load(a, i, dtype), flip);                      \
+      if (key - (low) <= (high) - (low)) { call; }                                      \
+    }                                                                                   \
   }
 
-/* The k-th smallest key (1 <= k <= n); *before counts the keys below it. Digits of 11, 11
- * and 10 bits from the top: a histogram of those that share the digits found so far. */
-static inline uint32_t radix_kth(const float *a, int64_t n, int64_t k, uint32_t flip,
-                                 int64_t *before) {
-  static const int shift[] = {21, 10, 0}, bits[] = {11, 11, 10};
-  uint32_t low = 0, high = 0xFFFFFFFFu, count[2048];       /* where the k-th key is */
+/* Numbers in a row: f32 or bf16. Several runs, one behind the other, make a longer row. */
+struct radix_run {
+  const void *a;
+  int64_t n;
+  int dtype;
+};
+
+/* Expand `call` with `D` bound to the run's dtype as a constant. */
+#define RADIX_BY_DTYPE(run, call)                                              \
+  if ((run).dtype == KVL_DTYPE_BF16) { enum { D = KVL_DTYPE_BF16 }; call; }    \
+  else { enum { D = KVL_DTYPE_F32 }; call; }
+
+enum { RADIX_BINS = 2048 };
+
+static inline KVL_HOT void radix_count(const void *a, int64_t n, uint32_t flip, uint32_t low,
+                                       uint32_t high, int shift, uint32_t *count,
+                                       const int dtype) {
+  const uint32_t mask = RADIX_BINS - 1;
+  if (low == 0 && high == 0xFFFFFFFFu)
+    for (int64_t i = 0; i < n; i++)
+      count[radix_key(f32_load(a, i, dtype), flip) >> shift & mask]++;
+  else RADIX_WITHIN(a, n, flip, low, high, dtype, count[(key - low) >> shift & mask]++)
+}
+
+/* The k-th smallest key of all runs (1 <= k <= their numbers); *before counts the keys below
+ * it. Digits of 11, 11 and 10 bits from the top: a histogram of those that share the digits
+ * found so far. */
+static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64_t k,
+                                 uint32_t flip, int64_t *before) {
+  static const int shifts[] = {21, 10, 0};
+  uint32_t low = 0, high = 0xFFFFFFFFu, count[RADIX_BINS];  /* where the k-th key is */
   *before = 0;
   for (int pass = 0; pass < 3; pass++) {
-    uint32_t mask = (1u << bits[pass]) - 1, digit = 0;
+    uint32_t digit = 0;
+    int shift = shifts[pass];
     memset(count, 0, sizeof count);
-    if (pass == 0)
-      for (int64_t i = 0; i < n; i++) count[radix_key(a[i], flip) >> shift[0]]++;
-    else
-      RADIX_WITHIN(a, n, flip, low, high, {
-        uint32_t key = radix_key(a[i], flip);
-        if (key >= low && key <= high) count[key >> shift[pass] & mask]++;
-      })
+    for (int r = 0; r < n_runs; r++)
+      RADIX_BY_DTYPE(runs[r], radix_count(runs[r].a, runs[r].n, flip, low, high, shift, count,
+                                          D))
     while (*before + count[digit] < k) *before += count[digit++];
-    low |= digit << shift[pass];
-    high = low | ((1u << shift[pass]) - 1);
+    low |= digit << shift;
+    high = low | ((1u << shift) - 1);
   }
   return low;
 }
+
+/* Does `call` for every i of a run that is among the first: its key is below `last`, or is
+ * `last` while `equals` (an int64_t that counts down) are left. */
+#define RADIX_FIRST(run, flip, last, equals, call)                                      \
+  RADIX_BY_DTYPE(run, RADIX_WITHIN((run).a, (run).n, flip, 0u, last, D,                 \
+                                   if (key < (last) || (equals)-- > 0) { call; }))
 
 #endif

@@ -58,13 +58,11 @@ static void sort(const float *a, int32_t *index, int64_t n, uint32_t flip, int s
 
 /* The k first of the row, in index order. */
 static void collect(const float *a, int64_t n, int64_t k, uint32_t flip, int32_t *index) {
+  const struct radix_run run = {a, n, KVL_DTYPE_F32};
   int64_t before, found = 0;
-  uint32_t last = radix_kth(a, n, k, flip, &before);
+  uint32_t last = radix_kth(&run, 1, k, flip, &before);
   int64_t equals = k - before;
-  RADIX_WITHIN(a, n, flip, 0, last, {
-    uint32_t key = radix_key(a[i], flip);
-    if (key < last || (key == last && equals-- > 0)) index[found++] = (int32_t)i;
-  })
+  RADIX_FIRST(run, flip, last, equals, index[found++] = (int32_t)i)
 }
 
 static int topk_piece(const void *args, int64_t begin, int64_t end) {

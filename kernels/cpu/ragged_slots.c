@@ -1,0 +1,28 @@
+/* Slots of a stretch of every sequence, one behind the other.
+ *   tables  i32      [sequences, width]
+ *   starts  i32      [sequences]   the first token of each
+ *   ends    i32      [sequences]   where it ends in out: cumulative lengths
+ *   out     i32 i64  [n]           past the last end, and where there is no block: -1
+ * Limit: the bytes written. */
+#include "cpu/split.h"
+#include "cpu/vec.h"
+
+static void put(const struct kvl_ragged_slots_args *g, int64_t i, int64_t slot) {
+  if (g->bytes_slot == 8) ((int64_t *)g->out)[i] = slot;
+  else ((int32_t *)g->out)[i] = (int32_t)slot;
+}
+
+KVL_CPU_KERNEL(ragged_slots) {
+  const struct kvl_ragged_slots_args *g = args;
+  int64_t at = 0;
+  for (int64_t s = 0; s < g->sequences; s++) {
+    const int64_t from = at, end = i64_min(g->ends[s], g->n);
+    for (; at < end; at++) {
+      int64_t token = g->starts[s] + (at - from), b = token / g->block_size;
+      int32_t block = token >= 0 && b < g->width ? g->tables[s * g->width + b] : -1;
+      put(g, at, block < 0 ? -1 : (int64_t)block * g->block_size + token % g->block_size);
+    }
+  }
+  for (; at < g->n; at++) put(g, at, -1);
+  return 0;
+}
