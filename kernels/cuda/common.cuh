@@ -129,6 +129,19 @@ __device__ __forceinline__ uint32_t ordered(float x) {
   return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
+/* Ranks: numbers as integers that are smaller the earlier they come. RANK_LEAST is -inf,
+ * the last before NaN; no element has RANK_NONE. */
+constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
+
+__device__ __forceinline__ uint32_t rank_of(float x) {
+  uint32_t up = ordered(x);
+  return x != x ? RANK_NAN : ~up;
+}
+__device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has none */
+  uint32_t up = ~rank;
+  return __uint_as_float(up ^ (up >> 31 ? 0x80000000u : 0xFFFFFFFFu));
+}
+
 /* ---- reductions ------------------------------------------------------------------ */
 
 struct add_op {

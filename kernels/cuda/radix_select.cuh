@@ -30,33 +30,14 @@
 
 namespace kvl {
 
-/* Ranks: numbers as integers that are smaller the earlier they come. RANK_LEAST is -inf,
- * the last before NaN; no element has RANK_NONE. */
-constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
-
-__device__ __forceinline__ uint32_t rank_of(float x) {
-  uint32_t up = ordered(x);
-  return x != x ? RANK_NAN : ~up;
-}
-__device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has none */
-  uint32_t up = ~rank;
-  return __uint_as_float(up ^ (up >> 31 ? 0x80000000u : 0xFFFFFFFFu));
+/* An address, not the way to it: what is made of it is not made anew for each element. */
+template <class T> __device__ __forceinline__ void opaque(const T *&p) {
+  asm volatile("" : "+l"(p));
 }
 
-/* ---- the search -------------------------------------------------------------------- */
-
-constexpr int TEAM_THREADS = 512;      /* of a block */
-
-/* Sizes of a call, the same for all of its rows. */
-struct team_shape {
-  uint32_t stretch;                    /* elements of a row that a warp takes */
-  uint32_t capacity;                   /* keys of a block's list, even */
-  uint32_t words;                      /* of the bitmap */
-  uint32_t bytes_shared;
-};
-
-/* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes. */
-template <int EACH, int TEAM, int SAMPLES>
+/* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes.
+ * ROW: a pointer to f32 or bf16, or what adds and indexes like one. */
+template <int EACH, int TEAM, int SAMPLES, class ROW = const float *>
 struct radix_select {
   static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
   static constexpr int DIGIT = 11, BINS = 1 << DIGIT, FEW = 256;
@@ -82,7 +63,7 @@ struct radix_select {
   const bool has_window;               /* the bitmap is not that of the row */
   uint32_t capacity;
   uint32_t *bits;
-  const float *row;
+  const ROW row;
   const int lane, warp, block;         /* block: of the team */
   const uint32_t flip;                 /* sign bit: the least come first */
   uint32_t begin, end;                 /* this warp's stretch of the row */
@@ -93,15 +74,24 @@ struct radix_select {
   float x[EACH], sample[SAMPLES];      /* a batch of the row; of the sample */
   sort_key edge;                       /* keys up to it are taken */
 
+  __host__ __device__ static uint32_t stretch_of(int64_t width) {
+    constexpr int all_warps = TEAM * WARPS, unit = TEAM > 1 ? 4 * WARP : WARP;
+    return (uint32_t)((width + all_warps * unit - 1) / (all_warps * unit) * unit);
+  }
+  /* The shape of a call, for a shorter row of it: all warps have a part of that one. */
+  __device__ static team_shape fitted(team_shape shape, uint32_t width) {
+    shape.stretch = stretch_of((int32_t)width);
+    shape.words = min(shape.words, TEAM * WARPS * (shape.stretch / WARP));
+    return shape;
+  }
   /* sorted: keys that the caller wants room for in place of the bitmap, or 0. A bitmap that
    * does not fit is written a window at a time. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
-    constexpr int all_warps = TEAM * WARPS, unit = TEAM > 1 ? 4 * WARP : WARP;
     constexpr uint32_t window = 4096;  /* words */
     team_shape shape;
-    shape.stretch = (uint32_t)((width + all_warps * unit - 1) / (all_warps * unit) * unit);
-    const uint32_t words = sorted ? WARPS : all_warps * (shape.stretch / WARP);
+    shape.stretch = stretch_of(width);
+    const uint32_t words = sorted ? WARPS : TEAM * WARPS * (shape.stretch / WARP);
     const bool is_many = TEAM > 1 || (wanted_most > 4096 && !sorted);
     for (bool is_whole : {true, false})
       for (uint32_t keys = is_many ? 16384 : 8192; keys >= 4096; keys /= 2) {
@@ -126,7 +116,7 @@ struct radix_select {
   }
 
   /* Starts to read the row. */
-  __device__ __forceinline__ radix_select(char *memory, const float *row_, uint32_t width_,
+  __device__ __forceinline__ radix_select(char *memory, ROW row_, uint32_t width_,
                                           const team_shape &shape, bool largest)
       : s(*(shared_memory *)memory), lists(memory + sizeof(shared_memory)), width(width_),
         stretch(shape.stretch), words(shape.words), has_window(words * WARP < width_),
@@ -136,7 +126,7 @@ struct radix_select {
         block(TEAM > 1 ? blockIdx.x % TEAM : 0), flip(largest ? 0 : 0x80000000u) {
 #pragma unroll
     for (int j = 0; j < SAMPLES; j++)
-      sample[j] = sample_index(j) < width ? row[sample_index(j)] : 0.f;
+      sample[j] = sample_index(j) < width ? to_float(row[sample_index(j)]) : 0.f;
     begin = min((uint32_t)(warp * TEAM + block) * stretch, width);
     end = min(begin + stretch, width);
     load(x, row + begin + lane, begin);
@@ -156,13 +146,14 @@ struct radix_select {
     return (j * THREADS + threadIdx.x) * max(width / (SAMPLES * THREADS), 1u);
   }
   /* p: of this lane's first element, number `at` of the warp's. */
-  __device__ __forceinline__ void load(float (&to)[EACH], const float *p, uint32_t at) const {
+  __device__ __forceinline__ void load(float (&to)[EACH], ROW p, uint32_t at) const {
     if (at + BATCH <= end) {
 #pragma unroll
-      for (int j = 0; j < EACH; j++) to[j] = p[j * WARP];
+      for (int j = 0; j < EACH; j++) to[j] = to_float(p[j * WARP]);
     } else {
 #pragma unroll
-      for (int j = 0; j < EACH; j++) to[j] = at + j * WARP + lane < end ? p[j * WARP] : 0.f;
+      for (int j = 0; j < EACH; j++)
+        to[j] = at + j * WARP + lane < end ? to_float(p[j * WARP]) : 0.f;
     }
   }
   __device__ __forceinline__ void clear() {
@@ -315,7 +306,7 @@ struct radix_select {
 #pragma unroll 1
     for (uint32_t w = warp; w < words; w += WARPS) {
       uint32_t i = first + w * WARP + lane;
-      bool take = i < width && takes_part(i) && key_of(row[i], i) <= edge;
+      bool take = i < width && takes_part(i) && key_of(to_float(row[i]), i) <= edge;
       uint32_t word = __ballot_sync(ALL_LANES, take);
       if (lane == 0) bits[w] = word;
     }
@@ -414,11 +405,11 @@ struct radix_select {
     const float least = number_of(min(last, RANK_LEAST)), surely = number_of(first);
     const uint32_t stop = min(end, index_low + among);
     uint32_t marked = 0;
-    const float *p = row + begin + lane;
+    ROW p = row + begin + lane;
     sort_key *list = list_of(block);
-    asm volatile("" : "+l"(p));        /* an address, not the way to it */
+    opaque(p);
 #pragma unroll 1
-    for (uint32_t at = begin; at < end; at += BATCH, p += BATCH) {
+    for (uint32_t at = begin; at < end; at += BATCH, p = p + BATCH) {
       float next[EACH];
       if (at + BATCH < end) load(next, p + BATCH, at + BATCH);
       uint32_t mask = 0, before = 0;
@@ -456,7 +447,7 @@ struct radix_select {
 #pragma unroll 1
         for (; mask; mask &= mask - 1, place++) {
           uint32_t i = (__ffs(mask) - 1) * WARP;
-          if (place < capacity) list[place] = key_of(p[i], at + i + lane);
+          if (place < capacity) list[place] = key_of(to_float(p[i]), at + i + lane);
         }
       }
 #pragma unroll
@@ -594,21 +585,6 @@ struct radix_select {
     __syncthreads();
   }
 };
-
-template <int EACH_, int TEAM_, int SAMPLES_> struct team {
-  static constexpr int EACH = EACH_, TEAM = TEAM_, SAMPLES = SAMPLES_;
-};
-
-/* Calls f(team<...>()) with the team that suits rows of that width. */
-template <class F> int with_team(int64_t rows, int64_t width, const kvl_cuda_queue *q, F f) {
-  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1;   /* for a row */
-  if (width <= 2048) return f(team<4, 1, 1>());
-  if (width <= 8192) return f(team<16, 1, 1>());
-  if (blocks >= 8 && width <= 1 << 18) return f(team<16, 8, 2>());
-  if (blocks >= 8) return f(team<16, 8, 8>());
-  if (blocks >= 2) return f(team<16, 2, 4>());
-  return f(team<16, 1, 4>());
-}
 
 }  // namespace kvl
 

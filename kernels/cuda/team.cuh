@@ -11,6 +11,16 @@
 
 namespace kvl {
 
+constexpr int TEAM_THREADS = 512;      /* of a block */
+
+/* Sizes of a call, the same for all of its rows. */
+struct team_shape {
+  uint32_t stretch;                    /* elements of a row that a warp takes */
+  uint32_t capacity;                   /* keys of a block's list, even */
+  uint32_t words;                      /* of the bitmap */
+  uint32_t bytes_shared;
+};
+
 __device__ __forceinline__ void cluster_arrive() {   /* orders nothing */
   KVL_SM90("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -47,6 +57,21 @@ int launch_teams(void (*kernel)(P...), int64_t rows, int threads, size_t bytes_s
   config.attrs = attributes;
   config.numAttrs = !is_hopper(q) ? 0 : TEAM > 1 ? 2 : 1;
   return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
+}
+
+template <int EACH_, int TEAM_, int SAMPLES_> struct team {
+  static constexpr int EACH = EACH_, TEAM = TEAM_, SAMPLES = SAMPLES_;
+};
+
+/* Calls f(team<...>()) with the team that suits rows of that width. */
+template <class F> int with_team(int64_t rows, int64_t width, const kvl_cuda_queue *q, F f) {
+  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1;   /* for a row */
+  if (width <= 2048) return f(team<4, 1, 1>());
+  if (width <= 8192) return f(team<16, 1, 1>());
+  if (blocks >= 8 && width <= 1 << 18) return f(team<16, 8, 2>());
+  if (blocks >= 8) return f(team<16, 8, 8>());
+  if (blocks >= 2) return f(team<16, 2, 4>());
+  return f(team<16, 1, 4>());
 }
 
 }  // namespace kvl

@@ -64,8 +64,8 @@ describe("topk_merge", function()
     S.it_on_cpu(topic[1], function(dev)
       for i, pair in ipairs(topic[2]) do
         local c = pair[1]
-        local what = ("case %d (%s, %dx%d k %d, tiles of %d)"):format(i, c.kind, c.rows, c.n,
-          c.k, pair[2])
+        local what = ("case %d (%s, %dx%d k %d, tiles of %d)"):format(i, c.kind, c.rows,
+          c.n, c.k, pair[2])
         local positions, values = run(dev, c, pair[2])
         local want = reference.topk_transform(topk_cases.make(c))
         S.equal(positions, want, "positions of " .. what)

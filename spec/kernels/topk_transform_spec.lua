@@ -14,8 +14,8 @@ local function run(dev, c)
 end
 
 local function words(i, c)
-  return ("case %d (%s %s, %dx%d k %d to %s)"):format(i, c.dtype or "f32", c.kind, c.rows,
-    c.n, c.k, tostring(c.to))
+  return ("case %d (%s %s, %dx%d k %d to %s)"):format(i, c.dtype or "f32", c.kind,
+    c.rows, c.n, c.k, tostring(c.to))
 end
 
 local topics = {
@@ -47,7 +47,7 @@ describe("topk_transform", function()
     local logits, lens = kv.zeros(cpu, "f32", { 4, 9 }), kv.zeros(cpu, "i32", { 4 })
     local out = kv.zeros(cpu, "i32", { 4, 2 })
     local t = require("ffi").new "kvl_transform"
-    local function try(...)
+    local function try()
       return kv.C.kvl_topk_transform(logits, nil, lens, t, out)
     end
     local tables, five = kv.zeros(cpu, "i32", { 3, 2 }), kv.zeros(cpu, "i32", { 5 })
@@ -83,7 +83,8 @@ describe("topk_transform on CUDA #gpu", function()
       local long = rng(25) == 0
       local c = { kind = kinds[rng(#kinds) + 1], rows = 1 + rng(long and 3 or 40),
         n = long and 9000 + rng(30000) or rng(2500), windows = rng(2) == 0, seed = i,
-        k = rng(4) == 0 and rng(3000) or rng(300), dtype = rng(3) == 0 and "bf16" or "f32",
+        k = rng(4) == 0 and rng(3000) or rng(300),
+        dtype = rng(3) == 0 and "bf16" or "f32",
         to = ({ "paged", "shared", "ragged" })[rng(4) + 1], full = rng(4) == 0 }
       S.equal(run(cuda, c), run(cpu, c), words(i, c))
     end

@@ -1,5 +1,5 @@
---- From logits of tokens to what attention reads, slow and obvious, over flat row-major Lua
--- arrays. Positions, slots, rows and sequences count from 0.
+--- From logits of tokens to what attention reads, slow and obvious, over flat row-major
+-- Lua arrays. Positions, slots, rows and sequences count from 0.
 local M = {}
 
 --- Does logit x of position i come before logit y of position j? Larger first, NaN last,

@@ -1,0 +1,85 @@
+/* Joins a tile of logits to the k largest of the columns before it: running top-k.
+ *   logits          f32 bf16  [rows, n]   columns first ... first + n - 1 of the whole row
+ *   starts, lens    i32       [rows]      the row's tokens, in columns of the whole row
+ *   kept_values     f32       [rows, k]   of the columns before, positions ascending
+ *   kept_positions  i32       [rows, k]
+ *   values          f32       [rows, k]   of those and the tile; -inf, -1 padded
+ *   positions       i32       [rows, k]
+ * Exact: what is kept and the tile's part, in this order, are one row for the search of
+ * topk_transform.cu; ties go to the lower place.
+ *
+ * Bytes  4 (2) * tokens + 16 k a row and tile. Limit: latency of the phases, see select.cu */
+#include "radix_select.cuh"
+
+namespace kvl {
+namespace {
+
+/* Numbers that are kept, then those of the tile; adds and indexes like a pointer. */
+template <class T> struct joined_row {
+  const float *kept;
+  const T *tile;
+  uint32_t at, count;                  /* at: the index of [0]; count: kept ones */
+  __device__ __forceinline__ float operator[](uint32_t i) const {
+    const uint32_t n = at + i;
+    return n < count ? kept[n] : to_float(tile[n - count]);
+  }
+  __device__ __forceinline__ joined_row operator+(uint32_t i) const {
+    return {kept, tile, at + i, count};
+  }
+};
+template <class T> __device__ __forceinline__ void opaque(joined_row<T> &) {}
+
+template <int EACH, int TEAM, int SAMPLES, class T>
+__global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
+topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape shape) {
+  using search = radix_select<EACH, TEAM, SAMPLES, joined_row<T>>;
+  extern __shared__ __align__(16) char memory[];
+  const int64_t row = blockIdx.x / TEAM;
+  wait_for_previous();
+  const kvl_window w = kvl__window(a.starts ? a.starts[row] : 0, a.lens[row], a.first, a.n);
+  const uint32_t k = (uint32_t)a.k, kept = (uint32_t)min(w.before, a.k);
+  const uint32_t width = kept + (uint32_t)w.count, before = (uint32_t)w.before;
+  const joined_row<T> numbers = {a.kept_values + row * a.k,
+                                 (const T *)a.logits + row * a.n + w.begin, 0, kept};
+  const int32_t *kept_positions = a.kept_positions + row * a.k;
+  float *values = a.values + row * a.k;
+  int32_t *positions = a.positions + row * a.k;
+  auto put = [&](uint32_t place, uint32_t index) {
+    values[place] = numbers[index];
+    positions[place] = index < kept ? kept_positions[index] : (int32_t)(before + index - kept);
+  };
+  if (width <= k) {
+    let_next_start();
+    for (uint32_t i = blockIdx.x % TEAM * TEAM_THREADS + threadIdx.x; i < k;
+         i += TEAM * TEAM_THREADS)
+      if (i < width) put(i, i);
+      else values[i] = -INFINITY, positions[i] = -1;
+    return;
+  }
+  search s(memory, numbers, width, search::fitted(shape, width), true);
+  let_next_start();
+  if (s.find(0, width, k, false)) s.write(put);
+}
+
+template <class T> int launch(const kvl_topk_merge_args &a, const kvl_cuda_queue *q) {
+  const int64_t most = a.n + (a.first > 0 ? a.k : 0);
+  return with_team(a.rows, most, q, [&](auto t) {
+    constexpr int EACH = t.EACH, TEAM = t.TEAM, SAMPLES = t.SAMPLES;
+    constexpr auto kernel = topk_merge_rows<EACH, TEAM, SAMPLES, T>;
+    team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(most, a.k, 0, q);
+    int status = allow_shared<kernel>(q, q->shared_optin);
+    if (status < 0) return status;
+    return launch_teams<TEAM>(kernel, a.rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
+  });
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(topk_merge) {
+  const kvl_topk_merge_args &a = *(const kvl_topk_merge_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.rows == 0 || a.k == 0) return KVL_OK;
+  if (a.dtype == KVL_DTYPE_BF16) return kvl::launch<__nv_bfloat16>(a, q);
+  return kvl::launch<float>(a, q);
+}

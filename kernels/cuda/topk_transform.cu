@@ -1,0 +1,65 @@
+/* The k largest logits of each row's tokens, as positions, slots or ragged indices.
+ *   logits  f32 bf16  [rows, n]
+ *   starts  i32       [rows]      optional: the column of a row's token 0
+ *   lens    i32       [rows]
+ *   out     i32       [rows, k]   in ascending order of positions, -1 padded
+ * Exact, ties to the lower position. One team of blocks a row finds the k (radix_select.cuh);
+ * a place is transformed as it is written, so that positions never are in memory. Only a
+ * row's own columns are read, by all warps of its team, and none where they are at most k.
+ *
+ * Bytes  4 (2) * (tokens + k) a row, and tables. Limit: latency of the phases, see select.cu */
+#include "radix_select.cuh"
+
+namespace kvl {
+namespace {
+
+template <int EACH, int TEAM, int SAMPLES, class T>
+__global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
+topk_transform_rows(const __grid_constant__ kvl_topk_transform_args a,
+                    const team_shape shape) {
+  using search = radix_select<EACH, TEAM, SAMPLES, const T *>;
+  extern __shared__ __align__(16) char memory[];
+  const int64_t row = blockIdx.x / TEAM;
+  wait_for_previous();
+  const kvl_window w = kvl__window(a.starts ? a.starts[row] : 0, a.lens[row], 0, a.n);
+  const uint32_t width = (uint32_t)w.count, k = (uint32_t)a.k;
+  const kvl_row_transform t = kvl__row_transform(&a.transform, row);
+  int32_t *out = a.out + row * a.k;
+  if (width <= k) {
+    let_next_start();
+    for (uint32_t i = blockIdx.x % TEAM * TEAM_THREADS + threadIdx.x; i < k;
+         i += TEAM * TEAM_THREADS)
+      out[i] = i < width ? kvl__transformed(t, (int32_t)i) : -1;
+    return;
+  }
+  search s(memory, (const T *)a.logits + row * a.n + w.begin, width,
+           search::fitted(shape, width), true);
+  let_next_start();
+  if (!s.find(0, width, k, false)) return;
+  asm volatile("" : "+l"(out));
+  s.write([&](uint32_t place, uint32_t index) {
+    out[place] = kvl__transformed(t, (int32_t)index);
+  });
+}
+
+template <class T> int launch(const kvl_topk_transform_args &a, const kvl_cuda_queue *q) {
+  return with_team(a.rows, a.n, q, [&](auto t) {
+    constexpr int EACH = t.EACH, TEAM = t.TEAM, SAMPLES = t.SAMPLES;
+    constexpr auto kernel = topk_transform_rows<EACH, TEAM, SAMPLES, T>;
+    team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(a.n, a.k, 0, q);
+    int status = allow_shared<kernel>(q, q->shared_optin);
+    if (status < 0) return status;
+    return launch_teams<TEAM>(kernel, a.rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
+  });
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(topk_transform) {
+  const kvl_topk_transform_args &a = *(const kvl_topk_transform_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.rows == 0 || a.k == 0) return KVL_OK;
+  if (a.dtype == KVL_DTYPE_BF16) return kvl::launch<__nv_bfloat16>(a, q);
+  return kvl::launch<float>(a, q);
+}
