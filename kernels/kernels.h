@@ -27,7 +27,7 @@
   X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming) X(scatter)                \
   X(trim_selection)                                                                       \
   X(quantise_rows) X(hadamard) X(index_append) X(index_gather) X(mqa_logits)              \
-  X(mqa_logits_paged)                                                                      \
+  X(mqa_logits_paged)                                                                     \
   X(topk_transform) X(transform_indices) X(topk_merge) X(ragged_slots)
 
 enum kvl_op {
@@ -375,6 +375,7 @@ struct kvl_mqa_logits_paged_args {
   int64_t sequences, each, max_blocks, columns;   /* rows: sequences * each */
   int32_t heads, dtype;
 };
+
 /* What positions of tokens become, see kvl_transform. */
 struct kvl_transform_view {
   const int32_t *tables;        /* optional [sequences, width] */
@@ -523,7 +524,8 @@ KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
 struct kvl_window {
   int64_t begin, count, before;
 };
-KVL_INLINE struct kvl_window kvl__window(int32_t start, int32_t len, int64_t first, int64_t n) {
+KVL_INLINE struct kvl_window kvl__window(int32_t start, int32_t len, int64_t first,
+                                         int64_t n) {
   struct kvl_window w;
   int64_t from = start > 0 ? start : 0, to = from + (len > 0 ? len : 0);
   int64_t low = from - first, high = to - first;

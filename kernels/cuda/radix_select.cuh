@@ -31,12 +31,19 @@
 namespace kvl {
 
 /* An address, not the way to it: what is made of it is not made anew for each element. */
-template <class T> __device__ __forceinline__ void opaque(const T *&p) {
+template <class T> __device__ __forceinline__ void opaque(T *&p) {
   asm volatile("" : "+l"(p));
+}
+/* Elements that are WARP apart. */
+template <int N, class T>
+__device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
+#pragma unroll
+  for (int j = 0; j < N; j++) to[j] = to_float(p[j * WARP]);
 }
 
 /* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes.
- * ROW: a pointer to f32 or bf16, or what adds and indexes like one. */
+ * ROW: a pointer to f32 or bf16, or what adds and indexes like one and has opaque and
+ * load_apart. */
 template <int EACH, int TEAM, int SAMPLES, class ROW = const float *>
 struct radix_select {
   static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
@@ -148,8 +155,7 @@ struct radix_select {
   /* p: of this lane's first element, number `at` of the warp's. */
   __device__ __forceinline__ void load(float (&to)[EACH], ROW p, uint32_t at) const {
     if (at + BATCH <= end) {
-#pragma unroll
-      for (int j = 0; j < EACH; j++) to[j] = to_float(p[j * WARP]);
+      load_apart(to, p);
     } else {
 #pragma unroll
       for (int j = 0; j < EACH; j++)

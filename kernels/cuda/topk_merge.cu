@@ -17,17 +17,28 @@ namespace {
 /* Numbers that are kept, then those of the tile; adds and indexes like a pointer. */
 template <class T> struct joined_row {
   const float *kept;
-  const T *tile;
-  uint32_t at, count;                  /* at: the index of [0]; count: kept ones */
-  __device__ __forceinline__ float operator[](uint32_t i) const {
-    const uint32_t n = at + i;
-    return n < count ? kept[n] : to_float(tile[n - count]);
+  const T *tile;                       /* where the kept ones would begin */
+  int left;                            /* kept ones from here on */
+  __device__ __forceinline__ float operator[](int i) const {
+    return i < left ? kept[i] : to_float(tile[i]);
   }
   __device__ __forceinline__ joined_row operator+(uint32_t i) const {
-    return {kept, tile, at + i, count};
+    return {kept + i, tile + i, left - (int)i};
   }
 };
-template <class T> __device__ __forceinline__ void opaque(joined_row<T> &) {}
+template <class T> __device__ __forceinline__ void opaque(joined_row<T> &p) {
+  kvl::opaque(p.kept);
+  kvl::opaque(p.tile);
+}
+/* Nearly always all of them lie on one side. */
+template <int N, class T>
+__device__ __forceinline__ void load_apart(float (&to)[N], const joined_row<T> &p) {
+  if (p.left <= 0) kvl::load_apart(to, p.tile);
+  else if (p.left > (N - 1) * WARP) kvl::load_apart(to, p.kept);
+  else
+#pragma unroll
+    for (int j = 0; j < N; j++) to[j] = p[j * WARP];
+}
 
 template <int EACH, int TEAM, int SAMPLES, class T>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
@@ -40,12 +51,12 @@ topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape 
   const uint32_t k = (uint32_t)a.k, kept = (uint32_t)min(w.before, a.k);
   const uint32_t width = kept + (uint32_t)w.count, before = (uint32_t)w.before;
   const joined_row<T> numbers = {a.kept_values + row * a.k,
-                                 (const T *)a.logits + row * a.n + w.begin, 0, kept};
+                                 (const T *)a.logits + row * a.n + w.begin - kept, (int)kept};
   const int32_t *kept_positions = a.kept_positions + row * a.k;
   float *values = a.values + row * a.k;
   int32_t *positions = a.positions + row * a.k;
   auto put = [&](uint32_t place, uint32_t index) {
-    values[place] = numbers[index];
+    values[place] = numbers[(int)index];
     positions[place] = index < kept ? kept_positions[index] : (int32_t)(before + index - kept);
   };
   if (width <= k) {

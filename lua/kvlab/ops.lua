@@ -193,4 +193,52 @@ function M.mqa_logits_paged(q, weights, cache, tables, lens, logits)
   return logits
 end
 
+-- ---- tokens by top-k ------------------------------------------------------------------
+
+local transform = ffi.new "kvl_transform"
+
+--- What a call says of the transform of positions; nil: none.
+local function transform_of(a)
+  if not (a.tables or a.row_sequence or a.offsets) then return nil end
+  transform.tables, transform.row_sequence = a.tables, a.row_sequence
+  transform.offsets, transform.block_size = a.offsets, a.block_size or 0
+  return transform
+end
+
+--- The tokens with the largest logits of each row: i32 [rows, k], positions ascending, -1
+-- padded. `a` has logits f32 or bf16 [rows, n], lens i32 [rows], and out or k; where
+-- wanted starts i32 [rows], the column of a row's token 0; and what positions become:
+-- tables i32 [sequences, width], block_size and maybe row_sequence i32 [rows] (slots), or
+-- offsets i32 [rows].
+function M.topk_transform(a)
+  local out = a.out or tensor.tensor(a.logits.device, "i32", { a.logits:size(0), a.k })
+  check(C.kvl_topk_transform(a.logits, a.starts, a.lens, transform_of(a), out))
+  return out
+end
+
+--- The transform alone, of a.positions i32 [rows, k], or of all tokens of rows with these
+-- a.lens; otherwise as topk_transform.
+function M.transform_indices(a)
+  local out = a.out or a.positions and tensor.open_like(a.positions)
+    or tensor.tensor(a.lens.device, "i32", { a.lens:size(0), a.k })
+  check(C.kvl_transform_indices(a.positions, a.lens, transform_of(a), out))
+  return out
+end
+
+--- Running top-k: join logits of columns a.first … to a.kept_values and a.kept_positions
+-- [rows, k] of the columns before, into a.values and a.positions. a.starts, a.lens as
+-- for topk_transform.
+function M.topk_merge(a)
+  check(C.kvl_topk_merge(a.logits, a.first, a.starts, a.lens, a.kept_values,
+    a.kept_positions, a.values, a.positions))
+  return a.positions, a.values
+end
+
+--- Slots of tokens starts[s] … of every sequence, up to ends[s] of `out` (cumulative
+-- lengths); i32 or i64 [n].
+function M.ragged_slots(tables, block_size, starts, ends, out)
+  check(C.kvl_ragged_slots(tables, block_size, starts, ends, out))
+  return out
+end
+
 return M

@@ -22,7 +22,8 @@ local cases = {
   case(1, 1, 1, 1, 1), case(3, 5, 16, 100, 2), case(4, 40, 64, 3000, 3),
   case(1, 9, 7, 0, 4), case(2, 0, 16, 9, 5), case(70, 3, 16, 4000, 6),
 }
-cases[#cases + 1] = { tables = {}, width = 2, block_size = 4, starts = {}, ends = {}, n = 5 }
+cases[#cases + 1] = { tables = {}, width = 2, block_size = 4, starts = {}, ends = {},
+                      n = 5 }
 
 local function run(dev, c, dtype)
   local out = S.poisoned(dev, dtype, { c.n })
@@ -36,8 +37,8 @@ describe("ragged_slots", function()
   for _, dtype in ipairs { "i32", "i64" } do
     S.it_on_cpu("names the slots of stretches, in " .. dtype, function(dev)
       for _, c in ipairs(cases) do
-        S.equal(run(dev, c, dtype), reference.ragged_slots(c.tables, c.width, c.block_size,
-          c.starts, c.ends, c.n))
+        S.equal(run(dev, c, dtype), reference.ragged_slots(c.tables, c.width,
+          c.block_size, c.starts, c.ends, c.n))
       end
     end)
 

@@ -35,7 +35,7 @@ M.make = S.latest(function(c)
   for i = 0, c.rows * c.n - 1 do
     made.logits[i + 1] = M.kinds[c.kind](rng, c.n > 0 and i % c.n or 0)
   end
-  made.logits = kv.from("cpu", made.dtype, { c.rows, c.n }, made.logits):list() -- as stored
+  made.logits = kv.from("cpu", made.dtype, { c.rows, c.n }, made.logits):list()
   if c.windows then made.starts = {} end
   for r = 1, c.rows do
     if c.windows then made.starts[r] = rng(c.n + 3) - 1 end

@@ -19,7 +19,7 @@ local function words(i, c)
 end
 
 local topics = {
-  { "takes the best tokens of every row, as they are or transformed", topk_cases.small() },
+  { "takes the best tokens of every row, transformed or not", topk_cases.small() },
   { "is exact where more than 16384 logits share a bin", topk_cases.long() },
 }
 
