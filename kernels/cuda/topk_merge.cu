@@ -56,8 +56,9 @@ topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape 
   float *values = a.values + row * a.k;
   int32_t *positions = a.positions + row * a.k;
   auto put = [&](uint32_t place, uint32_t index) {
+    const int32_t own = (int32_t)(before + index - kept);
     values[place] = numbers[(int)index];
-    positions[place] = index < kept ? kept_positions[index] : (int32_t)(before + index - kept);
+    positions[place] = index < kept ? kept_positions[index] : own;
   };
   if (width <= k) {
     let_next_start();
@@ -69,7 +70,11 @@ topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape 
   }
   search s(memory, numbers, width, search::fitted(shape, width), true);
   let_next_start();
-  if (s.find(0, width, k, false)) s.write(put);
+  if (!s.find(0, width, k, false)) return;
+  s.write([&](uint32_t place, uint32_t index) { positions[place] = (int32_t)index; });
+  __syncthreads();                     /* a thread of write would wait for each number */
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)positions[i]);
 }
 
 template <class T> int launch(const kvl_topk_merge_args &a, const kvl_cuda_queue *q) {
