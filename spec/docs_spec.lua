@@ -1,0 +1,141 @@
+--- README.md and docs/*.md do not lie: their code blocks run, print what the page shows,
+-- and the files that they name are there.
+--
+--   ```lua          run, together with the page's other Lua blocks, as one script
+--   ```sh           run in a folder with a `kvlab` that is built
+--   ```repl         "[1] 1 + 1" is typed, the lines after it are what comes back
+--   ```text         right after one of them: what it prints; "…" stands for anything
+--   <!-- as: FILE -->       before a block: it is a piece of FILE
+--   <!-- file: FILE -->     the reader saves it as FILE: it is run from there, if at all
+--   <!-- not run: WHY -->   what it calls is checked: verbs, options and files exist
+local doc_blocks = require "spec.doc_blocks"
+local kv = require "kvlab"
+
+local root = kv.paths.root
+if not io.open(root .. "/README.md") then return end -- a bundle has no docs
+
+local LANGUAGES = { lua = true, sh = true, repl = true, text = true, c = true }
+local scratch
+
+--- Everything that `kvlab help` names: verbs and options, "run" and "--device".
+local known
+
+local function read_help()
+  local _, help = scratch:sh "./kvlab help"
+  known = {}
+  for verb in help:gmatch "\n  (%l+) " do known[verb] = true end
+  for option in help:gmatch "%-%-[%l-]+" do known[option] = true end
+end
+
+--- Verbs, options and files that a line of shell names are there.
+local function check_command(line)
+  local words = (" " .. line):match "%s%./kvlab%f[%s%z](.*)" or ""
+  words = words:gsub("%s#.*", ""):gsub("%s[|>&;].*", "")
+  local verb = words:match "^%s+(%l+)"
+  assert.is_true(not verb or known[verb], ("there is no verb %s"):format(verb))
+  for option in words:gmatch "%f[%S]%-%-[%l-]+" do
+    assert.is_true(known[option], ("there is no option %s"):format(option))
+  end
+  for path in words:gmatch "%f[%S][%l_]+/[%w_/.*-]+" do
+    assert.is_true(scratch:has(path), ("there is no %s"):format(path))
+  end
+end
+
+local function compare(block, output)
+  if block.output and not doc_blocks.matches(output, block.output) then
+    error(("%s:%d prints\n%s\nthe page shows\n%s"):format(block.page, block.line, output,
+      block.output), 0)
+  end
+end
+
+local function run_lua(page, blocks, count)
+  scratch:write(page, doc_blocks.script(blocks, count))
+  local status, output = scratch:sh("./kvlab run --device=cpu " .. page)
+  assert.equal(0, status, output)
+  local at = 1
+  for part in output:gmatch "([^\1]*)\1" do
+    compare(blocks[at], part)
+    at = at + 1
+  end
+end
+
+local function run_sh(block)
+  local status, output = scratch:sh("rm -rf results\n" .. block.text)
+  assert.equal(0, status, output)
+  compare(block, output)
+end
+
+--- Types what stands after the prompts; no input may fail.
+local function run_repl(block)
+  local inputs, shown = {}, {}
+  for line in block.text:gmatch "[^\n]+" do
+    local input = line:match "^%[%d+%] (.*)"
+    if input then inputs[#inputs + 1] = input else shown[#shown + 1] = line end
+  end
+  scratch:write("typed", table.concat(inputs, "\n"))
+  local status, output = scratch:sh "./kvlab repl --device=cpu <typed"
+  assert.equal(0, status, output)
+  block.output = table.concat(shown, "\n")
+  compare(block, output)
+end
+
+local function check_piece(block)
+  local file = assert(io.open(root .. "/" .. block.as))
+  local text = file:read "*a"
+  file:close()
+  assert.is_true(text:find(block.text, 1, true) ~= nil,
+    ("this is not in %s, or not any more"):format(block.as))
+end
+
+--- Saves a block under a name that is not taken.
+local function save(block)
+  assert.is_false(scratch:has(block.file), block.file .. " is there already")
+  scratch:write(block.file, block.text)
+end
+
+--- Specs of one page.
+local function describe_page(page)
+  local blocks, lines = doc_blocks.read(root, page)
+  local scripts = {}
+  for _, block in ipairs(blocks) do
+    local name = ("line %d, %s"):format(block.line, block.language or "?")
+    if not LANGUAGES[block.language] then
+      it(name, function() error "a block begins with ```lua, sh, repl, text or c" end)
+    elseif block.as then
+      it(name .. " is a piece of " .. block.as, function() check_piece(block) end)
+    elseif block.not_run then
+      it(name .. " is not run", function()
+        for line in block.text:gmatch "[^\n]+" do check_command(line) end
+        pending(block.not_run)
+      end)
+    elseif block.file then
+      it(name .. " is saved", function() save(block) end)
+    elseif block.language == "lua" then
+      scripts[#scripts + 1] = block
+    end
+  end
+  if #scripts > 0 then
+    it("runs its Lua", function() run_lua(page, scripts, #lines) end)
+  end
+  for _, block in ipairs(blocks) do
+    local run = ({ sh = run_sh, repl = run_repl })[block.language]
+    if run and not (block.as or block.file or block.not_run) then
+      it(("line %d, %s runs"):format(block.line, block.language), function()
+        run(block)
+      end)
+    end
+  end
+end
+
+describe("docs", function()
+  setup(function()
+    scratch = doc_blocks.scratch(kv.paths)
+    scratch:sh "rm docs/*.md" -- links; the scripts of the pages go there
+    read_help()
+  end)
+  teardown(function() scratch:remove() end)
+
+  for _, page in ipairs(doc_blocks.pages(root)) do
+    describe(page, function() describe_page(page) end)
+  end
+end)
