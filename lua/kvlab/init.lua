@@ -15,6 +15,7 @@
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.prefetch                                blocks from a store, ahead of their use
 --   kv.serve kv.cost_model kv.trace            requests, step by step
+--   kv.capture                                 what a real model's attention was given
 --   kv.vllm                                    vLLM's cache layout and its attention
 --   kv.safetensors kv.C kv.check               files; the C library itself
 --   kv.reload                                  reads a policy's file again
@@ -57,6 +58,7 @@ M.cost_model = require "kvlab.cost_model"
 M.trace = require "kvlab.trace"
 M.vllm = require "kvlab.vllm"
 M.safetensors = require "kvlab.safetensors"
+M.capture = require "kvlab.capture"
 M.reload = require "kvlab.reload"
 
 return M

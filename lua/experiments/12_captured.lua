@@ -1,0 +1,73 @@
+--- Which policies keep the attention of a real model, at which budget?
+--
+-- The queries, keys and values of a Hugging Face model, written by tools/capture_hf.py
+-- (docs/capture.md), without the model: the last tokens of the text are decoded under
+-- each policy, and each layer's output is compared with dense attention (output_error,
+-- attention_mass) and with what the model itself gave (model_error). Policies that watch
+-- the prompt (h2o, snapkv) get its queries, too.
+--
+--   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
+--                                               [--set decode=128] [--set block_size=32]
+--
+-- Without --set capture it is a capture of 320 tokens of a model with random weights
+-- (spec/data/capture): a test, whose attention looks at everything alike.
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+
+--- full and oracle first, then every other policy that selects in decode.
+local function policies()
+  local names = { "full", "oracle" }
+  for _, name in ipairs(kv.policy.names "decode") do
+    if name ~= "full" and name ~= "oracle" then names[#names + 1] = name end
+  end
+  return names
+end
+
+local function open(settings)
+  local folder = settings.capture
+  if folder == "sample" then folder = kv.paths.root .. "/spec/data/capture" end
+  local capture = kv.capture.open(folder)
+  print(("%s: %d layers, %d tokens, %d query heads on %d KV heads of %d, %s"):format(
+    capture.model, #capture.layers, capture.tokens, capture.heads, capture.kv_heads,
+    capture.head_dim, capture.dtype))
+  settings.replay = capture:replay { decode = settings.decode,
+                                     block_size = settings.block_size }
+end
+
+local function run(config, settings)
+  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local probe, model_error = settings.replay:run(policy, kv.probe.attach)
+  local metrics = probe:metrics()
+  metrics.model_error = model_error
+  return metrics
+end
+
+experiment.run {
+  name = "12_captured",
+  title = "Which policies keep the attention of a captured model, at which budget?",
+  grid = {
+    { "policy", policies() },
+    { "budget", { 0.05, 0.1, 0.2, 0.5, 1 } },
+  },
+  defaults = { capture = "sample", decode = 32, block_size = 16 },
+  quick = { decode = 4 },
+  when = function(config) return (config.policy == "full") == (config.budget == 1) end,
+  metrics = { "output_error", "attention_mass", "model_error", "blocks_read",
+              "bytes_read" },
+  setup = open,
+  teardown = function(settings) if settings.replay then settings.replay:close() end end,
+  run = run,
+  table = {
+    { rows = "policy", columns = "budget", value = "output_error", format = "%.4f" },
+    { rows = "policy", columns = "budget", value = "attention_mass", format = "%.4f" },
+  },
+  plot = {
+    { x = "budget", y = "output_error", series = "policy", logx = true,
+      title = "error of the output", xlabel = "budget (share of blocks)",
+      ylabel = "relative error" },
+    { x = "budget", y = "attention_mass", series = "policy", logx = true,
+      title = "attention kept", xlabel = "budget (share of blocks)",
+      ylabel = "share of the attention mass" },
+  },
+}
