@@ -11,6 +11,7 @@
 --   kv.probe kv.record                         watch it: beside dense attention, as maps
 --   kv.policy kv.summary kv.hash kv.tally      what policies are made of
 --   kv.index_cache                             an indexer's keys, and its logits
+--   kv.indexer                                 tokens by top-k of those
 --   kv.sampling                                blocks by chance, and their weights
 --   kv.store                                   KV blocks in memory, LMDB or Redis
 --   kv.prefetch                                blocks from a store, ahead of their use
@@ -44,6 +45,7 @@ M.summary = require "kvlab.summary"
 M.hash = require "kvlab.hash"
 M.tally = require("kvlab.tally").tally
 M.index_cache = require("kvlab.index_cache").index_cache
+M.indexer = require("kvlab.indexer").indexer
 M.sampling = require("kvlab.sampling").sampling
 M.policy = require "kvlab.policy"
 M.graph = require("kvlab.graph").graph
