@@ -61,7 +61,8 @@ function M.indexer(o)
   expect(logits == "f32" or logits == "bf16", "logits", logits, "f32 or bf16")
   local self = setmetatable({ device = device.device(o.device), topk = topk,
     logits_bytes_max = most or math.huge, dtype = logits,
-    streaming = o.streaming or false, buffers = {}, part = {}, to = {}, merge = {} }, Indexer)
+    streaming = o.streaming or false,
+    buffers = {}, part = {}, to = {}, merge = {} }, Indexer)
   self.memory = function()
     local stats = self.device:stats()
     return stats.bytes_free + stats.bytes_cached + self:bytes(), stats.bytes_total
