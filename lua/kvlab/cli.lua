@@ -80,7 +80,7 @@ local common = {
 }
 local of_verb = {
   run = { shard = to_shard, jobs = to_count, ["keep-going"] = FLAG, list = FLAG,
-          worker = FLAG },
+          csv = FLAG, worker = FLAG },
   repl = {},
   bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
@@ -89,7 +89,7 @@ local verbs = { "run", "repl", "test", "bench" }
 
 -- What rows do not depend on, only where, when and by whom they are computed.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
-                worker = true }
+                csv = true, worker = true }
 
 local function unknown_option(name, known)
   local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's

@@ -23,7 +23,7 @@
 -- needed only when the device is not the one that kv.device() opens.
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
--- results.jsonl, manifest.json, report.html and the plots. Configurations that
+-- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv. Configurations that
 -- results.jsonl already holds are not run again; --set fresh=true starts over.
 local json = require "kvlab.json"
 local manifests = require "kvlab.manifest"
@@ -164,7 +164,7 @@ end
 
 --- Prints the table, writes the plots and the report, prints where everything is. Tables
 -- and plots show the mean of repeats.
-local function finish(plan, store, manifest)
+local function finish(plan, store, manifest, given)
   local rows = rows_of_plan(plan, store)
   local axes, shown = plan.grid.axes, rows
   if plan.repeats > 1 then
@@ -178,6 +178,10 @@ local function finish(plan, store, manifest)
     io.write("\n", text_table.text(t))
   end
   local paths = { store.path, plan.folder .. "/report.html" }
+  if given.csv then
+    paths[3] = plan.folder .. "/results.csv"
+    results.write_file(paths[3], text_table.csv(full))
+  end
   local pictures = make_plots(plan, shown)
   for _, picture in ipairs(pictures) do
     local path = plan.folder .. "/" .. picture.file
@@ -253,7 +257,7 @@ local function complete(spec, plan, store, given)
   if works then run_missing(spec, plan, store, missing, given) end
   store:arrange(plan.configs)
   if plan.shard then return finish_shard(plan, store, manifest) end
-  local answer = finish(plan, store, manifest)
+  local answer = finish(plan, store, manifest, given)
   if given.merge and #missing > 0 then shards.explain_missing(plan, missing) end
   return answer
 end

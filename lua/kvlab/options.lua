@@ -17,6 +17,7 @@
 ---@field shard {index: integer, count: integer}|nil  run: this part of the configurations
 ---@field jobs integer|nil         run: so many processes
 ---@field keep-going boolean|nil   run: a configuration that fails does not end the run
+---@field csv boolean|nil          run: results.csv, too
 ---@field worker boolean|nil       run: another process says which configurations
 ---@field merge boolean|nil        run: rows are taken over from shards, not computed
 ---@field json boolean|nil         bench: rows as JSON lines

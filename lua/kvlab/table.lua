@@ -86,6 +86,30 @@ function M.text(t)
   return table.concat(lines, "\n") .. "\n"
 end
 
+--- A cell of comma-separated values; numbers with all of their digits.
+local function csv_cell(value)
+  if value == nil then return "" end
+  if type(value) == "number" then
+    return value ~= value and "nan" or ("%.17g"):format(value)
+  end
+  local text = tostring(value)
+  return text:find "[,\"\r\n]" and '"' .. text:gsub('"', '""') .. '"' or text
+end
+
+--- A table as comma-separated values (RFC 4180, with \n at the end of lines); nil is an
+-- empty cell.
+---@param t {header: string[], rows: any[][]}
+---@return string
+function M.csv(t)
+  local lines = {}
+  for r = 0, #t.rows do
+    local row, cells = t.rows[r] or t.header, {}
+    for c = 1, #t.header do cells[c] = csv_cell(row[c]) end
+    lines[r + 1] = table.concat(cells, ",") .. "\n"
+  end
+  return table.concat(lines)
+end
+
 --- The rows whose configuration has every value of `where`.
 ---@param rows table[]
 ---@param where? table<string, any>
@@ -116,6 +140,15 @@ function M.distinct(rows, key)
   end
   if all_numbers then table.sort(values) end
   return values
+end
+
+--- A row's metric, with its interval where there is one; repeats that all gave the same
+-- differ by rounding alone.
+local function metric_cell(row, name)
+  local mean, low = row.metrics[name], row.low and row.low[name]
+  local half = low and mean - low
+  if not half or half ~= half or half <= 1e-12 * math.abs(mean) then return mean end
+  return { mean = mean, half = half }
 end
 
 --- One metric of many rows as a table: one line per value of opts.rows, one column per
@@ -155,9 +188,7 @@ function M.pivot(rows, opts)
           t.header[column]), 2)
       end
       taken[cell] = true
-      local value, low = row.metrics[opts.value], row.low and row.low[opts.value]
-      t.rows[line][column] = low and low == low and { mean = value, half = value - low }
-        or value
+      t.rows[line][column] = metric_cell(row, opts.value)
     end
   end
   return t

@@ -329,6 +329,16 @@ random           0.80  2.40
       assert_has("rows\n----\n   8\n", harness.printed)
     end)
 
+    it("and rows are a file of comma-separated values, too, where --csv asks", function()
+      plot.gnuplot = "kvlab-no-such-gnuplot"
+      local answer = run({}, nil, { csv = true })
+      assert.equal(path "results.csv", answer.paths[3])
+      assert.equal("context,policy,budget,accuracy,step_us\n"
+        .. "512,quest,0.10000000000000001,0.80000000000000004,3\n",
+        read("results.csv"):match "^[^\n]*\n[^\n]*\n")
+      assert.equal(9, select(2, read("results.csv"):gsub("\n", "")))
+    end)
+
     it("and the report escape the names of policies", function()
       local evil = "<script>\"'"
       run { grid = { { "policy", { evil } }, { "budget", { 0.1, 0.2 } } },

@@ -55,6 +55,13 @@ blöck             nan            -
     assert.truthy(text_table.text(t):find("0.930 ± 0.030", 1, true))
   end)
 
+  it("is written as comma-separated values that keep every digit", function()
+    assert.equal('policy,"a,b",ok\n"say ""so""",0.10000000000000001,true\n'
+      .. 'x,nan,\n"two\nlines",0.25,false\n',
+      text_table.csv { header = { "policy", "a,b", "ok" }, rows = {
+        { 'say "so"', 0.1, true }, { "x", 0 / 0, nil }, { "two\nlines", 0.25, false } } })
+  end)
+
   it("refuses to put two rows into one cell", function()
     assert.error_matches(function()
       text_table.pivot(rows, { rows = "policy", columns = "budget", value = "accuracy" })
