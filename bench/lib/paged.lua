@@ -13,10 +13,11 @@ M.TOKEN = 2 * M.KV_HEADS * M.DIM
 --- Random block tables for sequences of these lengths: every block belongs to one, -1
 -- past its last. Returns i32 [#lens, width] and how many blocks there are.
 ---@param lens integer[]
-function M.random_tables(dev, lens)
+---@param block? integer  tokens of a block; BLOCK unless given
+function M.random_tables(dev, lens, block)
   local width, total = 0, 0
   for _, len in ipairs(lens) do
-    local n = math.ceil(len / M.BLOCK)
+    local n = math.ceil(len / (block or M.BLOCK))
     width, total = math.max(width, n), total + n
   end
   local _, order = kv.rand("cpu", "f32", { 1, total }, { seed = 5 }):sort()
@@ -24,7 +25,7 @@ function M.random_tables(dev, lens)
   order = order:reshape { total }
   local used = 0
   for s, len in ipairs(lens) do
-    local n = math.ceil(len / M.BLOCK)
+    local n = math.ceil(len / (block or M.BLOCK))
     tables:index(s - 1):narrow(0, n):copy_(order:narrow(used, n))
     used = used + n
   end

@@ -87,7 +87,7 @@ static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile, const struc
   }
 }
 
-/* Columns [begin, end) of the tile that starts at column `first`, of row `row` of the logits. */
+/* Of the tile that starts at column `first` the columns [begin, end), to out[at_row + ...]. */
 static inline void mqa_store(const struct mqa_tile *tile, const float *logits, int64_t first,
                              int64_t begin, int64_t end, void *out, int64_t at_row,
                              int dtype) {

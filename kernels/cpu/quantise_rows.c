@@ -10,9 +10,9 @@
 static int rows_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_quantise_rows_args *a = args;
   for (int64_t row = begin; row < end; row++) {
-    uint8_t *out = (uint8_t *)a->out + row * a->dim;
-    KVL_BY_FLOAT(a->dtype,
-                 a->scales[row] = quantise_row(at_const(a->x, row * a->dim, D), out, a->dim, D))
+    const int64_t at = row * a->dim;
+    KVL_BY_FLOAT(a->dtype, a->scales[row] = quantise_row(at_const(a->x, at, D),
+                                                         (uint8_t *)a->out + at, a->dim, D))
   }
   return 0;
 }

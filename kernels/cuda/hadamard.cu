@@ -9,15 +9,15 @@
 namespace kvl {
 namespace {
 
-enum { THREADS = 256 };
+enum { HADAMARD_THREADS = 256 };
 
 template <int PER, class T>
-__global__ void __launch_bounds__(THREADS) hadamard(kvl_hadamard_args a) {
+__global__ void __launch_bounds__(HADAMARD_THREADS) hadamard(kvl_hadamard_args a) {
   const int lane = threadIdx.x % WARP, across = min(a.dim, WARP);
   const int64_t count = a.rows * a.dim, run = PER * WARP;
-  const int64_t warp = blockIdx.x * (int64_t)(THREADS / WARP) + threadIdx.x / WARP;
+  const int64_t warp = blockIdx.x * (int64_t)(HADAMARD_THREADS / WARP) + threadIdx.x / WARP;
   for (int64_t first = warp * run; first < count;
-       first += gridDim.x * (int64_t)(THREADS / WARP) * run) {
+       first += gridDim.x * (int64_t)(HADAMARD_THREADS / WARP) * run) {
     float v[PER];
 #pragma unroll
     for (int i = 0; i < PER; i++) {
@@ -49,14 +49,14 @@ __global__ void __launch_bounds__(THREADS) hadamard(kvl_hadamard_args a) {
 
 template <class T> int launch(const kvl_hadamard_args &a, const kvl_cuda_queue *q) {
   const int64_t runs = (a.rows * a.dim + max(a.dim, WARP) - 1) / max(a.dim, WARP);
-  const unsigned blocks = grid(runs, THREADS / WARP, q);
+  const unsigned blocks = grid(runs, HADAMARD_THREADS / WARP, q);
   switch (a.dim) {
-    case 64: hadamard<2, T><<<blocks, THREADS, 0, q->stream>>>(a); break;
-    case 128: hadamard<4, T><<<blocks, THREADS, 0, q->stream>>>(a); break;
-    case 256: hadamard<8, T><<<blocks, THREADS, 0, q->stream>>>(a); break;
-    case 512: hadamard<16, T><<<blocks, THREADS, 0, q->stream>>>(a); break;
-    case 1024: hadamard<32, T><<<blocks, THREADS, 0, q->stream>>>(a); break;
-    default: hadamard<1, T><<<blocks, THREADS, 0, q->stream>>>(a);
+    case 64: hadamard<2, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
+    case 128: hadamard<4, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
+    case 256: hadamard<8, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
+    case 512: hadamard<16, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
+    case 1024: hadamard<32, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
+    default: hadamard<1, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a);
   }
   return kvl__cuda_launched();
 }

@@ -80,6 +80,21 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map
                :: "r"(shared), "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
                : "memory");
 }
+/* The same of a box at coordinates (0, c1, c2). */
+__device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *map, int c1,
+                                          int c2, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile"
+               ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               :: "r"(shared), "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
+               : "memory");
+}
+/* Copy `bytes` neighbours: a multiple of 16, as both addresses are. */
+__device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, int bytes,
+                                           uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1], %2, [%3];"
+               :: "r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 /* This thread's writes to shared memory come before wgmma and copies that start after the
  * next barrier. */
 __device__ __forceinline__ void fence_async() {
@@ -119,6 +134,14 @@ __device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int acr
          (uint64_t)(step >> 4) << 32 | (uint64_t)1 << 62;
 }
 
+/* The same of rows of 128, 64 or 32 bytes, all along k, and SWIZZLE_ of as many: a copy leaves
+ * them as atoms of eight rows, one after the other. */
+template <int ROW_BYTES> __device__ __forceinline__ uint64_t rows_at(uint32_t shared) {
+  constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
+  return (uint64_t)(shared >> 4) | (uint64_t)1 << 16 |
+         (uint64_t)(8 * ROW_BYTES >> 4) << 32 | swizzle << 62;
+}
+
 /* The matrix `bytes` further on. */
 __device__ __forceinline__ uint64_t matrix_plus(uint64_t matrix, int bytes) {
   return matrix >> 32 << 32 | ((uint32_t)matrix + (bytes >> 4));
@@ -145,9 +168,9 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]),             \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KVL_D32(i) KVL_D8(i), KVL_D8(i + 8), KVL_D8(i + 16), KVL_D8(i + 24)
+#define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVL_NAMES_32                                                                      \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"    \
-  "%23,%24,%25,%26,%27,%28,%29,%30,%31"
+  KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define KVL_NAMES_64                                                                      \
   KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"    \
   "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -204,14 +227,55 @@ __device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], u
   }
 }
 
+/* d[64 x N] = a b^T (+ d) of f8e4m3, k 32, both sides in shared memory with k along the rows;
+ * d as above. The sums are fp32 of which about 14 bits are kept from step to step. */
+#define KVL_F8_PRODUCT(N, NAMES, A, B, ADD, ...)                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                 \
+               " {" NAMES "}, " A ", " B ", p, 1, 1;\n}"                                  \
+               : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+template <int N>
+__device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b, bool add) {
+  if constexpr (N == 16) {
+    KVL_F8_PRODUCT(32, KVL_NAMES_16, "%16", "%17", "%18", KVL_D8(0), KVL_D8(8));
+  } else if constexpr (N == 32) {
+    KVL_F8_PRODUCT(64, KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
+  } else {
+    static_assert(N == 64, "32, 64 or 128 columns");
+    KVL_F8_PRODUCT(128, KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0), KVL_D32(32));
+  }
+}
+
+#undef KVL_F8_PRODUCT
 #undef KVL_REGISTER_PRODUCT
 #undef KVL_SHARED_PRODUCT
 #undef KVL_NAMES_64
 #undef KVL_NAMES_32
+#undef KVL_NAMES_16
 #undef KVL_D32
 #undef KVL_D8
 
 #endif
+
+/* ---- the host's side ------------------------------------------------------------------- */
+
+using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                     const cuuint64_t *, const cuuint64_t *,
+                                     const cuuint32_t *, const cuuint32_t *,
+                                     CUtensorMapInterleave, CUtensorMapSwizzle,
+                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+/* The driver's, found at run time: kvlab is not linked to it. NULL: it has none. */
+inline encode_map_function *encode_map() {
+  static encode_map_function *found = [] {
+    void *f = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000,
+                                                     cudaEnableDefault, &result);
+    return e == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? (encode_map_function *)f : nullptr;
+  }();
+  return found;
+}
 
 }  // namespace kvl
 

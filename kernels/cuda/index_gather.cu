@@ -11,10 +11,10 @@
 namespace kvl {
 namespace {
 
-enum { THREADS = 256 };
+enum { GATHER_THREADS = 256 };
 
-__global__ void __launch_bounds__(THREADS) index_gather(kvl_index_gather_args a) {
-  const int words = a.cache.dim / 4, each = THREADS / words;
+__global__ void __launch_bounds__(GATHER_THREADS) index_gather(kvl_index_gather_args a) {
+  const int words = a.cache.dim / 4, each = GATHER_THREADS / words;
   const int word = threadIdx.x % words;
   for (int64_t i = blockIdx.x * (int64_t)each + threadIdx.x / words; i < a.n;
        i += (int64_t)gridDim.x * each) {
@@ -32,6 +32,7 @@ KVL_CUDA_KERNEL(index_gather) {
   const kvl_index_gather_args &a = *(const kvl_index_gather_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0) return KVL_OK;
-  index_gather<<<grid(a.n, THREADS * 4 / a.cache.dim, q), THREADS, 0, q->stream>>>(a);
+  const unsigned blocks = grid(a.n, GATHER_THREADS * 4 / a.cache.dim, q);
+  index_gather<<<blocks, GATHER_THREADS, 0, q->stream>>>(a);
   return kvl__cuda_launched();
 }

@@ -7,9 +7,29 @@
  *   starts, ends  i32  [rows]
  *   logits   f32 bf16  [rows, columns]
  * Source: DeepSeek-V3.2's lightning indexer; DeepGEMM's fp8_mqa_logits. */
-#include "mqa_mma.cuh"
+#include "mqa_wgmma.cuh"
+
+namespace kvl {
+namespace {
+
+template <int H, int D> using shape = mqa_shape<mqa_contiguous, H, D, 128 / H>;
+
+template <int H> int launch(const mqa_contiguous &keys, const kvl_cuda_queue *q) {
+  switch (keys.dim()) {
+    case 32: return launch_mqa_wgmma<shape<H, 32>>(keys, keys.a.rows, q);
+    case 64: return launch_mqa_wgmma<shape<H, 64>>(keys, keys.a.rows, q);
+    default: return launch_mqa_wgmma<shape<H, 128>>(keys, keys.a.rows, q);
+  }
+}
+
+}  // namespace
+}  // namespace kvl
 
 KVL_CUDA_KERNEL(mqa_logits) {
-  const kvl_mqa_logits_args &a = *(const kvl_mqa_logits_args *)args;
-  return kvl::mqa_logits_mma(kvl::mqa_contiguous{a}, (const kvl_cuda_queue *)queue);
+  using namespace kvl;
+  const mqa_contiguous keys{*(const kvl_mqa_logits_args *)args};
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (keys.rows() == 0 || keys.columns() == 0) return KVL_OK;
+  if (!mqa_wgmma_takes(keys, q)) return mqa_logits_mma(keys, q);
+  return keys.a.heads == 32 ? launch<32>(keys, q) : launch<64>(keys, q);
 }

@@ -6,9 +6,30 @@
  *   lens     i32     [sequences * each]
  *   logits   f32 bf16  [sequences * each, columns]   -inf for an entry that is no block
  * Source: DeepGEMM's fp8_paged_mqa_logits. */
-#include "mqa_mma.cuh"
+#include "mqa_wgmma.cuh"
+
+namespace kvl {
+namespace {
+
+template <int H, int RQ> int launch(const mqa_paged &keys, const kvl_cuda_queue *q) {
+  switch (keys.dim()) {
+    case 32: return launch_mqa_wgmma<mqa_shape<mqa_paged, H, 32, RQ>>(keys, keys.a.each, q);
+    case 64: return launch_mqa_wgmma<mqa_shape<mqa_paged, H, 64, RQ>>(keys, keys.a.each, q);
+    default: return launch_mqa_wgmma<mqa_shape<mqa_paged, H, 128, RQ>>(keys, keys.a.each, q);
+  }
+}
+template <int H> int launch_rows(const mqa_paged &keys, const kvl_cuda_queue *q) {
+  return keys.a.each == 1 ? launch<H, 1>(keys, q) : launch<H, 128 / H>(keys, q);
+}
+
+}  // namespace
+}  // namespace kvl
 
 KVL_CUDA_KERNEL(mqa_logits_paged) {
-  const kvl_mqa_logits_paged_args &a = *(const kvl_mqa_logits_paged_args *)args;
-  return kvl::mqa_logits_mma(kvl::mqa_paged{a}, (const kvl_cuda_queue *)queue);
+  using namespace kvl;
+  const mqa_paged keys{*(const kvl_mqa_logits_paged_args *)args};
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (keys.rows() == 0 || keys.columns() == 0) return KVL_OK;
+  if (!mqa_wgmma_takes(keys, q)) return mqa_logits_mma(keys, q);
+  return keys.a.heads == 32 ? launch_rows<32>(keys, q) : launch_rows<64>(keys, q);
 }

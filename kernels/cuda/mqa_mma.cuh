@@ -1,5 +1,5 @@
-/* Logits of an indexer on any GPU since sm_80: what mqa_wgmma.cuh does not take. f8e4m3 becomes
- * f16, exactly, and is multiplied by mma.sync with fp32 sums.
+/* Logits of an indexer on any GPU since sm_80: what mqa_wgmma.cuh does not take. f8e4m3
+ * becomes f16, exactly, and is multiplied by mma.sync with fp32 sums.
  *
  * A block of threads takes a segment of the columns of one row; its heads of q lie in shared
  * memory. A warp takes 16 tokens at a time: the tokens are the rows of the product, eight

@@ -328,24 +328,6 @@ paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
 
 /* ---- launch ---------------------------------------------------------------------------- */
 
-using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                                     const cuuint64_t *, const cuuint64_t *,
-                                     const cuuint32_t *, const cuuint32_t *,
-                                     CUtensorMapInterleave, CUtensorMapSwizzle,
-                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-/* The driver's, found at run time: kvlab is not linked to it. NULL: it has none. */
-inline encode_map_function *encode_map() {
-  static encode_map_function *found = [] {
-    void *f = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000,
-                                                     cudaEnableDefault, &result);
-    return e == cudaSuccess && result == cudaDriverEntryPointSuccess
-               ? (encode_map_function *)f : nullptr;
-  }();
-  return found;
-}
-
 /* The cache as [blocks * 2 * kv_heads, block_size / 8, head_dim / 64, 8, 64], so that a box
  * of `groups` times eight tokens lands as [groups, head_dim / 64] atoms. */
 template <class T> int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {

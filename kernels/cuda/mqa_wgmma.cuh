@@ -1,0 +1,474 @@
+/* Logits of an indexer for Hopper: f8e4m3 products by wgmma, 32 or 64 heads. What it does not
+ * take, mqa_mma.cuh does.
+ *
+ * Tokens are the rows of a product (M) and heads of q its columns (N), so that a thread has
+ * many heads of one token: relu, weights and most of the sum over heads stay in it.
+ *
+ * A group is a few neighbouring rows of q that look at a common range of tokens: of 256
+ * columns, 128 for each of the two consumers (there are no registers for more in two results);
+ * or over index-K memory rows of one sequence, whose tokens the consumers share. The ranges of
+ * all groups in a row are cut into equal shares, one for each SM, which finds its own from
+ * starts and ends alone: the host knows nothing of them. A block of threads:
+ *   consumers  two warpgroups. A tile of keys is two products of 64 tokens for each; while one
+ *              is multiplied, relu and sums of the other are computed
+ *   producer   one warp brings q, weights and ranges of a group, two groups deep, and tiles of
+ *              keys through a ring, by TMA; over index-K memory a copy for each block
+ *
+ * The sum over heads: a lane its two of every eight in their order, by FMA of x + |x| (FADD is
+ * full rate, FMNMX half) and half of the weight, then a butterfly over the four lanes of a
+ * token. The same in mqa_mma.cuh, so the two differ by the products alone.
+ *
+ * Flops     2 * heads * dim an element of the ranges
+ * Bytes     4 (or 2) an element; over index-K memory dim + 4 a token and sequence
+ * Limit     tensor cores, 256 cycles for 64 x 128 products of dim 128, and beside them 128
+ *           issue slots of relu and sums a scheduler; over index-K memory the memory
+ * Tolerance 2e-4 of the sum of |terms|: the tensor cores keep about 14 bits
+ * Source    DeepGEMM's sm90_fp8_mqa_logits: tokens as M, heads as N, one producer */
+#ifndef KVL_CUDA_MQA_WGMMA_CUH
+#define KVL_CUDA_MQA_WGMMA_CUH
+
+#include "block_scan.cuh"
+#include "hopper.cuh"
+#include "mqa_mma.cuh"
+#include "programmatic.cuh"
+
+namespace kvl {
+
+/* Keys: mqa_contiguous or mqa_paged. RQ: rows of q of a consumer. */
+template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
+  using Keys = Keys_;
+  static constexpr bool PAGED = Keys::PAGED;
+  static constexpr int H = H_, D = D_, RQ = RQ_, N = H * RQ, CONSUMERS = 2;
+  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ;   /* of q, of a group */
+  static constexpr int COLUMNS = ROWS * H;
+  static constexpr int TOKENS = PAGED ? 256 : 128;   /* of a tile */
+  static constexpr int UNIT = PAGED ? 64 : 128;      /* what shares are counted in */
+  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
+  static constexpr int Q_STAGES = 2, Q_BYTES = COLUMNS * D, TILE_BYTES = TOKENS * D;
+  static constexpr int STAGES = PAGED && D == 128 ? 5 : 8;
+  static constexpr int SCALES = PAGED ? TOKENS : 1;  /* in shared memory, of a tile */
+  /* One KiB to align: dynamic shared memory need not begin at an atom. */
+  static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
+};
+
+/* What the host works out. */
+struct mqa_plan {
+  int64_t groups, each;   /* all of them, and of a sequence (contiguous keys: of all rows) */
+  int64_t rows;           /* of q, of a sequence or of all */
+  int box_shift;          /* 2^n tokens that one copy brings of a block */
+};
+
+/* A stretch of the tokens of a group. */
+struct mqa_item {
+  int64_t row0;       /* of q */
+  int rows, begin, end, tiles;   /* tiles 0: nothing is left */
+};
+
+#if KVL_SM90A
+
+template <class shape> struct mqa_memory {
+  static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES;
+  static constexpr int BARRIERS = 2 * STAGES + 2 * QS;
+  mqa_item items[QS];
+  int2 ranges[QS][shape::ROWS];        /* columns of each row within the item */
+  float halves[QS][shape::COLUMNS];    /* of weights */
+  alignas(16) float scales[STAGES][shape::SCALES];
+  uint32_t known[STAGES];              /* bit b: box b of the tile is a block's */
+  int scan[1][WARP];
+  int64_t first_group;                 /* of this share, and units of it that others have */
+  int first_unit;
+  alignas(8) uint64_t barriers[BARRIERS];
+
+  __device__ uint32_t q(int stage) const { return dynamic() + stage * shape::Q_BYTES; }
+  __device__ uint32_t k(int stage) const {
+    return dynamic() + QS * shape::Q_BYTES + stage * shape::TILE_BYTES;
+  }
+  __device__ uint32_t k_full(int s) const { return barrier(s); }
+  __device__ uint32_t k_empty(int s) const { return barrier(STAGES + s); }
+  __device__ uint32_t q_full(int s) const { return barrier(2 * STAGES + s); }
+  __device__ uint32_t q_empty(int s) const { return barrier(2 * STAGES + QS + s); }
+  __device__ void init() {
+    for (int i = 0; i < BARRIERS; i++) {
+      const bool is_empty = (i >= STAGES && i < 2 * STAGES) || i >= 2 * STAGES + QS;
+      barrier_init(barrier(i), is_empty ? 4 * shape::CONSUMERS : 1);
+    }
+    barrier_init_done();
+  }
+
+ private:
+  __device__ uint32_t barrier(int i) const { return shared_address(barriers) + 8 * i; }
+  static __device__ uint32_t dynamic() {
+    extern __shared__ char bytes[];
+    return (shared_address(bytes) + 1023) & ~1023u;
+  }
+};
+
+/* ---- work ------------------------------------------------------------------------------ */
+
+/* The whole of a group: its rows, and the tokens that any of them looks at. */
+template <class shape>
+__device__ __forceinline__ mqa_item mqa_group(const typename shape::Keys &keys,
+                                              const mqa_plan &plan, int64_t group) {
+  const int64_t sequence = group / plan.each;
+  const int64_t first = (group - sequence * plan.each) * shape::ROWS;
+  const int rows = (int)min(plan.rows - first, (int64_t)shape::ROWS);
+  mqa_item w = {sequence * plan.rows + first, rows, INT_MAX, 0, 0};
+#pragma unroll
+  for (int r = 0; r < shape::ROWS; r++) {
+    if (r >= w.rows) break;
+    const int begin = keys.begin(w.row0 + r), end = keys.end(w.row0 + r);
+    if (begin < end) w.begin = min(w.begin, begin), w.end = max(w.end, end);
+  }
+  w.begin = min(w.begin, w.end) & ~7;   /* whole sectors of the logits */
+  return w;
+}
+template <class shape> __device__ __forceinline__ int mqa_units(const mqa_item &w) {
+  return (w.end - w.begin + shape::UNIT - 1) / shape::UNIT;
+}
+
+/* Where this block's share begins, and how many units it has. All threads call it. */
+template <class shape>
+__device__ int mqa_share(const typename shape::Keys &keys, const mqa_plan &plan,
+                         mqa_memory<shape> &memory) {
+  const int64_t each = (plan.groups + shape::THREADS - 1) / shape::THREADS;
+  const int64_t low = min(threadIdx.x * each, plan.groups);
+  const int64_t high = min(low + each, plan.groups);
+  int before[1] = {0}, total[1];
+  for (int64_t g = low; g < high; g++)
+    before[0] += mqa_units<shape>(mqa_group<shape>(keys, plan, g));
+  const int own = before[0];
+  block_scan(before, total, memory.scan);
+  const int begin = (int)((int64_t)total[0] * blockIdx.x / gridDim.x);
+  const int end = (int)((int64_t)total[0] * (blockIdx.x + 1) / gridDim.x);
+  if (begin < end && before[0] <= begin && begin < before[0] + own) {   /* one thread */
+    int skip = begin - before[0];
+    int64_t g = low;
+    for (int n; skip >= (n = mqa_units<shape>(mqa_group<shape>(keys, plan, g))); g++)
+      skip -= n;
+    memory.first_group = g;
+    memory.first_unit = skip;
+  }
+  __syncthreads();
+  return end - begin;
+}
+
+/* ---- producer -------------------------------------------------------------------------- */
+
+/* What the consumers know of an item, and its q; all lanes. */
+template <class shape>
+__device__ __forceinline__ void mqa_bring_item(const typename shape::Keys &keys,
+                                               const CUtensorMap &map, const mqa_item &w,
+                                               mqa_memory<shape> &memory, uint32_t step) {
+  const int lane = threadIdx.x % WARP, s = step % shape::Q_STAGES;
+  barrier_wait(memory.q_empty(s), (step / shape::Q_STAGES & 1) ^ 1);
+  if (lane == 0) memory.items[s] = w;
+  if (w.tiles > 0) {
+    for (int r = lane; r < shape::ROWS; r += WARP)
+      memory.ranges[s][r] = r < w.rows ? make_int2(max(keys.begin(w.row0 + r), w.begin),
+                                                   min(keys.end(w.row0 + r), w.end))
+                                       : make_int2(0, 0);
+    const float *weights = keys.a.weights + w.row0 * shape::H;
+    for (int c = lane; c < shape::COLUMNS; c += WARP)
+      memory.halves[s][c] = c < w.rows * shape::H ? 0.5f * weights[c] : 0.f;
+  }
+  __syncwarp();
+  if (lane > 0) return;
+  if (w.tiles == 0) {
+    barrier_arrive(memory.q_full(s));
+  } else {
+    barrier_arrive_expect(memory.q_full(s), shape::Q_BYTES);
+    copy_box3(memory.q(s), &map, (int)(w.row0 * shape::H), 0, memory.q_full(s));
+  }
+}
+
+template <class shape>
+__device__ __forceinline__ void mqa_bring_tile(const mqa_contiguous &, const CUtensorMap &map,
+                                               const mqa_plan &, const mqa_item &, int token,
+                                               mqa_memory<shape> &memory, int s) {
+  if (threadIdx.x % WARP > 0) return;
+  barrier_arrive_expect(memory.k_full(s), shape::TILE_BYTES);
+  copy_box3(memory.k(s), &map, token, 0, memory.k_full(s));
+}
+/* A lane brings a box, of one block. */
+template <class shape>
+__device__ __forceinline__ void mqa_bring_tile(const mqa_paged &keys, const CUtensorMap &map,
+                                               const mqa_plan &plan, const mqa_item &w,
+                                               int token, mqa_memory<shape> &memory, int s) {
+  const kvl_index_view &cache = keys.a.cache;
+  const int at = (threadIdx.x % WARP) << plan.box_shift, tokens = 1 << plan.box_shift;
+  int64_t block = -1;
+  int offset = 0;
+  if (at < shape::TOKENS && token + at < w.end) {
+    const int entry = (token + at) / cache.block_size;
+    offset = token + at - entry * cache.block_size;
+    block = keys.a.tables[w.row0 / plan.rows * keys.a.max_blocks + entry];
+  }
+  const bool has = block >= 0 && block < cache.blocks;
+  const uint32_t mask = __ballot_sync(ALL_LANES, has);
+  if (threadIdx.x % WARP == 0) {
+    memory.known[s] = mask;
+    barrier_arrive_expect(memory.k_full(s), __popc(mask) * tokens * (shape::D + 4));
+  }
+  __syncwarp();
+  if (!has) return;
+  copy_box3(memory.k(s) + at * shape::D, &map, offset, (int)block, memory.k_full(s));
+  copy_bytes(shared_address(&memory.scales[s][at]), index_at(cache, block, offset).scale,
+             tokens * 4, memory.k_full(s));
+}
+
+template <class shape>
+__device__ void mqa_produce(const typename shape::Keys &keys, const CUtensorMap &q_map,
+                            const CUtensorMap &k_map, const mqa_plan &plan, int units,
+                            mqa_memory<shape> &memory) {
+  uint32_t step = 0, q_step = 0;
+  int64_t group = memory.first_group;
+  int skip = memory.first_unit;
+  for (; units > 0; group++, skip = 0) {
+    mqa_item w = mqa_group<shape>(keys, plan, group);
+    const int n = min(mqa_units<shape>(w) - skip, units);
+    if (n <= 0) continue;
+    units -= n;
+    w.begin += skip * shape::UNIT;
+    w.end = min(w.end, w.begin + n * shape::UNIT);
+    w.tiles = (w.end - w.begin + shape::TOKENS - 1) / shape::TOKENS;
+    mqa_bring_item<shape>(keys, q_map, w, memory, q_step++);
+    for (int t = 0; t < w.tiles; t++, step++) {
+      const int s = step % shape::STAGES;
+      barrier_wait(memory.k_empty(s), (step / shape::STAGES & 1) ^ 1);
+      mqa_bring_tile<shape>(keys, k_map, plan, w, w.begin + t * shape::TOKENS, memory, s);
+    }
+  }
+  mqa_bring_item<shape>(keys, q_map, mqa_item{}, memory, q_step);
+}
+
+/* ---- consumers ------------------------------------------------------------------------- */
+
+/* The token of a product whose logits a lane writes, and its scale. */
+struct mqa_token {
+  int at;
+  float scale;
+  bool known;
+};
+
+template <class shape> struct mqa_consumer {
+  static constexpr int H = shape::H, D = shape::D, N = shape::N, RQ = shape::RQ;
+  const typename shape::Keys &keys;
+  const mqa_plan &plan;
+  mqa_memory<shape> &memory;
+  const int index, lane;    /* of the consumer; in the warp */
+  const int own_token;      /* of a product: that whose logits this lane writes */
+  mqa_item item;
+  int q_stage;
+  float halves[N / 4];      /* of weights, of this lane's columns */
+
+  __device__ mqa_consumer(const typename shape::Keys &k, const mqa_plan &p,
+                          mqa_memory<shape> &m, int i)
+      : keys(k), plan(p), memory(m), index(i), lane(threadIdx.x % WARP),
+        own_token(threadIdx.x / WARP % 4 * 16 + lane / 4 +
+                  8 * (RQ == 1 ? lane >> 1 & 1 : lane & 1)) {}
+
+  /* Tokens of a tile that product `half` of this consumer has, and its columns of q. */
+  __device__ __forceinline__ int token0(int half) const {
+    return (shape::PAGED ? index * 128 : 0) + half * 64;
+  }
+  __device__ __forceinline__ int column0() const { return shape::PAGED ? 0 : index * N; }
+
+  __device__ __forceinline__ void take_item(int stage) {
+    q_stage = stage;
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+      const float2 two =
+          *(const float2 *)&memory.halves[stage][column0() + 8 * n + lane % 4 * 2];
+      halves[2 * n] = two.x, halves[2 * n + 1] = two.y;
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&d)[N / 2], int stage, int half) const {
+    const uint64_t k = rows_at<D>(memory.k(stage) + token0(half) * D);
+    const uint64_t q = rows_at<D>(memory.q(q_stage) + column0() * D);
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+      product_f8(d, matrix_plus(k, i * 32), matrix_plus(q, i * 32), i > 0);
+    products_commit();
+  }
+  __device__ __forceinline__ mqa_token token(int tile, int stage, int half) const {
+    const int in_tile = token0(half) + own_token;
+    mqa_token t = {item.begin + tile * shape::TOKENS + in_tile, 0.f, true};
+    if constexpr (shape::PAGED) {
+      t.scale = memory.scales[stage][in_tile];
+      t.known = memory.known[stage] >> (in_tile >> plan.box_shift) & 1;
+    } else {
+      t.scale = keys.a.scales[min((int64_t)t.at, keys.a.tokens - 1)];
+    }
+    return t;
+  }
+  __device__ __forceinline__ void store(int row, const mqa_token &t, float sum) const {
+    const int2 range = memory.ranges[q_stage][row];
+    if (t.at < range.x || t.at >= range.y) return;
+    const float logit = t.known ? sum * t.scale : -INFINITY;
+    const int64_t to = (item.row0 + row) * keys.a.columns + t.at;
+    if (keys.a.dtype == KVL_DTYPE_F32) ((float *)keys.a.logits)[to] = logit;
+    else ((__nv_bfloat16 *)keys.a.logits)[to] = __float2bfloat16_rn(logit);
+  }
+  /* relu, weights, the sum over heads, and out. */
+  __device__ __forceinline__ void finish(const float (&d)[N / 2], const mqa_token &t) const {
+    constexpr int SUMS = RQ == 1 ? 2 : 4, ROWS = SUMS / 2;   /* rows of q at a time */
+#pragma unroll
+    for (int row = 0; row < RQ; row += ROWS) {
+      float sums[SUMS] = {};   /* [row of q, token l / 4 and that 8 further] */
+#pragma unroll
+      for (int n = 0; n < H / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+          for (int i = 0; i < SUMS; i++) {
+            const int column = (row + i / 2) * (H / 8) + n;
+            const float x = d[4 * column + 2 * (i % 2) + c];
+            sums[i] = fmaf(x + fabsf(x), halves[2 * column + c], sums[i]);
+          }
+      if constexpr (RQ == 1) {
+        const bool high = lane & 2;
+        float sum = high ? sums[1] : sums[0];
+        sum += __shfl_xor_sync(ALL_LANES, high ? sums[0] : sums[1], 2);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+        if (lane % 2 == 0) store(row, t, sum);
+      } else {
+        const float sum = sum_of_four<4>(sums, lane);
+        store((shape::PAGED ? 0 : index * RQ) + row + lane % 4 / 2, t, sum);
+      }
+    }
+  }
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+};
+
+/* While the second product of a tile is under way, the first is finished, and while that one
+ * is, the other consumer's: a product that stays under way over the loop's end would make
+ * ptxas serialise all of them (C7514). */
+template <class shape>
+__device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &plan,
+                            mqa_memory<shape> &memory, int index) {
+  constexpr int STAGES = shape::STAGES;
+  mqa_consumer<shape> c(keys, plan, memory, index);
+  float even[shape::N / 2], odd[shape::N / 2];
+  uint32_t step = 0;
+  for (uint32_t q_step = 0;; q_step++) {
+    const int q_stage = q_step % shape::Q_STAGES;
+    barrier_wait(memory.q_full(q_stage), q_step / shape::Q_STAGES & 1);
+    c.item = memory.items[q_stage];
+    if (c.item.tiles == 0) return;
+    c.take_item(q_stage);
+    for (int tile = 0; tile < c.item.tiles; tile++, step++) {
+      const int s = step % STAGES;
+      barrier_wait(memory.k_full(s), step / STAGES & 1);
+      const mqa_token first = c.token(tile, s, 0), second = c.token(tile, s, 1);
+      c.multiply(even, s, 0);
+      c.multiply(odd, s, 1);
+      products_wait<1>();
+      settle(even);
+      c.finish(even, first);
+      products_wait<0>();
+      settle(odd);
+      c.release(memory.k_empty(s));
+      c.finish(odd, second);
+    }
+    c.release(memory.q_empty(q_stage));
+  }
+}
+
+#endif
+
+template <class shape>
+__global__ void __launch_bounds__(shape::THREADS, 1)
+mqa_wgmma(const __grid_constant__ typename shape::Keys keys,
+          const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+          const __grid_constant__ mqa_plan plan) {
+#if KVL_SM90A
+  __shared__ mqa_memory<shape> memory;
+  if (threadIdx.x == 0) {
+    prefetch_map(&q_map);
+    prefetch_map(&k_map);
+    memory.init();
+  }
+  let_next_start();
+  wait_for_previous();
+  const int units = mqa_share<shape>(keys, plan, memory);   /* and the barriers are there */
+  /* The same in all lanes, which the shuffle lets the compiler know. */
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+  if (warpgroup > 0) {
+    registers_take<232>();
+    mqa_consume<shape>(keys, plan, memory, warpgroup - 1);
+    return;
+  }
+  registers_give<40>();
+  if (warp == 0) mqa_produce<shape>(keys, q_map, k_map, plan, units, memory);
+#endif
+}
+
+/* ---- launch ---------------------------------------------------------------------------- */
+
+/* [planes, rows, D] bytes, a plane `stride` bytes after the other, in boxes of some rows. */
+inline int map_bytes(const void *p, int D, int64_t rows, int64_t planes, int64_t stride,
+                     int box, CUtensorMap *map) {
+  const cuuint64_t dims[3] = {(cuuint64_t)D, (cuuint64_t)rows, (cuuint64_t)planes};
+  const cuuint64_t strides[2] = {(cuuint64_t)D, (cuuint64_t)stride};
+  const cuuint32_t boxes[3] = {(cuuint32_t)D, (cuuint32_t)box, 1}, steps[3] = {1, 1, 1};
+  const CUresult r = encode_map()(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, (void *)p, dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      D == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+               : D == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
+}
+
+inline int map_keys(const mqa_contiguous &keys, int tokens, mqa_plan *, CUtensorMap *map) {
+  return map_bytes(keys.a.k, keys.a.dim, keys.a.tokens, 1, keys.a.tokens * keys.a.dim, tokens,
+                   map);
+}
+inline int map_keys(const mqa_paged &keys, int, mqa_plan *plan, CUtensorMap *map) {
+  const kvl_index_view &cache = keys.a.cache;
+  plan->box_shift = 0;   /* what a block and half of a consumer's tile are multiples of */
+  while (plan->box_shift < 6 && !(cache.block_size >> plan->box_shift & 1)) plan->box_shift++;
+  return map_bytes(cache.memory, cache.dim, cache.block_size, cache.blocks,
+                   (int64_t)cache.block_size * (cache.dim + 4), 1 << plan->box_shift, map);
+}
+
+/* Depends on heads and block size alone, in practice, so that parts of a call give the bits of
+ * the whole. */
+inline bool mqa_takes(const mqa_contiguous &) { return true; }
+inline bool mqa_takes(const mqa_paged &keys) {
+  return keys.a.cache.block_size % 8 == 0 && keys.a.cache.blocks > 0;
+}
+template <class Keys> bool mqa_wgmma_takes(const Keys &keys, const kvl_cuda_queue *q) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q->device);
+  return major == 9 && (keys.a.heads == 32 || keys.a.heads == 64) && mqa_takes(keys) &&
+         keys.rows() <= INT_MAX / 64 && encode_map();
+}
+
+/* rows of q, of a sequence or of all; neither they nor columns are 0. */
+template <class shape>
+int launch_mqa_wgmma(const typename shape::Keys &keys, int64_t rows,
+                     const kvl_cuda_queue *q) {
+  mqa_plan plan = {};
+  plan.rows = rows;
+  plan.each = (plan.rows + shape::ROWS - 1) / shape::ROWS;
+  plan.groups = keys.rows() / plan.rows * plan.each;
+  CUtensorMap q_map, k_map;
+  int status = map_bytes(keys.a.q, shape::D, keys.rows() * shape::H, 1,
+                         keys.rows() * shape::H * shape::D, shape::COLUMNS, &q_map);
+  if (status == KVL_OK) status = map_keys(keys, shape::TOKENS, &plan, &k_map);
+  if (status == KVL_OK) status = allow_shared<mqa_wgmma<shape>>(q, shape::SHARED_BYTES);
+  if (status < 0) return status;
+  const int64_t units = (keys.columns() + 7 + shape::UNIT - 1) / shape::UNIT * plan.groups;
+  const unsigned blocks = (unsigned)(units < q->sm_count ? units : q->sm_count);
+  return launch_programmatic(mqa_wgmma<shape>, blocks, shape::THREADS, shape::SHARED_BYTES, q,
+                             keys, q_map, k_map, plan);
+}
+
+}  // namespace kvl
+
+#endif
