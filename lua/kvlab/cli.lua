@@ -56,11 +56,14 @@ end
 
 local function to_text(text) return text end
 
---- Reads a whole number from 1.
+local function to_whole(text, name)
+  if text:match "^%d+$" then return tonumber(text) end
+  misuse('--%s is a whole number; given "%s"', name, text)
+end
+
 local function to_count(text, name)
-  local n = text:match "^%d+$" and tonumber(text)
-  if n and n >= 1 then return n end
-  misuse('--%s is a whole number from 1; given "%s"', name, text)
+  local n = to_whole(text, name)
+  return n >= 1 and n or misuse("--%s is a whole number from 1; given 0", name)
 end
 
 local function to_shard(text)
@@ -73,6 +76,7 @@ local function to_shard(text)
 end
 
 local FLAG = true -- an option without a value
+local function maybe_text(text) return text end -- without a value it is ""
 
 local common = {
   device = to_device, seed = to_seed, out = to_text, set = add_setting, quick = FLAG,
@@ -82,14 +86,17 @@ local of_verb = {
   run = { shard = to_shard, jobs = to_count, ["keep-going"] = FLAG, list = FLAG,
           csv = FLAG, worker = FLAG },
   repl = {},
+  sweep = { jobs = to_count, ["keep-going"] = FLAG, slurm = maybe_text,
+            shards = to_count, retries = to_whole, ["at-once"] = to_count },
   bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
 }
-local verbs = { "run", "repl", "test", "bench" }
+local verbs = { "run", "repl", "sweep", "test", "bench" }
 
 -- What rows do not depend on, only where, when and by whom they are computed.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
-                csv = true, worker = true }
+                csv = true, worker = true, slurm = true, shards = true, retries = true,
+                ["at-once"] = true }
 
 local function unknown_option(name, known)
   local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's
@@ -118,7 +125,7 @@ local function parse_option(known, words, i)
     note(words[i], apart[name])
     return i
   end
-  if not has_value then
+  if not has_value and read ~= maybe_text then
     i = i + 1
     value = words[i] or misuse("--%s needs a value", name)
   end
@@ -197,6 +204,64 @@ function prepare.repl()
   return function() return require("kvlab.repl").main() end
 end
 
+local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR"
+
+--- The folder of a sweep, which is given as an argument.
+local function take_folder(action)
+  local folder = options.args[1]
+  if not folder or #options.args > 1 then
+    misuse("sweep %s takes one folder: that of --out, or results/NAME", action)
+  end
+  return (folder:gsub("(.)/+$", "%1"))
+end
+
+local sweep = {}
+
+function sweep.submit()
+  local script = options.args[1] or misuse("which script? %s", SWEEP)
+  if not locate(script) then misuse("no such script: %s", script) end
+  if not options.slurm then
+    misuse("submit needs --slurm, or --slurm='OPTIONS OF SBATCH'; kvlab run SCRIPT"
+      .. " --jobs=N computes here")
+  elseif not options.shards then
+    misuse "--shards=N says in how many parts"
+  elseif options.set.fresh then
+    misuse "fresh would throw rows away at every try; choose another --out=DIR"
+  end
+  options.out = options.out or "results/" .. script:match("([^/]*)$"):gsub("%.lua$", "")
+    .. (options.quick and "-quick" or "")
+  return function() return require("kvlab.sweep").submit(options) end
+end
+
+function sweep.status()
+  local root = take_folder "status"
+  return function() return require("kvlab.sweep").status(root) end
+end
+
+--- Runs the script of the shards, which finds their rows; nothing is computed.
+function sweep.merge()
+  local root = take_folder "merge"
+  local _, manifest = require("kvlab.sweep.shards").open(root)
+  options.args = {}
+  parse("run", manifest.arguments)
+  options.out, options.merge, options.environment = root, true, manifest
+  options.device = manifest.device == "cpu" and "cpu" or "auto"
+  local script = prepare.run()
+  return function()
+    script()
+    return 0
+  end
+end
+
+function prepare.sweep(action)
+  if not action then misuse("sweep does what? There is %s", SWEEP) end
+  if not sweep[action] then
+    misuse('sweep has no "%s"; did you mean %s? There is %s', action,
+      nearest.find(action, { "submit", "status", "merge" }), SWEEP)
+  end
+  return sweep[action]()
+end
+
 function prepare.test()
   local files = {}
   for i, name in ipairs(options.args) do
@@ -222,8 +287,9 @@ function M.main(words)
     if not prepare[verb] then
       misuse('unknown verb "%s"; did you mean %s?', verb, nearest.find(verb, verbs))
     end
+    local action = verb == "sweep" and table.remove(words, 1)
     parse(verb, words)
-    return prepare[verb]()
+    return prepare[verb](action)
   end)
   if ok then
     local status = work()

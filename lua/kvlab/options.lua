@@ -20,6 +20,11 @@
 ---@field csv boolean|nil          run: results.csv, too
 ---@field worker boolean|nil       run: another process says which configurations
 ---@field merge boolean|nil        run: rows are taken over from shards, not computed
+---@field environment table|nil    of the shards that are merged, see kvlab.experiment
+---@field slurm string|nil         sweep submit: options of sbatch
+---@field shards integer|nil       sweep submit: in how many parts
+---@field retries integer|nil      sweep submit: how often failed shards are tried again
+---@field at-once integer|nil      sweep submit: how many tasks of an array run at a time
 ---@field json boolean|nil         bench: rows as JSON lines
 ---@field list boolean|nil         bench, run, test: names instead of work
 local M = {

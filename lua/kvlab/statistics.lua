@@ -36,11 +36,13 @@ end
 ---@param values number[]  at least one
 ---@return number mean, number|nil low, number|nil high, number|nil deviation
 function M.interval(values)
-  local n, sum, squares = #values, 0, 0
-  for _, value in ipairs(values) do sum = sum + value end
-  local mean = sum / n
+  local n, mean, squares = #values, 0, 0
+  for i, value in ipairs(values) do -- Welford's: the mean of equal values is theirs
+    local from_old = value - mean
+    mean = mean + from_old / i
+    squares = squares + from_old * (value - mean)
+  end
   if n == 1 then return mean end
-  for _, value in ipairs(values) do squares = squares + (value - mean) ^ 2 end
   local deviation = math.sqrt(squares / (n - 1))
   local half = M.t(n - 1, 0.95) * deviation / math.sqrt(n)
   return mean, mean - half, mean + half, deviation

@@ -41,7 +41,7 @@ describe("statistics", function()
   it("knows nothing about the spread of one value, and everything about equal ones",
     function()
       assert.same({ 3 }, { statistics.interval { 3 } })
-      assert.same({ 3, 3, 3, 0 }, { statistics.interval { 3, 3 } })
+      assert.same({ 0.1, 0.1, 0.1, 0 }, { statistics.interval { 0.1, 0.1, 0.1 } })
       local mean, low = statistics.interval { 1, 0 / 0 }
       assert.is_true(mean ~= mean and low ~= low)
     end)
