@@ -54,7 +54,7 @@ function M.has(command)
 end
 
 --- A port of the loopback interface that nobody has.
-local function free_port()
+function M.free_port()
   local fd = libc.socket(2, 1, 0) -- AF_INET, SOCK_STREAM
   local address, size = ffi.new("uint8_t[16]", 2, 0, 0, 0, 127, 0, 0, 1),
     ffi.new("unsigned[1]", 16)
@@ -71,7 +71,7 @@ Redis.__index = Redis
 
 --- A Redis server that keeps nothing on disk, with further `options`.
 function M.redis(options)
-  local self = setmetatable({ port = free_port(), options = options or "" }, Redis)
+  local self = setmetatable({ port = M.free_port(), options = options or "" }, Redis)
   self.url = ("redis://127.0.0.1:%d"):format(self.port)
   self:start()
   return self

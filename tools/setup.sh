@@ -17,6 +17,10 @@ build|hiredis|/usr/include/hiredis/hiredis.h|libhiredis-dev|everything
 test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle
 cuda|C++ compiler|g++|g++|build --cuda=on
 store|Redis server|redis-server|redis-server|specs of stores
+slurm|Slurm client|/usr/bin/sbatch|slurm-client|sweeps on a cluster, and their specs
+slurm|Slurm control|/usr/sbin/slurmctld|slurmctld|specs of sweeps
+slurm|Slurm node|/usr/sbin/slurmd|slurmd|specs of sweeps
+slurm|MUNGE|/usr/sbin/munged|munge|specs of sweeps
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
 repl|libedit|/usr/lib/*/libedit.so.2 /usr/lib*/libedit.so.2|libedit2|line editing in the REPL
 tmux|tmux|tmux|tmux|specs of the REPL at a terminal

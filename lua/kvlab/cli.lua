@@ -234,17 +234,17 @@ function sweep.submit()
 end
 
 function sweep.status()
-  local root = take_folder "status"
-  return function() return require("kvlab.sweep").status(root) end
+  local folder = take_folder "status"
+  return function() return require("kvlab.sweep").status(folder) end
 end
 
 --- Runs the script of the shards, which finds their rows; nothing is computed.
 function sweep.merge()
-  local root = take_folder "merge"
-  local _, manifest = require("kvlab.sweep.shards").open(root)
+  local folder = take_folder "merge"
+  local _, manifest = require("kvlab.sweep.shards").open(folder)
   options.args = {}
   parse("run", manifest.arguments)
-  options.out, options.merge, options.environment = root, true, manifest
+  options.out, options.merge, options.environment = folder, true, manifest
   options.device = manifest.device == "cpu" and "cpu" or "auto"
   local script = prepare.run()
   return function()

@@ -105,7 +105,7 @@ Pool.__index = Pool
 --- Gives worker k its next configuration, or lets it end.
 function Pool:feed(k)
   local worker = self.workers[k]
-  local number = not self.problem and take_number(self.runs, k)
+  local number = not self.failure and take_number(self.runs, k)
   if not number then
     worker.process:close()
     self.workers[k] = nil
@@ -122,20 +122,20 @@ function Pool:start(k)
   self:feed(k)
 end
 
---- What a worker has to say of its configuration. The first problem ends the sweep, once
+--- What a worker has to say of its configuration. The first failure ends the sweep, once
 -- the other workers' rows have come.
 function Pool:take(config, answer)
   if not answer.problem and results.key(answer.config) ~= results.key(config) then
     answer = { problem = "a worker ran another configuration: does the grid change from"
       .. " one run of the script to the next?" }
   end
-  local ok, problem = true, nil
-  if answer.problem then
-    ok, problem = pcall(self.record.failure, self.record, config, answer.problem)
-  else
+  if not answer.problem then
     self.record:row(answer)
+  elseif self.record.keeps_going then
+    self.record:failure(config, answer.problem)
+  else
+    self.failure = self.failure or { config, answer.problem }
   end
-  if not ok then self.problem = self.problem or problem end
 end
 
 local function decode(line)
@@ -161,10 +161,10 @@ function Pool:run()
     else
       self.workers[k] = nil
       self:take(config, { problem = "its process ended: " .. process:close() })
-      if not self.problem then self:start(k) end
+      if not self.failure then self:start(k) end
     end
   end
-  if self.problem then error(self.problem, 0) end
+  if self.failure then self.record:failure(unpack(self.failure)) end
 end
 
 --- Runs configurations in processes.
