@@ -87,7 +87,8 @@ local of_verb = {
           csv = FLAG, worker = FLAG },
   repl = {},
   sweep = { jobs = to_count, ["keep-going"] = FLAG, slurm = maybe_text,
-            shards = to_count, retries = to_whole, ["at-once"] = to_count },
+            shards = to_count, retries = to_whole, ["at-once"] = to_count,
+            csv = FLAG },
   bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
 }
