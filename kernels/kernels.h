@@ -442,7 +442,8 @@ struct kvl_hot_view {
   int32_t *slot_of;             /* [kv_heads, blocks] */
   int32_t *block_of, *order;    /* [kv_heads, slots] */
   const float *priority;        /* optional [kv_heads, blocks] */
-  int64_t *counters;
+  int64_t *counters;            /* [5] */
+  int32_t *ahead;               /* optional [kv_heads, slots] */
   int64_t blocks;               /* of the host tier */
 };
 struct kvl_hot_resolve_args {
@@ -454,6 +455,7 @@ struct kvl_hot_resolve_args {
   int32_t *hit_logical, *hit_slots, *miss_logical, *miss_slots;   /* all or none */
   void *workspace;
   int64_t seqs, selection_heads, n, max_blocks;
+  int32_t is_ahead;
 };
 struct kvl_hot_append_args {
   struct kvl_hot_view hot;

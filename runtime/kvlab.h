@@ -39,7 +39,7 @@ extern "C" {
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
-enum { KVL_ABI = 2, KVL_DIMS_MAX = 6 };
+enum { KVL_ABI = 3, KVL_DIMS_MAX = 6 };
 
 /* ---- status ------------------------------------------------------------------- */
 
@@ -808,9 +808,11 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  *  order     i32  [kv_heads, slots]   every slot once, the least recently used first
  *  priority  f32  [kv_heads, blocks]  the lowest is evicted first, ties by order; NULL: the
  *                 least recently used. Free slots go before any
- *  counters  i64  [4]  added to: hits, misses, evictions, bytes from the host */
+ *  counters  i64  [5]  added to: hits, misses, evictions, bytes from the host, and slots
+ *                 that were filled ahead and are hit for the first time
+ *  ahead     i32  [kv_heads, slots]   1: filled ahead and not hit since; NULL: not kept */
 typedef struct kvl_hot {
-  const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters;
+  const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters, *ahead;
 } kvl_hot;
 
 /* Give every selected block a slot, evicting others: blocks that this call selects are never
@@ -822,10 +824,13 @@ typedef struct kvl_hot {
  *  miss_to       i32  [1, kv_heads, seqs * n]    host tier to memory; -1 padded
  *  hit_logical, hit_slots, miss_logical, miss_slots   i32 [seqs, kv_heads, n]: the selection
  *                parted into what was there and what has to be fetched, ascending, -1
- *                padded; all four or none */
+ *                padded; all four or none
+ *  is_ahead      1: nothing reads these blocks yet, a later step may: slots that are
+ *                filled are marked in hot->ahead, and marks of others stay */
 typedef struct kvl_resolve {
   const kvl_tensor *selection, *tables, *slots, *miss_from, *miss_to;
   const kvl_tensor *hit_logical, *hit_slots, *miss_logical, *miss_slots;
+  int32_t is_ahead, reserved;
 } kvl_resolve;
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
 /* kvl_append_kv, with its scales, to the host tier `cache`, to the slots that hold the blocks,

@@ -74,13 +74,15 @@ static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   kvl__arg(c, "block_of", h->block_of, KVL__I32, "kv_heads slots");
   kvl__arg(c, "order", h->order, KVL__I32, "kv_heads slots");
   kvl__arg(c, "priority?", h->priority, KVL__F32, "kv_heads blocks");
-  kvl__arg(c, "counters", h->counters, KVL__I64, "4");
+  kvl__arg(c, "counters", h->counters, KVL__I64, "5");
+  kvl__arg(c, "ahead?", h->ahead, KVL__I32, "kv_heads slots");
   if (c->status < 0) return view;
   view.slot_of = h->slot_of->ptr;
   view.block_of = h->block_of->ptr;
   view.order = h->order->ptr;
   view.priority = ptr_of(h->priority);
   view.counters = h->counters->ptr;
+  view.ahead = ptr_of(h->ahead);
   view.blocks = kvl__dim(c, "blocks");
   return view;
 }
@@ -107,6 +109,7 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
   args.seqs = kvl__dim(&c, "seqs");
   args.n = kvl__dim(&c, "n");
   args.max_blocks = kvl__dim(&c, "max_blocks");
+  args.is_ahead = a->is_ahead != 0;
   int64_t most = args.seqs * args.n;
   if (c.status >= 0 && kvl__dim(&c, "misses") != most)
     kvl__call_fail(&c, "miss_from has %lld entries a head, expected seqs * n = %lld",

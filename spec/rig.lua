@@ -21,12 +21,13 @@ local function random_numbers(dev, dtype, seed, heads, count)
 end
 
 --- q, k, v of tokens [position, position + n) of sequence number s in a layer.
-local function tokens(dev, dtype, s, layer, position, n)
-  local function draw(kind, heads)
+local function tokens(rig, s, layer, position, n)
+  local function draw(kind, heads, at)
     local seed = 1000 * s + 10 * layer + kind
-    return random_numbers(dev, dtype, seed, heads, position + n):narrow(position, n)
+    return random_numbers(rig.device, rig.dtype, seed, heads, at + n):narrow(at, n)
   end
-  return draw(1, SHAPE.heads), draw(2, SHAPE.kv_heads), draw(3, SHAPE.kv_heads)
+  return draw(1, SHAPE.heads, position - position % rig.steady),
+    draw(2, SHAPE.kv_heads, position), draw(3, SHAPE.kv_heads, position)
 end
 
 --- The same for several sequences of n tokens each, one after the other.
@@ -36,13 +37,13 @@ local function join(dev, dtype, parts, heads, n)
   return all
 end
 
-local function step(rig, numbers, position_of, n, is_prefill)
+local function step(rig, numbers, position_of, n, is_prefill, ends_prompt)
   local outs = {}
-  rig.attention:begin(rig.batch, is_prefill)
+  rig.attention:begin(rig.batch, is_prefill, ends_prompt)
   for layer = 0, SHAPE.layers - 1 do
     local q, k, v = {}, {}, {}
     for i, s in ipairs(numbers) do
-      q[i], k[i], v[i] = tokens(rig.device, rig.dtype, s, layer, position_of[i], n)
+      q[i], k[i], v[i] = tokens(rig, s, layer, position_of[i], n)
     end
     outs[layer] = rig.attention:forward(layer,
       join(rig.device, rig.dtype, q, SHAPE.heads, n),
@@ -58,7 +59,7 @@ local function prefill(rig, seq, s, length, chunk)
   while at < length do
     local n = math.min(chunk, length - at)
     rig.batch:append({ seq }, { n })
-    rig.last = step(rig, { s }, { at }, n, true)
+    rig.last = step(rig, { s }, { at }, n, true, at + n == length)
     at = at + n
   end
 end
@@ -71,9 +72,10 @@ end
 
 --- o.offload: KV in host memory, with these options of the engine. o.prefill_policy: an
 -- opened policy for prefill (full). o.dtype: of q, k and v (f32); o.kv_dtype: of the
--- cache (the same). o.window, o.soft_cap, o.alibi: of the attention.
+-- cache (the same). o.window, o.soft_cap, o.alibi: of the attention. o.steady: so many
+-- positions in a row have one query (1).
 function M.new(dev, o)
-  local rig = { device = dev, dtype = o.dtype or "f32" }
+  local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1 }
   local offload
   if o.offload then
     offload = { max_seqs = 8 }
@@ -103,7 +105,8 @@ end
 --- Prefill `lengths`, then decode `steps` tokens for all of them together.
 --  o: policy, options, lengths, steps, dtype, chunk (all), before (lengths of requests
 --  that come and go first), fork (decode on forks while the originals grow too)
---  Result: policy, steps[i] = { out, selection, counts (of the last layer), lens }
+--  Result: policy, steps[i] = { out, selection, counts (of the last layer), lens, hot
+--  (the hot cache's numbers so far) }
 function M.decode(dev, o)
   local rig = M.new(dev, o)
   local chunk = o.chunk or 512
@@ -126,6 +129,7 @@ function M.decode(dev, o)
     end
   end
   local counts, steps = {}, {}
+  local hot = rig.cache.offload and rig.cache.offload.hot
   for i = 1, #seqs do counts[i] = 1 end
   for n = 1, o.steps do
     rig.batch:append(seqs, counts)
@@ -136,7 +140,7 @@ function M.decode(dev, o)
       lens[i] = at[i]
     end
     steps[n] = { out = outs[SHAPE.layers - 1], selection = rig.selection,
-                 counts = rig.counts, lens = lens }
+                 counts = rig.counts, lens = lens, hot = hot and hot:stats() }
   end
   rig.cache:close()
   return { policy = rig.policy, steps = steps }

@@ -7,6 +7,7 @@
  *   slots            i32  [seqs, kv_heads, n]
  *   miss_from/to     i32  [kv_heads, seqs * n]  block and slot, -1 padded
  *   hit_/miss_...    i32  [seqs, kv_heads, n]   the selection parted, -1 padded; optional
+ *   ahead            i32  [kv_heads, slots]     changed; optional
  *
  * The same arrays on every device, whatever runs in parallel:
  * - Entries are taken in order (sequence, place). One that is -1 or out of range gets slot
@@ -17,6 +18,8 @@
  *   order in which they stand in `order`.
  * - Then the slots not used by this call come first in `order` and the used ones last, both
  *   in the order they had.
+ * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is
+ *   ahead itself; the slots that it cleared are counted.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.
@@ -27,9 +30,9 @@
 
 struct lane {                   /* one KV head */
   const struct kvl_hot_resolve_args *args;
-  int32_t *slot_of, *block_of, *order, *miss_from, *miss_to;
+  int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
-  int64_t head, blocks, slots, misses, hits, evictions;
+  int64_t head, blocks, slots, misses, hits, evictions, foreseen;
 };
 
 /* A marked index is -2 or below: neither an index nor none. Marking again unmarks. */
@@ -44,6 +47,13 @@ static int32_t entry_logical(const struct lane *l, int64_t seq, int64_t i) {
   const struct kvl_hot_resolve_args *a = l->args;
   int64_t head = a->selection_heads > 1 ? l->head : 0;
   return a->selection[(seq * a->selection_heads + head) * a->n + i];
+}
+
+/* A block that was brought ahead is used. */
+static void take_foreseen(struct lane *l, int32_t slot) {
+  if (!l->ahead || l->args->is_ahead || l->ahead[slot] != 1) return;
+  l->ahead[slot] = 0;
+  l->foreseen++;
 }
 
 /* Mark what is selected: slots[...] becomes the slot of a hit or mark(m) of a miss. */
@@ -61,6 +71,7 @@ static void find(struct lane *l) {
       l->slot_of[block] = mark((int32_t)l->misses++);
     } else if (l->slot_of[block] >= 0) {
       l->block_of[l->slot_of[block]] = mark(block);
+      take_foreseen(l, l->slot_of[block]);
       l->hits++;
     }
     *slot = l->slot_of[block];
@@ -107,6 +118,7 @@ static void fill_slot(struct lane *l, int32_t slot, int32_t block) {
   }
   l->block_of[slot] = block;
   l->slot_of[block] = slot;
+  if (l->ahead) l->ahead[slot] = l->args->is_ahead;
 }
 
 /* Hand out the victims and bring `order` up to date. The slots used are gathered in miss_to;
@@ -178,11 +190,13 @@ static int lanes_piece(const void *args, int64_t begin, int64_t end) {
       .slot_of = hot->slot_of + head * hot->blocks, .block_of = hot->block_of + head * slots,
       .order = hot->order + head * slots, .miss_from = a->miss_from + head * room,
       .miss_to = a->miss_to + head * room,
-      .priority = hot->priority ? hot->priority + head * hot->blocks : NULL };
+      .priority = hot->priority ? hot->priority + head * hot->blocks : NULL,
+      .ahead = hot->ahead ? hot->ahead + head * slots : NULL };
     lane_run(&l);
     __atomic_fetch_add(&hot->counters[0], l.hits, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hot->counters[1], l.misses, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hot->counters[2], l.evictions, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&hot->counters[4], l.foreseen, __ATOMIC_RELAXED);
   }
   return 0;
 }

@@ -8,7 +8,9 @@
  *   slots            i32  [seqs, kv_heads, n]
  *   miss_from/to     i32  [kv_heads, seqs * n]  block and slot, -1 padded
  *   hit_/miss_...    i32  [seqs, kv_heads, n]   the selection parted, -1 padded; optional
- *   counters         i64  [4]                   hits, misses and evictions are added
+ *   ahead            i32  [kv_heads, slots]     changed; optional
+ *   counters         i64  [5]                   hits, misses, evictions and, last, marks of
+ *                                               `ahead` that were taken back are added
  *   workspace        kv_heads * temporary_bytes, where shared memory may be too small
  *
  * The same arrays on every device, whatever runs in parallel:
@@ -20,6 +22,8 @@
  *   order in which they stand in `order`.
  * - Then the slots not used by this call come first in `order` and the used ones last, both
  *   in the order they had.
+ * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is
+ *   ahead itself; the slots that it cleared are counted.
  *
  * One block of threads a KV head; what passes between its phases lies in shared memory (in
  * the workspace where there is no room: past 17 to 27 thousand slots on an H100):
@@ -63,9 +67,9 @@ resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
   else read_slots(h, tid - HALF);
   __syncthreads();
 
-  int candidates[2], candidates_all[2], count[SETS];
+  int candidates[3], candidates_all[3], count[SETS];   /* free, others; marks taken back */
   find_leaders(h);
-  mark_used(h, candidates);
+  mark_used(h, a.is_ahead, candidates);
   block_scan(candidates, candidates_all, sums);   /* barriers: the leaders are known too */
   number_entries(h, count, sums);
   const int unheld = candidates_all[0];
@@ -77,7 +81,7 @@ resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
   list_misses(h, filled);
   renew_order(h, v, filled, sums);
   __syncthreads();
-  fill_slots(h, filled);
+  fill_slots(h, filled, a.is_ahead);
   __syncthreads();
   tell(a, h);
   if (tid == 0) {
@@ -85,6 +89,7 @@ resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
     atomicAdd(counters, (unsigned long long)count[HIT]);
     atomicAdd(counters + 1, (unsigned long long)count[LEADER]);
     atomicAdd(counters + 2, (unsigned long long)max(filled - unheld, 0));
+    atomicAdd(counters + 4, (unsigned long long)candidates_all[2]);
   }
 }
 

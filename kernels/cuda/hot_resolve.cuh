@@ -31,7 +31,7 @@ struct entry_sets {
 
 /* One KV head: its rows of the arguments, and what lies in shared memory. */
 struct head {
-  int32_t *slot_of, *block_of, *order, *miss_from, *miss_to;
+  int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
   int kv_head, kv_heads, n, entries, slots, blocks;
   int32_t *found;       /* [entries]  slot of a hit, mark(block) of a miss, -1 */
@@ -55,6 +55,7 @@ __device__ __forceinline__ head head_of(const kvl_hot_resolve_args &a, char *tem
   h.block_of = a.hot.block_of + g * slots;
   h.order = a.hot.order + g * slots;
   h.priority = a.hot.priority ? a.hot.priority + g * a.hot.blocks : nullptr;
+  h.ahead = a.hot.ahead ? a.hot.ahead + g * slots : nullptr;
   h.miss_from = a.miss_from + g * entries;
   h.miss_to = a.miss_to + g * entries;
   h.kv_head = (int)g;
@@ -190,14 +191,20 @@ __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS]
   __syncthreads();
 }
 
-/* Slots of hits are no candidates. Counts this thread's free and other candidates. */
-__device__ __forceinline__ void mark_used(const head &h, int (&count)[2]) {
-  count[0] = count[1] = 0;
+/* Slots of hits are no candidates. Counts this thread's free and other candidates, and the
+ * hits that take back a mark of `ahead`. */
+__device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&count)[3]) {
+  count[0] = count[1] = count[2] = 0;
   for (int p = threadIdx.x; p < h.slots; p += THREADS) {
     const int32_t slot = h.order_old[p];
     uint32_t key = h.keys[p];
-    if (within(slot, h.slots) && (h.used[slot / 32] >> slot % 32 & 1))
+    if (within(slot, h.slots) && (h.used[slot / 32] >> slot % 32 & 1)) {
       h.keys[p] = key = KEY_USED;
+      if (h.ahead && !is_ahead && h.ahead[slot] == 1) {
+        h.ahead[slot] = 0;
+        count[2]++;
+      }
+    }
     count[0] += key == KEY_FREE;
     count[1] += key != KEY_FREE && key < KEY_FIXED;
   }
@@ -301,12 +308,13 @@ __device__ __forceinline__ void renew_order(const head &h, victims v, int filled
 
 /* ---- 5, 6: move in, and tell ------------------------------------------------------------ */
 
-__device__ __forceinline__ void fill_slots(const head &h, int filled) {
+__device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ahead) {
   for (int m = threadIdx.x; m < filled; m += THREADS) {
     const int32_t slot = h.miss_to[m], block = h.miss_from[m], held = h.block_of[slot];
     if (within(held, h.blocks)) h.slot_of[held] = -1;
     h.block_of[slot] = block;
     h.slot_of[block] = slot;
+    if (h.ahead) h.ahead[slot] = is_ahead;
   }
 }
 

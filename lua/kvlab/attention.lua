@@ -92,13 +92,14 @@ function M.attention(o)
 end
 
 --- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are
--- a chunk of a prompt rather than one decoded token each.
-function Attention:begin(batch, is_prefill)
+-- a chunk of a prompt rather than one decoded token each; ends_prompt: the last one, what
+-- follows is decoded.
+function Attention:begin(batch, is_prefill, ends_prompt)
   if not is_prefill and batch.tokens_count ~= batch.count then
     error(("a decode step of %d tokens for %d sequences, expected one each"):format(
       batch.tokens_count, batch.count), 2)
   end
-  self.batch = batch
+  self.batch, self.ends_prompt = batch, ends_prompt
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
   self.context:begin(batch, is_prefill)
@@ -133,6 +134,13 @@ local function call_hook(self, hook, argument)
   if second ~= first and second[hook] then second[hook](second, argument) end
 end
 
+--- Begin to bring what the decode policy expects of a coming step.
+local function bring_ahead(self, ctx)
+  local p = self.decode_policy
+  local expected = p.predict and p:predict(ctx)
+  if expected then self.hot:bring_ahead(expected, ctx) end
+end
+
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
 -- With inv_freq, q is rotated in place; k may be.
 ---@return ffi.cdata* out  [tokens, heads, head_dim]
@@ -158,6 +166,7 @@ function Attention:forward(layer, q, k, v, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
+  if self.hot and (self.ends_prompt or not ctx.is_prefill) then bring_ahead(self, ctx) end
   return out
 end
 

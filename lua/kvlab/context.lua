@@ -38,7 +38,8 @@ function M.new(shape, limits)
   return setmetatable({
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, k_scales = limits.k_scales,
-    step = 0, shape_number = 0, chunk_budget = ffi.new "kvl_budget",
+    step = 0, shape_number = 0,
+    chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     score_buffer = tensor.tensor(shape.device, "f32", { size }),
     shared_buffer = tensor.tensor(shape.device, "f32",
       { limits.max_seqs * limits.max_blocks }),
@@ -76,6 +77,18 @@ end
 function Context:mean_over_heads(scores)
   scores:mean(1, self.shared_rows)
   return self.scores_shared
+end
+
+--- q . mean(K) of each block for the newest token of each sequence, the mean over all
+-- heads, in scores_shared. Of a prefill chunk, in new tensors.
+---@param means kvlab.Summary
+function Context:score_means(means)
+  local q = self.query
+  if self.is_prefill then
+    q = q:reshape { q:size(0), q:size(1) * q:size(2) }:gather_rows(self.batch.last)
+      :reshape { self.seqs, q:size(1), q:size(2) }
+  end
+  return self:mean_over_heads(ops.score_mean(q, means, self, "mean"))
 end
 
 --- The attention that the scores of blocks stand for, in place: softmax over each row of
@@ -138,15 +151,32 @@ local function step_budget(self, budget)
   return self.chunk_budget
 end
 
---- Sink, recent and the best scores within a budget: selection and counts.
----@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
----@param budget ffi.cdata*  kvl_budget
-function Context:select(scores, budget)
-  budget = step_budget(self, budget)
+local function select_within(self, scores, budget)
   local n = policy.budget_blocks(budget, self.width)
   local views = selection_views(self, tonumber(scores.shape[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, views.selection,
     views.counts)
+end
+
+--- Sink, recent and the best scores within a budget: selection and counts.
+---@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
+---@param budget ffi.cdata*  kvl_budget
+function Context:select(scores, budget)
+  return select_within(self, scores, step_budget(self, budget))
+end
+
+--- What a decode step that comes next would select by these scores, but at most `most`
+-- blocks; where that is less than the longest sequence may have, shorter ones get as much
+-- less.
+function Context:expect(scores, budget, most)
+  local few = self.few_budget
+  local n = policy.budget_blocks(budget, math.ceil(self.total_kv_len / self.block_size))
+  if n <= most then return (select_within(self, scores, budget)) end
+  ffi.copy(few, budget, ffi.sizeof(budget))
+  few.ratio = budget.ratio * most / n
+  few.blocks = math.min(budget.blocks, most)
+  few.min_blocks = math.min(budget.min_blocks, most)
+  return (select_within(self, scores, few))
 end
 
 local function make_marks(self, heads, n)

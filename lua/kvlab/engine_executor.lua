@@ -188,6 +188,14 @@ local function choose(list, logits)
   end
 end
 
+--- Whether all of them decode from the next step on.
+local function ends_prompts(list)
+  for _, r in ipairs(list) do
+    if r.num_computed_tokens + r.num_scheduled_tokens < r.num_tokens then return false end
+  end
+  return true
+end
+
 --- Compute a step: what decodes and what reads are a batch each, since policies may treat
 -- them differently. Returns its microseconds.
 function EngineExecutor:run(plan)
@@ -197,7 +205,9 @@ function EngineExecutor:run(plan)
     choose(plan.decode, self.engine:decode(seqs, tokens))
   end
   if #plan.prefill > 0 then
-    choose(plan.prefill, self.engine:prefill_batch(gather(self, plan.prefill)))
+    local seqs, counts, tokens = gather(self, plan.prefill)
+    choose(plan.prefill,
+      self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(plan.prefill)))
   end
   return self:now() - start
 end

@@ -1,7 +1,8 @@
 --- The hot cache: blocks of the host tier that stay on the device, with slots of its own
 -- for every KV head. A layer's step gives each selected block a slot (evicting the least
 -- recently used, or the lowest of a priority), fetches those that were not there, and
--- attends over the slots. All of it runs on the device: the host never waits.
+-- attends over the slots. All of it runs on the device: the host never waits. What a
+-- policy expects its next steps to select is brought ahead, on a stream of its own.
 --
 -- With hot_overlap, attention over what was there runs beside the fetch, and is joined
 -- with attention over the rest by their log-sum-exp; without it, one attention follows
@@ -12,6 +13,8 @@ local tensor = require "kvlab.tensor"
 
 local C, check = library.C, library.check
 local M = {}
+
+local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead and used
 
 ---@class kvlab.HotCache
 ---@field slots integer            of each KV head
@@ -25,14 +28,15 @@ HotCache.__index = HotCache
 function M.new(offload)
   local cache = offload.cache
   local self = setmetatable({ offload = offload, cache = cache, layers = {}, keep = {},
-    slots = offload.hot_slots, overlap = offload.hot_overlap, views = {} }, HotCache)
+    slots = offload.hot_slots, overlap = offload.hot_overlap, views = {},
+    under_way = {}, is_ahead = false }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
   self.memory = tensor.tensor(dev, cache.dtype,
     { cache.layers, n, 2, heads, cache.block_size, cache.head_dim })
   self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
-  self.counters = tensor.tensor(dev, "i64", { 4 })
+  self.counters = tensor.tensor(dev, "i64", { COUNTERS })
   self.fetched_bytes = self.counters:narrow(3, 1)
   for layer = 0, cache.layers - 1 do
     local keep = { self.memory:index(layer), self.slot_of:index(layer),
@@ -52,9 +56,10 @@ end
 
 --- Forget every block, and count from zero.
 function HotCache:reset()
+  self:join()
   self.slot_of:fill_(-1)
   self.block_of:fill_(-1)
-  self.counters:fill_(0)
+  self:reset_counts()
   local heads = self.cache.kv_heads
   for layer = 0, self.cache.layers - 1 do
     for head = 0, heads - 1 do self.keep[layer][4]:index(head):arange_() end
@@ -62,7 +67,11 @@ function HotCache:reset()
 end
 
 --- Count from zero; what the slots hold stays.
-function HotCache:reset_counts() self.counters:fill_(0) end
+function HotCache:reset_counts()
+  self:join()
+  self.counters:fill_(0)
+  if self.ahead then self.ahead.counters:fill_(0) end
+end
 
 --- Evict by the lowest of a priority from now on, in place of the least recently used:
 -- a policy writes to it, f32 [layers, kv_heads, blocks] with one number for each block of
@@ -76,6 +85,7 @@ function HotCache:use_priority()
   for layer = 0, cache.layers - 1 do
     self.keep[layer][5] = self.priority:index(layer)
     self.layers[layer].priority = self.keep[layer][5]
+    if self.ahead then self.ahead.layers[layer].priority = self.keep[layer][5] end
   end
   return self.priority
 end
@@ -89,18 +99,23 @@ end
 
 --- Forget blocks that the host tier got by other means; i32 [n].
 function HotCache:drop(layer, blocks)
+  if self.under_way[layer] then self:join() end
   check(C.kvl_hot_drop(self.layers[layer], blocks))
 end
 
 -- ---- a step ---------------------------------------------------------------------------
 
-local function make_views(self, seqs, n)
-  local heads = self.cache.kv_heads
+local function check_room(self, seqs, n)
   if seqs * n > self.slots then
     error(("the hot cache has %d slots for a KV head, %d sequences with %d blocks each "
       .. "may need %d; give it more (hot_slots) or the policy a smaller budget"):format(
       self.slots, seqs, n, seqs * n), 0)
   end
+end
+
+local function make_views(self, seqs, n)
+  local heads = self.cache.kv_heads
+  check_room(self, seqs, n)
   local function list(from, i)
     return from:index(i):narrow(0, seqs * heads * n):reshape { seqs, heads, n }
   end
@@ -125,9 +140,20 @@ local function views_for(self, seqs, n)
   return views
 end
 
-local function fetch(self, layer, views)
+local function fetch(self, layer, views, fetched_bytes)
   check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, self.keep[layer][1],
-    views.miss_to, self.fetched_bytes))
+    views.miss_to, fetched_bytes))
+end
+
+--- fn(self, …) with its launches on another stream than the current one; as
+-- device:with_stream, but making no table.
+local function on_stream(self, stream, fn, ...)
+  local dev = self.cache.device
+  local main = dev:stream()
+  check(C.kvl_device_use_stream(dev, stream))
+  local ok, why = pcall(fn, self, ...)
+  check(C.kvl_device_use_stream(dev, main))
+  if not ok then error(why, 0) end
 end
 
 local function resolve(self, layer, selection, tables, views)
@@ -149,16 +175,13 @@ function HotCache:attend(attention, selection, ctx, out, lse)
   local layer, memory = ctx.layer, self.keep[ctx.layer][1]
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then
-    fetch(self, layer, views)
+    fetch(self, layer, views, self.fetched_bytes)
     return attention:attend_slots(ctx, memory, selection, views.slots, out, lse)
   end
-  local main, dev = self.cache.device:stream(), self.cache.device
+  local main = self.cache.device:stream()
   self.resolved:record(main)
   self.stream:wait(self.resolved)
-  check(C.kvl_device_use_stream(dev, self.stream))
-  local ok, why = pcall(fetch, self, layer, views)
-  check(C.kvl_device_use_stream(dev, main))
-  if not ok then error(why, 0) end
+  on_stream(self, self.stream, fetch, layer, views, self.fetched_bytes)
   self.fetched:record(self.stream)
   local part, part_lse = attention:scratch(ctx)
   attention:attend_slots(ctx, memory, views.hit_logical, views.hit_slots, part, part_lse)
@@ -167,12 +190,100 @@ function HotCache:attend(attention, selection, ctx, out, lse)
     lse, part, part_lse)
 end
 
---- hits, misses, evictions (of a KV head's block each), bytes fetched, and hit_rate,
--- since the last reset or reset_counts. Waits for the device.
+-- ---- ahead of a step ------------------------------------------------------------------
+
+--- What bringing blocks ahead takes: a stream, arrays of its own (the main stream goes on
+-- meanwhile), marks of the slots that were filled so, and counters.
+local function new_ahead(self)
+  local cache, dev = self.cache, self.cache.device
+  local heads, n = cache.kv_heads, self.slots
+  local ahead = { stream = dev:open_stream(), asked = dev:open_event(),
+    there = dev:open_event(), views = {}, layers = {}, call = ffi.new "kvl_resolve",
+    marks = tensor.zeros(dev, "i32", { cache.layers, heads, n }),
+    counters = tensor.zeros(dev, "i64", { COUNTERS }),
+    lists = tensor.tensor(dev, "i32", { 3, heads * n }) }
+  ahead.call.is_ahead, ahead.bytes = 1, ahead.counters:narrow(3, 1)
+  for layer = 0, cache.layers - 1 do
+    local keep = self.keep[layer]
+    keep[6] = ahead.marks:index(layer)
+    self.layers[layer].ahead = keep[6]
+    ahead.layers[layer] = ffi.new("kvl_hot", keep[1], keep[2], keep[3], keep[4], keep[5],
+      ahead.counters, keep[6])
+  end
+  return ahead
+end
+
+--- Copies of a layer's selection: the next layer selects while they are read.
+local function new_ahead_views(self, seqs, lists, n)
+  local a, heads, dev = self.ahead, self.cache.kv_heads, self.cache.device
+  check_room(self, seqs, n)
+  local function list(i, ...)
+    return a.lists:index(i):narrow(0, seqs * heads * n):reshape { ... }
+  end
+  local views = { selections = {}, slots = list(0, seqs, heads, n),
+    miss_from = list(1, 1, heads, seqs * n), miss_to = list(2, 1, heads, seqs * n) }
+  local all = tensor.tensor(dev, "i32", { self.cache.layers, seqs, lists, n })
+  for layer = 0, self.cache.layers - 1 do views.selections[layer] = all:index(layer) end
+  return views
+end
+
+local function bring(self, layer, tables, views)
+  local a, call = self.ahead, self.ahead.call
+  call.selection, call.tables, call.slots =
+    views.selections[layer], tables, views.slots
+  call.miss_from, call.miss_to = views.miss_from, views.miss_to
+  if self.offload.pending then -- a prefill chunk is on its way to the host tier
+    check(C.kvl_ring_wait_offload(self.offload.ring, layer))
+  end
+  check(C.kvl_hot_resolve(a.layers[layer], call))
+  fetch(self, layer, views, a.bytes)
+end
+
+--- Begin to bring the blocks of a selection that ctx.layer is expected to make in a later
+-- step, beside what follows on the current stream. What is there stays; the least
+-- recently used make room. The next step begins when they are there.
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, n]
+---@param ctx kvlab.Context
+function HotCache:bring_ahead(selection, ctx)
+  self.ahead = self.ahead or tensor.lasting(new_ahead, self)
+  local a, layer, lists, n = self.ahead, ctx.layer, selection:size(1), selection:size(2)
+  local key = (ctx.seqs * 2 + (lists > 1 and 1 or 0)) * 2 ^ 32 + n
+  local views = a.views[key] or tensor.lasting(new_ahead_views, self, ctx.seqs, lists, n)
+  a.views[key] = views
+  views.selections[layer]:copy_(selection)
+  a.asked:record(self.cache.device:stream())
+  a.stream:wait(a.asked)
+  on_stream(self, a.stream, bring, layer, ctx.tables, views)
+  a.there:record(a.stream)
+  self.under_way[layer], self.is_ahead = true, true
+  -- a graph ends with all that it began
+  if layer == self.cache.layers - 1
+     and C.kvl_device_is_recording(self.cache.device) == 1 then self:join() end
+end
+
+--- What follows on the current stream comes after what was brought ahead.
+function HotCache:join()
+  if not self.is_ahead then return end
+  self.cache.device:stream():wait(self.ahead.there)
+  for layer in pairs(self.under_way) do self.under_way[layer] = nil end
+  self.is_ahead = false
+end
+
+-- ---- numbers --------------------------------------------------------------------------
+
+--- hits, misses, evictions (of a KV head's block each) of steps, hit_rate; bytes fetched
+-- in all; and what was brought ahead: predicted (blocks asked for), brought (those that
+-- were not there), used (of these, selected since), bytes, wasted_bytes (of those not
+-- used so far). Since the last reset or reset_counts. Waits for the device.
 function HotCache:stats()
+  self:join()
   local c = self.counters:list()
-  return { hits = c[1], misses = c[2], evictions = c[3], bytes = c[4],
-           hit_rate = c[1] / (c[1] + c[2]) }
+  local a = self.ahead and self.ahead.counters:list() or { 0, 0, 0, 0, 0 }
+  local bytes = self.offload.bytes_block / self.cache.kv_heads
+  return { hits = c[1], misses = c[2], evictions = c[3] + a[3], bytes = c[4] + a[4],
+           hit_rate = c[1] / (c[1] + c[2]),
+           ahead = { predicted = a[1] + a[2], brought = a[2], used = c[5], bytes = a[4],
+                     wasted_bytes = (a[2] - c[5]) * bytes } }
 end
 
 function HotCache:close()
@@ -180,6 +291,10 @@ function HotCache:close()
   self.stream:close()
   self.resolved:close()
   self.fetched:close()
+  if self.ahead then
+    for _, name in ipairs { "stream", "asked", "there" } do self.ahead[name]:close() end
+    for _, name in ipairs { "marks", "counters", "lists" } do self.ahead[name]:free() end
+  end
   for _, keep in pairs(self.keep) do
     for _, view in ipairs(keep) do view:free() end
   end

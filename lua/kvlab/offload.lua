@@ -161,6 +161,7 @@ function Offload:place(batch, counts, total)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
   local slots = ffi.cast("int64_t *", p + o.buffer_slots)
   settle(self)
+  if self.hot then self.hot:join() end -- it reads tables that are written next
   local by_token, next_index, row, touched = true, 0, 0, 0
   self.step = self.step + 1
   if self.pending then -- the last step's offloads read the arrays that are written next

@@ -26,6 +26,13 @@
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
 --                                          budget
+--     predict(self, ctx)                   the selection that a coming decode step will
+--                                          make, as far as can be told, or nil. Asked,
+--                                          where blocks come through a hot cache, after
+--                                          each layer of a decode step and of the chunk
+--                                          that ends a prompt (ctx.is_prefill): the hot
+--                                          cache brings them ahead. No result depends on
+--                                          it
 --     compute_decode(self, attention, ctx, out)
 --     compute_prefill(self, attention, ctx, out)
 --                                          another dataflow; returns out, selection,
@@ -72,7 +79,7 @@ local FUNCTIONS = {
   select_blocks = true, compute_decode = true, compute_prefill = true,
   attention_begin = true, attention_finished = true, request_begin = true,
   request_finished = true, score_bytes = true, reset = true, step_begin = true,
-  inherit = true,
+  inherit = true, predict = true,
 }
 local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
                  defaults = "table", takes = "table", aliases = "table",

@@ -43,7 +43,7 @@ function M.tally(shape, heads, initial)
   heads = heads or shape.kv_heads
   local self = setmetatable({ shape = shape, heads = heads, initial = initial or 0,
     row_cells = heads * shape.max_blocks, owners = setmetatable({}, { __mode = "v" }),
-    ages = {}, is_due = {},
+    ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
   }, Tally)
   tensor.lasting(open_memory, self, ROWS)
   return self
@@ -145,32 +145,63 @@ function Tally:store(ctx)
   self.layers[ctx.layer]:scatter_(self.places_flat, self.flat)
 end
 
---- How many of a step's sequences are at their first, or again at every `period`-th step
--- since: renew is for those. Once a step, after begin.
-function Tally:due(ctx, period)
-  self.due_count = 0
+--- Add to this layer's numbers, which load read.
+---@param more ffi.cdata*  f32 [seqs, heads, width]
+function Tally:count(ctx, more)
+  self.values:add(more, self.values)
+  self:store(ctx)
+end
+
+--- Find which of a step's sequences are due, at their first step and again at every
+-- `period`-th since: renew is for those. And which are not, but will be in one of the
+-- next `ahead` (0) steps: foresee is for those. Once a step, after begin.
+---@return integer due
+function Tally:due(ctx, period, ahead)
+  self.due_count, self.soon_count = 0, 0
   for i, seq in ipairs(ctx.sequences) do
     local row = seq.state[self]
-    self.ages[row] = ((self.ages[row] or -1) + 1) % period
-    self.is_due[i] = self.ages[row] == 0
-    if self.is_due[i] then self.due_count = self.due_count + 1 end
+    local age = ((self.ages[row] or -1) + 1) % period
+    self.ages[row] = age
+    self.is_due[i] = age == 0
+    self.is_soon[i] = age > 0 and age + (ahead or 0) >= period
+    if age == 0 then self.due_count = self.due_count + 1 end
+    if self.is_soon[i] then self.soon_count = self.soon_count + 1 end
   end
   return self.due_count
 end
 
---- Keep `values` for the sequences that are due; what is kept now, for all of them.
----@param values ffi.cdata*  f32 [seqs, heads, width]
-function Tally:renew(ctx, values)
-  if self.due_count == ctx.seqs then
-    self.values:copy_(values)
-  else
-    self:load(ctx)
-    for i = 0, ctx.seqs - 1 do
-      if self.is_due[i + 1] then self.values:index(i):copy_(values:index(i)) end
-    end
+--- self.values: those of make(owner, ctx), f32 [seqs, heads, width], where `is_chosen`,
+-- for `count` sequences; else what is kept.
+local function mix(self, ctx, is_chosen, count, make, owner)
+  local made = count > 0 and make(owner, ctx)
+  if made and count == ctx.seqs then
+    self.values:copy_(made)
+    return self.values
   end
-  self:store(ctx)
+  self:load(ctx)
+  for i = 0, count > 0 and ctx.seqs - 1 or -1 do
+    if is_chosen[i + 1] then self.values:index(i):copy_(made:index(i)) end
+  end
   return self.values
+end
+
+--- Keep what make(owner, ctx) gives, f32 [seqs, heads, width], for the sequences that are
+-- due; what is kept now, for all of them.
+function Tally:renew(ctx, make, owner)
+  mix(self, ctx, self.is_due, self.due_count, make, owner)
+  if self.due_count > 0 then self:store(ctx) end
+  return self.values
+end
+
+--- What would be kept if the sequences that are due soon were due already, and at the end
+-- of a prompt all; nil where none is.
+function Tally:foresee(ctx, make, owner)
+  if ctx.is_prefill then
+    self:begin(ctx)
+    return tensor.scope(make, owner, ctx)
+  end
+  return self.soon_count > 0
+    and mix(self, ctx, self.is_soon, self.soon_count, make, owner) or nil
 end
 
 -- ---- one sequence ---------------------------------------------------------------------

@@ -13,8 +13,6 @@ return kv.policy.define {
   init = function(self, shape) self.means = kv.summary.mean(shape) end,
   on_prefill_offload = function(self, ev) self.means:update(ev) end,
   on_decode_offload = function(self, ev) self.means:update(ev) end,
-  score = function(self, ctx)
-    return ctx:mean_over_heads(kv.ops.score_mean(ctx.query, self.means, ctx, "mean"))
-  end,
+  score = function(self, ctx) return ctx:score_means(self.means) end,
   score_bytes = function(self) return self.means:bytes_block() end,
 }

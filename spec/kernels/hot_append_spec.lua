@@ -40,7 +40,7 @@ local function prepare(dev, c)
     slot_of = kv.from(dev, "i32", { c.kv_heads, BLOCKS }, slot_of),
     block_of = kv.from(dev, "i32", { c.kv_heads, SLOTS }, block_of),
     order = kv.zeros(dev, "i32", { c.kv_heads, SLOTS }),
-    counters = kv.zeros(dev, "i64", { 4 }),
+    counters = kv.zeros(dev, "i64", { 5 }),
   }
   local buffer_slots = support.distinct(rng, tokens, 2 * BLOCKS * c.block_size)
   for i = 3, tokens, 7 do buffer_slots[i] = -1 end

@@ -25,7 +25,7 @@ local function drop(dev, hot, dropped)
   t.slot_of = kv.from(dev, "i32", { hot.kv_heads, hot.blocks }, hot.slot_of)
   t.block_of = kv.from(dev, "i32", shape, hot.block_of)
   t.order = kv.from(dev, "i32", shape, hot.order)
-  t.counters = kv.zeros(dev, "i64", { 4 })
+  t.counters = kv.zeros(dev, "i64", { 5 })
   local view = ffi.new("kvl_hot", t)
   kv.check(kv.C.kvl_hot_drop(view, kv.from(dev, "i32", { #dropped }, dropped)))
   return t

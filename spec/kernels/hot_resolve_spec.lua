@@ -7,7 +7,7 @@ local reference = require "spec.reference.hot_cache"
 
 local INF, NAN = math.huge, 0 / 0
 local PRIORITIES = { NAN, -INF, -1, 0, -1 / INF, 1e-40, 1, 1, 2.5, INF }
-local STATE = { "slot_of", "block_of", "order", "counters" }
+local STATE = { "slot_of", "block_of", "order", "counters", "ahead" }
 local LISTS = { "slots", "miss_from", "miss_to" }
 local PARTED = { "hit_logical", "hit_slots", "miss_logical", "miss_slots" }
 
@@ -72,7 +72,8 @@ local prepare = support.latest(function(c)
   for step = 1, c.calls do
     local s = { seqs = c.seqs, n = c.n, selection = selections(rng, c), tables = of_seqs,
       selection_heads = c.per_head and c.kv_heads or 1, max_blocks = c.max_blocks,
-      priority = c.priority and priorities(rng, c), parted = step % 3 > 0 }
+      priority = c.priority and priorities(rng, c), parted = step % 3 > 0,
+      is_ahead = rng(3) == 0 }
     s.want = reference.resolve(hot, s)
     if step % 4 == 3 then
       s.drops = { rng(c.blocks), -1, rng(c.blocks), s.want.miss_from[1] }
@@ -92,7 +93,8 @@ local function open(dev, c)
     memory = kv.tensor(dev, "f32", { c.slots, 2, c.kv_heads, 1, 8 }),
     slot_of = index(c.blocks), block_of = index(c.slots),
     order = kv.from(dev, "i32", { c.kv_heads, c.slots }, c.order),
-    counters = kv.zeros(dev, "i64", { 4 }),
+    counters = kv.zeros(dev, "i64", { 5 }),
+    ahead = kv.zeros(dev, "i32", { c.kv_heads, c.slots }),
   }
 end
 
@@ -113,6 +115,7 @@ local function resolve(dev, hot, s, c)
     miss_from = support.poisoned(dev, "i32", { 1, c.kv_heads, s.seqs * s.n }),
     miss_to = support.poisoned(dev, "i32", { 1, c.kv_heads, s.seqs * s.n }),
   }
+  call.is_ahead = s.is_ahead and 1 or 0
   for _, name in ipairs(s.parted and PARTED or {}) do
     call[name] = support.poisoned(dev, "i32", { s.seqs, c.kv_heads, s.n })
   end
@@ -200,7 +203,7 @@ describe("resolving a selection in a hot cache", function()
         resolve(dev, hot, { seqs = size[1], n = size[2], selection = {}, tables = {},
           selection_heads = 1, max_blocks = 0 }, c)
         support.equal(hot.order, c.order, "order")
-        support.equal(hot.counters, { 0, 0, 0, 0 }, "counters")
+        support.equal(hot.counters, { 0, 0, 0, 0, 0 }, "counters")
       end
     end)
   end)

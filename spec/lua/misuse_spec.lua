@@ -128,7 +128,8 @@ end)
 
 local FLOATS = { "f32", "f16", "bf16" }
 local SIZES = { 0, 1, 2, 3, 5 }
-local HOT = { "memory", "slot_of", "block_of", "order", "priority", "counters" }
+local HOT = { "memory", "slot_of", "block_of", "order", "priority", "counters",
+              "ahead" }
 local RESOLVE = { "selection", "tables", "slots", "miss_from", "miss_to", "hit_logical",
                   "hit_slots", "miss_logical", "miss_slots" }
 
@@ -173,7 +174,8 @@ local function new_maker(rng, dev)
     return { memory = m.blocks(slots), slot_of = m.ints(-1, "i32", m.kv_heads, blocks),
              block_of = m.i32(m.kv_heads, slots), order = m.i32(m.kv_heads, slots),
              priority = m.maybe(m.rows("f32", m.kv_heads, blocks)),
-             counters = m.rows("i64", 4) }
+             counters = m.rows("i64", 5),
+             ahead = m.maybe(m.i32(m.kv_heads, slots)) }
   end
   return m
 end

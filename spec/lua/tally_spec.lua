@@ -82,14 +82,34 @@ local function check(dev)
     for i = 1, 7 do -- b comes at the third step
       local ctx = step(tally, i < 3 and { a } or { a, b }, 1)
       due[i] = tally:due(ctx, 3)
-      if due[i] > 0 then
-        tally:renew(ctx, kv.full(dev, "f32", { ctx.seqs, 1, 1 }, i))
-      end
+      tally:renew(ctx, function() return kv.full(dev, "f32", { ctx.seqs, 1, 1 }, i) end)
       if i >= 3 then
         support.equal(tally:load(ctx), { i - (i - 1) % 3, i - i % 3 })
       end
     end
     assert.same({ 1, 0, 1, 1, 0, 1, 1 }, due)
+  end)
+
+  it("foresees what those will be renewed with that are due soon", function()
+    for ahead = 0, 4 do
+      local tally = kv.tally(shape, 1)
+      local a, b = sequence(), sequence()
+      for i = 1, 9 do -- b comes at the third step
+        local ctx = step(tally, i < 3 and { a } or { a, b }, 1)
+        tally:due(ctx, 4, ahead)
+        local function make() return kv.full(dev, "f32", { ctx.seqs, 1, 1 }, i) end
+        tally:renew(ctx, make)
+        local want, any, ages = {}, false, { (i - 1) % 4, i >= 3 and (i - 3) % 4 or nil }
+        for s, age in ipairs(ages) do
+          local is_soon = age > 0 and 4 - age <= ahead
+          want[s], any = is_soon and i or i - age, any or is_soon
+        end
+        local got = tally:foresee(ctx, make)
+        if any then support.equal(got, want) else assert.is_nil(got) end
+        for s, age in ipairs(ages) do want[s] = i - age end
+        support.equal(tally:load(ctx), want, "what is kept")
+      end
+    end
   end)
 
   it("forgets when it is reset", function()

@@ -7,11 +7,13 @@ local M = {}
 --- An empty cache; `orders` (optional): the slots of each KV head in another order.
 function M.new(kv_heads, blocks, slots, orders)
   local hot = { kv_heads = kv_heads, blocks = blocks, slots = slots,
-    slot_of = {}, block_of = {}, order = {}, counters = { 0, 0, 0, 0 } }
+    slot_of = {}, block_of = {}, order = {}, ahead = {},
+    counters = { 0, 0, 0, 0, 0 } }
   for head = 1, kv_heads do
     for _ = 1, blocks do hot.slot_of[#hot.slot_of + 1] = -1 end
     for i = 1, slots do
       hot.block_of[#hot.block_of + 1] = -1
+      hot.ahead[#hot.ahead + 1] = 0
       hot.order[#hot.order + 1] = orders and orders[head][i] or i - 1
     end
   end
@@ -80,6 +82,10 @@ local function resolve_head(hot, call, head, out)
     if slot >= 0 then
       used[slot] = true
       hot.counters[1] = hot.counters[1] + 1
+      if hot.ahead[held + slot] == 1 and not call.is_ahead then
+        hot.ahead[held + slot] = 0
+        hot.counters[5] = hot.counters[5] + 1
+      end
     elseif not is_missing[e.block] then
       is_missing[e.block] = true
       missing[#missing + 1] = e.block
@@ -94,6 +100,7 @@ local function resolve_head(hot, call, head, out)
     end
     hot.block_of[held + victim.slot] = missing[m]
     hot.slot_of[of + missing[m]] = victim.slot
+    hot.ahead[held + victim.slot] = call.is_ahead and 1 or 0
     used[victim.slot] = true
     local at = head * call.seqs * call.n + m
     out.miss_from[at], out.miss_to[at] = missing[m], victim.slot
@@ -120,7 +127,8 @@ local function resolve_head(hot, call, head, out)
   end
 end
 
---- call: selection, selection_heads, seqs, n, tables, max_blocks, priority (optional).
+--- call: selection, selection_heads, seqs, n, tables, max_blocks, priority (optional),
+-- is_ahead.
 -- Changes hot; returns slots, miss_from, miss_to and the four parted lists by name.
 function M.resolve(hot, call)
   local out = {}
