@@ -287,8 +287,44 @@ function Attention:request_finished(seq)
   end)
 end
 
---- Show policies that were attached late the K of sequences that are in the cache
--- already, as if they had been prefilled now.
+--- Show a policy the K of blocks, in every layer.
+local function show_to(self, p, blocks, tokens)
+  local dev = self.cache.device
+  local ids = tensor.from(dev, "i32", { #blocks }, blocks)
+  local ev = { blocks = ids, k_blocks = ids, turns = #blocks,
+               num_tokens = tensor.from(dev, "i32", { #blocks }, tokens) }
+  for layer = 0, self.cache.layers - 1 do
+    ev.layer, ev.k = layer, self.cache:layer(layer)
+    p:on_prefill_offload(ev)
+  end
+end
+
+--- Show the policies blocks that no step of theirs wrote, as if they had been prefilled
+-- now: what their memory's last content left in the policies' summaries means nothing.
+---@param blocks integer[]  physical
+---@param tokens integer[]  valid in each
+---@param keys? any[]       of their content, for policies that kept what they know of it
+function Attention:show(blocks, tokens, keys)
+  each_policy(self, function(p)
+    if not p.on_prefill_offload then return end
+    local new, new_tokens = {}, {}
+    for i, block in ipairs(blocks) do
+      if not (keys and p.recall_block and p:recall_block(keys[i], block)) then
+        new[#new + 1], new_tokens[#new_tokens + 1] = block, tokens[i]
+      end
+    end
+    if #new > 0 then tensor.scope(show_to, self, p, new, new_tokens) end
+  end)
+end
+
+--- A full block, whose key this is, may leave the cache and come back.
+function Attention:keep(key, block)
+  each_policy(self, function(p)
+    if p.keep_block then p:keep_block(key, block) end
+  end)
+end
+
+--- Show policies that were attached late the sequences that are in the cache already.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)
   each_policy(self, function(p)
@@ -306,15 +342,7 @@ function Attention:adopt(seqs)
       tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)
     end
   end
-  local blocks = tensor.from(self.cache.device, "i32", { #ids }, ids)
-  local ev = { blocks = blocks, k_blocks = blocks, turns = #ids,
-               num_tokens = tensor.from(self.cache.device, "i32", { #ids }, tokens) }
-  for layer = 0, self.cache.layers - 1 do
-    ev.layer, ev.k = layer, self.cache:layer(layer)
-    each_policy(self, function(p)
-      if p.on_prefill_offload then p:on_prefill_offload(ev) end
-    end)
-  end
+  self:show(ids, tokens)
 end
 
 --- Forget what the policies keep; sequences are not touched.

@@ -36,13 +36,17 @@ function M.new(o)
       store = o.store, prefetch_workers = o.prefetch_workers,
       max_pending_prefetch = o.max_pending_prefetch }
   end
-  engine.attention.hooks = o.hooks
+  local attention = engine.attention
+  attention.hooks = o.hooks
   return setmetatable({
     engine = engine, memory = cache, store = o.store, prefetch = prefetch,
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
     seqs = {}, counts = {}, tokens = {},
+    watches_prompts = attention.prefill_policy.watches_prompt
+      or attention.decode_policy.watches_prompt,
+    unseen = {}, -- keys of blocks that came from the store and no policy was shown
   }, EngineExecutor)
 end
 
@@ -96,10 +100,13 @@ function EngineExecutor:find(r, first, last)
   return self.store:find(r.keys + (first - 1), last - first + 1, self.memory.layers)
 end
 
---- A block has been computed: it goes to the store, unless it is there. What the store
--- cannot take is counted and computed again when it is needed.
+--- A block has been computed: it goes to the store, unless it is there, and policies keep
+-- what they know of it. What the store cannot take is counted and computed again when it
+-- is needed.
 function EngineExecutor:put(r, i, block)
-  if not self.store or self:find(r, i, i) == 1 then return end
+  if not self.store then return end
+  self.engine.attention:keep(r.block_hashes[i], block)
+  if self:find(r, i, i) == 1 then return end
   for layer = 0, self.memory.layers - 1 do
     local ok = self.store:put_block(r.keys + (i - 1), layer, self.memory:layer(layer),
       block)
@@ -145,10 +152,24 @@ end
 
 -- ---- steps ----------------------------------------------------------------------------
 
---- The policies begin to serve a request; they are shown the K that came from the store.
+--- The content of this key came from the store into a block.
+function EngineExecutor:arrived(key, block) self.unseen[block] = key end
+
+--- The policies begin to serve a request. They are shown its blocks that came from the
+-- store, for it or for another one that had no use for them, before any step reads them.
+-- A block that was given another content since is one that they saw being computed.
 function EngineExecutor:begin(r)
-  local attention = self.engine.attention
-  if r.was_loaded then attention:adopt { r.seq } else attention:request_begin(r.seq) end
+  local attention, blocks, tokens, keys = self.engine.attention, {}, {}, {}
+  attention:request_begin(r.seq)
+  for i, block in ipairs(r:block_ids()) do
+    local key = self.unseen[block]
+    if key and key == r.block_hashes[i] then
+      blocks[#blocks + 1], keys[#keys + 1] = block, key
+      tokens[#tokens + 1] = self.memory.block_size
+    end
+    self.unseen[block] = nil
+  end
+  if #blocks > 0 then attention:show(blocks, tokens, keys) end
 end
 
 function EngineExecutor:finished(r) self.engine.attention:request_finished(r.seq) end

@@ -146,8 +146,12 @@ function M.summary(shape, o)
   for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
   local planes = M.planes { device = shape.device, bits = bits, head_dim = shape.head_dim,
     kind = one_of(o, "planes", { "orthogonal", "gaussian" }, 2), seed = o.seed }
+  local rows = shape.layers * shape.blocks
   return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
-    layers = layers, cache = M.cache { size = o.cache_size } }, Hashes)
+    layers = layers, cache = M.cache { size = o.cache_size },
+    rows = memory:reshape { rows, memory.count / math.max(1, rows) },
+    first_rows = tensor.arange(shape.device, "i32", shape.layers, 0, shape.blocks),
+    block_rows = tensor.tensor(shape.device, "i32", { shape.layers }) }, Hashes)
 end
 
 --- Hash the blocks of an offload event anew.
@@ -164,17 +168,17 @@ function Hashes:bytes_block()
   return row:bytes() / (row:size(0) * row:size(1))
 end
 
+--- Rows of a physical block in every layer: i32 [layers].
+local function rows_of(self, block)
+  return self.first_rows:add(block, self.block_rows)
+end
+
 --- Keep the hashes of a physical block, in every layer, under the key of its content.
 ---@param key string|number
 function Hashes:store(key, block)
-  local all = self.layers[0]:index(block)
-  local dims = all:dims()
-  table.insert(dims, 1, #self.layers + 1)
-  local kept = tensor.lasting(tensor.tensor, all.device, "u64", dims)
-  for layer = 0, #self.layers do
-    kept:index(layer):copy_(self.layers[layer]:index(block))
-  end
-  self.cache:put(key, kept)
+  if self.cache.size == 0 then return end
+  self.cache:put(key, tensor.lasting(self.rows.gather_rows, self.rows,
+    rows_of(self, block)))
 end
 
 --- Give a physical block the hashes that were kept for its content: its keys need not be
@@ -183,9 +187,7 @@ end
 function Hashes:restore(key, block)
   local kept = self.cache:get(key)
   if not kept then return false end
-  for layer = 0, #self.layers do
-    self.layers[layer]:index(block):copy_(kept:index(layer))
-  end
+  self.rows:scatter_rows_(rows_of(self, block), kept)
   return true
 end
 

@@ -44,6 +44,11 @@
 --     request_begin(self, seq)             per-sequence state is kept in
 --     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
 --     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
+--     keep_block(self, key, block)         a full block goes to a store, under the key of
+--                                          its content
+--     recall_block(self, key, block)       that content is in this physical block now:
+--                                          true when the policy has again what it knew of
+--                                          it; else it is shown the K, as in a prefill
 --     score_bytes(self, shape)             bytes read per block and KV head to score it;
 --                                          for reports (0)
 --     watches_prompt = true                it needs the prompt's queries: it cannot be
@@ -79,7 +84,7 @@ local FUNCTIONS = {
   select_blocks = true, compute_decode = true, compute_prefill = true,
   attention_begin = true, attention_finished = true, request_begin = true,
   request_finished = true, score_bytes = true, reset = true, step_begin = true,
-  inherit = true, predict = true,
+  inherit = true, predict = true, keep_block = true, recall_block = true,
 }
 local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
                  defaults = "table", takes = "table", aliases = "table",

@@ -42,8 +42,10 @@ end
 function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size) end
 
 --- Full blocks of its tokens that a request may take from others: its last token is
--- always computed, since what follows it is wanted.
+-- always computed, since what follows it is wanted; all are, where a policy has to see
+-- the prompt's queries.
 function Scheduler:shareable(r)
+  if self.executor.watches_prompts then return 0 end
   return math.floor((r.num_tokens - 1) / self.block_size)
 end
 

@@ -124,7 +124,8 @@ function Simulator.reprioritise(_, r, priority) r.prefetch_task.priority = prior
 
 -- ---- steps ----------------------------------------------------------------------------
 
-function Simulator.begin() end -- no policies here
+function Simulator.arrived() end -- no policies here
+function Simulator.begin() end
 function Simulator.finished() end
 
 local function append(self, list)

@@ -45,9 +45,11 @@ local function land(self, r, result)
   end
   if arrived > 0 then
     local ids = r:block_ids()
-    for i = first, first + arrived - 1 do self.prefix:put(r.block_hashes[i], ids[i]) end
+    for i = first, first + arrived - 1 do
+      self.prefix:put(r.block_hashes[i], ids[i])
+      self.executor:arrived(r.block_hashes[i], ids[i])
+    end
     r.blocks_loaded = r.blocks_loaded + arrived
-    r.was_loaded = true
   end
 end
 
@@ -108,7 +110,7 @@ function M.give_back(self, r)
     r.prefetch_task = nil
   end
   if r.seq then self.prefix:close(r.seq) end
-  r.seq, r.prefetch_ready, r.is_fork, r.was_loaded = nil, false, false, false
+  r.seq, r.prefetch_ready, r.is_fork = nil, false, false
   r.blocks_shared, r.blocks_loaded, r.num_computed_tokens = 0, 0, 0
 end
 

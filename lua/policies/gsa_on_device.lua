@@ -37,6 +37,8 @@ return kv.policy.define {
   end,
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,
+  keep_block = function(self, key, block) self.hashes:store(key, block) end,
+  recall_block = function(self, key, block) return self.hashes:restore(key, block) end,
   select_blocks = function(self, ctx)
     return ctx:select_nearest(self.hashes, self.budget, self.heads == "shared")
   end,

@@ -124,6 +124,42 @@ local function check_summary(dev)
     end
   end)
 
+  it("gives a block that a policy is shown kept hashes, or makes them anew", function()
+    for _, per in ipairs { "block", "token" } do
+      local its_rig = rig.new(dev, { policy = "gsa_on_device",
+        options = { per = per, hash_cache_size = 2 } })
+      local hashes, cache = its_rig.policy.hashes, its_rig.cache
+      for layer = 0, 1 do
+        cache:layer(layer):copy_(kv.randn(dev, "f32", cache:layer(layer):dims(),
+          { seed = 5 + layer }))
+      end
+      local function show(keys, ...) its_rig.attention:show({ ... }, { 16, 16 }, keys) end
+      local function rows(block)
+        return { hashes:layer(0):index(block):clone(),
+                 hashes:layer(1):index(block):clone() }
+      end
+      local function expect(want, block)
+        for layer = 0, 1 do
+          hash_cases.equal(hashes:layer(layer):index(block), want[layer + 1], per)
+        end
+      end
+      show(nil, 3, 4)
+      local three, four = rows(3), rows(4)
+      its_rig.attention:keep("three", 3)
+      its_rig.attention:keep("four", 4)
+      for layer = 0, 1 do -- the contents move to blocks that had others
+        local memory = cache:layer(layer)
+        memory:index(8):copy_(memory:index(4))
+        memory:index(7):fill_(0 / 0) -- whose K is not needed
+      end
+      show({ "three", "new" }, 7, 8)
+      expect(three, 7)
+      expect(four, 8)
+      assert.same({ 1, 1 }, { hashes.cache:stats().hits, hashes.cache:stats().misses })
+      cache:close()
+    end
+  end)
+
   it("gives a block the hashes that were stored for its content", function()
     local hashes = summary(dev, { per = "token", cache_size = 2 })
     for layer = 0, 1 do

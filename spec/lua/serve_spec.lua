@@ -186,6 +186,66 @@ local function check(dev)
       store:close()
     end)
 
+    --- Logits of the first request when its blocks were fetched for another one, which
+    -- went before it was computed: it finds them on the device, where others were.
+    local function after_another(name, offload, store)
+      local first, other = workload()[1], workload()[3]
+      local policy = kv.policy.open(name, { ratio = 0.2,
+                                            scores = name == "gsa" and "mean" or nil })
+      local engine = model_on(dev):engine { blocks = 64, chunk = 64, max_seqs = 1,
+                                            offload = offload or nil, policy = policy }
+      local server, logits = kv.serve { engine = engine, store = store }, {}
+      for _ = 1, 3 do
+        server:submit { tokens = other.tokens, max_tokens = 40 }
+        server:run()
+      end
+      local busy = server:submit { tokens = other.tokens, max_tokens = 60 }
+      local gone = server:submit { tokens = first.tokens, max_tokens = 8 }
+      while gone.blocks_loaded < 16 do server:step() end
+      assert.equal("running", busy.state)
+      server:cancel(gone)
+      local last = server:submit { tokens = first.tokens, max_tokens = 8,
+        sample = function(row, r)
+          logits[r:output_length() + 1] = row:list()
+          return row:argmax():item()
+        end }
+      server:run()
+      assert.equal(16, last.blocks_shared)
+      server:close()
+      engine.cache:close()
+      return logits
+    end
+
+    it("lets policies know the blocks that came from a store", function()
+      local first, store = { tokens = workload()[1].tokens, max_tokens = 8 }, open_store()
+      serve(dev, { first }, { server = { store = store } })
+      for _, name in ipairs { "quest", "block_mean", "gsa_on_device", "gsa", "infllm" } do
+        local policy = kv.policy.open(name, { ratio = 0.2,
+                                              scores = name == "gsa" and "mean" or nil })
+        local _, want = serve(dev, { first }, { policy = policy })
+        for _, offload in ipairs { false, { slots = 2 }, { hot_slots = 200 } } do
+          local got = after_another(name, offload, store)
+          for t, row in ipairs(want[1]) do
+            support.close(got[t], row, TOLERANCE, 0, ("%s token %d"):format(name, t))
+          end
+        end
+      end
+      store:close()
+    end)
+
+    it("computes every prompt for a policy that watches them", function()
+      local list, store = { workload()[1], workload()[3] }, open_store()
+      for _ = 1, 2 do
+        local function policy() return kv.policy.open("snapkv", { ratio = 0.3 }) end
+        local _, want = serve(dev, { list[2] }, { policy = policy() })
+        local requests, got, stats = serve(dev, list, { policy = policy(),
+                                                        server = { store = store } })
+        assert.equal(0, requests[2].blocks_shared + stats.blocks_loaded)
+        for t, row in ipairs(want[1]) do support.close(got[2][t], row, TOLERANCE, 0) end
+      end
+      store:close()
+    end)
+
     it("forks a running request, also within a block", function()
       local one = workload()[1]
       local forks = {}
