@@ -8,34 +8,21 @@
 -- store; requests queue for a place in the batch (max_seqs). With late=wait a step waits
 -- for the blocks of a request that it admits; with late=skip others go first.
 -- prefetch_ahead 0 fetches when a request is admitted; n, when the token budgets of the
--- next n steps will reach it. max_pending: tasks that may wait for a worker.
+-- next n steps will reach it. max_pending_prefetch: tasks that may wait for a worker.
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-
-local BLOCK = kv.trace.BLOCK
+local replay = require "kvlab.replay"
 
 local function rows_of(s, config)
-  s.rows = s.rows or kv.trace.generate { requests = config.requests, rate = config.rate,
-    seed = config.seed, turns = 5, think_s = config.think_s,
+  s.rows = s.rows or kv.trace.generate { requests = config.requests, seed = config.seed,
+    rate = config.requests_s, turns = 5, think_s = config.think_s,
     input_tokens = config.input_tokens }
   return s.rows
 end
 
 local function run(config, settings)
-  local cost = kv.cost_model.llama_8b_h100(BLOCK)
-  cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
-  local model = kv.cost_model.new(cost)
-  local server = kv.serve {
-    cost = cost, block_size = BLOCK, blocks = config.blocks, store_blocks = math.huge,
-    max_seqs = config.max_seqs, max_tokens = config.max_tokens, late = config.late,
-    prefetch_ahead = config.prefetch_ahead, prefetch_workers = config.prefetch_workers,
-    max_pending_prefetch = config.max_pending, priority = config.priority,
-  }
-  kv.trace.submit(server, rows_of(settings, config), {
-    deadline_us = function(row)
-      return 1e5 + config.slowdown * model:prefill_us(row.input_length, BLOCK)
-    end })
-  local stats = server:run():stats()
+  local stats = replay.run(rows_of(settings, config), replay.cost(nil, config), config,
+    { blocks = config.blocks, store_blocks = math.huge })
   local link, asked = stats.store, stats.blocks_asked
   return {
     stall_share = stats.stall_share, stall_ms = stats.stall_us / 1e3,
@@ -49,7 +36,7 @@ local function run(config, settings)
   }
 end
 
-local PICK = { late = "wait", max_pending = 64 }
+local PICK = { late = "wait", max_pending_prefetch = 64 }
 
 local function picked(more)
   local where = {}
@@ -64,16 +51,16 @@ experiment.run {
   grid = {
     { "late", { "wait", "skip" } },
     { "link_gbps", { 55, 4, 2 } },
-    { "max_pending", { 2, 64 } },
+    { "max_pending_prefetch", { 2, 64 } },
     { "prefetch_ahead", { 0, 1, 2, 4, 16 } },
     { "priority", { "queue_position", "fifo", "shortest_transfer", "deadline",
                     "expected_reuse" } },
   },
-  defaults = { requests = 800, rate = 10, think_s = 30, input_tokens = 3000, blocks = 850,
-               link_us = 100, max_seqs = 12, max_tokens = 4096, prefetch_workers = 4,
-               slowdown = 5 },
+  defaults = { requests = 800, requests_s = 10, think_s = 30, input_tokens = 3000,
+               blocks = 850, link_us = 100, max_seqs = 12, max_tokens = 4096,
+               prefetch_workers = 4, slowdown = 5 },
   quick = { requests = 100, link_gbps = { 55, 2 } },
-  environment = { device = "model", description = "Llama-8B on one H100 80GB, modelled" },
+  environment = replay.ENVIRONMENT,
   metrics = { "stall_share", "stall_ms", "hit_rate", "ttft_mean_ms", "ttft_p99_ms",
               "in_time" },
   run = run,

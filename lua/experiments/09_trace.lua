@@ -9,10 +9,14 @@
 -- store_gb: size of the store, 0: no limit. rate: how much faster than the trace requests
 -- come; limit: only so many of them (0: all). A request is in time when its first token
 -- takes at most slowdown times what its prefill takes on an idle server, plus 100 ms.
+--
+-- model: a folder with a model (recall: the small one of this project); its steps are
+-- measured on --device, and the trace is replayed at that cost, which the rows have, too.
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
+local options = require "kvlab.options"
+local replay = require "kvlab.replay"
 
-local BLOCK = kv.trace.BLOCK
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
                   "in_time", "stall_ms", "stall_share" }
 
@@ -25,25 +29,20 @@ local function read(s, config)
   return s.rows
 end
 
+--- What a step costs: by the model of costs, or measured once for all rows.
+local function cost_of(s, config)
+  local folder = config.model ~= "" and config.model or nil
+  if folder == "recall" then folder = kv.paths.root .. "/lua/models/recall" end
+  s.cost = s.cost or replay.cost(folder, config)
+  return s.cost
+end
+
 local function run(config, settings)
-  local cost = kv.cost_model.llama_8b_h100(BLOCK)
-  cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
-  local model = kv.cost_model.new(cost)
-  local server = kv.serve {
-    cost = cost, block_size = BLOCK,
+  local cost = cost_of(settings, config)
+  local stats = replay.run(read(settings, config), cost, config, {
     blocks = math.floor(config.kv_gb * 1e9 / cost.bytes_block),
     store_blocks = config.store_gb == 0 and math.huge
-      or math.floor(config.store_gb * 1e9 / cost.bytes_block),
-    max_seqs = config.max_seqs, max_tokens = config.max_tokens,
-    priority = config.priority, late = config.late,
-    prefetch_ahead = config.prefetch_ahead, prefetch_workers = config.prefetch_workers,
-    max_pending_prefetch = config.max_pending_prefetch,
-  }
-  kv.trace.submit(server, read(settings, config), {
-    rate = config.rate, deadline_us = function(row)
-      return 1e5 + config.slowdown * model:prefill_us(row.input_length, BLOCK)
-    end })
-  local stats = server:run():stats()
+      or math.floor(config.store_gb * 1e9 / cost.bytes_block) })
   return {
     requests = stats.finished, hit_rate = stats.hit_rate,
     hit_blocks = stats.blocks_shared + stats.blocks_loaded,
@@ -53,6 +52,8 @@ local function run(config, settings)
     in_time = stats.slo_met, stall_ms = stats.stall_us / 1e3,
     stall_share = stats.stall_share, steps = stats.steps, busy_s = stats.busy_us / 1e6,
     loaded_gb = stats.store.bytes / 1e9, preemptions = stats.preemptions,
+    us_decode_base = cost.us_decode_base, us_token = cost.us_per_token_prefill,
+    us_kv_block = cost.us_per_kv_block,
   }
 end
 
@@ -64,12 +65,12 @@ experiment.run {
     { "priority", { "queue_position", "fifo", "shortest_transfer", "deadline",
                     "expected_reuse" } },
   },
-  defaults = { trace = "sample", limit = 0, rate = 1, kv_gb = 55, store_gb = 0,
-               link_gbps = 5, link_us = 100, max_seqs = 64, max_tokens = 8192,
-               prefetch_ahead = 2, prefetch_workers = 4, max_pending_prefetch = 64,
-               slowdown = 5 },
+  defaults = { trace = "sample", model = "", limit = 0, rate = 1, kv_gb = 55,
+               store_gb = 0, link_gbps = 5, link_us = 100, max_seqs = 64,
+               max_tokens = 8192, prefetch_ahead = 2, prefetch_workers = 4,
+               max_pending_prefetch = 64, slowdown = 5 },
   quick = { limit = 100 },
-  environment = { device = "model", description = "Llama-8B on one H100 80GB, modelled" },
+  environment = not options.set.model and replay.ENVIRONMENT or nil,
   run = run,
   table = function(rows)
     local t = { header = { "late", "priority", unpack(COLUMNS) }, rows = {} }

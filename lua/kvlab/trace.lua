@@ -3,6 +3,7 @@
 -- each 512 tokens of the input, the last one for what is left]}; two requests share a
 -- hash id exactly when they have everything up to its block in common.
 local json = require "kvlab.json"
+local uniform = require "kvlab.uniform"
 
 local M = {}
 
@@ -63,21 +64,6 @@ end
 
 -- ---- a workload of conversations ------------------------------------------------------
 
---- uniform(): in [0, 1), from the library's own generator.
-local function generator(seed)
-  local kv = require "kvlab"
-  local numbers, at, block = {}, 0, 0
-  return function()
-    if at == #numbers then
-      numbers = kv.rand(kv.device "cpu", "f32", { 4096 },
-        { seed = seed, offset = 4096 * block }):list()
-      at, block = 0, block + 1
-    end
-    at = at + 1
-    return 1 - numbers[at] -- (0, 1] to [0, 1)
-  end
-end
-
 local DEFAULTS = { requests = 200, seed = 0, rate = 1, turns = 4, think_s = 30,
                    system_tokens = 1024, input_tokens = 4000, answer_tokens = 300 }
 
@@ -96,8 +82,8 @@ function M.generate(o)
     end
   end
   local function get(name) return o[name] == nil and DEFAULTS[name] or o[name] end
-  local uniform, rows, id, start = generator(get "seed"), {}, 0, 0
-  local function exponential(mean) return -mean * math.log(1 - uniform()) end
+  local draw, rows, id, start = uniform.generator(get "seed"), {}, 0, 0
+  local function exponential(mean) return -mean * math.log(1 - draw()) end
   local function fresh()
     id = id + 1
     return id - 1
@@ -118,7 +104,7 @@ function M.generate(o)
       ids[math.floor(length / M.BLOCK) + 1] = nil -- not full: it goes on with the answer
       length = length + answer
       for i = #ids + 1, math.floor(length / M.BLOCK) do ids[i] = fresh() end
-    until uniform() < 1 / get "turns"
+    until draw() < 1 / get "turns"
   end
   for i, row in ipairs(rows) do row.number = i end
   table.sort(rows, function(a, b)

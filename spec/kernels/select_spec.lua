@@ -3,6 +3,7 @@ local kv = require "kvlab"
 local ffi = require "ffi"
 local support = require "spec.support"
 local reference = require "spec.reference.attention"
+local selection_cases = require "spec.kernels.selection_cases"
 
 local INF, NAN = math.huge, 0 / 0
 local MIXED = { NAN, -INF, INF, 1, -1, 0, 1e-40, -1e-40, 3e38 }
@@ -108,17 +109,7 @@ local topics = {
 }
 
 describe("selecting blocks", function()
-  for _, topic in ipairs(topics) do
-    support.it_on_cpu(topic[1], function(dev)
-      for i, c in ipairs(topic[2]) do
-        local what = (" of case %d (%s)"):format(i, c.kind)
-        local selection, counts = run(dev, c, true)
-        local want, want_counts = expected(c)
-        support.equal(selection, want, "selection" .. what)
-        support.equal(counts, want_counts, "counts" .. what)
-      end
-    end)
-  end
+  for _, topic in ipairs(topics) do selection_cases.on_cpu(topic, run, expected) end
 
   support.it_on_cpu("runs without counts", function(dev)
     support.equal((run(dev, cases[3])), (expected(cases[3])), "selection")
@@ -128,15 +119,5 @@ end)
 topics[#topics + 1] = { "agrees on rows that several blocks of threads share", teams }
 
 describe("selecting blocks on CUDA #gpu", function()
-  for _, topic in ipairs(topics) do
-    support.it_on_gpu(topic[1], function(cuda, cpu)
-      for i, c in ipairs(topic[2]) do
-        local what = (" of case %d (%s)"):format(i, c.kind)
-        local selection, counts = run(cuda, c, true)
-        local want, want_counts = run(cpu, c, true)
-        support.equal(selection, want, "selection" .. what)
-        support.equal(counts, want_counts, "counts" .. what)
-      end
-    end)
-  end
+  for _, topic in ipairs(topics) do selection_cases.on_gpu(topic, run) end
 end)

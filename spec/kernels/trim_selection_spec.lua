@@ -2,6 +2,7 @@
 local kv = require "kvlab"
 local support = require "spec.support"
 local reference = require "spec.reference.attention"
+local selection_cases = require "spec.kernels.selection_cases"
 
 local NAN = 0 / 0
 
@@ -87,24 +88,8 @@ local topics = { { "keeps the fewest blocks that reach the mass", cases },
 
 describe("trimming selections", function()
   for _, topic in ipairs(topics) do
-    support.it_on_cpu(topic[1], function(dev)
-      for i, c in ipairs(topic[2]) do
-        local what = (" of case %d (%s)"):format(i, c.kind)
-        local selection, counts = run(dev, c, true)
-        local want, want_counts = expected(c)
-        support.equal(selection, want, "selection" .. what)
-        support.equal(counts, want_counts, "counts" .. what)
-      end
-    end)
-    support.it_on_gpu(topic[1], function(cuda, cpu)
-      for i, c in ipairs(topic[2]) do
-        local what = (" of case %d (%s)"):format(i, c.kind)
-        local selection, counts = run(cuda, c, true)
-        local want, want_counts = run(cpu, c, true)
-        support.equal(selection, want, "selection" .. what)
-        support.equal(counts, want_counts, "counts" .. what)
-      end
-    end)
+    selection_cases.on_cpu(topic, run, expected)
+    selection_cases.on_gpu(topic, run)
   end
 
   support.it_on_cpu("runs without counts", function(dev)

@@ -5,6 +5,7 @@
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
+local processes = require "spec.processes"
 local support = require "spec.support"
 
 local raises = support.raises
@@ -267,6 +268,42 @@ local function check(dev)
 end
 
 support.each_device(check)
+
+describe("server whose Redis store goes away", function()
+  if not processes.has "redis-server" then return pending "no redis-server" end
+
+  it("serves on, right, says what happened, and finds it again", function()
+    local dev, redis = kv.device "cpu", processes.redis()
+    local ok, why = pcall(function()
+      local function store()
+        return kv.store.open(redis.url, { model = "recall f32", block_size = 16,
+                                          timeout_ms = 300 })
+      end
+      local filled = store()
+      same_as_alone(dev, { server = { store = filled } })
+      filled:close()
+      local used = store()
+      local steps = 0
+      local function step()
+        steps = steps + 1
+        if steps == 3 then redis:stop() end
+        if steps == 40 then redis:start() end
+      end
+      same_as_alone(dev, { blocks = 40, server = { store = used, max_seqs = 2,
+        hooks = { build_sparse_meta = step } } })
+      local stats = used:stats()
+      assert.is_true(steps > 40 and stats.hits > 0 and stats.errors >= 1)
+      assert.matches("redis store: 127.0.0.1:" .. redis.port, used:problem(), 1, true)
+      processes.sleep(6) -- the longest time between two calls that try to get through
+      same_as_alone(dev, { server = { store = used } })
+      same_as_alone(dev, { server = { store = used } })
+      assert.is_true(used:stats().hits > stats.hits)
+      used:close()
+    end)
+    redis:stop()
+    if not ok then error(why, 0) end
+  end)
+end)
 
 describe("server", function()
   local dev = kv.device "cpu"

@@ -140,6 +140,46 @@ describe("gsa by means", function()
   end)
 end)
 
+describe("attention over gsa's selection", function()
+  support.each_device(function(dev)
+    it("is gather, compute and scatter back to full positions", function()
+      local HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 64, 16, 40
+      local memory = kv.randn(dev, "f32", { BLOCKS, 2, KV_HEADS, SIZE, DIM },
+        { seed = 1 })
+      local q = kv.randn(dev, "f32", { 3, HEADS, DIM }, { seed = 2 })
+      local order, lens = support.distinct(support.rng(3), BLOCKS, BLOCKS), { 160, 87, 3 }
+      local selections = { { 0, 3, 8, 9 }, { 0, 4, 5, -1 }, { 0, -1, -1, -1 } }
+      local function attend(given)
+        given.scale, given.causal = DIM ^ -0.5, true
+        return kv.ops.paged_attention(given)
+      end
+      local function ints(dims, list) return kv.from(dev, "i32", dims, list) end
+      local tables, flat, full = {}, {}, kv.full(dev, "f32", { 3, HEADS * DIM }, 0 / 0)
+      for s, selection in ipairs(selections) do
+        local row, blocks = { unpack(order, 12 * s - 11, 12 * s) }, {}
+        for _, block in ipairs(row) do tables[#tables + 1] = block end
+        for _, logical in ipairs(selection) do
+          flat[#flat + 1] = logical
+          if logical >= 0 then blocks[#blocks + 1] = row[logical + 1] end
+        end
+        local compact = memory:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+          :gather_rows(ints({ #blocks }, blocks))
+          :reshape { #blocks, 2, KV_HEADS, SIZE, DIM }
+        local left, places = math.ceil(lens[s] / SIZE) - #blocks, {}
+        for i = 1, #blocks do places[i] = i - 1 end
+        local out = attend { q = q:narrow(s - 1, 1), cache = compact,
+          tables = ints({ 1, #blocks }, places), lens = ints({ 1 },
+          { lens[s] - left * SIZE }), out = kv.tensor(dev, "f32", { 1, HEADS, DIM }) }
+        full:scatter_rows_(ints({ 1 }, { s - 1 }), out:reshape { 1, HEADS * DIM })
+      end
+      local out = attend { q = q, cache = memory, tables = ints({ 3, 12 }, tables),
+        lens = ints({ 3 }, lens), selection = ints({ 3, 1, 4 }, flat),
+        out = kv.full(dev, "f32", { 3, HEADS, DIM }, 0 / 0) }
+      support.close(out:reshape { 3, HEADS * DIM }, full, 2e-6, 2e-6)
+    end)
+  end)
+end)
+
 describe("gsa options", function()
   it("have the names of the system they come from", function()
     local gsa = kv.policy.open("gsa", { sparse_ratio = 0.2, local_window_sz = 3,

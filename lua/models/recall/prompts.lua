@@ -4,6 +4,7 @@
 -- same seed gives the same prompt everywhere.
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local uniform = require "kvlab.uniform"
 
 local M = {}
 
@@ -25,19 +26,8 @@ local ids
 
 --- draw(n): a whole number in 0 ... n - 1; draw(): a uniform number in [0, 1).
 local function generator(seed)
-  local numbers, at, block = {}, 0, 0
-  local function uniform()
-    if at == #numbers then
-      numbers = kv.rand(kv.device "cpu", "f32", { 4096 },
-        { seed = seed, offset = 4096 * block }):list()
-      at, block = 0, block + 1
-    end
-    at = at + 1
-    return 1 - numbers[at] -- (0, 1] to [0, 1)
-  end
-  return function(n)
-    return n and math.floor(uniform() * n) or uniform()
-  end
+  local draw = uniform.generator(seed)
+  return function(n) return n and math.floor(draw() * n) or draw() end
 end
 
 local function shuffled(list, draw)

@@ -1,0 +1,53 @@
+--- prefetch_stress.c under sanitizers: many submitters and random cancels, order, failing
+-- stores and devices.
+local library = require "kvlab.library"
+
+--- The stress program, with a sanitizer; nil without a compiler.
+local function build_stress(sanitizer)
+  local program = os.tmpname()
+  local root, sources = library.paths.root, {}
+  for _, name in ipairs { "status", "device", "stream", "tensor", "allocator", "graph",
+                          "call", "queue_cpu", "mark_cpu", "link_cpu", "prefetch",
+                          "prefetch_queue", "prefetch_worker", "ticket" } do
+    sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)
+  end
+  local command = ('cc -std=gnu17 -g -O1 -fsanitize=%s -I"%s/runtime" -I"%s/kernels" '
+    .. '-o %s "%s/spec/runtime/prefetch_stress.c" %s -lpthread -ldl -lm'):format(
+    sanitizer, root, root, program, root, table.concat(sources, " "))
+  if os.execute(command .. " 2>/dev/null") ~= 0 then
+    os.remove(program)
+    return nil
+  end
+  return program
+end
+
+--- Runs it; it must say nothing but its counts. False where the system does not let
+-- the sanitizer have the addresses that it wants.
+local function run(program, words)
+  local pipe = io.popen(("%s %s 2>&1; echo $?"):format(program, words))
+  local said = pipe:read "*a"
+  pipe:close()
+  if said:find("unexpected memory mapping", 1, true) then return false end
+  if not said:match "^[^\n]*\n0\n$" then
+    error(("stress %s:\n%s"):format(words, said), 2)
+  end
+  return true
+end
+
+local function it_under(sanitizer, name, runs)
+  it(("%s, under the %s sanitizer"):format(name, sanitizer), function()
+    local program = build_stress(sanitizer)
+    if not program then return pending "no compiler with this sanitizer" end
+    for _, words in ipairs(runs) do
+      if not run(program, words) then return pending "the sanitizer does not start" end
+    end
+    os.remove(program)
+  end)
+end
+
+describe("prefetch", function()
+  local PARTS = { "stress 4000", "order", "faults" }
+  it_under("thread", "ends each of 4000 tasks once, keeps order, tells faults", PARTS)
+  it_under("address,undefined", "does so, and leaves no memory behind", PARTS)
+  it_under("thread", "ends each of 100000 tasks once #slow", { "stress 100000" })
+end)
