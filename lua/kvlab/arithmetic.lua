@@ -12,6 +12,7 @@ end
 
 -- ---- elementwise ----------------------------------------------------------------------
 
+--- Elementwise; f32, f16 or bf16.
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "silu",
                         "tanh", "relu" } do
   local op = C["KVL_UNARY_" .. name:upper()]
@@ -54,13 +55,16 @@ function tensor.binary(name, a, b, out)
   return out
 end
 
+--- With NumPy's broadcasting; b is a tensor of the same dtype or a number. Comparisons give
+-- u8, 1 or 0. The operators + - * / and unary - do the same.
 for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
                             maximum = "MAX", minimum = "MIN", eq = "EQ", ne = "NE",
                             lt = "LT", le = "LE", gt = "GT", ge = "GE" } do
   methods[method] = function(a, b, out) return tensor.binary(name, a, b, out) end
 end
 
---- Elements of a where this u8 tensor is not 0, else of b.
+--- Elements of a where this u8 tensor is not 0, else of b. Equal shapes: nothing is
+-- broadcast.
 function methods.where(cond, a, b, out)
   out = out or tensor.open_like(a)
   check(C.kvl_where(cond, a, b, out))

@@ -281,6 +281,7 @@ function Attention:request_begin(seq)
   end)
 end
 
+--- A sequence ends: policies forget what they keep for it.
 function Attention:request_finished(seq)
   each_policy(self, function(p)
     if p.request_finished then p:request_finished(seq) end

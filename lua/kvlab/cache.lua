@@ -454,6 +454,7 @@ function M.pool(blocks, block_size)
            blocks_free = Cache.blocks_free }
 end
 
+--- Give the memory and the blocks back. Sequences of it raise from now on.
 function Cache:close()
   M.open[self] = nil
   if self.offload then self.offload:close() end

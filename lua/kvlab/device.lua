@@ -95,6 +95,7 @@ M.methods = {
     check(C.kvl_stream_open(self, out_stream))
     return ffi.gc(out_stream[0], C.kvl_stream_close)
   end,
+  --- The stream that work goes to now.
   stream = function(self) return C.kvl_device_stream(self) end,
   --- Call fn(...) with `stream` current; back to the one before, also after an error.
   with_stream = function(self, stream, fn, ...)
@@ -105,6 +106,7 @@ M.methods = {
     if not results[1] then error(results[2], 0) end
     return unpack(results, 2)
   end,
+  --- A new event: record it on a stream, have others or the host wait for it.
   open_event = function(self)
     check(C.kvl_event_open(self, out_event))
     return ffi.gc(out_event[0], C.kvl_event_close)

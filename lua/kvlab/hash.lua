@@ -160,6 +160,7 @@ function Hashes:update(ev)
     self.layers[ev.layer]))
 end
 
+--- The hashes of one layer, by physical block.
 function Hashes:layer(layer) return self.layers[layer] end
 
 --- Bytes of one block and KV head: what scoring it reads.

@@ -286,6 +286,7 @@ function HotCache:stats()
                      wasted_bytes = (a[2] - c[5]) * bytes } }
 end
 
+--- Give the memory back.
 function HotCache:close()
   self.cache.device:sync()
   self.stream:close()

@@ -350,6 +350,7 @@ function Offload:spans()
   return spans
 end
 
+--- Wait for what is under way, and give the memory back.
 function Offload:close()
   C.kvl_ring_close(ffi.gc(self.ring, nil))
   for _, list in ipairs { self.slot_views, self.buffer_views } do

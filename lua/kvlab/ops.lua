@@ -27,6 +27,8 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
+--- cache[slots[i]] = k[i], v[i]: k, v [tokens, kv_heads, head_dim], slots i64 [tokens] with
+-- block * block_size + offset, -1 to skip; cache is one layer's memory.
 function M.append_kv(k, v, slots, cache, k_scale, v_scale)
   check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
 end
@@ -37,6 +39,7 @@ function M.rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_sc
   return q
 end
 
+--- Copy whole blocks of a layer's memory: src, dst i32 [n], -1 skipped.
 function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
 
 local call = ffi.new "kvl_attention"
@@ -82,6 +85,7 @@ function M.score_minmax(q, summary, ctx, group)
   return ctx.scores
 end
 
+--- q . summary for every block, as score_minmax has it.
 function M.score_mean(q, summary, ctx, group)
   check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
     ctx.block_size, group_number(group), ctx.scores))
@@ -174,8 +178,11 @@ function M.hadamard(x, scale, out)
   return out
 end
 
+--- cache[slot] = k [n, dim], quantised row by row; slots i64 [n], -1 to skip; cache u8
+-- [blocks, block_size * (dim + 4)].
 function M.index_append(k, slots, cache) check(C.kvl_index_append(k, slots, cache)) end
 
+--- The quantised keys at slots, into k f8e4m3 [n, dim] and scales f32 [n].
 function M.index_gather(cache, slots, k, scales)
   check(C.kvl_index_gather(cache, slots, k, scales))
   return k, scales

@@ -71,6 +71,7 @@ local M = {}
 M.share = { "0 ... 1", function(x) return x >= 0 and x <= 1 end }
 M.whole = { "a whole number >= 0", function(x) return x >= 0 and x % 1 == 0 end }
 M.count = { "a whole number >= 1", function(x) return x >= 1 and x % 1 == 0 end }
+--- One of these texts.
 function M.one_of(...)
   local known, words = {}, table.concat({ ... }, " or ")
   for _, name in ipairs { ... } do known[name] = true end

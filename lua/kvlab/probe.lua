@@ -23,8 +23,10 @@ function M.attach(attention)
   return self
 end
 
+--- Stop observing.
 function Probe:detach() self.attention.probe = nil end
 
+--- Begin the averages anew.
 function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end

@@ -65,6 +65,7 @@ function M.attach(attention, o)
   return self
 end
 
+--- Stop recording.
 function Record:detach()
   self.attention.probe = self.inner
   self.attention.context.select = self.had_select

@@ -58,6 +58,7 @@ function File:read(name, dev, dtype, shape)
   return dtype and t:cast(dtype) or t
 end
 
+--- Unmap the file.
 function File:close() C.kvl_safetensors_close(ffi.gc(self.handle, nil)) end
 
 return M

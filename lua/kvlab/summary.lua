@@ -145,6 +145,7 @@ function Summary:update(ev)
     self.layers[ev.layer]))
 end
 
+--- The entries of one layer, by physical block.
 function Summary:layer(layer) return self.layers[layer] end
 
 --- Bytes of one block and KV head: what scoring it reads.

@@ -153,6 +153,7 @@ function Synthetic:time(fn)
   return from:elapsed_us(to)
 end
 
+--- Give the KV memory back.
 function Synthetic:close()
   self.device:sync()
   self.cache:close()

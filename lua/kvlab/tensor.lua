@@ -86,6 +86,7 @@ function M.tensor(dev, dtype, shape)
   return open(dev, number, fill_shape(shape, 2), 2)
 end
 
+--- Every element is `value`, converted to the dtype.
 function M.full(dev, dtype, shape, value)
   local number = library.dtype(dtype)
   local t = open(dev, number, fill_shape(shape, 2), 2)
@@ -93,7 +94,9 @@ function M.full(dev, dtype, shape, value)
   return t
 end
 
+--- Every element is 0.
 function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
+--- Every element is 1.
 function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
 
 --- Uninitialised tensor in pinned host memory, which `dev` reads and writes over the
@@ -257,7 +260,9 @@ function methods.size(t, i)
   return tonumber(t.shape[at])
 end
 
+--- The name of the dtype: "bf16".
 function methods.type(t) return dtype_names[t.dtype] end
+--- The size of the elements in bytes.
 function methods.bytes(t) return tonumber(t.count) * C.kvl_dtype_bytes(t.dtype) end
 
 --- The memory as a typed pointer, after everything launched so far; CPU tensors only
@@ -344,6 +349,7 @@ function methods.copy_(t, source)
   return t
 end
 
+--- Overwrite every element with a number.
 function methods.fill_(t, value)
   check(C.kvl_fill(t, value))
   return t
@@ -392,6 +398,8 @@ tensor_t = ffi.metatype("kvl_tensor", {
 })
 M.ctype = tensor_t
 
+--- Whether a value is a tensor, closed or not.
+---@return boolean
 function M.is_tensor(value)
   return type(value) == "cdata" and ffi.istype(tensor_t, value)
 end

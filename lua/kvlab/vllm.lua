@@ -21,6 +21,7 @@ function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
     tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim, block_size })
 end
 
+--- Write k, v [tokens, kv_heads, head_dim] at slots, i64 [tokens], -1 to skip.
 function M.append(k, v, slots, key_cache, value_cache, k_scale, v_scale)
   check(C.kvl_vllm_append(k, v, slots, key_cache, value_cache, k_scale, v_scale))
 end

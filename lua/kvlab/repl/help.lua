@@ -8,7 +8,7 @@ local M = {}
 
 ---@param path string
 ---@return string[]|nil lines
-local function read_lines(path)
+function M.read_lines(path)
   local file = io.open(path)
   if not file then return nil end
   local lines = {}
@@ -33,7 +33,10 @@ end
 
 --- The comment block that ends right above a line. A function made in a loop has it above
 -- the loop, or above a line or two of preparation.
-local function comment_above(lines, line)
+---@param lines string[]
+---@param line integer
+---@return string|nil
+function M.comment_above(lines, line)
   local last = line - 1
   for _ = 1, 3 do
     if is_comment(lines[last]) or not (lines[last] or ""):find "%S"
@@ -47,7 +50,9 @@ local function comment_above(lines, line)
 end
 
 --- The comment at the head of a file.
-local function head_comment(lines)
+---@param lines string[]
+---@return string|nil
+function M.head_comment(lines)
   local last = 0
   while is_comment(lines[last + 1]) do last = last + 1 end
   return last > 0 and comment_text(lines, 1, last) or nil
@@ -56,7 +61,10 @@ end
 -- ---- Lua ------------------------------------------------------------------------------
 
 --- "name(a, b)" of a Lua function.
-local function signature(name, f)
+---@param name string
+---@param f function
+---@return string
+function M.signature(name, f)
   local words, i = {}, 1
   while debug.getlocal(f, i) do
     words[i] = debug.getlocal(f, i)
@@ -73,9 +81,9 @@ local function of_function(name, f)
     return name .. ": a " .. (info.what == "C" and "built-in function" or
       "function typed at " .. info.short_src .. ":" .. info.linedefined)
   end
-  local lines = read_lines(path)
-  local doc = lines and comment_above(lines, info.linedefined)
-  return ("%s\n%s\n%s:%d"):format(signature(name, f), doc or "(has no comment)",
+  local lines = M.read_lines(path)
+  local doc = lines and M.comment_above(lines, info.linedefined)
+  return ("%s\n%s\n%s:%d"):format(M.signature(name, f), doc or "(has no comment)",
     inspect.inside_root(path), info.linedefined)
 end
 
@@ -95,8 +103,8 @@ local function of_module(name, t)
   for module, value in pairs(package.loaded) do
     local path = value == t and package.searchpath(module, package.path)
     if path then
-      local lines = read_lines(path)
-      return ("%s\n%s%s"):format(head_comment(lines) or name, inspect.inside_root(path),
+      local lines = M.read_lines(path)
+      return ("%s\n%s%s"):format(M.head_comment(lines) or name, inspect.inside_root(path),
         list_functions(t))
     end
   end
@@ -120,14 +128,14 @@ end
 
 local function of_policy(name)
   local path = policy_path(name)
-  local lines = read_lines(path)
+  local lines = M.read_lines(path)
   return lines and ('%s\noptions  %s\nkv.policy.open "%s"  %s'):format(
-    head_comment(lines) or name, options_text(name), name, inspect.inside_root(path))
+    M.head_comment(lines) or name, options_text(name), name, inspect.inside_root(path))
 end
 
 --- The first sentence of a file's head, without the name that it may begin with.
 local function first_sentence(lines)
-  local head = (head_comment(lines) or ""):gsub("\n%u%l+  .*", ""):gsub("\n", " ")
+  local head = (M.head_comment(lines) or ""):gsub("\n%u%l+  .*", ""):gsub("\n", " ")
   return ((head:match "^(.-%.)%s" or head):gsub("^%u[%w -]-:%s*", ""))
 end
 
@@ -135,7 +143,7 @@ end
 local function list_policies()
   local out = {}
   for i, name in ipairs(require("kvlab.policy").names()) do
-    out[i] = ("%-14s %s"):format(name, first_sentence(read_lines(policy_path(name))))
+    out[i] = ("%-14s %s"):format(name, first_sentence(M.read_lines(policy_path(name))))
   end
   out[#out + 1] = '?NAME tells more; kv.policy.open "NAME" makes one; '
     .. "?kv.policy is how to write one"
@@ -147,7 +155,7 @@ end
 local header_lines
 
 local function header()
-  header_lines = header_lines or read_lines(library.paths.header)
+  header_lines = header_lines or M.read_lines(library.paths.header)
   return header_lines
 end
 

@@ -127,6 +127,7 @@ function Exam:ask(policy, probe, each)
     observer
 end
 
+--- Give the KV memory back.
 function Exam:close() self.engine.cache:close() end
 
 return M

@@ -1,0 +1,205 @@
+--- The API reference: docs/api_lua.md from the comments of the Lua sources, docs/api_c.md
+-- from runtime/kvlab.h. Nothing in them is written twice; spec/api_spec.lua says when they
+-- are stale.
+--
+--   ./kvlab run tools/api.lua        writes both
+local help = require "kvlab.repl.help"
+local kv = require "kvlab"
+local nearest = require "kvlab.nearest"
+
+local root = kv.paths.root
+local M = {}
+
+-- Chapters of the Lua page: files of lua/. What is in them is reached through kv, or, with
+-- `required`, as a module that a script requires by its path.
+local CHAPTERS = {
+  { "Tensors", { "kvlab/tensor", "kvlab/arithmetic", "kvlab/device", "kvlab/graph" } },
+  { "Ops", { "kvlab/ops", "kvlab/vllm" } },
+  { "KV memory and attention", { "kvlab/cache", "kvlab/attention", "kvlab/offload",
+    "kvlab/hot_cache", "kvlab/index_cache", "kvlab/probe", "kvlab/record",
+    "kvlab/capture" } },
+  { "Policies", { "kvlab/policy", "kvlab/context", "kvlab/summary", "kvlab/hash",
+    "kvlab/tally", "kvlab/sampling" } },
+  { "Stores and serving", { "kvlab/store", "kvlab/prefetch", "kvlab/serve",
+    "kvlab/request", "kvlab/cost_model", "kvlab/trace" } },
+  { "Models", { "models/llama", "models/small_lm", "models/recall/exam",
+    "kvlab/safetensors" }, required = true },
+  { "Experiments", { "kvlab/experiment", "kvlab/options", "kvlab/plot", "kvlab/heat_map",
+    "kvlab/table", "kvlab/timeline", "kvlab/synthetic", "kvlab/reload" },
+    required = true },
+}
+
+-- ---- Lua ------------------------------------------------------------------------------
+
+--- Every public function that is reached by name: function -> "kv.ops.rmsnorm".
+local function reachable()
+  local names = {}
+  local function add(prefix, t)
+    for _, key in ipairs(nearest.keys(t)) do
+      local f = t[key]
+      if type(f) == "function" then names[f] = names[f] or prefix .. key end
+    end
+  end
+  add("kv.", kv)
+  for _, key in ipairs(nearest.keys(kv)) do
+    if type(kv[key]) == "table" then add("kv." .. key .. ".", kv[key]) end
+  end
+  for _, kind in ipairs { "tensor", "device" } do
+    add(kind .. ":", require("kvlab." .. kind).methods)
+  end
+  for _, chapter in ipairs(CHAPTERS) do
+    for _, module in ipairs(chapter.required and chapter[2] or {}) do
+      local value = require((module:gsub("/", ".")))
+      if type(value) == "table" then add(module:match "[^/]*$" .. ".", value) end
+    end
+  end
+  return names
+end
+
+--- "f(t, k)" of a method as it is called: "tensor:topk(k)".
+local function called(name, f)
+  local text = help.signature(name, f)
+  if name:find ":" then text = text:gsub("%(%w+,? ?", "(", 1) end
+  return text
+end
+
+--- Functions of a file that are reached by name: line -> { signature, … }.
+local function functions_of(path, names)
+  local found = {}
+  for f, name in pairs(names) do
+    local info = debug.getinfo(f, "S")
+    if info.source == "@" .. path then
+      local at = found[info.linedefined] or {}
+      found[info.linedefined] = at
+      at[#at + 1] = called(name, f)
+      table.sort(at)
+    end
+  end
+  return found
+end
+
+--- Adds the methods of a file's classes, "function Cache:layer(layer)"; those without a
+-- comment are internal.
+local function add_methods(lines, found)
+  for i, line in ipairs(lines) do
+    local class, method = line:match "^function (%u%w*):([%w_]+)%("
+    if class and help.comment_above(lines, i) then
+      local text = table.concat(lines, " ", i, math.min(i + 2, #lines))
+      local arguments = text:match "%(.-%)":gsub("%s+", " ")
+      found[i] = { class .. ":" .. method .. arguments }
+    end
+  end
+end
+
+local function indent(text) return "    " .. text:gsub("\n", "\n    ") end
+
+--- One file: its head and its functions, in the order of the source.
+local function file_text(module, names, out)
+  local path = ("%s/lua/%s.lua"):format(root, module)
+  local lines = help.read_lines(path)
+  local found, order = functions_of(path, names), {}
+  add_methods(lines, found)
+  for line in pairs(found) do order[#order + 1] = line end
+  table.sort(order)
+  out("### " .. module .. ".lua\n")
+  out("```text\n" .. (help.head_comment(lines) or "") .. "\n```\n")
+  if #order == 0 then return end
+  out "```text"
+  for _, line in ipairs(order) do
+    out(table.concat(found[line], "\n"))
+    out(indent(help.comment_above(lines, line) or "(has no comment)"))
+  end
+  out "```\n"
+end
+
+local function writer()
+  local text = {}
+  return function(line) text[#text + 1] = line end, text
+end
+
+--- The Lua page.
+---@return string
+function M.lua_page()
+  local out, text = writer()
+  out [[
+# The Lua API
+
+Generated from the comments of the sources by `./kvlab run tools/api.lua`; in the REPL `?name`
+shows the same. `?` after a parameter: it may be left out. Misuse raises an error that names
+the argument, what it was and what was expected; shapes, dtypes and errors of what calls the C
+library are those of `docs/api_c.md`. Where `out` may be left out a new tensor is made.
+]]
+  local names = reachable()
+  for _, chapter in ipairs(CHAPTERS) do
+    out("## " .. chapter[1] .. "\n")
+    for _, module in ipairs(chapter[2]) do file_text(module, names, out) end
+  end
+  return table.concat(text, "\n")
+end
+
+-- ---- C --------------------------------------------------------------------------------
+
+--- Names that a piece of the header declares, in order.
+local function declared(code)
+  local names, seen = {}, {}
+  for _, pattern in ipairs { "(kvl_[%w_]+)%(", "typedef %w+ (kvl_[%w_]+)",
+                             "} (kvl_[%w_]+);" } do
+    for name in code:gsub("/%*.-%*/", ""):gmatch(pattern) do
+      if not seen[name] then names[#names + 1], seen[name] = name, true end
+    end
+  end
+  return names
+end
+
+--- The header between the ffi marks, in pieces: a comment at the margin begins one, and
+-- so does what follows a blank line.
+local function pieces_of(header)
+  local pieces, is_new = {}, true
+  for line in header:match "/%* ffi:begin.-\n(.-)/%* ffi:end":gmatch "([^\n]*)\n" do
+    if is_new or line:find "^/%*" then pieces[#pieces + 1] = {} end
+    is_new = line == ""
+    table.insert(pieces[#pieces], not is_new and line or nil)
+  end
+  return pieces
+end
+
+--- The C page.
+---@return string
+function M.c_page()
+  local file = assert(io.open(kv.paths.header))
+  local header = file:read "*a"
+  file:close()
+  local out, text = writer()
+  out [[
+# The C API
+
+`runtime/kvlab.h` in pieces, generated by `./kvlab run tools/api.lua`. Every function returns a
+negative `kvl_status` on failure unless it says otherwise, and `kvl_last_error()` has the
+words; out parameters come last and stay as they were.
+]]
+  for _, lines in ipairs(pieces_of(header)) do
+    local title = (lines[1] or ""):match "^/%* %-%-%-%- (.-) %-+ %*/$"
+    if title then
+      out("## " .. title:gsub("^%l", string.upper) .. "\n")
+      table.remove(lines, 1)
+    end
+    local piece = table.concat(lines, "\n")
+    local names = declared(piece)
+    if #names > 0 then out("### " .. table.concat(names, ", ") .. "\n") end
+    if piece ~= "" then out("```c\n" .. piece .. "\n```\n") end
+  end
+  return table.concat(text, "\n")
+end
+
+local function write(name, text)
+  local file = assert(io.open(root .. "/docs/" .. name, "w"))
+  file:write(text)
+  file:close()
+end
+
+if ... ~= "api" then -- run, not loaded by its spec
+  write("api_lua.md", M.lua_page())
+  write("api_c.md", M.c_page())
+end
+
+return M
