@@ -1,5 +1,6 @@
 --- Choosing blocks: exact top-k of f32 rows (P6), through the top-k op and through
--- select, and the scores of Quest's bound (P8).
+-- select, with what positions become and tile by tile (E8), and the scores of Quest's
+-- bound (P8).
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -58,6 +59,84 @@ local function select(rows, n, k, is_clustered)
   end
 end
 
+-- ---- E8 ------------------------------------------------------------------------------
+
+local SLOT_BLOCK = 64
+
+--- Tables in which every sequence has all of its n tokens, and a check of slots by them.
+local function slots_of(b, rows, n)
+  local width = math.ceil(n / SLOT_BLOCK)
+  local _, order = kv.rand("cpu", "f32", { 1, rows * width }, { seed = 5 }):sort()
+  return order:reshape({ rows, width }):to(b.device)
+end
+
+--- Slots as positions again, by a table of one row.
+local function positions_of(slots, table_row)
+  local logical, list = {}, {}
+  for b, block in ipairs(table_row:list()) do logical[block] = b - 1 end
+  for i, slot in ipairs(slots:list()) do
+    list[i] = logical[math.floor(slot / SLOT_BLOCK)] * SLOT_BLOCK + slot % SLOT_BLOCK
+  end
+  return kv.from("cpu", "i32", { #list }, list)
+end
+
+--- to: positions or slots; fused: in one op, or positions and then their transform.
+local function transform(rows, n, k, to, fused)
+  return function(b)
+    local x, dev = rows_of(b, rows, n), b.device
+    local lens = kv.full(dev, "i32", { rows }, n)
+    local out = kv.full(dev, "i32", { rows, k }, -1)
+    local call = { logits = x, lens = lens, out = out }
+    local later = { positions = out, out = out, block_size = SLOT_BLOCK }
+    local tables = to == "slots" and slots_of(b, rows, n)
+    if fused then call.tables, call.block_size = tables or nil, SLOT_BLOCK
+    else later.tables = tables end
+    local function run()
+      kv.ops.topk_transform(call)
+      if not fused then kv.ops.transform_indices(later) end
+    end
+    return { run = run, bytes = 4 * rows * (n + k), check = function()
+      run()
+      local got = out:to "cpu"
+      for r = 0, tables and rows - 1 or -1, math.max(rows - 1, 1) do -- the first, the last
+        got:index(r):copy_(positions_of(got:index(r), tables:index(r)))
+      end
+      check_rows(x, got, k, true)
+    end }
+  end
+end
+
+--- Running top-k over tiles, which lie one behind the other as they would be computed.
+local function tiles(rows, n, k, tile)
+  return function(b)
+    local x, dev = rows_of(b, rows, n), b.device
+    local parts, lens = {}, kv.full(dev, "i32", { rows }, n)
+    for first = 0, n - 1, tile do
+      local columns = kv.arange(dev, "i32", math.min(tile, n - first), first)
+      local index = (kv.zeros(dev, "i32", { rows, 1 }) + columns:reshape { 1, -1 })
+      parts[#parts + 1] = { first = first, logits = x:gather(index) }
+    end
+    local values = { kv.full(dev, "f32", { rows, k }, 0 / 0),
+                     kv.full(dev, "f32", { rows, k }, 0 / 0) }
+    local positions = { kv.full(dev, "i32", { rows, k }, -7),
+                        kv.full(dev, "i32", { rows, k }, -7) }
+    local call = { lens = lens }
+    local function run()
+      for i, part in ipairs(parts) do
+        local from = i % 2 + 1
+        call.logits, call.first = part.logits, part.first
+        call.kept_values, call.kept_positions = values[from], positions[from]
+        call.values, call.positions = values[3 - from], positions[3 - from]
+        kv.ops.topk_merge(call)
+      end
+    end
+    return { run = run, bytes = 4 * rows * (n + k), check = function()
+      run()
+      check_rows(x, call.positions, k, true)
+    end }
+  end
+end
+
 -- ---- P8 -------------------------------------------------------------------------------
 
 --- sum_d max(q_d min_d, q_d max_d) = max(q, 0) . max + min(q, 0) . min, as two products.
@@ -112,6 +191,22 @@ return function(b)
                           { "sorted top-k ", topk, false } } do
       b:case { id = "P6", name = op[1] .. of, target = { us = row[4] },
                setup = op[2](row[1], n, k, row[5], op[3]) }
+    end
+  end
+  for _, row in ipairs { { 1, 131072 }, { 64, 131072 }, { 1, 1048576 },
+                         { 64, 1048576 } } do
+    local n, k = b:shrunk(row[2]), b:shrunk(2048)
+    local of = ("of [%d, %d] k %d"):format(row[1], n, k)
+    b:case { id = "E8", name = "top-k positions " .. of,
+             setup = transform(row[1], n, k, "positions", true) }
+    b:case { id = "E8", name = "top-k slots " .. of,
+             setup = transform(row[1], n, k, "slots", true) }
+    b:case { id = "E8", name = "top-k, then slots, " .. of,
+             setup = transform(row[1], n, k, "slots", false) }
+    if row[2] > 131072 then
+      local tile = b:shrunk(131072)
+      b:case { id = "E8", name = ("top-k in tiles of %d %s"):format(tile, of),
+               setup = tiles(row[1], n, k, tile) }
     end
   end
   local len = math.max(BLOCK, b:shrunk(32768))

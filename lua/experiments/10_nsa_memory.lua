@@ -1,0 +1,122 @@
+--- How much memory and time does it take to select tokens, when logits come all at once,
+-- in chunks of rows, or in tiles?
+--
+-- A chunk of queries at the end of a long context asks an indexer for its 2048 best
+-- tokens each. `rule` is the seed's: all logits at once while they are below half of the
+-- free and 0.3 of all memory; `cap` allows 64 MiB for everything that a selection
+-- allocates; `tiles` the same, and never holds a whole row. All three must select the
+-- same. bytes_peak is what the allocator counts during the first selection, us the median
+-- time of the others.
+--
+--   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
+local bench = require "kvlab.bench"
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+local tensor = require "kvlab.tensor"
+
+local dev = kv.device()
+local is_cpu = dev:is_cpu()
+local BLOCK, PIECE = 64, 65536
+
+--- Paged index keys of one sequence of n tokens, its blocks in random order.
+local function keys_of(n, dim, seed)
+  local blocks = n / BLOCK
+  local index = kv.index_cache { device = dev, blocks = blocks, dim = dim,
+                                 block_size = BLOCK }
+  for first = 0, n - 1, PIECE do
+    kv.scope(function()
+      local count = math.min(PIECE, n - first)
+      local k = kv.randn(dev, "bf16", { count, dim },
+        { seed = seed, offset = first * dim })
+      index:append(0, k, kv.arange(dev, "i64", count, first))
+    end)
+  end
+  local _, order = kv.rand("cpu", "f32", { 1, blocks }, { seed = seed }):sort()
+  return { index = index, tables = order:to(dev) }
+end
+
+local made = {} -- keys of the present length: lengths vary slowest
+
+local function keys_for(config)
+  if made.n ~= config.keys then
+    made = { n = config.keys }
+    collectgarbage()
+    made.keys = tensor.lasting(keys_of, config.keys, config.dim, config.seed)
+  end
+  return made.keys
+end
+
+local function indexer_of(config)
+  local is_rule = config.way == "rule"
+  return kv.indexer { device = dev, topk = config.topk,
+    logits_bytes_max = not is_rule and config.cap or nil,
+    streaming = config.way == "tiles" }
+end
+
+--- Microseconds of one call by events, median of at least three and 100 ms of them.
+local function median_us(fn)
+  local times, from, to = {}, dev:open_event(), dev:open_event()
+  local start, stream = kv.C.kvl_clock_ns(), dev:stream()
+  repeat
+    from:record(stream)
+    fn()
+    to:record(stream)
+    times[#times + 1] = from:elapsed_us(to)
+  until #times >= 3 and tonumber(kv.C.kvl_clock_ns() - start) > 1e8 or #times >= 31
+  from:close()
+  to:close()
+  return bench.median(times)
+end
+
+local function run(config)
+  local keys, rows, n = keys_for(config), config.queries, config.keys
+  local call = { cache = keys.index:layer(0), tables = keys.tables, block_size = BLOCK,
+    lens = kv.arange(dev, "i32", rows, n - rows + 1), to = "slots",
+    out = kv.full(dev, "i32", { rows, config.topk }, -77) }
+  call.q, call.weights = keys.index:queries(
+    kv.randn(dev, "bf16", { rows, config.heads, config.dim }, { seed = config.seed + 1 }),
+    kv.rand(dev, "f32", { rows, config.heads }, { seed = config.seed + 2 }))
+  local indexer = indexer_of(config)
+  local plan = indexer:plan(rows, n, BLOCK)
+  dev:sync()
+  local before = dev:stats().bytes_live
+  dev:reset_peak()
+  indexer:select(call)
+  local peak = dev:stats().bytes_live_peak - before
+  assert(config.way == "rule" or peak <= config.cap, "more memory than was allowed")
+  local checksum = call.out:cast("f32"):sum(-1):sum(-1):item()
+  assert((made[rows] or checksum) == checksum, "another selection than before")
+  made[rows] = checksum
+  local us = median_us(function() indexer:select(call) end)
+  indexer:free()
+  return { bytes_logits = 4 * rows * n, bytes_peak = peak, us = us, rows = plan.rows,
+           columns = plan.columns, ns_logit = us * 1e3 / (rows * n) }
+end
+
+local WAYS = { "rule", "cap", "tiles" }
+local MOST = is_cpu and 128 or 4096
+
+experiment.run {
+  name = "10_nsa_memory",
+  title = "Selecting tokens in bounded memory",
+  grid = {
+    { "keys", is_cpu and { 4096, 16384, 65536 } or { 16384, 65536, 262144, 1048576 } },
+    { "queries", is_cpu and { 1, 16, 128 } or { 1, 64, 1024, 4096 } },
+    { "way", WAYS },
+  },
+  defaults = { topk = is_cpu and 512 or 2048, heads = is_cpu and 4 or 64,
+               dim = is_cpu and 32 or 128, cap = is_cpu and 2 ^ 20 or 2 ^ 26 },
+  quick = { keys = { 4096 }, queries = { 1, 16 } },
+  metrics = { "bytes_logits", "bytes_peak", "us", "rows", "columns", "ns_logit" },
+  run = function(config) return kv.scope(run, config) end,
+  table = {
+    { rows = "keys", columns = "way", value = "bytes_peak", where = { queries = MOST },
+      format = "%.0f" },
+    { rows = "keys", columns = "way", value = "us", where = { queries = MOST },
+      format = "%.1f" },
+    { rows = "keys", columns = "way", value = "us", where = { queries = 1 },
+      format = "%.1f" },
+  },
+  plot = { x = "keys", y = "bytes_peak", series = "way", panel = "queries", logx = true,
+           logy = true, xlabel = "tokens", ylabel = "bytes of a selection" },
+}
