@@ -89,10 +89,11 @@ local of_verb = {
   sweep = { jobs = to_count, ["keep-going"] = FLAG, slurm = maybe_text,
             shards = to_count, retries = to_whole, ["at-once"] = to_count,
             csv = FLAG },
+  compare = { metric = to_list, by = to_list },
   bench = { json = FLAG, list = FLAG },
   test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
 }
-local verbs = { "run", "repl", "sweep", "test", "bench" }
+local verbs = { "run", "repl", "sweep", "compare", "test", "bench" }
 
 -- What rows do not depend on, only where, when and by whom they are computed.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
@@ -261,6 +262,12 @@ function prepare.sweep(action)
       nearest.find(action, { "submit", "status", "merge" }), SWEEP)
   end
   return sweep[action]()
+end
+
+function prepare.compare()
+  if #options.args ~= 2 then misuse "compare takes two folders of results" end
+  local a, b = unpack(options.args)
+  return function() return require("kvlab.compare").main(a, b, options) end
 end
 
 function prepare.test()

@@ -23,8 +23,9 @@
 -- needed only when the device is not the one that kv.device() opens.
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
--- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv. Configurations that
--- results.jsonl already holds are not run again; --set fresh=true starts over.
+-- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv.
+-- Configurations that results.jsonl already holds are not run again; --set fresh=true
+-- starts over.
 local json = require "kvlab.json"
 local manifests = require "kvlab.manifest"
 local grids = require "kvlab.grid"

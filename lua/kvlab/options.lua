@@ -25,6 +25,8 @@
 ---@field shards integer|nil       sweep submit: in how many parts
 ---@field retries integer|nil      sweep submit: how often failed shards are tried again
 ---@field at-once integer|nil      sweep submit: how many tasks of an array run at a time
+---@field metric string[]|nil      compare: these metrics only
+---@field by string[]|nil          compare: a line for every value of these axes
 ---@field json boolean|nil         bench: rows as JSON lines
 ---@field list boolean|nil         bench, run, test: names instead of work
 local M = {

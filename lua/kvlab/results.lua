@@ -153,12 +153,12 @@ local function parse(text, path)
   return rows, lines, at - 1
 end
 
---- Another folder's rows and lines, without the row that is being written there just now;
--- none when there is no file.
+--- The rows and lines of another folder, or of a file of rows (.jsonl), without a row
+-- that is just being written; none when there is no file.
 ---@param folder string
 ---@return table[] rows, string[] lines
 function M.read(folder)
-  local path = folder .. "/results.jsonl"
+  local path = folder:find "%.jsonl$" and folder or folder .. "/results.jsonl"
   local rows, lines = parse(M.read_file(path) or "", path)
   return rows, lines
 end
