@@ -50,6 +50,7 @@ describe("the API reference", function()
         end
       end
     end
+    check("kv.", kv)
     check("tensor:", require("kvlab.tensor").methods)
     check("device:", require("kvlab.device").methods)
     for _, key in ipairs(nearest.keys(kv)) do

@@ -6,9 +6,12 @@
 --   ```repl         "[1] 1 + 1" is typed, the lines after it are what comes back
 --   ```text         right after one of them: what it prints; "…" stands for anything
 --   <!-- as: FILE -->       before a block: it is a piece of FILE
---   <!-- file: FILE -->     the reader saves it as FILE: it is run from there, if at all
+--   <!-- file: FILE -->     the reader saves it as FILE: it runs from there
 --   <!-- not run: WHY -->   what it calls is checked: verbs, options and files exist
+--
+-- Names between backticks in the text are there: files, kv.X, kvl_x and Class:method.
 local doc_blocks = require "spec.doc_blocks"
+local help = require "kvlab.repl.help"
 local kv = require "kvlab"
 
 local root = kv.paths.root
@@ -21,23 +24,24 @@ local scratch
 local known
 
 local function read_help()
-  local _, help = scratch:sh "./kvlab help"
+  local _, manual = scratch:sh "./kvlab help"
   known = {}
-  for verb in help:gmatch "\n  (%l+) " do known[verb] = true end
-  for option in help:gmatch "%-%-[%l-]+" do known[option] = true end
+  for verb in manual:gmatch "\n  (%l+) " do known[verb] = true end
+  for option in manual:gmatch "%-%-[%l-]+" do known[option] = true end
 end
 
 --- Verbs, options and files that a line of shell names are there.
 local function check_command(line)
   local words = (" " .. line):match "%s%./kvlab%f[%s%z](.*)" or ""
-  words = words:gsub("%s#.*", ""):gsub("%s[|>&;].*", "")
+  words = words:gsub("%s#.*", ""):gsub("%s[|>&;].*", ""):gsub("'[^']*'", "")
   local verb = words:match "^%s+(%l+)"
   assert.is_true(not verb or known[verb], ("there is no verb %s"):format(verb))
   for option in words:gmatch "%f[%S]%-%-[%l-]+" do
     assert.is_true(known[option], ("there is no option %s"):format(option))
   end
   for path in words:gmatch "%f[%S][%l_]+/[%w_/.*-]+" do
-    assert.is_true(scratch:has(path), ("there is no %s"):format(path))
+    local is_made = path:find "^results/"
+    assert.is_true(is_made ~= nil or scratch:has(path), ("there is no %s"):format(path))
   end
 end
 
@@ -93,6 +97,50 @@ local function save(block)
   scratch:write(block.file, block.text)
 end
 
+-- ---- names ----------------------------------------------------------------------------
+
+local FOLDERS = { lua = true, runtime = true, kernels = true, spec = true, docs = true,
+                  bench = true, notes = true, tools = true }
+
+local function read_api()
+  local file = assert(io.open(root .. "/docs/api_lua.md"))
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+--- Whether what a page names is there; nil: it is not a name of ours.
+local function is_there(name, api)
+  if name == "docs/reports.md" then return nil end -- a page that is being written
+  if FOLDERS[name:match "^(%l+)/[%w_./*-]+$"] then
+    return os.execute(("ls -d '%s'/%s >/dev/null 2>&1"):format(root, name)) == 0
+  elseif name:find "^kvl_%l" then
+    return (help.text(name:match "^[%w_]+", {})) ~= nil
+  elseif name:find "^kv%.%l" then
+    local value = kv
+    for key in name:match "^kv([%w_.]+)":gmatch "[%w_]+" do
+      value = type(value) == "table" and value[key] or nil
+    end
+    return value ~= nil
+  elseif name:find "^%u%w*:%l[%w_]*$" then
+    return api:find("\n" .. name .. "(", 1, true) ~= nil
+  end
+end
+
+--- The names between backticks outside of code blocks that are not there.
+local function missing_names(lines)
+  local missing, api, inside = {}, read_api(), false
+  for i, line in ipairs(lines) do
+    if line:find "^```" then inside = not inside end
+    for name in (inside and "" or line):gmatch "`([^`]+)`" do
+      if is_there(name, api) == false then
+        missing[#missing + 1] = ("line %d: %s"):format(i, name)
+      end
+    end
+  end
+  return table.concat(missing, "\n")
+end
+
 --- Specs of one page.
 local function describe_page(page)
   local blocks, lines = doc_blocks.read(root, page)
@@ -114,6 +162,7 @@ local function describe_page(page)
       scripts[#scripts + 1] = block
     end
   end
+  it("names what is there", function() assert.equal("", missing_names(lines)) end)
   if #scripts > 0 then
     it("runs its Lua", function() run_lua(page, scripts, #lines) end)
   end

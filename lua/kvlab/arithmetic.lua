@@ -55,8 +55,8 @@ function tensor.binary(name, a, b, out)
   return out
 end
 
---- With NumPy's broadcasting; b is a tensor of the same dtype or a number. Comparisons give
--- u8, 1 or 0. The operators + - * / and unary - do the same.
+--- With NumPy's broadcasting; b is a tensor of the same dtype or a number. Comparisons
+-- give u8, 1 or 0. The operators + - * / and unary - do the same.
 for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
                             maximum = "MAX", minimum = "MIN", eq = "EQ", ne = "NE",
                             lt = "LT", le = "LE", gt = "GT", ge = "GE" } do

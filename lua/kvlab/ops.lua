@@ -27,8 +27,8 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
---- cache[slots[i]] = k[i], v[i]: k, v [tokens, kv_heads, head_dim], slots i64 [tokens] with
--- block * block_size + offset, -1 to skip; cache is one layer's memory.
+--- cache[slots[i]] = k[i], v[i]: k, v [tokens, kv_heads, head_dim], slots i64 [tokens],
+-- block * block_size + offset or -1 to skip; cache is one layer's memory.
 function M.append_kv(k, v, slots, cache, k_scale, v_scale)
   check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
 end
