@@ -114,15 +114,20 @@ function M.lines(rows, opts)
     panel_of[value] = p.panels[i]
   end
   if not opts.panel then p.panels[1] = { series = {} } end
-  for _, row in ipairs(rows) do
-    local panel = opts.panel and panel_of[row.config[opts.panel]] or p.panels[1]
+  local function add(panel, row)
     local name = opts.series and tostring(row.config[opts.series]) or p.names[1]
-    local x, y = position[row.config[opts.x]], row.metrics[opts.y]
+    -- a row that has no x holds for all of them: one point is drawn as a level
+    local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
+    local y = row.metrics[opts.y]
     if x and is_finite(y) then
       panel.series[name] = panel.series[name] or {}
       table.insert(panel.series[name], { x, y, row.low and row.low[opts.y],
                                          row.high and row.high[opts.y] })
     end
+  end
+  for _, row in ipairs(rows) do
+    local own = opts.panel and panel_of[row.config[opts.panel]]
+    for _, panel in ipairs(own and { own } or p.panels) do add(panel, row) end
   end
   for _, panel in ipairs(p.panels) do
     for _, points in pairs(panel.series) do

@@ -110,7 +110,8 @@ function M.csv(t)
   return table.concat(lines)
 end
 
---- The rows whose configuration has every value of `where`.
+--- The rows whose configuration has every value of `where`. A row without an axis holds
+-- for all of its values, here and in tables and plots: grids have conditional axes.
 ---@param rows table[]
 ---@param where? table<string, any>
 ---@return table[]
@@ -118,7 +119,10 @@ function M.where(rows, where)
   local kept = {}
   for _, row in ipairs(rows) do
     local fits = true
-    for key, value in pairs(where or {}) do fits = fits and row.config[key] == value end
+    for key, value in pairs(where or {}) do
+      local own = row.config[key]
+      fits = fits and (own == nil or own == value)
+    end
     if fits then kept[#kept + 1] = row end
   end
   return kept
@@ -151,6 +155,12 @@ local function metric_cell(row, name)
   return { mean = mean, half = half }
 end
 
+--- The first and last place of a value; of none, all n places.
+local function span(place_of, value, n)
+  if value == nil then return 1, n end
+  return place_of[value], place_of[value]
+end
+
 --- One metric of many rows as a table: one line per value of opts.rows, one column per
 -- value of opts.columns (without it, a single column), with the metric's interval where
 -- the rows have one (results.summarise). Two rows that fall on one cell are an error:
@@ -168,7 +178,7 @@ function M.pivot(rows, opts)
   local columns = opts.columns and M.distinct(rows, opts.columns) or { opts.value }
   local line_of, column_of = {}, {}
   for i, value in ipairs(lines) do line_of[value] = i end
-  for i, value in ipairs(columns) do column_of[value] = i + 1 end
+  for i, value in ipairs(columns) do column_of[value] = i end
 
   local t = { caption = opts.caption, format = opts.format, rows = {} }
   local corner = opts.columns and opts.rows .. " \\ " .. opts.columns or opts.rows
@@ -177,18 +187,21 @@ function M.pivot(rows, opts)
   -- a label is text: the format is for the values
   for i, value in ipairs(lines) do t.rows[i] = { M.format_cell(value) } end
   local taken = {}
+  local function put(line, column, row)
+    local cell = line .. "," .. column
+    if taken[cell] then
+      error(("table.pivot: two rows fall on %s = %s in column %s; `where` must tell"
+        .. " them apart"):format(opts.rows, tostring(lines[line]), t.header[column + 1]),
+        3)
+    end
+    taken[cell] = true
+    t.rows[line][column + 1] = metric_cell(row, opts.value)
+  end
   for _, row in ipairs(rows) do
-    local line = line_of[row.config[opts.rows]]
-    local column = opts.columns and column_of[row.config[opts.columns]] or 2
-    if line and column then
-      local cell = line .. "," .. column
-      if taken[cell] then
-        error(("table.pivot: two rows fall on %s = %s in column %s; `where` must tell"
-          .. " them apart"):format(opts.rows, tostring(row.config[opts.rows]),
-          t.header[column]), 2)
-      end
-      taken[cell] = true
-      t.rows[line][column] = metric_cell(row, opts.value)
+    local top, bottom = span(line_of, row.config[opts.rows], #lines)
+    local left, right = span(column_of, row.config[opts.columns], #columns)
+    for line = top, bottom do
+      for column = left, right do put(line, column, row) end
     end
   end
   return t

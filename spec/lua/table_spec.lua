@@ -68,6 +68,20 @@ blöck             nan            -
     end, "policy = quest in column 0.1")
   end)
 
+  it("shows a row without an axis for all of its values", function()
+    local some = { row("full", nil, 512, 1), row("quest", 0.05, 512, 0.9),
+                   row("quest", 0.1, 512, 0.95), row("quest", 0.1, 1024, 0.5) }
+    local t = text_table.pivot(some, { rows = "policy", columns = "budget",
+      value = "accuracy", where = { context = 512, budget = 0.1 } })
+    assert.same({ { "full", 1 }, { "quest", 0.95 } }, t.rows)
+    t = text_table.pivot(some, { rows = "policy", columns = "budget",
+      value = "accuracy", where = { context = 512 } })
+    assert.same({ { "full", 1, 1 }, { "quest", 0.9, 0.95 } }, t.rows)
+    t = text_table.pivot(some, { rows = "budget", columns = "policy",
+      value = "accuracy", where = { context = 512 } })
+    assert.same({ { "0.05", 1, 0.9 }, { "0.1", 1, 0.95 } }, t.rows)
+  end)
+
   it("lists whole rows, metrics in the given order", function()
     local one = { config = { a = 1, seed = 0 }, metrics = { x = 1, b = 2, y = 3 } }
     local t = text_table.of_rows({ one }, { { name = "a" } }, { "a", "y", "x" })
