@@ -288,6 +288,19 @@ function M.configurations(grid, fixed, when)
   return list
 end
 
+--- Whether the axes in `placed` tell an axis's values apart: it is one of them, or zipped
+-- with one that has another value each time.
+---@param axis kvlab.axis
+---@param placed table<string, boolean>
+---@return boolean
+function M.is_told(axis, placed)
+  for _, other in ipairs(axis.rank.axes) do
+    local is_key = other == axis or #other.values == #axis.rank.tuples
+    if placed[other.name] and is_key then return true end
+  end
+  return false
+end
+
 --- "context=512 policy=quest budget=0.1": a configuration's place on the axes.
 ---@param grid kvlab.grid
 ---@param config table

@@ -110,7 +110,7 @@ local function check_view(grid, view, what)
     if name then placed[name] = true end
   end
   for _, axis in ipairs(grid.axes) do
-    if #axis.values > 1 and not placed[axis.name] then
+    if #axis.values > 1 and not grids.is_told(axis, placed) then
       fail("%s: axis %s has %d values; place it in %s or where", what, axis.name,
         #axis.values, table.concat(AXES_OF[what], ", "))
     end

@@ -277,6 +277,15 @@ random           0.80  2.40
         view("plot", { x = "budget", y = "accuracy", series = "policy" }))
     end)
 
+    it("takes zipped axes as placed where one tells the others", function()
+      local grid = { { { "slots", "size" }, { { 2, 1024 }, { 4, 512 }, { 8, 512 } } } }
+      run { grid = grid, run = function(c) return { accuracy = c.size } end,
+            table = { rows = "slots", value = "accuracy" } }
+      assert_has("4           512\n", harness.printed)
+      assert_has("axis slots has 3 values; place it in rows, columns or where",
+        problem_of { grid = grid, table = { rows = "size", value = "x" } })
+    end)
+
     it("shows the last value of an axis that lost the one in `where`", function()
       run({ table = { rows = "policy", columns = "budget", value = "accuracy",
                       where = { context = 1024 } } }, { context = "32,64" })
