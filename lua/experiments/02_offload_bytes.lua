@@ -70,7 +70,7 @@ experiment.run {
   },
   defaults = { shape = synthetic.default_shape(dev), block_size = is_cpu and 256 or 1024,
                ratio = 0.25, slots = 4 },
-  quick = { context = { 4096 } },
+  quick = { context = { 1024, 2048, 4096 } },
   run = run,
   table = {
     { rows = "policy", columns = "context", value = "prefill_loaded", format = "%.0f" },

@@ -110,6 +110,6 @@ experiment.run {
       logx = true, xlabel = "block size (tokens)",
       ylabel = "share of the transfer under attention", title = "transfer hidden" })
     hidden.file = "hidden_by_block_size"
-    return { lines, hidden, picture(config) }
+    return { picture(config), lines, hidden }
   end,
 }

@@ -142,7 +142,7 @@ experiment.run {
     { "context", { 8192, 32768, 131072 } },
   },
   defaults = { bits = 128 },
-  quick = { context = { 8192 }, seqs = { 1 } },
+  quick = { context = { 8192, 32768 }, seqs = { 1 } },
   when = function(config) -- 16 x 131072 tokens are 2 GB of token hashes
     return config.seqs == 1 or config.context < 131072
   end,

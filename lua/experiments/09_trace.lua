@@ -69,7 +69,6 @@ experiment.run {
                store_gb = 0, link_gbps = 5, link_us = 100, max_seqs = 64,
                max_tokens = 8192, prefetch_ahead = 2, prefetch_workers = 4,
                max_pending_prefetch = 64, slowdown = 5 },
-  quick = { limit = 100 },
   environment = not options.set.model and replay.ENVIRONMENT or nil,
   run = run,
   table = function(rows)
@@ -80,4 +79,6 @@ experiment.run {
     end
     return t
   end,
+  plot = { x = "priority", y = "ttft_mean_ms", series = "late", ymin = 0,
+           ylabel = "mean time to the first token (ms)" },
 }

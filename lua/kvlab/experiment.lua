@@ -183,14 +183,15 @@ local function finish(plan, store, manifest, given)
     paths[3] = plan.folder .. "/results.csv"
     results.write_file(paths[3], text_table.csv(full))
   end
-  local pictures = make_plots(plan, shown)
+  local pictures, drawn = make_plots(plan, shown), {}
   for _, picture in ipairs(pictures) do
     local path = plan.folder .. "/" .. picture.file
     if picture.svg then
       results.write_file(path, picture.svg)
-      paths[#paths + 1] = path
+      paths[#paths + 1], drawn[#drawn + 1] = path, picture.file
     end
   end
+  manifests.add_pictures(plan.folder, manifest, drawn)
   if pictures[1] and pictures[1].reason then io.stderr:write(pictures[1].reason, "\n") end
   results.write_file(paths[2], report.html { title = plan.title, manifest = manifest,
     plots = pictures, tables = tables, rows = full })

@@ -10,7 +10,7 @@ local M = {}
 local ORDER = {
   "name", "title", "seed", "repeats", "device", "description", "driver", "date",
   "finished", "commit", "dirty", "command", "arguments", "shard", "jobs", "quick", "axes",
-  "defaults", "configurations", "cpu", "os", "versions",
+  "defaults", "configurations", "cpu", "os", "versions", "pictures",
 }
 
 local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
@@ -151,6 +151,15 @@ function M.write(folder, now, old, has_work)
   end
   write(folder, manifest)
   return manifest
+end
+
+--- Adds to a manifest which pictures the folder has, the first one the most telling.
+---@param folder string
+---@param manifest table
+---@param files string[]
+function M.add_pictures(folder, manifest, files)
+  manifest.pictures = json.array(files)
+  write(folder, manifest)
 end
 
 --- Adds to a manifest that every row is there.

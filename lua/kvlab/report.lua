@@ -30,11 +30,20 @@ local HEAD = [[
   --page: #16181c; --line: #34383f; --band: #1f2227; --link: #6fb5f0 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 1180px; margin: 2.5rem auto; padding: 0 1.25rem }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem }
-h2 { font-size: 1.1rem; margin: 2.4rem 0 .6rem }
+a { color: var(--link) }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem; overflow-wrap: anywhere }
 p.made { color: var(--soft); margin: 0 }
+svg { width: 100%%; height: auto; display: block }
+%s</style>
+</head>
+<body>
+<h1>%s</h1>
+]]
+
+local STYLE = [[
+h2 { font-size: 1.1rem; margin: 2.4rem 0 .6rem }
 figure { margin: 1.4rem 0; overflow-x: auto }
-figure svg { width: 100%%; height: auto; display: block }
+figure svg { max-width: var(--width); min-width: min(var(--width), 40rem) }
 .wide { overflow: auto; max-height: 80vh }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem }
 caption { text-align: left; color: var(--soft); padding: 0 0 .4rem }
@@ -51,25 +60,34 @@ th[aria-sort=descending] button::after { content: " \2193" }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem;
   margin: 0 }
 dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
-</style>
-</head>
-<body>
 ]]
+
+--- The beginning of a page: its head, colours and `style`, and its title.
+---@param title string
+---@param style string
+---@return string
+function M.head(title, style)
+  return HEAD:format(escape(title), style, escape(title))
+end
 
 local SORT = [[
 <script>
 const table = document.getElementById("rows"), body = table.tBodies[0]
-const value = (row, at) => row.cells[at].dataset.v ?? row.cells[at].textContent
-function compare(a, b) {
-  const x = parseFloat(a), y = parseFloat(b)
-  if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || a.localeCompare(b)
-  return x - y
+function value(row, at) {
+  const cell = row.cells[at], digits = cell.dataset.v
+  return digits === undefined ? cell.textContent : Number(digits)
+}
+// numbers, then words; nan and empty cells last in both orders
+const rank = x => x !== x || x === "-" ? 2 : typeof x === "string" ? 1 : 0
+function compare(x, y, sign) {
+  return rank(x) - rank(y)
+    || sign * (typeof x === "string" ? x.localeCompare(y) : x - y)
 }
 for (const head of table.tHead.rows[0].cells) head.firstChild.onclick = () => {
   const sign = head.ariaSort === "ascending" ? -1 : 1, at = head.cellIndex
   for (const other of table.tHead.rows[0].cells) other.ariaSort = null
   head.ariaSort = sign > 0 ? "ascending" : "descending"
-  const rows = [...body.rows].sort((a, b) => sign * compare(value(a, at), value(b, at)))
+  const rows = [...body.rows].sort((a, b) => compare(value(a, at), value(b, at), sign))
   body.append(...rows)
 }
 </script>
@@ -110,17 +128,16 @@ local function add_table(out, t, id)
   out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
 end
 
---- gnuplot's picture as a part of the page: no wider than it was drawn, not too narrow to
--- read (it scrolls), without its prologue, name and white ground, in the page's colour of
--- ink. `number` keeps its ids apart from those of other pictures.
+--- gnuplot's picture as a part of a page: without its prologue, name and white ground, in
+-- the page's colour of ink, with its own width for the page's style. `number` keeps its
+-- ids apart from those of other pictures.
 ---@param svg string
 ---@param number integer
 ---@return string
 function M.inline_svg(svg, number)
   local width = svg:match "viewBox=\"0 0 (%d+)" or "900"
   local prefix = ("p%d-"):format(number)
-  local head = ("<svg role=\"img\" style=\"max-width: %spx; min-width: min(%spx, 40rem)"
-    .. "\""):format(width, width)
+  local head = ("<svg role=\"img\" style=\"--width: %spx\""):format(width)
   return (svg:gsub("^.-<svg", head, 1)
     :gsub("<title>Gnuplot</title>%s*<desc>.-</desc>", "", 1)
     :gsub("<rect [^>]*fill=\"#ffffff\"/>", "", 1)
@@ -168,7 +185,7 @@ end
 ---@return string
 function M.html(r)
   local m = r.manifest
-  local out = { HEAD:format(escape(r.title)), "<h1>" .. escape(r.title) .. "</h1>" }
+  local out = { M.head(r.title, STYLE) }
   local made = { m.name, m.device .. (m.description and ", " .. m.description or ""),
                  "seed " .. to_text(m.seed), m.date }
   out[#out + 1] = "<p class=\"made\">" .. escape(table.concat(made, " · ")) .. "</p>"

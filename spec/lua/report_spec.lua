@@ -87,7 +87,7 @@ describe("report", function()
       .. "<text>quest</text></g></svg>"
     local page = make_page { plots = { { svg = svg } } }
     assert.equal(0, count(page, "<?xml") + count(page, "#ffffff\"/>"))
-    assert.truthy(page:find("max-width: 640px", 1, true))
+    assert.truthy(page:find("--width: 640px", 1, true))
     assert.truthy(page:find("fill=\"currentColor\" stroke='rgb(  0,   0, 200)'", 1, true))
   end)
 end)

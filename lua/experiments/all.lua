@@ -1,0 +1,89 @@
+--- Every experiment of this folder, one after the other, and a page that shows them all.
+--
+--   ./kvlab run lua/experiments/all.lua --quick [--device=cuda] [--seed=1] [--out=DIR]
+--   ./kvlab run lua/experiments/all.lua --quick 01_recall 14_needle
+--
+-- Words after the options choose some; other options reach every experiment. Each is a
+-- process of its own with a folder of its own (results/all-quick/NAME) beside the page,
+-- index.html; what one printed is in NAME.txt. One that fails is shown as failed, the
+-- others go on, and the exit status says so. Without --quick it takes hours.
+local gallery = require "kvlab.gallery"
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local manifests = require "kvlab.manifest"
+local nearest = require "kvlab.nearest"
+local options = require "kvlab.options"
+local results = require "kvlab.results"
+
+local FOLDER = kv.paths.root .. "/lua/experiments"
+
+local function find_experiments()
+  local names = {}
+  local list = io.popen(("cd '%s' && LC_ALL=C ls [0-9]*.lua"):format(FOLDER))
+  for file in list:lines() do names[#names + 1] = file:match "^(.*)%.lua$" end
+  list:close()
+  return names
+end
+
+--- The names that the command line chooses; all without one.
+local function choose(names)
+  if #options.args == 0 then return names end
+  local is_there, chosen = {}, {}
+  for _, name in ipairs(names) do is_there[name] = true end
+  for i, name in ipairs(options.args) do
+    if not is_there[name] then
+      error(("no experiment %s; did you mean %s?"):format(name,
+        nearest.find(name, names)), 0)
+    end
+    chosen[i] = name
+  end
+  return chosen
+end
+
+--- Options of the command line for each experiment: all but the folder.
+local function shared_options()
+  local words = {}
+  for _, word in ipairs(options.words) do
+    if word:match "^%-%-" and word ~= "--" and not word:match "^%-%-out=" then
+      words[#words + 1] = word
+    end
+  end
+  return words
+end
+
+local function run(name, folder, words)
+  local out = folder .. "/" .. name
+  local command = manifests.shell_line { kv.paths.executable, "run",
+    ("%s/%s.lua"):format(FOLDER, name), "--out=" .. out, unpack(words) }
+  local start = kv.C.kvl_clock_ns()
+  local pipe = io.popen(command .. " 2>&1; echo \"status $?\"")
+  local text = pipe:read "*a"
+  pipe:close()
+  local printed, status = text:match "^(.*)status (%d+)%s*$"
+  if not printed or status == "130" then error("interrupted", 0) end
+  results.write_file(out .. ".txt", printed)
+  return { name = name, is_done = status == "0", printed = printed,
+           seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9 }
+end
+
+local folder = options.out or "results/all" .. (options.quick and "-quick" or "")
+local names, words = choose(find_experiments()), shared_options()
+local entries, failed = {}, {}
+results.make_folder(folder)
+for i, name in ipairs(names) do
+  io.write(("%2d of %d  %-24s"):format(i, #names, name))
+  io.flush()
+  entries[i] = run(name, folder, words)
+  if not entries[i].is_done then failed[#failed + 1] = name end
+  print(("%7.1f s%s"):format(entries[i].seconds, entries[i].is_done and "" or "  failed"))
+end
+local dev = kv.device()
+local made = { dev:name() .. ", " .. dev:description(),
+               "seed " .. json.encode(options.seed), os.date "!%Y-%m-%d" }
+results.write_file(folder .. "/index.html", gallery.html(folder,
+  "kvlab: what each experiment shows", table.concat(made, " · "), entries))
+print(folder .. "/index.html")
+if #failed > 0 then
+  error(("failed: %s; what they printed is in %s/NAME.txt"):format(
+    table.concat(failed, ", "), folder), 0)
+end
