@@ -24,6 +24,7 @@ slurm|MUNGE|/usr/sbin/munged|munge|specs of sweeps
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
 repl|libedit|/usr/lib/*/libedit.so.2 /usr/lib*/libedit.so.2|libedit2|line editing in the REPL
 tmux|tmux|tmux|tmux|specs of the REPL at a terminal
+browser|Chromium|chromium|chromium|specs of reports in a browser
 extra|luacheck|luacheck|lua-check|.ci/run
 END
 }
