@@ -280,6 +280,30 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
  * exp2(-inf - shift) is 0 and never NaN. */
 __device__ __forceinline__ float finite_shift(float m) { return m == -INFINITY ? 0.f : m; }
 
+/* Of two rows a thread has elements 0, 1 and 2, 3 of each tile of an mma's result. */
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&x)[N][4], float by0, float by1) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    x[n][0] *= by0;
+    x[n][1] *= by0;
+    x[n][2] *= by1;
+    x[n][3] *= by1;
+  }
+}
+/* Scores to weights, which are added to the rows' sums. */
+template <int N>
+__device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float shift1,
+                                           float &sum0, float &sum1) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      sum0 += s[n][c] = exp2_fast(s[n][c] - shift0);
+      sum1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
+    }
+}
+
 /* tanh with a relative error of about 1e-6: tanh.approx is off by 5e-4, which a cap of 50
  * would make 0.02 of a score. */
 __device__ __forceinline__ float tanh_fast(float x) {
