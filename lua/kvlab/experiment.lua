@@ -259,14 +259,17 @@ local function complete(spec, plan, store, given)
   if works then run_missing(spec, plan, store, missing, given) end
   store:arrange(plan.configs)
   if plan.shard then return finish_shard(plan, store, manifest) end
-  local answer = finish(plan, store, manifest, given)
-  if given.merge and #missing > 0 then shards.explain_missing(plan, missing) end
-  return answer
+  if given.merge and #missing > 0 then -- what the script shows may need all rows
+    local ok, problem = pcall(finish, plan, store, manifest, given)
+    if not ok then io.stderr:write("no tables yet: ", tostring(problem), "\n") end
+    shards.explain_missing(plan, missing)
+  end
+  return finish(plan, store, manifest, given)
 end
 
 local function execute(spec, plan, given)
-  results.make_folder(plan.folder)
   if plan.shard then shards.check_count(plan.root, plan.shard.count) end
+  results.make_folder(plan.folder)
   local store = results.open(plan.folder, plan.fresh)
   local ok, answer = pcall(complete, spec, plan, store, given)
   store:close()

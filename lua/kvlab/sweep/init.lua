@@ -8,6 +8,7 @@
 -- resubmits the shards that failed. When all have ended, a job merges the rows; where
 -- some are missing it submits their shards again, --retries=N times (1).
 local manifests = require "kvlab.manifest"
+local nearest = require "kvlab.nearest"
 local results = require "kvlab.results"
 local shards = require "kvlab.sweep.shards"
 local slurm = require "kvlab.sweep.slurm"
@@ -152,9 +153,8 @@ function M.status(root)
                                rows = lines }, "\n")
   end
   local words = {}
-  for _, state in ipairs { "complete", "running", "pending", "ended early", "failed",
-                           "not begun" } do
-    if total[state] then words[#words + 1] = ("%d %s"):format(total[state], state) end
+  for i, state in ipairs(nearest.keys(total)) do
+    words[i] = ("%d %s"):format(total[state], state)
   end
   io.write(("%d shards: %s; %d rows\n"):format(count, table.concat(words, ", "), rows))
   return 0

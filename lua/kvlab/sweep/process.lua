@@ -11,6 +11,7 @@ int poll(kvl_pollfd *fds, unsigned long n, int timeout_ms);
 int prctl(int option, unsigned long value);
 long recv(int fd, void *buffer, size_t size, int flags);
 long send(int fd, const void *buffer, size_t size, int flags);
+int shutdown(int fd, int how);
 int waitpid(int pid, int *status, int options);
 int posix_spawn_file_actions_init(void *actions);
 int posix_spawn_file_actions_adddup2(void *actions, int fd, int as);
@@ -21,6 +22,7 @@ extern char **environ;
 ]]
 local C = ffi.C
 local AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC, MSG_NOSIGNAL = 1, 1, 0x80000, 0x4000
+local SHUT_WR = 1
 local POLLIN, EINTR, SIGKILL, SIGTERM, PR_SET_PDEATHSIG = 1, 4, 9, 15, 1
 local PARENT = 3 -- the child's descriptor
 local BUFFER_BYTES = 65536
@@ -101,8 +103,10 @@ function M.wait_any(processes)
   end
 end
 
---- Closes our end, which tells the process to finish, and waits for that. How it ended:
--- "exit status 3", "signal 9".
+--- Tells the process that no more lines will come. It has ended when it closes its end.
+function Process:finish() C.shutdown(self.fd, SHUT_WR) end
+
+--- Closes our end and waits for the process's. How it ended: "exit status 3", "signal 9".
 ---@param at_once? boolean  it is killed
 ---@return string
 function Process:close(at_once)

@@ -102,16 +102,13 @@ end
 local Pool = {}
 Pool.__index = Pool
 
---- Gives worker k its next configuration, or lets it end.
+--- Gives worker k its next configuration, or lets it end, which a teardown may take its
+-- time for.
 function Pool:feed(k)
   local worker = self.workers[k]
   local number = not self.failure and take_number(self.runs, k)
-  if not number then
-    worker.process:close()
-    self.workers[k] = nil
-    return
-  end
-  worker.config = self.missing[number]
+  worker.config = number and self.missing[number]
+  if not number then return worker.process:finish() end
   self.record:begin(worker.config)
   worker.process:send(tostring(self.number_of[worker.config]))
 end
@@ -143,6 +140,19 @@ local function decode(line)
   return answer.problem and answer or results.decode(line)
 end
 
+--- Worker k has ended: with nothing left to do, or over a configuration.
+function Pool:bury(k)
+  local worker = self.workers[k]
+  self.workers[k] = nil
+  local how = worker.process:close()
+  if worker.config then
+    self:take(worker.config, { problem = "its process ended: " .. how })
+    if not self.failure then self:start(k) end
+  elseif how ~= "exit status 0" and not self.failure then
+    error("a process failed to end well: " .. how, 0)
+  end
+end
+
 function Pool:run()
   for k = 1, #self.runs do self:start(k) end
   while next(self.workers) do
@@ -152,17 +162,11 @@ function Pool:run()
     end
     local process, lines = processes.wait_any(list)
     local k = number_of[process]
-    local config = self.workers[k].config
-    if lines then
-      for _, line in ipairs(lines) do
-        self:take(config, decode(line))
-        self:feed(k)
-      end
-    else
-      self.workers[k] = nil
-      self:take(config, { problem = "its process ended: " .. process:close() })
-      if not self.failure then self:start(k) end
+    for _, line in ipairs(lines or {}) do
+      self:take(self.workers[k].config, decode(line))
+      self:feed(k)
     end
+    if not lines then self:bury(k) end
   end
   if self.failure then self.record:failure(unpack(self.failure)) end
 end

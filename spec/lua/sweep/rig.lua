@@ -7,8 +7,9 @@ local M = {
   folder = nil, -- of the test
 }
 
--- 3 seeds x 10 x 2 rows. SPEC_US is how long one takes. Two ways to fail are settings:
--- `bad` raises, `deadly` is a kill -9 as long as the file `once` is not there.
+-- 3 seeds x 10 x 2 rows. SPEC_US is how long one takes, SPEC_SHOW names a variable of the
+-- environment that rows show. Two ways to fail are settings: `bad` raises, `deadly` is a
+-- kill -9 as long as the file `once` is not there; `after` = "raise" fails in teardown.
 local SCRIPT = [[
 local ffi = require "ffi"
 ffi.cdef "int usleep(unsigned us); int getpid(void); int kill(int pid, int signal);"
@@ -21,15 +22,16 @@ local function run(c, settings)
   end
   settings.count = settings.count + 1
   return { x = c.a / 3 + c.seed, nothing = 0 / 0, word = c.b, ok = true,
-           threads = os.getenv "SPEC_THREADS" and os.getenv "OMP_NUM_THREADS" or "" }
+           shown = os.getenv(os.getenv "SPEC_SHOW" or "") or "" }
 end
 require("kvlab.experiment").run {
   name = "spec", title = "A sweep", repeats = 3,
   grid = { { "a", A }, { "b", { "u", "v" } } },
-  defaults = { bad = 0, deadly = 0, once = "" },
-  environment = { device = "cpu", description = "a spec" },
+  defaults = { bad = 0, deadly = 0, once = "", after = "" },
+  environment = { device = os.getenv "SPEC_DEVICE" or "cpu", description = "a spec" },
   setup = function(settings) settings.count = 0 end,
   run = run,
+  teardown = function(settings) if settings.after == "raise" then error "torn" end end,
   table = { rows = "a", columns = "b", value = "x" },
 }
 ]]

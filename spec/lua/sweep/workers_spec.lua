@@ -21,11 +21,37 @@ describe("experiment --jobs", function()
   end)
 
   it("shares out the cores", function()
-    ok "SPEC_THREADS=1 kvlab run script.lua --out=threads --jobs=2"
+    ok "SPEC_SHOW=OMP_NUM_THREADS kvlab run script.lua --out=threads --jobs=2"
     local expected = math.max(1, math.floor(tonumber(ok "nproc") / 2))
-    has(('"threads": "%d"'):format(expected), rig.read "threads/results.jsonl")
-    ok "OMP_NUM_THREADS=5 SPEC_THREADS=1 kvlab run script.lua --out=threads5 --jobs=2"
-    has('"threads": "5"', rig.read "threads5/results.jsonl")
+    has(('"shown": "%d"'):format(expected), rig.read "threads/results.jsonl")
+    ok("OMP_NUM_THREADS=5 SPEC_SHOW=OMP_NUM_THREADS kvlab run script.lua --out=five"
+      .. " --jobs=2")
+    has('"shown": "5"', rig.read "five/results.jsonl")
+  end)
+
+  --- Which GPUs the rows of a run with three jobs saw: "3 5 3".
+  local function gpus_of(options)
+    rig.ok("rm -rf gpus; SPEC_US=2000 SPEC_DEVICE=cuda:0 SPEC_SHOW=CUDA_VISIBLE_DEVICES"
+      .. " CUDA_VISIBLE_DEVICES=3,GPU-5 kvlab run script.lua --out=gpus --jobs=3 "
+      .. options)
+    local seen, list = {}, {}
+    for shown in rig.read "gpus/results.jsonl":gmatch '"shown": "([^"]*)"' do
+      if not seen[shown] then seen[shown], list[#list + 1] = true, shown end
+    end
+    table.sort(list)
+    return list
+  end
+
+  it("gives each process one of the GPUs that it may use", function()
+    assert.same({ "3", "GPU-5" }, gpus_of "")
+    assert.same({ "3,GPU-5" }, gpus_of "--device=cuda:1") -- all on that one
+  end)
+
+  it("fails when a teardown does", function()
+    local status, output = sh "kvlab run script.lua --out=torn --jobs=2 --set after=raise"
+    assert.equal(1, status)
+    has("torn", output)
+    assert.equal(1, (sh "kvlab run script.lua --out=torn1 --set after=raise"))
   end)
 
   it("stops at the first failure, once the rows that are being computed have come",
