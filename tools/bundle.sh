@@ -14,12 +14,18 @@
 # Lua modules that no other package of ours brings: busted's requirements, and cjson.
 bundled_modules='busted luassert say mediator pl cliargs term system lfs cjson jit'
 
+# Before minutes of building: DIR is a bundle, or can be made one.
+claim_target() {
+  if [ -e "$1" ] && [ ! -e "$1/bin/kvlab" ] &&
+    { [ ! -d "$1" ] || [ -n "$(ls -A "$1")" ]; }; then
+    fail "$1 is there and is not a bundle"
+  fi
+  { mkdir -p "$1" && [ -w "$1" ]; } 2>/dev/null || fail "$1 cannot be written to"
+}
+
 bundle() {
   target=$1
   bin=$root/build/bin/$config
-  if [ -e "$target" ] && [ ! -e "$target/bin/kvlab" ] && [ -n "$(ls -A "$target")" ]; then
-    fail "$target is there and is not a bundle"
-  fi
   rm -rf "$target/lua" "$target/spec" "$target/bench" "$target/lib" "$target/share"
   mkdir -p "$target/bin" "$target/lib/lua/5.1" "$target/share/lua/5.1" \
     "$target/runtime" "$target/tools"

@@ -278,7 +278,11 @@ end
 function M.main(options, write, complain)
   local b = open(options, write)
   local files, ids = parse(options.args)
-  for _, path in ipairs(files) do assert(loadfile(path))()(b) end
+  for _, path in ipairs(files) do
+    local chunk, why = loadfile(path)
+    if not chunk then error(why, 0) end
+    chunk()(b)
+  end
   if ids then check_ids(b, ids) end
   if options.list then
     list(b)

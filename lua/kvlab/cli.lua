@@ -54,7 +54,10 @@ local function to_list(text)
   return list
 end
 
-local function to_text(text) return text end
+local function to_text(text, name)
+  if text == "" then misuse("--%s is empty", name) end
+  return text
+end
 
 local function to_whole(text, name)
   if text:match "^%d+$" then return tonumber(text) end
@@ -203,6 +206,10 @@ function prepare.run()
 end
 
 function prepare.repl()
+  if #options.args > 0 then
+    misuse("repl takes no arguments; given %s: kvlab run -i SCRIPT runs a script first",
+      options.args[1])
+  end
   return function() return require("kvlab.repl").main() end
 end
 

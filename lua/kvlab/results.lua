@@ -114,7 +114,7 @@ function M.write_file(path, text)
   if ok then C.fsync(C.fileno(file)) end
   file:close()
   if ok then ok, problem = os.rename(path .. ".part", path) end
-  if not ok then error(problem, 0) end
+  if not ok then error(path .. " cannot be written: " .. problem, 0) end
 end
 
 --- A row from its line; raises on what is none.

@@ -51,6 +51,7 @@ function M.read(path, limit)
     rows[#rows + 1] = row
   end
   file:close()
+  if #rows == 0 then error(("trace: %s has no requests"):format(path), 2) end
   return rows
 end
 

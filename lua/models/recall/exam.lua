@@ -36,6 +36,11 @@ end
 --                 offload: options of an offload engine
 ---@return models.recall.Exam
 function M.open(o)
+  for _, name in ipairs { "context", "prompts", "needles", "block_size" } do
+    if o[name] < 1 or o[name] % 1 ~= 0 then
+      error(("%s is %s, expected a whole number >= 1"):format(name, o[name]), 2)
+    end
+  end
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local blocks = math.ceil((o.context + 8) / o.block_size)
   local self = setmetatable({ prompts = {}, seqs = {}, question = o.question }, Exam)

@@ -1,0 +1,55 @@
+--- What a newcomer types wrong: each gets a clear line, a status that is not 0, and no
+-- traceback. The front door's own words are in front_door_spec.lua.
+local doc_blocks = require "spec.doc_blocks"
+local kv = require "kvlab"
+
+if not io.open(kv.paths.root .. "/README.md") then return end -- a bundle is not for work
+
+local RECALL = "run lua/experiments/01_recall.lua --quick --set policy=quest"
+  .. " --set context=512"
+local TRACE = "run lua/experiments/09_trace.lua --set trace="
+
+local CASES = { -- words after ./kvlab, words of the answer
+  { "run syntax.lua", "syntax.lua:2: ')' expected" },
+  { "run docs", "cannot read docs: Is a directory" },
+  { "run big.lua", "no memory on cpu for 4000000000000 bytes" },
+  { "run lua/experiments/00_cached_lm.lua --device=cuda:99", " cuda" },
+  { RECALL .. " --set policy=quset", 'no policy "quset"; did you mean "quest"?' },
+  { RECALL .. " --set polcy=quest", "nothing is called polcy; did you mean policy?" },
+  { RECALL .. " --set context=abc", 'context is "abc", expected a number' },
+  { RECALL .. " --set context=-5", "context is -5, expected a whole number >= 1" },
+  { RECALL .. " --set context=51.2", "context is 51.2, expected a whole number >= 1" },
+  { RECALL .. " --set context=20", "needles" },
+  { RECALL .. " --set budget=2", "ratio is 2, expected 0 ... 1" },
+  { RECALL .. " --set prompts=0", "prompts is 0, expected a whole number >= 1" },
+  { RECALL .. " --set block_size=0", "block_size is 0, expected a whole number >= 1" },
+  { RECALL .. " --set memory=disk", "memory is disk, expected resident, ring or hot" },
+  { RECALL .. " --out=/proc/x", "results cannot be written: /proc/x" },
+  { RECALL .. " --out=syntax.lua", "results cannot be written: syntax.lua" },
+  { TRACE .. "none.jsonl", "none.jsonl: No such file" },
+  { TRACE .. "empty.jsonl", "empty.jsonl has no requests" },
+  { "test empty.jsonl", "no spec ran" },
+  { "bench none.lua", "cannot open none.lua" },
+  { "bench P99", 'no bench "P99"' },
+  { "sweep status none", "none has no shards" },
+}
+
+describe("a wrong command", function()
+  local scratch
+  setup(function()
+    scratch = doc_blocks.scratch(kv.paths)
+    scratch:write("syntax.lua", "print(1")
+    scratch:write("big.lua", 'require("kvlab").zeros("cpu", "f32", { 1e12 })')
+    scratch:sh ": >empty.jsonl"
+  end)
+  teardown(function() scratch:remove() end)
+
+  for _, case in ipairs(CASES) do
+    it("is told what is wrong: " .. case[1], function()
+      local status, output = scratch:sh("rm -rf results; ./kvlab " .. case[1])
+      assert.is_true(status == 1 or status == 2, output)
+      assert.is_true(output:find(case[2], 1, true) ~= nil, output)
+      assert.is_nil(output:find("traceback", 1, true), output)
+    end)
+  end
+end)
