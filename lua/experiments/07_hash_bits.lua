@@ -7,6 +7,9 @@
 -- the same budget) that a policy selects too, sink and recent left out.
 --
 --   ./kvlab run lua/experiments/07_hash_bits.lua [--device=cuda] [--set prompts=4]
+--                                                [--set question=prompt]
+--
+-- question: how one is asked, see lua/models/recall/exam.lua.
 local exam = require "models.recall.exam"
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
@@ -84,7 +87,8 @@ experiment.run {
     { "bits", { 32, 64, 128, 256, 512, 1024 } },
     { "budget", { 0.02, 0.05, 0.1, 0.3 } },
   },
-  defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16 },
+  defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16,
+               question = "decode" },
   quick = { context = 1024, prompts = 1, bits = { 32, 64, 256 }, budget = { 0.05, 0.3 } },
   when = function(config) -- what is no hash has neither bits nor planes
     return not OTHERS[config.hash_of]

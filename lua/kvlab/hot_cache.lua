@@ -70,7 +70,9 @@ end
 function HotCache:reset_counts()
   self:join()
   self.counters:fill_(0)
-  if self.ahead then self.ahead.counters:fill_(0) end
+  if not self.ahead then return end
+  self.ahead.counters:fill_(0)
+  self.ahead.marks:fill_(0) -- a use of what was brought before is no hit of this count
 end
 
 --- Evict by the lowest of a priority from now on, in place of the least recently used:

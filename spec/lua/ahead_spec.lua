@@ -217,6 +217,12 @@ describe("blocks brought ahead", function()
       -- layer 0 goes to the host; layer 0 comes back while 1 goes; 1 comes back
       assert_time((LAYERS + 1) * KV_HEADS * BYTES,
         us_of(function() layers(dev, attention, 16) end))
+      local hot = attention.cache.offload.hot
+      hot:reset_counts()
+      attention:begin(batch, false)
+      layers(dev, attention, 1)
+      local stats = hot:stats() -- what was brought before the count is a hit, no more
+      assert.same({ LAYERS * KV_HEADS, 0 }, { stats.hits, stats.ahead.used })
     end)
   end)
 

@@ -1,6 +1,6 @@
 --- Exams in long-context recall: contexts with hidden needles, read once by the small
 -- trained model of this folder, and questions about them, decoded under one policy after
--- the other. Every question is asked on its own fork of its context.
+-- the other. Every question is asked on its own fork of its context, or all on one.
 --
 --   local exam = require "models.recall.exam"
 --   local sitting = exam.open { context = 4096, prompts = 8, needles = 32,
@@ -30,9 +30,10 @@ end
 
 --- Read contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size, seed;
---                 question: "decode", it is decoded under the policy as the answer is, or
---                 "prompt", it is read densely ("decode"); even: needles are evenly
---                 spread (false);
+--                 question: "decode", it is decoded under the policy as the answer is;
+--                 "prompt", it is read densely; "row", it is decoded behind those before
+--                 it and their right answers, as in training ("decode"); even: needles
+--                 are evenly spread (false);
 --                 offload: options of an offload engine
 ---@return models.recall.Exam
 function M.open(o)
@@ -42,7 +43,8 @@ function M.open(o)
     end
   end
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
-  local blocks = math.ceil((o.context + 8) / o.block_size)
+  local tail = o.question == "row" and 6 * M.QUERIES or 8
+  local blocks = math.ceil((o.context + tail) / o.block_size)
   local self = setmetatable({ prompts = {}, seqs = {}, question = o.question }, Exam)
   self.engine = model:engine {
     blocks = o.prompts * blocks + 2 * M.QUERIES, block_size = o.block_size,
@@ -96,6 +98,28 @@ local function ask(engine, seq, queries, question, probe, times)
   return right
 end
 
+--- The same, one after the other on one fork.
+local function ask_in_row(engine, seq, queries, probe, times)
+  local fork, right = seq:fork(), {}
+  local function decode(token)
+    local start = kv.C.kvl_clock_ns()
+    local likeliest = engine:decode({ fork }, { token }):argmax():item()
+    times[#times + 1] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3
+    return likeliest
+  end
+  for i, query in ipairs(queries) do
+    engine.attention.probe = nil
+    for t = 1, 3 do decode(query.ask[t]) end
+    engine.attention.probe = probe
+    local first = decode(query.ask[4])
+    right[i] = decode(query.answer[1]) == query.answer[2] and first == query.answer[1]
+    engine.attention.probe = nil
+    decode(query.answer[2])
+  end
+  fork:close()
+  return right
+end
+
 --- Decode with a policy from now on. One that watches the prompt reads it again.
 local function use_policy(self, policy)
   if not policy.watches_prompt then
@@ -120,8 +144,9 @@ function Exam:ask(policy, probe, each)
   local engine, right, times = self.engine, 0, {}
   local observer = probe and probe(engine.attention)
   for i, prompt in ipairs(self.prompts) do
-    local answers = ask(engine, self.seqs[i], prompt.queries, self.question, observer,
-      times)
+    local answers = self.question == "row"
+      and ask_in_row(engine, self.seqs[i], prompt.queries, observer, times)
+      or ask(engine, self.seqs[i], prompt.queries, self.question, observer, times)
     for n, query in ipairs(prompt.queries) do
       if answers[n] then right = right + 1 end
       if each then each(query, answers[n]) end
