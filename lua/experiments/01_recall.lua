@@ -75,7 +75,10 @@ experiment.run {
   run = run,
   table = { rows = "policy", columns = "budget", value = "accuracy",
             where = { context = 4096 }, format = "%.3f" },
-  plot = { x = "budget", y = "accuracy", series = "policy", panel = "context",
-           logx = true, xlabel = "budget",
-           ylabel = "exact-match accuracy" },
+  plot = {
+    { x = "budget", y = "accuracy", series = "policy", panel = "context", logx = true,
+      xlabel = "budget", ylabel = "exact-match accuracy" },
+    { x = "budget", y = "output_error", series = "policy", panel = "context", logx = true,
+      xlabel = "budget", ylabel = "relative error of the output" },
+  },
 }

@@ -151,8 +151,11 @@ local function add_panel(out, p, index, x0, x1, has_titles)
         has_titles and "title " .. quote(name) or "notitle")
     end
   end
-  if #items == 0 then items[1] = "NaN notitle" end
-  out[#out + 1] = "plot " .. table.concat(items, ", \\\n  ")
+  if #items == 0 then
+    out[#out + 1] = "set label 2 'no values' at graph 0.5, graph 0.5 center"
+    items[1] = "NaN notitle"
+  end
+  out[#out + 1] = "plot " .. table.concat(items, ", \\\n  ") .. "\nunset label 2"
 end
 
 local function add_styles(out, p)

@@ -170,7 +170,7 @@ local SHOWN = {
 local function add_manifest(out, manifest)
   out[#out + 1] = "<h2>How it was made</h2>\n<dl>"
   local function add(key, value)
-    if value == nil then return end
+    if value == nil or to_text(value) == "" then return end
     out[#out + 1] = ("<dt>%s</dt><dd>%s</dd>"):format(escape(key), escape(to_text(value)))
   end
   for _, key in ipairs(SHOWN) do add(key, manifest[key]) end
