@@ -87,7 +87,8 @@ describe("report", function()
       .. "<g color=\"black\" fill=\"black\" stroke='rgb(  0,   0, 200)'>"
       .. "<text>quest</text></g></svg>"
     local page = make_page { plots = { { svg = svg } } }
-    assert.equal(0, count(page, "<?xml") + count(page:lower(), "gnuplot") + count(page, "#ffffff\"/>"))
+    assert.equal(0, count(page, "<?xml") + count(page:lower(), "gnuplot"))
+    assert.equal(0, count(page, "#ffffff\"/>"))
     assert.truthy(page:find("--width: 640px", 1, true))
     assert.truthy(page:find("fill=\"currentColor\" stroke='rgb(  0,   0, 200)'", 1, true))
   end)
