@@ -98,7 +98,7 @@ local function transform(rows, n, k, to, fused)
     return { run = run, bytes = 4 * rows * (n + k), check = function()
       run()
       local got = out:to "cpu"
-      for r = 0, tables and rows - 1 or -1, math.max(rows - 1, 1) do -- the first, the last
+      for r = 0, tables and rows - 1 or -1, math.max(rows - 1, 1) do
         got:index(r):copy_(positions_of(got:index(r), tables:index(r)))
       end
       check_rows(x, got, k, true)

@@ -7,6 +7,7 @@ local M = {}
 
 local LOGITS_ALWAYS = 8000000     -- below this nobody asks for free memory
 local TILE = 131072               -- columns that a tile has at least, if they fit
+local ROWS = 32                   -- rather tiles than fewer whole rows at a time
 local UNIT = 256                  -- of columns of tiles, in whole blocks
 local BYTES_ROUNDED = 32 * 2 ^ 20 -- up to here the allocator adds up to a quarter
 
@@ -40,10 +41,10 @@ function M.chunk(o)
   local windows = charged(16 * o.rows)
   local limit = o.limit - windows
   local rows = math.min(o.rows, math.floor(usable(limit) / (math.max(o.n, 1) * o.bytes)))
-  if rows >= 1 and not o.streaming then return rows, o.n end
+  if rows >= math.min(o.rows, ROWS) and not o.streaming then return rows, o.n end
   local unit = o.block_size * math.ceil(UNIT / o.block_size)
-  local row = math.min(o.n, TILE) * o.bytes + 16 * o.topk
-  rows = math.max(1, math.min(o.rows, math.floor(0.7 * limit / row)))
+  local row = math.max(unit, math.min(o.n, TILE)) * o.bytes + 16 * o.topk
+  rows = math.max(1, math.min(o.rows, math.floor((0.8 * limit - 2048) / row)))
   local left = usable(limit - charged_state(rows, o.topk))
   local columns = math.floor(left / (rows * o.bytes) / unit) * unit
   if columns < unit then

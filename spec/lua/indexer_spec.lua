@@ -74,11 +74,13 @@ end
 local CASES = {
   { sequences = 1, each = 1, width = 20 }, { sequences = 1, each = 37, width = 45 },
   { sequences = 5, each = 1, width = 33 }, { sequences = 3, each = 4, width = 40 },
+  { sequences = 20, each = 4, width = 10 }, { sequences = 2, each = 50, width = 10 },
 }
 
 --- Options by name: from all rows at once to tiles of 256 columns.
 local OPTIONS = {
-  whole = {}, chunks = { logits_bytes_max = 24000 }, tiles = { logits_bytes_max = 6000 },
+  whole = {}, chunks = { logits_bytes_max = 130000 }, tiles = { logits_bytes_max = 6000 },
+  ["small chunks"] = { logits_bytes_max = 32000 },
   streaming = { streaming = true, logits_bytes_max = 30000 },
   bf16 = { logits = "bf16", logits_bytes_max = 16000 },
   ["bf16 tiles"] = { logits = "bf16", streaming = true, logits_bytes_max = 6000 },
@@ -103,16 +105,16 @@ end
 describe("an indexer", function()
   S.it_on_cpu("selects the same tokens in chunks, in tiles and at once", check_all)
 
-  it("plans by rows where a row fits, by tiles where none does", function()
-    local rows, n = 37, 5000
+  it("plans by rows where they fit, by tiles where few do", function()
+    local rows, n = 137, 5000
     local function plan(most)
       local indexer = kv.indexer { device = cpu, topk = TOPK, logits_bytes_max = most }
       return indexer:plan(rows, n, 48)
     end
-    local whole, chunks, tiles = plan(nil), plan(5 * 4 * n), plan(4 * n)
+    local whole, chunks, tiles = plan(nil), plan(50 * 4 * n), plan(20 * 4 * n)
     assert.same({ rows, n, false }, { whole.rows, whole.columns, whole.streaming })
     assert.same({ n, false }, { chunks.columns, chunks.streaming })
-    assert.is_true(chunks.rows >= 1 and chunks.rows < 5)
+    assert.is_true(chunks.rows >= 32 and chunks.rows < 50)
     assert.is_true(tiles.streaming and tiles.columns < n and tiles.columns % 48 == 0)
   end)
 
