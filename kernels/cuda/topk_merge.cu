@@ -8,7 +8,9 @@
  * Exact: what is kept and the tile's part, in this order, are one row for the search of
  * topk_transform.cu; ties go to the lower place.
  *
- * Bytes  4 (2) * tokens + 16 k a row and tile. Limit: latency of the phases, see select.cu */
+ * Bytes  4 (2) * tokens + 16 k a row and tile. Limit: latency of the phases, see select.cu
+ * Best   [64,2^20] f32, k 2048, in tiles of 131072: 373 us, whole 380; of 32768: 739. H100
+ *        80GB HBM3, 2026-11-21, kernels/dev/topk_transform.cu */
 #include "radix_select.cuh"
 
 namespace kvl {
