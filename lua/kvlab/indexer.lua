@@ -267,22 +267,26 @@ end
 local KINDS = { positions = true, slots = true, ragged = true }
 local COLUMNS = 1024 -- rows of a growing cache get longer by this
 
-local function check_call(call, identity)
-  local function need(is_there, what)
-    if not is_there then error("indexer: " .. what, 4) end
+--- What is wrong with a call; nil: nothing. all: it takes every token, without logits.
+local function complaint(call, all)
+  if not call.lens then return "lens is missing" end
+  if not KINDS[call.to or "positions"] then
+    return ("to is %s, expected positions, slots or ragged"):format(tostring(call.to))
+  elseif call.to == "slots" and not (call.tables and call.block_size) then
+    return "to is slots, expected tables and block_size"
+  elseif call.to == "ragged" and not call.offsets then
+    return "to is ragged, expected offsets"
+  elseif all then
+    return nil
+  elseif not (call.q and call.weights) then
+    return "q or weights is missing"
+  elseif not call.cache == not call.k then
+    return "expected cache or k, one of them"
+  elseif call.k and not call.scales then
+    return "k is given without scales"
+  elseif call.cache and (not call.tables or call.row_sequence) then
+    return "cache is given, expected tables and no row_sequence"
   end
-  need(call.lens, "lens is missing")
-  need(KINDS[call.to or "positions"], ("to is %s, expected positions, slots or ragged")
-    :format(tostring(call.to)))
-  need(call.to ~= "slots" or call.tables and call.block_size,
-    "to is slots, expected tables and block_size")
-  need(call.to ~= "ragged" or call.offsets, "to is ragged, expected offsets")
-  if identity then return end
-  need(call.q and call.weights, "q or weights is missing")
-  need(not call.cache ~= not call.k, "expected cache or k, one of them")
-  need(not call.k or call.scales, "k is given without scales")
-  need(not call.cache or call.tables and not call.row_sequence,
-    "cache is given, expected tables and no row_sequence")
 end
 
 --- Columns of logits, and tokens of a block of paged keys.
@@ -326,7 +330,8 @@ end
 ---@return ffi.cdata* out
 function Indexer:select(call)
   local all, n, block_size = call.max_len and call.max_len <= self.topk, nil, nil
-  check_call(call, all)
+  local words = complaint(call, all)
+  if words then error("indexer: " .. words, 2) end
   if not all then
     n, block_size = columns_of(call)
     all = n <= self.topk

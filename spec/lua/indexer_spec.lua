@@ -183,6 +183,19 @@ describe("an indexer", function()
     assert.equal(before.bytes_live, after.bytes_live)
   end)
 
+  it("can be recorded: a replay selects by the lengths that are there then", function()
+    local s = setting(cpu, CASES[4])
+    local indexer = kv.indexer { device = cpu, topk = TOPK }
+    local call = call_of(s, "slots", true)
+    indexer:select(call)
+    local graph = kv.graph(function() indexer:select(call) end)
+    for r = 1, s.rows do s.lens_list[r] = s.n - 7 * r end
+    s.lens:copy_(kv.from(cpu, "i32", { s.rows }, s.lens_list))
+    call.out:fill_(-77)
+    graph:replay()
+    S.equal(call.out, expected(s, "slots"))
+  end)
+
   it("says what is wrong", function()
     local s = setting(cpu, CASES[3])
     local function select(change)
