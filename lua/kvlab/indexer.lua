@@ -96,13 +96,14 @@ end
 --- How `rows` rows of n logits would be computed: `rows` of them and `columns` at a time
 -- (n: whole rows).
 ---@param block_size? integer  of paged keys: tiles are whole blocks
+---@param together? integer    rows of a sequence of paged keys, which may share a tile
 ---@return { rows: integer, columns: integer, streaming: boolean }
-function Indexer:plan(rows, n, block_size)
+function Indexer:plan(rows, n, block_size, together)
   local bytes = library.C.kvl_dtype_bytes(library.dtype(self.dtype))
   local limit = plans.allowed(rows, n, self.logits_bytes_max, self.memory)
   local count, columns = plans.chunk { rows = rows, n = n, topk = self.topk,
     bytes = bytes, block_size = block_size or 1, limit = limit,
-    streaming = self.streaming }
+    together = together or rows, streaming = self.streaming }
   expect(count, "logits_bytes_max", self.logits_bytes_max,
     ("at least %d for %d rows and topk %d"):format(columns, rows, self.topk))
   return { rows = count, columns = columns,
@@ -139,12 +140,15 @@ local function new_views(self, work)
 end
 
 --- The plan of a shape, and views of buffers for it; those of the last shape are kept.
-local function work_for(self, rows, n, block_size)
+local function work_for(self, rows, n, block_size, together)
   local work = self.work
-  if work and work.of_rows == rows and work.of_n == n then return work end
+  if work and work.of_rows == rows and work.of_n == n and work.together == together then
+    return work
+  end
   drop_work(self)
-  work = self:plan(rows, n, block_size)
-  work.of_rows, work.of_n, work.block_size = rows, n, block_size
+  work = self:plan(rows, n, block_size, together)
+  work.of_rows, work.of_n, work.together = rows, n, together
+  work.block_size = block_size
   work.views = tensor.lasting(tensor.scope, new_views, self, work)
   self.work = work
   return work
@@ -344,16 +348,15 @@ function Indexer:select(call)
     local to = transform_for(self, call, part_of(self, call, out, rows, each, 0, rows))
     return ops.transform_indices(to)
   end
-  local work = work_for(self, rows, n, block_size)
+  local work = work_for(self, rows, n, block_size, call.cache and each or rows)
   if work.rows == rows and not work.streaming then
     select_chunk(self, call, work, out, each, 0, rows)
     return out
   end
-  local most = work.streaming and call.cache and math.min(work.rows, each) or work.rows
   tensor.scope(function() -- frees the views of chunks and tiles
     local first = 0
     while first < rows do
-      local count = chunk_rows(most, rows, each, first)
+      local count = chunk_rows(work.rows, rows, each, first)
       select_chunk(self, call, work, out, each, first, count)
       first = first + count
     end

@@ -33,18 +33,18 @@ end
 --- Rows and columns of a chunk whose memory is within `limit`. columns < n: in tiles;
 -- then a running top-k is kept, too. Nothing, and the bytes that the smallest tile would
 -- need, where that is beyond the limit.
----@param o table  rows, n, topk, bytes (of a logit), block_size, limit, streaming (tiles
---                 even where rows fit)
+---@param o table  rows, n, topk, bytes (of a logit), block_size, limit, together (rows
+--                 that may share a tile), streaming (tiles even where rows fit)
 ---@return integer|nil rows
 ---@return integer columns
 function M.chunk(o)
   local windows = charged(16 * o.rows)
   local limit = o.limit - windows
   local rows = math.min(o.rows, math.floor(usable(limit) / (math.max(o.n, 1) * o.bytes)))
-  if rows >= math.min(o.rows, ROWS) and not o.streaming then return rows, o.n end
+  if rows >= math.min(o.together, ROWS) and not o.streaming then return rows, o.n end
   local unit = o.block_size * math.ceil(UNIT / o.block_size)
   local row = math.max(unit, math.min(o.n, TILE)) * o.bytes + 16 * o.topk
-  rows = math.max(1, math.min(o.rows, math.floor((0.8 * limit - 2048) / row)))
+  rows = math.max(1, math.min(o.together, math.floor((0.8 * limit - 2048) / row)))
   local left = usable(limit - charged_state(rows, o.topk))
   local columns = math.floor(left / (rows * o.bytes) / unit) * unit
   if columns < unit then

@@ -107,14 +107,16 @@ describe("an indexer", function()
 
   it("plans by rows where they fit, by tiles where few do", function()
     local rows, n = 137, 5000
-    local function plan(most)
+    local function plan(most, together)
       local indexer = kv.indexer { device = cpu, topk = TOPK, logits_bytes_max = most }
-      return indexer:plan(rows, n, 48)
+      return indexer:plan(rows, n, 48, together)
     end
     local whole, chunks, tiles = plan(nil), plan(50 * 4 * n), plan(20 * 4 * n)
     assert.same({ rows, n, false }, { whole.rows, whole.columns, whole.streaming })
     assert.same({ n, false }, { chunks.columns, chunks.streaming })
     assert.is_true(chunks.rows >= 32 and chunks.rows < 50)
+    local decode = plan(20 * 4 * n, 1) -- rows that cannot share a tile
+    assert.is_true(decode.rows > 1 and decode.rows < 20 and not decode.streaming)
     assert.is_true(tiles.streaming and tiles.columns < n and tiles.columns % 48 == 0)
   end)
 
