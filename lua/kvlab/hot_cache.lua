@@ -107,17 +107,13 @@ end
 
 -- ---- a step ---------------------------------------------------------------------------
 
-local function check_room(self, seqs, n)
+local function make_views(self, seqs, n)
+  local heads = self.cache.kv_heads
   if seqs * n > self.slots then
     error(("the hot cache has %d slots for a KV head, %d sequences with %d blocks each "
       .. "may need %d; give it more (hot_slots) or the policy a smaller budget"):format(
       self.slots, seqs, n, seqs * n), 0)
   end
-end
-
-local function make_views(self, seqs, n)
-  local heads = self.cache.kv_heads
-  check_room(self, seqs, n)
   local function list(from, i)
     return from:index(i):narrow(0, seqs * heads * n):reshape { seqs, heads, n }
   end
@@ -218,7 +214,6 @@ end
 --- Copies of a layer's selection: the next layer selects while they are read.
 local function new_ahead_views(self, seqs, lists, n)
   local a, heads, dev = self.ahead, self.cache.kv_heads, self.cache.device
-  check_room(self, seqs, n)
   local function list(i, ...)
     return a.lists:index(i):narrow(0, seqs * heads * n):reshape { ... }
   end
@@ -243,12 +238,16 @@ end
 
 --- Begin to bring the blocks of a selection that ctx.layer is expected to make in a later
 -- step, beside what follows on the current stream. What is there stays; the least
--- recently used make room. The next step begins when they are there.
+-- recently used make room. The next step begins when they are there. Where there are
+-- fewer slots than that may take, nothing is brought: the sequences of a prompt's step
+-- need not decode together.
 ---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
 function HotCache:bring_ahead(selection, ctx)
+  local layer, lists, n = ctx.layer, selection:size(1), selection:size(2)
+  if ctx.seqs * n > self.slots then return end
   self.ahead = self.ahead or tensor.lasting(new_ahead, self)
-  local a, layer, lists, n = self.ahead, ctx.layer, selection:size(1), selection:size(2)
+  local a = self.ahead
   local key = (ctx.seqs * 2 + (lists > 1 and 1 or 0)) * 2 ^ 32 + n
   local views = a.views[key] or tensor.lasting(new_ahead_views, self, ctx.seqs, lists, n)
   a.views[key] = views

@@ -117,6 +117,26 @@ describe("blocks brought ahead", function()
       assert.equal((10 + 5) * LAYERS * KV_HEADS, asked)
     end)
 
+    it("are none where the slots are too few for all of a prompt's sequences", function()
+      local its_rig = rig.new(dev, { policy = "gsa", offload = { hot_slots = 20 },
+                                     options = { ratio = 0.3, min_blocks = 0 } })
+      local hot, seqs = its_rig.cache.offload.hot, {}
+      for count = 1, 3 do
+        for i = 1, count do seqs[i] = its_rig.cache:sequence() end
+        local counts = { 40, count > 1 and 30 or nil, count > 2 and 1 or nil }
+        its_rig.batch:append(seqs, counts)
+        its_rig.attention:begin(its_rig.batch, true, true)
+        local n = its_rig.batch.tokens_count
+        local q = kv.randn(dev, "f32", { n, rig.SHAPE.heads, rig.SHAPE.head_dim })
+        local k = kv.randn(dev, "f32", { n, KV_HEADS, rig.SHAPE.head_dim })
+        its_rig.attention:forward(0, q, k, k)
+        assert.equal(count == 1, hot:stats().ahead.predicted > 0)
+        hot:reset_counts()
+        for i = 1, count do seqs[i]:close() end
+      end
+      its_rig.cache:close()
+    end)
+
     it("are brought inside a graph that is replayed", function()
       local known = kv.policy.define { name = "known", decode = true, defaults = {},
         score = function(_, ctx) return ctx.scores_shared:fill_(1) end,
