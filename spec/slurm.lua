@@ -9,7 +9,7 @@ int execvp(const char *file, const char *const argv[]);
 int setenv(const char *name, const char *value, int overwrite);
 int unsetenv(const char *name);
 ]]
-local TERM = 15
+local TERM, WNOHANG = 15, 1
 
 local CONFIGURATION = [[
 ClusterName=spec
@@ -135,14 +135,21 @@ function Slurm.wait(_, seconds)
   error(("%d tasks are still queued after %d s"):format(left, seconds), 2)
 end
 
+--- Asks a daemon to end; kills it when it has not after five seconds.
+local function end_daemon(pid)
+  ffi.C.kill(pid, TERM)
+  for _ = 1, 100 do
+    if ffi.C.waitpid(pid, nil, WNOHANG) ~= 0 then return end
+    processes.sleep(0.05)
+  end
+  processes.kill(pid)
+end
+
 --- Ends jobs and daemons, and removes what they wrote.
 function Slurm:stop()
   os.execute "scancel --me 2>/dev/null"
   pcall(self.wait, self, 10)
-  for i = 1, 3 do
-    ffi.C.kill(self.pids[i], TERM)
-    processes.wait(self.pids[i])
-  end
+  for i = 1, 3 do end_daemon(self.pids[i]) end
   ffi.C.unsetenv "SLURM_CONF"
   os.execute("rm -rf '" .. self.folder .. "'")
 end
