@@ -28,7 +28,7 @@
   X(trim_selection)                                                                       \
   X(quantise_rows) X(hadamard) X(index_append) X(index_gather) X(mqa_logits)              \
   X(mqa_logits_paged)                                                                     \
-  X(topk_transform) X(transform_indices) X(topk_merge) X(ragged_slots)
+  X(topk_transform) X(transform_indices) X(topk_merge) X(ragged_slots) X(token_attention)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -203,6 +203,16 @@ struct kvl_paged_attention_args {
   int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads, slot_heads;
   float scale, soft_cap;        /* soft_cap 0: none */
   int32_t causal, window, dtype, out_dtype;   /* window 0: none. dtype: of q */
+};
+struct kvl_token_attention_args {
+  struct kvl_cache_view cache;
+  const void *q;
+  const int32_t *slots;         /* [rows, slot_heads, k] */
+  void *out;
+  float *lse;                   /* optional [rows, heads] */
+  int64_t rows, heads, slot_heads, k;   /* slot_heads: 1 or kv_heads */
+  float scale;
+  int32_t dtype, out_dtype;     /* dtype: of q */
 };
 struct kvl_merge_attention_args {
   const void *out_a, *out_b;

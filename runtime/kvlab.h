@@ -421,6 +421,20 @@ typedef struct kvl_attention {
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
 
+/* out = softmax(scale * q k^T) v over listed tokens: what an indexer selected for each row, be
+ * it a decoded token or one of a prompt. Whoever writes the list has left out what a row must
+ * not see; a token that comes twice counts twice.
+ *  q      f32 f16 bf16  [rows, heads, head_dim]   heads % kv_heads == 0
+ *  cache  as for kvl_paged_attention
+ *  slots  i32  [rows, k], or [rows, kv_heads, k] for a list a KV head: block * block_size +
+ *              offset of each token, in any order; -1, or any number that is no slot: nothing
+ *  out    like q, or f32  [rows, heads, head_dim]
+ *  lse    f32  [rows, heads]   may be NULL
+ * A row that sees nothing gets out 0 and lse -inf. */
+int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *slots,
+                        double scale, const kvl_tensor *k_scale, const kvl_tensor *v_scale,
+                        const kvl_tensor *out, const kvl_tensor *lse);
+
 /* Join two attentions over disjoint keys: out may alias out_a, lse may alias lse_a.
  *  out_a, out_b, out  f32 f16 bf16  [tokens, heads, head_dim]  one dtype
  *  lse_a, lse_b, lse  f32           [tokens, heads]     lse may be NULL */

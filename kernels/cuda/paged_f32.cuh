@@ -61,8 +61,10 @@ template <class T, int D, int ROWS> struct f32_state {
     return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
   }
 
-  /* Tiles tile, tile + step, ... before tile_end. */
-  __device__ void attend(const paged_keys &keys, const query_rows &rows,
+  /* Tiles tile, tile + step, ... before tile_end. Keys: paged_keys, or what finds rows as
+   * they do. */
+  template <class Keys>
+  __device__ void attend(const Keys &keys, const query_rows &rows,
                          const f32_rows<ROWS> &sees, int tile, int tile_end, int step,
                          char *ring, int *positions) {
     constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
@@ -210,6 +212,18 @@ template <class T, int D, int ROWS> struct f32_state {
       }
     }
   }
+
+  /* After join: sums [ROWS, D] and states [ROWS], for finish_rows. */
+  __device__ void store(float *sums, float2 *states) const {
+    const int lane = threadIdx.x % WARP;
+    if (lane >= LANES) return;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (lane == 0) states[r] = make_float2(m[r], l[r]);
+#pragma unroll
+      for (int e = 0; e < 8; e++) sums[r * D + dim_of(e)] = out[r][e];
+    }
+  }
 };
 
 template <class T, int D, int ROWS>
@@ -276,7 +290,7 @@ paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgro
   if (tile_q.seq < 0) return;
   const query_rows rows = {tile_q.token0, kv_head * group + first, heads_each,
                            tile_q.tokens * heads_each};
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int warp = threadIdx.x / WARP;
   const int length = a.lens[tile_q.seq], last = tile_q.position0 + tile_q.tokens - 1;
   sees[warp].set(a, rows, tile_q.position0, length);
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
@@ -291,14 +305,7 @@ paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgro
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
   float *sums = (float *)shared;
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (lane >= shape::LANES) continue;
-    if (lane == 0) states[warp * ROWS + r] = make_float2(state.m[r], state.l[r]);
-#pragma unroll
-    for (int e = 0; e < 8; e++)
-      sums[(warp * ROWS + r) * D + state.dim_of(e)] = state.out[r][e];
-  }
+  state.store(sums + warp * ROWS * D, states + warp * ROWS);
   __syncthreads();
   finish_rows<WARPS, ROWS, D>(a, rows, a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f, sums,
                               states);

@@ -61,6 +61,16 @@ function M.paged_attention(a)
   return out
 end
 
+--- Attention over listed tokens. `a` has q, cache, slots i32 [rows, k] or [rows, kv_heads,
+-- k], and where wanted scale (1 / sqrt(head_dim)), k_scale and v_scale, lse, out.
+---@return ffi.cdata* out  like q unless given
+function M.token_attention(a)
+  local out = a.out or tensor.open_like(a.q)
+  check(C.kvl_token_attention(a.q, a.cache, a.slots, a.scale or 1 / math.sqrt(a.q:size(-1)),
+    a.k_scale, a.v_scale, out, a.lse))
+  return out
+end
+
 --- Join two attentions over disjoint keys, in place of the first.
 function M.merge_attention(out_a, lse_a, out_b, lse_b)
   check(C.kvl_merge_attention(out_a, lse_a, out_b, lse_b, out_a, lse_a))

@@ -96,6 +96,28 @@ function M.paged_attention(a)
   return out, lse
 end
 
+--- Attention over lists of tokens. a: layout, q, cache, rows, heads, k, slots [rows,
+-- slot_heads, k], slot_heads, scale, k_scale and v_scale or nil. Returns out, lse.
+function M.token_attention(a)
+  local out, lse, layout = {}, {}, a.layout
+  local dim, group = layout.head_dim, a.heads / layout.kv_heads
+  for row = 0, a.rows * a.heads - 1 do
+    local kv_head = math.floor(row % a.heads / group)
+    local list = math.floor(row / a.heads) * a.slot_heads
+      + (a.slot_heads > 1 and kv_head or 0)
+    local at = {}
+    for i = 1, a.k do
+      local slot = a.slots[list * a.k + i]
+      if slot >= 0 and slot < layout.blocks * layout.block_size then
+        at[#at + 1] = cache_at(layout, math.floor(slot / layout.block_size), 0, kv_head,
+          slot % layout.block_size)
+      end
+    end
+    lse[row + 1] = attend(a, row * dim, kv_head, at, at, 0, 0, out, row * dim)
+  end
+  return out, lse
+end
+
 --- Join rows of `dim`; returns out, lse.
 function M.merge(out_a, lse_a, out_b, lse_b, dim)
   local out, lse = {}, {}

@@ -1,0 +1,191 @@
+/* out = softmax(scale * q k^T) v over the listed tokens of each row.
+ *
+ *   q      f32 f16 bf16  [rows, heads, head_dim]
+ *   cache  like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
+ *   slots  i32           [rows, kv_heads or 1, k]
+ *   out    like q or f32 [rows, heads, head_dim]
+ *   lse    f32           [rows, heads]   optional
+ * q, cache and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
+ *
+ * Kernels   token_mma.cuh   16-bit q: tensor cores, asynchronous copies
+ *           token_f32       f32 q: the inner loop of paged_f32.cuh over another list of keys
+ * Bytes     2 k head_dim element a row and KV head, once for all heads of the group; limit:
+ *           memory for a few rows, the L2 for those of a prompt, which share tokens
+ * Tolerance as paged_attention.cu: 16-bit P is rounded to q's dtype
+ * Best      see kernels/dev/token_attention.cu */
+#include "paged_f32.cuh"
+#include "token_mma.cuh"
+
+namespace kvl {
+namespace {
+
+/* Keys of paged_f32.cuh: key i is the token at entry i of the list, at no position. */
+struct listed_keys {
+  const kvl_paged_attention_args &a;
+  const token_lists &lists;
+  const int32_t *list;
+  int64_t block_stride, head_offset;
+
+  __device__ listed_keys(const kvl_paged_attention_args &args, const token_lists &of,
+                         int64_t row, int kv_head)
+      : a(args), lists(of), list(of.list(row, kv_head)) {
+    head_offset = (int64_t)kv_head * a.cache.block_size * a.cache.head_dim;
+    block_stride = 2 * (int64_t)a.cache.kv_heads * a.cache.block_size * a.cache.head_dim;
+  }
+  __device__ int64_t to_value() const { return block_stride / 2; }
+  __device__ paged_row find(int key) const {
+    const int slot = key < lists.k ? list[key] : -1;
+    if (slot < 0 || slot >= lists.all) return {0, -1};
+    const uint32_t block = lists.block.quotient(slot);
+    const int64_t token = slot - block * lists.block.by;
+    return {block * block_stride + head_offset + token * a.cache.head_dim, 0};
+  }
+};
+
+template <class C, int D, int ROWS>
+__global__ void __launch_bounds__(f32_shape<C, D>::WARPS * WARP, 2)
+token_f32(const __grid_constant__ kvl_paged_attention_args a,
+          const __grid_constant__ token_lists lists) {
+  using shape = f32_shape<C, D>;
+  constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ f32_rows<ROWS> sees[WARPS];
+  const int group = (int)(a.heads / a.cache.kv_heads), kv_head = blockIdx.y / lists.subgroups;
+  const int first = blockIdx.y % lists.subgroups * ROWS, heads = min(group - first, ROWS);
+  const query_rows rows = {blockIdx.x, kv_head * group + first, heads, heads};
+  const int warp = threadIdx.x / WARP;
+  wait_for_previous();
+  sees[warp].set(a, rows, 0, INT_MAX);
+  f32_state<C, D, ROWS> state;
+  state.attend(listed_keys(a, lists, blockIdx.x, kv_head), rows, sees[warp], warp,
+               (int)((lists.k + KEYS - 1) / KEYS), WARPS,
+               shared + warp * shape::STAGES * shape::STAGE_BYTES,
+               (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS);
+  state.join();
+  let_next_start();
+
+  __syncthreads();   /* every warp is past its ring, which now takes the states */
+  float *sums = (float *)shared;
+  float2 *states = (float2 *)(sums + WARPS * ROWS * D);
+  static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
+  state.store(sums + warp * ROWS * D, states + warp * ROWS);
+  __syncthreads();
+  finish_rows<WARPS, ROWS, D>(a, rows, a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f, sums,
+                              states);
+}
+
+int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
+
+/* Blocks a list: twice as many while all of them are on the device at once and have two tiles
+ * each. A GPU before Hopper has no clusters. */
+int splits_of(const token_lists &lists, int64_t blocks, int tile, int at_once,
+              const kvl_cuda_queue *q) {
+  int splits = 1;
+  if (!is_hopper(q)) return splits;
+  while (splits < SPLITS_MAX && blocks * splits * 2 <= (int64_t)q->sm_count * at_once &&
+         lists.k >= (int64_t)splits * 4 * tile)
+    splits *= 2;
+  return splits;
+}
+
+template <class T, class C, int D, int MW>
+int launch_mma(const kvl_paged_attention_args &a, token_lists lists, const kvl_cuda_queue *q) {
+  using shape = token_shape<D, MW>;
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  lists.subgroups = ceil_div(group, shape::ROWS);
+  const int64_t units = (int64_t)a.cache.kv_heads * lists.subgroups;
+  lists.splits = splits_of(lists, a.tokens * units, shape::KEYS, shape::BLOCKS, q);
+  constexpr auto kernel = token_mma<T, C, D, MW>;
+  int status = allow_shared<kernel>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<kernel>(q);
+  if (status < 0) return status;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3((unsigned)(a.tokens * lists.splits), (unsigned)units);
+  config.blockDim = dim3(shape::THREADS);
+  config.dynamicSmemBytes = shape::SHARED_BYTES;
+  config.stream = q->stream;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = (unsigned)lists.splits;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = !is_hopper(q) ? 0 : lists.splits > 1 ? 2 : 1;
+  return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, a, lists));
+}
+
+template <class T, class C, int D>
+int launch_group(const kvl_paged_attention_args &a, const token_lists &lists,
+                 const kvl_cuda_queue *q) {
+  const int64_t group = a.heads / a.cache.kv_heads;
+  if (group <= 16) return launch_mma<T, C, D, 1>(a, lists, q);
+  if (group <= 32) return launch_mma<T, C, D, 2>(a, lists, q);
+  return launch_mma<T, C, D, 4>(a, lists, q);
+}
+
+template <class T, class C>
+int launch_dim(const kvl_paged_attention_args &a, const token_lists &lists,
+               const kvl_cuda_queue *q) {
+  const int d = a.cache.head_dim;
+  if (d <= 64) return launch_group<T, C, 64>(a, lists, q);
+  if (d <= 128) return launch_group<T, C, 128>(a, lists, q);
+  return launch_group<T, C, 256>(a, lists, q);
+}
+
+template <class T>
+int launch_16bit(const kvl_paged_attention_args &a, const token_lists &lists,
+                 const kvl_cuda_queue *q) {
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_dim<T, f8e4m3>(a, lists, q);
+  return launch_dim<T, T>(a, lists, q);
+}
+
+template <class C, int D>
+int launch_f32(const kvl_paged_attention_args &a, token_lists lists, const kvl_cuda_queue *q) {
+  using shape = f32_shape<C, D>;
+  constexpr int ROWS = 8;
+  lists.subgroups = ceil_div(a.heads / a.cache.kv_heads, ROWS);
+  int status = allow_shared<token_f32<C, D, ROWS>>(q, shape::SHARED_BYTES);
+  if (status < 0) return status;
+  dim3 grid((unsigned)a.tokens, (unsigned)(a.cache.kv_heads * lists.subgroups));
+  return launch_programmatic(token_f32<C, D, ROWS>, grid, shape::WARPS * WARP,
+                             shape::SHARED_BYTES, q, a, lists);
+}
+
+template <class C>
+int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
+                   const kvl_cuda_queue *q) {
+  const int d = a.cache.head_dim;
+  if (d <= 64) return launch_f32<C, 64>(a, lists, q);
+  if (d <= 128) return launch_f32<C, 128>(a, lists, q);
+  return launch_f32<C, 256>(a, lists, q);
+}
+
+int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
+  if (t.rows == 0 || t.heads == 0) return KVL_OK;
+  if (!aligned16(t.q, t.cache.kv, t.out))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
+  kvl_paged_attention_args a = {};   /* of a decode, as far as the inner loops look at it */
+  a.cache = t.cache;
+  a.q = t.q;
+  a.out = t.out;
+  a.lse = t.lse;
+  a.tokens = a.seqs = t.rows;
+  a.heads = t.heads;
+  a.scale = t.scale;
+  a.dtype = t.dtype;
+  a.out_dtype = t.out_dtype;
+  const token_lists lists = {t.slots, t.k, t.slot_heads, t.cache.blocks * t.cache.block_size,
+                             divisor(t.cache.block_size), 1, 1};
+  if (t.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(a, lists, q);
+  if (t.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(a, lists, q);
+  if (t.cache.dtype == KVL_DTYPE_F8E4M3) return launch_f32_dim<f8e4m3>(a, lists, q);
+  KVL_CUDA_BY_FLOAT(t.cache.dtype, C, return launch_f32_dim<C>(a, lists, q);)
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(token_attention) {
+  return kvl::launch(*(const kvl_token_attention_args *)args, (const kvl_cuda_queue *)queue);
+}

@@ -1,0 +1,298 @@
+/* Attention over lists of tokens for 16-bit q and a cache like it or of f8e4m3, on the tensor
+ * cores.
+ *
+ * A block of threads takes one row of q, a KV head and up to 64 heads of its group, and walks
+ * its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim that
+ * lie anywhere: 16-byte asynchronous copies, a row by neighbouring lanes, two tiles (of 64
+ * dims three) under way while one is computed. Up to 16 heads are the rows of one mma, and the four warps share a
+ * tile's keys; more heads take more warps (MW of them along the heads), so that a group reads
+ * its tokens once whatever its size.
+ *
+ * A row's list is cut for up to SPLITS_MAX blocks where there are few rows: a cluster, whose
+ * blocks join their partial softmaxes through each other's shared memory. No workspace and no
+ * second kernel.
+ *
+ * Blocks of one KV head follow one another, row by row: what rows of a prompt share, one
+ * head's K and V, fits the L2 while all heads' would not. */
+#ifndef KVL_CUDA_TOKEN_MMA_CUH
+#define KVL_CUDA_TOKEN_MMA_CUH
+
+#include <cooperative_groups.h>
+
+#include <type_traits>
+
+#include "paged_prefill.cuh"
+#include "paged_split.cuh"
+
+namespace kvl {
+
+/* The lists of a call: of row r for KV head g at slots + (r * heads + min(g, heads-1)) * k. */
+struct token_lists {
+  const int32_t *slots;
+  int64_t k, heads;
+  int64_t all;             /* slots of the cache */
+  divisor block;           /* tokens of a block */
+  int splits, subgroups;   /* blocks of threads a list; and a group of heads */
+  __device__ const int32_t *list(int64_t row, int kv_head) const {
+    return slots + (row * heads + (heads > 1 ? kv_head : 0)) * k;
+  }
+};
+
+constexpr int SPLITS_MAX = 8;   /* the largest cluster that every Hopper places */
+
+template <int D, int MW> struct token_shape {
+  static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = 64;
+  static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
+  static constexpr int PIECES = TILE_PIECES<D>, TILE_BYTES = KEYS * PIECES * 16;
+  static constexpr int STAGES = D > 64 ? 3 : 4, BLOCKS = D > 128 ? 1 : 2;
+  static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
+  static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
+};
+
+/* Barrier of the cluster, or of the block where that is all of it; and another block's shared
+ * memory. */
+__device__ __forceinline__ void splits_sync(int splits) {
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) {
+    cooperative_groups::this_cluster().sync();
+    return;
+  }
+#endif
+  __syncthreads();
+}
+template <class P> __device__ __forceinline__ const P *shared_of(P *mine, int splits, int rank) {
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) return cooperative_groups::this_cluster().map_shared_rank(mine, rank);
+#endif
+  return mine;
+}
+
+/* C: the cache's type, T or f8e4m3. */
+template <class T, class C, int D, int MW>
+__global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW>::BLOCKS)
+token_mma(const __grid_constant__ kvl_paged_attention_args a,
+          const __grid_constant__ token_lists lists) {
+  using shape = token_shape<D, MW>;
+  constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, STAGES = shape::STAGES;
+  constexpr int KEYS_WARP = shape::KEYS_WARP, KW = shape::KW;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ uint64_t seen[STAGES];                       /* a bit a key: is it a token? */
+  __shared__ float2 states[shape::WARPS][16];             /* (m, l) of the warps' rows */
+
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+  const int split = blockIdx.x % lists.splits;
+  const int64_t row = blockIdx.x / lists.splits;
+  const int kv_head = blockIdx.y / lists.subgroups, head_dim = a.cache.head_dim;
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  const int first = blockIdx.y % lists.subgroups * shape::ROWS;
+  const int count = min(group - first, shape::ROWS);
+  const int64_t row0 = row * a.heads + kv_head * group + first;   /* of q, heads in a row */
+
+  /* ---- copying -------------------------------------------------------------------------- */
+  const int32_t *const list = lists.list(row, kv_head);
+  const C *const cache = (const C *)a.cache.kv;
+  const int64_t half = (int64_t)a.cache.kv_heads * a.cache.block_size * head_dim;
+  const int64_t head_offset = (int64_t)kv_head * a.cache.block_size * head_dim;
+  const int tiles_all = (int)((lists.k + KEYS - 1) / KEYS);
+  const int each = (tiles_all + lists.splits - 1) / lists.splits;
+  const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
+  const uint32_t ring = shared_address(shared);
+  int ahead[2];                  /* this lane's two slots of the next tile to fetch */
+  auto look_up = [&](int t) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int64_t key = (int64_t)t * KEYS + h * WARP + lane;
+      ahead[h] = t < end && key < lists.k ? list[key] : -1;
+    }
+  };
+  auto fetch = [&](int t, int stage) {
+    long long offset[2];
+    unsigned is[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const bool valid = ahead[h] >= 0 && ahead[h] < lists.all;
+      const uint32_t slot = valid ? ahead[h] : 0, block = lists.block.quotient(slot);
+      offset[h] = (long long)(block * 2 * half + head_offset +
+                              (int64_t)(slot - block * lists.block.by) * head_dim);
+      is[h] = __ballot_sync(ALL_LANES, valid);
+    }
+    if (tid == 0) seen[stage] = (uint64_t)is[1] << 32 | is[0];
+    look_up(t + 1);
+    if ((is[0] | is[1]) == 0) return;
+    constexpr int SIDE = shape::THREADS / PIECES;   /* rows that are copied side by side */
+    static_assert(WARP % SIDE == 0, "a copy's rows are one half of a tile's");
+    const int piece = tid % PIECES, side = tid / PIECES;
+    const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
+#pragma unroll
+    for (int r0 = 0; r0 < KEYS; r0 += SIDE) {
+      const int h = r0 / WARP, from = r0 % WARP + side;
+      const C *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + piece * 8;
+      const bool valid = is[h] >> from & 1 && piece * 8 < head_dim;
+      const uint32_t to = k_at + tile_byte<PIECES>(r0 + side, piece);
+      if constexpr (std::is_same_v<C, T>) {
+        copy_async(to, valid ? k : cache, valid);   /* else zeros: no NaN gets in */
+        copy_async(to + shape::TILE_BYTES, valid ? k + half : cache, valid);
+      } else {
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        store_shared(to, valid ? widen<T>(k) : none);
+        store_shared(to + shape::TILE_BYTES, valid ? widen<T>(k + half) : none);
+      }
+    }
+  };
+
+  wait_for_previous();
+  look_up(begin);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    fetch(begin + s, s);
+    copy_commit();
+  }
+
+  /* ---- computing ------------------------------------------------------------------------ */
+  const int kw = warp % KW, mw = warp / KW, pair = lane % 4 * 2;
+  const int r0 = mw * 16 + lane / 4, r1 = r0 + 8;   /* this lane's rows of every mma */
+  const T *const q0 = r0 < count ? (const T *)a.q + (row0 + r0) * head_dim : nullptr;
+  const T *const q1 = r1 < count ? (const T *)a.q + (row0 + r1) * head_dim : nullptr;
+  uint32_t q[D / 16][4];
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    q[k][0] = load_pair(q0, k * 16 + pair, head_dim);
+    q[k][1] = load_pair(q1, k * 16 + pair, head_dim);
+    q[k][2] = load_pair(q0, k * 16 + pair + 8, head_dim);
+    q[k][3] = load_pair(q1, k * 16 + pair + 8, head_dim);
+  }
+  const float scale = a.scale * LOG2E * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
+  float out[D / 8][4] = {}, m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
+  int stage = 0;
+  for (int t = begin; t < end; t++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+    copy_wait<STAGES - 2>();
+    __syncthreads();   /* tile t is whole, the one before it is read */
+    fetch(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+    copy_commit();
+    const uint64_t bits = seen[stage] >> (kw * KEYS_WARP);
+    const uint64_t every = ~0ull >> (64 - KEYS_WARP);
+    if ((bits & every) == 0) continue;
+    const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
+    const uint32_t v_at = k_at + shape::TILE_BYTES;
+    float s[KEYS_WARP / 8][4] = {};   /* 16 rows x keys 0-7, 8-15, ... */
+#pragma unroll
+    for (int n = 0; n < KEYS_WARP / 16; n++)
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        uint32_t b[4];
+        load_matrices(b, k_at + tile_byte<PIECES>(
+            kw * KEYS_WARP + n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        mma(s[2 * n], q[k], b[0], b[1], T());
+        mma(s[2 * n + 1], q[k], b[2], b[3], T());
+      }
+    const bool whole = (bits & every) == every;
+    float top0 = m0, top1 = m1;
+#pragma unroll
+    for (int n = 0; n < KEYS_WARP / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const bool is = whole || (bits >> (n * 8 + pair + c) & 1);
+        s[n][c] = is ? s[n][c] * scale : -INFINITY;
+        s[n][c + 2] = is ? s[n][c + 2] * scale : -INFINITY;
+        top0 = fmaxf(top0, s[n][c]);
+        top1 = fmaxf(top1, s[n][c + 2]);
+      }
+    top0 = warp_max<4>(top0);
+    top1 = warp_max<4>(top1);
+    if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
+      const float down0 = exp2_fast(m0 - finite_shift(top0));
+      const float down1 = exp2_fast(m1 - finite_shift(top1));
+      m0 = top0;
+      m1 = top1;
+      l0 *= down0;
+      l1 *= down1;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) {
+        out[n][0] *= down0;
+        out[n][1] *= down0;
+        out[n][2] *= down1;
+        out[n][3] *= down1;
+      }
+    }
+    const float shift0 = finite_shift(m0), shift1 = finite_shift(m1);
+#pragma unroll
+    for (int n = 0; n < KEYS_WARP / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        l0 += s[n][c] = exp2_fast(s[n][c] - shift0);
+        l1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
+      }
+#pragma unroll
+    for (int k = 0; k < KEYS_WARP / 16; k++) {
+      /* The scores' layout is what the next mma wants of its left side. */
+      const uint32_t p[4] = {
+          pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
+          pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
+          pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
+#pragma unroll
+      for (int n = 0; n < D / 16; n++) {
+        uint32_t b[4];
+        load_matrices_transposed(b, v_at + tile_byte<PIECES>(
+            kw * KEYS_WARP + k * 16 + lane % 16, 2 * n + lane / 16));
+        mma(out[2 * n], p, b[0], b[1], T());
+        mma(out[2 * n + 1], p, b[2], b[3], T());
+      }
+    }
+  }
+  copy_wait<0>();
+  let_next_start();
+
+  /* ---- joining -------------------------------------------------------------------------- */
+  __syncthreads();   /* the ring is read; it takes the sums, f32 [warps, 16, D] */
+  l0 = warp_sum<4>(l0);
+  l1 = warp_sum<4>(l1);
+  float *const sums = (float *)shared;
+  const int at0 = lane / 4;
+  if (lane % 4 == 0) {
+    states[warp][at0] = make_float2(m0, l0);
+    states[warp][at0 + 8] = make_float2(m1, l1);
+  }
+#pragma unroll
+  for (int n = 0; n < D / 8; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {   /* rotated: rows lie in different banks */
+      const int dim = (n * 8 + pair + c) ^ at0 * 8;
+      sums[(warp * 16 + at0) * D + dim] = out[n][c];
+      sums[(warp * 16 + at0 + 8) * D + dim] = out[n][c + 2];
+    }
+  splits_sync(lists.splits);
+  const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
+  for (int i = (split * shape::THREADS + tid) * 4; i < count * D;
+       i += lists.splits * shape::THREADS * 4) {
+    const int r = i / D, dim = i % D, r16 = r % 16, from = r / 16 * KW;
+    if (dim >= head_dim) continue;
+    float m = -INFINITY, l = 0.f, x[4] = {};
+    for (int s = 0; s < lists.splits; s++) {
+      const float2 *const other = shared_of(&states[0][0], lists.splits, s);
+#pragma unroll
+      for (int w = 0; w < KW; w++) m = fmaxf(m, other[(from + w) * 16 + r16].x);
+    }
+    for (int s = 0; s < lists.splits; s++) {
+      const float2 *const other = shared_of(&states[0][0], lists.splits, s);
+      const float *const parts = shared_of(sums, lists.splits, s);
+#pragma unroll
+      for (int w = 0; w < KW; w++) {
+        const float2 state = other[(from + w) * 16 + r16];
+        const float weight = exp2_fast(state.x - finite_shift(m));
+        float part[4];
+        load_floats(parts + ((from + w) * 16 + r16) * D + (dim ^ (r16 & 7) * 8), part);
+        l += weight * state.y;
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] += weight * part[e];
+      }
+    }
+    row_end to = end_row(a, row0 + r, m, l);
+    to.scale *= value_scale;
+    write_row(a, to, row0 + r, dim, x);
+  }
+  splits_sync(lists.splits);   /* others may still read this block's memory */
+}
+
+}  // namespace kvl
+
+#endif
