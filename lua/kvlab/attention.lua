@@ -162,8 +162,9 @@ function Attention:forward(layer, q, k, v, out)
       .. "graph"):format(p.name), 2)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
-  out, selection, counts = compute(p, self, ctx, out)
-  if self.probe then self.probe:observe(self, ctx, selection, counts) end
+  local tokens
+  out, selection, counts, tokens = compute(p, self, ctx, out)
+  if self.probe then self.probe:observe(self, ctx, selection, counts, tokens) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.hot and (self.ends_prompt or not ctx.is_prefill) then bring_ahead(self, ctx) end
@@ -199,6 +200,20 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.k_scale, call.v_scale = self.cache:scales(ctx.layer)
   call.causal = not is_past
   return ops.paged_attention(call)
+end
+
+--- Attention of ctx.query over listed tokens, all of which each row may see: slots i32
+-- [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV is on the device.
+function Attention:over_tokens(slots, ctx, out, lse)
+  local call = self.call
+  local lacks = self.cache.offload and "KV in host memory" or call.alibi and "ALiBi"
+    or call.window and "a window" or call.soft_cap and "a soft cap"
+  if lacks then
+    error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
+  end
+  local k_scale, v_scale = self.cache:scales(ctx.layer)
+  return ops.token_attention { q = ctx.query, cache = ctx.cache, slots = slots, out = out,
+    scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
 end
 
 local function new_scratch(self, tokens)

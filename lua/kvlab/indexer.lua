@@ -190,6 +190,7 @@ local function part_of(self, call, out, rows, each, first, count)
   end
   part.out = is_all and out or out:narrow(first, count)
   part.cache, part.k, part.scales = call.cache, call.k, call.scales
+  part.edit = call.edit
   return part
 end
 
@@ -223,6 +224,7 @@ local function select_rows(self, work, part, to, rows)
     ops.mqa_logits(part.q, part.weights, part.k, part.scales, part.starts, part.ends,
       logits)
   end
+  if part.edit then part.edit(logits, part.lens, 0) end
   to.logits = logits
   ops.topk_transform(to)
 end
@@ -257,6 +259,7 @@ local function stream_rows(self, work, part, to, rows)
     local columns = math.min(work.columns, work.of_n - first)
     merge.logits, merge.first = logits_for(self, work, rows, columns), first
     tile_logits(part, work, first, merge.logits)
+    if part.edit then part.edit(merge.logits, part.lens, first) end
     merge.kept_values, merge.kept_positions = values[now], positions[now]
     now = 3 - now
     merge.values, merge.positions = values[now], positions[now]
@@ -329,6 +332,8 @@ end
 --  max_len  the longest of lens, where the host knows it
 --  to       positions (default); slots, by tables, block_size and maybe row_sequence i32
 --           [rows]; ragged, position + offsets i32 [rows]
+--  edit     function(logits, lens, first): may change logits [rows, columns] of the rows
+--           with these lens, whose first column is token `first`, before the top-k
 --  out      i32 [rows, topk]
 ---@param call table
 ---@return ffi.cdata* out

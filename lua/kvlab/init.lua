@@ -12,6 +12,7 @@
 --   kv.policy kv.summary kv.hash kv.tally      what policies are made of
 --   kv.index_cache                             an indexer's keys, and its logits
 --   kv.indexer                                 tokens by top-k of those
+--   kv.landmarks kv.compressed                 index keys of a model's own; block means
 --   kv.prefix_chunks                           a long prefix, a part at a time
 --   kv.sampling                                blocks by chance, and their weights
 --   kv.store                                   KV blocks in memory, LMDB or Redis
@@ -47,6 +48,8 @@ M.hash = require "kvlab.hash"
 M.tally = require("kvlab.tally").tally
 M.index_cache = require("kvlab.index_cache").index_cache
 M.indexer = require("kvlab.indexer").indexer
+M.landmarks = require("kvlab.landmarks").landmarks
+M.compressed = require("kvlab.compressed").compressed
 M.prefix_chunks = require("kvlab.prefix_chunks").prefix_chunks
 M.sampling = require("kvlab.sampling").sampling
 M.policy = require "kvlab.policy"

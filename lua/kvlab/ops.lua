@@ -61,13 +61,15 @@ function M.paged_attention(a)
   return out
 end
 
---- Attention over listed tokens. `a` has q, cache, slots i32 [rows, k] or [rows, kv_heads,
--- k], and where wanted scale (1 / sqrt(head_dim)), k_scale and v_scale, lse, out.
+--- Attention over listed tokens. `a` has q, cache, slots i32 [rows, k] or [rows,
+-- kv_heads, k], and where wanted scale (1 / sqrt(head_dim)), k_scale and v_scale, lse,
+-- out.
 ---@return ffi.cdata* out  like q unless given
 function M.token_attention(a)
   local out = a.out or tensor.open_like(a.q)
-  check(C.kvl_token_attention(a.q, a.cache, a.slots, a.scale or 1 / math.sqrt(a.q:size(-1)),
-    a.k_scale, a.v_scale, out, a.lse))
+  local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
+  check(C.kvl_token_attention(a.q, a.cache, a.slots, scale, a.k_scale, a.v_scale, out,
+    a.lse))
   return out
 end
 

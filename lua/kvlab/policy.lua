@@ -36,7 +36,8 @@
 --     compute_decode(self, attention, ctx, out)
 --     compute_prefill(self, attention, ctx, out)
 --                                          another dataflow; returns out, selection,
---                                          counts. Default: attend over the selection
+--                                          counts, or out, nil, nil, slots of tokens.
+--                                          Default: attend over the selection
 --     step_begin(self, ctx)                once a step of its phase, before the layers,
 --                                          also when these are replayed from a graph
 --     attention_begin(self, ctx)           before and after each layer of both phases
@@ -181,6 +182,9 @@ end
 
 --- The budget that allows every block.
 M.everything = ffi.new("kvl_budget", 1, 0, 0, 0, 0)
+
+--- The budget that allows the last n blocks alone.
+function M.recent(n) return ffi.new("kvl_budget", -1, 0, 0, 0, n) end
 
 --- Blocks that a budget allows of n.
 function M.budget_blocks(budget, n)

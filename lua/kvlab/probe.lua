@@ -31,6 +31,12 @@ function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end
 
+--- Tokens listed for each sequence in blocks, as counts are.
+local function token_blocks(tokens, shape)
+  local listed = tokens:ge(0):cast "f32"
+  return listed:sum(-1):reshape { tokens:size(0), -1 } / shape.block_size
+end
+
 --- Add the blocks of a selection (nil: all), and the bytes of K and V in them; a partial
 -- last block counts whole.
 local function count_blocks(self, ctx, shape, counts)
@@ -53,23 +59,25 @@ end
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 
 --- Called by the attention after each decoded layer.
-function Probe:observe(attention, ctx, selection, counts)
+-- tokens: slots in place of a selection, see Attention:over_tokens.
+function Probe:observe(attention, ctx, selection, counts, tokens)
   if ctx.is_prefill then return end
   tensor.scope(function()
     local shape, q = attention.shape, ctx.query
     local dims = { q:size(0), q:size(1) }
-    local function attend(over)
+    local function attend(over, slots)
       local out = tensor.tensor(shape.device, "f32", q:dims())
       local lse = tensor.tensor(shape.device, "f32", dims)
-      attention:direct(over, ctx, out, lse)
+      if slots then attention:over_tokens(slots, ctx, out, lse)
+      else attention:direct(over, ctx, out, lse) end
       return out, lse
     end
     local dense, dense_lse = attend(nil)
-    local sparse, sparse_lse = attend(selection)
+    local sparse, sparse_lse = attend(selection, tokens)
     self.mass = self.mass + (sparse_lse - dense_lse):exp():sum():item()
     self.error = self.error + (row_norms(sparse - dense) / row_norms(dense)):sum():item()
     self.rows = self.rows + dims[1] * dims[2]
-    count_blocks(self, ctx, shape, counts)
+    count_blocks(self, ctx, shape, tokens and token_blocks(tokens, shape) or counts)
     if ctx.layer == 0 then self.steps = self.steps + ctx.seqs end
   end)
 end

@@ -9,6 +9,10 @@ local RATIOS = { 0, 0.02, 0.1, 0.37, 1 }
 
 -- Policies that may take less than their budget, and what makes them take all of it.
 local ADAPTIVE = { twilight = { p = 1 } }
+-- Policies whose output is another one than that of attention over their selection, and
+-- what makes it that.
+local OTHERWISE = { nsa_branches = { gate_compressed = 0, gate_selected = 1,
+                                     gate_window = 0 } }
 -- Options beside the budget that suit the rig.
 local EXTRA = { layers = { dense = 1 } }
 
@@ -21,7 +25,7 @@ local function third(name) return with(EXTRA[name], { ratio = 0.3 }) end
 
 --- Options that let a policy have everything.
 local function everything(name, o)
-  return with(EXTRA[name], with(ADAPTIVE[name], o))
+  return with(EXTRA[name], with(OTHERWISE[name], with(ADAPTIVE[name], o)))
 end
 
 local function rows_of(selection)

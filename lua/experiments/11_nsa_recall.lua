@@ -1,0 +1,122 @@
+--- Which tokens does an indexer find, and does the model answer by them?
+--
+-- Policy nsa on the small recall model (lua/models/recall), with index keys made of the
+-- model's own: as they are (key) or by a random projection into 32, 64 or 128 dims, all in
+-- f8e4m3; with and without a Hadamard rotation; by tokens, as DeepSeek's indexer selects,
+-- or by blocks. token_recall is the share of as many tokens with most of the exact
+-- attention (the sum over heads) that are selected too.
+--
+--   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
+local exam = require "models.recall.exam"
+local experiment = require "kvlab.experiment"
+local kv = require "kvlab"
+
+-- ---- how many of the best tokens are selected -----------------------------------------
+
+local Observer = {}
+Observer.__index = Observer
+
+--- Exact attention of a decoded token to each of its sequence's first `columns` tokens,
+-- summed over heads: f32 [1, columns].
+local function exact_attention(attention, ctx, seq, columns, length)
+  local s, dev, n = attention.shape, attention.cache.device, columns / ctx.block_size
+  local rows = (ctx.tables:index(seq):narrow(0, n) * (2 * s.kv_heads)):reshape { 1, n }
+    + kv.arange(dev, "i32", s.kv_heads):reshape { s.kv_heads, 1 }
+  local keys = ctx.cache:reshape { -1, ctx.block_size * s.head_dim }
+    :gather_rows(rows:reshape { s.kv_heads * n }):cast "f32"
+    :reshape { s.kv_heads, columns, s.head_dim }
+  local logits = ctx:group_queries(ctx.query, ctx.layer, seq, 1):matmul_t(keys)
+    :reshape { s.heads, columns }
+  local is = (kv.zeros(dev, "i32", { s.heads, 1 }) + kv.arange(dev, "i32", columns))
+    :lt(length)
+  return is:where(logits, kv.full(dev, "f32", { s.heads, columns }, -math.huge))
+    :softmax(s.scale):sum(0):reshape { 1, columns }
+end
+
+--- Positions that were selected for sequence seq (from 0), as keys, and their number.
+local function selected(ctx, seq, list, length, by_block)
+  local taken, count, size = {}, 0, ctx.block_size
+  local table_row, block_of = ctx.sequences[seq + 1]:table(), {}
+  for b, physical in ipairs(table_row) do block_of[physical] = b - 1 end
+  for _, x in ipairs(list) do
+    local first = by_block and x * size or block_of[math.floor(x / size)]
+    if x >= 0 then
+      first = by_block and first or first * size + x % size
+      for t = first, math.min(by_block and first + size or first + 1, length) - 1 do
+        taken[t], count = true, count + 1
+      end
+    end
+  end
+  return taken, count
+end
+
+function Observer:observe(attention, ctx, selection, counts, tokens)
+  self.probe:observe(attention, ctx, selection, counts, tokens)
+  local lens = ctx.lens:list()
+  for seq = 0, ctx.seqs - 1 do
+    kv.scope(function()
+      local list = tokens and tokens:index(seq) or selection:index(seq):index(0)
+      local taken, k = selected(ctx, seq, list:list(), lens[seq + 1], not tokens)
+      local columns = math.ceil(lens[seq + 1] / ctx.block_size) * ctx.block_size
+      local _, best = exact_attention(attention, ctx, seq, columns, lens[seq + 1])
+        :topk(math.min(k, columns))
+      for _, t in ipairs(best:list()) do
+        self.wanted, self.found = self.wanted + 1, self.found + (taken[t] and 1 or 0)
+      end
+    end)
+  end
+end
+
+local function observer(attention)
+  return setmetatable({ probe = kv.probe.attach(attention), wanted = 0, found = 0 },
+    Observer)
+end
+
+-- ---- the grid -------------------------------------------------------------------------
+
+local function run(config, settings)
+  settings.exam = settings.exam or exam.open(config)
+  local policy = kv.policy.open("nsa", { ratio = config.budget, sink = config.sink,
+    recent = config.recent, min_blocks = 0, index = config.index,
+    index_dim = config.index_dim, rotate = config.rotate == "yes",
+    granularity = config.granularity, seed = config.seed })
+  local accuracy, step_us, found = settings.exam:ask(policy, observer)
+  local metrics = found.probe:metrics()
+  return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
+           attention_mass = metrics.attention_mass, output_error = metrics.output_error,
+           bytes_read = metrics.bytes_read, step_us = step_us }
+end
+
+local function table_of(value, index, granularity)
+  return { rows = "index_dim", columns = "budget", value = value, format = "%.3f",
+           where = { index = index, granularity = granularity, rotate = "no" } }
+end
+
+experiment.run {
+  name = "11_nsa_recall",
+  title = "Which tokens does an indexer find?",
+  grid = {
+    { "index", { "key", "random" } },
+    { "granularity", { "token", "block" } },
+    { "rotate", { "no", "yes" } },
+    { "index_dim", { 32, 64, 128 } },
+    { "budget", { 0.02, 0.05, 0.1, 0.3 } },
+  },
+  defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
+               recent = 2 },
+  quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, budget = { 0.05, 0.3 } },
+  when = function(config) -- the model's keys have 128 dims
+    return config.index == "random" or config.index_dim == 128
+  end,
+  metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
+              "step_us" },
+  run = run,
+  teardown = function(settings) if settings.exam then settings.exam:close() end end,
+  table = { table_of("accuracy", "key", "token"), table_of("accuracy", "random", "token"),
+            table_of("accuracy", "key", "block"), table_of("accuracy", "random", "block"),
+            table_of("token_recall", "key", "token"),
+            table_of("token_recall", "random", "token") },
+  plot = { x = "budget", y = "token_recall", series = "index_dim", panel = "index",
+           where = { granularity = "token", rotate = "no" }, logx = true,
+           xlabel = "budget (share of tokens)", ylabel = "share of the best tokens" },
+}

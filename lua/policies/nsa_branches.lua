@@ -1,0 +1,60 @@
+--- NSA in three branches: compressed blocks, selected blocks and a sliding window, each
+-- an attention of its own, added with gates.
+-- Source  Native Sparse Attention, Yuan et al. 2025, arXiv:2502.11089. There compression
+--         and gates are trained, and compressed blocks overlap. Here a block's mean (or
+--         `compression`, weights of its tokens), and gates given, or sigmoids of q . w
+-- Score   the softmax over compressed keys, summed over a group's heads: as in the paper,
+--         it comes with the first branch
+-- Cost    2 f32 vectors a block and KV head, about 20 small launches, three attentions
+-- Fails   a model that was not trained with it: branches are shares of an output that the
+--         model expects whole. With gates 0, 1, 0 it is block selection, as others
+local kv = require "kvlab"
+
+local function update(self, ev) self.compressed:update(ev) end
+
+--- The gate of branch i (from 0): a number, or f32 [seqs, heads, 1] of the queries.
+local function gate(self, ctx, i, value)
+  local w = self.gate_weights[ctx.layer + 1]
+  if not w then return value end
+  return ctx.query:reshape { -1, self.shape.head_dim }:cast "f32"
+    :matmul(w:index(i):reshape { -1, 1 }):sigmoid():reshape { ctx.seqs, -1, 1 }
+end
+
+local function like(query) return kv.tensor(query.device, "f32", query:dims()) end
+
+local function other_branches(self, attention, ctx)
+  local _, v_scale = attention.cache:scales(ctx.layer)
+  local newest = kv.policy.recent(math.ceil(self.window / ctx.block_size))
+  local window = like(ctx.query)
+  attention:over(ctx:select(ctx.scores_shared:fill_(0), newest), ctx, window)
+  return self.compressed:attend(ctx, v_scale) * gate(self, ctx, 0, self.gate_compressed)
+    + window * gate(self, ctx, 2, self.gate_window)
+end
+
+local function add_selected(self, attention, ctx, selection, others, out)
+  local selected = attention:over(selection, ctx, like(ctx.query))
+  return (selected * gate(self, ctx, 1, self.gate_selected) + others)
+    :cast(ctx.query:type(), out)
+end
+
+return kv.policy.define {
+  name = "nsa_branches", prefill = false, decode = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, window = 64,
+               gate_compressed = 1 / 3, gate_selected = 1 / 3, gate_window = 1 / 3,
+               gate_weights = {}, compression = {} },
+  takes = { window = kv.policy.count },
+
+  init = function(self, shape)
+    self.compressed = kv.compressed(shape, self.compression[1] and self.compression)
+  end,
+  on_prefill_offload = update, on_decode_offload = update,
+  score = function(self, ctx) return self.compressed:score(ctx) end,
+  compute_decode = function(self, attention, ctx, out)
+    local others = kv.scope(other_branches, self, attention, ctx)
+    local selection, counts = self:select_blocks(ctx) -- a context has one at a time
+    out = kv.scope(add_selected, self, attention, ctx, selection, others, out)
+    others:free()
+    return out, selection, counts
+  end,
+  score_bytes = function(self) return self.compressed:bytes_block() end,
+}

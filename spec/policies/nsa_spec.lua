@@ -1,0 +1,236 @@
+--- nsa: landmarks against a double-precision reference of their logits on numbers that
+-- f8e4m3 rounds, so that choices are compared as quality and equalities exactly. Outputs:
+-- f32 attention over the same tokens, 3e-6.
+local kv = require "kvlab"
+local reference = require "spec.reference.attention"
+local rig = require "spec.rig"
+local small = require "spec.policies.small"
+local support = require "spec.support"
+
+local cpu = kv.device "cpu"
+local LENGTHS = { 1, 3, 16, 17, 33, 160, 250 }
+
+local function options(o, more)
+  local all = { granularity = "token", min_blocks = 0, sink = 0, recent = 0 }
+  for key, value in pairs(o) do all[key] = value end
+  for key, value in pairs(more or {}) do all[key] = value end
+  return all
+end
+
+local function decode(dev, o, more)
+  local run = { policy = "nsa", options = options(o), lengths = LENGTHS, steps = 3 }
+  for key, value in pairs(more or {}) do run[key] = value end
+  return rig.decode(dev, run).steps
+end
+
+local function same(got, want, tolerance)
+  for i, step in ipairs(want) do
+    support.close(got[i].out:cast "f32", step.out:cast "f32", tolerance or 3e-6,
+      tolerance or 3e-6, "step " .. i)
+  end
+end
+
+--- The tokens that a policy by tokens listed at the last step of `small`'s sequence.
+local function listed(run)
+  local tokens, of = {}, {}
+  for b, block in ipairs(run.seq:table()) do
+    for t = 0, 3 do of[block * 4 + t] = (b - 1) * 4 + t end
+  end
+  for _, slot in ipairs(run.policy.landmarks.slots:list()) do
+    if slot >= 0 then tokens[#tokens + 1] = of[slot] end
+  end
+  table.sort(tokens)
+  return tokens
+end
+
+describe("nsa by tokens", function()
+  support.each_device(function(dev)
+    it("equals dense attention when the budget is everything", function()
+      local dense = decode(dev, {}, { policy = "full", options = {} })
+      for _, o in ipairs { { ratio = 1 }, { index_topk = 4096 },
+                           { ratio = 1, index = "random", index_dim = 64 } } do
+        same(decode(dev, o), dense)
+      end
+    end)
+
+    it("equals dense prefill when the budget is everything, in any chunks", function()
+      local dense = rig.prefill(dev, { length = 200 })
+      for _, chunk in ipairs { 7, 64, 200 } do
+        for _, o in ipairs { { ratio = 1 }, { index_topk = 200 } } do
+          local policy = kv.policy.open("nsa", options(o))
+          support.close(rig.prefill(dev, { length = 200, chunk = chunk,
+            prefill_policy = policy }), dense, 3e-6, 3e-6)
+        end
+      end
+    end)
+
+    it("selects for a token of a prompt what it selects when it is decoded", function()
+      local function outs(o)
+        o.prefill_policy = kv.policy.open("nsa", options { index_topk = 24 })
+        o.policy, o.options, o.length = "nsa", options { index_topk = 24 }, 150
+        return rig.prefill(dev, o)
+      end
+      local whole = outs { chunk = 150 }
+      support.close(outs { chunk = 13 }, whole, 3e-6, 3e-6)
+      support.close(outs { chunk = 1, decode_tail = true }, whole, 3e-6, 3e-6)
+    end)
+
+    it("gives a sequence in a batch what it gives it alone, and a fork, too", function()
+      for _, o in ipairs { { ratio = 0.3 }, { index_topk = 20, sink = 1, recent = 1 } } do
+        local both = decode(dev, o, { lengths = { 250, 90 } })
+        local alone = decode(dev, o, { lengths = { 250 } })
+        for i, step in ipairs(alone) do
+          support.close(both[i].out:index(0), step.out:index(0), 3e-6, 3e-6)
+        end
+        same(decode(dev, o, { lengths = { 195 }, fork = true }),
+          decode(dev, o, { lengths = { 195 } }))
+      end
+    end)
+
+    it("sees a prompt in any chunking, and requests before it, the same way", function()
+      local o = { ratio = 0.2 }
+      local whole = decode(dev, o, { lengths = { 200 } })
+      same(decode(dev, o, { lengths = { 200 }, chunk = 7 }), whole)
+      same(decode(dev, o, { lengths = { 200 }, before = { 90, 250 } }), whole)
+    end)
+
+    it("works in every dtype and over an f8e4m3 cache", function()
+      for _, c in ipairs { { dtype = "f16" }, { dtype = "bf16" },
+                           { kv_dtype = "f8e4m3" } } do
+        c.lengths = { 100, 33 }
+        local dense = decode(dev, {}, { policy = "full", options = {}, dtype = c.dtype,
+          kv_dtype = c.kv_dtype, lengths = c.lengths })
+        same(decode(dev, { ratio = 1 }, c), dense, c.dtype and 1e-2)
+        decode(dev, { ratio = 0.3 }, c)
+      end
+    end)
+  end)
+
+  it("lists the tokens that the heads' logits say, sink and recent first", function()
+    -- one part for each of two KV heads of 8 dims: k is exact but for f8e4m3's 3 bits
+    for _, windows in ipairs { 0, 1 } do
+      local run = small.play(kv.policy.open("nsa", options { tokens = 24, sink = windows,
+        recent = windows }), { 61 }, 1)
+      local tokens, logits, taken = listed(run), {}, {}
+      assert.equal(24, #tokens)
+      for t = 1, 62 do
+        logits[t] = 0
+        for head = 1, 4 do
+          logits[t] = logits[t]
+            + math.max(0, small.dot(run.q[62][head], run.k[t][math.ceil(head / 2)]))
+        end
+        if windows == 1 and (t <= 4 or t > 60) then logits[t] = 1e9 end
+      end
+      for _, t in ipairs(tokens) do taken[t + 1] = true end
+      local worst, best = math.huge, -math.huge
+      for t = 1, 62 do
+        if taken[t] then worst = math.min(worst, logits[t])
+        else best = math.max(best, logits[t]) end
+      end
+      -- f8e4m3 of q and k is off by up to 2^-4 each
+      assert.is_true(worst > 0.8 * best, ("%g, %g"):format(worst, best))
+      local slots, layout = run.policy.landmarks.slots:list(), small.SHAPE
+      local q, cache = {}, run.cache:layer(0):list()
+      for _, head in ipairs(run.q[62]) do
+        for _, x in ipairs(head) do q[#q + 1] = x end
+      end
+      support.close(run.out, (reference.token_attention { q = q, cache = cache, rows = 1,
+        slots = slots, heads = 4, k = #slots, slot_heads = 1, scale = 1 / math.sqrt(8),
+        layout = { blocks = 32, kv_heads = 2, block_size = 4, head_dim = layout.head_dim }
+      }), 1e-5)
+    end
+  end)
+
+  it("takes maps of q and k", function()
+    local s = small.SHAPE
+    local function map(seed, to)
+      return kv.randn(cpu, "f32", { 1, to[1], to[2] }, { seed = seed })
+    end
+    local w = { k = map(1, { 16, 32 }), q = map(2, { 32, 96 }),
+                heads = map(3, { 32, 3 }) }
+    local run = small.play(kv.policy.open("nsa", options { tokens = 10, index = "given",
+      index_weights = w }), { 61 }, 1)
+    local function flat(heads)
+      local list = {}
+      for _, head in ipairs(heads) do
+        for _, x in ipairs(head) do list[#list + 1] = x end
+      end
+      return list
+    end
+    local function apply(x, weights, columns)
+      local all, y = weights:list(), {}
+      for j = 1, columns do
+        y[j] = 0
+        for i = 1, #x do y[j] = y[j] + x[i] * all[(i - 1) * columns + j] end
+      end
+      return y
+    end
+    assert.equal(4, s.heads)
+    local q, weights = apply(flat(run.q[62]), w.q, 96), apply(flat(run.q[62]), w.heads, 3)
+    local logits, order, sizes = {}, {}, 0
+    for t = 1, 62 do
+      local k = apply(flat(run.k[t]), w.k, 32)
+      logits[t], order[t] = 0, t
+      for h = 0, 2 do
+        local dot = small.dot({ unpack(q, h * 32 + 1, h * 32 + 32) }, k)
+        logits[t] = logits[t] + weights[h + 1] * math.max(0, dot)
+        sizes = math.max(sizes, math.abs(weights[h + 1] * dot))
+      end
+    end
+    table.sort(order, function(a, b) return logits[a] > logits[b] end)
+    local bar = logits[order[10]] - 0.15 * sizes
+    for _, t in ipairs(listed(run)) do assert.is_true(logits[t + 1] >= bar) end
+  end)
+
+  it("finds more of the attention by the model's keys than by chance", function()
+    local function mass(o)
+      local its = rig.new(cpu, { policy = "nsa", options = options(o) })
+      local probe = kv.probe.attach(its.attention)
+      rig.play(cpu, { rig = its }, { { "prefill", 1, 300 }, { "decode", 1 },
+        { "decode", 1 } })
+      its.cache:close()
+      return probe:metrics()
+    end
+    local key, random = mass { index_topk = 60 }, mass { index_topk = 60,
+      index = "random", index_dim = 32 }
+    assert.is_true(key.attention_mass > 1.3 * 60 / 300, tostring(key.attention_mass))
+    assert.is_true(key.attention_mass > random.attention_mass)
+    assert.near(60 / 16, key.blocks_read, 1e-6)
+  end)
+
+  it("refuses what it cannot do, in words", function()
+    support.raises("attention over tokens does not know KV in host memory", decode, cpu,
+      { ratio = 0.3 }, { offload = { slots = 2 } })
+    support.raises("granularity is both, expected block or token", kv.policy.open, "nsa",
+      { granularity = "both" })
+    support.raises("both index_topk and ratio are given", kv.policy.open, "nsa",
+      { ratio = 0.1, index_topk = 64 })
+    support.raises("expected index_weights with k, q and heads", decode, cpu,
+      { ratio = 0.3, index = "given" })
+  end)
+end)
+
+describe("nsa by blocks", function()
+  it("selects the blocks of the best tokens", function()
+    local run = small.play(kv.policy.open("nsa", { blocks = 5, sink = 0, recent = 0,
+      min_blocks = 0 }), { 61 }, 1)
+    local best = {}
+    for b = 0, 15 do
+      best[b] = -math.huge
+      for t = 4 * b + 1, math.min(4 * b + 4, 62) do
+        local logit = 0
+        for head = 1, 4 do
+          logit = logit
+            + math.max(0, small.dot(run.q[62][head], run.k[t][math.ceil(head / 2)]))
+        end
+        best[b] = math.max(best[b], logit)
+      end
+    end
+    local taken, worst, left = {}, math.huge, -math.huge
+    for _, b in ipairs(run.selection:list()) do
+      taken[b], worst = true, math.min(worst, best[b])
+    end
+    for b = 0, 15 do if not taken[b] then left = math.max(left, best[b]) end end
+    assert.is_true(worst > 0.8 * left)
+  end)
+end)
