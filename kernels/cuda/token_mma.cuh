@@ -105,26 +105,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
       ahead[h] = t < end && key < lists.k ? list[key] : -1;
     }
   };
-  /* f8e4m3 becomes T on the way: what a fetch loads, the next one puts in its place. */
-  constexpr bool WIDENS = !std::is_same_v<C, T>;
-  constexpr int SIDE = shape::THREADS / PIECES;   /* rows that are copied side by side */
-  static_assert(WARP % SIDE == 0, "a copy's rows are one half of a tile's");
-  const int piece = tid % PIECES, side = tid / PIECES;
-  uint2 held[WIDENS ? KEYS / SIDE : 1][2];
-  int held_stage = -1;
-  auto place_held = [&]() {
-    if (!WIDENS || held_stage < 0) return;
-    const uint32_t k_at = ring + held_stage * 2 * shape::TILE_BYTES;
-#pragma unroll
-    for (int i = 0; i < KEYS / SIDE; i++) {
-      const uint32_t to = k_at + tile_byte<PIECES>(i * SIDE + side, piece);
-      store_shared(to, widen<T>((const f8e4m3 *)&held[WIDENS ? i : 0][0]));
-      store_shared(to + shape::TILE_BYTES, widen<T>((const f8e4m3 *)&held[WIDENS ? i : 0][1]));
-    }
-    held_stage = -1;
-  };
   auto fetch = [&](int t, int stage) {
-    place_held();
     long long offset[2];
     unsigned is[2];
 #pragma unroll
@@ -138,6 +119,9 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
     if (tid == 0) seen[stage] = (uint64_t)is[1] << 32 | is[0];
     look_up(t + 1);
     if ((is[0] | is[1]) == 0) return;
+    constexpr int SIDE = shape::THREADS / PIECES;   /* rows that are copied side by side */
+    static_assert(WARP % SIDE == 0, "a copy's rows are one half of a tile's");
+    const int piece = tid % PIECES, side = tid / PIECES;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
 #pragma unroll
     for (int r0 = 0; r0 < KEYS; r0 += SIDE) {
@@ -149,12 +133,11 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
         copy_async(to, valid ? k : cache, valid);   /* else zeros: no NaN gets in */
         copy_async(to + shape::TILE_BYTES, valid ? k + half : cache, valid);
       } else {
-        const uint2 none = make_uint2(0, 0);
-        held[r0 / SIDE][0] = valid ? __ldcg((const uint2 *)k) : none;
-        held[r0 / SIDE][1] = valid ? __ldcg((const uint2 *)(k + half)) : none;
+        const uint4 none = make_uint4(0, 0, 0, 0);
+        store_shared(to, valid ? widen<T>(k) : none);
+        store_shared(to + shape::TILE_BYTES, valid ? widen<T>(k + half) : none);
       }
     }
-    if (WIDENS) held_stage = stage;
   };
 
   wait_for_previous();
