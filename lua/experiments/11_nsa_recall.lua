@@ -1,8 +1,8 @@
 --- Which tokens does an indexer find, and does the model answer by them?
 --
 -- Policy nsa on the small recall model (lua/models/recall), with index keys made of the
--- model's own: as they are (key) or by a random projection into 32, 64 or 128 dims, all in
--- f8e4m3; with and without a Hadamard rotation; by tokens, as DeepSeek's indexer selects,
+-- model's own: as they are (key) or by a random projection into 32, 64 or 128 dims, all
+-- in f8e4m3; with and without a Hadamard rotation; by tokens, as DeepSeek's indexer selects,
 -- or by blocks. token_recall is the share of as many tokens with most of the exact
 -- attention (the sum over heads) that are selected too.
 --
@@ -104,7 +104,8 @@ experiment.run {
   },
   defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
                recent = 2 },
-  quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, budget = { 0.05, 0.3 } },
+  quick = { context = 1024, prompts = 1, index_dim = { 64, 128 },
+            budget = { 0.05, 0.3 } },
   when = function(config) -- the model's keys have 128 dims
     return config.index == "random" or config.index_dim == 128
   end,
@@ -112,7 +113,8 @@ experiment.run {
               "step_us" },
   run = run,
   teardown = function(settings) if settings.exam then settings.exam:close() end end,
-  table = { table_of("accuracy", "key", "token"), table_of("accuracy", "random", "token"),
+  table = { table_of("accuracy", "key", "token"),
+            table_of("accuracy", "random", "token"),
             table_of("accuracy", "key", "block"), table_of("accuracy", "random", "block"),
             table_of("token_recall", "key", "token"),
             table_of("token_recall", "random", "token") },

@@ -74,12 +74,20 @@ function IndexCache:bytes_token() return self.dim + 4 end
 
 local function rotated(self, x) return self.rotate and ops.hadamard(x) or x end
 
+local function append(self, k, slots, memory)
+  ops.index_append(rotated(self, k), slots, memory)
+end
+
+local function quantised(self, q, weights)
+  local q8, scales = ops.quantise_rows(rotated(self, q))
+  return q8, weights * scales
+end
+
 --- Keys of new tokens.
 ---@param k ffi.cdata*      f32 f16 bf16 [n, dim]
 ---@param slots ffi.cdata*  i64 [n]; < 0 is skipped
 function IndexCache:append(layer, k, slots)
-  local memory = self:layer(layer)
-  tensor.scope(function() ops.index_append(rotated(self, k), slots, memory) end)
+  tensor.scope(append, self, k, slots, self:layer(layer))
 end
 
 --- The keys at slots, as f8e4m3 [n, dim], and their scales, f32 [n].
@@ -97,10 +105,7 @@ end
 ---@return ffi.cdata* q8
 ---@return ffi.cdata* weights
 function IndexCache:queries(q, weights)
-  return tensor.scope(function()
-    local q8, scales = ops.quantise_rows(rotated(self, q))
-    return q8, weights * scales
-  end)
+  return tensor.scope(quantised, self, q, weights)
 end
 
 --- logits[r][j] of the first lens[r] tokens j of a row's sequence; others stay.

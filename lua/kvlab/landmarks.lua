@@ -171,21 +171,22 @@ end
 -- got a copy of is new to it.
 function Landmarks:update(ev) tensor.scope(update, self, ev) end
 
+local function queries(self, ctx, query)
+  local unit, s = ctx.k_scales[ctx.layer], self.shape
+  local q = query:cast "f32"
+  if unit then -- keys are in the units of their KV heads
+    q = (q:reshape { q:size(0), s.kv_heads, s.heads / s.kv_heads, s.head_dim }
+      * unit:reshape { 1, s.kv_heads, 1, 1 }):reshape(query:dims())
+  end
+  local asks, weights = self.asks(ctx.layer, q)
+  weights = weights or tensor.ones(s.device, "f32", { q:size(0), self.heads })
+  return self.cache:queries(asks, weights)
+end
+
 --- Queries in f8e4m3 and their weights, as logits take them; new tensors.
 ---@param query ffi.cdata*  [rows, heads, head_dim]
 function Landmarks:queries(ctx, query)
-  return tensor.scope(function()
-    local unit, s = ctx.k_scales[ctx.layer], self.shape
-    local q = query:cast "f32"
-    if unit then -- keys are in the units of their KV heads
-      local each = s.heads / s.kv_heads
-      q = (q:reshape { q:size(0), s.kv_heads, each, s.head_dim }
-        * unit:reshape { 1, s.kv_heads, 1, 1 }):reshape(query:dims())
-    end
-    local asks, weights = self.asks(ctx.layer, q)
-    weights = weights or tensor.ones(s.device, "f32", { q:size(0), self.heads })
-    return self.cache:queries(asks, weights)
-  end)
+  return tensor.scope(queries, self, ctx, query)
 end
 
 -- ---- blocks ---------------------------------------------------------------------------
@@ -226,35 +227,42 @@ end
 
 local FIRST = 1e30 -- more than any logit
 
---- Put the tokens of the first `sink` and last `recent` blocks before all others.
-local function favour(self, sink, recent, logits, lens, first)
-  local dev, size, rows = self.shape.device, self.shape.block_size, logits:size(0)
-  local function put(n, begin)
-    local columns = begin + tensor.arange(dev, "i32", n, -first)
-    logits:scatter_(columns, tensor.full(dev, "f32", { rows, n }, FIRST))
-  end
-  if sink > 0 then put(sink * size, tensor.zeros(dev, "i32", { rows, 1 })) end
-  if recent > 0 then
-    local block = ((lens - 1) / size):maximum(recent - 1) - (recent - 1)
-    put(recent * size, (block * size):reshape { rows, 1 })
+--- Put n columns from `begin` i32 [rows, 1] on before all others.
+local function put_first(logits, n, begin, first)
+  local columns = begin + tensor.arange(logits.device, "i32", n, -first)
+  logits:scatter_(columns,
+    tensor.full(logits.device, "f32", { logits:size(0), n }, FIRST))
+end
+
+--- What puts the tokens of the first `sink` and last `recent` blocks before all others:
+-- an indexer's edit.
+local function new_edit(size, sink, recent)
+  return function(logits, lens, first)
+    local rows, dev = logits:size(0), logits.device
+    if sink > 0 then
+      put_first(logits, sink * size, tensor.zeros(dev, "i32", { rows, 1 }), first)
+    end
+    if recent > 0 then
+      local block = ((lens - 1) / size):maximum(recent - 1) - (recent - 1)
+      put_first(logits, recent * size, (block * size):reshape { rows, 1 }, first)
+    end
   end
 end
 
 --- Of some rows: i32 [rows, k].
 local function select_rows(self, ctx, want, rows)
-  local it = self.indexer
+  local it, size = self.indexer, self.shape.block_size
   if not it or it.topk ~= rows.k then
     if it then it:free() end
     self.indexer = indexer.indexer { topk = rows.k, device = self.shape.device }
   end
+  if want.sink + want.recent > 0 then
+    self.edit = self.edit or new_edit(size, want.sink, want.recent)
+  end
   local q8, weights = self:queries(ctx, rows.query)
-  local has_windows = want.sink + want.recent > 0
   return self.indexer:select { q = q8, weights = weights, tables = rows.tables,
     cache = self.cache:layer(ctx.layer), lens = rows.lens, max_len = rows.max_len,
-    to = "slots", block_size = self.shape.block_size, out = rows.out,
-    edit = has_windows and function(logits, lens, first)
-      favour(self, want.sink, want.recent, logits, lens, first)
-    end or nil }
+    to = "slots", block_size = size, out = rows.out, edit = self.edit }
 end
 
 --- One sequence after the other, each with a k of its own.
@@ -286,28 +294,29 @@ local function widest(ctx, want)
   return most, same
 end
 
+local function select(self, ctx, want, out, same)
+  if not same or ctx.is_prefill then
+    select_each(self, ctx, want, out:fill_(-1))
+    return
+  end
+  -- a recorded step serves longer sequences later
+  local records = C.kvl_device_is_recording(self.shape.device) == 1
+  select_rows(self, ctx, want, { k = out:size(1), query = ctx.query, tables = ctx.tables,
+    lens = ctx.lens, out = out, max_len = not records and ctx.total_kv_len or nil })
+end
+
 --- The tokens with the best logits for each row of ctx.query, by their slots: i32 [rows,
 -- k], -1 padded; valid until the next call.
----@param want table  k(length): how many of a sequence's tokens; sink, recent: blocks
---                    whose tokens come first
+---@param want table  the same in every call: k(length), how many of a sequence's tokens;
+--                    sink, recent, blocks whose tokens come first
 function Landmarks:select(ctx, want)
   local k, same = widest(ctx, want)
-  local rows, dev = ctx.query:size(0), self.shape.device
-  local out = self.slots
+  local rows, out = ctx.query:size(0), self.slots
   if not out or out:size(0) ~= rows or out:size(1) ~= k then
-    out = tensor.lasting(tensor.tensor, dev, "i32", { rows, k })
+    out = tensor.lasting(tensor.tensor, self.shape.device, "i32", { rows, k })
     self.slots = out
   end
-  tensor.scope(function()
-    if same and not ctx.is_prefill then
-      -- a recorded step serves longer sequences later
-      local records = C.kvl_device_is_recording(dev) == 1
-      select_rows(self, ctx, want, { k = k, query = ctx.query, tables = ctx.tables,
-        lens = ctx.lens, out = out, max_len = not records and ctx.total_kv_len or nil })
-    else
-      select_each(self, ctx, want, out:fill_(-1))
-    end
-  end)
+  tensor.scope(select, self, ctx, want, out, same)
   return out
 end
 
