@@ -63,6 +63,29 @@ describe("the API reference", function()
     assert.equal(nil, at)
   end)
 
+  it("begins with an example, in kvlab.h, that compiles and runs", function()
+    local code = {}
+    for _, line in ipairs(help.read_lines(kv.paths.header)) do
+      if line:find "^#ifndef" then break end
+      code[#code + 1] = line:match "^ %*   (.*)"
+    end
+    local program = os.tmpname()
+    local source = assert(io.open(program .. ".c", "w"))
+    source:write("#include <stdio.h>\n#include <kvlab.h>\nint main(void) {\n",
+      table.concat(code, "\n"), '\nprintf("ran%s", kvl_last_error());\n}\n')
+    source:close()
+    local place = kv.paths.library_dir
+    local checks = kv.paths.config == "hostile" and "-fsanitize=address,undefined" or ""
+    local pipe = io.popen(([[cc -std=c17 -Wall -Werror %s -I'%s/runtime' -o %s %s.c \
+      -L'%s' -Wl,-rpath,'%s' -lkvlab 2>&1 && %s]]):format(checks, root, program, program,
+      place, place, program))
+    local output = pipe:read "*a"
+    pipe:close()
+    os.remove(program .. ".c")
+    os.remove(program)
+    assert.equal("ran", output)
+  end)
+
   it("has every function of kvlab.h", function()
     local page = api.c_page()
     for _, name in ipairs(help.c_names()) do
