@@ -15,22 +15,26 @@ namespace kvl {
 
 constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1;   /* of a block that is none */
 
-/* WORDS of a hash, 0: as many as the view says. LANES that read the token hashes of a block
- * together, 1: there is one hash a block; 32: a lane a token. */
-template <int WORDS_, int LANES_, bool IS_TOKEN_ = (LANES_ > 1)> struct hash_form {
-  static constexpr int WORDS = WORDS_, LANES = LANES_;
+/* WORDS of a hash, 0: as many as the view says. LANES that read a block together; of token
+ * hashes 32: a lane a token. Where there is a hash a block, two lanes read a whole sector of
+ * memory, 32 bytes: the hashes of HEADS, each lane those of EACH. READERS: lanes that are
+ * given the same block. */
+template <int WORDS_, int LANES_, bool IS_TOKEN_> struct hash_form {
+  static constexpr int WORDS = WORDS_, LANES = LANES_, READERS = IS_TOKEN_ ? 1 : LANES_;
   static constexpr bool IS_TOKEN = IS_TOKEN_;
+  static constexpr int HEADS = READERS == 1 ? 1 : 4 / (WORDS > 0 ? WORDS : 4);
+  static constexpr int EACH = HEADS / READERS;
 };
 
-/* f(hash_form<...>()) with the form of a view. */
+/* f(hash_form<...>()) with the form of a view, a block's heads apart. */
 template <class F> int with_form(const kvl_hash_view &v, F f) {
   const bool is_paired = v.tokens % 16 == 0;
-  if (!v.is_token && v.words == 1) return f(hash_form<1, 1>());
-  if (!v.is_token && v.words == 2) return f(hash_form<2, 1>());
-  if (!v.is_token) return f(hash_form<0, 1>());
-  if (is_paired && v.words == 1) return f(hash_form<1, 8>());
-  if (is_paired && v.words == 2) return f(hash_form<2, 16>());
-  return f(hash_form<0, 32>());
+  if (!v.is_token && v.words == 1) return f(hash_form<1, 1, false>());
+  if (!v.is_token && v.words == 2) return f(hash_form<2, 1, false>());
+  if (!v.is_token) return f(hash_form<0, 1, false>());
+  if (is_paired && v.words == 1) return f(hash_form<1, 8, true>());
+  if (is_paired && v.words == 2) return f(hash_form<2, 16, true>());
+  return f(hash_form<0, 32, true>());
 }
 
 __device__ __forceinline__ uint32_t hamming(uint64_t a, uint64_t b) { return __popcll(a ^ b); }
@@ -38,7 +42,15 @@ __device__ __forceinline__ uint64_t word_of(uint32_t low, uint32_t high) {
   return low | (uint64_t)high << 32;
 }
 
-/* N blocks of a lane, 32 apart, on their way. */
+/* ... with heads together, where they fill sectors. */
+template <class F> int with_heads(const kvl_hash_view &v, F f) {
+  const bool is_whole = !v.is_token && v.kv_heads * v.words % 4 == 0 && aligned16(v.hashes);
+  if (is_whole && v.words == 1) return f(hash_form<1, 2, false>());
+  if (is_whole && v.words == 2) return f(hash_form<2, 2, false>());
+  return with_form(v, f);
+}
+
+/* N blocks of a lane, on their way; `head` is the first of the FORM's. */
 template <class FORM, int N> struct hash_batch;
 
 /* A hash a block, of one or two words. */
@@ -64,6 +76,38 @@ template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
 #pragma unroll
       for (int w = 0; w < WORDS; w++) d[j] += hamming(hash[j].at[w], q[w]);
       if (!(there >> j & 1)) d[j] = HAMMING_NONE;
+    }
+  }
+};
+
+/* The hashes of a sector: 16 bytes a lane. q and d: of the lane's heads, the first of HEADS
+ * at q; d[j * EACH + i] is of block j and head i. */
+template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 2, false>, N> {
+  static constexpr int EACH = 2 / WORDS;
+  uint4 piece[N];
+  uint32_t there;
+
+  __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
+                                       const int (&)[N], int head) {
+    const uint64_t *p = v.hashes + head * WORDS + threadIdx.x % 2 * 2;
+    there = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      if ((uint32_t)block[j] >= (uint32_t)v.blocks) continue;
+      there |= 1u << j;
+      piece[j] = *(const uint4 *)(p + (int64_t)block[j] * v.kv_heads * WORDS);
+    }
+  }
+  __device__ __forceinline__ void distances(const uint64_t *q,
+                                            uint32_t (&d)[N * EACH]) const {
+    const uint64_t mine[2] = {q[threadIdx.x % 2 * 2], q[threadIdx.x % 2 * 2 + 1]};
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const uint32_t low = hamming(word_of(piece[j].x, piece[j].y), mine[0]);
+      const uint32_t high = hamming(word_of(piece[j].z, piece[j].w), mine[1]);
+      const bool is_there = there >> j & 1;
+      d[j * EACH] = is_there ? EACH > 1 ? low : low + high : HAMMING_NONE;
+      if (EACH > 1) d[j * EACH + EACH - 1] = is_there ? high : HAMMING_NONE;
     }
   }
 };

@@ -88,6 +88,6 @@ KVL_CUDA_KERNEL(select) {
                                                                    a.max_selected, 0, q);
     int status = allow_shared<kernel>(q, q->shared_optin);
     if (status < 0) return status;
-    return launch_teams<TEAM>(kernel, rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
+    return launch_teams(kernel, TEAM, rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
   });
 }

@@ -27,12 +27,13 @@ __device__ __forceinline__ void cluster_arrive() {   /* orders nothing */
 __device__ __forceinline__ void cluster_wait() {
   KVL_SM90("barrier.cluster.wait;" ::: "memory");
 }
-/* The same place in the shared memory of the cluster's first block. */
-__device__ __forceinline__ uint32_t leader_at(const void *p) {
+/* The same place in the shared memory of block `rank` of the cluster. */
+__device__ __forceinline__ uint32_t place_in(int rank, const void *p) {
   uint32_t at = shared_address(p);
-  KVL_SM90("mapa.shared::cluster.u32 %0, %0, 0;" : "+r"(at));
+  KVL_SM90("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(rank));
   return at;
 }
+__device__ __forceinline__ uint32_t leader_at(const void *p) { return place_in(0, p); }
 /* Send bytes (a multiple of 16) to the same place there; its barrier counts them. */
 __device__ __forceinline__ void send_to_leader(const void *p, uint32_t bytes, void *barrier) {
   KVL_SM90("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
@@ -40,12 +41,70 @@ __device__ __forceinline__ void send_to_leader(const void *p, uint32_t bytes, vo
            :: "r"(leader_at(p)), "r"(shared_address(p)), "r"(bytes), "r"(leader_at(barrier))
            : "memory");
 }
+/* A barrier that is passed once, when all the bytes that a thread expects have come from the
+ * cluster. Made by one thread before it arrives at the cluster's barrier; bytes may come
+ * before they are expected. */
+__device__ __forceinline__ void make_barrier(uint64_t *barrier) {
+  KVL_SM90("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)));
+  KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint64_t *barrier, uint32_t bytes) {
+  KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+           :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait_for_bytes(uint64_t *barrier) {
+  uint32_t done = 1;
+  do {
+    KVL_SM90("{\n"
+             ".reg .pred p;\n"
+             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
+             "selp.u32 %0, 1, 0, p;\n"
+             "}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
+  } while (!done);
+}
+/* 16 bytes to the same place `p` in block `rank`; its barrier counts them. */
+__device__ __forceinline__ void send_quad(int rank, const uint4 &x, void *p,
+                                          uint64_t *barrier) {
+  KVL_SM90("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+           " [%0], {%1, %2, %3, %4}, [%5];"
+           :: "r"(place_in(rank, p)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
+              "r"(place_in(rank, barrier)) : "memory");
+}
 
-template <int TEAM, class... P, class... A>
-int launch_teams(void (*kernel)(P...), int64_t rows, int threads, size_t bytes_shared,
-                 const kvl_cuda_queue *q, const A &...args) {
+constexpr int TEAM_MOST = 8;           /* blocks of a team, on any device */
+
+/* The largest team, at most `most` blocks, of which `rows` run at once, each block on an SM of
+ * its own: a cluster is of one part of the device, and those have unequal numbers of SMs. 1
+ * where there is none. The kernel may ask for all shared memory. */
+template <auto kernel>
+int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
+  static int known[64][TEAM_MOST + 1];   /* teams at once, and 1; by device */
+  for (int team = is_hopper(q) ? most : 1; team > 1; team--) {
+    int &fit = known[q->device % 64][team];
+    if (fit == 0) {
+      cudaLaunchConfig_t config = {};
+      cudaLaunchAttribute attribute;
+      config.gridDim = dim3((unsigned)team), config.blockDim = dim3(threads);
+      config.dynamicSmemBytes = q->shared_optin;
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {(unsigned)team, 1, 1};
+      config.attrs = &attribute, config.numAttrs = 1;
+      int count = 0;
+      if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess)
+        count = 0, (void)cudaGetLastError();
+      fit = count + 1;
+    }
+    if (fit > rows) return team;
+  }
+  return 1;
+}
+
+/* Teams of `team` blocks, one for each row. */
+template <class... P, class... A>
+int launch_teams(void (*kernel)(P...), int team, int64_t rows, int threads,
+                 size_t bytes_shared, const kvl_cuda_queue *q, const A &...args) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(rows * TEAM));
+  config.gridDim = dim3((unsigned)(rows * team));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes_shared;
   config.stream = q->stream;
@@ -53,9 +112,9 @@ int launch_teams(void (*kernel)(P...), int64_t rows, int threads, size_t bytes_s
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {TEAM, 1, 1};
+  attributes[1].val.clusterDim = {(unsigned)team, 1, 1};
   config.attrs = attributes;
-  config.numAttrs = !is_hopper(q) ? 0 : TEAM > 1 ? 2 : 1;
+  config.numAttrs = !is_hopper(q) ? 0 : team > 1 ? 2 : 1;
   return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
 }
 

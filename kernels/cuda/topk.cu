@@ -156,8 +156,8 @@ int launch_rows(const kvl_topk_args &g, order order, sort_key *keys, int64_t len
     team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(g.n, g.k, sorted, q);
     int status = allow_shared<kernel>(q, q->shared_optin);
     if (status < 0) return status;
-    return launch_teams<TEAM>(kernel, g.rows, TEAM_THREADS, shape.bytes_shared, q, g, shape,
-                              order, keys, length);
+    return launch_teams(kernel, TEAM, g.rows, TEAM_THREADS, shape.bytes_shared, q, g, shape,
+                        order, keys, length);
   });
 }
 

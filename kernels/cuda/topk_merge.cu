@@ -87,7 +87,7 @@ template <class T> int launch(const kvl_topk_merge_args &a, const kvl_cuda_queue
     team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(most, a.k, 0, q);
     int status = allow_shared<kernel>(q, q->shared_optin);
     if (status < 0) return status;
-    return launch_teams<TEAM>(kernel, a.rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
+    return launch_teams(kernel, TEAM, a.rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
   });
 }
 

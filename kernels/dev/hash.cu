@@ -8,6 +8,9 @@
  *   2      13.9      16.3        62.7      0.75
  *   3      18.2      21.1        95.4
  *   4      12.7      14.9        61.9      0.75
+ *   5      10.3      24.4        53.8
+ *   6       9.1      18.8        54.1      0.71
+ *   7       9.2      13.1        34.8      0.75
  * 1  1024 threads, 8 blocks a lane: registers spilled. Scores: 16 loads a lane at once, a warp
  *    for each (32 blocks, KV head)
  * 2  512 threads, 16 blocks a lane; all is asked for before anything is waited for; four
@@ -15,12 +18,25 @@
  * 3  rolled loops, hashes copied to shared memory asynchronously, a histogram column a lane:
  *    less code, but a chain of shared-memory latencies for each block
  * 4  2 with the group's queries asked for at once (a branch on the dtype in between had made
- *    them wait for each other), distances of a single batch kept in registers: shipped.
+ *    them wait for each other), distances of a single batch kept in registers.
  *    Cycles of [1,8192], 2 a nanosecond: loads under way and the query summed 5400, hashed
  *    2700, distances and histogram 4300, edge 1000, places 1500, writing 3700
+ * 5  a cluster of eight blocks for the heads that share a sector; distances are kept as bytes
+ *    in shared memory, histograms are sent with st.async. 16 clusters of eight are two waves:
+ *    there is room for 15
+ * 6  half the registers, so that two blocks share an SM: 16 clusters run at once but not side
+ *    by side, and it spills. The query's hash by 8 lanes a bit in place of 16. Scores: each
+ *    block's 2 KiB by a bulk copy, 96 under way an SM: 29.5 us with tables in order, so it is
+ *    not where the hashes lie; 10.1 us in place of 7.5 for 2048 blocks: a longer start and
+ *    end
+ * 7  the largest team of which all run at once, an SM a block: six here. Lists are put
+ *    together in shared memory and written in whole sectors; what is certain is written while
+ *    the query is on its way: shipped, with the scores of 2. Cycles of [1,8192], of 11500:
+ *    until hashes are asked for 3000, query 2100, hashed 900, distances and histogram 1200,
+ *    the rest 4300; 1300 instructions a warp
  * Hashes of the tokens of 2048 blocks x 8 KV heads, 64 bits: a warp a hash 1654 us, tensor
- * cores with exact sums where they are in doubt 114; of the means 194 and 56; of the means of 16
- * blocks 38 and 9.9, by a block of threads each. */
+ * cores with exact sums where they are in doubt 114; of the means 194 and 56; of the means of
+ * 16 blocks 38 and 9.9, by a block of threads each. */
 #include <cstring>
 
 #include "../cuda/block_hash.cu"
@@ -341,14 +357,15 @@ int main(int argc, char **) {
   const double read = b.read_bandwidth();
   printf("R %.0f GB/s; an empty launch %.1f us\n", read * 1e-3,
          b.time([] { nothing<<<1, 32>>>(); }));
+  auto of = [&](int seqs, int kv_heads, int max_blocks, int bits, bool is_token = false,
+                bool is_shared = false) {
+    return shape{seqs, kv_heads, 4, 128, bits, 16, max_blocks, is_token, is_shared, B};
+  };
   const shape timed[] = {
-      {1, 1, 4, 128, 64, 16, 8192, f, f, B}, {8, 8, 4, 128, 64, 16, 8192, f, f, B},
-      {8, 8, 4, 128, 64, 16, 65536, f, f, B}, {64, 1, 4, 128, 64, 16, 65536, f, f, B},
-      {1, 1, 4, 128, 64, 16, 131072, f, f, B}, {1, 8, 4, 128, 64, 16, 2048, f, f, B},
-      {16, 8, 4, 128, 64, 16, 2048, f, f, B}, {16, 8, 4, 128, 64, 16, 2048, f, t, B},
-      {16, 8, 4, 128, 128, 16, 2048, f, f, B}, {16, 8, 4, 128, 128, 16, 2048, t, f, B},
-      {16, 8, 4, 128, 64, 16, 2048, t, f, B}, {16, 8, 4, 128, 128, 16, 2048, t, t, B},
-      {1, 8, 4, 128, 128, 16, 2048, t, f, B}};
+      of(1, 1, 8192, 64), of(8, 8, 8192, 64), of(8, 8, 65536, 64), of(64, 1, 65536, 64),
+      of(1, 1, 131072, 64), of(1, 8, 2048, 64), of(16, 8, 2048, 64), of(16, 8, 2048, 64, f, t),
+      of(16, 8, 2048, 128), of(16, 8, 2048, 128, t), of(16, 8, 2048, 64, t),
+      of(16, 8, 2048, 128, t, t), of(1, 8, 2048, 128, t)};
   for (auto &s : timed) {
     problem p(s, {0.3, 0, 0, 1, 2}, true, 1, 0);
     const double bytes = 8.0 * s.blocks() * s.kv_heads * s.tokens() * s.words();
