@@ -7,11 +7,13 @@
  *   lens    i32  [seqs]
  *   scores  f32  [seqs, kv_heads or 1, max_blocks]   1: the best of all KV heads; blocks past
  *                                                    the last get -inf
- * A warp scores 32 blocks, the KV heads of the same blocks next to each other. Exact.
+ * A warp scores 32 blocks of token hashes, the KV heads of the same blocks next to each other;
+ * of block hashes a tile, all heads of a sector at once. Exact.
  *
  * Bytes   hashes of every block, once; limit: memory
- * Best    16 x 32K tokens, 8 KV heads, 128 bits a token: 29.3 us, 0.75 of the run's read
- *         bandwidth (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ * Best    16 x 32K tokens, 8 KV heads, 128 bits a token: 29.1 us, 0.76 of the run's read
+ *         bandwidth; 8 x 65536 blocks, 8 KV heads, 64 bits a block: 24.2 us, 0.67
+ *         (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
  * Source  UCM's GSA on-device */
 #include "hamming.cuh"
 
@@ -20,38 +22,78 @@ namespace {
 
 constexpr int SCORE_THREADS = 256;
 
-/* heads: KV heads that a warp takes, one after the other. */
+/* Blocks that a lane has under way, and those of a warp. */
+template <class FORM> constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
+template <class FORM> constexpr int TILE = BATCH<FORM> * WARP / FORM::READERS;
+
+/* heads: KV heads that a warp takes, those of a FORM at once. */
 template <class FORM>
 __global__ void __launch_bounds__(SCORE_THREADS, 4)
 score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t tiles,
                      int heads) {
+  constexpr int N = BATCH<FORM>, EACH = FORM::EACH, SIDE = WARP / FORM::READERS;
   const kvl_hash_view &v = a.hashes;
   const int lane = threadIdx.x % WARP, parts = (v.kv_heads + heads - 1) / heads;
+  const int reader = lane % FORM::READERS;
   const int64_t item = (blockIdx.x * (int64_t)SCORE_THREADS + threadIdx.x) / WARP;
-  const int64_t seq = item / parts / tiles, b = item / parts % tiles * WARP + lane;
+  const int64_t seq = item / parts / tiles;
+  const int64_t b = item / parts % tiles * TILE<FORM> + lane / FORM::READERS;
   const int first = (int)(item % parts) * heads, last = min(first + heads, v.kv_heads);
   if (seq >= a.seqs) return;
-  const bool is_inside = b < a.max_blocks;
-  int block[1] = {is_inside ? a.tables[seq * a.max_blocks + b] : -1};
-  const int64_t size = a.block_size, left = a.lens[seq] - b * size;
-  const int tokens[1] = {(int)min(left, size)};
-  if (left <= 0) block[0] = -1;
-  const bool is_shared = a.score_heads == 1;
-  const uint64_t *q = a.q + (seq * v.kv_heads + first) * v.words;
-  const int64_t list = seq * a.score_heads + (is_shared ? 0 : first);
-  float *scores = a.scores + list * a.max_blocks + b;
-  uint32_t best = HAMMING_NONE;
-#pragma unroll 1
-  for (int head = first; head < last; head++, q += v.words) {
-    hash_batch<FORM, 1> batch;
-    uint32_t d[1];
-    batch.load(v, block, tokens, head);
-    batch.distances(q, d);
-    best = is_shared ? min(best, d[0]) : d[0];
-    if (is_shared && head + 1 < last) continue;
-    if (is_inside) *scores = best == HAMMING_NONE ? -INFINITY : -(float)best;
-    scores += a.max_blocks;
+  int block[N], tokens[N];
+#pragma unroll
+  for (int j = 0; j < N; j++)
+    block[j] = b + j * SIDE < a.max_blocks ? a.tables[seq * a.max_blocks + b + j * SIDE] : -1;
+  const int64_t size = a.block_size, length = a.lens[seq];
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    const int64_t left = length - (b + j * SIDE) * size;
+    tokens[j] = (int)min(left, size);
+    if (left <= 0) block[j] = -1;
   }
+  const bool is_shared = a.score_heads == 1;
+  auto put = [&](int64_t head, int j, uint32_t d) {
+    if (b + j * SIDE < a.max_blocks)
+      a.scores[(seq * a.score_heads + head) * a.max_blocks + b + j * SIDE] =
+          d == HAMMING_NONE ? -INFINITY : -(float)d;
+  };
+  uint32_t best[N];
+#pragma unroll
+  for (int j = 0; j < N; j++) best[j] = HAMMING_NONE;
+#pragma unroll 1
+  for (int head = first; head < last; head += FORM::HEADS) {
+    hash_batch<FORM, N> batch;
+    uint32_t d[N * EACH];
+    batch.load(v, block, tokens, head);
+    batch.distances(a.q + (seq * v.kv_heads + head) * v.words, d);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        best[j] = min(best[j], d[j * EACH + i]);
+        if (!is_shared) put(head + reader * EACH + i, j, d[j * EACH + i]);
+      }
+  }
+  if (!is_shared) return;
+#pragma unroll
+  for (int j = 0; j < N; j++) {
+    if (FORM::READERS == 2) best[j] = min(best[j], __shfl_xor_sync(ALL_LANES, best[j], 1));
+    if (reader == 0) put(0, j, best[j]);
+  }
+}
+
+template <class FORM> int launch(const kvl_score_hamming_args &a, const kvl_cuda_queue *q) {
+  const int64_t tiles = (a.max_blocks + TILE<FORM> - 1) / TILE<FORM>;
+  const int64_t per_block = SCORE_THREADS / WARP, room = 4 * per_block * q->sm_count;
+  const int kv_heads = a.hashes.kv_heads;
+  /* All warps at once where that is possible: a table is then waited for but once. */
+  int heads = a.score_heads == 1 ? kv_heads : FORM::HEADS;
+  while (heads < kv_heads && a.seqs * tiles * ((kv_heads + heads - 1) / heads) > room)
+    heads *= 2;
+  const int64_t warps = a.seqs * tiles * ((kv_heads + heads - 1) / heads);
+  const unsigned blocks = (unsigned)((warps + per_block - 1) / per_block);
+  score_hamming_kernel<FORM><<<blocks, SCORE_THREADS, 0, q->stream>>>(a, tiles, heads);
+  return kvl__cuda_launched();
 }
 
 }  // namespace
@@ -61,19 +103,6 @@ KVL_CUDA_KERNEL(score_hamming) {
   using namespace kvl;
   const kvl_score_hamming_args &a = *(const kvl_score_hamming_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  const int64_t tiles = (a.max_blocks + WARP - 1) / WARP;
-  const int64_t per_block = SCORE_THREADS / WARP, room = 4 * per_block * q->sm_count;
-  const int kv_heads = a.hashes.kv_heads;
-  if (a.seqs * tiles * a.score_heads == 0) return KVL_OK;
-  /* All warps at once where that is possible: a table is then waited for but once. */
-  int heads = a.score_heads == 1 ? kv_heads : 1;
-  while (heads < kv_heads && a.seqs * tiles * ((kv_heads + heads - 1) / heads) > room)
-    heads *= 2;
-  const int64_t warps = a.seqs * tiles * ((kv_heads + heads - 1) / heads);
-  const unsigned blocks = (unsigned)((warps + per_block - 1) / per_block);
-  return with_form(a.hashes, [&](auto form) {
-    constexpr auto kernel = score_hamming_kernel<decltype(form)>;
-    kernel<<<blocks, SCORE_THREADS, 0, q->stream>>>(a, tiles, heads);
-    return kvl__cuda_launched();
-  });
+  if (a.seqs * a.max_blocks * a.score_heads == 0) return KVL_OK;
+  return with_heads(a.hashes, [&](auto form) { return launch<decltype(form)>(a, q); });
 }
