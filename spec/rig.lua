@@ -37,9 +37,9 @@ local function join(dev, dtype, parts, heads, n)
   return all
 end
 
-local function step(rig, numbers, position_of, n, is_prefill, ends_prompt)
+local function step(rig, numbers, position_of, n, is_prefill, ends_prompts)
   local outs = {}
-  rig.attention:begin(rig.batch, is_prefill, ends_prompt)
+  rig.attention:begin(rig.batch, is_prefill, ends_prompts)
   for layer = 0, SHAPE.layers - 1 do
     local q, k, v = {}, {}, {}
     for i, s in ipairs(numbers) do
@@ -59,7 +59,7 @@ local function prefill(rig, seq, s, length, chunk)
   while at < length do
     local n = math.min(chunk, length - at)
     rig.batch:append({ seq }, { n })
-    rig.last = step(rig, { s }, { at }, n, true, at + n == length)
+    rig.last = step(rig, { s }, { at }, n, true, at + n == length and { true } or nil)
     at = at + n
   end
 end

@@ -92,14 +92,17 @@ function M.attention(o)
 end
 
 --- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are
--- a chunk of a prompt rather than one decoded token each; ends_prompt: the last one, what
--- follows is decoded.
-function Attention:begin(batch, is_prefill, ends_prompt)
+-- a chunk of a prompt rather than one decoded token each. ends_prompts: the last chunk,
+-- what follows is decoded; a boolean for each sequence, nil when it is none's.
+---@param batch kvlab.Batch
+---@param is_prefill boolean
+---@param ends_prompts? boolean[]
+function Attention:begin(batch, is_prefill, ends_prompts)
   if not is_prefill and batch.tokens_count ~= batch.count then
     error(("a decode step of %d tokens for %d sequences, expected one each"):format(
       batch.tokens_count, batch.count), 2)
   end
-  self.batch, self.ends_prompt = batch, ends_prompt
+  self.batch, self.ends_prompts = batch, ends_prompts
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
   self.context:begin(batch, is_prefill)
@@ -136,9 +139,10 @@ end
 
 --- Begin to bring what the decode policy expects of a coming step.
 local function bring_ahead(self, ctx)
-  local p = self.decode_policy
-  local expected = p.predict and p:predict(ctx)
-  if expected then self.hot:bring_ahead(expected, ctx) end
+  local p, ends = self.decode_policy, self.ends_prompts
+  if not p.predict or ctx.is_prefill and not ends then return end
+  local expected = p:predict(ctx)
+  if expected then self.hot:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil) end
 end
 
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
@@ -167,7 +171,7 @@ function Attention:forward(layer, q, k, v, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
-  if self.hot and (self.ends_prompt or not ctx.is_prefill) then bring_ahead(self, ctx) end
+  if self.hot then bring_ahead(self, ctx) end
   return out
 end
 

@@ -43,7 +43,7 @@ function M.new(o)
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
-    seqs = {}, counts = {}, tokens = {},
+    seqs = {}, counts = {}, tokens = {}, ends = {},
     watches_prompts = attention.prefill_policy.watches_prompt
       or attention.decode_policy.watches_prompt,
     unseen = {}, -- keys of blocks that came from the store and no policy was shown
@@ -209,12 +209,14 @@ local function choose(list, logits)
   end
 end
 
---- Whether all of them decode from the next step on.
-local function ends_prompts(list)
-  for _, r in ipairs(list) do
-    if r.num_computed_tokens + r.num_scheduled_tokens < r.num_tokens then return false end
+--- Which of them decode from the next step on; nil: none.
+local function ends_prompts(self, list)
+  local ends, any = self.ends, false
+  for i, r in ipairs(list) do
+    ends[i] = r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens
+    any = any or ends[i]
   end
-  return true
+  return any and ends or nil
 end
 
 --- Compute a step: what decodes and what reads are a batch each, since policies may treat
@@ -228,7 +230,7 @@ function EngineExecutor:run(plan)
   if #plan.prefill > 0 then
     local seqs, counts, tokens = gather(self, plan.prefill)
     choose(plan.prefill,
-      self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(plan.prefill)))
+      self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(self, plan.prefill)))
   end
   return self:now() - start
 end

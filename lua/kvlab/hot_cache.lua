@@ -217,10 +217,13 @@ local function new_ahead_views(self, seqs, lists, n)
   local function list(i, ...)
     return a.lists:index(i):narrow(0, seqs * heads * n):reshape { ... }
   end
-  local views = { selections = {}, slots = list(0, seqs, heads, n),
+  local views = { selections = {}, rows = {}, slots = list(0, seqs, heads, n),
     miss_from = list(1, 1, heads, seqs * n), miss_to = list(2, 1, heads, seqs * n) }
   local all = tensor.tensor(dev, "i32", { self.cache.layers, seqs, lists, n })
-  for layer = 0, self.cache.layers - 1 do views.selections[layer] = all:index(layer) end
+  for layer = 0, self.cache.layers - 1 do
+    views.selections[layer], views.rows[layer] = all:index(layer), {}
+    for i = 0, seqs - 1 do views.rows[layer][i + 1] = views.selections[layer]:index(i) end
+  end
   return views
 end
 
@@ -243,7 +246,8 @@ end
 -- need not decode together.
 ---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
-function HotCache:bring_ahead(selection, ctx)
+---@param wanted? boolean[]  for which sequences (all)
+function HotCache:bring_ahead(selection, ctx, wanted)
   local layer, lists, n = ctx.layer, selection:size(1), selection:size(2)
   if ctx.seqs * n > self.slots then return end
   self.ahead = self.ahead or tensor.lasting(new_ahead, self)
@@ -252,6 +256,9 @@ function HotCache:bring_ahead(selection, ctx)
   local views = a.views[key] or tensor.lasting(new_ahead_views, self, ctx.seqs, lists, n)
   a.views[key] = views
   views.selections[layer]:copy_(selection)
+  for i = 1, wanted and ctx.seqs or 0 do
+    if not wanted[i] then views.rows[layer][i]:fill_(-1) end
+  end
   a.asked:record(self.cache.device:stream())
   a.stream:wait(a.asked)
   on_stream(self, a.stream, bring, layer, ctx.tables, views)

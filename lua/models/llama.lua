@@ -424,9 +424,9 @@ local function check_tokens(engine, tokens)
 end
 
 --- One step of prompts: counts[i] of `tokens` (at most engine.chunk) for sequence i.
-local function prefill_step(self, seqs, counts, tokens, ends_prompt)
+local function prefill_step(self, seqs, counts, tokens, ends_prompts)
   self.batch:append(seqs, counts, tokens)
-  self.attention:begin(self.batch, true, ends_prompt)
+  self.attention:begin(self.batch, true, ends_prompts)
   return forward(self, self.batch.tokens)
 end
 
@@ -444,7 +444,8 @@ function Engine:prefill(seq, tokens, each)
       chunk[#chunk + 1] = tokens[i]
     end
     n = #chunk
-    states = prefill_step(self, { seq }, { n }, chunk, first + n > #tokens)
+    local ends_prompts = first + n > #tokens and { true } or nil
+    states = prefill_step(self, { seq }, { n }, chunk, ends_prompts)
     if each then each(states) end
   end
   return to_logits(self, states:narrow(n - 1, 1), 1)
@@ -454,12 +455,12 @@ end
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]  tokens of each, together at most engine.chunk
 ---@param tokens integer[]  sequence after sequence
----@param end_prompts? boolean  these chunks are the last: decode steps follow
+---@param ends_prompts? boolean[]  whose chunk is the last: decode steps follow
 ---@return ffi.cdata* logits  of each one's last token, f32 [#seqs, vocab], valid until
 --                            the next step
-function Engine:prefill_batch(seqs, counts, tokens, end_prompts)
+function Engine:prefill_batch(seqs, counts, tokens, ends_prompts)
   check_tokens(self, tokens)
-  local states = prefill_step(self, seqs, counts, tokens, end_prompts)
+  local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
   local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
   return to_logits(self, last, #seqs)
 end

@@ -125,7 +125,7 @@ describe("blocks brought ahead", function()
         for i = 1, count do seqs[i] = its_rig.cache:sequence() end
         local counts = { 40, count > 1 and 30 or nil, count > 2 and 1 or nil }
         its_rig.batch:append(seqs, counts)
-        its_rig.attention:begin(its_rig.batch, true, true)
+        its_rig.attention:begin(its_rig.batch, true, { true, true, true })
         local n = its_rig.batch.tokens_count
         local q = kv.randn(dev, "f32", { n, rig.SHAPE.heads, rig.SHAPE.head_dim })
         local k = kv.randn(dev, "f32", { n, KV_HEADS, rig.SHAPE.head_dim })
@@ -233,7 +233,7 @@ describe("blocks brought ahead", function()
   it("begin when they are in the host tier; the next step begins after them", function()
     with_slow_link(function(dev, attention, batch, seq, us_of)
       batch:append({ seq }, { 16 })
-      attention:begin(batch, true, true)
+      attention:begin(batch, true, { true })
       -- layer 0 goes to the host; layer 0 comes back while 1 goes; 1 comes back
       assert_time((LAYERS + 1) * KV_HEADS * BYTES,
         us_of(function() layers(dev, attention, 16) end))

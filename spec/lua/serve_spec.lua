@@ -234,6 +234,26 @@ local function check(dev)
       store:close()
     end)
 
+    it("brings what the first decode step selects when a prompt ends", function()
+      for _, max_seqs in ipairs { 1, 2 } do -- one after the other, and together
+        local engine = model_on(dev):engine { blocks = 64, chunk = 64,
+          max_seqs = max_seqs, offload = { hot_slots = 64 },
+          policy = kv.policy.open("gsa", { ratio = 0.3 }) }
+        local server, hot = kv.serve { engine = engine }, engine.cache.offload.hot
+        for _, i in ipairs { 1, 3 } do
+          server:submit { tokens = workload()[i].tokens, max_tokens = 3 }
+        end
+        server:run()
+        local stats = hot:stats()
+        local blocks = 6 * 4 * 2 -- of 17, in each layer and KV head
+        assert.equal(2 * blocks, stats.ahead.predicted) -- once, not at every chunk
+        assert.equal(stats.ahead.brought, stats.ahead.used)
+        assert.equal(0, stats.misses)
+        server:close()
+        engine.cache:close()
+      end
+    end)
+
     it("computes every prompt for a policy that watches them", function()
       local list, store = { workload()[1], workload()[3] }, open_store()
       for _ = 1, 2 do
