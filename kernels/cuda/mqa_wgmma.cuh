@@ -11,7 +11,7 @@
  * starts and ends alone: the host knows nothing of them. A block of threads:
  *   consumers  two warpgroups. A tile of keys is two products of 64 tokens for each; while one
  *              is multiplied, relu and sums of the other are computed
- *   producer   one warp brings q, weights and ranges of a group, two groups deep, and tiles of
+ *   producers  a warp brings q, weights and ranges of items, one ahead, and a warp tiles of
  *              keys through a ring, by TMA; over index-K memory a copy for each block
  *
  * The sum over heads: a lane its two of every eight in their order, by FMA of x + |x| (FADD is
@@ -23,223 +23,20 @@
  * Limit     tensor cores, 256 cycles for 64 x 128 products of dim 128, and beside them 128
  *           issue slots of relu and sums a scheduler; over index-K memory the memory
  * Tolerance 2e-4 of the sum of |terms|: the tensor cores keep about 14 bits
+ * Best      H100 80GB HBM3, 2026-11-21, kernels/dev/mqa_logits.cu: 64 heads of 128, f32;
+ *           causal 2048 x 32K 1083 TFLOP/s, 4096 x 64K 1061 (GEMM 8192^3 1489); decode over
+ *           blocks of 64, 64 x 64K 0.89 of R = 3082 GB/s, 16 x 32K 0.72
+ * Versions  kernels/dev/mqa_logits.cu
  * Source    DeepGEMM's sm90_fp8_mqa_logits: tokens as M, heads as N, one producer */
 #ifndef KVL_CUDA_MQA_WGMMA_CUH
 #define KVL_CUDA_MQA_WGMMA_CUH
 
-#include "block_scan.cuh"
-#include "hopper.cuh"
-#include "mqa_mma.cuh"
+#include "mqa_work.cuh"
 #include "programmatic.cuh"
 
 namespace kvl {
 
-/* Keys: mqa_contiguous or mqa_paged. RQ: rows of q of a consumer. */
-template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
-  using Keys = Keys_;
-  static constexpr bool PAGED = Keys::PAGED;
-  static constexpr int H = H_, D = D_, RQ = RQ_, N = H * RQ, CONSUMERS = 2;
-  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ;   /* of q, of a group */
-  static constexpr int COLUMNS = ROWS * H;
-  static constexpr int TOKENS = PAGED ? 256 : 128;   /* of a tile */
-  static constexpr int UNIT = PAGED ? 64 : 128;      /* what shares are counted in */
-  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
-  static constexpr int Q_STAGES = 2, Q_BYTES = COLUMNS * D, TILE_BYTES = TOKENS * D;
-  static constexpr int STAGES = PAGED && D == 128 ? 5 : 8;
-  static constexpr int SCALES = PAGED ? TOKENS : 1;  /* in shared memory, of a tile */
-  /* One KiB to align: dynamic shared memory need not begin at an atom. */
-  static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
-};
-
-/* What the host works out. */
-struct mqa_plan {
-  int64_t groups, each;   /* all of them, and of a sequence (contiguous keys: of all rows) */
-  int64_t rows;           /* of q, of a sequence or of all */
-  int box_shift;          /* 2^n tokens that one copy brings of a block */
-};
-
-/* A stretch of the tokens of a group. */
-struct mqa_item {
-  int64_t row0;       /* of q */
-  int rows, begin, end, tiles;   /* tiles 0: nothing is left */
-};
-
 #if KVL_SM90A
-
-template <class shape> struct mqa_memory {
-  static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES;
-  static constexpr int BARRIERS = 2 * STAGES + 2 * QS;
-  mqa_item items[QS];
-  int2 ranges[QS][shape::ROWS];        /* columns of each row within the item */
-  float halves[QS][shape::COLUMNS];    /* of weights */
-  alignas(16) float scales[STAGES][shape::SCALES];
-  uint32_t known[STAGES];              /* bit b: box b of the tile is a block's */
-  int scan[1][WARP];
-  int64_t first_group;                 /* of this share, and units of it that others have */
-  int first_unit;
-  alignas(8) uint64_t barriers[BARRIERS];
-
-  __device__ uint32_t q(int stage) const { return dynamic() + stage * shape::Q_BYTES; }
-  __device__ uint32_t k(int stage) const {
-    return dynamic() + QS * shape::Q_BYTES + stage * shape::TILE_BYTES;
-  }
-  __device__ uint32_t k_full(int s) const { return barrier(s); }
-  __device__ uint32_t k_empty(int s) const { return barrier(STAGES + s); }
-  __device__ uint32_t q_full(int s) const { return barrier(2 * STAGES + s); }
-  __device__ uint32_t q_empty(int s) const { return barrier(2 * STAGES + QS + s); }
-  __device__ void init() {
-    for (int i = 0; i < BARRIERS; i++) {
-      const bool is_empty = (i >= STAGES && i < 2 * STAGES) || i >= 2 * STAGES + QS;
-      barrier_init(barrier(i), is_empty ? 4 * shape::CONSUMERS : 1);
-    }
-    barrier_init_done();
-  }
-
- private:
-  __device__ uint32_t barrier(int i) const { return shared_address(barriers) + 8 * i; }
-  static __device__ uint32_t dynamic() {
-    extern __shared__ char bytes[];
-    return (shared_address(bytes) + 1023) & ~1023u;
-  }
-};
-
-/* ---- work ------------------------------------------------------------------------------ */
-
-/* The whole of a group: its rows, and the tokens that any of them looks at. */
-template <class shape>
-__device__ __forceinline__ mqa_item mqa_group(const typename shape::Keys &keys,
-                                              const mqa_plan &plan, int64_t group) {
-  const int64_t sequence = group / plan.each;
-  const int64_t first = (group - sequence * plan.each) * shape::ROWS;
-  const int rows = (int)min(plan.rows - first, (int64_t)shape::ROWS);
-  mqa_item w = {sequence * plan.rows + first, rows, INT_MAX, 0, 0};
-#pragma unroll
-  for (int r = 0; r < shape::ROWS; r++) {
-    if (r >= w.rows) break;
-    const int begin = keys.begin(w.row0 + r), end = keys.end(w.row0 + r);
-    if (begin < end) w.begin = min(w.begin, begin), w.end = max(w.end, end);
-  }
-  w.begin = min(w.begin, w.end) & ~7;   /* whole sectors of the logits */
-  return w;
-}
-template <class shape> __device__ __forceinline__ int mqa_units(const mqa_item &w) {
-  return (w.end - w.begin + shape::UNIT - 1) / shape::UNIT;
-}
-
-/* Where this block's share begins, and how many units it has. All threads call it. */
-template <class shape>
-__device__ int mqa_share(const typename shape::Keys &keys, const mqa_plan &plan,
-                         mqa_memory<shape> &memory) {
-  const int64_t each = (plan.groups + shape::THREADS - 1) / shape::THREADS;
-  const int64_t low = min(threadIdx.x * each, plan.groups);
-  const int64_t high = min(low + each, plan.groups);
-  int before[1] = {0}, total[1];
-  for (int64_t g = low; g < high; g++)
-    before[0] += mqa_units<shape>(mqa_group<shape>(keys, plan, g));
-  const int own = before[0];
-  block_scan(before, total, memory.scan);
-  const int begin = (int)((int64_t)total[0] * blockIdx.x / gridDim.x);
-  const int end = (int)((int64_t)total[0] * (blockIdx.x + 1) / gridDim.x);
-  if (begin < end && before[0] <= begin && begin < before[0] + own) {   /* one thread */
-    int skip = begin - before[0];
-    int64_t g = low;
-    for (int n; skip >= (n = mqa_units<shape>(mqa_group<shape>(keys, plan, g))); g++)
-      skip -= n;
-    memory.first_group = g;
-    memory.first_unit = skip;
-  }
-  __syncthreads();
-  return end - begin;
-}
-
-/* ---- producer -------------------------------------------------------------------------- */
-
-/* What the consumers know of an item, and its q; all lanes. */
-template <class shape>
-__device__ __forceinline__ void mqa_bring_item(const typename shape::Keys &keys,
-                                               const CUtensorMap &map, const mqa_item &w,
-                                               mqa_memory<shape> &memory, uint32_t step) {
-  const int lane = threadIdx.x % WARP, s = step % shape::Q_STAGES;
-  barrier_wait(memory.q_empty(s), (step / shape::Q_STAGES & 1) ^ 1);
-  if (lane == 0) memory.items[s] = w;
-  if (w.tiles > 0) {
-    for (int r = lane; r < shape::ROWS; r += WARP)
-      memory.ranges[s][r] = r < w.rows ? make_int2(max(keys.begin(w.row0 + r), w.begin),
-                                                   min(keys.end(w.row0 + r), w.end))
-                                       : make_int2(0, 0);
-    const float *weights = keys.a.weights + w.row0 * shape::H;
-    for (int c = lane; c < shape::COLUMNS; c += WARP)
-      memory.halves[s][c] = c < w.rows * shape::H ? 0.5f * weights[c] : 0.f;
-  }
-  __syncwarp();
-  if (lane > 0) return;
-  if (w.tiles == 0) {
-    barrier_arrive(memory.q_full(s));
-  } else {
-    barrier_arrive_expect(memory.q_full(s), shape::Q_BYTES);
-    copy_box3(memory.q(s), &map, (int)(w.row0 * shape::H), 0, memory.q_full(s));
-  }
-}
-
-template <class shape>
-__device__ __forceinline__ void mqa_bring_tile(const mqa_contiguous &, const CUtensorMap &map,
-                                               const mqa_plan &, const mqa_item &, int token,
-                                               mqa_memory<shape> &memory, int s) {
-  if (threadIdx.x % WARP > 0) return;
-  barrier_arrive_expect(memory.k_full(s), shape::TILE_BYTES);
-  copy_box3(memory.k(s), &map, token, 0, memory.k_full(s));
-}
-/* A lane brings a box, of one block. */
-template <class shape>
-__device__ __forceinline__ void mqa_bring_tile(const mqa_paged &keys, const CUtensorMap &map,
-                                               const mqa_plan &plan, const mqa_item &w,
-                                               int token, mqa_memory<shape> &memory, int s) {
-  const kvl_index_view &cache = keys.a.cache;
-  const int at = (threadIdx.x % WARP) << plan.box_shift, tokens = 1 << plan.box_shift;
-  int64_t block = -1;
-  int offset = 0;
-  if (at < shape::TOKENS && token + at < w.end) {
-    const int entry = (token + at) / cache.block_size;
-    offset = token + at - entry * cache.block_size;
-    block = keys.a.tables[w.row0 / plan.rows * keys.a.max_blocks + entry];
-  }
-  const bool has = block >= 0 && block < cache.blocks;
-  const uint32_t mask = __ballot_sync(ALL_LANES, has);
-  if (threadIdx.x % WARP == 0) {
-    memory.known[s] = mask;
-    barrier_arrive_expect(memory.k_full(s), __popc(mask) * tokens * (shape::D + 4));
-  }
-  __syncwarp();
-  if (!has) return;
-  copy_box3(memory.k(s) + at * shape::D, &map, offset, (int)block, memory.k_full(s));
-  copy_bytes(shared_address(&memory.scales[s][at]), index_at(cache, block, offset).scale,
-             tokens * 4, memory.k_full(s));
-}
-
-template <class shape>
-__device__ void mqa_produce(const typename shape::Keys &keys, const CUtensorMap &q_map,
-                            const CUtensorMap &k_map, const mqa_plan &plan, int units,
-                            mqa_memory<shape> &memory) {
-  uint32_t step = 0, q_step = 0;
-  int64_t group = memory.first_group;
-  int skip = memory.first_unit;
-  for (; units > 0; group++, skip = 0) {
-    mqa_item w = mqa_group<shape>(keys, plan, group);
-    const int n = min(mqa_units<shape>(w) - skip, units);
-    if (n <= 0) continue;
-    units -= n;
-    w.begin += skip * shape::UNIT;
-    w.end = min(w.end, w.begin + n * shape::UNIT);
-    w.tiles = (w.end - w.begin + shape::TOKENS - 1) / shape::TOKENS;
-    mqa_bring_item<shape>(keys, q_map, w, memory, q_step++);
-    for (int t = 0; t < w.tiles; t++, step++) {
-      const int s = step % shape::STAGES;
-      barrier_wait(memory.k_empty(s), (step / shape::STAGES & 1) ^ 1);
-      mqa_bring_tile<shape>(keys, k_map, plan, w, w.begin + t * shape::TOKENS, memory, s);
-    }
-  }
-  mqa_bring_item<shape>(keys, q_map, mqa_item{}, memory, q_step);
-}
 
 /* ---- consumers ------------------------------------------------------------------------- */
 
@@ -267,7 +64,7 @@ template <class shape> struct mqa_consumer {
         own_token(threadIdx.x / WARP % 4 * 16 + lane / 4 +
                   8 * (RQ == 1 ? lane >> 1 & 1 : lane & 1)) {}
 
-  /* Tokens of a tile that product `half` of this consumer has, and its columns of q. */
+  /* The first token of a tile that product `half` of this consumer has, and its columns. */
   __device__ __forceinline__ int token0(int half) const {
     return (shape::PAGED ? index * 128 : 0) + half * 64;
   }
@@ -344,9 +141,9 @@ template <class shape> struct mqa_consumer {
   }
 };
 
-/* While the second product of a tile is under way, the first is finished, and while that one
- * is, the other consumer's: a product that stays under way over the loop's end would make
- * ptxas serialise all of them (C7514). */
+/* Two products of a tile: while the second is under way, the first is finished, and while that
+ * one is, the other consumer's. (A product that stays under way over the loop's end would make
+ * ptxas serialise all of them, C7514.) */
 template <class shape>
 __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &plan,
                             mqa_memory<shape> &memory, int index) {
@@ -378,6 +175,37 @@ __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &pl
   }
 }
 
+/* Ask the L2 for what shares are found with and keys are looked up with: hints, which may come
+ * before the kernel before has ended. Not for a table that is mostly never read. */
+__device__ __forceinline__ void mqa_ask(const mqa_contiguous &) {}
+__device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
+  constexpr int LINE = 128, MOST = 1 << 20;
+  const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  const int64_t lens = keys.rows() * 4, tables = keys.a.sequences * keys.a.max_blocks * 4;
+  auto ask = [&](const void *p, int64_t bytes) {
+    if (bytes > MOST) return;
+    for (int64_t at = thread * LINE; at < bytes; at += (int64_t)gridDim.x * blockDim.x * LINE)
+      asm volatile("prefetch.global.L2 [%0];" :: "l"((const char *)p + at));
+  };
+  ask(keys.a.lens, lens);
+  ask(keys.a.tables, tables);
+}
+
+/* One of the two warps that bring. */
+template <class shape>
+__device__ __forceinline__ void mqa_produce(const typename shape::Keys &keys,
+                                            const CUtensorMap &q_map, const CUtensorMap &k_map,
+                                            const mqa_plan &plan, mqa_walk<shape> &walk,
+                                            mqa_memory<shape> &memory, int warp) {
+  if (warp == 0) {
+    uint32_t step = 0;
+    for (mqa_item w; walk.next(w);)
+      mqa_bring_tiles<shape>(keys, k_map, plan, w, memory, step);
+  } else {
+    mqa_bring_items<shape>(keys, q_map, walk, memory);
+  }
+}
+
 #endif
 
 template <class shape>
@@ -392,18 +220,29 @@ mqa_wgmma(const __grid_constant__ typename shape::Keys keys,
     prefetch_map(&k_map);
     memory.init();
   }
+  mqa_ask(keys);
   let_next_start();
+  __syncthreads();
   wait_for_previous();
-  const int units = mqa_share<shape>(keys, plan, memory);   /* and the barriers are there */
+  const bool is_few = plan.groups <= WARP;
+  mqa_share share = {};
+  if (!is_few) share = mqa_share::find<shape>(keys, plan, memory);
   /* The same in all lanes, which the shuffle lets the compiler know. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0) {
-    registers_take<232>();
+    registers_take<224>();
     mqa_consume<shape>(keys, plan, memory, warpgroup - 1);
     return;
   }
-  registers_give<40>();
-  if (warp == 0) mqa_produce<shape>(keys, q_map, k_map, plan, units, memory);
+  registers_give<56>();
+  if (warp > 1) return;
+  if (is_few) {
+    mqa_walk<shape> walk(keys, plan);
+    mqa_produce<shape>(keys, q_map, k_map, plan, walk, memory, warp);
+  } else {
+    mqa_walk<shape> walk(keys, plan, share, memory);
+    mqa_produce<shape>(keys, q_map, k_map, plan, walk, memory, warp);
+  }
 #endif
 }
 

@@ -5,6 +5,21 @@
  *     -mfma -mf16c -ffp-contract=off -DKVL_ISA=avx2 -DKVL_ISA_AVX2=1 -I kernels -I runtime \
  *     -c kernels/cpu/$f.c; done
  *   nvcc ... kernels/dev/mqa_logits.cu *.o -o mqa_logits -lcuda -lcublasLt -lgomp
+ *
+ * `mqa_logits short` leaves the checks out. Versions, 64 heads of 128, f32 logits; causal
+ * prefill in TFLOP/s, decode over blocks of 64 (the last: 16) as a share of R; H100 80GB,
+ * 2026-11-21, F 1450 to 1489 TFLOP/s:
+ *       2048 x 32K  4096 x 64K  4096 x 4096   64 x 64K  16 x 32K  1 x 128K  blocks of 16
+ *   1      1091        1051         720         0.841     0.704     0.411      0.654
+ *   2      1079        1058         918         0.884     0.698     0.407      0.781
+ *   3      1072        1045         922         0.873     0.701     0.428      0.748
+ *   4      1083        1061         931         0.889     0.719     0.433      0.779
+ * 1  one warp brings all; shares count tiles; a lookup of the block table for each tile
+ * 2  a warp for items and one for tiles, 32 lookups at once and one time ahead; a group costs
+ *    a share a unit to begin
+ * 3  2; up to 32 groups, each warp finds its share without a barrier; lengths and tables are
+ *    asked for early; decode in tiles of 128 tokens, one product for a consumer
+ * 4  3 with tiles of 256 tokens again: shipped
  */
 #include <cublasLt.h>
 
@@ -141,14 +156,15 @@ bool check_keys(const kvl_cuda_queue *q) {
   return ok;
 }
 
-/* ---- logits ------------------------------------------------------------------------------ */
+/* ---- logits ----------------------------------------------------------------------------- */
 
 __device__ float f8_value(uint8_t x) { return kvl::to_float(f8e4m3{x}); }
 
 /* Slow and obvious, in double: want, and the sum of sizes. A thread an element. */
 __global__ void reference(const uint8_t *q, const float *weights, const uint8_t *k,
-                          const float *scales, int64_t rows, int64_t tokens, int heads, int dim,
-                          const int64_t *slot_of, int64_t each, float *want, float *size) {
+                          const float *scales, int64_t rows, int64_t tokens, int heads,
+                          int dim, const int64_t *slot_of, int64_t each, float *want,
+                          float *size) {
   const int64_t count = rows * tokens;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * blockDim.x) {
@@ -374,7 +390,7 @@ std::vector<shape_case> check_cases() {
   return cases;
 }
 
-/* ---- time -------------------------------------------------------------------------------- */
+/* ---- time ------------------------------------------------------------------------------- */
 
 /* F: f8e4m3 GEMM 8192^3 into bf16, TFLOP/s. */
 double gemm_rate(dev::bench &b) {
