@@ -3,8 +3,8 @@
 -- Policy nsa on the small recall model (lua/models/recall), with index keys made of the
 -- model's own: as they are (key) or by a random projection into 32, 64 or 128 dims, all
 -- in f8e4m3; with and without a Hadamard rotation; by tokens, as DeepSeek's indexer
--- selects, or by blocks. token_recall is the share of as many tokens with most of the exact
--- attention (the sum over heads) that are selected too.
+-- selects, or by blocks. token_recall is the share of as many tokens with most of the
+-- exact attention (the sum over heads) that are selected too.
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"

@@ -72,8 +72,12 @@ function Record:detach()
 end
 
 --- Called by the attention after each layer, see probe.lua.
-function Record:observe(attention, ctx, selection, counts)
-  if self.inner then self.inner:observe(attention, ctx, selection, counts) end
+function Record:observe(attention, ctx, selection, counts, tokens)
+  if self.inner then self.inner:observe(attention, ctx, selection, counts, tokens) end
+  if tokens then
+    error(("record: policy %s lists tokens, expected a selection of blocks"):format(
+      self.name), 3)
+  end
   local scored = self.scored
   self.scored = nil
   if ctx.is_prefill or self.seq > ctx.seqs then return end

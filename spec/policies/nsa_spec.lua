@@ -183,8 +183,9 @@ describe("nsa by tokens", function()
   end)
 
   it("finds more of the attention by the model's keys than by chance", function()
-    local function mass(o)
-      local its = rig.new(cpu, { policy = "nsa", options = options(o) })
+    local function mass(o, kv_dtype)
+      local its = rig.new(cpu, { policy = "nsa", options = options(o),
+                                 kv_dtype = kv_dtype })
       local probe = kv.probe.attach(its.attention)
       rig.play(cpu, { rig = its }, { { "prefill", 1, 300 }, { "decode", 1 },
         { "decode", 1 } })
@@ -195,6 +196,8 @@ describe("nsa by tokens", function()
       index = "random", index_dim = 32 }
     assert.is_true(key.attention_mass > 1.3 * 60 / 300, tostring(key.attention_mass))
     assert.is_true(key.attention_mass > random.attention_mass)
+    local f8 = mass({ index_topk = 60 }, "f8e4m3") -- its scales differ by KV head
+    assert.is_true(f8.attention_mass > 1.3 * 60 / 300, tostring(f8.attention_mass))
     assert.near(60 / 16, key.blocks_read, 1e-6)
   end)
 
