@@ -204,8 +204,10 @@ void expect(bool right, const char *what, const shape &s) {
          s.is_token, s.is_shared);
 }
 
-void check(const shape &s, kvl_budget budget, int spread) {
+/* is_small: as on a device of 28 KiB of shared memory and without clusters, so in windows. */
+void check(const shape &s, kvl_budget budget, int spread, bool is_small = false) {
   problem p(s, budget, false, 7 + s.bits + s.max_blocks, spread);
+  if (is_small) p.queue.shared_optin = 28 << 10;
   std::vector<uint64_t> all;
   std::vector<std::vector<hash_t>> hash(s.seqs);
   for (int seq = 0; seq < s.seqs; seq++)
@@ -334,6 +336,7 @@ int main(int argc, char **) {
       {1, 1, 4, 128, 64, 16, 8192, f, f, B}, {1, 1, 4, 128, 64, 16, 30000, f, f, B},
       {8, 8, 4, 128, 64, 16, 20000, f, f, B}, {2, 1, 1, 64, 128, 16, 20000, f, f, F},
       {4, 8, 1, 64, 64, 16, 2100, t, f, F},  {1, 4, 1, 64, 128, 16, 3000, t, f, F},
+      {2, 1, 1, 64, 128, 16, 12000, t, f, F}, {2, 1, 1, 64, 64, 1, 30000, t, f, F},
       {1, 1, 1, 64, 64, 16, 1000000, f, f, F}, {40, 1, 1, 64, 64, 1, 150000, f, f, F}};
   for (auto &s : shapes) {
     if (is_short && s.max_blocks > 3000) continue;
@@ -342,6 +345,7 @@ int main(int argc, char **) {
       if (s.max_blocks > 50000) continue;
       check(s, few, spread);
       if (s.max_blocks < 1000) check(s, none, spread), check(s, whole, spread);
+      if (s.max_blocks > 5000) check(s, third, spread, true);
     }
   }
   for (int bits : {32, 64, 128, 1024})
