@@ -1,0 +1,52 @@
+--- Attention over listed tokens, 2048 a row, 32 query heads on 8 KV heads of 128: what
+-- an indexer selects (E9). Decode: at random of 131072 tokens; prefill: of half as many.
+-- Limit: K and V of every entry of a list once at the read bandwidth of the same run,
+-- which rows of a prompt beat, since the L2 has what they share.
+local kv = require "kvlab"
+local paged = require "bench.lib.paged"
+
+local KV_HEADS, BLOCK, DIM = paged.KV_HEADS, paged.BLOCK, paged.DIM
+
+--- Compare the heads of KV head g of a row with attention over gathered tokens.
+local function check_row(w, row, g)
+  kv.scope(function()
+    local slots = w.slots:index(row)
+    local block = slots / BLOCK
+    local first = (block * (2 * KV_HEADS) + g) * BLOCK + (slots - block * BLOCK)
+    local function gather(half)
+      return w.cache:reshape { -1, DIM }:gather_rows(first + half * KV_HEADS * BLOCK)
+        :cast "f32"
+    end
+    local want = paged.attend(paged.group_rows(w.q, row, g), gather(0), gather(1))
+    paged.expect("token attention", paged.group_rows(w.out, row, g), want, 0.02)
+  end)
+end
+
+--- rows lists of k among `tokens`, at random.
+local function listed(rows, k, tokens)
+  return function(b)
+    local dev, w = b.device, {}
+    w.cache = paged.random_memory(dev, "bf16", math.ceil(tokens / BLOCK))
+    w.q = kv.randn(dev, "bf16", { rows, paged.HEADS, DIM }, { seed = 2 })
+    w.slots = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
+    w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
+    local function run() kv.ops.token_attention(w) end
+    return { run = run, bytes = rows * k * KV_HEADS * DIM * 2 * 2,
+      check = function()
+        run()
+        check_row(w, 0, 0)
+        check_row(w, rows - 1, KV_HEADS - 1)
+      end }
+  end
+end
+
+return function(b)
+  local k, context = math.min(2048, b:shrunk(16384)), b:shrunk(131072)
+  for _, rows in ipairs { 1, 16, 64 } do
+    b:case { id = "E9", name = ("%d tokens each for %d rows of decode"):format(k, rows),
+             setup = listed(rows, k, context) }
+  end
+  local rows = b:shrunk(4096)
+  b:case { id = "E9", name = ("%d tokens each for %d rows of a prompt of %d"):format(k,
+    rows, context / 2), setup = listed(rows, k, context / 2) }
+end
