@@ -83,8 +83,8 @@ function Record:observe(attention, ctx, selection, counts, tokens)
   if ctx.is_prefill or self.seq > ctx.seqs then return end
   local step = self.steps[#self.steps]
   if not step or ctx.layer == 0 then
-    local tokens = ctx.sequences[self.seq]:length()
-    step = { blocks = math.ceil(tokens / ctx.block_size), chosen = {}, scored = {} }
+    local length = ctx.sequences[self.seq]:length()
+    step = { blocks = math.ceil(length / ctx.block_size), chosen = {}, scored = {} }
     self.steps[#self.steps + 1] = step
   end
   step.chosen[ctx.layer] = selection and copy_rows(selection, self.seq, "int32_t") or nil
