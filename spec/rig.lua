@@ -37,7 +37,7 @@ local function join(dev, dtype, parts, heads, n)
   return all
 end
 
-local function step(rig, numbers, position_of, n, is_prefill, ends_prompts)
+local function forward(rig, numbers, position_of, n, is_prefill, ends_prompts)
   local outs = {}
   rig.attention:begin(rig.batch, is_prefill, ends_prompts)
   for layer = 0, SHAPE.layers - 1 do
@@ -51,6 +51,11 @@ local function step(rig, numbers, position_of, n, is_prefill, ends_prompts)
       join(rig.device, rig.dtype, v, SHAPE.kv_heads, n))
   end
   return outs
+end
+
+local function step(rig, ...)
+  if rig.scoped then return kv.scope(forward, rig, ...) end
+  return forward(rig, ...)
 end
 
 --- Prefill sequence number s with `length` tokens in chunks.
@@ -73,9 +78,11 @@ end
 --- o.offload: KV in host memory, with these options of the engine. o.prefill_policy: an
 -- opened policy for prefill (full). o.dtype: of q, k and v (f32); o.kv_dtype: of the
 -- cache (the same). o.window, o.soft_cap, o.alibi: of the attention. o.steady: so many
--- positions in a row have one query (1).
+-- positions in a row have one query (1). o.scoped: every step in a kv.scope of its own
+-- (which frees what it selected); run the same without it first, that draws the tokens.
 function M.new(dev, o)
-  local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1 }
+  local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
+                scoped = o.scoped }
   local offload
   if o.offload then
     offload = { max_seqs = 8 }

@@ -4,7 +4,7 @@
 --   kv.tensor zeros ones full arange from      tensors
 --   kv.randn rand randint                      random tensors, the same on every device
 --   kv.pinned                                  tensors in pinned host memory
---   kv.scope                                   frees what a function made
+--   kv.scope kv.lasting                        frees what a function made; does not
 --   kv.graph                                   records a step, replays it without Lua
 --   kv.ops                                     transformer and paged-attention ops
 --   kv.cache kv.attention                      paged memory, attention with a policy
@@ -29,7 +29,7 @@ local device = require "kvlab.device"
 local M = {
   C = library.C, check = library.check, paths = library.paths,
   device = device.device, cuda_available = device.cuda_available,
-  scope = tensor.scope, is_tensor = tensor.is_tensor,
+  scope = tensor.scope, lasting = tensor.lasting, is_tensor = tensor.is_tensor,
 }
 for _, name in ipairs { "tensor", "pinned", "full", "zeros", "ones", "arange", "randn",
                         "rand", "randint", "from" } do

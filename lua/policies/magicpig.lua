@@ -10,15 +10,18 @@
 -- Fails   answers in single keys: what is not drawn is missed, whatever the rest weighs
 local kv = require "kvlab"
 
+local function make_room(self, ctx, rows)
+  local s = self.shape
+  self.means = kv.tensor(s.device, "f32", { rows, s.head_dim })
+  self.codes = kv.tensor(s.device, "u64", { ctx.seqs, s.kv_heads, self.code / 64 })
+  self.code_rows = self.codes:reshape { rows, self.code / 64 }
+  self.shape_number = ctx.shape_number
+end
+
 --- The hash of the mean query of each KV head: u64 [seqs, kv_heads, words].
 local function hash_queries(self, ctx)
   local s, rows = self.shape, ctx.seqs * self.shape.kv_heads
-  if self.shape_number ~= ctx.shape_number then
-    self.means = kv.tensor(s.device, "f32", { rows, s.head_dim })
-    self.codes = kv.tensor(s.device, "u64", { ctx.seqs, s.kv_heads, self.code / 64 })
-    self.code_rows = self.codes:reshape { rows, self.code / 64 }
-    self.shape_number = ctx.shape_number
-  end
+  if self.shape_number ~= ctx.shape_number then kv.lasting(make_room, self, ctx, rows) end
   ctx.query:reshape { rows, s.heads / s.kv_heads, s.head_dim }:mean(1, self.means)
   kv.hash.rows(self.means, self.hashes.planes, self.code_rows)
   return self.codes

@@ -184,6 +184,16 @@ local function contract(name, dev)
     for i, step in ipairs(a.steps) do support.equal(step.out, b.steps[i].out, name) end
   end)
 
+  it("keeps what it needs when every step is a scope", function()
+    local o = { policy = name, options = third(name), lengths = LENGTHS, steps = 3 }
+    local plain = rig.decode(dev, o)
+    o.scoped = true
+    local scoped = rig.decode(dev, o)
+    for i, step in ipairs(plain.steps) do
+      support.equal(step.out, scoped.steps[i].out, name)
+    end
+  end)
+
   it("carries nothing from one request to the next", function()
     local o = { policy = name, options = third(name), lengths = { 200 }, steps = 3 }
     local alone = rig.decode(dev, o)
