@@ -17,7 +17,7 @@
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
- *           paged_split.cuh    a decode's shares of the work; paged_combine joins them
+ *           paged_split.cuh    a decode's shares of the work; paged_combine.cuh joins them
  *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
  *           paged_prefill.cuh  16-bit prefill elsewhere, and what that one does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
@@ -39,6 +39,7 @@
  *
  * Grids depend on sizes the host knows; lengths, tables, selections and starts are read on
  * the device, so a captured launch serves later steps. */
+#include "paged_combine.cuh"
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
 #include "paged_prefill.cuh"
