@@ -78,7 +78,7 @@ local function run(config, settings)
   settings.exam = settings.exam or exam.open(config)
   local policy = kv.policy.open("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
-    index_dim = config.index_dim, rotate = config.rotate == "yes",
+    index_dim = config.index_dim, index_bits = config.bits, rotate = config.rotate == "yes",
     granularity = config.granularity, seed = config.seed })
   local accuracy, step_us, found = settings.exam:ask(policy, observer)
   local metrics = found.probe:metrics()
@@ -89,7 +89,13 @@ end
 
 local function table_of(value, index, granularity)
   return { rows = "index_dim", columns = "budget", value = value, format = "%.3f",
-           where = { index = index, granularity = granularity, rotate = "no" } }
+           where = { index = index, granularity = granularity, rotate = "no", bits = 8 } }
+end
+
+local function bits_table(index, rotate)
+  return { rows = "bits", columns = "budget", value = "token_recall", format = "%.3f",
+           where = { index = index, granularity = "token", rotate = rotate,
+                     index_dim = 128 } }
 end
 
 experiment.run {
@@ -99,15 +105,17 @@ experiment.run {
     { "index", { "key", "random" } },
     { "granularity", { "token", "block" } },
     { "rotate", { "no", "yes" } },
+    { "bits", { 8, 4, 2 } },
     { "index_dim", { 32, 64, 128 } },
     { "budget", { 0.02, 0.05, 0.1, 0.3 } },
   },
   defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
                recent = 2 },
-  quick = { context = 1024, prompts = 1, index_dim = { 64, 128 },
+  quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, bits = { 8, 2 },
             budget = { 0.05, 0.3 } },
   when = function(config) -- the model's keys have 128 dims
-    return config.index == "random" or config.index_dim == 128
+    return (config.index == "random" or config.index_dim == 128)
+      and (config.bits == 8 or config.granularity == "token" and config.index_dim == 128)
   end,
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
               "step_us" },
@@ -117,8 +125,10 @@ experiment.run {
             table_of("accuracy", "random", "token"),
             table_of("accuracy", "key", "block"), table_of("accuracy", "random", "block"),
             table_of("token_recall", "key", "token"),
-            table_of("token_recall", "random", "token") },
+            table_of("token_recall", "random", "token"),
+            bits_table("key", "no"), bits_table("key", "yes"),
+            bits_table("random", "no"), bits_table("random", "yes") },
   plot = { x = "budget", y = "token_recall", series = "index_dim", panel = "index",
-           where = { granularity = "token", rotate = "no" }, logx = true,
+           where = { granularity = "token", rotate = "no", bits = 8 }, logx = true,
            xlabel = "budget (share of tokens)", ylabel = "share of the best tokens" },
 }

@@ -137,8 +137,8 @@ end
 --- Landmarks of the KV cache of a policy's shape.
 ---@param shape table  as policy.init gets it
 ---@param o table      index: key, random or given; dim (128) of random; rotate (false):
---                     by Hadamard's matrix before they are quantised; weights of given;
---                     seed (0) of random
+--                     by Hadamard's matrix before they are quantised; bits (8; 4, 2) of
+--                     keys; weights of given; seed (0) of random
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
   local self = setmetatable({ shape = shape }, Landmarks)
@@ -146,7 +146,8 @@ function M.landmarks(shape, o)
   dim, self.heads = kinds[o.index](self, { dim = o.dim or DIM_MAX, seed = o.seed or 0,
                                            weights = o.weights })
   self.cache = index_cache.index_cache { layers = shape.layers, blocks = shape.blocks,
-    block_size = shape.block_size, dim = dim, rotate = o.rotate, device = shape.device }
+    block_size = shape.block_size, dim = dim, rotate = o.rotate, bits = o.bits,
+    device = shape.device }
   return self
 end
 

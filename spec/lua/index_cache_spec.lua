@@ -56,6 +56,27 @@ support.each_device(function(dev)
       end)
     end
 
+    for bits, last in pairs { [4] = 7, [2] = 1 } do
+      it("rounds keys to " .. bits .. " bits", function()
+        local index = kv.index_cache { blocks = 1, dim = 32, bits = bits, device = dev }
+        local k = support.randn(dev, "f32", { 3, 32 }, 5)
+        k:narrow(2, 1):fill_(0)
+        index:append(0, k, slots { 0, 1, 2 })
+        local k8, scales = index:gather(0, slots { 0, 1, 2 })
+        local got, unit, numbers = k8:cast("f32"):list(), scales:list(), k:list()
+        for row = 0, 1 do
+          local top = 0
+          for i = 1, 32 do top = math.max(top, math.abs(numbers[row * 32 + i])) end
+          for i = row * 32 + 1, row * 32 + 32 do
+            local n = math.floor(numbers[i] / top * last + 0.5)
+            assert.equal(n * 448 / last, got[i])
+          end
+          support.close({ unit[row + 1] * 448 }, { top }, 0, 1e-6)
+        end
+        for i = 65, 96 do assert.equal(0, got[i]) end
+      end)
+    end
+
     it("keeps rotated keys where it rotates", function()
       local index = kv.index_cache { blocks = 1, rotate = true, device = dev }
       local k = keys(2, 128, 4)
@@ -74,6 +95,8 @@ support.each_device(function(dev)
       support.raises("blocks is nil, expected a whole number", kv.index_cache, {})
       support.raises("dim is 48, expected 32, 64 or 128", kv.index_cache,
         { blocks = 1, dim = 48 })
+      support.raises("bits is 5, expected 8, 4 or 2", kv.index_cache,
+        { blocks = 1, bits = 5 })
       support.raises("block_size is 5000, expected a whole number from 1 to 4096",
         kv.index_cache, { blocks = 1, block_size = 5000 })
       local index = kv.index_cache { blocks = 1, device = dev }
