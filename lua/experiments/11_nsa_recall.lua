@@ -78,8 +78,9 @@ local function run(config, settings)
   settings.exam = settings.exam or exam.open(config)
   local policy = kv.policy.open("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
-    index_dim = config.index_dim, index_bits = config.bits, rotate = config.rotate == "yes",
-    granularity = config.granularity, seed = config.seed })
+    index_dim = config.index_dim, index_bits = config.bits,
+    rotate = config.rotate == "yes", granularity = config.granularity,
+    seed = config.seed })
   local accuracy, step_us, found = settings.exam:ask(policy, observer)
   local metrics = found.probe:metrics()
   return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),

@@ -37,7 +37,8 @@ return kv.policy.define {
     local size = shape.block_size
     local least = math.max(self.sink + self.recent, self.min_blocks)
     self.landmarks = kv.landmarks(shape, { index = self.index, dim = self.index_dim,
-      rotate = self.rotate, bits = self.index_bits, weights = self.index_weights, seed = self.seed })
+      bits = self.index_bits, rotate = self.rotate, weights = self.index_weights,
+      seed = self.seed })
     self.want = { sink = self.sink, recent = self.recent, k = function(length)
       if self.tokens then return math.max(1, self.tokens, least * size) end
       local blocks = math.ceil(length / size)
