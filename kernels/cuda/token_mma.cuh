@@ -206,22 +206,9 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
       m1 = top1;
       l0 *= down0;
       l1 *= down1;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) {
-        out[n][0] *= down0;
-        out[n][1] *= down0;
-        out[n][2] *= down1;
-        out[n][3] *= down1;
-      }
+      scale_rows(out, down0, down1);
     }
-    const float shift0 = finite_shift(m0), shift1 = finite_shift(m1);
-#pragma unroll
-    for (int n = 0; n < KEYS_WARP / 8; n++)
-#pragma unroll
-      for (int c = 0; c < 2; c++) {
-        l0 += s[n][c] = exp2_fast(s[n][c] - shift0);
-        l1 += s[n][c + 2] = exp2_fast(s[n][c + 2] - shift1);
-      }
+    weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
 #pragma unroll
     for (int k = 0; k < KEYS_WARP / 16; k++) {
       /* The scores' layout is what the next mma wants of its left side. */

@@ -53,12 +53,6 @@
 #include "dev.cuh"
 #include "../cuda/paged_attention.cu"
 
-int kvl__cuda_check(cudaError_t error) {
-  if (error == cudaSuccess) return KVL_OK;
-  fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  return KVL_ERR_DEVICE;
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 extern "C" int kvl_dtype_bytes(int dtype) {
   return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
 }

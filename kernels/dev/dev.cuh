@@ -30,6 +30,13 @@
     }                                                                          \
   } while (0)
 
+/* What the launchers ask of the plug-in's backend. */
+int kvl__cuda_check(cudaError_t error) {
+  DEV_CHECK(error);
+  return 0;
+}
+int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
+
 namespace dev {
 
 template <class T> T *alloc(size_t count) {   /* poisoned: every byte 0xFF is a NaN */

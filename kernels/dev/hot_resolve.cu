@@ -11,14 +11,6 @@
 
 #include "dev.cuh"
 
-/* What the backend has for the launchers. */
-int kvl__cuda_check(cudaError_t error) {
-  if (error == cudaSuccess) return KVL_OK;
-  fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  exit(1);
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-
 namespace {
 
 struct shape {

@@ -22,12 +22,6 @@
 
 #include <cublas_v2.h>
 
-/* What the plug-in's own files provide. */
-int kvl__cuda_check(cudaError_t error) {
-  DEV_CHECK(error);
-  return KVL_OK;
-}
-
 namespace {
 
 using bf16 = __nv_bfloat16;

@@ -34,14 +34,6 @@
 
 #include "dev.cuh"
 
-/* What the backend has for the launchers. */
-int kvl__cuda_check(cudaError_t error) {
-  if (error == cudaSuccess) return KVL_OK;
-  fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  exit(1);
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-
 extern "C" {
 kvl_kernel kvl_cpu_quantise_rows_avx2, kvl_cpu_hadamard_avx2, kvl_cpu_index_append_avx2,
     kvl_cpu_index_gather_avx2;

@@ -34,13 +34,6 @@
 using namespace kvl;
 using bf16 = __nv_bfloat16;
 
-/* What the plug-in's own files provide. */
-int kvl__cuda_check(cudaError_t e) {
-  if (e == cudaSuccess) return KVL_OK;
-  fprintf(stderr, "%s\n", cudaGetErrorString(e));
-  return KVL_ERR_DEVICE;
-}
-
 namespace {
 
 /* ---- the reference ------------------------------------------------------------------- */

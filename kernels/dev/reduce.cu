@@ -19,13 +19,6 @@
 #include "dev.cuh"
 #include "common.cuh"
 
-/* What the plug-in's own files provide. */
-int kvl__cuda_check(cudaError_t error) {
-  DEV_CHECK(error);
-  return KVL_OK;
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-
 namespace {
 
 enum { PACKS = 4, WARPS = 32 };

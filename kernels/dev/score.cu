@@ -25,12 +25,6 @@
 
 using kvl::score_call;
 
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-int kvl__cuda_check(cudaError_t error) {
-  DEV_CHECK(error);
-  return KVL_OK;
-}
-
 namespace {
 
 /* ---- version 5: bulk copies ------------------------------------------------------------ */

@@ -39,12 +39,6 @@
 #include <cstring>
 #include <string>
 
-int kvl__cuda_check(cudaError_t error) {
-  DEV_CHECK(error);
-  return KVL_OK;
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-
 namespace {
 
 kvl_cuda_queue queue;

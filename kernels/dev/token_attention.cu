@@ -13,13 +13,6 @@
 #include "dev.cuh"
 #include "../cuda/token_attention.cu"
 
-int kvl__cuda_check(cudaError_t error) {
-  if (error == cudaSuccess) return KVL_OK;
-  fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  return KVL_ERR_DEVICE;
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
-
 namespace {
 
 enum {

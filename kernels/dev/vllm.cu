@@ -30,11 +30,6 @@ int kvl_cuda::fail(int status, const char *format, ...) {
   puts("");
   return status;
 }
-int kvl__cuda_check(cudaError_t error) {
-  DEV_CHECK(error);
-  return KVL_OK;
-}
-int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 
 using namespace kvl;
 

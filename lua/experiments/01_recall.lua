@@ -39,15 +39,6 @@ local function sitting_of(s, config)
   return s.sitting
 end
 
---- full and oracle first, then every other policy that selects in decode.
-local function policies()
-  local names = { "full", "oracle" }
-  for _, name in ipairs(kv.policy.names "decode") do
-    if name ~= "full" and name ~= "oracle" then names[#names + 1] = name end
-  end
-  return names
-end
-
 local function run(config, settings)
   local policy = kv.policy.open(config.policy, config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
@@ -63,7 +54,7 @@ experiment.run {
   title = "Which block selection keeps long-context recall, at which budget?",
   grid = {
     { "context", { 512, 1024, 2048, 4096 } },
-    { "policy", policies() },
+    { "policy", kv.policy.names("decode", { "full", "oracle" }) },
     { "budget", { 0.02, 0.05, 0.1, 0.3 },
       when = function(config) return config.policy ~= "full" end },
   },

@@ -14,15 +14,6 @@
 local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
---- full and oracle first, then every other policy that selects in decode.
-local function policies()
-  local names = { "full", "oracle" }
-  for _, name in ipairs(kv.policy.names "decode") do
-    if name ~= "full" and name ~= "oracle" then names[#names + 1] = name end
-  end
-  return names
-end
-
 local function open(settings)
   local folder = settings.capture
   if folder == "sample" then folder = kv.paths.root .. "/spec/data/capture" end
@@ -47,7 +38,7 @@ experiment.run {
   name = "12_captured",
   title = "Which policies keep the attention of a captured model, at which budget?",
   grid = {
-    { "policy", policies() },
+    { "policy", kv.policy.names("decode", { "full", "oracle" }) },
     { "budget", { 0.05, 0.1, 0.2, 0.5 },
       when = function(config) return config.policy ~= "full" end },
   },

@@ -8,8 +8,13 @@ local M = {}
 M.COLOURS = {
   "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c",
 }
--- Filled markers first. After one round the lines are dashed and the markers hollow.
-local FILLED, HOLLOW = { 7, 5, 9, 13, 11, 15, 7 }, { 6, 4, 8, 12, 10, 14, 6 }
+-- Three rounds through the colours: solid lines and filled markers, dashed and hollow,
+-- dotted and crosses.
+local ROUNDS = {
+  { line = 1, markers = { 7, 5, 9, 13, 11, 15, 7 } },
+  { line = 4, markers = { 6, 4, 8, 12, 10, 14, 6 } },
+  { line = 3, markers = { 1, 2, 3, 2, 3, 1, 2 } },
+}
 local LIMIT = "#707070" -- dashed and without markers: no series of the palette
 local GRID = "\"#b0808080\"" -- alpha comes first: fit for a light and a dark page
 
@@ -164,9 +169,10 @@ local function add_styles(out, p)
     if p.style[name] == "limit" then
       out[#out + 1] = ("set style line %d lc rgb \"%s\" lw 2 dt 2"):format(i, LIMIT)
     else
-      local at, is_first = colours % #M.COLOURS + 1, colours < #M.COLOURS
+      local at, round = colours % #M.COLOURS + 1, math.floor(colours / #M.COLOURS)
+      round = ROUNDS[round % #ROUNDS + 1]
       out[#out + 1] = ("set style line %d lc rgb \"%s\" lw 2 pt %d ps 0.8 dt %d"):format(
-        i, M.COLOURS[at], (is_first and FILLED or HOLLOW)[at], is_first and 1 or 4)
+        i, M.COLOURS[at], round.markers[at], round.line)
       colours = colours + 1
     end
   end

@@ -291,14 +291,17 @@ function M.nest(outer, name, given)
 end
 
 --- The names of the policies in lua/policies/; with a phase, prefill or decode, of those
--- that select in it.
+-- that select in it. `first` come before the others.
 ---@param phase? string
-function M.names(phase)
-  local names = {}
+---@param first? string[]
+function M.names(phase, first)
+  local names, named = {}, {}
+  for i, name in ipairs(first or {}) do names[i], named[name] = name, true end
   local list = io.popen(('ls "%s/lua/policies" 2>/dev/null'):format(library.paths.root))
   for file in list:lines() do
     local name = file:match "^([%w_]+)%.lua$"
-    if name and (not phase or require("policies." .. name)()[phase]) then
+    if name and not named[name]
+       and (not phase or require("policies." .. name)()[phase]) then
       names[#names + 1] = name
     end
   end

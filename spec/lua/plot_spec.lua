@@ -81,6 +81,18 @@ describe("plot", function()
     assert.is_true(lowest < height)
   end)
 
+  it("draws 21 series in 21 ways", function()
+    local names, ways, count = {}, {}, 0
+    for i = 1, 20 do names[i] = ("policy_%02d"):format(i) end -- and full
+    local script = gnuplot.svg_script(plot.lines(make_rows(names), {
+      x = "budget", y = "accuracy", series = "policy", where = { context = 512 } }))
+    for way in script:gmatch "set style line %d+ (lc[^\n]+)" do
+      assert.is_nil(ways[way], way)
+      ways[way], count = true, count + 1
+    end
+    assert.equal(21, count)
+  end)
+
   it("leaves room for the label of y beside long tics", function()
     if not is_installed() then return pending "gnuplot is not installed" end
     for _, step in ipairs { 0.00002, 1, 1e5 } do
