@@ -304,6 +304,29 @@ __device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float
     }
 }
 
+/* out += P V of 16 rows: their weights of 8 * KEYS8 keys, and V of these, which lie in a tile
+ * of shared memory from row `first` on. */
+template <class T, int PIECES, int KEYS8, int DIMS8>
+__device__ __forceinline__ void add_values(float (&out)[DIMS8][4], const float (&s)[KEYS8][4],
+                                           uint32_t v_at, int first, int lane) {
+#pragma unroll
+  for (int k = 0; k < KEYS8 / 2; k++) {
+    /* The scores' layout is what the next mma wants of its left side. */
+    const uint32_t p[4] = {
+        pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
+        pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
+        pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
+#pragma unroll
+    for (int n = 0; n < DIMS8 / 2; n++) {
+      uint32_t b[4];
+      load_matrices_transposed(
+          b, v_at + tile_byte<PIECES>(first + k * 16 + lane % 16, 2 * n + lane / 16));
+      mma(out[2 * n], p, b[0], b[1], T());
+      mma(out[2 * n + 1], p, b[2], b[3], T());
+    }
+  }
+}
+
 /* tanh with a relative error of about 1e-6: tanh.approx is off by 5e-4, which a cap of 50
  * would make 0.02 of a score. */
 __device__ __forceinline__ float tanh_fast(float x) {

@@ -226,22 +226,7 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     l1 *= down1;
     scale_rows(out, down0, down1);
     weigh_rows(s, shift0, shift1, l0, l1);
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) {
-      /* The scores' layout is what the next mma wants of its left side. */
-      const uint32_t p[4] = {
-          pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
-          pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
-          pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
-#pragma unroll
-      for (int n = 0; n < D / 16; n++) {
-        uint32_t b[4];
-        load_matrices_transposed(
-            b, v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
-        mma(out[2 * n], p, b[0], b[1], T());
-        mma(out[2 * n + 1], p, b[2], b[3], T());
-      }
-    }
+    add_values<T, PIECES>(out, s, v_at, 0, lane);
   }
 
   l0 = warp_sum<4>(l0);

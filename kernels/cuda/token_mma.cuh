@@ -209,22 +209,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
       scale_rows(out, down0, down1);
     }
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
-#pragma unroll
-    for (int k = 0; k < KEYS_WARP / 16; k++) {
-      /* The scores' layout is what the next mma wants of its left side. */
-      const uint32_t p[4] = {
-          pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
-          pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
-          pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
-#pragma unroll
-      for (int n = 0; n < D / 16; n++) {
-        uint32_t b[4];
-        load_matrices_transposed(b, v_at + tile_byte<PIECES>(
-            kw * KEYS_WARP + k * 16 + lane % 16, 2 * n + lane / 16));
-        mma(out[2 * n], p, b[0], b[1], T());
-        mma(out[2 * n + 1], p, b[2], b[3], T());
-      }
-    }
+    add_values<T, PIECES>(out, s, v_at, kw * KEYS_WARP, lane);
   }
   copy_wait<0>();
   let_next_start();
