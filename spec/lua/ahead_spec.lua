@@ -189,9 +189,10 @@ describe("blocks brought ahead", function()
     end)
   end)
 
-  --- fn(attention, batch, seq, us_of) over a link of 1 us a byte. The policy reads the
-  -- first block and expects all; us_of(fn) is the modelled time of fn, and of what it
-  -- began ahead of the next step.
+  --- fn(attention, batch, seq, us_of) over a link of 100 us a byte, beside which compute
+  -- is nothing, on a machine that does other work, too. The policy reads the first block
+  -- and expects all; us_of(fn) is the modelled time of fn, and of what it began ahead of
+  -- the next step.
   local function with_slow_link(fn)
     local dev, options = kv.device "cpu", require "kvlab.options"
     local first = kv.policy.define { name = "first", decode = true,
@@ -200,7 +201,7 @@ describe("blocks brought ahead", function()
       predict = function(self, ctx)
         return ctx:expect(self:score(ctx), kv.policy.everything, 1000)
       end }
-    kv.check(kv.C.kvl_cpu_link(1e-3, 0))
+    kv.check(kv.C.kvl_cpu_link(1e-5, 0))
     local ok, why = pcall(function()
       local cache = rig.new(dev, { offload = { hot_slots = 128 } }).cache
       local attention = kv.attention { cache = cache, heads = rig.SHAPE.heads,
@@ -226,8 +227,9 @@ describe("blocks brought ahead", function()
     for layer = 0, LAYERS - 1 do attention:forward(layer, q, k, k) end
   end
 
-  local function assert_time(want, us)
-    assert.is_true(us >= want and us < 1.2 * want, ("%d us for %d"):format(us, want))
+  local function assert_time(bytes, us)
+    local want = 100 * bytes
+    assert.is_true(us >= want and us < 1.1 * want, ("%d us for %d"):format(us, want))
   end
 
   it("begin when they are in the host tier; the next step begins after them", function()
