@@ -47,7 +47,7 @@ workspace "kvlab"
   location "build"
   configurations { "release", "debug", "hostile" }
   symbols "On"
-  includedirs { "runtime", "kernels" }
+  includedirs { "runtime", "kernels", "build" }
   targetdir "build/bin/%{cfg.buildcfg}"
   objdir "build/obj/%{cfg.buildcfg}/%{prj.name}"
   targetprefix ""
@@ -64,7 +64,7 @@ local function c_project(kind_)
   buildoptions {
     "-std=gnu17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno",
     "-ffp-contract=off", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes",
-    "-Wpointer-arith",
+    "-Wmissing-prototypes", "-Wpointer-arith", "-Werror=implicit-function-declaration",
   }
   if _OPTIONS["werror"] then buildoptions { "-Werror" } end
   filter "configurations:release"
@@ -96,8 +96,9 @@ project "kvlab_runtime"
   c_project "SharedLib"
   targetprefix "lib"
   targetname "kvlab"
-  files { "runtime/*.c" }
+  files { "runtime/*.c", "runtime/*/*.c" }
   removefiles { "runtime/main.c" }
+  prebuildcommands { "@../tools/abi.sh abi.h" }
   for _, isa in ipairs(isas) do links { "cpu_" .. isa.name } end
   links { "openblas", "lmdb", "hiredis", "pthread", "dl", "m" }
   -- nodelete: stock luajit closes libraries at exit, under the feet of OpenMP's threads.
@@ -129,7 +130,9 @@ if _OPTIONS["cuda"] == "on" then
     language "C++"
     targetprefix "lib"
     pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
-    files { "kernels/cuda/*.cu" }
+    files { "kernels/cuda/*.cu", "runtime/cuda/*.cu" }
+    includedirs { "kernels/cuda" }
+    prebuildcommands { "@../tools/abi.sh abi.h" }
     -- Compressed, the device code is six times smaller; a bundle has to travel.
     buildoptions { "-std=c++17", "-lineinfo", "--threads 2", "-Xfatbin -compress-all",
       "-Xcompiler -fPIC,-fvisibility=hidden,-Wall" }

@@ -3,7 +3,7 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
-local tensor = require "kvlab.tensor"
+local tensor = require "kvlab.tensor.tensor"
 
 local KV_HEADS, DIM, BLOCK, GROUP = paged.KV_HEADS, paged.DIM, paged.BLOCK, paged.GROUP
 

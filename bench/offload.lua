@@ -1,8 +1,6 @@
 --- Offloaded KV: scattered blocks over the link (P9), a decode step whose KV is in host
 -- memory (P10), and the host's share of a step (P12).
-local bench = require "kvlab.bench"
 local kv = require "kvlab"
-local synthetic = require "kvlab.synthetic"
 
 local MIB = 1024 * 1024
 
@@ -70,13 +68,13 @@ local function time_steps(b, s, list, context, before)
   end
   b:settle(step)
   for i = 1, 31 do times[i] = step() end
-  return bench.median(times), steps
+  return kv.statistics.median(times), steps
 end
 
 local function synthetic_of(b, o, offload)
   local seqs, layers = o.seqs or 1, b.device:is_cpu() and 2 or o.layers or 8
   local context = b.device:is_cpu() and o.context / 16 or o.context
-  local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+  local s = kv.synthetic { device = b.device, shape = "llama-8b", layers = layers,
     context = seqs * (context + 64), max_seqs = seqs, block_size = o.block_size or 16,
     decode_policy = o.policy(), offload = offload and offload(seqs, context) }
   local list = {}
@@ -122,7 +120,7 @@ local function prefill_of(context)
     local layers = b.device:is_cpu() and 1 or 32
     if b.device:is_cpu() then context = context / 8 end
     local function run(offload)
-      local s = synthetic.new { device = b.device, shape = "llama-8b", layers = layers,
+      local s = kv.synthetic { device = b.device, shape = "llama-8b", layers = layers,
         context = context, block_size = 1024, chunk = 1024, offload = offload }
       local us, bytes = {}, 0
       for i = 1, 3 do
@@ -132,7 +130,7 @@ local function prefill_of(context)
       end
       if offload then bytes = s.cache.offload:bytes() / 3 end
       s:close()
-      return bench.median(us), bytes
+      return kv.statistics.median(us), bytes
     end
     local compute = run(nil)
     local us, bytes = run { slots = 4 }
@@ -148,10 +146,10 @@ end
 -- A step takes at most 1.05 times what the longer of transfer and compute takes.
 local HIDDEN = { of_limit = 1 / 1.05 }
 
-local function full() return kv.policy.open "full" end
+local function full() return kv.policy "full" end
 local function quest(ratio)
   return function()
-    return kv.policy.open("quest", { ratio = ratio, sink = 1, recent = 2 })
+    return kv.policy("quest", { ratio = ratio, sink = 1, recent = 2 })
   end
 end
 
@@ -162,7 +160,7 @@ end
 local function host_share(recorded)
   return function(b)
     local context = b.device:is_cpu() and 512 or 8192
-    local s = synthetic.new { device = b.device, shape = "llama-8b",
+    local s = kv.synthetic { device = b.device, shape = "llama-8b",
       context = context + 512, decode_policy = quest(0.1)(),
       offload = { hot_slots = 512 }, max_blocks = context / 16 + 32, fixed_width = true }
     local list = { s:sequence(context) }
@@ -186,9 +184,9 @@ local function host_share(recorded)
     local one, start = kv.tensor(b.device, "f32", { 1 }), kv.C.kvl_clock_ns()
     for _ = 1, 100 do one:fill_(0) end
     local empty = tonumber(kv.C.kvl_clock_ns() - start) * 1e-5
-    return { us = bench.median(host),
+    return { us = kv.statistics.median(host),
       note = ("host, where the smallest op takes %.1f; the device takes %.0f us"):format(
-        empty, bench.median(device)) }
+        empty, kv.statistics.median(device)) }
   end
 end
 

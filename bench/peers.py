@@ -5,7 +5,7 @@
     python3 bench/peers.py --ours ours.jsonl        (needs PyTorch with CUDA)
 
 Times are medians of 31 between events, after an untimed 100 ms and, before each repeat, a
-read of 512 MiB that empties the L2: as in lua/kvlab/bench.lua. Contiguous KV, where ours is
+read of 512 MiB that empties the L2: as in lua/kvlab/shell/bench.lua. Contiguous KV, where ours is
 paged. A peer that is not there is a row that says why. --json: a row is an object a line.
 """
 import argparse

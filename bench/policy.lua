@@ -1,7 +1,6 @@
 --- What a policy costs the host: microseconds of Lua and launches for one layer of a
 -- decode step (append, summarise, score, select, attend), on a context so small that the
 -- kernels hardly count; and what a million temporary tensors cost.
-local bench = require "kvlab.bench"
 local kv = require "kvlab"
 
 local SEQS, LENGTH, LAYERS, ROUNDS = 4, 64, 32, 20
@@ -11,7 +10,7 @@ local function stepper(dev, name)
                            block_size = 16, kv_heads = 8, head_dim = 128 }
   local attention = kv.attention { cache = cache, heads = 32, max_seqs = SEQS,
                                    max_blocks = 8,
-                                   decode_policy = kv.policy.open(name) }
+                                   decode_policy = kv.policy(name) }
   local batch = cache:batch { max_seqs = SEQS, max_blocks = 8 }
   local seqs, counts = {}, {}
   for i = 1, SEQS do seqs[i], counts[i] = cache:sequence(), LENGTH end
@@ -41,7 +40,7 @@ local function host_time(name)
       best[i] = tonumber(kv.C.kvl_clock_ns() - start) * 1e-3 / (ROUNDS * LAYERS)
       b.device:sync()
     end
-    return { us = bench.median(best), note = "host time a layer, 4 sequences" }
+    return { us = kv.statistics.median(best), note = "host time a layer, 4 sequences" }
   end
 end
 

@@ -3,7 +3,6 @@
 -- its speed is that of checking and copying a record, on a core for each worker.
 --
 -- Times are the host's, from the first submit until the last task is over: medians of 31.
-local bench = require "kvlab.bench"
 local kv = require "kvlab"
 
 local KIB, MIB, REPEATS = 1024, 1024 * 1024, 31
@@ -19,7 +18,7 @@ local function median_of(fn)
     fn()
     times[i] = clock_us() - begin
   end
-  return bench.median(times)
+  return kv.statistics.median(times)
 end
 
 --- A store with random blocks of `layers` layers, a cache that can hold them in another
@@ -30,7 +29,7 @@ local function new_rig(b, o)
   rig.cache = kv.cache { device = b.device, layers = layers, blocks = blocks,
     kv_heads = 8, block_size = o.record_bytes / TOKEN_BYTES, head_dim = 128,
     offload = o.pinned and { slots = 1, slot_blocks = 1, max_seqs = 1, max_tokens = 1 } }
-  rig.store = kv.store.open("memory:", { model = "bench", block_size = 1 })
+  rig.store = kv.store("memory:", { model = "bench", block_size = 1 })
   local tokens = {}
   for i = 1, blocks do tokens[i], rig.places[i] = i, blocks - i end
   rig.keys = rig.store:keys(tokens)

@@ -2,9 +2,8 @@
 -- the host. lmdb: in a temporary file, or --set lmdb=FILE; redis: --set redis=URL, else
 -- it has no rows.
 local ffi = require "ffi"
-local bench = require "kvlab.bench"
 local kv = require "kvlab"
-local set = require("kvlab.options").set
+local set = require("kvlab.command_line").set
 
 local C, check = kv.C, kv.check
 local KIB, ROUNDS, BYTES = 1024, 7, 128 * 1024 * 1024
@@ -16,7 +15,7 @@ local function open(kind, count)
   local file = kind == "lmdb" and (set.lmdb or os.tmpname())
   if file then os.remove(file) end
   local url = kind == "redis" and set.redis or kind .. ":" .. (file or "")
-  local store = kv.store.open(url, { model = "bench", block_size = 1 })
+  local store = kv.store(url, { model = "bench", block_size = 1 })
   local tokens = {}
   for i = 1, count do tokens[i] = i end
   local keys = store:keys(tokens)
@@ -36,7 +35,7 @@ local function time(count, fn)
     for i = 0, count - 1 do fn(i) end
     rounds[round] = (clock_us() - start) / count
   end
-  return bench.median(rounds)
+  return kv.statistics.median(rounds)
 end
 
 local function put_and_get(kind, bytes, what)

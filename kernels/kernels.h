@@ -6,15 +6,12 @@
  * kvl_cuda_queue *; CPU: struct kvl_cpu_job *). It returns 0 or a negative kvl_status.
  *   CPU   kvl_cpu_<op>_<isa>   kernels/cpu/<op>.c, compiled once per instruction set
  *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu
- * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers are NULL.
- * Counts of 0 are legal everywhere and launch nothing. */
+ * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers are NULL. Counts
+ * of 0 are legal everywhere and launch nothing. */
 #ifndef KVL_KERNELS_H
 #define KVL_KERNELS_H
 
-#include <stddef.h>
-#include <stdint.h>
-
-#include "kvlab.h"
+#include "base.h"
 
 /* ORDER kvl_op */
 #define KVL_OPS(X)                                                                        \

@@ -29,8 +29,7 @@
 #ifndef KVLAB_H
 #define KVLAB_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "base.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -39,24 +38,11 @@ extern "C" {
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
-enum { KVL_ABI = 3, KVL_DIMS_MAX = 6 };
-
 /* ---- status ------------------------------------------------------------------- */
 
-typedef enum kvl_status {        /* ORDER kvl_status */
-  KVL_OK = 0,
-  KVL_ERR_INVALID = -1,          /* an argument is wrong */
-  KVL_ERR_NO_MEMORY = -2,        /* device or host memory is exhausted */
-  KVL_ERR_NO_BLOCKS = -3,        /* the block pool is exhausted */
-  KVL_ERR_IO = -4,               /* a file cannot be read */
-  KVL_ERR_FORMAT = -5,           /* a file is not what it says */
-  KVL_ERR_DEVICE = -6,           /* the device or its driver failed, or is not there */
-  KVL_ERR_UNSUPPORTED = -7,      /* right in principle, not built or not on this device */
-  KVL_ERR_INTERRUPTED = -8,      /* kvl_interrupt(1) was called */
-} kvl_status;
-
-/* The ABI number the library was built with; compare with KVL_ABI. */
-int kvl_abi(void);
+/* The hash of the text between the ffi marks of base.h and kvlab.h that the library was built
+ * with: the CRC of cksum(1). A caller that reads other headers than that must not go on. */
+uint32_t kvl_abi(void);
 
 /* Static text of a status. Never NULL. */
 const char *kvl_status_text(int status);
@@ -144,17 +130,6 @@ int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us);
 
 /* ---- tensor --------------------------------------------------------------------- */
 
-typedef enum kvl_dtype {         /* ORDER kvl_dtype */
-  KVL_DTYPE_F32 = 0,
-  KVL_DTYPE_F16 = 1,
-  KVL_DTYPE_BF16 = 2,
-  KVL_DTYPE_F8E4M3 = 3,
-  KVL_DTYPE_I32 = 4,
-  KVL_DTYPE_I64 = 5,
-  KVL_DTYPE_U8 = 6,
-  KVL_DTYPE_U64 = 7,
-} kvl_dtype;
-
 typedef struct kvl_storage kvl_storage;
 
 /* A contiguous row-major view of reference-counted storage. */
@@ -208,25 +183,6 @@ int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes);
 /* ---- elementwise, reductions, matmul ---------------------------------------------- */
 /* Floating inputs may be f32, f16 or bf16; arithmetic is fp32; `out` may alias an input
  * of the same dtype and shape. */
-
-typedef enum kvl_unary_op {      /* ORDER kvl_unary_op */
-  KVL_UNARY_NEG, KVL_UNARY_ABS, KVL_UNARY_EXP, KVL_UNARY_LOG, KVL_UNARY_SQRT,
-  KVL_UNARY_RSQRT, KVL_UNARY_SIGMOID, KVL_UNARY_SILU, KVL_UNARY_TANH, KVL_UNARY_RELU,
-} kvl_unary_op;
-
-typedef enum kvl_binary_op {     /* ORDER kvl_binary_op */
-  KVL_BINARY_ADD, KVL_BINARY_SUB, KVL_BINARY_MUL, KVL_BINARY_DIV, KVL_BINARY_MAX,
-  KVL_BINARY_MIN, KVL_BINARY_EQ, KVL_BINARY_NE, KVL_BINARY_LT, KVL_BINARY_LE,
-  KVL_BINARY_GT, KVL_BINARY_GE,
-} kvl_binary_op;
-
-typedef enum kvl_reduce_op {     /* ORDER kvl_reduce_op */
-  KVL_REDUCE_SUM, KVL_REDUCE_MEAN, KVL_REDUCE_MAX, KVL_REDUCE_MIN,
-} kvl_reduce_op;
-
-typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
-  KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
-} kvl_random_kind;
 
 /* t[...] = value, converted to t's dtype. */
 int kvl_fill(const kvl_tensor *t, double value);
@@ -455,10 +411,6 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
                    const kvl_tensor *tokens, const kvl_tensor *rows,
                    const kvl_tensor *summary);
 
-typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head join */
-  KVL_GROUP_MAX, KVL_GROUP_MEAN,
-} kvl_group;
-
 /* Score every block of every sequence; blocks past the last get -inf.
  *  q        f32 f16 bf16  [seqs, heads, head_dim]
  *  scores   f32           [seqs, kv_heads, max_blocks]
@@ -503,14 +455,7 @@ int kvl_score_hamming(const kvl_tensor *q_hashes, const kvl_tensor *hashes,
                       const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
                       const kvl_tensor *scores);
 
-/* How many of a sequence's n blocks may be selected: ceil(ratio * n), or `blocks` when
- * ratio < 0; then at least min_blocks and sink + recent; at most n. */
-typedef struct kvl_budget {
-  double ratio;
-  int32_t blocks, min_blocks, sink, recent;
-} kvl_budget;
-
-/* That number for a sequence of n blocks. */
+/* How many blocks of a sequence of n blocks a budget lets a policy select (see kvl_budget). */
 int kvl_budget_blocks(const kvl_budget *budget, int n);
 
 /* The first `sink` and last `recent` blocks and the highest scores, exactly; ties to the

@@ -1,12 +1,11 @@
 /* kvlab, the executable: LuaJIT with libkvlab beside it. Opens the Lua libraries, tells
- * Lua where things are, calls require("kvlab.cli").main(arguments) and exits with the
+ * Lua where things are, calls require("kvlab.shell.cli").main(arguments) and exits with the
  * number that it returns.
  *
  * What it tells Lua: package.loaded["kvlab.paths"], a table of absolute paths without a
  * trailing slash. Under stock luajit or busted there is none.
  *
- *   root         holds lua/, spec/, bench/ and runtime/kvlab.h
- *   header       root/runtime/kvlab.h
+ *   root         holds lua/, spec/, bench/, runtime/base.h and runtime/kvlab.h
  *   library_dir  holds libkvlab.so and, when it was built, libkvlab_cuda.so
  *   executable   this file
  *   config       "release", "debug" or "hostile"; "bundle" in a folder made by `bundle`
@@ -129,8 +128,6 @@ static int tell_paths(lua_State *L) {
   set_text(L, "root", root);
   set_text(L, "executable", executable);
   set_text(L, "config", is_bundle ? "bundle" : config);
-  snprintf(file, sizeof file, "%s/runtime/kvlab.h", root);
-  set_text(L, "header", file);
   cut_last(executable);
   snprintf(file, sizeof file, "%s/lib", root);
   set_text(L, "library_dir", is_bundle ? file : executable);
@@ -149,7 +146,7 @@ static int tell_paths(lua_State *L) {
 /* Lua: the command line's words -> an exit status. */
 static int run(lua_State *L) {
   lua_getglobal(L, "require");
-  lua_pushliteral(L, "kvlab.cli");
+  lua_pushliteral(L, "kvlab.shell.cli");
   lua_call(L, 1, 1);
   lua_getfield(L, -1, "main");
   lua_pushvalue(L, 1);

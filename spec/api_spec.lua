@@ -1,8 +1,8 @@
 --- docs/api_lua.md and docs/api_c.md are what tools/api.lua makes of the sources now, and
 -- leave nothing out.
-local help = require "kvlab.repl.help"
+local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
-local nearest = require "kvlab.nearest"
+local sorted = require "kvlab.sorted"
 
 local root = kv.paths.root
 if not io.open(root .. "/README.md") then return end -- a bundle has no docs
@@ -42,7 +42,7 @@ describe("the API reference", function()
   it("has every function of kv, of its tables, of tensors and devices", function()
     local page = api.lua_page()
     local function check(prefix, t)
-      for _, key in ipairs(nearest.keys(t)) do
+      for _, key in ipairs(sorted.keys(t)) do
         if type(t[key]) == "function" then
           local name = prefix .. key .. "("
           assert.is_true(page:find("\n" .. name, 1, true) ~= nil,
@@ -51,9 +51,9 @@ describe("the API reference", function()
       end
     end
     check("kv.", kv)
-    check("tensor:", require("kvlab.tensor").methods)
-    check("device:", require("kvlab.device").methods)
-    for _, key in ipairs(nearest.keys(kv)) do
+    check("tensor:", require("kvlab.tensor.tensor").methods)
+    check("device:", require("kvlab.tensor.device").methods)
+    for _, key in ipairs(sorted.keys(kv)) do
       if type(kv[key]) == "table" then check("kv." .. key .. ".", kv[key]) end
     end
   end)
@@ -65,7 +65,7 @@ describe("the API reference", function()
 
   it("begins with an example, in kvlab.h, that compiles and runs", function()
     local code = {}
-    for _, line in ipairs(help.read_lines(kv.paths.header)) do
+    for _, line in ipairs(help.read_lines(root .. "/runtime/kvlab.h")) do
       if line:find "^#ifndef" then break end
       code[#code + 1] = line:match "^ %*   (.*)"
     end

@@ -106,7 +106,7 @@ function M.scratch(paths)
     cp -Rs '%s/lua' '%s/spec' '%s/bench' '%s/docs' .
     mkdir bin lib runtime tools
     cp '%s/kvlab' .
-    cp '%s/runtime/kvlab.h' runtime; cp '%s/tools/setup.sh' tools
+    cp '%s'/runtime/*.h runtime; cp '%s/tools/setup.sh' tools
     cp "$(readlink -f '%s')" bin/kvlab; ln -s '%s/libkvlab.so' lib]])
     :format(root, root, root, root, root, root, root, paths.executable or
       paths.library_dir .. "/kvlab", paths.library_dir))

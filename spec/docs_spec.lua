@@ -11,7 +11,7 @@
 --
 -- Names between backticks in the text are there: files, kv.X, kvl_x and Class:method.
 local doc_blocks = require "spec.doc_blocks"
-local help = require "kvlab.repl.help"
+local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
 
 local root = kv.paths.root

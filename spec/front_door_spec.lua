@@ -64,13 +64,14 @@ local in_source_tree = io.open(root .. "/premake5.lua") ~= nil
 local function make_tiny_project()
   tiny = ask "mktemp -d"
   local _, problem = sh(("root='%s'\n"):format(root) .. [[
-    mkdir -p runtime kernels/cpu kernels/cuda lua/kvlab spec
+    mkdir -p runtime/core kernels/cpu kernels/cuda lua/kvlab/shell spec
     cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" .
     cp "$root/runtime/main.c" runtime
-    for module in cli nearest options repl test; do
-      cp "$root/lua/kvlab/$module.lua" lua/kvlab
+    for module in words command_line sorted shell/cli shell/test; do
+      cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
-    cp -R "$root/lua/kvlab/repl" lua/kvlab
+    cp -R "$root/lua/kvlab/shell/repl" lua/kvlab/shell
+    touch runtime/base.h runtime/core/backend.h kernels/kernels.h
     [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
   assert.equal("", problem)
   write("runtime/kvlab.h", [[
@@ -247,7 +248,7 @@ describe("the front door #slow", function()
 
     it("hands options to the script, from any folder", function()
       write("options.lua", [[
-        local o = require "kvlab.options"
+        local o = require "kvlab.command_line"
         local set = o.set
         print(o.device, o.seed, o.out, o.quick, set.a, set.b, set.c, unpack(o.args))]])
       local _, output = sh [[cd / && "$OLDPWD/kvlab" run --device cuda:1 options.lua one \

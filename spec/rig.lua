@@ -93,7 +93,7 @@ function M.new(dev, o)
     block_size = o.block_size or SHAPE.block_size, kv_heads = SHAPE.kv_heads,
     head_dim = SHAPE.head_dim, offload = offload,
     k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
-  rig.policy = kv.policy.open(o.policy or "full", o.options)
+  rig.policy = kv.policy(o.policy or "full", o.options)
   rig.attention = kv.attention { cache = rig.cache, heads = SHAPE.heads, max_seqs = 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
     window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through }

@@ -2,7 +2,7 @@
 -- slurmctld and slurmd with keys, ports and state of their own, ended with this process.
 local ffi = require "ffi"
 local processes = require "spec.processes"
-local results = require "kvlab.results"
+local files = require "kvlab.files"
 
 ffi.cdef [[
 int execvp(const char *file, const char *const argv[]);
@@ -101,14 +101,14 @@ function M.start(array_most)
   os.remove(folder)
   local self = setmetatable({ folder = folder, pids = {} }, Slurm)
   for _, name in ipairs { "", "/state", "/spool" } do
-    results.make_folder(folder .. name)
+    files.make_folder(folder .. name)
   end
   os.execute(("chmod 755 '%s' && head -c 128 /dev/urandom >'%s/munge.key' &&"
     .. " chmod 400 '%s/munge.key'"):format(folder, folder, folder))
   local text = CONFIGURATION:gsub("FOLDER", folder):gsub("HOST", ask "hostname -s")
     :gsub("USER", ask "id -un"):gsub("CONTROLLER_PORT", processes.free_port())
     :gsub("NODE_PORT", processes.free_port()):gsub("ARRAY_MOST", array_most)
-  results.write_file(folder .. "/slurm.conf", text)
+  files.write(folder .. "/slurm.conf", text)
   ffi.C.setenv("SLURM_CONF", folder .. "/slurm.conf", 1)
   local function path(name) return ("--%s=%s/munge.%s"):format(name, folder,
     name:gsub("%-.*", "")) end

@@ -1,10 +1,12 @@
 --- The API reference: docs/api_lua.md from the comments of the Lua sources, docs/api_c.md
--- from runtime/kvlab.h. spec/api_spec.lua says when they are stale.
+-- from runtime/base.h and runtime/kvlab.h. spec/api_spec.lua says when they are stale.
 --
 --   ./kvlab run tools/api.lua        writes both
-local help = require "kvlab.repl.help"
+local files = require "kvlab.files"
+local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
-local nearest = require "kvlab.nearest"
+local library = require "kvlab.library"
+local sorted = require "kvlab.sorted"
 
 local root = kv.paths.root
 local M = {}
@@ -12,23 +14,27 @@ local M = {}
 -- Chapters of the Lua page: files of lua/. What they have is reached through kv, or, with
 -- `required`, as a module that a script requires by its path.
 local CHAPTERS = {
-  { "Tensors", { "kvlab/init", "kvlab/library", "kvlab/tensor", "kvlab/arithmetic",
-    "kvlab/device", "kvlab/graph" } },
-  { "Ops", { "kvlab/ops", "kvlab/vllm" } },
-  { "Indexer", { "kvlab/index_cache", "kvlab/indexer", "kvlab/prefix_chunks",
-    "kvlab/landmarks", "kvlab/compressed" } },
-  { "KV memory and attention", { "kvlab/cache", "kvlab/attention", "kvlab/offload",
-    "kvlab/hot_cache", "kvlab/probe", "kvlab/record",
-    "kvlab/capture" } },
-  { "Policies", { "kvlab/policy", "kvlab/context", "kvlab/summary", "kvlab/hash",
-    "kvlab/tally", "kvlab/sampling" } },
-  { "Stores and serving", { "kvlab/store", "kvlab/prefetch", "kvlab/serve",
-    "kvlab/request", "kvlab/cost_model", "kvlab/trace" } },
-  { "Models", { "models/llama", "models/small_lm", "models/recall/exam",
-    "kvlab/safetensors" }, required = true },
-  { "Experiments", { "kvlab/experiment", "kvlab/options", "kvlab/plot", "kvlab/heat_map",
-    "kvlab/table", "kvlab/timeline", "kvlab/synthetic", "kvlab/reload" },
+  { "Tensors", { "kvlab/init", "kvlab/library", "kvlab/tensor/tensor",
+    "kvlab/tensor/arithmetic", "kvlab/tensor/device", "kvlab/tensor/graph",
+    "kvlab/tensor/safetensors" } },
+  { "Ops", { "kvlab/tensor/ops", "kvlab/tensor/vllm" } },
+  { "KV memory", { "kvlab/memory/cache", "kvlab/memory/offload", "kvlab/memory/hot_cache",
+    "kvlab/memory/store", "kvlab/memory/prefetch" } },
+  { "Policies and attention", { "kvlab/policy/policy", "kvlab/policy/attention",
+    "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
+    "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/reload" } },
+  { "Observers", { "kvlab/observe/probe", "kvlab/observe/record",
+    "kvlab/observe/capture" } },
+  { "Indexer", { "kvlab/index/index_cache", "kvlab/index/indexer",
+    "kvlab/index/prefix_chunks", "kvlab/index/landmarks", "kvlab/index/compressed" } },
+  { "Serving", { "kvlab/serve/serve", "kvlab/serve/request", "kvlab/serve/cost_model",
+    "kvlab/serve/trace", "kvlab/serve/replay" } },
+  { "Models", { "models/llama", "models/small_lm", "models/recall/exam" },
     required = true },
+  { "Experiments", { "kvlab/experiment/experiment", "kvlab/command_line",
+    "kvlab/report/plot", "kvlab/report/heat_map", "kvlab/report/table",
+    "kvlab/report/timeline", "kvlab/experiment/statistics",
+    "kvlab/experiment/synthetic" } },
 }
 
 -- ---- Lua ------------------------------------------------------------------------------
@@ -37,17 +43,17 @@ local CHAPTERS = {
 local function reachable()
   local names = {}
   local function add(prefix, t)
-    for _, key in ipairs(nearest.keys(t)) do
-      local f = t[key]
-      if type(f) == "function" then names[f] = names[f] or prefix .. key end
+    for _, key in ipairs(sorted.keys(t)) do
+      local f = help.function_of(t[key])
+      if f then names[f] = names[f] or prefix .. key end
     end
   end
   add("kv.", kv)
-  for _, key in ipairs(nearest.keys(kv)) do
+  for _, key in ipairs(sorted.keys(kv)) do
     if type(kv[key]) == "table" then add("kv." .. key .. ".", kv[key]) end
   end
   for _, kind in ipairs { "tensor", "device" } do
-    add(kind .. ":", require("kvlab." .. kind).methods)
+    add(kind .. ":", require("kvlab.tensor." .. kind).methods)
   end
   for _, chapter in ipairs(CHAPTERS) do
     for _, module in ipairs(chapter.required and chapter[2] or {}) do
@@ -169,33 +175,33 @@ local function declared(code)
   return names
 end
 
---- The header between the ffi marks, in pieces: a comment at the margin begins one, and
--- so does what follows a blank line.
-local function pieces_of(header)
-  local pieces, is_new = {}, true
+--- A header between the ffi marks, in pieces that are added to `pieces`: a comment at the
+-- margin begins one, and so does what follows a blank line.
+local function add_pieces(header, pieces)
+  local is_new = true
   for line in header:match "/%* ffi:begin.-\n(.-)/%* ffi:end":gmatch "([^\n]*)\n" do
     if is_new or line:find "^/%*" then pieces[#pieces + 1] = {} end
     is_new = line == ""
     table.insert(pieces[#pieces], not is_new and line or nil)
   end
-  return pieces
 end
 
 --- The C page.
 ---@return string
 function M.c_page()
-  local file = assert(io.open(kv.paths.header))
-  local header = file:read "*a"
-  file:close()
+  local pieces = {}
+  for _, path in ipairs(library.headers) do
+    add_pieces(assert(files.read(path)), pieces)
+  end
   local out, text = writer()
   out [[
 # The C API
 
-`runtime/kvlab.h` in pieces, generated by `./kvlab run tools/api.lua`. Every function
-returns a negative `kvl_status` on failure unless it says otherwise, and
+`runtime/base.h` and `runtime/kvlab.h` in pieces, generated by
+`./kvlab run tools/api.lua`. Every function returns a negative `kvl_status` on failure unless it says otherwise, and
 `kvl_last_error()` has the words; out parameters come last and stay as they were.
 ]]
-  for _, lines in ipairs(pieces_of(header)) do
+  for _, lines in ipairs(pieces) do
     local title = (lines[1] or ""):match "^/%* %-%-%-%- (.-) %-+ %*/$"
     if title then
       out("## " .. title:gsub("^%l", string.upper) .. "\n")

@@ -5,7 +5,7 @@
 #   DIR/bin/kvlab             the executable, LuaJIT inside
 #   DIR/lib                   libkvlab.so, the CUDA plug-in, the libraries they need
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
-#   DIR/lua, spec, bench, runtime/kvlab.h    as in the source tree
+#   DIR/lua, spec, bench, runtime/*.h        as in the source tree
 #   DIR/commit                what it was made from, for the manifests of experiments
 #
 # Not in it: the C library, the compiler's runtime and CUDA. cuBLAS is the target's, from
@@ -31,7 +31,7 @@ bundle() {
     "$target/runtime" "$target/tools"
   cp "$root/kvlab" "$target/"
   cp "$root/tools/setup.sh" "$target/tools/"
-  cp "$root/runtime/kvlab.h" "$target/runtime/"
+  cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   cp "$bin/kvlab" "$target/bin/"
   cp "$bin/libkvlab.so" "$target/lib/"
   [ "$cuda" = off ] || cp "$bin/libkvlab_cuda.so" "$target/lib/"

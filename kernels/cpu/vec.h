@@ -25,6 +25,8 @@ KVL_OPS(X)
 /* Defines `size_t kvl_cpu_<op>_workspace_<isa>(const void *args)`: the bytes of workspace
  * an op wants. It may look at shapes only: the tensors may not have been computed yet. */
 #define KVL_CPU_WORKSPACE(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
+size_t KVL_CPU_WORKSPACE(matmul)(const void *args);
+size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args);
 
 /* Tell the emulated link of bytes that the kernel took over it. */
 static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {

@@ -39,6 +39,11 @@ int kvl__cuda_launched(void);
 int kvl__cuda_check(cudaError_t error);
 int kvl__cuda_blas(struct kvl_cuda_queue *queue);   /* makes queue->blas */
 int kvl__cuda_blas_check(int status, const char *what);
+namespace kvl_cuda {
+/* Record the words of a failure and return `status`. */
+__attribute__((format(printf, 2, 3)))
+int fail(int status, const char *format, ...);
+}
 
 /* Run a body with T the C++ type of a dtype; the launcher returns where there is none. */
 #define KVL_CUDA_BY_FLOAT(dtype, T, ...)                                   \

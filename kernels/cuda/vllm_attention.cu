@@ -50,7 +50,7 @@
  * Source  Kwon et al. 2023, arXiv:2309.06180; vllm-project/vllm, csrc/attention. */
 #include <cfloat>
 
-#include "backend.cuh"
+#include "common.cuh"
 #include "convert.cuh"
 
 namespace kvl {

@@ -3,7 +3,6 @@
 --
 --   ./kvlab run lua/experiments/00_cached_lm.lua
 local kv = require "kvlab"
-local options = require "kvlab.options"
 local small_lm = require "models.small_lm"
 
 local VOCAB, GENERATE = 1024, 3
@@ -11,9 +10,9 @@ local VOCAB, GENERATE = 1024, 3
 local function shape(t) return "[" .. table.concat(t:dims(), ", ") .. "]" end
 
 local lm = small_lm.new { vocab_size = VOCAB, embed_dim = 128, num_heads = 4,
-                          seed = options.seed }
+                          seed = kv.command_line.seed }
 local prompt = kv.randint(kv.device "cpu", "i32", { 4 },
-  { high = VOCAB, seed = options.seed })
+  { high = VOCAB, seed = kv.command_line.seed })
 print("prompt", shape(prompt), table.concat(prompt:list(), " "))
 
 local input = prompt:list()

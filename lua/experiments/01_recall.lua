@@ -13,7 +13,6 @@
 -- unit: a budget is a ratio of the context's blocks, or so many tokens or blocks.
 -- memory: resident (KV on the device), ring or hot (KV in host memory, read through a
 -- ring or a hot cache); the accuracies are the same.
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
@@ -40,16 +39,16 @@ local function sitting_of(s, config)
 end
 
 local function run(config, settings)
-  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local accuracy, step_us, probe = sitting_of(settings, config):ask(policy,
-    kv.probe.attach)
+    kv.probe)
   local metrics = probe:metrics()
   metrics.accuracy, metrics.step_us = accuracy, step_us
   return metrics
 end
 
-experiment.run {
+kv.experiment.run {
   name = "01_recall",
   title = "Which block selection keeps long-context recall, at which budget?",
   grid = {

@@ -5,9 +5,7 @@
 -- loads the blocks that were selected before it, and every token goes out once.
 --
 --   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local synthetic = require "kvlab.synthetic"
 
 local PREFILL = { full = "full", quest = "full", topk = "full", streaming = "full",
                   xattention = "xattention" }
@@ -29,11 +27,11 @@ local function run(config)
   local name, chunks = config.policy, config.context / config.block_size
   local options = { ratio = config.ratio, sink = 1, recent = 1, min_blocks = 0 }
   local function open(policy)
-    return kv.policy.open(policy, policy ~= "full" and options or nil)
+    return kv.policy(policy, policy ~= "full" and options or nil)
   end
   local prefill = open(PREFILL[name])
   local decode = open(name == PREFILL[name] and "full" or name)
-  local s = synthetic.new { shape = config.shape, context = config.context + 1,
+  local s = kv.synthetic { shape = config.shape, context = config.context + 1,
     block_size = config.block_size, chunk = config.block_size, seed = config.seed,
     prefill_policy = prefill, decode_policy = decode,
     offload = { slots = config.slots, slot_blocks = 1 } }
@@ -61,14 +59,15 @@ end
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 
-experiment.run {
+kv.experiment.run {
   name = "02_offload_bytes",
   title = "How many bytes does a policy bring over the link?",
   grid = {
     { "context", is_cpu and { 4096, 8192, 16384 } or { 16384, 32768, 65536 } },
     { "policy", { "full", "xattention", "quest", "topk", "streaming" } },
   },
-  defaults = { shape = synthetic.default_shape(dev), block_size = is_cpu and 256 or 1024,
+  defaults = { shape = kv.synthetic.default_shape(dev),
+               block_size = is_cpu and 256 or 1024,
                ratio = 0.25, slots = 4 },
   quick = { context = { 1024, 2048, 4096 } },
   run = run,

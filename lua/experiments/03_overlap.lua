@@ -10,18 +10,15 @@
 -- Without a GPU, --link-gbps=55 --link-us=10 emulates a link.
 --
 --   ./kvlab run lua/experiments/03_overlap.lua [--device=cuda | --link-gbps=2]
-local experiment = require "kvlab.experiment"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local synthetic = require "kvlab.synthetic"
-local timeline = require "kvlab.timeline"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 local REPEATS = 5
 
 local function run(config)
-  local s = synthetic.new { shape = config.shape, layers = config.layers,
+  local s = kv.synthetic { shape = config.shape, layers = config.layers,
     context = config.context + config.chunk, block_size = config.block_size,
     chunk = config.chunk, seed = config.seed,
     offload = { slots = config.slots, slot_blocks = 1 } }
@@ -32,7 +29,7 @@ local function run(config)
     engine:trace(2 * (passes + s.layers))
     local us = s:time(function() s:prefill(seq, config.chunk) end)
     if i > 1 and (not best or us < best.us) then
-      best = timeline.overlap(engine:spans())
+      best = kv.timeline.overlap(engine:spans())
       best.us = us
     end
     seq:truncate(config.context)
@@ -47,7 +44,7 @@ end
 
 --- What happened in a chunk of three layers.
 local function trace_chunk(config)
-  local s = synthetic.new { shape = config.shape, layers = 3,
+  local s = kv.synthetic { shape = config.shape, layers = 3,
     context = config.context + config.chunk, block_size = config.drawn_block_size,
     chunk = config.chunk, offload = { slots = 4, slot_blocks = 1 } }
   local seq = s:sequence(config.context)
@@ -71,24 +68,24 @@ local function write_spans(settings)
     lines[i] = json.encode(span, { order = { "kind", "slot", "layer", "blocks",
                                              "begin_us", "end_us" } })
   end
-  require("kvlab.results").write_file(settings.out .. "/spans.jsonl",
+  require("kvlab.files").write(settings.out .. "/spans.jsonl",
     table.concat(lines, "\n") .. "\n")
 end
 
 local function picture(config)
-  return timeline.plot(trace_chunk(config), { file = "timeline",
+  return kv.timeline.plot(trace_chunk(config), { file = "timeline",
     title = ("a chunk of %d tokens over %d of history, blocks of %d, 4 slots"):format(
       config.chunk, config.context, config.drawn_block_size) })
 end
 
-experiment.run {
+kv.experiment.run {
   name = "03_overlap",
   title = "How much of the transfer hides under attention?",
   grid = {
     { "block_size", { 16, 64, 256, 1024, 4096 } },
     { "slots", { 1, 2, 4, 8 } },
   },
-  defaults = { shape = synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
+  defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                context = is_cpu and 8192 or 32768, chunk = is_cpu and 256 or 4096,
                drawn_block_size = is_cpu and 1024 or 4096 },
   quick = { block_size = { 256, 1024 }, slots = { 1, 4 } },
@@ -100,13 +97,12 @@ experiment.run {
     { rows = "slots", columns = "block_size", value = "over_bound", format = "%.3f" },
   },
   plot = function(rows)
-    local plot = require "kvlab.plot"
-    local config = rows[1].config
-    local lines = plot.lines(rows, { x = "block_size", y = "us", series = "slots",
+        local config = rows[1].config
+    local lines = kv.plot.lines(rows, { x = "block_size", y = "us", series = "slots",
       logx = true, logy = true, xlabel = "block size (tokens)",
       ylabel = "one chunk through all layers (us)", title = "time by block size" })
     lines.file = "us_by_block_size"
-    local hidden = plot.lines(rows, { x = "block_size", y = "hidden", series = "slots",
+    local hidden = kv.plot.lines(rows, { x = "block_size", y = "hidden", series = "slots",
       logx = true, xlabel = "block size (tokens)",
       ylabel = "share of the transfer under attention", title = "transfer hidden" })
     hidden.file = "hidden_by_block_size"

@@ -7,21 +7,14 @@
 -- that selections resemble the ones before. Times are the device's own events.
 --
 --   ./kvlab run lua/experiments/04_budget_vs_latency.lua [--device=cuda | --link-gbps=2]
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local synthetic = require "kvlab.synthetic"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 
-local function median(list)
-  table.sort(list)
-  return list[math.ceil(#list / 2)]
-end
-
 local function run(config)
-  local policy = config.budget == 0 and kv.policy.open "full"
-    or kv.policy.open("quest", { tokens = config.budget, sink = 1, recent = 2 })
+  local policy = config.budget == 0 and kv.policy "full"
+    or kv.policy("quest", { tokens = config.budget, sink = 1, recent = 2 })
   local size, offload = config.block_size, nil
   if config.memory ~= "resident" then
     offload = { slots = 4 }
@@ -31,7 +24,7 @@ local function run(config)
       offload.hot_slots = math.max(4, math.ceil(config.hot_ratio * blocks)) + 64
     end
   end
-  local s = synthetic.new { shape = config.shape, layers = config.layers,
+  local s = kv.synthetic { shape = config.shape, layers = config.layers,
     context = config.context, block_size = size, seed = config.seed,
     decode_policy = policy, offload = offload }
   local seq = s:sequence(config.context - config.steps - 8)
@@ -47,7 +40,8 @@ local function run(config)
     local us = s:time(function() s:layers_of_step() end)
     if step > config.warm_up then times[#times + 1] = us end
   end
-  local metrics = { us_layer = median(times) / s.layers, bytes_layer = 0, hit_rate = 0 }
+  local metrics = { us_layer = kv.statistics.median(times) / s.layers,
+                    bytes_layer = 0, hit_rate = 0 }
   if offload then
     local engine, tokens = s.cache.offload, config.steps - config.warm_up
     if engine.hot then
@@ -62,7 +56,7 @@ local function run(config)
   return metrics
 end
 
-experiment.run {
+kv.experiment.run {
   name = "04_budget_vs_latency",
   title = "The latency of a decoded token by context and budget",
   grid = {
@@ -71,7 +65,7 @@ experiment.run {
     { "memory", { "resident", "ring", "hot" } },
     { "budget", { 256, 512, 1024, 2048, 0 } },
   },
-  defaults = { shape = synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
+  defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2 },
   quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
   run = run,

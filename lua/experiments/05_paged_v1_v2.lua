@@ -12,10 +12,8 @@
 -- On the CPU V1 and V2 are one loop: only the last two kernels differ there.
 --
 --   ./kvlab run lua/experiments/05_paged_v1_v2.lua [--device=cuda] [--set seqs=1,64]
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local synthetic = require "kvlab.synthetic"
-local text_table = require "kvlab.table"
+local text_table = require "kvlab.report.table"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
@@ -36,7 +34,7 @@ local function batch(s, config)
   if s.name == name then return s.args end
   for _, t in pairs(s.args or {}) do t:free() end
   s.name, s.args = name, kv.scope(function()
-    local shape, size = synthetic.SHAPES[config.shape], config.block_size
+    local shape, size = kv.synthetic.SHAPES[config.shape], config.block_size
     local seqs, blocks = config.seqs, config.context / size
     local function random(dims, seed)
       return kv.randn(dev, "bf16", dims, { seed = config.seed + seed })
@@ -112,7 +110,7 @@ local function v1_over_v2(rows)
     format = "%.2f", caption = "time of V1 / time of V2" })
 end
 
-experiment.run {
+kv.experiment.run {
   name = "05_paged_v1_v2",
   title = "Where does PagedAttention V2 beat V1?",
   grid = {
@@ -122,7 +120,7 @@ experiment.run {
                               131072 } },
     { "kernel", { "V1", "V2", "vLLM", "kvlab" } },
   },
-  defaults = { shape = synthetic.default_shape(dev), block_size = 16,
+  defaults = { shape = kv.synthetic.default_shape(dev), block_size = 16,
                timings = is_cpu and 15 or 30 },
   quick = { seqs = { 1, 4 }, context = { 512, 2048 }, timings = 5 },
   when = function(config) return config.seqs * config.context <= TOKENS_MOST end,

@@ -9,9 +9,7 @@
 -- for the blocks of a request that it admits; with late=skip others go first.
 -- prefetch_ahead 0 fetches when a request is admitted; n, when the token budgets of the
 -- next n steps will reach it. max_pending_prefetch: tasks that may wait for a worker.
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local replay = require "kvlab.replay"
 
 local function rows_of(s, config)
   s.rows = s.rows or kv.trace.generate { requests = config.requests, seed = config.seed,
@@ -21,7 +19,8 @@ local function rows_of(s, config)
 end
 
 local function run(config, settings)
-  local stats = replay.run(rows_of(settings, config), replay.cost(nil, config), config,
+  local stats = kv.replay.run(rows_of(settings, config),
+    kv.replay.cost(nil, config), config,
     { blocks = config.blocks, store_blocks = math.huge })
   local link, asked = stats.store, stats.blocks_asked
   return {
@@ -45,7 +44,7 @@ local function picked(more)
   return where
 end
 
-experiment.run {
+kv.experiment.run {
   name = "06_prefetch",
   title = "Stalls and hits by how far ahead, in which order and over which link",
   grid = {
@@ -62,7 +61,7 @@ experiment.run {
   quick = { link_gbps = { 4, 2 }, max_pending_prefetch = { 64 },
             prefetch_ahead = { 0, 2, 16 },
             priority = { "queue_position", "shortest_transfer" } },
-  environment = replay.ENVIRONMENT,
+  environment = kv.replay.ENVIRONMENT,
   metrics = { "stall_share", "stall_ms", "hit_rate", "ttft_mean_ms", "ttft_p99_ms",
               "in_time" },
   run = run,

@@ -11,7 +11,6 @@
 --
 -- question: how one is asked, see lua/models/recall/exam.lua.
 local exam = require "models.recall.exam"
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
 local SINK, RECENT = 1, 2
@@ -64,9 +63,9 @@ local OTHERS = { oracle = true, quest = true, block_mean = true }
 
 local function policy_of(config)
   local o = { ratio = config.budget, sink = SINK, recent = RECENT, min_blocks = 0 }
-  if OTHERS[config.hash_of] then return kv.policy.open(config.hash_of, o) end
+  if OTHERS[config.hash_of] then return kv.policy(config.hash_of, o) end
   o.hash_bits, o.per, o.planes = config.bits, config.hash_of, config.planes
-  return kv.policy.open("gsa_on_device", o)
+  return kv.policy("gsa_on_device", o)
 end
 
 local function run(config, settings)
@@ -78,7 +77,7 @@ local function run(config, settings)
            bytes_block = policy:score_bytes(policy.shape) }
 end
 
-experiment.run {
+kv.experiment.run {
   name = "07_hash_bits",
   title = "How many bits does a hash of keys need?",
   grid = {

@@ -11,16 +11,10 @@
 --
 -- Without a GPU the columns of the CPU are measured, with copies from memory to memory.
 local ffi = require "ffi"
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
 local KV_HEADS, GROUP, DIM, BLOCK, BUDGET, REPEATS = 8, 4, 128, 16, 0.3, 31
 local dev, cpu = kv.device(), kv.device "cpu"
-
-local function median(list)
-  table.sort(list)
-  return list[math.ceil(#list / 2)]
-end
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
@@ -83,7 +77,7 @@ local function on_device(config)
   end
   from:close()
   to:close()
-  local us = median(times)
+  local us = kv.statistics.median(times)
   return { d2h_us = 0, select_us = us, h2d_us = 0, total_us = us }
 end
 
@@ -95,7 +89,7 @@ local function on_host(config)
   local selection = kv.pinned(dev, "i32", there.selection:dims())
   local parts = { d2h_us = {}, select_us = {}, h2d_us = {}, total_us = {} }
   local function on_cpu(t, like) -- pinned memory as a tensor of the CPU
-    return require("kvlab.tensor").wrap(cpu, like:type(), like:dims(), t.ptr)
+    return require("kvlab.tensor.tensor").wrap(cpu, like:type(), like:dims(), t.ptr)
   end
   here.query = on_cpu(query, here.query)
   here.selection = on_cpu(selection, here.selection)
@@ -115,7 +109,7 @@ local function on_host(config)
     parts.h2d_us[i], parts.total_us[i] = done - chosen, done - start
   end
   local metrics = {}
-  for name, list in pairs(parts) do metrics[name] = median(list) end
+  for name, list in pairs(parts) do metrics[name] = kv.statistics.median(list) end
   return metrics
 end
 
@@ -132,7 +126,7 @@ for _, at in ipairs(dev:is_cpu() and { "host" } or { "host", "device" }) do
   end
 end
 
-experiment.run {
+kv.experiment.run {
   name = "08_select_latency",
   title = "Choosing blocks on the host and on the device",
   grid = {

@@ -12,10 +12,7 @@
 --
 -- model: a folder with a model (recall: the small one of this project); its steps are
 -- measured on --device, and the trace is replayed at that cost, which the rows have, too.
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local options = require "kvlab.options"
-local replay = require "kvlab.replay"
 
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
                   "in_time", "stall_ms", "stall_share" }
@@ -31,15 +28,22 @@ end
 
 --- What a step costs: by the model of costs, or measured once for all rows.
 local function cost_of(s, config)
-  local folder = config.model ~= "" and config.model or nil
+  if s.cost then return s.cost end
+  local folder, engine = config.model, nil
   if folder == "recall" then folder = kv.paths.root .. "/lua/models/recall" end
-  s.cost = s.cost or replay.cost(folder, config)
+  if folder ~= "" then
+    local block = kv.trace.BLOCK
+    engine = require("models.llama").load(folder):engine { block_size = block,
+      blocks = kv.replay.CONTEXT / block + 2, max_seqs = 1 }
+  end
+  s.cost = kv.replay.cost(engine, config)
+  if engine then engine.cache:close() end
   return s.cost
 end
 
 local function run(config, settings)
   local cost = cost_of(settings, config)
-  local stats = replay.run(read(settings, config), cost, config, {
+  local stats = kv.replay.run(read(settings, config), cost, config, {
     blocks = math.floor(config.kv_gb * 1e9 / cost.bytes_block),
     store_blocks = config.store_gb == 0 and math.huge
       or math.floor(config.store_gb * 1e9 / cost.bytes_block) })
@@ -57,7 +61,7 @@ local function run(config, settings)
   }
 end
 
-experiment.run {
+kv.experiment.run {
   name = "09_trace",
   title = "A replayed trace: prefix hits, time to first token and stalls by priority",
   grid = {
@@ -69,7 +73,7 @@ experiment.run {
                store_gb = 0, link_gbps = 5, link_us = 100, max_seqs = 64,
                max_tokens = 8192, prefetch_ahead = 2, prefetch_workers = 4,
                max_pending_prefetch = 64, slowdown = 5 },
-  environment = not options.set.model and replay.ENVIRONMENT or nil,
+  environment = not kv.command_line.set.model and kv.replay.ENVIRONMENT or nil,
   run = run,
   table = function(rows)
     local t = { header = { "late", "priority", unpack(COLUMNS) }, rows = {} }

@@ -9,10 +9,8 @@
 -- time of the others.
 --
 --   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
-local bench = require "kvlab.bench"
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local tensor = require "kvlab.tensor"
+local tensor = require "kvlab.tensor.tensor"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
@@ -65,7 +63,7 @@ local function median_us(fn)
   until #times >= 3 and tonumber(kv.C.kvl_clock_ns() - start) > 1e8 or #times >= 31
   from:close()
   to:close()
-  return bench.median(times)
+  return kv.statistics.median(times)
 end
 
 local function run(config)
@@ -96,7 +94,7 @@ end
 local WAYS = { "rule", "cap", "tiles" }
 local MOST = is_cpu and 128 or 4096
 
-experiment.run {
+kv.experiment.run {
   name = "10_nsa_memory",
   title = "Selecting tokens in bounded memory",
   grid = {

@@ -8,7 +8,6 @@
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
 -- ---- how many of the best tokens are selected -----------------------------------------
@@ -68,7 +67,7 @@ function Observer:observe(attention, ctx, selection, counts, tokens)
 end
 
 local function observer(attention)
-  return setmetatable({ probe = kv.probe.attach(attention), wanted = 0, found = 0 },
+  return setmetatable({ probe = kv.probe(attention), wanted = 0, found = 0 },
     Observer)
 end
 
@@ -76,7 +75,7 @@ end
 
 local function run(config, settings)
   settings.exam = settings.exam or exam.open(config)
-  local policy = kv.policy.open("nsa", { ratio = config.budget, sink = config.sink,
+  local policy = kv.policy("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
     index_dim = config.index_dim, index_bits = config.bits,
     rotate = config.rotate == "yes", granularity = config.granularity,
@@ -99,7 +98,7 @@ local function bits_table(index, rotate)
                      index_dim = 128 } }
 end
 
-experiment.run {
+kv.experiment.run {
   name = "11_nsa_recall",
   title = "Which tokens does an indexer find?",
   grid = {

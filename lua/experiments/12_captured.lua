@@ -11,13 +11,12 @@
 --
 -- Without --set capture it is a capture of 320 tokens of a model with random weights
 -- (spec/data/capture): a test, whose attention looks at everything alike.
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
 local function open(settings)
   local folder = settings.capture
   if folder == "sample" then folder = kv.paths.root .. "/spec/data/capture" end
-  local capture = kv.capture.open(folder)
+  local capture = kv.capture(folder)
   print(("%s: %d layers, %d tokens, %d query heads on %d KV heads of %d, %s"):format(
     capture.model, #capture.layers, capture.tokens, capture.heads, capture.kv_heads,
     capture.head_dim, capture.dtype))
@@ -26,15 +25,15 @@ local function open(settings)
 end
 
 local function run(config, settings)
-  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
-  local probe, model_error = settings.replay:run(policy, kv.probe.attach)
+  local probe, model_error = settings.replay:run(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.model_error = model_error
   return metrics
 end
 
-experiment.run {
+kv.experiment.run {
   name = "12_captured",
   title = "Which policies keep the attention of a captured model, at which budget?",
   grid = {

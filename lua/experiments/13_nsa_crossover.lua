@@ -7,7 +7,6 @@
 -- small. Medians of device time, microseconds; whole is both parts in a row.
 --
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 
 local dev = kv.device()
@@ -108,7 +107,7 @@ for _, phase in ipairs { "decode", "prefill" } do
   end
 end
 
-experiment.run {
+kv.experiment.run {
   name = "13_nsa_crossover",
   title = "From which length on is selecting tokens faster?",
   grid = {

@@ -9,9 +9,7 @@
 --   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
 --                                             [--set budget=0.1]
 local exam = require "models.recall.exam"
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local plot = require "kvlab.plot"
 
 local DEPTHS = 8
 local NEEDLES = exam.QUERIES -- so that each is asked for
@@ -45,7 +43,7 @@ local function ask(s, config)
   if s.policy == config.policy then return s end
   s.policy, s.right, s.asked = config.policy, {}, {}
   for i = 1, DEPTHS do s.right[i], s.asked[i] = 0, 0 end
-  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   sitting:ask(policy, nil, function(query, is_right)
     local part = part_of(100 * (query.needle - 0.5) / NEEDLES)
@@ -55,7 +53,7 @@ local function ask(s, config)
   return s
 end
 
-experiment.run {
+kv.experiment.run {
   name = "14_needle",
   title = "Does it matter where in the context a needle lies?",
   grid = {
@@ -75,7 +73,7 @@ experiment.run {
   table = { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",
             where = { context = 4096 } },
   plot = function(rows)
-    return plot.heat_maps(rows, { x = "context", y = "depth", panel = "policy",
+    return kv.plot.heat_maps(rows, { x = "context", y = "depth", panel = "policy",
       value = "accuracy", low = 0, high = 1, format = "%.2f", file = "needle",
       title = "accuracy by context and depth of the needle",
       ylabel = "depth (%)", xlabel = "context (tokens)" })

@@ -8,7 +8,6 @@
 --
 --   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
 --                                                [--set scored=h2o]
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
@@ -18,7 +17,7 @@ local QUERY = 6 -- tokens of a question and its answer
 --- Decode the questions of a prompt under a policy, recorded and probed.
 local function play(s, config)
   s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
-  local policy = kv.policy.open(config.policy, config.policy ~= "full" and
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local tokens = config.context + QUERY * config.questions
   local engine = s.model:engine { policy = policy, block_size = config.block_size,
@@ -27,8 +26,8 @@ local function play(s, config)
     (config.seed or 0) + 1) -- rows that sum up repeats have no seed
   local seq = engine:sequence()
   engine:prefill(seq, prompt.tokens)
-  local probe = kv.probe.attach(engine.attention)
-  local record = kv.record.attach(engine.attention)
+  local probe = kv.probe(engine.attention)
+  local record = kv.record(engine.attention)
   for _, query in ipairs(prompt.queries) do
     for _, list in ipairs { query.ask, query.answer } do
       for _, token in ipairs(list) do engine:decode({ seq }, { token }) end
@@ -61,7 +60,7 @@ local function draw(rows)
   return pictures
 end
 
-experiment.run {
+kv.experiment.run {
   name = "15_selection",
   title = "Which blocks does a policy choose, and how many of them again?",
   grid = {

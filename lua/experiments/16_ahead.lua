@@ -16,10 +16,7 @@
 -- are emulated. There a microsecond of the model is a thousand of the machine's clock, so
 -- that attention itself, and what else the machine does, counts next to nothing; and a
 -- block is as long on its way as one of Llama-8B.
-local experiment = require "kvlab.experiment"
 local kv = require "kvlab"
-local options = require "kvlab.options"
-local synthetic = require "kvlab.synthetic"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
@@ -44,11 +41,11 @@ end
 --- The mean time of a step in microseconds, and what crossed the link.
 local function time_steps(config, is_resident)
   local blocks = math.ceil(config.ratio * config.context / config.block_size)
-  local s = synthetic.new { shape = config.shape, layers = config.layers,
+  local s = kv.synthetic { shape = config.shape, layers = config.layers,
     context = config.context, block_size = config.block_size, seed = config.seed,
     offload = not is_resident
       and { hot_slots = math.ceil(config.hot_ratio * blocks) + 64 } or nil,
-    decode_policy = kv.policy.open("gsa", { scores = "mean", ratio = config.ratio,
+    decode_policy = kv.policy("gsa", { scores = "mean", ratio = config.ratio,
       refresh = config.refresh, prefetch_ahead = config.prefetch_ahead }) }
   s.attention.hooks = { attention_begin = other_work(config) }
   local steps = config.periods * config.refresh
@@ -71,13 +68,14 @@ end
 --- fn(config) over a link of config.link_gbps.
 local function over_link(config, fn, ...)
   if not is_cpu then return fn(config, ...) end
-  local shape = synthetic.SHAPES[config.shape]
+  local shape = kv.synthetic.SHAPES[config.shape]
   local block = 4 * shape.kv_heads * shape.head_dim * config.block_size -- bf16
   local gb_s = config.link_gbps * block / 65536 / SLOWER
   config.bytes_us = gb_s * 1000
   kv.check(kv.C.kvl_cpu_link(gb_s, 0))
   local results = { pcall(fn, config, ...) }
-  kv.check(kv.C.kvl_cpu_link(options["link-gbps"] or 0, options["link-us"] or 0))
+  local given = kv.command_line
+  kv.check(kv.C.kvl_cpu_link(given["link-gbps"] or 0, given["link-us"] or 0))
   config.bytes_us = nil
   if not results[1] then error(results[2], 0) end
   return unpack(results, 2)
@@ -95,7 +93,7 @@ local function run(config)
   }
 end
 
-experiment.run {
+kv.experiment.run {
   name = "16_ahead",
   title = "Does a decode step still wait for blocks that were expected?",
   grid = {
@@ -103,7 +101,7 @@ experiment.run {
     { "link_gbps", LINKS },
     { "prefetch_ahead", { 0, 1, 2, 3 } },
   },
-  defaults = { shape = synthetic.default_shape(dev), layers = 8,
+  defaults = { shape = kv.synthetic.default_shape(dev), layers = 8,
                context = 32768, block_size = 16, ratio = 0.1, refresh = 4, periods = 6,
                hot_ratio = 2, us_layer = 200 },
   quick = { drift = { 0.03 }, link_gbps = { LINKS[#LINKS] }, context = 4096,

@@ -7,13 +7,12 @@
 -- process of its own with a folder of its own (results/all-quick/NAME) beside the page,
 -- index.html; what one printed is in NAME.txt. One that fails is shown as failed, the
 -- others go on, and the exit status says so. Without --quick it takes hours.
-local gallery = require "kvlab.gallery"
+local gallery = require "kvlab.experiment.gallery"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local manifests = require "kvlab.manifest"
-local nearest = require "kvlab.nearest"
-local options = require "kvlab.options"
-local results = require "kvlab.results"
+local manifests = require "kvlab.experiment.manifest"
+local nearest = require("kvlab.words").nearest
+local files = require "kvlab.files"
 
 local FOLDER = kv.paths.root .. "/lua/experiments"
 
@@ -27,13 +26,13 @@ end
 
 --- The names that the command line chooses; all without one.
 local function choose(names)
-  if #options.args == 0 then return names end
+  if #kv.command_line.args == 0 then return names end
   local is_there, chosen = {}, {}
   for _, name in ipairs(names) do is_there[name] = true end
-  for i, name in ipairs(options.args) do
+  for i, name in ipairs(kv.command_line.args) do
     if not is_there[name] then
       error(("no experiment %s; did you mean %s?"):format(name,
-        nearest.find(name, names)), 0)
+        nearest(name, names)), 0)
     end
     chosen[i] = name
   end
@@ -43,7 +42,7 @@ end
 --- Options of the command line for each experiment: all but the folder.
 local function shared_options()
   local words = {}
-  for _, word in ipairs(options.words) do
+  for _, word in ipairs(kv.command_line.words) do
     if word:match "^%-%-" and word ~= "--" and not word:match "^%-%-out=" then
       words[#words + 1] = word
     end
@@ -61,15 +60,16 @@ local function run(name, folder, words)
   pipe:close()
   local printed, status = text:match "^(.*)status (%d+)%s*$"
   if not printed or status == "130" then error("interrupted", 0) end
-  results.write_file(out .. ".txt", printed)
+  files.write(out .. ".txt", printed)
   return { name = name, is_done = status == "0", printed = printed,
            seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9 }
 end
 
-local folder = options.out or "results/all" .. (options.quick and "-quick" or "")
+local folder = kv.command_line.out
+  or "results/all" .. (kv.command_line.quick and "-quick" or "")
 local names, words = choose(find_experiments()), shared_options()
 local entries, failed = {}, {}
-results.make_folder(folder)
+files.make_folder(folder)
 for i, name in ipairs(names) do
   io.write(("%2d of %d  %-24s"):format(i, #names, name))
   io.flush()
@@ -79,8 +79,8 @@ for i, name in ipairs(names) do
 end
 local dev = kv.device()
 local made = { dev:name() .. ", " .. dev:description(),
-               "seed " .. json.encode(options.seed), os.date "!%Y-%m-%d" }
-results.write_file(folder .. "/index.html", gallery.html(folder,
+               "seed " .. json.encode(kv.command_line.seed), os.date "!%Y-%m-%d" }
+files.write(folder .. "/index.html", gallery.html(folder,
   "kvlab: what each experiment shows", table.concat(made, " · "), entries))
 print(folder .. "/index.html")
 if #failed > 0 then

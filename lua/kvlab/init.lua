@@ -1,33 +1,37 @@
 --- kvlab: `local kv = require "kvlab"`.
 --
---   kv.device kv.cuda_available                devices
---   kv.tensor zeros ones full arange from      tensors
---   kv.randn rand randint                      random tensors, the same on every device
---   kv.pinned                                  tensors in pinned host memory
---   kv.scope kv.lasting                        frees what a function made; does not
---   kv.graph                                   records a step, replays it without Lua
---   kv.ops                                     transformer and paged-attention ops
---   kv.cache kv.attention                      paged memory, attention with a policy
---   kv.probe kv.record                         watch it: beside dense attention, as maps
---   kv.policy kv.summary kv.hash kv.tally      what policies are made of
---   kv.index_cache                             an indexer's keys, and its logits
---   kv.indexer                                 tokens by top-k of those
---   kv.landmarks kv.compressed                 index keys of a model's own; block means
---   kv.prefix_chunks                           a long prefix, a part at a time
---   kv.sampling                                blocks by chance, and their weights
---   kv.store                                   KV blocks in memory, LMDB or Redis
---   kv.prefetch                                blocks from a store, ahead of their use
---   kv.serve kv.cost_model kv.trace            requests, step by step
---   kv.capture                                 what a real model's attention was given
---   kv.vllm                                    vLLM's cache layout and its attention
---   kv.safetensors kv.C kv.check               files; the C library itself
---   kv.reload                                  reads a policy's file again
+--   kv.device kv.cuda_available    devices
+--   kv.tensor zeros ones full arange from    tensors on a device
+--   kv.pinned                      tensors in pinned host memory
+--   kv.randn rand randint          random tensors, the same on every device
+--   kv.scope(fn)                   runs fn and frees every tensor that it made except its
+--                                  results
+--   kv.lasting(fn, ...)            runs fn and keeps what it made, even inside a scope
+--   kv.graph(fn)                   records a step, and replays it without Lua
+--   kv.ops                         transformer and paged-attention ops
+--   kv.cache kv.attention          paged KV memory, attention with a policy
+--   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
+--   kv.reload                      reads a policy's file again
+--   kv.probe kv.record kv.capture  observers: a policy beside dense attention, what it
+--                                  selected as maps, what a real model's attention got
+--   kv.index_cache kv.indexer kv.landmarks kv.compressed kv.prefix_chunks
+--                                  attention to tokens that an indexer selects
+--   kv.store kv.prefetch           KV blocks in memory, LMDB or Redis, and fetching them
+--                                  before they are needed
+--   kv.serve kv.cost_model kv.trace kv.replay    a server of requests, with a model or
+--                                  without one
+--   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
+--   kv.plot kv.table kv.timeline   pictures and tables
+--   kv.vllm kv.safetensors         vLLM's cache layout, files of tensors
+--   kv.command_line kv.paths       options given to ./kvlab, where things are
+--   kv.C kv.check                  the C library itself
 local library = require "kvlab.library"
-local tensor = require "kvlab.arithmetic"
-local device = require "kvlab.device"
+local device = require "kvlab.tensor.device"
+local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
   C = library.C, check = library.check, paths = library.paths,
+  command_line = require "kvlab.command_line",
   device = device.device, cuda_available = device.cuda_available,
   scope = tensor.scope, lasting = tensor.lasting, is_tensor = tensor.is_tensor,
 }
@@ -39,33 +43,44 @@ end
 --- Bytes of one element of a dtype.
 function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
 
--- policy files require "kvlab" while it loads
-package.loaded["kvlab"] = M
+M.graph = require("kvlab.tensor.graph").graph
+M.ops = require "kvlab.tensor.ops"
+M.safetensors = require "kvlab.tensor.safetensors"
+M.vllm = require "kvlab.tensor.vllm"
 
-M.ops = require "kvlab.ops"
-M.summary = require "kvlab.summary"
-M.hash = require "kvlab.hash"
-M.tally = require("kvlab.tally").tally
-M.index_cache = require("kvlab.index_cache").index_cache
-M.indexer = require("kvlab.indexer").indexer
-M.landmarks = require("kvlab.landmarks").landmarks
-M.compressed = require("kvlab.compressed").compressed
-M.prefix_chunks = require("kvlab.prefix_chunks").prefix_chunks
-M.sampling = require("kvlab.sampling").sampling
-M.policy = require "kvlab.policy"
-M.graph = require("kvlab.graph").graph
-M.cache = require("kvlab.cache").cache
-M.attention = require("kvlab.attention").attention
-M.prefetch = require("kvlab.prefetch").prefetch
-M.probe = require "kvlab.probe"
-M.record = require "kvlab.record"
-M.store = require "kvlab.store"
-M.serve = require("kvlab.serve").serve
-M.cost_model = require "kvlab.cost_model"
-M.trace = require "kvlab.trace"
-M.vllm = require "kvlab.vllm"
-M.safetensors = require "kvlab.safetensors"
-M.capture = require "kvlab.capture"
-M.reload = require "kvlab.reload"
+M.cache = require("kvlab.memory.cache").cache
+M.store = require "kvlab.memory.store"
+M.prefetch = require("kvlab.memory.prefetch").prefetch
+
+M.index_cache = require("kvlab.index.index_cache").index_cache
+M.indexer = require("kvlab.index.indexer").indexer
+M.landmarks = require("kvlab.index.landmarks").landmarks
+M.compressed = require("kvlab.index.compressed").compressed
+M.prefix_chunks = require("kvlab.index.prefix_chunks").prefix_chunks
+
+M.policy = require "kvlab.policy.policy"
+M.attention = require("kvlab.policy.attention").attention
+M.summary = require "kvlab.policy.summary"
+M.hash = require "kvlab.policy.hash"
+M.tally = require("kvlab.policy.tally").tally
+M.sampling = require("kvlab.policy.sampling").sampling
+M.reload = require "kvlab.policy.reload"
+
+M.probe = require "kvlab.observe.probe"
+M.record = require "kvlab.observe.record"
+M.capture = require "kvlab.observe.capture"
+
+M.serve = require("kvlab.serve.serve").serve
+M.cost_model = require "kvlab.serve.cost_model"
+M.trace = require "kvlab.serve.trace"
+M.replay = require "kvlab.serve.replay"
+
+M.plot = require "kvlab.report.plot"
+M.table = require "kvlab.report.table"
+M.timeline = require "kvlab.report.timeline"
+
+M.experiment = require "kvlab.experiment.experiment"
+M.statistics = require "kvlab.experiment.statistics"
+M.synthetic = require "kvlab.experiment.synthetic"
 
 return M

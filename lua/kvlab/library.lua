@@ -1,5 +1,7 @@
---- The C library: reads runtime/kvlab.h, loads libkvlab.so and refuses one whose ABI
--- number differs. Everything else in lua/kvlab/ gets C, check and the paths from here.
+--- The C library: declares what runtime/base.h and runtime/kvlab.h say, loads
+-- libkvlab.so, and refuses one that was built with other headers. Everything else in
+-- lua/kvlab/ gets C, check and the paths from here.
+local bit = require "bit"
 local ffi = require "ffi"
 
 local M = {}
@@ -13,18 +15,46 @@ local function find_paths()
     or debug.getinfo(1, "S").source:match("^@lua/kvlab/library%.lua$") and "."
   if not root then error("kvlab: library.lua is not in a lua/kvlab folder") end
   local config = os.getenv "KVLAB_CONFIG" or "release"
-  return { root = root, header = root .. "/runtime/kvlab.h", config = config,
-           library_dir = root .. "/build/bin/" .. config }
+  return { root = root, config = config, library_dir = root .. "/build/bin/" .. config }
 end
 
 M.paths = find_paths()
 
-local function read_header(path)
-  local file = assert(io.open(path))
-  local text = file:read "*a"
-  file:close()
-  return text:match "/%* ffi:begin.-\n(.-)/%* ffi:end"
-    or error(path .. ": no ffi:begin ... ffi:end")
+--- The headers that the library was built with, in the order in which they are declared.
+M.headers = { M.paths.root .. "/runtime/base.h", M.paths.root .. "/runtime/kvlab.h" }
+
+--- What the headers declare: their text between the ffi marks.
+local function read_declarations()
+  local parts = {}
+  for i, path in ipairs(M.headers) do
+    local file = assert(io.open(path))
+    local text = file:read "*a"
+    file:close()
+    parts[i] = text:match "/%* ffi:begin.-\n(.-)/%* ffi:end"
+      or error(path .. ": no ffi:begin ... ffi:end")
+  end
+  return table.concat(parts)
+end
+
+local CRC_POLYNOMIAL = 0x04C11DB7
+
+--- The CRC that cksum(1) prints: of the text, then of its length.
+local function cksum(text)
+  local crc = 0
+  local function add(byte)
+    crc = bit.bxor(crc, bit.lshift(byte, 24))
+    for _ = 1, 8 do
+      local carry = bit.arshift(crc, 31) -- all ones or zero
+      crc = bit.bxor(bit.lshift(crc, 1), bit.band(carry, CRC_POLYNOMIAL))
+    end
+  end
+  for i = 1, #text do add(text:byte(i)) end
+  local length = #text
+  while length > 0 do
+    add(length % 256)
+    length = math.floor(length / 256)
+  end
+  return bit.bnot(crc) % 2 ^ 32
 end
 
 local function load_library(dir)
@@ -34,12 +64,13 @@ local function load_library(dir)
     :format(dir, lib), 0)
 end
 
-ffi.cdef(read_header(M.paths.header))
+local declarations = read_declarations()
+ffi.cdef(declarations)
 local C = load_library(M.paths.library_dir)
 M.C = C
-if C.kvl_abi() ~= C.KVL_ABI then
-  error(("kvlab: libkvlab.so has ABI %d, kvlab.h has %d; `./kvlab build` rebuilds it")
-    :format(C.kvl_abi(), tonumber(C.KVL_ABI)), 0)
+if C.kvl_abi() ~= cksum(declarations) then
+  error(("kvlab: %s/libkvlab.so was built with other headers than those in %s/runtime; "
+    .. "`./kvlab build` rebuilds it"):format(M.paths.library_dir, M.paths.root), 0)
 end
 
 --- Raise the library's own words when `status` is negative; otherwise return it.

@@ -3,7 +3,7 @@
 --
 --   local llama = require "models.llama"
 --   local model = llama.load("lua/models/recall", { device = "cpu" })
---   local engine = model:engine { policy = kv.policy.open "quest", blocks = 2048 }
+--   local engine = model:engine { policy = kv.policy "quest", blocks = 2048 }
 --   local seq = engine:sequence()
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
@@ -111,7 +111,7 @@ local function open_weights(folder)
   local index_path = folder .. "/model.safetensors.index.json"
   local index = io.open(index_path)
   if not index then
-    local file = kv.safetensors.open(folder .. "/model.safetensors")
+    local file = kv.safetensors(folder .. "/model.safetensors")
     return function() return file end
   end
   index:close()
@@ -122,7 +122,7 @@ local function open_weights(folder)
     if shard:find "/" then
       bad(folder, "shard of " .. name, shard, "a plain file name")
     end
-    files[shard] = files[shard] or kv.safetensors.open(folder .. "/" .. shard)
+    files[shard] = files[shard] or kv.safetensors(folder .. "/" .. shard)
     return files[shard]
   end
 end
@@ -332,7 +332,7 @@ end
 ---@param o? table  policy: for decode (full); prefill_policy (full); blocks (1024),
 --                  block_size (16), max_seqs (16), chunk: tokens of a prefill step (512),
 --                  max_blocks of one sequence, cache_dtype (the model's), offload: KV in
---                  host memory, with these options of its engine (lua/kvlab/offload.lua),
+--                  host memory, with these options (lua/kvlab/memory/offload.lua),
 --                  graph (false): decode steps are recorded once and replayed
 ---@return models.Engine
 function Model:engine(o)
@@ -343,7 +343,7 @@ function Model:engine(o)
                                 max_blocks = o.max_blocks, uses_graphs = o.graph },
                               Engine)
   local rows = math.max(chunk, max_seqs)
-  local cache = require("kvlab.cache").cache {
+  local cache = kv.cache {
     device = self.device, dtype = o.cache_dtype or self.dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
     head_dim = c.head_dim,

@@ -2,7 +2,7 @@
 -- weighted with one over the chance that it had: sums that are right on average.
 -- Source  Chen et al. 2024, arXiv:2410.16179. There tokens that collide in two tables, as
 --         many as do; here blocks by the hash of their mean key, one collision, and as
---         many as the budget says (priority sampling: kvlab/sampling.lua)
+--         many as the budget says (priority sampling: kvlab/policy/sampling.lua)
 -- Score   u / r: u = 1 - (1 - p^bits)^tables, the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head; attention takes a launch for each selected

@@ -2,7 +2,7 @@
 -- the best of them, one list for all heads.
 -- Source  the sparse attention of DeepSeek-V3.2 (DSA), which SGLang's backend calls NSA.
 --         There an indexer is trained: projections of the hidden state. Here its keys are
---         made of the model's own: kvlab/landmarks.lua has the kinds of `index`
+--         made of the model's own: kvlab/index/landmarks.lua has the kinds of `index`
 -- Score   sum over heads of relu(q . k). granularity = "block": blocks by their best
 --         token; "token", as in DSA: the best tokens, for each token of a prompt, too.
 --         Then KV has to be on the device: blocks cross a link whole

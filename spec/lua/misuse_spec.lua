@@ -3,7 +3,7 @@
 -- get calls that are nearly right, straight through the C API.
 local ffi = require "ffi"
 local kv = require "kvlab"
-local methods = require("kvlab.tensor").methods
+local methods = require("kvlab.tensor.tensor").methods
 local support = require "spec.support"
 
 local C, raises = kv.C, support.raises

@@ -66,7 +66,7 @@ end
 -- before it, and to itself.
 local function prefill_contract(name, dev)
   local function run(o)
-    local policy = kv.policy.open(name, { ratio = o.ratio, sink = 1, recent = 1,
+    local policy = kv.policy(name, { ratio = o.ratio, sink = 1, recent = 1,
                                           min_blocks = 0 })
     local rows = {}
     local select_blocks = policy.select_blocks
@@ -112,7 +112,7 @@ local function prefill_contract(name, dev)
   it("carries nothing from one request to the next", function()
     local o = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 1 }
     local function outs(script)
-      local all, its_rig = rig.play(dev, { prefill_policy = kv.policy.open(name, o) },
+      local all, its_rig = rig.play(dev, { prefill_policy = kv.policy(name, o) },
         script)
       its_rig.cache:close()
       return all[1]
@@ -266,7 +266,7 @@ end
 
 --- What the policy declares, on a device.
 local function contracts(name, dev)
-  local policy = kv.policy.open(name)
+  local policy = kv.policy(name)
   if policy.prefill then prefill_contract(name, dev) end
   if policy.decode then contract(name, dev) end
 end
@@ -288,7 +288,7 @@ for _, name in ipairs(kv.policy.names()) do
     contracts(name, kv.device "cuda")
 
     it("selects and attends as on the cpu", function()
-      if not kv.policy.open(name).decode then return end
+      if not kv.policy(name).decode then return end
       local o = { policy = name, options = third(name), lengths = LENGTHS, steps = 3 }
       local cuda, cpu = rig.decode(kv.device "cuda", o), rig.decode(kv.device "cpu", o)
       for i, step in ipairs(cpu.steps) do

@@ -64,7 +64,7 @@ describe("gsa by history", function()
 
   it("starts anew with every request, and a fork goes on", function()
     local o = { ratio = 0.3, min_blocks = 0, sink = 0, recent = 1 }
-    local policy = kv.policy.open("gsa", o)
+    local policy = kv.policy("gsa", o)
     local run, selected = small.play(policy, { 60 }, 20), 0
     for length = 61, 80 do
       selected = selected
@@ -127,7 +127,7 @@ describe("gsa by means", function()
 
   it("refuses to be recorded where its steps differ", function()
     local function record(o)
-      local run = small.play(kv.policy.open("gsa", o), { 60 }, 3)
+      local run = small.play(kv.policy("gsa", o), { 60 }, 3)
       local q = kv.zeros(cpu, "f32", { 1, 4, 8 })
       local k = kv.zeros(cpu, "f32", { 1, 2, 8 })
       run.attention.probe = nil
@@ -182,12 +182,12 @@ end)
 
 describe("gsa options", function()
   it("have the names of the system they come from", function()
-    local gsa = kv.policy.open("gsa", { sparse_ratio = 0.2, local_window_sz = 3,
+    local gsa = kv.policy("gsa", { sparse_ratio = 0.2, local_window_sz = 3,
                                         init_window_sz = 0, prefetch_workers = 2 })
     assert.same({ 0.2, 3, 0, 4, 2, 64, 2, 1000 }, { gsa.ratio, gsa.recent, gsa.sink,
       gsa.min_blocks, gsa.prefetch_workers, gsa.max_pending_prefetch, gsa.prefetch_ahead,
       gsa.prefetch_cache_size })
-    support.raises("scores is newest, expected history or mean", kv.policy.open, "gsa",
+    support.raises("scores is newest, expected history or mean", kv.policy, "gsa",
       { scores = "newest" })
   end)
 end)

@@ -34,7 +34,7 @@ end
 describe("h2o", function()
   for _, chunks in ipairs { { 22 }, { 5, 7, 10 }, { 1, 21 } } do
     it(("counts the attention of a prompt in %d chunks"):format(#chunks), function()
-      local policy = kv.policy.open "h2o"
+      local policy = kv.policy "h2o"
       local run = small.play(policy, chunks, 0)
       run.attention:begin(run.cache:batch():append({ run.seq }, { 1 }), false)
       support.close(small.tallied(run, policy.mass, 5), mass_of(run, 22, 5), 1e-5, 1e-5)
@@ -42,7 +42,7 @@ describe("h2o", function()
   end
 
   it("adds the softmax of each decoded query's mean scores", function()
-    local policy = kv.policy.open "h2o"
+    local policy = kv.policy "h2o"
     local run = small.play(policy, { 20 }, 1)
     local want = mass_of(run, 20, 5)
     for kv_head = 1, 2 do -- the mean of the group's scores, over the open block too

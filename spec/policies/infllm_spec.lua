@@ -24,7 +24,7 @@ describe("infllm", function()
     local what = "keeps the mean of %d far keys, %d chunks, %d steps"
     it(what:format(count, #chunks, steps),
       function()
-        local policy = kv.policy.open("infllm", { representatives = count })
+        local policy = kv.policy("infllm", { representatives = count })
         local run = small.play(policy, chunks, steps)
         local all, want, got = policy.far:layer(0):list(), {}, {}
         for b, block in ipairs(run.seq:table()) do

@@ -15,7 +15,7 @@ describe("keydiff", function()
     local what = "scores blocks by their angle to all, %d chunks, %d steps"
     it(what:format(#chunks, steps),
       function()
-        local policy = kv.policy.open "keydiff"
+        local policy = kv.policy "keydiff"
         local run = small.play(policy, chunks, steps)
         local want, n = {}, math.floor((#run.k - 1) / small.SHAPE.block_size)
         for kv_head = 1, 2 do

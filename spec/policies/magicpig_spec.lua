@@ -72,7 +72,7 @@ end)
 
 describe("attention with weights", function()
   it("counts the keys of each block so many times", function()
-    local run = small.play(kv.policy.open "full", { 30 }, 1)
+    local run = small.play(kv.policy "full", { 30 }, 1)
     local ctx, n = run.attention.context, 5
     ctx.layer = 0
     local q, blocks, logs = {}, { 0, 2, 3, 7, -1, 1, 2, 4, 5, 6 }, {}

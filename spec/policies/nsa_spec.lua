@@ -57,7 +57,7 @@ describe("nsa by tokens", function()
       local dense = rig.prefill(dev, { length = 200 })
       for _, chunk in ipairs { 7, 64, 200 } do
         for _, o in ipairs { { ratio = 1 }, { index_topk = 200 } } do
-          local policy = kv.policy.open("nsa", options(o))
+          local policy = kv.policy("nsa", options(o))
           support.close(rig.prefill(dev, { length = 200, chunk = chunk,
             prefill_policy = policy }), dense, 3e-6, 3e-6)
         end
@@ -66,7 +66,7 @@ describe("nsa by tokens", function()
 
     it("selects for a token of a prompt what it selects when it is decoded", function()
       local function outs(o)
-        o.prefill_policy = kv.policy.open("nsa", options { index_topk = 24 })
+        o.prefill_policy = kv.policy("nsa", options { index_topk = 24 })
         o.policy, o.options, o.length = "nsa", options { index_topk = 24 }, 150
         return rig.prefill(dev, o)
       end
@@ -109,7 +109,7 @@ describe("nsa by tokens", function()
   it("lists the tokens that the heads' logits say, sink and recent first", function()
     -- one part for each of two KV heads of 8 dims: k is exact but for f8e4m3's 3 bits
     for _, windows in ipairs { 0, 1 } do
-      local run = small.play(kv.policy.open("nsa", options { tokens = 24, sink = windows,
+      local run = small.play(kv.policy("nsa", options { tokens = 24, sink = windows,
         recent = windows }), { 61 }, 1)
       local tokens, logits, taken = listed(run), {}, {}
       assert.equal(24, #tokens)
@@ -148,7 +148,7 @@ describe("nsa by tokens", function()
     end
     local w = { k = map(1, { 16, 32 }), q = map(2, { 32, 96 }),
                 heads = map(3, { 32, 3 }) }
-    local run = small.play(kv.policy.open("nsa", options { tokens = 10, index = "given",
+    local run = small.play(kv.policy("nsa", options { tokens = 10, index = "given",
       index_weights = w }), { 61 }, 1)
     local function flat(heads)
       local list = {}
@@ -186,7 +186,7 @@ describe("nsa by tokens", function()
     local function mass(o, kv_dtype)
       local its = rig.new(cpu, { policy = "nsa", options = options(o),
                                  kv_dtype = kv_dtype })
-      local probe = kv.probe.attach(its.attention)
+      local probe = kv.probe(its.attention)
       rig.play(cpu, { rig = its }, { { "prefill", 1, 300 }, { "decode", 1 },
         { "decode", 1 } })
       its.cache:close()
@@ -204,9 +204,9 @@ describe("nsa by tokens", function()
   it("refuses what it cannot do, in words", function()
     support.raises("attention over tokens does not know KV in host memory", decode, cpu,
       { ratio = 0.3 }, { offload = { slots = 2 } })
-    support.raises("granularity is both, expected block or token", kv.policy.open, "nsa",
+    support.raises("granularity is both, expected block or token", kv.policy, "nsa",
       { granularity = "both" })
-    support.raises("both index_topk and ratio are given", kv.policy.open, "nsa",
+    support.raises("both index_topk and ratio are given", kv.policy, "nsa",
       { ratio = 0.1, index_topk = 64 })
     support.raises("expected index_weights with k, q and heads", decode, cpu,
       { ratio = 0.3, index = "given" })
@@ -215,7 +215,7 @@ end)
 
 describe("nsa by blocks", function()
   it("selects the blocks of the best tokens", function()
-    local run = small.play(kv.policy.open("nsa", { blocks = 5, sink = 0, recent = 0,
+    local run = small.play(kv.policy("nsa", { blocks = 5, sink = 0, recent = 0,
       min_blocks = 0 }), { 61 }, 1)
     local best = {}
     for b = 0, 15 do

@@ -19,7 +19,7 @@ describe("twilight", function()
   end)
 
   it("keeps the blocks that hold the share by their mean keys, and no more", function()
-    local run = small.play(kv.policy.open("twilight", { ratio = 1, sink = 0, recent = 0,
+    local run = small.play(kv.policy("twilight", { ratio = 1, sink = 0, recent = 0,
                                                         p = 0.8 }), { 61 }, 1)
     local row_of = run.selection:index(0)
     for kv_head = 1, 2 do

@@ -5,7 +5,7 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
-local synthetic = require "kvlab.synthetic"
+local synthetic = require "kvlab.experiment.synthetic"
 
 local C, check = kv.C, kv.check
 local is_hostile = C.kvl_fail_allocation(0) == 0
@@ -253,7 +253,7 @@ end
 describe("an engine that lags behind the host", function()
   --- What every layer gives in steps of three sequences; nothing waits before the end.
   local function steps(engine, lags)
-    local s = synthetic.new { device = dev, shape = "small", layers = 3, context = 8192,
+    local s = synthetic { device = dev, shape = "small", layers = 3, context = 8192,
       block_size = 16, max_seqs = 2, max_blocks = 16, dtype = "f32", chunk = 64,
       offload = engine }
     local a, b, c, outs = s:sequence(70), s:sequence(33), s.cache:sequence(), {}

@@ -3,7 +3,7 @@
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
-local synthetic = require "kvlab.synthetic"
+local synthetic = require "kvlab.experiment.synthetic"
 
 local raises = support.raises
 
@@ -89,9 +89,9 @@ local function check(dev)
                                  { hot_slots = 200, hot_overlap = true } } do
         for _, name in ipairs { "full", "quest", "topk", "streaming" } do
           local function run(recorded)
-            local s = synthetic.new { device = dev, shape = "small", context = 512,
+            local s = synthetic { device = dev, shape = "small", context = 512,
               block_size = 16, max_seqs = 2, max_blocks = 20, dtype = "f32",
-              decode_policy = kv.policy.open(name,
+              decode_policy = kv.policy(name,
                 name ~= "full" and { ratio = 0.5, min_blocks = 0 } or nil),
               offload = offload or nil, fixed_width = true }
             local seqs = { s:sequence(70), s:sequence(150) }

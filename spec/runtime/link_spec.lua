@@ -1,7 +1,7 @@
 --- The emulated link of the CPU device: modelled time is exact where transfers make it.
 local kv = require "kvlab"
-local options = require "kvlab.options"
-local plans = require "kvlab.plan"
+local command_line = require "kvlab.command_line"
+local plans = require "kvlab.experiment.plan"
 local support = require "spec.support"
 
 local C = kv.C
@@ -10,7 +10,7 @@ local KIB = 1024
 
 --- The link as the command line wants it.
 local function restore()
-  kv.check(C.kvl_cpu_link(options["link-gbps"] or 0, options["link-us"] or 0))
+  kv.check(C.kvl_cpu_link(command_line["link-gbps"] or 0, command_line["link-us"] or 0))
 end
 
 --- Define `name` with an emulated link on; fn gets streams that begin at one time.

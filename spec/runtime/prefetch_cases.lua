@@ -3,7 +3,7 @@
 local assert = require "luassert"
 local ffi = require "ffi"
 local kv = require "kvlab"
-local options = require "kvlab.options"
+local command_line = require "kvlab.command_line"
 local support = require "spec.support"
 
 local C, check = kv.C, kv.check
@@ -76,7 +76,7 @@ end
 function M.with_link(gb_s, us, fn)
   check(C.kvl_cpu_link(gb_s, us))
   local ok, why = pcall(fn)
-  check(C.kvl_cpu_link(options["link-gbps"] or 0, options["link-us"] or 0))
+  check(C.kvl_cpu_link(command_line["link-gbps"] or 0, command_line["link-us"] or 0))
   if not ok then error(why, 0) end
 end
 

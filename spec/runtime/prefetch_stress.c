@@ -15,8 +15,11 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#include "queue_cpu.h"
-#include "store.h"
+#include "abi.h"
+#include "core/allocator.h"
+#include "cpu/backend.h"
+#include "cpu/queue.h"
+#include "store/store.h"
 
 #define EXPECT(condition)                                                                 \
   do {                                                                                    \

@@ -2,22 +2,31 @@
 -- stores and devices.
 local library = require "kvlab.library"
 
---- The stress program, with a sanitizer; nil without a compiler.
+local function has_sanitizer(sanitizer)
+  return os.execute(("echo 'int main(void) { return 0; }' | "
+    .. "cc -fsanitize=%s -xc -o /dev/null - 2>/dev/null"):format(sanitizer)) == 0
+end
+
+--- The stress program, with a sanitizer; nil without a compiler
+-- or without sources.
 local function build_stress(sanitizer)
   local program = os.tmpname()
   local root, sources = library.paths.root, {}
-  for _, name in ipairs { "status", "device", "stream", "tensor", "allocator", "graph",
-                          "call", "queue_cpu", "mark_cpu", "link_cpu", "prefetch",
-                          "prefetch_queue", "prefetch_worker", "ticket" } do
-    sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)
-  end
-  local command = ('cc -std=gnu17 -g -O1 -fsanitize=%s -I"%s/runtime" -I"%s/kernels" '
-    .. '-o %s "%s/spec/runtime/prefetch_stress.c" %s -lpthread -ldl -lm'):format(
-    sanitizer, root, root, program, root, table.concat(sources, " "))
-  if os.execute(command .. " 2>/dev/null") ~= 0 then
+  if not has_sanitizer(sanitizer) or not io.open(root .. "/runtime/core/status.c") then
     os.remove(program)
     return nil
   end
+  for _, name in ipairs { "core/status", "core/device", "core/stream", "core/tensor",
+                          "core/allocator", "core/graph", "core/call", "open",
+                          "cpu/queue", "cpu/mark", "cpu/link", "prefetch/prefetch",
+                          "prefetch/prefetch_queue", "prefetch/prefetch_wait",
+                          "prefetch/prefetch_worker", "prefetch/ticket" } do
+    sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)
+  end
+  local command = ('cc -std=gnu17 -g -O1 -fsanitize=%s -I"%s/runtime" -I"%s/kernels" '
+    .. '-I"%s/build" -o %s "%s/spec/runtime/prefetch_stress.c" %s -lpthread -ldl -lm')
+    :format(sanitizer, root, root, root, program, root, table.concat(sources, " "))
+  assert(os.execute(command) == 0, "prefetch_stress.c does not compile")
   return program
 end
 

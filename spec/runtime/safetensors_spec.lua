@@ -21,7 +21,7 @@ end
 
 local function open_error(header, data, length)
   local path = write(header, data, length)
-  local ok, why = pcall(kv.safetensors.open, path)
+  local ok, why = pcall(kv.safetensors, path)
   os.remove(path)
   assert.is_false(ok)
   return why
@@ -43,7 +43,7 @@ describe("safetensors", function()
       .. '"dtype":"F32"},"x":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
       .. '"none":{"dtype":"F32","shape":[0,3],"data_offsets":[4,4]}}   '
     local path = write(header, floats(7, 1, 2))
-    local file = kv.safetensors.open(path)
+    local file = kv.safetensors(path)
     assert.same({ "none", "x", "y" }, file.names)
     local cpu = kv.device "cpu"
     assert.same({ 1, 2 }, file:read("y", cpu):list())
@@ -100,12 +100,12 @@ describe("safetensors", function()
   it("names a file that is missing, too short or a folder", function()
     for path, words in pairs { ["/nonexistent/x"] = "No such file", ["/"] = "regular",
                                ["/dev/null"] = "regular" } do
-      local ok, why = pcall(kv.safetensors.open, path)
+      local ok, why = pcall(kv.safetensors, path)
       assert.is_false(ok)
       assert.truthy(why:find(words, 1, true), why)
     end
     local path = os.tmpname()
-    local ok, why = pcall(kv.safetensors.open, path)
+    local ok, why = pcall(kv.safetensors, path)
     os.remove(path)
     assert.is_false(ok)
     assert.truthy(why:find "at least 8", why)
@@ -119,14 +119,14 @@ describe("safetensors", function()
       local file = assert(io.open(path, "wb"))
       file:write((u64(#header) .. header):sub(1, cut))
       file:close()
-      assert.is_false((pcall(kv.safetensors.open, path)))
+      assert.is_false((pcall(kv.safetensors, path)))
       os.remove(path)
     end
     for at = 1, #header do
       for _, byte in ipairs { 0, 34, 92, 255 } do
         local damaged = header:sub(1, at - 1) .. string.char(byte) .. header:sub(at + 1)
         local path = write(damaged, data)
-        local ok, file = pcall(kv.safetensors.open, path)
+        local ok, file = pcall(kv.safetensors, path)
         if ok then file:close() end
         os.remove(path)
       end

@@ -455,13 +455,13 @@ describe("a store under eight threads", function()
 
   local function hammer(url, capacity, rounds, pid)
     local source = kv.paths.root .. "/spec/runtime/store_threads.c"
-    if not processes.has "gcc" or not read(kv.paths.root .. "/runtime/store.c") then
+    if not processes.has "gcc" or not read(kv.paths.root .. "/runtime/store/store.c") then
       return pending "no compiler, or no sources"
     end
     local program = folder .. "/threads"
     if not read(program) then
-      sh(("cd '%s/runtime' && gcc -std=gnu17 -g -O1 -fsanitize=thread -I. -I../kernels "
-        .. "-o '%s' '%s' store*.c key.c unsynced.c status.c -llmdb -lhiredis -lpthread")
+      sh(("cd '%s/runtime' && gcc -std=gnu17 -g -O1 -fsanitize=thread -I. -I../build "
+        .. "-o '%s' '%s' store/*.c core/status.c -llmdb -lhiredis -lpthread")
         :format(kv.paths.root, program, source))
     end
     local pipe = io.popen(("TSAN_OPTIONS=halt_on_error=1 '%s' '%s' %d %d %s 2>&1; "

@@ -181,7 +181,7 @@ describe("a hostile build", function()
         kv.check(kv.C.kvl_pool_open(8, 4, 0, out))
         return ffi.gc(out[0], kv.C.kvl_pool_close)
       end,
-      function() return kv.safetensors.open "lua/models/recall/model.safetensors" end,
+      function() return kv.safetensors "lua/models/recall/model.safetensors" end,
     }
     for i, open in ipairs(opens) do
       local failures = 0

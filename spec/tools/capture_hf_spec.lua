@@ -54,8 +54,8 @@ describe("tools/capture_hf.py (a Python with transformers)", function()
     local text, ok = capture("spec/data/hf/llama",
       "--random 320 --seed 1 --dtype bfloat16")
     assert.is_true(ok, text)
-    local old = kv.capture.open(ROOT .. "/spec/data/capture")
-    local new = kv.capture.open(folder .. "/capture")
+    local old = kv.capture(ROOT .. "/spec/data/capture")
+    local new = kv.capture(folder .. "/capture")
     assert.same({ old.tokens, old.heads, old.scale, old.dtype, #old.layers },
       { new.tokens, new.heads, new.scale, new.dtype, #new.layers })
     for i = 1, 2 do
@@ -75,10 +75,10 @@ describe("tools/capture_hf.py (a Python with transformers)", function()
       "--layers 1 --dtype float32 --tokens 3 --ids " .. file)
     os.remove(file)
     assert.is_true(ok, text)
-    local c = kv.capture.open(folder .. "/capture")
+    local c = kv.capture(folder .. "/capture")
     assert.same({ { 1 }, 3, 3, 1, 64, "f32" },
       { c.layers, c.tokens, c.heads, c.kv_heads, c.head_dim, c.dtype })
-    assert.is_true(select(2, c:replay({ device = "cpu" }):run(kv.policy.open "full"))
+    assert.is_true(select(2, c:replay({ device = "cpu" }):run(kv.policy "full"))
       < 1e-5)
   end)
 

@@ -5,7 +5,7 @@
 --   local exam = require "models.recall.exam"
 --   local sitting = exam.open { context = 4096, prompts = 8, needles = 32,
 --                               block_size = 16, seed = 1 }
---   local result = sitting:ask(kv.policy.open("quest", { ratio = 0.05 }))
+--   local result = sitting:ask(kv.policy("quest", { ratio = 0.05 }))
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"

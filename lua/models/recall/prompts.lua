@@ -4,7 +4,7 @@
 -- same seed gives the same prompt everywhere.
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local uniform = require "kvlab.uniform"
+local uniform = require "kvlab.tensor.uniform"
 
 local M = {}
 

@@ -1,0 +1,282 @@
+--- The verb `compare`: two folders of results, configuration by configuration.
+--
+--   kvlab compare A B [--metric=NAME,NAME] [--by=AXIS,AXIS]
+--   kvlab compare results/01_recall:policy=quest results/01_recall:policy=random
+--
+-- A and B are folders, or files of rows (.jsonl), or some of their rows: those with the
+-- values after a colon. What has one value in all of A and another in all of B (a policy,
+-- the device, the seed) is what is compared; rows that agree in all else are a pair. Of
+-- each metric: its mean over the pairs of A and of B, and the mean of B - A with its 95 %
+-- confidence interval (Student's t).
+--
+-- With repeats, pairs of one seed are one sample, because they share the seed's luck: the
+-- interval is over seeds. Without, every pair is a sample, and the interval says how much
+-- the configurations differ from each other, not what another seed would give.
+local json = require "kvlab.json"
+local manifests = require "kvlab.experiment.manifest"
+local sorted = require "kvlab.sorted"
+local results = require "kvlab.experiment.results"
+local statistics = require "kvlab.experiment.statistics"
+local text_table = require "kvlab.report.table"
+
+local M = {}
+
+local function fail(fmt, ...) error(fmt:format(...), 0) end
+
+-- ---- pairs ----------------------------------------------------------------------------
+
+local MIXED = {} -- a key with several values
+
+--- The one value that each key has in all rows, MIXED where there are several; a row
+-- without the key has json.null.
+local function constants(rows, keys)
+  local values = {}
+  for key in pairs(keys) do
+    for _, row in ipairs(rows) do
+      local value = row.config[key]
+      if value == nil then value = json.null end
+      if values[key] == nil then
+        values[key] = value
+      elseif values[key] ~= value then
+        values[key] = MIXED
+      end
+    end
+  end
+  return values
+end
+
+--- { key =, a =, b = } of all that tells A from B as a whole.
+local function find_differences(rows_a, rows_b)
+  local keys = {}
+  for _, rows in ipairs { rows_a, rows_b } do
+    for _, row in ipairs(rows) do
+      for key in pairs(row.config) do keys[key] = true end
+    end
+  end
+  local of_a, of_b = constants(rows_a, keys), constants(rows_b, keys)
+  local list = {}
+  for _, key in ipairs(sorted.keys(keys)) do
+    local a, b = of_a[key], of_b[key]
+    if a ~= b and a ~= MIXED and b ~= MIXED then
+      list[#list + 1] = { key = key, a = a, b = b }
+    end
+  end
+  return list
+end
+
+local function key_without(config, differences)
+  local rest = {}
+  for key, value in pairs(config) do rest[key] = value end
+  for _, difference in ipairs(differences) do rest[difference.key] = nil end
+  return results.key(rest)
+end
+
+---@class kvlab.compare.pairs
+---@field list {a: table, b: table}[]  rows, in A's order
+---@field differences {key: string, a: any, b: any}[]
+---@field only_a integer   rows of A without a partner
+---@field only_b integer
+---@field by_seed boolean  several seeds: pairs of one are one sample
+
+--- Pairs of rows.
+---@param rows_a table[]
+---@param rows_b table[]
+---@return kvlab.compare.pairs
+function M.pair(rows_a, rows_b)
+  local p = { list = {}, differences = find_differences(rows_a, rows_b), only_a = 0 }
+  local partner, seeds, count = {}, {}, 0
+  for _, b in ipairs(rows_b) do partner[key_without(b.config, p.differences)] = b end
+  for _, a in ipairs(rows_a) do
+    local b = partner[key_without(a.config, p.differences)]
+    if b then
+      p.list[#p.list + 1] = { a = a, b = b }
+      if not seeds[a.config.seed or 0] then
+        seeds[a.config.seed or 0], count = true, count + 1
+      end
+    else
+      p.only_a = p.only_a + 1
+    end
+  end
+  p.only_b, p.by_seed = #rows_b - #p.list, count > 1
+  return p
+end
+
+-- ---- metrics --------------------------------------------------------------------------
+
+local function is_number(x) return type(x) == "number" and x == x end
+
+--- One sample for each seed (or pair): the mean difference of its pairs. Also the means
+-- of A and B and the number of pairs; nil when the metric is a number in none.
+local function measure(list, metric, by_seed)
+  local sum_a, sum_b, n, samples, at = 0, 0, 0, {}, {}
+  for _, pair in ipairs(list) do
+    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
+    if is_number(a) and is_number(b) then
+      sum_a, sum_b, n = sum_a + a, sum_b + b, n + 1
+      local unit = by_seed and pair.a.config.seed or n
+      if not at[unit] then
+        at[unit], samples[#samples + 1] = #samples + 1, { sum = 0, n = 0 }
+      end
+      local sample = samples[at[unit]]
+      sample.sum, sample.n = sample.sum + b - a, sample.n + 1
+    end
+  end
+  if n == 0 then return nil end
+  local differences = {}
+  for i, sample in ipairs(samples) do differences[i] = sample.sum / sample.n end
+  return { metric = metric, pairs = n, samples = #samples, a = sum_a / n, b = sum_b / n,
+           difference = { statistics.interval(differences) } }
+end
+
+--- The names of all metrics that are numbers.
+local function metric_names(list)
+  local names = {}
+  for _, pair in ipairs(list) do
+    for name, value in pairs(pair.a.metrics) do
+      if type(value) == "number" then names[name] = true end
+    end
+  end
+  return sorted.keys(names)
+end
+
+--- Pairs by the values of some axes, in the order they come: { words =, list = }.
+local function group(list, axes)
+  local groups, group_of = {}, {}
+  for _, pair in ipairs(list) do
+    local words = {}
+    for i, axis in ipairs(axes) do
+      words[i] = text_table.format_cell(pair.a.config[axis])
+    end
+    local key = table.concat(words, "\0")
+    if not group_of[key] then
+      group_of[key] = { words = words, list = {} }
+      groups[#groups + 1] = group_of[key]
+    end
+    table.insert(group_of[key].list, pair)
+  end
+  return groups
+end
+
+--- What was measured: a line for every metric and group.
+---@param p kvlab.compare.pairs
+---@param metrics string[]
+---@param axes string[]
+---@return {words: string[], metric: string, pairs: integer, samples: integer, a: number,
+---  b: number, difference: number[]}[]  difference: mean, low, high (of several samples)
+function M.lines(p, metrics, axes)
+  local lines = {}
+  for _, metric in ipairs(metrics) do
+    for _, g in ipairs(group(p.list, axes)) do
+      local line = measure(g.list, metric, p.by_seed)
+      if line then
+        line.words = g.words
+        lines[#lines + 1] = line
+      end
+    end
+  end
+  return lines
+end
+
+-- ---- the verb -------------------------------------------------------------------------
+
+--- "DIR:policy=quest,budget=0.1" -> DIR and { policy = "quest", budget = "0.1" }.
+local function split(text)
+  local path, filter = text:match "^(.*):([%a_][%w_]*=.*)$"
+  local wanted = {}
+  for item in (filter or ""):gmatch "[^,]+" do
+    local key, value = item:match "^([%w_]+)=(.*)$"
+    if not key then fail("%s: %s is no KEY=VALUE", text, item) end
+    wanted[key] = value
+  end
+  return path or text, wanted
+end
+
+local function keep(rows, wanted)
+  local kept = {}
+  for _, row in ipairs(rows) do
+    local fits = true
+    for key, value in pairs(wanted) do
+      fits = fits and tostring(row.config[key]) == value
+    end
+    if fits then kept[#kept + 1] = row end
+  end
+  return kept
+end
+
+--- The rows that a word of the command line names, and the words that say what they are.
+local function open(text)
+  local path, wanted = split(text)
+  local all = results.read(path)
+  if #all == 0 then
+    fail("%s has no results: compare takes folders, or .jsonl files of rows", path)
+  end
+  local rows = keep(all, wanted)
+  if #rows == 0 then
+    fail("%s: no row has these values; the first is of %s", text,
+      results.key(all[1].config))
+  end
+  local manifest = not path:find "%.jsonl$" and manifests.read(path) or {}
+  local words = { text, ("%d rows"):format(#rows), manifest.name, manifest.date,
+                  manifest.commit and "commit " .. manifest.commit:sub(1, 7) }
+  return rows, table.concat(words, ", ")
+end
+
+--- Checks names that were given against those that are there.
+local function check_names(given, known, what)
+  local has = {}
+  for _, name in ipairs(known) do has[name] = true end
+  for _, name in ipairs(given) do
+    if not has[name] then
+      fail("%s: nothing is called %s; there is %s", what, name, table.concat(known, ", "))
+    end
+  end
+end
+
+local function as_table(lines, axes)
+  local t = { header = { "metric" }, rows = {} }
+  for _, axis in ipairs(axes) do t.header[#t.header + 1] = axis end
+  for _, name in ipairs { "pairs", "A", "B", "B - A", "95 % interval", "differs" } do
+    t.header[#t.header + 1] = name
+  end
+  for i, line in ipairs(lines) do
+    local mean, low, high = unpack(line.difference)
+    local interval = low and ("%s ... %s"):format(text_table.format_number(low),
+      text_table.format_number(high)) or nil
+    local differs = low and ((low > 0 or high < 0) and "yes" or "no") or nil
+    local row = { line.metric, unpack(line.words) }
+    for k, cell in ipairs { line.pairs, line.a, line.b, mean } do
+      row[1 + #axes + k] = cell
+    end
+    row[6 + #axes], row[7 + #axes] = interval, differs
+    t.rows[i] = row
+  end
+  return t
+end
+
+--- kvlab compare
+---@param a string
+---@param b string
+---@param options kvlab.CommandLine  with metric and by
+function M.main(a, b, options)
+  local rows_a, words_a = open(a)
+  local rows_b, words_b = open(b)
+  local p = M.pair(rows_a, rows_b)
+  if #p.list == 0 then
+    fail("no configuration is in both: A begins with %s, B with %s",
+      results.key(rows_a[1].config), results.key(rows_b[1].config))
+  end
+  local metrics, axes = metric_names(p.list), options.by or {}
+  check_names(options.metric or {}, metrics, "--metric")
+  check_names(axes, sorted.keys(p.list[1].a.config), "--by")
+  io.write("A  ", words_a, "\nB  ", words_b, "\n")
+  for _, d in ipairs(p.differences) do
+    io.write(("   %s: %s in A, %s in B\n"):format(d.key, tostring(d.a), tostring(d.b)))
+  end
+  local lines = M.lines(p, options.metric or metrics, axes)
+  io.write("\n", text_table.text(as_table(lines, axes)), "\n")
+  io.write(("%d pairs; %d rows are in A only, %d in B only. Samples are %s.\n"):format(
+    #p.list, p.only_a, p.only_b, p.by_seed and "seeds" or "configurations"))
+  return 0
+end
+
+return M

@@ -1,0 +1,306 @@
+--- Experiments: one question, a grid of configurations, one row of metrics for each.
+--
+--   experiment.run {
+--     name = "01_recall", title = "Which selection keeps recall, at which budget?",
+--     grid = { {"context", {512, 4096}}, {"policy", {"quest", "random"}},
+--              {"budget", {0.05, 0.1}} },            -- the last axis varies fastest
+--     defaults = { prompts = 8 },                    -- --set prompts=2 changes one
+--     quick = { context = {512}, prompts = 2 },      -- what --quick puts in their place
+--     when = function(config) return … end,          -- leaves combinations out
+--     run = function(config, settings) return { accuracy = … } end,
+--     table = { rows = "policy", columns = "budget", value = "accuracy",
+--               where = { context = 4096 }, format = "%.3f" },
+--     plot = { x = "budget", y = "accuracy", series = "policy", panel = "context",
+--              logx = true },
+--   }
+--
+-- `config` holds the axes, the defaults, device and seed, and is the row's "config" as it
+-- is written. `settings` is one table for the whole run: the defaults, seed, device,
+-- quick, out, configs and what `setup(settings)` adds; `teardown(settings)` ends it.
+-- `table` and `plot` may be lists, or functions of the rows that return what
+-- text_table.text and plot.svg take. `metrics` lists names that every row must have, in
+-- the order to write them. `environment` = { device, description, driver, versions } is
+-- needed only when the device is not the one that kv.device() opens.
+--
+-- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
+-- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv.
+-- Configurations that results.jsonl already holds are not run again; --set fresh=true
+-- starts over.
+local json = require "kvlab.json"
+local manifests = require "kvlab.experiment.manifest"
+local grids = require "kvlab.experiment.grid"
+local command_line = require "kvlab.command_line"
+local plans = require "kvlab.experiment.plan"
+local plots = require "kvlab.report.plot"
+local progress = require "kvlab.experiment.progress"
+local report = require "kvlab.report.report"
+local files = require "kvlab.files"
+local results = require "kvlab.experiment.results"
+local sessions = require "kvlab.experiment.session"
+local shards = require "kvlab.experiment.sweep.shards"
+local workers = require "kvlab.experiment.sweep.workers"
+local text_table = require "kvlab.report.table"
+
+local M = {}
+
+--- Takes down what becomes of the missing configurations, whoever runs them.
+---@class kvlab.experiment.record
+---@field failed integer
+local Record = {}
+Record.__index = Record
+
+local function open_record(plan, store, missing, keeps_going)
+  return setmetatable({ plan = plan, store = store, keeps_going = keeps_going, failed = 0,
+                        finished = 0, line = progress.new(#missing) }, Record)
+end
+
+--- Rows that are there, and how to get the others.
+function Record:explain()
+  local there = 0
+  for _, config in ipairs(self.plan.configs) do
+    if self.store:find(config) then there = there + 1 end
+  end
+  return ("%d of %d rows are in %s; the same command goes on from there"):format(there,
+    #self.plan.configs, self.store.path)
+end
+
+function Record:begin(config)
+  self.line:show(self.finished, grids.describe(self.plan.grid, config))
+end
+
+function Record:row(row)
+  self.store:append(row, self.plan.order)
+  self.finished = self.finished + 1
+end
+
+--- Ctrl-C ended the run: raises.
+function Record:interrupted()
+  self.line:clear()
+  io.stderr:write("interrupted: ", self:explain(), "\n")
+  error("interrupted", 0)
+end
+
+--- Raises what ends the run; with --keep-going prints it.
+function Record:failure(config, problem)
+  problem = tostring(problem)
+  if problem:find("interrupted", 1, true) then self:interrupted() end
+  local words = ("%s\n  configuration %s"):format(problem,
+    grids.describe(self.plan.grid, config))
+  if not self.keeps_going then error(words .. "\n  " .. self:explain(), 0) end
+  self.failed, self.finished = self.failed + 1, self.finished + 1
+  self.line:clear()
+  io.stderr:write(words, "\n")
+end
+
+--- Runs configurations in this process.
+local function run_here(spec, plan, missing, record)
+  local session = sessions.new(spec, plan)
+  local ok, problem = pcall(function()
+    for _, config in ipairs(missing) do
+      record:begin(config)
+      local done, row = session:run(config)
+      if done then record:row(row) else record:failure(config, row) end
+    end
+  end)
+  local closed, why = pcall(session.close, session)
+  if ok and not closed then ok, problem = false, why end
+  if not ok then error(problem, 0) end
+end
+
+--- Runs the configurations that are missing, here or in --jobs=N processes; raises when
+-- one fails, with its name.
+local function run_missing(spec, plan, store, missing, given)
+  local record = open_record(plan, store, missing, given["keep-going"])
+  local jobs = math.min(given.jobs or 1, #missing)
+  local ok, problem = pcall(jobs > 1 and workers.run or run_here, spec, plan, missing,
+    record, given)
+  record.line:clear()
+  if not ok then error(problem, 0) end
+  if record.failed > 0 then
+    error(("%d configurations failed; %s"):format(record.failed, record:explain()), 0)
+  end
+end
+
+--- The plan's rows in the plan's order, whoever computed them; those that are there.
+local function rows_of_plan(plan, store)
+  local rows = {}
+  for _, config in ipairs(plan.configs) do rows[#rows + 1] = store:find(config) end
+  return rows
+end
+
+local function as_list(value)
+  return type(value) == "table" and value[1] == nil and { value } or value or {}
+end
+
+local function make_tables(plan, rows)
+  if type(plan.table) == "function" then return as_list(plan.table(rows)) end
+  local tables = {}
+  for i, view in ipairs(plan.table or {}) do tables[i] = text_table.pivot(rows, view) end
+  return tables
+end
+
+--- { svg =, file =, reason = } for every plot; what cannot be drawn has a reason.
+local function make_plots(plan, rows)
+  local described = {}
+  if type(plan.plot) == "function" then
+    described = as_list(plan.plot(rows))
+  else
+    for i, view in ipairs(plan.plot or {}) do
+      described[i] = plots.lines(rows, view)
+      local title, where = view.title or view.y .. " by " .. view.x, view.where_text
+      described[i].title = where == "" and title or ("%s (%s)"):format(title, where)
+      described[i].file = ("%s_by_%s"):format(view.y, view.x)
+    end
+  end
+  local drawn, taken = {}, {}
+  for i, p in ipairs(described) do
+    local base = (p.file or "plot"):gsub("[^%w_-]", "_")
+    local file, n = base, 1
+    while taken[file] do n, file = n + 1, base .. "_" .. n + 1 end
+    taken[file] = true
+    local svg, reason = plots.svg(p)
+    drawn[i] = { svg = svg, reason = reason, file = file .. ".svg" }
+  end
+  return drawn
+end
+
+--- Prints the table, writes the plots and the report, prints where everything is. Tables
+-- and plots show the mean of repeats.
+local function finish(plan, store, manifest, given)
+  local rows = rows_of_plan(plan, store)
+  local axes, shown = plan.grid.axes, rows
+  if plan.repeats > 1 then
+    shown = results.summarise(rows)
+    axes = { { name = "seed" } }
+    for i, axis in ipairs(plan.grid.axes) do axes[i + 1] = axis end
+  end
+  local full = text_table.of_rows(rows, axes, plan.order)
+  local tables = make_tables(plan, shown)
+  for _, t in ipairs(plan.table and tables or { full }) do
+    io.write("\n", text_table.text(t))
+  end
+  local paths = { store.path, plan.folder .. "/report.html" }
+  if given.csv then
+    paths[3] = plan.folder .. "/results.csv"
+    files.write(paths[3], text_table.csv(full))
+  end
+  local pictures, drawn = make_plots(plan, shown), {}
+  for _, picture in ipairs(pictures) do
+    local path = plan.folder .. "/" .. picture.file
+    if picture.svg then
+      files.write(path, picture.svg)
+      paths[#paths + 1], drawn[#drawn + 1] = path, picture.file
+    end
+  end
+  manifests.add_pictures(plan.folder, manifest, drawn)
+  if pictures[1] and pictures[1].reason then io.stderr:write(pictures[1].reason, "\n") end
+  files.write(paths[2], report.html { title = plan.title, manifest = manifest,
+    plots = pictures, tables = tables, rows = full })
+  io.write("\n", table.concat(paths, "\n"), "\n")
+  return { rows = rows, folder = plan.folder, paths = paths, tables = tables }
+end
+
+local function describe_run(plan, given)
+  local env = plan.environment
+  local axes = json.array {}
+  for i, axis in ipairs(plan.grid.axes) do
+    axes[i] = { name = axis.name, values = axis.values }
+  end
+  local library = package.loaded["kvlab.library"]
+  local versions = { luajit = jit.version, kvlab_abi = library and library.C.kvl_abi() }
+  for name, version in pairs(env.versions or {}) do versions[name] = version end
+  return {
+    name = plan.name, title = plan.title, seed = plan.settings.seed, device = env.device,
+    description = env.description, driver = env.driver, quick = plan.settings.quick,
+    axes = axes, defaults = plan.grid.defaults, repeats = plan.repeats,
+    configurations = #plan.configs, versions = versions, jobs = given.jobs,
+    shard = plan.shard and ("%d/%d"):format(plan.shard.index, plan.shard.count),
+    arguments = json.array(given.arguments or {}),
+  }
+end
+
+--- Configurations without a row. What the shards' common folder holds already is not run
+-- again.
+local function find_missing(plan, store)
+  local elsewhere, missing = {}, {}
+  for _, row in ipairs(plan.shard and not plan.fresh and results.read(plan.root) or {}) do
+    elsewhere[results.key(row.config)] = true
+  end
+  for _, config in ipairs(plan.configs) do
+    if not store:find(config) and not elsewhere[results.key(config)] then
+      missing[#missing + 1] = config
+    end
+  end
+  return missing
+end
+
+--- A shard has no tables: `sweep merge` makes those of all.
+local function finish_shard(plan, store, manifest)
+  manifests.finish(plan.folder, manifest)
+  io.write(("shard %d of %d is complete: %s\n"):format(plan.shard.index, plan.shard.count,
+    store.path))
+  return { rows = rows_of_plan(plan, store), folder = plan.folder, paths = { store.path },
+           tables = {} }
+end
+
+--- Runs what is missing, or takes it over from the shards; then shows all rows.
+local function complete(spec, plan, store, given)
+  local described, old = describe_run(plan, given), nil
+  if not plan.fresh then old = manifests.check(plan.folder, described, given.merge) end
+  local adopted = given.merge and shards.adopt(plan.root, store, described) or 0
+  local missing = find_missing(plan, store)
+  local works = not given.merge and #missing > 0
+  local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,
+    works or adopted > 0)
+  if store.was_torn then io.write "dropped a row that was cut off\n" end
+  if #store.rows > 0 then
+    io.write(("%s %d of %d\n"):format(given.merge and "merged" or "resumed",
+      #plan.configs - #missing, #plan.configs))
+  end
+  if works then run_missing(spec, plan, store, missing, given) end
+  store:arrange(plan.configs)
+  if plan.shard then return finish_shard(plan, store, manifest) end
+  if given.merge and #missing > 0 then -- what the script shows may need all rows
+    local ok, problem = pcall(finish, plan, store, manifest, given)
+    if not ok then io.stderr:write("no tables yet: ", tostring(problem), "\n") end
+    shards.explain_missing(plan, missing)
+  end
+  return finish(plan, store, manifest, given)
+end
+
+local function execute(spec, plan, given)
+  if plan.shard then shards.check_count(plan.root, plan.shard.count) end
+  files.make_folder(plan.folder)
+  local store = results.open(plan.folder, plan.fresh)
+  local ok, answer = pcall(complete, spec, plan, store, given)
+  store:close()
+  if not ok then error(answer, 0) end
+  return answer
+end
+
+--- Prints the configurations and ends the program: --list.
+local function list(plan)
+  for _, config in ipairs(plan.configs) do
+    local seed = plan.repeats > 1 and (" seed=%d"):format(config.seed) or ""
+    io.write(grids.describe(plan.grid, config), seed, "\n")
+  end
+  os.exit(0, true)
+end
+
+--- Runs an experiment; see the head of this file.
+---@param spec table
+---@param given? kvlab.command_line  instead of the command line's
+---@return {rows: table[], folder: string, paths: string[], tables: table[]}
+function M.run(spec, given)
+  given = given or command_line
+  local ok, plan = pcall(plans.new, spec, given)
+  if not ok then error(plan, 2) end
+  if given.list then list(plan) end
+  if given.worker then workers.serve(spec, plan) end
+  local answer
+  ok, answer = pcall(execute, spec, plan, given)
+  if not ok then error(answer, 0) end
+  return answer
+end
+
+return M

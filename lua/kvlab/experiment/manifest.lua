@@ -1,0 +1,173 @@
+--- manifest.json: what a folder of results was made with, enough to make it again.
+--
+-- Name, seed and device are the folder's identity: rows of another are refused. A resumed
+-- run keeps what the earlier runs said of date, commit and command in `earlier_runs`.
+local json = require "kvlab.json"
+local files = require "kvlab.files"
+
+local M = {}
+
+local ORDER = {
+  "name", "title", "seed", "repeats", "device", "description", "driver", "date",
+  "finished", "commit", "dirty", "command", "arguments", "shard", "jobs", "quick", "axes",
+  "defaults", "configurations", "cpu", "os", "versions", "pictures",
+}
+
+local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+
+local function first_line(command)
+  local pipe = io.popen(command .. " 2>/dev/null")
+  local line = pipe and pipe:read "*l"
+  if pipe then pipe:close() end
+  return line
+end
+
+local function project_root()
+  local source = debug.getinfo(1, "S").source:match "^@(.*)lua/kvlab/manifest%.lua$"
+  return source and (source == "" and "." or source) or nil
+end
+
+--- The commit of this project's own repository and whether its code differs from it.
+local function find_commit()
+  local root = project_root()
+  if not root then return nil end
+  local bundled = io.open(root .. "/commit") -- in a folder that `kvlab bundle` made
+  if bundled then
+    local words = bundled:read "*l"
+    bundled:close()
+    return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
+  end
+  local git = "git -C " .. quote(root)
+  if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
+  local commit = first_line(git .. " rev-parse --verify HEAD")
+  if not commit then return nil end
+  local changed = first_line(git .. " status --porcelain -- lua kernels runtime")
+  return commit, changed ~= nil
+end
+
+--- Words as a shell takes them.
+---@param words string[]
+---@return string
+function M.shell_line(words)
+  local quoted = {}
+  for i, word in ipairs(words) do
+    quoted[i] = word:find "^[%w%._/=,:@%%+-]+$" and word or quote(word)
+  end
+  return table.concat(quoted, " ")
+end
+
+--- The process's command line; the program without its folder.
+local function command_line()
+  local text = files.read "/proc/self/cmdline"
+  if not text then return nil end
+  local words = {}
+  for word in text:gmatch "([^%z]*)%z" do words[#words + 1] = word end
+  words[1] = words[1] and words[1]:match "[^/]*$"
+  return M.shell_line(words)
+end
+
+local function match_file(path, pattern)
+  local text = files.read(path)
+  return text and text:match(pattern)
+end
+
+-- What the rows of a folder have in common.
+local IDENTITY = { "name", "seed", "device" }
+
+--- The folder's manifest; nil when there is none.
+---@param folder string
+---@return table|nil
+function M.read(folder)
+  local path = folder .. "/manifest.json"
+  local text = files.read(path)
+  if not text then return nil end
+  local ok, manifest = pcall(json.decode, text)
+  if not ok or type(manifest) ~= "table" then
+    error(path .. " is damaged; choose another --out=DIR, or --set fresh=true", 0)
+  end
+  return manifest
+end
+
+--- Raises when the folder's manifest is of another experiment, seed or device; also when
+-- the device was another machine's, whose timings do not belong in one file, unless the
+-- folder `is_merged` from several.
+---@param folder string
+---@param now table  name, seed, device, description
+---@param is_merged? boolean
+---@return table|nil  # the manifest that is there
+function M.check(folder, now, is_merged)
+  local old, keys = M.read(folder), { unpack(IDENTITY) }
+  if not is_merged then keys[#keys + 1] = "description" end
+  for _, key in ipairs(old and keys or {}) do
+    if old[key] ~= now[key] then
+      error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or"
+        .. " start it afresh with --set fresh=true"):format(folder, key,
+        tostring(old[key]), tostring(now[key])), 0)
+    end
+  end
+  return old
+end
+
+-- What says which run it was.
+local RUN = { "date", "commit", "dirty", "command" }
+
+local function copy_run(from, to)
+  for _, key in ipairs(RUN) do to[key] = from[key] end
+  return to
+end
+
+local function earlier_runs(old)
+  local runs = old.earlier_runs or {}
+  runs[#runs + 1] = copy_run(old, {})
+  return runs
+end
+
+local function write(folder, manifest)
+  local text = json.encode(manifest, { order = ORDER, indent = "  " })
+  files.write(folder .. "/manifest.json", text .. "\n")
+end
+
+local function now_utc() return os.date "!%Y-%m-%dT%H:%M:%SZ" end
+
+--- Writes the folder's manifest.
+---@param folder string
+---@param now table       name, title, seed, device, description, driver, axes, …
+---@param old table|nil   the manifest of the runs that this one resumes
+---@param has_work boolean  this run computes rows: it, not `old`, is the last that did
+---@return table          # the manifest
+function M.write(folder, now, old, has_work)
+  local manifest = {}
+  for key, value in pairs(now) do manifest[key] = value end
+  manifest.date = now_utc()
+  manifest.commit, manifest.dirty = find_commit()
+  manifest.command = command_line()
+  manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
+  manifest.os = match_file("/etc/os-release", "PRETTY_NAME=\"?([^\n\"]*)") or jit.os
+  if old and has_work then
+    manifest.earlier_runs = earlier_runs(old)
+  elseif old then
+    copy_run(old, manifest)
+    manifest.earlier_runs = old.earlier_runs
+  end
+  write(folder, manifest)
+  return manifest
+end
+
+--- Adds to a manifest which pictures the folder has, the first one the most telling.
+---@param folder string
+---@param manifest table
+---@param names string[]
+function M.add_pictures(folder, manifest, names)
+  manifest.pictures = json.array(names)
+  write(folder, manifest)
+end
+
+--- Adds to a manifest that every row is there.
+---@param folder string
+---@param manifest table
+function M.finish(folder, manifest)
+  manifest.finished = now_utc()
+  write(folder, manifest)
+end
+
+return M

@@ -1,0 +1,271 @@
+--- What an experiment is going to do: its specification checked, --quick and --set
+-- applied, the configurations listed. Messages are raised without a position:
+-- kvlab.experiment adds the line of the script.
+local grids = require "kvlab.experiment.grid"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+local function fail(fmt, ...) error(fmt:format(...), 0) end
+
+-- field = the types it may have; "nil" where it may be left out
+local FIELDS = {
+  name = "string", title = "string nil", grid = "table", defaults = "table nil",
+  repeats = "number nil",
+  quick = "table nil", when = "function nil", environment = "table nil",
+  metrics = "table nil", setup = "function nil", run = "function",
+  teardown = "function nil", table = "table function nil", plot = "table function nil",
+}
+local VIEWS = {
+  table = {
+    rows = "string", columns = "string nil", value = "string", where = "table nil",
+    format = "string nil", caption = "string nil",
+  },
+  plot = {
+    x = "string", y = "string", series = "string nil", panel = "string nil",
+    where = "table nil", logx = "boolean nil", logy = "boolean nil",
+    xpow2 = "boolean nil", style = "table nil", title = "string nil",
+    xlabel = "string nil", ylabel = "string nil", ymin = "number nil",
+    ymax = "number nil",
+  },
+}
+local AXES_OF = { table = { "rows", "columns" }, plot = { "x", "series", "panel" } }
+local METRIC_OF = { table = "value", plot = "y" }
+local ENVIRONMENT = {
+  device = "string", description = "string nil", driver = "string nil",
+  versions = "table nil",
+}
+
+--- A table's fields against a list of their types.
+local function check_fields(given, fields, what)
+  local names = sorted.keys(fields)
+  for name in pairs(given) do
+    if not fields[name] then
+      fail("%s has no field %s; did you mean %s? There is %s", what, tostring(name),
+        nearest(tostring(name), names), table.concat(names, ", "))
+    end
+  end
+  for _, name in ipairs(names) do
+    local kind = type(given[name])
+    if not (" " .. fields[name] .. " "):find(" " .. kind .. " ", 1, true) then
+      fail("%s: %s is %s, expected a %s", what, name,
+        kind == "nil" and "missing" or "a " .. kind,
+        (fields[name]:gsub(" nil", ""):gsub(" ", " or a ")))
+    end
+  end
+end
+
+--- The device that rows name: what the script says, else what kv.device() opens, else (no
+-- device was ever asked for) the CPU.
+local function find_environment(given)
+  if given then
+    check_fields(given, ENVIRONMENT, "experiment: environment")
+    return given
+  end
+  local device = package.loaded["kvlab.tensor.device"]
+  if not device then return { device = "cpu" } end
+  local dev = device.device()
+  return { device = dev:name(), description = dev:description() }
+end
+
+--- `where` without values that --quick or --set took out of the grid: the axis's last
+-- value stands in.
+local function resolve_where(grid, where, what)
+  local resolved = {}
+  for name, value in pairs(where or {}) do
+    local axis = grid.axis_of[name]
+    if not axis then
+      fail("%s: where names %s, which is no axis; did you mean %s?", what, tostring(name),
+        nearest(tostring(name), grid.names))
+    end
+    local is_there = false
+    for _, other in ipairs(axis.values) do is_there = is_there or other == value end
+    resolved[name] = is_there and value or axis.values[#axis.values]
+  end
+  return resolved
+end
+
+local function describe_where(where)
+  local words = {}
+  for _, name in ipairs(sorted.keys(where)) do
+    words[#words + 1] = ("%s = %s"):format(name, tostring(where[name]))
+  end
+  return table.concat(words, ", ")
+end
+
+--- A table's or plot's description against the grid: every axis with several values must
+-- be placed, or rows would fall on each other.
+local function check_view(grid, view, what)
+  check_fields(view, VIEWS[what], what)
+  local resolved, placed = {}, {}
+  for key, value in pairs(view) do resolved[key] = value end
+  resolved.where = resolve_where(grid, view.where, what)
+  for name in pairs(resolved.where) do placed[name] = true end
+  for _, key in ipairs(AXES_OF[what]) do
+    local name = view[key]
+    if name and not grid.axis_of[name] then
+      fail("%s: %s is %s, which is no axis; did you mean %s?", what, key, name,
+        nearest(name, grid.names))
+    end
+    if name then placed[name] = true end
+  end
+  for _, axis in ipairs(grid.axes) do
+    if #axis.values > 1 and not grids.is_told(axis, placed) then
+      fail("%s: axis %s has %d values; place it in %s or where", what, axis.name,
+        #axis.values, table.concat(AXES_OF[what], ", "))
+    end
+  end
+  local words = describe_where(resolved.where)
+  local metric = view[METRIC_OF[what]]
+  resolved.where_text = words
+  resolved.caption = view.caption or (words == "" and metric or metric .. " at " .. words)
+  return resolved
+end
+
+--- nil, one description or a list of them -> a list, checked. Functions stay.
+local function check_views(grid, given, what)
+  if type(given) ~= "table" then return given end
+  local views = {}
+  for i, view in ipairs(given[1] and given or { given }) do
+    if type(view) ~= "table" then
+      fail("%s[%d] is a %s, expected a table", what, i, type(view))
+    end
+    views[i] = check_view(grid, view, what)
+  end
+  return views
+end
+
+--- The names of metrics that every row must have.
+local function find_required(plan, spec)
+  local required = { unpack(spec.metrics or {}) }
+  for _, what in ipairs { "table", "plot" } do
+    if type(plan[what]) == "table" then
+      for _, view in ipairs(plan[what]) do
+        required[#required + 1] = view[METRIC_OF[what]]
+      end
+    end
+  end
+  return required
+end
+
+--- The first of `n` repeats has the seed that was given; the others' follow from it and
+-- their number alone, so that every configuration meets the same ones (policies can be
+-- compared in pairs) and more repeats add to those that are there. 32 bits: experiments
+-- add small numbers to a seed. (MurmurHash3's finaliser, which never makes two the same.)
+local function seed_of(seed, n)
+  if n == 1 then return seed end
+  local x = (seed * 0x9e3779b1ULL + n) % 2 ^ 32
+  for _, step in ipairs { { 16, 0x85ebca6bULL }, { 13, 0xc2b2ae35ULL }, { 16, 1ULL } } do
+    x = bit.bxor(x, bit.rshift(x, step[1])) * step[2] % 2 ^ 32
+  end
+  return tonumber(x)
+end
+
+local function check_repeats(n, source)
+  if type(n) ~= "number" or n < 1 or n % 1 ~= 0 then
+    fail("%s repeats is %s, expected a whole number from 1", source, tostring(n))
+  end
+  return n
+end
+
+--- Applies --quick and --set; returns how many repeats there are and whether what the
+-- folder holds is forgotten.
+local function apply_options(spec, grid, options)
+  local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
+  local function apply(given, source)
+    for _, key in ipairs(sorted.keys(given)) do
+      if key == "repeats" then
+        repeats = check_repeats(given.repeats, source)
+      elseif key == "fresh" and source == "--set" then
+        fresh = given.fresh
+        if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end
+      else
+        grids.override(grid, key, given[key], source)
+      end
+    end
+  end
+  if options.quick then apply(spec.quick or {}, "quick") end
+  apply(options.set, "--set")
+  return repeats, fresh
+end
+
+--- Shard i of n has the i-th of n runs of neighbours, so that what one configuration
+-- prepares serves the next, as it does without shards.
+local function take_shard(configs, shard)
+  local mine = {}
+  local first = math.floor((shard.index - 1) * #configs / shard.count) + 1
+  for i = first, math.floor(shard.index * #configs / shard.count) do
+    mine[#mine + 1] = configs[i]
+  end
+  return mine
+end
+
+---@class kvlab.plan
+---@field name string
+---@field title string
+---@field root string           where the results go, in the end
+---@field folder string         where this run's go: the root, or a folder of the shard
+---@field shard {index: integer, count: integer}|nil
+---@field fresh boolean         forget what the folder holds
+---@field grid kvlab.grid
+---@field repeats integer
+---@field configs table[]       every configuration (of the shard), in order
+---@field order string[]        the keys of a row, in order
+---@field required string[]     metrics that every row must have
+---@field environment {device: string, description: string|nil, driver: string|nil}
+---@field settings table        what setup and run get: the defaults, seed, device, quick,
+---  out, configs; of an emulated link, link_gbps and link_us
+---@field table table[]|function|nil
+---@field plot table[]|function|nil
+
+--- Checks a specification and applies the command line to it.
+---@param spec table             see kvlab.experiment
+---@param options kvlab.CommandLine
+---@return kvlab.plan
+function M.new(spec, options)
+  if type(spec) ~= "table" then
+    fail("experiment.run takes a table, not a %s", type(spec))
+  end
+  check_fields(spec, FIELDS, "experiment")
+  if not spec.name:match "^[%w_][%w_.-]*$" then
+    fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
+  end
+  local grid = grids.new(spec.grid, spec.defaults)
+  local repeats, fresh = apply_options(spec, grid, options)
+  local root = options.out
+    or "results/" .. spec.name .. (options.quick and "-quick" or "")
+  local plan = {
+    name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
+    fresh = fresh, root = root, folder = root, shard = options.shard,
+    environment = options.environment or find_environment(spec.environment),
+    table = check_views(grid, spec.table, "table"),
+    plot = check_views(grid, spec.plot, "plot"),
+    order = { "config", "metrics", unpack(grid.names) }, configs = {},
+  }
+  local fixed = { device = plan.environment.device, link_gbps = options["link-gbps"],
+                  link_us = options["link-us"] }
+  for n = 1, repeats do
+    fixed.seed = seed_of(options.seed, n)
+    for _, config in ipairs(grids.configurations(grid, fixed, spec.when)) do
+      plan.configs[#plan.configs + 1] = config
+    end
+  end
+  if #plan.configs == 0 then fail("experiment: `when` leaves no configuration") end
+  if plan.shard then
+    plan.folder = ("%s/shards/%d-of-%d"):format(root, plan.shard.index, plan.shard.count)
+    plan.configs = take_shard(plan.configs, plan.shard)
+  end
+  plan.required = find_required(plan, spec)
+  for _, name in ipairs { "device", "seed", "link_gbps", "link_us" } do
+    plan.order[#plan.order + 1] = name
+  end
+  for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
+  plan.settings = { seed = options.seed, device = fixed.device, out = plan.folder,
+                    quick = options.quick, configs = plan.configs,
+                    link_gbps = fixed.link_gbps, link_us = fixed.link_us }
+  for name, value in pairs(grid.defaults) do plan.settings[name] = value end
+  return plan
+end
+
+return M

@@ -1,0 +1,261 @@
+--- results.jsonl: one finished configuration a line, each exactly
+-- {"config": {...}, "metrics": {...}}.
+--
+-- A row is one write, flushed at once, so a kill leaves whole rows and at most one torn
+-- line at the end, which the next open cuts off. The folder's .lock is held while they
+-- are open: two processes do not write to one folder. A metric that is not finite is
+-- stored as null and reads as NaN.
+local ffi = require "ffi"
+local files = require "kvlab.files" -- and fileno, fsync
+local json = require "kvlab.json"
+local statistics = require "kvlab.experiment.statistics"
+
+ffi.cdef [[
+int ftruncate(int fd, long length);
+int flock(int fd, int operation);
+]]
+local C = ffi.C
+local LOCK_EX, LOCK_NB, EWOULDBLOCK = 2, 4, 11
+local NAN = 0 / 0
+
+local M = {}
+
+---@class kvlab.results
+---@field path string
+---@field rows table[]      what the file holds: {config =, metrics =}
+---@field lines string[]    their texts, without the newline
+---@field was_torn boolean  the last line was cut off
+local results = {}
+results.__index = results
+
+--- A configuration's identity: equal configurations have equal texts.
+---@param config table
+---@return string
+function M.key(config) return json.encode(config) end
+
+--- One metric of repeats: mean and interval of numbers; of others what they agree on.
+local function summarise_metric(values)
+  local is_number = true
+  for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
+  if is_number then return statistics.interval(values) end
+  for _, value in ipairs(values) do
+    if value ~= values[1] then return nil end
+  end
+  return values[1]
+end
+
+--- The rows of every configuration that was repeated (that differ in the seed alone) as
+-- one, in the order of the first: { config =, metrics =, low =, high =, repeats = n }.
+-- `config` has no seed, `metrics` holds means, `low` and `high` the limits of their 95 %
+-- confidence intervals (nil of one row, and of what is no number). What is no number
+-- stays where all repeats agree. So whatever reads config and metrics reads these rows.
+---@param rows {config: table, metrics: table}[]
+---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
+function M.summarise(rows)
+  local groups, group_of = {}, {}
+  for _, row in ipairs(rows) do
+    local config = {}
+    for key, value in pairs(row.config) do config[key] = value end
+    config.seed = nil
+    local key = M.key(config)
+    local group = group_of[key]
+    if not group then
+      group = { config = config, values = {}, repeats = 0 }
+      group_of[key], groups[#groups + 1] = group, group
+    end
+    group.repeats = group.repeats + 1
+    for name, value in pairs(row.metrics) do
+      local values = group.values[name] or {}
+      values[#values + 1], group.values[name] = value, values
+    end
+  end
+  local summary = {}
+  for i, group in ipairs(groups) do
+    local row = { config = group.config, metrics = {}, low = {}, high = {},
+                  repeats = group.repeats }
+    for name, values in pairs(group.values) do
+      row.metrics[name], row.low[name], row.high[name] = summarise_metric(values)
+    end
+    summary[i] = row
+  end
+  return summary
+end
+
+--- A row from its line; raises on what is none.
+---@param line string
+---@return {config: table, metrics: table}
+function M.decode(line)
+  local ok, row = pcall(json.decode, line)
+  if not ok then error((row:gsub("^.*json.decode: ", "")), 0) end
+  if type(row) ~= "table" or type(row.config) ~= "table"
+    or type(row.metrics) ~= "table" then
+    error("no config and metrics", 0)
+  end
+  for name, value in pairs(row.metrics) do
+    if value == json.null then row.metrics[name] = NAN end
+  end
+  return row
+end
+
+--- The rows of a text, their lines, and how many of its bytes are whole lines.
+local function parse(text, path)
+  local rows, lines, at = {}, {}, 1
+  while true do
+    local stop = text:find("\n", at, true)
+    if not stop then break end
+    local line = text:sub(at, stop - 1)
+    local ok, row = pcall(M.decode, line)
+    local is_torn = stop == #text and not pcall(json.decode, line)
+    if is_torn then break end
+    if not ok then
+      error(("%s, line %d is damaged (%s): remove the line, or start again with"
+        .. " --set fresh=true"):format(path, #rows + 1, row), 0)
+    end
+    rows[#rows + 1], lines[#rows + 1] = row, line
+    at = stop + 1
+  end
+  return rows, lines, at - 1
+end
+
+--- The rows and lines of another folder, or of a file of rows (.jsonl), without a row
+-- that is just being written; none when there is no file.
+---@param folder string
+---@return table[] rows, string[] lines
+function M.read(folder)
+  local path = folder:find "%.jsonl$" and folder or folder .. "/results.jsonl"
+  local rows, lines = parse(files.read(path) or "", path)
+  return rows, lines
+end
+
+--- Holds a folder for this process until the file is closed. A file system without locks
+-- goes without.
+local function lock(folder)
+  local file, problem = io.open(folder .. "/.lock", "ae") -- e: not for started programs
+  if not file then error(("results cannot be written: %s"):format(problem), 0) end
+  if C.flock(C.fileno(file), LOCK_EX + LOCK_NB) ~= 0 and ffi.errno() == EWOULDBLOCK then
+    file:close()
+    error(folder .. "/results.jsonl is being written by another process; choose another"
+      .. " --out=DIR", 0)
+  end
+  return file
+end
+
+function results:open_file()
+  local problem
+  self.file, problem = io.open(self.path, "a+e")
+  if not self.file then error(("results cannot be written: %s"):format(problem), 0) end
+end
+
+--- Reads what the file holds, cutting off a torn row.
+function results:load()
+  local text = self.file:read "*a"
+  local whole
+  self.rows, self.lines, whole = parse(text, self.path)
+  self.was_torn = whole < #text
+  if self.was_torn then C.ftruncate(C.fileno(self.file), whole) end
+  self.file:seek "end"
+  self.index = {}
+  for i, row in ipairs(self.rows) do self.index[M.key(row.config)] = i end
+end
+
+--- Opens a folder's results, making the file when it is not there.
+---@param folder string
+---@param fresh boolean|nil  forget what is there
+---@return kvlab.results
+function M.open(folder, fresh)
+  local self = setmetatable({ path = folder .. "/results.jsonl", lock = lock(folder),
+                              synced = os.time() }, results)
+  local ok, problem = pcall(function()
+    self:open_file()
+    if fresh then C.ftruncate(C.fileno(self.file), 0) end
+    self:load()
+  end)
+  if not ok then
+    self:close()
+    error(problem, 0)
+  end
+  return self
+end
+
+--- The row of a configuration, or nil.
+function results:find(config) return self.rows[self.index[M.key(config)]] end
+
+--- Adds a row to the file, as `line`; raises when its configuration has one.
+---@param row {config: table, metrics: table}
+---@param line string
+function results:append_line(row, line)
+  local key = M.key(row.config)
+  if self.index[key] then error(self.path .. " has a row of " .. key, 0) end
+  local ok, problem = self.file:write(line, "\n")
+  if ok then ok, problem = self.file:flush() end
+  if not ok then error(("%s: %s"):format(self.path, problem), 0) end
+  if os.time() ~= self.synced then -- at most once a second: it may take milliseconds
+    C.fsync(C.fileno(self.file))
+    self.synced = os.time()
+  end
+  local n = #self.rows + 1
+  self.rows[n], self.lines[n], self.index[key] = row, line, n
+end
+
+--- Adds a row to the file. `order` is the order of the keys.
+function results:append(row, order)
+  self:append_line(row, json.encode(row, { order = order }))
+end
+
+--- Puts other lines in the place of those that are there, in one step.
+function results:rewrite(lines)
+  files.write(self.path, table.concat(lines, "\n") .. "\n")
+  self.file:close()
+  self:open_file()
+  self:load()
+end
+
+--- Puts the rows of `configs` into their order, whoever computed them when; other rows
+-- stay where they are.
+---@param configs table[]
+function results:arrange(configs)
+  local wanted, places = {}, {}
+  for _, config in ipairs(configs) do
+    local i = self.index[M.key(config)]
+    if i then wanted[#wanted + 1], places[#places + 1] = i, i end
+  end
+  table.sort(places)
+  local lines, is_same = {}, true
+  for i, line in ipairs(self.lines) do lines[i] = line end
+  for k, place in ipairs(places) do
+    is_same = is_same and place == wanted[k]
+    lines[place] = self.lines[wanted[k]]
+  end
+  if not is_same then self:rewrite(lines) end
+end
+
+--- Takes rows of another folder over, instead of those that are there of the same
+-- configurations. Returns how many are new or different.
+---@param rows table[]
+---@param lines string[]
+---@return integer
+function results:adopt(rows, lines)
+  local all, index, changed = {}, {}, 0
+  for i, line in ipairs(self.lines) do all[i] = line end
+  for key, i in pairs(self.index) do index[key] = i end
+  for k, row in ipairs(rows) do
+    local key = M.key(row.config)
+    local i = index[key] or #all + 1
+    if all[i] ~= lines[k] then changed = changed + 1 end
+    all[i], index[key] = lines[k], i
+  end
+  if changed > 0 then self:rewrite(all) end
+  return changed
+end
+
+function results:close()
+  if self.file then
+    self.file:flush()
+    C.fsync(C.fileno(self.file))
+    self.file:close()
+  end
+  if self.lock then self.lock:close() end
+  self.file, self.lock = nil, nil
+end
+
+return M

@@ -1,0 +1,115 @@
+--- The shards of a sweep: parts of one experiment that are run apart, and put together.
+--
+--   DIR/shards/3-of-20/   results.jsonl, manifest.json (with `finished` when complete)
+--   DIR/                  results.jsonl of all, manifest.json, report.html, plots
+--
+-- A shard's process writes in its own folder only; merging writes in DIR only.
+local manifests = require "kvlab.experiment.manifest"
+local results = require "kvlab.experiment.results"
+
+local M = {}
+
+---@class kvlab.shard
+---@field index integer
+---@field count integer
+---@field folder string
+---@field manifest table|nil  nil: it was killed before it wrote one
+
+--- The shards that have a folder, by number.
+---@param root string
+---@return kvlab.shard[]
+function M.list(root)
+  local list = {}
+  local command = manifests.shell_line { "ls", root .. "/shards" }
+  local pipe = io.popen(command .. " 2>/dev/null")
+  for name in pipe:lines() do
+    local index, count = name:match "^(%d+)%-of%-(%d+)$"
+    if index then
+      local folder = ("%s/shards/%s"):format(root, name)
+      list[#list + 1] = { index = tonumber(index), count = tonumber(count),
+                          folder = folder, manifest = manifests.read(folder) }
+    end
+  end
+  pipe:close()
+  table.sort(list, function(a, b) return a.index < b.index end)
+  return list
+end
+
+--- Raises when the folder is of a sweep in another number of shards: their parts would
+-- overlap.
+---@param root string
+---@param count integer
+function M.check_count(root, count)
+  for _, shard in ipairs(M.list(root)) do
+    if shard.count ~= count then
+      error(("%s is a sweep in %d shards, not %d: choose another --out=DIR, or remove %s"
+        .. "/shards (after `kvlab sweep merge %s`, which keeps its rows)"):format(root,
+        shard.count, count, root, root), 0)
+    end
+  end
+end
+
+--- The shards of a folder and a manifest of one; raises when there is none.
+---@param root string
+---@return kvlab.shard[] shards, table manifest
+function M.open(root)
+  local list = M.list(root)
+  for _, shard in ipairs(list) do
+    if shard.manifest then return list, shard.manifest end
+  end
+  error(("%s has no shards that have begun: kvlab run SCRIPT --shard=i/n --out=%s makes"
+    .. " one, kvlab sweep submit all of them"):format(root, root), 0)
+end
+
+-- What a merged manifest keeps of each shard's.
+local KEPT = { "shard", "date", "finished", "commit", "dirty", "command", "description" }
+
+--- Takes the rows of all shards over into the folder of all.
+---@param root string
+---@param store kvlab.results  of the folder of all
+---@param described table      the merged manifest; gets `shards`, and every machine
+---@return integer             # rows that are new there
+function M.adopt(root, store, described)
+  local rows, lines, made, machines = {}, {}, {}, {}
+  for _, shard in ipairs(M.list(root)) do
+    local manifest = shard.manifest
+    if manifest then
+      manifests.check(shard.folder, described, true)
+      local kept, machine = {}, manifest.description
+      for _, key in ipairs(KEPT) do kept[key] = manifest[key] end
+      made[#made + 1] = kept
+      if machine and not machines[machine] then
+        machines[#machines + 1], machines[machine] = machine, true
+      end
+      local its_rows, its_lines = results.read(shard.folder)
+      for i, row in ipairs(its_rows) do
+        rows[#rows + 1], lines[#lines + 1] = row, its_lines[i]
+      end
+    end
+  end
+  described.shards, described.description = made, table.concat(machines, "; ")
+  if #machines > 1 then
+    io.stderr:write("shards ran on different machines, their times do not compare: ",
+      described.description, "\n")
+  end
+  return store:adopt(rows, lines)
+end
+
+--- Raises with the number of rows that are missing and the shards that should have them.
+---@param plan kvlab.plan
+---@param missing table[]
+function M.explain_missing(plan, missing)
+  local unfinished = {}
+  local list = M.list(plan.root)
+  local has_begun = {}
+  for _, shard in ipairs(list) do has_begun[shard.index] = shard end
+  for i = 1, list[1].count do
+    local manifest = has_begun[i] and has_begun[i].manifest
+    if not (manifest and manifest.finished) then unfinished[#unfinished + 1] = i end
+  end
+  error(("%d of %d rows are missing; %s"):format(#missing, #plan.configs,
+    #unfinished > 0 and ("shards without an end, of %d: %s"):format(list[1].count,
+      table.concat(unfinished, ", ")) or "all shards are complete, of another grid"), 0)
+end
+
+return M

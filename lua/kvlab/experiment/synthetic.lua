@@ -1,0 +1,170 @@
+--- Attention of a whole model without its weights: random queries, keys and values
+-- through every layer, over contexts of any length. What a step costs in time and bytes
+-- does not depend on the numbers: this is what the offload experiments and benches time.
+--
+--   local s = kv.synthetic { shape = "llama-8b", context = 32768, block_size = 16,
+--                             decode_policy = kv.policy "quest", offload = {} }
+--   local seq = s:sequence(32000)     -- random tokens that are there already
+--   s:decode { seq }                  -- one token, all layers
+local constructor = require "kvlab.constructor"
+local attention_of = require("kvlab.policy.attention").attention
+local device_of = require("kvlab.tensor.device").device
+local library = require "kvlab.library"
+local new_cache = require("kvlab.memory.cache").cache
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+
+local M = {}
+
+M.SHAPES = {
+  ["llama-8b"] = { layers = 32, heads = 32, kv_heads = 8, head_dim = 128 },
+  small = { layers = 4, heads = 8, kv_heads = 2, head_dim = 64 },
+}
+
+---@class kvlab.Synthetic
+---@field cache kvlab.Cache
+---@field attention kvlab.Attention
+---@field batch kvlab.Batch
+local Synthetic = {}
+Synthetic.__index = Synthetic
+
+local function find_shape(name)
+  return M.SHAPES[name]
+    or error(("shape is %s, expected one of %s"):format(tostring(name),
+      table.concat(sorted.keys(M.SHAPES), ", ")), 3)
+end
+
+--- The shape to take unless --set shape=NAME says: small on the CPU, else Llama-8B's.
+function M.default_shape(dev) return dev:is_cpu() and "small" or "llama-8b" end
+
+--- o: device, shape (a name of M.SHAPES), layers (of them), context: tokens that all
+-- sequences have room for together, block_size (16), max_seqs (1), chunk (1: decode
+-- only), dtype (bf16), seed (0), prefill_policy, decode_policy, decode_through,
+-- max_blocks, offload (nil: resident), fixed_width (false)
+---@return kvlab.Synthetic
+local function new(o)
+  local shape = find_shape(o.shape)
+  local dev, size = device_of(o.device), o.block_size or 16
+  local self = setmetatable({ device = dev, shape = shape, seed = o.seed or 0,
+    layers = o.layers or shape.layers, max_seqs = o.max_seqs or 1 }, Synthetic)
+  local tokens = math.max(o.chunk or 1, self.max_seqs)
+  local blocks = math.ceil(o.context / size) + self.max_seqs
+  local offload = o.offload and { max_seqs = self.max_seqs, max_tokens = tokens }
+  for key, value in pairs(o.offload or {}) do offload[key] = value end
+  self.chunk = tokens
+  self.cache = new_cache { device = dev, dtype = o.dtype, layers = self.layers,
+    blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
+    head_dim = shape.head_dim, offload = offload }
+  self.attention = attention_of { cache = self.cache, heads = shape.heads,
+    max_seqs = self.max_seqs, max_blocks = o.max_blocks,
+    prefill_policy = o.prefill_policy, decode_policy = o.decode_policy,
+    decode_through = o.decode_through }
+  self.batch = self.cache:batch { max_seqs = self.max_seqs, max_tokens = tokens,
+    max_blocks = o.max_blocks, fixed_width = o.fixed_width }
+  local dtype = self.cache.dtype
+  local function random(n, heads)
+    return tensor.randn(dev, dtype, { n, heads, shape.head_dim },
+      { seed = self.seed + heads })
+  end
+  self.q, self.k = random(tokens, shape.heads), random(tokens, shape.kv_heads)
+  self.out = tensor.tensor(dev, dtype, { tokens, shape.heads, shape.head_dim })
+  self.rows = {}
+  return self
+end
+
+--- A sequence of `length` random tokens, which no step has computed: every block of
+-- the cache is filled with random numbers once, and the policies are shown theirs.
+---@return kvlab.Sequence
+function Synthetic:sequence(length)
+  if not self.is_filled then
+    self.is_filled = true
+    for layer = 0, self.layers - 1 do
+      check(C.kvl_random(self.cache:layer(layer), C.KVL_RANDOM_NORMAL, 0, 1,
+        self.seed + 1000 + layer, 0))
+    end
+  end
+  local seq = self.cache:sequence()
+  local before = seq:length()
+  while before < length do -- table entries, and no memory
+    local n = math.min(self.chunk, length - before)
+    self.batch:append({ seq }, { n })
+    before = before + n
+  end
+  self.attention:adopt { seq }
+  return seq
+end
+
+--- Views of the first n rows of q, k and out.
+local function rows_of(self, n)
+  local rows = self.rows[n]
+  if not rows then
+    rows = { self.q:narrow(0, n), self.k:narrow(0, n), self.out:narrow(0, n) }
+    self.rows[n] = rows
+  end
+  return rows
+end
+
+--- The layers of the step that self.batch stands for.
+function Synthetic:layers_of_step()
+  local rows = rows_of(self, self.batch.tokens_count)
+  for layer = 0, self.layers - 1 do
+    self.attention:forward(layer, rows[1], rows[2], rows[2], rows[3])
+  end
+end
+
+--- Prefill `length` more tokens of a sequence in chunks.
+function Synthetic:prefill(seq, length)
+  local left = length
+  while left > 0 do
+    local n = math.min(self.chunk, left)
+    self.batch:append({ seq }, { n })
+    self.attention:begin(self.batch, true)
+    self:layers_of_step()
+    left = left - n
+  end
+end
+
+--- Append one token to each sequence and begin its step; layers_of_step does the rest.
+function Synthetic:begin_decode(seqs)
+  local counts = {}
+  for i = 1, #seqs do counts[i] = 1 end
+  self.batch:append(seqs, counts)
+  self.attention:begin(self.batch, false)
+end
+
+--- One token for each sequence.
+function Synthetic:decode(seqs)
+  self:begin_decode(seqs)
+  self:layers_of_step()
+end
+
+--- Turn the queries by an angle in radians, as those of a text drift from step to step:
+-- q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
+function Synthetic:turn(angle, step)
+  tensor.scope(function()
+    local noise = tensor.randn(self.device, "f32", self.q:dims(), { seed = 77 + step })
+    self.q:copy_((self.q:cast "f32" * math.cos(angle) + noise * math.sin(angle))
+      :cast(self.q:type()))
+  end)
+end
+
+--- Microseconds that fn() takes on the device, by events on its stream.
+function Synthetic:time(fn)
+  self.events = self.events or { self.device:open_event(), self.device:open_event() }
+  local from, to, stream = self.events[1], self.events[2], self.device:stream()
+  from:record(stream)
+  fn()
+  to:record(stream)
+  return from:elapsed_us(to)
+end
+
+--- Give the KV memory back.
+function Synthetic:close()
+  self.device:sync()
+  self.cache:close()
+  for _, t in ipairs { self.q, self.k, self.out } do t:free() end
+end
+
+return constructor(M, new)

@@ -1,0 +1,101 @@
+--- Compressed KV: every complete block as one key and one value, attended to like a
+-- token. A KV cache of block_size 1 whose block b stands for block b of the cache beside
+-- it, so that block tables serve both.
+--
+-- Source  the compressed branch of NSA (Yuan et al. 2025, arXiv:2502.11089). There a
+--         small trained network makes them, with a position in the block added; here the
+--         mean, or weights of the block's tokens that are given
+local library = require "kvlab.library"
+local ops = require "kvlab.tensor.ops"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.Compressed
+local Compressed = {}
+Compressed.__index = Compressed
+
+--- Compressed KV of a policy's shape.
+---@param shape table      as policy.init gets it
+---@param weights? number[]  of the block_size tokens of a block (1 / block_size each)
+---@return kvlab.Compressed
+function M.compressed(shape, weights)
+  local s, size = shape, shape.block_size
+  if weights and #weights ~= size then
+    error(("compressed: %d weights, expected block_size = %d"):format(#weights, size), 2)
+  end
+  local memory = tensor.zeros(s.device, "f32",
+    { s.layers, s.blocks, 2, s.kv_heads, 1, s.head_dim })
+  local self = setmetatable({ shape = s, memory = memory, layers = {} }, Compressed)
+  for layer = 0, s.layers - 1 do self.layers[layer] = memory:index(layer) end
+  self.weights = weights and tensor.from(s.device, "f32", { 1, size, 1 }, weights)
+    or tensor.full(s.device, "f32", { 1, size, 1 }, 1 / size)
+  return self
+end
+
+local function update(self, ev)
+  local s, n = self.shape, ev.blocks:size(0)
+  local parts = 2 * s.kv_heads
+  -- what is not complete is no compressed token yet, and may hold anything
+  local full = ev.num_tokens:ge(s.block_size)
+  local none = tensor.full(s.device, "i32", { n }, -1)
+  local from, to = full:where(ev.k_blocks, none), full:where(ev.blocks, none)
+  local rows = ev.k:reshape { ev.k:size(0), parts * s.block_size * s.head_dim }
+    :gather_rows(from):cast "f32":reshape { n * parts, s.block_size, s.head_dim }
+  self.layers[ev.layer]:scatter_rows_(to,
+    (rows * self.weights):sum(1):reshape { n, 2, s.kv_heads, 1, s.head_dim })
+end
+
+--- Compress the blocks of an offload event that are complete.
+function Compressed:update(ev) tensor.scope(update, self, ev) end
+
+--- Complete blocks of each sequence: i32 [seqs]. A new tensor.
+function Compressed:lens(ctx) return ctx.lens / self.shape.block_size end
+
+--- Query in f32 and in units of the cache: a new tensor.
+local function in_units(self, ctx)
+  local s, unit = self.shape, ctx.k_scales[ctx.layer]
+  local q = ctx.query:cast "f32"
+  if not unit then return q end
+  return (q:reshape { -1, s.kv_heads, s.heads / s.kv_heads * s.head_dim }
+    * unit:reshape { 1, s.kv_heads, 1 }):reshape(q:dims())
+end
+
+--- Attention of a decode step over complete blocks: f32 [seqs, heads, head_dim], 0 where
+-- there is none. A new tensor.
+---@param v_scale? ffi.cdata*  f32 [kv_heads] of an f8e4m3 cache
+function Compressed:attend(ctx, v_scale)
+  local s = self.shape
+  local out = ops.paged_attention { q = in_units(self, ctx), scale = ctx.scale,
+    cache = self.layers[ctx.layer], tables = ctx.tables, lens = self:lens(ctx) }
+  if not v_scale then return out end
+  return (out:reshape { ctx.seqs, s.kv_heads, -1 } * v_scale:reshape { 1, s.kv_heads, 1 })
+    :reshape(out:dims())
+end
+
+local function score(self, ctx)
+  local s, keys = self.shape, self.layers[ctx.layer]
+  local each, rows = s.heads / s.kv_heads, ctx.seqs * s.heads
+  local q, lens = in_units(self, ctx):reshape { rows, s.head_dim }, self:lens(ctx)
+  local first = tensor.arange(s.device, "i32", ctx.seqs * s.kv_heads, 0, each)
+  local sum = tensor.zeros(s.device, "f32", ctx.scores:dims())
+  for i = 0, each - 1 do -- one query head of every group
+    local heads = q:gather_rows(first + i):reshape { ctx.seqs, s.kv_heads, s.head_dim }
+    check(C.kvl_score_max_qk(heads, keys, ctx.tables, lens, C.KVL_GROUP_MAX, ctx.scores))
+    sum:add(ctx.scores:softmax(ctx.scale), sum)
+  end
+  ctx.scores:copy_(sum)
+end
+
+--- The attention that the query heads of a KV head together pay to each complete block's
+-- compressed key; 0 for others. In ctx.scores.
+function Compressed:score(ctx)
+  tensor.scope(score, self, ctx)
+  return ctx.scores
+end
+
+--- Bytes of one block and KV head.
+function Compressed:bytes_block() return 2 * 4 * self.shape.head_dim end
+
+return M

@@ -1,0 +1,139 @@
+--- index-K: the keys that a lightning indexer scores tokens with. One small key a token
+-- and layer, shared by all heads of the indexer, in f8e4m3 with a scale of its own: 132
+-- bytes of dim 128, where K and V of 8 bf16 heads of 128 are 4096. Paged by the block
+-- tables and slots of the KV cache beside it.
+--
+--   local index = kv.index_cache { layers = 2, blocks = 1024 }
+--   index:append(layer, k, batch.slots)                  k [tokens, dim]
+--   local q8, w = index:queries(q, weights)              q [rows, heads, dim]
+--   index:logits(layer, q8, w, batch.tables, lens, logits)
+--
+-- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales
+local device = require "kvlab.tensor.device"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local ops = require "kvlab.tensor.ops"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local M = {}
+
+---@class kvlab.IndexCache
+---@field layers integer
+---@field blocks integer
+---@field block_size integer
+---@field dim integer
+---@field rotate boolean   keys and queries are rotated (Hadamard), then quantised
+---@field bits integer     of a key's numbers: 8 (e4m3), 4 or 2
+---@field memory ffi.cdata*  u8 [layers, blocks, block_size * (dim + 4)]
+local IndexCache = {}
+IndexCache.__index = IndexCache
+
+local KNOWN = { layers = 1, blocks = false, block_size = 64, dim = 128, rotate = false,
+                bits = 8, device = "auto" }
+local ROUND = 1.5 * 2 ^ 23 -- added and taken away, it rounds an f32 to a whole number
+
+local function whole(o, key, low, high)
+  local value = o[key] == nil and KNOWN[key] or o[key]
+  if type(value) ~= "number" or value % 1 ~= 0 or value < low or value > high then
+    error(("index_cache: %s is %s, expected a whole number from %d to %d"):format(key,
+      tostring(value), low, high), 3)
+  end
+  return value
+end
+
+--- Memory for the index keys of `blocks` blocks. What was never written is zeros.
+---@param o table  blocks; layers (1), block_size (64), dim (128; 32 or 64), rotate
+--                 (false), bits (8; 4 or 2), device
+---@return kvlab.IndexCache
+function M.index_cache(o)
+  for _, key in ipairs(sorted.keys(o)) do
+    if KNOWN[key] == nil then
+      error(("index_cache: there is no option \"%s\"; did you mean \"%s\"?"):format(
+        tostring(key), nearest(tostring(key), sorted.keys(KNOWN))), 2)
+    end
+  end
+  local self = setmetatable({ layers = whole(o, "layers", 1, 2 ^ 31),
+    blocks = whole(o, "blocks", 0, 2 ^ 31), block_size = whole(o, "block_size", 1, 4096),
+    dim = whole(o, "dim", 1, 2 ^ 31), rotate = o.rotate or false }, IndexCache)
+  if self.dim ~= 32 and self.dim ~= 64 and self.dim ~= 128 then
+    error(("index_cache: dim is %d, expected 32, 64 or 128"):format(self.dim), 2)
+  end
+  self.bits = whole(o, "bits", 2, 8)
+  if self.bits ~= 8 and self.bits ~= 4 and self.bits ~= 2 then
+    error(("index_cache: bits is %d, expected 8, 4 or 2"):format(self.bits), 2)
+  end
+  self.device = device.device(o.device)
+  self.memory = tensor.zeros(self.device, "u8",
+    { self.layers, self.blocks, self.block_size * (self.dim + 4) })
+  self.each = {}
+  for layer = 0, self.layers - 1 do self.each[layer] = self.memory:index(layer) end
+  return self
+end
+
+--- A layer's memory, as the ops take it: u8 [blocks, block_size * (dim + 4)].
+function IndexCache:layer(layer)
+  return self.each[layer] or error(("index_cache: layer is %s, expected 0 ... %d"):format(
+    tostring(layer), self.layers - 1), 2)
+end
+
+--- Bytes of a token in one layer.
+function IndexCache:bytes_token() return self.dim + 4 end
+
+local function rotated(self, x) return self.rotate and ops.hadamard(x) or x end
+
+--- Whole multiples of a step, -7 ... 7 of them at 4 bits and -1 ... 1 at 2, so that a
+-- row's largest number is the last: e4m3 holds these exactly. What fewer bits would find
+-- is what this finds; memory and time stay those of 8.
+local function rounded(self, k)
+  if self.bits == 8 then return k end
+  k = k:cast "f32"
+  local step = k:abs():max(1):reshape { k:size(0), 1 }:maximum(1e-4)
+    / (2 ^ (self.bits - 1) - 1)
+  return (k / step + ROUND - ROUND) * step
+end
+
+local function append(self, k, slots, memory)
+  ops.index_append(rounded(self, rotated(self, k)), slots, memory)
+end
+
+local function quantised(self, q, weights)
+  local q8, scales = ops.quantise_rows(rotated(self, q))
+  return q8, weights * scales
+end
+
+--- Keys of new tokens.
+---@param k ffi.cdata*      f32 f16 bf16 [n, dim]
+---@param slots ffi.cdata*  i64 [n]; < 0 is skipped
+function IndexCache:append(layer, k, slots)
+  tensor.scope(append, self, k, slots, self:layer(layer))
+end
+
+--- The keys at slots, as f8e4m3 [n, dim], and their scales, f32 [n].
+---@param slots ffi.cdata*  i64 [n]
+function IndexCache:gather(layer, slots)
+  local n = slots:size(0)
+  return ops.index_gather(self:layer(layer), slots,
+    tensor.tensor(self.device, "f8e4m3", { n, self.dim }),
+    tensor.tensor(self.device, "f32", { n }))
+end
+
+--- Queries as logits take them: q in f8e4m3, and weights that hold its scales.
+---@param q ffi.cdata*        f32 f16 bf16 [rows, heads, dim]
+---@param weights ffi.cdata*  f32 [rows, heads]
+---@return ffi.cdata* q8
+---@return ffi.cdata* weights
+function IndexCache:queries(q, weights)
+  return tensor.scope(quantised, self, q, weights)
+end
+
+--- logits[r][j] of the first lens[r] tokens j of a row's sequence; others stay.
+---@param q ffi.cdata*        f8e4m3 [rows, heads, dim], see queries
+---@param weights ffi.cdata*  f32 [rows, heads]
+---@param tables ffi.cdata*   i32 [sequences, max_blocks]
+---@param lens ffi.cdata*     i32 [rows], rows a multiple of sequences
+---@param logits ffi.cdata*   f32 bf16 [rows, columns]
+function IndexCache:logits(layer, q, weights, tables, lens, logits)
+  return ops.mqa_logits_paged(q, weights, self:layer(layer), tables, lens, logits)
+end
+
+return M

@@ -1,0 +1,373 @@
+--- Which tokens a lightning indexer selects: logits of index keys, top-k and transform,
+-- in as much memory as there is.
+--
+--   local indexer = kv.indexer { topk = 2048, logits_bytes_max = 64 * 2 ^ 20 }
+--   local slots = indexer:select { q = q8, weights = w, cache = index:layer(layer),
+--     tables = tables, block_size = 64, lens = lens, to = "slots" }
+--
+-- Logits of all rows at once may be too much: 16 GiB for 4096 queries after a million
+-- tokens. They come in chunks of rows, each of which goes through top-k before the next;
+-- where not even one row fits, in tiles of columns that are joined to a running top-k.
+-- What is selected does not depend on that. Where no row has more than topk tokens, all
+-- are selected, and there are no logits: q and weights may be missing.
+--
+-- How much is allowed: what indexer_plan.lua says, and never more than logits_bytes_max,
+-- in which everything counts that a selection allocates. Tables are read in place. The
+-- memory is kept for the next call, until free().
+--
+-- Source  SGLang's NSA indexer, where a chunk gathers a page table as large as its logits
+local device = require "kvlab.tensor.device"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local ops = require "kvlab.tensor.ops"
+local plans = require "kvlab.index.indexer_plan"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.Indexer
+---@field topk integer
+---@field logits_bytes_max number
+local Indexer = {}
+Indexer.__index = Indexer
+
+local OPTIONS = { device = true, topk = true, logits_bytes_max = true, logits = true,
+                  streaming = true }
+
+local function expect(is_right, name, value, expected)
+  if is_right then return end
+  error(("indexer: %s is %s, expected %s"):format(name, tostring(value), expected), 3)
+end
+
+local function is_whole(x) return type(x) == "number" and x >= 1 and x % 1 == 0 end
+
+--- What selects tokens on a device.
+---@param o? table  topk (2048); logits_bytes_max (no limit beside the rule's); logits:
+--                  "f32" or "bf16"; streaming: tiles even where rows fit (false); device
+---@return kvlab.Indexer
+function M.indexer(o)
+  o = o or {}
+  for _, key in ipairs(sorted.keys(o)) do
+    if not OPTIONS[key] then
+      error(("indexer: there is no option \"%s\"; did you mean \"%s\"?"):format(
+        tostring(key), nearest(tostring(key), sorted.keys(OPTIONS))), 2)
+    end
+  end
+  local topk, most, logits = o.topk or 2048, o.logits_bytes_max, o.logits or "f32"
+  expect(is_whole(topk), "topk", topk, "a whole number >= 1")
+  expect(most == nil or type(most) == "number" and most > 0, "logits_bytes_max", most,
+    "a number of bytes")
+  expect(logits == "f32" or logits == "bf16", "logits", logits, "f32 or bf16")
+  local self = setmetatable({ device = device.device(o.device), topk = topk,
+    logits_bytes_max = most or math.huge, dtype = logits,
+    streaming = o.streaming or false,
+    buffers = {}, part = {}, to = {}, merge = {} }, Indexer)
+  self.memory = function()
+    local stats = self.device:stats()
+    return stats.bytes_free + stats.bytes_cached + self:bytes(), stats.bytes_total
+  end
+  return self
+end
+
+-- ---- memory --------------------------------------------------------------------------
+
+--- Bytes that are kept.
+function Indexer:bytes()
+  local sum = 0
+  for _, held in pairs(self.buffers) do sum = sum + held:bytes() end
+  return sum
+end
+
+--- Views keep memory as tensors do.
+local function drop_work(self)
+  if not self.work then return end
+  for _, t in pairs(self.work.views) do t:free() end
+  self.work = nil
+end
+
+--- Give back what is kept. The next call allocates anew.
+function Indexer:free()
+  drop_work(self)
+  for _, held in pairs(self.buffers) do held:free() end
+  self.buffers = {}
+end
+
+--- How `rows` rows of n logits would be computed: `rows` of them and `columns` at a time
+-- (n: whole rows).
+---@param block_size? integer  of paged keys: tiles are whole blocks
+---@param together? integer    rows of a sequence of paged keys, which may share a tile
+---@return { rows: integer, columns: integer, streaming: boolean }
+function Indexer:plan(rows, n, block_size, together)
+  local bytes = library.C.kvl_dtype_bytes(library.dtype(self.dtype))
+  local limit = plans.allowed(rows, n, self.logits_bytes_max, self.memory)
+  local count, columns = plans.chunk { rows = rows, n = n, topk = self.topk,
+    bytes = bytes, block_size = block_size or 1, limit = limit,
+    together = together or rows, streaming = self.streaming }
+  expect(count, "logits_bytes_max", self.logits_bytes_max,
+    ("at least %d for %d rows and topk %d"):format(columns, rows, self.topk))
+  return { rows = count, columns = columns,
+           streaming = self.streaming or columns < n }
+end
+
+--- A tensor in a buffer that is made, or made larger, when needed.
+local function in_buffer(self, name, dtype, dims)
+  local count = 1
+  for _, size in ipairs(dims) do count = count * size end
+  local held = self.buffers[name]
+  if not held or held.count < count then
+    if held then held:free() end
+    self.buffers[name] = nil -- before the memory is asked for
+    held = tensor.lasting(tensor.tensor, self.device, dtype, { count })
+    self.buffers[name] = held
+  end
+  return held:narrow(0, count):reshape(dims)
+end
+
+local function new_views(self, work)
+  local windows = in_buffer(self, "windows", "i32", { 4, work.of_rows })
+  local views = { starts = windows:index(0), ends = windows:index(1),
+                  tile_starts = windows:index(2), tile_ends = windows:index(3) }
+  in_buffer(self, "logits", self.dtype, { work.rows, work.columns })
+  if work.streaming then
+    local dims = { 2, work.rows, self.topk }
+    local values = in_buffer(self, "values", "f32", dims)
+    local positions = in_buffer(self, "positions", "i32", dims)
+    views.values1, views.values2 = values:index(0), values:index(1)
+    views.positions1, views.positions2 = positions:index(0), positions:index(1)
+  end
+  return views
+end
+
+--- The plan of a shape, and views of buffers for it; those of the last shape are kept.
+local function work_for(self, rows, n, block_size, together)
+  local work = self.work
+  if work and work.of_rows == rows and work.of_n == n and work.together == together then
+    return work
+  end
+  drop_work(self)
+  work = self:plan(rows, n, block_size, together)
+  work.of_rows, work.of_n, work.together = rows, n, together
+  work.block_size = block_size
+  work.views = tensor.lasting(tensor.scope, new_views, self, work)
+  self.work = work
+  return work
+end
+
+--- Logits of so many rows and columns, in the buffer.
+local function logits_for(self, work, rows, columns)
+  local key = rows * 2 ^ 32 + columns
+  local logits = work.views[key]
+  if not logits then
+    logits = tensor.lasting(tensor.scope, in_buffer, self, "logits", self.dtype,
+      { rows, columns })
+    work.views[key] = logits
+  end
+  return logits
+end
+
+--- The first `count` rows.
+local function head(t, count)
+  return t:size(0) == count and t or t:narrow(0, count)
+end
+
+-- ---- a chunk of rows -----------------------------------------------------------------
+
+local BY_ROW = { "q", "weights", "lens", "starts", "row_sequence", "offsets" }
+
+--- Of a call's tensors what belongs to `count` of its rows from `first` on. each: rows of
+-- a sequence, where tables go by the order of rows.
+local function part_of(self, call, out, rows, each, first, count)
+  local part, is_all = self.part, count == rows
+  for i = 1, #BY_ROW do
+    local t = call[BY_ROW[i]]
+    if t and not is_all then t = t:narrow(first, count) end
+    part[BY_ROW[i]] = t
+  end
+  part.tables = call.tables
+  if part.tables and each and not is_all then
+    part.tables = call.tables:narrow(math.floor(first / each), math.ceil(count / each))
+  end
+  part.out = is_all and out or out:narrow(first, count)
+  part.cache, part.k, part.scales = call.cache, call.k, call.scales
+  part.edit = call.edit
+  return part
+end
+
+--- Rows of a chunk that begins at `first`: whole sequences, or some of one.
+local function chunk_rows(most, rows, each, first)
+  if each and most < each then return math.min(most, each - first % each) end
+  if each then most = math.floor(most / each) * each end
+  return math.min(most, rows - first)
+end
+
+--- The transform as ops takes it, with what it writes.
+local function transform_for(self, call, part)
+  local to = self.to
+  to.tables, to.row_sequence, to.offsets = nil, nil, nil
+  if call.to == "slots" then
+    to.tables, to.row_sequence = part.tables, part.row_sequence
+    to.block_size = call.block_size
+  elseif call.to == "ragged" then
+    to.offsets = part.offsets
+  end
+  to.starts, to.lens, to.out = part.starts, part.lens, part.out
+  return to
+end
+
+--- The whole rows of a chunk.
+local function select_rows(self, work, part, to, rows)
+  local logits = logits_for(self, work, rows, work.of_n)
+  if part.cache then
+    ops.mqa_logits_paged(part.q, part.weights, part.cache, part.tables, part.lens, logits)
+  else
+    ops.mqa_logits(part.q, part.weights, part.k, part.scales, part.starts, part.ends,
+      logits)
+  end
+  if part.edit then part.edit(logits, part.lens, 0) end
+  to.logits = logits
+  ops.topk_transform(to)
+end
+
+--- Logits of the columns from `first` on, as if the keys began there.
+local function tile_logits(part, work, first, logits)
+  local rows, columns = logits:size(0), logits:size(1)
+  local ends = head(work.views.tile_ends, rows)
+  if part.cache then -- of one sequence
+    check(C.kvl_binary_scalar(C.KVL_BINARY_SUB, part.lens, first, ends))
+    local width, block = part.tables:size(1), first / work.block_size
+    local blocks = math.min(math.ceil(columns / work.block_size), width - block)
+    local there = part.tables:reshape({ width }):narrow(block, blocks)
+    ops.mqa_logits_paged(part.q, part.weights, part.cache, there:reshape { 1, blocks },
+      ends, logits)
+    return
+  end
+  local starts = head(work.views.tile_starts, rows)
+  check(C.kvl_binary_scalar(C.KVL_BINARY_SUB, part.starts, first, starts))
+  check(C.kvl_binary_scalar(C.KVL_BINARY_SUB, part.ends, first, ends))
+  ops.mqa_logits(part.q, part.weights, part.k:narrow(first, columns),
+    part.scales:narrow(first, columns), starts, ends, logits)
+end
+
+--- The same tile by tile.
+local function stream_rows(self, work, part, to, rows)
+  local merge, views, now = self.merge, work.views, 1
+  local values = { head(views.values1, rows), head(views.values2, rows) }
+  local positions = { head(views.positions1, rows), head(views.positions2, rows) }
+  merge.starts, merge.lens = part.starts, part.lens
+  for first = 0, work.of_n - 1, work.columns do
+    local columns = math.min(work.columns, work.of_n - first)
+    merge.logits, merge.first = logits_for(self, work, rows, columns), first
+    tile_logits(part, work, first, merge.logits)
+    if part.edit then part.edit(merge.logits, part.lens, first) end
+    merge.kept_values, merge.kept_positions = values[now], positions[now]
+    now = 3 - now
+    merge.values, merge.positions = values[now], positions[now]
+    ops.topk_merge(merge)
+  end
+  to.positions, to.lens = positions[now], nil
+  ops.transform_indices(to)
+end
+
+-- ---- select --------------------------------------------------------------------------
+
+local KINDS = { positions = true, slots = true, ragged = true }
+local COLUMNS = 1024 -- rows of a growing cache get longer by this
+
+--- What is wrong with a call; nil: nothing. all: it takes every token, without logits.
+local function complaint(call, all)
+  if not call.lens then return "lens is missing" end
+  if not KINDS[call.to or "positions"] then
+    return ("to is %s, expected positions, slots or ragged"):format(tostring(call.to))
+  elseif call.to == "slots" and not (call.tables and call.block_size) then
+    return "to is slots, expected tables and block_size"
+  elseif call.to == "ragged" and not call.offsets then
+    return "to is ragged, expected offsets"
+  elseif all then
+    return nil
+  elseif not (call.q and call.weights) then
+    return "q or weights is missing"
+  elseif not call.cache == not call.k then
+    return "expected cache or k, one of them"
+  elseif call.k and not call.scales then
+    return "k is given without scales"
+  elseif call.cache and (not call.tables or call.row_sequence) then
+    return "cache is given, expected tables and no row_sequence"
+  end
+end
+
+--- Columns of logits, and tokens of a block of paged keys.
+local function columns_of(call)
+  if call.k then return call.k:size(0), 1 end
+  local block_size = call.cache:size(1) / (call.q:size(2) + 4)
+  local all = call.tables:size(1) * block_size
+  if not call.max_len then return all, block_size end
+  return math.min(all, math.ceil(call.max_len / COLUMNS) * COLUMNS), block_size
+end
+
+--- Windows of contiguous keys: the rows' starts (0 unless given) and ends.
+local function set_windows(call, work, part, count)
+  if not call.k then return end
+  if not part.starts then part.starts = head(work.views.starts, count):fill_(0) end
+  part.ends = head(work.views.ends, count)
+  check(C.kvl_binary(C.KVL_BINARY_ADD, part.starts, part.lens, part.ends))
+end
+
+local function select_chunk(self, call, work, out, each, first, count)
+  local part = part_of(self, call, out, work.of_rows, each, first, count)
+  set_windows(call, work, part, count)
+  local to = transform_for(self, call, part)
+  if work.streaming then stream_rows(self, work, part, to, count)
+  else select_rows(self, work, part, to, count) end
+end
+
+--- The tokens that each row attends to: i32 [rows, topk], positions ascending, or what
+-- they become, -1 padded.
+--  q        f8e4m3 [rows, heads, dim] and weights f32 [rows, heads], see kv.index_cache
+--  lens     i32 [rows]: how many tokens a row sees
+--  cache    paged keys, a layer of kv.index_cache, by tables i32 [sequences, width];
+--           rows are a multiple of sequences; or
+--  k, scales  contiguous keys, f8e4m3 [n, dim] and f32 [n]; a row sees those from starts
+--           i32 [rows] (0) on
+--  max_len  the longest of lens, where the host knows it
+--  to       positions (default); slots, by tables, block_size and maybe row_sequence i32
+--           [rows]; ragged, position + offsets i32 [rows]
+--  edit     function(logits, lens, first): may change logits [rows, columns] of the rows
+--           with these lens, whose first column is token `first`, before the top-k
+--  out      i32 [rows, topk]
+---@param call table
+---@return ffi.cdata* out
+function Indexer:select(call)
+  local all, n, block_size = call.max_len and call.max_len <= self.topk, nil, nil
+  local words = complaint(call, all)
+  if words then error("indexer: " .. words, 2) end
+  if not all then
+    n, block_size = columns_of(call)
+    all = n <= self.topk
+  end
+  local rows = call.lens:size(0)
+  local out = call.out or tensor.tensor(self.device, "i32", { rows, self.topk })
+  if rows == 0 then return out end
+  local each = call.tables and not call.row_sequence and rows / call.tables:size(0)
+  if all then
+    local to = transform_for(self, call, part_of(self, call, out, rows, each, 0, rows))
+    return ops.transform_indices(to)
+  end
+  local work = work_for(self, rows, n, block_size, call.cache and each or rows)
+  if work.rows == rows and not work.streaming then
+    select_chunk(self, call, work, out, each, 0, rows)
+    return out
+  end
+  tensor.scope(function() -- frees the views of chunks and tiles
+    local first = 0
+    while first < rows do
+      local count = chunk_rows(work.rows, rows, each, first)
+      select_chunk(self, call, work, out, each, first, count)
+      first = first + count
+    end
+  end)
+  return out
+end
+
+return M

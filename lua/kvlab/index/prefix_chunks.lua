@@ -1,0 +1,125 @@
+--- A long prefix in chunks: which tokens of every sequence a chunk holds and where they
+-- lie, so that prefill may look at a prefix of any length with the memory of one chunk.
+-- Attention over one chunk after the other, joined by their log-sum-exp, is attention
+-- over the prefix.
+--
+--   local chunks = kv.prefix_chunks { tables = tables, lens = { 300000, 120 },
+--     block_size = 64 }
+--   index:gather(layer, chunks[1].slots)       tokens starts … starts + lens - 1 of each
+--   local out, lse = chunks:attend { q = q, starts = starts, cache = cache }
+--
+-- Sequences share a chunk's capacity equally, in whole blocks; a sequence that is at its
+-- end has nothing in the chunks after it. All of it lies on the device.
+--
+-- Source  SGLang's chunked prefix cache (a share there need not be whole blocks)
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local ops = require "kvlab.tensor.ops"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.PrefixChunk
+---@field tokens integer      of all sequences in this chunk
+---@field starts ffi.cdata*   i32 [sequences]: the first token of each
+---@field lens ffi.cdata*     i32 [sequences]: how many
+---@field ends ffi.cdata*     i32 [sequences]: lengths added up, where each ends in slots
+---@field slots ffi.cdata*    i64 [tokens]: sequence after sequence
+---@field tables ffi.cdata*   i32 [sequences, blocks]: the blocks of this chunk
+
+---@class kvlab.PrefixChunks  a list of kvlab.PrefixChunk
+---@field length integer      tokens of a sequence's share
+local PrefixChunks = {}
+PrefixChunks.__index = PrefixChunks
+
+local OPTIONS = { tables = true, lens = true, block_size = true, capacity = true }
+
+local function check_options(o)
+  local function expect(is_right, words)
+    if not is_right then error("prefix_chunks: " .. words, 4) end
+  end
+  for _, key in ipairs(sorted.keys(o)) do
+    expect(OPTIONS[key], ("there is no option \"%s\"; did you mean \"%s\"?"):format(
+      tostring(key), nearest(tostring(key), sorted.keys(OPTIONS))))
+  end
+  local capacity, size = o.capacity or 128 * 1024, o.block_size
+  expect(tensor.is_tensor(o.tables), "tables is missing, expected i32 [sequences, width]")
+  expect(type(o.lens) == "table" and #o.lens == o.tables:size(0),
+    ("lens is %s, expected %d lengths"):format(type(o.lens) == "table" and #o.lens
+      .. " lengths" or tostring(o.lens), o.tables:size(0)))
+  expect(type(size) == "number" and size >= 1 and size % 1 == 0,
+    ("block_size is %s, expected a whole number"):format(tostring(size)))
+  expect(capacity >= #o.lens * size, ("capacity is %s, expected a block of %d for each "
+    .. "of %d sequences"):format(tostring(capacity), size, #o.lens))
+  for i, len in ipairs(o.lens) do
+    expect(len >= 0 and len <= o.tables:size(1) * size, ("length %d is %s, expected "
+      .. "0 ... %d"):format(i, tostring(len), o.tables:size(1) * size))
+  end
+  return math.floor(capacity / math.max(#o.lens, 1) / size) * size
+end
+
+--- starts, lens and ends of chunk number c as one list, and its tokens.
+local function windows_of(lens, c, length)
+  local list, n, total = {}, #lens, 0
+  for s, len in ipairs(lens) do
+    local here = math.max(0, math.min(len - c * length, length))
+    total = total + here
+    list[s], list[n + s], list[2 * n + s] = c * length, here, total
+  end
+  return list, total
+end
+
+--- The chunks of prefixes of these lengths.
+---@param o table  tables i32 [sequences, width], lens (a Lua list of lengths),
+--                 block_size, capacity: tokens of a chunk (131072)
+---@return kvlab.PrefixChunks
+function M.prefix_chunks(o)
+  local length = check_options(o)
+  local dev, size, longest = o.tables.device, o.block_size, 0
+  local self = setmetatable({ length = length, lens = o.lens }, PrefixChunks)
+  for _, len in ipairs(o.lens) do longest = math.max(longest, len) end
+  local n, blocks = #o.lens, math.min(length / size, o.tables:size(1))
+  local columns = {} -- of a chunk's blocks in tables, for each sequence
+  for i = 0, n * blocks - 1 do columns[i + 1] = i % blocks end
+  columns = tensor.from(dev, "i32", { n, blocks }, columns)
+  for c = 0, math.ceil(longest / length) - 1 do
+    local list, total = windows_of(o.lens, c, length)
+    local windows = tensor.from(dev, "i32", { 3, n }, list)
+    local chunk = { tokens = total, starts = windows:index(0), lens = windows:index(1),
+                    ends = windows:index(2), slots = tensor.tensor(dev, "i64", { total }),
+                    tables = tensor.tensor(dev, "i32", { n, blocks }) }
+    ops.ragged_slots(o.tables, size, chunk.starts, chunk.ends, chunk.slots)
+    check(C.kvl_gather(o.tables, columns, chunk.tables)) -- past a table: 0, not looked at
+    check(C.kvl_binary_scalar(C.KVL_BINARY_ADD, columns, blocks, columns))
+    self[c + 1] = chunk
+  end
+  return self
+end
+
+--- Attention of every query over the whole prefix of its sequence, chunk by chunk: out,
+-- f32 [tokens, heads, head_dim], and lse f32 [tokens, heads], to be joined with attention
+-- over what follows the prefix (prev_out, prev_lse).
+---@param a table  q [tokens, heads, head_dim], starts i32 [sequences + 1] (nil: a query a
+--                 sequence), cache; and where wanted scale, soft_cap, k_scale, v_scale
+---@return ffi.cdata* out
+---@return ffi.cdata* lse
+function PrefixChunks:attend(a)
+  local q, dims = a.q, a.q:dims()
+  local out = tensor.zeros(q.device, "f32", dims)
+  dims[3] = nil
+  local lse = tensor.full(q.device, "f32", dims, -math.huge)
+  local before = tensor.tensor(q.device, "f32", dims)
+  for i = 1, #self do
+    lse, before = before, lse
+    ops.paged_attention { q = q, starts = a.starts, cache = a.cache, scale = a.scale,
+      soft_cap = a.soft_cap, k_scale = a.k_scale, v_scale = a.v_scale, causal = false,
+      tables = self[i].tables, lens = self[i].lens, prev_out = out, prev_lse = before,
+      out = out, lse = lse }
+  end
+  before:free()
+  return out, lse
+end
+
+return M

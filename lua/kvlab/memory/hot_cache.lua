@@ -1,0 +1,315 @@
+--- The hot cache: blocks of the host tier that stay on the device, with slots of its own
+-- for every KV head. A layer's step gives each selected block a slot (evicting the least
+-- recently used, or the lowest of a priority), fetches those that were not there, and
+-- attends over the slots. All of it runs on the device: the host never waits. What a
+-- policy expects its next steps to select is brought ahead, on a stream of its own.
+--
+-- With hot_overlap, attention over what was there runs beside the fetch, and is joined
+-- with attention over the rest by their log-sum-exp; without it, one attention follows
+-- the fetch and the result equals the resident one bit for bit.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead and used
+
+---@class kvlab.HotCache
+---@field slots integer            of each KV head
+---@field priority ffi.cdata*|nil  f32 [layers, kv_heads, blocks], see use_priority
+local HotCache = {}
+HotCache.__index = HotCache
+
+--- The hot cache of an offload engine: offload.hot_slots slots for each KV head.
+---@param offload kvlab.Offload
+---@return kvlab.HotCache
+function M.new(offload)
+  local cache = offload.cache
+  local self = setmetatable({ offload = offload, cache = cache, layers = {}, keep = {},
+    slots = offload.hot_slots, overlap = offload.hot_overlap, views = {},
+    under_way = {}, is_ahead = false }, HotCache)
+  local dev, heads, n = cache.device, cache.kv_heads, self.slots
+  self.memory = tensor.tensor(dev, cache.dtype,
+    { cache.layers, n, 2, heads, cache.block_size, cache.head_dim })
+  self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
+  self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
+  self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
+  self.counters = tensor.tensor(dev, "i64", { COUNTERS })
+  self.fetched_bytes = self.counters:narrow(3, 1)
+  for layer = 0, cache.layers - 1 do
+    local keep = { self.memory:index(layer), self.slot_of:index(layer),
+                   self.block_of:index(layer), self.order:index(layer) }
+    self.keep[layer] = keep
+    self.layers[layer] = ffi.new("kvl_hot", keep[1], keep[2], keep[3], keep[4], nil,
+      self.counters)
+  end
+  self.miss = tensor.tensor(dev, "i32", { 2, heads * n })
+  self.lists = tensor.tensor(dev, "i32", { 5, heads * n })
+  self.resolve_call = ffi.new "kvl_resolve"
+  self.stream = dev:open_stream()
+  self.resolved, self.fetched = dev:open_event(), dev:open_event()
+  self:reset()
+  return self
+end
+
+--- Forget every block, and count from zero.
+function HotCache:reset()
+  self:join()
+  self.slot_of:fill_(-1)
+  self.block_of:fill_(-1)
+  self:reset_counts()
+  local heads = self.cache.kv_heads
+  for layer = 0, self.cache.layers - 1 do
+    for head = 0, heads - 1 do self.keep[layer][4]:index(head):arange_() end
+  end
+end
+
+--- Count from zero; what the slots hold stays.
+function HotCache:reset_counts()
+  self:join()
+  self.counters:fill_(0)
+  if not self.ahead then return end
+  self.ahead.counters:fill_(0)
+  self.ahead.marks:fill_(0) -- a use of what was brought before is no hit of this count
+end
+
+--- Evict by the lowest of a priority from now on, in place of the least recently used:
+-- a policy writes to it, f32 [layers, kv_heads, blocks] with one number for each block of
+-- the host tier; it begins as zeros. The same tensor at every call.
+---@return ffi.cdata* priority
+function HotCache:use_priority()
+  if self.priority then return self.priority end
+  local cache = self.cache
+  self.priority = tensor.zeros(cache.device, "f32",
+    { cache.layers, cache.kv_heads, cache.blocks })
+  for layer = 0, cache.layers - 1 do
+    self.keep[layer][5] = self.priority:index(layer)
+    self.layers[layer].priority = self.keep[layer][5]
+    if self.ahead then self.ahead.layers[layer].priority = self.keep[layer][5] end
+  end
+  return self.priority
+end
+
+--- Append a step's k, v to the host tier, to the slots that hold its blocks, and to the
+-- buffer of open blocks.
+function HotCache:append(layer, k, v, batch, buffer)
+  check(C.kvl_hot_append(self.layers[layer], k, v, batch.slots, self.cache:layer(layer),
+    batch.buffer_slots, buffer, self.cache:scales(layer)))
+end
+
+--- Forget blocks that the host tier got by other means; i32 [n].
+function HotCache:drop(layer, blocks)
+  if self.under_way[layer] then self:join() end
+  check(C.kvl_hot_drop(self.layers[layer], blocks))
+end
+
+-- ---- a step ---------------------------------------------------------------------------
+
+local function make_views(self, seqs, n)
+  local heads = self.cache.kv_heads
+  if seqs * n > self.slots then
+    error(("the hot cache has %d slots for a KV head, %d sequences with %d blocks each "
+      .. "may need %d; give it more (hot_slots) or the policy a smaller budget"):format(
+      self.slots, seqs, n, seqs * n), 0)
+  end
+  local function list(from, i)
+    return from:index(i):narrow(0, seqs * heads * n):reshape { seqs, heads, n }
+  end
+  local views = { slots = list(self.lists, 0), hit_logical = list(self.lists, 1),
+            hit_slots = list(self.lists, 2), miss_logical = list(self.lists, 3),
+            miss_slots = list(self.lists, 4) }
+  for i, name in ipairs { "miss_from", "miss_to" } do
+    views[name] = self.miss:index(i - 1):narrow(0, heads * seqs * n)
+      :reshape { 1, heads, seqs * n }
+  end
+  return views
+end
+
+--- The arrays of a resolve for selections of n blocks of `seqs` sequences.
+local function views_for(self, seqs, n)
+  local key = seqs * 2 ^ 32 + n
+  local views = self.views[key]
+  if not views then
+    views = tensor.lasting(make_views, self, seqs, n)
+    self.views[key] = views
+  end
+  return views
+end
+
+local function fetch(self, layer, views, fetched_bytes)
+  check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, self.keep[layer][1],
+    views.miss_to, fetched_bytes))
+end
+
+--- fn(self, …) with its launches on another stream than the current one; as
+-- device:with_stream, but making no table.
+local function on_stream(self, stream, fn, ...)
+  local dev = self.cache.device
+  local main = dev:stream()
+  check(C.kvl_device_use_stream(dev, stream))
+  local ok, why = pcall(fn, self, ...)
+  check(C.kvl_device_use_stream(dev, main))
+  if not ok then error(why, 0) end
+end
+
+local function resolve(self, layer, selection, tables, views)
+  local call, overlap = self.resolve_call, self.overlap
+  call.selection, call.tables, call.slots = selection, tables, views.slots
+  call.miss_from, call.miss_to = views.miss_from, views.miss_to
+  call.hit_logical = overlap and views.hit_logical or nil
+  call.hit_slots = overlap and views.hit_slots or nil
+  call.miss_logical = overlap and views.miss_logical or nil
+  call.miss_slots = overlap and views.miss_slots or nil
+  check(C.kvl_hot_resolve(self.layers[layer], call))
+end
+
+--- Attention of a decode step over a selection (nil: every block): attention.lua's way
+-- of attending when the cache has a hot cache.
+function HotCache:attend(attention, selection, ctx, out, lse)
+  selection = selection or ctx:everything()
+  local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
+  local layer, memory = ctx.layer, self.keep[ctx.layer][1]
+  resolve(self, layer, selection, ctx.tables, views)
+  if not self.overlap then
+    fetch(self, layer, views, self.fetched_bytes)
+    return attention:attend_slots(ctx, memory, selection, views.slots, out, lse)
+  end
+  local main = self.cache.device:stream()
+  self.resolved:record(main)
+  self.stream:wait(self.resolved)
+  on_stream(self, self.stream, fetch, layer, views, self.fetched_bytes)
+  self.fetched:record(self.stream)
+  local part, part_lse = attention:scratch(ctx)
+  attention:attend_slots(ctx, memory, views.hit_logical, views.hit_slots, part, part_lse)
+  main:wait(self.fetched)
+  return attention:attend_slots(ctx, memory, views.miss_logical, views.miss_slots, out,
+    lse, part, part_lse)
+end
+
+-- ---- ahead of a step ------------------------------------------------------------------
+
+--- What bringing blocks ahead takes: a stream, arrays of its own (the main stream goes on
+-- meanwhile), marks of the slots that were filled so, and counters.
+local function new_ahead(self)
+  local cache, dev = self.cache, self.cache.device
+  local heads, n = cache.kv_heads, self.slots
+  local ahead = { stream = dev:open_stream(), asked = dev:open_event(),
+    there = dev:open_event(), views = {}, layers = {}, call = ffi.new "kvl_resolve",
+    marks = tensor.zeros(dev, "i32", { cache.layers, heads, n }),
+    counters = tensor.zeros(dev, "i64", { COUNTERS }),
+    lists = tensor.tensor(dev, "i32", { 3, heads * n }) }
+  ahead.call.is_ahead, ahead.bytes = 1, ahead.counters:narrow(3, 1)
+  for layer = 0, cache.layers - 1 do
+    local keep = self.keep[layer]
+    keep[6] = ahead.marks:index(layer)
+    self.layers[layer].ahead = keep[6]
+    ahead.layers[layer] = ffi.new("kvl_hot", keep[1], keep[2], keep[3], keep[4], keep[5],
+      ahead.counters, keep[6])
+  end
+  return ahead
+end
+
+--- Copies of a layer's selection: the next layer selects while they are read.
+local function new_ahead_views(self, seqs, lists, n)
+  local a, heads, dev = self.ahead, self.cache.kv_heads, self.cache.device
+  local function list(i, ...)
+    return a.lists:index(i):narrow(0, seqs * heads * n):reshape { ... }
+  end
+  local views = { selections = {}, rows = {}, slots = list(0, seqs, heads, n),
+    miss_from = list(1, 1, heads, seqs * n), miss_to = list(2, 1, heads, seqs * n) }
+  local all = tensor.tensor(dev, "i32", { self.cache.layers, seqs, lists, n })
+  for layer = 0, self.cache.layers - 1 do
+    views.selections[layer], views.rows[layer] = all:index(layer), {}
+    for i = 0, seqs - 1 do views.rows[layer][i + 1] = views.selections[layer]:index(i) end
+  end
+  return views
+end
+
+local function bring(self, layer, tables, views)
+  local a, call = self.ahead, self.ahead.call
+  call.selection, call.tables, call.slots =
+    views.selections[layer], tables, views.slots
+  call.miss_from, call.miss_to = views.miss_from, views.miss_to
+  if self.offload.pending then -- a prefill chunk is on its way to the host tier
+    check(C.kvl_ring_wait_offload(self.offload.ring, layer))
+  end
+  check(C.kvl_hot_resolve(a.layers[layer], call))
+  fetch(self, layer, views, a.bytes)
+end
+
+--- Begin to bring the blocks of a selection that ctx.layer is expected to make in a later
+-- step, beside what follows on the current stream. What is there stays; the least
+-- recently used make room. The next step begins when they are there. Where there are
+-- fewer slots than that may take, nothing is brought: the sequences of a prompt's step
+-- need not decode together.
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, n]
+---@param ctx kvlab.Context
+---@param wanted? boolean[]  for which sequences (all)
+function HotCache:bring_ahead(selection, ctx, wanted)
+  local layer, lists, n = ctx.layer, selection:size(1), selection:size(2)
+  if ctx.seqs * n > self.slots then return end
+  self.ahead = self.ahead or tensor.lasting(new_ahead, self)
+  local a = self.ahead
+  local key = (ctx.seqs * 2 + (lists > 1 and 1 or 0)) * 2 ^ 32 + n
+  local views = a.views[key] or tensor.lasting(new_ahead_views, self, ctx.seqs, lists, n)
+  a.views[key] = views
+  views.selections[layer]:copy_(selection)
+  for i = 1, wanted and ctx.seqs or 0 do
+    if not wanted[i] then views.rows[layer][i]:fill_(-1) end
+  end
+  a.asked:record(self.cache.device:stream())
+  a.stream:wait(a.asked)
+  on_stream(self, a.stream, bring, layer, ctx.tables, views)
+  a.there:record(a.stream)
+  self.under_way[layer], self.is_ahead = true, true
+  -- a graph ends with all that it began
+  if layer == self.cache.layers - 1
+     and C.kvl_device_is_recording(self.cache.device) == 1 then self:join() end
+end
+
+--- What follows on the current stream comes after what was brought ahead.
+function HotCache:join()
+  if not self.is_ahead then return end
+  self.cache.device:stream():wait(self.ahead.there)
+  for layer in pairs(self.under_way) do self.under_way[layer] = nil end
+  self.is_ahead = false
+end
+
+-- ---- numbers --------------------------------------------------------------------------
+
+--- hits, misses, evictions (of a KV head's block each) of steps, hit_rate; bytes fetched
+-- in all; and what was brought ahead: predicted (blocks asked for), brought (those that
+-- were not there), used (of these, selected since), bytes, wasted_bytes (of those not
+-- used so far). Since the last reset or reset_counts. Waits for the device.
+function HotCache:stats()
+  self:join()
+  local c = self.counters:list()
+  local a = self.ahead and self.ahead.counters:list() or { 0, 0, 0, 0, 0 }
+  local bytes = self.offload.bytes_block / self.cache.kv_heads
+  return { hits = c[1], misses = c[2], evictions = c[3] + a[3], bytes = c[4] + a[4],
+           hit_rate = c[1] / (c[1] + c[2]),
+           ahead = { predicted = a[1] + a[2], brought = a[2], used = c[5], bytes = a[4],
+                     wasted_bytes = (a[2] - c[5]) * bytes } }
+end
+
+--- Give the memory back.
+function HotCache:close()
+  self.cache.device:sync()
+  self.stream:close()
+  self.resolved:close()
+  self.fetched:close()
+  if self.ahead then
+    for _, name in ipairs { "stream", "asked", "there" } do self.ahead[name]:close() end
+    for _, name in ipairs { "marks", "counters", "lists" } do self.ahead[name]:free() end
+  end
+  for _, keep in pairs(self.keep) do
+    for _, view in ipairs(keep) do view:free() end
+  end
+  for _, name in ipairs { "memory", "slot_of", "block_of", "order", "miss", "lists" } do
+    self[name]:free()
+  end
+end
+
+return M

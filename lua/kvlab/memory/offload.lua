@@ -1,0 +1,365 @@
+--- The offload engine of a cache whose KV lies in host memory (`offload = { … }` of
+-- kv.cache): the ring that blocks come in through, and the buffer that holds, for every
+-- layer, the open blocks: those that the present step writes to.
+--
+-- A step writes K and V to the buffer. A prefill chunk then goes to the host tier on a
+-- stream of its own; a decoded token is written there at once. The blocks before the open
+-- ones are complete in the host tier, and only they cross the ring.
+--
+-- The names of the policy guide's engine are kept, for policies with a dataflow of their
+-- own: load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
+-- prefill_buffer_slice, decode_buffer.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+-- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s)
+-- that what a copy, a launch and a join cost by themselves does not count.
+local BYTES_SLOT = 32 * 1024 * 1024
+
+---@class kvlab.Offload
+---@field slots integer         slots of the ring
+---@field slot_blocks integer   blocks of one sequence that a slot holds
+---@field group integer         blocks of a slot: max_seqs * slot_blocks
+---@field hot kvlab.HotCache|nil
+local Offload = {}
+Offload.__index = Offload
+
+local OPTIONS = {
+  slots = 4, slot_blocks = 0, max_seqs = 16, max_tokens = 512, huge_pages = false,
+  hot_slots = 0, hot_overlap = false,
+}
+
+local function check_options(given)
+  local o = {}
+  for key, default in pairs(OPTIONS) do o[key] = default end
+  for key, value in pairs(given) do
+    if OPTIONS[key] == nil then
+      error(("offload has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
+        tostring(key), nearest(tostring(key), sorted.keys(OPTIONS)),
+        table.concat(sorted.keys(OPTIONS), ", ")), 4)
+    elseif type(value) ~= type(OPTIONS[key]) or type(value) == "number"
+           and (value % 1 ~= 0 or value < 0) then
+      error(("offload: %s is %s, expected a %s"):format(key, tostring(value),
+        type(OPTIONS[key]) == "number" and "whole number" or "boolean"), 4)
+    end
+    o[key] = value
+  end
+  if o.slots < 1 or o.slots > 32 then
+    error(("offload: slots is %d, expected 1 ... 32"):format(o.slots), 4)
+  end
+  return o
+end
+
+--- The engine of a cache. options: slots of the ring (4), slot_blocks: blocks of a
+-- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens
+-- (512) of a step, huge_pages (false), hot_slots: slots for each KV head of a hot cache
+-- (0: none), hot_overlap (false): attend to what is there while the rest is fetched.
+---@param cache kvlab.Cache
+---@param options table
+---@return kvlab.Offload
+function M.new(cache, options)
+  local self = setmetatable(check_options(options), Offload)
+  self.cache, self.layers = cache, cache.layers
+  self.bytes_block = cache:bytes_token() * cache.kv_heads * cache.block_size
+  if self.slot_blocks == 0 then
+    self.slot_blocks = math.max(1, math.floor(
+      BYTES_SLOT / (self.bytes_block * self.max_seqs)))
+  end
+  self.group = self.max_seqs * self.slot_blocks
+  local block = { 2, cache.kv_heads, cache.block_size, cache.head_dim }
+  self.slot_memory = tensor.tensor(cache.device, cache.dtype,
+    { self.slots, self.group, unpack(block) })
+  self.slot_views = {}
+  for i = 0, self.slots - 1 do self.slot_views[i] = self.slot_memory:index(i) end
+  -- a sequence's tokens may begin and end inside a block
+  self.buffer_blocks = self.max_seqs + math.ceil(self.max_tokens / cache.block_size)
+    + math.min(self.max_seqs, math.max(0, self.max_tokens - self.max_seqs))
+  self.buffer = tensor.tensor(cache.device, cache.dtype,
+    { cache.layers, self.buffer_blocks, unpack(block) })
+  self.buffer_views = {}
+  for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
+  self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
+  self.moved = tensor.zeros(cache.device, "i64", { 1 })
+  self.bytes_appended, self.step, self.layers_left = 0, 0, 0
+  local out = ffi.new "kvl_ring *[1]"
+  if C.kvl_ring_open(self.slot_memory, cache.layers, out) < 0 then
+    collectgarbage() -- rings that nobody holds any more have streams to give back
+    collectgarbage()
+    check(C.kvl_ring_open(self.slot_memory, cache.layers, out))
+  end
+  self.ring = ffi.gc(out[0], C.kvl_ring_close)
+  if self.hot_slots > 0 then self.hot = require("kvlab.memory.hot_cache").new(self) end
+  return self
+end
+
+-- ---- the buffer -----------------------------------------------------------------------
+
+--- An index of the buffer for a sequence whose open block is not in it: one that no
+-- sequence of this step has.
+local function free_index(self)
+  local taken = {}
+  for _, tail in pairs(self.tails) do
+    if tail.step == self.step then taken[tail.index] = true end
+  end
+  for index = 0, self.buffer_blocks - 1 do
+    if not taken[index] then
+      for seq, tail in pairs(self.tails) do
+        if tail.index == index then self.tails[seq] = nil end
+      end
+      return index
+    end
+  end
+end
+
+--- Where a sequence's open block is, for a step of one token; and whether what it holds
+-- already has to come from the host tier first. tails[seq].length is how long the
+-- sequence was when the step that left its block there was over, nil when it never was.
+local function place_token(self, seq, length)
+  local tail = self.tails[seq]
+  local is_there = tail and tail.length == length - 1
+  if not tail then
+    tail = { index = free_index(self) }
+    self.tails[seq] = tail
+  end
+  tail.step, tail.length, tail.next_length = self.step, nil, length
+  self.placed[#self.placed + 1] = tail
+  return tail.index, not is_there and (length - 1) % self.cache.block_size > 0
+end
+
+--- `tokens` of one layer each were written through to the host tier.
+function Offload:count_appended(tokens)
+  self.bytes_appended = self.bytes_appended
+    + tokens * self.cache.kv_heads * self.cache:bytes_token()
+end
+
+--- The step before is over, or was left by an error, or was never begun: what its
+-- sequences left in the buffer counts, or does not. A step that was replayed from a graph
+-- ran without this file.
+local function settle(self)
+  local is_over = self.is_begun and (self.layers_left == 0
+    or self.is_recorded and self.layers_left == self.layers)
+  if is_over and self.layers_left > 0 then -- replayed
+    self:count_appended(#self.placed * self.layers)
+  end
+  for i, tail in ipairs(self.placed) do
+    if is_over then tail.length = tail.next_length end
+    self.placed[i] = nil
+  end
+  if self.is_begun and not is_over then self.cache.device:sync() end
+  self.is_begun = false
+end
+
+--- Lay the open blocks of a batch out in the buffer and fill the arrays that say where:
+-- opens [count, 2], open_blocks [touched], load_from and load_to [count], buffer_slots
+-- [tokens]. A step of one token a sequence finds the block where the step before left it.
+function Offload:place(batch, counts, total)
+  local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
+  local slots = ffi.cast("int64_t *", p + o.buffer_slots)
+  settle(self)
+  if self.hot then self.hot:join() end -- it reads tables that are written next
+  local by_token, next_index, row, touched = true, 0, 0, 0
+  self.step = self.step + 1
+  if self.pending then -- the last step's offloads read the arrays that are written next
+    check(C.kvl_ring_wait_offload(self.ring, self.layers - 1))
+  end
+  for i = 1, batch.count do
+    by_token = by_token and counts[i] <= 1
+    local tail = self.tails[batch.seqs[i]]
+    if tail then tail.step = self.step end
+  end
+  if not by_token then self.tails = setmetatable({}, { __mode = "k" }) end
+  batch.history, batch.loads, batch.by_token = 0, 0, by_token
+  for i = 0, batch.count - 1 do
+    local seq, count = batch.seqs[i + 1], counts[i + 1]
+    local length = p[o.lens + i]
+    local before = length - count
+    local first = math.floor(before / size)
+    local blocks = count == 0 and 0 or math.floor((length - 1) / size) - first + 1
+    local index, load = next_index, before % size > 0
+    if count == 0 then
+      first, load = math.ceil(length / size), false
+    elseif by_token then
+      index, load = place_token(self, seq, length)
+    else
+      next_index = next_index + blocks
+      local tail = { index = index + blocks - 1, next_length = length, step = self.step }
+      self.tails[seq], self.placed[#self.placed + 1] = tail, tail
+    end
+    p[o.opens + 2 * i], p[o.opens + 2 * i + 1] = first, index
+    p[o.load_from + i] = load and p[o.tables + i * batch.layout_width + first] or -1
+    p[o.load_to + i] = load and index or -1
+    for b = 0, blocks - 1 do p[o.open_blocks + touched + b] = index + b end
+    for t = 0, count - 1 do
+      slots[row + t] = (index - first) * size + before + t
+    end
+    batch.history = math.max(batch.history, first)
+    batch.loads = batch.loads + (load and 1 or 0)
+    row, touched = row + count, touched + blocks
+  end
+  assert(row == total)
+end
+
+--- Start a step: `batch` was appended to. A decode step finds everything that came before
+-- in the host tier, and its open blocks in the buffer.
+function Offload:begin(batch, is_prefill)
+  self.batch, self.is_prefill = batch, is_prefill
+  self.is_begun, self.layers_left = true, self.layers
+  check(C.kvl_ring_planned(self.ring))
+  if is_prefill then
+    self.pending = true
+    return
+  end
+  for layer = 0, self.layers - 1 do
+    if self.pending then check(C.kvl_ring_wait_offload(self.ring, layer)) end
+    if batch.loads > 0 then self:load_open(layer) end
+  end
+  self.pending = false
+end
+
+--- Bring what open blocks hold already from the host tier to the buffer.
+function Offload:load_open(layer)
+  local batch = self.batch
+  check(C.kvl_move_blocks(self.cache:layer(layer), batch.load_from,
+    self.buffer_views[layer], batch.load_to, self.moved))
+end
+
+--- Append k, v of the step to the buffer; a decode step also to the host tier and to the
+-- hot cache. Returns the layer's buffer, where ev.k_blocks are.
+function Offload:append(layer, k, v)
+  local batch, buffer = self.batch, self.buffer_views[layer]
+  self.is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
+  if self.is_prefill then
+    check(C.kvl_ring_wait_offload(self.ring, layer))
+    if batch.loads > 0 then self:load_open(layer) end
+  end
+  if self.hot and not self.is_prefill then
+    self.hot:append(layer, k, v, batch, buffer)
+    return buffer
+  end
+  local k_scale, v_scale = self.cache:scales(layer)
+  check(C.kvl_append_kv(k, v, batch.buffer_slots, buffer, k_scale, v_scale))
+  if not self.is_prefill then
+    check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer), k_scale, v_scale))
+  end
+  return buffer
+end
+
+--- Send the step's blocks of a layer to the host tier, beside what follows (a decode step
+-- has written its tokens there).
+function Offload:offload(layer)
+  local batch = self.batch
+  if self.is_prefill and batch.touched > 0 then
+    check(C.kvl_ring_offload(self.ring, layer, self.buffer_views[layer],
+      batch.open_blocks3, self.cache:layer(layer), batch.blocks3,
+      not batch.by_token and batch.host_ints + batch.layout.blocks or nil))
+    if self.hot then self.hot:drop(layer, batch.blocks) end
+  end
+  self.layers_left = self.layers_left - 1
+  if not self.is_prefill then self:count_appended(batch.tokens_count) end
+end
+
+--- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
+-- there.
+function Offload:before_copy(layer, to)
+  check(C.kvl_ring_wait_offload(self.ring, layer))
+  if self.hot then self.hot:drop(layer, to) end
+end
+
+-- ---- the engine of the policy guide ---------------------------------------------------
+
+local host_blocks = ffi.new("int32_t[?]", 4096)
+
+--- Start to copy a block of the host tier, or a list of them, into a slot of the ring.
+---@param slot integer     0 ... slots - 1
+---@param layer integer
+---@param blocks integer|integer[]
+function Offload:load_to_slot_layer(slot, layer, blocks)
+  if type(blocks) == "number" then blocks = { blocks } end
+  if #blocks > self.group then
+    error(("%d blocks, expected at most the %d of a slot"):format(
+      #blocks, self.group), 2)
+  end
+  if #blocks > 4096 then error("expected at most 4096 blocks in a load", 2) end
+  for i, block in ipairs(blocks) do host_blocks[i - 1] = block end
+  check(C.kvl_ring_load(self.ring, slot, layer, self.cache:layer(layer), host_blocks,
+    #blocks))
+end
+
+--- What is launched from here on waits for the slot's load.
+function Offload:wait_slot_layer(slot) check(C.kvl_ring_wait(self.ring, slot)) end
+
+--- The slot's memory, [group, 2, kv_heads, block_size, head_dim]: the blocks of its load
+-- come first. Past the valid tokens of a partial block lies anything: give attention the
+-- sequence's length.
+function Offload:kv_for_slot(slot)
+  return self.slot_views[slot]
+    or error(("slot is %s, expected 0 ... %d"):format(tostring(slot), self.slots - 1), 2)
+end
+
+--- What was launched so far is the last that reads the slot: before its next load.
+function Offload:record_slot_compute_done(slot)
+  check(C.kvl_ring_done(self.ring, slot))
+end
+
+--- The blocks of a layer's buffer that hold the present chunk of one or more sequences,
+-- and the tokens before it in its first block: [n, 2, kv_heads, block_size, head_dim].
+function Offload:prefill_buffer_slice(layer)
+  local batch = self.batch
+  local first = batch.host_ints[batch.layout.open_blocks]
+  return self.buffer_views[layer]:narrow(first, batch.touched)
+end
+
+--- A layer's buffer: open block i of the batch at batch.open_blocks[i].
+function Offload:decode_buffer(layer) return self.buffer_views[layer] end
+
+-- ---- what happened --------------------------------------------------------------------
+
+local out_bytes = ffi.new "int64_t[2]"
+
+--- Bytes that crossed the link so far: to_device, to_host. Waits for the device.
+function Offload:bytes()
+  check(C.kvl_ring_bytes(self.ring, out_bytes, out_bytes + 1))
+  local to_device = tonumber(out_bytes[0]) + self.moved:item()
+  if self.hot then to_device = to_device + self.hot:stats().bytes end
+  return to_device, tonumber(out_bytes[1]) + self.bytes_appended
+end
+
+--- Keep the next n spans of the ring: loads, the compute between wait and done, offloads.
+function Offload:trace(n)
+  check(C.kvl_ring_trace(self.ring, n))
+  self.trace_room = n
+end
+
+local KINDS = { [0] = "load", "compute", "offload" } -- ORDER kvl_span_kind
+
+--- The spans kept: kind, slot, layer, blocks, begin_us, end_us.
+function Offload:spans()
+  local buffer = ffi.new("kvl_span[?]", math.max(1, self.trace_room or 0))
+  local n = check(C.kvl_ring_trace_get(self.ring, buffer, self.trace_room or 0))
+  local spans = {}
+  for i = 0, n - 1 do
+    local s = buffer[i]
+    spans[i + 1] = { kind = KINDS[s.kind], slot = s.slot, layer = s.layer,
+                     blocks = s.blocks, begin_us = s.begin_us, end_us = s.end_us }
+  end
+  return spans
+end
+
+--- Wait for what is under way, and give the memory back.
+function Offload:close()
+  C.kvl_ring_close(ffi.gc(self.ring, nil))
+  for _, list in ipairs { self.slot_views, self.buffer_views } do
+    for _, view in pairs(list) do view:free() end
+  end
+  self.slot_memory:free()
+  self.buffer:free()
+  if self.hot then self.hot:close() end
+end
+
+return M

@@ -1,0 +1,278 @@
+--- Prefetch: `kv.prefetch { store = … }` brings blocks from a store into a cache while
+-- the device computes. Tasks wait by priority; worker threads read their records, layer 0
+-- of all blocks first, and copy them to the device beside its other work.
+--
+--   local engine = kv.prefetch { store = store }
+--   local ticket = engine:submit { request = 7, priority = engine.HIGH, cache = cache,
+--                                  keys = keys, blocks = { 4, 5, 6 } }
+--   …                                             -- other requests' steps
+--   local result = ticket:wait()                  -- or layer by layer:
+--   for layer = 0, layers - 1 do ticket:wait_layer(layer) … end
+--
+-- A block whose key the store lacks is no error: result.leading blocks have arrived, and
+-- result.arrived says which of the others have.
+-- Source: UCM's GSA (PrefetchEngine). Its submit_prefetch is engine:submit, its
+-- wait_for_completion is ticket:wait, its get_prefetched_kv the cache's own blocks.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+local out_engine, out_ticket = ffi.new "kvl_prefetch *[1]", ffi.new "kvl_ticket *[1]"
+local options_c, task = ffi.new "kvl_prefetch_options", ffi.new "kvl_prefetch_task"
+local result_c, stats_c = ffi.new "kvl_prefetch_result", ffi.new "kvl_prefetch_stats"
+local key_pointer, block_array = ffi.typeof "const kvl_key *", ffi.typeof "int32_t[?]"
+
+--- Every name in `o` is one of `known`, or an error in the caller's caller.
+local function check_names(what, o, known)
+  for name in pairs(o) do
+    if not known[name] then
+      local names = sorted.keys(known)
+      error(("%s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
+        what, tostring(name), nearest(tostring(name), names),
+        table.concat(names, ", ")), 3)
+    end
+  end
+end
+
+--- value as a whole number, or an error in the caller's caller (level 3).
+local function whole(what, name, value, level)
+  if type(value) ~= "number" or value % 1 ~= 0 then
+    error(("%s: %s is %s, expected a whole number"):format(what, name, tostring(value)),
+      level or 3)
+  end
+  return value
+end
+
+--- Seconds (nil: as long as it takes) as microseconds for the library.
+local function timeout_us(what, seconds)
+  if seconds == nil then return -1 end
+  if type(seconds) ~= "number" or seconds < 0 or seconds ~= seconds then
+    error(("%s: timeout is %s, expected seconds"):format(what, tostring(seconds)), 3)
+  end
+  return math.min(math.floor(seconds * 1e6), 2 ^ 53)
+end
+
+-- ---- ticket ---------------------------------------------------------------------------
+
+---@class kvlab.PrefetchResult
+---@field state string       "completed" or "cancelled"
+---@field blocks integer     that have arrived, with all of their layers
+---@field leading integer    of them, those before the first that has not
+---@field missing integer    keys that lacked a record
+---@field arrived boolean[]  for each key
+---@field bytes integer      read
+---@field us_queued number   before it ran
+---@field us_reading number  in the store
+---@field us_copying number  on the device's queue, while there was something to copy
+
+local function new_result()
+  local arrived = {}
+  for i = 1, result_c.n do arrived[i] = result_c.arrived[i - 1] == 1 end
+  return {
+    state = result_c.state == C.KVL_PREFETCH_COMPLETED and "completed" or "cancelled",
+    blocks = result_c.blocks, leading = result_c.leading, missing = result_c.missing,
+    arrived = arrived, bytes = tonumber(result_c.bytes), us_queued = result_c.us_queued,
+    us_reading = result_c.us_reading, us_copying = result_c.us_copying,
+  }
+end
+
+---@class kvlab.PrefetchTicket
+local Ticket = {}
+Ticket.__index = Ticket
+
+local function ticket_of(self)
+  return self.handle or error("prefetch: the ticket is closed", 3)
+end
+
+--- Wait until the task is over, at most `seconds`. What the store or the device failed
+-- with is raised.
+---@return kvlab.PrefetchResult|nil, string|nil  nil, "timeout"
+function Ticket:wait(seconds)
+  local us = timeout_us("wait", seconds)
+  if check(C.kvl_ticket_wait(ticket_of(self), us, result_c)) == 0 then
+    return nil, "timeout"
+  end
+  return new_result()
+end
+
+--- The result, if the task is over.
+---@return kvlab.PrefetchResult|nil, string|nil  nil, "pending"
+function Ticket:poll()
+  if check(C.kvl_ticket_wait(ticket_of(self), 0, result_c)) == 0 then
+    return nil, "pending"
+  end
+  return new_result()
+end
+
+--- Wait until a layer has been read, and have the stream (the current one) wait for its
+-- copies. False: some block of it will not come.
+function Ticket:wait_layer(layer, stream)
+  whole("wait_layer", "layer", layer)
+  return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
+end
+
+--- Stop the task at its next record. False: it was over.
+function Ticket:cancel() return check(C.kvl_ticket_cancel(ticket_of(self))) == 1 end
+
+--- Forget the ticket; the task goes on.
+function Ticket:close()
+  if not self.handle then return end
+  C.kvl_ticket_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+end
+
+-- ---- engine ---------------------------------------------------------------------------
+
+---@class kvlab.Prefetch
+local Prefetch = { URGENT = 0, HIGH = 1, NORMAL = 2, LOW = 3 }
+Prefetch.__index = Prefetch
+
+local DEFAULTS = { prefetch_workers = 4, max_pending_prefetch = 64,
+                   bytes_staging = 32 * 1024 * 1024 }
+local OPTIONS = { device = true, max_pending_prefetch = true, prefetch_workers = true,
+                  bytes_staging = true, store = true }
+
+--- An engine over a store. o: store; device (--device's); prefetch_workers (4) threads;
+-- max_pending_prefetch (64): how many tasks may wait; bytes_staging (32 MiB): pinned
+-- memory for records on their way to a GPU, twice a block of a layer for every worker at
+-- least.
+---@param o table
+---@return kvlab.Prefetch
+function M.prefetch(o)
+  check_names("prefetch", o, OPTIONS)
+  local function option(name)
+    return whole("prefetch", name, o[name] == nil and DEFAULTS[name] or o[name], 4)
+  end
+  options_c.workers = option "prefetch_workers"
+  options_c.max_pending = option "max_pending_prefetch"
+  options_c.bytes_staging = option "bytes_staging"
+  local store = type(o.store) == "table" and o.store.handle or nil
+  if not store then
+    error(("prefetch: store is %s, expected a store that is open"):format(
+      tostring(o.store)), 2)
+  end
+  local dev = require("kvlab.tensor.device").device(o.device)
+  check(C.kvl_prefetch_open(dev, store, options_c, out_engine))
+  return setmetatable({ device = dev, store = o.store, buffer = block_array(64),
+    room = 64, handle = ffi.gc(out_engine[0], C.kvl_prefetch_close) }, Prefetch)
+end
+
+local function handle_of(self)
+  return self.handle or error("prefetch: the engine is closed", 3)
+end
+
+local TASK = { blocks = true, cache = true, first_layer = true, keys = true,
+               layers = true, priority = true, request = true, timeout = true }
+
+--- The blocks in an array of the engine's; how many.
+local function fill_blocks(self, blocks)
+  local n = #blocks
+  if n > self.room then
+    self.room = 2 * n
+    self.buffer = block_array(self.room)
+  end
+  for i = 1, n do
+    if type(blocks[i]) ~= "number" then
+      error(("prefetch: block %d is %s, expected a number"):format(i,
+        tostring(blocks[i])), 3)
+    end
+    self.buffer[i - 1] = blocks[i]
+  end
+  return n
+end
+
+--- Keys for n blocks.
+local function pointer_to_keys(keys, n)
+  local ok, pointer = pcall(ffi.cast, key_pointer, keys)
+  if not ok or type(keys) ~= "cdata" then
+    error(("prefetch: keys is a %s, expected an array of kvl_key"):format(type(keys)), 3)
+  end
+  local size = ffi.sizeof(keys)
+  if tostring(ffi.typeof(keys)):find("[", 1, true) and size < n * 16 then
+    error(("prefetch: %d keys for %d blocks"):format(size / 16, n), 3)
+  end
+  return pointer
+end
+
+--- The hot cache of an offload engine forgets what the host tier is about to get.
+local function drop_hot(cache, first, layers, blocks)
+  local hot = cache.offload and cache.offload.hot
+  if not hot or #blocks == 0 then return end
+  local list = tensor.from(cache.device, "i32", { #blocks }, blocks)
+  for layer = first, first + layers - 1 do hot:drop(layer, list) end
+  list:free()
+end
+
+--- Queue a task. o: request: whose it is, a whole number; cache; keys: an array of
+-- kvl_key; blocks: the block of the cache for each, a list; first_layer (0) and layers
+-- (the rest); priority (NORMAL): lower goes first; timeout (none): seconds to wait while
+-- max_pending_prefetch tasks wait.
+---@return kvlab.PrefetchTicket|nil, string|nil  nil, "full"
+function Prefetch:submit(o)
+  local engine = handle_of(self)
+  check_names("submit", o, TASK)
+  local cache, first = o.cache, whole("prefetch", "first_layer", o.first_layer or 0)
+  if type(cache) ~= "table" or not tensor.is_tensor(cache.memory) then
+    error(("prefetch: cache is %s, expected a cache"):format(tostring(cache)), 2)
+  end
+  if type(o.blocks) ~= "table" then
+    error(("prefetch: blocks is %s, expected a list"):format(tostring(o.blocks)), 2)
+  end
+  local layers = whole("prefetch", "layers", o.layers or cache.layers - first)
+  if first < 0 or layers < 0 or first + layers > cache.layers then
+    error(("prefetch: layers %d ... %d, expected some of 0 ... %d"):format(first,
+      first + layers - 1, cache.layers - 1), 2)
+  end
+  local us = timeout_us("submit", o.timeout)
+  task.n = fill_blocks(self, o.blocks)
+  task.keys, task.blocks = pointer_to_keys(o.keys, task.n), self.buffer
+  task.request = whole("prefetch", "request", o.request)
+  task.priority = whole("prefetch", "priority", o.priority or Prefetch.NORMAL)
+  task.first_layer = first
+  drop_hot(cache, first, layers, o.blocks)
+  local memory = cache.memory:narrow(first, layers)
+  task.memory = memory
+  local status = C.kvl_prefetch_submit(engine, task, us, out_ticket)
+  memory:free()
+  if check(status) == 0 then return nil, "full" end
+  return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close) }, Ticket)
+end
+
+--- Cancel every task of a request. Returns how many were not over.
+function Prefetch:cancel(request)
+  return check(C.kvl_prefetch_cancel(handle_of(self),
+    whole("prefetch", "request", request)))
+end
+
+--- Give the waiting tasks of a request another priority. Returns how many.
+function Prefetch:reprioritise(request, priority)
+  return check(C.kvl_prefetch_reprioritise(handle_of(self),
+    whole("prefetch", "request", request), whole("prefetch", "priority", priority)))
+end
+
+local STATS = { "submitted", "completed", "cancelled", "failed", "hits", "misses",
+                "bytes", "waits", "us_stalled", "pending", "pending_peak" }
+
+--- Tasks submitted, completed, cancelled, failed, pending (waiting now) and pending_peak;
+-- hits and misses (records found, keys that lacked one); bytes; waits for what was not
+-- there yet, and us_stalled, the time in them.
+function Prefetch:stats()
+  check(C.kvl_prefetch_stats_get(handle_of(self), stats_c))
+  local t = {}
+  for _, key in ipairs(STATS) do t[key] = tonumber(stats_c[key]) end
+  return t
+end
+
+--- Cancel what waits, stop what runs. Tickets stay valid.
+function Prefetch:close()
+  if not self.handle then return end
+  C.kvl_prefetch_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+end
+
+return M

@@ -1,0 +1,169 @@
+--- Attention over a ring: first over the open blocks, causally, from the buffer, while
+-- the first loads are on their way; then the selected blocks of the host tier pass
+-- through the slots, a slot's load under the attention over the one before, and every
+-- pass joins its result to what came before.
+--
+-- A plan cuts a selection into passes on the device, so the host never learns what was
+-- selected. Where nothing is selected (dense), every layer has the same plan: it is made
+-- once a step, and loads run on into the next layers.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+-- From this size on a block whose number the host knows goes by the copy engine. The same
+-- as BYTES_COPY_ENGINE in runtime/memory/ring.c.
+local BYTES_COPY_ENGINE = 1024 * 1024
+
+---@class kvlab.Ring
+local Ring = {}
+Ring.__index = Ring
+
+--- How `attention` attends through the ring of its cache. issued and consumed count the
+-- loads of the present plan.
+function M.new(attention)
+  return setmetatable({ offload = attention.cache.offload, cut = ffi.new "kvl_cut",
+    plans = {}, step = -1, issued = 0, consumed = 0 }, Ring)
+end
+
+--- Where block i of sequence s lies in a slot: s * n + i; i32 [seqs, heads, n].
+local function slot_pattern(dev, seqs, heads, n)
+  local list = {}
+  for s = 0, seqs - 1 do
+    for _ = 1, heads do
+      for i = 0, n - 1 do list[#list + 1] = s * n + i end
+    end
+  end
+  return tensor.from(dev, "i32", { seqs, heads, n }, list)
+end
+
+--- Arrays for a plan of `passes` passes for `seqs` sequences and `heads` heads, and
+-- n_open open blocks of each.
+local function new_plan(self, seqs, heads, passes, n_open)
+  local dev, n = self.offload.cache.device, math.floor(self.offload.group / seqs)
+  local function ints(...) return tensor.tensor(dev, "i32", { ... }) end
+  local plan = {
+    passes = passes, n = n, logical = ints(passes, seqs, heads, n),
+    physical = ints(passes, seqs, heads, n), open_logical = ints(seqs, heads, n_open),
+    open_slots = ints(seqs, heads, n_open), slots = slot_pattern(dev, seqs, heads, n),
+    pass_logical = {}, pass_physical = {},
+  }
+  for p = 0, passes - 1 do
+    plan.pass_logical[p] = plan.logical:index(p)
+    plan.pass_physical[p] = plan.physical:index(p)
+  end
+  return plan
+end
+
+local function plan_for(self, is_dense, seqs, heads, passes, n_open)
+  local key = (((passes * 64 + heads) * 1024 + seqs) * 8192 + n_open) * 2
+    + (is_dense and 1 or 0)
+  local plan = self.plans[key]
+  if not plan then
+    plan = tensor.lasting(new_plan, self, seqs, heads, passes, n_open)
+    self.plans[key] = plan
+  end
+  return plan
+end
+
+--- Loads that ran ahead and are not wanted any more are over before their plan changes.
+local function drain(self)
+  local o = self.offload
+  if self.issued > self.consumed then
+    for slot = 0, o.slots - 1 do check(C.kvl_ring_wait(o.ring, slot)) end
+  end
+  self.issued, self.consumed = 0, 0
+end
+
+--- Cut the selection (nil: all blocks) of this layer.
+local function make_plan(self, selection, ctx)
+  local o, batch = self.offload, self.offload.batch
+  drain(self)
+  local heads = selection and tonumber(selection.shape[1]) or 1
+  local most = selection and math.min(tonumber(selection.shape[2]), batch.history)
+    or batch.history
+  local passes = math.ceil(most / math.floor(o.group / ctx.seqs))
+  local plan = plan_for(self, not selection, ctx.seqs, heads, passes, batch.open_max)
+  local cut = self.cut
+  cut.selection, cut.tables, cut.lens, cut.opens =
+    selection, ctx.tables, ctx.lens, batch.opens
+  cut.logical, cut.physical = plan.logical, plan.physical
+  cut.open_logical, cut.open_slots = plan.open_logical, plan.open_slots
+  cut.block_size = ctx.block_size
+  check(C.kvl_cut_selection(cut))
+  plan.by_engine = not selection and batch.count == 1
+    and o.bytes_block >= BYTES_COPY_ENGINE
+  if not plan.by_engine then check(C.kvl_ring_planned(o.ring)) end -- gathers read the cut
+  return plan
+end
+
+--- Start load number i: pass i % passes of the layer i / passes after `layer`.
+local function load(self, plan, layer, i)
+  local o, batch = self.offload, self.offload.batch
+  self.issued = self.issued + 1
+  local slot, pass = i % o.slots, i % plan.passes
+  layer = layer + math.floor(i / plan.passes)
+  local cache = o.cache:layer(layer)
+  if plan.by_engine then
+    local first = pass * plan.n
+    check(C.kvl_ring_load(o.ring, slot, layer, cache,
+      batch.host_ints + batch.layout.tables + first,
+      math.min(plan.n, batch.history - first)))
+  else
+    check(C.kvl_ring_gather(o.ring, slot, layer, cache, plan.pass_physical[pass],
+      plan.slots))
+  end
+end
+
+--- The plan of this layer, the layer that its loads began with, and the number of this
+-- layer's first pass among them. The first loads are under way when it returns.
+local function prepare(self, selection, ctx)
+  local o = self.offload
+  if selection then
+    local plan = make_plan(self, selection, ctx)
+    plan.total, self.step = plan.passes, -1
+    for i = 0, math.min(o.slots, plan.total) - 1 do load(self, plan, ctx.layer, i) end
+    return plan, ctx.layer, 0
+  end
+  if self.step ~= ctx.step or ctx.layer ~= self.next_layer then
+    local plan = make_plan(self, nil, ctx)
+    plan.total = plan.passes * (o.layers - ctx.layer)
+    self.dense, self.step, self.first_layer = plan, ctx.step, ctx.layer
+    for i = 0, math.min(o.slots, plan.total) - 1 do load(self, plan, ctx.layer, i) end
+  end
+  self.next_layer = ctx.layer + 1
+  return self.dense, self.first_layer, (ctx.layer - self.first_layer) * self.dense.passes
+end
+
+--- Attention of ctx.query over a selection (nil: every block) of this layer.
+function Ring:attend(attention, selection, ctx, out, lse)
+  local o = self.offload
+  if C.kvl_device_is_recording(o.cache.device) == 1 then
+    error("attention through a ring cannot be recorded in a graph: how many loads it "
+      .. "takes depends on the lengths. A hot cache can (hot_slots)", 0)
+  end
+  local plan, layer, first = prepare(self, selection, ctx)
+  local part, prev_lse, next_lse = attention:scratch(ctx)
+  if plan.passes == 0 then part, prev_lse = out, lse end
+  check(C.kvl_ring_wait(o.ring, C.KVL_RING_BUFFER))
+  local result = attention:attend_slots(ctx, o.buffer_views[ctx.layer], plan.open_logical,
+    plan.open_slots, part, prev_lse)
+  check(C.kvl_ring_done(o.ring, C.KVL_RING_BUFFER))
+  for pass = 0, plan.passes - 1 do
+    local i, is_last = first + pass, pass == plan.passes - 1
+    local slot, to = i % o.slots, part
+    if is_last then to = out end
+    check(C.kvl_ring_wait(o.ring, slot))
+    self.consumed = self.consumed + 1
+    result = attention:attend_slots(ctx, o.slot_views[slot], plan.pass_logical[pass],
+      plan.slots, to, is_last and lse or next_lse, part, prev_lse, true)
+    check(C.kvl_ring_done(o.ring, slot))
+    if i + o.slots < plan.total then load(self, plan, layer, i + o.slots) end
+    prev_lse, next_lse = next_lse, prev_lse
+  end
+  return result
+end
+
+return M

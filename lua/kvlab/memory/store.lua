@@ -1,0 +1,216 @@
+--- Block stores: KV blocks that outlive a request, a process or a machine, found by the
+-- tokens that they hold (docs/store.md).
+--
+--   local store = kv.store("lmdb:blocks.lmdb", { capacity = 8e9, block_size = 16,
+--     model = kv.store.model("llama-3-8b", cache) })
+--   local keys, n = store:keys(tokens)
+--   for b = 0, store:find(keys, n, cache.layers) - 1 do ... store:get_block(...) end
+local constructor = require "kvlab.constructor"
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+local out_store = ffi.new "kvl_store *[1]"
+local stats = ffi.new "kvl_store_stats"
+local words = ffi.new "char[320]"
+local key_list = ffi.typeof "kvl_key[?]"
+
+local OPTIONS = { capacity = "number", model = "string", block_size = "number",
+                  timeout_ms = "number" }
+
+---@class kvlab.Store
+---@field url string
+---@field model string|nil
+---@field block_size integer|nil
+---@field handle ffi.cdata*  kvl_store *; nil once it is closed
+local Store = {}
+Store.__index = Store
+
+--- A text that names all that makes blocks of `cache` unfit for other models and caches.
+---@param name string  of the model and its weights
+---@param cache kvlab.Cache
+function M.model(name, cache)
+  local format = "%s layers=%d kv_heads=%d head_dim=%d block_size=%d dtype=%s layout=2hbd"
+  return format:format(name, cache.layers, cache.kv_heads, cache.head_dim,
+    cache.block_size, cache.dtype)
+end
+
+local function check_options(o)
+  for name, value in pairs(o) do
+    if not OPTIONS[name] then
+      local known = sorted.keys(OPTIONS)
+      error(("store: unknown option %s; the nearest is %s, there are %s"):format(
+        tostring(name), nearest(tostring(name), known),
+        table.concat(known, ", ")), 3)
+    elseif type(value) ~= OPTIONS[name] then
+      error(("store: %s is %s, expected a %s"):format(name, tostring(value),
+        OPTIONS[name]), 3)
+    end
+  end
+  if o.block_size and (o.block_size < 1 or o.block_size % 1 ~= 0) then
+    error(("store: block_size is %s, expected a whole number >= 1"):format(o.block_size),
+      3)
+  end
+end
+
+--- Open a store.
+---@param url string  memory:  lmdb:PATH  redis://[user:password@]host[:port][/db]
+---@param o? table  capacity: bytes of blocks (no limit); timeout_ms (1000), for Redis;
+--                  model: see M.model, and block_size: for :keys
+---@return kvlab.Store
+local function open(url, o)
+  if type(url) ~= "string" then
+    error(("store: url is %s, expected a string"):format(tostring(url)), 2)
+  end
+  o = o or {}
+  check_options(o)
+  check(C.kvl_store_open(url, o.capacity or 0, o.timeout_ms or 0, out_store))
+  return setmetatable({ handle = ffi.gc(out_store[0], C.kvl_store_close),
+    url = url:gsub("//.*@", "//"), model = o.model, block_size = o.block_size,
+    staging = {} }, Store)
+end
+
+local function handle_of(self)
+  return self.handle or error("the store is closed", 3)
+end
+
+--- Keys of the full blocks of a list of tokens, and how many; keys count from 0.
+---@param tokens integer[]
+---@param parent? ffi.cdata*  the key of the block before the first; none: a text begins
+---@return ffi.cdata*, integer
+function Store:keys(tokens, parent)
+  if not self.block_size or not (self.model or parent) then
+    error("the store was opened without model and block_size, which keys need", 2)
+  end
+  local count = #tokens
+  local ids = ffi.new("int32_t[?]", count)
+  for i = 1, count do ids[i - 1] = tokens[i] end
+  local keys = key_list(math.floor(count / self.block_size))
+  return keys, check(C.kvl_block_keys(self.model, parent, ids, count, self.block_size,
+    keys))
+end
+
+--- How many blocks from the first key on have all their layers in the store.
+---@param keys ffi.cdata*  from :keys
+---@param n integer        how many of them
+---@param layers integer
+function Store:find(keys, n, layers)
+  local handle = handle_of(self)
+  for layer = 0, layers - 1 do
+    n = check(C.kvl_store_find(handle, keys, n, layer, nil))
+  end
+  return n
+end
+
+--- Memory of the host with the size of `block`, for blocks that lie on a GPU.
+local function staging_for(self, block)
+  local dtype, dims = library.dtype_names[block.dtype], { tonumber(block.count) }
+  local id = ("%s %s %d"):format(block.device:name(), dtype, dims[1])
+  local staging = self.staging[id]
+  if not staging then
+    staging = tensor.lasting(tensor.pinned, block.device, dtype, dims)
+    self.staging[id] = staging
+  end
+  return staging
+end
+
+local view = ffi.new "kvl_tensor" -- of the block that is being moved
+
+--- move(handle, key, layer, host memory, its bytes, staging) for one block, which the
+-- host cannot reach where there is staging. Everything launched before is done.
+local function with_block(self, move, key, layer, memory, block)
+  local handle = self.handle or error("the store is closed", 3)
+  if not tensor.is_tensor(memory) then
+    error(("memory is a %s, expected a tensor [blocks, 2, kv_heads, block_size, "
+      .. "head_dim]"):format(type(memory)), 3)
+  end
+  check(C.kvl_tensor_index(memory, block, view), 3)
+  local bytes = view.count * C.kvl_dtype_bytes(view.dtype)
+  local is_near = C.kvl_device_is_cpu(view.device) == 1 or memory:is_pinned()
+  local staging = not is_near and staging_for(self, view) or nil
+  local status = C.kvl_device_sync(view.device)
+  if status >= 0 then
+    status = move(handle, key, layer, (staging or view).ptr, bytes, staging)
+  end
+  C.kvl_tensor_close(view)
+  return check(status, 3) == 1
+end
+
+local function put(handle, key, layer, host, bytes, staging)
+  local status = 0
+  if staging then
+    status = C.kvl_copy(view, staging)
+    if status >= 0 then status = C.kvl_device_sync(view.device) end
+  end
+  return status < 0 and status or C.kvl_store_put(handle, key, layer, host, bytes)
+end
+
+local function get(handle, key, layer, host, bytes, staging)
+  local status = C.kvl_store_get(handle, key, layer, host, bytes)
+  if status == 1 and staging then
+    local copied = C.kvl_copy(staging, view)
+    if copied < 0 then return copied end
+  end
+  return status
+end
+
+--- Put block `block` of a layer's memory, on any device, pinned or not. Waits for the
+-- device. Returns true, or nil and why it could not be stored.
+---@param key ffi.cdata*    keys[i]
+---@param layer integer
+---@param memory ffi.cdata* cache:layer(layer): [blocks, 2, kv_heads, block_size, ...]
+---@param block integer     its physical number
+function Store:put_block(key, layer, memory, block)
+  if with_block(self, put, key, layer, memory, block) then return true end
+  return nil, self:problem()
+end
+
+--- Fill block `block` of a layer's memory with the record of `key`. Waits for the device.
+-- Returns true; or nil and why, and the block is as it was.
+function Store:get_block(key, layer, memory, block)
+  if with_block(self, get, key, layer, memory, block) then return true end
+  return nil, "not in the store"
+end
+
+--- Forget a block of a layer. Returns whether it was there.
+function Store:remove(key, layer)
+  return check(C.kvl_store_remove(handle_of(self), key, layer)) == 1
+end
+
+--- Make what was put survive a power failure, in an lmdb store.
+function Store:sync() check(C.kvl_store_sync(handle_of(self))) end
+
+--- The words of the last damaged record or error; nil when there was none.
+---@return string|nil
+function Store:problem()
+  local n = check(C.kvl_store_problem(handle_of(self), words, ffi.sizeof(words)))
+  return n > 0 and ffi.string(words, n) or nil
+end
+
+--- hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written of this
+-- store since it was opened; bytes_held and records now, nil where they are not known.
+function Store:stats()
+  check(C.kvl_store_stats_get(handle_of(self), stats))
+  local t = {}
+  for _, name in ipairs { "hits", "misses", "puts", "evictions", "damaged", "errors",
+                          "bytes_read", "bytes_written", "bytes_held", "records" } do
+    local n = tonumber(stats[name])
+    t[name] = n >= 0 and n or nil
+  end
+  return t
+end
+
+--- Syncs, and gives memory, file and connections back.
+function Store:close()
+  if not self.handle then return end
+  C.kvl_store_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+  for _, staging in pairs(self.staging) do staging:free() end
+end
+
+return constructor(M, open)

@@ -1,0 +1,193 @@
+--- Captures: what the attention layers of a real model were given for a text, as
+-- tools/capture_hf.py writes it (docs/capture.md), and their last tokens decoded anew
+-- under any policy. No weights are needed: queries, keys and values are the model's own.
+--
+--   local capture = kv.capture "FOLDER"
+--   local replay = capture:replay { decode = 64, block_size = 16 }
+--   local probe, model_error = replay:run(kv.policy "quest", kv.probe)
+--
+-- Every layer gets the queries that it got in the model, whatever the layers before it
+-- gave now: errors do not add up over layers.
+local constructor = require "kvlab.constructor"
+local attention_of = require("kvlab.policy.attention").attention
+local device_of = require("kvlab.tensor.device").device
+local files = require "kvlab.files"
+local json = require "kvlab.json"
+local new_cache = require("kvlab.memory.cache").cache
+local ops = require "kvlab.tensor.ops"
+local safetensors = require "kvlab.tensor.safetensors"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local M = {}
+
+local FORMAT = "kvlab capture 1"
+local DTYPES = { float32 = "f32", float16 = "f16", bfloat16 = "bf16" }
+local CHUNK = 512 -- tokens of a prefill step
+
+---@class kvlab.Capture
+---@field folder string
+---@field model string      as it was named to the tool
+---@field layers integer[]  numbers of the captured layers in the model
+---@field tokens integer
+---@field heads integer
+---@field kv_heads integer
+---@field head_dim integer
+---@field scale number      of q . k
+---@field dtype string
+local Capture = {}
+Capture.__index = Capture
+
+--- Opens a capture. Raises when the folder holds none, or one that cannot be read.
+---@param folder string
+---@return kvlab.Capture
+local function open(folder)
+  local path = folder .. "/manifest.json"
+  local text = files.read(path)
+  if not text then error(("capture: there is no %s"):format(path), 2) end
+  local ok, m = pcall(json.decode, text)
+  if not ok or type(m) ~= "table" or m.format ~= FORMAT then
+    error(("capture: %s is %s, expected a manifest of format \"%s\""):format(path,
+      ok and type(m) == "table" and "of format " .. tostring(m.format) or "no object",
+      FORMAT), 2)
+  end
+  local self = setmetatable({ folder = folder, model = m.model, layers = m.layers,
+    tokens = m.tokens, heads = m.heads, kv_heads = m.kv_heads, head_dim = m.head_dim,
+    scale = m.scale, dtype = DTYPES[m.dtype] }, Capture)
+  if not self.dtype then
+    error(("capture: %s: dtype is %s, expected float32, float16 or bfloat16"):format(path,
+      tostring(m.dtype)), 2)
+  end
+  return self
+end
+
+--- q and out [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the i-th
+-- captured layer, from 1.
+---@return {q: ffi.cdata*, k: ffi.cdata*, v: ffi.cdata*, out: ffi.cdata*}
+function Capture:layer(i, device)
+  local file = safetensors(("%s/layer_%03d.safetensors"):format(self.folder,
+    self.layers[i]))
+  local layer = {}
+  for name, heads in pairs { q = self.heads, out = self.heads, k = self.kv_heads,
+                             v = self.kv_heads } do
+    layer[name] = file:read(name, device, nil, { self.tokens, heads, self.head_dim })
+  end
+  file:close()
+  return layer
+end
+
+-- ---- replay ---------------------------------------------------------------------------
+
+---@class kvlab.Replay
+---@field capture kvlab.Capture
+---@field cache kvlab.Cache
+---@field prompt integer  tokens that are there before the first decoded one
+local Replay = {}
+Replay.__index = Replay
+
+--- One chunk after the other until `seq` has the prompt: fn(layer, first, n) for each
+-- layer of each.
+local function prefill(self, seq, begin, fn)
+  for first = 0, self.prompt - 1, CHUNK do
+    local n = math.min(CHUNK, self.prompt - first)
+    self.batch:append({ seq }, { n })
+    begin()
+    for layer = 0, #self.layers - 1 do fn(self, layer, first, n) end
+  end
+end
+
+--- The prompt's K and V, without any attention.
+local function write_prompt(self, layer, first, n)
+  local t = self.layers[layer + 1]
+  ops.append_kv(t.k:narrow(first, n), t.v:narrow(first, n), self.batch.slots,
+    self.cache:layer(layer))
+end
+
+--- Memory for the last `decode` tokens of the text to be decoded again.
+---@param o? {decode?: integer, block_size?: integer, device?: string}  32 tokens, or as
+---  many as there are after the first; blocks of 16; --device's
+---@return kvlab.Replay
+function Capture:replay(o)
+  o = o or {}
+  local decode, size = o.decode or math.min(32, self.tokens - 1), o.block_size or 16
+  if type(decode) ~= "number" or decode % 1 ~= 0 or decode < 1
+    or decode >= self.tokens then
+    error(("replay: decode is %s, expected 1 ... %d, less than the text has tokens")
+      :format(tostring(decode), self.tokens - 1), 2)
+  end
+  local device, blocks = device_of(o.device), math.ceil(self.tokens / size)
+  local replay = setmetatable({ capture = self, layers = {}, max_blocks = blocks,
+                                prompt = self.tokens - decode }, Replay)
+  for i = 1, #self.layers do replay.layers[i] = self:layer(i, device) end
+  replay.cache = new_cache { device = device, dtype = self.dtype, layers = #self.layers,
+    blocks = 2 * blocks + 2, block_size = size, kv_heads = self.kv_heads,
+    head_dim = self.head_dim }
+  replay.batch = replay.cache:batch { max_seqs = 1, max_tokens = CHUNK,
+                                    max_blocks = blocks }
+  replay.base = replay.cache:sequence()
+  replay.out = tensor.tensor(device, self.dtype, { 1, self.heads, self.head_dim })
+  prefill(replay, replay.base, function() end, write_prompt)
+  return replay
+end
+
+--- The sequence with its prompt, for an attention that has just been made: a fork of what
+-- is there, or, for policies that watch the prompt's queries, prefilled with them.
+local function open_sequence(self, attention)
+  if not attention.decode_policy.watches_prompt then
+    attention:adopt { self.base }
+    return self.base:fork()
+  end
+  local seq = self.cache:sequence()
+  attention:request_begin(seq)
+  prefill(self, seq, function() attention:begin(self.batch, true) end,
+    function(_, layer, first, n)
+      local t = self.layers[layer + 1]
+      attention:forward(layer, t.q:narrow(first, n), t.k:narrow(first, n),
+        t.v:narrow(first, n))
+    end)
+  return seq
+end
+
+local function row_norms(x) return x:mul(x):sum(2):sqrt() end
+
+--- The sum over heads of |out - want| / |want|.
+local function distance(out, want)
+  want = want:cast "f32"
+  return (row_norms(out:cast "f32" - want) / row_norms(want)):sum():item()
+end
+
+--- Decodes the last tokens under a policy.
+---@param policy table
+---@param observe? fun(attention: kvlab.Attention): table  such as kv.probe
+---@return table|nil observer
+---@return number model_error  mean relative distance of a head's output from that of the
+--                             model, which for full attention is rounding
+function Replay:run(policy, observe)
+  local capture = self.capture
+  local attention = attention_of { cache = self.cache, heads = capture.heads,
+    scale = capture.scale, decode_policy = policy, max_seqs = 1,
+    max_blocks = self.max_blocks }
+  local seq, sum = open_sequence(self, attention), 0
+  local observer = observe and observe(attention)
+  for at = self.prompt, capture.tokens - 1 do
+    self.batch:append({ seq }, { 1 })
+    attention:begin(self.batch, false)
+    for layer, t in ipairs(self.layers) do
+      attention:forward(layer - 1, t.q:narrow(at, 1), t.k:narrow(at, 1),
+        t.v:narrow(at, 1), self.out)
+      sum = sum + tensor.scope(distance, self.out, t.out:narrow(at, 1))
+    end
+  end
+  attention:request_finished(seq)
+  seq:close()
+  local outputs = (capture.tokens - self.prompt) * #self.layers * capture.heads
+  return observer, sum / outputs
+end
+
+function Replay:close()
+  self.cache:close()
+  for _, layer in ipairs(self.layers) do
+    for _, t in pairs(layer) do t:free() end
+  end
+end
+
+return constructor(M, open)

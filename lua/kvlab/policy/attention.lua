@@ -1,0 +1,375 @@
+--- Attention over a paged cache with a policy: the only place where policies meet
+-- kernels. One call a layer: append K and V, tell the policies, let the policy of the
+-- phase select, attend over the selection. Where KV lies (on the device; in host memory,
+-- behind a ring or a hot cache) is the cache's affair: policies are the same.
+--
+--   local quest = kv.policy("quest", { ratio = 0.1 })
+--   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
+--   attention:begin(batch, false)              once a step, after batch:append
+--   attention:forward(layer, q, k, v, out)     once a layer
+local C = require("kvlab.library").C
+local context = require "kvlab.policy.context"
+local ops = require "kvlab.tensor.ops"
+local policy = require "kvlab.policy.policy"
+local tensor = require "kvlab.tensor.tensor"
+
+local M = {}
+
+---@class kvlab.Attention
+---@field cache kvlab.Cache
+---@field prefill_policy table
+---@field decode_policy table
+---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
+--                         of each step, beside the policies'
+local Attention = {}
+Attention.__index = Attention
+
+--- The policy of a phase: the one given, which has to declare that phase, or `default`
+-- where that does, or full.
+local function phase_policy(o, phase, default)
+  local p = o[phase .. "_policy"]
+  if not p then return default and default[phase] and default or policy "full" end
+  if not p[phase] then
+    error(("policy %s does not select in %s, as %s_policy it would have to"):format(
+      p.name, phase, phase), 3)
+  end
+  return p
+end
+
+local function each_policy(self, fn)
+  fn(self.prefill_policy)
+  if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
+end
+
+--- How this attention reaches a cache in host memory.
+local function open_offload(self, o)
+  local engine = self.cache.offload
+  self.ring = require("kvlab.memory.ring").new(self)
+  local through = o.decode_through or (engine.hot and "hot" or "ring")
+  if through ~= "ring" and not (through == "hot" and engine.hot) then
+    error(("attention: decode_through is %s, expected ring%s"):format(tostring(through),
+      engine.hot and " or hot" or "; this cache has no hot cache (hot_slots)"), 3)
+  end
+  self.hot = through == "hot" and engine.hot or nil
+end
+
+--- Attention over `cache` for `heads` query heads.
+---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
+--                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
+--                 [pairs]: forward takes q and k as yet unrotated, see ops.rope), window:
+--                 tokens that a query sees, itself included (0: all), soft_cap of the
+--                 scores (0: none), max_seqs (16),
+--                 max_blocks of a sequence (all of the cache); decode_through: "hot" or
+--                 "ring", where the cache has both ("hot")
+---@return kvlab.Attention
+function M.attention(o)
+  local cache = o.cache
+  if type(cache) ~= "table" or not cache.kv_heads then
+    error(("attention: cache is a %s, expected a kv.cache"):format(type(cache)), 2)
+  end
+  if not o.heads or o.heads % cache.kv_heads ~= 0 then
+    error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
+      tostring(o.heads), cache.kv_heads), 2)
+  end
+  local self = setmetatable({ cache = cache, inv_freq = o.inv_freq, event = {} },
+    Attention)
+  self.prefill_policy = phase_policy(o, "prefill")
+  self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
+  self.shape = {
+    device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
+    block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
+    dtype = cache.dtype, scale = o.scale or 1 / math.sqrt(cache.head_dim),
+    max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
+  }
+  each_policy(self, function(p) policy.attach(p, self.shape) end)
+  self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
+    max_blocks = self.shape.max_blocks, k_scales = cache.k_scales })
+  self.scratches = {}
+  self.call = { scale = self.shape.scale, alibi = o.alibi,
+                window = o.window, soft_cap = o.soft_cap, causal = true }
+  if cache.offload then open_offload(self, o) end
+  return self
+end
+
+--- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are
+-- a chunk of a prompt rather than one decoded token each. ends_prompts: the last chunk,
+-- what follows is decoded; a boolean for each sequence, nil when it is none's.
+---@param batch kvlab.Batch
+---@param is_prefill boolean
+---@param ends_prompts? boolean[]
+function Attention:begin(batch, is_prefill, ends_prompts)
+  if not is_prefill and batch.tokens_count ~= batch.count then
+    error(("a decode step of %d tokens for %d sequences, expected one each"):format(
+      batch.tokens_count, batch.count), 2)
+  end
+  self.batch, self.ends_prompts = batch, ends_prompts
+  self.policy = is_prefill and self.prefill_policy or self.decode_policy
+  if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
+  self.context:begin(batch, is_prefill)
+  if self.policy.step_begin then self.policy:step_begin(self.context) end
+end
+
+--- Rotate q, and k, where that is asked for, and write K and V of the step; the memory on
+-- the device that has them, and where.
+local function append(self, layer, q, k, v)
+  local batch, engine, inv_freq = self.batch, self.cache.offload, self.inv_freq
+  if engine then
+    if inv_freq then
+      ops.rope(q, batch.positions, inv_freq)
+      ops.rope(k, batch.positions, inv_freq)
+    end
+    return engine:append(layer, k, v), batch.open_blocks
+  end
+  local memory = self.cache:layer(layer)
+  if inv_freq then
+    ops.rope_append(q, k, v, batch.positions, inv_freq, batch.slots, memory,
+      self.cache:scales(layer))
+  else
+    ops.append_kv(k, v, batch.slots, memory, self.cache:scales(layer))
+  end
+  return memory, batch.blocks
+end
+
+--- Call a hook of both policies.
+local function call_hook(self, hook, argument)
+  local first, second = self.prefill_policy, self.decode_policy
+  if first[hook] then first[hook](first, argument) end
+  if second ~= first and second[hook] then second[hook](second, argument) end
+end
+
+--- Begin to bring what the decode policy expects of a coming step.
+local function bring_ahead(self, ctx)
+  local p, ends = self.decode_policy, self.ends_prompts
+  if not p.predict or ctx.is_prefill and not ends then return end
+  local expected = p:predict(ctx)
+  if expected then self.hot:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil) end
+end
+
+--- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
+-- With inv_freq, q is rotated in place; k may be.
+---@return ffi.cdata* out  [tokens, heads, head_dim]
+function Attention:forward(layer, q, k, v, out)
+  local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
+  ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
+  ev.turns = batch.turns
+  ev.k, ev.k_blocks = append(self, layer, q, k, v)
+  local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
+  call_hook(self, hook, ev)
+  if self.cache.offload then self.cache.offload:offload(layer) end
+  ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
+  local hooks = self.hooks
+  if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
+  call_hook(self, "attention_begin", ctx)
+  local selection, counts
+  if p.eager and C.kvl_device_is_recording(self.cache.device) == 1 then
+    error(("policy %s decides at each step what to launch and cannot be recorded in a "
+      .. "graph"):format(p.name), 2)
+  end
+  local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
+  local tokens
+  out, selection, counts, tokens = compute(p, self, ctx, out)
+  if self.probe then self.probe:observe(self, ctx, selection, counts, tokens) end
+  call_hook(self, "attention_finished", ctx)
+  if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
+  if self.hot then bring_ahead(self, ctx) end
+  return out
+end
+
+--- Attention of ctx.query over a selection (nil: every block), written to `out`; with lse
+-- when given. For policies that override compute.
+function Attention:over(selection, ctx, out, lse)
+  if not self.cache.offload then return self:direct(selection, ctx, out, lse) end
+  if self.hot and not ctx.is_prefill then
+    return self.hot:attend(self, selection, ctx, out, lse)
+  end
+  return self.ring:attend(self, selection, ctx, out, lse)
+end
+
+--- The same straight from the cache's memory, wherever it lies, changing nothing: what a
+-- probe compares with. Through a link it is slow; a prefill chunk may not have reached
+-- the host tier yet.
+function Attention:direct(selection, ctx, out, lse)
+  return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
+end
+
+--- Attention of ctx.query over the selected blocks as they lie in `memory`: block i of
+-- the selection at slots[i]; without slots, where ctx.tables says. With prev and prev_lse
+-- joined to that attention over other keys. is_past: no key is later than any query.
+function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, prev_lse,
+                                is_past)
+  local call = self.call
+  call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
+  call.starts, call.selection, call.slots = ctx.starts, selection, slots
+  call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
+  call.k_scale, call.v_scale = self.cache:scales(ctx.layer)
+  call.causal = not is_past
+  return ops.paged_attention(call)
+end
+
+--- Attention of ctx.query over listed tokens, all of which each row may see: slots i32
+-- [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV is on the device.
+function Attention:over_tokens(slots, ctx, out, lse)
+  local call = self.call
+  local lacks = self.cache.offload and "KV in host memory" or call.alibi and "ALiBi"
+    or call.window and "a window" or call.soft_cap and "a soft cap"
+  if lacks then
+    error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
+  end
+  local k_scale, v_scale = self.cache:scales(ctx.layer)
+  return ops.token_attention { q = ctx.query, cache = ctx.cache, slots = slots, out = out,
+    scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
+end
+
+local function new_scratch(self, tokens)
+  local shape, dev = self.shape, self.shape.device
+  return { tensor.tensor(dev, "f32", { tokens, shape.heads, shape.head_dim }),
+           tensor.tensor(dev, "f32", { tokens, shape.heads }),
+           tensor.tensor(dev, "f32", { tokens, shape.heads }) }
+end
+
+--- Buffers for a part of a step's result: out f32 [tokens, heads, head_dim] and two lse
+-- f32 [tokens, heads].
+function Attention:scratch(ctx)
+  local tokens = tonumber(ctx.query.shape[0])
+  local s = self.scratches[tokens]
+  if not s then
+    s = tensor.lasting(new_scratch, self, tokens)
+    self.scratches[tokens] = s
+  end
+  return s[1], s[2], s[3]
+end
+
+-- ---- weights --------------------------------------------------------------------------
+
+--- What over_weighted needs for selections of n blocks for `heads` heads: the selection's
+-- columns one after the other, the weight of each for every query head, and sums.
+local function new_columns(self, ctx, heads, n)
+  local dev, shape, seqs = self.shape.device, self.shape, ctx.seqs
+  local rows = seqs * heads
+  --- Entry (row, column) of [rows, n], column by column, each row `times` times.
+  local function transposed(times)
+    local down = (tensor.arange(dev, "i32", rows * times) / times * n)
+      :reshape { 1, rows * times }
+    return (tensor.arange(dev, "i32", n):reshape { n, 1 } + down)
+      :reshape { 1, n * rows * times }
+  end
+  local group, dims = shape.heads / heads, { seqs, shape.heads, shape.head_dim }
+  local c = { order = transposed(1), spread = transposed(group), blocks = {}, shifts = {},
+    list = tensor.tensor(dev, "i32", { 1, n * rows }),
+    weights = tensor.tensor(dev, "f32", { rows, n }),
+    spread_weights = tensor.tensor(dev, "f32", { 1, n * rows * group }),
+    out = tensor.tensor(dev, "f32", dims), part = tensor.tensor(dev, "f32", dims),
+    lse = tensor.tensor(dev, "f32", { seqs, shape.heads }),
+    part_lse = tensor.tensor(dev, "f32", { seqs, shape.heads }) }
+  c.flat_weights = c.weights:reshape { 1, rows * n }
+  local blocks = c.list:reshape { n, seqs, heads, 1 }
+  local shifts = c.spread_weights:reshape { n, seqs, shape.heads }
+  for i = 0, n - 1 do c.blocks[i], c.shifts[i] = blocks:index(i), shifts:index(i) end
+  return c
+end
+
+--- Attention of a decode step over a selection in which every key of a block counts
+-- exp(log_weights) times: f32 [seqs, heads, width], heads as the selection has. A launch
+-- for each entry of the selection, joined by their log-sum-exp: slow.
+function Attention:over_weighted(selection, log_weights, ctx, out)
+  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local c = self.columns
+  if not c or c.n ~= n or c.shape_number ~= ctx.shape_number then
+    c = tensor.lasting(new_columns, self, ctx, heads, n)
+    c.n, c.shape_number, self.columns = n, ctx.shape_number, c
+  end
+  local rows = ctx.seqs * heads
+  selection:reshape { 1, rows * n }:gather(c.order, c.list)
+  log_weights:reshape { rows, ctx.width }
+    :gather(selection:reshape { rows, n }, c.weights)
+  c.flat_weights:gather(c.spread, c.spread_weights)
+  c.out:fill_(0)
+  c.lse:fill_(-math.huge)
+  for i = 0, n - 1 do
+    self:over(c.blocks[i], ctx, c.part, c.part_lse)
+    c.part_lse:add(c.shifts[i], c.part_lse)
+    ops.merge_attention(c.out, c.lse, c.part, c.part_lse)
+  end
+  return c.out:cast(ctx.query:type(), out or tensor.open_like(ctx.query))
+end
+
+--- Tell the policies that a sequence begins to be served, and that it is done.
+function Attention:request_begin(seq)
+  each_policy(self, function(p)
+    if p.request_begin then p:request_begin(seq) end
+  end)
+end
+
+--- A sequence ends: policies forget what they keep for it.
+function Attention:request_finished(seq)
+  each_policy(self, function(p)
+    if p.request_finished then p:request_finished(seq) end
+  end)
+end
+
+--- Show a policy the K of blocks, in every layer.
+local function show_to(self, p, blocks, tokens)
+  local dev = self.cache.device
+  local ids = tensor.from(dev, "i32", { #blocks }, blocks)
+  local ev = { blocks = ids, k_blocks = ids, turns = #blocks,
+               num_tokens = tensor.from(dev, "i32", { #blocks }, tokens) }
+  for layer = 0, self.cache.layers - 1 do
+    ev.layer, ev.k = layer, self.cache:layer(layer)
+    p:on_prefill_offload(ev)
+  end
+end
+
+--- Show the policies blocks that no step of theirs wrote, as if they had been prefilled
+-- now: what their memory's last content left in the policies' summaries means nothing.
+---@param blocks integer[]  physical
+---@param tokens integer[]  valid in each
+---@param keys? any[]       of their content, for policies that kept what they know of it
+function Attention:show(blocks, tokens, keys)
+  each_policy(self, function(p)
+    if not p.on_prefill_offload then return end
+    local new, new_tokens = {}, {}
+    for i, block in ipairs(blocks) do
+      if not (keys and p.recall_block and p:recall_block(keys[i], block)) then
+        new[#new + 1], new_tokens[#new_tokens + 1] = block, tokens[i]
+      end
+    end
+    if #new > 0 then tensor.scope(show_to, self, p, new, new_tokens) end
+  end)
+end
+
+--- A full block, whose key this is, may leave the cache and come back.
+function Attention:keep(key, block)
+  each_policy(self, function(p)
+    if p.keep_block then p:keep_block(key, block) end
+  end)
+end
+
+--- Show policies that were attached late the sequences that are in the cache already.
+---@param seqs kvlab.Sequence[]
+function Attention:adopt(seqs)
+  each_policy(self, function(p)
+    if p.watches_prompt then
+      error(("policy %s watches the prompt's queries, which are gone: prefill anew")
+        :format(p.name), 4)
+    end
+  end)
+  local ids, tokens, size = {}, {}, self.cache.block_size
+  for _, seq in ipairs(seqs) do
+    local length = seq:length()
+    self:request_begin(seq)
+    for b, block in ipairs(seq:table()) do
+      ids[#ids + 1] = block
+      tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)
+    end
+  end
+  self:show(ids, tokens)
+end
+
+--- Forget what the policies keep; sequences are not touched.
+function Attention:reset()
+  each_policy(self, function(p)
+    if p.reset then p:reset() end
+  end)
+end
+
+return M

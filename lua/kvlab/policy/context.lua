@@ -1,0 +1,315 @@
+--- What a policy sees of one layer of one step, and the buffers it writes to. One context
+-- lives as long as its attention and is refilled, so that a step allocates nothing.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local ops = require "kvlab.tensor.ops"
+local policy = require "kvlab.policy.policy"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local M = {}
+
+---@class kvlab.Context
+---@field layer integer
+---@field layers integer
+---@field query ffi.cdata*       [tokens, heads, head_dim]; one token a sequence in decode
+---@field is_prefill boolean
+---@field step integer           steps of this attention so far; the same for every layer
+---@field shape_number integer   changes with seqs and width
+---@field block_size integer
+---@field total_kv_len integer   tokens of the longest sequence
+---@field sequences kvlab.Sequence[]
+---@field seqs integer           sequences
+---@field width integer          columns of tables and scores: blocks of the longest
+--                               sequence, rounded up
+---@field tables ffi.cdata*      i32 [seqs, width]   physical blocks, -1 past the last
+---@field lens ffi.cdata*        i32 [seqs]
+---@field starts ffi.cdata*|nil  i32 [seqs + 1], prefill
+---@field cache ffi.cdata*       this layer's KV memory
+---@field scores ffi.cdata*      f32 [seqs, kv_heads, width], to be written by score
+---@field scores_shared ffi.cdata*  f32 [seqs, 1, width], the same for all heads
+---@field batch kvlab.Batch      the step's batch: counts of new tokens and more
+local Context = {}
+Context.__index = Context
+
+---@param shape table   see policy.lua
+---@param limits table  max_seqs, max_blocks, k_scales of an f8e4m3 cache by layer
+function M.new(shape, limits)
+  local size = limits.max_seqs * shape.kv_heads * limits.max_blocks
+  return setmetatable({
+    layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
+    heads = shape.heads, scale = shape.scale, k_scales = limits.k_scales,
+    step = 0, shape_number = 0,
+    chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
+    score_buffer = tensor.tensor(shape.device, "f32", { size }),
+    shared_buffer = tensor.tensor(shape.device, "f32",
+      { limits.max_seqs * limits.max_blocks }),
+    selection_buffer = tensor.tensor(shape.device, "i32", { size }),
+    counts_buffer = tensor.tensor(shape.device, "i32",
+      { limits.max_seqs * shape.kv_heads }),
+    selections = {},
+  }, Context)
+end
+
+local function score_view(self, buffer, heads)
+  return buffer:narrow(0, self.seqs * heads * self.width)
+    :reshape { self.seqs, heads, self.width }
+end
+
+--- Point the context at a new step.
+function Context:begin(batch, is_prefill)
+  self.step = self.step + 1
+  self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
+  self.tables, self.lens = batch.tables, batch.lens
+  self.starts = is_prefill and batch.starts or nil
+  self.total_kv_len = batch.max_len
+  if self.seqs ~= batch.count or self.width ~= batch.width then
+    self.seqs, self.width = batch.count, batch.width
+    self.shape_number = self.shape_number + 1
+    self.scores = tensor.lasting(score_view, self, self.score_buffer, self.kv_heads)
+    self.scores_shared = tensor.lasting(score_view, self, self.shared_buffer, 1)
+    self.shared_rows = tensor.lasting(self.scores_shared.reshape, self.scores_shared,
+      { self.seqs, self.width })
+    self.selections, self.ramps = {}, nil
+  end
+end
+
+--- The mean of scores over the KV heads, in scores_shared: one selection for all heads.
+function Context:mean_over_heads(scores)
+  scores:mean(1, self.shared_rows)
+  return self.scores_shared
+end
+
+--- q . mean(K) of each block for the newest token of each sequence, the mean over all
+-- heads, in scores_shared. Of a prefill chunk, in new tensors.
+---@param means kvlab.Summary
+function Context:score_means(means)
+  local q = self.query
+  if self.is_prefill then
+    q = q:reshape { q:size(0), q:size(1) * q:size(2) }:gather_rows(self.batch.last)
+      :reshape { self.seqs, q:size(1), q:size(2) }
+  end
+  return self:mean_over_heads(ops.score_mean(q, means, self, "mean"))
+end
+
+--- The attention that the scores of blocks stand for, in place: softmax over each row of
+-- scale * scores, with the scale that attention has.
+---@param scores ffi.cdata*  f32 [seqs, kv_heads, width]: q . k, -inf past the last block
+function Context:weights(scores)
+  local unit = self.k_scales[self.layer]
+  if unit then scores:mul(unit:reshape { 1, self.kv_heads, 1 }, scores) end
+  return scores:softmax(self.scale, scores)
+end
+
+local function make_ramps(self)
+  local dev, seqs = self.scores.device, self.seqs
+  local floats = tensor.tensor(dev, "f32", { seqs })
+  return { columns = tensor.arange(dev, "f32", self.width),
+           blocks = tensor.tensor(dev, "i32", { seqs }),
+           floats = floats, steps = floats:reshape { seqs, 1, 1 },
+           ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
+end
+
+--- From `low` for the first block of each sequence to `high` for the last: f32 [seqs, 1,
+-- width]. One of them a step.
+function Context:ramp(low, high)
+  local r = self.ramps or tensor.lasting(make_ramps, self)
+  self.ramps = r
+  if r.step == self.step then return r.ramp end
+  r.step = self.step
+  self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- blocks less one
+  r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
+  r.columns:div(r.steps, r.ramp)
+  return r.ramp:mul(high - low, r.ramp):add(low, r.ramp)
+end
+
+local function make_selection_views(self, heads, n)
+  local flat = self.selection_buffer:narrow(0, self.seqs * heads * n)
+  return {
+    selection = flat:reshape { self.seqs, heads, n },
+    counts = self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
+    rows = flat:reshape { self.seqs * heads, n },
+  }
+end
+
+--- Views for a selection of at most `n` blocks for `heads` heads.
+local function selection_views(self, heads, n)
+  local key = heads * 2 ^ 32 + n
+  local views = self.selections[key]
+  if not views then
+    views = tensor.lasting(make_selection_views, self, heads, n)
+    self.selections[key] = views
+  end
+  return views
+end
+
+--- The budget of this step. A prefill chunk also gets the blocks that it lies in: a token
+-- sees itself.
+local function step_budget(self, budget)
+  if not self.is_prefill then return budget end
+  ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
+  self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
+  return self.chunk_budget
+end
+
+local function select_within(self, scores, budget)
+  local n = policy.budget_blocks(budget, self.width)
+  local views = selection_views(self, tonumber(scores.shape[1]), n)
+  return ops.select(scores, self.lens, self.block_size, budget, views.selection,
+    views.counts)
+end
+
+--- Sink, recent and the best scores within a budget: selection and counts.
+---@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
+---@param budget ffi.cdata*  kvl_budget
+function Context:select(scores, budget)
+  return select_within(self, scores, step_budget(self, budget))
+end
+
+--- What a decode step that comes next would select by these scores, but at most `most`
+-- blocks; where that is less than the longest sequence may have, shorter ones get as much
+-- less.
+function Context:expect(scores, budget, most)
+  local few = self.few_budget
+  local n = policy.budget_blocks(budget, math.ceil(self.total_kv_len / self.block_size))
+  if n <= most then return (select_within(self, scores, budget)) end
+  ffi.copy(few, budget, ffi.sizeof(budget))
+  few.ratio = budget.ratio * most / n
+  few.blocks = math.min(budget.blocks, most)
+  few.min_blocks = math.min(budget.min_blocks, most)
+  return (select_within(self, scores, few))
+end
+
+local function make_marks(self, heads, n)
+  local marks = tensor.tensor(self.scores.device, "f32", { self.seqs, heads, self.width })
+  return { marks = marks, rows = marks:reshape { self.seqs * heads, self.width },
+           ones = tensor.ones(self.scores.device, "f32", { self.seqs * heads, n }) }
+end
+
+--- 1 where a selection that Context:select made has a block, else 0: f32 [seqs, heads,
+-- width], valid until the next one of the same size.
+function Context:mark(selection)
+  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local views = selection_views(self, heads, n)
+  local m = views.marks or tensor.lasting(make_marks, self, heads, n)
+  views.marks = m
+  m.marks:fill_(0)
+  m.rows:scatter_(views.rows, m.ones)
+  return m.marks
+end
+
+--- The fewest blocks of a selection that Context:select made whose weights reach `mass`
+-- of all (top-p), sink and recent included; in place.
+---@param weights ffi.cdata*  f32 [seqs, kv_heads or 1, width]
+function Context:trim(weights, mass, budget, selection, counts)
+  return ops.trim_selection(weights, self.lens, self.block_size, mass,
+    step_budget(self, budget), selection, counts)
+end
+
+--- Sink, recent and the blocks whose hashes are nearest to the query's, in one launch:
+-- selection and counts.
+---@param hashes kvlab.Hashes
+---@param budget ffi.cdata*   kvl_budget
+---@param is_shared? boolean  one list for all KV heads, by the nearest of them
+function Context:select_nearest(hashes, budget, is_shared)
+  budget = step_budget(self, budget)
+  local n = policy.budget_blocks(budget, self.width)
+  local views = selection_views(self, is_shared and 1 or self.kv_heads, n)
+  return ops.select_hamming(self.query, hashes, self, budget, views.selection,
+    views.counts)
+end
+
+--- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a
+-- sequence's n blocks before the chunk, f32 [kv_heads, n]; its queries are rows first ...
+-- first + count - 1 of ctx.query. The blocks of the chunk itself are selected anyway.
+function Context:score_sequences(fn)
+  local dev, first = self.scores.device, 0
+  tensor.scope(function()
+    local columns = tensor.zeros(dev, "i32", { self.kv_heads, 1 })
+      + tensor.arange(dev, "i32", self.width)
+    for i, seq in ipairs(self.sequences) do
+      local count = self.batch.counts[i]
+      local n = math.floor((seq:length() - count) / self.block_size)
+      if n > 0 and count > 0 then -- columns past n are out of range: zeros
+        fn(i - 1, first, count, n):gather(columns, self.scores:index(i - 1))
+      end
+      first = first + count
+    end
+  end)
+  return self.scores
+end
+
+--- fn(owner, ctx, seq, i, first, count) for every sequence of a prefill step: i counts
+-- from 0; its queries are rows first ... first + count - 1 of ctx.query. What fn makes is
+-- freed.
+function Context:each_sequence(fn, owner)
+  local first = 0
+  for i, seq in ipairs(self.sequences) do
+    local count = self.batch.counts[i]
+    if count > 0 then tensor.scope(fn, owner, self, seq, i - 1, first, count) end
+    first = first + count
+  end
+end
+
+--- The queries in rows first ... first + count - 1 of `query` by KV head: f32 [kv_heads,
+-- heads / kv_heads * count, head_dim], a group's first head first, for products with keys
+-- as the layer's cache has them. A new tensor.
+function Context:group_queries(query, layer, first, count)
+  local dev, heads, dim = query.device, self.heads, query:size(2)
+  local rows = tensor.arange(dev, "i32", heads):reshape { heads, 1 }
+    + tensor.arange(dev, "i32", count, first * heads, heads)
+  local grouped = query:reshape { query:size(0) * heads, dim }
+    :gather_rows(rows:reshape { heads * count }):cast "f32"
+    :reshape { self.kv_heads, heads / self.kv_heads * count, dim }
+  local unit = self.k_scales[layer]
+  return unit and grouped * unit:reshape { self.kv_heads, 1, 1 } or grouped
+end
+
+local function join_newest(query, old, left, first, new)
+  local all = tensor.tensor(query.device, query:type(),
+    { left + new, query:size(1), query:size(2) })
+  if left > 0 then all:narrow(0, left):copy_(old:narrow(old:size(0) - left, left)) end
+  all:narrow(left, new):copy_(query:narrow(first, new))
+  return all
+end
+
+--- The last `most` of the queries `old` (nil: none) and of rows first ... first + count -
+-- 1 of ctx.query: a tensor that outlives scopes.
+function Context:newest_queries(old, first, count, most)
+  local new = math.min(count, most)
+  local left = old and math.min(old:size(0), most - new) or 0
+  return tensor.lasting(join_newest, self.query, old, left, first + count - new, new)
+end
+
+--- 0 where row r sees column c, else -inf: f32 [rows, columns]. It sees those before
+-- (start + r) / per, rounded down. A new tensor.
+function Context:causal_bias(rows, columns, start, per)
+  local dev = self.scores.device
+  local seen = (tensor.arange(dev, "i32", rows, start) / per):reshape { rows, 1 }
+  local zeros = tensor.zeros(dev, "f32", { rows, columns })
+  return tensor.arange(dev, "i32", columns):lt(seen):where(zeros, zeros - math.huge)
+end
+
+--- A selection of every block, for what cannot do without one.
+function Context:everything()
+  return (self:select(self.scores_shared:fill_(0), policy.everything))
+end
+
+--- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
+-- put the rows on the device as scores. For policies that score in plain Lua: on a GPU
+-- this costs a copy, and whatever fn reads from the device costs a synchronisation.
+function Context:score_on_host(fn)
+  local width, heads = self.width, self.kv_heads
+  local n = self.seqs * heads * width
+  if not self.host_scores or self.host_scores.n < n then
+    self.host_scores = { n = n, rows = ffi.new("float[?]", n) }
+  end
+  local rows = self.host_scores.rows
+  for s = 0, self.seqs - 1 do
+    local blocks = self.sequences[s + 1]:blocks()
+    for head = 0, heads - 1 do fn(rows + (s * heads + head) * width, blocks, s, head) end
+  end
+  library.check(library.C.kvl_tensor_write(self.scores, rows, 4 * n))
+  return self.scores
+end
+
+return M

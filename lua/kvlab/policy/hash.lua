@@ -1,0 +1,276 @@
+--- Hashes of keys by random planes (LSH): two vectors whose hashes differ in a share p
+-- of their bits are likely at an angle of pi * p. 64 bits of the mean of 16 bf16 keys of
+-- 128 dims are 1/512 of the keys; a hash for every token, 16 times as much, finds the
+-- single key that a mean hides.
+--
+--   local hashes = kv.hash.summary(shape, { bits = 128, per = "token" })
+--   hashes:update(ev)                    in the policy's offload hooks
+--   ctx:select_nearest(hashes, budget)   in its select_blocks
+--
+-- Source  Charikar 2002 (random planes); UCM's GSA on-device (hashes of keys, orthogonal
+--         planes, the least distance of a block's tokens)
+local ffi = require "ffi"
+local device = require "kvlab.tensor.device"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+--- The value of o[key] among `values`, or the first of them.
+local function one_of(o, key, values, level)
+  local value = o[key] == nil and values[1] or o[key]
+  for _, known in ipairs(values) do
+    if value == known then return value end
+  end
+  error(("hash: %s is %s, expected %s"):format(key, tostring(value),
+    table.concat(values, " or ")), level + 1)
+end
+
+local function known_options(o, known, level)
+  for _, key in ipairs(sorted.keys(o)) do
+    if not known[key] then
+      error(("hash: there is no option \"%s\"; did you mean \"%s\"?"):format(
+        tostring(key), nearest(tostring(key), sorted.keys(known))), level + 1)
+    end
+  end
+end
+
+local function whole(o, key, default, low, high, level)
+  local value = o[key] == nil and default or o[key]
+  if type(value) ~= "number" or value % 1 ~= 0 or value < low or value > high then
+    error(("hash: %s is %s, expected a whole number from %d to %d"):format(key,
+      tostring(value), low, high), level + 1)
+  end
+  return value
+end
+
+local function bits_of(o, default, level)
+  local bits = o.bits == nil and default or o.bits
+  if bits ~= 32 and not (type(bits) == "number" and bits >= 64 and bits <= 1024
+                         and bits % 64 == 0) then
+    error(("hash: bits is %s, expected 32 or a multiple of 64 up to 1024"):format(
+      tostring(bits)), level + 1)
+  end
+  return bits
+end
+
+-- ---- planes ---------------------------------------------------------------------------
+
+--- Make rows first ... first + n - 1 of `dim` numbers orthonormal, in place. Gram and
+-- Schmidt twice is as orthogonal as doubles allow; each row keeps the side that it was
+-- on, so that of normal numbers every orthogonal set is as likely (Haar): QR whose R has
+-- a positive diagonal.
+local function orthonormal(rows, first, n, dim)
+  for i = first, first + n - 1 do
+    local row = rows + i * dim
+    for _ = 1, 2 do
+      for j = first, i - 1 do
+        local other, dot = rows + j * dim, 0
+        for d = 0, dim - 1 do dot = dot + row[d] * other[d] end
+        for d = 0, dim - 1 do row[d] = row[d] - dot * other[d] end
+      end
+      local square = 0
+      for d = 0, dim - 1 do square = square + row[d] * row[d] end
+      local scale = 1 / math.sqrt(square)
+      for d = 0, dim - 1 do row[d] = row[d] * scale end
+    end
+  end
+end
+
+local PLANES = { device = true, bits = true, head_dim = true, kind = true, seed = true }
+
+--- Random planes: f32 [bits, head_dim], unit rows, the same bits on every device.
+---@param o table  bits (64), head_dim; kind: "orthogonal" (in stacks of head_dim rows, so
+--                 that there may be more bits than dims) or "gaussian"; seed (0); device
+function M.planes(o)
+  known_options(o, PLANES, 2)
+  local bits, dim = bits_of(o, 64, 2), whole(o, "head_dim", nil, 1, 4096, 2)
+  local kind = one_of(o, "kind", { "orthogonal", "gaussian" }, 2)
+  return tensor.scope(function()
+    local normal = tensor.randn("cpu", "f32", { bits, dim }, { seed = o.seed })
+    local numbers, rows = normal:data(), ffi.new("double[?]", bits * dim)
+    for i = 0, bits * dim - 1 do rows[i] = numbers[i] end
+    local stack = kind == "orthogonal" and dim or 1
+    for first = 0, bits - 1, stack do
+      orthonormal(rows, first, math.min(stack, bits - first), dim)
+    end
+    for i = 0, bits * dim - 1 do numbers[i] = rows[i] end
+    return normal:to(device.device(o.device))
+  end)
+end
+
+--- Hashes of the rows of x: u64 [rows, words].
+---@param x ffi.cdata*       f32 f16 bf16 [rows, head_dim]
+---@param planes ffi.cdata*  f32 [bits, head_dim], see planes
+function M.rows(x, planes, out)
+  out = out or tensor.tensor(x.device, "u64",
+    { x:size(0), math.ceil(planes:size(0) / 64) })
+  check(C.kvl_hash_rows(x, planes, out))
+  return out
+end
+
+-- ---- summary --------------------------------------------------------------------------
+
+---@class kvlab.Hashes
+---@field bits integer
+---@field planes ffi.cdata*
+---@field per string      block or token
+---@field cache kvlab.HashCache  what store keeps
+local Hashes = {}
+Hashes.__index = Hashes
+
+local SUMMARY = { bits = true, hash_planes = true, per = true, planes = true, seed = true,
+                  cache_size = true }
+
+--- Hashes of K, one entry for every physical block: u64 [layers, blocks, kv_heads,
+-- words], or for tokens [layers, blocks, kv_heads, block_size, words].
+---@param shape table  as policy.init gets it
+---@param o? table     bits (64), per: "block" (of the mean key) or "token", planes:
+--                     "orthogonal" or "gaussian", seed (0) of the planes, cache_size of
+--                     store (10000 blocks); hash_planes: bits once more, for
+--                     configurations that name both
+---@return kvlab.Hashes
+function M.summary(shape, o)
+  o = o or {}
+  known_options(o, SUMMARY, 2)
+  local bits, per = bits_of(o, 64, 2), one_of(o, "per", { "block", "token" }, 2)
+  if o.hash_planes and o.hash_planes ~= bits then
+    error(("hash: hash_planes is %s, expected bits = %d: a plane makes a bit"):format(
+      tostring(o.hash_planes), bits), 2)
+  end
+  local dims = { shape.layers, shape.blocks, shape.kv_heads, math.ceil(bits / 64) }
+  if per == "token" then table.insert(dims, 4, shape.block_size) end
+  local memory, layers = tensor.zeros(shape.device, "u64", dims), {}
+  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  local planes = M.planes { device = shape.device, bits = bits, head_dim = shape.head_dim,
+    kind = one_of(o, "planes", { "orthogonal", "gaussian" }, 2), seed = o.seed }
+  local rows = shape.layers * shape.blocks
+  return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
+    layers = layers, cache = M.cache { size = o.cache_size },
+    rows = memory:reshape { rows, memory.count / math.max(1, rows) },
+    first_rows = tensor.arange(shape.device, "i32", shape.layers, 0, shape.blocks),
+    block_rows = tensor.tensor(shape.device, "i32", { shape.layers }) }, Hashes)
+end
+
+--- Hash the blocks of an offload event anew.
+function Hashes:update(ev)
+  check(C.kvl_block_hash(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks, self.planes,
+    self.layers[ev.layer]))
+end
+
+--- The hashes of one layer, by physical block.
+function Hashes:layer(layer) return self.layers[layer] end
+
+--- Bytes of one block and KV head: what scoring it reads.
+function Hashes:bytes_block()
+  local row = self.layers[0]
+  return row:bytes() / (row:size(0) * row:size(1))
+end
+
+--- Rows of a physical block in every layer: i32 [layers].
+local function rows_of(self, block)
+  return self.first_rows:add(block, self.block_rows)
+end
+
+--- Keep the hashes of a physical block, in every layer, under the key of its content.
+---@param key string|number
+function Hashes:store(key, block)
+  if self.cache.size == 0 then return end
+  self.cache:put(key, tensor.lasting(self.rows.gather_rows, self.rows,
+    rows_of(self, block)))
+end
+
+--- Give a physical block the hashes that were kept for its content: its keys need not be
+-- encoded again. False where there are none any more.
+---@return boolean
+function Hashes:restore(key, block)
+  local kept = self.cache:get(key)
+  if not kept then return false end
+  self.rows:scatter_rows_(rows_of(self, block), kept)
+  return true
+end
+
+-- ---- cache ----------------------------------------------------------------------------
+
+---@class kvlab.HashCache
+---@field size integer   most entries
+---@field count integer  entries now
+local Cache = {}
+Cache.__index = Cache
+
+--- Hashes by content key, the least recently used of which goes when there are more
+-- than `size`: the BlockHashCache of UCM's GSA on-device. get, put and remove take the
+-- same time however many there are: entries are a ring in order of use.
+---@param o? table  size (10000)
+---@return kvlab.HashCache
+function M.cache(o)
+  o = o or {}
+  known_options(o, { size = true }, 2)
+  local ring = {}
+  ring.before, ring.after = ring, ring
+  return setmetatable({ size = whole(o, "size", 10000, 0, 2 ^ 53, 2), count = 0,
+    ring = ring, entries = {},
+    counts = { hits = 0, misses = 0, puts = 0, evictions = 0 } }, Cache)
+end
+
+local function unlink(entry)
+  entry.before.after, entry.after.before = entry.after, entry.before
+end
+
+--- As the most recently used one.
+local function link(ring, entry)
+  entry.before, entry.after = ring.before, ring
+  ring.before.after, ring.before = entry, entry
+end
+
+--- What was put for a key; nil where there is none.
+function Cache:get(key)
+  local entry = self.entries[key]
+  if not entry then
+    self.counts.misses = self.counts.misses + 1
+    return nil
+  end
+  self.counts.hits = self.counts.hits + 1
+  unlink(entry)
+  link(self.ring, entry)
+  return entry.value
+end
+
+--- Forget a key; the value it had, nil where there was none.
+function Cache:remove(key)
+  local entry = self.entries[key]
+  if not entry then return nil end
+  unlink(entry)
+  self.entries[key], self.count = nil, self.count - 1
+  return entry.value
+end
+
+--- Keep a value, in place of the one that the key had.
+---@param key string|number
+function Cache:put(key, value)
+  if key == nil or value == nil then
+    error(("hash cache: %s is nil"):format(key == nil and "key" or "value"), 2)
+  end
+  self.counts.puts = self.counts.puts + 1
+  self:remove(key)
+  if self.size == 0 then return end
+  if self.count == self.size then
+    self:remove(self.ring.after.key)
+    self.counts.evictions = self.counts.evictions + 1
+  end
+  local entry = { key = key, value = value }
+  link(self.ring, entry)
+  self.entries[key], self.count = entry, self.count + 1
+end
+
+--- hits, misses, puts, evictions so far, and entries now.
+function Cache:stats()
+  local stats = { entries = self.count }
+  for name, count in pairs(self.counts) do stats[name] = count end
+  return stats
+end
+
+return M

@@ -1,0 +1,327 @@
+--- The policy contract: what a policy may define, the options every policy has, and the
+-- budget. Policies are files in lua/policies/; `kv.policy "quest"` makes one.
+--
+--   kv.policy.define {
+--     name = "quest",
+--     prefill = false, decode = true       the phases in which it may select
+--     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
+--     takes = { window = policy.count }    what an option is, where its type is not
+--                                          enough: share, whole, count, one_of(…)
+--     aliases = { sparse_ratio = "ratio" } other names of options
+--     init(self, shape)                    once, when attached: make summaries. shape has
+--                                          device, layers, blocks, block_size, heads,
+--                                          kv_heads, head_dim, dtype, max_blocks (of a
+--                                          sequence), scale (of q . k)
+--     on_prefill_offload(self, ev)         K of some blocks is complete on the device:
+--     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n], the physical
+--                                          blocks, as block tables name them; ev.k, the
+--                                          memory that has them now, on the device, at
+--                                          ev.k_blocks i32 [n]; ev.num_tokens i32 [n]
+--                                          (valid tokens of each); ev.turns, how many of
+--                                          them the step began or filled. With KV in host
+--                                          memory this is before they leave the device
+--     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
+--                                          is better; ctx.scores is a buffer to write
+--     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
+--                                          counts, or nil for every block. Default:
+--                                          sink, recent and the best scores within the
+--                                          budget
+--     predict(self, ctx)                   the selection that a coming decode step will
+--                                          make, as far as can be told, or nil. Asked,
+--                                          where blocks come through a hot cache, after
+--                                          each layer of a decode step and of the chunk
+--                                          that ends a prompt (ctx.is_prefill): the hot
+--                                          cache brings them ahead. No result depends on
+--                                          it
+--     compute_decode(self, attention, ctx, out)
+--     compute_prefill(self, attention, ctx, out)
+--                                          another dataflow; returns out, selection,
+--                                          counts, or out, nil, nil, slots of tokens.
+--                                          Default: attend over the selection
+--     step_begin(self, ctx)                once a step of its phase, before the layers,
+--                                          also when these are replayed from a graph
+--     attention_begin(self, ctx)           before and after each layer of both phases
+--     attention_finished(self, ctx)
+--     request_begin(self, seq)             per-sequence state is kept in
+--     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
+--     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
+--     keep_block(self, key, block)         a full block goes to a store, under the key of
+--                                          its content
+--     recall_block(self, key, block)       that content is in this physical block now:
+--                                          true when the policy has again what it knew of
+--                                          it; else it is shown the K, as in a prefill
+--     score_bytes(self, shape)             bytes read per block and KV head to score it;
+--                                          for reports (0)
+--     watches_prompt = true                it needs the prompt's queries: it cannot be
+--                                          attached after the prefill
+--     eager = true                         its Lua decides at each step what to launch:
+--                                          it cannot be recorded in a graph
+--     reset(self) }                        forget everything
+--
+-- Options of every policy: the budget, one of ratio (share of a sequence's blocks),
+-- tokens or blocks; min_blocks, sink and recent (blocks always selected, within the
+-- budget).
+local constructor = require "kvlab.constructor"
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+
+local C = library.C
+local M = {}
+
+--- What an option may be: { words, test }.
+M.share = { "0 ... 1", function(x) return x >= 0 and x <= 1 end }
+M.whole = { "a whole number >= 0", function(x) return x >= 0 and x % 1 == 0 end }
+M.count = { "a whole number >= 1", function(x) return x >= 1 and x % 1 == 0 end }
+--- One of these texts.
+function M.one_of(...)
+  local known, words = {}, table.concat({ ... }, " or ")
+  for _, name in ipairs { ... } do known[name] = true end
+  return { words, function(x) return known[x] == true end }
+end
+
+local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
+local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
+local FUNCTIONS = {
+  init = true, on_prefill_offload = true, on_decode_offload = true, score = true,
+  select_blocks = true, compute_decode = true, compute_prefill = true,
+  attention_begin = true, attention_finished = true, request_begin = true,
+  request_finished = true, score_bytes = true, reset = true, step_begin = true,
+  inherit = true, predict = true, keep_block = true, recall_block = true,
+}
+local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
+                 defaults = "table", takes = "table", aliases = "table",
+                 watches_prompt = "boolean", eager = "boolean" }
+
+local Policy = {}
+
+function Policy.select_blocks(self, ctx)
+  return ctx:select(self:score(ctx), self.budget)
+end
+function Policy.compute_decode(self, attention, ctx, out)
+  local selection, counts = self:select_blocks(ctx)
+  return attention:over(selection, ctx, out), selection, counts
+end
+Policy.compute_prefill = Policy.compute_decode
+function Policy.score_bytes() return 0 end
+
+-- ---- options --------------------------------------------------------------------------
+
+--- Options of a definition with a value each; budgets that it does not name are 0.
+local function known_options(def)
+  local known = {}
+  for key in pairs(BUDGETS) do known[key] = 0 end
+  for key, value in pairs(COMMON) do known[key] = value end
+  for key, value in pairs(def.defaults) do known[key] = value end
+  return known
+end
+
+--- `value` of the option `key`, given under `name`.
+local function check_value(def, name, key, value, known, level)
+  local takes = def.takes[key] or BUDGETS[key] or COMMON[key] and M.whole
+  local words = takes and takes[1] or "a " .. type(known[key])
+  if type(value) ~= type(known[key]) or takes and not takes[2](value) then
+    error(("policy %s: %s is %s, expected %s"):format(def.name, name, tostring(value),
+      words), level + 1)
+  end
+end
+
+--- "blocks, ratio (or sparse_ratio), …"
+local function list_options(def, known)
+  local also, list = {}, sorted.keys(known)
+  for _, alias in ipairs(sorted.keys(def.aliases)) do
+    local key = def.aliases[alias]
+    also[key] = (also[key] and also[key] .. ", " or "") .. alias
+  end
+  for i, key in ipairs(list) do
+    if also[key] then list[i] = ("%s (or %s)"):format(key, also[key]) end
+  end
+  return table.concat(list, ", ")
+end
+
+local function refuse_unknown(def, name, known, level)
+  local names = sorted.keys(known)
+  for _, alias in ipairs(sorted.keys(def.aliases)) do names[#names + 1] = alias end
+  error(("policy %s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
+    def.name, name, nearest(name, names), list_options(def, known)), level + 1)
+end
+
+--- Defaults with `given` over them; a given budget replaces the default one.
+local function merge_options(def, given, level)
+  local options, known, named, budget = {}, known_options(def), {}, nil
+  for key, value in pairs(COMMON) do options[key] = value end
+  for key, value in pairs(def.defaults) do options[key] = value end
+  for _, name in ipairs(sorted.keys(given)) do
+    local key, value = def.aliases[name] or name, given[name]
+    if known[key] == nil then refuse_unknown(def, tostring(name), known, level + 1) end
+    check_value(def, name, key, value, known, level + 1)
+    if named[key] then
+      error(("policy %s: both %s and %s are given, which are the same option"):format(
+        def.name, named[key], name), level + 1)
+    end
+    named[key] = name
+    if BUDGETS[key] then
+      if budget then
+        error(("policy %s: both %s and %s are given, expected one budget"):format(
+          def.name, budget, name), level + 1)
+      end
+      budget = name
+      for other in pairs(BUDGETS) do options[other] = nil end
+    end
+    options[key] = value
+  end
+  return options
+end
+
+--- The budget of some options as the library takes it, for blocks of `block_size` tokens.
+local function make_budget(o, block_size)
+  local blocks = o.blocks or (o.tokens and math.ceil(o.tokens / block_size)) or 0
+  local all = not (o.ratio or o.tokens or o.blocks)
+  return ffi.new("kvl_budget", all and 1 or o.ratio or -1, blocks, o.min_blocks, o.sink,
+    o.recent)
+end
+
+--- The budget that allows every block.
+M.everything = ffi.new("kvl_budget", 1, 0, 0, 0, 0)
+
+--- The budget that allows the last n blocks alone.
+function M.recent(n) return ffi.new("kvl_budget", -1, 0, 0, 0, n) end
+
+--- Blocks that a budget allows of n.
+function M.budget_blocks(budget, n)
+  return library.check(C.kvl_budget_blocks(budget, n))
+end
+
+-- ---- define and open ------------------------------------------------------------------
+
+local function check_definition(def)
+  if type(def.name) ~= "string" then error("policy: name is missing", 3) end
+  for key, value in pairs(def) do
+    local want = FIELDS[key] or FUNCTIONS[key] and "function"
+    if not want then
+      error(("policy %s: unknown field \"%s\"; did you mean \"%s\"?"):format(def.name,
+        tostring(key), nearest(tostring(key), sorted.keys(FUNCTIONS))), 3)
+    elseif type(value) ~= want then
+      error(("policy %s: %s is a %s, expected a %s"):format(def.name, key, type(value),
+        want), 3)
+    end
+  end
+  def.defaults, def.takes = def.defaults or {}, def.takes or {}
+  def.aliases = def.aliases or {}
+  local known = known_options(def)
+  for alias, key in pairs(def.aliases) do
+    if known[alias] ~= nil or known[key] == nil then
+      error(("policy %s: alias %s of %s, expected a new name for an option; it has %s")
+        :format(def.name, alias, tostring(key), list_options(def, known)), 3)
+    end
+  end
+  if not (def.prefill or def.decode) then
+    error(("policy %s declares neither prefill nor decode"):format(def.name), 3)
+  end
+  if not (def.score or def.select_blocks or def.compute_decode) then
+    error(("policy %s has none of score, select_blocks and compute_decode"):format(
+      def.name), 3)
+  end
+end
+
+--- Make a policy out of its definition. The result is called with options to get one to
+-- attach: `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
+---@param def table
+---@return function
+function M.define(def)
+  check_definition(def)
+  local class = {}
+  for key, value in pairs(Policy) do class[key] = value end
+  for key, value in pairs(def) do class[key] = value end
+  class.__index = class
+  return function(given)
+    local options = merge_options(def, given or {}, 2)
+    local self = setmetatable(options, class)
+    self.options = sorted.keys(options)
+    return self
+  end
+end
+
+--- Bind a policy to the shape it works on. attention.lua calls this once.
+function M.attach(self, shape)
+  if self.shape then
+    error(("policy %s is attached already; make another one"):format(self.name), 3)
+  end
+  self.shape = shape
+  self.budget = make_budget(self, shape.block_size)
+  if self.init then self:init(shape) end
+  return self
+end
+
+--- The names of the policies in lua/policies/; with a phase, prefill or decode, of those
+-- that select in it. `first` come before the others.
+---@param phase? string
+---@param first? string[]
+function M.names(phase, first)
+  local names, named = {}, {}
+  for i, name in ipairs(first or {}) do names[i], named[name] = name, true end
+  local list = io.popen(('ls "%s/lua/policies" 2>/dev/null'):format(library.paths.root))
+  for file in list:lines() do
+    local name = file:match "^([%w_]+)%.lua$"
+    if name and not named[name]
+       and (not phase or require("policies." .. name)()[phase]) then
+      names[#names + 1] = name
+    end
+  end
+  list:close()
+  return names
+end
+
+--- A policy by name with options. Unknown names and options are errors that list the
+-- known ones.
+---@param name string
+---@param given? table
+local function open(name, given)
+  local names = M.names()
+  for _, known in ipairs(names) do
+    if known == name then return require("policies." .. name)(given) end
+  end
+  error(("no policy \"%s\"; did you mean \"%s\"? There are %s"):format(tostring(name),
+    nearest(tostring(name), names) or "", table.concat(names, ", ")), 2)
+end
+
+-- What a nested policy is told of, too.
+local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
+                 "attention_begin", "attention_finished", "request_begin",
+                 "request_finished", "reset" }
+
+--- The policy `name` for a decode policy to choose with: it has the budget of `outer`
+-- except for what `given` says, and is told what `outer` is told. To be called in init.
+---@param outer table
+---@param name string
+---@param given? table  options
+---@return table
+function M.nest(outer, name, given)
+  local options = { min_blocks = outer.min_blocks, sink = outer.sink,
+                    recent = outer.recent }
+  if not (given and (given.ratio or given.tokens or given.blocks)) then
+    for key in pairs(BUDGETS) do options[key] = outer[key] end
+  end
+  for key, value in pairs(given or {}) do options[key] = value end
+  local inner = open(name, options)
+  if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
+    error(("policy %s: %s does not select in decode, or has a dataflow of its own")
+      :format(outer.name, name), 0)
+  end
+  M.attach(inner, outer.shape)
+  for _, hook in ipairs(NESTED) do
+    local before = outer[hook]
+    if inner[hook] then
+      outer[hook] = function(self, argument)
+        if before then before(self, argument) end
+        inner[hook](inner, argument)
+      end
+    end
+  end
+  outer.watches_prompt = outer.watches_prompt or inner.watches_prompt
+  outer.eager = outer.eager or inner.eager
+  return inner
+end
+
+return constructor(M, open)

@@ -1,0 +1,74 @@
+--- Drawing blocks by chances that a policy gives, with the weights that make sums over
+-- what was drawn right on average (priority sampling): of the blocks that are not certain
+-- those with the largest chance / r are taken, r uniform in (0, 1], and each counts
+-- 1 / min(1, chance / t) times, t the largest chance / r that was left out. A budget is
+-- used exactly; sink and recent are certain, and count once.
+--
+--   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
+--   compute_decode = function(self, attention, ctx, out)
+--     local selection, counts = self.sampling:draw(ctx, chances, self.budget)
+--     out = attention:over_weighted(selection, self.sampling.log_weights, ctx, out)
+--     return out, selection, counts
+--   end,
+--
+-- Source  Duffield, Lund and Thorup 2007, J. ACM 54(6). r is a number for each layer and
+--         logical block, the same in every step, sequence and head, as hash tables are
+local ffi = require "ffi"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local M = {}
+
+local CERTAIN, NEVER = 1e9, 1e-30 -- in place of chances of 1 and 0
+
+---@class kvlab.Sampling
+---@field log_weights ffi.cdata*  f32 [seqs, kv_heads, width], of the last draw
+local Sampling = {}
+Sampling.__index = Sampling
+
+local function make_buffers(self, ctx)
+  local dev, draws = self.device, {}
+  for i = 0, ctx.layers - 1 do draws[i] = self.draws:index(i):narrow(0, ctx.width) end
+  local function like_scores() return tensor.open_like(ctx.scores) end
+  local left = tensor.tensor(dev, "f32", { ctx.seqs, ctx.kv_heads })
+  return { draws = draws, priority = like_scores(), weights = like_scores(), left = left,
+           left_rows = left:reshape { ctx.seqs, ctx.kv_heads, 1 } }
+end
+
+--- Blocks within a budget: selection and counts. The logarithms of their weights are
+-- self.log_weights.
+---@param ctx kvlab.Context
+---@param chance ffi.cdata*  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last block;
+--                           overwritten
+---@param budget ffi.cdata*  kvl_budget
+function Sampling:draw(ctx, chance, budget)
+  if self.shape_number ~= ctx.shape_number then
+    self.buffers = tensor.lasting(make_buffers, self, ctx)
+    self.shape_number = ctx.shape_number
+  end
+  local b, ends = self.buffers, self.ends
+  ends.sink, ends.recent = budget.sink, budget.recent
+  chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, b.weights), chance)
+  chance:div(b.draws[ctx.layer], b.priority)
+  local selection, counts = ctx:select(b.priority, budget)
+  -- minus the largest priority that was left out; 0 where nothing was
+  ctx:mark(selection):sub(1, b.weights):mul(b.priority, b.weights):min(2, b.left)
+  b.left:neg(b.left):log(b.left)
+  chance:maximum(NEVER, chance):log(b.weights)
+  b.left_rows:sub(b.weights, b.weights):maximum(0, b.weights)
+  self.log_weights = b.weights
+  return selection, counts
+end
+
+--- Draws for the layers and blocks of a shape, as policy.init gets it.
+---@param shape table
+---@param seed integer
+---@return kvlab.Sampling
+function M.sampling(shape, seed)
+  return setmetatable({
+    device = shape.device, ends = ffi.new("kvl_budget", 0, 0, 0, 0, 0),
+    draws = tensor.rand(shape.device, "f32", { shape.layers, shape.max_blocks },
+      { seed = seed }),
+  }, Sampling)
+end
+
+return M

@@ -1,0 +1,156 @@
+--- Block summaries: small per-block data of K that policies score with, one entry for
+-- every physical block, so that sequences which share a block share its summary.
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.Summary
+local Summary = {}
+Summary.__index = Summary
+
+---@class kvlab.Keys
+local Keys = {}
+Keys.__index = Keys
+
+local function new(kind, shape, dtype, dims, values)
+  local memory = tensor.tensor(shape.device, dtype, dims)
+  local layers = {}
+  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  return setmetatable({ update_op = kind, shape = shape, layers = layers,
+    memory = memory, values = values, dtype = dtype }, Summary)
+end
+
+--- Elementwise min and max of K: [layers, blocks, 2, kv_heads, head_dim] in the cache's
+-- dtype (they are elements of K, so nothing is rounded).
+---@param shape table  as policy.init gets it
+---@return kvlab.Summary
+function M.minmax(shape)
+  return new(C.kvl_block_minmax, shape, shape.dtype,
+    { shape.layers, shape.blocks, 2, shape.kv_heads, shape.head_dim }, 2 * shape.head_dim)
+end
+
+--- Mean of K: f32 [layers, blocks, kv_heads, head_dim].
+---@return kvlab.Summary
+function M.mean(shape)
+  return new(C.kvl_block_mean, shape, "f32",
+    { shape.layers, shape.blocks, shape.kv_heads, shape.head_dim }, shape.head_dim)
+end
+
+--- The farthest from the mean of each row of keys k [rows, n, head_dim] among the first
+-- tokens[row], `count` of them or all: their mean, f32 [rows, head_dim].
+local function mean_of_far(k, tokens, count)
+  local rows, n, dim, dev = k:size(0), k:size(1), k:size(2), k.device
+  local none = tensor.full(dev, "i32", { rows, n }, -1)
+  local place = tensor.arange(dev, "i32", rows * n):reshape { rows, n }
+  place = tensor.arange(dev, "i32", n):lt(tokens):where(place, none)
+  -- zeros where there is no token: what lies there may be anything
+  local flat = k:reshape { rows * n, dim }:gather_rows(place:reshape { rows * n })
+  local keys, taken = flat:reshape { rows, n, dim }, tokens:minimum(count):cast "f32"
+  local from_mean = keys - (keys:sum(1) / tokens:cast "f32"):reshape { rows, 1, dim }
+  local distance = (from_mean * from_mean):sum(2)
+  distance = place:ge(0):where(distance, none:cast "f32")
+  local _, index = distance:topk(math.min(count, n))
+  local chosen = place:gather(index) -- -1 where the tokens are fewer
+  return flat:gather_rows(chosen:reshape { rows * index:size(1) })
+    :reshape { rows, index:size(1), dim }:sum(1) / taken
+end
+
+local Representatives = setmetatable({}, Summary)
+Representatives.__index = Representatives
+
+--- The mean of each block's `count` keys that are farthest from the mean of all of them,
+-- of an open block's as far as there are any: f32 [layers, blocks, kv_heads, head_dim].
+---@param shape table
+---@param count integer
+---@return kvlab.Summary
+function M.representatives(shape, count)
+  local self = setmetatable(M.mean(shape), Representatives)
+  self.count = count
+  return self
+end
+
+function Representatives:update(ev)
+  tensor.scope(function()
+    local s, n = self.shape, ev.blocks:size(0)
+    local rows = n * s.kv_heads
+    local k = ev.k:reshape { ev.k:size(0) * 2, s.kv_heads * s.block_size * s.head_dim }
+      :gather_rows(ev.k_blocks * 2):reshape { rows, s.block_size, s.head_dim }:cast "f32"
+    local tokens = ev.num_tokens:reshape { n, 1 }
+      + tensor.zeros(s.device, "i32", { 1, s.kv_heads })
+    local means = mean_of_far(k, tokens:reshape { rows, 1 }, self.count)
+    self.layers[ev.layer]:scatter_rows_(ev.blocks,
+      means:reshape { n, s.kv_heads, s.head_dim })
+  end)
+end
+
+--- The keys themselves, kept on the device: [layers, blocks * kv_heads, block_size *
+-- head_dim] in the cache's dtype, half of the KV memory. For policies that look at every
+-- key while KV lies in host memory.
+---@return kvlab.Keys
+function M.keys(shape)
+  local s = shape
+  local head = tensor.arange(s.device, "i32", s.kv_heads)
+  local memory = tensor.tensor(s.device, s.dtype,
+    { s.layers, s.blocks * s.kv_heads, s.block_size * s.head_dim })
+  local layers = {}
+  for layer = 0, s.layers - 1 do layers[layer] = memory:index(layer) end
+  return setmetatable({ shape = s, layers = layers, memory = memory,
+    head_across = head:reshape { 1, s.kv_heads },
+  }, Keys)
+end
+
+--- Copy the K of an offload event's blocks.
+function Keys:update(ev)
+  tensor.scope(function()
+    local heads, n = self.shape.kv_heads, ev.blocks:size(0)
+    local function rows(blocks, stride)
+      return (blocks:reshape { n, 1 } * stride + self.head_across):reshape { n * heads }
+    end
+    local k = ev.k:reshape { ev.k:size(0) * 2 * heads, self.layers[0]:size(1) }
+    self.layers[ev.layer]:scatter_rows_(rows(ev.blocks, heads),
+      k:gather_rows(rows(ev.k_blocks, 2 * heads)))
+  end)
+end
+
+--- The rows of the first n blocks of sequence `seq` of a step in [blocks * kv_heads, …]:
+-- i32 [kv_heads * n].
+local function rows_of(shape, ctx, seq, n)
+  local heads = tensor.arange(shape.device, "i32", shape.kv_heads)
+  local rows = ctx.tables:index(seq):narrow(0, n):reshape { 1, n } * shape.kv_heads
+    + heads:reshape { shape.kv_heads, 1 }
+  return rows:reshape { shape.kv_heads * n }
+end
+
+--- Keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n *
+-- block_size, head_dim] in the cache's dtype; of an f8e4m3 cache, in its own units.
+function Keys:gather(ctx, layer, seq, n)
+  local s = self.shape
+  return self.layers[layer]:gather_rows(rows_of(s, ctx, seq, n))
+    :reshape { s.kv_heads, n * s.block_size, s.head_dim }
+end
+
+--- Entries of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n,
+-- head_dim]. Of means.
+function Summary:gather(ctx, layer, seq, n)
+  local s = self.shape
+  return self.layers[layer]:reshape { s.blocks * s.kv_heads, s.head_dim }
+    :gather_rows(rows_of(s, ctx, seq, n)):reshape { s.kv_heads, n, s.head_dim }
+end
+
+--- Recompute the blocks of an offload event from their K.
+function Summary:update(ev)
+  check(self.update_op(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks,
+    self.layers[ev.layer]))
+end
+
+--- The entries of one layer, by physical block.
+function Summary:layer(layer) return self.layers[layer] end
+
+--- Bytes of one block and KV head: what scoring it reads.
+function Summary:bytes_block()
+  return self.values * C.kvl_dtype_bytes(library.dtypes[self.dtype])
+end
+
+return M

@@ -1,0 +1,263 @@
+--- Line plots through gnuplot: one line per series, one panel per value of another axis.
+-- plot.svg draws the timelines of kvlab.timeline, too; plot.heat_maps makes heat maps of
+-- result rows, plot.heat_map of any numbers.
+--
+--   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
+--                                panel = "context", logx = true })
+--   local svg, why = plot.svg(p)          -- nil and a reason without gnuplot
+--   print(plot.text(p))                   -- for a terminal
+--
+-- logx and logy ask for logarithmic axes; an axis with values of 0 or less stays linear.
+-- Tics along x are the values themselves. Powers of two on a logarithmic axis are written
+-- 16, 64, 256, 1K, 4K, in equal steps; xpow2 = true asks for that wherever it is not
+-- done, xpow2 = false forbids it. Tics along y are round: 0.25, 1200, 250k, 1.5G.
+-- A series of a single point among longer ones (full attention, say) is a dashed level.
+-- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
+-- and grey; it takes none of the colours.
+-- Names reach gnuplot as single-quoted text in a terminal without markup, and data as
+-- numbers only, so that no name can be taken for a command.
+local gnuplot = require "kvlab.report.gnuplot"
+local heat_map = require "kvlab.report.heat_map"
+local text_table = require "kvlab.report.table"
+local timeline = require "kvlab.report.timeline"
+
+local M = {}
+
+--- The program; specs put another in its place.
+M.gnuplot = "gnuplot"
+
+local function is_finite(x)
+  return type(x) == "number" and x == x and math.abs(x) ~= math.huge
+end
+
+--- Where a value stands on the x axis: numbers where they are, others one after another.
+local function make_scale(rows, key)
+  local values, position = text_table.distinct(rows, key), {}
+  local is_numeric = true
+  for _, value in ipairs(values) do is_numeric = is_numeric and is_finite(value) end
+  for i, value in ipairs(values) do position[value] = is_numeric and value or i end
+  return values, position, is_numeric
+end
+
+--- Whether every value is a power of two.
+local function are_powers_of_two(values)
+  for _, value in ipairs(values) do
+    if value <= 0 or math.frexp(value) ~= 0.5 then return false end
+  end
+  return #values > 0
+end
+
+--- 16, 256, 1K, 1.5K, 4M: in units of 1024.
+local function binary_number(x)
+  for _, unit in ipairs { { 2^40, "T" }, { 2^30, "G" }, { 2^20, "M" }, { 2^10, "K" } } do
+    if x >= unit[1] then return text_table.format_number(x / unit[1]) .. unit[2] end
+  end
+  return text_table.format_number(x)
+end
+
+---@class kvlab.plot
+---@field title? string
+---@field xlabel? string
+---@field ylabel? string
+---@field logx? boolean
+---@field logy? boolean
+---@field xpow2? boolean   tics along x are sizes, in equal steps
+---@field ymin? number     without effect on a logarithmic axis when 0 or less
+---@field ymax? number
+---@field names string[]  the series, in the order of colours
+---@field legend? string   what the names are, where they are numbers
+---@field style table<string, "limit">  by the name of the series
+---@field xtics {[1]: number, [2]: string}[]  position and text
+---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y},
+---  or {x, y, low, high} where an interval is known
+
+--- A plot of result rows ({config =, metrics =}), with bars where they have intervals
+-- (low and high, as results.summarise gives them).
+---@param rows table[]
+---@param opts {x: string, y: string, series?: string, panel?: string, where?: table,
+---  logx?: boolean, logy?: boolean, xpow2?: boolean, style?: table<string, "limit">,
+---  title?: string, xlabel?: string, ylabel?: string, ymin?: number, ymax?: number}
+---@return kvlab.plot
+function M.lines(rows, opts)
+  if type(opts.x) ~= "string" or type(opts.y) ~= "string" then
+    error("plot.lines needs the names x and y", 2)
+  end
+  for name, style in pairs(opts.style or {}) do
+    if style ~= "limit" then
+      error(("plot.lines: the style of %s is %s; there is limit"):format(name,
+        tostring(style)), 2)
+    end
+  end
+  rows = text_table.where(rows, opts.where)
+  local p = {
+    title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
+    logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
+    names = {}, style = opts.style or {}, xtics = {}, panels = {},
+  }
+  local values, position, is_numeric = make_scale(rows, opts.x)
+  if not is_numeric then p.logx = false end
+  p.xpow2 = is_numeric and opts.xpow2
+  if opts.xpow2 == nil then p.xpow2 = p.logx and are_powers_of_two(values) end
+  for i, value in ipairs(values) do
+    p.xtics[i] = { position[value],
+                   p.xpow2 and binary_number(value) or text_table.format_cell(value) }
+  end
+  for i, value in ipairs(opts.series and text_table.distinct(rows, opts.series) or {}) do
+    p.names[i] = tostring(value)
+    if type(value) ~= "string" then p.legend = opts.series end
+  end
+  if not opts.series then p.names[1] = p.ylabel end
+  local panel_of = {}
+  for i, value in ipairs(opts.panel and text_table.distinct(rows, opts.panel) or {}) do
+    p.panels[i] = { title = ("%s = %s"):format(opts.panel, text_table.format_cell(value)),
+                    series = {} }
+    panel_of[value] = p.panels[i]
+  end
+  if not opts.panel then p.panels[1] = { series = {} } end
+  local function add(panel, row)
+    local name = opts.series and tostring(row.config[opts.series]) or p.names[1]
+    -- a row that has no x holds for all of them: one point is drawn as a level
+    local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
+    local y = row.metrics[opts.y]
+    if x and is_finite(y) then
+      panel.series[name] = panel.series[name] or {}
+      table.insert(panel.series[name], { x, y, row.low and row.low[opts.y],
+                                         row.high and row.high[opts.y] })
+    end
+  end
+  for _, row in ipairs(rows) do
+    local own = opts.panel and panel_of[row.config[opts.panel]]
+    for _, panel in ipairs(own and { own } or p.panels) do add(panel, row) end
+  end
+  for _, panel in ipairs(p.panels) do
+    for _, points in pairs(panel.series) do
+      table.sort(points, function(a, b) return a[1] < b[1] end)
+    end
+  end
+  return p
+end
+
+--- Matrices as heat maps, one a panel, row 0 at the top.
+---@param p kvlab.heat_map  kvlab.heat_map says what is in it; kind is set here
+---@return kvlab.heat_map
+function M.heat_map(p)
+  local expected = p.rows * p.columns
+  for i, panel in ipairs(p.panels) do
+    if #panel.values ~= expected or expected == 0 then
+      error(("plot.heat_map: panel %d has %d values, expected %d x %d"):format(i,
+        #panel.values, p.rows, p.columns), 2)
+    end
+  end
+  if #p.panels == 0 then error("plot.heat_map: there are no panels", 2) end
+  p.kind = "heat_map"
+  return p
+end
+
+--- The places of an axis's values on a heat map, and their names.
+local function make_places(rows, key)
+  local place, names = {}, {}
+  for i, value in ipairs(text_table.distinct(rows, key)) do
+    place[value], names[i] = i, text_table.format_cell(value)
+  end
+  return place, names
+end
+
+--- Result rows ({config =, metrics =}) as heat maps: a cell for every x and y, y from the
+-- top down, a panel for every value of opts.panel. Several rows on one cell: their mean.
+---@param rows table[]
+---@param opts {x: string, y: string, value: string, panel?: string, where?: table,
+---  title?: string, xlabel?: string, ylabel?: string, zlabel?: string, low?: number,
+---  high?: number, format?: string, file?: string}
+---@return kvlab.heat_map
+function M.heat_maps(rows, opts)
+  for _, name in ipairs { "x", "y", "value" } do
+    if type(opts[name]) ~= "string" then
+      error("plot.heat_maps needs the names x, y and value", 2)
+    end
+  end
+  rows = text_table.where(rows, opts.where)
+  if #rows == 0 then error("plot.heat_maps: there are no rows to draw", 2) end
+  local column_of, columns = make_places(rows, opts.x)
+  local row_of, lines = make_places(rows, opts.y)
+  local panels, panel_of, counts = {}, {}, {}
+  local function open_panel(title)
+    local panel = { title = title, values = {} }
+    for i = 1, #lines * #columns do panel.values[i] = 0 / 0 end
+    panels[#panels + 1], counts[panel] = panel, {}
+    return panel
+  end
+  local only = not opts.panel and open_panel()
+  for _, value in ipairs(opts.panel and text_table.distinct(rows, opts.panel) or {}) do
+    panel_of[value] = open_panel(type(value) ~= "number" and tostring(value)
+      or ("%s = %s"):format(opts.panel, text_table.format_cell(value)))
+  end
+  for _, row in ipairs(rows) do
+    local x, y = column_of[row.config[opts.x]], row_of[row.config[opts.y]]
+    local z = row.metrics[opts.value]
+    local panel = only or panel_of[row.config[opts.panel]]
+    if x and y and panel and is_finite(z) then
+      local i, count = (y - 1) * #columns + x, counts[panel]
+      count[i] = (count[i] or 0) + 1
+      local mean = count[i] > 1 and panel.values[i] or 0
+      panel.values[i] = mean + (z - mean) / count[i]
+    end
+  end
+  return M.heat_map {
+    title = opts.title or opts.value, file = opts.file or opts.value .. "_map",
+    xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
+    zlabel = opts.zlabel or opts.value, low = opts.low, high = opts.high,
+    format = opts.format, rows = #lines, columns = #columns, row_names = lines,
+    column_names = columns, panels = panels,
+  }
+end
+
+--- Runs gnuplot on a script; returns what it writes, or nil and a reason.
+local function run(script)
+  local quoted = "'" .. M.gnuplot:gsub("'", "'\\''") .. "'"
+  local probe = io.popen("command -v " .. quoted .. " 2>/dev/null")
+  local found = probe:read "*l"
+  probe:close()
+  if not found then return nil, M.gnuplot .. " is not installed: no plots are drawn" end
+  local path = os.tmpname()
+  local file = assert(io.open(path, "wb"))
+  file:write(script)
+  file:close()
+  local problem_path = path .. ".problem"
+  local pipe = io.popen(("%s '%s' 2>'%s'"):format(quoted, path, problem_path))
+  local output = pipe:read "*a"
+  pipe:close()
+  file = io.open(problem_path)
+  local problem = file and file:read "*a" or ""
+  if file then file:close() end
+  os.remove(path)
+  os.remove(problem_path)
+  if output:find "%S" then return output end
+  return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
+end
+
+--- The plot or timeline as an SVG picture; nil and a reason without gnuplot.
+---@param p kvlab.plot|kvlab.timeline
+---@return string|nil svg, string|nil reason
+function M.svg(p)
+  local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
+    or gnuplot
+  local svg, reason = run(maker.svg_script(p))
+  if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
+  -- a heat map's cells are pixels of an image, not to be blurred where it is enlarged
+  return svg and svg:gsub("<image ", "<image style='image-rendering: pixelated' "), reason
+end
+
+--- The plot in characters, one panel below the other; nil and a reason without gnuplot.
+-- There is no such form of a timeline.
+---@param p kvlab.plot
+---@param columns? integer  of the terminal; 79
+---@param lines? integer    of one panel; 24
+---@param is_coloured? boolean  a heat map in the terminal's colours
+---@return string|nil text, string|nil reason
+function M.text(p, columns, lines, is_coloured)
+  if p.kind == "heat_map" then return heat_map.text(p, columns or 79, is_coloured) end
+  if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
+  return run(gnuplot.text_script(p, columns or 79, lines or 24))
+end
+
+return M

@@ -1,0 +1,133 @@
+--- What a step costs, for servers without a model: a roofline of the matrix products and
+-- the attention beside them.
+--
+--   step_us = max(us_decode_base, us_per_token_prefill * tokens)
+--           + us_per_kv_block * (blocks that decoding requests read)
+--           + us_per_prefill_block * sum over prefill tokens of the blocks they see
+--   transfer_us = link_us + bytes_block / link_gbps            (1 GB/s: 1000 bytes a us)
+--
+-- tokens are all of the step; a block is one of block_size tokens in all layers.
+local constructor = require "kvlab.constructor"
+local C = require("kvlab.library").C
+local nearest = require("kvlab.words").nearest
+
+local M = {}
+
+local FIELDS = { "us_per_token_prefill", "us_decode_base", "us_per_kv_block",
+                 "us_per_prefill_block", "link_gbps", "link_us", "bytes_block" }
+
+--- Llama-8B in bf16 on one H100 80GB, for blocks of `block_size` tokens. From
+-- docs/performance.md, measured: a decode step 6.4 ms (P13, 1K of context); KV read at
+-- 0.99 of 3166 GB/s (P1); causal attention of a prefill at 617 TFLOP/s (P5). Matrix
+-- products of a prefill: 6.98e9 weights, 2 flops each, at 0.8 of 792 TFLOP/s (the share
+-- is assumed; 792 is measured). Link: pinned host memory, 55 GB/s measured, 10 us
+-- assumed.
+-- KV of a token: 32 layers * 2 * 8 KV heads * 128 * 2 bytes.
+function M.llama_8b_h100(block_size)
+  local bytes = 32 * 2 * 8 * 128 * 2 * block_size
+  return {
+    us_per_token_prefill = 2 * 6.98e9 / (0.8 * 792e6), us_decode_base = 6400,
+    us_per_kv_block = bytes / (0.99 * 3166e3),
+    us_per_prefill_block = 4 * 32 * 128 * 32 * block_size / 617e6,
+    link_gbps = 55, link_us = 10, bytes_block = bytes,
+  }
+end
+
+---@class kvlab.CostModel
+local CostModel = {}
+CostModel.__index = CostModel
+
+--- o: the fields above, all of them
+---@return kvlab.CostModel
+local function new(o)
+  local self = {}
+  for _, name in ipairs(FIELDS) do
+    local value = o[name]
+    if type(value) ~= "number" or not (value >= 0 and value < math.huge)
+       or (value == 0 and (name == "link_gbps" or name == "bytes_block")) then
+      error(("cost: %s is %s, expected a number %s 0"):format(name, tostring(value),
+        (name == "link_gbps" or name == "bytes_block") and ">" or ">="), 2)
+    end
+    self[name] = value
+  end
+  for name in pairs(o) do
+    if not self[name] then
+      error(("cost: nothing is called %s; did you mean %s?"):format(tostring(name),
+        nearest(tostring(name), FIELDS)), 2)
+    end
+  end
+  return setmetatable(self, CostModel)
+end
+
+--- Microseconds of attention for a chunk of n prompt tokens behind `before` others: the
+-- blocks that its tokens see, each its own, come to about n * (before + n / 2).
+function CostModel:prefill_attention_us(n, before, block_size)
+  return self.us_per_prefill_block * n * (before + n / 2) / block_size
+end
+
+--- Microseconds to prefill n tokens in one step on an idle server.
+function CostModel:prefill_us(n, block_size)
+  return math.max(self.us_decode_base, self.us_per_token_prefill * n)
+    + self:prefill_attention_us(n, 0, block_size)
+end
+
+-- ---- calibration ----------------------------------------------------------------------
+
+local function median_us(engine, times, fn)
+  local list = {}
+  for i = 1, times do
+    local start = C.kvl_clock_ns()
+    fn()
+    engine.model.device:sync()
+    list[i] = tonumber(C.kvl_clock_ns() - start) * 1e-3
+  end
+  table.sort(list)
+  return list[math.ceil(times / 2)]
+end
+
+--- The cost of an engine's steps, measured: a decode step over a short and over a long
+-- context, and a prefill chunk at the start and behind that context. Takes some 20 steps
+-- and `context` (2048) tokens of its cache. The link is not measured: give it.
+---@param engine models.Engine
+---@param o table  link_gbps, link_us; context
+---@return kvlab.CostModel
+function M.calibrate(engine, o)
+  local cache, n = engine.cache, engine.chunk
+  local size, context = cache.block_size, o.context or 2048
+  local tokens = {}
+  for i = 1, context do tokens[i] = i % engine.model.config.vocab end
+  local chunk = { unpack(tokens, 1, math.min(n, 512)) }
+  local seq = engine:sequence()
+  local function prefill_at(length)
+    return median_us(engine, 3, function()
+      seq:truncate(length)
+      engine:prefill(seq, chunk)
+    end)
+  end
+  local function decode_at(length)
+    return median_us(engine, 5, function()
+      seq:truncate(length)
+      engine:decode({ seq }, { 0 })
+    end)
+  end
+  local first = prefill_at(0)
+  local short = decode_at(#chunk)
+  seq:truncate(0)
+  engine:prefill(seq, tokens)
+  local long = decode_at(context)
+  local behind = prefill_at(context)
+  engine:finish(seq)
+  local blocks = context / size
+  local us_kv = math.max(0, (long - short) / (blocks - #chunk / size))
+  local us_prefill_block = math.max(0, (behind - first) / (#chunk * blocks))
+  local seen = us_prefill_block * #chunk * #chunk / 2 / size
+  return new {
+    us_decode_base = math.max(0, short - us_kv * #chunk / size),
+    us_per_token_prefill = math.max(0, (first - seen) / #chunk),
+    us_per_kv_block = us_kv, us_per_prefill_block = us_prefill_block,
+    link_gbps = o.link_gbps, link_us = o.link_us,
+    bytes_block = cache:bytes_token() * size * cache.kv_heads * cache.layers,
+  }
+end
+
+return constructor(M, new)

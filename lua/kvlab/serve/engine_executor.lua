@@ -1,0 +1,253 @@
+--- The executor of a server with a model: its engine computes, its cache is the memory,
+-- blocks come from a kv.store through a prefetch engine, and the clock is the machine's.
+-- What requests are given does not depend on that clock; when they get it does.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local M = {}
+
+ffi.cdef "int usleep(unsigned int us);"
+
+---@class kvlab.EngineExecutor
+---@field memory kvlab.Cache
+---@field bytes_block number
+local EngineExecutor = {}
+EngineExecutor.__index = EngineExecutor
+
+--- o: engine, store (nil), hooks, max_seqs, max_tokens, prefetch_workers,
+-- max_pending_prefetch
+function M.new(o)
+  local engine = o.engine
+  for name, most in pairs { max_seqs = engine.max_seqs, max_tokens = engine.chunk } do
+    if o[name] > most then
+      error(("serve: %s is %d, expected at most the engine's %d"):format(name, o[name],
+        most), 3)
+    end
+  end
+  local cache, prefetch = engine.cache, nil
+  if o.store then
+    if not o.store.model or o.store.block_size ~= cache.block_size then
+      error(("serve: the store was opened with model %s and block_size %s, expected a "
+        .. "model and block_size = %d"):format(tostring(o.store.model),
+        tostring(o.store.block_size), cache.block_size), 3)
+    end
+    prefetch = require("kvlab.memory.prefetch").prefetch { device = cache.device,
+      store = o.store, prefetch_workers = o.prefetch_workers,
+      max_pending_prefetch = o.max_pending_prefetch }
+  end
+  local attention = engine.attention
+  attention.hooks = o.hooks
+  return setmetatable({
+    engine = engine, memory = cache, store = o.store, prefetch = prefetch,
+    model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
+    max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
+    bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
+    seqs = {}, counts = {}, tokens = {}, ends = {},
+    watches_prompts = attention.prefill_policy.watches_prompt
+      or attention.decode_policy.watches_prompt,
+    unseen = {}, -- keys of blocks that came from the store and no policy was shown
+  }, EngineExecutor)
+end
+
+function EngineExecutor:now() return tonumber(C.kvl_clock_ns() - self.start) * 1e-3 end
+
+function EngineExecutor:sleep_until(us)
+  local left = us - self:now()
+  while left > 0 do
+    ffi.C.usleep(math.min(left, 1e5)) -- in parts: Ctrl-C ends it
+    left = us - self:now()
+  end
+end
+
+-- ---- keys and store -------------------------------------------------------------------
+
+--- Keys of blocks first ... last of a request; the ones before are known.
+local function make_keys(self, r, first, last)
+  local size, n = self.memory.block_size, last - first + 1
+  local ids = ffi.new("int32_t[?]", n * size)
+  for i = 0, n * size - 1 do ids[i] = r.tokens[(first - 1) * size + i + 1] end
+  local parent = first > 1 and r.keys + (first - 2) or nil
+  check(C.kvl_block_keys(self.model, parent, ids, n * size, size, r.keys + (first - 1)))
+  for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
+end
+
+--- A request's tokens are checked, and the keys of its prompt made.
+function EngineExecutor:admit_keys(r)
+  local vocab = self.engine.model.config.vocab
+  if not r.tokens then error("request: tokens is missing", 4) end
+  for i, id in ipairs(r.tokens) do
+    if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
+      error(("request: token %d is %s, expected 0 ... %d"):format(i - 1, tostring(id),
+        vocab - 1), 4)
+    end
+  end
+  local size = self.memory.block_size
+  r.keys = ffi.new("kvl_key[?]", math.floor((r.num_tokens + r.max_tokens) / size) + 1)
+  local full = math.floor(r.num_tokens / size)
+  if full > 0 then make_keys(self, r, 1, full) end
+end
+
+--- The key of a full block.
+function EngineExecutor:key(r, i)
+  if not r.block_hashes[i] then make_keys(self, r, i, i) end
+  return r.block_hashes[i]
+end
+
+--- How many of the blocks first ... last the store has with all layers, without a gap.
+function EngineExecutor:find(r, first, last)
+  if not self.store or last < first then return 0 end
+  return self.store:find(r.keys + (first - 1), last - first + 1, self.memory.layers)
+end
+
+--- A block has been computed: it goes to the store, unless it is there, and policies keep
+-- what they know of it. What the store cannot take is counted and computed again when it
+-- is needed.
+function EngineExecutor:put(r, i, block)
+  if not self.store then return end
+  self.engine.attention:keep(r.block_hashes[i], block)
+  if self:find(r, i, i) == 1 then return end
+  for layer = 0, self.memory.layers - 1 do
+    local ok = self.store:put_block(r.keys + (i - 1), layer, self.memory:layer(layer),
+      block)
+    if not ok then
+      self.problems = self.problems + 1
+      return
+    end
+  end
+end
+
+-- ---- prefetch -------------------------------------------------------------------------
+
+--- Bring `count` blocks of a request from block `first` on: a ticket, or nil, "full".
+function EngineExecutor:submit(r, first, count, priority)
+  local ids, blocks = r:block_ids(), {}
+  for i = 1, count do blocks[i] = ids[first + i - 1] end
+  return self.prefetch:submit { request = r.request_id, priority = priority,
+    cache = self.memory, keys = r.keys + (first - 1), blocks = blocks, timeout = 0 }
+end
+
+--- What a ticket brought, once it is done; nothing where it failed.
+local function take(self, ok, result)
+  if not ok then
+    self.problems = self.problems + 1
+    self.problem = result
+    return { blocks = 0 }
+  end
+  return result and { blocks = result.leading }
+end
+
+function EngineExecutor:poll(ticket) return take(self, pcall(ticket.poll, ticket)) end
+function EngineExecutor.wait(_, ticket) pcall(ticket.wait, ticket) end -- poll tells why
+
+--- Returns when nothing is written to the ticket's blocks any more.
+function EngineExecutor.cancel(_, ticket)
+  ticket:cancel()
+  pcall(ticket.wait, ticket)
+end
+
+function EngineExecutor:reprioritise(r, priority)
+  self.prefetch:reprioritise(r.request_id, priority)
+end
+
+-- ---- steps ----------------------------------------------------------------------------
+
+--- The content of this key came from the store into a block.
+function EngineExecutor:arrived(key, block) self.unseen[block] = key end
+
+--- The policies begin to serve a request. They are shown its blocks that came from the
+-- store, for it or for another one that had no use for them, before any step reads them.
+-- A block that was given another content since is one that they saw being computed.
+function EngineExecutor:begin(r)
+  local attention, blocks, tokens, keys = self.engine.attention, {}, {}, {}
+  attention:request_begin(r.seq)
+  for i, block in ipairs(r:block_ids()) do
+    local key = self.unseen[block]
+    if key and key == r.block_hashes[i] then
+      blocks[#blocks + 1], keys[#keys + 1] = block, key
+      tokens[#tokens + 1] = self.memory.block_size
+    end
+    self.unseen[block] = nil
+  end
+  if #blocks > 0 then attention:show(blocks, tokens, keys) end
+end
+
+function EngineExecutor:finished(r) self.engine.attention:request_finished(r.seq) end
+
+local function clear(list, n)
+  for i = #list, n + 1, -1 do list[i] = nil end
+end
+
+--- Sequences, counts and tokens of a part of the step.
+local function gather(self, list)
+  local n = 0
+  for i, r in ipairs(list) do
+    self.seqs[i], self.counts[i] = r.seq, r.num_scheduled_tokens
+    for t = 1, r.num_scheduled_tokens do
+      self.tokens[n + t] = r.tokens[r.num_computed_tokens + t]
+    end
+    n = n + r.num_scheduled_tokens
+  end
+  clear(self.seqs, #list)
+  clear(self.counts, #list)
+  clear(self.tokens, n)
+  return self.seqs, self.counts, self.tokens
+end
+
+--- The next token of every request that has been computed to its end.
+local function choose(list, logits)
+  local ids
+  for i, r in ipairs(list) do
+    if r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens then
+      if r.sample then
+        r.next_token = r.sample(logits:index(i - 1), r)
+      else
+        ids = ids or logits:argmax():list()
+        r.next_token = ids[i]
+      end
+    end
+  end
+end
+
+--- Which of them decode from the next step on; nil: none.
+local function ends_prompts(self, list)
+  local ends, any = self.ends, false
+  for i, r in ipairs(list) do
+    ends[i] = r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens
+    any = any or ends[i]
+  end
+  return any and ends or nil
+end
+
+--- Compute a step: what decodes and what reads are a batch each, since policies may treat
+-- them differently. Returns its microseconds.
+function EngineExecutor:run(plan)
+  local start = self:now()
+  if #plan.decode > 0 then
+    local seqs, _, tokens = gather(self, plan.decode)
+    choose(plan.decode, self.engine:decode(seqs, tokens))
+  end
+  if #plan.prefill > 0 then
+    local seqs, counts, tokens = gather(self, plan.prefill)
+    choose(plan.prefill,
+      self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(self, plan.prefill)))
+  end
+  return self:now() - start
+end
+
+--- Counters of the prefetch engine and the store; problems: how often one of them
+-- failed.
+function EngineExecutor:stats()
+  if not self.store then return nil end
+  local out = self.prefetch:stats()
+  for name, value in pairs(self.store:stats()) do out["store_" .. name] = value end
+  out.problems = self.problems
+  return out
+end
+
+function EngineExecutor:close()
+  self.engine.attention.hooks = nil
+  if self.prefetch then self.prefetch:close() end
+end
+
+return M

@@ -1,0 +1,91 @@
+--- Blocks by content: which full blocks of paged memory hold the tokens of which block
+-- key, so that requests with a common prefix share them. A block outlives its request
+-- here until its room is needed; the least recently used goes first, and of one request
+-- the last block goes first, because nothing is found behind a gap.
+-- Source  automatic prefix caching of vLLM (its block pool and free queue)
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local lru = require "kvlab.serve.lru"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.PrefixCache
+---@field memory kvlab.Cache   or what kvlab.cache.pool makes
+---@field evictions integer
+local PrefixCache = {}
+PrefixCache.__index = PrefixCache
+
+---@param memory kvlab.Cache
+---@return kvlab.PrefixCache
+function M.new(memory)
+  return setmetatable({
+    memory = memory, evictions = 0, block_of = {}, key_of = {},
+    idle = lru.new(), -- blocks that only this cache holds
+    row = ffi.new("int32_t[?]", memory.blocks),
+  }, PrefixCache)
+end
+
+--- Blocks that can be had: free ones and those that nobody uses.
+function PrefixCache:available() return self.memory:blocks_free() + self.idle.count end
+
+--- How far keys[first ... last] are there without a gap: the last index, or first - 1.
+function PrefixCache:match(keys, first, last)
+  local block_of = self.block_of
+  for i = first, last do
+    if not block_of[keys[i]] then return i - 1 end
+  end
+  return last
+end
+
+--- Append the blocks of keys[first ... last], which are there, to a sequence.
+function PrefixCache:share(seq, keys, first, last)
+  local row, n = self.row, last - first + 1
+  for i = 0, n - 1 do row[i] = self.block_of[keys[first + i]] end
+  check(C.kvl_sequence_share(seq.handle, row, n))
+  for i = 0, n - 1 do
+    if self.idle:has(row[i]) then self.idle:remove(row[i]) end
+  end
+end
+
+--- A full block of a live sequence is complete. Of two with the same key the first stays.
+function PrefixCache:put(key, block)
+  if self.block_of[key] then return end
+  check(C.kvl_pool_hold(self.memory.pool, block))
+  self.block_of[key], self.key_of[block] = block, key
+end
+
+--- Shorten a sequence to `length` tokens; blocks that nobody else holds stay for others.
+function PrefixCache:truncate(seq, length)
+  local row, pool = self.row, self.memory.pool
+  local n = check(C.kvl_sequence_table(seq.handle, row, seq:blocks()))
+  seq:truncate(length)
+  for i = n - 1, seq:blocks(), -1 do
+    local block = row[i]
+    if self.key_of[block] and C.kvl_pool_block_refs(pool, block) == 1 then
+      self.idle:add(block)
+    end
+  end
+end
+
+--- End a sequence.
+function PrefixCache:close(seq)
+  self:truncate(seq, 0)
+  seq:close()
+end
+
+--- Make at least n blocks free, forgetting what was not used for longest. False, and
+-- nothing is forgotten, when there are fewer.
+function PrefixCache:reclaim(n)
+  if self:available() < n then return false end
+  while self.memory:blocks_free() < n do
+    local block = self.idle.oldest
+    self.idle:remove(block)
+    self.block_of[self.key_of[block]], self.key_of[block] = nil, nil
+    check(C.kvl_pool_release(self.memory.pool, block))
+    self.evictions = self.evictions + 1
+  end
+  return true
+end
+
+return M

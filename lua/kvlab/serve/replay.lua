@@ -1,0 +1,50 @@
+--- A trace replayed by a server without a model, in modelled time, with a store behind a
+-- link: what experiments on prefetch have in common.
+local cost_model = require "kvlab.serve.cost_model"
+local serve = require("kvlab.serve.serve").serve
+local trace = require "kvlab.serve.trace"
+
+local M = {}
+
+--- Where steps run that no device computes: for a manifest.
+M.ENVIRONMENT = { device = "model", description = "Llama-8B on one H100 80GB, modelled" }
+
+--- The tokens behind which the steps of an engine are measured: its cache has room for
+-- them and a block.
+M.CONTEXT = 4096
+
+--- What steps cost: what those of an engine take on its device, measured; without one,
+-- those of Llama-8B on one H100, from measured numbers.
+---@param engine? models.Engine  with blocks of kv.trace.BLOCK tokens
+---@param link table             link_gbps, link_us
+---@return kvlab.CostModel
+function M.cost(engine, link)
+  if engine then
+    return cost_model.calibrate(engine, { link_gbps = link.link_gbps,
+      link_us = link.link_us, context = M.CONTEXT })
+  end
+  local cost = cost_model.llama_8b_h100(trace.BLOCK)
+  cost.link_gbps, cost.link_us = link.link_gbps, link.link_us
+  return cost_model(cost)
+end
+
+--- Serve `rows`. config: slowdown (a request is in time when its first token takes at
+-- most slowdown times what its prefill takes on an idle server, plus 100 ms), rate (1),
+-- and options of kv.serve by their names; more: further ones.
+---@return table stats
+function M.run(rows, cost, config, more)
+  local block = trace.BLOCK
+  local o = { cost = cost, block_size = block }
+  for _, name in ipairs { "max_seqs", "max_tokens", "priority", "late", "prefetch_ahead",
+                          "prefetch_workers", "max_pending_prefetch" } do
+    o[name] = config[name]
+  end
+  for name, value in pairs(more) do o[name] = value end
+  local server = serve(o)
+  trace.submit(server, rows, { rate = config.rate, deadline_us = function(row)
+    return 1e5 + config.slowdown * cost:prefill_us(row.input_length, block)
+  end })
+  return server:run():stats()
+end
+
+return M

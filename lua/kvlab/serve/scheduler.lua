@@ -1,0 +1,260 @@
+--- The scheduler of a server: which requests take part in the next step, with how many
+-- tokens, and what is fetched for those that wait (waiting.lua). It knows requests,
+-- blocks and keys; an executor (engine_executor.lua, simulator.lua) computes, moves
+-- blocks and has the clock.
+--
+-- One step: running requests in the order of their admission, one token for those that
+-- decode, a chunk of what the token budget leaves for those that still read; then waiting
+-- requests in the order of the queue, while there is room in the batch, in the budget and
+-- in memory. Where a running request finds no block, in this order: prefixes that nobody
+-- uses are forgotten, waiting requests give back what was fetched for them, the request
+-- that was admitted last is preempted. A preempted request gives all its blocks back;
+-- when it is resumed it takes what is still on the device or in the store and computes
+-- the rest.
+local prefix_cache = require "kvlab.serve.prefix_cache"
+local waiting = require "kvlab.serve.waiting"
+
+local M = {}
+
+---@class kvlab.Scheduler
+---@field waiting kvlab.Request[]
+---@field running kvlab.Request[]
+---@field prefix kvlab.PrefixCache
+---@field computing table<any, kvlab.Request>  keys of blocks being computed, for whom
+---@field loading table<any, kvlab.Request>    keys of blocks on their way, for whom
+local Scheduler = {}
+Scheduler.__index = Scheduler
+
+--- o: max_seqs, max_tokens, watermark, prefetch_ahead, priority, late: see kv.serve
+function M.new(executor, o)
+  return setmetatable({
+    executor = executor, prefix = prefix_cache.new(executor.memory), waiting = {},
+    running = {}, computing = {}, loading = {}, plan = { decode = {}, prefill = {} },
+    view = { step = 0 }, uses = {}, max_seqs = o.max_seqs, max_tokens = o.max_tokens,
+    ahead_tokens = o.prefetch_ahead * o.max_tokens, priority = o.priority,
+    skips = o.late == "skip", block_size = executor.memory.block_size,
+    watermark = math.ceil(o.watermark * executor.memory.blocks), window = 1,
+    stats = { stall_us = 0, stalls = 0, preemptions = 0, given_back = 0, blocks_asked = 0,
+              blocks_shared = 0, blocks_loaded = 0, blocks_lost = 0 },
+  }, Scheduler)
+end
+
+function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size) end
+
+--- Full blocks of its tokens that a request may take from others: its last token is
+-- always computed, since what follows it is wanted; all are, where a policy has to see
+-- the prompt's queries.
+function Scheduler:shareable(r)
+  if self.executor.watches_prompts then return 0 end
+  return math.floor((r.num_tokens - 1) / self.block_size)
+end
+
+-- ---- a step ---------------------------------------------------------------------------
+
+--- Blocks that the next n tokens of a request take.
+local function blocks_needed(self, r, n)
+  local length = r.num_computed_tokens
+  local need = self:blocks_for(length + n) - self:blocks_for(length)
+  return need + (r.shares_last and length % self.block_size > 0 and 1 or 0)
+end
+
+local function preempt(self, r)
+  table.remove(self.running)
+  self.executor:finished(r)
+  waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
+  waiting.give_back(self, r)
+  r.state, r.shares_last, r.store_end = "waiting", false, math.huge
+  r.preemptions = r.preemptions + 1
+  table.insert(self.waiting, 1, r)
+  self.stats.preemptions = self.stats.preemptions + 1
+end
+
+--- Free the blocks of this step and those of n more tokens for r; false: r itself had to
+-- be preempted.
+local function make_room(self, r, n)
+  local need = self.need + blocks_needed(self, r, n)
+  while not self.prefix:reclaim(need) do
+    if not waiting.give_back_last(self, 0) then
+      local victim = self.running[#self.running]
+      preempt(self, victim)
+      if victim == r then return false end
+    end
+  end
+  self.need = need
+  return true
+end
+
+local function add(self, r, n, is_decoding)
+  local list = is_decoding and self.plan.decode or self.plan.prefill
+  r.num_scheduled_tokens, r.index_in_batch = n, #list
+  list[#list + 1] = r
+end
+
+--- Tokens for the requests that run; false when one had to be preempted.
+local function continue_running(self)
+  local running, decoding, i = self.running, 0, 1
+  for _, r in ipairs(running) do
+    r.num_scheduled_tokens, r.index_in_batch = 0, -1
+    if r:is_decoding() then decoding = decoding + 1 end
+  end
+  local before = #running
+  self.room = self.max_tokens - decoding
+  while i <= #running do
+    local r = running[i]
+    local is_decoding = r:is_decoding()
+    local n = is_decoding and 1
+      or math.min(r.num_tokens - r.num_computed_tokens, self.room)
+    if n > 0 then
+      if not make_room(self, r, n) then break end
+      if not is_decoding then self.room = self.room - n end
+      add(self, r, n, is_decoding)
+    end
+    if not is_decoding then
+      self.promised = self.promised + self:blocks_for(r.num_tokens)
+        - self:blocks_for(r.num_computed_tokens + n)
+    end
+    i = i + 1
+  end
+  return #running == before
+end
+
+--- Whether memory has room for all of a request's tokens beside what is promised.
+local function fits(self, r)
+  local need = self.need + self.promised + self:blocks_for(r.num_tokens)
+    - r.seq:blocks() + (r.shares_last and 1 or 0)
+  local kept = #self.running > 0 and self.watermark or 0
+  return need + kept <= self.prefix:available()
+end
+
+--- A waiting request begins, or goes on, to be computed.
+local function admit(self, r)
+  local stats = self.stats
+  r.num_computed_tokens = r.seq:length()
+  r.state = "running"
+  self.running[#self.running + 1] = r
+  if not r.admitted_us then
+    r.admitted_us = self.executor:now()
+    r.blocks_asked = r.is_fork and 0 or self:shareable(r)
+    stats.blocks_asked = stats.blocks_asked + r.blocks_asked
+    stats.blocks_shared = stats.blocks_shared + r.blocks_shared
+    stats.blocks_loaded = stats.blocks_loaded + r.blocks_loaded
+  end
+  waiting.mark(self.computing, r, self:blocks_for(r.num_computed_tokens) + 1,
+    #r.block_hashes, r)
+  self.executor:begin(r)
+  local n = math.min(r.num_tokens - r.num_computed_tokens, self.room)
+  self.need = self.need + blocks_needed(self, r, n)
+  self.promised = self.promised + self:blocks_for(r.num_tokens)
+    - self:blocks_for(r.num_computed_tokens + n)
+  self.prefix:reclaim(self.need)
+  self.room = self.room - n
+  add(self, r, n, false)
+end
+
+--- The step waits for a prefetch.
+local function stall(self, r)
+  local start = self.executor:now()
+  self.executor:wait(r.prefetch_task)
+  local us = self.executor:now() - start
+  if us > 0 then
+    self.stats.stall_us = self.stats.stall_us + us
+    self.stats.stalls = self.stats.stalls + 1
+  end
+end
+
+--- Admit waiting requests in the order of the queue.
+local function admit_waiting(self)
+  local index = 1
+  while index <= #self.waiting and #self.running < self.max_seqs and self.room > 0 do
+    local r = self.waiting[index]
+    local state = waiting.cover(self, r, index - 1)
+    if state == "ready" then
+      if not fits(self, r) then return end
+      table.remove(self.waiting, index)
+      admit(self, r)
+    elseif state == "loading" and not self.skips then
+      stall(self, r)
+    elseif self.skips and index < self.window then
+      index = index + 1
+    else
+      return
+    end
+  end
+end
+
+--- Nothing can be computed: wait for a prefetch, or else take room from those that wait.
+local function unblock(self)
+  for _, r in ipairs(self.waiting) do
+    if r.prefetch_task then return stall(self, r) end
+  end
+  if not waiting.give_back_last(self, 1) then waiting.give_back(self, self.waiting[1]) end
+end
+
+--- Choose the next step: plan.decode and plan.prefill, requests with
+-- num_scheduled_tokens; both empty when nothing waits or runs.
+function Scheduler:schedule()
+  local plan, view = self.plan, self.view
+  view.step, view.now_us = view.step + 1, self.executor:now()
+  repeat
+    for i = #plan.decode, 1, -1 do plan.decode[i] = nil end
+    for i = #plan.prefill, 1, -1 do plan.prefill[i] = nil end
+    self.need, self.promised = 0, 0
+    local untroubled = continue_running(self)
+    if untroubled then
+      if self.ahead_tokens > 0 and #self.waiting > 0 then waiting.look_ahead(self) end
+      admit_waiting(self)
+    end
+    local is_empty = #plan.decode == 0 and #plan.prefill == 0
+    if is_empty and #self.waiting > 0 then unblock(self) end
+  until not is_empty or (#self.waiting == 0 and #self.running == 0)
+  return plan
+end
+
+-- ---- life of a request ----------------------------------------------------------------
+
+--- A request has arrived.
+function Scheduler:enqueue(r)
+  r.state = "waiting"
+  for i = 1, math.min(#r.block_hashes, self:shareable(r)) do
+    local key = r.block_hashes[i]
+    self.uses[key] = (self.uses[key] or 0) + 1
+  end
+  self.waiting[#self.waiting + 1] = r
+end
+
+--- What a step computed of a request is there: others may share its full blocks.
+function Scheduler:computed(r)
+  local before = math.floor(r.num_computed_tokens / self.block_size)
+  r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
+  r.shares_last = false
+  local now = math.floor(r.num_computed_tokens / self.block_size)
+  if now == before then return end
+  local ids = r:block_ids()
+  for i = before + 1, now do
+    local key = self.executor:key(r, i)
+    self.prefix:put(key, ids[i])
+    self.executor:put(r, i, ids[i])
+    if self.computing[key] == r then self.computing[key] = nil end
+  end
+end
+
+--- A running request is done: give its blocks back; the caller takes it out of `running`.
+function Scheduler:finish(r)
+  self.executor:finished(r)
+  waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
+  self.prefix:close(r.seq)
+  r.seq, r.state, r.num_scheduled_tokens, r.index_in_batch = nil, "finished", 0, -1
+end
+
+--- Take a request out of the queue.
+function Scheduler:drop(r)
+  for i, other in ipairs(self.waiting) do
+    if other == r then
+      waiting.give_back(self, r)
+      r.state = "finished"
+      return table.remove(self.waiting, i)
+    end
+  end
+end
+
+return M

@@ -1,0 +1,286 @@
+--- A server: requests come in, wait, are computed together with others, step by step, and
+-- leave. Continuous batching with chunked prefill, admission by free blocks, preemption
+-- and resume, prefixes shared by block keys, and prefetch from a store for requests that
+-- still wait.
+--
+--   local server = kv.serve { engine = model:engine { chunk = 256 }, store = store }
+--   local request = server:submit { tokens = prompt, max_tokens = 64 }
+--   server:run()
+--   request:output()
+--
+-- Without a model, times come from a cost model and requests have lengths and the keys of
+-- their blocks:
+--
+--   local server = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 900,
+--                             block_size = 512, store_blocks = math.huge }
+--   server:submit { input_length = 6758, hash_ids = {…}, max_tokens = 500,
+--                   arrival_us = 0 }
+--
+-- docs/serving.md has the whole story. Source: UCM GSA's scheduler side and the V1
+-- scheduler of vLLM; the seed's hooks and parameters keep their names.
+local request = require "kvlab.serve.request"
+local scheduler = require "kvlab.serve.scheduler"
+local serve_options = require "kvlab.serve.serve_options"
+
+local M = {}
+
+---@class kvlab.Server
+---@field requests kvlab.Request[]  all that were submitted, in that order
+---@field scheduler kvlab.Scheduler
+---@field executor table            simulator.lua or engine_executor.lua
+local Server = {}
+Server.__index = Server
+
+--- A server.
+---@param given table
+--  engine        of a model (lua/models/llama.lua): computes; its cache is the memory
+--  cost          instead: what steps cost (cost_model.lua); with blocks, block_size, and
+--                store_blocks: blocks that the modelled store holds (0)
+--  store         kv.store with the blocks of earlier requests; needs an engine
+--  max_seqs      requests that run at once (16; the engine's)
+--  max_tokens    token budget of a step (8192; the engine's chunk)
+--  watermark     share of the blocks that admission leaves free (0.01)
+--  prefetch_ahead  batches: requests that the budgets of so many steps will reach get
+--                their blocks while they wait; 0: when they are admitted (2)
+--  prefetch_workers, max_pending_prefetch   of the prefetch engine (4, 64). A decode
+--                policy that has these three options, as gsa does, sets their defaults
+--  priority      orders prefetches, lower first: a name in lua/priorities/, or a function
+--                (request, view) -> integer (queue_position)
+--  late          a request whose turn it is but whose blocks are under way: "wait", the
+--                step waits for it; "skip", others go before it ("wait")
+--  slo_us        a request's first token is due so long after its arrival (2e6)
+--  hooks         build_sparse_meta(server, plan), request_begin(request),
+--                request_finished(request), attention_begin(ctx), attention_finished(ctx)
+---@return kvlab.Server
+function M.serve(given)
+  local o = serve_options.take(given)
+  local kind = o.engine and "kvlab.serve.engine_executor" or "kvlab.serve.simulator"
+  local executor = require(kind).new(o)
+  return setmetatable({
+    executor = executor, scheduler = scheduler.new(executor, o), hooks = o.hooks or {},
+    requests = {}, arriving = {}, slo_us = o.slo_us,
+    counts = { steps = 0, busy_us = 0, idle_us = 0, prefill_tokens = 0,
+               decode_tokens = 0, finished = 0 },
+  }, Server)
+end
+
+-- ---- requests -------------------------------------------------------------------------
+
+--- Keep `arriving` in the order of arrival, the next one last.
+local function expect(self, r)
+  local list = self.arriving
+  local at = #list + 1
+  while at > 1 and list[at - 1].arrival_us <= r.arrival_us do at = at - 1 end
+  table.insert(list, at, r)
+end
+
+local function with_defaults(self, given)
+  local o = {}
+  for key, value in pairs(given) do o[key] = value end
+  o.arrival_us = o.arrival_us or self.executor:now()
+  o.deadline_us = o.deadline_us or o.arrival_us + self.slo_us
+  return o
+end
+
+--- Hand in a request.
+---@param given table  tokens (or, without a model, input_length and hash_ids: keys of its
+--                     blocks of hash_block tokens), max_tokens; stop_tokens: ids, stop:
+--                     lists of ids, after any of which it ends; arrival_us (now),
+--                     deadline_us; sample(logits, request) -> id (the likeliest token);
+--                     on_token(request, id)
+---@return kvlab.Request|nil request
+---@return string|nil reason   it can never run here
+function Server:submit(given)
+  if type(given) ~= "table" then
+    error(("submit: a %s, expected a table"):format(type(given)), 2)
+  end
+  local o = with_defaults(self, given)
+  local r = request.new(o, #self.requests + 1, 2)
+  local s = self.scheduler
+  local blocks, room = s:blocks_for(r.num_tokens + r.max_tokens - 1), self.executor.memory
+  if blocks > (self.executor.max_blocks or room.blocks) then
+    return nil, ("%d tokens and %d to come need %d blocks, there are %d"):format(
+      r.num_tokens, r.max_tokens, blocks, self.executor.max_blocks or room.blocks)
+  end
+  self.executor:admit_keys(r, o)
+  self.requests[#self.requests + 1] = r
+  expect(self, r)
+  return r
+end
+
+--- A request that goes on from what another has so far, on a branch of its own: it shares
+-- every block, also the last, which is copied when one of the two grows.
+---@param parent kvlab.Request  running
+---@param given table           as for submit; tokens: what follows (may be missing)
+---@return kvlab.Request
+function Server:fork(parent, given)
+  if parent.state ~= "running" then
+    error(("fork: request %d is %s, expected one that is running"):format(
+      parent.request_id, parent.state), 2)
+  end
+  local o = with_defaults(self, given)
+  local extra = o.tokens and #o.tokens or 0
+  o.input_length, o.hash_ids = parent.num_tokens + extra, nil
+  if parent.tokens then
+    local tokens = {}
+    for i = 1, parent.num_tokens do tokens[i] = parent.tokens[i] end
+    for _, id in ipairs(o.tokens or {}) do tokens[#tokens + 1] = id end
+    o.tokens = tokens
+  end
+  local r = request.new(o, #self.requests + 1, 2)
+  for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
+  self.executor:admit_keys(r, o)
+  r.seq, r.is_fork = parent.seq:fork(), true
+  r.shares_last, parent.shares_last = true, true
+  self.requests[#self.requests + 1] = r
+  expect(self, r)
+  return r
+end
+
+local function finish(self, r, reason)
+  r.finish_us, r.finish_reason = self.executor:now(), reason
+  self.counts.finished = self.counts.finished + 1
+  if self.hooks.request_finished then self.hooks.request_finished(r) end
+end
+
+--- End a request wherever it is.
+function Server:cancel(r)
+  if r.state == "finished" then return end
+  if r.state == "running" then
+    self.scheduler:finish(r)
+    local running = self.scheduler.running
+    for i = #running, 1, -1 do if running[i] == r then table.remove(running, i) end end
+  elseif r.state == "waiting" then
+    self.scheduler:drop(r)
+  else
+    for i = #self.arriving, 1, -1 do
+      if self.arriving[i] == r then table.remove(self.arriving, i) end
+    end
+    if r.seq then self.scheduler.prefix:close(r.seq) end
+    r.seq, r.state = nil, "finished"
+  end
+  finish(self, r, "cancelled")
+end
+
+-- ---- steps ----------------------------------------------------------------------------
+
+--- Requests whose time has come join the queue.
+local function arrive(self)
+  local list, now = self.arriving, self.executor:now()
+  while #list > 0 and list[#list].arrival_us <= now do
+    local r = table.remove(list)
+    self.scheduler:enqueue(r)
+    if self.hooks.request_begin then self.hooks.request_begin(r) end
+  end
+end
+
+--- Book what a step computed of a request; true when it is done.
+local function settle(self, r, now)
+  if r.state == "finished" then return true end -- another one's on_token cancelled it
+  self.scheduler:computed(r)
+  if r.num_computed_tokens < r.num_tokens then return false end
+  r.num_tokens = r.num_tokens + 1
+  if r.tokens then r.tokens[r.num_tokens] = r.next_token end
+  r.first_token_us = r.first_token_us or now
+  if r.on_token then r.on_token(r, r.next_token) end
+  if r.state == "finished" then return true end -- its own did
+  local reason = r:stop_reason()
+  if not reason then return false end
+  self.scheduler:finish(r)
+  finish(self, r, reason)
+  return true
+end
+
+local function settle_all(self, list, now)
+  local any = false
+  for i = 1, #list do any = settle(self, list[i], now) or any end
+  return any
+end
+
+--- One step; waits for the next arrival when there is nothing to do before it. False when
+-- no request is left.
+function Server:step()
+  local s, counts = self.scheduler, self.counts
+  arrive(self)
+  if #s.waiting == 0 and #s.running == 0 then
+    if #self.arriving == 0 then return false end
+    local start = self.executor:now()
+    self.executor:sleep_until(self.arriving[#self.arriving].arrival_us)
+    counts.idle_us = counts.idle_us + self.executor:now() - start
+    arrive(self)
+  end
+  local plan = s:schedule()
+  if self.hooks.build_sparse_meta then self.hooks.build_sparse_meta(self, plan) end
+  counts.busy_us = counts.busy_us + self.executor:run(plan)
+  counts.steps = counts.steps + 1
+  counts.decode_tokens = counts.decode_tokens + #plan.decode
+  for i = 1, #plan.prefill do
+    counts.prefill_tokens = counts.prefill_tokens + plan.prefill[i].num_scheduled_tokens
+  end
+  local now = self.executor:now()
+  local any = settle_all(self, plan.decode, now)
+  any = settle_all(self, plan.prefill, now) or any
+  if any then
+    local kept, running = 0, s.running
+    for i = 1, #running do
+      local r = running[i]
+      if r.state == "running" then
+        kept = kept + 1
+        running[kept] = r
+      end
+    end
+    for i = #running, kept + 1, -1 do running[i] = nil end
+  end
+  return true
+end
+
+--- Steps until every request is done.
+function Server:run()
+  while self:step() do end
+  return self
+end
+
+-- ---- numbers --------------------------------------------------------------------------
+
+--- The value below which a share `q` of a sorted list lies; NaN of an empty one.
+local function quantile(sorted, q)
+  return sorted[math.max(1, math.ceil(q * #sorted))] or 0 / 0
+end
+
+--- What happened so far. Times in microseconds; hit_rate is a share of the blocks that
+-- could be shared (full blocks of prompts, not the last token's), stall_share one of busy
+-- and stall.
+function Server:stats()
+  local s, ttft, sum, met, tpot, outputs = self.scheduler, {}, 0, 0, 0, 0
+  for _, r in ipairs(self.requests) do
+    if r.first_token_us then
+      local us = r.first_token_us - r.arrival_us
+      ttft[#ttft + 1], sum = us, sum + us
+      if r.first_token_us <= r.deadline_us then met = met + 1 end
+    end
+    if r.finish_us and r.first_token_us and r:output_length() > 1 then
+      tpot = tpot + (r.finish_us - r.first_token_us) / (r:output_length() - 1)
+      outputs = outputs + 1
+    end
+  end
+  table.sort(ttft)
+  local out = {
+    ttft_mean_us = sum / #ttft, ttft_p50_us = quantile(ttft, 0.5),
+    ttft_p99_us = quantile(ttft, 0.99), tpot_mean_us = tpot / outputs,
+    slo_met = met / #ttft, evictions = s.prefix.evictions,
+  }
+  for name, value in pairs(self.counts) do out[name] = value end
+  for name, value in pairs(s.stats) do out[name] = value end
+  out.stall_share = out.stall_us / (out.stall_us + out.busy_us)
+  out.hit_rate = (out.blocks_shared + out.blocks_loaded) / out.blocks_asked
+  out.store = self.executor.stats and self.executor:stats() or nil
+  return out
+end
+
+--- End all requests and what the server opened; engine and store stay.
+function Server:close()
+  for _, r in ipairs(self.requests) do self:cancel(r) end
+  if self.executor.close then self.executor:close() end
+end
+
+return M

@@ -1,0 +1,141 @@
+--- Traces of requests in the format of Mooncake (FAST'25): one JSON object a line,
+-- {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one for
+-- each 512 tokens of the input, the last one for what is left]}; two requests share a
+-- hash id exactly when they have everything up to its block in common.
+local json = require "kvlab.json"
+local sorted = require "kvlab.sorted"
+local uniform = require "kvlab.tensor.uniform"
+
+local M = {}
+
+M.BLOCK = 512 -- tokens that a hash id stands for
+
+---@class kvlab.TraceRow
+---@field timestamp number
+---@field input_length integer
+---@field output_length integer
+---@field hash_ids integer[]
+
+local function bad(path, line, what)
+  error(("%s, line %d: %s"):format(path, line, what), 0)
+end
+
+local function check_row(path, line, row)
+  if type(row) ~= "table" then bad(path, line, "no JSON object") end
+  for name, least in pairs { timestamp = 0, input_length = 1, output_length = 1 } do
+    local value = row[name]
+    if type(value) ~= "number" or value ~= value or value < least then
+      bad(path, line, ("%s is %s, expected a number >= %d"):format(name, tostring(value),
+        least))
+    end
+  end
+  local want = math.ceil(row.input_length / M.BLOCK)
+  if type(row.hash_ids) ~= "table" or #row.hash_ids ~= want then
+    bad(path, line, ("hash_ids has %s ids, expected %d for %d tokens"):format(
+      type(row.hash_ids) == "table" and #row.hash_ids or "no", want, row.input_length))
+  end
+end
+
+--- The requests of a file, at most `limit` of them. Raises with path and line.
+---@param path string
+---@param limit? integer
+---@return kvlab.TraceRow[]
+function M.read(path, limit)
+  local file, why = io.open(path)
+  if not file then error("trace: " .. why, 2) end
+  local rows = {}
+  for line in file:lines() do
+    if limit and #rows >= limit then break end
+    local ok, row = pcall(json.decode, line)
+    if not ok then bad(path, #rows + 1, row) end
+    check_row(path, #rows + 1, row)
+    rows[#rows + 1] = row
+  end
+  file:close()
+  if #rows == 0 then error(("trace: %s has no requests"):format(path), 2) end
+  return rows
+end
+
+--- Write rows as read() takes them.
+function M.write(path, rows)
+  local file = assert(io.open(path, "w"))
+  local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
+  for _, row in ipairs(rows) do file:write(json.encode(row, order), "\n") end
+  file:close()
+end
+
+-- ---- a workload of conversations ------------------------------------------------------
+
+local DEFAULTS = { requests = 200, seed = 0, rate = 1, turns = 4, think_s = 30,
+                   system_tokens = 1024, input_tokens = 4000, answer_tokens = 300 }
+
+--- Users who talk: conversations begin at random, each of some turns. A turn's input is
+-- all that was said before, with the answers, and something new; its hash ids are those
+-- of the turn before as far as the input was the same. All share a system prompt.
+---@param o table  requests, seed; rate: requests a second; turns, on average; think_s:
+--                 mean pause between an answer and the next turn; system_tokens;
+--                 input_tokens: mean of what is new in a turn; answer_tokens: mean
+---@return kvlab.TraceRow[]  in the order of their timestamps
+function M.generate(o)
+  for name in pairs(o) do
+    if DEFAULTS[name] == nil then
+      error(("trace: nothing is called %s; there is %s"):format(tostring(name),
+        table.concat(sorted.keys(DEFAULTS), ", ")), 2)
+    end
+  end
+  local function get(name) return o[name] == nil and DEFAULTS[name] or o[name] end
+  local draw, rows, id, start = uniform.generator(get "seed"), {}, 0, 0
+  local function exponential(mean) return -mean * math.log(1 - draw()) end
+  local function fresh()
+    id = id + 1
+    return id - 1
+  end
+  local system = {}
+  for i = 1, math.floor(get "system_tokens" / M.BLOCK) do system[i] = fresh() end
+  while #rows < get "requests" do
+    start = start + exponential(get "turns" / get "rate")
+    local at, length, ids = start, get "system_tokens", {}
+    for i, shared in ipairs(system) do ids[i] = shared end
+    repeat
+      length = length + 1 + math.floor(exponential(get "input_tokens"))
+      for i = #ids + 1, math.ceil(length / M.BLOCK) do ids[i] = fresh() end
+      local answer = 1 + math.floor(exponential(get "answer_tokens"))
+      rows[#rows + 1] = { timestamp = math.floor(at * 1000), input_length = length,
+                          output_length = answer, hash_ids = { unpack(ids) } }
+      at = at + exponential(get "think_s") + 0.02 * answer
+      ids[math.floor(length / M.BLOCK) + 1] = nil -- not full: it goes on with the answer
+      length = length + answer
+      for i = #ids + 1, math.floor(length / M.BLOCK) do ids[i] = fresh() end
+    until draw() < 1 / get "turns"
+  end
+  for i, row in ipairs(rows) do row.number = i end
+  table.sort(rows, function(a, b)
+    if a.timestamp ~= b.timestamp then return a.timestamp < b.timestamp end
+    return a.number < b.number
+  end)
+  for i = #rows, get "requests" + 1, -1 do rows[i] = nil end
+  for _, row in ipairs(rows) do row.number = nil end
+  return rows
+end
+
+-- ---- replay ---------------------------------------------------------------------------
+
+--- Hand the requests of a trace to a server without a model.
+---@param server kvlab.Server
+---@param rows kvlab.TraceRow[]
+---@param o? table  rate (1): how much faster than they came; deadline_us(row): what its
+--                  first token may take
+function M.submit(server, rows, o)
+  o = o or {}
+  local given = { hash_block = M.BLOCK }
+  for _, row in ipairs(rows) do
+    given.arrival_us = row.timestamp * 1000 / (o.rate or 1)
+    given.deadline_us = o.deadline_us and given.arrival_us + o.deadline_us(row) or nil
+    given.input_length, given.max_tokens = row.input_length, row.output_length
+    given.hash_ids = row.hash_ids
+    local request, why = server:submit(given)
+    if not request then error("trace: " .. why, 2) end
+  end
+end
+
+return M

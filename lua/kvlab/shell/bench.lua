@@ -1,0 +1,304 @@
+--- `kvlab bench [ID, file or limit …]`: runs the cases of bench/*.lua and prints a line
+-- each, with its share of a limit that is measured in the same run, and its target.
+--
+-- A bench file returns a function of `b` that calls b:case { id, name, … } for each of
+-- its cases; see Bench:case. A case is checked before it is timed, its inputs are random,
+-- its outputs poisoned. Times are medians of at least 30, by events on the device.
+--
+-- Two things are kept out of a time. The host's share: before each repeat a read of
+-- 512 MiB empties the L2 (170 us on an H100), and what the host does meanwhile does not
+-- count; where it takes longer the row says so. And what came before: the driver clears
+-- memory that was freed in the background, at some 300 GB/s (an H100: decoding 1 x 32K
+-- takes 64 us for 28 ms after 8 GiB were freed, then 56), and clocks rise after a pause.
+-- So the work first runs untimed for SETTLE_US.
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local median = require("kvlab.experiment.statistics").median
+local sorted = require "kvlab.sorted"
+
+package.path = library.paths.root .. "/?.lua;" .. package.path -- require "bench.lib.host"
+local host = require "bench.lib.host"
+local limits = require "bench.lib.limits"
+
+local M = {}
+
+local REPEATS, SETTLE_US, MIB = 31, 100e3, 1024 * 1024
+
+---@class kvlab.Bench
+---@field device ffi.cdata*
+---@field kind string         cpu or cuda
+---@field shrink integer      what contexts are divided by: 1 on a GPU, see Bench:shrunk
+local Bench = {}
+Bench.__index = Bench
+
+-- ---- time -----------------------------------------------------------------------------
+
+--- Read more memory than any cache of the device holds. (Writing would leave dirty lines,
+-- whose way back to memory is then charged to what is timed.)
+function Bench:flush() self.flush_buffer:sum(0, self.flush_sum) end
+
+local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
+
+--- Untimed calls until the device has been busy for a while.
+function Bench:settle(fn)
+  local start = clock_us()
+  repeat
+    fn()
+    self.device:sync()
+  until clock_us() - start >= self.settle_us
+end
+
+--- Microseconds of one call of fn on the device, median of `repeats` (at least 30), and
+-- the median of what the host took for it. warm: leave the caches as they are.
+function Bench:time(fn, repeats, warm)
+  local times, hosts = {}, {}
+  local from, to = self.device:open_event(), self.device:open_event()
+  local stream = self.device:stream()
+  self:settle(warm and fn or function()
+    self:flush()
+    fn()
+  end)
+  for i = 1, math.max(repeats or REPEATS, 30) do
+    local start = clock_us()
+    if not warm then self:flush() end
+    from:record(stream)
+    fn()
+    to:record(stream)
+    hosts[i] = clock_us() - start
+    times[i] = from:elapsed_us(to)
+  end
+  from:close()
+  to:close()
+  return median(times), median(hosts)
+end
+
+--- What a context or batch becomes here: itself on a GPU, less on the CPU or for --quick.
+function Bench:shrunk(n) return math.max(1, math.floor(n / self.shrink)) end
+
+--- The limit `name` (R, T, F or L), measured and printed at its first use: GB/s or
+-- TFLOP/s.
+function Bench:limit(name)
+  if not self.limits[name] then
+    local row = kv.scope(limits[name], self)
+    row.id = name
+    self.limits[name] = row.bytes and row.bytes / row.us * 1e-3
+      or row.flops / row.us * 1e-6
+    self:print_row(row)
+  end
+  return self.limits[name]
+end
+
+-- ---- rows -----------------------------------------------------------------------------
+
+local ORDER = {
+  "id", "name", "us", "bytes", "flops", "gb_s", "tflop_s", "limit", "of_limit",
+  "target_us", "target_tflop_s", "target_of_limit", "reached", "note", "error", "device",
+  "commit", "date",
+}
+
+local function format_row(row)
+  local words = { ("%-8s %-58s"):format(row.id, row.name) }
+  local function add(format, ...) words[#words + 1] = format:format(...) end
+  if row.us then add("%10.1f us", row.us) end
+  if row.gb_s then add("%7.1f GB/s", row.gb_s) end
+  if row.tflop_s then
+    add(row.tflop_s < 10 and "%7.3f TFLOP/s" or "%7.1f TFLOP/s", row.tflop_s)
+  end
+  if row.of_limit then add("%5.3f of %s", row.of_limit, row.limit) end
+  local verdict = row.reached and "reached" or "MISSED"
+  if row.target_us then add("target %g us %s", row.target_us, verdict) end
+  if row.target_tflop_s then add("target %g TFLOP/s %s", row.target_tflop_s, verdict) end
+  if row.target_of_limit then add("target %.3f %s", row.target_of_limit, verdict) end
+  if row.note then add("%s", row.note) end
+  if row.error then add("FAILED: %s", row.error) end
+  return table.concat(words, "  ")
+end
+
+function Bench:print_row(row)
+  if row.us and row.bytes then row.gb_s = row.bytes / row.us * 1e-3 end
+  if row.us and row.flops then row.tflop_s = row.flops / row.us * 1e-6 end
+  row.device, row.commit, row.date = self.description, self.commit, self.date
+  self.write((self.json and json.encode(row, { order = ORDER }) or format_row(row))
+    .. "\n")
+end
+
+--- Registers a case:
+--   id, name
+--   setup    function(b) that makes the inputs and returns the work:
+--     check    function that raises when the result is wrong
+--     run      function that does the work once; or us, where setup has measured it
+--     bytes    to read and write, and flops: at least one of them, or neither
+--     limit    R (memory), L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run; R
+--              unless it says where there are bytes, else T
+--     bound    microseconds that it cannot beat, in place of a limit
+--     repeats, warm, note
+--   target   { of_limit = }, { us = } or { tflop_s = }; for the whole shape only
+--   on       cpu or cuda: it and its target are for that device; the target is for cuda
+--            unless it says, and the case for both
+function Bench:case(case)
+  case.on_both, case.on = not case.on, case.on or "cuda"
+  self.cases[#self.cases + 1] = case
+end
+
+local function set_target(self, row, target)
+  if not target or self.quick then return end
+  row.target_us, row.target_of_limit = target.us, target.of_limit
+  row.target_tflop_s = target.tflop_s
+  row.reached = row.us <= (target.us or math.huge)
+    and (row.of_limit or math.huge) >= (target.of_limit or 0)
+    and (row.flops or 0) / row.us * 1e-6 >= (target.tflop_s or 0)
+end
+
+local function row_of(self, case)
+  local work, note = case.setup(self), nil
+  if work.check then work.check() end
+  local us = work.us
+  if not us then
+    local host_us
+    us, host_us = self:time(work.run, work.repeats, work.warm)
+    if self.kind == "cuda" and not work.warm and host_us > self.flush_us then
+      note = ("with some of the %.0f us that the host took"):format(host_us)
+    end
+  end
+  local row = { id = case.id, name = case.name, us = us, bytes = work.bytes,
+                flops = work.flops, note = work.note or note }
+  if work.bound then
+    row.limit, row.of_limit = "bound", work.bound / us
+  elseif work.bytes or work.flops then
+    row.limit = work.limit or (work.bytes and "R" or "T")
+    local is_rate = row.limit == "R" or row.limit == "L"
+    local reached = is_rate and work.bytes / us * 1e-3 or work.flops / us * 1e-6
+    row.of_limit = reached / self:limit(row.limit)
+  end
+  set_target(self, row, case.on == self.kind and case.target)
+  return row
+end
+
+--- Run a case and print its row; a failure is a row as well. Returns whether it passed.
+function Bench:run(case)
+  local ok, row = pcall(kv.scope, row_of, self, case)
+  collectgarbage()
+  self.device:trim()
+  if not ok then
+    if kv.C.kvl_interrupted() ~= 0 then error(row, 0) end
+    row = { id = case.id, name = case.name, error = tostring(row):match "[^\n]*" }
+  end
+  self:print_row(row)
+  return ok
+end
+
+-- ---- the command ----------------------------------------------------------------------
+
+--- What the command line asks for: the paths of files, and ids (nil: every one).
+local function parse(args)
+  local files, ids = {}, nil
+  for _, word in ipairs(args) do
+    if word:match "%.lua$" then
+      files[#files + 1] = word
+    else
+      ids = ids or {}
+      ids[word] = true
+    end
+  end
+  if #files == 0 then files = host.lines(('ls "%s"/bench/*.lua'):format(
+    library.paths.root)) end
+  return files, ids
+end
+
+--- Every id asked for is there, and for this device.
+local function check_ids(self, ids)
+  local known, here = { R = true, T = true, F = true, L = true }, {}
+  for _, case in ipairs(self.cases) do
+    known[case.id] = true
+    if case.on_both or case.on == self.kind then here[case.id] = true end
+  end
+  for id in pairs(ids) do
+    if not known[id] then
+      local names = sorted.keys(known)
+      error(("no bench \"%s\"; the nearest is \"%s\", there are %s"):format(id,
+        nearest(id, names), table.concat(names, ", ")), 0)
+    elseif not here[id] and not limits[id] then
+      error(("bench %s is not for the %s; --device=NAME chooses"):format(id, self.kind),
+        0)
+    end
+  end
+end
+
+local function list(self)
+  for _, case in ipairs(self.cases) do
+    if self.json then
+      self.write(json.encode({ id = case.id, name = case.name }, { order = ORDER })
+        .. "\n")
+    else
+      self.write(("%-8s %s\n"):format(case.id, case.name))
+    end
+  end
+end
+
+local function open(options, write)
+  local dev = kv.device(options.device)
+  local b = setmetatable({
+    device = dev, kind = dev:is_cpu() and "cpu" or "cuda", json = options.json,
+    quick = options.quick, cases = {}, limits = {}, description = dev:description(),
+    commit = host.commit(library.paths.root), date = os.date "!%Y-%m-%d",
+    write = write or function(text)
+      io.write(text)
+      io.flush()
+    end,
+  }, Bench)
+  b.shrink = (b.kind == "cpu" and 16 or 1) * (b.quick and 16 or 1)
+  b.settle_us = (b.kind == "cpu" or b.quick) and 0 or SETTLE_US
+  return b
+end
+
+local function begin(self)
+  local bytes = (self.quick and 16 or 512) * MIB
+  self.flush_buffer = kv.rand(self.device, "f32", { bytes / 4 })
+  self.flush_sum = kv.tensor(self.device, "f32", {})
+  self.flush_us = self:time(function() self:flush() end, 30, true)
+  local head = host.describe(self)
+  if self.json then
+    self.write(json.encode(head, { order = { "id", "device", "description" } }) .. "\n")
+  else
+    self.write(host.words(head))
+  end
+end
+
+--- Runs what the command line names: ids such as P1, limits, files; everything when it
+-- names nothing. Returns the exit status: 1 when a case failed.
+---@param options kvlab.CommandLine
+---@param write? fun(text: string)     in place of standard output
+---@param complain? fun(text: string)  in place of standard error
+function M.main(options, write, complain)
+  local b = open(options, write)
+  local files, ids = parse(options.args)
+  for _, path in ipairs(files) do
+    local chunk, why = loadfile(path)
+    if not chunk then error(why, 0) end
+    chunk()(b)
+  end
+  if ids then check_ids(b, ids) end
+  if options.list then
+    list(b)
+    return 0
+  end
+  begin(b)
+  for _, name in ipairs { "R", "T", "F", "L" } do
+    if ids and ids[name] then b:limit(name) end
+  end
+  local failed = {}
+  for _, case in ipairs(b.cases) do
+    local is_wanted = not ids or ids[case.id]
+    if is_wanted and (case.on_both or case.on == b.kind) and not b:run(case) then
+      failed[#failed + 1] = case.id
+    end
+  end
+  if #failed == 0 then return 0 end
+  complain = complain or function(text) io.stderr:write(text) end
+  complain(("kvlab: bench: %d failed: %s\n"):format(#failed, table.concat(failed, ", ")))
+  return 1
+end
+
+return M

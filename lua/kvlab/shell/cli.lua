@@ -1,0 +1,319 @@
+--- The command line inside the executable: reads `VERB [options] [arguments]`, fills
+-- kvlab.command_line and runs the verb. The front door, the script ./kvlab, has handled
+-- the options of the build before; its `help` is the manual.
+local nearest = require("kvlab.words").nearest
+local options = require "kvlab.command_line"
+
+local M = {}
+
+--- A wrong command line: one line on stderr, exit status 2.
+local function misuse(fmt, ...)
+  error({ misuse = fmt:format(...) }, 0)
+end
+
+local function to_device(text)
+  local is_cuda = text == "cuda" or text:match("^cuda:%d+$")
+  if is_cuda or text == "auto" or text == "cpu" then return text end
+  misuse('--device is auto, cpu, cuda or cuda:N; given "%s"', text)
+end
+
+local function to_seed(text)
+  local seed = text:match("^%d+$") and tonumber(text)
+  if seed and seed < 2 ^ 53 then return seed end
+  misuse('--seed is a whole number from 0 to 2^53; given "%s"', text)
+end
+
+local function to_gb_s(text)
+  local gb_s = tonumber(text)
+  if gb_s and gb_s > 0 and gb_s < math.huge then return gb_s end
+  misuse('--link-gbps is a number above 0; given "%s"', text)
+end
+
+local function to_us(text)
+  local us = tonumber(text)
+  if us and us >= 0 and us < math.huge then return us end
+  misuse('--link-us is a number from 0; given "%s"', text)
+end
+
+--- "0.5" is a number, "true" a boolean, anything else a string.
+local function to_value(text)
+  if text == "true" then return true elseif text == "false" then return false end
+  return tonumber(text) or text
+end
+
+local function add_setting(text)
+  local key, value = text:match("^([^=]+)=(.*)$")
+  if not key then misuse('--set takes KEY=VALUE; given "%s"', text) end
+  options.set[key] = to_value(value)
+  return options.set
+end
+
+local function to_list(text)
+  local list = {}
+  for word in text:gmatch("[^,]+") do list[#list + 1] = word end
+  return list
+end
+
+local function to_text(text, name)
+  if text == "" then misuse("--%s is empty", name) end
+  return text
+end
+
+local function to_whole(text, name)
+  if text:match "^%d+$" then return tonumber(text) end
+  misuse('--%s is a whole number; given "%s"', name, text)
+end
+
+local function to_count(text, name)
+  local n = to_whole(text, name)
+  return n >= 1 and n or misuse("--%s is a whole number from 1; given 0", name)
+end
+
+local function to_shard(text)
+  local index, count = text:match "^(%d+)/(%d+)$"
+  index, count = tonumber(index), tonumber(count)
+  if index and 1 <= index and index <= count then
+    return { index = index, count = count }
+  end
+  misuse('--shard is i/n, as 1/4 to 4/4; given "%s"', text)
+end
+
+local FLAG = true -- an option without a value
+local function maybe_text(text) return text end -- without a value it is ""
+
+local common = {
+  device = to_device, seed = to_seed, out = to_text, set = add_setting, quick = FLAG,
+  ["link-gbps"] = to_gb_s, ["link-us"] = to_us,
+}
+local of_verb = {
+  run = { shard = to_shard, jobs = to_count, ["keep-going"] = FLAG, list = FLAG,
+          csv = FLAG, worker = FLAG },
+  repl = {},
+  sweep = { jobs = to_count, ["keep-going"] = FLAG, slurm = maybe_text,
+            shards = to_count, retries = to_whole, ["at-once"] = to_count,
+            csv = FLAG },
+  compare = { metric = to_list, by = to_list },
+  bench = { json = FLAG, list = FLAG },
+  test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
+}
+local verbs = { "run", "repl", "sweep", "compare", "test", "bench" }
+
+-- What rows do not depend on, only where, when and by whom they are computed.
+local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
+                csv = true, worker = true, slurm = true, shards = true, retries = true,
+                ["at-once"] = true }
+
+local function unknown_option(name, known)
+  local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's
+  for other in pairs(known) do
+    if other ~= "worker" then names[#names + 1] = other end
+  end
+  table.sort(names)
+  misuse("unknown option --%s; did you mean --%s?", name, nearest(name, names))
+end
+
+--- Notes a word of the command line, so that another process can be given the same.
+local function note(word, is_apart)
+  options.words[#options.words + 1] = word
+  if not is_apart then options.arguments[#options.arguments + 1] = word end
+end
+
+--- Reads the option `words[i]`; returns the place of the last word that it took.
+local function parse_option(known, words, i)
+  local name, value = words[i]:match("^%-%-([^=]+)=?(.*)$")
+  local has_value = words[i]:find("=", 1, true)
+  local read = known[name]
+  if not read then unknown_option(name, known) end
+  if read == FLAG then
+    if has_value then misuse("--%s takes no value", name) end
+    options[name] = true
+    note(words[i], apart[name])
+    return i
+  end
+  if not has_value and read ~= maybe_text then
+    i = i + 1
+    value = words[i] or misuse("--%s needs a value", name)
+  end
+  options[name] = read(value, name)
+  note(("--%s=%s"):format(name, value), apart[name]
+    or name == "set" and value:find "^fresh=")
+  return i
+end
+
+--- Reads the words after the verb into the command line's table.
+local function parse(verb, words)
+  local known = {}
+  for name, reader in pairs(common) do known[name] = reader end
+  for name, reader in pairs(of_verb[verb]) do known[name] = reader end
+  options.words, options.arguments = {}, {}
+  local i = 1
+  while i <= #words do
+    local word = words[i]
+    if word == "--" then
+      note "--"
+      for j = i + 1, #words do
+        options.args[#options.args + 1] = words[j]
+        note(words[j])
+      end
+      break
+    elseif word == "-i" and verb == "run" then
+      options.interactive = true
+    elseif word:match("^%-%-[^=]") then
+      i = parse_option(known, words, i)
+    elseif word:match("^%-%a") then
+      misuse("unknown option %s; options begin with two dashes", word)
+    else
+      options.args[#options.args + 1] = word
+      note(word)
+    end
+    i = i + 1
+  end
+  if options["link-gbps"] then
+    options["link-us"] = options["link-us"] or 0
+  elseif options["link-us"] then
+    misuse "--link-us is the latency of a link; --link-gbps=N gives it a speed"
+  end
+end
+
+local function root()
+  local paths = package.loaded["kvlab.paths"]
+  return paths and paths.root or "."
+end
+
+--- A file's name as given, or inside the project when it is not there.
+local function locate(name)
+  for _, candidate in ipairs { name, root() .. "/" .. name } do
+    local file = io.open(candidate)
+    if file then
+      file:close()
+      return candidate
+    end
+  end
+end
+
+--- One function per verb: checks the arguments, returns the work to do.
+local prepare = {}
+
+function prepare.run()
+  local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
+  local path = locate(script) or misuse("no such script: %s", script)
+  if options.interactive then
+    if options.jobs then misuse "-i and --jobs do not go together" end
+    return function() return require("kvlab.shell.repl").main(path) end
+  end
+  local chunk, problem = loadfile(path)
+  return chunk or function() error(problem, 0) end
+end
+
+function prepare.repl()
+  if #options.args > 0 then
+    misuse("repl takes no arguments; given %s: kvlab run -i SCRIPT runs a script first",
+      options.args[1])
+  end
+  return function() return require("kvlab.shell.repl").main() end
+end
+
+local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR"
+
+--- The folder of a sweep, which is given as an argument.
+local function take_folder(action)
+  local folder = options.args[1]
+  if not folder or #options.args > 1 then
+    misuse("sweep %s takes one folder: that of --out, or results/NAME", action)
+  end
+  return (folder:gsub("(.)/+$", "%1"))
+end
+
+local sweep = {}
+
+function sweep.submit()
+  local script = options.args[1] or misuse("which script? %s", SWEEP)
+  if not locate(script) then misuse("no such script: %s", script) end
+  if not options.slurm then
+    misuse("submit needs --slurm, or --slurm='OPTIONS OF SBATCH'; kvlab run SCRIPT"
+      .. " --jobs=N computes here")
+  elseif not options.shards then
+    misuse "--shards=N says in how many parts"
+  elseif options.set.fresh then
+    misuse "fresh would throw rows away at every try; choose another --out=DIR"
+  end
+  options.out = options.out or "results/" .. script:match("([^/]*)$"):gsub("%.lua$", "")
+    .. (options.quick and "-quick" or "")
+  return function() return require("kvlab.experiment.sweep").submit(options) end
+end
+
+function sweep.status()
+  local folder = take_folder "status"
+  return function() return require("kvlab.experiment.sweep").status(folder) end
+end
+
+--- Runs the script of the shards, which finds their rows; nothing is computed.
+function sweep.merge()
+  local folder = take_folder "merge"
+  local _, manifest = require("kvlab.experiment.sweep.shards").open(folder)
+  options.args = {}
+  parse("run", manifest.arguments)
+  options.out, options.merge, options.environment = folder, true, manifest
+  options.device = manifest.device == "cpu" and "cpu" or "auto"
+  local script = prepare.run()
+  return function()
+    script()
+    return 0
+  end
+end
+
+function prepare.sweep(action)
+  if not action then misuse("sweep does what? There is %s", SWEEP) end
+  if not sweep[action] then
+    misuse('sweep has no "%s"; did you mean %s? There is %s', action,
+      nearest(action, { "submit", "status", "merge" }), SWEEP)
+  end
+  return sweep[action]()
+end
+
+function prepare.compare()
+  if #options.args ~= 2 then misuse "compare takes two folders of results" end
+  local a, b = unpack(options.args)
+  return function() return require("kvlab.experiment.compare").main(a, b, options) end
+end
+
+function prepare.test()
+  local files = {}
+  for i, name in ipairs(options.args) do
+    files[i] = locate(name) or misuse("no such spec: %s", name)
+  end
+  if #files == 0 then files[1] = root() .. "/spec" end
+  return function() return require("kvlab.shell.test").main(root(), files, options) end
+end
+
+function prepare.bench()
+  if not package.searchpath("kvlab.shell.bench", package.path) then
+    misuse "there is nothing to bench: lua/kvlab/shell/bench.lua is not there"
+  end
+  return function() return require("kvlab.shell.bench").main(options) end
+end
+
+--- Runs a command line.
+---@param words string[]  the verb, options and arguments
+---@return integer        # exit status: 0 fine, 1 failed, 2 the command line is wrong
+function M.main(words)
+  local verb = table.remove(words, 1) or "repl"
+  local ok, work = pcall(function()
+    if not prepare[verb] then
+      misuse('unknown verb "%s"; did you mean %s?', verb, nearest(verb, verbs))
+    end
+    local action = verb == "sweep" and table.remove(words, 1)
+    parse(verb, words)
+    return prepare[verb](action)
+  end)
+  if ok then
+    local status = work()
+    -- what a script returns is its own affair
+    return (verb ~= "run" or options.interactive) and status or 0
+  end
+  if type(work) ~= "table" or not work.misuse then error(work, 0) end
+  io.stderr:write("kvlab: ", work.misuse, "\n")
+  return 2
+end
+
+return M

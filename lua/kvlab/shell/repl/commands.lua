@@ -1,0 +1,205 @@
+--- The REPL's own commands: `:name`, and what stands behind `?` and `$`.
+local compile = require "kvlab.shell.repl.compile"
+local inspect = require "kvlab.shell.repl.inspect"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+local command_line = require "kvlab.command_line"
+
+local M = {}
+
+local REPEAT_BELOW_S, REPEAT_FOR_S = 0.1, 0.3 -- :time repeats what is short
+
+local commands = {}
+
+--- The names, for completion.
+---@return string[]
+function M.names() return sorted.keys(commands) end
+
+--- An error whose text is shown as it is.
+local function refuse(fmt, ...) error(fmt:format(...), 0) end
+
+--- A text as a function in the session: an expression, or a statement.
+local function compile_for(session, text)
+  local chunk, problem = compile(text, "=" .. session:chunk_name(), 1)
+  if not chunk then refuse("%s", problem) end
+  return setfenv(chunk, session.environment)
+end
+
+local function print_table(header, rows)
+  io.stdout:write(require("kvlab.report.table").text { header = header, rows = rows })
+end
+
+-- ---- devices and memory ---------------------------------------------------------------
+
+local function sync_all()
+  for _, dev in ipairs(require("kvlab.tensor.device").opened()) do dev:sync() end
+end
+
+commands.device = { "[NAME]", "the devices; with a name, work goes there from now on",
+  function(session, name)
+    local kv = session.environment.kv
+    if name ~= "" then
+      kv.device(name)
+      command_line.device = name
+    end
+    local has_cuda, reason = kv.cuda_available()
+    local current, rows = kv.device():name(), {}
+    for i, device_name in ipairs { "cpu", has_cuda and "cuda" or nil } do
+      local dev = kv.device(device_name)
+      rows[i] = { dev:name() == current and "*" or "", dev:name(), dev:description() }
+    end
+    print_table({ "", "device", "" }, rows)
+    if not has_cuda then io.stdout:write(reason, "\n") end
+  end }
+
+local function device_rows()
+  local rows = {}
+  for i, dev in ipairs(require("kvlab.tensor.device").opened()) do
+    local s = dev:stats()
+    rows[i] = { dev:name(), inspect.bytes(s.bytes_live), inspect.bytes(s.bytes_live_peak),
+      inspect.bytes(s.bytes_cached), inspect.bytes(s.bytes_pinned),
+      inspect.bytes(s.bytes_free), inspect.bytes(s.bytes_total), s.allocations,
+      s.launches }
+  end
+  return rows
+end
+
+--- One row for every KV cache that is open: its pool and its tier.
+local function cache_rows()
+  local rows = {}
+  for cache in pairs(require("kvlab.memory.cache").open) do
+    local memory, tier = cache.memory, "device"
+    if cache.offload then tier = "host, " .. (cache.offload.mode or "ring") end
+    rows[#rows + 1] = { cache.device:name(), tier, cache.layers, cache.blocks,
+      cache:blocks_free(), cache.block_size, cache.dtype, inspect.bytes(memory:bytes()) }
+  end
+  return rows
+end
+
+commands.mem = { "", "memory of the devices, and the KV pools with their tier",
+  function(session)
+    session.environment.kv.device()
+    print_table({ "device", "live", "peak", "cached", "pinned", "free", "total",
+      "allocations", "launches" }, device_rows())
+    local rows = cache_rows()
+    if #rows == 0 then return end
+    io.stdout:write "\n"
+    print_table({ "KV pool", "tier", "layers", "blocks", "free", "block_size", "dtype",
+      "bytes" }, rows)
+  end }
+
+-- ---- looking --------------------------------------------------------------------------
+
+local baseline = {} -- globals that were there before the session
+for key in pairs(_G) do baseline[key] = true end
+
+commands.who = { "", "the session's variables with types and sizes",
+  function(session)
+    local variables = {}
+    for key, value in pairs(_G) do
+      if not baseline[key] then variables[key] = value end
+    end
+    for key, value in pairs(session.environment) do
+      if not session.hidden[key] then variables[key] = value end
+    end
+    local rows = {}
+    for i, key in ipairs(sorted.keys(variables)) do
+      rows[i] = { key, inspect.summary(variables[key]) }
+    end
+    if #rows == 0 then io.stdout:write "no variables yet\n" return end
+    print_table({ "name", "type", "size" }, rows)
+  end }
+
+--- Runs fn once, and again while it is short; returns the seconds of each run, sorted.
+local function time_runs(fn)
+  local ffi = require "ffi"
+  local C = require("kvlab.library").C
+  local scope = require("kvlab.tensor.tensor").scope
+  local seconds, total = {}, 0
+  repeat
+    sync_all()
+    local start = C.kvl_clock_ns()
+    scope(function()
+      fn()
+      sync_all()
+    end)
+    seconds[#seconds + 1] = tonumber(ffi.cast("int64_t", C.kvl_clock_ns() - start)) / 1e9
+    total = total + seconds[#seconds]
+  until seconds[1] >= REPEAT_BELOW_S or total >= REPEAT_FOR_S
+  table.sort(seconds)
+  return seconds
+end
+
+local function duration(s)
+  if s < 1e-6 then return ("%.3g ns"):format(s * 1e9) end
+  if s < 1e-3 then return ("%.3g us"):format(s * 1e6) end
+  if s < 1 then return ("%.3g ms"):format(s * 1e3) end
+  return ("%.3g s"):format(s)
+end
+
+commands.time = { "CODE", "how long it takes, device included; short code is repeated",
+  function(session, text)
+    if text == "" then refuse ":time needs an expression or a statement" end
+    local seconds = time_runs(compile_for(session, text))
+    if #seconds == 1 then
+      io.stdout:write(duration(seconds[1]), "\n")
+    else
+      io.stdout:write(("%s, the median of %d runs; the best %s\n"):format(
+        duration(seconds[math.ceil(#seconds / 2)]), #seconds, duration(seconds[1])))
+    end
+  end }
+
+commands.plot = { "VALUE [FILE.svg]", "a tensor as a line or a heat map; a plot",
+  function(session, text)
+    local code, path = text:match "^(.-)%s+(%S+%.svg)$"
+    code = code or text
+    if code == "" then refuse ":plot needs a tensor or a plot" end
+    local value = compile_for(session, code)()
+    require("kvlab.shell.repl.picture").draw(value, path, code,
+      { columns = session.columns(), colour = session.is_coloured })
+  end }
+
+commands.help = { "", "this text",
+  function()
+    for _, name in ipairs(M.names()) do
+      local usage = ":" .. name .. " " .. commands[name][1]
+      io.stdout:write(("%-26s %s\n"):format(usage, commands[name][2]))
+    end
+    io.stdout:write [[
+?NAME                      what the sources say: ?kv.randn ?tensor:topk ?quest ?kvl_topk
+?policy                    the policies, a line each
+$ COMMAND                  a shell command
+_  _3                      the last result; the result of input 3 (20 are kept)
+expression;                is not printed
+kv.reload "policies.NAME"  reads a module's file again
+Tab                        completes; Ctrl-R searches the history; Ctrl-C interrupts
+]]
+  end }
+
+-- ---- running --------------------------------------------------------------------------
+
+local function help(session, name)
+  if name == "" then return commands.help[3]() end
+  local text, reason = require("kvlab.shell.repl.help").text(name, session.environment)
+  if not text then refuse("%s", reason) end
+  io.stdout:write(text, "\n")
+end
+
+--- Runs a line that begins with `:`, `?` or `$`.
+---@param session kvlab.Session
+---@param line string
+function M.run(session, line)
+  local sign, rest = line:match "^%s*([:?$])%s*(.-)%s*$"
+  if sign == "?" then return help(session, rest) end
+  if sign == "$" then
+    io.stdout:flush()
+    os.execute(rest)
+    return
+  end
+  local name, text = rest:match "^(%w*)%s*(.*)$"
+  local command = commands[name] or refuse("no command :%s; did you mean :%s?", name,
+    nearest(name, M.names()))
+  command[3](session, text)
+end
+
+return M

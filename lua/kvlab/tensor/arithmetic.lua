@@ -1,0 +1,183 @@
+--- Tensor methods that compute: elementwise, comparisons, reductions, softmax, top-k,
+-- matmul, gathers. Each returns a new tensor, or writes `out` and returns it.
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local methods = tensor.methods
+
+local function reshaped_like(t, dims, dtype)
+  return tensor.tensor(t.device, dtype or t:type(), dims)
+end
+
+-- ---- elementwise ----------------------------------------------------------------------
+
+--- Elementwise; f32, f16 or bf16.
+for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "silu",
+                        "tanh", "relu" } do
+  local op = C["KVL_UNARY_" .. name:upper()]
+  methods[name] = function(t, out)
+    out = out or tensor.open_like(t)
+    check(C.kvl_unary(op, t, out))
+    return out
+  end
+end
+
+--- The dims that a and b broadcast to; what does not fit is left for the library to
+-- blame.
+local function broadcast_dims(a, b)
+  local n = math.max(a.ndim, b.ndim)
+  local dims = {}
+  for i = 1, n do
+    local ia, ib = i - 1 - (n - a.ndim), i - 1 - (n - b.ndim)
+    local sa = ia >= 0 and tonumber(a.shape[ia]) or 1
+    local sb = ib >= 0 and tonumber(b.shape[ib]) or 1
+    dims[i] = sa == 1 and sb or sa
+  end
+  return dims
+end
+
+--- a op b, one of the two possibly a number; NumPy's broadcasting.
+function tensor.binary(name, a, b, out)
+  local op = C["KVL_BINARY_" .. name]
+  local compares = op >= C.KVL_BINARY_EQ
+  if type(b) == "number" then
+    out = out or tensor.open_like(a, compares and library.dtypes.u8 or nil)
+    check(C.kvl_binary_scalar(op, a, b, out), 3)
+    return out
+  end
+  if type(a) == "number" then a = tensor.full(b.device, b:type(), {}, a) end
+  if not tensor.is_tensor(b) then
+    error(("operand is a %s, expected a tensor or a number"):format(type(b)), 3)
+  end
+  out = out or reshaped_like(a, broadcast_dims(a, b), compares and "u8" or nil)
+  check(C.kvl_binary(op, a, b, out), 3)
+  return out
+end
+
+--- With NumPy's broadcasting; b is a tensor of the same dtype or a number. Comparisons
+-- give u8, 1 or 0. The operators + - * / and unary - do the same.
+for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
+                            maximum = "MAX", minimum = "MIN", eq = "EQ", ne = "NE",
+                            lt = "LT", le = "LE", gt = "GT", ge = "GE" } do
+  methods[method] = function(a, b, out) return tensor.binary(name, a, b, out) end
+end
+
+--- Elements of a where this u8 tensor is not 0, else of b. Equal shapes: nothing is
+-- broadcast.
+function methods.where(cond, a, b, out)
+  out = out or tensor.open_like(a)
+  check(C.kvl_where(cond, a, b, out))
+  return out
+end
+
+-- ---- reductions -----------------------------------------------------------------------
+
+for _, name in ipairs { "sum", "mean", "max", "min" } do
+  local op = C["KVL_REDUCE_" .. name:upper()]
+  --- Over one dim (negative counts from the end), or over everything when dim is nil.
+  methods[name] = function(t, dim, out)
+    if dim == nil then t, dim = t:reshape { tonumber(t.count) }, 0 end
+    if dim < 0 then dim = dim + t.ndim end
+    if not out then
+      local dims = t:dims()
+      table.remove(dims, dim + 1)
+      out = reshaped_like(t, dims)
+    end
+    check(C.kvl_reduce(op, t, dim, out))
+    return out
+  end
+end
+
+--- softmax(scale * t) over the last dim.
+function methods.softmax(t, scale, out)
+  out = out or tensor.open_like(t)
+  check(C.kvl_softmax(t, scale or 1, out))
+  return out
+end
+
+--- Index of the largest element along the last dim, i32; ties to the lower index.
+function methods.argmax(t, out)
+  if not out then
+    local dims = t:dims()
+    table.remove(dims)
+    out = reshaped_like(t, dims, "i32")
+  end
+  check(C.kvl_argmax(t, out))
+  return out
+end
+
+--- The k largest (smallest) of each row, best first: values and i32 indices.
+-- by_index: in index order instead, which is faster.
+---@param k integer
+---@param smallest? boolean
+---@param by_index? boolean
+function methods.topk(t, k, smallest, by_index)
+  local which = smallest and C.KVL_TOPK_LEAST or C.KVL_TOPK_LARGEST
+  local rows = t:reshape { -1, t:size(-1) }
+  local dims = t:dims()
+  dims[#dims] = k
+  local values = reshaped_like(rows, { rows:size(0), k })
+  local indices = reshaped_like(rows, { rows:size(0), k }, "i32")
+  if by_index then which = which + C.KVL_TOPK_BY_INDEX end
+  check(C.kvl_topk(rows, which, values, indices))
+  return values:reshape(dims), indices:reshape(dims)
+end
+
+--- Rows in ascending (descending) order: values and i32 indices.
+function methods.sort(t, descending) return t:topk(t:size(-1), not descending) end
+
+-- ---- matmul and gathers ---------------------------------------------------------------
+
+local function matmul(a, b, transpose, out)
+  if not out then
+    local dims = a:dims()
+    dims[#dims] = b:size(transpose and -2 or -1)
+    out = reshaped_like(a, dims)
+  end
+  check(C.kvl_matmul(a, b, transpose and 1 or 0, out), 3)
+  return out
+end
+
+--- t @ b: [m, k] by [k, n], or batches of them.
+function methods.matmul(t, b, out) return matmul(t, b, false, out) end
+--- t @ b^T: [m, k] by [n, k], as weights are stored.
+function methods.matmul_t(t, b, out) return matmul(t, b, true, out) end
+
+--- Rows of t named by an i32 index; out of range gives zeros.
+function methods.gather_rows(t, index, out)
+  if not out then
+    local dims = t:dims()
+    dims[1] = tonumber(index.count)
+    out = reshaped_like(t, dims)
+  end
+  check(C.kvl_gather_rows(t, index, out))
+  return out
+end
+
+--- t[index[i]] = src[i]; out of range is skipped, of duplicates the last wins.
+function methods.scatter_rows_(t, index, src)
+  check(C.kvl_scatter_rows(src, index, t))
+  return t
+end
+
+--- out[r][j] = t[r][index[r][j]]
+function methods.gather(t, index, out)
+  out = out or reshaped_like(t, index:dims())
+  check(C.kvl_gather(t, index, out))
+  return out
+end
+
+--- t[r][index[r][j]] = src[r][j]; out of range is skipped, none comes twice in a row.
+function methods.scatter_(t, index, src)
+  check(C.kvl_scatter(src, index, 0, t))
+  return t
+end
+
+--- t[r][index[r][j]] += src[r][j]
+function methods.scatter_add_(t, index, src)
+  check(C.kvl_scatter(src, index, 1, t))
+  return t
+end
+
+return tensor

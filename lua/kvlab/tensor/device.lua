@@ -1,0 +1,146 @@
+--- Devices, streams and events.
+--
+-- `kv.device "cpu"` is a handle that lives as long as the program; asking again gives the
+-- same one. Work goes to the device's current stream; `dev:with_stream(stream, fn)`
+-- changes it for the time of a call.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local command_line = require "kvlab.command_line"
+
+local C, check = library.C, library.check
+local M = {}
+
+local out_device = ffi.new "kvl_device *[1]"
+local out_stream = ffi.new "kvl_stream *[1]"
+local out_event = ffi.new "kvl_event *[1]"
+local out_us = ffi.new "double[1]"
+local stats = ffi.new "kvl_device_stats"
+
+local open_devices = {}
+
+local function open(name, level)
+  local dev = open_devices[name]
+  if dev then return dev end
+  if name == "cpu" and command_line["link-gbps"] then -- the description is to tell it
+    check(C.kvl_cpu_link(command_line["link-gbps"], command_line["link-us"]),
+      (level or 1) + 1)
+  end
+  check(C.kvl_device_open(name, out_device), (level or 1) + 1)
+  dev = out_device[0]
+  open_devices[name] = dev
+  open_devices[dev:name()] = dev
+  return dev
+end
+
+--- The devices that are open, in the order of their names.
+---@return ffi.cdata*[]
+function M.opened()
+  local list = {}
+  for name, dev in pairs(open_devices) do
+    if name == dev:name() then list[#list + 1] = dev end -- "cuda" is "cuda:0", too
+  end
+  table.sort(list, function(a, b) return a:name() < b:name() end)
+  return list
+end
+
+--- True when "cuda" can be opened: the plug-in was built and a GPU is there. The second
+-- result says why not.
+---@return boolean, string|nil
+function M.cuda_available()
+  local ok, why = pcall(open, "cuda")
+  return ok, not ok and why or nil
+end
+
+--- A device by name: "cpu", "cuda", "cuda:1"; "auto" is cuda when there is one, else cpu;
+-- nil is what --device says. A device is returned as it is. With --link-gbps only the CPU
+-- is there.
+---@param name? string|ffi.cdata*
+function M.device(name)
+  if type(name) == "cdata" then return name end
+  name = name or command_line.device
+  if name == "auto" then name = M.cuda_available() and "cuda" or "cpu" end
+  if type(name) ~= "string" then
+    error(("device is a %s, expected a name"):format(type(name)), 2)
+  end
+  local dev = open(name, 2)
+  if command_line["link-gbps"] and not dev:is_cpu() then
+    error("--link-gbps emulates a link on the cpu; the device is " .. dev:name(), 2)
+  end
+  return dev
+end
+
+--- The methods of a device.
+M.methods = {
+  --- "cpu" or "cuda:0"
+  name = function(self) return ffi.string(C.kvl_device_name(self)) end,
+  description = function(self) return ffi.string(C.kvl_device_description(self)) end,
+  is_cpu = function(self) return C.kvl_device_is_cpu(self) == 1 end,
+  --- Wait for everything launched on this device.
+  sync = function(self) check(C.kvl_device_sync(self)) end,
+  --- Give cached memory back.
+  trim = function(self) check(C.kvl_device_trim(self)) end,
+  reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
+  --- Bytes live, peak, cached, free and total; allocations and launches so far.
+  stats = function(self)
+    check(C.kvl_device_stats_get(self, stats))
+    local t = {}
+    for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
+                           "bytes_pinned",
+                           "bytes_total", "bytes_free", "allocations", "launches" } do
+      t[key] = tonumber(stats[key])
+    end
+    return t
+  end,
+  --- A new stream: work on it runs beside the others'.
+  open_stream = function(self)
+    check(C.kvl_stream_open(self, out_stream))
+    return ffi.gc(out_stream[0], C.kvl_stream_close)
+  end,
+  --- The stream that work goes to now.
+  stream = function(self) return C.kvl_device_stream(self) end,
+  --- Call fn(...) with `stream` current; back to the one before, also after an error.
+  with_stream = function(self, stream, fn, ...)
+    local before = C.kvl_device_stream(self)
+    check(C.kvl_device_use_stream(self, stream))
+    local results = { pcall(fn, ...) }
+    check(C.kvl_device_use_stream(self, before))
+    if not results[1] then error(results[2], 0) end
+    return unpack(results, 2)
+  end,
+  --- A new event: record it on a stream, have others or the host wait for it.
+  open_event = function(self)
+    check(C.kvl_event_open(self, out_event))
+    return ffi.gc(out_event[0], C.kvl_event_close)
+  end,
+}
+
+ffi.metatype("kvl_device", {
+  __index = M.methods,
+  __tostring = function(self) return "device " .. self:name() end,
+})
+
+ffi.metatype("kvl_stream", {
+  __index = {
+    sync = function(self) check(C.kvl_stream_sync(self)) end,
+    --- Later work here waits for `event`; the host does not.
+    wait = function(self, event) check(C.kvl_stream_wait_event(self, event)) end,
+    close = function(self) C.kvl_stream_close(ffi.gc(self, nil)) end,
+  },
+})
+
+ffi.metatype("kvl_event", {
+  __index = {
+    --- Mark the present end of `stream`.
+    record = function(self, stream) check(C.kvl_event_record(self, stream)) end,
+    sync = function(self) check(C.kvl_event_sync(self)) end,
+    done = function(self) return check(C.kvl_event_done(self)) == 1 end,
+    --- Microseconds from this event to a later one.
+    elapsed_us = function(self, later)
+      check(C.kvl_event_elapsed_us(self, later, out_us))
+      return out_us[0]
+    end,
+    close = function(self) C.kvl_event_close(ffi.gc(self, nil)) end,
+  },
+})
+
+return M

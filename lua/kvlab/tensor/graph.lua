@@ -1,0 +1,49 @@
+--- Graphs: `local g = kv.graph(fn)` records what fn launches on a device's current
+-- stream, without running it; `g:replay()` runs all of it, with no Lua and no gaps
+-- between launches. Ops read lengths, tables and selections from the device, so a step
+-- that was recorded once serves later lengths. Inside fn nothing may read from the device
+-- or write to it; run fn once before it is recorded, so that its buffers are there.
+local ffi = require "ffi"
+local device = require("kvlab.tensor.device").device
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local M = {}
+
+local out_graph = ffi.new "kvl_graph *[1]"
+
+ffi.metatype("kvl_graph", {
+  __index = {
+    --- Run it, on the stream that it was recorded on.
+    replay = function(self) check(C.kvl_graph_replay(self)) end,
+    close = function(self) C.kvl_graph_close(ffi.gc(self, nil)) end,
+  },
+})
+
+--- Record what fn() launches on `dev` (the default device).
+---@param fn fun()
+---@param dev? ffi.cdata*|string
+---@return ffi.cdata* graph
+function M.graph(fn, dev)
+  if type(fn) ~= "function" then
+    error(("graph: fn is a %s, expected a function"):format(type(fn)), 2)
+  end
+  dev = device(dev)
+  collectgarbage() -- what is collected while recording would be held until its end
+  collectgarbage "stop"
+  local status = C.kvl_graph_begin(dev)
+  local ok, why = true, nil
+  if status >= 0 then
+    ok, why = pcall(fn)
+    status = C.kvl_graph_end(dev, out_graph)
+  end
+  collectgarbage "restart"
+  if not ok then
+    if status >= 0 then C.kvl_graph_close(out_graph[0]) end
+    error(why, 0)
+  end
+  check(status)
+  return ffi.gc(out_graph[0], C.kvl_graph_close)
+end
+
+return M

@@ -1,0 +1,263 @@
+--- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes
+-- and errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+--- x / rms(x) * weight, after residual += x where a residual is given.
+function M.rmsnorm(x, weight, eps, out, residual)
+  out = out or tensor.open_like(x)
+  check(C.kvl_rmsnorm(x, residual, weight, eps, out))
+  return out
+end
+
+--- Rotate x [tokens, heads, head_dim] in place.
+function M.rope(x, positions, inv_freq)
+  check(C.kvl_rope(x, positions, inv_freq))
+  return x
+end
+
+--- silu(gate) * up
+function M.silu_mul(gate, up, out)
+  out = out or tensor.open_like(gate)
+  check(C.kvl_silu_mul(gate, up, out))
+  return out
+end
+
+--- cache[slots[i]] = k[i], v[i]: k, v [tokens, kv_heads, head_dim], slots i64 [tokens],
+-- block * block_size + offset or -1 to skip; cache is one layer's memory.
+function M.append_kv(k, v, slots, cache, k_scale, v_scale)
+  check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
+end
+
+--- rope of q, in place, and of k, and append_kv of k and v, which stay as they are.
+function M.rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale)
+  check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale))
+  return q
+end
+
+--- Copy whole blocks of a layer's memory: src, dst i32 [n], -1 skipped.
+function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
+
+local call = ffi.new "kvl_attention"
+
+--- Attention over paged KV. `a` has q, cache, tables, lens, and where wanted starts,
+-- selection, slots, alibi, prev_out and prev_lse, k_scale, v_scale, lse, scale
+-- (1 / sqrt(head_dim)), causal (true), window (0: none), soft_cap (0: none), out.
+---@return ffi.cdata* out  like q unless given
+function M.paged_attention(a)
+  local out = a.out or tensor.open_like(a.q)
+  call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
+  call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
+  call.alibi, call.prev_out, call.prev_lse = a.alibi, a.prev_out, a.prev_lse
+  call.k_scale, call.v_scale, call.out, call.lse = a.k_scale, a.v_scale, out, a.lse
+  call.window, call.soft_cap = a.window or 0, a.soft_cap or 0
+  call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
+  call.causal = a.causal == false and 0 or 1
+  check(C.kvl_paged_attention(call))
+  return out
+end
+
+--- Attention over listed tokens. `a` has q, cache, slots i32 [rows, k] or [rows,
+-- kv_heads, k], and where wanted scale (1 / sqrt(head_dim)), k_scale and v_scale, lse,
+-- out.
+---@return ffi.cdata* out  like q unless given
+function M.token_attention(a)
+  local out = a.out or tensor.open_like(a.q)
+  local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
+  check(C.kvl_token_attention(a.q, a.cache, a.slots, scale, a.k_scale, a.v_scale, out,
+    a.lse))
+  return out
+end
+
+--- Join two attentions over disjoint keys, in place of the first.
+function M.merge_attention(out_a, lse_a, out_b, lse_b)
+  check(C.kvl_merge_attention(out_a, lse_a, out_b, lse_b, out_a, lse_a))
+  return out_a, lse_a
+end
+
+local groups = { max = tonumber(C.KVL_GROUP_MAX), mean = tonumber(C.KVL_GROUP_MEAN) }
+
+local function group_number(name)
+  return groups[name or "max"]
+    or error(("group is %s, expected max or mean"):format(tostring(name)), 3)
+end
+
+--- Scores of every block for a policy's ctx, written to ctx.scores.
+---@param q ffi.cdata*         [seqs, heads, head_dim]
+---@param summary kvlab.Summary
+---@param ctx kvlab.Context
+---@param group? string        how the query heads of a KV head join: max, mean
+function M.score_minmax(q, summary, ctx, group)
+  check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, group_number(group), ctx.scores))
+  return ctx.scores
+end
+
+--- q . summary for every block, as score_minmax has it.
+function M.score_mean(q, summary, ctx, group)
+  check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, group_number(group), ctx.scores))
+  return ctx.scores
+end
+
+--- The exact largest q . k of each block, read from the cache itself.
+function M.score_max_qk(q, ctx, group)
+  check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
+    ctx.scores))
+  return ctx.scores
+end
+
+--- The best blocks within a budget, sink and recent among them, ascending.
+---@param scores ffi.cdata*     f32 [seqs, kv_heads or 1, max_blocks]
+---@param lens ffi.cdata*       i32 [seqs]
+---@param block_size integer
+---@param budget ffi.cdata*     kvl_budget
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+function M.select(scores, lens, block_size, budget, selection, counts)
+  check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
+  return selection, counts
+end
+
+--- Minus the bits in which each block's hash differs from its KV head's query hash,
+-- written to `scores` (ctx.scores).
+---@param q_hashes ffi.cdata*  u64 [seqs, kv_heads, words]
+---@param hashes kvlab.Hashes
+---@param ctx kvlab.Context
+---@param scores? ffi.cdata*   ctx.scores_shared: the best of the KV heads
+function M.score_hamming(q_hashes, hashes, ctx, scores)
+  scores = scores or ctx.scores
+  check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
+    ctx.block_size, scores))
+  return scores
+end
+
+local nearest_call = ffi.new "kvl_hamming"
+
+--- Hash of the group's mean query, distances and select, in one launch.
+---@param q ffi.cdata*          [seqs, heads, head_dim]
+---@param hashes kvlab.Hashes
+---@param ctx kvlab.Context
+---@param budget ffi.cdata*     kvl_budget
+---@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+function M.select_hamming(q, hashes, ctx, budget, selection, counts)
+  local to = nearest_call
+  to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
+  to.tables, to.lens, to.block_size = ctx.tables, ctx.lens, ctx.block_size
+  to.budget, to.selection, to.counts = budget, selection, counts
+  check(C.kvl_select_hamming(to))
+  return selection, counts
+end
+
+--- Shorten a selection in place: the fewest blocks whose weights reach `mass` of all.
+---@param weights ffi.cdata*   f32 [seqs, kv_heads or 1, max_blocks]
+---@param mass number           0 ... 1
+---@param budget ffi.cdata*     its sink and recent stay
+function M.trim_selection(weights, lens, block_size, mass, budget, selection, counts)
+  check(C.kvl_trim_selection(weights, lens, block_size, mass, budget.sink, budget.recent,
+    selection, counts))
+  return selection, counts
+end
+
+-- ---- index-K --------------------------------------------------------------------------
+
+--- Rows in f8e4m3, each with a scale of its own.
+---@param x ffi.cdata*        f32 f16 bf16 [..., dim]
+---@param out? ffi.cdata*     f8e4m3 [..., dim]
+---@param scales? ffi.cdata*  f32 [...]
+---@return ffi.cdata* out
+---@return ffi.cdata* scales
+function M.quantise_rows(x, out, scales)
+  out = out or tensor.open_like(x, C.KVL_DTYPE_F8E4M3)
+  if not scales then
+    local dims = x:dims()
+    dims[#dims] = nil
+    scales = tensor.tensor(x.device, "f32", dims)
+  end
+  check(C.kvl_quantise_rows(x, out, scales))
+  return out, scales
+end
+
+--- scale * H x along rows; scale: dim^-0.5 unless given, which makes it a rotation.
+function M.hadamard(x, scale, out)
+  out = out or tensor.open_like(x)
+  check(C.kvl_hadamard(x, scale or x:size(-1) ^ -0.5, out))
+  return out
+end
+
+--- cache[slot] = k [n, dim], quantised row by row; slots i64 [n], -1 to skip; cache u8
+-- [blocks, block_size * (dim + 4)].
+function M.index_append(k, slots, cache) check(C.kvl_index_append(k, slots, cache)) end
+
+--- The quantised keys at slots, into k f8e4m3 [n, dim] and scales f32 [n].
+function M.index_gather(cache, slots, k, scales)
+  check(C.kvl_index_gather(cache, slots, k, scales))
+  return k, scales
+end
+
+--- What an indexer thinks of each token, for ranges of contiguous keys.
+function M.mqa_logits(q, weights, k, scales, starts, ends, logits)
+  check(C.kvl_mqa_logits(q, weights, k, scales, starts, ends, logits))
+  return logits
+end
+
+--- The same over index-K memory, for the first lens[r] tokens of a row's sequence.
+function M.mqa_logits_paged(q, weights, cache, tables, lens, logits)
+  check(C.kvl_mqa_logits_paged(q, weights, cache, tables, lens, logits))
+  return logits
+end
+
+-- ---- tokens by top-k ------------------------------------------------------------------
+
+local transform = ffi.new "kvl_transform"
+
+--- What a call says of the transform of positions; nil: none.
+local function transform_of(a)
+  if not (a.tables or a.row_sequence or a.offsets) then return nil end
+  transform.tables, transform.row_sequence = a.tables, a.row_sequence
+  transform.offsets, transform.block_size = a.offsets, a.block_size or 0
+  return transform
+end
+
+--- The tokens with the largest logits of each row: i32 [rows, k], positions ascending, -1
+-- padded. `a` has logits f32 or bf16 [rows, n], lens i32 [rows], and out or k; where
+-- wanted starts i32 [rows], the column of a row's token 0; and what positions become:
+-- tables i32 [sequences, width], block_size and maybe row_sequence i32 [rows] (slots), or
+-- offsets i32 [rows].
+function M.topk_transform(a)
+  local out = a.out or tensor.tensor(a.logits.device, "i32", { a.logits:size(0), a.k })
+  check(C.kvl_topk_transform(a.logits, a.starts, a.lens, transform_of(a), out))
+  return out
+end
+
+--- The transform alone, of a.positions i32 [rows, k], or of all tokens of rows with these
+-- a.lens; otherwise as topk_transform.
+function M.transform_indices(a)
+  local out = a.out or a.positions and tensor.open_like(a.positions)
+    or tensor.tensor(a.lens.device, "i32", { a.lens:size(0), a.k })
+  check(C.kvl_transform_indices(a.positions, a.lens, transform_of(a), out))
+  return out
+end
+
+--- Running top-k: join logits of columns a.first … to a.kept_values and a.kept_positions
+-- [rows, k] of the columns before, into a.values and a.positions. a.starts, a.lens as
+-- for topk_transform.
+function M.topk_merge(a)
+  check(C.kvl_topk_merge(a.logits, a.first, a.starts, a.lens, a.kept_values,
+    a.kept_positions, a.values, a.positions))
+  return a.positions, a.values
+end
+
+--- Slots of tokens starts[s] … of every sequence, up to ends[s] of `out` (cumulative
+-- lengths); i32 or i64 [n].
+function M.ragged_slots(tables, block_size, starts, ends, out)
+  check(C.kvl_ragged_slots(tables, block_size, starts, ends, out))
+  return out
+end
+
+return M

@@ -1,0 +1,407 @@
+--- Tensors: contiguous, row-major, on one device. Dims, rows and elements count from 0,
+-- as blocks, slots and tokens do everywhere in kvlab.
+--
+-- Tensors are freed by the collector, by t:free(), or by leaving the kv.scope they were
+-- made in. Views (narrow, index, reshape) share storage and keep it alive.
+local ffi = require "ffi"
+local device = require("kvlab.tensor.device").device
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local dtypes, dtype_names = library.dtypes, library.dtype_names
+local M = {}
+local methods = {}
+
+local tensor_t -- the ctype; set by ffi.metatype below
+local shape_buffer = ffi.new "int64_t[6]"
+
+-- The collector sees 88 bytes where a tensor may hold gigabytes: after this many bytes of
+-- tensors it is told to run.
+local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
+local bytes_since_collection = 0
+
+-- The tensors made since the innermost kv.scope began, as keys; weak, so that inside a
+-- scope too the collector frees what nobody holds.
+local scope
+local WEAK = { __mode = "k" }
+
+local function remember(t)
+  if scope then scope[t] = true end
+  return t
+end
+
+local function fill_shape(shape, level)
+  if type(shape) ~= "table" then
+    error(("shape is a %s, expected a table of sizes"):format(type(shape)), level + 1)
+  end
+  if #shape > 6 then error(("%d dims, expected 0 ... 6"):format(#shape), level + 1) end
+  for i = 1, #shape do
+    local size = tonumber(shape[i])
+    if not size or size ~= math.floor(size) then
+      error(("size of dim %d is %s, expected a whole number"):format(i - 1,
+        tostring(shape[i])), level + 1)
+    end
+    shape_buffer[i - 1] = size
+  end
+  return #shape
+end
+
+--- Open on dims already in shape_buffer; out of memory collects and tries once more.
+local function open(dev, dtype, ndim, level)
+  if type(dev) ~= "cdata" then dev = device(dev) end
+  local t = tensor_t()
+  local status = C.kvl_tensor_open(dev, dtype, ndim, shape_buffer, t)
+  if status == C.KVL_ERR_NO_MEMORY then
+    collectgarbage()
+    collectgarbage()
+    status = C.kvl_tensor_open(dev, dtype, ndim, shape_buffer, t)
+  end
+  if status < 0 then check(status, level + 1) end
+  bytes_since_collection = bytes_since_collection + tonumber(t.count)
+                           * C.kvl_dtype_bytes(dtype)
+  if bytes_since_collection > BYTES_BETWEEN_COLLECTIONS then
+    bytes_since_collection = 0
+    collectgarbage()
+  end
+  return remember(t)
+end
+
+local function open_like(t, dtype, dev)
+  if not ffi.istype(tensor_t, t) then
+    error(("argument is a %s, expected a tensor"):format(type(t)), 3)
+  end
+  ffi.copy(shape_buffer, t.shape, 48)
+  return open(dev or t.device, dtype or t.dtype, t.ndim, 3)
+end
+M.open_like = open_like
+
+-- ---- making ---------------------------------------------------------------------------
+
+--- Uninitialised tensor.
+---@param dev ffi.cdata*|string|nil  device, its name, or what --device says
+---@param dtype string     f32 f16 bf16 f8e4m3 i32 i64 u8 u64
+---@param shape integer[]  up to 6 sizes
+function M.tensor(dev, dtype, shape)
+  local number = library.dtype(dtype)
+  return open(dev, number, fill_shape(shape, 2), 2)
+end
+
+--- Every element is `value`, converted to the dtype.
+function M.full(dev, dtype, shape, value)
+  local number = library.dtype(dtype)
+  local t = open(dev, number, fill_shape(shape, 2), 2)
+  check(C.kvl_fill(t, value))
+  return t
+end
+
+--- Every element is 0.
+function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
+--- Every element is 1.
+function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
+
+--- Uninitialised tensor in pinned host memory, which `dev` reads and writes over the
+-- link: any op takes it like a tensor of dev. huge_pages: ask for 2 MiB pages.
+function M.pinned(dev, dtype, shape, huge_pages)
+  local number, t = library.dtype(dtype), tensor_t()
+  local ndim = fill_shape(shape, 2)
+  check(C.kvl_tensor_open_pinned(device(dev), number, ndim, shape_buffer,
+    huge_pages and 1 or 0, t))
+  return remember(t)
+end
+
+--- View of memory on `dev` that the caller keeps, such as part of another tensor with
+-- another dtype.
+---@param memory ffi.cdata*  a pointer
+function M.wrap(dev, dtype, shape, memory)
+  local number, t = library.dtype(dtype), tensor_t()
+  local ndim = fill_shape(shape, 2)
+  check(C.kvl_tensor_wrap(dev, number, ndim, shape_buffer, memory, t))
+  return remember(t)
+end
+
+--- start, start + step, ... : n elements.
+function M.arange(dev, dtype, n, start, step)
+  local t = M.tensor(dev, dtype, { n })
+  check(C.kvl_arange(t, start or 0, step or 1))
+  return t
+end
+
+local function random(kind, dev, dtype, shape, a, b, o)
+  local number = library.dtype(dtype, 3)
+  local t = open(dev, number, fill_shape(shape, 3), 3)
+  check(C.kvl_random(t, kind, a, b, o.seed or 0, o.offset or 0), 3)
+  return t
+end
+
+--- Normal numbers; options: seed (0), offset (0), mean (0), std (1). Same seed, same bits
+-- on every device.
+function M.randn(dev, dtype, shape, o)
+  o = o or {}
+  return random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o)
+end
+
+--- Uniform numbers in (low, high]; options: seed, offset, low (0), high (1).
+function M.rand(dev, dtype, shape, o)
+  o = o or {}
+  return random(C.KVL_RANDOM_UNIFORM, dev, dtype, shape, o.low or 0, o.high or 1, o)
+end
+
+--- Whole numbers in [low, high), i32 or i64; options: seed, offset, low (0), high.
+function M.randint(dev, dtype, shape, o)
+  return random(C.KVL_RANDOM_INTEGER, dev, dtype, shape, o.low or 0, o.high, o)
+end
+
+local ctypes = { f32 = "float", i32 = "int32_t", i64 = "int64_t", u8 = "uint8_t",
+                 u64 = "uint64_t" }
+local array_of = {}
+for name, ctype in pairs(ctypes) do array_of[name] = ffi.typeof(ctype .. "[?]") end
+local pointer_to = {}
+for name, ctype in pairs(ctypes) do pointer_to[name] = ffi.typeof(ctype .. "*") end
+for _, name in ipairs { "f16", "bf16" } do pointer_to[name] = ffi.typeof "uint16_t*" end
+pointer_to.f8e4m3 = ffi.typeof "uint8_t*"
+
+--- Append the leaves of a nested table; sizes[depth] is set or checked on the way.
+local function flatten(values, depth, sizes, flat)
+  if sizes[depth] and sizes[depth] ~= #values then
+    error(("nested table is ragged: %d entries at depth %d, expected %d"):format(#values,
+      depth - 1, sizes[depth]), 0)
+  end
+  sizes[depth] = #values
+  for i = 1, #values do
+    if type(values[i]) == "table" then flatten(values[i], depth + 1, sizes, flat)
+    else flat[#flat + 1] = values[i] end
+  end
+  return flat
+end
+
+--- A tensor from a Lua table: flat with a shape, or nested (the shape is read off it).
+---@param values table
+---@param shape? integer[]
+function M.from(dev, dtype, shape, values)
+  if values == nil then shape, values = nil, shape end
+  if type(values) ~= "table" then
+    error(("values is a %s, expected a table of numbers"):format(type(values)), 2)
+  end
+  local sizes = {}
+  local flat = flatten(values, 1, sizes, {})
+  local number = library.dtype(dtype)
+  local t = open(dev, number, fill_shape(shape or sizes, 2), 2)
+  if tonumber(t.count) ~= #flat then
+    error(("%d values for shape [%s]"):format(
+      #flat, table.concat(shape or sizes, ", ")), 2)
+  end
+  local host = array_of[dtype] and dtype or "f32" -- f16, bf16, f8: through f32
+  local buffer = array_of[host](math.max(#flat, 1))
+  for i = 1, #flat do
+    if type(flat[i]) ~= "number" and type(flat[i]) ~= "cdata" then
+      error(("value %d is %s, expected a number"):format(i - 1, tostring(flat[i])), 2)
+    end
+    buffer[i - 1] = flat[i]
+  end
+  local target = host == dtype and t or open_like(t, dtypes.f32)
+  check(C.kvl_tensor_write(target, buffer, #flat * ffi.sizeof(ctypes[host])))
+  if target ~= t then check(C.kvl_cast(target, t)) end
+  return t
+end
+
+-- ---- scope ----------------------------------------------------------------------------
+
+local function keep(value, kept)
+  if type(value) == "cdata" and ffi.istype(tensor_t, value) then
+    kept[value] = true
+  elseif type(value) == "table" and not kept[value] then
+    kept[value] = true
+    for _, v in pairs(value) do keep(v, kept) end
+  end
+end
+
+--- fn() with every tensor made inside freed at its end, except those it returns (also
+-- inside returned tables).
+function M.scope(fn, ...)
+  local outer, inner = scope, setmetatable({}, WEAK)
+  scope = inner
+  local results = { pcall(fn, ...) }
+  scope = outer
+  local kept = {}
+  if results[1] then for i = 2, #results do keep(results[i], kept) end end
+  for t in pairs(inner) do
+    if kept[t] then remember(t) else C.kvl_tensor_close(t) end
+  end
+  if not results[1] then error(results[2], 0) end
+  return unpack(results, 2)
+end
+
+--- fn(...) outside of every scope: what it makes stays until nobody holds it. For buffers
+-- that are made at their first use, wherever that is.
+function M.lasting(fn, ...)
+  local outer = scope
+  scope = nil
+  local results = { pcall(fn, ...) }
+  scope = outer
+  if not results[1] then error(results[2], 0) end
+  return unpack(results, 2)
+end
+
+-- ---- looking --------------------------------------------------------------------------
+
+--- The sizes as a Lua table.
+function methods.dims(t)
+  local sizes = {}
+  for i = 1, t.ndim do sizes[i] = tonumber(t.shape[i - 1]) end
+  return sizes
+end
+
+--- The size of dim `i`; a negative i counts from the end.
+function methods.size(t, i)
+  local at = i < 0 and i + t.ndim or i
+  if at < 0 or at >= t.ndim then
+    error(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1), 2)
+  end
+  return tonumber(t.shape[at])
+end
+
+--- The name of the dtype: "bf16".
+function methods.type(t) return dtype_names[t.dtype] end
+--- The size of the elements in bytes.
+function methods.bytes(t) return tonumber(t.count) * C.kvl_dtype_bytes(t.dtype) end
+
+--- The memory as a typed pointer, after everything launched so far; CPU tensors only
+-- (f16 and bf16 as uint16_t bits). Valid while the tensor lives.
+function methods.data(t)
+  if C.kvl_device_is_cpu(t.device) == 0 then
+    error(("data() of a tensor on %s, expected one on the cpu: t:to(kv.device \"cpu\")")
+      :format(t.device:name()), 2)
+  end
+  check(C.kvl_device_sync(t.device))
+  return ffi.cast(pointer_to[dtype_names[t.dtype]], t.ptr)
+end
+
+--- The elements as a flat Lua table of numbers. Waits for the device.
+function methods.list(t)
+  local name = dtype_names[t.dtype]
+  local host = array_of[name] and name or "f32"
+  local source = host == name and t or t:cast "f32"
+  local n = tonumber(t.count)
+  local buffer = array_of[host](math.max(n, 1))
+  check(C.kvl_tensor_read(source, buffer, n * ffi.sizeof(ctypes[host])))
+  local values = {}
+  for i = 1, n do values[i] = tonumber(buffer[i - 1]) end
+  return values
+end
+
+--- The only element as a number.
+function methods.item(t)
+  if t.count ~= 1 then
+    error(("item() of %d elements, expected 1"):format(tonumber(t.count)), 2)
+  end
+  return t:list()[1]
+end
+
+-- ---- views and copies -----------------------------------------------------------------
+
+--- Rows [start, start + length) of dim 0.
+function methods.narrow(t, start, length)
+  local v = tensor_t()
+  check(C.kvl_tensor_narrow(t, start, length, v))
+  return remember(v)
+end
+
+--- Entry i of dim 0.
+function methods.index(t, i)
+  local v = tensor_t()
+  check(C.kvl_tensor_index(t, i, v))
+  return remember(v)
+end
+
+--- The same elements under another shape; one size may be -1.
+function methods.reshape(t, shape)
+  local ndim = fill_shape(shape, 2)
+  local known, open_dim = 1, nil
+  for i = 0, ndim - 1 do
+    if shape_buffer[i] == -1 then open_dim = i
+    else known = known * tonumber(shape_buffer[i]) end
+  end
+  if open_dim and known > 0 then shape_buffer[open_dim] = tonumber(t.count) / known end
+  local v = tensor_t()
+  check(C.kvl_tensor_reshape(t, ndim, shape_buffer, v))
+  return remember(v)
+end
+
+--- The tensor on another device (or its name); itself when it is there already.
+function methods.to(t, dev)
+  dev = device(dev)
+  if t.device == dev then return t end
+  local out = open_like(t, nil, dev)
+  check(C.kvl_copy(t, out))
+  return out
+end
+
+--- A copy with its own storage.
+function methods.clone(t)
+  local out = open_like(t)
+  check(C.kvl_copy(t, out))
+  return out
+end
+
+--- Overwrite with `source`: same dtype and count, any device.
+function methods.copy_(t, source)
+  check(C.kvl_copy(source, t))
+  return t
+end
+
+--- Overwrite every element with a number.
+function methods.fill_(t, value)
+  check(C.kvl_fill(t, value))
+  return t
+end
+
+--- Overwrite with start, start + step, ... in memory order.
+function methods.arange_(t, start, step)
+  check(C.kvl_arange(t, start or 0, step or 1))
+  return t
+end
+
+--- Overwrite with uniform numbers in (0, 1]; `stream` picks one of 2^32 sequences of a
+-- seed.
+function methods.rand_(t, seed, stream)
+  check(C.kvl_random(t, C.KVL_RANDOM_UNIFORM, 0, 1, seed + 4294967296 * (stream or 0), 0))
+  return t
+end
+
+--- The tensor in another dtype; itself when it has that dtype and `out` is not given.
+function methods.cast(t, dtype, out)
+  local number = library.dtype(dtype)
+  if number == t.dtype and not out then return t end
+  out = out or open_like(t, number)
+  check(C.kvl_cast(t, out))
+  return out
+end
+
+--- Does it lie in pinned host memory?
+function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
+
+--- Give the storage back now. Using the tensor afterwards raises.
+function methods.free(t) C.kvl_tensor_close(t) end
+
+M.methods = methods
+
+tensor_t = ffi.metatype("kvl_tensor", {
+  __index = methods,
+  __gc = C.kvl_tensor_close,
+  __tostring = function(t) return require("kvlab.tensor.show")(t) end,
+  __len = function(t) return tonumber(t.shape[0]) end,
+  __add = function(a, b) return M.binary("ADD", a, b) end,
+  __sub = function(a, b) return M.binary("SUB", a, b) end,
+  __mul = function(a, b) return M.binary("MUL", a, b) end,
+  __div = function(a, b) return M.binary("DIV", a, b) end,
+  __unm = function(a) return a:neg() end,
+})
+M.ctype = tensor_t
+
+--- Whether a value is a tensor, closed or not.
+---@return boolean
+function M.is_tensor(value)
+  return type(value) == "cdata" and ffi.istype(tensor_t, value)
+end
+
+return M

@@ -1,0 +1,72 @@
+--- vLLM's layout of KV memory and its PagedAttention V1 and V2, as a baseline. Shapes,
+-- dtypes and errors: runtime/kvlab.h.
+--
+--   local key_cache, value_cache = kv.vllm.cache(dev, "bf16", 64, 8, 16, 128)
+--   kv.vllm.append(k, v, slots, key_cache, value_cache)
+--   local out = kv.vllm.attention { q = q, key_cache = key_cache,
+--     value_cache = value_cache, tables = tables, lens = lens, version = 2 }
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+--- The two caches of one layer, uninitialised.
+---@return ffi.cdata* key_cache    [blocks, kv_heads, head_dim / x, block_size, x]
+---@return ffi.cdata* value_cache  [blocks, kv_heads, head_dim, block_size]
+function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
+  local x = 16 / C.kvl_dtype_bytes(library.dtype(dtype))
+  return tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim / x, block_size, x }),
+    tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim, block_size })
+end
+
+--- Write k, v [tokens, kv_heads, head_dim] at slots, i64 [tokens], -1 to skip.
+function M.append(k, v, slots, key_cache, value_cache, k_scale, v_scale)
+  check(C.kvl_vllm_append(k, v, slots, key_cache, value_cache, k_scale, v_scale))
+end
+
+local call = ffi.new "kvl_vllm"
+
+--- Decode attention. `a` has q, key_cache, value_cache, tables, lens, and where wanted
+-- alibi, k_scale, v_scale, scale (1 / sqrt(head_dim)), version (0: vLLM's choice), out.
+---@return ffi.cdata* out  like q
+function M.attention(a)
+  local out = a.out or tensor.open_like(a.q)
+  call.q, call.key_cache, call.value_cache = a.q, a.key_cache, a.value_cache
+  call.tables, call.lens, call.alibi, call.out = a.tables, a.lens, a.alibi, out
+  call.k_scale, call.v_scale = a.k_scale, a.v_scale
+  call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
+  call.version = a.version or 0
+  check(C.kvl_vllm_attention(call))
+  return out
+end
+
+--- vLLM's caches with what kvlab's own cache [blocks, 2, kv_heads, block_size, head_dim]
+-- holds: the same blocks, so the same tables. An f8e4m3 cache keeps its bits; scales
+-- that differ between KV heads have no place in vLLM's. Needs memory for the cache once
+-- more, until it is done.
+---@return ffi.cdata* key_cache
+---@return ffi.cdata* value_cache
+function M.from_blocks(cache)
+  local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
+  local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
+  local halves = cache:reshape { blocks * 2, kv_heads * size * dim }
+  -- A KV head of a block as a block of its own: its tokens are slots in a row.
+  local lanes = blocks * kv_heads
+  local key_cache, value_cache = M.cache(dev, dtype, lanes, 1, size, dim)
+  tensor.scope(function()
+    local function rows(half)
+      local t = halves:gather_rows(tensor.arange(dev, "i32", blocks, half, 2))
+        :reshape { lanes * size, 1, dim }
+      return dtype == "f8e4m3" and t:cast "bf16" or t   -- and exactly back again
+    end
+    M.append(rows(0), rows(1), tensor.arange(dev, "i64", lanes * size), key_cache,
+      value_cache)
+  end)
+  local x = key_cache:size(-1)
+  return key_cache:reshape { blocks, kv_heads, dim / x, size, x },
+    value_cache:reshape { blocks, kv_heads, dim, size }
+end
+
+return M

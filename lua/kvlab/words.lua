@@ -1,0 +1,34 @@
+--- Spelling for error messages: the known name that is nearest to a misspelt one.
+local M = {}
+
+--- Edit distance (insert, delete, replace one letter; neighbours swapped count as two).
+local function distance(a, b)
+  local row = {}
+  for j = 0, #b do row[j] = j end
+  for i = 1, #a do
+    local diagonal = row[0]
+    row[0] = i
+    for j = 1, #b do
+      local above = row[j]
+      local replaced = diagonal + (a:byte(i) == b:byte(j) and 0 or 1)
+      row[j] = math.min(above + 1, row[j - 1] + 1, replaced)
+      diagonal = above
+    end
+  end
+  return row[#b]
+end
+
+--- The name in `names` with the smallest edit distance to `word`; the first of equals.
+---@param word string
+---@param names string[]
+---@return string|nil  # nil when there are no names
+function M.nearest(word, names)
+  local best, best_distance
+  for _, name in ipairs(names) do
+    local d = distance(word, name)
+    if not best or d < best_distance then best, best_distance = name, d end
+  end
+  return best
+end
+
+return M

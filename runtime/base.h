@@ -1,0 +1,69 @@
+/* kvlab: what kernels and callers both know: statuses, dtypes, the operations of tensor ops,
+ * and budgets. Kernels include this and nothing else of the API, so that a change of kvlab.h
+ * does not compile them again. */
+#ifndef KVL_BASE_H
+#define KVL_BASE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
+
+enum { KVL_DIMS_MAX = 6 };       /* dims of a tensor */
+
+typedef enum kvl_status {        /* ORDER kvl_status */
+  KVL_OK = 0,
+  KVL_ERR_INVALID = -1,          /* an argument is wrong */
+  KVL_ERR_NO_MEMORY = -2,        /* device or host memory is exhausted */
+  KVL_ERR_NO_BLOCKS = -3,        /* the block pool is exhausted */
+  KVL_ERR_IO = -4,               /* a file cannot be read */
+  KVL_ERR_FORMAT = -5,           /* a file is not what it says */
+  KVL_ERR_DEVICE = -6,           /* the device or its driver failed, or is not there */
+  KVL_ERR_UNSUPPORTED = -7,      /* right in principle, not built or not on this device */
+  KVL_ERR_INTERRUPTED = -8,      /* kvl_interrupt(1) was called */
+} kvl_status;
+
+typedef enum kvl_dtype {         /* ORDER kvl_dtype */
+  KVL_DTYPE_F32 = 0,
+  KVL_DTYPE_F16 = 1,
+  KVL_DTYPE_BF16 = 2,
+  KVL_DTYPE_F8E4M3 = 3,
+  KVL_DTYPE_I32 = 4,
+  KVL_DTYPE_I64 = 5,
+  KVL_DTYPE_U8 = 6,
+  KVL_DTYPE_U64 = 7,
+} kvl_dtype;
+
+typedef enum kvl_unary_op {      /* ORDER kvl_unary_op */
+  KVL_UNARY_NEG, KVL_UNARY_ABS, KVL_UNARY_EXP, KVL_UNARY_LOG, KVL_UNARY_SQRT,
+  KVL_UNARY_RSQRT, KVL_UNARY_SIGMOID, KVL_UNARY_SILU, KVL_UNARY_TANH, KVL_UNARY_RELU,
+} kvl_unary_op;
+
+typedef enum kvl_binary_op {     /* ORDER kvl_binary_op */
+  KVL_BINARY_ADD, KVL_BINARY_SUB, KVL_BINARY_MUL, KVL_BINARY_DIV, KVL_BINARY_MAX,
+  KVL_BINARY_MIN, KVL_BINARY_EQ, KVL_BINARY_NE, KVL_BINARY_LT, KVL_BINARY_LE,
+  KVL_BINARY_GT, KVL_BINARY_GE,
+} kvl_binary_op;
+
+typedef enum kvl_reduce_op {     /* ORDER kvl_reduce_op */
+  KVL_REDUCE_SUM, KVL_REDUCE_MEAN, KVL_REDUCE_MAX, KVL_REDUCE_MIN,
+} kvl_reduce_op;
+
+typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
+  KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
+} kvl_random_kind;
+
+typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head join */
+  KVL_GROUP_MAX, KVL_GROUP_MEAN,
+} kvl_group;
+
+/* How many of a sequence's n blocks may be selected: ceil(ratio * n), or `blocks` when
+ * ratio < 0; then at least min_blocks and sink + recent; at most n. */
+typedef struct kvl_budget {
+  double ratio;
+  int32_t blocks, min_blocks, sink, recent;
+} kvl_budget;
+
+/* ffi:end */
+
+#endif

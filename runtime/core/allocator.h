@@ -1,0 +1,52 @@
+/* Storage: the counted memory under tensors, and the allocator that keeps it. */
+#ifndef KVL_ALLOCATOR_H
+#define KVL_ALLOCATOR_H
+
+#include "core/device.h"
+
+enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 };   /* in place of a size class */
+
+/* refs counts kvl_tensor handles; `used` has a bit for every stream that launched work on the
+ * memory since it was allocated. While free it waits in the list of its home stream, whose
+ * later work may take it without waiting. */
+struct kvl_storage {
+  kvl_device *device;
+  struct kvl__recording *recording;   /* was allocated while this was recorded: stays with it */
+  kvl_storage *recording_next;
+  void *ptr;
+  size_t bytes;
+  kvl_storage *next;             /* in a free list */
+  uint64_t used;
+  int refs, home, size_class;
+};
+
+/* One reference on at least `bytes` bytes for the current stream. */
+int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out);
+int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out);
+int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
+                             kvl_storage **out);
+void kvl__storage_unref(kvl_storage *s);
+/* The current stream is about to use the memory. */
+static inline void kvl__storage_use(kvl_storage *s, const kvl_device *dev) {
+  s->used |= (uint64_t)1 << dev->current->id;
+}
+/* Hand the free memory of one stream (-1: of all) back to the device. */
+void kvl__allocator_trim(kvl_device *dev, int stream);
+/* End the device once nothing holds it: no handle, no storage, no graph. */
+void kvl__device_unref(kvl_device *dev);
+
+/* What a step that is recorded as a graph allocates stays with the graph, whose replays write
+ * there. Meanwhile the device's free lists are set aside, so that the step takes fresh memory
+ * or what it freed itself. */
+struct kvl__recording {
+  kvl_graph *graph;
+  kvl_storage *storages;         /* allocated meanwhile, by recording_next */
+  kvl_storage *deferred;         /* references to older ones, given up at the end */
+  kvl__free_lists set_aside;
+};
+void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r);
+void kvl__recording_end(kvl_device *dev, struct kvl__recording *r);
+/* Frees the memory that nobody else refers to; nothing writes there any more. */
+void kvl__recording_drop(struct kvl__recording *r);
+
+#endif

@@ -1,0 +1,65 @@
+/* What a device is to the runtime: the table that every backend fills in. cpu/backend.c is
+ * linked in; the CUDA plug-in exports `kvl_backend_cuda` and is opened at run time. */
+#ifndef KVL_BACKEND_H
+#define KVL_BACKEND_H
+
+#include "kernels.h"
+
+/* Backend contexts, queues and marks are opaque to the runtime. `words` (a buffer of
+ * KVL_WORDS_MAX bytes) takes the driver's own text when a call fails. */
+enum { KVL_WORDS_MAX = 256 };
+
+enum kvl_copy_kind { KVL_COPY_LOCAL, KVL_COPY_FROM_HOST, KVL_COPY_TO_HOST };
+
+/* URGENT: its work goes first where both could run (transfers beside compute). */
+enum kvl_queue_kind { KVL_QUEUE_DEFAULT, KVL_QUEUE_NORMAL, KVL_QUEUE_URGENT };
+
+typedef struct kvl_backend {
+  uint32_t version;              /* KVL_BACKEND_VERSION of the build's abi.h */
+  const char *name;              /* "cpu", "cuda" */
+  int host_memory;               /* device pointers can be read by the host */
+
+  int (*count)(void);            /* devices; < 0: none can be used */
+  int (*open)(int index, void **ctx, char *words);
+  void (*close)(void *ctx);
+  void (*describe)(void *ctx, char *text, size_t size);
+  int (*memory)(void *ctx, int64_t *bytes_free, int64_t *bytes_total);
+
+  int (*alloc)(void *ctx, size_t bytes, void **out);   /* 256-byte aligned */
+  void (*free)(void *ctx, void *p);
+  int (*host_alloc)(void *ctx, size_t bytes, int huge_pages, void **out);   /* pinned */
+  void (*host_free)(void *ctx, void *p, size_t bytes);
+
+  int (*queue_open)(void *ctx, enum kvl_queue_kind kind, void **out);
+  void (*queue_close)(void *ctx, void *queue);
+  int (*queue_sync)(void *ctx, void *queue);
+
+  int (*mark_open)(void *ctx, void **out);
+  void (*mark_close)(void *ctx, void *mark);
+  int (*mark_record)(void *ctx, void *mark, void *queue);
+  int (*queue_wait)(void *ctx, void *queue, void *mark);
+  int (*mark_sync)(void *ctx, void *mark);
+  int (*mark_done)(void *ctx, void *mark);
+  int (*mark_elapsed_us)(void *ctx, void *from, void *to, double *us);
+
+  /* Asynchronous; host memory of FROM_HOST may be reused when it returns only after a
+   * queue_sync, except that pageable memory is staged. */
+  int (*copy)(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
+              enum kvl_copy_kind kind);
+
+  /* Bytes of workspace the op wants for these args (0: none), and the launch itself. */
+  size_t (*workspace)(void *ctx, enum kvl_op op, const void *args);
+  int (*launch)(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size);
+
+  /* Between begin and end, what is submitted to `queue`, and to queues that wait for a mark
+   * recorded on it, is recorded and not run. end makes the graph; *out is NULL when the
+   * recording failed. launch runs it on any queue. close: nothing of it is under way. */
+  int (*graph_begin)(void *ctx, void *queue);
+  int (*graph_end)(void *ctx, void *queue, void **out);
+  int (*graph_launch)(void *ctx, void *graph, void *queue);
+  void (*graph_close)(void *ctx, void *graph);
+
+  const char *(*last_error)(void);   /* the driver's words for this thread's last failure */
+} kvl_backend;
+
+#endif

@@ -1,0 +1,44 @@
+/* Failure words, host allocation that can be told to fail, and checks for bugs of the library
+ * itself. Every other file of runtime/ builds on this one. */
+#ifndef KVL_STATUS_H
+#define KVL_STATUS_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kvlab.h"
+
+#ifdef KVL_DEBUG /* a caller's bug inside the library, never the world's doing */
+#define KVL_CHECK(condition)                                                          \
+  do {                                                                                \
+    if (!(condition)) {                                                               \
+      fprintf(stderr, "%s:%d: KVL_CHECK(%s)\n", __FILE__, __LINE__, #condition);      \
+      abort();                                                                        \
+    }                                                                                 \
+  } while (0)
+#else
+#define KVL_CHECK(condition) ((void)0)
+#endif
+
+/* How many entries a container starts with, or holds: one or two in a hostile build, so that
+ * growing and waiting happen all the time. */
+#ifdef KVL_HOSTILE
+#define KVL__ROOM(normal, hostile) (hostile)
+#else
+#define KVL__ROOM(normal, hostile) (normal)
+#endif
+
+/* Record the words of a failure and return `status`. */
+int kvl__fail(int status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* malloc and realloc that record NO_MEMORY and honour kvl_fail_allocation. `what` names
+ * the thing in the error. */
+void *kvl__malloc(size_t bytes, const char *what);
+void *kvl__realloc(void *p, size_t bytes, const char *what);
+/* 1 when the allocation about to be made has been told to fail. */
+int kvl__allocation_fails(void);
+
+#endif

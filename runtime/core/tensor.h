@@ -1,0 +1,11 @@
+/* "bf16 [3, 4]": a tensor for messages. */
+#ifndef KVL_TENSOR_H
+#define KVL_TENSOR_H
+
+#include <stddef.h>
+
+#include "kvlab.h"
+
+const char *kvl__tensor_words(const kvl_tensor *t, char *text, size_t size);
+
+#endif

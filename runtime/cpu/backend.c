@@ -1,0 +1,184 @@
+/* The CPU as a device: its instruction sets, its memory, and the table. Kernels come in three
+ * instruction sets, chosen by what the processor has; what runs them is in cpu/queue.c. */
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <omp.h>
+
+#include "abi.h"
+#include "cpu/backend.h"
+#include "cpu/queue.h"
+
+/* ---- kernels by instruction set -------------------------------------------------------- */
+
+#define KVL_TABLE(isa)                                                                    \
+  KVL_DECLARE(isa)                                                                        \
+  static kvl_kernel *const kernels_##isa[KVL_OP_COUNT] = {KVL_OPS(KVL_ENTRY_##isa)};
+
+#define KVL_DECLARE(isa)                                                                  \
+  KVL_OPS(KVL_PROTO_##isa)                                                                \
+  size_t kvl_cpu_paged_attention_workspace_##isa(const void *args);                       \
+  size_t kvl_cpu_matmul_workspace_##isa(const void *args);
+#define KVL_PROTO_plain(op) kvl_kernel kvl_cpu_##op##_plain;
+#define KVL_PROTO_avx2(op) kvl_kernel kvl_cpu_##op##_avx2;
+#define KVL_PROTO_avx512(op) kvl_kernel kvl_cpu_##op##_avx512;
+#define KVL_ENTRY_plain(op) [KVL_OP_##op] = kvl_cpu_##op##_plain,
+#define KVL_ENTRY_avx2(op) [KVL_OP_##op] = kvl_cpu_##op##_avx2,
+#define KVL_ENTRY_avx512(op) [KVL_OP_##op] = kvl_cpu_##op##_avx512,
+
+KVL_TABLE(plain)
+#ifdef __x86_64__
+KVL_TABLE(avx2)
+KVL_TABLE(avx512)
+#endif
+
+struct isa {
+  const char *name, *words;
+  kvl_kernel *const *kernels;
+  size_t (*attention_workspace)(const void *args), (*matmul_workspace)(const void *args);
+};
+#define KVL_ISA_ROW(isa, words)                                                           \
+  {#isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa,                   \
+   kvl_cpu_matmul_workspace_##isa}
+static const struct isa isas[] = {
+  KVL_ISA_ROW(plain, "portable C"),
+#ifdef __x86_64__
+  KVL_ISA_ROW(avx2, "AVX2"),
+  KVL_ISA_ROW(avx512, "AVX-512"),
+#endif
+};
+enum { ISAS = sizeof isas / sizeof isas[0] };
+
+static int isa_supported(int i) {
+#ifdef __x86_64__
+  __builtin_cpu_init();
+  if (i == 1)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  if (i == 2)
+    return isa_supported(1) && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+#endif
+  return i == 0;
+}
+
+static const struct isa *isa_in_use(const struct isa *choose) {
+  static const struct isa *current;
+  if (choose) current = choose;
+  for (int i = 0; !current && i < ISAS; i++)
+    if (isa_supported(ISAS - 1 - i)) current = &isas[ISAS - 1 - i];
+  return current;
+}
+
+const char *kvl_cpu_isa(void) { return isa_in_use(NULL)->name; }
+
+int kvl_cpu_use_isa(const char *name) {
+  for (int i = 0; i < ISAS; i++) {
+    if (strcmp(isas[i].name, name)) continue;
+    if (!isa_supported(i))
+      return kvl__fail(KVL_ERR_UNSUPPORTED, "this processor lacks %s", isas[i].words);
+    isa_in_use(&isas[i]);
+    return KVL_OK;
+  }
+  return kvl__fail(KVL_ERR_INVALID, "isa is \"%s\", expected plain, avx2 or avx512", name);
+}
+
+/* ---- the table --------------------------------------------------------------------- */
+
+static int count(void) { return 1; }
+
+static int open_cpu(int index, void **ctx, char *words) {
+  (void)index, (void)words;
+  *ctx = (void *)&isas; /* no state of its own */
+  return KVL_OK;
+}
+
+static void close_cpu(void *ctx) { (void)ctx; }
+
+static void describe(void *ctx, char *text, size_t size) {
+  (void)ctx;
+  char link[64];
+  kvl__link_describe(link, sizeof link);
+  snprintf(text, size, "%s, %d threads%s", isa_in_use(NULL)->words, omp_get_max_threads(),
+           link);
+}
+
+static int memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
+  (void)ctx;
+  int64_t page = sysconf(_SC_PAGESIZE);
+  *bytes_free = page * sysconf(_SC_AVPHYS_PAGES);
+  *bytes_total = page * sysconf(_SC_PHYS_PAGES);
+  return KVL_OK;
+}
+
+static const size_t BYTES_HUGE_PAGE = (size_t)2 << 20;
+
+/* Memory that the machine does not have is refused here: an overcommitted page would
+ * otherwise kill the process when it is first touched. Huge pages are a wish, which the
+ * system may refuse: blocks lie anywhere, and few small pages have their translation at
+ * hand. */
+static int alloc_aligned(size_t bytes, int huge_pages, void **out) {
+  size_t align = huge_pages ? BYTES_HUGE_PAGE : 256;
+  int64_t bytes_free, bytes_total;
+  memory(NULL, &bytes_free, &bytes_total);
+  if (bytes > (size_t)bytes_total) return KVL_ERR_NO_MEMORY;
+  size_t whole = (bytes + align - 1) & ~(align - 1);
+  void *p = aligned_alloc(align, whole);
+  if (!p) return KVL_ERR_NO_MEMORY;
+  if (huge_pages) madvise(p, whole, MADV_HUGEPAGE);
+  *out = p;
+  return KVL_OK;
+}
+
+static int alloc(void *ctx, size_t bytes, void **out) {
+  (void)ctx;
+  return alloc_aligned(bytes, bytes >= BYTES_HUGE_PAGE, out);
+}
+
+static void free_cpu(void *ctx, void *p) {
+  (void)ctx;
+  free(p);
+}
+
+/* All memory is the host's. */
+static int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out) {
+  return huge_pages ? alloc_aligned(bytes, 1, out) : alloc(ctx, bytes, out);
+}
+
+static void host_free(void *ctx, void *p, size_t bytes) {
+  (void)bytes;
+  free_cpu(ctx, p);
+}
+
+static size_t workspace(void *ctx, enum kvl_op op, const void *args) {
+  (void)ctx;
+  const struct isa *isa = isa_in_use(NULL);
+  if (op == KVL_OP_paged_attention) return isa->attention_workspace(args);
+  if (op == KVL_OP_matmul) return isa->matmul_workspace(args);
+  return 0;
+}
+
+static int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size) {
+  (void)ctx;
+  return kvl__cpu_submit(queue, isa_in_use(NULL)->kernels[op], args, size);
+}
+
+static const char *last_error(void) { return ""; }
+
+const kvl_backend kvl__backend_cpu = {
+  .version = KVL_BACKEND_VERSION, .name = "cpu", .host_memory = 1,
+  .count = count, .open = open_cpu, .close = close_cpu, .describe = describe,
+  .memory = memory, .alloc = alloc, .free = free_cpu,
+  .host_alloc = host_alloc, .host_free = host_free,
+  .queue_open = kvl__cpu_queue_open, .queue_close = kvl__cpu_queue_close,
+  .queue_sync = kvl__cpu_queue_sync,
+  .mark_open = kvl__cpu_mark_open, .mark_close = kvl__cpu_mark_close,
+  .mark_record = kvl__cpu_mark_record, .queue_wait = kvl__cpu_queue_wait,
+  .mark_sync = kvl__cpu_mark_sync, .mark_done = kvl__cpu_mark_done,
+  .mark_elapsed_us = kvl__cpu_mark_elapsed_us,
+  .copy = kvl__cpu_copy, .workspace = workspace, .launch = launch,
+  .graph_begin = kvl__cpu_graph_begin, .graph_end = kvl__cpu_graph_end,
+  .graph_launch = kvl__cpu_graph_launch, .graph_close = kvl__cpu_graph_close,
+  .last_error = last_error,
+};

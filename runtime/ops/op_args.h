@@ -1,0 +1,26 @@
+/* Arguments that many ops share: KV memory and its scales, groups of heads, budgets. */
+#ifndef KVL_OP_ARGS_H
+#define KVL_OP_ARGS_H
+
+#include "core/call.h"
+
+/* KV memory of one layer; `shape` names its dims, the last four of which are
+ * "2 kv_heads block_size head_dim". */
+struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
+                                      const kvl_tensor *memory, unsigned dtypes,
+                                      const char *shape);
+
+/* The scales of an f8e4m3 cache; both may be NULL. */
+void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
+                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+/* heads is a multiple of kv_heads. */
+void kvl__expect_groups(struct kvl__call *c);
+void kvl__expect_block_size(struct kvl__call *c, int block_size);
+void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
+/* The dtypes of rows that go into a cache, and of queries that read it: its own or f32; of
+ * f8e4m3 every float. */
+unsigned kvl__rows_of(const kvl_tensor *cache);
+/* head_dim is one that kernels take. */
+void kvl__expect_head_dim(struct kvl__call *c);
+
+#endif

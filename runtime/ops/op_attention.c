@@ -1,0 +1,264 @@
+/* Ops over paged KV memory: shapes checked, kernels launched. What each op means stands in
+ * kvlab.h. Lengths, tables and selections stay on the device and are not looked at here. */
+#include <math.h>
+
+#include "ops/op_args.h"
+
+/* A result may be f32 beside anything, or of its dtype. */
+static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
+
+static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
+  return kvl__memory_arg(c, "cache", cache, KVL__CACHE,
+                         "blocks 2 kv_heads block_size head_dim");
+}
+
+int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+                  const kvl_tensor *cache, const kvl_tensor *k_scale,
+                  const kvl_tensor *v_scale) {
+  struct kvl__call c = {.op = "append_kv"};
+  struct kvl_cache_view view = cache_arg(&c, cache);
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
+  kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  kvl__scale_args(&c, &view, k_scale, v_scale);
+  if (c.status < 0) return c.status;
+  struct kvl_append_kv_args args = {view, k->ptr, v->ptr, slots->ptr, k->shape[0], k->dtype};
+  return KVL__LAUNCH(&c, append_kv, args);
+}
+
+int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
+                    const kvl_tensor *cache) {
+  struct kvl__call c = {.op = "copy_blocks"};
+  struct kvl_cache_view view = cache_arg(&c, cache);
+  kvl__arg(&c, "src", src, KVL__I32, "n");
+  kvl__arg(&c, "dst", dst, KVL__I32, "n");
+  if (c.status < 0) return c.status;
+  struct kvl_copy_blocks_args args = {view, src->ptr, dst->ptr, src->count};
+  return KVL__LAUNCH(&c, copy_blocks, args);
+}
+
+int kvl_paged_attention(const kvl_attention *a) {
+  struct kvl__call c = {.op = "paged_attention"};
+  struct kvl_paged_attention_args args = {
+    .scale = (float)a->scale, .soft_cap = (float)a->soft_cap, .causal = a->causal != 0,
+    .window = a->window};
+  args.cache = cache_arg(&c, a->cache);
+  kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
+  kvl__scale_args(&c, &args.cache, a->k_scale, a->v_scale);
+  if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
+  if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
+    kvl__call_fail(&c, "soft_cap is %g, expected >= 0 and finite", a->soft_cap);
+  kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
+  kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
+  kvl__expect_groups(&c);
+  args.seqs = kvl__dim(&c, "seqs");
+  args.tokens = kvl__dim(&c, "tokens");
+  if (kvl__arg(&c, "starts?", a->starts, KVL__I32, "seqs+1")) {
+    if (a->starts->count != args.seqs + 1)
+      kvl__call_fail(&c, "starts has %lld entries, expected seqs + 1 = %lld",
+                     (long long)a->starts->count, (long long)args.seqs + 1);
+    args.starts = a->starts->ptr;
+  } else if (c.status >= 0 && args.tokens != args.seqs) {
+    kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each (or starts)",
+                   (long long)args.tokens, (long long)args.seqs);
+  }
+  if (kvl__arg(&c, "selection?", a->selection, KVL__I32, "seqs selection_heads max_selected")) {
+    args.selection = a->selection->ptr;
+    args.selection_heads = kvl__dim(&c, "selection_heads");
+    args.max_selected = kvl__dim(&c, "max_selected");
+    if (args.selection_heads != 1 && args.selection_heads != args.cache.kv_heads)
+      kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
+                     (long long)args.selection_heads, args.cache.kv_heads);
+  }
+  if (kvl__arg(&c, "slots?", a->slots, KVL__I32, "seqs slot_heads max_selected")) {
+    if (!a->selection) kvl__call_fail(&c, "slots are given without a selection");
+    args.slots = a->slots->ptr;
+    args.slot_heads = kvl__dim(&c, "slot_heads");
+    if (args.slot_heads != 1 && args.slot_heads != args.cache.kv_heads)
+      kvl__call_fail(&c, "slots are for %lld heads, expected 1 or kv_heads = %d",
+                     (long long)args.slot_heads, args.cache.kv_heads);
+  }
+  if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads head_dim"))
+    args.prev_out = a->prev_out->ptr;
+  if (kvl__arg(&c, "prev_lse?", a->prev_lse, KVL__F32, "tokens heads"))
+    args.prev_lse = a->prev_lse->ptr;
+  if (!a->prev_out != !a->prev_lse)
+    kvl__call_fail(&c, "prev_%s is given without prev_%s", a->prev_out ? "out" : "lse",
+                   a->prev_out ? "lse" : "out");
+  if (a->prev_lse && a->lse && a->prev_lse->ptr == a->lse->ptr)
+    kvl__call_fail(&c, "lse is prev_lse, expected another tensor");
+  if (kvl__arg(&c, "alibi?", a->alibi, KVL__F32, "heads")) args.alibi = a->alibi->ptr;
+  kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
+  if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args.lse = a->lse->ptr;
+  if (c.status < 0) return c.status;
+  args.q = a->q->ptr;
+  args.tables = a->tables->ptr;
+  args.lens = a->lens->ptr;
+  args.out = a->out->ptr;
+  args.heads = kvl__dim(&c, "heads");
+  args.max_blocks = kvl__dim(&c, "max_blocks");
+  args.dtype = a->q->dtype;
+  args.out_dtype = a->out->dtype;
+  args.workspace = kvl__call_workspace(&c, KVL_OP_paged_attention, &args);
+  return KVL__LAUNCH(&c, paged_attention, args);
+}
+
+int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
+                        const kvl_tensor *out_b, const kvl_tensor *lse_b,
+                        const kvl_tensor *out, const kvl_tensor *lse) {
+  struct kvl__call c = {.op = "merge_attention"};
+  kvl__vector_arg(&c, "out_a", out_a, KVL__FLOAT, "tokens heads head_dim");
+  kvl__arg(&c, "lse_a", lse_a, KVL__F32, "tokens heads");
+  kvl__vector_arg(&c, "out_b", out_b, kvl__like(out_a), "tokens heads head_dim");
+  kvl__arg(&c, "lse_b", lse_b, KVL__F32, "tokens heads");
+  kvl__vector_arg(&c, "out", out, kvl__like(out_a), "tokens heads head_dim");
+  kvl__arg(&c, "lse?", lse, KVL__F32, "tokens heads");
+  if (c.status < 0) return c.status;
+  struct kvl_merge_attention_args args = {
+    out_a->ptr, out_b->ptr, lse_a->ptr, lse_b->ptr, out->ptr, lse ? lse->ptr : NULL,
+    lse_a->count, out_a->shape[2], out_a->dtype};
+  return KVL__LAUNCH(&c, merge_attention, args);
+}
+
+/* ---- block summaries and scores ---------------------------------------------------------- */
+
+int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
+                     const kvl_tensor *tokens, const kvl_tensor *rows,
+                     const kvl_tensor *summary) {
+  struct kvl__call c = {.op = "block_minmax"};
+  struct kvl_cache_view view = cache_arg(&c, cache);
+  kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
+  kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
+  kvl__arg(&c, "rows?", rows, KVL__I32, "n");
+  kvl__vector_arg(&c, "summary", summary, kvl__like(cache),
+                  "summary_rows 2 kv_heads head_dim");
+  if (c.status < 0) return c.status;
+  struct kvl_block_minmax_args args = {
+    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
+    summary->shape[0]};
+  return KVL__LAUNCH(&c, block_minmax, args);
+}
+
+int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
+                   const kvl_tensor *tokens, const kvl_tensor *rows,
+                   const kvl_tensor *summary) {
+  struct kvl__call c = {.op = "block_mean"};
+  struct kvl_cache_view view = cache_arg(&c, cache);
+  kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
+  kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
+  kvl__arg(&c, "rows?", rows, KVL__I32, "n");
+  kvl__vector_arg(&c, "summary", summary, kvl__rows_of(cache),
+                  "summary_rows kv_heads head_dim");
+  if (c.status < 0) return c.status;
+  struct kvl_block_mean_args args = {
+    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
+    summary->shape[0], summary->dtype};
+  return KVL__LAUNCH(&c, block_mean, args);
+}
+
+/* What all scores have in common; the summary's shape is the caller's. */
+static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tensor *tables,
+                       const kvl_tensor *lens, int group, const kvl_tensor *scores) {
+  kvl__vector_arg(c, "q", q, KVL__FLOAT, "seqs heads head_dim");
+  kvl__expect_head_dim(c);
+  kvl__arg(c, "tables", tables, KVL__I32, "seqs max_blocks");
+  kvl__arg(c, "lens", lens, KVL__I32, "seqs");
+  kvl__arg(c, "scores", scores, KVL__F32, "seqs kv_heads max_blocks");
+  kvl__expect_groups(c);
+  if (group != KVL_GROUP_MAX && group != KVL_GROUP_MEAN)
+    kvl__call_fail(c, "group is %d, expected %d (max) or %d (mean)", group, KVL_GROUP_MAX,
+                   KVL_GROUP_MEAN);
+}
+
+#define SCORE_SUMMARY_ARGS                                                              \
+  {q->ptr, summary->ptr, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"),     \
+   kvl__dim(&c, "heads"), kvl__dim(&c, "kv_heads"), kvl__dim(&c, "head_dim"),           \
+   kvl__dim(&c, "max_blocks"), kvl__dim(&c, "blocks"), block_size, group, q->dtype,     \
+   summary->dtype}
+
+int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
+                     int group, const kvl_tensor *scores) {
+  struct kvl__call c = {.op = "score_minmax"};
+  kvl__vector_arg(&c, "summary", summary, KVL__CACHE, "blocks 2 kv_heads head_dim");
+  score_args(&c, q, tables, lens, group, scores);
+  kvl__expect_block_size(&c, block_size);
+  if (c.status < 0) return c.status;
+  struct kvl_score_minmax_args args = SCORE_SUMMARY_ARGS;
+  return KVL__LAUNCH(&c, score_minmax, args);
+}
+
+int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
+                   const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
+                   int group, const kvl_tensor *scores) {
+  struct kvl__call c = {.op = "score_mean"};
+  kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks kv_heads head_dim");
+  score_args(&c, q, tables, lens, group, scores);
+  kvl__expect_block_size(&c, block_size);
+  if (c.status < 0) return c.status;
+  struct kvl_score_mean_args args = SCORE_SUMMARY_ARGS;
+  return KVL__LAUNCH(&c, score_mean, args);
+}
+
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
+                     const kvl_tensor *scores) {
+  struct kvl__call c = {.op = "score_max_qk"};
+  struct kvl_cache_view view = cache_arg(&c, cache);
+  score_args(&c, q, tables, lens, group, scores);
+  if (c.status < 0) return c.status;
+  struct kvl_score_max_qk_args args = {
+    view, q->ptr, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"),
+    kvl__dim(&c, "heads"), kvl__dim(&c, "max_blocks"), group, q->dtype};
+  return KVL__LAUNCH(&c, score_max_qk, args);
+}
+
+/* ---- selection ------------------------------------------------------------------------------ */
+
+int kvl_budget_blocks(const kvl_budget *budget, int n) {
+  struct kvl__call c = {.op = "budget"};
+  kvl__expect_budget(&c, budget);
+  if (n < 0) kvl__call_fail(&c, "n is %d, expected >= 0", n);
+  return c.status < 0 ? c.status : kvl__budget_blocks(*budget, n);
+}
+
+int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
+               const kvl_budget *budget, const kvl_tensor *selection,
+               const kvl_tensor *counts) {
+  struct kvl__call c = {.op = "select"};
+  kvl__arg(&c, "scores", scores, KVL__F32, "seqs selection_heads max_blocks");
+  kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
+  kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
+  kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
+  kvl__expect_block_size(&c, block_size);
+  kvl__expect_budget(&c, budget);
+  if (c.status < 0) return c.status;
+  struct kvl_select_args args = {
+    .scores = scores->ptr, .lens = lens->ptr, .selection = selection->ptr,
+    .counts = counts ? counts->ptr : NULL, .seqs = kvl__dim(&c, "seqs"),
+    .selection_heads = kvl__dim(&c, "selection_heads"),
+    .max_blocks = kvl__dim(&c, "max_blocks"), .max_selected = kvl__dim(&c, "max_selected"),
+    .budget = *budget, .block_size = block_size};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_select, &args);
+  return KVL__LAUNCH(&c, select, args);
+}
+
+int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int block_size,
+                       double mass, int sink, int recent, const kvl_tensor *selection,
+                       const kvl_tensor *counts) {
+  struct kvl__call c = {.op = "trim_selection"};
+  kvl__arg(&c, "weights", weights, KVL__F32, "seqs selection_heads max_blocks");
+  kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
+  kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
+  kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
+  kvl__expect_block_size(&c, block_size);
+  if (!(mass >= 0 && mass <= 1)) kvl__call_fail(&c, "mass is %g, expected 0 ... 1", mass);
+  if (sink < 0 || recent < 0)
+    kvl__call_fail(&c, "sink is %d and recent %d, expected >= 0", sink, recent);
+  if (c.status < 0) return c.status;
+  struct kvl_trim_selection_args args = {
+    weights->ptr, lens->ptr, selection->ptr, counts ? counts->ptr : NULL,
+    kvl__dim(&c, "seqs"), kvl__dim(&c, "selection_heads"), kvl__dim(&c, "max_blocks"),
+    kvl__dim(&c, "max_selected"), mass, block_size, sink, recent};
+  return KVL__LAUNCH(&c, trim_selection, args);
+}

@@ -1,0 +1,65 @@
+/* The block store's inside: what a backend provides, and what it gets from store.c. */
+#ifndef KVL_STORE_H
+#define KVL_STORE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "core/status.h"
+
+/* What a record is filed under: the key's lo and hi and the part, as they lie in memory. */
+struct kvl__name { unsigned char bytes[20]; };
+
+/* Comes before a record's bytes wherever it is kept. */
+struct kvl__head {
+  uint32_t magic, version;
+  uint64_t bytes;                /* that follow */
+  uint64_t checksum;             /* kvl__record_checksum */
+};
+
+/* XXH3-64 of n bytes, seeded with that of the name. */
+uint64_t kvl__record_checksum(const struct kvl__name *name, const void *bytes, size_t n);
+
+/* What a kind of store does. Arguments are checked; all but open and close may run at the same
+ * time in many threads. */
+struct kvl__store_backend {
+  const char *scheme;            /* "lmdb", of lmdb:PATH */
+  const char *form;              /* how its URL looks, for messages */
+  /* `rest`: the URL past "scheme:". Sets store->state. After a failure nothing is left. */
+  int (*open)(kvl_store *store, const char *rest);
+  void (*close)(kvl_store *store);
+  /* Keep `head` and the head->bytes bytes after it in place of what there was. 1, 0 with a
+   * problem told, or a status. */
+  int (*put)(kvl_store *store, const struct kvl__name *name, const struct kvl__head *head,
+             const void *bytes);
+  /* Give the record to kvl__store_accept and return its answer; 0 where there is none. */
+  int (*get)(kvl_store *store, const struct kvl__name *name, void *out, size_t n);
+  /* found[i] = whether names[i] is there. */
+  void (*find)(kvl_store *store, const struct kvl__name *names, int n, uint8_t *found);
+  int (*remove)(kvl_store *store, const struct kvl__name *name);
+  int (*sync)(kvl_store *store); /* NULL: nothing to do */
+  /* Fill bytes_held and records, which are -1. */
+  void (*held)(kvl_store *store, kvl_store_stats *out);
+};
+extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__store_redis;
+
+struct kvl_store {
+  const struct kvl__store_backend *backend;
+  void *state;                   /* the backend's own */
+  int64_t capacity;              /* 0: no limit */
+  int timeout_ms;
+  atomic_int refs;               /* the handle's, and those of prefetch engines */
+  _Atomic int64_t hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written;
+  pthread_mutex_t problem_lock;
+  char problem[320];
+};
+
+/* Check that the `bytes` bytes at `record` are a head and n bytes that were put under this
+ * name, and copy those to `out`. Returns 1, or 0 after counting the damage. */
+int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void *record,
+                      size_t bytes, void *out, size_t n);
+/* Count one in `counter` (&store->damaged or &store->errors) and keep the words. */
+void kvl__store_trouble(kvl_store *store, _Atomic int64_t *counter, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+#endif

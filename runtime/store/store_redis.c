@@ -1,0 +1,400 @@
+/* redis://: records in a Redis server, by hiredis. SET, GET, EXISTS and DEL of the string
+ * "kvlab:" and the name in hex; the server's maxmemory and its policy evict.
+ *
+ * A thread takes an idle connection or makes one, and puts it back. Whatever goes wrong on a
+ * connection closes it: what comes next on it could be an answer to something else. With the
+ * first failure an outage begins, which is one error in the counts: idle connections are
+ * closed, and everything misses at once. Every now and then, after waits that double, one
+ * thread tries to connect and to have a PING answered; then the outage is over.
+ *
+ * Commands are sent by sendmsg: straight from the block, and without the SIGPIPE that hiredis'
+ * own write raises when the server has closed the connection. */
+#include <ctype.h>
+#include <errno.h>
+#include <hiredis/hiredis.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+
+#include "store/store.h"
+
+enum {
+  IDLE_MAX = 8, PORT = 6379, PARTS_MAX = 5, KEY_BYTES = 6 + 2 * 20,
+  FIRST_WAIT_MS = 100, LAST_WAIT_MS = 5000,
+};
+
+struct link {
+  redisContext *context;
+  int64_t outages;               /* before it was made */
+};
+
+struct redis {
+  char host[256], user[128], password[256];
+  char words[288];               /* "redis store: host:port", for messages */
+  int port, db;
+  pthread_mutex_t lock;
+  struct link idle[IDLE_MAX];
+  int idle_count, is_out, wait_ms;
+  int64_t outages, retry_ns;
+};
+
+/* ---- url -------------------------------------------------------------------------------- */
+
+/* %XX in the n bytes at `from` becomes a byte. 0 when it does not fit or is no hex. */
+static int unescape(const char *from, size_t n, char *to, size_t size) {
+  size_t length = 0;
+  for (size_t i = 0; i < n; i++) {
+    char c = from[i];
+    if (c == '%') {
+      if (n - i < 3 || !isxdigit((unsigned char)from[i + 1]) ||
+          !isxdigit((unsigned char)from[i + 2]))
+        return 0;
+      c = (char)strtol((char[]){from[i + 1], from[i + 2], 0}, NULL, 16);
+      i += 2;
+    }
+    if (length + 1 >= size || !c) return 0;
+    to[length++] = c;
+  }
+  to[length] = 0;
+  return 1;
+}
+
+/* A number up to `max` that ends at `end`; -1 when it is none. */
+static int number(const char *text, const char *end, int max) {
+  int n = 0;
+  if (text == end || end - text > 9) return -1;
+  for (; text < end; text++) {
+    if (!isdigit((unsigned char)*text)) return -1;
+    n = n * 10 + *text - '0';
+  }
+  return n <= max ? n : -1;
+}
+
+/* //[user:password@]host[:port][/db], host perhaps in []. Returns what is wrong, or NULL. */
+static const char *parse(struct redis *r, const char *rest) {
+  if (strncmp(rest, "//", 2)) return "// after redis:";
+  const char *host = rest + 2, *end = host + strcspn(host, "/"), *at = NULL;
+  for (const char *p = host; p < end; p++)
+    if (*p == '@') at = p;
+  if (at) {
+    const char *colon = memchr(host, ':', (size_t)(at - host));
+    if (!colon || !unescape(host, (size_t)(colon - host), r->user, sizeof r->user) ||
+        !unescape(colon + 1, (size_t)(at - colon - 1), r->password, sizeof r->password))
+      return "user:password, / and @ and % in them as %2F, %40 and %25, before @";
+    host = at + 1;
+  }
+  const char *close = *host == '[' ? memchr(host, ']', (size_t)(end - host)) : NULL;
+  const char *name_end = close ? close + 1 : memchr(host, ':', (size_t)(end - host));
+  if (!name_end) name_end = end;
+  size_t length = (size_t)(name_end - host) - (close ? 2 : 0);
+  if (length == 0 || length >= sizeof r->host) return "a host";
+  memcpy(r->host, host + (close ? 1 : 0), length);
+  r->port = name_end == end ? PORT : *name_end == ':' ? number(name_end + 1, end, 65535) : -1;
+  if (r->port < 1) return "a port of 1 ... 65535";
+  r->db = *end && end[1] ? number(end + 1, strchr(end, 0), 1 << 20) : 0;
+  return r->db < 0 ? "the number of a database after /" : NULL;
+}
+
+/* ---- one connection --------------------------------------------------------------------- */
+
+/* All bytes of the parts, by the deadline. They are changed. */
+static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
+  while (n > 0) {
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)n};
+    ssize_t sent = sendmsg(fd, &message, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno == EAGAIN ? ETIMEDOUT : errno;
+    for (; n > 0 && (size_t)sent >= parts->iov_len; parts++, n--)
+      sent -= (ssize_t)parts->iov_len;
+    if (n > 0) {
+      parts->iov_base = (char *)parts->iov_base + sent;
+      parts->iov_len -= (size_t)sent;
+      if (kvl_clock_ns() > deadline) return ETIMEDOUT;
+    }
+  }
+  return 0;
+}
+
+/* The next reply, by the deadline: an errno, or EPROTO with words in the context. */
+static int receive(redisContext *c, int64_t deadline, redisReply **out) {
+  void *reply = NULL;
+  for (;;) {
+    if (redisGetReplyFromReader(c, &reply) != REDIS_OK) return EPROTO;
+    if (reply) break;
+    if (kvl_clock_ns() > deadline) return ETIMEDOUT;
+    errno = 0;
+    if (redisBufferRead(c) != REDIS_OK) return errno == EAGAIN ? ETIMEDOUT : EPROTO;
+  }
+  *out = reply;
+  return 0;
+}
+
+/* A command of texts, and its reply. */
+static int ask(redisContext *c, int64_t deadline, int n, const char **words,
+               redisReply **out) {
+  char *text;
+  int length = redisFormatCommandArgv(&text, n, words, NULL);
+  if (length < 0) return ENOMEM;
+  int code = send_parts(c->fd, &(struct iovec){text, (size_t)length}, 1, deadline);
+  redisFreeCommand(text);
+  return code ? code : receive(c, deadline, out);
+}
+
+static const char *words_of(redisContext *c, int code) {
+  return code == ETIMEDOUT ? "no answer in time" : code == EPROTO ? c->errstr
+         : strerror(code);
+}
+
+/* A command on a new connection; 0 with words when it is not answered by a status. */
+static int greet(redisContext *c, int64_t deadline, int n, const char **words, char *why,
+                 size_t size) {
+  redisReply *reply = NULL;
+  int code = ask(c, deadline, n, words, &reply);
+  int good = !code && reply->type == REDIS_REPLY_STATUS;
+  if (code) snprintf(why, size, "%s", words_of(c, code));
+  else if (!good) snprintf(why, size, "%s: %s", words[0], reply->str ? reply->str : "?");
+  if (!code) freeReplyObject(reply);
+  return good;
+}
+
+/* Connect, say who we are, choose the database, and hear from the server. NULL: why not. */
+static redisContext *dial(const kvl_store *store, char *why, size_t size) {
+  const struct redis *r = store->state;
+  struct timeval limit = {store->timeout_ms / 1000, store->timeout_ms % 1000 * 1000};
+  int64_t deadline = kvl_clock_ns() + store->timeout_ms * (int64_t)1000000;
+  char db[16];
+  snprintf(db, sizeof db, "%d", r->db);
+  const char *full[] = {"AUTH", r->user, r->password}, *old[] = {"AUTH", r->password};
+  redisContext *c = redisConnectWithTimeout(r->host, r->port, limit);
+  if (!c || c->err) {
+    snprintf(why, size, "%s", c ? c->errstr : "out of memory");
+  } else if (redisSetTimeout(c, limit) != REDIS_OK) {
+    snprintf(why, size, "%s", c->errstr);
+  } else if ((!*r->password || greet(c, deadline, *r->user ? 3 : 2, *r->user ? full : old, why,
+                                     size)) &&
+             (!r->db || greet(c, deadline, 2, (const char *[]){"SELECT", db}, why, size)) &&
+             greet(c, deadline, 1, (const char *[]){"PING"}, why, size)) {
+    return c;
+  }
+  if (c) redisFree(c);
+  return NULL;
+}
+
+/* ---- all connections -------------------------------------------------------------------- */
+
+/* A connection made after so many outages failed, or none could be made. The first to say so
+ * since then begins the next one. */
+static void lost(kvl_store *store, int64_t outages, const char *why) {
+  struct redis *r = store->state;
+  struct link idle[IDLE_MAX];
+  int count = 0;
+  pthread_mutex_lock(&r->lock);
+  int is_first = outages == r->outages && !r->is_out;
+  if (is_first) {
+    r->is_out = 1;
+    r->outages++;
+    r->wait_ms = FIRST_WAIT_MS;
+    r->retry_ns = kvl_clock_ns() + r->wait_ms * (int64_t)1000000;
+    count = r->idle_count;
+    memcpy(idle, r->idle, sizeof idle);
+    r->idle_count = 0;
+  }
+  pthread_mutex_unlock(&r->lock);
+  for (int i = 0; i < count; i++) redisFree(idle[i].context);
+  if (is_first) kvl__store_trouble(store, &store->errors, "%s: %s", r->words, why);
+}
+
+/* An idle connection, or a new one; 0 during an outage. */
+static int take(kvl_store *store, struct link *out) {
+  struct redis *r = store->state;
+  char why[160];
+  pthread_mutex_lock(&r->lock);
+  int is_retry = r->is_out, may_try = !is_retry || kvl_clock_ns() >= r->retry_ns;
+  struct link link = {NULL, r->outages};
+  if (r->idle_count > 0) {
+    link = r->idle[--r->idle_count];
+  } else if (is_retry && may_try) { /* the others go on missing meanwhile, and for a while */
+    r->wait_ms = r->wait_ms * 2 < LAST_WAIT_MS ? r->wait_ms * 2 : LAST_WAIT_MS;
+    r->retry_ns = kvl_clock_ns() + (r->wait_ms + store->timeout_ms) * (int64_t)1000000;
+  }
+  pthread_mutex_unlock(&r->lock);
+  if (!link.context && may_try) {
+    link.context = dial(store, why, sizeof why);
+    pthread_mutex_lock(&r->lock);
+    if (link.context) r->is_out = 0;
+    else if (is_retry) r->retry_ns = kvl_clock_ns() + r->wait_ms * (int64_t)1000000;
+    pthread_mutex_unlock(&r->lock);
+    if (!link.context && !is_retry) lost(store, link.outages, why);
+  }
+  *out = link;
+  return link.context != NULL;
+}
+
+static void give_back(kvl_store *store, struct link link) {
+  struct redis *r = store->state;
+  pthread_mutex_lock(&r->lock);
+  int keep = link.outages == r->outages && r->idle_count < IDLE_MAX;
+  if (keep) r->idle[r->idle_count++] = link;
+  pthread_mutex_unlock(&r->lock);
+  if (!keep) redisFree(link.context);
+}
+
+/* One exchange on its own connection: send the parts, pass the first n replies to `each`.
+ * Returns 1 when all came. */
+static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n,
+                    void (*each)(void *to, int i, const redisReply *reply), void *to) {
+  struct link link;
+  if (!take(store, &link)) return 0;
+  int64_t deadline = kvl_clock_ns() + store->timeout_ms * (int64_t)1000000;
+  int code = send_parts(link.context->fd, parts, parts_count, deadline);
+  for (int i = 0; !code && i < n; i++) {
+    redisReply *reply;
+    code = receive(link.context, deadline, &reply);
+    if (code) break;
+    if (reply->type == REDIS_REPLY_ERROR)
+      kvl__store_trouble(store, &store->errors, "%s: %s",
+                         ((struct redis *)store->state)->words, reply->str);
+    each(to, i, reply);
+    freeReplyObject(reply);
+  }
+  if (code) {
+    lost(store, link.outages, words_of(link.context, code));
+    redisFree(link.context);
+  } else {
+    give_back(store, link);
+  }
+  return !code;
+}
+
+/* ---- the backend ------------------------------------------------------------------------ */
+
+static void key_of(const struct kvl__name *name, char out[KEY_BYTES + 1]) {
+  strcpy(out, "kvlab:");
+  for (size_t i = 0; i < sizeof name->bytes; i++)
+    sprintf(out + 6 + 2 * i, "%02x", name->bytes[i]);
+}
+
+/* "*2 $n VERB $46 kvlab:...", for a verb and a key. */
+static int format(char *out, size_t size, const char *verb, const struct kvl__name *name) {
+  char key[KEY_BYTES + 1];
+  key_of(name, key);
+  return snprintf(out, size, "*2\r\n$%zu\r\n%s\r\n$%d\r\n%s\r\n", strlen(verb), verb,
+                  KEY_BYTES, key);
+}
+
+struct taken {
+  kvl_store *store;
+  const struct kvl__name *name;
+  void *out;
+  size_t n;
+  int status;
+};
+
+static void take_status(void *to, int i, const redisReply *reply) {
+  (void)i;
+  *(int *)to = reply->type == REDIS_REPLY_STATUS;
+}
+
+static void take_integer(void *to, int i, const redisReply *reply) {
+  ((uint8_t *)to)[i] = reply->type == REDIS_REPLY_INTEGER && reply->integer > 0;
+}
+
+static void take_count(void *to, int i, const redisReply *reply) {
+  (void)i;
+  if (reply->type == REDIS_REPLY_INTEGER) *(int64_t *)to = reply->integer;
+}
+
+static void take_record(void *to, int i, const redisReply *reply) {
+  struct taken *t = to;
+  (void)i;
+  if (reply->type == REDIS_REPLY_STRING)
+    t->status = kvl__store_accept(t->store, t->name, reply->str, (size_t)reply->len, t->out,
+                                  t->n);
+}
+
+static int redis_put(kvl_store *store, const struct kvl__name *name,
+                     const struct kvl__head *head, const void *bytes) {
+  char key[KEY_BYTES + 1], text[KEY_BYTES + 64];
+  int status = 0;
+  key_of(name, key);
+  int length = snprintf(text, sizeof text, "*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%llu\r\n",
+                        KEY_BYTES, key, (unsigned long long)(sizeof *head + head->bytes));
+  struct iovec parts[] = {{text, (size_t)length}, {(void *)head, sizeof *head},
+                          {(void *)bytes, head->bytes}, {"\r\n", 2}};
+  exchange(store, parts, 4, 1, take_status, &status);
+  return status;
+}
+
+static int redis_get(kvl_store *store, const struct kvl__name *name, void *out, size_t n) {
+  char text[KEY_BYTES + 64];
+  struct taken taken = {store, name, out, n, 0};
+  struct iovec part = {text, (size_t)format(text, sizeof text, "GET", name)};
+  exchange(store, &part, 1, 1, take_record, &taken);
+  return taken.status;
+}
+
+static void redis_find(kvl_store *store, const struct kvl__name *names, int n,
+                       uint8_t *found) {
+  enum { AT_ONCE = 64 };
+  char text[AT_ONCE * (KEY_BYTES + 64)];
+  memset(found, 0, (size_t)n);
+  for (int at = 0; at < n; at += AT_ONCE) {
+    int count = n - at < AT_ONCE ? n - at : AT_ONCE;
+    size_t length = 0;
+    for (int i = 0; i < count; i++)
+      length += (size_t)format(text + length, sizeof text - length, "EXISTS", &names[at + i]);
+    struct iovec part = {text, length};
+    if (!exchange(store, &part, 1, count, take_integer, found + at)) return;
+  }
+}
+
+static int redis_remove(kvl_store *store, const struct kvl__name *name) {
+  char text[KEY_BYTES + 64];
+  uint8_t removed = 0;
+  struct iovec part = {text, (size_t)format(text, sizeof text, "DEL", name)};
+  exchange(store, &part, 1, 1, take_integer, &removed);
+  return removed;
+}
+
+static void redis_held(kvl_store *store, kvl_store_stats *out) {
+  struct iovec part = {"*1\r\n$6\r\nDBSIZE\r\n", 16};
+  exchange(store, &part, 1, 1, take_count, &out->records);
+}
+
+static void redis_close(kvl_store *store) {
+  struct redis *r = store->state;
+  for (int i = 0; i < r->idle_count; i++) redisFree(r->idle[i].context);
+  pthread_mutex_destroy(&r->lock);
+  free(r);
+}
+
+static int redis_open(kvl_store *store, const char *rest) {
+  char why[160];
+  struct link link = {NULL, 0};
+  if (store->capacity)
+    return kvl__fail(KVL_ERR_INVALID, "redis store: capacity is %lld, expected 0: the "
+                     "server's maxmemory says", (long long)store->capacity);
+  struct redis *r = kvl__malloc(sizeof *r, "a redis store");
+  if (!r) return KVL_ERR_NO_MEMORY;
+  memset(r, 0, sizeof *r);
+  store->state = r;
+  pthread_mutex_init(&r->lock, NULL);
+  const char *wrong = parse(r, rest);
+  int status = KVL_OK;
+  if (wrong) {
+    status = kvl__fail(KVL_ERR_INVALID, "redis store: url: expected %s", wrong);
+  } else {
+    snprintf(r->words, sizeof r->words, "redis store: %s:%d", r->host, r->port);
+    link.context = dial(store, why, sizeof why);
+    if (!link.context) status = kvl__fail(KVL_ERR_IO, "%s: %s", r->words, why);
+  }
+  if (status < 0) redis_close(store);
+  else give_back(store, link);
+  return status;
+}
+
+const struct kvl__store_backend kvl__store_redis = {
+  .scheme = "redis", .form = "redis://[user:password@]host[:port][/db]", .open = redis_open,
+  .close = redis_close, .put = redis_put, .get = redis_get, .find = redis_find,
+  .remove = redis_remove, .held = redis_held,
+};

@@ -1,0 +1,171 @@
+--- The house as it stands: which file of lua/, runtime/ and kernels/ needs which other,
+-- read from the sources. house_spec.lua holds it to the plan; tools/house.lua draws it.
+local M = {}
+
+local function lines_of(command)
+  local pipe = assert(io.popen(command))
+  local list = {}
+  for line in pipe:lines() do list[#list + 1] = line end
+  pipe:close()
+  return list
+end
+
+local function read(path)
+  local file = assert(io.open(path))
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+---@class spec.House
+---@field files string[]                          paths from the root, sorted
+---@field needs table<string, table<string, boolean>>  file -> files that it needs
+
+local function new(root, folders, pattern)
+  local house = { files = {}, needs = {}, root = root, there = {} }
+  for _, path in ipairs(lines_of(("cd '%s' && find %s -name '%s' -type f | sort"):format(
+    root, folders, pattern))) do
+    table.insert(house.files, path)
+    house.there[path], house.needs[path] = true, {}
+  end
+  return house
+end
+
+--- The files of lua/ and what they require, at load or later. `outside` collects modules
+-- that a file of lua/kvlab requires by name and that are none of lua/kvlab.
+---@param root string
+---@return spec.House
+function M.lua(root)
+  local house = new(root, "lua", "*.lua")
+  for _, path in ipairs(house.files) do
+    local text = read(root .. "/" .. path):gsub("%-%-[^\n]*", "")
+    for module in text:gmatch "require%s*%(?%s*[\"']([%w_.]+)[\"']" do
+      local at = "lua/" .. module:gsub("%.", "/")
+      local file = house.there[at .. ".lua"] and at .. ".lua" or at .. "/init.lua"
+      if house.there[file] then house.needs[path][file] = true end
+    end
+  end
+  return house
+end
+
+--- Where an include of a file may lie, in the order in which compilers look.
+local function candidates(path, name)
+  return { path:match "^(.*/)" .. name, "runtime/" .. name, "kernels/" .. name,
+           "kernels/cuda/" .. name }
+end
+
+--- The files of runtime/ and kernels/ and what they include. A header and the source of
+-- the same name are one: `x.h` stands for both.
+---@param root string
+---@return spec.House
+function M.c(root)
+  local house = new(root, "runtime kernels", "*.[ch]*")
+  local function whole(path)
+    local header = path:gsub("%.%w+$", ".h")
+    return house.there[header] and header or path
+  end
+  local joined = { files = {}, needs = {}, there = {} }
+  for _, path in ipairs(house.files) do
+    local name = whole(path)
+    if not joined.there[name] then
+      table.insert(joined.files, name)
+      joined.there[name], joined.needs[name] = true, {}
+    end
+    for include in read(root .. "/" .. path):gmatch '#include "([^"]+)"' do
+      for _, candidate in ipairs(candidates(path, include)) do
+        if house.there[candidate] then
+          if whole(candidate) ~= name then joined.needs[name][whole(candidate)] = true end
+          break
+        end
+      end
+    end
+  end
+  return joined
+end
+
+--- A circle of files that need each other, or nil: { a, b, …, a }.
+---@param house spec.House
+---@return string[]|nil
+function M.circle(house)
+  local state, path = {}, {}
+  local function visit(file)
+    if state[file] == "done" then return nil end
+    table.insert(path, file)
+    if state[file] == "open" then
+      while path[1] ~= file do table.remove(path, 1) end
+      return path
+    end
+    state[file] = "open"
+    for _, other in ipairs(house.files) do
+      local found = house.needs[file][other] and visit(other)
+      if found then return found end
+    end
+    state[file] = "done"
+    table.remove(path)
+  end
+  for _, file in ipairs(house.files) do
+    local found = visit(file)
+    if found then return found end
+  end
+end
+
+-- From the inside out: a room needs only rooms that come before it. Rooms of one line
+-- stand beside each other and do not need each other.
+M.LUA_ROOMS = {
+  { "lua/kvlab" }, -- what everything may require
+  { "lua/kvlab/report", "lua/kvlab/tensor" },
+  { "lua/kvlab/memory" },
+  { "lua/kvlab/index" },
+  { "lua/kvlab/policy" },
+  { "lua/kvlab/observe" },
+  { "lua/kvlab/serve" },
+  { "lua/kvlab/experiment" },
+  { "lua/kvlab/init.lua" },
+  { "lua/kvlab/shell" },
+  { "lua/policies", "lua/priorities", "lua/evictions" },
+  { "lua/models" },
+  { "lua/experiments" },
+}
+M.C_ROOMS = {
+  { "runtime/base.h" },
+  { "kernels", "runtime/kvlab.h" },
+  { "runtime/core" },
+  { "runtime/cpu", "runtime/cuda", "runtime/ops", "runtime/files", "runtime/memory",
+    "runtime/store" },
+  { "runtime/prefetch" },
+  { "runtime" }, -- open.c and main.c, which know everything
+}
+
+--- The room of a file, its longest name in `rooms`: its name and its line, or nil.
+---@return string|nil room, integer|nil line
+function M.room(rooms, file)
+  local best, best_line
+  for line, names in ipairs(rooms) do
+    for _, name in ipairs(names) do
+      if (file == name or file:sub(1, #name + 1) == name .. "/")
+        and (not best or #name > #best) then best, best_line = name, line end
+    end
+  end
+  return best, best_line
+end
+
+--- Arrows that point outward: "a needs b", sorted.
+---@param house spec.House
+---@return string[]
+function M.outward(house, rooms)
+  local list = {}
+  for _, file in ipairs(house.files) do
+    local room, line = M.room(rooms, file)
+    for _, other in ipairs(house.files) do
+      if house.needs[file][other] then
+        local other_room, other_line = M.room(rooms, other)
+        if room ~= other_room and other_line >= line then
+          list[#list + 1] = file .. " needs " .. other
+        end
+      end
+    end
+  end
+  return list
+end
+
+return M

@@ -1,0 +1,145 @@
+local compare = require "kvlab.experiment.compare"
+local files = require "kvlab.files"
+local results = require "kvlab.experiment.results"
+local statistics = require "kvlab.experiment.statistics"
+
+local function row(config, metrics) return { config = config, metrics = metrics } end
+
+--- policies x seeds; x = value(policy, seed).
+local function rows_of(seeds, more, value)
+  local rows = {}
+  for _, seed in ipairs(seeds) do
+    for p, policy in ipairs { "quest", "random" } do
+      local config = { policy = policy, seed = seed }
+      for key, other in pairs(more) do config[key] = other end
+      rows[#rows + 1] = row(config, { x = value(p, seed), word = "w" })
+    end
+  end
+  return rows
+end
+
+local function near(a, b) assert.is_true(math.abs(a - b) < 1e-12, a .. " and " .. b) end
+
+describe("compare", function()
+  it("pairs what agrees in all but what tells A from B", function()
+    local a = rows_of({ 1, 2 }, { device = "cpu", steps = 8 }, function() return 1 end)
+    local b = rows_of({ 1, 2 }, { device = "cuda:0", steps = 8, bits = 64 },
+      function() return 2 end)
+    table.insert(b, 1, table.remove(b)) -- in another order
+    local p = compare.pair(a, b)
+    assert.equal(4, #p.list)
+    for _, pair in ipairs(p.list) do
+      assert.equal(pair.a.config.policy, pair.b.config.policy)
+      assert.equal(pair.a.config.seed, pair.b.config.seed)
+    end
+    assert.equal("bits", p.differences[1].key)
+    assert.equal("device", p.differences[2].key)
+    assert.equal(2, #p.differences)
+  end)
+
+  it("counts the rows that have no partner", function()
+    local a = rows_of({ 1, 2 }, {}, function() return 1 end)
+    local b = rows_of({ 2, 3, 4 }, {}, function() return 1 end)
+    local p = compare.pair(a, b)
+    assert.same({ 2, 2, 4 }, { #p.list, p.only_a, p.only_b })
+  end)
+
+  it("takes a seed's pairs as one sample", function()
+    local function of_a(p, seed) return p + seed ^ 2 end
+    local function of_b(p, seed) return p + seed ^ 2 + seed / 2 + p / 10 end
+    local a = rows_of({ 1, 2, 3 }, { m = "a" }, of_a)
+    local p = compare.pair(a, rows_of({ 1, 2, 3 }, { m = "b" }, of_b))
+    local line = compare.lines(p, { "x" }, {})[1]
+    local mean, low, high = statistics.interval { 0.65, 1.15, 1.65 }
+    assert.same({ 6, 3 }, { line.pairs, line.samples })
+    near(line.difference[1], mean)
+    near(line.difference[2], low)
+    near(line.difference[3], high)
+    near(line.b - line.a, mean)
+    local by = compare.lines(p, { "x" }, { "policy" })
+    assert.same({ "random" }, by[2].words)
+    near(by[2].difference[1], 1.2)
+    assert.equal(3, by[2].pairs)
+  end)
+
+  it("takes pairs as samples where there is one seed, the same or another", function()
+    for _, seed in ipairs { 1, 9 } do
+      local p = compare.pair(rows_of({ 1 }, { m = "a" }, function(p) return p end),
+        rows_of({ seed }, { m = "b" }, function(p) return 3 * p end))
+      local line = compare.lines(p, { "x" }, {})[1]
+      local _, low = statistics.interval { 2, 4 }
+      assert.same({ 2, 2 }, { line.pairs, line.samples })
+      near(line.difference[2], low)
+    end
+  end)
+
+  it("turns its sign when A and B change places, and is nothing for A and A", function()
+    local a = rows_of({ 1, 2, 3 }, { m = "a" }, function(p, seed) return p * seed end)
+    local b = rows_of({ 1, 2, 3 }, { m = "b" }, function(p, seed) return p + seed end)
+    local ab = compare.lines(compare.pair(a, b), { "x" }, {})[1].difference
+    local ba = compare.lines(compare.pair(b, a), { "x" }, {})[1].difference
+    near(ab[1], -ba[1])
+    near(ab[2], -ba[3])
+    local aa = compare.lines(compare.pair(a, a), { "x" }, {})[1].difference
+    assert.same({ 0, 0, 0 }, { aa[1], aa[2], aa[3] })
+  end)
+
+  it("leaves out what is no number in one of them", function()
+    local a = rows_of({ 1, 2 }, { m = "a" }, function(p) return p == 1 and 0 / 0 or 1 end)
+    local b = rows_of({ 1, 2 }, { m = "b" }, function() return 4 end)
+    local lines = compare.lines(compare.pair(a, b), { "x", "word" }, {})
+    assert.equal(1, #lines)
+    assert.same({ 2, 3 }, { lines[1].pairs, lines[1].difference[1] })
+  end)
+
+  describe("at the command line", function()
+    local folder, printed
+    before_each(function()
+      folder = os.tmpname()
+      os.remove(folder)
+      files.make_folder(folder)
+      local store = results.open(folder)
+      for _, r in ipairs(rows_of({ 1, 2 }, {}, function(p, seed)
+        return p == 1 and seed or 5
+      end)) do store:append(r, {}) end
+      store:close()
+    end)
+    after_each(function() os.execute("rm -rf '" .. folder .. "'") end)
+
+    local function main(a, b, options)
+      local out, name = io.output(), os.tmpname()
+      io.output(name)
+      local ok, problem = pcall(compare.main, a, b, options or {})
+      io.output():close()
+      io.output(out)
+      printed = files.read(name)
+      os.remove(name)
+      return not ok and problem or printed
+    end
+
+    it("compares parts of one folder", function()
+      main(folder .. ":policy=quest", folder .. "/results.jsonl:policy=random")
+      assert.truthy(printed:find("   policy: quest in A, random in B\n", 1, true))
+      assert.truthy(printed:find([[
+metric  pairs    A  B  B - A  95 % interval     differs
+-------------------------------------------------------
+x           2  1.5  5    3.5  -2.853 ... 9.853  no
+]], 1, true), printed)
+      assert.truthy(printed:find("2 pairs; 0 rows are in A only, 0 in B only. Samples are"
+        .. " seeds.\n", 1, true))
+    end)
+
+    it("says what is wrong", function()
+      local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
+      has("/nowhere has no results", main(folder, "/nowhere"))
+      has("no row has these values", main(folder, folder .. ":policy=quast"))
+      has("is no KEY=VALUE", main(folder, folder .. ":policy=quest,x"))
+      has("nothing is called y; there is x", main(folder, folder, { metric = { "y" } }))
+      has("nothing is called z; there is policy, seed", main(folder, folder,
+        { by = { "z" } }))
+      local line = '{"config": {"context": %d}, "metrics": {"x": 1}}\n'
+      files.write(folder .. "/other.jsonl", line:format(1) .. line:format(2))
+      has("no configuration is in both", main(folder, folder .. "/other.jsonl"))
+    end)
+  end)
+end)

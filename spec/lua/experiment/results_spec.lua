@@ -1,0 +1,209 @@
+local ffi = require "ffi"
+local harness = require "spec.lua.experiment.experiment_support"
+local json = require "kvlab.json"
+local files = require "kvlab.files"
+local results = require "kvlab.experiment.results"
+
+local assert_has, lines, path = harness.assert_has, harness.lines, harness.path
+local problem_of, read, run = harness.problem_of, harness.read, harness.run
+
+ffi.cdef [[
+int fork(void);
+int getpid(void);
+int kill(int pid, int signal);
+int waitpid(int pid, int *status, int options);
+]]
+
+describe("results", function()
+  before_each(harness.make_folder)
+  after_each(harness.remove_folder)
+
+  it("keep every digit; NaN is null and reads as NaN", function()
+    local spec = { run = function()
+      return { sum = 0.1 + 0.2, nan = 0 / 0, inf = math.huge, n = 2LL ^ 40, word = "é\"" }
+    end }
+    local first = run(spec).rows[1].metrics
+    assert.equal('{"inf": null, "n": 1099511627776, "nan": null, '
+      .. '"sum": 0.30000000000000004, "word": "é\\""}',
+      lines()[1]:match '"metrics": (.*)}$')
+    local again = run(spec).rows[1].metrics
+    for _, metrics in ipairs { first, again } do
+      assert.equal(0.1 + 0.2, metrics.sum)
+      assert.is_true(metrics.nan ~= metrics.nan and metrics.inf ~= metrics.inf)
+    end
+  end)
+
+  it("are not computed twice", function()
+    run(nil, { context = 512 })
+    run()
+    assert.same({ "1024 quest 0.1", "1024 quest 0.3", "1024 random 0.1",
+      "1024 random 0.3" }, harness.calls)
+    assert_has("resumed 4 of 8\n", harness.printed)
+    local before = read "results.jsonl"
+    local answer = run()
+    assert.same({}, harness.calls)
+    assert_has("resumed 8 of 8\n", harness.printed)
+    assert.equal(before, read "results.jsonl")
+    assert.equal(8, #answer.rows)
+    run(nil, { prompts = 9 })
+    assert.equal(8, #harness.calls)
+    assert.equal(16, #lines())
+  end)
+
+  it("lose a torn last row and nothing else, wherever it is torn", function()
+    run(nil, { context = 512 })
+    local whole = read "results.jsonl"
+    local last = lines()[4]
+    for length = 1, #last, 37 do
+      files.write(path "results.jsonl", whole .. last:sub(1, length))
+      run(nil, { context = 512 })
+      assert.equal(whole, read "results.jsonl")
+      assert.same({}, harness.calls)
+      assert_has("dropped a row", harness.printed)
+    end
+    files.write(path "results.jsonl", whole:sub(1, -2)) -- only the newline is lost
+    run(nil, { context = 512 })
+    assert.equal(1, #harness.calls)
+    assert.equal(whole, read "results.jsonl")
+  end)
+
+  it("with damage in the middle are refused with the line", function()
+    run()
+    local list = lines()
+    list[3] = list[3]:sub(1, 20)
+    files.write(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    assert_has("results.jsonl, line 3 is damaged", problem_of())
+    list[3] = "{}"
+    files.write(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    assert_has("line 3 is damaged (no config and metrics)", problem_of())
+  end)
+
+  it("are there after a kill -9, whole rows only", function()
+    local function steps(act)
+      return { whole = {
+        name = "spec", environment = { device = "cpu" },
+        grid = { { "i", { 1, 2, 3, 4 } } },
+        run = function(config)
+          act(config.i)
+          return { x = config.i }
+        end,
+      } }
+    end
+    local child = ffi.C.fork()
+    if child == 0 then
+      pcall(run, steps(function(i)
+        if i == 3 then ffi.C.kill(ffi.C.getpid(), 9) end
+      end))
+      ffi.C.kill(ffi.C.getpid(), 9)
+    end
+    ffi.C.waitpid(child, nil, 0)
+    assert.equal(2, #lines())
+    local ran = {}
+    run(steps(function(i) ran[#ran + 1] = i end))
+    assert.same({ 3, 4 }, ran)
+    assert.equal(4, #lines())
+  end)
+
+  it("of another experiment, seed or device are refused, --set fresh=true replaces them",
+    function()
+      run()
+      local before = read "results.jsonl"
+      assert_has("holds results of seed 0, this run has 1", problem_of(nil, nil,
+        { seed = 1 }))
+      assert_has("choose another --out=DIR", problem_of(nil, nil, { seed = 1 }))
+      assert_has("of name spec, this run has other", problem_of { name = "other" })
+      assert_has("of device cpu, this run has cuda:0",
+        problem_of { environment = { device = "cuda:0" } })
+      assert_has("of description a spec, this run has a GPU",
+        problem_of { environment = { device = "cpu", description = "a GPU" } })
+      assert.equal(before, read "results.jsonl")
+      run(nil, { fresh = true, context = 512 }, { seed = 1 })
+      assert.equal(4, #lines())
+      assert.equal(1, json.decode(read "manifest.json").seed)
+    end)
+
+  it("are in the grid's order in the end, whatever order they came in", function()
+    run(nil, { context = 1024 })
+    local one = read "results.jsonl"
+    run(nil, { context = 512, prompts = 2 }) -- not of the grid
+    local other = lines()[5]
+    run(nil, { context = "512,1024" })
+    local list = lines()
+    assert.equal(one, table.concat(list, "\n", 9, 12) .. "\n")
+    assert.equal(other, list[5])
+    local before = read "results.jsonl"
+    run()
+    assert.same({}, harness.calls)
+    assert.equal(before, read "results.jsonl")
+    run(nil, { fresh = true })
+    assert.same({ list[1], list[2], list[3], list[4], list[9], list[10], list[11],
+                  list[12] }, lines())
+  end)
+
+  it("are written by one process at a time", function()
+    local problem
+    run { run = function()
+      problem = problem or select(2, pcall(results.open, harness.folder, false))
+      return { x = 1 }
+    end }
+    assert_has("is being written by another process", problem)
+  end)
+end)
+
+describe("results.summarise", function()
+  local function row(policy, seed, metrics)
+    return { config = { policy = policy, seed = seed }, metrics = metrics }
+  end
+
+  it("makes one row of the repeats, with the mean and its interval", function()
+    local rows = results.summarise {
+      row("quest", 0, { x = 1, exact = true }), row("full", 0, { x = 7 }),
+      row("quest", 5, { x = 2, exact = true }), row("quest", 9, { x = 6, exact = true }),
+    }
+    assert.same({ { policy = "quest" }, { policy = "full" } },
+      { rows[1].config, rows[2].config })
+    assert.same({ x = 3, exact = true }, rows[1].metrics)
+    assert.equal(3, rows[1].repeats)
+    local half = 4.30265273 * math.sqrt(7) / math.sqrt(3) -- t(2, 0.95)
+    assert.is_true(math.abs(rows[1].high.x - 3 - half) < 1e-6)
+    assert.is_true(math.abs(rows[1].low.x - 3 + half) < 1e-6)
+    assert.is_nil(rows[1].low.exact)
+    assert.same({ config = { policy = "full" }, metrics = { x = 7 }, low = {},
+                  high = {}, repeats = 1 }, rows[2])
+  end)
+
+  it("keeps what is no number only where the repeats agree, and the rows as they are",
+    function()
+      local rows = { row("a", 0, { exact = true, kernel = "v1" }),
+                     row("a", 1, { exact = false, kernel = "v1" }) }
+      assert.same({ kernel = "v1" }, results.summarise(rows)[1].metrics)
+      assert.equal(0, rows[1].config.seed)
+      assert.same({}, results.summarise {})
+    end)
+end)
+
+describe("manifest", function()
+  before_each(harness.make_folder)
+  after_each(harness.remove_folder)
+
+  it("says what the results were made with", function()
+    run({ environment = { device = "cuda:0", description = "a GPU", driver = "580.1",
+      versions = { cuda = "13.0" } } }, { context = "64,32" }, { seed = 5 })
+    local m = json.decode(read "manifest.json")
+    assert.same({ "spec", "Is it so?", 5, "cuda:0", "a GPU", "580.1", 8, "13.0" }, {
+      m.name, m.title, m.seed, m.device, m.description, m.driver, m.configurations,
+      m.versions.cuda })
+    assert.same({ name = "context", values = { 64, 32 } }, m.axes[1])
+    assert.truthy(m.date:match "^%d%d%d%d%-%d%d%-%d%dT%d%d:%d%d:%d%dZ$")
+    assert.equal(jit.version, m.versions.luajit)
+    assert.equal("string", type(m.command))
+  end)
+
+  it("remembers the earlier runs that computed rows", function()
+    run(nil, { context = 512 })
+    run()
+    assert.equal(1, #json.decode(read "manifest.json").earlier_runs)
+    run()
+    assert.equal(1, #json.decode(read "manifest.json").earlier_runs)
+  end)
+end)

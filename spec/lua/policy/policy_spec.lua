@@ -1,0 +1,228 @@
+--- What the core checks for every policy: definitions, options, budgets; and that a
+-- step's Lua code compiles.
+local kv = require "kvlab"
+local support = require "spec.support"
+local rig = require "spec.rig"
+local jit_util, vmdef = require "jit.util", require "jit.vmdef"
+
+local raises = support.raises
+
+describe("policy options", function()
+  it("are merged over the defaults", function()
+    local p = kv.policy("quest", { sink = 3 })
+    assert.equal(3, p.sink)
+    assert.equal(0.1, p.ratio)
+    assert.equal(2, p.recent)
+  end)
+
+  it("replace the default budget by the given one", function()
+    local p = kv.policy("quest", { blocks = 7 })
+    assert.equal(7, p.blocks)
+    assert.is_nil(p.ratio)
+  end)
+
+  it("are refused with the names that are known", function()
+    raises('no option "ration"; did you mean "ratio"? It has blocks, min_blocks',
+      kv.policy, "quest", { ration = 0.1 })
+    raises('no option "1"', kv.policy, "quest", { 0.1, ratio = 0.1 })
+    raises("ratio is 1.5, expected 0 ... 1", kv.policy, "quest", { ratio = 1.5 })
+    raises("ratio is nan", kv.policy, "quest", { ratio = 0 / 0 })
+    raises("sink is -1, expected a whole number >= 0", kv.policy, "quest",
+      { sink = -1 })
+    raises("seed is x, expected a number", kv.policy, "random", { seed = "x" })
+    raises("both blocks and ratio", kv.policy, "quest", { ratio = 0.1, blocks = 3 })
+    raises('no policy "qest"; did you mean "quest"? There are block_mean, full, gsa',
+      kv.policy, "qest")
+  end)
+end)
+
+describe("policy aliases", function()
+  local seeds = kv.policy.define {
+    name = "x", decode = true, score = function() end,
+    defaults = { ratio = 0.3, kind = "a", refresh = 3 },
+    takes = { kind = kv.policy.one_of("a", "b"), refresh = kv.policy.count },
+    aliases = { sparse_ratio = "ratio", window = "recent", period = "refresh" },
+  }
+
+  it("are other names of options", function()
+    local p = seeds { sparse_ratio = 0.5, window = 4 }
+    assert.equal(0.5, p.ratio)
+    assert.equal(4, p.recent)
+    assert.is_nil(p.sparse_ratio)
+    assert.is_nil(seeds { blocks = 3 }.ratio)
+  end)
+
+  it("are refused beside what they stand for, and with wrong values", function()
+    raises("both ratio and sparse_ratio are given, which are the same option", seeds,
+      { ratio = 0.1, sparse_ratio = 0.1 })
+    raises("both blocks and sparse_ratio are given, expected one budget", seeds,
+      { blocks = 3, sparse_ratio = 0.1 })
+    raises("sparse_ratio is 7, expected 0 ... 1", seeds, { sparse_ratio = 7 })
+    raises("period is 0, expected a whole number >= 1", seeds, { period = 0 })
+  end)
+
+  it("are named by errors", function()
+    raises('did you mean "sparse_ratio"? It has blocks, kind, min_blocks, ratio (or '
+      .. "sparse_ratio), recent (or window), refresh (or period), sink, tokens",
+      seeds, { sparse_ration = 0.1 })
+  end)
+
+  it("name an option that is there, by a name that is not", function()
+    local function define(aliases)
+      return kv.policy.define { name = "x", decode = true, score = function() end,
+                                aliases = aliases }
+    end
+    raises("alias a of ration, expected a new name", define, { a = "ration" })
+    raises("alias sink of recent, expected a new name", define, { sink = "recent" })
+  end)
+
+  it("come with checks of values that have the right type", function()
+    raises("kind is c, expected a or b", seeds, { kind = "c" })
+    raises("refresh is 1.5, expected a whole number >= 1", seeds, { refresh = 1.5 })
+    assert.equal("b", seeds { kind = "b" }.kind)
+  end)
+end)
+
+describe("policy budget", function()
+  local function blocks(options, n, block_size)
+    local p = kv.policy("quest", options)
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4,
+                             kv_heads = 1, block_size = block_size or 16, head_dim = 8 }
+    kv.attention { cache = cache, heads = 1, decode_policy = p }
+    return kv.policy.budget_blocks(p.budget, n)
+  end
+
+  it("is a share of the blocks, rounded up", function()
+    local none = { min_blocks = 0, sink = 0, recent = 0 }
+    local function ratio(r, n)
+      none.ratio = r
+      return blocks(none, n)
+    end
+    assert.equal(3, ratio(0.1, 30)) -- 0.1 * 30 is a little more than 3 in floating point
+    assert.equal(4, ratio(0.1, 31))
+    assert.equal(1, ratio(0.02, 1))
+    assert.equal(0, ratio(0, 100))
+    assert.equal(100, ratio(1, 100))
+    assert.equal(0, ratio(1, 0))
+    for n = 1, 2000 do assert.equal(math.ceil(n / 4), ratio(0.25, n)) end
+  end)
+
+  it("is tokens in whole blocks, or blocks", function()
+    local o = { tokens = 33, min_blocks = 0, sink = 0, recent = 0 }
+    assert.equal(3, blocks(o, 100))
+    assert.equal(5, blocks(o, 100, 8))
+    assert.equal(9, blocks({ blocks = 9 }, 100))
+    assert.equal(6, blocks({ blocks = 9 }, 6))
+  end)
+
+  it("never falls below min_blocks and sink + recent", function()
+    assert.equal(8, blocks({ ratio = 0, min_blocks = 8 }, 100))
+    assert.equal(7, blocks({ ratio = 0, min_blocks = 0, sink = 3, recent = 4 }, 100))
+  end)
+end)
+
+describe("policy definition", function()
+  local define = kv.policy.define
+  local function score() end
+
+  it("is refused with what is wrong with it", function()
+    raises("name is missing", define, { score = score, decode = true })
+    raises('unknown field "scores"; did you mean "score"?', define,
+      { name = "x", scores = score, decode = true })
+    raises("decode is a string, expected a boolean", define,
+      { name = "x", score = score, decode = "yes" })
+    raises("neither prefill nor decode", define, { name = "x", score = score })
+    raises("none of score, select_blocks and compute_decode", define,
+      { name = "x", decode = true })
+  end)
+
+  it("makes policies that attach once", function()
+    local p = define { name = "x", decode = true, score = score } ()
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4,
+                             kv_heads = 1, block_size = 16, head_dim = 8 }
+    kv.attention { cache = cache, heads = 1, decode_policy = p }
+    raises("attached already", kv.attention,
+      { cache = cache, heads = 1, decode_policy = p })
+  end)
+
+  it("may score in plain Lua on the host", function()
+    local newest_first = define {
+      name = "host", decode = true, defaults = { blocks = 2 },
+      score = function(_, ctx)
+        return ctx:score_on_host(function(row, n)
+          for b = 0, n - 1 do row[b] = b == 1 and 9 or -b end
+        end)
+      end,
+    }
+    local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
+                             kv_heads = 2, block_size = 4, head_dim = 8, dtype = "f32" }
+    local attention = kv.attention { cache = cache, heads = 2,
+                                     decode_policy = newest_first() }
+    local batch, seq = cache:batch(), cache:sequence()
+    local selected
+    attention.probe = { observe = function(_, _, _, selection) selected = selection end }
+    for _, n in ipairs { 20, 1 } do
+      batch:append({ seq }, { n })
+      attention:begin(batch, n > 1)
+      local function draw(seed)
+        return kv.randn(cache.device, "f32", { n, 2, 8 }, { seed = seed })
+      end
+      attention:forward(0, draw(1), draw(2), draw(3))
+    end
+    assert.same({ 0, 1, 0, 1 }, selected:list())
+  end)
+end)
+
+--- "attention.lua:91: NYI: bytecode 50"
+local function describe_abort(func, pc, code, detail)
+  local where = jit_util.funcinfo(func, pc)
+  local ok, text = pcall(string.format, vmdef.traceerr[code] or code, detail)
+  return ("%s: %s"):format(where.loc or "?", ok and text or tostring(code))
+end
+
+describe("a policy step", function()
+  --- Traces that fn could not finish because its code cannot be compiled ("NYI: ..."),
+  -- and how many it finished. Aborts for other reasons say nothing of the code: the trace
+  -- began in an unlucky place (inside a loop, or in a function whose counter ran out
+  -- first, from which it returns to a frame below its own) and the compiler begins again
+  -- elsewhere.
+  local function aborts_of(fn)
+    local aborts, formed = {}, 0
+    local function on_trace(what, _, func, pc, code, detail)
+      if what == "stop" then formed = formed + 1 end
+      if what ~= "abort" then return end
+      local text = describe_abort(func, pc, code, detail)
+      local is_code = text:find "NYI" and not text:find "return to lower frame"
+      if is_code or text:find "blacklisted" then aborts[#aborts + 1] = text end
+    end
+    jit.attach(on_trace, "trace")
+    local ok, why = pcall(fn)
+    jit.attach(on_trace)
+    if not ok then error(why, 0) end
+    return aborts, formed
+  end
+
+  it("does not grow the device's memory and allocates nothing there", function()
+    for _, name in ipairs(kv.policy.names "decode") do
+      local run = rig.stepper(kv.device "cpu", name, { 200, 90 })
+      for _ = 1, 3 do run() end
+      local before = kv.device("cpu"):stats()
+      for _ = 1, 10 do run() end
+      local after = kv.device("cpu"):stats()
+      assert.equal(before.allocations, after.allocations, name)
+    end
+  end)
+
+  it("compiles: its Lua code aborts no trace", function()
+    for _, name in ipairs(kv.policy.names "decode") do
+      local run = rig.stepper(kv.device "cpu", name, { 200, 90 })
+      run() -- the first step may do what no other one does
+      jit.flush()
+      local aborts, formed = aborts_of(function()
+        for _ = 1, 500 do run() end
+      end)
+      assert.same({}, aborts, name)
+      assert.is_true(formed > 0, name .. " formed no trace")
+    end
+  end)
+end)

@@ -1,0 +1,273 @@
+local plot = require "kvlab.report.plot"
+local gnuplot = require "kvlab.report.gnuplot"
+
+local EVIL = "<script>\"'&`touch kvlab_oops`; system 'touch kvlab_oops' # a_b^2 %d\n!x"
+
+local function make_rows(policies)
+  local rows = {}
+  for _, context in ipairs { 512, 1024 } do
+    for i, policy in ipairs(policies) do
+      for _, budget in ipairs { 0.02, 0.1, 0.3 } do
+        rows[#rows + 1] = {
+          config = { policy = policy, budget = budget, context = context },
+          metrics = { accuracy = budget * i / context },
+        }
+      end
+    end
+    rows[#rows + 1] = { config = { policy = "full", budget = 0.3, context = context },
+                        metrics = { accuracy = 1 } }
+  end
+  return rows
+end
+
+local VIEW = { x = "budget", y = "accuracy", series = "policy", panel = "context",
+               logx = true, title = "How good?", xlabel = "share", ylabel = "recall" }
+
+local function is_installed()
+  local ok = os.execute "command -v gnuplot >/dev/null 2>&1"
+  return ok == 0 or ok == true
+end
+
+describe("plot", function()
+  local program = plot.gnuplot
+  after_each(function() plot.gnuplot = program end)
+
+  it("groups rows into panels and series, sorted along x", function()
+    local rows = make_rows { "quest" }
+    rows[1], rows[3] = rows[3], rows[1]
+    local p = plot.lines(rows, VIEW)
+    assert.same({ "quest", "full" }, p.names)
+    assert.same({ "context = 512", "context = 1024" },
+      { p.panels[1].title, p.panels[2].title })
+    assert.same({ { 0.02, 0.02 / 512 }, { 0.1, 0.1 / 512 }, { 0.3, 0.3 / 512 } },
+      p.panels[1].series.quest)
+    assert.same({ { 0.02, "0.02" }, { 0.1, "0.1" }, { 0.3, "0.3" } }, p.xtics)
+  end)
+
+  it("leaves out what is not finite and numbers words along x", function()
+    local p = plot.lines({
+      { config = { a = "one" }, metrics = { y = 0 / 0 } },
+      { config = { a = "two" }, metrics = { y = 4 } },
+      { config = { a = "three" }, metrics = {} },
+    }, { x = "a", y = "y", logx = true })
+    assert.same({ y = { { 2, 4 } } }, p.panels[1].series)
+    assert.same({ { 1, "one" }, { 2, "two" }, { 3, "three" } }, p.xtics)
+    assert.is_false(p.logx)
+  end)
+
+  it("names every series, panel and axis in the SVG", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local rows = make_rows { "oracle", "quest", "random" }
+    local svg = assert(plot.svg(plot.lines(rows, VIEW)))
+    for _, word in ipairs { "oracle", "quest", "random", "full", "context = 512", "share",
+                            "context = 1024", "recall", "How good%?", "0%.02" } do
+      assert.truthy(svg:find(">" .. word .. "</text>"), word)
+    end
+  end)
+
+  it("has room for every key of a long legend, in one column", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local names, columns = {}, {}
+    for i = 1, 30 do names[i] = ("policy_%02d"):format(i) end
+    local svg = assert(plot.svg(plot.lines(make_rows(names), {
+      x = "budget", y = "accuracy", series = "policy", where = { context = 512 } })))
+    local height = tonumber(svg:match "viewBox=\"0 0 %d+ (%d+)\"")
+    local lowest, count = 0, 0
+    for x, y in svg:gmatch "translate%(([%d.]+),([%d.]+)%)[^>]*>%s*<text>policy_%d%d<" do
+      columns[x], lowest, count = true, math.max(lowest, y), count + 1
+    end
+    assert.equal(30, count)
+    assert.is_nil(next(columns, next(columns)))
+    assert.is_true(lowest < height)
+  end)
+
+  it("draws 21 series in 21 ways", function()
+    local names, ways, count = {}, {}, 0
+    for i = 1, 20 do names[i] = ("policy_%02d"):format(i) end -- and full
+    local script = gnuplot.svg_script(plot.lines(make_rows(names), {
+      x = "budget", y = "accuracy", series = "policy", where = { context = 512 } }))
+    for way in script:gmatch "set style line %d+ (lc[^\n]+)" do
+      assert.is_nil(ways[way], way)
+      ways[way], count = true, count + 1
+    end
+    assert.equal(21, count)
+  end)
+
+  it("leaves room for the label of y beside long tics", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    for _, step in ipairs { 0.00002, 1, 1e5 } do
+      local rows = {}
+      for i = 1, 3 do
+        rows[i] = { config = { n = i }, metrics = { us = step < 1 and i * step
+          or 1e6 + i * step } }
+      end
+      local p = plot.lines(rows, { x = "n", y = "us", ylabel = "high" })
+      local svg = assert(plot.svg(p))
+      local x = svg:match "translate%(([%d.-]+),[%d.]+%) rotate%([^>]*>%s*<text>high<"
+      assert.is_true(tonumber(x) > 12, x) -- a letter's height
+    end
+  end)
+
+  it("draws a single point among longer series as a dashed level", function()
+    local script = gnuplot.svg_script(plot.lines(make_rows { "quest" }, VIEW))
+    assert.truthy(script:find("$panel1_2_level with lines ls 2 dt 2", 1, true))
+    assert.falsy(script:find("$panel1_1_level", 1, true))
+  end)
+
+  it("writes powers of two along a logarithmic axis as sizes", function()
+    local rows = {}
+    for i, bytes in ipairs { 16, 64, 256, 1024, 4096, 2^20, 2^31 } do
+      rows[i] = { config = { bytes = bytes }, metrics = { us = i } }
+    end
+    local function texts(more, opts)
+      opts.x, opts.y = "bytes", "us"
+      local words = {}
+      local p = plot.lines(more or rows, opts)
+      for i, tic in ipairs(p.xtics) do words[i] = tic[2] end
+      return table.concat(words, " ")
+    end
+    assert.equal("16 64 256 1K 4K 1M 2G", texts(rows, { logx = true }))
+    assert.equal("16 64 256 1024 4096 1048576 2147483648", texts(rows, {}))
+    assert.equal("16 64 256 1024 4096 1048576 2147483648",
+      texts(rows, { logx = true, xpow2 = false }))
+    rows[8] = { config = { bytes = 1536 }, metrics = { us = 8 } }
+    assert.equal("16 64 256 1024 1536 4096 1048576 2147483648",
+      texts(rows, { logx = true }))
+    assert.equal("16 64 256 1K 1.5K 4K 1M 2G", texts(rows, { xpow2 = true }))
+  end)
+
+  it("thins powers of two in equal steps", function()
+    local rows = {}
+    for power = 4, 24 do
+      rows[#rows + 1] = { config = { bytes = 2 ^ power }, metrics = { us = power } }
+    end
+    local script = gnuplot.svg_script(plot.lines(rows, { x = "bytes", y = "us",
+                                                         logx = true, logy = true }))
+    assert.truthy(script:find("('16' 16, '64' 64, '256' 256, '1K' 1024, ", 1, true))
+    assert.truthy(script:find(", '4M' 4194304, '16M' 16777216)", 1, true))
+    assert.truthy(script:find "set logscale x\n")
+    assert.truthy(script:find "set logscale y\n")
+  end)
+
+  it("draws a limit dashed, grey, without markers, and keeps the colours of others",
+    function()
+      local rows = make_rows { "quest", "limit", "random" }
+      local view = { x = "budget", y = "accuracy", series = "policy",
+                     where = { context = 512 }, style = { limit = "limit" } }
+      local script = gnuplot.svg_script(plot.lines(rows, view))
+      assert.truthy(script:find("set style line 1 lc rgb \"#0072b2\"", 1, true))
+      assert.truthy(script:find("style line 2 lc rgb \"#707070\" lw 2 dt 2\n", 1, true))
+      assert.truthy(script:find("set style line 3 lc rgb \"#d55e00\"", 1, true))
+      assert.truthy(script:find("$panel1_2 with lines ls 2 notitle", 1, true))
+      assert.truthy(script:find("2 with lines ls 2 title 'limit'", 1, true))
+      if not is_installed() then return end
+      local svg = assert(plot.svg(plot.lines(rows, view)))
+      local _, dashed = svg:gsub("rgb%(112, 112, 112%)' stroke%-dasharray", "")
+      assert.equal(2, dashed) -- the line and its key
+    end)
+
+  it("draws a bar where rows have intervals, and makes room for it", function()
+    local rows = {}
+    for i = 1, 3 do
+      rows[i] = { config = { n = i, policy = "quest" }, metrics = { us = 10 * i },
+                  low = { us = i > 1 and 10 * i - 15 or nil },
+                  high = { us = i > 1 and 10 * i + 15 or nil } }
+    end
+    local function script(opts)
+      opts.x, opts.y = "n", "us"
+      return gnuplot.svg_script(plot.lines(rows, opts))
+    end
+    local linear = script {}
+    assert.truthy(linear:find("_interval << EOD\n2 20 5 35\n3 30 15 45\nEOD", 1, true))
+    assert.truthy(linear:find("$panel1_1_interval with yerrorbars ls 1", 1, true))
+    assert.equal(47, math.floor(linear:match "set yrange %[[%d.]+:([%d.]+)%]"))
+    rows[2].low.us = -1 -- has no end on a logarithmic axis
+    local log = script { logy = true }
+    assert.truthy(log:find("\n2 20 2e-08 35\n", 1, true), log)
+    assert.truthy(log:find "set logscale y")
+    assert.is_true(tonumber(log:match "set yrange %[([%d.]+):") > 5)
+    rows[2].low, rows[3].low = nil, nil
+    assert.falsy(script({}):find("yerrorbars", 1, true))
+  end)
+
+  it("names the legend where series are numbers", function()
+    local rows = make_rows { "quest" }
+    local by_number = plot.lines(rows, { x = "budget", y = "accuracy", series = "context",
+                                         where = { policy = "quest" } })
+    assert.equal("context", by_number.legend)
+    assert.truthy(gnuplot.svg_script(by_number):find("title 'context' left", 1, true))
+    assert.is_nil(plot.lines(rows, VIEW).legend)
+  end)
+
+  it("refuses a style that it does not know", function()
+    assert.error_matches(function()
+      plot.lines({}, { x = "x", y = "y", style = { link = "dotted" } })
+    end, "style of link is dotted; there is limit")
+  end)
+
+  it("has round tics along y on every scale", function()
+    local function ytics(low, high, opts)
+      opts.x, opts.y = "n", "us"
+      local script = gnuplot.svg_script(plot.lines({
+        { config = { n = 1 }, metrics = { us = low } },
+        { config = { n = 2 }, metrics = { us = high } },
+      }, opts))
+      local words = {}
+      for word in script:match "set ytics (%b())":gmatch "'(.-)'" do
+        words[#words + 1] = word
+      end
+      return table.concat(words, " ")
+    end
+    assert.equal("0 100 200 300 400", ytics(0, 400, {}))
+    assert.equal("0 5k 10k 15k 20k 25k 30k", ytics(0, 30000, {}))
+    assert.equal("120000 120001 120002 120003 120004", ytics(120000, 120004, {}))
+    assert.equal("1 2 5 10 20 50 100", ytics(1, 100, { logy = true }))
+    assert.equal("1 10 100 1000 10k 100k 1M", ytics(1, 1e6, { logy = true }))
+    assert.equal("120 130 140 150 160 170", ytics(120, 170, { logy = true }))
+    assert.equal("1 2 5 10 20 50 100", ytics(1, 100, { logy = true, ymin = 0 }))
+  end)
+
+  it("takes no name for a command", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local view = {}
+    for key, value in pairs(VIEW) do view[key] = value end
+    view.title, view.xlabel = EVIL, EVIL
+    local p = plot.lines(make_rows { EVIL, "x'y" }, view)
+    p.panels[1].title = EVIL
+    local svg, text = assert(plot.svg(p)), assert(plot.text(p))
+    assert.is_nil(os.remove "kvlab_oops") -- it is not there
+    assert.falsy(svg:find("<script", 1, true))
+    local _, count = svg:gsub("&lt;script>\"'&amp;`touch", "")
+    assert.equal(5, count) -- title, panel, legend and two lower axes
+    assert.truthy(svg:find(">x'y</text>", 1, true))
+    assert.truthy(text:find("<script>\"'&`touch kvlab_oops`", 1, true))
+  end)
+
+  it("draws nothing but axes for no rows, one row, and equal values", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local function row(x, y) return { config = { x = x }, metrics = { y = y } } end
+    for _, rows in ipairs { {}, { row(0.1, 0) }, { row(0, 2), row(1, 2) } } do
+      local p = plot.lines(rows, { x = "x", y = "y", logx = true, logy = true })
+      assert.equal(#rows == 0, assert(plot.svg(p)):find ">no values<" ~= nil)
+      assert.truthy(plot.text(p))
+    end
+  end)
+
+  it("says that gnuplot is missing and does not fail", function()
+    plot.gnuplot = "kvlab-no-such-gnuplot"
+    local svg, reason = plot.svg(plot.lines(make_rows { "quest" }, VIEW))
+    assert.is_nil(svg)
+    assert.equal("kvlab-no-such-gnuplot is not installed: no plots are drawn", reason)
+  end)
+
+  it("passes on what gnuplot complains about", function()
+    plot.gnuplot = "cat /dev/null #"
+    local svg, reason = plot.svg(plot.lines(make_rows { "quest" }, VIEW))
+    assert.is_nil(svg)
+    assert.truthy(reason:find "is not installed")
+    plot.gnuplot = "false"
+    svg, reason = plot.svg(plot.lines(make_rows { "quest" }, VIEW))
+    assert.is_nil(svg)
+    assert.truthy(reason:find "drew nothing")
+  end)
+end)
