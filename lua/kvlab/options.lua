@@ -1,0 +1,146 @@
+--- The checker for every table of options: unknown names, missing ones and wrong values
+-- are refused with the same words, the nearest known name, and the line of the caller.
+--
+--   local OPTIONS = {
+--     blocks = options.required(options.count), dtype = options.one_of("f32", "bf16"),
+--   }
+--   function M.cache(o)
+--     o = options.check("cache", o, OPTIONS)
+--
+-- It walks the table, so it belongs where something is made, not where a step runs.
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+---@class kvlab.OptionKind
+---@field [1] string                what is expected, in words
+---@field [2] fun(x: any): boolean  whether a value is that
+---@field required? boolean
+
+-- ---- kinds ----------------------------------------------------------------------------
+
+local function is_number(x) return type(x) == "number" and x == x end
+local function is_whole(x) return is_number(x) and x % 1 == 0 and math.abs(x) < 2 ^ 53 end
+local function of_type(words, name)
+  return { words, function(x) return type(x) == name end }
+end
+
+M.boolean = of_type("true or false", "boolean")
+M.string = of_type("a string", "string")
+M.table = of_type("a table", "table")
+M.fn = of_type("a function", "function")
+M.any = { "a value", function(x) return x ~= nil end }
+M.number = { "a number", is_number }
+M.integer = { "a whole number", is_whole }
+M.share = { "0 ... 1", function(x) return is_number(x) and x >= 0 and x <= 1 end }
+M.whole = { "a whole number >= 0", function(x) return is_whole(x) and x >= 0 end }
+M.count = { "a whole number >= 1", function(x) return is_whole(x) and x >= 1 end }
+M.not_negative = { "a number >= 0", function(x)
+  return is_number(x) and x >= 0 and x < math.huge
+end }
+M.positive = { "a number > 0", function(x)
+  return is_number(x) and x > 0 and x < math.huge
+end }
+M.callable = { "a function", function(x)
+  local mt = type(x) == "table" and getmetatable(x)
+  return type(x) == "function" or mt and mt.__call ~= nil or false
+end }
+
+--- A whole number within limits.
+function M.within(low, high)
+  return { ("a whole number from %d to %d"):format(low, high),
+           function(x) return is_whole(x) and x >= low and x <= high end }
+end
+
+--- One of these strings, numbers or booleans.
+function M.one_of(...)
+  local values, words = { ... }, {}
+  for i, value in ipairs(values) do words[i] = tostring(value) end
+  return { "one of " .. table.concat(words, ", "), function(x)
+    for _, value in ipairs(values) do if x == value then return true end end
+    return false
+  end }
+end
+
+--- A list of values of one kind; `least` of them or more (0).
+function M.list_of(kind, least)
+  return { ("a list, each %s"):format(kind[1]), function(x)
+    if type(x) ~= "table" or #x < (least or 0) then return false end
+    for key, value in pairs(x) do
+      if type(key) ~= "number" or not kind[2](value) then return false end
+    end
+    return true
+  end }
+end
+
+--- A value that is of one of two kinds.
+function M.either(a, b)
+  return { a[1] .. " or " .. b[1], function(x) return a[2](x) or b[2](x) end }
+end
+
+--- A table with these fields, named in `words`: "a kv.cache".
+function M.like(words, ...)
+  local fields = { ... }
+  return { words, function(x)
+    if type(x) ~= "table" then return false end
+    for _, field in ipairs(fields) do if x[field] == nil then return false end end
+    return true
+  end }
+end
+
+--- A kind that must be given.
+---@param kind kvlab.OptionKind
+---@return kvlab.OptionKind
+function M.required(kind) return { kind[1], kind[2], required = true } end
+
+-- ---- the check ------------------------------------------------------------------------
+
+--- A value in the words of an error: numbers, strings and booleans as they are, others
+-- by their type.
+function M.shown(value)
+  local kind = type(value)
+  if kind == "string" then return ('"%s"'):format(value) end
+  if kind == "number" or kind == "boolean" or kind == "nil" then
+    return tostring(value)
+  end
+  return "a " .. kind
+end
+
+--- Raises for a name that is none of `names`.
+function M.refuse(what, name, names, level)
+  local near = type(name) == "string" and nearest(name, names)
+  error(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
+    near and (", did you mean %s?"):format(near) or "", table.concat(names, ", ")),
+    (level or 2) + 1)
+end
+
+--- Checks a table of options. Every option is optional unless its kind says otherwise.
+---@param what string    whose options they are, as errors begin: "cache"
+---@param given table|nil
+---@param known table<string, kvlab.OptionKind>
+---@param level? integer which caller to blame: 2 (that of the function that checks)
+---@return table         # what was given; an empty table in place of nil
+function M.check(what, given, known, level)
+  level = (level or 2) + 1
+  if given == nil then given = {} end
+  if type(given) ~= "table" then
+    error(("%s: options are %s, expected a table"):format(what, M.shown(given)), level)
+  end
+  for name, value in pairs(given) do
+    local kind = known[name]
+    if not kind then M.refuse(what, name, sorted.keys(known), level) end
+    if not kind[2](value) then
+      error(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]),
+        level)
+    end
+  end
+  for name, kind in pairs(known) do
+    if kind.required and given[name] == nil then
+      error(("%s: %s is missing, expected %s"):format(what, name, kind[1]), level)
+    end
+  end
+  return given
+end
+
+return M
