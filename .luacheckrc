@@ -1,4 +1,5 @@
 std = "luajit"
+self = false -- a method need not use its object
 max_line_length = 90
 include_files = { "**/*.lua" }
 files["spec"] = { std = "+busted" }

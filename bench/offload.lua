@@ -94,7 +94,7 @@ local function step_of(o)
       s:close()
     end
     local s, list, context = synthetic_of(b, o, o.offload)
-    local engine, layers = s.cache.offload, s.layers
+    local engine, layers = s.cache.tier, s.layers
     if o.angle then compute = time_steps(b, s, list, context) end
     if engine.hot then engine.hot:reset_counts() end
     local before = engine:bytes()
@@ -128,7 +128,7 @@ local function prefill_of(context)
         us[i] = s:time(function() s:prefill(seq, context) end)
         seq:close()
       end
-      if offload then bytes = s.cache.offload:bytes() / 3 end
+      if offload then bytes = s.cache.tier:bytes() / 3 end
       s:close()
       return kv.statistics.median(us), bytes
     end

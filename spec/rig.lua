@@ -136,7 +136,7 @@ function M.decode(dev, o)
     end
   end
   local counts, steps = {}, {}
-  local hot = rig.cache.offload and rig.cache.offload.hot
+  local hot = rig.cache.tier and rig.cache.tier.hot
   for i = 1, #seqs do counts[i] = 1 end
   for n = 1, o.steps do
     rig.batch:append(seqs, counts)

@@ -35,7 +35,7 @@ local function run(config)
     block_size = config.block_size, chunk = config.block_size, seed = config.seed,
     prefill_policy = prefill, decode_policy = decode,
     offload = { slots = config.slots, slot_blocks = 1 } }
-  local seq, engine = s.cache:sequence(), s.cache.offload
+  local seq, engine = s.cache:sequence(), s.cache.tier
   s:prefill(seq, config.context)
   local loaded, offloaded = engine:bytes()
   s:decode { seq }

@@ -22,7 +22,7 @@ local function run(config)
     context = config.context + config.chunk, block_size = config.block_size,
     chunk = config.chunk, seed = config.seed,
     offload = { slots = config.slots, slot_blocks = 1 } }
-  local engine, best = s.cache.offload, nil
+  local engine, best = s.cache.tier, nil
   local seq = s:sequence(config.context)
   local passes = s.layers * config.context / config.block_size
   for i = 1, REPEATS do
@@ -50,9 +50,9 @@ local function trace_chunk(config)
   local seq = s:sequence(config.context)
   s:prefill(seq, config.chunk)
   seq:truncate(config.context)
-  s.cache.offload:trace(1000)
+  s.cache.tier:trace(1000)
   s:prefill(seq, config.chunk)
-  local spans, own = s.cache.offload:spans(), 0
+  local spans, own = s.cache.tier:spans(), 0
   for _, span in ipairs(spans) do -- attention over the chunk itself begins each layer
     if span.layer < 0 then span.layer, own = own, own + 1 end
   end

@@ -32,8 +32,8 @@ local function run(config)
   for step = 1, config.steps do
     s:turn(config.drift, step)
     if step == config.warm_up + 1 then
-      before = offload and s.cache.offload:bytes() or 0
-      local hot = offload and s.cache.offload.hot
+      before = offload and s.cache.tier:bytes() or 0
+      local hot = offload and s.cache.tier.hot
       if hot then hot:reset_counts() end
     end
     s:begin_decode { seq }
@@ -43,7 +43,7 @@ local function run(config)
   local metrics = { us_layer = kv.statistics.median(times) / s.layers,
                     bytes_layer = 0, hit_rate = 0 }
   if offload then
-    local engine, tokens = s.cache.offload, config.steps - config.warm_up
+    local engine, tokens = s.cache.tier, config.steps - config.warm_up
     if engine.hot then
       local stats = engine.hot:stats()
       metrics.hit_rate, metrics.bytes_layer = stats.hit_rate, stats.bytes

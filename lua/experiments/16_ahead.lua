@@ -50,7 +50,7 @@ local function time_steps(config, is_resident)
   s.attention.hooks = { attention_begin = other_work(config) }
   local steps = config.periods * config.refresh
   local seq = s:sequence(config.context - steps - config.refresh - 8)
-  local hot = not is_resident and s.cache.offload.hot
+  local hot = not is_resident and s.cache.tier.hot
   local function decode(from, to)
     for step = from, to do
       s:turn(config.drift, step)

@@ -332,7 +332,7 @@ end
 ---@param o? table  policy: for decode (full); prefill_policy (full); blocks (1024),
 --                  block_size (16), max_seqs (16), chunk: tokens of a prefill step (512),
 --                  max_blocks of one sequence, cache_dtype (the model's), offload: KV in
---                  host memory, with these options (lua/kvlab/memory/offload.lua),
+--                  host memory, with these options (lua/kvlab/memory/host_tier.lua),
 --                  graph (false): decode steps are recorded once and replayed
 ---@return models.Engine
 function Model:engine(o)

@@ -23,7 +23,7 @@ end
 local function like(query) return kv.tensor(query.device, "f32", query:dims()) end
 
 local function other_branches(self, attention, ctx)
-  local _, v_scale = attention.cache:scales(ctx.layer)
+  local _, v_scale = attention.cache.format:scales(ctx.layer)
   local newest = kv.policy.recent(math.ceil(self.window / ctx.block_size))
   local window = like(ctx.query)
   attention:over(ctx:select(ctx.scores_shared:fill_(0), newest), ctx, window)

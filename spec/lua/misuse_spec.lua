@@ -80,22 +80,23 @@ support.each_device(function(dev)
       collectgarbage()
       local before = dev:stats()
       for words, o in pairs {
-        ["slots is 0, expected 1 ... 32"] = { slots = 0 },
-        ["slots is 33, expected 1 ... 32"] = { slots = 33 },
+        ["slots is 0, expected a whole number from 1 to 32"] = { slots = 0 },
+        ["slots is 33, expected a whole number from 1 to 32"] = { slots = 33 },
         ["slots is -1, expected a whole number"] = { slots = -1 },
         ["slots is 2.5, expected a whole number"] = { slots = 2.5 },
-        ["slots is many, expected a whole number"] = { slots = "many" },
+        ['slots is "many", expected a whole number'] = { slots = "many" },
         ["hot_slots is nan, expected a whole number"] = { hot_slots = 0 / 0 },
-        ["hot_overlap is 1, expected a boolean"] = { hot_overlap = 1 },
-        ['no option "slot"; did you mean "slots"'] = { slot = 4 },
+        ["hot_overlap is 1, expected true or false"] = { hot_overlap = 1 },
+        ['"slot" is no option, did you mean slots'] = { slot = 4 },
         ["no memory on " .. dev:name()] = { slot_blocks = 2 ^ 40 },
         ["no memory"] = { hot_slots = 2 ^ 40, slot_blocks = 1 },
         ["expected"] = { slot_blocks = 1e300 },
-        ["expected 1 or more"] = { max_seqs = 0, slot_blocks = 1 },
+        ["max_seqs is 0, expected a whole number >= 1"] = { max_seqs = 0 },
       } do
         raises(words, open, o)
       end
-      raises("expected f32|f16|bf16", open, { slot_blocks = 1 }, "i32")
+      raises('dtype is "i32", expected one of f32, f16, bf16, f8e4m3', open,
+        { slot_blocks = 1 }, "i32")
       collectgarbage()
       collectgarbage()
       assert.equal(before.bytes_live, dev:stats().bytes_live)
@@ -106,7 +107,7 @@ support.each_device(function(dev)
     it("has words for what an engine has no room for", function()
       local cache = open { slot_blocks = 1, max_seqs = 2, max_tokens = 8, hot_slots = 1 }
       raises("max_seqs = 2 and max_tokens = 8", cache.batch, cache, {})
-      raises("decode_through is device, expected ring or hot", kv.attention,
+      raises('decode_through is "device", expected one of ring, hot', kv.attention,
         { cache = cache, heads = 2, decode_through = "device" })
       local batch, seq = cache:batch { max_seqs = 1, max_tokens = 8 }, cache:sequence()
       local attention = kv.attention { cache = cache, heads = 2, max_seqs = 1 }

@@ -140,7 +140,7 @@ describe("a failed allocation", function()
       block_size = 4, kv_heads = 1, head_dim = 8,
       offload = { slots = 2, slot_blocks = 1, max_seqs = 1 } }
     cache:layer(0):fill_(7)
-    local engine, spans = cache.offload, ffi.new "kvl_span[5]"
+    local engine, spans = cache.tier, ffi.new "kvl_span[5]"
     local raised = fail_each(nothing, function() engine:trace(5) end, function(ok)
       engine:load_to_slot_layer(1, 0, 3)
       engine:wait_slot_layer(1)
@@ -241,7 +241,7 @@ local product = kv.tensor(dev, "f32", { 384, 384 })
 --- Long work for the current stream, and longer one for the stream that takes blocks to
 -- the host: a block of nobody's to blocks that nobody has.
 local function hold_up(cache)
-  local far, ring = cache:layer(0), cache.offload.ring
+  local far, ring = cache:layer(0), cache.tier.ring
   local block = kv.zeros(dev, "f32", { 1, unpack(far:dims(), 2) })
   local from = kv.zeros(dev, "i32", { 1, 1, SPARE })
   local to = kv.arange(dev, "i32", SPARE, cache.blocks - SPARE):reshape { 1, 1, SPARE }
@@ -295,7 +295,7 @@ describe("an engine that lags behind the host", function()
     -- step has slot numbers, which would name a block of sequence 1.
     local function blocks_after(script)
       local its_rig = rig.new(dev, { offload = ENGINES.ring, blocks = SPARE + 30 })
-      local attention, engine = its_rig.attention, its_rig.cache.offload
+      local attention, engine = its_rig.attention, its_rig.cache.tier
       local forward, offload = attention.forward, engine.offload
       local function is_left() return attention.batch.counts[1] == 5 end
       function engine.offload(self, layer)

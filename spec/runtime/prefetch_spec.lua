@@ -126,7 +126,7 @@ local function arrives_on(dev)
     local store = new_store()
     local _, keys = fill(store, "f32", 1)
     local cache, engine = new_cache(dev, "f32", true), new_engine(dev, store)
-    local hot = cache.offload.hot
+    local hot = cache.tier.hot
     hot.slot_of:fill_(2)
     hot.block_of:fill_(5)
     engine:submit { request = 1, cache = cache, keys = keys, blocks = { 5 },

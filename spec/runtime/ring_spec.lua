@@ -24,7 +24,7 @@ local function check(dev)
   describe("a ring on " .. dev:name(), function()
     it("brings blocks of a layer into slots, in their order", function()
       local cache = new_cache(dev, { slots = 2, slot_blocks = 4, max_seqs = 1 })
-      local engine = cache.offload
+      local engine = cache.tier
       for layer = 0, LAYERS - 1 do
         engine:load_to_slot_layer(0, layer, { 7, 8, 9, 3 }) -- neighbours and others
         engine:load_to_slot_layer(1, layer, 39)
@@ -46,7 +46,7 @@ local function check(dev)
     it("never overwrites a slot before its readers are done", function()
       -- the reader is slow (a long queue of work before it), the next load is not
       local cache = new_cache(dev, { slots = 1, slot_blocks = 1, max_seqs = 1 })
-      local engine = cache.offload
+      local engine = cache.tier
       local busy = kv.randn(dev, "f32", { 512, 512 }, { seed = 1 })
       local product, got = kv.tensor(dev, "f32", { 512, 512 }), {}
       for block = 0, BLOCKS - 1 do
@@ -65,7 +65,7 @@ local function check(dev)
     it("sends the buffer to the host tier, and does not let it be overwritten before",
       function()
         local cache = new_cache(dev, { slots = 1, max_seqs = 2 })
-        local engine, C = cache.offload, kv.C
+        local engine, C = cache.tier, kv.C
         local from = kv.from(dev, "i32", { 1, 1, 2 }, { 0, 1 })
         for round = 1, 20 do
           local to = kv.from(dev, "i32", { 1, 1, 2 }, { round, round + 1 })
@@ -89,7 +89,7 @@ local function check(dev)
 
     it("keeps a trace of loads and the compute that waited for them", function()
       local cache = new_cache(dev, { slots = 2, slot_blocks = 2, max_seqs = 1 })
-      local engine = cache.offload
+      local engine = cache.tier
       engine:trace(5)
       for i = 0, 3 do
         engine:load_to_slot_layer(i % 2, 1, { i, i + 1 })
@@ -118,7 +118,7 @@ local function check(dev)
 
     it("refuses what it does not have", function()
       local cache = new_cache(dev, { slots = 2, slot_blocks = 2, max_seqs = 1 })
-      local engine = cache.offload
+      local engine = cache.tier
       raises("slot is 2, expected 0 ... 1", engine.load_to_slot_layer, engine, 2, 0, 1)
       raises("block 1 is 40, expected 0 ... 39", engine.load_to_slot_layer, engine, 0, 0,
         { 1, 40 })

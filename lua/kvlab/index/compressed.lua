@@ -55,7 +55,7 @@ function Compressed:lens(ctx) return ctx.lens / self.shape.block_size end
 
 --- Query in f32 and in units of the cache: a new tensor.
 local function in_units(self, ctx)
-  local s, unit = self.shape, ctx.k_scales[ctx.layer]
+  local s, unit = self.shape, (ctx.format:scales(ctx.layer))
   local q = ctx.query:cast "f32"
   if not unit then return q end
   return (q:reshape { -1, s.kv_heads, s.heads / s.kv_heads * s.head_dim }

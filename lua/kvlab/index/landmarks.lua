@@ -173,7 +173,7 @@ end
 function Landmarks:update(ev) tensor.scope(update, self, ev) end
 
 local function queries(self, ctx, query)
-  local unit, s = ctx.k_scales[ctx.layer], self.shape
+  local unit, s = ctx.format:scales(ctx.layer), self.shape
   local q = query:cast "f32"
   if unit then -- keys are in the units of their KV heads
     q = (q:reshape { q:size(0), s.kv_heads, s.heads / s.kv_heads, s.head_dim }

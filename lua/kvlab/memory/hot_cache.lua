@@ -22,28 +22,29 @@ local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead 
 local HotCache = {}
 HotCache.__index = HotCache
 
---- The hot cache of an offload engine: offload.hot_slots slots for each KV head.
----@param offload kvlab.Offload
+--- The hot cache of a host tier: tier.hot_slots slots for each KV head.
+---@param tier kvlab.HostTier
 ---@return kvlab.HotCache
-function M.new(offload)
-  local cache = offload.cache
-  local self = setmetatable({ offload = offload, cache = cache, layers = {}, keep = {},
-    slots = offload.hot_slots, overlap = offload.hot_overlap, views = {},
+function M.new(tier)
+  local cache = tier.cache
+  local self = setmetatable({ tier = tier, cache = cache, layers = {}, views_of = {},
+    slots = tier.hot_slots, overlap = tier.hot_overlap, views = {},
     under_way = {}, is_ahead = false }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
   self.memory = tensor.tensor(dev, cache.dtype,
-    { cache.layers, n, 2, heads, cache.block_size, cache.head_dim })
+    { cache.layers, n, unpack(cache.format.page) })
   self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.counters = tensor.tensor(dev, "i64", { COUNTERS })
   self.fetched_bytes = self.counters:narrow(3, 1)
   for layer = 0, cache.layers - 1 do
-    local keep = { self.memory:index(layer), self.slot_of:index(layer),
-                   self.block_of:index(layer), self.order:index(layer) }
-    self.keep[layer] = keep
-    self.layers[layer] = ffi.new("kvl_hot", keep[1], keep[2], keep[3], keep[4], nil,
-      self.counters)
+    local views = { memory = self.memory:index(layer),
+      slot_of = self.slot_of:index(layer), block_of = self.block_of:index(layer),
+      order = self.order:index(layer) }
+    self.views_of[layer] = views
+    self.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
+      views.order, nil, self.counters)
   end
   self.miss = tensor.tensor(dev, "i32", { 2, heads * n })
   self.lists = tensor.tensor(dev, "i32", { 5, heads * n })
@@ -62,7 +63,7 @@ function HotCache:reset()
   self:reset_counts()
   local heads = self.cache.kv_heads
   for layer = 0, self.cache.layers - 1 do
-    for head = 0, heads - 1 do self.keep[layer][4]:index(head):arange_() end
+    for head = 0, heads - 1 do self.views_of[layer].order:index(head):arange_() end
   end
 end
 
@@ -85,9 +86,10 @@ function HotCache:use_priority()
   self.priority = tensor.zeros(cache.device, "f32",
     { cache.layers, cache.kv_heads, cache.blocks })
   for layer = 0, cache.layers - 1 do
-    self.keep[layer][5] = self.priority:index(layer)
-    self.layers[layer].priority = self.keep[layer][5]
-    if self.ahead then self.ahead.layers[layer].priority = self.keep[layer][5] end
+    local priority = self.priority:index(layer)
+    self.views_of[layer].priority = priority
+    self.layers[layer].priority = priority
+    if self.ahead then self.ahead.layers[layer].priority = priority end
   end
   return self.priority
 end
@@ -95,8 +97,8 @@ end
 --- Append a step's k, v to the host tier, to the slots that hold its blocks, and to the
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
-  check(C.kvl_hot_append(self.layers[layer], k, v, batch.slots, self.cache:layer(layer),
-    batch.buffer_slots, buffer, self.cache:scales(layer)))
+  self.cache.format:hot_append(layer, self.layers[layer], k, v, batch.slots,
+    self.cache:layer(layer), batch.placement.buffer_slots, buffer)
 end
 
 --- Forget blocks that the host tier got by other means; i32 [n].
@@ -139,7 +141,8 @@ local function views_for(self, seqs, n)
 end
 
 local function fetch(self, layer, views, fetched_bytes)
-  check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, self.keep[layer][1],
+  local memory = self.views_of[layer].memory
+  check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, memory,
     views.miss_to, fetched_bytes))
 end
 
@@ -170,7 +173,7 @@ end
 function HotCache:attend(attention, selection, ctx, out, lse)
   selection = selection or ctx:everything()
   local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
-  local layer, memory = ctx.layer, self.keep[ctx.layer][1]
+  local layer, memory = ctx.layer, self.views_of[ctx.layer].memory
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then
     fetch(self, layer, views, self.fetched_bytes)
@@ -202,11 +205,11 @@ local function new_ahead(self)
     lists = tensor.tensor(dev, "i32", { 3, heads * n }) }
   ahead.call.is_ahead, ahead.bytes = 1, ahead.counters:narrow(3, 1)
   for layer = 0, cache.layers - 1 do
-    local keep = self.keep[layer]
-    keep[6] = ahead.marks:index(layer)
-    self.layers[layer].ahead = keep[6]
-    ahead.layers[layer] = ffi.new("kvl_hot", keep[1], keep[2], keep[3], keep[4], keep[5],
-      ahead.counters, keep[6])
+    local views = self.views_of[layer]
+    views.marks = ahead.marks:index(layer)
+    self.layers[layer].ahead = views.marks
+    ahead.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
+      views.order, views.priority, ahead.counters, views.marks)
   end
   return ahead
 end
@@ -232,8 +235,8 @@ local function bring(self, layer, tables, views)
   call.selection, call.tables, call.slots =
     views.selections[layer], tables, views.slots
   call.miss_from, call.miss_to = views.miss_from, views.miss_to
-  if self.offload.pending then -- a prefill chunk is on its way to the host tier
-    check(C.kvl_ring_wait_offload(self.offload.ring, layer))
+  if self.tier.pending then -- a prefill chunk is on its way to the host tier
+    check(C.kvl_ring_wait_offload(self.tier.ring, layer))
   end
   check(C.kvl_hot_resolve(a.layers[layer], call))
   fetch(self, layer, views, a.bytes)
@@ -287,7 +290,7 @@ function HotCache:stats()
   self:join()
   local c = self.counters:list()
   local a = self.ahead and self.ahead.counters:list() or { 0, 0, 0, 0, 0 }
-  local bytes = self.offload.bytes_block / self.cache.kv_heads
+  local bytes = self.tier.bytes_block / self.cache.kv_heads
   return { hits = c[1], misses = c[2], evictions = c[3] + a[3], bytes = c[4] + a[4],
            hit_rate = c[1] / (c[1] + c[2]),
            ahead = { predicted = a[1] + a[2], brought = a[2], used = c[5], bytes = a[4],
@@ -304,8 +307,8 @@ function HotCache:close()
     for _, name in ipairs { "stream", "asked", "there" } do self.ahead[name]:close() end
     for _, name in ipairs { "marks", "counters", "lists" } do self.ahead[name]:free() end
   end
-  for _, keep in pairs(self.keep) do
-    for _, view in ipairs(keep) do view:free() end
+  for _, views in pairs(self.views_of) do
+    for _, view in pairs(views) do view:free() end
   end
   for _, name in ipairs { "memory", "slot_of", "block_of", "order", "miss", "lists" } do
     self[name]:free()

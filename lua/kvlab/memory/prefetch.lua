@@ -199,15 +199,6 @@ local function pointer_to_keys(keys, n)
   return pointer
 end
 
---- The hot cache of an offload engine forgets what the host tier is about to get.
-local function drop_hot(cache, first, layers, blocks)
-  local hot = cache.offload and cache.offload.hot
-  if not hot or #blocks == 0 then return end
-  local list = tensor.from(cache.device, "i32", { #blocks }, blocks)
-  for layer = first, first + layers - 1 do hot:drop(layer, list) end
-  list:free()
-end
-
 --- Queue a task. o: request: whose it is, a whole number; cache; keys: an array of
 -- kvl_key; blocks: the block of the cache for each, a list; first_layer (0) and layers
 -- (the rest); priority (NORMAL): lower goes first; timeout (none): seconds to wait while
@@ -234,7 +225,7 @@ function Prefetch:submit(o)
   task.request = whole("prefetch", "request", o.request)
   task.priority = whole("prefetch", "priority", o.priority or Prefetch.NORMAL)
   task.first_layer = first
-  drop_hot(cache, first, layers, o.blocks)
+  cache.tier:written(first, layers, o.blocks)
   local memory = cache.memory:narrow(first, layers)
   task.memory = memory
   local status = C.kvl_prefetch_submit(engine, task, us, out_ticket)

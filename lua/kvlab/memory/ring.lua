@@ -24,7 +24,7 @@ Ring.__index = Ring
 --- How `attention` attends through the ring of its cache. issued and consumed count the
 -- loads of the present plan.
 function M.new(attention)
-  return setmetatable({ offload = attention.cache.offload, cut = ffi.new "kvl_cut",
+  return setmetatable({ tier = attention.cache.tier, cut = ffi.new "kvl_cut",
     plans = {}, step = -1, issued = 0, consumed = 0 }, Ring)
 end
 
@@ -42,7 +42,7 @@ end
 --- Arrays for a plan of `passes` passes for `seqs` sequences and `heads` heads, and
 -- n_open open blocks of each.
 local function new_plan(self, seqs, heads, passes, n_open)
-  local dev, n = self.offload.cache.device, math.floor(self.offload.group / seqs)
+  local dev, n = self.tier.cache.device, math.floor(self.tier.group / seqs)
   local function ints(...) return tensor.tensor(dev, "i32", { ... }) end
   local plan = {
     passes = passes, n = n, logical = ints(passes, seqs, heads, n),
@@ -70,7 +70,7 @@ end
 
 --- Loads that ran ahead and are not wanted any more are over before their plan changes.
 local function drain(self)
-  local o = self.offload
+  local o = self.tier
   if self.issued > self.consumed then
     for slot = 0, o.slots - 1 do check(C.kvl_ring_wait(o.ring, slot)) end
   end
@@ -79,21 +79,21 @@ end
 
 --- Cut the selection (nil: all blocks) of this layer.
 local function make_plan(self, selection, ctx)
-  local o, batch = self.offload, self.offload.batch
+  local o, placement = self.tier, self.tier.batch.placement
   drain(self)
   local heads = selection and tonumber(selection.shape[1]) or 1
-  local most = selection and math.min(tonumber(selection.shape[2]), batch.history)
-    or batch.history
+  local most = selection and math.min(tonumber(selection.shape[2]), placement.history)
+    or placement.history
   local passes = math.ceil(most / math.floor(o.group / ctx.seqs))
-  local plan = plan_for(self, not selection, ctx.seqs, heads, passes, batch.open_max)
+  local plan = plan_for(self, not selection, ctx.seqs, heads, passes, o.batch.open_max)
   local cut = self.cut
   cut.selection, cut.tables, cut.lens, cut.opens =
-    selection, ctx.tables, ctx.lens, batch.opens
+    selection, ctx.tables, ctx.lens, placement.opens
   cut.logical, cut.physical = plan.logical, plan.physical
   cut.open_logical, cut.open_slots = plan.open_logical, plan.open_slots
   cut.block_size = ctx.block_size
   check(C.kvl_cut_selection(cut))
-  plan.by_engine = not selection and batch.count == 1
+  plan.by_engine = not selection and o.batch.count == 1
     and o.bytes_block >= BYTES_COPY_ENGINE
   if not plan.by_engine then check(C.kvl_ring_planned(o.ring)) end -- gathers read the cut
   return plan
@@ -101,7 +101,7 @@ end
 
 --- Start load number i: pass i % passes of the layer i / passes after `layer`.
 local function load(self, plan, layer, i)
-  local o, batch = self.offload, self.offload.batch
+  local o, batch = self.tier, self.tier.batch
   self.issued = self.issued + 1
   local slot, pass = i % o.slots, i % plan.passes
   layer = layer + math.floor(i / plan.passes)
@@ -110,7 +110,7 @@ local function load(self, plan, layer, i)
     local first = pass * plan.n
     check(C.kvl_ring_load(o.ring, slot, layer, cache,
       batch.host_ints + batch.layout.tables + first,
-      math.min(plan.n, batch.history - first)))
+      math.min(plan.n, batch.placement.history - first)))
   else
     check(C.kvl_ring_gather(o.ring, slot, layer, cache, plan.pass_physical[pass],
       plan.slots))
@@ -120,7 +120,7 @@ end
 --- The plan of this layer, the layer that its loads began with, and the number of this
 -- layer's first pass among them. The first loads are under way when it returns.
 local function prepare(self, selection, ctx)
-  local o = self.offload
+  local o = self.tier
   if selection then
     local plan = make_plan(self, selection, ctx)
     plan.total, self.step = plan.passes, -1
@@ -139,7 +139,7 @@ end
 
 --- Attention of ctx.query over a selection (nil: every block) of this layer.
 function Ring:attend(attention, selection, ctx, out, lse)
-  local o = self.offload
+  local o = self.tier
   if C.kvl_device_is_recording(o.cache.device) == 1 then
     error("attention through a ring cannot be recorded in a graph: how many loads it "
       .. "takes depends on the lengths. A hot cache can (hot_slots)", 0)

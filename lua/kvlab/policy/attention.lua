@@ -10,6 +10,7 @@
 local C = require("kvlab.library").C
 local context = require "kvlab.policy.context"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -41,17 +42,16 @@ local function each_policy(self, fn)
   if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
 end
 
---- How this attention reaches a cache in host memory.
-local function open_offload(self, o)
-  local engine = self.cache.offload
-  self.ring = require("kvlab.memory.ring").new(self)
-  local through = o.decode_through or (engine.hot and "hot" or "ring")
-  if through ~= "ring" and not (through == "hot" and engine.hot) then
-    error(("attention: decode_through is %s, expected ring%s"):format(tostring(through),
-      engine.hot and " or hot" or "; this cache has no hot cache (hot_slots)"), 3)
-  end
-  self.hot = through == "hot" and engine.hot or nil
-end
+local A_TENSOR = { "a tensor", tensor.is_tensor }
+local A_POLICY = options.like("a policy", "name", "options")
+local OPTIONS = {
+  cache = options.required(options.like("a kv.cache", "kv_heads", "tier")),
+  heads = options.required(options.count), prefill_policy = A_POLICY,
+  decode_policy = A_POLICY, scale = options.number, alibi = A_TENSOR,
+  inv_freq = A_TENSOR, window = options.whole, soft_cap = options.not_negative,
+  max_seqs = options.count, max_blocks = options.count,
+  decode_through = options.one_of("ring", "hot"),
+}
 
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
@@ -63,11 +63,9 @@ end
 --                 "ring", where the cache has both ("hot")
 ---@return kvlab.Attention
 function M.attention(o)
+  o = options.check("attention", o, OPTIONS)
   local cache = o.cache
-  if type(cache) ~= "table" or not cache.kv_heads then
-    error(("attention: cache is a %s, expected a kv.cache"):format(type(cache)), 2)
-  end
-  if not o.heads or o.heads % cache.kv_heads ~= 0 then
+  if o.heads % cache.kv_heads ~= 0 then
     error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
       tostring(o.heads), cache.kv_heads), 2)
   end
@@ -83,11 +81,11 @@ function M.attention(o)
   }
   each_policy(self, function(p) policy.attach(p, self.shape) end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
-    max_blocks = self.shape.max_blocks, k_scales = cache.k_scales })
+    max_blocks = self.shape.max_blocks, format = cache.format })
   self.scratches = {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
                 window = o.window, soft_cap = o.soft_cap, causal = true }
-  if cache.offload then open_offload(self, o) end
+  self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
 
@@ -104,30 +102,9 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   end
   self.batch, self.ends_prompts = batch, ends_prompts
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
-  if self.cache.offload then self.cache.offload:begin(batch, is_prefill) end
+  self.cache.tier:begin(batch, is_prefill)
   self.context:begin(batch, is_prefill)
   if self.policy.step_begin then self.policy:step_begin(self.context) end
-end
-
---- Rotate q, and k, where that is asked for, and write K and V of the step; the memory on
--- the device that has them, and where.
-local function append(self, layer, q, k, v)
-  local batch, engine, inv_freq = self.batch, self.cache.offload, self.inv_freq
-  if engine then
-    if inv_freq then
-      ops.rope(q, batch.positions, inv_freq)
-      ops.rope(k, batch.positions, inv_freq)
-    end
-    return engine:append(layer, k, v), batch.open_blocks
-  end
-  local memory = self.cache:layer(layer)
-  if inv_freq then
-    ops.rope_append(q, k, v, batch.positions, inv_freq, batch.slots, memory,
-      self.cache:scales(layer))
-  else
-    ops.append_kv(k, v, batch.slots, memory, self.cache:scales(layer))
-  end
-  return memory, batch.blocks
 end
 
 --- Call a hook of both policies.
@@ -142,7 +119,8 @@ local function bring_ahead(self, ctx)
   local p, ends = self.decode_policy, self.ends_prompts
   if not p.predict or ctx.is_prefill and not ends then return end
   local expected = p:predict(ctx)
-  if expected then self.hot:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil) end
+  if not expected then return end
+  self.decode_reader:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil)
 end
 
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
@@ -152,10 +130,10 @@ function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
   ev.turns = batch.turns
-  ev.k, ev.k_blocks = append(self, layer, q, k, v)
+  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, batch, self.inv_freq)
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   call_hook(self, hook, ev)
-  if self.cache.offload then self.cache.offload:offload(layer) end
+  self.cache.tier:appended(layer)
   ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
@@ -171,18 +149,15 @@ function Attention:forward(layer, q, k, v, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
-  if self.hot then bring_ahead(self, ctx) end
+  if self.decode_reader.bring_ahead then bring_ahead(self, ctx) end
   return out
 end
 
 --- Attention of ctx.query over a selection (nil: every block), written to `out`; with lse
 -- when given. For policies that override compute.
 function Attention:over(selection, ctx, out, lse)
-  if not self.cache.offload then return self:direct(selection, ctx, out, lse) end
-  if self.hot and not ctx.is_prefill then
-    return self.hot:attend(self, selection, ctx, out, lse)
-  end
-  return self.ring:attend(self, selection, ctx, out, lse)
+  local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
+  return reader:attend(self, selection, ctx, out, lse)
 end
 
 --- The same straight from the cache's memory, wherever it lies, changing nothing: what a
@@ -201,7 +176,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
   call.starts, call.selection, call.slots = ctx.starts, selection, slots
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
-  call.k_scale, call.v_scale = self.cache:scales(ctx.layer)
+  call.k_scale, call.v_scale = self.cache.format:scales(ctx.layer)
   call.causal = not is_past
   return ops.paged_attention(call)
 end
@@ -210,12 +185,13 @@ end
 -- [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV is on the device.
 function Attention:over_tokens(slots, ctx, out, lse)
   local call = self.call
-  local lacks = self.cache.offload and "KV in host memory" or call.alibi and "ALiBi"
+  local lacks = not self.cache.tier.is_resident and "KV in host memory"
+    or call.alibi and "ALiBi"
     or call.window and "a window" or call.soft_cap and "a soft cap"
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
-  local k_scale, v_scale = self.cache:scales(ctx.layer)
+  local k_scale, v_scale = self.cache.format:scales(ctx.layer)
   return ops.token_attention { q = ctx.query, cache = ctx.cache, slots = slots, out = out,
     scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
 end

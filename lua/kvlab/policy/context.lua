@@ -32,12 +32,12 @@ local Context = {}
 Context.__index = Context
 
 ---@param shape table   see policy.lua
----@param limits table  max_seqs, max_blocks, k_scales of an f8e4m3 cache by layer
+---@param limits table  max_seqs, max_blocks, format of the cache
 function M.new(shape, limits)
   local size = limits.max_seqs * shape.kv_heads * limits.max_blocks
   return setmetatable({
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
-    heads = shape.heads, scale = shape.scale, k_scales = limits.k_scales,
+    heads = shape.heads, scale = shape.scale, format = limits.format,
     step = 0, shape_number = 0,
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     score_buffer = tensor.tensor(shape.device, "f32", { size }),
@@ -95,7 +95,7 @@ end
 -- scale * scores, with the scale that attention has.
 ---@param scores ffi.cdata*  f32 [seqs, kv_heads, width]: q . k, -inf past the last block
 function Context:weights(scores)
-  local unit = self.k_scales[self.layer]
+  local unit = self.format:scales(self.layer)
   if unit then scores:mul(unit:reshape { 1, self.kv_heads, 1 }, scores) end
   return scores:softmax(self.scale, scores)
 end
@@ -260,7 +260,7 @@ function Context:group_queries(query, layer, first, count)
   local grouped = query:reshape { query:size(0) * heads, dim }
     :gather_rows(rows:reshape { heads * count }):cast "f32"
     :reshape { self.kv_heads, heads / self.kv_heads * count, dim }
-  local unit = self.k_scales[layer]
+  local unit = self.format:scales(layer)
   return unit and grouped * unit:reshape { self.kv_heads, 1, 1 } or grouped
 end
 

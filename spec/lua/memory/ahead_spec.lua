@@ -120,7 +120,7 @@ describe("blocks brought ahead", function()
     it("are none where the slots are too few for all of a prompt's sequences", function()
       local its_rig = rig.new(dev, { policy = "gsa", offload = { hot_slots = 20 },
                                      options = { ratio = 0.3, min_blocks = 0 } })
-      local hot, seqs = its_rig.cache.offload.hot, {}
+      local hot, seqs = its_rig.cache.tier.hot, {}
       for count = 1, 3 do
         for i = 1, count do seqs[i] = its_rig.cache:sequence() end
         local counts = { 40, count > 1 and 30 or nil, count > 2 and 1 or nil }
@@ -167,7 +167,7 @@ describe("blocks brought ahead", function()
           end
           outs[step] = out:list()
         end
-        local stats = cache.offload.hot:stats()
+        local stats = cache.tier.hot:stats()
         if graph then graph:close() end
         cache:close()
         return outs, stats
@@ -239,7 +239,7 @@ describe("blocks brought ahead", function()
       -- layer 0 goes to the host; layer 0 comes back while 1 goes; 1 comes back
       assert_time((LAYERS + 1) * KV_HEADS * BYTES,
         us_of(function() layers(dev, attention, 16) end))
-      local hot = attention.cache.offload.hot
+      local hot = attention.cache.tier.hot
       hot:reset_counts()
       attention:begin(batch, false)
       layers(dev, attention, 1)
@@ -257,7 +257,7 @@ describe("blocks brought ahead", function()
       attention:begin(batch, false)
       layers(dev, attention, 1)
       local second = kv.from(dev, "i32", { seq:table()[2] })
-      for layer = 0, LAYERS - 1 do attention.cache.offload.hot:drop(layer, second) end
+      for layer = 0, LAYERS - 1 do attention.cache.tier.hot:drop(layer, second) end
       batch:append({ seq }, { 1 })
       attention:begin(batch, false)
       local block = KV_HEADS * BYTES

@@ -100,14 +100,14 @@ local function check_equalities(dev)
     own.cache:close()
     o.offload = { hot_slots = 7 }
     local its_rig = rig.new(dev, o)
-    local priority = its_rig.cache.offload.hot:use_priority()
-    assert.equal(priority, its_rig.cache.offload.hot:use_priority())
+    local priority = its_rig.cache.tier.hot:use_priority()
+    assert.equal(priority, its_rig.cache.tier.hot:use_priority())
     priority:rand_(3)
     local got = rig.play(dev, { rig = its_rig }, script)
     for i = 1, #want[1] do
       support.close(got[1][i], want[1][i], TOLERANCE, TOLERANCE)
     end
-    assert.is_true(its_rig.cache.offload.hot:stats().evictions > 0)
+    assert.is_true(its_rig.cache.tier.hot:stats().evictions > 0)
     its_rig.cache:close()
   end)
 

@@ -239,7 +239,7 @@ local function check(dev)
         local engine = model_on(dev):engine { blocks = 64, chunk = 64,
           max_seqs = max_seqs, offload = { hot_slots = 64 },
           policy = kv.policy("gsa", { ratio = 0.3 }) }
-        local server, hot = kv.serve { engine = engine }, engine.cache.offload.hot
+        local server, hot = kv.serve { engine = engine }, engine.cache.tier.hot
         for _, i in ipairs { 1, 3 } do
           server:submit { tokens = workload()[i].tokens, max_tokens = 3 }
         end

@@ -68,9 +68,8 @@ end
 local function cache_rows()
   local rows = {}
   for cache in pairs(require("kvlab.memory.cache").open) do
-    local memory, tier = cache.memory, "device"
-    if cache.offload then tier = "host, " .. (cache.offload.mode or "ring") end
-    rows[#rows + 1] = { cache.device:name(), tier, cache.layers, cache.blocks,
+    local memory = cache.memory
+    rows[#rows + 1] = { cache.device:name(), cache.tier.name, cache.layers, cache.blocks,
       cache:blocks_free(), cache.block_size, cache.dtype, inspect.bytes(memory:bytes()) }
   end
   return rows

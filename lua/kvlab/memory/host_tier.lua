@@ -1,18 +1,22 @@
---- The offload engine of a cache whose KV lies in host memory (`offload = { … }` of
--- kv.cache): the ring that blocks come in through, and the buffer that holds, for every
--- layer, the open blocks: those that the present step writes to.
+--- The host tier: KV lies in pinned host memory (`offload = { … }` of kv.cache). Here is
+-- the buffer that holds, for every layer, the open blocks: those that the present step
+-- writes to. How the other blocks get to the device is in ring.lua and hot_cache.lua;
+-- what every memory tier answers, in resident.lua.
 --
--- A step writes K and V to the buffer. A prefill chunk then goes to the host tier on a
+-- A step writes K and V to the buffer. A prefill chunk then goes to host memory on a
 -- stream of its own; a decoded token is written there at once. The blocks before the open
--- ones are complete in the host tier, and only they cross the ring.
+-- ones are complete in host memory, and only they cross the link.
 --
--- The names of the policy guide's engine are kept, for policies with a dataflow of their
--- own: load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
+-- For policies with a dataflow of their own, the names of the policy guide are kept:
+-- load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
 -- prefill_buffer_slice, decode_buffer.
 local ffi = require "ffi"
+local hot_cache = require "kvlab.memory.hot_cache"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local most_touched = require("kvlab.memory.batch").most_touched
+local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
+local ring = require "kvlab.memory.ring"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -22,66 +26,65 @@ local M = {}
 -- that what a copy, a launch and a join cost by themselves does not count.
 local BYTES_SLOT = 32 * 1024 * 1024
 
----@class kvlab.Offload
+---@class kvlab.HostTier
 ---@field slots integer         slots of the ring
 ---@field slot_blocks integer   blocks of one sequence that a slot holds
 ---@field group integer         blocks of a slot: max_seqs * slot_blocks
 ---@field hot kvlab.HotCache|nil
-local Offload = {}
-Offload.__index = Offload
+local HostTier = { is_resident = false }
+HostTier.__index = HostTier
 
-local OPTIONS = {
-  slots = 4, slot_blocks = 0, max_seqs = 16, max_tokens = 512, huge_pages = false,
-  hot_slots = 0, hot_overlap = false,
+-- What a batch's placement has:
+--   open_blocks  i32 [touched]      where in the buffer the touched blocks are
+--   opens        i32 [count, 2]     the first open logical block, its place in the buffer
+--   load_from    i32 [1, 1, count]  the block that must be copied in first, or -1
+--   load_to      i32 [1, 1, count]  and where
+--   buffer_slots i64 [tokens]       place of each new token in the buffer
+--   history      the most blocks of a sequence that lie before the open ones
+--   loads        entries of load_from that are blocks
+--   by_token     no sequence got more than one token
+HostTier.ARRAYS = {
+  { "buffer_slots", "tokens", wide = true }, { "open_blocks", "touched" },
+  { "opens", "count", 2 }, { "load_from", 1, 1, "count" }, { "load_to", 1, 1, "count" },
+  { "open_blocks3", 1, 1, "touched", like = "open_blocks" },
+  { "blocks3", 1, 1, "touched", like = "blocks" },
 }
 
-local function check_options(given)
-  local o = {}
-  for key, default in pairs(OPTIONS) do o[key] = default end
-  for key, value in pairs(given) do
-    if OPTIONS[key] == nil then
-      error(("offload has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
-        tostring(key), nearest(tostring(key), sorted.keys(OPTIONS)),
-        table.concat(sorted.keys(OPTIONS), ", ")), 4)
-    elseif type(value) ~= type(OPTIONS[key]) or type(value) == "number"
-           and (value % 1 ~= 0 or value < 0) then
-      error(("offload: %s is %s, expected a %s"):format(key, tostring(value),
-        type(OPTIONS[key]) == "number" and "whole number" or "boolean"), 4)
-    end
-    o[key] = value
-  end
-  if o.slots < 1 or o.slots > 32 then
-    error(("offload: slots is %d, expected 1 ... 32"):format(o.slots), 4)
-  end
-  return o
-end
+local OPTIONS = {
+  slots = options.within(1, 32), slot_blocks = options.whole, max_seqs = options.count,
+  max_tokens = options.count, huge_pages = options.boolean, hot_slots = options.whole,
+  hot_overlap = options.boolean,
+}
 
---- The engine of a cache. options: slots of the ring (4), slot_blocks: blocks of a
+--- KV of a cache in host memory. o: slots of the ring (4), slot_blocks: blocks of a
 -- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens
 -- (512) of a step, huge_pages (false), hot_slots: slots for each KV head of a hot cache
 -- (0: none), hot_overlap (false): attend to what is there while the rest is fetched.
 ---@param cache kvlab.Cache
----@param options table
----@return kvlab.Offload
-function M.new(cache, options)
-  local self = setmetatable(check_options(options), Offload)
-  self.cache, self.layers = cache, cache.layers
-  self.bytes_block = cache:bytes_token() * cache.kv_heads * cache.block_size
+---@param o table
+---@param level integer  which caller to blame
+---@return kvlab.HostTier
+function M.new(cache, o, level)
+  o = options.check("offload", o, OPTIONS, level + 1)
+  local self = setmetatable({ cache = cache, layers = cache.layers,
+    slots = o.slots or 4, slot_blocks = o.slot_blocks or 0, max_seqs = o.max_seqs or 16,
+    max_tokens = o.max_tokens or 512, huge_pages = o.huge_pages or false,
+    hot_slots = o.hot_slots or 0, hot_overlap = o.hot_overlap or false }, HostTier)
+  self.bytes_block = cache.format:bytes_page()
+  self.name = self.hot_slots > 0 and "host, hot cache" or "host, ring"
   if self.slot_blocks == 0 then
     self.slot_blocks = math.max(1, math.floor(
       BYTES_SLOT / (self.bytes_block * self.max_seqs)))
   end
   self.group = self.max_seqs * self.slot_blocks
-  local block = { 2, cache.kv_heads, cache.block_size, cache.head_dim }
+  local page = cache.format.page
   self.slot_memory = tensor.tensor(cache.device, cache.dtype,
-    { self.slots, self.group, unpack(block) })
+    { self.slots, self.group, unpack(page) })
   self.slot_views = {}
   for i = 0, self.slots - 1 do self.slot_views[i] = self.slot_memory:index(i) end
-  -- a sequence's tokens may begin and end inside a block
-  self.buffer_blocks = self.max_seqs + math.ceil(self.max_tokens / cache.block_size)
-    + math.min(self.max_seqs, math.max(0, self.max_tokens - self.max_seqs))
+  self.buffer_blocks = most_touched(self.max_seqs, self.max_tokens, cache.block_size)
   self.buffer = tensor.tensor(cache.device, cache.dtype,
-    { cache.layers, self.buffer_blocks, unpack(block) })
+    { cache.layers, self.buffer_blocks, unpack(page) })
   self.buffer_views = {}
   for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
   self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
@@ -94,8 +97,31 @@ function M.new(cache, options)
     check(C.kvl_ring_open(self.slot_memory, cache.layers, out))
   end
   self.ring = ffi.gc(out[0], C.kvl_ring_close)
-  if self.hot_slots > 0 then self.hot = require("kvlab.memory.hot_cache").new(self) end
+  if self.hot_slots > 0 then self.hot = hot_cache.new(self) end
   return self
+end
+
+function HostTier:allocate(dims)
+  return tensor.pinned(self.cache.device, self.cache.dtype, dims, self.huge_pages)
+end
+
+function HostTier:expect_limits(seqs, tokens)
+  if seqs <= self.max_seqs and tokens <= self.max_tokens then return end
+  error(("batch: %d sequences and %d tokens, expected at most the max_seqs = %d and "
+    .. "max_tokens = %d of offload"):format(seqs, tokens, self.max_seqs,
+    self.max_tokens), 4)
+end
+
+--- Who attends: through the ring in prefill, and in decode through the hot cache where
+-- there is one, or through what `through` names ("ring" or "hot").
+function HostTier:readers(attention, through, level)
+  through = through or (self.hot and "hot" or "ring")
+  if through == "hot" and not self.hot then
+    error('attention: decode_through is "hot", expected "ring": this cache has no hot '
+      .. "cache (hot_slots)", level + 1)
+  end
+  local by_ring = ring.new(attention)
+  return by_ring, through == "hot" and self.hot or by_ring
 end
 
 -- ---- the buffer -----------------------------------------------------------------------
@@ -133,7 +159,7 @@ local function place_token(self, seq, length)
 end
 
 --- `tokens` of one layer each were written through to the host tier.
-function Offload:count_appended(tokens)
+function HostTier:count_appended(tokens)
   self.bytes_appended = self.bytes_appended
     + tokens * self.cache.kv_heads * self.cache:bytes_token()
 end
@@ -155,11 +181,12 @@ local function settle(self)
   self.is_begun = false
 end
 
---- Lay the open blocks of a batch out in the buffer and fill the arrays that say where:
--- opens [count, 2], open_blocks [touched], load_from and load_to [count], buffer_slots
--- [tokens]. A step of one token a sequence finds the block where the step before left it.
-function Offload:place(batch, counts, total)
+--- Lay the open blocks of a batch out in the buffer, and fill the arrays of its
+-- placement. A step of one token a sequence finds the block where the step before left
+-- it.
+function HostTier:place(batch)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
+  local counts, placement = batch.counts, batch.placement
   local slots = ffi.cast("int64_t *", p + o.buffer_slots)
   settle(self)
   if self.hot then self.hot:join() end -- it reads tables that are written next
@@ -174,7 +201,7 @@ function Offload:place(batch, counts, total)
     if tail then tail.step = self.step end
   end
   if not by_token then self.tails = setmetatable({}, { __mode = "k" }) end
-  batch.history, batch.loads, batch.by_token = 0, 0, by_token
+  placement.history, placement.loads, placement.by_token = 0, 0, by_token
   for i = 0, batch.count - 1 do
     local seq, count = batch.seqs[i + 1], counts[i + 1]
     local length = p[o.lens + i]
@@ -192,22 +219,22 @@ function Offload:place(batch, counts, total)
       self.tails[seq], self.placed[#self.placed + 1] = tail, tail
     end
     p[o.opens + 2 * i], p[o.opens + 2 * i + 1] = first, index
-    p[o.load_from + i] = load and p[o.tables + i * batch.layout_width + first] or -1
+    p[o.load_from + i] = load and p[o.tables + i * batch.sizes.width + first] or -1
     p[o.load_to + i] = load and index or -1
     for b = 0, blocks - 1 do p[o.open_blocks + touched + b] = index + b end
     for t = 0, count - 1 do
       slots[row + t] = (index - first) * size + before + t
     end
-    batch.history = math.max(batch.history, first)
-    batch.loads = batch.loads + (load and 1 or 0)
+    placement.history = math.max(placement.history, first)
+    placement.loads = placement.loads + (load and 1 or 0)
     row, touched = row + count, touched + blocks
   end
-  assert(row == total)
+  assert(row == batch.sizes.tokens)
 end
 
 --- Start a step: `batch` was appended to. A decode step finds everything that came before
 -- in the host tier, and its open blocks in the buffer.
-function Offload:begin(batch, is_prefill)
+function HostTier:begin(batch, is_prefill)
   self.batch, self.is_prefill = batch, is_prefill
   self.is_begun, self.layers_left = true, self.layers
   check(C.kvl_ring_planned(self.ring))
@@ -217,61 +244,74 @@ function Offload:begin(batch, is_prefill)
   end
   for layer = 0, self.layers - 1 do
     if self.pending then check(C.kvl_ring_wait_offload(self.ring, layer)) end
-    if batch.loads > 0 then self:load_open(layer) end
+    if batch.placement.loads > 0 then self:load_open(layer) end
   end
   self.pending = false
 end
 
 --- Bring what open blocks hold already from the host tier to the buffer.
-function Offload:load_open(layer)
-  local batch = self.batch
-  check(C.kvl_move_blocks(self.cache:layer(layer), batch.load_from,
-    self.buffer_views[layer], batch.load_to, self.moved))
+function HostTier:load_open(layer)
+  local placement = self.batch.placement
+  check(C.kvl_move_blocks(self.cache:layer(layer), placement.load_from,
+    self.buffer_views[layer], placement.load_to, self.moved))
 end
 
---- Append k, v of the step to the buffer; a decode step also to the host tier and to the
--- hot cache. Returns the layer's buffer, where ev.k_blocks are.
-function Offload:append(layer, k, v)
-  local batch, buffer = self.batch, self.buffer_views[layer]
-  self.is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
+--- Append k, v of the step to the buffer; a decode step also to host memory and to the
+-- hot cache. Returns the layer's buffer, and where in it the touched blocks are.
+function HostTier:append(layer, q, k, v, batch, inv_freq)
+  local buffer, placement = self.buffer_views[layer], batch.placement
+  local cache = self.cache
+  if inv_freq then
+    ops.rope(q, batch.positions, inv_freq)
+    ops.rope(k, batch.positions, inv_freq)
+  end
+  self.is_recorded = C.kvl_device_is_recording(cache.device) == 1
   if self.is_prefill then
     check(C.kvl_ring_wait_offload(self.ring, layer))
-    if batch.loads > 0 then self:load_open(layer) end
-  end
-  if self.hot and not self.is_prefill then
+    if placement.loads > 0 then self:load_open(layer) end
+    cache.format:append(layer, k, v, placement.buffer_slots, buffer)
+  elseif self.hot then
     self.hot:append(layer, k, v, batch, buffer)
-    return buffer
+  else
+    cache.format:append(layer, k, v, placement.buffer_slots, buffer)
+    cache.format:append(layer, k, v, batch.slots, cache:layer(layer))
   end
-  local k_scale, v_scale = self.cache:scales(layer)
-  check(C.kvl_append_kv(k, v, batch.buffer_slots, buffer, k_scale, v_scale))
-  if not self.is_prefill then
-    check(C.kvl_append_kv(k, v, batch.slots, self.cache:layer(layer), k_scale, v_scale))
-  end
-  return buffer
+  return buffer, placement.open_blocks
 end
 
---- Send the step's blocks of a layer to the host tier, beside what follows (a decode step
+--- Send the step's blocks of a layer to host memory, beside what follows (a decode step
 -- has written its tokens there).
-function Offload:offload(layer)
-  local batch = self.batch
+function HostTier:appended(layer)
+  local batch, placement = self.batch, self.batch.placement
   if self.is_prefill and batch.touched > 0 then
     check(C.kvl_ring_offload(self.ring, layer, self.buffer_views[layer],
-      batch.open_blocks3, self.cache:layer(layer), batch.blocks3,
-      not batch.by_token and batch.host_ints + batch.layout.blocks or nil))
+      placement.open_blocks3, self.cache:layer(layer), placement.blocks3,
+      not placement.by_token and batch.host_ints + batch.layout.blocks or nil))
     if self.hot then self.hot:drop(layer, batch.blocks) end
   end
   self.layers_left = self.layers_left - 1
   if not self.is_prefill then self:count_appended(batch.tokens_count) end
 end
 
+--- Something else is about to write blocks of host memory: the hot cache forgets them.
+---@param first integer    layer
+---@param layers integer   how many
+---@param blocks integer[]
+function HostTier:written(first, layers, blocks)
+  if not self.hot or #blocks == 0 then return end
+  local list = tensor.from(self.cache.device, "i32", { #blocks }, blocks)
+  for layer = first, first + layers - 1 do self.hot:drop(layer, list) end
+  list:free()
+end
+
 --- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
 -- there.
-function Offload:before_copy(layer, to)
+function HostTier:before_copy(layer, to)
   check(C.kvl_ring_wait_offload(self.ring, layer))
   if self.hot then self.hot:drop(layer, to) end
 end
 
--- ---- the engine of the policy guide ---------------------------------------------------
+-- ---- for policies with a dataflow of their own ----------------------------------------
 
 local host_blocks = ffi.new("int32_t[?]", 4096)
 
@@ -279,7 +319,7 @@ local host_blocks = ffi.new("int32_t[?]", 4096)
 ---@param slot integer     0 ... slots - 1
 ---@param layer integer
 ---@param blocks integer|integer[]
-function Offload:load_to_slot_layer(slot, layer, blocks)
+function HostTier:load_to_slot_layer(slot, layer, blocks)
   if type(blocks) == "number" then blocks = { blocks } end
   if #blocks > self.group then
     error(("%d blocks, expected at most the %d of a slot"):format(
@@ -292,38 +332,38 @@ function Offload:load_to_slot_layer(slot, layer, blocks)
 end
 
 --- What is launched from here on waits for the slot's load.
-function Offload:wait_slot_layer(slot) check(C.kvl_ring_wait(self.ring, slot)) end
+function HostTier:wait_slot_layer(slot) check(C.kvl_ring_wait(self.ring, slot)) end
 
 --- The slot's memory, [group, 2, kv_heads, block_size, head_dim]: the blocks of its load
 -- come first. Past the valid tokens of a partial block lies anything: give attention the
 -- sequence's length.
-function Offload:kv_for_slot(slot)
+function HostTier:kv_for_slot(slot)
   return self.slot_views[slot]
     or error(("slot is %s, expected 0 ... %d"):format(tostring(slot), self.slots - 1), 2)
 end
 
 --- What was launched so far is the last that reads the slot: before its next load.
-function Offload:record_slot_compute_done(slot)
+function HostTier:record_slot_compute_done(slot)
   check(C.kvl_ring_done(self.ring, slot))
 end
 
 --- The blocks of a layer's buffer that hold the present chunk of one or more sequences,
 -- and the tokens before it in its first block: [n, 2, kv_heads, block_size, head_dim].
-function Offload:prefill_buffer_slice(layer)
+function HostTier:prefill_buffer_slice(layer)
   local batch = self.batch
   local first = batch.host_ints[batch.layout.open_blocks]
   return self.buffer_views[layer]:narrow(first, batch.touched)
 end
 
---- A layer's buffer: open block i of the batch at batch.open_blocks[i].
-function Offload:decode_buffer(layer) return self.buffer_views[layer] end
+--- A layer's buffer: open block i of the batch at batch.placement.open_blocks[i].
+function HostTier:decode_buffer(layer) return self.buffer_views[layer] end
 
 -- ---- what happened --------------------------------------------------------------------
 
 local out_bytes = ffi.new "int64_t[2]"
 
 --- Bytes that crossed the link so far: to_device, to_host. Waits for the device.
-function Offload:bytes()
+function HostTier:bytes()
   check(C.kvl_ring_bytes(self.ring, out_bytes, out_bytes + 1))
   local to_device = tonumber(out_bytes[0]) + self.moved:item()
   if self.hot then to_device = to_device + self.hot:stats().bytes end
@@ -331,7 +371,7 @@ function Offload:bytes()
 end
 
 --- Keep the next n spans of the ring: loads, the compute between wait and done, offloads.
-function Offload:trace(n)
+function HostTier:trace(n)
   check(C.kvl_ring_trace(self.ring, n))
   self.trace_room = n
 end
@@ -339,7 +379,7 @@ end
 local KINDS = { [0] = "load", "compute", "offload" } -- ORDER kvl_span_kind
 
 --- The spans kept: kind, slot, layer, blocks, begin_us, end_us.
-function Offload:spans()
+function HostTier:spans()
   local buffer = ffi.new("kvl_span[?]", math.max(1, self.trace_room or 0))
   local n = check(C.kvl_ring_trace_get(self.ring, buffer, self.trace_room or 0))
   local spans = {}
@@ -352,7 +392,7 @@ function Offload:spans()
 end
 
 --- Wait for what is under way, and give the memory back.
-function Offload:close()
+function HostTier:close()
   C.kvl_ring_close(ffi.gc(self.ring, nil))
   for _, list in ipairs { self.slot_views, self.buffer_views } do
     for _, view in pairs(list) do view:free() end

@@ -1,0 +1,305 @@
+--- Batches: what the kernels need to know of the sequences of one step, packed in pinned
+-- memory and sent with one asynchronous copy. ARRAYS is the layout, stated once: offsets,
+-- views and the size of the buffers all come from it.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local options = require "kvlab.options"
+local sequence = require "kvlab.memory.sequence"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+--- The sequences of one step as the kernels see them. Made once, refilled every step: its
+-- tensors are views of one buffer, which one copy fills, and are valid until the next
+-- append.
+---@class kvlab.Batch
+---@field seqs kvlab.Sequence[]
+---@field count integer          sequences
+---@field counts integer[]       new tokens of each sequence
+---@field tokens_count integer   new tokens of all sequences
+---@field max_len integer        the longest sequence, new tokens included
+---@field tokens ffi.cdata*      i32 [tokens_count]   token ids, where given
+---@field positions ffi.cdata*   i32 [tokens_count]
+---@field slots ffi.cdata*       i64 [tokens_count]   place of each new token in memory
+---@field tables ffi.cdata*      i32 [count, width]
+---@field lens ffi.cdata*        i32 [count]
+---@field starts ffi.cdata*      i32 [count + 1]
+---@field last ffi.cdata*        i32 [count]          row of each sequence's newest token
+---@field blocks ffi.cdata*      i32 [touched]        physical blocks that got tokens
+---@field block_tokens ffi.cdata* i32 [touched]       valid tokens in each of them
+---@field open_max integer       the most blocks of one sequence that got tokens
+---@field turns integer          blocks that this step began or filled
+---@field placement table        what the cache's memory tier knows of the step
+local Batch = {}
+Batch.__index = Batch
+
+local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
+local UPLOADS = 4 -- host buffers: so many steps may be on their way to the device
+
+-- ---- the layout -----------------------------------------------------------------------
+
+-- An array by its name and its dims, each a number or the name of a size of the step:
+-- tokens, count (sequences), edges (count + 1), width (of the tables), touched (blocks
+-- that get tokens), copies (blocks that stop being shared). i32 unless it is wide, then
+-- i64. The order is that of memory.
+local FIRST = { { "slots", "tokens", wide = true } } -- found before the sizes are known
+local SECOND = {
+  { "tables", "count", "width" }, { "lens", "count" }, { "starts", "edges" },
+  { "last", "count" }, { "positions", "tokens" }, { "tokens", "tokens" },
+  { "blocks", "touched" }, { "block_tokens", "touched" },
+}
+-- Now and then there are some: they come last, because a graph that reads the others must
+-- find them where they were.
+local LAST = { { "copy_from", "copies" }, { "copy_to", "copies" } }
+
+--- The arrays of a batch: its own, and between them those of the memory tier, which are
+-- marked and whose views go to batch.placement. `like`: a view of another array's memory.
+local function arrays_of(tier)
+  local list = {}
+  local function add(arrays, is_placement)
+    for _, array in ipairs(arrays) do
+      array.is_placement = is_placement
+      list[#list + 1] = array
+    end
+  end
+  add(FIRST)
+  add(SECOND)
+  add(tier.ARRAYS, true)
+  add(LAST)
+  return list
+end
+
+--- i32 entries that an array takes, with those that fill it up to the next one's start.
+local function entries(array, sizes)
+  local n = array.wide and 2 or 1
+  for i = 2, #array do n = n * (sizes[array[i]] or array[i]) end
+  return math.ceil(n / ALIGN) * ALIGN
+end
+
+--- Where each array starts, for a step of these sizes: into `layout`; returns the size.
+local function lay_out(arrays, sizes, layout)
+  local at = 0
+  for i = 1, #arrays do
+    local array = arrays[i]
+    if array.like then
+      layout[array[1]] = layout[array.like]
+    else
+      layout[array[1]] = at
+      at = at + entries(array, sizes)
+    end
+  end
+  return at
+end
+
+--- The most blocks that a step can write to: a sequence's tokens may begin and end inside
+-- a block.
+---@param seqs integer
+---@param tokens integer
+---@param block_size integer
+function M.most_touched(seqs, tokens, block_size)
+  return seqs + math.ceil(tokens / block_size)
+    + math.min(seqs, math.max(0, tokens - seqs))
+end
+
+-- ---- making one -----------------------------------------------------------------------
+
+local OPTIONS = {
+  max_seqs = options.count, max_tokens = options.count, max_blocks = options.count,
+  fixed_width = options.boolean,
+}
+
+local function fill_sizes(s, count, tokens, width, touched, copies)
+  s.count, s.edges, s.tokens = count, count + 1, tokens
+  s.width, s.touched, s.copies = width, touched, copies
+  return s
+end
+
+--- A reusable batch of a cache; see Cache:batch.
+---@param cache kvlab.Cache
+---@param limits table
+---@return kvlab.Batch
+function M.new(cache, limits)
+  limits = options.check("batch", limits, OPTIONS, 3)
+  local seqs, tokens = limits.max_seqs or 16, limits.max_tokens or 512
+  local width = math.min(limits.max_blocks or cache.blocks, cache.blocks)
+  cache.tier:expect_limits(seqs, tokens)
+  local self = setmetatable({
+    cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
+    fixed_width = limits.fixed_width and width or nil,
+    host_counts = ffi.new("int32_t[?]", seqs),
+    host_copies = ffi.new("int32_t[?]", 2 * seqs),
+    handles = ffi.new("kvl_sequence *[?]", seqs),
+    arrays = arrays_of(cache.tier), placement = {}, sizes = {}, layout = {},
+    uploads = {}, upload = 0,
+  }, Batch)
+  local most = fill_sizes({}, seqs, tokens, width,
+    M.most_touched(seqs, tokens, cache.block_size), seqs)
+  self.room = lay_out(self.arrays, most, {})
+  self.device_ints = tensor.tensor(cache.device, "i32", { self.room })
+  for i = 0, UPLOADS - 1 do
+    local memory = tensor.pinned(cache.device, "i32", { self.room })
+    self.uploads[i] = { memory = memory, ints = ffi.cast("int32_t *", memory.ptr),
+                        sent = cache.device:open_event() }
+  end
+  return self
+end
+
+-- ---- filling it -----------------------------------------------------------------------
+
+--- The next host buffer, once what it held last is on the device.
+local function next_upload(self)
+  self.upload = (self.upload + 1) % UPLOADS
+  local upload = self.uploads[self.upload]
+  upload.sent:sync()
+  self.host_ints, self.host_slots = upload.ints, ffi.cast("int64_t *", upload.ints)
+  return upload
+end
+
+--- Send its first n entries.
+local function send(self, upload, n)
+  if self.sized ~= n then
+    self.sized, self.device_part = n, tensor.lasting(self.device_ints.narrow,
+      self.device_ints, 0, n)
+    for i = 0, UPLOADS - 1 do
+      local memory = self.uploads[i].memory
+      self.uploads[i].part = tensor.lasting(memory.narrow, memory, 0, n)
+    end
+  end
+  check(C.kvl_copy(upload.part, self.device_part))
+  upload.sent:record(self.cache.device:stream())
+end
+
+--- Check what was asked for and fill handles and counts; returns the sum of counts.
+local function take_counts(self, seqs, counts)
+  if #seqs > self.max_seqs then
+    error(("%d sequences, expected at most max_seqs = %d"):format(
+      #seqs, self.max_seqs), 3)
+  end
+  local total, size = 0, self.cache.block_size
+  for i, seq in ipairs(seqs) do
+    if seq.cache ~= self.cache then
+      error(("sequence %d belongs to another cache"):format(i), 3)
+    end
+    local handle, count = sequence.handle(seq, 3), counts[i]
+    local blocks = math.ceil((C.kvl_sequence_length(handle) + count) / size)
+    if blocks > self.max_blocks then
+      error(("sequence %d would have %d blocks, expected at most max_blocks = %d"):format(
+        i, blocks, self.max_blocks), 3)
+    end
+    self.handles[i - 1], self.host_counts[i - 1] = handle, count
+    total = total + count
+  end
+  if total > self.max_tokens then
+    error(("%d tokens, expected at most max_tokens = %d"):format(
+      total, self.max_tokens), 3)
+  end
+  return total
+end
+
+local function view_of(self, array)
+  local s, dims, count = self.sizes, {}, 1
+  for i = 2, #array do
+    dims[i - 1] = s[array[i]] or array[i]
+    count = count * dims[i - 1]
+  end
+  local at = self.layout[array[1]]
+  if array.wide then
+    return tensor.wrap(self.cache.device, "i64", dims,
+      ffi.cast("int32_t *", self.device_ints.ptr) + at)
+  end
+  return self.device_ints:narrow(at, count):reshape(dims)
+end
+
+--- Views of the device buffer.
+local function make_views(self)
+  for _, array in ipairs(self.arrays) do
+    local owner = array.is_placement and self.placement or self
+    owner[array[1]] = view_of(self, array)
+  end
+  local s = self.sizes
+  self.tokens_count, self.width = s.tokens, s.width
+  self.touched, self.copies, self.viewed = s.touched, s.copies, s.count
+end
+
+--- Blocks of a sequence that its newest `count` tokens fell into.
+local function touched_blocks(length, count, block_size)
+  if count == 0 then return 0, 0 end
+  local first = math.floor((length - count) / block_size)
+  return first, math.floor((length - 1) / block_size) - first + 1
+end
+
+local function fill_host(self, counts, tokens, copies)
+  local o, p, size = self.layout, self.host_ints, self.cache.block_size
+  local row, touched, width = 0, 0, self.sizes.width
+  for i = 0, self.count - 1 do
+    local handle, count = self.handles[i], counts[i + 1]
+    local length = C.kvl_sequence_length(handle)
+    local table_row = p + o.tables + i * width
+    C.kvl_sequence_table(handle, table_row, width)
+    p[o.lens + i], p[o.starts + i] = length, row
+    for t = 0, count - 1 do
+      p[o.positions + row + t] = length - count + t
+      p[o.tokens + row + t] = tokens and tokens[row + t + 1] or 0
+    end
+    row = row + count
+    p[o.last + i] = row - 1
+    local first, n = touched_blocks(length, count, size)
+    for b = first, first + n - 1 do
+      p[o.blocks + touched] = table_row[b]
+      p[o.block_tokens + touched] = math.min(size, length - b * size)
+      touched = touched + 1
+    end
+  end
+  p[o.starts + self.count] = row
+  for i = 0, copies - 1 do
+    p[o.copy_from + i] = self.host_copies[2 * i]
+    p[o.copy_to + i] = self.host_copies[2 * i + 1]
+  end
+end
+
+--- Take the sizes of the step from its sequences, which have been lengthened.
+local function measure(self, counts, total, copies)
+  local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
+  local size = self.cache.block_size
+  for i = 1, self.count do
+    local length = C.kvl_sequence_length(self.handles[i - 1])
+    local _, n = touched_blocks(length, counts[i], size)
+    turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
+      + math.floor(length / size) - math.floor((length - counts[i]) / size)
+    touched, max_len = touched + n, math.max(max_len, length)
+    open_max = math.max(open_max, n)
+    widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
+  end
+  local width = self.fixed_width
+    or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
+  self.max_len, self.open_max, self.turns = max_len, open_max, turns
+  return fill_sizes(self.sizes, self.count, total, width, touched, copies)
+end
+
+--- Lengthen the sequences, sequence i by counts[i] tokens (all or none of them), put what
+-- the kernels need on the device, and copy the blocks that stopped being shared.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]
+---@param tokens? integer[]  token ids, sequence after sequence
+function Batch:append(seqs, counts, tokens)
+  local total = take_counts(self, seqs, counts)
+  local upload = next_upload(self)
+  local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
+    self.host_slots, self.host_copies))
+  self.seqs, self.count, self.counts = seqs, #seqs, counts
+  local s = measure(self, counts, total, copies)
+  local n = lay_out(self.arrays, s, self.layout)
+  assert(n <= self.room)
+  fill_host(self, counts, tokens, copies)
+  self.cache.tier:place(self)
+  send(self, upload, n)
+  if self.tokens_count ~= total or self.width ~= s.width or self.touched ~= s.touched
+     or self.copies ~= copies or self.viewed ~= self.count then
+    tensor.lasting(make_views, self)
+  end
+  if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
+  return self
+end
+
+return M

@@ -1,0 +1,92 @@
+--- Sequences: the tokens of a request as blocks of a cache. A sequence knows numbers, not
+-- memory; blocks are counted, shared by forks and copied when a shared one grows.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local M = {}
+
+---@class kvlab.Sequence
+---@field cache kvlab.Cache
+---@field state table  what policies and tallies keep for this sequence, by themselves
+local Sequence = {}
+Sequence.__index = Sequence
+
+local WEAK_KEYS = { __mode = "k" }
+local out_sequence = ffi.new "kvl_sequence *[1]"
+
+local function wrap(cache, handle)
+  return setmetatable({ cache = cache, handle = ffi.gc(handle, C.kvl_sequence_close),
+                        state = setmetatable({}, WEAK_KEYS) }, Sequence)
+end
+
+--- An empty sequence over the pool of a cache.
+---@param cache kvlab.Cache
+---@return kvlab.Sequence
+function M.new(cache)
+  check(C.kvl_sequence_open(cache.pool, out_sequence))
+  return wrap(cache, out_sequence[0])
+end
+
+--- The C handle of a sequence; raises, blaming `level`, when the sequence is closed.
+function M.handle(seq, level)
+  return seq.handle or error("the sequence is closed", (level or 2) + 1)
+end
+
+local handle_of = M.handle
+
+--- Tokens so far.
+function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
+--- Blocks held.
+function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
+
+--- The physical blocks in logical order.
+function Sequence:table()
+  local n, list = self:blocks(), {}
+  local row = ffi.new("int32_t[?]", n + 1)
+  check(C.kvl_sequence_table(self.handle, row, n))
+  for i = 1, n do list[i] = row[i - 1] end
+  return list
+end
+
+--- A sequence of the same tokens that shares every block; a shared block that is not full
+-- is copied when one of them grows. Who keeps state for it is asked to copy that.
+function Sequence:fork()
+  check(C.kvl_sequence_fork(handle_of(self), out_sequence))
+  local fork = wrap(self.cache, out_sequence[0])
+  for keeper in pairs(self.state) do
+    if type(keeper) == "table" and keeper.inherit then keeper:inherit(self, fork) end
+  end
+  return fork
+end
+
+local out_slots, out_slots_size, out_copy = nil, 0, ffi.new "int32_t[2]"
+local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
+
+--- Lengthen a sequence of whole blocks by `tokens` whose K and V something else writes.
+function Sequence:extend(tokens)
+  local length = self:length()
+  if length % self.cache.block_size ~= 0 then
+    error(("extend: the sequence has %d tokens, expected a multiple of block_size = %d")
+      :format(length, self.cache.block_size), 2)
+  end
+  if tokens > out_slots_size then
+    out_slots, out_slots_size = ffi.new("int64_t[?]", tokens), tokens
+  end
+  one_handle[0], one_count[0] = handle_of(self), tokens
+  check(C.kvl_sequences_append(one_handle, one_count, 1, out_slots, out_copy))
+end
+
+--- Drop the tokens past `length`.
+function Sequence:truncate(length)
+  check(C.kvl_sequence_truncate(handle_of(self), length))
+end
+
+--- Give the blocks back.
+function Sequence:close()
+  if not self.handle then return end
+  C.kvl_sequence_close(ffi.gc(self.handle, nil))
+  self.handle = nil
+end
+
+return M
