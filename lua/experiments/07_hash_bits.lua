@@ -34,10 +34,10 @@ end
 function Overlap:observe(attention, ctx, selection)
   kv.scope(function()
     local heads = attention.shape.kv_heads
-    kv.ops.score_max_qk(ctx.query, ctx)
-    local best = kv.tensor(ctx.scores.device, "i32",
+    local scores = kv.ops.score_max_qk(ctx.query, ctx)
+    local best = kv.tensor(ctx.device, "i32",
       { ctx.seqs, heads, selection:size(2) })
-    kv.ops.select(ctx.scores, ctx.lens, ctx.block_size, attention.policy.budget, best)
+    kv.ops.select(scores, ctx.lens, ctx.block_size, attention.policy.budget, best)
     local chosen, want, lens = rows_of(selection), rows_of(best), ctx.lens:list()
     for i, row in ipairs(want) do
       local blocks = math.ceil(lens[math.ceil(i / heads)] / ctx.block_size)

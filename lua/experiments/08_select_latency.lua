@@ -45,7 +45,7 @@ local function chooser(config, s)
     means:layer(0):copy_(kv.randn(s.shape.device, "f32", { n, KV_HEADS, DIM },
       { seed = 3 }))
     return function()
-      kv.ops.score_mean(s.query, means, s)
+      kv.ops.score_mean(s.query, means, s, "max", s.scores)
       kv.ops.select(s.scores, s.lens, BLOCK, s.budget, s.selection)
     end
   end

@@ -17,7 +17,7 @@ local function update(self, ev) return self.means and self.means:update(ev) end
 
 local function scores_of(self, ctx)
   if self.means then return ctx:score_means(self.means) end
-  local counts, scores = self.tally:load(ctx), ctx.scores_shared
+  local counts, scores = self.tally:load(ctx), ctx:new_scores(1)
   return counts:mul(0.5, scores):add(ctx:ramp(0.1, 1), scores)
 end
 

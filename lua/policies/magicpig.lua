@@ -27,7 +27,7 @@ local function hash_queries(self, ctx)
   return self.codes
 end
 
---- The chance of a collision of every block, in ctx.scores; 0 past the last one.
+--- The chance of a collision of every block; 0 past the last one.
 local function collision_chance(self, ctx)
   local x = kv.ops.score_hamming(hash_queries(self, ctx), self.hashes, ctx)
   x:div(self.code, x):add(1, x):maximum(0, x) -- p
@@ -40,7 +40,6 @@ return kv.policy.define {
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, bits = 10,
                tables = 150, code = 256, seed = 0 },
   takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
-
   init = function(self, shape)
     self.hashes = kv.hash.summary(shape, { bits = self.code, seed = self.seed })
     self.sampling = kv.sampling(shape, self.seed)
@@ -48,11 +47,13 @@ return kv.policy.define {
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,
   select_blocks = function(self, ctx)
-    return self.sampling:draw(ctx, collision_chance(self, ctx), self.budget)
+    local chance, selection, counts = collision_chance(self, ctx)
+    selection, counts, self.log_weights = self.sampling:draw(ctx, chance, self.budget)
+    return selection, counts
   end,
   compute_decode = function(self, attention, ctx, out)
     local selection, counts = self:select_blocks(ctx)
-    out = attention:over_weighted(selection, self.sampling.log_weights, ctx, out)
+    out = attention:over_weighted(selection, self.log_weights, ctx, out)
     return out, selection, counts
   end,
   score_bytes = function(self) return self.hashes:bytes_block() end,

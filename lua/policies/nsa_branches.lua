@@ -26,7 +26,7 @@ local function other_branches(self, attention, ctx)
   local _, v_scale = attention.cache.format:scales(ctx.layer)
   local newest = kv.policy.recent(math.ceil(self.window / ctx.block_size))
   local window = like(ctx.query)
-  attention:over(ctx:select(ctx.scores_shared:fill_(0), newest), ctx, window)
+  attention:over(ctx:select(ctx:new_scores(1):fill_(0), newest), ctx, window)
   return self.compressed:attend(ctx, v_scale) * gate(self, ctx, 0, self.gate_compressed)
     + window * gate(self, ctx, 2, self.gate_window)
 end
@@ -51,7 +51,7 @@ return kv.policy.define {
   score = function(self, ctx) return self.compressed:score(ctx) end,
   compute_decode = function(self, attention, ctx, out)
     local others = kv.scope(other_branches, self, attention, ctx)
-    local selection, counts = self:select_blocks(ctx) -- a context has one at a time
+    local selection, counts = self:select_blocks(ctx)
     out = kv.scope(add_selected, self, attention, ctx, selection, others, out)
     others:free()
     return out, selection, counts

@@ -10,6 +10,6 @@ return kv.policy.define {
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, seed = 0 },
 
   score = function(self, ctx)
-    return ctx.scores:rand_(self.seed, ctx.total_kv_len * ctx.layers + ctx.layer)
+    return ctx:new_scores():rand_(self.seed, ctx.total_kv_len * ctx.layers + ctx.layer)
   end,
 }

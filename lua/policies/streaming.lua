@@ -10,5 +10,5 @@ return kv.policy.define {
   name = "streaming", prefill = false, decode = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
-  score = function(_, ctx) return ctx.scores_shared:arange_() end,
+  score = function(_, ctx) return ctx:new_scores(1):arange_() end,
 }

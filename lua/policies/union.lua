@@ -27,10 +27,8 @@ return kv.policy.define {
     local marks = ctx:mark((self.one:select_blocks(ctx)))
     marks:mul(BEFORE, marks)
     local scores = self.other:score(ctx)
-    if marks.shape[1] == 1 and scores.shape[1] == 1 then
-      return scores:add(marks, ctx.scores_shared)
-    end
-    return scores:add(marks, ctx.scores)
+    local is_shared = marks.shape[1] == 1 and scores.shape[1] == 1
+    return scores:add(marks, ctx:new_scores(is_shared and 1 or nil))
   end,
   score_bytes = function(self, shape)
     return self.one:score_bytes(shape) + self.other:score_bytes(shape)

@@ -20,14 +20,15 @@ describe("sampling", function()
     attention:begin(cache:batch():append({ seq }, { 1 }), false)
     local ctx = attention.context
     ctx.layer = 0
-    local chances, list = kv.rand(cpu, "f32", ctx.scores:dims(), { seed = 3 }), {}
+    local dims = { ctx.seqs, ctx.kv_heads, ctx.width }
+    local chances, list = kv.rand(cpu, "f32", dims, { seed = 3 }), {}
     for head = 0, HEADS - 1 do
       local row = chances:index(0):index(head):list()
       for b = 1, ctx.width do
         list[head * ctx.width + b] = b <= BLOCKS and 0.1 + 0.9 * row[b] or 0
       end
     end
-    return attention, ctx, kv.from(cpu, "f32", ctx.scores:dims(), list)
+    return attention, ctx, kv.from(cpu, "f32", dims, list)
   end
 
   it("is right on average: what was drawn, weighted, stands for all", function()
@@ -36,9 +37,10 @@ describe("sampling", function()
     local RUNS, sum, squares = 3000, 0, 0
     for run = 1, RUNS do
       sampling.draws:rand_(run)
-      local selection, counts = sampling:draw(ctx, chances:clone(), budget)
+      ctx:begin_layer(ctx.layer, ctx.query, ctx.cache)
+      local selection, counts, drawn = sampling:draw(ctx, chances:clone(), budget)
       assert.same({ 9, 9 }, counts:list())
-      local weights, estimate = sampling.log_weights:list(), 0
+      local weights, estimate = drawn:list(), 0
       for i, block in ipairs(selection:list()) do
         local head = math.floor((i - 1) / selection:size(2))
         estimate = estimate + math.exp(weights[head * ctx.width + block + 1])
@@ -58,15 +60,15 @@ describe("sampling", function()
   it("counts sink, recent and, with room for all, every block once", function()
     local attention, ctx, chances = prepare()
     local sampling = kv.sampling(attention.shape, 5)
-    sampling:draw(ctx, chances:clone(), budget)
-    local weights = sampling.log_weights:list()
+    local _, _, drawn = sampling:draw(ctx, chances:clone(), budget)
+    local weights = drawn:list()
     for head = 0, HEADS - 1 do
       for _, block in ipairs { 0, BLOCKS - 2, BLOCKS - 1 } do
         assert.equal(0, weights[head * ctx.width + block + 1])
       end
     end
-    sampling:draw(ctx, chances:clone(), kv.policy.everything)
-    for _, weight in ipairs(sampling.log_weights:list()) do assert.equal(0, weight) end
+    _, _, drawn = sampling:draw(ctx, chances:clone(), kv.policy.everything)
+    for _, weight in ipairs(drawn:list()) do assert.equal(0, weight) end
   end)
 end)
 

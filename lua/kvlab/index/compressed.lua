@@ -79,20 +79,20 @@ local function score(self, ctx)
   local each, rows = s.heads / s.kv_heads, ctx.seqs * s.heads
   local q, lens = in_units(self, ctx):reshape { rows, s.head_dim }, self:lens(ctx)
   local first = tensor.arange(s.device, "i32", ctx.seqs * s.kv_heads, 0, each)
-  local sum = tensor.zeros(s.device, "f32", ctx.scores:dims())
+  local sum, part = ctx:new_scores():fill_(0), ctx:new_scores()
   for i = 0, each - 1 do -- one query head of every group
     local heads = q:gather_rows(first + i):reshape { ctx.seqs, s.kv_heads, s.head_dim }
-    check(C.kvl_score_max_qk(heads, keys, ctx.tables, lens, C.KVL_GROUP_MAX, ctx.scores))
-    sum:add(ctx.scores:softmax(ctx.scale), sum)
+    check(C.kvl_score_max_qk(heads, keys, ctx.tables, lens, C.KVL_GROUP_MAX, part))
+    sum:add(part:softmax(ctx.scale), sum)
   end
-  ctx.scores:copy_(sum)
+  return sum
 end
 
 --- The attention that the query heads of a KV head together pay to each complete block's
--- compressed key; 0 for others. In ctx.scores.
+-- compressed key; 0 for others: f32 [seqs, kv_heads, width], of the caller's own.
 function Compressed:score(ctx)
-  tensor.scope(score, self, ctx)
-  return ctx.scores
+  local scores = tensor.scope(score, self, ctx)
+  return scores
 end
 
 --- Bytes of one block and KV head.

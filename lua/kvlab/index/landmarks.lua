@@ -202,18 +202,18 @@ local function logits_of(self, ctx, query, tables, lens)
 end
 
 local function score_decode(self, ctx)
-  logits_of(self, ctx, ctx.query, ctx.tables, ctx.lens)
-    :reshape { ctx.seqs, ctx.width, self.shape.block_size }:max(2, ctx.shared_rows)
+  return ctx:shared_by("max", logits_of(self, ctx, ctx.query, ctx.tables, ctx.lens)
+    :reshape { ctx.seqs, ctx.width, self.shape.block_size }, 2)
 end
 
 --- The best logit of each block: of a decoded token, of any token of a prompt's chunk.
 -- A chunk takes 4 bytes a query and token before it.
----@return ffi.cdata* scores  f32 [seqs, kv_heads or 1, ctx.width], of the context
+---@return ffi.cdata* scores  f32 [seqs, kv_heads or 1, ctx.width], the caller's
 function Landmarks:score(ctx)
   local s = self.shape
   if not ctx.is_prefill then
-    tensor.scope(score_decode, self, ctx)
-    return ctx.scores_shared
+    local scores = tensor.scope(score_decode, self, ctx)
+    return scores
   end
   return ctx:score_sequences(function(i, first, count, n)
     local lens = tensor.full(s.device, "i32", { count }, n * s.block_size)

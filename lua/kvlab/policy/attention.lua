@@ -134,7 +134,7 @@ function Attention:forward(layer, q, k, v, out)
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   call_hook(self, hook, ev)
   self.cache.tier:appended(layer)
-  ctx.layer, ctx.query, ctx.cache = layer, q, self.cache:layer(layer)
+  ctx:begin_layer(layer, q, self.cache:layer(layer))
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
   call_hook(self, "attention_begin", ctx)
@@ -203,8 +203,8 @@ local function new_scratch(self, tokens)
            tensor.tensor(dev, "f32", { tokens, shape.heads }) }
 end
 
---- Buffers for a part of a step's result: out f32 [tokens, heads, head_dim] and two lse
--- f32 [tokens, heads].
+--- For the readers of memory tiers, of which one runs at a time: buffers for a part of a
+-- step's result, out f32 [tokens, heads, head_dim] and two lse f32 [tokens, heads].
 function Attention:scratch(ctx)
   local tokens = tonumber(ctx.query.shape[0])
   local s = self.scratches[tokens]

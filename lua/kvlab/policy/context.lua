@@ -1,5 +1,10 @@
---- What a policy sees of one layer of one step, and the buffers it writes to. One context
--- lives as long as its attention and is refilled, so that a step allocates nothing.
+--- What a policy sees of one layer of one step. One context lives as long as its
+-- attention and is refilled.
+--
+-- Scores, marks and selections come from pools of the context. Whoever asks gets tensors
+-- that nobody else gets, until the layer's attention is over; then they go back by
+-- themselves. A policy may combine as many as it likes, and a step that repeats allocates
+-- nothing.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
@@ -25,34 +30,117 @@ local M = {}
 ---@field lens ffi.cdata*        i32 [seqs]
 ---@field starts ffi.cdata*|nil  i32 [seqs + 1], prefill
 ---@field cache ffi.cdata*       this layer's KV memory
----@field scores ffi.cdata*      f32 [seqs, kv_heads, width], to be written by score
----@field scores_shared ffi.cdata*  f32 [seqs, 1, width], the same for all heads
+---@field device ffi.cdata*
 ---@field batch kvlab.Batch      the step's batch: counts of new tokens and more
 local Context = {}
 Context.__index = Context
 
+-- ---- pools ----------------------------------------------------------------------------
+
+--- buffers: memory for the largest step, one for each that was ever taken at once; views
+-- of it, for steps of the present shape, by place and by size.
+local function new_pool() return { taken = 0, buffers = {}, views = {} } end
+
+local function give_back(pools)
+  for _, pool in pairs(pools) do pool.taken = 0 end
+end
+
+local function forget_views(pools)
+  for _, pool in pairs(pools) do pool.views = {} end
+end
+
+local function new_score_buffer(self, heads)
+  return tensor.tensor(self.device, "f32", { self.max_seqs * heads * self.max_blocks })
+end
+
+local function new_score_view(self, buffer, heads)
+  local view = buffer:narrow(0, self.seqs * heads * self.width)
+    :reshape { self.seqs, heads, self.width }
+  return { tensor = view, matrix = view:reshape { self.seqs * heads, self.width },
+           shared = heads == 1 and view:reshape { self.seqs, self.width } or nil }
+end
+
+local function take_scores(self, heads)
+  heads = heads or self.kv_heads
+  local pool = self.scores[heads]
+  if not pool then
+    error(("scores are for %s heads, expected 1 or kv_heads = %d"):format(
+      tostring(heads), self.kv_heads), 3)
+  end
+  local place = pool.taken + 1
+  pool.taken = place
+  local view = pool.views[place]
+  if view then return view end
+  local buffer = pool.buffers[place] or tensor.lasting(new_score_buffer, self, heads)
+  pool.buffers[place] = buffer
+  view = tensor.lasting(new_score_view, self, buffer, heads)
+  pool.views[place] = view
+  return view
+end
+
+--- A tensor for scores, of the caller's own until the layer's attention is over: f32
+-- [seqs, heads, width], what it holds undefined.
+---@param heads? integer  kv_heads, or 1: the same scores for all heads
+---@return ffi.cdata*
+function Context:new_scores(heads) return take_scores(self, heads).tensor end
+
+local function new_selection_buffers(self, heads)
+  return { blocks = tensor.tensor(self.device, "i32",
+             { self.max_seqs * heads * self.max_blocks }),
+           counts = tensor.tensor(self.device, "i32", { self.max_seqs * heads }) }
+end
+
+local function new_selection_view(self, buffers, heads, n)
+  local flat = buffers.blocks:narrow(0, self.seqs * heads * n)
+  return {
+    selection = flat:reshape { self.seqs, heads, n },
+    counts = buffers.counts:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
+    matrix = flat:reshape { self.seqs * heads, n },
+  }
+end
+
+--- A selection of at most `n` blocks for `heads` heads, with its counts.
+local function take_selection(self, heads, n)
+  local pool = self.selections[heads]
+  local place = pool.taken + 1
+  pool.taken = place
+  pool.views[place] = pool.views[place] or {}
+  local view = pool.views[place][n]
+  if not view then
+    local buffers = pool.buffers[place] or tensor.lasting(new_selection_buffers, self,
+      heads)
+    pool.buffers[place] = buffers
+    view = tensor.lasting(new_selection_view, self, buffers, heads, n)
+    pool.views[place][n] = view
+  end
+  return view
+end
+
+--- The view of a selection that was taken for this layer; raises for any other tensor.
+local function view_of(self, selection)
+  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local pool = self.selections[heads]
+  for place = 1, pool and pool.taken or 0 do
+    local view = pool.views[place][n]
+    if view and view.selection.ptr == selection.ptr then return view end
+  end
+  error("mark: expected a selection that this context made for the present layer", 3)
+end
+
+-- ---- a step ---------------------------------------------------------------------------
+
 ---@param shape table   see policy.lua
 ---@param limits table  max_seqs, max_blocks, format of the cache
 function M.new(shape, limits)
-  local size = limits.max_seqs * shape.kv_heads * limits.max_blocks
   return setmetatable({
+    device = shape.device, max_seqs = limits.max_seqs, max_blocks = limits.max_blocks,
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
     step = 0, shape_number = 0,
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
-    score_buffer = tensor.tensor(shape.device, "f32", { size }),
-    shared_buffer = tensor.tensor(shape.device, "f32",
-      { limits.max_seqs * limits.max_blocks }),
-    selection_buffer = tensor.tensor(shape.device, "i32", { size }),
-    counts_buffer = tensor.tensor(shape.device, "i32",
-      { limits.max_seqs * shape.kv_heads }),
-    selections = {},
+    scores = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
+    selections = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
   }, Context)
-end
-
-local function score_view(self, buffer, heads)
-  return buffer:narrow(0, self.seqs * heads * self.width)
-    :reshape { self.seqs, heads, self.width }
 end
 
 --- Point the context at a new step.
@@ -65,22 +153,37 @@ function Context:begin(batch, is_prefill)
   if self.seqs ~= batch.count or self.width ~= batch.width then
     self.seqs, self.width = batch.count, batch.width
     self.shape_number = self.shape_number + 1
-    self.scores = tensor.lasting(score_view, self, self.score_buffer, self.kv_heads)
-    self.scores_shared = tensor.lasting(score_view, self, self.shared_buffer, 1)
-    self.shared_rows = tensor.lasting(self.scores_shared.reshape, self.scores_shared,
-      { self.seqs, self.width })
-    self.selections, self.ramps = {}, nil
+    forget_views(self.scores)
+    forget_views(self.selections)
+    self.ramps = nil
   end
 end
 
---- The mean of scores over the KV heads, in scores_shared: one selection for all heads.
-function Context:mean_over_heads(scores)
-  scores:mean(1, self.shared_rows)
-  return self.scores_shared
+--- Point the context at a layer of the step: what the layer before took goes back.
+---@param layer integer
+---@param query ffi.cdata*
+---@param memory ffi.cdata*  the layer's KV memory
+function Context:begin_layer(layer, query, memory)
+  self.layer, self.query, self.cache = layer, query, memory
+  give_back(self.scores)
+  give_back(self.selections)
+end
+
+--- The mean of scores over the KV heads, for one selection of all heads: f32 [seqs, 1,
+-- width], of the caller's own.
+function Context:mean_over_heads(scores) return self:shared_by("mean", scores, 1) end
+
+--- A reduction over dim `dim` of a tensor whose other dims are seqs and width, as scores
+-- that all heads share: f32 [seqs, 1, width], of the caller's own.
+---@param reduction string  mean, max, min, sum
+function Context:shared_by(reduction, values, dim)
+  local view = take_scores(self, 1)
+  values[reduction](values, dim, view.shared)
+  return view.tensor
 end
 
 --- q . mean(K) of each block for the newest token of each sequence, the mean over all
--- heads, in scores_shared. Of a prefill chunk, in new tensors.
+-- heads: f32 [seqs, 1, width], of the caller's own. Of a prefill chunk, in new tensors.
 ---@param means kvlab.Summary
 function Context:score_means(means)
   local q = self.query
@@ -101,7 +204,7 @@ function Context:weights(scores)
 end
 
 local function make_ramps(self)
-  local dev, seqs = self.scores.device, self.seqs
+  local dev, seqs = self.device, self.seqs
   local floats = tensor.tensor(dev, "f32", { seqs })
   return { columns = tensor.arange(dev, "f32", self.width),
            blocks = tensor.tensor(dev, "i32", { seqs }),
@@ -110,36 +213,18 @@ local function make_ramps(self)
 end
 
 --- From `low` for the first block of each sequence to `high` for the last: f32 [seqs, 1,
--- width]. One of them a step.
+-- width], of the caller's own.
 function Context:ramp(low, high)
   local r = self.ramps or tensor.lasting(make_ramps, self)
   self.ramps = r
-  if r.step == self.step then return r.ramp end
-  r.step = self.step
-  self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- blocks less one
-  r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
-  r.columns:div(r.steps, r.ramp)
-  return r.ramp:mul(high - low, r.ramp):add(low, r.ramp)
-end
-
-local function make_selection_views(self, heads, n)
-  local flat = self.selection_buffer:narrow(0, self.seqs * heads * n)
-  return {
-    selection = flat:reshape { self.seqs, heads, n },
-    counts = self.counts_buffer:narrow(0, self.seqs * heads):reshape { self.seqs, heads },
-    rows = flat:reshape { self.seqs * heads, n },
-  }
-end
-
---- Views for a selection of at most `n` blocks for `heads` heads.
-local function selection_views(self, heads, n)
-  local key = heads * 2 ^ 32 + n
-  local views = self.selections[key]
-  if not views then
-    views = tensor.lasting(make_selection_views, self, heads, n)
-    self.selections[key] = views
+  if r.step ~= self.step then -- from 0 to 1, once a step
+    r.step = self.step
+    self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- blocks less one
+    r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
+    r.columns:div(r.steps, r.ramp)
   end
-  return views
+  local ramp = self:new_scores(1)
+  return r.ramp:mul(high - low, ramp):add(low, ramp)
 end
 
 --- The budget of this step. A prefill chunk also gets the blocks that it lies in: a token
@@ -153,12 +238,13 @@ end
 
 local function select_within(self, scores, budget)
   local n = policy.budget_blocks(budget, self.width)
-  local views = selection_views(self, tonumber(scores.shape[1]), n)
-  return ops.select(scores, self.lens, self.block_size, budget, views.selection,
-    views.counts)
+  local view = take_selection(self, tonumber(scores.shape[1]), n)
+  return ops.select(scores, self.lens, self.block_size, budget, view.selection,
+    view.counts)
 end
 
---- Sink, recent and the best scores within a budget: selection and counts.
+--- Sink, recent and the best scores within a budget: selection and counts, both of the
+-- caller's own until the layer's attention is over.
 ---@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
 ---@param budget ffi.cdata*  kvl_budget
 function Context:select(scores, budget)
@@ -179,22 +265,16 @@ function Context:expect(scores, budget, most)
   return (select_within(self, scores, few))
 end
 
-local function make_marks(self, heads, n)
-  local marks = tensor.tensor(self.scores.device, "f32", { self.seqs, heads, self.width })
-  return { marks = marks, rows = marks:reshape { self.seqs * heads, self.width },
-           ones = tensor.ones(self.scores.device, "f32", { self.seqs * heads, n }) }
-end
-
---- 1 where a selection that Context:select made has a block, else 0: f32 [seqs, heads,
--- width], valid until the next one of the same size.
+--- 1 where a selection that this context made for the layer has a block, else 0: f32
+-- [seqs, heads, width], of the caller's own.
 function Context:mark(selection)
-  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
-  local views = selection_views(self, heads, n)
-  local m = views.marks or tensor.lasting(make_marks, self, heads, n)
-  views.marks = m
-  m.marks:fill_(0)
-  m.rows:scatter_(views.rows, m.ones)
-  return m.marks
+  local view = view_of(self, selection)
+  view.ones = view.ones
+    or tensor.lasting(tensor.ones, self.device, "f32", view.matrix:dims())
+  local marks = take_scores(self, tonumber(selection.shape[1]))
+  marks.tensor:fill_(0)
+  marks.matrix:scatter_(view.matrix, view.ones)
+  return marks.tensor
 end
 
 --- The fewest blocks of a selection that Context:select made whose weights reach `mass`
@@ -213,16 +293,16 @@ end
 function Context:select_nearest(hashes, budget, is_shared)
   budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)
-  local views = selection_views(self, is_shared and 1 or self.kv_heads, n)
-  return ops.select_hamming(self.query, hashes, self, budget, views.selection,
-    views.counts)
+  local view = take_selection(self, is_shared and 1 or self.kv_heads, n)
+  return ops.select_hamming(self.query, hashes, self, budget, view.selection,
+    view.counts)
 end
 
 --- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a
 -- sequence's n blocks before the chunk, f32 [kv_heads, n]; its queries are rows first ...
 -- first + count - 1 of ctx.query. The blocks of the chunk itself are selected anyway.
 function Context:score_sequences(fn)
-  local dev, first = self.scores.device, 0
+  local dev, first, scores = self.device, 0, self:new_scores()
   tensor.scope(function()
     local columns = tensor.zeros(dev, "i32", { self.kv_heads, 1 })
       + tensor.arange(dev, "i32", self.width)
@@ -230,12 +310,12 @@ function Context:score_sequences(fn)
       local count = self.batch.counts[i]
       local n = math.floor((seq:length() - count) / self.block_size)
       if n > 0 and count > 0 then -- columns past n are out of range: zeros
-        fn(i - 1, first, count, n):gather(columns, self.scores:index(i - 1))
+        fn(i - 1, first, count, n):gather(columns, scores:index(i - 1))
       end
       first = first + count
     end
   end)
-  return self.scores
+  return scores
 end
 
 --- fn(owner, ctx, seq, i, first, count) for every sequence of a prefill step: i counts
@@ -283,7 +363,7 @@ end
 --- 0 where row r sees column c, else -inf: f32 [rows, columns]. It sees those before
 -- (start + r) / per, rounded down. A new tensor.
 function Context:causal_bias(rows, columns, start, per)
-  local dev = self.scores.device
+  local dev = self.device
   local seen = (tensor.arange(dev, "i32", rows, start) / per):reshape { rows, 1 }
   local zeros = tensor.zeros(dev, "f32", { rows, columns })
   return tensor.arange(dev, "i32", columns):lt(seen):where(zeros, zeros - math.huge)
@@ -291,7 +371,7 @@ end
 
 --- A selection of every block, for what cannot do without one.
 function Context:everything()
-  return (self:select(self.scores_shared:fill_(0), policy.everything))
+  return (self:select(self:new_scores(1):fill_(0), policy.everything))
 end
 
 --- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
@@ -308,8 +388,9 @@ function Context:score_on_host(fn)
     local blocks = self.sequences[s + 1]:blocks()
     for head = 0, heads - 1 do fn(rows + (s * heads + head) * width, blocks, s, head) end
   end
-  library.check(library.C.kvl_tensor_write(self.scores, rows, 4 * n))
-  return self.scores
+  local scores = self:new_scores()
+  library.check(library.C.kvl_tensor_write(scores, rows, 4 * n))
+  return scores
 end
 
 return M

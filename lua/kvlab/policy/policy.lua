@@ -21,7 +21,7 @@
 --                                          them the step began or filled. With KV in host
 --                                          memory this is before they leave the device
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
---                                          is better; ctx.scores is a buffer to write
+--                                          is better; ctx:new_scores() is one to write
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the

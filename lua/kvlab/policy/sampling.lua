@@ -6,8 +6,9 @@
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   compute_decode = function(self, attention, ctx, out)
---     local selection, counts = self.sampling:draw(ctx, chances, self.budget)
---     out = attention:over_weighted(selection, self.sampling.log_weights, ctx, out)
+--     local selection, counts, log_weights =
+--       self.sampling:draw(ctx, chances, self.budget)
+--     out = attention:over_weighted(selection, log_weights, ctx, out)
 --     return out, selection, counts
 --   end,
 --
@@ -21,21 +22,19 @@ local M = {}
 local CERTAIN, NEVER = 1e9, 1e-30 -- in place of chances of 1 and 0
 
 ---@class kvlab.Sampling
----@field log_weights ffi.cdata*  f32 [seqs, kv_heads, width], of the last draw
 local Sampling = {}
 Sampling.__index = Sampling
 
 local function make_buffers(self, ctx)
   local dev, draws = self.device, {}
   for i = 0, ctx.layers - 1 do draws[i] = self.draws:index(i):narrow(0, ctx.width) end
-  local function like_scores() return tensor.open_like(ctx.scores) end
   local left = tensor.tensor(dev, "f32", { ctx.seqs, ctx.kv_heads })
-  return { draws = draws, priority = like_scores(), weights = like_scores(), left = left,
+  return { draws = draws, left = left,
            left_rows = left:reshape { ctx.seqs, ctx.kv_heads, 1 } }
 end
 
---- Blocks within a budget: selection and counts. The logarithms of their weights are
--- self.log_weights.
+--- Blocks within a budget: selection, counts, and the logarithms of the weights of all
+-- blocks, f32 [seqs, kv_heads, width], of the caller's own until the layer is over.
 ---@param ctx kvlab.Context
 ---@param chance ffi.cdata*  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last block;
 --                           overwritten
@@ -46,17 +45,17 @@ function Sampling:draw(ctx, chance, budget)
     self.shape_number = ctx.shape_number
   end
   local b, ends = self.buffers, self.ends
+  local priority, weights = ctx:new_scores(), ctx:new_scores()
   ends.sink, ends.recent = budget.sink, budget.recent
-  chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, b.weights), chance)
-  chance:div(b.draws[ctx.layer], b.priority)
-  local selection, counts = ctx:select(b.priority, budget)
+  chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
+  chance:div(b.draws[ctx.layer], priority)
+  local selection, counts = ctx:select(priority, budget)
   -- minus the largest priority that was left out; 0 where nothing was
-  ctx:mark(selection):sub(1, b.weights):mul(b.priority, b.weights):min(2, b.left)
+  ctx:mark(selection):sub(1, weights):mul(priority, weights):min(2, b.left)
   b.left:neg(b.left):log(b.left)
-  chance:maximum(NEVER, chance):log(b.weights)
-  b.left_rows:sub(b.weights, b.weights):maximum(0, b.weights)
-  self.log_weights = b.weights
-  return selection, counts
+  chance:maximum(NEVER, chance):log(weights)
+  b.left_rows:sub(weights, weights):maximum(0, weights)
+  return selection, counts, weights
 end
 
 --- Draws for the layers and blocks of a shape, as policy.init gets it.

@@ -86,29 +86,34 @@ local function group_number(name)
     or error(("group is %s, expected max or mean"):format(tostring(name)), 3)
 end
 
---- Scores of every block for a policy's ctx, written to ctx.scores.
+--- Scores of every block for a policy's ctx: f32 [seqs, kv_heads, width], of the caller's
+-- own until the layer's attention is over, or written to `scores` where that is given.
 ---@param q ffi.cdata*         [seqs, heads, head_dim]
 ---@param summary kvlab.Summary
 ---@param ctx kvlab.Context
 ---@param group? string        how the query heads of a KV head join: max, mean
-function M.score_minmax(q, summary, ctx, group)
+---@param scores? ffi.cdata*   f32 [seqs, kv_heads, width]
+function M.score_minmax(q, summary, ctx, group, scores)
+  scores = scores or ctx:new_scores()
   check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
-    ctx.block_size, group_number(group), ctx.scores))
-  return ctx.scores
+    ctx.block_size, group_number(group), scores))
+  return scores
 end
 
 --- q . summary for every block, as score_minmax has it.
-function M.score_mean(q, summary, ctx, group)
+function M.score_mean(q, summary, ctx, group, scores)
+  scores = scores or ctx:new_scores()
   check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
-    ctx.block_size, group_number(group), ctx.scores))
-  return ctx.scores
+    ctx.block_size, group_number(group), scores))
+  return scores
 end
 
 --- The exact largest q . k of each block, read from the cache itself.
-function M.score_max_qk(q, ctx, group)
+function M.score_max_qk(q, ctx, group, scores)
+  scores = scores or ctx:new_scores()
   check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
-    ctx.scores))
-  return ctx.scores
+    scores))
+  return scores
 end
 
 --- The best blocks within a budget, sink and recent among them, ascending.
@@ -124,13 +129,13 @@ function M.select(scores, lens, block_size, budget, selection, counts)
 end
 
 --- Minus the bits in which each block's hash differs from its KV head's query hash,
--- written to `scores` (ctx.scores).
+-- like the scores of score_minmax.
 ---@param q_hashes ffi.cdata*  u64 [seqs, kv_heads, words]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
----@param scores? ffi.cdata*   ctx.scores_shared: the best of the KV heads
+---@param scores? ffi.cdata*   where to; f32 [seqs, 1, width]: the best of the KV heads
 function M.score_hamming(q_hashes, hashes, ctx, scores)
-  scores = scores or ctx.scores
+  scores = scores or ctx:new_scores()
   check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
     ctx.block_size, scores))
   return scores

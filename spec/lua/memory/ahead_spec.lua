@@ -139,9 +139,9 @@ describe("blocks brought ahead", function()
 
     it("are brought inside a graph that is replayed", function()
       local known = kv.policy.define { name = "known", decode = true, defaults = {},
-        score = function(_, ctx) return ctx.scores_shared:fill_(1) end,
+        score = function(_, ctx) return ctx:new_scores(1):fill_(1) end,
         predict = function(_, ctx)
-          return ctx:expect(ctx.scores_shared:fill_(1), kv.policy.everything, 1000)
+          return ctx:expect(ctx:new_scores(1):fill_(1), kv.policy.everything, 1000)
         end }
       local function play(is_recorded)
         local its_rig = rig.new(dev, { offload = { hot_slots = 128 } })
@@ -197,7 +197,7 @@ describe("blocks brought ahead", function()
     local dev, options = kv.device "cpu", require "kvlab.command_line"
     local first = kv.policy.define { name = "first", decode = true,
       defaults = { blocks = 1 },
-      score = function(_, ctx) return ctx.scores_shared:fill_(0) end,
+      score = function(_, ctx) return ctx:new_scores(1):fill_(0) end,
       predict = function(self, ctx)
         return ctx:expect(self:score(ctx), kv.policy.everything, 1000)
       end }
@@ -274,7 +274,7 @@ describe("blocks brought ahead", function()
   it("are asked for in decode and at the end of a prompt only", function()
     local asked = {}
     local policy = kv.policy.define { name = "watch", decode = true, defaults = {},
-      score = function(_, ctx) return ctx.scores_shared:fill_(1) end,
+      score = function(_, ctx) return ctx:new_scores(1):fill_(1) end,
       predict = function(_, ctx)
         asked[#asked + 1] = ctx.is_prefill and "prompt" or "decode"
       end }

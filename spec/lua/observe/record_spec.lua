@@ -65,7 +65,8 @@ local function check(dev)
       local policy = kv.policy.define {
         name = "counting", decode = true,
         score = function(_, ctx)
-          return ctx.scores:arange_():add(1000 * ctx.layer, ctx.scores)
+          local scores = ctx:new_scores():arange_()
+          return scores:add(1000 * ctx.layer, scores)
         end,
       }
       local width
@@ -88,7 +89,7 @@ local function check(dev)
         name = "half", decode = true,
         select_blocks = function(self, ctx)
           if ctx.layer % 2 == 1 then return nil end
-          return ctx:select(ctx.scores:fill_(1), self.budget)
+          return ctx:select(ctx:new_scores():fill_(1), self.budget)
         end,
       }
       local record
