@@ -47,8 +47,9 @@ return kv.policy.define {
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,
   select_blocks = function(self, ctx)
-    local chance, selection, counts = collision_chance(self, ctx)
-    selection, counts, self.log_weights = self.sampling:draw(ctx, chance, self.budget)
+    local chance = collision_chance(self, ctx)
+    local selection, counts, log_weights = self.sampling:draw(ctx, chance, self.budget)
+    self.log_weights = log_weights
     return selection, counts
   end,
   compute_decode = function(self, attention, ctx, out)
