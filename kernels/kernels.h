@@ -75,22 +75,30 @@ struct kvl_reduce_args {
   const void *a;
   void *out;
   int64_t outer, n, inner;
+  void *workspace;    /* as many bytes as kvl_backend's workspace() says, here and below */
   int32_t op, dtype, out_dtype;
 };
 struct kvl_softmax_args {
   const void *a;
   void *out;
   int64_t rows, n;
+  void *workspace;
   float scale;
   int32_t dtype, out_dtype;
 };
-struct kvl_argmax_args { const void *a; int32_t *out; int64_t rows, n; int32_t dtype; };
+struct kvl_argmax_args {
+  const void *a;
+  int32_t *out;
+  int64_t rows, n;
+  void *workspace;
+  int32_t dtype;
+};
 struct kvl_topk_args {
   const float *a;
   float *values;      /* optional */
   int32_t *indices;
   int64_t rows, n, k;
-  void *workspace;    /* kvl_workspace bytes */
+  void *workspace;
   int32_t largest, by_index;
 };
 /* Batch strides in elements; 0 shares b. */

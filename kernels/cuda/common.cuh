@@ -20,10 +20,7 @@ struct kvl_cuda_queue {
   int sm_count;
   int shared_optin;        /* bytes of shared memory a block may ask for */
   int device;
-  void *blas_workspace;
-  void *scratch;           /* KVL_CUDA_SCRATCH bytes for ops whose args have no workspace */
 };
-enum { KVL_CUDA_SCRATCH = 4 << 20 };
 
 /* Defines the launcher, and the workspace size, of an op. */
 #define KVL_CUDA_KERNEL(op) extern "C" int kvl_cuda_##op(const void *args, void *queue)

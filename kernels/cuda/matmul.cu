@@ -17,6 +17,11 @@
 
 namespace {
 
+enum {
+  WORKSPACE = 32 << 20,       /* what NVIDIA recommends on Hopper */
+  SHARED_LEAST = 99 << 10,    /* a block may ask for this on every device from sm_80 on */
+};
+
 cudaDataType_t type_of(int dtype) {
   if (dtype == KVL_DTYPE_F32) return CUDA_R_32F;
   return dtype == KVL_DTYPE_F16 ? CUDA_R_16F : CUDA_R_16BF;
@@ -43,8 +48,6 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
 
 /* ---- f8e4m3: cublasLt ---------------------------------------------------------------- */
 
-enum { F8_WORKSPACE = 32 << 20 };   /* what NVIDIA recommends on Hopper */
-
 /* A matrix of `rows` rows in memory: column-major, its columns. */
 void layout(cublasLtMatrixLayoutOpaque_t *l, cudaDataType_t type, int64_t rows,
             int64_t columns) {
@@ -54,7 +57,7 @@ void layout(cublasLtMatrixLayoutOpaque_t *l, cudaDataType_t type, int64_t rows,
 int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
   const float one = 1, zero = 0;
   const cublasOperation_t transpose = CUBLAS_OP_T;
-  const uint64_t bytes = F8_WORKSPACE;
+  const uint64_t bytes = WORKSPACE;
   const char *a = (const char *)g->a + i * g->a_stride;
   const char *b = (const char *)g->b + i * g->b_stride;
   char *out = (char *)g->out + (size_t)(i * g->out_stride) * bytes_of(g->out_dtype);
@@ -86,7 +89,9 @@ int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
 
 KVL_CUDA_WORKSPACE(matmul) {
   (void)sm_count;
-  return ((const kvl_matmul_args *)args)->dtype == KVL_DTYPE_F8E4M3 ? F8_WORKSPACE : 0;
+  const kvl_matmul_args *g = (const kvl_matmul_args *)args;
+  if (g->batch == 0 || g->m == 0 || g->n == 0 || g->k == 0) return 0;
+  return kvl::takes_matvec(*g, SHARED_LEAST) ? 0 : WORKSPACE;
 }
 
 KVL_CUDA_KERNEL(matmul) {
@@ -97,12 +102,15 @@ KVL_CUDA_KERNEL(matmul) {
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
-  if (kvl::takes_matvec(*g, q)) return kvl::launch_matvec(*g, q);
+  if (kvl::takes_matvec(*g, q->shared_optin)) return kvl::launch_matvec(*g, q);
   int status = kvl__cuda_blas(q);
   if (g->dtype == KVL_DTYPE_F8E4M3) {
     for (int64_t i = 0; i < g->batch && status == KVL_OK; i++) status = multiply_f8(g, q, i);
     return status == KVL_OK ? kvl__cuda_launched() : status;
   }
+  if (status == KVL_OK)
+    status = kvl__cuda_blas_check(cublasSetWorkspace(q->blas, g->workspace, WORKSPACE),
+                                  "cublasSetWorkspace");
   enum { BATCH_MAX = 65535 };   /* some of its kernels put the batch in a grid dimension */
   for (int64_t i = 0; i < g->batch && status == KVL_OK; i += BATCH_MAX)
     status = multiply(g, q, i, g->batch - i < BATCH_MAX ? g->batch - i : BATCH_MAX);

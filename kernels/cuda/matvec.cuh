@@ -108,10 +108,11 @@ matvec(const uint4 *a, const uint4 *b, Out *out, int64_t n, int packs) {
   }
 }
 
-inline bool takes_matvec(const kvl_matmul_args &g, const kvl_cuda_queue *q) {
+/* shared_optin: bytes of shared memory a block may ask for. */
+inline bool takes_matvec(const kvl_matmul_args &g, int shared_optin) {
   return g.transpose_b && g.batch == 1 && g.m <= MATVEC_ROWS && g.k % 8 == 0 &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
-         aligned16(g.a, g.b, g.out) && g.m * g.k * 2 <= q->shared_optin - 1024;
+         aligned16(g.a, g.b, g.out) && g.m * g.k * 2 <= shared_optin - 1024;
 }
 
 template <class T, class Out, int M>

@@ -5,7 +5,7 @@
  * tree; i32 wraps. The order of adding depends only on the shape and the device's size.
  * Reads a once. Rows (inner == 1): a warp or a block each. Columns: a pack of them a
  * thread, the threads of a block spread down n. Where that leaves the device idle, n is
- * cut into pieces whose results, in the scratch, are reduced by the same kernels. Pieces of
+ * cut into pieces whose results, in the workspace, are reduced by the same kernels. Pieces of
  * a row are interleaved tiles: blocks that read side by side at any time are faster than
  * blocks that each read a stretch.
  * Limit: memory bandwidth; this op over one row is what others call R.
@@ -200,17 +200,29 @@ void columns(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {
                          q->stream>>>(a, s, wide, to);
 }
 
+/* Elements that a thread takes at once: 16 bytes of them, or 1 where alignment forbids it. */
+int pack_of(const kvl_reduce_args *g) {
+  int n = g->dtype == KVL_DTYPE_F32 || g->dtype == KVL_DTYPE_I32 ? 4 : 8;
+  bool wide = g->inner == 1 ? kvl::wide_rows(g->outer, g->n, n, g->a)
+                            : kvl::aligned16(g->a) && g->inner % n == 0;
+  return wide ? n : 1;
+}
+
 /* Pieces of n for columns: at least 16 rounds of a block's threads each. */
-kvl::split split_columns(const shape &s, int n, const kvl_cuda_queue *q) {
-  int wide = columns_wide(s.inner / n), tall = THREADS / wide;
-  int64_t blocks = s.outer * ((s.inner + wide * n - 1) / (wide * n));
-  int64_t want = (int64_t)q->sm_count * 8 / blocks, most = s.n / (16 * tall);
-  int64_t room = (int64_t)(KVL_CUDA_SCRATCH / 4) / (s.outer * s.inner);
+kvl::split split_columns(const kvl_reduce_args *g, int sm_count) {
+  int n = pack_of(g), wide = columns_wide(g->inner / n), tall = THREADS / wide;
+  int64_t blocks = g->outer * ((g->inner + wide * n - 1) / (wide * n));
+  int64_t want = (int64_t)sm_count * 8 / blocks, most = g->n / (16 * tall);
   if (want > most) want = most;
-  if (want > room) want = room;
-  if (want < 2) return {1, s.n};
-  int64_t length = (s.n + want - 1) / want;
-  return {(s.n + length - 1) / length, length};
+  if (want < 2) return {1, g->n};
+  int64_t length = (g->n + want - 1) / want;
+  return {(g->n + length - 1) / length, length};
+}
+
+kvl::split split_of(const kvl_reduce_args *g, int sm_count) {
+  if (g->outer == 0 || g->inner == 0) return {1, g->n};
+  return g->inner == 1 ? kvl::split_rows(g->outer, g->n, sm_count)
+                       : split_columns(g, sm_count);
 }
 
 template <int N, class F, class T>
@@ -218,24 +230,20 @@ void reduce(const kvl_reduce_args *g, const kvl_cuda_queue *q) {
   using A = typename sum_of<T>::type;
   const T *a = (const T *)g->a;
   sink to = {g->out, g->out_dtype, g->op == KVL_REDUCE_MEAN ? (float)g->n : 1.0f};
-  sink part = {q->scratch, kvl::same<A, float> ? KVL_DTYPE_F32 : KVL_DTYPE_I32, 1.0f};
-  shape s = {g->outer, g->n, g->inner, {1, g->n}};
+  sink part = {g->workspace, kvl::same<A, float> ? KVL_DTYPE_F32 : KVL_DTYPE_I32, 1.0f};
+  shape s = {g->outer, g->n, g->inner, split_of(g, q->sm_count)};
   bool flat = g->inner == 1;
-  s.cut = flat ? kvl::split_rows(g->outer, g->n, sizeof(A), q) : split_columns(s, N, q);
   if (flat) rows<N, F>(a, s, s.cut.count > 1 ? part : to, q);
   else columns<N, F>(a, s, s.cut.count > 1 ? part : to, q);
   if (s.cut.count == 1) return;
   shape joined = {g->outer, s.cut.count, g->inner, {1, s.cut.count}};
-  if (flat) rows<1, F>((const A *)q->scratch, joined, to, q);
-  else columns<1, F>((const A *)q->scratch, joined, to, q);
+  if (flat) rows<1, F>((const A *)g->workspace, joined, to, q);
+  else columns<1, F>((const A *)g->workspace, joined, to, q);
 }
 
 template <class T, class F> int reduce_by(const kvl_reduce_args *g, void *queue) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  constexpr int n = kvl::WIDE<T>;
-  bool wide = g->inner == 1 ? kvl::wide_rows(g->outer, g->n, n, g->a)
-                            : kvl::aligned16(g->a) && g->inner % n == 0;
-  if (wide) reduce<n, F, T>(g, q);
+  if (pack_of(g) > 1) reduce<kvl::WIDE<T>, F, T>(g, q);
   else reduce<1, F, T>(g, q);
   return kvl__cuda_launched();
 }
@@ -247,6 +255,11 @@ template <class T> int reduce_of(const kvl_reduce_args *g, void *queue) {
 }
 
 }  // namespace
+
+KVL_CUDA_WORKSPACE(reduce) {
+  const kvl_reduce_args *g = (const kvl_reduce_args *)args;
+  return kvl::bytes_of_pieces(split_of(g, sm_count), g->outer * g->inner, 4);
+}
 
 KVL_CUDA_KERNEL(reduce) {
   const kvl_reduce_args *g = (const kvl_reduce_args *)args;

@@ -56,18 +56,22 @@ template <class... P> bool wide_rows(int64_t rows, int64_t length, int n, P... p
 }
 
 /* How few long rows are cut: `count` pieces of `length` elements (a multiple of 16) each,
- * so that the device is full and count * rows results of `bytes` fit the scratch. */
+ * so that the device is full. There are at most 8 * sm_count pieces of all rows together. */
 struct split {
   int64_t count, length;
 };
-inline split split_rows(int64_t rows, int64_t n, size_t bytes, const kvl_cuda_queue *q) {
-  int64_t want = (int64_t)q->sm_count * 8 / rows, most = n / ROW_CHUNK;
-  int64_t room = (int64_t)(KVL_CUDA_SCRATCH / bytes) / rows;
+inline split split_rows(int64_t rows, int64_t n, int sm_count) {
+  if (rows == 0) return {1, n};
+  int64_t want = (int64_t)sm_count * 8 / rows, most = n / ROW_CHUNK;
   if (want > most) want = most;
-  if (want > room) want = room;
   if (want < 2 || rows > 65535) return {1, n};
   int64_t length = ((n + want - 1) / want + 15) / 16 * 16;
   return {(n + length - 1) / length, length};
+}
+
+/* Bytes of workspace for a result of `bytes` from every piece; 0 where rows stay whole. */
+inline size_t bytes_of_pieces(const split &cut, int64_t rows, size_t bytes) {
+  return cut.count > 1 ? (size_t)(cut.count * rows) * bytes : 0;
 }
 
 /* Blocks for one team a row. */

@@ -3,7 +3,8 @@
  *   out  like a, or f32; may be a
  * Reads a twice (the second time mostly from L1 or L2) and writes out once.
  * The maximum and the sum come from one pass: a running sum is rescaled when its maximum
- * grows. Few long rows: one kernel leaves the pair of each piece, another joins and writes.
+ * grows. Few long rows: one kernel leaves the pair of each piece in the workspace, another
+ * joins them and writes.
  * Limit: memory bandwidth; 16-bit rows above ~1000 elements stay below it (not profiled;
  * two exponentials an element are the suspect).
  * Measured: 2.5 TB/s for f32 2^21 x 128, 1.9 for bf16 65536 x 4096, 1.9 (2.8 with the
@@ -100,10 +101,10 @@ template <int N, class T, class Out>
 void softmax(const kvl_softmax_args *g, const kvl_cuda_queue *q) {
   const T *a = (const T *)g->a;
   Out *out = (Out *)g->out;
-  kvl::split cut = kvl::split_rows(g->rows, g->n, sizeof(stats), q);
+  kvl::split cut = kvl::split_rows(g->rows, g->n, q->sm_count);
   if (cut.count > 1) {
     dim3 blocks((unsigned)cut.count, (unsigned)g->rows);
-    stats *part = (stats *)q->scratch;
+    stats *part = (stats *)g->workspace;
     stats_kernel<N><<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, part, g->n, cut.length,
                                                                 g->scale);
     write_kernel<N><<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, out, part, g->n,
@@ -128,6 +129,12 @@ template <class T, class Out> int softmax_of(const kvl_softmax_args *g, void *qu
 }
 
 }  // namespace
+
+KVL_CUDA_WORKSPACE(softmax) {
+  const kvl_softmax_args *g = (const kvl_softmax_args *)args;
+  return kvl::bytes_of_pieces(kvl::split_rows(g->rows, g->n, sm_count), g->rows,
+                              sizeof(stats));
+}
 
 KVL_CUDA_KERNEL(softmax) {
   const kvl_softmax_args *g = (const kvl_softmax_args *)args;

@@ -127,9 +127,9 @@ int main() {
   const int sms = device.multiProcessorCount;
   kvl_cuda_queue queue = {};
   queue.sm_count = sms;
-  DEV_CHECK(cudaMalloc(&queue.scratch, KVL_CUDA_SCRATCH));
   const size_t most = (size_t)1 << 30;   /* floats */
   float *x = dev::randn<float>(most, 1), *out = dev::alloc<float>(8192);
+  float *pieces = dev::alloc<float>((size_t)sms * 8);
   auto run = [&](int version, size_t count) {
     const float4 *packs = (const float4 *)x;
     if (version == 1) stretches<<<sms * 8, 256>>>(packs, count / 4, out);
@@ -139,8 +139,8 @@ int main() {
     if (version == 5) launch_bulk<32768, 6>(x, count, sms, out);
     if (version == 6) launch_bulk<16384, 6>(x, count, sms * 2, out);
     if (version == 7) {
-      kvl_reduce_args args = {x, out, 1, (int64_t)count, 1, KVL_REDUCE_SUM, KVL_DTYPE_F32,
-                              KVL_DTYPE_F32};
+      kvl_reduce_args args = {x, out, 1, (int64_t)count, 1, pieces, KVL_REDUCE_SUM,
+                              KVL_DTYPE_F32, KVL_DTYPE_F32};
       kvl_cuda_reduce(&args, &queue);
     }
   };
@@ -151,9 +151,9 @@ int main() {
   for (int version = 1; version <= 7; version++) {
     DEV_CHECK(cudaMemset(out, 0xFF, 8192 * 4));
     run(version, few);
-    int pieces = version == 5 ? sms : version == 6 ? sms * 2 : version == 7 ? 1 : sms * 8;
+    int sums = version == 5 ? sms : version == 6 ? sms * 2 : version == 7 ? 1 : sms * 8;
     double got = 0;
-    for (float at : dev::download(out, pieces)) got += at;
+    for (float at : dev::download(out, sums)) got += at;
     printf("%d  ", version);
     if (!(std::abs(got - want) < 0.05)) printf("WRONG: %.4f, expected %.4f\n", got, want);
     for (size_t count = most / 4; count <= most; count *= 2) {

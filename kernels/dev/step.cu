@@ -505,7 +505,6 @@ int main(int argc, char **) {   /* with an argument: times alone */
   DEV_CHECK(cudaGetDeviceProperties(&prop, 0));
   queue.sm_count = prop.multiProcessorCount;
   queue.shared_optin = (int)prop.sharedMemPerBlockOptin;
-  queue.scratch = dev::alloc<char>(KVL_CUDA_SCRATCH);
   if (argc == 1) check();
   dev::bench b;
   r_bytes_us = b.read_bandwidth();

@@ -1,9 +1,8 @@
 /* The CUDA backend: the table of runtime/core/backend.h over the CUDA runtime. Here: the device,
  * queues and ops; memory.cu and graph.cu hold the rest.
  *
- * A queue is a non-blocking stream with a lazily made cuBLAS handle and a small scratch
- * buffer of its own. Nothing here waits for the device except the calls whose name says so,
- * and every launch can be recorded in a graph.
+ * A queue is a non-blocking stream with a lazily made cuBLAS handle. Nothing here waits for the
+ * device except the calls whose name says so, and every launch can be recorded in a graph.
  *
  * An asynchronous fault of a kernel surfaces at the next call that checks, as
  * KVL_ERR_DEVICE with the driver's words; after that the process's context is lost. */
@@ -16,7 +15,7 @@
 
 using namespace kvl_cuda;
 
-enum { CAPABILITY_MIN = 80, BLAS_WORKSPACE = 32 << 20 };
+enum { CAPABILITY_MIN = 80 };
 
 static thread_local char words_last[KVL_WORDS_MAX];
 
@@ -111,8 +110,6 @@ void queue_close(void *ctx, void *queue) {
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (!q || enter(ctx) < 0) return;
   if (q->blas) cublasDestroy(q->blas);
-  cudaFree(q->blas_workspace);
-  cudaFree(q->scratch);
   if (q->stream) cudaStreamDestroy(q->stream);
   cudaGetLastError();
   delete q;
@@ -133,10 +130,10 @@ int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   if (error == cudaSuccess)
     error = cudaStreamCreateWithPriority(&q->stream, cudaStreamNonBlocking,
                                          kind == KVL_QUEUE_URGENT ? greatest : least);
-  if (error == cudaSuccess) error = cudaMalloc(&q->scratch, KVL_CUDA_SCRATCH);
   if (error != cudaSuccess) {
+    status = kvl__cuda_check(error);
     queue_close(ctx, q);
-    return no_memory(error, "device", KVL_CUDA_SCRATCH);
+    return status;
   }
   *out = q;
   return KVL_OK;
@@ -210,23 +207,15 @@ int kvl__cuda_blas_check(int status, const char *what) {
               "%s: %s", what, cublasGetStatusString((cublasStatus_t)status));
 }
 
-/* A workspace of our own, because with cuBLAS's a captured graph would hold an allocation
- * and results could depend on which stream ran first. A queue that joined a recording may
- * make its handle during the capture: that allocates, which relaxed captures allow. */
+/* The workspace of a handle is set at every call (matmul.cu): it comes from the allocator, and
+ * in a recording belongs to the graph. A queue that joined a recording may make its handle
+ * during the capture: that allocates, which relaxed captures allow. */
 int kvl__cuda_blas(kvl_cuda_queue *q) {
   if (q->blas) return KVL_OK;
   cublasHandle_t blas = NULL;
-  int status = KVL_OK;
-  if (!q->blas_workspace) {
-    cudaError_t error = cudaMalloc(&q->blas_workspace, BLAS_WORKSPACE);
-    if (error != cudaSuccess) status = no_memory(error, "device", BLAS_WORKSPACE);
-  }
-  if (status == KVL_OK) status = kvl__cuda_blas_check(cublasCreate(&blas), "cublasCreate");
+  int status = kvl__cuda_blas_check(cublasCreate(&blas), "cublasCreate");
   if (status == KVL_OK)
     status = kvl__cuda_blas_check(cublasSetStream(blas, q->stream), "cublasSetStream");
-  if (status == KVL_OK)   /* after the stream: setting a stream resets the workspace */
-    status = kvl__cuda_blas_check(
-        cublasSetWorkspace(blas, q->blas_workspace, BLAS_WORKSPACE), "cublasSetWorkspace");
   if (status == KVL_OK)   /* f32 stays f32, and sums of halves are joined in fp32 */
     status = kvl__cuda_blas_check(
         cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |

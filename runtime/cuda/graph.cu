@@ -10,8 +10,10 @@
  *
  * Captures are relaxed: the allocator may call cudaMalloc meanwhile, and begin and end may
  * come from two threads. In a replay the kernels keep the priority of the queue that they were
- * recorded on, and use its scratch and cuBLAS workspace: until the graph is closed that queue
- * stays open, and while a replay runs it is given no op that needs them. */
+ * recorded on. All memory that they write to, workspaces and cuBLAS's among them, comes with
+ * their arguments and belongs to the graph, so these queues may run other ops beside a replay.
+ * A queue that took part stays open until the graph is closed, because recorded cuBLAS kernels
+ * may read memory that belongs to the queue's handle. */
 #include <stdlib.h>
 
 #include "cuda/backend.cuh"

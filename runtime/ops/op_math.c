@@ -180,7 +180,7 @@ int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out) {
   for (int i = dim + 1; i < a->ndim; i++) args.inner *= a->shape[i];
   if (args.n == 0 && a->dtype == KVL_DTYPE_I32 && op != KVL_REDUCE_SUM)
     kvl__call_fail(&c, "dim %d is empty: i32 has no infinity", dim);
-  if (c.status < 0) return c.status;
+  args.workspace = kvl__call_workspace(&c, KVL_OP_reduce, &args);
   return KVL__LAUNCH(&c, reduce, args);
 }
 
@@ -197,8 +197,10 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out) {
   kvl__arg(&c, "out", out, kvl__like(a) | KVL__F32, "... n");
   if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
   if (c.status < 0) return c.status;
-  struct kvl_softmax_args args = {a->ptr, out->ptr, rows_of(a), kvl__dim(&c, "n"),
-                                  (float)scale, a->dtype, out->dtype};
+  struct kvl_softmax_args args = {.a = a->ptr, .out = out->ptr, .rows = rows_of(a),
+                                  .n = kvl__dim(&c, "n"), .scale = (float)scale,
+                                  .dtype = a->dtype, .out_dtype = out->dtype};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_softmax, &args);
   return KVL__LAUNCH(&c, softmax, args);
 }
 
@@ -213,7 +215,9 @@ int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
   int64_t n = kvl__dim(&c, "n");
   if (n < 1) kvl__call_fail(&c, "a has rows of 0 elements, expected 1 or more");
   if (c.status < 0) return c.status;
-  struct kvl_argmax_args args = {a->ptr, out->ptr, rows_of(a), n, a->dtype};
+  struct kvl_argmax_args args = {.a = a->ptr, .out = out->ptr, .rows = rows_of(a), .n = n,
+                                 .dtype = a->dtype};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_argmax, &args);
   return KVL__LAUNCH(&c, argmax, args);
 }
 

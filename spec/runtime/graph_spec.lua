@@ -1,11 +1,46 @@
 --- A graph replays what was recorded: the same launches on the same memory, for whatever
 -- the device's arrays hold by then.
+local ffi = require "ffi"
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
 local synthetic = require "kvlab.experiment.synthetic"
 
 local raises = support.raises
+
+--- Ops over a few long rows, which a GPU cuts into pieces and joins through workspaces,
+-- and a product over a long dimension, which cuBLAS may sum in parts. run() launches all;
+-- results() waits for the device, returns each output's bytes and poisons the outputs.
+local function long_rows(dev, seed)
+  local function randn(i, ...)
+    return kv.randn(dev, "f32", { ... }, { seed = 10 * seed + i })
+  end
+  local x, a, b = randn(1, 2, 2 ^ 18), randn(2, 64, 2 ^ 13), randn(3, 2 ^ 13, 64)
+  local columns = x:reshape { 2 ^ 17, 4 }
+  local function poisoned(dtype, ...) return support.poisoned(dev, dtype, { ... }) end
+  local outs = { poisoned("f32", 2), poisoned("f32", 4), poisoned("i32", 2),
+                 poisoned("f32", 2, 2 ^ 18), poisoned("f32", 64, 64) }
+  local work = {}
+  function work.run()
+    x:sum(1, outs[1])
+    columns:sum(0, outs[2])
+    x:argmax(outs[3])
+    x:softmax(1, outs[4])
+    a:matmul(b, outs[5])
+  end
+  function work.results()
+    dev:sync()
+    local bytes = {}
+    for i, out in ipairs(outs) do
+      local host = out:to "cpu"
+      bytes[i] = ffi.string(host:data(), tonumber(host.count) * 4)
+      out:fill_(i == 3 and -77 or 0 / 0)
+    end
+    dev:sync()
+    return bytes
+  end
+  return work
+end
 
 local function check(dev)
   describe("a graph on " .. dev:name(), function()
@@ -55,6 +90,36 @@ local function check(dev)
       assert.equal(11, a:max():item())
       graph:replay() -- a = 12, b = 120, a = 132
       assert.equal(132, a:min():item())
+      graph:close()
+      side:close()
+    end)
+
+    it("shares no workspace with eager work on a stream that it forks to", function()
+      local side, forked, joined = dev:open_stream(), dev:open_event(), dev:open_event()
+      local main, recorded, eager = dev:stream(), long_rows(dev, 1), long_rows(dev, 2)
+      local function fork()
+        forked:record(main)
+        side:wait(forked)
+        dev:with_stream(side, function() for _ = 1, 4 do recorded.run() end end)
+        joined:record(side)
+        main:wait(joined)
+      end
+      local function beside() for _ = 1, 4 do eager.run() end end
+      fork()
+      local want_recorded = recorded.results()
+      dev:with_stream(side, beside)
+      local want_eager = eager.results()
+      local graph = kv.graph(fork, dev)
+      for round = 1, 20 do
+        graph:replay()
+        dev:with_stream(side, beside)
+        local got_recorded, got_eager = recorded.results(), eager.results()
+        for i = 1, #want_eager do -- not assert.equal, which would print megabytes
+          local where = ("round %d, output %d "):format(round, i)
+          assert.is_true(got_recorded[i] == want_recorded[i], where .. "of the replay")
+          assert.is_true(got_eager[i] == want_eager[i], where .. "of the eager work")
+        end
+      end
       graph:close()
       side:close()
     end)
