@@ -7,9 +7,10 @@
 --   local seq = engine:sequence()
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
+local checkpoint = require "models.checkpoint"
 local kv = require "kvlab"
-local json = require "kvlab.json"
 
+local refuse, stack = checkpoint.refuse, checkpoint.stack
 local M = {}
 
 -- ---- config ---------------------------------------------------------------------------
@@ -20,25 +21,13 @@ local FAMILIES = {
   qwen3 = { head_norm = true },
 }
 
-local function bad(path, field, got, expected)
-  error(("%s: %s is %s, expected %s"):format(path, field, tostring(got), expected), 0)
-end
-
-local function whole(path, config, field)
-  local value = config[field]
-  if type(value) ~= "number" or value < 1 or value % 1 ~= 0 then
-    bad(path, field, value, "a whole number >= 1")
-  end
-  return value
-end
-
 --- 1 / theta^(2i/dim), stretched as Llama 3.1 does: low frequencies by `factor`, those
 -- between the two wavelengths smoothly. Source: Hugging Face's rope_type "llama3".
 local function frequencies(path, rope, dim)
   local list = {}
   local kind = rope.rope_type or rope.type or "default"
   if kind ~= "default" and kind ~= "linear" and kind ~= "llama3" then
-    bad(path, "rope_type", kind, "default, linear or llama3")
+    refuse(path, "rope_type", kind, "default, linear or llama3")
   end
   for i = 0, dim / 2 - 1 do
     local f = rope.rope_theta ^ (-2 * i / dim)
@@ -57,30 +46,16 @@ local function frequencies(path, rope, dim)
   return list
 end
 
---- config.json without its nulls.
-local function read_json(path)
-  local file, why = io.open(path)
-  if not file then error(why, 0) end
-  local ok, raw = pcall(json.decode, file:read "*a")
-  file:close()
-  if not ok or type(raw) ~= "table" then
-    error(("%s: %s"):format(path, ok and "no JSON object" or raw), 0)
-  end
-  for key, value in pairs(raw) do
-    if value == json.null then raw[key] = nil end
-  end
-  return raw
-end
-
 --- The fields that the forward pass needs, checked. path: where they come from.
 local function check_config(path, raw)
   local family = FAMILIES[raw.model_type]
-    or bad(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
-  if raw.hidden_act ~= "silu" then bad(path, "hidden_act", raw.hidden_act, "silu") end
+    or refuse(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
+  if raw.hidden_act ~= "silu" then refuse(path, "hidden_act", raw.hidden_act, "silu") end
   if raw.sliding_window and raw.use_sliding_window ~= false then
-    bad(path, "sliding_window", raw.sliding_window, "none: every layer sees everything")
+    refuse(path, "sliding_window", raw.sliding_window,
+      "none: every layer sees everything")
   end
-  if raw.mlp_bias then bad(path, "mlp_bias", true, "false") end
+  if raw.mlp_bias then refuse(path, "mlp_bias", true, "false") end
   local c = { path = path, family = family, tied = raw.tie_word_embeddings == true,
               eps = raw.rms_norm_eps or 1e-6,
               qkv_bias = family.qkv_bias or raw.attention_bias == true,
@@ -88,12 +63,12 @@ local function check_config(path, raw)
   for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
                               layers = "num_hidden_layers", heads = "num_attention_heads",
                               vocab = "vocab_size" } do
-    c[short] = whole(path, raw, field)
+    c[short] = checkpoint.count(path, raw, field)
   end
   raw.num_key_value_heads = raw.num_key_value_heads or c.heads
   raw.head_dim = raw.head_dim or c.hidden / c.heads
-  c.kv_heads = whole(path, raw, "num_key_value_heads")
-  c.head_dim = whole(path, raw, "head_dim")
+  c.kv_heads = checkpoint.count(path, raw, "num_key_value_heads")
+  c.head_dim = checkpoint.count(path, raw, "head_dim")
   local rope = {}
   for _, source in ipairs { raw.rope_scaling or {}, raw.rope_parameters or {} } do
     if type(source) == "table" then for k, v in pairs(source) do rope[k] = v end end
@@ -105,45 +80,6 @@ local function check_config(path, raw)
 end
 
 -- ---- weights --------------------------------------------------------------------------
-
---- Files of a checkpoint: one, or the shards of model.safetensors.index.json.
-local function open_weights(folder)
-  local index_path = folder .. "/model.safetensors.index.json"
-  local index = io.open(index_path)
-  if not index then
-    local file = kv.safetensors(folder .. "/model.safetensors")
-    return function() return file end
-  end
-  index:close()
-  local map, files = read_json(index_path).weight_map, {}
-  return function(name)
-    local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
-      name), 0)
-    if shard:find "/" then
-      bad(folder, "shard of " .. name, shard, "a plain file name")
-    end
-    files[shard] = files[shard] or kv.safetensors(folder .. "/" .. shard)
-    return files[shard]
-  end
-end
-
---- Matrices (or biases) over one another in one tensor, and each by itself: a single
--- token is multiplied with all of them at once. `rows[i]` are those of names[i].
-local function stack(read, names, rows, columns)
-  local loaded, parts, total = {}, {}, 0
-  for i, name in ipairs(names) do
-    loaded[i] = read(name, { rows[i], columns })
-    total = total + rows[i]
-  end
-  local all = kv.tensor(loaded[1].device, loaded[1]:type(), { total, columns })
-  local first = 0
-  for i, part in ipairs(loaded) do
-    parts[i] = all:narrow(first, rows[i]):copy_(part)
-    first = first + rows[i]
-    part:free()
-  end
-  return { all = all, parts = parts }
-end
 
 local function load_layer(read, c, i)
   local at = ("model.layers.%d."):format(i)
@@ -198,11 +134,8 @@ end
 ---@param o? table  device (--device's), dtype of weights and activations (bf16)
 ---@return models.Llama
 function M.load(folder, o)
-  local path = folder .. "/config.json"
-  local config, file_of = check_config(path, read_json(path)), open_weights(folder)
-  return build(config, o or {}, function(name, ...)
-    return file_of(name):read(name, ...)
-  end)
+  local fields, path = checkpoint.config(folder)
+  return build(check_config(path, fields), o or {}, checkpoint.weights(folder))
 end
 
 --- A model of random weights, for what does not depend on them: time and memory.
@@ -211,14 +144,7 @@ end
 ---@return models.Llama
 function M.random(config, o)
   o = o or {}
-  local seed = o.seed or 0
-  return build(check_config("config", config), o, function(name, device, dtype, shape)
-    if #shape == 1 then
-      return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
-    end
-    seed = seed + 1 -- of this size, a product keeps the size of what it is given
-    return kv.randn(device, dtype, shape, { seed = seed, std = shape[2] ^ -0.5 })
-  end)
+  return build(check_config("config", config), o, checkpoint.random_weights(o.seed or 0))
 end
 
 -- ---- forward --------------------------------------------------------------------------

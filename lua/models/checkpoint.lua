@@ -1,0 +1,119 @@
+--- A checkpoint as Hugging Face writes it: config.json, and the weights in
+-- model.safetensors or in shards with an index.
+--
+--   local fields, path = checkpoint.config(folder)
+--   local layers = checkpoint.count(path, fields, "num_hidden_layers")
+--   local read = checkpoint.weights(folder)
+--   local norm = read("model.norm.weight", device, "bf16", { 256 })
+local json = require "kvlab.json"
+local kv = require "kvlab"
+
+local M = {}
+
+--- Raises for a field that a family cannot run. path: where it stands.
+function M.refuse(path, field, got, expected)
+  error(("%s: %s is %s, expected %s"):format(path, field, tostring(got), expected), 0)
+end
+
+--- The field of a config that has to be a whole number >= 1.
+---@return integer
+function M.count(path, fields, name)
+  local value = fields[name]
+  if type(value) ~= "number" or value < 1 or value % 1 ~= 0 then
+    M.refuse(path, name, value, "a whole number >= 1")
+  end
+  return value
+end
+
+--- A file's JSON object without its nulls.
+local function read_json(path)
+  local file, why = io.open(path)
+  if not file then error(why, 0) end
+  local ok, fields = pcall(json.decode, file:read "*a")
+  file:close()
+  if not ok or type(fields) ~= "table" then
+    error(("%s: %s"):format(path, ok and "no JSON object" or fields), 0)
+  end
+  for key, value in pairs(fields) do
+    if value == json.null then fields[key] = nil end
+  end
+  return fields
+end
+
+--- The fields of a folder's config.json, and its path for errors.
+---@param folder string
+---@return table fields
+---@return string path
+function M.config(folder)
+  local path = folder .. "/config.json"
+  return read_json(path), path
+end
+
+--- The function that gives the file of a tensor: the one file, or a shard of the index.
+local function open_files(folder)
+  local index_path = folder .. "/model.safetensors.index.json"
+  local index = io.open(index_path)
+  if not index then
+    local file = kv.safetensors(folder .. "/model.safetensors")
+    return function() return file end
+  end
+  index:close()
+  local map, files = read_json(index_path).weight_map, {}
+  return function(name)
+    local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
+      name), 0)
+    if shard:find "/" then
+      M.refuse(folder, "shard of " .. name, shard, "a plain file name")
+    end
+    files[shard] = files[shard] or kv.safetensors(folder .. "/" .. shard)
+    return files[shard]
+  end
+end
+
+--- Opens the weights of a folder.
+---@param folder string
+---@return function read  read(name, device, dtype, shape): a tensor, cast to dtype; its
+--                        shape is checked
+function M.weights(folder)
+  local file_of = open_files(folder)
+  return function(name, ...) return file_of(name):read(name, ...) end
+end
+
+--- Random weights under any name, read like those of a folder: norms are 1, biases 0, and
+-- a product with a matrix keeps the size of what it is given.
+---@param seed integer
+---@return function read
+function M.random_weights(seed)
+  return function(name, device, dtype, shape)
+    if #shape == 1 then
+      return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
+    end
+    seed = seed + 1
+    return kv.randn(device, dtype, shape, { seed = seed, std = shape[2] ^ -0.5 })
+  end
+end
+
+--- Reads matrices (or biases) into one tensor, one below the other: `all` is that tensor,
+-- parts[i] its rows of names[i]. A single token is multiplied with all of them at once.
+---@param get fun(name: string, shape: integer[]): ffi.cdata*
+---@param names string[]
+---@param rows integer[]      rows[i] are those of names[i]
+---@param columns? integer    none of biases
+---@return { all: ffi.cdata*, parts: ffi.cdata*[] }
+function M.stack(get, names, rows, columns)
+  local loaded, parts, total = {}, {}, 0
+  for i, name in ipairs(names) do
+    loaded[i] = get(name, { rows[i], columns })
+    total = total + rows[i]
+  end
+  local all = kv.tensor(loaded[1].device, loaded[1]:type(), { total, columns })
+  local first = 0
+  for i, part in ipairs(loaded) do
+    parts[i] = all:narrow(first, rows[i]):copy_(part)
+    first = first + rows[i]
+    part:free()
+  end
+  return { all = all, parts = parts }
+end
+
+return M
