@@ -1,0 +1,309 @@
+--- A model with memory: a KV cache, attention with its policies, and the buffers of a
+-- step. An engine prefills prompts in chunks, decodes, and records decode steps in
+-- graphs. It knows no family of models: how a layer computes is the model's affair.
+--
+--   local engine = model:engine { policy = kv.policy "quest", blocks = 2048 }
+--   local seq = engine:sequence()
+--   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
+--   logits = engine:decode({ seq }, { 9 })
+--
+-- To add a model family, write one file like lua/models/llama.lua. Its models have
+--
+--   engine = engine.new           this file's, so that `model:engine { … }` works
+--   device, dtype                 where it computes, and the dtype of its activations
+--   config                        layers, heads, kv_heads and head_dim: the shape of its
+--                                 attention; hidden: numbers of a token's state; vocab
+--   attention_options             options of kv.attention that the family needs, such as
+--                                 inv_freq, scale or alibi; may be left out
+--   buffers(self)                 a table: how many numbers each activation has for one
+--                                 token. The engine makes a buffer [tokens, numbers] of
+--                                 each, for its largest step
+--   views(self, buffers, n)       a table of views of those buffers for a step of n
+--                                 tokens. The engine asks once for each n; the functions
+--                                 below get the table as s
+--   embed(self, tokens, s)        looks up the states of token ids, i32 [n]
+--   forward_layer(self, i, s, attention)
+--                                 computes layer i, counted from 0. It calls
+--                                 attention:forward(i, q, k, v, out) once
+--   states(self, s)               returns the states after the last layer as logits wants
+--                                 them, with the final norm applied: [n, hidden]
+--   logits(self, states, out)     writes the logits of some rows of states to `out`, f32
+--                                 [rows, vocab]
+--
+-- embed, forward_layer, states and logits run at every step and may be recorded in a
+-- graph: they allocate nothing and never wait for the device.
+local kv = require "kvlab"
+local options = require "kvlab.options"
+
+local M = {}
+
+---@class models.Engine
+---@field model table               of a family, see the head of this file
+---@field cache kvlab.Cache
+---@field attention kvlab.Attention
+---@field chunk integer             most tokens of a prefill step
+---@field max_seqs integer          most sequences of a step
+---@field max_blocks integer|nil    most blocks of a sequence
+local Engine = {}
+Engine.__index = Engine
+
+-- ---- making one -----------------------------------------------------------------------
+
+local POLICY = options.like("a policy, as kv.policy makes them", "options",
+  "compute_decode")
+local OPTIONS = {
+  policy = POLICY, prefill_policy = POLICY, blocks = options.count,
+  block_size = options.count, max_seqs = options.count, chunk = options.count,
+  max_blocks = options.count, offload = options.table, graph = options.boolean,
+  cache_dtype = options.one_of("f32", "f16", "bf16", "f8e4m3"),
+}
+local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
+local FUNCTIONS = { "buffers", "views", "embed", "forward_layer", "states", "logits" }
+
+--- Raises unless a model has what the head of this file asks for.
+local function check_model(model)
+  for _, name in ipairs(SIZES) do
+    local size = type(model.config) == "table" and model.config[name]
+    if not options.count[2](size) then
+      error(("engine: config.%s of the model is %s, expected %s"):format(name,
+        options.shown(size or nil), options.count[1]), 3)
+    end
+  end
+  for _, name in ipairs(FUNCTIONS) do
+    if type(model[name]) ~= "function" then
+      error(("engine: %s of the model is %s, expected a function"):format(name,
+        options.shown(model[name])), 3)
+    end
+  end
+end
+
+--- A table with the entries of `given` over those of `defaults`.
+local function merged(defaults, given)
+  local all = {}
+  for name, value in pairs(defaults) do all[name] = value end
+  for name, value in pairs(given or {}) do all[name] = value end
+  return all
+end
+
+local function new_attention(self, policy, prefill_policy)
+  return kv.attention(merged({
+    cache = self.cache, heads = self.model.config.heads, max_seqs = self.max_seqs,
+    max_blocks = self.max_blocks, decode_policy = policy, prefill_policy = prefill_policy,
+  }, self.model.attention_options))
+end
+
+--- Memory and policies to run a model with. Families offer it as `model:engine { … }`.
+---@param model table
+---@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full);
+--                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
+--                  sequences of a step (16), chunk: most tokens of a prefill step (512),
+--                  max_blocks of one sequence (all), cache_dtype (the model's), offload:
+--                  keeps KV in host memory, with these options of kv.cache's offload,
+--                  graph: records decode steps once and replays them (false)
+---@return models.Engine
+function M.new(model, o)
+  o = options.check("engine", o, OPTIONS)
+  check_model(model)
+  local c, device, dtype = model.config, model.device, model.dtype
+  local self = setmetatable({
+    model = model, chunk = o.chunk or 512, max_seqs = o.max_seqs or 16,
+    max_blocks = o.max_blocks, uses_graphs = o.graph, graphs = {}, views = {},
+    buffers = {}, logit_views = {}, ones = {},
+  }, Engine)
+  local rows = math.max(self.chunk, self.max_seqs)
+  self.cache = kv.cache {
+    device = device, dtype = o.cache_dtype or dtype, layers = c.layers,
+    blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
+    head_dim = c.head_dim, offload = o.offload
+      and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
+  }
+  self.attention = new_attention(self, o.policy, o.prefill_policy)
+  self.batch = self.cache:batch {
+    max_seqs = self.max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
+    fixed_width = o.graph,
+  }
+  for name, size in pairs(model:buffers()) do
+    self.buffers[name] = kv.tensor(device, dtype, { rows, size })
+  end
+  self.last = kv.tensor(device, dtype, { self.max_seqs, c.hidden })
+  self.logits = kv.tensor(device, "f32", { self.max_seqs, c.vocab })
+  return self
+end
+
+--- Decodes with another policy from now on, and prefills densely. The policy is shown the
+-- sequences that are in the cache.
+---@param policy table
+---@param seqs? kvlab.Sequence[]
+function Engine:use_policy(policy, seqs)
+  self.attention = new_attention(self, policy)
+  for count in pairs(self.graphs) do self.graphs[count] = nil end
+  if seqs then self.attention:adopt(seqs) end
+end
+
+-- ---- sequences ------------------------------------------------------------------------
+
+--- An empty sequence.
+---@return kvlab.Sequence
+function Engine:sequence()
+  local seq = self.cache:sequence()
+  self.attention:request_begin(seq)
+  return seq
+end
+
+--- Ends a sequence: the policies drop what they keep for it, its blocks are given back.
+function Engine:finish(seq)
+  self.attention:request_finished(seq)
+  seq:close()
+end
+
+-- ---- a step ---------------------------------------------------------------------------
+
+local function check_tokens(self, tokens)
+  if type(tokens) ~= "table" or #tokens == 0 then
+    error(("tokens is %s, expected a table of token ids"):format(
+      type(tokens) == "table" and "empty" or type(tokens)), 3)
+  end
+  local vocab = self.model.config.vocab
+  for i = 1, #tokens do
+    local id = tokens[i]
+    if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
+      error(("token %d is %s, expected 0 ... %d"):format(
+        i - 1, tostring(id), vocab - 1), 3)
+    end
+  end
+end
+
+--- Runs the tokens of the batch through every layer: their states, [tokens, hidden].
+local function forward(self)
+  local model, n = self.model, self.batch.tokens_count
+  local s = self.views[n]
+  if not s then
+    s = kv.lasting(model.views, model, self.buffers, n)
+    self.views[n] = s
+  end
+  model:embed(self.batch.tokens, s)
+  for i = 0, model.config.layers - 1 do model:forward_layer(i, s, self.attention) end
+  return model:states(s)
+end
+
+--- Logits of `count` rows of states: f32 [count, vocab], valid until the next step.
+local function to_logits(self, states, count)
+  local out = self.logit_views[count]
+  if not out then
+    out = kv.lasting(self.logits.narrow, self.logits, 0, count)
+    self.logit_views[count] = out
+  end
+  self.model:logits(states, out)
+  return out
+end
+
+-- ---- prefill --------------------------------------------------------------------------
+
+--- One step of prompts: counts[i] of `tokens` (at most self.chunk) for sequence i.
+local function prefill_step(self, seqs, counts, tokens, ends_prompts)
+  self.batch:append(seqs, counts, tokens)
+  self.attention:begin(self.batch, true, ends_prompts)
+  return forward(self)
+end
+
+--- Puts a prompt (or its continuation) into a sequence, chunk by chunk.
+---@param seq kvlab.Sequence
+---@param tokens integer[]
+---@param each? fun(states: ffi.cdata*)  sees each chunk's states [n, hidden]
+---@return ffi.cdata* logits  of the last token, f32 [1, vocab], valid until the next step
+function Engine:prefill(seq, tokens, each)
+  check_tokens(self, tokens)
+  local states, n
+  for first = 1, #tokens, self.chunk do
+    local chunk = {}
+    for i = first, math.min(first + self.chunk - 1, #tokens) do
+      chunk[#chunk + 1] = tokens[i]
+    end
+    n = #chunk
+    local ends_prompts = first + n > #tokens and { true } or nil
+    states = prefill_step(self, { seq }, { n }, chunk, ends_prompts)
+    if each then each(states) end
+  end
+  return to_logits(self, states:narrow(n - 1, 1), 1)
+end
+
+--- A chunk of each of several prompts in one step.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]  tokens of each, together at most engine.chunk
+---@param tokens integer[]  sequence after sequence
+---@param ends_prompts? boolean[]  whose chunk is the last: decode steps follow
+---@return ffi.cdata* logits  of each one's last token, f32 [#seqs, vocab], valid until
+--                            the next step
+function Engine:prefill_batch(seqs, counts, tokens, ends_prompts)
+  check_tokens(self, tokens)
+  local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
+  local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
+  return to_logits(self, last, #seqs)
+end
+
+--- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.
+function Engine:prefill_all(seq, tokens)
+  check_tokens(self, tokens)
+  local logits = kv.tensor(self.model.device, "f32", { #tokens, self.model.config.vocab })
+  local row = 0
+  self:prefill(seq, tokens, function(states)
+    local n = states:size(0)
+    self.model:logits(states, logits:narrow(row, n))
+    row = row + n
+  end)
+  return logits
+end
+
+-- ---- decode ---------------------------------------------------------------------------
+
+--- The layers and logits of a decode step of `count` sequences.
+local function compute_decode(self, count)
+  return to_logits(self, forward(self), count)
+end
+
+local function record_decode(self, count)
+  local graph = kv.graph(function() compute_decode(self, count) end, self.model.device)
+  self.graphs[count] = graph
+  return graph
+end
+
+--- The same from a graph. The first step of `count` sequences is launched from here,
+-- which makes its buffers; the second one is recorded, and from then on replayed.
+local function replay_decode(self, count)
+  local graph = self.graphs[count]
+  if graph == nil then
+    self.graphs[count] = false
+    return compute_decode(self, count)
+  end
+  graph = graph or record_decode(self, count)
+  graph:replay()
+  return self.logit_views[count]
+end
+
+--- One token for each sequence.
+---@param seqs kvlab.Sequence[]
+---@param tokens integer[]|ffi.cdata*  ids; an i32 [#seqs] on the device stays there
+---@return ffi.cdata* logits  f32 [#seqs, vocab], valid until the next step
+function Engine:decode(seqs, tokens)
+  local on_device = kv.is_tensor(tokens)
+  if not on_device then check_tokens(self, tokens) end
+  local ones, count = self.ones, #seqs
+  for i = 1, count do ones[i] = 1 end
+  self.batch:append(seqs, ones, not on_device and tokens or nil)
+  if on_device then self.batch.tokens:copy_(tokens) end
+  self.attention:begin(self.batch, false)
+  if self.uses_graphs then return replay_decode(self, count) end
+  return compute_decode(self, count)
+end
+
+--- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.
+function Engine:generate(seq, logits, n)
+  local ids = {}
+  for i = 1, n do
+    ids[i] = logits:argmax():list()[1]
+    if i < n then logits = self:decode({ seq }, { ids[i] }) end
+  end
+  return ids
+end
+
+return M
