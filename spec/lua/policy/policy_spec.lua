@@ -3,7 +3,7 @@
 local kv = require "kvlab"
 local support = require "spec.support"
 local rig = require "spec.rig"
-local jit_util, vmdef = require "jit.util", require "jit.vmdef"
+local traces = require "spec.traces"
 
 local raises = support.raises
 
@@ -173,35 +173,7 @@ describe("policy definition", function()
   end)
 end)
 
---- "attention.lua:91: NYI: bytecode 50"
-local function describe_abort(func, pc, code, detail)
-  local where = jit_util.funcinfo(func, pc)
-  local ok, text = pcall(string.format, vmdef.traceerr[code] or code, detail)
-  return ("%s: %s"):format(where.loc or "?", ok and text or tostring(code))
-end
-
 describe("a policy step", function()
-  --- Traces that fn could not finish because its code cannot be compiled ("NYI: ..."),
-  -- and how many it finished. Aborts for other reasons say nothing of the code: the trace
-  -- began in an unlucky place (inside a loop, or in a function whose counter ran out
-  -- first, from which it returns to a frame below its own) and the compiler begins again
-  -- elsewhere.
-  local function aborts_of(fn)
-    local aborts, formed = {}, 0
-    local function on_trace(what, _, func, pc, code, detail)
-      if what == "stop" then formed = formed + 1 end
-      if what ~= "abort" then return end
-      local text = describe_abort(func, pc, code, detail)
-      local is_code = text:find "NYI" and not text:find "return to lower frame"
-      if is_code or text:find "blacklisted" then aborts[#aborts + 1] = text end
-    end
-    jit.attach(on_trace, "trace")
-    local ok, why = pcall(fn)
-    jit.attach(on_trace)
-    if not ok then error(why, 0) end
-    return aborts, formed
-  end
-
   it("does not grow the device's memory and allocates nothing there", function()
     for _, name in ipairs(kv.policy.names "decode") do
       local run = rig.stepper(kv.device "cpu", name, { 200, 90 })
@@ -218,7 +190,7 @@ describe("a policy step", function()
       local run = rig.stepper(kv.device "cpu", name, { 200, 90 })
       run() -- the first step may do what no other one does
       jit.flush()
-      local aborts, formed = aborts_of(function()
+      local aborts, formed = traces.aborts_of(function()
         for _ = 1, 500 do run() end
       end)
       assert.same({}, aborts, name)
