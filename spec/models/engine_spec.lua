@@ -1,0 +1,260 @@
+--- An engine runs any family that keeps the contract at the head of
+-- lua/models/engine.lua: here one that differs from Llama in every part. Its layers are
+-- attention alone, between two norms, with ALiBi in place of rope. Tolerance: f32 against
+-- f32, sums in another order: 1e-4 of logits that are O(1).
+local engine = require "models.engine"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local support = require "spec.support"
+local traces = require "spec.traces"
+
+-- ---- the family -----------------------------------------------------------------------
+
+local Tiny = { engine = engine.new }
+Tiny.__index = Tiny
+
+local function matrix(dev, rows, columns, seed)
+  return kv.randn(dev, "f32", { rows, columns }, { seed = seed, std = columns ^ -0.5 })
+end
+
+local function tiny(dev)
+  local c = { layers = 2, heads = 4, kv_heads = 2, head_dim = 16, hidden = 32,
+              vocab = 97 }
+  local self = setmetatable({ device = dev, dtype = "f32", config = c, layers = {} },
+    Tiny)
+  self.embedding = kv.randn(dev, "f32", { c.vocab, c.hidden }, { seed = 1 })
+  for i = 0, c.layers - 1 do
+    self.layers[i] = {
+      q = matrix(dev, 64, 32, 10 * i + 2), k = matrix(dev, 32, 32, 10 * i + 3),
+      v = matrix(dev, 32, 32, 10 * i + 4), o = matrix(dev, 32, 64, 10 * i + 5),
+      before = kv.rand(dev, "f32", { 32 }, { seed = 10 * i + 6 }) + 0.5,
+      after = kv.rand(dev, "f32", { 32 }, { seed = 10 * i + 7 }) + 0.5,
+    }
+  end
+  self.attention_options = { alibi = kv.from(dev, "f32", { 0.5, 0.25, 0.125, 0.0625 }) }
+  return self
+end
+
+function Tiny.buffers() return { x = 32, h = 32, q = 64, k = 32, v = 32, out = 64 } end
+
+function Tiny:views(buffers, n)
+  self.asked = self.asked or {}
+  self.asked[n] = (self.asked[n] or 0) + 1
+  local s = { n = n }
+  for name, buffer in pairs(buffers) do s[name] = buffer:narrow(0, n) end
+  s.q3, s.out3 = s.q:reshape { n, 4, 16 }, s.out:reshape { n, 4, 16 }
+  s.k3, s.v3 = s.k:reshape { n, 2, 16 }, s.v:reshape { n, 2, 16 }
+  return s
+end
+
+function Tiny:embed(tokens, s) self.embedding:gather_rows(tokens, s.x) end
+
+function Tiny:forward_layer(i, s, attention)
+  local w = self.layers[i]
+  kv.ops.rmsnorm(s.x, w.before, 1e-5, s.h)
+  s.h:matmul_t(w.q, s.q)
+  s.h:matmul_t(w.k, s.k)
+  s.h:matmul_t(w.v, s.v)
+  attention:forward(i, s.q3, s.k3, s.v3, s.out3)
+  s.out:matmul_t(w.o, s.h)
+  kv.ops.rmsnorm(s.h, w.after, 1e-5, s.h)
+  s.x:add(s.h, s.x)
+end
+
+function Tiny.states(_, s) return s.x end
+
+function Tiny:logits(states, out) states:matmul_t(self.embedding, out) end
+
+-- ---- specs ----------------------------------------------------------------------------
+
+local TOKENS = {}
+for i = 1, 45 do TOKENS[i] = (i * 37) % 97 end
+
+local function first(n) return { unpack(TOKENS, 1, n) } end
+
+--- The logits of one token of all, counted from 1.
+local function row_of(logits, row) return logits:index(row - 1):list() end
+
+local function check(dev)
+  describe("an engine of another family on " .. dev:name(), function()
+    local model = tiny(dev)
+    local whole = model:engine { blocks = 16, chunk = 64 }
+    local want = whole:prefill_all(whole:sequence(), TOKENS)
+
+    it("sees every token: the first one changes the logits of the last", function()
+      local other = first(#TOKENS)
+      other[1] = 5
+      local e = model:engine { blocks = 16, chunk = 64 }
+      local got = e:prefill(e:sequence(), other)
+      assert.is_true((got - want:narrow(#TOKENS - 1, 1)):abs():max():item() > 1e-3)
+    end)
+
+    it("gives the same logits in any chunking", function()
+      for _, chunk in ipairs { 1, 7, 16, 44 } do
+        local e = model:engine { blocks = 16, chunk = chunk, block_size = 8 }
+        support.close(e:prefill_all(e:sequence(), TOKENS), want, 1e-4, 1e-4,
+          "chunk " .. chunk)
+      end
+    end)
+
+    it("decodes to what a prefill of everything gives", function()
+      local e = model:engine { blocks = 16 }
+      local seq = e:sequence()
+      local got = e:prefill(seq, first(20))
+      for at = 20, #TOKENS do
+        support.close(got, row_of(want, at), 1e-4, 1e-4, "token " .. at)
+        if at < #TOKENS then got = e:decode({ seq }, { TOKENS[at + 1] }) end
+      end
+    end)
+
+    it("gives a batch of prompts what each gets by itself", function()
+      local e = model:engine { blocks = 16 }
+      local a, b = e:sequence(), e:sequence()
+      local both = first(9)
+      for i = 1, 4 do both[9 + i] = TOKENS[i] end
+      local got = e:prefill_batch({ a, b }, { 9, 4 }, both)
+      support.close(got:index(0), row_of(want, 9), 1e-4, 1e-4, "first")
+      support.close(got:index(1), row_of(want, 4), 1e-4, 1e-4, "second")
+    end)
+
+    it("replays from a graph what it decodes eagerly", function()
+      local e = model:engine { blocks = 16, block_size = 8, max_blocks = 8, graph = true }
+      local a, b = e:sequence(), e:sequence()
+      e:prefill(a, first(10))
+      e:prefill(b, first(15))
+      for step = 1, 20 do
+        local got = e:decode({ a, b }, { TOKENS[10 + step], TOKENS[15 + step] })
+        support.close(got:index(0), row_of(want, 10 + step), 1e-4, 1e-4, "a " .. step)
+        support.close(got:index(1), row_of(want, 15 + step), 1e-4, 1e-4, "b " .. step)
+      end
+      assert.truthy(e.graphs[2])
+    end)
+
+    it("asks for the views of a size of step once", function()
+      local one = tiny(dev)
+      local e = one:engine { blocks = 16, chunk = 8 }
+      local seq = e:sequence()
+      e:prefill(seq, first(20))
+      for i = 21, 25 do e:decode({ seq }, { TOKENS[i] }) end
+      assert.same({ [1] = 1, [4] = 1, [8] = 1 }, one.asked)
+    end)
+
+    it("keeps its buffers when its first steps run in a kv.scope", function()
+      local e = model:engine { blocks = 16 }
+      local seq = e:sequence()
+      kv.scope(function()
+        e:prefill(seq, first(20))
+        e:decode({ seq }, { TOKENS[21] })
+      end)
+      support.close(e:decode({ seq }, { TOKENS[22] }), row_of(want, 22), 1e-4, 1e-4)
+    end)
+  end)
+end
+
+support.each_device(check)
+
+describe("a decode step of an engine", function()
+  local cpu = kv.device "cpu"
+  local models = {
+    tiny = tiny(cpu), llama = llama.load(kv.paths.root .. "/lua/models/recall",
+      { device = cpu }),
+  }
+  --- A function that decodes one token behind 30 others.
+  local function stepper(model, o)
+    o.blocks, o.max_blocks = 8, 8
+    local e = model:engine(o)
+    local seq, token = e:sequence(), { 7 }
+    e:prefill(seq, first(30))
+    local seqs = { seq }
+    return function()
+      e:decode(seqs, token)
+      seq:truncate(30)
+    end
+  end
+
+  for name, model in pairs(models) do
+    for how, o in pairs { eager = {}, replayed = { graph = true } } do
+      it(("of %s, %s, compiles: no line of lua/models aborts a trace"):format(name, how),
+        function()
+          local step = stepper(model, { graph = o.graph })
+          for _ = 1, 3 do step() end
+          jit.flush()
+          local aborts, formed = traces.aborts_of(function()
+            for _ = 1, 500 do step() end
+          end)
+          for _, abort in ipairs(aborts) do
+            local file = abort:match "^([%w_]+)%.lua"
+            assert.is_false(file == "engine" or file == name or file == "engine_spec",
+              abort)
+          end
+          assert.is_true(formed > 0)
+        end)
+
+      it(("of %s, %s, allocates nothing on the device"):format(name, how), function()
+        local step = stepper(model, { graph = o.graph })
+        for _ = 1, 3 do step() end
+        local before = cpu:stats().allocations
+        for _ = 1, 10 do step() end
+        assert.equal(before, cpu:stats().allocations)
+      end)
+    end
+  end
+end)
+
+describe("options of an engine", function()
+  local model = tiny(kv.device "cpu")
+  --- The error of engine options, which blames the line that gives them.
+  local function message(o)
+    local line = debug.getinfo(1, "l").currentline + 1
+    local ok, text = pcall(function() model:engine(o) end)
+    assert.is_false(ok)
+    assert.truthy(text:find("engine_spec.lua:" .. line .. ": engine: ", 1, true), text)
+    return text
+  end
+
+  it("are refused by name, with the nearest one", function()
+    assert.matches('"polciy" is no option, did you mean policy%?',
+      message { polciy = kv.policy "full" })
+    assert.matches('"offlod" is no option, did you mean offload%?',
+      message { offlod = {} })
+  end)
+
+  it("are refused by type, with what was expected", function()
+    assert.matches('policy is "quest", expected a policy', message { policy = "quest" })
+    assert.matches("prefill_policy is a table, expected a policy",
+      message { prefill_policy = { ratio = 0.1 } })
+    assert.matches("blocks is 1.5, expected a whole number >= 1",
+      message { blocks = 1.5 })
+    assert.matches("chunk is 0, expected", message { chunk = 0 })
+    assert.matches("offload is true, expected a table", message { offload = true })
+    assert.matches("graph is 1, expected true or false", message { graph = 1 })
+    assert.matches('cache_dtype is "i32", expected one of',
+      message { cache_dtype = "i32" })
+    assert.matches("options are 3, expected a table", message(3))
+  end)
+end)
+
+describe("a model that lacks what an engine asks for", function()
+  local function refused(words, change)
+    local model = tiny(kv.device "cpu")
+    change(model)
+    local line = debug.getinfo(1, "l").currentline + 1
+    local ok, text = pcall(function() engine.new(model) end)
+    assert.is_false(ok)
+    assert.truthy(text:find("engine_spec.lua:" .. line .. ":", 1, true), text)
+    assert.truthy(text:find(words, 1, true), text)
+  end
+
+  it("is refused with the name of it", function()
+    refused("states of the model is 3, expected a function",
+      function(model) model.states = 3 end)
+    refused("forward_layer of the model is nil, expected a function", function(model)
+      setmetatable(model, { __index = function(_, name)
+        return name ~= "forward_layer" and Tiny[name] or nil
+      end })
+    end)
+    refused("config.vocab of the model is nil, expected a whole number >= 1",
+      function(model) model.config.vocab = nil end)
+    refused("config.layers of the model is nil", function(model) model.config = nil end)
+  end)
+end)
