@@ -5,6 +5,7 @@
 --         decode have separate weights, so that decoding does not continue what was
 --         prefilled; here they share them, and the two together equal one pass.
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local M = {}
 
@@ -23,11 +24,26 @@ end
 
 local function apply(layer, x) return x:matmul_t(layer.weight) + layer.bias end
 
+local OPTIONS = {
+  device = { "a device or its name", function(x)
+    return type(x) == "string" or type(x) == "cdata"
+  end },
+  vocab_size = options.required(options.count),
+  embed_dim = options.required(options.count),
+  num_heads = options.required(options.count), seed = options.integer,
+  block_size = options.count, blocks = options.count,
+}
+
 --- A model with random weights and an empty sequence.
----@param o table  device, vocab_size, embed_dim, num_heads, seed, block_size (16),
---                 blocks (16)
+---@param o table  vocab_size, embed_dim (a multiple of num_heads), num_heads; device
+--                 (--device's), seed (0), block_size (16), blocks (16)
 ---@return models.SmallLM
 function M.new(o)
+  o = options.check("small_lm.new", o, OPTIONS)
+  if o.embed_dim % o.num_heads ~= 0 then
+    error(("small_lm.new: embed_dim is %d, expected a multiple of num_heads = %d"):format(
+      o.embed_dim, o.num_heads), 2)
+  end
   local dev, dim, seed = kv.device(o.device), o.embed_dim, o.seed or 0
   local self = setmetatable({ device = dev, heads = o.num_heads,
                               head_dim = dim / o.num_heads }, LM)

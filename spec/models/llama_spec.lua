@@ -118,6 +118,44 @@ describe("llama.load", function()
   end)
 end)
 
+describe("options of llama", function()
+  local CONFIG = {
+    model_type = "llama", hidden_act = "silu", hidden_size = 32, intermediate_size = 48,
+    num_hidden_layers = 1, num_attention_heads = 2, vocab_size = 50,
+  }
+
+  --- fn() raises, blames its own line, and says `words`.
+  local function refused(words, fn)
+    local ok, text = pcall(fn)
+    assert.is_false(ok)
+    local line = debug.getinfo(fn, "S").linedefined
+    assert.truthy(text:find("llama_spec.lua:" .. line .. ":", 1, true), text)
+    assert.truthy(text:find(words, 1, true), text)
+  end
+
+  it("are refused by name and type", function()
+    refused('llama.load: "dtpye" is no option, did you mean dtype?',
+      function() llama.load(folder "llama", { dtpye = "f32" }) end)
+    refused('llama.load: dtype is "i32", expected one of f32, f16, bf16',
+      function() llama.load(folder "llama", { dtype = "i32" }) end)
+    refused("llama.load: device is 3, expected a device or its name",
+      function() llama.load(folder "llama", { device = 3 }) end)
+    refused('llama.random: "sede" is no option, did you mean seed?',
+      function() llama.random(CONFIG, { sede = 1 }) end)
+    refused("llama.random: seed is 0.5, expected a whole number",
+      function() llama.random(CONFIG, { seed = 0.5 }) end)
+  end)
+
+  it("leave the config of a random model as it is", function()
+    local before = {}
+    for name, value in pairs(CONFIG) do before[name] = value end
+    local small = llama.random(CONFIG, { device = "cpu", seed = 3 })
+    assert.same(before, CONFIG)
+    assert.equal(16, small.config.head_dim)
+    assert.equal(2, small.config.kv_heads)
+  end)
+end)
+
 describe("an engine", function()
   local model = load("llama", kv.device "cpu")
 

@@ -46,3 +46,23 @@ local function check(dev)
 end
 
 support.each_device(check)
+
+describe("options of small_lm", function()
+  local function message(o)
+    local line = debug.getinfo(1, "l").currentline + 1
+    local ok, text = pcall(function() small_lm.new(o) end)
+    assert.is_false(ok)
+    assert.truthy(text:find("small_lm_spec.lua:" .. line .. ":", 1, true), text)
+    return text
+  end
+
+  it("are refused by name and type, and when one is missing", function()
+    assert.matches('"num_haeds" is no option, did you mean num_heads%?',
+      message { vocab_size = 10, embed_dim = 8, num_haeds = 2 })
+    assert.matches("vocab_size is 0, expected a whole number >= 1",
+      message { vocab_size = 0, embed_dim = 8, num_heads = 2 })
+    assert.matches("num_heads is missing", message { vocab_size = 10, embed_dim = 8 })
+    assert.matches("embed_dim is 8, expected a multiple of num_heads = 3",
+      message { vocab_size = 10, embed_dim = 8, num_heads = 3 })
+  end)
+end)
