@@ -69,7 +69,10 @@ local function policy_of(config)
 end
 
 local function run(config, settings)
-  settings.exam = settings.exam or exam.open(config)
+  settings.exam = settings.exam or exam.open {
+    context = config.context, prompts = config.prompts, needles = config.needles,
+    block_size = config.block_size, seed = config.seed, question = config.question,
+  }
   local policy = policy_of(config)
   local accuracy, step_us, found = settings.exam:ask(policy, overlap)
   return { accuracy = accuracy, step_us = step_us,

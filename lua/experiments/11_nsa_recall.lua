@@ -74,7 +74,10 @@ end
 -- ---- the grid -------------------------------------------------------------------------
 
 local function run(config, settings)
-  settings.exam = settings.exam or exam.open(config)
+  settings.exam = settings.exam or exam.open {
+    context = config.context, prompts = config.prompts, needles = config.needles,
+    block_size = config.block_size, seed = config.seed,
+  }
   local policy = kv.policy("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
     index_dim = config.index_dim, index_bits = config.bits,

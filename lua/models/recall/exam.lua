@@ -8,6 +8,7 @@
 --   local result = sitting:ask(kv.policy("quest", { ratio = 0.05 }))
 local kv = require "kvlab"
 local llama = require "models.llama"
+local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
 
 local M = {}
@@ -17,7 +18,7 @@ M.QUERIES = 16 -- asked of each context, as one batch of forks
 local model -- loaded at its first use
 
 ---@class models.recall.Exam
----@field engine models.llama.Engine
+---@field engine models.Engine
 local Exam = {}
 Exam.__index = Exam
 
@@ -28,20 +29,24 @@ local function read_contexts(self)
   end
 end
 
---- Read contexts densely.
----@param o table  context (tokens), prompts (contexts), needles, block_size, seed;
---                 question: "decode", it is decoded under the policy as the answer is;
---                 "prompt", it is read densely; "row", it is decoded behind those before
---                 it and their right answers, as in training ("decode"); even: needles
---                 are evenly spread (false);
---                 offload: options of an offload engine
+local OPTIONS = {
+  context = options.required(options.count), prompts = options.required(options.count),
+  needles = options.required(options.count),
+  block_size = options.required(options.count), seed = options.integer,
+  question = options.one_of("decode", "prompt", "row"), even = options.boolean,
+  offload = options.table,
+}
+
+--- Reads contexts densely.
+---@param o table  context (tokens), prompts (contexts), needles, block_size; seed (0);
+--                 question: "decode" decodes it under the policy, as the answer; "prompt"
+--                 reads it densely; "row" decodes it behind those before it and their
+--                 right answers, as in training ("decode"); even: spreads the needles
+--                 evenly (false); offload: keeps KV in host memory, with these options of
+--                 kv.cache's offload
 ---@return models.recall.Exam
 function M.open(o)
-  for _, name in ipairs { "context", "prompts", "needles", "block_size" } do
-    if o[name] < 1 or o[name] % 1 ~= 0 then
-      error(("%s is %s, expected a whole number >= 1"):format(name, o[name]), 2)
-    end
-  end
+  o = options.check("exam.open", o, OPTIONS)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local tail = o.question == "row" and 6 * M.QUERIES or 8
   local blocks = math.ceil((o.context + tail) / o.block_size)
@@ -50,8 +55,9 @@ function M.open(o)
     blocks = o.prompts * blocks + 2 * M.QUERIES, block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
   }
+  local seed = o.seed or 0
   for i = 1, o.prompts do
-    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, o.seed + i, o.even)
+    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, seed + i, o.even)
   end
   read_contexts(self)
   return self

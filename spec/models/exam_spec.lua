@@ -1,0 +1,33 @@
+--- Exams of the recall model: what they take, and that full attention passes them.
+local exam = require "models.recall.exam"
+local kv = require "kvlab"
+
+describe("an exam", function()
+  it("is passed with full attention", function()
+    for _, question in ipairs { "decode", "prompt", "row" } do
+      local sitting = exam.open { context = 512, prompts = 1, needles = 16,
+                                  block_size = 16, seed = 1, question = question }
+      local accuracy = sitting:ask(kv.policy "full")
+      assert.is_true(accuracy >= 0.9, question .. " " .. accuracy)
+      sitting:close()
+    end
+  end)
+
+  it("refuses options by name and type, and when one is missing", function()
+    local function refused(words, change)
+      local o = { context = 512, prompts = 1, needles = 16, block_size = 16 }
+      for name, value in pairs(change) do o[name] = value ~= "none" and value or nil end
+      local line = debug.getinfo(1, "l").currentline + 1
+      local ok, text = pcall(function() exam.open(o) end)
+      assert.is_false(ok)
+      assert.truthy(text:find("exam_spec.lua:" .. line .. ": exam.open: ", 1, true), text)
+      assert.truthy(text:find(words, 1, true), text)
+    end
+    refused('"offlod" is no option, did you mean offload?', { offlod = {} })
+    refused("context is 0, expected a whole number >= 1", { context = 0 })
+    refused("seed is a table, expected a whole number", { seed = {} })
+    refused('question is "promt", expected one of decode, prompt, row',
+      { question = "promt" })
+    refused("needles is missing, expected a whole number >= 1", { needles = "none" })
+  end)
+end)
