@@ -7,7 +7,8 @@
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
 --
--- To add a model family, write one file like lua/models/llama.lua. Its models have
+-- To add a model family, write one file like lua/models/llama.lua; the smallest one is in
+-- spec/models/engine_spec.lua. Its models have these fields and functions:
 --
 --   engine = engine.new           this file's, so that `model:engine { … }` works
 --   device, dtype                 where it computes, and the dtype of its activations

@@ -33,7 +33,7 @@ Server.__index = Server
 
 --- A server.
 ---@param given table
---  engine        of a model (lua/models/llama.lua): computes; its cache is the memory
+--  engine        of a model (lua/models/engine.lua): computes; its cache is the memory
 --  cost          instead: what steps cost (cost_model.lua); with blocks, block_size, and
 --                store_blocks: blocks that the modelled store holds (0)
 --  store         kv.store with the blocks of earlier requests; needs an engine
