@@ -26,7 +26,7 @@ __device__ __forceinline__ key_t64 best_of(const T *a, int64_t begin, int64_t en
     kvl::load_floats(a + i, x);
 #pragma unroll
     for (int j = 0; j < w.value; j++) {
-      key_t64 key = (key_t64)kvl::ordered(x[j]) << 32 | (uint32_t)~(uint32_t)(i + j);
+      key_t64 key = (key_t64)kvl::order_key(x[j]) << 32 | (uint32_t)~(uint32_t)(i + j);
       best = larger_key()(best, key);
     }
   });

@@ -125,10 +125,13 @@ inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q,
   return (unsigned)(blocks < most ? blocks : most);
 }
 
-/* Bits that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
-__device__ __forceinline__ uint32_t ordered(float x) {
+/* Keys that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
+__device__ __forceinline__ uint32_t order_key(float x) {
   uint32_t bits = __float_as_uint(x + 0.0f);
   return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+__device__ __forceinline__ float order_value(uint32_t key) {   /* NaN for 0 */
+  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
 }
 
 /* Ranks: numbers as integers that are smaller the earlier they come. RANK_LEAST is -inf,
@@ -136,12 +139,11 @@ __device__ __forceinline__ uint32_t ordered(float x) {
 constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
 
 __device__ __forceinline__ uint32_t rank_of(float x) {
-  uint32_t up = ordered(x);
-  return x != x ? RANK_NAN : ~up;
+  uint32_t key = order_key(x);
+  return x != x ? RANK_NAN : ~key;
 }
 __device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has none */
-  uint32_t up = ~rank;
-  return __uint_as_float(up ^ (up >> 31 ? 0x80000000u : 0xFFFFFFFFu));
+  return order_value(~rank);
 }
 
 /* ---- reductions ------------------------------------------------------------------ */

@@ -251,17 +251,6 @@ __device__ __forceinline__ float max_of_four(const float (&x)[4], int lane) {
   return fmaxf(odd ? keep1 : keep0, other);
 }
 
-/* Floats as unsigned integers in the same order; -0 and 0 are one, NaN is below all. */
-__device__ __forceinline__ uint32_t order_key(float x) {
-  if (x != x) return 0;
-  uint32_t bits = x == 0.f ? 0u : __float_as_uint(x);
-  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
-}
-__device__ __forceinline__ float order_value(uint32_t key) {
-  if (key == 0) return __uint_as_float(0x7FC00000u);
-  return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
-}
-
 __device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) {
   if (dtype == KVL_DTYPE_F32) return ((const float *)p)[at];
   if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[at]);

@@ -187,6 +187,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
     __syncthreads();
     for (int b = threadIdx.x; b < count; b += WARPS * WARP) {
       float joined = is_max ? -INFINITY : 0.f;
+#pragma unroll 4
       for (int h = 0; h < group; h++) {
         float score = order_value(best[b * group + h]);
         joined = is_max ? fmaxf(joined, score) : joined + score;

@@ -20,7 +20,7 @@ enum {
 };
 
 __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest) {
-  uint32_t up = ordered(x), rank = x != x ? 0xFFFFFFFFu : largest ? ~up : up;
+  uint32_t up = order_key(x), rank = x != x ? 0xFFFFFFFFu : largest ? ~up : up;
   return (sort_key)rank << 32 | (uint32_t)index;
 }
 
