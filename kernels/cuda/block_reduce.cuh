@@ -8,6 +8,7 @@
 #define KVL_CUDA_BLOCK_REDUCE_CUH
 
 #include "convert.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 

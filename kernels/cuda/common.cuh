@@ -1,5 +1,5 @@
 /* What every CUDA kernel file shares: the queue, the launchers' names, dtypes as C++ types,
- * 16-byte access, reductions over a warp and a block.
+ * addresses and 16-byte access, reductions over a warp and a block.
  *
  * Device code lives in namespace kvl; each file keeps its own kernels in an unnamed
  * namespace. Everything but kvl_backend_cuda is hidden from the outside. */
@@ -111,18 +111,15 @@ __device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
   store_pack<N>(p, raw);
 }
 
-/* May all of these addresses and row sizes (bytes) be accessed 16 bytes at a time? */
-template <class... P> inline bool aligned16(P... p) {
-  return (((uintptr_t)p | ...) & 15) == 0;
+/* A number of any float dtype. */
+__device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) {
+  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[at];
+  if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[at]);
+  return to_float(((const __nv_bfloat16 *)p)[at]);
 }
 
-/* Blocks to launch for `pieces` of work, `per_block` each, when blocks loop over the rest:
- * enough to fill the device a few times over. */
-inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q,
-                     int waves = 16) {
-  int64_t blocks = (pieces + per_block - 1) / per_block;
-  int64_t most = (int64_t)q->sm_count * waves;
-  return (unsigned)(blocks < most ? blocks : most);
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
 }
 
 /* Keys that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
@@ -176,6 +173,19 @@ template <int LANES = WARP, class T> __device__ __forceinline__ T warp_max(T x) 
 }
 template <int LANES = WARP, class T> __device__ __forceinline__ T warp_min(T x) {
   return warp_reduce<LANES>(x, min_op());
+}
+
+/* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
+ * 5 shuffles in place of 16. */
+template <int LANES>
+__device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
+  bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
+  float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
+  keep0 += __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2);
+  keep1 += __shfl_xor_sync(ALL_LANES, high ? x[1] : x[3], LANES / 2);
+  float sum = odd ? keep1 : keep0;
+  sum += __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
+  return warp_sum<LANES / 4>(sum);
 }
 
 /* Every thread of the block (whole warps, 1-D) gets the result, in an order that depends

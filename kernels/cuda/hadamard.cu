@@ -4,7 +4,7 @@
  * of elements 1, 2, 4 ... dim / 2 apart, in this order, then the product with scale: the
  * CPU's bits.
  * Bytes   2 * rows * dim * element; limit: memory */
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

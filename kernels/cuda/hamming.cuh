@@ -9,7 +9,7 @@
 #ifndef KVL_CUDA_HAMMING_CUH
 #define KVL_CUDA_HAMMING_CUH
 
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 

@@ -13,7 +13,8 @@
 #define KVL_CUDA_HASH_CUH
 
 #include "convert.cuh"
-#include "paged.cuh"   /* mma, pack2, allow_shared */
+#include "launch.cuh"
+#include "mma.cuh"
 
 namespace kvl {
 

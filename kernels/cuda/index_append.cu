@@ -6,6 +6,7 @@
  * Bytes   n * dim * (element of k + 1); limit: memory
  * Source  SGLang's index-K pool */
 #include "index.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

@@ -7,6 +7,7 @@
  * aligned to more.
  * Bytes   2 * n * (dim + 4); limit: memory */
 #include "index.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

@@ -13,7 +13,6 @@
 #ifndef KVL_CUDA_MATVEC_CUH
 #define KVL_CUDA_MATVEC_CUH
 
-#include "paged.cuh"   /* allow_shared */
 #include "programmatic.cuh"
 
 namespace kvl {

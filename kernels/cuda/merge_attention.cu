@@ -14,7 +14,7 @@
  *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Tolerance  1e-6 relative in f32; half an ulp more of out in f16 and bf16.
  * Source     Rabe and Staats 2021; FlashInfer's state merge (Ye et al. 2025). */
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

@@ -1,10 +1,9 @@
 /* What the kernels over paged KV memory share: the walk from a key's number to its row in
- * the cache, tiles of ragged query rows, asynchronous 16-byte copies into shared memory, and
- * the 16-bit tensor-core instructions. */
+ * the cache, tiles of ragged query rows, and the steps of a softmax in base 2. */
 #ifndef KVL_CUDA_PAGED_CUH
 #define KVL_CUDA_PAGED_CUH
 
-#include "common.cuh"
+#include "mma.cuh"
 
 namespace kvl {
 
@@ -154,108 +153,7 @@ __device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &
   return t;
 }
 
-/* ---- shared memory --------------------------------------------------------------------- */
-
-/* Copy 16 bytes into shared memory, past L1; zeros when `valid` is false. */
-__device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               :: "r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-/* Wait until at most N of this thread's groups are under way. */
-template <int N> __device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
-}
-__device__ __forceinline__ uint32_t shared_address(const void *p) {
-  return (uint32_t)__cvta_generic_to_shared(p);
-}
-
-/* Where 16-byte piece `piece` of row `row` lies in a tile of rows of PIECES pieces. The
- * low three bits are mixed with the row so that eight rows of one column, which ldmatrix
- * reads at once, lie in different banks. PIECES is a multiple of 8. */
-template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
-  return (uint32_t)(row * PIECES + (piece ^ (row & 7))) * 16;
-}
-/* Pieces a tile's row takes for up to D 16-bit numbers. */
-template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;
-
-/* ---- tensor cores ---------------------------------------------------------------------- */
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
-}
-
-/* c[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums. In a warp, lane l has rows l/4 and l/4 + 8
- * and columns 2 (l%4), +1 of c: c[0..1] of the first row, c[2..3] of the second. */
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1, __half) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1, __nv_bfloat16) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint32_t pack2(float low, float high, __half) {
-  __half2 x = __floats2half2_rn(low, high);
-  return *reinterpret_cast<uint32_t *>(&x);
-}
-__device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) {
-  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t *>(&x);
-}
-
-__device__ __forceinline__ float2 unpack2(uint32_t x, __half) {
-  return __half22float2(*reinterpret_cast<__half2 *>(&x));
-}
-__device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
-  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
-}
-
-/* ---- numbers --------------------------------------------------------------------------- */
-
-/* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
- * 5 shuffles in place of 16. */
-template <int LANES>
-__device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
-  bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
-  float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
-  keep0 += __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2);
-  keep1 += __shfl_xor_sync(ALL_LANES, high ? x[1] : x[3], LANES / 2);
-  float sum = odd ? keep1 : keep0;
-  sum += __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
-  return warp_sum<LANES / 4>(sum);
-}
-
-/* Four maxima over the lanes' two top bits; a lane gets the one numbered by its own. */
-template <int LANES>
-__device__ __forceinline__ float max_of_four(const float (&x)[4], int lane) {
-  bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
-  float keep0 = high ? x[2] : x[0], keep1 = high ? x[3] : x[1];
-  keep0 = fmaxf(keep0, __shfl_xor_sync(ALL_LANES, high ? x[0] : x[2], LANES / 2));
-  keep1 = fmaxf(keep1, __shfl_xor_sync(ALL_LANES, high ? x[1] : x[3], LANES / 2));
-  float other = __shfl_xor_sync(ALL_LANES, odd ? keep0 : keep1, LANES / 4);
-  return fmaxf(odd ? keep1 : keep0, other);
-}
-
-__device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) {
-  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[at];
-  if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[at]);
-  return to_float(((const __nv_bfloat16 *)p)[at]);
-}
+/* ---- softmax --------------------------------------------------------------------------- */
 
 __device__ __forceinline__ float exp2_fast(float x) {   /* 2 ulp; exp2(-inf) = 0 */
   float y;
@@ -341,29 +239,6 @@ struct score_rule {
 template <class T>
 __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim) {
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
-}
-
-/* Kernels that are to run side by side on an SM want all of its shared memory set up as
- * such. */
-template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
-  static unsigned preferred = 0;   /* one bit a device; setting it twice does no harm */
-  unsigned bit = 1u << (q->device & 31);
-  if (preferred & bit) return KVL_OK;
-  int status = kvl__cuda_check(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  if (status == KVL_OK) preferred |= bit;
-  return status;
-}
-
-/* Dynamic shared memory past 48 KiB has to be asked for, once per kernel and device. */
-template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
-  static unsigned allowed = 0;
-  unsigned bit = 1u << (q->device & 31);
-  if (bytes <= 48 << 10 || (allowed & bit)) return KVL_OK;
-  int status = kvl__cuda_check(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  if (status == KVL_OK) allowed |= bit;
-  return status;
 }
 
 }  // namespace kvl

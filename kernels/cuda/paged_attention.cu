@@ -48,8 +48,6 @@
 namespace kvl {
 namespace {
 
-int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
-
 /* Query rows a decode kernel packs, and so how often a group's K and V are read. */
 int decode_rows(const kvl_paged_attention_args &a) {
   int group = (int)(a.heads / a.cache.kv_heads);

@@ -48,6 +48,7 @@
 #ifndef KVL_CUDA_PAGED_WGMMA_CUH
 #define KVL_CUDA_PAGED_WGMMA_CUH
 
+#include "launch.cuh"
 #include "wgmma_work.cuh"
 
 namespace kvl {

@@ -9,7 +9,7 @@
 #ifndef KVL_CUDA_PROGRAMMATIC_CUH
 #define KVL_CUDA_PROGRAMMATIC_CUH
 
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 
@@ -26,10 +26,6 @@ __device__ __forceinline__ void wait_for_previous() {
 /* The next kernel's blocks may be placed beside this one's, once all of these are placed. */
 __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-inline bool is_hopper(const kvl_cuda_queue *q) {   /* or later: 227 KiB */
-  return q->shared_optin > 200 << 10;
 }
 
 template <class... P, class... A>

@@ -6,6 +6,7 @@
  * Bytes   rows * dim * (element of x + 1); limit: memory
  * Source  DeepSeek's act_quant */
 #include "index.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

@@ -2,7 +2,7 @@
 #ifndef KVL_CUDA_ROPE_CUH
 #define KVL_CUDA_ROPE_CUH
 
-#include "common.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 

@@ -14,7 +14,7 @@
 #define KVL_CUDA_SCORE_MMA_CUH
 
 #include "convert.cuh"
-#include "paged.cuh"
+#include "mma.cuh"
 
 namespace kvl {
 

@@ -20,6 +20,7 @@
 
 #include <algorithm>
 
+#include "launch.cuh"
 #include "score_mma.cuh"
 
 namespace kvl {

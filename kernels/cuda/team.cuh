@@ -6,7 +6,6 @@
 #ifndef KVL_CUDA_TEAM_CUH
 #define KVL_CUDA_TEAM_CUH
 
-#include "paged.cuh"   /* shared_address, allow_shared */
 #include "programmatic.cuh"
 
 namespace kvl {

@@ -79,8 +79,6 @@ token_f32(const __grid_constant__ kvl_paged_attention_args a,
                               states);
 }
 
-int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
-
 /* Blocks a list: twice as many while all of them are on the device at once and have two tiles
  * each. A GPU before Hopper has no clusters. */
 int splits_of(const token_lists &lists, int64_t blocks, int tile, int at_once,

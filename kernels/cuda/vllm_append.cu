@@ -16,6 +16,7 @@
  *         own layout takes 46). The stores of v are what it waits for
  * Source  reshape_and_cache of vllm-project/vllm, csrc/cache_kernels.cu. */
 #include "convert.cuh"
+#include "launch.cuh"
 
 namespace kvl {
 namespace {

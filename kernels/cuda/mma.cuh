@@ -1,0 +1,86 @@
+/* Products of 16-bit numbers on the tensor cores, a warp at a time (mma.sync, since sm_80), and
+ * how their operands get there: asynchronous 16-byte copies into tiles of shared memory,
+ * fragments out of these, pairs of numbers in a register. hopper.cuh has what a warpgroup
+ * does.
+ *
+ * Source    PTX ISA 7.0 and later: cp.async, ldmatrix, mma. */
+#ifndef KVL_CUDA_MMA_CUH
+#define KVL_CUDA_MMA_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+/* ---- tiles in shared memory ------------------------------------------------------------ */
+
+/* Copy 16 bytes into shared memory, past L1; zeros when `valid` is false. */
+__device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :: "r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* Wait until at most N of this thread's groups are under way. */
+template <int N> __device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+
+/* Where 16-byte piece `piece` of row `row` lies in a tile of rows of PIECES pieces. The
+ * low three bits are mixed with the row so that eight rows of one column, which ldmatrix
+ * reads at once, lie in different banks. PIECES is a multiple of 8. */
+template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
+  return (uint32_t)(row * PIECES + (piece ^ (row & 7))) * 16;
+}
+/* Pieces a tile's row takes for up to D 16-bit numbers. */
+template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;
+
+/* ---- tensor cores ---------------------------------------------------------------------- */
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared) : "memory");
+}
+
+/* c[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums. In a warp, lane l has rows l/4 and l/4 + 8
+ * and columns 2 (l%4), +1 of c: c[0..1] of the first row, c[2..3] of the second. */
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __half) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, __nv_bfloat16) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* ---- two numbers in a register ----------------------------------------------------------- */
+
+__device__ __forceinline__ uint32_t pack2(float low, float high, __half) {
+  __half2 x = __floats2half2_rn(low, high);
+  return *reinterpret_cast<uint32_t *>(&x);
+}
+__device__ __forceinline__ uint32_t pack2(float low, float high, __nv_bfloat16) {
+  __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t *>(&x);
+}
+
+__device__ __forceinline__ float2 unpack2(uint32_t x, __half) {
+  return __half22float2(*reinterpret_cast<__half2 *>(&x));
+}
+__device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
+  return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
+}
+
+}  // namespace kvl
+
+#endif
