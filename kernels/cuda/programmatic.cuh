@@ -28,20 +28,28 @@ __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+/* Clusters are `cluster` neighbouring blocks along x; 1 on devices before sm_90. */
 template <class... P, class... A>
-int launch_programmatic(void (*kernel)(P...), dim3 grid, int threads, size_t bytes_shared,
-                        const kvl_cuda_queue *q, const A &...args) {
+int launch_clusters(void (*kernel)(P...), int cluster, dim3 grid, int threads,
+                    size_t bytes_shared, const kvl_cuda_queue *q, const A &...args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes_shared;
   config.stream = q->stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = is_hopper(q);
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {(unsigned)cluster, 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = !is_hopper(q) ? 0 : cluster > 1 ? 2 : 1;
   return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
+}
+template <class... P, class... A>
+int launch_programmatic(void (*kernel)(P...), dim3 grid, int threads, size_t bytes_shared,
+                        const kvl_cuda_queue *q, const A &...args) {
+  return launch_clusters(kernel, 1, grid, threads, bytes_shared, q, args...);
 }
 
 }  // namespace kvl

@@ -102,19 +102,8 @@ int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
 template <class... P, class... A>
 int launch_teams(void (*kernel)(P...), int team, int64_t rows, int threads,
                  size_t bytes_shared, const kvl_cuda_queue *q, const A &...args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(rows * team));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = bytes_shared;
-  config.stream = q->stream;
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {(unsigned)team, 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = !is_hopper(q) ? 0 : team > 1 ? 2 : 1;
-  return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
+  return launch_clusters(kernel, team, dim3((unsigned)(rows * team)), threads, bytes_shared, q,
+                         args...);
 }
 
 template <int EACH_, int TEAM_, int SAMPLES_> struct team {

@@ -102,20 +102,9 @@ int launch_mma(const kvl_paged_attention_args &a, token_lists lists, const kvl_c
   int status = allow_shared<kernel>(q, shape::SHARED_BYTES);
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status < 0) return status;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((unsigned)(a.tokens * lists.splits), (unsigned)units);
-  config.blockDim = dim3(shape::THREADS);
-  config.dynamicSmemBytes = shape::SHARED_BYTES;
-  config.stream = q->stream;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = (unsigned)lists.splits;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  config.attrs = attributes;
-  config.numAttrs = !is_hopper(q) ? 0 : lists.splits > 1 ? 2 : 1;
-  return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, a, lists));
+  const dim3 grid((unsigned)(a.tokens * lists.splits), (unsigned)units);
+  return launch_clusters(kernel, lists.splits, grid, shape::THREADS, shape::SHARED_BYTES, q, a,
+                         lists);
 }
 
 template <class T, class C, int D>
