@@ -61,6 +61,13 @@ int fail(int status, const char *format, ...);
     default: return KVL_ERR_UNSUPPORTED;                   \
   }
 
+/* An instruction of sm_90; nothing for devices before it. */
+#if __CUDA_ARCH__ >= 900
+#define KVL_SM90(...) asm volatile(__VA_ARGS__)
+#else
+#define KVL_SM90(...)
+#endif
+
 namespace kvl {
 
 constexpr int WARP = 32;
@@ -120,6 +127,10 @@ __device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) 
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 /* Keys that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */

@@ -1,12 +1,11 @@
-/* Hopper's own instructions (sm_90a), one small function each: shared-memory barriers that
- * count bytes, tensor copies (TMA), tensor-core products of a warpgroup (wgmma), registers
- * moved between warpgroups, named barriers.
+/* Hopper's own instructions (sm_90a), one small function each: tensor copies (TMA),
+ * tensor-core products of a warpgroup (wgmma), registers moved between warpgroups.
  *
  * A warpgroup is four neighbouring warps, the first of them a multiple of four. Shared
  * memory is given by its 32-bit address. Elsewhere than on sm_90a nothing here compiles:
  * kernels keep their bodies inside #if KVL_SM90A.
  *
- * Source    PTX ISA 8.0 and later: mbarrier, cp.async.bulk.tensor, wgmma, setmaxnreg. */
+ * Source    PTX ISA 8.0 and later: cp.async.bulk.tensor, wgmma, setmaxnreg. */
 #ifndef KVL_CUDA_HOPPER_CUH
 #define KVL_CUDA_HOPPER_CUH
 
@@ -14,7 +13,7 @@
 
 #include <type_traits>
 
-#include "common.cuh"
+#include "barrier.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define KVL_SM90A 1
@@ -27,44 +26,6 @@ namespace kvl {
 constexpr int WARPGROUP = 128;
 
 #if KVL_SM90A
-
-/* ---- barriers -------------------------------------------------------------------------- */
-
-/* A barrier's phase ends when `count` arrivals and all expected bytes are in. Its parity is
- * that of the phase waited for: 0 for the first. Waiting for parity 1 on a new barrier
- * returns at once. */
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
-}
-/* After the inits, before a __syncthreads: copies see them too. */
-__device__ __forceinline__ void barrier_init_done() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, p;\n"
-                 "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
-/* Barrier `id` (1 ... 15) of `threads` threads, some of which only arrive. */
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
-}
 
 /* ---- copies ---------------------------------------------------------------------------- */
 
@@ -88,27 +49,11 @@ __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *ma
                :: "r"(shared), "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
-/* Copy `bytes` neighbours: a multiple of 16, as both addresses are. */
-__device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, int bytes,
-                                           uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-               " [%0], [%1], %2, [%3];"
-               :: "r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-/* This thread's writes to shared memory come before wgmma and copies that start after the
- * next barrier. */
-__device__ __forceinline__ void fence_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-__device__ __forceinline__ void clear_shared(uint32_t shared) {   /* 16 bytes */
-  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(shared), "r"(0) : "memory");
-}
 /* A read that ptxas does not move across waits, nor what follows from it. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];"
-               : "=f"(x) : "r"((uint32_t)__cvta_generic_to_shared(&shared)) : "memory");
+               : "=f"(x) : "r"(shared_address(&shared)) : "memory");
   return x;
 }
 

@@ -13,6 +13,7 @@
 #ifndef KVL_CUDA_MATVEC_CUH
 #define KVL_CUDA_MATVEC_CUH
 
+#include "barrier.cuh"
 #include "programmatic.cuh"
 
 namespace kvl {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void team_sum(float (&sum)[M], int team, int row) {
   if (lane == 0)
 #pragma unroll
     for (int i = 0; i < M; i++) sums[turn][threadIdx.x / WARP][i] = sum[i];
-  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(MATVEC_TEAM * WARP) : "memory");
+  named_sync(team + 1, MATVEC_TEAM * WARP);
 #pragma unroll
   for (int i = 0; i < M; i++)
     sum[i] = warp_sum(lane < MATVEC_TEAM ? sums[turn][team * MATVEC_TEAM + lane][i] : 0.f);

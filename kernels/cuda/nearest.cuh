@@ -69,7 +69,8 @@ __device__ __forceinline__ void share_counts(const uint32_t *mine, uint32_t *cou
                                              int team, int rank, uint64_t *barrier) {
   __syncthreads();
   if (team == 1) return;
-  if (threadIdx.x == 0) expect_bytes(barrier, team * size * 4);
+  const uint32_t own_barrier = shared_address(barrier);
+  if (threadIdx.x == 0) barrier_arrive_expect(own_barrier, team * size * 4);
 #pragma unroll 1
   for (int to = threadIdx.x / 64; to < team; to += NEAREST_THREADS / 64)
 #pragma unroll 1
@@ -80,7 +81,7 @@ __device__ __forceinline__ void share_counts(const uint32_t *mine, uint32_t *cou
         add_to(sum, *(const uint4 *)(mine + c * size + i));
       send_quad(to, sum, counts + rank * size + i, barrier);
     }
-  wait_for_bytes(barrier);
+  barrier_wait(own_barrier, 0);
 }
 
 /* The edge of the nearest `wanted` of a list whose histogram is the sum of `parts`, `stride`

@@ -23,6 +23,7 @@
 #include <cuda_fp8.h>
 #include <type_traits>
 
+#include "barrier.cuh"
 #include "paged_split.cuh"
 
 namespace kvl {
@@ -98,11 +99,6 @@ template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (
 template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
   const int j = threadIdx.x % 4;
   return F8 ? n / 2 * 16 + j * 4 + c * 2 + n % 2 : n * 8 + j * 2 + c;
-}
-
-/* Barrier of a team's warps. */
-__device__ __forceinline__ void team_sync(int team, int warps) {
-  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(warps * WARP) : "memory");
 }
 
 template <class T, int D, bool F8>
@@ -397,7 +393,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
           if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
         }
     }
-    team_sync(team, place.team());
+    named_sync(team + 1, place.team() * WARP);
     const bool starts = share_begin <= seq_begin, ends = seq_begin + tiles <= share_end;
     const int64_t slot = starts && ends ? -1 : place.slot(share, seq, a.seqs, unit, starts);
 #pragma unroll 1
@@ -423,7 +419,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       write_part(a, place, slot, rows, r, dim, x, m, l, value_scale);
     }
     if (piece_end == share_end) break;
-    team_sync(team, place.team());   /* the sums are read */
+    named_sync(team + 1, place.team() * WARP);   /* the sums are read */
     seq_begin += tiles;
     length = a.lens[++seq];
     tiles = plan.tiles(length);

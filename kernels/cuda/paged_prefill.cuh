@@ -49,11 +49,6 @@ template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
                     pack2(x[6], x[7], T()));
 }
 
-__device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-
 /* C: the cache's type, T or f8e4m3. */
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)

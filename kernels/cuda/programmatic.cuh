@@ -13,12 +13,6 @@
 
 namespace kvl {
 
-#if __CUDA_ARCH__ >= 900
-#define KVL_SM90(...) asm volatile(__VA_ARGS__)
-#else
-#define KVL_SM90(...)
-#endif
-
 /* The kernels before have ended, and their results may be read, from here on. */
 __device__ __forceinline__ void wait_for_previous() {
   KVL_SM90("griddepcontrol.wait;" ::: "memory");

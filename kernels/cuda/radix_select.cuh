@@ -141,9 +141,8 @@ struct radix_select {
     clear();
     if (TEAM > 1) {
       if (threadIdx.x == 0) {
-        KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;"
-                 :: "r"(shared_address(&s.barrier)), "n"(TEAM > 1 ? TEAM - 1 : 1));
-        KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_init(shared_address(&s.barrier), TEAM - 1);
+        barrier_init_done();
       }
       cluster_arrive();
     }
@@ -468,7 +467,7 @@ struct radix_select {
   /* Sends what the blocks have found to the first one. False for the others, which stay
    * until it has come. */
   __device__ __forceinline__ bool meet(bool *fits) {
-    if (block > 0) KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
+    if (block > 0) fence_async();
     __syncthreads();
     cluster_wait();                    /* the first block's barrier is there */
     if (block > 0) {
@@ -476,9 +475,8 @@ struct radix_select {
         const uint32_t bytes_words = s.sure && !has_window ? WARPS * stretch / 8 : 0;
         const uint32_t bytes = sizeof(list_head) + (min(s.listed, capacity) + 1) / 2 * 16;
         head_of(block) = {s.listed, s.sure};
-        KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
-        KVL_SM90("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;"
-                 :: "r"(leader_at(&s.barrier)), "r"(bytes + bytes_words) : "memory");
+        fence_async();
+        leader_expects(&s.barrier, bytes + bytes_words);
         send_to_leader(&head_of(block), bytes, &s.barrier);
         if (bytes_words)
           for (int w = 0; w < WARPS; w++) {
@@ -490,14 +488,7 @@ struct radix_select {
       cluster_wait();
       return false;
     }
-    uint32_t done = 0;
-    do {
-      KVL_SM90("{\n"
-               ".reg .pred p;\n"
-               "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
-               "selp.u32 %0, 1, 0, p;\n"
-               "}" : "=r"(done) : "r"(shared_address(&s.barrier)) : "memory");
-    } while (!done);
+    barrier_wait(shared_address(&s.barrier), 0);
     cluster_arrive();
     list_head head = {0, 0};           /* of block `lane` */
     if (lane == 0) head = {s.listed, s.sure};

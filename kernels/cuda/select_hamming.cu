@@ -145,7 +145,10 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
 #pragma unroll 1
   for (int i = threadIdx.x; i < shape.q_words; i += THREADS) q[i] = 0;
   if (team > 1) {
-    if (threadIdx.x == 0) make_barrier(&s.barrier);
+    if (threadIdx.x == 0) {
+      barrier_init(shared_address(&s.barrier), 1);
+      barrier_init_done();
+    }
     cluster_arrive();
   }
 

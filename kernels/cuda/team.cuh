@@ -6,6 +6,7 @@
 #ifndef KVL_CUDA_TEAM_CUH
 #define KVL_CUDA_TEAM_CUH
 
+#include "barrier.cuh"
 #include "programmatic.cuh"
 
 namespace kvl {
@@ -40,26 +41,10 @@ __device__ __forceinline__ void send_to_leader(const void *p, uint32_t bytes, vo
            :: "r"(leader_at(p)), "r"(shared_address(p)), "r"(bytes), "r"(leader_at(barrier))
            : "memory");
 }
-/* A barrier that is passed once, when all the bytes that a thread expects have come from the
- * cluster. Made by one thread before it arrives at the cluster's barrier; bytes may come
- * before they are expected. */
-__device__ __forceinline__ void make_barrier(uint64_t *barrier) {
-  KVL_SM90("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)));
-  KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void expect_bytes(uint64_t *barrier, uint32_t bytes) {
-  KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-           :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait_for_bytes(uint64_t *barrier) {
-  uint32_t done = 1;
-  do {
-    KVL_SM90("{\n"
-             ".reg .pred p;\n"
-             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
-             "selp.u32 %0, 1, 0, p;\n"
-             "}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
-  } while (!done);
+/* Have its barrier expect them; the arrival orders nothing. */
+__device__ __forceinline__ void leader_expects(const void *barrier, uint32_t bytes) {
+  KVL_SM90("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;"
+           :: "r"(leader_at(barrier)), "r"(bytes) : "memory");
 }
 /* 16 bytes to the same place `p` in block `rank`; its barrier counts them. */
 __device__ __forceinline__ void send_quad(int rank, const uint4 &x, void *p,

@@ -218,7 +218,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
         const int keys = first == NO_KEYS ? 0 : min(8, w.length - first);
         for (int piece = keys * 8 + lane; piece < 64; piece += WARP)
           for (int h = 0; h < shape::HALVES; h++)
-            clear_shared(to + i * shape::GROUP_BYTES + h * 1024 + piece * 16);
+            store_shared(to + i * shape::GROUP_BYTES + h * 1024 + piece * 16,
+                         make_uint4(0, 0, 0, 0));
       }
       fence_async();
       __syncwarp();

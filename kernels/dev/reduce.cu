@@ -17,7 +17,7 @@
  * packs, 264 to 4224 blocks, 256 to 1024 threads lie between 3080 and 3160; bulk copies of
  * 2 to 8 KiB between 2570 and 3110. */
 #include "dev.cuh"
-#include "common.cuh"
+#include "barrier.cuh"
 
 namespace {
 
@@ -63,37 +63,28 @@ __global__ void tiles(const float4 *x, size_t packs, float *out) {
   put(sum, out);
 }
 
-__device__ uint32_t shared_at(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 /* Warp 0 copies; all sum. */
 template <int BYTES, int STAGES>
 __global__ void bulk(const char *x, size_t bytes, float *out) {
+  using namespace kvl;
   extern __shared__ __align__(128) char ring[];
   __shared__ __align__(8) uint64_t full[STAGES];
   auto fetch = [&](int stage, size_t tile) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 :: "r"(shared_at(full + stage)), "n"(BYTES));
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1], %2, [%3];"
-                 :: "r"(shared_at(ring + stage * BYTES)), "l"(x + tile * BYTES), "n"(BYTES),
-                    "r"(shared_at(full + stage)) : "memory");
+    const uint32_t barrier = shared_address(full + stage);
+    barrier_arrive_expect(barrier, BYTES);
+    copy_bytes(shared_address(ring + stage * BYTES), x + tile * BYTES, BYTES, barrier);
   };
   size_t tiles = bytes / BYTES, next = blockIdx.x;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++)
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(shared_at(full + s)));
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    for (int s = 0; s < STAGES; s++) barrier_init(shared_address(full + s), 1);
+    barrier_init_done();
     for (int s = 0; s < STAGES && next < tiles; s++, next += gridDim.x) fetch(s, next);
   }
   __syncthreads();
   float sum = 0;
   int stage = 0, phase = 0;
   for (size_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    uint32_t done = 0;
-    while (!done)
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
-                   "  selp.u32 %0, 1, 0, p; }"
-                   : "=r"(done) : "r"(shared_at(full + stage)), "r"(phase) : "memory");
+    barrier_wait(shared_address(full + stage), phase);
     const float4 *at = (const float4 *)(ring + stage * BYTES);
 #pragma unroll 4
     for (int i = threadIdx.x; i < BYTES / 16; i += blockDim.x) sum += total(at[i]);

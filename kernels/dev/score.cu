@@ -17,6 +17,7 @@
  *      arithmetic a copy: f8 max_qk 267 -> 192             52  53    29 29    366  367
  * No difference: rings of 64, 80 and 96 KiB, copies that prefetch 256 bytes into the L2, the
  * number of blocks a block of threads takes between 128 and 1024 (argument "sweep"). */
+#include "barrier.cuh"
 #include "score_rows.cuh"
 
 #include <cstring>
@@ -35,21 +36,6 @@ namespace {
  * to 8. */
 constexpr int BULK_STAGES = 6, BULK_ITEMS = 8, BULK_ROW = 4096 + 64;
 
-__device__ __forceinline__ void bulk_copy(uint32_t to, const void *from, int bytes,
-                                          uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1], %2, [%3];"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void bulk_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-                 "selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  } while (!done);
-}
-
 __global__ void __launch_bounds__(9 * 32, 1)
 score_bulk(const __grid_constant__ score_call a, int parts, int each) {
   extern __shared__ __align__(128) char shared[];
@@ -59,10 +45,10 @@ score_bulk(const __grid_constant__ score_call a, int parts, int each) {
   const uint32_t ring = kvl::shared_address(shared);
   if (threadIdx.x == 0) {
     for (int s = 0; s < BULK_STAGES; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + s * 8));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 8;" :: "r"(empty + s * 8));
+      kvl::barrier_init(full + s * 8, 1);
+      kvl::barrier_init(empty + s * 8, 8);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    kvl::barrier_init_done();
   }
   __syncthreads();
   const int64_t seq = blockIdx.x / parts, first = (int64_t)(blockIdx.x % parts) * each;
@@ -76,14 +62,12 @@ score_bulk(const __grid_constant__ score_call a, int parts, int each) {
       const int64_t block = next;
       const int item = (tile + 1) * BULK_ITEMS + lane;
       next = lane < BULK_ITEMS && item < count ? table[item] : 0;
-      bulk_wait(empty + stage * 8, (turn & 1) ^ 1);
-      if (lane == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(full + stage * 8), "r"(BULK_ITEMS * 4096) : "memory");
+      kvl::barrier_wait(empty + stage * 8, (turn & 1) ^ 1);
+      if (lane == 0) kvl::barrier_arrive_expect(full + stage * 8, BULK_ITEMS * 4096);
       __syncwarp();
       if (lane < BULK_ITEMS)
-        bulk_copy(ring + (stage * BULK_ITEMS + lane) * BULK_ROW,
-                  (const char *)a.rows + block * 4096, 4096, full + stage * 8);
+        kvl::copy_bytes(ring + (stage * BULK_ITEMS + lane) * BULK_ROW,
+                        (const char *)a.rows + block * 4096, 4096, full + stage * 8);
     }
     return;
   }
@@ -106,7 +90,7 @@ score_bulk(const __grid_constant__ score_call a, int parts, int each) {
   float *scores = a.scores + (seq * 8 + warp) * a.max_blocks + first;
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % BULK_STAGES, turn = tile / BULK_STAGES;
-    bulk_wait(full + stage * 8, turn & 1);
+    kvl::barrier_wait(full + stage * 8, turn & 1);
     const char *row = shared + (stage * BULK_ITEMS + lane / 4) * BULK_ROW + warp * 256;
     float c[4] = {};
 #pragma unroll
@@ -119,9 +103,7 @@ score_bulk(const __grid_constant__ score_call a, int parts, int each) {
         kvl::mma(c, a1, q[r][j].z, q[r][j].w, __nv_bfloat16());
       }
     __syncwarp();
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(empty + stage * 8)
-                   : "memory");
+    if (lane == 0) kvl::barrier_arrive(empty + stage * 8);
     float best = -INFINITY;
     for (int i = 0; i < 2; i++)
       if (lane % 4 * 2 + i < group) best = fmaxf(best, c[i]);

@@ -1,0 +1,68 @@
+/* Barriers for some of a block's threads: those in shared memory, which count arrivals and the
+ * bytes of copies (mbarrier), with such a copy; and the numbered ones of the block.
+ *
+ * A barrier in shared memory is 8 bytes, given by their 32-bit address. It is of sm_90:
+ * before, what touches one does nothing.
+ *
+ * Source    PTX ISA 8.0 and later: mbarrier, cp.async.bulk, barrier. */
+#ifndef KVL_CUDA_BARRIER_CUH
+#define KVL_CUDA_BARRIER_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+/* A barrier's phase ends when `count` arrivals and all expected bytes are in. Its parity is
+ * that of the phase waited for: 0 for the first. Waiting for parity 1 on a new barrier
+ * returns at once. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
+}
+/* After the inits, before a __syncthreads or a cluster's barrier: copies see them too. */
+__device__ __forceinline__ void barrier_init_done() {
+  KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  KVL_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+/* Bytes may come before they are expected. */
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
+  KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+           :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 1;
+  do {
+    KVL_SM90("{\n"
+             ".reg .pred p;\n"
+             "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+             "selp.u32 %0, 1, 0, p;\n"
+             "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  } while (!done);
+}
+
+/* Copy `bytes` neighbours to shared memory: a multiple of 16, as both addresses are. The
+ * barrier counts them. */
+__device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, int bytes,
+                                           uint32_t barrier) {
+  KVL_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+           " [%0], [%1], %2, [%3];"
+           :: "r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+/* This thread's writes to shared memory come before wgmma and copies that start after the
+ * next barrier. */
+__device__ __forceinline__ void fence_async() {
+  KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* Barrier `id` (1 ... 15) of `threads` threads, some of which only arrive. */
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+}  // namespace kvl
+
+#endif
