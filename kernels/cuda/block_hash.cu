@@ -11,15 +11,11 @@
  * Best    tokens of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56, of 16
  *         blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
  * Source  UCM's GSA on-device: hashes of tokens are made where keys are */
+#include "divide.cuh"
 #include "hash.cuh"
 
 namespace kvl {
 namespace {
-
-/* Whole numbers >= 0: most fit 32 bits, whose division is several times as fast. */
-__device__ __forceinline__ int64_t divide(int64_t a, int b) {
-  return a >> 32 ? a / b : (uint32_t)a / (uint32_t)b;
-}
 
 /* Vectors (entry of the list, KV head) or, with a hash a token, (entry, KV head, token). */
 template <class T, bool IS_TOKEN> struct block_keys {
@@ -29,7 +25,7 @@ template <class T, bool IS_TOKEN> struct block_keys {
   __device__ hash_item<T> at(int64_t v) const {
     const kvl_cache_view &cache = a.cache;
     const int each = IS_TOKEN ? cache.block_size : 1;
-    const int64_t pair = divide(v, each), i = divide(pair, cache.kv_heads);
+    const int64_t pair = quotient_of(v, each), i = quotient_of(pair, cache.kv_heads);
     const int head = (int)(pair - i * cache.kv_heads), token = (int)(v - pair * each);
     const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
     const int count = max(0, min(a.tokens[i], cache.block_size));

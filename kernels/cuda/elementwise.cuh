@@ -9,6 +9,7 @@
 #ifndef KVL_CUDA_ELEMENTWISE_CUH
 #define KVL_CUDA_ELEMENTWISE_CUH
 
+#include "divide.cuh"
 #include "programmatic.cuh"
 
 namespace kvl {
@@ -42,18 +43,6 @@ int each(const F &f, int64_t count, bool wide, void *queue) {
 /* Bytes of an element of KV memory. */
 inline int64_t cache_bytes(int dtype) {
   return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
-}
-
-/* Quotient and remainder; 64-bit division is several times slower and rarely needed. */
-__device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t *quotient,
-                                       int64_t *rest) {
-  if ((uint64_t)(a | b) >> 32) {
-    *quotient = a / b;
-    *rest = a % b;
-  } else {
-    *quotient = (uint32_t)a / (uint32_t)b;
-    *rest = (uint32_t)a % (uint32_t)b;
-  }
 }
 
 }  // namespace kvl

@@ -30,28 +30,13 @@ constexpr int AHEAD = 8;                       /* pieces a lane looks at togethe
 constexpr int PARTS_MOST = 16;
 constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST;   /* pieces count in 32 bits */
 
-/* n / d for n < 2^31 by a multiplication (Granlund and Montgomery 1994). Passing over padding
- * is little else than these divisions. */
-struct divisor {
-  uint32_t d, shift, reciprocal;   /* 2^shift / d, rounded up */
-  __device__ uint32_t quotient(uint32_t n) const {
-    return (uint32_t)((uint64_t)n * reciprocal >> shift);
-  }
-};
-divisor divisor_of(int64_t d) {
-  uint32_t bits = 0;
-  while ((int64_t)1 << bits < d) bits++;
-  uint64_t power = (uint64_t)1 << (31 + bits);   /* below 2^32 * d */
-  return {(uint32_t)d, 31 + bits, (uint32_t)((power + d - 1) / d)};
-}
-
 /* Lengths in 16-byte words. An entry is one run of `run` words, or two, `half` words apart;
  * each is cut in `parts_run` parts of `part` words. Pieces are entries * parts, and rows of
  * the lists seqs * lanes. */
 struct layout {
   int64_t block, half;
   uint32_t run, part, pieces;
-  divisor parts_run, parts, lanes, rows;
+  divisor parts_run, parts, lanes, rows;   /* passing over padding is little else than these */
 };
 
 /* Source, destination and length; words 0: there is nothing to copy. */
@@ -64,7 +49,7 @@ struct piece {
 /* Where piece p stands in the lists. */
 __device__ __forceinline__ int64_t entry_of(const layout &l, int64_t n, uint32_t p) {
   const uint32_t entry = l.parts.quotient(p), i = l.rows.quotient(entry);
-  return (entry - i * l.rows.d) * n + i;
+  return (entry - i * l.rows.by) * n + i;
 }
 
 /* Piece p, whose `from` is in range. */
@@ -72,10 +57,10 @@ __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const
                                             uint32_t p) {
   const int64_t place = entry_of(l, a.n, p), from = a.from[place], to = a.to[place];
   if (to < 0 || to >= a.dst.blocks) return {nullptr, nullptr, 0};
-  const uint32_t entry = l.parts.quotient(p), part = p - entry * l.parts.d;
-  const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.d;   /* lanes divides rows */
+  const uint32_t entry = l.parts.quotient(p), part = p - entry * l.parts.by;
+  const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.by;   /* lanes divides rows */
   const uint32_t run = l.parts_run.quotient(part);
-  const uint32_t in_run = (part - run * l.parts_run.d) * l.part;
+  const uint32_t in_run = (part - run * l.parts_run.by) * l.part;
   const int64_t at = run * l.half + (int64_t)lane * l.run + in_run;
   return {(const uint4 *)a.src.kv + from * l.block + at,
           (uint4 *)a.dst.kv + to * l.block + at, (int)min(l.part, l.run - in_run)};
@@ -151,11 +136,11 @@ layout layout_of(const kvl_move_blocks_args &a) {
   int64_t most = PARTS_MOST / runs, pieces_run = (run + PIECE - 1) / PIECE;
   l.run = (uint32_t)run;
   l.part = (uint32_t)((pieces_run + most - 1) / most * PIECE);
-  l.parts_run = divisor_of((l.run + l.part - 1) / l.part);
-  l.parts = divisor_of(runs * l.parts_run.d);
-  l.lanes = divisor_of(a.lanes);
-  l.rows = divisor_of(a.seqs * a.lanes);
-  l.pieces = (uint32_t)(a.seqs * a.lanes * a.n * l.parts.d);
+  l.parts_run = divisor((l.run + l.part - 1) / l.part);
+  l.parts = divisor(runs * l.parts_run.by);
+  l.lanes = divisor(a.lanes);
+  l.rows = divisor(a.seqs * a.lanes);
+  l.pieces = (uint32_t)(a.seqs * a.lanes * a.n * l.parts.by);
   return l;
 }
 

@@ -18,22 +18,11 @@
 #ifndef KVL_CUDA_PAGED_SPLIT_CUH
 #define KVL_CUDA_PAGED_SPLIT_CUH
 
+#include "divide.cuh"
 #include "paged_output.cuh"
 #include "programmatic.cuh"
 
 namespace kvl {
-
-/* Divides numbers below 2^31 by one that the host knows: 3 instructions in place of 16. */
-struct divisor {
-  uint32_t by = 1, factor = 1;
-  int shift = 0;
-  divisor() = default;
-  explicit divisor(uint32_t n) : by(n) {   /* 1 ... 2^31 */
-    while ((uint64_t)1 << shift < n) shift++;
-    factor = (uint32_t)(((((uint64_t)1 << shift) - n) << 32) / n + 1);
-  }
-  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, factor) + x) >> shift; }
-};
 
 struct split_place {
   float *out, *lse;

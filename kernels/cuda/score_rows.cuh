@@ -20,17 +20,18 @@
 
 #include <algorithm>
 
+#include "divide.cuh"
 #include "launch.cuh"
 #include "score_mma.cuh"
 
 namespace kvl {
 
-/* tile_share: 2^32 / tiles of a block, rounded up, or 0 for one tile; SCORE_TILES only. */
+/* tiles_factor: of the tiles of a block, by which short_quotient divides; SCORE_TILES only. */
 template <class T, int D, score_kind KIND>
 __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS * WARP,
                                   score_shape<T, D, KIND>::BLOCKS)
 score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
-           uint32_t tile_share) {
+           uint32_t tiles_factor) {
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   constexpr int STAGES = shape::STAGES, WARPS = shape::WARPS, ITEMS = shape::ITEMS;
@@ -56,8 +57,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
   /* The block of a tile, or of this lane's item of it, is looked up while the length is still
    * on its way. */
   auto block_of = [&](int tile) {
-    if constexpr (KIND == SCORE_TILES)
-      return tile_share ? (int)__umulhi(tile, tile_share) : tile;
+    if constexpr (KIND == SCORE_TILES) return (int)short_quotient(tile, tiles_factor);
     const int item = tile * ITEMS + lane % ITEMS;
     return KIND == SCORE_MAX_QK ? item / block_size : item;
   };
@@ -245,7 +245,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   const int64_t group = a.heads / a.kv_heads, padded = (group + 7) / 8 * 8;
-  const int64_t per_block = OF_TOKENS ? a.block_size : 1, tiles = per_block / shape::ITEMS;
+  const int64_t per_block = OF_TOKENS ? a.block_size : 1;
   const int terms = score_terms<typename score_type<T>::type>(a.dtype);
   int64_t bytes = shape::SHARED_BYTES + terms * shape::ROWS * padded * D * 2 + padded * 4;
   if (each == 0) {
@@ -269,10 +269,9 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;
   const unsigned grid = (unsigned)(parts * a.seqs * a.kv_heads);
-  const uint32_t share =
-      KIND == SCORE_TILES && tiles > 1 ? (uint32_t)((1ull << 32) / tiles + 1) : 0;
+  const uint32_t factor = short_factor(KIND == SCORE_TILES ? a.block_size / shape::ITEMS : 1);
   score_rows<T, D, KIND><<<grid, shape::WARPS * WARP, bytes, q->stream>>>(
-      a, (int)parts, (int)each, terms, share);
+      a, (int)parts, (int)each, terms, factor);
   return KVL_OK;
 }
 

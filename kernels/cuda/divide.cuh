@@ -1,0 +1,47 @@
+/* Division of whole numbers, for which the GPU has no instruction. */
+#ifndef KVL_CUDA_DIVIDE_CUH
+#define KVL_CUDA_DIVIDE_CUH
+
+#include "common.cuh"
+
+namespace kvl {
+
+/* Divides numbers below 2^31 by one that the host knows: 3 instructions in place of 16.
+ * Source: Granlund and Montgomery 1994. */
+struct divisor {
+  uint32_t by = 1, factor = 1;
+  int shift = 0;
+  divisor() = default;
+  explicit divisor(uint32_t n) : by(n) {   /* 1 ... 2^31 */
+    while ((uint64_t)1 << shift < n) shift++;
+    factor = (uint32_t)(((((uint64_t)1 << shift) - n) << 32) / n + 1);
+  }
+  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, factor) + x) >> shift; }
+};
+
+/* x / n where x * n is below 2^32: 2 instructions. The host makes the factor of n. */
+inline uint32_t short_factor(uint32_t n) {   /* 2^32 / n, rounded up; of 1: 0 */
+  return n > 1 ? (uint32_t)((1ull << 32) / n + 1) : 0;
+}
+__device__ __forceinline__ uint32_t short_quotient(uint32_t x, uint32_t factor) {
+  return factor ? __umulhi(x, factor) : x;
+}
+
+/* Whole numbers >= 0 by any: most fit 32 bits, whose division is several times as fast. */
+__device__ __forceinline__ int64_t quotient_of(int64_t a, int b) {
+  return a >> 32 ? a / b : (uint32_t)a / (uint32_t)b;
+}
+__device__ __forceinline__ void divide(int64_t a, int64_t b, int64_t *quotient,
+                                       int64_t *rest) {
+  if ((uint64_t)(a | b) >> 32) {
+    *quotient = a / b;
+    *rest = a % b;
+  } else {
+    *quotient = (uint32_t)a / (uint32_t)b;
+    *rest = (uint32_t)a % (uint32_t)b;
+  }
+}
+
+}  // namespace kvl
+
+#endif
