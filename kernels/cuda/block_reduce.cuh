@@ -19,8 +19,8 @@ template <class T> constexpr int REDUCE_DIMS = sizeof(T) == 1 ? 16 : 8;
 
 /* Pair e of f8e4m3 numbers as two f16: exact. */
 template <int N> __device__ __forceinline__ __half2 halves(const pack<f8e4m3, N> &x, int e) {
-  return __half2(__nv_cvt_fp8x2_to_halfraw2(
-      reinterpret_cast<const __nv_fp8x2_storage_t *>(&x)[e], __NV_E4M3));
+  const uint32_t y = f8_to_f16(reinterpret_cast<const uint16_t *>(&x)[e]);
+  return reinterpret_cast<const __half2 &>(y);
 }
 
 /* N numbers in the summary's dtype, whichever it is. */

@@ -16,8 +16,17 @@ struct f8e4m3 { __nv_fp8_storage_t bits; };
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
+/* Two f8e4m3 as two f16: exact. */
+__device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
+  return pair.x | (uint32_t)pair.y << 16;
+}
+/* Four of them. */
+__device__ __forceinline__ uint2 halves_of(uint32_t x) {
+  return make_uint2(f8_to_f16((uint16_t)x), f8_to_f16(x >> 16));
+}
 __device__ __forceinline__ float to_float(f8e4m3 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+  return __half2float(__ushort_as_half((uint16_t)f8_to_f16(x.bits)));
 }
 
 template <class To> constexpr bool is_signed = To(-1) < To(0);

@@ -7,7 +7,7 @@
 #ifndef KVL_CUDA_MMA_CUH
 #define KVL_CUDA_MMA_CUH
 
-#include "common.cuh"
+#include "convert.cuh"
 
 namespace kvl {
 
@@ -79,6 +79,14 @@ __device__ __forceinline__ float2 unpack2(uint32_t x, __half) {
 }
 __device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
   return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
+}
+
+/* Eight f8e4m3 as T, which has 16 bits. */
+template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
+  float x[8];
+  load_floats(p, x);
+  return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
+                    pack2(x[6], x[7], T()));
 }
 
 }  // namespace kvl

@@ -15,7 +15,7 @@
 #define KVL_CUDA_MQA_MMA_CUH
 
 #include "index.cuh"
-#include "score_mma.cuh"
+#include "mma.cuh"
 
 namespace kvl {
 

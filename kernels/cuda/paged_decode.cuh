@@ -20,7 +20,6 @@
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
-#include <cuda_fp8.h>
 #include <type_traits>
 
 #include "barrier.cuh"
@@ -53,19 +52,6 @@ struct key_run {
   int position;            /* of the first */
   unsigned seen;           /* a bit a key: is it one? */
 };
-
-/* Two f8e4m3 (the low half of x) as f16. */
-__device__ __forceinline__ uint32_t widen_f8(uint32_t x) {
-  uint32_t y;
-#if __CUDA_ARCH__ < 890   /* in software */
-  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
-  memcpy(&y, &pair, sizeof y);
-#else
-  asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %1;\n\t"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n\t}" : "=r"(y) : "r"(x));
-#endif
-  return y;
-}
 
 /* 2^n that brings numbers up to `top` to about 2^14, as their exponents have it: exact. */
 __device__ __forceinline__ int f16_shift(float top) {
@@ -294,7 +280,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
           if constexpr (F8) {
 #pragma unroll
             for (int h = 0; h < 4; h++)
-              mma(s[2 * n + h / 2], q[2 * k + h % 2], widen_f8(b[h]), widen_f8(b[h] >> 16),
+              mma(s[2 * n + h / 2], q[2 * k + h % 2], f8_to_f16(b[h]), f8_to_f16(b[h] >> 16),
                   M());
           } else {
             mma(s[2 * n], q[k], b[0], b[1], M());
@@ -357,8 +343,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
             for (int h = 0; h < 2; h++) {   /* a piece: keys 0-7 and 8-15 of 16 dims */
               const uint32_t x = __byte_perm(b[2 * h], 0, 0x3120);
               const uint32_t y = __byte_perm(b[2 * h + 1], 0, 0x3120);
-              mma(out[4 * n + 2 * h], p, widen_f8(x), widen_f8(y), M());
-              mma(out[4 * n + 2 * h + 1], p, widen_f8(x >> 16), widen_f8(y >> 16), M());
+              mma(out[4 * n + 2 * h], p, f8_to_f16(x), f8_to_f16(y), M());
+              mma(out[4 * n + 2 * h + 1], p, f8_to_f16(x >> 16), f8_to_f16(y >> 16), M());
             }
           } else {
             mma(out[2 * n], p, b[0], b[1], M());

@@ -10,7 +10,6 @@
 #ifndef KVL_CUDA_PAGED_F32_CUH
 #define KVL_CUDA_PAGED_F32_CUH
 
-#include "convert.cuh"
 #include "paged_split.cuh"
 
 namespace kvl {

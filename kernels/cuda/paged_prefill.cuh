@@ -18,7 +18,6 @@
 #ifndef KVL_CUDA_PAGED_PREFILL_CUH
 #define KVL_CUDA_PAGED_PREFILL_CUH
 
-#include "convert.cuh"
 #include "paged_output.cuh"
 
 namespace kvl {
@@ -40,14 +39,6 @@ template <int KEYS> struct row_lists {
   int position[3][KEYS];
   int whole[3][KEYS / WARP];   /* is every key of these 32 there? */
 };
-
-/* Eight neighbours of a cached row as T. */
-template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
-  float x[8];
-  load_floats(p, x);
-  return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
-                    pack2(x[6], x[7], T()));
-}
 
 /* C: the cache's type, T or f8e4m3. */
 template <class T, int D, class C = T>

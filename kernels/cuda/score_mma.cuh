@@ -68,12 +68,6 @@ template <class T, int D> __device__ __forceinline__ int score_q_piece(int row, 
   return row * (D / 8) + (piece ^ (row & (sizeof(T) == 4 ? 3 : 1)) * swap);
 }
 
-/* Four f8e4m3 as four f16: exact. */
-__device__ __forceinline__ uint2 halves_of(uint32_t x) {
-  __half2_raw low = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)x, __NV_E4M3);
-  __half2_raw high = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(x >> 16), __NV_E4M3);
-  return make_uint2(low.x | (uint32_t)low.y << 16, high.x | (uint32_t)high.y << 16);
-}
 /* The next term of four floats, which keep what is left. */
 __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
   uint2 term = make_uint2(pack2(x[0], x[1], __nv_bfloat16()),

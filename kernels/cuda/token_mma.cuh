@@ -21,7 +21,6 @@
 
 #include <type_traits>
 
-#include "paged_prefill.cuh"
 #include "paged_split.cuh"
 
 namespace kvl {
