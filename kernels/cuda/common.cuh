@@ -118,11 +118,28 @@ __device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
   store_pack<N>(p, raw);
 }
 
-/* A number of any float dtype. */
+/* Neighbours of any float dtype, or one number, from element `at` on. */
+template <int N>
+__device__ __forceinline__ void load_any(const void *p, int dtype, int64_t at, float (&x)[N]) {
+  if (dtype == KVL_DTYPE_F32) load_floats((const float *)p + at, x);
+  else if (dtype == KVL_DTYPE_F16) load_floats((const __half *)p + at, x);
+  else load_floats((const __nv_bfloat16 *)p + at, x);
+}
+template <int N>
+__device__ __forceinline__ void store_any(void *p, int dtype, int64_t at,
+                                          const float (&x)[N]) {
+  if (dtype == KVL_DTYPE_F32) store_floats((float *)p + at, x);
+  else if (dtype == KVL_DTYPE_F16) store_floats((__half *)p + at, x);
+  else store_floats((__nv_bfloat16 *)p + at, x);
+}
 __device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) {
-  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[at];
-  if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[at]);
-  return to_float(((const __nv_bfloat16 *)p)[at]);
+  float x[1];
+  load_any(p, dtype, at, x);
+  return x[0];
+}
+__device__ __forceinline__ void store_any(void *p, int dtype, int64_t at, float x) {
+  const float y[1] = {x};
+  store_any(p, dtype, at, y);
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {

@@ -17,7 +17,8 @@ struct query_rows {
   __device__ int head(int r) const { return head0 + r % heads_each; }
 };
 
-/* Neighbours of out from `at` on, in its dtype. */
+/* Neighbours of out from `at` on. Not store_any: a.out is read where it is stored to, since a
+ * kernel that would hold it until then has no register for it. */
 template <int N>
 __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int64_t at,
                                           const float (&x)[N]) {

@@ -54,10 +54,7 @@ struct sink {
   float divisor;   /* n for the mean, else 1 */
 
   __device__ void put(int64_t i, float x) const {
-    x /= divisor;
-    if (dtype == KVL_DTYPE_F32) ((float *)out)[i] = x;
-    else if (dtype == KVL_DTYPE_F16) ((__half *)out)[i] = kvl::from_float<__half>(x);
-    else ((__nv_bfloat16 *)out)[i] = kvl::from_float<__nv_bfloat16>(x);
+    kvl::store_any(out, dtype, i, x / divisor);
   }
   __device__ void put(int64_t i, int32_t x) const {
     if (dtype == KVL_DTYPE_F32) ((float *)out)[i] = (float)x;

@@ -120,14 +120,6 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
   }
 }
 
-/* 8 neighbours of any float dtype, 16-byte aligned. */
-__device__ __forceinline__ void load_eight(const void *p, int dtype, int64_t at,
-                                           float (&x)[8]) {
-  if (dtype == KVL_DTYPE_F32) load_floats((const float *)p + at, x);
-  else if (dtype == KVL_DTYPE_F16) load_floats((const __half *)p + at, x);
-  else load_floats((const __nv_bfloat16 *)p + at, x);
-}
-
 /* The group's queries on their way into shared memory, rows [terms][ROWS][padded]; and what
  * the sums of each head are to be multiplied with. A thread takes 8 dims of a head at a time,
  * the first of them as early as it can. By all threads. */
@@ -143,7 +135,7 @@ template <class T, int D, score_kind KIND> struct score_queries {
   __device__ __forceinline__ void load(int i) {
     const int col = i / LANES, d = i % LANES * 8;
     const bool inside = col < group && d < (int)a.head_dim;
-    if (inside) load_eight(a.q, a.dtype, (head0 + col) * a.head_dim + d, x);
+    if (inside) load_any(a.q, a.dtype, (head0 + col) * a.head_dim + d, x);
 #pragma unroll
     for (int e = 0; e < 8; e++) x[e] = inside ? x[e] : 0.f;
   }

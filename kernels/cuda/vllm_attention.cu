@@ -96,18 +96,6 @@ struct partials {
   int count;          /* partitions; 0: V1 */
 };
 
-/* Of q and out, one number at a time: what passes through here is little. */
-__device__ float load_number(const void *p, int64_t i, int dtype) {
-  if (dtype == KVL_DTYPE_F32) return ((const float *)p)[i];
-  if (dtype == KVL_DTYPE_F16) return to_float(((const __half *)p)[i]);
-  return to_float(((const __nv_bfloat16 *)p)[i]);
-}
-__device__ void store_number(void *p, int64_t i, float x, int dtype) {
-  if (dtype == KVL_DTYPE_F32) ((float *)p)[i] = x;
-  else if (dtype == KVL_DTYPE_F16) ((__half *)p)[i] = from_float<__half>(x);
-  else ((__nv_bfloat16 *)p)[i] = from_float<__nv_bfloat16>(x);
-}
-
 __device__ int sequence_len(const kvl_vllm_attention_args &a, int seq) {
   int64_t room = a.max_blocks * a.cache.block_size;
   return (int)max((int64_t)0, min((int64_t)a.lens[seq], room));
@@ -203,7 +191,7 @@ vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
   const int64_t row = seq * a.heads + head;
   const float scale = a.scale * (a.cache.k_scale ? *a.cache.k_scale : 1.f);
   for (int d = threadIdx.x; d < S::HEAD; d += THREADS)
-    q[d] = scale * load_number(a.q, row * S::HEAD + d, a.dtype);
+    q[d] = scale * load_any(a.q, a.dtype, row * S::HEAD + d);
   __syncthreads();
 
   const float slope = a.alibi ? a.alibi[head] : 0.f;
@@ -224,7 +212,7 @@ vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
     for (int warp = 0; warp < WARPS; warp++) x += logits[warp * S::HEAD + d];
     x = sum == 0 ? 0.f : x * v_scale / sum;
     if (to.count > 0) to.out[(row * to.count + partition) * S::HEAD + d] = x;
-    else store_number(a.out, row * S::HEAD + d, x, a.dtype);
+    else store_any(a.out, a.dtype, row * S::HEAD + d, x);
   }
   if (to.count > 0 && threadIdx.x == 0) {
     to.top[row * to.count + partition] = top;
@@ -252,7 +240,7 @@ vllm_reduce(const __grid_constant__ kvl_vllm_attention_args a, partials from) {
   for (int d = threadIdx.x; d < dim; d += THREADS) {
     float x = 0;
     for (int j = 0; j < n; j++) x += weights[j] * from.out[(first + j) * dim + d];
-    store_number(a.out, row * dim + d, sum == 0 ? 0.f : x / sum, a.dtype);
+    store_any(a.out, a.dtype, row * dim + d, sum == 0 ? 0.f : x / sum);
   }
 }
 
