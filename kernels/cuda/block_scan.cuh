@@ -7,11 +7,11 @@
 namespace kvl {
 
 /* Sum over the lanes up to this one. */
-__device__ __forceinline__ int warp_scan(int x) {
+template <class T> __device__ __forceinline__ T warp_scan(T x) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll
   for (int step = 1; step < WARP; step *= 2) {
-    int before = __shfl_up_sync(ALL_LANES, x, step);
+    const T before = __shfl_up_sync(ALL_LANES, x, step);
     if (lane >= step) x += before;
   }
   return x;

@@ -118,6 +118,14 @@ __device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
   store_pack<N>(p, raw);
 }
 
+/* 16 bytes that stay out of the L1, and the L2 is asked for the 256 around them. Volatile: in
+ * the order of the code. */
+__device__ __forceinline__ uint4 load_streaming(const uint4 *p) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
 /* Neighbours of any float dtype, or one number, from element `at` on. */
 template <int N>
 __device__ __forceinline__ void load_any(const void *p, int dtype, int64_t at, float (&x)[N]) {
@@ -140,6 +148,17 @@ __device__ __forceinline__ float load_any(const void *p, int dtype, int64_t at) 
 __device__ __forceinline__ void store_any(void *p, int dtype, int64_t at, float x) {
   const float y[1] = {x};
   store_any(p, dtype, at, y);
+}
+
+/* A number that is asked for here, not where it is first used. */
+__device__ __forceinline__ int load_now(const int32_t *p) {
+  int x;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+/* An address, not the way to it: what is made of it is not made anew for each element. */
+template <class T> __device__ __forceinline__ void opaque(T *&p) {
+  asm volatile("" : "+l"(p));
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void *p) {

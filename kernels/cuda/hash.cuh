@@ -121,13 +121,6 @@ inline size_t hash_tile_bytes(int dim) {
   return sizeof(hash_tile) + (size_t)hash_pitch(dim) * (HASH_TILE * 4 + 64 * 2 * 2);
 }
 
-/* Four floats as two words of bf16; they keep what is left. */
-__device__ __forceinline__ void hash_term(float4 &x, uint32_t *low, uint32_t *high) {
-  *low = pack2(x.x, x.y, __nv_bfloat16()), *high = pack2(x.z, x.w, __nv_bfloat16());
-  x.x -= __uint_as_float(*low << 16), x.y -= __uint_as_float(*low & 0xFFFF0000u);
-  x.z -= __uint_as_float(*high << 16), x.w -= __uint_as_float(*high & 0xFFFF0000u);
-}
-
 /* The planes of a word in two terms of bf16, by powers of 2 brought to 1 ... 2: [2][64]. */
 __device__ __forceinline__ void hash_split_planes(const hash_call &call, int word,
                                                   hash_tile &tile, __nv_bfloat16 *terms) {
@@ -153,13 +146,10 @@ __device__ __forceinline__ void hash_split_planes(const hash_call &call, int wor
     for (int i = 0; i < 2; i++) {
       const int d = (i * WARP + lane) * 4;
       if (d >= pitch - 16) continue;
-      float4 z = make_float4(y[i].x * scale, y[i].y * scale, y[i].z * scale, y[i].w * scale);
-      square = fmaf(z.x, z.x, fmaf(z.y, z.y, fmaf(z.z, z.z, fmaf(z.w, z.w, square))));
-      uint2 high, low;
-      hash_term(z, &high.x, &high.y);
-      hash_term(z, &low.x, &low.y);
-      *(uint2 *)(terms + b * pitch + d) = high;
-      *(uint2 *)(terms + (64 + b) * pitch + d) = low;
+      float z[4] = {y[i].x * scale, y[i].y * scale, y[i].z * scale, y[i].w * scale};
+      square = fmaf(z[0], z[0], fmaf(z[1], z[1], fmaf(z[2], z[2], fmaf(z[3], z[3], square))));
+      *(uint2 *)(terms + b * pitch + d) = next_term(z);
+      *(uint2 *)(terms + (64 + b) * pitch + d) = next_term(z);
     }
     square = warp_sum(square);
     if (lane == 0) tile.length[b] = sqrtf(square);
@@ -205,11 +195,16 @@ __device__ __forceinline__ void hash_products(const float *x, const __nv_bfloat1
     uint32_t high[2][4], low[2][4];
 #pragma unroll
     for (int r = 0; r < 4; r++) {       /* rows group + 8 r */
-      float4 y = *(const float4 *)(x + r * 8 * pitch + d);
-      length[r] = fmaf(y.x, y.x, fmaf(y.y, y.y, length[r]));
-      length[r] = fmaf(y.z, y.z, fmaf(y.w, y.w, length[r]));
-      hash_term(y, &high[r / 2][r % 2], &high[r / 2][r % 2 + 2]);
-      if (IS_SPLIT) hash_term(y, &low[r / 2][r % 2], &low[r / 2][r % 2 + 2]);
+      float y[4];
+      load_floats(x + r * 8 * pitch + d, y);
+      length[r] = fmaf(y[0], y[0], fmaf(y[1], y[1], length[r]));
+      length[r] = fmaf(y[2], y[2], fmaf(y[3], y[3], length[r]));
+      const uint2 first = next_term(y);
+      high[r / 2][r % 2] = first.x, high[r / 2][r % 2 + 2] = first.y;
+      if (IS_SPLIT) {
+        const uint2 second = next_term(y);
+        low[r / 2][r % 2] = second.x, low[r / 2][r % 2 + 2] = second.y;
+      }
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {

@@ -25,12 +25,6 @@ enum {
   MATVEC_AHEAD = 8,        /* packs of a lane on their way */
 };
 
-__device__ __forceinline__ uint4 load_streaming(const uint4 *p) {
-  uint4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
-  return x;
-}
 __device__ __forceinline__ void ask_l2_for(const void *p, uint32_t bytes) {
   KVL_SM90("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
 }

@@ -81,6 +81,17 @@ __device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
   return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
 }
 
+/* The next term of a sum of bf16 that four floats are; they keep what is left. */
+__device__ __forceinline__ uint2 next_term(float (&x)[4]) {
+  const uint2 term = make_uint2(pack2(x[0], x[1], __nv_bfloat16()),
+                                pack2(x[2], x[3], __nv_bfloat16()));
+  x[0] -= __uint_as_float(term.x << 16);
+  x[1] -= __uint_as_float(term.x & 0xFFFF0000u);
+  x[2] -= __uint_as_float(term.y << 16);
+  x[3] -= __uint_as_float(term.y & 0xFFFF0000u);
+  return term;
+}
+
 /* Eight f8e4m3 as T, which has 16 bits. */
 template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
   float x[8];

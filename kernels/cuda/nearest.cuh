@@ -104,7 +104,7 @@ __device__ __forceinline__ void find_edge(const uint32_t *counts, int parts, int
         if (r < rank) add_to(own, x);
       }
     const uint32_t sum = all.x + all.y + all.z + all.w;
-    const uint32_t upto = passed + (uint32_t)warp_scan((int)sum), start = upto - sum;
+    const uint32_t upto = passed + warp_scan(sum), start = upto - sum;
     const int owner = __ffs(__ballot_sync(ALL_LANES, start < wanted && wanted <= upto)) - 1;
     passed = __shfl_sync(ALL_LANES, upto, WARP - 1);
     /* Of the owner's four bins: the number of the edge, what lies before it and in it. */
@@ -153,7 +153,7 @@ __device__ __forceinline__ void write_list(const D *kept, int count, const list_
     const int own = at + lane * NEAREST_RUN;
     run_bits bits = {0, 0};
     if (own < upto) bits = compare_run(kept + own, edge.distance);
-    const uint32_t both = both_counts(bits), scan = (uint32_t)warp_scan((int)both);
+    const uint32_t both = both_counts(bits), scan = warp_scan(both);
     list_before mine = here;
     mine.add(scan - both);
     uint32_t room = edge.ties - min(edge.ties, mine.equal);

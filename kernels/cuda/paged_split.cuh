@@ -18,6 +18,7 @@
 #ifndef KVL_CUDA_PAGED_SPLIT_CUH
 #define KVL_CUDA_PAGED_SPLIT_CUH
 
+#include "block_scan.cuh"
 #include "divide.cuh"
 #include "paged_output.cuh"
 #include "programmatic.cuh"
@@ -125,12 +126,7 @@ struct split_plan {
   __device__ int first_past(int at, int end, uint32_t tile, uint32_t &before, F value) const {
     const int lane = threadIdx.x % WARP;
     for (;; at += WARP) {
-      uint32_t sum = at + lane < end ? value(at + lane) : 0;
-#pragma unroll
-      for (int step = 1; step < WARP; step *= 2) {
-        uint32_t other = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const uint32_t sum = warp_scan(at + lane < end ? value(at + lane) : 0u);
       const unsigned past = __ballot_sync(ALL_LANES, before + sum > tile);
       const int last = past ? __ffs(past) - 1 : WARP;
       if (last > 0) before += __shfl_sync(ALL_LANES, sum, last - 1);

@@ -30,10 +30,6 @@
 
 namespace kvl {
 
-/* An address, not the way to it: what is made of it is not made anew for each element. */
-template <class T> __device__ __forceinline__ void opaque(T *&p) {
-  asm volatile("" : "+l"(p));
-}
 /* Elements that are WARP apart. */
 template <int N, class T>
 __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {

@@ -69,18 +69,13 @@ struct shape {
   kvl::split cut;
 };
 
-/* For what is read once and in order: 16 bytes that stay out of the L1, and the L2 is asked
- * for the 256 around them. */
+/* For what is read once and in order. */
 template <int N, class T>
 __device__ __forceinline__ kvl::pack<T, N> load_once(const T *p) {
   kvl::pack<T, N> x;
-  if constexpr (sizeof x == 16) {
-    uint4 &to = reinterpret_cast<uint4 &>(x);
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(p));
-  } else {
-    x = kvl::load_pack<N>(p);
-  }
+  if constexpr (sizeof x == 16)
+    reinterpret_cast<uint4 &>(x) = kvl::load_streaming((const uint4 *)p);
+  else x = kvl::load_pack<N>(p);
   return x;
 }
 

@@ -68,17 +68,6 @@ template <class T, int D> __device__ __forceinline__ int score_q_piece(int row, 
   return row * (D / 8) + (piece ^ (row & (sizeof(T) == 4 ? 3 : 1)) * swap);
 }
 
-/* The next term of four floats, which keep what is left. */
-__device__ __forceinline__ uint2 next_term(float (&x)[4]) {
-  uint2 term = make_uint2(pack2(x[0], x[1], __nv_bfloat16()),
-                          pack2(x[2], x[3], __nv_bfloat16()));
-  x[0] -= __uint_as_float(term.x << 16);
-  x[1] -= __uint_as_float(term.x & 0xFFFF0000u);
-  x[2] -= __uint_as_float(term.y << 16);
-  x[3] -= __uint_as_float(term.y & 0xFFFF0000u);
-  return term;
-}
-
 /* c += one piece of 16 rows * q. x0, x1: the piece of this lane's two rows; q_row: its
  * column's row of q, of term `q_term`. */
 template <class T, int D>

@@ -35,9 +35,8 @@ select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape)
   extern __shared__ __align__(16) char memory[];
   const uint32_t row = blockIdx.x / TEAM;
   wait_for_previous();
-  int length;                          /* asked for first: what follows waits for it */
-  asm volatile("ld.global.b32 %0, [%1];"
-               : "=r"(length) : "l"(a.lens + row / (uint32_t)a.selection_heads));
+  /* The first to be asked for: what follows waits for it. */
+  const int length = load_now(a.lens + row / (uint32_t)a.selection_heads);
   radix_select<EACH, TEAM, SAMPLES> s(memory, a.scores + row * a.max_blocks,
                                       (uint32_t)a.max_blocks, shape, true);
 
@@ -68,7 +67,7 @@ select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape)
   }
   if (!s.find(sink, high - sink, wanted, false)) return;
   selection += sink;
-  asm volatile("" : "+l"(selection));  /* an address, not the way to it */
+  opaque(selection);
   s.write([&](uint32_t place, uint32_t index) { selection[place] = (int32_t)index; });
 }
 

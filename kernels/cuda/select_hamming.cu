@@ -120,8 +120,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   const int32_t *table = a.tables + seq * a.max_blocks;
 
   wait_for_previous();
-  int length;                           /* asked for first: what follows waits for it */
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(length) : "l"(a.lens + seq));
+  const int length = load_now(a.lens + seq);   /* first: what follows waits for it */
   const int begin = rank * shape.stretch;
   const int end = (int)min((int64_t)begin + shape.stretch, a.max_blocks);
   auto look_up = [&](int at, int (&block)[N]) {

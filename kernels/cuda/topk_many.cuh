@@ -10,6 +10,7 @@
 #define KVL_CUDA_TOPK_MANY_CUH
 
 #include "bitonic.cuh"
+#include "block_scan.cuh"
 
 namespace kvl {
 namespace many {
@@ -64,11 +65,7 @@ __device__ __forceinline__ void count_digits(const float *row, int64_t begin, in
 __device__ __forceinline__ uint32_t sum_before(uint32_t x) {
   __shared__ uint32_t warp_total[THREADS / WARP];
   int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint32_t sum = x;
-  for (int step = 1; step < WARP; step *= 2) {
-    uint32_t other = __shfl_up_sync(ALL_LANES, sum, step);
-    if (lane >= step) sum += other;
-  }
+  uint32_t sum = warp_scan(x);
   if (lane == WARP - 1) warp_total[warp] = sum;
   __syncthreads();
   for (int w = 0; w < warp; w++) sum += warp_total[w];
