@@ -1,13 +1,12 @@
---- MagicPIG: blocks drawn by the chance that their hash collides with the query's, each
--- weighted with one over the chance that it had: sums that are right on average.
--- Source  Chen et al. 2024, arXiv:2410.16179. There tokens that collide in two tables, as
---         many as do; here blocks by the hash of their mean key, one collision, and as
---         many as the budget says (priority sampling: kvlab/policy/sampling.lua)
+--- MagicPIG: draws blocks by the chance that their hash collides with the query's, and
+-- weighs each drawn block with one over its chance, so that sums are right on average.
+-- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides in
+--         at least two hash tables; their number varies. Here blocks are drawn, by the hash
+--         of their mean key, and the budget says how many (kvlab/policy/sampling.lua)
 -- Score   u / r: u = 1 - (1 - p^bits)^tables, the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
--- Cost    code / 8 bytes a block and KV head; attention takes a launch for each selected
---         block, because each has its own weight: for questions of quality
--- Fails   answers in single keys: what is not drawn is missed, whatever the rest weighs
+-- Cost    code / 8 bytes a block and KV head; attention needs a launch for each block
+-- Fails   when one key holds the answer: if its block is not drawn, the answer is missed
 local kv = require "kvlab"
 
 local function make_room(self, ctx, rows)
@@ -47,8 +46,8 @@ return kv.policy.define {
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,
   select_blocks = function(self, ctx)
-    local chance = collision_chance(self, ctx)
-    local selection, counts, log_weights = self.sampling:draw(ctx, chance, self.budget)
+    local selection, counts, log_weights =
+      self.sampling:draw(ctx, collision_chance(self, ctx), self.budget)
     self.log_weights = log_weights
     return selection, counts
   end,
