@@ -33,7 +33,7 @@ local function work_of(b, lens, dtype)
     w.k_scale = kv.rand(dev, "f32", { KV_HEADS }, { seed = 3, low = 0.5, high = 2 })
     w.v_scale = kv.rand(dev, "f32", { KV_HEADS }, { seed = 4, low = 0.5, high = 2 })
   end
-  function w.run() kv.ops.paged_attention(w) end
+  function w.run() kv.ops.step.paged_attention(w) end
   return w
 end
 

@@ -38,7 +38,7 @@ local function prefill(chunk, history, is_causal)
       starts = kv.from(dev, "i32", { 2 }, { 0, chunk }),
       out = kv.full(dev, "bf16", { chunk, HEADS, DIM }, 0 / 0),
       lse = kv.full(dev, "f32", { chunk, HEADS }, 0 / 0) }
-    local function run() kv.ops.paged_attention(w) end
+    local function run() kv.ops.step.paged_attention(w) end
     local pairs_seen = is_causal and chunk * history + chunk * (chunk + 1) / 2
       or chunk * history
     return { run = run, flops = 4 * DIM * HEADS * pairs_seen,

@@ -92,8 +92,8 @@ local function transform(rows, n, k, to, fused)
     if fused then call.tables, call.block_size = tables or nil, SLOT_BLOCK
     else later.tables = tables end
     local function run()
-      kv.ops.topk_transform(call)
-      if not fused then kv.ops.transform_indices(later) end
+      kv.ops.step.topk_transform(call)
+      if not fused then kv.ops.step.transform_indices(later) end
     end
     return { run = run, bytes = 4 * rows * (n + k), check = function()
       run()
@@ -127,7 +127,7 @@ local function tiles(rows, n, k, tile)
         call.logits, call.first = part.logits, part.first
         call.kept_values, call.kept_positions = values[from], positions[from]
         call.values, call.positions = values[3 - from], positions[3 - from]
-        kv.ops.topk_merge(call)
+        kv.ops.step.topk_merge(call)
       end
     end
     return { run = run, bytes = 4 * rows * (n + k), check = function()

@@ -30,7 +30,7 @@ local function listed(rows, k, tokens)
     w.q = kv.randn(dev, "bf16", { rows, paged.HEADS, DIM }, { seed = 2 })
     w.slots = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
     w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
-    local function run() kv.ops.token_attention(w) end
+    local function run() kv.ops.step.token_attention(w) end
     return { run = run, bytes = rows * k * KV_HEADS * DIM * 2 * 2,
       check = function()
         run()

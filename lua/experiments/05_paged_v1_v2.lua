@@ -46,7 +46,7 @@ local function batch(s, config)
       lens = kv.full(dev, "i32", { seqs }, config.context),
     }
     a.key_cache, a.value_cache = kv.vllm.from_blocks(a.cache)
-    a.want = kv.ops.paged_attention(a)
+    a.want = kv.ops.step.paged_attention(a)
     a.out = kv.tensor(dev, "bf16", a.q:dims())
     return a
   end)
@@ -86,7 +86,7 @@ local function run(config, s)
   local a, version = batch(s, config), VERSIONS[config.kernel]
   local function call()
     a.version = version
-    return version and kv.vllm.attention(a) or kv.ops.paged_attention(a)
+    return version and kv.vllm.step.attention(a) or kv.ops.step.paged_attention(a)
   end
   if not check(call, a) then return { us = 0 / 0, gb_s = 0 / 0 } end
   local us = time(s, call, config.timings)

@@ -81,12 +81,12 @@ local function run(c)
     end)
   end
   local function attend()
-    kv.ops.token_attention { q = s.q, cache = s.cache, slots = slots, out = s.out }
+    kv.ops.step.token_attention { q = s.q, cache = s.cache, slots = slots, out = s.out }
   end
   local metrics = {
     dense_us = time(function()
-      kv.ops.paged_attention { q = s.q, cache = s.cache, tables = s.tables, lens = s.lens,
-                               starts = s.starts, out = s.out }
+      kv.ops.step.paged_attention { q = s.q, cache = s.cache, tables = s.tables,
+        lens = s.lens, starts = s.starts, out = s.out }
     end),
     index_us = time(select), attend_us = time(attend),
     whole_us = time(function()

@@ -115,6 +115,16 @@ function M.refuse(what, name, names, level)
     (level or 2) + 1)
 end
 
+--- Raises for the first option, in the order of names, that is needed and not there.
+local function refuse_missing(what, given, known, level)
+  for _, name in ipairs(sorted.keys(known)) do
+    if known[name].required and given[name] == nil then
+      error(("%s: %s is missing, expected %s"):format(what, name, known[name][1]),
+        level + 1)
+    end
+  end
+end
+
 --- Checks a table of options. Every option is optional unless its kind says otherwise.
 ---@param what string    whose options they are, as errors begin: "cache"
 ---@param given table|nil
@@ -137,7 +147,7 @@ function M.check(what, given, known, level)
   end
   for name, kind in pairs(known) do
     if kind.required and given[name] == nil then
-      error(("%s: %s is missing, expected %s"):format(what, name, kind[1]), level)
+      refuse_missing(what, given, known, level)
     end
   end
   return given

@@ -161,11 +161,13 @@ describe("vLLM's paged attention", function()
     local dev = kv.device "cpu"
     local cache = support.randn(dev, "f32", { 9, 2, 2, 16, 64 }, 1)
     local key_cache, value_cache = kv.vllm.from_blocks(cache)
-    local a = { q = support.randn(dev, "f32", { 2, 8, 64 }, 2), cache = cache,
-      key_cache = key_cache, value_cache = value_cache, scale = 0.2,
-      tables = kv.from(dev, "i32", { { 8, 3, 0, 1 }, { 7, 2, 3, 5 } }),
-      lens = kv.from(dev, "i32", { 49, 64 }) }
-    support.close(kv.vllm.attention(a), kv.ops.paged_attention(a), 3e-5)
+    local q = support.randn(dev, "f32", { 2, 8, 64 }, 2)
+    local tables = kv.from(dev, "i32", { { 8, 3, 0, 1 }, { 7, 2, 3, 5 } })
+    local lens = kv.from(dev, "i32", { 49, 64 })
+    local own = kv.ops.paged_attention { q = q, cache = cache, tables = tables,
+      lens = lens, scale = 0.2 }
+    support.close(kv.vllm.attention { q = q, key_cache = key_cache,
+      value_cache = value_cache, tables = tables, lens = lens, scale = 0.2 }, own, 3e-5)
   end)
 
   it("has words for what vLLM's kernels do not take", function()

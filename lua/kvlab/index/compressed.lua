@@ -67,7 +67,7 @@ end
 ---@param v_scale? ffi.cdata*  f32 [kv_heads] of an f8e4m3 cache
 function Compressed:attend(ctx, v_scale)
   local s = self.shape
-  local out = ops.paged_attention { q = in_units(self, ctx), scale = ctx.scale,
+  local out = ops.step.paged_attention { q = in_units(self, ctx), scale = ctx.scale,
     cache = self.layers[ctx.layer], tables = ctx.tables, lens = self:lens(ctx) }
   if not v_scale then return out end
   return (out:reshape { ctx.seqs, s.kv_heads, -1 } * v_scale:reshape { 1, s.kv_heads, 1 })

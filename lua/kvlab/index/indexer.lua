@@ -227,7 +227,7 @@ local function select_rows(self, work, part, to, rows)
   end
   if part.edit then part.edit(logits, part.lens, 0) end
   to.logits = logits
-  ops.topk_transform(to)
+  ops.step.topk_transform(to)
 end
 
 --- Logits of the columns from `first` on, as if the keys began there.
@@ -264,10 +264,10 @@ local function stream_rows(self, work, part, to, rows)
     merge.kept_values, merge.kept_positions = values[now], positions[now]
     now = 3 - now
     merge.values, merge.positions = values[now], positions[now]
-    ops.topk_merge(merge)
+    ops.step.topk_merge(merge)
   end
   to.positions, to.lens = positions[now], nil
-  ops.transform_indices(to)
+  ops.step.transform_indices(to)
 end
 
 -- ---- select --------------------------------------------------------------------------
@@ -352,7 +352,7 @@ function Indexer:select(call)
   local each = call.tables and not call.row_sequence and rows / call.tables:size(0)
   if all then
     local to = transform_for(self, call, part_of(self, call, out, rows, each, 0, rows))
-    return ops.transform_indices(to)
+    return ops.step.transform_indices(to)
   end
   local work = work_for(self, rows, n, block_size, call.cache and each or rows)
   if work.rows == rows and not work.streaming then

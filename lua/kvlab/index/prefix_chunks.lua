@@ -113,7 +113,7 @@ function PrefixChunks:attend(a)
   local before = tensor.tensor(q.device, "f32", dims)
   for i = 1, #self do
     lse, before = before, lse
-    ops.paged_attention { q = q, starts = a.starts, cache = a.cache, scale = a.scale,
+    ops.step.paged_attention { q = q, starts = a.starts, cache = a.cache, scale = a.scale,
       soft_cap = a.soft_cap, k_scale = a.k_scale, v_scale = a.v_scale, causal = false,
       tables = self[i].tables, lens = self[i].lens, prev_out = out, prev_lse = before,
       out = out, lse = lse }

@@ -178,7 +178,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
   call.k_scale, call.v_scale = self.cache.format:scales(ctx.layer)
   call.causal = not is_past
-  return ops.paged_attention(call)
+  return ops.step.paged_attention(call)
 end
 
 --- Attention of ctx.query over listed tokens, all of which each row may see: slots i32
@@ -192,8 +192,8 @@ function Attention:over_tokens(slots, ctx, out, lse)
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   local k_scale, v_scale = self.cache.format:scales(ctx.layer)
-  return ops.token_attention { q = ctx.query, cache = ctx.cache, slots = slots, out = out,
-    scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
+  return ops.step.token_attention { q = ctx.query, cache = ctx.cache, slots = slots,
+    out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
 end
 
 local function new_scratch(self, tokens)

@@ -1,11 +1,19 @@
 --- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes
 -- and errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
+--
+-- Ops that take a table check the names and types in it, which costs some microseconds
+-- and ends a LuaJIT trace. `kv.ops.step` has the same ops without that check, for code
+-- that runs in every step: `kv.ops.step.paged_attention(a)`.
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
-local M = {}
+local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
+local step = {}
+local M = { step = step }
 
 --- x / rms(x) * weight, after residual += x where a residual is given.
 function M.rmsnorm(x, weight, eps, out, residual)
@@ -44,11 +52,7 @@ function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)
 
 local call = ffi.new "kvl_attention"
 
---- Attention over paged KV. `a` has q, cache, tables, lens, and where wanted starts,
--- selection, slots, alibi, prev_out and prev_lse, k_scale, v_scale, lse, scale
--- (1 / sqrt(head_dim)), causal (true), window (0: none), soft_cap (0: none), out.
----@return ffi.cdata* out  like q unless given
-function M.paged_attention(a)
+function step.paged_attention(a)
   local out = a.out or tensor.open_like(a.q)
   call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
   call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
@@ -61,16 +65,40 @@ function M.paged_attention(a)
   return out
 end
 
---- Attention over listed tokens. `a` has q, cache, slots i32 [rows, k] or [rows,
--- kv_heads, k], and where wanted scale (1 / sqrt(head_dim)), k_scale and v_scale, lse,
--- out.
+local PAGED = {
+  q = needed, cache = needed, tables = needed, lens = needed, starts = a_tensor,
+  selection = a_tensor, slots = a_tensor, alibi = a_tensor, prev_out = a_tensor,
+  prev_lse = a_tensor, k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor,
+  out = a_tensor, scale = options.number, causal = options.boolean,
+  window = options.whole, soft_cap = options.not_negative,
+}
+
+--- Attention over paged KV.
+---@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
+--                 prev_lse, k_scale, v_scale, lse, scale (1 / sqrt(head_dim)), causal
+--                 (true), window (0: none), soft_cap (0: none), out
 ---@return ffi.cdata* out  like q unless given
-function M.token_attention(a)
+function M.paged_attention(a)
+  return step.paged_attention(options.check("paged_attention", a, PAGED))
+end
+
+function step.token_attention(a)
   local out = a.out or tensor.open_like(a.q)
   local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   check(C.kvl_token_attention(a.q, a.cache, a.slots, scale, a.k_scale, a.v_scale, out,
     a.lse))
   return out
+end
+
+local TOKENS = { q = needed, cache = needed, slots = needed, scale = options.number,
+                 k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor, out = a_tensor }
+
+--- Attention over listed tokens.
+---@param a table  q, cache, slots i32 [rows, k] or [rows, kv_heads, k]; scale
+--                 (1 / sqrt(head_dim)), k_scale, v_scale, lse, out
+---@return ffi.cdata* out  like q unless given
+function M.token_attention(a)
+  return step.token_attention(options.check("token_attention", a, TOKENS))
 end
 
 --- Join two attentions over disjoint keys, in place of the first.
@@ -229,33 +257,81 @@ local function transform_of(a)
   return transform
 end
 
---- The tokens with the largest logits of each row: i32 [rows, k], positions ascending, -1
--- padded. `a` has logits f32 or bf16 [rows, n], lens i32 [rows], and out or k; where
--- wanted starts i32 [rows], the column of a row's token 0; and what positions become:
--- tables i32 [sequences, width], block_size and maybe row_sequence i32 [rows] (slots), or
--- offsets i32 [rows].
-function M.topk_transform(a)
+function step.topk_transform(a)
   local out = a.out or tensor.tensor(a.logits.device, "i32", { a.logits:size(0), a.k })
   check(C.kvl_topk_transform(a.logits, a.starts, a.lens, transform_of(a), out))
   return out
 end
 
---- The transform alone, of a.positions i32 [rows, k], or of all tokens of rows with these
--- a.lens; otherwise as topk_transform.
-function M.transform_indices(a)
+--- The options of the transform with others beside them.
+local function with_transform(known)
+  known.tables, known.row_sequence, known.offsets = a_tensor, a_tensor, a_tensor
+  known.block_size, known.k, known.out = options.count, options.whole, a_tensor
+  return known
+end
+
+--- An op with a result has `out`, or `k` of a row to make it.
+local function check_result(what, a)
+  if a.out or a.k then return end
+  error(("%s: out and k are missing, expected one of them"):format(what), 3)
+end
+
+local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_tensor }
+
+--- The tokens with the largest logits of each row: i32 [rows, k], positions ascending, -1
+-- padded.
+---@param a table  logits f32 or bf16 [rows, n], lens i32 [rows]; out, or its k; starts
+--                 i32 [rows], the column of a row's token 0; what positions become: slots
+--                 by tables i32 [sequences, width], block_size and maybe row_sequence i32
+--                 [rows], or sums with offsets i32 [rows]
+---@return ffi.cdata* out
+function M.topk_transform(a)
+  options.check("topk_transform", a, TRANSFORM)
+  check_result("topk_transform", a)
+  return step.topk_transform(a)
+end
+
+function step.transform_indices(a)
   local out = a.out or a.positions and tensor.open_like(a.positions)
     or tensor.tensor(a.lens.device, "i32", { a.lens:size(0), a.k })
   check(C.kvl_transform_indices(a.positions, a.lens, transform_of(a), out))
   return out
 end
 
---- Running top-k: join logits of columns a.first … to a.kept_values and a.kept_positions
--- [rows, k] of the columns before, into a.values and a.positions. a.starts, a.lens as
--- for topk_transform.
-function M.topk_merge(a)
+local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
+
+--- The transform alone, of positions i32 [rows, k], or of all tokens of rows with these
+-- lens.
+---@param a table  positions or lens (with k or out); tables, block_size, row_sequence,
+--                 offsets, out as for topk_transform
+---@return ffi.cdata* out
+function M.transform_indices(a)
+  options.check("transform_indices", a, INDICES)
+  if not a.positions == not a.lens then
+    error("transform_indices: expected one of positions and lens", 2)
+  end
+  if not a.positions then check_result("transform_indices", a) end
+  return step.transform_indices(a)
+end
+
+function step.topk_merge(a)
   check(C.kvl_topk_merge(a.logits, a.first, a.starts, a.lens, a.kept_values,
     a.kept_positions, a.values, a.positions))
   return a.positions, a.values
+end
+
+local MERGE = { logits = needed, first = options.required(options.whole),
+                starts = a_tensor, lens = needed, kept_values = needed,
+                kept_positions = needed, values = needed, positions = needed }
+
+--- Running top-k: join logits of columns first … to the kept_values and kept_positions
+-- [rows, k] of the columns before, into values and positions.
+---@param a table  logits, first, kept_values, kept_positions, values, positions; starts
+--                 and lens as for topk_transform
+---@return ffi.cdata* positions
+---@return ffi.cdata* values
+function M.topk_merge(a)
+  return step.topk_merge(options.check("topk_merge", a, MERGE))
 end
 
 --- Slots of tokens starts[s] … of every sequence, up to ends[s] of `out` (cumulative

@@ -6,6 +6,7 @@
 local ffi = require "ffi"
 local device = require("kvlab.tensor.device").device
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 
 local C, check = library.C, library.check
 local dtypes, dtype_names = library.dtypes, library.dtype_names
@@ -133,22 +134,32 @@ local function random(kind, dev, dtype, shape, a, b, o)
   return t
 end
 
---- Normal numbers; options: seed (0), offset (0), mean (0), std (1). Same seed, same bits
--- on every device.
+local NORMAL = { seed = options.whole, offset = options.whole, mean = options.number,
+                 std = options.number }
+local UNIFORM = { seed = options.whole, offset = options.whole, low = options.number,
+                  high = options.number }
+local INTEGERS = { seed = options.whole, offset = options.whole, low = options.integer,
+                   high = options.required(options.integer) }
+
+--- Normal numbers. Same seed, same bits on every device.
+---@param o? table  seed (0), offset (0), mean (0), std (1)
 function M.randn(dev, dtype, shape, o)
-  o = o or {}
-  return random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o)
+  o = options.check("randn", o, NORMAL)
+  return (random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o))
 end
 
---- Uniform numbers in (low, high]; options: seed, offset, low (0), high (1).
+--- Uniform numbers in (low, high].
+---@param o? table  seed (0), offset (0), low (0), high (1)
 function M.rand(dev, dtype, shape, o)
-  o = o or {}
-  return random(C.KVL_RANDOM_UNIFORM, dev, dtype, shape, o.low or 0, o.high or 1, o)
+  o = options.check("rand", o, UNIFORM)
+  return (random(C.KVL_RANDOM_UNIFORM, dev, dtype, shape, o.low or 0, o.high or 1, o))
 end
 
---- Whole numbers in [low, high), i32 or i64; options: seed, offset, low (0), high.
+--- Whole numbers in [low, high), i32 or i64.
+---@param o table  seed (0), offset (0), low (0), high
 function M.randint(dev, dtype, shape, o)
-  return random(C.KVL_RANDOM_INTEGER, dev, dtype, shape, o.low or 0, o.high, o)
+  o = options.check("randint", o, INTEGERS)
+  return (random(C.KVL_RANDOM_INTEGER, dev, dtype, shape, o.low or 0, o.high, o))
 end
 
 local ctypes = { f32 = "float", i32 = "int32_t", i64 = "int64_t", u8 = "uint8_t",

@@ -5,12 +5,18 @@
 --   kv.vllm.append(k, v, slots, key_cache, value_cache)
 --   local out = kv.vllm.attention { q = q, key_cache = key_cache,
 --     value_cache = value_cache, tables = tables, lens = lens, version = 2 }
+--
+-- `kv.vllm.step.attention` is the same without the check of the table's names and types.
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
-local M = {}
+local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
+local step = {}
+local M = { step = step }
 
 --- The two caches of one layer, uninitialised.
 ---@return ffi.cdata* key_cache    [blocks, kv_heads, head_dim / x, block_size, x]
@@ -28,10 +34,7 @@ end
 
 local call = ffi.new "kvl_vllm"
 
---- Decode attention. `a` has q, key_cache, value_cache, tables, lens, and where wanted
--- alibi, k_scale, v_scale, scale (1 / sqrt(head_dim)), version (0: vLLM's choice), out.
----@return ffi.cdata* out  like q
-function M.attention(a)
+function step.attention(a)
   local out = a.out or tensor.open_like(a.q)
   call.q, call.key_cache, call.value_cache = a.q, a.key_cache, a.value_cache
   call.tables, call.lens, call.alibi, call.out = a.tables, a.lens, a.alibi, out
@@ -40,6 +43,20 @@ function M.attention(a)
   call.version = a.version or 0
   check(C.kvl_vllm_attention(call))
   return out
+end
+
+local ATTENTION = {
+  q = needed, key_cache = needed, value_cache = needed, tables = needed, lens = needed,
+  alibi = a_tensor, k_scale = a_tensor, v_scale = a_tensor, out = a_tensor,
+  scale = options.number, version = options.whole,
+}
+
+--- Decode attention.
+---@param a table  q, key_cache, value_cache, tables, lens; alibi, k_scale, v_scale, scale
+--                 (1 / sqrt(head_dim)), version (0: vLLM's choice), out
+---@return ffi.cdata* out  like q unless given
+function M.attention(a)
+  return step.attention(options.check("vllm.attention", a, ATTENTION))
 end
 
 --- vLLM's caches with what kvlab's own cache [blocks, 2, kv_heads, block_size, head_dim]

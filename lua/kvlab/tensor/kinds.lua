@@ -1,0 +1,19 @@
+--- Kinds of options that are tensors, devices and dtypes, for kvlab.options.
+local ffi = require "ffi"
+local is_tensor = require("kvlab.tensor.tensor").is_tensor
+local library = require "kvlab.library"
+local options = require "kvlab.options"
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+M.tensor = { "a tensor", is_tensor }
+
+--- What kv.device takes.
+M.device = { "a device or its name", function(x)
+  return type(x) == "string" or type(x) == "cdata" and ffi.istype("kvl_device *", x)
+end }
+
+M.dtype = options.one_of(unpack(sorted.keys(library.dtypes)))
+
+return M
