@@ -10,10 +10,7 @@
 -- Fails   few bits: angles are known to about 1 / sqrt(hash_bits); a key's length is not
 --         seen at all; hashes of means as block_mean does
 local kv = require "kvlab"
-
-local function among(a, b)
-  return { ("%s or %s"):format(a, b), function(x) return x == a or x == b end }
-end
+local one_of = kv.policy.one_of
 
 return kv.policy.define {
   name = "gsa_on_device", prefill = false, decode = true,
@@ -24,8 +21,8 @@ return kv.policy.define {
   aliases = { sparse_ratio = "ratio", local_window_sz = "recent",
               init_window_sz = "sink" },
   takes = {
-    per = among("block", "token"), heads = among("kv", "shared"),
-    planes = among("orthogonal", "gaussian"),
+    per = one_of("block", "token"), heads = one_of("kv", "shared"),
+    planes = one_of("orthogonal", "gaussian"),
   },
 
   init = function(self, shape)

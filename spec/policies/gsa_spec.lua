@@ -187,7 +187,7 @@ describe("gsa options", function()
     assert.same({ 0.2, 3, 0, 4, 2, 64, 2, 1000 }, { gsa.ratio, gsa.recent, gsa.sink,
       gsa.min_blocks, gsa.prefetch_workers, gsa.max_pending_prefetch, gsa.prefetch_ahead,
       gsa.prefetch_cache_size })
-    support.raises("scores is newest, expected history or mean", kv.policy, "gsa",
+    support.raises('scores is "newest", expected one of history, mean', kv.policy, "gsa",
       { scores = "newest" })
   end)
 end)

@@ -204,8 +204,8 @@ describe("nsa by tokens", function()
   it("refuses what it cannot do, in words", function()
     support.raises("attention over tokens does not know KV in host memory", decode, cpu,
       { ratio = 0.3 }, { offload = { slots = 2 } })
-    support.raises("granularity is both, expected block or token", kv.policy, "nsa",
-      { granularity = "both" })
+    support.raises('granularity is "both", expected one of block, token', kv.policy,
+      "nsa", { granularity = "both" })
     support.raises("both index_topk and ratio are given", kv.policy, "nsa",
       { ratio = 0.1, index_topk = 64 })
     support.raises("expected index_weights with k, q and heads", decode, cpu,

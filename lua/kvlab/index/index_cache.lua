@@ -10,9 +10,9 @@
 --
 -- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales
 local device = require "kvlab.tensor.device"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
@@ -28,40 +28,22 @@ local M = {}
 local IndexCache = {}
 IndexCache.__index = IndexCache
 
-local KNOWN = { layers = 1, blocks = false, block_size = 64, dim = 128, rotate = false,
-                bits = 8, device = "auto" }
+local KNOWN = {
+  layers = options.count, blocks = options.required(options.whole),
+  block_size = options.within(1, 4096), dim = options.one_of(32, 64, 128),
+  rotate = options.boolean, bits = options.one_of(2, 4, 8), device = kinds.device,
+}
 local ROUND = 1.5 * 2 ^ 23 -- added and taken away, it rounds an f32 to a whole number
-
-local function whole(o, key, low, high)
-  local value = o[key] == nil and KNOWN[key] or o[key]
-  if type(value) ~= "number" or value % 1 ~= 0 or value < low or value > high then
-    error(("index_cache: %s is %s, expected a whole number from %d to %d"):format(key,
-      tostring(value), low, high), 3)
-  end
-  return value
-end
 
 --- Memory for the index keys of `blocks` blocks. What was never written is zeros.
 ---@param o table  blocks; layers (1), block_size (64), dim (128; 32 or 64), rotate
 --                 (false), bits (8; 4 or 2), device
 ---@return kvlab.IndexCache
 function M.index_cache(o)
-  for _, key in ipairs(sorted.keys(o)) do
-    if KNOWN[key] == nil then
-      error(("index_cache: there is no option \"%s\"; did you mean \"%s\"?"):format(
-        tostring(key), nearest(tostring(key), sorted.keys(KNOWN))), 2)
-    end
-  end
-  local self = setmetatable({ layers = whole(o, "layers", 1, 2 ^ 31),
-    blocks = whole(o, "blocks", 0, 2 ^ 31), block_size = whole(o, "block_size", 1, 4096),
-    dim = whole(o, "dim", 1, 2 ^ 31), rotate = o.rotate or false }, IndexCache)
-  if self.dim ~= 32 and self.dim ~= 64 and self.dim ~= 128 then
-    error(("index_cache: dim is %d, expected 32, 64 or 128"):format(self.dim), 2)
-  end
-  self.bits = whole(o, "bits", 2, 8)
-  if self.bits ~= 8 and self.bits ~= 4 and self.bits ~= 2 then
-    error(("index_cache: bits is %d, expected 8, 4 or 2"):format(self.bits), 2)
-  end
+  options.check("index_cache", o, KNOWN)
+  local self = setmetatable({ layers = o.layers or 1, blocks = o.blocks,
+    block_size = o.block_size or 64, dim = o.dim or 128, rotate = o.rotate or false,
+    bits = o.bits or 8 }, IndexCache)
   self.device = device.device(o.device)
   self.memory = tensor.zeros(self.device, "u8",
     { self.layers, self.blocks, self.block_size * (self.dim + 4) })

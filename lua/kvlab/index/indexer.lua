@@ -18,9 +18,9 @@
 -- Source  SGLang's NSA indexer, where a chunk gathers a page table as large as its logits
 local device = require "kvlab.tensor.device"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local plans = require "kvlab.index.indexer_plan"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -33,35 +33,21 @@ local M = {}
 local Indexer = {}
 Indexer.__index = Indexer
 
-local OPTIONS = { device = true, topk = true, logits_bytes_max = true, logits = true,
-                  streaming = true }
-
-local function expect(is_right, name, value, expected)
-  if is_right then return end
-  error(("indexer: %s is %s, expected %s"):format(name, tostring(value), expected), 3)
-end
-
-local function is_whole(x) return type(x) == "number" and x >= 1 and x % 1 == 0 end
+local OPTIONS = {
+  device = kinds.device, topk = options.count,
+  logits_bytes_max = { "a number of bytes > 0", function(x)
+    return options.number[2](x) and x > 0
+  end }, logits = options.one_of("f32", "bf16"), streaming = options.boolean,
+}
 
 --- What selects tokens on a device.
 ---@param o? table  topk (2048); logits_bytes_max (no limit beside the rule's); logits:
 --                  "f32" or "bf16"; streaming: tiles even where rows fit (false); device
 ---@return kvlab.Indexer
 function M.indexer(o)
-  o = o or {}
-  for _, key in ipairs(sorted.keys(o)) do
-    if not OPTIONS[key] then
-      error(("indexer: there is no option \"%s\"; did you mean \"%s\"?"):format(
-        tostring(key), nearest(tostring(key), sorted.keys(OPTIONS))), 2)
-    end
-  end
-  local topk, most, logits = o.topk or 2048, o.logits_bytes_max, o.logits or "f32"
-  expect(is_whole(topk), "topk", topk, "a whole number >= 1")
-  expect(most == nil or type(most) == "number" and most > 0, "logits_bytes_max", most,
-    "a number of bytes")
-  expect(logits == "f32" or logits == "bf16", "logits", logits, "f32 or bf16")
-  local self = setmetatable({ device = device.device(o.device), topk = topk,
-    logits_bytes_max = most or math.huge, dtype = logits,
+  o = options.check("indexer", o, OPTIONS)
+  local self = setmetatable({ device = device.device(o.device), topk = o.topk or 2048,
+    logits_bytes_max = o.logits_bytes_max or math.huge, dtype = o.logits or "f32",
     streaming = o.streaming or false,
     buffers = {}, part = {}, to = {}, merge = {} }, Indexer)
   self.memory = function()
@@ -105,8 +91,10 @@ function Indexer:plan(rows, n, block_size, together)
   local count, columns = plans.chunk { rows = rows, n = n, topk = self.topk,
     bytes = bytes, block_size = block_size or 1, limit = limit,
     together = together or rows, streaming = self.streaming }
-  expect(count, "logits_bytes_max", self.logits_bytes_max,
-    ("at least %d for %d rows and topk %d"):format(columns, rows, self.topk))
+  if not count then
+    error(("indexer: logits_bytes_max is %s, expected at least %d for %d rows and topk %d")
+      :format(tostring(self.logits_bytes_max), columns, rows, self.topk), 2)
+  end
   return { rows = count, columns = columns,
            streaming = self.streaming or columns < n }
 end
@@ -272,15 +260,19 @@ end
 
 -- ---- select --------------------------------------------------------------------------
 
-local KINDS = { positions = true, slots = true, ragged = true }
+local a_tensor = kinds.tensor
+local CALL = {
+  q = a_tensor, weights = a_tensor, lens = options.required(a_tensor), cache = a_tensor,
+  tables = a_tensor, k = a_tensor, scales = a_tensor, starts = a_tensor,
+  row_sequence = a_tensor, offsets = a_tensor, out = a_tensor, max_len = options.whole,
+  to = options.one_of("positions", "slots", "ragged"), block_size = options.count,
+  edit = options.callable,
+}
 local COLUMNS = 1024 -- rows of a growing cache get longer by this
 
 --- What is wrong with a call; nil: nothing. all: it takes every token, without logits.
 local function complaint(call, all)
-  if not call.lens then return "lens is missing" end
-  if not KINDS[call.to or "positions"] then
-    return ("to is %s, expected positions, slots or ragged"):format(tostring(call.to))
-  elseif call.to == "slots" and not (call.tables and call.block_size) then
+  if call.to == "slots" and not (call.tables and call.block_size) then
     return "to is slots, expected tables and block_size"
   elseif call.to == "ragged" and not call.offsets then
     return "to is ragged, expected offsets"
@@ -339,6 +331,14 @@ end
 ---@param call table
 ---@return ffi.cdata* out
 function Indexer:select(call)
+  options.check("indexer", call, CALL)
+  return self:select_step(call)
+end
+
+--- select without the check of the call's names and types, for what runs in every step.
+---@param call table  as for select
+---@return ffi.cdata* out
+function Indexer:select_step(call)
   local all, n, block_size = call.max_len and call.max_len <= self.topk, nil, nil
   local words = complaint(call, all)
   if words then error("indexer: " .. words, 2) end

@@ -13,6 +13,7 @@
 local C = require("kvlab.library").C
 local index_cache = require "kvlab.index.index_cache"
 local indexer = require "kvlab.index.indexer"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
@@ -134,6 +135,12 @@ end
 
 -- ---- landmarks ------------------------------------------------------------------------
 
+local OPTIONS = {
+  index = options.required(options.one_of("key", "random", "given")), dim = options.count,
+  rotate = options.boolean, bits = options.one_of(2, 4, 8), weights = options.table,
+  seed = options.whole,
+}
+
 --- Landmarks of the KV cache of a policy's shape.
 ---@param shape table  as policy.init gets it
 ---@param o table      index: key, random or given; dim (128) of random; rotate (false):
@@ -141,6 +148,7 @@ end
 --                     keys; weights of given; seed (0) of random
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
+  options.check("landmarks", o, OPTIONS)
   local self = setmetatable({ shape = shape }, Landmarks)
   local dim
   dim, self.heads = kinds[o.index](self, { dim = o.dim or DIM_MAX, seed = o.seed or 0,
@@ -261,7 +269,7 @@ local function select_rows(self, ctx, want, rows)
     self.edit = self.edit or new_edit(size, want.sink, want.recent)
   end
   local q8, weights = self:queries(ctx, rows.query)
-  return self.indexer:select { q = q8, weights = weights, tables = rows.tables,
+  return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
     cache = self.cache:layer(ctx.layer), lens = rows.lens, max_len = rows.max_len,
     to = "slots", block_size = size, out = rows.out, edit = self.edit }
 end

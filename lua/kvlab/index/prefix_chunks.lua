@@ -13,9 +13,9 @@
 --
 -- Source  SGLang's chunked prefix cache (a share there need not be whole blocks)
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
@@ -34,30 +34,26 @@ local M = {}
 local PrefixChunks = {}
 PrefixChunks.__index = PrefixChunks
 
-local OPTIONS = { tables = true, lens = true, block_size = true, capacity = true }
+local OPTIONS = {
+  tables = options.required(kinds.tensor), block_size = options.required(options.count),
+  lens = options.required(options.list_of(options.whole)), capacity = options.count,
+}
 
+--- Tokens of a sequence's share.
 local function check_options(o)
-  local function expect(is_right, words)
-    if not is_right then error("prefix_chunks: " .. words, 4) end
+  options.check("prefix_chunks", o, OPTIONS, 3)
+  local capacity, size, seqs = o.capacity or 128 * 1024, o.block_size, o.tables:size(0)
+  local function expect(is_right, fmt, ...)
+    if not is_right then error("prefix_chunks: " .. fmt:format(...), 4) end
   end
-  for _, key in ipairs(sorted.keys(o)) do
-    expect(OPTIONS[key], ("there is no option \"%s\"; did you mean \"%s\"?"):format(
-      tostring(key), nearest(tostring(key), sorted.keys(OPTIONS))))
-  end
-  local capacity, size = o.capacity or 128 * 1024, o.block_size
-  expect(tensor.is_tensor(o.tables), "tables is missing, expected i32 [sequences, width]")
-  expect(type(o.lens) == "table" and #o.lens == o.tables:size(0),
-    ("lens is %s, expected %d lengths"):format(type(o.lens) == "table" and #o.lens
-      .. " lengths" or tostring(o.lens), o.tables:size(0)))
-  expect(type(size) == "number" and size >= 1 and size % 1 == 0,
-    ("block_size is %s, expected a whole number"):format(tostring(size)))
-  expect(capacity >= #o.lens * size, ("capacity is %s, expected a block of %d for each "
-    .. "of %d sequences"):format(tostring(capacity), size, #o.lens))
+  expect(#o.lens == seqs, "lens is %d lengths, expected %d lengths", #o.lens, seqs)
+  expect(capacity >= seqs * size, "capacity is %d, expected a block of %d for each of %d "
+    .. "sequences", capacity, size, seqs)
   for i, len in ipairs(o.lens) do
-    expect(len >= 0 and len <= o.tables:size(1) * size, ("length %d is %s, expected "
-      .. "0 ... %d"):format(i, tostring(len), o.tables:size(1) * size))
+    expect(len <= o.tables:size(1) * size, "length %d is %d, expected 0 ... %d", i, len,
+      o.tables:size(1) * size)
   end
-  return math.floor(capacity / math.max(#o.lens, 1) / size) * size
+  return math.floor(capacity / math.max(seqs, 1) / size) * size
 end
 
 --- starts, lens and ends of chunk number c as one list, and its tokens.
@@ -98,6 +94,11 @@ function M.prefix_chunks(o)
   return self
 end
 
+local needed, a_tensor = options.required(kinds.tensor), kinds.tensor
+local ATTEND = { q = needed, cache = needed, starts = a_tensor, scale = options.number,
+                 soft_cap = options.not_negative, k_scale = a_tensor,
+                 v_scale = a_tensor }
+
 --- Attention of every query over the whole prefix of its sequence, chunk by chunk: out,
 -- f32 [tokens, heads, head_dim], and lse f32 [tokens, heads], to be joined with attention
 -- over what follows the prefix (prev_out, prev_lse).
@@ -106,6 +107,7 @@ end
 ---@return ffi.cdata* out
 ---@return ffi.cdata* lse
 function PrefixChunks:attend(a)
+  options.check("prefix_chunks", a, ATTEND)
   local q, dims = a.q, a.q:dims()
   local out = tensor.zeros(q.device, "f32", dims)
   dims[3] = nil

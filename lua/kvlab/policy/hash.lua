@@ -11,51 +11,18 @@
 --         planes, the least distance of a block's tokens)
 local ffi = require "ffi"
 local device = require "kvlab.tensor.device"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
 local M = {}
 
---- The value of o[key] among `values`, or the first of them.
-local function one_of(o, key, values, level)
-  local value = o[key] == nil and values[1] or o[key]
-  for _, known in ipairs(values) do
-    if value == known then return value end
-  end
-  error(("hash: %s is %s, expected %s"):format(key, tostring(value),
-    table.concat(values, " or ")), level + 1)
-end
-
-local function known_options(o, known, level)
-  for _, key in ipairs(sorted.keys(o)) do
-    if not known[key] then
-      error(("hash: there is no option \"%s\"; did you mean \"%s\"?"):format(
-        tostring(key), nearest(tostring(key), sorted.keys(known))), level + 1)
-    end
-  end
-end
-
-local function whole(o, key, default, low, high, level)
-  local value = o[key] == nil and default or o[key]
-  if type(value) ~= "number" or value % 1 ~= 0 or value < low or value > high then
-    error(("hash: %s is %s, expected a whole number from %d to %d"):format(key,
-      tostring(value), low, high), level + 1)
-  end
-  return value
-end
-
-local function bits_of(o, default, level)
-  local bits = o.bits == nil and default or o.bits
-  if bits ~= 32 and not (type(bits) == "number" and bits >= 64 and bits <= 1024
-                         and bits % 64 == 0) then
-    error(("hash: bits is %s, expected 32 or a multiple of 64 up to 1024"):format(
-      tostring(bits)), level + 1)
-  end
-  return bits
-end
+local BITS = { "32 or a multiple of 64 up to 1024", function(x)
+  return x == 32 or options.count[2](x) and x <= 1024 and x % 64 == 0
+end }
+local PLANE_KIND = options.one_of("orthogonal", "gaussian")
 
 -- ---- planes ---------------------------------------------------------------------------
 
@@ -80,20 +47,20 @@ local function orthonormal(rows, first, n, dim)
   end
 end
 
-local PLANES = { device = true, bits = true, head_dim = true, kind = true, seed = true }
+local PLANES = { bits = BITS, head_dim = options.required(options.within(1, 4096)),
+                 kind = PLANE_KIND, seed = options.whole, device = kinds.device }
 
 --- Random planes: f32 [bits, head_dim], unit rows, the same bits on every device.
 ---@param o table  bits (64), head_dim; kind: "orthogonal" (in stacks of head_dim rows, so
 --                 that there may be more bits than dims) or "gaussian"; seed (0); device
 function M.planes(o)
-  known_options(o, PLANES, 2)
-  local bits, dim = bits_of(o, 64, 2), whole(o, "head_dim", nil, 1, 4096, 2)
-  local kind = one_of(o, "kind", { "orthogonal", "gaussian" }, 2)
+  options.check("hash.planes", o, PLANES)
+  local bits, dim = o.bits or 64, o.head_dim
   return tensor.scope(function()
     local normal = tensor.randn("cpu", "f32", { bits, dim }, { seed = o.seed })
     local numbers, rows = normal:data(), ffi.new("double[?]", bits * dim)
     for i = 0, bits * dim - 1 do rows[i] = numbers[i] end
-    local stack = kind == "orthogonal" and dim or 1
+    local stack = o.kind == "gaussian" and 1 or dim
     for first = 0, bits - 1, stack do
       orthonormal(rows, first, math.min(stack, bits - first), dim)
     end
@@ -122,8 +89,8 @@ end
 local Hashes = {}
 Hashes.__index = Hashes
 
-local SUMMARY = { bits = true, hash_planes = true, per = true, planes = true, seed = true,
-                  cache_size = true }
+local SUMMARY = { bits = BITS, hash_planes = BITS, per = options.one_of("block", "token"),
+                  planes = PLANE_KIND, seed = options.whole, cache_size = options.whole }
 
 --- Hashes of K, one entry for every physical block: u64 [layers, blocks, kv_heads,
 -- words], or for tokens [layers, blocks, kv_heads, block_size, words].
@@ -134,9 +101,8 @@ local SUMMARY = { bits = true, hash_planes = true, per = true, planes = true, se
 --                     configurations that name both
 ---@return kvlab.Hashes
 function M.summary(shape, o)
-  o = o or {}
-  known_options(o, SUMMARY, 2)
-  local bits, per = bits_of(o, 64, 2), one_of(o, "per", { "block", "token" }, 2)
+  o = options.check("hash.summary", o, SUMMARY)
+  local bits, per = o.bits or 64, o.per or "block"
   if o.hash_planes and o.hash_planes ~= bits then
     error(("hash: hash_planes is %s, expected bits = %d: a plane makes a bit"):format(
       tostring(o.hash_planes), bits), 2)
@@ -146,7 +112,7 @@ function M.summary(shape, o)
   local memory, layers = tensor.zeros(shape.device, "u64", dims), {}
   for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
   local planes = M.planes { device = shape.device, bits = bits, head_dim = shape.head_dim,
-    kind = one_of(o, "planes", { "orthogonal", "gaussian" }, 2), seed = o.seed }
+    kind = o.planes, seed = o.seed }
   local rows = shape.layers * shape.blocks
   return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
     layers = layers, cache = M.cache { size = o.cache_size },
@@ -201,17 +167,18 @@ end
 local Cache = {}
 Cache.__index = Cache
 
+local CACHE = { size = options.whole }
+
 --- Hashes by content key, the least recently used of which goes when there are more
 -- than `size`: the BlockHashCache of UCM's GSA on-device. get, put and remove take the
 -- same time however many there are: entries are a ring in order of use.
 ---@param o? table  size (10000)
 ---@return kvlab.HashCache
 function M.cache(o)
-  o = o or {}
-  known_options(o, { size = true }, 2)
+  o = options.check("hash.cache", o, CACHE)
   local ring = {}
   ring.before, ring.after = ring, ring
-  return setmetatable({ size = whole(o, "size", 10000, 0, 2 ^ 53, 2), count = 0,
+  return setmetatable({ size = o.size or 10000, count = 0,
     ring = ring, entries = {},
     counts = { hits = 0, misses = 0, puts = 0, evictions = 0 } }, Cache)
 end

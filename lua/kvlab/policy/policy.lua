@@ -65,34 +65,32 @@ local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
+local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
 local C = library.C
 local M = {}
 
---- What an option may be: { words, test }.
-M.share = { "0 ... 1", function(x) return x >= 0 and x <= 1 end }
-M.whole = { "a whole number >= 0", function(x) return x >= 0 and x % 1 == 0 end }
-M.count = { "a whole number >= 1", function(x) return x >= 1 and x % 1 == 0 end }
+-- What an option may be, for `takes`: kinds of kvlab.options.
+M.share, M.whole, M.count = options.share, options.whole, options.count
 --- One of these texts.
-function M.one_of(...)
-  local known, words = {}, table.concat({ ... }, " or ")
-  for _, name in ipairs { ... } do known[name] = true end
-  return { words, function(x) return known[x] == true end }
-end
+function M.one_of(...) return options.one_of(...) end
 
 local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
 local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
-local FUNCTIONS = {
-  init = true, on_prefill_offload = true, on_decode_offload = true, score = true,
-  select_blocks = true, compute_decode = true, compute_prefill = true,
-  attention_begin = true, attention_finished = true, request_begin = true,
-  request_finished = true, score_bytes = true, reset = true, step_begin = true,
-  inherit = true, predict = true, keep_block = true, recall_block = true,
+local FIELDS = {
+  name = options.required(options.string), prefill = options.boolean,
+  decode = options.boolean, defaults = options.table, takes = options.table,
+  aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
 }
-local FIELDS = { name = "string", prefill = "boolean", decode = "boolean",
-                 defaults = "table", takes = "table", aliases = "table",
-                 watches_prompt = "boolean", eager = "boolean" }
+for _, name in ipairs {
+  "init", "on_prefill_offload", "on_decode_offload", "score", "select_blocks",
+  "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
+  "request_begin", "request_finished", "score_bytes", "reset", "step_begin", "inherit",
+  "predict", "keep_block", "recall_block",
+} do
+  FIELDS[name] = options.fn
+end
 
 local Policy = {}
 
@@ -108,70 +106,57 @@ function Policy.score_bytes() return 0 end
 
 -- ---- options --------------------------------------------------------------------------
 
---- Options of a definition with a value each; budgets that it does not name are 0.
+local OF_TYPE = { number = options.number, boolean = options.boolean,
+                  string = options.string, table = options.table,
+                  ["function"] = options.fn }
+
+--- What the options of a definition are, also under their aliases.
 local function known_options(def)
   local known = {}
-  for key in pairs(BUDGETS) do known[key] = 0 end
-  for key, value in pairs(COMMON) do known[key] = value end
-  for key, value in pairs(def.defaults) do known[key] = value end
+  for key, value in pairs(def.defaults) do known[key] = OF_TYPE[type(value)] end
+  for key, kind in pairs(BUDGETS) do known[key] = kind end
+  for key in pairs(COMMON) do known[key] = M.whole end
+  for key, kind in pairs(def.takes) do
+    local of_type = known[key]
+    if of_type then
+      known[key] = { kind[1], function(x) return of_type[2](x) and kind[2](x) end }
+    end
+  end
+  for alias, key in pairs(def.aliases) do
+    if known[alias] or not known[key] then
+      error(("policy %s: alias %s of %s, expected a new name for one of %s"):format(
+        def.name, alias, tostring(key), table.concat(sorted.keys(known), ", ")), 4)
+    end
+  end
+  for alias, key in pairs(def.aliases) do known[alias] = known[key] end
   return known
-end
-
---- `value` of the option `key`, given under `name`.
-local function check_value(def, name, key, value, known, level)
-  local takes = def.takes[key] or BUDGETS[key] or COMMON[key] and M.whole
-  local words = takes and takes[1] or "a " .. type(known[key])
-  if type(value) ~= type(known[key]) or takes and not takes[2](value) then
-    error(("policy %s: %s is %s, expected %s"):format(def.name, name, tostring(value),
-      words), level + 1)
-  end
-end
-
---- "blocks, ratio (or sparse_ratio), …"
-local function list_options(def, known)
-  local also, list = {}, sorted.keys(known)
-  for _, alias in ipairs(sorted.keys(def.aliases)) do
-    local key = def.aliases[alias]
-    also[key] = (also[key] and also[key] .. ", " or "") .. alias
-  end
-  for i, key in ipairs(list) do
-    if also[key] then list[i] = ("%s (or %s)"):format(key, also[key]) end
-  end
-  return table.concat(list, ", ")
-end
-
-local function refuse_unknown(def, name, known, level)
-  local names = sorted.keys(known)
-  for _, alias in ipairs(sorted.keys(def.aliases)) do names[#names + 1] = alias end
-  error(("policy %s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
-    def.name, name, nearest(name, names), list_options(def, known)), level + 1)
 end
 
 --- Defaults with `given` over them; a given budget replaces the default one.
 local function merge_options(def, given, level)
-  local options, known, named, budget = {}, known_options(def), {}, nil
-  for key, value in pairs(COMMON) do options[key] = value end
-  for key, value in pairs(def.defaults) do options[key] = value end
+  local what = "policy " .. def.name
+  given = options.check(what, given, def.known, level + 1)
+  local merged, named, budget = {}, {}, nil
+  for key, value in pairs(COMMON) do merged[key] = value end
+  for key, value in pairs(def.defaults) do merged[key] = value end
   for _, name in ipairs(sorted.keys(given)) do
-    local key, value = def.aliases[name] or name, given[name]
-    if known[key] == nil then refuse_unknown(def, tostring(name), known, level + 1) end
-    check_value(def, name, key, value, known, level + 1)
+    local key = def.aliases[name] or name
     if named[key] then
-      error(("policy %s: both %s and %s are given, which are the same option"):format(
-        def.name, named[key], name), level + 1)
+      error(("%s: both %s and %s are given, which are the same option"):format(what,
+        named[key], name), level + 1)
     end
     named[key] = name
     if BUDGETS[key] then
       if budget then
-        error(("policy %s: both %s and %s are given, expected one budget"):format(
-          def.name, budget, name), level + 1)
+        error(("%s: both %s and %s are given, expected one budget"):format(what, budget,
+          name), level + 1)
       end
       budget = name
-      for other in pairs(BUDGETS) do options[other] = nil end
+      for other in pairs(BUDGETS) do merged[other] = nil end
     end
-    options[key] = value
+    merged[key] = given[name]
   end
-  return options
+  return merged
 end
 
 --- The budget of some options as the library takes it, for blocks of `block_size` tokens.
@@ -196,50 +181,36 @@ end
 -- ---- define and open ------------------------------------------------------------------
 
 local function check_definition(def)
-  if type(def.name) ~= "string" then error("policy: name is missing", 3) end
-  for key, value in pairs(def) do
-    local want = FIELDS[key] or FUNCTIONS[key] and "function"
-    if not want then
-      error(("policy %s: unknown field \"%s\"; did you mean \"%s\"?"):format(def.name,
-        tostring(key), nearest(tostring(key), sorted.keys(FUNCTIONS))), 3)
-    elseif type(value) ~= want then
-      error(("policy %s: %s is a %s, expected a %s"):format(def.name, key, type(value),
-        want), 3)
-    end
-  end
+  local name = type(def) == "table" and def.name
+  local what = type(name) == "string" and "policy " .. name or "policy"
+  options.check(what, def, FIELDS, 3)
   def.defaults, def.takes = def.defaults or {}, def.takes or {}
   def.aliases = def.aliases or {}
-  local known = known_options(def)
-  for alias, key in pairs(def.aliases) do
-    if known[alias] ~= nil or known[key] == nil then
-      error(("policy %s: alias %s of %s, expected a new name for an option; it has %s")
-        :format(def.name, alias, tostring(key), list_options(def, known)), 3)
-    end
-  end
   if not (def.prefill or def.decode) then
-    error(("policy %s declares neither prefill nor decode"):format(def.name), 3)
+    error(what .. " declares neither prefill nor decode", 3)
   end
   if not (def.score or def.select_blocks or def.compute_decode) then
-    error(("policy %s has none of score, select_blocks and compute_decode"):format(
-      def.name), 3)
+    error(what .. " has none of score, select_blocks and compute_decode", 3)
   end
+  return { name = def.name, defaults = def.defaults, aliases = def.aliases,
+           known = known_options(def) }
 end
 
---- Make a policy out of its definition. The result is called with options to get one to
--- attach: `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
+--- Make a policy out of its definition, whose fields are those at the head of this file.
+-- The result is called with options to get one to attach:
+-- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
 ---@param def table
----@return function
+---@return fun(given?: table): table
 function M.define(def)
-  check_definition(def)
+  local checked = check_definition(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
   class.__index = class
-  return function(given)
-    local options = merge_options(def, given or {}, 2)
-    local self = setmetatable(options, class)
-    self.options = sorted.keys(options)
-    return self
+  return function(given, level)
+    local self = merge_options(checked, given, level or 2)
+    self.options = sorted.keys(self)
+    return setmetatable(self, class)
   end
 end
 
@@ -276,14 +247,14 @@ end
 --- A policy by name with options. Unknown names and options are errors that list the
 -- known ones.
 ---@param name string
----@param given? table
-local function open(name, given)
+---@param given? table  its options
+local function open(name, given, level)
   local names = M.names()
   for _, known in ipairs(names) do
-    if known == name then return require("policies." .. name)(given) end
+    if known == name then return require("policies." .. name)(given, level) end
   end
   error(("no policy \"%s\"; did you mean \"%s\"? There are %s"):format(tostring(name),
-    nearest(tostring(name), names) or "", table.concat(names, ", ")), 2)
+    nearest(tostring(name), names) or "", table.concat(names, ", ")), level or 2)
 end
 
 -- What a nested policy is told of, too.
@@ -298,13 +269,13 @@ local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
 ---@param given? table  options
 ---@return table
 function M.nest(outer, name, given)
-  local options = { min_blocks = outer.min_blocks, sink = outer.sink,
-                    recent = outer.recent }
+  local merged = { min_blocks = outer.min_blocks, sink = outer.sink,
+                   recent = outer.recent }
   if not (given and (given.ratio or given.tokens or given.blocks)) then
-    for key in pairs(BUDGETS) do options[key] = outer[key] end
+    for key in pairs(BUDGETS) do merged[key] = outer[key] end
   end
-  for key, value in pairs(given or {}) do options[key] = value end
-  local inner = open(name, options)
+  for key, value in pairs(given or {}) do merged[key] = value end
+  local inner = open(name, merged, 3)
   if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
     error(("policy %s: %s does not select in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)

@@ -307,7 +307,7 @@ local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
 ---@return ffi.cdata* out
 function M.transform_indices(a)
   options.check("transform_indices", a, INDICES)
-  if not a.positions == not a.lens then
+  if (a.positions == nil) == (a.lens == nil) then
     error("transform_indices: expected one of positions and lens", 2)
   end
   if not a.positions then check_result("transform_indices", a) end

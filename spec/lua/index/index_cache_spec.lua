@@ -90,12 +90,12 @@ support.each_device(function(dev)
     end)
 
     it("says what it expects", function()
-      support.raises('no option "block"; did you mean "blocks"', kv.index_cache,
+      support.raises('"block" is no option, did you mean blocks?', kv.index_cache,
         { block = 3 })
-      support.raises("blocks is nil, expected a whole number", kv.index_cache, {})
-      support.raises("dim is 48, expected 32, 64 or 128", kv.index_cache,
+      support.raises("blocks is missing, expected a whole number", kv.index_cache, {})
+      support.raises("dim is 48, expected one of 32, 64, 128", kv.index_cache,
         { blocks = 1, dim = 48 })
-      support.raises("bits is 5, expected 8, 4 or 2", kv.index_cache,
+      support.raises("bits is 5, expected one of 2, 4, 8", kv.index_cache,
         { blocks = 1, bits = 5 })
       support.raises("block_size is 5000, expected a whole number from 1 to 4096",
         kv.index_cache, { blocks = 1, block_size = 5000 })

@@ -114,11 +114,11 @@ describe("prefix chunks", function()
     S.raises("tables is missing", try { lens = { 3 }, block_size = 16 })
     S.raises("lens is 1 lengths, expected 2", try { tables = tables, lens = { 3 },
                                                     block_size = 16 })
-    S.raises("block_size is nil", try { tables = tables, lens = { 3, 4 } })
+    S.raises("block_size is missing", try { tables = tables, lens = { 3, 4 } })
     S.raises("capacity is 31, expected a block of 16 for each of 2",
       try { tables = tables, lens = { 3, 4 }, block_size = 16, capacity = 31 })
     S.raises("length 2 is 65, expected 0 ... 64", try { tables = tables, lens = { 3, 65 },
                                                         block_size = 16 })
-    S.raises("did you mean \"lens\"", try { tables = tables, len = { 3 } })
+    S.raises("did you mean lens?", try { tables = tables, len = { 3 } })
   end)
 end)

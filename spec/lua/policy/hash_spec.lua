@@ -73,10 +73,10 @@ describe("planes", function()
   it("refuse what they cannot be", function()
     raises("bits is 96, expected 32 or a multiple of 64 up to 1024", kv.hash.planes,
       { bits = 96, head_dim = 8 })
-    raises("head_dim is nil, expected a whole number from 1", kv.hash.planes, {})
-    raises("kind is round, expected orthogonal or gaussian", kv.hash.planes,
+    raises("head_dim is missing, expected a whole number from 1", kv.hash.planes, {})
+    raises('kind is "round", expected one of orthogonal, gaussian', kv.hash.planes,
       { head_dim = 8, kind = "round" })
-    raises("no option \"bit\"; did you mean \"bits\"", kv.hash.planes,
+    raises('hash.planes: "bit" is no option, did you mean bits?', kv.hash.planes,
       { head_dim = 8, bit = 64 })
   end)
 end)
@@ -186,8 +186,8 @@ describe("a summary of hashes", function()
   support.each_device(check_summary)
 
   it("refuses what it cannot be", function()
-    raises("per is row, expected block or token", summary, "cpu", { per = "row" })
-    raises("planes is flat, expected orthogonal or gaussian", summary, "cpu",
+    raises('per is "row", expected one of block, token', summary, "cpu", { per = "row" })
+    raises('planes is "flat", expected one of orthogonal, gaussian', summary, "cpu",
       { planes = "flat" })
     raises("hash_planes is 32, expected bits = 64", summary, "cpu", { hash_planes = 32 })
     assert.equal(64, summary("cpu", { hash_planes = 64 }).bits)
@@ -239,7 +239,7 @@ describe("a cache of hashes", function()
     cache:put(1, 1)
     assert.is_nil(cache:get(1))
     raises("value is nil", cache.put, cache, 1)
-    raises("size is -1, expected a whole number from 0", kv.hash.cache, { size = -1 })
+    raises("size is -1, expected a whole number >= 0", kv.hash.cache, { size = -1 })
   end)
 end)
 

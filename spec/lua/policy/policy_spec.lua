@@ -22,14 +22,14 @@ describe("policy options", function()
   end)
 
   it("are refused with the names that are known", function()
-    raises('no option "ration"; did you mean "ratio"? It has blocks, min_blocks',
-      kv.policy, "quest", { ration = 0.1 })
-    raises('no option "1"', kv.policy, "quest", { 0.1, ratio = 0.1 })
+    raises('policy quest: "ration" is no option, did you mean ratio?; the options are '
+      .. "blocks, min_blocks", kv.policy, "quest", { ration = 0.1 })
+    raises("1 is no option", kv.policy, "quest", { 0.1, ratio = 0.1 })
     raises("ratio is 1.5, expected 0 ... 1", kv.policy, "quest", { ratio = 1.5 })
     raises("ratio is nan", kv.policy, "quest", { ratio = 0 / 0 })
     raises("sink is -1, expected a whole number >= 0", kv.policy, "quest",
       { sink = -1 })
-    raises("seed is x, expected a number", kv.policy, "random", { seed = "x" })
+    raises("seed is \"x\", expected a number", kv.policy, "random", { seed = "x" })
     raises("both blocks and ratio", kv.policy, "quest", { ratio = 0.1, blocks = 3 })
     raises('no policy "qest"; did you mean "quest"? There are block_mean, full, gsa',
       kv.policy, "qest")
@@ -62,8 +62,8 @@ describe("policy aliases", function()
   end)
 
   it("are named by errors", function()
-    raises('did you mean "sparse_ratio"? It has blocks, kind, min_blocks, ratio (or '
-      .. "sparse_ratio), recent (or window), refresh (or period), sink, tokens",
+    raises("did you mean sparse_ratio?; the options are blocks, kind, min_blocks, "
+      .. "period, ratio, recent, refresh, sink, sparse_ratio, tokens, window",
       seeds, { sparse_ration = 0.1 })
   end)
 
@@ -77,7 +77,7 @@ describe("policy aliases", function()
   end)
 
   it("come with checks of values that have the right type", function()
-    raises("kind is c, expected a or b", seeds, { kind = "c" })
+    raises('kind is "c", expected one of a, b', seeds, { kind = "c" })
     raises("refresh is 1.5, expected a whole number >= 1", seeds, { refresh = 1.5 })
     assert.equal("b", seeds { kind = "b" }.kind)
   end)
@@ -127,9 +127,9 @@ describe("policy definition", function()
 
   it("is refused with what is wrong with it", function()
     raises("name is missing", define, { score = score, decode = true })
-    raises('unknown field "scores"; did you mean "score"?', define,
+    raises('policy x: "scores" is no option, did you mean score?', define,
       { name = "x", scores = score, decode = true })
-    raises("decode is a string, expected a boolean", define,
+    raises('decode is "yes", expected true or false', define,
       { name = "x", score = score, decode = "yes" })
     raises("neither prefill nor decode", define, { name = "x", score = score })
     raises("none of score, select_blocks and compute_decode", define,
