@@ -14,9 +14,9 @@
 -- Source: UCM's GSA (PrefetchEngine). Its submit_prefetch is engine:submit, its
 -- wait_for_completion is ticket:wait, its get_prefetched_kv the cache's own blocks.
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -27,23 +27,11 @@ local options_c, task = ffi.new "kvl_prefetch_options", ffi.new "kvl_prefetch_ta
 local result_c, stats_c = ffi.new "kvl_prefetch_result", ffi.new "kvl_prefetch_stats"
 local key_pointer, block_array = ffi.typeof "const kvl_key *", ffi.typeof "int32_t[?]"
 
---- Every name in `o` is one of `known`, or an error in the caller's caller.
-local function check_names(what, o, known)
-  for name in pairs(o) do
-    if not known[name] then
-      local names = sorted.keys(known)
-      error(("%s has no option \"%s\"; did you mean \"%s\"? It has %s"):format(
-        what, tostring(name), nearest(tostring(name), names),
-        table.concat(names, ", ")), 3)
-    end
-  end
-end
-
---- value as a whole number, or an error in the caller's caller (level 3).
-local function whole(what, name, value, level)
+--- value as a whole number, or an error in the caller's caller.
+local function whole(what, name, value)
   if type(value) ~= "number" or value % 1 ~= 0 then
     error(("%s: %s is %s, expected a whole number"):format(what, name, tostring(value)),
-      level or 3)
+      3)
   end
   return value
 end
@@ -134,30 +122,28 @@ Prefetch.__index = Prefetch
 
 local DEFAULTS = { prefetch_workers = 4, max_pending_prefetch = 64,
                    bytes_staging = 32 * 1024 * 1024 }
-local OPTIONS = { device = true, max_pending_prefetch = true, prefetch_workers = true,
-                  bytes_staging = true, store = true }
+local OPTIONS = {
+  store = options.required { "a store that is open", function(x)
+    return type(x) == "table" and type(x.handle) == "cdata"
+  end },
+  device = kinds.device, prefetch_workers = options.within(1, 64),
+  max_pending_prefetch = options.within(1, 2 ^ 20), bytes_staging = options.whole,
+}
 
---- An engine over a store. o: store; device (--device's); prefetch_workers (4) threads;
--- max_pending_prefetch (64): how many tasks may wait; bytes_staging (32 MiB): pinned
--- memory for records on their way to a GPU, twice a block of a layer for every worker at
--- least.
----@param o table
+--- An engine over a store.
+---@param o table  store; device (--device's); prefetch_workers (4) threads;
+--                 max_pending_prefetch (64): how many tasks may wait; bytes_staging (32
+--                 MiB): pinned memory for records on their way to a GPU, twice a block of
+--                 a layer for every worker at least
 ---@return kvlab.Prefetch
 function M.prefetch(o)
-  check_names("prefetch", o, OPTIONS)
-  local function option(name)
-    return whole("prefetch", name, o[name] == nil and DEFAULTS[name] or o[name], 4)
-  end
+  options.check("prefetch", o, OPTIONS)
+  local function option(name) return o[name] or DEFAULTS[name] end
   options_c.workers = option "prefetch_workers"
   options_c.max_pending = option "max_pending_prefetch"
   options_c.bytes_staging = option "bytes_staging"
-  local store = type(o.store) == "table" and o.store.handle or nil
-  if not store then
-    error(("prefetch: store is %s, expected a store that is open"):format(
-      tostring(o.store)), 2)
-  end
   local dev = require("kvlab.tensor.device").device(o.device)
-  check(C.kvl_prefetch_open(dev, store, options_c, out_engine))
+  check(C.kvl_prefetch_open(dev, o.store.handle, options_c, out_engine))
   return setmetatable({ device = dev, store = o.store, buffer = block_array(64),
     room = 64, handle = ffi.gc(out_engine[0], C.kvl_prefetch_close) }, Prefetch)
 end
@@ -166,8 +152,18 @@ local function handle_of(self)
   return self.handle or error("prefetch: the engine is closed", 3)
 end
 
-local TASK = { blocks = true, cache = true, first_layer = true, keys = true,
-               layers = true, priority = true, request = true, timeout = true }
+local TASK = {
+  request = options.required(options.integer), priority = options.integer,
+  cache = options.required { "a cache", function(x)
+    return type(x) == "table" and tensor.is_tensor(x.memory)
+  end },
+  keys = options.required { "an array of kvl_key", function(x)
+    return type(x) == "cdata" and pcall(ffi.cast, key_pointer, x)
+  end },
+  blocks = options.required { "a list", options.table[2] },
+  first_layer = options.integer, layers = options.integer,
+  timeout = { "seconds", function(x) return options.number[2](x) and x >= 0 end },
+}
 
 --- The blocks in an array of the engine's; how many.
 local function fill_blocks(self, blocks)
@@ -188,10 +184,7 @@ end
 
 --- Keys for n blocks.
 local function pointer_to_keys(keys, n)
-  local ok, pointer = pcall(ffi.cast, key_pointer, keys)
-  if not ok or type(keys) ~= "cdata" then
-    error(("prefetch: keys is a %s, expected an array of kvl_key"):format(type(keys)), 3)
-  end
+  local pointer = ffi.cast(key_pointer, keys)
   local size = ffi.sizeof(keys)
   if tostring(ffi.typeof(keys)):find("[", 1, true) and size < n * 16 then
     error(("prefetch: %d keys for %d blocks"):format(size / 16, n), 3)
@@ -199,22 +192,17 @@ local function pointer_to_keys(keys, n)
   return pointer
 end
 
---- Queue a task. o: request: whose it is, a whole number; cache; keys: an array of
--- kvl_key; blocks: the block of the cache for each, a list; first_layer (0) and layers
--- (the rest); priority (NORMAL): lower goes first; timeout (none): seconds to wait while
--- max_pending_prefetch tasks wait.
+--- Queue a task.
+---@param o table  request: whose it is, a whole number; cache; keys: an array of kvl_key;
+--                 blocks: the block of the cache for each, a list; first_layer (0) and
+--                 layers (the rest); priority (NORMAL): lower goes first; timeout (none):
+--                 seconds to wait while max_pending_prefetch tasks wait
 ---@return kvlab.PrefetchTicket|nil, string|nil  nil, "full"
 function Prefetch:submit(o)
   local engine = handle_of(self)
-  check_names("submit", o, TASK)
-  local cache, first = o.cache, whole("prefetch", "first_layer", o.first_layer or 0)
-  if type(cache) ~= "table" or not tensor.is_tensor(cache.memory) then
-    error(("prefetch: cache is %s, expected a cache"):format(tostring(cache)), 2)
-  end
-  if type(o.blocks) ~= "table" then
-    error(("prefetch: blocks is %s, expected a list"):format(tostring(o.blocks)), 2)
-  end
-  local layers = whole("prefetch", "layers", o.layers or cache.layers - first)
+  options.check("submit", o, TASK)
+  local cache, first = o.cache, o.first_layer or 0
+  local layers = o.layers or cache.layers - first
   if first < 0 or layers < 0 or first + layers > cache.layers then
     error(("prefetch: layers %d ... %d, expected some of 0 ... %d"):format(first,
       first + layers - 1, cache.layers - 1), 2)
@@ -222,8 +210,7 @@ function Prefetch:submit(o)
   local us = timeout_us("submit", o.timeout)
   task.n = fill_blocks(self, o.blocks)
   task.keys, task.blocks = pointer_to_keys(o.keys, task.n), self.buffer
-  task.request = whole("prefetch", "request", o.request)
-  task.priority = whole("prefetch", "priority", o.priority or Prefetch.NORMAL)
+  task.request, task.priority = o.request, o.priority or Prefetch.NORMAL
   task.first_layer = first
   cache.tier:written(first, layers, o.blocks)
   local memory = cache.memory:narrow(first, layers)

@@ -8,8 +8,7 @@
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -20,8 +19,8 @@ local stats = ffi.new "kvl_store_stats"
 local words = ffi.new "char[320]"
 local key_list = ffi.typeof "kvl_key[?]"
 
-local OPTIONS = { capacity = "number", model = "string", block_size = "number",
-                  timeout_ms = "number" }
+local OPTIONS = { capacity = options.not_negative, model = options.string,
+                  block_size = options.count, timeout_ms = options.whole }
 
 ---@class kvlab.Store
 ---@field url string
@@ -40,24 +39,6 @@ function M.model(name, cache)
     cache.block_size, cache.dtype)
 end
 
-local function check_options(o)
-  for name, value in pairs(o) do
-    if not OPTIONS[name] then
-      local known = sorted.keys(OPTIONS)
-      error(("store: unknown option %s; the nearest is %s, there are %s"):format(
-        tostring(name), nearest(tostring(name), known),
-        table.concat(known, ", ")), 3)
-    elseif type(value) ~= OPTIONS[name] then
-      error(("store: %s is %s, expected a %s"):format(name, tostring(value),
-        OPTIONS[name]), 3)
-    end
-  end
-  if o.block_size and (o.block_size < 1 or o.block_size % 1 ~= 0) then
-    error(("store: block_size is %s, expected a whole number >= 1"):format(o.block_size),
-      3)
-  end
-end
-
 --- Open a store.
 ---@param url string  memory:  lmdb:PATH  redis://[user:password@]host[:port][/db]
 ---@param o? table  capacity: bytes of blocks (no limit); timeout_ms (1000), for Redis;
@@ -67,8 +48,7 @@ local function open(url, o)
   if type(url) ~= "string" then
     error(("store: url is %s, expected a string"):format(tostring(url)), 2)
   end
-  o = o or {}
-  check_options(o)
+  o = options.check("store", o, OPTIONS)
   check(C.kvl_store_open(url, o.capacity or 0, o.timeout_ms or 0, out_store))
   return setmetatable({ handle = ffi.gc(out_store[0], C.kvl_store_close),
     url = url:gsub("//.*@", "//"), model = o.model, block_size = o.block_size,

@@ -9,12 +9,17 @@
 -- tokens are all of the step; a block is one of block_size tokens in all layers.
 local constructor = require "kvlab.constructor"
 local C = require("kvlab.library").C
-local nearest = require("kvlab.words").nearest
+local options = require "kvlab.options"
 
 local M = {}
 
-local FIELDS = { "us_per_token_prefill", "us_decode_base", "us_per_kv_block",
-                 "us_per_prefill_block", "link_gbps", "link_us", "bytes_block" }
+local not_negative = options.required(options.not_negative)
+local positive = options.required(options.positive)
+local KNOWN = {
+  us_per_token_prefill = not_negative, us_decode_base = not_negative,
+  us_per_kv_block = not_negative, us_per_prefill_block = not_negative,
+  link_gbps = positive, link_us = not_negative, bytes_block = positive,
+}
 
 --- Llama-8B in bf16 on one H100 80GB, for blocks of `block_size` tokens. From
 -- docs/performance.md, measured: a decode step 6.4 ms (P13, 1K of context); KV read at
@@ -37,25 +42,14 @@ end
 local CostModel = {}
 CostModel.__index = CostModel
 
---- o: the fields above, all of them
+--- A cost model of these numbers, all of which are needed.
+---@param o table  us_per_token_prefill, us_decode_base, us_per_kv_block,
+--                 us_per_prefill_block, link_gbps, link_us, bytes_block
 ---@return kvlab.CostModel
-local function new(o)
+local function new(o, level)
+  options.check("cost_model", o, KNOWN, level)
   local self = {}
-  for _, name in ipairs(FIELDS) do
-    local value = o[name]
-    if type(value) ~= "number" or not (value >= 0 and value < math.huge)
-       or (value == 0 and (name == "link_gbps" or name == "bytes_block")) then
-      error(("cost: %s is %s, expected a number %s 0"):format(name, tostring(value),
-        (name == "link_gbps" or name == "bytes_block") and ">" or ">="), 2)
-    end
-    self[name] = value
-  end
-  for name in pairs(o) do
-    if not self[name] then
-      error(("cost: nothing is called %s; did you mean %s?"):format(tostring(name),
-        nearest(tostring(name), FIELDS)), 2)
-    end
-  end
+  for name in pairs(KNOWN) do self[name] = o[name] end
   return setmetatable(self, CostModel)
 end
 
@@ -85,13 +79,17 @@ local function median_us(engine, times, fn)
   return list[math.ceil(times / 2)]
 end
 
+local CALIBRATE = { link_gbps = positive, link_us = not_negative,
+                    context = options.count }
+
 --- The cost of an engine's steps, measured: a decode step over a short and over a long
 -- context, and a prefill chunk at the start and behind that context. Takes some 20 steps
 -- and `context` (2048) tokens of its cache. The link is not measured: give it.
 ---@param engine models.Engine
----@param o table  link_gbps, link_us; context
+---@param o table  link_gbps, link_us; context (2048)
 ---@return kvlab.CostModel
 function M.calibrate(engine, o)
+  options.check("cost_model.calibrate", o, CALIBRATE)
   local cache, n = engine.cache, engine.chunk
   local size, context = cache.block_size, o.context or 2048
   local tokens = {}

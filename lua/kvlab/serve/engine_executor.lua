@@ -75,11 +75,11 @@ end
 --- A request's tokens are checked, and the keys of its prompt made.
 function EngineExecutor:admit_keys(r)
   local vocab = self.engine.model.config.vocab
-  if not r.tokens then error("request: tokens is missing", 4) end
+  if not r.tokens then error("request: tokens is missing", 3) end
   for i, id in ipairs(r.tokens) do
     if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
       error(("request: token %d is %s, expected 0 ... %d"):format(i - 1, tostring(id),
-        vocab - 1), 4)
+        vocab - 1), 3)
     end
   end
   local size = self.memory.block_size

@@ -1,7 +1,9 @@
 --- A trace replayed by a server without a model, in modelled time, with a store behind a
 -- link: what experiments on prefetch have in common.
 local cost_model = require "kvlab.serve.cost_model"
+local options = require "kvlab.options"
 local serve = require("kvlab.serve.serve").serve
+local serve_options = require "kvlab.serve.serve_options"
 local trace = require "kvlab.serve.trace"
 
 local M = {}
@@ -16,23 +18,29 @@ M.CONTEXT = 4096
 --- What steps cost: what those of an engine take on its device, measured; without one,
 -- those of Llama-8B on one H100, from measured numbers.
 ---@param engine? models.Engine  with blocks of kv.trace.BLOCK tokens
----@param link table             link_gbps, link_us
+---@param config table           an experiment's, with link_gbps and link_us
 ---@return kvlab.CostModel
-function M.cost(engine, link)
+function M.cost(engine, config)
   if engine then
-    return cost_model.calibrate(engine, { link_gbps = link.link_gbps,
-      link_us = link.link_us, context = M.CONTEXT })
+    return cost_model.calibrate(engine, { link_gbps = config.link_gbps,
+      link_us = config.link_us, context = M.CONTEXT })
   end
   local cost = cost_model.llama_8b_h100(trace.BLOCK)
-  cost.link_gbps, cost.link_us = link.link_gbps, link.link_us
+  cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
   return cost_model(cost)
 end
 
---- Serve `rows`. config: slowdown (a request is in time when its first token takes at
--- most slowdown times what its prefill takes on an idle server, plus 100 ms), rate (1),
--- and options of kv.serve by their names; more: further ones.
+--- Serve `rows`.
+---@param rows kvlab.TraceRow[]
+---@param cost kvlab.CostModel
+---@param config table  an experiment's: slowdown (a request is in time when its first
+--                      token takes at most slowdown times what its prefill takes on an
+--                      idle server, plus 100 ms), rate (1), and options of kv.serve by
+--                      their names
+---@param more? table   further options of kv.serve
 ---@return table stats
 function M.run(rows, cost, config, more)
+  more = options.check("replay", more, serve_options.KNOWN)
   local block = trace.BLOCK
   local o = { cost = cost, block_size = block }
   for _, name in ipairs { "max_seqs", "max_tokens", "priority", "late", "prefetch_ahead",

@@ -3,6 +3,8 @@
 -- Its state has the names of UCM GSA's GSAReqStat: request_id, index_in_batch,
 -- num_scheduled_tokens, num_computed_tokens, block_hashes, selected_blocks,
 -- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
+local options = require "kvlab.options"
+
 local M = {}
 
 ---@class kvlab.Request
@@ -32,33 +34,33 @@ local M = {}
 local Request = {}
 Request.__index = Request
 
-local function check(o, level)
-  local function whole(name, value, least)
-    if type(value) ~= "number" or value < least or value % 1 ~= 0 then
-      error(("request: %s is %s, expected a whole number >= %d"):format(name,
-        tostring(value), least), level + 2)
-    end
-  end
+--- What serve:submit takes.
+M.KNOWN = {
+  tokens = { "a list of at least one token id", function(x)
+    return type(x) == "table" and #x > 0
+  end },
+  input_length = options.count, hash_ids = options.table, hash_block = options.count,
+  max_tokens = options.required(options.count),
+  stop_tokens = options.list_of(options.whole),
+  stop = options.list_of(options.list_of(options.whole)),
+  arrival_us = options.number, deadline_us = options.number,
+  sample = options.callable, on_token = options.callable,
+}
+
+--- What serve:fork takes; the rest is the parent's.
+M.KNOWN_OF_FORK = {}
+for name, kind in pairs(M.KNOWN) do M.KNOWN_OF_FORK[name] = kind end
+M.KNOWN_OF_FORK.tokens = { "a list of token ids", options.table[2] }
+for _, name in ipairs { "input_length", "hash_ids", "hash_block" } do
+  M.KNOWN_OF_FORK[name] = nil
+end
+
+--- A request of what serve:submit takes, which is checked; `level` is to be blamed for
+-- what is missing.
+function M.new(o, request_id, level)
   if o.tokens == nil and o.input_length == nil then
     error("request: tokens is missing; without a model, input_length", level + 1)
   end
-  if o.tokens and (type(o.tokens) ~= "table" or #o.tokens == 0) then
-    error(("request: tokens is %s, expected a list of at least one token id"):format(
-      type(o.tokens) == "table" and "empty" or "a " .. type(o.tokens)), level + 1)
-  end
-  whole("input_length", o.input_length or #o.tokens, 1)
-  whole("max_tokens", o.max_tokens, 1)
-  for name, value in pairs { arrival_us = o.arrival_us, deadline_us = o.deadline_us } do
-    if type(value) ~= "number" or value ~= value then
-      error(("request: %s is %s, expected a number"):format(name, tostring(value)),
-        level + 1)
-    end
-  end
-end
-
---- A request of what serve:submit takes; `level` is to be blamed for what is wrong.
-function M.new(o, request_id, level)
-  check(o, level + 1)
   local tokens
   if o.tokens then
     tokens = {}

@@ -18,6 +18,7 @@
 --
 -- docs/serving.md has the whole story. Source: UCM GSA's scheduler side and the V1
 -- scheduler of vLLM; the seed's hooks and parameters keep their names.
+local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
 local serve_options = require "kvlab.serve.serve_options"
@@ -91,9 +92,7 @@ end
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   it can never run here
 function Server:submit(given)
-  if type(given) ~= "table" then
-    error(("submit: a %s, expected a table"):format(type(given)), 2)
-  end
+  options.check("submit", given, request.KNOWN)
   local o = with_defaults(self, given)
   local r = request.new(o, #self.requests + 1, 2)
   local s = self.scheduler
@@ -111,9 +110,12 @@ end
 --- A request that goes on from what another has so far, on a branch of its own: it shares
 -- every block, also the last, which is copied when one of the two grows.
 ---@param parent kvlab.Request  running
----@param given table           as for submit; tokens: what follows (may be missing)
+---@param given table           tokens: what follows (nothing); max_tokens, stop_tokens,
+--                              stop, arrival_us, deadline_us, sample and on_token as for
+--                              submit
 ---@return kvlab.Request
 function Server:fork(parent, given)
+  options.check("fork", given, request.KNOWN_OF_FORK)
   if parent.state ~= "running" then
     error(("fork: request %d is %s, expected one that is running"):format(
       parent.request_id, parent.state), 2)

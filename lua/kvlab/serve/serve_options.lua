@@ -1,6 +1,7 @@
 --- The options of a server: their defaults, and what is wrong with them in words.
+local cost_model = require "kvlab.serve.cost_model"
 local nearest = require("kvlab.words").nearest
-local sorted = require "kvlab.sorted"
+local options = require "kvlab.options"
 
 local M = {}
 
@@ -8,69 +9,53 @@ local DEFAULTS = {
   max_seqs = 16, prefetch_ahead = 2, prefetch_workers = 4, max_pending_prefetch = 64,
   priority = "queue_position", late = "wait", watermark = 0.01, slo_us = 2e6,
 }
-local OTHERS = { engine = "table", store = "table", cost = "table", hooks = "table",
-                 blocks = "number", block_size = "number", max_tokens = "number",
-                 store_blocks = "number" }
 local OF_POLICY = { "prefetch_ahead", "prefetch_workers", "max_pending_prefetch" }
-local HOOKS = { build_sparse_meta = true, request_begin = true, request_finished = true,
-                attention_begin = true, attention_finished = true }
+
+--- What the options of kv.serve are.
+M.KNOWN = {
+  engine = options.like("a model's engine", "cache", "attention", "chunk"),
+  store = options.like("a store", "url", "handle"), cost = options.table,
+  hooks = options.table, blocks = options.count, block_size = options.count,
+  max_seqs = options.count, max_tokens = options.count,
+  store_blocks = { "a number of blocks", function(x)
+    return options.number[2](x) and x >= 0
+  end },
+  prefetch_ahead = options.whole, prefetch_workers = options.count,
+  max_pending_prefetch = options.count, slo_us = options.not_negative,
+  priority = options.either(options.string, options.callable),
+  late = options.one_of("wait", "skip"),
+  watermark = { "a share of the blocks, 0 <= watermark < 1", function(x)
+    return options.share[2](x) and x < 1
+  end },
+}
+local HOOKS = {
+  build_sparse_meta = options.callable, request_begin = options.callable,
+  request_finished = options.callable, attention_begin = options.callable,
+  attention_finished = options.callable,
+}
 
 local function wrong(name, value, expected)
-  error(("serve: %s is %s, expected %s"):format(name, tostring(value), expected), 4)
+  error(("serve: %s is %s, expected %s"):format(name, options.shown(value), expected), 4)
 end
 
-local function check_names(o)
-  local known = {}
-  for name in pairs(DEFAULTS) do known[name] = true end
-  for name in pairs(OTHERS) do known[name] = true end
-  for name in pairs(o) do
-    if not known[name] then
-      error(("serve: nothing is called %s; did you mean %s? There is %s"):format(
-        tostring(name), nearest(tostring(name), sorted.keys(known)),
-        table.concat(sorted.keys(known), ", ")), 4)
-    end
-    if OTHERS[name] and type(o[name]) ~= OTHERS[name] then
-      wrong(name, type(o[name]), "a " .. OTHERS[name])
-    end
-  end
-  for name, hook in pairs(o.hooks or {}) do
-    if not HOOKS[name] then
-      wrong("hook " .. tostring(name), type(hook), "one of "
-        .. table.concat(sorted.keys(HOOKS), ", "))
-    elseif type(hook) ~= "function" then
-      wrong("hook " .. name, type(hook), "a function")
-    end
-  end
-end
-
-local function check_values(o)
-  local function whole(name, least)
-    local value = o[name]
-    if type(value) ~= "number" or value < least or value % 1 ~= 0 then
-      wrong(name, value, "a whole number >= " .. least)
-    end
-  end
+--- Options that need others, or exclude them.
+local function check_together(o)
   if (o.engine == nil) == (o.cost == nil) then
     wrong("engine", type(o.engine) .. " and cost " .. type(o.cost),
       "one of engine (a model's) and cost (a model of costs)")
   end
-  for _, name in ipairs { "max_seqs", "prefetch_workers", "max_pending_prefetch" } do
-    whole(name, 1)
+  if o.max_tokens < o.max_seqs then
+    wrong("max_tokens", o.max_tokens, "a whole number >= max_seqs = " .. o.max_seqs)
   end
-  whole("prefetch_ahead", 0)
-  whole("max_tokens", o.max_seqs)
   if o.cost then
-    whole("blocks", 1)
-    whole("block_size", 1)
-    if o.store then wrong("store", "a store", "store_blocks: there is no memory") end
+    for _, name in ipairs { "blocks", "block_size" } do
+      if not o[name] then wrong(name, o[name], M.KNOWN[name][1]) end
+    end
+    if o.store then wrong("store", o.store, "store_blocks: there is no memory") end
   else
     for _, name in ipairs { "blocks", "block_size", "store_blocks" } do
       if o[name] then wrong(name, o[name], "none: the engine has its cache") end
     end
-  end
-  if o.late ~= "wait" and o.late ~= "skip" then wrong("late", o.late, "wait or skip") end
-  if not (o.watermark >= 0 and o.watermark < 1) then
-    wrong("watermark", o.watermark, "a share of the blocks, 0 <= watermark < 1")
   end
 end
 
@@ -85,7 +70,7 @@ end
 
 --- A priority: a function as it is, a name from lua/priorities/.
 local function open_priority(given)
-  if type(given) == "function" then return given end
+  if type(given) ~= "string" then return given end
   local names = M.priorities()
   for _, name in ipairs(names) do
     if name == given then return require("priorities." .. name) end
@@ -98,8 +83,8 @@ end
 --- The options of kv.serve: defaults with `given` over them, checked; priority is a
 -- function.
 function M.take(given)
-  if type(given) ~= "table" then wrong("the argument", type(given), "a table") end
-  check_names(given)
+  given = options.check("serve", given, M.KNOWN, 3)
+  options.check("serve.hooks", given.hooks, HOOKS, 3)
   local o = {}
   for name, value in pairs(DEFAULTS) do o[name] = value end
   if given.engine then
@@ -110,7 +95,8 @@ function M.take(given)
     o.max_tokens, o.store_blocks = 8192, 0
   end
   for name, value in pairs(given) do o[name] = value end
-  check_values(o)
+  check_together(o)
+  if o.cost then o.cost = cost_model(o.cost, 4) end
   o.priority = open_priority(o.priority)
   return o
 end

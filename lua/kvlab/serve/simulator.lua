@@ -60,7 +60,7 @@ function Simulator:admit_keys(r, o)
   local parts = (o.hash_block or size) / size
   if parts < 1 or parts % 1 ~= 0 then
     error(("request: hash_block is %d, expected a multiple of block_size = %d"):format(
-      o.hash_block, size), 4)
+      o.hash_block, size), 3)
   end
   for i = 1, math.min(math.floor(r.prompt_length / size), #ids * parts) do
     r.block_hashes[i] = ids[math.ceil(i / parts)] * parts + (i - 1) % parts

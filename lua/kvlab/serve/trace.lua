@@ -3,7 +3,7 @@
 -- each 512 tokens of the input, the last one for what is left]}; two requests share a
 -- hash id exactly when they have everything up to its block in common.
 local json = require "kvlab.json"
-local sorted = require "kvlab.sorted"
+local options = require "kvlab.options"
 local uniform = require "kvlab.tensor.uniform"
 
 local M = {}
@@ -69,21 +69,23 @@ end
 local DEFAULTS = { requests = 200, seed = 0, rate = 1, turns = 4, think_s = 30,
                    system_tokens = 1024, input_tokens = 4000, answer_tokens = 300 }
 
+local GENERATE = {
+  requests = options.whole, seed = options.whole, rate = options.positive,
+  turns = options.positive, think_s = options.not_negative,
+  system_tokens = options.not_negative, input_tokens = options.not_negative,
+  answer_tokens = options.not_negative,
+}
+
 --- Users who talk: conversations begin at random, each of some turns. A turn's input is
 -- all that was said before, with the answers, and something new; its hash ids are those
 -- of the turn before as far as the input was the same. All share a system prompt.
----@param o table  requests, seed; rate: requests a second; turns, on average; think_s:
+---@param o? table  requests, seed; rate: requests a second; turns, on average; think_s:
 --                 mean pause between an answer and the next turn; system_tokens;
 --                 input_tokens: mean of what is new in a turn; answer_tokens: mean
 ---@return kvlab.TraceRow[]  in the order of their timestamps
 function M.generate(o)
-  for name in pairs(o) do
-    if DEFAULTS[name] == nil then
-      error(("trace: nothing is called %s; there is %s"):format(tostring(name),
-        table.concat(sorted.keys(DEFAULTS), ", ")), 2)
-    end
-  end
-  local function get(name) return o[name] == nil and DEFAULTS[name] or o[name] end
+  o = options.check("trace.generate", o, GENERATE)
+  local function get(name) return o[name] or DEFAULTS[name] end
   local draw, rows, id, start = uniform.generator(get "seed"), {}, 0, 0
   local function exponential(mean) return -mean * math.log(1 - draw()) end
   local function fresh()
@@ -120,13 +122,15 @@ end
 
 -- ---- replay ---------------------------------------------------------------------------
 
+local SUBMIT = { rate = options.positive, deadline_us = options.callable }
+
 --- Hand the requests of a trace to a server without a model.
 ---@param server kvlab.Server
 ---@param rows kvlab.TraceRow[]
 ---@param o? table  rate (1): how much faster than they came; deadline_us(row): what its
 --                  first token may take
 function M.submit(server, rows, o)
-  o = o or {}
+  o = options.check("trace.submit", o, SUBMIT)
   local given = { hash_block = M.BLOCK }
   for _, row in ipairs(rows) do
     given.arrival_us = row.timestamp * 1000 / (o.rate or 1)

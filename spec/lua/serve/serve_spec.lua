@@ -418,8 +418,9 @@ describe("server", function()
     assert.equal("260 tokens and 600 to come need 54 blocks, there are 40", why)
     raises("token 1 is 5000, expected 0 ... 1023", server.submit, server,
       { tokens = { 1, 5000 }, max_tokens = 1 })
-    raises("max_tokens is nil", server.submit, server, { tokens = { 1 } })
-    raises("tokens is empty", server.submit, server, { tokens = {}, max_tokens = 1 })
+    raises("max_tokens is missing", server.submit, server, { tokens = { 1 } })
+    raises("tokens is a table, expected a list of at least one token id", server.submit,
+      server, { tokens = {}, max_tokens = 1 })
     raises("tokens is missing", server.submit, server, { max_tokens = 1 })
     local done = server:submit { tokens = { 1 }, max_tokens = 1 }
     server:run()
@@ -430,17 +431,19 @@ describe("server", function()
     local cost = kv.cost_model.llama_8b_h100(512)
     local function refuses(words, o) raises(words, kv.serve, o) end
     refuses("one of engine", {})
-    refuses("nothing is called prefetch_aheed; did you mean prefetch_ahead?",
+    refuses('"prefetch_aheed" is no option, did you mean prefetch_ahead?',
       { cost = cost, prefetch_aheed = 2 })
     refuses("blocks is nil", { cost = cost })
     local function with(more)
       more.cost, more.blocks, more.block_size = cost, 10, 512
       return more
     end
-    refuses("late is maybe, expected wait or skip", with { late = "maybe" })
+    refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
     refuses("no priority \"queue\"; did you mean \"", with { priority = "queue" })
-    refuses("max_tokens is 3, expected a whole number >= 16", with { max_tokens = 3 })
-    refuses("hook attention_end is function", with { hooks = {
+    refuses("max_tokens is 3, expected a whole number >= max_seqs = 16",
+      with { max_tokens = 3 })
+    refuses('hooks: "attention_end" is no option, did you mean attention_begin?',
+      with { hooks = {
       attention_end = function() end } })
     refuses("watermark is 1", with { watermark = 1 })
     cost.link_gbps = 0

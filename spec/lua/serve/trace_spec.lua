@@ -73,7 +73,7 @@ describe("trace", function()
       if row.input_length > 8192 then longer = longer + 1 end
     end
     assert.is_true(longer > 20)
-    raises("nothing is called turn", kv.trace.generate, { turn = 3 })
+    raises('"turn" is no option, did you mean turns?', kv.trace.generate, { turn = 3 })
   end)
 
   it("is the file that tools/make_trace.lua writes", function()
