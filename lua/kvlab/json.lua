@@ -6,6 +6,7 @@
 -- and the infinities have no JSON: they are written as null. Strings are written as they
 -- are, which is JSON as long as they are UTF-8.
 local ffi = require "ffi"
+local options = require "kvlab.options"
 local cjson = require "cjson".new()
 cjson.decode_invalid_numbers(false)
 
@@ -106,14 +107,17 @@ function encode_value(value, state, path, level)
   error(("%s is a %s, which JSON cannot hold"):format(path, kind), 0)
 end
 
+local ENCODE = { order = options.table, indent = options.string }
+
 --- The JSON text of a value, on one line unless `indent` is given.
 ---@param value any  nil, boolean, number, string, 64-bit integer or a table of them
 ---@param opts? {order?: string[], indent?: string}
 ---@return string
 function M.encode(value, opts)
+  opts = options.check("json.encode", opts, ENCODE)
   local ranks = {}
-  for i, key in ipairs(opts and opts.order or {}) do ranks[key] = i end
-  local state = { ranks = ranks, indent = opts and opts.indent }
+  for i, key in ipairs(opts.order or {}) do ranks[key] = i end
+  local state = { ranks = ranks, indent = opts.indent }
   local ok, text = pcall(encode_value, value, state, "value", 0)
   if not ok then error("json.encode: " .. text, 2) end
   return text

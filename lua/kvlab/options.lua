@@ -107,12 +107,15 @@ function M.shown(value)
   return "a " .. kind
 end
 
+--- The level of a caller one further out; 0, no position, stays 0.
+local function outer(level) return level == 0 and 0 or (level or 2) + 1 end
+
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)
   local near = type(name) == "string" and nearest(name, names)
   error(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
     near and (", did you mean %s?"):format(near) or "", table.concat(names, ", ")),
-    (level or 2) + 1)
+    outer(level))
 end
 
 --- Raises for the first option, in the order of names, that is needed and not there.
@@ -120,7 +123,7 @@ local function refuse_missing(what, given, known, level)
   for _, name in ipairs(sorted.keys(known)) do
     if known[name].required and given[name] == nil then
       error(("%s: %s is missing, expected %s"):format(what, name, known[name][1]),
-        level + 1)
+        outer(level))
     end
   end
 end
@@ -129,10 +132,11 @@ end
 ---@param what string    whose options they are, as errors begin: "cache"
 ---@param given table|nil
 ---@param known table<string, kvlab.OptionKind>
----@param level? integer which caller to blame: 2 (that of the function that checks)
+---@param level? integer which caller to blame: 2 (that of the function that checks);
+--                        0: the error has no position
 ---@return table         # what was given; an empty table in place of nil
 function M.check(what, given, known, level)
-  level = (level or 2) + 1
+  level = outer(level)
   if given == nil then given = {} end
   if type(given) ~= "table" then
     error(("%s: options are %s, expected a table"):format(what, M.shown(given)), level)

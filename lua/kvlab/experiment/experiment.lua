@@ -147,8 +147,6 @@ local function make_plots(plan, rows)
   else
     for i, view in ipairs(plan.plot or {}) do
       described[i] = plots.lines(rows, view)
-      local title, where = view.title or view.y .. " by " .. view.x, view.where_text
-      described[i].title = where == "" and title or ("%s (%s)"):format(title, where)
       described[i].file = ("%s_by_%s"):format(view.y, view.x)
     end
   end

@@ -3,65 +3,36 @@
 -- kvlab.experiment adds the line of the script.
 local grids = require "kvlab.experiment.grid"
 local nearest = require("kvlab.words").nearest
+local options = require "kvlab.options"
+local plots = require "kvlab.report.plot"
 local sorted = require "kvlab.sorted"
+local text_table = require "kvlab.report.table"
 
 local M = {}
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
 
--- field = the types it may have; "nil" where it may be left out
 local FIELDS = {
-  name = "string", title = "string nil", grid = "table", defaults = "table nil",
-  repeats = "number nil",
-  quick = "table nil", when = "function nil", environment = "table nil",
-  metrics = "table nil", setup = "function nil", run = "function",
-  teardown = "function nil", table = "table function nil", plot = "table function nil",
+  name = options.required(options.string), title = options.string,
+  grid = options.required(options.table), defaults = options.table,
+  repeats = options.number, quick = options.table, when = options.fn,
+  environment = options.table, metrics = options.table, setup = options.fn,
+  run = options.required(options.fn), teardown = options.fn,
+  table = options.either(options.table, options.fn),
+  plot = options.either(options.table, options.fn),
 }
-local VIEWS = {
-  table = {
-    rows = "string", columns = "string nil", value = "string", where = "table nil",
-    format = "string nil", caption = "string nil",
-  },
-  plot = {
-    x = "string", y = "string", series = "string nil", panel = "string nil",
-    where = "table nil", logx = "boolean nil", logy = "boolean nil",
-    xpow2 = "boolean nil", style = "table nil", title = "string nil",
-    xlabel = "string nil", ylabel = "string nil", ymin = "number nil",
-    ymax = "number nil",
-  },
-}
+local VIEWS = { table = text_table.PIVOT, plot = plots.LINES }
 local AXES_OF = { table = { "rows", "columns" }, plot = { "x", "series", "panel" } }
 local METRIC_OF = { table = "value", plot = "y" }
-local ENVIRONMENT = {
-  device = "string", description = "string nil", driver = "string nil",
-  versions = "table nil",
-}
-
---- A table's fields against a list of their types.
-local function check_fields(given, fields, what)
-  local names = sorted.keys(fields)
-  for name in pairs(given) do
-    if not fields[name] then
-      fail("%s has no field %s; did you mean %s? There is %s", what, tostring(name),
-        nearest(tostring(name), names), table.concat(names, ", "))
-    end
-  end
-  for _, name in ipairs(names) do
-    local kind = type(given[name])
-    if not (" " .. fields[name] .. " "):find(" " .. kind .. " ", 1, true) then
-      fail("%s: %s is %s, expected a %s", what, name,
-        kind == "nil" and "missing" or "a " .. kind,
-        (fields[name]:gsub(" nil", ""):gsub(" ", " or a ")))
-    end
-  end
-end
+local ENVIRONMENT = { device = options.required(options.string),
+                      description = options.string, driver = options.string,
+                      versions = options.table }
 
 --- The device that rows name: what the script says, else what kv.device() opens, else (no
 -- device was ever asked for) the CPU.
 local function find_environment(given)
   if given then
-    check_fields(given, ENVIRONMENT, "experiment: environment")
-    return given
+    return options.check("experiment.environment", given, ENVIRONMENT, 0)
   end
   local device = package.loaded["kvlab.tensor.device"]
   if not device then return { device = "cpu" } end
@@ -97,7 +68,7 @@ end
 --- A table's or plot's description against the grid: every axis with several values must
 -- be placed, or rows would fall on each other.
 local function check_view(grid, view, what)
-  check_fields(view, VIEWS[what], what)
+  options.check(what, view, VIEWS[what], 0)
   local resolved, placed = {}, {}
   for key, value in pairs(view) do resolved[key] = value end
   resolved.where = resolve_where(grid, view.where, what)
@@ -116,10 +87,14 @@ local function check_view(grid, view, what)
         #axis.values, table.concat(AXES_OF[what], ", "))
     end
   end
-  local words = describe_where(resolved.where)
-  local metric = view[METRIC_OF[what]]
-  resolved.where_text = words
-  resolved.caption = view.caption or (words == "" and metric or metric .. " at " .. words)
+  local words, metric = describe_where(resolved.where), view[METRIC_OF[what]]
+  if what == "plot" then
+    local title = view.title or view.y .. " by " .. view.x
+    resolved.title = words == "" and title or ("%s (%s)"):format(title, words)
+  else
+    resolved.caption = view.caption
+      or (words == "" and metric or metric .. " at " .. words)
+  end
   return resolved
 end
 
@@ -171,22 +146,22 @@ end
 
 --- Applies --quick and --set; returns how many repeats there are and whether what the
 -- folder holds is forgotten.
-local function apply_options(spec, grid, options)
+local function apply_options(spec, grid, given)
   local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
-  local function apply(given, source)
-    for _, key in ipairs(sorted.keys(given)) do
+  local function apply(values, source)
+    for _, key in ipairs(sorted.keys(values)) do
       if key == "repeats" then
-        repeats = check_repeats(given.repeats, source)
+        repeats = check_repeats(values.repeats, source)
       elseif key == "fresh" and source == "--set" then
-        fresh = given.fresh
+        fresh = values.fresh
         if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end
       else
-        grids.override(grid, key, given[key], source)
+        grids.override(grid, key, values[key], source)
       end
     end
   end
-  if options.quick then apply(spec.quick or {}, "quick") end
-  apply(options.set, "--set")
+  if given.quick then apply(spec.quick or {}, "quick") end
+  apply(given.set, "--set")
   return repeats, fresh
 end
 
@@ -221,32 +196,29 @@ end
 
 --- Checks a specification and applies the command line to it.
 ---@param spec table             see kvlab.experiment
----@param options kvlab.CommandLine
+---@param given kvlab.CommandLine
 ---@return kvlab.plan
-function M.new(spec, options)
-  if type(spec) ~= "table" then
-    fail("experiment.run takes a table, not a %s", type(spec))
-  end
-  check_fields(spec, FIELDS, "experiment")
+function M.new(spec, given)
+  options.check("experiment", spec, FIELDS, 0)
   if not spec.name:match "^[%w_][%w_.-]*$" then
     fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
   end
   local grid = grids.new(spec.grid, spec.defaults)
-  local repeats, fresh = apply_options(spec, grid, options)
-  local root = options.out
-    or "results/" .. spec.name .. (options.quick and "-quick" or "")
+  local repeats, fresh = apply_options(spec, grid, given)
+  local root = given.out
+    or "results/" .. spec.name .. (given.quick and "-quick" or "")
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
-    fresh = fresh, root = root, folder = root, shard = options.shard,
-    environment = options.environment or find_environment(spec.environment),
+    fresh = fresh, root = root, folder = root, shard = given.shard,
+    environment = given.environment or find_environment(spec.environment),
     table = check_views(grid, spec.table, "table"),
     plot = check_views(grid, spec.plot, "plot"),
     order = { "config", "metrics", unpack(grid.names) }, configs = {},
   }
-  local fixed = { device = plan.environment.device, link_gbps = options["link-gbps"],
-                  link_us = options["link-us"] }
+  local fixed = { device = plan.environment.device, link_gbps = given["link-gbps"],
+                  link_us = given["link-us"] }
   for n = 1, repeats do
-    fixed.seed = seed_of(options.seed, n)
+    fixed.seed = seed_of(given.seed, n)
     for _, config in ipairs(grids.configurations(grid, fixed, spec.when)) do
       plan.configs[#plan.configs + 1] = config
     end
@@ -261,8 +233,8 @@ function M.new(spec, options)
     plan.order[#plan.order + 1] = name
   end
   for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
-  plan.settings = { seed = options.seed, device = fixed.device, out = plan.folder,
-                    quick = options.quick, configs = plan.configs,
+  plan.settings = { seed = given.seed, device = fixed.device, out = plan.folder,
+                    quick = given.quick, configs = plan.configs,
                     link_gbps = fixed.link_gbps, link_us = fixed.link_us }
   for name, value in pairs(grid.defaults) do plan.settings[name] = value end
   return plan

@@ -9,8 +9,10 @@
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local new_cache = require("kvlab.memory.cache").cache
+local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -30,22 +32,32 @@ M.SHAPES = {
 local Synthetic = {}
 Synthetic.__index = Synthetic
 
-local function find_shape(name)
-  return M.SHAPES[name]
-    or error(("shape is %s, expected one of %s"):format(tostring(name),
-      table.concat(sorted.keys(M.SHAPES), ", ")), 3)
-end
+local a_policy = options.like("a policy", "select_blocks", "compute_decode")
+local OPTIONS = {
+  device = kinds.device, shape = options.required {
+    "one of " .. table.concat(sorted.keys(M.SHAPES), ", "),
+    function(x) return M.SHAPES[x] ~= nil end,
+  },
+  layers = options.count, context = options.required(options.count),
+  block_size = options.count, max_seqs = options.count, chunk = options.count,
+  dtype = kinds.dtype, seed = options.whole, prefill_policy = a_policy,
+  decode_policy = a_policy, decode_through = options.one_of("ring", "hot"),
+  max_blocks = options.count, offload = options.table, fixed_width = options.boolean,
+}
 
 --- The shape to take unless --set shape=NAME says: small on the CPU, else Llama-8B's.
 function M.default_shape(dev) return dev:is_cpu() and "small" or "llama-8b" end
 
---- o: device, shape (a name of M.SHAPES), layers (of them), context: tokens that all
--- sequences have room for together, block_size (16), max_seqs (1), chunk (1: decode
--- only), dtype (bf16), seed (0), prefill_policy, decode_policy, decode_through,
--- max_blocks, offload (nil: resident), fixed_width (false)
+--- Memory, attention and random queries, keys and values of a shape.
+---@param o table  shape (a name of M.SHAPES), context: tokens that all sequences have
+--                 room for together; device, layers (the shape's), block_size (16),
+--                 max_seqs (1), chunk (1: decode only), dtype (bf16), seed (0),
+--                 prefill_policy, decode_policy, decode_through, max_blocks, offload
+--                 (nil: resident), fixed_width (false)
 ---@return kvlab.Synthetic
 local function new(o)
-  local shape = find_shape(o.shape)
+  options.check("synthetic", o, OPTIONS)
+  local shape = M.SHAPES[o.shape]
   local dev, size = device_of(o.device), o.block_size or 16
   local self = setmetatable({ device = dev, shape = shape, seed = o.seed or 0,
     layers = o.layers or shape.layers, max_seqs = o.max_seqs or 1 }, Synthetic)

@@ -92,8 +92,8 @@ function Indexer:plan(rows, n, block_size, together)
     bytes = bytes, block_size = block_size or 1, limit = limit,
     together = together or rows, streaming = self.streaming }
   if not count then
-    error(("indexer: logits_bytes_max is %s, expected at least %d for %d rows and topk %d")
-      :format(tostring(self.logits_bytes_max), columns, rows, self.topk), 2)
+    error(("indexer: logits_bytes_max is %s, expected at least %d for %d rows and topk "
+      .. "%d"):format(tostring(self.logits_bytes_max), columns, rows, self.topk), 2)
   end
   return { rows = count, columns = columns,
            streaming = self.streaming or columns < n }

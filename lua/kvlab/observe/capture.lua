@@ -13,8 +13,10 @@ local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
 local files = require "kvlab.files"
 local json = require "kvlab.json"
+local kinds = require "kvlab.tensor.kinds"
 local new_cache = require("kvlab.memory.cache").cache
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local safetensors = require "kvlab.tensor.safetensors"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -107,13 +109,9 @@ end
 ---  many as there are after the first; blocks of 16; --device's
 ---@return kvlab.Replay
 function Capture:replay(o)
-  o = o or {}
+  o = options.check("replay", o, { decode = options.within(1, self.tokens - 1),
+    block_size = options.count, device = kinds.device })
   local decode, size = o.decode or math.min(32, self.tokens - 1), o.block_size or 16
-  if type(decode) ~= "number" or decode % 1 ~= 0 or decode < 1
-    or decode >= self.tokens then
-    error(("replay: decode is %s, expected 1 ... %d, less than the text has tokens")
-      :format(tostring(decode), self.tokens - 1), 2)
-  end
   local device, blocks = device_of(o.device), math.ceil(self.tokens / size)
   local replay = setmetatable({ capture = self, layers = {}, max_blocks = blocks,
                                 prompt = self.tokens - decode }, Replay)

@@ -13,6 +13,7 @@
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 local plot = require "kvlab.report.plot"
 
 local C, check = library.C, library.check
@@ -53,11 +54,8 @@ end
 ---@param o? {seq?: integer}  which sequence of the batch is recorded (1)
 ---@return kvlab.Record
 local function attach(attention, o)
-  local seq = o and o.seq or 1
-  if type(seq) ~= "number" or seq < 1 or seq % 1 ~= 0 then
-    error(("record: seq is %s, expected 1 ... sequences of a batch"):format(
-      tostring(seq)), 2)
-  end
+  o = options.check("record", o, { seq = options.count })
+  local seq = o.seq or 1
   local self = setmetatable({ attention = attention, seq = seq, steps = {},
     layers = attention.shape.layers, heads = attention.shape.kv_heads,
     name = attention.decode_policy.name, inner = attention.probe }, Record)
@@ -217,8 +215,11 @@ local function make_panel(self, row_of, layer, head, columns)
   return { title = ("layer %d, KV head %d"):format(layer, head), values = values }
 end
 
+local VIEW = { layers = options.list_of(options.whole, 1),
+               heads = options.list_of(options.whole, 1), title = options.string }
+
 local function make_map(self, row_of, view, words)
-  view = view or {}
+  view = options.check("record", view, VIEW, 3)
   if #self.steps == 0 then error("record: no step has been decoded yet", 3) end
   local heads = view.heads or spread(self.heads, PANELS_MAX)
   local layers = view.layers or spread(self.layers, math.floor(PANELS_MAX / #heads))

@@ -18,6 +18,7 @@
 -- numbers only, so that no name can be taken for a command.
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
+local options = require "kvlab.options"
 local text_table = require "kvlab.report.table"
 local timeline = require "kvlab.report.timeline"
 
@@ -71,6 +72,17 @@ end
 ---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y},
 ---  or {x, y, low, high} where an interval is known
 
+local a_name = options.required(options.string)
+
+--- What plot.lines takes.
+M.LINES = {
+  x = a_name, y = a_name, series = options.string, panel = options.string,
+  where = options.table, logx = options.boolean, logy = options.boolean,
+  xpow2 = options.boolean, style = options.table, title = options.string,
+  xlabel = options.string, ylabel = options.string, ymin = options.number,
+  ymax = options.number,
+}
+
 --- A plot of result rows ({config =, metrics =}), with bars where they have intervals
 -- (low and high, as results.summarise gives them).
 ---@param rows table[]
@@ -79,12 +91,10 @@ end
 ---  title?: string, xlabel?: string, ylabel?: string, ymin?: number, ymax?: number}
 ---@return kvlab.plot
 function M.lines(rows, opts)
-  if type(opts.x) ~= "string" or type(opts.y) ~= "string" then
-    error("plot.lines needs the names x and y", 2)
-  end
-  for name, style in pairs(opts.style or {}) do
+  options.check("plot.lines", opts, M.LINES)
+  for series, style in pairs(opts.style or {}) do
     if style ~= "limit" then
-      error(("plot.lines: the style of %s is %s; there is limit"):format(name,
+      error(("plot.lines: the style of %s is %s; there is limit"):format(series,
         tostring(style)), 2)
     end
   end
@@ -115,13 +125,13 @@ function M.lines(rows, opts)
   end
   if not opts.panel then p.panels[1] = { series = {} } end
   local function add(panel, row)
-    local name = opts.series and tostring(row.config[opts.series]) or p.names[1]
+    local series = opts.series and tostring(row.config[opts.series]) or p.names[1]
     -- a row that has no x holds for all of them: one point is drawn as a level
     local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
     local y = row.metrics[opts.y]
     if x and is_finite(y) then
-      panel.series[name] = panel.series[name] or {}
-      table.insert(panel.series[name], { x, y, row.low and row.low[opts.y],
+      panel.series[series] = panel.series[series] or {}
+      table.insert(panel.series[series], { x, y, row.low and row.low[opts.y],
                                          row.high and row.high[opts.y] })
     end
   end
@@ -137,10 +147,22 @@ function M.lines(rows, opts)
   return p
 end
 
+local HEAT_MAP = {
+  kind = options.one_of "heat_map", rows = options.required(options.whole),
+  columns = options.required(options.whole), panels = options.required(options.table),
+  title = options.string, file = options.string, xlabel = options.string,
+  ylabel = options.string, zlabel = options.string, row_names = options.table,
+  column_names = options.table, low = options.number, high = options.number,
+  format = options.string,
+}
+
 --- Matrices as heat maps, one a panel, row 0 at the top.
----@param p kvlab.heat_map  kvlab.heat_map says what is in it; kind is set here
+---@param p table  a kvlab.heat_map, which is given back: rows, columns, panels; title,
+--                 file, xlabel, ylabel, zlabel, row_names, column_names, low, high,
+--                 format; kind is set here
 ---@return kvlab.heat_map
 function M.heat_map(p)
+  options.check("plot.heat_map", p, HEAT_MAP)
   local expected = p.rows * p.columns
   for i, panel in ipairs(p.panels) do
     if #panel.values ~= expected or expected == 0 then
@@ -162,6 +184,13 @@ local function make_places(rows, key)
   return place, names
 end
 
+local HEAT_MAPS = {
+  x = a_name, y = a_name, value = a_name, panel = options.string, where = options.table,
+  title = options.string, xlabel = options.string, ylabel = options.string,
+  zlabel = options.string, low = options.number, high = options.number,
+  format = options.string, file = options.string,
+}
+
 --- Result rows ({config =, metrics =}) as heat maps: a cell for every x and y, y from the
 -- top down, a panel for every value of opts.panel. Several rows on one cell: their mean.
 ---@param rows table[]
@@ -170,11 +199,7 @@ end
 ---  high?: number, format?: string, file?: string}
 ---@return kvlab.heat_map
 function M.heat_maps(rows, opts)
-  for _, name in ipairs { "x", "y", "value" } do
-    if type(opts[name]) ~= "string" then
-      error("plot.heat_maps needs the names x, y and value", 2)
-    end
-  end
+  options.check("plot.heat_maps", opts, HEAT_MAPS)
   rows = text_table.where(rows, opts.where)
   if #rows == 0 then error("plot.heat_maps: there are no rows to draw", 2) end
   local column_of, columns = make_places(rows, opts.x)

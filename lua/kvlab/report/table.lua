@@ -7,6 +7,8 @@
 -- A result row is { config = {...}, metrics = {...} }; a table is { caption =, header =
 -- {...}, rows = {{...}, ...} } with text, numbers, booleans and { mean =, half = } in its
 -- cells; the last is written 0.93 ± 0.02.
+local options = require "kvlab.options"
+
 local M = {}
 
 local EMPTY = "-"
@@ -52,11 +54,15 @@ local function pad(text, wanted, to_right)
   return to_right and spaces .. text or text .. spaces
 end
 
+local TABLE = { caption = options.string, header = options.required(options.table),
+                rows = options.required(options.table), format = options.string }
+
 --- The text of a table: a caption, a header, a rule, and the rows. Columns of numbers are
 -- aligned to the right.
 ---@param t {caption?: string, header: string[], rows: any[][], format?: string}
 ---@return string  # ends with a newline
 function M.text(t)
+  options.check("table.text", t, TABLE)
   local widths, is_number, cells = {}, {}, {}
   for c, name in ipairs(t.header) do
     widths[c], is_number[c] = width(tostring(name)), #t.rows > 0
@@ -98,9 +104,11 @@ end
 
 --- A table as comma-separated values (RFC 4180, with \n at the end of lines); nil is an
 -- empty cell.
----@param t {header: string[], rows: any[][]}
+---@param t {header: string[], rows: any[][], caption?: string, format?: string}  only the
+---  first two are written
 ---@return string
 function M.csv(t)
+  options.check("table.csv", t, TABLE)
   local lines = {}
   for r = 0, #t.rows do
     local row, cells = t.rows[r] or t.header, {}
@@ -161,6 +169,13 @@ local function span(place_of, value, n)
   return place_of[value], place_of[value]
 end
 
+--- What table.pivot takes.
+M.PIVOT = {
+  rows = options.required(options.string), columns = options.string,
+  value = options.required(options.string), where = options.table,
+  format = options.string, caption = options.string,
+}
+
 --- One metric of many rows as a table: one line per value of opts.rows, one column per
 -- value of opts.columns (without it, a single column), with the metric's interval where
 -- the rows have one (results.summarise). Two rows that fall on one cell are an error:
@@ -170,9 +185,7 @@ end
 ---  format?: string, caption?: string}
 ---@return {caption: string, header: string[], rows: any[][], format: string|nil}
 function M.pivot(rows, opts)
-  if type(opts.rows) ~= "string" or type(opts.value) ~= "string" then
-    error("table.pivot needs the names rows and value", 2)
-  end
+  options.check("table.pivot", opts, M.PIVOT)
   rows = M.where(rows, opts.where)
   local lines = M.distinct(rows, opts.rows)
   local columns = opts.columns and M.distinct(rows, opts.columns) or { opts.value }

@@ -12,6 +12,7 @@
 -- "compute", "slot 0 load", "slot 1 load", "offload"), coloured by kind, with the layer's
 -- number in boxes that are wide enough for it. The first begin is the origin of time.
 local gnuplot = require "kvlab.report.gnuplot"
+local options = require "kvlab.options"
 local tics = require "kvlab.report.tics"
 
 local M = {}
@@ -157,13 +158,15 @@ end
 ---@field rows string[]    from top to bottom
 ---@field boxes {row: integer, kind: string, from: number, to: number, layer?: integer}[]
 
+local VIEW = { title = options.string, file = options.string }
+
 --- A timeline for plot.svg and for an experiment's `plot = function(rows)`.
 ---@param spans kvlab.span[]  in any order; the later of two that overlap lies on top
 ---@param view? {title?: string, file?: string}
 ---@return kvlab.timeline
 function M.plot(spans, view)
   check(spans, "plot")
-  view = view or {}
+  view = options.check("timeline.plot", view, VIEW)
   local first, last = find_range(spans)
   local unit, us = "us", 1
   if last - first >= 1e4 then unit, us = "ms", 1000 end

@@ -306,7 +306,7 @@ local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
 --                 offsets, out as for topk_transform
 ---@return ffi.cdata* out
 function M.transform_indices(a)
-  options.check("transform_indices", a, INDICES)
+  a = options.check("transform_indices", a, INDICES)
   if (a.positions == nil) == (a.lens == nil) then
     error("transform_indices: expected one of positions and lens", 2)
   end

@@ -251,12 +251,13 @@ random           0.80  2.40
   describe("specification", function()
     it("is blamed at the script's line", function()
       local problem = problem_of { tabel = {} }
-      assert.truthy(problem:match(HERE .. ":%d+: experiment has no field tabel; did you"
-        .. " mean table%?"))
+      assert.truthy(problem:match(HERE .. ':%d+: experiment: "tabel" is no option, '
+        .. "did you mean table%?"))
       assert_has("run is missing, expected a function", problem_of { whole = { name = "x",
         grid = {} } })
       assert_has("name is \"a/b\"", problem_of { name = "a/b" })
-      assert_has("takes a table, not a nil", select(2, pcall(experiment.run)))
+      assert_has("experiment: grid is missing, expected a table",
+        select(2, pcall(experiment.run)))
     end)
 
     it("is checked before anything runs", function()
@@ -271,7 +272,7 @@ random           0.80  2.40
         view("table", { rows = "policy", columns = "budget", value = "x" }))
       assert_has("where names contxt, which is no axis; did you mean context?",
         view("table", { rows = "policy", value = "x", where = { contxt = 1 } }))
-      assert_has("plot has no field xlog; did you mean logx?",
+      assert_has('plot: "xlog" is no option, did you mean logx?',
         view("plot", { x = "budget", y = "accuracy", xlog = true }))
       assert_has("axis context has 2 values; place it in x, series, panel or where",
         view("plot", { x = "budget", y = "accuracy", series = "policy" }))

@@ -163,7 +163,7 @@ local function check(dev)
       for _, decode in ipairs { 0, 320, 1.5 } do
         assert.error_matches(function()
           replay.capture:replay { device = dev, decode = decode }
-        end, "expected 1 ... 319")
+        end, "expected a whole number from 1 to 319")
       end
     end)
   end)

@@ -207,7 +207,7 @@ describe("record", function()
         record:score_map { heads = { 4 } }
       end,
       ["no step has been decoded"] = function() make({}):selection_map() end,
-      ["seq is 0, expected 1"] = function()
+      ["seq is 0, expected a whole number >= 1"] = function()
         kv.record(record.attention, { seq = 0 })
       end,
     } do

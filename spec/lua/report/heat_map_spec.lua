@@ -48,7 +48,7 @@ describe("heat map", function()
   it("refuses what it cannot draw", function()
     assert.error_matches(function() plot.heat_maps({}, VIEW) end, "no rows")
     assert.error_matches(function() plot.heat_maps(make_rows(), { x = "context" }) end,
-      "names x, y and value")
+      "value is missing, expected a string")
     assert.error_matches(function()
       plot.heat_map { rows = 2, columns = 3, panels = { { values = { 1, 2 } } } }
     end, "panel 1 has 2 values, expected 2 x 3")
