@@ -314,11 +314,18 @@ local function select(self, ctx, want, out, same)
     lens = ctx.lens, out = out, max_len = not records and ctx.total_kv_len or nil })
 end
 
+local WANT = { k = options.required(options.callable),
+               sink = options.required(options.whole),
+               recent = options.required(options.whole) }
+
 --- The tokens with the best logits for each row of ctx.query, by their slots: i32 [rows,
 -- k], -1 padded; valid until the next call.
 ---@param want table  the same in every call: k(length), how many of a sequence's tokens;
 --                    sink, recent, blocks whose tokens come first
 function Landmarks:select(ctx, want)
+  if self.want ~= want then -- once, not in every step
+    self.want = options.check("landmarks.select", want, WANT)
+  end
   local k, same = widest(ctx, want)
   local rows, out = ctx.query:size(0), self.slots
   if not out or out:size(0) ~= rows or out:size(1) ~= k then
