@@ -347,7 +347,8 @@ describe("paged attention", function()
       cache = kv.full(dev, dtype, { 3, 2, heads, 4, dim }, 0),
       tables = kv.zeros(dev, "i32", { 1, 2 }), lens = kv.full(dev, "i32", { 1 }, 5) }
     for name, value in pairs(o.call or {}) do call[name] = value end
-    support.refuses(function() kv.ops.paged_attention(call) end, "paged_attention", ...)
+    support.refuses(function() kv.ops.step.paged_attention(call) end, "paged_attention",
+      ...) -- the library's own words, behind the check of options
   end
   local function scales(n, dtype) return kv.full(dev, dtype or "f32", { n }, 1) end
 

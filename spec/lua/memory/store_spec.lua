@@ -41,8 +41,8 @@ describe("kv.store", function()
 
   it("refuses what it does not know", function()
     raises("url is nil, expected a string", kv.store)
-    raises("unknown option sise; the nearest is", kv.store, "memory:", { sise = 1 })
-    raises("capacity is 8G, expected a number", kv.store, "memory:",
+    raises('store: "sise" is no option, did you mean', kv.store, "memory:", { sise = 1 })
+    raises('capacity is "8G", expected a number', kv.store, "memory:",
       { capacity = "8G" })
     raises("block_size is 1.5, expected a whole number >= 1", kv.store, "memory:",
       { block_size = 1.5 })
