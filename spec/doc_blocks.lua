@@ -105,10 +105,10 @@ function M.scratch(paths)
   local _, output = self:sh(([[
     cp -Rs '%s/lua' '%s/spec' '%s/bench' '%s/docs' .
     mkdir bin lib runtime tools
-    cp '%s/kvlab' .
+    cp '%s/kvlab' '%s/VERSION' .
     cp '%s'/runtime/*.h runtime; cp '%s/tools/setup.sh' tools
     cp "$(readlink -f '%s')" bin/kvlab; ln -s '%s/libkvlab.so' lib]])
-    :format(root, root, root, root, root, root, root, paths.executable or
+    :format(root, root, root, root, root, root, root, root, paths.executable or
       paths.library_dir .. "/kvlab", paths.library_dir))
   assert(output == "", output)
   return self

@@ -65,9 +65,10 @@ local function make_tiny_project()
   tiny = ask "mktemp -d"
   local _, problem = sh(("root='%s'\n"):format(root) .. [[
     mkdir -p runtime/core kernels/cpu kernels/cuda lua/kvlab/shell spec
-    cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" .
+    cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" "$root/VERSION" \
+      "$root/LICENSE" .
     cp "$root/runtime/main.c" runtime
-    for module in words command_line sorted shell/cli shell/test; do
+    for module in words command_line sorted version shell/cli shell/test; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
     cp -R "$root/lua/kvlab/shell/repl" lua/kvlab/shell
@@ -345,6 +346,8 @@ stdin:8: unexpected symbol near ')'
     write("spec/tiny_spec.lua", [[it("answers", function()
       assert.equal(42, require("kvlab").answer())
       assert.equal("bundle", require("kvlab.paths").config)
+      assert.equal("]] .. io.open(root .. "/VERSION"):read "*l" .. [[",
+        require "kvlab.version")
       require "cjson"
     end)]])
     local status, output = sh "./kvlab bundle --cuda=off away && mv away moved"

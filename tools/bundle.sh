@@ -6,6 +6,7 @@
 #   DIR/lib                   libkvlab.so, the CUDA plug-in, the libraries they need
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
 #   DIR/lua, spec, bench, runtime/*.h        as in the source tree
+#   DIR/VERSION, LICENSE      as in the source tree
 #   DIR/commit                what it was made from, for the manifests of experiments
 #
 # Not in it: the C library, the compiler's runtime and CUDA. cuBLAS is the target's, from
@@ -29,7 +30,7 @@ bundle() {
   rm -rf "$target/lua" "$target/spec" "$target/bench" "$target/lib" "$target/share"
   mkdir -p "$target/bin" "$target/lib/lua/5.1" "$target/share/lua/5.1" \
     "$target/runtime" "$target/tools"
-  cp "$root/kvlab" "$target/"
+  cp "$root/kvlab" "$root/VERSION" "$root/LICENSE" "$target/"
   cp "$root/tools/setup.sh" "$target/tools/"
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   cp "$bin/kvlab" "$target/bin/"

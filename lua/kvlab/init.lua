@@ -24,6 +24,7 @@
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.vllm kv.safetensors         vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
+--   kv.version                     "0.2.0"
 --   kv.C kv.check                  the C library itself
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
@@ -31,7 +32,7 @@ local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
   C = library.C, check = library.check, paths = library.paths,
-  command_line = require "kvlab.command_line",
+  version = require "kvlab.version", command_line = require "kvlab.command_line",
   device = device.device, cuda_available = device.cuda_available,
   scope = tensor.scope, lasting = tensor.lasting, is_tensor = tensor.is_tensor,
 }

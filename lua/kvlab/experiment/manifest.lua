@@ -1,16 +1,18 @@
 --- manifest.json: what a folder of results was made with, enough to make it again.
 --
 -- Name, seed and device are the folder's identity: rows of another are refused. A resumed
--- run keeps what the earlier runs said of date, commit and command in `earlier_runs`.
+-- run keeps what the earlier runs said of date, version, commit and command in
+-- `earlier_runs`.
 local json = require "kvlab.json"
 local files = require "kvlab.files"
+local version = require "kvlab.version"
 
 local M = {}
 
 local ORDER = {
   "name", "title", "seed", "repeats", "device", "description", "driver", "date",
-  "finished", "commit", "dirty", "command", "arguments", "shard", "jobs", "quick", "axes",
-  "defaults", "configurations", "cpu", "os", "versions", "pictures",
+  "finished", "version", "commit", "dirty", "command", "arguments", "shard", "jobs",
+  "quick", "axes", "defaults", "configurations", "cpu", "os", "versions", "pictures",
 }
 
 local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
@@ -23,7 +25,8 @@ local function first_line(command)
 end
 
 local function project_root()
-  local source = debug.getinfo(1, "S").source:match "^@(.*)lua/kvlab/manifest%.lua$"
+  local here = debug.getinfo(1, "S").source
+  local source = here:match "^@(.*)lua/kvlab/experiment/manifest%.lua$"
   return source and (source == "" and "." or source) or nil
 end
 
@@ -109,7 +112,7 @@ function M.check(folder, now, is_merged)
 end
 
 -- What says which run it was.
-local RUN = { "date", "commit", "dirty", "command" }
+local RUN = { "date", "version", "commit", "dirty", "command" }
 
 local function copy_run(from, to)
   for _, key in ipairs(RUN) do to[key] = from[key] end
@@ -138,7 +141,7 @@ local function now_utc() return os.date "!%Y-%m-%dT%H:%M:%SZ" end
 function M.write(folder, now, old, has_work)
   local manifest = {}
   for key, value in pairs(now) do manifest[key] = value end
-  manifest.date = now_utc()
+  manifest.date, manifest.version = now_utc(), version
   manifest.commit, manifest.dirty = find_commit()
   manifest.command = command_line()
   manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")

@@ -163,8 +163,8 @@ local function to_text(value)
 end
 
 local SHOWN = {
-  "device", "description", "driver", "cpu", "os", "versions", "seed", "date", "commit",
-  "dirty", "command", "defaults",
+  "device", "description", "driver", "cpu", "os", "versions", "seed", "date", "version",
+  "commit", "dirty", "command", "defaults",
 }
 
 local function add_manifest(out, manifest)

@@ -1,6 +1,7 @@
 local ffi = require "ffi"
 local harness = require "spec.lua.experiment.experiment_support"
 local json = require "kvlab.json"
+local library = require "kvlab.library"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
 
@@ -197,6 +198,17 @@ describe("manifest", function()
     assert.truthy(m.date:match "^%d%d%d%d%-%d%d%-%d%dT%d%d:%d%d:%d%dZ$")
     assert.equal(jit.version, m.versions.luajit)
     assert.equal("string", type(m.command))
+  end)
+
+  it("says which kvlab made the results", function()
+    run()
+    local m = json.decode(read "manifest.json")
+    assert.equal(require "kvlab.version", m.version)
+    local git = io.popen(("git -C '%s' rev-parse HEAD 2>/dev/null"):format(
+      library.paths.root))
+    local commit = git:read "*l"
+    git:close()
+    if commit then assert.equal(commit, m.commit) end
   end)
 
   it("remembers the earlier runs that computed rows", function()
