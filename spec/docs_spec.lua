@@ -24,7 +24,9 @@ local scratch
 local known
 
 local function read_help()
-  local _, manual = scratch:sh "./kvlab help"
+  local pipe = io.popen(("'%s/kvlab' help"):format(root)) -- a bundle has no build options
+  local manual = pipe:read "*a"
+  pipe:close()
   known = {}
   for verb in manual:gmatch "\n  (%l+) " do known[verb] = true end
   for option in manual:gmatch "%-%-[%l-]+" do known[option] = true end

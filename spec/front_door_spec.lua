@@ -71,7 +71,7 @@ local function make_tiny_project()
     for module in words command_line sorted version shell/cli shell/test; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
-    cp -R "$root/lua/kvlab/shell/repl" lua/kvlab/shell
+    cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell
     touch runtime/base.h runtime/core/backend.h kernels/kernels.h
     [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
   assert.equal("", problem)
@@ -224,7 +224,7 @@ describe("the front door #slow", function()
     it("names the nearest verb, option and value", function()
       says(2, 'unknown verb "tset"; did you mean test%?', "./kvlab tset")
       says(2, "did you mean: kvlab run answer.lua", "./kvlab answer.lua")
-      says(2, "unknown option %-%-confg=debug; did you mean %-%-config%?",
+      says(2, "unknown option %-%-confg; did you mean %-%-config%?",
         "./kvlab build --confg=debug")
       says(2, 'given "relese"; did you mean release%?', "./kvlab build --config=relese")
       says(2, "unknown option %-%-sed; did you mean %-%-seed%?",
@@ -238,7 +238,8 @@ describe("the front door #slow", function()
       says(2, "%-%-quick takes no value", "./kvlab run --quick=1 answer.lua")
       says(2, "%-%-out is empty", "./kvlab run answer.lua --out=")
       says(2, "%-%-cuda%-arch is numbers", "./kvlab build --cuda-arch=banana")
-      says(2, "help takes no arguments", "./kvlab help me")
+      says(2, "help takes one verb at most", "./kvlab help run test")
+      says(2, 'unknown verb "tets"; did you mean test%?', "./kvlab help tets")
       says(2, "repl takes no arguments", "./kvlab repl answer.lua")
       says(1, "kvlab.h is there and is not a bundle", "./kvlab bundle runtime/kvlab.h")
       says(1, "/proc/x cannot be written to", "./kvlab bundle /proc/x")
@@ -302,6 +303,76 @@ stdin:8: unexpected symbol near ')'
     end)
   end)
 
+  describe("of a fresh clone", function()
+    local VERBS = { "run", "repl", "sweep", "compare", "test", "bench", "build", "doctor",
+                    "bundle", "help" }
+
+    --- Runs a command in a copy that was never built; nothing may be built for it.
+    local function answers(status, command)
+      local got, output = sh(([[
+        rm -rf fresh && mkdir -p fresh/lua/kvlab/shell
+        cp -R kvlab VERSION premake5.lua tools fresh
+        cp lua/kvlab/shell/verbs.txt fresh/lua/kvlab/shell
+        cd fresh
+        %s
+        code=$?; ls -d build .deps 2>/dev/null; (exit $code)]]):format(command))
+      assert.equal(status, got, output)
+      return output
+    end
+
+    it("answers --help after every verb without building", function()
+      for _, verb in ipairs(VERBS) do
+        local help = answers(0, "./kvlab help " .. verb)
+        assert.matches("^usage: kvlab " .. verb .. " .*\nexample\n  %./kvlab [^\n]*\n$",
+          help)
+        assert.equal(help, answers(0, "./kvlab " .. verb .. " --help"))
+        assert.equal(help, answers(0, "./kvlab " .. verb .. " a b -h"))
+      end
+      assert.equal(answers(0, "./kvlab help"), answers(0, "./kvlab --help"))
+    end)
+
+    it("shows a verb's own options, and those of its groups", function()
+      local help = answers(0, "./kvlab sweep --help")
+      for _, option in ipairs { "--slurm[=OPTIONS]", "--jobs=N", "--seed=N",
+                                "--config=NAME", "--help" } do
+        assert.truthy(help:find("\n  " .. option .. " ", 1, true), option)
+      end
+      assert.is_nil(help:find("--shard=", 1, true))
+      help = answers(0, "./kvlab build --help")
+      assert.truthy(help:find("--cuda=MODE", 1, true))
+      assert.is_nil(help:find("--seed", 1, true))
+      help = answers(0, "./kvlab help; ./kvlab run --help")
+      assert.is_nil(help:find("--worker", 1, true))
+    end)
+
+    it("names its version without building", function()
+      local version = "kvlab " .. io.open(root .. "/VERSION"):read "*l" .. "\n"
+      assert.matches("^kvlab %d+%.%d+%.%d+\n$", version)
+      assert.equal(version, answers(0, "./kvlab --version"))
+      assert.equal(version, answers(0, "./kvlab test --version"))
+    end)
+
+    it("refuses an unknown option of every verb without building", function()
+      for _, verb in ipairs(VERBS) do
+        assert.equal("kvlab: unknown option --hlep; did you mean --help?\n",
+          answers(2, "./kvlab " .. verb .. " x --hlep=1"))
+      end
+      assert.equal("kvlab: unknown option --sede; did you mean --seed?\n",
+        answers(2, "./kvlab --device cpu --sede 7"))
+      assert.equal("kvlab: unknown option -x; options begin with two dashes\n",
+        answers(2, "./kvlab run answer.lua -x"))
+      assert.equal("kvlab: unknown option --jobs; did you mean --json?\n",
+        answers(2, "./kvlab bench --jobs=2"))
+    end)
+
+    it("knows which options take a value without building", function()
+      assert.equal("kvlab: --out needs a value\n", answers(2, "./kvlab run a.lua --out"))
+      assert.equal("kvlab: --quick takes no value\n", answers(2, "./kvlab --quick=1"))
+      assert.equal("kvlab: unknown option --sed; did you mean --seed?\n",
+        answers(2, "./kvlab run a.lua --out --help --sed=1"))
+    end)
+  end)
+
   describe("test", function()
     local function last_line(spec, options)
       write("spec/tiny_spec.lua", spec)
@@ -354,6 +425,8 @@ stdin:8: unexpected symbol near ')'
     assert.equal(0, status, output)
     local _, counts = sh 'rm -rf build && cd / && env -i "$OLDPWD/moved/kvlab" test'
     assert.matches("\n1 passed, 0 failed\n$", counts)
+    assert.matches("^kvlab %d", select(2, sh "moved/kvlab --version"))
+    assert.matches("unknown option %-%-config; ", select(2, sh "moved/kvlab --config=x"))
     local _, libraries = sh "ldd moved/bin/kvlab"
     assert.matches("moved/bin/../lib/libopenblas", libraries)
   end)

@@ -1,8 +1,9 @@
 --- The command line inside the executable: reads `VERB [options] [arguments]`, fills
--- kvlab.command_line and runs the verb. The front door, the script ./kvlab, has handled
--- the options of the build before; its `help` is the manual.
+-- kvlab.command_line and runs the verb. Which options there are is stated in verbs.txt.
+-- The front door, the script ./kvlab, has answered --help and taken the build's options.
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.command_line"
+local sorted = require "kvlab.sorted"
 
 local M = {}
 
@@ -81,36 +82,39 @@ end
 local FLAG = true -- an option without a value
 local function maybe_text(text) return text end -- without a value it is ""
 
-local common = {
-  device = to_device, seed = to_seed, out = to_text, set = add_setting, quick = FLAG,
-  ["link-gbps"] = to_gb_s, ["link-us"] = to_us,
+--- How the value of an option is read, by the names that verbs.txt uses.
+local readers = {
+  flag = FLAG, text = to_text, maybe_text = maybe_text, list = to_list, whole = to_whole,
+  count = to_count, device = to_device, seed = to_seed, gb_s = to_gb_s, us = to_us,
+  setting = add_setting, shard = to_shard,
 }
-local of_verb = {
-  run = { shard = to_shard, jobs = to_count, ["keep-going"] = FLAG, list = FLAG,
-          csv = FLAG, worker = FLAG },
-  repl = {},
-  sweep = { jobs = to_count, ["keep-going"] = FLAG, slurm = maybe_text,
-            shards = to_count, retries = to_whole, ["at-once"] = to_count,
-            csv = FLAG },
-  compare = { metric = to_list, by = to_list },
-  bench = { json = FLAG, list = FLAG },
-  test = { tags = to_list, ["exclude-tags"] = to_list, filter = to_text, list = FLAG },
-}
-local verbs = { "run", "repl", "sweep", "compare", "test", "bench" }
+local by_front_door = { build = true, help = true }
+
+local table_path = debug.getinfo(1, "S").source:gsub("^@(.*)cli%.lua$", "%1verbs.txt")
+
+--- The options of a verb as verbs.txt states them: name -> reader, of those that are read
+-- here; and the names of all that a user may be told of.
+local function options_of(verb)
+  local known, names, is_ours = {}, {}, { [verb] = true } -- the verb, and its groups
+  for line in io.lines(table_path) do
+    local group, verbs = line:match "^group|(.-)|(.-)|"
+    if group then is_ours[group] = verbs:find("%f[%l]" .. verb .. "%f[%L]") end
+    local owners, name, kind, meaning =
+      line:match "^option|(.-)|%-%-([%l-]+).-|(.-)|(.*)$"
+    for owner in (owners or ""):gmatch "%S+" do
+      if is_ours[owner] then
+        if not by_front_door[kind] then known[name] = assert(readers[kind], line) end
+        if meaning ~= "" then names[#names + 1] = name end
+      end
+    end
+  end
+  return known, names
+end
 
 -- What rows do not depend on, only where, when and by whom they are computed.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
                 csv = true, worker = true, slurm = true, shards = true, retries = true,
                 ["at-once"] = true }
-
-local function unknown_option(name, known)
-  local names = { "config", "cuda", "cuda-arch", "werror" } -- the front door's
-  for other in pairs(known) do
-    if other ~= "worker" then names[#names + 1] = other end
-  end
-  table.sort(names)
-  misuse("unknown option --%s; did you mean --%s?", name, nearest(name, names))
-end
 
 --- Notes a word of the command line, so that another process can be given the same.
 local function note(word, is_apart)
@@ -119,11 +123,13 @@ local function note(word, is_apart)
 end
 
 --- Reads the option `words[i]`; returns the place of the last word that it took.
-local function parse_option(known, words, i)
+local function parse_option(known, names, words, i)
   local name, value = words[i]:match("^%-%-([^=]+)=?(.*)$")
   local has_value = words[i]:find("=", 1, true)
   local read = known[name]
-  if not read then unknown_option(name, known) end
+  if not read then
+    misuse("unknown option --%s; did you mean --%s?", name, nearest(name, names))
+  end
   if read == FLAG then
     if has_value then misuse("--%s takes no value", name) end
     options[name] = true
@@ -142,9 +148,7 @@ end
 
 --- Reads the words after the verb into the command line's table.
 local function parse(verb, words)
-  local known = {}
-  for name, reader in pairs(common) do known[name] = reader end
-  for name, reader in pairs(of_verb[verb]) do known[name] = reader end
+  local known, names = options_of(verb)
   options.words, options.arguments = {}, {}
   local i = 1
   while i <= #words do
@@ -159,7 +163,7 @@ local function parse(verb, words)
     elseif word == "-i" and verb == "run" then
       options.interactive = true
     elseif word:match("^%-%-[^=]") then
-      i = parse_option(known, words, i)
+      i = parse_option(known, names, words, i)
     elseif word:match("^%-%a") then
       misuse("unknown option %s; options begin with two dashes", word)
     else
@@ -300,7 +304,8 @@ function M.main(words)
   local verb = table.remove(words, 1) or "repl"
   local ok, work = pcall(function()
     if not prepare[verb] then
-      misuse('unknown verb "%s"; did you mean %s?', verb, nearest(verb, verbs))
+      misuse('unknown verb "%s"; did you mean %s?', verb,
+        nearest(verb, sorted.keys(prepare)))
     end
     local action = verb == "sweep" and table.remove(words, 1)
     parse(verb, words)
