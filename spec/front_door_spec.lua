@@ -182,9 +182,12 @@ describe("the front door #slow", function()
       local exports = "nm -D --defined-only build/bin/release/libkvlab.so | grep -c more"
       local archived = "ar t build/obj/release/libcpu_plain.a | grep -c more"
       assert.equal("1\n1\n", select(2, sh(exports .. ";" .. archived)))
+      local listed = "grep -c '\"file\".*/more.c' build/compile_commands.json"
+      assert.equal("2\n", select(2, sh(listed)))
       sh "rm runtime/more.c kernels/cpu/more.c"
       build()
       assert.equal("0\n0\n", select(2, sh(exports .. ";" .. archived)))
+      assert.equal("0\n", select(2, sh(listed)))
     end)
 
     it("fails when a file does not compile, and says where", function()
