@@ -1,0 +1,137 @@
+---@meta
+--- The types of what the C library hands out, for editors that read LuaCATS annotations
+-- (lua-language-server). Nothing requires this file; the methods are in tensor.lua,
+-- arithmetic.lua, device.lua and graph.lua. A spec holds the lists to what is there.
+-- luacheck: no max line length
+
+---@alias kvlab.Dtype "f32"|"f16"|"bf16"|"f8e4m3"|"i32"|"i64"|"u8"|"u64"
+---@alias kvlab.Operand kvlab.Tensor|number
+
+---@alias kvlab.Unary fun(t, out?: kvlab.Tensor): kvlab.Tensor
+---@alias kvlab.Binary fun(t, b: kvlab.Operand, out?: kvlab.Tensor): kvlab.Tensor
+---@alias kvlab.Reduce fun(t, dim?: integer, out?: kvlab.Tensor): kvlab.Tensor
+---@alias kvlab.Product fun(t, b: kvlab.Tensor, out?: kvlab.Tensor): kvlab.Tensor
+---@alias kvlab.Gather fun(t, index: kvlab.Tensor, out?: kvlab.Tensor): kvlab.Tensor
+---@alias kvlab.Scatter fun(t, index: kvlab.Tensor, src: kvlab.Tensor): kvlab.Tensor
+
+---@class kvlab.Tensor
+---@field ptr ffi.cdata*      the first element, in the device's memory
+---@field storage ffi.cdata*  nil once the tensor is closed
+---@field device kvlab.Device
+---@field shape ffi.cdata*    int64_t[6], from 0; :dims() gives a Lua table
+---@field count ffi.cdata*    int64_t, elements
+---@field ndim integer
+---@field dtype integer       kvl_dtype; :type() gives its name
+---@field dims fun(t): integer[]
+---@field size fun(t, i: integer): integer
+---@field type fun(t): kvlab.Dtype
+---@field bytes fun(t): integer
+---@field data fun(t): ffi.cdata*
+---@field list fun(t): number[]
+---@field item fun(t): number
+---@field is_pinned fun(t): boolean
+---@field free fun(t)
+---@field narrow fun(t, start: integer, length: integer): kvlab.Tensor
+---@field index fun(t, i: integer): kvlab.Tensor
+---@field reshape fun(t, shape: integer[]): kvlab.Tensor
+---@field to fun(t, dev: kvlab.Device|string): kvlab.Tensor
+---@field clone fun(t): kvlab.Tensor
+---@field cast fun(t, dtype: kvlab.Dtype, out?: kvlab.Tensor): kvlab.Tensor
+---@field copy_ fun(t, source: kvlab.Tensor): kvlab.Tensor
+---@field fill_ fun(t, value: number): kvlab.Tensor
+---@field arange_ fun(t, start?: number, step?: number): kvlab.Tensor
+---@field rand_ fun(t, seed: integer, stream?: integer): kvlab.Tensor
+---@field neg kvlab.Unary
+---@field abs kvlab.Unary
+---@field exp kvlab.Unary
+---@field log kvlab.Unary
+---@field sqrt kvlab.Unary
+---@field rsqrt kvlab.Unary
+---@field sigmoid kvlab.Unary
+---@field silu kvlab.Unary
+---@field tanh kvlab.Unary
+---@field relu kvlab.Unary
+---@field add kvlab.Binary
+---@field sub kvlab.Binary
+---@field mul kvlab.Binary
+---@field div kvlab.Binary
+---@field maximum kvlab.Binary
+---@field minimum kvlab.Binary
+---@field eq kvlab.Binary
+---@field ne kvlab.Binary
+---@field lt kvlab.Binary
+---@field le kvlab.Binary
+---@field gt kvlab.Binary
+---@field ge kvlab.Binary
+---@field where fun(t, a: kvlab.Tensor, b: kvlab.Tensor, out?: kvlab.Tensor): kvlab.Tensor
+---@field sum kvlab.Reduce
+---@field mean kvlab.Reduce
+---@field max kvlab.Reduce
+---@field min kvlab.Reduce
+---@field softmax fun(t, scale?: number, out?: kvlab.Tensor): kvlab.Tensor
+---@field argmax kvlab.Unary
+---@field topk fun(t, k: integer, smallest?: boolean, by_index?: boolean): kvlab.Tensor, kvlab.Tensor
+---@field sort fun(t, descending?: boolean): kvlab.Tensor, kvlab.Tensor
+---@field matmul kvlab.Product
+---@field matmul_t kvlab.Product
+---@field gather_rows kvlab.Gather
+---@field gather kvlab.Gather
+---@field scatter_rows_ kvlab.Scatter
+---@field scatter_ kvlab.Scatter
+---@field scatter_add_ kvlab.Scatter
+---@operator add(kvlab.Operand): kvlab.Tensor
+---@operator sub(kvlab.Operand): kvlab.Tensor
+---@operator mul(kvlab.Operand): kvlab.Tensor
+---@operator div(kvlab.Operand): kvlab.Tensor
+---@operator unm: kvlab.Tensor
+---@operator len: integer
+
+---@class kvlab.DeviceStats
+---@field bytes_live integer       in tensors now
+---@field bytes_live_peak integer  since the device was opened, or since :reset_peak()
+---@field bytes_cached integer     held by the allocator, free for reuse
+---@field bytes_pinned integer     in pinned host memory
+---@field bytes_total integer      of the device
+---@field bytes_free integer       as the device reports it
+---@field allocations integer      calls that reached the device's allocator
+---@field launches integer         ops launched
+
+---@class kvlab.Device
+---@field name fun(dev): string
+---@field description fun(dev): string
+---@field is_cpu fun(dev): boolean
+---@field sync fun(dev)
+---@field trim fun(dev)
+---@field reset_peak fun(dev)
+---@field stats fun(dev): kvlab.DeviceStats
+---@field open_stream fun(dev): kvlab.Stream
+---@field stream fun(dev): kvlab.Stream
+---@field with_stream fun(dev, stream: kvlab.Stream, fn: function, ...: any): any
+---@field open_event fun(dev): kvlab.Event
+
+---@class kvlab.Stream
+---@field sync fun(stream)
+---@field wait fun(stream, event: kvlab.Event)
+---@field close fun(stream)
+
+---@class kvlab.Event
+---@field record fun(event, stream: kvlab.Stream)
+---@field sync fun(event)
+---@field done fun(event): boolean
+---@field elapsed_us fun(event, later: kvlab.Event): number
+---@field close fun(event)
+
+---@class kvlab.Graph
+---@field replay fun(graph)
+---@field close fun(graph)
+
+---@class kvlab.Budget
+---@field ratio number        of a sequence's blocks; < 0: `blocks` says how many
+---@field blocks integer
+---@field min_blocks integer
+---@field sink integer
+---@field recent integer
+
+---@class kvlab.BlockKey
+---@field lo ffi.cdata*  uint64_t
+---@field hi ffi.cdata*  uint64_t
