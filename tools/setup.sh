@@ -26,6 +26,7 @@ repl|libedit|/usr/lib/*/libedit.so.2 /usr/lib*/libedit.so.2|libedit2|line editin
 tmux|tmux|tmux|tmux|specs of the REPL at a terminal
 browser|Chromium|chromium|chromium|specs of reports in a browser
 extra|luacheck|luacheck|lua-check|.ci/run
+extra|clang-format|clang-format|clang-format|tools/format.sh
 END
 }
 

@@ -1,0 +1,31 @@
+#!/bin/sh
+# format.sh [--check] [FILE...]: brings C and CUDA files, whose paths are from the root, into
+# the style of .clang-format; all of runtime/ and kernels/ when none is named. --check changes
+# nothing: it names the files that differ, with the number of lines, and fails when there is
+# one.
+set -eu
+cd "$(dirname -- "$0")/.."
+
+formatter=$(command -v clang-format-14 || command -v clang-format) || {
+  echo "format.sh: there is no clang-format; get it: apt-get install clang-format" >&2
+  exit 1
+}
+check=''
+if [ "${1-}" = --check ]; then check=1; shift; fi
+if [ $# -eq 0 ]; then
+  # shellcheck disable=SC2046 # no name here has a space
+  set -- $(find runtime kernels -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) |
+    LC_ALL=C sort)
+fi
+if [ -z "$check" ]; then exec "$formatter" -i "$@"; fi
+
+files=0 lines=0
+for file; do
+  differ=$("$formatter" "$file" | diff "$file" - | grep -c '^<\|^[0-9]*a') || true
+  [ "$differ" -gt 0 ] || continue
+  echo "$file: $differ lines"
+  files=$((files + 1)) lines=$((lines + differ))
+done
+[ $files -gt 0 ] || exit 0
+echo "$lines lines of $files files differ; tools/format.sh changes them"
+exit 1
