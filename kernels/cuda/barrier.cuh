@@ -25,6 +25,11 @@ __device__ __forceinline__ void barrier_init_done() {
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   KVL_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
+/* One arrival for a warp, when all of its lanes are here. */
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
 /* Bytes may come before they are expected. */
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
   KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

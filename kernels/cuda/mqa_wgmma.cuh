@@ -135,10 +135,6 @@ template <class shape> struct mqa_consumer {
       }
     }
   }
-  __device__ __forceinline__ void release(uint32_t barrier) const {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
 };
 
 /* Two products of a tile: while the second is under way, the first is finished, and while that
@@ -168,10 +164,10 @@ __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &pl
       c.finish(even, first);
       products_wait<0>();
       settle(odd);
-      c.release(memory.k_empty(s));
+      barrier_arrive_warp(memory.k_empty(s), c.lane);
       c.finish(odd, second);
     }
-    c.release(memory.q_empty(q_stage));
+    barrier_arrive_warp(memory.q_empty(q_stage), c.lane);
   }
 }
 

@@ -224,8 +224,7 @@ __device__ void mqa_bring_items(const typename shape::Keys &keys, const CUtensor
       for (int c = lane; c < shape::COLUMNS; c += WARP)
         memory.halves[s][c] = c < w.rows * shape::H ? 0.5f * weights[c] : 0.f;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.q_full(s));
+    barrier_arrive_warp(memory.q_full(s), lane);
     if (w.tiles == 0) return;
   }
 }

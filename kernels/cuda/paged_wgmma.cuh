@@ -163,10 +163,6 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   constexpr int TURN = 1, BOTH = 2 * WARPGROUP;   /* named barriers TURN, TURN + 1 */
   auto turn_begin = [&] { if (shape::TURNS) named_sync(TURN + consumer, BOTH); };
   auto turn_end = [&] { if (shape::TURNS) named_arrive(TURN + (consumer ^ 1), BOTH); };
-  auto release = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  };
   if (consumer == 1) turn_end();   /* consumer 0 begins */
 
   wgmma_state<T, shape> x;
@@ -225,7 +221,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       products_wait<0>();
       settle(x.s);
       if (span.x < low || span.y > high) mask(k);
-      release(memory.k_empty(k));
+      barrier_arrive_warp(memory.k_empty(k), lane);
       x.raise(scale);
       x.weights(memory.scale, x.l);
     }
@@ -244,10 +240,10 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       products_wait<1>();
       settle(x.s);
       if (span.x < low || span.y > high) mask(k);
-      release(memory.k_empty(k));
+      barrier_arrive_warp(memory.k_empty(k), lane);
       products_wait<0>();
       settle(x.out);
-      release(memory.v_empty(v));
+      barrier_arrive_warp(memory.v_empty(v), lane);
       float sum[2];
       x.weights(memory.scale, sum);
       if (!__all_sync(ALL_LANES, x.fits(sum))) {
@@ -257,14 +253,14 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       x.l[0] += sum[0];
       x.l[1] += sum[1];
     }
-    release(memory.q_empty(q_stage, consumer));
+    barrier_arrive_warp(memory.q_empty(q_stage, consumer), lane);
     const uint32_t v = step % STAGES;
     barrier_wait(memory.v_full(v), step++ / STAGES & 1);
     products_begin();
     x.values(memory.v(v));
     products_wait<0>();
     settle(x.out);
-    release(memory.v_empty(v));
+    barrier_arrive_warp(memory.v_empty(v), lane);
 
     /* Four lanes have eight neighbours of a row together: they exchange them so that each
      * has a whole eight of every four, and writes 16 bytes at once. */

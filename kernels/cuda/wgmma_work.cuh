@@ -222,8 +222,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
                          make_uint4(0, 0, 0, 0));
       }
       fence_async();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(full);
+      barrier_arrive_warp(full, lane);
     }
   });
 }
@@ -260,8 +259,7 @@ __device__ void bring_queries(const kvl_paged_attention_args &a, const wgmma_pla
     copy_commit();
     copy_wait<0>();
     fence_async();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.q_full(s, consumer));
+    barrier_arrive_warp(memory.q_full(s, consumer), lane);
   });
 }
 

@@ -24,10 +24,8 @@ namespace {
 enum { PACKS = 4, WARPS = 32 };
 
 __device__ float4 load_streaming(const float4 *p) {
-  float4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
-  return x;
+  const uint4 x = kvl::load_streaming((const uint4 *)p);
+  return reinterpret_cast<const float4 &>(x);
 }
 __device__ float total(float4 x) { return x.x + x.y + (x.z + x.w); }
 

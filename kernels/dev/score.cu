@@ -102,8 +102,7 @@ score_bulk(const __grid_constant__ score_call a, int parts, int each) {
         kvl::mma(c, a0, q[r][j].x, q[r][j].y, __nv_bfloat16());
         kvl::mma(c, a1, q[r][j].z, q[r][j].w, __nv_bfloat16());
       }
-    __syncwarp();
-    if (lane == 0) kvl::barrier_arrive(empty + stage * 8);
+    kvl::barrier_arrive_warp(empty + stage * 8, lane);
     float best = -INFINITY;
     for (int i = 0; i < 2; i++)
       if (lane % 4 * 2 + i < group) best = fmaxf(best, c[i]);
