@@ -8,7 +8,7 @@ local paged = require "bench.lib.paged"
 local KV_HEADS, BLOCK = paged.KV_HEADS, paged.BLOCK
 
 --- Compare the heads of one KV head with attention over gathered blocks.
----@param blocks ffi.cdata*  i32 [n], physical; they hold `tokens`
+---@param blocks kvlab.Tensor  i32 [n], physical; they hold `tokens`
 local function check_group(w, s, g, blocks, tokens)
   kv.scope(function()
     local function gather(half)

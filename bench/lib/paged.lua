@@ -52,7 +52,7 @@ end
 
 --- K (half 0) or V (half 1) of KV head g in some blocks, the first `tokens` of them:
 -- f32 [tokens, DIM].
----@param blocks ffi.cdata*  i32 [n], physical
+---@param blocks kvlab.Tensor  i32 [n], physical
 function M.gather(memory, blocks, g, half, tokens)
   local rows = memory:reshape { -1, M.BLOCK * M.DIM }
   local index = blocks * (2 * M.KV_HEADS) + (half * M.KV_HEADS + g)

@@ -17,6 +17,7 @@ local M = {}
 ---@field [1] string                what is expected, in words
 ---@field [2] fun(x: any): boolean  whether a value is that
 ---@field required? boolean
+---@field fields? table<string, kvlab.OptionKind>  of a nested table
 
 -- ---- kinds ----------------------------------------------------------------------------
 
@@ -89,6 +90,13 @@ function M.like(words, ...)
   end }
 end
 
+--- A table of options itself, checked with the one that it is in; false or nil: none.
+---@param known table<string, kvlab.OptionKind>
+function M.nested(known)
+  return { "a table", function(x) return x == false or type(x) == "table" end,
+           fields = known }
+end
+
 --- A kind that must be given.
 ---@param kind kvlab.OptionKind
 ---@return kvlab.OptionKind
@@ -148,6 +156,7 @@ function M.check(what, given, known, level)
       error(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]),
         level)
     end
+    if kind.fields and value then M.check(name, value, kind.fields, level) end
   end
   for name, kind in pairs(known) do
     if kind.required and given[name] == nil then

@@ -95,11 +95,11 @@ end
 
 --- Reads matrices (or biases) into one tensor, one below the other: `all` is that tensor,
 -- parts[i] its rows of names[i]. A single token is multiplied with all of them at once.
----@param get fun(name: string, shape: integer[]): ffi.cdata*
+---@param get fun(name: string, shape: integer[]): kvlab.Tensor
 ---@param names string[]
 ---@param rows integer[]      rows[i] are those of names[i]
 ---@param columns? integer    none of biases
----@return { all: ffi.cdata*, parts: ffi.cdata*[] }
+---@return { all: kvlab.Tensor, parts: kvlab.Tensor[] }
 function M.stack(get, names, rows, columns)
   local loaded, parts, total = {}, {}, 0
   for i, name in ipairs(names) do

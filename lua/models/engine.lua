@@ -35,6 +35,7 @@
 -- graph: they allocate nothing and never wait for the device.
 local kv = require "kvlab"
 local options = require "kvlab.options"
+local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
 
@@ -55,7 +56,7 @@ local POLICY = options.like("a policy, as kv.policy makes them", "options",
 local OPTIONS = {
   policy = POLICY, prefill_policy = POLICY, blocks = options.count,
   block_size = options.count, max_seqs = options.count, chunk = options.count,
-  max_blocks = options.count, offload = options.table, graph = options.boolean,
+  max_blocks = options.count, offload = OFFLOAD, graph = options.boolean,
   cache_dtype = options.one_of("f32", "f16", "bf16", "f8e4m3"),
 }
 local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
@@ -210,8 +211,9 @@ end
 --- Puts a prompt (or its continuation) into a sequence, chunk by chunk.
 ---@param seq kvlab.Sequence
 ---@param tokens integer[]
----@param each? fun(states: ffi.cdata*)  sees each chunk's states [n, hidden]
----@return ffi.cdata* logits  of the last token, f32 [1, vocab], valid until the next step
+---@param each? fun(states: kvlab.Tensor)  sees each chunk's states [n, hidden]
+---@return kvlab.Tensor logits  of the last token, f32 [1, vocab], valid until the next
+--                              step
 function Engine:prefill(seq, tokens, each)
   check_tokens(self, tokens)
   local states, n
@@ -233,8 +235,8 @@ end
 ---@param counts integer[]  tokens of each, together at most engine.chunk
 ---@param tokens integer[]  sequence after sequence
 ---@param ends_prompts? boolean[]  whose chunk is the last: decode steps follow
----@return ffi.cdata* logits  of each one's last token, f32 [#seqs, vocab], valid until
---                            the next step
+---@return kvlab.Tensor logits  of each one's last token, f32 [#seqs, vocab], valid until
+--                              the next step
 function Engine:prefill_batch(seqs, counts, tokens, ends_prompts)
   check_tokens(self, tokens)
   local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
@@ -283,8 +285,8 @@ end
 
 --- One token for each sequence.
 ---@param seqs kvlab.Sequence[]
----@param tokens integer[]|ffi.cdata*  ids; an i32 [#seqs] on the device stays there
----@return ffi.cdata* logits  f32 [#seqs, vocab], valid until the next step
+---@param tokens integer[]|kvlab.Tensor  ids; an i32 [#seqs] on the device stays there
+---@return kvlab.Tensor logits  f32 [#seqs, vocab], valid until the next step
 function Engine:decode(seqs, tokens)
   local on_device = kv.is_tensor(tokens)
   if not on_device then check_tokens(self, tokens) end

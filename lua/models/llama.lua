@@ -8,6 +8,7 @@
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 local checkpoint = require "models.checkpoint"
 local engine = require "models.engine"
+local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
 
@@ -110,10 +111,11 @@ end
 
 ---@class models.Llama
 ---@field config table      layers, heads, kv_heads, head_dim, hidden, inner, vocab
----@field device ffi.cdata*
+---@field device kvlab.Device
 ---@field dtype string      of weights and activations
 ---@field engine fun(self, o?: table): models.Engine  memory and policies to run it with,
---                           see engine.new in lua/models/engine.lua
+--                                                    see engine.new in
+--                                                    lua/models/engine.lua
 local Model = { engine = engine.new }
 Model.__index = Model
 
@@ -133,9 +135,7 @@ local function build(c, o, read)
 end
 
 local LOAD = {
-  device = { "a device or its name", function(x)
-    return type(x) == "string" or type(x) == "cdata"
-  end },
+  device = kinds.device,
   dtype = options.one_of("f32", "f16", "bf16"),
 }
 local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }

@@ -4,6 +4,7 @@
 -- Source  SimpleLM of "Dive into Paged Attention" (jamesnulliu, 2024). There prefill and
 --         decode have separate weights, so that decoding does not continue what was
 --         prefilled; here they share them, and the two together equal one pass.
+local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
 
@@ -25,9 +26,7 @@ end
 local function apply(layer, x) return x:matmul_t(layer.weight) + layer.bias end
 
 local OPTIONS = {
-  device = { "a device or its name", function(x)
-    return type(x) == "string" or type(x) == "cdata"
-  end },
+  device = kinds.device,
   vocab_size = options.required(options.count),
   embed_dim = options.required(options.count),
   num_heads = options.required(options.count), seed = options.integer,

@@ -1,8 +1,8 @@
 --- MagicPIG: draws blocks by the chance that their hash collides with the query's, and
 -- weighs each drawn block with one over its chance, so that sums are right on average.
--- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides in
---         at least two hash tables; their number varies. Here blocks are drawn, by the hash
---         of their mean key, and the budget says how many (kvlab/policy/sampling.lua)
+-- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides
+--         in at least two hash tables; their number varies. Here blocks are drawn, by the
+--         hash of their mean key; the budget says how many (kvlab/policy/sampling.lua)
 -- Score   u / r: u = 1 - (1 - p^bits)^tables, the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head; attention needs a launch for each block

@@ -269,7 +269,8 @@ M["kv.landmarks"] = {
 M["Landmarks:select"] = {
   good = function() return { k = function() return 16 end, sink = 1, recent = 1 } end,
   call = function(want)
-    local ctx = { query = zeros(1, 2, 32), layer = 0, k_scales = {}, lens = ints(1) + 9,
+    local ctx = { query = zeros(1, 2, 32), layer = 0,
+      format = { scales = function() end }, lens = ints(1) + 9,
       tables = ints(1, 4), sequences = { { length = function() return 9 end } },
       total_kv_len = 9 }
     landmarks():select(ctx, want)
@@ -377,7 +378,7 @@ M["llama.random"] = {
   good = function() return { device = "cpu", dtype = "bf16", seed = 1 } end,
   call = function(o) require("models.llama").random(small_config(), o) end,
 }
-M["Model:engine"] = {
+M["engine.new"] = { -- called as model:engine
   good = function()
     return { policy = kv.policy "quest", prefill_policy = kv.policy "full", blocks = 8,
              block_size = 16, max_seqs = 2, chunk = 32, max_blocks = 4,

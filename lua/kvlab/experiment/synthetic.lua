@@ -15,6 +15,7 @@ local new_cache = require("kvlab.memory.cache").cache
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.arithmetic"
+local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local C, check = library.C, library.check
 
@@ -42,7 +43,7 @@ local OPTIONS = {
   block_size = options.count, max_seqs = options.count, chunk = options.count,
   dtype = kinds.dtype, seed = options.whole, prefill_policy = a_policy,
   decode_policy = a_policy, decode_through = options.one_of("ring", "hot"),
-  max_blocks = options.count, offload = options.table, fixed_width = options.boolean,
+  max_blocks = options.count, offload = OFFLOAD, fixed_width = options.boolean,
 }
 
 --- The shape to take unless --set shape=NAME says: small on the CPU, else Llama-8B's.

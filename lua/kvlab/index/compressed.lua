@@ -64,7 +64,7 @@ end
 
 --- Attention of a decode step over complete blocks: f32 [seqs, heads, head_dim], 0 where
 -- there is none. A new tensor.
----@param v_scale? ffi.cdata*  f32 [kv_heads] of an f8e4m3 cache
+---@param v_scale? kvlab.Tensor  f32 [kv_heads] of an f8e4m3 cache
 function Compressed:attend(ctx, v_scale)
   local s = self.shape
   local out = ops.step.paged_attention { q = in_units(self, ctx), scale = ctx.scale,

@@ -24,7 +24,7 @@ local M = {}
 ---@field dim integer
 ---@field rotate boolean   keys and queries are rotated (Hadamard), then quantised
 ---@field bits integer     of a key's numbers: 8 (e4m3), 4 or 2
----@field memory ffi.cdata*  u8 [layers, blocks, block_size * (dim + 4)]
+---@field memory kvlab.Tensor  u8 [layers, blocks, block_size * (dim + 4)]
 local IndexCache = {}
 IndexCache.__index = IndexCache
 
@@ -84,14 +84,14 @@ local function quantised(self, q, weights)
 end
 
 --- Keys of new tokens.
----@param k ffi.cdata*      f32 f16 bf16 [n, dim]
----@param slots ffi.cdata*  i64 [n]; < 0 is skipped
+---@param k kvlab.Tensor      f32 f16 bf16 [n, dim]
+---@param slots kvlab.Tensor  i64 [n]; < 0 is skipped
 function IndexCache:append(layer, k, slots)
   tensor.scope(append, self, k, slots, self:layer(layer))
 end
 
 --- The keys at slots, as f8e4m3 [n, dim], and their scales, f32 [n].
----@param slots ffi.cdata*  i64 [n]
+---@param slots kvlab.Tensor  i64 [n]
 function IndexCache:gather(layer, slots)
   local n = slots:size(0)
   return ops.index_gather(self:layer(layer), slots,
@@ -100,20 +100,20 @@ function IndexCache:gather(layer, slots)
 end
 
 --- Queries as logits take them: q in f8e4m3, and weights that hold its scales.
----@param q ffi.cdata*        f32 f16 bf16 [rows, heads, dim]
----@param weights ffi.cdata*  f32 [rows, heads]
----@return ffi.cdata* q8
----@return ffi.cdata* weights
+---@param q kvlab.Tensor        f32 f16 bf16 [rows, heads, dim]
+---@param weights kvlab.Tensor  f32 [rows, heads]
+---@return kvlab.Tensor q8
+---@return kvlab.Tensor weights
 function IndexCache:queries(q, weights)
   return tensor.scope(quantised, self, q, weights)
 end
 
 --- logits[r][j] of the first lens[r] tokens j of a row's sequence; others stay.
----@param q ffi.cdata*        f8e4m3 [rows, heads, dim], see queries
----@param weights ffi.cdata*  f32 [rows, heads]
----@param tables ffi.cdata*   i32 [sequences, max_blocks]
----@param lens ffi.cdata*     i32 [rows], rows a multiple of sequences
----@param logits ffi.cdata*   f32 bf16 [rows, columns]
+---@param q kvlab.Tensor        f8e4m3 [rows, heads, dim], see queries
+---@param weights kvlab.Tensor  f32 [rows, heads]
+---@param tables kvlab.Tensor   i32 [sequences, max_blocks]
+---@param lens kvlab.Tensor     i32 [rows], rows a multiple of sequences
+---@param logits kvlab.Tensor   f32 bf16 [rows, columns]
 function IndexCache:logits(layer, q, weights, tables, lens, logits)
   return ops.mqa_logits_paged(q, weights, self:layer(layer), tables, lens, logits)
 end

@@ -329,7 +329,7 @@ end
 --           with these lens, whose first column is token `first`, before the top-k
 --  out      i32 [rows, topk]
 ---@param call table
----@return ffi.cdata* out
+---@return kvlab.Tensor out
 function Indexer:select(call)
   options.check("indexer", call, CALL)
   return self:select_step(call)
@@ -337,7 +337,7 @@ end
 
 --- select without the check of the call's names and types, for what runs in every step.
 ---@param call table  as for select
----@return ffi.cdata* out
+---@return kvlab.Tensor out
 function Indexer:select_step(call)
   local all, n, block_size = call.max_len and call.max_len <= self.topk, nil, nil
   local words = complaint(call, all)

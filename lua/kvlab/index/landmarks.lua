@@ -193,7 +193,7 @@ local function queries(self, ctx, query)
 end
 
 --- Queries in f8e4m3 and their weights, as logits take them; new tensors.
----@param query ffi.cdata*  [rows, heads, head_dim]
+---@param query kvlab.Tensor  [rows, heads, head_dim]
 function Landmarks:queries(ctx, query)
   return tensor.scope(queries, self, ctx, query)
 end
@@ -216,7 +216,7 @@ end
 
 --- The best logit of each block: of a decoded token, of any token of a prompt's chunk.
 -- A chunk takes 4 bytes a query and token before it.
----@return ffi.cdata* scores  f32 [seqs, kv_heads or 1, ctx.width], the caller's
+---@return kvlab.Tensor scores  f32 [seqs, kv_heads or 1, ctx.width], the caller's
 function Landmarks:score(ctx)
   local s = self.shape
   if not ctx.is_prefill then

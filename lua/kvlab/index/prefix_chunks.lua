@@ -22,12 +22,12 @@ local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.PrefixChunk
----@field tokens integer      of all sequences in this chunk
----@field starts ffi.cdata*   i32 [sequences]: the first token of each
----@field lens ffi.cdata*     i32 [sequences]: how many
----@field ends ffi.cdata*     i32 [sequences]: lengths added up, where each ends in slots
----@field slots ffi.cdata*    i64 [tokens]: sequence after sequence
----@field tables ffi.cdata*   i32 [sequences, blocks]: the blocks of this chunk
+---@field tokens integer       of all sequences in this chunk
+---@field starts kvlab.Tensor  i32 [sequences]: the first token of each
+---@field lens kvlab.Tensor    i32 [sequences]: how many
+---@field ends kvlab.Tensor    i32 [sequences]: lengths added up, where each ends in slots
+---@field slots kvlab.Tensor   i64 [tokens]: sequence after sequence
+---@field tables kvlab.Tensor  i32 [sequences, blocks]: the blocks of this chunk
 
 ---@class kvlab.PrefixChunks  a list of kvlab.PrefixChunk
 ---@field length integer      tokens of a sequence's share
@@ -104,8 +104,8 @@ local ATTEND = { q = needed, cache = needed, starts = a_tensor, scale = options.
 -- over what follows the prefix (prev_out, prev_lse).
 ---@param a table  q [tokens, heads, head_dim], starts i32 [sequences + 1] (nil: a query a
 --                 sequence), cache; and where wanted scale, soft_cap, k_scale, v_scale
----@return ffi.cdata* out
----@return ffi.cdata* lse
+---@return kvlab.Tensor out
+---@return kvlab.Tensor lse
 function PrefixChunks:attend(a)
   options.check("prefix_chunks", a, ATTEND)
   local q, dims = a.q, a.q:dims()

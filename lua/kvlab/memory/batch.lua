@@ -15,22 +15,22 @@ local M = {}
 -- append.
 ---@class kvlab.Batch
 ---@field seqs kvlab.Sequence[]
----@field count integer          sequences
----@field counts integer[]       new tokens of each sequence
----@field tokens_count integer   new tokens of all sequences
----@field max_len integer        the longest sequence, new tokens included
----@field tokens ffi.cdata*      i32 [tokens_count]   token ids, where given
----@field positions ffi.cdata*   i32 [tokens_count]
----@field slots ffi.cdata*       i64 [tokens_count]   place of each new token in memory
----@field tables ffi.cdata*      i32 [count, width]
----@field lens ffi.cdata*        i32 [count]
----@field starts ffi.cdata*      i32 [count + 1]
----@field last ffi.cdata*        i32 [count]          row of each sequence's newest token
----@field blocks ffi.cdata*      i32 [touched]        physical blocks that got tokens
----@field block_tokens ffi.cdata* i32 [touched]       valid tokens in each of them
----@field open_max integer       the most blocks of one sequence that got tokens
----@field turns integer          blocks that this step began or filled
----@field placement table        what the cache's memory tier knows of the step
+---@field count integer           sequences
+---@field counts integer[]        new tokens of each sequence
+---@field tokens_count integer    new tokens of all sequences
+---@field max_len integer         the longest sequence, new tokens included
+---@field tokens kvlab.Tensor     i32 [tokens_count]   token ids, where given
+---@field positions kvlab.Tensor  i32 [tokens_count]
+---@field slots kvlab.Tensor      i64 [tokens_count]   place of each new token in memory
+---@field tables kvlab.Tensor     i32 [count, width]
+---@field lens kvlab.Tensor       i32 [count]
+---@field starts kvlab.Tensor     i32 [count + 1]
+---@field last kvlab.Tensor       i32 [count]          row of each sequence's newest token
+---@field blocks kvlab.Tensor     i32 [touched]        physical blocks that got tokens
+---@field block_tokens kvlab.Tensor i32 [touched]     valid tokens in each of them
+---@field open_max integer        the most blocks of one sequence that got tokens
+---@field turns integer           blocks that this step began or filled
+---@field placement table         what the cache's memory tier knows of the step
 local Batch = {}
 Batch.__index = Batch
 

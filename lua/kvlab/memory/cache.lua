@@ -5,41 +5,40 @@ local batch = require "kvlab.memory.batch"
 local device_of = require("kvlab.tensor.device").device
 local formats = require "kvlab.memory.formats"
 local host_tier = require "kvlab.memory.host_tier"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local resident = require "kvlab.memory.resident"
 local sequence = require "kvlab.memory.sequence"
-local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.Cache
----@field device ffi.cdata*
+---@field device kvlab.Device
 ---@field layers integer
----@field blocks integer      blocks of each layer
----@field block_size integer  tokens of a block
+---@field blocks integer       blocks of each layer
+---@field block_size integer   tokens of a block
 ---@field kv_heads integer
 ---@field head_dim integer
----@field dtype string        f32 f16 bf16 f8e4m3
+---@field dtype string         f32 f16 bf16 f8e4m3
 ---@field format kvlab.Format  dtype and layout of a page
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
----@field memory ffi.cdata*   [layers, blocks, 2, kv_heads, block_size, head_dim], on the
---                            device or, with offload, in pinned host memory
+---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], on the
+--                             device or, with offload, in pinned host memory
 local Cache = {}
 Cache.__index = Cache
 
 --- The caches that are open, as keys.
 M.open = setmetatable({}, { __mode = "k" })
 
-local A_TENSOR = { "a tensor", tensor.is_tensor }
 local OPTIONS = {
   layers = options.required(options.count), blocks = options.required(options.count),
   block_size = options.required(options.count),
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
-  device = options.any, dtype = options.one_of(unpack(formats.DTYPES)),
-  watermark = options.whole, k_scale = A_TENSOR, v_scale = A_TENSOR,
-  offload = { "a table", function(x) return x == false or type(x) == "table" end },
+  device = kinds.device, dtype = options.one_of(unpack(formats.DTYPES)),
+  watermark = options.whole, k_scale = kinds.tensor, v_scale = kinds.tensor,
+  offload = host_tier.OFFLOAD,
 }
 
 --- KV memory for `blocks` blocks in each of `layers` layers.
@@ -59,7 +58,7 @@ function M.cache(o)
   self.format = formats.new({ dtype = self.dtype, layers = o.layers,
     kv_heads = o.kv_heads, block_size = o.block_size, head_dim = o.head_dim,
     k_scale = o.k_scale, v_scale = o.v_scale }, 2)
-  self.tier = o.offload and host_tier.new(self, o.offload, 2) or resident.new(self)
+  self.tier = o.offload and host_tier.new(self, o.offload) or resident.new(self)
   local out = ffi.new "kvl_pool *[1]"
   check(C.kvl_pool_open(o.blocks, o.block_size, o.watermark or 0, out))
   self.pool = ffi.gc(out[0], C.kvl_pool_close)

@@ -50,7 +50,8 @@ HostTier.ARRAYS = {
   { "blocks3", 1, 1, "touched", like = "blocks" },
 }
 
-local OPTIONS = {
+--- The kind of the option `offload`, for those who check a table that has it.
+M.OFFLOAD = options.nested {
   slots = options.within(1, 32), slot_blocks = options.whole, max_seqs = options.count,
   max_tokens = options.count, huge_pages = options.boolean, hot_slots = options.whole,
   hot_overlap = options.boolean,
@@ -61,11 +62,9 @@ local OPTIONS = {
 -- (512) of a step, huge_pages (false), hot_slots: slots for each KV head of a hot cache
 -- (0: none), hot_overlap (false): attend to what is there while the rest is fetched.
 ---@param cache kvlab.Cache
----@param o table
----@param level integer  which caller to blame
+---@param o table  checked: M.OFFLOAD
 ---@return kvlab.HostTier
-function M.new(cache, o, level)
-  o = options.check("offload", o, OPTIONS, level + 1)
+function M.new(cache, o)
   local self = setmetatable({ cache = cache, layers = cache.layers,
     slots = o.slots or 4, slot_blocks = o.slot_blocks or 0, max_seqs = o.max_seqs or 16,
     max_tokens = o.max_tokens or 512, huge_pages = o.huge_pages or false,

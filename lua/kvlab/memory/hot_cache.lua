@@ -17,8 +17,8 @@ local M = {}
 local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead and used
 
 ---@class kvlab.HotCache
----@field slots integer            of each KV head
----@field priority ffi.cdata*|nil  f32 [layers, kv_heads, blocks], see use_priority
+---@field slots integer              of each KV head
+---@field priority kvlab.Tensor|nil  f32 [layers, kv_heads, blocks], see use_priority
 local HotCache = {}
 HotCache.__index = HotCache
 
@@ -79,7 +79,7 @@ end
 --- Evict by the lowest of a priority from now on, in place of the least recently used:
 -- a policy writes to it, f32 [layers, kv_heads, blocks] with one number for each block of
 -- the host tier; it begins as zeros. The same tensor at every call.
----@return ffi.cdata* priority
+---@return kvlab.Tensor priority
 function HotCache:use_priority()
   if self.priority then return self.priority end
   local cache = self.cache
@@ -247,7 +247,7 @@ end
 -- recently used make room. The next step begins when they are there. Where there are
 -- fewer slots than that may take, nothing is brought: the sequences of a prompt's step
 -- need not decode together.
----@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, n]
+---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
 ---@param wanted? boolean[]  for which sequences (all)
 function HotCache:bring_ahead(selection, ctx, wanted)

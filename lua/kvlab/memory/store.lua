@@ -61,8 +61,9 @@ end
 
 --- Keys of the full blocks of a list of tokens, and how many; keys count from 0.
 ---@param tokens integer[]
----@param parent? ffi.cdata*  the key of the block before the first; none: a text begins
----@return ffi.cdata*, integer
+---@param parent? kvlab.BlockKey  the key of the block before the first; none: a text
+--                                begins
+---@return kvlab.BlockKey[], integer
 function Store:keys(tokens, parent)
   if not self.block_size or not (self.model or parent) then
     error("the store was opened without model and block_size, which keys need", 2)
@@ -76,8 +77,8 @@ function Store:keys(tokens, parent)
 end
 
 --- How many blocks from the first key on have all their layers in the store.
----@param keys ffi.cdata*  from :keys
----@param n integer        how many of them
+---@param keys kvlab.BlockKey[]  from :keys
+---@param n integer              how many of them
 ---@param layers integer
 function Store:find(keys, n, layers)
   local handle = handle_of(self)
@@ -141,10 +142,10 @@ end
 
 --- Put block `block` of a layer's memory, on any device, pinned or not. Waits for the
 -- device. Returns true, or nil and why it could not be stored.
----@param key ffi.cdata*    keys[i]
+---@param key kvlab.BlockKey  keys[i]
 ---@param layer integer
----@param memory ffi.cdata* cache:layer(layer): [blocks, 2, kv_heads, block_size, ...]
----@param block integer     its physical number
+---@param memory kvlab.Tensor cache:layer(layer): [blocks, 2, kv_heads, block_size, ...]
+---@param block integer       its physical number
 function Store:put_block(key, layer, memory, block)
   if with_block(self, put, key, layer, memory, block) then return true end
   return nil, self:problem()

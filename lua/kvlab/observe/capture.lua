@@ -64,7 +64,7 @@ end
 
 --- q and out [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the i-th
 -- captured layer, from 1.
----@return {q: ffi.cdata*, k: ffi.cdata*, v: ffi.cdata*, out: ffi.cdata*}
+---@return {q: kvlab.Tensor, k: kvlab.Tensor, v: kvlab.Tensor, out: kvlab.Tensor}
 function Capture:layer(i, device)
   local file = safetensors(("%s/layer_%03d.safetensors"):format(self.folder,
     self.layers[i]))

@@ -9,6 +9,7 @@
 --   attention:forward(layer, q, k, v, out)     once a layer
 local C = require("kvlab.library").C
 local context = require "kvlab.policy.context"
+local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
@@ -42,13 +43,12 @@ local function each_policy(self, fn)
   if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
 end
 
-local A_TENSOR = { "a tensor", tensor.is_tensor }
 local A_POLICY = options.like("a policy", "name", "options")
 local OPTIONS = {
   cache = options.required(options.like("a kv.cache", "kv_heads", "tier")),
   heads = options.required(options.count), prefill_policy = A_POLICY,
-  decode_policy = A_POLICY, scale = options.number, alibi = A_TENSOR,
-  inv_freq = A_TENSOR, window = options.whole, soft_cap = options.not_negative,
+  decode_policy = A_POLICY, scale = options.number, alibi = kinds.tensor,
+  inv_freq = kinds.tensor, window = options.whole, soft_cap = options.not_negative,
   max_seqs = options.count, max_blocks = options.count,
   decode_through = options.one_of("ring", "hot"),
 }
@@ -125,7 +125,7 @@ end
 
 --- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
 -- With inv_freq, q is rotated in place; k may be.
----@return ffi.cdata* out  [tokens, heads, head_dim]
+---@return kvlab.Tensor out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens

@@ -16,22 +16,24 @@ local M = {}
 ---@class kvlab.Context
 ---@field layer integer
 ---@field layers integer
----@field query ffi.cdata*       [tokens, heads, head_dim]; one token a sequence in decode
+---@field query kvlab.Tensor       [tokens, heads, head_dim]; one token a sequence in
+--                                 decode
 ---@field is_prefill boolean
----@field step integer           steps of this attention so far; the same for every layer
----@field shape_number integer   changes with seqs and width
+---@field step integer             steps of this attention so far; the same for every
+--                                 layer
+---@field shape_number integer     changes with seqs and width
 ---@field block_size integer
----@field total_kv_len integer   tokens of the longest sequence
+---@field total_kv_len integer     tokens of the longest sequence
 ---@field sequences kvlab.Sequence[]
----@field seqs integer           sequences
----@field width integer          columns of tables and scores: blocks of the longest
---                               sequence, rounded up
----@field tables ffi.cdata*      i32 [seqs, width]   physical blocks, -1 past the last
----@field lens ffi.cdata*        i32 [seqs]
----@field starts ffi.cdata*|nil  i32 [seqs + 1], prefill
----@field cache ffi.cdata*       this layer's KV memory
----@field device ffi.cdata*
----@field batch kvlab.Batch      the step's batch: counts of new tokens and more
+---@field seqs integer             sequences
+---@field width integer            columns of tables and scores: blocks of the longest
+--                                 sequence, rounded up
+---@field tables kvlab.Tensor      i32 [seqs, width]   physical blocks, -1 past the last
+---@field lens kvlab.Tensor        i32 [seqs]
+---@field starts kvlab.Tensor|nil  i32 [seqs + 1], prefill
+---@field cache kvlab.Tensor       this layer's KV memory
+---@field device kvlab.Device
+---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
 local Context = {}
 Context.__index = Context
 
@@ -81,7 +83,7 @@ end
 --- A tensor for scores, of the caller's own until the layer's attention is over: f32
 -- [seqs, heads, width], what it holds undefined.
 ---@param heads? integer  kv_heads, or 1: the same scores for all heads
----@return ffi.cdata*
+---@return kvlab.Tensor
 function Context:new_scores(heads) return take_scores(self, heads).tensor end
 
 local function new_selection_buffers(self, heads)
@@ -161,8 +163,8 @@ end
 
 --- Point the context at a layer of the step: what the layer before took goes back.
 ---@param layer integer
----@param query ffi.cdata*
----@param memory ffi.cdata*  the layer's KV memory
+---@param query kvlab.Tensor
+---@param memory kvlab.Tensor  the layer's KV memory
 function Context:begin_layer(layer, query, memory)
   self.layer, self.query, self.cache = layer, query, memory
   give_back(self.scores)
@@ -196,7 +198,8 @@ end
 
 --- The attention that the scores of blocks stand for, in place: softmax over each row of
 -- scale * scores, with the scale that attention has.
----@param scores ffi.cdata*  f32 [seqs, kv_heads, width]: q . k, -inf past the last block
+---@param scores kvlab.Tensor  f32 [seqs, kv_heads, width]: q . k, -inf past the last
+--                             block
 function Context:weights(scores)
   local unit = self.format:scales(self.layer)
   if unit then scores:mul(unit:reshape { 1, self.kv_heads, 1 }, scores) end
@@ -245,8 +248,8 @@ end
 
 --- Sink, recent and the best scores within a budget: selection and counts, both of the
 -- caller's own until the layer's attention is over.
----@param scores ffi.cdata*  f32 [seqs, kv_heads or 1, width]
----@param budget ffi.cdata*  kvl_budget
+---@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
+---@param budget kvlab.Budget  kvl_budget
 function Context:select(scores, budget)
   return select_within(self, scores, step_budget(self, budget))
 end
@@ -279,7 +282,7 @@ end
 
 --- The fewest blocks of a selection that Context:select made whose weights reach `mass`
 -- of all (top-p), sink and recent included; in place.
----@param weights ffi.cdata*  f32 [seqs, kv_heads or 1, width]
+---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 function Context:trim(weights, mass, budget, selection, counts)
   return ops.trim_selection(weights, self.lens, self.block_size, mass,
     step_budget(self, budget), selection, counts)
@@ -288,8 +291,8 @@ end
 --- Sink, recent and the blocks whose hashes are nearest to the query's, in one launch:
 -- selection and counts.
 ---@param hashes kvlab.Hashes
----@param budget ffi.cdata*   kvl_budget
----@param is_shared? boolean  one list for all KV heads, by the nearest of them
+---@param budget kvlab.Budget  kvl_budget
+---@param is_shared? boolean   one list for all KV heads, by the nearest of them
 function Context:select_nearest(hashes, budget, is_shared)
   budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)

@@ -70,8 +70,8 @@ function M.planes(o)
 end
 
 --- Hashes of the rows of x: u64 [rows, words].
----@param x ffi.cdata*       f32 f16 bf16 [rows, head_dim]
----@param planes ffi.cdata*  f32 [bits, head_dim], see planes
+---@param x kvlab.Tensor       f32 f16 bf16 [rows, head_dim]
+---@param planes kvlab.Tensor  f32 [bits, head_dim], see planes
 function M.rows(x, planes, out)
   out = out or tensor.tensor(x.device, "u64",
     { x:size(0), math.ceil(planes:size(0) / 64) })
@@ -83,7 +83,7 @@ end
 
 ---@class kvlab.Hashes
 ---@field bits integer
----@field planes ffi.cdata*
+---@field planes kvlab.Tensor
 ---@field per string      block or token
 ---@field cache kvlab.HashCache  what store keeps
 local Hashes = {}

@@ -36,9 +36,9 @@ end
 --- Blocks within a budget: selection, counts, and the logarithms of the weights of all
 -- blocks, f32 [seqs, kv_heads, width], of the caller's own until the layer is over.
 ---@param ctx kvlab.Context
----@param chance ffi.cdata*  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last block;
---                           overwritten
----@param budget ffi.cdata*  kvl_budget
+---@param chance kvlab.Tensor  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last
+--                             block; overwritten
+---@param budget kvlab.Budget  kvl_budget
 function Sampling:draw(ctx, chance, budget)
   if self.shape_number ~= ctx.shape_number then
     self.buffers = tensor.lasting(make_buffers, self, ctx)

@@ -20,7 +20,7 @@ local M = {}
 local ROWS = 16 -- sequences to begin with
 
 ---@class kvlab.Tally
----@field values ffi.cdata*  f32 [seqs, heads, width]: what load read, and store writes
+---@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read, and store writes
 local Tally = {}
 Tally.__index = Tally
 
@@ -146,7 +146,7 @@ function Tally:store(ctx)
 end
 
 --- Add to this layer's numbers, which load read.
----@param more ffi.cdata*  f32 [seqs, heads, width]
+---@param more kvlab.Tensor  f32 [seqs, heads, width]
 function Tally:count(ctx, more)
   self.values:add(more, self.values)
   self:store(ctx)
@@ -218,7 +218,7 @@ end
 
 --- Set (add: increase) the numbers of a sequence's first blocks in a layer. Not for every
 -- step: it makes tensors.
----@param values ffi.cdata*  f32 [heads, n]
+---@param values kvlab.Tensor  f32 [heads, n]
 ---@param add? boolean
 function Tally:put(seq, layer, values, add)
   tensor.scope(put, self, seq, layer, values, add)

@@ -27,7 +27,7 @@ local M = {}
 local REPEATS, SETTLE_US, MIB = 31, 100e3, 1024 * 1024
 
 ---@class kvlab.Bench
----@field device ffi.cdata*
+---@field device kvlab.Device
 ---@field kind string         cpu or cuda
 ---@field shrink integer      what contexts are divided by: 1 on a GPU, see Bench:shrunk
 local Bench = {}

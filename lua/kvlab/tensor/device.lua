@@ -33,7 +33,7 @@ local function open(name, level)
 end
 
 --- The devices that are open, in the order of their names.
----@return ffi.cdata*[]
+---@return kvlab.Device[]
 function M.opened()
   local list = {}
   for name, dev in pairs(open_devices) do
@@ -54,7 +54,8 @@ end
 --- A device by name: "cpu", "cuda", "cuda:1"; "auto" is cuda when there is one, else cpu;
 -- nil is what --device says. A device is returned as it is. With --link-gbps only the CPU
 -- is there.
----@param name? string|ffi.cdata*
+---@param name? string|kvlab.Device
+---@return kvlab.Device
 function M.device(name)
   if type(name) == "cdata" then return name end
   name = name or command_line.device

@@ -22,8 +22,8 @@ ffi.metatype("kvl_graph", {
 
 --- Record what fn() launches on `dev` (the default device).
 ---@param fn fun()
----@param dev? ffi.cdata*|string
----@return ffi.cdata* graph
+---@param dev? kvlab.Device|string
+---@return kvlab.Graph graph
 function M.graph(fn, dev)
   if type(fn) ~= "function" then
     error(("graph: fn is a %s, expected a function"):format(type(fn)), 2)

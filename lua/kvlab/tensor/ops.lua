@@ -77,7 +77,7 @@ local PAGED = {
 ---@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
 --                 prev_lse, k_scale, v_scale, lse, scale (1 / sqrt(head_dim)), causal
 --                 (true), window (0: none), soft_cap (0: none), out
----@return ffi.cdata* out  like q unless given
+---@return kvlab.Tensor out  like q unless given
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))
 end
@@ -96,7 +96,7 @@ local TOKENS = { q = needed, cache = needed, slots = needed, scale = options.num
 --- Attention over listed tokens.
 ---@param a table  q, cache, slots i32 [rows, k] or [rows, kv_heads, k]; scale
 --                 (1 / sqrt(head_dim)), k_scale, v_scale, lse, out
----@return ffi.cdata* out  like q unless given
+---@return kvlab.Tensor out  like q unless given
 function M.token_attention(a)
   return step.token_attention(options.check("token_attention", a, TOKENS))
 end
@@ -116,11 +116,11 @@ end
 
 --- Scores of every block for a policy's ctx: f32 [seqs, kv_heads, width], of the caller's
 -- own until the layer's attention is over, or written to `scores` where that is given.
----@param q ffi.cdata*         [seqs, heads, head_dim]
+---@param q kvlab.Tensor        [seqs, heads, head_dim]
 ---@param summary kvlab.Summary
 ---@param ctx kvlab.Context
----@param group? string        how the query heads of a KV head join: max, mean
----@param scores? ffi.cdata*   f32 [seqs, kv_heads, width]
+---@param group? string         how the query heads of a KV head join: max, mean
+---@param scores? kvlab.Tensor  f32 [seqs, kv_heads, width]
 function M.score_minmax(q, summary, ctx, group, scores)
   scores = scores or ctx:new_scores()
   check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
@@ -145,12 +145,12 @@ function M.score_max_qk(q, ctx, group, scores)
 end
 
 --- The best blocks within a budget, sink and recent among them, ascending.
----@param scores ffi.cdata*     f32 [seqs, kv_heads or 1, max_blocks]
----@param lens ffi.cdata*       i32 [seqs]
+---@param scores kvlab.Tensor     f32 [seqs, kv_heads or 1, max_blocks]
+---@param lens kvlab.Tensor       i32 [seqs]
 ---@param block_size integer
----@param budget ffi.cdata*     kvl_budget
----@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
----@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+---@param budget kvlab.Budget     kvl_budget
+---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select(scores, lens, block_size, budget, selection, counts)
   check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
   return selection, counts
@@ -158,10 +158,10 @@ end
 
 --- Minus the bits in which each block's hash differs from its KV head's query hash,
 -- like the scores of score_minmax.
----@param q_hashes ffi.cdata*  u64 [seqs, kv_heads, words]
+---@param q_hashes kvlab.Tensor  u64 [seqs, kv_heads, words]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
----@param scores? ffi.cdata*   where to; f32 [seqs, 1, width]: the best of the KV heads
+---@param scores? kvlab.Tensor   where to; f32 [seqs, 1, width]: the best of the KV heads
 function M.score_hamming(q_hashes, hashes, ctx, scores)
   scores = scores or ctx:new_scores()
   check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
@@ -172,12 +172,12 @@ end
 local nearest_call = ffi.new "kvl_hamming"
 
 --- Hash of the group's mean query, distances and select, in one launch.
----@param q ffi.cdata*          [seqs, heads, head_dim]
+---@param q kvlab.Tensor          [seqs, heads, head_dim]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
----@param budget ffi.cdata*     kvl_budget
----@param selection ffi.cdata*  i32 [seqs, kv_heads or 1, max_selected], written
----@param counts? ffi.cdata*    i32 [seqs, kv_heads or 1], written
+---@param budget kvlab.Budget     kvl_budget
+---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
+---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select_hamming(q, hashes, ctx, budget, selection, counts)
   local to = nearest_call
   to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
@@ -188,9 +188,9 @@ function M.select_hamming(q, hashes, ctx, budget, selection, counts)
 end
 
 --- Shorten a selection in place: the fewest blocks whose weights reach `mass` of all.
----@param weights ffi.cdata*   f32 [seqs, kv_heads or 1, max_blocks]
+---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, max_blocks]
 ---@param mass number           0 ... 1
----@param budget ffi.cdata*     its sink and recent stay
+---@param budget kvlab.Budget   its sink and recent stay
 function M.trim_selection(weights, lens, block_size, mass, budget, selection, counts)
   check(C.kvl_trim_selection(weights, lens, block_size, mass, budget.sink, budget.recent,
     selection, counts))
@@ -200,11 +200,11 @@ end
 -- ---- index-K --------------------------------------------------------------------------
 
 --- Rows in f8e4m3, each with a scale of its own.
----@param x ffi.cdata*        f32 f16 bf16 [..., dim]
----@param out? ffi.cdata*     f8e4m3 [..., dim]
----@param scales? ffi.cdata*  f32 [...]
----@return ffi.cdata* out
----@return ffi.cdata* scales
+---@param x kvlab.Tensor        f32 f16 bf16 [..., dim]
+---@param out? kvlab.Tensor     f8e4m3 [..., dim]
+---@param scales? kvlab.Tensor  f32 [...]
+---@return kvlab.Tensor out
+---@return kvlab.Tensor scales
 function M.quantise_rows(x, out, scales)
   out = out or tensor.open_like(x, C.KVL_DTYPE_F8E4M3)
   if not scales then
@@ -284,7 +284,7 @@ local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_te
 --                 i32 [rows], the column of a row's token 0; what positions become: slots
 --                 by tables i32 [sequences, width], block_size and maybe row_sequence i32
 --                 [rows], or sums with offsets i32 [rows]
----@return ffi.cdata* out
+---@return kvlab.Tensor out
 function M.topk_transform(a)
   options.check("topk_transform", a, TRANSFORM)
   check_result("topk_transform", a)
@@ -304,7 +304,7 @@ local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
 -- lens.
 ---@param a table  positions or lens (with k or out); tables, block_size, row_sequence,
 --                 offsets, out as for topk_transform
----@return ffi.cdata* out
+---@return kvlab.Tensor out
 function M.transform_indices(a)
   a = options.check("transform_indices", a, INDICES)
   if (a.positions == nil) == (a.lens == nil) then
@@ -328,8 +328,8 @@ local MERGE = { logits = needed, first = options.required(options.whole),
 -- [rows, k] of the columns before, into values and positions.
 ---@param a table  logits, first, kept_values, kept_positions, values, positions; starts
 --                 and lens as for topk_transform
----@return ffi.cdata* positions
----@return ffi.cdata* values
+---@return kvlab.Tensor positions
+---@return kvlab.Tensor values
 function M.topk_merge(a)
   return step.topk_merge(options.check("topk_merge", a, MERGE))
 end

@@ -79,15 +79,17 @@ M.open_like = open_like
 -- ---- making ---------------------------------------------------------------------------
 
 --- Uninitialised tensor.
----@param dev ffi.cdata*|string|nil  device, its name, or what --device says
+---@param dev kvlab.Device|string|nil  device, its name, or what --device says
 ---@param dtype string     f32 f16 bf16 f8e4m3 i32 i64 u8 u64
 ---@param shape integer[]  up to 6 sizes
+---@return kvlab.Tensor
 function M.tensor(dev, dtype, shape)
   local number = library.dtype(dtype)
   return open(dev, number, fill_shape(shape, 2), 2)
 end
 
 --- Every element is `value`, converted to the dtype.
+---@return kvlab.Tensor
 function M.full(dev, dtype, shape, value)
   local number = library.dtype(dtype)
   local t = open(dev, number, fill_shape(shape, 2), 2)
@@ -96,12 +98,15 @@ function M.full(dev, dtype, shape, value)
 end
 
 --- Every element is 0.
+---@return kvlab.Tensor
 function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
 --- Every element is 1.
+---@return kvlab.Tensor
 function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
 
 --- Uninitialised tensor in pinned host memory, which `dev` reads and writes over the
 -- link: any op takes it like a tensor of dev. huge_pages: ask for 2 MiB pages.
+---@return kvlab.Tensor
 function M.pinned(dev, dtype, shape, huge_pages)
   local number, t = library.dtype(dtype), tensor_t()
   local ndim = fill_shape(shape, 2)
@@ -113,6 +118,7 @@ end
 --- View of memory on `dev` that the caller keeps, such as part of another tensor with
 -- another dtype.
 ---@param memory ffi.cdata*  a pointer
+---@return kvlab.Tensor
 function M.wrap(dev, dtype, shape, memory)
   local number, t = library.dtype(dtype), tensor_t()
   local ndim = fill_shape(shape, 2)
@@ -121,6 +127,7 @@ function M.wrap(dev, dtype, shape, memory)
 end
 
 --- start, start + step, ... : n elements.
+---@return kvlab.Tensor
 function M.arange(dev, dtype, n, start, step)
   local t = M.tensor(dev, dtype, { n })
   check(C.kvl_arange(t, start or 0, step or 1))
@@ -143,6 +150,7 @@ local INTEGERS = { seed = options.whole, offset = options.whole, low = options.i
 
 --- Normal numbers. Same seed, same bits on every device.
 ---@param o? table  seed (0), offset (0), mean (0), std (1)
+---@return kvlab.Tensor
 function M.randn(dev, dtype, shape, o)
   o = options.check("randn", o, NORMAL)
   return (random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o))
@@ -150,6 +158,7 @@ end
 
 --- Uniform numbers in (low, high].
 ---@param o? table  seed (0), offset (0), low (0), high (1)
+---@return kvlab.Tensor
 function M.rand(dev, dtype, shape, o)
   o = options.check("rand", o, UNIFORM)
   return (random(C.KVL_RANDOM_UNIFORM, dev, dtype, shape, o.low or 0, o.high or 1, o))
@@ -157,6 +166,7 @@ end
 
 --- Whole numbers in [low, high), i32 or i64.
 ---@param o table  seed (0), offset (0), low (0), high
+---@return kvlab.Tensor
 function M.randint(dev, dtype, shape, o)
   o = options.check("randint", o, INTEGERS)
   return (random(C.KVL_RANDOM_INTEGER, dev, dtype, shape, o.low or 0, o.high, o))
@@ -188,6 +198,7 @@ end
 --- A tensor from a Lua table: flat with a shape, or nested (the shape is read off it).
 ---@param values table
 ---@param shape? integer[]
+---@return kvlab.Tensor
 function M.from(dev, dtype, shape, values)
   if values == nil then shape, values = nil, shape end
   if type(values) ~= "table" then

@@ -19,8 +19,8 @@ local step = {}
 local M = { step = step }
 
 --- The two caches of one layer, uninitialised.
----@return ffi.cdata* key_cache    [blocks, kv_heads, head_dim / x, block_size, x]
----@return ffi.cdata* value_cache  [blocks, kv_heads, head_dim, block_size]
+---@return kvlab.Tensor key_cache    [blocks, kv_heads, head_dim / x, block_size, x]
+---@return kvlab.Tensor value_cache  [blocks, kv_heads, head_dim, block_size]
 function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
   local x = 16 / C.kvl_dtype_bytes(library.dtype(dtype))
   return tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim / x, block_size, x }),
@@ -54,7 +54,7 @@ local ATTENTION = {
 --- Decode attention.
 ---@param a table  q, key_cache, value_cache, tables, lens; alibi, k_scale, v_scale, scale
 --                 (1 / sqrt(head_dim)), version (0: vLLM's choice), out
----@return ffi.cdata* out  like q unless given
+---@return kvlab.Tensor out  like q unless given
 function M.attention(a)
   return step.attention(options.check("vllm.attention", a, ATTENTION))
 end
@@ -63,8 +63,8 @@ end
 -- holds: the same blocks, so the same tables. An f8e4m3 cache keeps its bits; scales
 -- that differ between KV heads have no place in vLLM's. Needs memory for the cache once
 -- more, until it is done.
----@return ffi.cdata* key_cache
----@return ffi.cdata* value_cache
+---@return kvlab.Tensor key_cache
+---@return kvlab.Tensor value_cache
 function M.from_blocks(cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()

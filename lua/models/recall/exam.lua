@@ -10,6 +10,7 @@ local kv = require "kvlab"
 local llama = require "models.llama"
 local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
+local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
 
@@ -34,7 +35,7 @@ local OPTIONS = {
   needles = options.required(options.count),
   block_size = options.required(options.count), seed = options.integer,
   question = options.one_of("decode", "prompt", "row"), even = options.boolean,
-  offload = options.table,
+  offload = OFFLOAD,
 }
 
 --- Reads contexts densely.

@@ -48,7 +48,7 @@ function M.inside_root(path)
 end
 
 --- "bf16 [4, 64] on cpu": a tensor in a few words.
----@param t ffi.cdata*
+---@param t kvlab.Tensor
 ---@return string
 function M.tensor_words(t)
   if t.storage == nil then return "closed tensor" end
