@@ -19,13 +19,26 @@ newoption { trigger = "werror", description = "Treat warnings as errors" }
 local cuda_home = os.getenv("CUDA_HOME") or "/usr/local/cuda"
 local is_x86 = os.outputof("uname -m") == "x86_64"
 
---- The instruction sets every CPU kernel is compiled for; the runtime picks one at start.
-local avx2 = "-mavx2 -mfma -mf16c"
-local isas = { { name = "plain", flags = "" } }
+--- The instruction sets every CPU kernel is compiled for, from the slowest to the fastest;
+-- the runtime picks one at start.
+local isas = { { name = "plain", needs = "" } }
 if is_x86 then
-  isas[2] = { name = "avx2", flags = avx2 }
-  isas[3] = { name = "avx512", flags = avx2 .. " -mavx512f -mavx512bw -mavx512dq"
-    .. " -mavx512vl -mprefer-vector-width=512" }
+  local avx2 = "avx2 fma f16c"
+  isas[2] = { name = "avx2", needs = avx2 }
+  isas[3] = { name = "avx512", needs = avx2 .. " avx512f avx512bw avx512dq avx512vl",
+              flags = " -mprefer-vector-width=512" }
+end
+
+--- A hostile build has one of them, the fastest that this machine runs: it checks what the
+-- kernels' source does with memory, and all instruction sets are compiled from one source.
+local processor = (os.outputof "grep -m1 ^flags /proc/cpuinfo" or "") .. " "
+local hostile_isa
+for _, isa in ipairs(isas) do
+  local runs_here = true
+  for word in isa.needs:gmatch "%S+" do
+    runs_here = runs_here and processor:find(" " .. word .. " ", 1, true)
+  end
+  if runs_here then hostile_isa = isa.name end
 end
 
 --- Makes a project recompile when its compile command changes, in that configuration
@@ -87,7 +100,8 @@ for _, isa in ipairs(isas) do
     targetdir "build/obj/%{cfg.buildcfg}"
     files { "kernels/cpu/*.c" }
     defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
-    buildoptions { isa.flags }
+    buildoptions { isa.needs:gsub("%S+", "-m%0") .. (isa.flags or "") }
+    if isa.name ~= hostile_isa then removeconfigurations { "hostile" } end
     -- A fresh archive each time: `ar -r` alone would keep the objects of deleted files.
     makesettings { 'LINKCMD = rm -f "$@" && $(AR) -rcs "$@" $(OBJECTS)' }
 end
@@ -99,7 +113,12 @@ project "kvlab_runtime"
   files { "runtime/*.c", "runtime/*/*.c" }
   removefiles { "runtime/main.c" }
   prebuildcommands { "@../tools/abi.sh abi.h" }
-  for _, isa in ipairs(isas) do links { "cpu_" .. isa.name } end
+  for _, isa in ipairs(isas) do
+    filter(isa.name ~= hostile_isa and "configurations:not hostile" or {})
+      links { "cpu_" .. isa.name }
+      defines { "KVL_HAS_ISA_" .. isa.name:upper() }
+  end
+  filter {}
   links { "openblas", "lmdb", "hiredis", "pthread", "dl", "m" }
   -- nodelete: stock luajit closes libraries at exit, under the feet of OpenMP's threads.
   linkoptions { "-fopenmp", "-Wl,--no-undefined", "-Wl,-z,nodelete" }

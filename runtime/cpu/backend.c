@@ -1,5 +1,6 @@
 /* The CPU as a device: its instruction sets, its memory, and the table. Kernels come in three
- * instruction sets, chosen by what the processor has; what runs them is in cpu/queue.c. */
+ * instruction sets, chosen by what the processor has; what runs them is in cpu/queue.c. The
+ * build says with KVL_HAS_ISA_<ISA> which ones it has compiled. */
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -26,9 +27,13 @@
 #define KVL_ENTRY_avx2(op) [KVL_OP_##op] = kvl_cpu_##op##_avx2,
 #define KVL_ENTRY_avx512(op) [KVL_OP_##op] = kvl_cpu_##op##_avx512,
 
+#ifdef KVL_HAS_ISA_PLAIN
 KVL_TABLE(plain)
-#ifdef __x86_64__
+#endif
+#ifdef KVL_HAS_ISA_AVX2
 KVL_TABLE(avx2)
+#endif
+#ifdef KVL_HAS_ISA_AVX512
 KVL_TABLE(avx512)
 #endif
 
@@ -40,48 +45,57 @@ struct isa {
 #define KVL_ISA_ROW(isa, words)                                                           \
   {#isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa,                   \
    kvl_cpu_matmul_workspace_##isa}
+/* From the slowest to the fastest. */
 static const struct isa isas[] = {
+#ifdef KVL_HAS_ISA_PLAIN
   KVL_ISA_ROW(plain, "portable C"),
-#ifdef __x86_64__
+#endif
+#ifdef KVL_HAS_ISA_AVX2
   KVL_ISA_ROW(avx2, "AVX2"),
+#endif
+#ifdef KVL_HAS_ISA_AVX512
   KVL_ISA_ROW(avx512, "AVX-512"),
 #endif
 };
 enum { ISAS = sizeof isas / sizeof isas[0] };
 
-static int isa_supported(int i) {
+static int isa_supported(const struct isa *isa) {
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (i == 1)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
-  if (i == 2)
-    return isa_supported(1) && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
+  int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+  if (!strcmp(isa->name, "avx2")) return avx2;
+  if (!strcmp(isa->name, "avx512"))
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
-  return i == 0;
+  return !strcmp(isa->name, "plain");
 }
 
+/* NULL: the processor has none of those that were compiled; then the device does not open. */
 static const struct isa *isa_in_use(const struct isa *choose) {
   static const struct isa *current;
   if (choose) current = choose;
-  for (int i = 0; !current && i < ISAS; i++)
-    if (isa_supported(ISAS - 1 - i)) current = &isas[ISAS - 1 - i];
+  for (int i = ISAS - 1; !current && i >= 0; i--)
+    if (isa_supported(&isas[i])) current = &isas[i];
   return current;
 }
 
-const char *kvl_cpu_isa(void) { return isa_in_use(NULL)->name; }
+const char *kvl_cpu_isa(void) {
+  const struct isa *isa = isa_in_use(NULL);
+  return isa ? isa->name : "none";
+}
 
 int kvl_cpu_use_isa(const char *name) {
   for (int i = 0; i < ISAS; i++) {
     if (strcmp(isas[i].name, name)) continue;
-    if (!isa_supported(i))
+    if (!isa_supported(&isas[i]))
       return kvl__fail(KVL_ERR_UNSUPPORTED, "this processor lacks %s", isas[i].words);
     isa_in_use(&isas[i]);
     return KVL_OK;
   }
-  return kvl__fail(KVL_ERR_INVALID, "isa is \"%s\", expected plain, avx2 or avx512", name);
+  return kvl__fail(KVL_ERR_INVALID,
+    "isa is \"%s\", expected plain, avx2 or avx512; a hostile build has one of them", name);
 }
 
 /* ---- the table --------------------------------------------------------------------- */
@@ -89,7 +103,12 @@ int kvl_cpu_use_isa(const char *name) {
 static int count(void) { return 1; }
 
 static int open_cpu(int index, void **ctx, char *words) {
-  (void)index, (void)words;
+  (void)index;
+  if (!isa_in_use(NULL)) {
+    snprintf(words, KVL_WORDS_MAX,
+             "this build has kernels for %s only, which this processor lacks", isas[0].words);
+    return KVL_ERR_UNSUPPORTED;
+  }
   *ctx = (void *)&isas; /* no state of its own */
   return KVL_OK;
 }
