@@ -65,10 +65,12 @@ local function make_tiny_project()
   tiny = ask "mktemp -d"
   local _, problem = sh(("root='%s'\n"):format(root) .. [[
     mkdir -p runtime/core kernels/cpu kernels/cuda lua/kvlab/shell spec
+    mkdir -p lua/kvlab/experiment/sweep
     cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" "$root/VERSION" \
       "$root/LICENSE" .
     cp "$root/runtime/main.c" runtime
-    for module in words command_line sorted version shell/cli shell/test; do
+    for module in words command_line sorted version json shell/cli shell/test \
+      experiment/sweep/process; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
     cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell
@@ -405,6 +407,36 @@ stdin:8: unexpected symbol near ')'
     it("fails when no spec runs", function()
       assert.equal("1: 0 passed, 0 failed", last_line "")
       assert.equal("1: 0 passed, 0 failed", last_line 'it("x #gpu", function() end)')
+    end)
+
+    it("runs each of several files in a process of its own", function()
+      write("spec/tiny_spec.lua", [[it("a", function() rawset(_G, "mine", 1) end)]])
+      write("spec/more_spec.lua", [[it("b", function() assert.is_nil(mine) end)
+        it("c", function() pending "later" end)]])
+      write("spec/wrong_spec.lua", [[it("d", function() assert.equal(1, 2) end)]])
+      write("spec/crash_spec.lua", [[it("e", function()
+        local ffi = require "ffi"
+        ffi.cdef "void abort(void); int system(const char *command);"
+        ffi.C.system "sleep 600 >/dev/null 2>&1 & echo $! >pid" -- nobody waits for it
+        ffi.C.abort()
+      end)]])
+      local status, output = sh "./kvlab test --jobs=2"
+      assert.equal(1, status, output)
+      assert.equal(0, (sh "kill $(cat pid) && rm pid"))
+      assert.matches("spec/more_spec.lua s 1 passed\n", output, 1, true)
+      assert.matches("spec/wrong_spec.lua F 0 passed\n", output, 1, true)
+      assert.matches("\nFAILED  d\n  [^\n]*spec/wrong_spec.lua:1: ", output)
+      assert.matches("\nFAILED  spec/crash_spec.lua\n  its process ended: signal 6\n",
+        output, 1, true)
+      assert.matches("\nskipped  c: later\n", output, 1, true)
+      assert.matches("\n2 passed, 2 failed, 1 skipped\n$", output)
+      sh "rm spec/crash_spec.lua spec/wrong_spec.lua"
+      status, output = sh "./kvlab test --jobs=1 spec/tiny_spec.lua spec/more_spec.lua"
+      assert.equal(1, status)
+      assert.matches("\n1 passed, 1 failed, 1 skipped\n$", output)
+      assert.matches("\n2 passed, 0 failed, 1 skipped\n$",
+        select(2, sh "./kvlab test --jobs=2"))
+      sh "rm spec/more_spec.lua"
     end)
 
     it("selects by tag and pattern", function()

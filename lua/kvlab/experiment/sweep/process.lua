@@ -6,6 +6,7 @@ ffi.cdef [[
 typedef struct { int fd; short events, revents; } kvl_pollfd;
 int socketpair(int domain, int type, int protocol, int fds[2]);
 int close(int fd);
+int fcntl(int fd, int command, ...);
 int kill(int pid, int signal);
 int poll(kvl_pollfd *fds, unsigned long n, int timeout_ms);
 int prctl(int option, unsigned long value);
@@ -24,6 +25,7 @@ local C = ffi.C
 local AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC, MSG_NOSIGNAL = 1, 1, 0x80000, 0x4000
 local SHUT_WR = 1
 local POLLIN, EINTR, SIGKILL, SIGTERM, PR_SET_PDEATHSIG = 1, 4, 9, 15, 1
+local F_SETFD, FD_CLOEXEC = 2, 1
 local PARENT = 3 -- the child's descriptor
 local BUFFER_BYTES = 65536
 
@@ -121,8 +123,12 @@ end
 
 -- ---- on the child's side --------------------------------------------------------------
 
---- This process ends when its parent does, whatever it does.
-function M.follow_parent() C.prctl(PR_SET_PDEATHSIG, SIGTERM) end
+--- This process ends when its parent does, whatever it does. The programs that it starts
+-- do not inherit the socket, so the parent hears of its end even if they go on.
+function M.follow_parent()
+  C.prctl(PR_SET_PDEATHSIG, SIGTERM)
+  C.fcntl(PARENT, F_SETFD, ffi.cast("int", FD_CLOEXEC))
+end
 
 --- Lines from the parent, until it closes its end.
 ---@return fun(): string|nil
