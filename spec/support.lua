@@ -4,13 +4,64 @@
 -- One list of cases serves both devices: `it_on_cpu` checks it against the reference for
 -- every instruction set, `it_on_gpu` checks CUDA against the CPU.
 local busted = require "busted"
+local ffi = require "ffi"
 local kv = require "kvlab"
 
 local M = {}
 
 local NAN = 0 / 0
 
---- The instruction sets this machine has.
+ffi.cdef "int memcmp(const void *a, const void *b, size_t bytes);"
+
+-- ---- many numbers ---------------------------------------------------------------------
+
+--- Numbers in one piece of memory, read and written like a list: a[1] ... a[#a]. Lists of
+-- millions would keep the collector busy.
+local numbers_t = ffi.metatype("struct { size_t count; double values[?]; }", {
+  __len = function(a) return tonumber(a.count) end,
+  __index = function(a, i) return a.values[i - 1] end,
+  __newindex = function(a, i, x) a.values[i - 1] = x end,
+})
+
+local function new_numbers(n)
+  local a = numbers_t(math.max(n, 1))
+  a.count = n
+  return a
+end
+
+--- n numbers that are all `value`.
+function M.filled(n, value)
+  local a = new_numbers(n)
+  for i = 0, n - 1 do a.values[i] = value end
+  return a
+end
+
+local host_of = { f32 = "float[?]", i32 = "int32_t[?]", i64 = "int64_t[?]",
+                  u8 = "uint8_t[?]", u64 = "uint64_t[?]" }
+
+--- The elements of a tensor, as t:list() has them. Waits for the device.
+function M.numbers(t)
+  local n, source = tonumber(t.count), host_of[t:type()] and t or t:cast "f32"
+  local host, a = ffi.new(host_of[source:type()], math.max(n, 1)), new_numbers(n)
+  kv.check(kv.C.kvl_tensor_read(source, host, source:bytes()))
+  for i = 0, n - 1 do a.values[i] = host[i] end
+  return a
+end
+
+--- A tensor of numbers (or of a list).
+function M.from(dev, dtype, shape, a)
+  if type(a) == "table" then return kv.from(dev, dtype, shape, a) end
+  local t = kv.tensor(dev, host_of[dtype] and dtype or "f32", shape)
+  assert(tonumber(t.count) == #a)
+  local host = ffi.new(host_of[t:type()], math.max(#a, 1))
+  for i = 0, #a - 1 do host[i] = a.values[i] end
+  kv.check(kv.C.kvl_tensor_write(t, host, t:bytes()))
+  return host_of[dtype] and t or t:cast(dtype)
+end
+
+-- ---- instruction sets and devices -----------------------------------------------------
+
+--- The instruction sets that this build and this machine have.
 function M.isas()
   local now, found = M.isa(), {}
   for _, isa in ipairs { "plain", "avx2", "avx512" } do
@@ -37,20 +88,84 @@ function M.it_on_cpu(name, fn)
   end
 end
 
+--- A hostile build: its checks make kernels several times slower.
+M.is_hostile = kv.C.kvl_fail_allocation(0) == 0
+
+--- The values of a case's fields as text, those of a list one by one: "lens=17".
+local function values_in(c, prefix, found)
+  for field, value in pairs(c) do
+    local name = type(field) == "number" and prefix or prefix .. tostring(field)
+    if type(value) == "table" then values_in(value, name, found)
+    elseif field ~= "seed" then found[#found + 1] = name .. "=" .. tostring(value) end
+  end
+  return found
+end
+
+--- Every pair of values that a case has, as text; a field that only other cases have
+-- counts as "field=nil".
+local function pairs_in(c, fields)
+  local values, found = values_in(c, "", {}), {}
+  for _, field in ipairs(fields) do
+    if c[field] == nil then values[#values + 1] = field .. "=nil" end
+  end
+  table.sort(values)
+  for i = 1, #values do
+    for j = i, #values do found[#found + 1] = values[i] .. " " .. values[j] end
+  end
+  return found
+end
+
+--- What a build runs of a table of cases: all of them, or in a hostile build a sample, in
+-- which any two values of two fields still come together where they do in the table. The
+-- case with most pairs that no other has brought is taken, the first of equals, until
+-- none is left; so the sample depends on the table alone. Seeds do not count.
+function M.cases(list)
+  if not M.is_hostile then return list end
+  local sample, is_taken, seen, found, fields = {}, {}, {}, {}, {}
+  for _, c in ipairs(list) do
+    for field in pairs(c) do fields[field] = type(field) == "string" or nil end
+  end
+  fields = M.names(fields)
+  for i, c in ipairs(list) do found[i] = pairs_in(c, fields) end
+  repeat
+    local best, most = nil, 0
+    for i = 1, #list do
+      local new = 0
+      for _, pair in ipairs(found[i]) do new = new + (seen[pair] and 0 or 1) end
+      if new > most then best, most = i, new end
+    end
+    for _, pair in ipairs(best and found[best] or {}) do seen[pair] = true end
+    if best then is_taken[best] = true end
+  until not best
+  for i, c in ipairs(list) do if is_taken[i] then sample[#sample + 1] = c end end
+  return sample
+end
+
 --- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
 function M.it_on_gpu(name, fn)
   if not kv.cuda_available() then return busted.pending(name .. " #gpu") end
   busted.it(name .. " #gpu", function() fn(kv.device "cuda", kv.device "cpu") end)
 end
 
+local function values_of(x)
+  local is_list = type(x) == "table" and not x.list or ffi.istype(numbers_t, x)
+  return is_list and x or M.numbers(x)
+end
+
+--- Whether two lists are in memory, and the same there.
+local function same_bytes(a, b)
+  return ffi.istype(numbers_t, a) and ffi.istype(numbers_t, b)
+    and ffi.C.memcmp(a.values, b.values, 8 * #a) == 0
+end
+
 --- Raise unless every |got[i] - want[i]| <= abs + rel * |want[i]|. Infinities and NaNs
--- must match. got, want: tensors or flat arrays of the same length.
+-- must match. got, want: tensors, flat lists or numbers of the same length.
 function M.close(got, want, abs, rel, what)
-  if type(got) ~= "table" or got.list then got = got:list() end
-  if type(want) ~= "table" or want.list then want = want:list() end
+  got, want = values_of(got), values_of(want)
   if #got ~= #want then
     error(("%s: %d elements, expected %d"):format(what or "result", #got, #want), 2)
   end
+  if same_bytes(got, want) then return end
   for i = 1, #want do
     local g, w = got[i], want[i]
     local same = g == w or (g ~= g and w ~= w)
@@ -129,12 +244,12 @@ function M.scales(n, seed)
   return kv.from(kv.device "cpu", "f32", { n }, list):list()
 end
 
---- k [tokens, kv_heads, head_dim] as a cache of this dtype holds it, flat; scales: by KV
--- head, of an f8e4m3 cache.
+--- k [tokens, kv_heads, head_dim] as a cache of this dtype holds it, as flat numbers;
+-- scales: by KV head, of an f8e4m3 cache.
 function M.stored(k, dtype, scales)
   local shape = { 1, k:size(1), 1 }
   if scales then k = k:cast "f32" / kv.from(kv.device "cpu", "f32", shape, scales) end
-  return k:cast(dtype):list()
+  return M.numbers(k:cast(dtype))
 end
 
 --- A small generator of whole numbers: rng(n) is in 0 ... n - 1.
@@ -144,6 +259,14 @@ function M.rng(seed)
     state = (state * 48271) % 2147483647
     return math.floor(state / 2147483647 * n)
   end
+end
+
+--- The keys of a table of names, sorted: `pairs` has another order in every process.
+function M.names(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return names
 end
 
 --- `count` different whole numbers of 0 ... n - 1 in random order.
@@ -190,7 +313,7 @@ end
 -- all others, its blocks in random order.
 --  c  lens, block_size, and optionally kv_heads (1), head_dim (64), dtype (f32),
 --     extra (1: table columns that no sequence needs), seed
--- Returns { layout, lens, tables, max_blocks, cache (flat values), on(dev) }, where
+-- Returns { layout, lens, tables, max_blocks, cache (flat numbers), on(dev) }, where
 -- on(dev) gives the tensors cache, tables and lens.
 function M.paged(c)
   local rng = M.rng(c.seed or 1)
@@ -205,7 +328,7 @@ function M.paged(c)
   local layout, dtype = p.layout, c.dtype or "f32"
   p.tables = M.block_table(rng, c.lens, c.block_size, p.max_blocks, layout.blocks)
   local shape = { layout.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
-  p.cache = M.randn(kv.device "cpu", dtype, shape, c.seed or 1):list()
+  p.cache = M.numbers(M.randn(kv.device "cpu", dtype, shape, c.seed or 1))
   local valid, i = valid_tokens(p), 0
   for block = 0, layout.blocks - 1 do
     for _ = 1, 2 * layout.kv_heads do
@@ -218,7 +341,7 @@ function M.paged(c)
     end
   end
   function p.on(dev)
-    return kv.from(dev, dtype, shape, p.cache),
+    return M.from(dev, dtype, shape, p.cache),
       kv.from(dev, "i32", { #p.lens, p.max_blocks }, p.tables),
       kv.from(dev, "i32", { #p.lens }, p.lens)
   end
@@ -247,6 +370,16 @@ function M.latest(make)
   return function(c)
     if case ~= c then case, made = c, make(c) end
     return made
+  end
+end
+
+--- make, which remembers what it made of every case, for all instruction sets: small
+-- results of slow references.
+function M.once(make)
+  local made = {}
+  return function(c)
+    made[c] = made[c] or { make(c) }
+    return unpack(made[c])
   end
 end
 

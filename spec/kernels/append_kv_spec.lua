@@ -27,8 +27,7 @@ local function append(dev, c)
 end
 
 local function expected(c, k, v, slots)
-  local values = {}
-  for i = 1, BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim do values[i] = 7 end
+  local values = support.filled(BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim, 7)
   return reference.append_kv(values, c, support.stored(k, c.dtype, c.k_scale),
     support.stored(v, c.dtype, c.v_scale), slots)
 end
@@ -57,7 +56,7 @@ end
 
 describe("appending K and V", function()
   support.it_on_cpu("writes every slot that is not negative, and no other", function(dev)
-    for i, c in ipairs(cases) do
+    for i, c in ipairs(support.cases(cases)) do
       local cache, k, v, slots = append(dev, c)
       support.equal(cache, expected(c, k, v, slots), ("cache of case %d"):format(i))
     end

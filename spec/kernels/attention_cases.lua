@@ -47,10 +47,10 @@ end
 local function place_in_slots(c, a)
   local rng, layout = support.rng(c.seed or 3), a.layout
   local rows = #c.lens * a.max_selected
-  local blocks, memory, slots, selection = rows + 2, {}, {}, {}
+  local blocks, slots, selection = rows + 2, {}, {}
   local lane = layout.block_size * layout.head_dim
   local half = layout.kv_heads * lane
-  for i = 1, blocks * 2 * half do memory[i] = NAN end
+  local memory = support.filled(blocks * 2 * half, NAN)
   for list = 0, a.selection_heads - 1 do
     local free = support.distinct(rng, rows, blocks)
     local first = a.selection_heads > 1 and list * lane or 0
@@ -160,7 +160,7 @@ local function tensors(dev, c, inputs)
   end
   local cache, tables, lens = inputs.paged.on(dev)
   if c.slots then
-    cache = kv.from(dev, c.dtype or "f32", { inputs.blocks, 2, layout.kv_heads,
+    cache = support.from(dev, c.dtype or "f32", { inputs.blocks, 2, layout.kv_heads,
       layout.block_size, layout.head_dim }, inputs.memory)
     tables:fill_(-1)
   end

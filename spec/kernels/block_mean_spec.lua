@@ -44,10 +44,9 @@ end
 
 describe("block mean", function()
   support.it_on_cpu("averages the valid tokens of the named blocks", function(dev)
-    for i, c in ipairs(cases) do
+    for i, c in ipairs(support.cases(cases)) do
       local summary, paged, blocks, tokens = summary_of(dev, c)
-      local want = {}
-      for j = 1, tonumber(summary.count) do want[j] = POISON end
+      local want = support.filled(tonumber(summary.count), POISON)
       reference.block_mean(paged.cache, paged.layout, blocks, tokens, want)
       support.close(summary, want, 2e-6, 2e-6 + ulp[c.out],
         ("summary of case %d"):format(i))

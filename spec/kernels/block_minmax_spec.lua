@@ -39,13 +39,12 @@ end
 
 describe("block min and max", function()
   support.it_on_cpu("bound the valid tokens of the named blocks", function(dev)
-    for i, c in ipairs(cases) do
+    for i, c in ipairs(support.cases(cases)) do
       local summary, paged, blocks, tokens = summary_of(dev, c)
-      local want = {}
-      for j = 1, tonumber(summary.count) do want[j] = POISON end
+      local want = support.filled(tonumber(summary.count), POISON)
       reference.block_minmax(paged.cache, paged.layout, blocks, tokens, want)
       if c.dtype == "f8e4m3" then
-        for j, x in ipairs(want) do want[j] = math.max(-448, math.min(x, 448)) end
+        for j = 1, #want do want[j] = math.max(-448, math.min(want[j], 448)) end
       end
       support.equal(summary, want, ("summary of case %d"):format(i))
     end

@@ -71,9 +71,7 @@ local function append(dev, c)
 end
 
 local function filled(c, blocks, value)
-  local values = {}
-  for i = 1, blocks * 2 * c.kv_heads * c.block_size * c.head_dim do values[i] = value end
-  return values
+  return support.filled(blocks * 2 * c.kv_heads * c.block_size * c.head_dim, value)
 end
 
 local cases = {}
@@ -98,7 +96,7 @@ end
 
 describe("appending through a hot cache", function()
   support.it_on_cpu("writes the host tier and the slots of its blocks", function(dev)
-    for i, c in ipairs(cases) do
+    for i, c in ipairs(support.cases(cases)) do
       local cache, memory, buffer, given = append(dev, c)
       support.equal(cache, reference.append_kv(filled(c, BLOCKS, 7), c, given.k, given.v,
         given.slots), ("cache of case %d"):format(i))

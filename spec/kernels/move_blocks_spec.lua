@@ -40,13 +40,13 @@ local function move(dev, c)
   local shape = { SEQS, c.lanes, N }
   kv.check(kv.C.kvl_move_blocks(src, kv.from(dev, "i32", shape, from), dst,
     kv.from(dev, "i32", shape, to), not c.uncounted and moved or nil))
-  return dst, moved:item() - 1000, values:list(), from, to
+  return dst, moved:item() - 1000, support.numbers(values), from, to
 end
 
 local function expected(c, src, from, to)
   local half = c.kv_heads * c.block_size * c.head_dim
-  local run, dst, bytes = half / c.lanes, {}, 0     -- elements moved in one go
-  for i = 1, DST * 2 * half do dst[i] = 7 end
+  local run, bytes = half / c.lanes, 0     -- elements moved in one go
+  local dst = support.filled(DST * 2 * half, 7)
   for i = 1, #from do
     local lane = math.floor((i - 1) / N) % c.lanes
     if from[i] >= 0 and from[i] < SRC and to[i] >= 0 and to[i] < DST then
@@ -77,7 +77,7 @@ end
 
 describe("moving blocks", function()
   support.it_on_cpu("copies blocks or KV heads and counts the bytes", function(dev)
-    for i, c in ipairs(cases) do
+    for i, c in ipairs(support.cases(cases)) do
       local dst, moved, src, from, to = move(dev, c)
       local want, bytes = expected(c, src, from, to)
       support.equal(dst, want, ("dst of case %d"):format(i))

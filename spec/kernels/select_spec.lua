@@ -68,7 +68,7 @@ local budgets = {
 }
 
 local cases = {}
-for kind in pairs(kinds) do
+for _, kind in ipairs(support.names(kinds)) do
   for _, b in ipairs(budgets) do
     cases[#cases + 1] = { kind = kind, budget = b, lens = { 0, 1, 16, 17, 300, 513 },
       block_size = 16, heads = 2, max_blocks = 40, max_selected = 40 }
@@ -81,7 +81,7 @@ for max_selected = 1, 9 do
     max_selected = max_selected }
 end
 local long = {}
-for kind in pairs(kinds) do
+for _, kind in ipairs(support.names(kinds)) do
   for _, blocks in ipairs { 1, 100, 4000 } do
     long[#long + 1] = { kind = kind, budget = { blocks = blocks, sink = 1, recent = 2 },
       lens = { 5000 }, block_size = 1, heads = 1, max_blocks = 5000, max_selected = 5000 }
@@ -89,7 +89,7 @@ for kind in pairs(kinds) do
 end
 -- Rows that teams of one, two and eight blocks take, some shorter than the table.
 local teams = {}
-for kind in pairs(kinds) do
+for _, kind in ipairs(support.names(kinds)) do
   for _, shape in ipairs { { 1, 9000, 700 }, { 3, 20000, 2048 }, { 40, 9000, 100 } } do
     local lens = {}
     for i = 1, shape[1] do lens[i] = i % 3 == 2 and shape[2] / 2 or shape[2] end

@@ -82,7 +82,7 @@ end
 --- Whole rows, windows, transforms, ties, sizes of 0 and 1.
 function M.small()
   local cases = {}
-  for kind in pairs(M.kinds) do
+  for _, kind in ipairs(S.names(M.kinds)) do
     for _, size in ipairs { { 5, 40, 7 }, { 4, 300, 300 }, { 9, 700, 100 } } do
       for _, to in ipairs { "positions", "paged", "shared", "ragged" } do
         cases[#cases + 1] = { kind = kind, rows = size[1], n = size[2], k = size[3],
@@ -102,7 +102,7 @@ end
 --- Rows that are long, and k of 2048: more than 16384 candidates in one bin.
 function M.long()
   local cases = {}
-  for kind in pairs(M.kinds) do
+  for _, kind in ipairs(S.names(M.kinds)) do
     cases[#cases + 1] = { kind = kind, rows = 2, n = 20000, k = 2048, full = true }
   end
   cases[#cases + 1] = { kind = "clustered", rows = 1, n = 70000, k = 2048, full = true }

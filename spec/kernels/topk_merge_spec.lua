@@ -62,7 +62,7 @@ local topics = { { "finds the same tokens tile by tile", cases },
 describe("topk_merge", function()
   for _, topic in ipairs(topics) do
     S.it_on_cpu(topic[1], function(dev)
-      for i, pair in ipairs(topic[2]) do
+      for i, pair in ipairs(S.cases(topic[2])) do
         local c = pair[1]
         local what = ("case %d (%s, %dx%d k %d, tiles of %d)"):format(i, c.kind, c.rows,
           c.n, c.k, pair[2])

@@ -57,28 +57,22 @@ describe("topk", function()
       for _, largest in ipairs { true, false } do
         local text = ("the %d %s of %dx%d %s"):format(k, largest and "largest" or "least",
           rows, n, name)
-        local a
-        S.it_on_cpu("finds " .. text, function(dev)
+        local a, list, want -- made once for all instruction sets
+        local function check_on_cpu(dev, by_index)
           a = a or make { rows, n }
-          local indices, values = run(dev, a, k, largest)
-          local want = reference.topk(a:list(), n, k, largest)
-          S.equal(indices, want)
-          local list, wanted = a:list(), {}
-          for i, index in ipairs(want) do
-            wanted[i] = list[math.floor((i - 1) / k) * n + index + 1]
+          list = list or a:list()
+          want = want or reference.topk(list, n, k, largest)
+          local wanted, wanted_values = by_index and ascending(want, k) or want, {}
+          for i, index in ipairs(wanted) do
+            wanted_values[i] = list[math.floor((i - 1) / k) * n + index + 1]
           end
-          S.equal(values, wanted)
-        end)
+          local indices, values = run(dev, a, k, largest, by_index)
+          S.equal(indices, wanted)
+          S.equal(values, wanted_values)
+        end
+        S.it_on_cpu("finds " .. text, function(dev) check_on_cpu(dev, false) end)
         S.it_on_cpu("finds " .. text .. " in index order", function(dev)
-          a = a or make { rows, n }
-          local want = ascending(reference.topk(a:list(), n, k, largest), k)
-          local indices, values = run(dev, a, k, largest, true)
-          S.equal(indices, want)
-          local list, wanted = a:list(), {}
-          for i, index in ipairs(want) do
-            wanted[i] = list[math.floor((i - 1) / k) * n + index + 1]
-          end
-          S.equal(values, wanted)
+          check_on_cpu(dev, true)
         end)
         S.it_on_gpu("agrees with the CPU on " .. text, function(cuda)
           a = a or make { rows, n }

@@ -26,7 +26,7 @@ local topics = {
 describe("topk_transform", function()
   for _, topic in ipairs(topics) do
     S.it_on_cpu(topic[1], function(dev)
-      for i, c in ipairs(topic[2]) do
+      for i, c in ipairs(S.cases(topic[2])) do
         S.equal(run(dev, c), reference.topk_transform(topk_cases.make(c)), words(i, c))
       end
     end)

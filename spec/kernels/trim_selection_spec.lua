@@ -63,7 +63,7 @@ local function expected(c)
 end
 
 local cases = {}
-for kind in pairs(kinds) do
+for _, kind in ipairs(support.names(kinds)) do
   for _, mass in ipairs { 0, 0.25, 0.5, 0.875, 1 } do
     for _, ends in ipairs { { 0, 0 }, { 1, 2 }, { 3, 0 }, { 30, 30 } } do
       for _, most in ipairs { 0, 1, 8, 1000 } do
@@ -75,7 +75,7 @@ for kind in pairs(kinds) do
   end
 end
 local long = {}
-for kind in pairs(kinds) do
+for _, kind in ipairs(support.names(kinds)) do
   for _, mass in ipairs { 0.5, 0.75 } do
     long[#long + 1] = { kind = kind, mass = mass, sink = 1, recent = 2, most = 4000,
       lens = { 5000, 4999, 0 }, block_size = 1, heads = 1, max_blocks = 5000,

@@ -12,9 +12,10 @@ local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
 
 --- A cache's flat values, K times k_scale and V times v_scale.
 local function scaled(cache, layout, k_scale, v_scale)
-  local half, flat = layout.kv_heads * layout.block_size * layout.head_dim, {}
-  for i, x in ipairs(cache) do
-    flat[i] = x * (math.floor((i - 1) / half) % 2 == 0 and k_scale or v_scale)
+  local half = layout.kv_heads * layout.block_size * layout.head_dim
+  local flat = support.filled(#cache, 0)
+  for i = 1, #cache do
+    flat[i] = cache[i] * (math.floor((i - 1) / half) % 2 == 0 and k_scale or v_scale)
   end
   return flat
 end
@@ -61,8 +62,9 @@ local prepare = support.latest(function(c)
     local function scale(s) return s and kv.full(dev, "f32", { 1 }, s) end
     local blocks, kv_heads, size = layout.blocks, layout.kv_heads, layout.block_size
     return { q = q:to(dev), tables = tables_on, lens = lens_on,
-      key_cache = kv.from(dev, c.dtype, { blocks, kv_heads, dim / x, size, x }, keys),
-      value_cache = kv.from(dev, c.dtype, { blocks, kv_heads, dim, size }, values),
+      key_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim / x, size, x }, keys),
+      value_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim, size },
+        values),
       alibi = slopes and kv.from(dev, "f32", { heads }, slopes),
       k_scale = scale(c.k_scale), v_scale = scale(c.v_scale) }
   end
@@ -139,7 +141,7 @@ topic("scales what an f8e4m3 cache holds", {
 })
 
 local function each(cases, fn)
-  for i, c in ipairs(cases) do
+  for i, c in ipairs(support.cases(cases)) do
     for _, version in ipairs(VERSIONS) do
       fn(c, version, ("V%d of case %d"):format(version, i))
     end
