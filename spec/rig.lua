@@ -14,7 +14,7 @@ local drawn = {} -- by device, dtype and seed
 --- At least `count` tokens; the first ones are the same however many there are.
 local function random_numbers(dev, dtype, seed, heads, count)
   local size = count <= 512 and 512 or 8192
-  local key = dev:name() .. dtype .. seed .. " " .. size
+  local key = dev:name() .. dtype .. seed .. " " .. size .. " " .. heads
   drawn[key] = drawn[key]
     or kv.randn(dev, "f32", { size, heads, SHAPE.head_dim }, { seed = seed }):cast(dtype)
   return drawn[key]
@@ -26,7 +26,7 @@ local function tokens(rig, s, layer, position, n)
     local seed = 1000 * s + 10 * layer + kind
     return random_numbers(rig.device, rig.dtype, seed, heads, at + n):narrow(at, n)
   end
-  return draw(1, SHAPE.heads, position - position % rig.steady),
+  return draw(1, rig.heads, position - position % rig.steady),
     draw(2, SHAPE.kv_heads, position), draw(3, SHAPE.kv_heads, position)
 end
 
@@ -46,7 +46,7 @@ local function forward(rig, numbers, position_of, n, is_prefill, ends_prompts)
       q[i], k[i], v[i] = tokens(rig, s, layer, position_of[i], n)
     end
     outs[layer] = rig.attention:forward(layer,
-      join(rig.device, rig.dtype, q, SHAPE.heads, n),
+      join(rig.device, rig.dtype, q, rig.heads, n),
       join(rig.device, rig.dtype, k, SHAPE.kv_heads, n),
       join(rig.device, rig.dtype, v, SHAPE.kv_heads, n))
   end
@@ -80,9 +80,10 @@ end
 -- cache (the same). o.window, o.soft_cap, o.alibi: of the attention. o.steady: so many
 -- positions in a row have one query (1). o.scoped: every step in a kv.scope of its own
 -- (which frees what it selected); run the same without it first, that draws the tokens.
+-- o.heads: query heads (8).
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
-                scoped = o.scoped }
+                scoped = o.scoped, heads = o.heads or SHAPE.heads }
   local offload
   if o.offload then
     offload = { max_seqs = 8 }
@@ -94,7 +95,7 @@ function M.new(dev, o)
     head_dim = SHAPE.head_dim, offload = offload,
     k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
   rig.policy = kv.policy(o.policy or "full", o.options)
-  rig.attention = kv.attention { cache = rig.cache, heads = SHAPE.heads, max_seqs = 8,
+  rig.attention = kv.attention { cache = rig.cache, heads = rig.heads, max_seqs = 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
     window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through }
   rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }

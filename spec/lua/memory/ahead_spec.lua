@@ -32,23 +32,29 @@ local function with_ahead(mode, ahead)
   return options
 end
 
+local cases = {}
+for mode = 1, #MODES do
+  for _, slots in ipairs { 40, 200 } do
+    for _, fork in ipairs { false, true } do
+      cases[#cases + 1] = { mode = mode, slots = slots, fork = fork }
+    end
+  end
+end
+
 describe("blocks brought ahead", function()
   support.each_device(function(dev)
     it("change no bit of what comes out", function()
-      for _, mode in ipairs(MODES) do
-        for _, offload in ipairs { { hot_slots = 40 }, { hot_slots = 200 } } do
-          for _, fork in ipairs { false, true } do
-            local o = { offload = offload, fork = fork, chunk = 140 }
-            local want = decode(dev, with_ahead(mode, 0), o)
-            local got = decode(dev, with_ahead(mode), o)
-            for i, step in ipairs(want) do
-              support.equal(got[i].selection, step.selection, "selection")
-              support.equal(got[i].out, step.out, "step " .. i)
-            end
-            assert.equal(0, last(want).ahead.predicted)
-            assert.is_true(last(got).ahead.used > 0)
-          end
+      for _, c in ipairs(support.cases(cases)) do
+        local o = { offload = { hot_slots = c.slots }, fork = c.fork, chunk = 140,
+                    heads = 4 }
+        local want = decode(dev, with_ahead(MODES[c.mode], 0), o)
+        local got = decode(dev, with_ahead(MODES[c.mode]), o)
+        for i, step in ipairs(want) do
+          support.equal(got[i].selection, step.selection, "selection")
+          support.equal(got[i].out, step.out, "step " .. i)
         end
+        assert.equal(0, last(want).ahead.predicted)
+        assert.is_true(last(got).ahead.used > 0)
       end
     end)
 

@@ -84,13 +84,16 @@ describe("policy aliases", function()
 end)
 
 describe("policy budget", function()
-  local function blocks(options, n, block_size)
+  --- A function of n: how many of n blocks these options allow.
+  local function budget(options, block_size)
     local p = kv.policy("quest", options)
     local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 4,
                              kv_heads = 1, block_size = block_size or 16, head_dim = 8 }
     kv.attention { cache = cache, heads = 1, decode_policy = p }
-    return kv.policy.budget_blocks(p.budget, n)
+    return function(n) return kv.policy.budget_blocks(p.budget, n) end
   end
+
+  local function blocks(options, n, block_size) return budget(options, block_size)(n) end
 
   it("is a share of the blocks, rounded up", function()
     local none = { min_blocks = 0, sink = 0, recent = 0 }
@@ -104,7 +107,9 @@ describe("policy budget", function()
     assert.equal(0, ratio(0, 100))
     assert.equal(100, ratio(1, 100))
     assert.equal(0, ratio(1, 0))
-    for n = 1, 2000 do assert.equal(math.ceil(n / 4), ratio(0.25, n)) end
+    none.ratio = 0.25
+    local quarter = budget(none)
+    for n = 1, 2000 do assert.equal(math.ceil(n / 4), quarter(n)) end
   end)
 
   it("is tokens in whole blocks, or blocks", function()
