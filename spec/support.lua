@@ -91,6 +91,9 @@ end
 --- A hostile build: its checks make kernels several times slower.
 M.is_hostile = kv.C.kvl_fail_allocation(0) == 0
 
+--- Why a spec is pending in a hostile build that builds programs of its own.
+M.SAME_PROGRAMS = "its programs are the same in every build: release runs them"
+
 --- The values of a case's fields as text, those of a list one by one: "lens=17".
 local function values_in(c, prefix, found)
   for field, value in pairs(c) do

@@ -1,6 +1,7 @@
 --- prefetch_stress.c under sanitizers: many submitters and random cancels, order, failing
 -- stores and devices.
 local library = require "kvlab.library"
+local support = require "spec.support"
 
 local function has_sanitizer(sanitizer)
   return os.execute(("echo 'int main(void) { return 0; }' | "
@@ -45,6 +46,7 @@ end
 
 local function it_under(sanitizer, name, runs)
   it(("%s, under the %s sanitizer"):format(name, sanitizer), function()
+    if support.is_hostile then return pending(support.SAME_PROGRAMS) end
     local program = build_stress(sanitizer)
     if not program then return pending "no compiler with this sanitizer" end
     for _, words in ipairs(runs) do

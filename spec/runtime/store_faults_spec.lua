@@ -454,6 +454,7 @@ describe("a store under eight threads", function()
   end)
 
   local function hammer(url, capacity, rounds, pid)
+    if is_hostile then return pending(support.SAME_PROGRAMS) end
     local source = kv.paths.root .. "/spec/runtime/store_threads.c"
     if not processes.has "gcc" or not read(kv.paths.root .. "/runtime/store/store.c") then
       return pending "no compiler, or no sources"
