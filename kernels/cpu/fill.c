@@ -1,6 +1,7 @@
 /* out[i] = value.
  *   out  any dtype  [count]
- * Writes every byte once. The value is converted once, then stored as a bit pattern.
+ * Writes every byte once. The value is converted once, then stored as a bit pattern;
+ * bytes by memset, which a hostile build checks once, not byte by byte.
  * Limit: write bandwidth. */
 #include "cpu/convert.h"
 #include "cpu/split.h"
@@ -20,7 +21,7 @@ static int fill_piece(const void *args, int64_t begin, int64_t end) {
     case 8: FILL(uint64_t); break;
     case 4: FILL(uint32_t); break;
     case 2: FILL(uint16_t); break;
-    default: FILL(uint8_t);
+    default: memset((char *)a->out + begin, pattern[0], (size_t)(end - begin));
   }
   return 0;
 }
