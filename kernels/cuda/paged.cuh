@@ -241,6 +241,16 @@ __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
 }
 
+/* Sixteen dims of two rows of q, as the left side of an mma. */
+template <class T>
+__device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, const T *q1,
+                                              int at, int head_dim) {
+  x[0] = load_pair(q0, at, head_dim);
+  x[1] = load_pair(q1, at, head_dim);
+  x[2] = load_pair(q0, at + 8, head_dim);
+  x[3] = load_pair(q1, at + 8, head_dim);
+}
+
 }  // namespace kvl
 
 #endif

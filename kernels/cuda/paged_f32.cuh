@@ -283,12 +283,11 @@ paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgro
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
   __shared__ f32_rows<ROWS> sees[WARPS];
-  const int group = (int)(a.heads / a.cache.kv_heads), kv_head = blockIdx.y / subgroups;
-  const int first = blockIdx.y % subgroups * ROWS, heads_each = min(group - first, ROWS);
-  const query_tile tile_q = find_tile(a, blockIdx.x, max(1, ROWS / group));
+  const query_block block = find_queries<ROWS>(a, blockIdx.x, subgroups);
+  const query_tile &tile_q = block.tile;
+  const query_rows &rows = block.rows;
+  const int kv_head = block.kv_head;
   if (tile_q.seq < 0) return;
-  const query_rows rows = {tile_q.token0, kv_head * group + first, heads_each,
-                           tile_q.tokens * heads_each};
   const int warp = threadIdx.x / WARP;
   const int length = a.lens[tile_q.seq], last = tile_q.position0 + tile_q.tokens - 1;
   sees[warp].set(a, rows, tile_q.position0, length);

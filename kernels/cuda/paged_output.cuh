@@ -17,6 +17,26 @@ struct query_rows {
   __device__ int head(int r) const { return head0 + r % heads_each; }
 };
 
+/* The query rows of a block of threads, ROWS of them at most: of the tile number `index`, and
+ * of the KV head and the subgroup of its heads that blockIdx.y is. tile.seq -1: there are
+ * none. */
+struct query_block {
+  int kv_head;
+  query_tile tile;
+  query_rows rows;
+};
+template <int ROWS>
+__device__ __forceinline__ query_block find_queries(const kvl_paged_attention_args &a,
+                                                    int64_t index, int subgroups) {
+  query_block b;
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  b.kv_head = blockIdx.y / subgroups;
+  const int first = blockIdx.y % subgroups * ROWS, heads_each = min(group - first, ROWS);
+  b.tile = find_tile(a, index, max(1, ROWS / group));
+  b.rows = {b.tile.token0, b.kv_head * group + first, heads_each, b.tile.tokens * heads_each};
+  return b;
+}
+
 /* Neighbours of out from `at` on. Not store_any: a.out is read where it is stored to, since a
  * kernel that would hold it until then has no register for it. */
 template <int N>

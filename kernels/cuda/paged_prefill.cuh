@@ -40,7 +40,173 @@ template <int KEYS> struct row_lists {
   int whole[3][KEYS / WARP];   /* is every key of these 32 there? */
 };
 
-/* C: the cache's type, T or f8e4m3. */
+/* ---- tiles of keys ---------------------------------------------------------------------- */
+
+/* Looks up the rows of tile t. */
+template <int KEYS>
+__device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS> &lists, int t,
+                                          int tid, int lane, int warp) {
+  if (tid >= KEYS) return;
+  paged_row row = walk.find(t * KEYS + tid);
+  lists.offset[t % 3][tid] = row.offset;
+  lists.position[t % 3][tid] = row.position;
+  int whole = __all_sync(ALL_LANES, row.position >= 0);
+  if (lane == 0) lists.whole[t % 3][warp] = whole;
+}
+
+/* Starts to bring tile t, whose rows were found before the last barrier, to its buffer: K, then
+ * V. C: the cache's type, T or f8e4m3. */
+template <class T, int D, class C>
+__device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEYS> &lists,
+                                           const C *cache, int64_t to_value, int head_dim,
+                                           uint32_t tiles_at, int t) {
+  using shape = prefill_shape<D>;
+  constexpr int PIECES = shape::PIECES;
+  const int tid = threadIdx.x;
+  const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
+  const uint32_t v_at = k_at + shape::TILE_BYTES;
+#pragma unroll
+  for (int i = 0; i < shape::KEYS * PIECES / shape::THREADS; i++) {
+    int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
+    bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
+    const C *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 : cache;
+    const C *v = valid ? k + to_value : cache;
+    uint32_t to = tile_byte<PIECES>(r, piece);
+    if constexpr (same<C, T>) {
+      copy_async(k_at + to, k, valid);
+      copy_async(v_at + to, v, valid);
+    } else {
+      const uint4 none = make_uint4(0, 0, 0, 0);
+      store_shared(k_at + to, valid ? widen<T>(k) : none);
+      store_shared(v_at + to, valid ? widen<T>(v) : none);
+    }
+  }
+}
+
+/* ---- scores ----------------------------------------------------------------------------- */
+
+/* A query row and the positions that it sees: low ... limit. Its own position is `at`. */
+struct prefill_row {
+  int r, at, low, limit;
+  bool has;                    /* is there such a row? */
+  float slope;
+
+  __device__ __forceinline__ prefill_row(const kvl_paged_attention_args &a,
+                                         const query_rows &rows, int position0, int length,
+                                         int r_)
+      : r(r_), at(position0 + r_ / rows.heads_each), low(window_begin(a, at)),
+        has(r_ < rows.count) {
+    limit = !has ? -1 : a.causal ? at : length - 1;
+    slope = a.alibi && has ? a.alibi[rows.head(r)] * LOG2E : 0.f;
+  }
+  template <class T>
+  __device__ __forceinline__ const T *query(const kvl_paged_attention_args &a,
+                                            const query_rows &rows, int head_dim) const {
+    if (!has) return nullptr;
+    return (const T *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
+  }
+  __device__ __forceinline__ bool sees(int position) const {
+    return position >= low && position <= limit;
+  }
+};
+
+/* What the rows of a warp have in common: keys past `most` concern none of them; keys from `low`
+ * to `least` concern every one (rows that do not exist may see what they like). */
+struct prefill_sight {
+  int most, least, low;
+  __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1)
+      : most(warp_max(max(row0.limit, row1.limit))),
+        least(warp_min(min(row0.has ? row0.limit : INT_MAX, row1.has ? row1.limit : INT_MAX))),
+        low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
+};
+
+/* The k-th of K fragments that lie in registers, or (K 1) of those in shared memory. */
+template <int K>
+__device__ __forceinline__ void take_fragment(uint32_t (&x)[4], const uint32_t (&q)[K][4],
+                                              const uint4 *q_warp, int k) {
+  if constexpr (K == 1) {
+    uint4 y = q_warp[k * WARP];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = q[k][i];
+  }
+}
+/* s += q k^T over the k-th sixteen dims, of which q is the fragment; K lies at k_at. */
+template <class T, int PIECES, int N>
+__device__ __forceinline__ void multiply_keys(float (&s)[N][4], const uint32_t (&q)[4],
+                                              uint32_t k_at, int k, int lane) {
+#pragma unroll
+  for (int n = 0; n < N / 2; n++) {
+    uint32_t b[4];
+    load_matrices(b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8,
+                                              2 * k + lane / 8 % 2));
+    mma(s[2 * n], q, b[0], b[1], T());
+    mma(s[2 * n + 1], q, b[2], b[3], T());
+  }
+}
+
+/* Products to scores: of a tile that every row sees as a whole, and of any other. */
+template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], float scale) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      s[n][c] *= scale;
+      s[n][c + 2] *= scale;
+    }
+}
+template <int N>
+__device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
+                                            float k_scale, const int *positions, int pair,
+                                            const prefill_row &row0, const prefill_row &row1) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      int at = positions[n * 8 + pair + c];
+      bool seen0 = row0.sees(at), seen1 = row1.sees(at);
+      float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
+      s[n][c] = seen0 ? x0 + row0.slope * (float)(at - row0.at) : -INFINITY;
+      s[n][c + 2] = seen1 ? x1 + row1.slope * (float)(at - row1.at) : -INFINITY;
+    }
+}
+
+/* Raises the two rows' maxima to those of their scores. */
+template <int N>
+__device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, float &top1) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    top0 = fmaxf(top0, fmaxf(s[n][0], s[n][1]));
+    top1 = fmaxf(top1, fmaxf(s[n][2], s[n][3]));
+  }
+  top0 = warp_max<4>(top0);
+  top1 = warp_max<4>(top1);
+}
+
+/* Writes row r straight from the registers, two in every four from `half` on: four lanes write 8
+ * neighbours. */
+template <int N>
+__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
+                                          const query_rows &rows, int r, int head_dim,
+                                          const float (&out)[N][4], int half, float m, float l,
+                                          float v_scale, int pair) {
+  int64_t row = rows.token(r) * a.heads + rows.head(r);
+  row_end end = end_row(a, row, m, l);
+  end.scale *= v_scale;
+  if (a.lse && pair == 0) a.lse[row] = end.lse;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    int64_t at = row * head_dim + n * 8 + pair;
+    if (n * 8 + pair >= head_dim) continue;
+    float x[2] = {out[n][half], out[n][half + 1]};
+    finish(a, end, at, x);
+    store_out(a, at, x);
+  }
+}
+
+/* ---- the kernel ------------------------------------------------------------------------- */
+
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
 paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
@@ -49,15 +215,12 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   extern __shared__ __align__(128) char shared[];
   __shared__ row_lists<KEYS> lists;
 
-  const int group = (int)(a.heads / a.cache.kv_heads), kv_head = blockIdx.y / subgroups;
-  const int first = blockIdx.y % subgroups * shape::ROWS;
-  const int heads_each = min(group - first, shape::ROWS);
   /* With a causal mask later tiles are longer: they start first. */
-  const query_tile tile_q =
-      find_tile(a, gridDim.x - 1 - blockIdx.x, max(1, shape::ROWS / group));
+  const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x, subgroups);
+  const query_tile &tile_q = block.tile;
+  const query_rows &rows = block.rows;
+  const int kv_head = block.kv_head;
   if (tile_q.seq < 0) return;
-  const query_rows rows = {tile_q.token0, kv_head * group + first, heads_each,
-                           tile_q.tokens * heads_each};
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int head_dim = a.cache.head_dim, length = a.lens[tile_q.seq];
   const int last = tile_q.position0 + tile_q.tokens - 1;
@@ -66,37 +229,9 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
   const C *cache = (const C *)a.cache.kv;
   const int64_t to_value = walk.to_value();
-
-  char *q_shared = shared;
   const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
-  auto find = [&](int t) {
-    if (tid >= KEYS) return;
-    paged_row row = walk.find(t * KEYS + tid);
-    lists.offset[t % 3][tid] = row.offset;
-    lists.position[t % 3][tid] = row.position;
-    int whole = __all_sync(ALL_LANES, row.position >= 0);
-    if (lane == 0) lists.whole[t % 3][warp] = whole;
-  };
-  auto fetch = [&](int t) {
-    const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
-    const uint32_t v_at = k_at + shape::TILE_BYTES;
-#pragma unroll
-    for (int i = 0; i < KEYS * PIECES / shape::THREADS; i++) {
-      int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
-      bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
-      const C *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 : cache;
-      const C *v = valid ? k + to_value : cache;
-      uint32_t to = tile_byte<PIECES>(r, piece);
-      if constexpr (std::is_same_v<C, T>) {
-        copy_async(k_at + to, k, valid);
-        copy_async(v_at + to, v, valid);
-      } else {
-        const uint4 none = make_uint4(0, 0, 0, 0);
-        store_shared(k_at + to, valid ? widen<T>(k) : none);
-        store_shared(v_at + to, valid ? widen<T>(v) : none);
-      }
-    }
-  };
+  auto find = [&](int t) { find_rows(walk, lists, t, tid, lane, warp); };
+  auto fetch = [&](int t) { fetch_tile<T, D>(lists, cache, to_value, head_dim, tiles_at, t); };
   find(tile0);
   find(tile0 + 1);
   __syncthreads();
@@ -104,35 +239,24 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   copy_commit();
 
   /* This lane's rows of every mma: lane/4 and lane/4 + 8 of the warp's 16. */
-  const int r0 = warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
-  const bool has0 = r0 < rows.count, has1 = r1 < rows.count;
-  const T *q0 = nullptr, *q1 = nullptr;
-  if (has0) q0 = (const T *)a.q + (rows.token(r0) * a.heads + rows.head(r0)) * head_dim;
-  if (has1) q1 = (const T *)a.q + (rows.token(r1) * a.heads + rows.head(r1)) * head_dim;
-  const int at0 = tile_q.position0 + r0 / heads_each, at1 = tile_q.position0 + r1 / heads_each;
-  const int limit0 = !has0 ? -1 : a.causal ? at0 : length - 1;
-  const int limit1 = !has1 ? -1 : a.causal ? at1 : length - 1;
-  const int low0 = window_begin(a, at0), low1 = window_begin(a, at1);
-  const float slope0 = a.alibi && has0 ? a.alibi[rows.head(r0)] * LOG2E : 0.f;
-  const float slope1 = a.alibi && has1 ? a.alibi[rows.head(r1)] * LOG2E : 0.f;
-  /* Keys past `most` concern no row of the warp; keys from `low` to `least` concern every
-   * row of it (rows that do not exist may see what they like). */
-  const int most = warp_max(max(limit0, limit1));
-  const int least = warp_min(min(has0 ? limit0 : INT_MAX, has1 ? limit1 : INT_MAX));
-  const int low = warp_max(max(has0 ? low0 : 0, has1 ? low1 : 0));
+  const int r0 = warp * 16 + lane / 4, pair = lane % 4 * 2;
+  const prefill_row row0(a, rows, tile_q.position0, length, r0);
+  const prefill_row row1(a, rows, tile_q.position0, length, r0 + 8);
+  const T *const q0 = row0.query<T>(a, rows, head_dim);
+  const T *const q1 = row1.query<T>(a, rows, head_dim);
+  const prefill_sight sight(row0, row1);
   const bool biased = a.alibi || a.soft_cap > 0.f;
   const score_rule rule(a);
   const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
   const float scale = rule.scale * k_scale;
 
+  /* Loops over the fragments stay here: as functions, at head_dim 128, they make ptxas spill. */
   uint32_t q[shape::Q_SHARED ? 1 : D / 16][4];
-  uint4 *q_warp = (uint4 *)q_shared + warp * (D / 16) * WARP + lane;
+  uint4 *q_warp = (uint4 *)shared + warp * (D / 16) * WARP + lane;
 #pragma unroll
   for (int k = 0; k < D / 16; k++) {
-    uint32_t x[4] = {load_pair(q0, k * 16 + pair, head_dim),
-                     load_pair(q1, k * 16 + pair, head_dim),
-                     load_pair(q0, k * 16 + pair + 8, head_dim),
-                     load_pair(q1, k * 16 + pair + 8, head_dim)};
+    uint32_t x[4];
+    load_fragment(x, q0, q1, k * 16 + pair, head_dim);
     if constexpr (shape::Q_SHARED) q_warp[k * WARP] = make_uint4(x[0], x[1], x[2], x[3]);
     else
 #pragma unroll
@@ -149,61 +273,24 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
     if (t + 2 < tiles) find(t + 2);
 
     const int *positions = lists.position[t % 3];
-    if (positions[0] > most) continue;   /* past every row of this warp */
+    if (positions[0] > sight.most) continue;   /* past every row of this warp */
     const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[KEYS / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       uint32_t x[4];
-      if constexpr (shape::Q_SHARED) {
-        uint4 y = q_warp[k * WARP];
-        x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = q[k][i];
-      }
-#pragma unroll
-      for (int n = 0; n < KEYS / 16; n++) {
-        uint32_t b[4];
-        load_matrices(b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8,
-                                                  2 * k + lane / 8 % 2));
-        mma(s[2 * n], x, b[0], b[1], T());
-        mma(s[2 * n + 1], x, b[2], b[3], T());
-      }
+      take_fragment(x, q, q_warp, k);
+      multiply_keys<T, PIECES>(s, x, k_at, k, lane);
     }
     /* Positions ascend: of keys that are all there, the last is the first not to be seen. */
     const int *whole = lists.whole[t % 3];
-    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= low &&
-                 positions[KEYS - 1] <= least && !biased;
+    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
+                 positions[KEYS - 1] <= sight.least && !biased;
     float top0 = m0, top1 = m1;
-    if (plain) {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          s[n][c] *= scale;
-          s[n][c + 2] *= scale;
-        }
-    } else {
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) {
-          int at = positions[n * 8 + pair + c];
-          bool seen0 = at >= low0 && at <= limit0, seen1 = at >= low1 && at <= limit1;
-          float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
-          s[n][c] = seen0 ? x0 + slope0 * (float)(at - at0) : -INFINITY;
-          s[n][c + 2] = seen1 ? x1 + slope1 * (float)(at - at1) : -INFINITY;
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; n++) {
-      top0 = fmaxf(top0, fmaxf(s[n][0], s[n][1]));
-      top1 = fmaxf(top1, fmaxf(s[n][2], s[n][3]));
-    }
-    top0 = warp_max<4>(top0);
-    top1 = warp_max<4>(top1);
+    if (plain) scale_scores(s, scale);
+    else mask_scores(s, rule, k_scale, positions, pair, row0, row1);
+    raise_tops(s, top0, top1);
     const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
     const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);
     m0 = top0;
@@ -219,24 +306,8 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   l1 = warp_sum<4>(l1);
   copy_wait<0>();
   const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
-  /* Rows straight from the registers: four lanes write 8 neighbours of each row. */
-  auto write = [&](bool has, int r, int half, float m, float l) {
-    if (!has) return;
-    int64_t row = rows.token(r) * a.heads + rows.head(r);
-    row_end end = end_row(a, row, m, l);
-    end.scale *= v_scale;
-    if (a.lse && pair == 0) a.lse[row] = end.lse;
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-      int64_t at = row * head_dim + n * 8 + pair;
-      if (n * 8 + pair >= head_dim) continue;
-      float x[2] = {out[n][half], out[n][half + 1]};
-      finish(a, end, at, x);
-      store_out(a, at, x);
-    }
-  };
-  write(has0, r0, 0, m0, l0);
-  write(has1, r1, 2, m1, l1);
+  if (row0.has) write_out(a, rows, row0.r, head_dim, out, 0, m0, l0, v_scale, pair);
+  if (row1.has) write_out(a, rows, row1.r, head_dim, out, 2, m1, l1, v_scale, pair);
 }
 
 }  // namespace kvl

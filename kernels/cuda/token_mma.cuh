@@ -4,9 +4,9 @@
  * A block of threads takes one row of q, a KV head and up to 64 heads of its group, and walks
  * its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim that
  * lie anywhere: 16-byte asynchronous copies, a row by neighbouring lanes, two tiles (of 64
- * dims three) under way while one is computed. Up to 16 heads are the rows of one mma, and the four warps share a
- * tile's keys; more heads take more warps (MW of them along the heads), so that a group reads
- * its tokens once whatever its size.
+ * dims three) under way while one is computed. Up to 16 heads are the rows of one mma, and the
+ * four warps share a tile's keys; more heads take more warps (MW of them along the heads), so
+ * that a group reads its tokens once whatever its size.
  *
  * A row's list is cut for up to SPLITS_MAX blocks where there are few rows: a cluster, whose
  * blocks join their partial softmaxes through each other's shared memory. No workspace and no
@@ -154,12 +154,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
   const T *const q1 = r1 < count ? (const T *)a.q + (row0 + r1) * head_dim : nullptr;
   uint32_t q[D / 16][4];
 #pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    q[k][0] = load_pair(q0, k * 16 + pair, head_dim);
-    q[k][1] = load_pair(q1, k * 16 + pair, head_dim);
-    q[k][2] = load_pair(q0, k * 16 + pair + 8, head_dim);
-    q[k][3] = load_pair(q1, k * 16 + pair + 8, head_dim);
-  }
+  for (int k = 0; k < D / 16; k++) load_fragment(q[k], q0, q1, k * 16 + pair, head_dim);
   const float scale = a.scale * LOG2E * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
   float out[D / 8][4] = {}, m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   int stage = 0;
