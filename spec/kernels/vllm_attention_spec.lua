@@ -62,9 +62,9 @@ local prepare = support.latest(function(c)
     local function scale(s) return s and kv.full(dev, "f32", { 1 }, s) end
     local blocks, kv_heads, size = layout.blocks, layout.kv_heads, layout.block_size
     return { q = q:to(dev), tables = tables_on, lens = lens_on,
-      key_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim / x, size, x }, keys),
-      value_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim, size },
-        values),
+      key_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim / x, size, x },
+        keys),
+      value_cache = support.from(dev, c.dtype, { blocks, kv_heads, dim, size }, values),
       alibi = slopes and kv.from(dev, "f32", { heads }, slopes),
       k_scale = scale(c.k_scale), v_scale = scale(c.v_scale) }
   end

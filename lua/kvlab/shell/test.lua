@@ -3,9 +3,9 @@
 --
 -- Several spec files run in processes of their own, as many at a time as there are cores:
 -- a file cannot depend on what ran before it, and one that crashes fails alone. With a
--- GPU all of them run in this process, one after the other, because they share its memory.
--- Stock busted runs them in one process, too (.busted). That is without insulating files
--- from each other: a module that declares C types for the FFI cannot be loaded twice.
+-- GPU, whose memory they would share, all of them run in this process, one by one. Stock
+-- busted runs them in one process, too (.busted). That is without insulating files from
+-- each other: a module that declares C types for the FFI cannot be loaded twice.
 local M = {}
 
 local JOBS_MOST = 8
@@ -204,7 +204,7 @@ local function find_files(names)
 end
 
 local function count_cores()
-  local pipe = io.popen "nproc 2>/dev/null"
+  local pipe = io.popen "env -u OMP_NUM_THREADS nproc 2>/dev/null"
   local n = pipe:read "*n"
   pipe:close()
   return n or 1
