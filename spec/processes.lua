@@ -14,6 +14,7 @@ int bind(int fd, const void *address, unsigned size);
 int getsockname(int fd, void *address, unsigned *size);
 int close(int fd);
 void _exit(int status);
+void *mmap(void *address, size_t bytes, int protection, int flags, int fd, long offset);
 ]]
 local libc = ffi.C
 local KILL, STOP, CONT = 9, 19, 18 -- signals
@@ -22,6 +23,20 @@ local PR_SET_PDEATHSIG = 1
 local M = {}
 
 function M.sleep(seconds) libc.usleep(seconds * 1e6) end
+
+local HUNG_S = 120 -- no machine is as slow as that
+
+--- Calls test(), again and again, until it gives something true, and returns that. Raises
+-- where that never comes, so that a spec ends.
+function M.wait_until(test, what)
+  local deadline = os.time() + HUNG_S
+  repeat
+    local result = test()
+    if result then return result end
+    M.sleep(0.01)
+  until os.time() > deadline
+  error(("%s: not after %d s"):format(what, HUNG_S), 2)
+end
 
 --- Runs fn() in a child, which ends without any clearing up, at the latest with us.
 -- Returns its pid.
@@ -35,6 +50,12 @@ function M.fork(fn)
     libc._exit(ok and 0 or 1)
   end
   return pid
+end
+
+--- A whole number, 0, that this process and its children share: n[0].
+function M.shared_number()
+  local READ_WRITE, SHARED_ANONYMOUS = 3, 0x21
+  return ffi.cast("int *", libc.mmap(nil, 4096, READ_WRITE, SHARED_ANONYMOUS, -1, 0))
 end
 
 --- Waits until a child has ended. 0: fn returned.
@@ -83,11 +104,7 @@ function Redis:start()
     .. "no --dir /tmp %s >/dev/null 2>&1 & echo $!"):format(self.port, self.options))
   self.pid = pipe:read "*n"
   pipe:close()
-  for _ = 1, 200 do
-    if self:ask "ping" then return end
-    M.sleep(0.05)
-  end
-  error "the Redis server does not start"
+  M.wait_until(function() return self:ask "ping" end, "the Redis server starts")
 end
 
 --- The first line that redis-cli prints; nil when there is no answer.

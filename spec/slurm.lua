@@ -84,14 +84,6 @@ function Slurm:launch(program, ...)
   end)
 end
 
-local function wait_for(what, test)
-  for _ = 1, 300 do
-    if test() then return end
-    processes.sleep(0.05)
-  end
-  error(what .. " does not start", 0)
-end
-
 --- Starts a cluster whose arrays have at most `array_most` tasks. The processes that we
 -- start from now on find it.
 ---@param array_most integer
@@ -116,23 +108,20 @@ function M.start(array_most)
     "--key-file=" .. folder .. "/munge.key", path "socket", path "pid-file",
     path "log-file", path "seed-file")
   local socket = "test -S " .. folder .. "/munge.socket"
-  wait_for("munged", function() return os.execute(socket) == 0 end)
+  processes.wait_until(function() return os.execute(socket) == 0 end, "munged starts")
   self.pids[2] = self:launch("slurmctld", "-D", "-i")
-  wait_for("slurmctld", function() return ask "scontrol ping" and ask "sinfo -h" end)
+  processes.wait_until(function() return ask "scontrol ping" and ask "sinfo -h" end,
+    "slurmctld starts")
   self.pids[1] = self:launch("slurmd", "-D")
-  wait_for("slurmd", function() return (ask "sinfo -h -o %t" or ""):find "idle" end)
+  processes.wait_until(function() return (ask "sinfo -h -o %t" or ""):find "idle" end,
+    "slurmd starts")
   return self
 end
 
 --- Waits until nothing is queued and nothing runs.
-function Slurm.wait(_, seconds)
-  local left
-  for _ = 1, seconds * 10 do
-    left = tonumber(ask "squeue -h -r | wc -l")
-    if left == 0 then return end
-    processes.sleep(0.1)
-  end
-  error(("%d tasks are still queued after %d s"):format(left, seconds), 2)
+function Slurm.wait()
+  processes.wait_until(function() return tonumber(ask "squeue -h -r | wc -l") == 0 end,
+    "the queue is empty")
 end
 
 --- Asks a daemon to end; kills it when it has not after five seconds.
@@ -148,7 +137,7 @@ end
 --- Ends jobs and daemons, and removes what they wrote.
 function Slurm:stop()
   os.execute "scancel --me 2>/dev/null"
-  pcall(self.wait, self, 10)
+  pcall(self.wait, self)
   for i = 1, 3 do end_daemon(self.pids[i]) end
   ffi.C.unsetenv "SLURM_CONF"
   os.execute("rm -rf '" .. self.folder .. "'")

@@ -145,6 +145,10 @@ describe("prefetch", function()
     describe("on " .. dev:name(), function() arrives_on(dev) end)
   end)
 
+  -- So many tasks of four blocks of 8 MiB, which are read one after the other, are never
+  -- done before the test goes on: that is 30 GiB.
+  local MANY = 1000
+
   --- A block of 8 MiB a layer: reading one takes milliseconds, submitting microseconds.
   local function heavy(workers, max_pending)
     local store, o = new_store(), { layers = 1, blocks = 4, kv_heads = 1,
@@ -186,17 +190,19 @@ describe("prefetch", function()
   end)
 
   it("times out, counts the wait, and then has the result", function()
-    local engine, cache, keys = heavy(1, 64)
-    local ticket
-    for _ = 1, 4 do
-      ticket = engine:submit { request = 1, cache = cache, keys = keys,
-                               blocks = { 0, 1, 2, 3 } }
+    local engine, cache, keys = heavy(1, MANY)
+    local function submit(request)
+      return engine:submit { request = request, cache = cache, keys = keys,
+                             blocks = { 0, 1, 2, 3 } }
     end
+    for _ = 1, MANY - 1 do submit(2) end
+    local ticket = submit(1)
     local result, why = ticket:poll()
     assert.same({ nil, "pending" }, { result, why })
     assert.equal(0, engine:stats().waits)
     result, why = ticket:wait(0.0001)
     assert.same({ nil, "timeout" }, { result, why })
+    engine:cancel(2)
     result = ticket:wait()
     assert.equal(4, result.blocks)
     assert.is_true(result.us_queued > 0 and result.us_reading > 0)
@@ -216,9 +222,9 @@ describe("prefetch", function()
   end)
 
   it("tells tickets of a closed engine what became of their tasks", function()
-    local engine, cache, keys = heavy(1, 64)
+    local engine, cache, keys = heavy(1, MANY)
     local tickets, states = {}, { completed = 0, cancelled = 0 }
-    for i = 1, 5 do
+    for i = 1, MANY do
       tickets[i] = engine:submit { request = 1, cache = cache, keys = keys,
                                    blocks = { 0, 1, 2, 3 } }
     end
@@ -230,7 +236,7 @@ describe("prefetch", function()
       assert.equal(result.blocks, result.leading) -- a cancelled task has a first part
       assert.is_false(ticket:cancel())
     end
-    assert.equal(5, states.completed + states.cancelled)
+    assert.equal(MANY, states.completed + states.cancelled)
     assert.is_true(states.cancelled >= 3)
     raises("the engine is closed", engine.stats, engine)
     raises("the engine is closed", engine.submit, engine, {})

@@ -76,11 +76,8 @@ describe("a sweep that is killed with kill -9", function()
       return command .. " --jobs=" .. random(3), "killed"
     end, expected)
     assert.is_true(rows > KILLS and rows < ROWS, rows)
-    for _ = 1, 50 do -- workers end after the one that started them
-      if count_processes() == 0 then break end
-      processes.sleep(0.1)
-    end
-    assert.equal(0, count_processes())
+    -- workers end after the one that started them
+    processes.wait_until(function() return count_processes() == 0 end, "all have ended")
     rig.ok("kvlab " .. command)
     assert.equal(whole, rig.read "killed/results.jsonl")
   end)
