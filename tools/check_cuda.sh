@@ -1,0 +1,11 @@
+#!/bin/sh
+# Whether every CUDA file compiles and assembles for an architecture, with warnings as
+# errors. Nothing is kept, and little is optimised: the large files take a tenth of the time.
+# Usage: check_cuda.sh NUMBER, such as 80
+set -eu
+cd "$(dirname "$0")/.."
+nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
+[ -x "$nvcc" ] || nvcc=nvcc
+find kernels/cuda -name '*.cu' -print0 | xargs -0 -n 1 -P "$(nproc)" "$nvcc" -std=c++17 \
+  -Iruntime -Ikernels -Xcompiler -fPIC,-Wall -Werror all-warnings -Xcicc -O1 -Xptxas -O1 \
+  -gencode "arch=compute_$1,code=sm_$1" -o /dev/null -c
