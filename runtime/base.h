@@ -1,6 +1,6 @@
-/* kvlab: what kernels and callers both know: statuses, dtypes, the operations of tensor ops,
- * and budgets. Kernels include this and nothing else of the API, so that a change of kvlab.h
- * does not compile them again. */
+/* kvlab: what kernels and their callers share: statuses, dtypes, the operations of tensor
+ * ops, and budgets. Kernels include this header and no other part of the API, so a change of
+ * kvlab.h does not recompile them. */
 #ifndef KVL_BASE_H
 #define KVL_BASE_H
 
@@ -17,9 +17,9 @@ typedef enum kvl_status {        /* ORDER kvl_status */
   KVL_ERR_NO_MEMORY = -2,        /* device or host memory is exhausted */
   KVL_ERR_NO_BLOCKS = -3,        /* the block pool is exhausted */
   KVL_ERR_IO = -4,               /* a file cannot be read */
-  KVL_ERR_FORMAT = -5,           /* a file is not what it says */
+  KVL_ERR_FORMAT = -5,           /* a file has a wrong format or wrong contents */
   KVL_ERR_DEVICE = -6,           /* the device or its driver failed, or is not there */
-  KVL_ERR_UNSUPPORTED = -7,      /* right in principle, not built or not on this device */
+  KVL_ERR_UNSUPPORTED = -7,      /* valid, but not in this build or on this device */
   KVL_ERR_INTERRUPTED = -8,      /* kvl_interrupt(1) was called */
 } kvl_status;
 
@@ -53,12 +53,13 @@ typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
   KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
 } kvl_random_kind;
 
-typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head join */
+typedef enum kvl_group {         /* ORDER kvl_group: how the query heads of a KV head are combined */
   KVL_GROUP_MAX, KVL_GROUP_MEAN,
 } kvl_group;
 
-/* How many of a sequence's n blocks may be selected: ceil(ratio * n), or `blocks` when
- * ratio < 0; then at least min_blocks and sink + recent; at most n. */
+/* A budget says how many of a sequence's n blocks may be selected. The number is ceil(ratio
+ * * n), or `blocks` if ratio < 0. It is at least min_blocks, at least sink + recent, and at
+ * most n. */
 typedef struct kvl_budget {
   double ratio;
   int32_t blocks, min_blocks, sink, recent;
