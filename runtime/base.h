@@ -53,12 +53,12 @@ typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
   KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
 } kvl_random_kind;
 
-typedef enum kvl_group {         /* ORDER kvl_group: how the query heads of a KV head are combined */
+typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head combine */
   KVL_GROUP_MAX, KVL_GROUP_MEAN,
 } kvl_group;
 
-/* A budget says how many of a sequence's n blocks may be selected. The number is ceil(ratio
- * * n), or `blocks` if ratio < 0. It is at least min_blocks, at least sink + recent, and at
+/* A budget says how many of a sequence's n blocks may be selected: ceil(ratio * n), or
+ * `blocks` if ratio < 0. The number is at least min_blocks, at least sink + recent, and at
  * most n. */
 typedef struct kvl_budget {
   double ratio;
