@@ -1,6 +1,6 @@
---- Batches: what the kernels need to know of the sequences of one step, packed in pinned
--- memory and sent with one asynchronous copy. ARRAYS is the layout, stated once: offsets,
--- views and the size of the buffers all come from it.
+--- A batch holds what the kernels need to know about the sequences of one step. It is
+-- packed in pinned memory and sent with one asynchronous copy. ARRAYS states the layout
+-- once: offsets, views and the size of the buffers all follow from it.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -10,9 +10,9 @@ local tensor = require "kvlab.tensor.tensor"
 local C, check = library.C, library.check
 local M = {}
 
---- The sequences of one step as the kernels see them. Made once, refilled every step: its
--- tensors are views of one buffer, which one copy fills, and are valid until the next
--- append.
+--- The sequences of one step as the kernels see them. A batch is made once and refilled
+-- every step. Its tensors are views of one buffer, which one copy fills; they are valid
+-- until the next append.
 ---@class kvlab.Batch
 ---@field seqs kvlab.Sequence[]
 ---@field count integer           sequences
@@ -70,14 +70,16 @@ local function arrays_of(tier)
   return list
 end
 
---- i32 entries that an array takes, with those that fill it up to the next one's start.
+--- The number of i32 entries that an array takes, with the padding up to the start of the
+-- next array.
 local function entries(array, sizes)
   local n = array.wide and 2 or 1
   for i = 2, #array do n = n * (sizes[array[i]] or array[i]) end
   return math.ceil(n / ALIGN) * ALIGN
 end
 
---- Where each array starts, for a step of these sizes: into `layout`; returns the size.
+--- Writes to `layout` where each array starts, for a step of these sizes. Returns the
+-- total size.
 local function lay_out(arrays, sizes, layout)
   local at = 0
   for i = 1, #arrays do
@@ -92,8 +94,8 @@ local function lay_out(arrays, sizes, layout)
   return at
 end
 
---- The most blocks that a step can write to: a sequence's tokens may begin and end inside
--- a block.
+--- The largest number of blocks that a step can write to: a sequence's tokens may begin
+-- and end inside a block.
 ---@param seqs integer
 ---@param tokens integer
 ---@param block_size integer
@@ -147,7 +149,7 @@ end
 
 -- ---- filling it -----------------------------------------------------------------------
 
---- The next host buffer, once what it held last is on the device.
+--- The next host buffer, as soon as its last contents are on the device.
 local function next_upload(self)
   self.upload = (self.upload + 1) % UPLOADS
   local upload = self.uploads[self.upload]
@@ -156,7 +158,7 @@ local function next_upload(self)
   return upload
 end
 
---- Send its first n entries.
+--- Sends the first n entries of the host buffer to the device.
 local function send(self, upload, n)
   if self.sized ~= n then
     self.sized, self.device_part = n, tensor.lasting(self.device_ints.narrow,
@@ -170,7 +172,7 @@ local function send(self, upload, n)
   upload.sent:record(self.cache.device:stream())
 end
 
---- Check what was asked for and fill handles and counts; returns the sum of counts.
+--- Checks the arguments and fills handles and counts. Returns the sum of counts.
 local function take_counts(self, seqs, counts)
   if #seqs > self.max_seqs then
     error(("%d sequences, expected at most max_seqs = %d"):format(
@@ -222,7 +224,7 @@ local function make_views(self)
   self.touched, self.copies, self.viewed = s.touched, s.copies, s.count
 end
 
---- Blocks of a sequence that its newest `count` tokens fell into.
+--- The number of blocks of a sequence that its newest `count` tokens lie in.
 local function touched_blocks(length, count, block_size)
   if count == 0 then return 0, 0 end
   local first = math.floor((length - count) / block_size)
@@ -258,7 +260,7 @@ local function fill_host(self, counts, tokens, copies)
   end
 end
 
---- Take the sizes of the step from its sequences, which have been lengthened.
+--- Takes the sizes of the step from its sequences, which are already lengthened.
 local function measure(self, counts, total, copies)
   local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
   local size = self.cache.block_size
@@ -277,8 +279,9 @@ local function measure(self, counts, total, copies)
   return fill_sizes(self.sizes, self.count, total, width, touched, copies)
 end
 
---- Lengthen the sequences, sequence i by counts[i] tokens (all or none of them), put what
--- the kernels need on the device, and copy the blocks that stopped being shared.
+--- Lengthens sequence i by counts[i] tokens, for all of the sequences or none. It then
+-- puts what the kernels need on the device, and copies the blocks that are no longer
+-- shared.
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]
 ---@param tokens? integer[]  token ids, sequence after sequence

@@ -1,5 +1,5 @@
---- Paged KV memory of all layers: its format, the tier that it lies in, and the pool that
--- counts its blocks.
+--- A cache is the paged KV memory of all layers: its format, the memory tier that it lies
+-- in, and the pool that counts its blocks.
 local ffi = require "ffi"
 local batch = require "kvlab.memory.batch"
 local device_of = require("kvlab.tensor.device").device
@@ -29,7 +29,7 @@ local M = {}
 local Cache = {}
 Cache.__index = Cache
 
---- The caches that are open, as keys.
+--- The set of open caches, as keys.
 M.open = setmetatable({}, { __mode = "k" })
 
 local OPTIONS = {
@@ -41,7 +41,7 @@ local OPTIONS = {
   offload = host_tier.OFFLOAD,
 }
 
---- KV memory for `blocks` blocks in each of `layers` layers.
+--- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
 --                 dtype (bf16), watermark (0): blocks that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
@@ -75,16 +75,17 @@ function Cache:layer(layer)
       tostring(layer), self.layers - 1), 2)
 end
 
---- Blocks that no sequence holds.
+--- The number of blocks that no sequence holds.
 function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end
 
---- An empty sequence.
+--- Makes an empty sequence.
 ---@return kvlab.Sequence
 function Cache:sequence() return sequence.new(self) end
 
---- A reusable batch. limits: max_seqs (16), max_tokens (512) of one step, max_blocks of
--- one sequence (all of the cache); fixed_width (false): tables are max_blocks wide from
--- the start, so that a step recorded in a graph serves any length.
+--- Makes a reusable batch. limits: max_seqs (16); max_tokens (512) of one step;
+-- max_blocks of one sequence (the whole cache); fixed_width (false): make tables
+-- max_blocks wide from the start, so that a step that is recorded in a graph serves any
+-- length.
 ---@return kvlab.Batch
 ---@param limits? table
 ---@return kvlab.Batch
@@ -93,7 +94,7 @@ function Cache:batch(limits)
   return new
 end
 
---- Copy blocks in every layer; from, to: i32 [n].
+--- Copies blocks in every layer; from and to are i32 [n].
 function Cache:copy_blocks(from, to)
   for layer = 0, self.layers - 1 do
     self.tier:before_copy(layer, to)
@@ -104,8 +105,8 @@ end
 --- Bytes of K and V of one token in one layer and KV head.
 function Cache:bytes_token() return self.format:bytes_token() end
 
---- Bookkeeping of a cache without its memory: sequence, blocks_free, blocks and
--- block_size are there. For models of a server.
+--- Makes the bookkeeping of a cache without its memory: sequence, blocks_free, blocks and
+-- block_size exist. It serves models of a server.
 ---@param blocks integer
 ---@param block_size integer
 function M.pool(blocks, block_size)
@@ -116,7 +117,7 @@ function M.pool(blocks, block_size)
            blocks_free = Cache.blocks_free }
 end
 
---- Give the memory and the blocks back. Sequences of it raise from now on.
+--- Frees the memory and the blocks. Sequences of the cache raise from now on.
 function Cache:close()
   M.open[self] = nil
   self.tier:close()

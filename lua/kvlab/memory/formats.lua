@@ -1,6 +1,6 @@
---- Formats of a cache: the dtype and layout of a page (the K and V of a block in one
--- layer), its bytes, and how it is appended to and read. What else knows KV memory asks
--- cache.format; a new format is a class in this file.
+--- A format is the dtype and layout of a page (the K and V of one block in one layer),
+-- with its bytes and the way it is appended to and read. All other code asks
+-- cache.format about KV memory. A new format is a class in this file.
 --
 -- pages    f32 f16 bf16: K and V as they are
 -- f8e4m3   k / k_scale[kv_head] and v / v_scale[kv_head] in 8 bits; whoever multiplies
@@ -24,29 +24,30 @@ end
 --- Bytes of a page: a block in one layer.
 function Pages:bytes_page() return self.page[2] * self.page[3] * self:bytes_token() end
 
---- k_scale and v_scale of a layer, f32 [kv_heads], as the ops take them; nil where what
--- is stored is K and V themselves.
+--- k_scale and v_scale of a layer, f32 [kv_heads], as the ops take them; nil if the
+-- format stores K and V themselves.
 function Pages:scales(_) return nil, nil end
 
---- Append k, v [tokens, kv_heads, head_dim] at slots i64 [tokens] of pages in `memory`.
+--- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`. slots, i64
+-- [tokens], holds the place of each token.
 function Pages:append(layer, k, v, slots, memory)
   check(C.kvl_append_kv(k, v, slots, memory, self:scales(layer)))
 end
 
---- The same with q and k rotated: q in place, k on its way.
+--- The same with rotation: q is rotated in place, and k on its way into the pages.
 function Pages:rope_append(layer, q, k, v, positions, inv_freq, slots, memory)
   check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, memory,
     self:scales(layer)))
 end
 
---- Append to three places in one launch: the host tier, the slots of a hot cache that
+--- Appends to three memories in one launch: the host tier, the slots of a hot cache that
 -- hold the same blocks, and the buffer of open blocks.
 function Pages:hot_append(layer, hot, k, v, slots, memory, buffer_slots, buffer)
   check(C.kvl_hot_append(hot, k, v, slots, memory, buffer_slots, buffer,
     self:scales(layer)))
 end
 
---- Copy whole pages within `memory`; from, to: i32 [n].
+--- Copies whole pages within `memory`; from and to are i32 [n].
 function Pages:copy(from, to, memory) check(C.kvl_copy_blocks(from, to, memory)) end
 
 ---@class kvlab.F8Format: kvlab.Format
@@ -58,7 +59,7 @@ function F8:scales(layer) return self.k_scales[layer], self.v_scales[layer] end
 local CLASSES = { f32 = Pages, f16 = Pages, bf16 = Pages, f8e4m3 = F8 }
 M.DTYPES = { "f32", "f16", "bf16", "f8e4m3" }
 
---- A scale of each KV head by layer; none without `scale`.
+--- A list by layer of one scale per KV head; nil without `scale`.
 local function by_layer(layers, scale)
   local views = {}
   for layer = 0, scale and layers - 1 or -1 do views[layer] = scale:index(layer) end

@@ -1,13 +1,13 @@
---- The host tier: KV lies in pinned host memory (`offload = { … }` of kv.cache). Here is
--- the buffer that holds, for every layer, the open blocks: those that the present step
--- writes to. How the other blocks get to the device is in ring.lua and hot_cache.lua;
--- what every memory tier answers, in resident.lua.
+--- The host tier keeps KV in pinned host memory (`offload = { … }` of kv.cache). This
+-- file has the buffer that holds the open blocks of every layer: the blocks that the
+-- present step writes to. ring.lua and hot_cache.lua bring the other blocks to the
+-- device; resident.lua describes the interface of every memory tier.
 --
 -- A step writes K and V to the buffer. A prefill chunk then goes to host memory on a
--- stream of its own; a decoded token is written there at once. The blocks before the open
--- ones are complete in host memory, and only they cross the link.
+-- stream of its own; a decoded token is written there at once. The blocks before the
+-- open ones are complete in host memory, and only they cross the link.
 --
--- For policies with a dataflow of their own, the names of the policy guide are kept:
+-- Policies with a dataflow of their own find the names of the policy guide:
 -- load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
 -- prefill_buffer_slice, decode_buffer.
 local ffi = require "ffi"
@@ -50,17 +50,18 @@ HostTier.ARRAYS = {
   { "blocks3", 1, 1, "touched", like = "blocks" },
 }
 
---- The kind of the option `offload`, for those who check a table that has it.
+--- The kind of the option `offload`, for code that checks a table with this option.
 M.OFFLOAD = options.nested {
   slots = options.within(1, 32), slot_blocks = options.whole, max_seqs = options.count,
   max_tokens = options.count, huge_pages = options.boolean, hot_slots = options.whole,
   hot_overlap = options.boolean,
 }
 
---- KV of a cache in host memory. o: slots of the ring (4), slot_blocks: blocks of a
--- sequence that one slot holds (32 MiB for all sequences), max_seqs (16) and max_tokens
--- (512) of a step, huge_pages (false), hot_slots: slots for each KV head of a hot cache
--- (0: none), hot_overlap (false): attend to what is there while the rest is fetched.
+--- Opens the KV of a cache in host memory. o: slots of the ring (4); slot_blocks: the
+-- blocks of a sequence that one slot holds (32 MiB for all sequences); max_seqs (16) and
+-- max_tokens (512) of a step; huge_pages (false); hot_slots: the slots for each KV head
+-- of a hot cache (0: no hot cache); hot_overlap (false): attend to the blocks that are
+-- present while the rest is fetched.
 ---@param cache kvlab.Cache
 ---@param o table  checked: M.OFFLOAD
 ---@return kvlab.HostTier
@@ -111,8 +112,9 @@ function HostTier:expect_limits(seqs, tokens)
     self.max_tokens), 4)
 end
 
---- Who attends: through the ring in prefill, and in decode through the hot cache where
--- there is one, or through what `through` names ("ring" or "hot").
+--- Returns the readers that attend in prefill and in decode. Prefill goes through the
+-- ring. Decode goes through the hot cache if there is one, or through the reader that
+-- `through` names ("ring" or "hot").
 function HostTier:readers(attention, through, level)
   through = through or (self.hot and "hot" or "ring")
   if through == "hot" and not self.hot then
@@ -125,8 +127,8 @@ end
 
 -- ---- the buffer -----------------------------------------------------------------------
 
---- An index of the buffer for a sequence whose open block is not in it: one that no
--- sequence of this step has.
+--- An index of the buffer for a sequence whose open block is not in it. No other sequence
+-- of this step has this index.
 local function free_index(self)
   local taken = {}
   for _, tail in pairs(self.tails) do
@@ -142,9 +144,10 @@ local function free_index(self)
   end
 end
 
---- Where a sequence's open block is, for a step of one token; and whether what it holds
--- already has to come from the host tier first. tails[seq].length is how long the
--- sequence was when the step that left its block there was over, nil when it never was.
+--- Returns where a sequence's open block is, for a step of one token, and whether its
+-- contents must first come from the host tier. tails[seq].length is the length of the
+-- sequence at the end of the step that left its block there; it is nil if that step
+-- never ended.
 local function place_token(self, seq, length)
   local tail = self.tails[seq]
   local is_there = tail and tail.length == length - 1
@@ -157,15 +160,15 @@ local function place_token(self, seq, length)
   return tail.index, not is_there and (length - 1) % self.cache.block_size > 0
 end
 
---- `tokens` of one layer each were written through to the host tier.
+--- Notes that `tokens` tokens of one layer each were written to the host tier at once.
 function HostTier:count_appended(tokens)
   self.bytes_appended = self.bytes_appended
     + tokens * self.cache.kv_heads * self.cache:bytes_token()
 end
 
---- The step before is over, or was left by an error, or was never begun: what its
--- sequences left in the buffer counts, or does not. A step that was replayed from a graph
--- ran without this file.
+--- Ends the step before, and decides whether what its sequences left in the buffer
+-- counts. That step may be over, have stopped with an error, or never have begun. A step
+-- that was replayed from a graph ran without this file.
 local function settle(self)
   local is_over = self.is_begun and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
@@ -180,9 +183,8 @@ local function settle(self)
   self.is_begun = false
 end
 
---- Lay the open blocks of a batch out in the buffer, and fill the arrays of its
--- placement. A step of one token a sequence finds the block where the step before left
--- it.
+--- Places the open blocks of a batch in the buffer and fills the arrays of its placement.
+-- A step of one token per sequence finds the block where the step before left it.
 function HostTier:place(batch)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
   local counts, placement = batch.counts, batch.placement
@@ -231,8 +233,8 @@ function HostTier:place(batch)
   assert(row == batch.sizes.tokens)
 end
 
---- Start a step: `batch` was appended to. A decode step finds everything that came before
--- in the host tier, and its open blocks in the buffer.
+--- Starts a step for `batch`, which was appended to. A decode step finds all earlier
+-- tokens in the host tier, and its open blocks in the buffer.
 function HostTier:begin(batch, is_prefill)
   self.batch, self.is_prefill = batch, is_prefill
   self.is_begun, self.layers_left = true, self.layers
@@ -248,15 +250,16 @@ function HostTier:begin(batch, is_prefill)
   self.pending = false
 end
 
---- Bring what open blocks hold already from the host tier to the buffer.
+--- Copies the contents that open blocks already have from the host tier to the buffer.
 function HostTier:load_open(layer)
   local placement = self.batch.placement
   check(C.kvl_move_blocks(self.cache:layer(layer), placement.load_from,
     self.buffer_views[layer], placement.load_to, self.moved))
 end
 
---- Append k, v of the step to the buffer; a decode step also to host memory and to the
--- hot cache. Returns the layer's buffer, and where in it the touched blocks are.
+--- Appends k, v of the step to the buffer; a decode step also writes them to host memory
+-- and to the hot cache. Returns the layer's buffer and the indices of the touched blocks
+-- in it.
 function HostTier:append(layer, q, k, v, batch, inv_freq)
   local buffer, placement = self.buffer_views[layer], batch.placement
   local cache = self.cache
@@ -278,8 +281,8 @@ function HostTier:append(layer, q, k, v, batch, inv_freq)
   return buffer, placement.open_blocks
 end
 
---- Send the step's blocks of a layer to host memory, beside what follows (a decode step
--- has written its tokens there).
+--- Sends the step's blocks of a layer to host memory while later work runs. A decode step
+-- has written its tokens there already.
 function HostTier:appended(layer)
   local batch, placement = self.batch, self.batch.placement
   if self.is_prefill and batch.touched > 0 then
@@ -292,7 +295,8 @@ function HostTier:appended(layer)
   if not self.is_prefill then self:count_appended(batch.tokens_count) end
 end
 
---- Something else is about to write blocks of host memory: the hot cache forgets them.
+--- Call this before something else writes blocks of host memory: the hot cache drops
+-- them.
 ---@param first integer    layer
 ---@param layers integer   how many
 ---@param blocks integer[]
@@ -303,8 +307,8 @@ function HostTier:written(first, layers, blocks)
   list:free()
 end
 
---- Copies of whole blocks inside the host tier (a fork grows): after what is on its way
--- there.
+--- Prepares for copies of whole blocks inside the host tier (when a fork grows): they
+-- come after the transfers to it that are under way.
 function HostTier:before_copy(layer, to)
   check(C.kvl_ring_wait_offload(self.ring, layer))
   if self.hot then self.hot:drop(layer, to) end
@@ -314,7 +318,7 @@ end
 
 local host_blocks = ffi.new("int32_t[?]", 4096)
 
---- Start to copy a block of the host tier, or a list of them, into a slot of the ring.
+--- Starts to copy a block of the host tier, or a list of blocks, into a slot of the ring.
 ---@param slot integer     0 ... slots - 1
 ---@param layer integer
 ---@param blocks integer|integer[]
@@ -330,31 +334,31 @@ function HostTier:load_to_slot_layer(slot, layer, blocks)
     #blocks))
 end
 
---- What is launched from here on waits for the slot's load.
+--- Makes all work that is launched from now on wait for the slot's load.
 function HostTier:wait_slot_layer(slot) check(C.kvl_ring_wait(self.ring, slot)) end
 
---- The slot's memory, [group, 2, kv_heads, block_size, head_dim]: the blocks of its load
--- come first. Past the valid tokens of a partial block lies anything: give attention the
--- sequence's length.
+--- The slot's memory, [group, 2, kv_heads, block_size, head_dim]; the blocks of its load
+-- come first. The memory past the valid tokens of a partial block has undefined
+-- contents, so give attention the sequence's length.
 function HostTier:kv_for_slot(slot)
   return self.slot_views[slot]
     or error(("slot is %s, expected 0 ... %d"):format(tostring(slot), self.slots - 1), 2)
 end
 
---- What was launched so far is the last that reads the slot: before its next load.
+--- Tells the ring that no later work reads the slot. Call it before the slot's next load.
 function HostTier:record_slot_compute_done(slot)
   check(C.kvl_ring_done(self.ring, slot))
 end
 
---- The blocks of a layer's buffer that hold the present chunk of one or more sequences,
--- and the tokens before it in its first block: [n, 2, kv_heads, block_size, head_dim].
+--- The blocks of a layer's buffer, [n, 2, kv_heads, block_size, head_dim]. They hold the
+-- present chunk of one or more sequences, and the tokens before it in its first block.
 function HostTier:prefill_buffer_slice(layer)
   local batch = self.batch
   local first = batch.host_ints[batch.layout.open_blocks]
   return self.buffer_views[layer]:narrow(first, batch.touched)
 end
 
---- A layer's buffer: open block i of the batch at batch.placement.open_blocks[i].
+--- A layer's buffer; open block i of the batch is at batch.placement.open_blocks[i].
 function HostTier:decode_buffer(layer) return self.buffer_views[layer] end
 
 -- ---- what happened --------------------------------------------------------------------
@@ -369,7 +373,7 @@ function HostTier:bytes()
   return to_device, tonumber(out_bytes[1]) + self.bytes_appended
 end
 
---- Keep the next n spans of the ring: loads, the compute between wait and done, offloads.
+--- Traces the next n spans of the ring: loads, the work between wait and done, offloads.
 function HostTier:trace(n)
   check(C.kvl_ring_trace(self.ring, n))
   self.trace_room = n
@@ -377,7 +381,7 @@ end
 
 local KINDS = { [0] = "load", "compute", "offload" } -- ORDER kvl_span_kind
 
---- The spans kept: kind, slot, layer, blocks, begin_us, end_us.
+--- The traced spans, each with kind, slot, layer, blocks, begin_us and end_us.
 function HostTier:spans()
   local buffer = ffi.new("kvl_span[?]", math.max(1, self.trace_room or 0))
   local n = check(C.kvl_ring_trace_get(self.ring, buffer, self.trace_room or 0))
@@ -390,7 +394,7 @@ function HostTier:spans()
   return spans
 end
 
---- Wait for what is under way, and give the memory back.
+--- Waits for the transfers under way and frees the memory.
 function HostTier:close()
   C.kvl_ring_close(ffi.gc(self.ring, nil))
   for _, list in ipairs { self.slot_views, self.buffer_views } do

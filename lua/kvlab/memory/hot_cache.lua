@@ -1,12 +1,13 @@
---- The hot cache: blocks of the host tier that stay on the device, with slots of its own
--- for every KV head. A layer's step gives each selected block a slot (evicting the least
--- recently used, or the lowest of a priority), fetches those that were not there, and
--- attends over the slots. All of it runs on the device: the host never waits. What a
--- policy expects its next steps to select is brought ahead, on a stream of its own.
+--- The hot cache keeps blocks of the host tier on the device, with slots of its own for
+-- every KV head. In each layer, a step gives every selected block a slot (evicting the
+-- least recently used block, or the one with the lowest priority), fetches the blocks
+-- that were missing, and attends over the slots. All of it runs on the device, so the
+-- host never waits. Blocks that a policy expects its next steps to select are brought
+-- ahead, on a stream of their own.
 --
--- With hot_overlap, attention over what was there runs beside the fetch, and is joined
--- with attention over the rest by their log-sum-exp; without it, one attention follows
--- the fetch and the result equals the resident one bit for bit.
+-- With hot_overlap, attention over the present blocks runs while the others are fetched,
+-- and is merged with attention over those by their log-sum-exp. Without it, one
+-- attention follows the fetch, and the result equals the resident one bit for bit.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.tensor"
@@ -22,7 +23,7 @@ local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead 
 local HotCache = {}
 HotCache.__index = HotCache
 
---- The hot cache of a host tier: tier.hot_slots slots for each KV head.
+--- Opens the hot cache of a host tier, with tier.hot_slots slots for each KV head.
 ---@param tier kvlab.HostTier
 ---@return kvlab.HotCache
 function M.new(tier)
@@ -55,7 +56,7 @@ function M.new(tier)
   return self
 end
 
---- Forget every block, and count from zero.
+--- Drops every block and sets the counters to zero.
 function HotCache:reset()
   self:join()
   self.slot_of:fill_(-1)
@@ -67,7 +68,7 @@ function HotCache:reset()
   end
 end
 
---- Count from zero; what the slots hold stays.
+--- Sets the counters to zero; the slots keep their blocks.
 function HotCache:reset_counts()
   self:join()
   self.counters:fill_(0)
@@ -76,9 +77,10 @@ function HotCache:reset_counts()
   self.ahead.marks:fill_(0) -- a use of what was brought before is no hit of this count
 end
 
---- Evict by the lowest of a priority from now on, in place of the least recently used:
--- a policy writes to it, f32 [layers, kv_heads, blocks] with one number for each block of
--- the host tier; it begins as zeros. The same tensor at every call.
+--- From now on, evicts the block with the lowest priority instead of the least recently
+-- used. Returns the priorities, f32 [layers, kv_heads, blocks], one number for each
+-- block of the host tier; a policy writes to them. They start as zeros. Every call
+-- returns the same tensor.
 ---@return kvlab.Tensor priority
 function HotCache:use_priority()
   if self.priority then return self.priority end
@@ -94,14 +96,14 @@ function HotCache:use_priority()
   return self.priority
 end
 
---- Append a step's k, v to the host tier, to the slots that hold its blocks, and to the
+--- Appends a step's k, v to the host tier, to the slots that hold its blocks, and to the
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
   self.cache.format:hot_append(layer, self.layers[layer], k, v, batch.slots,
     self.cache:layer(layer), batch.placement.buffer_slots, buffer)
 end
 
---- Forget blocks that the host tier got by other means; i32 [n].
+--- Drops blocks, i32 [n], that something else wrote in the host tier.
 function HotCache:drop(layer, blocks)
   if self.under_way[layer] then self:join() end
   check(C.kvl_hot_drop(self.layers[layer], blocks))
@@ -146,8 +148,8 @@ local function fetch(self, layer, views, fetched_bytes)
     views.miss_to, fetched_bytes))
 end
 
---- fn(self, …) with its launches on another stream than the current one; as
--- device:with_stream, but making no table.
+--- Calls fn(self, …), whose launches go to another stream than the current one. As
+-- device:with_stream, but it makes no table.
 local function on_stream(self, stream, fn, ...)
   local dev = self.cache.device
   local main = dev:stream()
@@ -168,8 +170,8 @@ local function resolve(self, layer, selection, tables, views)
   check(C.kvl_hot_resolve(self.layers[layer], call))
 end
 
---- Attention of a decode step over a selection (nil: every block): attention.lua's way
--- of attending when the cache has a hot cache.
+--- Attends in a decode step over a selection (nil: every block). attention.lua calls it
+-- when the cache has a hot cache.
 function HotCache:attend(attention, selection, ctx, out, lse)
   selection = selection or ctx:everything()
   local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
@@ -193,8 +195,8 @@ end
 
 -- ---- ahead of a step ------------------------------------------------------------------
 
---- What bringing blocks ahead takes: a stream, arrays of its own (the main stream goes on
--- meanwhile), marks of the slots that were filled so, and counters.
+--- Makes what is needed to bring blocks ahead: a stream, arrays of its own (the main
+-- stream goes on meanwhile), marks of the slots that were filled ahead, and counters.
 local function new_ahead(self)
   local cache, dev = self.cache, self.cache.device
   local heads, n = cache.kv_heads, self.slots
@@ -214,7 +216,7 @@ local function new_ahead(self)
   return ahead
 end
 
---- Copies of a layer's selection: the next layer selects while they are read.
+--- Copies of a layer's selection, because the next layer selects while they are read.
 local function new_ahead_views(self, seqs, lists, n)
   local a, heads, dev = self.ahead, self.cache.kv_heads, self.cache.device
   local function list(i, ...)
@@ -242,11 +244,11 @@ local function bring(self, layer, tables, views)
   fetch(self, layer, views, a.bytes)
 end
 
---- Begin to bring the blocks of a selection that ctx.layer is expected to make in a later
--- step, beside what follows on the current stream. What is there stays; the least
--- recently used make room. The next step begins when they are there. Where there are
--- fewer slots than that may take, nothing is brought: the sequences of a prompt's step
--- need not decode together.
+--- Starts to bring the blocks that ctx.layer is expected to select in a later step, while
+-- later work on the current stream runs. Blocks that are present stay; the least
+-- recently used ones make room. The next step begins when the blocks are there. If there
+-- are too few slots for the selection, nothing is brought: the sequences of a prompt's
+-- step need not decode together.
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
 ---@param wanted? boolean[]  for which sequences (all)
@@ -272,7 +274,7 @@ function HotCache:bring_ahead(selection, ctx, wanted)
      and C.kvl_device_is_recording(self.cache.device) == 1 then self:join() end
 end
 
---- What follows on the current stream comes after what was brought ahead.
+--- Makes later work on the current stream wait for the blocks that were brought ahead.
 function HotCache:join()
   if not self.is_ahead then return end
   self.cache.device:stream():wait(self.ahead.there)
@@ -282,10 +284,11 @@ end
 
 -- ---- numbers --------------------------------------------------------------------------
 
---- hits, misses, evictions (of a KV head's block each) of steps, hit_rate; bytes fetched
--- in all; and what was brought ahead: predicted (blocks asked for), brought (those that
--- were not there), used (of these, selected since), bytes, wasted_bytes (of those not
--- used so far). Since the last reset or reset_counts. Waits for the device.
+--- The counters since the last reset or reset_counts. hits, misses and evictions count
+-- the blocks of single KV heads in steps; hit_rate follows from them; bytes are all
+-- bytes fetched. Of the blocks brought ahead: predicted (asked for), brought (were
+-- missing), used (brought and selected since), bytes, wasted_bytes (of blocks not used
+-- so far). Waits for the device.
 function HotCache:stats()
   self:join()
   local c = self.counters:list()
@@ -297,7 +300,7 @@ function HotCache:stats()
                      wasted_bytes = (a[2] - c[5]) * bytes } }
 end
 
---- Give the memory back.
+--- Frees the memory.
 function HotCache:close()
   self.cache.device:sync()
   self.stream:close()

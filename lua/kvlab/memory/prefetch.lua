@@ -1,18 +1,19 @@
---- Prefetch: `kv.prefetch { store = … }` brings blocks from a store into a cache while
--- the device computes. Tasks wait by priority; worker threads read their records, layer 0
--- of all blocks first, and copy them to the device beside its other work.
+--- `kv.prefetch { store = … }` makes a prefetcher, which brings blocks from a store into
+-- a cache while the device computes. Tasks wait by priority. Worker threads read their
+-- records, layer 0 of all blocks first, and copy them to the device beside its other
+-- work.
 --
---   local engine = kv.prefetch { store = store }
---   local ticket = engine:submit { request = 7, priority = engine.HIGH, cache = cache,
---                                  keys = keys, blocks = { 4, 5, 6 } }
+--   local prefetcher = kv.prefetch { store = store }
+--   local ticket = prefetcher:submit { request = 7, priority = prefetcher.HIGH,
+--                                      cache = cache, keys = keys, blocks = { 4, 5, 6 } }
 --   …                                             -- other requests' steps
 --   local result = ticket:wait()                  -- or layer by layer:
 --   for layer = 0, layers - 1 do ticket:wait_layer(layer) … end
 --
--- A block whose key the store lacks is no error: result.leading blocks have arrived, and
--- result.arrived says which of the others have.
--- Source: UCM's GSA (PrefetchEngine). Its submit_prefetch is engine:submit, its
--- wait_for_completion is ticket:wait, its get_prefetched_kv the cache's own blocks.
+-- It is no error if the store lacks a block's key. The first result.leading blocks have
+-- arrived, and result.arrived says which of the others have. Source: UCM's GSA
+-- (PrefetchEngine). Its submit_prefetch is prefetcher:submit, its wait_for_completion is
+-- ticket:wait, and its get_prefetched_kv is the cache's own blocks.
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
@@ -27,7 +28,7 @@ local options_c, task = ffi.new "kvl_prefetch_options", ffi.new "kvl_prefetch_ta
 local result_c, stats_c = ffi.new "kvl_prefetch_result", ffi.new "kvl_prefetch_stats"
 local key_pointer, block_array = ffi.typeof "const kvl_key *", ffi.typeof "int32_t[?]"
 
---- value as a whole number, or an error in the caller's caller.
+--- Returns value as a whole number; raises an error at the caller of the caller.
 local function whole(what, name, value)
   if type(value) ~= "number" or value % 1 ~= 0 then
     error(("%s: %s is %s, expected a whole number"):format(what, name, tostring(value)),
@@ -36,7 +37,7 @@ local function whole(what, name, value)
   return value
 end
 
---- Seconds (nil: as long as it takes) as microseconds for the library.
+--- Converts seconds (nil: as long as it takes) to microseconds for the library.
 local function timeout_us(what, seconds)
   if seconds == nil then return -1 end
   if type(seconds) ~= "number" or seconds < 0 or seconds ~= seconds then
@@ -77,8 +78,8 @@ local function ticket_of(self)
   return self.handle or error("prefetch: the ticket is closed", 3)
 end
 
---- Wait until the task is over, at most `seconds`. What the store or the device failed
--- with is raised.
+--- Waits until the task is over, for at most `seconds`. Raises the failure of the store
+-- or the device.
 ---@return kvlab.PrefetchResult|nil, string|nil  nil, "timeout"
 function Ticket:wait(seconds)
   local us = timeout_us("wait", seconds)
@@ -97,17 +98,17 @@ function Ticket:poll()
   return new_result()
 end
 
---- Wait until a layer has been read, and have the stream (the current one) wait for its
--- copies. False: some block of it will not come.
+--- Waits until a layer has been read, and makes the stream (the current one) wait for its
+-- copies. Returns false if some block of the layer will not come.
 function Ticket:wait_layer(layer, stream)
   whole("wait_layer", "layer", layer)
   return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
 end
 
---- Stop the task at its next record. False: it was over.
+--- Stops the task at its next record. Returns false if it was over.
 function Ticket:cancel() return check(C.kvl_ticket_cancel(ticket_of(self))) == 1 end
 
---- Forget the ticket; the task goes on.
+--- Frees the ticket; the task goes on.
 function Ticket:close()
   if not self.handle then return end
   C.kvl_ticket_close(ffi.gc(self.handle, nil))
@@ -130,7 +131,7 @@ local OPTIONS = {
   max_pending_prefetch = options.within(1, 2 ^ 20), bytes_staging = options.whole,
 }
 
---- An engine over a store.
+--- Opens a prefetcher over a store.
 ---@param o table  store; device (--device's); prefetch_workers (4) threads;
 --                 max_pending_prefetch (64): how many tasks may wait; bytes_staging (32
 --                 MiB): pinned memory for records on their way to a GPU, twice a block of
@@ -165,7 +166,8 @@ local TASK = {
   timeout = { "seconds", function(x) return options.number[2](x) and x >= 0 end },
 }
 
---- The blocks in an array of the engine's; how many.
+--- Writes the blocks to an array of the prefetcher. Returns the array and the number of
+-- blocks.
 local function fill_blocks(self, blocks)
   local n = #blocks
   if n > self.room then
@@ -192,7 +194,7 @@ local function pointer_to_keys(keys, n)
   return pointer
 end
 
---- Queue a task.
+--- Queues a task.
 ---@param o table  request: whose it is, a whole number; cache; keys: an array of kvl_key;
 --                 blocks: the block of the cache for each, a list; first_layer (0) and
 --                 layers (the rest); priority (NORMAL): lower goes first; timeout (none):
@@ -221,13 +223,14 @@ function Prefetch:submit(o)
   return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close) }, Ticket)
 end
 
---- Cancel every task of a request. Returns how many were not over.
+--- Cancels every task of a request. Returns the number of tasks that were not over.
 function Prefetch:cancel(request)
   return check(C.kvl_prefetch_cancel(handle_of(self),
     whole("prefetch", "request", request)))
 end
 
---- Give the waiting tasks of a request another priority. Returns how many.
+--- Gives the waiting tasks of a request another priority. Returns the number of these
+-- tasks.
 function Prefetch:reprioritise(request, priority)
   return check(C.kvl_prefetch_reprioritise(handle_of(self),
     whole("prefetch", "request", request), whole("prefetch", "priority", priority)))
@@ -236,9 +239,9 @@ end
 local STATS = { "submitted", "completed", "cancelled", "failed", "hits", "misses",
                 "bytes", "waits", "us_stalled", "pending", "pending_peak" }
 
---- Tasks submitted, completed, cancelled, failed, pending (waiting now) and pending_peak;
--- hits and misses (records found, keys that lacked one); bytes; waits for what was not
--- there yet, and us_stalled, the time in them.
+--- The counters: tasks submitted, completed, cancelled, failed, pending (waiting now) and
+-- pending_peak; hits and misses (records found, and keys that lacked one); bytes; waits
+-- (calls that had to wait) and us_stalled, the microseconds that they took.
 function Prefetch:stats()
   check(C.kvl_prefetch_stats_get(handle_of(self), stats_c))
   local t = {}
@@ -246,7 +249,8 @@ function Prefetch:stats()
   return t
 end
 
---- Cancel what waits, stop what runs. Tickets stay valid.
+--- Closes the prefetcher: cancels waiting tasks and stops running ones. Tickets stay
+-- valid.
 function Prefetch:close()
   if not self.handle then return end
   C.kvl_prefetch_close(ffi.gc(self.handle, nil))

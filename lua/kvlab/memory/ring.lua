@@ -1,11 +1,11 @@
---- Attention over a ring: first over the open blocks, causally, from the buffer, while
--- the first loads are on their way; then the selected blocks of the host tier pass
--- through the slots, a slot's load under the attention over the one before, and every
--- pass joins its result to what came before.
+--- Attention over a ring. It starts with the open blocks, causally, from the buffer,
+-- while the first loads are on their way. Then the selected blocks of the host tier pass
+-- through the slots: each slot is loaded during the attention over the slot before, and
+-- every pass merges its result with the earlier ones.
 --
--- A plan cuts a selection into passes on the device, so the host never learns what was
--- selected. Where nothing is selected (dense), every layer has the same plan: it is made
--- once a step, and loads run on into the next layers.
+-- A plan divides a selection into passes on the device, so the host never learns what
+-- was selected. If nothing is selected (dense), every layer has the same plan: it is
+-- made once per step, and loads run on into the next layers.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.tensor"
@@ -21,8 +21,8 @@ local BYTES_COPY_ENGINE = 1024 * 1024
 local Ring = {}
 Ring.__index = Ring
 
---- How `attention` attends through the ring of its cache. issued and consumed count the
--- loads of the present plan.
+--- The way `attention` attends through the ring of its cache. issued and consumed count
+-- the loads of the present plan.
 function M.new(attention)
   return setmetatable({ tier = attention.cache.tier, cut = ffi.new "kvl_cut",
     plans = {}, step = -1, issued = 0, consumed = 0 }, Ring)
@@ -68,7 +68,7 @@ local function plan_for(self, is_dense, seqs, heads, passes, n_open)
   return plan
 end
 
---- Loads that ran ahead and are not wanted any more are over before their plan changes.
+--- Waits for loads that ran ahead and are no longer wanted, before their plan changes.
 local function drain(self)
   local o = self.tier
   if self.issued > self.consumed then
@@ -77,7 +77,7 @@ local function drain(self)
   self.issued, self.consumed = 0, 0
 end
 
---- Cut the selection (nil: all blocks) of this layer.
+--- Divides the selection (nil: all blocks) of this layer into passes.
 local function make_plan(self, selection, ctx)
   local o, placement = self.tier, self.tier.batch.placement
   drain(self)
@@ -99,7 +99,7 @@ local function make_plan(self, selection, ctx)
   return plan
 end
 
---- Start load number i: pass i % passes of the layer i / passes after `layer`.
+--- Starts load number i: pass i % passes of the layer i / passes after `layer`.
 local function load(self, plan, layer, i)
   local o, batch = self.tier, self.tier.batch
   self.issued = self.issued + 1
@@ -117,8 +117,8 @@ local function load(self, plan, layer, i)
   end
 end
 
---- The plan of this layer, the layer that its loads began with, and the number of this
--- layer's first pass among them. The first loads are under way when it returns.
+--- Returns the plan of this layer, the layer that the plan's loads began with, and the
+-- number of this layer's first pass among them. The first loads are then under way.
 local function prepare(self, selection, ctx)
   local o = self.tier
   if selection then

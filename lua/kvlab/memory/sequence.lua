@@ -1,5 +1,6 @@
---- Sequences: the tokens of a request as blocks of a cache. A sequence knows numbers, not
--- memory; blocks are counted, shared by forks and copied when a shared one grows.
+--- A sequence holds the tokens of a request as blocks of a cache. It knows block numbers,
+-- not memory. Blocks are counted, shared by forks, and copied when a fork writes to a
+-- shared one.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 
@@ -20,7 +21,7 @@ local function wrap(cache, handle)
                         state = setmetatable({}, WEAK_KEYS) }, Sequence)
 end
 
---- An empty sequence over the pool of a cache.
+--- Makes an empty sequence over the pool of a cache.
 ---@param cache kvlab.Cache
 ---@return kvlab.Sequence
 function M.new(cache)
@@ -35,9 +36,9 @@ end
 
 local handle_of = M.handle
 
---- Tokens so far.
+--- The number of tokens so far.
 function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
---- Blocks held.
+--- The number of blocks held.
 function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
 
 --- The physical blocks in logical order.
@@ -49,8 +50,9 @@ function Sequence:table()
   return list
 end
 
---- A sequence of the same tokens that shares every block; a shared block that is not full
--- is copied when one of them grows. Who keeps state for it is asked to copy that.
+--- Makes a sequence of the same tokens that shares every block. A shared block that is
+-- not full is copied when one of the two sequences grows. Objects that keep state for
+-- the sequence are asked to copy that state.
 function Sequence:fork()
   check(C.kvl_sequence_fork(handle_of(self), out_sequence))
   local fork = wrap(self.cache, out_sequence[0])
@@ -63,7 +65,8 @@ end
 local out_slots, out_slots_size, out_copy = nil, 0, ffi.new "int32_t[2]"
 local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
 
---- Lengthen a sequence of whole blocks by `tokens` whose K and V something else writes.
+--- Lengthens a sequence of whole blocks by `tokens` tokens, whose K and V something else
+-- writes.
 function Sequence:extend(tokens)
   local length = self:length()
   if length % self.cache.block_size ~= 0 then
@@ -77,12 +80,12 @@ function Sequence:extend(tokens)
   check(C.kvl_sequences_append(one_handle, one_count, 1, out_slots, out_copy))
 end
 
---- Drop the tokens past `length`.
+--- Drops the tokens past `length`.
 function Sequence:truncate(length)
   check(C.kvl_sequence_truncate(handle_of(self), length))
 end
 
---- Give the blocks back.
+--- Drops the sequence's references to its blocks.
 function Sequence:close()
   if not self.handle then return end
   C.kvl_sequence_close(ffi.gc(self.handle, nil))

@@ -1,5 +1,5 @@
---- Block stores: KV blocks that outlive a request, a process or a machine, found by the
--- tokens that they hold (docs/store.md).
+--- A block store keeps KV blocks longer than a request, a process or a machine lives, and
+-- finds them by their tokens (docs/store.md).
 --
 --   local store = kv.store("lmdb:blocks.lmdb", { capacity = 8e9, block_size = 16,
 --     model = kv.store.model("llama-3-8b", cache) })
@@ -30,7 +30,8 @@ local OPTIONS = { capacity = options.not_negative, model = options.string,
 local Store = {}
 Store.__index = Store
 
---- A text that names all that makes blocks of `cache` unfit for other models and caches.
+--- A text with everything that makes blocks of `cache` unusable for other models and
+-- caches.
 ---@param name string  of the model and its weights
 ---@param cache kvlab.Cache
 function M.model(name, cache)
@@ -39,7 +40,7 @@ function M.model(name, cache)
     cache.block_size, cache.dtype)
 end
 
---- Open a store.
+--- Opens a store.
 ---@param url string  memory:  lmdb:PATH  redis://[user:password@]host[:port][/db]
 ---@param o? table  capacity: bytes of blocks (no limit); timeout_ms (1000), for Redis;
 --                  model: see M.model, and block_size: for :keys
@@ -59,7 +60,8 @@ local function handle_of(self)
   return self.handle or error("the store is closed", 3)
 end
 
---- Keys of the full blocks of a list of tokens, and how many; keys count from 0.
+--- Computes the keys of the full blocks of a list of tokens. Returns the keys, which
+-- count from 0, and their number.
 ---@param tokens integer[]
 ---@param parent? kvlab.BlockKey  the key of the block before the first; none: a text
 --                                begins
@@ -76,7 +78,8 @@ function Store:keys(tokens, parent)
     keys))
 end
 
---- How many blocks from the first key on have all their layers in the store.
+--- The number of blocks, from the first key on without a gap, whose layers are all in the
+-- store.
 ---@param keys kvlab.BlockKey[]  from :keys
 ---@param n integer              how many of them
 ---@param layers integer
@@ -88,7 +91,7 @@ function Store:find(keys, n, layers)
   return n
 end
 
---- Memory of the host with the size of `block`, for blocks that lie on a GPU.
+--- Host memory with the size of `block`, for blocks that lie on a GPU.
 local function staging_for(self, block)
   local dtype, dims = library.dtype_names[block.dtype], { tonumber(block.count) }
   local id = ("%s %s %d"):format(block.device:name(), dtype, dims[1])
@@ -102,8 +105,9 @@ end
 
 local view = ffi.new "kvl_tensor" -- of the block that is being moved
 
---- move(handle, key, layer, host memory, its bytes, staging) for one block, which the
--- host cannot reach where there is staging. Everything launched before is done.
+--- Calls move(handle, key, layer, host memory, its bytes, staging) for one block, after
+-- everything launched before is done. staging is given if the host cannot reach the
+-- block.
 local function with_block(self, move, key, layer, memory, block)
   local handle = self.handle or error("the store is closed", 3)
   if not tensor.is_tensor(memory) then
@@ -140,8 +144,8 @@ local function get(handle, key, layer, host, bytes, staging)
   return status
 end
 
---- Put block `block` of a layer's memory, on any device, pinned or not. Waits for the
--- device. Returns true, or nil and why it could not be stored.
+--- Stores block `block` of a layer's memory, on any device, pinned or not. Waits for the
+-- device. Returns true, or nil and the reason why it could not be stored.
 ---@param key kvlab.BlockKey  keys[i]
 ---@param layer integer
 ---@param memory kvlab.Tensor cache:layer(layer): [blocks, 2, kv_heads, block_size, ...]
@@ -151,30 +155,31 @@ function Store:put_block(key, layer, memory, block)
   return nil, self:problem()
 end
 
---- Fill block `block` of a layer's memory with the record of `key`. Waits for the device.
--- Returns true; or nil and why, and the block is as it was.
+--- Fills block `block` of a layer's memory with the record of `key`. Waits for the
+-- device. Returns true; or nil and the reason, and then the block is unchanged.
 function Store:get_block(key, layer, memory, block)
   if with_block(self, get, key, layer, memory, block) then return true end
   return nil, "not in the store"
 end
 
---- Forget a block of a layer. Returns whether it was there.
+--- Removes the record of a block in a layer. Returns whether there was one.
 function Store:remove(key, layer)
   return check(C.kvl_store_remove(handle_of(self), key, layer)) == 1
 end
 
---- Make what was put survive a power failure, in an lmdb store.
+--- Makes the records of an lmdb store survive a power failure.
 function Store:sync() check(C.kvl_store_sync(handle_of(self))) end
 
---- The words of the last damaged record or error; nil when there was none.
+--- The message of the last damaged record or error; nil if there was none.
 ---@return string|nil
 function Store:problem()
   local n = check(C.kvl_store_problem(handle_of(self), words, ffi.sizeof(words)))
   return n > 0 and ffi.string(words, n) or nil
 end
 
---- hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written of this
--- store since it was opened; bytes_held and records now, nil where they are not known.
+--- The counters of this store since it was opened: hits, misses, puts, evictions,
+-- damaged, errors, bytes_read, bytes_written. bytes_held and records are the present
+-- state; they are nil if not known.
 function Store:stats()
   check(C.kvl_store_stats_get(handle_of(self), stats))
   local t = {}
@@ -186,7 +191,7 @@ function Store:stats()
   return t
 end
 
---- Syncs, and gives memory, file and connections back.
+--- Syncs the store, and frees its memory, file and connections.
 function Store:close()
   if not self.handle then return end
   C.kvl_store_close(ffi.gc(self.handle, nil))
