@@ -1,17 +1,18 @@
---- The verb `compare`: two folders of results, configuration by configuration.
+--- The verb `compare` compares two folders of results, configuration by configuration.
 --
 --   kvlab compare A B [--metric=NAME,NAME] [--by=AXIS,AXIS]
 --   kvlab compare results/01_recall:policy=quest results/01_recall:policy=random
 --
--- A and B are folders, or files of rows (.jsonl), or some of their rows: those with the
--- values after a colon. What has one value in all of A and another in all of B (a policy,
--- the device, the seed) is what is compared; rows that agree in all else are a pair. Of
--- each metric: its mean over the pairs of A and of B, and the mean of B - A with its 95 %
--- confidence interval (Student's t).
+-- A and B are folders or files of rows (.jsonl). Values after a colon choose some of
+-- their rows. An axis that has one value in all of A and another in all of B (a policy,
+-- the device, the seed) is what is compared; two rows that agree in everything else are
+-- a pair. For each metric it prints the mean over the pairs of A and of B, and the mean
+-- of B - A with its 95 % confidence interval (Student's t).
 --
--- With repeats, pairs of one seed are one sample, because they share the seed's luck: the
--- interval is over seeds. Without, every pair is a sample, and the interval says how much
--- the configurations differ from each other, not what another seed would give.
+-- With repeats, the pairs of one seed are one sample, because they share the seed's
+-- luck: the interval is over seeds. Without repeats every pair is a sample, and the
+-- interval says how much the configurations differ from each other, not what another
+-- seed would give.
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"

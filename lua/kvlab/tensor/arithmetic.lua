@@ -1,5 +1,5 @@
 --- Tensor methods that compute: elementwise, comparisons, reductions, softmax, top-k,
--- matmul, gathers. Each returns a new tensor, or writes `out` and returns it.
+-- matmul and gathers. Each returns a new tensor, or writes `out` and returns it.
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -23,8 +23,8 @@ for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", 
   end
 end
 
---- The dims that a and b broadcast to; what does not fit is left for the library to
--- blame.
+--- The dims that a and b broadcast to. If the two do not fit, the library reports it
+-- later.
 local function broadcast_dims(a, b)
   local n = math.max(a.ndim, b.ndim)
   local dims = {}
@@ -37,7 +37,7 @@ local function broadcast_dims(a, b)
   return dims
 end
 
---- a op b, one of the two possibly a number; NumPy's broadcasting.
+--- a op b with NumPy's broadcasting, where one of the two may be a number.
 function tensor.binary(name, a, b, out)
   local op = C["KVL_BINARY_" .. name]
   local compares = op >= C.KVL_BINARY_EQ
@@ -55,16 +55,16 @@ function tensor.binary(name, a, b, out)
   return out
 end
 
---- With NumPy's broadcasting; b is a tensor of the same dtype or a number. Comparisons
--- give u8, 1 or 0. The operators + - * / and unary - do the same.
+--- Computes with NumPy's broadcasting; b is a tensor of the same dtype or a number.
+-- Comparisons give u8, 1 or 0. The operators + - * / and unary - do the same.
 for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
                             maximum = "MAX", minimum = "MIN", eq = "EQ", ne = "NE",
                             lt = "LT", le = "LE", gt = "GT", ge = "GE" } do
   methods[method] = function(a, b, out) return tensor.binary(name, a, b, out) end
 end
 
---- Elements of a where this u8 tensor is not 0, else of b. Equal shapes: nothing is
--- broadcast.
+--- Takes the elements of a where this u8 tensor is not 0, and of b elsewhere. The shapes
+-- must be equal, because nothing is broadcast.
 function methods.where(cond, a, b, out)
   out = out or tensor.open_like(a)
   check(C.kvl_where(cond, a, b, out))
@@ -96,7 +96,8 @@ function methods.softmax(t, scale, out)
   return out
 end
 
---- Index of the largest element along the last dim, i32; ties to the lower index.
+--- The index of the largest element along the last dim, i32. Of equal elements the lower
+-- index wins.
 function methods.argmax(t, out)
   if not out then
     local dims = t:dims()
@@ -107,8 +108,8 @@ function methods.argmax(t, out)
   return out
 end
 
---- The k largest (smallest) of each row, best first: values and i32 indices.
--- by_index: in index order instead, which is faster.
+--- The k largest (smallest) elements of each row, best first, as values and i32 indices.
+-- by_index orders them by index instead, which is faster.
 ---@param k integer
 ---@param smallest? boolean
 ---@param by_index? boolean
@@ -124,7 +125,7 @@ function methods.topk(t, k, smallest, by_index)
   return values:reshape(dims), indices:reshape(dims)
 end
 
---- Rows in ascending (descending) order: values and i32 indices.
+--- Sorts the rows in ascending (descending) order, as values and i32 indices.
 function methods.sort(t, descending) return t:topk(t:size(-1), not descending) end
 
 -- ---- matmul and gathers ---------------------------------------------------------------
@@ -144,7 +145,8 @@ function methods.matmul(t, b, out) return matmul(t, b, false, out) end
 --- t @ b^T: [m, k] by [n, k], as weights are stored.
 function methods.matmul_t(t, b, out) return matmul(t, b, true, out) end
 
---- Rows of t named by an i32 index; out of range gives zeros.
+--- Takes the rows of t that an i32 index names. An index that is out of range gives
+-- zeros.
 function methods.gather_rows(t, index, out)
   if not out then
     local dims = t:dims()
@@ -155,7 +157,8 @@ function methods.gather_rows(t, index, out)
   return out
 end
 
---- t[index[i]] = src[i]; out of range is skipped, of duplicates the last wins.
+--- t[index[i]] = src[i]. An index that is out of range is skipped. If an index occurs
+-- more than once, its last row wins.
 function methods.scatter_rows_(t, index, src)
   check(C.kvl_scatter_rows(src, index, t))
   return t
@@ -168,7 +171,8 @@ function methods.gather(t, index, out)
   return out
 end
 
---- t[r][index[r][j]] = src[r][j]; out of range is skipped, none comes twice in a row.
+--- t[r][index[r][j]] = src[r][j]. An index that is out of range is skipped. No index may
+-- occur twice in a row.
 function methods.scatter_(t, index, src)
   check(C.kvl_scatter(src, index, 0, t))
   return t

@@ -32,7 +32,7 @@ local function open(name, level)
   return dev
 end
 
---- The devices that are open, in the order of their names.
+--- The open devices, in the order of their names.
 ---@return kvlab.Device[]
 function M.opened()
   local list = {}
@@ -43,17 +43,17 @@ function M.opened()
   return list
 end
 
---- True when "cuda" can be opened: the plug-in was built and a GPU is there. The second
--- result says why not.
+--- Returns true if "cuda" can be opened: the plug-in was built and a GPU is present. The
+-- second result is the reason if not.
 ---@return boolean, string|nil
 function M.cuda_available()
   local ok, why = pcall(open, "cuda")
   return ok, not ok and why or nil
 end
 
---- A device by name: "cpu", "cuda", "cuda:1"; "auto" is cuda when there is one, else cpu;
--- nil is what --device says. A device is returned as it is. With --link-gbps only the CPU
--- is there.
+--- Opens a device by name: "cpu", "cuda", "cuda:1". "auto" is cuda if there is one, and
+-- else cpu. nil is the device of --device. A device is returned as it is. With
+-- --link-gbps only the CPU can be opened.
 ---@param name? string|kvlab.Device
 ---@return kvlab.Device
 function M.device(name)

@@ -1,8 +1,8 @@
---- Graphs: `local g = kv.graph(fn)` records what fn launches on a device's current
--- stream, without running it; `g:replay()` runs all of it, with no Lua and no gaps
--- between launches. Ops read lengths, tables and selections from the device, so a step
--- that was recorded once serves later lengths. Inside fn nothing may read from the device
--- or write to it; run fn once before it is recorded, so that its buffers are there.
+--- `local g = kv.graph(fn)` makes a graph: it records the work that fn launches on a
+-- device's current stream, without running it. `g:replay()` runs all of it, with no Lua
+-- and no gaps between launches. Ops read lengths, tables and selections from the device,
+-- so a step that was recorded once serves later lengths. fn must not read from the
+-- device or write to it. Run fn once before you record it, so that its buffers exist.
 local ffi = require "ffi"
 local device = require("kvlab.tensor.device").device
 local library = require "kvlab.library"
@@ -20,7 +20,7 @@ ffi.metatype("kvl_graph", {
   },
 })
 
---- Record what fn() launches on `dev` (the default device).
+--- Records the work that fn() launches on `dev` (the default device).
 ---@param fn fun()
 ---@param dev? kvlab.Device|string
 ---@return kvlab.Graph graph

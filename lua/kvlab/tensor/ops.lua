@@ -1,5 +1,5 @@
---- Transformer and paged-attention ops as plain functions over tensors. Shapes, dtypes
--- and errors: runtime/kvlab.h. Where `out` may be nil a new tensor is made.
+--- Transformer and paged-attention ops as plain functions over tensors. runtime/kvlab.h
+-- states shapes, dtypes and errors. Where `out` may be nil, the op makes a new tensor.
 --
 -- Ops that take a table check the names and types in it, which costs some microseconds
 -- and ends a LuaJIT trace. `kv.ops.step` has the same ops without that check, for code
@@ -15,14 +15,15 @@ local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
 local step = {}
 local M = { step = step }
 
---- x / rms(x) * weight, after residual += x where a residual is given.
+--- x / rms(x) * weight. If a residual is given, residual += x comes first, and the sum is
+-- what is normalised.
 function M.rmsnorm(x, weight, eps, out, residual)
   out = out or tensor.open_like(x)
   check(C.kvl_rmsnorm(x, residual, weight, eps, out))
   return out
 end
 
---- Rotate x [tokens, heads, head_dim] in place.
+--- Rotates x [tokens, heads, head_dim] in place.
 function M.rope(x, positions, inv_freq)
   check(C.kvl_rope(x, positions, inv_freq))
   return x
@@ -35,19 +36,21 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
---- cache[slots[i]] = k[i], v[i]: k, v [tokens, kv_heads, head_dim], slots i64 [tokens],
--- block * block_size + offset or -1 to skip; cache is one layer's memory.
+--- cache[slots[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]. slots, i64
+-- [tokens], holds the place of each token: block * block_size + offset, or -1 to skip
+-- it. cache is one layer's memory.
 function M.append_kv(k, v, slots, cache, k_scale, v_scale)
   check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
 end
 
---- rope of q, in place, and of k, and append_kv of k and v, which stay as they are.
+--- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
+-- as they are: rope and append_kv in one launch.
 function M.rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale)
   check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale))
   return q
 end
 
---- Copy whole blocks of a layer's memory: src, dst i32 [n], -1 skipped.
+--- Copies whole blocks of a layer's memory. src and dst are i32 [n]; -1 is skipped.
 function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
 
 local call = ffi.new "kvl_attention"
@@ -101,7 +104,7 @@ function M.token_attention(a)
   return step.token_attention(options.check("token_attention", a, TOKENS))
 end
 
---- Join two attentions over disjoint keys, in place of the first.
+--- Merges two attentions over disjoint keys; the first is replaced by the result.
 function M.merge_attention(out_a, lse_a, out_b, lse_b)
   check(C.kvl_merge_attention(out_a, lse_a, out_b, lse_b, out_a, lse_a))
   return out_a, lse_a
@@ -114,8 +117,9 @@ local function group_number(name)
     or error(("group is %s, expected max or mean"):format(tostring(name)), 3)
 end
 
---- Scores of every block for a policy's ctx: f32 [seqs, kv_heads, width], of the caller's
--- own until the layer's attention is over, or written to `scores` where that is given.
+--- Scores every block for a policy's ctx: f32 [seqs, kv_heads, width]. The caller owns
+-- the result until the layer's attention is over. If `scores` is given, the op writes to
+-- it.
 ---@param q kvlab.Tensor        [seqs, heads, head_dim]
 ---@param summary kvlab.Summary
 ---@param ctx kvlab.Context
@@ -128,7 +132,7 @@ function M.score_minmax(q, summary, ctx, group, scores)
   return scores
 end
 
---- q . summary for every block, as score_minmax has it.
+--- q . summary for every block, with the arguments of score_minmax.
 function M.score_mean(q, summary, ctx, group, scores)
   scores = scores or ctx:new_scores()
   check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
@@ -144,7 +148,8 @@ function M.score_max_qk(q, ctx, group, scores)
   return scores
 end
 
---- The best blocks within a budget, sink and recent among them, ascending.
+--- Selects the best blocks within a budget, which includes sink and recent. They are
+-- ascending.
 ---@param scores kvlab.Tensor     f32 [seqs, kv_heads or 1, max_blocks]
 ---@param lens kvlab.Tensor       i32 [seqs]
 ---@param block_size integer
@@ -156,8 +161,8 @@ function M.select(scores, lens, block_size, budget, selection, counts)
   return selection, counts
 end
 
---- Minus the bits in which each block's hash differs from its KV head's query hash,
--- like the scores of score_minmax.
+--- The number of bits in which each block's hash differs from the query hash of its KV
+-- head, negated. The scores are laid out like those of score_minmax.
 ---@param q_hashes kvlab.Tensor  u64 [seqs, kv_heads, words]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
@@ -171,7 +176,7 @@ end
 
 local nearest_call = ffi.new "kvl_hamming"
 
---- Hash of the group's mean query, distances and select, in one launch.
+--- Hashes the group's mean query, computes the distances and selects, in one launch.
 ---@param q kvlab.Tensor          [seqs, heads, head_dim]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
@@ -187,7 +192,8 @@ function M.select_hamming(q, hashes, ctx, budget, selection, counts)
   return selection, counts
 end
 
---- Shorten a selection in place: the fewest blocks whose weights reach `mass` of all.
+--- Shortens a selection in place to the fewest blocks whose weights reach `mass` of the
+-- sum over all blocks.
 ---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, max_blocks]
 ---@param mass number           0 ... 1
 ---@param budget kvlab.Budget   its sink and recent stay
@@ -199,7 +205,7 @@ end
 
 -- ---- index-K --------------------------------------------------------------------------
 
---- Rows in f8e4m3, each with a scale of its own.
+--- Quantises rows to f8e4m3, each with its own scale.
 ---@param x kvlab.Tensor        f32 f16 bf16 [..., dim]
 ---@param out? kvlab.Tensor     f8e4m3 [..., dim]
 ---@param scales? kvlab.Tensor  f32 [...]
@@ -216,24 +222,26 @@ function M.quantise_rows(x, out, scales)
   return out, scales
 end
 
---- scale * H x along rows; scale: dim^-0.5 unless given, which makes it a rotation.
+--- scale * H x along rows, where H is the Walsh-Hadamard matrix. scale is dim^-0.5 unless
+-- it is given, which makes the op a rotation.
 function M.hadamard(x, scale, out)
   out = out or tensor.open_like(x)
   check(C.kvl_hadamard(x, scale or x:size(-1) ^ -0.5, out))
   return out
 end
 
---- cache[slot] = k [n, dim], quantised row by row; slots i64 [n], -1 to skip; cache u8
--- [blocks, block_size * (dim + 4)].
+--- cache[slot] = k [n, dim], quantised row by row. slots, i64 [n], holds the place of
+-- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)].
 function M.index_append(k, slots, cache) check(C.kvl_index_append(k, slots, cache)) end
 
---- The quantised keys at slots, into k f8e4m3 [n, dim] and scales f32 [n].
+--- Reads the quantised keys at the places in slots, into k f8e4m3 [n, dim] and scales f32
+-- [n].
 function M.index_gather(cache, slots, k, scales)
   check(C.kvl_index_gather(cache, slots, k, scales))
   return k, scales
 end
 
---- What an indexer thinks of each token, for ranges of contiguous keys.
+--- The logits that an indexer gives each token, for ranges of contiguous keys.
 function M.mqa_logits(q, weights, k, scales, starts, ends, logits)
   check(C.kvl_mqa_logits(q, weights, k, scales, starts, ends, logits))
   return logits
@@ -249,7 +257,7 @@ end
 
 local transform = ffi.new "kvl_transform"
 
---- What a call says of the transform of positions; nil: none.
+--- The transform of positions that a call asks for; nil if it asks for none.
 local function transform_of(a)
   if not (a.tables or a.row_sequence or a.offsets) then return nil end
   transform.tables, transform.row_sequence = a.tables, a.row_sequence
@@ -263,14 +271,14 @@ function step.topk_transform(a)
   return out
 end
 
---- The options of the transform with others beside them.
+--- The options of the transform, together with other options.
 local function with_transform(known)
   known.tables, known.row_sequence, known.offsets = a_tensor, a_tensor, a_tensor
   known.block_size, known.k, known.out = options.count, options.whole, a_tensor
   return known
 end
 
---- An op with a result has `out`, or `k` of a row to make it.
+--- Returns `out`, or makes a result with `k` entries per row.
 local function check_result(what, a)
   if a.out or a.k then return end
   error(("%s: out and k are missing, expected one of them"):format(what), 3)
@@ -278,8 +286,8 @@ end
 
 local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_tensor }
 
---- The tokens with the largest logits of each row: i32 [rows, k], positions ascending, -1
--- padded.
+--- The tokens with the largest logits of each row: i32 [rows, k], positions in ascending
+-- order, padded with -1.
 ---@param a table  logits f32 or bf16 [rows, n], lens i32 [rows]; out, or its k; starts
 --                 i32 [rows], the column of a row's token 0; what positions become: slots
 --                 by tables i32 [sequences, width], block_size and maybe row_sequence i32
@@ -300,8 +308,8 @@ end
 
 local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
 
---- The transform alone, of positions i32 [rows, k], or of all tokens of rows with these
--- lens.
+--- Applies the transform alone, to positions i32 [rows, k], or to all tokens of rows with
+-- these lens.
 ---@param a table  positions or lens (with k or out); tables, block_size, row_sequence,
 --                 offsets, out as for topk_transform
 ---@return kvlab.Tensor out
@@ -324,8 +332,9 @@ local MERGE = { logits = needed, first = options.required(options.whole),
                 starts = a_tensor, lens = needed, kept_values = needed,
                 kept_positions = needed, values = needed, positions = needed }
 
---- Running top-k: join logits of columns first … to the kept_values and kept_positions
--- [rows, k] of the columns before, into values and positions.
+--- A running top-k: merges the logits of the columns from `first` on with kept_values and
+-- kept_positions [rows, k], the result for the columns before, into values and
+-- positions.
 ---@param a table  logits, first, kept_values, kept_positions, values, positions; starts
 --                 and lens as for topk_transform
 ---@return kvlab.Tensor positions
@@ -334,8 +343,8 @@ function M.topk_merge(a)
   return step.topk_merge(options.check("topk_merge", a, MERGE))
 end
 
---- Slots of tokens starts[s] … of every sequence, up to ends[s] of `out` (cumulative
--- lengths); i32 or i64 [n].
+--- The places of the tokens from starts[s] on of every sequence, which fill `out` up to
+-- ends[s] (cumulative lengths); i32 or i64 [n].
 function M.ragged_slots(tables, block_size, starts, ends, out)
   check(C.kvl_ragged_slots(tables, block_size, starts, ends, out))
   return out

@@ -1,4 +1,5 @@
---- Reading safetensors files: mapped, checked whole at open, copied to a device by name.
+--- Reads safetensors files. A file is mapped, checked as a whole when it is opened, and
+-- its tensors are copied to a device by name.
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -14,7 +15,7 @@ local M = {}
 local File = {}
 File.__index = File
 
---- Open a file. Raises the reason when it cannot be read or is not what it says.
+--- Opens a file. Raises the reason if it cannot be read or its contents are wrong.
 ---@param path string
 ---@return kvlab.Safetensors
 local function open(path)

@@ -47,7 +47,8 @@ local function fill_shape(shape, level)
   return #shape
 end
 
---- Open on dims already in shape_buffer; out of memory collects and tries once more.
+--- Opens a tensor with the dims in shape_buffer. If memory runs out, it collects garbage
+-- and tries once more.
 local function open(dev, dtype, ndim, level)
   if type(dev) ~= "cdata" then dev = device(dev) end
   local t = tensor_t()
@@ -104,8 +105,8 @@ function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
 ---@return kvlab.Tensor
 function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
 
---- Uninitialised tensor in pinned host memory, which `dev` reads and writes over the
--- link: any op takes it like a tensor of dev. huge_pages: ask for 2 MiB pages.
+--- Makes an uninitialised tensor in pinned host memory, which `dev` reads and writes over
+-- the link. Any op takes it like a tensor of dev. huge_pages asks for pages of 2 MiB.
 ---@return kvlab.Tensor
 function M.pinned(dev, dtype, shape, huge_pages)
   local number, t = library.dtype(dtype), tensor_t()
@@ -115,8 +116,8 @@ function M.pinned(dev, dtype, shape, huge_pages)
   return remember(t)
 end
 
---- View of memory on `dev` that the caller keeps, such as part of another tensor with
--- another dtype.
+--- Makes a view of memory on `dev` that the caller keeps, such as part of another tensor
+-- with another dtype.
 ---@param memory ffi.cdata*  a pointer
 ---@return kvlab.Tensor
 function M.wrap(dev, dtype, shape, memory)
@@ -181,7 +182,7 @@ for name, ctype in pairs(ctypes) do pointer_to[name] = ffi.typeof(ctype .. "*") 
 for _, name in ipairs { "f16", "bf16" } do pointer_to[name] = ffi.typeof "uint16_t*" end
 pointer_to.f8e4m3 = ffi.typeof "uint8_t*"
 
---- Append the leaves of a nested table; sizes[depth] is set or checked on the way.
+--- Appends the leaves of a nested table. sizes[depth] is set or checked on the way.
 local function flatten(values, depth, sizes, flat)
   if sizes[depth] and sizes[depth] ~= #values then
     error(("nested table is ragged: %d entries at depth %d, expected %d"):format(#values,
@@ -237,7 +238,7 @@ local function keep(value, kept)
   end
 end
 
---- fn() with every tensor made inside freed at its end, except those it returns (also
+--- Runs fn() and frees every tensor made inside it, except those that it returns (also
 -- inside returned tables).
 function M.scope(fn, ...)
   local outer, inner = scope, setmetatable({}, WEAK)
@@ -253,8 +254,8 @@ function M.scope(fn, ...)
   return unpack(results, 2)
 end
 
---- fn(...) outside of every scope: what it makes stays until nobody holds it. For buffers
--- that are made at their first use, wherever that is.
+--- Runs fn(...) outside of every scope: the tensors that it makes stay until nobody
+-- refers to them. Use it for buffers that are made at their first use, wherever that is.
 function M.lasting(fn, ...)
   local outer = scope
   scope = nil
@@ -287,8 +288,9 @@ function methods.type(t) return dtype_names[t.dtype] end
 --- The size of the elements in bytes.
 function methods.bytes(t) return tonumber(t.count) * C.kvl_dtype_bytes(t.dtype) end
 
---- The memory as a typed pointer, after everything launched so far; CPU tensors only
--- (f16 and bf16 as uint16_t bits). Valid while the tensor lives.
+--- The memory as a typed pointer, after everything launched so far is done. For CPU
+-- tensors only (f16 and bf16 as uint16_t bits). The pointer is valid while the tensor
+-- lives.
 function methods.data(t)
   if C.kvl_device_is_cpu(t.device) == 0 then
     error(("data() of a tensor on %s, expected one on the cpu: t:to(kv.device \"cpu\")")
@@ -399,10 +401,10 @@ function methods.cast(t, dtype, out)
   return out
 end
 
---- Does it lie in pinned host memory?
+--- Returns whether the tensor lies in pinned host memory.
 function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
 
---- Give the storage back now. Using the tensor afterwards raises.
+--- Frees the storage now. Using the tensor afterwards raises an error.
 function methods.free(t) C.kvl_tensor_close(t) end
 
 M.methods = methods

@@ -27,7 +27,8 @@ function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
     tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim, block_size })
 end
 
---- Write k, v [tokens, kv_heads, head_dim] at slots, i64 [tokens], -1 to skip.
+--- Writes k, v [tokens, kv_heads, head_dim] at the places in slots, i64 [tokens], -1 to
+-- skip.
 function M.append(k, v, slots, key_cache, value_cache, k_scale, v_scale)
   check(C.kvl_vllm_append(k, v, slots, key_cache, value_cache, k_scale, v_scale))
 end
@@ -59,10 +60,10 @@ function M.attention(a)
   return step.attention(options.check("vllm.attention", a, ATTENTION))
 end
 
---- vLLM's caches with what kvlab's own cache [blocks, 2, kv_heads, block_size, head_dim]
--- holds: the same blocks, so the same tables. An f8e4m3 cache keeps its bits; scales
--- that differ between KV heads have no place in vLLM's. Needs memory for the cache once
--- more, until it is done.
+--- Makes vLLM's caches with the contents of kvlab's own cache [blocks, 2, kv_heads,
+-- block_size, head_dim]. The blocks are the same, so the tables are too. An f8e4m3 cache
+-- keeps its bits, but vLLM's caches cannot hold scales that differ between KV heads. It
+-- needs memory for a second copy of the cache until it is done.
 ---@return kvlab.Tensor key_cache
 ---@return kvlab.Tensor value_cache
 function M.from_blocks(cache)
