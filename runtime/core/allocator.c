@@ -1,9 +1,10 @@
 /* A caching allocator for device memory, ordered by streams.
  *
- * A freed block goes back to the list of the stream that it was allocated on (its home):
- * the next allocation there is later work on the same stream, so it may take the block at
- * once. If other streams used the block, the home stream first waits for them. Sizes are
- * rounded up to four classes an octave; above BYTES_CACHED_MAX memory is returned at once. */
+ * A freed block goes back to the list of the stream that it was allocated on (its home). The
+ * next allocation there is later work on the same stream, so it may take the block at once.
+ * If other streams used the block, the home stream first waits for them. Sizes are rounded
+ * up to four classes per octave. Memory above BYTES_CACHED_MAX is returned to the device at
+ * once. */
 #include "core/allocator.h"
 
 enum { BYTES_UNIT = 512 };
@@ -19,7 +20,7 @@ static int size_class(size_t *units) {
   return (int)(4 * (e - 1) + (int)quarter - 4);
 }
 
-/* Memory of a storage without references back to the device, at once. */
+/* Returns the memory of a storage without references to the device at once. */
 static void drop(kvl_storage *s) {
   kvl_device *dev = s->device;
   if (s->size_class == KVL__PINNED) dev->backend->host_free(dev->ctx, s->ptr, s->bytes);
@@ -58,7 +59,7 @@ static void count_live(kvl_device *dev, kvl_storage *s, int sign) {
   dev->holds += sign;
 }
 
-/* Fresh and freed memory of a hostile build is all ones: NaN, -1. */
+/* In a hostile build, fresh and freed memory is all ones: NaN, -1. */
 static void poison(kvl_device *dev, kvl_storage *s) {
 #ifdef KVL_HOSTILE
   struct kvl_fill_args args = {s->ptr, (int64_t)s->bytes, 255.0, KVL_DTYPE_U8};
@@ -193,7 +194,7 @@ int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage *
   return KVL_OK;
 }
 
-/* Streams other than its home that still exist and used it. */
+/* The streams, other than its home, that used the storage and still exist. */
 static uint64_t foreign_streams(const kvl_storage *s) {
   return s->used & ~((uint64_t)1 << s->home);
 }

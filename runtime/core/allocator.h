@@ -1,4 +1,4 @@
-/* Storage: the counted memory under tensors, and the allocator that keeps it. */
+/* Storage is the reference-counted memory under tensors; the allocator keeps it. */
 #ifndef KVL_ALLOCATOR_H
 #define KVL_ALLOCATOR_H
 
@@ -6,9 +6,9 @@
 
 enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 };   /* in place of a size class */
 
-/* refs counts kvl_tensor handles; `used` has a bit for every stream that launched work on the
- * memory since it was allocated. While free it waits in the list of its home stream, whose
- * later work may take it without waiting. */
+/* refs counts kvl_tensor handles. `used` has a bit for every stream that launched work on
+ * the memory since it was allocated. A free storage waits in the list of its home stream,
+ * whose later work may take it without waiting. */
 struct kvl_storage {
   kvl_device *device;
   struct kvl__recording *recording;   /* was allocated while this was recorded: stays with it */
@@ -20,7 +20,7 @@ struct kvl_storage {
   int refs, home, size_class;
 };
 
-/* One reference on at least `bytes` bytes for the current stream. */
+/* Opens a storage of at least `bytes` bytes, with one reference, for the current stream. */
 int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out);
 int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out);
 int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
@@ -30,14 +30,14 @@ void kvl__storage_unref(kvl_storage *s);
 static inline void kvl__storage_use(kvl_storage *s, const kvl_device *dev) {
   s->used |= (uint64_t)1 << dev->current->id;
 }
-/* Hand the free memory of one stream (-1: of all) back to the device. */
+/* Returns the free memory of one stream (-1: of all) to the device. */
 void kvl__allocator_trim(kvl_device *dev, int stream);
-/* End the device once nothing holds it: no handle, no storage, no graph. */
+/* Ends the device when nothing holds it any more: no handle, no storage, no graph. */
 void kvl__device_unref(kvl_device *dev);
 
-/* What a step that is recorded as a graph allocates stays with the graph, whose replays write
- * there. Meanwhile the device's free lists are set aside, so that the step takes fresh memory
- * or what it freed itself. */
+/* Memory that a step allocates while it is recorded stays with the graph, because replays
+ * write there. During the recording the device's free lists are set aside, so that the step
+ * takes fresh memory or memory that it freed itself. */
 struct kvl__recording {
   kvl_graph *graph;
   kvl_storage *storages;         /* allocated meanwhile, by recording_next */
@@ -46,7 +46,7 @@ struct kvl__recording {
 };
 void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r);
 void kvl__recording_end(kvl_device *dev, struct kvl__recording *r);
-/* Frees the memory that nobody else refers to; nothing writes there any more. */
+/* Frees the memory that nobody else refers to. Nothing may write there any more. */
 void kvl__recording_drop(struct kvl__recording *r);
 
 #endif

@@ -1,17 +1,17 @@
-/* What a device is to the runtime: the table that every backend fills in. cpu/backend.c is
+/* The table of functions that make a device, which every backend fills in. cpu/backend.c is
  * linked in; the CUDA plug-in exports `kvl_backend_cuda` and is opened at run time. */
 #ifndef KVL_BACKEND_H
 #define KVL_BACKEND_H
 
 #include "kernels.h"
 
-/* Backend contexts, queues and marks are opaque to the runtime. `words` (a buffer of
- * KVL_WORDS_MAX bytes) takes the driver's own text when a call fails. */
+/* Backend contexts, queues and marks are opaque to the runtime. When a call fails, `words`
+ * (a buffer of KVL_WORDS_MAX bytes) receives the driver's own message. */
 enum { KVL_WORDS_MAX = 256 };
 
 enum kvl_copy_kind { KVL_COPY_LOCAL, KVL_COPY_FROM_HOST, KVL_COPY_TO_HOST };
 
-/* URGENT: its work goes first where both could run (transfers beside compute). */
+/* Work on an URGENT queue goes first where both could run (transfers beside compute). */
 enum kvl_queue_kind { KVL_QUEUE_DEFAULT, KVL_QUEUE_NORMAL, KVL_QUEUE_URGENT };
 
 typedef struct kvl_backend {

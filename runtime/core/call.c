@@ -1,4 +1,4 @@
-/* The way from tensors to a kernel: one check that every op uses, and the launch. */
+/* How an op gets from tensors to a kernel: one check that every op uses, and the launch. */
 #include "core/call.h"
 #include "core/tensor.h"
 
@@ -26,7 +26,7 @@ int64_t kvl__dim(const struct kvl__call *call, const char *name) {
   return i < 0 ? 0 : call->dim[i].size;
 }
 
-/* One word of a shape against one size; binds a new name. */
+/* Compares one word of a shape with one size. A new name is bound to the size. */
 static int word_matches(struct kvl__call *call, const char *word, int length,
                         int64_t size) {
   if (word[0] >= '0' && word[0] <= '9') return strtoll(word, NULL, 10) == size;
@@ -39,7 +39,8 @@ static int word_matches(struct kvl__call *call, const char *word, int length,
   return 1;
 }
 
-/* Words before "..." against the leading dims, words after it against the trailing ones. */
+/* Compares the words before "..." with the leading dims, and the words after it with the
+ * trailing dims. */
 static int shape_matches(struct kvl__call *call, const kvl_tensor *t, const char *shape) {
   int words = 0, open = 0;
   for (const char *p = shape; *p; p++) {

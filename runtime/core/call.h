@@ -1,4 +1,5 @@
-/* Checking the arguments of an op and launching it: what every op_*.c is written with. */
+/* Checks the arguments of an op and launches it. Every op_*.c is written with these
+ * functions. */
 #ifndef KVL_CALL_H
 #define KVL_CALL_H
 
@@ -24,31 +25,34 @@ struct kvl__call {
   kvl_storage *workspace;
 };
 
-/* Check one tensor against `dtypes` and a shape such as "tokens heads 2 head_dim": a name
- * binds its size on first use and must agree later; "..." takes any number of dims. A name
- * ending in '?' is optional. Returns 1 when t is there and right, else 0 (and the status
- * is set unless t was an absent option). After a failure, calls do nothing. */
+/* Checks one tensor against `dtypes` and a shape such as "tokens heads 2 head_dim". A name
+ * binds its size on first use and must agree later; "..." takes any number of dims. An
+ * argument whose name ends in '?' is optional. Returns 1 if t is present and right.
+ * Otherwise it returns 0 and sets the status, unless t is an absent optional argument. After
+ * a failure, later calls do nothing. */
 int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
              unsigned dtypes, const char *shape);
-/* The dtype of a tensor as a set; of NULL, every dtype (its own check complains). */
+/* The dtype of a tensor as a set. For NULL it is the set of all dtypes, because the tensor's
+ * own check reports that it is missing. */
 static inline unsigned kvl__like(const kvl_tensor *t) {
   return t ? 1u << t->dtype : KVL__ANY;
 }
 /* Size bound to a name; 0 when it was never bound. */
 int64_t kvl__dim(const struct kvl__call *call, const char *name);
-/* Set the failure of `call` unless it has one. Returns the status. */
+/* Sets the failure of `call`, unless it has one. Returns the status. */
 int kvl__call_fail(struct kvl__call *call, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
-/* t has the shape of `other`, which the words call other_name. */
+/* Checks that t has the shape of `other`, which messages call other_name. */
 void kvl__expect_shape_of(struct kvl__call *call, const char *name, const kvl_tensor *t,
                           const char *other_name, const kvl_tensor *other);
-/* Workspace for these args, or NULL when the op wants none. Sets the status on failure. */
+/* The workspace for these args, or NULL if the op wants none. Sets the status on failure. */
 void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *args);
-/* Launch on the current stream; every tensor seen by kvl__arg is marked as used there. */
+/* Launches on the current stream. Every tensor that kvl__arg saw is marked as used there. */
 int kvl__launch(struct kvl__call *call, enum kvl_op op, const void *args, size_t size);
 #define KVL__LAUNCH(call, op, args) kvl__launch(call, KVL_OP_##op, &(args), sizeof(args))
 
-/* kvl__arg for memory that kernels read in vectors: a view may begin anywhere. */
+/* kvl__arg for memory that kernels read in vectors. It checks the alignment, because a view
+ * may begin anywhere. */
 int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
                     unsigned dtypes, const char *shape);
 

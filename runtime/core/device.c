@@ -1,4 +1,5 @@
-/* Devices: which are open, their end, and what they tell. runtime/open.c opens them. */
+/* Devices: the list of open ones, how they end, and what they report about themselves.
+ * runtime/open.c opens them. */
 #include "core/device.h"
 
 enum { DEVICES_MAX = 16 };

@@ -34,16 +34,18 @@ struct kvl_device {
 
 /* The device that is open already, or NULL. */
 kvl_device *kvl__device_find(const kvl_backend *backend, int index);
-/* A device without a context, which kvl__device_find finds from now on. */
+/* Makes a device without a context. From now on kvl__device_find finds it. */
 int kvl__device_new(const kvl_backend *backend, int index, kvl_device **out);
-/* Forget a device and free it, its streams and its context. None of its memory is cached. */
+/* Removes a device from the list and frees it, its streams and its context. It must have no
+ * cached memory. */
 void kvl__device_end(kvl_device *dev);
 /* Wait for every stream, whatever fails. */
 void kvl__device_drain(kvl_device *dev);
-/* A failure while a graph is recorded, of what needs the host: `what` cannot be in it. */
+/* Fails if a graph is being recorded, for an operation `what` that needs the host and so
+ * cannot be part of a graph. */
 int kvl__not_recording(kvl_device *dev, const char *what);
-/* `status` with the driver's words after `doing`; words that are recorded stay where the
- * driver has none. */
+/* Returns `status` and records the driver's message after `doing`. If the driver has none, a
+ * message that is recorded already stays. */
 int kvl__device_failed(kvl_device *dev, int status, const char *doing);
 
 #endif

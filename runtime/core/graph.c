@@ -1,5 +1,5 @@
-/* Graphs: a step recorded once and replayed without the host. The backend records, and the
- * allocator keeps the memory of the step with the graph. */
+/* A graph is a step that is recorded once and replayed without the host. The backend records
+ * it, and the allocator keeps the memory of the step with the graph. */
 #include "core/allocator.h"
 
 struct kvl_graph {

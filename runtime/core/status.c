@@ -1,4 +1,4 @@
-/* Statuses and their words, the interrupt flag, and host allocation that can be told to
+/* Statuses and their messages, the interrupt flag, and host allocation that can be made to
  * fail. */
 #include <stdatomic.h>
 #include <time.h>

@@ -1,5 +1,5 @@
-/* Failure words, host allocation that can be told to fail, and checks for bugs of the library
- * itself. Every other file of runtime/ builds on this one. */
+/* Failure messages, host allocation that can be made to fail, and checks for bugs of the
+ * library itself. Every other file of runtime/ builds on this one. */
 #ifndef KVL_STATUS_H
 #define KVL_STATUS_H
 
@@ -22,8 +22,8 @@
 #define KVL_CHECK(condition) ((void)0)
 #endif
 
-/* How many entries a container starts with, or holds: one or two in a hostile build, so that
- * growing and waiting happen all the time. */
+/* The number of entries that a container starts with, or holds. It is one or two in a
+ * hostile build, so that containers grow and callers wait all the time. */
 #ifdef KVL_HOSTILE
 #define KVL__ROOM(normal, hostile) (hostile)
 #else
@@ -34,11 +34,11 @@
 int kvl__fail(int status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-/* malloc and realloc that record NO_MEMORY and honour kvl_fail_allocation. `what` names
- * the thing in the error. */
+/* malloc and realloc that record NO_MEMORY and obey kvl_fail_allocation. The error names the
+ * thing as `what`. */
 void *kvl__malloc(size_t bytes, const char *what);
 void *kvl__realloc(void *p, size_t bytes, const char *what);
-/* 1 when the allocation about to be made has been told to fail. */
+/* Returns 1 if the next allocation has been told to fail. */
 int kvl__allocation_fails(void);
 
 #endif

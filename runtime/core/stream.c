@@ -1,5 +1,5 @@
-/* Streams and events: thin over the backend's queues and marks, plus what the allocator
- * must know of streams. */
+/* Streams and events: a thin layer over the backend's queues and marks, which also tells the
+ * allocator about streams. */
 #include "core/allocator.h"
 #include "core/stream.h"
 

@@ -1,4 +1,5 @@
-/* Events, and opening a stream of a chosen kind; what callers need of both is in kvlab.h. */
+/* The inside of events, and a way to open a stream of a chosen kind. kvlab.h has the
+ * functions for callers. */
 #ifndef KVL_STREAM_H
 #define KVL_STREAM_H
 
@@ -10,7 +11,7 @@ struct kvl_event {
   int recorded;
 };
 
-/* An URGENT stream's work goes first where both could run. */
+/* Work on an URGENT stream goes first where both could run. */
 int kvl__stream_open(kvl_device *dev, enum kvl_queue_kind kind, kvl_stream **out);
 
 #endif

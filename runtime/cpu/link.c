@@ -1,17 +1,19 @@
-/* The emulated link between the CPU device's memory and pinned memory: a model of time, not a
- * throttle, because one thread copies at 5 to 10 GB/s and cannot stand for a link of 55.
+/* The emulated link between the CPU device's memory and pinned memory. It models time
+ * instead of slowing copies down, because one thread copies at 5 to 10 GB/s and cannot stand
+ * for a link of 55.
  *
- * Every queue has a clock. A job advances it by the wall time that the job took; a job that
- * took bytes over the link ends instead at
+ * Every queue has a clock. A job advances it by the wall time that the job took. A job that
+ * moved bytes over the link ends instead at
  *   end = max(begin + latency, free[direction]) + bytes / rate;  free[direction] = end
- * where free is the end of the last transfer in that direction: one at a time has the link,
- * in the order of submission, the latencies overlap, and the directions do not share. A
- * queue that waits for a mark goes on at the later of both clocks. The host's own time does
- * not count, but its waits do: what is submitted after one begins no earlier than its end,
- * or a program that reads a result and then asks for blocks would get them from the past.
+ * Here free is the end of the last transfer in that direction. One transfer at a time has
+ * the link, in the order of submission; latencies overlap, and the two directions are
+ * independent. A queue that waits for a mark continues at the later of both clocks. The
+ * host's own time does not count, but its waits do: work that is submitted after a wait
+ * begins no earlier than the end of the wait. Otherwise a program that reads a result and
+ * then asks for blocks would get them from the past.
  *
- * Every call of kvl_cpu_link starts all clocks from 0 in a new epoch, and times of different
- * epochs are never compared: kvl_event_elapsed_us refuses. */
+ * Every call of kvl_cpu_link starts all clocks from 0 in a new epoch. Times of different
+ * epochs are never compared: kvl_event_elapsed_us refuses them. */
 #include <math.h>
 
 #include "cpu/link.h"

@@ -1,5 +1,5 @@
-/* What a worker of a prefetcher brings a task's records with: a queue of the backend and a part
- * of the staging. */
+/* The means by which a worker of a prefetcher brings a task's records: a queue of the
+ * backend and a part of the staging. */
 #ifndef KVL_PREFETCH_WORKER_H
 #define KVL_PREFETCH_WORKER_H
 
@@ -13,7 +13,7 @@ struct kvl__half {
   int is_copying;                /* begin is recorded */
 };
 
-/* Neighbours in a half that are neighbours in the destination, too: one copy. */
+/* Records that are neighbours in a half and also in the destination: one copy moves them. */
 struct kvl__run { char *from, *to; size_t bytes; };
 
 struct kvl__worker {

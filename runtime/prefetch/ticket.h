@@ -1,5 +1,5 @@
-/* A task of a prefetcher, which is also the ticket of who submitted it, and the marks that
- * tasks use. */
+/* A task of a prefetcher, which is also the ticket of the caller that submitted it, and the
+ * marks that tasks use. */
 #ifndef KVL_TICKET_H
 #define KVL_TICKET_H
 
@@ -21,8 +21,8 @@ void kvl__marks_close(struct kvl__marks *marks);
 /* What is known of a block of a task. LOST: a record of it was not in the store. */
 enum block_state { BLOCK_COMING, BLOCK_WHOLE, BLOCK_LOST };
 
-/* A task, and the ticket of who submitted it. The prefetcher's lock guards what changes after
- * submit, except for what says otherwise. */
+/* A task, which is also the ticket of the caller that submitted it. The prefetcher's lock
+ * guards all fields that change after submit, unless a field says otherwise. */
 struct kvl_ticket {
   kvl_prefetch *prefetch;
   kvl_tensor memory;             /* a reference until the task is over and reaped */
@@ -47,8 +47,8 @@ struct kvl_ticket {
   char words[KVL_WORDS_MAX];     /* of the failure */
 };
 
-/* A ticket for a task that is right, with one reference and nothing of the device's.
- * bytes_half: of a worker's staging; 0: all memory is read into in place. */
+/* Opens a ticket for a task that was checked, with one reference and nothing of the
+ * device's. bytes_half is half of a worker's staging; 0: all memory is read into in place. */
 int kvl__ticket_open(kvl_prefetch *p, kvl_device *dev, size_t bytes_half,
                      const kvl_prefetch_task *task, kvl_ticket **out);
 /* Takes marks, and notes what used the memory so far; after a failure, drop the ticket. The

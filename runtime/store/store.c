@@ -1,5 +1,5 @@
-/* Block stores: the URL picks a backend; here arguments are checked, records sealed and
- * checked, and things counted, in one way for all of them. */
+/* Block stores. The URL chooses a backend. This file checks arguments, seals and checks
+ * records, and counts, in one way for all backends. */
 #include "store/store.h"
 
 enum { MAGIC = 0x4b564c52, VERSION = 1, TIMEOUT_MS = 1000, FIND_AT_ONCE = 256 };
@@ -68,7 +68,8 @@ int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-/* The backend of "scheme:rest". Only the scheme is quoted back: there may be a password. */
+/* The backend of "scheme:rest". Messages quote only the scheme, because the rest may contain
+ * a password. */
 static int backend_of(const char *url, const struct kvl__store_backend **out) {
   const char *colon = strchr(url, ':');
   int length = colon ? (int)(colon - url) : 0;

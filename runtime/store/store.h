@@ -1,4 +1,4 @@
-/* The block store's inside: what a backend provides, and what it gets from store.c. */
+/* The inside of a block store: what a backend provides, and what it gets from store.c. */
 #ifndef KVL_STORE_H
 #define KVL_STORE_H
 
@@ -7,7 +7,8 @@
 
 #include "core/status.h"
 
-/* What a record is filed under: the key's lo and hi and the part, as they lie in memory. */
+/* The name that a record is filed under: the key's lo and hi and the part, as they lie in
+ * memory. */
 struct kvl__name { unsigned char bytes[20]; };
 
 /* Comes before a record's bytes wherever it is kept. */
@@ -20,8 +21,8 @@ struct kvl__head {
 /* XXH3-64 of n bytes, seeded with that of the name. */
 uint64_t kvl__record_checksum(const struct kvl__name *name, const void *bytes, size_t n);
 
-/* What a kind of store does. Arguments are checked; all but open and close may run at the same
- * time in many threads. */
+/* The functions of a kind of store. Their arguments are checked already. All but open and
+ * close may run at the same time in many threads. */
 struct kvl__store_backend {
   const char *scheme;            /* "lmdb", of lmdb:PATH */
   const char *form;              /* how its URL looks, for messages */
@@ -54,11 +55,11 @@ struct kvl_store {
   char problem[320];
 };
 
-/* Check that the `bytes` bytes at `record` are a head and n bytes that were put under this
- * name, and copy those to `out`. Returns 1, or 0 after counting the damage. */
+/* Checks that the `bytes` bytes at `record` are a head and n bytes that were put under this
+ * name, and copies those to `out`. Returns 1, or 0 after counting the damage. */
 int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void *record,
                       size_t bytes, void *out, size_t n);
-/* Count one in `counter` (&store->damaged or &store->errors) and keep the words. */
+/* Adds one to `counter` (&store->damaged or &store->errors) and keeps the message. */
 void kvl__store_trouble(kvl_store *store, _Atomic int64_t *counter, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

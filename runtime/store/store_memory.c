@@ -1,6 +1,6 @@
-/* memory: records in this process: a hash table whose entries are also a list in the order of
- * their last use. The lock is held for pointers only: an entry counts those who copy from it,
- * and is freed by the last of them. */
+/* memory: records in this process, in a hash table whose entries also form a list in the
+ * order of their last use. The lock is held only while pointers are used or changed. An
+ * entry counts the threads that copy from it, and the last of them frees it. */
 #include "store/store.h"
 
 struct entry {
@@ -56,7 +56,8 @@ static void drop(struct memory *m, struct entry **slot) {
   unref(e);
 }
 
-/* Twice the buckets. Without memory for them the table works on, with longer chains. */
+/* Doubles the buckets. If there is no memory for them, the table works on with longer
+ * chains. */
 static void grow(struct memory *m) {
   size_t count = m->buckets_count * 2;
   struct entry **buckets = kvl__malloc(count * sizeof *buckets, "a larger store");
