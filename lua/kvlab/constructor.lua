@@ -1,5 +1,5 @@
---- One form for constructors: a noun is called to make what it names. Where the noun has
--- further functions it is a table, and this lets the table be called:
+--- One form for constructors: you call a noun to make the thing that it names. If the
+-- noun has further functions, it is a table, and this file makes the table callable:
 -- `kv.policy "quest"` beside `kv.policy.names()`.
 
 ---@param noun table

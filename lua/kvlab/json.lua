@@ -1,10 +1,10 @@
---- JSON that keeps every digit: `encode` writes doubles with %.17g, so that they read
--- back bit for bit; `decode` is lua-cjson's, with the line and column of what is wrong.
+--- JSON that keeps every digit. `encode` writes doubles with %.17g, so that they read
+-- back bit for bit. `decode` is that of lua-cjson; its errors give the line and column.
 --
--- A table with [1] is an array, one with string keys an object; an empty table is an
--- object unless `json.array` made it. Keys are sorted, those in `order` come first. NaN
--- and the infinities have no JSON: they are written as null. Strings are written as they
--- are, which is JSON as long as they are UTF-8.
+-- A table with [1] is an array and a table with string keys is an object; an empty table
+-- is an object unless `json.array` made it. Keys are sorted, but those in `order` come
+-- first. NaN and the infinities have no JSON form, so they are written as null. Strings
+-- are written as they are, which is JSON as long as they are UTF-8.
 local ffi = require "ffi"
 local options = require "kvlab.options"
 local cjson = require "cjson".new()

@@ -1,6 +1,6 @@
---- The C library: declares what runtime/base.h and runtime/kvlab.h say, loads
--- libkvlab.so, and refuses one that was built with other headers. Everything else in
--- lua/kvlab/ gets C, check and the paths from here.
+--- Loads the C library: declares the contents of runtime/base.h and runtime/kvlab.h,
+-- loads libkvlab.so, and refuses a library that was built with other headers. All other
+-- code in lua/kvlab/ gets C, check and the paths from here.
 local bit = require "bit"
 local ffi = require "ffi"
 

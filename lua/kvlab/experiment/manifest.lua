@@ -1,7 +1,8 @@
---- manifest.json: what a folder of results was made with, enough to make it again.
+--- manifest.json records what a folder of results was made with, in enough detail to make
+-- it again.
 --
--- Name, seed and device are the folder's identity: rows of another are refused. A resumed
--- run keeps what the earlier runs said of date, version, commit and command in
+-- Name, seed and device are the folder's identity: a run with other values is refused. A
+-- resumed run keeps the date, version, commit and command of the earlier runs in
 -- `earlier_runs`.
 local json = require "kvlab.json"
 local files = require "kvlab.files"

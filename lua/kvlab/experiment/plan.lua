@@ -1,6 +1,6 @@
---- What an experiment is going to do: its specification checked, --quick and --set
--- applied, the configurations listed. Messages are raised without a position:
--- kvlab.experiment adds the line of the script.
+--- The plan of an experiment: checks its specification, applies --quick and --set, and
+-- lists the configurations. Messages are raised without a position; kvlab.experiment
+-- adds the line of the script.
 local grids = require "kvlab.experiment.grid"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"

@@ -1,5 +1,5 @@
---- One line on stderr that says how far a run is and how long it will still take; nothing
--- when stderr is not a terminal.
+--- Prints one line on stderr that says how far a run has got and how long it will still
+-- take. It prints nothing when stderr is not a terminal.
 local ffi = require "ffi"
 
 ffi.cdef "int isatty(int fd);"

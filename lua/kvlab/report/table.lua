@@ -176,10 +176,10 @@ M.PIVOT = {
   format = options.string, caption = options.string,
 }
 
---- One metric of many rows as a table: one line per value of opts.rows, one column per
--- value of opts.columns (without it, a single column), with the metric's interval where
--- the rows have one (results.summarise). Two rows that fall on one cell are an error:
--- name the axis that tells them apart in `where`.
+--- Makes a table of one metric of many rows: one line per value of opts.rows and one
+-- column per value of opts.columns (a single column without it). Cells have the metric's
+-- interval where the rows have one (results.summarise). It is an error if two rows fall
+-- on one cell: name the axis that tells them apart in `where`.
 ---@param rows table[]
 ---@param opts {rows: string, columns?: string, value: string, where?: table,
 ---  format?: string, caption?: string}

@@ -26,7 +26,7 @@ local WIDTH, ROW, BOX = 760, 30, 22
 local ROOM = { left = 34, right = 14, top = 12, bottom = 66 }
 local LEGEND, DIGIT = 160, 7
 
---- Raises on a span of an unknown kind or without a begin and an end after it.
+--- Raises an error for a span of an unknown kind, or without a begin and a later end.
 local function check(spans, caller)
   for i, span in ipairs(spans) do
     local from, to = span.begin_us, span.end_us
@@ -77,7 +77,7 @@ local function sum(intervals)
   return total
 end
 
---- The time that two covers have in common.
+--- The time that two covers share.
 local function sum_common(a, b)
   local total, i, j = 0, 1, 1
   while a[i] and b[j] do
@@ -104,9 +104,9 @@ end
 ---@field idle_us number     wall_us - compute_us
 ---@field hidden number      both_us / load_us; NaN without any load time
 
---- How well the loading lies under the compute. Times are lengths of unions: two loads
--- at once count once, and a span inside another of its kind counts nothing. Offloads
--- count in wall_us only.
+--- Measures how much of the loading lies under the compute. Times are lengths of unions:
+-- two simultaneous loads count once, and a span inside another of its kind adds nothing.
+-- Offloads count only in wall_us.
 ---@param spans kvlab.span[]  in any order
 ---@return kvlab.overlap
 function M.overlap(spans)

@@ -278,7 +278,7 @@ local function with_transform(known)
   return known
 end
 
---- Returns `out`, or makes a result with `k` entries per row.
+--- Raises unless the call has `out`, or `k`, the entries per row of a new result.
 local function check_result(what, a)
   if a.out or a.k then return end
   error(("%s: out and k are missing, expected one of them"):format(what), 3)

@@ -1,12 +1,12 @@
---- The verb `sweep`: an experiment in shards, on many machines.
+--- The verb `sweep` runs an experiment in shards, on many machines.
 --
 --   kvlab sweep submit SCRIPT --slurm[=OPTIONS] --shards=N [--out=DIR] [options of run]
 --   kvlab sweep status DIR
 --   kvlab sweep merge DIR
 --
--- `submit` queues what is neither complete nor queued, so the same command again
--- resubmits the shards that failed. When all have ended, a job merges the rows; where
--- some are missing it submits their shards again, --retries=N times (1).
+-- `submit` queues the shards that are neither complete nor queued, so the same command
+-- again resubmits the shards that failed. When all shards have ended, a job merges the
+-- rows. If rows are missing, it submits their shards again, --retries=N times (1).
 local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"
 local files = require "kvlab.files"

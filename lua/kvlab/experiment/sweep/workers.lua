@@ -1,14 +1,15 @@
---- --jobs=N: configurations run in N processes of this machine, each of which runs the
+--- --jobs=N runs configurations in N processes of this machine. Each process runs the
 -- same script and takes configurations by their numbers.
 --
--- Only this process writes to the folder, so a kill at any instant leaves what a kill of
--- a single process leaves; workers end with it. Each worker begins with a run of
--- neighbours, so that what one configuration prepares serves the next, and when it has
--- none left takes half of the longest run that another still has. Rows do not depend on
--- who computed them.
+-- Only this process writes to the folder, so a kill at any instant leaves the same files
+-- as a kill of a single process; the workers end with this process. Each worker begins
+-- with a run of neighbouring configurations, so that the preparations for one serve the
+-- next. A worker that has none left takes half of the longest run that another worker
+-- still has. Rows do not depend on the worker that computed them.
 --
--- With several GPUs, and no --device=cuda:N, worker k has the k-th one alone; on the CPU
--- the cores are shared out. Measured times are those of a machine that does N things.
+-- With several GPUs and no --device=cuda:N, worker k has the k-th GPU alone; on the CPU
+-- the workers share out the cores. Measured times are those of a machine that does N
+-- things at once.
 local json = require "kvlab.json"
 local processes = require "kvlab.experiment.sweep.process"
 local results = require "kvlab.experiment.results"

@@ -1,6 +1,6 @@
---- What Tab offers, from the text before the cursor: fields and methods of live values,
--- names inside strings that a call takes (policies, dtypes, devices, modules, files), and
--- the options of the policy that is being opened.
+--- The completions that Tab offers for the text before the cursor: fields and methods of
+-- live values, names inside strings that a call takes (policies, dtypes, devices,
+-- modules, files), and the options of the policy that is being opened.
 local help = require "kvlab.shell.repl.help"
 local library = require "kvlab.library"
 local sorted = require "kvlab.sorted"

@@ -1,5 +1,5 @@
---- What the REPL says of an error: the user's line, the message, and the calls that led
--- there, without the REPL's own.
+--- What the REPL prints about an error: the user's line, the message, and the calls that
+-- led there, without the REPL's own calls.
 local inspect = require "kvlab.shell.repl.inspect"
 
 local M = {}

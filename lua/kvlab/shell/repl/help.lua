@@ -1,5 +1,6 @@
---- What `?name` prints: the doc comment that stands above a thing in the sources. Nothing
--- is written twice: Lua functions are found by debug.getinfo, C ones in kvlab.h.
+--- What `?name` prints: the doc comment above the function or value in the sources, so
+-- that no text is written twice. Lua functions are found by debug.getinfo, C functions
+-- in kvlab.h.
 local inspect = require "kvlab.shell.repl.inspect"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
