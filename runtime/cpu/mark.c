@@ -1,13 +1,14 @@
-/* The CPU device's marks: places in queues that others, and the host, wait for. A mark's lock
- * guards what the submitting thread shares with the workers that get to it. */
+/* The CPU device's marks: places in queues that other queues, and the host, wait for. A
+ * mark's lock guards the data that the submitting thread shares with the workers that reach
+ * the mark. */
 #include <pthread.h>
 
 #include "cpu/queue.h"
 
-/* Records are numbered. A wait is for the record before it, as on a GPU: records of several
- * queues may complete in any order, and a later one says nothing of an earlier one. All up to
- * `completed` are complete, and number completed + 1 + i is where bit i of `beyond` is set;
- * `at` is the time of the newest. */
+/* Records are numbered. A wait is for the newest record before it, as on a GPU: records of
+ * several queues may complete in any order, and a later record says nothing about an earlier
+ * one. All records up to `completed` are complete; number completed + 1 + i is complete
+ * where bit i of `beyond` is set. `at` is the time of the newest record. */
 struct kvl__mark {
   pthread_mutex_t lock;
   pthread_cond_t reached;

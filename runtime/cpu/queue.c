@@ -1,11 +1,13 @@
-/* The CPU device's queues. The default one runs its work on the calling thread; every other
- * one is a worker thread with a FIFO of jobs, so that copies overlap compute as they do on a
- * GPU. While a link is emulated every queue's work runs on the calling thread: a job then
- * takes what it takes alone, cpu/link.c overlaps it with others in modelled time, and that
- * time does not depend on how threads were scheduled. The order of submission is always a
- * right one, since a queue can only wait for marks that were recorded before.
+/* The CPU device's queues. The default queue runs its work on the calling thread. Every
+ * other queue is a worker thread with a FIFO of jobs, so that copies overlap compute as they
+ * do on a GPU. While a link is emulated, the work of every queue runs on the calling thread.
+ * A job then takes as long as it takes alone, cpu/link.c overlaps it with other jobs in
+ * modelled time, and that time does not depend on how threads were scheduled. The order of
+ * submission is always a correct order, because a queue can only wait for marks that were
+ * recorded before.
  *
- * One thread submits; a queue's lock guards what it shares with its worker. */
+ * One thread submits. A queue's lock guards the data that the queue shares with its worker.
+ */
 #include <pthread.h>
 
 #include "cpu/queue.h"
@@ -250,9 +252,9 @@ int kvl__cpu_copy(void *ctx, void *queue, void *dst, const void *src, size_t byt
 
 /* ---- graphs: replay ---------------------------------------------------------------- */
 
-/* Work of a queue that has been closed since goes to the one of the launch: it overlaps less
- * there, and is right in any one order of submission. A record counts anew, and the waits
- * after it are for the new one. */
+/* Work of a queue that was closed since then goes to the queue of the launch. It overlaps
+ * less there, but it is correct in any one order of submission. A record counts anew, and
+ * the waits after it are for the new record. */
 int kvl__cpu_graph_launch(void *ctx, void *graph, void *queue) {
   (void)ctx;
   struct graph *g = graph;

@@ -1,7 +1,7 @@
-/* Tickets: a task of a prefetcher with what it holds of the device.
+/* A ticket is a task of a prefetcher with the resources of the device that it holds.
  *
- * What a task holds, a reference on the destination and marks, is taken at submit and given
- * back by a later call of a caller's thread: workers must not touch either. */
+ * A task holds a reference on the destination, and marks. Both are taken at submit and given
+ * back by a later call on a caller's thread, because workers must not touch either. */
 #include "core/call.h"
 #include "prefetch/ticket.h"
 
@@ -98,7 +98,7 @@ int kvl__ticket_open(kvl_prefetch *p, kvl_device *dev, size_t bytes_half,
   return KVL_OK;
 }
 
-/* Records t->after: what streams were given that may use the memory, all of them in one. */
+/* Records t->after: one mark for all work given so far to streams that may use the memory. */
 static int record_after(struct kvl__marks *m, kvl_ticket *t) {
   kvl_device *dev = m->device;
   const kvl_backend *be = dev->backend;

@@ -26,8 +26,8 @@ struct kvl__lmdb {
   char path[];                   /* without links, from the root */
 };
 
-/* Open or make a file. Returns 1 when there was one which the machine had left torn, else 0.
- * Errors: INVALID it is open in this process, NO_MEMORY, IO, FORMAT. */
+/* Opens or creates a file. Returns 1 if there was a file that the machine had left torn,
+ * else 0. Errors: INVALID if it is open in this process already; NO_MEMORY; IO; FORMAT. */
 int kvl__lmdb_open(const char *path, struct kvl__lmdb **out);
 void kvl__lmdb_close(struct kvl__lmdb *l);
 /* What was committed is on the disk. */
@@ -38,12 +38,13 @@ int kvl__lmdb_sync(struct kvl__lmdb *l);
 int kvl__lmdb_begin(struct kvl__lmdb *l, unsigned flags, MDB_txn **txn);
 void kvl__lmdb_abort(struct kvl__lmdb *l, MDB_txn *txn);
 int kvl__lmdb_commit(struct kvl__lmdb *l, MDB_txn *txn);
-/* After MDB_MAP_FULL in a map of `full` bytes: double it, unless somebody has. full 0: take
- * over its size from another process. */
+/* Call this after MDB_MAP_FULL in a map of `full` bytes. It doubles the map, unless somebody
+ * else already has. With full 0 it takes over the size from another process. */
 int kvl__lmdb_grow(struct kvl__lmdb *l, size_t full);
 
 MDB_val kvl__lmdb_val(const void *bytes, size_t n);
-/* The value at `key`, of exactly n bytes, by a copy: LMDB aligns nothing. */
+/* Copies the value at `key`, of exactly n bytes; a copy, because LMDB does not align values.
+ */
 int kvl__lmdb_get(MDB_txn *txn, MDB_dbi tree, MDB_val key, void *out, size_t n);
 int kvl__lmdb_put(MDB_txn *txn, MDB_dbi tree, MDB_val key, const void *bytes, size_t n);
 int kvl__lmdb_totals(struct kvl__lmdb *l, MDB_txn *txn, struct kvl__lmdb_totals *out);

@@ -1,5 +1,5 @@
-/* The note is the file PATH-unsynced. It holds the kernel's id of this start of the machine
- * and comes into being whole, by a rename, however its writer ends. */
+/* The note is the file PATH-unsynced. It holds the kernel's id of this start of the machine.
+ * It is created by a rename, so it appears whole, however its writer ends. */
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
@@ -42,8 +42,9 @@ static int sync_folder(const char *path) {
   return status;
 }
 
-/* The note is open and locked. 1: what it is about was removed, and the note. 0: it is of this
- * start. 2: it was removed while we waited for the lock. */
+/* Handles a note that is open and locked. Returns 1 if it removed the file that the note is
+ * about, and the note; 0 if the note is of this start; 2 if the note was removed while we
+ * waited for the lock. */
 static int recover_locked(const char *path, const char *note, int fd) {
   char then[ID_BYTES], now[ID_BYTES];
   struct stat ours, theirs;
