@@ -1,9 +1,9 @@
---- Block mean: q against the mean key of each block.
--- Source  the representation of UCM's GSA (kpre, one mean per block and KV head); InfLLM
---         and NSA score against pooled keys in the same way
+--- Block mean: scores each block by the product of the query and the block's mean key.
+-- Source  UCM's GSA represents blocks in this way (kpre, one mean per block and KV head);
+--         InfLLM and NSA score against pooled keys in the same way
 -- Score   q . mean(K); the max over the group's query heads
 -- Cost    reads 1/block_size of the keys (in f32); no host synchronisation
--- Fails   one matching key among block_size others is averaged away
+-- Fails   one matching key among block_size others disappears in the average
 local kv = require "kvlab"
 
 return kv.policy.define {

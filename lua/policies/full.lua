@@ -1,4 +1,4 @@
---- Full: every block. The dense baseline, and what prefill uses unless told otherwise.
+--- Full: selects every block. It is the dense baseline and the default in prefill.
 -- Cost    reads all of K and V
 local kv = require "kvlab"
 

@@ -1,15 +1,16 @@
---- GSA: blocks that were selected before, and newer ones; or those whose mean key is
--- nearest to the query, looked at every few steps. One list for all heads of a layer.
--- Source  the GSA of UCM (unified-cache-management): history is what its guide says, mean
---         what its code does. The budget is rounded up; the guide rounds it down
--- Score   history: 0.5 * times selected + 0.1 ... 1 from the first to the last block
---         mean: q . mean(K) over all heads at every `refresh`-th step of a sequence
--- Ahead   behind a hot cache, what the first step after a prompt selects comes before it;
---         by mean also, prefetch_ahead steps before a look, what is nearest now: at most
---         prefetch_cache_size blocks. The other prefetch options are the server's
--- Cost    history reads no keys; mean 1 / block_size of them at a look and in steps ahead
--- Fails   history: what it passed over never comes back, whatever is asked. mean: where
---         heads want different blocks, and for refresh - 1 steps after a change of topic
+--- GSA: selects one list of blocks for all heads of a layer, either by how often blocks
+-- were selected before, or every few steps by the mean keys nearest to the query.
+-- Source  the GSA of UCM (unified-cache-management): "history" follows its guide, "mean"
+--         follows its code. The budget is rounded up here; the guide rounds it down
+-- Score   history: 0.5 * times selected + a ramp from 0.1 (first block) to 1 (last block)
+--         mean: q . mean(K) over all heads, at every `refresh`-th step of a sequence
+-- Ahead   a hot cache brings the blocks of the first step after a prompt ahead of it. In
+--         mean it also brings the nearest blocks prefetch_ahead steps before a refresh,
+--         at most prefetch_cache_size. The other prefetch options are for the server
+-- Cost    history reads no keys; mean reads 1 / block_size of them when it scores
+-- Fails   history: a block that was passed over never comes back, whatever is asked.
+--         mean: heads that want different blocks share one list, and after a change of
+--         topic the list is out of date for up to refresh - 1 steps
 local kv = require "kvlab"
 local whole, count = kv.policy.whole, kv.policy.count
 

@@ -1,14 +1,15 @@
---- GSA on-device: the blocks whose keys hash most like the query, chosen without the
--- host.
--- Source  UCM's GSA on-device (KVComp); its option names. It hashes every token, takes
---         the nearest token of a block, averages a group's queries before hashing, and
---         makes one list for all KV heads of a layer: per = "token", heads = "shared".
---         The defaults are what its guide tells: a hash a block, of the mean key
--- Score   minus the bits in which two hashes by random planes differ
--- Cost    one launch; reads hash_bits / 8 bytes a block and KV head, or a token; no
---         scores in memory, no host synchronisation
--- Fails   few bits: angles are known to about 1 / sqrt(hash_bits); a key's length is not
---         seen at all; hashes of means as block_mean does
+--- GSA on-device: selects the blocks whose key hashes are nearest to the query's hash.
+-- The host takes no part.
+-- Source  UCM's GSA on-device (KVComp), with its option names. UCM hashes every token,
+--         takes the nearest token of a block, averages a group's queries before it hashes
+--         them, and makes one list for all KV heads of a layer: per = "token" and
+--         heads = "shared" do this. The defaults follow its guide: one hash a block, of
+--         the block's mean key
+-- Score   minus the number of bits in which the hashes differ (hashes by random planes)
+-- Cost    one launch; reads hash_bits / 8 bytes per block (or token) and KV head; writes
+--         no scores to memory; no host synchronisation
+-- Fails   few bits know an angle only to about 1 / sqrt(hash_bits); hashes ignore the
+--         length of a key; hashes of mean keys fail as block_mean does
 local kv = require "kvlab"
 local one_of = kv.policy.one_of
 

@@ -1,16 +1,18 @@
---- H2O: the heavy hitters, blocks that had most of the attention so far.
--- Source  Zhang et al. 2023, arXiv:2306.14048. There tokens are kept, half of the budget
---         for the newest, and what is dropped is gone; here blocks, `recent` of them, and
---         a block that was passed over still gathers its share
--- Score   sum over all earlier queries, of the prompt too, of the softmax over blocks of
---         q . mean(K), an estimate of a block's attention; the mean over a group's heads
--- Cost    reads 1/block_size of the keys (in f32) to keep count, for prompt queries too
--- Fails   what nothing has asked for yet: an answer that the prompt never looked at. One
---         heavy token among light ones is averaged away
+--- H2O: selects the heavy hitters, the blocks that received most of the attention so far.
+-- Source  Zhang et al. 2023, arXiv:2306.14048. The paper keeps tokens, spends half of the
+--         budget on the newest ones and drops the others for good. This policy selects
+--         blocks, `recent` of them newest, and a block that it passed over still gathers
+--         its share of the attention
+-- Score   sum over all earlier queries, those of the prompt included, of the softmax over
+--         blocks of q . mean(K), which estimates a block's attention; the mean over a
+--         group's heads
+-- Cost    reads 1/block_size of the keys (in f32) to update the sums, also in the prompt
+-- Fails   an answer that no earlier query has looked at is not found. One heavy token
+--         among light ones disappears in the average
 local kv = require "kvlab"
 
---- The attention of a chunk's queries to the blocks that were complete before each one's
--- own: f32 [kv_heads, n].
+--- The attention of a chunk's queries to blocks, where each query counts only the blocks
+-- that were complete before its own block: f32 [kv_heads, n].
 local function chunk_mass(self, ctx, seq, i, first, count)
   local s, start = self.shape, seq:length() - count
   local n = math.floor((start + count - 1) / s.block_size)

@@ -1,12 +1,13 @@
---- InfLLM: a few representative tokens stand for each block.
--- Source  Xiao et al. 2024, arXiv:2402.04617. There those that the queries of the next
---         tokens like best, and blocks are looked up for a group of tokens; here the keys
---         farthest from their block's mean, and every token looks
--- Score   the sum over the representatives of q . k, which is q . their mean, so that one
---         vector a block is kept; the max over the group's query heads
--- Cost    reads 1/block_size of the keys (in f32); choosing takes about 20 small launches
---         in a step that begins or fills a block
--- Fails   a key that is asked for and near the mean of its block
+--- InfLLM: represents each block by a few of its tokens.
+-- Source  Xiao et al. 2024, arXiv:2402.04617. The paper takes the tokens that the queries
+--         of the following tokens attend to most, and looks blocks up once for a group of
+--         tokens. This policy takes the keys farthest from their block's mean, and looks
+--         blocks up for every token
+-- Score   the sum over the representatives of q . k. It ranks blocks as q . their mean
+--         does, so one vector a block is kept; the max over the group's query heads
+-- Cost    reads 1/block_size of the keys (in f32); choosing the representatives takes
+--         about 20 small launches in a step that begins or fills a block
+-- Fails   a key that is near the mean of its block is not found
 local kv = require "kvlab"
 
 return kv.policy.define {

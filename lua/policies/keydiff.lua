@@ -1,18 +1,20 @@
---- KeyDiff: blocks whose keys point elsewhere than most keys do, whatever is asked.
--- Source  Park et al. 2025, arXiv:2504.15364. There tokens, by the cosine of each key to
---         the mean of all unit keys; here blocks, by that of their mean key
--- Score   -cos(mean(K) of the block, mean of such unit vectors of the sequence), when a
---         block becomes full; the open block comes first
--- Cost    reads 1/block_size of the keys (in f32) every block_size steps; no query
--- Fails   questions about what looks common; it knows no question
+--- KeyDiff: selects the blocks whose keys differ most from the other keys of the
+-- sequence, whatever the query is.
+-- Source  Park et al. 2025, arXiv:2504.15364. The paper selects tokens by the cosine of
+--         each key to the mean of all unit keys. This policy selects blocks by the cosine
+--         of their mean key
+-- Score   -cos(mean key of the block, mean of the unit vectors of all mean keys of the
+--         sequence), computed when a block becomes full; the open block comes first
+-- Cost    reads 1/block_size of the keys (in f32) every block_size steps; needs no query
+-- Fails   questions about blocks that look common, since it never sees the question
 local kv = require "kvlab"
 
---- x divided by the lengths of its vectors, which have these dims.
+--- x divided by the lengths of its vectors; the lengths are reshaped to `dims`.
 local function unit(x, dims)
   return x / (x * x):sum(-1):sqrt():add(1e-20):reshape(dims)
 end
 
---- Of the full blocks of sequence i (from 0): f32 [kv_heads, blocks].
+--- Puts the scores of the full blocks of sequence i (from 0): f32 [kv_heads, blocks].
 local function differences(self, ctx, seq, i, layer, blocks)
   local means = self.means:gather(ctx, layer, i, blocks)
   local heads, dim = means:size(0), means:size(2)
@@ -34,7 +36,7 @@ return kv.policy.define {
     self.scores:begin(ctx)
     for i, seq in ipairs(ctx.sequences) do
       local blocks = math.floor((seq:length() - 1) / self.shape.block_size)
-      if blocks > 0 and seq.state[self] ~= blocks then -- full ones, since the last step
+      if blocks > 0 and seq.state[self] ~= blocks then -- more full blocks than before
         for layer = 0, ctx.layers - 1 do
           kv.scope(differences, self, ctx, seq, i - 1, layer, blocks)
         end

@@ -1,9 +1,9 @@
---- Layers: the first `dense` layers attend to every block, the others as `base` selects.
+--- Layers: the first `dense` layers attend to every block; `base` selects in the others.
 -- Source  Quest (Tang et al. 2024, arXiv:2406.10774) leaves two layers dense: attention
---         in the first ones is spread out, and few blocks hold little of it
--- Score   that of `base`, a policy that selects in decode, within the same budget
--- Cost    `dense` layers read all of K and V: soon more than all the others together
--- Fails   as `base` does; a budget says nothing of the dense layers
+--         is spread out in the first layers, so a few blocks hold little of it
+-- Score   the score of `base`, a policy that selects in decode, within the same budget
+-- Cost    the dense layers read all of K and V, soon more than all other layers together
+-- Fails   where `base` fails; and the budget does not limit the dense layers
 local kv = require "kvlab"
 
 return kv.policy.define {

@@ -1,9 +1,9 @@
 --- MagicPIG: draws blocks by the chance that their hash collides with the query's, and
--- weighs each drawn block with one over its chance, so that sums are right on average.
+-- weighs each drawn block by one over its chance, so that sums are right on average.
 -- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides
---         in at least two hash tables; their number varies. Here blocks are drawn, by the
---         hash of their mean key; the budget says how many (kvlab/policy/sampling.lua)
--- Score   u / r: u = 1 - (1 - p^bits)^tables, the chance of a collision, p the share of
+--         in at least two hash tables; their number varies. This policy draws as many
+--         blocks as the budget allows, by the hash of their mean key (kv.sampling)
+-- Score   u / r: u = 1 - (1 - p^bits)^tables is the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head; attention needs a launch for each block
 -- Fails   when one key holds the answer: if its block is not drawn, the answer is missed
@@ -26,7 +26,7 @@ local function hash_queries(self, ctx)
   return self.codes
 end
 
---- The chance of a collision of every block; 0 past the last one.
+--- The chance that each block's hash collides with the query's; 0 past the last block.
 local function collision_chance(self, ctx)
   local x = kv.ops.score_hamming(hash_queries(self, ctx), self.hashes, ctx)
   x:div(self.code, x):add(1, x):maximum(0, x) -- p

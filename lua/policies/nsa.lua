@@ -1,15 +1,18 @@
---- NSA: an indexer with small keys of its own scores every token, and attention looks at
--- the best of them, one list for all heads.
+--- NSA: an indexer with its own small keys scores every token, and attention reads the
+-- tokens (or blocks) with the best scores. All heads share one list.
 -- Source  the sparse attention of DeepSeek-V3.2 (DSA), which SGLang's backend calls NSA.
---         There an indexer is trained: projections of the hidden state. Here its keys are
---         made of the model's own: kvlab/index/landmarks.lua has the kinds of `index`
--- Score   sum over heads of relu(q . k). granularity = "block": blocks by their best
---         token; "token", as in DSA: the best tokens, for each token of a prompt, too.
---         Then KV has to be on the device: blocks cross a link whole
--- Cost    reads a byte a dim of every token's index key. By tokens attention reads rows
---         of head_dim that lie anywhere. A ratio by tokens is taken of each sequence: a
---         launch a sequence where their lengths differ, and no graph
--- Fails   heads that want different tokens share one list: what one finds is outvoted
+--         DSA trains its indexer on projections of the hidden state. This policy makes
+--         the index keys from the model's own keys; kvlab/index/landmarks.lua describes
+--         the kinds that `index` may name
+-- Score   sum over heads of relu(q . k). granularity = "block" scores a block by its best
+--         token. granularity = "token" selects the best tokens, as DSA does, and does so
+--         for each token of a prompt too; KV must then be on the device, because only
+--         whole blocks cross a link
+-- Cost    reads one byte per dim of every token's index key. With "token", attention
+--         reads scattered rows of head_dim numbers. A ratio of tokens is computed for
+--         each sequence: sequences of different lengths take a launch each, and no graph
+--         can record the step
+-- Fails   heads that want different tokens share one list, so one head can be outvoted
 local kv = require "kvlab"
 local count, one_of = kv.policy.count, kv.policy.one_of
 

@@ -1,18 +1,18 @@
---- NSA in three branches: compressed blocks, selected blocks and a sliding window, each
--- an attention of its own, added with gates.
--- Source  Native Sparse Attention, Yuan et al. 2025, arXiv:2502.11089. There compression
---         and gates are trained, and compressed blocks overlap. Here a block's mean (or
---         `compression`, weights of its tokens), and gates given, or sigmoids of q . w
--- Score   the softmax over compressed keys, summed over a group's heads: as in the paper,
---         it comes with the first branch
+--- NSA in three branches: attention over compressed blocks, over selected blocks and over
+-- a sliding window; the three results are added with gates.
+-- Source  Native Sparse Attention, Yuan et al. 2025, arXiv:2502.11089. The paper trains
+--         compression and gates, and its compressed blocks overlap. Here: a block's mean
+--         (or weights, `compression`), and gates that are given, or sigmoids of q . w
+-- Score   the softmax over compressed keys, summed over a group's heads, as in the paper
 -- Cost    2 f32 vectors a block and KV head, about 20 small launches, three attentions
--- Fails   a model that was not trained with it: branches are shares of an output that the
---         model expects whole. With gates 0, 1, 0 it is block selection, as others
+-- Fails   a model that was not trained with it: each branch is only a share of the output
+--         that the model expects. With gates 0, 1, 0 it is block selection, as in other
+--         policies
 local kv = require "kvlab"
 
 local function update(self, ev) self.compressed:update(ev) end
 
---- The gate of branch i (from 0): a number, or f32 [seqs, heads, 1] of the queries.
+--- The gate of branch i (from 0): a number, or f32 [seqs, heads, 1] from the queries.
 local function gate(self, ctx, i, value)
   local w = self.gate_weights[ctx.layer + 1]
   if not w then return value end

@@ -1,8 +1,8 @@
---- Oracle: the exact largest q.k of each block. No policy that sees blocks only through a
--- summary can rank them better by their largest logit.
+--- Oracle: scores each block by its exact largest q.k. A policy that sees blocks only
+-- through a summary cannot rank them better by their largest logit.
 -- Score   max over the block's tokens of q.k; the max over the group's query heads
 -- Cost    reads every key, so it saves only the values: a bound on quality, not a method
--- Fails   many middling keys together can outweigh one large one, and it cannot see that
+-- Fails   many middling keys together can outweigh one large key; it does not see that
 local kv = require "kvlab"
 
 return kv.policy.define {

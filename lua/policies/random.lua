@@ -1,8 +1,8 @@
---- Random: blocks drawn uniformly, anew for every token, layer and KV head. The floor
--- that a policy has to beat.
--- Score   a Philox number in (0, 1] of seed, length and layer; the same on every device
+--- Random: draws blocks uniformly, again for every token, layer and KV head. Every policy
+-- should beat it.
+-- Score   a Philox number in (0, 1] from seed, length and layer; the same on every device
 -- Cost    reads no keys to score
--- Fails   always; at a ratio r it keeps a given block with probability about r
+-- Fails   always: at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
 
 return kv.policy.define {

@@ -1,15 +1,15 @@
---- SnapKV: the prompt's last queries vote, once, for blocks that the answer will need.
--- Source  Li et al. 2024, arXiv:2404.14469. There each head keeps tokens, by votes
---         pooled over neighbours, and drops the others; here a KV head selects blocks
--- Score   the attention of the last `window` queries of the prompt to a block, the mean
+--- SnapKV: the prompt's last queries vote once for the blocks that the answer will need.
+-- Source  Li et al. 2024, arXiv:2404.14469. There each head keeps tokens, by votes pooled
+--         over neighbours, and drops the rest. Here each KV head selects blocks
+-- Score   the attention that the prompt's last `window` queries pay to a block, the mean
 --         over them and a group's heads. Blocks that are generated, or not yet full at
 --         the first decode step, come before all others
--- Cost    the window's products with all keys, once a request. For that the keys stay on
---         the device (half of the KV), and window * heads queries a layer
--- Fails   questions that come after the prompt: no vote changes once text is generated
+-- Cost    the products of the window with all keys, once a request. For them the device
+--         keeps all keys (half of the KV), and window * heads queries a layer
+-- Fails   questions that come after the prompt: the votes do not change during generation
 local kv = require "kvlab"
 
---- seq.state[self]: the queries that will vote, by layer; false once they have.
+--- seq.state[self]: the queries that will vote, by layer; false after they have voted.
 local function keep_queries(self, ctx, seq, _, first, count)
   if seq.state[self] == false then return end
   local kept = seq.state[self] or {}

@@ -1,9 +1,9 @@
---- Streaming: the first blocks and the most recent ones, whatever they hold.
--- Source  StreamingLLM, Xiao et al. 2023, arXiv:2309.17453 (positions are kept here, the
---         paper re-numbers them inside its rolling cache)
--- Score   the block's index, so that the budget left by sink goes to the newest blocks
+--- Streaming: selects the first blocks and the most recent ones, whatever they contain.
+-- Source  StreamingLLM, Xiao et al. 2023, arXiv:2309.17453. Positions are kept here; the
+--         paper re-numbers them inside its rolling cache
+-- Score   the block's index, so the budget that `sink` leaves goes to the newest blocks
 -- Cost    reads no keys to score
--- Fails   whatever lies between sink and window is gone: recall of it is lost
+-- Fails   everything between the sink and the newest blocks is lost to recall
 local kv = require "kvlab"
 
 return kv.policy.define {

@@ -1,9 +1,10 @@
---- Top-k: the k blocks whose mean key is nearest to the query, one list for all heads.
+--- Top-k: selects the k blocks whose mean keys are nearest to the query, in one list for
+-- all heads.
 -- Source  the decode-only example of the SparsePolicy guide of a nano-vllm fork
 -- Score   q . mean(K); the mean over the query heads and over the KV heads
--- Cost    reads 1/block_size of the keys (in f32); no host synchronisation. One list: a
---         block crosses a link whole, or not
--- Fails   as block_mean does, and where heads want different blocks
+-- Cost    reads 1/block_size of the keys (in f32); no host synchronisation. With one
+--         list, a block crosses a link for all KV heads or for none
+-- Fails   where block_mean fails, and where heads want different blocks
 local kv = require "kvlab"
 
 return kv.policy.define {

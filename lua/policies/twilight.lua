@@ -1,11 +1,14 @@
---- Twilight: as many blocks as hold a share of the attention, up to the budget.
--- Source  Lin et al. 2025, arXiv:2502.02770 (top-p in place of top-k). There tokens, with
---         weights from 4-bit keys, pruned after another policy; here blocks
--- Score   softmax over blocks of q . mean(K), an estimate of a block's attention; the max
---         over the group's heads before it. The heaviest are kept until they reach `p`
+--- Twilight: selects as many blocks as hold a given share of the attention, up to the
+-- budget.
+-- Source  Lin et al. 2025, arXiv:2502.02770 (top-p in place of top-k). The paper prunes
+--         the tokens that another policy selected, by weights from 4-bit keys. This
+--         policy prunes blocks
+-- Score   softmax over blocks of q . mean(K), which estimates a block's attention; the
+--         max over the group's heads is taken before the softmax. The heaviest blocks are
+--         kept until their weights add up to `p`
 -- Cost    reads 1/block_size of the keys (in f32); no host synchronisation
--- Fails   where the estimate is too sharp, and one block of several is thought to be all;
---         where it is too flat, the budget decides
+-- Fails   an estimate that is too sharp keeps one block of several that matter; one that
+--         is too flat reaches the budget before `p`
 local kv = require "kvlab"
 
 return kv.policy.define {

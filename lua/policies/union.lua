@@ -1,7 +1,7 @@
---- Union: `share` of the budget as `first` selects, the rest as `second` scores.
--- Score   that of `second`, with what `first` selected before everything else
--- Cost    both score
--- Fails   where one of the two is right, by the budget that the other has
+--- Union: `first` selects with `share` of the budget, and `second` scores for the rest.
+-- Score   the score of `second`; the blocks that `first` selected come before all others
+-- Cost    the cost of both scores
+-- Fails   when only one of the two is right, the other wastes its part of the budget
 local kv = require "kvlab"
 
 local BEFORE = 1e30 -- more than any score

@@ -1,21 +1,23 @@
---- XAttention: prefill that attends to the blocks with most weight on antidiagonals.
--- Source  Xu et al. 2025, arXiv:2503.16428. There blocks are taken up to a share of the
---         weight (0.95) for each query block; here within the budget, for a whole chunk
--- Score   groups of `stride` tokens: sum over i of q[stride - 1 - i] . k[i], softmax over
---         the groups of earlier keys, summed over the chunk's queries and over a block
--- Cost    1/stride of the products of dense attention, and the keys again: they stay on
---         the device (half of the KV), so that scoring brings nothing over a link
--- Fails   heads that look for single tokens: a group's sum hides them
+--- XAttention: in prefill, attends to the blocks with the most weight on antidiagonals.
+-- Source  Xu et al. 2025, arXiv:2503.16428. The paper takes blocks for each query block
+--         until they hold a share of the weight (0.95). This policy takes blocks for a
+--         whole chunk, within the budget
+-- Score   tokens form groups of `stride`; a pair of groups scores the sum over i of
+--         q[stride - 1 - i] . k[i]. Softmax over the groups of earlier keys, then the sum
+--         over the chunk's queries and over a block
+-- Cost    1/stride of the products of dense attention, and a second copy of the keys
+--         (half of the KV) on the device, so that scoring brings nothing over a link
+-- Fails   heads that look for single tokens: the sum over a group hides them
 local kv = require "kvlab"
 
---- Queries of one sequence in reversed groups: [kv_heads, rows, stride * head_dim].
+--- The queries of one sequence in reversed groups: [kv_heads, rows, stride * head_dim].
 local function grouped_queries(self, q, first, count)
   local s, stride, index = self.shape, self.stride, {}
   local groups = math.ceil(count / stride)
   for head = 0, s.heads - 1 do
     for a = 0, groups - 1 do
       for i = stride - 1, 0, -1 do
-        local t = a * stride + i -- past the last token: zeros
+        local t = a * stride + i -- rows past the last token are zeros
         index[#index + 1] = t < count and (first + t) * s.heads + head or -1
       end
     end
