@@ -1,5 +1,5 @@
---- Expected reuse: prefixes that many requests had are brought first; they will be asked
--- for again, and from then on they are on the device.
+--- Expected reuse: brings the prefixes that most requests have shared so far first; they
+-- will be asked for again, and will then be on the device.
 -- Reads   view.reuse: how many requests so far had these blocks, on average
--- Fails   says nothing of whose turn it is: a popular prefix passes the next request's
+-- Fails   it ignores the queue: a popular prefix comes before the next request's blocks
 return function(_, view) return -math.floor(view.reuse) end

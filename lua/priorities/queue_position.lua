@@ -1,8 +1,8 @@
---- Queue position: who runs sooner is served sooner.
--- Source  UCM GSA's sketch of a prefetch engine: URGENT 0, HIGH 1, NORMAL 2, LOW 3
+--- Queue position: the requests that run sooner get their blocks sooner.
+-- Source  UCM GSA's sketch of a prefetcher: URGENT 0, HIGH 1, NORMAL 2, LOW 3
 -- Reads   view.queue_position
--- Cost    a comparison or three
--- Fails   within a level it is first come, first served, however long the transfer
+-- Cost    one to three comparisons
+-- Fails   within a level it is first come, first served, however long the transfer takes
 return function(_, view)
   local position = view.queue_position
   if position == 0 then return 0 end

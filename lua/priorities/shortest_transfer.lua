@@ -1,6 +1,6 @@
---- Shortest transfer first: the least bytes, as shortest-job-first has the least mean
--- wait.
+--- Shortest transfer first: brings the fewest bytes first, because serving the shortest
+-- job first gives the least mean wait.
 -- Reads   view.bytes
--- Fails   long prefixes starve while short ones keep coming; and where requests run in
---         the order of the queue, the one whose turn it is waits for those behind it
+-- Fails   long prefixes starve while short ones keep coming. Where requests run in the
+--         order of the queue, the first request waits for the blocks of those behind it
 return function(_, view) return math.floor(view.bytes / 2 ^ 16) end
