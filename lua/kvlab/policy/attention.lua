@@ -1,7 +1,8 @@
---- Attention over a paged cache with a policy: the only place where policies meet
--- kernels. One call a layer: append K and V, tell the policies, let the policy of the
--- phase select, attend over the selection. Where KV lies (on the device; in host memory,
--- behind a ring or a hot cache) is the cache's affair: policies are the same.
+--- Attention over a paged cache with a policy. This is the only file in which policies
+-- meet kernels. One call per layer appends K and V, tells the policies, lets the policy
+-- of the phase select, and attends over the selection. KV may lie on the device, or in
+-- host memory behind a ring or a hot cache; the cache takes care of that, and a policy is
+-- written in the same way for all of them.
 --
 --   local quest = kv.policy("quest", { ratio = 0.1 })
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
@@ -22,12 +23,12 @@ local M = {}
 ---@field prefill_policy table
 ---@field decode_policy table
 ---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
---                         of each step, beside the policies'
+--                         of each step, next to the policies' hooks
 local Attention = {}
 Attention.__index = Attention
 
---- The policy of a phase: the one given, which has to declare that phase, or `default`
--- where that does, or full.
+--- The policy of a phase: the given one, which must declare that phase; else `default` if
+-- it declares the phase; else full.
 local function phase_policy(o, phase, default)
   local p = o[phase .. "_policy"]
   if not p then return default and default[phase] and default or policy "full" end
@@ -56,11 +57,11 @@ local OPTIONS = {
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
 --                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
---                 [pairs]: forward takes q and k as yet unrotated, see ops.rope), window:
---                 tokens that a query sees, itself included (0: all), soft_cap of the
---                 scores (0: none), max_seqs (16),
---                 max_blocks of a sequence (all of the cache); decode_through: "hot" or
---                 "ring", where the cache has both ("hot")
+--                 [pairs]; forward then takes q and k unrotated, see ops.rope), window:
+--                 how many tokens a query sees, itself included (0: all), soft_cap of the
+--                 scores (0: none), max_seqs (16), max_blocks of a sequence (all blocks
+--                 of the cache); decode_through: "hot" or "ring", for a cache that has
+--                 both ("hot")
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -89,9 +90,10 @@ function M.attention(o)
   return self
 end
 
---- Start a step: `batch` has been appended to. is_prefill: the sequences' new tokens are
--- a chunk of a prompt rather than one decoded token each. ends_prompts: the last chunk,
--- what follows is decoded; a boolean for each sequence, nil when it is none's.
+--- Starts a step, after `batch` was appended to. is_prefill: the new tokens of each
+-- sequence are a chunk of its prompt, not one decoded token. ends_prompts: for each
+-- sequence, whether this chunk is the last of its prompt, so that decode follows; nil
+-- when no prompt ends.
 ---@param batch kvlab.Batch
 ---@param is_prefill boolean
 ---@param ends_prompts? boolean[]
@@ -107,14 +109,14 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   if self.policy.step_begin then self.policy:step_begin(self.context) end
 end
 
---- Call a hook of both policies.
+--- Calls a hook of both policies.
 local function call_hook(self, hook, argument)
   local first, second = self.prefill_policy, self.decode_policy
   if first[hook] then first[hook](first, argument) end
   if second ~= first and second[hook] then second[hook](second, argument) end
 end
 
---- Begin to bring what the decode policy expects of a coming step.
+--- Starts to bring the blocks that the decode policy expects a coming step to select.
 local function bring_ahead(self, ctx)
   local p, ends = self.decode_policy, self.ends_prompts
   if not p.predict or ctx.is_prefill and not ends then return end
@@ -123,8 +125,8 @@ local function bring_ahead(self, ctx)
   self.decode_reader:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil)
 end
 
---- Append k, v [tokens, kv_heads, head_dim] and attend with q [tokens, heads, head_dim].
--- With inv_freq, q is rotated in place; k may be.
+--- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
+-- head_dim]. With inv_freq, q is rotated in place, and k may be.
 ---@return kvlab.Tensor out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
@@ -153,23 +155,24 @@ function Attention:forward(layer, q, k, v, out)
   return out
 end
 
---- Attention of ctx.query over a selection (nil: every block), written to `out`; with lse
--- when given. For policies that override compute.
+--- Attention of ctx.query over a selection (nil: every block), written to `out`, and its
+-- log-sum-exp to `lse` if given. For policies that override compute.
 function Attention:over(selection, ctx, out, lse)
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   return reader:attend(self, selection, ctx, out, lse)
 end
 
---- The same straight from the cache's memory, wherever it lies, changing nothing: what a
--- probe compares with. Through a link it is slow; a prefill chunk may not have reached
--- the host tier yet.
+--- The same attention, read straight from the cache's memory, wherever it lies, without
+-- changing anything. A probe compares with it. It is slow through a link, and the KV of a
+-- prefill chunk may not have reached the host tier yet.
 function Attention:direct(selection, ctx, out, lse)
   return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
 end
 
 --- Attention of ctx.query over the selected blocks as they lie in `memory`: block i of
--- the selection at slots[i]; without slots, where ctx.tables says. With prev and prev_lse
--- joined to that attention over other keys. is_past: no key is later than any query.
+-- the selection is at slots[i]; without slots it is where ctx.tables says. If prev and
+-- prev_lse are given, their attention over other keys is merged with the result. is_past:
+-- no key is later than any query.
 function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, prev_lse,
                                 is_past)
   local call = self.call
@@ -181,8 +184,9 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   return ops.step.paged_attention(call)
 end
 
---- Attention of ctx.query over listed tokens, all of which each row may see: slots i32
--- [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV is on the device.
+--- Attention of ctx.query over listed tokens. Each row must be allowed to see all of its
+-- tokens. slots: i32 [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV must
+-- be on the device.
 function Attention:over_tokens(slots, ctx, out, lse)
   local call = self.call
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
@@ -203,8 +207,9 @@ local function new_scratch(self, tokens)
            tensor.tensor(dev, "f32", { tokens, shape.heads }) }
 end
 
---- For the readers of memory tiers, of which one runs at a time: buffers for a part of a
--- step's result, out f32 [tokens, heads, head_dim] and two lse f32 [tokens, heads].
+--- Buffers for a part of a step's result: out f32 [tokens, heads, head_dim] and two lse
+-- f32 [tokens, heads]. The readers of memory tiers share them, as only one reader runs at
+-- a time.
 function Attention:scratch(ctx)
   local tokens = tonumber(ctx.query.shape[0])
   local s = self.scratches[tokens]
@@ -217,12 +222,14 @@ end
 
 -- ---- weights --------------------------------------------------------------------------
 
---- What over_weighted needs for selections of n blocks for `heads` heads: the selection's
--- columns one after the other, the weight of each for every query head, and sums.
+--- Buffers that over_weighted needs for selections of n blocks for `heads` heads: the
+-- selection's columns one after the other, the weight of each for every query head, and
+-- the sums.
 local function new_columns(self, ctx, heads, n)
   local dev, shape, seqs = self.shape.device, self.shape, ctx.seqs
   local rows = seqs * heads
-  --- Entry (row, column) of [rows, n], column by column, each row `times` times.
+  --- The index of entry (row, column) of [rows, n], column by column, with each row
+  -- repeated `times` times.
   local function transposed(times)
     local down = (tensor.arange(dev, "i32", rows * times) / times * n)
       :reshape { 1, rows * times }
@@ -245,8 +252,9 @@ local function new_columns(self, ctx, heads, n)
 end
 
 --- Attention of a decode step over a selection in which every key of a block counts
--- exp(log_weights) times: f32 [seqs, heads, width], heads as the selection has. A launch
--- for each entry of the selection, joined by their log-sum-exp: slow.
+-- exp(log_weights) times. log_weights: f32 [seqs, heads, width], with the heads of the
+-- selection. It launches once for each entry of the selection and merges the results by
+-- their log-sum-exp, so it is slow.
 function Attention:over_weighted(selection, log_weights, ctx, out)
   local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
   local c = self.columns
@@ -269,21 +277,21 @@ function Attention:over_weighted(selection, log_weights, ctx, out)
   return c.out:cast(ctx.query:type(), out or tensor.open_like(ctx.query))
 end
 
---- Tell the policies that a sequence begins to be served, and that it is done.
+--- Tells the policies that the server begins to serve a sequence.
 function Attention:request_begin(seq)
   each_policy(self, function(p)
     if p.request_begin then p:request_begin(seq) end
   end)
 end
 
---- A sequence ends: policies forget what they keep for it.
+--- Tells the policies that a sequence ends; they forget what they keep for it.
 function Attention:request_finished(seq)
   each_policy(self, function(p)
     if p.request_finished then p:request_finished(seq) end
   end)
 end
 
---- Show a policy the K of blocks, in every layer.
+--- Shows a policy the K of blocks, in every layer.
 local function show_to(self, p, blocks, tokens)
   local dev = self.cache.device
   local ids = tensor.from(dev, "i32", { #blocks }, blocks)
@@ -295,10 +303,11 @@ local function show_to(self, p, blocks, tokens)
   end
 end
 
---- Show the policies blocks that no step of theirs wrote, as if they had been prefilled
--- now: what their memory's last content left in the policies' summaries means nothing.
+--- Shows the policies blocks that none of their steps wrote, as if they had been
+-- prefilled now. Until then the policies' summaries of these blocks describe the former
+-- content of their memory.
 ---@param blocks integer[]  physical
----@param tokens integer[]  valid in each
+---@param tokens integer[]  how many are valid in each block
 ---@param keys? any[]       of their content, for policies that kept what they know of it
 function Attention:show(blocks, tokens, keys)
   each_policy(self, function(p)
@@ -313,14 +322,15 @@ function Attention:show(blocks, tokens, keys)
   end)
 end
 
---- A full block, whose key this is, may leave the cache and come back.
+--- Tells the policies that a full block, whose content has this key, may leave the cache
+-- and come back.
 function Attention:keep(key, block)
   each_policy(self, function(p)
     if p.keep_block then p:keep_block(key, block) end
   end)
 end
 
---- Show policies that were attached late the sequences that are in the cache already.
+--- Shows policies that were attached late the sequences that are already in the cache.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)
   each_policy(self, function(p)
@@ -341,7 +351,7 @@ function Attention:adopt(seqs)
   self:show(ids, tokens)
 end
 
---- Forget what the policies keep; sequences are not touched.
+--- Makes the policies forget everything; the sequences are not changed.
 function Attention:reset()
   each_policy(self, function(p)
     if p.reset then p:reset() end

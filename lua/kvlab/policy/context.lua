@@ -1,10 +1,10 @@
---- What a policy sees of one layer of one step. One context lives as long as its
--- attention and is refilled.
+--- What a policy sees of one layer of one step. A context lives as long as its attention
+-- and is refilled at every layer.
 --
--- Scores, marks and selections come from pools of the context. Whoever asks gets tensors
--- that nobody else gets, until the layer's attention is over; then they go back by
--- themselves. A policy may combine as many as it likes, and a step that repeats allocates
--- nothing.
+-- Scores, marks and selections come from pools of the context. A caller gets a tensor
+-- that nobody else gets until the attention of the layer is over; then the tensor goes
+-- back to its pool by itself. A policy may combine as many as it likes, and a step with
+-- the same shapes as the one before allocates nothing.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
@@ -19,14 +19,13 @@ local M = {}
 ---@field query kvlab.Tensor       [tokens, heads, head_dim]; one token a sequence in
 --                                 decode
 ---@field is_prefill boolean
----@field step integer             steps of this attention so far; the same for every
---                                 layer
----@field shape_number integer     changes with seqs and width
+---@field step integer             steps of this attention so far; all layers agree
+---@field shape_number integer     changes when seqs or width changes
 ---@field block_size integer
 ---@field total_kv_len integer     tokens of the longest sequence
 ---@field sequences kvlab.Sequence[]
----@field seqs integer             sequences
----@field width integer            columns of tables and scores: blocks of the longest
+---@field seqs integer             number of sequences
+---@field width integer            columns of tables and scores: the blocks of the longest
 --                                 sequence, rounded up
 ---@field tables kvlab.Tensor      i32 [seqs, width]   physical blocks, -1 past the last
 ---@field lens kvlab.Tensor        i32 [seqs]
@@ -39,8 +38,9 @@ Context.__index = Context
 
 -- ---- pools ----------------------------------------------------------------------------
 
---- buffers: memory for the largest step, one for each that was ever taken at once; views
--- of it, for steps of the present shape, by place and by size.
+--- A pool. buffers: memory for the largest step, one buffer for each tensor that was ever
+-- taken at the same time; views: views of the buffers for the present shape, by place and
+-- by size.
 local function new_pool() return { taken = 0, buffers = {}, views = {} } end
 
 local function give_back(pools)
@@ -80,8 +80,8 @@ local function take_scores(self, heads)
   return view
 end
 
---- A tensor for scores, of the caller's own until the layer's attention is over: f32
--- [seqs, heads, width], what it holds undefined.
+--- A tensor for scores that belongs to the caller until the attention of the layer is
+-- over: f32 [seqs, heads, width]. Its contents are undefined.
 ---@param heads? integer  kv_heads, or 1: the same scores for all heads
 ---@return kvlab.Tensor
 function Context:new_scores(heads) return take_scores(self, heads).tensor end
@@ -118,7 +118,7 @@ local function take_selection(self, heads, n)
   return view
 end
 
---- The view of a selection that was taken for this layer; raises for any other tensor.
+--- The view of a selection that was taken for this layer. Raises for any other tensor.
 local function view_of(self, selection)
   local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
   local pool = self.selections[heads]
@@ -145,7 +145,7 @@ function M.new(shape, limits)
   }, Context)
 end
 
---- Point the context at a new step.
+--- Points the context at a new step.
 function Context:begin(batch, is_prefill)
   self.step = self.step + 1
   self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
@@ -161,7 +161,8 @@ function Context:begin(batch, is_prefill)
   end
 end
 
---- Point the context at a layer of the step: what the layer before took goes back.
+--- Points the context at a layer of the step. The tensors of the layer before go back to
+-- their pools.
 ---@param layer integer
 ---@param query kvlab.Tensor
 ---@param memory kvlab.Tensor  the layer's KV memory
@@ -171,12 +172,13 @@ function Context:begin_layer(layer, query, memory)
   give_back(self.selections)
 end
 
---- The mean of scores over the KV heads, for one selection of all heads: f32 [seqs, 1,
--- width], of the caller's own.
+--- The mean of scores over the KV heads, for one selection that all heads share: f32
+-- [seqs, 1, width]. The tensor belongs to the caller until the layer's attention is over.
 function Context:mean_over_heads(scores) return self:shared_by("mean", scores, 1) end
 
---- A reduction over dim `dim` of a tensor whose other dims are seqs and width, as scores
--- that all heads share: f32 [seqs, 1, width], of the caller's own.
+--- Reduces dim `dim` of a tensor whose other dims are seqs and width, to scores that all
+-- heads share: f32 [seqs, 1, width]. The tensor belongs to the caller until the layer's
+-- attention is over.
 ---@param reduction string  mean, max, min, sum
 function Context:shared_by(reduction, values, dim)
   local view = take_scores(self, 1)
@@ -185,7 +187,8 @@ function Context:shared_by(reduction, values, dim)
 end
 
 --- q . mean(K) of each block for the newest token of each sequence, the mean over all
--- heads: f32 [seqs, 1, width], of the caller's own. Of a prefill chunk, in new tensors.
+-- heads: f32 [seqs, 1, width]. The tensor belongs to the caller until the layer's
+-- attention is over. In a prefill chunk, the intermediate results are new tensors.
 ---@param means kvlab.Summary
 function Context:score_means(means)
   local q = self.query
@@ -196,8 +199,8 @@ function Context:score_means(means)
   return self:mean_over_heads(ops.score_mean(q, means, self, "mean"))
 end
 
---- The attention that the scores of blocks stand for, in place: softmax over each row of
--- scale * scores, with the scale that attention has.
+--- Turns scores of blocks into estimates of their attention, in place: a softmax over
+-- each row of scale * scores, with the scale of the attention.
 ---@param scores kvlab.Tensor  f32 [seqs, kv_heads, width]: q . k, -inf past the last
 --                             block
 function Context:weights(scores)
@@ -215,14 +218,15 @@ local function make_ramps(self)
            ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
 end
 
---- From `low` for the first block of each sequence to `high` for the last: f32 [seqs, 1,
--- width], of the caller's own.
+--- Numbers that rise from `low` for the first block of each sequence to `high` for its
+-- last: f32 [seqs, 1, width]. The tensor belongs to the caller until the layer's
+-- attention is over.
 function Context:ramp(low, high)
   local r = self.ramps or tensor.lasting(make_ramps, self)
   self.ramps = r
-  if r.step ~= self.step then -- from 0 to 1, once a step
+  if r.step ~= self.step then -- the ramp from 0 to 1 is made once a step
     r.step = self.step
-    self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- blocks less one
+    self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- number of blocks - 1
     r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
     r.columns:div(r.steps, r.ramp)
   end
@@ -230,8 +234,8 @@ function Context:ramp(low, high)
   return r.ramp:mul(high - low, ramp):add(low, ramp)
 end
 
---- The budget of this step. A prefill chunk also gets the blocks that it lies in: a token
--- sees itself.
+--- The budget of this step. A prefill chunk also gets the blocks in which it lies,
+-- because a token sees itself.
 local function step_budget(self, budget)
   if not self.is_prefill then return budget end
   ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
@@ -246,17 +250,17 @@ local function select_within(self, scores, budget)
     view.counts)
 end
 
---- Sink, recent and the best scores within a budget: selection and counts, both of the
--- caller's own until the layer's attention is over.
+--- Selects sink, recent and the best scores within a budget. The selection and its counts
+-- belong to the caller until the attention of the layer is over.
 ---@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 ---@param budget kvlab.Budget  kvl_budget
 function Context:select(scores, budget)
   return select_within(self, scores, step_budget(self, budget))
 end
 
---- What a decode step that comes next would select by these scores, but at most `most`
--- blocks; where that is less than the longest sequence may have, shorter ones get as much
--- less.
+--- What the next decode step would select by these scores, but at most `most` blocks.
+-- Where `most` is less than the budget of the longest sequence, shorter sequences get
+-- less in the same proportion.
 function Context:expect(scores, budget, most)
   local few = self.few_budget
   local n = policy.budget_blocks(budget, math.ceil(self.total_kv_len / self.block_size))
@@ -268,8 +272,9 @@ function Context:expect(scores, budget, most)
   return (select_within(self, scores, few))
 end
 
---- 1 where a selection that this context made for the layer has a block, else 0: f32
--- [seqs, heads, width], of the caller's own.
+--- 1 where a selection that this context made for the layer contains a block, else 0: f32
+-- [seqs, heads, width]. The tensor belongs to the caller until the layer's attention is
+-- over.
 function Context:mark(selection)
   local view = view_of(self, selection)
   view.ones = view.ones
@@ -280,19 +285,19 @@ function Context:mark(selection)
   return marks.tensor
 end
 
---- The fewest blocks of a selection that Context:select made whose weights reach `mass`
--- of all (top-p), sink and recent included; in place.
+--- Shortens a selection that Context:select made to the fewest blocks whose weights reach
+-- the share `mass` of all weights (top-p), in place. Sink and recent stay selected.
 ---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 function Context:trim(weights, mass, budget, selection, counts)
   return ops.trim_selection(weights, self.lens, self.block_size, mass,
     step_budget(self, budget), selection, counts)
 end
 
---- Sink, recent and the blocks whose hashes are nearest to the query's, in one launch:
--- selection and counts.
+--- Selects sink, recent and the blocks whose hashes are nearest to the query's, in one
+-- launch: returns selection and counts.
 ---@param hashes kvlab.Hashes
 ---@param budget kvlab.Budget  kvl_budget
----@param is_shared? boolean   one list for all KV heads, by the nearest of them
+---@param is_shared? boolean   one list for all KV heads, by the nearest of their hashes
 function Context:select_nearest(hashes, budget, is_shared)
   budget = step_budget(self, budget)
   local n = policy.budget_blocks(budget, self.width)
@@ -301,9 +306,10 @@ function Context:select_nearest(hashes, budget, is_shared)
     view.counts)
 end
 
---- Scores of a prefill chunk from fn(seq, first, count, n), which gives those of a
--- sequence's n blocks before the chunk, f32 [kv_heads, n]; its queries are rows first ...
--- first + count - 1 of ctx.query. The blocks of the chunk itself are selected anyway.
+--- Scores of a prefill chunk. fn(seq, first, count, n) returns the scores of the n blocks
+-- of a sequence that come before the chunk, f32 [kv_heads, n]; the sequence's queries are
+-- rows first ... first + count - 1 of ctx.query. The blocks of the chunk itself are
+-- always selected.
 function Context:score_sequences(fn)
   local dev, first, scores = self.device, 0, self:new_scores()
   tensor.scope(function()
@@ -312,7 +318,7 @@ function Context:score_sequences(fn)
     for i, seq in ipairs(self.sequences) do
       local count = self.batch.counts[i]
       local n = math.floor((seq:length() - count) / self.block_size)
-      if n > 0 and count > 0 then -- columns past n are out of range: zeros
+      if n > 0 and count > 0 then -- columns past n are out of range and give zeros
         fn(i - 1, first, count, n):gather(columns, scores:index(i - 1))
       end
       first = first + count
@@ -321,9 +327,9 @@ function Context:score_sequences(fn)
   return scores
 end
 
---- fn(owner, ctx, seq, i, first, count) for every sequence of a prefill step: i counts
--- from 0; its queries are rows first ... first + count - 1 of ctx.query. What fn makes is
--- freed.
+--- Calls fn(owner, ctx, seq, i, first, count) for every sequence of a prefill step. i
+-- counts from 0; the sequence's queries are rows first ... first + count - 1 of
+-- ctx.query. The tensors that fn makes are freed.
 function Context:each_sequence(fn, owner)
   local first = 0
   for i, seq in ipairs(self.sequences) do
@@ -333,9 +339,9 @@ function Context:each_sequence(fn, owner)
   end
 end
 
---- The queries in rows first ... first + count - 1 of `query` by KV head: f32 [kv_heads,
--- heads / kv_heads * count, head_dim], a group's first head first, for products with keys
--- as the layer's cache has them. A new tensor.
+--- The queries in rows first ... first + count - 1 of `query`, by KV head: f32 [kv_heads,
+-- heads / kv_heads * count, head_dim], with the rows of a group's first head first. They
+-- can be multiplied with keys in the units of the layer's cache. A new tensor.
 function Context:group_queries(query, layer, first, count)
   local dev, heads, dim = query.device, self.heads, query:size(2)
   local rows = tensor.arange(dev, "i32", heads):reshape { heads, 1 }
@@ -355,16 +361,16 @@ local function join_newest(query, old, left, first, new)
   return all
 end
 
---- The last `most` of the queries `old` (nil: none) and of rows first ... first + count -
--- 1 of ctx.query: a tensor that outlives scopes.
+--- The last `most` queries of `old` (nil: none) followed by rows first ... first + count
+-- - 1 of ctx.query: a new tensor that outlives scopes.
 function Context:newest_queries(old, first, count, most)
   local new = math.min(count, most)
   local left = old and math.min(old:size(0), most - new) or 0
   return tensor.lasting(join_newest, self.query, old, left, first + count - new, new)
 end
 
---- 0 where row r sees column c, else -inf: f32 [rows, columns]. It sees those before
--- (start + r) / per, rounded down. A new tensor.
+--- 0 where row r sees column c, else -inf: f32 [rows, columns]. Row r sees the columns
+-- before (start + r) / per, rounded down. A new tensor.
 function Context:causal_bias(rows, columns, start, per)
   local dev = self.device
   local seen = (tensor.arange(dev, "i32", rows, start) / per):reshape { rows, 1 }
@@ -372,14 +378,15 @@ function Context:causal_bias(rows, columns, start, per)
   return tensor.arange(dev, "i32", columns):lt(seen):where(zeros, zeros - math.huge)
 end
 
---- A selection of every block, for what cannot do without one.
+--- A selection of every block, for callers that need a selection.
 function Context:everything()
   return (self:select(self:new_scores(1):fill_(0), policy.everything))
 end
 
---- Run fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
--- put the rows on the device as scores. For policies that score in plain Lua: on a GPU
--- this costs a copy, and whatever fn reads from the device costs a synchronisation.
+--- Runs fn(row, n, seq) with a host row float[width] for every sequence and KV head, then
+-- copies the rows to the device as scores. For policies that score in plain Lua. On a GPU
+-- this costs a copy, and everything that fn reads from the device costs a
+-- synchronisation.
 function Context:score_on_host(fn)
   local width, heads = self.width, self.kv_heads
   local n = self.seqs * heads * width

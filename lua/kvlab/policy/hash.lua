@@ -1,7 +1,7 @@
---- Hashes of keys by random planes (LSH): two vectors whose hashes differ in a share p
--- of their bits are likely at an angle of pi * p. 64 bits of the mean of 16 bf16 keys of
--- 128 dims are 1/512 of the keys; a hash for every token, 16 times as much, finds the
--- single key that a mean hides.
+--- Hashes of keys by random planes (LSH). Two vectors whose hashes differ in a share p of
+-- their bits are likely at an angle of pi * p. A hash of 64 bits for the mean of 16 bf16
+-- keys of 128 dims takes 1/512 of the memory of the keys. A hash for every token takes 16
+-- times as much, and finds the single key that a mean hides.
 --
 --   local hashes = kv.hash.summary(shape, { bits = 128, per = "token" })
 --   hashes:update(ev)                    in the policy's offload hooks
@@ -26,10 +26,10 @@ local PLANE_KIND = options.one_of("orthogonal", "gaussian")
 
 -- ---- planes ---------------------------------------------------------------------------
 
---- Make rows first ... first + n - 1 of `dim` numbers orthonormal, in place. Gram and
--- Schmidt twice is as orthogonal as doubles allow; each row keeps the side that it was
--- on, so that of normal numbers every orthogonal set is as likely (Haar): QR whose R has
--- a positive diagonal.
+--- Makes rows first ... first + n - 1 of `dim` numbers orthonormal, in place. It runs
+-- Gram and Schmidt twice, which is as orthogonal as doubles allow. Each row keeps its
+-- side (QR whose R has a positive diagonal), so normal numbers give every orthogonal set
+-- with the same chance (Haar).
 local function orthonormal(rows, first, n, dim)
   for i = first, first + n - 1 do
     local row = rows + i * dim
@@ -50,7 +50,8 @@ end
 local PLANES = { bits = BITS, head_dim = options.required(options.within(1, 4096)),
                  kind = PLANE_KIND, seed = options.whole, device = kinds.device }
 
---- Random planes: f32 [bits, head_dim], unit rows, the same bits on every device.
+--- Random planes: f32 [bits, head_dim], rows of length 1, with the same bits on every
+-- device.
 ---@param o table  bits (64), head_dim; kind: "orthogonal" (in stacks of head_dim rows, so
 --                 that there may be more bits than dims) or "gaussian"; seed (0); device
 function M.planes(o)
@@ -85,7 +86,7 @@ end
 ---@field bits integer
 ---@field planes kvlab.Tensor
 ---@field per string      block or token
----@field cache kvlab.HashCache  what store keeps
+---@field cache kvlab.HashCache  what Hashes:store keeps
 local Hashes = {}
 Hashes.__index = Hashes
 
@@ -96,9 +97,9 @@ local SUMMARY = { bits = BITS, hash_planes = BITS, per = options.one_of("block",
 -- words], or for tokens [layers, blocks, kv_heads, block_size, words].
 ---@param shape table  as policy.init gets it
 ---@param o? table     bits (64), per: "block" (of the mean key) or "token", planes:
---                     "orthogonal" or "gaussian", seed (0) of the planes, cache_size of
---                     store (10000 blocks); hash_planes: bits once more, for
---                     configurations that name both
+--                     "orthogonal" or "gaussian", seed (0) of the planes, cache_size:
+--                     most blocks that store keeps (10000); hash_planes: another name for
+--                     bits, for configurations that name both
 ---@return kvlab.Hashes
 function M.summary(shape, o)
   o = options.check("hash.summary", o, SUMMARY)
@@ -121,7 +122,7 @@ function M.summary(shape, o)
     block_rows = tensor.tensor(shape.device, "i32", { shape.layers }) }, Hashes)
 end
 
---- Hash the blocks of an offload event anew.
+--- Computes the hashes of an offload event's blocks again.
 function Hashes:update(ev)
   check(C.kvl_block_hash(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks, self.planes,
     self.layers[ev.layer]))
@@ -130,18 +131,18 @@ end
 --- The hashes of one layer, by physical block.
 function Hashes:layer(layer) return self.layers[layer] end
 
---- Bytes of one block and KV head: what scoring it reads.
+--- Bytes of the hashes of one block and KV head, which scoring reads.
 function Hashes:bytes_block()
   local row = self.layers[0]
   return row:bytes() / (row:size(0) * row:size(1))
 end
 
---- Rows of a physical block in every layer: i32 [layers].
+--- The rows of a physical block in every layer: i32 [layers].
 local function rows_of(self, block)
   return self.first_rows:add(block, self.block_rows)
 end
 
---- Keep the hashes of a physical block, in every layer, under the key of its content.
+--- Keeps the hashes of a physical block, in every layer, under the key of its content.
 ---@param key string|number
 function Hashes:store(key, block)
   if self.cache.size == 0 then return end
@@ -149,8 +150,8 @@ function Hashes:store(key, block)
     rows_of(self, block)))
 end
 
---- Give a physical block the hashes that were kept for its content: its keys need not be
--- encoded again. False where there are none any more.
+--- Gives a physical block the hashes that were kept for its content, so that its keys
+-- need not be hashed again. Returns false when they are no longer kept.
 ---@return boolean
 function Hashes:restore(key, block)
   local kept = self.cache:get(key)
@@ -169,9 +170,10 @@ Cache.__index = Cache
 
 local CACHE = { size = options.whole }
 
---- Hashes by content key, the least recently used of which goes when there are more
--- than `size`: the BlockHashCache of UCM's GSA on-device. get, put and remove take the
--- same time however many there are: entries are a ring in order of use.
+--- A cache of hashes by content key, the BlockHashCache of UCM's GSA on-device. When it
+-- has more than `size` entries, the least recently used one goes. get, put and remove
+-- take the same time for any number of entries, because entries are a ring in order of
+-- use.
 ---@param o? table  size (10000)
 ---@return kvlab.HashCache
 function M.cache(o)
@@ -187,13 +189,13 @@ local function unlink(entry)
   entry.before.after, entry.after.before = entry.after, entry.before
 end
 
---- As the most recently used one.
+--- Links an entry as the most recently used one.
 local function link(ring, entry)
   entry.before, entry.after = ring.before, ring
   ring.before.after, ring.before = entry, entry
 end
 
---- What was put for a key; nil where there is none.
+--- The value that was put for a key; nil if there is none.
 function Cache:get(key)
   local entry = self.entries[key]
   if not entry then
@@ -206,7 +208,7 @@ function Cache:get(key)
   return entry.value
 end
 
---- Forget a key; the value it had, nil where there was none.
+--- Forgets a key and returns its value; nil if there was none.
 function Cache:remove(key)
   local entry = self.entries[key]
   if not entry then return nil end
@@ -215,7 +217,7 @@ function Cache:remove(key)
   return entry.value
 end
 
---- Keep a value, in place of the one that the key had.
+--- Keeps a value under a key; it replaces the value that the key had.
 ---@param key string|number
 function Cache:put(key, value)
   if key == nil or value == nil then
@@ -233,7 +235,7 @@ function Cache:put(key, value)
   self.entries[key], self.count = entry, self.count + 1
 end
 
---- hits, misses, puts, evictions so far, and entries now.
+--- The number of hits, misses, puts and evictions so far, and of entries now.
 function Cache:stats()
   local stats = { entries = self.count }
   for name, count in pairs(self.counts) do stats[name] = count end

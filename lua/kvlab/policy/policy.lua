@@ -5,62 +5,68 @@
 --     name = "quest",
 --     prefill = false, decode = true       the phases in which it may select
 --     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
---     takes = { window = policy.count }    what an option is, where its type is not
---                                          enough: share, whole, count, one_of(…)
+--     takes = { window = policy.count }    which values an option may have, if its
+--                                          type is not enough: share, whole, count,
+--                                          one_of(…)
 --     aliases = { sparse_ratio = "ratio" } other names of options
 --     init(self, shape)                    once, when attached: make summaries. shape has
 --                                          device, layers, blocks, block_size, heads,
 --                                          kv_heads, head_dim, dtype, max_blocks (of a
 --                                          sequence), scale (of q . k)
---     on_prefill_offload(self, ev)         K of some blocks is complete on the device:
---     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n], the physical
---                                          blocks, as block tables name them; ev.k, the
---                                          memory that has them now, on the device, at
---                                          ev.k_blocks i32 [n]; ev.num_tokens i32 [n]
---                                          (valid tokens of each); ev.turns, how many of
---                                          them the step began or filled. With KV in host
---                                          memory this is before they leave the device
+--     on_prefill_offload(self, ev)         the K of some blocks is complete on the
+--                                          device:
+--     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n]: the physical
+--                                          blocks, as block tables name them; ev.k: the
+--                                          device memory that holds them now, at
+--                                          ev.k_blocks i32 [n]; ev.num_tokens i32 [n]:
+--                                          the valid tokens of each; ev.turns: how many
+--                                          of them the step began or filled. If KV lies
+--                                          in host memory, this runs before the blocks
+--                                          leave the device
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
---                                          is better; ctx:new_scores() is one to write
+--                                          is better; ctx:new_scores() gives a tensor to
+--                                          write to
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
 --                                          budget
---     predict(self, ctx)                   the selection that a coming decode step will
---                                          make, as far as can be told, or nil. Asked,
---                                          where blocks come through a hot cache, after
---                                          each layer of a decode step and of the chunk
---                                          that ends a prompt (ctx.is_prefill): the hot
---                                          cache brings them ahead. No result depends on
---                                          it
+--     predict(self, ctx)                   a guess of the selection that a coming decode
+--                                          step will make, or nil. Where blocks come
+--                                          through a hot cache, it is called after each
+--                                          layer of a decode step and of the chunk that
+--                                          ends a prompt (ctx.is_prefill), and the hot
+--                                          cache brings the blocks ahead. No result
+--                                          depends on it
 --     compute_decode(self, attention, ctx, out)
 --     compute_prefill(self, attention, ctx, out)
---                                          another dataflow; returns out, selection,
---                                          counts, or out, nil, nil, slots of tokens.
---                                          Default: attend over the selection
+--                                          replaces the attention; returns out,
+--                                          selection, counts, or out, nil, nil, slots
+--                                          of tokens. Default: attend over the
+--                                          selection
 --     step_begin(self, ctx)                once a step of its phase, before the layers,
---                                          also when these are replayed from a graph
+--                                          also when a graph replays the layers
 --     attention_begin(self, ctx)           before and after each layer of both phases
 --     attention_finished(self, ctx)
---     request_begin(self, seq)             per-sequence state is kept in
+--     request_begin(self, seq)             keep the state of a sequence in
 --     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
 --     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
 --     keep_block(self, key, block)         a full block goes to a store, under the key of
 --                                          its content
 --     recall_block(self, key, block)       that content is in this physical block now:
---                                          true when the policy has again what it knew of
---                                          it; else it is shown the K, as in a prefill
+--                                          return true if the policy restored what it
+--                                          knew of it; otherwise it is shown the K, as in
+--                                          a prefill
 --     score_bytes(self, shape)             bytes read per block and KV head to score it;
 --                                          for reports (0)
---     watches_prompt = true                it needs the prompt's queries: it cannot be
+--     watches_prompt = true                it needs the prompt's queries, so it cannot be
 --                                          attached after the prefill
---     eager = true                         its Lua decides at each step what to launch:
---                                          it cannot be recorded in a graph
+--     eager = true                         its Lua decides at each step what to launch,
+--                                          so no graph can record it
 --     reset(self) }                        forget everything
 --
--- Options of every policy: the budget, one of ratio (share of a sequence's blocks),
--- tokens or blocks; min_blocks, sink and recent (blocks always selected, within the
--- budget).
+-- Options of every policy: the budget, given as one of ratio (share of a sequence's
+-- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
+-- selected; they count towards the budget).
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -71,9 +77,9 @@ local sorted = require "kvlab.sorted"
 local C = library.C
 local M = {}
 
--- What an option may be, for `takes`: kinds of kvlab.options.
+-- What `takes` may say of an option: kinds of kvlab.options.
 M.share, M.whole, M.count = options.share, options.whole, options.count
---- One of these texts.
+--- The option must be one of these texts.
 function M.one_of(...) return options.one_of(...) end
 
 local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
@@ -110,7 +116,7 @@ local OF_TYPE = { number = options.number, boolean = options.boolean,
                   string = options.string, table = options.table,
                   ["function"] = options.fn }
 
---- What the options of a definition are, also under their aliases.
+--- What the options of a definition may be, under their names and their aliases.
 local function known_options(def)
   local known = {}
   for key, value in pairs(def.defaults) do known[key] = OF_TYPE[type(value)] end
@@ -132,7 +138,8 @@ local function known_options(def)
   return known
 end
 
---- Defaults with `given` over them; a given budget replaces the default one.
+--- The defaults, replaced by `given` where it names an option; a given budget replaces
+-- the default budget.
 local function merge_options(def, given, level)
   local what = "policy " .. def.name
   given = options.check(what, given, def.known, level + 1)
@@ -159,7 +166,8 @@ local function merge_options(def, given, level)
   return merged
 end
 
---- The budget of some options as the library takes it, for blocks of `block_size` tokens.
+--- The budget of these options as the library takes it, for blocks of `block_size`
+-- tokens.
 local function make_budget(o, block_size)
   local blocks = o.blocks or (o.tokens and math.ceil(o.tokens / block_size)) or 0
   local all = not (o.ratio or o.tokens or o.blocks)
@@ -170,10 +178,10 @@ end
 --- The budget that allows every block.
 M.everything = ffi.new("kvl_budget", 1, 0, 0, 0, 0)
 
---- The budget that allows the last n blocks alone.
+--- The budget that allows only the last n blocks.
 function M.recent(n) return ffi.new("kvl_budget", -1, 0, 0, 0, n) end
 
---- Blocks that a budget allows of n.
+--- How many of n blocks a budget allows.
 function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
@@ -196,8 +204,8 @@ local function check_definition(def)
            known = known_options(def) }
 end
 
---- Make a policy out of its definition, whose fields are those at the head of this file.
--- The result is called with options to get one to attach:
+--- Makes a policy from its definition, whose fields are listed at the head of this file.
+-- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
 ---@param def table
 ---@return fun(given?: table): table
@@ -214,7 +222,7 @@ function M.define(def)
   end
 end
 
---- Bind a policy to the shape it works on. attention.lua calls this once.
+--- Binds a policy to the shape that it works on. attention.lua calls this once.
 function M.attach(self, shape)
   if self.shape then
     error(("policy %s is attached already; make another one"):format(self.name), 3)
@@ -225,8 +233,8 @@ function M.attach(self, shape)
   return self
 end
 
---- The names of the policies in lua/policies/; with a phase, prefill or decode, of those
--- that select in it. `first` come before the others.
+--- The names of the policies in lua/policies/; if a phase (prefill or decode) is given,
+-- of those that select in it. The names in `first` come before the others.
 ---@param phase? string
 ---@param first? string[]
 function M.names(phase, first)
@@ -244,8 +252,8 @@ function M.names(phase, first)
   return names
 end
 
---- A policy by name with options. Unknown names and options are errors that list the
--- known ones.
+--- Makes a policy by name, with options. Raises for an unknown name or option; the error
+-- lists the known ones.
 ---@param name string
 ---@param given? table  its options
 local function open(name, given, level)
@@ -257,13 +265,14 @@ local function open(name, given, level)
     nearest(tostring(name), names) or "", table.concat(names, ", ")), level or 2)
 end
 
--- What a nested policy is told of, too.
+-- The hooks that are passed on to a nested policy.
 local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
                  "attention_begin", "attention_finished", "request_begin",
                  "request_finished", "reset" }
 
---- The policy `name` for a decode policy to choose with: it has the budget of `outer`
--- except for what `given` says, and is told what `outer` is told. To be called in init.
+--- Makes the policy `name`, with which a decode policy selects. It has the budget of
+-- `outer`, except for what `given` says, and its hooks are called with those of `outer`.
+-- Call this in init.
 ---@param outer table
 ---@param name string
 ---@param given? table  options

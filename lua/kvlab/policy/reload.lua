@@ -2,11 +2,11 @@
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
 
---- Reads the file of a module again: of a policy that was just edited, say. From then on
--- `require` and `kv.policy` give the new one. What was made before keeps the old
--- code: an attached policy goes on as it is, with its summaries, until another is opened
--- and attached in its place. When the file has an error, the old module stays and the
--- error is raised. Modules that declare C types (most of kvlab.*) cannot be read twice.
+--- Reads the file of a module again, such as a policy that was just edited. From then on
+-- `require` and `kv.policy` give the new module. What was made before keeps the old code:
+-- an attached policy goes on unchanged, with its summaries, until another one is opened
+-- and attached in its place. If the file has an error, the old module stays and the error
+-- is raised. Modules that declare C types (most of kvlab.*) cannot be read twice.
 ---@param name string  as for require: "policies.quest"
 ---@return any         # what the module returns
 return function(name)

@@ -1,8 +1,8 @@
---- Drawing blocks by chances that a policy gives, with the weights that make sums over
--- what was drawn right on average (priority sampling): of the blocks that are not certain
--- those with the largest chance / r are taken, r uniform in (0, 1], and each counts
--- 1 / min(1, chance / t) times, t the largest chance / r that was left out. A budget is
--- used exactly; sink and recent are certain, and count once.
+--- Draws blocks by chances that a policy gives, and weighs them so that sums over the
+-- drawn blocks are right on average (priority sampling). For each block that is not
+-- certain, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r are
+-- taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r that
+-- was left out. The budget is used exactly; sink and recent are certain and count once.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   compute_decode = function(self, attention, ctx, out)
@@ -19,7 +19,7 @@ local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
 
-local CERTAIN, NEVER = 1e9, 1e-30 -- in place of chances of 1 and 0
+local CERTAIN, NEVER = 1e9, 1e-30 -- replace chances of 1 and 0
 
 ---@class kvlab.Sampling
 local Sampling = {}
@@ -33,8 +33,9 @@ local function make_buffers(self, ctx)
            left_rows = left:reshape { ctx.seqs, ctx.kv_heads, 1 } }
 end
 
---- Blocks within a budget: selection, counts, and the logarithms of the weights of all
--- blocks, f32 [seqs, kv_heads, width], of the caller's own until the layer is over.
+--- Draws blocks within a budget. Returns the selection, its counts, and the logarithms of
+-- the weights of all blocks, f32 [seqs, kv_heads, width]. They belong to the caller until
+-- the layer is over.
 ---@param ctx kvlab.Context
 ---@param chance kvlab.Tensor  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last
 --                             block; overwritten
@@ -50,7 +51,7 @@ function Sampling:draw(ctx, chance, budget)
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
   chance:div(b.draws[ctx.layer], priority)
   local selection, counts = ctx:select(priority, budget)
-  -- minus the largest priority that was left out; 0 where nothing was
+  -- minus the largest priority that was left out; 0 if none was left out
   ctx:mark(selection):sub(1, weights):mul(priority, weights):min(2, b.left)
   b.left:neg(b.left):log(b.left)
   chance:maximum(NEVER, chance):log(weights)
@@ -58,7 +59,7 @@ function Sampling:draw(ctx, chance, budget)
   return selection, counts, weights
 end
 
---- Draws for the layers and blocks of a shape, as policy.init gets it.
+--- Makes the draws for the layers and blocks of a shape, as policy.init gets it.
 ---@param shape table
 ---@param seed integer
 ---@return kvlab.Sampling

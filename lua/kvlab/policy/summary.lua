@@ -1,5 +1,6 @@
---- Block summaries: small per-block data of K that policies score with, one entry for
--- every physical block, so that sequences which share a block share its summary.
+--- Block summaries: a small amount of data per block, made from K, with which policies
+-- score. There is one entry for every physical block, so sequences that share a block
+-- share its summary.
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -23,7 +24,7 @@ local function new(kind, shape, dtype, dims, values)
 end
 
 --- Elementwise min and max of K: [layers, blocks, 2, kv_heads, head_dim] in the cache's
--- dtype (they are elements of K, so nothing is rounded).
+-- dtype. They are elements of K, so nothing is rounded.
 ---@param shape table  as policy.init gets it
 ---@return kvlab.Summary
 function M.minmax(shape)
@@ -38,21 +39,22 @@ function M.mean(shape)
     { shape.layers, shape.blocks, shape.kv_heads, shape.head_dim }, shape.head_dim)
 end
 
---- The farthest from the mean of each row of keys k [rows, n, head_dim] among the first
--- tokens[row], `count` of them or all: their mean, f32 [rows, head_dim].
+--- For each row of keys k [rows, n, head_dim]: of its first tokens[row] keys, the mean of
+-- the `count` that are farthest from their mean (of all, if there are fewer): f32 [rows,
+-- head_dim].
 local function mean_of_far(k, tokens, count)
   local rows, n, dim, dev = k:size(0), k:size(1), k:size(2), k.device
   local none = tensor.full(dev, "i32", { rows, n }, -1)
   local place = tensor.arange(dev, "i32", rows * n):reshape { rows, n }
   place = tensor.arange(dev, "i32", n):lt(tokens):where(place, none)
-  -- zeros where there is no token: what lies there may be anything
+  -- zeros where there is no token, because the memory there may hold anything
   local flat = k:reshape { rows * n, dim }:gather_rows(place:reshape { rows * n })
   local keys, taken = flat:reshape { rows, n, dim }, tokens:minimum(count):cast "f32"
   local from_mean = keys - (keys:sum(1) / tokens:cast "f32"):reshape { rows, 1, dim }
   local distance = (from_mean * from_mean):sum(2)
   distance = place:ge(0):where(distance, none:cast "f32")
   local _, index = distance:topk(math.min(count, n))
-  local chosen = place:gather(index) -- -1 where the tokens are fewer
+  local chosen = place:gather(index) -- -1 if there are fewer tokens
   return flat:gather_rows(chosen:reshape { rows * index:size(1) })
     :reshape { rows, index:size(1), dim }:sum(1) / taken
 end
@@ -60,8 +62,9 @@ end
 local Representatives = setmetatable({}, Summary)
 Representatives.__index = Representatives
 
---- The mean of each block's `count` keys that are farthest from the mean of all of them,
--- of an open block's as far as there are any: f32 [layers, blocks, kv_heads, head_dim].
+--- For each block, the mean of the `count` keys that are farthest from the mean of all
+-- its keys (of fewer keys, if the block is open and has fewer): f32 [layers, blocks,
+-- kv_heads, head_dim].
 ---@param shape table
 ---@param count integer
 ---@return kvlab.Summary
@@ -85,9 +88,9 @@ function Representatives:update(ev)
   end)
 end
 
---- The keys themselves, kept on the device: [layers, blocks * kv_heads, block_size *
--- head_dim] in the cache's dtype, half of the KV memory. For policies that look at every
--- key while KV lies in host memory.
+--- A copy of the keys, kept on the device: [layers, blocks * kv_heads, block_size *
+-- head_dim] in the cache's dtype, half of the KV memory. For policies that read every key
+-- while KV lies in host memory.
 ---@return kvlab.Keys
 function M.keys(shape)
   local s = shape
@@ -101,7 +104,7 @@ function M.keys(shape)
   }, Keys)
 end
 
---- Copy the K of an offload event's blocks.
+--- Copies the K of an offload event's blocks.
 function Keys:update(ev)
   tensor.scope(function()
     local heads, n = self.shape.kv_heads, ev.blocks:size(0)
@@ -123,23 +126,24 @@ local function rows_of(shape, ctx, seq, n)
   return rows:reshape { shape.kv_heads * n }
 end
 
---- Keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n *
--- block_size, head_dim] in the cache's dtype; of an f8e4m3 cache, in its own units.
+--- The keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n
+-- * block_size, head_dim] in the cache's dtype. Keys of an f8e4m3 cache stay in its
+-- units.
 function Keys:gather(ctx, layer, seq, n)
   local s = self.shape
   return self.layers[layer]:gather_rows(rows_of(s, ctx, seq, n))
     :reshape { s.kv_heads, n * s.block_size, s.head_dim }
 end
 
---- Entries of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n,
--- head_dim]. Of means.
+--- The entries of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads,
+-- n, head_dim]. For summaries that hold means.
 function Summary:gather(ctx, layer, seq, n)
   local s = self.shape
   return self.layers[layer]:reshape { s.blocks * s.kv_heads, s.head_dim }
     :gather_rows(rows_of(s, ctx, seq, n)):reshape { s.kv_heads, n, s.head_dim }
 end
 
---- Recompute the blocks of an offload event from their K.
+--- Computes the summaries of an offload event's blocks again from their K.
 function Summary:update(ev)
   check(self.update_op(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks,
     self.layers[ev.layer]))
@@ -148,7 +152,7 @@ end
 --- The entries of one layer, by physical block.
 function Summary:layer(layer) return self.layers[layer] end
 
---- Bytes of one block and KV head: what scoring it reads.
+--- Bytes of the entry of one block and KV head, which scoring reads.
 function Summary:bytes_block()
   return self.values * C.kvl_dtype_bytes(library.dtypes[self.dtype])
 end

@@ -1,15 +1,16 @@
 --- Tallies: numbers that a policy keeps on the device for the blocks of each sequence,
--- such as how often one was selected: an f32 for every layer, sequence, head and logical
--- block. A summary belongs to a physical block and is shared with it; a tally belongs to
--- a sequence, a fork begins with a copy, and when it is closed its row is free again.
--- Truncating a sequence leaves its numbers as they are.
+-- such as how often a block was selected. There is one f32 for every layer, sequence,
+-- head and logical block. A summary belongs to a physical block, and sequences that share
+-- the block share it; a tally belongs to one sequence. A fork begins with a copy. When a
+-- sequence is closed, its row becomes free. Truncating a sequence does not change its
+-- numbers.
 --
 --   init       = function(self, shape) self.counts = kv.tally(shape) end,
 --   step_begin = function(self, ctx) self.counts:begin(ctx) end,
 --   score      = function(self, ctx) return self.counts:load(ctx) end,
 --
--- A graph holds the memory of its recording: no more sequences may follow it than there
--- were rows (16, then doubled).
+-- A graph keeps the memory that the tally had at its recording. After the recording there
+-- may be no more sequences than the tally has rows (16 at first; the number doubles).
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -17,10 +18,10 @@ local tensor = require "kvlab.tensor.arithmetic"
 local C, check = library.C, library.check
 local M = {}
 
-local ROWS = 16 -- sequences to begin with
+local ROWS = 16 -- rows for sequences at first
 
 ---@class kvlab.Tally
----@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read, and store writes
+---@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read; store writes it
 local Tally = {}
 Tally.__index = Tally
 
@@ -34,7 +35,7 @@ local function open_memory(self, rows)
   end
 end
 
---- A tally for each of `heads` heads (kv_heads), whose numbers begin as `initial` (0).
+--- A tally for each of `heads` heads (kv_heads), whose numbers start at `initial` (0).
 ---@param shape table  as policy.init gets it
 ---@param heads? integer
 ---@param initial? number
@@ -83,7 +84,7 @@ local function claim(self, seq)
   return row
 end
 
---- The row of a sequence, claimed and filled when it is first asked for.
+--- The row of a sequence. It is claimed and filled when it is first asked for.
 local function row_of(self, seq)
   local row = seq.state[self]
   if row then return row end
@@ -92,7 +93,7 @@ local function row_of(self, seq)
   return row
 end
 
---- Called when a sequence is forked.
+--- Copies the numbers of a sequence to its fork. Called when a sequence is forked.
 function Tally:inherit(seq, fork)
   local from, to = seq.state[self], claim(self, fork)
   for layer = 0, self.shape.layers - 1 do
@@ -113,7 +114,7 @@ local function make_views(self, ctx)
   self.host_firsts = ffi.new("int32_t[?]", heads)
 end
 
---- Find the cells of this step's sequences. Once a step, in step_begin.
+--- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
   local heads, width = self.heads, self.shape.max_blocks
   if self.shape_number ~= ctx.shape_number then
@@ -134,27 +135,28 @@ function Tally:begin(ctx)
   self.placed = true
 end
 
---- Read this layer's numbers: f32 [seqs, heads, width].
+--- Reads this layer's numbers: f32 [seqs, heads, width].
 function Tally:load(ctx)
   self.layers[ctx.layer]:gather(self.places_flat, self.flat)
   return self.values
 end
 
---- Write self.values back.
+--- Writes self.values back.
 function Tally:store(ctx)
   self.layers[ctx.layer]:scatter_(self.places_flat, self.flat)
 end
 
---- Add to this layer's numbers, which load read.
+--- Adds `more` to this layer's numbers, which load has read.
 ---@param more kvlab.Tensor  f32 [seqs, heads, width]
 function Tally:count(ctx, more)
   self.values:add(more, self.values)
   self:store(ctx)
 end
 
---- Find which of a step's sequences are due, at their first step and again at every
--- `period`-th since: renew is for those. And which are not, but will be in one of the
--- next `ahead` (0) steps: foresee is for those. Once a step, after begin.
+--- Finds which sequences of a step are due: at their first step, and at every `period`-th
+-- step after it. `renew` works for those. Also finds which are not due, but will be in
+-- one of the next `ahead` (0) steps; `foresee` works for those. Call it once a step,
+-- after begin.
 ---@return integer due
 function Tally:due(ctx, period, ahead)
   self.due_count, self.soon_count = 0, 0
@@ -170,8 +172,8 @@ function Tally:due(ctx, period, ahead)
   return self.due_count
 end
 
---- self.values: those of make(owner, ctx), f32 [seqs, heads, width], where `is_chosen`,
--- for `count` sequences; else what is kept.
+--- Sets self.values: to the values of make(owner, ctx), f32 [seqs, heads, width], for the
+-- `count` sequences where `is_chosen` is set; to the kept values for the others.
 local function mix(self, ctx, is_chosen, count, make, owner)
   local made = count > 0 and make(owner, ctx)
   if made and count == ctx.seqs then
@@ -185,16 +187,16 @@ local function mix(self, ctx, is_chosen, count, make, owner)
   return self.values
 end
 
---- Keep what make(owner, ctx) gives, f32 [seqs, heads, width], for the sequences that are
--- due; what is kept now, for all of them.
+--- Keeps the values of make(owner, ctx), f32 [seqs, heads, width], for the sequences that
+-- are due. Returns the kept values of all sequences.
 function Tally:renew(ctx, make, owner)
   mix(self, ctx, self.is_due, self.due_count, make, owner)
   if self.due_count > 0 then self:store(ctx) end
   return self.values
 end
 
---- What would be kept if the sequences that are due soon were due already, and at the end
--- of a prompt all; nil where none is.
+--- The values that would be kept if the sequences that are due soon were due now; at the
+-- end of a prompt, if all were due. Returns nil when none is due soon.
 function Tally:foresee(ctx, make, owner)
   if ctx.is_prefill then
     self:begin(ctx)
@@ -216,15 +218,15 @@ local function put(self, seq, layer, values, add)
   if add then row:scatter_add_(places, from) else row:scatter_(places, from) end
 end
 
---- Set (add: increase) the numbers of a sequence's first blocks in a layer. Not for every
--- step: it makes tensors.
+--- Sets the numbers of a sequence's first blocks in a layer; with `add`, adds to them. It
+-- makes tensors, so it is not for every step.
 ---@param values kvlab.Tensor  f32 [heads, n]
 ---@param add? boolean
 function Tally:put(seq, layer, values, add)
   tensor.scope(put, self, seq, layer, values, add)
 end
 
---- Forget every sequence.
+--- Forgets every sequence.
 function Tally:reset()
   for _, seq in pairs(self.owners) do seq.state[self] = nil end
   self.owners = setmetatable({}, { __mode = "v" })
