@@ -1,10 +1,10 @@
---- Compressed KV: every complete block as one key and one value, attended to like a
--- token. A KV cache of block_size 1 whose block b stands for block b of the cache beside
--- it, so that block tables serve both.
+--- Compressed KV: every complete block becomes one key and one value, to which queries
+-- attend as to a token. It is a KV cache of block_size 1; its block b stands for block b
+-- of the KV cache next to it, so both use the same block tables.
 --
--- Source  the compressed branch of NSA (Yuan et al. 2025, arXiv:2502.11089). There a
---         small trained network makes them, with a position in the block added; here the
---         mean, or weights of the block's tokens that are given
+-- Source  the compressed branch of NSA (Yuan et al. 2025, arXiv:2502.11089). The paper
+--         makes them with a small trained network, after adding a position in the block.
+--         Here they are means, or sums by given weights of the block's tokens
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -16,9 +16,9 @@ local M = {}
 local Compressed = {}
 Compressed.__index = Compressed
 
---- Compressed KV of a policy's shape.
+--- Compressed KV for the shape that a policy gets.
 ---@param shape table      as policy.init gets it
----@param weights? number[]  of the block_size tokens of a block (1 / block_size each)
+---@param weights? number[]  one for each of a block's block_size tokens (1 / block_size)
 ---@return kvlab.Compressed
 function M.compressed(shape, weights)
   local s, size = shape, shape.block_size
@@ -37,7 +37,7 @@ end
 local function update(self, ev)
   local s, n = self.shape, ev.blocks:size(0)
   local parts = 2 * s.kv_heads
-  -- what is not complete is no compressed token yet, and may hold anything
+  -- a block that is not complete is not a compressed token yet, and may hold anything
   local full = ev.num_tokens:ge(s.block_size)
   local none = tensor.full(s.device, "i32", { n }, -1)
   local from, to = full:where(ev.k_blocks, none), full:where(ev.blocks, none)
@@ -47,13 +47,13 @@ local function update(self, ev)
     (rows * self.weights):sum(1):reshape { n, 2, s.kv_heads, 1, s.head_dim })
 end
 
---- Compress the blocks of an offload event that are complete.
+--- Compresses those blocks of an offload event that are complete.
 function Compressed:update(ev) tensor.scope(update, self, ev) end
 
---- Complete blocks of each sequence: i32 [seqs]. A new tensor.
+--- The number of complete blocks of each sequence: i32 [seqs]. A new tensor.
 function Compressed:lens(ctx) return ctx.lens / self.shape.block_size end
 
---- Query in f32 and in units of the cache: a new tensor.
+--- The query in f32 and in the units of the cache: a new tensor.
 local function in_units(self, ctx)
   local s, unit = self.shape, (ctx.format:scales(ctx.layer))
   local q = ctx.query:cast "f32"
@@ -62,8 +62,8 @@ local function in_units(self, ctx)
     * unit:reshape { 1, s.kv_heads, 1 }):reshape(q:dims())
 end
 
---- Attention of a decode step over complete blocks: f32 [seqs, heads, head_dim], 0 where
--- there is none. A new tensor.
+--- Attention of a decode step over complete blocks: f32 [seqs, heads, head_dim], 0 for a
+-- sequence that has none. A new tensor.
 ---@param v_scale? kvlab.Tensor  f32 [kv_heads] of an f8e4m3 cache
 function Compressed:attend(ctx, v_scale)
   local s = self.shape
@@ -88,14 +88,15 @@ local function score(self, ctx)
   return sum
 end
 
---- The attention that the query heads of a KV head together pay to each complete block's
--- compressed key; 0 for others: f32 [seqs, kv_heads, width], of the caller's own.
+--- The attention that the query heads of a KV head together pay to the compressed key of
+-- each complete block, 0 for other blocks: f32 [seqs, kv_heads, width]. The tensor
+-- belongs to the caller until the layer's attention is over.
 function Compressed:score(ctx)
   local scores = tensor.scope(score, self, ctx)
   return scores
 end
 
---- Bytes of one block and KV head.
+--- Bytes of the compressed key and value of one block and KV head.
 function Compressed:bytes_block() return 2 * 4 * self.shape.head_dim end
 
 return M

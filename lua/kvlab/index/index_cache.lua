@@ -1,7 +1,7 @@
---- index-K: the keys that a lightning indexer scores tokens with. One small key a token
--- and layer, shared by all heads of the indexer, in f8e4m3 with a scale of its own: 132
--- bytes of dim 128, where K and V of 8 bf16 heads of 128 are 4096. Paged by the block
--- tables and slots of the KV cache beside it.
+--- index-K: the keys with which a lightning indexer scores tokens. There is one small key
+-- for each token and layer, shared by all heads of the indexer, in f8e4m3 with its own
+-- scale. A key of dim 128 takes 132 bytes; K and V of 8 bf16 heads of 128 take 4096. The
+-- block tables and slots of the KV cache next to it serve this cache too.
 --
 --   local index = kv.index_cache { layers = 2, blocks = 1024 }
 --   index:append(layer, k, batch.slots)                  k [tokens, dim]
@@ -23,7 +23,7 @@ local M = {}
 ---@field block_size integer
 ---@field dim integer
 ---@field rotate boolean   keys and queries are rotated (Hadamard), then quantised
----@field bits integer     of a key's numbers: 8 (e4m3), 4 or 2
+---@field bits integer     of each number of a key: 8 (e4m3), 4 or 2
 ---@field memory kvlab.Tensor  u8 [layers, blocks, block_size * (dim + 4)]
 local IndexCache = {}
 IndexCache.__index = IndexCache
@@ -33,9 +33,9 @@ local KNOWN = {
   block_size = options.within(1, 4096), dim = options.one_of(32, 64, 128),
   rotate = options.boolean, bits = options.one_of(2, 4, 8), device = kinds.device,
 }
-local ROUND = 1.5 * 2 ^ 23 -- added and taken away, it rounds an f32 to a whole number
+local ROUND = 1.5 * 2 ^ 23 -- adding and subtracting it rounds an f32 to a whole number
 
---- Memory for the index keys of `blocks` blocks. What was never written is zeros.
+--- Memory for the index keys of `blocks` blocks. It is zero at first.
 ---@param o table  blocks; layers (1), block_size (64), dim (128; 32 or 64), rotate
 --                 (false), bits (8; 4 or 2), device
 ---@return kvlab.IndexCache
@@ -52,7 +52,7 @@ function M.index_cache(o)
   return self
 end
 
---- A layer's memory, as the ops take it: u8 [blocks, block_size * (dim + 4)].
+--- A layer's memory as the ops take it: u8 [blocks, block_size * (dim + 4)].
 function IndexCache:layer(layer)
   return self.each[layer] or error(("index_cache: layer is %s, expected 0 ... %d"):format(
     tostring(layer), self.layers - 1), 2)
@@ -63,9 +63,10 @@ function IndexCache:bytes_token() return self.dim + 4 end
 
 local function rotated(self, x) return self.rotate and ops.hadamard(x) or x end
 
---- Whole multiples of a step, -7 ... 7 of them at 4 bits and -1 ... 1 at 2, so that a
--- row's largest number is the last: e4m3 holds these exactly. What fewer bits would find
--- is what this finds; memory and time stay those of 8.
+--- Simulates an index of fewer bits: rounds each row to whole multiples of a step, from
+-- -7 to 7 at 4 bits and from -1 to 1 at 2 bits, where the row's largest number is the
+-- last multiple. e4m3 holds these multiples exactly. Memory and time stay those of 8
+-- bits.
 local function rounded(self, k)
   if self.bits == 8 then return k end
   k = k:cast "f32"
@@ -83,9 +84,9 @@ local function quantised(self, q, weights)
   return q8, weights * scales
 end
 
---- Keys of new tokens.
+--- Writes the keys of new tokens.
 ---@param k kvlab.Tensor      f32 f16 bf16 [n, dim]
----@param slots kvlab.Tensor  i64 [n]; < 0 is skipped
+---@param slots kvlab.Tensor  i64 [n]; a token with a negative slot is skipped
 function IndexCache:append(layer, k, slots)
   tensor.scope(append, self, k, slots, self:layer(layer))
 end
@@ -99,7 +100,7 @@ function IndexCache:gather(layer, slots)
     tensor.tensor(self.device, "f32", { n }))
 end
 
---- Queries as logits take them: q in f8e4m3, and weights that hold its scales.
+--- Queries as `logits` takes them: q in f8e4m3, and weights that include its scales.
 ---@param q kvlab.Tensor        f32 f16 bf16 [rows, heads, dim]
 ---@param weights kvlab.Tensor  f32 [rows, heads]
 ---@return kvlab.Tensor q8
@@ -108,7 +109,8 @@ function IndexCache:queries(q, weights)
   return tensor.scope(quantised, self, q, weights)
 end
 
---- logits[r][j] of the first lens[r] tokens j of a row's sequence; others stay.
+--- Writes logits[r][j] for the first lens[r] tokens j of the sequence of row r. The other
+-- entries of logits do not change.
 ---@param q kvlab.Tensor        f8e4m3 [rows, heads, dim], see queries
 ---@param weights kvlab.Tensor  f32 [rows, heads]
 ---@param tables kvlab.Tensor   i32 [sequences, max_blocks]

@@ -1,19 +1,20 @@
---- Which tokens a lightning indexer selects: logits of index keys, top-k and transform,
--- in as much memory as there is.
+--- Selects the tokens that a lightning indexer finds: logits of index keys, top-k and a
+-- transform, within a limit of memory.
 --
 --   local indexer = kv.indexer { topk = 2048, logits_bytes_max = 64 * 2 ^ 20 }
 --   local slots = indexer:select { q = q8, weights = w, cache = index:layer(layer),
 --     tables = tables, block_size = 64, lens = lens, to = "slots" }
 --
--- Logits of all rows at once may be too much: 16 GiB for 4096 queries after a million
--- tokens. They come in chunks of rows, each of which goes through top-k before the next;
--- where not even one row fits, in tiles of columns that are joined to a running top-k.
--- What is selected does not depend on that. Where no row has more than topk tokens, all
--- are selected, and there are no logits: q and weights may be missing.
+-- The logits of all rows at once may be too large: 16 GiB for 4096 queries after a
+-- million tokens. They are computed in chunks of rows, and each chunk goes through top-k
+-- before the next. If not even one row fits, they are computed in tiles of columns, which
+-- are merged into a running top-k. The selection does not depend on this. If no row has
+-- more than topk tokens, all tokens are selected without logits, and q and weights may be
+-- missing.
 --
--- How much is allowed: what indexer_plan.lua says, and never more than logits_bytes_max,
--- in which everything counts that a selection allocates. Tables are read in place. The
--- memory is kept for the next call, until free().
+-- indexer_plan.lua says how much memory is allowed. It is never more than
+-- logits_bytes_max, which covers everything that a selection allocates. Tables are read
+-- in place. The memory is kept for the next call, until free().
 --
 -- Source  SGLang's NSA indexer, where a chunk gathers a page table as large as its logits
 local device = require "kvlab.tensor.device"
@@ -40,8 +41,8 @@ local OPTIONS = {
   end }, logits = options.one_of("f32", "bf16"), streaming = options.boolean,
 }
 
---- What selects tokens on a device.
----@param o? table  topk (2048); logits_bytes_max (no limit beside the rule's); logits:
+--- Makes an indexer, which selects tokens on a device.
+---@param o? table  topk (2048); logits_bytes_max (only indexer_plan's limit); logits:
 --                  "f32" or "bf16"; streaming: tiles even where rows fit (false); device
 ---@return kvlab.Indexer
 function M.indexer(o)
@@ -59,29 +60,29 @@ end
 
 -- ---- memory --------------------------------------------------------------------------
 
---- Bytes that are kept.
+--- Bytes of memory that are kept.
 function Indexer:bytes()
   local sum = 0
   for _, held in pairs(self.buffers) do sum = sum + held:bytes() end
   return sum
 end
 
---- Views keep memory as tensors do.
+--- Drops the views; they keep memory alive as tensors do.
 local function drop_work(self)
   if not self.work then return end
   for _, t in pairs(self.work.views) do t:free() end
   self.work = nil
 end
 
---- Give back what is kept. The next call allocates anew.
+--- Gives back the memory that is kept. The next call allocates it again.
 function Indexer:free()
   drop_work(self)
   for _, held in pairs(self.buffers) do held:free() end
   self.buffers = {}
 end
 
---- How `rows` rows of n logits would be computed: `rows` of them and `columns` at a time
--- (n: whole rows).
+--- How `rows` rows of n logits would be computed: how many rows and columns at a time. If
+-- columns is n, rows are computed whole.
 ---@param block_size? integer  of paged keys: tiles are whole blocks
 ---@param together? integer    rows of a sequence of paged keys, which may share a tile
 ---@return { rows: integer, columns: integer, streaming: boolean }
@@ -99,14 +100,14 @@ function Indexer:plan(rows, n, block_size, together)
            streaming = self.streaming or columns < n }
 end
 
---- A tensor in a buffer that is made, or made larger, when needed.
+--- A tensor in a named buffer, which is made, or made larger, when needed.
 local function in_buffer(self, name, dtype, dims)
   local count = 1
   for _, size in ipairs(dims) do count = count * size end
   local held = self.buffers[name]
   if not held or held.count < count then
     if held then held:free() end
-    self.buffers[name] = nil -- before the memory is asked for
+    self.buffers[name] = nil -- freed before the new memory is asked for
     held = tensor.lasting(tensor.tensor, self.device, dtype, { count })
     self.buffers[name] = held
   end
@@ -128,7 +129,7 @@ local function new_views(self, work)
   return views
 end
 
---- The plan of a shape, and views of buffers for it; those of the last shape are kept.
+--- The plan for a shape and the views of its buffers. Those of the last shape are kept.
 local function work_for(self, rows, n, block_size, together)
   local work = self.work
   if work and work.of_rows == rows and work.of_n == n and work.together == together then
@@ -143,7 +144,7 @@ local function work_for(self, rows, n, block_size, together)
   return work
 end
 
---- Logits of so many rows and columns, in the buffer.
+--- Logits of this many rows and columns, in the buffer.
 local function logits_for(self, work, rows, columns)
   local key = rows * 2 ^ 32 + columns
   local logits = work.views[key]
@@ -155,7 +156,7 @@ local function logits_for(self, work, rows, columns)
   return logits
 end
 
---- The first `count` rows.
+--- The first `count` rows of t.
 local function head(t, count)
   return t:size(0) == count and t or t:narrow(0, count)
 end
@@ -164,8 +165,8 @@ end
 
 local BY_ROW = { "q", "weights", "lens", "starts", "row_sequence", "offsets" }
 
---- Of a call's tensors what belongs to `count` of its rows from `first` on. each: rows of
--- a sequence, where tables go by the order of rows.
+--- The parts of a call's tensors that belong to `count` of its rows, from `first` on.
+-- each: rows of a sequence, if tables go by the order of rows.
 local function part_of(self, call, out, rows, each, first, count)
   local part, is_all = self.part, count == rows
   for i = 1, #BY_ROW do
@@ -183,14 +184,14 @@ local function part_of(self, call, out, rows, each, first, count)
   return part
 end
 
---- Rows of a chunk that begins at `first`: whole sequences, or some of one.
+--- How many rows a chunk that begins at `first` has: whole sequences, or a part of one.
 local function chunk_rows(most, rows, each, first)
   if each and most < each then return math.min(most, each - first % each) end
   if each then most = math.floor(most / each) * each end
   return math.min(most, rows - first)
 end
 
---- The transform as ops takes it, with what it writes.
+--- The transform as ops takes it, and the tensor that it writes.
 local function transform_for(self, call, part)
   local to = self.to
   to.tables, to.row_sequence, to.offsets = nil, nil, nil
@@ -204,7 +205,7 @@ local function transform_for(self, call, part)
   return to
 end
 
---- The whole rows of a chunk.
+--- Selects tokens for a chunk from whole rows of logits.
 local function select_rows(self, work, part, to, rows)
   local logits = logits_for(self, work, rows, work.of_n)
   if part.cache then
@@ -218,11 +219,11 @@ local function select_rows(self, work, part, to, rows)
   ops.step.topk_transform(to)
 end
 
---- Logits of the columns from `first` on, as if the keys began there.
+--- Logits of the columns from `first` on, computed as if the keys began there.
 local function tile_logits(part, work, first, logits)
   local rows, columns = logits:size(0), logits:size(1)
   local ends = head(work.views.tile_ends, rows)
-  if part.cache then -- of one sequence
+  if part.cache then -- paged keys of one sequence
     check(C.kvl_binary_scalar(C.KVL_BINARY_SUB, part.lens, first, ends))
     local width, block = part.tables:size(1), first / work.block_size
     local blocks = math.min(math.ceil(columns / work.block_size), width - block)
@@ -238,7 +239,7 @@ local function tile_logits(part, work, first, logits)
     part.scales:narrow(first, columns), starts, ends, logits)
 end
 
---- The same tile by tile.
+--- Selects tokens for a chunk from tiles of logits.
 local function stream_rows(self, work, part, to, rows)
   local merge, views, now = self.merge, work.views, 1
   local values = { head(views.values1, rows), head(views.values2, rows) }
@@ -268,9 +269,9 @@ local CALL = {
   to = options.one_of("positions", "slots", "ragged"), block_size = options.count,
   edit = options.callable,
 }
-local COLUMNS = 1024 -- rows of a growing cache get longer by this
+local COLUMNS = 1024 -- the rows of a growing cache get longer by this many columns
 
---- What is wrong with a call; nil: nothing. all: it takes every token, without logits.
+--- What is wrong with a call, or nil. all: the call takes every token, without logits.
 local function complaint(call, all)
   if call.to == "slots" and not (call.tables and call.block_size) then
     return "to is slots, expected tables and block_size"
@@ -289,7 +290,7 @@ local function complaint(call, all)
   end
 end
 
---- Columns of logits, and tokens of a block of paged keys.
+--- The number of columns of logits, and the tokens of a block of paged keys.
 local function columns_of(call)
   if call.k then return call.k:size(0), 1 end
   local block_size = call.cache:size(1) / (call.q:size(2) + 4)
@@ -298,7 +299,7 @@ local function columns_of(call)
   return math.min(all, math.ceil(call.max_len / COLUMNS) * COLUMNS), block_size
 end
 
---- Windows of contiguous keys: the rows' starts (0 unless given) and ends.
+--- The windows of contiguous keys: the starts (0 unless given) and ends of the rows.
 local function set_windows(call, work, part, count)
   if not call.k then return end
   if not part.starts then part.starts = head(work.views.starts, count):fill_(0) end
@@ -314,8 +315,8 @@ local function select_chunk(self, call, work, out, each, first, count)
   else select_rows(self, work, part, to, count) end
 end
 
---- The tokens that each row attends to: i32 [rows, topk], positions ascending, or what
--- they become, -1 padded.
+--- The tokens that each row attends to: i32 [rows, topk], positions in ascending order,
+-- or what the transform makes of them; padded with -1.
 --  q        f8e4m3 [rows, heads, dim] and weights f32 [rows, heads], see kv.index_cache
 --  lens     i32 [rows]: how many tokens a row sees
 --  cache    paged keys, a layer of kv.index_cache, by tables i32 [sequences, width];
@@ -335,7 +336,8 @@ function Indexer:select(call)
   return self:select_step(call)
 end
 
---- select without the check of the call's names and types, for what runs in every step.
+--- The same as select without checking the names and types of the call, for code that
+-- runs in every step.
 ---@param call table  as for select
 ---@return kvlab.Tensor out
 function Indexer:select_step(call)
@@ -359,7 +361,7 @@ function Indexer:select_step(call)
     select_chunk(self, call, work, out, each, 0, rows)
     return out
   end
-  tensor.scope(function() -- frees the views of chunks and tiles
+  tensor.scope(function() -- frees the views made for chunks and tiles
     local first = 0
     while first < rows do
       local count = chunk_rows(work.rows, rows, each, first)

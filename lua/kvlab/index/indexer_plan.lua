@@ -1,25 +1,25 @@
 --- How many rows and columns of logits an indexer computes at a time.
 --
--- 8 000 000 logits are always allowed, more only up to half of the free and 0.3 of all
--- memory. Source: SGLang's NSA indexer (there, what is beyond 0.3 of all memory but not
--- beyond half of the free memory stays one chunk all the same).
+-- 8 000 000 logits are always allowed. More are allowed up to half of the free memory and
+-- 0.3 of all memory. Source: SGLang's NSA indexer. (SGLang keeps one chunk for logits
+-- that take more than 0.3 of all memory but at most half of the free memory.)
 local M = {}
 
-local LOGITS_ALWAYS = 8000000     -- below this nobody asks for free memory
+local LOGITS_ALWAYS = 8000000     -- up to here the free memory is not looked at
 local TILE = 131072               -- columns that a tile has at least, if they fit
-local ROWS = 32                   -- rather tiles than fewer whole rows at a time
-local UNIT = 256                  -- of columns of tiles, in whole blocks
+local ROWS = 32                   -- if fewer whole rows than this fit, use tiles
+local UNIT = 256                  -- columns of a tile are a multiple, in whole blocks
 local BYTES_ROUNDED = 32 * 2 ^ 20 -- up to here the allocator adds up to a quarter
 
---- The largest tensor for which the allocator takes no more than `bytes`.
+--- The largest tensor, in bytes, for which the allocator takes no more than `bytes`.
 local function usable(bytes)
   return bytes > BYTES_ROUNDED and bytes or math.floor(bytes * 0.8) - 512
 end
 
---- The most that the allocator takes for a tensor.
+--- The most bytes that the allocator takes for a tensor.
 local function charged(bytes) return math.ceil(bytes * 1.25) + 512 end
 
---- Bytes of what keeps `rows` rows of a running top-k: values and positions, twice.
+--- Bytes that `rows` rows of a running top-k take: values and positions, twice.
 local function charged_state(rows, topk) return 2 * charged(8 * rows * topk) end
 
 --- Bytes allowed for rows x n logits, at most `most`.
@@ -30,9 +30,9 @@ function M.allowed(rows, n, most, memory)
   return math.min(most, free / 2, 0.3 * all)
 end
 
---- Rows and columns of a chunk whose memory is within `limit`. columns < n: in tiles;
--- then a running top-k is kept, too. Nothing, and the bytes that the smallest tile would
--- need, where that is beyond the limit.
+--- Rows and columns of a chunk whose memory is within `limit`. If columns < n, the chunk
+-- is computed in tiles, and a running top-k is kept too. If not even the smallest tile is
+-- within the limit, returns nil and the bytes that it would need.
 ---@param o table  rows, n, topk, bytes (of a logit), block_size, limit, together (rows
 --                 that may share a tile), streaming (tiles even where rows fit)
 ---@return integer|nil rows

@@ -1,13 +1,14 @@
---- Landmarks: the small keys that a policy finds tokens by, and the queries that go with
--- them, made of what attention itself is given; in an index-K cache that follows the KV
--- cache's blocks. A model that was trained with an indexer (DeepSeek-V3.2) has these
--- from projections of its hidden state; here they are maps of its k and q:
+--- Landmarks: the small keys by which a policy finds tokens, and the queries that go with
+-- them. Both are made from the inputs of attention. The keys lie in an index-K cache that
+-- follows the blocks of the KV cache. A model that was trained with an indexer
+-- (DeepSeek-V3.2) makes them from its hidden state; here they are maps of its k and q:
 --
---   key      k of the KV heads, one beside the other as far as 128 dims go, means of
---            neighbouring heads where they do not. A query head looks at its own KV
---            head's part: logits are the sum over heads of relu(q . k)
---   random   those keys by one random projection into `dim` dims: q . k on average
---   given    linear maps of all of k and all of q, and of q to the heads' weights
+--   key      k of the KV heads, one next to the other if they fit into 128 dims, else
+--            means of neighbouring heads. A query head reads the part of its own KV head:
+--            logits are the sum over heads of relu(q . k)
+--   random   the same keys through one random projection into `dim` dims, which keeps
+--            q . k on average
+--   given    linear maps of all of k and of all of q, and of q to the heads' weights
 --
 -- Source  the lightning indexer of DeepSeek-V3.2; Johnson and Lindenstrauss 1984 (random)
 local C = require("kvlab.library").C
@@ -18,7 +19,7 @@ local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
 
-local NOWHERE = -2 ^ 30 -- of a row, however many rows come before
+local NOWHERE = -2 ^ 30 -- stays negative however many rows come before
 local DIM_MAX = 128
 
 ---@class kvlab.Landmarks
@@ -27,8 +28,8 @@ local DIM_MAX = 128
 local Landmarks = {}
 Landmarks.__index = Landmarks
 
---- Rows of x [n * m, d] in a new order for each of n: [n * #pattern, d], row pattern[i]
--- of m, zeros where that is below 0. pattern: i32 [1, …].
+--- Reorders the rows of x [n * m, d] for each of n: [n * #pattern, d]. Row i is row
+-- pattern[i] of m, or zeros if pattern[i] is negative. pattern: i32 [1, …].
 local function pick(x, m, pattern)
   local n = x:size(0) / m
   local first = tensor.arange(x.device, "i32", n, 0, m):reshape { n, 1 }
@@ -39,8 +40,8 @@ local function new_pattern(dev, list)
   return tensor.from(dev, "i32", { 1, #list }, list)
 end
 
---- q [rows, heads, head_dim] with zeros beside each head's dims: head h is in place
--- slot_of(h) of `slots`.
+--- A pattern for `pick` that puts zeros around the dims of each head of q [rows, heads,
+-- head_dim]: head h goes to place slot_of(h) of `slots` places.
 local function new_embedding(shape, slots, slot_of)
   local list = {}
   for h = 0, shape.heads - 1 do
@@ -59,7 +60,7 @@ end
 
 local function refuse(fmt, ...) error("landmarks: " .. fmt:format(...), 0) end
 
---- The dim of an index-K cache that holds so many.
+--- The dim of an index-K cache that holds n numbers.
 local function dim_for(n)
   return n <= 32 and 32 or n <= 64 and 64 or n <= DIM_MAX and 128
 end
@@ -141,10 +142,10 @@ local OPTIONS = {
   seed = options.whole,
 }
 
---- Landmarks of the KV cache of a policy's shape.
+--- Landmarks for the KV cache of the shape that a policy gets.
 ---@param shape table  as policy.init gets it
 ---@param o table      index: key, random or given; dim (128) of random; rotate (false):
---                     by Hadamard's matrix before they are quantised; bits (8; 4, 2) of
+--                     rotates by Hadamard's matrix before quantising; bits (8; 4, 2) of
 --                     keys; weights of given; seed (0) of random
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
@@ -176,8 +177,8 @@ local function update(self, ev)
     slots:reshape { n * size }:cast "i64")
 end
 
---- Keys of the blocks of an offload event, all of their valid tokens: a block that a fork
--- got a copy of is new to it.
+--- Makes the keys of the blocks of an offload event, for all of their valid tokens: after
+-- a fork, a copied block is new to the index.
 function Landmarks:update(ev) tensor.scope(update, self, ev) end
 
 local function queries(self, ctx, query)
@@ -192,7 +193,7 @@ local function queries(self, ctx, query)
   return self.cache:queries(asks, weights)
 end
 
---- Queries in f8e4m3 and their weights, as logits take them; new tensors.
+--- Queries in f8e4m3 and their weights, as logits take them. Both are new tensors.
 ---@param query kvlab.Tensor  [rows, heads, head_dim]
 function Landmarks:queries(ctx, query)
   return tensor.scope(queries, self, ctx, query)
@@ -214,8 +215,8 @@ local function score_decode(self, ctx)
     :reshape { ctx.seqs, ctx.width, self.shape.block_size }, 2)
 end
 
---- The best logit of each block: of a decoded token, of any token of a prompt's chunk.
--- A chunk takes 4 bytes a query and token before it.
+--- The best logit of each block: for a decoded token, or for any token of a prompt's
+-- chunk. A chunk takes 4 bytes for each pair of a query and a token before it.
 ---@return kvlab.Tensor scores  f32 [seqs, kv_heads or 1, ctx.width], the caller's
 function Landmarks:score(ctx)
   local s = self.shape
@@ -236,15 +237,15 @@ end
 
 local FIRST = 1e30 -- more than any logit
 
---- Put n columns from `begin` i32 [rows, 1] on before all others.
+--- Puts n columns, from begin (i32 [rows, 1]) on, before all others.
 local function put_first(logits, n, begin, first)
   local columns = begin + tensor.arange(logits.device, "i32", n, -first)
   logits:scatter_(columns,
     tensor.full(logits.device, "f32", { logits:size(0), n }, FIRST))
 end
 
---- What puts the tokens of the first `sink` and last `recent` blocks before all others:
--- an indexer's edit.
+--- Makes an indexer's `edit` that puts the tokens of the first `sink` and the last
+-- `recent` blocks before all others.
 local function new_edit(size, sink, recent)
   return function(logits, lens, first)
     local rows, dev = logits:size(0), logits.device
@@ -258,7 +259,7 @@ local function new_edit(size, sink, recent)
   end
 end
 
---- Of some rows: i32 [rows, k].
+--- The selected slots of some rows: i32 [rows, k].
 local function select_rows(self, ctx, want, rows)
   local it, size = self.indexer, self.shape.block_size
   if not it or it.topk ~= rows.k then
@@ -274,7 +275,7 @@ local function select_rows(self, ctx, want, rows)
     to = "slots", block_size = size, out = rows.out, edit = self.edit }
 end
 
---- One sequence after the other, each with a k of its own.
+--- Selects for one sequence after the other, where each has its own k.
 local function select_each(self, ctx, want, out)
   local dev, first = self.shape.device, 0
   for i, seq in ipairs(ctx.sequences) do
@@ -292,7 +293,7 @@ local function select_each(self, ctx, want, out)
   end
 end
 
---- The most tokens that any sequence of the step wants; whether all want as many.
+--- The most tokens that any sequence of the step wants, and whether all want as many.
 local function widest(ctx, want)
   local most, same = 1, true
   for i, seq in ipairs(ctx.sequences) do
@@ -308,7 +309,7 @@ local function select(self, ctx, want, out, same)
     select_each(self, ctx, want, out:fill_(-1))
     return
   end
-  -- a recorded step serves longer sequences later
+  -- a step that is recorded now serves longer sequences later
   local records = C.kvl_device_is_recording(self.shape.device) == 1
   select_rows(self, ctx, want, { k = out:size(1), query = ctx.query, tables = ctx.tables,
     lens = ctx.lens, out = out, max_len = not records and ctx.total_kv_len or nil })
@@ -318,12 +319,12 @@ local WANT = { k = options.required(options.callable),
                sink = options.required(options.whole),
                recent = options.required(options.whole) }
 
---- The tokens with the best logits for each row of ctx.query, by their slots: i32 [rows,
--- k], -1 padded; valid until the next call.
----@param want table  the same in every call: k(length), how many of a sequence's tokens;
---                    sink, recent, blocks whose tokens come first
+--- The slots of the tokens with the best logits for each row of ctx.query: i32 [rows, k],
+-- padded with -1. The result is valid until the next call.
+---@param want table  the same table in every call: k(length), how many tokens to select
+--                    of a sequence; sink, recent: how many blocks' tokens come first
 function Landmarks:select(ctx, want)
-  if self.want ~= want then -- once, not in every step
+  if self.want ~= want then -- checked once, not in every step
     self.want = options.check("landmarks.select", want, WANT)
   end
   local k, same = widest(ctx, want)
@@ -336,7 +337,7 @@ function Landmarks:select(ctx, want)
   return out
 end
 
---- Bytes of the landmarks of one block, for each of the KV heads that share them.
+--- Bytes of one block's landmarks, divided among the KV heads that share them.
 function Landmarks:bytes_block()
   return self.shape.block_size * self.cache:bytes_token() / self.shape.kv_heads
 end

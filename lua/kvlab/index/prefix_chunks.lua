@@ -1,17 +1,17 @@
---- A long prefix in chunks: which tokens of every sequence a chunk holds and where they
--- lie, so that prefill may look at a prefix of any length with the memory of one chunk.
--- Attention over one chunk after the other, joined by their log-sum-exp, is attention
--- over the prefix.
+--- Splits long prefixes into chunks: says which tokens of every sequence a chunk holds
+-- and where they lie. Prefill can then read a prefix of any length with the memory of one
+-- chunk: attention over the chunks, merged by their log-sum-exp, is attention over the
+-- prefix.
 --
 --   local chunks = kv.prefix_chunks { tables = tables, lens = { 300000, 120 },
 --     block_size = 64 }
 --   index:gather(layer, chunks[1].slots)       tokens starts … starts + lens - 1 of each
 --   local out, lse = chunks:attend { q = q, starts = starts, cache = cache }
 --
--- Sequences share a chunk's capacity equally, in whole blocks; a sequence that is at its
--- end has nothing in the chunks after it. All of it lies on the device.
+-- The sequences share a chunk's capacity equally, in whole blocks. A sequence that has
+-- ended has no tokens in later chunks. All chunks lie on the device.
 --
--- Source  SGLang's chunked prefix cache (a share there need not be whole blocks)
+-- Source  SGLang's chunked prefix cache (where a share need not be whole blocks)
 local library = require "kvlab.library"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -22,15 +22,15 @@ local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.PrefixChunk
----@field tokens integer       of all sequences in this chunk
----@field starts kvlab.Tensor  i32 [sequences]: the first token of each
----@field lens kvlab.Tensor    i32 [sequences]: how many
----@field ends kvlab.Tensor    i32 [sequences]: lengths added up, where each ends in slots
----@field slots kvlab.Tensor   i64 [tokens]: sequence after sequence
+---@field tokens integer       tokens of all sequences in this chunk
+---@field starts kvlab.Tensor  i32 [sequences]: the first token of each sequence
+---@field lens kvlab.Tensor    i32 [sequences]: how many tokens of each
+---@field ends kvlab.Tensor    i32 [sequences]: sums of lens, where each ends in slots
+---@field slots kvlab.Tensor   i64 [tokens]: one sequence after the other
 ---@field tables kvlab.Tensor  i32 [sequences, blocks]: the blocks of this chunk
 
 ---@class kvlab.PrefixChunks  a list of kvlab.PrefixChunk
----@field length integer      tokens of a sequence's share
+---@field length integer      the most tokens that a sequence has in a chunk
 local PrefixChunks = {}
 PrefixChunks.__index = PrefixChunks
 
@@ -39,7 +39,7 @@ local OPTIONS = {
   lens = options.required(options.list_of(options.whole)), capacity = options.count,
 }
 
---- Tokens of a sequence's share.
+--- Checks the options and returns the most tokens that a sequence has in a chunk.
 local function check_options(o)
   options.check("prefix_chunks", o, OPTIONS, 3)
   local capacity, size, seqs = o.capacity or 128 * 1024, o.block_size, o.tables:size(0)
@@ -56,7 +56,7 @@ local function check_options(o)
   return math.floor(capacity / math.max(seqs, 1) / size) * size
 end
 
---- starts, lens and ends of chunk number c as one list, and its tokens.
+--- starts, lens and ends of chunk number c as one list, and the number of its tokens.
 local function windows_of(lens, c, length)
   local list, n, total = {}, #lens, 0
   for s, len in ipairs(lens) do
@@ -67,7 +67,7 @@ local function windows_of(lens, c, length)
   return list, total
 end
 
---- The chunks of prefixes of these lengths.
+--- Makes the chunks of prefixes of these lengths.
 ---@param o table  tables i32 [sequences, width], lens (a Lua list of lengths),
 --                 block_size, capacity: tokens of a chunk (131072)
 ---@return kvlab.PrefixChunks
@@ -77,7 +77,7 @@ function M.prefix_chunks(o)
   local self = setmetatable({ length = length, lens = o.lens }, PrefixChunks)
   for _, len in ipairs(o.lens) do longest = math.max(longest, len) end
   local n, blocks = #o.lens, math.min(length / size, o.tables:size(1))
-  local columns = {} -- of a chunk's blocks in tables, for each sequence
+  local columns = {} -- the columns of a chunk's blocks in tables, for each sequence
   for i = 0, n * blocks - 1 do columns[i + 1] = i % blocks end
   columns = tensor.from(dev, "i32", { n, blocks }, columns)
   for c = 0, math.ceil(longest / length) - 1 do
@@ -87,7 +87,7 @@ function M.prefix_chunks(o)
                     ends = windows:index(2), slots = tensor.tensor(dev, "i64", { total }),
                     tables = tensor.tensor(dev, "i32", { n, blocks }) }
     ops.ragged_slots(o.tables, size, chunk.starts, chunk.ends, chunk.slots)
-    check(C.kvl_gather(o.tables, columns, chunk.tables)) -- past a table: 0, not looked at
+    check(C.kvl_gather(o.tables, columns, chunk.tables)) -- past a table: 0, never read
     check(C.kvl_binary_scalar(C.KVL_BINARY_ADD, columns, blocks, columns))
     self[c + 1] = chunk
   end
@@ -99,11 +99,11 @@ local ATTEND = { q = needed, cache = needed, starts = a_tensor, scale = options.
                  soft_cap = options.not_negative, k_scale = a_tensor,
                  v_scale = a_tensor }
 
---- Attention of every query over the whole prefix of its sequence, chunk by chunk: out,
--- f32 [tokens, heads, head_dim], and lse f32 [tokens, heads], to be joined with attention
--- over what follows the prefix (prev_out, prev_lse).
----@param a table  q [tokens, heads, head_dim], starts i32 [sequences + 1] (nil: a query a
---                 sequence), cache; and where wanted scale, soft_cap, k_scale, v_scale
+--- Attention of every query over the whole prefix of its sequence, chunk by chunk.
+-- Returns out f32 [tokens, heads, head_dim] and lse f32 [tokens, heads], which can be
+-- merged with attention over what follows the prefix (as prev_out, prev_lse).
+---@param a table  q [tokens, heads, head_dim], starts i32 [sequences + 1] (nil: one query
+--                 for each sequence), cache; optional: scale, soft_cap, k_scale, v_scale
 ---@return kvlab.Tensor out
 ---@return kvlab.Tensor lse
 function PrefixChunks:attend(a)
