@@ -1,5 +1,5 @@
---- Captures: what the attention layers of a real model were given for a text, as
--- tools/capture_hf.py writes it (docs/capture.md), and their last tokens decoded anew
+--- Captures: the inputs that the attention layers of a real model got for a text, as
+-- tools/capture_hf.py writes them (docs/capture.md). The last tokens can be decoded again
 -- under any policy. No weights are needed: queries, keys and values are the model's own.
 --
 --   local capture = kv.capture "FOLDER"
@@ -7,7 +7,7 @@
 --   local probe, model_error = replay:run(kv.policy "quest", kv.probe)
 --
 -- Every layer gets the queries that it got in the model, whatever the layers before it
--- gave now: errors do not add up over layers.
+-- return now, so errors do not add up over layers.
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
@@ -28,8 +28,8 @@ local CHUNK = 512 -- tokens of a prefill step
 
 ---@class kvlab.Capture
 ---@field folder string
----@field model string      as it was named to the tool
----@field layers integer[]  numbers of the captured layers in the model
+---@field model string      the model's name as it was given to the tool
+---@field layers integer[]  the numbers that the captured layers have in the model
 ---@field tokens integer
 ---@field heads integer
 ---@field kv_heads integer
@@ -62,8 +62,8 @@ local function open(folder)
   return self
 end
 
---- q and out [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the i-th
--- captured layer, from 1.
+--- The tensors of the i-th captured layer (from 1): q and out [tokens, heads, head_dim],
+-- k and v [tokens, kv_heads, head_dim].
 ---@return {q: kvlab.Tensor, k: kvlab.Tensor, v: kvlab.Tensor, out: kvlab.Tensor}
 function Capture:layer(i, device)
   local file = safetensors(("%s/layer_%03d.safetensors"):format(self.folder,
@@ -82,12 +82,12 @@ end
 ---@class kvlab.Replay
 ---@field capture kvlab.Capture
 ---@field cache kvlab.Cache
----@field prompt integer  tokens that are there before the first decoded one
+---@field prompt integer  tokens in the cache before the first decoded one
 local Replay = {}
 Replay.__index = Replay
 
---- One chunk after the other until `seq` has the prompt: fn(layer, first, n) for each
--- layer of each.
+--- Prefills chunk by chunk until `seq` has the prompt; calls fn(layer, first, n) for each
+-- layer of each chunk.
 local function prefill(self, seq, begin, fn)
   for first = 0, self.prompt - 1, CHUNK do
     local n = math.min(CHUNK, self.prompt - first)
@@ -97,16 +97,16 @@ local function prefill(self, seq, begin, fn)
   end
 end
 
---- The prompt's K and V, without any attention.
+--- Writes the prompt's K and V, without attention.
 local function write_prompt(self, layer, first, n)
   local t = self.layers[layer + 1]
   ops.append_kv(t.k:narrow(first, n), t.v:narrow(first, n), self.batch.slots,
     self.cache:layer(layer))
 end
 
---- Memory for the last `decode` tokens of the text to be decoded again.
----@param o? {decode?: integer, block_size?: integer, device?: string}  32 tokens, or as
----  many as there are after the first; blocks of 16; --device's
+--- Makes a cache in which the last `decode` tokens of the text can be decoded again.
+---@param o? {decode?: integer, block_size?: integer, device?: string}  32 tokens, or all
+---  after the first if there are fewer; blocks of 16; --device's
 ---@return kvlab.Replay
 function Capture:replay(o)
   o = options.check("replay", o, { decode = options.within(1, self.tokens - 1),
@@ -127,8 +127,8 @@ function Capture:replay(o)
   return replay
 end
 
---- The sequence with its prompt, for an attention that has just been made: a fork of what
--- is there, or, for policies that watch the prompt's queries, prefilled with them.
+--- A sequence with the prompt, for an attention that was just made: a fork of the written
+-- prompt, or, for policies that watch the prompt's queries, a prefilled one.
 local function open_sequence(self, attention)
   if not attention.decode_policy.watches_prompt then
     attention:adopt { self.base }
@@ -157,8 +157,8 @@ end
 ---@param policy table
 ---@param observe? fun(attention: kvlab.Attention): table  such as kv.probe
 ---@return table|nil observer
----@return number model_error  mean relative distance of a head's output from that of the
---                             model, which for full attention is rounding
+---@return number model_error  mean relative distance of a head's output from the model's
+--                             output; for full attention it is the rounding error
 function Replay:run(policy, observe)
   local capture = self.capture
   local attention = attention_of { cache = self.cache, heads = capture.heads,

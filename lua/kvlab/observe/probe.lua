@@ -1,7 +1,8 @@
---- A probe watches an attention while it decodes and compares every selection with dense
--- attention over the same cache: share of the true attention mass that the selection
--- keeps (exp(lse_selected - lse_dense)), relative error of the output, blocks and bytes
--- read. It costs a dense pass a layer and waits for the device: not for timed steps.
+--- A probe watches an attention while it decodes, and compares every selection with dense
+-- attention over the same cache. It measures the share of the true attention mass that
+-- the selection keeps (exp(lse_selected - lse_dense)), the relative error of the output,
+-- and the blocks and bytes read. It runs dense attention once for each layer and waits
+-- for the device, so do not use it in timed steps.
 local constructor = require "kvlab.constructor"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -14,7 +15,7 @@ Probe.__index = Probe
 local ZERO = { mass = 0, error = 0, rows = 0, blocks = 0, bytes = 0, blocks_all = 0,
                heads = 0, steps = 0 }
 
---- Attach to an attention; probe:detach() ends it.
+--- Attaches a probe to an attention; probe:detach() ends it.
 ---@param attention kvlab.Attention
 ---@return kvlab.Probe
 local function attach(attention)
@@ -24,22 +25,22 @@ local function attach(attention)
   return self
 end
 
---- Stop observing.
+--- Stops observing.
 function Probe:detach() self.attention.probe = nil end
 
---- Begin the averages anew.
+--- Starts the averages again.
 function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end
 
---- Tokens listed for each sequence in blocks, as counts are.
+--- How many blocks the tokens listed for each sequence would fill, in the form of counts.
 local function token_blocks(tokens, shape)
   local listed = tokens:ge(0):cast "f32"
   return listed:sum(-1):reshape { tokens:size(0), -1 } / shape.block_size
 end
 
---- Add the blocks of a selection (nil: all), and the bytes of K and V in them; a partial
--- last block counts whole.
+--- Adds the blocks of a selection (nil: all) and the bytes of their K and V. A partial
+-- last block counts as a whole block.
 local function count_blocks(self, ctx, shape, counts)
   local per_seq, lens = counts and counts:list(), ctx.lens:list()
   local heads = counts and tonumber(counts.shape[1]) or 1
@@ -59,8 +60,8 @@ end
 
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 
---- Called by the attention after each decoded layer.
--- tokens: slots in place of a selection, see Attention:over_tokens.
+--- The attention calls this after each decoded layer. tokens: slots instead of a
+-- selection, see Attention:over_tokens.
 function Probe:observe(attention, ctx, selection, counts, tokens)
   if ctx.is_prefill then return end
   tensor.scope(function()
@@ -83,9 +84,9 @@ function Probe:observe(attention, ctx, selection, counts, tokens)
   end)
 end
 
---- Means over everything observed: attention_mass, output_error (both per query head and
--- token), blocks_read (per KV head and layer), blocks_share, bytes_read (per token, all
--- layers and KV heads; K, V and what scoring reads).
+--- Means over everything observed: attention_mass and output_error (per query head and
+-- token), blocks_read (per KV head and layer), blocks_share, and bytes_read (per token,
+-- all layers and KV heads: K, V and what scoring reads).
 function Probe:metrics()
   return {
     attention_mass = self.mass / self.rows, output_error = self.error / self.rows,

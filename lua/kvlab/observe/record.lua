@@ -1,5 +1,5 @@
---- A record of what a policy does while it decodes: which blocks each layer and KV head
--- reads at each step, and the scores that it chose them by; and maps of both.
+--- Records what a policy does while it decodes: which blocks each layer and KV head reads
+-- at each step, and the scores by which it chose them. It can draw maps of both.
 --
 --   local record = kv.record(engine.attention)
 --   … decode …
@@ -7,9 +7,9 @@
 --   plot.svg(record:score_map { layers = { 2 } })
 --   record:selection(1, 0, 0)                 -- first step, layer 0, KV head 0: a list
 --
--- In the REPL: `:plot record:selection_map()`. It copies every selection and all scores
--- to the host and waits for the device: not for timed steps, and not in graphs. A probe
--- that was attached before goes on observing.
+-- In the REPL: `:plot record:selection_map()`. A record copies every selection and all
+-- scores to the host and waits for the device, so it does not fit timed steps or graphs.
+-- A probe that was attached before it goes on observing.
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -22,12 +22,12 @@ local M = {}
 local PANELS_MAX = 16
 
 ---@class kvlab.Record
----@field steps table[]  of each step: blocks (of the sequence then), and by layer what
---                       was chosen and scored
+---@field steps table[]  for each step: blocks (how many the sequence then had), and for
+--                       each layer the selection and the scores
 local Record = {}
 Record.__index = Record
 
---- Entry `seq` of the first dim of an i32 or f32 tensor as an array.
+--- Copies entry `seq` of the first dim of an i32 or f32 tensor to an array.
 local function copy_rows(t, seq, ctype)
   local rows = t:index(seq - 1)
   local array = ffi.new(ctype .. "[?]", tonumber(rows.count))
@@ -36,7 +36,7 @@ local function copy_rows(t, seq, ctype)
   return { heads = tonumber(t.shape[1]), width = tonumber(t.shape[2]), values = array }
 end
 
---- The policy's scores pass through Context:select, whoever calls it.
+--- Keeps the scores that the policy passes to Context:select, whoever calls it.
 local function watch_scores(self, ctx)
   local select = ctx.select
   self.had_select = rawget(ctx, "select")
@@ -48,8 +48,8 @@ local function watch_scores(self, ctx)
   end
 end
 
---- Attach to an attention; record:detach() ends it. One that Engine:use_policy made after
--- that is another attention.
+--- Attaches a record to an attention; record:detach() ends it. Engine:use_policy makes a
+-- new attention, which the record does not see.
 ---@param attention kvlab.Attention
 ---@param o? {seq?: integer}  which sequence of the batch is recorded (1)
 ---@return kvlab.Record
@@ -64,13 +64,13 @@ local function attach(attention, o)
   return self
 end
 
---- Stop recording.
+--- Stops recording.
 function Record:detach()
   self.attention.probe = self.inner
   self.attention.context.select = self.had_select
 end
 
---- Called by the attention after each layer, see probe.lua.
+--- The attention calls this after each layer, see probe.lua.
 function Record:observe(attention, ctx, selection, counts, tokens)
   if self.inner then self.inner:observe(attention, ctx, selection, counts, tokens) end
   if tokens then
@@ -105,10 +105,11 @@ local function check_place(self, i, layer, head, level)
   end
 end
 
---- Row `head` of what copy_rows made: where it begins. All heads may share one.
+--- Where row `head` of a result of copy_rows begins. All heads may share one row.
 local function offset(rows, head) return math.min(head, rows.heads - 1) * rows.width end
 
---- The blocks that a KV head of a layer read at a step, ascending; nil: all of them.
+--- The blocks that a KV head of a layer read at a step, in ascending order; nil: all
+-- blocks.
 ---@param i integer      1: the first recorded step
 ---@param layer integer  from 0
 ---@param head integer   KV head, from 0
@@ -124,8 +125,8 @@ function Record:selection(i, layer, head)
   return blocks
 end
 
---- The scores of all blocks there, from block 0; nil where the policy gave none (it reads
--- everything, or chooses without scores).
+--- The scores of all blocks there, from block 0; nil when the policy gave no scores (it
+-- reads everything, or chooses without scores).
 ---@return number[]|nil
 function Record:scores(i, layer, head)
   check_place(self, i, layer, head, 2)
@@ -137,8 +138,8 @@ function Record:scores(i, layer, head)
 end
 
 --- Means over everything recorded: blocks_read (per KV head and layer), and kept, the
--- share of a step's blocks that the step before read, too (1 where all are read; NaN of a
--- single step).
+-- share of a step's blocks that the step before read too (1 when all blocks are read; NaN
+-- when there is only one step).
 ---@return {blocks_read: number, kept: number}
 function Record:metrics()
   local read, rows, kept, chosen = 0, 0, 0, 0
@@ -166,7 +167,7 @@ end
 
 -- ---- maps -----------------------------------------------------------------------------
 
---- Up to `most` of 0 ... n - 1, evenly spread, with both ends.
+--- Up to `most` of the numbers 0 ... n - 1, evenly spread, with both ends.
 local function spread(n, most)
   local list = {}
   if most <= 1 then return { 0 } end
@@ -176,7 +177,7 @@ local function spread(n, most)
   return list
 end
 
---- What one KV head of one layer did at a step, as numbers of blocks: 1 where it read.
+--- What one KV head of one layer read at a step: 1 for each block that it read.
 local function chosen_row(self, i, layer, head)
   local list, row = self:selection(i, layer, head), {}
   for j = 1, self.steps[i].blocks do row[j] = list and 0 or 1 end
@@ -184,7 +185,8 @@ local function chosen_row(self, i, layer, head)
   return row
 end
 
---- The same by scores: the share of the others that a block's score is above, ties half.
+--- The scores at a step as ranks: the share of the other blocks whose score is lower;
+-- ties count half.
 local function rank_row(self, i, layer, head)
   local scores, row, order = self:scores(i, layer, head), {}, {}
   for j, score in ipairs(scores or {}) do
@@ -205,7 +207,7 @@ local function rank_row(self, i, layer, head)
   return row
 end
 
---- One panel: a line for every step.
+--- One panel, with a line for every step.
 local function make_panel(self, row_of, layer, head, columns)
   local values = {}
   for i = 1, #self.steps do
@@ -236,17 +238,18 @@ local function make_map(self, row_of, view, words)
     title = view.title or words.title:format(self.name) }
 end
 
---- Which blocks each step chose: a panel for every layer and KV head, or those that the
--- view names; of many layers, some.
+--- A map of the blocks that each step chose. It has a panel for every layer and KV head,
+-- or for those that the view names; if there are many layers, for some of them.
 ---@param view? {layers?: integer[], heads?: integer[], title?: string}
 ---@return kvlab.heat_map
 function Record:selection_map(view)
   return (make_map(self, chosen_row, view, { title = "blocks that %s chose",
-    zlabel = "chosen", file = "selection" })) -- no tail call: errors count frames
+    zlabel = "chosen", file = "selection" })) -- no tail call, since errors count frames
 end
 
---- How each step scored the blocks: 1 the best of all, 0 the worst, in the same panels.
--- Ranks, because scores of different heads and steps have nothing in common.
+--- A map of how each step scored the blocks, in the same panels: 1 is the best of all
+-- blocks, 0 the worst. It shows ranks, because scores of different heads and steps cannot
+-- be compared.
 ---@param view? {layers?: integer[], heads?: integer[], title?: string}
 ---@return kvlab.heat_map
 function Record:score_map(view)
