@@ -1,12 +1,12 @@
---- What a step costs, for servers without a model: a roofline of the matrix products and
--- the attention beside them.
+--- What a step costs, for servers without a model. It is a roofline of the matrix
+-- products, plus the attention.
 --
 --   step_us = max(us_decode_base, us_per_token_prefill * tokens)
 --           + us_per_kv_block * (blocks that decoding requests read)
 --           + us_per_prefill_block * sum over prefill tokens of the blocks they see
 --   transfer_us = link_us + bytes_block / link_gbps            (1 GB/s: 1000 bytes a us)
 --
--- tokens are all of the step; a block is one of block_size tokens in all layers.
+-- tokens counts all tokens of the step; a block holds block_size tokens in all layers.
 local constructor = require "kvlab.constructor"
 local C = require("kvlab.library").C
 local options = require "kvlab.options"
@@ -21,13 +21,12 @@ local KNOWN = {
   link_gbps = positive, link_us = not_negative, bytes_block = positive,
 }
 
---- Llama-8B in bf16 on one H100 80GB, for blocks of `block_size` tokens. From
--- docs/performance.md, measured: a decode step 6.4 ms (P13, 1K of context); KV read at
--- 0.99 of 3166 GB/s (P1); causal attention of a prefill at 617 TFLOP/s (P5). Matrix
--- products of a prefill: 6.98e9 weights, 2 flops each, at 0.8 of 792 TFLOP/s (the share
--- is assumed; 792 is measured). Link: pinned host memory, 55 GB/s measured, 10 us
--- assumed.
--- KV of a token: 32 layers * 2 * 8 KV heads * 128 * 2 bytes.
+--- Llama-8B in bf16 on one H100 80GB, for blocks of `block_size` tokens. Measured, from
+-- docs/performance.md: a decode step takes 6.4 ms (P13, 1K of context); KV is read at
+-- 0.99 of 3166 GB/s (P1); causal attention of a prefill runs at 617 TFLOP/s (P5). The
+-- matrix products of a prefill have 6.98e9 weights, 2 flops each, and run at 0.8 of 792
+-- TFLOP/s (792 is measured, 0.8 is assumed). The link is pinned host memory: 55 GB/s is
+-- measured, 10 us is assumed. KV of a token: 32 layers * 2 * 8 KV heads * 128 * 2 bytes.
 function M.llama_8b_h100(block_size)
   local bytes = 32 * 2 * 8 * 128 * 2 * block_size
   return {
@@ -42,7 +41,7 @@ end
 local CostModel = {}
 CostModel.__index = CostModel
 
---- A cost model of these numbers, all of which are needed.
+--- A cost model made of these numbers; all of them must be given.
 ---@param o table  us_per_token_prefill, us_decode_base, us_per_kv_block,
 --                 us_per_prefill_block, link_gbps, link_us, bytes_block
 ---@return kvlab.CostModel
@@ -53,8 +52,8 @@ local function new(o, level)
   return setmetatable(self, CostModel)
 end
 
---- Microseconds of attention for a chunk of n prompt tokens behind `before` others: the
--- blocks that its tokens see, each its own, come to about n * (before + n / 2).
+--- Microseconds of attention for a chunk of n prompt tokens behind `before` other tokens.
+-- The tokens that the chunk's queries see add up to about n * (before + n / 2).
 function CostModel:prefill_attention_us(n, before, block_size)
   return self.us_per_prefill_block * n * (before + n / 2) / block_size
 end
@@ -82,9 +81,10 @@ end
 local CALIBRATE = { link_gbps = positive, link_us = not_negative,
                     context = options.count }
 
---- The cost of an engine's steps, measured: a decode step over a short and over a long
--- context, and a prefill chunk at the start and behind that context. Takes some 20 steps
--- and `context` (2048) tokens of its cache. The link is not measured: give it.
+--- Measures the cost of an engine's steps: a decode step over a short and over a long
+-- context, and a prefill chunk at the start and behind that context. It takes some 20
+-- steps and `context` (2048) tokens of the engine's cache. The link is not measured; its
+-- numbers must be given.
 ---@param engine models.Engine
 ---@param o table  link_gbps, link_us; context (2048)
 ---@return kvlab.CostModel

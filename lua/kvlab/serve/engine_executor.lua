@@ -1,6 +1,6 @@
---- The executor of a server with a model: its engine computes, its cache is the memory,
--- blocks come from a kv.store through a prefetch engine, and the clock is the machine's.
--- What requests are given does not depend on that clock; when they get it does.
+--- The executor of a server with a model. The model's engine computes, the engine's cache
+-- is the memory, blocks come from a kv.store through a prefetcher, and the clock is the
+-- machine's. The clock decides when requests get their results, but not which.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 
@@ -46,7 +46,7 @@ function M.new(o)
     seqs = {}, counts = {}, tokens = {}, ends = {},
     watches_prompts = attention.prefill_policy.watches_prompt
       or attention.decode_policy.watches_prompt,
-    unseen = {}, -- keys of blocks that came from the store and no policy was shown
+    unseen = {}, -- keys of blocks that came from the store and that no policy has seen
   }, EngineExecutor)
 end
 
@@ -55,14 +55,14 @@ function EngineExecutor:now() return tonumber(C.kvl_clock_ns() - self.start) * 1
 function EngineExecutor:sleep_until(us)
   local left = us - self:now()
   while left > 0 do
-    ffi.C.usleep(math.min(left, 1e5)) -- in parts: Ctrl-C ends it
+    ffi.C.usleep(math.min(left, 1e5)) -- in parts, so that Ctrl-C can end it
     left = us - self:now()
   end
 end
 
 -- ---- keys and store -------------------------------------------------------------------
 
---- Keys of blocks first ... last of a request; the ones before are known.
+--- Makes the keys of blocks first ... last of a request; those before are known.
 local function make_keys(self, r, first, last)
   local size, n = self.memory.block_size, last - first + 1
   local ids = ffi.new("int32_t[?]", n * size)
@@ -72,7 +72,7 @@ local function make_keys(self, r, first, last)
   for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
 end
 
---- A request's tokens are checked, and the keys of its prompt made.
+--- Checks a request's tokens and makes the keys of its prompt.
 function EngineExecutor:admit_keys(r)
   local vocab = self.engine.model.config.vocab
   if not r.tokens then error("request: tokens is missing", 3) end
@@ -94,15 +94,16 @@ function EngineExecutor:key(r, i)
   return r.block_hashes[i]
 end
 
---- How many of the blocks first ... last the store has with all layers, without a gap.
+--- How many of the blocks first ... last the store has, with all layers and without a
+-- gap.
 function EngineExecutor:find(r, first, last)
   if not self.store or last < first then return 0 end
   return self.store:find(r.keys + (first - 1), last - first + 1, self.memory.layers)
 end
 
---- A block has been computed: it goes to the store, unless it is there, and policies keep
--- what they know of it. What the store cannot take is counted and computed again when it
--- is needed.
+--- A block has been computed: it goes to the store if it is not there yet, and the
+-- policies keep what they know of it. A block that the store cannot take is counted, and
+-- computed again when it is needed.
 function EngineExecutor:put(r, i, block)
   if not self.store then return end
   self.engine.attention:keep(r.block_hashes[i], block)
@@ -119,7 +120,8 @@ end
 
 -- ---- prefetch -------------------------------------------------------------------------
 
---- Bring `count` blocks of a request from block `first` on: a ticket, or nil, "full".
+--- Starts to bring `count` blocks of a request from block `first` on. Returns a ticket,
+-- or nil, "full".
 function EngineExecutor:submit(r, first, count, priority)
   local ids, blocks = r:block_ids(), {}
   for i = 1, count do blocks[i] = ids[first + i - 1] end
@@ -127,7 +129,7 @@ function EngineExecutor:submit(r, first, count, priority)
     cache = self.memory, keys = r.keys + (first - 1), blocks = blocks, timeout = 0 }
 end
 
---- What a ticket brought, once it is done; nothing where it failed.
+--- What a ticket brought, once it is done; nothing if it failed.
 local function take(self, ok, result)
   if not ok then
     self.problems = self.problems + 1
@@ -140,7 +142,7 @@ end
 function EngineExecutor:poll(ticket) return take(self, pcall(ticket.poll, ticket)) end
 function EngineExecutor.wait(_, ticket) pcall(ticket.wait, ticket) end -- poll tells why
 
---- Returns when nothing is written to the ticket's blocks any more.
+--- Cancels a ticket. Returns when nothing is written to the ticket's blocks any more.
 function EngineExecutor.cancel(_, ticket)
   ticket:cancel()
   pcall(ticket.wait, ticket)
@@ -152,12 +154,13 @@ end
 
 -- ---- steps ----------------------------------------------------------------------------
 
---- The content of this key came from the store into a block.
+--- Notes that the content of this key came from the store into a block.
 function EngineExecutor:arrived(key, block) self.unseen[block] = key end
 
---- The policies begin to serve a request. They are shown its blocks that came from the
--- store, for it or for another one that had no use for them, before any step reads them.
--- A block that was given another content since is one that they saw being computed.
+--- The policies begin to serve a request. Before any step reads them, the policies are
+-- shown those of its blocks that came from the store, for this request or for another one
+-- that did not use them. If a block got other content since, the policies saw that being
+-- computed.
 function EngineExecutor:begin(r)
   local attention, blocks, tokens, keys = self.engine.attention, {}, {}, {}
   attention:request_begin(r.seq)
@@ -178,7 +181,7 @@ local function clear(list, n)
   for i = #list, n + 1, -1 do list[i] = nil end
 end
 
---- Sequences, counts and tokens of a part of the step.
+--- The sequences, counts and tokens of a part of the step.
 local function gather(self, list)
   local n = 0
   for i, r in ipairs(list) do
@@ -194,7 +197,7 @@ local function gather(self, list)
   return self.seqs, self.counts, self.tokens
 end
 
---- The next token of every request that has been computed to its end.
+--- Chooses the next token of every request whose tokens have all been computed.
 local function choose(list, logits)
   local ids
   for i, r in ipairs(list) do
@@ -209,7 +212,7 @@ local function choose(list, logits)
   end
 end
 
---- Which of them decode from the next step on; nil: none.
+--- Which requests decode from the next step on; nil: none.
 local function ends_prompts(self, list)
   local ends, any = self.ends, false
   for i, r in ipairs(list) do
@@ -219,8 +222,8 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
---- Compute a step: what decodes and what reads are a batch each, since policies may treat
--- them differently. Returns its microseconds.
+--- Computes a step and returns its microseconds. Decoding requests and prompts are
+-- separate batches, since policies may treat them differently.
 function EngineExecutor:run(plan)
   local start = self:now()
   if #plan.decode > 0 then
@@ -235,8 +238,7 @@ function EngineExecutor:run(plan)
   return self:now() - start
 end
 
---- Counters of the prefetch engine and the store; problems: how often one of them
--- failed.
+--- Counters of the prefetcher and the store; problems: how often one of them failed.
 function EngineExecutor:stats()
   if not self.store then return nil end
   local out = self.prefetch:stats()

@@ -1,16 +1,16 @@
---- A prefetch engine over a link, in modelled time, with the rules of the real one:
--- a queue of at most max_pending tasks, the lowest priority first and in order of
--- submission among equals, taken by `workers` that share the link's bandwidth equally.
--- A task's first byte takes link_us. Nothing here looks at a clock: advance(us) does
--- everything that happens until then.
+--- A model of a prefetcher over a link, in modelled time, with the rules of the real one.
+-- A queue holds at most max_pending tasks; the task with the lowest priority number goes
+-- first, and equals go in the order of submission. `workers` workers take the tasks and
+-- share the link's bandwidth equally. The first byte of a task takes link_us. The model
+-- never looks at a clock: advance(us) does everything that happens until then.
 local M = {}
 
 ---@class kvlab.LinkModel
 local LinkModel = {}
 LinkModel.__index = LinkModel
 
---- o: workers, max_pending, bytes_us: bytes a microsecond, us_latency;
--- begin(task): how many blocks there are to bring, when it is taken
+--- o: workers, max_pending, bytes_us (bytes per microsecond), us_latency,
+-- begin(task): called when a task is taken; returns how many blocks there are to bring
 function M.new(o)
   return setmetatable({
     workers = o.workers, max_pending = o.max_pending, bytes_us = o.bytes_us,
@@ -21,7 +21,7 @@ function M.new(o)
   }, LinkModel)
 end
 
---- The task with the lowest priority, the first submitted among equals: its index.
+--- The index of the task with the lowest priority number, the first submitted of equals.
 local function best(pending)
   local at = 1
   for i = 2, #pending do
@@ -33,7 +33,7 @@ local function best(pending)
   return at
 end
 
---- Idle workers take tasks.
+--- Gives tasks to idle workers.
 local function take(self)
   while #self.active < self.workers and #self.pending > 0 do
     local task = table.remove(self.pending, best(self.pending))
@@ -46,8 +46,8 @@ local function take(self)
   end
 end
 
---- Microseconds until the next task that is active gets its first byte or is done, and
--- how many share the link until then.
+--- Microseconds until the next active task gets its first byte or is done, and how many
+-- tasks share the link until then.
 local function next_event(self)
   local sharing, us = 0, math.huge
   for _, task in ipairs(self.active) do
@@ -60,11 +60,11 @@ local function next_event(self)
   return us, sharing
 end
 
---- Let `us` pass, in which nothing ends before its end.
+--- Lets `us` pass; no task may end before the end of that time.
 local function pass(self, us, sharing, is_event)
   local active, kept = self.active, 0
   local bytes = sharing > 0 and us * self.bytes_us / sharing or 0
-  local least = is_event and 1e-6 or 0 -- what rounding may leave of what just ended
+  local least = is_event and 1e-6 or 0 -- rounding may leave this much of an ended task
   for i = 1, #active do
     local task = active[i]
     if task.us_wait > 0 then
@@ -86,7 +86,7 @@ local function pass(self, us, sharing, is_event)
   self.now_us = self.now_us + us
 end
 
---- Everything that happens until `to`; with `task`, only until that is done.
+--- Does everything that happens until `to`; with `task`, only until that task is done.
 function LinkModel:advance(to, task)
   take(self)
   while #self.active > 0 and self.now_us < to
@@ -99,8 +99,8 @@ function LinkModel:advance(to, task)
   if not task then self.now_us = math.max(self.now_us, to) end
 end
 
---- Put a task in the queue: { request_id, priority, bytes_block, … }; nil, "full" when
--- max_pending tasks are waiting.
+--- Puts a task in the queue: { request_id, priority, bytes_block, … }. Returns nil,
+-- "full" when max_pending tasks are waiting.
 function LinkModel:submit(task)
   local stats = self.stats
   if #self.pending >= self.max_pending then
@@ -116,7 +116,7 @@ function LinkModel:submit(task)
   return task
 end
 
---- A task that is not complete vanishes.
+--- Removes a task that is not complete.
 function LinkModel:cancel(task)
   for _, list in ipairs { self.pending, self.active } do
     for i, other in ipairs(list) do

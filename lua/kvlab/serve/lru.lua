@@ -15,7 +15,7 @@ end
 
 function Lru:has(key) return self.there[key] ~= nil end
 
---- Add a key that is not there, as the newest.
+--- Adds a key that is not in the set, as the newest.
 function Lru:add(key)
   local last = self.newest
   if last ~= nil then
@@ -27,7 +27,7 @@ function Lru:add(key)
   self.count = self.count + 1
 end
 
---- Take out a key that is there.
+--- Removes a key that is in the set.
 function Lru:remove(key)
   local before, after = self.older[key], self.newer[key]
   if before ~= nil then self.newer[before] = after else self.oldest = after end
@@ -36,7 +36,7 @@ function Lru:remove(key)
   self.count = self.count - 1
 end
 
---- Make a key that is there the newest.
+--- Makes a key that is in the set the newest.
 function Lru:touch(key)
   if self.newest == key then return end
   self:remove(key)

@@ -1,7 +1,7 @@
---- Blocks by content: which full blocks of paged memory hold the tokens of which block
--- key, so that requests with a common prefix share them. A block outlives its request
--- here until its room is needed; the least recently used goes first, and of one request
--- the last block goes first, because nothing is found behind a gap.
+--- Finds blocks by content: which full blocks of paged memory hold the tokens of which
+-- block key, so that requests with a common prefix share them. A block stays here after
+-- its request until its room is needed. The least recently used block goes first; of one
+-- request the last block goes first, because nothing can be found behind a gap.
 -- Source  automatic prefix caching of vLLM (its block pool and free queue)
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -11,7 +11,7 @@ local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.PrefixCache
----@field memory kvlab.Cache   or what kvlab.cache.pool makes
+---@field memory kvlab.Cache   or a result of kvlab.cache.pool
 ---@field evictions integer
 local PrefixCache = {}
 PrefixCache.__index = PrefixCache
@@ -26,10 +26,10 @@ function M.new(memory)
   }, PrefixCache)
 end
 
---- Blocks that can be had: free ones and those that nobody uses.
+--- How many blocks can be had: those that are free and those that nobody uses.
 function PrefixCache:available() return self.memory:blocks_free() + self.idle.count end
 
---- How far keys[first ... last] are there without a gap: the last index, or first - 1.
+--- How far keys[first ... last] are cached without a gap: the last index, or first - 1.
 function PrefixCache:match(keys, first, last)
   local block_of = self.block_of
   for i = first, last do
@@ -38,7 +38,7 @@ function PrefixCache:match(keys, first, last)
   return last
 end
 
---- Append the blocks of keys[first ... last], which are there, to a sequence.
+--- Appends the blocks of keys[first ... last], which must be cached, to a sequence.
 function PrefixCache:share(seq, keys, first, last)
   local row, n = self.row, last - first + 1
   for i = 0, n - 1 do row[i] = self.block_of[keys[first + i]] end
@@ -48,14 +48,15 @@ function PrefixCache:share(seq, keys, first, last)
   end
 end
 
---- A full block of a live sequence is complete. Of two with the same key the first stays.
+--- Adds a complete full block of a live sequence. Of two blocks with the same key, the
+-- first stays.
 function PrefixCache:put(key, block)
   if self.block_of[key] then return end
   check(C.kvl_pool_hold(self.memory.pool, block))
   self.block_of[key], self.key_of[block] = block, key
 end
 
---- Shorten a sequence to `length` tokens; blocks that nobody else holds stay for others.
+--- Shortens a sequence to `length` tokens. Blocks that nobody else holds stay for others.
 function PrefixCache:truncate(seq, length)
   local row, pool = self.row, self.memory.pool
   local n = check(C.kvl_sequence_table(seq.handle, row, seq:blocks()))
@@ -68,14 +69,14 @@ function PrefixCache:truncate(seq, length)
   end
 end
 
---- End a sequence.
+--- Ends a sequence.
 function PrefixCache:close(seq)
   self:truncate(seq, 0)
   seq:close()
 end
 
---- Make at least n blocks free, forgetting what was not used for longest. False, and
--- nothing is forgotten, when there are fewer.
+--- Makes at least n blocks free by forgetting those that were not used for longest. If
+-- there are fewer, it forgets nothing and returns false.
 function PrefixCache:reclaim(n)
   if self:available() < n then return false end
   while self.memory:blocks_free() < n do

@@ -1,5 +1,5 @@
---- A trace replayed by a server without a model, in modelled time, with a store behind a
--- link: what experiments on prefetch have in common.
+--- Replays a trace on a server without a model, in modelled time, with a store behind a
+-- link. The experiments on prefetch share this file.
 local cost_model = require "kvlab.serve.cost_model"
 local options = require "kvlab.options"
 local serve = require("kvlab.serve.serve").serve
@@ -8,15 +8,15 @@ local trace = require "kvlab.serve.trace"
 
 local M = {}
 
---- Where steps run that no device computes: for a manifest.
+--- The environment of steps that no device computes, for a manifest.
 M.ENVIRONMENT = { device = "model", description = "Llama-8B on one H100 80GB, modelled" }
 
---- The tokens behind which the steps of an engine are measured: its cache has room for
--- them and a block.
+--- The context behind which the steps of an engine are measured, in tokens. The engine's
+-- cache must have room for them and one more block.
 M.CONTEXT = 4096
 
---- What steps cost: what those of an engine take on its device, measured; without one,
--- those of Llama-8B on one H100, from measured numbers.
+--- What steps cost: with an engine, its steps are measured on its device; without one,
+-- the cost is that of Llama-8B on one H100, from measured numbers.
 ---@param engine? models.Engine  with blocks of kv.trace.BLOCK tokens
 ---@param config table           an experiment's, with link_gbps and link_us
 ---@return kvlab.CostModel
@@ -30,7 +30,7 @@ function M.cost(engine, config)
   return cost_model(cost)
 end
 
---- Serve `rows`.
+--- Serves `rows`.
 ---@param rows kvlab.TraceRow[]
 ---@param cost kvlab.CostModel
 ---@param config table  an experiment's: slowdown (a request is in time when its first

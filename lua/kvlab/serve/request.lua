@@ -1,6 +1,6 @@
---- A request: tokens to read, how many to write, and where it is in its life.
+--- A request: the tokens to read, how many to write, and the state of its life.
 --
--- Its state has the names of UCM GSA's GSAReqStat: request_id, index_in_batch,
+-- Its fields have the names of UCM GSA's GSAReqStat: request_id, index_in_batch,
 -- num_scheduled_tokens, num_computed_tokens, block_hashes, selected_blocks,
 -- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
 local options = require "kvlab.options"
@@ -10,17 +10,17 @@ local M = {}
 ---@class kvlab.Request
 ---@field request_id integer
 ---@field state string               arriving, waiting, running, finished
----@field tokens integer[]|nil       prompt, then what was generated; nil without a model
+---@field tokens integer[]|nil       the prompt, then the output; nil without a model
 ---@field prompt_length integer
----@field num_tokens integer         of prompt and output
----@field num_computed_tokens integer whose K and V are there
+---@field num_tokens integer         tokens of prompt and output together
+---@field num_computed_tokens integer tokens whose K and V are in the cache
 ---@field num_scheduled_tokens integer in the present step
 ---@field index_in_batch integer     in the present step, from 0; -1: not in it
 ---@field block_hashes any[]         keys of its full blocks
----@field selected_blocks integer[]|nil  logical blocks, what build_sparse_meta chose
----@field prefetch_task table|nil    its ticket, while blocks are on their way
----@field prefetch_ready boolean     nothing more can be had for it but by computing
----@field max_tokens integer         of output
+---@field selected_blocks integer[]|nil  logical blocks that build_sparse_meta chose
+---@field prefetch_task table|nil    its ticket, while its blocks are on their way
+---@field prefetch_ready boolean     everything else that it needs must be computed
+---@field max_tokens integer         most tokens of output
 ---@field arrival_us number
 ---@field deadline_us number         when the first token is due
 ---@field admitted_us number|nil
@@ -29,12 +29,12 @@ local M = {}
 ---@field finish_reason string|nil   length, stop, cancelled
 ---@field preemptions integer
 ---@field blocks_asked integer       full blocks of the prompt that could be shared
----@field blocks_shared integer      of those, found on the device
----@field blocks_loaded integer      of those, brought from the store
+---@field blocks_shared integer      how many of them were found on the device
+---@field blocks_loaded integer      how many of them were brought from the store
 local Request = {}
 Request.__index = Request
 
---- What serve:submit takes.
+--- The options of serve:submit.
 M.KNOWN = {
   tokens = { "a list of at least one token id", function(x)
     return type(x) == "table" and #x > 0
@@ -47,7 +47,7 @@ M.KNOWN = {
   sample = options.callable, on_token = options.callable,
 }
 
---- What serve:fork takes; the rest is the parent's.
+--- The options of serve:fork; it takes everything else from the parent.
 M.KNOWN_OF_FORK = {}
 for name, kind in pairs(M.KNOWN) do M.KNOWN_OF_FORK[name] = kind end
 M.KNOWN_OF_FORK.tokens = { "a list of token ids", options.table[2] }
@@ -55,8 +55,8 @@ for _, name in ipairs { "input_length", "hash_ids", "hash_block" } do
   M.KNOWN_OF_FORK[name] = nil
 end
 
---- A request of what serve:submit takes, which is checked; `level` is to be blamed for
--- what is missing.
+--- Makes a request from the options of serve:submit, and checks them. An error blames
+-- `level`.
 function M.new(o, request_id, level)
   if o.tokens == nil and o.input_length == nil then
     error("request: tokens is missing; without a model, input_length", level + 1)
@@ -83,7 +83,7 @@ function M.new(o, request_id, level)
   }, Request)
 end
 
---- Tokens generated so far.
+--- The number of tokens generated so far.
 function Request:output_length() return self.num_tokens - self.prompt_length end
 
 --- The tokens generated so far.
@@ -93,10 +93,11 @@ function Request:output()
   return list
 end
 
---- Physical blocks in logical order.
+--- The physical blocks, in logical order.
 function Request:block_ids() return self.seq and self.seq:table() or {} end
 
---- Whether its next step decodes: all is computed but the newest token, its own.
+--- Whether its next step decodes: everything is computed except its newest token, which
+-- it generated itself.
 function Request:is_decoding()
   return self.num_computed_tokens >= self.prompt_length
     and self.num_computed_tokens == self.num_tokens - 1
@@ -111,8 +112,8 @@ local function ends_with(tokens, count, phrase, least)
   return true
 end
 
---- Why it is done after its newest token, or nil: max_tokens, a stop token, or one of
--- the stop phrases (lists of token ids) wholly within the output.
+--- Why the request is done after its newest token, or nil: max_tokens, a stop token, or
+-- one of the stop phrases (lists of token ids) that lies wholly within the output.
 function Request:stop_reason()
   local tokens = self.tokens
   if tokens and self.stop_tokens and self.stop_tokens[tokens[self.num_tokens]] then

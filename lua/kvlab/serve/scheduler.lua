@@ -1,16 +1,16 @@
---- The scheduler of a server: which requests take part in the next step, with how many
--- tokens, and what is fetched for those that wait (waiting.lua). It knows requests,
--- blocks and keys; an executor (engine_executor.lua, simulator.lua) computes, moves
--- blocks and has the clock.
+--- The scheduler of a server. It decides which requests take part in the next step, with
+-- how many tokens, and what is fetched for requests that wait (waiting.lua). It knows
+-- requests, blocks and keys. An executor (engine_executor.lua, simulator.lua) computes,
+-- moves blocks and has the clock.
 --
--- One step: running requests in the order of their admission, one token for those that
--- decode, a chunk of what the token budget leaves for those that still read; then waiting
--- requests in the order of the queue, while there is room in the batch, in the budget and
--- in memory. Where a running request finds no block, in this order: prefixes that nobody
--- uses are forgotten, waiting requests give back what was fetched for them, the request
--- that was admitted last is preempted. A preempted request gives all its blocks back;
--- when it is resumed it takes what is still on the device or in the store and computes
--- the rest.
+-- A step takes running requests first, in the order of their admission: one token for
+-- each request that decodes, and a chunk of the remaining token budget for each that
+-- still reads its prompt. Then it takes waiting requests in the order of the queue, while
+-- the batch, the budget and the memory have room. When a running request finds no free
+-- block, the scheduler makes room in this order: it forgets prefixes that nobody uses,
+-- takes back what was fetched for waiting requests, and preempts the request that was
+-- admitted last. A preempted request gives back all its blocks. When it is resumed, it
+-- takes what is still on the device or in the store and computes the rest.
 local prefix_cache = require "kvlab.serve.prefix_cache"
 local waiting = require "kvlab.serve.waiting"
 
@@ -20,8 +20,8 @@ local M = {}
 ---@field waiting kvlab.Request[]
 ---@field running kvlab.Request[]
 ---@field prefix kvlab.PrefixCache
----@field computing table<any, kvlab.Request>  keys of blocks being computed, for whom
----@field loading table<any, kvlab.Request>    keys of blocks on their way, for whom
+---@field computing table<any, kvlab.Request>  keys of blocks being computed, and for whom
+---@field loading table<any, kvlab.Request>    keys of blocks on their way, and for whom
 local Scheduler = {}
 Scheduler.__index = Scheduler
 
@@ -41,9 +41,9 @@ end
 
 function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size) end
 
---- Full blocks of its tokens that a request may take from others: its last token is
--- always computed, since what follows it is wanted; all are, where a policy has to see
--- the prompt's queries.
+--- How many full blocks a request may take from others. Its last token is always
+-- computed, because the server wants the token after it. If a policy has to see the
+-- prompt's queries, all tokens are computed.
 function Scheduler:shareable(r)
   if self.executor.watches_prompts then return 0 end
   return math.floor((r.num_tokens - 1) / self.block_size)
@@ -51,7 +51,7 @@ end
 
 -- ---- a step ---------------------------------------------------------------------------
 
---- Blocks that the next n tokens of a request take.
+--- How many blocks the next n tokens of a request take.
 local function blocks_needed(self, r, n)
   local length = r.num_computed_tokens
   local need = self:blocks_for(length + n) - self:blocks_for(length)
@@ -69,8 +69,8 @@ local function preempt(self, r)
   self.stats.preemptions = self.stats.preemptions + 1
 end
 
---- Free the blocks of this step and those of n more tokens for r; false: r itself had to
--- be preempted.
+--- Frees the blocks of this step and those of n more tokens for r. Returns false if r
+-- itself had to be preempted.
 local function make_room(self, r, n)
   local need = self.need + blocks_needed(self, r, n)
   while not self.prefix:reclaim(need) do
@@ -90,7 +90,7 @@ local function add(self, r, n, is_decoding)
   list[#list + 1] = r
 end
 
---- Tokens for the requests that run; false when one had to be preempted.
+--- Gives tokens to the running requests. Returns false when one had to be preempted.
 local function continue_running(self)
   local running, decoding, i = self.running, 0, 1
   for _, r in ipairs(running) do
@@ -118,7 +118,7 @@ local function continue_running(self)
   return #running == before
 end
 
---- Whether memory has room for all of a request's tokens beside what is promised.
+--- Whether memory has room for all tokens of a request, next to what is promised already.
 local function fits(self, r)
   local need = self.need + self.promised + self:blocks_for(r.num_tokens)
     - r.seq:blocks() + (r.shares_last and 1 or 0)
@@ -126,7 +126,7 @@ local function fits(self, r)
   return need + kept <= self.prefix:available()
 end
 
---- A waiting request begins, or goes on, to be computed.
+--- A waiting request starts, or goes on, to be computed.
 local function admit(self, r)
   local stats = self.stats
   r.num_computed_tokens = r.seq:length()
@@ -151,7 +151,7 @@ local function admit(self, r)
   add(self, r, n, false)
 end
 
---- The step waits for a prefetch.
+--- Makes the step wait for a prefetch.
 local function stall(self, r)
   local start = self.executor:now()
   self.executor:wait(r.prefetch_task)
@@ -162,7 +162,7 @@ local function stall(self, r)
   end
 end
 
---- Admit waiting requests in the order of the queue.
+--- Admits waiting requests in the order of the queue.
 local function admit_waiting(self)
   local index = 1
   while index <= #self.waiting and #self.running < self.max_seqs and self.room > 0 do
@@ -182,7 +182,8 @@ local function admit_waiting(self)
   end
 end
 
---- Nothing can be computed: wait for a prefetch, or else take room from those that wait.
+--- When nothing can be computed: waits for a prefetch, or else takes back room from
+-- waiting requests.
 local function unblock(self)
   for _, r in ipairs(self.waiting) do
     if r.prefetch_task then return stall(self, r) end
@@ -190,8 +191,8 @@ local function unblock(self)
   if not waiting.give_back_last(self, 1) then waiting.give_back(self, self.waiting[1]) end
 end
 
---- Choose the next step: plan.decode and plan.prefill, requests with
--- num_scheduled_tokens; both empty when nothing waits or runs.
+--- Chooses the next step: plan.decode and plan.prefill are requests with
+-- num_scheduled_tokens. Both are empty when nothing waits or runs.
 function Scheduler:schedule()
   local plan, view = self.plan, self.view
   view.step, view.now_us = view.step + 1, self.executor:now()
@@ -222,7 +223,7 @@ function Scheduler:enqueue(r)
   self.waiting[#self.waiting + 1] = r
 end
 
---- What a step computed of a request is there: others may share its full blocks.
+--- What a step computed of a request is in the cache: others may share its full blocks.
 function Scheduler:computed(r)
   local before = math.floor(r.num_computed_tokens / self.block_size)
   r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
@@ -238,7 +239,8 @@ function Scheduler:computed(r)
   end
 end
 
---- A running request is done: give its blocks back; the caller takes it out of `running`.
+--- A running request is done: its blocks are given back. The caller takes it out of
+-- `running`.
 function Scheduler:finish(r)
   self.executor:finished(r)
   waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
@@ -246,7 +248,7 @@ function Scheduler:finish(r)
   r.seq, r.state, r.num_scheduled_tokens, r.index_in_batch = nil, "finished", 0, -1
 end
 
---- Take a request out of the queue.
+--- Takes a request out of the queue.
 function Scheduler:drop(r)
   for i, other in ipairs(self.waiting) do
     if other == r then

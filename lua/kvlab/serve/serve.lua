@@ -1,15 +1,15 @@
 --- A server: requests come in, wait, are computed together with others, step by step, and
--- leave. Continuous batching with chunked prefill, admission by free blocks, preemption
--- and resume, prefixes shared by block keys, and prefetch from a store for requests that
--- still wait.
+-- leave. It does continuous batching with chunked prefill, admission by free blocks,
+-- preemption and resume, prefix sharing by block keys, and prefetch from a store for
+-- requests that still wait.
 --
 --   local server = kv.serve { engine = model:engine { chunk = 256 }, store = store }
 --   local request = server:submit { tokens = prompt, max_tokens = 64 }
 --   server:run()
 --   request:output()
 --
--- Without a model, times come from a cost model and requests have lengths and the keys of
--- their blocks:
+-- Without a model, times come from a cost model, and requests have lengths and the keys
+-- of their blocks:
 --
 --   local server = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 900,
 --                             block_size = 512, store_blocks = math.huge }
@@ -17,7 +17,7 @@
 --                   arrival_us = 0 }
 --
 -- docs/serving.md has the whole story. Source: UCM GSA's scheduler side and the V1
--- scheduler of vLLM; the seed's hooks and parameters keep their names.
+-- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
@@ -26,30 +26,30 @@ local serve_options = require "kvlab.serve.serve_options"
 local M = {}
 
 ---@class kvlab.Server
----@field requests kvlab.Request[]  all that were submitted, in that order
+---@field requests kvlab.Request[]  all requests, in the order of their submission
 ---@field scheduler kvlab.Scheduler
 ---@field executor table            simulator.lua or engine_executor.lua
 local Server = {}
 Server.__index = Server
 
---- A server.
+--- Makes a server.
 ---@param given table
---  engine        of a model (lua/models/engine.lua): computes; its cache is the memory
---  cost          instead: what steps cost (cost_model.lua); with blocks, block_size, and
---                store_blocks: blocks that the modelled store holds (0)
+--  engine        of a model (lua/models/engine.lua): it computes; its cache is the memory
+--  cost          in place of engine: what steps cost (cost_model.lua); with blocks,
+--                block_size, and store_blocks: blocks that the modelled store holds (0)
 --  store         kv.store with the blocks of earlier requests; needs an engine
 --  max_seqs      requests that run at once (16; the engine's)
 --  max_tokens    token budget of a step (8192; the engine's chunk)
 --  watermark     share of the blocks that admission leaves free (0.01)
---  prefetch_ahead  batches: requests that the budgets of so many steps will reach get
+--  prefetch_ahead  batches: requests that the budgets of this many steps will reach get
 --                their blocks while they wait; 0: when they are admitted (2)
---  prefetch_workers, max_pending_prefetch   of the prefetch engine (4, 64). A decode
---                policy that has these three options, as gsa does, sets their defaults
+--  prefetch_workers, max_pending_prefetch   of the prefetcher (4, 64). A decode policy
+--                that has these three options, as gsa does, sets their defaults
 --  priority      orders prefetches, lower first: a name in lua/priorities/, or a function
 --                (request, view) -> integer (queue_position)
---  late          a request whose turn it is but whose blocks are under way: "wait", the
---                step waits for it; "skip", others go before it ("wait")
---  slo_us        a request's first token is due so long after its arrival (2e6)
+--  late          what happens when it is a request's turn but its blocks are under way:
+--                "wait", the step waits for it; "skip", others go before it ("wait")
+--  slo_us        how long after its arrival a request's first token is due (2e6)
 --  hooks         build_sparse_meta(server, plan), request_begin(request),
 --                request_finished(request), attention_begin(ctx), attention_finished(ctx)
 ---@return kvlab.Server
@@ -67,7 +67,7 @@ end
 
 -- ---- requests -------------------------------------------------------------------------
 
---- Keep `arriving` in the order of arrival, the next one last.
+--- Keeps `arriving` in the order of arrival, with the next request last.
 local function expect(self, r)
   local list = self.arriving
   local at = #list + 1
@@ -83,14 +83,14 @@ local function with_defaults(self, given)
   return o
 end
 
---- Hand in a request.
+--- Submits a request.
 ---@param given table  tokens (or, without a model, input_length and hash_ids: keys of its
---                     blocks of hash_block tokens), max_tokens; stop_tokens: ids, stop:
---                     lists of ids, after any of which it ends; arrival_us (now),
---                     deadline_us; sample(logits, request) -> id (the likeliest token);
---                     on_token(request, id)
+--                     blocks of hash_block tokens), max_tokens; stop_tokens: ids, and
+--                     stop: lists of ids, after any of which it ends; arrival_us
+--                     (now), deadline_us; sample(logits, request) -> id (the likeliest
+--                     token); on_token(request, id)
 ---@return kvlab.Request|nil request
----@return string|nil reason   it can never run here
+---@return string|nil reason   why it can never run here
 function Server:submit(given)
   options.check("submit", given, request.KNOWN)
   local o = with_defaults(self, given)
@@ -107,8 +107,8 @@ function Server:submit(given)
   return r
 end
 
---- A request that goes on from what another has so far, on a branch of its own: it shares
--- every block, also the last, which is copied when one of the two grows.
+--- Makes a request that goes on from what another request has so far, on its own branch.
+-- It shares every block, also the last, which is copied when one of the two grows.
 ---@param parent kvlab.Request  running
 ---@param given table           tokens: what follows (nothing); max_tokens, stop_tokens,
 --                              stop, arrival_us, deadline_us, sample and on_token as for
@@ -145,7 +145,7 @@ local function finish(self, r, reason)
   if self.hooks.request_finished then self.hooks.request_finished(r) end
 end
 
---- End a request wherever it is.
+--- Ends a request, whatever its state.
 function Server:cancel(r)
   if r.state == "finished" then return end
   if r.state == "running" then
@@ -166,7 +166,7 @@ end
 
 -- ---- steps ----------------------------------------------------------------------------
 
---- Requests whose time has come join the queue.
+--- Moves requests whose time has come into the queue.
 local function arrive(self)
   local list, now = self.arriving, self.executor:now()
   while #list > 0 and list[#list].arrival_us <= now do
@@ -176,16 +176,16 @@ local function arrive(self)
   end
 end
 
---- Book what a step computed of a request; true when it is done.
+--- Records what a step computed of a request. Returns true when the request is done.
 local function settle(self, r, now)
-  if r.state == "finished" then return true end -- another one's on_token cancelled it
+  if r.state == "finished" then return true end -- the on_token of another cancelled it
   self.scheduler:computed(r)
   if r.num_computed_tokens < r.num_tokens then return false end
   r.num_tokens = r.num_tokens + 1
   if r.tokens then r.tokens[r.num_tokens] = r.next_token end
   r.first_token_us = r.first_token_us or now
   if r.on_token then r.on_token(r, r.next_token) end
-  if r.state == "finished" then return true end -- its own did
+  if r.state == "finished" then return true end -- its own on_token cancelled it
   local reason = r:stop_reason()
   if not reason then return false end
   self.scheduler:finish(r)
@@ -199,8 +199,8 @@ local function settle_all(self, list, now)
   return any
 end
 
---- One step; waits for the next arrival when there is nothing to do before it. False when
--- no request is left.
+--- Runs one step. If there is nothing to do before the next arrival, it waits for that.
+-- Returns false when no request is left.
 function Server:step()
   local s, counts = self.scheduler, self.counts
   arrive(self)
@@ -236,7 +236,7 @@ function Server:step()
   return true
 end
 
---- Steps until every request is done.
+--- Runs steps until every request is done.
 function Server:run()
   while self:step() do end
   return self
@@ -244,14 +244,14 @@ end
 
 -- ---- numbers --------------------------------------------------------------------------
 
---- The value below which a share `q` of a sorted list lies; NaN of an empty one.
+--- The value below which a share `q` of a sorted list lies; NaN for an empty list.
 local function quantile(sorted, q)
   return sorted[math.max(1, math.ceil(q * #sorted))] or 0 / 0
 end
 
---- What happened so far. Times in microseconds; hit_rate is a share of the blocks that
--- could be shared (full blocks of prompts, not the last token's), stall_share one of busy
--- and stall.
+--- What happened so far. Times are in microseconds. hit_rate is a share of the blocks
+-- that could be shared (full blocks of prompts, without the block of the last token).
+-- stall_share is stall time as a share of busy and stall time.
 function Server:stats()
   local s, ttft, sum, met, tpot, outputs = self.scheduler, {}, 0, 0, 0, 0
   for _, r in ipairs(self.requests) do
@@ -279,7 +279,8 @@ function Server:stats()
   return out
 end
 
---- End all requests and what the server opened; engine and store stay.
+--- Ends all requests and closes what the server opened; the engine and the store stay
+-- open.
 function Server:close()
   for _, r in ipairs(self.requests) do self:cancel(r) end
   if self.executor.close then self.executor:close() end

@@ -1,4 +1,4 @@
---- The options of a server: their defaults, and what is wrong with them in words.
+--- The options of a server: their defaults, and the errors for wrong ones.
 local cost_model = require "kvlab.serve.cost_model"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
@@ -11,7 +11,7 @@ local DEFAULTS = {
 }
 local OF_POLICY = { "prefetch_ahead", "prefetch_workers", "max_pending_prefetch" }
 
---- What the options of kv.serve are.
+--- What the options of kv.serve may be.
 M.KNOWN = {
   engine = options.like("a model's engine", "cache", "attention", "chunk"),
   store = options.like("a store", "url", "handle"), cost = options.table,
@@ -38,7 +38,7 @@ local function wrong(name, value, expected)
   error(("serve: %s is %s, expected %s"):format(name, options.shown(value), expected), 4)
 end
 
---- Options that need others, or exclude them.
+--- Checks options that need others, or exclude them.
 local function check_together(o)
   if (o.engine == nil) == (o.cost == nil) then
     wrong("engine", type(o.engine) .. " and cost " .. type(o.cost),
@@ -68,7 +68,7 @@ function M.priorities()
   return names
 end
 
---- A priority: a function as it is, a name from lua/priorities/.
+--- Opens a priority: a function stays as it is, a name is read from lua/priorities/.
 local function open_priority(given)
   if type(given) ~= "string" then return given end
   local names = M.priorities()
@@ -80,8 +80,8 @@ local function open_priority(given)
     table.concat(names, ", ")), 4)
 end
 
---- The options of kv.serve: defaults with `given` over them, checked; priority is a
--- function.
+--- The options of kv.serve, checked: the defaults, replaced by what `given` has. priority
+-- becomes a function.
 function M.take(given)
   given = options.check("serve", given, M.KNOWN, 3)
   options.check("serve.hooks", given.hooks, HOOKS, 3)

@@ -1,7 +1,7 @@
---- The executor of a server without a model: steps take the time of a cost model, and a
--- clock of its own goes on by them, so that long traces replay in seconds and are the
--- same from run to run. Blocks are those of a real pool, without memory; the store is a
--- set of block keys of a limited size, in the order of their last use, behind a modelled
+--- The executor of a server without a model. Steps take the time of a cost model, and a
+-- clock of its own advances by them, so long traces replay in seconds and give the same
+-- result in every run. Blocks come from a real pool, without memory. The store is a set
+-- of block keys with a size limit, in the order of their last use, behind a modelled
 -- link.
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -19,9 +19,9 @@ local M = {}
 local Simulator = {}
 Simulator.__index = Simulator
 
-local FRESH = 2 ^ 52 -- keys of blocks that no trace names count down from here
+local FRESH = 2 ^ 52 -- keys of blocks that no trace names; they count down from here
 
---- o: cost, blocks, block_size, store_blocks (0: no store, huge: no limit),
+--- o: cost, blocks, block_size, store_blocks (0: no store; math.huge: no limit),
 -- prefetch_workers, max_pending_prefetch, max_seqs, max_tokens
 function M.new(o)
   local cost = cost_model(o.cost)
@@ -49,12 +49,12 @@ local function go_on(self, us)
   self.link:advance(self.now_us)
 end
 
---- Nothing happens before `us`.
+--- Advances the clock to `us`.
 function Simulator:sleep_until(us) go_on(self, math.max(0, us - self.now_us)) end
 
 -- ---- keys and store -------------------------------------------------------------------
 
---- A request's keys: those of its trace, whose hash blocks may be larger than a block.
+--- Gives a request the keys of its trace, whose hash blocks may be larger than a block.
 function Simulator:admit_keys(r, o)
   local ids, size = o.hash_ids or {}, self.memory.block_size
   local parts = (o.hash_block or size) / size
@@ -68,7 +68,7 @@ function Simulator:admit_keys(r, o)
   for i = #r.block_hashes + 1, math.floor(r.prompt_length / size) do self:key(r, i) end
 end
 
---- The key of a full block, which nobody else has unless the trace says so.
+--- The key of a full block. Nobody else has it unless the trace says so.
 function Simulator:key(r, i)
   local key = r.block_hashes[i]
   if not key then
@@ -87,7 +87,7 @@ function Simulator:find(r, first, last)
   return math.max(0, last - first + 1)
 end
 
---- A block has been computed: it goes to the store, which may forget others.
+--- A block has been computed: it goes to the store, which may forget others for it.
 function Simulator:put(r, i)
   local store, key = self.store, r.block_hashes[i]
   if self.store_blocks == 0 then return end
@@ -102,7 +102,8 @@ end
 
 -- ---- prefetch -------------------------------------------------------------------------
 
---- Bring `count` blocks of a request from block `first` on: a ticket, or nil, "full".
+--- Starts to bring `count` blocks of a request from block `first` on. Returns a ticket,
+-- or nil, "full".
 function Simulator:submit(r, first, count, priority)
   for i = first, first + count - 1 do self.store:touch(r.block_hashes[i]) end
   return self.link:submit { request = r, first = first, last = first + count - 1,
@@ -124,7 +125,7 @@ function Simulator.reprioritise(_, r, priority) r.prefetch_task.priority = prior
 
 -- ---- steps ----------------------------------------------------------------------------
 
-function Simulator.arrived() end -- no policies here
+function Simulator.arrived() end -- there are no policies here
 function Simulator.begin() end
 function Simulator.finished() end
 
@@ -137,7 +138,7 @@ local function append(self, list)
   check(C.kvl_sequences_append(self.handles, self.counts, n, self.slots, self.copies))
 end
 
---- The link's counters, and the store's.
+--- The counters of the link and of the store.
 function Simulator:stats()
   local out = { stored = self.stored, evictions = self.store_evictions,
                 records = self.store.count }
@@ -145,7 +146,7 @@ function Simulator:stats()
   return out
 end
 
---- Compute a step: its time passes. There are no tokens.
+--- Computes a step: its time passes. There are no tokens.
 function Simulator:run(plan)
   local cost, size = self.cost, self.memory.block_size
   local tokens, us = #plan.decode, 0

@@ -1,7 +1,7 @@
---- Traces of requests in the format of Mooncake (FAST'25): one JSON object a line,
+--- Traces of requests in the format of Mooncake (FAST'25). Each line is a JSON object,
 -- {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one for
--- each 512 tokens of the input, the last one for what is left]}; two requests share a
--- hash id exactly when they have everything up to its block in common.
+-- each 512 tokens of the input, the last one for the rest]}. Two requests share a hash id
+-- exactly when everything up to the end of its block is the same in both.
 local json = require "kvlab.json"
 local options = require "kvlab.options"
 local uniform = require "kvlab.tensor.uniform"
@@ -36,7 +36,7 @@ local function check_row(path, line, row)
   end
 end
 
---- The requests of a file, at most `limit` of them. Raises with path and line.
+--- Reads the requests of a file, at most `limit` of them. Errors name the path and line.
 ---@param path string
 ---@param limit? integer
 ---@return kvlab.TraceRow[]
@@ -56,7 +56,7 @@ function M.read(path, limit)
   return rows
 end
 
---- Write rows as read() takes them.
+--- Writes rows in the form that read() takes.
 function M.write(path, rows)
   local file = assert(io.open(path, "w"))
   local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
@@ -76,9 +76,10 @@ local GENERATE = {
   answer_tokens = options.not_negative,
 }
 
---- Users who talk: conversations begin at random, each of some turns. A turn's input is
--- all that was said before, with the answers, and something new; its hash ids are those
--- of the turn before as far as the input was the same. All share a system prompt.
+--- Generates a workload of users who talk. Conversations begin at random; each has some
+-- turns. The input of a turn is everything that was said before, with the answers, and
+-- something new. Its hash ids are those of the turn before as far as the input is the
+-- same. All conversations share a system prompt.
 ---@param o? table  requests, seed; rate: requests a second; turns, on average; think_s:
 --                 mean pause between an answer and the next turn; system_tokens;
 --                 input_tokens: mean of what is new in a turn; answer_tokens: mean
@@ -124,11 +125,11 @@ end
 
 local SUBMIT = { rate = options.positive, deadline_us = options.callable }
 
---- Hand the requests of a trace to a server without a model.
+--- Submits the requests of a trace to a server without a model.
 ---@param server kvlab.Server
 ---@param rows kvlab.TraceRow[]
----@param o? table  rate (1): how much faster than they came; deadline_us(row): what its
---                  first token may take
+---@param o? table  rate (1): how much faster than in the trace they come;
+--                  deadline_us(row): how long the row's first token may take
 function M.submit(server, rows, o)
   o = options.check("trace.submit", o, SUBMIT)
   local given = { hash_block = M.BLOCK }

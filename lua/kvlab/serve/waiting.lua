@@ -1,10 +1,11 @@
---- What requests are given while they wait: blocks that are on the device already, and
--- prefetches of those that a store has. Part of the scheduler (`self` is one), which
--- comes here before it admits a request, and for those that it will soon reach.
+--- What requests get while they wait: blocks that are already on the device, and
+-- prefetches of blocks that a store has. This is a part of the scheduler (`self` is one).
+-- The scheduler calls it before it admits a request, and for requests that it will reach
+-- soon.
 local M = {}
 
---- Note for whom keys first ... last of r are under way (nil: for nobody any more),
--- unless another request is noted already.
+--- Notes for whom the keys first ... last of r are under way (nil: for nobody any more),
+-- unless another request is already noted.
 function M.mark(map, r, first, last, value)
   for i = first, last do
     local key = r.block_hashes[i]
@@ -12,7 +13,7 @@ function M.mark(map, r, first, last, value)
   end
 end
 
---- The priority of a request's prefetch. What a priority sees: request and
+--- The priority of a request's prefetch. A priority function gets the request and
 --   view.queue_position  requests before it in the queue
 --   view.blocks          blocks to be brought
 --   view.bytes           their bytes
@@ -31,7 +32,8 @@ local function priority_of(self, r, position, count)
   return self.priority(r, view)
 end
 
---- Take what a prefetch brought: its leading run of blocks is there, the rest is not.
+--- Takes what a prefetch brought: the leading run of blocks has arrived, the rest has
+-- not.
 local function land(self, r, result)
   local asked = r.task_count
   local arrived = math.min(result and result.blocks or 0, asked)
@@ -53,7 +55,7 @@ local function land(self, r, result)
   end
 end
 
---- Ask for blocks first ... last of a request, as many as there is room for.
+--- Asks for blocks first ... last of a request, as many as there is room for.
 local function load(self, r, first, last, position)
   local kept = #self.running > 0 and self.watermark or 0
   local room = self.prefix:available() - self.need - self.promised - kept
@@ -72,11 +74,11 @@ local function load(self, r, first, last, position)
   return "loading"
 end
 
---- Bring a waiting request as far as it gets without computing. What is left:
---   ready    nothing: the rest has to be computed
+--- Brings a waiting request as far as it gets without computing. Returns what is left:
+--   ready    nothing; the rest has to be computed
 --   loading  blocks are on their way from the store
 --   held     another request computes or loads its next block
---   full     the prefetch engine takes no more at present
+--   full     the prefetcher takes no more at present
 --   crowded  the device has no room for what the store has
 function M.cover(self, r, position)
   if r.is_fork then return "ready" end
@@ -101,7 +103,7 @@ function M.cover(self, r, position)
   return load(self, r, have + 1, have + found, position)
 end
 
---- A request that waits gives its blocks back and begins anew.
+--- A waiting request gives its blocks back and starts again.
 function M.give_back(self, r)
   if r.prefetch_task then
     self.executor:cancel(r.prefetch_task)
@@ -114,7 +116,7 @@ function M.give_back(self, r)
   r.blocks_shared, r.blocks_loaded, r.num_computed_tokens = 0, 0, 0
 end
 
---- Let the last waiting request after `keep` that has blocks give them back.
+--- Makes the last waiting request after `keep` that has blocks give them back.
 function M.give_back_last(self, keep)
   for i = #self.waiting, keep + 1, -1 do
     local r = self.waiting[i]
@@ -136,8 +138,8 @@ local function reprioritise(self, r, position)
   self.executor:reprioritise(r, priority)
 end
 
---- Prefetch for the waiting requests that the token budgets of the next prefetch_ahead
--- steps will reach, as long as memory has room for all that are before them.
+--- Prefetches for the waiting requests that the token budgets of the next prefetch_ahead
+-- steps will reach, as long as memory has room for all requests before them.
 function M.look_ahead(self)
   local ahead, reserved = self.ahead_tokens, self.watermark + self.need + self.promised
   for _, r in ipairs(self.running) do
