@@ -79,8 +79,8 @@ function M.weights(folder)
   return function(name, ...) return file_of(name):read(name, ...) end
 end
 
---- Random weights under any name, read like those of a folder: norms are 1, biases 0, and
--- a product with a matrix keeps the size of what it is given.
+--- Random weights under any name, read like those of a folder. Norms are 1, biases are 0,
+-- and a product with a matrix keeps the size of its input.
 ---@param seed integer
 ---@return function read
 function M.random_weights(seed)
@@ -98,7 +98,7 @@ end
 ---@param get fun(name: string, shape: integer[]): kvlab.Tensor
 ---@param names string[]
 ---@param rows integer[]      rows[i] are those of names[i]
----@param columns? integer    none of biases
+---@param columns? integer    left out for biases
 ---@return { all: kvlab.Tensor, parts: kvlab.Tensor[] }
 function M.stack(get, names, rows, columns)
   local loaded, parts, total = {}, {}, 0

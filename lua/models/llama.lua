@@ -23,8 +23,9 @@ local VARIANTS = {
   qwen3 = { head_norm = true },
 }
 
---- 1 / theta^(2i/dim), stretched as Llama 3.1 does: low frequencies by `factor`, those
--- between the two wavelengths smoothly. Source: Hugging Face's rope_type "llama3".
+--- Frequencies 1 / theta^(2i/dim), stretched as in Llama 3.1: low ones are divided by
+-- `factor`, those between the two wavelengths change smoothly. Source: Hugging Face's
+-- rope_type "llama3".
 local function frequencies(path, rope, dim)
   local list = {}
   local kind = rope.rope_type or rope.type or "default"

@@ -1,9 +1,9 @@
---- A language model of one attention layer over a paged cache, small enough to read
--- whole: an embedding, q k v o projections with bias, softmax over the vocabulary. Random
--- weights.
+--- A language model of one attention layer over a paged cache, small enough to read in
+-- full: an embedding, q k v o projections with bias, and a softmax over the vocabulary.
+-- The weights are random.
 -- Source  SimpleLM of "Dive into Paged Attention" (jamesnulliu, 2024). There prefill and
---         decode have separate weights, so that decoding does not continue what was
---         prefilled; here they share them, and the two together equal one pass.
+--         decode have separate weights, so decoding does not continue what was prefilled.
+--         Here they share the weights, and the two together equal one pass
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
@@ -61,8 +61,8 @@ function M.new(o)
   return self
 end
 
---- Read tokens (a prompt, or one decoded token): probabilities of the next, f32
--- [vocab_size].
+--- Reads tokens (a prompt, or one decoded token) and returns the probabilities of the
+-- next token, f32 [vocab_size].
 ---@param tokens integer[]
 function LM:forward(tokens)
   local n = #tokens

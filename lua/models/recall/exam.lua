@@ -1,6 +1,6 @@
---- Exams in long-context recall: contexts with hidden needles, read once by the small
--- trained model of this folder, and questions about them, decoded under one policy after
--- the other. Every question is asked on its own fork of its context, or all on one.
+--- Exams in long-context recall. The small trained model of this folder reads contexts
+-- with hidden needles once, then decodes questions about them under one policy after the
+-- other. Every question is asked on its own fork of its context, or all on one fork.
 --
 --   local exam = require "models.recall.exam"
 --   local sitting = exam.open { context = 4096, prompts = 8, needles = 32,
@@ -14,7 +14,7 @@ local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
 
-M.QUERIES = 16 -- asked of each context, as one batch of forks
+M.QUERIES = 16 -- questions for each context, asked as one batch of forks
 
 local model -- loaded at its first use
 
@@ -64,14 +64,14 @@ function M.open(o)
   return self
 end
 
---- One token of every question.
+--- The i-th token of every question.
 local function column(queries, i)
   local tokens = {}
   for n, query in ipairs(queries) do tokens[n] = query.ask[i] end
   return tokens
 end
 
---- The first three tokens of every question, on its fork. Decode steps are timed.
+--- Reads the first three tokens of every question, on its fork. Decode steps are timed.
 local function read_questions(engine, forks, queries, question, times)
   if question == "prompt" then
     for i, fork in ipairs(forks) do
@@ -87,8 +87,8 @@ local function read_questions(engine, forks, queries, question, times)
   end
 end
 
---- Ask all questions of one context: which were answered right. Probed while the answers
--- are given.
+--- Asks all questions of one context and returns which were answered right. The probe
+-- observes while the answers are given.
 local function ask(engine, seq, queries, question, probe, times)
   local forks = {}
   for i = 1, #queries do forks[i] = seq:fork() end
@@ -105,7 +105,7 @@ local function ask(engine, seq, queries, question, probe, times)
   return right
 end
 
---- The same, one after the other on one fork.
+--- Asks the questions one after the other on one fork.
 local function ask_in_row(engine, seq, queries, probe, times)
   local fork, right = seq:fork(), {}
   local function decode(token)
@@ -127,7 +127,7 @@ local function ask_in_row(engine, seq, queries, probe, times)
   return right
 end
 
---- Decode with a policy from now on. One that watches the prompt reads it again.
+--- Decodes with a policy from now on. If it watches the prompt, the prompt is read again.
 local function use_policy(self, policy)
   if not policy.watches_prompt then
     self.engine:use_policy(policy, self.seqs)
@@ -138,7 +138,7 @@ local function use_policy(self, policy)
   read_contexts(self)
 end
 
---- Ask every question with `policy` selecting.
+--- Asks every question with `policy` selecting.
 ---@param policy table
 ---@param probe? fun(attention: kvlab.Attention): table  makes what observes the answers,
 --                                                       see probe.lua
@@ -164,7 +164,7 @@ function Exam:ask(policy, probe, each)
     observer
 end
 
---- Give the KV memory back.
+--- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end
 
 return M

@@ -9,10 +9,10 @@ local uniform = require "kvlab.tensor.uniform"
 local M = {}
 
 local NEEDLE = 7 -- tokens of a needle
--- Filler after the last needle. What lies in the newest blocks is selected by every
--- policy with `recent` and says nothing of its scores; and the model itself, trained on
--- queries that mostly follow other queries, misses some needles that end right before
--- the question.
+-- Tokens of filler after the last needle. Every policy with `recent` selects the newest
+-- blocks, so a needle there says nothing about its scores. Besides, the model was trained
+-- on queries that mostly follow other queries, and misses some needles that end right
+-- before the question.
 local TAIL = 32
 
 local function read_tokens()
@@ -49,7 +49,7 @@ local function lay_filler(tokens, context, draw)
   end
 end
 
---- A function that draws whole numbers of 0 ... n - 1, each at most once.
+--- A function that draws whole numbers from 0 ... n - 1, each at most once.
 local function drawn_once(n, draw)
   local used = {}
   return function()
@@ -60,9 +60,9 @@ local function drawn_once(n, draw)
   end
 end
 
---- Needles {k1, k2, v1, v2}. No two have both keys in common, and no two the first value:
--- a model that has said v1 finds v2 by what stands around v1, and two needles that share
--- k2 and v1 would be one too many.
+--- Needles {k1, k2, v1, v2}. No two needles have both keys in common, and no two have the
+-- same first value: a model that has said v1 finds v2 by the tokens around v1, so two
+-- needles that share k2 and v1 would be ambiguous.
 local function draw_needles(count, draw)
   local needles, keys = {}, ids.key_count
   local draw_pair = drawn_once(keys * keys, draw)
@@ -83,7 +83,7 @@ end
 ---@param needles integer  needles laid into it
 ---@param queries integer  how many are asked
 ---@param seed integer
----@param is_even? boolean  a needle anywhere in each of so many equal parts
+---@param is_even? boolean  put one needle anywhere in each of as many equal parts
 function M.draw(context, needles, queries, seed, is_even)
   ids = ids or read_tokens()
   if needles > ids.value_count then
