@@ -1,5 +1,6 @@
---- What a KV cache holds while a model generates: a prompt of four tokens, then one token
--- at a time. The smallest whole program over kvlab; lua/models/small_lm.lua is its model.
+--- What does a KV cache hold while a model generates? The program reads a prompt of four
+-- tokens and then generates one token at a time. It is the smallest whole program that
+-- uses kvlab; its model is lua/models/small_lm.lua.
 --
 --   ./kvlab run lua/experiments/00_cached_lm.lua
 local kv = require "kvlab"

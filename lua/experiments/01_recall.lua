@@ -2,21 +2,21 @@
 --
 -- A small trained model (lua/models/recall) reads contexts with hidden key-value needles,
 -- densely. Then each policy decodes the answers to questions about them, with a budget of
--- blocks per KV head. Every question is asked on its own fork of the prefilled context:
--- read by decoding, or, with question=prompt, as the end of the prompt (densely).
--- Policies that watch the prompt (h2o, snapkv) prefill their contexts anew.
+-- blocks per KV head. Every question is asked on its own fork of the prefilled context.
+-- The question is decoded too, or, with question=prompt, read densely as the end of the
+-- prompt. Policies that watch the prompt (h2o, snapkv) prefill their own contexts.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
 --                                             [--set memory=ring] [--set question=prompt]
 --       [--set unit=tokens --set budget=64,128,256] [--set repeats=5]
 --
--- unit: a budget is a ratio of the context's blocks, or so many tokens or blocks.
--- memory: resident (KV on the device), ring or hot (KV in host memory, read through a
--- ring or a hot cache); the accuracies are the same.
+-- unit: whether a budget is a ratio of the context's blocks, or a number of tokens or
+-- blocks. memory: resident (KV on the device), ring or hot (KV in host memory, read
+-- through a ring or a hot cache); the accuracies are the same.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
---- Options of the offload engine for a kind of memory.
+--- The options of a cache's offload for a kind of memory.
 local function offload_of(memory, slots)
   if memory == "resident" then return nil end
   if memory == "ring" then return { slots = 4 } end
@@ -24,7 +24,7 @@ local function offload_of(memory, slots)
   error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
 end
 
---- Contexts of one length, read once for all policies and budgets.
+--- Contexts of one length. They are read once for all policies and budgets.
 local function sitting_of(s, config)
   if s.sitting and s.context == config.context then return s.sitting end
   if s.sitting then s.sitting:close() end

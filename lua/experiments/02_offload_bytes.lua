@@ -1,8 +1,9 @@
---- How many bytes does a policy bring over the link, and is it what the formula says?
+--- How many bytes does a policy bring over the link, and does the formula predict them?
 --
 -- KV lies in host memory. A prompt is prefilled in chunks of one block, then one token is
--- decoded. Every byte that crosses is counted, and compared with the closed form: a chunk
--- loads the blocks that were selected before it, and every token goes out once.
+-- decoded. Every byte that crosses the link is counted and compared with the formula: a
+-- chunk loads the blocks before it that were selected, and every token's KV goes out
+-- once.
 --
 --   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
 local kv = require "kvlab"
@@ -10,13 +11,14 @@ local kv = require "kvlab"
 local PREFILL = { full = "full", quest = "full", topk = "full", streaming = "full",
                   xattention = "xattention" }
 
---- Blocks before the open one that a policy selects of n blocks; nil is every one.
+--- How many of the n blocks before the open one a policy selects; nil selects every
+-- block.
 local function selected(policy, n)
   if policy.name == "full" then return n - 1 end
   return kv.policy.budget_blocks(policy.budget, n) - 1
 end
 
---- Loads of a prefill of `chunks` chunks of one block, and of the decoded token after it.
+--- Loads of a prefill of `chunks` chunks of one block, and of the token decoded after it.
 local function closed_form(prefill, decode, chunks)
   local loads = 0
   for chunk = 1, chunks do loads = loads + selected(prefill, chunk) end

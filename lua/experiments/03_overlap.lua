@@ -1,11 +1,12 @@
---- How much of the transfer hides under attention, and which blocks and slots does that
--- take?
+--- How much of the transfer hides behind attention, and which block size and how many
+-- slots does that take?
 --
--- The last chunk of a prompt whose KV lies in host memory: its history passes through the
--- ring, one block a slot and load, while attention runs over the blocks before. Times are
--- the device's own events. The picture is one such chunk: every load and the attention
--- that waited for it. Small blocks pay for each load and launch, large ones for the first
--- load and the last attention, which hide under nothing: a U.
+-- The experiment computes the last chunk of a prompt whose KV lies in host memory. The
+-- history passes through the ring, one block per slot and load, while attention
+-- runs over the blocks before. Times come from events of the device. The picture shows
+-- one such chunk: every load, and the attention that waited for it. With small blocks
+-- each load and launch costs time; with large blocks nothing hides the first load and the
+-- last attention. The time over the block size is therefore a U.
 --
 -- Without a GPU, --link-gbps=55 --link-us=10 emulates a link.
 --
@@ -53,15 +54,15 @@ local function trace_chunk(config)
   s.cache.tier:trace(1000)
   s:prefill(seq, config.chunk)
   local spans, own = s.cache.tier:spans(), 0
-  for _, span in ipairs(spans) do -- attention over the chunk itself begins each layer
+  for _, span in ipairs(spans) do -- a layer begins with attention over the chunk itself
     if span.layer < 0 then span.layer, own = own, own + 1 end
   end
   s:close()
   return spans
 end
 
---- The spans as lines of JSON beside the results: the evidence, also where no picture can
--- be drawn.
+--- Writes the spans as lines of JSON next to the results. They are the evidence, also
+-- where no picture can be drawn.
 local function write_spans(settings)
   local lines = {}
   for i, span in ipairs(trace_chunk(settings)) do

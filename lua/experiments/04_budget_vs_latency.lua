@@ -1,10 +1,11 @@
---- What does a budget buy: the latency of a decoded token by context and budget, with KV
--- on the device, behind a ring, and behind a hot cache.
+--- How does a budget change the latency of a decoded token? The latency is measured by
+-- context and budget, with KV on the device, behind a ring, and behind a hot cache.
 --
--- Quest selects blocks for each KV head. Resident reads them from device memory; the ring
--- brings them from host memory each time; the hot cache brings only those that are not in
--- its slots already. Queries drift slowly from step to step, as those of a text do, so
--- that selections resemble the ones before. Times are the device's own events.
+-- Quest selects blocks for each KV head. With resident KV they are read from device
+-- memory. The ring brings them from host memory each time. The hot cache brings only
+-- those that its slots do not hold already. Queries drift slowly from step to step, as
+-- the queries of a text do, so that selections resemble the ones before. Times come from
+-- events of the device.
 --
 --   ./kvlab run lua/experiments/04_budget_vs_latency.lua [--device=cuda | --link-gbps=2]
 local kv = require "kvlab"

@@ -1,15 +1,15 @@
 --- Where does PagedAttention V2 beat V1, and does vLLM choose the faster one?
 --
--- One decoded token of each sequence over the same keys and values: vLLM's kernels in its
--- own layout of them (V1, V2, and what its dispatch rule takes), and kvlab's kernel in
--- kvlab's. V1 gives a sequence's head one thread block, so that few or long sequences
--- leave the device idle; V2 gives it one every 512 tokens and pays for joining them. V1
--- also keeps 4 bytes a token in shared memory: past what a thread block may have (57
--- thousand tokens on an H100) its row is null. All outputs are compared before anything
--- is timed. Times are medians of the device's own events, with cold caches; gb_s counts
--- every key and value once.
+-- One token of each sequence is decoded over the same keys and values: by vLLM's kernels
+-- in vLLM's layout (V1, V2, and the one that its dispatch rule takes), and by kvlab's
+-- kernel in kvlab's layout. V1 gives one thread block to each head of a sequence, so few
+-- or long sequences leave the device idle. V2 gives one to every 512 tokens, and pays for
+-- merging the results. V1 also keeps 4 bytes per token in shared memory; if a thread
+-- block may not have that much (beyond 57 thousand tokens on an H100), its row is null.
+-- All outputs are compared before anything is timed. Times are medians from events of the
+-- device, with cold caches; gb_s counts every key and value once.
 --
--- On the CPU V1 and V2 are one loop: only the last two kernels differ there.
+-- On the CPU, V1 and V2 are the same loop; only the last two kernels differ there.
 --
 --   ./kvlab run lua/experiments/05_paged_v1_v2.lua [--device=cuda] [--set seqs=1,64]
 local kv = require "kvlab"
@@ -20,15 +20,15 @@ local is_cpu = dev:is_cpu()
 local MIB, TOKENS_MOST = 1024 * 1024, 1024 * 1024   -- tokens: of all sequences together
 local VERSIONS = { V1 = 1, V2 = 2, vLLM = 0 }
 
---- A table of all blocks in random order.
+--- A table of all blocks, in random order.
 local function random_table(seqs, blocks)
   local keys = kv.rand(kv.device "cpu", "f32", { 1, seqs * blocks }, { seed = 5 })
   local _, order = keys:sort()
   return order:reshape({ seqs, blocks }):to(dev)
 end
 
---- Random KV of one batch in both layouts, made once for all kernels: the arguments of
--- kv.vllm.attention and of kv.ops.paged_attention.
+--- Random KV of one batch in both layouts, made once for all kernels. Returns the
+-- arguments of kv.vllm.attention and of kv.ops.paged_attention.
 local function batch(s, config)
   local name = config.seqs .. " x " .. config.context
   if s.name == name then return s.args end
@@ -53,7 +53,7 @@ local function batch(s, config)
   return s.args
 end
 
---- Whether the kernel takes the batch; raises when its result is not kvlab's.
+--- Whether the kernel accepts the batch. Raises when its result differs from kvlab's.
 local function check(run, a)
   a.out:fill_(0 / 0)
   local ok, problem = pcall(run)
@@ -68,7 +68,7 @@ local function check(run, a)
   return true
 end
 
---- The median in microseconds; every call finds its inputs in memory, not in a cache.
+--- The median time in microseconds. Every call reads its inputs from memory, not a cache.
 local function time(s, run, timings)
   local times, stream = {}, dev:stream()
   for i = 1, timings do
@@ -93,7 +93,7 @@ local function run(config, s)
   return { us = us, gb_s = a.cache:bytes() / us * 1e-3 }
 end
 
---- How many times as long as V2 V1 takes: seqs by context.
+--- The ratio of V1's time to V2's time, by seqs and context.
 local function v1_over_v2(rows)
   local us, ratios = {}, {}
   for _, row in ipairs(rows) do
@@ -102,8 +102,8 @@ local function v1_over_v2(rows)
   end
   for _, row in ipairs(text_table.where(rows, { kernel = "V2" })) do
     local c = row.config
-    local v1 = us["V1" .. c.seqs .. "x" .. c.context]   -- nil: --set left it out
-    local ratio = v1 and v1 == v1 and v1 / row.metrics.us or nil -- NaN: it does not fit
+    local v1 = us["V1" .. c.seqs .. "x" .. c.context]   -- nil if --set left it out
+    local ratio = v1 and v1 == v1 and v1 / row.metrics.us or nil -- NaN: V1 does not fit
     ratios[#ratios + 1] = { config = c, metrics = { ratio = ratio } }
   end
   return text_table.pivot(ratios, { rows = "seqs", columns = "context", value = "ratio",

@@ -1,14 +1,15 @@
 --- How far ahead, in which order and over which link must blocks be fetched, so that no
--- step waits for them? Conversations that come back to a store; Llama-8B on one H100 by
--- its cost model, in modelled time.
+-- step waits for them? Conversations come back to a store. The experiment runs in
+-- modelled time, with the cost model of Llama-8B on one H100.
 --
 --   ./kvlab run lua/experiments/06_prefetch.lua [--set late=skip] [--set requests=2000]
 --
--- A conversation's blocks have left the device when its next turn comes, and are in the
--- store; requests queue for a place in the batch (max_seqs). With late=wait a step waits
--- for the blocks of a request that it admits; with late=skip others go first.
--- prefetch_ahead 0 fetches when a request is admitted; n, when the token budgets of the
--- next n steps will reach it. max_pending_prefetch: tasks that may wait for a worker.
+-- When a conversation's next turn comes, its blocks have left the device and lie in the
+-- store. Requests queue for a place in the batch (max_seqs). With late=wait, a step waits
+-- for the blocks of a request that it admits; with late=skip, other requests go first.
+-- With prefetch_ahead 0, blocks are fetched when a request is admitted; with n, when the
+-- token budgets of the next n steps will reach it. max_pending_prefetch is how many tasks
+-- may wait for a worker.
 local kv = require "kvlab"
 
 local function rows_of(s, config)

@@ -1,21 +1,22 @@
---- How many bits does a hash of keys need, and of what should it be?
+--- How many bits does a hash of keys need, and what should be hashed?
 --
--- GSA on-device selects blocks by hashes of keys. Here its recall and the answers of the
--- small recall model (lua/models/recall) against bits, for hashes of a block's mean or
--- of every token, and for orthogonal or gaussian planes; beside Quest's bound and the
--- mean itself. block_recall is the share of the oracle's blocks (by their largest q.k,
--- the same budget) that a policy selects too, sink and recent left out.
+-- GSA on-device selects blocks by hashes of keys. The experiment measures its recall, and
+-- the answers of the small recall model (lua/models/recall), by the number of bits: for
+-- hashes of a block's mean or of every token, and for orthogonal or gaussian planes. It
+-- compares them with Quest's bound and with the mean key itself. block_recall is the
+-- share of the oracle's blocks (those with the largest q.k, within the same budget) that
+-- a policy selects too, without sink and recent.
 --
 --   ./kvlab run lua/experiments/07_hash_bits.lua [--device=cuda] [--set prompts=4]
 --                                                [--set question=prompt]
 --
--- question: how one is asked, see lua/models/recall/exam.lua.
+-- question: how a question is asked, see lua/models/recall/exam.lua.
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
 local SINK, RECENT = 1, 2
 
--- ---- how much of the oracle's choice a policy makes -----------------------------------
+-- ---- how many of the oracle's blocks a policy selects ---------------------------------
 
 local Overlap = {}
 Overlap.__index = Overlap
@@ -30,7 +31,7 @@ local function rows_of(selection)
   return rows
 end
 
---- Called by the attention after each decoded layer, see probe.lua.
+--- The attention calls this after each decoded layer, see probe.lua.
 function Overlap:observe(attention, ctx, selection)
   kv.scope(function()
     local heads = attention.shape.kv_heads
@@ -92,7 +93,7 @@ kv.experiment.run {
   defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16,
                question = "decode" },
   quick = { context = 1024, prompts = 1, bits = { 32, 64, 256 }, budget = { 0.05, 0.3 } },
-  when = function(config) -- what is no hash has neither bits nor planes
+  when = function(config) -- policies without hashes have neither bits nor planes
     return not OTHERS[config.hash_of]
       or (config.bits == 64 and config.planes == "orthogonal")
   end,

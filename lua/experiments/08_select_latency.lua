@@ -1,11 +1,12 @@
 --- What does it cost to choose blocks on the host, and on the device?
 --
--- GSA's guide gives 3 to 7 ms a selection on the CPU (2 to 5 ms of work, and a copy each
--- way) and 0.1 to 0.3 ms on the device, of which it names no source. Here both are
--- measured, for one layer of a decode step: the queries go to the host, the CPU chooses
--- from summaries that it holds, the selection goes back; or the device chooses. By hashes
--- of blocks or of tokens (one fused op) and by mean keys (scores, then select). Copies
--- use pinned memory. Medians, microseconds.
+-- GSA's guide gives 3 to 7 ms for a selection on the CPU (2 to 5 ms of work, and a copy
+-- each way) and 0.1 to 0.3 ms on the device; it names no source for the latter. Both are
+-- measured here, for one layer of a decode step. On the host: the queries are copied to
+-- the host, the CPU chooses from summaries that it holds, and the selection is copied
+-- back. On the device: the device chooses. Blocks are chosen by hashes of blocks or of
+-- tokens (one fused op), and by mean keys (scores, then select). Copies use pinned
+-- memory. Times are medians in microseconds.
 --
 --   ./kvlab run lua/experiments/08_select_latency.lua [--device=cuda]
 --
@@ -18,7 +19,7 @@ local dev, cpu = kv.device(), kv.device "cpu"
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
---- Everything that choosing reads and writes, on device `at`, of `seqs` sequences.
+--- Everything that choosing reads and writes, on device `at`, for `seqs` sequences.
 local function setting(config, at)
   local seqs, blocks = config.seqs, config.context / BLOCK
   local shape = { device = at, layers = 1, blocks = seqs * blocks, block_size = BLOCK,
@@ -37,7 +38,7 @@ local function setting(config, at)
   }
 end
 
---- A function that chooses blocks there. The summaries hold random keys' hashes or means.
+--- A function that chooses blocks on that device, from hashes or means of random keys.
 local function chooser(config, s)
   local n = s.shape.blocks
   if config.by == "means" then
@@ -52,7 +53,7 @@ local function chooser(config, s)
   local per = config.by == "token hashes" and "token" or "block"
   local hashes = kv.hash.summary(s.shape, { bits = config.bits, per = per })
   local rows = hashes:layer(0):reshape { -1, math.ceil(config.bits / 64) }
-  for first = 0, rows:size(0) - 1, 65536 do -- keys are many times as large: in pieces
+  for first = 0, rows:size(0) - 1, 65536 do -- in pieces, since keys are much larger
     kv.scope(function()
       local piece = rows:narrow(first, math.min(65536, rows:size(0) - first))
       local keys = kv.randn(s.shape.device, "bf16", { piece:size(0), DIM },
@@ -65,7 +66,7 @@ local function chooser(config, s)
   end
 end
 
---- The device chooses: microseconds between two events.
+--- The device chooses; returns microseconds between two events.
 local function on_device(config)
   local choose, times = chooser(config, setting(config, dev)), {}
   local from, to, stream = dev:open_event(), dev:open_event(), dev:stream()
@@ -81,7 +82,7 @@ local function on_device(config)
   return { d2h_us = 0, select_us = us, h2d_us = 0, total_us = us }
 end
 
---- The host chooses: microseconds of the host, which waits for each part.
+--- The host chooses; returns microseconds of the host, which waits for each part.
 local function on_host(config)
   local there, here = setting(config, dev), setting(config, cpu)
   local choose = chooser(config, here)

@@ -1,17 +1,19 @@
---- What does the order of prefetches do to requests that come as they came to a real
--- service? A trace in Mooncake's format is replayed without a model: Llama-8B on one H100
--- by its cost model, with a store behind a link, for each priority.
+--- How does the order of prefetches change the latency of requests that arrive as they
+-- did at a real service? A trace in Mooncake's format is replayed without a model, for
+-- each priority: with the cost model of Llama-8B on one H100, and a store behind a link.
 --
 --   ./kvlab run lua/experiments/09_trace.lua [--set trace=PATH] [--set link_gbps=5]
 --
 -- The default trace is a generated sample of 200 requests (tools/make_trace.lua).
 -- Mooncake's are published with the paper: github.com/kvcache-ai/Mooncake.
--- store_gb: size of the store, 0: no limit. rate: how much faster than the trace requests
--- come; limit: only so many of them (0: all). A request is in time when its first token
--- takes at most slowdown times what its prefill takes on an idle server, plus 100 ms.
+-- store_gb: size of the store, 0: no limit. rate: how much faster than in the trace the
+-- requests come. limit: how many of them are replayed (0: all). A request is in time when
+-- its first token takes at most slowdown times what its prefill takes on an idle server,
+-- plus 100 ms.
 --
--- model: a folder with a model (recall: the small one of this project); its steps are
--- measured on --device, and the trace is replayed at that cost, which the rows have, too.
+-- model: a folder with a model (recall: the small one of this project). Its steps are
+-- measured on --device, the trace is replayed at that cost, and the rows contain the
+-- cost.
 local kv = require "kvlab"
 
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
@@ -26,7 +28,7 @@ local function read(s, config)
   return s.rows
 end
 
---- What a step costs: by the model of costs, or measured once for all rows.
+--- What a step costs: from the cost model, or measured once for all rows.
 local function cost_of(s, config)
   if s.cost then return s.cost end
   local folder, engine = config.model, nil

@@ -1,12 +1,12 @@
---- How much memory and time does it take to select tokens, when logits come all at once,
--- in chunks of rows, or in tiles?
+--- How much memory and time does it take to select tokens, when logits are computed all
+-- at once, in chunks of rows, or in tiles?
 --
--- A chunk of queries at the end of a long context asks an indexer for its 2048 best
--- tokens each. `rule` is the seed's: all logits at once while they are below half of the
--- free and 0.3 of all memory; `cap` allows 64 MiB for everything that a selection
--- allocates; `tiles` the same, and never holds a whole row. All three must select the
--- same. bytes_peak is what the allocator counts during the first selection, us the median
--- time of the others.
+-- A chunk of queries at the end of a long context asks an indexer for the 2048 best
+-- tokens of each query. `rule` is SGLang's: all logits at once while they take less than
+-- half of the free memory and 0.3 of all memory. `cap` allows 64 MiB for everything that
+-- a selection allocates. `tiles` allows the same, and never holds a whole row. All three
+-- must select the same tokens. bytes_peak is what the allocator counts during the first
+-- selection; us is the median time of the others.
 --
 --   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
 local kv = require "kvlab"
@@ -16,7 +16,7 @@ local dev = kv.device()
 local is_cpu = dev:is_cpu()
 local BLOCK, PIECE = 64, 65536
 
---- Paged index keys of one sequence of n tokens, its blocks in random order.
+--- Paged index keys of one sequence of n tokens, with its blocks in random order.
 local function keys_of(n, dim, seed)
   local blocks = n / BLOCK
   local index = kv.index_cache { device = dev, blocks = blocks, dim = dim,
@@ -33,7 +33,7 @@ local function keys_of(n, dim, seed)
   return { index = index, tables = order:to(dev) }
 end
 
-local made = {} -- keys of the present length: lengths vary slowest
+local made = {} -- keys of the present length; the length varies slowest
 
 local function keys_for(config)
   if made.n ~= config.keys then
@@ -51,7 +51,7 @@ local function indexer_of(config)
     streaming = config.way == "tiles" }
 end
 
---- Microseconds of one call by events, median of at least three and 100 ms of them.
+--- Microseconds of one call, by events: the median of at least three calls and 100 ms.
 local function median_us(fn)
   local times, from, to = {}, dev:open_event(), dev:open_event()
   local start, stream = kv.C.kvl_clock_ns(), dev:stream()

@@ -1,10 +1,11 @@
---- Which tokens does an indexer find, and does the model answer by them?
+--- Which tokens does an indexer find, and does the model answer correctly with them?
 --
--- Policy nsa on the small recall model (lua/models/recall), with index keys made of the
--- model's own: as they are (key) or by a random projection into 32, 64 or 128 dims, all
--- in f8e4m3; with and without a Hadamard rotation; by tokens, as DeepSeek's indexer
--- selects, or by blocks. token_recall is the share of as many tokens with most of the
--- exact attention (the sum over heads) that are selected too.
+-- The policy nsa runs on the small recall model (lua/models/recall), with index keys made
+-- from the model's keys: unchanged (key), or by a random projection into 32, 64 or 128
+-- dims, all in f8e4m3. They are tried with and without a Hadamard rotation, and selecting
+-- tokens, as DeepSeek's indexer does, or blocks. For token_recall, take as many tokens as
+-- are selected, those with the most exact attention (the sum over heads): it is the share
+-- of them that is selected.
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"
@@ -15,8 +16,8 @@ local kv = require "kvlab"
 local Observer = {}
 Observer.__index = Observer
 
---- Exact attention of a decoded token to each of its sequence's first `columns` tokens,
--- summed over heads: f32 [1, columns].
+--- The exact attention of a decoded token to each of its sequence's first `columns`
+-- tokens, summed over heads: f32 [1, columns].
 local function exact_attention(attention, ctx, seq, columns, length)
   local s, dev, n = attention.shape, attention.cache.device, columns / ctx.block_size
   local rows = (ctx.tables:index(seq):narrow(0, n) * (2 * s.kv_heads)):reshape { 1, n }
@@ -32,7 +33,8 @@ local function exact_attention(attention, ctx, seq, columns, length)
     :softmax(s.scale):sum(0):reshape { 1, columns }
 end
 
---- Positions that were selected for sequence seq (from 0), as keys, and their number.
+--- The positions selected for sequence seq (from 0), as keys of a table, and their
+-- number.
 local function selected(ctx, seq, list, length, by_block)
   local taken, count, size = {}, 0, ctx.block_size
   local table_row, block_of = ctx.sequences[seq + 1]:table(), {}

@@ -1,16 +1,16 @@
 --- Which policies keep the attention of a real model, at which budget?
 --
 -- The queries, keys and values of a Hugging Face model, written by tools/capture_hf.py
--- (docs/capture.md), without the model: the last tokens of the text are decoded under
--- each policy, and each layer's output is compared with dense attention (output_error,
--- attention_mass) and with what the model itself gave (model_error). Policies that watch
--- the prompt (h2o, snapkv) get its queries, too.
+-- (docs/capture.md), are replayed without the model. The last tokens of the text are
+-- decoded under each policy. Each layer's output is compared with dense attention
+-- (output_error, attention_mass) and with the model's own output (model_error). Policies
+-- that watch the prompt (h2o, snapkv) get its queries too.
 --
 --   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
 --                                               [--set decode=128] [--set block_size=32]
 --
--- Without --set capture it is a capture of 320 tokens of a model with random weights
--- (spec/data/capture): a test, whose attention looks at everything alike.
+-- The default capture has 320 tokens of a model with random weights (spec/data/capture).
+-- It is only a test: such a model attends about equally to everything.
 local kv = require "kvlab"
 
 local function open(settings)

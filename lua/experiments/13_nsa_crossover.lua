@@ -1,10 +1,11 @@
---- From which length on is selecting tokens faster than looking at all of them?
+--- From which context length on is selecting tokens faster than attending to all of them?
 --
--- One layer: dense attention, or an indexer (logits of fp8 index keys, top-k, slots) and
--- attention over the topk tokens that it selects. Decode: `batch` sequences, one token
--- each. Prefill: the last `chunk` tokens of one sequence. Random keys, queries and block
--- tables; what is in the indexer's keys does not change its time. Without a GPU sizes are
--- small. Medians of device time, microseconds; whole is both parts in a row.
+-- One layer runs dense attention, or an indexer (logits of fp8 index keys, top-k, slots)
+-- and attention over the topk tokens that it selects. Decode: `batch` sequences with one
+-- token each. Prefill: the last `chunk` tokens of one sequence. Keys, queries and block
+-- tables are random; the contents of the indexer's keys do not change its time. Without a
+-- GPU, sizes are small. Times are medians of device time in microseconds; `whole` is
+-- indexer and attention in a row.
 --
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
 local kv = require "kvlab"
@@ -13,7 +14,7 @@ local dev = kv.device()
 local SMALL = dev:is_cpu()
 local BLOCK, REPEATS = 64, SMALL and 5 or 15
 
---- Microseconds of fn between two events, the median.
+--- The median time of fn between two events, in microseconds.
 local function time(fn)
   local from, to, stream, times = dev:open_event(), dev:open_event(), dev:stream(), {}
   fn()
@@ -29,7 +30,7 @@ local function time(fn)
   return times[math.ceil(REPEATS / 2)]
 end
 
---- Fill rows of a memory piece by piece: fn(first, count).
+--- Fills the rows of a memory piece by piece: fn(first, count).
 local function in_pieces(n, piece, fn)
   for first = 0, n - 1, piece do kv.scope(fn, first, math.min(piece, n - first)) end
 end
@@ -45,7 +46,7 @@ local function index_of(c, blocks)
   return index
 end
 
---- Everything that the two read.
+--- Everything that both ways read.
 local function setting(c)
   local decodes = c.phase == "decode"
   local seqs, rows = decodes and c.batch or 1, decodes and c.batch or c.chunk

@@ -1,10 +1,11 @@
 --- Does it matter where in the context a needle lies?
 --
 -- The small recall model (lua/models/recall) reads contexts with a needle in each of 16
--- equal parts, and is asked for every one of them under each policy: accuracy by depth
--- (percent of the context before the needle) and context, as a map for each policy.
--- streaming keeps the newest blocks and h2o, which adds up attention since the beginning,
--- the oldest; what scores every block at each step does not ask where it lies.
+-- equal parts, and is asked for every needle under each policy. The result is the
+-- accuracy by depth (percent of the context before the needle) and context, as a map for
+-- each policy. streaming keeps the newest blocks. h2o adds up attention since the
+-- beginning, so it keeps the oldest ones. Policies that score every block at each step do
+-- not depend on the depth.
 --
 --   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
 --                                             [--set budget=0.1]
@@ -12,7 +13,7 @@ local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
 local DEPTHS = 8
-local NEEDLES = exam.QUERIES -- so that each is asked for
+local NEEDLES = exam.QUERIES -- so that every needle is asked for
 
 local depths = {}
 for i = 1, DEPTHS do depths[i] = 100 * (i - 0.5) / DEPTHS end
@@ -24,7 +25,7 @@ local function part_of(depth)
   return math.floor(depth / 100 * DEPTHS) + 1
 end
 
---- Contexts of one length, read once for all policies.
+--- Contexts of one length. They are read once for all policies.
 local function sitting_of(s, config)
   if s.context ~= config.context then
     if s.sitting then s.sitting:close() end
@@ -36,8 +37,8 @@ local function sitting_of(s, config)
   return s.sitting
 end
 
---- Every question under one policy: how many there are at each depth, and how many were
--- answered right.
+--- Asks every question under one policy. Returns how many there are at each depth, and
+-- how many were answered right.
 local function ask(s, config)
   local sitting = sitting_of(s, config)
   if s.policy == config.policy then return s end

@@ -1,10 +1,11 @@
---- Which blocks does a policy choose, and how many of them again at the next step?
+--- Which blocks does a policy choose, and how many does it choose again at the next step?
 --
 -- The small recall model (lua/models/recall) reads a context and is then asked for some
 -- of its needles, six tokens each (Q k1 k2 A v1 v2). Every selection of every layer and
--- KV head is recorded (kv.record). kept: the share of a step's blocks that the step
--- before read, too, which is what a cache of blocks lives on. The maps show the blocks of
--- one layer, policy beside policy, and one policy's scores in every layer and KV head.
+-- KV head is recorded (kv.record). kept is the share of a step's blocks that the step
+-- before read too; a cache of blocks depends on it. The maps show the blocks of one
+-- layer, one policy next to the other, and one policy's scores in every layer and KV
+-- head.
 --
 --   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
 --                                                [--set scored=h2o]
@@ -14,7 +15,7 @@ local prompts = require "models.recall.prompts"
 
 local QUERY = 6 -- tokens of a question and its answer
 
---- Decode the questions of a prompt under a policy, recorded and probed.
+--- Decodes the questions of a prompt under a policy, recorded and probed.
 local function play(s, config)
   s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
   local policy = kv.policy(config.policy, config.policy ~= "full" and
@@ -23,7 +24,7 @@ local function play(s, config)
   local engine = s.model:engine { policy = policy, block_size = config.block_size,
     blocks = math.ceil(tokens / config.block_size), max_seqs = 1 }
   local prompt = prompts.draw(config.context, config.needles, config.questions,
-    (config.seed or 0) + 1) -- rows that sum up repeats have no seed
+    (config.seed or 0) + 1) -- rows that summarise repeats have no seed
   local seq = engine:sequence()
   engine:prefill(seq, prompt.tokens)
   local probe = kv.probe(engine.attention)
@@ -38,14 +39,14 @@ local function play(s, config)
   return record, probe
 end
 
-local records = {} -- of this run, by policy
+local records = {} -- the records of this run, by policy
 
---- Selections of one layer, policy beside policy, and the scores of one of them.
+--- The selections of one layer, one policy next to the other, and one policy's scores.
 local function draw(rows)
   local s, panels, pictures = {}, {}, {}
   for _, row in ipairs(rows) do
     local config = row.config
-    local record = records[config.policy] or play(s, config) -- an earlier run's
+    local record = records[config.policy] or play(s, config) -- none: an earlier run's row
     if config.policy ~= "full" then
       local map = record:selection_map { layers = { config.layer } }
       for head, panel in ipairs(map.panels) do

@@ -1,30 +1,31 @@
---- Does a decode step still wait for blocks, when those that it will select are brought
--- before it?
+--- Does a decode step still wait for blocks when the blocks that it will select are
+-- brought ahead of it?
 --
--- GSA by means looks at a sequence every `refresh` steps; KV lies in host memory, behind
--- a hot cache. A look wants blocks that are not there. With prefetch_ahead n, what is
--- nearest to the queries of n steps before is asked for then, and comes beside the steps
--- between. Queries turn by `drift` radians a step: what they want is less and less what
--- was expected. stall_share is what of a step is spent waiting, against the same steps
--- with KV on the device. missed_bytes came while a step waited, ahead_bytes before it;
--- wasted_share of these no step has used.
+-- GSA with means chooses blocks of a sequence every `refresh` steps. KV lies in host
+-- memory, behind a hot cache, and a new choice wants blocks that are not there. With
+-- prefetch_ahead n, the blocks nearest to the queries of n steps before are requested at
+-- that time, and they come during the steps between. Queries turn by `drift` radians a
+-- step, so the choice differs more and more from what was expected. stall_share is the
+-- share of a step that is spent waiting, compared with the same steps with KV on the
+-- device. missed_bytes came while a step waited, ahead_bytes came before it; wasted_share
+-- is the share of ahead_bytes that no step used.
 --
 --   ./kvlab run lua/experiments/16_ahead.lua [--device=cuda]
 --
--- Beside attention a layer does the other work of a layer of Llama-8B: on a GPU it
--- multiplies by as many weights; on the CPU it takes us_layer in modelled time, and links
--- are emulated. There a microsecond of the model is a thousand of the machine's clock, so
--- that attention itself, and what else the machine does, counts next to nothing; and a
--- block is as long on its way as one of Llama-8B.
+-- Besides attention, a layer does the other work of a layer of Llama-8B. On a GPU it
+-- multiplies by as many weights. On the CPU it takes us_layer in modelled time, and links
+-- are emulated: a microsecond of the model is a thousand microseconds of the machine's
+-- clock, so attention itself, and other work of the machine, hardly count, and a block is
+-- under way as long as one of Llama-8B.
 local kv = require "kvlab"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 local SLOWER = is_cpu and 1000 or 1
-local LINKS = is_cpu and { 4, 16, 55 } or { 0 } -- GB/s; 0: its own
+local LINKS = is_cpu and { 4, 16, 55 } or { 0 } -- GB/s; 0: the device's own link
 local LAYER_ROWS, HIDDEN = 53248, 4096 -- a layer's weights, as one matrix
 
---- What a layer does beside attention.
+--- The work that a layer does besides attention.
 local function other_work(config)
   if not is_cpu then
     local weights = kv.randn(dev, "bf16", { LAYER_ROWS, HIDDEN }, { seed = 1 })
@@ -32,7 +33,7 @@ local function other_work(config)
     local y = kv.tensor(dev, "bf16", { 1, LAYER_ROWS })
     return function() x:matmul_t(weights, y) end
   end
-  -- a transfer to the host takes time on its stream alone: nothing else goes that way
+  -- a transfer to the host only takes time on its stream; nothing else goes that way
   local bytes = math.ceil(config.us_layer * SLOWER * config.bytes_us)
   local near, far = kv.zeros(dev, "u8", { bytes }), kv.pinned(dev, "u8", { bytes })
   return function() far:copy_(near) end
@@ -57,7 +58,7 @@ local function time_steps(config, is_resident)
       s:decode { seq }
     end
   end
-  decode(1, config.refresh) -- the hot cache was empty
+  decode(1, config.refresh) -- fills the hot cache, which was empty
   if hot then hot:reset_counts() end
   local us = s:time(function() decode(config.refresh + 1, config.refresh + steps) end)
   local stats = hot and hot:stats()
@@ -65,7 +66,7 @@ local function time_steps(config, is_resident)
   return us / steps / SLOWER, stats
 end
 
---- fn(config) over a link of config.link_gbps.
+--- Runs fn(config) over a link of config.link_gbps.
 local function over_link(config, fn, ...)
   if not is_cpu then return fn(config, ...) end
   local shape = kv.synthetic.SHAPES[config.shape]

@@ -1,12 +1,13 @@
---- Every experiment of this folder, one after the other, and a page that shows them all.
+--- Runs every experiment of this folder, one after the other, and makes a page of them
+-- all.
 --
 --   ./kvlab run lua/experiments/all.lua --quick [--device=cuda] [--seed=1] [--out=DIR]
 --   ./kvlab run lua/experiments/all.lua --quick 01_recall 14_needle
 --
--- Words after the options choose some; other options reach every experiment. Each is a
--- process of its own with a folder of its own (results/all-quick/NAME) beside the page,
--- index.html; what one printed is in NAME.txt. One that fails is shown as failed, the
--- others go on, and the exit status says so. Without --quick it takes hours.
+-- Names after the options choose some experiments; other options go to every experiment.
+-- Each runs as its own process with its own folder (results/all-quick/NAME) next to the
+-- page, index.html; its printed output is in NAME.txt. If one fails, the page shows that,
+-- the others go on, and the exit status is not 0. Without --quick it takes hours.
 local gallery = require "kvlab.experiment.gallery"
 local json = require "kvlab.json"
 local kv = require "kvlab"
@@ -24,7 +25,7 @@ local function find_experiments()
   return names
 end
 
---- The names that the command line chooses; all without one.
+--- The names that the command line chooses, or all names if there are none.
 local function choose(names)
   if #kv.command_line.args == 0 then return names end
   local is_there, chosen = {}, {}
@@ -39,7 +40,7 @@ local function choose(names)
   return chosen
 end
 
---- Options of the command line for each experiment: all but the folder.
+--- The options of the command line that go to each experiment: all except the folder.
 local function shared_options()
   local words = {}
   for _, word in ipairs(kv.command_line.words) do
