@@ -1,53 +1,64 @@
---- Runs the specs inside this executable, with busted as a library. So the specs test the
--- embedded LuaJIT and, in a hostile build, run every C function under the sanitizers.
--- Stock busted (.busted) runs them too. Neither insulates spec files from each other,
--- because a module that declares C types for the FFI cannot be loaded twice.
+--- Runs the specs inside this executable, with busted as a library: what is tested is the
+-- embedded LuaJIT and, in a hostile build, every C function under the sanitizers.
+--
+-- Several spec files run in processes of their own, as many at a time as there are cores:
+-- a file cannot depend on what ran before it, and one that crashes fails alone. With a
+-- GPU, whose memory they would share, all of them run in this process, one by one. Stock
+-- busted runs them in one process, too (.busted). That is without insulating files from
+-- each other: a module that declares C types for the FFI cannot be loaded twice.
 local M = {}
 
+local JOBS_MOST = 8
+-- Of each process: with one, no loop of a kernel would be shared out.
+local THREADS = 2
+
+local function inside_root(root, name)
+  if name:sub(1, #root + 1) == root .. "/" then return name:sub(#root + 2) end
+  return name
+end
+
+local function print_now(...)
+  io.stdout:write(...)
+  io.stdout:flush()
+end
+
 --- The output: one line per file (a letter per spec that did not pass, then how many
--- did), what failed, what was skipped.
-local function make_handler(busted, root)
+-- did) through `progress`, and in the end what failed and what was skipped, through
+-- `report`.
+local function make_handler(busted, root, progress, report)
   local handler = require "busted.outputHandlers.base"()
   local marks = { success = "", pending = "s", failure = "F", error = "E" }
   local passed_before = 0
 
-  local function write(...)
-    io.stdout:write(...)
-    io.stdout:flush()
-    return nil, true
-  end
-
-  local function inside_root(name)
-    if name:sub(1, #root + 1) == root .. "/" then return name:sub(#root + 2) end
-    return name
-  end
-
   local function describe_problem(problem)
     local text = type(problem.message) == "string" and problem.message
       or require("pl.pretty").write(problem.message)
-    write("\nFAILED  ", inside_root(problem.name or "?"), "\n",
+    report("\nFAILED  ", inside_root(root, problem.name or "?"), "\n",
       text:gsub("^", "  "):gsub("\n", "\n  "), "\n")
     if os.getenv "KVLAB_TRACEBACK" and problem.trace then
-      write(problem.trace.traceback or "", "\n")
+      report(problem.trace.traceback or "", "\n")
     end
   end
 
   busted.subscribe({ "file", "start" }, function(file)
     passed_before = handler.successesCount
-    return write(inside_root(file.name), " ")
+    progress(inside_root(root, file.name), " ")
+    return nil, true
   end)
   busted.subscribe({ "file", "end" }, function()
-    return write(" ", handler.successesCount - passed_before, " passed\n")
+    progress(" ", handler.successesCount - passed_before, " passed\n")
+    return nil, true
   end)
   busted.subscribe({ "test", "end" }, function(_, _, status)
-    return write(marks[status] or "?")
+    progress(marks[status] or "?")
+    return nil, true
   end)
   busted.subscribe({ "suite", "end" }, function()
     for _, problem in ipairs(handler.failures) do describe_problem(problem) end
     for _, problem in ipairs(handler.errors) do describe_problem(problem) end
     for _, skipped in ipairs(handler.pendings) do
       local why = type(skipped.message) == "string" and skipped.message or ""
-      write("skipped  ", skipped.name, ": ", why:gsub("^%S+:%d+: ", ""), "\n")
+      report("skipped  ", skipped.name, ": ", why:gsub("^%S+:%d+: ", ""), "\n")
     end
     return nil, true
   end)
@@ -77,11 +88,9 @@ local function stop_when_interrupted(busted)
   end)
 end
 
----@param root string        the project
----@param files string[]     spec files and folders
----@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean)
----@return integer           # 0 when specs ran and none failed, else 1
-function M.main(root, files, options)
+--- Runs the specs of `files` in this process.
+---@return table  # passed, failed and skipped: how many specs
+local function run_here(root, files, options, has_gpu, progress, report)
   package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
   local busted = require "busted.core"()
   require "busted"(busted)
@@ -89,11 +98,8 @@ function M.main(root, files, options)
   busted.register("file", "file", {}) -- no insulation
 
   local excluded = { unpack(options["exclude-tags"] or {}) }
-  if not has_cuda() then
-    excluded[#excluded + 1] = "gpu"
-    io.stdout:write "no CUDA device: specs tagged #gpu are left out\n"
-  end
-  local handler = make_handler(busted, root)
+  if not has_gpu then excluded[#excluded + 1] = "gpu" end
+  local handler = make_handler(busted, root, progress, report)
   handler:subscribe { language = "en" }
   stop_when_interrupted(busted)
   require "busted.modules.filter_loader"()(busted, {
@@ -106,15 +112,127 @@ function M.main(root, files, options)
   local load_files = require "busted.modules.test_file_loader"(busted, { "lua" })
   load_files(files, { "_spec%.lua$" }, { excludes = {}, recursive = true })
   require "busted.execute"(busted)(1, {})
+  return { passed = handler.successesCount, skipped = handler.pendingsCount,
+           failed = handler.failuresCount + handler.errorsCount }
+end
+
+-- ---- a process for each file ----------------------------------------------------------
+
+--- The process that `start` has started: runs its file and sends what came of it.
+local function serve(root, files, options, has_gpu)
+  local process = require "kvlab.experiment.sweep.process"
+  process.follow_parent()
+  local line, report = {}, {}
+  local function into(list)
+    return function(...) for _, text in ipairs { ... } do list[#list + 1] = text end end
+  end
+  local result = run_here(root, files, options, has_gpu, into(line), into(report))
+  result.line, result.report = table.concat(line), table.concat(report)
+  process.answer(require("kvlab.json").encode(result))
+  return result.failed == 0 and 0 or 1
+end
+
+local function start(file, options)
+  local words = { "env", "OMP_NUM_THREADS=" .. THREADS,
+    package.loaded["kvlab.paths"].executable, "test", "--worker" }
+  for _, word in ipairs(options.words) do
+    if word:find "^%-%-" then words[#words + 1] = word end
+  end
+  words[#words + 1] = file
+  return require("kvlab.experiment.sweep.process").spawn(words)
+end
+
+--- What a process has sent and how it ended, as the result of its file. One that ends
+-- otherwise than its result says (a crash, a leak that a sanitizer finds) has failed.
+local function result_of(root, file, answer, how)
+  local name = inside_root(root, file)
+  local result = answer and require("kvlab.json").decode(answer)
+    or { passed = 0, failed = 0, skipped = 0, line = name .. " E 0 passed\n",
+         report = "" }
+  if how ~= (result.failed == 0 and answer and "exit status 0" or "exit status 1") then
+    result.failed = result.failed + 1
+    result.report = ("%s\nFAILED  %s\n  its process ended: %s\n"):format(result.report,
+      name, how)
+  end
+  return result
+end
+
+--- Runs each file in a process of its own, `jobs` at a time.
+---@return table  # passed, failed and skipped: how many specs
+local function run_apart(root, files, options, jobs)
+  local process = require "kvlab.experiment.sweep.process"
+  local total = { passed = 0, failed = 0, skipped = 0 }
+  local running, file_of, answer_of, reports, at = {}, {}, {}, {}, 0
+
+  local function start_next()
+    at = at + 1
+    if not files[at] then return end
+    local child = start(files[at], options)
+    running[#running + 1], file_of[child] = child, files[at]
+  end
+
+  local function bury(child)
+    for i, other in ipairs(running) do
+      if other == child then table.remove(running, i) end
+    end
+    local result = result_of(root, file_of[child], answer_of[child], child:close())
+    print_now(result.line)
+    reports[#reports + 1] = result.report
+    for name in pairs(total) do total[name] = total[name] + result[name] end
+    start_next()
+  end
+
+  local ok, problem = pcall(function()
+    for _ = 1, jobs do start_next() end
+    while #running > 0 do
+      local child, lines = process.wait_any(running)
+      if lines then answer_of[child] = lines[1] or answer_of[child] end
+      if answer_of[child] or not lines then bury(child) end
+    end
+  end)
+  for _, child in ipairs(running) do child:close(true) end
+  if not ok then error(problem, 0) end
+  print_now(table.concat(reports))
+  return total
+end
+
+--- The spec files that are meant by names of files and folders.
+local function find_files(names)
+  local busted = require "busted.core"()
+  local _, _, find = require "busted.modules.test_file_loader"(busted, { "lua" })
+  return find(names, { "_spec%.lua$" }, { excludes = {}, recursive = true })
+end
+
+local function count_cores()
+  local pipe = io.popen "env -u OMP_NUM_THREADS nproc 2>/dev/null"
+  local n = pipe:read "*n"
+  pipe:close()
+  return n or 1
+end
+
+---@param root string        the project
+---@param files string[]     spec files and folders
+---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
+--  jobs (how many processes; one per core, at most 8, or 1 with a GPU)
+---@return integer           # 0 when specs ran and none failed, else 1
+function M.main(root, files, options)
+  local has_gpu = has_cuda()
+  if options.worker then return serve(root, files, options, has_gpu) end
+  if not has_gpu then print_now "no CUDA device: specs tagged #gpu are left out\n" end
+
+  local jobs = options.jobs or has_gpu and 1 or math.min(count_cores(), JOBS_MOST)
+  local found = find_files(files)
+  local is_apart = jobs > 1 and #found > 1 and not options.list
+    and package.loaded["kvlab.paths"]
+  local counts = is_apart and run_apart(root, found, options, jobs)
+    or run_here(root, files, options, has_gpu, print_now, print_now)
   if options.list then return 0 end
 
-  local passed, skipped = handler.successesCount, handler.pendingsCount
-  local failed = handler.failuresCount + handler.errorsCount
-  if passed + failed == 0 then io.stdout:write "no spec ran\n" end
-  local counts = ("%d passed, %d failed"):format(passed, failed)
-  if skipped > 0 then counts = ("%s, %d skipped"):format(counts, skipped) end
-  io.stdout:write("\n", counts, "\n")
-  return (failed == 0 and passed > 0) and 0 or 1
+  if counts.passed + counts.failed == 0 then print_now "no spec ran\n" end
+  local text = ("%d passed, %d failed"):format(counts.passed, counts.failed)
+  if counts.skipped > 0 then text = ("%s, %d skipped"):format(text, counts.skipped) end
+  print_now("\n", text, "\n")
+  return (counts.failed == 0 and counts.passed > 0) and 0 or 1
 end
 
 return M

@@ -95,7 +95,7 @@ local function same_as_alone(dev, o)
 end
 
 local function open_store(url)
-  return kv.store.open(url or "memory:", { model = "recall f32", block_size = 16 })
+  return kv.store(url or "memory:", { model = "recall f32", block_size = 16 })
 end
 
 local function check(dev)
@@ -170,7 +170,7 @@ local function check(dev)
     end)
 
     it("lets policies select, each for its own requests", function()
-      local function quest(ratio) return kv.policy.open("quest", { ratio = ratio }) end
+      local function quest(ratio) return kv.policy("quest", { ratio = ratio }) end
       same_as_alone(dev, { chunk = 64, policy = quest(1) })
       local list, store = { workload()[1], workload()[3] }, open_store()
       local dense = served_alone(dev)[1].logits
@@ -191,7 +191,7 @@ local function check(dev)
     -- went before it was computed: it finds them on the device, where others were.
     local function after_another(name, offload, store)
       local first, other = workload()[1], workload()[3]
-      local policy = kv.policy.open(name, { ratio = 0.2,
+      local policy = kv.policy(name, { ratio = 0.2,
                                             scores = name == "gsa" and "mean" or nil })
       local engine = model_on(dev):engine { blocks = 64, chunk = 64, max_seqs = 1,
                                             offload = offload or nil, policy = policy }
@@ -224,7 +224,7 @@ local function check(dev)
       local first, store = { tokens = workload()[1].tokens, max_tokens = 8 }, open_store()
       serve(dev, { first }, { server = { store = store } })
       for _, name in ipairs { "quest", "block_mean", "gsa_on_device", "gsa", "infllm" } do
-        local policy = kv.policy.open(name, { ratio = 0.2,
+        local policy = kv.policy(name, { ratio = 0.2,
                                               scores = name == "gsa" and "mean" or nil })
         local _, want = serve(dev, { first }, { policy = policy })
         for _, offload in ipairs { false, { slots = 2 }, { hot_slots = 200 } } do
@@ -241,8 +241,8 @@ local function check(dev)
       for _, max_seqs in ipairs { 1, 2 } do -- one after the other, and together
         local engine = model_on(dev):engine { blocks = 64, chunk = 64,
           max_seqs = max_seqs, offload = { hot_slots = 64 },
-          policy = kv.policy.open("gsa", { ratio = 0.3 }) }
-        local server, hot = kv.serve { engine = engine }, engine.cache.offload.hot
+          policy = kv.policy("gsa", { ratio = 0.3 }) }
+        local server, hot = kv.serve { engine = engine }, engine.cache.tier.hot
         for _, i in ipairs { 1, 3 } do
           server:submit { tokens = workload()[i].tokens, max_tokens = 3 }
         end
@@ -260,7 +260,7 @@ local function check(dev)
     it("computes every prompt for a policy that watches them", function()
       local list, store = { workload()[1], workload()[3] }, open_store()
       for _ = 1, 2 do
-        local function policy() return kv.policy.open("snapkv", { ratio = 0.3 }) end
+        local function policy() return kv.policy("snapkv", { ratio = 0.3 }) end
         local _, want = serve(dev, { list[2] }, { policy = policy() })
         local requests, got, stats = serve(dev, list, { policy = policy(),
                                                         server = { store = store } })
@@ -299,7 +299,7 @@ describe("server whose Redis store goes away", function()
     local dev, redis = kv.device "cpu", processes.redis()
     local ok, why = pcall(function()
       local function store()
-        return kv.store.open(redis.url, { model = "recall f32", block_size = 16,
+        return kv.store(redis.url, { model = "recall f32", block_size = 16,
                                           timeout_ms = 60000 })
       end
       local filled = store()
@@ -421,8 +421,9 @@ describe("server", function()
     assert.equal("260 tokens and 600 to come need 54 blocks, there are 40", why)
     raises("token 1 is 5000, expected 0 ... 1023", server.submit, server,
       { tokens = { 1, 5000 }, max_tokens = 1 })
-    raises("max_tokens is nil", server.submit, server, { tokens = { 1 } })
-    raises("tokens is empty", server.submit, server, { tokens = {}, max_tokens = 1 })
+    raises("max_tokens is missing", server.submit, server, { tokens = { 1 } })
+    raises("tokens is a table, expected a list of at least one token id", server.submit,
+      server, { tokens = {}, max_tokens = 1 })
     raises("tokens is missing", server.submit, server, { max_tokens = 1 })
     local done = server:submit { tokens = { 1 }, max_tokens = 1 }
     server:run()
@@ -433,17 +434,19 @@ describe("server", function()
     local cost = kv.cost_model.llama_8b_h100(512)
     local function refuses(words, o) raises(words, kv.serve, o) end
     refuses("one of engine", {})
-    refuses("nothing is called prefetch_aheed; did you mean prefetch_ahead?",
+    refuses('"prefetch_aheed" is no option, did you mean prefetch_ahead?',
       { cost = cost, prefetch_aheed = 2 })
     refuses("blocks is nil", { cost = cost })
     local function with(more)
       more.cost, more.blocks, more.block_size = cost, 10, 512
       return more
     end
-    refuses("late is maybe, expected wait or skip", with { late = "maybe" })
+    refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
     refuses("no priority \"queue\"; did you mean \"", with { priority = "queue" })
-    refuses("max_tokens is 3, expected a whole number >= 16", with { max_tokens = 3 })
-    refuses("hook attention_end is function", with { hooks = {
+    refuses("max_tokens is 3, expected a whole number >= max_seqs = 16",
+      with { max_tokens = 3 })
+    refuses('hooks: "attention_end" is no option, did you mean attention_begin?',
+      with { hooks = {
       attention_end = function() end } })
     refuses("watermark is 1", with { watermark = 1 })
     cost.link_gbps = 0
@@ -455,7 +458,7 @@ describe("server", function()
   end)
 
   it("takes the prefetch options of the decode policy, or its own", function()
-    local policy = kv.policy.open("gsa", { prefetch_ahead = 5 })
+    local policy = kv.policy("gsa", { prefetch_ahead = 5 })
     local engine = model_on(dev):engine { blocks = 40, chunk = 64, policy = policy }
     local function ahead(o)
       o.engine = engine

@@ -1,6 +1,6 @@
 --- The REPL from outside: fed by a pipe, and at a real terminal (tmux).
 local kv = require "kvlab"
-local complete = require "kvlab.repl.complete"
+local complete = require "kvlab.shell.repl.complete"
 local processes = require "spec.processes"
 
 local paths = kv.paths
@@ -121,9 +121,9 @@ make "f33"
   describe("help", function()
     it("has the doc comment of a function, with its signature", function()
       local output = feed "?kv.randn"
-      assert.matches("^kv.randn%(dev, dtype, shape, o%)\nNormal numbers; options: seed",
+      assert.matches("^kv.randn%(dev, dtype, shape, o%)\nNormal numbers%. Same seed",
         output)
-      assert.matches("\nlua/kvlab/tensor.lua:%d+\n$", output)
+      assert.matches("\nlua/kvlab/tensor/tensor.lua:%d+\n$", output)
       assert.matches("^tensor:topk%(t, k, smallest, by_index%)\nThe k largest",
         (feed "?tensor:topk"))
       assert.matches("^kv.ops.rmsnorm%(x, weight, eps, out, residual%)\nx / rms",
@@ -220,7 +220,7 @@ b     table                     2 entries
 panel = { title = "quest", values = { 2, 9 } }
 map = { rows = 1, columns = 2, low = 1, high = 9, row_names = { "late" },
         panels = { panel } }
-:plot require("kvlab.plot").heat_map(map)]]
+:plot require("kvlab.report.plot").heat_map(map)]]
       assert.equal("quest\n   late  ....@@@@\n         1 (blank) ... 9\n", output)
     end)
 
@@ -258,7 +258,7 @@ require("changing").number
       assert.equal("true\ttrue\tfalse\n", (feed [[
 old = require "policies.quest"
 new = kv.reload "policies.quest";
-opened = kv.policy.open "quest"
+opened = kv.policy "quest"
 new == require "policies.quest", opened.score == new().score, opened.score == old().score
 ]]))
       assert.matches('no module "policies.qest"; did you mean "policies.quest"%?',
@@ -314,8 +314,8 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
     end)
 
     it("offers what a string may be", function()
-      offers('kv.policy.open "que', "quest", '"')
-      offers("kv.policy.open('str", "streaming", "'")
+      offers('kv.policy "que', "quest", '"')
+      offers("kv.policy('str", "streaming", "'")
       offers('kv.zeros(dev, "bf', "bf16", '"')
       offers('kv.zeros("cp', "cpu")
       offers('t:cast "f8', "f8e4m3")
@@ -325,9 +325,9 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
     end)
 
     it("offers the options of the policy that is opened", function()
-      offers('kv.policy.open("quest", { si', "sink", " = ")
-      offers('p = kv.policy.open("random", { ratio = 0.1, se', "seed")
-      offers('kv.policy.open("nowhere", { sel', "select")
+      offers('kv.policy("quest", { si', "sink", " = ")
+      offers('p = kv.policy("random", { ratio = 0.1, se', "seed")
+      offers('kv.policy("nowhere", { sel', "select")
     end)
 
     it("offers files in other strings", function()
