@@ -1,5 +1,5 @@
---- The picture of the house for docs/architecture.md: which room needs which other, in the
--- language of Graphviz. spec/house.lua reads the sources.
+--- The picture of the house for docs/architecture.md: which room needs which other, in
+-- the language of Graphviz. spec/house.lua reads the sources.
 --
 --   ./kvlab run tools/house.lua > house.dot && dot -Tsvg house.dot -o docs/house.svg
 --   ./kvlab run tools/house.lua files [ROOT]    file by file, of another checkout
