@@ -386,6 +386,20 @@ function M.once(make)
   end
 end
 
+--- Run fn(...) over an emulated link of the CPU device (kvl_cpu_link) and return its results.
+-- Afterwards the link is the command line's again. The collector rests meanwhile: a hostile
+-- build overwrites freed memory, and that would take modelled time whenever it happens.
+function M.with_link(gb_s, us, fn, ...)
+  local C, given = kv.C, kv.command_line
+  kv.check(C.kvl_cpu_link(gb_s, us))
+  collectgarbage "stop"
+  local results = { pcall(fn, ...) }
+  collectgarbage "restart"
+  kv.check(C.kvl_cpu_link(given["link-gbps"] or 0, given["link-us"] or 0))
+  if not results[1] then error(results[2], 0) end
+  return unpack(results, 2)
+end
+
 --- Free what nothing holds any more.
 function M.collect()
   jit.flush() -- compiled code holds what it was compiled for

@@ -5,11 +5,11 @@
 -- its modelled time, which no op computes for: what goes the same way ends so many
 -- milliseconds after that transfer.
 local kv = require "kvlab"
+local support = require "spec.support"
 
 local BUSY = 2 ^ 22              -- bytes, so milliseconds
 
 local function behind(dev, from, to, fn)
-  kv.check(kv.C.kvl_cpu_link(1e-6, 0))
   local begin, finish, stream = dev:open_event(), dev:open_event(), dev:stream()
   local busy = dev:open_stream()
   begin:record(stream)
@@ -24,10 +24,8 @@ end
 return function(dev, fn)
   local here, pinned = kv.ones(dev, "u8", { BUSY }), kv.pinned(dev, "u8", { BUSY })
   pinned:copy_(here)
-  local ok, to_device, to_host = pcall(function()
-    return behind(dev, pinned, here, fn), behind(dev, here, pinned, fn)
-  end)
-  kv.check(kv.C.kvl_cpu_link(0, 0))
-  if not ok then error(to_device, 0) end
-  return to_device, to_host
+  local function bytes(from, to)
+    return support.with_link(1e-6, 0, behind, dev, from, to, fn)
+  end
+  return bytes(pinned, here), bytes(here, pinned)
 end

@@ -1,6 +1,5 @@
 --- The emulated link of the CPU device: modelled time is exact where transfers make it.
 local kv = require "kvlab"
-local command_line = require "kvlab.command_line"
 local plans = require "kvlab.experiment.plan"
 local support = require "spec.support"
 
@@ -9,18 +8,11 @@ local dev = kv.device "cpu"
 local KIB = 1024
 local LONG_US = 1e9 -- a latency that no computation here takes
 
---- The link as the command line wants it.
-local function restore()
-  kv.check(C.kvl_cpu_link(command_line["link-gbps"] or 0, command_line["link-us"] or 0))
-end
-
 --- Define `name` with an emulated link on; fn gets streams that begin at one time.
 local function it_with_link(name, gb_s, us, fn)
   it(name, function()
     local streams = { dev:open_stream(), dev:open_stream(), dev:open_stream() }
-    kv.check(C.kvl_cpu_link(gb_s, us))
-    local ok, why = pcall(fn, unpack(streams))
-    restore()
+    local ok, why = pcall(support.with_link, gb_s, us, fn, unpack(streams))
     for _, stream in ipairs(streams) do stream:close() end
     if not ok then error(why, 0) end
   end)
@@ -168,7 +160,7 @@ describe("emulated link", function()
   it("does not compare times from before and after it was turned on or off", function()
     local stream = dev:open_stream()
     local events = { mark(stream) }
-    local ok, why = pcall(function()
+    support.with_link(0, 0, function()
       for i, gb_s in ipairs { 50, 60, 0 } do
         kv.check(C.kvl_cpu_link(gb_s, 0))
         events[i + 1] = mark(stream)
@@ -176,9 +168,7 @@ describe("emulated link", function()
           events[i + 1])
       end
     end)
-    restore()
     stream:close()
-    if not ok then error(why, 0) end
   end)
 
   it("goes on from work that is under way, and off again to wall time", function()
@@ -186,7 +176,7 @@ describe("emulated link", function()
     local x, b = kv.zeros(dev, "f32", { 2 ^ 20 }), far(4 * 2 ^ 20)
     dev:sync()
     local y = b:narrow(0, 4 * 2 ^ 20)
-    local ok, why = pcall(function()
+    support.with_link(0, 0, function()
       for round = 1, 4 do
         dev:with_stream(stream, function()
           for _ = 1, 10 do x:add(1, x) end
@@ -200,9 +190,7 @@ describe("emulated link", function()
       assert.equal(80, x:min():item())
       assert.equal(80, x:max():item())
     end)
-    restore()
     stream:close()
-    if not ok then error(why, 0) end
   end)
 
   it("refuses speeds and latencies that make no sense", function()

@@ -3,7 +3,6 @@
 local assert = require "luassert"
 local ffi = require "ffi"
 local kv = require "kvlab"
-local command_line = require "kvlab.command_line"
 local support = require "spec.support"
 
 local C, check = kv.C, kv.check
@@ -70,14 +69,6 @@ function M.new_engine(dev, store, o)
   return kv.prefetch { device = dev, store = store, prefetch_workers = workers,
     max_pending_prefetch = o.max_pending or 64,
     bytes_staging = o.staging or 2 * workers * 2304 }
-end
-
---- fn() with an emulated link.
-function M.with_link(gb_s, us, fn)
-  check(C.kvl_cpu_link(gb_s, us))
-  local ok, why = pcall(fn)
-  check(C.kvl_cpu_link(command_line["link-gbps"] or 0, command_line["link-us"] or 0))
-  if not ok then error(why, 0) end
 end
 
 --- Blocks 0 ... n - 1 of a random source go to random blocks of a cache.

@@ -7,7 +7,7 @@ local support = require "spec.support"
 local C, check = kv.C, kv.check
 local cpu = kv.device "cpu"
 local raises = support.raises
-local new_store, fill, with_link = cases.new_store, cases.fill, cases.with_link
+local new_store, fill, with_link = cases.new_store, cases.fill, support.with_link
 local new_cache, new_engine = cases.new_cache, cases.new_engine
 local LAYERS, BYTES = cases.LAYERS, 2 * cases.HEADS * cases.SIZE * cases.DIM * 4 -- f32
 

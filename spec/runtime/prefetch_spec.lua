@@ -11,7 +11,6 @@ local raises = support.raises
 local new_store, keys_of, fill = cases.new_store, cases.keys_of, cases.fill
 local new_cache, new_engine = cases.new_cache, cases.new_engine
 local expect_block, expect_arrival = cases.expect_block, cases.expect_arrival
-local with_link = cases.with_link
 local LAYERS, BLOCKS = cases.LAYERS, cases.BLOCKS
 
 --- What does not depend on threads or on a link.
@@ -336,6 +335,6 @@ describe("prefetch", function()
       assert.is_true(raised >= (link and 20 or 5))
     end
     each(false)
-    with_link(10, 1, function() each(true) end)
+    support.with_link(10, 1, function() each(true) end)
   end)
 end)

@@ -199,15 +199,14 @@ describe("blocks brought ahead", function()
   -- compute is nothing on any machine. The policy reads the first block and expects all;
   -- us_of(fn) is the modelled time of fn, and of what it began ahead of the next step.
   local function with_slow_link(fn)
-    local dev, options = kv.device "cpu", require "kvlab.command_line"
+    local dev = kv.device "cpu"
     local first = kv.policy.define { name = "first", decode = true,
       defaults = { blocks = 1 },
       score = function(_, ctx) return ctx:new_scores(1):fill_(0) end,
       predict = function(self, ctx)
         return ctx:expect(self:score(ctx), kv.policy.everything, 1000)
       end }
-    kv.check(kv.C.kvl_cpu_link(1e-6, 0))
-    local ok, why = pcall(function()
+    support.with_link(1e-6, 0, function()
       local cache = rig.new(dev, { offload = { hot_slots = 128 } }).cache
       local attention = kv.attention { cache = cache, heads = rig.SHAPE.heads,
         max_seqs = 8, decode_policy = first() }
@@ -222,8 +221,6 @@ describe("blocks brought ahead", function()
       end)
       cache:close()
     end)
-    kv.check(kv.C.kvl_cpu_link(options["link-gbps"] or 0, options["link-us"] or 0))
-    if not ok then error(why, 0) end
   end
 
   local function layers(dev, attention, n)
