@@ -14,24 +14,66 @@
 #include "base.h"
 
 /* ORDER kvl_op */
-#define KVL_OPS(X)                                                                        \
-  X(fill) X(arange) X(random) X(cast) X(unary) X(binary) X(where) X(reduce) X(softmax)    \
-  X(argmax) X(topk) X(matmul) X(gather_rows) X(scatter_rows) X(gather) X(rmsnorm)         \
-  X(rope) X(silu_mul) X(append_kv) X(copy_blocks) X(paged_attention) X(merge_attention)   \
-  X(block_minmax) X(block_mean) X(score_minmax) X(score_mean) X(score_max_qk) X(select)   \
-  X(move_blocks) X(cut_selection) X(hot_resolve) X(hot_append) X(hot_drop)                \
-  X(vllm_append) X(vllm_attention) X(rope_append)                                         \
-  X(hash_rows) X(block_hash) X(score_hamming) X(select_hamming) X(scatter)                \
-  X(trim_selection)                                                                       \
-  X(quantise_rows) X(hadamard) X(index_append) X(index_gather) X(mqa_logits)              \
-  X(mqa_logits_paged)                                                                     \
-  X(topk_transform) X(transform_indices) X(topk_merge) X(ragged_slots) X(token_attention)
+#define KVL_OPS(X)     \
+  X(fill)              \
+  X(arange)            \
+  X(random)            \
+  X(cast)              \
+  X(unary)             \
+  X(binary)            \
+  X(where)             \
+  X(reduce)            \
+  X(softmax)           \
+  X(argmax)            \
+  X(topk)              \
+  X(matmul)            \
+  X(gather_rows)       \
+  X(scatter_rows)      \
+  X(gather)            \
+  X(rmsnorm)           \
+  X(rope)              \
+  X(silu_mul)          \
+  X(append_kv)         \
+  X(copy_blocks)       \
+  X(paged_attention)   \
+  X(merge_attention)   \
+  X(block_minmax)      \
+  X(block_mean)        \
+  X(score_minmax)      \
+  X(score_mean)        \
+  X(score_max_qk)      \
+  X(select)            \
+  X(move_blocks)       \
+  X(cut_selection)     \
+  X(hot_resolve)       \
+  X(hot_append)        \
+  X(hot_drop)          \
+  X(vllm_append)       \
+  X(vllm_attention)    \
+  X(rope_append)       \
+  X(hash_rows)         \
+  X(block_hash)        \
+  X(score_hamming)     \
+  X(select_hamming)    \
+  X(scatter)           \
+  X(trim_selection)    \
+  X(quantise_rows)     \
+  X(hadamard)          \
+  X(index_append)      \
+  X(index_gather)      \
+  X(mqa_logits)        \
+  X(mqa_logits_paged)  \
+  X(topk_transform)    \
+  X(transform_indices) \
+  X(topk_merge)        \
+  X(ragged_slots)      \
+  X(token_attention)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
   KVL_OPS(X)
 #undef X
-  KVL_OP_COUNT
+      KVL_OP_COUNT
 };
 
 typedef int kvl_kernel(const void *args, void *queue);
@@ -39,10 +81,22 @@ typedef int kvl_kernel(const void *args, void *queue);
 /* What a CPU kernel tells of its run: the bytes that it took over the link, for the emulated
  * one. A kernel adds to it; most have nothing to add. */
 enum { KVL_LINK_TO_DEVICE, KVL_LINK_TO_HOST };
-struct kvl_cpu_job { int64_t bytes_link[2]; };
+struct kvl_cpu_job {
+  int64_t bytes_link[2];
+};
 
-struct kvl_fill_args { void *out; int64_t count; double value; int32_t dtype; };
-struct kvl_arange_args { void *out; int64_t count; double start, step; int32_t dtype; };
+struct kvl_fill_args {
+  void *out;
+  int64_t count;
+  double value;
+  int32_t dtype;
+};
+struct kvl_arange_args {
+  void *out;
+  int64_t count;
+  double start, step;
+  int32_t dtype;
+};
 struct kvl_random_args {
   void *out;
   int64_t count;
@@ -50,8 +104,18 @@ struct kvl_random_args {
   double a, b;
   int32_t kind, dtype;
 };
-struct kvl_cast_args { const void *a; void *out; int64_t count; int32_t from, to; };
-struct kvl_unary_args { const void *a; void *out; int64_t count; int32_t op, dtype; };
+struct kvl_cast_args {
+  const void *a;
+  void *out;
+  int64_t count;
+  int32_t from, to;
+};
+struct kvl_unary_args {
+  const void *a;
+  void *out;
+  int64_t count;
+  int32_t op, dtype;
+};
 
 /* out[i...] = a[i . a_stride] op b[i . b_stride]; strides in elements, 0 = broadcast. b NULL:
  * the scalar. Adjacent dims are merged where both strides allow, so ndim is often 1. */
@@ -75,7 +139,7 @@ struct kvl_reduce_args {
   const void *a;
   void *out;
   int64_t outer, n, inner;
-  void *workspace;    /* as many bytes as kvl_backend's workspace() says, here and below */
+  void *workspace; /* as many bytes as kvl_backend's workspace() says, here and below */
   int32_t op, dtype, out_dtype;
 };
 struct kvl_softmax_args {
@@ -95,7 +159,7 @@ struct kvl_argmax_args {
 };
 struct kvl_topk_args {
   const float *a;
-  float *values;      /* optional */
+  float *values; /* optional */
   int32_t *indices;
   int64_t rows, n, k;
   void *workspace;
@@ -114,13 +178,13 @@ struct kvl_gather_rows_args {
   const void *src;
   const int32_t *index;
   void *out;
-  int64_t n, rows, bytes_row;   /* rows: of src */
+  int64_t n, rows, bytes_row; /* rows: of src */
 };
 struct kvl_scatter_rows_args {
   const void *src;
   const int32_t *index;
   void *out;
-  int64_t n, rows, bytes_row;   /* rows: of out */
+  int64_t n, rows, bytes_row; /* rows: of out */
   void *workspace;
 };
 struct kvl_gather_args {
@@ -134,12 +198,12 @@ struct kvl_scatter_args {
   const void *src;
   const int32_t *index;
   void *out;
-  int64_t rows, n, m;           /* m: of src */
+  int64_t rows, n, m; /* m: of src */
   int32_t add, dtype;
 };
 struct kvl_rmsnorm_args {
   const void *x;
-  void *residual;               /* optional, in place */
+  void *residual; /* optional, in place */
   const void *weight;
   void *out;
   int64_t rows, dim;
@@ -167,19 +231,19 @@ struct kvl_cache_view {
   void *kv;
   int64_t blocks;
   int32_t kv_heads, block_size, head_dim, dtype;
-  int32_t pinned;               /* in host memory: what is read or written crosses the link */
-  const float *k_scale, *v_scale;   /* optional [kv_heads], of an f8e4m3 cache */
+  int32_t pinned; /* in host memory: what is read or written crosses the link */
+  const float *k_scale, *v_scale; /* optional [kv_heads], of an f8e4m3 cache */
 };
 struct kvl_append_kv_args {
   struct kvl_cache_view cache;
   const void *k, *v;
   const int64_t *slots;
   int64_t tokens;
-  int32_t dtype;                /* of k and v */
+  int32_t dtype; /* of k and v */
 };
 struct kvl_rope_append_args {
   struct kvl_cache_view cache;
-  void *q;                      /* in place; k and v stay */
+  void *q; /* in place; k and v stay */
   const void *k, *v;
   const int32_t *positions;
   const float *inv_freq;
@@ -195,49 +259,49 @@ struct kvl_copy_blocks_args {
 struct kvl_paged_attention_args {
   struct kvl_cache_view cache;
   const void *q;
-  const int32_t *tables;        /* [seqs, max_blocks] */
-  const int32_t *lens;          /* [seqs] */
-  const int32_t *starts;        /* optional [seqs + 1]; NULL: tokens == seqs */
-  const int32_t *selection;     /* optional [seqs, selection_heads, max_selected] */
-  const int32_t *slots;         /* optional [seqs, slot_heads, max_selected] */
-  const float *alibi;           /* optional [heads] */
-  const float *prev_out, *prev_lse;   /* optional: joined to the result */
+  const int32_t *tables;            /* [seqs, max_blocks] */
+  const int32_t *lens;              /* [seqs] */
+  const int32_t *starts;            /* optional [seqs + 1]; NULL: tokens == seqs */
+  const int32_t *selection;         /* optional [seqs, selection_heads, max_selected] */
+  const int32_t *slots;             /* optional [seqs, slot_heads, max_selected] */
+  const float *alibi;               /* optional [heads] */
+  const float *prev_out, *prev_lse; /* optional: joined to the result */
   void *out;
-  float *lse;                   /* optional [tokens, heads] */
+  float *lse; /* optional [tokens, heads] */
   void *workspace;
   int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads, slot_heads;
-  float scale, soft_cap;        /* soft_cap 0: none */
-  int32_t causal, window, dtype, out_dtype;   /* window 0: none. dtype: of q */
+  float scale, soft_cap;                    /* soft_cap 0: none */
+  int32_t causal, window, dtype, out_dtype; /* window 0: none. dtype: of q */
 };
 struct kvl_token_attention_args {
   struct kvl_cache_view cache;
   const void *q;
-  const int32_t *slots;         /* [rows, slot_heads, k] */
+  const int32_t *slots; /* [rows, slot_heads, k] */
   void *out;
-  float *lse;                   /* optional [rows, heads] */
-  int64_t rows, heads, slot_heads, k;   /* slot_heads: 1 or kv_heads */
+  float *lse;                         /* optional [rows, heads] */
+  int64_t rows, heads, slot_heads, k; /* slot_heads: 1 or kv_heads */
   float scale;
-  int32_t dtype, out_dtype;     /* dtype: of q */
+  int32_t dtype, out_dtype; /* dtype: of q */
 };
 struct kvl_merge_attention_args {
   const void *out_a, *out_b;
   const float *lse_a, *lse_b;
   void *out;
-  float *lse;                   /* optional */
-  int64_t rows, head_dim;       /* rows = tokens * heads */
+  float *lse;             /* optional */
+  int64_t rows, head_dim; /* rows = tokens * heads */
   int32_t dtype;
 };
 struct kvl_block_minmax_args {
   struct kvl_cache_view cache;
   const int32_t *blocks, *tokens;
-  const int32_t *rows;          /* of the summary; NULL: blocks */
-  void *summary;                /* cache's dtype */
+  const int32_t *rows; /* of the summary; NULL: blocks */
+  void *summary;       /* cache's dtype */
   int64_t n, summary_rows;
 };
 struct kvl_block_mean_args {
   struct kvl_cache_view cache;
   const int32_t *blocks, *tokens;
-  const int32_t *rows;          /* of the summary; NULL: blocks */
+  const int32_t *rows; /* of the summary; NULL: blocks */
   void *summary;
   int64_t n, summary_rows;
   int32_t summary_dtype;
@@ -268,7 +332,7 @@ struct kvl_select_args {
   const float *scores;
   const int32_t *lens;
   int32_t *selection;
-  int32_t *counts;              /* optional */
+  int32_t *counts; /* optional */
   int64_t seqs, selection_heads, max_blocks, max_selected;
   kvl_budget budget;
   void *workspace;
@@ -278,7 +342,7 @@ struct kvl_trim_selection_args {
   const float *weights;
   const int32_t *lens;
   int32_t *selection;
-  int32_t *counts;              /* optional */
+  int32_t *counts; /* optional */
   int64_t seqs, heads, max_blocks, max_selected;
   double mass;
   int32_t block_size, sink, recent;
@@ -302,11 +366,11 @@ struct kvl_hash_rows_args {
 struct kvl_block_hash_args {
   struct kvl_cache_view cache;
   const int32_t *blocks, *tokens;
-  const int32_t *rows;          /* of the hashes; NULL: blocks */
+  const int32_t *rows; /* of the hashes; NULL: blocks */
   const float *planes;
   uint64_t *hashes;
   int64_t n, summary_rows;
-  int32_t bits, is_token;       /* is_token: a hash a token */
+  int32_t bits, is_token; /* is_token: a hash a token */
 };
 /* Hashes [blocks, kv_heads, tokens, words]; tokens is 1, or block_size for a hash a token. */
 struct kvl_hash_view {
@@ -316,10 +380,10 @@ struct kvl_hash_view {
   int32_t is_token;
 };
 struct kvl_score_hamming_args {
-  const uint64_t *q;            /* [seqs, kv_heads, words] */
+  const uint64_t *q; /* [seqs, kv_heads, words] */
   struct kvl_hash_view hashes;
   const int32_t *tables, *lens;
-  float *scores;                /* [seqs, score_heads, max_blocks] */
+  float *scores; /* [seqs, score_heads, max_blocks] */
   int64_t seqs, score_heads, max_blocks;
   int32_t block_size;
 };
@@ -329,7 +393,7 @@ struct kvl_select_hamming_args {
   struct kvl_hash_view hashes;
   const int32_t *tables, *lens;
   int32_t *selection;
-  int32_t *counts;              /* optional */
+  int32_t *counts; /* optional */
   int64_t seqs, heads, selection_heads, max_blocks, max_selected;
   kvl_budget budget;
   int32_t block_size, head_dim, bits, dtype;
@@ -340,7 +404,7 @@ struct kvl_quantise_rows_args {
   void *out;
   float *scales;
   int64_t rows, dim;
-  int32_t dtype;                /* of x */
+  int32_t dtype; /* of x */
 };
 /* The scale of a row whose largest |x| is amax; x / scale is rounded to f8e4m3. */
 #define KVL_INDEX_AMAX_LEAST 1e-4f
@@ -349,7 +413,7 @@ struct kvl_hadamard_args {
   void *out;
   int64_t rows;
   float scale;
-  int32_t dim, dtype;           /* of x and out */
+  int32_t dim, dtype; /* of x and out */
 };
 /* One layer's index-K memory, see runtime/kvlab.h: key of slot (block b, offset t) at b *
  * block_size * (dim + 4) + t * dim, its scale at b * block_size * (dim + 4) + block_size * dim
@@ -364,7 +428,7 @@ struct kvl_index_append_args {
   const void *k;
   const int64_t *slots;
   int64_t n;
-  int32_t dtype;                /* of k */
+  int32_t dtype; /* of k */
 };
 struct kvl_index_gather_args {
   struct kvl_index_view cache;
@@ -379,7 +443,7 @@ struct kvl_mqa_logits_args {
   const int32_t *starts, *ends;
   void *logits;
   int64_t rows, tokens, columns;
-  int32_t heads, dim, dtype;    /* of logits */
+  int32_t heads, dim, dtype; /* of logits */
 };
 struct kvl_mqa_logits_paged_args {
   struct kvl_index_view cache;
@@ -387,42 +451,42 @@ struct kvl_mqa_logits_paged_args {
   const float *weights;
   const int32_t *tables, *lens;
   void *logits;
-  int64_t sequences, each, max_blocks, columns;   /* rows: sequences * each */
+  int64_t sequences, each, max_blocks, columns; /* rows: sequences * each */
   int32_t heads, dtype;
 };
 
 /* What positions of tokens become, see kvl_transform. */
 struct kvl_transform_view {
-  const int32_t *tables;        /* optional [sequences, width] */
-  const int32_t *row_sequence;  /* optional [rows] */
-  const int32_t *offsets;       /* optional [rows] */
+  const int32_t *tables;       /* optional [sequences, width] */
+  const int32_t *row_sequence; /* optional [rows] */
+  const int32_t *offsets;      /* optional [rows] */
   int64_t sequences, width;
-  int64_t rows_each;            /* rows of a sequence, where row_sequence is NULL */
+  int64_t rows_each; /* rows of a sequence, where row_sequence is NULL */
   int32_t block_size;
 };
 struct kvl_topk_transform_args {
-  const void *logits;           /* [rows, n] */
-  const int32_t *starts;        /* optional [rows] */
+  const void *logits;    /* [rows, n] */
+  const int32_t *starts; /* optional [rows] */
   const int32_t *lens;
-  int32_t *out;                 /* [rows, k] */
+  int32_t *out; /* [rows, k] */
   struct kvl_transform_view transform;
   int64_t rows, n, k;
   int32_t dtype;
 };
 struct kvl_transform_indices_args {
-  const int32_t *positions;     /* optional [rows, k] */
-  const int32_t *lens;          /* [rows], without positions */
-  int32_t *out;                 /* [rows, k] */
+  const int32_t *positions; /* optional [rows, k] */
+  const int32_t *lens;      /* [rows], without positions */
+  int32_t *out;             /* [rows, k] */
   struct kvl_transform_view transform;
   int64_t rows, k;
 };
 struct kvl_topk_merge_args {
-  const void *logits;           /* [rows, n]: columns first ... first + n - 1 */
-  const int32_t *starts;        /* optional [rows] */
+  const void *logits;    /* [rows, n]: columns first ... first + n - 1 */
+  const int32_t *starts; /* optional [rows] */
   const int32_t *lens;
-  const float *kept_values;     /* [rows, k] */
+  const float *kept_values; /* [rows, k] */
   const int32_t *kept_positions;
-  float *values;                /* [rows, k] */
+  float *values; /* [rows, k] */
   int32_t *positions;
   int64_t rows, n, k, first;
   int32_t dtype;
@@ -436,17 +500,17 @@ struct kvl_ragged_slots_args {
 };
 
 struct kvl_move_blocks_args {
-  struct kvl_cache_view src, dst;   /* equal but for kv, blocks and pinned */
-  const int32_t *from, *to;     /* [seqs, lanes, n] */
-  int64_t *moved;               /* optional */
-  int64_t seqs, lanes, n;       /* lanes: 1 or kv_heads */
+  struct kvl_cache_view src, dst; /* equal but for kv, blocks and pinned */
+  const int32_t *from, *to;       /* [seqs, lanes, n] */
+  int64_t *moved;                 /* optional */
+  int64_t seqs, lanes, n;         /* lanes: 1 or kv_heads */
 };
 struct kvl_cut_selection_args {
-  const int32_t *selection;     /* optional [seqs, heads, max_selected] */
+  const int32_t *selection; /* optional [seqs, heads, max_selected] */
   const int32_t *tables, *lens;
-  const int32_t *opens;         /* [seqs, 2] */
-  int32_t *logical, *physical;  /* [passes, seqs, heads, n] */
-  int32_t *open_logical, *open_slots;   /* [seqs, heads, n_open] */
+  const int32_t *opens;               /* [seqs, 2] */
+  int32_t *logical, *physical;        /* [passes, seqs, heads, n] */
+  int32_t *open_logical, *open_slots; /* [seqs, heads, n_open] */
   int64_t seqs, heads, max_selected, max_blocks, passes, n, n_open;
   int32_t block_size;
 };
@@ -467,7 +531,7 @@ struct kvl_hot_resolve_args {
   const int32_t *tables;        /* [seqs, max_blocks] */
   int32_t *slots;               /* [seqs, kv_heads, n] */
   int32_t *miss_from, *miss_to; /* [kv_heads, seqs * n] */
-  int32_t *hit_logical, *hit_slots, *miss_logical, *miss_slots;   /* all or none */
+  int32_t *hit_logical, *hit_slots, *miss_logical, *miss_slots; /* all or none */
   void *workspace;
   int64_t seqs, selection_heads, n, max_blocks;
   int32_t is_ahead;
@@ -477,10 +541,10 @@ struct kvl_hot_append_args {
   struct kvl_cache_view cache;  /* the host tier */
   struct kvl_cache_view buffer; /* kv NULL: none */
   const void *k, *v;
-  const int64_t *slots;         /* of the host tier */
+  const int64_t *slots; /* of the host tier */
   const int64_t *buffer_slots;
   int64_t tokens;
-  int32_t dtype;                /* of k and v */
+  int32_t dtype; /* of k and v */
 };
 struct kvl_hot_drop_args {
   struct kvl_hot_view hot;
@@ -492,7 +556,7 @@ struct kvl_hot_drop_args {
  * either cache is head_dim * block_size elements; compute in int64. */
 struct kvl_vllm_view {
   void *keys, *values;
-  const float *k_scale, *v_scale;   /* optional [1], of an f8e4m3 cache */
+  const float *k_scale, *v_scale; /* optional [1], of an f8e4m3 cache */
   int64_t blocks;
   int32_t kv_heads, head_dim, block_size, dtype;
 };
@@ -501,18 +565,18 @@ struct kvl_vllm_append_args {
   const void *k, *v;
   const int64_t *slots;
   int64_t tokens;
-  int32_t dtype;                /* of k and v */
+  int32_t dtype; /* of k and v */
 };
 struct kvl_vllm_attention_args {
   struct kvl_vllm_view cache;
   const void *q;
   const int32_t *tables, *lens;
-  const float *alibi;           /* optional [heads] */
+  const float *alibi; /* optional [heads] */
   void *out;
   void *workspace;
   int64_t seqs, heads, max_blocks;
   float scale;
-  int32_t version, dtype;       /* 1 or 2; of q and out */
+  int32_t version, dtype; /* 1 or 2; of q and out */
 };
 
 /* The selectable blocks of a sequence of n blocks: the one definition, for both devices.
@@ -559,7 +623,7 @@ KVL_INLINE struct kvl_window kvl__window(int32_t start, int32_t len, int64_t fir
 struct kvl_row_transform {
   const int32_t *table;
   int64_t width;
-  int32_t block_size;           /* 0: offset is added */
+  int32_t block_size; /* 0: offset is added */
   int32_t offset;
 };
 KVL_INLINE struct kvl_row_transform kvl__row_transform(const struct kvl_transform_view *t,
@@ -577,7 +641,7 @@ KVL_INLINE struct kvl_row_transform kvl__row_transform(const struct kvl_transfor
 KVL_INLINE int32_t kvl__transformed(struct kvl_row_transform t, int32_t position) {
   if (position < 0) return -1;
   if (t.block_size == 0) return position + t.offset;
-  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size;   /* divides faster */
+  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size; /* divides faster */
   if ((int64_t)(p / size) >= t.width) return -1;
   int32_t block = t.table[p / size];
   return block < 0 ? -1 : block * t.block_size + (int32_t)(p % size);

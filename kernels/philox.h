@@ -39,7 +39,10 @@ KVL_INLINE void kvl__philox(uint64_t seed, uint64_t block, uint32_t out[4]) {
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  out[0] = c0; out[1] = c1; out[2] = c2; out[3] = c3;
+  out[0] = c0;
+  out[1] = c1;
+  out[2] = c2;
+  out[3] = c3;
 }
 
 /* (0, 1]: cuRAND's curand_uniform. */
@@ -50,12 +53,18 @@ KVL_INLINE float kvl__uniform(uint32_t x) {
 /* ln(u) for u in (0, 1], normal numbers only: u = m * 2^e, m in [sqrt(1/2), sqrt(2));
  * ln m = 2 atanh((m-1)/(m+1)). Absolute error below 2e-7 * max(1, |ln u|). */
 KVL_INLINE float kvl__log(float u) {
-  union { float f; uint32_t i; } x;
+  union {
+    float f;
+    uint32_t i;
+  } x;
   x.f = u;
   int32_t e = (int32_t)(x.i >> 23) - 127;
   x.i = (x.i & 0x7FFFFFu) | 0x3F800000u;
   float m = x.f;
-  if (m > 1.41421354f) { m = KVL_MUL(m, 0.5f); e++; }
+  if (m > 1.41421354f) {
+    m = KVL_MUL(m, 0.5f);
+    e++;
+  }
   float r = KVL_DIV(KVL_ADD(m, -1.0f), KVL_ADD(m, 1.0f)), r2 = KVL_MUL(r, r);
   float p = KVL_FMA(r2, 0.222222222f, 0.285714286f);
   p = KVL_FMA(r2, p, 0.4f);
@@ -83,8 +92,8 @@ KVL_INLINE void kvl__sincos_quarter(float x, int32_t quarter, float *s, float *c
 
 /* sin and cos of 2 pi t for t in (0, 1]. */
 KVL_INLINE void kvl__sincos_turn(float t, float *s, float *c) {
-  int32_t octant = (int32_t)KVL_MUL(t, 8.0f);            /* 0 ... 8 */
-  int32_t quarter = (octant + 1) / 2;                    /* nearest multiple of 1/4 */
+  int32_t octant = (int32_t)KVL_MUL(t, 8.0f); /* 0 ... 8 */
+  int32_t quarter = (octant + 1) / 2;         /* nearest multiple of 1/4 */
   float x = KVL_MUL(KVL_FMA((float)quarter, -0.25f, t), 6.28318548f); /* |x| <= pi/4 */
   kvl__sincos_quarter(x, quarter, s, c);
 }

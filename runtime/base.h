@@ -9,21 +9,23 @@
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
-enum { KVL_DIMS_MAX = 6 };       /* dims of a tensor */
+enum { KVL_DIMS_MAX = 6 }; /* dims of a tensor */
 
-typedef enum kvl_status {        /* ORDER kvl_status */
+/* ORDER kvl_status */
+typedef enum kvl_status {
   KVL_OK = 0,
-  KVL_ERR_INVALID = -1,          /* an argument is wrong */
-  KVL_ERR_NO_MEMORY = -2,        /* device or host memory is exhausted */
-  KVL_ERR_NO_BLOCKS = -3,        /* the block pool is exhausted */
-  KVL_ERR_IO = -4,               /* a file cannot be read */
-  KVL_ERR_FORMAT = -5,           /* a file has a wrong format or wrong contents */
-  KVL_ERR_DEVICE = -6,           /* the device or its driver failed, or is not there */
-  KVL_ERR_UNSUPPORTED = -7,      /* valid, but not in this build or on this device */
-  KVL_ERR_INTERRUPTED = -8,      /* kvl_interrupt(1) was called */
+  KVL_ERR_INVALID = -1,     /* an argument is wrong */
+  KVL_ERR_NO_MEMORY = -2,   /* device or host memory is exhausted */
+  KVL_ERR_NO_BLOCKS = -3,   /* the block pool is exhausted */
+  KVL_ERR_IO = -4,          /* a file cannot be read */
+  KVL_ERR_FORMAT = -5,      /* a file has a wrong format or wrong contents */
+  KVL_ERR_DEVICE = -6,      /* the device or its driver failed, or is not there */
+  KVL_ERR_UNSUPPORTED = -7, /* valid, but not in this build or on this device */
+  KVL_ERR_INTERRUPTED = -8, /* kvl_interrupt(1) was called */
 } kvl_status;
 
-typedef enum kvl_dtype {         /* ORDER kvl_dtype */
+/* ORDER kvl_dtype */
+typedef enum kvl_dtype {
   KVL_DTYPE_F32 = 0,
   KVL_DTYPE_F16 = 1,
   KVL_DTYPE_BF16 = 2,
@@ -34,27 +36,55 @@ typedef enum kvl_dtype {         /* ORDER kvl_dtype */
   KVL_DTYPE_U64 = 7,
 } kvl_dtype;
 
-typedef enum kvl_unary_op {      /* ORDER kvl_unary_op */
-  KVL_UNARY_NEG, KVL_UNARY_ABS, KVL_UNARY_EXP, KVL_UNARY_LOG, KVL_UNARY_SQRT,
-  KVL_UNARY_RSQRT, KVL_UNARY_SIGMOID, KVL_UNARY_SILU, KVL_UNARY_TANH, KVL_UNARY_RELU,
+/* ORDER kvl_unary_op */
+typedef enum kvl_unary_op {
+  KVL_UNARY_NEG,
+  KVL_UNARY_ABS,
+  KVL_UNARY_EXP,
+  KVL_UNARY_LOG,
+  KVL_UNARY_SQRT,
+  KVL_UNARY_RSQRT,
+  KVL_UNARY_SIGMOID,
+  KVL_UNARY_SILU,
+  KVL_UNARY_TANH,
+  KVL_UNARY_RELU,
 } kvl_unary_op;
 
-typedef enum kvl_binary_op {     /* ORDER kvl_binary_op */
-  KVL_BINARY_ADD, KVL_BINARY_SUB, KVL_BINARY_MUL, KVL_BINARY_DIV, KVL_BINARY_MAX,
-  KVL_BINARY_MIN, KVL_BINARY_EQ, KVL_BINARY_NE, KVL_BINARY_LT, KVL_BINARY_LE,
-  KVL_BINARY_GT, KVL_BINARY_GE,
+/* ORDER kvl_binary_op */
+typedef enum kvl_binary_op {
+  KVL_BINARY_ADD,
+  KVL_BINARY_SUB,
+  KVL_BINARY_MUL,
+  KVL_BINARY_DIV,
+  KVL_BINARY_MAX,
+  KVL_BINARY_MIN,
+  KVL_BINARY_EQ,
+  KVL_BINARY_NE,
+  KVL_BINARY_LT,
+  KVL_BINARY_LE,
+  KVL_BINARY_GT,
+  KVL_BINARY_GE,
 } kvl_binary_op;
 
-typedef enum kvl_reduce_op {     /* ORDER kvl_reduce_op */
-  KVL_REDUCE_SUM, KVL_REDUCE_MEAN, KVL_REDUCE_MAX, KVL_REDUCE_MIN,
+/* ORDER kvl_reduce_op */
+typedef enum kvl_reduce_op {
+  KVL_REDUCE_SUM,
+  KVL_REDUCE_MEAN,
+  KVL_REDUCE_MAX,
+  KVL_REDUCE_MIN,
 } kvl_reduce_op;
 
-typedef enum kvl_random_kind {   /* ORDER kvl_random_kind */
-  KVL_RANDOM_UNIFORM, KVL_RANDOM_NORMAL, KVL_RANDOM_INTEGER,
+/* ORDER kvl_random_kind */
+typedef enum kvl_random_kind {
+  KVL_RANDOM_UNIFORM,
+  KVL_RANDOM_NORMAL,
+  KVL_RANDOM_INTEGER,
 } kvl_random_kind;
 
-typedef enum kvl_group {         /* ORDER kvl_group: how query heads of a KV head combine */
-  KVL_GROUP_MAX, KVL_GROUP_MEAN,
+/* ORDER kvl_group: how query heads of a KV head combine */
+typedef enum kvl_group {
+  KVL_GROUP_MAX,
+  KVL_GROUP_MEAN,
 } kvl_group;
 
 /* A budget says how many of a sequence's n blocks may be selected: ceil(ratio * n), or

@@ -70,14 +70,14 @@ typedef struct kvl_stream kvl_stream;
 typedef struct kvl_event kvl_event;
 
 typedef struct kvl_device_stats {
-  int64_t bytes_live;            /* in tensors now */
-  int64_t bytes_live_peak;       /* since open or kvl_device_reset_peak */
-  int64_t bytes_cached;          /* held by the allocator, free for reuse */
-  int64_t bytes_pinned;          /* in pinned host memory now */
-  int64_t bytes_total;           /* of the device */
-  int64_t bytes_free;            /* as the device reports it */
-  int64_t allocations;           /* calls that reached the device's allocator */
-  int64_t launches;              /* ops launched */
+  int64_t bytes_live;      /* in tensors now */
+  int64_t bytes_live_peak; /* since open or kvl_device_reset_peak */
+  int64_t bytes_cached;    /* held by the allocator, free for reuse */
+  int64_t bytes_pinned;    /* in pinned host memory now */
+  int64_t bytes_total;     /* of the device */
+  int64_t bytes_free;      /* as the device reports it */
+  int64_t allocations;     /* calls that reached the device's allocator */
+  int64_t launches;        /* ops launched */
 } kvl_device_stats;
 
 /* Opens "cpu", "cuda" or "cuda:N". Devices are reference counted: each open needs one close.
@@ -85,8 +85,8 @@ typedef struct kvl_device_stats {
  * cannot be loaded. */
 int kvl_device_open(const char *name, kvl_device **out);
 void kvl_device_close(kvl_device *dev);
-const char *kvl_device_name(const kvl_device *dev);          /* "cpu", "cuda:0" */
-const char *kvl_device_description(kvl_device *dev);   /* "NVIDIA H100 ..." */
+const char *kvl_device_name(const kvl_device *dev);  /* "cpu", "cuda:0" */
+const char *kvl_device_description(kvl_device *dev); /* "NVIDIA H100 ..." */
 int kvl_device_is_cpu(const kvl_device *dev);
 int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out);
 int kvl_device_reset_peak(kvl_device *dev);
@@ -120,7 +120,7 @@ int kvl_stream_sync(kvl_stream *stream);
 /* Makes `stream` the current one (NULL: the default stream). Allocations, copies and ops go
  * to the current stream. */
 int kvl_device_use_stream(kvl_device *dev, kvl_stream *stream);
-kvl_stream *kvl_device_stream(kvl_device *dev);               /* current; borrow */
+kvl_stream *kvl_device_stream(kvl_device *dev); /* current; borrow */
 
 int kvl_event_open(kvl_device *dev, kvl_event **out);
 void kvl_event_close(kvl_event *event);
@@ -129,8 +129,8 @@ int kvl_event_record(kvl_event *event, kvl_stream *stream);
 /* Makes later work on `stream` wait for the event, without making the host wait. An event
  * that was never recorded counts as complete. */
 int kvl_stream_wait_event(kvl_stream *stream, kvl_event *event);
-int kvl_event_sync(kvl_event *event);                         /* the host waits */
-int kvl_event_done(kvl_event *event);                         /* 1 complete, 0 not */
+int kvl_event_sync(kvl_event *event); /* the host waits */
+int kvl_event_done(kvl_event *event); /* 1 complete, 0 not */
 /* Gives the microseconds between two complete events. Errors: INVALID if one of them is not
  * recorded, or if kvl_cpu_link was called between them. */
 int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us);
@@ -141,17 +141,17 @@ typedef struct kvl_storage kvl_storage;
 
 /* A tensor is a contiguous row-major view of reference-counted storage. */
 typedef struct kvl_tensor {
-  void *ptr;                     /* first element, in the device's memory */
-  kvl_storage *storage;          /* NULL: closed */
+  void *ptr;            /* first element, in the device's memory */
+  kvl_storage *storage; /* NULL: closed */
   kvl_device *device;
-  int64_t shape[6];              /* KVL_DIMS_MAX; unused dims are 1 */
-  int64_t count;                 /* elements */
+  int64_t shape[6]; /* KVL_DIMS_MAX; unused dims are 1 */
+  int64_t count;    /* elements */
   int32_t ndim;
-  int32_t dtype;                 /* kvl_dtype */
+  int32_t dtype; /* kvl_dtype */
 } kvl_tensor;
 
 int kvl_dtype_bytes(int dtype);
-const char *kvl_dtype_name(int dtype);                        /* "bf16" */
+const char *kvl_dtype_name(int dtype); /* "bf16" */
 
 /* Allocates an uninitialised tensor on the current stream of `dev`. The caller owns it.
  * Errors: INVALID if ndim is wrong or the shape is negative or overflows; NO_MEMORY. */
@@ -167,17 +167,15 @@ int kvl_tensor_is_pinned(const kvl_tensor *t);
 void kvl_tensor_close(kvl_tensor *t);
 /* Makes a view of the elements [start, start + length) of dimension 0. The view retains the
  * storage, so it needs its own close. */
-int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length,
-                      kvl_tensor *out);
+int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length, kvl_tensor *out);
 /* Makes a view of entry `index` of dimension 0; the view lacks that dimension. */
 int kvl_tensor_index(const kvl_tensor *t, int64_t index, kvl_tensor *out);
 /* Makes a view with another shape that has the same count of elements. */
-int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape,
-                       kvl_tensor *out);
+int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape, kvl_tensor *out);
 /* Wraps memory of the caller in a tensor. The caller must keep the memory until every view
  * is closed and the device has been synchronised. */
-int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
-                    void *memory, kvl_tensor *out);
+int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape, void *memory,
+                    kvl_tensor *out);
 
 /* dst = src. The two have the same dtype and count and may be on any pair of devices. The
  * copy is asynchronous on the current stream of the CUDA side; between two CPU tensors, of
@@ -250,12 +248,10 @@ int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
  *  src    any  [rows, ...]
  *  index  i32  [n]
  *  out    like src [n, ...] */
-int kvl_gather_rows(const kvl_tensor *src, const kvl_tensor *index,
-                    const kvl_tensor *out);
+int kvl_gather_rows(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *out);
 /* dst[index[i]] = src[i] for whole rows. An index that is out of range is skipped. If an
  * index occurs more than once, its last row wins. */
-int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index,
-                     const kvl_tensor *dst);
+int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *dst);
 /* out[r][j] = src[r][index[r][j]]. An index that is out of range gives zero.
  *  src    f32 f16 bf16 i32  [rows, n]
  *  index  i32               [rows, m]
@@ -284,8 +280,7 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
  *  x          f32 f16 bf16  [tokens, heads, head_dim]
  *  positions  i32           [tokens]
  *  inv_freq   f32           [pairs]      pairs <= head_dim / 2 */
-int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions,
-             const kvl_tensor *inv_freq);
+int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq);
 /* out = silu(gate) * up, all f32, f16 or bf16 [rows, dim] with equal shapes and dtypes. */
 int kvl_silu_mul(const kvl_tensor *gate, const kvl_tensor *up, const kvl_tensor *out);
 
@@ -318,8 +313,8 @@ int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out);
 int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n);
 /* Closes the sequence and drops its references to blocks. NULL is allowed. */
 void kvl_sequence_close(kvl_sequence *seq);
-int kvl_sequence_length(const kvl_sequence *seq);             /* tokens */
-int kvl_sequence_blocks(const kvl_sequence *seq);             /* blocks held */
+int kvl_sequence_length(const kvl_sequence *seq); /* tokens */
+int kvl_sequence_blocks(const kvl_sequence *seq); /* blocks held */
 /* Lengthens n sequences, sequence i by tokens[i] >= 0. The call lengthens all of them or
  * none.
  *  seqs    n different sequences of one pool
@@ -374,8 +369,7 @@ int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *
                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* Copies whole blocks, dst[i] = src[i]; no block may be both. src and dst are i32 [n]; a
  * pair with -1 is skipped. */
-int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
-                    const kvl_tensor *cache);
+int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tensor *cache);
 
 /* out = softmax(scale * q k^T + bias) v over every block of each sequence, or over a
  * selection of blocks. Sums are accumulated in fp32.
@@ -453,15 +447,14 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
  *  scores   f32           [seqs, kv_heads, max_blocks]
  * minmax: sum_d max(q_d * min_d, q_d * max_d)   (Quest, Tang et al. 2024). mean: q . mean.
  * max_qk: the largest q . k of the block's valid tokens, read from the cache itself. */
-int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
-                     const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
-                     int group, const kvl_tensor *scores);
-int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
-                   const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
-                   int group, const kvl_tensor *scores);
-int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
-                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
+int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary, const kvl_tensor *tables,
+                     const kvl_tensor *lens, int block_size, int group,
                      const kvl_tensor *scores);
+int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary, const kvl_tensor *tables,
+                   const kvl_tensor *lens, int block_size, int group,
+                   const kvl_tensor *scores);
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *tables,
+                     const kvl_tensor *lens, int group, const kvl_tensor *scores);
 
 /* ---- hashes --------------------------------------------------------------------------- */
 /* These ops hash a vector x by random planes: bit b of the hash is 1 where planes[b] . x >
@@ -483,8 +476,8 @@ int kvl_hash_rows(const kvl_tensor *x, const kvl_tensor *planes, const kvl_tenso
  *          u64  [rows, kv_heads, block_size, words]  each valid token; the hashes of other
  *                                                    tokens stay as they are */
 int kvl_block_hash(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *rows,
-                   const kvl_tensor *planes, const kvl_tensor *hashes);
+                   const kvl_tensor *tokens, const kvl_tensor *rows, const kvl_tensor *planes,
+                   const kvl_tensor *hashes);
 /* Scores every block of every sequence by the number of bits in which its hash differs from
  * the query's hash, negated: 0 is the best score. Entries past a sequence's last block get
  * -inf. With token hashes, a block gets the score of its best valid token.
@@ -616,7 +609,7 @@ int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
  *  offsets       i32  [rows]  RAGGED: p + offsets[r]; not together with tables */
 typedef struct kvl_transform {
   const kvl_tensor *tables, *row_sequence, *offsets;
-  int32_t block_size;            /* of tables; 1 ... 4096 */
+  int32_t block_size; /* of tables; 1 ... 4096 */
   int32_t reserved;
 } kvl_transform;
 
@@ -762,7 +755,7 @@ int kvl_cut_selection(const kvl_cut *call);
  * blocks to the host, with an event offload-done for each layer. Source: the SparsePolicy
  * engine of a nano-vllm fork. */
 typedef struct kvl_ring kvl_ring;
-enum { KVL_RING_BUFFER = -1 };   /* instead of a slot: work on the buffer, for a trace */
+enum { KVL_RING_BUFFER = -1 }; /* instead of a slot: work on the buffer, for a trace */
 
 /* Opens a ring over memory, f32 f16 bf16 [slots, blocks, 2, kv_heads, block_size, head_dim],
  * which the ring retains. Errors: INVALID, NO_MEMORY, DEVICE. */
@@ -801,8 +794,11 @@ int kvl_ring_wait_offload(kvl_ring *ring, int layer);
 /* Gives the bytes moved since open, in each direction. It waits for the ring's streams. */
 int kvl_ring_bytes(kvl_ring *ring, int64_t *to_device, int64_t *to_host);
 
-typedef enum kvl_span_kind {     /* ORDER kvl_span_kind */
-  KVL_SPAN_LOAD, KVL_SPAN_COMPUTE, KVL_SPAN_OFFLOAD,
+/* ORDER kvl_span_kind */
+typedef enum kvl_span_kind {
+  KVL_SPAN_LOAD,
+  KVL_SPAN_COMPUTE,
+  KVL_SPAN_OFFLOAD,
 } kvl_span_kind;
 
 /* A span is one load, computation or offload, from its begin to its end on the device, in
@@ -883,7 +879,9 @@ int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 /* A key names a block by all tokens up to its end. It is the XXH3-128 of the key of its
  * parent, the block before it (lo, then hi, both little-endian), and of its own tokens (i32,
  * little-endian). */
-typedef struct kvl_key { uint64_t lo, hi; } kvl_key;
+typedef struct kvl_key {
+  uint64_t lo, hi;
+} kvl_key;
 
 /* Computes the keys of the full blocks of `count` tokens. Tokens past the last full block
  * have none. The first block's parent is *parent. Where parent is NULL, it is the XXH3-128
@@ -901,10 +899,10 @@ typedef struct kvl_store kvl_store;
  * to them. */
 typedef struct kvl_store_stats {
   int64_t hits, misses, puts, evictions;
-  int64_t damaged;               /* records that differ from what was put; also misses */
-  int64_t errors;                /* failures outside the program; an outage is one */
+  int64_t damaged; /* records that differ from what was put; also misses */
+  int64_t errors;  /* failures outside the program; an outage is one */
   int64_t bytes_read, bytes_written;
-  int64_t bytes_held, records;   /* -1: not known */
+  int64_t bytes_held, records; /* -1: not known */
 } kvl_store_stats;
 
 /* Opens a store by its URL:
@@ -972,13 +970,17 @@ typedef struct kvl_prefetch kvl_prefetch;
 typedef struct kvl_ticket kvl_ticket;
 
 /* Priorities with a name. Any other number is a priority, too. */
-enum { KVL_PREFETCH_URGENT = 0, KVL_PREFETCH_HIGH = 1, KVL_PREFETCH_NORMAL = 2,
-       KVL_PREFETCH_LOW = 3 };
+enum {
+  KVL_PREFETCH_URGENT = 0,
+  KVL_PREFETCH_HIGH = 1,
+  KVL_PREFETCH_NORMAL = 2,
+  KVL_PREFETCH_LOW = 3
+};
 
 typedef struct kvl_prefetch_options {
-  int64_t bytes_staging;         /* pinned memory for records in flight, of all workers */
-  int32_t workers;               /* 1 ... 64 */
-  int32_t max_pending;           /* tasks that may wait, 1 ... 2^20 */
+  int64_t bytes_staging; /* pinned memory for records in flight, of all workers */
+  int32_t workers;       /* 1 ... 64 */
+  int32_t max_pending;   /* tasks that may wait, 1 ... 2^20 */
 } kvl_prefetch_options;
 
 /* Opens a prefetcher, which keeps the store alive. Errors: INVALID, NO_MEMORY, DEVICE. */
@@ -997,7 +999,7 @@ typedef struct kvl_prefetch_task {
   const kvl_tensor *memory;
   const kvl_key *keys;
   const int32_t *blocks;
-  int64_t request;               /* the request it belongs to, for cancel, reprioritise */
+  int64_t request; /* the request it belongs to, for cancel, reprioritise */
   int32_t n, first_layer, priority, reserved;
 } kvl_prefetch_task;
 
@@ -1016,7 +1018,7 @@ int kvl_prefetch_cancel(kvl_prefetch *engine, int64_t request);
 int kvl_prefetch_reprioritise(kvl_prefetch *engine, int64_t request, int priority);
 
 typedef struct kvl_prefetch_stats {
-  int64_t submitted, completed, cancelled, failed;   /* tasks */
+  int64_t submitted, completed, cancelled, failed; /* tasks */
   int64_t hits, misses;          /* records found; keys that lacked a record */
   int64_t bytes;                 /* read */
   int64_t waits;                 /* calls that waited for a ticket or a layer */
@@ -1025,20 +1027,24 @@ typedef struct kvl_prefetch_stats {
 } kvl_prefetch_stats;
 int kvl_prefetch_stats_get(kvl_prefetch *engine, kvl_prefetch_stats *out);
 
-typedef enum kvl_prefetch_state {   /* ORDER kvl_prefetch_state */
-  KVL_PREFETCH_WAITING, KVL_PREFETCH_RUNNING, KVL_PREFETCH_COMPLETED,
-  KVL_PREFETCH_CANCELLED, KVL_PREFETCH_FAILED,
+/* ORDER kvl_prefetch_state */
+typedef enum kvl_prefetch_state {
+  KVL_PREFETCH_WAITING,
+  KVL_PREFETCH_RUNNING,
+  KVL_PREFETCH_COMPLETED,
+  KVL_PREFETCH_CANCELLED,
+  KVL_PREFETCH_FAILED,
 } kvl_prefetch_state;
 
 /* The outcome of a task. A block has arrived when all of its layers have. */
 typedef struct kvl_prefetch_result {
-  const uint8_t *arrived;        /* [n] 1 or 0: borrow, until the ticket is closed */
-  int64_t bytes;                 /* read */
-  double us_queued, us_reading;  /* in the queue; reading the store */
-  double us_copying;             /* copying, on the queue of the device */
-  int32_t state, n;              /* COMPLETED or CANCELLED */
-  int32_t blocks, leading;       /* that arrived; that arrived before the first gap */
-  int32_t missing;               /* keys that lacked a record */
+  const uint8_t *arrived;       /* [n] 1 or 0: borrow, until the ticket is closed */
+  int64_t bytes;                /* read */
+  double us_queued, us_reading; /* in the queue; reading the store */
+  double us_copying;            /* copying, on the queue of the device */
+  int32_t state, n;             /* COMPLETED or CANCELLED */
+  int32_t blocks, leading;      /* that arrived; that arrived before the first gap */
+  int32_t missing;              /* keys that lacked a record */
   int32_t reserved;
 } kvl_prefetch_result;
 
@@ -1060,9 +1066,9 @@ void kvl_ticket_close(kvl_ticket *ticket);
 
 typedef struct kvl_safetensors kvl_safetensors;
 typedef struct kvl_safetensors_entry {
-  const char *name;              /* borrow, until close */
+  const char *name; /* borrow, until close */
   int64_t shape[6];
-  int64_t offset, bytes;         /* in the file's data section */
+  int64_t offset, bytes; /* in the file's data section */
   int32_t ndim, dtype;
 } kvl_safetensors_entry;
 

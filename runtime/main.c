@@ -65,8 +65,8 @@ static void on_sigint(int signal_number) {
     return;
   }
   kvl_interrupt(1);
-  lua_sethook(interrupt_target, interrupt_hook,
-              LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT, 1);
+  lua_sethook(interrupt_target, interrupt_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT,
+              1);
 }
 
 /* Message handler: error value -> the text to show. */
@@ -172,7 +172,7 @@ int main(int argc, char **argv) {
   }
   luaL_openlibs(L);
   interrupt_target = L;
-  struct sigaction action = { .sa_handler = on_sigint };
+  struct sigaction action = {.sa_handler = on_sigint};
   sigaction(SIGINT, &action, NULL);
 
   lua_pushcfunction(L, error_text);

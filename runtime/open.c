@@ -26,8 +26,10 @@ static const kvl_backend *backend_cuda_open(void) {
   }
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) {
-    kvl__fail(KVL_ERR_DEVICE, "cuda: the plug-in cannot be loaded (%s); "
-              "./kvlab build --cuda=on builds it", dlerror());
+    kvl__fail(KVL_ERR_DEVICE,
+              "cuda: the plug-in cannot be loaded (%s); "
+              "./kvlab build --cuda=on builds it",
+              dlerror());
     return NULL;
   }
   const kvl_backend *found = dlsym(library, "kvl_backend_cuda");
@@ -49,13 +51,15 @@ static int parse_name(const char *name, const kvl_backend **backend, int *index)
   }
   if (name && !strncmp(name, "cuda", 4)) {
     char *end = (char *)name + 4;
-    if (*end == ':' && end[1] >= '0' && end[1] <= '9') *index = (int)strtol(end + 1, &end, 10);
+    if (*end == ':' && end[1] >= '0' && end[1] <= '9')
+      *index = (int)strtol(end + 1, &end, 10);
     if (!*end) {
       *backend = backend_cuda_open();
       return *backend ? KVL_OK : KVL_ERR_DEVICE;
     }
   }
-  return kvl__fail(KVL_ERR_INVALID, "device is \"%s\", expected \"cpu\", \"cuda\" or \"cuda:N\"",
+  return kvl__fail(KVL_ERR_INVALID,
+                   "device is \"%s\", expected \"cpu\", \"cuda\" or \"cuda:N\"",
                    name ? name : "NULL");
 }
 
@@ -81,7 +85,8 @@ int kvl_device_open(const char *name, kvl_device **out) {
   }
   int count = backend->count();
   if (count < 0)
-    return kvl__fail(KVL_ERR_DEVICE, "%s: no usable device (%s)", name, backend->last_error());
+    return kvl__fail(KVL_ERR_DEVICE, "%s: no usable device (%s)", name,
+                     backend->last_error());
   if (index >= count)
     return kvl__fail(KVL_ERR_DEVICE, "%s: there are %d devices", name, count);
   status = kvl__device_new(backend, index, &dev);

@@ -10,11 +10,11 @@
 struct append {
   struct kvl_cache_view to;
   const void *k, *v;
-  const int64_t *slots;         /* of the memory whose blocks slots and slot_of name */
-  const int32_t *slot_of;       /* [kv_heads, blocks]: where a block lies in `to`; NULL: it
+  const int64_t *slots;   /* of the memory whose blocks slots and slot_of name */
+  const int32_t *slot_of; /* [kv_heads, blocks]: where a block lies in `to`; NULL: it
                                  * is one of to's own */
   int64_t tokens, blocks;
-  int32_t dtype;                /* of k and v */
+  int32_t dtype; /* of k and v */
 };
 
 /* Which block of `to` takes a token of this KV head; -1: none. */
@@ -37,12 +37,10 @@ static inline KVL_HOT void convert_row(const void *from, void *to, int dim, floa
 
 static inline KVL_HOT int append_row(const void *from, void *to, int dim, float scale,
                                      int dtype, const int to_dtype) {
-  if (dtype == to_dtype)
-    memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
+  if (dtype == to_dtype) memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
   else if (to_dtype == KVL_DTYPE_F8E4M3)
     KVL_BY_FLOAT(dtype, convert_row(from, to, dim, scale, D, to_dtype))
-  else
-    convert_row(from, to, dim, 1, KVL_DTYPE_F32, to_dtype);
+  else convert_row(from, to, dim, 1, KVL_DTYPE_F32, to_dtype);
   return 0;
 }
 
@@ -84,8 +82,8 @@ static inline int append_run(const struct append *a, void *queue) {
     kvl__link_bytes(queue, KVL_LINK_TO_HOST,
                     rows * to->head_dim * kvl__float_bytes(to->dtype));
   }
-  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->head_dim),
-                    append_piece, a);
+  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->head_dim), append_piece,
+                    a);
 }
 
 #endif

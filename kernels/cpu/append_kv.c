@@ -8,7 +8,12 @@
 
 KVL_CPU_KERNEL(append_kv) {
   const struct kvl_append_kv_args *a = args;
-  struct append to_cache = { .to = a->cache, .k = a->k, .v = a->v, .slots = a->slots,
-    .tokens = a->tokens, .blocks = a->cache.blocks, .dtype = a->dtype };
+  struct append to_cache = {.to = a->cache,
+                            .k = a->k,
+                            .v = a->v,
+                            .slots = a->slots,
+                            .tokens = a->tokens,
+                            .blocks = a->cache.blocks,
+                            .dtype = a->dtype};
   return append_run(&to_cache, queue);
 }

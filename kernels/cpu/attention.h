@@ -17,13 +17,13 @@ enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 
 struct task {
   const struct kvl_paged_attention_args *args;
-  int64_t seq, token;           /* token: row of q that row 0 belongs to */
-  int64_t row;                  /* index of row 0 in the sequence's query rows x group */
+  int64_t seq, token; /* token: row of q that row 0 belongs to */
+  int64_t row;        /* index of row 0 in the sequence's query rows x group */
   int kv_head, group, rows;
   int32_t len;
-  int32_t position[TASK_ROWS] __attribute__((aligned(64)));   /* in the sequence */
-  int32_t first[TASK_ROWS] __attribute__((aligned(64)));      /* the window's, or 0 */
-  float slope[TASK_ROWS] __attribute__((aligned(64)));        /* ALiBi, or 0 */
+  int32_t position[TASK_ROWS] __attribute__((aligned(64))); /* in the sequence */
+  int32_t first[TASK_ROWS] __attribute__((aligned(64)));    /* the window's, or 0 */
+  float slope[TASK_ROWS] __attribute__((aligned(64)));      /* ALiBi, or 0 */
 };
 
 /* Sums of one task; row r of `values` is dim_padded(head_dim) long and still to be divided
@@ -52,15 +52,15 @@ struct key_tile {
 };
 
 struct key_walk {
-  const char *cache;            /* K of this KV head in block 0 */
+  const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
-  const int32_t *slots;         /* parallel to selection; NULL: the table says */
-  const int32_t *tokens;        /* slots of single tokens, in place of blocks; NULL: blocks */
+  const int32_t *slots;  /* parallel to selection; NULL: the table says */
+  const int32_t *tokens; /* slots of single tokens, in place of blocks; NULL: blocks */
   int64_t blocks, bytes_block, bytes_token, value;
-  int64_t entry, entry_end;     /* of the selection, or logical blocks */
-  int64_t start, end;           /* positions of keys that some row may see */
-  int64_t position;             /* of the next token of the open block */
-  int64_t left;                 /* tokens of it still to come */
+  int64_t entry, entry_end; /* of the selection, or logical blocks */
+  int64_t start, end;       /* positions of keys that some row may see */
+  int64_t position;         /* of the next token of the open block */
+  int64_t left;             /* tokens of it still to come */
   const char *next;
   int32_t block_size;
 };
@@ -130,13 +130,19 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
   int64_t slots = a->max_selected * list_row(t, a->slot_heads);
   int64_t entries = a->selection ? a->max_selected : a->max_blocks;
   return (struct key_walk){
-    .cache = (const char *)c->kv + t->kv_head * bytes_head,
-    .table = a->tables + t->seq * a->max_blocks,
-    .selection = a->selection ? a->selection + list : NULL,
-    .slots = a->slots ? a->slots + slots : NULL,
-    .blocks = c->blocks, .bytes_block = 2 * bytes_half, .bytes_token = bytes_token,
-    .value = bytes_half, .entry = begin, .entry_end = end < entries ? end : entries,
-    .start = t->first[0], .end = seen, .block_size = c->block_size,
+      .cache = (const char *)c->kv + t->kv_head * bytes_head,
+      .table = a->tables + t->seq * a->max_blocks,
+      .selection = a->selection ? a->selection + list : NULL,
+      .slots = a->slots ? a->slots + slots : NULL,
+      .blocks = c->blocks,
+      .bytes_block = 2 * bytes_half,
+      .bytes_token = bytes_token,
+      .value = bytes_half,
+      .entry = begin,
+      .entry_end = end < entries ? end : entries,
+      .start = t->first[0],
+      .end = seen,
+      .block_size = c->block_size,
   };
 }
 

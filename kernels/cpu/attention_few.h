@@ -35,8 +35,7 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
   if (hides_keys(t, tile, n, t->first[r], t->position[r])) {
     int32_t last = t->args->causal ? t->position[r] : INT32_MAX;
     for (int k = 0; k < n; k++)
-      if (tile->position[k] > last || tile->position[k] < t->first[r])
-        scores[k] = -INFINITY;
+      if (tile->position[k] > last || tile->position[k] < t->first[r]) scores[k] = -INFINITY;
   }
 
   vf high = vf_set(s->top[r]), sum = {0};
@@ -57,10 +56,10 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
  * rows and `vecs` vectors of d; of a single one `lanes` exist. Prefetches that part of the V
  * rows of `ahead`. */
 static inline KVL_HOT void add_values(const float *p, const float *keep,
-                                      const struct key_tile *tile,
-                                      const char *const *ahead, int64_t value, int d,
-                                      int padded, float *values, const int rows,
-                                      const int vecs, const int lanes, const int dtype) {
+                                      const struct key_tile *tile, const char *const *ahead,
+                                      int64_t value, int d, int padded, float *values,
+                                      const int rows, const int vecs, const int lanes,
+                                      const int dtype) {
   const int bytes = kvl__float_bytes(dtype);
   vf sum[DOT_ROWS_MAX][4], x[4];
 #pragma GCC unroll 4
@@ -102,8 +101,8 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
 
   memset(q, 0, (size_t)all * padded * sizeof *q);
   for (int i = 0; i < t->rows; i++)
-    load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim,
-               scale, t->args->dtype, dtype, q + i * padded);
+    load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim, scale,
+               t->args->dtype, dtype, q + i * padded);
   sums_clear(s, all, padded);
 
   walk_tile(&walk, now);
@@ -119,8 +118,7 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
       for (int r = 0; r < all; r += rows)
         dots_store(dots(q + r * padded, now->k + k, 0, ahead + k, dim, rows, 0, dtype),
                    p + r * TILE_KEYS + k, TILE_KEYS, rows);
-    for (int r = 0; r < t->rows; r++)
-      keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
+    for (int r = 0; r < t->rows; r++) keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
       const float *pr = p + r * TILE_KEYS;
       float *values = s->values + r * padded;

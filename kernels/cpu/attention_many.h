@@ -19,7 +19,7 @@ _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 struct product {
   const float *a, *b;
   float *c;
-  const float *keep;            /* NULL: 0 */
+  const float *keep; /* NULL: 0 */
   int64_t a_row, a_step, b_row, c_row;
   int depth;
 };
@@ -34,8 +34,8 @@ static inline KVL_HOT void strip(const struct product *m, int i0, const int rows
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < vecs; j++)
-      sum[i][j] = m->keep
-        ? m->keep[i0 + i] * vf_load(c, i * m->c_row + j * VF, KVL_DTYPE_F32) : vf_set(0);
+      sum[i][j] = m->keep ? m->keep[i0 + i] * vf_load(c, i * m->c_row + j * VF, KVL_DTYPE_F32)
+                          : vf_set(0);
   for (int t = 0; t < m->depth; t++, a += a_step, b += b_row) {
     vf x[4];
 #pragma GCC unroll 4
@@ -103,7 +103,7 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
 
   vf before = vf_load(sums->top, row0, KVL_DTYPE_F32), top = before, other = before;
   int k = 0;
-  for (; k + 2 <= n; k += 2) {  /* two chains: a maximum takes several cycles */
+  for (; k + 2 <= n; k += 2) { /* two chains: a maximum takes several cycles */
     top = vf_max(top, vf_load(s, k * PANEL, KVL_DTYPE_F32));
     other = vf_max(other, vf_load(s, (k + 1) * PANEL, KVL_DTYPE_F32));
   }
@@ -122,10 +122,10 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
 }
 
 struct many_scratch {
-  float q[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));   /* [panel][d][row] */
+  float q[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64))); /* [panel][d][row] */
   float k[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float v[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
-  float s[TILE_KEYS * PANEL] __attribute__((aligned(64)));          /* [key][row] */
+  float s[TILE_KEYS * PANEL] __attribute__((aligned(64))); /* [key][row] */
   float keep[PANEL] __attribute__((aligned(64)));
 };
 
@@ -135,18 +135,32 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
   int dim = t->args->cache.head_dim, padded = dim_padded(dim);
   int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
   int n = tile->n;
-  if (t->args->causal)          /* keys after the panel's last row are never computed */
+  if (t->args->causal) /* keys after the panel's last row are never computed */
     while (n > 0 && tile->position[n - 1] > t->position[row0 + rows - 1]) n--;
   if (n == 0 || tile->position[n - 1] < t->first[row0]) return;
-  multiply((struct product){ .a = m->k, .a_row = padded, .a_step = 1, .b = m->q + row0 * dim,
-    .b_row = PANEL, .c = m->s, .c_row = PANEL, .depth = dim }, n, vecs);
+  multiply((struct product){.a = m->k,
+                            .a_row = padded,
+                            .a_step = 1,
+                            .b = m->q + row0 * dim,
+                            .b_row = PANEL,
+                            .c = m->s,
+                            .c_row = PANEL,
+                            .depth = dim},
+           n, vecs);
   for (int v = 0; v < vecs; v++)
     softmax_lanes(t, tile, n, row0 + v * VF, m->s + v * VF, sums, m->keep + v * VF);
   for (int d = 0; d < padded; d += PANEL) {
     int left = (padded - d) / VF;
-    multiply((struct product){ .a = m->s, .a_row = 1, .a_step = PANEL, .b = m->v + d,
-      .b_row = padded, .c = sums->values + row0 * padded + d, .c_row = padded,
-      .keep = m->keep, .depth = n }, rows, left < MANY_VECS ? left : MANY_VECS);
+    multiply((struct product){.a = m->s,
+                              .a_row = 1,
+                              .a_step = PANEL,
+                              .b = m->v + d,
+                              .b_row = padded,
+                              .c = sums->values + row0 * padded + d,
+                              .c_row = padded,
+                              .keep = m->keep,
+                              .depth = n},
+             rows, left < MANY_VECS ? left : MANY_VECS);
   }
 }
 
@@ -173,8 +187,10 @@ static inline KVL_HOT void attend_many(const struct task *t, struct key_walk wal
     int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
     float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[HEAD_DIM_MAX];
     for (int d = 0; d < dim; d += VF)
-      vf_store(x, d, scale * vf_load_n(at_const(a->q, row + d, a->dtype), vf_left(d, dim),
-                                       a->dtype), KVL_DTYPE_F32);
+      vf_store(
+          x, d,
+          scale * vf_load_n(at_const(a->q, row + d, a->dtype), vf_left(d, dim), a->dtype),
+          KVL_DTYPE_F32);
     for (int d = 0; d < dim; d++) q[d * PANEL] = x[d];
   }
   sums_clear(sums, panels * PANEL, dim_padded(dim));

@@ -15,19 +15,19 @@ enum { STRIP = 512 };
 
 /* ---- arithmetic on a strip ---------------------------------------------------------- */
 
-#define EACH(TYPE, expression)                                             \
+#define EACH(TYPE, expression) \
   for (int i = 0; i < n; i++) ((TYPE *)out)[i] = (TYPE)(expression)
-#define EACH_VF(expression)                                                \
-  for (int i = 0; i < n; i += VF) {                                        \
-    int left = vf_left(i, n);                                              \
-    vf x = vf_load_n(a + i, left, KVL_DTYPE_F32);                          \
-    vf y = vf_load_n(b + i, left, KVL_DTYPE_F32);                          \
-    vf_store_n((float *)out + i, expression, left, KVL_DTYPE_F32);         \
+#define EACH_VF(expression)                                        \
+  for (int i = 0; i < n; i += VF) {                                \
+    int left = vf_left(i, n);                                      \
+    vf x = vf_load_n(a + i, left, KVL_DTYPE_F32);                  \
+    vf y = vf_load_n(b + i, left, KVL_DTYPE_F32);                  \
+    vf_store_n((float *)out + i, expression, left, KVL_DTYPE_F32); \
   }
 
 /* out: f32, or u8 for comparisons. May be a or b when f32. */
 static void floats(int op, const float *a, const float *b, int n, void *out) {
-  switch (op) {   /* ORDER kvl_binary_op */
+  switch (op) { /* ORDER kvl_binary_op */
     case KVL_BINARY_ADD: EACH_VF(x + y) break;
     case KVL_BINARY_SUB: EACH_VF(x - y) break;
     case KVL_BINARY_MUL: EACH_VF(x * y) break;
@@ -45,12 +45,12 @@ static void floats(int op, const float *a, const float *b, int n, void *out) {
 
 static inline int64_t whole_divide(int64_t a, int64_t b) {
   if (b == 0) return 0;
-  return b == -1 ? (int64_t)(0 - (uint64_t)a) : a / b;   /* INT64_MIN / -1 wraps */
+  return b == -1 ? (int64_t)(0 - (uint64_t)a) : a / b; /* INT64_MIN / -1 wraps */
 }
 
 static void wholes(int op, const int64_t *a, const int64_t *b, int n, void *out) {
-  const uint64_t *x = (const uint64_t *)a, *y = (const uint64_t *)b;   /* to wrap */
-  switch (op) {   /* ORDER kvl_binary_op */
+  const uint64_t *x = (const uint64_t *)a, *y = (const uint64_t *)b; /* to wrap */
+  switch (op) {                                                      /* ORDER kvl_binary_op */
     case KVL_BINARY_ADD: EACH(int64_t, x[i] + y[i]); break;
     case KVL_BINARY_SUB: EACH(int64_t, x[i] - y[i]); break;
     case KVL_BINARY_MUL: EACH(int64_t, x[i] * y[i]); break;
@@ -69,7 +69,10 @@ static void wholes(int op, const int64_t *a, const int64_t *b, int n, void *out)
 /* ---- strips in and out -------------------------------------------------------------- */
 
 /* Three strips: a, b and the result. */
-union room { float f[3][STRIP]; int64_t i[3][STRIP]; };
+union room {
+  float f[3][STRIP];
+  int64_t i[3][STRIP];
+};
 
 /* n copies in `buffer`. */
 static inline const float *spread(float x, float *buffer, int n) {
@@ -82,8 +85,8 @@ static inline const int64_t *spread_whole(int64_t x, int64_t *buffer, int n) {
 }
 
 /* Elements offset, offset + stride, ... as f32: in `buffer`, or where they lie. */
-static inline KVL_HOT const float *widen(const void *p, int64_t offset, int64_t stride,
-                                         int n, float *buffer, const int dtype) {
+static inline KVL_HOT const float *widen(const void *p, int64_t offset, int64_t stride, int n,
+                                         float *buffer, const int dtype) {
   if (stride == 0) return spread(f32_load(p, offset, dtype), buffer, n);
   if (dtype == KVL_DTYPE_F32) return (const float *)p + offset;
   for (int i = 0; i < n; i += VF)
@@ -103,16 +106,14 @@ static const int64_t *widen_whole(const void *p, int64_t offset, int64_t stride,
                                   int64_t *buffer, int dtype) {
   const int32_t *narrow32 = (const int32_t *)p + offset;
   const int64_t *wide = (const int64_t *)p + offset;
-  if (stride == 0)
-    return spread_whole(dtype == KVL_DTYPE_I32 ? *narrow32 : *wide, buffer, n);
+  if (stride == 0) return spread_whole(dtype == KVL_DTYPE_I32 ? *narrow32 : *wide, buffer, n);
   if (dtype == KVL_DTYPE_I64) return wide;
   for (int i = 0; i < n; i++) buffer[i] = narrow32[i];
   return buffer;
 }
 
-static inline KVL_HOT int float_strip(const struct kvl_binary_args *g, int64_t ia,
-                                      int64_t ib, int64_t io, int n, union room *room,
-                                      const int dtype) {
+static inline KVL_HOT int float_strip(const struct kvl_binary_args *g, int64_t ia, int64_t ib,
+                                      int64_t io, int n, union room *room, const int dtype) {
   int last = g->ndim - 1;
   float *r = room->f[2];
   const float *x = widen(g->a, ia, g->a_stride[last], n, room->f[0], dtype);
@@ -124,14 +125,13 @@ static inline KVL_HOT int float_strip(const struct kvl_binary_args *g, int64_t i
   return 0;
 }
 
-static void whole_strip(const struct kvl_binary_args *g, int64_t ia, int64_t ib,
-                        int64_t io, int n, union room *room) {
+static void whole_strip(const struct kvl_binary_args *g, int64_t ia, int64_t ib, int64_t io,
+                        int n, union room *room) {
   int last = g->ndim - 1;
   int64_t *r = room->i[2];
   const int64_t *x = widen_whole(g->a, ia, g->a_stride[last], n, room->i[0], g->dtype);
-  const int64_t *y =
-    g->b ? widen_whole(g->b, ib, g->b_stride[last], n, room->i[1], g->dtype)
-         : spread_whole(i64_from_f64(g->scalar), room->i[1], n);
+  const int64_t *y = g->b ? widen_whole(g->b, ib, g->b_stride[last], n, room->i[1], g->dtype)
+                          : spread_whole(i64_from_f64(g->scalar), room->i[1], n);
   if (g->op >= KVL_BINARY_EQ) {
     wholes(g->op, x, y, n, (uint8_t *)g->out + io);
   } else if (g->dtype == KVL_DTYPE_I64) {
@@ -144,8 +144,7 @@ static void whole_strip(const struct kvl_binary_args *g, int64_t ia, int64_t ib,
 
 /* Elements io ... io + n - 1 of out, in one row of the last dim. */
 static __attribute__((noinline)) int strip(const struct kvl_binary_args *g, int64_t ia,
-                                           int64_t ib, int64_t io, int n,
-                                           union room *room) {
+                                           int64_t ib, int64_t io, int n, union room *room) {
   if (g->dtype == KVL_DTYPE_I32 || g->dtype == KVL_DTYPE_I64)
     whole_strip(g, ia, ib, io, n, room);
   else KVL_BY_FLOAT(g->dtype, return float_strip(g, ia, ib, io, n, room, D))
@@ -173,7 +172,7 @@ static int binary_piece(const void *args, int64_t begin, int64_t end) {
     at_dim[last] += n;
     ia += n * g->a_stride[last];
     ib += n * g->b_stride[last];
-    for (int d = last; d > 0 && at_dim[d] == g->shape[d]; d--) {   /* carry */
+    for (int d = last; d > 0 && at_dim[d] == g->shape[d]; d--) { /* carry */
       ia += g->a_stride[d - 1] - at_dim[d] * g->a_stride[d];
       ib += g->b_stride[d - 1] - at_dim[d] * g->b_stride[d];
       at_dim[d] = 0;

@@ -11,7 +11,7 @@
 #include "cpu/dots.h"
 #include "cpu/split.h"
 
-enum { VECS = 8 };              /* vectors of a row taken together */
+enum { VECS = 8 }; /* vectors of a row taken together */
 
 /* soon: keys that are wanted next, prefetched. */
 static inline KVL_HOT void mean(const char *k, const char *soon, int64_t tokens,

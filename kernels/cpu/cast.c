@@ -43,16 +43,37 @@ static inline KVL_HOT void loop(const void *restrict a, void *restrict out, int6
 }
 
 /* Every dtype a cast can start from or end in. */
-#define BY_CAST(dtype, NAME, call)                                                     \
-  switch (dtype) { /* ORDER kvl_dtype */                                               \
-    case KVL_DTYPE_F32: { enum { NAME = KVL_DTYPE_F32 }; call; } break;                \
-    case KVL_DTYPE_F16: { enum { NAME = KVL_DTYPE_F16 }; call; } break;                \
-    case KVL_DTYPE_BF16: { enum { NAME = KVL_DTYPE_BF16 }; call; } break;              \
-    case KVL_DTYPE_F8E4M3: { enum { NAME = KVL_DTYPE_F8E4M3 }; call; } break;          \
-    case KVL_DTYPE_I32: { enum { NAME = KVL_DTYPE_I32 }; call; } break;                \
-    case KVL_DTYPE_I64: { enum { NAME = KVL_DTYPE_I64 }; call; } break;                \
-    case KVL_DTYPE_U8: { enum { NAME = KVL_DTYPE_U8 }; call; } break;                  \
-    default: return KVL_ERR_UNSUPPORTED;                                               \
+#define BY_CAST(dtype, NAME, call)       \
+  switch (dtype) { /* ORDER kvl_dtype */ \
+    case KVL_DTYPE_F32: {                \
+      enum { NAME = KVL_DTYPE_F32 };     \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_F16: {                \
+      enum { NAME = KVL_DTYPE_F16 };     \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_BF16: {               \
+      enum { NAME = KVL_DTYPE_BF16 };    \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_F8E4M3: {             \
+      enum { NAME = KVL_DTYPE_F8E4M3 };  \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_I32: {                \
+      enum { NAME = KVL_DTYPE_I32 };     \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_I64: {                \
+      enum { NAME = KVL_DTYPE_I64 };     \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_U8: {                 \
+      enum { NAME = KVL_DTYPE_U8 };      \
+      call;                              \
+    } break;                             \
+    default: return KVL_ERR_UNSUPPORTED; \
   }
 
 static int cast_piece(const void *args, int64_t begin, int64_t end) {

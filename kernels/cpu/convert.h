@@ -27,17 +27,20 @@ static inline uint8_t u8_from_i64(int64_t x) {
 }
 
 static inline int dtype_bytes(int dtype) {
-  switch (dtype) {   /* ORDER kvl_dtype */
-    case KVL_DTYPE_I64: case KVL_DTYPE_U64: return 8;
-    case KVL_DTYPE_F32: case KVL_DTYPE_I32: return 4;
-    case KVL_DTYPE_F16: case KVL_DTYPE_BF16: return 2;
-    default: return 1;   /* f8e4m3 u8 */
+  switch (dtype) { /* ORDER kvl_dtype */
+    case KVL_DTYPE_I64:
+    case KVL_DTYPE_U64: return 8;
+    case KVL_DTYPE_F32:
+    case KVL_DTYPE_I32: return 4;
+    case KVL_DTYPE_F16:
+    case KVL_DTYPE_BF16: return 2;
+    default: return 1; /* f8e4m3 u8 */
   }
 }
 
 /* p[i] = x in any dtype; half precision is reached through f32. */
 static inline KVL_HOT void any_store(void *p, int64_t i, double x, const int dtype) {
-  switch (dtype) {   /* ORDER kvl_dtype */
+  switch (dtype) { /* ORDER kvl_dtype */
     case KVL_DTYPE_F8E4M3: ((uint8_t *)p)[i] = f8_from_f32((float)x); break;
     case KVL_DTYPE_I32: ((int32_t *)p)[i] = i32_from_f64(x); break;
     case KVL_DTYPE_I64: ((int64_t *)p)[i] = i64_from_f64(x); break;
@@ -48,14 +51,29 @@ static inline KVL_HOT void any_store(void *p, int64_t i, double x, const int dty
 }
 
 /* Expand `call` with `D` bound to a dtype as a constant: every dtype, for any_store. */
-#define KVL_BY_ANY(dtype, call)                                                        \
-  switch (dtype) { /* ORDER kvl_dtype */                                               \
-    case KVL_DTYPE_F8E4M3: { enum { D = KVL_DTYPE_F8E4M3 }; call; } break;             \
-    case KVL_DTYPE_I32: { enum { D = KVL_DTYPE_I32 }; call; } break;                   \
-    case KVL_DTYPE_I64: { enum { D = KVL_DTYPE_I64 }; call; } break;                   \
-    case KVL_DTYPE_U8: { enum { D = KVL_DTYPE_U8 }; call; } break;                     \
-    case KVL_DTYPE_U64: { enum { D = KVL_DTYPE_U64 }; call; } break;                   \
-    default: KVL_BY_FLOAT(dtype, call)                                                 \
+#define KVL_BY_ANY(dtype, call)          \
+  switch (dtype) { /* ORDER kvl_dtype */ \
+    case KVL_DTYPE_F8E4M3: {             \
+      enum { D = KVL_DTYPE_F8E4M3 };     \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_I32: {                \
+      enum { D = KVL_DTYPE_I32 };        \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_I64: {                \
+      enum { D = KVL_DTYPE_I64 };        \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_U8: {                 \
+      enum { D = KVL_DTYPE_U8 };         \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_U64: {                \
+      enum { D = KVL_DTYPE_U64 };        \
+      call;                              \
+    } break;                             \
+    default: KVL_BY_FLOAT(dtype, call)   \
   }
 
 #endif

@@ -16,8 +16,8 @@ static void cut_row(const struct kvl_cut_selection_args *a, int64_t row) {
   const int64_t rows = a->seqs * a->heads, seq = row / a->heads;
   const int32_t *list = a->selection ? a->selection + row * a->max_selected : NULL;
   const int32_t *table = a->tables + seq * a->max_blocks;
-  const int64_t blocks =
-    i64_min((a->lens[seq] + (int64_t)a->block_size - 1) / a->block_size, a->max_blocks);
+  const int64_t blocks = i64_min((a->lens[seq] + (int64_t)a->block_size - 1) / a->block_size,
+                                 a->max_blocks);
   const int64_t first_open = a->opens[2 * seq], first_slot = a->opens[2 * seq + 1];
   const int64_t room = a->passes * a->n;
   int32_t *open_logical = a->open_logical + row * a->n_open;

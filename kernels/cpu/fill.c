@@ -6,11 +6,11 @@
 #include "cpu/convert.h"
 #include "cpu/split.h"
 
-#define FILL(T)                                                            \
-  do {                                                                     \
-    T *out = a->out, x;                                                    \
-    memcpy(&x, pattern, sizeof x);                                         \
-    for (int64_t i = begin; i < end; i++) out[i] = x;                      \
+#define FILL(T)                                       \
+  do {                                                \
+    T *out = a->out, x;                               \
+    memcpy(&x, pattern, sizeof x);                    \
+    for (int64_t i = begin; i < end; i++) out[i] = x; \
   } while (0)
 
 static int fill_piece(const void *args, int64_t begin, int64_t end) {

@@ -6,14 +6,14 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-#define GATHER(T)                                                          \
-  for (int64_t i = begin; i < end;) {                                      \
-    int64_t r = i / a->m, stop = i64_min(end, (r + 1) * a->m);             \
-    const T *src = (const T *)a->src + r * a->n;                           \
-    for (; i < stop; i++) {                                                \
-      int64_t j = a->index[i];                                             \
-      ((T *)a->out)[i] = j < 0 || j >= a->n ? 0 : src[j];                  \
-    }                                                                      \
+#define GATHER(T)                                              \
+  for (int64_t i = begin; i < end;) {                          \
+    int64_t r = i / a->m, stop = i64_min(end, (r + 1) * a->m); \
+    const T *src = (const T *)a->src + r * a->n;               \
+    for (; i < stop; i++) {                                    \
+      int64_t j = a->index[i];                                 \
+      ((T *)a->out)[i] = j < 0 || j >= a->n ? 0 : src[j];      \
+    }                                                          \
   }
 
 static int gather_piece(const void *args, int64_t begin, int64_t end) {

@@ -15,7 +15,7 @@ struct hamming {
   const struct kvl_hash_view *hashes;
   const uint64_t *q;
   const int32_t *table;
-  int64_t len;                  /* of the sequence, in tokens */
+  int64_t len; /* of the sequence, in tokens */
   int head, block_size;
 };
 
@@ -27,9 +27,8 @@ static inline KVL_HOT int hamming_one(const uint64_t *hash, const uint64_t *q, i
 
 #if defined(KVL_ISA_AVX512)
 /* The least distance of n > 0 hashes in a row. Of 1, 2 or 4 words, several to a vector. */
-__attribute__((target("avx512vpopcntdq")))
-static int hamming_least_vector(const uint64_t *hash, int64_t n, const uint64_t *q,
-                                int words) {
+__attribute__((target("avx512vpopcntdq"))) static int hamming_least_vector(
+    const uint64_t *hash, int64_t n, const uint64_t *q, int words) {
   int least = HAMMING_NONE;
   if (words == 1 || words == 2 || words == 4) {
     uint64_t pattern[8];
@@ -83,7 +82,8 @@ static inline KVL_HOT int hamming_least(const uint64_t *hash, int64_t n, const u
 }
 
 /* The hashes of a logical block; NULL where the table names no block of ours. */
-static inline KVL_HOT const uint64_t *hamming_block(const struct hamming *h, int64_t logical) {
+static inline KVL_HOT const uint64_t *hamming_block(const struct hamming *h,
+                                                    int64_t logical) {
   const struct kvl_hash_view *v = h->hashes;
   int64_t block = h->table[logical];
   if (block < 0 || block >= v->blocks) return NULL;

@@ -40,9 +40,10 @@ static inline KVL_HOT uint32_t vf_positive(vf x) {
 static inline void hash_vector(const float *x, const float *planes, int dim, int bits,
                                uint64_t *words) {
   memset(words, 0, (size_t)(bits + 63) / 64 * sizeof *words);
-  for (int b = 0; b < bits; b += VF) {   /* VF divides every number of bits */
+  for (int b = 0; b < bits; b += VF) { /* VF divides every number of bits */
     vf sums[VF];
-    for (int i = 0; i < VF; i++) sums[i] = hash_parts(x, planes + (int64_t)(b + i) * dim, dim);
+    for (int i = 0; i < VF; i++)
+      sums[i] = hash_parts(x, planes + (int64_t)(b + i) * dim, dim);
     words[b / 64] |= (uint64_t)vf_positive(vf_sum_lanes(sums)) << b % 64;
   }
 }

@@ -19,8 +19,13 @@ static struct kvl_cache_view beside(const struct kvl_cache_view *cache,
 
 KVL_CPU_KERNEL(hot_append) {
   const struct kvl_hot_append_args *a = args;
-  struct append row = { .to = a->cache, .k = a->k, .v = a->v, .slots = a->slots,
-    .tokens = a->tokens, .blocks = a->cache.blocks, .dtype = a->dtype };
+  struct append row = {.to = a->cache,
+                       .k = a->k,
+                       .v = a->v,
+                       .slots = a->slots,
+                       .tokens = a->tokens,
+                       .blocks = a->cache.blocks,
+                       .dtype = a->dtype};
   int status = append_run(&row, queue);
   if (status >= 0 && a->buffer.kv) {
     struct append open = row;

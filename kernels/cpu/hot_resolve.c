@@ -28,7 +28,7 @@
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
-struct lane {                   /* one KV head */
+struct lane { /* one KV head */
   const struct kvl_hot_resolve_args *args;
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
@@ -63,7 +63,8 @@ static void find(struct lane *l) {
     int64_t seq = e / a->n, i = e % a->n, logical = entry_logical(l, seq, i);
     int32_t *slot = a->slots + entry_row(l, seq) + i;
     int32_t block = logical < 0 || logical >= a->max_blocks
-      ? -1 : a->tables[seq * a->max_blocks + logical];
+                        ? -1
+                        : a->tables[seq * a->max_blocks + logical];
     *slot = -1;
     if (block < 0 || block >= l->blocks || l->slot_of[block] >= l->slots) continue;
     if (l->slot_of[block] == -1) {
@@ -83,7 +84,7 @@ static uint32_t victim_key(const struct lane *l, int32_t slot) {
   int32_t block = l->block_of[slot];
   if (block == -1) return 0;
   float priority = l->priority ? l->priority[block] : NAN;
-  return priority == priority ? radix_key(priority, 0) : 1;   /* -inf has a larger key */
+  return priority == priority ? radix_key(priority, 0) : 1; /* -inf has a larger key */
 }
 
 static int is_candidate(const struct lane *l, int32_t slot) {
@@ -94,7 +95,7 @@ static int is_candidate(const struct lane *l, int32_t slot) {
 /* The key of the last of `count` victims; *ties: how many with that key are among them. */
 static uint32_t last_victim(const struct lane *l, int64_t count, int64_t *ties) {
   uint32_t prefix = 0, mask = 0;
-  int top = l->priority ? 24 : 0;                /* without: the keys are 0 and 1 */
+  int top = l->priority ? 24 : 0; /* without: the keys are 0 and 1 */
   for (int shift = top; shift >= 0; shift -= 8) {
     int64_t counts[256] = {0};
     for (int64_t i = 0; i < l->slots; i++) {
@@ -146,7 +147,7 @@ static void replace(struct lane *l) {
     else l->miss_to[filled++] = slot;
   }
   for (int64_t m = filled; m < room; m++) {
-    if (m < l->misses) l->slot_of[l->miss_from[m]] = -1;   /* no slot is left */
+    if (m < l->misses) l->slot_of[l->miss_from[m]] = -1; /* no slot is left */
     l->miss_from[m] = l->miss_to[m] = -1;
   }
 }
@@ -186,12 +187,17 @@ static int lanes_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_hot_view *hot = &a->hot;
   const int64_t slots = hot->memory.blocks, room = a->seqs * a->n;
   for (int64_t head = begin; head < end; head++) {
-    struct lane l = { .args = a, .head = head, .blocks = hot->blocks, .slots = slots,
-      .slot_of = hot->slot_of + head * hot->blocks, .block_of = hot->block_of + head * slots,
-      .order = hot->order + head * slots, .miss_from = a->miss_from + head * room,
-      .miss_to = a->miss_to + head * room,
-      .priority = hot->priority ? hot->priority + head * hot->blocks : NULL,
-      .ahead = hot->ahead ? hot->ahead + head * slots : NULL };
+    struct lane l = {.args = a,
+                     .head = head,
+                     .blocks = hot->blocks,
+                     .slots = slots,
+                     .slot_of = hot->slot_of + head * hot->blocks,
+                     .block_of = hot->block_of + head * slots,
+                     .order = hot->order + head * slots,
+                     .miss_from = a->miss_from + head * room,
+                     .miss_to = a->miss_to + head * room,
+                     .priority = hot->priority ? hot->priority + head * hot->blocks : NULL,
+                     .ahead = hot->ahead ? hot->ahead + head * slots : NULL};
     lane_run(&l);
     __atomic_fetch_add(&hot->counters[0], l.hits, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hot->counters[1], l.misses, __ATOMIC_RELAXED);

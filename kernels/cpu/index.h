@@ -4,7 +4,10 @@
 
 #include "cpu/vec.h"
 
-struct index_place { uint8_t *key; float *scale; };   /* key NULL: there is no such slot */
+struct index_place {
+  uint8_t *key;
+  float *scale;
+}; /* key NULL: there is no such slot */
 
 /* The scale is aligned: dim + 4 is a multiple of 4. */
 static inline struct index_place index_at(const struct kvl_index_view *view, int64_t block,

@@ -46,7 +46,7 @@ static inline KVL_HOT vf vf_sigmoid(vf x) { return 1.0f / (1.0f + vf_exp(-x)); }
 /* ln x: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), ln m = 2 atanh((m - 1) / (m + 1)).
  * Relative error below 3e-7; ln 0 = -inf, ln of a negative number is NaN. */
 static inline KVL_HOT vf vf_log(vf x) {
-  vi tiny = (vi)(x < 0x1p-126f);            /* subnormal: scale into the normal numbers */
+  vi tiny = (vi)(x < 0x1p-126f); /* subnormal: scale into the normal numbers */
   vf y = vf_pick(tiny, x * 0x1p24f, x);
   vi bits = (vi)y, e = ((bits >> 23) & 255) - 127;
   vf m = (vf)((bits & 0x7FFFFF) | 0x3F800000);
@@ -57,7 +57,7 @@ static inline KVL_HOT vf vf_log(vf x) {
   vf p = vf_fma(r2, vf_set(0.222222222f), vf_set(0.285714286f));
   p = vf_fma(r2, p, vf_set(0.4f));
   p = vf_fma(r2, p, vf_set(0.666666687f));
-  p = vf_fma(r2 * r, p, n * 1.42860677e-6f);   /* the low part of ln 2 */
+  p = vf_fma(r2 * r, p, n * 1.42860677e-6f); /* the low part of ln 2 */
   vf z = vf_fma(n, vf_set(0.693145752f), vf_fma(vf_set(2.0f), r, p));
   z = vf_pick((vi)(x == 0.0f), vf_set(-INFINITY), z);
   z = vf_pick((vi)(x < 0.0f), vf_set(NAN), z);

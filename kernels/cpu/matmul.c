@@ -25,13 +25,11 @@
 enum { PANEL_ROWS = 1024, PANEL_ELEMENTS = 1 << 22 };
 
 struct panels {
-  int64_t m, n;                  /* rows of a and columns of b in a panel */
-  int64_t a, b, out;             /* floats of workspace for each */
+  int64_t m, n;      /* rows of a and columns of b in a panel */
+  int64_t a, b, out; /* floats of workspace for each */
 };
 
-static int is_thin(const struct kvl_matmul_args *g) {
-  return g->m <= THIN_ROWS || g->k == 0;
-}
+static int is_thin(const struct kvl_matmul_args *g) { return g->m <= THIN_ROWS || g->k == 0; }
 
 static struct panels panels_of(const struct kvl_matmul_args *g) {
   struct panels p = {i64_min(g->m, PANEL_ROWS), g->n, 0, 0, 0};
@@ -111,8 +109,8 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
                   (int)m, (int)n, (int)g->k, 1, x, (int)g->k, y, (int)y_row, 0, z,
                   (int)z_row);
       if (p.out)
-        convert(z, n, KVL_DTYPE_F32, at(out, i * g->n + j, g->out_dtype), g->n,
-                g->out_dtype, m, n);
+        convert(z, n, KVL_DTYPE_F32, at(out, i * g->n + j, g->out_dtype), g->n, g->out_dtype,
+                m, n);
     }
   }
   return 0;
@@ -135,8 +133,13 @@ static int columns_piece(const void *args, int64_t begin, int64_t end) {
 static int thin(const struct kvl_matmul_args *g, const void *a, const void *b, void *out) {
   struct panels p = panels_of(g);
   float *a32 = g->workspace, *out32 = a32 + p.a;
-  struct thin t = {.x = p.a ? a32 : a, .y = b, .out = p.out ? (void *)out32 : out,
-                   .rows = g->m, .n = g->n, .k = g->k, .dtype = g->dtype,
+  struct thin t = {.x = p.a ? a32 : a,
+                   .y = b,
+                   .out = p.out ? (void *)out32 : out,
+                   .rows = g->m,
+                   .n = g->n,
+                   .k = g->k,
+                   .dtype = g->dtype,
                    .out_dtype = g->out_dtype};
   if (p.a) convert(a, g->k, g->dtype, a32, g->k, KVL_DTYPE_F32, g->m, g->k);
   /* a column costs k elements of b, and m of a's rows about 1 + m / 4 times that */

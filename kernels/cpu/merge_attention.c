@@ -14,15 +14,16 @@ static inline KVL_HOT void merge_row(const struct kvl_merge_attention_args *a, i
     vf x = vf_load_n(at_const(a->out_a, i, dtype), lanes, dtype);
     vf y = vf_load_n(at_const(a->out_b, i, dtype), lanes, dtype);
     /* a weight of 0 hides whatever the side holds, NaN too */
-    vf sum = weight_b == 0 ? weight_a * x : weight_a == 0 ? weight_b * y
-                                                          : weight_a * x + weight_b * y;
+    vf sum = weight_b == 0   ? weight_a * x
+             : weight_a == 0 ? weight_b * y
+                             : weight_a * x + weight_b * y;
     if (weight_a == 0 && weight_b == 0) sum = vf_set(0);
     vf_store_n(at(a->out, i, dtype), sum, lanes, dtype);
   }
 }
 
-static inline KVL_HOT void merge_rows(const struct kvl_merge_attention_args *a,
-                                      int64_t begin, int64_t end, const int dtype) {
+static inline KVL_HOT void merge_rows(const struct kvl_merge_attention_args *a, int64_t begin,
+                                      int64_t end, const int dtype) {
   for (int64_t row = begin; row < end; row++) {
     float la = a->lse_a[row], lb = a->lse_b[row], top = la > lb ? la : lb, lse = top;
     float weight_a = lb == -INFINITY, weight_b = la == -INFINITY;

@@ -10,15 +10,16 @@
 #include "cpu/vec.h"
 
 enum {
-  MQA_TOKENS = 64,                    /* of a tile */
-  MQA_DIM_MAX = 128, MQA_HEADS_MAX = 64,
-  MQA_HEADS = 4,                      /* heads at a time, times */
-  MQA_VECTORS = VF == 16 ? 4 : 2,     /* vectors of tokens */
+  MQA_TOKENS = 64, /* of a tile */
+  MQA_DIM_MAX = 128,
+  MQA_HEADS_MAX = 64,
+  MQA_HEADS = 4,                  /* heads at a time, times */
+  MQA_VECTORS = VF == 16 ? 4 : 2, /* vectors of tokens */
 };
 _Static_assert(MQA_TOKENS % (MQA_VECTORS * VF) == 0, "a tile leaves no rest");
 
 struct mqa_tile {
-  float keys[MQA_DIM_MAX * MQA_TOKENS] __attribute__((aligned(64)));   /* [dim, token] */
+  float keys[MQA_DIM_MAX * MQA_TOKENS] __attribute__((aligned(64))); /* [dim, token] */
   float scales[MQA_TOKENS] __attribute__((aligned(64)));
   uint8_t known[MQA_TOKENS];
 };
@@ -54,8 +55,8 @@ static inline void mqa_take_row(struct mqa_row *row, const uint8_t *q, const flo
 }
 
 /* Logits of the tile's tokens, those that are not there included. */
-static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile, const struct mqa_row *row,
-                                        float *logits) {
+static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile,
+                                        const struct mqa_row *row, float *logits) {
   const int dim = row->dim;
   for (int t = 0; t < MQA_TOKENS; t += MQA_VECTORS * VF) {
     vf sum[MQA_VECTORS] = {0};
@@ -76,7 +77,7 @@ static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile, const struc
 #pragma GCC unroll 4
       for (int i = 0; i < MQA_HEADS; i++)
 #pragma GCC unroll 4
-        for (int v = 0; v < MQA_VECTORS; v++)   /* a NaN stays: see vf_max */
+        for (int v = 0; v < MQA_VECTORS; v++) /* a NaN stays: see vf_max */
           sum[v] = vf_fma(vf_set(row->weights[h + i]), vf_max(vf_set(0), dot[i][v]), sum[v]);
     }
 #pragma GCC unroll 4

@@ -12,7 +12,7 @@
  * Source: DeepSeek-V3.2's lightning indexer; DeepGEMM's fp8_mqa_logits. */
 #include "cpu/mqa.h"
 
-enum { ROWS = 16 };   /* that meet a tile of keys together */
+enum { ROWS = 16 }; /* that meet a tile of keys together */
 
 static int64_t tiles_of(const struct kvl_mqa_logits_args *a) {
   return (i64_min(a->tokens, a->columns) + MQA_TOKENS - 1) / MQA_TOKENS;
@@ -32,7 +32,7 @@ static int tile_piece(const void *args, int64_t begin, int64_t end) {
       const int64_t from = i64_max(a->starts[r], 0), to = i64_min(a->ends[r], most);
       if (i64_max(from, first) >= i64_min(to, first + MQA_TOKENS)) continue;
       for (int t = 0; !has_tile && t < MQA_TOKENS; t++) {
-        const int64_t j = i64_min(first + t, most - 1);   /* past the last: never stored */
+        const int64_t j = i64_min(first + t, most - 1); /* past the last: never stored */
         mqa_take_key(&tile, t, a->k + j * a->dim, a->scales[j], a->dim);
       }
       has_tile = 1;

@@ -46,8 +46,8 @@
 enum { DECODE_TASKS = 128, PREFILL_TASKS = 64, SEGMENTS_MAX = 128, SEGMENT_TOKENS = 1024 };
 
 struct plan {
-  int64_t entries;              /* blocks of the list in a segment */
-  int64_t segments;             /* of the longest list that the shapes allow */
+  int64_t entries;  /* blocks of the list in a segment */
+  int64_t segments; /* of the longest list that the shapes allow */
 };
 
 /* Does a task's list begin at its window, rather than at the first block or selected one? */
@@ -82,7 +82,7 @@ static struct plan plan_make(const struct kvl_paged_attention_args *a) {
   int64_t entries = (list + segments - 1) / segments;
   int64_t least = (SEGMENT_TOKENS + size - 1) / size;
   if (entries < least) entries = least;
-  return (struct plan){ entries, list > entries ? (list + entries - 1) / entries : 1 };
+  return (struct plan){entries, list > entries ? (list + entries - 1) / entries : 1};
 }
 
 /* Partial sums: values f32 [tokens * heads, segments, head_dim], then top and sum
@@ -99,8 +99,8 @@ static inline float *partial_values(const struct kvl_paged_attention_args *a,
                                     struct plan plan, int64_t row, int64_t segment) {
   return (float *)a->workspace + (row * plan.segments + segment) * a->cache.head_dim;
 }
-static inline float *partial_state(const struct kvl_paged_attention_args *a,
-                                   struct plan plan, int64_t row, int64_t segment) {
+static inline float *partial_state(const struct kvl_paged_attention_args *a, struct plan plan,
+                                   int64_t row, int64_t segment) {
   return (float *)a->workspace + a->tokens * a->heads * plan.segments * a->cache.head_dim +
          (row * plan.segments + segment) * 2;
 }
@@ -166,12 +166,12 @@ static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
 static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
   const int few = dot_rows(t->rows);
   switch (t->args->cache.dtype) {
-#define CASE(dtype)                                                     \
-  case dtype:                                                           \
-    if (t->rows > FEW_ROWS) attend_many(t, walk, sums, dtype);          \
-    else if (few == 1) attend_few(t, walk, sums, 1, dtype);             \
-    else if (few == 2) attend_few(t, walk, sums, 2, dtype);             \
-    else attend_few(t, walk, sums, 4, dtype);                           \
+#define CASE(dtype)                                            \
+  case dtype:                                                  \
+    if (t->rows > FEW_ROWS) attend_many(t, walk, sums, dtype); \
+    else if (few == 1) attend_few(t, walk, sums, 1, dtype);    \
+    else if (few == 2) attend_few(t, walk, sums, 2, dtype);    \
+    else attend_few(t, walk, sums, 4, dtype);                  \
     break;
     CASE(KVL_DTYPE_F32)
     CASE(KVL_DTYPE_F16)
@@ -183,15 +183,20 @@ static void attend(const struct task *t, struct key_walk walk, struct sums *sums
 
 /* A tile of TASK_ROWS of the sequence's query rows x group, counted from the last one,
  * against segment `segment` of its block list. */
-static void task_run(const struct kvl_paged_attention_args *a, struct plan plan,
-                     int64_t seq, int64_t kv_head, int64_t tile_from_end, int64_t segment) {
+static void task_run(const struct kvl_paged_attention_args *a, struct plan plan, int64_t seq,
+                     int64_t kv_head, int64_t tile_from_end, int64_t segment) {
   int64_t group = a->heads / a->cache.kv_heads, first;
   int64_t rows = query_rows(a, seq, &first), all = rows * group;
   int64_t tile = (all + TASK_ROWS - 1) / TASK_ROWS - 1 - tile_from_end;
   int64_t used = segments_used(a, plan, seq, kv_head);
   if (tile < 0 || segment >= used) return;
-  struct task t = { .args = a, .seq = seq, .token = first, .row = tile * TASK_ROWS,
-    .kv_head = (int)kv_head, .group = (int)group, .len = sequence_len(a, seq) };
+  struct task t = {.args = a,
+                   .seq = seq,
+                   .token = first,
+                   .row = tile * TASK_ROWS,
+                   .kv_head = (int)kv_head,
+                   .group = (int)group,
+                   .len = sequence_len(a, seq)};
   t.rows = all - t.row < TASK_ROWS ? (int)(all - t.row) : TASK_ROWS;
   for (int i = 0; i < TASK_ROWS; i++) { /* lanes past the last row repeat it */
     int r = i < t.rows ? i : t.rows - 1;
@@ -219,8 +224,8 @@ static void task_run(const struct kvl_paged_attention_args *a, struct plan plan,
 
 /* ---- merging ------------------------------------------------------------------------- */
 
-static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan,
-                      int64_t row, int64_t used) {
+static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan, int64_t row,
+                      int64_t used) {
   float values[HEAD_DIM_MAX] = {0}, top = -INFINITY, sum = 0;
   for (int64_t s = 0; s < used; s++) top = fmaxf(top, partial_state(a, plan, row, s)[0]);
   for (int64_t s = 0; s < used; s++) {
@@ -256,8 +261,8 @@ KVL_CPU_KERNEL(paged_attention) {
   int64_t tasks = (longest + TASK_ROWS - 1) / TASK_ROWS * per_tile;
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
   for (int64_t i = 0; i < tasks; i++)
-    task_run(a, plan, i % per_tile / (kv_heads * plan.segments),
-             i / plan.segments % kv_heads, i / per_tile, i % plan.segments);
+    task_run(a, plan, i % per_tile / (kv_heads * plan.segments), i / plan.segments % kv_heads,
+             i / per_tile, i % plan.segments);
   if (plan.segments == 1) return 0;
 #pragma omp parallel for schedule(dynamic)
   for (int64_t i = 0; i < a->seqs * kv_heads; i++)

@@ -10,7 +10,7 @@ static inline KVL_HOT float quantise_row(const void *x, uint8_t *out, int64_t di
   vf most = vf_set(KVL_INDEX_AMAX_LEAST);
   for (int64_t d = 0; d < dim; d += VF) {
     vf v = vf_load_n(at_const(x, d, dtype), vf_left(d, dim), dtype);
-    most = vf_max((vf)((vi)v & 0x7FFFFFFF), most);   /* of a NaN `most` stays */
+    most = vf_max((vf)((vi)v & 0x7FFFFFFF), most); /* of a NaN `most` stays */
   }
   float scale = vf_hmax(most) / 448;
   for (int64_t d = 0; d < dim; d += VF) {

@@ -7,7 +7,7 @@
 /* A key that is smaller the earlier x comes: ascending for flip 0, descending for flip ~0.
  * -0 ties with 0; NaN comes last either way. */
 static inline KVL_HOT uint32_t radix_key(float x, uint32_t flip) {
-  uint32_t i = f32_bits(x + 0.0f);                         /* -0 becomes 0 */
+  uint32_t i = f32_bits(x + 0.0f); /* -0 becomes 0 */
   uint32_t ascending = i ^ ((uint32_t)((int32_t)i >> 31) | 0x80000000u);
   return x == x ? ascending ^ flip : 0xFFFFFFFFu;
 }
@@ -24,13 +24,13 @@ static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uin
 
 /* Does `call` for every i in [0, n) whose key is within [low, high], with the key in `key`.
  * Others are passed over a vector at a time. */
-#define RADIX_WITHIN(a, n, flip, low, high, dtype, call)                                \
-  for (int64_t first_ = 0; first_ < (n); first_ += VF) {                                \
-    if ((n) - first_ >= VF && !radix_any(a, first_, flip, low, high, dtype)) continue;  \
-    for (int64_t i = first_, stop_ = first_ + vf_left(first_, n); i < stop_; i++) {     \
-      const uint32_t key = radix_key(f32_load(a, i, dtype), flip);                      \
-      if (key - (low) <= (high) - (low)) { call; }                                      \
-    }                                                                                   \
+#define RADIX_WITHIN(a, n, flip, low, high, dtype, call)                             \
+  for (int64_t first_ = 0; first_ < (n); first_ += VF) {                             \
+    if ((n)-first_ >= VF && !radix_any(a, first_, flip, low, high, dtype)) continue; \
+    for (int64_t i = first_, stop_ = first_ + vf_left(first_, n); i < stop_; i++) {  \
+      const uint32_t key = radix_key(f32_load(a, i, dtype), flip);                   \
+      if (key - (low) <= (high) - (low)) { call; }                                   \
+    }                                                                                \
   }
 
 /* Numbers in a row: f32 or bf16. Several runs, one behind the other, make a longer row. */
@@ -41,9 +41,14 @@ struct radix_run {
 };
 
 /* Expand `call` with `D` bound to the run's dtype as a constant. */
-#define RADIX_BY_DTYPE(run, call)                                              \
-  if ((run).dtype == KVL_DTYPE_BF16) { enum { D = KVL_DTYPE_BF16 }; call; }    \
-  else { enum { D = KVL_DTYPE_F32 }; call; }
+#define RADIX_BY_DTYPE(run, call)      \
+  if ((run).dtype == KVL_DTYPE_BF16) { \
+    enum { D = KVL_DTYPE_BF16 };       \
+    call;                              \
+  } else {                             \
+    enum { D = KVL_DTYPE_F32 };        \
+    call;                              \
+  }
 
 enum { RADIX_BINS = 2048 };
 
@@ -63,15 +68,15 @@ static inline KVL_HOT void radix_count(const void *a, int64_t n, uint32_t flip, 
 static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64_t k,
                                  uint32_t flip, int64_t *before) {
   static const int shifts[] = {21, 10, 0};
-  uint32_t low = 0, high = 0xFFFFFFFFu, count[RADIX_BINS];  /* where the k-th key is */
+  uint32_t low = 0, high = 0xFFFFFFFFu, count[RADIX_BINS]; /* where the k-th key is */
   *before = 0;
   for (int pass = 0; pass < 3; pass++) {
     uint32_t digit = 0;
     int shift = shifts[pass];
     memset(count, 0, sizeof count);
     for (int r = 0; r < n_runs; r++)
-      RADIX_BY_DTYPE(runs[r], radix_count(runs[r].a, runs[r].n, flip, low, high, shift, count,
-                                          D))
+      RADIX_BY_DTYPE(runs[r],
+                     radix_count(runs[r].a, runs[r].n, flip, low, high, shift, count, D))
     while (*before + count[digit] < k) *before += count[digit++];
     low |= digit << shift;
     high = low | ((1u << shift) - 1);
@@ -81,8 +86,8 @@ static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64
 
 /* Does `call` for every i of a run that is among the first: its key is below `last`, or is
  * `last` while `equals` (an int64_t that counts down) are left. */
-#define RADIX_FIRST(run, flip, last, equals, call)                                      \
-  RADIX_BY_DTYPE(run, RADIX_WITHIN((run).a, (run).n, flip, 0u, last, D,                 \
+#define RADIX_FIRST(run, flip, last, equals, call)                      \
+  RADIX_BY_DTYPE(run, RADIX_WITHIN((run).a, (run).n, flip, 0u, last, D, \
                                    if (key < (last) || (equals)-- > 0) { call; }))
 
 #endif

@@ -22,8 +22,7 @@ static void words(uint64_t seed, uint64_t first, uint32_t w[4][STRIP]) {
 }
 
 /* Elements of the strip in order: f[4 * block + word]. */
-static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP],
-                   float *f) {
+static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP], float *f) {
   float x[4][STRIP], low = (float)a->a;
   if (a->kind == KVL_RANDOM_UNIFORM) {
     float width = (float)(a->b - a->a);
@@ -39,11 +38,11 @@ static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP],
         x[j + 1][l] = KVL_FMA(deviation, n1, low);
       }
   }
-  for (int l = 0; l < STRIP; l++) for (int j = 0; j < 4; j++) f[4 * l + j] = x[j][l];
+  for (int l = 0; l < STRIP; l++)
+    for (int j = 0; j < 4; j++) f[4 * l + j] = x[j][l];
 }
 
-static void wholes(const struct kvl_random_args *a, const uint32_t w[4][STRIP],
-                   int64_t *f) {
+static void wholes(const struct kvl_random_args *a, const uint32_t w[4][STRIP], int64_t *f) {
   int64_t low = (int64_t)a->a;
   uint64_t range = (uint64_t)((int64_t)a->b - low);
   for (int l = 0; l < STRIP; l++)

@@ -55,11 +55,20 @@ static inline KVL_HOT double run(const void *p, int64_t n, const int op, const i
   return total;
 }
 
-#define BY_OP(call)                                                                    \
-  switch (a->op) { /* ORDER kvl_reduce_op */                                           \
-    case KVL_REDUCE_MAX: { enum { OP = KVL_REDUCE_MAX }; call; } break;                \
-    case KVL_REDUCE_MIN: { enum { OP = KVL_REDUCE_MIN }; call; } break;                \
-    default: { enum { OP = KVL_REDUCE_SUM }; call; }                                   \
+#define BY_OP(call)                          \
+  switch (a->op) { /* ORDER kvl_reduce_op */ \
+    case KVL_REDUCE_MAX: {                   \
+      enum { OP = KVL_REDUCE_MAX };          \
+      call;                                  \
+    } break;                                 \
+    case KVL_REDUCE_MIN: {                   \
+      enum { OP = KVL_REDUCE_MIN };          \
+      call;                                  \
+    } break;                                 \
+    default: {                               \
+      enum { OP = KVL_REDUCE_SUM };          \
+      call;                                  \
+    }                                        \
   }
 
 static int run_any(const struct kvl_reduce_args *a, int64_t first, int64_t n, double *out) {

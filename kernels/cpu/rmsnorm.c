@@ -30,8 +30,8 @@ static inline KVL_HOT float mean_square(const void *x, void *residual, int64_t d
   return (float)(sum / (double)dim);
 }
 
-static inline KVL_HOT void rows(const struct kvl_rmsnorm_args *a, int64_t begin,
-                                int64_t end, const int dtype) {
+static inline KVL_HOT void rows(const struct kvl_rmsnorm_args *a, int64_t begin, int64_t end,
+                                const int dtype) {
   for (int64_t r = begin; r < end; r++) {
     const void *x = at_const(a->x, r * a->dim, dtype);
     void *residual = a->residual ? at(a->residual, r * a->dim, dtype) : NULL;

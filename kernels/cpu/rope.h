@@ -13,11 +13,11 @@ enum { STRIP = 128 };
 /* sin and cos of n <= STRIP angles. */
 static inline void sincos_strip(float position, const float *inv_freq, int n, float *s,
                                 float *c) {
-  const double round = 0x1.8p52;   /* adding and taking it away rounds to whole numbers */
+  const double round = 0x1.8p52; /* adding and taking it away rounds to whole numbers */
   for (int i = 0; i < n; i++) {
     double turns = (double)(position * inv_freq[i]) * 0.15915494309189535;
-    turns -= (turns + round) - round;                       /* [-1/2, 1/2] */
-    double quarter = (turns * 4 + round) - round;           /* -2 ... 2 */
+    turns -= (turns + round) - round;             /* [-1/2, 1/2] */
+    double quarter = (turns * 4 + round) - round; /* -2 ... 2 */
     float x = (float)((turns - quarter * 0.25) * 6.283185307179586);
     kvl__sincos_quarter(x, (int32_t)quarter, &s[i], &c[i]);
   }

@@ -11,7 +11,7 @@
 #include "cpu/append.h"
 #include "cpu/rope.h"
 
-enum { HEAD_DIM = 256 };   /* at most: one strip of pairs */
+enum { HEAD_DIM = 256 }; /* at most: one strip of pairs */
 
 static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, void *row,
                                        const float *s, const float *c, const int dtype) {
@@ -69,7 +69,7 @@ static int rope_append_piece(const void *args, int64_t begin, int64_t end) {
 KVL_CPU_KERNEL(rope_append) {
   const struct kvl_rope_append_args *a = args;
   const struct kvl_cache_view *to = &a->cache;
-  int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0;   /* rows of a token */
+  int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0; /* rows of a token */
   for (int64_t t = 0; to->pinned && t < a->tokens; t++)
     rows += a->slots[t] >= 0 && a->slots[t] / to->block_size < to->blocks;
   kvl__link_bytes(queue, KVL_LINK_TO_HOST,

@@ -14,8 +14,16 @@
 
 #define KVL_HOT __attribute__((always_inline))
 
-static inline float f32_from_bits(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
-static inline uint32_t f32_bits(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
+static inline float f32_from_bits(uint32_t i) {
+  float f;
+  memcpy(&f, &i, 4);
+  return f;
+}
+static inline uint32_t f32_bits(float f) {
+  uint32_t i;
+  memcpy(&i, &f, 4);
+  return i;
+}
 
 static inline float f32_from_bf16(uint16_t x) { return f32_from_bits((uint32_t)x << 16); }
 static inline uint16_t bf16_from_f32(float f) {
@@ -39,8 +47,8 @@ static inline uint16_t f16_from_f32(float f) {
 #else
   uint32_t i = f32_bits(f), sign = (i >> 16) & 0x8000, a = i & 0x7FFFFFFFu;
   if (a > 0x7F800000u) return (uint16_t)(sign | 0x7E00 | ((a >> 13) & 0x3FF));
-  if (a >= 0x477FF000u) return (uint16_t)(sign | 0x7C00);       /* rounds to infinity */
-  if (a < 0x38800000u)                                          /* subnormal */
+  if (a >= 0x477FF000u) return (uint16_t)(sign | 0x7C00); /* rounds to infinity */
+  if (a < 0x38800000u)                                    /* subnormal */
     return (uint16_t)(sign | (f32_bits(f32_from_bits(a) + 0.5f) - 0x3F000000u));
   a += 0xFFF + ((a >> 13) & 1);
   return (uint16_t)(sign | ((a - 0x38000000u) >> 13));

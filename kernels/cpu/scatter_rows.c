@@ -12,8 +12,7 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-static void scatter(const struct kvl_scatter_rows_args *a, int64_t thread,
-                    int64_t threads) {
+static void scatter(const struct kvl_scatter_rows_args *a, int64_t thread, int64_t threads) {
   for (int64_t i = 0; i < a->n; i++) {
     int64_t row = a->index[i];
     if (row < 0 || row >= a->rows || (threads > 1 && row % threads != thread)) continue;

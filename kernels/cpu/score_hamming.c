@@ -23,9 +23,12 @@ static int runs_piece(const void *args, int64_t first, int64_t last) {
     const int64_t stop = i64_min(begin + RUN_BLOCKS, a->max_blocks);
     const int64_t blocks = ((int64_t)a->lens[seq] + a->block_size - 1) / a->block_size;
     const int64_t end = i64_min(stop, i64_max(begin, blocks));
-    struct hamming h = {
-      &a->hashes, a->q + (seq * kv_heads + head) * words, a->tables + seq * a->max_blocks,
-      a->lens[seq], (int)head, a->block_size};
+    struct hamming h = {&a->hashes,
+                        a->q + (seq * kv_heads + head) * words,
+                        a->tables + seq * a->max_blocks,
+                        a->lens[seq],
+                        (int)head,
+                        a->block_size};
     uint16_t distance[RUN_BLOCKS];
     hamming_heads(h, a->score_heads == 1 ? kv_heads : 1, begin, end, distance);
     float *scores = a->scores + row * a->max_blocks;

@@ -16,16 +16,17 @@ static inline KVL_HOT float score_block(const struct score *s, const struct run 
                                         const int dtype) {
   const int step = VF / rows, padded = dim_padded(s->head_dim);
   const int64_t bytes_token = (int64_t)s->head_dim * kvl__float_bytes(dtype);
-  vf best[GROUP_MAX];           /* of query heads [h, h + rows) as dots() has them, at h */
+  vf best[GROUP_MAX]; /* of query heads [h, h + rows) as dots() has them, at h */
   for (int h = 0; h < all; h += rows) best[h] = vf_set(-INFINITY);
   for (int t = 0; t < tokens; t += step) {
     const char *x[VF], *soon[VF];
-    for (int j = 0; j < step; j++) {  /* past the last valid token, that one again */
+    for (int j = 0; j < step; j++) { /* past the last valid token, that one again */
       int64_t at_token = (t + j < tokens ? t + j : tokens - 1) * bytes_token;
       x[j] = k + at_token, soon[j] = next + at_token;
     }
     for (int h = 0; h < all; h += rows)
-      best[h] = vf_max(dots(q + h * padded, x, 0, soon, s->head_dim, rows, 0, dtype), best[h]);
+      best[h] = vf_max(dots(q + h * padded, x, 0, soon, s->head_dim, rows, 0, dtype),
+                       best[h]);
   }
   float joined = score_start(s);
   for (int h = 0; h < r->rows; h++) {
@@ -74,11 +75,23 @@ KVL_CPU_KERNEL(score_max_qk) {
   const struct kvl_cache_view *c = &a->cache;
   int64_t head = (int64_t)c->block_size * c->head_dim * kvl__float_bytes(c->dtype);
   struct score s = {
-    .q = a->q, .tables = a->tables, .lens = a->lens, .scores = a->scores, .seqs = a->seqs,
-    .heads = a->heads, .kv_heads = c->kv_heads, .max_blocks = a->max_blocks,
-    .blocks = c->blocks, .head_dim = c->head_dim, .block_size = c->block_size,
-    .join = a->group, .dtype = a->dtype, .rows = c->kv, .bytes_block = 2 * c->kv_heads * head,
-    .bytes_head = head, .rows_dtype = c->dtype,
+      .q = a->q,
+      .tables = a->tables,
+      .lens = a->lens,
+      .scores = a->scores,
+      .seqs = a->seqs,
+      .heads = a->heads,
+      .kv_heads = c->kv_heads,
+      .max_blocks = a->max_blocks,
+      .blocks = c->blocks,
+      .head_dim = c->head_dim,
+      .block_size = c->block_size,
+      .join = a->group,
+      .dtype = a->dtype,
+      .rows = c->kv,
+      .bytes_block = 2 * c->kv_heads * head,
+      .bytes_head = head,
+      .rows_dtype = c->dtype,
   };
   return score_run(&s, max_qk_piece);
 }

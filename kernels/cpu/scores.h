@@ -14,14 +14,14 @@
 enum { RUN_BLOCKS = 512, SOON = 32, GROUP_MAX = 256 };
 
 struct score {
-  const void *q;                /* [seqs, heads, head_dim] */
+  const void *q; /* [seqs, heads, head_dim] */
   const int32_t *tables, *lens;
-  float *scores;                /* [seqs, kv_heads, max_blocks] */
+  float *scores; /* [seqs, kv_heads, max_blocks] */
   int64_t seqs, heads, kv_heads, max_blocks, blocks;
   int32_t head_dim, block_size, join, dtype;
   /* Row of (block, KV head): rows + block * bytes_block + head * bytes_head. */
   const char *rows;
-  int64_t bytes_block, bytes_head, high;   /* high: see dots() */
+  int64_t bytes_block, bytes_head, high; /* high: see dots() */
   int32_t rows_dtype;
 };
 
@@ -32,16 +32,16 @@ static inline int64_t score_runs(const struct score *s) {
 /* One run: blocks [begin, end) exist, and those up to `last` only get -inf. */
 struct run {
   int64_t seq, head, begin, end, last;
-  int rows;                     /* query heads of the group */
+  int rows; /* query heads of the group */
   const int32_t *table;
-  float *scores;                /* of (seq, head) */
+  float *scores; /* of (seq, head) */
 };
 
 static inline struct run run_open(const struct score *s, int64_t item) {
-  struct run r = { .seq = item / score_runs(s) / s->kv_heads,
-                   .head = item / score_runs(s) % s->kv_heads,
-                   .begin = item % score_runs(s) * RUN_BLOCKS,
-                   .rows = (int)(s->heads / s->kv_heads) };
+  struct run r = {.seq = item / score_runs(s) / s->kv_heads,
+                  .head = item / score_runs(s) % s->kv_heads,
+                  .begin = item % score_runs(s) * RUN_BLOCKS,
+                  .rows = (int)(s->heads / s->kv_heads)};
   int64_t blocks = ((int64_t)s->lens[r.seq] + s->block_size - 1) / s->block_size;
   r.last = i64_min(r.begin + RUN_BLOCKS, s->max_blocks);
   r.end = s->blocks > 0 ? i64_min(r.last, i64_max(r.begin, blocks)) : r.begin;
@@ -87,7 +87,7 @@ static inline KVL_HOT void score_rows(const struct score *s, struct run r, const
   const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(dtype);
   const char *x[RUN_BLOCKS + VF + SOON];
   int n = (int)(r.end - r.begin);
-  for (int i = 0; i < n + VF + SOON; i++) {  /* some row where there is none */
+  for (int i = 0; i < n + VF + SOON; i++) { /* some row where there is none */
     const char *row = i < n ? block_row(s, &r, r.begin + i) : NULL;
     x[i] = row ? row : s->rows;
   }
@@ -99,15 +99,16 @@ static inline KVL_HOT void score_rows(const struct score *s, struct run r, const
     float joined[VF], part[VF];
     for (int k = 0; k < step; k++) joined[k] = score_start(s);
     for (int h = 0; h < all; h += rows) {
-      dots_store(dots(q + h * padded, x + i, s->high, x + i + SOON, s->head_dim, rows, bound,
-                      dtype), part, step, rows);
+      dots_store(
+          dots(q + h * padded, x + i, s->high, x + i + SOON, s->head_dim, rows, bound, dtype),
+          part, step, rows);
       for (int j = 0; j < rows && h + j < r.rows; j++)
         for (int k = 0; k < step; k++)
           joined[k] = score_join(s, joined[k], part[j * step + k]);
     }
     for (int k = 0; k < step && i + k < n; k++)
-      r.scores[r.begin + i + k] =
-        block_row(s, &r, r.begin + i + k) ? score_end(s, joined[k]) : -INFINITY;
+      r.scores[r.begin + i + k] = block_row(s, &r, r.begin + i + k) ? score_end(s, joined[k])
+                                                                    : -INFINITY;
   }
 }
 

@@ -57,8 +57,7 @@ static int32_t *take(const struct race *r, int32_t *selection) {
     int64_t stop = i64_min(at + KEPT, r->end);
     if (r->end - r->begin > KEPT) hamming_heads(r->h, r->heads, at, stop, kept);
     for (int64_t i = 0; i < stop - at; i++)
-      if (kept[i] < edge || (kept[i] == edge && ties-- > 0))
-        *selection++ = (int32_t)(at + i);
+      if (kept[i] < edge || (kept[i] == edge && ties-- > 0)) *selection++ = (int32_t)(at + i);
   }
   return selection;
 }
@@ -75,8 +74,12 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
     const int64_t recent = i64_min(a->budget.recent, k - sink);
     int32_t *selection = a->selection + row * a->max_selected, *last = selection + k;
     uint64_t q[KVL_HASH_QUERY_MAX];
-    struct race r = {{&a->hashes, q, a->tables + seq * a->max_blocks, len, (int)head,
-                      a->block_size}, heads, sink, n - recent, k - sink - recent};
+    struct race r = {
+        {&a->hashes, q, a->tables + seq * a->max_blocks, len, (int)head, a->block_size},
+        heads,
+        sink,
+        n - recent,
+        k - sink - recent};
     for (int64_t i = 0; i < sink; i++) *selection++ = (int32_t)i;
     if (r.wanted > 0) {
       KVL_BY_FLOAT(a->dtype, hash_queries(a, seq, head, heads, q, D))

@@ -5,8 +5,8 @@
 #include "cpu/lanes.h"
 #include "cpu/split.h"
 
-static inline KVL_HOT void loop(const struct kvl_silu_mul_args *a, int64_t begin,
-                                int64_t end, const int dtype) {
+static inline KVL_HOT void loop(const struct kvl_silu_mul_args *a, int64_t begin, int64_t end,
+                                const int dtype) {
   for (int64_t i = begin; i < end; i += VF) {
     int left = vf_left(i, end);
     vf g = vf_load_n(at_const(a->gate, i, dtype), left, dtype);

@@ -35,14 +35,14 @@ static inline KVL_HOT double row_sum(const void *a, int64_t first, int64_t n, fl
   return sum;
 }
 
-static inline KVL_HOT void rows(const struct kvl_softmax_args *g, int64_t begin,
-                                int64_t end, const int dtype) {
+static inline KVL_HOT void rows(const struct kvl_softmax_args *g, int64_t begin, int64_t end,
+                                const int dtype) {
   for (int64_t r = begin; r < end; r++) {
     int64_t first = r * g->n;
-    float max = row_max(g->a, first, g->n, g->scale, dtype);   /* NaN is ignored here */
+    float max = row_max(g->a, first, g->n, g->scale, dtype); /* NaN is ignored here */
     float shift = max == -INFINITY ? 0 : max;
     double sum = row_sum(g->a, first, g->n, g->scale, shift, dtype);
-    float share = sum == 0 ? 0 : (float)(1 / sum);             /* and comes out here */
+    float share = sum == 0 ? 0 : (float)(1 / sum); /* and comes out here */
     for (int64_t i = 0; i < g->n; i += VF) {
       int left = vf_left(i, g->n);
       vf x = vf_load_n(at_const(g->a, first + i, dtype), left, dtype);

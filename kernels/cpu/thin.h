@@ -16,18 +16,17 @@
 enum { THIN_ROWS = VF > 4 ? 48 : 8 };
 
 struct thin {
-  const float *x;                /* [rows, k] */
-  const void *y;                 /* [n, k], or [k, n] for columns */
-  void *out;                     /* [rows, n]; f32 for columns */
+  const float *x; /* [rows, k] */
+  const void *y;  /* [n, k], or [k, n] for columns */
+  void *out;      /* [rows, n]; f32 for columns */
   int64_t rows, n, k;
-  int32_t dtype, out_dtype;      /* of y and out */
+  int32_t dtype, out_dtype; /* of y and out */
 };
 
 /* ---- dots --------------------------------------------------------------------------- */
 
 static inline KVL_HOT void dots_step(vf *sum, const float *const *x, const void *const *y,
-                                     int64_t i, int lanes, const int rows,
-                                     const int dtype) {
+                                     int64_t i, int lanes, const int rows, const int dtype) {
   const int columns = VF / rows;
   vf a[4];
   for (int r = 0; r < rows; r++) a[r] = vf_load_n(x[r] + i, lanes, KVL_DTYPE_F32);
@@ -63,8 +62,8 @@ static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j
 
 /* `vectors` vectors of columns from j on, `left` lanes of each; terms [k0, k1) of the sums,
  * which live in out until the last. */
-static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_t j,
-                                        int left, int64_t k0, int64_t k1, const int rows,
+static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_t j, int left,
+                                        int64_t k0, int64_t k1, const int rows,
                                         const int vectors, const int dtype) {
   const float *x[4];
   float *out[4];
@@ -91,13 +90,12 @@ static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_
 }
 
 static inline KVL_HOT void columns_strip(const struct thin *g, int64_t r, int64_t j,
-                                         int64_t stop, int64_t k0, int64_t k1,
-                                         const int rows, const int dtype) {
+                                         int64_t stop, int64_t k0, int64_t k1, const int rows,
+                                         const int dtype) {
   const int vectors = VF / rows;
   for (; j + vectors * VF <= stop; j += vectors * VF)
     columns_tile(g, r, j, VF, k0, k1, rows, vectors, dtype);
-  for (; j < stop; j += VF)
-    columns_tile(g, r, j, vf_left(j, stop), k0, k1, rows, 1, dtype);
+  for (; j < stop; j += VF) columns_tile(g, r, j, vf_left(j, stop), k0, k1, rows, 1, dtype);
 }
 
 /* ---- every row for a range of columns ----------------------------------------------- */
@@ -107,11 +105,21 @@ static inline KVL_HOT void columns_strip(const struct thin *g, int64_t r, int64_
 enum { THIN_DOTS = 64, THIN_COLUMNS = 256, THIN_TERMS = 64 };
 
 /* Do `call` with R bound to 4, 2 or 1 rows from r on, until all are done. */
-#define THIN_GROUPS(rows, call)                                                 \
-  for (int64_t r = 0, left; (left = (rows) - r) > 0;) {                           \
-    if (left > 2) { enum { R = 4 }; call; r += R; }                               \
-    else if (left == 2) { enum { R = 2 }; call; r += R; }                         \
-    else { enum { R = 1 }; call; r += R; }                                        \
+#define THIN_GROUPS(rows, call)                       \
+  for (int64_t r = 0, left; (left = (rows)-r) > 0;) { \
+    if (left > 2) {                                   \
+      enum { R = 4 };                                 \
+      call;                                           \
+      r += R;                                         \
+    } else if (left == 2) {                           \
+      enum { R = 2 };                                 \
+      call;                                           \
+      r += R;                                         \
+    } else {                                          \
+      enum { R = 1 };                                 \
+      call;                                           \
+      r += R;                                         \
+    }                                                 \
   }
 
 static inline KVL_HOT void thin_dots(const struct thin *g, int64_t begin, int64_t end,

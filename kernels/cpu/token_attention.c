@@ -23,20 +23,25 @@ static struct key_walk open_list(const struct kvl_token_attention_args *a, int64
   int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
   int64_t list = row * a->slot_heads + (a->slot_heads > 1 ? kv_head : 0);
   return (struct key_walk){
-    .cache = (const char *)c->kv + kv_head * bytes_head, .tokens = a->slots + list * a->k,
-    .blocks = c->blocks, .bytes_block = 2 * bytes_half, .bytes_token = bytes_token,
-    .value = bytes_half, .entry_end = a->k, .block_size = c->block_size,
+      .cache = (const char *)c->kv + kv_head * bytes_head,
+      .tokens = a->slots + list * a->k,
+      .blocks = c->blocks,
+      .bytes_block = 2 * bytes_half,
+      .bytes_token = bytes_token,
+      .value = bytes_half,
+      .entry_end = a->k,
+      .block_size = c->block_size,
   };
 }
 
 static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
   const int few = dot_rows(t->rows);
   switch (t->args->cache.dtype) {
-#define CASE(dtype)                                          \
-  case dtype:                                                \
-    if (few == 1) attend_few(t, walk, sums, 1, dtype);       \
-    else if (few == 2) attend_few(t, walk, sums, 2, dtype);  \
-    else attend_few(t, walk, sums, 4, dtype);                \
+#define CASE(dtype)                                         \
+  case dtype:                                               \
+    if (few == 1) attend_few(t, walk, sums, 1, dtype);      \
+    else if (few == 2) attend_few(t, walk, sums, 2, dtype); \
+    else attend_few(t, walk, sums, 4, dtype);               \
     break;
     CASE(KVL_DTYPE_F32)
     CASE(KVL_DTYPE_F16)
@@ -59,11 +64,16 @@ static void write_head(const struct kvl_token_attention_args *a, int64_t row, fl
 /* Up to FEW_ROWS heads from `first` on of a KV head's group, for one row. */
 static void attend_heads(const struct kvl_token_attention_args *a, int64_t row,
                          int64_t kv_head, int first) {
-  const int group = (int)(a->heads / a->cache.kv_heads), padded = dim_padded(a->cache.head_dim);
+  const int group = (int)(a->heads / a->cache.kv_heads),
+            padded = dim_padded(a->cache.head_dim);
   const struct kvl_paged_attention_args paged = {
-    .cache = a->cache, .q = a->q, .heads = a->heads, .scale = a->scale, .dtype = a->dtype};
-  struct task t = {.args = &paged, .token = row, .row = first, .kv_head = (int)kv_head,
-                   .group = group, .rows = (int)i64_min(FEW_ROWS, group - first)};
+      .cache = a->cache, .q = a->q, .heads = a->heads, .scale = a->scale, .dtype = a->dtype};
+  struct task t = {.args = &paged,
+                   .token = row,
+                   .row = first,
+                   .kv_head = (int)kv_head,
+                   .group = group,
+                   .rows = (int)i64_min(FEW_ROWS, group - first)};
   struct sums sums;
   attend(&t, open_list(a, row, kv_head), &sums);
   const float unit = a->cache.v_scale ? a->cache.v_scale[kv_head] : 1;

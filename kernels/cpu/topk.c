@@ -42,7 +42,7 @@ static void sort(const float *a, int32_t *index, int64_t n, uint32_t flip, int s
   }
   for (int d = 0; d < 256; d++) start[d + 1] += start[d], next[d] = start[d];
   for (int d = 0; d < 256; d++)
-    while (next[d] < start[d + 1]) {   /* carry what lies here to where it belongs */
+    while (next[d] < start[d + 1]) { /* carry what lies here to where it belongs */
       int32_t moving = index[next[d]];
       for (int at; (at = rank(a, moving, flip) >> shift & 255) != d;) {
         int32_t found = index[next[at]];
@@ -72,7 +72,8 @@ static int topk_piece(const void *args, int64_t begin, int64_t end) {
     const float *a = g->a + r * g->n;
     int32_t *index = g->indices + r * g->k;
     if (g->k < g->n) collect(a, g->n, g->k, flip, index);
-    else for (int64_t i = 0; i < g->n; i++) index[i] = (int32_t)i;
+    else
+      for (int64_t i = 0; i < g->n; i++) index[i] = (int32_t)i;
     if (!g->by_index) sort(a, index, g->k, flip, 56);
     if (g->values)
       for (int64_t i = 0; i < g->k; i++) g->values[r * g->k + i] = a[index[i]];

@@ -17,13 +17,13 @@ static int topk_merge_piece(const void *args, int64_t begin, int64_t end) {
     struct kvl_window w = kvl__window(g->starts ? g->starts[r] : 0, g->lens[r], g->first,
                                       g->n);
     const struct radix_run runs[2] = {
-      {g->kept_values + r * g->k, i64_min(w.before, g->k), KVL_DTYPE_F32},
-      {at_const(g->logits, r * g->n + w.begin, g->dtype), w.count, g->dtype}};
+        {g->kept_values + r * g->k, i64_min(w.before, g->k), KVL_DTYPE_F32},
+        {at_const(g->logits, r * g->n + w.begin, g->dtype), w.count, g->dtype}};
     const int32_t *kept = g->kept_positions + r * g->k;
     float *values = g->values + r * g->k;
     int32_t *positions = g->positions + r * g->k;
     int64_t all = runs[0].n + runs[1].n, equals = all, found = 0;
-    uint32_t last = 0xFFFFFFFFu;         /* all of them, unless k are fewer */
+    uint32_t last = 0xFFFFFFFFu; /* all of them, unless k are fewer */
     if (all > g->k) {
       int64_t before;
       last = radix_kth(runs, 2, g->k, flip, &before);

@@ -17,8 +17,8 @@
 struct row {
   const float *weights;
   int32_t *selection;
-  int64_t n;                    /* entries */
-  int64_t first, last;          /* blocks from first to before last may go */
+  int64_t n;           /* entries */
+  int64_t first, last; /* blocks from first to before last may go */
 };
 
 static float weight(const struct row *r, int64_t block) {
@@ -74,7 +74,8 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
     int64_t blocks = i64_min((len + a->block_size - 1) / a->block_size, a->max_blocks);
     struct row r = {.weights = a->weights + i * a->max_blocks,
                     .selection = a->selection + i * a->max_selected,
-                    .first = a->sink, .last = blocks - a->recent};
+                    .first = a->sink,
+                    .last = blocks - a->recent};
     while (r.n < a->max_selected && r.selection[r.n] >= 0 && r.selection[r.n] < blocks) r.n++;
     double total = 0;
     for (int64_t b = 0; b < blocks; b++) total += weight(&r, b);

@@ -7,7 +7,7 @@
 #include "cpu/split.h"
 
 static inline KVL_HOT vf apply(vf x, const int op) {
-  switch (op) {   /* ORDER kvl_unary_op */
+  switch (op) { /* ORDER kvl_unary_op */
     case KVL_UNARY_NEG: return -x;
     case KVL_UNARY_ABS: return vf_abs(x);
     case KVL_UNARY_EXP: return vf_exp(x);
@@ -17,7 +17,7 @@ static inline KVL_HOT vf apply(vf x, const int op) {
     case KVL_UNARY_SIGMOID: return vf_sigmoid(x);
     case KVL_UNARY_SILU: return x * vf_sigmoid(x);
     case KVL_UNARY_TANH: return vf_tanh(x);
-    default: return vf_pick((vi)(x <= 0.0f), vf_set(0), x);   /* relu keeps NaN */
+    default: return vf_pick((vi)(x <= 0.0f), vf_set(0), x); /* relu keeps NaN */
   }
 }
 
@@ -30,14 +30,22 @@ static inline KVL_HOT void loop(const struct kvl_unary_args *a, int64_t begin, i
   }
 }
 
-#define CASE(op) case op: KVL_BY_FLOAT(a->dtype, loop(a, begin, end, op, D)) break;
+#define CASE(op) \
+  case op: KVL_BY_FLOAT(a->dtype, loop(a, begin, end, op, D)) break;
 
 static int unary_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_unary_args *a = args;
-  switch (a->op) {   /* ORDER kvl_unary_op */
-    CASE(KVL_UNARY_NEG) CASE(KVL_UNARY_ABS) CASE(KVL_UNARY_EXP) CASE(KVL_UNARY_LOG)
-    CASE(KVL_UNARY_SQRT) CASE(KVL_UNARY_RSQRT) CASE(KVL_UNARY_SIGMOID)
-    CASE(KVL_UNARY_SILU) CASE(KVL_UNARY_TANH) CASE(KVL_UNARY_RELU)
+  switch (a->op) { /* ORDER kvl_unary_op */
+    CASE(KVL_UNARY_NEG)
+    CASE(KVL_UNARY_ABS)
+    CASE(KVL_UNARY_EXP)
+    CASE(KVL_UNARY_LOG)
+    CASE(KVL_UNARY_SQRT)
+    CASE(KVL_UNARY_RSQRT)
+    CASE(KVL_UNARY_SIGMOID)
+    CASE(KVL_UNARY_SILU)
+    CASE(KVL_UNARY_TANH)
+    CASE(KVL_UNARY_RELU)
     default: return KVL_ERR_UNSUPPORTED;
   }
   return 0;

@@ -36,17 +36,29 @@ static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
 
 /* Expand `call` with `D` bound to each float dtype as a constant; KVL_BY_CACHE to each that
  * KV memory may have. */
-#define KVL_BY_FLOAT(dtype, call)                                                     \
-  switch (dtype) {                                                                    \
-    case KVL_DTYPE_F32: { enum { D = KVL_DTYPE_F32 }; call; } break;                  \
-    case KVL_DTYPE_F16: { enum { D = KVL_DTYPE_F16 }; call; } break;                  \
-    case KVL_DTYPE_BF16: { enum { D = KVL_DTYPE_BF16 }; call; } break;                \
-    default: return KVL_ERR_UNSUPPORTED;                                              \
+#define KVL_BY_FLOAT(dtype, call)        \
+  switch (dtype) {                       \
+    case KVL_DTYPE_F32: {                \
+      enum { D = KVL_DTYPE_F32 };        \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_F16: {                \
+      enum { D = KVL_DTYPE_F16 };        \
+      call;                              \
+    } break;                             \
+    case KVL_DTYPE_BF16: {               \
+      enum { D = KVL_DTYPE_BF16 };       \
+      call;                              \
+    } break;                             \
+    default: return KVL_ERR_UNSUPPORTED; \
   }
-#define KVL_BY_CACHE(dtype, call)                                                     \
-  switch (dtype) {                                                                    \
-    case KVL_DTYPE_F8E4M3: { enum { D = KVL_DTYPE_F8E4M3 }; call; } break;            \
-    default: KVL_BY_FLOAT(dtype, call)                                                \
+#define KVL_BY_CACHE(dtype, call)      \
+  switch (dtype) {                     \
+    case KVL_DTYPE_F8E4M3: {           \
+      enum { D = KVL_DTYPE_F8E4M3 };   \
+      call;                            \
+    } break;                           \
+    default: KVL_BY_FLOAT(dtype, call) \
   }
 
 /* ---- vectors: VF floats ------------------------------------------------------------- */
@@ -67,7 +79,7 @@ static inline KVL_HOT vf vf_set(float x) {
 #elif defined(KVL_ISA_AVX2)
   return (vf)_mm256_set1_ps(x);
 #else
-  return (vf){ x, x, x, x };
+  return (vf){x, x, x, x};
 #endif
 }
 
@@ -75,14 +87,22 @@ static inline KVL_HOT vf vf_set(float x) {
 static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
-static inline KVL_HOT vf vf_max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-static inline KVL_HOT vf vf_min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline KVL_HOT vf vf_max(vf a, vf b) {
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
+static inline KVL_HOT vf vf_min(vf a, vf b) {
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+}
 #elif defined(KVL_ISA_AVX2)
 static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) {
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
-static inline KVL_HOT vf vf_max(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-static inline KVL_HOT vf vf_min(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+static inline KVL_HOT vf vf_max(vf a, vf b) {
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+}
+static inline KVL_HOT vf vf_min(vf a, vf b) {
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+}
 #else
 static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 static inline KVL_HOT vf vf_max(vf a, vf b) { /* b where unordered, as maxps */
@@ -99,7 +119,7 @@ static inline KVL_HOT vf vf_min(vf a, vf b) {
 /* f8e4m3 is f16 shifted by 7, but for a bias that is 8 less: the f16 is 2^-8 of it. x are
  * sign-extended bytes, so the bit that f16 has more, 0x4000, begins as a copy of the sign: it
  * is to become 0, or 1 for NaN, all ones below the sign, where adding 1 carries into it. */
-typedef int16_t v16 __attribute__((vector_size(VF * 4)));   /* two vectors' worth */
+typedef int16_t v16 __attribute__((vector_size(VF * 4))); /* two vectors' worth */
 static inline KVL_HOT v16 f16_from_f8(v16 x) {
   v16 h = x << 7;
   return h ^ ((h + 0x80) & 0x4000);
@@ -111,7 +131,7 @@ static inline KVL_HOT vi vf_to_f8(vf x) {
   vi sign = ((vi)x >> 24) & 0x80, nan = (vi)(x != x);
   vf magnitude = vf_min((vf)((vi)x & 0x7FFFFFFF), vf_set(448));
   vi bits = (vi)magnitude, tiny = (vi)(magnitude < 0x1p-6f);
-  vi small = (vi)(magnitude + 0x1p14f) - 0x46800000;     /* the bits of 2^14 */
+  vi small = (vi)(magnitude + 0x1p14f) - 0x46800000; /* the bits of 2^14 */
   vi normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3);
   vi r = (tiny & small) | (~tiny & normal) | sign;
   return (nan & 0x7F) | (~nan & r);
@@ -155,7 +175,8 @@ static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
 static inline KVL_HOT float vf_sum(vf a) {
   float s[VF];
   memcpy(s, &a, sizeof s);
-  for (int w = VF / 2; w > 0; w /= 2) for (int i = 0; i < w; i++) s[i] += s[i + w];
+  for (int w = VF / 2; w > 0; w /= 2)
+    for (int i = 0; i < w; i++) s[i] += s[i + w];
   return s[0];
 }
 static inline KVL_HOT float vf_hmax(vf a) {
@@ -177,7 +198,10 @@ static inline KVL_HOT vf vf_from_f8(vi x) {
 #endif
 static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
   vf x;
-  if (dtype == KVL_DTYPE_F32) { memcpy(&x, p, sizeof x); return x; }
+  if (dtype == KVL_DTYPE_F32) {
+    memcpy(&x, p, sizeof x);
+    return x;
+  }
 #if defined(KVL_ISA_AVX2)
   if (dtype == KVL_DTYPE_F8E4M3) {
     v16 h = f16_from_f8((v16)_mm256_cvtepi8_epi16(_mm_loadl_epi64(p)));
@@ -189,14 +213,17 @@ static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
 #else
   if (dtype == KVL_DTYPE_F8E4M3) {
     const uint8_t *b = p;
-    return vf_from_f8((vi){ b[0], b[1], b[2], b[3] });
+    return vf_from_f8((vi){b[0], b[1], b[2], b[3]});
   }
   for (int i = 0; i < VF; i++) x[i] = f32_load(p, i, dtype);
   return x;
 #endif
 }
 static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
-  if (dtype == KVL_DTYPE_F32) { memcpy(p, &x, sizeof x); return; }
+  if (dtype == KVL_DTYPE_F32) {
+    memcpy(p, &x, sizeof x);
+    return;
+  }
 #if defined(KVL_ISA_AVX2)
   if (dtype == KVL_DTYPE_F16) {
     _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
@@ -217,7 +244,10 @@ static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
   return x;
 }
 static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
-  if (n == VF) { vf_store_full(p, x, dtype); return; }
+  if (n == VF) {
+    vf_store_full(p, x, dtype);
+    return;
+  }
   for (int i = 0; i < n; i++) f32_store(p, i, x[i], dtype);
 }
 #endif
@@ -250,19 +280,22 @@ static inline KVL_HOT vf vf_select(vi mask, vf a, vf b) {
 #define KVL_STAY(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i))
 #define KVL_CROSS(i, n) ((i) % (2 * (n)) < (n) ? (i) + (n) : VF + (i) - (n))
 #if defined(KVL_ISA_AVX512)
-#define KVL_LANES(f, n) (vi){                                                         \
-  f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n), f(8, n),    \
-  f(9, n), f(10, n), f(11, n), f(12, n), f(13, n), f(14, n), f(15, n) }
+#define KVL_LANES(f, n)                                                              \
+  (vi) {                                                                             \
+    f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n), f(8, n), \
+        f(9, n), f(10, n), f(11, n), f(12, n), f(13, n), f(14, n), f(15, n)          \
+  }
 #elif defined(KVL_ISA_AVX2)
-#define KVL_LANES(f, n) (vi){                                                         \
-  f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n) }
+#define KVL_LANES(f, n) \
+  (vi) { f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n) }
 #else
-#define KVL_LANES(f, n) (vi){ f(0, n), f(1, n), f(2, n), f(3, n) }
+#define KVL_LANES(f, n) \
+  (vi) { f(0, n), f(1, n), f(2, n), f(3, n) }
 #endif
-#define KVL_FOLD(x, n)                                                                \
-  _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)                               \
-    x[i] = __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_STAY, n)) +               \
-           __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_CROSS, n))
+#define KVL_FOLD(x, n)                                                     \
+  _Pragma("GCC unroll 8") for (int i = 0; i < (n); i++)                    \
+      x[i] = __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_STAY, n)) + \
+             __builtin_shuffle(x[i], x[i + (n)], KVL_LANES(KVL_CROSS, n))
 static inline KVL_HOT vf vf_sum_lanes(vf *x) {
 #if defined(KVL_ISA_AVX512)
   KVL_FOLD(x, 8);
@@ -277,9 +310,9 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
 
 /* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */
 static inline KVL_HOT vf vf_exp(vf x) {
-  vf y = vf_min(vf_set(88.8f), vf_max(vf_set(-87.4f), x));   /* NaN stays: see vf_max */
+  vf y = vf_min(vf_set(88.8f), vf_max(vf_set(-87.4f), x)); /* NaN stays: see vf_max */
   vf t = y * 1.44269504f;
-  vf n = (t + 12582912.0f) - 12582912.0f;   /* to nearest: |t| < 2^22 */
+  vf n = (t + 12582912.0f) - 12582912.0f; /* to nearest: |t| < 2^22 */
   vf r = vf_fma(n, vf_set(-0.693359375f), y);
   r = vf_fma(n, vf_set(2.12194440e-4f), r);
   vf p = vf_set(1.9875691500e-4f);
@@ -294,7 +327,7 @@ static inline KVL_HOT vf vf_exp(vf x) {
   return (vf)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
 #else
   vi e = __builtin_convertvector(n, vi);
-  vi half = e >> 1;                          /* two steps: 2^128 does not exist */
+  vi half = e >> 1; /* two steps: 2^128 does not exist */
   vf s0 = (vf)((half + 127) << 23), s1 = (vf)((e - half + 127) << 23);
   vf z = p * s0 * s1;
   vi low = (vi)(x < -87.3f), nan = (vi)(x != x);

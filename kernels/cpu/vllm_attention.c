@@ -29,12 +29,12 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
 
   for (int64_t block = 0; block * size < len; block++) {
     const int64_t physical = a->tables[seq * a->max_blocks + block];
-    if (physical < 0 || physical >= c->blocks) continue;   /* broken: no key */
+    if (physical < 0 || physical >= c->blocks) continue; /* broken: no key */
     const int64_t kv_head = head / (a->heads / c->kv_heads);
     const int64_t slice = (physical * c->kv_heads + kv_head) * size * dim;
     const int tokens = (int)i64_min(size, len - block * size);
     const float before = top;
-    for (int t = 0; t < tokens; t++) {   /* x elements of a key lie together */
+    for (int t = 0; t < tokens; t++) { /* x elements of a key lie together */
       vf qk = {0};
       for (int d = 0; d < dim; d += step) {
         int64_t at_k = slice + (d / x * size + t) * x + d % x;
@@ -47,7 +47,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
     const float keep = before == top ? 1 : expf(before - top);
     sum *= keep;
     for (int t = 0; t < tokens; t++) sum += weights[t] = expf(weights[t] - top);
-    for (int d = 0; d < dim; d++) {      /* the tokens of a row of V lie together */
+    for (int d = 0; d < dim; d++) { /* the tokens of a row of V lie together */
       vf wv = {0};
       for (int t = 0; t < tokens; t += VF) {
         const int lanes = vf_left(t, tokens);
@@ -64,8 +64,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
 
 static int attend_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_vllm_attention_args *a = args;
-  for (int64_t row = begin; row < end; row++)
-    KVL_BY_CACHE(a->cache.dtype, attend(a, row, D))
+  for (int64_t row = begin; row < end; row++) KVL_BY_CACHE(a->cache.dtype, attend(a, row, D))
   return 0;
 }
 

@@ -6,12 +6,12 @@
 #include "cpu/vec.h"
 
 /* ivdep: out is a, or b, or apart from both, so no element meets another. */
-#define CHOOSE(T)                                                          \
-  do {                                                                     \
-    const T *x = a->a, *y = a->b;                                          \
-    T *out = a->out;                                                       \
-    _Pragma("GCC ivdep")                                                   \
-    for (int64_t i = begin; i < end; i++) out[i] = a->cond[i] ? x[i] : y[i]; \
+#define CHOOSE(T)                                                                          \
+  do {                                                                                     \
+    const T *x = a->a, *y = a->b;                                                          \
+    T *out = a->out;                                                                       \
+    _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++) out[i] = a->cond[i] ? x[i]  \
+                                                                                   : y[i]; \
   } while (0)
 
 static int where_piece(const void *args, int64_t begin, int64_t end) {

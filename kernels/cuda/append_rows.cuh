@@ -21,7 +21,7 @@ __device__ __forceinline__ float head_scale(const float *scales, int head) {
 }
 template <class To, class From, int N>
 __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, float scale) {
-  if constexpr (same<From, To>) {   /* bits stay */
+  if constexpr (same<From, To>) { /* bits stay */
     return x;
   } else {
     pack<To, N> out;
@@ -39,8 +39,7 @@ struct token_place {
   int64_t block;
   int offset;
   __device__ __forceinline__ token_place(int64_t slot, int block_size)
-      : block(slot < 0 ? -1 : slot / block_size),
-        offset((int)(slot - block * block_size)) {}
+      : block(slot < 0 ? -1 : slot / block_size), offset((int)(slot - block * block_size)) {}
 };
 
 /* Dim `dim` of a token's row of K (half 0) or V (1) in block `block`; NULL where there is no
@@ -49,8 +48,9 @@ template <class To>
 __device__ __forceinline__ To *row_in(const kvl_cache_view &c, int64_t block, int offset,
                                       int half, int head, int dim) {
   if (block < 0 || block >= c.blocks) return nullptr;
-  return (To *)c.kv + (((2 * block + half) * c.kv_heads + head) * c.block_size + offset) *
-                          c.head_dim + dim;
+  return (To *)c.kv +
+         (((2 * block + half) * c.kv_heads + head) * c.block_size + offset) * c.head_dim +
+         dim;
 }
 template <class To, int N>
 __device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block, int offset,
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block
 /* Args: kvl_append_kv_args, or kvl_hot_append_args to write the hot cache too. */
 template <int N, class From, class To, class Args>
 __global__ void __launch_bounds__(APPEND_THREADS)
-append_rows_kernel(const __grid_constant__ Args a) {
+    append_rows_kernel(const __grid_constant__ Args a) {
   const int size = a.cache.block_size, pieces = a.cache.head_dim / N;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
   for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
@@ -94,7 +94,7 @@ append_rows_kernel(const __grid_constant__ Args a) {
 
 template <class From, class To, class Args>
 void start_append(const Args &a, const kvl_cuda_queue *q) {
-  constexpr int N = sizeof(To) == 1 ? 16 : 8;   /* what head_dim is a multiple of */
+  constexpr int N = sizeof(To) == 1 ? 16 : 8; /* what head_dim is a multiple of */
   int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / N);
   append_rows_kernel<N, From, To>
       <<<grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q->stream>>>(a);

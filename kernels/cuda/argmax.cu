@@ -11,7 +11,7 @@
 namespace {
 
 using kvl::team;
-typedef unsigned long long key_t64;   /* ordered number, then ~index */
+typedef unsigned long long key_t64; /* ordered number, then ~index */
 
 struct larger_key {
   __device__ key_t64 operator()(key_t64 a, key_t64 b) const { return a > b ? a : b; }
@@ -26,18 +26,18 @@ __device__ __forceinline__ key_t64 best_of(const T *a, int64_t begin, int64_t en
     kvl::load_floats(a + i, x);
 #pragma unroll
     for (int j = 0; j < w.value; j++) {
-      key_t64 key = (key_t64)kvl::order_key(x[j]) << 32 | (uint32_t)~(uint32_t)(i + j);
+      key_t64 key = (key_t64)kvl::order_key(x[j]) << 32 | (uint32_t) ~(uint32_t)(i + j);
       best = larger_key()(best, key);
     }
   });
   return best;
 }
 
-__device__ __forceinline__ int32_t index_of(key_t64 key) { return (int32_t)~(uint32_t)key; }
+__device__ __forceinline__ int32_t index_of(key_t64 key) { return (int32_t) ~(uint32_t)key; }
 
 template <int N, int THREADS, class T>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-rows_kernel(const T *a, int32_t *out, int64_t rows, int64_t n) {
+    rows_kernel(const T *a, int32_t *out, int64_t rows, int64_t n) {
   using own = team<THREADS>;
   for (int64_t row = own::first_row(); row < rows; row += own::row_step()) {
     key_t64 best = best_of<N>(a + row * n, 0, n, own::rank(), THREADS);
@@ -49,7 +49,7 @@ rows_kernel(const T *a, int32_t *out, int64_t rows, int64_t n) {
 /* Grid: pieces, rows. */
 template <int N, class T>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-pieces_kernel(const T *a, key_t64 *part, int64_t n, int64_t length) {
+    pieces_kernel(const T *a, key_t64 *part, int64_t n, int64_t length) {
   int64_t row = blockIdx.y, begin = blockIdx.x * length, end = min(begin + length, n);
   key_t64 best = best_of<N>(a + row * n, begin, end, threadIdx.x, kvl::ROW_THREADS);
   best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), key_t64(0));
@@ -57,7 +57,7 @@ pieces_kernel(const T *a, key_t64 *part, int64_t n, int64_t length) {
 }
 
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-join_kernel(const key_t64 *part, int32_t *out, int pieces) {
+    join_kernel(const key_t64 *part, int32_t *out, int pieces) {
   key_t64 best = 0;
   for (int p = threadIdx.x; p < pieces; p += kvl::ROW_THREADS)
     best = larger_key()(best, part[(int64_t)blockIdx.x * pieces + p]);
@@ -75,8 +75,9 @@ template <int N, class T> void argmax(const kvl_argmax_args *g, const kvl_cuda_q
     join_kernel<<<(unsigned)g->rows, kvl::ROW_THREADS, 0, q->stream>>>(part, g->out,
                                                                        (int)cut.count);
   } else if (g->n <= kvl::ROW_SHORT) {
-    rows_kernel<N, kvl::WARP><<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0,
-                                q->stream>>>(a, g->out, g->rows, g->n);
+    rows_kernel<N, kvl::WARP>
+        <<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
+            a, g->out, g->rows, g->n);
   } else {
     rows_kernel<N, kvl::ROW_THREADS>
         <<<kvl::team_grid<kvl::ROW_THREADS>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(

@@ -16,14 +16,14 @@ namespace kvl {
  * that of the phase waited for: 0 for the first. Waiting for parity 1 on a new barrier
  * returns at once. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
-  KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count));
+  KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 /* After the inits, before a __syncthreads or a cluster's barrier: copies see them too. */
 __device__ __forceinline__ void barrier_init_done() {
   KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  KVL_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+  KVL_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 /* One arrival for a warp, when all of its lanes are here. */
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) 
 }
 /* Bytes may come before they are expected. */
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
-  KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-           :: "r"(barrier), "r"(bytes) : "memory");
+  KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+           : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 1;
@@ -42,7 +42,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
              ".reg .pred p;\n"
              "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
              "selp.u32 %0, 1, 0, p;\n"
-             "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+             "}"
+             : "=r"(done)
+             : "r"(barrier), "r"(parity)
+             : "memory");
   } while (!done);
 }
 
@@ -51,8 +54,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, int bytes,
                                            uint32_t barrier) {
   KVL_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-           " [%0], [%1], %2, [%3];"
-           :: "r"(shared), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+           " [%0], [%1], %2, [%3];" ::"r"(shared),
+           "l"(from), "r"(bytes), "r"(barrier)
+           : "memory");
 }
 /* This thread's writes to shared memory come before wgmma and copies that start after the
  * next barrier. */
@@ -62,10 +66,10 @@ __device__ __forceinline__ void fence_async() {
 
 /* Barrier `id` (1 ... 15) of `threads` threads, some of which only arrive. */
 __device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace kvl

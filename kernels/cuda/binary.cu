@@ -11,7 +11,7 @@
 
 namespace {
 
-struct layout {   /* of the outer dims; the innermost is apart */
+struct layout { /* of the outer dims; the innermost is apart */
   int64_t shape[KVL_DIMS_MAX], a_stride[KVL_DIMS_MAX], b_stride[KVL_DIMS_MAX];
   int64_t a_inner, b_inner;
   int ndim;
@@ -57,33 +57,38 @@ __device__ __forceinline__ kvl::pack<Out, N> zip(const M (&x)[N], const M (&y)[N
 
 /* Comparisons have u8 out, the rest their own dtype. */
 template <class Out, class M, int N>
-__device__ __forceinline__ kvl::pack<Out, N> apply(int op, const M (&x)[N],
-                                                  const M (&y)[N]) {
-  if constexpr (kvl::same<Out, uint8_t>) switch (op) {   /* ORDER kvl_binary_op */
-    case KVL_BINARY_EQ: return zip<Out>(x, y, [](M a, M b) { return M(a == b); });
-    case KVL_BINARY_NE: return zip<Out>(x, y, [](M a, M b) { return M(a != b); });
-    case KVL_BINARY_LT: return zip<Out>(x, y, [](M a, M b) { return M(a < b); });
-    case KVL_BINARY_LE: return zip<Out>(x, y, [](M a, M b) { return M(a <= b); });
-    case KVL_BINARY_GT: return zip<Out>(x, y, [](M a, M b) { return M(a > b); });
-    default: return zip<Out>(x, y, [](M a, M b) { return M(a >= b); });
-  }
+__device__ __forceinline__ kvl::pack<Out, N> apply(int op, const M (&x)[N], const M (&y)[N]) {
+  if constexpr (kvl::same<Out, uint8_t>) switch (op) { /* ORDER kvl_binary_op */
+      case KVL_BINARY_EQ: return zip<Out>(x, y, [](M a, M b) { return M(a == b); });
+      case KVL_BINARY_NE: return zip<Out>(x, y, [](M a, M b) { return M(a != b); });
+      case KVL_BINARY_LT: return zip<Out>(x, y, [](M a, M b) { return M(a < b); });
+      case KVL_BINARY_LE: return zip<Out>(x, y, [](M a, M b) { return M(a <= b); });
+      case KVL_BINARY_GT: return zip<Out>(x, y, [](M a, M b) { return M(a > b); });
+      default: return zip<Out>(x, y, [](M a, M b) { return M(a >= b); });
+    }
   else switch (op) {
-    case KVL_BINARY_ADD: return zip<Out>(x, y, [](M a, M b) {
-      return wrapping(a, b, [](auto p, auto q) { return p + q; }); });
-    case KVL_BINARY_SUB: return zip<Out>(x, y, [](M a, M b) {
-      return wrapping(a, b, [](auto p, auto q) { return p - q; }); });
-    case KVL_BINARY_MUL: return zip<Out>(x, y, [](M a, M b) {
-      return wrapping(a, b, [](auto p, auto q) { return p * q; }); });
-    case KVL_BINARY_DIV: return zip<Out>(x, y, [](M a, M b) { return quotient(a, b); });
-    case KVL_BINARY_MAX: return zip<Out>(x, y, [](M a, M b) { return larger(a, b); });
-    default: return zip<Out>(x, y, [](M a, M b) { return smaller(a, b); });
-  }
+      case KVL_BINARY_ADD:
+        return zip<Out>(x, y, [](M a, M b) {
+          return wrapping(a, b, [](auto p, auto q) { return p + q; });
+        });
+      case KVL_BINARY_SUB:
+        return zip<Out>(x, y, [](M a, M b) {
+          return wrapping(a, b, [](auto p, auto q) { return p - q; });
+        });
+      case KVL_BINARY_MUL:
+        return zip<Out>(x, y, [](M a, M b) {
+          return wrapping(a, b, [](auto p, auto q) { return p * q; });
+        });
+      case KVL_BINARY_DIV: return zip<Out>(x, y, [](M a, M b) { return quotient(a, b); });
+      case KVL_BINARY_MAX: return zip<Out>(x, y, [](M a, M b) { return larger(a, b); });
+      default: return zip<Out>(x, y, [](M a, M b) { return smaller(a, b); });
+    }
 }
 
 /* ---- the loop -------------------------------------------------------------------- */
 
 template <class T, class M, class Out> struct binary_body {
-  const T *a, *b;   /* b NULL: the scalar */
+  const T *a, *b; /* b NULL: the scalar */
   Out *out;
   M scalar;
   int op;
@@ -95,7 +100,7 @@ template <class T, class M, class Out> struct binary_body {
       kvl::pack<T, N> raw = kvl::load_pack<N>(p);
 #pragma unroll
       for (int j = 0; j < N; j++) x[j] = kvl::convert<M>(raw.at[j]);
-    } else {   /* 0, or N is 1 */
+    } else { /* 0, or N is 1 */
       M one = kvl::convert<M>(*p);
 #pragma unroll
       for (int j = 0; j < N; j++) x[j] = one;
@@ -124,8 +129,8 @@ bool wide_operand(const void *p, const int64_t *stride, int ndim, int n) {
 
 template <class T, class M, class Out> int binary(const kvl_binary_args *g, void *queue) {
   constexpr int n = kvl::WIDE<T>;
-  binary_body<T, M, Out> f = {(const T *)g->a, (const T *)g->b, (Out *)g->out, M(),
-                              g->op, {}};
+  binary_body<T, M, Out> f = {
+      (const T *)g->a, (const T *)g->b, (Out *)g->out, M(), g->op, {}};
   if constexpr (kvl::same<M, float>) f.scalar = (float)g->scalar;
   else f.scalar = kvl::integer_from<M>(g->scalar);
   layout &at = f.at;

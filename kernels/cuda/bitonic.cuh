@@ -42,7 +42,7 @@ __device__ __forceinline__ void sort_shared(sort_key *keys, int count, int64_t b
 
 /* A block per chunk. size 0: sort it; else the steps of merge `size` that stay inside. */
 static __global__ void __launch_bounds__(SORT_THREADS)
-sort_chunk_kernel(sort_key *all, int chunk, int64_t row_length, int64_t size) {
+    sort_chunk_kernel(sort_key *all, int chunk, int64_t row_length, int64_t size) {
   __shared__ sort_key keys[SORT_CHUNK];
   int64_t first = (int64_t)blockIdx.x * chunk, base = first & (row_length - 1);
   for (int i = threadIdx.x; i < chunk; i += SORT_THREADS) keys[i] = all[first + i];

@@ -30,7 +30,8 @@ template <class T, bool IS_TOKEN> struct block_keys {
     const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
     const int count = max(0, min(a.tokens[i], cache.block_size));
     if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows ||
-        (IS_TOKEN && token >= count)) return {nullptr, 0, nullptr};
+        (IS_TOKEN && token >= count))
+      return {nullptr, 0, nullptr};
     const int64_t row = (2 * block * cache.kv_heads + head) * cache.block_size + token;
     const int64_t hash = (to * cache.kv_heads + head) * each + token;
     return {(const T *)cache.kv + row * cache.head_dim, IS_TOKEN ? 1 : count,
@@ -38,8 +39,7 @@ template <class T, bool IS_TOKEN> struct block_keys {
   }
 };
 
-template <class T>
-int hash_keys(const kvl_block_hash_args &a, const kvl_cuda_queue *q) {
+template <class T> int hash_keys(const kvl_block_hash_args &a, const kvl_cuda_queue *q) {
   hash_call call = {a.planes, a.n * a.cache.kv_heads, a.cache.head_dim, a.bits};
   if (!a.is_token) return hash_vectors(block_keys<T, false>{a}, call, q);
   call.vectors *= a.cache.block_size;

@@ -19,9 +19,9 @@ namespace kvl {
 namespace {
 
 /* The word that a pair of T is compared in, exactly. */
-template <class T> struct pair_type { using type = __half2; };   /* f16, f8e4m3 */
+template <class T> struct pair_type { using type = __half2; }; /* f16, f8e4m3 */
 template <> struct pair_type<__nv_bfloat16> { using type = __nv_bfloat162; };
-template <> struct pair_type<float> { using type = float; };   /* no pair */
+template <> struct pair_type<float> { using type = float; }; /* no pair */
 
 __device__ __forceinline__ float lower(float a, float b) { return fminf(a, b); }
 __device__ __forceinline__ float upper(float a, float b) { return fmaxf(a, b); }
@@ -30,7 +30,12 @@ template <class P> __device__ __forceinline__ P upper(P a, P b) { return __hmax2
 
 template <class T> struct min_max {
   using word = typename pair_type<T>::type;
-  enum { N = 2, DIMS = REDUCE_DIMS<T>, EACH = same<word, float> ? 1 : 2, WORDS = DIMS / EACH };
+  enum {
+    N = 2,
+    DIMS = REDUCE_DIMS<T>,
+    EACH = same<word, float> ? 1 : 2,
+    WORDS = DIMS / EACH
+  };
   T *summary;
   static __device__ word all(float x) {
     if constexpr (same<word, float>) return x;
@@ -81,8 +86,7 @@ KVL_CUDA_KERNEL(block_minmax) {
   if (a.cache.dtype == KVL_DTYPE_F8E4M3)
     launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
   else
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-      launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q);
-    })
+    KVL_CUDA_BY_FLOAT(a.cache.dtype, T,
+                      { launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })
   return kvl__cuda_launched();
 }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
  * two words of accumulator m, and finish(x, cache, row, head, dim, tokens). */
 template <class T, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
-block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
+    block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
   using word = typename F::word;
   constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
   constexpr int DIMS = REDUCE_DIMS<T>, WORDS = F::WORDS, ROW = 256 / DIMS * WORDS;
@@ -84,7 +84,8 @@ block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
 #pragma unroll
       for (int m = 0; m < F::N; m++)
 #pragma unroll
-        for (int e = 0; e < WORDS; e++) sums[tid / WARP][m * ROW + lane * WORDS + e] = x[m][e];
+        for (int e = 0; e < WORDS; e++)
+          sums[tid / WARP][m * ROW + lane * WORDS + e] = x[m][e];
     __syncthreads();
     if (tid < lanes)
       for (int w = 1; w < WARPS; w++)

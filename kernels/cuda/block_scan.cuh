@@ -36,7 +36,7 @@ __device__ __forceinline__ void block_scan(int (&x)[N], int (&total)[N],
     x[k] += __shfl_sync(ALL_LANES, upto - of_warp, warp);
     total[k] = __shfl_sync(ALL_LANES, upto, WARP - 1);
   }
-  __syncthreads();   /* before the caller writes `shared` again */
+  __syncthreads(); /* before the caller writes `shared` again */
 }
 
 }  // namespace kvl

@@ -12,13 +12,13 @@
 
 #include "kernels.h"
 
-typedef struct cublasContext *cublasHandle_t;   /* cublas_v2.h says the same */
+typedef struct cublasContext *cublasHandle_t; /* cublas_v2.h says the same */
 
 struct kvl_cuda_queue {
   cudaStream_t stream;
-  cublasHandle_t blas;     /* NULL until kvl__cuda_blas */
+  cublasHandle_t blas; /* NULL until kvl__cuda_blas */
   int sm_count;
-  int shared_optin;        /* bytes of shared memory a block may ask for */
+  int shared_optin; /* bytes of shared memory a block may ask for */
   int device;
 };
 
@@ -34,31 +34,54 @@ KVL_OPS(X)
  * of one call, or of cuBLAS (its handle is made at the first use). */
 int kvl__cuda_launched(void);
 int kvl__cuda_check(cudaError_t error);
-int kvl__cuda_blas(struct kvl_cuda_queue *queue);   /* makes queue->blas */
+int kvl__cuda_blas(struct kvl_cuda_queue *queue); /* makes queue->blas */
 int kvl__cuda_blas_check(int status, const char *what);
 namespace kvl_cuda {
 /* Record the words of a failure and return `status`. */
-__attribute__((format(printf, 2, 3)))
-int fail(int status, const char *format, ...);
+__attribute__((format(printf, 2, 3))) int fail(int status, const char *format, ...);
 }
 
 /* Run a body with T the C++ type of a dtype; the launcher returns where there is none. */
-#define KVL_CUDA_BY_FLOAT(dtype, T, ...)                                   \
-  switch (dtype) {                                                         \
-    case KVL_DTYPE_F32: { using T = float; __VA_ARGS__ } break;            \
-    case KVL_DTYPE_F16: { using T = __half; __VA_ARGS__ } break;           \
-    case KVL_DTYPE_BF16: { using T = __nv_bfloat16; __VA_ARGS__ } break;   \
-    default: return KVL_ERR_UNSUPPORTED;                                   \
+#define KVL_CUDA_BY_FLOAT(dtype, T, ...) \
+  switch (dtype) {                       \
+    case KVL_DTYPE_F32: {                \
+      using T = float;                   \
+      __VA_ARGS__                        \
+    } break;                             \
+    case KVL_DTYPE_F16: {                \
+      using T = __half;                  \
+      __VA_ARGS__                        \
+    } break;                             \
+    case KVL_DTYPE_BF16: {               \
+      using T = __nv_bfloat16;           \
+      __VA_ARGS__                        \
+    } break;                             \
+    default: return KVL_ERR_UNSUPPORTED; \
   }
 /* ... with T an unsigned type of that many bytes, for ops that only move elements. */
-#define KVL_CUDA_BY_BYTES(bytes, T, ...)                   \
-  switch (bytes) {                                         \
-    case 1: { using T = uint8_t; __VA_ARGS__ } break;      \
-    case 2: { using T = uint16_t; __VA_ARGS__ } break;     \
-    case 4: { using T = uint32_t; __VA_ARGS__ } break;     \
-    case 8: { using T = uint64_t; __VA_ARGS__ } break;     \
-    case 16: { using T = uint4; __VA_ARGS__ } break;       \
-    default: return KVL_ERR_UNSUPPORTED;                   \
+#define KVL_CUDA_BY_BYTES(bytes, T, ...) \
+  switch (bytes) {                       \
+    case 1: {                            \
+      using T = uint8_t;                 \
+      __VA_ARGS__                        \
+    } break;                             \
+    case 2: {                            \
+      using T = uint16_t;                \
+      __VA_ARGS__                        \
+    } break;                             \
+    case 4: {                            \
+      using T = uint32_t;                \
+      __VA_ARGS__                        \
+    } break;                             \
+    case 8: {                            \
+      using T = uint64_t;                \
+      __VA_ARGS__                        \
+    } break;                             \
+    case 16: {                           \
+      using T = uint4;                   \
+      __VA_ARGS__                        \
+    } break;                             \
+    default: return KVL_ERR_UNSUPPORTED; \
   }
 
 /* An instruction of sm_90; nothing for devices before it. */
@@ -89,15 +112,14 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float x) {
 }
 
 /* N elements moved in the widest pieces their size allows, 16 bytes at most. */
-template <class T, int N>
-struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) pack {
+template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) pack {
   T at[N];
 };
 /* Elements of T in 16 bytes. */
 template <class T> constexpr int WIDE = 16 / sizeof(T);
 
 template <int N, class T>
-__device__ __forceinline__ pack<T, N> load_pack(const T *p) {   /* p aligned to the pack */
+__device__ __forceinline__ pack<T, N> load_pack(const T *p) { /* p aligned to the pack */
   return *reinterpret_cast<const pack<T, N> *>(p);
 }
 template <int N, class T>
@@ -123,12 +145,14 @@ __device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
 __device__ __forceinline__ uint4 load_streaming(const uint4 *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
   return x;
 }
 /* Neighbours of any float dtype, or one number, from element `at` on. */
 template <int N>
-__device__ __forceinline__ void load_any(const void *p, int dtype, int64_t at, float (&x)[N]) {
+__device__ __forceinline__ void load_any(const void *p, int dtype, int64_t at,
+                                         float (&x)[N]) {
   if (dtype == KVL_DTYPE_F32) load_floats((const float *)p + at, x);
   else if (dtype == KVL_DTYPE_F16) load_floats((const __half *)p + at, x);
   else load_floats((const __nv_bfloat16 *)p + at, x);
@@ -165,8 +189,9 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
 __device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-               :: "r"(shared), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
 }
 
 /* Keys that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
@@ -174,7 +199,7 @@ __device__ __forceinline__ uint32_t order_key(float x) {
   uint32_t bits = __float_as_uint(x + 0.0f);
   return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
-__device__ __forceinline__ float order_value(uint32_t key) {   /* NaN for 0 */
+__device__ __forceinline__ float order_value(uint32_t key) { /* NaN for 0 */
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
 }
 
@@ -186,7 +211,7 @@ __device__ __forceinline__ uint32_t rank_of(float x) {
   uint32_t key = order_key(x);
   return x != x ? RANK_NAN : ~key;
 }
-__device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has none */
+__device__ __forceinline__ float number_of(uint32_t rank) { /* NaN if it has none */
   return order_value(~rank);
 }
 
@@ -195,7 +220,7 @@ __device__ __forceinline__ float number_of(uint32_t rank) {   /* NaN if it has n
 struct add_op {
   template <class T> __device__ T operator()(T a, T b) const { return a + b; }
 };
-struct max_op {   /* of two NaN-free numbers; one NaN is ignored, as by fmaxf */
+struct max_op { /* of two NaN-free numbers; one NaN is ignored, as by fmaxf */
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
   __device__ int operator()(int a, int b) const { return max(a, b); }
 };
@@ -244,7 +269,7 @@ __device__ __forceinline__ T block_reduce(T x, F f, T none, T *shared) {
   if (lane == 0) shared[warp] = x;
   __syncthreads();
   x = warp_reduce(lane < warps ? shared[lane] : none, f);
-  __syncthreads();   /* before the caller writes `shared` again */
+  __syncthreads(); /* before the caller writes `shared` again */
   return x;
 }
 template <class T> __device__ __forceinline__ T block_sum(T x, T *shared) {

@@ -11,7 +11,9 @@
 
 namespace kvl {
 
-struct f8e4m3 { __nv_fp8_storage_t bits; };
+struct f8e4m3 {
+  __nv_fp8_storage_t bits;
+};
 
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
@@ -35,8 +37,7 @@ template <class To> constexpr To most = To(~uint64_t(0) >> (64 - value_bits<To>)
 template <class To> constexpr To least = is_signed<To> ? -most<To> - 1 : 0;
 
 /* From float or double. 2^bits is exact there, unlike the largest value. */
-template <class To, class From>
-__host__ __device__ __forceinline__ To integer_from(From x) {
+template <class To, class From> __host__ __device__ __forceinline__ To integer_from(From x) {
   constexpr From limit = From(uint64_t(1) << (value_bits<To> - 1)) * 2;
   if (x != x) return 0;
   if (x >= limit) return most<To>;
@@ -65,19 +66,34 @@ template <class To, class From> __device__ __forceinline__ To convert(From x) {
 }  // namespace kvl
 
 /* KVL_CUDA_BY_FLOAT, and the integers a cast knows. */
-#define KVL_CUDA_BY_NUMBER(dtype, T, ...)                         \
-  switch (dtype) {                                                \
-    case KVL_DTYPE_I32: { using T = int32_t; __VA_ARGS__ } break; \
-    case KVL_DTYPE_I64: { using T = int64_t; __VA_ARGS__ } break; \
-    case KVL_DTYPE_U8: { using T = uint8_t; __VA_ARGS__ } break;  \
-    default: KVL_CUDA_BY_FLOAT(dtype, T, __VA_ARGS__)             \
+#define KVL_CUDA_BY_NUMBER(dtype, T, ...)             \
+  switch (dtype) {                                    \
+    case KVL_DTYPE_I32: {                             \
+      using T = int32_t;                              \
+      __VA_ARGS__                                     \
+    } break;                                          \
+    case KVL_DTYPE_I64: {                             \
+      using T = int64_t;                              \
+      __VA_ARGS__                                     \
+    } break;                                          \
+    case KVL_DTYPE_U8: {                              \
+      using T = uint8_t;                              \
+      __VA_ARGS__                                     \
+    } break;                                          \
+    default: KVL_CUDA_BY_FLOAT(dtype, T, __VA_ARGS__) \
   }
 /* Every dtype. */
-#define KVL_CUDA_BY_ANY(dtype, T, ...)                                     \
-  switch (dtype) {                                                         \
-    case KVL_DTYPE_F8E4M3: { using T = kvl::f8e4m3; __VA_ARGS__ } break;   \
-    case KVL_DTYPE_U64: { using T = uint64_t; __VA_ARGS__ } break;         \
-    default: KVL_CUDA_BY_NUMBER(dtype, T, __VA_ARGS__)                     \
+#define KVL_CUDA_BY_ANY(dtype, T, ...)                 \
+  switch (dtype) {                                     \
+    case KVL_DTYPE_F8E4M3: {                           \
+      using T = kvl::f8e4m3;                           \
+      __VA_ARGS__                                      \
+    } break;                                           \
+    case KVL_DTYPE_U64: {                              \
+      using T = uint64_t;                              \
+      __VA_ARGS__                                      \
+    } break;                                           \
+    default: KVL_CUDA_BY_NUMBER(dtype, T, __VA_ARGS__) \
   }
 
 #endif

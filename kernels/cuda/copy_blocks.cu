@@ -14,10 +14,10 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256, EACH = 4, PIECE = THREADS * EACH;   /* in 16-byte words */
+constexpr int THREADS = 256, EACH = 4, PIECE = THREADS * EACH; /* in 16-byte words */
 
 __global__ void __launch_bounds__(THREADS)
-copy(const __grid_constant__ kvl_copy_blocks_args a, int64_t words, int64_t pieces) {
+    copy(const __grid_constant__ kvl_copy_blocks_args a, int64_t words, int64_t pieces) {
   int64_t i = blockIdx.x / pieces, at = blockIdx.x % pieces * PIECE + threadIdx.x;
   int64_t from = a.src[i], to = a.dst[i];
   if (from < 0 || to < 0 || from >= a.cache.blocks || to >= a.cache.blocks) return;

@@ -16,7 +16,7 @@ enum { COPY_THREADS = 256 };
  * parts of a row. */
 template <class T, class F>
 __global__ void __launch_bounds__(COPY_THREADS)
-copy_rows_kernel(F f, int64_t n, int64_t pieces, int wide) {
+    copy_rows_kernel(F f, int64_t n, int64_t pieces, int wide) {
   int tall = COPY_THREADS / wide;
   int64_t first = (int64_t)blockIdx.y * wide + threadIdx.x % wide;
   int64_t step = (int64_t)gridDim.y * wide;
@@ -51,8 +51,8 @@ int copy_rows(const F &f, int64_t n, int64_t bytes_row, const void *src, const v
   if (along > want) along = want;
   if (along > 65535) along = 65535;
   KVL_CUDA_BY_BYTES(size, T, {
-    copy_rows_kernel<T><<<dim3(down, (unsigned)along), COPY_THREADS, 0, q->stream>>>(
-        f, n, pieces, wide);
+    copy_rows_kernel<T>
+        <<<dim3(down, (unsigned)along), COPY_THREADS, 0, q->stream>>>(f, n, pieces, wide);
   })
   return kvl__cuda_launched();
 }

@@ -19,7 +19,8 @@
 namespace kvl {
 namespace {
 
-__global__ void __launch_bounds__(1024) cut(const __grid_constant__ kvl_cut_selection_args a) {
+__global__ void __launch_bounds__(1024)
+    cut(const __grid_constant__ kvl_cut_selection_args a) {
   __shared__ int sums[2][WARP];
   const int64_t row = blockIdx.x, rows = gridDim.x, seq = row / a.heads;
   const int tid = threadIdx.x, threads = blockDim.x;
@@ -66,7 +67,8 @@ __global__ void __launch_bounds__(1024) cut(const __grid_constant__ kvl_cut_sele
 KVL_CUDA_KERNEL(cut_selection) {
   const kvl_cut_selection_args &a = *(const kvl_cut_selection_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  const int64_t rows = a.seqs * a.heads, entries = a.selection ? a.max_selected : a.max_blocks;
+  const int64_t rows = a.seqs * a.heads,
+                entries = a.selection ? a.max_selected : a.max_blocks;
   if (rows == 0) return KVL_OK;
   kvl::cut<<<(unsigned)rows, entries <= 256 ? 256 : 1024, 0, q->stream>>>(a);
   return kvl__cuda_launched();

@@ -12,15 +12,17 @@ struct divisor {
   uint32_t by = 1, factor = 1;
   int shift = 0;
   divisor() = default;
-  explicit divisor(uint32_t n) : by(n) {   /* 1 ... 2^31 */
+  explicit divisor(uint32_t n) : by(n) { /* 1 ... 2^31 */
     while ((uint64_t)1 << shift < n) shift++;
     factor = (uint32_t)(((((uint64_t)1 << shift) - n) << 32) / n + 1);
   }
-  __device__ uint32_t quotient(uint32_t x) const { return (__umulhi(x, factor) + x) >> shift; }
+  __device__ uint32_t quotient(uint32_t x) const {
+    return (__umulhi(x, factor) + x) >> shift;
+  }
 };
 
 /* x / n where x * n is below 2^32: 2 instructions. The host makes the factor of n. */
-inline uint32_t short_factor(uint32_t n) {   /* 2^32 / n, rounded up; of 1: 0 */
+inline uint32_t short_factor(uint32_t n) { /* 2^32 / n, rounded up; of 1: 0 */
   return n > 1 ? (uint32_t)((1ull << 32) / n + 1) : 0;
 }
 __device__ __forceinline__ uint32_t short_quotient(uint32_t x, uint32_t factor) {

@@ -14,7 +14,7 @@
 
 namespace kvl {
 
-enum { EACH_THREADS = 256, EACH_WAVES = 1 << 16 };   /* a pack a thread, in practice */
+enum { EACH_THREADS = 256, EACH_WAVES = 1 << 16 }; /* a pack a thread, in practice */
 
 template <int N, class F>
 __global__ void __launch_bounds__(EACH_THREADS) each_kernel(F f, int64_t count) {
@@ -28,8 +28,7 @@ __global__ void __launch_bounds__(EACH_THREADS) each_kernel(F f, int64_t count) 
 }
 
 /* wide: the addresses allow packs of N. */
-template <int N, class F>
-int each(const F &f, int64_t count, bool wide, void *queue) {
+template <int N, class F> int each(const F &f, int64_t count, bool wide, void *queue) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (count == 0) return KVL_OK;
   if (wide)

@@ -13,7 +13,7 @@
 
 namespace kvl {
 
-constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1;   /* of a block that is none */
+constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1; /* of a block that is none */
 
 /* WORDS of a hash, 0: as many as the view says. LANES that read a block together; of token
  * hashes 32: a lane a token. Where there is a hash a block, two lanes read a whole sector of
@@ -37,7 +37,9 @@ template <class F> int with_form(const kvl_hash_view &v, F f) {
   return f(hash_form<0, 32, true>());
 }
 
-__device__ __forceinline__ uint32_t hamming(uint64_t a, uint64_t b) { return __popcll(a ^ b); }
+__device__ __forceinline__ uint32_t hamming(uint64_t a, uint64_t b) {
+  return __popcll(a ^ b);
+}
 __device__ __forceinline__ uint64_t word_of(uint32_t low, uint32_t high) {
   return low | (uint64_t)high << 32;
 }
@@ -56,7 +58,7 @@ template <class FORM, int N> struct hash_batch;
 /* A hash a block, of one or two words. */
 template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
   pack<uint64_t, WORDS> hash[N];
-  uint32_t there;                       /* bit j: block j is one */
+  uint32_t there; /* bit j: block j is one */
 
   /* block[j]: physical. */
   __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
@@ -137,7 +139,7 @@ template <int N> struct hash_batch<hash_form<0, 1, false>, N> {
 
 /* A hash a token. Nothing is under way before the query is known: a warp has enough loads. */
 template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>, 1> {
-  static constexpr int PER = WARP / LANES;   /* blocks that a warp reads at a time */
+  static constexpr int PER = WARP / LANES; /* blocks that a warp reads at a time */
   const kvl_hash_view *v;
   int block, tokens, head;
 
@@ -178,13 +180,14 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
   static __device__ __forceinline__ uint32_t of_piece(const uint4 &x, const uint64_t *q,
                                                       int token, int n) {
     const uint64_t low = word_of(x.x, x.y), high = word_of(x.z, x.w);
-    if (WORDS == 2) return token < n ? hamming(low, q[0]) + hamming(high, q[1]) : HAMMING_NONE;
+    if (WORDS == 2)
+      return token < n ? hamming(low, q[0]) + hamming(high, q[1]) : HAMMING_NONE;
     return min(token < n ? hamming(low, q[0]) : HAMMING_NONE,
                token + 1 < n ? hamming(high, q[0]) : HAMMING_NONE);
   }
 
   __device__ __forceinline__ uint32_t of_pieces(const uint64_t *q_) const {
-    constexpr int EACH = 2 / (WORDS > 0 ? WORDS : 1);   /* tokens of a piece */
+    constexpr int EACH = 2 / (WORDS > 0 ? WORDS : 1); /* tokens of a piece */
     const int lane = threadIdx.x % WARP, group = lane / LANES;
     const int pieces = v->tokens / EACH;
     const uint64_t q[2] = {q_[0], WORDS > 1 ? q_[1] : 0};

@@ -21,7 +21,8 @@ namespace kvl {
 constexpr int HASH_PARTS = KVL_HASH_PARTS, HASH_CHUNKS = 256 / HASH_PARTS;
 
 /* Dims p, p + 16, ... of a row; 0 past its end. */
-__device__ __forceinline__ void hash_load(const float *row, int dim, float (&x)[HASH_CHUNKS]) {
+__device__ __forceinline__ void hash_load(const float *row, int dim,
+                                          float (&x)[HASH_CHUNKS]) {
   const int part = threadIdx.x % HASH_PARTS;
 #pragma unroll
   for (int c = 0; c < HASH_CHUNKS; c++) {
@@ -64,8 +65,8 @@ constexpr int HASH_FEW_THREADS = 8 * WARP;
 
 template <class SOURCE>
 __global__ void __launch_bounds__(HASH_FEW_THREADS)
-hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
-  constexpr int PAIRS = 4;              /* of bits, of a warp */
+    hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
+  constexpr int PAIRS = 4; /* of bits, of a warp */
   __shared__ float x[256];
   const int dim = call.dim, word = blockIdx.y, warp = threadIdx.x / WARP;
   const int half = threadIdx.x % WARP / HASH_PARTS, bit = word * 64 + warp * 8;
@@ -74,7 +75,7 @@ hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
   for (int i = 0; i < PAIRS; i++)
     if (bit < call.bits) hash_load(call.planes + (bit + 2 * i + half) * dim, dim, plane[i]);
   const auto item = source.at(blockIdx.x);
-  if (!item.hash) return;               /* the whole block */
+  if (!item.hash) return; /* the whole block */
   if (threadIdx.x < dim) {
     float sum = item.count > 0 ? to_float(item.rows[threadIdx.x]) : 0.f;
 #pragma unroll 8
@@ -89,8 +90,7 @@ hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
     hash_load(x, dim, y);
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
-      const uint32_t is_positive =
-          __ballot_sync(ALL_LANES, hash_sum(y, plane[i], dim) > 0.f);
+      const uint32_t is_positive = __ballot_sync(ALL_LANES, hash_sum(y, plane[i], dim) > 0.f);
       byte |= ((is_positive & 1) | (is_positive >> HASH_PARTS & 1) << 1) << 2 * i;
     }
   }
@@ -99,23 +99,23 @@ hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
 
 /* ---- many vectors ----------------------------------------------------------------------- */
 
-constexpr int HASH_THREADS = 4 * WARP, HASH_TILE = 64;   /* vectors of a block's step */
+constexpr int HASH_THREADS = 4 * WARP, HASH_TILE = 64; /* vectors of a block's step */
 /* The error of a sum, of |x| |plane|, an upper bound: 2^-18 for each of what splitting leaves
  * of x, of planes and of their product, and 2^-23 for each of 17 terms that an mma adds. */
 __device__ __forceinline__ float hash_error(int dim, bool is_split) {
   return 3 * 0x1p-18f + (dim + 15) / 16 * (is_split ? 3 : 2) * 17 * 0x1p-23f;
 }
-constexpr float HASH_TINY = 1e-17f;    /* squares of less may vanish from |x| */
+constexpr float HASH_TINY = 1e-17f; /* squares of less may vanish from |x| */
 
 /* Rows of both kinds: dims up to a multiple of 16, and 16 more, so that lanes which read
  * together meet no bank twice. */
 __host__ __device__ inline int hash_pitch(int dim) { return (dim + 15) / 16 * 16 + 16; }
 
-struct hash_tile {                      /* in shared memory, before x and the planes */
+struct hash_tile { /* in shared memory, before x and the planes */
   const void *rows[HASH_TILE];
   uint64_t *hash[HASH_TILE];
   int count[HASH_TILE];
-  float length[64];                     /* |plane|, scaled as the terms are */
+  float length[64]; /* |plane|, scaled as the terms are */
 };
 inline size_t hash_tile_bytes(int dim) {
   return sizeof(hash_tile) + (size_t)hash_pitch(dim) * (HASH_TILE * 4 + 64 * 2 * 2);
@@ -140,8 +140,8 @@ __device__ __forceinline__ void hash_split_planes(const hash_call &call, int wor
                    fmaxf(fabsf(y[i].z), fabsf(y[i].w)));
     }
     /* 2^-e of most = 2^e * 1 ... 2; where there is none, sums are in doubt, and made again */
-    const float scale =
-        __uint_as_float(0x7F000000u - (__float_as_uint(warp_max(most)) & 0x7F800000u));
+    const float scale = __uint_as_float(0x7F000000u -
+                                        (__float_as_uint(warp_max(most)) & 0x7F800000u));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int d = (i * WARP + lane) * 4;
@@ -175,8 +175,8 @@ __device__ __forceinline__ void hash_stage(int dim, const hash_tile &tile, float
 #pragma unroll
         for (int e = 0; e < 8; e++) sum[e] = __fadd_rn(sum[e], y[e]);
       }
-    store_floats(x + row * pitch + d, *(const float (*)[4])sum);
-    store_floats(x + row * pitch + d + 4, *(const float (*)[4])(sum + 4));
+    store_floats(x + row * pitch + d, *(const float(*)[4])sum);
+    store_floats(x + row * pitch + d + 4, *(const float(*)[4])(sum + 4));
   }
 }
 
@@ -194,7 +194,7 @@ __device__ __forceinline__ void hash_products(const float *x, const __nv_bfloat1
   for (int d = 0; d < dim; d += 16) {
     uint32_t high[2][4], low[2][4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) {       /* rows group + 8 r */
+    for (int r = 0; r < 4; r++) { /* rows group + 8 r */
       float y[4];
       load_floats(x + r * 8 * pitch + d, y);
       length[r] = fmaf(y[0], y[0], fmaf(y[1], y[1], length[r]));
@@ -246,7 +246,7 @@ __device__ __forceinline__ uint32_t hash_again(uint32_t doubt, const float *x, i
 
 template <class SOURCE>
 __global__ void __launch_bounds__(HASH_THREADS)
-hash_many_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
+    hash_many_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
   constexpr bool IS_SPLIT = SOURCE::IS_SUM || sizeof(typename SOURCE::type) == 4 ||
                             same<typename SOURCE::type, __half>;
   extern __shared__ __align__(16) char memory[];
@@ -274,20 +274,19 @@ hash_many_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
     const float *planes = call.planes + (int64_t)(word * 64 + first_bit) * dim;
     if (is_there) hash_products<IS_SPLIT>(rows, terms + first_bit * pitch, dim, c, length);
 #pragma unroll
-    for (int r = 0; r < 4; r++) {       /* rows group + 8 r */
+    for (int r = 0; r < 4; r++) { /* rows group + 8 r */
       uint32_t bits = 0, doubt = 0;
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int bit = i / 2 * 8 + lane % 4 * 2 + i % 2;
         const float sum = c[r / 2][i / 2][r % 2 * 2 + i % 2];
-        const float error =
-            fmaxf(hash_error(dim, IS_SPLIT) * length[r] * tile.length[first_bit + bit],
-                  HASH_TINY);
+        const float error = fmaxf(
+            hash_error(dim, IS_SPLIT) * length[r] * tile.length[first_bit + bit], HASH_TINY);
         const bool is_sure = fabsf(sum) > error && fabsf(sum) < 3e38f;
         bits |= (uint32_t)(is_sure && sum > 0.f) << bit;
         doubt |= (uint32_t)!is_sure << bit;
       }
-      if (tile.count[first_row + group + 8 * r] == 0) doubt = 0;   /* zeros: no bit */
+      if (tile.count[first_row + group + 8 * r] == 0) doubt = 0; /* zeros: no bit */
       if (is_there) bits |= hash_again(doubt, rows + r * 8 * pitch, pitch, planes, dim);
       else bits = 0;
       bits |= __shfl_xor_sync(ALL_LANES, bits, 1);
@@ -313,7 +312,7 @@ int hash_vectors(const SOURCE &source, const hash_call &call, const kvl_cuda_que
   if (status < 0) return status;
   const unsigned tiles = grid(call.vectors, HASH_TILE, q, 3);
   kernel<<<dim3(tiles, words), HASH_THREADS, hash_tile_bytes(call.dim), q->stream>>>(source,
-                                                                                   call);
+                                                                                     call);
   return kvl__cuda_launched();
 }
 

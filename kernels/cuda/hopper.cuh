@@ -30,30 +30,33 @@ constexpr int WARPGROUP = 128;
 /* ---- copies ---------------------------------------------------------------------------- */
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
-  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 /* Copy the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
  * bytes. One thread. */
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
                                          int c4, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
-               ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];"
-               :: "r"(shared), "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(shared),
+      "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
+      : "memory");
 }
 /* The same of a box at coordinates (0, c1, c2). */
 __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *map, int c1,
                                           int c2, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile"
-               ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               :: "r"(shared), "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
+               ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
+               "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
 /* A read that ptxas does not move across waits, nor what follows from it. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];"
-               : "=f"(x) : "r"(shared_address(&shared)) : "memory");
+               : "=f"(x)
+               : "r"(shared_address(&shared))
+               : "memory");
   return x;
 }
 
@@ -61,10 +64,10 @@ __device__ __forceinline__ float load_late(const float &shared) {
 
 /* All four warps of a warpgroup; N a multiple of 8. */
 template <int N> __device__ __forceinline__ void registers_give() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ __forceinline__ void registers_take() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 /* ---- products of a warpgroup ----------------------------------------------------------- */
@@ -83,8 +86,8 @@ __device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int acr
  * them as atoms of eight rows, one after the other. */
 template <int ROW_BYTES> __device__ __forceinline__ uint64_t rows_at(uint32_t shared) {
   constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
-  return (uint64_t)(shared >> 4) | (uint64_t)1 << 16 |
-         (uint64_t)(8 * ROW_BYTES >> 4) << 32 | swizzle << 62;
+  return (uint64_t)(shared >> 4) | (uint64_t)1 << 16 | (uint64_t)(8 * ROW_BYTES >> 4) << 32 |
+         swizzle << 62;
 }
 
 /* The matrix `bytes` further on. */
@@ -101,33 +104,34 @@ __device__ __forceinline__ void products_commit() {
 }
 /* Wait until at most N committed groups are under way. */
 template <int N> __device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 /* Registers of products change behind the compiler's back: nothing moves across this. */
 template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define KVL_D8(i)                                                                         \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]),             \
+#define KVL_D8(i)                                                             \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KVL_D32(i) KVL_D8(i), KVL_D8(i + 8), KVL_D8(i + 16), KVL_D8(i + 24)
 #define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-#define KVL_NAMES_32                                                                      \
+#define KVL_NAMES_32 \
   KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define KVL_NAMES_64                                                                      \
-  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,"    \
-  "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define KVL_NAMES_64                                                                   \
+  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48," \
+               "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 /* d[64 x N] = a b^T (+ d), k 16, both sides in shared memory with k along the rows; sums in
  * fp32. Of d, warp w of the group has rows 16 w ... +15; lane l has rows l/4 and l/4 + 8 of
  * these: d[4 n], d[4 n + 1] are columns 8 n + 2 (l%4), +1 of the first, the next two of the
  * second. */
 #define KVL_SHARED_PRODUCT(N, TYPE, NAMES, A, B, ADD, ...)                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
-               " {" NAMES "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                            \
-               : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
+               "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                                       \
+               : __VA_ARGS__                                                              \
+               : "l"(a), "l"(b), "r"((int)add))
 template <class T, int N>
 __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   constexpr bool half = std::is_same_v<T, __half>;
@@ -150,35 +154,36 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
  * n of d), b in shared memory with k down the rows. */
 #define KVL_REGISTER_PRODUCT(N, TYPE, NAMES, A, B, ...)                                   \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                 \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE            \
-               " {" NAMES "}, {" A "}, " B ", p, 1, 1, 1;\n}"                             \
-               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
+               "}, {" A "}, " B ", p, 1, 1, 1;\n}"                                        \
+               : __VA_ARGS__                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 template <class T, int N>
 __device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
   constexpr bool half = std::is_same_v<T, __half>;
   if constexpr (N == 32) {
     if constexpr (half)
       KVL_REGISTER_PRODUCT(64, "f16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
-    else
-      KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
+    else KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
   } else {
     static_assert(N == 64, "64 or 128 columns");
     if constexpr (half)
       KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D32(0),
                            KVL_D32(32));
     else
-      KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68",
-                           KVL_D32(0), KVL_D32(32));
+      KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D32(0),
+                           KVL_D32(32));
   }
 }
 
 /* d[64 x N] = a b^T (+ d) of f8e4m3, k 32, both sides in shared memory with k along the rows;
  * d as above. The sums are fp32 of which about 14 bits are kept from step to step. */
-#define KVL_F8_PRODUCT(N, NAMES, A, B, ADD, ...)                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                 \
-               " {" NAMES "}, " A ", " B ", p, 1, 1;\n}"                                  \
-               : __VA_ARGS__ : "l"(a), "l"(b), "r"((int)add))
+#define KVL_F8_PRODUCT(N, NAMES, A, B, ADD, ...)                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"           \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3" \
+               " {" NAMES "}, " A ", " B ", p, 1, 1;\n}"                  \
+               : __VA_ARGS__                                              \
+               : "l"(a), "l"(b), "r"((int)add))
 template <int N>
 __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   if constexpr (N == 16) {
@@ -217,7 +222,8 @@ inline encode_map_function *encode_map() {
     cudaError_t e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000,
                                                      cudaEnableDefault, &result);
     return e == cudaSuccess && result == cudaDriverEntryPointSuccess
-               ? (encode_map_function *)f : nullptr;
+               ? (encode_map_function *)f
+               : nullptr;
   }();
   return found;
 }

@@ -50,29 +50,29 @@
 namespace kvl {
 namespace {
 
-constexpr int SHARED_STATIC = 10 << 10;   /* bytes that the kernel declares itself, at most */
-constexpr int SHARED_SURE = 80 << 10;     /* and those that every device has beside them */
+constexpr int SHARED_STATIC = 10 << 10; /* bytes that the kernel declares itself, at most */
+constexpr int SHARED_SURE = 80 << 10;   /* and those that every device has beside them */
 
 template <bool IS_SHARED>
 __global__ void __launch_bounds__(hot::THREADS)
-resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
+    resolve(const __grid_constant__ kvl_hot_resolve_args a, int64_t bytes) {
   using namespace hot;
   extern __shared__ __align__(16) char shared[];
   __shared__ int sums[SETS][WARP];
   const int tid = threadIdx.x;
-  const head h =
-      head_of(a, IS_SHARED ? shared : (char *)a.workspace + (int64_t)blockIdx.x * bytes);
+  const head h = head_of(
+      a, IS_SHARED ? shared : (char *)a.workspace + (int64_t)blockIdx.x * bytes);
   for (int i = tid; i < words_of(h.slots); i += THREADS) h.used[i] = 0;
-  if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0;   /* where no entry has a bit */
+  if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0; /* where no entry has a bit */
   __syncthreads();
   if (tid < HALF) look_up(a, h, tid);
   else read_slots(h, tid - HALF);
   __syncthreads();
 
-  int candidates[3], candidates_all[3], count[SETS];   /* free, others; marks taken back */
+  int candidates[3], candidates_all[3], count[SETS]; /* free, others; marks taken back */
   find_leaders(h);
   mark_used(h, a.is_ahead, candidates);
-  block_scan(candidates, candidates_all, sums);   /* barriers: the leaders are known too */
+  block_scan(candidates, candidates_all, sums); /* barriers: the leaders are known too */
   number_entries(h, count, sums);
   const int unheld = candidates_all[0];
   const int filled = min(count[LEADER], unheld + candidates_all[1]);

@@ -10,7 +10,7 @@ namespace kvl {
 namespace hot {
 
 constexpr int THREADS = 1024, HALF = THREADS / 2;
-constexpr int DIGITS = 2048;   /* of the radix search */
+constexpr int DIGITS = 2048; /* of the radix search */
 
 /* Keys of slots by which victims are found, the smallest first: priorities are in between. */
 enum : uint32_t { KEY_FREE = 0, KEY_NAN = 1, KEY_FIXED = 0xFFFFFFFE, KEY_USED = 0xFFFFFFFF };
@@ -24,7 +24,7 @@ struct entry_sets {
   __device__ uint32_t *bits(int set) const { return memory + 2 * set * words; }
   __device__ int *before(int set) const { return (int *)memory + (2 * set + 1) * words; }
   __device__ bool has(int set, int e) const { return bits(set)[e / 32] >> e % 32 & 1; }
-  __device__ int rank(int set, int e) const {   /* members before entry e */
+  __device__ int rank(int set, int e) const { /* members before entry e */
     return before(set)[e / 32] + __popc(bits(set)[e / 32] & ((1u << e % 32) - 1));
   }
 };
@@ -34,10 +34,10 @@ struct head {
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
   int kv_head, kv_heads, n, entries, slots, blocks;
-  int32_t *found;       /* [entries]  slot of a hit, mark(block) of a miss, -1 */
-  int32_t *order_old;   /* [slots] */
-  uint32_t *keys;       /* [slots], like order_old */
-  uint32_t *used;       /* a bit a slot: a hit's */
+  int32_t *found;     /* [entries]  slot of a hit, mark(block) of a miss, -1 */
+  int32_t *order_old; /* [slots] */
+  uint32_t *keys;     /* [slots], like order_old */
+  uint32_t *used;     /* a bit a slot: a hit's */
   entry_sets sets;
 };
 
@@ -85,8 +85,8 @@ __device__ __forceinline__ bool within(int32_t i, int end) {
 __device__ __forceinline__ void look_up(const kvl_hot_resolve_args &a, const head &h,
                                         int rank) {
   constexpr int EACH = 8;
-  const int32_t *selection =
-      a.selection + (a.selection_heads > 1 ? (int64_t)h.kv_head * h.n : 0);
+  const int32_t *selection = a.selection +
+                             (a.selection_heads > 1 ? (int64_t)h.kv_head * h.n : 0);
   const int64_t stride = a.selection_heads * h.n;
   for (int first = 0; first < h.entries; first += EACH * HALF) {
     int32_t block[EACH], slot[EACH];
@@ -107,7 +107,7 @@ __device__ __forceinline__ void look_up(const kvl_hot_resolve_args &a, const hea
 #pragma unroll
     for (int u = 0; u < EACH; u++) {
       int e = first + u * HALF + rank;
-      bool hit = within(slot[u], h.slots), miss = slot[u] < 0;   /* -1, or a claim */
+      bool hit = within(slot[u], h.slots), miss = slot[u] < 0; /* -1, or a claim */
       if (hit) atomicOr(h.used + slot[u] / 32, 1u << slot[u] % 32);
       if (miss) atomicMin(h.slot_of + block[u], INT32_MIN + e);
       if (e < h.entries) h.found[e] = hit ? slot[u] : miss ? mark(block[u]) : -1;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void read_slots(const head &h, int rank) {
       if (p >= h.slots) break;
       h.order_old[p] = slot[u];
       if (held[u] == -1) h.keys[p] = KEY_FREE;
-      else if (!within(held[u], h.blocks)) h.keys[p] = KEY_FIXED;   /* a broken state */
+      else if (!within(held[u], h.blocks)) h.keys[p] = KEY_FIXED; /* a broken state */
       else h.keys[p] = max(order_key(priority[u]), KEY_NAN);
     }
   }
@@ -221,7 +221,7 @@ struct victims {
 /* The wanted-th smallest key, by digits of 11, 11 and 10 bits from the top. */
 __device__ __forceinline__ victims search_keys(const head &h, int wanted,
                                                int (*shared)[WARP]) {
-  __shared__ int counts[DIGITS], chosen[2];   /* the digit, keys below it */
+  __shared__ int counts[DIGITS], chosen[2]; /* the digit, keys below it */
   uint32_t prefix = 0;
   for (int pass = 0, shift = 32; pass < 3; pass++) {
     const int bits = pass < 2 ? 11 : 10, shift_above = shift;
@@ -237,7 +237,7 @@ __device__ __forceinline__ victims search_keys(const head &h, int wanted,
     const int digit = 2 * threadIdx.x, low = counts[digit], both = low + counts[digit + 1];
     int before[1] = {both}, total[1];
     block_scan(before, total, shared);
-    if (before[0] < wanted && wanted <= before[0] + both) {   /* true for one thread */
+    if (before[0] < wanted && wanted <= before[0] + both) { /* true for one thread */
       const bool high = wanted > before[0] + low;
       chosen[0] = digit + high;
       chosen[1] = before[0] + (high ? low : 0);

@@ -8,7 +8,7 @@
 namespace kvl {
 
 struct index_place {
-  uint8_t *key;      /* nullptr: there is no such slot */
+  uint8_t *key; /* nullptr: there is no such slot */
   float *scale;
 };
 __device__ __forceinline__ index_place index_at(const kvl_index_view &view, int64_t block,
@@ -33,7 +33,7 @@ __device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t 
   for (int64_t i = lane * N; i < dim; i += WARP * N) {
     load_floats(x + i, v);
 #pragma unroll
-    for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e]));   /* without NaN */
+    for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e])); /* without NaN */
   }
   const float scale = __fdiv_rn(warp_max(most), 448.f);
   for (int64_t i = lane * N; i < dim; i += WARP * N) {

@@ -33,8 +33,7 @@ KVL_CUDA_KERNEL(index_append) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0) return KVL_OK;
   const unsigned blocks = grid(a.n, QUANTISE_THREADS / WARP, q);
-  KVL_CUDA_BY_FLOAT(a.dtype, T, {
-    index_append<T><<<blocks, QUANTISE_THREADS, 0, q->stream>>>(a);
-  })
+  KVL_CUDA_BY_FLOAT(a.dtype, T,
+                    { index_append<T><<<blocks, QUANTISE_THREADS, 0, q->stream>>>(a); })
   return kvl__cuda_launched();
 }

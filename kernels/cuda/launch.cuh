@@ -8,7 +8,7 @@
 
 namespace kvl {
 
-inline bool is_hopper(const kvl_cuda_queue *q) {   /* or later: 227 KiB */
+inline bool is_hopper(const kvl_cuda_queue *q) { /* or later: 227 KiB */
   return q->shared_optin > 200 << 10;
 }
 
@@ -19,8 +19,7 @@ template <class... P> inline bool aligned16(P... p) {
 
 /* Blocks to launch for `pieces` of work, `per_block` each, when blocks loop over the rest:
  * enough to fill the device a few times over. */
-inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q,
-                     int waves = 16) {
+inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q, int waves = 16) {
   int64_t blocks = (pieces + per_block - 1) / per_block;
   int64_t most = (int64_t)q->sm_count * waves;
   return (unsigned)(blocks < most ? blocks : most);
@@ -31,11 +30,12 @@ inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 /* Kernels that are to run side by side on an SM want all of its shared memory set up as
  * such. */
 template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
-  static unsigned preferred = 0;   /* one bit a device; setting it twice does no harm */
+  static unsigned preferred = 0; /* one bit a device; setting it twice does no harm */
   unsigned bit = 1u << (q->device & 31);
   if (preferred & bit) return KVL_OK;
-  int status = kvl__cuda_check(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  int status = kvl__cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared));
   if (status == KVL_OK) preferred |= bit;
   return status;
 }

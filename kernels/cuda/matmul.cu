@@ -18,8 +18,8 @@
 namespace {
 
 enum {
-  WORKSPACE = 32 << 20,       /* what NVIDIA recommends on Hopper */
-  SHARED_LEAST = 99 << 10,    /* a block may ask for this on every device from sm_80 on */
+  WORKSPACE = 32 << 20,    /* what NVIDIA recommends on Hopper */
+  SHARED_LEAST = 99 << 10, /* a block may ask for this on every device from sm_80 on */
 };
 
 cudaDataType_t type_of(int dtype) {
@@ -39,8 +39,8 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
   cudaDataType_t type = type_of(g->dtype);
   return kvl__cuda_blas_check(
       cublasGemmStridedBatchedEx_64(
-          q->blas, g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, g->n, g->m,
-          g->k, &one, b, type, g->transpose_b ? g->k : g->n, g->b_stride, a, type, g->k,
+          q->blas, g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, g->n, g->m, g->k,
+          &one, b, type, g->transpose_b ? g->k : g->n, g->b_stride, a, type, g->k,
           g->a_stride, &zero, out, type_of(g->out_dtype), g->n, g->out_stride, count,
           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
       "cublasGemmStridedBatchedEx");
@@ -75,13 +75,13 @@ int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
   cublasLtMatmulPreferenceInit(&wish);
   cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                        &bytes, sizeof bytes);
-  cublasLtHandle_t lt = (cublasLtHandle_t)q->blas;   /* a cuBLAS handle is one, too */
+  cublasLtHandle_t lt = (cublasLtHandle_t)q->blas; /* a cuBLAS handle is one, too */
   int status = cublasLtMatmulAlgoGetHeuristic(lt, &call, &b_is, &a_is, &out_is, &out_is,
                                               &wish, 1, &best, &found);
   if (status == CUBLAS_STATUS_SUCCESS)
     status = cublasLtMatmul(lt, &call, &one, b, &b_is, a, &a_is, &zero, out, &out_is, out,
                             &out_is, &best.algo, g->workspace, bytes, q->stream);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return KVL_ERR_UNSUPPORTED;   /* before sm_89 */
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return KVL_ERR_UNSUPPORTED; /* before sm_89 */
   return kvl__cuda_blas_check(status, "cublasLtMatmul");
 }
 
@@ -111,7 +111,7 @@ KVL_CUDA_KERNEL(matmul) {
   if (status == KVL_OK)
     status = kvl__cuda_blas_check(cublasSetWorkspace(q->blas, g->workspace, WORKSPACE),
                                   "cublasSetWorkspace");
-  enum { BATCH_MAX = 65535 };   /* some of its kernels put the batch in a grid dimension */
+  enum { BATCH_MAX = 65535 }; /* some of its kernels put the batch in a grid dimension */
   for (int64_t i = 0; i < g->batch && status == KVL_OK; i += BATCH_MAX)
     status = multiply(g, q, i, g->batch - i < BATCH_MAX ? g->batch - i : BATCH_MAX);
   return status == KVL_OK ? kvl__cuda_launched() : status;

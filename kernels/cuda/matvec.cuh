@@ -19,14 +19,14 @@
 namespace kvl {
 
 enum {
-  MATVEC_ROWS = 2,         /* of a, at most */
-  MATVEC_THREADS = 512,    /* one block an SM */
-  MATVEC_TEAM = 4,         /* warps */
-  MATVEC_AHEAD = 8,        /* packs of a lane on their way */
+  MATVEC_ROWS = 2,      /* of a, at most */
+  MATVEC_THREADS = 512, /* one block an SM */
+  MATVEC_TEAM = 4,      /* warps */
+  MATVEC_AHEAD = 8,     /* packs of a lane on their way */
 };
 
 __device__ __forceinline__ void ask_l2_for(const void *p, uint32_t bytes) {
-  KVL_SM90("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes) : "memory");
+  KVL_SM90("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
 /* sum[i] += a[i] . w over a lane's packs `first`, first + STRIDE, ...; none past the row. */
@@ -52,7 +52,7 @@ template <int M>
 __device__ __forceinline__ void team_sum(float (&sum)[M], int team, int row) {
 #pragma unroll
   for (int i = 0; i < M; i++) sum[i] = warp_sum(sum[i]);
-  __shared__ float sums[2][MATVEC_THREADS / WARP][M];   /* by turns: one barrier a row */
+  __shared__ float sums[2][MATVEC_THREADS / WARP][M]; /* by turns: one barrier a row */
   const int lane = threadIdx.x % WARP, turn = row & 1;
   if (lane == 0)
 #pragma unroll
@@ -65,8 +65,8 @@ __device__ __forceinline__ void team_sum(float (&sum)[M], int team, int row) {
 
 template <class T, class Out, int M>
 __global__ void __launch_bounds__(MATVEC_THREADS, 1)
-matvec(const uint4 *a, const uint4 *b, Out *out, int64_t n, int packs) {
-  extern __shared__ uint4 shared_a[];   /* [M, packs] */
+    matvec(const uint4 *a, const uint4 *b, Out *out, int64_t n, int packs) {
+  extern __shared__ uint4 shared_a[]; /* [M, packs] */
   constexpr int STRIDE = MATVEC_TEAM * WARP, TEAMS = MATVEC_THREADS / STRIDE;
   constexpr int STEP = MATVEC_AHEAD * STRIDE;
   const int team = threadIdx.x / STRIDE, rank = threadIdx.x % STRIDE;
@@ -76,7 +76,7 @@ matvec(const uint4 *a, const uint4 *b, Out *out, int64_t n, int packs) {
   if (rank == 0 && row < n) ask_l2_for(b + row * packs, packs * 16);
   wait_for_previous();
   uint4 now[MATVEC_AHEAD], next[MATVEC_AHEAD];
-  auto load = [&](uint4 (&to)[MATVEC_AHEAD], int64_t r, int first) {
+  auto load = [&](uint4(&to)[MATVEC_AHEAD], int64_t r, int first) {
     if (r >= n) return;
 #pragma unroll
     for (int u = 0; u < MATVEC_AHEAD; u++)
@@ -117,9 +117,8 @@ int launch_matvec(const kvl_matmul_args &g, const kvl_cuda_queue *q) {
   if (status != KVL_OK) return status;
   const int64_t blocks = (g.n + TEAMS - 1) / TEAMS;
   return launch_programmatic(kernel, (unsigned)(blocks < q->sm_count ? blocks : q->sm_count),
-                             MATVEC_THREADS, (size_t)(g.m * g.k * 2), q,
-                             (const uint4 *)g.a, (const uint4 *)g.b, (Out *)g.out, g.n,
-                             (int)(g.k / 8));
+                             MATVEC_THREADS, (size_t)(g.m * g.k * 2), q, (const uint4 *)g.a,
+                             (const uint4 *)g.b, (Out *)g.out, g.n, (int)(g.k / 8));
 }
 template <class T, class Out>
 int launch_matvec(const kvl_matmul_args &g, const kvl_cuda_queue *q) {

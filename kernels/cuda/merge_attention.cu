@@ -24,7 +24,7 @@ constexpr int THREADS = 256;
 /* `lanes` (a power of two up to 32) share a row; a lane takes N neighbours at a time. */
 template <class T, int N>
 __global__ void __launch_bounds__(THREADS)
-merge(const __grid_constant__ kvl_merge_attention_args a, int lanes) {
+    merge(const __grid_constant__ kvl_merge_attention_args a, int lanes) {
   const int per_block = THREADS / lanes, lane = threadIdx.x % lanes;
   const int64_t stride = (int64_t)gridDim.x * per_block;
   int64_t row = (int64_t)blockIdx.x * per_block + threadIdx.x / lanes;

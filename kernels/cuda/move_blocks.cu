@@ -25,10 +25,10 @@ namespace kvl {
 namespace {
 
 constexpr int THREADS = 192, WARPS = THREADS / WARP, LINK_BLOCKS = 16;
-constexpr int EACH = 8, PIECE = EACH * WARP;   /* in 16-byte words */
-constexpr int AHEAD = 8;                       /* pieces a lane looks at together */
+constexpr int EACH = 8, PIECE = EACH * WARP; /* in 16-byte words */
+constexpr int AHEAD = 8;                     /* pieces a lane looks at together */
 constexpr int PARTS_MOST = 16;
-constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST;   /* pieces count in 32 bits */
+constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST; /* pieces count in 32 bits */
 
 /* Lengths in 16-byte words. An entry is one run of `run` words, or two, `half` words apart;
  * each is cut in `parts_run` parts of `part` words. Pieces are entries * parts, and rows of
@@ -36,7 +36,7 @@ constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST;   /* pieces count in 32
 struct layout {
   int64_t block, half;
   uint32_t run, part, pieces;
-  divisor parts_run, parts, lanes, rows;   /* passing over padding is little else than these */
+  divisor parts_run, parts, lanes, rows; /* passing over padding is little else than these */
 };
 
 /* Source, destination and length; words 0: there is nothing to copy. */
@@ -58,7 +58,7 @@ __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const
   const int64_t place = entry_of(l, a.n, p), from = a.from[place], to = a.to[place];
   if (to < 0 || to >= a.dst.blocks) return {nullptr, nullptr, 0};
   const uint32_t entry = l.parts.quotient(p), part = p - entry * l.parts.by;
-  const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.by;   /* lanes divides rows */
+  const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.by; /* lanes divides rows */
   const uint32_t run = l.parts_run.quotient(part);
   const uint32_t in_run = (part - run * l.parts_run.by) * l.part;
   const int64_t at = run * l.half + (int64_t)lane * l.run + in_run;
@@ -70,7 +70,8 @@ __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const
 __device__ __forceinline__ uint4 load_once(const uint4 *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
   return x;
 }
 
@@ -90,7 +91,7 @@ __device__ __forceinline__ void copy_piece(const piece &p, int lane) {
 }
 
 __global__ void __launch_bounds__(THREADS)
-move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ layout l) {
+    move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ layout l) {
   __shared__ piece found[WARPS][WARP];
   __shared__ long long sums[WARP];
   const int lane = threadIdx.x % WARP;
@@ -98,9 +99,9 @@ move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ lay
   /* Neighbouring pieces go to different blocks of threads. */
   const uint32_t warp = threadIdx.x / WARP * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * WARPS;
-  uint32_t words = 0;   /* of this lane's pieces */
+  uint32_t words = 0; /* of this lane's pieces */
   for (uint32_t first = warp; first < l.pieces; first += warps * WARP * AHEAD) {
-    unsigned valid = 0;   /* bit w: this lane's piece of window w has a source */
+    unsigned valid = 0; /* bit w: this lane's piece of window w has a source */
 #pragma unroll
     for (int w = 0; w < AHEAD; w++) {
       uint32_t p = first + (w * WARP + lane) * warps;
@@ -117,7 +118,7 @@ move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ lay
       if (own.words > 0) queue[__popc(has & ((1u << lane) - 1))] = own;
       __syncwarp();
       for (int k = 0; k < __popc(has); k++) copy_piece(queue[k], lane);
-      __syncwarp();   /* the queue is read before it is written again */
+      __syncwarp(); /* the queue is read before it is written again */
     }
   }
   if (!a.moved) return;

@@ -53,8 +53,8 @@ struct mqa_paged {
 
 template <int D> struct mqa_mma_shape {
   static constexpr int WARPS = 4, THREADS = WARPS * WARP, TOKENS = 16;
-  static constexpr int SEGMENT = 1024;               /* columns a block of threads takes */
-  static constexpr int HEADS = 64, WORDS = D / 4;    /* at most; of four dims */
+  static constexpr int SEGMENT = 1024;            /* columns a block of threads takes */
+  static constexpr int HEADS = 64, WORDS = D / 4; /* at most; of four dims */
   /* Of a head of q, as f16: the lanes of half a warp meet no bank twice. */
   static constexpr int HEAD_BYTES = 2 * D + 32;
 };
@@ -67,8 +67,7 @@ __device__ __forceinline__ void mqa_take_queries(const uint32_t *q, const float 
   const int padded = (heads + 7) / 8 * 8;
   for (int i = threadIdx.x; i < padded * shape::WORDS; i += shape::THREADS) {
     const int head = i / shape::WORDS, word = i % shape::WORDS;
-    *(uint2 *)(to + head * shape::HEAD_BYTES + word * 8) =
-        halves_of(head < heads ? q[i] : 0);
+    *(uint2 *)(to + head * shape::HEAD_BYTES + word * 8) = halves_of(head < heads ? q[i] : 0);
   }
   for (int h = threadIdx.x; h < padded; h += shape::THREADS)
     halves[h] = h < heads ? 0.5f * weights[h] : 0.f;
@@ -76,7 +75,7 @@ __device__ __forceinline__ void mqa_take_queries(const uint32_t *q, const float 
 
 template <int D, class Keys, class Out>
 __global__ void __launch_bounds__(mqa_mma_shape<D>::THREADS)
-mqa_mma(const __grid_constant__ Keys keys, int64_t segments) {
+    mqa_mma(const __grid_constant__ Keys keys, int64_t segments) {
   using shape = mqa_mma_shape<D>;
   constexpr int STEPS = D / 16;
   __shared__ __align__(16) char q[shape::HEADS * shape::HEAD_BYTES];
@@ -87,7 +86,7 @@ mqa_mma(const __grid_constant__ Keys keys, int64_t segments) {
     const int first = (int)(item - row * segments) * shape::SEGMENT;
     const int begin = max(keys.begin(row), first);
     const int end = min(keys.end(row), first + shape::SEGMENT);
-    if (begin >= end) continue;   /* all threads */
+    if (begin >= end) continue; /* all threads */
     __syncthreads();
     mqa_take_queries<D>((const uint32_t *)keys.a.q + row * heads * shape::WORDS,
                         keys.a.weights + row * heads, heads, q, halves);

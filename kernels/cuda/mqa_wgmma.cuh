@@ -52,11 +52,11 @@ template <class shape> struct mqa_consumer {
   const typename shape::Keys &keys;
   const mqa_plan &plan;
   mqa_memory<shape> &memory;
-  const int index, lane;    /* of the consumer; in the warp */
-  const int own_token;      /* of a product: that whose logits this lane writes */
+  const int index, lane; /* of the consumer; in the warp */
+  const int own_token;   /* of a product: that whose logits this lane writes */
   mqa_item item;
   int q_stage;
-  float halves[N / 4];      /* of weights, of this lane's columns */
+  float halves[N / 4]; /* of weights, of this lane's columns */
 
   __device__ mqa_consumer(const typename shape::Keys &k, const mqa_plan &p,
                           mqa_memory<shape> &m, int i)
@@ -109,10 +109,10 @@ template <class shape> struct mqa_consumer {
   }
   /* relu, weights, the sum over heads, and out. */
   __device__ __forceinline__ void finish(const float (&d)[N / 2], const mqa_token &t) const {
-    constexpr int SUMS = RQ == 1 ? 2 : 4, ROWS = SUMS / 2;   /* rows of q at a time */
+    constexpr int SUMS = RQ == 1 ? 2 : 4, ROWS = SUMS / 2; /* rows of q at a time */
 #pragma unroll
     for (int row = 0; row < RQ; row += ROWS) {
-      float sums[SUMS] = {};   /* [row of q, token l / 4 and that 8 further] */
+      float sums[SUMS] = {}; /* [row of q, token l / 4 and that 8 further] */
 #pragma unroll
       for (int n = 0; n < H / 8; n++)
 #pragma unroll
@@ -181,7 +181,7 @@ __device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
   auto ask = [&](const void *p, int64_t bytes) {
     if (bytes > MOST) return;
     for (int64_t at = thread * LINE; at < bytes; at += (int64_t)gridDim.x * blockDim.x * LINE)
-      asm volatile("prefetch.global.L2 [%0];" :: "l"((const char *)p + at));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"((const char *)p + at));
   };
   ask(keys.a.lens, lens);
   ask(keys.a.tables, tables);
@@ -190,9 +190,10 @@ __device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
 /* One of the two warps that bring. */
 template <class shape>
 __device__ __forceinline__ void mqa_produce(const typename shape::Keys &keys,
-                                            const CUtensorMap &q_map, const CUtensorMap &k_map,
-                                            const mqa_plan &plan, mqa_walk<shape> &walk,
-                                            mqa_memory<shape> &memory, int warp) {
+                                            const CUtensorMap &q_map,
+                                            const CUtensorMap &k_map, const mqa_plan &plan,
+                                            mqa_walk<shape> &walk, mqa_memory<shape> &memory,
+                                            int warp) {
   if (warp == 0) {
     uint32_t step = 0;
     for (mqa_item w; walk.next(w);)
@@ -206,9 +207,10 @@ __device__ __forceinline__ void mqa_produce(const typename shape::Keys &keys,
 
 template <class shape>
 __global__ void __launch_bounds__(shape::THREADS, 1)
-mqa_wgmma(const __grid_constant__ typename shape::Keys keys,
-          const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-          const __grid_constant__ mqa_plan plan) {
+    mqa_wgmma(const __grid_constant__ typename shape::Keys keys,
+              const __grid_constant__ CUtensorMap q_map,
+              const __grid_constant__ CUtensorMap k_map,
+              const __grid_constant__ mqa_plan plan) {
 #if KVL_SM90A
   __shared__ mqa_memory<shape> memory;
   if (threadIdx.x == 0) {
@@ -250,12 +252,13 @@ inline int map_bytes(const void *p, int D, int64_t rows, int64_t planes, int64_t
   const cuuint64_t dims[3] = {(cuuint64_t)D, (cuuint64_t)rows, (cuuint64_t)planes};
   const cuuint64_t strides[2] = {(cuuint64_t)D, (cuuint64_t)stride};
   const cuuint32_t boxes[3] = {(cuuint32_t)D, (cuuint32_t)box, 1}, steps[3] = {1, 1, 1};
-  const CUresult r = encode_map()(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, (void *)p, dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      D == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-               : D == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r = encode_map()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, (void *)p, dims,
+                                  strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  D == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                  : D == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                            : CU_TENSOR_MAP_SWIZZLE_32B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
@@ -265,7 +268,7 @@ inline int map_keys(const mqa_contiguous &keys, int tokens, mqa_plan *, CUtensor
 }
 inline int map_keys(const mqa_paged &keys, int, mqa_plan *plan, CUtensorMap *map) {
   const kvl_index_view &cache = keys.a.cache;
-  plan->box_shift = 0;   /* what a block and half of a consumer's tile are multiples of */
+  plan->box_shift = 0; /* what a block and half of a consumer's tile are multiples of */
   while (plan->box_shift < 6 && !(cache.block_size >> plan->box_shift & 1)) plan->box_shift++;
   return map_bytes(cache.memory, cache.dim, cache.block_size, cache.blocks,
                    (int64_t)cache.block_size * (cache.dim + 4), 1 << plan->box_shift, map);

@@ -15,15 +15,15 @@ template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
   using Keys = Keys_;
   static constexpr bool PAGED = Keys::PAGED;
   static constexpr int H = H_, D = D_, RQ = RQ_, N = H * RQ, CONSUMERS = 2;
-  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ;   /* of q, of a group */
+  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ; /* of q, of a group */
   static constexpr int COLUMNS = ROWS * H;
-  static constexpr int TOKENS = PAGED ? 256 : 128;   /* of a tile */
-  static constexpr int UNIT = PAGED ? 64 : 128;      /* what shares are counted in */
-  static constexpr int ITEM_UNITS = 1;               /* what it costs to begin an item */
+  static constexpr int TOKENS = PAGED ? 256 : 128; /* of a tile */
+  static constexpr int UNIT = PAGED ? 64 : 128;    /* what shares are counted in */
+  static constexpr int ITEM_UNITS = 1;             /* what it costs to begin an item */
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
   static constexpr int Q_STAGES = 2, Q_BYTES = COLUMNS * D, TILE_BYTES = TOKENS * D;
   static constexpr int STAGES = PAGED && D == 128 ? 5 : 8;
-  static constexpr int SCALES = PAGED ? TOKENS : 1;  /* in shared memory, of a tile */
+  static constexpr int SCALES = PAGED ? TOKENS : 1; /* in shared memory, of a tile */
   /* One KiB to align: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
   static_assert(SHARED_BYTES > 48 << 10, "with mqa_memory it is, and allow_shared must ask");
@@ -31,15 +31,15 @@ template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
 
 /* What the host works out. */
 struct mqa_plan {
-  int64_t groups, each;   /* all of them, and of a sequence (contiguous keys: of all rows) */
-  int64_t rows;           /* of q, of a sequence or of all */
-  int box_shift;          /* 2^n tokens that one copy brings of a block */
+  int64_t groups, each; /* all of them, and of a sequence (contiguous keys: of all rows) */
+  int64_t rows;         /* of q, of a sequence or of all */
+  int box_shift;        /* 2^n tokens that one copy brings of a block */
 };
 
 /* A stretch of the tokens of a group. */
 struct mqa_item {
-  int64_t row0;       /* of q */
-  int rows, begin, end, tiles;   /* tiles 0: nothing is left */
+  int64_t row0;                /* of q */
+  int rows, begin, end, tiles; /* tiles 0: nothing is left */
 };
 
 #if KVL_SM90A
@@ -48,12 +48,12 @@ template <class shape> struct mqa_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES;
   static constexpr int BARRIERS = 2 * STAGES + 2 * QS;
   mqa_item items[QS];
-  int2 ranges[QS][shape::ROWS];        /* columns of each row within the item */
-  float halves[QS][shape::COLUMNS];    /* of weights */
+  int2 ranges[QS][shape::ROWS];     /* columns of each row within the item */
+  float halves[QS][shape::COLUMNS]; /* of weights */
   alignas(16) float scales[STAGES][shape::SCALES];
-  uint32_t known[STAGES];              /* bit b: box b of the tile is a block's */
+  uint32_t known[STAGES]; /* bit b: box b of the tile is a block's */
   int scan[1][WARP];
-  int64_t first_group;                 /* of this share, and where that begins */
+  int64_t first_group; /* of this share, and where that begins */
   int first_at;
   alignas(8) uint64_t barriers[BARRIERS];
 
@@ -68,13 +68,13 @@ template <class shape> struct mqa_memory {
   __device__ void init() {
     for (int i = 0; i < BARRIERS; i++) {
       const bool is_empty = (i >= STAGES && i < 2 * STAGES) || i >= 2 * STAGES + QS;
-      const bool is_q_full = i >= 2 * STAGES && i < 2 * STAGES + QS;   /* q, the rest */
+      const bool is_q_full = i >= 2 * STAGES && i < 2 * STAGES + QS; /* q, the rest */
       barrier_init(barrier(i), is_empty ? 4 * shape::CONSUMERS : is_q_full ? 2 : 1);
     }
     barrier_init_done();
   }
 
- private:
+private:
   __device__ uint32_t barrier(int i) const { return shared_address(barriers) + 8 * i; }
   static __device__ uint32_t dynamic() {
     extern __shared__ char bytes[];
@@ -103,7 +103,7 @@ __device__ __forceinline__ mqa_item mqa_group(const typename shape::Keys &keys,
     const int begin = keys.begin(w.row0 + r), end = keys.end(w.row0 + r);
     if (begin < end) w.begin = min(w.begin, begin), w.end = max(w.end, end);
   }
-  w.begin = min(w.begin, w.end) & ~7;   /* whole sectors of the logits */
+  w.begin = min(w.begin, w.end) & ~7; /* whole sectors of the logits */
   return w;
 }
 template <class shape> __device__ __forceinline__ int mqa_cost(const mqa_item &w) {
@@ -132,7 +132,7 @@ struct mqa_share {
     const int own = before[0];
     block_scan(before, total, memory.scan);
     const mqa_share share = of(total[0]);
-    if (before[0] <= share.begin && share.begin < before[0] + own) {   /* one thread */
+    if (before[0] <= share.begin && share.begin < before[0] + own) { /* one thread */
       int at = before[0];
       int64_t g = low;
       for (int n; at + (n = mqa_cost<shape>(mqa_group<shape>(keys, plan, g))) <= share.begin;)
@@ -150,9 +150,9 @@ template <class shape> struct mqa_walk {
   const typename shape::Keys &keys;
   const mqa_plan &plan;
   mqa_share share;
-  int64_t group;    /* the next; it begins at cost `at` */
+  int64_t group; /* the next; it begins at cost `at` */
   int at;
-  int looked = WARP;   /* at: the next lane's. Groups are looked up when there is none */
+  int looked = WARP; /* at: the next lane's. Groups are looked up when there is none */
   int lane_begin, lane_end;
 
   /* Few groups: a warp finds its share for itself, before anyone has met at a barrier. */
@@ -177,7 +177,7 @@ template <class shape> struct mqa_walk {
   }
   /* All lanes; false: that was all. */
   __device__ bool next(mqa_item &w) {
-    if (share.begin == share.end) return false;   /* where it begins is not set */
+    if (share.begin == share.end) return false; /* where it begins is not set */
     while (at < share.end) {
       if (looked == WARP) look(group);
       w = mqa_rows<shape>(plan, group++);
@@ -251,7 +251,7 @@ __device__ void mqa_bring_tiles(const mqa_paged &keys, const CUtensorMap &map,
   const kvl_index_view &cache = keys.a.cache;
   const int32_t *table = keys.a.tables + w.row0 / plan.rows * keys.a.max_blocks;
   const int lane = threadIdx.x % WARP, tokens = 1 << plan.box_shift;
-  const int boxes = shape::TOKENS >> plan.box_shift;   /* of a tile: 4 ... 32 */
+  const int boxes = shape::TOKENS >> plan.box_shift; /* of a tile: 4 ... 32 */
   auto look = [&](int token) { return token < w.end ? table[token / cache.block_size] : -1; };
   int next = look(w.begin + lane * tokens);
   for (int first = w.begin; first < w.end; first += WARP * tokens) {

@@ -9,9 +9,9 @@
 
 namespace kvl {
 
-constexpr int NEAREST_THREADS = 512;    /* of a block */
-constexpr int NEAREST_COPIES = 4;       /* of a histogram: warps meet less often */
-constexpr int NEAREST_RUN = 8;          /* neighbours that a lane writes together */
+constexpr int NEAREST_THREADS = 512; /* of a block */
+constexpr int NEAREST_COPIES = 4;    /* of a histogram: warps meet less often */
+constexpr int NEAREST_RUN = 8;       /* neighbours that a lane writes together */
 
 /* Bit i: number i of NEAREST_RUN neighbours is nearer than the edge, or as far. */
 struct run_bits {
@@ -20,8 +20,9 @@ struct run_bits {
 __device__ __forceinline__ run_bits compare_run(const uint8_t *d, uint32_t edge) {
   const uint2 x = *(const uint2 *)d;
   edge *= 0x01010101u;
-  auto join = [](uint32_t low, uint32_t high) {   /* ones of bytes to bits */
-    return low * 0x10204080u >> 28 | high * 0x10204080u >> 28 << 4;
+  auto join = [](uint32_t low, uint32_t high) { /* ones of bytes to bits */
+                                                return low * 0x10204080u >> 28 |
+                                                       high * 0x10204080u >> 28 << 4;
   };
   return {join(__vsetltu4(x.x, edge), __vsetltu4(x.y, edge)),
           join(__vseteq4(x.x, edge), __vseteq4(x.y, edge))};
@@ -36,7 +37,7 @@ __device__ __forceinline__ run_bits compare_run(const uint16_t *d, uint32_t edge
   }
   return bits;
 }
-__device__ __forceinline__ uint32_t both_counts(const run_bits &x) {   /* 16 bits each */
+__device__ __forceinline__ uint32_t both_counts(const run_bits &x) { /* 16 bits each */
   return (uint32_t)__popc(x.nearer) | (uint32_t)__popc(x.equal) << 16;
 }
 

@@ -14,11 +14,11 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
   int low = 0;
   while (n > 0) {
     int step = (n + blockDim.x - 1) / blockDim.x;
-    int last = min((int)(threadIdx.x + 1) * step, n) - 1;   /* of this thread's stretch */
+    int last = min((int)(threadIdx.x + 1) * step, n) - 1; /* of this thread's stretch */
     bool whole = (int)threadIdx.x * step < n && holds(low + last);
     int full = min(__syncthreads_count(whole) * step, n);
     low += full;
-    n = min(step - 1, n - full);   /* the end of the next stretch is known to be false */
+    n = min(step - 1, n - full); /* the end of the next stretch is known to be false */
   }
   return low;
 }
@@ -26,7 +26,7 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
 /* A key's K row (elements from the cache's start) and its position in the sequence. */
 struct paged_row {
   int64_t offset;
-  int position;        /* -1: no key, whatever memory lies there */
+  int position; /* -1: no key, whatever memory lies there */
 };
 
 /* Where a key lies: token of a physical block, of whatever number the table has. */
@@ -38,10 +38,10 @@ struct paged_block {
  * `keys` is how many numbers there may be: a selection can end before. */
 struct paged_keys {
   const kvl_paged_attention_args &a;
-  const int32_t *table;               /* of this sequence */
-  int64_t list, slot_list;            /* where its selection, and its slots, begin */
+  const int32_t *table;    /* of this sequence */
+  int64_t list, slot_list; /* where its selection, and its slots, begin */
   int64_t block_stride, head_offset, blocks;
-  int block_size, head_dim, begin, end;   /* positions begin ... end-1 are seen */
+  int block_size, head_dim, begin, end; /* positions begin ... end-1 are seen */
   int keys;
 
   __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
@@ -75,15 +75,16 @@ struct paged_keys {
     int block = entry;
     if (a.selection) {
       block = a.selection[list + entry];
-      if ((unsigned)block >= (unsigned)blocks_seen()) return none;   /* past its last one */
+      if ((unsigned)block >= (unsigned)blocks_seen()) return none; /* past its last one */
     }
     return {a.slots ? a.slots[slot_list + entry] : table[block], block * block_size + token,
             token};
   }
   /* Its row, whether the key is seen or not; position -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {
-    if (b.physical < 0 || b.physical >= blocks) return {0, -1};   /* no slot, broken table */
-    return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim, b.position};
+    if (b.physical < 0 || b.physical >= blocks) return {0, -1}; /* no slot, broken table */
+    return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim,
+            b.position};
   }
   __device__ paged_row find(int key) const {
     paged_row row = row_of(look_up(key, key / block_size));
@@ -102,7 +103,7 @@ struct paged_keys {
 /* The same for a block of threads that walks all of them: `keys` is exact, and the keys
  * before number `first` lie before `begin`. */
 struct paged_walk : paged_keys {
-  int listed;                         /* selected blocks that begin before `end` */
+  int listed; /* selected blocks that begin before `end` */
   int first;
 
   /* All threads of the block call this: it searches the selection together. */
@@ -112,13 +113,12 @@ struct paged_walk : paged_keys {
     if (!a.selection) return;
     const int32_t *selection = a.selection + list;
     const int seen = blocks_seen(), before = begin / block_size;
-    listed = prefix_count((int)a.max_selected, [=](int i) {
-      return (unsigned)selection[i] < (unsigned)seen;
-    });
+    listed = prefix_count((int)a.max_selected,
+                          [=](int i) { return (unsigned)selection[i] < (unsigned)seen; });
     keys = listed * block_size;
     first = begin == 0 ? 0 : block_size * prefix_count(listed, [=](int i) {
-      return selection[i] < before;
-    });
+                               return selection[i] < before;
+                             });
   }
 };
 
@@ -134,14 +134,13 @@ __device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, i
  * and needs no scan. Returns the sequence, or -1 where there is nothing to do. */
 struct query_tile {
   int64_t seq, token0;
-  int tokens, position0;   /* position of token0; negative when q has more rows than keys */
+  int tokens, position0; /* position of token0; negative when q has more rows than keys */
 };
 __device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &a,
                                                 int64_t index, int tokens_tile) {
   query_tile t = {-1, 0, 0, 0};
-  int before = prefix_count((int)a.seqs, [&](int s) {
-    return (int64_t)(a.starts[s] / tokens_tile) + s <= index;
-  });
+  int before = prefix_count(
+      (int)a.seqs, [&](int s) { return (int64_t)(a.starts[s] / tokens_tile) + s <= index; });
   if (before == 0) return t;
   int s = before - 1, start = a.starts[s], end = a.starts[s + 1];
   int64_t token = start + (index - (start / tokens_tile + s)) * tokens_tile;
@@ -155,7 +154,7 @@ __device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &
 
 /* ---- softmax --------------------------------------------------------------------------- */
 
-__device__ __forceinline__ float exp2_fast(float x) {   /* 2 ulp; exp2(-inf) = 0 */
+__device__ __forceinline__ float exp2_fast(float x) { /* 2 ulp; exp2(-inf) = 0 */
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -199,10 +198,10 @@ __device__ __forceinline__ void add_values(float (&out)[DIMS8][4], const float (
 #pragma unroll
   for (int k = 0; k < KEYS8 / 2; k++) {
     /* The scores' layout is what the next mma wants of its left side. */
-    const uint32_t p[4] = {
-        pack2(s[2 * k][0], s[2 * k][1], T()), pack2(s[2 * k][2], s[2 * k][3], T()),
-        pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
-        pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
+    const uint32_t p[4] = {pack2(s[2 * k][0], s[2 * k][1], T()),
+                           pack2(s[2 * k][2], s[2 * k][3], T()),
+                           pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
+                           pack2(s[2 * k + 1][2], s[2 * k + 1][3], T())};
 #pragma unroll
     for (int n = 0; n < DIMS8 / 2; n++) {
       uint32_t b[4];

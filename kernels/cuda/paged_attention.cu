@@ -57,7 +57,7 @@ int decode_rows(const kvl_paged_attention_args &a) {
 
 /* The shape of the decode kernel that a call takes, which the workspace's size needs too. */
 struct decode_kind {
-  int tile_keys, warps, blocks, most_team;   /* blocks: on an SM at once */
+  int tile_keys, warps, blocks, most_team; /* blocks: on an SM at once */
 };
 template <class S> constexpr decode_kind kind_of() {
   return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM};
@@ -164,8 +164,8 @@ int launch_prefill(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-  paged_prefill<T, D, C><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(
-      a, subgroups);
+  paged_prefill<T, D, C>
+      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
   return KVL_OK;
 }
 
@@ -247,9 +247,7 @@ int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(a, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(a, q);
   else if (a.cache.dtype == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(a, q);
-  else {
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(a, q);)
-  }
+  else { KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(a, q);) }
   return status < 0 ? status : kvl__cuda_launched();
 }
 

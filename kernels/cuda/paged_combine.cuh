@@ -11,12 +11,12 @@ namespace kvl {
  * lanes. It is started while the workers still run (on devices that can), beside which an SM
  * has registers for one block of it, finds out what it joins, and waits for them. */
 constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
-__global__ void __launch_bounds__(COMBINE_WARPS * WARP, 4)
-paged_combine(const __grid_constant__ kvl_paged_attention_args a,
-              const __grid_constant__ split_place place, int dim_lanes) {
+__global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
+    paged_combine(const __grid_constant__ kvl_paged_attention_args a,
+                  const __grid_constant__ split_place place, int dim_lanes) {
   __shared__ uint32_t sums[PLAN_CHUNKS];
   let_next_start();
-  const split_plan plan(a, place, sums);   /* from lengths that the workers waited for */
+  const split_plan plan(a, place, sums); /* from lengths that the workers waited for */
   const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
   const int head_dim = a.cache.head_dim;
   /* Rows that were cut are found by their sequence, or, where there are more sequences than
@@ -44,8 +44,7 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
       seq = plan.find(plan.begin(share + 1) - 1, first);
       if (first < plan.begin(share)) continue;
     }
-    const int count =
-        (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
+    const int count = (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
     if (!waited) wait_for_previous();
@@ -59,8 +58,8 @@ paged_combine(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
       for (int j = 0; j < COMBINE_AT_ONCE; j++) {
         const int i = base + j * side;
-        const int64_t part =
-            place.slot(share + i, seq, a.seqs, unit, i == 0) * place.rows + row;
+        const int64_t part = place.slot(share + i, seq, a.seqs, unit, i == 0) * place.rows +
+                             row;
         lse[j] = i < count ? place.lse[part] : -INFINITY;
         y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
         if (i < count && has) y[j] = *(const float4 *)(place.out + part * head_dim + dim);

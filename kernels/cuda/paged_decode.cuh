@@ -29,7 +29,7 @@ namespace kvl {
 
 /* Ring sizes: 192 KiB a block, one block an SM. */
 template <int D, bool F8> struct decode_shape {
-  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES;   /* of a piece */
+  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES; /* of a piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
   static constexpr int KEYS = F8 || D <= 64 ? 32 : 16, ROWS = 16;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
@@ -48,9 +48,9 @@ constexpr uint32_t LONG_SHARE = 96;
 
 /* Eight keys of a tile, or one where block_size is no multiple of 8: what a lane looks up. */
 struct key_run {
-  long long offset;        /* of the first, in bytes; of all of them where there is a block */
-  int position;            /* of the first */
-  unsigned seen;           /* a bit a key: is it one? */
+  long long offset; /* of the first, in bytes; of all of them where there is a block */
+  int position;     /* of the first */
+  unsigned seen;    /* a bit a key: is it one? */
 };
 
 /* 2^n that brings numbers up to `top` to about 2^14, as their exponents have it: exact. */
@@ -89,16 +89,16 @@ template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
 
 template <class T, int D, bool F8>
 __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
-paged_decode(const __grid_constant__ kvl_paged_attention_args a,
-             const __grid_constant__ split_place place) {
+    paged_decode(const __grid_constant__ kvl_paged_attention_args a,
+                 const __grid_constant__ split_place place) {
   using shape = decode_shape<D, F8>;
-  using M = std::conditional_t<F8, __half, T>;   /* what the tensor cores see */
+  using M = std::conditional_t<F8, __half, T>; /* what the tensor cores see */
   constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
   constexpr int NUMBERS = shape::NUMBERS, KEYS_LOG = KEYS == 16 ? 4 : 5;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint32_t sums[PLAN_CHUNKS];
-  __shared__ float2 states[shape::WARPS][shape::ROWS];   /* (m, l) of the warps' rows, and */
-  __shared__ int sums_at[shape::WARPS];                  /* the stages with their sums */
+  __shared__ float2 states[shape::WARPS][shape::ROWS]; /* (m, l) of the warps' rows, and */
+  __shared__ int sums_at[shape::WARPS];                /* the stages with their sums */
 
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int team = warp >> place.team_shift, member = warp - (team << place.team_shift);
@@ -119,13 +119,13 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   /* ---- looking up: 32 runs of keys at once, which are `batch` tiles --------------------- */
   const bool runs = a.cache.block_size % 8 == 0;
   const int log_batch = runs ? 8 - KEYS_LOG : 5 - KEYS_LOG;
-  uint32_t seq_begin;                         /* its first tile */
+  uint32_t seq_begin; /* its first tile */
   int seq = plan.find(share_begin, seq_begin);
   int length = a.lens[seq], tiles = plan.tiles(length);
   int ahead_seq = seq, ahead_length = length, ahead_tiles = tiles;
   uint32_t ahead_begin = seq_begin, ahead = share_begin + member;
   key_run now = {0, -1, 0};
-  paged_block found = {-1, -1, 0};            /* this lane's run of the next batch */
+  paged_block found = {-1, -1, 0}; /* this lane's run of the next batch */
   int now_tiles = 0, next_tiles = 0, now_tile = 0;
   auto keys_ahead = [&]() {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
@@ -170,8 +170,8 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
       for (int run = 0; run < KEYS / 8; run++) {
         const int source = now_tile * (KEYS / 8) + run;
-        const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + side * row_bytes +
-                        piece * 16;
+        const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) +
+                        side * row_bytes + piece * 16;
         const int position = __shfl_sync(ALL_LANES, now.position, source);
         unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
         if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? position + lane : -1;
@@ -179,7 +179,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
         for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
           const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
-          copy_async(at, k, seen >> i & 1);   /* else zeros: no NaN gets in */
+          copy_async(at, k, seen >> i & 1); /* else zeros: no NaN gets in */
           copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1);
         }
       }
@@ -198,11 +198,11 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       }
     }
     if (now_tiles > 0) now_tile++;
-    if (batch_ends) look_up();   /* after the copies: it may wait for a selection */
+    if (batch_ends) look_up(); /* after the copies: it may wait for a selection */
   };
 
   /* ---- computing ------------------------------------------------------------------------ */
-  const int row0 = lane / 4, row1 = row0 + 8;   /* this lane's rows of every mma */
+  const int row0 = lane / 4, row1 = row0 + 8; /* this lane's rows of every mma */
   const int pair = lane % 4 * 2;
   const score_rule rule(a);
   float slope0 = 0.f, slope1 = 0.f, scale0 = rule.scale, scale1 = rule.scale;
@@ -210,18 +210,18 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
   if (F8 && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
   uint32_t q[D / 16][4];
   float out[D / 8][4], m0, m1, l0, l1;
-  bool fresh = true;                          /* nothing of this sequence was computed yet */
+  bool fresh = true; /* nothing of this sequence was computed yet */
   uint32_t tile = share_begin + member;
 
   /* Step 0 looks up, `depth` more fetch, the others compute as well. The compiler must not
    * know, or it would copy the code for each of them. */
   const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
   const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
-  int stage = 0, used = -1, fetch_stage = 0, step;   /* used: the last tile's stage */
+  int stage = 0, used = -1, fetch_stage = 0, step; /* used: the last tile's stage */
   asm volatile("mov.u32 %0, 0;" : "=r"(step));
   for (;;) {
     const uint32_t piece_end = min(share_end, seq_begin + tiles);
-    if (fresh && step > 0) {   /* the look-up is under way */
+    if (fresh && step > 0) { /* the look-up is under way */
       fresh = false;
       used = -1;
       m0 = m1 = -INFINITY;
@@ -232,7 +232,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
       const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
       const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
-      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2;   /* a lane's dims of 16 */
+      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2; /* a lane's dims of 16 */
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         const int dim = k * 16 + lane % 4 * STEP;
@@ -257,7 +257,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
         if (depth == 1) copy_wait<0>();
         else copy_wait<STAGES - 2>();
       }
-      __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
+      __syncwarp(); /* every lane's copies are in, and the last tile's readers are done */
       fetch(fetch_stage);
       copy_commit();
       if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
@@ -269,7 +269,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
     if (tile < piece_end) {
       const uint32_t k_at = ring_at + stage * shape::STAGE_BYTES;
       const uint32_t v_at = k_at + shape::TILE_BYTES;
-      float s[KEYS / 8][4] = {};   /* 16 rows x keys 0-7, 8-15, ... */
+      float s[KEYS / 8][4] = {}; /* 16 rows x keys 0-7, 8-15, ... */
 #pragma unroll
       for (int n = 0; n < KEYS / 16; n++)
 #pragma unroll
@@ -329,10 +329,10 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
       for (int k = 0; k < KEYS / 16; k++) {
         /* The scores' layout is what the next mma wants of its left side. */
-        const uint32_t p[4] = {
-            pack2(s[2 * k][0], s[2 * k][1], M()), pack2(s[2 * k][2], s[2 * k][3], M()),
-            pack2(s[2 * k + 1][0], s[2 * k + 1][1], M()),
-            pack2(s[2 * k + 1][2], s[2 * k + 1][3], M())};
+        const uint32_t p[4] = {pack2(s[2 * k][0], s[2 * k][1], M()),
+                               pack2(s[2 * k][2], s[2 * k][3], M()),
+                               pack2(s[2 * k + 1][0], s[2 * k + 1][1], M()),
+                               pack2(s[2 * k + 1][2], s[2 * k + 1][3], M())};
 #pragma unroll
         for (int n = 0; n < D / (2 * NUMBERS); n++) {
           uint32_t b[4];
@@ -340,7 +340,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
               b, v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
           if constexpr (F8) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {   /* a piece: keys 0-7 and 8-15 of 16 dims */
+            for (int h = 0; h < 2; h++) { /* a piece: keys 0-7 and 8-15 of 16 dims */
               const uint32_t x = __byte_perm(b[2 * h], 0, 0x3120);
               const uint32_t y = __byte_perm(b[2 * h + 1], 0, 0x3120);
               mma(out[4 * n + 2 * h], p, f8_to_f16(x), f8_to_f16(y), M());
@@ -362,7 +362,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
     const query_rows rows = unit_rows(place, seq, unit);
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
-    __syncwarp();   /* the last tile is read */
+    __syncwarp(); /* the last tile is read */
     if (lane % 4 == 0) {
       states[warp][row0] = make_float2(m0, l0);
       states[warp][row1] = make_float2(m1, l1);
@@ -373,7 +373,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) {   /* rotated: rows lie in different banks */
+        for (int c = 0; c < 2; c++) { /* rotated: rows lie in different banks */
           const int dim = dim_of<F8>(n, c) ^ row0 * 8;
           if (row0 < rows.count) sums[row0 * D + dim] = out[n][c];
           if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
@@ -393,11 +393,12 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll 1
       for (int w = first; w < first + place.team(); w++) {
         const float2 state = states[w][r];
-        if (state.y == 0.f) continue;   /* it had no tile of this sequence, or no key */
+        if (state.y == 0.f) continue; /* it had no tile of this sequence, or no key */
         const float weight = exp2_fast(state.x - m);
         float part[4];
         load_floats((const float *)(shared + sums_at[w] * shape::STAGE_BYTES) + r * D +
-                        (dim ^ (r & 7) * 8), part);
+                        (dim ^ (r & 7) * 8),
+                    part);
         l += weight * state.y;
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] += weight * part[e];
@@ -405,7 +406,7 @@ paged_decode(const __grid_constant__ kvl_paged_attention_args a,
       write_part(a, place, slot, rows, r, dim, x, m, l, value_scale);
     }
     if (piece_end == share_end) break;
-    named_sync(team + 1, place.team() * WARP);   /* the sums are read */
+    named_sync(team + 1, place.team() * WARP); /* the sums are read */
     seq_begin += tiles;
     length = a.lens[++seq];
     tiles = plan.tiles(length);

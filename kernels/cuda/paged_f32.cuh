@@ -16,11 +16,11 @@ namespace kvl {
 
 template <class T, int D> struct f32_shape {
   static constexpr int WARPS = 4, STAGES = 3, BLOCKS = 2, TEAM = 1;
-  static constexpr int LANES = D / 8, SIDE = WARP / LANES;    /* keys side by side */
-  static constexpr int PIECES = D * (int)sizeof(T) / 16;      /* of a row */
-  static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8;   /* a lane loads at once */
-  static constexpr int FIT = 8192 / (2 * PIECES * 16);        /* keys in 8 KiB with V */
-  static constexpr int KEYS = FIT < WARP ? FIT : WARP;        /* of a tile */
+  static constexpr int LANES = D / 8, SIDE = WARP / LANES;  /* keys side by side */
+  static constexpr int PIECES = D * (int)sizeof(T) / 16;    /* of a row */
+  static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8; /* a lane loads at once */
+  static constexpr int FIT = 8192 / (2 * PIECES * 16);      /* keys in 8 KiB with V */
+  static constexpr int KEYS = FIT < WARP ? FIT : WARP;      /* of a tile */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
@@ -29,7 +29,7 @@ template <class T, int D> struct f32_shape {
 
 /* What a warp's rows see of keys, in shared memory. */
 template <int ROWS> struct f32_rows {
-  int position[ROWS], begin[ROWS], limit[ROWS];   /* the first and the last key */
+  int position[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
   float slope[ROWS];
 
   __device__ void set(const kvl_paged_attention_args &a, const query_rows &rows,
@@ -63,9 +63,8 @@ template <class T, int D, int ROWS> struct f32_state {
   /* Tiles tile, tile + step, ... before tile_end. Keys: paged_keys, or what finds rows as
    * they do. */
   template <class Keys>
-  __device__ void attend(const Keys &keys, const query_rows &rows,
-                         const f32_rows<ROWS> &sees, int tile, int tile_end, int step,
-                         char *ring, int *positions) {
+  __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
+                         int tile, int tile_end, int step, char *ring, int *positions) {
     constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
     constexpr int SIDE = shape::SIDE;
     const kvl_paged_attention_args &a = keys.a;
@@ -94,7 +93,7 @@ template <class T, int D, int ROWS> struct f32_state {
       }
       if (lane < KEYS) positions[stage * KEYS + lane] = row.position;
     };
-    auto load_row = [&](const char *tile_at, int key, float (&x)[8]) {
+    auto load_row = [&](const char *tile_at, int key, float(&x)[8]) {
 #pragma unroll
       for (int e = 0; e < 8; e += N) {
         float part[N];
@@ -166,7 +165,7 @@ template <class T, int D, int ROWS> struct f32_state {
           float shift = finite_shift(top), down = exp2_fast(m[r] - shift);
           float weight = exp2_fast(score - shift);
           m[r] = top;
-          l[r] = l[r] * down + weight;   /* of this lane's scores alone */
+          l[r] = l[r] * down + weight; /* of this lane's scores alone */
 #pragma unroll
           for (int e = 0; e < 8; e++) out[r][e] *= down;
 #pragma unroll
@@ -185,7 +184,7 @@ template <class T, int D, int ROWS> struct f32_state {
       }
     }
     copy_wait<0>();
-    __syncwarp();   /* the ring is free again */
+    __syncwarp(); /* the ring is free again */
   }
 
   /* Every lane gets the sums over all keys of the warp. */
@@ -226,9 +225,9 @@ template <class T, int D, int ROWS> struct f32_state {
 };
 
 template <class T, int D, int ROWS>
-__global__ void __launch_bounds__(f32_shape<T, D>::WARPS * WARP, 2)
-paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
-                 const __grid_constant__ split_place place) {
+__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
+    paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
+                     const __grid_constant__ split_place place) {
   using shape = f32_shape<T, D>;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint32_t sums[PLAN_CHUNKS];
@@ -277,8 +276,8 @@ paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
 }
 
 template <class T, int D, int ROWS>
-__global__ void __launch_bounds__(f32_shape<T, D>::WARPS * WARP, 2)
-paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
+    paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
   using shape = f32_shape<T, D>;
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
@@ -294,12 +293,13 @@ paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgro
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
                         window_begin(a, tile_q.position0));
   f32_state<T, D, ROWS> state;
-  state.attend(walk, rows, sees[warp], walk.first / KEYS + warp, (walk.keys + KEYS - 1) / KEYS,
-               WARPS, shared + warp * shape::STAGES * shape::STAGE_BYTES,
+  state.attend(walk, rows, sees[warp], walk.first / KEYS + warp,
+               (walk.keys + KEYS - 1) / KEYS, WARPS,
+               shared + warp * shape::STAGES * shape::STAGE_BYTES,
                (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS);
   state.join();
 
-  __syncthreads();   /* every warp is past its ring, which now takes the states */
+  __syncthreads(); /* every warp is past its ring, which now takes the states */
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
   float *sums = (float *)shared;
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);

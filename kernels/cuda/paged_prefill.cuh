@@ -26,7 +26,7 @@ template <int D> struct prefill_shape {
   static constexpr int WARPS = 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
   static constexpr int KEYS = D > 192 ? 32 : 64;
   static constexpr int PIECES = TILE_PIECES<D>;
-  static constexpr bool Q_SHARED = D > 128;   /* else q stays in registers */
+  static constexpr bool Q_SHARED = D > 128; /* else q stays in registers */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int Q_BYTES = Q_SHARED ? ROWS * D * 2 : 0;
   static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
@@ -37,15 +37,15 @@ template <int D> struct prefill_shape {
 template <int KEYS> struct row_lists {
   int64_t offset[3][KEYS];
   int position[3][KEYS];
-  int whole[3][KEYS / WARP];   /* is every key of these 32 there? */
+  int whole[3][KEYS / WARP]; /* is every key of these 32 there? */
 };
 
 /* ---- tiles of keys ---------------------------------------------------------------------- */
 
 /* Looks up the rows of tile t. */
 template <int KEYS>
-__device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS> &lists, int t,
-                                          int tid, int lane, int warp) {
+__device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS> &lists,
+                                          int t, int tid, int lane, int warp) {
   if (tid >= KEYS) return;
   paged_row row = walk.find(t * KEYS + tid);
   lists.offset[t % 3][tid] = row.offset;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEY
 /* A query row and the positions that it sees: low ... limit. Its own position is `at`. */
 struct prefill_row {
   int r, at, low, limit;
-  bool has;                    /* is there such a row? */
+  bool has; /* is there such a row? */
   float slope;
 
   __device__ __forceinline__ prefill_row(const kvl_paged_attention_args &a,
@@ -116,7 +116,8 @@ struct prefill_sight {
   int most, least, low;
   __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1)
       : most(warp_max(max(row0.limit, row1.limit))),
-        least(warp_min(min(row0.has ? row0.limit : INT_MAX, row1.has ? row1.limit : INT_MAX))),
+        least(
+            warp_min(min(row0.has ? row0.limit : INT_MAX, row1.has ? row1.limit : INT_MAX))),
         low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
 };
 
@@ -139,8 +140,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[N][4], const uint32_t (
 #pragma unroll
   for (int n = 0; n < N / 2; n++) {
     uint32_t b[4];
-    load_matrices(b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8,
-                                              2 * k + lane / 8 % 2));
+    load_matrices(
+        b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
     mma(s[2 * n], q, b[0], b[1], T());
     mma(s[2 * n + 1], q, b[2], b[3], T());
   }
@@ -159,7 +160,8 @@ template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], 
 template <int N>
 __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
                                             float k_scale, const int *positions, int pair,
-                                            const prefill_row &row0, const prefill_row &row1) {
+                                            const prefill_row &row0,
+                                            const prefill_row &row1) {
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
@@ -189,8 +191,8 @@ __device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, 
 template <int N>
 __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
                                           const query_rows &rows, int r, int head_dim,
-                                          const float (&out)[N][4], int half, float m, float l,
-                                          float v_scale, int pair) {
+                                          const float (&out)[N][4], int half, float m,
+                                          float l, float v_scale, int pair) {
   int64_t row = rows.token(r) * a.heads + rows.head(r);
   row_end end = end_row(a, row, m, l);
   end.scale *= v_scale;
@@ -209,14 +211,15 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
 
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
-paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
   using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
   __shared__ row_lists<KEYS> lists;
 
   /* With a causal mask later tiles are longer: they start first. */
-  const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x, subgroups);
+  const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x,
+                                                      subgroups);
   const query_tile &tile_q = block.tile;
   const query_rows &rows = block.rows;
   const int kv_head = block.kv_head;
@@ -231,7 +234,9 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   const int64_t to_value = walk.to_value();
   const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
   auto find = [&](int t) { find_rows(walk, lists, t, tid, lane, warp); };
-  auto fetch = [&](int t) { fetch_tile<T, D>(lists, cache, to_value, head_dim, tiles_at, t); };
+  auto fetch = [&](int t) {
+    fetch_tile<T, D>(lists, cache, to_value, head_dim, tiles_at, t);
+  };
   find(tile0);
   find(tile0 + 1);
   __syncthreads();
@@ -267,13 +272,13 @@ paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups)
   float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   for (int t = tile0; t < tiles; t++) {
     copy_wait<0>();
-    __syncthreads();   /* tile t is whole, list t + 1 written, buffer of t - 1 read out */
+    __syncthreads(); /* tile t is whole, list t + 1 written, buffer of t - 1 read out */
     if (t + 1 < tiles) fetch(t + 1);
     copy_commit();
     if (t + 2 < tiles) find(t + 2);
 
     const int *positions = lists.position[t % 3];
-    if (positions[0] > sight.most) continue;   /* past every row of this warp */
+    if (positions[0] > sight.most) continue; /* past every row of this warp */
     const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[KEYS / 8][4] = {};

@@ -27,14 +27,14 @@ namespace kvl {
 
 struct split_place {
   float *out, *lse;
-  int shares, least;       /* at most so many shares, of at least so many tiles */
-  int team_shift;          /* 2^n warps a team */
-  int group, rows;         /* query heads a KV head; rows a unit, some have less */
-  divisor units, subgroups;   /* units a sequence, and a KV head */
-  divisor block;           /* tokens of a block */
-  int most_keys;           /* of a sequence: what its table has room for */
-  int chunk, chunks;       /* sequences that are summed up together */
-  int tile_shift;          /* 2^n keys a tile */
+  int shares, least;        /* at most so many shares, of at least so many tiles */
+  int team_shift;           /* 2^n warps a team */
+  int group, rows;          /* query heads a KV head; rows a unit, some have less */
+  divisor units, subgroups; /* units a sequence, and a KV head */
+  divisor block;            /* tokens of a block */
+  int most_keys;            /* of a sequence: what its table has room for */
+  int chunk, chunks;        /* sequences that are summed up together */
+  int tile_shift;           /* 2^n keys a tile */
   __host__ __device__ int team() const { return 1 << team_shift; }
   /* starts: the sequence begins in the share */
   __device__ int64_t slot(int64_t share, int64_t seq, int64_t seqs, int unit,
@@ -62,8 +62,8 @@ constexpr int PLAN_CHUNKS = 256;
 struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
-  uint32_t *sums;                   /* [PLAN_CHUNKS] tiles of every chunk of sequences */
-  uint32_t shares, per, more;       /* the first `more` shares have per + 1 tiles */
+  uint32_t *sums;             /* [PLAN_CHUNKS] tiles of every chunk of sequences */
+  uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
 
   /* Tiles before the first key that is seen. */
   __device__ int first_tile(int length) const {
@@ -169,8 +169,9 @@ __device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
  * normalised and goes to its slot. */
 __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
                                            const split_place &place, int64_t slot,
-                                           const query_rows &rows, int r, int dim, float (&x)[4],
-                                           float m, float sum, float value_scale) {
+                                           const query_rows &rows, int r, int dim,
+                                           float (&x)[4], float m, float sum,
+                                           float value_scale) {
   if (slot < 0) {
     const int64_t row = rows.token0 * a.heads + rows.head0 + r;
     row_end end = end_row(a, row, m, sum);

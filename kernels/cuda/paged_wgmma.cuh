@@ -64,7 +64,7 @@ template <class T, class shape> struct wgmma_state {
   static constexpr int D = shape::D, KEYS = shape::KEYS;
   float s[KEYS / 2], out[D / 2];
   uint32_t p[KEYS / 16][4];
-  float m[2], l[2];   /* reference (of scores before they are scaled), sum of weights */
+  float m[2], l[2]; /* reference (of scores before they are scaled), sum of weights */
 
   __device__ __forceinline__ void scores(uint32_t q_at, uint32_t k_at) {
     const uint64_t q = matrix_at(q_at, 1024), k = matrix_at(k_at, shape::GROUP_BYTES);
@@ -160,10 +160,14 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   const int r0 = consumer * 64 + warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
   const bool biased = a.alibi || a.soft_cap > 0.f;
   const float scale = a.scale * LOG2E;
-  constexpr int TURN = 1, BOTH = 2 * WARPGROUP;   /* named barriers TURN, TURN + 1 */
-  auto turn_begin = [&] { if (shape::TURNS) named_sync(TURN + consumer, BOTH); };
-  auto turn_end = [&] { if (shape::TURNS) named_arrive(TURN + (consumer ^ 1), BOTH); };
-  if (consumer == 1) turn_end();   /* consumer 0 begins */
+  constexpr int TURN = 1, BOTH = 2 * WARPGROUP; /* named barriers TURN, TURN + 1 */
+  auto turn_begin = [&] {
+    if (shape::TURNS) named_sync(TURN + consumer, BOTH);
+  };
+  auto turn_end = [&] {
+    if (shape::TURNS) named_arrive(TURN + (consumer ^ 1), BOTH);
+  };
+  if (consumer == 1) turn_end(); /* consumer 0 begins */
 
   wgmma_state<T, shape> x;
   uint32_t step = 0, q_step = 0;
@@ -300,8 +304,9 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
 
 template <class T, class shape>
 __global__ void __launch_bounds__(shape::THREADS, 1)
-paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
-            const __grid_constant__ CUtensorMap map, const __grid_constant__ wgmma_plan plan) {
+    paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
+                const __grid_constant__ CUtensorMap map,
+                const __grid_constant__ wgmma_plan plan) {
 #if KVL_SM90A
   __shared__ wgmma_memory<shape> memory;
   if (threadIdx.x == 0) {
@@ -336,8 +341,9 @@ template <class T> int map_cache(const kvl_cache_view &c, int groups, CUtensorMa
   const cuuint32_t box[5] = {64, 8, (cuuint32_t)c.head_dim / 64, (cuuint32_t)groups, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
-      map, std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      map,
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, c.kv, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -372,8 +378,8 @@ int launch_prefill_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue
   if (status == KVL_OK) status = allow_shared<paged_wgmma<T, shape>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   const int grid = plan.items < q->sm_count ? plan.items : q->sm_count;
-  paged_wgmma<T, shape><<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map,
-                                                                                  plan);
+  paged_wgmma<T, shape>
+      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
   return KVL_OK;
 }
 

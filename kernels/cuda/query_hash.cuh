@@ -11,14 +11,14 @@
 namespace kvl {
 
 template <int THREADS> struct query_hash {
-  static constexpr int QUERIES = 8;     /* heads hashed together */
+  static constexpr int QUERIES = 8; /* heads hashed together */
   static constexpr int LANES = 8, BITS = THREADS / LANES;
-  static constexpr int CHUNKS = 8;      /* of 16 dims, in registers; of more dims the rest is
+  static constexpr int CHUNKS = 8;  /* of 16 dims, in registers; of more dims the rest is
                                          * read when it is needed */
-  typedef float rows[QUERIES][256];     /* sums of groups */
+  typedef float rows[QUERIES][256]; /* sums of groups */
   const kvl_select_hamming_args &a;
-  const int64_t head;                   /* the first of all KV heads of all sequences */
-  const int heads, dim, lane, first;    /* lane: of LANES; first: bit of this thread */
+  const int64_t head;                /* the first of all KV heads of all sequences */
+  const int heads, dim, lane, first; /* lane: of LANES; first: bit of this thread */
   float2 plane[CHUNKS];
 
   __device__ __forceinline__ query_hash(const kvl_select_hamming_args &args, int64_t head_,
@@ -42,7 +42,7 @@ template <int THREADS> struct query_hash {
   /* Sums of the groups of QUERIES heads from `from` on, each in the order of its heads. */
   __device__ __forceinline__ void sum_groups(int from, rows &x) const {
     const int group = (int)((uint32_t)a.heads / (uint32_t)a.hashes.kv_heads);
-    const int width = dim > 128 ? 256 : 128;   /* threads to a head */
+    const int width = dim > 128 ? 256 : 128; /* threads to a head */
     const int d = threadIdx.x % width;
 #pragma unroll 1
     for (int g = threadIdx.x / width; g < min(heads - from, QUERIES); g += THREADS / width) {
@@ -50,7 +50,7 @@ template <int THREADS> struct query_hash {
       if (d >= dim) continue;
       float sum = 0.f;
 #pragma unroll 1
-      for (int h = 0; h < group; h += 4) {   /* four are asked for at once */
+      for (int h = 0; h < group; h += 4) { /* four are asked for at once */
         uint32_t y[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) y[i] = bits_of(at + (int64_t)min(h + i, group - 1) * dim);

@@ -40,14 +40,13 @@ __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
 /* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes.
  * ROW: a pointer to f32 or bf16, or what adds and indexes like one and has opaque and
  * load_apart. */
-template <int EACH, int TEAM, int SAMPLES, class ROW = const float *>
-struct radix_select {
+template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct radix_select {
   static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
   static constexpr int DIGIT = 11, BINS = 1 << DIGIT, FEW = 256;
   static_assert(BINS == 4 * THREADS, "a thread looks at four bins");
 
   struct found_bin {
-    uint32_t bin, before, count;       /* before: elements in the bins before */
+    uint32_t bin, before, count; /* before: elements in the bins before */
   };
   struct shared_memory {
     alignas(16) uint32_t count[BINS];
@@ -63,19 +62,19 @@ struct radix_select {
   shared_memory &s;
   char *lists;
   const uint32_t width, stretch, words;
-  const bool has_window;               /* the bitmap is not that of the row */
+  const bool has_window; /* the bitmap is not that of the row */
   uint32_t capacity;
   uint32_t *bits;
   const ROW row;
-  const int lane, warp, block;         /* block: of the team */
-  const uint32_t flip;                 /* sign bit: the least come first */
-  uint32_t begin, end;                 /* this warp's stretch of the row */
+  const int lane, warp, block; /* block: of the team */
+  const uint32_t flip;         /* sign bit: the least come first */
+  uint32_t begin, end;         /* this warp's stretch of the row */
   uint32_t index_low, among, wanted;
-  uint32_t sure, listed;               /* found before the bracket, and in it */
-  uint32_t own;                        /* keys of the list that this warp walks */
-  bool is_one;                         /* one list, in the first block; else one a block */
-  float x[EACH], sample[SAMPLES];      /* a batch of the row; of the sample */
-  sort_key edge;                       /* keys up to it are taken */
+  uint32_t sure, listed;          /* found before the bracket, and in it */
+  uint32_t own;                   /* keys of the list that this warp walks */
+  bool is_one;                    /* one list, in the first block; else one a block */
+  float x[EACH], sample[SAMPLES]; /* a batch of the row; of the sample */
+  sort_key edge;                  /* keys up to it are taken */
 
   __host__ __device__ static uint32_t stretch_of(int64_t width) {
     constexpr int all_warps = TEAM * WARPS, unit = TEAM > 1 ? 4 * WARP : WARP;
@@ -91,7 +90,7 @@ struct radix_select {
    * does not fit is written a window at a time. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
-    constexpr uint32_t window = 4096;  /* words */
+    constexpr uint32_t window = 4096; /* words */
     team_shape shape;
     shape.stretch = stretch_of(width);
     const uint32_t words = sorted ? WARPS : TEAM * WARPS * (shape.stretch / WARP);
@@ -102,7 +101,7 @@ struct radix_select {
         if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
         shape.words = is_whole || words < window ? words : window;
         uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
-        uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted;   /* or the bitmap */
+        uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted; /* or the bitmap */
         if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
         shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
         if (shape.bytes_shared <= (uint32_t)q->shared_optin) return shape;
@@ -176,7 +175,7 @@ struct radix_select {
   }
   /* f(key) for this thread's share of the listed ones. */
   template <class F> __device__ __forceinline__ void keys(F f) {
-    constexpr int SIDE = TEAM > 1 ? WARPS / TEAM : WARPS;   /* warps to a list */
+    constexpr int SIDE = TEAM > 1 ? WARPS / TEAM : WARPS; /* warps to a list */
     const bool apart = TEAM > 1 && !is_one;
     const sort_key *list = list_of(apart ? warp / SIDE : 0);
     const uint32_t step = apart ? SIDE * WARP : THREADS;
@@ -213,7 +212,7 @@ struct radix_select {
       from = (uint32_t)(low >> 32);
     }
     uint32_t need = wanted - sure, count = listed;
-    if (count > need) {                /* by rank first */
+    if (count > need) { /* by rank first */
       from = max(from, (uint32_t)(low >> 32));
       const int shift = shift_of((uint32_t)(high >> 32) - from);
       keys([&](sort_key key) {
@@ -242,7 +241,7 @@ struct radix_select {
       } else if (key <= high) s.few[atomicAdd(&s.few_count, 1u)] = key;
     });
     __syncthreads();
-    if (!is_whole) {                   /* compare all of the few with all */
+    if (!is_whole) { /* compare all of the few with all */
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
         sort_key key = s.few[i];
@@ -265,7 +264,7 @@ struct radix_select {
 
   /* emit(place, index) for all that are taken, places from 0 in index order. */
   template <class F> __device__ __forceinline__ void write(F emit) {
-    uint32_t places = 0, first = 0;    /* of the bitmap's */
+    uint32_t places = 0, first = 0; /* of the bitmap's */
     do {
       if (has_window) mark_window(first);
       places += write_words(first, places, emit);
@@ -324,7 +323,7 @@ struct radix_select {
 #pragma unroll 1
     for (uint32_t w = from; w < to; w++) mine += __popc(bits[w]);
     uint32_t place = places + warps_before(mine, &total);
-    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) {   /* sparse: a lane its own */
+    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) { /* sparse: a lane its own */
 #pragma unroll 1
       for (uint32_t w = from; w < to; w++)
 #pragma unroll 1
@@ -332,7 +331,7 @@ struct radix_select {
           emit(place++, first + w * WARP + __ffs(word) - 1);
       return total;
     }
-    const uint32_t lanes = each == 1 ? share : WARP;        /* the warp word after word */
+    const uint32_t lanes = each == 1 ? share : WARP; /* the warp word after word */
 #pragma unroll 1
     for (uint32_t e = 0; e < each; e++) {
       const uint32_t word = from + e < to ? bits[from + e] : 0;
@@ -367,14 +366,14 @@ struct radix_select {
     range(&least, &most);
     const uint32_t any = __reduce_add_sync(ALL_LANES, lane < WARPS ? s.warps[2][lane] : 0);
     if (any == 0) return;
-    const float part = __fdividef((float)among, (float)any);     /* elements to a sample */
+    const float part = __fdividef((float)among, (float)any); /* elements to a sample */
     const float at = __fdividef((float)wanted, part), spread = at * rsqrtf(at);
     uint32_t target[2] = {(uint32_t)fmaxf(at - 3.f * spread, 1.f),
                           (uint32_t)(at + 4.f * spread + 3.f)};
-    const bool is_open = target[1] > any;      /* behind the last of the sample */
+    const bool is_open = target[1] > any; /* behind the last of the sample */
     const float expected = target[1] * part;
     uint32_t start = least, length = most - least;
-    for (bool is_same = true;;) {              /* is_same: both targets in one bin so far */
+    for (bool is_same = true;;) { /* is_same: both targets in one bin so far */
       const int shift = shift_of(length);
 #pragma unroll
       for (int j = 0; j < SAMPLES; j++)
@@ -465,7 +464,7 @@ struct radix_select {
   __device__ __forceinline__ bool meet(bool *fits) {
     if (block > 0) fence_async();
     __syncthreads();
-    cluster_wait();                    /* the first block's barrier is there */
+    cluster_wait(); /* the first block's barrier is there */
     if (block > 0) {
       if (threadIdx.x == 0) {
         const uint32_t bytes_words = s.sure && !has_window ? WARPS * stretch / 8 : 0;
@@ -486,7 +485,7 @@ struct radix_select {
     }
     barrier_wait(shared_address(&s.barrier), 0);
     cluster_arrive();
-    list_head head = {0, 0};           /* of block `lane` */
+    list_head head = {0, 0}; /* of block `lane` */
     if (lane == 0) head = {s.listed, s.sure};
     else if (lane < TEAM) head = head_of(lane);
     listed = __reduce_add_sync(ALL_LANES, head.listed);
@@ -554,8 +553,7 @@ struct radix_select {
 
   /* Finds the bins of the target-th elements (from 1); clears s.count. Called after a
    * barrier, ends with one. */
-  template <int N>
-  __device__ __forceinline__ void locate(const uint32_t (&target)[N]) {
+  template <int N> __device__ __forceinline__ void locate(const uint32_t (&target)[N]) {
     uint4 &four = ((uint4 *)s.count)[threadIdx.x];
     const uint32_t at[4] = {four.x, four.y, four.z, four.w};
     const uint32_t sum = at[0] + at[1] + at[2] + at[3];
@@ -567,7 +565,7 @@ struct radix_select {
 #pragma unroll
     for (int k = 0; k < N; k++) {
       uint32_t before = upto - sum;
-      if (before < target[k] && target[k] <= upto) {   /* one thread */
+      if (before < target[k] && target[k] <= upto) { /* one thread */
         uint32_t bin = threadIdx.x * 4, count = at[0];
 #pragma unroll
         for (int j = 1; j < 4; j++)

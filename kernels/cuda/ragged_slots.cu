@@ -11,7 +11,7 @@ namespace {
 template <class T> struct slots_body {
   kvl_ragged_slots_args g;
   template <int N> __device__ void run(int64_t i) const {
-    int64_t low = 0, high = g.sequences;         /* the first that ends behind i */
+    int64_t low = 0, high = g.sequences; /* the first that ends behind i */
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (g.ends[middle] > i) high = middle;

@@ -19,10 +19,10 @@ namespace {
 template <class T> struct random_body {
   T *out;
   int64_t count;
-  uint64_t seed, offset;   /* offset: of element 0 in the sequence of words */
+  uint64_t seed, offset; /* offset: of element 0 in the sequence of words */
   double a, b;
   int kind;
-  bool wide;               /* out is aligned where a block starts */
+  bool wide; /* out is aligned where a block starts */
 
   __device__ __forceinline__ void numbers(uint4 w, T (&y)[4]) const {
     const uint32_t word[4] = {w.x, w.y, w.z, w.w};

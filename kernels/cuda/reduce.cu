@@ -17,7 +17,7 @@
 namespace {
 
 using kvl::team;
-enum { THREADS = kvl::ROW_THREADS, PIECE_THREADS = 512 };   /* of a block; for a piece */
+enum { THREADS = kvl::ROW_THREADS, PIECE_THREADS = 512 }; /* of a block; for a piece */
 
 /* ---- operations on float or int32_t ---------------------------------------------- */
 
@@ -51,7 +51,7 @@ template <> struct sum_of<int32_t> { using type = int32_t; };
 struct sink {
   void *out;
   int dtype;
-  float divisor;   /* n for the mean, else 1 */
+  float divisor; /* n for the mean, else 1 */
 
   __device__ void put(int64_t i, float x) const {
     kvl::store_any(out, dtype, i, x / divisor);
@@ -70,8 +70,7 @@ struct shape {
 };
 
 /* For what is read once and in order. */
-template <int N, class T>
-__device__ __forceinline__ kvl::pack<T, N> load_once(const T *p) {
+template <int N, class T> __device__ __forceinline__ kvl::pack<T, N> load_once(const T *p) {
   kvl::pack<T, N> x;
   if constexpr (sizeof x == 16)
     reinterpret_cast<uint4 &>(x) = kvl::load_streaming((const uint4 *)p);
@@ -94,18 +93,18 @@ __device__ __forceinline__ A joined(const kvl::pack<T, N> &x, F f) {
 /* TEAM threads to a row or a piece of one. */
 template <int N, int TEAM, class F, class T>
 __global__ void __launch_bounds__(TEAM < THREADS ? THREADS : TEAM)
-rows_kernel(const T *a, shape s, sink to) {
+    rows_kernel(const T *a, shape s, sink to) {
   using A = typename sum_of<T>::type;
   using own = team<TEAM>;
   F f;
-  constexpr int TEAMS = TEAM < THREADS ? THREADS / TEAM : 1;   /* of a block */
-  constexpr int PACKS = 4, TILE = PACKS * TEAM * N;   /* packs a thread has under way */
+  constexpr int TEAMS = TEAM < THREADS ? THREADS / TEAM : 1; /* of a block */
+  constexpr int PACKS = 4, TILE = PACKS * TEAM * N; /* packs a thread has under way */
   for (int64_t r = (int64_t)blockIdx.x * TEAMS + threadIdx.x / TEAM;
        r < s.outer * s.cut.count; r += (int64_t)gridDim.x * TEAMS) {
     const T *row = a + r / s.cut.count * s.n;
     A total = F::none(A());
-    auto add = [&](const auto &x) {   /* a tree: in a chain they would be waited for */
-      total = f(total, joined<A>(x, f));
+    auto add = [&](const auto &x) { /* a tree: in a chain they would be waited for */
+                                    total = f(total, joined<A>(x, f));
     };
     int64_t i = r % s.cut.count * TILE;
     for (; i + TILE <= s.n; i += s.cut.count * TILE) {
@@ -116,9 +115,8 @@ rows_kernel(const T *a, shape s, sink to) {
 #pragma unroll
       for (int p = 0; p < PACKS; p++) add(x[p]);
     }
-    kvl::walk<N>(i, max(i, s.n), own::rank(), TEAM, [&](auto w, int64_t at) {
-      add(kvl::load_pack<w.value>(row + at));
-    });
+    kvl::walk<N>(i, max(i, s.n), own::rank(), TEAM,
+                 [&](auto w, int64_t at) { add(kvl::load_pack<w.value>(row + at)); });
     total = own::reduce(total, f, F::none(A()));
     if (own::rank() == 0) to.put(r, total);
   }
@@ -128,7 +126,7 @@ rows_kernel(const T *a, shape s, sink to) {
  * of its threads down n. */
 template <int N, class F, class T>
 __global__ void __launch_bounds__(THREADS)
-columns_kernel(const T *a, shape s, int wide, sink to) {
+    columns_kernel(const T *a, shape s, int wide, sink to) {
   using A = typename sum_of<T>::type;
   __shared__ A shared[THREADS * N];
   F f;
@@ -159,7 +157,7 @@ columns_kernel(const T *a, shape s, int wide, sink to) {
       for (int t = 1; t < tall; t++) sum = f(sum, shared[t * wide * N + c]);
       to.put(piece * s.inner + first + c, sum);
     }
-    __syncthreads();   /* before the next tile writes `shared` */
+    __syncthreads(); /* before the next tile writes `shared` */
   }
 }
 
@@ -174,8 +172,9 @@ void rows(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {
     rows_kernel<N, THREADS, F>
         <<<kvl::team_grid<THREADS>(s.outer, q), THREADS, 0, q->stream>>>(a, s, to);
   else
-    rows_kernel<N, PIECE_THREADS, F><<<kvl::grid(s.outer * s.cut.count, 1, q, 32),
-                                       PIECE_THREADS, 0, q->stream>>>(a, s, to);
+    rows_kernel<N, PIECE_THREADS, F>
+        <<<kvl::grid(s.outer * s.cut.count, 1, q, 32), PIECE_THREADS, 0, q->stream>>>(a, s,
+                                                                                      to);
 }
 
 int columns_wide(int64_t packs) {
@@ -188,8 +187,9 @@ template <int N, class F, class T>
 void columns(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {
   int wide = columns_wide(s.inner / N);
   int64_t tiles = (s.inner + wide * N - 1) / (wide * N);
-  columns_kernel<N, F><<<kvl::grid(s.outer * s.cut.count * tiles, 1, q, 32), THREADS, 0,
-                         q->stream>>>(a, s, wide, to);
+  columns_kernel<N, F>
+      <<<kvl::grid(s.outer * s.cut.count * tiles, 1, q, 32), THREADS, 0, q->stream>>>(
+          a, s, wide, to);
 }
 
 /* Elements that a thread takes at once: 16 bytes of them, or 1 where alignment forbids it. */

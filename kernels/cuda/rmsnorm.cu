@@ -25,14 +25,14 @@ namespace {
  * threads. */
 template <int TEAM, int PACKS, bool RESIDUAL, class T, class W>
 __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
-rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim,
-            float eps) {
+    rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim,
+                float eps) {
   constexpr int N = WIDE<T>;
   constexpr bool EARLY = PACKS <= 2;
   const int threads = TEAM ? TEAM : blockDim.x, rank = threadIdx.x % threads;
   int64_t row = blockIdx.x;
   if (TEAM) row = row * (ROW_THREADS / threads) + threadIdx.x / threads;
-  const bool valid = row < rows;   /* without a row it still shuffles along */
+  const bool valid = row < rows; /* without a row it still shuffles along */
   let_next_start();
   wait_for_previous();
   pack<T, N> v[PACKS], r[RESIDUAL ? PACKS : 1];
@@ -63,7 +63,7 @@ rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int 
 #pragma unroll
     for (int e = 0; e < N; e++) squares += to_float(v[p].at[e]) * to_float(v[p].at[e]);
   }
-  squares = warp_sum<TEAM ? TEAM : WARP>(squares);
+  squares = warp_sum < TEAM ? TEAM : WARP > (squares);
   if constexpr (TEAM == 0) {
     __shared__ float sums[WARP];
     if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = squares;
@@ -87,8 +87,8 @@ rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int 
  * second time. */
 template <int N, class T, class W>
 __global__ void __launch_bounds__(ROW_THREADS)
-rmsnorm_any(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t dim,
-            float eps) {
+    rmsnorm_any(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t dim,
+                float eps) {
   __shared__ float sums[WARP];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T *from = x + row * dim;
@@ -110,7 +110,7 @@ rmsnorm_any(const T *x, T *residual, const W *weight, T *out, int64_t rows, int6
     });
     squares = block_sum(squares, sums);
     const float scale = 1.0f / sqrtf(squares / (float)dim + eps);
-    if (sum_row) from = sum_row;   /* a thread reads only what it wrote itself */
+    if (sum_row) from = sum_row; /* a thread reads only what it wrote itself */
     walk<N>(0, dim, threadIdx.x, ROW_THREADS, [&](auto w, int64_t i) {
       constexpr int n = w.value;
       float v[n], g[n];
@@ -136,9 +136,11 @@ void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   const int warps = (int)((g->dim / N + PACKS * WARP - 1) / (PACKS * WARP));
   const int threads = TEAM ? ROW_THREADS : warps * WARP;
   const unsigned blocks = (unsigned)((g->rows + TEAMS - 1) / TEAMS);
-  auto launch = [&](auto kernel) {   /* the caller asks how they went */
-    launch_programmatic(kernel, blocks, threads, 0, q, (const T *)g->x, (T *)g->residual,
-                        (const W *)g->weight, (T *)g->out, g->rows, (int)g->dim, g->eps);
+  auto launch = [&](auto kernel) { /* the caller asks how they went */
+                                   launch_programmatic(kernel, blocks, threads, 0, q,
+                                                       (const T *)g->x, (T *)g->residual,
+                                                       (const W *)g->weight, (T *)g->out,
+                                                       g->rows, (int)g->dim, g->eps);
   };
   if (g->residual) launch(rmsnorm_row<TEAM, PACKS, true, T, W>);
   else launch(rmsnorm_row<TEAM, PACKS, false, T, W>);
@@ -153,7 +155,7 @@ template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queu
   const int64_t most = g->rows < 2 * q->sm_count ? 512 : g->residual ? 256 : 128;
   if (g->dim % N || !aligned16(g->x, g->residual, g->weight, g->out))
     start_any<1, T, W>(g, q);
-  else if (packs <= WARP / 2) start<WARP / 2, 1, T, W>(g, q);   /* a head of 128 16-bit dims */
+  else if (packs <= WARP / 2) start<WARP / 2, 1, T, W>(g, q); /* a head of 128 16-bit dims */
   else if (packs <= WARP) start<WARP, 1, T, W>(g, q);
   else if (packs <= 2 * WARP) start<WARP, 2, T, W>(g, q);
   else if (packs <= most) start<0, 1, T, W>(g, q);

@@ -20,8 +20,8 @@ namespace {
  * next item under way while it turns one, and the first while the sines are made. */
 template <int N, class T>
 __global__ void __launch_bounds__(ROPE_THREADS)
-rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads, int head_dim,
-            int pairs, int items_block) {
+    rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads,
+                int head_dim, int pairs, int items_block) {
   __shared__ rope_angles angles;
   T *token = x + (int64_t)blockIdx.x * heads * head_dim;
   const float position = (float)positions[blockIdx.x];
@@ -51,7 +51,7 @@ rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads, in
       store_floats(to, u);
       store_floats(to + pairs, v);
     }
-    __syncthreads();   /* before the next pairs' sines */
+    __syncthreads(); /* before the next pairs' sines */
   }
 }
 

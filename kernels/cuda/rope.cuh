@@ -6,7 +6,7 @@
 
 namespace kvl {
 
-enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 };   /* pairs a block takes at a time */
+enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 }; /* pairs a block takes at a time */
 
 /* A token's sines and cosines, made once for all of its heads. */
 struct rope_angles {

@@ -33,7 +33,7 @@ template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
  * its next row under way while it does one, and the first while the sines are made. */
 template <int N, class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
-rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
+    rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
   __shared__ rope_angles angles;
   const int pairs = (int)a.pairs, head_dim = a.cache.head_dim, kv_heads = a.cache.kv_heads;
   const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
@@ -55,7 +55,7 @@ rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_bloc
   };
   int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
   int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
-  if ((int)threadIdx.x >= step * lanes) end = 0;   /* threads that make no whole head */
+  if ((int)threadIdx.x >= step * lanes) end = 0; /* threads that make no whole head */
   if (row < end && pairs) load(row);
   angles.make((float)a.positions[token], a.inv_freq, pairs);
   __syncthreads();
@@ -93,7 +93,7 @@ rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_bloc
 template <int N, class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const int rows = (int)a.heads + 2 * a.cache.kv_heads;
-  const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs);   /* few tokens: a block each */
+  const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs); /* few tokens: a block each */
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
   launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);

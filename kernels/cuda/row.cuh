@@ -12,8 +12,8 @@ namespace kvl {
 
 enum {
   ROW_THREADS = 256,
-  ROW_SHORT = 1024,        /* elements up to which a warp is the team */
-  ROW_CHUNK = 32768,       /* elements below which a row is not worth another block */
+  ROW_SHORT = 1024,  /* elements up to which a warp is the team */
+  ROW_CHUNK = 32768, /* elements below which a row is not worth another block */
 };
 
 template <int THREADS> struct team {
@@ -27,7 +27,7 @@ template <int THREADS> struct team {
   }
   template <class V, class F> static __device__ __forceinline__ V reduce(V x, F f, V none) {
     if constexpr (THREADS <= WARP) {
-      return warp_reduce<THREADS>(x, f);   /* of all lanes: teams of a warp stay together */
+      return warp_reduce<THREADS>(x, f); /* of all lanes: teams of a warp stay together */
     } else {
       __shared__ V shared[WARP];
       return block_reduce(x, f, none, shared);
@@ -35,14 +35,11 @@ template <int THREADS> struct team {
   }
 };
 
-template <int N> struct width {
-  static constexpr int value = N;
-};
+template <int N> struct width { static constexpr int value = N; };
 
 /* f(width<N>, i) for packs i ... i + N - 1 of [begin, end), width<1> for what is left. */
 template <int N, class F>
-__device__ __forceinline__ void walk(int64_t begin, int64_t end, int rank, int threads,
-                                     F f) {
+__device__ __forceinline__ void walk(int64_t begin, int64_t end, int rank, int threads, F f) {
   int64_t packed = begin + (end - begin) / N * N;
   for (int64_t i = begin + (int64_t)rank * N; i < packed; i += (int64_t)threads * N)
     f(width<N>(), i);

@@ -53,7 +53,6 @@ KVL_CUDA_KERNEL(scatter_rows) {
   if (status == KVL_OK)
     status = kvl::each<1>(claim_body{g->index, last, g->rows}, g->n, false, queue);
   if (status < 0) return status;
-  scatter_body f{(const char *)g->src, g->index, last, (char *)g->out, g->rows,
-                 g->bytes_row};
+  scatter_body f{(const char *)g->src, g->index, last, (char *)g->out, g->rows, g->bytes_row};
   return kvl::copy_rows(f, g->n, g->bytes_row, g->src, g->out, q);
 }

@@ -24,13 +24,13 @@ constexpr int SCORE_THREADS = 256;
 
 /* Blocks that a lane has under way, and those of a warp. */
 template <class FORM> constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
-template <class FORM> constexpr int TILE = BATCH<FORM> * WARP / FORM::READERS;
+template <class FORM> constexpr int TILE = BATCH<FORM> *WARP / FORM::READERS;
 
 /* heads: KV heads that a warp takes, those of a FORM at once. */
 template <class FORM>
 __global__ void __launch_bounds__(SCORE_THREADS, 4)
-score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t tiles,
-                     int heads) {
+    score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t tiles,
+                         int heads) {
   constexpr int N = BATCH<FORM>, EACH = FORM::EACH, SIDE = WARP / FORM::READERS;
   const kvl_hash_view &v = a.hashes;
   const int lane = threadIdx.x % WARP, parts = (v.kv_heads + heads - 1) / heads;
@@ -54,8 +54,9 @@ score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t t
   const bool is_shared = a.score_heads == 1;
   auto put = [&](int64_t head, int j, uint32_t d) {
     if (b + j * SIDE < a.max_blocks)
-      a.scores[(seq * a.score_heads + head) * a.max_blocks + b + j * SIDE] =
-          d == HAMMING_NONE ? -INFINITY : -(float)d;
+      a.scores[(seq * a.score_heads + head) * a.max_blocks + b + j * SIDE] = d == HAMMING_NONE
+                                                                                 ? -INFINITY
+                                                                                 : -(float)d;
   };
   uint32_t best[N];
 #pragma unroll

@@ -19,5 +19,5 @@
 
 KVL_CUDA_KERNEL(score_mean) {
   return kvl::launch_score_summary<kvl::SCORE_MEAN>(*(const kvl_score_mean_args *)args,
-                                                   (const kvl_cuda_queue *)queue);
+                                                    (const kvl_cuda_queue *)queue);
 }

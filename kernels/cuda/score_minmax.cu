@@ -24,5 +24,5 @@
 
 KVL_CUDA_KERNEL(score_minmax) {
   return kvl::launch_score_summary<kvl::SCORE_MINMAX>(*(const kvl_score_minmax_args *)args,
-                                                     (const kvl_cuda_queue *)queue);
+                                                      (const kvl_cuda_queue *)queue);
 }

@@ -37,13 +37,13 @@ template <class T, int D, score_kind KIND> struct score_shape {
   static constexpr int TILE_BYTES = ITEMS * ROWS * ROW_BYTES;
   /* f32 rows are many products a byte and want warps more than tiles ahead. */
   static constexpr bool DEEP = sizeof(T) < 4 || TILE_BYTES > 16384;
-  static constexpr int RING = (DEEP && TILE_BYTES <= 16384 ? 48 : 96) * 1024;   /* at most */
+  static constexpr int RING = (DEEP && TILE_BYTES <= 16384 ? 48 : 96) * 1024; /* at most */
   static constexpr int TILES = RING / TILE_BYTES, AHEAD = DEEP ? 3 : 2;
   static constexpr int WARPS = TILES >= 4 * AHEAD ? 4 : TILES / AHEAD;
   static constexpr int STAGES = TILES / WARPS < 8 ? TILES / WARPS : 8;
-  static constexpr int BLOCKS = 192 * 1024 / RING;   /* of threads an SM */
+  static constexpr int BLOCKS = 192 * 1024 / RING; /* of threads an SM */
   static constexpr int RING_BYTES = WARPS * STAGES * TILE_BYTES;
-  static constexpr int SHARED_BYTES = RING_BYTES + 128;   /* without q */
+  static constexpr int SHARED_BYTES = RING_BYTES + 128; /* without q */
   static_assert(WARPS * STAGES <= 32, "a mask of known items for each tile in the ring");
 };
 
@@ -131,7 +131,7 @@ template <class T, int D, score_kind KIND> struct score_queries {
   __device__ __forceinline__ void store(int i, int terms, uint4 *to, float *unscale) {
     const int col = i / LANES;
     float scale = 1.f;
-    if constexpr (same<M, __half>) {   /* the head's largest to 2^14 ... 2^15 */
+    if constexpr (same<M, __half>) { /* the head's largest to 2^14 ... 2^15 */
       float most = 0.f;
 #pragma unroll
       for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
@@ -149,7 +149,7 @@ template <class T, int D, score_kind KIND> struct score_queries {
         const M next = from_float<M>(left[e]);
         left[e] -= to_float(next);
 #pragma unroll
-        for (int r = 0; r < shape::ROWS; r++)   /* min is for what is negative */
+        for (int r = 0; r < shape::ROWS; r++) /* min is for what is negative */
           term[r].at[e] = shape::ROWS == 1 || (x[e] < 0.f) == (r == 0) ? next : M(0.f);
       }
 #pragma unroll

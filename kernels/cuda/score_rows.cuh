@@ -28,10 +28,10 @@ namespace kvl {
 
 /* tiles_factor: of the tiles of a block, by which short_quotient divides; SCORE_TILES only. */
 template <class T, int D, score_kind KIND>
-__global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS * WARP,
+__global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
                                   score_shape<T, D, KIND>::BLOCKS)
-score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
-           uint32_t tiles_factor) {
+    score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
+               uint32_t tiles_factor) {
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   constexpr int STAGES = shape::STAGES, WARPS = shape::WARPS, ITEMS = shape::ITEMS;
@@ -39,14 +39,14 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
   extern __shared__ __align__(128) char shared[];
   const int group = (int)(a.heads / a.kv_heads), padded = (group + 7) / 8 * 8;
   const int head_dim = (int)a.head_dim, block_size = a.block_size;
-  uint32_t *known = (uint32_t *)(shared + shape::RING_BYTES);   /* bit i: item i of a tile */
-  uint4 *q = (uint4 *)(shared + shape::SHARED_BYTES);           /* [terms][ROWS][padded][D] */
-  float *unscale = (float *)(q + terms * ROWS * padded * (D / 8));          /* [padded] */
-  uint32_t *best = (uint32_t *)(unscale + padded);                          /* [each][group] */
+  uint32_t *known = (uint32_t *)(shared + shape::RING_BYTES); /* bit i: item i of a tile */
+  uint4 *q = (uint4 *)(shared + shape::SHARED_BYTES);         /* [terms][ROWS][padded][D] */
+  float *unscale = (float *)(q + terms * ROWS * padded * (D / 8)); /* [padded] */
+  uint32_t *best = (uint32_t *)(unscale + padded);                 /* [each][group] */
 
   const uint32_t kv_heads = (uint32_t)a.kv_heads;
   const uint32_t kv_head = blockIdx.x % kv_heads, range = blockIdx.x / kv_heads;
-  const int64_t seq = range / parts, first = (int64_t)(range % parts) * each;   /* block */
+  const int64_t seq = range / parts, first = (int64_t)(range % parts) * each; /* block */
   const int64_t length = a.lens[seq];
   const int blocks = (int)min((int64_t)each, a.max_blocks - first);
   const int32_t *table = a.tables + seq * a.max_blocks + first;
@@ -70,7 +70,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
   for (int s = 0; s < STAGES - 1; s++) ahead[s] = look(warp + s * WARPS);
 
   const int64_t all = min((length + block_size - 1) / block_size, a.max_blocks);
-  const int count = (int)max(min(all - first, (int64_t)blocks), (int64_t)0);   /* valid */
+  const int count = (int)max(min(all - first, (int64_t)blocks), (int64_t)0); /* valid */
   float *scores = a.scores + (seq * kv_heads + kv_head) * a.max_blocks + first;
   for (int b = count + threadIdx.x; b < blocks; b += WARPS * WARP) scores[b] = -INFINITY;
   if (count == 0) return;
@@ -78,7 +78,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
   if (OF_TOKENS) items = (int)min(length - first * block_size, (int64_t)count * block_size);
   const T *rows = (const T *)a.rows + kv_head * a.head_stride;
   const uint32_t stride = (uint32_t)a.block_stride;
-  const uint32_t next_row = kv_heads * head_dim;   /* from min to max */
+  const uint32_t next_row = kv_heads * head_dim; /* from min to max */
   char *ring = shared + warp * STAGES * shape::TILE_BYTES;
   const uint32_t ring_at = shared_address(ring);
   known += warp * STAGES;
@@ -90,7 +90,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
     if (lane == 0) known[stage] = mask;
     /* Of what is not known nothing is read; a tile of tokens has one block for all lanes. */
     if (KIND == SCORE_TILES ? mask == 0 : !valid) physical = 0;
-    int token = 0;   /* of the tile's, or the item's, first row in its block */
+    int token = 0; /* of the tile's, or the item's, first row in its block */
     if constexpr (KIND == SCORE_TILES) token = tile * ITEMS - block_of(tile) * block_size;
     if constexpr (KIND == SCORE_MAX_QK) token = item - block_of(tile) * block_size;
 #pragma unroll
@@ -102,10 +102,11 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
       if constexpr (KIND == SCORE_MAX_QK) at = __shfl_sync(ALL_LANES, token, row);
       const T *from = rows + (inside ? piece * N : 0) + (uint64_t)block * stride;
       if constexpr (OF_TOKENS) from += at * head_dim;
-      const uint32_t to =
-          ring_at + stage * shape::TILE_BYTES + score_piece<PIECES>(row, piece) * 16;
-      copy_async(to, from, has);   /* without it, zeros: no NaN gets in */
-      if constexpr (ROWS == 2) copy_async(to + ITEMS * shape::ROW_BYTES, from + next_row, has);
+      const uint32_t to = ring_at + stage * shape::TILE_BYTES +
+                          score_piece<PIECES>(row, piece) * 16;
+      copy_async(to, from, has); /* without it, zeros: no NaN gets in */
+      if constexpr (ROWS == 2)
+        copy_async(to + ITEMS * shape::ROW_BYTES, from + next_row, has);
     }
   };
 
@@ -126,17 +127,17 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
   for (int stage = 0; tile * ITEMS < items;
        tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
-    __syncwarp();   /* every lane's copies are in, and the last tile's readers are done */
+    __syncwarp(); /* every lane's copies are in, and the last tile's readers are done */
     fetch(stage == 0 ? STAGES - 1 : stage - 1, tile + (STAGES - 1) * WARPS, next);
     copy_commit();
     next = look(tile + STAGES * WARPS);
 
     const uint4 *at = (const uint4 *)(ring + stage * shape::TILE_BYTES);
-    const uint32_t valid = known[stage] >> row0;   /* bits 0 and 8: this lane's rows */
+    const uint32_t valid = known[stage] >> row0; /* bits 0 and 8: this lane's rows */
     float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
 #pragma unroll 1
     for (int h0 = 0; h0 < group; h0 += 8) {
-      float sums[2][4] = {}, c[4];   /* two chains of sums */
+      float sums[2][4] = {}, c[4]; /* two chains of sums */
 #pragma unroll 1
       for (int t = 0; t < terms; t++)
 #pragma unroll
@@ -156,7 +157,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
         if (head < group)
           joined[i / 2] = is_max ? fmaxf(joined[i / 2], c[i]) : joined[i / 2] + c[i];
       }
-      if constexpr (KIND == SCORE_TILES) {   /* lanes of odd rows keep the second head */
+      if constexpr (KIND == SCORE_TILES) { /* lanes of odd rows keep the second head */
         const bool odd = row0 & 1;
         float keep = fmaxf(c[odd], c[odd + 2]), give = fmaxf(c[!odd], c[!odd + 2]);
         keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, give, 4));
@@ -201,7 +202,7 @@ score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
 /* Any head_dim, alignment and group: one warp a block of the cache. */
 template <score_kind KIND>
 __global__ void __launch_bounds__(256)
-score_rows_any(const __grid_constant__ score_call a, int parts) {
+    score_rows_any(const __grid_constant__ score_call a, int parts) {
   const int64_t seq = blockIdx.x / parts, kv_head = blockIdx.y, length = a.lens[seq];
   const int lane = threadIdx.x % WARP;
   const int64_t block = (int64_t)(blockIdx.x % parts) * (256 / WARP) + threadIdx.x / WARP;
@@ -211,8 +212,8 @@ score_rows_any(const __grid_constant__ score_call a, int parts) {
   const int64_t physical = inside ? a.tables[seq * a.max_blocks + block] : -1;
   const bool known = physical >= 0 && physical < a.blocks;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
-  const int64_t items = OF_TOKENS
-                            ? min((int64_t)a.block_size, length - block * a.block_size) : 1;
+  const int64_t items = OF_TOKENS ? min((int64_t)a.block_size, length - block * a.block_size)
+                                  : 1;
   auto load = [&](int64_t at) {
     return a.rows_dtype == KVL_DTYPE_F8E4M3 ? to_float(((const f8e4m3 *)a.rows)[at])
                                             : load_any(a.rows, a.rows_dtype, at);
@@ -222,11 +223,12 @@ score_rows_any(const __grid_constant__ score_call a, int parts) {
     const int64_t q = (seq * a.heads + kv_head * group + h) * a.head_dim;
     float score = -INFINITY;
     for (int64_t t = 0; t < items; t++) {
-      const int64_t row = physical * a.block_stride + kv_head * a.head_stride + t * a.head_dim;
+      const int64_t row = physical * a.block_stride + kv_head * a.head_stride +
+                          t * a.head_dim;
       float sum = 0.f;
       for (int64_t d = lane; d < a.head_dim; d += WARP) {
         const float x = load_any(a.q, a.dtype, q + d);
-        const bool high = KIND == SCORE_MINMAX && !(x < 0.f);   /* max is the larger one */
+        const bool high = KIND == SCORE_MINMAX && !(x < 0.f); /* max is the larger one */
         sum += x * load(row + (high ? a.kv_heads * a.head_dim : 0) + d);
       }
       sum = warp_sum(sum);
@@ -235,8 +237,9 @@ score_rows_any(const __grid_constant__ score_call a, int parts) {
     joined = is_max ? fmaxf(joined, score) : joined + score;
   }
   if (lane == 0)
-    a.scores[(seq * a.kv_heads + kv_head) * a.max_blocks + block] =
-        !known ? -INFINITY : is_max ? joined : joined / group;
+    a.scores[(seq * a.kv_heads + kv_head) * a.max_blocks + block] = !known   ? -INFINITY
+                                                                    : is_max ? joined
+                                                                             : joined / group;
 }
 
 /* each: blocks that a block of threads takes; 0 chooses. */
@@ -251,7 +254,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   if (each == 0) {
     /* One wave of blocks of threads, but four tiles or more each; of tokens at most 64
      * tiles: more waves even out better. */
-    int64_t fit = q->shared_optin / (bytes + 1024);   /* on an SM */
+    int64_t fit = q->shared_optin / (bytes + 1024); /* on an SM */
     int64_t ranges = std::min<int64_t>(shape::BLOCKS, std::max<int64_t>(fit, 1)) *
                      q->sm_count / (a.seqs * a.kv_heads);
     each = (a.max_blocks + (ranges > 1 ? ranges : 1) - 1) / (ranges > 1 ? ranges : 1);
@@ -259,7 +262,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
     if (OF_TOKENS) each = std::min(each, (64 * shape::ITEMS + per_block - 1) / per_block);
   }
   if (each > a.max_blocks) each = a.max_blocks;
-  if (OF_TOKENS) {   /* at most 8 KiB of maxima, as far as it depends on `each` */
+  if (OF_TOKENS) { /* at most 8 KiB of maxima, as far as it depends on `each` */
     int64_t most = 2048 / (group > 0 ? group : 1);
     if (each > most) each = most > 0 ? most : 1;
     bytes += each * group * 4;
@@ -293,7 +296,7 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   if (a.rows_dtype == KVL_DTYPE_BF16) status = launch_score_of<__nv_bfloat16, KIND>(a, q);
   if (a.rows_dtype == KVL_DTYPE_F16) status = launch_score_of<__half, KIND>(a, q);
   if (a.rows_dtype == KVL_DTYPE_F32) status = launch_score_of<float, KIND>(a, q);
-  if constexpr (KIND != SCORE_MEAN)   /* a mean is never f8 */
+  if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
     if (a.rows_dtype == KVL_DTYPE_F8E4M3) status = launch_score_of<f8e4m3, KIND>(a, q);
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);
@@ -310,7 +313,8 @@ int launch_score_summary(const A &a, const kvl_cuda_queue *q) {
   int64_t row = a.kv_heads * a.head_dim, rows = KIND == SCORE_MINMAX ? 2 : 1;
   return launch_score<KIND>({a.q, a.summary, a.tables, a.lens, a.scores, a.seqs, a.heads,
                              a.kv_heads, a.head_dim, a.max_blocks, a.blocks, rows * row,
-                             a.head_dim, a.block_size, a.group, a.dtype, a.summary_dtype}, q);
+                             a.head_dim, a.block_size, a.group, a.dtype, a.summary_dtype},
+                            q);
 }
 
 }  // namespace kvl

@@ -31,7 +31,7 @@ namespace {
 
 template <int EACH, int TEAM, int SAMPLES>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
-select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape) {
+    select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape) {
   extern __shared__ __align__(16) char memory[];
   const uint32_t row = blockIdx.x / TEAM;
   wait_for_previous();
@@ -57,7 +57,8 @@ select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape)
     for (int i = threadIdx.x; i < (is_choice ? sink : sink + wanted); i += s.THREADS)
       selection[i] = i;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < recent; i += s.THREADS) selection[k - recent + i] = high + i;
+    for (int i = threadIdx.x; i < recent; i += s.THREADS)
+      selection[k - recent + i] = high + i;
 #pragma unroll 1
     for (int i = k + threadIdx.x; i < (int)a.max_selected; i += s.THREADS) selection[i] = -1;
   }

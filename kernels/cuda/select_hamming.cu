@@ -50,26 +50,26 @@ using distance_of = std::conditional_t<FORM::WORDS == 0, uint16_t, uint8_t>;
 
 /* Sizes of a call. */
 struct hamming_shape {
-  int team, lists;                      /* blocks of a team; lists that it makes */
-  int groups;                           /* of lists, in a sequence */
-  int stretch, window;                  /* that one takes; that are in shared memory */
-  int bins, q_words;                    /* of a list, a multiple of 4; of queries' hashes */
+  int team, lists;     /* blocks of a team; lists that it makes */
+  int groups;          /* of lists, in a sequence */
+  int stretch, window; /* that one takes; that are in shared memory */
+  int bins, q_words;   /* of a list, a multiple of 4; of queries' hashes */
   size_t bytes_shared;
 };
 
 struct shared_memory {
   uint64_t barrier;
-  uint32_t found[WARPS];                /* both_counts of warps' parts */
+  uint32_t found[WARPS]; /* both_counts of warps' parts */
   union alignas(16) {
     query_hash<THREADS>::rows x;
-    int32_t places[WARPS][WARP * RUN];  /* what a warp writes together */
+    int32_t places[WARPS][WARP * RUN]; /* what a warp writes together */
   };
 };
 
 /* What there is to choose in a sequence. */
 struct row_choice {
-  int n, k, sink, recent;               /* blocks; those that are taken; and for certain */
-  int high, wanted;                     /* blocks sink ... high-1 compete for so many places */
+  int n, k, sink, recent; /* blocks; those that are taken; and for certain */
+  int high, wanted;       /* blocks sink ... high-1 compete for so many places */
   bool is_choice;
 
   __device__ __forceinline__ row_choice(const kvl_select_hamming_args &a, int length) {
@@ -95,8 +95,8 @@ struct row_choice {
 
 template <class FORM>
 __global__ void __launch_bounds__(THREADS, 1)
-select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
-                      const __grid_constant__ hamming_shape shape) {
+    select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
+                          const __grid_constant__ hamming_shape shape) {
   using tile = tile_of<FORM>;
   using distance = distance_of<FORM>;
   constexpr int N = tile::BATCH, EACH = FORM::EACH;
@@ -107,23 +107,23 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   shared_memory &s = *(shared_memory *)memory;
   uint64_t *q = (uint64_t *)(memory + sizeof(s));
   uint32_t *mine = (uint32_t *)(q + shape.q_words), *counts = mine + COPIES * size;
-  distance *kept = (distance *)(counts + (team > 1 ? team * size : 0));   /* [lists][pitch] */
+  distance *kept = (distance *)(counts + (team > 1 ? team * size : 0)); /* [lists][pitch] */
   const int warp = threadIdx.x / WARP;
   const int reader = threadIdx.x % FORM::READERS, slot = threadIdx.x / FORM::READERS;
   const uint32_t group = blockIdx.x / (uint32_t)team;
   const int rank = (int)(blockIdx.x - group * team);
   const uint32_t list_heads = (uint32_t)a.selection_heads, groups = shape.groups;
   const uint32_t seq = group / groups;
-  const bool is_shared = list_heads == 1;                 /* by all heads */
+  const bool is_shared = list_heads == 1; /* by all heads */
   const int head = (int)(group - seq * groups) * lists;
   const int heads = is_shared ? a.hashes.kv_heads : FORM::HEADS;
   const int32_t *table = a.tables + seq * a.max_blocks;
 
   wait_for_previous();
-  const int length = load_now(a.lens + seq);   /* first: what follows waits for it */
+  const int length = load_now(a.lens + seq); /* first: what follows waits for it */
   const int begin = rank * shape.stretch;
   const int end = (int)min((int64_t)begin + shape.stretch, a.max_blocks);
-  auto look_up = [&](int at, int (&block)[N]) {
+  auto look_up = [&](int at, int(&block)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
       const int b = at + j * tile::STEP + slot;
@@ -164,7 +164,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   let_next_start();
 
   /* The least distances of all heads; d: those of the first ones. */
-  auto share = [&](int at, uint32_t (&d)[N * EACH]) {
+  auto share = [&](int at, uint32_t(&d)[N * EACH]) {
     int here[N];
     look_up(at, here);
 #pragma unroll 1
@@ -183,7 +183,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
     }
   };
   /* Distances of a tile, whose first block is `at`, into the window that begins at `from`. */
-  auto keep = [&](const uint32_t (&d)[N * EACH], int at, int from, bool is_counted) {
+  auto keep = [&](const uint32_t(&d)[N * EACH], int at, int from, bool is_counted) {
     uint32_t *copy = mine + warp % COPIES * size;
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -198,7 +198,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
       }
   };
 
-  const int per = WARPS / lists, list = warp * lists / WARPS;   /* warps of one; this one's */
+  const int per = WARPS / lists, list = warp * lists / WARPS; /* warps of one; this one's */
   const bool is_split = shape.window < shape.stretch;
   list_edge edge = {};
   list_before before = {};
@@ -207,7 +207,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
 #pragma unroll 1
     for (int from = begin; from < last; from += shape.window) {
       const int stop = min(from + shape.window, last);
-      if (pass == 1 && is_split) __syncthreads();         /* the window is free */
+      if (pass == 1 && is_split) __syncthreads(); /* the window is free */
       if (!FORM::IS_TOKEN && is_split && (pass == 1 || from > begin)) {
         look_up(from, block);
         batch.load(a.hashes, block, tokens, head);
@@ -219,8 +219,8 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
           look_up(at, block);
 #pragma unroll
           for (int j = 0; j < N; j++)
-            tokens[j] =
-                min(length - (at + j * tile::STEP + slot) * a.block_size, a.block_size);
+            tokens[j] = min(length - (at + j * tile::STEP + slot) * a.block_size,
+                            a.block_size);
           batch.load(a.hashes, block, tokens, head);
         }
         uint32_t d[N * EACH];
@@ -245,8 +245,7 @@ select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
   }
 }
 
-template <class FORM>
-int launch(const kvl_select_hamming_args &a, const kvl_cuda_queue *q) {
+template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cuda_queue *q) {
   constexpr auto kernel = select_hamming_kernel<FORM>;
   constexpr int BLOCKS = tile_of<FORM>::BLOCKS;
   const bool is_shared = a.selection_heads == 1;
@@ -265,7 +264,7 @@ int launch(const kvl_select_hamming_args &a, const kvl_cuda_queue *q) {
   shape.bytes_shared = sizeof(shared_memory) + 8 * (size_t)shape.q_words +
                        4 * (size_t)shape.bins * shape.lists *
                            (COPIES + (shape.team > 1 ? shape.team : 0));
-  const size_t bytes = sizeof(distance_of<FORM>) * shape.lists;     /* of a block */
+  const size_t bytes = sizeof(distance_of<FORM>) * shape.lists; /* of a block */
   const int fit = (int)((q->shared_optin - shape.bytes_shared) / bytes) - 16;
   shape.window = shape.stretch <= fit ? shape.stretch : fit / BLOCKS * BLOCKS;
   shape.bytes_shared += bytes * (shape.window + 16);

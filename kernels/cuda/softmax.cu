@@ -16,7 +16,7 @@ namespace {
 
 using kvl::team;
 
-struct stats {   /* of exp(x - max) */
+struct stats { /* of exp(x - max) */
   float max, sum;
 };
 
@@ -62,19 +62,18 @@ __device__ __forceinline__ void write(const T *a, Out *out, float scale, stats s
 
 template <int N, int THREADS, class T, class Out>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-rows_kernel(const T *a, Out *out, int64_t rows, int64_t n, float scale) {
+    rows_kernel(const T *a, Out *out, int64_t rows, int64_t n, float scale) {
   using own = team<THREADS>;
   for (int64_t row = own::first_row(); row < rows; row += own::row_step()) {
     stats s = online<N>(a + row * n, scale, 0, n, own::rank(), THREADS);
-    write<N>(a + row * n, out + row * n, scale, join<THREADS>(s), 0, n, own::rank(),
-             THREADS);
+    write<N>(a + row * n, out + row * n, scale, join<THREADS>(s), 0, n, own::rank(), THREADS);
   }
 }
 
 /* Grid: pieces, rows. */
 template <int N, class T>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-stats_kernel(const T *a, stats *part, int64_t n, int64_t length, float scale) {
+    stats_kernel(const T *a, stats *part, int64_t n, int64_t length, float scale) {
   int64_t row = blockIdx.y, begin = blockIdx.x * length, end = min(begin + length, n);
   stats s = online<N>(a + row * n, scale, begin, end, threadIdx.x, kvl::ROW_THREADS);
   s = join<kvl::ROW_THREADS>(s);
@@ -83,8 +82,8 @@ stats_kernel(const T *a, stats *part, int64_t n, int64_t length, float scale) {
 
 template <int N, class T, class Out>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-write_kernel(const T *a, Out *out, const stats *part, int64_t n, int64_t length,
-             float scale) {
+    write_kernel(const T *a, Out *out, const stats *part, int64_t n, int64_t length,
+                 float scale) {
   int64_t row = blockIdx.y, begin = blockIdx.x * length, end = min(begin + length, n);
   stats s = {-INFINITY, 0};
   for (int p = threadIdx.x; p < gridDim.x; p += kvl::ROW_THREADS) {
@@ -105,13 +104,14 @@ void softmax(const kvl_softmax_args *g, const kvl_cuda_queue *q) {
   if (cut.count > 1) {
     dim3 blocks((unsigned)cut.count, (unsigned)g->rows);
     stats *part = (stats *)g->workspace;
-    stats_kernel<N><<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, part, g->n, cut.length,
-                                                                g->scale);
+    stats_kernel<N>
+        <<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, part, g->n, cut.length, g->scale);
     write_kernel<N><<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, out, part, g->n,
                                                                 cut.length, g->scale);
   } else if (g->n <= kvl::ROW_SHORT) {
-    rows_kernel<N, kvl::WARP><<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0,
-                                q->stream>>>(a, out, g->rows, g->n, g->scale);
+    rows_kernel<N, kvl::WARP>
+        <<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
+            a, out, g->rows, g->n, g->scale);
   } else {
     rows_kernel<N, kvl::ROW_THREADS>
         <<<kvl::team_grid<kvl::ROW_THREADS>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(

@@ -11,17 +11,17 @@
 
 namespace kvl {
 
-constexpr int TEAM_THREADS = 512;      /* of a block */
+constexpr int TEAM_THREADS = 512; /* of a block */
 
 /* Sizes of a call, the same for all of its rows. */
 struct team_shape {
-  uint32_t stretch;                    /* elements of a row that a warp takes */
-  uint32_t capacity;                   /* keys of a block's list, even */
-  uint32_t words;                      /* of the bitmap */
+  uint32_t stretch;  /* elements of a row that a warp takes */
+  uint32_t capacity; /* keys of a block's list, even */
+  uint32_t words;    /* of the bitmap */
   uint32_t bytes_shared;
 };
 
-__device__ __forceinline__ void cluster_arrive() {   /* orders nothing */
+__device__ __forceinline__ void cluster_arrive() { /* orders nothing */
   KVL_SM90("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
@@ -37,32 +37,34 @@ __device__ __forceinline__ uint32_t leader_at(const void *p) { return place_in(0
 /* Send bytes (a multiple of 16) to the same place there; its barrier counts them. */
 __device__ __forceinline__ void send_to_leader(const void *p, uint32_t bytes, void *barrier) {
   KVL_SM90("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-           " [%0], [%1], %2, [%3];"
-           :: "r"(leader_at(p)), "r"(shared_address(p)), "r"(bytes), "r"(leader_at(barrier))
+           " [%0], [%1], %2, [%3];" ::"r"(leader_at(p)),
+           "r"(shared_address(p)), "r"(bytes), "r"(leader_at(barrier))
            : "memory");
 }
 /* Have its barrier expect them; the arrival orders nothing. */
 __device__ __forceinline__ void leader_expects(const void *barrier, uint32_t bytes) {
-  KVL_SM90("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;"
-           :: "r"(leader_at(barrier)), "r"(bytes) : "memory");
+  KVL_SM90("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(
+               leader_at(barrier)),
+           "r"(bytes)
+           : "memory");
 }
 /* 16 bytes to the same place `p` in block `rank`; its barrier counts them. */
 __device__ __forceinline__ void send_quad(int rank, const uint4 &x, void *p,
                                           uint64_t *barrier) {
   KVL_SM90("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-           " [%0], {%1, %2, %3, %4}, [%5];"
-           :: "r"(place_in(rank, p)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w),
-              "r"(place_in(rank, barrier)) : "memory");
+           " [%0], {%1, %2, %3, %4}, [%5];" ::"r"(place_in(rank, p)),
+           "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(place_in(rank, barrier))
+           : "memory");
 }
 
-constexpr int TEAM_MOST = 8;           /* blocks of a team, on any device */
+constexpr int TEAM_MOST = 8; /* blocks of a team, on any device */
 
 /* The largest team, at most `most` blocks, of which `rows` run at once, each block on an SM of
  * its own: a cluster is of one part of the device, and those have unequal numbers of SMs. 1
  * where there is none. The kernel may ask for all shared memory. */
 template <auto kernel>
 int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
-  static int known[64][TEAM_MOST + 1];   /* teams at once, and 1; by device */
+  static int known[64][TEAM_MOST + 1]; /* teams at once, and 1; by device */
   for (int team = is_hopper(q) ? most : 1; team > 1; team--) {
     int &fit = known[q->device % 64][team];
     if (fit == 0) {
@@ -87,8 +89,8 @@ int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
 template <class... P, class... A>
 int launch_teams(void (*kernel)(P...), int team, int64_t rows, int threads,
                  size_t bytes_shared, const kvl_cuda_queue *q, const A &...args) {
-  return launch_clusters(kernel, team, dim3((unsigned)(rows * team)), threads, bytes_shared, q,
-                         args...);
+  return launch_clusters(kernel, team, dim3((unsigned)(rows * team)), threads, bytes_shared,
+                         q, args...);
 }
 
 template <int EACH_, int TEAM_, int SAMPLES_> struct team {
@@ -97,7 +99,7 @@ template <int EACH_, int TEAM_, int SAMPLES_> struct team {
 
 /* Calls f(team<...>()) with the team that suits rows of that width. */
 template <class F> int with_team(int64_t rows, int64_t width, const kvl_cuda_queue *q, F f) {
-  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1;   /* for a row */
+  const int64_t blocks = is_hopper(q) ? q->sm_count / rows : 1; /* for a row */
   if (width <= 2048) return f(team<4, 1, 1>());
   if (width <= 8192) return f(team<16, 1, 1>());
   if (blocks >= 8 && width <= 1 << 18) return f(team<16, 8, 2>());

@@ -48,9 +48,9 @@ struct listed_keys {
 };
 
 template <class C, int D, int ROWS>
-__global__ void __launch_bounds__(f32_shape<C, D>::WARPS * WARP, 2)
-token_f32(const __grid_constant__ kvl_paged_attention_args a,
-          const __grid_constant__ token_lists lists) {
+__global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
+    token_f32(const __grid_constant__ kvl_paged_attention_args a,
+              const __grid_constant__ token_lists lists) {
   using shape = f32_shape<C, D>;
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
@@ -69,7 +69,7 @@ token_f32(const __grid_constant__ kvl_paged_attention_args a,
   state.join();
   let_next_start();
 
-  __syncthreads();   /* every warp is past its ring, which now takes the states */
+  __syncthreads(); /* every warp is past its ring, which now takes the states */
   float *sums = (float *)shared;
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
@@ -92,7 +92,8 @@ int splits_of(const token_lists &lists, int64_t blocks, int tile, int at_once,
 }
 
 template <class T, class C, int D, int MW>
-int launch_mma(const kvl_paged_attention_args &a, token_lists lists, const kvl_cuda_queue *q) {
+int launch_mma(const kvl_paged_attention_args &a, token_lists lists,
+               const kvl_cuda_queue *q) {
   using shape = token_shape<D, MW>;
   const int group = (int)(a.heads / a.cache.kv_heads);
   lists.subgroups = ceil_div(group, shape::ROWS);
@@ -103,8 +104,8 @@ int launch_mma(const kvl_paged_attention_args &a, token_lists lists, const kvl_c
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status < 0) return status;
   const dim3 grid((unsigned)(a.tokens * lists.splits), (unsigned)units);
-  return launch_clusters(kernel, lists.splits, grid, shape::THREADS, shape::SHARED_BYTES, q, a,
-                         lists);
+  return launch_clusters(kernel, lists.splits, grid, shape::THREADS, shape::SHARED_BYTES, q,
+                         a, lists);
 }
 
 template <class T, class C, int D>
@@ -133,7 +134,8 @@ int launch_16bit(const kvl_paged_attention_args &a, const token_lists &lists,
 }
 
 template <class C, int D>
-int launch_f32(const kvl_paged_attention_args &a, token_lists lists, const kvl_cuda_queue *q) {
+int launch_f32(const kvl_paged_attention_args &a, token_lists lists,
+               const kvl_cuda_queue *q) {
   using shape = f32_shape<C, D>;
   constexpr int ROWS = 8;
   lists.subgroups = ceil_div(a.heads / a.cache.kv_heads, ROWS);
@@ -155,9 +157,8 @@ int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
 
 int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
   if (t.rows == 0 || t.heads == 0) return KVL_OK;
-  if (!aligned16(t.q, t.cache.kv, t.out))
-    return kvl__cuda_check(cudaErrorMisalignedAddress);
-  kvl_paged_attention_args a = {};   /* of a decode, as far as the inner loops look at it */
+  if (!aligned16(t.q, t.cache.kv, t.out)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  kvl_paged_attention_args a = {}; /* of a decode, as far as the inner loops look at it */
   a.cache = t.cache;
   a.q = t.q;
   a.out = t.out;
@@ -167,8 +168,13 @@ int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
   a.scale = t.scale;
   a.dtype = t.dtype;
   a.out_dtype = t.out_dtype;
-  const token_lists lists = {t.slots, t.k, t.slot_heads, t.cache.blocks * t.cache.block_size,
-                             divisor(t.cache.block_size), 1, 1};
+  const token_lists lists = {t.slots,
+                             t.k,
+                             t.slot_heads,
+                             t.cache.blocks * t.cache.block_size,
+                             divisor(t.cache.block_size),
+                             1,
+                             1};
   if (t.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(a, lists, q);
   if (t.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(a, lists, q);
   if (t.cache.dtype == KVL_DTYPE_F8E4M3) return launch_f32_dim<f8e4m3>(a, lists, q);

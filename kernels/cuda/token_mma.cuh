@@ -29,15 +29,15 @@ namespace kvl {
 struct token_lists {
   const int32_t *slots;
   int64_t k, heads;
-  int64_t all;             /* slots of the cache */
-  divisor block;           /* tokens of a block */
-  int splits, subgroups;   /* blocks of threads a list; and a group of heads */
+  int64_t all;           /* slots of the cache */
+  divisor block;         /* tokens of a block */
+  int splits, subgroups; /* blocks of threads a list; and a group of heads */
   __device__ const int32_t *list(int64_t row, int kv_head) const {
     return slots + (row * heads + (heads > 1 ? kv_head : 0)) * k;
   }
 };
 
-constexpr int SPLITS_MAX = 8;   /* the largest cluster that every Hopper places */
+constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper places */
 
 template <int D, int MW> struct token_shape {
   static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = 64;
@@ -59,7 +59,8 @@ __device__ __forceinline__ void splits_sync(int splits) {
 #endif
   __syncthreads();
 }
-template <class P> __device__ __forceinline__ const P *shared_of(P *mine, int splits, int rank) {
+template <class P>
+__device__ __forceinline__ const P *shared_of(P *mine, int splits, int rank) {
 #if __CUDA_ARCH__ >= 900
   if (splits > 1) return cooperative_groups::this_cluster().map_shared_rank(mine, rank);
 #endif
@@ -69,14 +70,14 @@ template <class P> __device__ __forceinline__ const P *shared_of(P *mine, int sp
 /* C: the cache's type, T or f8e4m3. */
 template <class T, class C, int D, int MW>
 __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW>::BLOCKS)
-token_mma(const __grid_constant__ kvl_paged_attention_args a,
-          const __grid_constant__ token_lists lists) {
+    token_mma(const __grid_constant__ kvl_paged_attention_args a,
+              const __grid_constant__ token_lists lists) {
   using shape = token_shape<D, MW>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, STAGES = shape::STAGES;
   constexpr int KEYS_WARP = shape::KEYS_WARP, KW = shape::KW;
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t seen[STAGES];                       /* a bit a key: is it a token? */
-  __shared__ float2 states[shape::WARPS][16];             /* (m, l) of the warps' rows */
+  __shared__ uint64_t seen[STAGES];           /* a bit a key: is it a token? */
+  __shared__ float2 states[shape::WARPS][16]; /* (m, l) of the warps' rows */
 
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int split = blockIdx.x % lists.splits;
@@ -85,7 +86,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
   const int group = (int)(a.heads / a.cache.kv_heads);
   const int first = blockIdx.y % lists.subgroups * shape::ROWS;
   const int count = min(group - first, shape::ROWS);
-  const int64_t row0 = row * a.heads + kv_head * group + first;   /* of q, heads in a row */
+  const int64_t row0 = row * a.heads + kv_head * group + first; /* of q, heads in a row */
 
   /* ---- copying -------------------------------------------------------------------------- */
   const int32_t *const list = lists.list(row, kv_head);
@@ -96,7 +97,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
   const int each = (tiles_all + lists.splits - 1) / lists.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
   const uint32_t ring = shared_address(shared);
-  int ahead[2];                  /* this lane's two slots of the next tile to fetch */
+  int ahead[2]; /* this lane's two slots of the next tile to fetch */
   auto look_up = [&](int t) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -118,7 +119,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
     if (tid == 0) seen[stage] = (uint64_t)is[1] << 32 | is[0];
     look_up(t + 1);
     if ((is[0] | is[1]) == 0) return;
-    constexpr int SIDE = shape::THREADS / PIECES;   /* rows that are copied side by side */
+    constexpr int SIDE = shape::THREADS / PIECES; /* rows that are copied side by side */
     static_assert(WARP % SIDE == 0, "a copy's rows are one half of a tile's");
     const int piece = tid % PIECES, side = tid / PIECES;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
@@ -129,7 +130,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
       const bool valid = is[h] >> from & 1 && piece * 8 < head_dim;
       const uint32_t to = k_at + tile_byte<PIECES>(r0 + side, piece);
       if constexpr (std::is_same_v<C, T>) {
-        copy_async(to, valid ? k : cache, valid);   /* else zeros: no NaN gets in */
+        copy_async(to, valid ? k : cache, valid); /* else zeros: no NaN gets in */
         copy_async(to + shape::TILE_BYTES, valid ? k + half : cache, valid);
       } else {
         const uint4 none = make_uint4(0, 0, 0, 0);
@@ -149,7 +150,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
 
   /* ---- computing ------------------------------------------------------------------------ */
   const int kw = warp % KW, mw = warp / KW, pair = lane % 4 * 2;
-  const int r0 = mw * 16 + lane / 4, r1 = r0 + 8;   /* this lane's rows of every mma */
+  const int r0 = mw * 16 + lane / 4, r1 = r0 + 8; /* this lane's rows of every mma */
   const T *const q0 = r0 < count ? (const T *)a.q + (row0 + r0) * head_dim : nullptr;
   const T *const q1 = r1 < count ? (const T *)a.q + (row0 + r1) * head_dim : nullptr;
   uint32_t q[D / 16][4];
@@ -160,7 +161,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
   int stage = 0;
   for (int t = begin; t < end; t++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
-    __syncthreads();   /* tile t is whole, the one before it is read */
+    __syncthreads(); /* tile t is whole, the one before it is read */
     fetch(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     copy_commit();
     const uint64_t bits = seen[stage] >> (kw * KEYS_WARP);
@@ -168,14 +169,15 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
     if ((bits & every) == 0) continue;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
-    float s[KEYS_WARP / 8][4] = {};   /* 16 rows x keys 0-7, 8-15, ... */
+    float s[KEYS_WARP / 8][4] = {}; /* 16 rows x keys 0-7, 8-15, ... */
 #pragma unroll
     for (int n = 0; n < KEYS_WARP / 16; n++)
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         uint32_t b[4];
-        load_matrices(b, k_at + tile_byte<PIECES>(
-            kw * KEYS_WARP + n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        load_matrices(
+            b, k_at + tile_byte<PIECES>(kw * KEYS_WARP + n * 16 + lane % 8 + lane / 16 * 8,
+                                        2 * k + lane / 8 % 2));
         mma(s[2 * n], q[k], b[0], b[1], T());
         mma(s[2 * n + 1], q[k], b[2], b[3], T());
       }
@@ -209,7 +211,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
   let_next_start();
 
   /* ---- joining -------------------------------------------------------------------------- */
-  __syncthreads();   /* the ring is read; it takes the sums, f32 [warps, 16, D] */
+  __syncthreads(); /* the ring is read; it takes the sums, f32 [warps, 16, D] */
   l0 = warp_sum<4>(l0);
   l1 = warp_sum<4>(l1);
   float *const sums = (float *)shared;
@@ -221,7 +223,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
 #pragma unroll
   for (int n = 0; n < D / 8; n++)
 #pragma unroll
-    for (int c = 0; c < 2; c++) {   /* rotated: rows lie in different banks */
+    for (int c = 0; c < 2; c++) { /* rotated: rows lie in different banks */
       const int dim = (n * 8 + pair + c) ^ at0 * 8;
       sums[(warp * 16 + at0) * D + dim] = out[n][c];
       sums[(warp * 16 + at0 + 8) * D + dim] = out[n][c + 2];
@@ -256,7 +258,7 @@ token_mma(const __grid_constant__ kvl_paged_attention_args a,
     to.scale *= value_scale;
     write_row(a, to, row0 + r, dim, x);
   }
-  splits_sync(lists.splits);   /* others may still read this block's memory */
+  splits_sync(lists.splits); /* others may still read this block's memory */
 }
 
 }  // namespace kvl

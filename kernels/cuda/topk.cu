@@ -24,7 +24,7 @@ namespace {
  * are yet to be sorted, `length` a row. */
 enum order { BY_INDEX, BY_RANK, KEYS };
 
-constexpr uint32_t CROWD = 256;             /* keys of a bin that are compared */
+constexpr uint32_t CROWD = 256; /* keys of a bin that are compared */
 
 /* emit(place, key) for the keys that `s` has found, places from 0 in their order. A key goes
  * to its bin of equal steps of the rank, and there behind those that are smaller. Where many
@@ -72,7 +72,7 @@ template <class S, class F> __device__ __forceinline__ void write_sorted(S &sear
   search.keys([&](sort_key key) {
     if (key <= edge) sorted[atomicAdd(&s.count[bin_of(key)], 1u)] = key;
   });
-  __syncthreads();                     /* a counter is now the end of its bin */
+  __syncthreads(); /* a counter is now the end of its bin */
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < wanted; i += THREADS) {
     const sort_key key = sorted[i];
@@ -86,8 +86,8 @@ template <class S, class F> __device__ __forceinline__ void write_sorted(S &sear
 
 template <int EACH, int TEAM, int SAMPLES>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
-topk_rows(const __grid_constant__ kvl_topk_args g, const team_shape shape, order order,
-          sort_key *keys, int64_t length) {
+    topk_rows(const __grid_constant__ kvl_topk_args g, const team_shape shape, order order,
+              sort_key *keys, int64_t length) {
   extern __shared__ __align__(16) char memory[];
   const int64_t row = blockIdx.x / TEAM;
   const float *a = g.a + row * g.n;
@@ -126,8 +126,8 @@ struct put_body {
 
 /* ---- the way through ------------------------------------------------------------------ */
 
-constexpr int64_t SORT_MOST = SORT_CHUNK;   /* keys that a team sorts */
-constexpr size_t BATCH_BYTES = 256 << 20;   /* workspace unless one row needs more */
+constexpr int64_t SORT_MOST = SORT_CHUNK; /* keys that a team sorts */
+constexpr size_t BATCH_BYTES = 256 << 20; /* workspace unless one row needs more */
 
 /* Has a row many blocks? They must be few and long, or to be sorted whole. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
@@ -174,8 +174,8 @@ int topk_batch(const kvl_topk_args &g, bool is_many, const kvl_cuda_queue *q) {
     return launch_rows(g, BY_RANK, nullptr, 0, q);
   } else {
     keys = (sort_key *)g.workspace;
-    status = kvl__cuda_check(cudaMemsetAsync(
-        keys, 0xFF, (size_t)(g.rows * length) * sizeof *keys, q->stream));
+    status = kvl__cuda_check(
+        cudaMemsetAsync(keys, 0xFF, (size_t)(g.rows * length) * sizeof *keys, q->stream));
     if (status == KVL_OK) status = launch_rows(g, KEYS, keys, length, q);
     if (status == KVL_OK) status = sort_rows(keys, g.rows, length, queue);
   }

@@ -16,8 +16,10 @@ namespace kvl {
 namespace many {
 
 enum {
-  THREADS = SORT_THREADS, DIGIT = 11, BINS = 1 << DIGIT,
-  PIECE = 16384,               /* elements of a row that a block takes */
+  THREADS = SORT_THREADS,
+  DIGIT = 11,
+  BINS = 1 << DIGIT,
+  PIECE = 16384, /* elements of a row that a block takes */
 };
 
 __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest) {
@@ -31,7 +33,7 @@ __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest)
  * with its digits so far, and those up to it are exactly the k wanted. */
 struct search {
   sort_key prefix;
-  uint32_t wanted, done, found, reserved;   /* found: keys collected */
+  uint32_t wanted, done, found, reserved; /* found: keys collected */
 };
 
 /* Digits from the top: 11, 11 and 10 bits of the number, then those the index can have. */
@@ -47,7 +49,7 @@ inline bool next_digit(digit *d, int index_bits) {
   return true;
 }
 __device__ __forceinline__ bool has_prefix(sort_key key, sort_key prefix, digit d) {
-  return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0;   /* a shift by 64 in two */
+  return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0; /* a shift by 64 in two */
 }
 
 __device__ __forceinline__ void count_digits(const float *row, int64_t begin, int64_t end,
@@ -79,8 +81,8 @@ __device__ __forceinline__ void choose_digit(const uint32_t *count, digit d, sea
   constexpr int own = BINS / THREADS;
   uint32_t at[own], sum = 0;
   for (int j = 0; j < own; j++) sum += at[j] = count[threadIdx.x * own + j];
-  uint32_t wanted = s->wanted, before = sum_before(sum);   /* has barriers */
-  if (before < wanted && wanted <= before + sum) {         /* true for one thread */
+  uint32_t wanted = s->wanted, before = sum_before(sum); /* has barriers */
+  if (before < wanted && wanted <= before + sum) {       /* true for one thread */
     int j = 0;
     while (wanted > before + at[j]) before += at[j++];
     s->wanted = wanted - before;
@@ -116,14 +118,15 @@ __device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t
 /* ---- kernels: g.rows is the batch -------------------------------------------------- */
 
 static __global__ void __launch_bounds__(THREADS)
-count_kernel(kvl_topk_args g, int pieces, digit d, const search *states, uint32_t *counts) {
+    count_kernel(kvl_topk_args g, int pieces, digit d, const search *states,
+                 uint32_t *counts) {
   __shared__ uint32_t count[BINS];
   int64_t row = blockIdx.x / pieces, begin = (int64_t)(blockIdx.x % pieces) * PIECE;
   if (states[row].done) return;
   for (int i = threadIdx.x; i < BINS; i += THREADS) count[i] = 0;
   __syncthreads();
-  count_digits(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest,
-               states[row].prefix, d, count);
+  count_digits(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, states[row].prefix,
+               d, count);
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += THREADS)
     if (count[i]) atomicAdd(counts + row * BINS + i, count[i]);
@@ -131,7 +134,7 @@ count_kernel(kvl_topk_args g, int pieces, digit d, const search *states, uint32_
 
 /* A block per row; leaves the counts at 0 for the next digit. */
 static __global__ void __launch_bounds__(THREADS)
-choose_kernel(digit d, uint32_t k, search *states, uint32_t *counts) {
+    choose_kernel(digit d, uint32_t k, search *states, uint32_t *counts) {
   __shared__ uint32_t count[BINS];
   __shared__ search s;
   if (states[blockIdx.x].done) return;
@@ -150,8 +153,8 @@ choose_kernel(digit d, uint32_t k, search *states, uint32_t *counts) {
 
 /* all: nothing was searched, every key is collected. */
 static __global__ void __launch_bounds__(THREADS)
-collect_kernel(kvl_topk_args g, int pieces, bool all, search *states, sort_key *keys,
-               int64_t length) {
+    collect_kernel(kvl_topk_args g, int pieces, bool all, search *states, sort_key *keys,
+                   int64_t length) {
   int64_t row = blockIdx.x / pieces, begin = (int64_t)(blockIdx.x % pieces) * PIECE;
   sort_key last = all ? ~(sort_key)0 : states[row].prefix;
   collect(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, g.by_index, last,
@@ -179,7 +182,7 @@ inline int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, 
   unsigned blocks = (unsigned)(g.rows * pieces), rows = (unsigned)g.rows;
   int status = kvl__cuda_check(
       cudaMemsetAsync(states, 0, (size_t)((char *)*keys - (char *)states), stream));
-  if (status == KVL_OK)   /* what is not collected sorts last */
+  if (status == KVL_OK) /* what is not collected sorts last */
     status = kvl__cuda_check(
         cudaMemsetAsync(*keys, 0xFF, (size_t)(g.rows * length) * sizeof **keys, stream));
   for (digit d = {64, 0}; status == KVL_OK && !all && next_digit(&d, index_bits(g.n));) {

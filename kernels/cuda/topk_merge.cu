@@ -19,8 +19,8 @@ namespace {
 /* Numbers that are kept, then those of the tile; adds and indexes like a pointer. */
 template <class T> struct joined_row {
   const float *kept;
-  const T *tile;                       /* where the kept ones would begin */
-  int left;                            /* kept ones from here on */
+  const T *tile; /* where the kept ones would begin */
+  int left;      /* kept ones from here on */
   __device__ __forceinline__ float operator[](int i) const {
     return i < left ? kept[i] : to_float(tile[i]);
   }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_apart(float (&to)[N], const joined_row<T> &
 
 template <int EACH, int TEAM, int SAMPLES, class T>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
-topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape shape) {
+    topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape shape) {
   using search = radix_select<EACH, TEAM, SAMPLES, joined_row<T>>;
   extern __shared__ __align__(16) char memory[];
   const int64_t row = blockIdx.x / TEAM;
@@ -74,7 +74,7 @@ topk_merge_rows(const __grid_constant__ kvl_topk_merge_args a, const team_shape 
   let_next_start();
   if (!s.find(0, width, k, false)) return;
   s.write([&](uint32_t place, uint32_t index) { positions[place] = (int32_t)index; });
-  __syncthreads();                     /* a thread of write would wait for each number */
+  __syncthreads(); /* a thread of write would wait for each number */
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)positions[i]);
 }

@@ -19,8 +19,8 @@ namespace {
 
 template <int EACH, int TEAM, int SAMPLES, class T>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
-topk_transform_rows(const __grid_constant__ kvl_topk_transform_args a,
-                    const team_shape shape) {
+    topk_transform_rows(const __grid_constant__ kvl_topk_transform_args a,
+                        const team_shape shape) {
   using search = radix_select<EACH, TEAM, SAMPLES, const T *>;
   extern __shared__ __align__(16) char memory[];
   const int64_t row = blockIdx.x / TEAM;

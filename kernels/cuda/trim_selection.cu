@@ -21,7 +21,7 @@ namespace {
 struct trim_row {
   const float *weights;
   int32_t *selection;
-  int n, first, last;           /* entries; blocks from first to before last may go */
+  int n, first, last; /* entries; blocks from first to before last may go */
   double *shared;
 
   __device__ float weight(int block) const { return fmaxf(weights[block], 0.f); }
@@ -62,8 +62,8 @@ struct trim_row {
       const bool loose = i < n && may_go(block), is_tie = loose && bits == least;
       int before[1] = {is_tie}, total[1];
       block_scan(before, total, sums);
-      const bool stays =
-          i < n && (!loose || bits > least || (is_tie && equal + before[0] < ties));
+      const bool stays = i < n &&
+                         (!loose || bits > least || (is_tie && equal + before[0] < ties));
       equal += total[0];
       before[0] = stays;
       block_scan(before, total, sums);
@@ -77,16 +77,20 @@ struct trim_row {
 };
 
 __global__ void __launch_bounds__(1024)
-trim(const __grid_constant__ kvl_trim_selection_args a) {
+    trim(const __grid_constant__ kvl_trim_selection_args a) {
   __shared__ double shared[WARP];
   __shared__ int sums[1][WARP];
   const int64_t i = blockIdx.x;
   const int length = max(a.lens[i / a.heads], 0);
   const int blocks = (int)min((int64_t)(length + (int64_t)a.block_size - 1) / a.block_size,
                               a.max_blocks);
-  trim_row r = {a.weights + i * a.max_blocks, a.selection + i * a.max_selected, 0, a.sink,
-                blocks - a.recent, shared};
-  int n = 0;                    /* entries before the first that is no block */
+  trim_row r = {a.weights + i * a.max_blocks,
+                a.selection + i * a.max_selected,
+                0,
+                a.sink,
+                blocks - a.recent,
+                shared};
+  int n = 0; /* entries before the first that is no block */
   for (int64_t first = 0; first < a.max_selected; first += blockDim.x) {
     const int64_t at = first + threadIdx.x;
     const int block = at < a.max_selected ? r.selection[at] : -1;

@@ -9,7 +9,7 @@ namespace {
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ __forceinline__ float apply(int op, float x) {
-  switch (op) {   /* ORDER kvl_unary_op */
+  switch (op) { /* ORDER kvl_unary_op */
     case KVL_UNARY_NEG: return -x;
     case KVL_UNARY_ABS: return fabsf(x);
     case KVL_UNARY_EXP: return expf(x);
@@ -19,7 +19,7 @@ __device__ __forceinline__ float apply(int op, float x) {
     case KVL_UNARY_SIGMOID: return sigmoid(x);
     case KVL_UNARY_SILU: return x * sigmoid(x);
     case KVL_UNARY_TANH: return tanhf(x);
-    default: return x <= 0 ? 0.0f : x;   /* relu; NaN stays */
+    default: return x <= 0 ? 0.0f : x; /* relu; NaN stays */
   }
 }
 

@@ -31,8 +31,9 @@ template <class C, class From> __device__ C stored(From x, float scale) {
 
 template <class From, class C>
 __global__ void __launch_bounds__(ROW_THREADS)
-vllm_append(const __grid_constant__ kvl_vllm_append_args a) {
-  constexpr int X = WIDE<C>;
+    vllm_append(const __grid_constant__ kvl_vllm_append_args a) {
+  constexpr int X
+  = WIDE<C>;
   const kvl_vllm_view &c = a.cache;
   const int size = c.block_size, pieces = c.head_dim / X;
   const int64_t row = (int64_t)c.kv_heads * pieces, count = a.tokens * row;
@@ -41,17 +42,24 @@ vllm_append(const __grid_constant__ kvl_vllm_append_args a) {
   for (int64_t i = blockIdx.x * (int64_t)ROW_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * ROW_THREADS) {
     const int64_t token = i / row, slot = a.slots[token], block = slot / size;
-    if (slot < 0 || block >= c.blocks) continue;   /* a broken slot must not fault */
+    if (slot < 0 || block >= c.blocks) continue; /* a broken slot must not fault */
     const int in_row = (int)(i - token * row), head = in_row / pieces;
     const int piece = in_row - head * pieces, in_block = (int)(slot - block * size);
     const int64_t slice = (block * c.kv_heads + head) * size * c.head_dim;
-    const pack<From, X> k = load_pack<X>((const From *)a.k + i * X);
-    const pack<From, X> v = load_pack<X>((const From *)a.v + i * X);
-    pack<C, X> key;
+    const pack < From, X
+    > k = load_pack < X
+    > ((const From *)a.k + i * X);
+    const pack < From, X
+    > v = load_pack < X
+    > ((const From *)a.v + i * X);
+    pack < C, X
+    > key;
 #pragma unroll
     for (int e = 0; e < X; e++) key.at[e] = stored<C>(k.at[e], k_scale);
-    store_pack<X>((C *)c.keys + slice + (piece * size + in_block) * X, key);
-    C *value = (C *)c.values + slice + piece * X * size + in_block;
+    store_pack < X
+    > ((C *)c.keys + slice + (piece * size + in_block) * X, key);
+    C *value = (C *)c.values + slice + piece * X
+    *size + in_block;
 #pragma unroll
     for (int e = 0; e < X; e++) value[e * size] = stored<C>(v.at[e], v_scale);
   }

@@ -65,15 +65,18 @@ template <class C_, int HEAD_DIM, int BLOCK_SIZE> struct shape {
   /* Keys: x elements, 16 bytes, of a token lie together, then as many of the next token. A
    * thread group loads those of its token at once, so that a warp reads x elements of all
    * tokens of the block from memory in a row. */
-  static constexpr int X = WIDE<C>;
-  static constexpr int GROUP = WARP / BLOCK;      /* threads of a token: 4, 2 or 1 */
-  static constexpr int VEC = X / GROUP;           /* elements that a thread loads at once */
-  static constexpr int VECS = HEAD / X;           /* such loads for a token */
+  static constexpr int X
+  = WIDE<C>;
+  static constexpr int GROUP = WARP / BLOCK; /* threads of a token: 4, 2 or 1 */
+  static constexpr int VEC = X
+  / GROUP;                              /* elements that a thread loads at once */
+  static constexpr int VECS = HEAD / X; /* such loads for a token */
   /* Values: the tokens of a row lie together; a few neighbouring lanes load a row. */
-  static constexpr int V_VEC = X < BLOCK ? X : BLOCK;
+  static constexpr int V_VEC = X
+  < BLOCK ? X : BLOCK;
   static constexpr int ROW_LANES = BLOCK / V_VEC;
-  static constexpr int WARP_ROWS = WARP / ROW_LANES;   /* rows that a warp loads at once */
-  static constexpr int ROWS = (HEAD + WARP_ROWS - 1) / WARP_ROWS;   /* of a thread */
+  static constexpr int WARP_ROWS = WARP / ROW_LANES; /* rows that a warp loads at once */
+  static constexpr int ROWS = (HEAD + WARP_ROWS - 1) / WARP_ROWS; /* of a thread */
 };
 
 /* Tokens first ... end - 1 of a sequence as one KV head sees them. */
@@ -91,9 +94,9 @@ struct part {
 
 /* What V2 keeps of a partition: row (seq, head), then partition. */
 struct partials {
-  float *top, *sum;   /* [seqs * heads, count] */
-  float *out;         /* [seqs * heads, count, head_dim] */
-  int count;          /* partitions; 0: V1 */
+  float *top, *sum; /* [seqs * heads, count] */
+  float *out;       /* [seqs * heads, count, head_dim] */
+  int count;        /* partitions; 0: V1 */
 };
 
 __device__ int sequence_len(const kvl_vllm_attention_args &a, int seq) {
@@ -107,17 +110,18 @@ template <class S>
 __device__ float score_keys(const part &p, const typename S::C *keys, const float *q,
                             float slope, int newest, float *logits) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int in_block = lane / S::GROUP;   /* the token of this thread's group */
+  const int in_block = lane / S::GROUP; /* the token of this thread's group */
   const int in_group = lane % S::GROUP;
-  float top = -FLT_MAX;   /* finite, so that exp(-inf - top) is 0 also without any key */
+  float top = -FLT_MAX; /* finite, so that exp(-inf - top) is 0 also without any key */
   for (int block = p.first / S::BLOCK + warp; block * S::BLOCK < p.end; block += WARPS) {
     const int token = block * S::BLOCK + in_block;
     const int64_t slice = p.slice(block);
     float sums[S::VEC] = {};
     if (slice >= 0) {
-      const auto *k = keys + slice * S::SLICE + in_block * S::X + in_group * S::VEC;
+      const auto *k = keys + slice * S::SLICE + in_block * S::X
+      +in_group *S::VEC;
 #pragma unroll
-      for (int j = 0; j < S::VECS; j++) {   /* dims j * x + in_group * VEC and on */
+      for (int j = 0; j < S::VECS; j++) { /* dims j * x + in_group * VEC and on */
         float x[S::VEC];
         load_floats<S::VEC>(k + j * (S::BLOCK * S::X), x);
 #pragma unroll
@@ -129,7 +133,7 @@ __device__ float score_keys(const part &p, const typename S::C *keys, const floa
 #pragma unroll
     for (int e = 0; e < S::VEC; e++) qk += sums[e];
     qk = warp_sum<S::GROUP>(qk) + slope * (token - newest);
-    if (slice < 0 || token >= p.end) qk = -INFINITY;   /* whatever bits lie there */
+    if (slice < 0 || token >= p.end) qk = -INFINITY; /* whatever bits lie there */
     if (in_group == 0) logits[token - p.first] = qk;
     top = fmaxf(top, qk);
   }
@@ -142,7 +146,7 @@ template <class S>
 __device__ void add_values(const part &p, const typename S::C *values, float *weights,
                            float *sums) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int in_block = lane % S::ROW_LANES * S::V_VEC;   /* first token of the vector */
+  const int in_block = lane % S::ROW_LANES * S::V_VEC; /* first token of the vector */
   float sum[S::ROWS] = {};
   for (int block = p.first / S::BLOCK + warp; block * S::BLOCK < p.end; block += WARPS) {
     const int token = block * S::BLOCK + in_block;
@@ -164,7 +168,7 @@ __device__ void add_values(const part &p, const typename S::C *values, float *we
   }
 #pragma unroll
   for (int i = 0; i < S::ROWS; i++) sum[i] = warp_sum<S::ROW_LANES>(sum[i]);
-  __syncthreads();   /* every warp has read its weights */
+  __syncthreads(); /* every warp has read its weights */
 #pragma unroll
   for (int i = 0; i < S::ROWS; i++) {
     const int d = lane / S::ROW_LANES + i * S::WARP_ROWS;
@@ -175,18 +179,22 @@ __device__ void add_values(const part &p, const typename S::C *values, float *we
 
 template <class S>
 __global__ void __launch_bounds__(THREADS)
-vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
+    vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
   extern __shared__ __align__(16) float logits[];
   __shared__ __align__(16) float q[S::HEAD];
   __shared__ float reduce[WARP];
   const int head = blockIdx.x, seq = blockIdx.y, partition = blockIdx.z;
   const int len = sequence_len(a, seq);
-  part p = { a.tables + seq * a.max_blocks, a.cache.blocks, a.cache.kv_heads,
-             head / (int)(a.heads / a.cache.kv_heads), 0, len };
+  part p = {a.tables + seq * a.max_blocks,
+            a.cache.blocks,
+            a.cache.kv_heads,
+            head / (int)(a.heads / a.cache.kv_heads),
+            0,
+            len};
   if (to.count > 0) {
     p.first = partition * PARTITION;
     p.end = min(p.first + PARTITION, len);
-    if (p.first >= len) return;   /* the second kernel knows the length, too */
+    if (p.first >= len) return; /* the second kernel knows the length, too */
   }
   const int64_t row = seq * a.heads + head;
   const float scale = a.scale * (a.cache.k_scale ? *a.cache.k_scale : 1.f);
@@ -195,8 +203,9 @@ vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
   __syncthreads();
 
   const float slope = a.alibi ? a.alibi[head] : 0.f;
-  float top = score_keys<S>(p, (const typename S::C *)a.cache.keys, q, slope, len - 1, logits);
-  top = block_max(top, reduce);   /* of the thread block; also, all logits are written */
+  float top = score_keys<S>(p, (const typename S::C *)a.cache.keys, q, slope, len - 1,
+                            logits);
+  top = block_max(top, reduce); /* of the thread block; also, all logits are written */
   float sum = 0;
   const int padded = (p.end - p.first + S::BLOCK - 1) / S::BLOCK * S::BLOCK;
   for (int i = threadIdx.x; i < padded; i += THREADS) {
@@ -223,8 +232,8 @@ vllm_attention(const __grid_constant__ kvl_vllm_attention_args a, partials to) {
 /* out = the partitions' results, each weighed by sum_j * exp(top_j - top). Grid (heads,
  * seqs). */
 __global__ void __launch_bounds__(THREADS)
-vllm_reduce(const __grid_constant__ kvl_vllm_attention_args a, partials from) {
-  extern __shared__ float weights[];   /* [partitions] */
+    vllm_reduce(const __grid_constant__ kvl_vllm_attention_args a, partials from) {
+  extern __shared__ float weights[]; /* [partitions] */
   __shared__ float reduce[WARP];
   const int n = (sequence_len(a, blockIdx.y) + PARTITION - 1) / PARTITION;
   const int dim = a.cache.head_dim;
@@ -258,13 +267,14 @@ template <class K>
 int allow_dynamic(K *kernel, int64_t bytes, int64_t fixed, const kvl_cuda_queue *q,
                   const char *words, int64_t tokens) {
   if (bytes + fixed > q->shared_optin)
-    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+    return kvl_cuda::fail(
+        KVL_ERR_UNSUPPORTED,
         "%s: %lld tokens (max_blocks * block_size) want %lld bytes of shared memory, a "
-        "block of threads has %lld", words, (long long)tokens, (long long)bytes,
-        (long long)(q->shared_optin - fixed));
+        "block of threads has %lld",
+        words, (long long)tokens, (long long)bytes, (long long)(q->shared_optin - fixed));
   if (bytes + fixed <= 48 << 10) return KVL_OK;
-  return kvl__cuda_check(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+  return kvl__cuda_check(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
 template <class C, int HEAD, int BLOCK>
@@ -316,7 +326,7 @@ partials place_partials(const kvl_vllm_attention_args &a) {
   if (count == 0) return {};
   const int64_t n = a.seqs * a.heads * count;
   float *first = (float *)a.workspace;
-  return { first, first + n, first + 2 * n, count };
+  return {first, first + n, first + 2 * n, count};
 }
 
 int launch_reduce(const kvl_vllm_attention_args &a, const partials &from,

@@ -11,23 +11,23 @@ namespace kvl {
 
 template <int D_> struct wgmma_shape {
   static constexpr int D = D_, KEYS = 128, STAGES = D == 64 ? 4 : 2, Q_STAGES = 2;
-  static constexpr bool TURNS = D == 64;       /* consumers take turns at the products */
+  static constexpr bool TURNS = D == 64; /* consumers take turns at the products */
   static constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
-  static constexpr int GROUPS = KEYS / 8;      /* of keys: the rows of a swizzle atom */
-  static constexpr int HALVES = D / 64;        /* of a row: the width of an atom */
+  static constexpr int GROUPS = KEYS / 8; /* of keys: the rows of a swizzle atom */
+  static constexpr int HALVES = D / 64;   /* of a row: the width of an atom */
   static constexpr int GROUP_BYTES = HALVES * 1024, TILE_BYTES = GROUPS * GROUP_BYTES;
   static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
   /* One KiB to align: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + 2 * STAGES * TILE_BYTES + 1024;
 };
 
-constexpr int NO_KEYS = INT_MAX - 8;   /* the position of keys that are not there */
+constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that are not there */
 
 /* What the host works out. Items are numbered tile by tile from the last, lane by lane (KV
  * head and subgroup of its heads) within a tile: with a causal mask the long ones first. */
 struct wgmma_plan {
-  int box;            /* groups of eight keys that one copy brings */
+  int box; /* groups of eight keys that one copy brings */
   int tokens_tile, subgroups, lanes, items;
 };
 
@@ -48,10 +48,10 @@ template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F hol
 /* An item: the rows of a tile of tokens for one KV head, and the keys that they see. Every
  * warp finds it for itself. */
 struct wgmma_work {
-  int token0, tokens, position0;   /* tokens 0: nothing to do */
+  int token0, tokens, position0; /* tokens 0: nothing to do */
   int kv_head, head0, heads_each, seq, length;
-  int first_key;      /* of tile 0: keys before it are outside of every row's window */
-  int tiles;          /* at least one, be it of no keys */
+  int first_key; /* of tile 0: keys before it are outside of every row's window */
+  int tiles;     /* at least one, be it of no keys */
 
   template <class shape>
   static __device__ wgmma_work find(const kvl_paged_attention_args &a, const wgmma_plan &plan,
@@ -60,9 +60,10 @@ struct wgmma_work {
     const int tile = item / plan.lanes, lane = item - tile * plan.lanes;
     const int index = plan.items / plan.lanes - 1 - tile;
     w.tokens = 0;
-    w.seq = warp_prefix_count((int)a.seqs, [&](int s) {
-      return a.starts[s] / plan.tokens_tile + s <= index;
-    }) - 1;
+    w.seq = warp_prefix_count(
+                (int)a.seqs,
+                [&](int s) { return a.starts[s] / plan.tokens_tile + s <= index; }) -
+            1;
     if (w.seq < 0) return w;
     const int start = a.starts[w.seq], end = a.starts[w.seq + 1];
     w.token0 = start + (index - (start / plan.tokens_tile + w.seq)) * plan.tokens_tile;
@@ -94,8 +95,7 @@ struct wgmma_work {
     return w;
   }
   __device__ int64_t list(const kvl_paged_attention_args &a) const {
-    return (seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0)) *
-           a.max_selected;
+    return (seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0)) * a.max_selected;
   }
   __device__ int64_t slot_list(const kvl_paged_attention_args &a) const {
     return (seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) * a.max_selected;
@@ -130,7 +130,7 @@ template <class shape> struct wgmma_memory {
    * and last position, the last INT_MAX where some keys are not there. */
   int positions[STAGES][shape::GROUPS];
   int2 spans[STAGES];
-  float scale;                         /* of scores, to base 2 */
+  float scale; /* of scores, to base 2 */
   alignas(8) uint64_t barriers[BARRIERS];
 
   __device__ uint32_t q(int stage, int consumer) const {
@@ -158,7 +158,7 @@ template <class shape> struct wgmma_memory {
     barrier_init_done();
   }
 
- private:
+private:
   __device__ uint32_t barrier(int i) const { return shared_address(barriers) + 8 * i; }
   static __device__ uint32_t tiles() {
     extern __shared__ char dynamic[];
@@ -237,12 +237,11 @@ __device__ void bring_queries(const kvl_paged_attention_args &a, const wgmma_pla
   each_work<shape>(a, plan, [&](const wgmma_work &w) {
     const query_rows rows = w.rows();
     const T *q = (const T *)a.q + (rows.token0 * a.heads + w.head0) * D;
-    int begins[2];   /* of rows `lane` and `lane` + 32, in rows of q; -1: there is none */
+    int begins[2]; /* of rows `lane` and `lane` + 32, in rows of q; -1: there is none */
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = consumer * 64 + h * WARP + lane, token = r / w.heads_each;
-      begins[h] =
-          r < rows.count ? token * (int)a.heads + r - token * w.heads_each : -1;
+      begins[h] = r < rows.count ? token * (int)a.heads + r - token * w.heads_each : -1;
     }
     const int s = step % QS;
     const uint32_t to = memory.q(s, consumer);

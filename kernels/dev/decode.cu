@@ -62,7 +62,10 @@ namespace {
 /* ---- a call --------------------------------------------------------------------------- */
 
 enum {
-  BF16 = KVL_DTYPE_BF16, F16 = KVL_DTYPE_F16, F32 = KVL_DTYPE_F32, F8 = KVL_DTYPE_F8E4M3
+  BF16 = KVL_DTYPE_BF16,
+  F16 = KVL_DTYPE_F16,
+  F32 = KVL_DTYPE_F32,
+  F8 = KVL_DTYPE_F8E4M3
 };
 enum { NO_SELECTION, SHARED, PER_HEAD };
 
@@ -71,7 +74,7 @@ struct problem {
   std::vector<int> lens;
   int heads = 32, kv_heads = 8, head_dim = 128, block_size = 16;
   int dtype = BF16, cache_dtype = BF16, out_dtype = BF16;
-  int extra_blocks = 0;              /* of the tables, past the longest sequence */
+  int extra_blocks = 0; /* of the tables, past the longest sequence */
   int select = NO_SELECTION;
   double ratio = 0.1;
   bool slots = false, alibi = false, prev = false, scales = false, broken = false;
@@ -119,7 +122,10 @@ struct arena {
   void *take(size_t n) {
     void *at = p + used;
     used += (n + 511) / 512 * 512;
-    if (used > bytes) { fprintf(stderr, "the arena is too small\n"); exit(1); }
+    if (used > bytes) {
+      fprintf(stderr, "the arena is too small\n");
+      exit(1);
+    }
     return at;
   }
   template <class T> T *put(const std::vector<T> &host) {
@@ -132,7 +138,7 @@ struct arena {
 struct call {
   kvl_paged_attention_args a = {};
   size_t bytes_workspace = 0;
-  double bytes = 0;                  /* K and V that have to be read */
+  double bytes = 0; /* K and V that have to be read */
 };
 
 call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
@@ -156,8 +162,8 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
   a.dtype = p.dtype;
   a.out_dtype = p.out_dtype;
   const int64_t pool = blocks + 3;
-  a.cache = {nullptr, pool, p.kv_heads, p.block_size, p.head_dim, p.cache_dtype, 0, nullptr,
-             nullptr};
+  a.cache = {nullptr,       pool, p.kv_heads, p.block_size, p.head_dim,
+             p.cache_dtype, 0,    nullptr,    nullptr};
   const int64_t row = (int64_t)p.head_dim * kvl_dtype_bytes(p.cache_dtype);
   const int64_t numbers = pool * 2 * p.kv_heads * p.block_size * p.head_dim;
   a.cache.kv = memory.take((size_t)numbers * kvl_dtype_bytes(p.cache_dtype));
@@ -217,7 +223,8 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
   }
   if (p.alibi) {
     std::vector<float> slopes;
-    for (int h = 0; h < p.heads; h++) slopes.push_back(0.3f * exp2f(-8.f * (h + 1) / p.heads));
+    for (int h = 0; h < p.heads; h++)
+      slopes.push_back(0.3f * exp2f(-8.f * (h + 1) / p.heads));
     a.alibi = memory.put(slopes);
   }
   if (p.scales) {
@@ -246,8 +253,8 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
   const kvl_cache_view &c = a.cache;
   const int64_t row = blockIdx.x, s = row / a.heads, h = row % a.heads;
   const int g = (int)(h / (a.heads / c.kv_heads)), len = a.lens[s], at = len - 1;
-  const int64_t entries =
-      a.selection ? a.max_selected : (len + c.block_size - 1) / c.block_size;
+  const int64_t entries = a.selection ? a.max_selected
+                                      : (len + c.block_size - 1) / c.block_size;
   float *score = scores + row * most;
   __shared__ float top;
   __shared__ double sum;
@@ -255,11 +262,13 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
     block = (int)i;
     if (a.selection)
       block = a.selection[(s * a.selection_heads + (a.selection_heads > 1 ? g : 0)) *
-                          a.max_selected + i];
+                              a.max_selected +
+                          i];
     if (block < 0 || (int64_t)block * c.block_size >= len) return -1;
-    int64_t p = a.slots ? a.slots[(s * a.slot_heads + (a.slot_heads > 1 ? g : 0)) *
-                                  a.max_selected + i]
-                        : a.tables[s * a.max_blocks + block];
+    int64_t p =
+        a.slots
+            ? a.slots[(s * a.slot_heads + (a.slot_heads > 1 ? g : 0)) * a.max_selected + i]
+            : a.tables[s * a.max_blocks + block];
     return p < 0 || p >= c.blocks ? -1 : p;
   };
   auto place = [&](int64_t p, int half, int t) {
@@ -340,8 +349,8 @@ struct harness {
   float *worst;
   harness() : memory((size_t)6 << 30), worst(dev::alloc<float>(2)) {
     DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, 0));
-    DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin,
-                                     cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    DEV_CHECK(
+        cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
   }
   void run(const call &c) {
     if (kvl_cuda_paged_attention(&c.a, &q) < 0) exit(1);
@@ -356,7 +365,7 @@ void check(harness &h, const problem &p) {
   const size_t rows = (size_t)(a.tokens * a.heads), n = rows * p.head_dim;
   const size_t bytes = n * kvl_dtype_bytes(p.out_dtype);
   std::vector<char> first(bytes), second(bytes);
-  for (int i = 0; i < 2; i++) {   /* whatever lies in the workspace */
+  for (int i = 0; i < 2; i++) { /* whatever lies in the workspace */
     DEV_CHECK(cudaMemset(a.workspace, i ? 0x11 : 0xFF, c.bytes_workspace));
     DEV_CHECK(cudaMemset(a.out, 0xFF, bytes));
     DEV_CHECK(cudaMemset(a.lse, 0xFF, rows * 4));
@@ -387,7 +396,8 @@ std::vector<int> zipf(int n, int longest) {
 }
 
 void check_all(harness &h) {
-  auto with = [](const char *name, std::vector<int> lens, std::function<void(problem &)> set) {
+  auto with = [](const char *name, std::vector<int> lens,
+                 std::function<void(problem &)> set) {
     problem p;
     p.name = name;
     p.lens = lens;
@@ -408,9 +418,8 @@ void check_all(harness &h) {
   check(h, with("no sequence", {}, [](problem &) {}));
   check(h, with("700 short ones", many, [](problem &p) { p.head_dim = 64; }));
   check(h, with("long", {9000, 3}, [](problem &p) { p.extra_blocks = 20000; }));
-  check(h, with("f16", ragged, [](problem &p) {
-    p.dtype = p.cache_dtype = p.out_dtype = F16;
-  }));
+  check(h,
+        with("f16", ragged, [](problem &p) { p.dtype = p.cache_dtype = p.out_dtype = F16; }));
   for (int block : {1, 5, 8, 17, 32, 256, 4096})
     check(h, with("block size", ragged, [=](problem &p) { p.block_size = block; }));
   for (int dim : {8, 16, 24, 64, 80, 96, 128, 192, 256})
@@ -423,9 +432,8 @@ void check_all(harness &h) {
         p.select = select, p.block_size = block, p.ratio = 0.3, p.alibi = true;
       };
       check(h, with("selection", ragged, chosen));
-      check(h, with("selection and window", ragged, [&](problem &p) {
-        chosen(p), p.window = 300;
-      }));
+      check(h, with("selection and window", ragged,
+                    [&](problem &p) { chosen(p), p.window = 300; }));
       check(h, with("slots", ragged, [&](problem &p) { chosen(p), p.slots = true; }));
     }
   check(h, with("broken tables", ragged, [](problem &p) { p.broken = true; }));
@@ -435,33 +443,34 @@ void check_all(harness &h) {
   for (float cap : {0.5f, 5.f, 50.f, 1000.f})
     check(h, with("soft cap", ragged, [=](problem &p) { p.soft_cap = cap; }));
   check(h, with("soft cap, f16", ragged, [](problem &p) {
-    p.dtype = p.cache_dtype = p.out_dtype = F16, p.soft_cap = 20, p.alibi = true;
-  }));
+          p.dtype = p.cache_dtype = p.out_dtype = F16, p.soft_cap = 20, p.alibi = true;
+        }));
   check(h, with("prev", ragged, [](problem &p) { p.prev = true, p.out_dtype = F32; }));
   check(h, with("prev, window, cap, alibi, broken", ragged, [](problem &p) {
-    p.prev = p.alibi = p.broken = true, p.window = 555, p.soft_cap = 30;
-  }));
+          p.prev = p.alibi = p.broken = true, p.window = 555, p.soft_cap = 30;
+        }));
   for (int dtype : {BF16, F16, F32})
     for (int dim : {16, 64, 80, 128, 192, 256})
       check(h, with("f8", ragged, [=](problem &p) {
-        p.cache_dtype = F8, p.dtype = p.out_dtype = dtype, p.head_dim = dim, p.scales = true;
-      }));
+              p.cache_dtype = F8, p.dtype = p.out_dtype = dtype, p.head_dim = dim,
+              p.scales = true;
+            }));
   for (int block : {5, 8, 64})
     check(h, with("f8, block size, window, cap, selection", ragged, [=](problem &p) {
-      p.cache_dtype = F8, p.block_size = block, p.window = 800, p.soft_cap = 30;
-      p.select = PER_HEAD, p.ratio = 0.5, p.heads = 40;
-    }));
+            p.cache_dtype = F8, p.block_size = block, p.window = 800, p.soft_cap = 30;
+            p.select = PER_HEAD, p.ratio = 0.5, p.heads = 40;
+          }));
   for (int dtype : {BF16, F16, F32})
     for (int dim : {24, 64, 128, 256})
       for (int group : {1, 4, 7})
         check(h, with("f32 q", ragged, [=](problem &p) {
-          p.dtype = p.out_dtype = F32, p.cache_dtype = dtype, p.head_dim = dim;
-          p.kv_heads = 2, p.heads = 2 * group;
-        }));
+                p.dtype = p.out_dtype = F32, p.cache_dtype = dtype, p.head_dim = dim;
+                p.kv_heads = 2, p.heads = 2 * group;
+              }));
   check(h, with("f32 q, all of it", ragged, [](problem &p) {
-    p.dtype = p.out_dtype = F32, p.prev = p.alibi = p.broken = true;
-    p.window = 400, p.soft_cap = 10, p.select = SHARED, p.ratio = 0.6;
-  }));
+          p.dtype = p.out_dtype = F32, p.prev = p.alibi = p.broken = true;
+          p.window = 400, p.soft_cap = 10, p.select = SHARED, p.ratio = 0.6;
+        }));
   printf("%d failures\n", failures);
 }
 
@@ -498,7 +507,8 @@ void time_all(harness &h) {
   dev::bench b;
   double r = b.read_bandwidth();
   printf("R %.0f GB/s\n", r / 1e3);
-  auto go = [&](const char *name, std::vector<int> lens,
+  auto go = [&](
+                const char *name, std::vector<int> lens,
                 std::function<void(problem &)> set = [](problem &) {}) {
     problem p;
     p.name = name;
@@ -526,13 +536,11 @@ void time_all(harness &h) {
   go("f8 16 x 32K", even(16, 32768), f8);
   go("f8 1 x 32K", even(1, 32768), f8);
   go("f8 16 x 8K", even(16, 8192), f8);
-  go("f8 10% of 16 x 32K", even(16, 32768), [](problem &p) {
-    p.cache_dtype = F8, p.select = PER_HEAD, p.ratio = 0.1;
-  });
+  go("f8 10% of 16 x 32K", even(16, 32768),
+     [](problem &p) { p.cache_dtype = F8, p.select = PER_HEAD, p.ratio = 0.1; });
   go("f32 q 16 x 32K", even(16, 32768), [](problem &p) { p.dtype = p.out_dtype = F32; });
-  go("f32 q, f8 16 x 32K", even(16, 32768), [](problem &p) {
-    p.dtype = p.out_dtype = F32, p.cache_dtype = F8;
-  });
+  go("f32 q, f8 16 x 32K", even(16, 32768),
+     [](problem &p) { p.dtype = p.out_dtype = F32, p.cache_dtype = F8; });
   static const int dims[] = {64, 80, 96, 192, 256};
   static const char *dim_names[] = {"16 x 16K, D 64", "16 x 16K, D 80", "16 x 16K, D 96",
                                     "16 x 16K, D 192", "16 x 16K, D 256"};
@@ -541,16 +549,15 @@ void time_all(harness &h) {
   go("16 x 16K, D 64, f8", even(16, 16384), [&](problem &p) { p.head_dim = 64, f8(p); });
   go("16 x 16K, D 256, f8", even(16, 16384), [&](problem &p) { p.head_dim = 256, f8(p); });
   static const int groups[][2] = {{8, 8}, {16, 8}, {64, 8}, {128, 8}, {32, 1}, {48, 1}};
-  static const char *group_names[] = {"16 x 16K, 8 on 8", "16 x 16K, 16 on 8",
+  static const char *group_names[] = {"16 x 16K, 8 on 8",  "16 x 16K, 16 on 8",
                                       "16 x 16K, 64 on 8", "16 x 16K, 128 on 8",
                                       "64 x 16K, 32 on 1", "64 x 16K, 48 on 1"};
   for (int i = 0; i < 6; i++)
-    go(group_names[i], even(groups[i][1] == 1 ? 64 : 16, 16384), [=](problem &p) {
-      p.heads = groups[i][0], p.kv_heads = groups[i][1];
-    });
+    go(group_names[i], even(groups[i][1] == 1 ? 64 : 16, 16384),
+       [=](problem &p) { p.heads = groups[i][0], p.kv_heads = groups[i][1]; });
   static const int sizes[] = {1, 5, 8, 32, 64, 256};
-  static const char *size_names[] = {"16 x 16K, block 1", "16 x 16K, block 5",
-                                     "16 x 16K, block 8", "16 x 16K, block 32",
+  static const char *size_names[] = {"16 x 16K, block 1",  "16 x 16K, block 5",
+                                     "16 x 16K, block 8",  "16 x 16K, block 32",
                                      "16 x 16K, block 64", "16 x 16K, block 256"};
   for (int i = 0; i < 6; i++)
     go(size_names[i], even(16, 16384), [=](problem &p) { p.block_size = sizes[i]; });
@@ -558,9 +565,8 @@ void time_all(harness &h) {
   time_after(h, b, "after a read of 128 MiB", [&] { b.read((size_t)128 << 20); });
   time_after(h, b, "after a read of 512 MiB", [&] { b.read((size_t)512 << 20); });
   time_after(h, b, "after a read of 2 GiB", [&] { b.read((size_t)2 << 30); });
-  time_after(h, b, "after a write of 512 MiB", [&] {
-    DEV_CHECK(cudaMemsetAsync(b.memory, 1, (size_t)512 << 20));
-  });
+  time_after(h, b, "after a write of 512 MiB",
+             [&] { DEV_CHECK(cudaMemsetAsync(b.memory, 1, (size_t)512 << 20)); });
   time_after(h, b, "after a read, device idle", [&] {
     b.read((size_t)512 << 20);
     DEV_CHECK(cudaDeviceSynchronize());

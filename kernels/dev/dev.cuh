@@ -21,13 +21,13 @@
 #include <functional>
 #include <vector>
 
-#define DEV_CHECK(call)                                                        \
-  do {                                                                         \
-    cudaError_t dev_error = (call);                                            \
-    if (dev_error != cudaSuccess) {                                            \
+#define DEV_CHECK(call)                                                                  \
+  do {                                                                                   \
+    cudaError_t dev_error = (call);                                                      \
+    if (dev_error != cudaSuccess) {                                                      \
       fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(dev_error)); \
-      exit(1);                                                                 \
-    }                                                                          \
+      exit(1);                                                                           \
+    }                                                                                    \
   } while (0)
 
 /* What the launchers ask of the plug-in's backend. */
@@ -39,7 +39,7 @@ int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 
 namespace dev {
 
-template <class T> T *alloc(size_t count) {   /* poisoned: every byte 0xFF is a NaN */
+template <class T> T *alloc(size_t count) { /* poisoned: every byte 0xFF is a NaN */
   void *p;
   DEV_CHECK(cudaMalloc(&p, count * sizeof(T)));
   DEV_CHECK(cudaMemset(p, 0xFF, count * sizeof(T)));
@@ -62,7 +62,8 @@ __device__ __forceinline__ uint32_t hash(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return (uint32_t)(x >> 32);
 }
-template <class T> __global__ void randn_kernel(T *p, size_t count, uint64_t seed, float std) {
+template <class T>
+__global__ void randn_kernel(T *p, size_t count, uint64_t seed, float std) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < count;
        i += (size_t)gridDim.x * blockDim.x) {
     float u = (hash(2 * i + seed * 0x9E3779B97F4A7C15ull) + 1.f) * 0x1p-32f;

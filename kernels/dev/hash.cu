@@ -96,7 +96,8 @@ struct problem {
       : s(s_), budget(budget_) {
     cudaDeviceProp p;
     DEV_CHECK(cudaGetDeviceProperties(&p, 0));
-    queue.sm_count = p.multiProcessorCount, queue.shared_optin = (int)p.sharedMemPerBlockOptin;
+    queue.sm_count = p.multiProcessorCount,
+    queue.shared_optin = (int)p.sharedMemPerBlockOptin;
     float *numbers = dev::randn<float>((size_t)s.seqs * s.heads() * s.dim, seed);
     q = dev::download(numbers, (size_t)s.seqs * s.heads() * s.dim);
     if (s.dtype == KVL_DTYPE_BF16) {
@@ -116,7 +117,7 @@ struct problem {
     hashes.resize((size_t)s.blocks() * s.kv_heads * s.tokens() * s.words());
     for (auto &h : hashes) {
       h = bits();
-      for (int i = 0; i < spread; i++) h &= bits();   /* fewer bits: more ties */
+      for (int i = 0; i < spread; i++) h &= bits(); /* fewer bits: more ties */
       if (s.bits == 32) h &= 0xFFFFFFFFu;
     }
     hashes_there = dev::upload(hashes);
@@ -139,7 +140,8 @@ struct problem {
   ~problem() {
     for (void *p : {q_there, (void *)planes_there, (void *)hashes_there, (void *)tables_there,
                     (void *)lens_there, (void *)selection, (void *)counts, (void *)scores,
-                    (void *)q_hashes}) cudaFree(p);
+                    (void *)q_hashes})
+      cudaFree(p);
   }
   static uint64_t dev_mix(uint64_t x) {
     x = (x ^ (x >> 31)) * 0x7FB5D329728EA185ull;
@@ -151,7 +153,8 @@ struct problem {
   void score() const {
     kvl_score_hamming_args a = {};
     a.q = q_hashes, a.hashes = view(), a.tables = tables_there, a.lens = lens_there;
-    a.scores = scores, a.seqs = s.seqs, a.score_heads = s.lists(), a.max_blocks = s.max_blocks;
+    a.scores = scores, a.seqs = s.seqs, a.score_heads = s.lists(),
+    a.max_blocks = s.max_blocks;
     a.block_size = s.block_size;
     kvl_cuda_score_hamming(&a, (void *)&queue);
   }
@@ -191,9 +194,10 @@ int wrong = 0, checked = 0;
 void expect(bool right, const char *what, const shape &s) {
   checked++;
   if (right || wrong++ > 20) return;
-  printf("WRONG %s: seqs %d heads %d x %d dim %d bits %d block %d max %d token %d shared %d\n",
-         what, s.seqs, s.kv_heads, s.group, s.dim, s.bits, s.block_size, s.max_blocks,
-         s.is_token, s.is_shared);
+  printf(
+      "WRONG %s: seqs %d heads %d x %d dim %d bits %d block %d max %d token %d shared %d\n",
+      what, s.seqs, s.kv_heads, s.group, s.dim, s.bits, s.block_size, s.max_blocks,
+      s.is_token, s.is_shared);
 }
 
 /* is_small: as on a device of 28 KiB of shared memory and without clusters, so in windows. */
@@ -266,8 +270,9 @@ struct keys {
     hashes = dev::alloc<uint64_t>(count);
   }
   ~keys() {
-    for (void *p : {(void *)cache, (void *)planes, (void *)blocks, (void *)tokens,
-                    (void *)hashes}) cudaFree(p);
+    for (void *p :
+         {(void *)cache, (void *)planes, (void *)blocks, (void *)tokens, (void *)hashes})
+      cudaFree(p);
   }
   void run() const {
     kvl_block_hash_args a = {};
@@ -297,8 +302,10 @@ struct keys {
             }
           hash_t want = hash_of(x.data(), side, dim, bits);
           if (is_token && t >= valid[i]) want.assign(words, ~(uint64_t)0);
-          right = right && !memcmp(want.data(),
-              &got[(((size_t)order[i] * kv_heads + h) * each + t) * words], 8 * words);
+          right = right &&
+                  !memcmp(want.data(),
+                          &got[(((size_t)order[i] * kv_heads + h) * each + t) * words],
+                          8 * words);
         }
     checked++;
     if (!right && ++wrong)
@@ -312,23 +319,23 @@ struct keys {
 __global__ void nothing() {}
 
 int main(int argc, char **) {
-  const bool is_short = argc > 1;   /* under compute-sanitizer */
+  const bool is_short = argc > 1; /* under compute-sanitizer */
   const int F = KVL_DTYPE_F32, B = KVL_DTYPE_BF16;
   const kvl_budget third = {0.3, 0, 0, 1, 2}, few = {-1, 5, 0, 2, 1}, none = {0, 0, 0, 0, 0},
                    whole = {1, 0, 0, 0, 0};
   const bool t = true, f = false;
   const shape shapes[] = {
-      {3, 2, 4, 128, 64, 16, 100, f, f, B}, {3, 2, 4, 128, 64, 16, 100, f, t, F},
-      {3, 2, 1, 80, 32, 16, 33, f, f, F},   {3, 1, 8, 256, 128, 16, 700, f, f, F},
-      {2, 3, 2, 24, 192, 16, 50, f, t, F},   {2, 1, 2, 128, 1024, 16, 300, f, f, F},
-      {3, 2, 4, 128, 64, 16, 100, t, f, B},  {3, 2, 4, 128, 128, 16, 100, t, f, F},
-      {3, 2, 4, 128, 128, 16, 100, t, t, F},  {3, 2, 4, 64, 64, 32, 70, t, t, F},
-      {3, 2, 4, 64, 128, 64, 70, t, f, F},   {3, 2, 4, 64, 192, 17, 70, t, f, F},
-      {3, 1, 1, 64, 64, 1, 70, t, f, F},     {3, 1, 1, 64, 128, 8, 70, t, f, F},
-      {1, 1, 4, 128, 64, 16, 8192, f, f, B}, {1, 1, 4, 128, 64, 16, 30000, f, f, B},
-      {8, 8, 4, 128, 64, 16, 20000, f, f, B}, {2, 1, 1, 64, 128, 16, 20000, f, f, F},
-      {4, 8, 1, 64, 64, 16, 2100, t, f, F},  {1, 4, 1, 64, 128, 16, 3000, t, f, F},
-      {2, 1, 1, 64, 128, 16, 12000, t, f, F}, {2, 1, 1, 64, 64, 1, 30000, t, f, F},
+      {3, 2, 4, 128, 64, 16, 100, f, f, B},    {3, 2, 4, 128, 64, 16, 100, f, t, F},
+      {3, 2, 1, 80, 32, 16, 33, f, f, F},      {3, 1, 8, 256, 128, 16, 700, f, f, F},
+      {2, 3, 2, 24, 192, 16, 50, f, t, F},     {2, 1, 2, 128, 1024, 16, 300, f, f, F},
+      {3, 2, 4, 128, 64, 16, 100, t, f, B},    {3, 2, 4, 128, 128, 16, 100, t, f, F},
+      {3, 2, 4, 128, 128, 16, 100, t, t, F},   {3, 2, 4, 64, 64, 32, 70, t, t, F},
+      {3, 2, 4, 64, 128, 64, 70, t, f, F},     {3, 2, 4, 64, 192, 17, 70, t, f, F},
+      {3, 1, 1, 64, 64, 1, 70, t, f, F},       {3, 1, 1, 64, 128, 8, 70, t, f, F},
+      {1, 1, 4, 128, 64, 16, 8192, f, f, B},   {1, 1, 4, 128, 64, 16, 30000, f, f, B},
+      {8, 8, 4, 128, 64, 16, 20000, f, f, B},  {2, 1, 1, 64, 128, 16, 20000, f, f, F},
+      {4, 8, 1, 64, 64, 16, 2100, t, f, F},    {1, 4, 1, 64, 128, 16, 3000, t, f, F},
+      {2, 1, 1, 64, 128, 16, 12000, t, f, F},  {2, 1, 1, 64, 64, 1, 30000, t, f, F},
       {1, 1, 1, 64, 64, 16, 1000000, f, f, F}, {40, 1, 1, 64, 64, 1, 150000, f, f, F}};
   for (auto &s : shapes) {
     if (is_short && s.max_blocks > 3000) continue;
@@ -358,19 +365,22 @@ int main(int argc, char **) {
     return shape{seqs, kv_heads, 4, 128, bits, 16, max_blocks, is_token, is_shared, B};
   };
   const shape timed[] = {
-      of(1, 1, 8192, 64), of(8, 8, 8192, 64), of(8, 8, 65536, 64), of(64, 1, 65536, 64),
-      of(1, 1, 131072, 64), of(1, 8, 2048, 64), of(16, 8, 2048, 64), of(16, 8, 2048, 64, f, t),
-      of(16, 8, 2048, 128), of(16, 8, 2048, 128, t), of(16, 8, 2048, 64, t),
-      of(16, 8, 2048, 128, t, t), of(1, 8, 2048, 128, t)};
+      of(1, 1, 8192, 64),      of(8, 8, 8192, 64),        of(8, 8, 65536, 64),
+      of(64, 1, 65536, 64),    of(1, 1, 131072, 64),      of(1, 8, 2048, 64),
+      of(16, 8, 2048, 64),     of(16, 8, 2048, 64, f, t), of(16, 8, 2048, 128),
+      of(16, 8, 2048, 128, t), of(16, 8, 2048, 64, t),    of(16, 8, 2048, 128, t, t),
+      of(1, 8, 2048, 128, t)};
   for (auto &s : timed) {
     problem p(s, {0.3, 0, 0, 1, 2}, true, 1, 0);
     const double bytes = 8.0 * s.blocks() * s.kv_heads * s.tokens() * s.words();
     const double score = b.time([&] { p.score(); }), select = b.time([&] { p.select(); });
-    printf("%d x %d KV heads, %d blocks, %d bits%s%s: scores %.1f us (%.2f R), select %.1f us "
-           "(%.2f R), warm %.1f\n", s.seqs, s.kv_heads, s.max_blocks, s.bits,
-           s.is_token ? ", tokens" : "", s.is_shared ? ", shared" : "", score,
-           (bytes + 4.0 * s.seqs * s.lists() * s.max_blocks) / score / read, select,
-           bytes / select / read, b.time([&] { p.select(); }, true));
+    printf(
+        "%d x %d KV heads, %d blocks, %d bits%s%s: scores %.1f us (%.2f R), select %.1f us "
+        "(%.2f R), warm %.1f\n",
+        s.seqs, s.kv_heads, s.max_blocks, s.bits, s.is_token ? ", tokens" : "",
+        s.is_shared ? ", shared" : "", score,
+        (bytes + 4.0 * s.seqs * s.lists() * s.max_blocks) / score / read, select,
+        bytes / select / read, b.time([&] { p.select(); }, true));
   }
   for (int n : {16, 512, 2048})
     for (int bits : {64, 128})

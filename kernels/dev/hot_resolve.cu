@@ -52,7 +52,9 @@ void resolve_slowly(const shape &c, state &s, bool is_ahead) {
     int32_t *order = &s.order[g * c.slots], *ahead = &s.ahead[g * c.slots];
     std::vector<int32_t> missing;
     std::vector<char> used(c.slots);
-    auto block_at = [&](int seq, int i) { return s.selection[(seq * c.heads + g) * c.n + i]; };
+    auto block_at = [&](int seq, int i) {
+      return s.selection[(seq * c.heads + g) * c.n + i];
+    };
     for (int e = 0; e < room; e++) {
       int32_t block = block_at(e / c.n, e % c.n);
       if (block < 0) continue;
@@ -69,7 +71,7 @@ void resolve_slowly(const shape &c, state &s, bool is_ahead) {
       }
     }
     s.counters[1] += missing.size();
-    std::vector<int> places;                       /* of candidates in `order` */
+    std::vector<int> places; /* of candidates in `order` */
     for (int p = 0; p < c.slots; p++)
       if (!used[order[p]]) places.push_back(p);
     std::stable_sort(places.begin(), places.end(), [&](int x, int y) {
@@ -108,7 +110,7 @@ struct device_state {
   kvl_hot_resolve_args args = {};
   int32_t *selection;
   device_state(const shape &c, const state &s) {
-    std::vector<int32_t> tables;                   /* logical blocks are physical ones */
+    std::vector<int32_t> tables; /* logical blocks are physical ones */
     for (int i = 0; i < c.seqs; i++)
       for (int b = 0; b < c.blocks; b++) tables.push_back(b);
     kvl_hot_view &hot = args.hot;

@@ -74,12 +74,13 @@ bool check(const problem &p, const kvl_cuda_queue *q) {
   std::vector<double> w = dev::download(want, count), s = dev::download(size, count);
   double worst = 0;
   for (size_t i = 0; i < count; i++)
-    worst = std::max(worst, !(fabs(got[i] - w[i]) <= 1e30) ? 1e30
-                                                           : fabs(got[i] - w[i]) / s[i]);
+    worst = std::max(worst,
+                     !(fabs(got[i] - w[i]) <= 1e30) ? 1e30 : fabs(got[i] - w[i]) / s[i]);
   cudaFree(out), cudaFree(want), cudaFree(size);
   bool ok = worst < 2e-6;
-  if (!ok) printf("WRONG m %d n %lld k %d: off by %g of the sum of sizes\n", p.m,
-                  (long long)p.n, p.k, worst);
+  if (!ok)
+    printf("WRONG m %d n %lld k %d: off by %g of the sum of sizes\n", p.m, (long long)p.n,
+           p.k, worst);
   return ok;
 }
 
@@ -100,10 +101,12 @@ int main() {
   printf("%d checks, %d wrong\n", checks, wrong);
   dev::bench b;
   const double R = b.read_bandwidth();
-  printf("R %.0f GB/s\n%8s %6s  m  bytes/R   cuBLAS       matvec\n",
-         R / 1e3, "n", "k");
-  const struct { int64_t n; int k; } shapes[] = {{6144, 4096}, {4096, 4096}, {28672, 4096},
-    {4096, 14336}, {128256, 4096}, {1024, 4096}, {1536, 1536}, {512, 256}};
+  printf("R %.0f GB/s\n%8s %6s  m  bytes/R   cuBLAS       matvec\n", R / 1e3, "n", "k");
+  const struct {
+    int64_t n;
+    int k;
+  } shapes[] = {{6144, 4096},   {4096, 4096}, {28672, 4096}, {4096, 14336},
+                {128256, 4096}, {1024, 4096}, {1536, 1536},  {512, 256}};
   for (auto s : shapes)
     for (int m = 1; m <= 2; m++) {
       problem p = {m, s.n, s.k, dev::randn<bf16>((size_t)m * s.k, 1),
@@ -119,8 +122,7 @@ int main() {
       auto ours = [&] { kvl::launch_matvec(g, &q); };
       const double limit = (double)s.n * s.k * 2 / R;
       printf("%8lld %6d %2d  %7.1f", (long long)s.n, s.k, m, limit);
-      for (double t : {b.time(cublas), b.time(ours)})
-        printf("  %6.1f %4.2f", t, limit / t);
+      for (double t : {b.time(cublas), b.time(ours)}) printf("  %6.1f %4.2f", t, limit / t);
       printf("\n");
       cudaFree(p.a), cudaFree(p.b), cudaFree(out);
     }

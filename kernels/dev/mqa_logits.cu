@@ -52,7 +52,7 @@ kvl_cuda_queue the_queue() {
 }
 
 uint64_t state = 1;
-uint32_t any(uint32_t n) {   /* 0 ... n - 1 */
+uint32_t any(uint32_t n) { /* 0 ... n - 1 */
   state = state * 6364136223846793005ull + 1442695040888963407ull;
   return (uint32_t)((state >> 33) % n);
 }
@@ -90,7 +90,7 @@ bool check_keys(const kvl_cuda_queue *q) {
         if (dtype == KVL_DTYPE_F16) memcpy(&x[i * 2], &h, 2);
         if (dtype == KVL_DTYPE_BF16) memcpy(&x[i * 2], &b, 2);
       }
-      for (int i = 0; i < 9; i++)   /* NaN and infinities among them */
+      for (int i = 0; i < 9; i++) /* NaN and infinities among them */
         memset(&x[any((uint32_t)count) * bytes], i % 3 ? 0xFF : 0x7F, bytes);
       uint8_t *x_there = dev::upload(x);
       std::vector<uint8_t> out(count);
@@ -127,14 +127,14 @@ bool check_keys(const kvl_cuda_queue *q) {
           for (int64_t i = 0; i < rows; i++) slots[i] = i % 5 == 4 ? -1 : order[i];
           uint8_t *cache_there = dev::upload(cache);
           int64_t *slots_there = dev::upload(slots);
-          kvl_index_append_args p = {{cache.data(), blocks, size, dim}, x.data(), slots.data(),
-                                     rows, dtype};
+          kvl_index_append_args p = {
+              {cache.data(), blocks, size, dim}, x.data(), slots.data(), rows, dtype};
           kvl_cpu_index_append_avx2(&p, nullptr);
           p.cache.memory = cache_there, p.k = x_there, p.slots = slots_there;
           kvl_cuda_index_append(&p, (void *)q);
           ok &= same_bytes("index_append", cache_there, cache);
-          kvl_index_gather_args g = {{cache.data(), blocks, size, dim}, slots.data(),
-                                     k.data(), scales.data(), rows};
+          kvl_index_gather_args g = {
+              {cache.data(), blocks, size, dim}, slots.data(), k.data(), scales.data(), rows};
           kvl_cpu_index_gather_avx2(&g, nullptr);
           g.cache.memory = cache_there, g.slots = slots_there, g.k = out_there;
           g.scales = scales_there;
@@ -170,8 +170,8 @@ __global__ void reference(const uint8_t *q, const float *weights, const uint8_t 
     for (int h = 0; h < heads; h++) {
       double dot = 0, sizes = 0;
       for (int d = 0; d < dim; d++) {
-        const double p =
-            (double)f8_value(q[(r * heads + h) * dim + d]) * f8_value(k[slot * dim + d]);
+        const double p = (double)f8_value(q[(r * heads + h) * dim + d]) *
+                         f8_value(k[slot * dim + d]);
         dot += p, sizes += fabs(p);
       }
       sum += weights[r * heads + h] * fmax(dot, 0.);
@@ -185,18 +185,18 @@ __global__ void reference(const uint8_t *q, const float *weights, const uint8_t 
 struct shape_case {
   const char *name;
   int64_t rows, tokens, columns;
-  int heads, dim, block_size, each, dtype;   /* block_size 0: contiguous */
-  int ranges;   /* 0: all of it, 1: newest rows, causal, 2: any, also empty */
-  bool whole;   /* small whole numbers: exact */
+  int heads, dim, block_size, each, dtype; /* block_size 0: contiguous */
+  int ranges; /* 0: all of it, 1: newest rows, causal, 2: any, also empty */
+  bool whole; /* small whole numbers: exact */
 };
 
 struct problem {
   shape_case c;
-  int64_t keys, blocks = 0, width = 0;   /* keys: that there are */
+  int64_t keys, blocks = 0, width = 0; /* keys: that there are */
   uint8_t *q, *k, *cache = nullptr;
   float *weights, *scales, *plain;
   int32_t *starts, *ends, *tables = nullptr;
-  std::vector<int32_t> begin, end;       /* of rows, clipped */
+  std::vector<int32_t> begin, end; /* of rows, clipped */
   std::vector<int64_t> slot_of;
   void *logits;
 
@@ -273,18 +273,28 @@ struct problem {
   }
   ~problem() {
     for (void *p : {(void *)q, (void *)k, (void *)weights, (void *)scales, (void *)starts,
-                    (void *)ends, (void *)tables, (void *)cache, logits}) cudaFree(p);
+                    (void *)ends, (void *)tables, (void *)cache, logits})
+      cudaFree(p);
   }
   void run(const kvl_cuda_queue *queue, bool mma) const {
     if (c.block_size) {
-      kvl_mqa_logits_paged_args a = {
-        {cache, blocks, c.block_size, c.dim}, q, weights, tables, ends, logits,
-        c.rows / c.each, c.each, width, c.columns, c.heads, c.dtype};
+      kvl_mqa_logits_paged_args a = {{cache, blocks, c.block_size, c.dim},
+                                     q,
+                                     weights,
+                                     tables,
+                                     ends,
+                                     logits,
+                                     c.rows / c.each,
+                                     c.each,
+                                     width,
+                                     c.columns,
+                                     c.heads,
+                                     c.dtype};
       if (mma) kvl::mqa_logits_mma(kvl::mqa_paged{a}, queue);
       else kvl_cuda_mqa_logits_paged(&a, (void *)queue);
     } else {
-      kvl_mqa_logits_args a = {q, k, weights, scales, starts, ends, logits, c.rows,
-                               c.tokens, c.columns, c.heads, c.dim, c.dtype};
+      kvl_mqa_logits_args a = {q,      k,        weights,   scales,  starts, ends,   logits,
+                               c.rows, c.tokens, c.columns, c.heads, c.dim,  c.dtype};
       if (mma) kvl::mqa_logits_mma(kvl::mqa_contiguous{a}, queue);
       else kvl_cuda_mqa_logits(&a, (void *)queue);
     }
@@ -359,8 +369,8 @@ bool check(const shape_case &c, const kvl_cuda_queue *q) {
 std::vector<shape_case> check_cases() {
   const int F = KVL_DTYPE_F32, B = KVL_DTYPE_BF16;
   std::vector<shape_case> cases = {
-    {"show", 64, 4096, 4096, 64, 128, 0, 1, F, 0, false},
-    {"show", 32, 2048, 2048, 64, 128, 64, 1, F, 0, false},
+      {"show", 64, 4096, 4096, 64, 128, 0, 1, F, 0, false},
+      {"show", 32, 2048, 2048, 64, 128, 64, 1, F, 0, false},
   };
   for (int dim : {32, 64, 128})
     for (int heads : {8, 20, 32, 64}) {
@@ -437,18 +447,18 @@ int main(int count, char **words) {
   printf("R %.0f GB/s, F %.0f TFLOP/s\n", R * 1e-3, F);
   const int F32 = KVL_DTYPE_F32;
   const shape_case timed[] = {
-    {"prefill", 2048, 32768, 32768, 64, 128, 0, 1, F32, 1, false},
-    {"prefill", 4096, 65536, 65536, 64, 128, 0, 1, F32, 1, false},
-    {"prefill", 2048, 4096, 4096, 64, 128, 0, 1, F32, 1, false},
-    {"prefill", 4096, 4096, 4096, 64, 128, 0, 1, F32, 1, false},
-    {"prefill", 2048, 32768, 32768, 64, 128, 0, 1, KVL_DTYPE_BF16, 1, false},
-    {"prefill", 2048, 32768, 32768, 32, 128, 0, 1, F32, 1, false},
-    {"prefill", 2048, 32768, 32768, 64, 64, 0, 1, F32, 1, false},
-    {"decode", 64, 65536, 65536, 64, 128, 64, 1, F32, 0, false},
-    {"decode", 16, 32768, 32768, 64, 128, 64, 1, F32, 0, false},
-    {"decode", 1, 131072, 131072, 64, 128, 64, 1, F32, 0, false},
-    {"decode", 128, 65536, 65536, 64, 128, 64, 2, F32, 0, false},
-    {"decode", 64, 65536, 65536, 64, 128, 16, 1, F32, 0, false},
+      {"prefill", 2048, 32768, 32768, 64, 128, 0, 1, F32, 1, false},
+      {"prefill", 4096, 65536, 65536, 64, 128, 0, 1, F32, 1, false},
+      {"prefill", 2048, 4096, 4096, 64, 128, 0, 1, F32, 1, false},
+      {"prefill", 4096, 4096, 4096, 64, 128, 0, 1, F32, 1, false},
+      {"prefill", 2048, 32768, 32768, 64, 128, 0, 1, KVL_DTYPE_BF16, 1, false},
+      {"prefill", 2048, 32768, 32768, 32, 128, 0, 1, F32, 1, false},
+      {"prefill", 2048, 32768, 32768, 64, 64, 0, 1, F32, 1, false},
+      {"decode", 64, 65536, 65536, 64, 128, 64, 1, F32, 0, false},
+      {"decode", 16, 32768, 32768, 64, 128, 64, 1, F32, 0, false},
+      {"decode", 1, 131072, 131072, 64, 128, 64, 1, F32, 0, false},
+      {"decode", 128, 65536, 65536, 64, 128, 64, 2, F32, 0, false},
+      {"decode", 64, 65536, 65536, 64, 128, 16, 1, F32, 0, false},
   };
   for (const shape_case &c : timed) {
     problem p(c);
@@ -456,9 +466,11 @@ int main(int count, char **words) {
     const double tflops = 2.0 * n * c.heads * c.dim / us * 1e-6;
     const double out = n * (c.dtype == F32 ? 4 : 2);
     const double bytes = c.block_size ? n / c.each * (c.dim + 4) + out : 0;
-    printf("%s %5ld x %6ld, %d heads of %3d, %4s, block %2d, each %d: %8.1f us, %6.0f TFLOP/s "
-           "(%.3f F)", c.name, (long)c.rows, (long)c.tokens, c.heads, c.dim,
-           c.dtype == F32 ? "f32" : "bf16", c.block_size, c.each, us, tflops, tflops / F);
+    printf(
+        "%s %5ld x %6ld, %d heads of %3d, %4s, block %2d, each %d: %8.1f us, %6.0f TFLOP/s "
+        "(%.3f F)",
+        c.name, (long)c.rows, (long)c.tokens, c.heads, c.dim, c.dtype == F32 ? "f32" : "bf16",
+        c.block_size, c.each, us, tflops, tflops / F);
     if (c.block_size) printf(", %.0f GB/s (%.3f R)", bytes / us * 1e-3, bytes / us / R);
     printf("\n");
   }

@@ -41,7 +41,7 @@ namespace {
 /* One block of threads per (token, head), everything in fp32, keys in any order. */
 template <class T>
 __global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
-  extern __shared__ float scores[];   /* [keys] */
+  extern __shared__ float scores[]; /* [keys] */
   __shared__ float q[256], scratch[32];
   const int64_t token = blockIdx.x, head = blockIdx.y;
   const kvl_cache_view &c = a.cache;
@@ -53,21 +53,28 @@ __global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
     q[i] = to_float(((const T *)a.q)[(token * a.heads + head) * d + i]);
   __syncthreads();
   const int entries = (int)(a.selection ? a.max_selected : a.max_blocks);
-  auto row = [&](int i, int &position) -> int64_t {   /* where a key's K begins, or -1 */
-    int entry = i / c.block_size, block = entry;
-    if (a.selection)
-      block = a.selection[(seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0)) *
-                              a.max_selected + entry];
-    if (block < 0 || block >= a.max_blocks) return -1;
-    position = block * c.block_size + i % c.block_size;
-    if (position >= length || (a.causal && position > at)) return -1;
-    if (a.window && position <= at - a.window) return -1;
-    int64_t physical = a.tables[seq * a.max_blocks + block];
-    if (a.slots)
-      physical = a.slots[(seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) *
-                             a.max_selected + entry];
-    if (physical < 0 || physical >= c.blocks) return -1;
-    return ((physical * 2 * c.kv_heads + kv_head) * c.block_size + i % c.block_size) * d;
+  auto row = [&](int i, int &position)
+      -> int64_t { /* where a key's K begins, or -1 */
+                   int entry = i / c.block_size, block = entry;
+                   if (a.selection)
+                     block = a.selection[(seq * a.selection_heads +
+                                          (a.selection_heads > 1 ? kv_head : 0)) *
+                                             a.max_selected +
+                                         entry];
+                   if (block < 0 || block >= a.max_blocks) return -1;
+                   position = block * c.block_size + i % c.block_size;
+                   if (position >= length || (a.causal && position > at)) return -1;
+                   if (a.window && position <= at - a.window) return -1;
+                   int64_t physical = a.tables[seq * a.max_blocks + block];
+                   if (a.slots)
+                     physical =
+                         a.slots[(seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) *
+                                     a.max_selected +
+                                 entry];
+                   if (physical < 0 || physical >= c.blocks) return -1;
+                   return ((physical * 2 * c.kv_heads + kv_head) * c.block_size +
+                           i % c.block_size) *
+                          d;
   };
   const bool f8 = c.dtype == KVL_DTYPE_F8E4M3;
   auto cached = [&](int64_t i) {
@@ -119,22 +126,26 @@ __global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
 
 struct shape_case {
   const char *name;
-  std::vector<int> lens, chunk;   /* of each sequence */
+  std::vector<int> lens, chunk; /* of each sequence */
   int heads = 8, kv_heads = 2, head_dim = 128, block_size = 16;
   bool causal = true;
   int window = 0;
   float soft_cap = 0.f;
   bool alibi = false, prev = false, out_f32 = false;
-  int selection = 0;              /* 1: shared, 2: per KV head, 3: with slots, some -1 */
-  bool broken = false;            /* some table entries are out of range */
-  bool f8 = false;                /* an f8e4m3 cache with scales */
+  int selection = 0;   /* 1: shared, 2: per KV head, 3: with slots, some -1 */
+  bool broken = false; /* some table entries are out of range */
+  bool f8 = false;     /* an f8e4m3 cache with scales */
 };
 
 template <class T> struct problem {
   kvl_paged_attention_args a = {};
-  int64_t pairs = 0;              /* (row, key) seen, without selection, for all heads */
+  int64_t pairs = 0; /* (row, key) seen, without selection, for all heads */
   std::vector<void *> owned;
-  template <class X> X *own(X *p) { owned.push_back((void *)p); return p; }
+  template <class X> X
+  *own(X *p) {
+    owned.push_back((void *)p);
+    return p;
+  }
 
   problem(const shape_case &c, bool poison = true) {
     const int seqs = (int)c.lens.size();
@@ -157,14 +168,15 @@ template <class T> struct problem {
     for (int s = 0; s < seqs; s++)
       for (int b = 0; b * c.block_size < c.lens[s]; b++) {
         tables[s * max_blocks + b] = order[next++];
-        if (c.broken && (b * 7 + s) % 5 == 1) tables[s * max_blocks + b] = b % 2 ? -1 : blocks;
+        if (c.broken && (b * 7 + s) % 5 == 1)
+          tables[s * max_blocks + b] = b % 2 ? -1 : blocks;
       }
     const int64_t row = (int64_t)c.kv_heads * c.block_size * c.head_dim;
     void *kv = c.f8 ? (void *)dev::randn<__nv_fp8_e4m3>(blocks * 2 * row, 1, 2.f)
                     : (void *)dev::randn<T>(blocks * 2 * row, 1);
     own(kv);
     const int bytes = c.f8 ? 1 : (int)sizeof(T);
-    if (poison) {   /* what lies past a sequence's end, and blocks nobody owns */
+    if (poison) { /* what lies past a sequence's end, and blocks nobody owns */
       char *nan = dev::alloc<char>(2 * row * bytes);
       auto spoil = [&](int64_t at, int64_t count) {
         DEV_CHECK(cudaMemcpy((char *)kv + at * bytes, nan, count * bytes,
@@ -181,9 +193,14 @@ template <class T> struct problem {
       for (int b = next; b < blocks; b++) spoil(order[b] * 2 * row, 2 * row);
       cudaFree(nan);
     }
-    a.cache = {kv, blocks, c.kv_heads, c.block_size, c.head_dim,
-               sizeof(T) == 4 ? KVL_DTYPE_F32
-               : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16 : KVL_DTYPE_F16};
+    a.cache = {kv,
+               blocks,
+               c.kv_heads,
+               c.block_size,
+               c.head_dim,
+               sizeof(T) == 4            ? KVL_DTYPE_F32
+               : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16
+                                         : KVL_DTYPE_F16};
     a.dtype = a.cache.dtype;
     if (c.f8) {
       a.cache.dtype = KVL_DTYPE_F8E4M3;
@@ -229,7 +246,9 @@ template <class T> struct problem {
     a.out = own(dev::alloc<float>(rows * c.head_dim));
     a.lse = own(dev::alloc<float>(rows));
   }
-  ~problem() { for (void *p : owned) cudaFree(p); }
+  ~problem() {
+    for (void *p : owned) cudaFree(p);
+  }
 };
 
 using launcher = int (*)(const kvl_paged_attention_args &, const kvl_cuda_queue *);
@@ -258,10 +277,10 @@ struct version {
   launcher run_bf16, run_f16;
 };
 const version versions[] = {
-  {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
-  {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
-  {"wgmma", 128, launch_prefill_wgmma<bf16, 128>, launch_prefill_wgmma<__half, 128>},
-  {"wgmma", 64, launch_prefill_wgmma<bf16, 64>, launch_prefill_wgmma<__half, 64>},
+    {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
+    {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
+    {"wgmma", 128, launch_prefill_wgmma<bf16, 128>, launch_prefill_wgmma<__half, 128>},
+    {"wgmma", 64, launch_prefill_wgmma<bf16, 64>, launch_prefill_wgmma<__half, 64>},
 };
 
 template <class T>
@@ -297,7 +316,8 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
   const double tolerance = std::is_same_v<T, bf16> ? 0.02 : 0.0025;
   bool ok = worst <= tolerance && worst_lse <= 1e-4;
   if (!ok)
-    printf("WRONG %s D %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name, worst, worst_lse);
+    printf("WRONG %s D %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name, worst,
+           worst_lse);
   return ok;
 }
 
@@ -321,8 +341,10 @@ std::vector<shape_case> check_cases(int d) {
       [](shape_case &c) { c.heads = 160, c.kv_heads = 1; });
   for (int size : {8, 16, 24, 64, 256, 48, 88})
     for (bool causal : {true, false})
-      add("block sizes", {601, 300}, {200, 300},
-          [=](shape_case &c) { c.block_size = size; c.causal = causal; });
+      add("block sizes", {601, 300}, {200, 300}, [=](shape_case &c) {
+        c.block_size = size;
+        c.causal = causal;
+      });
   for (int selection : {1, 2, 3})
     for (int size : {16, 64, 24})
       for (bool causal : {true, false})
@@ -342,9 +364,8 @@ std::vector<shape_case> check_cases(int d) {
   for (bool f32 : {false, true})
     add("prev", {700, 3}, {300, 3}, [=](shape_case &c) { c.prev = true, c.out_f32 = f32; });
   for (int window : {0, 100})
-    add("f8e4m3", {700, 45}, {300, 45}, [=](shape_case &c) {
-      c.f8 = true, c.window = window, c.prev = window > 0;
-    });
+    add("f8e4m3", {700, 45}, {300, 45},
+        [=](shape_case &c) { c.f8 = true, c.window = window, c.prev = window > 0; });
   return cases;
 }
 
@@ -355,8 +376,8 @@ int main(int argc, char **argv) {
   kvl_cuda_queue q = {};
   DEV_CHECK(cudaGetDevice(&q.device));
   DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, q.device));
-  DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin,
-                                   cudaDevAttrMaxSharedMemoryPerBlockOptin, q.device));
+  DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                   q.device));
   int wrong = 0, done = 0;
   for (const version &v : versions) {
     if (profile) break;
@@ -369,14 +390,14 @@ int main(int argc, char **argv) {
   if (!profile) printf("%d checks, %d wrong\n", done, wrong);
 
   const shape_case timed[] = {
-    {"16K", {16384}, {16384}, 32, 8},
-    {"32K", {32768}, {32768}, 32, 8},
-    {"4K", {4096}, {4096}, 32, 8},
-    {"8K", {8192}, {8192}, 32, 8},
-    {"16 x 2K", std::vector<int>(16, 2048), std::vector<int>(16, 2048), 32, 8},
-    {"4K x 32K", {32768}, {4096}, 32, 8, 128, 16, false},
-    {"16K b256", {16384}, {16384}, 32, 8, 128, 256},
-    {"16K D64", {16384}, {16384}, 32, 8, 64},
+      {"16K", {16384}, {16384}, 32, 8},
+      {"32K", {32768}, {32768}, 32, 8},
+      {"4K", {4096}, {4096}, 32, 8},
+      {"8K", {8192}, {8192}, 32, 8},
+      {"16 x 2K", std::vector<int>(16, 2048), std::vector<int>(16, 2048), 32, 8},
+      {"4K x 32K", {32768}, {4096}, 32, 8, 128, 16, false},
+      {"16K b256", {16384}, {16384}, 32, 8, 128, 256},
+      {"16K D64", {16384}, {16384}, 32, 8, 64},
   };
   dev::bench bench;
   printf("%-10s", "TFLOP/s");
@@ -391,8 +412,7 @@ int main(int argc, char **argv) {
         continue;
       }
       problem<bf16> p(c, false);
-      const double us =
-          bench.time([&] { v.run_bf16(p.a, &q); }, false, profile ? 1 : 15);
+      const double us = bench.time([&] { v.run_bf16(p.a, &q); }, false, profile ? 1 : 15);
       printf("%10.1f", 4.0 * c.head_dim * p.pairs / us * 1e-6);
       fflush(stdout);
       if (profile) return 0;

@@ -44,8 +44,7 @@ __global__ void stretches(const float4 *x, size_t packs, float *out) {
 }
 
 /* packs: a multiple of the tile. */
-template <bool STREAMING>
-__global__ void tiles(const float4 *x, size_t packs, float *out) {
+template <bool STREAMING> __global__ void tiles(const float4 *x, size_t packs, float *out) {
   size_t tile = (size_t)PACKS * blockDim.x;
   float sum = 0;
   for (size_t t = blockIdx.x * tile; t < packs; t += gridDim.x * tile) {
@@ -99,11 +98,10 @@ __global__ void bulk(const char *x, size_t bytes, float *out) {
   put(sum, out);
 }
 
-template <int BYTES, int STAGES> void launch_bulk(const float *x, size_t count, int blocks,
-                                                  float *out) {
-  DEV_CHECK(cudaFuncSetAttribute(bulk<BYTES, STAGES>,
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 BYTES * STAGES));
+template <int BYTES, int STAGES>
+void launch_bulk(const float *x, size_t count, int blocks, float *out) {
+  DEV_CHECK(cudaFuncSetAttribute(
+      bulk<BYTES, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES * STAGES));
   bulk<BYTES, STAGES><<<blocks, 256, BYTES * STAGES>>>((const char *)x, count * 4, out);
 }
 
@@ -116,7 +114,7 @@ int main() {
   const int sms = device.multiProcessorCount;
   kvl_cuda_queue queue = {};
   queue.sm_count = sms;
-  const size_t most = (size_t)1 << 30;   /* floats */
+  const size_t most = (size_t)1 << 30; /* floats */
   float *x = dev::randn<float>(most, 1), *out = dev::alloc<float>(8192);
   float *pieces = dev::alloc<float>((size_t)sms * 8);
   auto run = [&](int version, size_t count) {
@@ -128,8 +126,8 @@ int main() {
     if (version == 5) launch_bulk<32768, 6>(x, count, sms, out);
     if (version == 6) launch_bulk<16384, 6>(x, count, sms * 2, out);
     if (version == 7) {
-      kvl_reduce_args args = {x, out, 1, (int64_t)count, 1, pieces, KVL_REDUCE_SUM,
-                              KVL_DTYPE_F32, KVL_DTYPE_F32};
+      kvl_reduce_args args = {
+          x, out, 1, (int64_t)count, 1, pieces, KVL_REDUCE_SUM, KVL_DTYPE_F32, KVL_DTYPE_F32};
       kvl_cuda_reduce(&args, &queue);
     }
   };

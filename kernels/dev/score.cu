@@ -37,7 +37,7 @@ namespace {
 constexpr int BULK_STAGES = 6, BULK_ITEMS = 8, BULK_ROW = 4096 + 64;
 
 __global__ void __launch_bounds__(9 * 32, 1)
-score_bulk(const __grid_constant__ score_call a, int parts, int each) {
+    score_bulk(const __grid_constant__ score_call a, int parts, int each) {
   extern __shared__ __align__(128) char shared[];
   __shared__ uint64_t barriers[2 * BULK_STAGES];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = (int)a.heads / 8;
@@ -137,7 +137,7 @@ template <class T> void *random_rows(size_t count, uint64_t seed) {
 struct problem {
   score_call call;
   kvl::score_kind kind;
-  size_t bytes;   /* of the rows that are scored */
+  size_t bytes; /* of the rows that are scored */
   std::vector<void *> memory;
   ~problem() {
     for (void *p : memory) cudaFree(p);
@@ -182,13 +182,23 @@ void make(problem &p, kvl::score_kind kind, std::vector<int32_t> lens, int64_t g
   size_t count = (size_t)(blocks * rows * row);
   p.kind = kind;
   p.call = {p.own(dev::randn<Q>(seqs * kv_heads * group * head_dim, 5)),
-            p.own(random_rows<T>(count, 6)), p.own(dev::upload(tables)),
-            p.own(dev::upload(lens)), p.own(dev::alloc<float>(seqs * kv_heads * max_blocks)),
-            seqs, kv_heads * group, kv_heads, head_dim, max_blocks, blocks, rows * row,
-            kind == kvl::SCORE_MAX_QK ? block_size * head_dim : head_dim, block_size, join,
-            dtype_of<Q>, dtype_of<T>};
-  if (kind == kvl::SCORE_MINMAX)
-    order_minmax<<<1056, 256>>>((T *)p.call.rows, blocks, row);
+            p.own(random_rows<T>(count, 6)),
+            p.own(dev::upload(tables)),
+            p.own(dev::upload(lens)),
+            p.own(dev::alloc<float>(seqs * kv_heads * max_blocks)),
+            seqs,
+            kv_heads * group,
+            kv_heads,
+            head_dim,
+            max_blocks,
+            blocks,
+            rows * row,
+            kind == kvl::SCORE_MAX_QK ? block_size * head_dim : head_dim,
+            block_size,
+            join,
+            dtype_of<Q>,
+            dtype_of<T>};
+  if (kind == kvl::SCORE_MINMAX) order_minmax<<<1056, 256>>>((T *)p.call.rows, blocks, row);
   p.bytes = (size_t)used * row * sizeof(T) * (kind == kvl::SCORE_MINMAX ? 2 : 1);
 }
 
@@ -251,7 +261,7 @@ double error_of(const problem &p, const std::function<void()> &run) {
                      z = dev::download(size, count);
   run();
   std::vector<float> again = dev::download(a.scores, count);
-  double worst = memcmp(again.data(), x.data(), count * 4) ? 1e9 : 0;   /* not the same bits */
+  double worst = memcmp(again.data(), x.data(), count * 4) ? 1e9 : 0; /* not the same bits */
   for (size_t i = 0; i < count; i++) {
     double e = y[i] == x[i] ? 0 : fabs((double)x[i] - y[i]) / (1e-5 * z[i]);
     if (!(e <= 1e9)) e = 1e9;
@@ -263,7 +273,7 @@ double error_of(const problem &p, const std::function<void()> &run) {
 }
 
 const char *const KINDS[] = {"minmax", "mean", "max_qk", "tiles"};
-const char *const DTYPES[] = {"f32", "f16", "bf16", "f8e4m3"};   /* ORDER kvl_dtype */
+const char *const DTYPES[] = {"f32", "f16", "bf16", "f8e4m3"}; /* ORDER kvl_dtype */
 
 template <class T, class Q> void check(const kvl_cuda_queue *q, double &worst) {
   for (int kind = 0; kind < 3; kind++) {
@@ -294,8 +304,8 @@ void time_shape(dev::bench &b, const kvl_cuda_queue *q, double r, kvl::score_kin
   double e = error_of(p, [&] { launch(p, q); });
   double us = b.time([&] { launch(p, q); });
   printf("%-7s %-6s q %-4s group %2lld  %3d x %6d%s  %8.1f us  %.3f R  (error %.2f)\n",
-         KINDS[kind], DTYPES[dtype_of<T>], DTYPES[dtype_of<Q>], (long long)group, seqs, tokens,
-         ordered ? " in order" : "", us, p.bytes / us / r, e);
+         KINDS[kind], DTYPES[dtype_of<T>], DTYPES[dtype_of<Q>], (long long)group, seqs,
+         tokens, ordered ? " in order" : "", us, p.bytes / us / r, e);
 }
 
 /* Blocks that a block of threads takes. */

@@ -67,12 +67,14 @@ std::vector<int32_t> first_of(std::vector<int32_t> v, size_t n) {
 
 /* ---- checks ---------------------------------------------------------------------------- */
 
-void check_rmsnorm(int dtype, int weight_dtype, int64_t rows, int64_t dim, bool has_residual) {
+void check_rmsnorm(int dtype, int weight_dtype, int64_t rows, int64_t dim,
+                   bool has_residual) {
   tensor x(dtype, rows * dim), r(dtype, rows * dim), out(dtype, rows * dim);
   tensor w(weight_dtype, dim);
   std::vector<float> a = x.random(1).read(), b = r.random(2).read(), g = w.random(3).read();
-  kvl_rmsnorm_args args = {x.at, has_residual ? r.at : nullptr, w.at, out.at, rows, dim, 1e-5f,
-                           dtype, weight_dtype};
+  kvl_rmsnorm_args args = {
+      x.at,        has_residual ? r.at : nullptr, w.at, out.at, rows, dim, 1e-5f, dtype,
+      weight_dtype};
   kvl_cuda_rmsnorm(&args, &queue);
   std::vector<float> want(rows * dim);
   for (int64_t i = 0; i < rows; i++) {
@@ -148,16 +150,24 @@ struct cache {
   cache(int dtype, int64_t blocks, int kv_heads, int block_size, int head_dim)
       : kv(dtype, blocks * 2 * kv_heads * block_size * head_dim),
         k_scale(scales(kv_heads, 0.37f)), v_scale(scales(kv_heads, 0.011f)) {
-    view = {kv.at, blocks, kv_heads, block_size, head_dim, dtype, 0,
-            dtype == F8 ? k_scale.at : nullptr, dtype == F8 ? v_scale.at : nullptr};
+    view = {kv.at,
+            blocks,
+            kv_heads,
+            block_size,
+            head_dim,
+            dtype,
+            0,
+            dtype == F8 ? k_scale.at : nullptr,
+            dtype == F8 ? v_scale.at : nullptr};
   }
   size_t element(int64_t block, int half, int head, int token) const {
     return (((block * 2 + half) * view.kv_heads + head) * view.block_size + token) *
            (size_t)view.head_dim;
   }
   /* What append_kv writes to memory `to`, k and v being floats of the rows' dtype. */
-  void append(std::vector<float> &to, const std::vector<float> &k, const std::vector<float> &v,
-              int64_t block, int token, int64_t row, int head) const {
+  void append(std::vector<float> &to, const std::vector<float> &k,
+              const std::vector<float> &v, int64_t block, int token, int64_t row,
+              int head) const {
     if (block < 0 || block >= view.blocks) return;
     for (int half = 0; half < 2; half++)
       for (int d = 0; d < view.head_dim; d++) {
@@ -243,15 +253,17 @@ void check_blocks(int dtype, int mean_dtype, int heads, int size, int dim) {
         size_t row = (2 * rows[i] * (size_t)heads + h) * dim + d;
         want[row] = rounded(dtype, low);
         want[row + (size_t)heads * dim] = rounded(dtype, high);
-        want_mean[(rows[i] * (size_t)heads + h) * dim + d] = tokens[i] ? sum / tokens[i] : 0.f;
+        want_mean[(rows[i] * (size_t)heads + h) * dim + d] = tokens[i] ? sum / tokens[i]
+                                                                       : 0.f;
       }
   kvl_block_minmax_args a = {c.view, id_list.at, token_list.at, row_list.at, minmax.at, n, n};
   kvl_cuda_block_minmax(&a, &queue);
   expect(close(minmax.read(), want, 0, 0), "block_minmax", dtype, dim);
-  kvl_block_mean_args b = {c.view, id_list.at, token_list.at, row_list.at, mean.at, n, n,
-                           mean_dtype};
+  kvl_block_mean_args b = {c.view, id_list.at, token_list.at, row_list.at, mean.at,
+                           n,      n,          mean_dtype};
   kvl_cuda_block_mean(&b, &queue);
-  expect(close(mean.read(), want_mean, 1e-5, half_step(mean_dtype)), "block_mean", dtype, dim);
+  expect(close(mean.read(), want_mean, 1e-5, half_step(mean_dtype)), "block_mean", dtype,
+         dim);
 }
 
 void check_merge(int dtype, int64_t rows, int64_t dim) {
@@ -270,12 +282,12 @@ void check_merge(int dtype, int64_t rows, int64_t dim) {
   }
   DEV_CHECK(cudaMemcpy(la.at, u.data(), rows * 4, cudaMemcpyHostToDevice));
   DEV_CHECK(cudaMemcpy(lb.at, v.data(), rows * 4, cudaMemcpyHostToDevice));
-  kvl_merge_attention_args args = {a.at, b.at, (float *)la.at, (float *)lb.at, out.at,
-                                   (float *)lse.at, rows, dim, dtype};
+  kvl_merge_attention_args args = {
+      a.at, b.at, (float *)la.at, (float *)lb.at, out.at, (float *)lse.at, rows, dim, dtype};
   kvl_cuda_merge_attention(&args, &queue);
   expect(close(out.read(), want, 1e-6, half_step(dtype)), "merge_attention", dtype, dim);
   expect(close(lse.read(), want_lse, 1e-6, 1e-6), "merge_attention lse", dtype, dim);
-  args.out = a.at, args.lse = (float *)la.at;   /* in place */
+  args.out = a.at, args.lse = (float *)la.at; /* in place */
   kvl_cuda_merge_attention(&args, &queue);
   expect(a.bits() == out.bits() && la.bits() == lse.bits(), "merge in place", dtype, dim);
 }
@@ -295,7 +307,7 @@ void check_copies(int dtype, int heads, int size, int dim) {
   std::vector<int32_t> from_list, to_list;
   int64_t bytes = 0;
   for (int h = 0; h < heads; h++)
-    for (int i = 0; i < 5; i++) {   /* entry (head, i) */
+    for (int i = 0; i < 5; i++) { /* entry (head, i) */
       int32_t f = i == 2 ? -1 : i * 3 + h % 2, t = i == 4 ? 1 << 20 : 30 - i * 2 - h % 3 % 2;
       from_list.push_back(f);
       to_list.push_back(t);
@@ -333,8 +345,8 @@ void check_rope_append(int dtype, int from, int64_t tokens, int heads, int kv_he
   kvl_append_kv_args append = {want.view, k2.at, v.at, slots.at, tokens, from};
   kvl_cuda_append_kv(&append, &queue);
   std::vector<uint8_t> k_before = k.bits();
-  kvl_rope_append_args args = {c.view, q.at, k.at, v.at, positions.at, inv_freq.at, slots.at,
-                               tokens, heads, pairs, from};
+  kvl_rope_append_args args = {c.view,   q.at,   k.at,  v.at,  positions.at, inv_freq.at,
+                               slots.at, tokens, heads, pairs, from};
   kvl_cuda_rope_append(&args, &queue);
   expect(q.bits() == q2.bits(), "rope_append q", from, dim);
   expect(k.bits() == k_before, "rope_append k", from, dim);
@@ -403,19 +415,21 @@ void time_rows(dev::bench &b, int dtype, int64_t rows) {
   const size_t e = bytes_of(dtype);
   for (int64_t dim : {4096, 14336})
     for (bool residual : {false, true}) {
-      tensor x(dtype, rows * dim), r(dtype, rows * dim), w(dtype, dim), out(dtype, rows * dim);
+      tensor x(dtype, rows * dim), r(dtype, rows * dim), w(dtype, dim),
+          out(dtype, rows * dim);
       x.random(1), r.random(2), w.random(3);
-      kvl_rmsnorm_args a = {x.at, residual ? r.at : nullptr, w.at, out.at, rows, dim, 1e-5f,
-                            dtype, dtype};
-      time_of(b, words("rmsnorm %s [%lld, %lld]%s", DTYPES[dtype], (long long)rows,
-                       (long long)dim, residual ? " + residual" : ""),
+      kvl_rmsnorm_args a = {
+          x.at, residual ? r.at : nullptr, w.at, out.at, rows, dim, 1e-5f, dtype, dtype};
+      time_of(b,
+              words("rmsnorm %s [%lld, %lld]%s", DTYPES[dtype], (long long)rows,
+                    (long long)dim, residual ? " + residual" : ""),
               (double)rows * dim * e * (residual ? 4 : 2),
               [&] { kvl_cuda_rmsnorm(&a, &queue); });
     }
   tensor heads(dtype, rows * 32 * 128), head_weight(dtype, 128);
   heads.random(1), head_weight.random(2);
-  kvl_rmsnorm_args per_head = {heads.at, nullptr, head_weight.at, heads.at, rows * 32, 128,
-                               1e-5f, dtype, dtype};
+  kvl_rmsnorm_args per_head = {heads.at, nullptr, head_weight.at, heads.at, rows * 32,
+                               128,      1e-5f,   dtype,          dtype};
   time_of(b, words("rmsnorm %s [%lld, 128]", DTYPES[dtype], (long long)rows * 32),
           2. * rows * 32 * 128 * e, [&] { kvl_cuda_rmsnorm(&per_head, &queue); });
   tensor gate(dtype, rows * 14336), up(dtype, rows * 14336);
@@ -435,7 +449,7 @@ void time_tokens(dev::bench &b, int dtype, int cache_dtype, int64_t tokens) {
   list<float> inv_freq(frequencies(64));
   std::vector<int32_t> order = dev::shuffled((int32_t)blocks, 9);
   std::vector<int64_t> at(tokens);
-  for (int64_t t = 0; t < tokens; t++)   /* prefill: runs; decode: a block each */
+  for (int64_t t = 0; t < tokens; t++) /* prefill: runs; decode: a block each */
     at[t] = tokens > 300 ? order[t / 16] * 16ll + t % 16
                          : order[t % blocks] * 16ll + t / blocks;
   list<int64_t> slots(at);
@@ -455,8 +469,8 @@ void time_tokens(dev::bench &b, int dtype, int cache_dtype, int64_t tokens) {
             kvl_cuda_rope(&rk, &queue);
             kvl_cuda_append_kv(&append, &queue);
           });
-  kvl_rope_append_args fused = {c.view, q.at, k.at, v.at, positions.at, inv_freq.at, slots.at,
-                                tokens, 32, 64, dtype};
+  kvl_rope_append_args fused = {c.view,   q.at,   k.at, v.at, positions.at, inv_freq.at,
+                                slots.at, tokens, 32,   64,   dtype};
   time_of(b, words("rope_append %s -> %s [%lld]", d, cd, (long long)tokens),
           q_bytes + append_bytes, [&] { kvl_cuda_rope_append(&fused, &queue); });
 }
@@ -471,7 +485,8 @@ void time_blocks(dev::bench &b, int dtype, int64_t n) {
   tensor minmax(dtype, blocks * 2 * 8 * 128);
   tensor mean(dtype == F8 ? BF16 : dtype, blocks * 8 * 128);
   kvl_block_minmax_args a = {c.view, ids.at, tokens.at, nullptr, minmax.at, n, blocks};
-  kvl_block_mean_args m = {c.view, ids.at, tokens.at, nullptr, mean.at, n, blocks, mean.dtype};
+  kvl_block_mean_args m = {c.view,  ids.at, tokens.at, nullptr,
+                           mean.at, n,      blocks,    mean.dtype};
   time_of(b, words("block_minmax %s, %lld blocks", DTYPES[dtype], (long long)n),
           18. * n * 1024 * e, [&] { kvl_cuda_block_minmax(&a, &queue); });
   time_of(b, words("block_mean %s, %lld blocks", DTYPES[dtype], (long long)n),
@@ -500,7 +515,7 @@ __global__ void empty_kernel() {}
 
 }  // namespace
 
-int main(int argc, char **) {   /* with an argument: times alone */
+int main(int argc, char **) { /* with an argument: times alone */
   cudaDeviceProp prop;
   DEV_CHECK(cudaGetDeviceProperties(&prop, 0));
   queue.sm_count = prop.multiProcessorCount;

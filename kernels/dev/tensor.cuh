@@ -9,9 +9,12 @@
 
 namespace {
 
-const char *const DTYPES[] = {"f32", "f16", "bf16", "f8e4m3"};   /* ORDER kvl_dtype */
+const char *const DTYPES[] = {"f32", "f16", "bf16", "f8e4m3"}; /* ORDER kvl_dtype */
 enum {
-  F32 = KVL_DTYPE_F32, F16 = KVL_DTYPE_F16, BF16 = KVL_DTYPE_BF16, F8 = KVL_DTYPE_F8E4M3,
+  F32 = KVL_DTYPE_F32,
+  F16 = KVL_DTYPE_F16,
+  BF16 = KVL_DTYPE_BF16,
+  F8 = KVL_DTYPE_F8E4M3,
 };
 size_t bytes_of(int dtype) { return dtype == F32 ? 4 : dtype == F8 ? 1 : 2; }
 
@@ -31,11 +34,9 @@ __global__ void cast_kernel(const From *from, To *to, size_t n) {
     to[i] = kvl::convert<To>(from[i]);
 }
 int cast(const void *from, int from_dtype, void *to, int to_dtype, size_t n) {
-  KVL_CUDA_BY_ANY(from_dtype, From, {
-    KVL_CUDA_BY_ANY(to_dtype, To, {
-      cast_kernel<<<1056, 256>>>((const From *)from, (To *)to, n);
-    })
-  })
+  KVL_CUDA_BY_ANY(from_dtype, From, {KVL_CUDA_BY_ANY(to_dtype, To, {
+                    cast_kernel<<<1056, 256>>>((const From *)from, (To *)to, n);
+                  })})
   return KVL_OK;
 }
 
@@ -44,7 +45,7 @@ struct tensor {
   void *at;
   int dtype;
   size_t count;
-  tensor(int dtype_, size_t count_) : dtype(dtype_), count(count_) {   /* poisoned */
+  tensor(int dtype_, size_t count_) : dtype(dtype_), count(count_) { /* poisoned */
     at = dev::alloc<char>(std::max<size_t>(count * bytes_of(dtype), 16));
   }
   tensor(const tensor &) = delete;

@@ -16,20 +16,23 @@
 namespace {
 
 enum {
-  BF16 = KVL_DTYPE_BF16, F16 = KVL_DTYPE_F16, F32 = KVL_DTYPE_F32, F8 = KVL_DTYPE_F8E4M3
+  BF16 = KVL_DTYPE_BF16,
+  F16 = KVL_DTYPE_F16,
+  F32 = KVL_DTYPE_F32,
+  F8 = KVL_DTYPE_F8E4M3
 };
 /* Which tokens: every row others; at random; a row's and 7/8 of the row's before it. */
 enum choice { DISTINCT, RANDOM, NEAR };
 
 struct problem {
   const char *name;
-  int rows, k, tokens;               /* tokens: of the cache */
+  int rows, k, tokens; /* tokens: of the cache */
   choice lists = DISTINCT;
   int heads = 32, kv_heads = 8, head_dim = 128, block_size = 16;
   int dtype = BF16, cache_dtype = BF16;
   bool per_head = false;
-  int holes = 0;                     /* one entry of so many is nothing */
-  int growing = 0;                   /* row r has r * growing entries */
+  int holes = 0;   /* one entry of so many is nothing */
+  int growing = 0; /* row r has r * growing entries */
 };
 
 size_t bytes_of(int dtype) { return dtype == F32 ? 4 : dtype == F8 ? 1 : 2; }
@@ -57,7 +60,8 @@ std::vector<int32_t> make_lists(const problem &p) {
         if (nothing || (p.growing && i >= r * p.growing)) row[i] = i % 2 ? -1 : p.tokens + i;
       }
       /* as an indexer gives them: ascending, and so block after block */
-      std::sort(row.begin(), row.end(), [](int a, int b) { return (unsigned)a < (unsigned)b; });
+      std::sort(row.begin(), row.end(),
+                [](int a, int b) { return (unsigned)a < (unsigned)b; });
       if (p.holes) std::reverse(row.begin(), row.end());
       all.insert(all.end(), row.begin(), row.end());
     }
@@ -76,10 +80,12 @@ __global__ void reference(kvl_token_attention_args t, double *out, double *lse) 
   const kvl_cache_view &c = t.cache;
   const int64_t row = blockIdx.x / t.heads, head = blockIdx.x % t.heads;
   const int64_t kv_head = head / (t.heads / c.kv_heads);
-  const int32_t *list = t.slots + (row * t.slot_heads + (t.slot_heads > 1 ? kv_head : 0)) * t.k;
+  const int32_t *list = t.slots +
+                        (row * t.slot_heads + (t.slot_heads > 1 ? kv_head : 0)) * t.k;
   auto at = [&](int64_t slot, int half) {
     return (((slot / c.block_size * 2 + half) * c.kv_heads + kv_head) * c.block_size +
-            slot % c.block_size) * c.head_dim;
+            slot % c.block_size) *
+           c.head_dim;
   };
   for (int i = threadIdx.x; i < t.k; i += blockDim.x) {
     const int64_t slot = list[i];
@@ -111,8 +117,9 @@ __global__ void reference(kvl_token_attention_args t, double *out, double *lse) 
 __global__ void __launch_bounds__(256) gather(kvl_token_attention_args t, uint32_t *out) {
   const kvl_cache_view &c = t.cache;
   const int64_t row = blockIdx.x, kv_head = blockIdx.y;
-  const int lanes = (int)(c.head_dim * (c.dtype == F8 ? 1 : 2)) / 16;   /* a row */
-  const int side = threadIdx.x / lanes, sides = blockDim.x / lanes, piece = threadIdx.x % lanes;
+  const int lanes = (int)(c.head_dim * (c.dtype == F8 ? 1 : 2)) / 16; /* a row */
+  const int side = threadIdx.x / lanes, sides = blockDim.x / lanes,
+            piece = threadIdx.x % lanes;
   const int32_t *list = t.slots + row * t.k;
   const int split = blockIdx.z, each = (int)(t.k / gridDim.z);
   const int64_t half = (int64_t)c.kv_heads * c.block_size * lanes;
@@ -135,8 +142,15 @@ struct setting {
   explicit setting(const problem &p) {
     const size_t kv = (size_t)p.tokens * 2 * p.kv_heads * p.head_dim;
     count = (size_t)p.rows * p.heads * p.head_dim;
-    t.cache = {randn_of(p.cache_dtype, kv, 1), p.tokens / p.block_size, p.kv_heads,
-               p.block_size, p.head_dim, p.cache_dtype, 0, nullptr, nullptr};
+    t.cache = {randn_of(p.cache_dtype, kv, 1),
+               p.tokens / p.block_size,
+               p.kv_heads,
+               p.block_size,
+               p.head_dim,
+               p.cache_dtype,
+               0,
+               nullptr,
+               nullptr};
     if (p.cache_dtype == F8) {
       std::vector<float> scales(p.kv_heads);
       for (int i = 0; i < p.kv_heads; i++) scales[i] = 0.5f + 0.25f * i;
@@ -153,8 +167,13 @@ struct setting {
     t.k = p.k;
     t.scale = 1.f / sqrtf((float)p.head_dim);
     t.dtype = t.out_dtype = p.dtype;
-    owned = {t.cache.kv, (void *)t.q, (void *)t.slots, t.out, t.lse,
-             (void *)t.cache.k_scale, (void *)t.cache.v_scale};
+    owned = {t.cache.kv,
+             (void *)t.q,
+             (void *)t.slots,
+             t.out,
+             t.lse,
+             (void *)t.cache.k_scale,
+             (void *)t.cache.v_scale};
   }
   ~setting() {
     for (void *p : owned) cudaFree(p);
@@ -226,8 +245,8 @@ void time_all(const kvl_cuda_queue &q) {
   printf("R %.0f GB/s\n%-34s %9s %9s %8s %9s %8s\n", r * 1e-3, "", "us", "limit us", "GB/s",
          "gather us", "TFLOP/s");
   std::vector<problem> all;
-  for (int rows : {1, 4, 16, 32, 64}) all.push_back({"decode, tokens of its own", rows, 2048,
-                                                     131072});
+  for (int rows : {1, 4, 16, 32, 64})
+    all.push_back({"decode, tokens of its own", rows, 2048, 131072});
   for (int tokens : {16384, 65536}) {
     all.push_back({"prefill, at random", 4096, 2048, tokens, RANDOM});
     all.push_back({"prefill, 7/8 shared", 4096, 2048, tokens, NEAR});
@@ -245,7 +264,8 @@ void time_all(const kvl_cuda_queue &q) {
     const dim3 grid(p.rows, p.kv_heads, p.rows < 32 ? 32 / p.rows : 1);
     const double read = bench.time([&] { gather<<<grid, 256>>>(s.t, sink); }, false,
                                    small ? 30 : 5);
-    const double bytes = 2.0 * p.rows * p.k * p.kv_heads * p.head_dim * bytes_of(p.cache_dtype);
+    const double bytes = 2.0 * p.rows * p.k * p.kv_heads * p.head_dim *
+                         bytes_of(p.cache_dtype);
     const double flops = 4.0 * p.rows * p.k * p.heads * p.head_dim;
     printf("%-24s %4d of %6d %9.1f %9.1f %8.0f %9.1f %8.1f\n", p.name, p.rows, p.tokens, us,
            bytes / r, bytes / us * 1e-3, read, flops / us * 1e-6);

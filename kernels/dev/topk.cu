@@ -30,7 +30,7 @@ namespace {
 /* ---- version 1: a block a row, three passes of 11, 11 and 10 bits over all of it ------ */
 
 __global__ void __launch_bounds__(1024)
-select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
+    select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
   using namespace kvl;
   constexpr int DIGITS = 2048;
   __shared__ int counts[DIGITS], warp_sums[WARP], found[2];
@@ -38,7 +38,7 @@ select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, warps = 1024 / WARP;
   scores += (int64_t)blockIdx.x * n;
   selection += (int64_t)blockIdx.x * wanted;
-  uint32_t edge = 0;   /* keys above it are taken, and the first `ties` of its equals */
+  uint32_t edge = 0; /* keys above it are taken, and the first `ties` of its equals */
   int ties = wanted, shift = 32;
   for (int pass = 0; pass < 3; pass++) {
     const int bits = pass < 2 ? 11 : 10, digits = 1 << bits, shift_above = shift;
@@ -58,7 +58,7 @@ select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
     if (lane == WARP - 1) warp_sums[warp] = upto;
     __syncthreads();
     for (int w = 0; w < warp; w++) upto += warp_sums[w];
-    if (top >= 0 && upto >= ties && upto - sum < ties) {   /* one thread */
+    if (top >= 0 && upto >= ties && upto - sum < ties) { /* one thread */
       int taken = upto - sum, digit = top;
       while (taken + counts[digit] < ties) taken += counts[digit--];
       found[0] = digit;
@@ -89,7 +89,8 @@ select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
     unsigned is_equal = __ballot_sync(ALL_LANES, inside && key == edge);
     int rank_equal = equal + __popc(is_equal & before);
     bool taken = inside && (key > edge || (key == edge && rank_equal < ties));
-    if (taken) selection[above + __popc(is_above & before) + min(rank_equal, ties)] = i + lane;
+    if (taken)
+      selection[above + __popc(is_above & before) + min(rank_equal, ties)] = i + lane;
     above += __popc(is_above);
     equal += __popc(is_equal);
   }
@@ -98,8 +99,23 @@ select_blocks1(const float *scores, int n, int wanted, int32_t *selection) {
 /* ---- data and reference --------------------------------------------------------------- */
 
 enum kind {
-  NORMAL, CLUSTERED, EQUAL, MANY_EQUAL, ALL_NAN, MINUS_INF, PADDED, ZEROS, DENORMAL, ANY_BITS,
-  RISING, FALLING, OUTLIER, ODD, SEVEN, UNLIKE_SAMPLE, KINDS
+  NORMAL,
+  CLUSTERED,
+  EQUAL,
+  MANY_EQUAL,
+  ALL_NAN,
+  MINUS_INF,
+  PADDED,
+  ZEROS,
+  DENORMAL,
+  ANY_BITS,
+  RISING,
+  FALLING,
+  OUTLIER,
+  ODD,
+  SEVEN,
+  UNLIKE_SAMPLE,
+  KINDS
 };
 
 std::vector<float> make(kind kind, int rows, int n, unsigned seed) {
@@ -276,14 +292,20 @@ __global__ void nothing() {}
 
 int main(int argc, char **) {
   call c;
-  const int shapes[][3] = {
-      {3, 1, 1}, {3, 2, 1}, {3, 33, 7}, {3, 100, 100}, {3, 1000, 100}, {3, 2048, 205},
-      {2, 2047, 2046}, {3, 4099, 4099}, {3, 5000, 1}, {3, 8192, 256}, {200, 3000, 500},
-      {3, 8191, 5000}, {3, 16001, 3}, {64, 16384, 2048}, {2, 65536, 20000}, {2, 65535, 64},
-      {80, 20000, 1500}, {3, 131072, 2048}, {1, 131071, 100000}, {2, 300001, 4096},
-      {1, 1 << 20, 2048}, {1, (1 << 20) + 77, 300}, {40, 200000, 1000}};
-  const bool is_short = argc > 1;   /* under compute-sanitizer */
-  const int shared[] = {c.q.shared_optin, 163 << 10};   /* the second without clusters */
+  const int shapes[][3] = {{3, 1, 1},           {3, 2, 1},
+                           {3, 33, 7},          {3, 100, 100},
+                           {3, 1000, 100},      {3, 2048, 205},
+                           {2, 2047, 2046},     {3, 4099, 4099},
+                           {3, 5000, 1},        {3, 8192, 256},
+                           {200, 3000, 500},    {3, 8191, 5000},
+                           {3, 16001, 3},       {64, 16384, 2048},
+                           {2, 65536, 20000},   {2, 65535, 64},
+                           {80, 20000, 1500},   {3, 131072, 2048},
+                           {1, 131071, 100000}, {2, 300001, 4096},
+                           {1, 1 << 20, 2048},  {1, (1 << 20) + 77, 300},
+                           {40, 200000, 1000}};
+  const bool is_short = argc > 1;                     /* under compute-sanitizer */
+  const int shared[] = {c.q.shared_optin, 163 << 10}; /* the second without clusters */
   for (auto &s : shapes)
     for (int k = 0; k < KINDS; k++) {
       size_t numbers = (size_t)s[0] * s[1];
@@ -303,12 +325,12 @@ int main(int argc, char **) {
   printf("cold and warm L2, us; an empty launch %.1f %.1f\n", b.time(empty),
          b.time(empty, true));
   const int timed[][4] = {
-      {1, 8192, 256, NORMAL}, {64, 8192, 2048, NORMAL}, {1, 131072, 2048, NORMAL},
-      {64, 131072, 2048, NORMAL}, {64, 131072, 2048, CLUSTERED}, {128, 2048, 205, NORMAL},
-      {8, 2048, 128, NORMAL}, {128, 2048, 614, NORMAL}, {1, 8192, 2458, NORMAL},
-      {64, 8192, 2458, NORMAL}, {64, 65536, 19661, NORMAL}, {64, 32768, 2048, NORMAL},
-      {64, 16384, 2048, NORMAL}, {1, 1 << 20, 2048, NORMAL}, {8, 1 << 20, 2048, NORMAL},
-      {512, 8192, 512, NORMAL}, {64, 131072, 2048, PADDED}, {64, 131072, 2048, SEVEN},
-      {64, 131072, 2048, OUTLIER}, {64, 131072, 10000, PADDED}, {1, 131072, 2048, EQUAL}};
+      {1, 8192, 256, NORMAL},      {64, 8192, 2048, NORMAL},      {1, 131072, 2048, NORMAL},
+      {64, 131072, 2048, NORMAL},  {64, 131072, 2048, CLUSTERED}, {128, 2048, 205, NORMAL},
+      {8, 2048, 128, NORMAL},      {128, 2048, 614, NORMAL},      {1, 8192, 2458, NORMAL},
+      {64, 8192, 2458, NORMAL},    {64, 65536, 19661, NORMAL},    {64, 32768, 2048, NORMAL},
+      {64, 16384, 2048, NORMAL},   {1, 1 << 20, 2048, NORMAL},    {8, 1 << 20, 2048, NORMAL},
+      {512, 8192, 512, NORMAL},    {64, 131072, 2048, PADDED},    {64, 131072, 2048, SEVEN},
+      {64, 131072, 2048, OUTLIER}, {64, 131072, 10000, PADDED},   {1, 131072, 2048, EQUAL}};
   for (auto &t : timed) time_all(c, b, t[0], t[1], t[2], (kind)t[3]);
 }

@@ -35,10 +35,14 @@ std::vector<float> make(kind kind, size_t rows, size_t n, unsigned seed) {
   for (size_t at = 0; at < x.size(); at++) {
     float u = (bits() + 1.f) * 0x1p-31f, v = bits() * 0x1p-31f;
     float normal = sqrtf(-2 * logf(u)) * cosf(6.2831853f * v);
-    x[at] = kind == NORMAL ? normal : kind == CLUSTERED ? 1 + 1e-3f * normal
-          : kind == EQUAL ? 2.5f : kind == SEVEN ? (float)(bits() % 7)
-          : kind == ODD ? odd[bits() % 10] : kind == RISING ? (float)(at % n)
-          : bits() % 50 ? -1.f : normal;
+    x[at] = kind == NORMAL      ? normal
+            : kind == CLUSTERED ? 1 + 1e-3f * normal
+            : kind == EQUAL     ? 2.5f
+            : kind == SEVEN     ? (float)(bits() % 7)
+            : kind == ODD       ? odd[bits() % 10]
+            : kind == RISING    ? (float)(at % n)
+            : bits() % 50       ? -1.f
+                                : normal;
   }
   return x;
 }
@@ -68,8 +72,8 @@ struct shape {
 /* One call's memory, for the largest shape. */
 struct call {
   static constexpr size_t MOST = (size_t)1 << 29, OUT = (size_t)1 << 24;
-  float *logits = dev::alloc<float>(MOST), *values[2] = {dev::alloc<float>(OUT),
-                                                         dev::alloc<float>(OUT)};
+  float *logits = dev::alloc<float>(MOST),
+        *values[2] = {dev::alloc<float>(OUT), dev::alloc<float>(OUT)};
   int32_t *out = dev::alloc<int32_t>(OUT);
   int32_t *positions[2] = {dev::alloc<int32_t>(OUT), dev::alloc<int32_t>(OUT)};
   int32_t *starts = dev::alloc<int32_t>(1 << 16), *lens = dev::alloc<int32_t>(1 << 16);
@@ -99,9 +103,18 @@ struct call {
     const char *at = (const char *)logits;
     for (int first = 0; first < s.n; first += tile, now = 1 - now) {
       int n = std::min(tile, s.n - first);
-      kvl_topk_merge_args a = {at, has_starts ? starts : nullptr, lens, values[now],
-                               positions[now], values[1 - now], positions[1 - now], s.rows, n,
-                               s.k, first, dtype};
+      kvl_topk_merge_args a = {at,
+                               has_starts ? starts : nullptr,
+                               lens,
+                               values[now],
+                               positions[now],
+                               values[1 - now],
+                               positions[1 - now],
+                               s.rows,
+                               n,
+                               s.k,
+                               first,
+                               dtype};
       kvl_cuda_topk_merge(&a, &q);
       at += (size_t)s.rows * n * (dtype == KVL_DTYPE_BF16 ? 2 : 4);
     }
@@ -214,7 +227,7 @@ void time_all(call &c, dev::bench &b, shape s, kind kind, bool is_causal) {
       both("", [&] { c.merge_all(s, tile, false, KVL_DTYPE_F32); });
     }
   auto half = c.transform_args(s, false, KVL_DTYPE_BF16, {});
-  std::vector<float> x = make(kind, 1, s.n, 7);     /* every row the same in bf16 */
+  std::vector<float> x = make(kind, 1, s.n, 7); /* every row the same in bf16 */
   if (numbers <= 1 << 24) {
     std::vector<float> all;
     for (int r = 0; r < s.rows; r++) all.insert(all.end(), x.begin(), x.end());
@@ -230,10 +243,11 @@ __global__ void nothing() {}
 
 int main(int argc, char **) {
   call c;
-  const bool is_short = argc > 1;   /* under compute-sanitizer */
-  const shape shapes[] = {{3, 1, 1}, {5, 33, 7}, {9, 1000, 100}, {7, 2047, 2046},
-                          {40, 3000, 256}, {8, 9000, 2048}, {3, 20000, 2048},
-                          {2, 70001, 5000}, {60, 16385, 512}, {1, 300001, 2048}};
+  const bool is_short = argc > 1; /* under compute-sanitizer */
+  const shape shapes[] = {{3, 1, 1},        {5, 33, 7},       {9, 1000, 100},
+                          {7, 2047, 2046},  {40, 3000, 256},  {8, 9000, 2048},
+                          {3, 20000, 2048}, {2, 70001, 5000}, {60, 16385, 512},
+                          {1, 300001, 2048}};
   for (auto &s : shapes)
     for (int k = 0; k < KINDS; k++) {
       if (is_short && ((size_t)s.rows * s.n > 100000 || k % 3)) continue;
@@ -246,8 +260,8 @@ int main(int argc, char **) {
   auto empty = [] { nothing<<<1, 32>>>(); };
   printf("cold and warm L2, us; an empty launch %.1f %.1f\n", b.time(empty),
          b.time(empty, true));
-  const shape timed[] = {{1, 8192, 2048}, {64, 8192, 2048}, {1, 131072, 2048},
-                         {64, 131072, 2048}, {1, 1 << 20, 2048}, {64, 1 << 20, 2048},
+  const shape timed[] = {{1, 8192, 2048},      {64, 8192, 2048},     {1, 131072, 2048},
+                         {64, 131072, 2048},   {1, 1 << 20, 2048},   {64, 1 << 20, 2048},
                          {512, 1 << 20, 2048}, {4096, 131072, 2048}, {4096, 16384, 2048}};
   for (auto &s : timed) time_all(c, b, s, NORMAL, false);
   time_all(c, b, {64, 131072, 2048}, CLUSTERED, false);

@@ -36,8 +36,8 @@ using namespace kvl;
 static kvl_cuda_queue queue_of_device() {
   kvl_cuda_queue q = {};
   DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, 0));
-  DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                   0));
+  DEV_CHECK(
+      cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
   return q;
 }
 
@@ -80,12 +80,15 @@ __global__ void slow_attention(kvl_vllm_attention_args a, double *out) {
 
 /* ---- one case ---------------------------------------------------------------------- */
 
-struct sizes { int seqs, heads, kv_heads, dim, size, max_len; };
+struct sizes {
+  int seqs, heads, kv_heads, dim, size, max_len;
+};
 
 /* f8e4m3 numbers from normal ones; others as they are drawn. */
 template <class C> __global__ void to_cache(const float *from, C *to, size_t n) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n;
-       i += (size_t)gridDim.x * blockDim.x) to[i] = convert<C>(from[i]);
+       i += (size_t)gridDim.x * blockDim.x)
+    to[i] = convert<C>(from[i]);
 }
 template <class C> C *random_cache(size_t n, uint64_t seed) {
   C *p = dev::alloc<C>(n);
@@ -112,9 +115,11 @@ __global__ void spoil(kvl_vllm_view c, const int32_t *tables, const int32_t *len
       }
 }
 
-template <class T> constexpr int dtype_of =
-    same<T, float> ? KVL_DTYPE_F32 : same<T, __half> ? KVL_DTYPE_F16
-    : same<T, f8e4m3> ? KVL_DTYPE_F8E4M3 : KVL_DTYPE_BF16;
+template <class T>
+constexpr int dtype_of = same<T, float>    ? KVL_DTYPE_F32
+                         : same<T, __half> ? KVL_DTYPE_F16
+                         : same<T, f8e4m3> ? KVL_DTYPE_F8E4M3
+                                           : KVL_DTYPE_BF16;
 
 template <class T, class C> struct problem {
   kvl_vllm_attention_args a = {};
@@ -154,10 +159,10 @@ template <class T, class C> struct problem {
     DEV_CHECK(cudaDeviceSynchronize());
   }
   ~problem() {
-    for (const void *p : { (const void *)a.cache.keys, (const void *)a.cache.values, a.q,
-                           (const void *)a.tables, (const void *)a.lens, (const void *)a.out,
-                           (const void *)a.alibi, (const void *)a.cache.k_scale,
-                           (const void *)a.cache.v_scale, (const void *)workspace })
+    for (const void *p : {(const void *)a.cache.keys, (const void *)a.cache.values, a.q,
+                          (const void *)a.tables, (const void *)a.lens, (const void *)a.out,
+                          (const void *)a.alibi, (const void *)a.cache.k_scale,
+                          (const void *)a.cache.v_scale, (const void *)workspace})
       DEV_CHECK(cudaFree((void *)p));
   }
   void choose(int version) {
@@ -186,17 +191,17 @@ template <class T, class C> struct problem {
 };
 
 template <class T, class C> void check_all(const char *name, kvl_cuda_queue *q) {
-  const std::vector<int32_t> lens = { 0, 1, 15, 511, 512, 513, 1025, 1033 };
+  const std::vector<int32_t> lens = {0, 1, 15, 511, 512, 513, 1025, 1033};
   double worst = 0;
   int cases = 0;
-  for (int dim : { 32, 64, 80, 96, 112, 120, 128, 192, 256 })
-    for (int size : { 8, 16, 32 })
+  for (int dim : {32, 64, 80, 96, 112, 120, 128, 192, 256})
+    for (int size : {8, 16, 32})
       for (int variant = 0; variant < 3; variant++) {
         if (dim % (16 / sizeof(C))) continue;
-        int group = 1 << variant * variant;   /* 1, 2, 16 */
-        sizes z = { (int)lens.size(), 2 * group, 2, dim, size, 1100 };
+        int group = 1 << variant * variant; /* 1, 2, 16 */
+        sizes z = {(int)lens.size(), 2 * group, 2, dim, size, 1100};
         problem<T, C> p(z, lens, variant == 1, variant > 0);
-        for (int version : { 1, 2 }) {
+        for (int version : {1, 2}) {
           p.choose(version);
           double off = p.check(q);
           if (!(off <= 2))
@@ -211,8 +216,8 @@ template <class T, class C> void check_all(const char *name, kvl_cuda_queue *q) 
 
 /* The longest sequence that V1 takes on an H100, and one that it has to refuse in words. */
 void check_limit(kvl_cuda_queue *q) {
-  for (int len : { 58000, 58032 }) {
-    problem<__nv_bfloat16, __nv_bfloat16> p({ 1, 1, 1, 64, 16, len }, { len }, false, false);
+  for (int len : {58000, 58032}) {
+    problem<__nv_bfloat16, __nv_bfloat16> p({1, 1, 1, 64, 16, len}, {len}, false, false);
     p.choose(1);
     if (len == 58000) printf("V1 of %d tokens is off by %.2f roundings\n", len, p.check(q));
     else if (kvl_cuda_vllm_attention(&p.a, q) >= 0) puts("WRONG: V1 took 58032 tokens");
@@ -230,7 +235,7 @@ template <class C> uint32_t bits_of(C x) {
 template <class C, class From> C stored_by_host(From x, float scale) {
   if constexpr (same<C, From>) return x;
   else if constexpr (same<C, f8e4m3>)
-    return { __nv_cvt_float_to_fp8((float)x / scale, __NV_SATFINITE, __NV_E4M3) };
+    return {__nv_cvt_float_to_fp8((float)x / scale, __NV_SATFINITE, __NV_E4M3)};
   else return C((float)x);
 }
 
@@ -239,7 +244,7 @@ template <class From, class C> void check_append(const char *name, kvl_cuda_queu
   const int blocks = 9, heads = 3, dim = 80, size = 16, x = 16 / sizeof(C);
   const int slots = blocks * size;
   const size_t rows = (size_t)slots * heads * dim;
-  const float scales[] = { 0.37f, 3.f };
+  const float scales[] = {0.37f, 3.f};
   kvl_vllm_append_args a = {};
   std::vector<int64_t> to(slots);
   std::vector<int32_t> order = dev::shuffled(slots, 7);
@@ -271,8 +276,8 @@ template <class From, class C> void check_append(const char *name, kvl_cuda_queu
       for (int d = 0; d < dim; d++) {
         const size_t slice = (to[t] / size * heads + h) * size * dim, token = to[t] % size;
         const size_t from = ((size_t)t * heads + h) * dim + d;
-        want_keys[slice + (d / x * size + token) * x + d % x] =
-            stored_by_host<C>(k[from], scales[0]);
+        want_keys[slice + (d / x * size + token) * x + d % x] = stored_by_host<C>(k[from],
+                                                                                  scales[0]);
         want_values[slice + d * size + token] = stored_by_host<C>(v[from], scales[1]);
       }
   int wrong = 0;
@@ -297,7 +302,7 @@ void time_append(dev::bench &b, kvl_cuda_queue *q) {
   a.k = dev::randn<__nv_bfloat16>(rows, 1);
   a.v = dev::randn<__nv_bfloat16>(rows, 2);
   a.tokens = tokens;
-  for (int run : { 16, 1 }) {   /* neighbours that stay together */
+  for (int run : {16, 1}) { /* neighbours that stay together */
     std::vector<int32_t> order = dev::shuffled(tokens / run, 3);
     std::vector<int64_t> slots(tokens);
     for (int i = 0; i < tokens; i++) slots[i] = (int64_t)order[i / run] * run + i % run;
@@ -311,7 +316,7 @@ int main(int argc, char **argv) {
   kvl_cuda_queue q = queue_of_device();
   const int version = argc > 1 ? atoi(argv[1]) : 0;
   if (version > 0) {
-    problem<__nv_bfloat16, __nv_bfloat16> p({ 16, 32, 8, 128, 16, 32768 },
+    problem<__nv_bfloat16, __nv_bfloat16> p({16, 32, 8, 128, 16, 32768},
                                             std::vector<int32_t>(16, 32768), false, false);
     p.choose(version);
     for (int i = 0; i < 2; i++) kvl_cuda_vllm_attention(&p.a, &q);
@@ -337,17 +342,20 @@ int main(int argc, char **argv) {
   printf("R %.0f GB/s\n", b.read_bandwidth() * 1e-3);
   time_append(b, &q);
   printf("%10s %10s %10s\n", "", "V1 us", "V2 us");
-  const int shapes[][2] = { { 16, 32768 }, { 1, 32768 }, { 1, 131072 }, { 8, 4096 },
-    { 16, 8192 }, { 64, 4096 }, { 1, 1024 }, { 1, 2048 }, { 1, 4096 }, { 1, 8192 },
-    { 1, 16384 }, { 4, 1024 }, { 4, 4096 }, { 4, 16384 }, { 16, 1024 }, { 16, 2048 },
-    { 16, 4096 }, { 16, 16384 }, { 64, 1024 }, { 64, 2048 }, { 64, 8192 } };
+  const int shapes[][2] = {
+      {16, 32768}, {1, 32768}, {1, 131072}, {8, 4096},   {16, 8192}, {64, 4096}, {1, 1024},
+      {1, 2048},   {1, 4096},  {1, 8192},   {1, 16384},  {4, 1024},  {4, 4096},  {4, 16384},
+      {16, 1024},  {16, 2048}, {16, 4096},  {16, 16384}, {64, 1024}, {64, 2048}, {64, 8192}};
   for (auto &s : shapes) {
-    sizes z = { s[0], 32, 8, 128, 16, s[1] };
+    sizes z = {s[0], 32, 8, 128, 16, s[1]};
     problem<__nv_bfloat16, __nv_bfloat16> p(z, std::vector<int32_t>(s[0], s[1]), false,
                                             false);
     printf("%4d x%5dK", s[0], s[1] >> 10);
-    for (int version : { 1, 2 }) {
-      if (version == 1 && s[1] > 57000) { printf(" %10s", "-"); continue; }
+    for (int version : {1, 2}) {
+      if (version == 1 && s[1] > 57000) {
+        printf(" %10s", "-");
+        continue;
+      }
       p.choose(version);
       if (s[1] <= 8192 && p.check(&q) > 2) printf(" WRONG");
       printf(" %10.1f", b.time([&] { kvl_cuda_vllm_attention(&p.a, &q); }));

@@ -155,8 +155,8 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
                      "no memory on %s for %zu bytes: %lld bytes are in live tensors",
                      dev->name, want, (long long)dev->stats.bytes_live);
   }
-  *s = (kvl_storage){.device = dev, .ptr = p, .bytes = want, .refs = 1,
-                     .home = stream, .size_class = class};
+  *s = (kvl_storage){
+      .device = dev, .ptr = p, .bytes = want, .refs = 1, .home = stream, .size_class = class};
   if (dev->recording) keep(s);
   count_live(dev, s, 1);
   poison(dev, s);
@@ -170,10 +170,14 @@ int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
   if (status < 0) return status;
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return KVL_ERR_NO_MEMORY;
-  *s = (kvl_storage){.device = dev, .bytes = bytes ? bytes : 1, .refs = 1,
-                     .home = dev->current->id, .size_class = KVL__PINNED};
-  status = kvl__allocation_fails() ? KVL_ERR_NO_MEMORY
-           : dev->backend->host_alloc(dev->ctx, s->bytes, huge_pages, &s->ptr);
+  *s = (kvl_storage){.device = dev,
+                     .bytes = bytes ? bytes : 1,
+                     .refs = 1,
+                     .home = dev->current->id,
+                     .size_class = KVL__PINNED};
+  status = kvl__allocation_fails()
+               ? KVL_ERR_NO_MEMORY
+               : dev->backend->host_alloc(dev->ctx, s->bytes, huge_pages, &s->ptr);
   if (status < 0) {
     free(s);
     return kvl__fail(status, "no pinned host memory for %zu bytes: %lld bytes are pinned",
@@ -187,8 +191,12 @@ int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
 int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out) {
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return KVL_ERR_NO_MEMORY;
-  *s = (kvl_storage){.device = dev, .ptr = memory, .bytes = bytes, .refs = 1,
-                     .home = dev->current->id, .size_class = KVL__LENT};
+  *s = (kvl_storage){.device = dev,
+                     .ptr = memory,
+                     .bytes = bytes,
+                     .refs = 1,
+                     .home = dev->current->id,
+                     .size_class = KVL__LENT};
   count_live(dev, s, 1);
   *out = s;
   return KVL_OK;

@@ -4,18 +4,18 @@
 
 #include "core/device.h"
 
-enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 };   /* in place of a size class */
+enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 }; /* in place of a size class */
 
 /* refs counts kvl_tensor handles. `used` has a bit for every stream that launched work on
  * the memory since it was allocated. A free storage waits in the list of its home stream,
  * whose later work may take it without waiting. */
 struct kvl_storage {
   kvl_device *device;
-  struct kvl__recording *recording;   /* was allocated while this was recorded: stays with it */
+  struct kvl__recording *recording; /* was allocated while this was recorded: stays with it */
   kvl_storage *recording_next;
   void *ptr;
   size_t bytes;
-  kvl_storage *next;             /* in a free list */
+  kvl_storage *next; /* in a free list */
   uint64_t used;
   int refs, home, size_class;
 };
@@ -40,8 +40,8 @@ void kvl__device_unref(kvl_device *dev);
  * takes fresh memory or memory that it freed itself. */
 struct kvl__recording {
   kvl_graph *graph;
-  kvl_storage *storages;         /* allocated meanwhile, by recording_next */
-  kvl_storage *deferred;         /* references to older ones, given up at the end */
+  kvl_storage *storages; /* allocated meanwhile, by recording_next */
+  kvl_storage *deferred; /* references to older ones, given up at the end */
   kvl__free_lists set_aside;
 };
 void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r);

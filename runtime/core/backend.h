@@ -15,19 +15,19 @@ enum kvl_copy_kind { KVL_COPY_LOCAL, KVL_COPY_FROM_HOST, KVL_COPY_TO_HOST };
 enum kvl_queue_kind { KVL_QUEUE_DEFAULT, KVL_QUEUE_NORMAL, KVL_QUEUE_URGENT };
 
 typedef struct kvl_backend {
-  uint32_t version;              /* KVL_BACKEND_VERSION of the build's abi.h */
-  const char *name;              /* "cpu", "cuda" */
-  int host_memory;               /* device pointers can be read by the host */
+  uint32_t version; /* KVL_BACKEND_VERSION of the build's abi.h */
+  const char *name; /* "cpu", "cuda" */
+  int host_memory;  /* device pointers can be read by the host */
 
-  int (*count)(void);            /* devices; < 0: none can be used */
+  int (*count)(void); /* devices; < 0: none can be used */
   int (*open)(int index, void **ctx, char *words);
   void (*close)(void *ctx);
   void (*describe)(void *ctx, char *text, size_t size);
   int (*memory)(void *ctx, int64_t *bytes_free, int64_t *bytes_total);
 
-  int (*alloc)(void *ctx, size_t bytes, void **out);   /* 256-byte aligned */
+  int (*alloc)(void *ctx, size_t bytes, void **out); /* 256-byte aligned */
   void (*free)(void *ctx, void *p);
-  int (*host_alloc)(void *ctx, size_t bytes, int huge_pages, void **out);   /* pinned */
+  int (*host_alloc)(void *ctx, size_t bytes, int huge_pages, void **out); /* pinned */
   void (*host_free)(void *ctx, void *p, size_t bytes);
 
   int (*queue_open)(void *ctx, enum kvl_queue_kind kind, void **out);
@@ -59,7 +59,7 @@ typedef struct kvl_backend {
   int (*graph_launch)(void *ctx, void *graph, void *queue);
   void (*graph_close)(void *ctx, void *graph);
 
-  const char *(*last_error)(void);   /* the driver's words for this thread's last failure */
+  const char *(*last_error)(void); /* the driver's words for this thread's last failure */
 } kvl_backend;
 
 #endif

@@ -27,8 +27,7 @@ int64_t kvl__dim(const struct kvl__call *call, const char *name) {
 }
 
 /* Compares one word of a shape with one size. A new name is bound to the size. */
-static int word_matches(struct kvl__call *call, const char *word, int length,
-                        int64_t size) {
+static int word_matches(struct kvl__call *call, const char *word, int length, int64_t size) {
   if (word[0] >= '0' && word[0] <= '9') return strtoll(word, NULL, 10) == size;
   int i = dim_find(call, word, length);
   if (i >= 0) return call->dim[i].size == size;
@@ -93,8 +92,8 @@ static void fail_mismatch(struct kvl__call *call, const char *name, int name_len
                  kvl__tensor_words(t, got, sizeof got), want_dtype, want_shape);
 }
 
-int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
-             unsigned dtypes, const char *shape) {
+int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t, unsigned dtypes,
+             const char *shape) {
   int length = (int)strlen(name), optional = name[length - 1] == '?', bound = call->dims;
   length -= optional;
   if (call->status < 0 || (!t && optional)) return 0;
@@ -122,8 +121,10 @@ int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
                     unsigned dtypes, const char *shape) {
   if (!kvl__arg(c, name, t, dtypes, shape)) return 0;
   if ((uintptr_t)t->ptr % 16)
-    kvl__call_fail(c, "%.*s begins %d bytes past a multiple of 16: a view of an odd row? "
-                   "clone it", (int)strcspn(name, "?"), name, (int)((uintptr_t)t->ptr % 16));
+    kvl__call_fail(c,
+                   "%.*s begins %d bytes past a multiple of 16: a view of an odd row? "
+                   "clone it",
+                   (int)strcspn(name, "?"), name, (int)((uintptr_t)t->ptr % 16));
   return c->status >= 0;
 }
 

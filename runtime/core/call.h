@@ -6,21 +6,29 @@
 #include "core/allocator.h"
 
 enum {
-  KVL__F32 = 1 << KVL_DTYPE_F32, KVL__F16 = 1 << KVL_DTYPE_F16,
-  KVL__BF16 = 1 << KVL_DTYPE_BF16, KVL__F8 = 1 << KVL_DTYPE_F8E4M3,
-  KVL__I32 = 1 << KVL_DTYPE_I32, KVL__I64 = 1 << KVL_DTYPE_I64,
-  KVL__U8 = 1 << KVL_DTYPE_U8, KVL__U64 = 1 << KVL_DTYPE_U64,
+  KVL__F32 = 1 << KVL_DTYPE_F32,
+  KVL__F16 = 1 << KVL_DTYPE_F16,
+  KVL__BF16 = 1 << KVL_DTYPE_BF16,
+  KVL__F8 = 1 << KVL_DTYPE_F8E4M3,
+  KVL__I32 = 1 << KVL_DTYPE_I32,
+  KVL__I64 = 1 << KVL_DTYPE_I64,
+  KVL__U8 = 1 << KVL_DTYPE_U8,
+  KVL__U64 = 1 << KVL_DTYPE_U64,
   KVL__FLOAT = KVL__F32 | KVL__F16 | KVL__BF16,
-  KVL__CACHE = KVL__FLOAT | KVL__F8,   /* what KV memory may hold */
+  KVL__CACHE = KVL__FLOAT | KVL__F8, /* what KV memory may hold */
   KVL__ANY = 0xFF,
 };
 
 struct kvl__call {
   const char *op;
   kvl_device *device;
-  int status;                    /* of the first failure */
+  int status; /* of the first failure */
   int dims, tensors;
-  struct { const char *name; int length; int64_t size; } dim[16];
+  struct {
+    const char *name;
+    int length;
+    int64_t size;
+  } dim[16];
   kvl_storage *storage[24];
   kvl_storage *workspace;
 };
@@ -30,8 +38,8 @@ struct kvl__call {
  * argument whose name ends in '?' is optional. Returns 1 if t is present and right.
  * Otherwise it returns 0 and sets the status, unless t is an absent optional argument. After
  * a failure, later calls do nothing. */
-int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t,
-             unsigned dtypes, const char *shape);
+int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t, unsigned dtypes,
+             const char *shape);
 /* The dtype of a tensor as a set. For NULL it is the set of all dtypes, because the tensor's
  * own check reports that it is missing. */
 static inline unsigned kvl__like(const kvl_tensor *t) {

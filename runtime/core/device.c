@@ -48,8 +48,10 @@ void kvl__device_drain(kvl_device *dev) {
 
 int kvl__not_recording(kvl_device *dev, const char *what) {
   if (!dev->recording) return KVL_OK;
-  return kvl__fail(KVL_ERR_INVALID, "a graph is being recorded on %s: %s needs the host, "
-                   "which has no part in a replay", dev->name, what);
+  return kvl__fail(KVL_ERR_INVALID,
+                   "a graph is being recorded on %s: %s needs the host, "
+                   "which has no part in a replay",
+                   dev->name, what);
 }
 
 int kvl_device_is_recording(const kvl_device *dev) { return dev->recording != NULL; }

@@ -9,8 +9,8 @@ enum { KVL__STREAMS_MAX = 64, KVL__SIZE_CLASSES = 60 };
 
 struct kvl_stream {
   kvl_device *device;
-  void *queue;                   /* of the backend */
-  int id;                        /* index in device->streams */
+  void *queue; /* of the backend */
+  int id;      /* index in device->streams */
 };
 
 /* Free memory of a device, by home stream and class of size (core/allocator.c). */
@@ -21,13 +21,13 @@ typedef struct kvl__free_lists {
 struct kvl_device {
   const kvl_backend *backend;
   void *ctx;
-  int opens, holds;              /* holds: storages and graphs; it ends when both are 0 */
+  int opens, holds; /* holds: storages and graphs; it ends when both are 0 */
   int index;
   char name[24], description[160];
   kvl_stream *streams[KVL__STREAMS_MAX];
   kvl_stream *current;
-  void *scratch_mark;            /* joins streams when storage is freed */
-  struct kvl__recording *recording;   /* the memory of the graph that is recorded, or NULL */
+  void *scratch_mark;               /* joins streams when storage is freed */
+  struct kvl__recording *recording; /* the memory of the graph that is recorded, or NULL */
   kvl__free_lists free;
   kvl_device_stats stats;
 };

@@ -4,8 +4,8 @@
 
 struct kvl_graph {
   kvl_device *device;
-  kvl_stream *stream;            /* recorded on, and replayed on */
-  void *handle;                  /* the backend's */
+  kvl_stream *stream; /* recorded on, and replayed on */
+  void *handle;       /* the backend's */
   struct kvl__recording recording;
 };
 
@@ -43,8 +43,10 @@ int kvl_graph_replay(kvl_graph *g) {
   int status = kvl__not_recording(dev, "replaying another one");
   if (status < 0) return status;
   if (dev->current != g->stream)
-    return kvl__fail(KVL_ERR_INVALID, "graph: replayed on another stream of %s than the one "
-                     "that it was recorded on", dev->name);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "graph: replayed on another stream of %s than the one "
+                     "that it was recorded on",
+                     dev->name);
   if (kvl_interrupted()) return kvl__fail(KVL_ERR_INTERRUPTED, "graph: interrupted");
   status = dev->backend->graph_launch(dev->ctx, g->handle, g->stream->queue);
   return status < 0 ? kvl__device_failed(dev, status, "replaying a graph") : KVL_OK;

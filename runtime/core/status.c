@@ -78,9 +78,7 @@ int kvl__allocation_fails(void) {
   return 0;
 }
 
-void *kvl__malloc(size_t bytes, const char *what) {
-  return kvl__realloc(NULL, bytes, what);
-}
+void *kvl__malloc(size_t bytes, const char *what) { return kvl__realloc(NULL, bytes, what); }
 
 void *kvl__realloc(void *p, size_t bytes, const char *what) {
   void *q = kvl__allocation_fails() ? NULL : realloc(p, bytes ? bytes : 1);

@@ -11,12 +11,12 @@
 #include "kvlab.h"
 
 #ifdef KVL_DEBUG /* a caller's bug inside the library, never the world's doing */
-#define KVL_CHECK(condition)                                                          \
-  do {                                                                                \
-    if (!(condition)) {                                                               \
-      fprintf(stderr, "%s:%d: KVL_CHECK(%s)\n", __FILE__, __LINE__, #condition);      \
-      abort();                                                                        \
-    }                                                                                 \
+#define KVL_CHECK(condition)                                                     \
+  do {                                                                           \
+    if (!(condition)) {                                                          \
+      fprintf(stderr, "%s:%d: KVL_CHECK(%s)\n", __FILE__, __LINE__, #condition); \
+      abort();                                                                   \
+    }                                                                            \
   } while (0)
 #else
 #define KVL_CHECK(condition) ((void)0)
@@ -31,8 +31,7 @@
 #endif
 
 /* Record the words of a failure and return `status`. */
-int kvl__fail(int status, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+int kvl__fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* malloc and realloc that record NO_MEMORY and obey kvl_fail_allocation. The error names the
  * thing as `what`. */

@@ -7,7 +7,7 @@
 
 struct kvl_event {
   kvl_device *device;
-  void *mark;                    /* of the backend */
+  void *mark; /* of the backend */
   int recorded;
 };
 

@@ -2,9 +2,13 @@
 #include "core/allocator.h"
 #include "core/tensor.h"
 
-static const struct { const char *name; int bytes; } dtypes[] = { /* ORDER kvl_dtype */
-  {"f32", 4}, {"f16", 2}, {"bf16", 2}, {"f8e4m3", 1},
-  {"i32", 4}, {"i64", 8}, {"u8", 1}, {"u64", 8},
+static const struct {
+  const char *name;
+  int bytes;
+} dtypes[] = {
+    /* ORDER kvl_dtype */
+    {"f32", 4}, {"f16", 2}, {"bf16", 2}, {"f8e4m3", 1},
+    {"i32", 4}, {"i64", 8}, {"u8", 1},   {"u64", 8},
 };
 
 int kvl_dtype_bytes(int dtype) {
@@ -81,8 +85,8 @@ int kvl_tensor_is_pinned(const kvl_tensor *t) {
   return t && t->storage && t->storage->size_class == KVL__PINNED;
 }
 
-int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
-                    void *memory, kvl_tensor *out) {
+int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape, void *memory,
+                    kvl_tensor *out) {
   kvl_tensor t = {.device = dev, .ptr = memory};
   int status = set_shape(&t, "wrap", dtype, ndim, shape);
   if (status < 0) return status;
@@ -107,8 +111,7 @@ static int view_of(const kvl_tensor *t, const char *op) {
   return kvl__fail(KVL_ERR_INVALID, "%s: the tensor is closed", op);
 }
 
-int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length,
-                      kvl_tensor *out) {
+int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length, kvl_tensor *out) {
   int status = view_of(t, "narrow");
   if (status < 0) return status;
   if (t->ndim < 1) return kvl__fail(KVL_ERR_INVALID, "narrow: the tensor has no dims");
@@ -143,8 +146,7 @@ int kvl_tensor_index(const kvl_tensor *t, int64_t index, kvl_tensor *out) {
   return KVL_OK;
 }
 
-int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape,
-                       kvl_tensor *out) {
+int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape, kvl_tensor *out) {
   int status = view_of(t, "reshape");
   if (status < 0) return status;
   kvl_tensor v = *t;
@@ -192,7 +194,9 @@ int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
     int in = kvl_tensor_is_pinned(src), out = kvl_tensor_is_pinned(dst);
     kvl__storage_use(src->storage, to);
     return copy_bytes(to, dst->storage, dst->ptr, src->ptr, bytes,
-                      in == out ? KVL_COPY_LOCAL : in ? KVL_COPY_FROM_HOST : KVL_COPY_TO_HOST,
+                      in == out ? KVL_COPY_LOCAL
+                      : in      ? KVL_COPY_FROM_HOST
+                                : KVL_COPY_TO_HOST,
                       0);
   }
   if (from->backend->host_memory) { /* what wrote src has to be over */
@@ -213,8 +217,8 @@ static int host_copy_checked(const kvl_tensor *t, int64_t bytes, const char *op)
   int status = view_of(t, op);
   if (status < 0) return status;
   if (bytes != bytes_of(t))
-    return kvl__fail(KVL_ERR_INVALID, "%s: %lld bytes, expected %lld", op,
-                     (long long)bytes, (long long)bytes_of(t));
+    return kvl__fail(KVL_ERR_INVALID, "%s: %lld bytes, expected %lld", op, (long long)bytes,
+                     (long long)bytes_of(t));
   return KVL_OK;
 }
 

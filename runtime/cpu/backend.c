@@ -12,13 +12,13 @@
 
 /* ---- kernels by instruction set -------------------------------------------------------- */
 
-#define KVL_TABLE(isa)                                                                    \
-  KVL_DECLARE(isa)                                                                        \
+#define KVL_TABLE(isa) \
+  KVL_DECLARE(isa)     \
   static kvl_kernel *const kernels_##isa[KVL_OP_COUNT] = {KVL_OPS(KVL_ENTRY_##isa)};
 
-#define KVL_DECLARE(isa)                                                                  \
-  KVL_OPS(KVL_PROTO_##isa)                                                                \
-  size_t kvl_cpu_paged_attention_workspace_##isa(const void *args);                       \
+#define KVL_DECLARE(isa)                                            \
+  KVL_OPS(KVL_PROTO_##isa)                                          \
+  size_t kvl_cpu_paged_attention_workspace_##isa(const void *args); \
   size_t kvl_cpu_matmul_workspace_##isa(const void *args);
 #define KVL_PROTO_plain(op) kvl_kernel kvl_cpu_##op##_plain;
 #define KVL_PROTO_avx2(op) kvl_kernel kvl_cpu_##op##_avx2;
@@ -42,19 +42,21 @@ struct isa {
   kvl_kernel *const *kernels;
   size_t (*attention_workspace)(const void *args), (*matmul_workspace)(const void *args);
 };
-#define KVL_ISA_ROW(isa, words)                                                           \
-  {#isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa,                   \
-   kvl_cpu_matmul_workspace_##isa}
+#define KVL_ISA_ROW(isa, words)                                          \
+  {                                                                      \
+#isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa, \
+        kvl_cpu_matmul_workspace_##isa                                   \
+  }
 /* From the slowest to the fastest. */
 static const struct isa isas[] = {
 #ifdef KVL_HAS_ISA_PLAIN
-  KVL_ISA_ROW(plain, "portable C"),
+    KVL_ISA_ROW(plain, "portable C"),
 #endif
 #ifdef KVL_HAS_ISA_AVX2
-  KVL_ISA_ROW(avx2, "AVX2"),
+    KVL_ISA_ROW(avx2, "AVX2"),
 #endif
 #ifdef KVL_HAS_ISA_AVX512
-  KVL_ISA_ROW(avx512, "AVX-512"),
+    KVL_ISA_ROW(avx512, "AVX-512"),
 #endif
 };
 enum { ISAS = sizeof isas / sizeof isas[0] };
@@ -94,8 +96,9 @@ int kvl_cpu_use_isa(const char *name) {
     isa_in_use(&isas[i]);
     return KVL_OK;
   }
-  return kvl__fail(KVL_ERR_INVALID,
-    "isa is \"%s\", expected plain, avx2 or avx512; a hostile build has one of them", name);
+  return kvl__fail(
+      KVL_ERR_INVALID,
+      "isa is \"%s\", expected plain, avx2 or avx512; a hostile build has one of them", name);
 }
 
 /* ---- the table --------------------------------------------------------------------- */
@@ -186,18 +189,34 @@ static int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size
 static const char *last_error(void) { return ""; }
 
 const kvl_backend kvl__backend_cpu = {
-  .version = KVL_BACKEND_VERSION, .name = "cpu", .host_memory = 1,
-  .count = count, .open = open_cpu, .close = close_cpu, .describe = describe,
-  .memory = memory, .alloc = alloc, .free = free_cpu,
-  .host_alloc = host_alloc, .host_free = host_free,
-  .queue_open = kvl__cpu_queue_open, .queue_close = kvl__cpu_queue_close,
-  .queue_sync = kvl__cpu_queue_sync,
-  .mark_open = kvl__cpu_mark_open, .mark_close = kvl__cpu_mark_close,
-  .mark_record = kvl__cpu_mark_record, .queue_wait = kvl__cpu_queue_wait,
-  .mark_sync = kvl__cpu_mark_sync, .mark_done = kvl__cpu_mark_done,
-  .mark_elapsed_us = kvl__cpu_mark_elapsed_us,
-  .copy = kvl__cpu_copy, .workspace = workspace, .launch = launch,
-  .graph_begin = kvl__cpu_graph_begin, .graph_end = kvl__cpu_graph_end,
-  .graph_launch = kvl__cpu_graph_launch, .graph_close = kvl__cpu_graph_close,
-  .last_error = last_error,
+    .version = KVL_BACKEND_VERSION,
+    .name = "cpu",
+    .host_memory = 1,
+    .count = count,
+    .open = open_cpu,
+    .close = close_cpu,
+    .describe = describe,
+    .memory = memory,
+    .alloc = alloc,
+    .free = free_cpu,
+    .host_alloc = host_alloc,
+    .host_free = host_free,
+    .queue_open = kvl__cpu_queue_open,
+    .queue_close = kvl__cpu_queue_close,
+    .queue_sync = kvl__cpu_queue_sync,
+    .mark_open = kvl__cpu_mark_open,
+    .mark_close = kvl__cpu_mark_close,
+    .mark_record = kvl__cpu_mark_record,
+    .queue_wait = kvl__cpu_queue_wait,
+    .mark_sync = kvl__cpu_mark_sync,
+    .mark_done = kvl__cpu_mark_done,
+    .mark_elapsed_us = kvl__cpu_mark_elapsed_us,
+    .copy = kvl__cpu_copy,
+    .workspace = workspace,
+    .launch = launch,
+    .graph_begin = kvl__cpu_graph_begin,
+    .graph_end = kvl__cpu_graph_end,
+    .graph_launch = kvl__cpu_graph_launch,
+    .graph_close = kvl__cpu_graph_close,
+    .last_error = last_error,
 };

@@ -19,9 +19,9 @@
 #include "cpu/link.h"
 
 static struct {
-  double gb_s, us;               /* gb_s 0: off */
+  double gb_s, us; /* gb_s 0: off */
   int64_t epoch;
-  int64_t host, free[2];         /* ns */
+  int64_t host, free[2]; /* ns */
 } state;
 
 int kvl_cpu_link(double gb_s, double us) {
@@ -45,8 +45,7 @@ int64_t kvl__link_epoch(void) { return state.epoch; }
 void kvl__link_describe(char *text, size_t size) {
   if (kvl__link_on())
     snprintf(text, size, ", emulated link %g GB/s + %g us", state.gb_s, state.us);
-  else if (size > 0)
-    text[0] = 0;
+  else if (size > 0) text[0] = 0;
 }
 
 static int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -8,7 +8,9 @@
 
 /* A time on the device: modelled time while the link is on, kvl_clock_ns while it is off.
  * Every call of kvl_cpu_link begins an epoch, whose times start at zero. */
-struct kvl__time { int64_t ns, epoch; };
+struct kvl__time {
+  int64_t ns, epoch;
+};
 
 int kvl__link_on(void);
 int64_t kvl__link_epoch(void);

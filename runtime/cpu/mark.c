@@ -15,9 +15,9 @@ struct kvl__mark {
   int64_t recorded, completed, newest;
   uint64_t beyond;
   struct kvl__time at;
-  int refs;                      /* the handle, and the jobs that mention it */
+  int refs; /* the handle, and the jobs that mention it */
 };
-enum { BEYOND = 64 };            /* a record further ahead of the others waits for them */
+enum { BEYOND = 64 }; /* a record further ahead of the others waits for them */
 
 int kvl__cpu_mark_open(void *ctx, void **out) {
   (void)ctx;

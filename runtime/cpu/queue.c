@@ -24,9 +24,9 @@ enum job_kind { JOB_KERNEL, JOB_RECORD, JOB_WAIT };
 
 struct job {
   enum job_kind kind;
-  kvl_kernel *run;               /* KERNEL */
-  struct kvl__mark *mark;        /* RECORD, WAIT: a reference */
-  int64_t record, epoch;         /* RECORD, WAIT: which record; the epoch of its submission */
+  kvl_kernel *run;        /* KERNEL */
+  struct kvl__mark *mark; /* RECORD, WAIT: a reference */
+  int64_t record, epoch;  /* RECORD, WAIT: which record; the epoch of its submission */
   _Alignas(16) unsigned char args[JOB_BYTES];
 };
 
@@ -35,10 +35,10 @@ struct queue {
   pthread_t thread;
   pthread_mutex_t lock;
   pthread_cond_t changed;
-  uint64_t head, tail;           /* jobs done, jobs submitted */
-  int closing, status;           /* status: first failure since the last sync */
-  int refs;                      /* the handle, and the graphs that mention it */
-  struct kvl__time clock;        /* while a link is emulated */
+  uint64_t head, tail;    /* jobs done, jobs submitted */
+  int closing, status;    /* status: first failure since the last sync */
+  int refs;               /* the handle, and the graphs that mention it */
+  struct kvl__time clock; /* while a link is emulated */
   struct job jobs[JOBS];
 };
 
@@ -155,17 +155,17 @@ static int queue_run(struct queue *q, const struct job *job) {
 /* ---- graphs: recording ------------------------------------------------------------- */
 
 struct entry {
-  struct queue *queue;           /* NULL: the one that the graph is launched on */
+  struct queue *queue; /* NULL: the one that the graph is launched on */
   struct job job;
 };
 
 struct graph {
-  struct queue *queue;           /* of begin */
-  struct entry *entries;         /* in the order of submission */
-  int count, room, status;       /* status: why the recording failed */
+  struct queue *queue;     /* of begin */
+  struct entry *entries;   /* in the order of submission */
+  int count, room, status; /* status: why the recording failed */
 };
 
-static struct graph *recording;  /* NULL: none */
+static struct graph *recording; /* NULL: none */
 
 static int graph_append(struct graph *g, struct queue *q, const struct job *job) {
   if (g->count == g->room) {
@@ -232,7 +232,12 @@ int kvl__cpu_queue_wait(void *ctx, void *queue, void *mark) {
   return submit(queue, &(struct job){.kind = JOB_WAIT, .mark = mark});
 }
 
-struct copy_args { void *dst; const void *src; size_t bytes; enum kvl_copy_kind kind; };
+struct copy_args {
+  void *dst;
+  const void *src;
+  size_t bytes;
+  enum kvl_copy_kind kind;
+};
 
 static int run_copy(const void *args, void *job) {
   const struct copy_args *a = args;

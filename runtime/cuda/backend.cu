@@ -56,13 +56,13 @@ int device_describe(device_ctx *d) {
                                    cudaDevAttrCanUseHostPointerForRegisteredMem, d->index);
   if (error != cudaSuccess) return kvl__cuda_check(error);
   if (p.major * 10 + p.minor < CAPABILITY_MIN)
-    return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed",
-                p.name, p.major, p.minor);
+    return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed", p.name,
+                p.major, p.minor);
   d->sm_count = p.multiProcessorCount;
   d->shared_optin = (int)p.sharedMemPerBlockOptin;
   snprintf(d->text, sizeof d->text, "%.128s, %d SMs, %.1f GiB, driver %d.%d, runtime %d.%d",
-           p.name, p.multiProcessorCount, (double)p.totalGlobalMem / (1 << 30),
-           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+           p.name, p.multiProcessorCount, (double)p.totalGlobalMem / (1 << 30), driver / 1000,
+           driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
   return KVL_OK;
 }
 
@@ -70,14 +70,13 @@ int device_open(int index, void **ctx, char *words) {
   device_ctx *d = new (std::nothrow) device_ctx();
   int status = d ? device_count() : fail(KVL_ERR_NO_MEMORY, "out of host memory");
   if (status >= 0 && (index < 0 || index >= status))
-    status = fail(KVL_ERR_DEVICE, "there is no cuda:%d, the driver lists %d", index,
-                  status);
+    status = fail(KVL_ERR_DEVICE, "there is no cuda:%d, the driver lists %d", index, status);
   if (status >= 0) {
     d->index = index;
     status = device_describe(d);
   }
   if (status >= 0) status = enter(d);
-  if (status >= 0) status = kvl__cuda_check(cudaFree(NULL));   /* makes the context now */
+  if (status >= 0) status = kvl__cuda_check(cudaFree(NULL)); /* makes the context now */
   if (status < 0) {
     delete d;
     if (words) snprintf(words, KVL_WORDS_MAX, "%s", words_last);
@@ -125,7 +124,7 @@ int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   q->sm_count = d->sm_count;
   q->shared_optin = d->shared_optin;
   q->device = d->index;
-  int least, greatest;   /* greatest: the lowest number */
+  int least, greatest; /* greatest: the lowest number */
   cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
   if (error == cudaSuccess)
     error = cudaStreamCreateWithPriority(&q->stream, cudaStreamNonBlocking,
@@ -143,7 +142,7 @@ int queue_sync(void *ctx, void *queue) {
   int status = enter(ctx);
   if (status < 0) return status;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (is_recorded((const device_ctx *)ctx, q))   /* the attempt would ruin the recording */
+  if (is_recorded((const device_ctx *)ctx, q)) /* the attempt would ruin the recording */
     return fail(KVL_ERR_INVALID, "a graph is being recorded, and the stream takes part");
   return kvl__cuda_check(cudaStreamSynchronize(q->stream));
 }
@@ -153,9 +152,9 @@ int queue_sync(void *ctx, void *queue) {
 }  // namespace
 
 /* Ops that want none have no such function. */
-#define X(op)                                                                          \
-  extern "C" __attribute__((weak)) size_t kvl_cuda_##op##_workspace(const void *args, \
-                                                                    int sm_count);
+#define X(op)                      \
+  extern "C" __attribute__((weak)) \
+  size_t kvl_cuda_##op##_workspace(const void *args, int sm_count);
 KVL_OPS(X)
 #undef X
 
@@ -165,12 +164,12 @@ typedef size_t workspace_of(const void *args, int sm_count);
 
 kvl_kernel *const launchers[] = {
 #define X(op) kvl_cuda_##op,
-  KVL_OPS(X)
+    KVL_OPS(X)
 #undef X
 };
 workspace_of *const workspaces[] = {
 #define X(op) kvl_cuda_##op##_workspace,
-  KVL_OPS(X)
+    KVL_OPS(X)
 #undef X
 };
 
@@ -180,7 +179,7 @@ size_t workspace(void *ctx, enum kvl_op op, const void *args) {
 }
 
 int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size) {
-  (void)size;   /* args are read before the call returns */
+  (void)size; /* args are read before the call returns */
   int status = enter(ctx);
   if (status < 0) return status;
   if ((unsigned)op >= KVL_OP_COUNT) return fail(KVL_ERR_INVALID, "there is no op %d", op);
@@ -195,7 +194,7 @@ int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size
 
 int kvl__cuda_check(cudaError_t error) {
   if (error == cudaSuccess) return KVL_OK;
-  cudaGetLastError();   /* clears what can be cleared; a fault of the context stays */
+  cudaGetLastError(); /* clears what can be cleared; a fault of the context stays */
   return fail(KVL_ERR_DEVICE, "%s: %s", cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
@@ -216,10 +215,11 @@ int kvl__cuda_blas(kvl_cuda_queue *q) {
   int status = kvl__cuda_blas_check(cublasCreate(&blas), "cublasCreate");
   if (status == KVL_OK)
     status = kvl__cuda_blas_check(cublasSetStream(blas, q->stream), "cublasSetStream");
-  if (status == KVL_OK)   /* f32 stays f32, and sums of halves are joined in fp32 */
+  if (status == KVL_OK) /* f32 stays f32, and sums of halves are joined in fp32 */
     status = kvl__cuda_blas_check(
-        cublasSetMathMode(blas, (cublasMath_t)(CUBLAS_DEFAULT_MATH |
-                                CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)),
+        cublasSetMathMode(blas,
+                          (cublasMath_t)(CUBLAS_DEFAULT_MATH |
+                                         CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)),
         "cublasSetMathMode");
   if (status < 0) {
     if (blas) cublasDestroy(blas);
@@ -232,13 +232,35 @@ int kvl__cuda_blas(kvl_cuda_queue *q) {
 extern "C" {
 extern const kvl_backend kvl_backend_cuda;
 __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
-  KVL_BACKEND_VERSION, "cuda", 0,
-  device_count, device_open, device_close, device_text, device_memory,
-  device_alloc, device_free, host_alloc, host_free,
-  queue_open, queue_close, queue_sync,
-  mark_open, mark_close, mark_record, queue_wait, mark_sync, mark_done, mark_elapsed_us,
-  copy, workspace, launch,
-  graph_begin, graph_end, graph_launch, graph_close,
-  last_error,
+    KVL_BACKEND_VERSION,
+    "cuda",
+    0,
+    device_count,
+    device_open,
+    device_close,
+    device_text,
+    device_memory,
+    device_alloc,
+    device_free,
+    host_alloc,
+    host_free,
+    queue_open,
+    queue_close,
+    queue_sync,
+    mark_open,
+    mark_close,
+    mark_record,
+    queue_wait,
+    mark_sync,
+    mark_done,
+    mark_elapsed_us,
+    copy,
+    workspace,
+    launch,
+    graph_begin,
+    graph_end,
+    graph_launch,
+    graph_close,
+    last_error,
 };
 }

@@ -16,9 +16,9 @@ struct huge_block;
 
 struct device_ctx {
   int index, sm_count, shared_optin;
-  int registered_same;     /* registered host memory has one address for both sides */
-  huge_block *huge_blocks; /* pinned memory in huge pages, see memory.cu */
-  std::atomic<graph *> recording;   /* or NULL; prefetch workers look, too */
+  int registered_same;            /* registered host memory has one address for both sides */
+  huge_block *huge_blocks;        /* pinned memory in huge pages, see memory.cu */
+  std::atomic<graph *> recording; /* or NULL; prefetch workers look, too */
   char text[256];
 };
 
@@ -36,7 +36,7 @@ int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
          enum kvl_copy_kind kind);
 
 /* graph.cu */
-bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q);   /* what goes to q now */
+bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q); /* what goes to q now */
 int mark_open(void *ctx, void **out);
 void mark_close(void *ctx, void *handle);
 int mark_record(void *ctx, void *handle, void *queue);

@@ -21,18 +21,18 @@
 namespace kvl_cuda {
 
 struct mark {
-  cudaEvent_t event;       /* outside of recordings, with timing */
-  cudaEvent_t edge;        /* in the recording of `in`; NULL until first needed */
-  graph *in;               /* the last record was in the recording of this; NULL: outside */
-  int refs;                /* the handle, and graphs whose replays wait for it */
+  cudaEvent_t event; /* outside of recordings, with timing */
+  cudaEvent_t edge;  /* in the recording of `in`; NULL until first needed */
+  graph *in;         /* the last record was in the recording of this; NULL: outside */
+  int refs;          /* the handle, and graphs whose replays wait for it */
 };
 
 struct graph {
   cudaGraphExec_t exec;
-  cudaEvent_t replayed;    /* the end of the last replay */
-  mark **before;           /* replays start after these */
+  cudaEvent_t replayed; /* the end of the last replay */
+  mark **before;        /* replays start after these */
   int before_count, before_room;
-  int refs;                /* the handle, and marks recorded in it */
+  int refs; /* the handle, and marks recorded in it */
 };
 
 bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q) {
@@ -63,7 +63,7 @@ void mark_unref(mark *m) {
 int event_done(cudaEvent_t event) {
   cudaError_t error = cudaEventQuery(event);
   if (error == cudaErrorNotReady) {
-    cudaGetLastError();   /* not a failure: leave nothing behind for the next check */
+    cudaGetLastError(); /* not a failure: leave nothing behind for the next check */
     return 0;
   }
   int status = kvl__cuda_check(error);
@@ -148,7 +148,7 @@ int queue_wait(void *ctx, void *queue, void *handle) {
   mark *m = (mark *)handle;
   int status = enter(ctx);
   if (status < 0) return status;
-  if (m->in && m->in == d->recording)   /* a queue outside joins the recording by this */
+  if (m->in && m->in == d->recording) /* a queue outside joins the recording by this */
     return kvl__cuda_check(cudaStreamWaitEvent(stream_of(queue), m->edge, 0));
   if (is_recorded(d, (const kvl_cuda_queue *)queue)) return replay_after(d->recording, m);
   return wait_outside(stream_of(queue), m);

@@ -36,7 +36,7 @@ void device_free(void *ctx, void *p) {
 
 struct huge_block {
   void *p;
-  size_t bytes;   /* of the mapping */
+  size_t bytes; /* of the mapping */
   huge_block *next;
 };
 
@@ -45,7 +45,10 @@ namespace {
 constexpr size_t HUGE_PAGE = 2 << 20, PAGE = 4096;
 constexpr int TOUCH_THREADS = 8;
 
-struct stretch { char *p; size_t bytes; };
+struct stretch {
+  char *p;
+  size_t bytes;
+};
 
 void *touch(void *arg) {
   const stretch *s = (const stretch *)arg;
@@ -129,7 +132,7 @@ int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out) {
 }
 
 void host_free(void *ctx, void *p, size_t bytes) {
-  (void)bytes;   /* a mapping is longer, and knows its length */
+  (void)bytes; /* a mapping is longer, and knows its length */
   if (enter(ctx) < 0) return;
   for (huge_block **at = &((device_ctx *)ctx)->huge_blocks; *at; at = &(*at)->next) {
     huge_block *block = *at;
@@ -164,7 +167,9 @@ int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
   if (kind != KVL_COPY_LOCAL) {
     bool pinned = false, in = kind == KVL_COPY_FROM_HOST;
     status = is_pinned(in ? dst : src, &pinned);
-    way = pinned ? cudaMemcpyHostToHost : in ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    way = pinned ? cudaMemcpyHostToHost
+          : in   ? cudaMemcpyHostToDevice
+                 : cudaMemcpyDeviceToHost;
   }
   if (status < 0) return status;
   return kvl__cuda_check(

@@ -13,13 +13,13 @@
 #include "core/status.h"
 #include "core/tensor.h"
 
-enum { HEADER_BYTES_MAX = 100000000 };   /* as the reference reader */
+enum { HEADER_BYTES_MAX = 100000000 }; /* as the reference reader */
 
 struct kvl_safetensors {
   char *path;
   unsigned char *map;
   size_t bytes_map;
-  const unsigned char *section;          /* the data */
+  const unsigned char *section; /* the data */
   int64_t bytes_section;
   kvl_safetensors_entry *entries;
   int count, capacity;
@@ -137,10 +137,13 @@ static int json_integers(struct json *j, int64_t *out, int max, const char *what
 /* ---- entries -------------------------------------------------------------------------------- */
 
 static int dtype_of(const char *name) { /* safetensors' words for ours; -1: none */
-  static const struct { const char *name; int dtype; } known[] = {
-    {"F32", KVL_DTYPE_F32}, {"F16", KVL_DTYPE_F16}, {"BF16", KVL_DTYPE_BF16},
-    {"F8_E4M3", KVL_DTYPE_F8E4M3}, {"I32", KVL_DTYPE_I32}, {"I64", KVL_DTYPE_I64},
-    {"U8", KVL_DTYPE_U8}, {"BOOL", KVL_DTYPE_U8}, {"U64", KVL_DTYPE_U64},
+  static const struct {
+    const char *name;
+    int dtype;
+  } known[] = {
+      {"F32", KVL_DTYPE_F32},        {"F16", KVL_DTYPE_F16}, {"BF16", KVL_DTYPE_BF16},
+      {"F8_E4M3", KVL_DTYPE_F8E4M3}, {"I32", KVL_DTYPE_I32}, {"I64", KVL_DTYPE_I64},
+      {"U8", KVL_DTYPE_U8},          {"BOOL", KVL_DTYPE_U8}, {"U64", KVL_DTYPE_U64},
   };
   for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
     if (!strcmp(known[i].name, name)) return known[i].dtype;
@@ -184,8 +187,10 @@ static void entry_read(struct json *j, const kvl_safetensors *f, kvl_safetensors
       free(key);
       return;
     }
-    int field = !strcmp(key, "dtype") ? DTYPE : !strcmp(key, "shape") ? SHAPE
-              : !strcmp(key, "data_offsets") ? OFFSETS : 0;
+    int field = !strcmp(key, "dtype")          ? DTYPE
+                : !strcmp(key, "shape")        ? SHAPE
+                : !strcmp(key, "data_offsets") ? OFFSETS
+                                               : 0;
     free(key);
     if (!field || (seen & field)) {
       entry_fail(j, e->name, "expected dtype, shape and data_offsets, once each");
@@ -256,8 +261,9 @@ static void index_check(struct json *j, kvl_safetensors *f) {
   qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_offset);
   for (int i = 0; i < f->count && j->status >= 0; i++) {
     if (f->entries[i].offset != end)
-      entry_fail(j, f->entries[i].name, f->entries[i].offset < end
-                 ? "its bytes overlap another tensor's" : "a hole before its bytes");
+      entry_fail(j, f->entries[i].name,
+                 f->entries[i].offset < end ? "its bytes overlap another tensor's"
+                                            : "a hole before its bytes");
     end = f->entries[i].offset + f->entries[i].bytes;
   }
   if (j->status >= 0 && end != f->bytes_section)
@@ -332,8 +338,7 @@ static int file_read(kvl_safetensors *f) {
   if (header > HEADER_BYTES_MAX || header > f->bytes_map - 8)
     return kvl__fail(KVL_ERR_FORMAT,
                      "%s: header length is %llu, expected at most %d and the file's %zu",
-                     f->path, (unsigned long long)header, HEADER_BYTES_MAX,
-                     f->bytes_map - 8);
+                     f->path, (unsigned long long)header, HEADER_BYTES_MAX, f->bytes_map - 8);
   f->section = f->map + 8 + header;
   f->bytes_section = (int64_t)(f->bytes_map - 8 - header);
   return header_read(f, header);
@@ -370,8 +375,8 @@ int kvl_safetensors_count(const kvl_safetensors *file) { return file->count; }
 int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
                               kvl_safetensors_entry *out) {
   if (index < 0 || index >= file->count)
-    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->path,
-                     index, file->count - 1);
+    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->path, index,
+                     file->count - 1);
   *out = file->entries[index];
   return KVL_OK;
 }

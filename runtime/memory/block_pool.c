@@ -18,8 +18,11 @@ int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out) {
   size_t bytes = sizeof(kvl_pool) + (size_t)blocks * 2 * sizeof(int32_t);
   kvl_pool *p = kvl__malloc(bytes, "a block pool");
   if (!p) return KVL_ERR_NO_MEMORY;
-  *p = (kvl_pool){.blocks = blocks, .block_size = block_size, .watermark = watermark,
-                  .free_count = blocks, .holders = 1};
+  *p = (kvl_pool){.blocks = blocks,
+                  .block_size = block_size,
+                  .watermark = watermark,
+                  .free_count = blocks,
+                  .holders = 1};
   p->refs = (int32_t *)(p + 1);
   p->free_list = p->refs + blocks;
   memset(p->refs, 0, (size_t)blocks * sizeof *p->refs);

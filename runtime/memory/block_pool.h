@@ -6,9 +6,9 @@
 
 struct kvl_pool {
   int blocks, block_size, watermark, free_count;
-  int holders;                   /* the handle and the sequences */
-  int32_t *refs;                 /* [blocks] */
-  int32_t *free_list;            /* [free_count], a stack */
+  int holders;        /* the handle and the sequences */
+  int32_t *refs;      /* [blocks] */
+  int32_t *free_list; /* [free_count], a stack */
 };
 
 /* Take n blocks with one reference each, all or none. */

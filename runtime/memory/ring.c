@@ -22,9 +22,9 @@ enum { BYTES_COPY_ENGINE = 1 << 20 };
 struct slot {
   kvl_stream *stream;
   kvl_event *ready, *done;
-  int blocks;                    /* of its last load, for the trace */
+  int blocks; /* of its last load, for the trace */
   int layer;
-  int span;                      /* its open COMPUTE span, -1: none */
+  int span; /* its open COMPUTE span, -1: none */
 };
 
 struct span {
@@ -34,17 +34,17 @@ struct span {
 
 struct kvl_ring {
   kvl_device *device;
-  kvl_tensor memory;             /* [slots, blocks, 2, kv_heads, block_size, head_dim] */
-  kvl_tensor moved;              /* i64 [2]: bytes that gathers and offloads moved */
+  kvl_tensor memory; /* [slots, blocks, 2, kv_heads, block_size, head_dim] */
+  kvl_tensor moved;  /* i64 [2]: bytes that gathers and offloads moved */
   kvl_tensor moved_in, moved_out;
-  int64_t bytes_in, bytes_out;   /* by the copy engine */
+  int64_t bytes_in, bytes_out; /* by the copy engine */
   int64_t bytes_block;
   struct slot *slots;
   kvl_stream *offload;
-  kvl_event **offloaded;         /* [layers] */
+  kvl_event **offloaded; /* [layers] */
   kvl_event *planned, *issued;
-  kvl_event *last_ready;         /* of the load before: gathers go one after the other */
-  kvl_event *origin;             /* of the trace */
+  kvl_event *last_ready; /* of the load before: gathers go one after the other */
+  kvl_event *origin;     /* of the trace */
   struct span *spans;
   int num_slots, layers, spans_room, spans_used, buffer_span;
 };
@@ -147,7 +147,8 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   r->offloaded = zeroed((size_t)layers * sizeof *r->offloaded, "a ring's events");
   int status = KVL_ERR_NO_MEMORY;
   if (!r->slots) r->num_slots = 0;
-  else for (int i = 0; i < r->num_slots; i++) r->slots[i].span = -1;
+  else
+    for (int i = 0; i < r->num_slots; i++) r->slots[i].span = -1;
   if (r->slots && r->offloaded) status = ring_start(r);
   if (status < 0) kvl_ring_close(r);
   else *out = r;
@@ -202,8 +203,8 @@ int kvl_ring_trace_get(kvl_ring *r, kvl_span *out, int n) {
   for (int i = 0; i < r->spans_used && count < n; i++) {
     struct span *s = &r->spans[i];
     if (!s->end->recorded) continue; /* its end was never issued */
-    kvl_span span = {.kind = s->kind, .slot = s->slot, .layer = s->layer,
-                     .blocks = s->blocks};
+    kvl_span span = {
+        .kind = s->kind, .slot = s->slot, .layer = s->layer, .blocks = s->blocks};
     status = kvl_event_elapsed_us(r->origin, s->begin, &span.begin_us);
     if (status >= 0) status = kvl_event_elapsed_us(r->origin, s->end, &span.end_us);
     if (status < 0) return status;
@@ -232,7 +233,8 @@ static int expect_cache(kvl_ring *r, const char *op, const kvl_tensor *cache) {
   struct kvl__call c = {.op = op};
   kvl__arg(&c, "memory", &r->memory, KVL__CACHE,
            "slots per_slot 2 kv_heads block_size head_dim");
-  kvl__arg(&c, "cache", cache, kvl__like(&r->memory), "blocks 2 kv_heads block_size head_dim");
+  kvl__arg(&c, "cache", cache, kvl__like(&r->memory),
+           "blocks 2 kv_heads block_size head_dim");
   return c.status;
 }
 
@@ -295,8 +297,10 @@ int kvl_ring_load(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   if (status >= 0) status = expect_layer(r, op, layer);
   if (status >= 0) status = expect_cache(r, op, cache);
   if (status >= 0 && (n < 0 || n > r->memory.shape[1]))
-    status = kvl__fail(KVL_ERR_INVALID, "%s: %d blocks, expected 0 ... %lld, the blocks of a "
-                       "slot", op, n, (long long)r->memory.shape[1]);
+    status = kvl__fail(KVL_ERR_INVALID,
+                       "%s: %d blocks, expected 0 ... %lld, the blocks of a "
+                       "slot",
+                       op, n, (long long)r->memory.shape[1]);
   if (status >= 0) status = expect_blocks(cache, op, blocks, n);
   if (status >= 0) status = load_begin(r, slot, layer, n, &span);
   if (status < 0) return status;
@@ -379,9 +383,8 @@ int kvl_ring_done(kvl_ring *r, int slot) {
 
 /* ---- offload ------------------------------------------------------------------------------- */
 
-int kvl_ring_offload(kvl_ring *r, int layer, const kvl_tensor *buffer,
-                     const kvl_tensor *from, const kvl_tensor *cache, const kvl_tensor *to,
-                     const int32_t *blocks) {
+int kvl_ring_offload(kvl_ring *r, int layer, const kvl_tensor *buffer, const kvl_tensor *from,
+                     const kvl_tensor *cache, const kvl_tensor *to, const int32_t *blocks) {
   static const char op[] = "ring_offload";
   int status = expect_layer(r, op, layer);
   if (status >= 0) status = expect_cache(r, op, buffer);
@@ -415,8 +418,7 @@ int kvl_ring_offload(kvl_ring *r, int layer, const kvl_tensor *buffer,
 
 int kvl_ring_wait_offload(kvl_ring *r, int layer) {
   int status = expect_layer(r, "ring_wait_offload", layer);
-  return status < 0 ? status
-                    : kvl_stream_wait_event(r->device->current, r->offloaded[layer]);
+  return status < 0 ? status : kvl_stream_wait_event(r->device->current, r->offloaded[layer]);
 }
 
 int kvl_ring_bytes(kvl_ring *r, int64_t *to_device, int64_t *to_host) {

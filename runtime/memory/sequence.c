@@ -59,11 +59,15 @@ int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
   if (n < 0 || n > p->blocks)
     return kvl__fail(KVL_ERR_INVALID, "share: n is %d, expected 0 ... %d", n, p->blocks);
   if (seq->length % p->block_size)
-    return kvl__fail(KVL_ERR_INVALID, "share: the sequence has %d tokens, expected a "
-                     "multiple of block_size = %d", seq->length, p->block_size);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "share: the sequence has %d tokens, expected a "
+                     "multiple of block_size = %d",
+                     seq->length, p->block_size);
   if ((int64_t)seq->length + (int64_t)n * p->block_size > INT32_MAX)
-    return kvl__fail(KVL_ERR_INVALID, "share: %d blocks more than %d tokens, expected < "
-                     "2^31 tokens", n, seq->length);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "share: %d blocks more than %d tokens, expected < "
+                     "2^31 tokens",
+                     n, seq->length);
   for (int i = 0; i < n; i++) {
     int refs = kvl_pool_block_refs(p, blocks[i]);
     if (refs < 0) return refs;
@@ -161,8 +165,7 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length) {
     return kvl__fail(KVL_ERR_INVALID, "truncate: length is %d, expected 0 ... %d", length,
                      seq->length);
   int count = blocks_for(seq->pool, length);
-  for (int i = seq->count - 1; i >= count; i--)
-    kvl__pool_release(seq->pool, seq->blocks[i]);
+  for (int i = seq->count - 1; i >= count; i--) kvl__pool_release(seq->pool, seq->blocks[i]);
   seq->count = count;
   seq->length = length;
   return KVL_OK;

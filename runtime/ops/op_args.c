@@ -24,10 +24,13 @@ struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
   if (c->status >= 0 && memory->dtype == KVL_DTYPE_F8E4M3 && d % 16)
     kvl__call_fail(c, "head_dim is %lld, expected a multiple of 16 for an f8e4m3 %s",
                    (long long)d, name);
-  return (struct kvl_cache_view){
-    .kv = memory->ptr, .blocks = memory->shape[0], .kv_heads = (int32_t)memory->shape[2],
-    .block_size = (int32_t)size, .head_dim = (int32_t)d, .dtype = memory->dtype,
-    .pinned = kvl_tensor_is_pinned(memory)};
+  return (struct kvl_cache_view){.kv = memory->ptr,
+                                 .blocks = memory->shape[0],
+                                 .kv_heads = (int32_t)memory->shape[2],
+                                 .block_size = (int32_t)size,
+                                 .head_dim = (int32_t)d,
+                                 .dtype = memory->dtype,
+                                 .pinned = kvl_tensor_is_pinned(memory)};
 }
 
 void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
@@ -45,8 +48,8 @@ void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
 void kvl__expect_groups(struct kvl__call *c) {
   int64_t heads = kvl__dim(c, "heads"), kv_heads = kvl__dim(c, "kv_heads");
   if (c->status >= 0 && (kv_heads < 1 || heads % kv_heads))
-    kvl__call_fail(c, "%lld heads over %lld kv_heads, expected a multiple",
-                   (long long)heads, (long long)kv_heads);
+    kvl__call_fail(c, "%lld heads over %lld kv_heads, expected a multiple", (long long)heads,
+                   (long long)kv_heads);
 }
 
 void kvl__expect_block_size(struct kvl__call *c, int block_size) {
@@ -60,8 +63,10 @@ void kvl__expect_budget(struct kvl__call *c, const kvl_budget *b) {
     return;
   }
   if (!(b->ratio <= 1) || (b->ratio < 0 && b->blocks < 0))
-    kvl__call_fail(c, "budget is ratio %g, blocks %d, expected a ratio of 0 ... 1 or, with "
-                   "a negative ratio, blocks >= 0", b->ratio, b->blocks);
+    kvl__call_fail(c,
+                   "budget is ratio %g, blocks %d, expected a ratio of 0 ... 1 or, with "
+                   "a negative ratio, blocks >= 0",
+                   b->ratio, b->blocks);
   if (b->min_blocks < 0 || b->sink < 0 || b->recent < 0)
     kvl__call_fail(c, "budget has min_blocks %d, sink %d, recent %d, expected >= 0",
                    b->min_blocks, b->sink, b->recent);

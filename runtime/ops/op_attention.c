@@ -26,8 +26,7 @@ int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *sl
   return KVL__LAUNCH(&c, append_kv, args);
 }
 
-int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
-                    const kvl_tensor *cache) {
+int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tensor *cache) {
   struct kvl__call c = {.op = "copy_blocks"};
   struct kvl_cache_view view = cache_arg(&c, cache);
   kvl__arg(&c, "src", src, KVL__I32, "n");
@@ -39,9 +38,10 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst,
 
 int kvl_paged_attention(const kvl_attention *a) {
   struct kvl__call c = {.op = "paged_attention"};
-  struct kvl_paged_attention_args args = {
-    .scale = (float)a->scale, .soft_cap = (float)a->soft_cap, .causal = a->causal != 0,
-    .window = a->window};
+  struct kvl_paged_attention_args args = {.scale = (float)a->scale,
+                                          .soft_cap = (float)a->soft_cap,
+                                          .causal = a->causal != 0,
+                                          .window = a->window};
   args.cache = cache_arg(&c, a->cache);
   kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
   kvl__scale_args(&c, &args.cache, a->k_scale, a->v_scale);
@@ -62,7 +62,8 @@ int kvl_paged_attention(const kvl_attention *a) {
     kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each (or starts)",
                    (long long)args.tokens, (long long)args.seqs);
   }
-  if (kvl__arg(&c, "selection?", a->selection, KVL__I32, "seqs selection_heads max_selected")) {
+  if (kvl__arg(&c, "selection?", a->selection, KVL__I32,
+               "seqs selection_heads max_selected")) {
     args.selection = a->selection->ptr;
     args.selection_heads = kvl__dim(&c, "selection_heads");
     args.max_selected = kvl__dim(&c, "max_selected");
@@ -115,8 +116,8 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
   kvl__arg(&c, "lse?", lse, KVL__F32, "tokens heads");
   if (c.status < 0) return c.status;
   struct kvl_merge_attention_args args = {
-    out_a->ptr, out_b->ptr, lse_a->ptr, lse_b->ptr, out->ptr, lse ? lse->ptr : NULL,
-    lse_a->count, out_a->shape[2], out_a->dtype};
+      out_a->ptr,   out_b->ptr,      lse_a->ptr,  lse_b->ptr, out->ptr, lse ? lse->ptr : NULL,
+      lse_a->count, out_a->shape[2], out_a->dtype};
   return KVL__LAUNCH(&c, merge_attention, args);
 }
 
@@ -134,8 +135,8 @@ int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
                   "summary_rows 2 kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_minmax_args args = {
-    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
-    summary->shape[0]};
+      view,         blocks->ptr,   tokens->ptr,      rows ? rows->ptr : NULL,
+      summary->ptr, blocks->count, summary->shape[0]};
   return KVL__LAUNCH(&c, block_minmax, args);
 }
 
@@ -151,8 +152,8 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
                   "summary_rows kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_mean_args args = {
-    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, summary->ptr, blocks->count,
-    summary->shape[0], summary->dtype};
+      view,         blocks->ptr,   tokens->ptr,       rows ? rows->ptr : NULL,
+      summary->ptr, blocks->count, summary->shape[0], summary->dtype};
   return KVL__LAUNCH(&c, block_mean, args);
 }
 
@@ -170,15 +171,17 @@ static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tenso
                    KVL_GROUP_MEAN);
 }
 
-#define SCORE_SUMMARY_ARGS                                                              \
-  {q->ptr, summary->ptr, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"),     \
-   kvl__dim(&c, "heads"), kvl__dim(&c, "kv_heads"), kvl__dim(&c, "head_dim"),           \
-   kvl__dim(&c, "max_blocks"), kvl__dim(&c, "blocks"), block_size, group, q->dtype,     \
-   summary->dtype}
+#define SCORE_SUMMARY_ARGS                                                               \
+  {                                                                                      \
+    q->ptr, summary->ptr, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"),     \
+        kvl__dim(&c, "heads"), kvl__dim(&c, "kv_heads"), kvl__dim(&c, "head_dim"),       \
+        kvl__dim(&c, "max_blocks"), kvl__dim(&c, "blocks"), block_size, group, q->dtype, \
+        summary->dtype                                                                   \
+  }
 
-int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
-                     const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
-                     int group, const kvl_tensor *scores) {
+int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary, const kvl_tensor *tables,
+                     const kvl_tensor *lens, int block_size, int group,
+                     const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_minmax"};
   kvl__vector_arg(&c, "summary", summary, KVL__CACHE, "blocks 2 kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
@@ -188,9 +191,9 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary,
   return KVL__LAUNCH(&c, score_minmax, args);
 }
 
-int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
-                   const kvl_tensor *tables, const kvl_tensor *lens, int block_size,
-                   int group, const kvl_tensor *scores) {
+int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary, const kvl_tensor *tables,
+                   const kvl_tensor *lens, int block_size, int group,
+                   const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_mean"};
   kvl__vector_arg(&c, "summary", summary, KVL__FLOAT, "blocks kv_heads head_dim");
   score_args(&c, q, tables, lens, group, scores);
@@ -200,16 +203,22 @@ int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary,
   return KVL__LAUNCH(&c, score_mean, args);
 }
 
-int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache,
-                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
-                     const kvl_tensor *scores) {
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *tables,
+                     const kvl_tensor *lens, int group, const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_max_qk"};
   struct kvl_cache_view view = cache_arg(&c, cache);
   score_args(&c, q, tables, lens, group, scores);
   if (c.status < 0) return c.status;
-  struct kvl_score_max_qk_args args = {
-    view, q->ptr, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"),
-    kvl__dim(&c, "heads"), kvl__dim(&c, "max_blocks"), group, q->dtype};
+  struct kvl_score_max_qk_args args = {view,
+                                       q->ptr,
+                                       tables->ptr,
+                                       lens->ptr,
+                                       scores->ptr,
+                                       kvl__dim(&c, "seqs"),
+                                       kvl__dim(&c, "heads"),
+                                       kvl__dim(&c, "max_blocks"),
+                                       group,
+                                       q->dtype};
   return KVL__LAUNCH(&c, score_max_qk, args);
 }
 
@@ -233,12 +242,16 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
   kvl__expect_block_size(&c, block_size);
   kvl__expect_budget(&c, budget);
   if (c.status < 0) return c.status;
-  struct kvl_select_args args = {
-    .scores = scores->ptr, .lens = lens->ptr, .selection = selection->ptr,
-    .counts = counts ? counts->ptr : NULL, .seqs = kvl__dim(&c, "seqs"),
-    .selection_heads = kvl__dim(&c, "selection_heads"),
-    .max_blocks = kvl__dim(&c, "max_blocks"), .max_selected = kvl__dim(&c, "max_selected"),
-    .budget = *budget, .block_size = block_size};
+  struct kvl_select_args args = {.scores = scores->ptr,
+                                 .lens = lens->ptr,
+                                 .selection = selection->ptr,
+                                 .counts = counts ? counts->ptr : NULL,
+                                 .seqs = kvl__dim(&c, "seqs"),
+                                 .selection_heads = kvl__dim(&c, "selection_heads"),
+                                 .max_blocks = kvl__dim(&c, "max_blocks"),
+                                 .max_selected = kvl__dim(&c, "max_selected"),
+                                 .budget = *budget,
+                                 .block_size = block_size};
   args.workspace = kvl__call_workspace(&c, KVL_OP_select, &args);
   return KVL__LAUNCH(&c, select, args);
 }
@@ -256,9 +269,17 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
   if (sink < 0 || recent < 0)
     kvl__call_fail(&c, "sink is %d and recent %d, expected >= 0", sink, recent);
   if (c.status < 0) return c.status;
-  struct kvl_trim_selection_args args = {
-    weights->ptr, lens->ptr, selection->ptr, counts ? counts->ptr : NULL,
-    kvl__dim(&c, "seqs"), kvl__dim(&c, "selection_heads"), kvl__dim(&c, "max_blocks"),
-    kvl__dim(&c, "max_selected"), mass, block_size, sink, recent};
+  struct kvl_trim_selection_args args = {weights->ptr,
+                                         lens->ptr,
+                                         selection->ptr,
+                                         counts ? counts->ptr : NULL,
+                                         kvl__dim(&c, "seqs"),
+                                         kvl__dim(&c, "selection_heads"),
+                                         kvl__dim(&c, "max_blocks"),
+                                         kvl__dim(&c, "max_selected"),
+                                         mass,
+                                         block_size,
+                                         sink,
+                                         recent};
   return KVL__LAUNCH(&c, trim_selection, args);
 }

@@ -29,10 +29,12 @@ static struct kvl_hash_view hashes_arg(struct kvl__call *c, const kvl_tensor *ha
   int is_token = hashes && hashes->ndim == 4;
   if (!kvl__vector_arg(c, "hashes", hashes, KVL__U64, is_token ? token_form : block_form))
     return (struct kvl_hash_view){0};
-  return (struct kvl_hash_view){
-    .hashes = hashes->ptr, .blocks = hashes->shape[0], .kv_heads = (int)hashes->shape[1],
-    .tokens = is_token ? (int)hashes->shape[2] : 1,
-    .words = (int)hashes->shape[hashes->ndim - 1], .is_token = is_token};
+  return (struct kvl_hash_view){.hashes = hashes->ptr,
+                                .blocks = hashes->shape[0],
+                                .kv_heads = (int)hashes->shape[1],
+                                .tokens = is_token ? (int)hashes->shape[2] : 1,
+                                .words = (int)hashes->shape[hashes->ndim - 1],
+                                .is_token = is_token};
 }
 
 static struct kvl_hash_view block_hashes_arg(struct kvl__call *c, const kvl_tensor *hashes,
@@ -67,16 +69,16 @@ int kvl_hash_rows(const kvl_tensor *x, const kvl_tensor *planes, const kvl_tenso
   expect_words(&c, bits);
   if (c.status < 0) return c.status;
   struct kvl_hash_rows_args args = {
-    x->ptr, planes->ptr, hashes->ptr, x->shape[0], (int32_t)x->shape[1], bits, x->dtype};
+      x->ptr, planes->ptr, hashes->ptr, x->shape[0], (int32_t)x->shape[1], bits, x->dtype};
   return KVL__LAUNCH(&c, hash_rows, args);
 }
 
 int kvl_block_hash(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *rows,
-                   const kvl_tensor *planes, const kvl_tensor *hashes) {
+                   const kvl_tensor *tokens, const kvl_tensor *rows, const kvl_tensor *planes,
+                   const kvl_tensor *hashes) {
   struct kvl__call c = {.op = "block_hash"};
-  struct kvl_cache_view view = kvl__memory_arg(
-    &c, "cache", cache, KVL__CACHE, "blocks 2 kv_heads block_size head_dim");
+  struct kvl_cache_view view = kvl__memory_arg(&c, "cache", cache, KVL__CACHE,
+                                               "blocks 2 kv_heads block_size head_dim");
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");
@@ -86,8 +88,9 @@ int kvl_block_hash(const kvl_tensor *cache, const kvl_tensor *blocks,
   expect_words(&c, bits);
   if (c.status < 0) return c.status;
   struct kvl_block_hash_args args = {
-    view, blocks->ptr, tokens->ptr, rows ? rows->ptr : NULL, planes->ptr, hashes->ptr,
-    blocks->count, to.blocks, bits, to.is_token};
+      view,        blocks->ptr, tokens->ptr,   rows ? rows->ptr : NULL,
+      planes->ptr, hashes->ptr, blocks->count, to.blocks,
+      bits,        to.is_token};
   return KVL__LAUNCH(&c, block_hash, args);
 }
 
@@ -102,9 +105,11 @@ int kvl_score_hamming(const kvl_tensor *q_hashes, const kvl_tensor *hashes,
   kvl__arg(&c, "scores", scores, KVL__F32, "seqs score_heads max_blocks");
   int64_t heads = heads_arg(&c, "scores", "score_heads");
   if (c.status < 0) return c.status;
-  struct kvl_score_hamming_args args = {
-    q_hashes->ptr, view, tables->ptr, lens->ptr, scores->ptr, kvl__dim(&c, "seqs"), heads,
-    kvl__dim(&c, "max_blocks"), block_size};
+  struct kvl_score_hamming_args args = {q_hashes->ptr, view,
+                                        tables->ptr,   lens->ptr,
+                                        scores->ptr,   kvl__dim(&c, "seqs"),
+                                        heads,         kvl__dim(&c, "max_blocks"),
+                                        block_size};
   return KVL__LAUNCH(&c, score_hamming, args);
 }
 
@@ -121,17 +126,28 @@ int kvl_select_hamming(const kvl_hamming *s) {
   kvl__arg(&c, "counts?", s->counts, KVL__I32, "seqs selection_heads");
   int64_t heads = heads_arg(&c, "selection", "selection_heads");
   if (c.status >= 0 && heads == 1 && (int64_t)view.kv_heads * view.words > KVL_HASH_QUERY_MAX)
-    kvl__call_fail(&c, "hashes have %d kv_heads of %d words, expected at most %d together for "
-                   "one list", view.kv_heads, view.words, KVL_HASH_QUERY_MAX);
+    kvl__call_fail(&c,
+                   "hashes have %d kv_heads of %d words, expected at most %d together for "
+                   "one list",
+                   view.kv_heads, view.words, KVL_HASH_QUERY_MAX);
   kvl__expect_budget(&c, &s->budget);
   if (c.status < 0) return c.status;
-  struct kvl_select_hamming_args args = {
-    .q = s->q->ptr, .planes = s->planes->ptr, .hashes = view, .tables = s->tables->ptr,
-    .lens = s->lens->ptr, .selection = s->selection->ptr,
-    .counts = s->counts ? s->counts->ptr : NULL, .seqs = kvl__dim(&c, "seqs"),
-    .heads = kvl__dim(&c, "heads"), .selection_heads = heads,
-    .max_blocks = kvl__dim(&c, "max_blocks"), .max_selected = kvl__dim(&c, "max_selected"),
-    .budget = s->budget, .block_size = s->block_size,
-    .head_dim = (int32_t)s->q->shape[2], .bits = bits, .dtype = s->q->dtype};
+  struct kvl_select_hamming_args args = {.q = s->q->ptr,
+                                         .planes = s->planes->ptr,
+                                         .hashes = view,
+                                         .tables = s->tables->ptr,
+                                         .lens = s->lens->ptr,
+                                         .selection = s->selection->ptr,
+                                         .counts = s->counts ? s->counts->ptr : NULL,
+                                         .seqs = kvl__dim(&c, "seqs"),
+                                         .heads = kvl__dim(&c, "heads"),
+                                         .selection_heads = heads,
+                                         .max_blocks = kvl__dim(&c, "max_blocks"),
+                                         .max_selected = kvl__dim(&c, "max_selected"),
+                                         .budget = s->budget,
+                                         .block_size = s->block_size,
+                                         .head_dim = (int32_t)s->q->shape[2],
+                                         .bits = bits,
+                                         .dtype = s->q->dtype};
   return KVL__LAUNCH(&c, select_hamming, args);
 }

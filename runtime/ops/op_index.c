@@ -24,13 +24,16 @@ static struct kvl_index_view cache_arg(struct kvl__call *c, const kvl_tensor *ca
     return (struct kvl_index_view){0};
   int64_t dim = kvl__dim(c, "dim"), bytes = cache->shape[1];
   if (bytes < dim + 4 || bytes % (dim + 4) || bytes / (dim + 4) > 4096) {
-    kvl__call_fail(c, "cache has blocks of %lld bytes, expected block_size * (dim + 4) = 1 "
-                   "... 4096 times %lld", (long long)bytes, (long long)dim + 4);
+    kvl__call_fail(c,
+                   "cache has blocks of %lld bytes, expected block_size * (dim + 4) = 1 "
+                   "... 4096 times %lld",
+                   (long long)bytes, (long long)dim + 4);
     return (struct kvl_index_view){0};
   }
-  return (struct kvl_index_view){
-    .memory = cache->ptr, .blocks = cache->shape[0], .dim = (int32_t)dim,
-    .block_size = (int32_t)(bytes / (dim + 4))};
+  return (struct kvl_index_view){.memory = cache->ptr,
+                                 .blocks = cache->shape[0],
+                                 .dim = (int32_t)dim,
+                                 .block_size = (int32_t)(bytes / (dim + 4))};
 }
 
 int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tensor *scales) {
@@ -44,8 +47,8 @@ int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tens
   kvl__expect_shape_of(&c, "out", out, "x", x);
   kvl__expect_shape_of(&c, "scales", scales, "x without its last dim", &row);
   if (c.status < 0) return c.status;
-  struct kvl_quantise_rows_args args = {x->ptr, out->ptr, scales->ptr, rows_of(x),
-                                        kvl__dim(&c, "dim"), x->dtype};
+  struct kvl_quantise_rows_args args = {
+      x->ptr, out->ptr, scales->ptr, rows_of(x), kvl__dim(&c, "dim"), x->dtype};
   return KVL__LAUNCH(&c, quantise_rows, args);
 }
 
@@ -61,8 +64,8 @@ int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out) {
                    (long long)dim);
   if (!isfinite(scale)) kvl__call_fail(&c, "scale is %g, expected a finite number", scale);
   if (c.status < 0) return c.status;
-  struct kvl_hadamard_args args = {x->ptr, out->ptr, rows_of(x), (float)scale, (int32_t)dim,
-                                   x->dtype};
+  struct kvl_hadamard_args args = {x->ptr,       out->ptr,     rows_of(x),
+                                   (float)scale, (int32_t)dim, x->dtype};
   return KVL__LAUNCH(&c, hadamard, args);
 }
 
@@ -115,11 +118,19 @@ int kvl_mqa_logits(const kvl_tensor *q, const kvl_tensor *weights, const kvl_ten
   kvl__arg(&c, "starts", starts, KVL__I32, "rows");
   kvl__arg(&c, "ends", ends, KVL__I32, "rows");
   if (c.status < 0) return c.status;
-  struct kvl_mqa_logits_args args = {
-    .q = q->ptr, .k = k->ptr, .weights = weights->ptr, .scales = scales->ptr,
-    .starts = starts->ptr, .ends = ends->ptr, .logits = logits->ptr, .rows = q->shape[0],
-    .tokens = k->shape[0], .columns = logits->shape[1], .heads = (int32_t)q->shape[1],
-    .dim = (int32_t)q->shape[2], .dtype = logits->dtype};
+  struct kvl_mqa_logits_args args = {.q = q->ptr,
+                                     .k = k->ptr,
+                                     .weights = weights->ptr,
+                                     .scales = scales->ptr,
+                                     .starts = starts->ptr,
+                                     .ends = ends->ptr,
+                                     .logits = logits->ptr,
+                                     .rows = q->shape[0],
+                                     .tokens = k->shape[0],
+                                     .columns = logits->shape[1],
+                                     .heads = (int32_t)q->shape[1],
+                                     .dim = (int32_t)q->shape[2],
+                                     .dtype = logits->dtype};
   return KVL__LAUNCH(&c, mqa_logits, args);
 }
 
@@ -136,10 +147,17 @@ int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
     kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected as many for each",
                    (long long)rows, (long long)sequences);
   if (c.status < 0) return c.status;
-  struct kvl_mqa_logits_paged_args args = {
-    .cache = view, .q = q->ptr, .weights = weights->ptr, .tables = tables->ptr,
-    .lens = lens->ptr, .logits = logits->ptr, .sequences = sequences,
-    .each = sequences ? rows / sequences : 0, .max_blocks = tables->shape[1],
-    .columns = logits->shape[1], .heads = (int32_t)q->shape[1], .dtype = logits->dtype};
+  struct kvl_mqa_logits_paged_args args = {.cache = view,
+                                           .q = q->ptr,
+                                           .weights = weights->ptr,
+                                           .tables = tables->ptr,
+                                           .lens = lens->ptr,
+                                           .logits = logits->ptr,
+                                           .sequences = sequences,
+                                           .each = sequences ? rows / sequences : 0,
+                                           .max_blocks = tables->shape[1],
+                                           .columns = logits->shape[1],
+                                           .heads = (int32_t)q->shape[1],
+                                           .dtype = logits->dtype};
   return KVL__LAUNCH(&c, mqa_logits_paged, args);
 }

@@ -109,10 +109,15 @@ static int binary(int op, const kvl_tensor *a, const kvl_tensor *b, double scala
   kvl__arg(&c, "b?", b, kvl__like(a), "...");
   kvl__arg(&c, "out", out, compares ? KVL__U8 : kvl__like(a), "...");
   if (c.status < 0) return c.status;
-  struct kvl_binary_args args = {
-    .a = a->ptr, .b = b ? b->ptr : NULL, .out = out->ptr, .scalar = scalar,
-    .count = out->count, .ndim = out->ndim, .op = op, .dtype = a->dtype,
-    .out_dtype = out->dtype};
+  struct kvl_binary_args args = {.a = a->ptr,
+                                 .b = b ? b->ptr : NULL,
+                                 .out = out->ptr,
+                                 .scalar = scalar,
+                                 .count = out->count,
+                                 .ndim = out->ndim,
+                                 .op = op,
+                                 .dtype = a->dtype,
+                                 .out_dtype = out->dtype};
   memcpy(args.shape, out->shape, sizeof args.shape);
   int fits = broadcast(a, out, args.a_stride) && (!b || broadcast(b, out, args.b_stride));
   for (int i = 0; fits && i < out->ndim; i++) { /* out must not be larger than both */
@@ -152,8 +157,8 @@ int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
   if (c.status >= 0) kvl__expect_shape_of(&c, "b", b, "cond", cond);
   if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "cond", cond);
   if (c.status < 0) return c.status;
-  struct kvl_where_args args = {cond->ptr, a->ptr, b->ptr, out->ptr, out->count,
-                                kvl_dtype_bytes(a->dtype)};
+  struct kvl_where_args args = {cond->ptr, a->ptr,     b->ptr,
+                                out->ptr,  out->count, kvl_dtype_bytes(a->dtype)};
   return KVL__LAUNCH(&c, where, args);
 }
 
@@ -173,8 +178,13 @@ int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out) {
   memmove(want.shape + dim, want.shape + dim + 1,
           sizeof want.shape[0] * (size_t)(want.ndim - dim));
   kvl__expect_shape_of(&c, "out", out, "a without dim", &want);
-  struct kvl_reduce_args args = {.a = a->ptr, .out = out->ptr, .outer = 1, .inner = 1,
-                                 .n = a->shape[dim], .op = op, .dtype = a->dtype,
+  struct kvl_reduce_args args = {.a = a->ptr,
+                                 .out = out->ptr,
+                                 .outer = 1,
+                                 .inner = 1,
+                                 .n = a->shape[dim],
+                                 .op = op,
+                                 .dtype = a->dtype,
                                  .out_dtype = out->dtype};
   for (int i = 0; i < dim; i++) args.outer *= a->shape[i];
   for (int i = dim + 1; i < a->ndim; i++) args.inner *= a->shape[i];
@@ -197,9 +207,13 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out) {
   kvl__arg(&c, "out", out, kvl__like(a) | KVL__F32, "... n");
   if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
   if (c.status < 0) return c.status;
-  struct kvl_softmax_args args = {.a = a->ptr, .out = out->ptr, .rows = rows_of(a),
-                                  .n = kvl__dim(&c, "n"), .scale = (float)scale,
-                                  .dtype = a->dtype, .out_dtype = out->dtype};
+  struct kvl_softmax_args args = {.a = a->ptr,
+                                  .out = out->ptr,
+                                  .rows = rows_of(a),
+                                  .n = kvl__dim(&c, "n"),
+                                  .scale = (float)scale,
+                                  .dtype = a->dtype,
+                                  .out_dtype = out->dtype};
   args.workspace = kvl__call_workspace(&c, KVL_OP_softmax, &args);
   return KVL__LAUNCH(&c, softmax, args);
 }
@@ -215,8 +229,8 @@ int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
   int64_t n = kvl__dim(&c, "n");
   if (n < 1) kvl__call_fail(&c, "a has rows of 0 elements, expected 1 or more");
   if (c.status < 0) return c.status;
-  struct kvl_argmax_args args = {.a = a->ptr, .out = out->ptr, .rows = rows_of(a), .n = n,
-                                 .dtype = a->dtype};
+  struct kvl_argmax_args args = {
+      .a = a->ptr, .out = out->ptr, .rows = rows_of(a), .n = n, .dtype = a->dtype};
   args.workspace = kvl__call_workspace(&c, KVL_OP_argmax, &args);
   return KVL__LAUNCH(&c, argmax, args);
 }
@@ -234,8 +248,12 @@ int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
   if (which & ~(KVL_TOPK_LARGEST | KVL_TOPK_BY_INDEX))
     kvl__call_fail(&c, "which is %d, expected LEAST or LARGEST, and BY_INDEX", which);
   if (c.status < 0) return c.status;
-  struct kvl_topk_args args = {.a = a->ptr, .values = values ? values->ptr : NULL,
-                               .indices = indices->ptr, .rows = a->shape[0], .n = n, .k = k,
+  struct kvl_topk_args args = {.a = a->ptr,
+                               .values = values ? values->ptr : NULL,
+                               .indices = indices->ptr,
+                               .rows = a->shape[0],
+                               .n = n,
+                               .k = k,
                                .largest = (which & KVL_TOPK_LARGEST) != 0,
                                .by_index = (which & KVL_TOPK_BY_INDEX) != 0};
   args.workspace = kvl__call_workspace(&c, KVL_OP_topk, &args);
@@ -268,10 +286,16 @@ int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
            batched ? "batch m n" : "m n");
   if (is_f8) expect_f8_matmul(&c, a, b, out);
   if (c.status < 0) return c.status;
-  struct kvl_matmul_args args = {
-    .a = a->ptr, .b = b->ptr, .out = out->ptr, .batch = batched ? a->shape[0] : 1,
-    .m = kvl__dim(&c, "m"), .n = kvl__dim(&c, "n"), .k = kvl__dim(&c, "k"),
-    .transpose_b = transpose_b != 0, .dtype = a->dtype, .out_dtype = out->dtype};
+  struct kvl_matmul_args args = {.a = a->ptr,
+                                 .b = b->ptr,
+                                 .out = out->ptr,
+                                 .batch = batched ? a->shape[0] : 1,
+                                 .m = kvl__dim(&c, "m"),
+                                 .n = kvl__dim(&c, "n"),
+                                 .k = kvl__dim(&c, "k"),
+                                 .transpose_b = transpose_b != 0,
+                                 .dtype = a->dtype,
+                                 .out_dtype = out->dtype};
   args.a_stride = args.m * args.k;
   args.b_stride = b_batched ? args.n * args.k : 0;
   args.out_stride = args.m * args.n;
@@ -301,30 +325,31 @@ static void expect_rows_of(struct kvl__call *c, const char *name, const kvl_tens
                    kvl__tensor_words(other, want, sizeof want));
 }
 
-int kvl_gather_rows(const kvl_tensor *src, const kvl_tensor *index,
-                    const kvl_tensor *out) {
+int kvl_gather_rows(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *out) {
   struct kvl__call c = {.op = "gather_rows"};
   kvl__arg(&c, "src", src, KVL__ANY, "rows ...");
   kvl__arg(&c, "index", index, KVL__I32, "n");
   kvl__arg(&c, "out", out, kvl__like(src), "n ...");
   expect_rows_of(&c, "out", out, src);
   if (c.status < 0) return c.status;
-  struct kvl_gather_rows_args args = {src->ptr, index->ptr, out->ptr, index->count,
-                                      src->shape[0], bytes_row(src)};
+  struct kvl_gather_rows_args args = {src->ptr,     index->ptr,    out->ptr,
+                                      index->count, src->shape[0], bytes_row(src)};
   return KVL__LAUNCH(&c, gather_rows, args);
 }
 
-int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index,
-                     const kvl_tensor *dst) {
+int kvl_scatter_rows(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor *dst) {
   struct kvl__call c = {.op = "scatter_rows"};
   kvl__arg(&c, "src", src, KVL__ANY, "n ...");
   kvl__arg(&c, "index", index, KVL__I32, "n");
   kvl__arg(&c, "dst", dst, kvl__like(src), "rows ...");
   expect_rows_of(&c, "src", src, dst);
   if (c.status < 0) return c.status;
-  struct kvl_scatter_rows_args args = {.src = src->ptr, .index = index->ptr,
-                                       .out = dst->ptr, .n = index->count,
-                                       .rows = dst->shape[0], .bytes_row = bytes_row(dst)};
+  struct kvl_scatter_rows_args args = {.src = src->ptr,
+                                       .index = index->ptr,
+                                       .out = dst->ptr,
+                                       .n = index->count,
+                                       .rows = dst->shape[0],
+                                       .bytes_row = bytes_row(dst)};
   args.workspace = kvl__call_workspace(&c, KVL_OP_scatter_rows, &args);
   return KVL__LAUNCH(&c, scatter_rows, args);
 }
@@ -335,8 +360,12 @@ int kvl_gather(const kvl_tensor *src, const kvl_tensor *index, const kvl_tensor 
   kvl__arg(&c, "index", index, KVL__I32, "rows m");
   kvl__arg(&c, "out", out, kvl__like(src), "rows m");
   if (c.status < 0) return c.status;
-  struct kvl_gather_args args = {src->ptr, index->ptr, out->ptr, src->shape[0],
-                                 src->shape[1], index->shape[1],
+  struct kvl_gather_args args = {src->ptr,
+                                 index->ptr,
+                                 out->ptr,
+                                 src->shape[0],
+                                 src->shape[1],
+                                 index->shape[1],
                                  kvl_dtype_bytes(src->dtype)};
   return KVL__LAUNCH(&c, gather, args);
 }
@@ -348,7 +377,7 @@ int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
   kvl__arg(&c, "index", index, KVL__I32, "rows m");
   kvl__arg(&c, "dst", dst, kvl__like(src), "rows n");
   if (c.status < 0) return c.status;
-  struct kvl_scatter_args args = {src->ptr, index->ptr, dst->ptr, src->shape[0],
+  struct kvl_scatter_args args = {src->ptr,      index->ptr,    dst->ptr, src->shape[0],
                                   dst->shape[1], src->shape[1], add != 0, src->dtype};
   return KVL__LAUNCH(&c, scatter, args);
 }

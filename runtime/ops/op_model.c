@@ -10,9 +10,11 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
   kvl__arg(&c, "out", out, kvl__like(x), "rows dim");
   if (!(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
   if (c.status < 0) return c.status;
-  struct kvl_rmsnorm_args args = {
-    x->ptr, residual ? residual->ptr : NULL, weight->ptr, out->ptr, x->shape[0],
-    x->shape[1], (float)eps, x->dtype, weight->dtype};
+  struct kvl_rmsnorm_args args = {x->ptr,       residual ? residual->ptr : NULL,
+                                  weight->ptr,  out->ptr,
+                                  x->shape[0],  x->shape[1],
+                                  (float)eps,   x->dtype,
+                                  weight->dtype};
   return KVL__LAUNCH(&c, rmsnorm, args);
 }
 
@@ -23,16 +25,15 @@ static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq) {
                    (long long)inv_freq->count, (long long)most);
 }
 
-int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions,
-             const kvl_tensor *inv_freq) {
+int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq) {
   struct kvl__call c = {.op = "rope"};
   kvl__arg(&c, "x", x, KVL__FLOAT, "tokens heads head_dim");
   kvl__arg(&c, "positions", positions, KVL__I32, "tokens");
   kvl__arg(&c, "inv_freq", inv_freq, KVL__F32, "pairs");
   expect_pairs(&c, inv_freq);
   if (c.status < 0) return c.status;
-  struct kvl_rope_args args = {x->ptr, positions->ptr, inv_freq->ptr, x->shape[0],
-                               x->shape[1], x->shape[2], inv_freq->count, x->dtype};
+  struct kvl_rope_args args = {x->ptr,      positions->ptr, inv_freq->ptr,   x->shape[0],
+                               x->shape[1], x->shape[2],    inv_freq->count, x->dtype};
   return KVL__LAUNCH(&c, rope, args);
 }
 
@@ -53,8 +54,8 @@ int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *
   expect_pairs(&c, inv_freq);
   if (c.status < 0) return c.status;
   struct kvl_rope_append_args args = {
-    view, q->ptr, k->ptr, v->ptr, positions->ptr, inv_freq->ptr, slots->ptr, q->shape[0],
-    q->shape[1], inv_freq->count, q->dtype};
+      view,       q->ptr,      k->ptr,      v->ptr,          positions->ptr, inv_freq->ptr,
+      slots->ptr, q->shape[0], q->shape[1], inv_freq->count, q->dtype};
   return KVL__LAUNCH(&c, rope_append, args);
 }
 

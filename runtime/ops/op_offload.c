@@ -100,8 +100,10 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
   parted += kvl__arg(&c, "miss_logical?", a->miss_logical, KVL__I32, "seqs kv_heads n");
   parted += kvl__arg(&c, "miss_slots?", a->miss_slots, KVL__I32, "seqs kv_heads n");
   if (c.status >= 0 && parted != 0 && parted != 4)
-    kvl__call_fail(&c, "%d of hit_logical, hit_slots, miss_logical and miss_slots are given, "
-                   "expected all or none", parted);
+    kvl__call_fail(&c,
+                   "%d of hit_logical, hit_slots, miss_logical and miss_slots are given, "
+                   "expected all or none",
+                   parted);
   args.selection_heads = kvl__dim(&c, "selection_heads");
   if (args.selection_heads != 1 && args.selection_heads != args.hot.memory.kv_heads)
     kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
@@ -115,9 +117,11 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
     kvl__call_fail(&c, "miss_from has %lld entries a head, expected seqs * n = %lld",
                    (long long)kvl__dim(&c, "misses"), (long long)most);
   if (c.status >= 0 && most > args.hot.memory.blocks)
-    kvl__call_fail(&c, "%lld sequences may select %lld blocks each, expected at most the "
-                   "%lld slots of the hot cache in all", (long long)args.seqs,
-                   (long long)args.n, (long long)args.hot.memory.blocks);
+    kvl__call_fail(&c,
+                   "%lld sequences may select %lld blocks each, expected at most the "
+                   "%lld slots of the hot cache in all",
+                   (long long)args.seqs, (long long)args.n,
+                   (long long)args.hot.memory.blocks);
   if (c.status < 0) return c.status;
   args.selection = a->selection->ptr;
   args.tables = a->tables->ptr;

@@ -12,10 +12,12 @@ static struct kvl_transform_view transform_args(struct kvl__call *c, const kvl_t
     view.width = kvl__dim(c, "width");
     view.block_size = t->block_size;
     kvl__expect_block_size(c, t->block_size);
-    if (t->offsets) kvl__call_fail(c, "offsets are given beside tables, expected one of them");
+    if (t->offsets)
+      kvl__call_fail(c, "offsets are given beside tables, expected one of them");
     if (!t->row_sequence && view.sequences > 0) view.rows_each = rows / view.sequences;
     if (!t->row_sequence && view.rows_each * view.sequences != rows)
-      kvl__call_fail(c, "%lld rows over %lld sequences, expected a multiple (or row_sequence)",
+      kvl__call_fail(c,
+                     "%lld rows over %lld sequences, expected a multiple (or row_sequence)",
                      (long long)rows, (long long)view.sequences);
   }
   if (t->row_sequence && !t->tables)
@@ -42,9 +44,10 @@ int kvl_topk_transform(const kvl_tensor *logits, const kvl_tensor *starts,
   kvl__arg(&c, "out", out, KVL__I32, "rows k");
   int64_t rows = kvl__dim(&c, "rows"), n = kvl__dim(&c, "n");
   expect_columns(&c, n);
-  struct kvl_topk_transform_args args = {
-    .transform = transform_args(&c, transform, rows), .rows = rows, .n = n,
-    .k = kvl__dim(&c, "k")};
+  struct kvl_topk_transform_args args = {.transform = transform_args(&c, transform, rows),
+                                         .rows = rows,
+                                         .n = n,
+                                         .k = kvl__dim(&c, "k")};
   if (c.status < 0) return c.status;
   args.logits = logits->ptr;
   args.starts = starts ? starts->ptr : NULL;
@@ -65,7 +68,7 @@ int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
   kvl__arg(&c, "out", out, KVL__I32, "rows k");
   int64_t rows = kvl__dim(&c, "rows");
   struct kvl_transform_indices_args args = {
-    .transform = transform_args(&c, transform, rows), .rows = rows, .k = kvl__dim(&c, "k")};
+      .transform = transform_args(&c, transform, rows), .rows = rows, .k = kvl__dim(&c, "k")};
   if (c.status < 0) return c.status;
   args.positions = positions ? positions->ptr : NULL;
   args.lens = lens ? lens->ptr : NULL;
@@ -92,12 +95,20 @@ int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *st
     kvl__call_fail(&c, "%s are those kept, expected another tensor",
                    values->ptr == kept_values->ptr ? "values" : "positions");
   int64_t n = kvl__dim(&c, "n"), k = kvl__dim(&c, "k");
-  expect_columns(&c, first + n + k);   /* one row of a search: what is kept, then the tile */
+  expect_columns(&c, first + n + k); /* one row of a search: what is kept, then the tile */
   if (c.status < 0) return c.status;
-  struct kvl_topk_merge_args args = {
-    logits->ptr, starts ? starts->ptr : NULL, lens->ptr, kept_values->ptr,
-    kept_positions->ptr, values->ptr, positions->ptr, lens->count, n, k, first,
-    logits->dtype};
+  struct kvl_topk_merge_args args = {logits->ptr,
+                                     starts ? starts->ptr : NULL,
+                                     lens->ptr,
+                                     kept_values->ptr,
+                                     kept_positions->ptr,
+                                     values->ptr,
+                                     positions->ptr,
+                                     lens->count,
+                                     n,
+                                     k,
+                                     first,
+                                     logits->dtype};
   return KVL__LAUNCH(&c, topk_merge, args);
 }
 
@@ -110,8 +121,14 @@ int kvl_ragged_slots(const kvl_tensor *tables, int block_size, const kvl_tensor 
   kvl__arg(&c, "ends", ends, KVL__I32, "sequences");
   kvl__arg(&c, "out", out, KVL__I32 | KVL__I64, "n");
   if (c.status < 0) return c.status;
-  struct kvl_ragged_slots_args args = {
-    tables->ptr, starts->ptr, ends->ptr, out->ptr, kvl__dim(&c, "sequences"),
-    kvl__dim(&c, "width"), out->count, block_size, kvl_dtype_bytes(out->dtype)};
+  struct kvl_ragged_slots_args args = {tables->ptr,
+                                       starts->ptr,
+                                       ends->ptr,
+                                       out->ptr,
+                                       kvl__dim(&c, "sequences"),
+                                       kvl__dim(&c, "width"),
+                                       out->count,
+                                       block_size,
+                                       kvl_dtype_bytes(out->dtype)};
   return KVL__LAUNCH(&c, ragged_slots, args);
 }

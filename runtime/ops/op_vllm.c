@@ -13,7 +13,8 @@ static struct kvl_vllm_view cache_args(struct kvl__call *c, const kvl_tensor *ke
                                        const kvl_tensor *values, const kvl_tensor *k_scale,
                                        const kvl_tensor *v_scale) {
   struct kvl_vllm_view view = {0};
-  kvl__vector_arg(c, "key_cache", keys, KVL__CACHE, "blocks kv_heads head_dim/x block_size x");
+  kvl__vector_arg(c, "key_cache", keys, KVL__CACHE,
+                  "blocks kv_heads head_dim/x block_size x");
   kvl__vector_arg(c, "value_cache", values, kvl__like(keys),
                   "blocks kv_heads head_dim block_size");
   int given = kvl__arg(c, "k_scale?", k_scale, KVL__F32, "1");
@@ -30,18 +31,23 @@ static struct kvl_vllm_view cache_args(struct kvl__call *c, const kvl_tensor *ke
     kvl__call_fail(c, "head_dim is %lld, expected a multiple of x = %lld for a cache of %s",
                    (long long)d, (long long)x, kvl_dtype_name(keys->dtype));
   if (kvl__dim(c, "x") != x || kvl__dim(c, "head_dim/x") * x != d)
-    kvl__call_fail(c, "key_cache has %lld runs of %lld elements a token, expected %lld of "
-                   "%lld (16 bytes of %s)", (long long)kvl__dim(c, "head_dim/x"),
-                   (long long)kvl__dim(c, "x"), (long long)(d / x), (long long)x,
-                   kvl_dtype_name(keys->dtype));
+    kvl__call_fail(c,
+                   "key_cache has %lld runs of %lld elements a token, expected %lld of "
+                   "%lld (16 bytes of %s)",
+                   (long long)kvl__dim(c, "head_dim/x"), (long long)kvl__dim(c, "x"),
+                   (long long)(d / x), (long long)x, kvl_dtype_name(keys->dtype));
   if (given && keys->dtype != KVL_DTYPE_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
                    k_scale ? "k" : "v", kvl_dtype_name(keys->dtype));
-  return (struct kvl_vllm_view){
-    .keys = keys->ptr, .values = values->ptr, .k_scale = k_scale ? k_scale->ptr : NULL,
-    .v_scale = v_scale ? v_scale->ptr : NULL, .blocks = keys->shape[0],
-    .kv_heads = (int32_t)keys->shape[1], .head_dim = (int32_t)d, .block_size = (int32_t)size,
-    .dtype = keys->dtype};
+  return (struct kvl_vllm_view){.keys = keys->ptr,
+                                .values = values->ptr,
+                                .k_scale = k_scale ? k_scale->ptr : NULL,
+                                .v_scale = v_scale ? v_scale->ptr : NULL,
+                                .blocks = keys->shape[0],
+                                .kv_heads = (int32_t)keys->shape[1],
+                                .head_dim = (int32_t)d,
+                                .block_size = (int32_t)size,
+                                .dtype = keys->dtype};
 }
 
 int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
@@ -53,7 +59,8 @@ int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
   if (c.status < 0) return c.status;
-  struct kvl_vllm_append_args args = {view, k->ptr, v->ptr, slots->ptr, k->shape[0], k->dtype};
+  struct kvl_vllm_append_args args = {view,       k->ptr,      v->ptr,
+                                      slots->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, vllm_append, args);
 }
 

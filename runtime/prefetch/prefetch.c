@@ -186,9 +186,11 @@ static int start(kvl_prefetch *p, const kvl_prefetch_options *o) {
   }
   for (int i = 0; i < o->workers && status >= 0; i++) {
     struct kvl__thread *thread = &p->threads[i];
-    *thread = (struct kvl__thread){.prefetch = p, .worker = {
-      .device = p->device, .store = p->store, .is_modelled = p->is_modelled,
-      .bytes_half = p->bytes_half}};
+    *thread = (struct kvl__thread){.prefetch = p,
+                                   .worker = {.device = p->device,
+                                              .store = p->store,
+                                              .is_modelled = p->is_modelled,
+                                              .bytes_half = p->bytes_half}};
     p->num_threads++;
     status = kvl__worker_open(&thread->worker,
                               staging ? staging + 2 * (size_t)i * p->bytes_half : NULL);
@@ -204,7 +206,9 @@ int kvl_prefetch_open(kvl_device *dev, kvl_store *store, const kvl_prefetch_opti
                       kvl_prefetch **out) {
   if (!dev || !store || !o)
     return kvl__fail(KVL_ERR_INVALID, "prefetch: %s is missing",
-                     !dev ? "device" : !store ? "store" : "options");
+                     !dev     ? "device"
+                     : !store ? "store"
+                              : "options");
   int status = expect_range("workers", o->workers, WORKERS_MAX);
   if (status >= 0) status = expect_range("max_pending", o->max_pending, PENDING_MAX);
   if (status >= 0) status = expect_range("bytes_staging", o->bytes_staging, INT64_MAX);
@@ -255,7 +259,8 @@ void kvl_prefetch_close(kvl_prefetch *p) {
 
 int kvl__prefetch_expect(const kvl_prefetch *p) {
   if (!kvl_device_is_cpu(p->device) || kvl__link_on() == p->is_modelled) return KVL_OK;
-  return kvl__fail(KVL_ERR_INVALID, "prefetch: kvl_cpu_link was called since the prefetcher was "
+  return kvl__fail(KVL_ERR_INVALID,
+                   "prefetch: kvl_cpu_link was called since the prefetcher was "
                    "opened; open it anew");
 }
 
@@ -266,7 +271,8 @@ static int wait_for_room(kvl_prefetch *p, int64_t timeout_us) {
   while (more > 0 && !p->is_closing && p->queue.count == p->queue.room)
     if (!kvl__prefetch_run_first(p))
       more = kvl__prefetch_wait_on(p, &p->room, end, "prefetch");
-  return p->is_closing ? kvl__fail(KVL_ERR_INVALID, "prefetch: the prefetcher is closed") : more;
+  return p->is_closing ? kvl__fail(KVL_ERR_INVALID, "prefetch: the prefetcher is closed")
+                       : more;
 }
 
 static void push(kvl_prefetch *p, kvl_ticket *t) {
@@ -283,8 +289,8 @@ int kvl_prefetch_submit(kvl_prefetch *p, const kvl_prefetch_task *task, int64_t 
                         kvl_ticket **out) {
   kvl_ticket *t;
   if (!p || !task)
-    return kvl__fail(KVL_ERR_INVALID, "prefetch: the %s", p ? "task is missing"
-                                                            : "prefetcher is closed");
+    return kvl__fail(KVL_ERR_INVALID, "prefetch: the %s",
+                     p ? "task is missing" : "prefetcher is closed");
   int status = kvl__prefetch_expect(p);
   if (status >= 0) status = kvl__ticket_open(p, p->device, p->bytes_half, task, &t);
   if (status < 0) return status;
@@ -330,7 +336,8 @@ int kvl_prefetch_cancel(kvl_prefetch *p, int64_t request) {
 }
 
 int kvl_prefetch_reprioritise(kvl_prefetch *p, int64_t request, int priority) {
-  if (!p) return kvl__fail(KVL_ERR_INVALID, "prefetch reprioritise: the prefetcher is closed");
+  if (!p)
+    return kvl__fail(KVL_ERR_INVALID, "prefetch reprioritise: the prefetcher is closed");
   pthread_mutex_lock(&p->lock);
   int changed = kvl__queue_reprioritise(&p->queue, request, priority);
   pthread_mutex_unlock(&p->lock);

@@ -12,8 +12,8 @@
 struct kvl__thread {
   kvl_prefetch *prefetch;
   pthread_t thread;
-  int has_thread;                /* 0 where tasks run on the threads that wait */
-  kvl_ticket *running;           /* NULL: none; under the prefetcher's lock */
+  int has_thread;      /* 0 where tasks run on the threads that wait */
+  kvl_ticket *running; /* NULL: none; under the prefetcher's lock */
   struct kvl__worker worker;
 };
 
@@ -21,19 +21,19 @@ struct kvl_prefetch {
   kvl_device *device;
   kvl_store *store;
   pthread_mutex_t lock;
-  pthread_cond_t work;           /* a task waits, or the prefetcher is closing */
-  pthread_cond_t room;           /* a waiting task went */
-  pthread_cond_t changed;        /* a layer is ready, a task is over */
+  pthread_cond_t work;    /* a task waits, or the prefetcher is closing */
+  pthread_cond_t room;    /* a waiting task went */
+  pthread_cond_t changed; /* a layer is ready, a task is over */
   struct kvl__queue queue;
-  kvl_ticket *over;              /* not reaped */
-  kvl_tensor staging;            /* u8 [workers, 2, bytes_half]; closed: none */
+  kvl_ticket *over;   /* not reaped */
+  kvl_tensor staging; /* u8 [workers, 2, bytes_half]; closed: none */
   size_t bytes_half;
   struct kvl__marks marks;
   kvl_prefetch_stats stats;
-  int refs;                      /* the handle, tickets, and calls that wait in it */
+  int refs; /* the handle, tickets, and calls that wait in it */
   int is_closing;
-  int is_modelled;               /* an emulated link: tasks run on the threads that wait */
-  int is_running;                /* a modelled task */
+  int is_modelled; /* an emulated link: tasks run on the threads that wait */
+  int is_running;  /* a modelled task */
   int num_threads, next_thread;
   struct kvl__thread threads[];
 };

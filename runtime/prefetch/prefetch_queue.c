@@ -22,7 +22,8 @@ static void put(struct kvl__queue *q, int place, kvl_ticket *t) {
 
 static void rise(struct kvl__queue *q, int place) {
   kvl_ticket *t = q->heap[place];
-  for (int above; place > 0 && goes_before(t, q->heap[above = (place - 1) / 2]); place = above)
+  for (int above; place > 0 && goes_before(t, q->heap[above = (place - 1) / 2]);
+       place = above)
     put(q, place, q->heap[above]);
   put(q, place, t);
 }

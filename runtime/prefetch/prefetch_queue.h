@@ -5,9 +5,9 @@
 #include "prefetch/ticket.h"
 
 struct kvl__queue {
-  kvl_ticket **heap;             /* [room] */
+  kvl_ticket **heap; /* [room] */
   int count, room;
-  int64_t orders;                /* submitted so far */
+  int64_t orders; /* submitted so far */
 };
 
 int kvl__queue_open(struct kvl__queue *q, int room);

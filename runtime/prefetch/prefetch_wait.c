@@ -28,9 +28,14 @@ static int wait_for(kvl_ticket *t, int layers, int64_t timeout_us, const char *o
 
 static void fill_result(const kvl_ticket *t, kvl_prefetch_result *out) {
   kvl_prefetch_result r = {
-    .state = t->state, .n = t->n, .missing = t->lost, .bytes = t->bytes, .arrived = t->arrived,
-    .us_queued = (double)(t->ns_started - t->ns_submitted) * 1e-3,
-    .us_reading = (double)t->ns_reading * 1e-3, .us_copying = t->us_copying,
+      .state = t->state,
+      .n = t->n,
+      .missing = t->lost,
+      .bytes = t->bytes,
+      .arrived = t->arrived,
+      .us_queued = (double)(t->ns_started - t->ns_submitted) * 1e-3,
+      .us_reading = (double)t->ns_reading * 1e-3,
+      .us_copying = t->us_copying,
   };
   while (r.leading < t->n && t->arrived[r.leading]) r.leading++;
   for (int i = 0; i < t->n; i++) r.blocks += t->arrived[i];
@@ -70,7 +75,7 @@ int kvl_ticket_wait_layer(kvl_ticket *t, int layer, kvl_stream *stream) {
   status = wait_for(t, at + 1, -1, op);
   if (status > 0 && t->layers_ready > at) {
     status = t->marks ? dev->backend->queue_wait(
-                          dev->ctx, (stream ? stream : dev->current)->queue, t->marks[at])
+                            dev->ctx, (stream ? stream : dev->current)->queue, t->marks[at])
                       : KVL_OK;
     status = status < 0 ? kvl__device_failed(dev, status, op) : at < t->first_lost;
   } else if (status > 0) {

@@ -73,8 +73,7 @@ static int empty_half(struct kvl__worker *w, struct kvl__half *half, kvl_ticket 
   const kvl_backend *be = dev->backend;
   double us = 0;
   int status = KVL_OK;
-  if (half->is_copying && !w->is_modelled)
-    status = be->mark_sync(dev->ctx, half->end);
+  if (half->is_copying && !w->is_modelled) status = be->mark_sync(dev->ctx, half->end);
   if (half->is_copying && status >= 0)
     status = be->mark_elapsed_us(dev->ctx, half->begin, half->end, &us);
   t->us_copying += us;
@@ -123,7 +122,8 @@ int kvl__worker_begin(struct kvl__worker *w, kvl_ticket *t) {
 }
 
 /* Reads one record. 1: it is there, 0: the store lacks it. */
-static int read_record(struct kvl__worker *w, kvl_ticket *t, int block, int layer, char *into) {
+static int read_record(struct kvl__worker *w, kvl_ticket *t, int block, int layer,
+                       char *into) {
   int64_t begin = kvl_clock_ns();
   int found = kvl_store_get(w->store, &t->keys[block], t->first_layer + layer, into,
                             (int64_t)t->bytes_record);

@@ -8,22 +8,25 @@
 /* Pinned memory that records are read into while those in the other half are copied. */
 struct kvl__half {
   char *memory;
-  size_t used;                   /* bytes that hold records, or will */
-  void *begin, *end;             /* marks around its copies */
-  int is_copying;                /* begin is recorded */
+  size_t used;       /* bytes that hold records, or will */
+  void *begin, *end; /* marks around its copies */
+  int is_copying;    /* begin is recorded */
 };
 
 /* Records that are neighbours in a half and also in the destination: one copy moves them. */
-struct kvl__run { char *from, *to; size_t bytes; };
+struct kvl__run {
+  char *from, *to;
+  size_t bytes;
+};
 
 struct kvl__worker {
   kvl_device *device;
   kvl_store *store;
-  int is_modelled;               /* an emulated link tells the times */
-  void *queue;                   /* of the backend, this worker's own; NULL: no staging */
+  int is_modelled; /* an emulated link tells the times */
+  void *queue;     /* of the backend, this worker's own; NULL: no staging */
   struct kvl__half halves[2];
   size_t bytes_half;
-  int half;                      /* the one that is filled */
+  int half; /* the one that is filled */
   struct kvl__run run;
 };
 

@@ -70,10 +70,13 @@ int kvl__ticket_open(kvl_prefetch *p, kvl_device *dev, size_t bytes_half,
   size_t bytes = blocks ? (size_t)(m->count / blocks * kvl_dtype_bytes(m->dtype)) : 0;
   int in_place = bytes_half == 0 || kvl_tensor_is_pinned(m);
   if (!in_place && bytes > bytes_half)
-    return kvl__fail(KVL_ERR_INVALID, "prefetch: a block of a layer has %zu bytes, expected "
-                     "at most %zu: bytes_staging / (2 * workers)", bytes, bytes_half);
-  kvl_ticket *t = kvl__malloc(sizeof *t + n * (sizeof *t->keys + sizeof *t->blocks + 1) +
-                              layers * sizeof *t->marks, "a prefetch task");
+    return kvl__fail(KVL_ERR_INVALID,
+                     "prefetch: a block of a layer has %zu bytes, expected "
+                     "at most %zu: bytes_staging / (2 * workers)",
+                     bytes, bytes_half);
+  kvl_ticket *t = kvl__malloc(
+      sizeof *t + n * (sizeof *t->keys + sizeof *t->blocks + 1) + layers * sizeof *t->marks,
+      "a prefetch task");
   if (!t) return KVL_ERR_NO_MEMORY;
   memset(t, 0, sizeof *t);
   t->prefetch = p;

@@ -5,7 +5,8 @@
 
 #include "store/store.h"
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "keys and records are as in memory");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "keys and records are as in memory");
 _Static_assert(sizeof(kvl_key) == 16, "a key is hashed as 16 bytes");
 
 static kvl_key hash(const kvl_key *parent, const int32_t *tokens, int n) {

@@ -7,7 +7,9 @@ enum { MAGIC = 0x4b564c52, VERSION = 1, TIMEOUT_MS = 1000, FIND_AT_ONCE = 256 };
 _Static_assert(sizeof(struct kvl__head) == 24, "a head has no holes");
 
 static const struct kvl__store_backend *const backends[] = {
-  &kvl__store_memory, &kvl__store_lmdb, &kvl__store_redis,
+    &kvl__store_memory,
+    &kvl__store_lmdb,
+    &kvl__store_redis,
 };
 enum { BACKENDS = sizeof backends / sizeof backends[0] };
 
@@ -138,8 +140,7 @@ static int check_bytes(const char *what, const void *bytes, int64_t n) {
   if (n < 0)
     return kvl__fail(KVL_ERR_INVALID, "store_%s: %lld bytes, expected >= 0", what,
                      (long long)n);
-  if (n > 0 && !bytes)
-    return kvl__fail(KVL_ERR_INVALID, "store_%s: bytes are missing", what);
+  if (n > 0 && !bytes) return kvl__fail(KVL_ERR_INVALID, "store_%s: bytes are missing", what);
   return KVL_OK;
 }
 
@@ -207,10 +208,16 @@ int kvl_store_sync(kvl_store *store) {
 int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_stats: the store is closed");
   kvl_store_stats stats = {
-    .hits = store->hits, .misses = store->misses, .puts = store->puts,
-    .evictions = store->evictions, .damaged = store->damaged, .errors = store->errors,
-    .bytes_read = store->bytes_read, .bytes_written = store->bytes_written,
-    .bytes_held = -1, .records = -1,
+      .hits = store->hits,
+      .misses = store->misses,
+      .puts = store->puts,
+      .evictions = store->evictions,
+      .damaged = store->damaged,
+      .errors = store->errors,
+      .bytes_read = store->bytes_read,
+      .bytes_written = store->bytes_written,
+      .bytes_held = -1,
+      .records = -1,
   };
   store->backend->held(store, &stats);
   *out = stats;

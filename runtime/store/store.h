@@ -9,13 +9,15 @@
 
 /* The name that a record is filed under: the key's lo and hi and the part, as they lie in
  * memory. */
-struct kvl__name { unsigned char bytes[20]; };
+struct kvl__name {
+  unsigned char bytes[20];
+};
 
 /* Comes before a record's bytes wherever it is kept. */
 struct kvl__head {
   uint32_t magic, version;
-  uint64_t bytes;                /* that follow */
-  uint64_t checksum;             /* kvl__record_checksum */
+  uint64_t bytes;    /* that follow */
+  uint64_t checksum; /* kvl__record_checksum */
 };
 
 /* XXH3-64 of n bytes, seeded with that of the name. */
@@ -24,8 +26,8 @@ uint64_t kvl__record_checksum(const struct kvl__name *name, const void *bytes, s
 /* The functions of a kind of store. Their arguments are checked already. All but open and
  * close may run at the same time in many threads. */
 struct kvl__store_backend {
-  const char *scheme;            /* "lmdb", of lmdb:PATH */
-  const char *form;              /* how its URL looks, for messages */
+  const char *scheme; /* "lmdb", of lmdb:PATH */
+  const char *form;   /* how its URL looks, for messages */
   /* `rest`: the URL past "scheme:". Sets store->state. After a failure nothing is left. */
   int (*open)(kvl_store *store, const char *rest);
   void (*close)(kvl_store *store);
@@ -46,10 +48,10 @@ extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__
 
 struct kvl_store {
   const struct kvl__store_backend *backend;
-  void *state;                   /* the backend's own */
-  int64_t capacity;              /* 0: no limit */
+  void *state;      /* the backend's own */
+  int64_t capacity; /* 0: no limit */
   int timeout_ms;
-  atomic_int refs;               /* the handle's, and those of prefetch engines */
+  atomic_int refs; /* the handle's, and those of prefetch engines */
   _Atomic int64_t hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written;
   pthread_mutex_t problem_lock;
   char problem[320];

@@ -15,7 +15,10 @@
 
 enum { TOUCHES = KVL__ROOM(256, 4) };
 
-struct use { uint64_t tick; int64_t bytes; };
+struct use {
+  uint64_t tick;
+  int64_t bytes;
+};
 
 /* Names that gets have noted. */
 struct touches {
@@ -172,8 +175,8 @@ static void touch(struct lmdb *l, const struct kvl__name *name) {
 }
 
 static struct work work_on(kvl_store *store, const struct kvl__name *name) {
-  return (struct work){.store = store, .file = ((struct lmdb *)store->state)->file,
-                       .name = name};
+  return (struct work){
+      .store = store, .file = ((struct lmdb *)store->state)->file, .name = name};
 }
 
 static void file_touches_from(kvl_store *store, int from) {
@@ -212,7 +215,8 @@ static int lmdb_get(kvl_store *store, const struct kvl__name *name, void *out, s
   return status;
 }
 
-static void lmdb_find(kvl_store *store, const struct kvl__name *names, int n, uint8_t *found) {
+static void lmdb_find(kvl_store *store, const struct kvl__name *names, int n,
+                      uint8_t *found) {
   struct lmdb *l = store->state;
   MDB_txn *txn;
   int code = kvl__lmdb_begin(l->file, MDB_RDONLY, &txn), failed = code;
@@ -264,7 +268,8 @@ static void lmdb_held(kvl_store *store, kvl_store_stats *out) {
 }
 
 static int lmdb_open(kvl_store *store, const char *path) {
-  if (!*path) return kvl__fail(KVL_ERR_INVALID, "store: url is \"lmdb:\", expected lmdb:PATH");
+  if (!*path)
+    return kvl__fail(KVL_ERR_INVALID, "store: url is \"lmdb:\", expected lmdb:PATH");
   struct lmdb *l = kvl__malloc(sizeof *l, "an lmdb store");
   if (!l) return KVL_ERR_NO_MEMORY;
   int lost = kvl__lmdb_open(path, &l->file);
@@ -276,8 +281,10 @@ static int lmdb_open(kvl_store *store, const char *path) {
   pthread_mutex_init(&l->touch_lock, NULL);
   store->state = l;
   if (lost)
-    kvl__store_trouble(store, &store->damaged, "lmdb store: %s: the machine went down before "
-                       "it was synced; it begins anew", l->file->path);
+    kvl__store_trouble(store, &store->damaged,
+                       "lmdb store: %s: the machine went down before "
+                       "it was synced; it begins anew",
+                       l->file->path);
   return KVL_OK;
 }
 
@@ -290,7 +297,14 @@ static void lmdb_close(kvl_store *store) {
 }
 
 const struct kvl__store_backend kvl__store_lmdb = {
-  .scheme = "lmdb", .form = "lmdb:PATH", .open = lmdb_open, .close = lmdb_close,
-  .put = lmdb_put, .get = lmdb_get, .find = lmdb_find, .remove = lmdb_remove,
-  .sync = lmdb_sync, .held = lmdb_held,
+    .scheme = "lmdb",
+    .form = "lmdb:PATH",
+    .open = lmdb_open,
+    .close = lmdb_close,
+    .put = lmdb_put,
+    .get = lmdb_get,
+    .find = lmdb_find,
+    .remove = lmdb_remove,
+    .sync = lmdb_sync,
+    .held = lmdb_held,
 };

@@ -11,19 +11,19 @@
 /* Of all records, in the tree `main`. */
 struct kvl__lmdb_totals {
   uint32_t magic, version;
-  uint64_t tick;                 /* of the newest use */
-  int64_t bytes;                 /* of all blocks */
+  uint64_t tick; /* of the newest use */
+  int64_t bytes; /* of all blocks */
 };
 
 struct kvl__lmdb {
   MDB_env *env;
   MDB_dbi main, records, used, order;
-  pthread_rwlock_t map;          /* read: a transaction runs; write: the map changes */
-  int map_failed;                /* a code: there is no map any more */
+  pthread_rwlock_t map; /* read: a transaction runs; write: the map changes */
+  int map_failed;       /* a code: there is no map any more */
   dev_t device;
   ino_t inode;
-  struct kvl__lmdb *next;        /* in the list of open files */
-  char path[];                   /* without links, from the root */
+  struct kvl__lmdb *next; /* in the list of open files */
+  char path[];            /* without links, from the root */
 };
 
 /* Opens or creates a file. Returns 1 if there was a file that the machine had left torn,

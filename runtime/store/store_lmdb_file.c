@@ -17,8 +17,10 @@
 #include "store/unsynced.h"
 
 enum {
-  MAGIC = 0x4b564c53, VERSION = 1, READERS_MAX = 512,
-  MAP_BYTES = KVL__ROOM(64 << 20, 64 << 10),       /* at first */
+  MAGIC = 0x4b564c53,
+  VERSION = 1,
+  READERS_MAX = 512,
+  MAP_BYTES = KVL__ROOM(64 << 20, 64 << 10), /* at first */
 };
 
 /* ---- transactions --------------------------------------------------------------------- */
@@ -216,11 +218,11 @@ static int open_locked(const char *given, struct kvl__lmdb **out) {
   if (!l) return KVL_ERR_NO_MEMORY;
   code = open_file(l);
   if (code) {
-    status = code == ENOMEM ? KVL_ERR_NO_MEMORY
-           : code > 0 ? KVL_ERR_IO : KVL_ERR_FORMAT;
+    status = code == ENOMEM ? KVL_ERR_NO_MEMORY : code > 0 ? KVL_ERR_IO : KVL_ERR_FORMAT;
     free_file(l);
-    return kvl__fail(status, "lmdb store: %s: %s", path, code == MDB_INCOMPATIBLE
-                     ? "an LMDB file of another program" : mdb_strerror(code));
+    return kvl__fail(
+        status, "lmdb store: %s: %s", path,
+        code == MDB_INCOMPATIBLE ? "an LMDB file of another program" : mdb_strerror(code));
   }
   l->next = open_files;
   *out = open_files = l;

@@ -4,25 +4,25 @@
 #include "store/store.h"
 
 struct entry {
-  struct entry *next;            /* in its bucket */
+  struct entry *next; /* in its bucket */
   struct entry *older, *newer;
   struct kvl__name name;
-  atomic_int refs;               /* the table's, and those of running gets */
-  size_t bytes;                  /* of the block */
-  unsigned char record[];        /* a kvl__head and the block */
+  atomic_int refs;        /* the table's, and those of running gets */
+  size_t bytes;           /* of the block */
+  unsigned char record[]; /* a kvl__head and the block */
 };
 
 struct memory {
   pthread_mutex_t lock;
   struct entry **buckets, *oldest, *newest;
-  size_t buckets_count;          /* a power of two */
+  size_t buckets_count; /* a power of two */
   int64_t bytes, records;
 };
 
 static struct entry **slot_of(struct memory *m, const struct kvl__name *name) {
   uint64_t lo;
   uint32_t part;
-  memcpy(&lo, name->bytes, 8);   /* uniform by itself */
+  memcpy(&lo, name->bytes, 8); /* uniform by itself */
   memcpy(&part, name->bytes + 16, 4);
   uint64_t hash = lo ^ (part * 0x9e3779b97f4a7c15u) >> 16;
   struct entry **slot = &m->buckets[hash & (m->buckets_count - 1)];
@@ -172,7 +172,13 @@ static void memory_held(kvl_store *store, kvl_store_stats *out) {
 }
 
 const struct kvl__store_backend kvl__store_memory = {
-  .scheme = "memory", .form = "memory:", .open = memory_open, .close = memory_close,
-  .put = memory_put, .get = memory_get, .find = memory_find, .remove = memory_remove,
-  .held = memory_held,
+    .scheme = "memory",
+    .form = "memory:",
+    .open = memory_open,
+    .close = memory_close,
+    .put = memory_put,
+    .get = memory_get,
+    .find = memory_find,
+    .remove = memory_remove,
+    .held = memory_held,
 };

@@ -19,18 +19,22 @@
 #include "store/store.h"
 
 enum {
-  IDLE_MAX = 8, PORT = 6379, PARTS_MAX = 5, KEY_BYTES = 6 + 2 * 20,
-  FIRST_WAIT_MS = 100, LAST_WAIT_MS = 5000,
+  IDLE_MAX = 8,
+  PORT = 6379,
+  PARTS_MAX = 5,
+  KEY_BYTES = 6 + 2 * 20,
+  FIRST_WAIT_MS = 100,
+  LAST_WAIT_MS = 5000,
 };
 
 struct link {
   redisContext *context;
-  int64_t outages;               /* before it was made */
+  int64_t outages; /* before it was made */
 };
 
 struct redis {
   char host[256], user[128], password[256];
-  char words[288];               /* "redis store: host:port", for messages */
+  char words[288]; /* "redis store: host:port", for messages */
   int port, db;
   pthread_mutex_t lock;
   struct link idle[IDLE_MAX];
@@ -141,8 +145,9 @@ static int ask(redisContext *c, int64_t deadline, int n, const char **words,
 }
 
 static const char *words_of(redisContext *c, int code) {
-  return code == ETIMEDOUT ? "no answer in time" : code == EPROTO ? c->errstr
-         : strerror(code);
+  return code == ETIMEDOUT ? "no answer in time"
+         : code == EPROTO  ? c->errstr
+                           : strerror(code);
 }
 
 /* A command on a new connection; 0 with words when it is not answered by a status. */
@@ -170,8 +175,8 @@ static redisContext *dial(const kvl_store *store, char *why, size_t size) {
     snprintf(why, size, "%s", c ? c->errstr : "out of memory");
   } else if (redisSetTimeout(c, limit) != REDIS_OK) {
     snprintf(why, size, "%s", c->errstr);
-  } else if ((!*r->password || greet(c, deadline, *r->user ? 3 : 2, *r->user ? full : old, why,
-                                     size)) &&
+  } else if ((!*r->password ||
+              greet(c, deadline, *r->user ? 3 : 2, *r->user ? full : old, why, size)) &&
              (!r->db || greet(c, deadline, 2, (const char *[]){"SELECT", db}, why, size)) &&
              greet(c, deadline, 1, (const char *[]){"PING"}, why, size)) {
     return c;
@@ -319,8 +324,10 @@ static int redis_put(kvl_store *store, const struct kvl__name *name,
   key_of(name, key);
   int length = snprintf(text, sizeof text, "*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%llu\r\n",
                         KEY_BYTES, key, (unsigned long long)(sizeof *head + head->bytes));
-  struct iovec parts[] = {{text, (size_t)length}, {(void *)head, sizeof *head},
-                          {(void *)bytes, head->bytes}, {"\r\n", 2}};
+  struct iovec parts[] = {{text, (size_t)length},
+                          {(void *)head, sizeof *head},
+                          {(void *)bytes, head->bytes},
+                          {"\r\n", 2}};
   exchange(store, parts, 4, 1, take_status, &status);
   return status;
 }
@@ -372,8 +379,10 @@ static int redis_open(kvl_store *store, const char *rest) {
   char why[160];
   struct link link = {NULL, 0};
   if (store->capacity)
-    return kvl__fail(KVL_ERR_INVALID, "redis store: capacity is %lld, expected 0: the "
-                     "server's maxmemory says", (long long)store->capacity);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "redis store: capacity is %lld, expected 0: the "
+                     "server's maxmemory says",
+                     (long long)store->capacity);
   struct redis *r = kvl__malloc(sizeof *r, "a redis store");
   if (!r) return KVL_ERR_NO_MEMORY;
   memset(r, 0, sizeof *r);
@@ -394,7 +403,13 @@ static int redis_open(kvl_store *store, const char *rest) {
 }
 
 const struct kvl__store_backend kvl__store_redis = {
-  .scheme = "redis", .form = "redis://[user:password@]host[:port][/db]", .open = redis_open,
-  .close = redis_close, .put = redis_put, .get = redis_get, .find = redis_find,
-  .remove = redis_remove, .held = redis_held,
+    .scheme = "redis",
+    .form = "redis://[user:password@]host[:port][/db]",
+    .open = redis_open,
+    .close = redis_close,
+    .put = redis_put,
+    .get = redis_get,
+    .find = redis_find,
+    .remove = redis_remove,
+    .held = redis_held,
 };

@@ -10,7 +10,7 @@
 
 #include "store/unsynced.h"
 
-enum { ID_BYTES = 36 };          /* a UUID in text */
+enum { ID_BYTES = 36 }; /* a UUID in text */
 
 static int io_fail(const char *path, const char *what) {
   return kvl__fail(KVL_ERR_IO, "%s: %s: %s", path, what, strerror(errno));
