@@ -86,11 +86,11 @@ local function decode(seqs, len)
                for _, s in ipairs { 0, seqs - 1 } do
                  kv.scope(function()
                    local order = tables:index(s):to("cpu"):list()
-                   local slots = {}
+                   local places = {}
                    for j = 0, len - 1 do
-                     slots[j + 1] = order[math.floor(j / BLOCK) + 1] * BLOCK + j % BLOCK
+                     places[j + 1] = order[math.floor(j / BLOCK) + 1] * BLOCK + j % BLOCK
                    end
-                   local k, scales = index:gather(0, kv.from(dev, "i64", { len }, slots))
+                   local k, scales = index:gather(0, kv.from(dev, "i64", { len }, places))
                    check_row(w, s, k, scales, logits:index(s))
                  end)
                end

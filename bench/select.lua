@@ -61,35 +61,35 @@ end
 
 -- ---- E8 ------------------------------------------------------------------------------
 
-local SLOT_BLOCK = 64
+local BLOCK_SIZE = 64
 
---- Tables in which every sequence has all of its n tokens, and a check of slots by them.
-local function slots_of(b, rows, n)
-  local width = math.ceil(n / SLOT_BLOCK)
+--- Tables in which every sequence has all of its n tokens, and a check of places by them.
+local function places_of(b, rows, n)
+  local width = math.ceil(n / BLOCK_SIZE)
   local _, order = kv.rand("cpu", "f32", { 1, rows * width }, { seed = 5 }):sort()
   return order:reshape({ rows, width }):to(b.device)
 end
 
---- Slots as positions again, by a table of one row.
-local function positions_of(slots, table_row)
+--- Places as positions again, by a table of one row.
+local function positions_of(places, table_row)
   local logical, list = {}, {}
   for b, block in ipairs(table_row:list()) do logical[block] = b - 1 end
-  for i, slot in ipairs(slots:list()) do
-    list[i] = logical[math.floor(slot / SLOT_BLOCK)] * SLOT_BLOCK + slot % SLOT_BLOCK
+  for i, place in ipairs(places:list()) do
+    list[i] = logical[math.floor(place / BLOCK_SIZE)] * BLOCK_SIZE + place % BLOCK_SIZE
   end
   return kv.from("cpu", "i32", { #list }, list)
 end
 
---- to: positions or slots; fused: in one op, or positions and then their transform.
+--- to: positions or places; fused: in one op, or positions and then their transform.
 local function transform(rows, n, k, to, fused)
   return function(b)
     local x, dev = rows_of(b, rows, n), b.device
     local lens = kv.full(dev, "i32", { rows }, n)
     local out = kv.full(dev, "i32", { rows, k }, -1)
     local call = { logits = x, lens = lens, out = out }
-    local later = { positions = out, out = out, block_size = SLOT_BLOCK }
-    local tables = to == "slots" and slots_of(b, rows, n)
-    if fused then call.tables, call.block_size = tables or nil, SLOT_BLOCK
+    local later = { positions = out, out = out, block_size = BLOCK_SIZE }
+    local tables = to == "places" and places_of(b, rows, n)
+    if fused then call.tables, call.block_size = tables or nil, BLOCK_SIZE
     else later.tables = tables end
     local function run()
       kv.ops.step.topk_transform(call)
@@ -199,10 +199,10 @@ return function(b)
     local of = ("of [%d, %d] k %d"):format(row[1], n, k)
     b:case { id = "E8", name = "top-k positions " .. of,
              setup = transform(row[1], n, k, "positions", true) }
-    b:case { id = "E8", name = "top-k slots " .. of,
-             setup = transform(row[1], n, k, "slots", true) }
-    b:case { id = "E8", name = "top-k, then slots, " .. of,
-             setup = transform(row[1], n, k, "slots", false) }
+    b:case { id = "E8", name = "top-k places " .. of,
+             setup = transform(row[1], n, k, "places", true) }
+    b:case { id = "E8", name = "top-k, then places, " .. of,
+             setup = transform(row[1], n, k, "places", false) }
     if row[2] > 131072 then
       local tile = b:shrunk(131072)
       b:case { id = "E8", name = ("top-k in tiles of %d %s"):format(tile, of),

@@ -72,15 +72,15 @@ local function append(n)
     local cache = kv.full(b.device, "bf16", { 2 * n / BLOCK, 2, KV_HEADS, BLOCK, DIM },
       0 / 0)
     local blocks = paged.random_tables("cpu", { 2 * n }):list()
-    local slots = {}
+    local places = {}
     for i = 0, n - 1 do
-      slots[i + 1] = blocks[math.floor(i / BLOCK) + 1] * BLOCK + i % BLOCK
+      places[i + 1] = blocks[math.floor(i / BLOCK) + 1] * BLOCK + i % BLOCK
     end
-    slots = kv.from(b.device, "i64", slots)
-    return { bytes = 2 * (k:bytes() + v:bytes()) + slots:bytes(),
-      run = function() kv.ops.append_kv(k, v, slots, cache) end,
+    places = kv.from(b.device, "i64", places)
+    return { bytes = 2 * (k:bytes() + v:bytes()) + places:bytes(),
+      run = function() kv.ops.append_kv(k, v, places, cache) end,
       check = function()
-        kv.ops.append_kv(k, v, slots, cache)
+        kv.ops.append_kv(k, v, places, cache)
         local last = kv.from(b.device, "i32", { 1 }, { blocks[n / BLOCK] })
         local got = paged.gather(cache, last, 1, 1, BLOCK):narrow(BLOCK - 1, 1)
         paged.expect("V", got, v:index(n - 1):narrow(1, 1):cast "f32", 0)

@@ -10,9 +10,9 @@ local KV_HEADS, BLOCK, DIM = paged.KV_HEADS, paged.BLOCK, paged.DIM
 --- Compare the heads of KV head g of a row with attention over gathered tokens.
 local function check_row(w, row, g)
   kv.scope(function()
-    local slots = w.slots:index(row)
-    local block = slots / BLOCK
-    local first = (block * (2 * KV_HEADS) + g) * BLOCK + (slots - block * BLOCK)
+    local places = w.places:index(row)
+    local block = places / BLOCK
+    local first = (block * (2 * KV_HEADS) + g) * BLOCK + (places - block * BLOCK)
     local function gather(half)
       return w.cache:reshape { -1, DIM }:gather_rows(first + half * KV_HEADS * BLOCK)
         :cast "f32"
@@ -28,7 +28,7 @@ local function listed(rows, k, tokens)
     local dev, w = b.device, {}
     w.cache = paged.random_memory(dev, "bf16", math.ceil(tokens / BLOCK))
     w.q = kv.randn(dev, "bf16", { rows, paged.HEADS, DIM }, { seed = 2 })
-    w.slots = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
+    w.places = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
     w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
     local function run() kv.ops.step.token_attention(w) end
     return { run = run, bytes = rows * k * KV_HEADS * DIM * 2 * 2,

@@ -66,7 +66,7 @@
   X(topk_transform)    \
   X(transform_indices) \
   X(topk_merge)        \
-  X(ragged_slots)      \
+  X(ragged_places)     \
   X(token_attention)
 
 enum kvl_op {
@@ -237,7 +237,7 @@ struct kvl_cache_view {
 struct kvl_append_kv_args {
   struct kvl_cache_view cache;
   const void *k, *v;
-  const int64_t *slots;
+  const int64_t *places;
   int64_t tokens;
   int32_t dtype; /* of k and v */
 };
@@ -247,7 +247,7 @@ struct kvl_rope_append_args {
   const void *k, *v;
   const int32_t *positions;
   const float *inv_freq;
-  const int64_t *slots;
+  const int64_t *places;
   int64_t tokens, heads, pairs; /* heads: of q */
   int32_t dtype;                /* of q, k and v */
 };
@@ -276,10 +276,10 @@ struct kvl_paged_attention_args {
 struct kvl_token_attention_args {
   struct kvl_cache_view cache;
   const void *q;
-  const int32_t *slots; /* [rows, slot_heads, k] */
+  const int32_t *places; /* [rows, place_heads, k] */
   void *out;
-  float *lse;                         /* optional [rows, heads] */
-  int64_t rows, heads, slot_heads, k; /* slot_heads: 1 or kv_heads */
+  float *lse;                          /* optional [rows, heads] */
+  int64_t rows, heads, place_heads, k; /* place_heads: 1 or kv_heads */
   float scale;
   int32_t dtype, out_dtype; /* dtype: of q */
 };
@@ -415,7 +415,7 @@ struct kvl_hadamard_args {
   float scale;
   int32_t dim, dtype; /* of x and out */
 };
-/* One layer's index-K memory, see runtime/kvlab.h: key of slot (block b, offset t) at b *
+/* One layer's index-K memory, see runtime/kvlab.h: key of place (block b, offset t) at b *
  * block_size * (dim + 4) + t * dim, its scale at b * block_size * (dim + 4) + block_size * dim
  * + 4 * t. */
 struct kvl_index_view {
@@ -426,13 +426,13 @@ struct kvl_index_view {
 struct kvl_index_append_args {
   struct kvl_index_view cache;
   const void *k;
-  const int64_t *slots;
+  const int64_t *places;
   int64_t n;
   int32_t dtype; /* of k */
 };
 struct kvl_index_gather_args {
   struct kvl_index_view cache;
-  const int64_t *slots;
+  const int64_t *places;
   uint8_t *k;
   float *scales;
   int64_t n;
@@ -491,12 +491,12 @@ struct kvl_topk_merge_args {
   int64_t rows, n, k, first;
   int32_t dtype;
 };
-struct kvl_ragged_slots_args {
+struct kvl_ragged_places_args {
   const int32_t *tables;        /* [sequences, width] */
   const int32_t *starts, *ends; /* [sequences] */
   void *out;                    /* [n] */
   int64_t sequences, width, n;
-  int32_t block_size, bytes_slot;
+  int32_t block_size, bytes_place;
 };
 
 struct kvl_move_blocks_args {
@@ -541,8 +541,8 @@ struct kvl_hot_append_args {
   struct kvl_cache_view cache;  /* the host tier */
   struct kvl_cache_view buffer; /* kv NULL: none */
   const void *k, *v;
-  const int64_t *slots; /* of the host tier */
-  const int64_t *buffer_slots;
+  const int64_t *places; /* of the host tier */
+  const int64_t *buffer_places;
   int64_t tokens;
   int32_t dtype; /* of k and v */
 };
@@ -563,7 +563,7 @@ struct kvl_vllm_view {
 struct kvl_vllm_append_args {
   struct kvl_vllm_view cache;
   const void *k, *v;
-  const int64_t *slots;
+  const int64_t *places;
   int64_t tokens;
   int32_t dtype; /* of k and v */
 };

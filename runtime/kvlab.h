@@ -319,13 +319,13 @@ int kvl_sequence_blocks(const kvl_sequence *seq); /* blocks held */
  * none.
  *  seqs    n different sequences of one pool
  *  tokens  i32[n]
- *  slots   i64[sum of tokens]  place (block * block_size + offset) of each new token,
+ *  places   i64[sum of tokens]  place (block * block_size + offset) of each new token,
  *                              sequence after sequence
  *  copies  i32[2 * n]          pairs (from, to): a last block that was shared and partly full
  *                              was replaced; copy its memory before you append
  * Returns the number of pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
-                         int64_t *slots, int32_t *copies);
+                         int64_t *places, int32_t *copies);
 /* Shortens the sequence to `length` tokens and frees the blocks past them. */
 int kvl_sequence_truncate(kvl_sequence *seq, int length);
 /* Writes the block table, padded with -1 to `width`. Errors: INVALID if the table is longer.
@@ -349,23 +349,23 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
  * sequence s holds the tokens from b * block_size on. Nothing past lens[s] influences a
  * result, whatever its bits are. */
 
-/* cache[slot] = k, v. A token whose place is < 0 is skipped.
+/* cache[place] = k, v. A token whose place is < 0 is skipped.
  *  k, v              like cache or f32 (f8e4m3 cache: f32 f16 bf16)
  *                    [tokens, kv_heads, head_dim]
- *  slots             i64 [tokens]  the place of each token, block * block_size + offset
+ *  places             i64 [tokens]  the place of each token, block * block_size + offset
  *  k_scale, v_scale  f32 [kv_heads] of an f8e4m3 cache, see above; NULL */
-int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_tensor *k_scale,
                   const kvl_tensor *v_scale);
 /* kvl_rope of q and k and then kvl_append_kv, in one launch and with the same bits as the
  * two. q is rotated in place. k is rotated on its way into the cache; the arguments k and v
  * stay as they are. No two tokens may have the same place.
  *  q                    like k  [tokens, heads, head_dim]
- *  k, v, slots, scales  as for kvl_append_kv
+ *  k, v, places, scales  as for kvl_append_kv
  *  positions, inv_freq  as for kvl_rope */
 int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *v,
                     const kvl_tensor *positions, const kvl_tensor *inv_freq,
-                    const kvl_tensor *slots, const kvl_tensor *cache,
+                    const kvl_tensor *places, const kvl_tensor *cache,
                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* Copies whole blocks, dst[i] = src[i]; no block may be both. src and dst are i32 [n]; a
  * pair with -1 is skipped. */
@@ -410,15 +410,16 @@ int kvl_paged_attention(const kvl_attention *call);
  * twice.
  *  q      f32 f16 bf16  [rows, heads, head_dim]   heads % kv_heads == 0
  *  cache  as for kvl_paged_attention
- *  slots  i32  [rows, k], or [rows, kv_heads, k] for one list per KV head: the place of each
+ *  places  i32  [rows, k], or [rows, kv_heads, k] for one list per KV head: the place of each
  *              token, block * block_size + offset, in any order; -1 and any other number
  *              that is no place in the cache add nothing
  *  out    like q, or f32  [rows, heads, head_dim]
  *  lse    f32  [rows, heads]   may be NULL
  * A row that sees no key gets out 0 and lse -inf. */
-int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *slots,
-                        double scale, const kvl_tensor *k_scale, const kvl_tensor *v_scale,
-                        const kvl_tensor *out, const kvl_tensor *lse);
+int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,
+                        const kvl_tensor *places, double scale, const kvl_tensor *k_scale,
+                        const kvl_tensor *v_scale, const kvl_tensor *out,
+                        const kvl_tensor *lse);
 
 /* Merges two attentions over disjoint keys. out may alias out_a, and lse may alias lse_a.
  *  out_a, out_b, out  f32 f16 bf16  [tokens, heads, head_dim]  one dtype
@@ -538,7 +539,7 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
  * scale per token, x ~ k * scale. The index-K memory of a layer is u8 [blocks, block_size *
  * (dim + 4)]. Each block holds its block_size keys first, dim bytes each, and then their f32
  * scales. dim is 32, 64 or 128. keys, q and the memory begin at a multiple of 16 bytes. The
- * argument slots is i64 [n]: the place of each token, block * block_size + offset. Source:
+ * argument places is i64 [n]: the place of each token, block * block_size + offset. Source:
  * DeepSeek-V3.2 (DSA) and its pool of blocks in SGLang. */
 
 /* Quantises each row by its largest |x|, amax: scale = max(amax, 1e-4) / 448, out = x /
@@ -554,16 +555,16 @@ int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tens
  * may be x.
  *  x, out  f32 f16 bf16  [..., dim]   dim: a power of two up to 1024 */
 int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out);
-/* cache[slot] = k, quantised as kvl_quantise_rows does. A token whose place is < 0 is
+/* cache[place] = k, quantised as kvl_quantise_rows does. A token whose place is < 0 is
  * skipped. No two tokens may have the same place.
  *  k      f32 f16 bf16  [n, dim]
  *  cache  u8            [blocks, block_size * (dim + 4)] */
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *slots, const kvl_tensor *cache);
-/* Reads the keys and scales at the places in `slots`. A number that is no place in the cache
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, const kvl_tensor *cache);
+/* Reads the keys and scales at the places in `places`. A number that is no place in the cache
  * gives zeros.
  *  k       f8e4m3  [n, dim]
  *  scales  f32     [n] */
-int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *slots, const kvl_tensor *k,
+int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *places, const kvl_tensor *k,
                      const kvl_tensor *scales);
 
 /* logits[r][j] = scales[j] * sum over heads h of weights[r][h] * max(q[r][h] . k[j], 0), for
@@ -648,8 +649,8 @@ int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *st
  *  starts  i32      [sequences]
  *  ends    i32      [sequences]  cumulative lengths
  *  out     i32 i64  [n] */
-int kvl_ragged_slots(const kvl_tensor *tables, int block_size, const kvl_tensor *starts,
-                     const kvl_tensor *ends, const kvl_tensor *out);
+int kvl_ragged_places(const kvl_tensor *tables, int block_size, const kvl_tensor *starts,
+                      const kvl_tensor *ends, const kvl_tensor *out);
 
 /* ---- vLLM layout ----------------------------------------------------------------------- */
 /* PagedAttention V1 and V2 of vLLM over vLLM's own layout of KV memory, as a baseline. One
@@ -661,10 +662,10 @@ int kvl_ragged_slots(const kvl_tensor *tables, int block_size, const kvl_tensor 
  * v_scale[0], where the scales are f32 [1] (NULL: 1). Other caches have no scales. Source:
  * vllm-project/vllm, csrc/attention. */
 
-/* key_cache[slot], value_cache[slot] = k, v. A token whose place is < 0 is skipped.
+/* key_cache[place], value_cache[place] = k, v. A token whose place is < 0 is skipped.
  *  k, v   like the caches or f32 (f8e4m3 caches: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *  slots  i64  [tokens]  the place of each token, block * block_size + offset */
-int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+ *  places  i64  [tokens]  the place of each token, block * block_size + offset */
+int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                     const kvl_tensor *key_cache, const kvl_tensor *value_cache,
                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 
@@ -857,10 +858,10 @@ typedef struct kvl_resolve {
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
 /* Does kvl_append_kv, with its scales, to three memories: to the host tier `cache`; to the
  * slots that hold the tokens' blocks; and to `buffer`, which is memory of other blocks, at
- * the places buffer_slots, i64 [tokens]. buffer may be NULL. */
+ * the places buffer_places, i64 [tokens]. buffer may be NULL. */
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
-                   const kvl_tensor *slots, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer,
+                   const kvl_tensor *places, const kvl_tensor *cache,
+                   const kvl_tensor *buffer_places, const kvl_tensor *buffer,
                    const kvl_tensor *k_scale, const kvl_tensor *v_scale);
 /* Removes blocks, i32 [n], from the hot cache; -1 is skipped. Their slots become free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);

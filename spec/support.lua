@@ -387,9 +387,9 @@ function M.once(make)
 end
 
 --- Run fn(...) over an emulated link of the CPU device (kvl_cpu_link) and return its
--- results. Afterwards the link is the command line's again. The collector rests meanwhile:
--- a hostile build overwrites freed memory, and that would take modelled time whenever it
--- happens.
+-- results. Afterwards the link is the command line's again. The collector rests
+-- meanwhile: a hostile build overwrites freed memory, and that would take modelled time
+-- whenever it happens.
 function M.with_link(gb_s, us, fn, ...)
   local C, given = kv.C, kv.command_line
   kv.check(C.kvl_cpu_link(gb_s, us))

@@ -1,6 +1,6 @@
 /* New rows of K and V into paged memory, converted to its dtype: what append_kv and
  * hot_append share. A piece of work is one half (K or V) of one KV head: tokens stay in
- * order inside it, so that of two with one slot the last one wins. */
+ * order inside it, so that of two with one place the last one wins. */
 #ifndef KVL_CPU_APPEND_H
 #define KVL_CPU_APPEND_H
 
@@ -10,7 +10,7 @@
 struct append {
   struct kvl_cache_view to;
   const void *k, *v;
-  const int64_t *slots;   /* of the memory whose blocks slots and slot_of name */
+  const int64_t *places;  /* of the memory whose blocks places and slot_of name */
   const int32_t *slot_of; /* [kv_heads, blocks]: where a block lies in `to`; NULL: it
                                  * is one of to's own */
   int64_t tokens, blocks;
@@ -19,8 +19,8 @@ struct append {
 
 /* Which block of `to` takes a token of this KV head; -1: none. */
 static inline int64_t append_block(const struct append *a, int64_t head, int64_t token) {
-  int64_t slot = a->slots[token], block = slot / a->to.block_size;
-  if (slot < 0 || block >= a->blocks) return -1;
+  int64_t place = a->places[token], block = place / a->to.block_size;
+  if (place < 0 || block >= a->blocks) return -1;
   if (a->slot_of) block = a->slot_of[head * a->blocks + block];
   return block < a->to.blocks ? block : -1;
 }
@@ -57,7 +57,8 @@ static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t 
       if (block < 0) continue;
       const void *from = at_const(piece < heads ? a->k : a->v, (t * heads + head) * dim,
                                   a->dtype);
-      void *to = at(a->to.kv, ((block * 2 * heads + piece) * size + a->slots[t] % size) * dim,
+      void *to = at(a->to.kv,
+                    ((block * 2 * heads + piece) * size + a->places[t] % size) * dim,
                     to_dtype);
       int status = append_row(from, to, dim, scale, a->dtype, to_dtype);
       if (status < 0) return status;

@@ -1,6 +1,6 @@
-/* cache[slot] = k, v, converted to the cache's dtype; of f8e4m3: k / k_scale, v / v_scale.
+/* cache[place] = k, v, converted to the cache's dtype; of f8e4m3: k / k_scale, v / v_scale.
  *   k, v   f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   slots  i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   places  i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32       [kv_heads]   optional
  * Limit: read plus write bandwidth. */
@@ -11,7 +11,7 @@ KVL_CPU_KERNEL(append_kv) {
   struct append to_cache = {.to = a->cache,
                             .k = a->k,
                             .v = a->v,
-                            .slots = a->slots,
+                            .places = a->places,
                             .tokens = a->tokens,
                             .blocks = a->cache.blocks,
                             .dtype = a->dtype};

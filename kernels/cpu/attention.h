@@ -55,7 +55,7 @@ struct key_walk {
   const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
   const int32_t *slots;  /* parallel to selection; NULL: the table says */
-  const int32_t *tokens; /* slots of single tokens, in place of blocks; NULL: blocks */
+  const int32_t *tokens; /* places of single tokens, in place of blocks; NULL: blocks */
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t entry, entry_end; /* of the selection, or logical blocks */
   int64_t start, end;       /* positions of keys that some row may see */
@@ -85,9 +85,9 @@ static inline int walk_block(struct key_walk *w) {
 static inline void walk_tokens(struct key_walk *w, struct key_tile *tile) {
   int n = 0;
   for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
-    int64_t slot = w->tokens[w->entry], block = slot / w->block_size;
-    if (slot < 0 || block >= w->blocks) continue;
-    tile->k[n] = w->cache + block * w->bytes_block + slot % w->block_size * w->bytes_token;
+    int64_t place = w->tokens[w->entry], block = place / w->block_size;
+    if (place < 0 || block >= w->blocks) continue;
+    tile->k[n] = w->cache + block * w->bytes_block + place % w->block_size * w->bytes_token;
     tile->position[n++] = 0;
   }
   tile->n = n;

@@ -1,6 +1,6 @@
 /* Append K and V to the host tier, to the slots that hold its blocks, and to a buffer.
  *   k, v     f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   slots    i64                  [tokens]   of the host tier; < 0 is skipped
+ *   places    i64                  [tokens]   of the host tier; < 0 is skipped
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   memory   like cache           [slots, 2, kv_heads, block_size, head_dim]
  *   slot_of  i32                  [kv_heads, blocks]
@@ -22,7 +22,7 @@ KVL_CPU_KERNEL(hot_append) {
   struct append row = {.to = a->cache,
                        .k = a->k,
                        .v = a->v,
-                       .slots = a->slots,
+                       .places = a->places,
                        .tokens = a->tokens,
                        .blocks = a->cache.blocks,
                        .dtype = a->dtype};
@@ -30,7 +30,7 @@ KVL_CPU_KERNEL(hot_append) {
   if (status >= 0 && a->buffer.kv) {
     struct append open = row;
     open.to = beside(&a->cache, a->buffer);
-    open.slots = a->buffer_slots;
+    open.places = a->buffer_places;
     open.blocks = a->buffer.blocks;
     status = append_run(&open, queue);
   }

@@ -1,4 +1,4 @@
-/* Where a slot of index-K memory lies. */
+/* Where a place of index-K memory lies. */
 #ifndef KVL_CPU_INDEX_H
 #define KVL_CPU_INDEX_H
 
@@ -7,7 +7,7 @@
 struct index_place {
   uint8_t *key;
   float *scale;
-}; /* key NULL: there is no such slot */
+}; /* key NULL: there is no such place */
 
 /* The scale is aligned: dim + 4 is a multiple of 4. */
 static inline struct index_place index_at(const struct kvl_index_view *view, int64_t block,
@@ -17,9 +17,10 @@ static inline struct index_place index_at(const struct kvl_index_view *view, int
   uint8_t *memory = view->memory + block * (keys + 4 * (int64_t)view->block_size);
   return (struct index_place){memory + offset * view->dim, (float *)(memory + keys) + offset};
 }
-static inline struct index_place index_slot(const struct kvl_index_view *view, int64_t slot) {
-  if (slot < 0) return (struct index_place){0};
-  return index_at(view, slot / view->block_size, slot % view->block_size);
+static inline struct index_place index_of_place(const struct kvl_index_view *view,
+                                                int64_t place) {
+  if (place < 0) return (struct index_place){0};
+  return index_at(view, place / view->block_size, place % view->block_size);
 }
 
 #endif

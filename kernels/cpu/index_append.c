@@ -1,6 +1,6 @@
-/* cache[slot] = k in f8e4m3 with a scale of its own.
+/* cache[place] = k in f8e4m3 with a scale of its own.
  *   k      f32 f16 bf16  [n, dim]
- *   slots  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
+ *   places  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
  *   cache  u8            [blocks, block_size * (dim + 4)]   of a block the keys, then scales
  * Exact, as quantise_rows. Limit: read bandwidth. Source: SGLang's index-K pool. */
 #include "cpu/index.h"
@@ -11,7 +11,7 @@ static int tokens_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_index_append_args *a = args;
   const int dim = a->cache.dim;
   for (int64_t i = begin; i < end; i++) {
-    struct index_place to = index_slot(&a->cache, a->slots[i]);
+    struct index_place to = index_of_place(&a->cache, a->places[i]);
     if (!to.key) continue;
     KVL_BY_FLOAT(a->dtype,
                  *to.scale = quantise_row(at_const(a->k, i * dim, D), to.key, dim, D))

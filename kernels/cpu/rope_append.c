@@ -3,7 +3,7 @@
  *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
  *   positions  i32                  [tokens]
  *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2
- *   slots      i64                  [tokens]   < 0 is skipped; no slot twice
+ *   places      i64                  [tokens]   < 0 is skipped; no place twice
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads]   optional
  * The same bits as rope and append_kv: k is rounded to its own dtype in between.
@@ -49,10 +49,10 @@ static inline KVL_HOT int tokens(const struct kvl_rope_append_args *a, int64_t b
     sincos_strip((float)a->positions[t], a->inv_freq, (int)a->pairs, s, c);
     for (int64_t h = 0; h < a->heads; h++)
       rotate_head(a, at(a->q, (t * a->heads + h) * dim, dtype), s, c, dtype);
-    int64_t slot = a->slots[t], block = slot / size;
-    if (slot < 0 || block >= a->cache.blocks) continue;
+    int64_t place = a->places[t], block = place / size;
+    if (place < 0 || block >= a->cache.blocks) continue;
     for (int64_t h = 0; h < heads; h++) {
-      int64_t row = (block * 2 * heads + h) * size + slot % size;
+      int64_t row = (block * 2 * heads + h) * size + place % size;
       int status = append_head(a, (t * heads + h) * dim, row, h, s, c, dtype);
       if (status < 0) return status;
     }
@@ -71,7 +71,7 @@ KVL_CPU_KERNEL(rope_append) {
   const struct kvl_cache_view *to = &a->cache;
   int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0; /* rows of a token */
   for (int64_t t = 0; to->pinned && t < a->tokens; t++)
-    rows += a->slots[t] >= 0 && a->slots[t] / to->block_size < to->blocks;
+    rows += a->places[t] >= 0 && a->places[t] / to->block_size < to->blocks;
   kvl__link_bytes(queue, KVL_LINK_TO_HOST,
                   rows * 2 * to->kv_heads * to->head_dim * kvl__float_bytes(to->dtype));
   return kvl__split(a->tokens, kvl__grain_rows(token * to->head_dim), rope_append_piece, a);

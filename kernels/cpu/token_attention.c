@@ -2,7 +2,7 @@
  *   q      f32 f16 bf16  [rows, heads, head_dim]
  *   cache  like q, or f8e4m3; any of them when q is f32
  *                        [blocks, 2, kv_heads, block_size, head_dim]
- *   slots  i32           [rows, kv_heads or 1, k]
+ *   places  i32           [rows, kv_heads or 1, k]
  *   out    like q, or f32  [rows, heads, head_dim]
  *   lse    f32           [rows, heads]   optional
  * Alignment: none. fp32 accumulation; 1e-5 of an f32 result against double.
@@ -21,10 +21,10 @@ static struct key_walk open_list(const struct kvl_token_attention_args *a, int64
   const struct kvl_cache_view *c = &a->cache;
   int64_t bytes_token = (int64_t)c->head_dim * kvl__float_bytes(c->dtype);
   int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
-  int64_t list = row * a->slot_heads + (a->slot_heads > 1 ? kv_head : 0);
+  int64_t list = row * a->place_heads + (a->place_heads > 1 ? kv_head : 0);
   return (struct key_walk){
       .cache = (const char *)c->kv + kv_head * bytes_head,
-      .tokens = a->slots + list * a->k,
+      .tokens = a->places + list * a->k,
       .blocks = c->blocks,
       .bytes_block = 2 * bytes_half,
       .bytes_token = bytes_token,

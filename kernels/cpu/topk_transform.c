@@ -1,4 +1,4 @@
-/* The k largest logits of each row's tokens, as positions, slots or ragged indices.
+/* The k largest logits of each row's tokens, as positions, places or ragged indices.
  *   logits  f32 bf16  [rows, n]
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]

@@ -1,4 +1,4 @@
-/* Positions of tokens as slots or ragged indices; without positions, of all lens[r] tokens.
+/* Positions of tokens as places or ragged indices; without positions, of all lens[r] tokens.
  *   positions  i32  [rows, k]   optional
  *   lens       i32  [rows]      instead
  *   out        i32  [rows, k]   -1 padded; may be positions

@@ -1,6 +1,6 @@
 /* New tokens' rows of K and V scattered into vLLM's cache layout, converted to its dtype.
  *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3  [tokens, kv_heads, head_dim]
- *   slots        i64  [tokens]   block * block_size + offset; < 0 is skipped
+ *   places        i64  [tokens]   block * block_size + offset; < 0 is skipped
  *   key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
  *   value_cache  like key_cache       [blocks, kv_heads, head_dim, block_size]
  * x = 16 / bytes of an element. Limit: single stores, block_size elements apart.
@@ -8,15 +8,15 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Pieces are KV heads: tokens stay in order, so that of two with one slot the last wins. */
+/* Pieces are KV heads: tokens stay in order, so that of two with one place the last wins. */
 static inline KVL_HOT void append(const struct kvl_vllm_append_args *a, int64_t head,
                                   const int dtype) {
   const struct kvl_vllm_view *c = &a->cache;
   const int x = 16 / kvl__float_bytes(dtype), dim = c->head_dim;
   const float k_scale = c->k_scale ? *c->k_scale : 1, v_scale = c->v_scale ? *c->v_scale : 1;
   for (int64_t t = 0; t < a->tokens; t++) {
-    int64_t block = a->slots[t] / c->block_size, in_block = a->slots[t] % c->block_size;
-    if (a->slots[t] < 0 || block >= c->blocks) continue;
+    int64_t block = a->places[t] / c->block_size, in_block = a->places[t] % c->block_size;
+    if (a->places[t] < 0 || block >= c->blocks) continue;
     int64_t slice = (block * c->kv_heads + head) * c->block_size * dim;
     int64_t from = (t * c->kv_heads + head) * dim;
     for (int d = 0; d < dim; d++) {

@@ -1,8 +1,8 @@
-/* cache[slot] = k, v: new tokens' rows scattered into the paged cache; of an f8e4m3 cache
+/* cache[place] = k, v: new tokens' rows scattered into the paged cache; of an f8e4m3 cache
  * k / k_scale and v / v_scale, saturating.
  *
  *   k, v   like cache or f32 (for f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   slots  i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   places  i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32       [kv_heads]   optional
  * 16-byte aligned; head_dim is a multiple of 8, for f8e4m3 of 16. Exact (f32 rounds to

@@ -34,16 +34,17 @@ __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, floa
   }
 }
 
-/* Where a token goes: block -1 for a slot that is skipped. */
+/* Where a token goes: block -1 for a place that is skipped. */
 struct token_place {
   int64_t block;
   int offset;
-  __device__ __forceinline__ token_place(int64_t slot, int block_size)
-      : block(slot < 0 ? -1 : slot / block_size), offset((int)(slot - block * block_size)) {}
+  __device__ __forceinline__ token_place(int64_t place, int block_size)
+      : block(place < 0 ? -1 : place / block_size),
+        offset((int)(place - block * block_size)) {}
 };
 
 /* Dim `dim` of a token's row of K (half 0) or V (1) in block `block`; NULL where there is no
- * such block: a broken slot must not fault. */
+ * such block: a broken place must not fault. */
 template <class To>
 __device__ __forceinline__ To *row_in(const kvl_cache_view &c, int64_t block, int offset,
                                       int half, int head, int dim) {
@@ -73,10 +74,10 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     int64_t token, in_row;
     divide(i, row, &token, &in_row);
     const int head = (int)in_row / pieces, dim = ((int)in_row - head * pieces) * N;
-    const int64_t slot = a.slots[token];
+    const int64_t place = a.places[token];
     const pack<From, N> k_raw = load_pack<N>((const From *)a.k + i * N);
     const pack<From, N> v_raw = load_pack<N>((const From *)a.v + i * N);
-    const token_place to(slot, size);
+    const token_place to(place, size);
     const pack<To, N> k = convert_pack<To>(k_raw, head_scale<To>(a.cache.k_scale, head));
     const pack<To, N> v = convert_pack<To>(v_raw, head_scale<To>(a.cache.v_scale, head));
     if constexpr (same<Args, kvl_hot_append_args>) {
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
       const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
       write_row(a.hot.memory, hot, to.offset, head, dim, k, v);
       if (a.buffer.kv) {
-        const token_place open(a.buffer_slots[token], size);
+        const token_place open(a.buffer_places[token], size);
         write_row(a.buffer, open.block, open.offset, head, dim, k, v);
       }
     }

@@ -2,7 +2,7 @@
  * buffer of open blocks.
  *
  *   k, v     like cache or f32 (for f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   slots    i64                  [tokens]   of the host tier; < 0 is skipped
+ *   places    i64                  [tokens]   of the host tier; < 0 is skipped
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   memory   like cache           [slots, 2, kv_heads, block_size, head_dim]
  *   slot_of  i32                  [kv_heads, blocks]

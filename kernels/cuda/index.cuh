@@ -1,4 +1,4 @@
-/* What the ops of index-K share: where a slot lies, and rows in f8e4m3 with a scale of their
+/* What the ops of index-K share: where a place lies, and rows in f8e4m3 with a scale of their
  * own. Keys and scales are aligned to 4 bytes, with a block_size of a multiple of 4 to 16. */
 #ifndef KVL_CUDA_INDEX_CUH
 #define KVL_CUDA_INDEX_CUH
@@ -8,7 +8,7 @@
 namespace kvl {
 
 struct index_place {
-  uint8_t *key; /* nullptr: there is no such slot */
+  uint8_t *key; /* nullptr: there is no such place */
   float *scale;
 };
 __device__ __forceinline__ index_place index_at(const kvl_index_view &view, int64_t block,
@@ -18,10 +18,11 @@ __device__ __forceinline__ index_place index_at(const kvl_index_view &view, int6
   uint8_t *memory = view.memory + block * (keys + 4 * view.block_size);
   return {memory + offset * view.dim, (float *)(memory + keys) + offset};
 }
-__device__ __forceinline__ index_place index_slot(const kvl_index_view &view, int64_t slot) {
-  if (slot < 0) return {nullptr, nullptr};
-  const int64_t block = slot / view.block_size;
-  return index_at(view, block, (int)(slot - block * view.block_size));
+__device__ __forceinline__ index_place index_of_place(const kvl_index_view &view,
+                                                      int64_t place) {
+  if (place < 0) return {nullptr, nullptr};
+  const int64_t block = place / view.block_size;
+  return index_at(view, block, (int)(place - block * view.block_size));
 }
 
 /* out = x / scale by a warp, N neighbours a lane; returns the scale. Divides, so that every

@@ -1,6 +1,6 @@
-/* cache[slot] = k in f8e4m3 with a scale of its own.
+/* cache[place] = k in f8e4m3 with a scale of its own.
  *   k      f32 f16 bf16  [n, dim]   dim 32, 64 or 128
- *   slots  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
+ *   places  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
  *   cache  u8            [blocks, block_size * (dim + 4)]   of a block the keys, then scales
  * A warp a token. Exact, as quantise_rows.
  * Bytes   n * dim * (element of k + 1); limit: memory
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) index_append(kvl_index_appen
   constexpr int WARPS = QUANTISE_THREADS / WARP;
   for (int64_t i = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP; i < a.n;
        i += (int64_t)gridDim.x * WARPS) {
-    const index_place to = index_slot(a.cache, a.slots[i]);
+    const index_place to = index_of_place(a.cache, a.places[i]);
     if (!to.key) continue;
     const int dim = a.cache.dim;
     const float scale = quantise_row<4>((const T *)a.k + i * dim, to.key, dim);

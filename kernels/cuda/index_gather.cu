@@ -1,6 +1,6 @@
-/* k, scales = cache[slots]; zeros for a slot that is none.
+/* k, scales = cache[places]; zeros for a place that is none.
  *   cache   u8      [blocks, block_size * (dim + 4)]   of a block the keys, then scales
- *   slots   i64     [n]
+ *   places   i64     [n]
  *   k       f8e4m3  [n, dim]   dim 32, 64 or 128
  *   scales  f32     [n]
  * Words of 4 bytes, neighbours by neighbouring threads: keys of blocks of an odd size are not
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(GATHER_THREADS) index_gather(kvl_index_gather_
   const int word = threadIdx.x % words;
   for (int64_t i = blockIdx.x * (int64_t)each + threadIdx.x / words; i < a.n;
        i += (int64_t)gridDim.x * each) {
-    const index_place from = index_slot(a.cache, a.slots[i]);
+    const index_place from = index_of_place(a.cache, a.places[i]);
     ((uint32_t *)a.k)[i * words + word] = from.key ? ((const uint32_t *)from.key)[word] : 0;
     if (word == 0) a.scales[i] = from.key ? *from.scale : 0.f;
   }

@@ -79,12 +79,12 @@ decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
   return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
 }
 
-/* Slots of the workspace. */
-int64_t place_slots(const kvl_paged_attention_args &a, const split_place &p) {
+/* Parts in the workspace. */
+int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
   return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
 size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p) {
-  return p.shares == 1 ? 0 : place_slots(a, p) * (a.cache.head_dim + 1) * sizeof(float);
+  return p.shares == 1 ? 0 : count_parts(a, p) * (a.cache.head_dim + 1) * sizeof(float);
 }
 
 /* How a decode is cut: into as many shares as there are teams for a unit on the device at
@@ -119,7 +119,7 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   const int64_t most = warps / p.team() / units, shares = tiles < most ? tiles : most;
   p.shares = shares < 1 ? 1 : (int)shares;
   p.out = (float *)a.workspace;
-  p.lse = p.out + place_slots(a, p) * a.cache.head_dim;
+  p.lse = p.out + count_parts(a, p) * a.cache.head_dim;
   return p;
 }
 

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
 #pragma unroll
       for (int j = 0; j < COMBINE_AT_ONCE; j++) {
         const int i = base + j * side;
-        const int64_t part = place.slot(share + i, seq, a.seqs, unit, i == 0) * place.rows +
+        const int64_t part = place.part(share + i, seq, a.seqs, unit, i == 0) * place.rows +
                              row;
         lse[j] = i < count ? place.lse[part] : -INFINITY;
         y[j] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -381,7 +381,8 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
     }
     named_sync(team + 1, place.team() * WARP);
     const bool starts = share_begin <= seq_begin, ends = seq_begin + tiles <= share_end;
-    const int64_t slot = starts && ends ? -1 : place.slot(share, seq, a.seqs, unit, starts);
+    const int64_t own_part = starts && ends ? -1
+                                            : place.part(share, seq, a.seqs, unit, starts);
 #pragma unroll 1
     for (int i = (member * WARP + lane) * 4; i < rows.count * D;
          i += place.team() * WARP * 4) {
@@ -403,7 +404,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] += weight * part[e];
       }
-      write_part(a, place, slot, rows, r, dim, x, m, l, value_scale);
+      write_part(a, place, own_part, rows, r, dim, x, m, l, value_scale);
     }
     if (piece_end == share_end) break;
     named_sync(team + 1, place.team() * WARP); /* the sums are read */

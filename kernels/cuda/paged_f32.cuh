@@ -259,7 +259,8 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
     left -= count;
     if (left == 0) let_next_start();
     const bool starts = tile == 0, ends = tile + count == tiles;
-    const int64_t slot = starts && ends ? -1 : place.slot(share, seq, a.seqs, unit, starts);
+    const int64_t own_part = starts && ends ? -1
+                                            : place.part(share, seq, a.seqs, unit, starts);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       if (r >= rows.count || lane >= shape::LANES) continue;
@@ -269,7 +270,8 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
         float x[4] = {state.out[r][e], state.out[r][e + 1], state.out[r][e + 2],
                       state.out[r][e + 3]};
         if (dim < a.cache.head_dim)
-          write_part(a, place, slot, rows, r, dim, x, state.m[r], state.l[r], value_scale);
+          write_part(a, place, own_part, rows, r, dim, x, state.m[r], state.l[r],
+                     value_scale);
       }
     }
   }

@@ -10,7 +10,7 @@
  *
  * A team writes the rows of a sequence that lies in its share as a whole. Of others it leaves
  * partial softmaxes in the workspace: of the sequence that began before the share, in the
- * share's slot, and of the one that begins in it and goes on after it, in the slot of the
+ * share's part, and of the one that begins in it and goes on after it, in the part of the
  * sequence (of the share, where there are more sequences than shares)
  *   out  f32  [shares + min(seqs, shares), units, rows, head_dim]   normalised
  *   lse  f32  [shares + min(seqs, shares), units, rows]             base 2
@@ -37,7 +37,7 @@ struct split_place {
   int tile_shift;           /* 2^n keys a tile */
   __host__ __device__ int team() const { return 1 << team_shift; }
   /* starts: the sequence begins in the share */
-  __device__ int64_t slot(int64_t share, int64_t seq, int64_t seqs, int unit,
+  __device__ int64_t part(int64_t share, int64_t seq, int64_t seqs, int unit,
                           bool starts) const {
     if (starts) share = shares + (seqs <= shares ? seq : share);
     return share * units.by + unit;
@@ -165,20 +165,20 @@ __device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
 }
 
 /* Four neighbours of the sum of values of row r of a task, and its maximum and denominator:
- * a sequence that lies in the share as a whole (slot < 0) ends here, another one's part is
- * normalised and goes to its slot. */
+ * a sequence that lies in the share as a whole (part < 0) ends here, another one's part is
+ * normalised and goes to the workspace. */
 __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
-                                           const split_place &place, int64_t slot,
+                                           const split_place &place, int64_t part,
                                            const query_rows &rows, int r, int dim,
                                            float (&x)[4], float m, float sum,
                                            float value_scale) {
-  if (slot < 0) {
+  if (part < 0) {
     const int64_t row = rows.token0 * a.heads + rows.head0 + r;
     row_end end = end_row(a, row, m, sum);
     end.scale *= value_scale;
     write_row(a, end, row, dim, x);
   } else {
-    const int64_t row = slot * place.rows + r;
+    const int64_t row = part * place.rows + r;
     const float scale = sum == 0.f ? 0.f : value_scale / sum;
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] *= scale;

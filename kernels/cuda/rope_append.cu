@@ -5,7 +5,7 @@
  *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
  *   positions  i32                  [tokens]
  *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; dims past 2 * pairs stay
- *   slots      i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   places      i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
  * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float. 16-byte aligned; head_dim
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   const int64_t token = blockIdx.x;
   let_next_start();
   wait_for_previous();
-  const token_place to(a.slots[token], a.cache.block_size);
+  const token_place to(a.places[token], a.cache.block_size);
   auto at = [&](int row) {
     if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
     const bool is_v = row >= heads + kv_heads;

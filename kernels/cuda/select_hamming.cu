@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   uint32_t *mine = (uint32_t *)(q + shape.q_words), *counts = mine + COPIES * size;
   distance *kept = (distance *)(counts + (team > 1 ? team * size : 0)); /* [lists][pitch] */
   const int warp = threadIdx.x / WARP;
-  const int reader = threadIdx.x % FORM::READERS, slot = threadIdx.x / FORM::READERS;
+  const int reader = threadIdx.x % FORM::READERS, nth = threadIdx.x / FORM::READERS;
   const uint32_t group = blockIdx.x / (uint32_t)team;
   const int rank = (int)(blockIdx.x - group * team);
   const uint32_t list_heads = (uint32_t)a.selection_heads, groups = shape.groups;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto look_up = [&](int at, int(&block)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      const int b = at + j * tile::STEP + slot;
+      const int b = at + j * tile::STEP + nth;
       block[j] = b < end ? table[b] : -1;
     }
   };
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     for (int j = 0; j < N; j++)
 #pragma unroll
       for (int i = 0; i < EACH; i++) {
-        const int b = at + j * tile::STEP + slot, list = reader * EACH + i;
+        const int b = at + j * tile::STEP + nth, list = reader * EACH + i;
         if (list >= lists || b - from >= shape.window) continue;
         const bool is_rival = b >= row.sink && b < last;
         const uint32_t x = is_rival ? min(d[j * EACH + i], a.bits + 1u) : NO_RIVAL;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(THREADS, 1)
           look_up(at, block);
 #pragma unroll
           for (int j = 0; j < N; j++)
-            tokens[j] = min(length - (at + j * tile::STEP + slot) * a.block_size,
+            tokens[j] = min(length - (at + j * tile::STEP + nth) * a.block_size,
                             a.block_size);
           batch.load(a.hashes, block, tokens, head);
         }

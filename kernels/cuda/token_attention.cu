@@ -2,7 +2,7 @@
  *
  *   q      f32 f16 bf16  [rows, heads, head_dim]
  *   cache  like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
- *   slots  i32           [rows, kv_heads or 1, k]
+ *   places  i32           [rows, kv_heads or 1, k]
  *   out    like q or f32 [rows, heads, head_dim]
  *   lse    f32           [rows, heads]   optional
  * q, cache and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
@@ -39,10 +39,10 @@ struct listed_keys {
   }
   __device__ int64_t to_value() const { return block_stride / 2; }
   __device__ paged_row find(int key) const {
-    const int slot = key < lists.k ? list[key] : -1;
-    if (slot < 0 || slot >= lists.all) return {0, -1};
-    const uint32_t block = lists.block.quotient(slot);
-    const int64_t token = slot - block * lists.block.by;
+    const int place = key < lists.k ? list[key] : -1;
+    if (place < 0 || place >= lists.all) return {0, -1};
+    const uint32_t block = lists.block.quotient(place);
+    const int64_t token = place - block * lists.block.by;
     return {block * block_stride + head_offset + token * a.cache.head_dim, 0};
   }
 };
@@ -168,9 +168,9 @@ int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
   a.scale = t.scale;
   a.dtype = t.dtype;
   a.out_dtype = t.out_dtype;
-  const token_lists lists = {t.slots,
+  const token_lists lists = {t.places,
                              t.k,
-                             t.slot_heads,
+                             t.place_heads,
                              t.cache.blocks * t.cache.block_size,
                              divisor(t.cache.block_size),
                              1,

@@ -25,15 +25,15 @@
 
 namespace kvl {
 
-/* The lists of a call: of row r for KV head g at slots + (r * heads + min(g, heads-1)) * k. */
+/* The lists of a call: of row r for KV head g at places + (r * heads + min(g, heads-1)) * k. */
 struct token_lists {
-  const int32_t *slots;
+  const int32_t *places;
   int64_t k, heads;
-  int64_t all;           /* slots of the cache */
+  int64_t all;           /* places of the cache */
   divisor block;         /* tokens of a block */
   int splits, subgroups; /* blocks of threads a list; and a group of heads */
   __device__ const int32_t *list(int64_t row, int kv_head) const {
-    return slots + (row * heads + (heads > 1 ? kv_head : 0)) * k;
+    return places + (row * heads + (heads > 1 ? kv_head : 0)) * k;
   }
 };
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   const int each = (tiles_all + lists.splits - 1) / lists.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
   const uint32_t ring = shared_address(shared);
-  int ahead[2]; /* this lane's two slots of the next tile to fetch */
+  int ahead[2]; /* this lane's two places of the next tile to fetch */
   auto look_up = [&](int t) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const bool valid = ahead[h] >= 0 && ahead[h] < lists.all;
-      const uint32_t slot = valid ? ahead[h] : 0, block = lists.block.quotient(slot);
+      const uint32_t place = valid ? ahead[h] : 0, block = lists.block.quotient(place);
       offset[h] = (long long)(block * 2 * half + head_offset +
-                              (int64_t)(slot - block * lists.block.by) * head_dim);
+                              (int64_t)(place - block * lists.block.by) * head_dim);
       is[h] = __ballot_sync(ALL_LANES, valid);
     }
     if (tid == 0) seen[stage] = (uint64_t)is[1] << 32 | is[0];

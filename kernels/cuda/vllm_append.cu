@@ -1,7 +1,7 @@
 /* New tokens' rows of K and V scattered into vLLM's cache layout.
  *
  *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3  [tokens, kv_heads, head_dim]
- *   slots        i64  [tokens]   block * block_size + offset; < 0 is skipped
+ *   places        i64  [tokens]   block * block_size + offset; < 0 is skipped
  *   key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
  *   value_cache  like key_cache       [blocks, kv_heads, head_dim, block_size]
  *   k_scale, v_scale  f32 [1]  of an f8e4m3 cache, which holds k / k_scale; optional
@@ -12,7 +12,7 @@
  *         of 32 bytes is written for every single element of v, unless its tokens come close
  *         together
  * Best    16384 tokens, bf16, 8 heads x 128: 326 us (412 GB/s) into blocks of 16 in a row, 580
- *         into single slots (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30; kvlab's
+ *         into single places (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30; kvlab's
  *         own layout takes 46). The stores of v are what it waits for
  * Source  reshape_and_cache of vllm-project/vllm, csrc/cache_kernels.cu. */
 #include "convert.cuh"
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(ROW_THREADS)
   const float v_scale = c.v_scale ? *c.v_scale : 1.f;
   for (int64_t i = blockIdx.x * (int64_t)ROW_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * ROW_THREADS) {
-    const int64_t token = i / row, slot = a.slots[token], block = slot / size;
-    if (slot < 0 || block >= c.blocks) continue; /* a broken slot must not fault */
+    const int64_t token = i / row, place = a.places[token], block = place / size;
+    if (place < 0 || block >= c.blocks) continue; /* a broken place must not fault */
     const int in_row = (int)(i - token * row), head = in_row / pieces;
-    const int piece = in_row - head * pieces, in_block = (int)(slot - block * size);
+    const int piece = in_row - head * pieces, in_block = (int)(place - block * size);
     const int64_t slice = (block * c.kv_heads + head) * size * c.head_dim;
     const pack < From, X
     > k = load_pack < X

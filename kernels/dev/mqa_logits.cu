@@ -122,26 +122,29 @@ bool check_keys(const kvl_cuda_queue *q) {
         for (int size : {1, 7, 64}) {
           const int64_t blocks = rows / size + 2, row = size * (dim + 4);
           std::vector<uint8_t> cache(blocks * row, 0xFF), k(count);
-          std::vector<int64_t> slots(rows);
+          std::vector<int64_t> places(rows);
           const std::vector<int32_t> order = dev::shuffled((int)(blocks * size), 3);
-          for (int64_t i = 0; i < rows; i++) slots[i] = i % 5 == 4 ? -1 : order[i];
+          for (int64_t i = 0; i < rows; i++) places[i] = i % 5 == 4 ? -1 : order[i];
           uint8_t *cache_there = dev::upload(cache);
-          int64_t *slots_there = dev::upload(slots);
+          int64_t *places_there = dev::upload(places);
           kvl_index_append_args p = {
-              {cache.data(), blocks, size, dim}, x.data(), slots.data(), rows, dtype};
+              {cache.data(), blocks, size, dim}, x.data(), places.data(), rows, dtype};
           kvl_cpu_index_append_avx2(&p, nullptr);
-          p.cache.memory = cache_there, p.k = x_there, p.slots = slots_there;
+          p.cache.memory = cache_there, p.k = x_there, p.places = places_there;
           kvl_cuda_index_append(&p, (void *)q);
           ok &= same_bytes("index_append", cache_there, cache);
-          kvl_index_gather_args g = {
-              {cache.data(), blocks, size, dim}, slots.data(), k.data(), scales.data(), rows};
+          kvl_index_gather_args g = {{cache.data(), blocks, size, dim},
+                                     places.data(),
+                                     k.data(),
+                                     scales.data(),
+                                     rows};
           kvl_cpu_index_gather_avx2(&g, nullptr);
-          g.cache.memory = cache_there, g.slots = slots_there, g.k = out_there;
+          g.cache.memory = cache_there, g.places = places_there, g.k = out_there;
           g.scales = scales_there;
           kvl_cuda_index_gather(&g, (void *)q);
           ok &= same_bytes("index_gather", out_there, k);
           ok &= same_bytes("gathered scales", scales_there, scales);
-          cudaFree(cache_there), cudaFree(slots_there);
+          cudaFree(cache_there), cudaFree(places_there);
         }
       cudaFree(x_there), cudaFree(out_there), cudaFree(scales_there);
     }
@@ -161,8 +164,8 @@ __global__ void reference(const uint8_t *q, const float *weights, const uint8_t 
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * blockDim.x) {
     const int64_t r = i / tokens, j = i % tokens;
-    const int64_t slot = slot_of ? slot_of[r / each * tokens + j] : j;
-    if (slot < 0) {
+    const int64_t place = slot_of ? slot_of[r / each * tokens + j] : j;
+    if (place < 0) {
       want[i] = -INFINITY, size[i] = 0;
       continue;
     }
@@ -171,14 +174,14 @@ __global__ void reference(const uint8_t *q, const float *weights, const uint8_t 
       double dot = 0, sizes = 0;
       for (int d = 0; d < dim; d++) {
         const double p = (double)f8_value(q[(r * heads + h) * dim + d]) *
-                         f8_value(k[slot * dim + d]);
+                         f8_value(k[place * dim + d]);
         dot += p, sizes += fabs(p);
       }
       sum += weights[r * heads + h] * fmax(dot, 0.);
       all += fabs(weights[r * heads + h]) * sizes;
     }
-    want[i] = (float)(sum * scales[slot]);
-    size[i] = (float)(all * fabs(scales[slot]));
+    want[i] = (float)(sum * scales[place]);
+    size[i] = (float)(all * fabs(scales[place]));
   }
 }
 
@@ -320,9 +323,9 @@ bool check(const shape_case &c, const kvl_cuda_queue *q) {
   problem p(c);
   const size_t count = (size_t)c.rows * c.tokens;
   float *want_there = dev::alloc<float>(count), *size_there = dev::alloc<float>(count);
-  int64_t *slots = p.slot_of.empty() ? nullptr : dev::upload(p.slot_of);
+  int64_t *places = p.slot_of.empty() ? nullptr : dev::upload(p.slot_of);
   reference<<<1056, 256>>>(p.q, p.weights, p.k, p.scales, c.rows, c.tokens, c.heads, c.dim,
-                           slots, c.each, want_there, size_there);
+                           places, c.each, want_there, size_there);
   const std::vector<float> want = dev::download(want_there, count);
   const std::vector<float> size = dev::download(size_there, count);
   for (bool mma : {false, true}) {
@@ -362,7 +365,7 @@ bool check(const shape_case &c, const kvl_cuda_queue *q) {
              wrong);
     ok &= good;
   }
-  cudaFree(want_there), cudaFree(size_there), cudaFree(slots);
+  cudaFree(want_there), cudaFree(size_there), cudaFree(places);
   return ok;
 }
 

@@ -178,13 +178,13 @@ struct cache {
   }
 };
 
-/* Slots of `tokens` tokens: distinct, some negative, one out of range. */
-std::vector<int64_t> some_slots(int64_t tokens, int64_t blocks, int block_size) {
+/* Places of `tokens` tokens: distinct, some negative, one out of range. */
+std::vector<int64_t> some_places(int64_t tokens, int64_t blocks, int block_size) {
   std::vector<int32_t> order = dev::shuffled((int32_t)(blocks * block_size), 3);
-  std::vector<int64_t> slots(tokens);
-  for (int64_t t = 0; t < tokens; t++) slots[t] = t % 5 == 3 ? -1 : order[t];
-  if (tokens > 2) slots[2] = blocks * block_size + 5;
-  return slots;
+  std::vector<int64_t> places(tokens);
+  for (int64_t t = 0; t < tokens; t++) places[t] = t % 5 == 3 ? -1 : order[t];
+  if (tokens > 2) places[2] = blocks * block_size + 5;
+  return places;
 }
 
 void check_append(int dtype, int from, int64_t tokens, int heads, int size, int dim) {
@@ -195,22 +195,23 @@ void check_append(int dtype, int from, int64_t tokens, int heads, int size, int 
   std::vector<float> a = k.random(1).read(), b = v.random(2).read();
   std::vector<float> want = c.kv.random(3).read(), want_hot = hot.kv.random(4).read(),
                      want_buffer = buffer.kv.random(5).read();
-  list<int64_t> slots(some_slots(tokens, blocks, size)),
-      open(some_slots(tokens, blocks, size));
+  list<int64_t> places(some_places(tokens, blocks, size)),
+      open(some_places(tokens, blocks, size));
   std::vector<int32_t> places;
   for (int h = 0; h < heads; h++)
     for (int64_t i = 0; i < blocks; i++) places.push_back((i + h) % 3 ? (int32_t)i : -1);
   list<int32_t> slot_of(places);
   for (int64_t t = 0; t < tokens; t++)
     for (int h = 0; h < heads; h++) {
-      int64_t slot = slots.host[t];
-      if (slot >= 0) c.append(want, a, b, slot / size, (int)(slot % size), t, h);
-      if (slot >= 0 && slot / size < blocks)
-        c.append(want_hot, a, b, places[h * blocks + slot / size], (int)(slot % size), t, h);
-      slot = open.host[t];
-      if (slot >= 0) c.append(want_buffer, a, b, slot / size, (int)(slot % size), t, h);
+      int64_t place = places.host[t];
+      if (place >= 0) c.append(want, a, b, place / size, (int)(place % size), t, h);
+      if (place >= 0 && place / size < blocks)
+        c.append(want_hot, a, b, places[h * blocks + place / size], (int)(place % size), t,
+                 h);
+      place = open.host[t];
+      if (place >= 0) c.append(want_buffer, a, b, place / size, (int)(place % size), t, h);
     }
-  kvl_append_kv_args args = {c.view, k.at, v.at, slots.at, tokens, from};
+  kvl_append_kv_args args = {c.view, k.at, v.at, places.at, tokens, from};
   kvl_cuda_append_kv(&args, &queue);
   expect(close(c.kv.read(), want, 0, 0), "append_kv", dtype, dim);
   kvl_hot_append_args more = {};
@@ -219,7 +220,7 @@ void check_append(int dtype, int from, int64_t tokens, int heads, int size, int 
   more.hot.blocks = blocks;
   more.cache = c.view;
   more.buffer = buffer.view;
-  more.k = k.at, more.v = v.at, more.slots = slots.at, more.buffer_slots = open.at;
+  more.k = k.at, more.v = v.at, more.places = places.at, more.buffer_places = open.at;
   more.tokens = tokens, more.dtype = from;
   c.kv.random(3);
   kvl_cuda_hot_append(&more, &queue);
@@ -337,16 +338,16 @@ void check_rope_append(int dtype, int from, int64_t tokens, int heads, int kv_he
   want.kv.copy(c.kv.random(4));
   list<int32_t> positions(some_positions(tokens));
   list<float> inv_freq(frequencies(pairs));
-  list<int64_t> slots(some_slots(tokens, blocks, size));
+  list<int64_t> places(some_places(tokens, blocks, size));
   kvl_rope_args a = {q2.at, positions.at, inv_freq.at, tokens, heads, dim, pairs, from};
   kvl_rope_args b = {k2.at, positions.at, inv_freq.at, tokens, kv_heads, dim, pairs, from};
   kvl_cuda_rope(&a, &queue);
   kvl_cuda_rope(&b, &queue);
-  kvl_append_kv_args append = {want.view, k2.at, v.at, slots.at, tokens, from};
+  kvl_append_kv_args append = {want.view, k2.at, v.at, places.at, tokens, from};
   kvl_cuda_append_kv(&append, &queue);
   std::vector<uint8_t> k_before = k.bits();
-  kvl_rope_append_args args = {c.view,   q.at,   k.at,  v.at,  positions.at, inv_freq.at,
-                               slots.at, tokens, heads, pairs, from};
+  kvl_rope_append_args args = {c.view,    q.at,   k.at,  v.at,  positions.at, inv_freq.at,
+                               places.at, tokens, heads, pairs, from};
   kvl_cuda_rope_append(&args, &queue);
   expect(q.bits() == q2.bits(), "rope_append q", from, dim);
   expect(k.bits() == k_before, "rope_append k", from, dim);
@@ -452,10 +453,10 @@ void time_tokens(dev::bench &b, int dtype, int cache_dtype, int64_t tokens) {
   for (int64_t t = 0; t < tokens; t++) /* prefill: runs; decode: a block each */
     at[t] = tokens > 300 ? order[t / 16] * 16ll + t % 16
                          : order[t % blocks] * 16ll + t / blocks;
-  list<int64_t> slots(at);
+  list<int64_t> places(at);
   kvl_rope_args rq = {q.at, positions.at, inv_freq.at, tokens, 32, 128, 64, dtype};
   kvl_rope_args rk = {k.at, positions.at, inv_freq.at, tokens, 8, 128, 64, dtype};
-  kvl_append_kv_args append = {c.view, k.at, v.at, slots.at, tokens, dtype};
+  kvl_append_kv_args append = {c.view, k.at, v.at, places.at, tokens, dtype};
   const double q_bytes = 2. * q.count * e, k_bytes = 2. * k.count * e,
                append_bytes = 2. * k.count * (e + ce);
   const char *d = DTYPES[dtype], *cd = DTYPES[cache_dtype];
@@ -469,8 +470,8 @@ void time_tokens(dev::bench &b, int dtype, int cache_dtype, int64_t tokens) {
             kvl_cuda_rope(&rk, &queue);
             kvl_cuda_append_kv(&append, &queue);
           });
-  kvl_rope_append_args fused = {c.view,   q.at,   k.at, v.at, positions.at, inv_freq.at,
-                                slots.at, tokens, 32,   64,   dtype};
+  kvl_rope_append_args fused = {c.view,    q.at,   k.at, v.at, positions.at, inv_freq.at,
+                                places.at, tokens, 32,   64,   dtype};
   time_of(b, words("rope_append %s -> %s [%lld]", d, cd, (long long)tokens),
           q_bytes + append_bytes, [&] { kvl_cuda_rope_append(&fused, &queue); });
 }

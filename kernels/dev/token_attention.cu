@@ -80,21 +80,21 @@ __global__ void reference(kvl_token_attention_args t, double *out, double *lse) 
   const kvl_cache_view &c = t.cache;
   const int64_t row = blockIdx.x / t.heads, head = blockIdx.x % t.heads;
   const int64_t kv_head = head / (t.heads / c.kv_heads);
-  const int32_t *list = t.slots +
-                        (row * t.slot_heads + (t.slot_heads > 1 ? kv_head : 0)) * t.k;
-  auto at = [&](int64_t slot, int half) {
-    return (((slot / c.block_size * 2 + half) * c.kv_heads + kv_head) * c.block_size +
-            slot % c.block_size) *
+  const int32_t *list = t.places +
+                        (row * t.place_heads + (t.place_heads > 1 ? kv_head : 0)) * t.k;
+  auto at = [&](int64_t place, int half) {
+    return (((place / c.block_size * 2 + half) * c.kv_heads + kv_head) * c.block_size +
+            place % c.block_size) *
            c.head_dim;
   };
   for (int i = threadIdx.x; i < t.k; i += blockDim.x) {
-    const int64_t slot = list[i];
+    const int64_t place = list[i];
     scores[i] = -INFINITY;
-    if (slot < 0 || slot >= c.blocks * c.block_size) continue;
+    if (place < 0 || place >= c.blocks * c.block_size) continue;
     double dot = 0;
     for (int d = 0; d < c.head_dim; d++)
       dot += number(t.q, t.dtype, (int64_t)blockIdx.x * c.head_dim + d) *
-             number(c.kv, c.dtype, at(slot, 0) + d);
+             number(c.kv, c.dtype, at(place, 0) + d);
     scores[i] = dot * t.scale * (c.k_scale ? c.k_scale[kv_head] : 1);
   }
   __syncthreads();
@@ -120,15 +120,15 @@ __global__ void __launch_bounds__(256) gather(kvl_token_attention_args t, uint32
   const int lanes = (int)(c.head_dim * (c.dtype == F8 ? 1 : 2)) / 16; /* a row */
   const int side = threadIdx.x / lanes, sides = blockDim.x / lanes,
             piece = threadIdx.x % lanes;
-  const int32_t *list = t.slots + row * t.k;
+  const int32_t *list = t.places + row * t.k;
   const int split = blockIdx.z, each = (int)(t.k / gridDim.z);
   const int64_t half = (int64_t)c.kv_heads * c.block_size * lanes;
   uint32_t sum = 0;
 #pragma unroll 8
   for (int i = split * each + side; i < (split + 1) * each; i += sides) {
-    const int slot = list[i];
-    const uint4 *k = (const uint4 *)c.kv + ((int64_t)slot / c.block_size * 2 * half) +
-                     ((kv_head * c.block_size + slot % c.block_size) * lanes) + piece;
+    const int place = list[i];
+    const uint4 *k = (const uint4 *)c.kv + ((int64_t)place / c.block_size * 2 * half) +
+                     ((kv_head * c.block_size + place % c.block_size) * lanes) + piece;
     const uint4 x = __ldcg(k), y = __ldcg(k + half);
     sum += x.x ^ x.y ^ x.z ^ x.w ^ y.x ^ y.y ^ y.z ^ y.w;
   }
@@ -158,18 +158,18 @@ struct setting {
       t.cache.v_scale = dev::upload(scales);
     }
     t.q = randn_of(p.dtype, count, 2);
-    t.slots = dev::upload(make_lists(p));
+    t.places = dev::upload(make_lists(p));
     t.out = dev::alloc<float>(count);
     t.lse = dev::alloc<float>((size_t)p.rows * p.heads);
     t.rows = p.rows;
     t.heads = p.heads;
-    t.slot_heads = p.per_head ? p.kv_heads : 1;
+    t.place_heads = p.per_head ? p.kv_heads : 1;
     t.k = p.k;
     t.scale = 1.f / sqrtf((float)p.head_dim);
     t.dtype = t.out_dtype = p.dtype;
     owned = {t.cache.kv,
              (void *)t.q,
-             (void *)t.slots,
+             (void *)t.places,
              t.out,
              t.lse,
              (void *)t.cache.k_scale,

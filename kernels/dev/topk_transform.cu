@@ -4,8 +4,8 @@
  * HBM3, 2026-11-21. Tiles: all tiles of 131072 columns.
  *                     [64,8192] [1,131072] [64,131072]  [64,2^20]
  *   positions             10.4      13.6        26.4         380
- *   slots 1               13.8      18.6        31.2         401
- *   slots 2               12.0      16.4        28.4         382
+ *   places 1               13.8      18.6        31.2         401
+ *   places 2               12.0      16.4        28.4         382
  *   tiles 1                                                  642
  *   tiles 2                                                  373
  * 1  a place is looked up as it is found, by a thread that finds several one by one
@@ -154,7 +154,7 @@ void check(call &c, shape s, kind kind, int tile) {
       std::vector<float> x = make(kind, s.rows, s.n, s.n + kind);
       for (float &y : x)
         if (is_bf16) y = __bfloat162float(__float2bfloat16_rn(y));
-      std::vector<int32_t> starts(s.rows), lens(s.rows), want, slots;
+      std::vector<int32_t> starts(s.rows), lens(s.rows), want, places;
       std::vector<float> values;
       const auto order = dev::shuffled(1 << 20, 3);
       for (int r = 0; r < s.rows; r++) {
@@ -164,11 +164,11 @@ void check(call &c, shape s, kind kind, int tile) {
         auto chosen = best(row, std::max(std::min(lens[r], s.n - starts[r]), 0), s.k);
         for (int32_t p : chosen) {
           values.push_back(row[p]);
-          slots.push_back(order[p / 64] * 64 + p % 64);
+          places.push_back(order[p / 64] * 64 + p % 64);
         }
         want.insert(want.end(), chosen.begin(), chosen.end());
         want.resize((size_t)(r + 1) * s.k, -1);
-        slots.resize(want.size(), -1);
+        places.resize(want.size(), -1);
         values.resize(want.size(), -INFINITY);
       }
       const int dtype = is_bf16 ? KVL_DTYPE_BF16 : KVL_DTYPE_F32;
@@ -181,8 +181,8 @@ void check(call &c, shape s, kind kind, int tile) {
         kvl_transform_view none = {};
         c.transform(c.transform_args(s, has_starts, dtype,
                                      is_paged ? c.paged(s.rows, s.n, 64) : none));
-        expect(dev::download(c.out, size), is_paged ? slots : want,
-               is_paged ? "slots" : "positions", s, kind);
+        expect(dev::download(c.out, size), is_paged ? places : want,
+               is_paged ? "places" : "positions", s, kind);
       }
       std::vector<float> tiles;
       for (int first = 0; first < s.n; first += tile)
@@ -219,8 +219,8 @@ void time_all(call &c, dev::bench &b, shape s, kind kind, bool is_causal) {
   both("select", [&] { kvl_cuda_select(&select, &c.q); });
   auto plain = c.transform_args(s, false, KVL_DTYPE_F32, {});
   both("positions", [&] { c.transform(plain); });
-  auto slots = c.transform_args(s, false, KVL_DTYPE_F32, c.paged(s.rows, s.n, 64));
-  both("slots", [&] { c.transform(slots); });
+  auto places = c.transform_args(s, false, KVL_DTYPE_F32, c.paged(s.rows, s.n, 64));
+  both("places", [&] { c.transform(places); });
   for (int tile : {8192, 32768, 131072})
     if (tile < s.n) {
       printf("  tiles of %d", tile);

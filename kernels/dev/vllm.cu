@@ -239,16 +239,17 @@ template <class C, class From> C stored_by_host(From x, float scale) {
   else return C((float)x);
 }
 
-/* Every slot is written, skipped (-1) or out of range. Compares bits; 0xFF was there. */
+/* Every place is written, skipped (-1) or out of range. Compares bits; 0xFF was there. */
 template <class From, class C> void check_append(const char *name, kvl_cuda_queue *q) {
   const int blocks = 9, heads = 3, dim = 80, size = 16, x = 16 / sizeof(C);
-  const int slots = blocks * size;
-  const size_t rows = (size_t)slots * heads * dim;
+  const int places = blocks * size;
+  const size_t rows = (size_t)places * heads * dim;
   const float scales[] = {0.37f, 3.f};
   kvl_vllm_append_args a = {};
-  std::vector<int64_t> to(slots);
-  std::vector<int32_t> order = dev::shuffled(slots, 7);
-  for (int i = 0; i < slots; i++) to[i] = i % 5 == 1 ? -1 : i % 7 == 2 ? slots + i : order[i];
+  std::vector<int64_t> to(places);
+  std::vector<int32_t> order = dev::shuffled(places, 7);
+  for (int i = 0; i < places; i++)
+    to[i] = i % 5 == 1 ? -1 : i % 7 == 2 ? places + i : order[i];
   a.cache.keys = dev::alloc<C>(rows);
   a.cache.values = dev::alloc<C>(rows);
   if (sizeof(C) == 1) a.cache.k_scale = dev::upload(std::vector<float>{scales[0]});
@@ -260,8 +261,8 @@ template <class From, class C> void check_append(const char *name, kvl_cuda_queu
   a.cache.dtype = dtype_of<C>;
   a.k = dev::randn<From>(rows, 1, 50.f);
   a.v = dev::randn<From>(rows, 2, 50.f);
-  a.slots = dev::upload(to);
-  a.tokens = slots;
+  a.places = dev::upload(to);
+  a.tokens = places;
   a.dtype = dtype_of<From>;
   if (kvl_cuda_vllm_append(&a, q) < 0) exit(1);
   std::vector<C> keys = dev::download((const C *)a.cache.keys, rows), values = keys;
@@ -271,8 +272,8 @@ template <class From, class C> void check_append(const char *name, kvl_cuda_queu
   C untouched;
   memset(&untouched, 0xFF, sizeof(C));
   std::vector<C> want_keys(rows, untouched), want_values(rows, untouched);
-  for (int t = 0; t < slots; t++)
-    for (int h = 0; h < heads && to[t] >= 0 && to[t] < slots; h++)
+  for (int t = 0; t < places; t++)
+    for (int h = 0; h < heads && to[t] >= 0 && to[t] < places; h++)
       for (int d = 0; d < dim; d++) {
         const size_t slice = (to[t] / size * heads + h) * size * dim, token = to[t] % size;
         const size_t from = ((size_t)t * heads + h) * dim + d;
@@ -287,7 +288,7 @@ template <class From, class C> void check_append(const char *name, kvl_cuda_queu
   printf("append %-10s %d of %zu elements are wrong\n", name, wrong, rows);
 }
 
-/* 16384 tokens of bf16, 8 heads of 128: blocks of 16 in random order, and single slots. */
+/* 16384 tokens of bf16, 8 heads of 128: blocks of 16 in random order, and single places. */
 void time_append(dev::bench &b, kvl_cuda_queue *q) {
   const int tokens = 16384, heads = 8, dim = 128;
   const size_t rows = (size_t)tokens * heads * dim;
@@ -304,9 +305,9 @@ void time_append(dev::bench &b, kvl_cuda_queue *q) {
   a.tokens = tokens;
   for (int run : {16, 1}) { /* neighbours that stay together */
     std::vector<int32_t> order = dev::shuffled(tokens / run, 3);
-    std::vector<int64_t> slots(tokens);
-    for (int i = 0; i < tokens; i++) slots[i] = (int64_t)order[i / run] * run + i % run;
-    a.slots = dev::upload(slots);
+    std::vector<int64_t> places(tokens);
+    for (int i = 0; i < tokens; i++) places[i] = (int64_t)order[i / run] * run + i % run;
+    a.places = dev::upload(places);
     double us = b.time([&] { kvl_cuda_vllm_append(&a, q); });
     printf("append in runs of %2d: %.1f us, %.0f GB/s\n", run, us, 8e-3 * rows / us);
   }

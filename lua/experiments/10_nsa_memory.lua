@@ -69,7 +69,7 @@ end
 local function run(config)
   local keys, rows, n = keys_for(config), config.queries, config.keys
   local call = { cache = keys.index:layer(0), tables = keys.tables, block_size = BLOCK,
-    lens = kv.arange(dev, "i32", rows, n - rows + 1), to = "slots",
+    lens = kv.arange(dev, "i32", rows, n - rows + 1), to = "places",
     out = kv.full(dev, "i32", { rows, config.topk }, -77) }
   call.q, call.weights = keys.index:queries(
     kv.randn(dev, "bf16", { rows, config.heads, config.dim }, { seed = config.seed + 1 }),

@@ -1,6 +1,6 @@
 --- From which context length on is selecting tokens faster than attending to all of them?
 --
--- One layer runs dense attention, or an indexer (logits of fp8 index keys, top-k, slots)
+-- One layer runs dense attention, or an indexer (logits of fp8 index keys, top-k, places)
 -- and attention over the topk tokens that it selects. Decode: `batch` sequences with one
 -- token each. Prefill: the last `chunk` tokens of one sequence. Keys, queries and block
 -- tables are random; the contents of the indexer's keys do not change its time. Without a
@@ -72,17 +72,17 @@ local function run(c)
   local s = setting(c)
   local indexer = kv.indexer { topk = c.topk, device = dev,
                                logits_bytes_max = c.logits_mb * 2 ^ 20 }
-  local slots = kv.tensor(dev, "i32", { s.rows, c.topk })
+  local places = kv.tensor(dev, "i32", { s.rows, c.topk })
   local function select()
     kv.scope(function()
       local q8, weights = s.index:queries(s.asks, s.weights)
-      indexer:select { q = q8, weights = weights, cache = s.index:layer(0), to = "slots",
+      indexer:select { q = q8, weights = weights, cache = s.index:layer(0), to = "places",
         tables = s.tables, block_size = BLOCK, lens = s.sees, max_len = c.context,
-        out = slots }
+        out = places }
     end)
   end
   local function attend()
-    kv.ops.step.token_attention { q = s.q, cache = s.cache, slots = slots, out = s.out }
+    kv.ops.step.token_attention { q = s.q, cache = s.cache, places = places, out = s.out }
   end
   local metrics = {
     dense_us = time(function()

@@ -23,8 +23,8 @@ local function compute(self, attention, ctx, out)
     local selection, counts = self:select_blocks(ctx)
     return attention:over(selection, ctx, out), selection, counts
   end
-  local slots = self.landmarks:select(ctx, self.want)
-  return attention:over_tokens(slots, ctx, out), nil, nil, slots
+  local places = self.landmarks:select(ctx, self.want)
+  return attention:over_tokens(places, ctx, out), nil, nil, places
 end
 
 return kv.policy.define {

@@ -97,7 +97,7 @@ int kvl_sequence_length(const kvl_sequence *seq) { return seq->length; }
 int kvl_sequence_blocks(const kvl_sequence *seq) { return seq->count; }
 
 /* Lengthen one sequence. Returns 1 when its last block was replaced: copy = {from, to}. */
-static int append(kvl_sequence *seq, int tokens, int64_t *slots, int32_t *copy) {
+static int append(kvl_sequence *seq, int tokens, int64_t *places, int32_t *copy) {
   kvl_pool *p = seq->pool;
   if (tokens < 0 || tokens > INT32_MAX - seq->length)
     return kvl__fail(KVL_ERR_INVALID, "append: tokens is %d, expected 0 ... %d", tokens,
@@ -118,7 +118,7 @@ static int append(kvl_sequence *seq, int tokens, int64_t *slots, int32_t *copy) 
   }
   for (int i = 0; i < tokens; i++) {
     int position = seq->length + i;
-    slots[i] = (int64_t)seq->blocks[position / size] * size + position % size;
+    places[i] = (int64_t)seq->blocks[position / size] * size + position % size;
   }
   seq->count = count;
   seq->length += tokens;
@@ -141,10 +141,10 @@ static void undo(kvl_sequence *seq, int tokens, int copied, const int32_t *copy)
 }
 
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
-                         int64_t *slots, int32_t *copies) {
+                         int64_t *places, int32_t *copies) {
   int copied = 0;
   for (int i = 0; i < n; i++) {
-    int status = append(seqs[i], tokens[i], slots, copies + 2 * copied);
+    int status = append(seqs[i], tokens[i], places, copies + 2 * copied);
     if (status < 0) {
       for (int j = i - 1; j >= 0; j--) { /* newest first: copies is a stack */
         int32_t *last = copies + 2 * (copied - 1);
@@ -155,7 +155,7 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
       return status;
     }
     copied += status;
-    slots += tokens[i];
+    places += tokens[i];
   }
   return copied;
 }

@@ -12,17 +12,17 @@ static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *ca
                          "blocks 2 kv_heads block_size head_dim");
 }
 
-int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_tensor *k_scale,
                   const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "append_kv"};
   struct kvl_cache_view view = cache_arg(&c, cache);
   kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
-  kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  kvl__arg(&c, "places", places, KVL__I64, "tokens");
   kvl__scale_args(&c, &view, k_scale, v_scale);
   if (c.status < 0) return c.status;
-  struct kvl_append_kv_args args = {view, k->ptr, v->ptr, slots->ptr, k->shape[0], k->dtype};
+  struct kvl_append_kv_args args = {view, k->ptr, v->ptr, places->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, append_kv, args);
 }
 

@@ -69,27 +69,27 @@ int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, hadamard, args);
 }
 
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *slots, const kvl_tensor *cache) {
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, const kvl_tensor *cache) {
   struct kvl__call c = {.op = "index_append"};
   kvl__vector_arg(&c, "k", k, KVL__FLOAT, "n dim");
   expect_dim(&c);
-  kvl__arg(&c, "slots", slots, KVL__I64, "n");
+  kvl__arg(&c, "places", places, KVL__I64, "n");
   struct kvl_index_view view = cache_arg(&c, cache);
   if (c.status < 0) return c.status;
-  struct kvl_index_append_args args = {view, k->ptr, slots->ptr, k->shape[0], k->dtype};
+  struct kvl_index_append_args args = {view, k->ptr, places->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, index_append, args);
 }
 
-int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *slots, const kvl_tensor *k,
+int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *places, const kvl_tensor *k,
                      const kvl_tensor *scales) {
   struct kvl__call c = {.op = "index_gather"};
   kvl__vector_arg(&c, "k", k, KVL__F8, "n dim");
   expect_dim(&c);
-  kvl__arg(&c, "slots", slots, KVL__I64, "n");
+  kvl__arg(&c, "places", places, KVL__I64, "n");
   kvl__arg(&c, "scales", scales, KVL__F32, "n");
   struct kvl_index_view view = cache_arg(&c, cache);
   if (c.status < 0) return c.status;
-  struct kvl_index_gather_args args = {view, slots->ptr, k->ptr, scales->ptr, k->shape[0]};
+  struct kvl_index_gather_args args = {view, places->ptr, k->ptr, scales->ptr, k->shape[0]};
   return KVL__LAUNCH(&c, index_gather, args);
 }
 

@@ -137,8 +137,8 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
 }
 
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
-                   const kvl_tensor *slots, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_slots, const kvl_tensor *buffer,
+                   const kvl_tensor *places, const kvl_tensor *cache,
+                   const kvl_tensor *buffer_places, const kvl_tensor *buffer,
                    const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
@@ -146,18 +146,18 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                                "blocks 2 kv_heads block_size head_dim");
   kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
-  kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (buffer) {
     args.buffer = kvl__memory_arg(&c, "buffer", buffer, kvl__like(cache),
                                   "buffer_blocks 2 kv_heads block_size head_dim");
-    kvl__arg(&c, "buffer_slots", buffer_slots, KVL__I64, "tokens");
+    kvl__arg(&c, "buffer_places", buffer_places, KVL__I64, "tokens");
   }
   kvl__scale_args(&c, &args.cache, k_scale, v_scale);
   if (c.status < 0) return c.status;
-  args.buffer_slots = ptr_of(buffer_slots);
+  args.buffer_places = ptr_of(buffer_places);
   args.k = k->ptr;
   args.v = v->ptr;
-  args.slots = slots->ptr;
+  args.places = places->ptr;
   args.tokens = k->shape[0];
   args.dtype = k->dtype;
   return KVL__LAUNCH(&c, hot_append, args);

@@ -1,4 +1,4 @@
-/* Ops from logits of tokens to slots: shapes checked, kernels launched. What each op means
+/* Ops from logits of tokens to places: shapes checked, kernels launched. What each op means
  * stands in kvlab.h. Lengths, tables and offsets stay on the device. */
 #include "ops/op_args.h"
 
@@ -112,23 +112,23 @@ int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *st
   return KVL__LAUNCH(&c, topk_merge, args);
 }
 
-int kvl_ragged_slots(const kvl_tensor *tables, int block_size, const kvl_tensor *starts,
-                     const kvl_tensor *ends, const kvl_tensor *out) {
-  struct kvl__call c = {.op = "ragged_slots"};
+int kvl_ragged_places(const kvl_tensor *tables, int block_size, const kvl_tensor *starts,
+                      const kvl_tensor *ends, const kvl_tensor *out) {
+  struct kvl__call c = {.op = "ragged_places"};
   kvl__arg(&c, "tables", tables, KVL__I32, "sequences width");
   kvl__expect_block_size(&c, block_size);
   kvl__arg(&c, "starts", starts, KVL__I32, "sequences");
   kvl__arg(&c, "ends", ends, KVL__I32, "sequences");
   kvl__arg(&c, "out", out, KVL__I32 | KVL__I64, "n");
   if (c.status < 0) return c.status;
-  struct kvl_ragged_slots_args args = {tables->ptr,
-                                       starts->ptr,
-                                       ends->ptr,
-                                       out->ptr,
-                                       kvl__dim(&c, "sequences"),
-                                       kvl__dim(&c, "width"),
-                                       out->count,
-                                       block_size,
-                                       kvl_dtype_bytes(out->dtype)};
-  return KVL__LAUNCH(&c, ragged_slots, args);
+  struct kvl_ragged_places_args args = {tables->ptr,
+                                        starts->ptr,
+                                        ends->ptr,
+                                        out->ptr,
+                                        kvl__dim(&c, "sequences"),
+                                        kvl__dim(&c, "width"),
+                                        out->count,
+                                        block_size,
+                                        kvl_dtype_bytes(out->dtype)};
+  return KVL__LAUNCH(&c, ragged_places, args);
 }

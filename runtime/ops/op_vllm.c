@@ -50,17 +50,17 @@ static struct kvl_vllm_view cache_args(struct kvl__call *c, const kvl_tensor *ke
                                 .dtype = keys->dtype};
 }
 
-int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *slots,
+int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                     const kvl_tensor *key_cache, const kvl_tensor *value_cache,
                     const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "vllm_append"};
   struct kvl_vllm_view view = cache_args(&c, key_cache, value_cache, k_scale, v_scale);
   kvl__vector_arg(&c, "k", k, kvl__rows_of(key_cache), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
-  kvl__arg(&c, "slots", slots, KVL__I64, "tokens");
+  kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (c.status < 0) return c.status;
-  struct kvl_vllm_append_args args = {view,       k->ptr,      v->ptr,
-                                      slots->ptr, k->shape[0], k->dtype};
+  struct kvl_vllm_append_args args = {view,        k->ptr,      v->ptr,
+                                      places->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, vllm_append, args);
 }
 

@@ -19,15 +19,15 @@ struct memory {
   int64_t bytes, records;
 };
 
-static struct entry **slot_of(struct memory *m, const struct kvl__name *name) {
+static struct entry **find(struct memory *m, const struct kvl__name *name) {
   uint64_t lo;
   uint32_t part;
   memcpy(&lo, name->bytes, 8); /* uniform by itself */
   memcpy(&part, name->bytes + 16, 4);
   uint64_t hash = lo ^ (part * 0x9e3779b97f4a7c15u) >> 16;
-  struct entry **slot = &m->buckets[hash & (m->buckets_count - 1)];
-  while (*slot && memcmp(&(*slot)->name, name, sizeof *name)) slot = &(*slot)->next;
-  return slot;
+  struct entry **at = &m->buckets[hash & (m->buckets_count - 1)];
+  while (*at && memcmp(&(*at)->name, name, sizeof *name)) at = &(*at)->next;
+  return at;
 }
 
 static void unref(struct entry *e) {
@@ -46,10 +46,10 @@ static void list_append(struct memory *m, struct entry *e) {
   m->newest = e;
 }
 
-/* Take the entry at `slot` out of the table. */
-static void drop(struct memory *m, struct entry **slot) {
-  struct entry *e = *slot;
-  *slot = e->next;
+/* Takes the entry that `at` points to out of the table. */
+static void drop(struct memory *m, struct entry **at) {
+  struct entry *e = *at;
+  *at = e->next;
   list_remove(m, e);
   m->bytes -= (int64_t)e->bytes;
   m->records--;
@@ -67,9 +67,9 @@ static void grow(struct memory *m) {
   m->buckets = buckets;
   m->buckets_count = count;
   for (struct entry *e = m->oldest; e; e = e->newer) {
-    struct entry **slot = slot_of(m, &e->name);
+    struct entry **at = find(m, &e->name);
     e->next = NULL;
-    *slot = e;
+    *at = e;
   }
 }
 
@@ -106,21 +106,21 @@ static int memory_put(kvl_store *store, const struct kvl__name *name,
                       const struct kvl__head *head, const void *bytes) {
   struct memory *m = store->state;
   size_t n = head->bytes;
-  struct entry *e = kvl__malloc(sizeof *e + sizeof *head + n, "a record"), **slot;
+  struct entry *e = kvl__malloc(sizeof *e + sizeof *head + n, "a record"), **at;
   if (!e) return KVL_ERR_NO_MEMORY;
   *e = (struct entry){.name = *name, .bytes = n};
   atomic_init(&e->refs, 1);
   memcpy(e->record, head, sizeof *head);
   if (n > 0) memcpy(e->record + sizeof *head, bytes, n);
   pthread_mutex_lock(&m->lock);
-  if (*(slot = slot_of(m, name))) drop(m, slot);
+  if (*(at = find(m, name))) drop(m, at);
   while (store->capacity && m->bytes + (int64_t)n > store->capacity) {
-    drop(m, slot_of(m, &m->oldest->name));
+    drop(m, find(m, &m->oldest->name));
     atomic_fetch_add(&store->evictions, 1);
   }
   if ((size_t)m->records >= m->buckets_count) grow(m);
-  slot = slot_of(m, name);
-  *slot = e;
+  at = find(m, name);
+  *at = e;
   list_append(m, e);
   m->bytes += (int64_t)n;
   m->records++;
@@ -131,7 +131,7 @@ static int memory_put(kvl_store *store, const struct kvl__name *name,
 static int memory_get(kvl_store *store, const struct kvl__name *name, void *out, size_t n) {
   struct memory *m = store->state;
   pthread_mutex_lock(&m->lock);
-  struct entry *e = *slot_of(m, name);
+  struct entry *e = *find(m, name);
   if (e) {
     atomic_fetch_add(&e->refs, 1);
     list_remove(m, e);
@@ -149,16 +149,16 @@ static void memory_find(kvl_store *store, const struct kvl__name *names, int n,
                         uint8_t *found) {
   struct memory *m = store->state;
   pthread_mutex_lock(&m->lock);
-  for (int i = 0; i < n; i++) found[i] = *slot_of(m, &names[i]) != NULL;
+  for (int i = 0; i < n; i++) found[i] = *find(m, &names[i]) != NULL;
   pthread_mutex_unlock(&m->lock);
 }
 
 static int memory_remove(kvl_store *store, const struct kvl__name *name) {
   struct memory *m = store->state;
   pthread_mutex_lock(&m->lock);
-  struct entry **slot = slot_of(m, name);
-  int there = *slot != NULL;
-  if (there) drop(m, slot);
+  struct entry **at = find(m, name);
+  int there = *at != NULL;
+  if (there) drop(m, at);
   pthread_mutex_unlock(&m->lock);
   return there;
 }

@@ -7,12 +7,12 @@ local reference = require "spec.reference.attention"
 
 local BLOCKS = 5
 
---- Tokens go to random slots; every third one is skipped. Returns the cache.
+--- Tokens go to random places; every third one is skipped. Returns the cache.
 local function append(dev, c)
   local cpu, tokens = kv.device "cpu", c.tokens
   local rng = support.rng(tokens + c.head_dim)
-  local slots = support.distinct(rng, tokens, BLOCKS * c.block_size)
-  for i = 3, tokens, 3 do slots[i] = -1 end
+  local places = support.distinct(rng, tokens, BLOCKS * c.block_size)
+  for i = 3, tokens, 3 do places[i] = -1 end
   local shape = { tokens, c.kv_heads, c.head_dim }
   local k = support.randn(cpu, c.from, shape, 1)
   local v = support.randn(cpu, c.from, shape, 2)
@@ -22,14 +22,14 @@ local function append(dev, c)
     return scales and kv.from(dev, "f32", { c.kv_heads }, scales)
   end
   kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
-    kv.from(dev, "i64", { tokens }, slots), cache, scale(c.k_scale), scale(c.v_scale)))
-  return cache, k, v, slots
+    kv.from(dev, "i64", { tokens }, places), cache, scale(c.k_scale), scale(c.v_scale)))
+  return cache, k, v, places
 end
 
-local function expected(c, k, v, slots)
+local function expected(c, k, v, places)
   local values = support.filled(BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim, 7)
   return reference.append_kv(values, c, support.stored(k, c.dtype, c.k_scale),
-    support.stored(v, c.dtype, c.v_scale), slots)
+    support.stored(v, c.dtype, c.v_scale), places)
 end
 
 local cases = {}
@@ -55,10 +55,10 @@ for i, from in ipairs { "f32", "f16", "bf16" } do
 end
 
 describe("appending K and V", function()
-  support.it_on_cpu("writes every slot that is not negative, and no other", function(dev)
+  support.it_on_cpu("writes every place that is not negative, and no other", function(dev)
     for i, c in ipairs(support.cases(cases)) do
-      local cache, k, v, slots = append(dev, c)
-      support.equal(cache, expected(c, k, v, slots), ("cache of case %d"):format(i))
+      local cache, k, v, places = append(dev, c)
+      support.equal(cache, expected(c, k, v, places), ("cache of case %d"):format(i))
     end
   end)
 
@@ -80,11 +80,11 @@ describe("appending K and V", function()
 
   support.it_on_cpu("tells the link what goes to pinned memory", function(dev)
     local rows = kv.zeros(dev, "f32", { 4, 2, 8 })
-    local slots = kv.from(dev, "i64", { 4 }, { 5, -1, 0, 99 })
+    local places = kv.from(dev, "i64", { 4 }, { 5, -1, 0, 99 })
     local function crossed(open)
       local cache = open(dev, "bf16", { 3, 2, 2, 4, 8 })
       return { link_bytes(dev, function()
-        kv.check(kv.C.kvl_append_kv(rows, rows, slots, cache, nil, nil))
+        kv.check(kv.C.kvl_append_kv(rows, rows, places, cache, nil, nil))
       end) }
     end
     assert.same({ 0, 2 * 2 * 2 * 8 * 2 }, crossed(kv.pinned))

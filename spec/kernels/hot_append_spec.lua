@@ -28,8 +28,8 @@ end
 local function prepare(dev, c)
   local cpu, tokens = kv.device "cpu", c.tokens
   local rng = support.rng(tokens + c.head_dim)
-  local slots = support.distinct(rng, tokens, BLOCKS * c.block_size)
-  for i = 5, tokens, 5 do slots[i] = -1 end
+  local places = support.distinct(rng, tokens, BLOCKS * c.block_size)
+  for i = 5, tokens, 5 do places[i] = -1 end
   local shape = { tokens, c.kv_heads, c.head_dim }
   local k = support.randn(cpu, c.from, shape, 1)
   local v = support.randn(cpu, c.from, shape, 2)
@@ -42,25 +42,25 @@ local function prepare(dev, c)
     order = kv.zeros(dev, "i32", { c.kv_heads, SLOTS }),
     counters = kv.zeros(dev, "i64", { 5 }),
   }
-  local buffer_slots = support.distinct(rng, tokens, 2 * BLOCKS * c.block_size)
-  for i = 3, tokens, 7 do buffer_slots[i] = -1 end
+  local buffer_places = support.distinct(rng, tokens, 2 * BLOCKS * c.block_size)
+  for i = 3, tokens, 7 do buffer_places[i] = -1 end
   local t = { hot = hot, k = k:to(dev), v = v:to(dev),
-    slots = kv.from(dev, "i64", { tokens }, slots),
+    places = kv.from(dev, "i64", { tokens }, places),
     cache = kv.pinned(dev, c.dtype, { BLOCKS, unpack(row) }):fill_(7),
-    buffer_slots = kv.from(dev, "i64", { tokens }, buffer_slots),
+    buffer_places = kv.from(dev, "i64", { tokens }, buffer_places),
     buffer = kv.full(dev, c.dtype, { 2 * BLOCKS, unpack(row) }, 5) }
   if c.scales then
     t.k_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales)
     t.v_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales) * 3
   end
-  return t, { k = support.stored(k, c.dtype, c.scales), slots = slots,
+  return t, { k = support.stored(k, c.dtype, c.scales), places = places,
     v = support.stored(v, c.dtype, t.v_scale and t.v_scale:list()),
-    slot_of = slot_of, buffer_slots = buffer_slots }
+    slot_of = slot_of, buffer_places = buffer_places }
 end
 
 local function launch(t)
-  kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.slots, t.cache,
-    t.buffer_slots, t.buffer, t.k_scale, t.v_scale))
+  kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.places, t.cache,
+    t.buffer_places, t.buffer, t.k_scale, t.v_scale))
 end
 
 --- The host tier, the slots' memory and the buffer after the call, and what went in.
@@ -99,18 +99,18 @@ describe("appending through a hot cache", function()
     for i, c in ipairs(support.cases(cases)) do
       local cache, memory, buffer, given = append(dev, c)
       support.equal(cache, reference.append_kv(filled(c, BLOCKS, 7), c, given.k, given.v,
-        given.slots), ("cache of case %d"):format(i))
+        given.places), ("cache of case %d"):format(i))
       support.equal(memory, reference.append_kv(filled(c, SLOTS, 9), c, given.k, given.v,
-        given.slots, given.slot_of, BLOCKS), ("memory of case %d"):format(i))
+        given.places, given.slot_of, BLOCKS), ("memory of case %d"):format(i))
       support.equal(buffer, reference.append_kv(filled(c, 2 * BLOCKS, 5), c, given.k,
-        given.v, given.buffer_slots), ("buffer of case %d"):format(i))
+        given.v, given.buffer_places), ("buffer of case %d"):format(i))
     end
   end)
 
   support.it_on_cpu("does without a buffer", function(dev)
     local c = cases[#cases]
     local t = prepare(dev, c)
-    t.buffer, t.buffer_slots = nil, nil
+    t.buffer, t.buffer_places = nil, nil
     launch(t)
     support.equal(t.cache, (append(dev, c)))
   end)

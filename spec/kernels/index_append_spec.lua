@@ -12,10 +12,10 @@ local function expected(c)
   local row = c.block_size * (c.dim + 4)
   for b = 1, BLOCKS * row do bytes[b] = 77 end
   local k = i.k:list()
-  for t, slot in ipairs(i.slots) do
-    if slot >= 0 and slot < BLOCKS * c.block_size then
+  for t, place in ipairs(i.places) do
+    if place >= 0 and place < BLOCKS * c.block_size then
       local values, scale = reference.quantise(k, (t - 1) * c.dim, c.dim)
-      local block, offset = math.floor(slot / c.block_size), slot % c.block_size
+      local block, offset = math.floor(place / c.block_size), place % c.block_size
       for d = 1, c.dim do
         bytes[block * row + offset * c.dim + d] = reference.byte(values[d])
       end
@@ -28,7 +28,7 @@ local function expected(c)
 end
 
 describe("appending index keys", function()
-  support.it_on_cpu("writes keys and scales of the slots that there are", function(dev)
+  support.it_on_cpu("writes keys and scales of the places that there are", function(dev)
     for i, c in ipairs(cases) do
       support.equal((append(dev, c)), expected(c), ("cache of case %d"):format(i))
     end
@@ -36,14 +36,14 @@ describe("appending index keys", function()
 
   it("has words for what does not fit", function()
     local cpu = kv.device "cpu"
-    local k, slots = kv.zeros(cpu, "f32", { 2, 64 }), kv.zeros(cpu, "i64", { 2 })
+    local k, places = kv.zeros(cpu, "f32", { 2, 64 }), kv.zeros(cpu, "i64", { 2 })
     local function cache(bytes) return kv.zeros(cpu, "u8", { 3, bytes }) end
-    support.fails(kv.C.kvl_index_append(k, slots, cache(100)), "cache", "100", "68")
-    support.fails(kv.C.kvl_index_append(k, slots, cache(0)), "cache", "68")
+    support.fails(kv.C.kvl_index_append(k, places, cache(100)), "cache", "100", "68")
+    support.fails(kv.C.kvl_index_append(k, places, cache(0)), "cache", "68")
     local odd = kv.zeros(cpu, "f32", { 2, 48 })
-    support.fails(kv.C.kvl_index_append(odd, slots, cache(52)), "dim is 48",
+    support.fails(kv.C.kvl_index_append(odd, places, cache(52)), "dim is 48",
       "32, 64 or 128")
-    support.fails(kv.C.kvl_index_append(k, slots:cast "i32", cache(68)), "slots", "i64")
+    support.fails(kv.C.kvl_index_append(k, places:cast "i32", cache(68)), "places", "i64")
   end)
 end)
 

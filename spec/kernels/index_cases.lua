@@ -16,23 +16,23 @@ for i, dtype in ipairs { "f32", "f16", "bf16" } do
   end
 end
 
---- Tokens at random slots, some of which are none: slots, k.
+--- Tokens at random places, some of which are none: places, k.
 M.inputs = support.latest(function(c)
   local rng = support.rng(c.seed)
-  local slots = support.distinct(rng, c.n, BLOCKS * c.block_size)
-  for i = 3, c.n, 3 do slots[i] = -1 end
-  if c.n > 1 then slots[2] = BLOCKS * c.block_size + 1 end
+  local places = support.distinct(rng, c.n, BLOCKS * c.block_size)
+  for i = 3, c.n, 3 do places[i] = -1 end
+  if c.n > 1 then places[2] = BLOCKS * c.block_size + 1 end
   local k = support.randn(kv.device "cpu", c.dtype, { c.n, c.dim }, c.seed)
-  return { slots = slots, k = k }
+  return { places = places, k = k }
 end)
 
---- A cache with a case's tokens, all its other bytes poisoned, and their slots.
+--- A cache with a case's tokens, all its other bytes poisoned, and their places.
 function M.append(dev, c)
   local i = M.inputs(c)
   local cache = support.poisoned(dev, "u8", { BLOCKS, c.block_size * (c.dim + 4) })
-  local slots = kv.from(dev, "i64", { c.n }, i.slots)
-  kv.check(kv.C.kvl_index_append(i.k:to(dev), slots, cache))
-  return cache, slots
+  local places = kv.from(dev, "i64", { c.n }, i.places)
+  kv.check(kv.C.kvl_index_append(i.k:to(dev), places, cache))
+  return cache, places
 end
 
 return M

@@ -1,4 +1,4 @@
---- Exact: what was appended comes back, and zeros for slots that are none.
+--- Exact: what was appended comes back, and zeros for places that are none.
 local index = require "spec.kernels.index_cases"
 local kv = require "kvlab"
 local reference = require "spec.reference.index"
@@ -7,20 +7,20 @@ local support = require "spec.support"
 local BLOCKS, cases, inputs = index.BLOCKS, index.cases, index.inputs
 
 local function gather(dev, c)
-  local cache, slots = index.append(dev, c)
+  local cache, places = index.append(dev, c)
   local k = support.poisoned(dev, "f8e4m3", { c.n, c.dim })
   local scales = support.poisoned(dev, "f32", { c.n })
-  kv.check(kv.C.kvl_index_gather(cache, slots, k, scales))
+  kv.check(kv.C.kvl_index_gather(cache, places, k, scales))
   return k, scales
 end
 
 describe("gathering index keys", function()
-  support.it_on_cpu("brings back what was appended, zeros for no slot", function(dev)
+  support.it_on_cpu("brings back what was appended, zeros for no place", function(dev)
     for i, c in ipairs(cases) do
       local k, scales = gather(dev, c)
       local list, want, want_scales = inputs(c).k:list(), {}, {}
-      for t, slot in ipairs(inputs(c).slots) do
-        local has = slot >= 0 and slot < BLOCKS * c.block_size
+      for t, place in ipairs(inputs(c).places) do
+        local has = place >= 0 and place < BLOCKS * c.block_size
         local values, scale = reference.quantise(list, (t - 1) * c.dim, c.dim)
         for d = 1, c.dim do want[#want + 1] = has and values[d] or 0 end
         want_scales[t] = has and scale or 0
@@ -32,14 +32,14 @@ describe("gathering index keys", function()
 
   it("has words for what does not fit", function()
     local cpu = kv.device "cpu"
-    local slots, scales = kv.zeros(cpu, "i64", { 2 }), kv.zeros(cpu, "f32", { 2 })
+    local places, scales = kv.zeros(cpu, "i64", { 2 }), kv.zeros(cpu, "f32", { 2 })
     local function keys(n, d) return kv.zeros(cpu, "f8e4m3", { n, d }) end
     local function cache(bytes) return kv.zeros(cpu, "u8", { 3, bytes }) end
     local op = kv.C.kvl_index_gather
-    support.fails(op(cache(100), slots, keys(2, 64), scales), "cache", "100", "68")
-    support.fails(op(cache(68), slots, keys(3, 64), scales), "slots", "3")
-    support.fails(op(cache(68), slots:cast "i32", keys(2, 64), scales), "slots", "i64")
-    support.fails(op(cache(68), slots, kv.zeros(cpu, "f32", { 2, 64 }), scales), "k",
+    support.fails(op(cache(100), places, keys(2, 64), scales), "cache", "100", "68")
+    support.fails(op(cache(68), places, keys(3, 64), scales), "places", "3")
+    support.fails(op(cache(68), places:cast "i32", keys(2, 64), scales), "places", "i64")
+    support.fails(op(cache(68), places, kv.zeros(cpu, "f32", { 2, 64 }), scales), "k",
       "f8e4m3")
   end)
 end)

@@ -53,21 +53,21 @@ local inputs = support.latest(function(c)
   end
   local k, scales, bytes = i.k:list(), i.scales:list(), {}
   local row = c.block_size * (c.dim + 4)
-  for slot = 0, blocks * c.block_size - 1 do
-    used[slot] = used[slot] or c.too_long
-    local at = math.floor(slot / c.block_size) * row
-    local offset = slot % c.block_size
+  for place = 0, blocks * c.block_size - 1 do
+    used[place] = used[place] or c.too_long
+    local at = math.floor(place / c.block_size) * row
+    local offset = place % c.block_size
     for d = 1, c.dim do
       bytes[at + offset * c.dim + d] =
-        used[slot] and reference.byte(k[slot * c.dim + d]) or 0x7F
+        used[place] and reference.byte(k[place * c.dim + d]) or 0x7F
     end
-    local scale = used[slot] and scales[slot + 1] or 0 / 0
+    local scale = used[place] and scales[place + 1] or 0 / 0
     for b, byte in ipairs(reference.float_bytes(scale)) do
       bytes[at + c.block_size * c.dim + 4 * offset + b] = byte
     end
   end
   i.cache = kv.from("cpu", "u8", { blocks, row }, bytes)
-  i.blocks, i.slot_scales = blocks, scales
+  i.blocks, i.place_scales = blocks, scales
   i.lens = {}
   for r, len in ipairs(c.lens) do i.lens[r] = c.too_long and len + 1000 or len end
   return i
@@ -90,8 +90,8 @@ local function check(c, got, share, what)
       local s, entry = math.floor(r / c.each), math.floor(j / c.block_size)
       local block = i.tables[s * i.width + entry + 1]
       if block < 0 or block >= i.blocks then return nil end
-      local slot = block * c.block_size + j % c.block_size
-      return slot * c.dim, i.slot_scales[slot + 1]
+      local place = block * c.block_size + j % c.block_size
+      return place * c.dim, i.place_scales[place + 1]
     end, what)
 end
 
@@ -99,14 +99,14 @@ end
 local function check_contiguous(dev, c)
   local i, got = inputs(c), run(dev, c)
   for s = 0, #c.lens / c.each - 1 do
-    local slots, n = {}, c.lens[s * c.each + 1]
+    local places, n = {}, c.lens[s * c.each + 1]
     for j = 0, n - 1 do
       local block = i.tables[s * i.width + math.floor(j / c.block_size) + 1]
-      slots[j + 1] = block * c.block_size + j % c.block_size
+      places[j + 1] = block * c.block_size + j % c.block_size
     end
     local k = kv.tensor(dev, "f8e4m3", { n, c.dim })
     local scales = kv.tensor(dev, "f32", { n })
-    kv.ops.index_gather(i.cache:to(dev), kv.from(dev, "i64", { n }, slots), k, scales)
+    kv.ops.index_gather(i.cache:to(dev), kv.from(dev, "i64", { n }, places), k, scales)
     local function part(t) return t:narrow(s * c.each, c.each):to(dev) end
     local want = kv.ops.mqa_logits(part(i.q), part(i.weights), k, scales,
       kv.zeros(dev, "i32", { c.each }), kv.full(dev, "i32", { c.each }, n),

@@ -7,13 +7,13 @@ local support = require "spec.support"
 local cpu = kv.device "cpu"
 local BLOCKS, POSITIONS = 5, { 0, 1, 2, 511, 4095, 131071, 1000003, -5 }
 
---- What one call takes, on `dev`. Every third token has no slot, and one a slot past the
--- end.
+--- What one call takes, on `dev`. Every third token has no place, and one has a
+-- place past the end.
 local function prepare(dev, c)
   local rng, positions, inv_freq = support.rng(c.tokens + c.head_dim), {}, {}
-  local slots = support.distinct(rng, c.tokens, BLOCKS * c.block_size)
-  for i = 3, c.tokens, 3 do slots[i] = -1 end
-  if c.tokens > 4 then slots[4] = BLOCKS * c.block_size + 1 end
+  local places = support.distinct(rng, c.tokens, BLOCKS * c.block_size)
+  for i = 3, c.tokens, 3 do places[i] = -1 end
+  if c.tokens > 4 then places[4] = BLOCKS * c.block_size + 1 end
   for t = 1, c.tokens do positions[t] = POSITIONS[(t - 1) % #POSITIONS + 1] + t end
   for i = 1, c.pairs do inv_freq[i] = 10000 ^ (-(i - 1) / c.pairs) end
   local function rows(heads, seed)
@@ -27,7 +27,7 @@ local function prepare(dev, c)
   return { q = rows(c.heads, 1), k = rows(c.kv_heads, 2), v = rows(c.kv_heads, 3),
     positions = kv.from(dev, "i32", { c.tokens }, positions),
     inv_freq = kv.from(dev, "f32", { c.pairs }, inv_freq),
-    slots = kv.from(dev, "i64", { c.tokens }, slots),
+    places = kv.from(dev, "i64", { c.tokens }, places),
     cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
       { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7),
     k_scale = scale(4), v_scale = scale(5) }
@@ -35,7 +35,7 @@ end
 
 local function fused(dev, c)
   local t = prepare(dev, c)
-  kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache, t.k_scale,
+  kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places, t.cache, t.k_scale,
     t.v_scale)
   return t
 end
@@ -44,7 +44,7 @@ local function apart(dev, c)
   local t = prepare(dev, c)
   kv.ops.rope(t.q, t.positions, t.inv_freq)
   local k = kv.ops.rope(t.k:clone(), t.positions, t.inv_freq)
-  kv.ops.append_kv(k, t.v, t.slots, t.cache, t.k_scale, t.v_scale)
+  kv.ops.append_kv(k, t.v, t.places, t.cache, t.k_scale, t.v_scale)
   return t
 end
 
@@ -84,7 +84,7 @@ describe("rotating and appending", function()
                 head_dim = 16, pairs = 8, block_size = 4, pinned = true }
     local t = prepare(dev, c)   -- 7 tokens, 3 of which go nowhere
     assert.same({ 0, 4 * 2 * 2 * 16 * 2 }, { link_bytes(dev, function()
-      kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache)
+      kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places, t.cache)
     end) })
   end)
 
@@ -95,7 +95,7 @@ describe("rotating and appending", function()
       local t = prepare(cpu, c)
       for name, value in pairs(changes) do t[name] = value end
       support.raises(words, kv.ops.rope_append, t.q, t.k, t.v, t.positions, t.inv_freq,
-        t.slots, t.cache, t.k_scale)
+        t.places, t.cache, t.k_scale)
     end
     refuses("inv_freq has 9 pairs, expected at most head_dim / 2 = 8",
       { inv_freq = kv.zeros(cpu, "f32", { 9 }) })

@@ -5,7 +5,7 @@ local kv = require "kvlab"
 local reference = require "spec.reference.attention"
 local support = require "spec.support"
 
---- A list for every row (and KV head, where c.heads): random slots, some of them twice,
+--- A list for every row (and KV head, where c.heads): random places, some of them twice,
 -- some nothing. c.fill: a share of the entries that are tokens (0.8).
 local function lists_of(c, layout)
   local rng, flat = support.rng(c.seed or 11), {}
@@ -28,7 +28,7 @@ local prepare = support.latest(function(c)
   local dtype, cpu = c.dtype or "f32", kv.device "cpu"
   local q_dtype = c.q or dtype == "f8e4m3" and "bf16" or dtype
   local shape = { layout.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
-  return { layout = layout, slots = lists_of(c, layout),
+  return { layout = layout, places = lists_of(c, layout),
     cache = support.randn(cpu, dtype, shape, 5),
     q = support.randn(cpu, q_dtype, { c.rows, layout.kv_heads * (c.group or 1),
                                       layout.head_dim }, 6),
@@ -46,7 +46,7 @@ local function run(dev, c)
     return values and kv.from(dev, "f32", { layout.kv_heads }, values)
   end
   kv.ops.token_attention { q = p.q:to(dev), cache = p.cache:to(dev),
-    slots = kv.from(dev, "i32", list, p.slots), scale = 0.1, out = out,
+    places = kv.from(dev, "i32", list, p.places), scale = 0.1, out = out,
     lse = not c.no_lse and lse or nil, k_scale = scale(p.k_scale),
     v_scale = scale(p.v_scale) }
   return out, lse
@@ -55,9 +55,9 @@ end
 local expected = support.latest(function(c)
   local p = prepare(c)
   return { reference.token_attention { layout = p.layout, q = p.q:list(),
-    cache = p.cache:list(), slots = p.slots, rows = c.rows, heads = p.q:size(1), k = c.k,
-    slot_heads = c.heads and p.layout.kv_heads or 1, scale = 0.1, k_scale = p.k_scale,
-    v_scale = p.v_scale } }
+    cache = p.cache:list(), places = p.places, rows = c.rows, heads = p.q:size(1),
+    k = c.k, place_heads = c.heads and p.layout.kv_heads or 1, scale = 0.1,
+    k_scale = p.k_scale, v_scale = p.v_scale } }
 end)
 
 local function check(dev, c)
@@ -136,7 +136,7 @@ describe("attention over lists of tokens", function()
         end
       end
       local got = kv.ops.token_attention { q = q, cache = cache,
-        slots = kv.from(dev, "i32", { 2, 208 }, flat) }
+        places = kv.from(dev, "i32", { 2, 208 }, flat) }
       support.close(got:cast "f32", want:cast "f32", 4e-3, 2 ^ -7)
     end)
   end)
@@ -146,14 +146,14 @@ describe("attention over lists of tokens", function()
     local cache = kv.zeros(dev, "bf16", { 4, 2, 2, 16, 64 })
     local q = kv.zeros(dev, "bf16", { 3, 8, 64 })
     local function call(o)
-      local a = { q = q, cache = cache, slots = kv.zeros(dev, "i32", { 3, 5 }) }
+      local a = { q = q, cache = cache, places = kv.zeros(dev, "i32", { 3, 5 }) }
       for key, value in pairs(o) do a[key] = value end
       return function() kv.ops.token_attention(a) end
     end
-    support.refuses(call { slots = kv.zeros(dev, "i32", { 2, 5 }) }, "slots", "[2, 5]")
-    support.refuses(call { slots = kv.zeros(dev, "i32", { 3, 4, 5 }) }, "slots",
+    support.refuses(call { places = kv.zeros(dev, "i32", { 2, 5 }) }, "places", "[2, 5]")
+    support.refuses(call { places = kv.zeros(dev, "i32", { 3, 4, 5 }) }, "places",
       "kv_heads")
-    support.refuses(call { slots = kv.zeros(dev, "i64", { 3, 5 }) }, "slots", "i64")
+    support.refuses(call { places = kv.zeros(dev, "i64", { 3, 5 }) }, "places", "i64")
     support.refuses(call { q = kv.zeros(dev, "bf16", { 3, 7, 64 }) }, "7 heads")
     support.refuses(call { k_scale = kv.ones(dev, "f32", { 2 }) }, "k_scale", "f8e4m3")
   end)

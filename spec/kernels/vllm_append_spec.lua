@@ -8,12 +8,12 @@ local BLOCKS = 5
 
 local function x_of(dtype) return 16 / kv.dtype_bytes(dtype) end
 
---- Tokens go to random slots; every third one is skipped and one is out of range.
+--- Tokens go to random places; every third one is skipped and one is out of range.
 local function append(dev, c)
   local cpu, tokens = kv.device "cpu", c.tokens
-  local slots = support.distinct(support.rng(tokens + c.head_dim), tokens,
+  local places = support.distinct(support.rng(tokens + c.head_dim), tokens,
     BLOCKS * c.block_size)
-  for i = 3, tokens, 3 do slots[i] = i == 6 and BLOCKS * c.block_size or -1 end
+  for i = 3, tokens, 3 do places[i] = i == 6 and BLOCKS * c.block_size or -1 end
   local shape = { tokens, c.kv_heads, c.head_dim }
   local k = support.randn(cpu, c.from, shape, 1)
   local v = support.randn(cpu, c.from, shape, 2)
@@ -23,9 +23,9 @@ local function append(dev, c)
   values:fill_(7)
   local k_scale = c.k_scale and kv.full(dev, "f32", { 1 }, c.k_scale)
   local v_scale = c.v_scale and kv.full(dev, "f32", { 1 }, c.v_scale)
-  kv.vllm.append(k:to(dev), v:to(dev), kv.from(dev, "i64", { tokens }, slots), keys,
+  kv.vllm.append(k:to(dev), v:to(dev), kv.from(dev, "i64", { tokens }, places), keys,
     values, k_scale, v_scale)
-  return keys, values, k, v, slots
+  return keys, values, k, v, places
 end
 
 --- x / scale in f32, rounded to the cache's dtype.
@@ -35,11 +35,11 @@ local function stored(x, scale, dtype)
   return f32:cast(dtype):list()
 end
 
-local function expected(c, k, v, slots)
+local function expected(c, k, v, places)
   local cache, kept = {}, {}
   for i = 1, BLOCKS * 2 * c.kv_heads * c.block_size * c.head_dim do cache[i] = 7 end
-  for i, slot in ipairs(slots) do
-    kept[i] = slot < BLOCKS * c.block_size and slot or -1
+  for i, place in ipairs(places) do
+    kept[i] = place < BLOCKS * c.block_size and place or -1
   end
   attention.append_kv(cache, c, stored(k, c.k_scale, c.dtype),
     stored(v, c.v_scale, c.dtype), kept)
@@ -62,16 +62,16 @@ for _, pair in ipairs { { "f32", "f32" }, { "f16", "f32" }, { "f16", "f16" },
 end
 
 describe("appending K and V in vLLM's layout", function()
-  support.it_on_cpu("writes every slot that there is, and no other", function(dev)
+  support.it_on_cpu("writes every place that there is, and no other", function(dev)
     for i, c in ipairs(cases) do
-      local keys, values, k, v, slots = append(dev, c)
-      local want_keys, want_values = expected(c, k, v, slots)
+      local keys, values, k, v, places = append(dev, c)
+      local want_keys, want_values = expected(c, k, v, places)
       support.equal(keys, want_keys, ("keys of case %d"):format(i))
       support.equal(values, want_values, ("values of case %d"):format(i))
     end
   end)
 
-  support.it_on_cpu("lets the last of two tokens with one slot win", function(dev)
+  support.it_on_cpu("lets the last of two tokens with one place win", function(dev)
     local k = support.randn(dev, "f32", { 2, 1, 32 }, 1)
     local keys, values = kv.vllm.cache(dev, "f32", 1, 1, 8, 32)
     kv.vllm.append(k, k, kv.from(dev, "i64", { 3, 3 }), keys, values)

@@ -238,12 +238,12 @@ local NEAR = {
     local t = m.hot(m.size(), m.size())
     t.k = m.rows(dtype, tokens, m.kv_heads, m.head_dim)
     t.v = m.rows(dtype, tokens, m.kv_heads, m.head_dim)
-    t.slots, t.cache = m.ints(-3, "i64", tokens), m.blocks(t.slot_of:size(1))
+    t.places, t.cache = m.ints(-3, "i64", tokens), m.blocks(t.slot_of:size(1))
     if m.maybe(true) then
-      t.buffer, t.buffer_slots = m.blocks(m.size()), m.ints(-3, "i64", tokens)
+      t.buffer, t.buffer_places = m.blocks(m.size()), m.ints(-3, "i64", tokens)
     end
     return t, function(u)
-      return C.kvl_hot_append(hot_of(u), u.k, u.v, u.slots, u.cache, u.buffer_slots,
+      return C.kvl_hot_append(hot_of(u), u.k, u.v, u.places, u.cache, u.buffer_places,
         u.buffer, nil, nil)
     end
   end,
@@ -254,10 +254,10 @@ local NEAR = {
              k = m.rows(dtype, tokens, m.kv_heads, m.head_dim),
              v = m.rows(dtype, tokens, m.kv_heads, m.head_dim),
              positions = m.i32(tokens), inv_freq = m.rows("f32", m.size()),
-             slots = m.ints(-3, "i64", tokens), cache = m.blocks(m.size()) },
+             places = m.ints(-3, "i64", tokens), cache = m.blocks(m.size()) },
       function(t)
-        return C.kvl_rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.slots, t.cache,
-          nil, nil)
+        return C.kvl_rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places,
+          t.cache, nil, nil)
       end
   end,
 
@@ -271,11 +271,11 @@ local NEAR = {
     local tokens, dtype, dim, x = m.size(), m.maybe "f32" or m.dtype, 32, m.x()
     return { k = m.rows(dtype, tokens, m.kv_heads, dim),
              v = m.rows(dtype, tokens, m.kv_heads, dim),
-             slots = m.ints(-3, "i64", tokens),
+             places = m.ints(-3, "i64", tokens),
              keys = m.rows(m.dtype, 2, m.kv_heads, dim / x, 8, x),
              values = m.rows(m.dtype, 2, m.kv_heads, dim, 8) },
       function(t)
-        return C.kvl_vllm_append(t.k, t.v, t.slots, t.keys, t.values, nil, nil)
+        return C.kvl_vllm_append(t.k, t.v, t.places, t.keys, t.values, nil, nil)
       end
   end,
 

@@ -44,7 +44,7 @@ M["kv.ops.paged_attention"] = {
 }
 M["kv.ops.token_attention"] = {
   good = function()
-    return { q = zeros(1, 2, 8), cache = zeros(2, 2, 1, 4, 8), slots = ints(1, 3),
+    return { q = zeros(1, 2, 8), cache = zeros(2, 2, 1, 4, 8), places = ints(1, 3),
              scale = 1 }
   end,
   call = function(a) kv.ops.token_attention(a) end,
@@ -242,7 +242,7 @@ M["Indexer:select"] = {
   good = function()
     return { q = kv.zeros("cpu", "f8e4m3", { 1, 4, 32 }), weights = zeros(1, 4),
              cache = index():layer(0), tables = ints(1, 4), block_size = 64,
-             lens = ints(1) + 100, max_len = 100, to = "slots", out = ints(1, 16) }
+             lens = ints(1) + 100, max_len = 100, to = "places", out = ints(1, 16) }
   end,
   call = function(o) indexer():select(o) end,
 }

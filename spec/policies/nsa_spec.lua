@@ -36,8 +36,8 @@ local function listed(run)
   for b, block in ipairs(run.seq:table()) do
     for t = 0, 3 do of[block * 4 + t] = (b - 1) * 4 + t end
   end
-  for _, slot in ipairs(run.policy.landmarks.slots:list()) do
-    if slot >= 0 then tokens[#tokens + 1] = of[slot] end
+  for _, place in ipairs(run.policy.landmarks.places:list()) do
+    if place >= 0 then tokens[#tokens + 1] = of[place] end
   end
   table.sort(tokens)
   return tokens
@@ -129,13 +129,14 @@ describe("nsa by tokens", function()
       end
       -- f8e4m3 of q and k is off by up to 2^-4 each
       assert.is_true(worst > 0.8 * best, ("%g, %g"):format(worst, best))
-      local slots, layout = run.policy.landmarks.slots:list(), small.SHAPE
+      local places, layout = run.policy.landmarks.places:list(), small.SHAPE
       local q, cache = {}, run.cache:layer(0):list()
       for _, head in ipairs(run.q[62]) do
         for _, x in ipairs(head) do q[#q + 1] = x end
       end
       support.close(run.out, (reference.token_attention { q = q, cache = cache, rows = 1,
-        slots = slots, heads = 4, k = #slots, slot_heads = 1, scale = 1 / math.sqrt(8),
+        places = places, heads = 4, k = #places, place_heads = 1,
+        scale = 1 / math.sqrt(8),
         layout = { blocks = 32, kv_heads = 2, block_size = 4, head_dim = layout.head_dim }
       }), 1e-5)
     end

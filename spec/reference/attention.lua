@@ -96,21 +96,21 @@ function M.paged_attention(a)
   return out, lse
 end
 
---- Attention over lists of tokens. a: layout, q, cache, rows, heads, k, slots [rows,
--- slot_heads, k], slot_heads, scale, k_scale and v_scale or nil. Returns out, lse.
+--- Attention over lists of tokens. a: layout, q, cache, rows, heads, k, places [rows,
+-- place_heads, k], place_heads, scale, k_scale and v_scale or nil. Returns out, lse.
 function M.token_attention(a)
   local out, lse, layout = {}, {}, a.layout
   local dim, group = layout.head_dim, a.heads / layout.kv_heads
   for row = 0, a.rows * a.heads - 1 do
     local kv_head = math.floor(row % a.heads / group)
-    local list = math.floor(row / a.heads) * a.slot_heads
-      + (a.slot_heads > 1 and kv_head or 0)
+    local list = math.floor(row / a.heads) * a.place_heads
+      + (a.place_heads > 1 and kv_head or 0)
     local at = {}
     for i = 1, a.k do
-      local slot = a.slots[list * a.k + i]
-      if slot >= 0 and slot < layout.blocks * layout.block_size then
-        at[#at + 1] = cache_at(layout, math.floor(slot / layout.block_size), 0, kv_head,
-          slot % layout.block_size)
+      local place = a.places[list * a.k + i]
+      if place >= 0 and place < layout.blocks * layout.block_size then
+        at[#at + 1] = cache_at(layout, math.floor(place / layout.block_size), 0, kv_head,
+          place % layout.block_size)
       end
     end
     lse[row + 1] = attend(a, row * dim, kv_head, at, at, 0, 0, out, row * dim)
@@ -137,18 +137,18 @@ function M.merge(out_a, lse_a, out_b, lse_b, dim)
   return out, lse
 end
 
---- memory[slot] = k, v, changed in place: flat values [tokens, kv_heads, head_dim] that
+--- memory[place] = k, v, changed in place: flat values [tokens, kv_heads, head_dim] that
 -- are rounded already. slot_of (optional, [kv_heads, blocks]): where a block of the slots
 -- lies in memory, -1: nowhere.
-function M.append_kv(memory, layout, k, v, slots, slot_of, blocks)
+function M.append_kv(memory, layout, k, v, places, slot_of, blocks)
   local dim, size, heads = layout.head_dim, layout.block_size, layout.kv_heads
-  for t, slot in ipairs(slots) do
-    for head = 0, slot >= 0 and heads - 1 or -1 do
-      local block = math.floor(slot / size)
+  for t, place in ipairs(places) do
+    for head = 0, place >= 0 and heads - 1 or -1 do
+      local block = math.floor(place / size)
       if slot_of then block = slot_of[head * blocks + block + 1] end
       local from = ((t - 1) * heads + head) * dim
       for half, rows in ipairs(block >= 0 and { k, v } or {}) do
-        local to = cache_at(layout, block, half - 1, head, slot % size)
+        local to = cache_at(layout, block, half - 1, head, place % size)
         for d = 1, dim do memory[to + d] = rows[from + d] end
       end
     end

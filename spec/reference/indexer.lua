@@ -1,5 +1,5 @@
 --- From logits of tokens to what attention reads, slow and obvious, over flat row-major
--- Lua arrays. Positions, slots, rows and sequences count from 0.
+-- Lua arrays. Positions, places, rows and sequences count from 0.
 local M = {}
 
 --- Does logit x of position i come before logit y of position j? Larger first, NaN last,
@@ -17,8 +17,8 @@ local function columns(c, r)
   return math.min(first, c.n), math.min(first + math.max(c.lens[r + 1], 0), c.n)
 end
 
---- The slot of token p by a table of `width` blocks; -1 where it has none.
-local function slot(tables, width, block_size, sequence, p)
+--- The place of token p by a table of `width` blocks; -1 where it has none.
+local function place(tables, width, block_size, sequence, p)
   local b = math.floor(p / block_size)
   local block = p >= 0 and b < width and tables[sequence * width + b + 1] or -1
   return block < 0 and -1 or block * block_size + p % block_size
@@ -33,7 +33,7 @@ function M.transform(t, rows, r, p)
   local s = t.row_sequence and t.row_sequence[r + 1]
     or math.floor(r / (rows / t.sequences))
   if s < 0 or s >= t.sequences then return -1 end
-  return slot(t.tables, t.width, t.block_size, s, p)
+  return place(t.tables, t.width, t.block_size, s, p)
 end
 
 --- The k best positions of every row, ascending, transformed, -1 padded. c: rows, n, k,
@@ -55,13 +55,13 @@ function M.topk_transform(c)
   return out
 end
 
---- Slots of tokens starts[s] … of every sequence, which end at ends[s] of n entries.
-function M.ragged_slots(tables, width, block_size, starts, ends, n)
+--- Places of tokens starts[s] … of every sequence, which end at ends[s] of n entries.
+function M.ragged_places(tables, width, block_size, starts, ends, n)
   local out = {}
   for s = 1, #starts do
     local from = #out
     while #out < math.min(ends[s], n) do
-      out[#out + 1] = slot(tables, width, block_size, s - 1, starts[s] + #out - from)
+      out[#out + 1] = place(tables, width, block_size, s - 1, starts[s] + #out - from)
     end
   end
   while #out < n do out[#out + 1] = -1 end

@@ -20,7 +20,7 @@ local function fork_of(seq)
   return ffi.gc(out[0], C.kvl_sequence_close)
 end
 
---- Append counts[i] tokens to seqs[i]: status, slots, copies.
+--- Append counts[i] tokens to seqs[i]: status, places, copies.
 local function append(seqs, counts)
   local n, total = #seqs, 0
   local handles, tokens = ffi.new("kvl_sequence *[?]", n), ffi.new("int32_t[?]", n)
@@ -28,11 +28,11 @@ local function append(seqs, counts)
     handles[i - 1], tokens[i - 1] = seqs[i], counts[i]
     total = total + math.max(counts[i], 0)
   end
-  local slots = ffi.new("int64_t[?]", total + 1)
+  local places = ffi.new("int64_t[?]", total + 1)
   local copies = ffi.new("int32_t[?]", 2 * n)
-  local status = C.kvl_sequences_append(handles, tokens, n, slots, copies)
+  local status = C.kvl_sequences_append(handles, tokens, n, places, copies)
   local list = {}
-  for i = 0, total - 1 do list[i + 1] = tonumber(slots[i]) end
+  for i = 0, total - 1 do list[i + 1] = tonumber(places[i]) end
   return status, list, copies
 end
 
@@ -74,11 +74,11 @@ describe("block pool", function()
 end)
 
 describe("sequence", function()
-  it("maps tokens to slots in order, through its block table", function()
+  it("maps tokens to places in order, through its block table", function()
     local pool = pool_of(8, 4)
     local a, b = sequence_of(pool), sequence_of(pool)
-    local _, slots = append({ a, b }, { 6, 3 })
-    assert.same({ 0, 1, 2, 3, 4, 5, 8, 9, 10 }, slots)
+    local _, places = append({ a, b }, { 6, 3 })
+    assert.same({ 0, 1, 2, 3, 4, 5, 8, 9, 10 }, places)
     local _, more = append({ a, b }, { 3, 2 })
     assert.same({ 6, 7, 12, 11, 16 }, more)
     assert.same({ 0, 1, 3, -1 }, table_of(a, 4))
@@ -103,10 +103,10 @@ describe("sequence", function()
     local a = sequence_of(pool)
     append({ a }, { 6 })
     local b = fork_of(a)
-    local n, slots, copies = append({ b }, { 1 })
+    local n, places, copies = append({ b }, { 1 })
     assert.equal(1, n)
     assert.same({ 1, 2 }, { copies[0], copies[1] })
-    assert.same({ 10 }, slots)
+    assert.same({ 10 }, places)
     assert.same({ 0, 1 }, table_of(a, 2))
     assert.same({ 0, 2 }, table_of(b, 2))
     assert.equal(0, (append({ a }, { 1 }))) -- alone now: in place
@@ -175,8 +175,8 @@ describe("sequence", function()
     assert.equal(8, C.kvl_sequence_length(b))
     assert.same({ 0, 1, -1 }, table_of(b, 3))
     assert.equal(2, C.kvl_pool_block_refs(pool, 1))
-    local _, slots = append({ b }, { 1 }) -- goes on behind them, and never into them
-    assert.same({ 8 }, slots)
+    local _, places = append({ b }, { 1 }) -- goes on behind them, and never into them
+    assert.same({ 8 }, places)
     kv.check(C.kvl_sequence_truncate(b, 7))
     local copied, more, copies = append({ b }, { 1 })
     assert.same({ 1, 1, 2 }, { copied, copies[0], copies[1] })

@@ -1,10 +1,10 @@
 --- index-K: the keys with which a lightning indexer scores tokens. There is one small key
 -- for each token and layer, shared by all heads of the indexer, in f8e4m3 with its own
 -- scale. A key of dim 128 takes 132 bytes; K and V of 8 bf16 heads of 128 take 4096. The
--- block tables and slots of the KV cache next to it serve this cache too.
+-- block tables and places of the KV cache next to it serve this cache too.
 --
 --   local index = kv.index_cache { layers = 2, blocks = 1024 }
---   index:append(layer, k, batch.slots)                  k [tokens, dim]
+--   index:append(layer, k, batch.places)                  k [tokens, dim]
 --   local q8, w = index:queries(q, weights)              q [rows, heads, dim]
 --   index:logits(layer, q8, w, batch.tables, lens, logits)
 --
@@ -75,8 +75,8 @@ local function rounded(self, k)
   return (k / step + ROUND - ROUND) * step
 end
 
-local function append(self, k, slots, memory)
-  ops.index_append(rounded(self, rotated(self, k)), slots, memory)
+local function append(self, k, places, memory)
+  ops.index_append(rounded(self, rotated(self, k)), places, memory)
 end
 
 local function quantised(self, q, weights)
@@ -86,16 +86,16 @@ end
 
 --- Writes the keys of new tokens.
 ---@param k kvlab.Tensor      f32 f16 bf16 [n, dim]
----@param slots kvlab.Tensor  i64 [n]; a token with a negative slot is skipped
-function IndexCache:append(layer, k, slots)
-  tensor.scope(append, self, k, slots, self:layer(layer))
+---@param places kvlab.Tensor  i64 [n]; a token with a negative place is skipped
+function IndexCache:append(layer, k, places)
+  tensor.scope(append, self, k, places, self:layer(layer))
 end
 
---- The keys at slots, as f8e4m3 [n, dim], and their scales, f32 [n].
----@param slots kvlab.Tensor  i64 [n]
-function IndexCache:gather(layer, slots)
-  local n = slots:size(0)
-  return ops.index_gather(self:layer(layer), slots,
+--- The keys at places, as f8e4m3 [n, dim], and their scales, f32 [n].
+---@param places kvlab.Tensor  i64 [n]
+function IndexCache:gather(layer, places)
+  local n = places:size(0)
+  return ops.index_gather(self:layer(layer), places,
     tensor.tensor(self.device, "f8e4m3", { n, self.dim }),
     tensor.tensor(self.device, "f32", { n }))
 end

@@ -2,8 +2,8 @@
 -- transform, within a limit of memory.
 --
 --   local indexer = kv.indexer { topk = 2048, logits_bytes_max = 64 * 2 ^ 20 }
---   local slots = indexer:select { q = q8, weights = w, cache = index:layer(layer),
---     tables = tables, block_size = 64, lens = lens, to = "slots" }
+--   local places = indexer:select { q = q8, weights = w, cache = index:layer(layer),
+--     tables = tables, block_size = 64, lens = lens, to = "places" }
 --
 -- The logits of all rows at once may be too large: 16 GiB for 4096 queries after a
 -- million tokens. They are computed in chunks of rows, and each chunk goes through top-k
@@ -195,7 +195,7 @@ end
 local function transform_for(self, call, part)
   local to = self.to
   to.tables, to.row_sequence, to.offsets = nil, nil, nil
-  if call.to == "slots" then
+  if call.to == "places" then
     to.tables, to.row_sequence = part.tables, part.row_sequence
     to.block_size = call.block_size
   elseif call.to == "ragged" then
@@ -266,15 +266,15 @@ local CALL = {
   q = a_tensor, weights = a_tensor, lens = options.required(a_tensor), cache = a_tensor,
   tables = a_tensor, k = a_tensor, scales = a_tensor, starts = a_tensor,
   row_sequence = a_tensor, offsets = a_tensor, out = a_tensor, max_len = options.whole,
-  to = options.one_of("positions", "slots", "ragged"), block_size = options.count,
+  to = options.one_of("positions", "places", "ragged"), block_size = options.count,
   edit = options.callable,
 }
 local COLUMNS = 1024 -- the rows of a growing cache get longer by this many columns
 
 --- What is wrong with a call, or nil. all: the call takes every token, without logits.
 local function complaint(call, all)
-  if call.to == "slots" and not (call.tables and call.block_size) then
-    return "to is slots, expected tables and block_size"
+  if call.to == "places" and not (call.tables and call.block_size) then
+    return "to is places, expected tables and block_size"
   elseif call.to == "ragged" and not call.offsets then
     return "to is ragged, expected offsets"
   elseif all then
@@ -324,7 +324,7 @@ end
 --  k, scales  contiguous keys, f8e4m3 [n, dim] and f32 [n]; a row sees those from starts
 --           i32 [rows] (0) on
 --  max_len  the longest of lens, where the host knows it
---  to       positions (default); slots, by tables, block_size and maybe row_sequence i32
+--  to       positions (default); places, by tables, block_size and maybe row_sequence i32
 --           [rows]; ragged, position + offsets i32 [rows]
 --  edit     function(logits, lens, first): may change logits [rows, columns] of the rows
 --           with these lens, whose first column is token `first`, before the top-k

@@ -41,11 +41,11 @@ local function new_pattern(dev, list)
 end
 
 --- A pattern for `pick` that puts zeros around the dims of each head of q [rows, heads,
--- head_dim]: head h goes to place slot_of(h) of `slots` places.
-local function new_embedding(shape, slots, slot_of)
+-- head_dim]: head h goes to place_of(h), one of `places`.
+local function new_embedding(shape, places, place_of)
   local list = {}
   for h = 0, shape.heads - 1 do
-    for s = 0, slots - 1 do list[#list + 1] = slot_of(h) == s and h or NOWHERE end
+    for s = 0, places - 1 do list[#list + 1] = place_of(h) == s and h or NOWHERE end
   end
   return new_pattern(shape.device, list)
 end
@@ -77,17 +77,17 @@ function kinds.key(self)
     refuse("index is key, which head_dim %d does not fit: it has to divide 32, 64 or 128;"
       .. " random and given take any", s.head_dim)
   end
-  local each, slots, list = s.kv_heads / groups, dim / s.head_dim, {}
-  for i = 0, slots - 1 do list[i + 1] = i < groups and i or NOWHERE end
+  local each, places, list = s.kv_heads / groups, dim / s.head_dim, {}
+  for i = 0, places - 1 do list[i + 1] = i < groups and i or NOWHERE end
   local beside = new_pattern(s.device, list)
-  self.embedding = new_embedding(s, slots, function(h)
+  self.embedding = new_embedding(s, places, function(h)
     return math.floor(h * groups / s.heads)
   end)
   function self.keys(k) -- [n, kv_heads, head_dim]
     local n = k:size(0)
     k = k:reshape { n * groups, each, s.head_dim }
     k = each > 1 and k:mean(1) or k:reshape { n * groups, s.head_dim }
-    return (slots > groups and pick(k, groups, beside) or k):reshape { n, dim }
+    return (places > groups and pick(k, groups, beside) or k):reshape { n, dim }
   end
   function self.asks(_, q) return embed(self, q) end
   return dim, s.heads
@@ -170,11 +170,11 @@ local function update(self, ev)
   local k = ev.k:reshape { -1, s.head_dim }
     :gather_rows(rows:reshape { n * size * heads }):cast "f32"
     :reshape { n * size, heads, s.head_dim }
-  local slots = (ev.blocks * size):reshape { n, 1 } + token
+  local places = (ev.blocks * size):reshape { n, 1 } + token
   local is = token:lt(ev.num_tokens:reshape { n, 1 })
-  slots = is:where(slots, tensor.full(dev, "i32", { n, size }, -1))
+  places = is:where(places, tensor.full(dev, "i32", { n, size }, -1))
   self.cache:append(ev.layer, self.keys(k, ev.layer),
-    slots:reshape { n * size }:cast "i64")
+    places:reshape { n * size }:cast "i64")
 end
 
 --- Makes the keys of the blocks of an offload event, for all of their valid tokens: after
@@ -259,7 +259,7 @@ local function new_edit(size, sink, recent)
   end
 end
 
---- The selected slots of some rows: i32 [rows, k].
+--- The selected places of some rows: i32 [rows, k].
 local function select_rows(self, ctx, want, rows)
   local it, size = self.indexer, self.shape.block_size
   if not it or it.topk ~= rows.k then
@@ -272,7 +272,7 @@ local function select_rows(self, ctx, want, rows)
   local q8, weights = self:queries(ctx, rows.query)
   return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
     cache = self.cache:layer(ctx.layer), lens = rows.lens, max_len = rows.max_len,
-    to = "slots", block_size = size, out = rows.out, edit = self.edit }
+    to = "places", block_size = size, out = rows.out, edit = self.edit }
 end
 
 --- Selects for one sequence after the other, where each has its own k.
@@ -282,12 +282,12 @@ local function select_each(self, ctx, want, out)
     local count, length = ctx.batch.counts[i], seq:length()
     local k = want.k(length)
     if count > 0 then
-      local slots = select_rows(self, ctx, want, { k = k, max_len = length,
+      local places = select_rows(self, ctx, want, { k = k, max_len = length,
         query = ctx.query:narrow(first, count), tables = ctx.tables:narrow(i - 1, 1),
         lens = tensor.arange(dev, "i32", count, length - count + 1) })
       local columns = tensor.zeros(dev, "i32", { count, 1 })
         + tensor.arange(dev, "i32", k)
-      out:narrow(first, count):scatter_(columns, slots)
+      out:narrow(first, count):scatter_(columns, places)
     end
     first = first + count
   end
@@ -319,8 +319,8 @@ local WANT = { k = options.required(options.callable),
                sink = options.required(options.whole),
                recent = options.required(options.whole) }
 
---- The slots of the tokens with the best logits for each row of ctx.query: i32 [rows, k],
--- padded with -1. The result is valid until the next call.
+--- The places of the tokens with the best logits for each row of ctx.query: i32
+-- [rows, k], padded with -1. The result is valid until the next call.
 ---@param want table  the same table in every call: k(length), how many tokens to select
 --                    of a sequence; sink, recent: how many blocks' tokens come first
 function Landmarks:select(ctx, want)
@@ -328,10 +328,10 @@ function Landmarks:select(ctx, want)
     self.want = options.check("landmarks.select", want, WANT)
   end
   local k, same = widest(ctx, want)
-  local rows, out = ctx.query:size(0), self.slots
+  local rows, out = ctx.query:size(0), self.places
   if not out or out:size(0) ~= rows or out:size(1) ~= k then
     out = tensor.lasting(tensor.tensor, self.shape.device, "i32", { rows, k })
-    self.slots = out
+    self.places = out
   end
   tensor.scope(select, self, ctx, want, out, same)
   return out

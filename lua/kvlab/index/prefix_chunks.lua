@@ -5,7 +5,7 @@
 --
 --   local chunks = kv.prefix_chunks { tables = tables, lens = { 300000, 120 },
 --     block_size = 64 }
---   index:gather(layer, chunks[1].slots)       tokens starts … starts + lens - 1 of each
+--   index:gather(layer, chunks[1].places)      tokens starts … starts + lens - 1 of each
 --   local out, lse = chunks:attend { q = q, starts = starts, cache = cache }
 --
 -- The sequences share a chunk's capacity equally, in whole blocks. A sequence that has
@@ -25,8 +25,8 @@ local M = {}
 ---@field tokens integer       tokens of all sequences in this chunk
 ---@field starts kvlab.Tensor  i32 [sequences]: the first token of each sequence
 ---@field lens kvlab.Tensor    i32 [sequences]: how many tokens of each
----@field ends kvlab.Tensor    i32 [sequences]: sums of lens, where each ends in slots
----@field slots kvlab.Tensor   i64 [tokens]: one sequence after the other
+---@field ends kvlab.Tensor    i32 [sequences]: sums of lens, where each ends in places
+---@field places kvlab.Tensor   i64 [tokens]: one sequence after the other
 ---@field tables kvlab.Tensor  i32 [sequences, blocks]: the blocks of this chunk
 
 ---@class kvlab.PrefixChunks  a list of kvlab.PrefixChunk
@@ -84,9 +84,10 @@ function M.prefix_chunks(o)
     local list, total = windows_of(o.lens, c, length)
     local windows = tensor.from(dev, "i32", { 3, n }, list)
     local chunk = { tokens = total, starts = windows:index(0), lens = windows:index(1),
-                    ends = windows:index(2), slots = tensor.tensor(dev, "i64", { total }),
+                    ends = windows:index(2),
+                    places = tensor.tensor(dev, "i64", { total }),
                     tables = tensor.tensor(dev, "i32", { n, blocks }) }
-    ops.ragged_slots(o.tables, size, chunk.starts, chunk.ends, chunk.slots)
+    ops.ragged_places(o.tables, size, chunk.starts, chunk.ends, chunk.places)
     check(C.kvl_gather(o.tables, columns, chunk.tables)) -- past a table: 0, never read
     check(C.kvl_binary_scalar(C.KVL_BINARY_ADD, columns, blocks, columns))
     self[c + 1] = chunk

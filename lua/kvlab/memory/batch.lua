@@ -21,7 +21,7 @@ local M = {}
 ---@field max_len integer         the longest sequence, new tokens included
 ---@field tokens kvlab.Tensor     i32 [tokens_count]   token ids, where given
 ---@field positions kvlab.Tensor  i32 [tokens_count]
----@field slots kvlab.Tensor      i64 [tokens_count]   place of each new token in memory
+---@field places kvlab.Tensor      i64 [tokens_count]   place of each new token in memory
 ---@field tables kvlab.Tensor     i32 [count, width]
 ---@field lens kvlab.Tensor       i32 [count]
 ---@field starts kvlab.Tensor     i32 [count + 1]
@@ -43,7 +43,7 @@ local UPLOADS = 4 -- host buffers: so many steps may be on their way to the devi
 -- tokens, count (sequences), edges (count + 1), width (of the tables), touched (blocks
 -- that get tokens), copies (blocks that stop being shared). i32 unless it is wide, then
 -- i64. The order is that of memory.
-local FIRST = { { "slots", "tokens", wide = true } } -- found before the sizes are known
+local FIRST = { { "places", "tokens", wide = true } } -- found before the sizes are known
 local SECOND = {
   { "tables", "count", "width" }, { "lens", "count" }, { "starts", "edges" },
   { "last", "count" }, { "positions", "tokens" }, { "tokens", "tokens" },
@@ -154,7 +154,7 @@ local function next_upload(self)
   self.upload = (self.upload + 1) % UPLOADS
   local upload = self.uploads[self.upload]
   upload.sent:sync()
-  self.host_ints, self.host_slots = upload.ints, ffi.cast("int64_t *", upload.ints)
+  self.host_ints, self.host_places = upload.ints, ffi.cast("int64_t *", upload.ints)
   return upload
 end
 
@@ -289,7 +289,7 @@ function Batch:append(seqs, counts, tokens)
   local total = take_counts(self, seqs, counts)
   local upload = next_upload(self)
   local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
-    self.host_slots, self.host_copies))
+    self.host_places, self.host_copies))
   self.seqs, self.count, self.counts = seqs, #seqs, counts
   local s = measure(self, counts, total, copies)
   local n = lay_out(self.arrays, s, self.layout)

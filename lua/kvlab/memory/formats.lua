@@ -28,22 +28,22 @@ function Pages:bytes_page() return self.page[2] * self.page[3] * self:bytes_toke
 -- format stores K and V themselves.
 function Pages:scales(_) return nil, nil end
 
---- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`. slots, i64
+--- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`. places, i64
 -- [tokens], holds the place of each token.
-function Pages:append(layer, k, v, slots, memory)
-  check(C.kvl_append_kv(k, v, slots, memory, self:scales(layer)))
+function Pages:append(layer, k, v, places, memory)
+  check(C.kvl_append_kv(k, v, places, memory, self:scales(layer)))
 end
 
 --- The same with rotation: q is rotated in place, and k on its way into the pages.
-function Pages:rope_append(layer, q, k, v, positions, inv_freq, slots, memory)
-  check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, memory,
+function Pages:rope_append(layer, q, k, v, positions, inv_freq, places, memory)
+  check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, memory,
     self:scales(layer)))
 end
 
 --- Appends to three memories in one launch: the host tier, the slots of a hot cache that
 -- hold the same blocks, and the buffer of open blocks.
-function Pages:hot_append(layer, hot, k, v, slots, memory, buffer_slots, buffer)
-  check(C.kvl_hot_append(hot, k, v, slots, memory, buffer_slots, buffer,
+function Pages:hot_append(layer, hot, k, v, places, memory, buffer_places, buffer)
+  check(C.kvl_hot_append(hot, k, v, places, memory, buffer_places, buffer,
     self:scales(layer)))
 end
 

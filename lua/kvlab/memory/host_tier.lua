@@ -39,12 +39,12 @@ HostTier.__index = HostTier
 --   opens        i32 [count, 2]     the first open logical block, its place in the buffer
 --   load_from    i32 [1, 1, count]  the block that must be copied in first, or -1
 --   load_to      i32 [1, 1, count]  and where
---   buffer_slots i64 [tokens]       place of each new token in the buffer
+--   buffer_places i64 [tokens]       place of each new token in the buffer
 --   history      the most blocks of a sequence that lie before the open ones
 --   loads        entries of load_from that are blocks
 --   by_token     no sequence got more than one token
 HostTier.ARRAYS = {
-  { "buffer_slots", "tokens", wide = true }, { "open_blocks", "touched" },
+  { "buffer_places", "tokens", wide = true }, { "open_blocks", "touched" },
   { "opens", "count", 2 }, { "load_from", 1, 1, "count" }, { "load_to", 1, 1, "count" },
   { "open_blocks3", 1, 1, "touched", like = "open_blocks" },
   { "blocks3", 1, 1, "touched", like = "blocks" },
@@ -188,7 +188,7 @@ end
 function HostTier:place(batch)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
   local counts, placement = batch.counts, batch.placement
-  local slots = ffi.cast("int64_t *", p + o.buffer_slots)
+  local places = ffi.cast("int64_t *", p + o.buffer_places)
   settle(self)
   if self.hot then self.hot:join() end -- it reads tables that are written next
   local by_token, next_index, row, touched = true, 0, 0, 0
@@ -224,7 +224,7 @@ function HostTier:place(batch)
     p[o.load_to + i] = load and index or -1
     for b = 0, blocks - 1 do p[o.open_blocks + touched + b] = index + b end
     for t = 0, count - 1 do
-      slots[row + t] = (index - first) * size + before + t
+      places[row + t] = (index - first) * size + before + t
     end
     placement.history = math.max(placement.history, first)
     placement.loads = placement.loads + (load and 1 or 0)
@@ -271,12 +271,12 @@ function HostTier:append(layer, q, k, v, batch, inv_freq)
   if self.is_prefill then
     check(C.kvl_ring_wait_offload(self.ring, layer))
     if placement.loads > 0 then self:load_open(layer) end
-    cache.format:append(layer, k, v, placement.buffer_slots, buffer)
+    cache.format:append(layer, k, v, placement.buffer_places, buffer)
   elseif self.hot then
     self.hot:append(layer, k, v, batch, buffer)
   else
-    cache.format:append(layer, k, v, placement.buffer_slots, buffer)
-    cache.format:append(layer, k, v, batch.slots, cache:layer(layer))
+    cache.format:append(layer, k, v, placement.buffer_places, buffer)
+    cache.format:append(layer, k, v, batch.places, cache:layer(layer))
   end
   return buffer, placement.open_blocks
 end

@@ -99,8 +99,8 @@ end
 --- Appends a step's k, v to the host tier, to the slots that hold its blocks, and to the
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
-  self.cache.format:hot_append(layer, self.layers[layer], k, v, batch.slots,
-    self.cache:layer(layer), batch.placement.buffer_slots, buffer)
+  self.cache.format:hot_append(layer, self.layers[layer], k, v, batch.places,
+    self.cache:layer(layer), batch.placement.buffer_places, buffer)
 end
 
 --- Drops blocks, i32 [n], that something else wrote in the host tier.

@@ -37,10 +37,10 @@ end
 function Resident:append(layer, q, k, v, batch, inv_freq)
   local cache, memory = self.cache, self.cache:layer(layer)
   if inv_freq then
-    cache.format:rope_append(layer, q, k, v, batch.positions, inv_freq, batch.slots,
+    cache.format:rope_append(layer, q, k, v, batch.positions, inv_freq, batch.places,
       memory)
   else
-    cache.format:append(layer, k, v, batch.slots, memory)
+    cache.format:append(layer, k, v, batch.places, memory)
   end
   return memory, batch.blocks
 end

@@ -62,7 +62,7 @@ function Sequence:fork()
   return fork
 end
 
-local out_slots, out_slots_size, out_copy = nil, 0, ffi.new "int32_t[2]"
+local out_places, out_places_size, out_copy = nil, 0, ffi.new "int32_t[2]"
 local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
 
 --- Lengthens a sequence of whole blocks by `tokens` tokens, whose K and V something else
@@ -73,11 +73,11 @@ function Sequence:extend(tokens)
     error(("extend: the sequence has %d tokens, expected a multiple of block_size = %d")
       :format(length, self.cache.block_size), 2)
   end
-  if tokens > out_slots_size then
-    out_slots, out_slots_size = ffi.new("int64_t[?]", tokens), tokens
+  if tokens > out_places_size then
+    out_places, out_places_size = ffi.new("int64_t[?]", tokens), tokens
   end
   one_handle[0], one_count[0] = handle_of(self), tokens
-  check(C.kvl_sequences_append(one_handle, one_count, 1, out_slots, out_copy))
+  check(C.kvl_sequences_append(one_handle, one_count, 1, out_places, out_copy))
 end
 
 --- Drops the tokens past `length`.

@@ -100,7 +100,7 @@ end
 --- Writes the prompt's K and V, without attention.
 local function write_prompt(self, layer, first, n)
   local t = self.layers[layer + 1]
-  ops.append_kv(t.k:narrow(first, n), t.v:narrow(first, n), self.batch.slots,
+  ops.append_kv(t.k:narrow(first, n), t.v:narrow(first, n), self.batch.places,
     self.cache:layer(layer))
 end
 

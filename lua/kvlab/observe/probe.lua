@@ -60,17 +60,17 @@ end
 
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 
---- The attention calls this after each decoded layer. tokens: slots instead of a
+--- The attention calls this after each decoded layer. tokens: places instead of a
 -- selection, see Attention:over_tokens.
 function Probe:observe(attention, ctx, selection, counts, tokens)
   if ctx.is_prefill then return end
   tensor.scope(function()
     local shape, q = attention.shape, ctx.query
     local dims = { q:size(0), q:size(1) }
-    local function attend(over, slots)
+    local function attend(over, places)
       local out = tensor.tensor(shape.device, "f32", q:dims())
       local lse = tensor.tensor(shape.device, "f32", dims)
-      if slots then attention:over_tokens(slots, ctx, out, lse)
+      if places then attention:over_tokens(places, ctx, out, lse)
       else attention:direct(over, ctx, out, lse) end
       return out, lse
     end

@@ -185,9 +185,9 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
 end
 
 --- Attention of ctx.query over listed tokens. Each row must be allowed to see all of its
--- tokens. slots: i32 [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV must
+-- tokens. places: i32 [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV must
 -- be on the device.
-function Attention:over_tokens(slots, ctx, out, lse)
+function Attention:over_tokens(places, ctx, out, lse)
   local call = self.call
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
     or call.alibi and "ALiBi"
@@ -196,7 +196,7 @@ function Attention:over_tokens(slots, ctx, out, lse)
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   local k_scale, v_scale = self.cache.format:scales(ctx.layer)
-  return ops.step.token_attention { q = ctx.query, cache = ctx.cache, slots = slots,
+  return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
     out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
 end
 

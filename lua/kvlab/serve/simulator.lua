@@ -31,7 +31,7 @@ function M.new(o)
     fresh = FRESH, store_evictions = 0, stored = 0,
     handles = ffi.new("kvl_sequence *[?]", o.max_seqs),
     counts = ffi.new("int32_t[?]", o.max_seqs),
-    slots = ffi.new("int64_t[?]", o.max_tokens + o.max_seqs),
+    places = ffi.new("int64_t[?]", o.max_tokens + o.max_seqs),
     copies = ffi.new("int32_t[?]", 2 * o.max_seqs),
   }, Simulator)
   self.link = link_model.new {
@@ -135,7 +135,7 @@ local function append(self, list)
     local r = list[i]
     self.handles[i - 1], self.counts[i - 1] = r.seq.handle, r.num_scheduled_tokens
   end
-  check(C.kvl_sequences_append(self.handles, self.counts, n, self.slots, self.copies))
+  check(C.kvl_sequences_append(self.handles, self.counts, n, self.places, self.copies))
 end
 
 --- The counters of the link and of the store.

@@ -36,17 +36,17 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
---- cache[slots[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]. slots, i64
+--- cache[places[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]. places, i64
 -- [tokens], holds the place of each token: block * block_size + offset, or -1 to skip
 -- it. cache is one layer's memory.
-function M.append_kv(k, v, slots, cache, k_scale, v_scale)
-  check(C.kvl_append_kv(k, v, slots, cache, k_scale, v_scale))
+function M.append_kv(k, v, places, cache, k_scale, v_scale)
+  check(C.kvl_append_kv(k, v, places, cache, k_scale, v_scale))
 end
 
 --- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
 -- as they are: rope and append_kv in one launch.
-function M.rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale)
-  check(C.kvl_rope_append(q, k, v, positions, inv_freq, slots, cache, k_scale, v_scale))
+function M.rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale)
+  check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale))
   return q
 end
 
@@ -88,16 +88,16 @@ end
 function step.token_attention(a)
   local out = a.out or tensor.open_like(a.q)
   local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
-  check(C.kvl_token_attention(a.q, a.cache, a.slots, scale, a.k_scale, a.v_scale, out,
+  check(C.kvl_token_attention(a.q, a.cache, a.places, scale, a.k_scale, a.v_scale, out,
     a.lse))
   return out
 end
 
-local TOKENS = { q = needed, cache = needed, slots = needed, scale = options.number,
+local TOKENS = { q = needed, cache = needed, places = needed, scale = options.number,
                  k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor, out = a_tensor }
 
 --- Attention over listed tokens.
----@param a table  q, cache, slots i32 [rows, k] or [rows, kv_heads, k]; scale
+---@param a table  q, cache, places i32 [rows, k] or [rows, kv_heads, k]; scale
 --                 (1 / sqrt(head_dim)), k_scale, v_scale, lse, out
 ---@return kvlab.Tensor out  like q unless given
 function M.token_attention(a)
@@ -230,14 +230,13 @@ function M.hadamard(x, scale, out)
   return out
 end
 
---- cache[slot] = k [n, dim], quantised row by row. slots, i64 [n], holds the place of
+--- cache[place] = k [n, dim], quantised row by row. places, i64 [n], holds the place of
 -- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)].
-function M.index_append(k, slots, cache) check(C.kvl_index_append(k, slots, cache)) end
+function M.index_append(k, places, cache) check(C.kvl_index_append(k, places, cache)) end
 
---- Reads the quantised keys at the places in slots, into k f8e4m3 [n, dim] and scales f32
--- [n].
-function M.index_gather(cache, slots, k, scales)
-  check(C.kvl_index_gather(cache, slots, k, scales))
+--- Reads the quantised keys at places into k, f8e4m3 [n, dim], and scales, f32 [n].
+function M.index_gather(cache, places, k, scales)
+  check(C.kvl_index_gather(cache, places, k, scales))
   return k, scales
 end
 
@@ -289,9 +288,9 @@ local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_te
 --- The tokens with the largest logits of each row: i32 [rows, k], positions in ascending
 -- order, padded with -1.
 ---@param a table  logits f32 or bf16 [rows, n], lens i32 [rows]; out, or its k; starts
---                 i32 [rows], the column of a row's token 0; what positions become: slots
---                 by tables i32 [sequences, width], block_size and maybe row_sequence i32
---                 [rows], or sums with offsets i32 [rows]
+--                 i32 [rows], the column of a row's token 0; what positions become:
+--                 places by tables i32 [sequences, width], block_size and maybe
+--                 row_sequence i32 [rows], or sums with offsets i32 [rows]
 ---@return kvlab.Tensor out
 function M.topk_transform(a)
   options.check("topk_transform", a, TRANSFORM)
@@ -345,8 +344,8 @@ end
 
 --- The places of the tokens from starts[s] on of every sequence, which fill `out` up to
 -- ends[s] (cumulative lengths); i32 or i64 [n].
-function M.ragged_slots(tables, block_size, starts, ends, out)
-  check(C.kvl_ragged_slots(tables, block_size, starts, ends, out))
+function M.ragged_places(tables, block_size, starts, ends, out)
+  check(C.kvl_ragged_places(tables, block_size, starts, ends, out))
   return out
 end
 

@@ -2,7 +2,7 @@
 -- dtypes and errors: runtime/kvlab.h.
 --
 --   local key_cache, value_cache = kv.vllm.cache(dev, "bf16", 64, 8, 16, 128)
---   kv.vllm.append(k, v, slots, key_cache, value_cache)
+--   kv.vllm.append(k, v, places, key_cache, value_cache)
 --   local out = kv.vllm.attention { q = q, key_cache = key_cache,
 --     value_cache = value_cache, tables = tables, lens = lens, version = 2 }
 --
@@ -27,10 +27,10 @@ function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
     tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim, block_size })
 end
 
---- Writes k, v [tokens, kv_heads, head_dim] at the places in slots, i64 [tokens], -1 to
+--- Writes k, v [tokens, kv_heads, head_dim] at the places in places, i64 [tokens], -1 to
 -- skip.
-function M.append(k, v, slots, key_cache, value_cache, k_scale, v_scale)
-  check(C.kvl_vllm_append(k, v, slots, key_cache, value_cache, k_scale, v_scale))
+function M.append(k, v, places, key_cache, value_cache, k_scale, v_scale)
+  check(C.kvl_vllm_append(k, v, places, key_cache, value_cache, k_scale, v_scale))
 end
 
 local call = ffi.new "kvl_vllm"
@@ -70,7 +70,7 @@ function M.from_blocks(cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
   local halves = cache:reshape { blocks * 2, kv_heads * size * dim }
-  -- A KV head of a block as a block of its own: its tokens are slots in a row.
+  -- A KV head of a block as a block of its own: its tokens are places in a row.
   local lanes = blocks * kv_heads
   local key_cache, value_cache = M.cache(dev, dtype, lanes, 1, size, dim)
   tensor.scope(function()

@@ -9,18 +9,18 @@ support.each_device(function(dev)
   local function keys(n, dim, seed)
     return support.randn(dev, "bf16", { n, dim }, seed)
   end
-  local function slots(list) return kv.from(dev, "i64", { #list }, list) end
+  local function places(list) return kv.from(dev, "i64", { #list }, list) end
 
   describe("an index-K cache" .. where, function()
     it("keeps the keys of its layers apart", function()
       local index = kv.index_cache { layers = 2, blocks = 3, block_size = 16, dim = 32,
                                      device = dev }
       local first, second = keys(3, 32, 1), keys(3, 32, 2)
-      index:append(0, first, slots { 40, 3, -1 })
-      index:append(1, second, slots { 40, 3, -1 })
+      index:append(0, first, places { 40, 3, -1 })
+      index:append(1, second, places { 40, 3, -1 })
       for layer, k in pairs { [0] = first, second } do
         local want, want_scales = kv.ops.quantise_rows(k)
-        local got, scales = index:gather(layer, slots { 40, 3 })
+        local got, scales = index:gather(layer, places { 40, 3 })
         support.equal(got, want:narrow(0, 2))
         support.equal(scales, want_scales:narrow(0, 2))
       end
@@ -30,7 +30,7 @@ support.each_device(function(dev)
 
     it("holds zeros where nothing was written", function()
       local index = kv.index_cache { blocks = 1, device = dev }
-      local k, scales = index:gather(0, slots { 5 })
+      local k, scales = index:gather(0, places { 5 })
       support.equal(k, kv.zeros(dev, "f8e4m3", { 1, 128 }))
       support.equal(scales, { 0 })
     end)
@@ -41,15 +41,15 @@ support.each_device(function(dev)
                                        rotate = rotate, device = dev }
         local k, tokens = keys(64, 64, 3), {}
         for j = 0, 63 do tokens[j + 1] = (63 - j) end  -- tables: blocks 3, 2, 1, 0
-        index:append(0, k, slots(tokens))
+        index:append(0, k, places(tokens))
         local order = kv.from(dev, "i32", { 1, 4 }, { 3, 2, 1, 0 })
         local q, weights = index:queries(k:narrow(21, 1):reshape { 1, 1, 64 },
           kv.ones(dev, "f32", { 1, 1 }))
         local logits = index:logits(0, q, weights, order,
           kv.from(dev, "i32", { 1 }, { 64 }), kv.tensor(dev, "f32", { 1, 64 }))
-        -- token j lies at slot 63 - j: position 16 b + t is block 3 - b, offset t
-        local slot = 63 - 21
-        local position = (3 - math.floor(slot / 16)) * 16 + slot % 16
+        -- token j lies at place 63 - j: position 16 b + t is block 3 - b, offset t
+        local place = 63 - 21
+        local position = (3 - math.floor(place / 16)) * 16 + place % 16
         assert.equal(position, logits:argmax():item())
         local square = (k:narrow(21, 1):cast "f32" * k:narrow(21, 1):cast "f32"):sum(1)
         support.close({ logits:max(1):item() }, square, 0, 0.05)
@@ -61,8 +61,8 @@ support.each_device(function(dev)
         local index = kv.index_cache { blocks = 1, dim = 32, bits = bits, device = dev }
         local k = support.randn(dev, "f32", { 3, 32 }, 5)
         k:narrow(2, 1):fill_(0)
-        index:append(0, k, slots { 0, 1, 2 })
-        local k8, scales = index:gather(0, slots { 0, 1, 2 })
+        index:append(0, k, places { 0, 1, 2 })
+        local k8, scales = index:gather(0, places { 0, 1, 2 })
         local got, unit, numbers = k8:cast("f32"):list(), scales:list(), k:list()
         for row = 0, 1 do
           local top = 0
@@ -80,8 +80,8 @@ support.each_device(function(dev)
     it("keeps rotated keys where it rotates", function()
       local index = kv.index_cache { blocks = 1, rotate = true, device = dev }
       local k = keys(2, 128, 4)
-      index:append(0, k, slots { 9, 8 })
-      local got, scales = index:gather(0, slots { 9, 8 })
+      index:append(0, k, places { 9, 8 })
+      local got, scales = index:gather(0, places { 9, 8 })
       local want, want_scales = kv.ops.quantise_rows(kv.ops.hadamard(k, 128 ^ -0.5))
       support.equal(got, want)
       support.equal(scales, want_scales)

@@ -21,10 +21,10 @@ local function setting(dev, c)
   for i = 0, blocks * BLOCK - 1 do
     order[i + 1] = s.table_list[math.floor(i / BLOCK) + 1] * BLOCK + i % BLOCK
   end
-  local slots = kv.from(dev, "i64", { #order }, order)
-  index:append(0, kv.randn(dev, "f32", { #order, DIM }, { seed = 5 }), slots)
+  local places = kv.from(dev, "i64", { #order }, order)
+  index:append(0, kv.randn(dev, "f32", { #order, DIM }, { seed = 5 }), places)
   s.cache = index:layer(0)
-  s.k, s.scales = index:gather(0, slots)
+  s.k, s.scales = index:gather(0, places)
   s.q, s.weights = index:queries(kv.randn(dev, "f32", { rows, HEADS, DIM }, { seed = 6 }),
     kv.rand(dev, "f32", { rows, HEADS }, { seed = 7, low = -0.2 }))
   s.lens_list, s.starts_list, s.sequence_list, s.offsets_list = {}, {}, {}, {}
@@ -46,7 +46,7 @@ local function expected(s, to, dtype)
   local logits = kv.zeros(s.dev, dtype or "f32", { s.rows, s.n })
   kv.ops.mqa_logits_paged(s.q, s.weights, s.cache, s.tables, s.lens, logits)
   local transform
-  if to == "slots" then
+  if to == "places" then
     transform = { tables = s.table_list, width = s.c.width, block_size = BLOCK,
                   sequences = s.c.sequences }
   elseif to == "ragged" then
@@ -64,9 +64,9 @@ local function call_of(s, to, is_paged)
     call.cache, call.tables = s.cache, s.tables
   else
     call.k, call.scales, call.starts = s.k, s.scales, s.starts
-    if to == "slots" then call.tables, call.row_sequence = s.tables, s.row_sequence end
+    if to == "places" then call.tables, call.row_sequence = s.tables, s.row_sequence end
   end
-  if to == "slots" then call.block_size = BLOCK end
+  if to == "places" then call.block_size = BLOCK end
   if to == "ragged" then call.offsets = s.offsets end
   return call
 end
@@ -90,7 +90,7 @@ local function check_all(dev)
   for i, c in ipairs(CASES) do
     local s = setting(dev, c)
     for name, o in pairs(OPTIONS) do
-      for _, to in ipairs { "positions", "slots", "ragged" } do
+      for _, to in ipairs { "positions", "places", "ragged" } do
         for _, is_paged in ipairs { true, false } do
           o.device, o.topk = dev, TOPK
           local got = kv.indexer(o):select(call_of(s, to, is_paged))
@@ -157,10 +157,10 @@ describe("an indexer", function()
 
   S.it_on_cpu("takes every token, without logits, where there are few", function(dev)
     local s = setting(dev, { sequences = 3, each = 2, width = 4, short = TOPK - 3 })
-    local call = call_of(s, "slots", true)
+    local call = call_of(s, "places", true)
     call.q, call.weights, call.cache, call.max_len = nil, nil, nil, TOPK - 3
     local indexer = kv.indexer { device = dev, topk = TOPK }
-    S.equal(indexer:select(call), expected(s, "slots"))
+    S.equal(indexer:select(call), expected(s, "places"))
     assert.equal(0, indexer:bytes())
   end)
 
@@ -176,7 +176,7 @@ describe("an indexer", function()
   it("allocates nothing from the second call on", function()
     local s = setting(cpu, CASES[3])
     local indexer = kv.indexer { device = cpu, topk = TOPK }
-    local call = call_of(s, "slots", true)
+    local call = call_of(s, "places", true)
     indexer:select(call)
     local before = cpu:stats()
     for _ = 1, 20 do indexer:select(call) end
@@ -188,20 +188,20 @@ describe("an indexer", function()
   it("can be recorded: a replay selects by the lengths that are there then", function()
     local s = setting(cpu, CASES[4])
     local indexer = kv.indexer { device = cpu, topk = TOPK }
-    local call = call_of(s, "slots", true)
+    local call = call_of(s, "places", true)
     indexer:select(call)
     local graph = kv.graph(function() indexer:select(call) end)
     for r = 1, s.rows do s.lens_list[r] = s.n - 7 * r end
     s.lens:copy_(kv.from(cpu, "i32", { s.rows }, s.lens_list))
     call.out:fill_(-77)
     graph:replay()
-    S.equal(call.out, expected(s, "slots"))
+    S.equal(call.out, expected(s, "places"))
   end)
 
   it("says what is wrong", function()
     local s = setting(cpu, CASES[3])
     local function select(change)
-      local call = call_of(s, "slots", true)
+      local call = call_of(s, "places", true)
       for key, value in pairs(change) do call[key] = value or nil end
       return kv.indexer({ device = cpu, topk = TOPK }):select(call)
     end
@@ -209,7 +209,7 @@ describe("an indexer", function()
     S.raises("did you mean topk?", kv.indexer, { topp = 3 })
     S.raises('logits is "f16", expected one of f32, bf16', kv.indexer, { logits = "f16" })
     S.raises("logits_bytes_max is -1", kv.indexer, { logits_bytes_max = -1 })
-    S.raises('to is "slot", expected one of positions', select, { to = "slot" })
+    S.raises('to is "place", expected one of positions', select, { to = "place" })
     S.raises("expected tables and block_size", select, { block_size = false })
     S.raises("lens is missing", select, { lens = false })
     S.raises("expected cache or k", select, { k = s.k, scales = s.scales })
@@ -217,7 +217,7 @@ describe("an indexer", function()
     S.raises("no row_sequence", select, { row_sequence = s.row_sequence })
     local tiny = kv.indexer { device = cpu, topk = TOPK, logits_bytes_max = 100 }
     S.raises("logits_bytes_max is 100, expected at least", tiny.select, tiny,
-      call_of(s, "slots", true))
+      call_of(s, "places", true))
   end)
 end)
 
@@ -228,9 +228,9 @@ describe("an indexer on CUDA #gpu", function()
     local rows, n, most = 4096, 2 ^ 20, 64 * 2 ^ 20
     local q = kv.randn(cuda, "f32", { rows, 8, DIM }, { seed = 1 })
     local index = kv.index_cache { device = cuda, blocks = n / 64, dim = DIM }
-    local slots = kv.arange(cuda, "i64", n)
-    index:append(0, kv.randn(cuda, "f32", { n, DIM }, { seed = 2 }), slots)
-    local call = { cache = index:layer(0), to = "slots", block_size = 64,
+    local places = kv.arange(cuda, "i64", n)
+    index:append(0, kv.randn(cuda, "f32", { n, DIM }, { seed = 2 }), places)
+    local call = { cache = index:layer(0), to = "places", block_size = 64,
       tables = kv.arange(cuda, "i32", n / 64):reshape { 1, n / 64 },
       lens = kv.arange(cuda, "i32", rows, n - rows + 1),
       out = kv.tensor(cuda, "i32", { rows, 2048 }) }

@@ -1,4 +1,4 @@
---- Windows and slots are exact; attention in chunks is attention over everything within
+--- Windows and places are exact; attention in chunks is attention over everything within
 -- 1e-5: sums in another order.
 local kv = require "kvlab"
 local S = require "spec.support"
@@ -45,7 +45,7 @@ local function specs(dev)
         end
         assert.equal(sum, chunk.tokens)
         assert.is_true(sum > 0 and sum <= capacity)
-        S.equal(chunk.slots, reference.ragged_slots(paged.tables, paged.max_blocks,
+        S.equal(chunk.places, reference.ragged_places(paged.tables, paged.max_blocks,
           c.block_size, starts, ends, sum))
       end
       for s, len in ipairs(c.lens) do assert.equal(len, seen[s] or 0) end
@@ -95,7 +95,7 @@ local function specs(dev)
     index:append(0, keys, kv.arange(dev, "i64", 9 * 16))
     local chunks = kv.prefix_chunks { tables = tables, lens = { 50, 20 }, block_size = 16,
                                       capacity = 64 }
-    local k = index:gather(0, chunks[2].slots) -- tokens 32 ... 49 of the first
+    local k = index:gather(0, chunks[2].places) -- tokens 32 ... 49 of the first
     local list = {}
     for p = 32, 49 do list[#list + 1] = (p < 48 and 7 or 2) * 16 + p % 16 end
     S.equal(k, (kv.ops.quantise_rows(keys:gather_rows(kv.from(dev, "i32",

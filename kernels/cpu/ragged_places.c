@@ -1,4 +1,4 @@
-/* Slots of a stretch of every sequence, one behind the other.
+/* Places of a stretch of every sequence, one behind the other.
  *   tables  i32      [sequences, width]
  *   starts  i32      [sequences]   the first token of each
  *   ends    i32      [sequences]   where it ends in out: cumulative lengths
@@ -7,13 +7,13 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-static void put(const struct kvl_ragged_slots_args *g, int64_t i, int64_t slot) {
-  if (g->bytes_slot == 8) ((int64_t *)g->out)[i] = slot;
-  else ((int32_t *)g->out)[i] = (int32_t)slot;
+static void put(const struct kvl_ragged_places_args *g, int64_t i, int64_t place) {
+  if (g->bytes_place == 8) ((int64_t *)g->out)[i] = place;
+  else ((int32_t *)g->out)[i] = (int32_t)place;
 }
 
-KVL_CPU_KERNEL(ragged_slots) {
-  const struct kvl_ragged_slots_args *g = args;
+KVL_CPU_KERNEL(ragged_places) {
+  const struct kvl_ragged_places_args *g = args;
   int64_t at = 0;
   for (int64_t s = 0; s < g->sequences; s++) {
     const int64_t from = at, end = i64_min(g->ends[s], g->n);

@@ -27,17 +27,17 @@ cases[#cases + 1] = { tables = {}, width = 2, block_size = 4, starts = {}, ends 
 
 local function run(dev, c, dtype)
   local out = S.poisoned(dev, dtype, { c.n })
-  kv.check(kv.C.kvl_ragged_slots(kv.from(dev, "i32", { #c.starts, c.width }, c.tables),
+  kv.check(kv.C.kvl_ragged_places(kv.from(dev, "i32", { #c.starts, c.width }, c.tables),
     c.block_size, kv.from(dev, "i32", { #c.starts }, c.starts),
     kv.from(dev, "i32", { #c.ends }, c.ends), out))
   return out
 end
 
-describe("ragged_slots", function()
+describe("ragged_places", function()
   for _, dtype in ipairs { "i32", "i64" } do
-    S.it_on_cpu("names the slots of stretches, in " .. dtype, function(dev)
+    S.it_on_cpu("names the places of stretches, in " .. dtype, function(dev)
       for _, c in ipairs(cases) do
-        S.equal(run(dev, c, dtype), reference.ragged_slots(c.tables, c.width,
+        S.equal(run(dev, c, dtype), reference.ragged_places(c.tables, c.width,
           c.block_size, c.starts, c.ends, c.n))
       end
     end)
