@@ -22,7 +22,7 @@ local function median_of(fn)
 end
 
 --- A store with random blocks of `layers` layers, a cache that can hold them in another
--- order, and an engine.
+-- order, and a prefetcher.
 local function new_rig(b, o)
   local layers, blocks = o.layers or 1, o.blocks
   local rig = { layers = layers, blocks = blocks, places = {} }
@@ -38,7 +38,7 @@ local function new_rig(b, o)
   for layer = 0, layers - 1 do
     for i = 0, blocks - 1 do rig.store:put_block(rig.keys + i, layer, rig.source, i) end
   end
-  rig.engine = kv.prefetch { device = b.device, store = rig.store,
+  rig.prefetcher = kv.prefetch { device = b.device, store = rig.store,
     prefetch_workers = o.workers, max_pending_prefetch = 1024 }
   return rig
 end
@@ -47,8 +47,8 @@ end
 local function submit(rig, first, n)
   local blocks = {}
   for i = 1, n do blocks[i] = rig.places[first + i] end
-  return rig.engine:submit { request = first, cache = rig.cache, keys = rig.keys + first,
-                             blocks = blocks }
+  return rig.prefetcher:submit { request = first, cache = rig.cache,
+    keys = rig.keys + first, blocks = blocks }
 end
 
 --- All blocks, in tasks of n.
@@ -72,7 +72,7 @@ local function check(rig)
 end
 
 local function close(rig)
-  rig.engine:close()
+  rig.prefetcher:close()
   rig.cache:close()
   rig.store:close()
 end

@@ -989,7 +989,7 @@ int kvl_prefetch_open(kvl_device *dev, kvl_store *store, const kvl_prefetch_opti
                       kvl_prefetch **out);
 /* Closes the prefetcher: cancels the tasks that wait, stops the running tasks at their next
  * record, and returns when nothing runs. Tickets stay valid. NULL is allowed. */
-void kvl_prefetch_close(kvl_prefetch *engine);
+void kvl_prefetch_close(kvl_prefetch *prefetch);
 
 /* A task of a prefetcher.
  *  memory   any  [layers, blocks, 2, kv_heads, block_size, head_dim]; retained until the
@@ -1008,15 +1008,15 @@ typedef struct kvl_prefetch_task {
  * most timeout_us microseconds (< 0: as long as it takes). Returns 1, or 0 if there was no
  * room in that time. out receives the task's ticket, which the caller owns; it may be NULL.
  * Errors: INVALID, NO_MEMORY, DEVICE, INTERRUPTED. */
-int kvl_prefetch_submit(kvl_prefetch *engine, const kvl_prefetch_task *task,
+int kvl_prefetch_submit(kvl_prefetch *prefetch, const kvl_prefetch_task *task,
                         int64_t timeout_us, kvl_ticket **out);
 /* Cancels every task of a request. A waiting task is over at once. A running task stops at
  * its next record, unless that record was its last. A task owns its blocks until its ticket
  * says that it is over. Returns the number of tasks that were not over. */
-int kvl_prefetch_cancel(kvl_prefetch *engine, int64_t request);
+int kvl_prefetch_cancel(kvl_prefetch *prefetch, int64_t request);
 /* Gives the waiting tasks of a request another priority. Among equal priorities they keep
  * the order in which they were submitted. Returns the number of these tasks. */
-int kvl_prefetch_reprioritise(kvl_prefetch *engine, int64_t request, int priority);
+int kvl_prefetch_reprioritise(kvl_prefetch *prefetch, int64_t request, int priority);
 
 typedef struct kvl_prefetch_stats {
   int64_t submitted, completed, cancelled, failed; /* tasks */
@@ -1026,7 +1026,7 @@ typedef struct kvl_prefetch_stats {
   double us_stalled;             /* the time that the host spent in them */
   int64_t pending, pending_peak; /* tasks waiting in the queue */
 } kvl_prefetch_stats;
-int kvl_prefetch_stats_get(kvl_prefetch *engine, kvl_prefetch_stats *out);
+int kvl_prefetch_stats_get(kvl_prefetch *prefetch, kvl_prefetch_stats *out);
 
 /* ORDER kvl_prefetch_state */
 typedef enum kvl_prefetch_state {

@@ -1,8 +1,8 @@
 #!/bin/sh
 # format.sh [--check] [FILE...]: brings C and CUDA files, whose paths are from the root, into
-# the style of .clang-format; all of runtime/ and kernels/ when none is named. --check changes
-# nothing: it names the files that differ, with the number of lines, and fails when there is
-# one.
+# the style of .clang-format; all of runtime/, kernels/ and spec/ when none is
+# named. --check changes nothing: it names the files that differ, with the number of lines,
+# and fails when there is one.
 set -eu
 cd "$(dirname -- "$0")/.."
 
@@ -14,7 +14,7 @@ check=''
 if [ "${1-}" = --check ]; then check=1; shift; fi
 if [ $# -eq 0 ]; then
   # shellcheck disable=SC2046 # no name here has a space
-  set -- $(find runtime kernels -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) |
+  set -- $(find runtime kernels spec -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) |
     LC_ALL=C sort)
 fi
 if [ -z "$check" ]; then exec "$formatter" -i "$@"; fi

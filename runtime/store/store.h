@@ -51,7 +51,7 @@ struct kvl_store {
   void *state;      /* the backend's own */
   int64_t capacity; /* 0: no limit */
   int timeout_ms;
-  atomic_int refs; /* the handle's, and those of prefetch engines */
+  atomic_int refs; /* the handle's, and those of prefetchers */
   _Atomic int64_t hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written;
   pthread_mutex_t problem_lock;
   char problem[320];

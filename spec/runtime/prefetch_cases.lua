@@ -1,4 +1,4 @@
---- What the prefetch specs share: a store with random blocks, caches and engines for
+--- What the prefetch specs share: a store with random blocks, caches and prefetchers for
 -- them, and what has to be in a cache afterwards.
 local assert = require "luassert"
 local ffi = require "ffi"
@@ -62,8 +62,8 @@ function M.expect_block(cache, block, source, i)
   end
 end
 
---- An engine whose halves hold two records of f32.
-function M.new_engine(dev, store, o)
+--- A prefetcher whose halves hold two records of f32.
+function M.new_prefetcher(dev, store, o)
   o = o or {}
   local workers = o.workers or 2
   return kv.prefetch { device = dev, store = store, prefetch_workers = workers,
@@ -75,21 +75,21 @@ end
 function M.expect_arrival(dev, dtype, offload, n, workers)
   local store, rng = M.new_store(), support.rng(n + 3)
   local source, keys = M.fill(store, dtype, math.max(n, 1))
-  local cache, engine = M.new_cache(dev, dtype, offload), M.new_engine(dev, store,
+  local cache, prefetcher = M.new_cache(dev, dtype, offload), M.new_prefetcher(dev, store,
     { workers = workers })
   local places = support.distinct(rng, n, BLOCKS)
-  local result = engine:submit { request = 1, cache = cache, keys = keys,
+  local result = prefetcher:submit { request = 1, cache = cache, keys = keys,
                                  blocks = places }:wait()
   assert.same({ "completed", n, n, 0, n * source:bytes() / math.max(n, 1) },
     { result.state, result.blocks, result.leading, result.missing, result.bytes })
   local place_of = {}
   for i, block in ipairs(places) do place_of[block] = i - 1 end
   for block = 0, BLOCKS - 1 do M.expect_block(cache, block, source, place_of[block]) end
-  local stats = engine:stats()
+  local stats = prefetcher:stats()
   assert.same({ 1, 1, 0, 0, n * LAYERS, 0, result.bytes, 0 },
     { stats.submitted, stats.completed, stats.cancelled, stats.failed, stats.hits,
       stats.misses, stats.bytes, stats.pending })
-  engine:close()
+  prefetcher:close()
   cache:close()
   store.close()
 end

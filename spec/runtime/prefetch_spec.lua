@@ -1,4 +1,4 @@
---- The prefetch engine: what arrives, what is missing, when it may be read, and what is
+--- The prefetcher: what arrives, what is missing, when it may be read, and what is
 -- left behind. Its order and times under an emulated link are in prefetch_link_spec;
 -- races and failing stores and devices in prefetch_stress.c.
 local kv = require "kvlab"
@@ -9,7 +9,7 @@ local C, check = kv.C, kv.check
 local cpu = kv.device "cpu"
 local raises = support.raises
 local new_store, keys_of, fill = cases.new_store, cases.keys_of, cases.fill
-local new_cache, new_engine = cases.new_cache, cases.new_engine
+local new_cache, new_prefetcher = cases.new_cache, cases.new_prefetcher
 local expect_block, expect_arrival = cases.expect_block, cases.expect_arrival
 local LAYERS, BLOCKS = cases.LAYERS, cases.BLOCKS
 
@@ -30,9 +30,9 @@ local function arrives_on(dev)
     local store = new_store()
     local function lacks(i, layer) return i == 4 and layer == 1 or i == 6 or i == 9 end
     local source, keys = fill(store, "f32", 10, lacks)
-    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
+    local cache, prefetcher = new_cache(dev, "f32"), new_prefetcher(dev, store)
     local places = { 11, 10, 9, 8, 7, 6, 5, 4, 3, 2 }
-    local result = engine:submit { request = 1, cache = cache, keys = keys,
+    local result = prefetcher:submit { request = 1, cache = cache, keys = keys,
                                    blocks = places }:wait()
     assert.same({ 7, 4, 3 }, { result.blocks, result.leading, result.missing })
     assert.same({ true, true, true, true, false, true, false, true, true, false },
@@ -41,17 +41,17 @@ local function arrives_on(dev)
       if result.arrived[i] then expect_block(cache, block, source, i - 1) end
     end
     for _, block in ipairs { 0, 1, 5, 2 } do expect_block(cache, block) end
-    local stats = engine:stats()
+    local stats = prefetcher:stats()
     assert.same({ 7 * LAYERS + 1, 3 }, { stats.hits, stats.misses })
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
   it("brings some of the layers", function()
     local store = new_store()
     local source, keys = fill(store, "f32", 2, function(_, layer) return layer == 0 end)
-    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
-    local ticket = engine:submit { request = 1, cache = cache, keys = keys + 1,
+    local cache, prefetcher = new_cache(dev, "f32"), new_prefetcher(dev, store)
+    local ticket = prefetcher:submit { request = 1, cache = cache, keys = keys + 1,
                                    blocks = { 5 }, first_layer = 1, layers = 1 }
     raises("layer is 0, expected 1 ... 1", ticket.wait_layer, ticket, 0)
     raises("layer is 2, expected 1 ... 1", ticket.wait_layer, ticket, 2)
@@ -61,7 +61,7 @@ local function arrives_on(dev)
     for _, layer in ipairs { 0, 2 } do
       assert.equal(-3, cache:layer(layer):max():item())
     end
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
@@ -70,10 +70,11 @@ local function arrives_on(dev)
     local source, keys = fill(store, "f32", BLOCKS, function(i, layer)
       return i == 2 and layer == 2
     end)
-    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store, { workers = 1 })
+    local cache = new_cache(dev, "f32")
+    local prefetcher = new_prefetcher(dev, store, { workers = 1 })
     local stream, places = dev:open_stream(), {}
     for i = 1, BLOCKS do places[i] = BLOCKS - i end
-    local ticket = engine:submit { request = 1, cache = cache, keys = keys,
+    local ticket = prefetcher:submit { request = 1, cache = cache, keys = keys,
                                    blocks = places }
     for layer = 0, LAYERS - 1 do
       assert.equal(layer < 2, ticket:wait_layer(layer, layer == 1 and stream or nil))
@@ -89,14 +90,14 @@ local function arrives_on(dev)
     end
     assert.equal(BLOCKS - 1, ticket:wait().blocks)
     stream:close()
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
   it("writes after what streams were given before", function()
     local store = new_store()
     local source, keys = fill(store, "f32", BLOCKS)
-    local cache, engine = new_cache(dev, "f32"), new_engine(dev, store)
+    local cache, prefetcher = new_cache(dev, "f32"), new_prefetcher(dev, store)
     local busy = kv.randn(dev, "f32", { 768, 768 }, { seed = 1 })
     local product, copies = kv.tensor(dev, "f32", { 768, 768 }), {}
     local streams, places = { dev:open_stream(), dev:open_stream() }, {}
@@ -108,7 +109,7 @@ local function arrives_on(dev)
         copies[i] = cache:layer(i):clone()
       end)
     end
-    local ticket = engine:submit { request = 1, cache = cache, keys = keys,
+    local ticket = prefetcher:submit { request = 1, cache = cache, keys = keys,
                                    blocks = places }
     assert.equal(BLOCKS, ticket:wait().blocks)
     for i, stream in ipairs(streams) do
@@ -117,24 +118,24 @@ local function arrives_on(dev)
       stream:close()
     end
     for block = 0, BLOCKS - 1 do expect_block(cache, block, source, block) end
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
   it("has the hot cache forget what it writes to the host tier", function()
     local store = new_store()
     local _, keys = fill(store, "f32", 1)
-    local cache, engine = new_cache(dev, "f32", true), new_engine(dev, store)
+    local cache, prefetcher = new_cache(dev, "f32", true), new_prefetcher(dev, store)
     local hot = cache.tier.hot
     hot.slot_of:fill_(2)
     hot.block_of:fill_(5)
-    engine:submit { request = 1, cache = cache, keys = keys, blocks = { 5 },
+    prefetcher:submit { request = 1, cache = cache, keys = keys, blocks = { 5 },
                     first_layer = 1 }:wait()
     for layer = 0, LAYERS - 1 do
       local slots = hot.slot_of:index(layer):index(1):list()
       assert.equal(layer == 0 and 2 or -1, slots[6])
     end
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 end
@@ -159,16 +160,16 @@ describe("prefetch", function()
       check(C.kvl_store_put(store.handle, keys + i, 0, cache.memory.ptr, 8 * 2 ^ 20))
     end
     check(C.kvl_fill(cache.memory, -3))
-    local engine = kv.prefetch { device = cpu, store = store, prefetch_workers = workers,
-                                 max_pending_prefetch = max_pending }
-    return engine, cache, keys
+    local prefetcher = kv.prefetch { device = cpu, store = store,
+      prefetch_workers = workers, max_pending_prefetch = max_pending }
+    return prefetcher, cache, keys
   end
 
   it("says when the queue is full, and drops nothing", function()
-    local engine, cache, keys = heavy(1, 1)
+    local prefetcher, cache, keys = heavy(1, 1)
     local tickets, fulls = {}, 0
     for i = 1, 1000 do
-      local ticket, why = engine:submit { request = i, cache = cache, keys = keys,
+      local ticket, why = prefetcher:submit { request = i, cache = cache, keys = keys,
                                           blocks = { 0, 1, 2, 3 }, timeout = 0 }
       if not ticket then
         assert.equal("full", why)
@@ -178,35 +179,36 @@ describe("prefetch", function()
       tickets[#tickets + 1] = ticket
     end
     assert.equal(3, fulls)
-    local last = engine:submit { request = 0, cache = cache, keys = keys, blocks = { 0 } }
+    local last = prefetcher:submit { request = 0, cache = cache, keys = keys,
+      blocks = { 0 } }
     assert.equal(1, last:wait().blocks) -- it waited for room
     for _, ticket in ipairs(tickets) do assert.equal(4, ticket:wait().blocks) end
-    local stats = engine:stats()
+    local stats = prefetcher:stats()
     assert.same({ #tickets + 1, #tickets + 1, 1, 0 },
       { stats.submitted, stats.completed, stats.pending_peak, stats.pending })
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
   it("times out, counts the wait, and then has the result", function()
-    local engine, cache, keys = heavy(1, MANY)
+    local prefetcher, cache, keys = heavy(1, MANY)
     local function submit(request)
-      return engine:submit { request = request, cache = cache, keys = keys,
+      return prefetcher:submit { request = request, cache = cache, keys = keys,
                              blocks = { 0, 1, 2, 3 } }
     end
     for _ = 1, MANY - 1 do submit(2) end
     local ticket = submit(1)
     local result, why = ticket:poll()
     assert.same({ nil, "pending" }, { result, why })
-    assert.equal(0, engine:stats().waits)
+    assert.equal(0, prefetcher:stats().waits)
     result, why = ticket:wait(0.0001)
     assert.same({ nil, "timeout" }, { result, why })
-    engine:cancel(2)
+    prefetcher:cancel(2)
     result = ticket:wait()
     assert.equal(4, result.blocks)
     assert.is_true(result.us_queued > 0 and result.us_reading > 0)
     assert.equal(result.bytes, ticket:poll().bytes)
-    local stats = engine:stats()
+    local stats = prefetcher:stats()
     assert.equal(2, stats.waits)
     assert.is_true(stats.us_stalled >= 100)
     ticket:close()
@@ -216,19 +218,19 @@ describe("prefetch", function()
     end
     raises("the ticket is closed", ticket.wait_layer, ticket, 0)
     raises("layer is nil, expected a whole number", ticket.wait_layer, ticket)
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
-  it("tells tickets of a closed engine what became of their tasks", function()
-    local engine, cache, keys = heavy(1, MANY)
+  it("tells tickets of a closed prefetcher what became of their tasks", function()
+    local prefetcher, cache, keys = heavy(1, MANY)
     local tickets, states = {}, { completed = 0, cancelled = 0 }
     for i = 1, MANY do
-      tickets[i] = engine:submit { request = 1, cache = cache, keys = keys,
+      tickets[i] = prefetcher:submit { request = 1, cache = cache, keys = keys,
                                    blocks = { 0, 1, 2, 3 } }
     end
-    engine:close()
-    engine:close()
+    prefetcher:close()
+    prefetcher:close()
     for _, ticket in ipairs(tickets) do
       local result = ticket:wait()
       states[result.state] = states[result.state] + 1
@@ -237,8 +239,8 @@ describe("prefetch", function()
     end
     assert.equal(MANY, states.completed + states.cancelled)
     assert.is_true(states.cancelled >= 3)
-    raises("the engine is closed", engine.stats, engine)
-    raises("the engine is closed", engine.submit, engine, {})
+    raises("the prefetcher is closed", prefetcher.stats, prefetcher)
+    raises("the prefetcher is closed", prefetcher.submit, prefetcher, {})
     cache:close()
   end)
 
@@ -252,14 +254,14 @@ describe("prefetch", function()
       return { stats.bytes_live, stats.bytes_pinned, stats.bytes_cached }
     end
     local before = holdings()
-    for _, close in ipairs { "engine", "cache", "ticket", "nothing" } do
-      local engine, cache, keys = heavy(2, 64)
+    for _, close in ipairs { "prefetcher", "cache", "ticket", "nothing" } do
+      local prefetcher, cache, keys = heavy(2, 64)
       for i = 1, 3 do
-        local ticket = engine:submit { request = i, cache = cache, keys = keys,
+        local ticket = prefetcher:submit { request = i, cache = cache, keys = keys,
                                        blocks = { i } }
         if close == "ticket" then ticket:close() end
       end
-      if close == "engine" then engine:close() end
+      if close == "prefetcher" then prefetcher:close() end
       if close == "cache" then cache:close() end
     end
     assert.same(before, holdings())
@@ -268,11 +270,11 @@ describe("prefetch", function()
   it("refuses what is wrong", function()
     local store = new_store()
     local _, keys = fill(store, "f32", 4)
-    local cache, engine = new_cache(cpu, "f32"), new_engine(cpu, store)
+    local cache, prefetcher = new_cache(cpu, "f32"), new_prefetcher(cpu, store)
     local function refused(words, change)
       local o = { request = 1, cache = cache, keys = keys, blocks = { 1, 2 } }
       for name, value in pairs(change) do o[name] = value ~= "nil" and value or nil end
-      raises(words, engine.submit, engine, o)
+      raises(words, prefetcher.submit, prefetcher, o)
     end
     refused("block 1 is 12, expected 0 ... 11", { blocks = { 1, 12 } })
     refused("block 0 is -1, expected 0 ... 11", { blocks = { -1 } })
@@ -287,7 +289,7 @@ describe("prefetch", function()
     refused("priority is 0.5, expected a whole number", { priority = 0.5 })
     refused("timeout is -1, expected seconds", { timeout = -1 })
     refused('did you mean priority?', { prioriti = 1 })
-    assert.equal(0, engine:stats().submitted)
+    assert.equal(0, prefetcher:stats().submitted)
     raises("store is missing, expected a store that is open", kv.prefetch, {})
     raises("prefetch_workers is 0, expected a whole number from 1 to 64", kv.prefetch,
       { store = store, prefetch_workers = 0 })
@@ -295,7 +297,7 @@ describe("prefetch", function()
       { store = store, max_pending_prefetch = 0 })
     raises('did you mean prefetch_workers?', kv.prefetch,
       { store = store, prefetch_worker = 1 })
-    engine:close()
+    prefetcher:close()
     cache:close()
   end)
 
@@ -313,23 +315,23 @@ describe("prefetch", function()
     local function each(link)
       local raised = 0
       for n = 1, 40 do
-        local ok, engine = try(function() return new_engine(cpu, store) end, n)
+        local ok, prefetcher = try(function() return new_prefetcher(cpu, store) end, n)
         if not ok then
-          raised, engine = raised + 1, new_engine(cpu, store)
+          raised, prefetcher = raised + 1, new_prefetcher(cpu, store)
         end
         local cache = new_cache(cpu, "f32")
         local function submit()
-          return engine:submit { request = 1, cache = cache, keys = keys,
+          return prefetcher:submit { request = 1, cache = cache, keys = keys,
                                  blocks = { 3, 4, 5 } }
         end
         local submitted, ticket = try(submit, n)
         if not submitted then
-          assert.equal(0, engine:stats().submitted)
+          assert.equal(0, prefetcher:stats().submitted)
           raised, ticket = raised + 1, submit()
         end
         assert.equal(3, ticket:wait().blocks)
         for i = 0, 2 do expect_block(cache, 3 + i, source, i) end
-        engine:close()
+        prefetcher:close()
         cache:close()
       end
       assert.is_true(raised >= (link and 20 or 5))

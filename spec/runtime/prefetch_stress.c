@@ -1,4 +1,4 @@
-/* The prefetch engine under many threads, built by prefetch_spec.lua with the thread
+/* The prefetcher under many threads, built by prefetch_spec.lua with the thread
  * sanitizer. The device stands in for a GPU: its memory is not the host's to the runtime, and
  * its queues are threads, so that records go through staging, copies and marks. The store
  * stands in for one that misses and fails now and then, and remembers what was asked of it.
@@ -21,16 +21,20 @@
 #include "cpu/queue.h"
 #include "store/store.h"
 
-#define EXPECT(condition)                                                                 \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
+#define EXPECT(condition)                                                                   \
+  do {                                                                                      \
+    if (!(condition)) {                                                                     \
       fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition, kvl_last_error()); \
-      exit(1);                                                                            \
-    }                                                                                     \
+      exit(1);                                                                              \
+    }                                                                                       \
   } while (0)
 
 enum {
-  THREADS = 16, IN_FLIGHT = 6, BLOCKS_TASK = 4, LAYERS = 3, WORDS = 32, /* of a record */
+  THREADS = 16,
+  IN_FLIGHT = 6,
+  BLOCKS_TASK = 4,
+  LAYERS = 3,
+  WORDS = 32, /* of a record */
   BLOCKS = THREADS * (IN_FLIGHT + 1) * BLOCKS_TASK,
 };
 
@@ -70,13 +74,13 @@ static void free_(void *ctx, void *p) { (void)ctx, free(p); }
 static void host_free(void *ctx, void *p, size_t bytes) { (void)ctx, (void)bytes, free(p); }
 static const char *no_words(void) { return ""; }
 
-static atomic_int calls_until_fault;   /* 0: none */
+static atomic_int calls_until_fault; /* 0: none */
 
-#define FAULTY(name, parameters, ...)                                                     \
-  static int name parameters {                                                            \
-    if (atomic_load(&calls_until_fault) && atomic_fetch_sub(&calls_until_fault, 1) == 1)  \
-      return kvl__fail(KVL_ERR_DEVICE, "the device fails");                               \
-    return kvl__cpu_##name(__VA_ARGS__);                                                  \
+#define FAULTY(name, parameters, ...)                                                    \
+  static int name parameters {                                                           \
+    if (atomic_load(&calls_until_fault) && atomic_fetch_sub(&calls_until_fault, 1) == 1) \
+      return kvl__fail(KVL_ERR_DEVICE, "the device fails");                              \
+    return kvl__cpu_##name(__VA_ARGS__);                                                 \
   }
 FAULTY(queue_open, (void *c, enum kvl_queue_kind kind, void **out), c, kind, out)
 FAULTY(mark_open, (void *c, void **out), c, out)
@@ -84,18 +88,36 @@ FAULTY(mark_record, (void *c, void *mark, void *queue), c, mark, queue)
 FAULTY(queue_wait, (void *c, void *queue, void *mark), c, queue, mark)
 FAULTY(mark_sync, (void *c, void *mark), c, mark)
 FAULTY(mark_elapsed_us, (void *c, void *from, void *to, double *us), c, from, to, us)
-FAULTY(copy, (void *c, void *queue, void *dst, const void *src, size_t bytes,
-              enum kvl_copy_kind kind), c, queue, dst, src, bytes, kind)
+FAULTY(copy,
+       (void *c, void *queue, void *dst, const void *src, size_t bytes,
+        enum kvl_copy_kind kind),
+       c, queue, dst, src, bytes, kind)
 
 const kvl_backend kvl__backend_cpu = {
-  .version = KVL_BACKEND_VERSION, .name = "fake", .host_memory = 0,
-  .count = count, .open = open_, .close = close_, .describe = describe, .memory = memory,
-  .alloc = alloc, .free = free_, .host_alloc = host_alloc, .host_free = host_free,
-  .queue_open = queue_open, .queue_close = kvl__cpu_queue_close,
-  .queue_sync = kvl__cpu_queue_sync, .mark_open = mark_open,
-  .mark_close = kvl__cpu_mark_close, .mark_record = mark_record, .queue_wait = queue_wait,
-  .mark_sync = mark_sync, .mark_done = kvl__cpu_mark_done,
-  .mark_elapsed_us = mark_elapsed_us, .copy = copy, .last_error = no_words,
+    .version = KVL_BACKEND_VERSION,
+    .name = "fake",
+    .host_memory = 0,
+    .count = count,
+    .open = open_,
+    .close = close_,
+    .describe = describe,
+    .memory = memory,
+    .alloc = alloc,
+    .free = free_,
+    .host_alloc = host_alloc,
+    .host_free = host_free,
+    .queue_open = queue_open,
+    .queue_close = kvl__cpu_queue_close,
+    .queue_sync = kvl__cpu_queue_sync,
+    .mark_open = mark_open,
+    .mark_close = kvl__cpu_mark_close,
+    .mark_record = mark_record,
+    .queue_wait = queue_wait,
+    .mark_sync = mark_sync,
+    .mark_done = kvl__cpu_mark_done,
+    .mark_elapsed_us = mark_elapsed_us,
+    .copy = copy,
+    .last_error = no_words,
 };
 
 /* ---- the store: key.lo is the task, key.hi the index of its block --------------------- */
@@ -103,9 +125,9 @@ const kvl_backend kvl__backend_cpu = {
 enum answer { FOUND, MISS, FAILURE };
 
 static kvl_store store;
-static atomic_uchar *asked;      /* [tasks][LAYERS][BLOCKS_TASK] */
-static atomic_int is_gated;      /* reads wait */
-static atomic_int served;        /* tasks of one record, whose order is kept */
+static atomic_uchar *asked; /* [tasks][LAYERS][BLOCKS_TASK] */
+static atomic_int is_gated; /* reads wait */
+static atomic_int served;   /* tasks of one record, whose order is kept */
 static int order[4096];
 
 static enum answer answer_to(const kvl_key *key, int part) {
@@ -148,7 +170,7 @@ struct flight {
   int n;
 };
 
-static kvl_prefetch *engine;
+static kvl_prefetch *prefetcher;
 static kvl_tensor kv;
 static atomic_int next_task, completed, cancelled, failed, refused;
 static int tasks;
@@ -195,7 +217,8 @@ static void land(struct flight *f, unsigned *seed) {
   int status = rand_r(seed) % 4 ? layer_of(f, rand_r(seed) % LAYERS) : 0;
   EXPECT(status >= 0 || status == KVL_ERR_IO);
   while (!(status = kvl_ticket_wait(f->ticket, rand_r(seed) % 2 ? -1 : 200, &r))) {}
-  EXPECT(status == 1 || (status == KVL_ERR_IO && strstr(kvl_last_error(), "the store fails")));
+  EXPECT(status == 1 ||
+         (status == KVL_ERR_IO && strstr(kvl_last_error(), "the store fails")));
   EXPECT(kvl_ticket_cancel(f->ticket) == 0);
   if (status < 0) {
     failed++;
@@ -221,9 +244,10 @@ static int take_off(struct flight *f, int task, unsigned *seed) {
     f->keys[i] = (kvl_key){(uint64_t)task, (uint64_t)i};
     expect_left(f->blocks[i]);
   }
-  kvl_prefetch_task t = {&kv, f->keys, f->blocks, task % 64, f->n, 0, rand_r(seed) % 5 - 1, 0};
+  kvl_prefetch_task t = {&kv, f->keys, f->blocks, task % 64, f->n, 0, rand_r(seed) % 5 - 1,
+                         0};
   int64_t timeout = rand_r(seed) % 3 ? -1 : rand_r(seed) % 50;
-  int status = kvl_prefetch_submit(engine, &t, timeout, &f->ticket);
+  int status = kvl_prefetch_submit(prefetcher, &t, timeout, &f->ticket);
   EXPECT(status >= 0);
   if (status == 0) refused++;
   return status;
@@ -244,8 +268,9 @@ static void *submitter(void *arg) {
     while (!take_off(f, task, &seed)) {}
     int dice = rand_r(&seed) % 100;
     if (dice < 10) kvl_ticket_cancel(f->ticket);
-    else if (dice < 13) kvl_prefetch_cancel(engine, rand_r(&seed) % 64);
-    else if (dice < 30) kvl_prefetch_reprioritise(engine, rand_r(&seed) % 64, dice % 5 - 1);
+    else if (dice < 13) kvl_prefetch_cancel(prefetcher, rand_r(&seed) % 64);
+    else if (dice < 30)
+      kvl_prefetch_reprioritise(prefetcher, rand_r(&seed) % 64, dice % 5 - 1);
   }
   for (int i = 0; i < IN_FLIGHT; i++)
     if (flights[i].ticket) land(&flights[i], &seed);
@@ -260,7 +285,7 @@ static void stress(int n) {
   for (int i = 0; i < THREADS; i++)
     pthread_create(&threads[i], NULL, submitter, (void *)(intptr_t)i);
   for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
-  EXPECT(kvl_prefetch_stats_get(engine, &stats) == 0);
+  EXPECT(kvl_prefetch_stats_get(prefetcher, &stats) == 0);
   EXPECT(stats.submitted == tasks && stats.pending == 0);
   EXPECT(stats.completed == completed && stats.cancelled == cancelled);
   EXPECT(stats.failed == failed && completed + cancelled + failed == tasks);
@@ -293,7 +318,7 @@ static kvl_ticket *submit_one(const kvl_tensor *layer, int task, int request, in
   int32_t block = 0;
   kvl_ticket *ticket;
   kvl_prefetch_task t = {layer, &key, &block, request, 1, 0, priority, 0};
-  EXPECT(kvl_prefetch_submit(engine, &t, -1, &ticket) == 1);
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, -1, &ticket) == 1);
   return ticket;
 }
 
@@ -301,14 +326,15 @@ static kvl_ticket *submit_one(const kvl_tensor *layer, int task, int request, in
 static void expect_full(kvl_ticket *waiting, const kvl_tensor *layer) {
   kvl_prefetch_result r = {.n = 77};
   kvl_prefetch_task t = {.memory = layer};
-  EXPECT(kvl_prefetch_submit(engine, &t, 0, NULL) == 0); /* the gate is shut: it did not */
-  EXPECT(kvl_ticket_wait(waiting, 0, &r) == 0);          /* wait for room, or for the end */
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, 0, NULL) ==
+         0);                                    /* the gate is shut: it did not */
+  EXPECT(kvl_ticket_wait(waiting, 0, &r) == 0); /* wait for room, or for the end */
   int64_t begin = kvl_clock_ns();
-  EXPECT(kvl_prefetch_submit(engine, &t, 10000, NULL) == 0);
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, 10000, NULL) == 0);
   EXPECT(kvl_ticket_wait(waiting, 10000, &r) == 0 && r.n == 77);
   EXPECT(kvl_clock_ns() - begin >= 20000000);
   kvl_interrupt(1);
-  EXPECT(kvl_prefetch_submit(engine, &t, -1, NULL) == KVL_ERR_INTERRUPTED);
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, -1, NULL) == KVL_ERR_INTERRUPTED);
   EXPECT(kvl_ticket_wait(waiting, -1, &r) == KVL_ERR_INTERRUPTED);
   EXPECT(kvl_ticket_wait_layer(waiting, 0, NULL) == KVL_ERR_INTERRUPTED);
   kvl_interrupt(0);
@@ -324,9 +350,10 @@ static void expect_stop(void) {
   kvl_ticket *ticket;
   int before = served;
   atomic_store(&is_gated, 1);
-  EXPECT(kvl_prefetch_submit(engine, &t, -1, &ticket) == 1);
-  do kvl_prefetch_stats_get(engine, &stats); while (stats.pending);
-  EXPECT(kvl_prefetch_cancel(engine, 5) == 1 && kvl_ticket_cancel(ticket) == 1);
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, -1, &ticket) == 1);
+  do kvl_prefetch_stats_get(prefetcher, &stats);
+  while (stats.pending);
+  EXPECT(kvl_prefetch_cancel(prefetcher, 5) == 1 && kvl_ticket_cancel(ticket) == 1);
   EXPECT(kvl_ticket_wait(ticket, 0, &r) == 0);
   atomic_store(&is_gated, 0);
   EXPECT(kvl_ticket_wait(ticket, -1, &r) == 1 && r.state == KVL_PREFETCH_CANCELLED);
@@ -343,15 +370,16 @@ static void in_order(void) {
   EXPECT(kvl_tensor_narrow(&kv, 0, 1, &layer) == 0);
   atomic_store(&is_gated, 1);
   kvl_ticket_close(submit_one(&layer, 0, OTHERS, 0));
-  do kvl_prefetch_stats_get(engine, &stats); while (stats.pending); /* it runs, to the gate */
+  do kvl_prefetch_stats_get(prefetcher, &stats);
+  while (stats.pending); /* it runs, to the gate */
   for (int task = 1; task < TASKS; task++) {
     kvl_ticket_close(submit_one(&layer, task, request_of(task), first_priority(task)));
     if (request_of(task) != DROPPED) expected[n++] = task;
   }
   kvl_ticket *last = submit_one(&layer, TASKS, OTHERS, 1000);
   expect_full(last, &layer);
-  EXPECT(kvl_prefetch_cancel(engine, DROPPED) == TASKS - 1 - n);
-  EXPECT(kvl_prefetch_reprioritise(engine, RAISED, -5) == (TASKS + 3) / 7);
+  EXPECT(kvl_prefetch_cancel(prefetcher, DROPPED) == TASKS - 1 - n);
+  EXPECT(kvl_prefetch_reprioritise(prefetcher, RAISED, -5) == (TASKS + 3) / 7);
   atomic_store(&is_gated, 0);
   EXPECT(kvl_ticket_wait(last, -1, &r) == 1);
   kvl_ticket_close(last);
@@ -371,10 +399,9 @@ static int try(int task, int n, int by_layer) {
   for (int i = 0; i < n; i++) f.blocks[i] = 2 * i + (i == 3); /* some are neighbours */
   kvl_prefetch_task t = {&kv, f.keys, f.blocks, 0, n, 0, 0, 0};
   kvl_prefetch_result r;
-  int status = kvl_prefetch_submit(engine, &t, -1, &f.ticket);
+  int status = kvl_prefetch_submit(prefetcher, &t, -1, &f.ticket);
   if (status < 0) return status;
-  for (int l = 0; by_layer && l < LAYERS && status >= 0; l++)
-    status = layer_of(&f, l);
+  for (int l = 0; by_layer && l < LAYERS && status >= 0; l++) status = layer_of(&f, l);
   if (status >= 0) status = kvl_ticket_wait(f.ticket, -1, &r);
   else kvl_ticket_wait(f.ticket, -1, &r);
   if (status >= 0) expect_result(&f, &r);
@@ -391,11 +418,13 @@ static void faults(void) {
   for (int n = 1; !is_left; n++) {
     int status;
     atomic_store(&calls_until_fault, n);
-    do status = try(task++, BLOCKS_TASK, n % 2); while (status == KVL_ERR_IO);
+    do status = try(task++, BLOCKS_TASK, n % 2);
+    while (status == KVL_ERR_IO);
     is_left = atomic_exchange(&calls_until_fault, 0) > 0;
     EXPECT(status == KVL_ERR_DEVICE ? !!strstr(kvl_last_error(), "device fails") : is_left);
     faulty += status == KVL_ERR_DEVICE;
-    do status = try(task++, BLOCKS_TASK, 1); while (status == KVL_ERR_IO);
+    do status = try(task++, BLOCKS_TASK, 1);
+    while (status == KVL_ERR_IO);
     EXPECT(status == 1 && task < 2000);
   }
   kvl_stream_close(stream);
@@ -406,7 +435,7 @@ static void faults(void) {
 static void open_faults(kvl_device *dev, const kvl_prefetch_options *o) {
   for (int n = 1, status = KVL_ERR_DEVICE; status < 0; n++) {
     atomic_store(&calls_until_fault, n);
-    status = kvl_prefetch_open(dev, &store, o, &engine);
+    status = kvl_prefetch_open(dev, &store, o, &prefetcher);
     EXPECT(status == KVL_ERR_DEVICE || (status == 0 && n > o->workers * 5));
     EXPECT(store.refs == 1 + (status == 0));
   }
@@ -427,7 +456,7 @@ int main(int argc, char **argv) {
   if (is_order) in_order(), expect_stop();
   else if (!strcmp(what, "faults")) faults();
   else stress(argc > 2 ? atoi(argv[2]) : 1000);
-  kvl_prefetch_close(engine);
+  kvl_prefetch_close(prefetcher);
   EXPECT(store.refs == 1 && kv.storage->refs == 1);
   kvl_tensor_close(&kv);
   kvl_device_close(dev);

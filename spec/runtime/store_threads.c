@@ -42,8 +42,7 @@ static void *work(void *seed) {
     if (server && !seed && round == rounds / 2) kill(server, SIGKILL);
     if (what < 5) {
       memset(bytes, (int)(state >> 24), BYTES_MAX);
-      if (kvl_store_put(store, &key, 3, bytes, bytes_of(i)) != 1 && !server)
-        fail("put");
+      if (kvl_store_put(store, &key, 3, bytes, bytes_of(i)) != 1 && !server) fail("put");
     } else if (what < 13) {
       int found = kvl_store_get(store, &key, 3, bytes, bytes_of(i));
       if (found < 0) fail("get");

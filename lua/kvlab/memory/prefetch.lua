@@ -23,7 +23,7 @@ local tensor = require "kvlab.tensor.tensor"
 local C, check = library.C, library.check
 local M = {}
 
-local out_engine, out_ticket = ffi.new "kvl_prefetch *[1]", ffi.new "kvl_ticket *[1]"
+local out_handle, out_ticket = ffi.new "kvl_prefetch *[1]", ffi.new "kvl_ticket *[1]"
 local options_c, task = ffi.new "kvl_prefetch_options", ffi.new "kvl_prefetch_task"
 local result_c, stats_c = ffi.new "kvl_prefetch_result", ffi.new "kvl_prefetch_stats"
 local key_pointer, block_array = ffi.typeof "const kvl_key *", ffi.typeof "int32_t[?]"
@@ -115,7 +115,7 @@ function Ticket:close()
   self.handle = nil
 end
 
--- ---- engine ---------------------------------------------------------------------------
+-- ---- prefetcher -----------------------------------------------------------------------
 
 ---@class kvlab.Prefetch
 local Prefetch = { URGENT = 0, HIGH = 1, NORMAL = 2, LOW = 3 }
@@ -144,13 +144,13 @@ function M.prefetch(o)
   options_c.max_pending = option "max_pending_prefetch"
   options_c.bytes_staging = option "bytes_staging"
   local dev = require("kvlab.tensor.device").device(o.device)
-  check(C.kvl_prefetch_open(dev, o.store.handle, options_c, out_engine))
+  check(C.kvl_prefetch_open(dev, o.store.handle, options_c, out_handle))
   return setmetatable({ device = dev, store = o.store, buffer = block_array(64),
-    room = 64, handle = ffi.gc(out_engine[0], C.kvl_prefetch_close) }, Prefetch)
+    room = 64, handle = ffi.gc(out_handle[0], C.kvl_prefetch_close) }, Prefetch)
 end
 
 local function handle_of(self)
-  return self.handle or error("prefetch: the engine is closed", 3)
+  return self.handle or error("the prefetcher is closed", 3)
 end
 
 local TASK = {
@@ -201,7 +201,7 @@ end
 --                 seconds to wait while max_pending_prefetch tasks wait
 ---@return kvlab.PrefetchTicket|nil, string|nil  nil, "full"
 function Prefetch:submit(o)
-  local engine = handle_of(self)
+  local handle = handle_of(self)
   options.check("submit", o, TASK)
   local cache, first = o.cache, o.first_layer or 0
   local layers = o.layers or cache.layers - first
@@ -217,7 +217,7 @@ function Prefetch:submit(o)
   cache.tier:written(first, layers, o.blocks)
   local memory = cache.memory:narrow(first, layers)
   task.memory = memory
-  local status = C.kvl_prefetch_submit(engine, task, us, out_ticket)
+  local status = C.kvl_prefetch_submit(handle, task, us, out_ticket)
   memory:free()
   if check(status) == 0 then return nil, "full" end
   return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close) }, Ticket)

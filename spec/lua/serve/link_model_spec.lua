@@ -1,4 +1,4 @@
---- The modelled prefetch engine against times worked out by hand; the priorities; what a
+--- The modelled prefetcher against times worked out by hand; the priorities; what a
 -- step costs.
 local kv = require "kvlab"
 local link_model = require "kvlab.serve.link_model"
