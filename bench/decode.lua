@@ -1,13 +1,13 @@
 --- Paged decode attention over random block tables, 32 query heads on 8 KV heads of
--- 128, block 16: dense (P1, P2, P3), with f8e4m3 memory, of lengths that differ by much,
--- and sparse (P4); on the CPU P14. Limit: every K and V, or what is selected, once at the
--- read bandwidth of the same run.
+-- 128, block 16: dense (P1, P2, P3), with f8e4m3 memory, with lengths that differ a lot,
+-- and sparse (P4). P14 is dense decode on the CPU. Limit: reading K and V once, of all
+-- tokens or of the selected ones, at the read bandwidth of the same run.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
 local KV_HEADS, BLOCK = paged.KV_HEADS, paged.BLOCK
 
---- Compare the heads of one KV head with attention over gathered blocks.
+--- Compares the heads of one KV head with attention over gathered blocks.
 ---@param blocks kvlab.Tensor  i32 [n], physical; they hold `tokens`
 local function check_group(w, s, g, blocks, tokens)
   kv.scope(function()
@@ -21,7 +21,7 @@ local function check_group(w, s, g, blocks, tokens)
   end)
 end
 
---- The parts of every decode: lens has a length for each sequence.
+--- The tensors that every decode needs, and `run`. lens has a length for each sequence.
 local function work_of(b, lens, dtype)
   local dev, seqs, w = b.device, #lens, {}
   local tables, blocks = paged.random_tables(dev, lens)
@@ -55,7 +55,7 @@ local function dense(lens, dtype)
   end
 end
 
---- Decode over `share` of the blocks, others for every KV head.
+--- Decode over `share` of the blocks; every KV head reads other blocks.
 local function sparse(lens, share)
   return function(b)
     local w = work_of(b, lens, "bf16")
@@ -82,7 +82,7 @@ local function same(seqs, len)
   return lens
 end
 
---- Lengths as a server sees them: the i-th has 1/i of the longest.
+--- Lengths as a server sees them: the i-th is 1/i of the longest.
 local function zipf(seqs, longest)
   local lens = {}
   for i = 1, seqs do lens[i] = math.max(1, math.floor(longest / i)) end

@@ -1,5 +1,6 @@
---- Choosing blocks by hashes: the fused selection of 30% by 64 bits (P7), a row for each
--- KV head of each sequence; and Hamming scores of token hashes (P8).
+--- Choosing blocks by hashes. P7 is the fused selection of 30% of the blocks by 64-bit
+-- hashes, with a row for each KV head of each sequence. P8 is Hamming scores of token
+-- hashes.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
@@ -7,16 +8,16 @@ local tensor = require "kvlab.tensor.tensor"
 
 local KV_HEADS, DIM, BLOCK, GROUP = paged.KV_HEADS, paged.DIM, paged.BLOCK, paged.GROUP
 
---- Random u64, of any shape.
+--- Random u64 of any shape, and the tensor that holds their memory.
 local function random_words(dev, shape, seed)
   local count = 2
   for _, size in ipairs(shape) do count = count * size end
   local halves = kv.randint(dev, "i32", { count },
     { seed = seed, low = -2 ^ 31, high = 2 ^ 31 - 1 })
-  return tensor.wrap(dev, "u64", shape, halves.ptr), halves -- which must live as long
+  return tensor.wrap(dev, "u64", shape, halves.ptr), halves -- halves must live as long
 end
 
---- Hashes for `seqs` sequences of `blocks` blocks, tables in random order, lengths.
+--- Hashes, tables in random order and lengths for `seqs` sequences of `blocks` blocks.
 local function inputs(dev, seqs, heads, blocks, words, is_token)
   local lens = {}
   for i = 1, seqs do lens[i] = blocks * BLOCK end
@@ -38,7 +39,7 @@ local function nearest(given, q, planes, budget, selection)
   return function() kv.check(kv.C.kvl_select_hamming(call)) end
 end
 
---- Sequence s against the CPU, which finds the same by another program.
+--- Compares sequence s with the CPU, which selects by another program.
 local function check_sequence(given, q, planes, budget, selection, s)
   local cpu = kv.device "cpu"
   kv.scope(function()
@@ -80,7 +81,7 @@ end
 
 -- ---- P8 -------------------------------------------------------------------------------
 
---- The first and last sequence against the CPU.
+--- Compares the first and last sequence with the CPU.
 local function check_scores(given, q, scores)
   local cpu = kv.device "cpu"
   for _, s in ipairs { 0, q:size(0) - 1 } do

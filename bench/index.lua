@@ -1,15 +1,15 @@
---- Logits of an indexer, 64 heads of 128 in f8e4m3 (P11): prefill, where the newest rows
--- of a sequence look at the tokens up to their own, against the f8e4m3 GEMM of the same
--- run; decode over blocks of 64 in random order against the read bandwidth. Flops: 2 *
--- heads * dim for each pair of a row and a token. The CPU, whose kernels multiply in f32,
--- is held against sgemm. Targets: what DeepGEMM was seen at.
+--- Logits of an indexer, 64 heads of 128 in f8e4m3 (P11). In prefill, each of the newest
+-- rows of a sequence looks at the tokens up to its own; the limit is the f8e4m3 GEMM of
+-- the same run. Decode has blocks of 64 in random order; the limit is the read bandwidth.
+-- Flops: 2 * heads * dim for each pair of a row and a token. On the CPU, whose kernels
+-- multiply in f32, the limit is sgemm. Targets: what DeepGEMM was measured at.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
 local HEADS, DIM, BLOCK = 64, 128, 64
 local FLOPS_PAIR = 2 * HEADS * DIM
 
---- Queries as logits take them: q in f8e4m3, and weights with its scales.
+--- Queries as the logits op takes them: q in f8e4m3, and weights times the scales of q.
 local function queries(dev, rows)
   return kv.scope(function()
     local q = kv.randn(dev, "bf16", { rows, HEADS, DIM }, { seed = 2 })
@@ -18,7 +18,7 @@ local function queries(dev, rows)
   end)
 end
 
---- Row r of some logits against products, relu and sums in f32.
+--- Compares row r of the logits with products, relu and sums in f32.
 local function check_row(w, r, k, scales, got)
   kv.scope(function()
     local q = w.q:index(r):cast "f32"
@@ -54,7 +54,7 @@ local function prefill(rows, tokens)
   end
 end
 
---- index-K memory of `blocks` blocks with random keys, filled in pieces.
+--- An index-K cache of `blocks` blocks with random keys, filled piece by piece.
 local function random_memory(dev, blocks)
   local index, piece = kv.index_cache { device = dev, blocks = blocks }, 4096
   for from = 0, blocks - 1, piece do

@@ -1,6 +1,6 @@
 --- A whole decode step (P13): Llama-8B's shape with random weights, one sequence of 1K
--- tokens, launched from Lua or replayed from a graph. Limit: its weights once at the read
--- bandwidth of the same run. It is end to end: the host's part of a step is in the time.
+-- tokens, launched from Lua or replayed from a graph. The time includes what the host
+-- does in a step. Limit: reading the weights once at the read bandwidth of the same run.
 local kv = require "kvlab"
 local llama = require "models.llama"
 
@@ -11,7 +11,7 @@ local LLAMA_8B = {
   rms_norm_eps = 1e-5,
 }
 
---- The same with fewer and smaller layers, for where nobody waits for 16 GB.
+--- Llama-8B on a GPU. Otherwise fewer and smaller layers, which need no 16 GB.
 local function config_of(b)
   if b.kind == "cuda" and not b.quick then return LLAMA_8B end
   local small = {}
@@ -23,8 +23,8 @@ local function config_of(b)
   return small
 end
 
---- A decoded token's logits are those that prefill gives it. The third time, an engine
--- that records replays.
+--- Checks that a token gets the same logits from decode as from prefill. It decodes three
+-- times, so an engine with `graph` has recorded the step by then and replays it.
 local function check(engine, tokens)
   local last = table.remove(tokens)
   local seq, whole, got = engine:sequence(), engine:sequence(), nil

@@ -6,8 +6,8 @@ local MIB = 1024 * 1024
 
 -- ---- P9: scattered blocks -------------------------------------------------------------
 
---- Two memories of `bytes` in blocks of `block_bytes`, the far one pinned, and a random
--- order of the far one's blocks.
+--- Two memories of `bytes` in blocks of `block_bytes`: `far` is pinned, `near` is on the
+-- device. Also a random order of the blocks of `far`, which are copied to `near`.
 local function scattered(b, block_bytes, bytes)
   local size, blocks = block_bytes / 512, bytes / block_bytes -- one KV head of 128, bf16
   local shape = { blocks, 2, 1, size, 128 }
@@ -36,7 +36,7 @@ local function gather(block_bytes)
   end
 end
 
---- What there is without the gather: a copy for each block.
+--- The same without the gather: a copy for each block.
 local function loop_of_copies(block_bytes)
   return function(b)
     local bytes = 64 * MIB
@@ -54,8 +54,8 @@ end
 
 -- ---- P10: an offloaded decode step ----------------------------------------------------
 
---- Microseconds of a step of sequences at one length, median; before(i) runs untimed.
--- Returns how many steps there were, too.
+--- The median time in microseconds of a decode step of sequences of one length, and the
+-- number of steps. before(i) runs untimed before step i.
 local function time_steps(b, s, list, context, before)
   local times, steps = {}, 0
   local function step()
@@ -82,9 +82,10 @@ local function synthetic_of(b, o, offload)
   return s, list, context
 end
 
---- A decode step with KV in host memory. Its bound: what it brings at the link's speed,
--- or the same step with nothing to bring (KV on the device, or all in the hot cache).
--- angle: how far queries turn from step to step, so that a hot cache has to fetch.
+--- A decode step with KV in host memory. Its bound is the longer of two times: the bytes
+-- that it fetches at the link's speed, and the same step with nothing to fetch (KV on the
+-- device, or all of it in the hot cache). angle: how far queries turn from step to step,
+-- so that a hot cache has to fetch.
 local function step_of(o)
   return function(b)
     local link, compute = b:limit "L", nil
@@ -113,8 +114,9 @@ local function step_of(o)
   end
 end
 
---- A whole prefill through the ring, in chunks of one block of 1024 tokens. bound: the
--- bytes at the link's speed, or the same prefill with KV on the device.
+--- A whole prefill through the ring, in chunks of one block of 1024 tokens. Its bound is
+-- the longer of two times: the bytes at the link's speed, and the same prefill with KV on
+-- the device.
 local function prefill_of(context)
   return function(b)
     local layers = b.device:is_cpu() and 1 or 32
@@ -143,7 +145,7 @@ local function prefill_of(context)
   end
 end
 
--- A step takes at most 1.05 times what the longer of transfer and compute takes.
+-- The target: a step takes at most 1.05 times as long as its bound.
 local HIDDEN = { of_limit = 1 / 1.05 }
 
 local function full() return kv.policy "full" end
@@ -155,8 +157,8 @@ end
 
 -- ---- P12: the host's share ------------------------------------------------------------
 
---- Host microseconds of a step of 32 layers, Quest over a hot cache, launched from Lua or
--- replayed; and the device's.
+--- The microseconds that the host takes for a step of 32 layers with Quest over a hot
+-- cache, launched from Lua or replayed. The note has the time of the device.
 local function host_share(recorded)
   return function(b)
     local context = b.device:is_cpu() and 512 or 8192

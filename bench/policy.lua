@@ -1,6 +1,6 @@
---- What a policy costs the host: microseconds of Lua and launches for one layer of a
--- decode step (append, summarise, score, select, attend), on a context so small that the
--- kernels hardly count; and what a million temporary tensors cost.
+--- What a policy costs the host (H1): the microseconds of Lua and launches for one layer
+-- of a decode step (append, summarise, score, select, attend). The context is so small
+-- that the kernels hardly count. H2 is what a million temporary tensors cost.
 local kv = require "kvlab"
 
 local SEQS, LENGTH, LAYERS, ROUNDS = 4, 64, 32, 20
@@ -27,8 +27,8 @@ local function stepper(dev, name)
   end
 end
 
---- Host microseconds a layer: on a GPU launches are asynchronous, so this is Lua and
--- driver time; on the CPU it holds the (tiny) kernels too.
+--- Host microseconds for each layer. On a GPU launches are asynchronous, so this is the
+-- time of Lua and the driver; on the CPU it includes the (tiny) kernels.
 local function host_time(name)
   return function(b)
     local step, best = stepper(b.device, name), {}

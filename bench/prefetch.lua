@@ -1,8 +1,9 @@
---- Prefetch: what tasks cost (E30), records of a store to the device (E31, E32) and to
--- the host tier (E33), and how much of it compute hides (E34). The store is in memory:
--- its speed is that of checking and copying a record, on a core for each worker.
+--- Prefetch: the cost of a task (E30), bringing records from a store to the device (E31,
+-- E32) and to the host tier (E33), and how much of this compute hides (E34). The store is
+-- in memory, so a worker is as fast as one core checks and copies records.
 --
--- Times are the host's, from the first submit until the last task is over: medians of 31.
+-- Times are the host's, from the first submit until the last task is over; the median of
+-- 31.
 local kv = require "kvlab"
 
 local KIB, MIB, REPEATS = 1024, 1024 * 1024, 31
@@ -21,8 +22,8 @@ local function median_of(fn)
   return kv.statistics.median(times)
 end
 
---- A store with random blocks of `layers` layers, a cache that can hold them in another
--- order, and a prefetcher.
+--- A store with random blocks of `layers` layers, a cache with room for them, which takes
+-- them in reverse order, and a prefetcher.
 local function new_rig(b, o)
   local layers, blocks = o.layers or 1, o.blocks
   local rig = { layers = layers, blocks = blocks, places = {} }
@@ -43,7 +44,7 @@ local function new_rig(b, o)
   return rig
 end
 
---- Blocks first ... first + n - 1 of the store to their places.
+--- Submits a task for the store's blocks first ... first + n - 1.
 local function submit(rig, first, n)
   local blocks = {}
   for i = 1, n do blocks[i] = rig.places[first + i] end
@@ -51,7 +52,7 @@ local function submit(rig, first, n)
     keys = rig.keys + first, blocks = blocks }
 end
 
---- All blocks, in tasks of n.
+--- Brings all blocks, in tasks of n blocks.
 local function bring_all(rig, n)
   local tickets = {}
   for first = 0, rig.blocks - 1, n do tickets[#tickets + 1] = submit(rig, first, n) end
@@ -77,7 +78,7 @@ local function close(rig)
   rig.store:close()
 end
 
---- Tasks of no blocks: what the queue, a worker and a wait cost.
+--- Tasks without blocks show what the queue, a worker and a wait cost.
 local function empty_tasks(workers)
   return function(b)
     local rig = new_rig(b, { record_bytes = 64 * KIB, blocks = 1, workers = workers })
@@ -107,12 +108,13 @@ local function records(record_bytes, workers, pinned)
   end
 end
 
---- A request's layers, brought while those before are computed with: products that take
--- as long as a layer takes to arrive. Bound: the longer of both alone.
+--- The layers of a request, brought while compute uses the layers before them. Compute is
+-- matrix products that take as long as a layer takes to arrive. Bound: the longer of
+-- prefetch alone and compute alone.
 local function beside_compute(record_bytes, workers)
   return function(b)
     local layers = b.kind == "cpu" and 4 or 16
-    local bytes = (b.kind == "cpu" and 4 or 16) * MIB -- of a layer
+    local bytes = (b.kind == "cpu" and 4 or 16) * MIB -- for each layer
     local rig = new_rig(b, { record_bytes = record_bytes, workers = workers,
                              blocks = bytes / record_bytes, layers = layers })
     local size = b.kind == "cpu" and 512 or 2048

@@ -1,13 +1,14 @@
 --- Prefill attention over paged memory, 32 query heads on 8 KV heads of 128, block 16,
--- random tables (P5; on the CPU P15, against sgemm). Flops: 4 * head_dim for each head
--- and each pair of a query and a key that it sees. Limit: the GEMM of the same run.
--- Targets of P5: the most that torch's cuDNN attention, over contiguous KV, was seen at.
+-- random tables. P5 is on a GPU, P15 on the CPU. Flops: 4 * head_dim for each head and
+-- each pair of a query and a key that it sees. Limit: the GEMM of the same run (sgemm on
+-- the CPU). Targets of P5: the best that torch's cuDNN attention over contiguous KV
+-- reached.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
 local HEADS, DIM, BLOCK = paged.HEADS, paged.DIM, paged.BLOCK
 
---- Some rows of two heads, each on its own over the keys that it sees.
+--- Checks some rows of two heads, each against attention over the keys that it sees.
 local function check(w, chunk, history, is_causal)
   for _, head in ipairs { 0, HEADS - 1 } do
     local g = math.floor(head / paged.GROUP)
@@ -26,8 +27,8 @@ local function check(w, chunk, history, is_causal)
   end
 end
 
---- A chunk of queries; causal: the newest tokens, after `history` others; else it sees
--- `history` tokens, all of them.
+--- A chunk of queries. Causal: they are the newest tokens, after `history` others.
+-- Otherwise every query sees all of `history` tokens, and no others.
 local function prefill(chunk, history, is_causal)
   return function(b)
     local dev, keys = b.device, is_causal and history + chunk or history

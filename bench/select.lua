@@ -1,6 +1,6 @@
---- Choosing blocks: exact top-k of f32 rows (P6), through the top-k op and through
--- select, with what positions become and tile by tile (E8), and the scores of Quest's
--- bound (P8).
+--- Choosing blocks. P6 is exact top-k of f32 rows, through the top-k op and through
+-- select. E8 is top-k of tokens: as positions, as places, and tile by tile. P8 is the
+-- scores of Quest's bound.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -8,13 +8,13 @@ local KV_HEADS, DIM, BLOCK = paged.KV_HEADS, paged.DIM, paged.BLOCK
 
 -- ---- P6 -------------------------------------------------------------------------------
 
---- Rows of normal numbers; clustered: 1 + 1e-3 N(0, 1), where high bits do not tell.
+--- Rows of N(0, 1); clustered: of 1 + 1e-3 N(0, 1), whose high bits are nearly all equal.
 local function rows_of(b, rows, n, is_clustered)
   return kv.randn(b.device, "f32", { rows, n },
     { seed = 1, mean = is_clustered and 1 or 0, std = is_clustered and 1e-3 or 1 })
 end
 
---- The first and last rows against the CPU, whose top-k is another program.
+--- Compares the first and last rows with the CPU, whose top-k is another program.
 local function check_rows(x, got, k, is_ascending)
   local cpu = kv.device "cpu"
   for _, row in ipairs { 0, x:size(0) - 1 } do
@@ -31,7 +31,7 @@ local function check_rows(x, got, k, is_ascending)
   end
 end
 
---- by_index: the same k in index order, as a selection wants them.
+--- by_index: the same k indices in ascending order, as a selection needs them.
 local function topk(rows, n, k, is_clustered, by_index)
   local which = kv.C.KVL_TOPK_LARGEST + (by_index and kv.C.KVL_TOPK_BY_INDEX or 0)
   return function(b)
@@ -63,14 +63,14 @@ end
 
 local BLOCK_SIZE = 64
 
---- Tables in which every sequence has all of its n tokens, and a check of places by them.
+--- Block tables in random order, with blocks for n tokens in each of `rows` sequences.
 local function places_of(b, rows, n)
   local width = math.ceil(n / BLOCK_SIZE)
   local _, order = kv.rand("cpu", "f32", { 1, rows * width }, { seed = 5 }):sort()
   return order:reshape({ rows, width }):to(b.device)
 end
 
---- Places as positions again, by a table of one row.
+--- Turns the places of one row back into positions by its block table.
 local function positions_of(places, table_row)
   local logical, list = {}, {}
   for b, block in ipairs(table_row:list()) do logical[block] = b - 1 end
@@ -80,7 +80,8 @@ local function positions_of(places, table_row)
   return kv.from("cpu", "i32", { #list }, list)
 end
 
---- to: positions or places; fused: in one op, or positions and then their transform.
+--- to: "positions" or "places". fused: one op makes them; otherwise one op finds the
+-- positions and a second one transforms them.
 local function transform(rows, n, k, to, fused)
   return function(b)
     local x, dev = rows_of(b, rows, n), b.device
@@ -106,7 +107,7 @@ local function transform(rows, n, k, to, fused)
   end
 end
 
---- Running top-k over tiles, which lie one behind the other as they would be computed.
+--- Running top-k over tiles, each a tensor of its own, as an indexer computes them.
 local function tiles(rows, n, k, tile)
   return function(b)
     local x, dev = rows_of(b, rows, n), b.device
@@ -139,7 +140,8 @@ end
 
 -- ---- P8 -------------------------------------------------------------------------------
 
---- sum_d max(q_d min_d, q_d max_d) = max(q, 0) . max + min(q, 0) . min, as two products.
+--- Compares with the bound as two matrix products:
+-- sum_d max(q_d min_d, q_d max_d) = max(q, 0) . max + min(q, 0) . min.
 local function check_quest(q, summary, tables, scores, blocks)
   for _, at in ipairs { { 0, 0 }, { q:size(0) - 1, KV_HEADS - 1 } } do
     kv.scope(function()
@@ -163,7 +165,7 @@ local function quest(seqs, len)
     local dev, blocks, lens = b.device, len / BLOCK, {}
     for i = 1, seqs do lens[i] = len end
     local tables, count = paged.random_tables(dev, lens)
-    local apart = kv.from(dev, "bf16", { 2, 1, 1 }, { -8, 8 }) -- each min below its max
+    local apart = kv.from(dev, "bf16", { 2, 1, 1 }, { -8, 8 }) -- min below max
     local summary = kv.randn(dev, "bf16", { count, 2, KV_HEADS, DIM }, { seed = 1 })
     summary:add(apart, summary)
     local q = kv.randn(dev, "bf16", { seqs, paged.HEADS, DIM }, { seed = 2 })

@@ -1,6 +1,7 @@
---- The small kernels between the products of a step, Llama-8B's shapes: a prefill chunk
--- of 8192 tokens and a decode step of 64. Limit: what they have to read and write, once,
--- at the read bandwidth of the same run (writing is slower: a copy reaches about 0.9).
+--- The small kernels between the matrix products of a step, with Llama-8B's shapes: a
+-- prefill chunk of 8192 tokens and a decode step of 64. Limit: the bytes that they have
+-- to read and write at the read bandwidth of the same run. (Writing is slower: a copy
+-- reaches about 0.9.)
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 

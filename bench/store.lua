@@ -1,6 +1,6 @@
---- Block stores: records put (E20) and got (E21), keys looked up (E22), by one thread of
--- the host. lmdb: in a temporary file, or --set lmdb=FILE; redis: --set redis=URL, else
--- it has no rows.
+--- Block stores: putting records (E20), getting them (E21) and looking up keys (E22), by
+-- one thread of the host. lmdb uses a temporary file, or the one of --set lmdb=FILE.
+-- redis has rows only with --set redis=URL.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local set = require("kvlab.command_line").set
@@ -10,7 +10,8 @@ local KIB, ROUNDS, BYTES = 1024, 7, 128 * 1024 * 1024
 
 local function clock_us() return tonumber(C.kvl_clock_ns()) * 1e-3 end
 
---- An open store, `count` keys of its own, and what closes it and takes it away.
+--- Returns an open store, `count` keys, and a function that removes the records,
+-- closes the store and removes its file.
 local function open(kind, count)
   local file = kind == "lmdb" and (set.lmdb or os.tmpname())
   if file then os.remove(file) end
@@ -27,10 +28,10 @@ local function open(kind, count)
   end
 end
 
---- Microseconds of one of `count` calls of fn(i), the median of rounds.
+--- The microseconds of one of `count` calls of fn(i): the median of the rounds.
 local function time(count, fn)
   local rounds = {}
-  for round = 0, ROUNDS do -- the first one makes memory and file
+  for round = 0, ROUNDS do -- round 0 allocates memory and file
     local start = clock_us()
     for i = 0, count - 1 do fn(i) end
     rounds[round] = (clock_us() - start) / count

@@ -1,13 +1,14 @@
---- Attention over listed tokens, 2048 a row, 32 query heads on 8 KV heads of 128: what
--- an indexer selects (E9). Decode: at random of 131072 tokens; prefill: of half as many.
--- Limit: K and V of every entry of a list once at the read bandwidth of the same run,
--- which rows of a prompt beat, since the L2 has what they share.
+--- Attention over listed tokens, as an indexer selects them (E9): 2048 tokens a row, 32
+-- query heads on 8 KV heads of 128. The tokens are chosen at random, for decode from
+-- 131072 tokens, for prefill from half as many. Limit: K and V of every entry of every
+-- list, read at the read bandwidth of the same run. Rows of a prompt can be faster,
+-- because the L2 holds the tokens that they share.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
 local KV_HEADS, BLOCK, DIM = paged.KV_HEADS, paged.BLOCK, paged.DIM
 
---- Compare the heads of KV head g of a row with attention over gathered tokens.
+--- Compares the heads of KV head g of a row with attention over gathered tokens.
 local function check_row(w, row, g)
   kv.scope(function()
     local places = w.places:index(row)
@@ -22,7 +23,7 @@ local function check_row(w, row, g)
   end)
 end
 
---- rows lists of k among `tokens`, at random.
+--- A list of k random tokens out of `tokens` for each of `rows` rows.
 local function listed(rows, k, tokens)
   return function(b)
     local dev, w = b.device, {}

@@ -1,13 +1,14 @@
-/* One struct of arguments per op: raw pointers and sizes, checked by the runtime before a
- * launcher sees them. Nothing here knows tensors, Lua or allocation.
+/* Every op has a struct of arguments here: raw pointers and sizes, which the runtime checks
+ * before it calls a launcher. Nothing here knows tensors, Lua or allocation.
  *
- * A launcher is `int name(const void *args, void *queue)`: args points to the op's struct
- * (copied before an asynchronous start), queue is the backend's own (CUDA: struct
- * kvl_cuda_queue *; CPU: struct kvl_cpu_job *). It returns 0 or a negative kvl_status.
+ * A launcher is `int name(const void *args, void *queue)`. args points to the op's struct,
+ * which is copied before an asynchronous start. queue belongs to the backend: CUDA passes a
+ * struct kvl_cuda_queue *, the CPU a struct kvl_cpu_job *. A launcher returns 0 or a negative
+ * kvl_status.
  *   CPU   kvl_cpu_<op>_<isa>   kernels/cpu/<op>.c, compiled once per instruction set
  *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu
- * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers are NULL. Counts
- * of 0 are legal everywhere and launch nothing. */
+ * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers may be NULL.
+ * Any count may be 0; the op then launches nothing. */
 #ifndef KVL_KERNELS_H
 #define KVL_KERNELS_H
 
@@ -78,8 +79,9 @@ enum kvl_op {
 
 typedef int kvl_kernel(const void *args, void *queue);
 
-/* What a CPU kernel tells of its run: the bytes that it took over the link, for the emulated
- * one. A kernel adds to it; most have nothing to add. */
+/* What a CPU kernel reports about its run: the bytes that it moved over the link, per
+ * direction, so that an emulated link can model their time. A kernel adds to the counts; most
+ * kernels move nothing. */
 enum { KVL_LINK_TO_DEVICE, KVL_LINK_TO_HOST };
 struct kvl_cpu_job {
   int64_t bytes_link[2];
@@ -117,8 +119,9 @@ struct kvl_unary_args {
   int32_t op, dtype;
 };
 
-/* out[i...] = a[i . a_stride] op b[i . b_stride]; strides in elements, 0 = broadcast. b NULL:
- * the scalar. Adjacent dims are merged where both strides allow, so ndim is often 1. */
+/* out[i...] = a[i . a_stride] op b[i . b_stride]. Strides are in elements, and 0 broadcasts.
+ * If b is NULL, the scalar takes its place. Adjacent dims are merged where the strides of
+ * both operands allow it, so ndim is often 1. */
 struct kvl_binary_args {
   const void *a, *b;
   void *out;
@@ -139,7 +142,7 @@ struct kvl_reduce_args {
   const void *a;
   void *out;
   int64_t outer, n, inner;
-  void *workspace; /* as many bytes as kvl_backend's workspace() says, here and below */
+  void *workspace; /* here and below: of the size that kvl_backend's workspace() returns */
   int32_t op, dtype, out_dtype;
 };
 struct kvl_softmax_args {
@@ -165,7 +168,7 @@ struct kvl_topk_args {
   void *workspace;
   int32_t largest, by_index;
 };
-/* Batch strides in elements; 0 shares b. */
+/* Batch strides are in elements. With b_stride 0, all batches share b. */
 struct kvl_matmul_args {
   const void *a, *b;
   void *out;
@@ -173,7 +176,7 @@ struct kvl_matmul_args {
   void *workspace;
   int32_t transpose_b, dtype, out_dtype;
 };
-/* Rows are runs of bytes_row bytes. */
+/* A row is bytes_row bytes long. */
 struct kvl_gather_rows_args {
   const void *src;
   const int32_t *index;
@@ -224,14 +227,14 @@ struct kvl_silu_mul_args {
   int32_t dtype;
 };
 
-/* One layer's KV memory [blocks, 2, kv_heads, block_size, head_dim]. Element (block b,
- * half h, KV head g, token t, d) lies at (((b * 2 + h) * kv_heads + g) * block_size + t)
- * * head_dim + d: compute in int64. */
+/* One layer's KV memory [blocks, 2, kv_heads, block_size, head_dim]. Element d of block b,
+ * half h (0: K, 1: V), KV head g and token t lies at (((b * 2 + h) * kv_heads + g) *
+ * block_size + t) * head_dim + d. Compute this in int64. */
 struct kvl_cache_view {
   void *kv;
   int64_t blocks;
   int32_t kv_heads, block_size, head_dim, dtype;
-  int32_t pinned; /* in host memory: what is read or written crosses the link */
+  int32_t pinned;                 /* in host memory: all reads and writes cross the link */
   const float *k_scale, *v_scale; /* optional [kv_heads], of an f8e4m3 cache */
 };
 struct kvl_append_kv_args {
@@ -243,7 +246,7 @@ struct kvl_append_kv_args {
 };
 struct kvl_rope_append_args {
   struct kvl_cache_view cache;
-  void *q; /* in place; k and v stay */
+  void *q; /* changed in place; k and v stay as they are */
   const void *k, *v;
   const int32_t *positions;
   const float *inv_freq;
@@ -265,7 +268,7 @@ struct kvl_paged_attention_args {
   const int32_t *selection;         /* optional [seqs, selection_heads, max_selected] */
   const int32_t *slots;             /* optional [seqs, slot_heads, max_selected] */
   const float *alibi;               /* optional [heads] */
-  const float *prev_out, *prev_lse; /* optional: joined to the result */
+  const float *prev_out, *prev_lse; /* optional: merged with the result */
   void *out;
   float *lse; /* optional [tokens, heads] */
   void *workspace;
@@ -348,12 +351,15 @@ struct kvl_trim_selection_args {
   int32_t block_size, sink, recent;
 };
 
-/* The sum whose sign is a bit of a hash, so that every device finds the same one: products are
- * rounded, then added. Part p of KVL_HASH_PARTS adds those of dims p, p + 16, ... in this
- * order; then parts p and p + 8 are added, p and p + 4, p and p + 2, p and p + 1. Means are
- * sums of tokens, or of the group's heads, in their order: a count does not change a sign. */
+/* A bit of a hash is the sign of a sum. Every device adds in the order given here, so that
+ * all of them find the same bit. Products are rounded before they are added. Part p of
+ * KVL_HASH_PARTS adds the products of dims p, p + 16, ... in this order; then parts p and
+ * p + 8 are added, p and p + 4, p and p + 2, p and p + 1. To hash a mean of tokens, or of the
+ * heads of a group, their sum is taken, in their order: dividing it by their number would not
+ * change a sign. */
 enum { KVL_HASH_PARTS = 16, KVL_HASH_BITS_MAX = 1024 };
-/* Words of the query hashes that select_hamming takes for one list: kv_heads * words. */
+/* If all KV heads share one list, select_hamming takes at most this many words of query
+ * hashes, kv_heads * words. */
 enum { KVL_HASH_QUERY_MAX = 2048 };
 
 struct kvl_hash_rows_args {
@@ -370,9 +376,10 @@ struct kvl_block_hash_args {
   const float *planes;
   uint64_t *hashes;
   int64_t n, summary_rows;
-  int32_t bits, is_token; /* is_token: a hash a token */
+  int32_t bits, is_token; /* is_token: one hash per token */
 };
-/* Hashes [blocks, kv_heads, tokens, words]; tokens is 1, or block_size for a hash a token. */
+/* Hashes [blocks, kv_heads, tokens, words]. tokens is 1, or block_size if every token has a
+ * hash. */
 struct kvl_hash_view {
   const uint64_t *hashes;
   int64_t blocks;
@@ -406,7 +413,8 @@ struct kvl_quantise_rows_args {
   int64_t rows, dim;
   int32_t dtype; /* of x */
 };
-/* The scale of a row whose largest |x| is amax; x / scale is rounded to f8e4m3. */
+/* A row whose largest |x| is amax gets the scale max(amax, KVL_INDEX_AMAX_LEAST) / 448, and
+ * x / scale is rounded to f8e4m3. */
 #define KVL_INDEX_AMAX_LEAST 1e-4f
 struct kvl_hadamard_args {
   const void *x;
@@ -415,9 +423,9 @@ struct kvl_hadamard_args {
   float scale;
   int32_t dim, dtype; /* of x and out */
 };
-/* One layer's index-K memory, see runtime/kvlab.h: key of place (block b, offset t) at b *
- * block_size * (dim + 4) + t * dim, its scale at b * block_size * (dim + 4) + block_size * dim
- * + 4 * t. */
+/* One layer's index-K memory, see runtime/kvlab.h. The key of block b and offset t begins at
+ * byte b * block_size * (dim + 4) + t * dim, and its scale at byte b * block_size * (dim +
+ * 4) + block_size * dim + 4 * t. */
 struct kvl_index_view {
   uint8_t *memory;
   int64_t blocks;
@@ -455,13 +463,13 @@ struct kvl_mqa_logits_paged_args {
   int32_t heads, dtype;
 };
 
-/* What positions of tokens become, see kvl_transform. */
+/* How positions of tokens are transformed, see kvl_transform. */
 struct kvl_transform_view {
   const int32_t *tables;       /* optional [sequences, width] */
   const int32_t *row_sequence; /* optional [rows] */
   const int32_t *offsets;      /* optional [rows] */
   int64_t sequences, width;
-  int64_t rows_each; /* rows of a sequence, where row_sequence is NULL */
+  int64_t rows_each; /* rows per sequence, if row_sequence is NULL */
   int32_t block_size;
 };
 struct kvl_topk_transform_args {
@@ -500,7 +508,7 @@ struct kvl_ragged_places_args {
 };
 
 struct kvl_move_blocks_args {
-  struct kvl_cache_view src, dst; /* equal but for kv, blocks and pinned */
+  struct kvl_cache_view src, dst; /* may differ in kv, blocks and pinned only */
   const int32_t *from, *to;       /* [seqs, lanes, n] */
   int64_t *moved;                 /* optional */
   int64_t seqs, lanes, n;         /* lanes: 1 or kv_heads */
@@ -517,7 +525,7 @@ struct kvl_cut_selection_args {
 
 /* One layer of a hot cache, see runtime/kvlab.h. */
 struct kvl_hot_view {
-  struct kvl_cache_view memory; /* .blocks: slots */
+  struct kvl_cache_view memory; /* its .blocks is the number of slots */
   int32_t *slot_of;             /* [kv_heads, blocks] */
   int32_t *block_of, *order;    /* [kv_heads, slots] */
   const float *priority;        /* optional [kv_heads, blocks] */
@@ -552,8 +560,8 @@ struct kvl_hot_drop_args {
   int64_t n;
 };
 
-/* One layer's KV memory in vLLM's layout, see runtime/kvlab.h. Slice (block, KV head) of
- * either cache is head_dim * block_size elements; compute in int64. */
+/* One layer's KV memory in vLLM's layout, see runtime/kvlab.h. In either cache, one KV head
+ * of one block takes head_dim * block_size elements. Compute offsets in int64. */
 struct kvl_vllm_view {
   void *keys, *values;
   const float *k_scale, *v_scale; /* optional [1], of an f8e4m3 cache */
@@ -576,11 +584,11 @@ struct kvl_vllm_attention_args {
   void *workspace;
   int64_t seqs, heads, max_blocks;
   float scale;
-  int32_t version, dtype; /* 1 or 2; of q and out */
+  int32_t version, dtype; /* version: 1 or 2. dtype: of q and out */
 };
 
-/* The selectable blocks of a sequence of n blocks: the one definition, for both devices.
- * Callers on a GPU compile it for the device through KVL_INLINE. */
+/* How many blocks of a sequence of n blocks may be selected. This is the only definition, for
+ * both devices: KVL_INLINE makes nvcc compile it for the GPU, too. */
 #ifdef __CUDACC__
 #define KVL_INLINE static __host__ __device__ inline
 #else
@@ -590,7 +598,7 @@ struct kvl_vllm_attention_args {
 KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
   int32_t k = b.blocks;
   if (b.ratio >= 0) {
-    /* ceil, with room for the rounding of ratio * n: 0.1 * 30 must be 3 */
+    /* ceil, with room for the rounding error of ratio * n: 0.1 * 30 must be 3 */
     double x = b.ratio * n - 1e-9 * (n + 1);
     k = (int32_t)x;
     if (x > k) k++;
@@ -600,8 +608,9 @@ KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
   return k < n ? k : n;
 }
 
-/* The part of a tile of columns first ... first + n - 1 that belongs to a row: `count` columns
- * of the tile from `begin` on; `before` of the row's lie ahead of them. */
+/* The part of a tile that belongs to a row. The tile has the columns first ... first + n - 1.
+ * `count` columns belong to the row, from column `begin` of the tile on; `before` columns of
+ * the row lie before the tile. */
 struct kvl_window {
   int64_t begin, count, before;
 };
@@ -641,7 +650,8 @@ KVL_INLINE struct kvl_row_transform kvl__row_transform(const struct kvl_transfor
 KVL_INLINE int32_t kvl__transformed(struct kvl_row_transform t, int32_t position) {
   if (position < 0) return -1;
   if (t.block_size == 0) return position + t.offset;
-  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size; /* divides faster */
+  /* unsigned division is faster */
+  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size;
   if ((int64_t)(p / size) >= t.width) return -1;
   int32_t block = t.table[p / size];
   return block < 0 ? -1 : block * t.block_size + (int32_t)(p % size);

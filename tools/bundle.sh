@@ -7,19 +7,19 @@
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
 #   DIR/lua, spec, bench, runtime/*.h        as in the source tree
 #   DIR/VERSION, LICENSE      as in the source tree
-#   DIR/commit                what it was made from, for the manifests of experiments
+#   DIR/commit                the commit it was made from, for the manifests of experiments
 #
-# Not in it: the C library, the compiler's runtime and CUDA. cuBLAS is the target's, from
-# /usr/local/cuda/lib64 or LD_LIBRARY_PATH.
+# The bundle leaves out the C library, the compiler's runtime and CUDA. It takes cuBLAS from
+# the target machine, in /usr/local/cuda/lib64 or LD_LIBRARY_PATH.
 
-# Lua modules that no other package of ours brings: busted's requirements, and cjson.
+# The Lua modules that are copied: busted, the modules that it requires, and cjson.
 bundled_modules='busted luassert say mediator pl cliargs term system lfs cjson jit'
 
-# Before minutes of building: DIR is a bundle, or can be made one.
+# Checks that DIR is a bundle or can become one, before a build that takes minutes.
 claim_target() {
   if [ -e "$1" ] && [ ! -e "$1/bin/kvlab" ] &&
     { [ ! -d "$1" ] || [ -n "$(ls -A "$1")" ]; }; then
-    fail "$1 is there and is not a bundle"
+    fail "$1 exists and is not a bundle"
   fi
   { mkdir -p "$1" && [ -w "$1" ]; } 2>/dev/null || fail "$1 cannot be written to"
 }
@@ -66,7 +66,7 @@ bundle_modules() {
   done
 }
 
-# Copies the libraries that libkvlab.so and the REPL need and a target may lack.
+# Copies the libraries that libkvlab.so and the REPL need and that a target may lack.
 bundle_libraries() {
   {
     ldd "$bin/libkvlab.so"

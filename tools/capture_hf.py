@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Write what every attention layer of a Hugging Face model is given for one text.
+"""Write the inputs that every attention layer of a Hugging Face model gets for one text.
 
     python3 tools/capture_hf.py MODEL --text FILE --out DIR      # needs torch, transformers
     python3 tools/capture_hf.py MODEL --ids FILE --out DIR       # token ids, JSON or words
     python3 tools/capture_hf.py MODEL --random 320 --out DIR     # random token ids
 
-MODEL is a folder or a name on the hub. The text goes through the model once; an attention
-function registered with transformers sees q, k and v of each layer as attention gets them
-(rotated, k and v before they are repeated for groups) and what comes out. DIR gets
+MODEL is a folder or a name on the hub. The text goes through the model once. An attention
+function, registered with transformers, sees each layer's output and its q, k and v as
+attention gets them: rotated, with k and v not yet repeated for groups. DIR gets
 
     layer_000.safetensors   q, out [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]
     manifest.json           shapes, scale, dtype, token ids, versions; written last
 
-`./kvlab run lua/experiments/12_captured.lua --set capture=DIR` runs policies on it: the last
-tokens are decoded, which for a causal model is the same as having generated them. Attention
-has to be softmax(scale q.k) v over all tokens before: a model with sliding windows shorter
-than the text, soft caps, sinks or another mask is refused.
+`./kvlab run lua/experiments/12_captured.lua --set capture=DIR` runs policies on it. It decodes
+the last tokens of the text again, which for a causal model is the same as having generated them.
+Attention must be softmax(scale q.k) v over all tokens up to the query's own. The script refuses a
+model with sliding windows shorter than the text, soft caps, sinks or another mask.
 """
 import argparse, datetime, json, os, sys
 import torch
@@ -29,7 +29,7 @@ NAME = "kvlab_capture"
 
 
 class Capture:
-    """The attention function, and where it writes."""
+    """The attention function; it writes what it gets to `folder`."""
 
     def __init__(self, folder, layers):
         self.folder, self.wanted = folder, layers
@@ -46,7 +46,7 @@ class Capture:
         return out, weights
 
     def refuse(self, module, query, key, value, mask, more):
-        """Exits where attention is not what the capture stands for."""
+        """Exits if this attention is not the kind that a capture can hold."""
         tokens, window = query.shape[2], more.get("sliding_window")
         problems = [f"a {name}" for name in ("softcap", "s_aux", "position_bias") if more.get(name) is not None]
         if query.shape[0] != 1 or key.shape[2] != tokens:
@@ -100,11 +100,11 @@ def main():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", help="a text file, tokenised by the model's tokenizer")
     source.add_argument("--ids", help="a file of token ids")
-    source.add_argument("--random", type=int, help="so many random token ids")
+    source.add_argument("--random", type=int, help="the number of random token ids")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--tokens", type=int, help="only the first of them")
-    parser.add_argument("--layers", help="only these, such as 0,15,31")
-    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--tokens", type=int, help="use only this many, from the start")
+    parser.add_argument("--layers", help="write only these layers, such as 0,15,31")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of --random")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16 ...")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Whether every CUDA file compiles and assembles for an architecture, with warnings as
-# errors. Nothing is kept, and little is optimised: the large files take a tenth of the time.
+# Checks that every CUDA file compiles and assembles for an architecture, with warnings as
+# errors. The output is thrown away. Optimisation is low, so the large files take a tenth of
+# the time.
 # Usage: check_cuda.sh NUMBER, such as 80
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,9 +1,9 @@
 #!/bin/sh
-# compile_commands.sh CONFIG: writes build/compile_commands.json, from which clangd and other
-# tools know how each C file is compiled, if a makefile has changed since.
+# compile_commands.sh CONFIG: writes build/compile_commands.json, which tells clangd and other
+# tools how each C file is compiled. It does nothing if no makefile has changed since.
 #
 # The commands are those that `make -n` prints. A kernel is compiled once for each instruction
-# set; it is listed with the last of them, the widest. CUDA files are not listed: clang does
+# set; it is listed with the last of them, the widest. CUDA files are not listed, because clang does
 # not take nvcc's options.
 set -eu
 config=$1

@@ -1,8 +1,8 @@
 #!/bin/sh
-# format.sh [--check] [FILE...]: brings C and CUDA files, whose paths are from the root, into
-# the style of .clang-format; all of runtime/, kernels/ and spec/ when none is
-# named. --check changes nothing: it names the files that differ, with the number of lines,
-# and fails when there is one.
+# format.sh [--check] [FILE...]: formats C and CUDA files by .clang-format. Paths are relative
+# to the root; without a FILE it takes all of runtime/, kernels/ and spec/. --check changes
+# nothing: it prints the files that differ, with the number of lines, and fails if there are
+# any.
 set -eu
 cd "$(dirname -- "$0")/.."
 

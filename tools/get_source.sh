@@ -1,17 +1,18 @@
 #!/bin/sh
 # get_source.sh PACKAGE VERSIONS [RELEASE]: downloads a source package of Debian or Ubuntu
-# into the current folder, without root. VERSIONS is a basic regular expression; the newest
-# that it matches is taken, from this release of the system or else from RELEASE.
+# into the current folder, without root. VERSIONS is a basic regular expression. The newest
+# version that it matches is taken, from this release of the system if it has one, else from
+# RELEASE.
 #
-# apt fetches and verifies it from the mirrors that this machine uses already, with its
-# lists in a temporary folder, so the system's do not change.
+# apt fetches it from the mirrors that this machine uses already, and verifies it. It keeps
+# its lists in a temporary folder, so the system's lists do not change.
 set -eu
 
 package=$1 versions=$2 other=${3-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# This machine's binary sources as source-code sources, of release $1 instead of its own.
+# Writes this machine's list of mirrors for source packages of release $1.
 write_sources() {
   eval "$(apt-config shell list Dir::Etc::sourcelist/f parts Dir::Etc::sourceparts/d)"
   for file in "$list" "$parts"/*.list "$parts"/*.sources; do
@@ -36,13 +37,13 @@ END
 . /etc/os-release
 for release in "${VERSION_CODENAME:=$other}" $other; do
   write_sources "$release"
-  APT_CONFIG=$work/apt.conf apt-get update || true # a source without source code is fine
+  APT_CONFIG=$work/apt.conf apt-get update || true # not every mirror has source packages
   version=$(APT_CONFIG=$work/apt.conf apt-cache showsrc "$package" |
     sed -n "s/^Version: \($versions\)\$/\1/p" | sort -V | tail -n 1)
   [ -z "$version" ] || break
 done
 if [ -z "$version" ]; then
-  echo "no mirror of this machine has the source package $package $versions"
+  echo "get_source: no mirror of this machine has the source package $package $versions"
   exit 1
 fi
 APT_CONFIG=$work/apt.conf apt-get source --download-only "$package=$version"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make small random Hugging Face models and the logits they give.
+"""Make small random Hugging Face models, and their logits for one prompt each.
 
     python3 tools/hf_goldens.py --out spec/data/hf          # needs torch and transformers
 
@@ -8,9 +8,9 @@ For each of llama, llama3, qwen2 and qwen3 writes to OUT/NAME/:
                        with rope_theta and rope_scaling at the top level
     model.safetensors  fp32 weights, random from a fixed seed
     golden.json        {"tokens": [40 ids], "logits": [[vocab numbers] for each position]},
-                       from eager attention in fp32, nine digits (a float's exact value)
-Norm weights and biases are random too, so that a forward pass that skips one
-fails. All attention is grouped-query; the shapes differ on purpose.
+                       from eager attention in fp32; nine digits give a float exactly
+Norm weights and biases are random too, so a forward pass that leaves one out gives
+other logits. All attention is grouped-query; the shapes differ on purpose.
 """
 import argparse, json, math, os
 import torch
@@ -21,12 +21,12 @@ COMMON = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, max_position_
               bos_token_id=0, eos_token_id=1)
 
 MODELS = {
-    # An output head of its own, head_dim = hidden / heads.
+    # A separate output head; head_dim = hidden / heads.
     "llama": (LlamaForCausalLM, LlamaConfig(
         **COMMON, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         rms_norm_eps=1e-5, tie_word_embeddings=False,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
-    # Scaled rotary frequencies: the original length is short, so 40 tokens feel it.
+    # Scaled rotary frequencies. The original length is short, so they matter within 40 tokens.
     "llama3": (LlamaForCausalLM, LlamaConfig(
         **COMMON, intermediate_size=72, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
         rms_norm_eps=1e-6, tie_word_embeddings=True,
@@ -37,7 +37,7 @@ MODELS = {
         **COMMON, intermediate_size=96, num_attention_heads=4, num_key_value_heads=1,
         rms_norm_eps=1e-6, tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
-    # Norms on each head's q and k; a group of three; heads * head_dim is not hidden.
+    # Norms on each head's q and k; a group of three; heads * head_dim differs from hidden.
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(
         **COMMON, intermediate_size=56, num_attention_heads=3, num_key_value_heads=1, head_dim=64,
         rms_norm_eps=1e-6, tie_word_embeddings=True,
@@ -47,7 +47,7 @@ MODELS = {
 
 @torch.no_grad()
 def randomise(model):
-    """Weights large enough that logits and attention scores are about 1."""
+    """Draws weights so large that logits and attention scores are about 1."""
     for name, weight in model.named_parameters():
         weight.normal_()
         if "norm" in name:

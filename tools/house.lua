@@ -1,8 +1,8 @@
---- The picture of the house for docs/architecture.md: which room needs which other, in
--- the language of Graphviz. spec/house.lua reads the sources.
+--- Draws the picture of docs/architecture.md that shows which rooms (groups of folders)
+-- need which others, in the language of Graphviz. spec/house.lua reads the sources.
 --
 --   ./kvlab run tools/house.lua > house.dot && dot -Tsvg house.dot -o docs/house.svg
---   ./kvlab run tools/house.lua files [ROOT]    file by file, of another checkout
+--   ./kvlab run tools/house.lua files [ROOT]    draws files; ROOT is another checkout
 --   ./kvlab run tools/house.lua table           files and lines of each room
 local kv = require "kvlab"
 local sorted = require "kvlab.sorted"
@@ -13,7 +13,7 @@ local house = require "spec.house"
 local words = kv.command_line.args
 local root = words[2] or kv.paths.root
 
---- Files and lines of a path: a header stands for the source of its name, too.
+--- The number of files and lines of a path. A header X.h counts together with X.c.
 local function count(path)
   local files, n = 0, 0
   local source = path:gsub("%.h$", ".c")

@@ -1,5 +1,5 @@
---- Writes lua/experiments/data/conversation_200.jsonl, the sample that 09_trace replays
--- unless it is told another: 200 requests of conversations in Mooncake's format, seed 20.
+--- Writes lua/experiments/data/conversation_200.jsonl, which 09_trace replays by default:
+-- 200 requests of generated conversations in Mooncake's format, seed 20.
 --
 --   ./kvlab run tools/make_trace.lua
 local kv = require "kvlab"

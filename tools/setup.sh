@@ -30,7 +30,8 @@ extra|clang-format|clang-format|clang-format|tools/format.sh
 END
 }
 
-# Whether a proof holds. Unquoted on purpose: the paths hold wildcards.
+# is_there PROOF: whether the command or one of the paths exists. $1 is unquoted on purpose,
+# because the paths contain wildcards.
 is_there() {
   case $1 in
   /*) for path in $1; do [ ! -e "$path" ] || return 0; done; return 1 ;;
@@ -38,7 +39,7 @@ is_there() {
   esac
 }
 
-# missing ROLE...: sets `packages` and `names` to what of these roles is not there.
+# missing ROLE...: sets `packages` and `names` to what these roles need and is not installed.
 missing() {
   packages='' names=''
   while IFS='|' read -r role name proof package _; do
@@ -69,11 +70,11 @@ need() {
   set -- apt-get install -y --no-install-recommends $packages
   { "$@" || { apt-get update && "$@"; }; } >"$deps/install.log" 2>&1 9>&- || {
     tail -n 5 "$deps/install.log" >&2
-    fail "the installation failed; all of it is in .deps/install.log"
+    fail "the installation failed; its whole output is in .deps/install.log"
   }
 }
 
-# want ROLE...: tries to install what is worth having and can be done without.
+# want ROLE...: tries to install what these roles need, and goes on if that fails.
 want() {
   missing "$@"
   if [ -z "$packages" ] || [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
@@ -91,13 +92,13 @@ find_premake() {
   say "building Premake 5, once, into .deps/ (fetches 85 MB)"
   "$root/tools/get_premake.sh" "$premake" >"$deps/premake.log" 2>&1 9>&- || {
     tail -n 5 "$deps/premake.log" >&2
-    say "could not build Premake 5; all of it is in .deps/premake.log"
+    say "could not build Premake 5; the whole output is in .deps/premake.log"
     fail "any Premake 5 will do: put premake5 into PATH and try again"
   }
 }
 
-# Builds LuaJIT with loops that Ctrl-C can end, once. Where that fails the distribution's
-# serves; it is not tried again until .deps/luajit is gone.
+# Builds, once, a LuaJIT whose loops Ctrl-C can end. If that fails, the distribution's LuaJIT
+# is used. The build is not tried again until .deps/luajit is removed.
 find_luajit() {
   [ ! -d "$deps/luajit" ] || return 0
   command -v apt-get >/dev/null || return 0
@@ -109,8 +110,8 @@ find_luajit() {
   }
 }
 
-# doctor: what is there, what is not, what that disables and how to get it. Fails when
-# something that the CPU build needs is missing.
+# doctor: prints what was found, what is missing, what that disables and how to get it. Fails
+# if something that the CPU build needs is missing.
 doctor() {
   lacking=''
   [ -n "$is_bundle" ] || doctor_tools
@@ -190,9 +191,9 @@ doctor_cuda() {
   lost=$(ldd "$plugin" 2>/dev/null | sed -n 's/^[[:space:]]*\(.*\) => not found/\1/p' |
     paste -sd ' ')
   if [ ! -e "$plugin" ]; then
-    line none "CUDA plug-in" "not built; with a GPU it is by itself, else: kvlab build --cuda=on"
+    line none "CUDA plug-in" "not built; a build makes it if there is a GPU, else: kvlab build --cuda=on"
   elif [ -n "$lost" ]; then
-    line missing "CUDA plug-in" "it does not find $lost; set LD_LIBRARY_PATH"
+    line missing "CUDA plug-in" "does not find $lost; set LD_LIBRARY_PATH"
   else
     line ok "CUDA plug-in" "${plugin#"$root/"}"
   fi

@@ -9,13 +9,13 @@ Writes to --out:
     config.json        as Hugging Face writes it for LlamaForCausalLM
     model.safetensors  the weights, bf16, Hugging Face tensor names
     tokens.json        token ids and constants of the prompt generator
-    golden.json        one short prompt and its fp32 logits, to pin a forward pass
+    golden.json        one short prompt and its fp32 logits, to check a forward pass against
 and prints the accuracies as Markdown tables. Needs PyTorch and nothing else.
 
 A prompt is a context and then queries. A context of C tokens is BOS and C - 1
 tokens of filler, over which N needles `KEY k1 k2 VAL v1 v2 END` are laid. A
-query is `Q k1 k2 A v1 v2`; the model has to say v1 v2. Every draw is uniform
-unless said otherwise:
+query is `Q k1 k2 A v1 v2`; the model has to say v1 v2. Every draw is uniform,
+unless this says otherwise:
     filler   x = (x + floor((F + 1)^u)) mod F,  u in [0, 1); the token is filler_first + x.
              x starts anywhere. The step is Zipf-like: P(k) = log(1 + 1/k) / log(F + 1).
              The chain also runs under the needles, which overwrite it.
@@ -39,8 +39,9 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 256, 4, 8, 2, 64, 704
 THETA, EPS, MAX_POSITIONS = 500000.0, 1e-5, 32768
 
 TOKENS_PER_STEP, PEAK_LR, WARMUP, FILLER_LOSS = 32768, 1e-3, 100, 0.02
-# Share of the run at which the next stage may begin, lengths, fewest needles. The next begins once
-# 95% of the answer tokens are right. The stage without lengths is copying, see copies().
+# A stage: the share of the run from which the next stage may begin, lengths, fewest needles. The
+# next stage begins when 95% of the answer tokens are right. In the stage without lengths the model
+# learns to copy, see copies().
 CURRICULUM = [(0, None, 0), (0.20, [256], 2), (0.40, [512, 1024], 8), (0.70, [1024, 2048, 4096], 8),
               (2, [2048, 4096, 8192], 8)]
 REFINE, REFINE_LR = [(2, [512, 1024, 2048, 4096, 8192, 16384], 8)], 5e-4  # with --refine
@@ -165,9 +166,9 @@ class Model(nn.Module):
 # ---- training ---------------------------------------------------------------
 
 def copies(rows, length, device):
-    """Random tokens that repeat with a random period, and which of them can be foretold.
-    A model that has learned to look up what came after a token learns recall in a few
-    hundred steps more; started on recall at once it was still guessing after thousands."""
+    """Random tokens that repeat with a random period, and which of them can be predicted.
+    A model that has learned to look up what followed a token learns recall within a few
+    hundred more steps. A model that began with recall was still guessing after thousands."""
     period = torch.randint(8, length // 2, (rows, 1), device=device)
     place = torch.arange(length, device=device)
     tokens = torch.randint(KEY_FIRST, VOCAB, (rows, length), device=device).gather(1, place % period)
@@ -185,8 +186,9 @@ def recalls(rows, length, fewest, queries, device):
 
 
 def train(model, steps, seconds, refine, device):
-    """From random weights through CURRICULUM, or, to refine, on from trained ones: every length, one to
-    16 queries so that the first after the context counts more, and a cosine from the start."""
+    """Trains random weights through CURRICULUM. With `refine` it goes on from trained weights: with
+    every length, a cosine schedule from the start, and one to 16 queries, so that the first query
+    after the context counts more."""
     stages, peak, hold = (REFINE, REFINE_LR, 0) if refine else (CURRICULUM, PEAK_LR, 0.6)
     adam = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     begin, step, done, level, skill = time.time(), 0, 0.0, 0, 0.0
@@ -224,7 +226,8 @@ def train(model, steps, seconds, refine, device):
 
 @torch.no_grad()
 def asked_together(model, length, needles, count, device):
-    """`length` tokens in all, 16 queries at the end, each after the true answers of those before."""
+    """Prompts of `length` tokens that end with 16 queries; each follows the others before it and
+    their true answers. Returns the accuracy."""
     right = 0
     for _ in range(count):
         text, asks = prompts(1, length - ASK * QUERIES, needles, QUERIES, device)
@@ -236,8 +239,8 @@ def asked_together(model, length, needles, count, device):
 
 @torch.no_grad()
 def asked_alone(model, context, needles, count, device, selects):
-    """A prefilled context forked for each of 16 queries. Every query token is a decode step under
-    `select`; None means full attention. Returns one accuracy for each of `selects`."""
+    """Prefills a context and forks it for each of 16 queries. Every query token is a decode step
+    under `select`; None means full attention. Returns one accuracy for each of `selects`."""
     right = [0] * len(selects)
     for _ in range(count):
         text, asks = prompts(1, context, needles, QUERIES, device)
@@ -269,7 +272,7 @@ SCORES = {
 
 
 def selector(score, ratio):
-    """Keeps sink and recent blocks and the best others: ceil(ratio * blocks) a KV head in all."""
+    """Keeps sink and recent blocks and the best others: ceil(ratio * blocks) in all for each KV head."""
     def select(q, k):
         length = k.shape[2]
         k = F.pad(k, (0, 0, 0, -length % BLOCK), mode="replicate").unflatten(2, (-1, BLOCK))
@@ -357,7 +360,7 @@ def read_safetensors(path):
 
 @torch.no_grad()
 def write_golden(path, model):
-    """Token ids and, for the last four positions, the fp32 logits a forward pass must give."""
+    """Writes token ids and the fp32 logits that a forward pass must give for the last four."""
     torch.manual_seed(4000)
     text, asks = prompts(1, 194, 8, 1, "cpu")
     tokens = torch.cat((text, asks.flatten(1)), 1)

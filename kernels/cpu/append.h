@@ -1,6 +1,6 @@
-/* New rows of K and V into paged memory, converted to its dtype: what append_kv and
- * hot_append share. A piece of work is one half (K or V) of one KV head: tokens stay in
- * order inside it, so that of two with one place the last one wins. */
+/* Writes new rows of K and V into paged memory, converted to its dtype; append_kv, hot_append
+ * and rope_append share this. A piece of work is one half (K or V) of one KV head. Tokens
+ * stay in order inside it, so that the last of two tokens with the same place wins. */
 #ifndef KVL_CPU_APPEND_H
 #define KVL_CPU_APPEND_H
 
@@ -10,14 +10,13 @@
 struct append {
   struct kvl_cache_view to;
   const void *k, *v;
-  const int64_t *places;  /* of the memory whose blocks places and slot_of name */
-  const int32_t *slot_of; /* [kv_heads, blocks]: where a block lies in `to`; NULL: it
-                                 * is one of to's own */
-  int64_t tokens, blocks;
-  int32_t dtype; /* of k and v */
+  const int64_t *places;  /* in `to`; if there is slot_of, in another memory */
+  const int32_t *slot_of; /* [kv_heads, blocks] the block of `to` for each block there */
+  int64_t tokens, blocks; /* blocks: of the memory that places belong to */
+  int32_t dtype;          /* of k and v */
 };
 
-/* Which block of `to` takes a token of this KV head; -1: none. */
+/* The block of `to` that receives a token of this KV head; -1: none. */
 static inline int64_t append_block(const struct append *a, int64_t head, int64_t token) {
   int64_t place = a->places[token], block = place / a->to.block_size;
   if (place < 0 || block >= a->blocks) return -1;
@@ -25,7 +24,7 @@ static inline int64_t append_block(const struct append *a, int64_t head, int64_t
   return block < a->to.blocks ? block : -1;
 }
 
-/* Divides, rather than multiplies by 1 / scale, so that every device rounds alike. */
+/* Divides instead of multiplying by 1 / scale, so that every device rounds alike. */
 static inline KVL_HOT void convert_row(const void *from, void *to, int dim, float scale,
                                        const int dtype, const int to_dtype) {
   for (int d = 0; d < dim; d += VF) {

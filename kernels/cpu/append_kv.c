@@ -1,7 +1,8 @@
-/* cache[place] = k, v, converted to the cache's dtype; of f8e4m3: k / k_scale, v / v_scale.
- *   k, v   f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   places  i64                  [tokens]   block * block_size + offset; < 0 is skipped
- *   cache  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+/* Writes k and v to their places in the cache, converted to its dtype. An f8e4m3 cache gets
+ * k / k_scale and v / v_scale.
+ *   k, v    f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
+ *   places  i64                 [tokens]   block * block_size + offset; < 0 is skipped
+ *   cache   f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32       [kv_heads]   optional
  * Limit: read plus write bandwidth. */
 #include "cpu/append.h"

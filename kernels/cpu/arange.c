@@ -1,6 +1,6 @@
 /* out[i] = start + i * step, in double with two roundings, then converted to out's dtype.
  *   out  any dtype  [count]
- * Limit: write bandwidth; the conversions for whole numbers. */
+ * Limit: write bandwidth; for whole numbers, the conversions. */
 #include "cpu/convert.h"
 #include "cpu/split.h"
 

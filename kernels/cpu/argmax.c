@@ -1,8 +1,8 @@
-/* out[r] = the index of the largest element of row r; the first of equals; NaN never wins,
- * a row of NaN gives 0.
+/* out[r] = the index of the largest element of row r, and the lowest one among equals. NaN
+ * never wins; a row of NaN gives 0.
  *   a    f32 f16 bf16  [rows, n]
  *   out  i32           [rows]
- * Two passes: the largest value, then where it first stands.
+ * Two passes: the first finds the largest value, the second where it first stands.
  * Limit: read bandwidth, up to twice over the row. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"

@@ -1,18 +1,19 @@
 /* What the two inner loops of paged attention share: the rows of a task, the walk over the
- * keys they see, and the state of an online softmax.
+ * keys that they see, and the state of an online softmax.
  *
  * A task is (sequence, KV head, tile of rows, segment of the block list). Its rows are
- * consecutive pairs (query row, head of the group), query row first, so that positions
- * ascend and all rows of the tile want the same K and V. */
+ * consecutive pairs (query row, head of the group), ordered by query row, so that positions
+ * ascend and all rows of the tile read the same K and V. */
 #ifndef KVL_CPU_ATTENTION_H
 #define KVL_CPU_ATTENTION_H
 
 #include "cpu/dots.h"
 #include "cpu/lanes.h"
 
-/* Keys a tile: enough to pay for the softmax's rescaling, few enough that their K and V
- * stay in the first-level cache at head_dim 64. Rows a task: enough to pay for converting
- * K and V once per task, few enough for Q and the sums to stay in the second level. */
+/* A tile has enough keys to pay for the rescaling of the softmax, and so few that their K and
+ * V stay in the first-level cache at head_dim 64. A task has enough rows to pay for
+ * converting K and V once per task, and so few that Q and the sums stay in the second-level
+ * cache. */
 enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 
 struct task {
@@ -22,12 +23,12 @@ struct task {
   int kv_head, group, rows;
   int32_t len;
   int32_t position[TASK_ROWS] __attribute__((aligned(64))); /* in the sequence */
-  int32_t first[TASK_ROWS] __attribute__((aligned(64)));    /* the window's, or 0 */
+  int32_t first[TASK_ROWS] __attribute__((aligned(64)));    /* of the window, or 0 */
   float slope[TASK_ROWS] __attribute__((aligned(64)));      /* ALiBi, or 0 */
 };
 
-/* Sums of one task; row r of `values` is dim_padded(head_dim) long and still to be divided
- * by sum[r]. Weights are e^(score - top). */
+/* The sums of one task. Row r of `values` has dim_padded(head_dim) elements, which are still
+ * to be divided by sum[r]. Weights are e^(score - top). */
 struct sums {
   float values[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float top[TASK_ROWS] __attribute__((aligned(64)));
@@ -43,8 +44,8 @@ static inline int64_t task_head(const struct task *t, int i) {
 
 /* ---- keys ------------------------------------------------------------------------- */
 
-/* Where some valid keys lie; block borders and partial blocks are gone. V lies `value`
- * bytes after K. */
+/* The addresses of some valid keys, of one block or of several. The V of a key lies
+ * key_walk's `value` bytes after its K. */
 struct key_tile {
   const char *k[TILE_KEYS];
   int32_t position[TILE_KEYS];
@@ -54,19 +55,20 @@ struct key_tile {
 struct key_walk {
   const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
-  const int32_t *slots;  /* parallel to selection; NULL: the table says */
-  const int32_t *tokens; /* places of single tokens, in place of blocks; NULL: blocks */
+  const int32_t *slots;  /* blocks, one per entry of selection; NULL: as in table */
+  const int32_t *tokens; /* places of single tokens; NULL: walk over blocks */
   int64_t blocks, bytes_block, bytes_token, value;
-  int64_t entry, entry_end; /* of the selection, or logical blocks */
+  int64_t entry, entry_end; /* index into the selection, or logical block */
   int64_t start, end;       /* positions of keys that some row may see */
   int64_t position;         /* of the next token of the open block */
-  int64_t left;             /* tokens of it still to come */
+  int64_t left;             /* tokens of the open block still to come */
   const char *next;
   int32_t block_size;
 };
 
-/* Open the next block that exists; 0 when there is none. A table, selection or slot entry
- * that is out of range is passed over: its memory is not ours to read. */
+/* Opens the next block that exists. Returns 0 if there is none. Entries of the table,
+ * selection or slots that are out of range are skipped, because their memory must not be
+ * read. */
 static inline int walk_block(struct key_walk *w) {
   while (w->left == 0 && w->entry < w->entry_end) {
     int64_t entry = w->entry++, logical = w->selection ? w->selection[entry] : entry;
@@ -81,7 +83,7 @@ static inline int walk_block(struct key_walk *w) {
   return w->left > 0;
 }
 
-/* The next of a list of tokens, which have no positions. */
+/* Takes the next tokens of a list. Such tokens have no positions. */
 static inline void walk_tokens(struct key_walk *w, struct key_tile *tile) {
   int n = 0;
   for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
@@ -113,7 +115,8 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
   tile->n = n;
 }
 
-/* The task's row of a list [seqs, heads, max_selected] for one head or for all. */
+/* The task's row of a list [seqs, heads, max_selected]; heads is 1 if all KV heads share a
+ * row. */
 static inline int64_t list_row(const struct task *t, int64_t heads) {
   return t->seq * heads + (heads > 1 ? t->kv_head : 0);
 }
@@ -148,15 +151,15 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
 
 /* ---- scores ----------------------------------------------------------------------- */
 
-/* What q is multiplied by: dots with keys as they are stored give scores, or what the soft
- * cap's tanh takes. */
+/* The factor of q with which its dot products with stored keys are scores or, if there is a
+ * soft cap, arguments of its tanh. */
 static inline float query_scale(const struct task *t) {
   const struct kvl_paged_attention_args *a = t->args;
   float scale = a->cache.k_scale ? a->scale * a->cache.k_scale[t->kv_head] : a->scale;
   return a->soft_cap > 0 ? scale / a->soft_cap : scale;
 }
 
-/* Does a row with positions [first, own] see less than all of the tile? Positions ascend. */
+/* Is part of the tile hidden from a row that sees positions [first, own]? They ascend. */
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
   return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first;

@@ -1,16 +1,17 @@
-/* Attention of up to FEW_ROWS rows (decode): bound by reading K and V, once.
+/* Attention for up to FEW_ROWS rows (decode). It reads K and V once, which is its limit.
  *
- * K rows are used where they lie, several query heads at a time (dots.h), and so are V
- * rows. Every block is somewhere else, which defeats the hardware prefetcher at each
- * border: the keys of the next tile are prefetched while this one is computed. */
+ * Rows of K and V are used where they lie, for several query heads at a time (dots.h). Blocks
+ * are scattered, which defeats the hardware prefetcher at each border, so the keys of the
+ * next tile are prefetched while this one is computed. */
 #ifndef KVL_CPU_ATTENTION_FEW_H
 #define KVL_CPU_ATTENTION_FEW_H
 
 #include "cpu/attention.h"
 
-/* The rows of the next tile in the order to prefetch them. It goes round STREAMS runs of
- * keys: blocks of 16 tokens are often a page each, and the processor follows several pages
- * at once better than one after the other. Where the tile has no row, one that is here. */
+/* Lists the rows of the next tile in the order in which they are prefetched. It alternates
+ * between STREAMS runs of keys: a block of 16 tokens is often a page, and the processor
+ * follows several pages at once better than one after the other. Rows that the tile does not
+ * have become `here`, a row that is loaded already. */
 static inline void order_ahead(const struct key_tile *next, const char *here,
                                const char **ahead) {
   enum { STREAMS = 4 };
@@ -20,7 +21,8 @@ static inline void order_ahead(const struct key_tile *next, const char *here,
   }
 }
 
-/* scores[0 ... n) of task row r become weights; returns what earlier sums are worth. */
+/* Turns scores[0 ... n) of task row r into weights. Returns the factor that the earlier sums
+ * must be multiplied by. */
 static inline float softmax_row(const struct task *t, int r, const struct key_tile *tile,
                                 float *scores, struct sums *s) {
   int n = tile->n, n_vectors = dim_padded(n);
@@ -52,9 +54,9 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
   return keep;
 }
 
-/* values[r][d ...] = values[r][d ...] * keep[r] + sum_k p[r][k] * v[k][d ...] for `rows`
- * rows and `vecs` vectors of d; of a single one `lanes` exist. Prefetches that part of the V
- * rows of `ahead`. */
+/* values[r][d ...] = values[r][d ...] * keep[r] + sum_k p[r][k] * v[k][d ...] for `rows` rows
+ * and `vecs` vectors of d; a single vector may have fewer `lanes`. It also prefetches the
+ * same part of the V rows of `ahead`. */
 static inline KVL_HOT void add_values(const float *p, const float *keep,
                                       const struct key_tile *tile, const char *const *ahead,
                                       int64_t value, int d, int padded, float *values,
@@ -87,7 +89,7 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
 }
 
-/* `rows`: 1, 2 or 4 rows at a time. */
+/* Takes `rows` rows at a time: 1, 2 or 4. */
 static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk,
                                       struct sums *s, const int rows, const int dtype) {
   enum { VECS = VF == 16 ? 4 : 2 };

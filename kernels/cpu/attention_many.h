@@ -1,17 +1,17 @@
-/* Attention of many rows (prefill): bound by multiply-adds.
+/* Attention for many rows (prefill). Its limit is multiply-adds.
  *
- * Lanes run along the rows. Scores are S^T = K Q^T with Q transposed once per task, and
- * the sums are O += P V with P^T as it was left: both are a broadcast of one operand
- * times vectors of the other, so neither K nor V is ever transposed, and the softmax is
- * elementwise. Panels of Q are small enough that a panel, a tile of K and one of V share
- * the first-level cache. */
+ * The lanes of a vector are rows. Scores are S^T = K Q^T, with Q transposed once per task.
+ * The sums are O += P V, where P^T is used as the softmax left it. Both products multiply a
+ * broadcast of one operand by vectors of the other, so neither K nor V is ever transposed,
+ * and the softmax is elementwise. Panels of Q are so small that a panel, a tile of K and one
+ * of V share the first-level cache. */
 #ifndef KVL_CPU_ATTENTION_MANY_H
 #define KVL_CPU_ATTENTION_MANY_H
 
 #include "cpu/attention.h"
 
-/* A strip of 6 x MANY_VECS vectors of sums, MANY_VECS vectors and a broadcast fill the
- * registers; a panel is the rows one strip of vectors holds. */
+/* The registers hold a strip of 6 x MANY_VECS vectors of sums, MANY_VECS vectors of an
+ * operand and a broadcast. A panel has as many rows as one strip has lanes. */
 enum { MANY_VECS = VF == 16 ? 4 : 2, PANEL = MANY_VECS * VF };
 _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 
@@ -72,7 +72,7 @@ static __attribute__((noinline)) void multiply(struct product m, int rows, int v
   }
 }
 
-/* Scores s[key][lane] of rows row0 ... (VF of them) become weights. */
+/* Turns the scores s[key][lane] of VF rows, from row0 on, into weights. */
 static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_tile *tile,
                                          int n, int row0, float *s, struct sums *sums,
                                          float *keep) {
@@ -129,7 +129,7 @@ struct many_scratch {
   float keep[PANEL] __attribute__((aligned(64)));
 };
 
-/* One panel of rows against the tile in m->k and m->v. */
+/* Attends from one panel of rows to the tile in m->k and m->v. */
 static void attend_panel(const struct task *t, const struct key_tile *tile, int row0,
                          struct many_scratch *m, struct sums *sums) {
   int dim = t->args->cache.head_dim, padded = dim_padded(dim);

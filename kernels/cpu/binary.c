@@ -1,11 +1,11 @@
-/* out = a op b with NumPy's broadcasting, b a tensor or a scalar.
+/* out = a op b with NumPy's broadcasting; b is a tensor or a scalar.
  *   a, b  f32 f16 bf16 i32 i64        strides of 0 broadcast, the last dim's is 0 or 1
  *   out   like a; u8 for comparisons  [shape]   may be a or b of the same shape
- * A strip of each input is widened (floats to f32, whole numbers to i64) into a buffer
- * that stays in L1, so there is one loop per operation rather than one per operation,
- * dtype and broadcast; contiguous f32 is used where it lies. Whole numbers wrap; dividing
- * them truncates, and by zero gives 0. A scalar is converted to f32 or i64 first. MAX and
- * MIN are NaN when either side is.
+ * A strip of each input is widened (floats to f32, whole numbers to i64) into a buffer that
+ * stays in L1, so there is one loop per operation instead of one per operation, dtype and
+ * broadcast. Contiguous f32 is used where it lies. Whole numbers wrap; their quotients are
+ * truncated, and dividing by zero gives 0. A scalar is converted to f32 or i64 first. MAX and
+ * MIN are NaN if either side is.
  * Limit: read plus write bandwidth in memory, about 3 L1 passes in cache. */
 #include "cpu/convert.h"
 #include "cpu/lanes.h"
@@ -25,7 +25,7 @@ enum { STRIP = 512 };
     vf_store_n((float *)out + i, expression, left, KVL_DTYPE_F32); \
   }
 
-/* out: f32, or u8 for comparisons. May be a or b when f32. */
+/* out: f32, or u8 for comparisons. If f32, it may be a or b. */
 static void floats(int op, const float *a, const float *b, int n, void *out) {
   switch (op) { /* ORDER kvl_binary_op */
     case KVL_BINARY_ADD: EACH_VF(x + y) break;
@@ -49,7 +49,7 @@ static inline int64_t whole_divide(int64_t a, int64_t b) {
 }
 
 static void wholes(int op, const int64_t *a, const int64_t *b, int n, void *out) {
-  const uint64_t *x = (const uint64_t *)a, *y = (const uint64_t *)b; /* to wrap */
+  const uint64_t *x = (const uint64_t *)a, *y = (const uint64_t *)b; /* unsigned, to wrap */
   switch (op) {                                                      /* ORDER kvl_binary_op */
     case KVL_BINARY_ADD: EACH(int64_t, x[i] + y[i]); break;
     case KVL_BINARY_SUB: EACH(int64_t, x[i] - y[i]); break;
@@ -74,7 +74,7 @@ union room {
   int64_t i[3][STRIP];
 };
 
-/* n copies in `buffer`. */
+/* Fills `buffer` with n copies of x. */
 static inline const float *spread(float x, float *buffer, int n) {
   for (int i = 0; i < n; i++) buffer[i] = x;
   return buffer;
@@ -84,7 +84,7 @@ static inline const int64_t *spread_whole(int64_t x, int64_t *buffer, int n) {
   return buffer;
 }
 
-/* Elements offset, offset + stride, ... as f32: in `buffer`, or where they lie. */
+/* Returns elements offset, offset + stride, ... as f32, in `buffer` or where they lie. */
 static inline KVL_HOT const float *widen(const void *p, int64_t offset, int64_t stride, int n,
                                          float *buffer, const int dtype) {
   if (stride == 0) return spread(f32_load(p, offset, dtype), buffer, n);

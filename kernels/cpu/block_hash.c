@@ -1,11 +1,11 @@
-/* Hashes of the keys of some blocks, of their mean or of each of them.
+/* Hashes the keys of some blocks: each block's mean key, or each of its keys.
  *   cache   f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks  i32                  [n]   physical; out of range (-1) is skipped
- *   rows    i32                  [n]   of the hashes; NULL: blocks
+ *   rows    i32                  [n]   rows of hashes to write; NULL: those of blocks
  *   tokens  i32                  [n]   valid tokens; the mean of none has the hash 0
  *   planes  f32                  [bits, head_dim]
  *   hashes  u64                  [rows, kv_heads, words] or [.., block_size, words]
- * Exact: the sums are fixed, see kernels.h. Limit: arithmetic. */
+ * Exact, because kernels.h fixes the order of the sums. Limit: arithmetic. */
 #include "cpu/hash.h"
 #include "cpu/split.h"
 

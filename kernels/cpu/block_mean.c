@@ -1,19 +1,19 @@
 /* Mean of K over the valid tokens of some blocks.
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32                  [n]   physical; out of range (-1) is skipped
- *   rows     i32                  [n]   of the summary; NULL: blocks
+ *   rows     i32                  [n]   rows of summary to write; NULL: those of blocks
  *   tokens   i32                  [n]   valid tokens; 0 gives 0
  *   summary  f32, or like cache (of f8e4m3: f32 f16 bf16)  [rows, kv_heads, head_dim]
  * Summed in token order in fp32. Limit: read bandwidth, every K once.
  * Best   Xeon (Sapphire Rapids), 16 cores, AVX-512, 2026-11-21, group 4, head_dim 128, blocks
- *        of 16 in random order, 16 x 32K tokens, of a read loop in the same run: bf16 0.70,
- *        f8e4m3 0.47 */
+ *        of 16 in random order, 16 x 32K tokens, relative to a read loop in the same run:
+ *        bf16 0.70, f8e4m3 0.47 */
 #include "cpu/dots.h"
 #include "cpu/split.h"
 
 enum { VECS = 8 }; /* vectors of a row taken together */
 
-/* soon: keys that are wanted next, prefetched. */
+/* Prefetches the keys at `soon`, which are needed next. */
 static inline KVL_HOT void mean(const char *k, const char *soon, int64_t tokens,
                                 int64_t bytes_token, int lanes, void *out, int out_dtype,
                                 const int vecs, const int dtype) {
@@ -29,7 +29,7 @@ static inline KVL_HOT void mean(const char *k, const char *soon, int64_t tokens,
                out_dtype);
 }
 
-/* K of an item, an (entry of the list, KV head); NULL where the entry is skipped. */
+/* The keys of an item (entry of the list, KV head); NULL if the entry is skipped. */
 static inline const char *item_keys(const struct kvl_block_mean_args *a, int64_t i) {
   const int64_t heads = a->cache.kv_heads;
   int64_t block = a->blocks[i / heads], to = a->rows ? a->rows[i / heads] : block;

@@ -42,7 +42,7 @@ static inline KVL_HOT void loop(const void *restrict a, void *restrict out, int6
   }
 }
 
-/* Every dtype a cast can start from or end in. */
+/* Expands `call` with `NAME` bound to a dtype as a constant: every dtype of a cast. */
 #define BY_CAST(dtype, NAME, call)       \
   switch (dtype) { /* ORDER kvl_dtype */ \
     case KVL_DTYPE_F32: {                \

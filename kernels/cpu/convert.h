@@ -1,5 +1,6 @@
-/* Numbers from one storage dtype to another. Floats round to nearest even; whole numbers
- * truncate toward zero, saturate at the ends of their type, and take NaN as 0. */
+/* Converts numbers from one storage dtype to another. Conversions to floats round to nearest
+ * even. Conversions to whole numbers truncate toward zero, saturate at the ends of the type,
+ * and turn NaN into 0. */
 #ifndef KVL_CPU_CONVERT_H
 #define KVL_CPU_CONVERT_H
 

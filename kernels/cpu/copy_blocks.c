@@ -1,8 +1,8 @@
-/* Whole blocks of the cache: block dst[i] = block src[i].
- *   src, dst  i32                  [n]   -1 is skipped; no block is both
+/* Copies whole blocks of the cache: block dst[i] = block src[i].
+ *   src, dst  i32                  [n]   -1 is skipped; no block is in both
  *   cache     f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
- * Limit: read plus write bandwidth. Work is cut across the bytes of a block and not across
- * the list, so that of two entries with one dst the last one wins. */
+ * Limit: read plus write bandwidth. The work is divided by the bytes of a block and not by
+ * the list, so that the last of two entries with the same dst wins. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 

@@ -1,14 +1,16 @@
-/* Cut a selection into passes over a ring and the open blocks, see kvl_cut in kvlab.h.
+/* Cuts a selection into passes over a ring and the open blocks, see kvl_cut in kvlab.h.
  *   selection     i32  [seqs, heads, max_selected]   NULL: every block
  *   tables        i32  [seqs, max_blocks]
  *   lens          i32  [seqs]
  *   opens         i32  [seqs, 2]   first open logical block, its index in the buffer
- *   logical       i32  [passes, seqs, heads, n]      entry j below the open ones is place
- *   physical      i32  [passes, seqs, heads, n]      j % n of pass j / n
+ *   logical       i32  [passes, seqs, heads, n]
+ *   physical      i32  [passes, seqs, heads, n]
  *   open_logical  i32  [seqs, heads, n_open]
  *   open_slots    i32  [seqs, heads, n_open]
- * -1 padded. What does not fit is dropped; an entry past the sequence's last block is
- * passed over. Limit: what it writes. */
+ * The j-th selected block below the open ones becomes entry j % n of pass j / n. All outputs
+ * are -1 padded. Blocks that do not fit are dropped; entries past the sequence's last block
+ * are skipped.
+ * Limit: the bytes written. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 

@@ -1,9 +1,9 @@
-/* Dot products of a few query rows with many memory rows, each read once: the inner step
- * of decode attention and of every block score.
+/* Dot products of a few query rows with many memory rows, each of which is read once. This is
+ * the inner step of decode attention and of every block score.
  *
- * Lanes run along head_dim, as the memory does. VF dot products are in flight at once,
- * so that their horizontal sums are done together (vf_sum_lanes) and the multiply-adds
- * never wait for each other. */
+ * The lanes of a vector are neighbours in head_dim, as they are in memory. VF dot products
+ * are computed at once, so that their horizontal sums are done together (vf_sum_lanes) and
+ * the multiply-adds never wait for each other. */
 #ifndef KVL_CPU_DOTS_H
 #define KVL_CPU_DOTS_H
 
@@ -12,16 +12,17 @@
 enum { HEAD_DIM_MAX = 256, DOT_ROWS_MAX = 4 };
 _Static_assert(VF <= 16, "head_dim, a multiple of 8, leaves no tail or half a vector");
 
-/* Query rows processed together for `rows` of them: 1, 2 or 4 (the rest are zeros). */
+/* How many query rows are processed together if there are `rows`: 1, 2 or 4. The missing ones
+ * are zeros. */
 static inline int dot_rows(int rows) { return rows > 2 ? 4 : rows; }
 
 static inline KVL_HOT int dim_padded(int dim) { return (dim + VF - 1) / VF * VF; }
 
-/* ---- rows as memory has them -------------------------------------------------------- */
+/* ---- rows as they are stored --------------------------------------------------------- */
 
-/* 2 VF elements, in the order that is cheapest: of bf16 the even and the odd ones, which are
- * a shift and a mask of one load, else the first and the second half; and in multiples of
- * vf_pair_unit. */
+/* Loads 2 VF elements in the order that is cheapest. For bf16, a receives the even elements
+ * and b the odd ones, which are a shift and a mask of one load; for other dtypes, a receives
+ * the first half and b the second. The values are in units of vf_pair_unit. */
 static inline KVL_HOT void vf_load_pair(const void *p, const int dtype, vf *a, vf *b) {
   if (dtype == KVL_DTYPE_BF16) {
     vi x;
@@ -47,7 +48,7 @@ static inline KVL_HOT void vf_load_pair(const void *p, const int dtype, vf *a, v
 static inline float vf_pair_unit(int dtype) {
   return VF > 4 && dtype == KVL_DTYPE_F8E4M3 ? 0x1p8f : 1;
 }
-/* Two halves into a pair's order, and back. */
+/* Put two halves into the order of vf_load_pair, and back. */
 static inline KVL_HOT void vf_to_pair(vf *a, vf *b, int dtype) {
   if (dtype != KVL_DTYPE_BF16) return;
   vi even;
@@ -65,11 +66,12 @@ static inline KVL_HOT void vf_from_pair(vf *a, vf *b, int dtype) {
   *a = x;
 }
 
-/* Elements of a row that are taken a pair of vectors at a time (vf_load_pair); then come a
- * vector, then half of one. */
+/* How many elements of a row are taken a pair of vectors at a time (vf_load_pair). What is
+ * left is a vector, half of one, or both. */
 static inline KVL_HOT int dim_pairs(int dim) { return dim / (2 * VF) * (2 * VF); }
 
-/* out = scale * row `row` of q, as f32 in the order and units of memory rows of row_dtype. */
+/* out = scale * row `row` of q, as f32 in the order and units that memory rows of row_dtype
+ * are loaded in. */
 static inline void load_query(const void *q, int64_t row, int dim, float scale, int dtype,
                               int row_dtype, float *out) {
   const float unit = scale * vf_pair_unit(row_dtype);
@@ -84,7 +86,8 @@ static inline void load_query(const void *q, int64_t row, int dim, float scale, 
   for (; d < dim; d++) out[d] = scale * f32_load(q, at_row + d, dtype);
 }
 
-/* A sum of such rows, f32 in their order and units, put back in place. */
+/* Brings a sum of such rows, f32 in their order and units, back to the usual order and units,
+ * in place. */
 static inline void restore_row(float *row, int dim, int row_dtype) {
   const float unit = vf_pair_unit(row_dtype);
   for (int d = 0; d < dim_pairs(dim); d += 2 * VF) {
@@ -95,16 +98,16 @@ static inline void restore_row(float *row, int dim, int row_dtype) {
   }
 }
 
-/* Prefetch bytes [from, to) of a row into the second level: the first has no room for more
- * than is being worked on. Prefetches go between the arithmetic, a line for each line that
- * is used: in bursts they fill the queue of misses and nothing overlaps any more. */
+/* Prefetches bytes [from, to) of a row into the second-level cache; the first level has room
+ * only for the rows in use. Callers prefetch between the arithmetic, one line for each line
+ * that is used: bursts would fill the queue of misses, and nothing would overlap any more. */
 static inline KVL_HOT void prefetch(const char *row, int64_t from, int64_t to) {
   for (int64_t b = from; b < to; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
 
 /* ---- products ------------------------------------------------------------------------- */
 
-/* One more vector of a bound: sum += max(q * low, q * high), where low <= high. */
+/* Adds one vector to a bound: sum += max(q * low, q * high), where low <= high. */
 static inline KVL_HOT vf bound_step(vf q, vf low, vf high, vf sum) {
 #if defined(KVL_ISA_AVX512)
   __mmask16 negative = _mm512_movepi32_mask((__m512i)q);
@@ -114,10 +117,10 @@ static inline KVL_HOT vf bound_step(vf q, vf low, vf high, vf sum) {
 #endif
 }
 
-/* Lane r * (VF / rows) + k: q[r] . x[k] for `rows` (1, 2, 4) query rows and k < VF / rows.
- * With `bound`, x[k] and the row `high` bytes further on are the elementwise limits of
- * some keys, and the result is sum_d max(q_d * x_d, q_d * high_d): at least q . key.
- * soon[k] are rows to prefetch. */
+/* Lane r * (VF / rows) + k of the result is q[r] . x[k], for `rows` (1, 2, 4) query rows and
+ * k < VF / rows. With `bound`, x[k] is the elementwise minimum of some keys, and the row
+ * `high` bytes further on is their maximum; the result is sum_d max(q_d * x_d, q_d * high_d),
+ * which is at least q . key. soon[k] are rows to prefetch. */
 static inline KVL_HOT vf dots(const float *q, const char *const *x, int64_t high,
                               const char *const *soon, int dim, const int rows,
                               const int bound, const int dtype) {
@@ -161,7 +164,7 @@ static inline KVL_HOT vf dots(const float *q, const char *const *x, int64_t high
   return vf_sum_lanes(sum);
 }
 
-/* out[r * out_row + k] from the lanes that dots() gives. */
+/* Stores to out[r * out_row + k] the lanes that dots() returns. */
 static inline KVL_HOT void dots_store(vf lanes, float *out, int64_t out_row, const int rows) {
   const int n = VF / rows;
 #pragma GCC unroll 4

@@ -1,7 +1,7 @@
 /* out[i] = value.
  *   out  any dtype  [count]
- * Writes every byte once. The value is converted once, then stored as a bit pattern;
- * bytes by memset, which a hostile build checks once, not byte by byte.
+ * Writes every byte once. The value is converted once, then stored as a bit pattern. Dtypes
+ * of one byte use memset, which a hostile build checks once instead of byte by byte.
  * Limit: write bandwidth. */
 #include "cpu/convert.h"
 #include "cpu/split.h"

@@ -2,7 +2,7 @@
  *   src    2- or 4-byte elements  [rows, n]
  *   index  i32                    [rows, m]
  *   out    like src               [rows, m]
- * Limit: reading the index and writing out; latency where src leaves the cache. */
+ * Limit: reading the index and writing out; latency if src is larger than the cache. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 

@@ -1,8 +1,9 @@
-/* out = scale * H x along rows, H the Walsh-Hadamard matrix in Sylvester's order.
+/* out = scale * H x for each row x, where H is the Walsh-Hadamard matrix in Sylvester's
+ * order.
  *   x, out  f32 f16 bf16  [rows, dim]   dim a power of two up to 1024; out may be x
- * f32 sums and differences of elements 1, 2, 4 ... dim / 2 apart, in this order, then the
- * product with scale: exact in the sense that every device gives these bits.
- * Limit: log2(dim) additions an element. */
+ * Takes f32 sums and differences of elements 1, 2, 4 ... dim / 2 apart, in this order, then
+ * multiplies by scale. Exact: every device gives these bits.
+ * Limit: log2(dim) additions per element. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 

@@ -1,13 +1,16 @@
-/* In how many bits the hashes of blocks differ from that of a query. Hashes of single tokens
- * lie together and are compared a vector at a time where the processor counts bits in
- * vectors; others, one a block, lie anywhere and are fetched ahead. */
+/* Distances of hashes: the number of bits in which the hash of a block differs from that of a
+ * query. If there is a hash for every token, those of a block lie together, and processors
+ * that can count bits in vectors compare a vector of them at a time. If there is one hash per
+ * block, they are scattered and are prefetched. */
 #ifndef KVL_CPU_HAMMING_H
 #define KVL_CPU_HAMMING_H
 
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Of a block that is none: after all others, at most KVL_HASH_BITS_MAX. */
+/* HAMMING_NONE is the distance of a block that does not exist. It comes after all others,
+ * which are at most KVL_HASH_BITS_MAX. HAMMING_SOON: how many blocks ahead hashes are
+ * prefetched. */
 enum { HAMMING_NONE = KVL_HASH_BITS_MAX + 1, HAMMING_SOON = 16 };
 
 /* The blocks of a sequence for one query hash. */
@@ -26,7 +29,8 @@ static inline KVL_HOT int hamming_one(const uint64_t *hash, const uint64_t *q, i
 }
 
 #if defined(KVL_ISA_AVX512)
-/* The least distance of n > 0 hashes in a row. Of 1, 2 or 4 words, several to a vector. */
+/* The least distance of n > 0 hashes in a row. A vector holds several hashes of 1, 2 or 4
+ * words. */
 __attribute__((target("avx512vpopcntdq"))) static int hamming_least_vector(
     const uint64_t *hash, int64_t n, const uint64_t *q, int words) {
   int least = HAMMING_NONE;
@@ -81,7 +85,7 @@ static inline KVL_HOT int hamming_least(const uint64_t *hash, int64_t n, const u
   return least;
 }
 
-/* The hashes of a logical block; NULL where the table names no block of ours. */
+/* The hashes of a logical block; NULL if its entry in the table is out of range. */
 static inline KVL_HOT const uint64_t *hamming_block(const struct hamming *h,
                                                     int64_t logical) {
   const struct kvl_hash_view *v = h->hashes;
@@ -90,8 +94,8 @@ static inline KVL_HOT const uint64_t *hamming_block(const struct hamming *h,
   return v->hashes + (block * v->kv_heads + h->head) * v->tokens * v->words;
 }
 
-/* distance[i] of logical blocks begin + i before `end`; is_least: what is there stays where
- * it is less. */
+/* Sets distance[i] for the logical blocks begin + i before `end`. With is_least, a distance
+ * that is there already stays if it is less. */
 static inline void hamming_blocks(const struct hamming *h, int64_t begin, int64_t end,
                                   int is_least, uint16_t *distance) {
   const int words = h->hashes->words, has_vectors = hamming_has_vectors();
@@ -111,7 +115,8 @@ static inline void hamming_blocks(const struct hamming *h, int64_t begin, int64_
   }
 }
 
-/* The same for the least over `heads` KV heads from h.head on, whose queries lie in a row. */
+/* Sets distance[i] to the least over `heads` KV heads from h.head on, whose query hashes lie
+ * in a row. */
 static inline void hamming_heads(struct hamming h, int heads, int64_t begin, int64_t end,
                                  uint16_t *distance) {
   for (int i = 0; i < heads; i++, h.head++, h.q += h.hashes->words)

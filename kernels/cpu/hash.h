@@ -1,4 +1,4 @@
-/* The hash of a vector by random planes, with the sums that kernels.h fixes. */
+/* Hashes a vector by random planes. kernels.h fixes the order of the sums. */
 #ifndef KVL_CPU_HASH_H
 #define KVL_CPU_HASH_H
 
@@ -6,7 +6,7 @@
 
 enum { HASH_DIM_MAX = 256, HASH_VECS = KVL_HASH_PARTS / VF };
 
-/* Lane p, p < VF: the sum of the parts p, p + VF, ... of x . plane. */
+/* Lane p of the result is the sum of the parts p, p + VF, ... of x . plane. */
 static inline KVL_HOT vf hash_parts(const float *x, const float *plane, int dim) {
   vf sum[HASH_VECS] = {0};
   for (int d = 0; d < dim; d += KVL_HASH_PARTS)
@@ -22,7 +22,7 @@ static inline KVL_HOT vf hash_parts(const float *x, const float *plane, int dim)
   return sum[0];
 }
 
-/* Bit i: is lane i > 0? */
+/* Bit i of the result: is lane i > 0? */
 static inline KVL_HOT uint32_t vf_positive(vf x) {
   vi mask = (vi)(x > vf_set(0));
 #if defined(KVL_ISA_AVX512)
@@ -36,7 +36,7 @@ static inline KVL_HOT uint32_t vf_positive(vf x) {
 #endif
 }
 
-/* x: HASH_DIM_MAX floats. Whole words are written. */
+/* Writes the hash of x as whole words. x has room for HASH_DIM_MAX floats. */
 static inline void hash_vector(const float *x, const float *planes, int dim, int bits,
                                uint64_t *words) {
   memset(words, 0, (size_t)(bits + 63) / 64 * sizeof *words);

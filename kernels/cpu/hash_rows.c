@@ -1,9 +1,9 @@
-/* Hashes of vectors by random planes.
+/* Hashes vectors by random planes.
  *   x       f32 f16 bf16  [rows, head_dim]
  *   planes  f32           [bits, head_dim]
  *   hashes  u64           [rows, words]
- * Exact: the sums are fixed, see kernels.h. Limit: arithmetic, bits multiply-adds an element.
- * Source: Charikar 2002. */
+ * Exact, because kernels.h fixes the order of the sums. Limit: arithmetic, `bits`
+ * multiply-adds per element. Source: Charikar 2002. */
 #include "cpu/hash.h"
 #include "cpu/split.h"
 

@@ -1,15 +1,15 @@
-/* Append K and V to the host tier, to the slots that hold its blocks, and to a buffer.
+/* Appends K and V to the host tier, to the slots that hold its blocks, and to a buffer.
  *   k, v     f32, or like cache (to f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
- *   places    i64                  [tokens]   of the host tier; < 0 is skipped
+ *   places   i64                  [tokens]   of the host tier; < 0 is skipped
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   memory   like cache           [slots, 2, kv_heads, block_size, head_dim]
  *   slot_of  i32                  [kv_heads, blocks]
- *   buffer   like cache           [buffer_blocks, 2, kv_heads, block_size, head_dim]; optional
+ *   buffer   like cache   optional  [buffer_blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32         [kv_heads]   optional
  * Limit: read plus write bandwidth, and the link to the host tier. */
 #include "cpu/append.h"
 
-/* Another memory of the layer that `cache` is: its scales are the same. */
+/* A view of another memory of the same layer as `cache`, with its scales. */
 static struct kvl_cache_view beside(const struct kvl_cache_view *cache,
                                     struct kvl_cache_view memory) {
   memory.k_scale = cache->k_scale;

@@ -1,4 +1,4 @@
-/* Forget blocks of the host tier: their slots are free, for every KV head.
+/* Forgets blocks of the host tier: their slots become free, for every KV head.
  *   blocks    i32  [n]                  out of range (-1) is skipped
  *   slot_of   i32  [kv_heads, blocks]
  *   block_of  i32  [kv_heads, slots] */

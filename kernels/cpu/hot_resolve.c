@@ -1,30 +1,32 @@
-/* Give every selected block of the host tier a slot on the device, evicting others.
+/* Gives every selected block of the host tier a slot on the device and evicts others.
  *   selection        i32  [seqs, kv_heads or 1, n]   logical, -1 padded
  *   tables           i32  [seqs, max_blocks]
  *   slot_of          i32  [kv_heads, blocks]    changed; -1: the block has no slot
- *   block_of, order  i32  [kv_heads, slots]     changed; least recently used first
+ *   block_of, order  i32  [kv_heads, slots]     changed; order: least recently used first
  *   priority         f32  [kv_heads, blocks]    optional
  *   slots            i32  [seqs, kv_heads, n]
  *   miss_from/to     i32  [kv_heads, seqs * n]  block and slot, -1 padded
- *   hit_/miss_...    i32  [seqs, kv_heads, n]   the selection parted, -1 padded; optional
+ *   hit_/miss_...    i32  [seqs, kv_heads, n]   the hits and the misses of the selection, -1
+ *                                               padded; optional
  *   ahead            i32  [kv_heads, slots]     changed; optional
  *
- * The same arrays on every device, whatever runs in parallel:
- * - Entries are taken in order (sequence, place). One that is -1 or out of range gets slot
- *   -1. A block with a slot at the start is a hit, each time it is named. Of another one the
- *   first entry is a miss, and its place in the list of misses; further ones count nothing.
- * - Victims are slots that no selected block holds: free ones first, then the lowest
- *   priority (NaN lowest of all), ties by `order`. They are handed to the misses in the
- *   order in which they stand in `order`.
- * - Then the slots not used by this call come first in `order` and the used ones last, both
- *   in the order they had.
- * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is
- *   ahead itself; the slots that it cleared are counted.
+ * Every device computes the same arrays, whatever runs in parallel:
+ * - Entries are taken in the order (sequence, index in the list). An entry that is -1 or out
+ *   of range gets slot -1. An entry whose block has a slot at the start is a hit, however
+ *   often the block is named. For any other block, the first entry that names it is a miss
+ *   and takes the next index in the list of misses; further entries are not counted.
+ * - Victims are slots that hold no selected block: free ones first, then those of the lowest
+ *   priority (NaN is lowest of all), and among equals in the order of `order`. The misses
+ *   receive the victims in the order in which these stand in `order`.
+ * - After that, the slots that this call did not use come first in `order` and the used ones
+ *   last, both in the order that they had.
+ * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is ahead
+ *   itself; the slots that hits cleared are counted.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.
- * Limit: one walk over the slots; with misses another one, or four with priorities, for the
- * radix search. */
+ * Limit: one walk over the slots. If there are misses, the radix search adds one more walk,
+ * or four with priorities. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
@@ -35,7 +37,8 @@ struct lane { /* one KV head */
   int64_t head, blocks, slots, misses, hits, evictions, foreseen;
 };
 
-/* A marked index is -2 or below: neither an index nor none. Marking again unmarks. */
+/* A marked index is -2 or below, so it is neither an index nor -1, which means none. Marking
+ * it again gives the index back. */
 static inline int32_t mark(int32_t i) { return -2 - i; }
 static inline int is_marked(int32_t i) { return i <= -2; }
 
@@ -49,14 +52,14 @@ static int32_t entry_logical(const struct lane *l, int64_t seq, int64_t i) {
   return a->selection[(seq * a->selection_heads + head) * a->n + i];
 }
 
-/* A block that was brought ahead is used. */
+/* Counts a block that was brought ahead and is now used. */
 static void take_foreseen(struct lane *l, int32_t slot) {
   if (!l->ahead || l->args->is_ahead || l->ahead[slot] != 1) return;
   l->ahead[slot] = 0;
   l->foreseen++;
 }
 
-/* Mark what is selected: slots[...] becomes the slot of a hit or mark(m) of a miss. */
+/* Marks the selected blocks: slots[...] becomes the slot of a hit or mark(m) of a miss. */
 static void find(struct lane *l) {
   const struct kvl_hot_resolve_args *a = l->args;
   for (int64_t e = 0; e < a->seqs * a->n; e++) {
@@ -92,10 +95,10 @@ static int is_candidate(const struct lane *l, int32_t slot) {
          l->block_of[slot] < l->blocks;
 }
 
-/* The key of the last of `count` victims; *ties: how many with that key are among them. */
+/* The key of the last of `count` victims; *ties becomes the number of victims with it. */
 static uint32_t last_victim(const struct lane *l, int64_t count, int64_t *ties) {
   uint32_t prefix = 0, mask = 0;
-  int top = l->priority ? 24 : 0; /* without: the keys are 0 and 1 */
+  int top = l->priority ? 24 : 0; /* without priorities the keys are 0 and 1 */
   for (int shift = top; shift >= 0; shift -= 8) {
     int64_t counts[256] = {0};
     for (int64_t i = 0; i < l->slots; i++) {
@@ -122,8 +125,8 @@ static void fill_slot(struct lane *l, int32_t slot, int32_t block) {
   if (l->ahead) l->ahead[slot] = l->args->is_ahead;
 }
 
-/* Hand out the victims and bring `order` up to date. The slots used are gathered in miss_to;
- * those that were filled stay there, in the order of their misses. */
+/* Gives the victims to the misses and brings `order` up to date. The used slots are gathered
+ * in miss_to; in the end it holds only the filled ones, in the order of their misses. */
 static void replace(struct lane *l) {
   const int64_t room = l->args->seqs * l->args->n;
   int64_t ties = 0, kept = 0, used = 0, filled = 0;
@@ -152,7 +155,7 @@ static void replace(struct lane *l) {
   }
 }
 
-/* Entries of a row whose slot was found (is_miss 0) or was filled, in their order. */
+/* Lists the hits (is_miss 0) or the misses of a row, in their order. */
 static void part(const struct lane *l, int64_t seq, int is_miss, int32_t *logical,
                  int32_t *slots) {
   const struct kvl_hot_resolve_args *a = l->args;

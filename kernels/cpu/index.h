@@ -1,4 +1,4 @@
-/* Where a place of index-K memory lies. */
+/* Finds the key and the scale of a place in index-K memory. */
 #ifndef KVL_CPU_INDEX_H
 #define KVL_CPU_INDEX_H
 
@@ -9,7 +9,7 @@ struct index_place {
   float *scale;
 }; /* key NULL: there is no such place */
 
-/* The scale is aligned: dim + 4 is a multiple of 4. */
+/* The scale is aligned, because dim + 4 is a multiple of 4. */
 static inline struct index_place index_at(const struct kvl_index_view *view, int64_t block,
                                           int64_t offset) {
   if (block < 0 || block >= view->blocks) return (struct index_place){0};

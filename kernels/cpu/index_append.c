@@ -1,8 +1,8 @@
-/* cache[place] = k in f8e4m3 with a scale of its own.
- *   k      f32 f16 bf16  [n, dim]
- *   places  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
- *   cache  u8            [blocks, block_size * (dim + 4)]   of a block the keys, then scales
- * Exact, as quantise_rows. Limit: read bandwidth. Source: SGLang's index-K pool. */
+/* cache[place] = k in f8e4m3, with a scale of its own.
+ *   k       f32 f16 bf16  [n, dim]
+ *   places  i64           [n]   block * block_size + offset; < 0 is skipped; all different
+ *   cache   u8            [blocks, block_size * (dim + 4)]   a block's keys, then its scales
+ * Exact, like quantise_rows. Limit: read bandwidth. Source: SGLang's index-K pool. */
 #include "cpu/index.h"
 #include "cpu/quantise.h"
 #include "cpu/split.h"

@@ -1,6 +1,6 @@
-/* k, scales = cache[places]; zeros for a place that is none.
- *   cache   u8      [blocks, block_size * (dim + 4)]   of a block the keys, then scales
- *   places   i64     [n]
+/* k, scales = cache[places]. A place that does not exist gives zeros.
+ *   cache   u8      [blocks, block_size * (dim + 4)]   a block's keys, then its scales
+ *   places  i64     [n]
  *   k       f8e4m3  [n, dim]
  *   scales  f32     [n]
  * Exact. Limit: read plus write bandwidth. */

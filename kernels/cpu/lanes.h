@@ -5,8 +5,8 @@
 
 #include "cpu/vec.h"
 
-/* Terms that a lane adds up in f32; such runs are then added in double. The error of a sum
- * is below RUN * 2^-24 of the sum of magnitudes, however long it is. */
+/* A lane adds up RUN terms in f32; the sums of these runs are then added in double. The error
+ * of a sum is below RUN * 2^-24 of the sum of magnitudes, however many terms it has. */
 enum { RUN = 32 };
 
 /* Lanes of a where the mask is -1, of b where it is 0. */
@@ -64,8 +64,8 @@ static inline KVL_HOT vf vf_log(vf x) {
   return vf_pick((vi)(x == INFINITY) | (vi)(x != x), x, z);
 }
 
-/* Near 0 the odd polynomial keeps the relative error; elsewhere 1 - 2 / (e^2x + 1).
- * Source of the coefficients: Moshier, Cephes, tanhf. */
+/* tanh x: near 0 an odd polynomial, which keeps the relative error small; elsewhere
+ * 1 - 2 / (e^2x + 1). Source of the coefficients: Moshier, Cephes, tanhf. */
 static inline KVL_HOT vf vf_tanh(vf x) {
   vf x2 = x * x, ax = vf_abs(x);
   vf p = vf_fma(x2, vf_set(-5.70498872745e-3f), vf_set(2.06390887954e-2f));

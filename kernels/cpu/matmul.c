@@ -1,13 +1,13 @@
-/* out = a b, or a b^T for transpose_b, for each of `batch`; fp32 accumulation.
+/* out = a b, or a b^T for transpose_b, for each matrix of the batch; fp32 accumulation.
  *   a    f32 f16 bf16 f8e4m3  [batch, m, k]
  *   b    like a               [batch or 1, k, n], or [.., n, k] transposed
- *   out  like a, or f32; of f8e4m3 f32 f16 bf16  [batch, m, n]
+ *   out  like a, or f32; for f8e4m3: f32 f16 bf16  [batch, m, n]
  * 2 batch m n k operations.
- * m <= THIN_ROWS: thin.h, b read once in its own dtype. Limit: read bandwidth at m = 1,
+ * If m <= THIN_ROWS, thin.h reads b once in its own dtype. Limit: read bandwidth at m = 1,
  * multiply-adds from m = 8 on; [k, n] with long rows is latency-bound, 10 to 20 GB/s.
- * Above: panels of a and b widened to f32, then the BLAS's sgemm, which has its own
- * threads. Limit: fp32 multiply-adds.
- * Workspace: those panels; rows of a in f32.
+ * Otherwise panels of a and b are widened to f32 and multiplied by the BLAS's sgemm, which
+ * has its own threads. Limit: fp32 multiply-adds.
+ * Workspace: those panels; for thin.h, the rows of a in f32.
  *
  * Best of 60, bf16, b transposed, AVX-512, 2 cores of a Xeon (family 6 model 167) at
  * 2.6 GHz, OpenBLAS 0.3.21, 2026-11-21; in brackets sgemm alone on f32 inputs
@@ -16,8 +16,9 @@
  *   16 1024  256      54       155 (100)
  *   512 1024 256    1150       232 (266)
  *   512 2048 2048  16600       258 (298)
- * 32 rows of 1024 x 256 take 106 us in thin.h and 160 through panels; 64 take the same.
- * sbgemm would save the widening; the distribution's OpenBLAS does not export it. */
+ * 32 rows of 1024 x 256 take 106 us in thin.h and 160 through panels; 64 rows take equally
+ * long in both. sbgemm would save the widening, but the distribution's OpenBLAS does not
+ * export it. */
 #include <cblas.h>
 
 #include "cpu/thin.h"
@@ -52,7 +53,7 @@ size_t KVL_CPU_WORKSPACE(matmul)(const void *args) {
 
 /* ---- converting panels -------------------------------------------------------------- */
 
-/* out[r][c] = in[r][c] for rows of `columns`, one side f32. */
+/* out[r][c] = in[r][c] for rows of `columns` elements; one side is f32. */
 struct convert {
   const void *in;
   void *out;
@@ -142,7 +143,7 @@ static int thin(const struct kvl_matmul_args *g, const void *a, const void *b, v
                    .dtype = g->dtype,
                    .out_dtype = g->out_dtype};
   if (p.a) convert(a, g->k, g->dtype, a32, g->k, KVL_DTYPE_F32, g->m, g->k);
-  /* a column costs k elements of b, and m of a's rows about 1 + m / 4 times that */
+  /* a column reads k elements of b; with m rows of a it costs about 1 + m / 4 times that */
   int64_t grain = 4 * KVL_GRAIN / (4 + g->m) / i64_max(1, g->k);
   int64_t unit = g->transpose_b ? THIN_DOTS : THIN_COLUMNS;
   grain = (grain / unit + 1) * unit;

@@ -1,8 +1,8 @@
-/* Join two attentions over disjoint keys: each output weighs e^lse.
+/* Joins two attentions over disjoint keys: each output has the weight e^lse.
  *   out_a, out_b, out  f32 f16 bf16  [rows, head_dim]   out may be out_a
  *   lse_a, lse_b, lse  f32           [rows]             lse may be lse_a, or NULL
- * A side with lse -inf saw nothing and leaves the other one exactly as it is; two of them
- * give 0 and -inf. Limit: bandwidth. Source: Dao et al. 2022. */
+ * A side with lse -inf saw no keys and leaves the other one exactly as it is. If both are
+ * -inf, the result is 0 with lse -inf. Limit: bandwidth. Source: Dao et al. 2022. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
@@ -13,7 +13,7 @@ static inline KVL_HOT void merge_row(const struct kvl_merge_attention_args *a, i
     int lanes = vf_left(d, a->head_dim);
     vf x = vf_load_n(at_const(a->out_a, i, dtype), lanes, dtype);
     vf y = vf_load_n(at_const(a->out_b, i, dtype), lanes, dtype);
-    /* a weight of 0 hides whatever the side holds, NaN too */
+    /* a weight of 0 hides whatever the side holds, even NaN */
     vf sum = weight_b == 0   ? weight_a * x
              : weight_a == 0 ? weight_b * y
                              : weight_a * x + weight_b * y;

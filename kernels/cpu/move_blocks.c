@@ -1,15 +1,15 @@
 /* dst[to[i]] = src[from[i]] between two memories of one layer: whole blocks, or K and V of
  * single KV heads.
  *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]   one dtype
- *   from, to  i32                  [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of
- *                                  head g
- *   moved     i64                  [1]   the bytes copied are added; optional
+ *   from, to  i32                  [seqs, lanes, n]   lanes: 1 for whole blocks, or
+ *                                  kv_heads, and lane g is head g
+ *   moved     i64                  [1]   the bytes copied are added to it; optional
  * An entry that is out of range (-1) on either side is skipped. Limit: read plus write
  * bandwidth. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* What entry (s, g, i) moves lies in two runs: half h of lane g of block b is run
+/* Entry (s, g, i) moves two runs of bytes: half h of lane g of block b is run
  * (b * 2 + h) * lanes + g. */
 static int64_t run_bytes(const struct kvl_move_blocks_args *a) {
   const struct kvl_cache_view *c = &a->src;

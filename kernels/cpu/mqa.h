@@ -1,8 +1,9 @@
-/* Logits of an indexer: what mqa_logits and mqa_logits_paged share. A tile of keys against the
- * heads of one row of q at a time.
+/* Logits of an indexer, for mqa_logits and mqa_logits_paged. They multiply a tile of keys by
+ * the heads of one row of q at a time.
  *
- * A tile has its tokens along the lanes, so that relu, weights and the sum over heads stay in
- * a lane. All is f32: sums over dims in their order, over heads in theirs, then the scale. */
+ * The lanes of a vector are tokens of the tile, so that relu, weights and the sum over heads
+ * stay in a lane. All arithmetic is f32: sums over dims in their order, then over heads in
+ * their order, then the scale. */
 #ifndef KVL_CPU_MQA_H
 #define KVL_CPU_MQA_H
 
@@ -13,8 +14,8 @@ enum {
   MQA_TOKENS = 64, /* of a tile */
   MQA_DIM_MAX = 128,
   MQA_HEADS_MAX = 64,
-  MQA_HEADS = 4,                  /* heads at a time, times */
-  MQA_VECTORS = VF == 16 ? 4 : 2, /* vectors of tokens */
+  MQA_HEADS = 4,                  /* heads that are computed together */
+  MQA_VECTORS = VF == 16 ? 4 : 2, /* vectors of tokens that are computed together */
 };
 _Static_assert(MQA_TOKENS % (MQA_VECTORS * VF) == 0, "a tile leaves no rest");
 
@@ -24,14 +25,14 @@ struct mqa_tile {
   uint8_t known[MQA_TOKENS];
 };
 
-/* A row of q, with heads of zeros up to a multiple of MQA_HEADS. */
+/* A row of q, padded with heads of zeros to a multiple of MQA_HEADS. */
 struct mqa_row {
   float q[MQA_HEADS_MAX * MQA_DIM_MAX] __attribute__((aligned(64)));
   float weights[MQA_HEADS_MAX];
   int heads, dim;
 };
 
-/* Token t of the tile; key NULL: it is not known, and its logit is -inf. */
+/* Sets token t of the tile. key NULL: the token does not exist, and its logit is -inf. */
 static inline void mqa_take_key(struct mqa_tile *tile, int t, const uint8_t *key, float scale,
                                 int dim) {
   float x[MQA_DIM_MAX] __attribute__((aligned(64))) = {0};
@@ -54,7 +55,7 @@ static inline void mqa_take_row(struct mqa_row *row, const uint8_t *q, const flo
   memset(row->weights + heads, 0, (size_t)(row->heads - heads) * sizeof(float));
 }
 
-/* Logits of the tile's tokens, those that are not there included. */
+/* Computes the logits of all tokens of the tile, also of those that do not exist. */
 static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile,
                                         const struct mqa_row *row, float *logits) {
   const int dim = row->dim;
@@ -77,7 +78,7 @@ static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile,
 #pragma GCC unroll 4
       for (int i = 0; i < MQA_HEADS; i++)
 #pragma GCC unroll 4
-        for (int v = 0; v < MQA_VECTORS; v++) /* a NaN stays: see vf_max */
+        for (int v = 0; v < MQA_VECTORS; v++) /* keeps NaN: see vf_max */
           sum[v] = vf_fma(vf_set(row->weights[h + i]), vf_max(vf_set(0), dot[i][v]), sum[v]);
     }
 #pragma GCC unroll 4
@@ -88,7 +89,8 @@ static inline KVL_HOT void mqa_multiply(const struct mqa_tile *tile,
   }
 }
 
-/* Of the tile that starts at column `first` the columns [begin, end), to out[at_row + ...]. */
+/* Stores the part of columns [begin, end) that lies in the tile, which starts at column
+ * `first`: column j goes to out[at_row + j]. */
 static inline void mqa_store(const struct mqa_tile *tile, const float *logits, int64_t first,
                              int64_t begin, int64_t end, void *out, int64_t at_row,
                              int dtype) {

@@ -1,18 +1,19 @@
-/* logits[r][j] = scales[j] * sum_h weights[r][h] * max(q[r][h] . k[j], 0) for starts[r] <= j <
- * ends[r]; other columns stay.
+/* logits[r][j] = scales[j] * sum_h weights[r][h] * max(q[r][h] . k[j], 0) for
+ * starts[r] <= j < ends[r]; other columns are not changed.
  *   q        f8e4m3  [rows, heads, dim]   heads 1 ... 64; dim 32, 64 or 128
  *   weights  f32     [rows, heads]
  *   k        f8e4m3  [tokens, dim]
  *   scales   f32     [tokens]
  *   starts, ends  i32  [rows]
  *   logits   f32 bf16  [rows, columns]
- * Products of f8e4m3 are exact in f32; 2e-6 of the sum of |terms| for the sums.
- * Limit: arithmetic, 2 * heads * dim flops an element; tiles of keys are converted once for
+ * Products of f8e4m3 are exact in f32; the tolerance of the sums is 2e-6 of the sum of
+ * |terms|.
+ * Limit: arithmetic, 2 * heads * dim flops per element; a tile of keys is converted once for
  * every 16 rows.
  * Source: DeepSeek-V3.2's lightning indexer; DeepGEMM's fp8_mqa_logits. */
 #include "cpu/mqa.h"
 
-enum { ROWS = 16 }; /* that meet a tile of keys together */
+enum { ROWS = 16 }; /* that share a converted tile of keys */
 
 static int64_t tiles_of(const struct kvl_mqa_logits_args *a) {
   return (i64_min(a->tokens, a->columns) + MQA_TOKENS - 1) / MQA_TOKENS;

@@ -4,9 +4,9 @@
  *   cache    u8      [blocks, block_size * (dim + 4)]
  *   tables   i32     [sequences, max_blocks]
  *   lens     i32     [sequences * each]
- *   logits   f32 bf16  [sequences * each, columns]   -inf for an entry that is no block
- * Limit and tolerance as for mqa_logits, whose bits these are; a tile of keys is converted for
- * each sequence. Source: DeepGEMM's fp8_paged_mqa_logits. */
+ *   logits   f32 bf16  [sequences * each, columns]   -inf where the table names no block
+ * Gives the same bits as mqa_logits, with its limit and tolerance. A tile of keys is
+ * converted once for each sequence. Source: DeepGEMM's fp8_paged_mqa_logits. */
 #include "cpu/index.h"
 #include "cpu/mqa.h"
 

@@ -4,8 +4,8 @@
  *  cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *  tables     i32           [seqs, max_blocks]
  *  selection  i32           [seqs, kv_heads or 1, max_selected]
- *  slots      i32           [seqs, kv_heads or 1, max_selected]: blocks, instead of those of
- *                           tables
+ *  slots      i32           [seqs, kv_heads or 1, max_selected]: the blocks of the selection,
+ *                           instead of those in tables
  *  prev_out   f32           [tokens, heads, head_dim]   joined to the result
  *  prev_lse   f32           [tokens, heads]
  *  out        f32 f16 bf16  [tokens, heads, head_dim]
@@ -18,21 +18,23 @@
  * Flops   prefill: 4 * head_dim * heads * (pairs of a query row and a key it sees)
  * Limit   decode: memory bandwidth (attention_few.h); prefill: multiply-adds
  *         (attention_many.h)
- * Best    Xeon (Sapphire Rapids), 2026-11-21, AVX-512; both sides of a ratio in one run,
- *         decode of 32/8 heads of 128, 32K tokens a sequence in scattered blocks of 16:
+ * Best    Xeon (Sapphire Rapids), 2026-11-21, AVX-512; both sides of a ratio were measured
+ *         in one run; decode of 32/8 heads of 128, 32K tokens per sequence in scattered
+ *         blocks of 16:
  *         bf16, 16 cores: 157 GB/s where a plain read loop gets 180 (0.87; AVX2 0.74);
  *         2 cores: 22 of 29 (0.77; AVX2 0.58, plain 0.33); one thread 14 of 19 (0.73)
  *         f8e4m3, 16 cores: 91 GB/s (0.50; AVX2 0.38): bound by its conversion
- *         prefill bf16, 4K causal, 2 cores, of OpenBLAS's sgemm: 8/2 heads of 64 1.09 (AVX2
- *         0.66, plain 0.18), of 128 0.96 (0.62, 0.19)
- * Tried   decode, of the read bandwidth: no prefetch 0.44; a tile ahead in bursts 0.60;
- *         spread evenly over the loops 0.67; fewer, longer segments 0.75; the first tile
- *         of a segment in a burst 0.77; non-temporal prefetch 0.27; every other line 0.55;
- *         VDPBF16PS has half the rate of multiply-adds (notes/20261121-cpu.md)
+ *         prefill bf16, 4K causal, 2 cores, relative to OpenBLAS's sgemm: 8/2 heads of 64
+ *         1.09 (AVX2 0.66, plain 0.18), of 128 0.96 (0.62, 0.19)
+ * Tried   decode, relative to the read bandwidth: no prefetch 0.44; prefetch of the next
+ *         tile in bursts 0.60, spread evenly over the loops 0.67; fewer, longer segments
+ *         0.75; the first tile of a segment in a burst 0.77; non-temporal prefetch 0.27;
+ *         prefetch of every other line 0.55; VDPBF16PS has half the rate of multiply-adds
+ *         (notes/20261121-cpu.md)
  *
- * The block list of a sequence is cut into segments of a size that depends on shapes
- * alone, so that few long sequences still fill the machine; their partial sums meet in
- * ascending order. Neither step knows how many threads there are.
+ * The block list of a sequence is cut into segments, so that a few long sequences still fill
+ * the machine. The size of a segment depends on shapes alone, and partial sums are added in
+ * ascending order, so that the result does not depend on the number of threads.
  *
  * Source  Dao et al. 2022 (online softmax); Kwon et al. 2023 (paging); Flash-Decoding
  *         (splitting the keys). */
@@ -40,9 +42,9 @@
 #include "cpu/attention_many.h"
 #include "cpu/split.h"
 
-/* Tasks wanted at least, and tokens a segment must have: a task starts on cold memory, so
- * that short ones read more slowly (64 instead of 16 segments of 32K tokens: 0.65 instead
- * of 0.76 of the read bandwidth). */
+/* The least number of tasks wanted, and the least number of tokens in a segment. A task
+ * starts on cold memory, so short ones read more slowly: 32K tokens in 64 segments instead of
+ * 16 get 0.65 instead of 0.76 of the read bandwidth. */
 enum { DECODE_TASKS = 128, PREFILL_TASKS = 64, SEGMENTS_MAX = 128, SEGMENT_TOKENS = 1024 };
 
 struct plan {
@@ -50,12 +52,12 @@ struct plan {
   int64_t segments; /* of the longest list that the shapes allow */
 };
 
-/* Does a task's list begin at its window, rather than at the first block or selected one? */
+/* Does a task's list begin at its window instead of its first (selected) block? */
 static int walks_window(const struct kvl_paged_attention_args *a) {
   return a->window > 0 && a->causal && !a->selection;
 }
 
-/* The most blocks from the first key that a task's rows see to the last. */
+/* The largest number of blocks from the first key that a task's rows see to the last one. */
 static int64_t window_blocks(const struct kvl_paged_attention_args *a) {
   int64_t group = a->heads / a->cache.kv_heads, size = a->cache.block_size;
   int64_t span = a->starts ? (TASK_ROWS + group - 1) / group : 0;
@@ -110,7 +112,7 @@ static int32_t sequence_len(const struct kvl_paged_attention_args *a, int64_t se
   return len < 0 ? 0 : len > room ? (int32_t)room : (int32_t)len;
 }
 
-/* Entries of the block list of (seq, kv_head), and the segments they fill, at least 1. */
+/* The number of segments that the block list of (seq, kv_head) fills, at least 1. */
 static int64_t segments_used(const struct kvl_paged_attention_args *a, struct plan plan,
                              int64_t seq, int64_t kv_head) {
   int64_t n = (sequence_len(a, seq) + a->cache.block_size - 1) / a->cache.block_size;
@@ -136,9 +138,9 @@ static int64_t query_rows(const struct kvl_paged_attention_args *a, int64_t seq,
 
 /* ---- one task ----------------------------------------------------------------------- */
 
-/* values / sum in v_scale's units, joined to the previous attention, or zeros where neither
- * saw anything. The previous one is like a segment whose sum is 1; where it saw nothing,
- * prev_out may hold anything. Row by row, so that out may be prev_out. */
+/* Writes v_scale * values / sum, joined to the previous attention, or zeros if neither saw a
+ * key. The previous attention counts as a segment whose sum is 1. If it saw no key, prev_out
+ * may hold anything. This works row by row, so that out may be prev_out. */
 static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
                       const float *values, float top, float sum) {
   const int dim = a->cache.head_dim;
@@ -181,8 +183,9 @@ static void attend(const struct task *t, struct key_walk walk, struct sums *sums
   }
 }
 
-/* A tile of TASK_ROWS of the sequence's query rows x group, counted from the last one,
- * against segment `segment` of its block list. */
+/* Attends from one tile of a sequence's rows to segment `segment` of its block list. The rows
+ * are pairs (query row, head of the group), TASK_ROWS in a tile; tiles are counted from the
+ * last one. */
 static void task_run(const struct kvl_paged_attention_args *a, struct plan plan, int64_t seq,
                      int64_t kv_head, int64_t tile_from_end, int64_t segment) {
   int64_t group = a->heads / a->cache.kv_heads, first;

@@ -1,4 +1,4 @@
-/* A row in f8e4m3 with a scale of its own, as quantise_rows and index_append make it. */
+/* Converts a row to f8e4m3 with a scale of its own, for quantise_rows and index_append. */
 #ifndef KVL_CPU_QUANTISE_H
 #define KVL_CPU_QUANTISE_H
 
@@ -10,7 +10,7 @@ static inline KVL_HOT float quantise_row(const void *x, uint8_t *out, int64_t di
   vf most = vf_set(KVL_INDEX_AMAX_LEAST);
   for (int64_t d = 0; d < dim; d += VF) {
     vf v = vf_load_n(at_const(x, d, dtype), vf_left(d, dim), dtype);
-    most = vf_max((vf)((vi)v & 0x7FFFFFFF), most); /* of a NaN `most` stays */
+    most = vf_max((vf)((vi)v & 0x7FFFFFFF), most); /* a NaN does not change it */
   }
   float scale = vf_hmax(most) / 448;
   for (int64_t d = 0; d < dim; d += VF) {

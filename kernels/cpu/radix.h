@@ -1,18 +1,19 @@
-/* Floats in the order of whole numbers, and the k-th of them without sorting. */
+/* Maps floats to whole numbers of the same order, and finds the k-th one without sorting. */
 #ifndef KVL_CPU_RADIX_H
 #define KVL_CPU_RADIX_H
 
 #include "cpu/lanes.h"
 
-/* A key that is smaller the earlier x comes: ascending for flip 0, descending for flip ~0.
- * -0 ties with 0; NaN comes last either way. */
+/* The key of x, which is smaller the earlier x comes: in ascending order for flip 0, in
+ * descending order for flip ~0. -0 equals 0; NaN comes last in both. */
 static inline KVL_HOT uint32_t radix_key(float x, uint32_t flip) {
   uint32_t i = f32_bits(x + 0.0f); /* -0 becomes 0 */
   uint32_t ascending = i ^ ((uint32_t)((int32_t)i >> 31) | 0x80000000u);
   return x == x ? ascending ^ flip : 0xFFFFFFFFu;
 }
 
-/* Is a key of a[i] ... a[i + VF - 1] within [low, high]? In signed order: top bits flipped. */
+/* Is a key of a[i] ... a[i + VF - 1] within [low, high]? Keys are compared as signed numbers,
+ * with their top bits flipped. */
 static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uint32_t low,
                                     uint32_t high, const int dtype) {
   vf x = vf_load(a, i, dtype);
@@ -22,8 +23,8 @@ static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uin
                 (key <= (int32_t)(high ^ 0x80000000u)));
 }
 
-/* Does `call` for every i in [0, n) whose key is within [low, high], with the key in `key`.
- * Others are passed over a vector at a time. */
+/* Runs `call` for every i in [0, n) whose key is within [low, high], with the key in `key`.
+ * Others are skipped a vector at a time. */
 #define RADIX_WITHIN(a, n, flip, low, high, dtype, call)                             \
   for (int64_t first_ = 0; first_ < (n); first_ += VF) {                             \
     if ((n)-first_ >= VF && !radix_any(a, first_, flip, low, high, dtype)) continue; \
@@ -33,7 +34,7 @@ static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uin
     }                                                                                \
   }
 
-/* Numbers in a row: f32 or bf16. Several runs, one behind the other, make a longer row. */
+/* Consecutive numbers, f32 or bf16. Several runs, one after another, form a longer row. */
 struct radix_run {
   const void *a;
   int64_t n;
@@ -62,9 +63,9 @@ static inline KVL_HOT void radix_count(const void *a, int64_t n, uint32_t flip, 
   else RADIX_WITHIN(a, n, flip, low, high, dtype, count[(key - low) >> shift & mask]++)
 }
 
-/* The k-th smallest key of all runs (1 <= k <= their numbers); *before counts the keys below
- * it. Digits of 11, 11 and 10 bits from the top: a histogram of those that share the digits
- * found so far. */
+/* The k-th smallest key of all runs; 1 <= k <= the number of elements. *before becomes the
+ * number of keys below it. Three passes find its digits from the top, of 11, 11 and 10 bits:
+ * each pass makes a histogram of the keys that share the digits found so far. */
 static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64_t k,
                                  uint32_t flip, int64_t *before) {
   static const int shifts[] = {21, 10, 0};
@@ -84,8 +85,8 @@ static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64
   return low;
 }
 
-/* Does `call` for every i of a run that is among the first: its key is below `last`, or is
- * `last` while `equals` (an int64_t that counts down) are left. */
+/* Runs `call` for every i of a run whose key is below `last`, and for those whose key equals
+ * `last`, until `equals` of these are taken. `equals` is an int64_t that counts down. */
 #define RADIX_FIRST(run, flip, last, equals, call)                      \
   RADIX_BY_DTYPE(run, RADIX_WITHIN((run).a, (run).n, flip, 0u, last, D, \
                                    if (key < (last) || (equals)-- > 0) { call; }))

@@ -1,8 +1,8 @@
-/* Places of a stretch of every sequence, one behind the other.
+/* The places of a range of tokens of every sequence, one sequence after the other.
  *   tables  i32      [sequences, width]
- *   starts  i32      [sequences]   the first token of each
- *   ends    i32      [sequences]   where it ends in out: cumulative lengths
- *   out     i32 i64  [n]           past the last end, and where there is no block: -1
+ *   starts  i32      [sequences]   the first token of each sequence
+ *   ends    i32      [sequences]   where each sequence ends in out: cumulative lengths
+ *   out     i32 i64  [n]           -1 past the last end, and where there is no block
  * Limit: the bytes written. */
 #include "cpu/split.h"
 #include "cpu/vec.h"

@@ -4,8 +4,8 @@
  * NORMAL   a + b n, likewise; words 0 and 1 of a block make the normals of elements 0 and
  *          1, words 2 and 3 those of 2 and 3, wherever `offset` starts
  * INTEGER  a + floor(word * (b - a) / 2^32)
- * Blocks of four words are generated STRIP at a time, a loop over blocks for each round,
- * which the compiler turns into vectors. The same bits for every instruction set.
+ * Blocks of four words are generated STRIP at a time, in a loop over blocks that the compiler
+ * turns into vector code. Every instruction set gives the same bits.
  * Limit: arithmetic. */
 #include "philox.h"
 #include "cpu/split.h"
@@ -21,7 +21,7 @@ static void words(uint64_t seed, uint64_t first, uint32_t w[4][STRIP]) {
   }
 }
 
-/* Elements of the strip in order: f[4 * block + word]. */
+/* Writes the elements of the strip in order: f[4 * block + word]. */
 static void floats(const struct kvl_random_args *a, const uint32_t w[4][STRIP], float *f) {
   float x[4][STRIP], low = (float)a->a;
   if (a->kind == KVL_RANDOM_UNIFORM) {

@@ -1,11 +1,11 @@
 /* out[o][i] = sum, mean, max or min over n of a[o][n][i].
  *   a    f32 f16 bf16 [outer, n, inner], or i32 for all but the mean
  *   out  like a, or f32  [outer, inner]
- * RUN terms at a time add up in f32 lanes and the runs in double, so the error does not grow
- * with n. MAX and MIN are NaN when an element is. Sums of i32 are exact; what does not
- * fit an i32 result wraps.
- * Reads a once. inner == 1: rows are cut into at most CHUNKS parts when they are long.
- * inner > 1: threads share out tiles of COLUMNS, each read down all of n.
+ * Lanes add up RUN terms at a time in f32, and the sums of these runs are added in double, so
+ * the error does not grow with n. MAX and MIN are NaN if an element is. Sums of i32 are
+ * exact; a sum that does not fit an i32 result wraps.
+ * Reads a once. inner == 1: long rows are cut into at most CHUNKS parts. inner > 1: threads
+ * share tiles of COLUMNS columns, and read each tile down all of n.
  * Limit: read bandwidth. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"
@@ -92,7 +92,7 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
   return 0;
 }
 
-/* One long row at a time, its chunks shared out. */
+/* One long row at a time. Threads share its chunks. */
 struct long_row {
   const struct kvl_reduce_args *a;
   int64_t row, chunk;
@@ -124,7 +124,7 @@ static int long_rows(const struct kvl_reduce_args *a) {
 
 /* ---- columns: inner > 1 ------------------------------------------------------------- */
 
-/* `vectors` vectors of columns from element `first` on, `left` lanes of each. */
+/* Reduces `vectors` vectors of columns, with `left` lanes each, from element `first` on. */
 static inline KVL_HOT void columns(const struct kvl_reduce_args *a, int64_t first, int left,
                                    const int vectors, double *total, const int op,
                                    const int dtype) {

@@ -1,15 +1,15 @@
-/* out = x / sqrt(mean(x^2) + eps) * weight, rows of dim; with `residual`, first
- * residual += x in place, and what is normalised is that sum as it was stored.
+/* out = x / sqrt(mean(x^2) + eps) * weight for rows of dim. With `residual`, it first
+ * computes residual += x in place, and then normalises that sum as it was stored.
  *   x, out    f32 f16 bf16  [rows, dim]   out may be x
  *   residual  like x        [rows, dim]   optional
  *   weight    like x or f32 [dim]
- * Two passes over a row, the second from cache. Squares add up in f32 lanes, RUN in
- * each, and those sums in double.
+ * Two passes over a row, the second from cache. Each lane adds up RUN squares in f32, and
+ * those sums are added in double.
  * Limit: read plus write bandwidth. Source: Zhang and Sennrich 2019. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"
 
-/* residual += x, where there is one, and the mean of the squares of the result. */
+/* Adds x to residual, if there is one, and returns the mean of the squares of the result. */
 static inline KVL_HOT float mean_square(const void *x, void *residual, int64_t dim,
                                         const int dtype) {
   double sum = 0;

@@ -1,6 +1,5 @@
-/* Rotating pairs: what rope and rope_append share. The angle is the f32 product, as on a
- * GPU; whole turns are taken off in double, so that position 10^6 is as accurate as position
- * 1. */
+/* Rotating pairs, for rope and rope_append. The angle is the f32 product, as on a GPU; whole
+ * turns are taken off in double, so that position 10^6 is as accurate as position 1. */
 #ifndef KVL_CPU_ROPE_H
 #define KVL_CPU_ROPE_H
 
@@ -13,7 +12,7 @@ enum { STRIP = 128 };
 /* sin and cos of n <= STRIP angles. */
 static inline void sincos_strip(float position, const float *inv_freq, int n, float *s,
                                 float *c) {
-  const double round = 0x1.8p52; /* adding and taking it away rounds to whole numbers */
+  const double round = 0x1.8p52; /* adding and subtracting it rounds to whole numbers */
   for (int i = 0; i < n; i++) {
     double turns = (double)(position * inv_freq[i]) * 0.15915494309189535;
     turns -= (turns + round) - round;             /* [-1/2, 1/2] */

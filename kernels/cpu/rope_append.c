@@ -1,17 +1,19 @@
-/* rope of q in place, and append_kv of the rotated k and of v, in one pass over the tokens.
+/* Applies rope to q in place, and appends v and the rotated k to the cache, in one pass over
+ * the tokens.
  *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
  *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
  *   positions  i32                  [tokens]
  *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2
- *   places      i64                  [tokens]   < 0 is skipped; no place twice
+ *   places     i64                  [tokens]   < 0 is skipped; no place comes twice
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads]   optional
- * The same bits as rope and append_kv: k is rounded to its own dtype in between.
+ * Gives the same bits as rope and append_kv, because k is rounded to its own dtype in
+ * between.
  * Limit: read plus write bandwidth. */
 #include "cpu/append.h"
 #include "cpu/rope.h"
 
-enum { HEAD_DIM = 256 }; /* at most: one strip of pairs */
+enum { HEAD_DIM = 256 }; /* at most, so that the pairs fit one strip */
 
 static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, void *row,
                                        const float *s, const float *c, const int dtype) {

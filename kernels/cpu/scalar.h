@@ -1,5 +1,5 @@
-/* Single numbers from one float dtype to another, as every vector of vec.h does it. Floats
- * round to nearest even; NaN stays NaN. */
+/* Converts single numbers from one float dtype to another, as vec.h converts every lane of a
+ * vector. Floats round to nearest even; NaN stays NaN. */
 #ifndef KVL_CPU_SCALAR_H
 #define KVL_CPU_SCALAR_H
 
@@ -55,11 +55,12 @@ static inline uint16_t f16_from_f32(float f) {
 #endif
 }
 
-/* f8e4m3: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity; 0x7F is NaN and 448
- * the largest number, at which conversions to it saturate. Source: OCP 8-bit floating point
- * specification, 2023. */
+/* f8e4m3 has a sign, 4 bits of exponent (bias 7) and 3 of mantissa. There is no infinity;
+ * 0x7F is NaN. The largest number is 448, at which conversions to f8e4m3 saturate. Source:
+ * OCP 8-bit floating point specification, 2023. */
 static inline float f32_from_f8(uint8_t x) {
-  /* The fields land 120 below f32's bias; the product is exact, subnormals included. */
+  /* The shift gives an exponent that is 120 too small for f32's bias. The product corrects
+   * that exactly, also for subnormals. */
   float magnitude = f32_from_bits((uint32_t)(x & 0x7F) << 20) * 0x1p120f;
   uint32_t bits = (x & 0x7F) == 0x7F ? 0x7FC00000u : f32_bits(magnitude);
   return f32_from_bits(bits | (uint32_t)(x & 0x80) << 24);
@@ -69,7 +70,8 @@ static inline uint8_t f8_from_f32(float f) {
   float magnitude = f32_from_bits(a);
   magnitude = magnitude > 448.0f ? 448.0f : magnitude;
   uint32_t bits = f32_bits(magnitude);
-  /* Below 2^-6 the step is 2^-9: adding 2^14 rounds there, in the sum's last bit. */
+  /* Below 2^-6 the step is 2^-9. Adding 2^14 rounds to that, because it is the last bit of
+   * the sum. */
   uint32_t small = f32_bits(magnitude + 0x1p14f) - f32_bits(0x1p14f);
   uint32_t normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120u << 3);
   uint32_t r = bits < f32_bits(0x1p-6f) ? small : normal;

@@ -1,9 +1,9 @@
-/* out[r][index[r][j]] = src[r][j], or += it; an index out of range is skipped, and none comes
- * twice in a row.
+/* out[r][index[r][j]] = src[r][j], or += if `add`. An index out of range is skipped; no index
+ * may come twice in one row.
  *   src    f32 i32   [rows, m]
  *   index  i32       [rows, m]
  *   out    like src  [rows, n]
- * Limit: latency where out leaves the cache. */
+ * Limit: latency if out is larger than the cache. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 

@@ -1,11 +1,11 @@
-/* out[index[i]] = src[i], whole rows; an index out of range is skipped, the last of several
- * rows with one index stays.
+/* out[index[i]] = src[i] for whole rows. An index out of range is skipped. If several rows
+ * have one index, the last of them wins.
  *   src    any dtype  [n] rows of bytes_row bytes
  *   index  i32        [n]
  *   out    like src   [rows]
- * Every thread walks the whole index, in order, and copies the rows whose destination is
- * its own: the destinations are dealt out one by one, so that runs of neighbours spread.
- * No workspace.
+ * Every thread walks the whole index in order and copies the rows whose destination is its
+ * own. Destinations are dealt out one by one, so that runs of neighbours spread over the
+ * threads. No workspace.
  * Limit: twice the bytes of src over the copy bandwidth; the walk for rows below 64 B. */
 #include <omp.h>
 

@@ -1,11 +1,12 @@
-/* A score of every block of every sequence: minus the bits in which its hash differs from the
- * query's; of token hashes, of the nearest valid token's.
+/* The score of a block is minus the number of bits in which its hash differs from the
+ * query's. If there is a hash for every token, the nearest valid token of a block counts.
  *   q       u64  [seqs, kv_heads, words]
  *   hashes  u64  [blocks, kv_heads, words] or [blocks, kv_heads, block_size, words]
  *   scores  f32  [seqs, kv_heads or 1, max_blocks]   1: the best of all KV heads; blocks past
  *                                                    the last get -inf
  * Exact: whole numbers. Limit: read bandwidth.
- * Source: UCM's GSA on-device (XOR, count, the nearest token of a block, the nearest head). */
+ * Source: UCM's GSA on-device (XOR, count, the nearest token of a block, the nearest
+ * head). */
 #include "cpu/hamming.h"
 
 enum { RUN_BLOCKS = 512 };

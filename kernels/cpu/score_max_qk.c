@@ -5,22 +5,22 @@
  *   scores  f32                  [seqs, kv_heads, max_blocks]   -inf past the last block
  * Limit: read bandwidth, every K once.
  * Best   Xeon (Sapphire Rapids), 16 cores, AVX-512, 2026-11-21, group 4, head_dim 128, blocks
- *        of 16 in random order, 16 x 32K tokens, of a read loop in the same run: bf16 0.79,
- *        f8e4m3 0.50 (AVX2 0.74, 0.39) */
+ *        of 16 in random order, 16 x 32K tokens, relative to a read loop in the same run:
+ *        bf16 0.79, f8e4m3 0.50 (AVX2 0.74, 0.39) */
 #include "cpu/scores.h"
 
-/* `rows`: 1, 2 or 4 query heads at a time; next: the block after this one. */
+/* Scores one block, `rows` (1, 2 or 4) query heads at a time. next: the block after it. */
 static inline KVL_HOT float score_block(const struct score *s, const struct run *r,
                                         const char *k, const char *next, int tokens,
                                         const float *q, int all, const int rows,
                                         const int dtype) {
   const int step = VF / rows, padded = dim_padded(s->head_dim);
   const int64_t bytes_token = (int64_t)s->head_dim * kvl__float_bytes(dtype);
-  vf best[GROUP_MAX]; /* of query heads [h, h + rows) as dots() has them, at h */
+  vf best[GROUP_MAX]; /* best[h]: the lanes of dots() for heads [h, h + rows) */
   for (int h = 0; h < all; h += rows) best[h] = vf_set(-INFINITY);
   for (int t = 0; t < tokens; t += step) {
     const char *x[VF], *soon[VF];
-    for (int j = 0; j < step; j++) { /* past the last valid token, that one again */
+    for (int j = 0; j < step; j++) { /* past the last valid token, repeat it */
       int64_t at_token = (t + j < tokens ? t + j : tokens - 1) * bytes_token;
       x[j] = k + at_token, soon[j] = next + at_token;
     }

@@ -1,5 +1,5 @@
-/* What the block scores share: a score of every block of every sequence for each KV head,
- * joined over the query heads of its group.
+/* What the ops that score blocks share: they give every block of every sequence a score for
+ * each KV head, joined over the query heads of its group.
  *
  * The work is cut into (sequence, KV head, run of blocks). An op only says where a block's
  * row lies (score_rows), or scores one block itself (score_max_qk.c). */
@@ -9,8 +9,8 @@
 #include "cpu/dots.h"
 #include "cpu/split.h"
 
-/* Blocks of a run: enough to pay for loading the queries. Their rows lie anywhere, and each
- * is prefetched while the one SOON before it is scored: more than memory's latency ago. */
+/* A run has enough blocks to pay for loading the queries. Their rows are scattered. Each is
+ * prefetched SOON blocks before it is scored, which takes longer than memory's latency. */
 enum { RUN_BLOCKS = 512, SOON = 32, GROUP_MAX = 256 };
 
 struct score {
@@ -29,7 +29,7 @@ static inline int64_t score_runs(const struct score *s) {
   return (s->max_blocks + RUN_BLOCKS - 1) / RUN_BLOCKS;
 }
 
-/* One run: blocks [begin, end) exist, and those up to `last` only get -inf. */
+/* One run: blocks [begin, end) exist, and blocks [end, last) only get -inf. */
 struct run {
   int64_t seq, head, begin, end, last;
   int rows; /* query heads of the group */
@@ -50,7 +50,7 @@ static inline struct run run_open(const struct score *s, int64_t item) {
   return r;
 }
 
-/* NULL where the table names no block of ours. */
+/* The row of a logical block; NULL if its entry in the table is out of range. */
 static inline const char *block_row(const struct score *s, const struct run *r,
                                     int64_t logical) {
   int64_t block = r->table[logical];
@@ -58,7 +58,8 @@ static inline const char *block_row(const struct score *s, const struct run *r,
   return s->rows + block * s->bytes_block + r->head * s->bytes_head;
 }
 
-/* The group's queries as f32, rows padded with zero rows to whole steps of dots(). */
+/* Loads the group's queries as f32, padded with rows of zeros to whole steps of dots().
+ * Returns the number of rows. */
 static inline int load_group(const struct score *s, const struct run *r, float *q) {
   int padded = dim_padded(s->head_dim), step = dot_rows(r->rows);
   int rows = (r->rows + step - 1) / step * step;
@@ -79,7 +80,8 @@ static inline float score_end(const struct score *s, float joined) {
   return s->join == KVL_GROUP_MEAN ? joined / (float)(s->heads / s->kv_heads) : joined;
 }
 
-/* One memory row a block (two where `bound`), `rows` (1, 2, 4) query heads at a time. */
+/* Scores a run by one memory row per block (two with `bound`), for `rows` query heads at a
+ * time: 1, 2 or 4. */
 static inline KVL_HOT void score_rows(const struct score *s, struct run r, const float *q,
                                       int all, const int rows, const int bound,
                                       const int dtype) {
@@ -87,7 +89,7 @@ static inline KVL_HOT void score_rows(const struct score *s, struct run r, const
   const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(dtype);
   const char *x[RUN_BLOCKS + VF + SOON];
   int n = (int)(r.end - r.begin);
-  for (int i = 0; i < n + VF + SOON; i++) { /* some row where there is none */
+  for (int i = 0; i < n + VF + SOON; i++) { /* any row where there is none */
     const char *row = i < n ? block_row(s, &r, r.begin + i) : NULL;
     x[i] = row ? row : s->rows;
   }

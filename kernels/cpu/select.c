@@ -4,24 +4,24 @@
  *   selection  i32  [seqs, selection_heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
  * n = ceil(len / block_size) blocks exist and k = kvl__budget_blocks(budget, n), at most
- * max_selected, are taken. Where k is less than sink + recent, the sinks come first and
- * then the most recent ones. Exact: ties go to the lower index, NaN counts below -inf.
+ * max_selected, are taken. If k is less than sink + recent, the sinks come first and then the
+ * most recent ones. Exact: ties go to the lower index, NaN counts below -inf.
  *
- * Scores become whole numbers of the same order, and a radix search from the top byte
- * down finds the k-th largest one; whatever is above it is in, and so are the first of
- * those that equal it. No sort, no workspace, O(n) for any input.
+ * Scores are mapped to whole numbers of the same order, and a radix search from the top byte
+ * down finds the k-th largest one. All larger ones are selected, and the first of those that
+ * equal it. No sort, no workspace, O(n) for any input.
  * Limit: reads the scores 3 to 6 times, from cache. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Larger score, larger key; -0 is 0; NaN is 0, below -inf. */
+/* A larger score has a larger key. -0 has the key of 0; NaN has key 0, below -inf. */
 static inline uint32_t score_key(float x) {
   uint32_t bits = f32_bits(x + 0.0f);
   if (x != x) return 0;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* The k-th largest key (1 <= k <= n); *ties: how many that equal it belong to the k. */
+/* The k-th largest key, 1 <= k <= n; *ties becomes the number of equal keys among the k. */
 static uint32_t kth_largest(const float *scores, int64_t n, int64_t k, int64_t *ties) {
   uint32_t prefix = 0, mask = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {

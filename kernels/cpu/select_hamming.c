@@ -5,16 +5,17 @@
  *   hashes     u64           [blocks, kv_heads, words] or [.., block_size, words]
  *   selection  i32           [seqs, kv_heads or 1, max_selected]   ascending, -1 padded
  *   counts     i32           [seqs, kv_heads or 1]                 optional
- * What hash_rows, score_hamming and select give, exactly. Distances are small whole numbers: a
- * histogram of them finds the farthest that is taken, and ties go to the lower index.
+ * Gives exactly the result of hash_rows, score_hamming and select. Distances are small whole
+ * numbers, so a histogram of them finds the largest one that is taken; ties go to the lower
+ * index.
  * Limit: read bandwidth. */
 #include "cpu/hamming.h"
 #include "cpu/hash.h"
 
-/* Distances that are kept; those of a longer row are made twice. */
+/* How many distances are kept; those of a longer row are computed twice. */
 enum { KEPT = 32768 };
 
-/* Hashes of the group means of `heads` KV heads from `head` on. */
+/* Hashes the mean query of the group of each of `heads` KV heads, from `head` on. */
 static inline KVL_HOT void hash_queries(const struct kvl_select_hamming_args *a, int64_t seq,
                                         int64_t head, int heads, uint64_t *words,
                                         const int dtype) {
@@ -28,14 +29,14 @@ static inline KVL_HOT void hash_queries(const struct kvl_select_hamming_args *a,
   }
 }
 
-/* The blocks of a row that compete for `wanted` places, and who gets them. */
+/* The blocks [begin, end) of a row, of which the `wanted` nearest are taken. */
 struct race {
   struct hamming h;
   int heads;
   int64_t begin, end, wanted;
 };
 
-/* Up to which distance blocks are taken; *ties: how many of those that are that far. */
+/* The largest distance that is taken; *ties becomes the number of blocks taken at it. */
 static int farthest(const struct race *r, uint16_t *kept, int64_t *ties) {
   int64_t counts[HAMMING_NONE + 1] = {0}, left = r->wanted;
   for (int64_t at = r->begin; at < r->end; at += KEPT) {

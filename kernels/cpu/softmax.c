@@ -1,9 +1,9 @@
-/* out[r] = e^(scale a[r] - max) / sum, rows of n; fp32 inside.
+/* out[r] = e^(scale a[r] - max) / sum for rows of n; fp32 inside.
  *   a    f32 f16 bf16  [rows, n]
  *   out  f32 f16 bf16  [rows, n]   may be a when the dtypes are equal
- * Three passes over a row: max, sum, result. The exponential is computed twice, which
- * needs no room for a row in f32; sums of RUN terms are added in double. A row of -inf
- * gives zeros; a row with a NaN or a +inf is NaN.
+ * Three passes over a row: max, sum, result. The exponential is computed twice, so that no
+ * room for a row in f32 is needed. Sums of RUN terms are added in double. A row of -inf gives
+ * zeros; a row with a NaN or a +inf is NaN.
  * Limit: the exponentials, about 40 operations an element, while a row fits L2. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"

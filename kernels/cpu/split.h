@@ -1,6 +1,6 @@
-/* How an op shares its work between threads: [0, n) is cut into pieces of `grain`, whatever
- * the number of threads, so that no result depends on it. A single piece is a plain call:
- * small ops never meet OpenMP. */
+/* How an op shares its work between threads: [0, n) is cut into pieces of `grain`. This does
+ * not depend on the number of threads, so no result does. A single piece is a plain call,
+ * without OpenMP. */
 #ifndef KVL_CPU_SPLIT_H
 #define KVL_CPU_SPLIT_H
 

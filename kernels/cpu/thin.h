@@ -1,8 +1,9 @@
-/* A matrix product with few rows: out[r][j] = x[r] . y[j] for up to THIN_ROWS rows x, which
- * are f32 and stay in cache, and any number of y, read once from memory in their own dtype.
- * This is decode, where y are the weights.
+/* A matrix product with few rows: out[r][j] = x[r] . y[j]. There are up to THIN_ROWS rows x,
+ * which are f32 and stay in cache, and any number of y, which are read once from memory in
+ * their own dtype. This is decode, where y are the weights.
  *
- * Both forms work on tiles of R rows of x (1, 2 or 4) by VF / R vectors, VF accumulators:
+ * Both forms work on tiles of R (1, 2 or 4) rows of x by VF / R vectors, in VF
+ * accumulators:
  *   dots     y[j] is contiguous [n, k]: lanes run along k, VF / R columns a tile, and the VF
  *            horizontal sums are taken together
  *   columns  y is [k, n]: lanes run along n, VF / R vectors of columns a tile */
@@ -12,7 +13,8 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Where the BLAS, which widens b first, becomes faster; it has vectors where we have none. */
+/* With more rows the BLAS is faster, although it needs b widened first. The limit is lower in
+ * the plain build, because the BLAS uses vectors there and this code does not. */
 enum { THIN_ROWS = VF > 4 ? 48 : 8 };
 
 struct thin {
@@ -39,7 +41,8 @@ static inline KVL_HOT void dots_step(vf *sum, const float *const *x, const void 
   }
 }
 
-/* Rows r ... and columns j ...; past the ends the last one is computed again, unstored. */
+/* Computes the tile of rows from r0 on and columns from j0 on. Past the ends the last one is
+ * computed again, and not stored. */
 static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j0,
                                      int64_t stop, const int rows, const int dtype) {
   const int columns = VF / rows;
@@ -60,8 +63,8 @@ static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j
 
 /* ---- columns ------------------------------------------------------------------------ */
 
-/* `vectors` vectors of columns from j on, `left` lanes of each; terms [k0, k1) of the sums,
- * which live in out until the last. */
+/* Adds terms [k0, k1) of the sums for `vectors` vectors of columns, with `left` lanes each,
+ * from j on. The sums are kept in out until the last term. */
 static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_t j, int left,
                                         int64_t k0, int64_t k1, const int rows,
                                         const int vectors, const int dtype) {
@@ -100,11 +103,12 @@ static inline KVL_HOT void columns_strip(const struct thin *g, int64_t r, int64_
 
 /* ---- every row for a range of columns ----------------------------------------------- */
 
-/* What of y stays in L1 or L2 while the groups of rows go over it: whole columns of dots; of
- * [k, n] a block as wide as memory likes to be read. Pieces for threads are multiples. */
+/* The part of y that stays in L1 or L2 while the groups of rows go over it: whole columns for
+ * dots, and for [k, n] a block that is wide enough for fast reads from memory. The pieces of
+ * threads are multiples of these. */
 enum { THIN_DOTS = 64, THIN_COLUMNS = 256, THIN_TERMS = 64 };
 
-/* Do `call` with R bound to 4, 2 or 1 rows from r on, until all are done. */
+/* Runs `call` with R bound to 4, 2 or 1 rows from r on, until all are done. */
 #define THIN_GROUPS(rows, call)                       \
   for (int64_t r = 0, left; (left = (rows)-r) > 0;) { \
     if (left > 2) {                                   \

@@ -1,21 +1,22 @@
 /* out = softmax(scale * q k^T) v over the listed tokens of each row.
- *   q      f32 f16 bf16  [rows, heads, head_dim]
- *   cache  like q, or f8e4m3; any of them when q is f32
- *                        [blocks, 2, kv_heads, block_size, head_dim]
+ *   q       f32 f16 bf16  [rows, heads, head_dim]
+ *   cache   like q, or f8e4m3; any of them when q is f32
+ *                         [blocks, 2, kv_heads, block_size, head_dim]
  *   places  i32           [rows, kv_heads or 1, k]
- *   out    like q, or f32  [rows, heads, head_dim]
- *   lse    f32           [rows, heads]   optional
+ *   out     like q, or f32  [rows, heads, head_dim]
+ *   lse     f32           [rows, heads]   optional
  * Alignment: none. fp32 accumulation; 1e-5 of an f32 result against double.
  *
- * Bytes   2 k head_dim bytes(cache) a row and KV head, once for a group of up to FEW_ROWS
- * Limit   memory, which sees runs of head_dim elements in no order
+ * Bytes   2 k head_dim bytes(cache) per row and KV head, once for a group of up to FEW_ROWS
+ * Limit   memory, which is read in scattered runs of head_dim elements
  *
- * A row is a sequence of its own to the inner loop of paged decode (attention_few.h): only
- * the walk over its keys is another, from a list of tokens in place of blocks. */
+ * The inner loop is that of paged decode (attention_few.h), for which each row is a sequence
+ * of its own. Only the walk over the keys differs: it follows a list of tokens instead of
+ * blocks. */
 #include "cpu/attention_few.h"
 #include "cpu/split.h"
 
-/* The row's walk over its list for a KV head. */
+/* Opens the walk over a row's list for a KV head. */
 static struct key_walk open_list(const struct kvl_token_attention_args *a, int64_t row,
                                  int64_t kv_head) {
   const struct kvl_cache_view *c = &a->cache;
@@ -61,7 +62,7 @@ static void write_head(const struct kvl_token_attention_args *a, int64_t row, fl
   if (a->lse) a->lse[row] = sum == 0 ? -INFINITY : top + logf(sum);
 }
 
-/* Up to FEW_ROWS heads from `first` on of a KV head's group, for one row. */
+/* Attends for one row with up to FEW_ROWS heads of a KV head's group, from `first` on. */
 static void attend_heads(const struct kvl_token_attention_args *a, int64_t row,
                          int64_t kv_head, int first) {
   const int group = (int)(a->heads / a->cache.kv_heads),
@@ -82,7 +83,7 @@ static void attend_heads(const struct kvl_token_attention_args *a, int64_t row,
                sums.top[i], sums.sum[i]);
 }
 
-/* A task is a row and a KV head: consecutive ones share a row's list. */
+/* A task is a row and a KV head. Consecutive tasks share a row's list. */
 static int attend_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_token_attention_args *a = args;
   const int64_t kv_heads = a->cache.kv_heads, group = a->heads / kv_heads;

@@ -1,19 +1,20 @@
-/* The k first of each row of n in descending order (ascending for largest = 0), exactly;
- * ties to the lower index, NaN last, -0 ties with 0. by_index: the same k in index order.
+/* The first k of each row of n in descending order (ascending for largest = 0). Exact: ties
+ * go to the lower index, NaN comes last, -0 equals 0. by_index: the same k in the order of
+ * their indices.
  *   a        f32  [rows, n]
  *   values   f32  [rows, k]   optional
  *   indices  i32  [rows, k]
- * A radix search finds the k-th key (radix.h); one more pass collects the indices of what
- * comes before it and as many of its equals as fit; a radix sort from the top byte down,
- * in place (McIlroy, Bostic, McIlroy, "Engineering radix sort", 1993), orders them by key
- * and then by index. O(n + k) for any input, no workspace.
+ * A radix search finds the k-th key (radix.h). One more pass collects the indices of the
+ * elements before it and of as many of its equals as fit. A radix sort from the top byte
+ * down, in place (McIlroy, Bostic, McIlroy, "Engineering radix sort", 1993), orders them by
+ * key and then by index. O(n + k) for any input, no workspace.
  * Limit: the histogram of the first digit, about 1 ns an element. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
 enum { FEW = 24 };
 
-/* One number orders everything: the key, then the index. */
+/* A number that orders by key, and then by index. */
 static inline KVL_HOT uint64_t rank(const float *a, int32_t i, uint32_t flip) {
   return (uint64_t)radix_key(a[i], flip) << 32 | (uint32_t)i;
 }
@@ -56,7 +57,7 @@ static void sort(const float *a, int32_t *index, int64_t n, uint32_t flip, int s
     sort(a, index + start[d], start[d + 1] - start[d], flip, shift - 8);
 }
 
-/* The k first of the row, in index order. */
+/* The first k of the row, in the order of their indices. */
 static void collect(const float *a, int64_t n, int64_t k, uint32_t flip, int32_t *index) {
   const struct radix_run run = {a, n, KVL_DTYPE_F32};
   int64_t before, found = 0;

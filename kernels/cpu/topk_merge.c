@@ -1,12 +1,13 @@
-/* Joins a tile of logits to the k largest of the columns before it: running top-k.
+/* Running top-k: joins a tile of logits to the k largest of the columns before it.
  *   logits          f32 bf16  [rows, n]   columns first ... first + n - 1 of the whole row
  *   starts, lens    i32       [rows]      the row's tokens, in columns of the whole row
  *   kept_values     f32       [rows, k]   of the columns before, positions ascending
  *   kept_positions  i32       [rows, k]
  *   values          f32       [rows, k]   of those and the tile; -inf, -1 padded
  *   positions       i32       [rows, k]
- * What is kept and the tile's part are two runs of one row, in the order of positions: the
- * search of topk_transform, ties to the lower one. Limit: as there, of n + k numbers. */
+ * The kept values and the row's part of the tile are two runs of one row, in the order of
+ * positions. They are searched as in topk_transform, ties to the lower position. Limit: as
+ * there, for n + k numbers. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
@@ -23,7 +24,7 @@ static int topk_merge_piece(const void *args, int64_t begin, int64_t end) {
     float *values = g->values + r * g->k;
     int32_t *positions = g->positions + r * g->k;
     int64_t all = runs[0].n + runs[1].n, equals = all, found = 0;
-    uint32_t last = 0xFFFFFFFFu; /* all of them, unless k are fewer */
+    uint32_t last = 0xFFFFFFFFu; /* takes all, unless there are more than k */
     if (all > g->k) {
       int64_t before;
       last = radix_kth(runs, 2, g->k, flip, &before);

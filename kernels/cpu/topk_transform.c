@@ -3,8 +3,8 @@
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
  *   out     i32       [rows, k]   in ascending order of positions, -1 padded
- * Exact: ties to the lower position, NaN below -inf. A radix search finds the k-th key
- * (radix.h), one more pass collects. A row of at most k tokens is not read.
+ * Exact: ties go to the lower position, NaN counts below -inf. A radix search finds the k-th
+ * key (radix.h), and one more pass collects the k. A row of at most k tokens is not read.
  * Limit: the histogram of the first digit, about 1 ns an element. */
 #include "cpu/radix.h"
 #include "cpu/split.h"

@@ -1,6 +1,7 @@
-/* Positions of tokens as places or ragged indices; without positions, of all lens[r] tokens.
+/* Turns positions of tokens into places or ragged indices; without positions, it takes all
+ * lens[r] tokens of row r.
  *   positions  i32  [rows, k]   optional
- *   lens       i32  [rows]      instead
+ *   lens       i32  [rows]      read if positions is NULL
  *   out        i32  [rows, k]   -1 padded; may be positions
  * Limit: the bytes read and written. */
 #include "cpu/split.h"

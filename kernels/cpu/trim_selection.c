@@ -1,15 +1,15 @@
-/* Shorten selections, in place, to the fewest blocks whose weights reach a share of their
- * sequence's: top-p over blocks.
- *   weights    f32  [seqs, heads, max_blocks]     what is not > 0 counts as 0
+/* Shortens selections, in place, to the fewest blocks whose weights reach a share of their
+ * sequence's total: top-p over blocks.
+ *   weights    f32  [seqs, heads, max_blocks]     a weight that is not > 0 counts as 0
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, heads]                 optional
- * The first `sink` and last `recent` blocks stay and count. Of the others the heaviest are
- * kept, ties to the lower index, until `mass` of the sum over all of the sequence's blocks is
- * reached.
+ * The first `sink` and last `recent` blocks always stay, and their weights count. Of the
+ * others the heaviest are kept, ties to the lower index, until `mass` of the sum over all of
+ * the sequence's blocks is reached.
  *
- * Floats >= 0 are ordered as their bits are: 31 halvings find the least weight to keep. Sums
- * are double.
+ * Floats >= 0 have the order of their bits, so 31 halvings find the least weight to keep.
+ * Sums are double.
  * Limit: reads the selected weights 34 times, from cache. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
@@ -18,7 +18,7 @@ struct row {
   const float *weights;
   int32_t *selection;
   int64_t n;           /* entries */
-  int64_t first, last; /* blocks from first to before last may go */
+  int64_t first, last; /* blocks [first, last) may go, others stay */
 };
 
 static float weight(const struct row *r, int64_t block) {
@@ -28,7 +28,7 @@ static int may_go(const struct row *r, int64_t block) {
   return block >= r->first && block < r->last;
 }
 
-/* Sum over the entries that may go and weigh at least what these bits are. */
+/* The sum of the weights that may go and are at least the float with these bits. */
 static double sum_from(const struct row *r, uint32_t bits) {
   double sum = 0;
   for (int64_t i = 0; i < r->n; i++) {
@@ -40,7 +40,8 @@ static double sum_from(const struct row *r, uint32_t bits) {
   return sum;
 }
 
-/* Of the entries that may go keep those above *least, and *ties of those that equal it. */
+/* Decides which of the entries that may go are kept: those heavier than *least, and the first
+ * *ties of those that equal it. */
 static void find_least(const struct row *r, double wanted, uint32_t *least, int64_t *ties) {
   *least = 0;
   *ties = r->n;

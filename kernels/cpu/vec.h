@@ -28,14 +28,14 @@ KVL_OPS(X)
 size_t KVL_CPU_WORKSPACE(matmul)(const void *args);
 size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args);
 
-/* Tell the emulated link of bytes that the kernel took over it. */
+/* Tells the emulated link how many bytes the kernel moved over it. */
 static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
   struct kvl_cpu_job *job = queue;
   if (job) job->bytes_link[direction] += bytes;
 }
 
-/* Expand `call` with `D` bound to each float dtype as a constant; KVL_BY_CACHE to each that
- * KV memory may have. */
+/* Runs `call` with `D` bound to a float dtype as a constant; there is one copy of it per
+ * dtype. KVL_BY_CACHE does so for every dtype that KV memory may have. */
 #define KVL_BY_FLOAT(dtype, call)        \
   switch (dtype) {                       \
     case KVL_DTYPE_F32: {                \
@@ -105,7 +105,7 @@ static inline KVL_HOT vf vf_min(vf a, vf b) {
 }
 #else
 static inline KVL_HOT vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
-static inline KVL_HOT vf vf_max(vf a, vf b) { /* b where unordered, as maxps */
+static inline KVL_HOT vf vf_max(vf a, vf b) { /* b if either is NaN, as maxps does */
   vi m = (vi)(a > b);
   return (vf)(((vi)a & m) | ((vi)b & ~m));
 }
@@ -116,17 +116,19 @@ static inline KVL_HOT vf vf_min(vf a, vf b) {
 #endif
 
 #if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
-/* f8e4m3 is f16 shifted by 7, but for a bias that is 8 less: the f16 is 2^-8 of it. x are
- * sign-extended bytes, so the bit that f16 has more, 0x4000, begins as a copy of the sign: it
- * is to become 0, or 1 for NaN, all ones below the sign, where adding 1 carries into it. */
-typedef int16_t v16 __attribute__((vector_size(VF * 4))); /* two vectors' worth */
+/* An f8e4m3 shifted left by 7 is an f16, but f8e4m3's bias is 8 less, so the f16 is 2^-8 of
+ * the value. f16 has one more bit, 0x4000. The bytes in x are sign-extended, so this bit
+ * begins as a copy of the sign. It must become 0, or 1 for NaN. In a NaN all bits below the
+ * sign are 1, so that adding 1 to the lowest carries into this bit; in other numbers it does
+ * not. */
+typedef int16_t v16 __attribute__((vector_size(VF * 4))); /* 2 * VF elements */
 static inline KVL_HOT v16 f16_from_f8(v16 x) {
   v16 h = x << 7;
   return h ^ ((h + 0x80) & 0x4000);
 }
 #endif
 
-/* The bytes of f8_from_f32 in the lanes. */
+/* The byte that f8_from_f32 gives, in each lane. */
 static inline KVL_HOT vi vf_to_f8(vf x) {
   vi sign = ((vi)x >> 24) & 0x80, nan = (vi)(x != x);
   vf magnitude = vf_min((vf)((vi)x & 0x7FFFFFFF), vf_set(448));
@@ -141,7 +143,7 @@ static inline KVL_HOT vi vf_to_f8(vf x) {
 static inline KVL_HOT float vf_sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
 static inline KVL_HOT float vf_hmax(vf a) { return _mm512_reduce_max_ps((__m512)a); }
 static inline KVL_HOT vf vf_from_f16(__m256i h) { return (vf)_mm512_cvtph_ps(h); }
-/* n in 0 ... VF elements; lanes past n are 0 and are not touched in memory. */
+/* Loads n elements, 0 <= n <= VF. Lanes past n are 0, and their memory is not touched. */
 static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
   __mmask16 m = (__mmask16)((1u << n) - 1);
   if (dtype == KVL_DTYPE_F32) return (vf)_mm512_maskz_loadu_ps(m, p);
@@ -188,7 +190,8 @@ static inline KVL_HOT float vf_hmax(vf a) {
 #if defined(KVL_ISA_AVX2)
 static inline KVL_HOT vf vf_from_f16(__m128i h) { return (vf)_mm256_cvtph_ps(h); }
 #else
-/* x: bytes. Subnormals, steps of 2^-9, are counted: f32's own would be slow to multiply. */
+/* The lanes of x are bytes. Subnormals are multiples of 2^-9 and are converted as whole
+ * numbers, because multiplying f32's own subnormals would be slow. */
 static inline KVL_HOT vf vf_from_f8(vi x) {
   vi m = x & 0x7F, tiny = m < 8, nan = (vi)(m == 0x7F) & 0x7F800000;
   vi small = (vi)(__builtin_convertvector(m, vf) * 0x1p-9f);
@@ -258,7 +261,7 @@ static inline KVL_HOT vf vf_load(const void *p, int64_t i, const int dtype) {
 static inline KVL_HOT void vf_store(void *p, int64_t i, vf x, const int dtype) {
   vf_store_n((char *)p + i * kvl__float_bytes(dtype), x, VF, dtype);
 }
-/* Elements [i, min(i + VF, n)): how many, for loops with a tail. */
+/* The number of elements in [i, min(i + VF, n)), for loops with a tail. */
 static inline KVL_HOT int vf_left(int64_t i, int64_t n) {
   return n - i < VF ? (int)(n - i) : VF;
 }
@@ -274,9 +277,9 @@ static inline KVL_HOT vf vf_select(vi mask, vf a, vf b) {
   return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
 
-/* Lane j of the result: the sum of x[j]'s lanes; x is overwritten. A fold adds the halves
- * of the segments of two vectors: what stays in place by a blend, what crosses over by one
- * shuffle. So VF sums cost 3 VF instructions, not VF * log VF. */
+/* Lane j of the result is the sum of x[j]'s lanes; x is overwritten. A fold adds the halves
+ * of the segments of two vectors: a blend takes what stays in place, and a shuffle what
+ * crosses over. So VF sums cost 3 VF instructions instead of VF * log VF. */
 #define KVL_STAY(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i))
 #define KVL_CROSS(i, n) ((i) % (2 * (n)) < (n) ? (i) + (n) : VF + (i) - (n))
 #if defined(KVL_ISA_AVX512)
@@ -312,7 +315,7 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
 static inline KVL_HOT vf vf_exp(vf x) {
   vf y = vf_min(vf_set(88.8f), vf_max(vf_set(-87.4f), x)); /* NaN stays: see vf_max */
   vf t = y * 1.44269504f;
-  vf n = (t + 12582912.0f) - 12582912.0f; /* to nearest: |t| < 2^22 */
+  vf n = (t + 12582912.0f) - 12582912.0f; /* rounds to nearest: |t| < 2^22 */
   vf r = vf_fma(n, vf_set(-0.693359375f), y);
   r = vf_fma(n, vf_set(2.12194440e-4f), r);
   vf p = vf_set(1.9875691500e-4f);
@@ -327,7 +330,7 @@ static inline KVL_HOT vf vf_exp(vf x) {
   return (vf)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)n);
 #else
   vi e = __builtin_convertvector(n, vi);
-  vi half = e >> 1; /* two steps: 2^128 does not exist */
+  vi half = e >> 1; /* in two steps: 2^128 is no f32 */
   vf s0 = (vf)((half + 127) << 23), s1 = (vf)((e - half + 127) << 23);
   vf z = p * s0 * s1;
   vi low = (vi)(x < -87.3f), nan = (vi)(x != x);

@@ -1,6 +1,7 @@
-/* New tokens' rows of K and V scattered into vLLM's cache layout, converted to its dtype.
- *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3  [tokens, kv_heads, head_dim]
- *   places        i64  [tokens]   block * block_size + offset; < 0 is skipped
+/* Writes the K and V of new tokens into vLLM's cache layout, converted to its dtype.
+ *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3
+ *                                     [tokens, kv_heads, head_dim]
+ *   places       i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
  *   value_cache  like key_cache       [blocks, kv_heads, head_dim, block_size]
  * x = 16 / bytes of an element. Limit: single stores, block_size elements apart.
@@ -8,7 +9,8 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Pieces are KV heads: tokens stay in order, so that of two with one place the last wins. */
+/* Pieces are KV heads. Tokens stay in order inside one, so that the last of two with the same
+ * place wins. */
 static inline KVL_HOT void append(const struct kvl_vllm_append_args *a, int64_t head,
                                   const int dtype) {
   const struct kvl_vllm_view *c = &a->cache;

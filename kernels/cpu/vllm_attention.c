@@ -1,4 +1,4 @@
-/* Attention of one query token a sequence over vLLM's cache layout.
+/* Attention of one query token per sequence over vLLM's cache layout.
  *   q            f32 f16 bf16  [seqs, heads, head_dim]
  *   key_cache    like q, or f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
  *   value_cache  like key_cache     [blocks, kv_heads, head_dim, block_size]
@@ -8,8 +8,9 @@
  *   out          like q        [seqs, heads, head_dim]
  * x = 16 / bytes of an element of the caches; fp32 accumulation.
  *
- * V1 and V2 differ in what a thread block of a GPU takes. Here a core takes a head, block by
- * block, and both are this one loop: the online softmax of Milakov and Gimelshein 2018. */
+ * V1 and V2 differ in the work that a thread block of a GPU takes. Here a core takes a head,
+ * block by block, so one loop serves both. It is the online softmax of Milakov and Gimelshein
+ * 2018. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
@@ -29,7 +30,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
 
   for (int64_t block = 0; block * size < len; block++) {
     const int64_t physical = a->tables[seq * a->max_blocks + block];
-    if (physical < 0 || physical >= c->blocks) continue; /* broken: no key */
+    if (physical < 0 || physical >= c->blocks) continue; /* an invalid entry has no keys */
     const int64_t kv_head = head / (a->heads / c->kv_heads);
     const int64_t slice = (physical * c->kv_heads + kv_head) * size * dim;
     const int tokens = (int)i64_min(size, len - block * size);

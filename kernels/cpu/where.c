@@ -5,7 +5,7 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* ivdep: out is a, or b, or apart from both, so no element meets another. */
+/* ivdep is safe: out is a, or b, or overlaps neither, so no iteration depends on another. */
 #define CHOOSE(T)                                                                          \
   do {                                                                                     \
     const T *x = a->a, *y = a->b;                                                          \

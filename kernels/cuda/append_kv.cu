@@ -1,5 +1,5 @@
-/* cache[place] = k, v: new tokens' rows scattered into the paged cache; of an f8e4m3 cache
- * k / k_scale and v / v_scale, saturating.
+/* Scatters the rows of K and V of new tokens into the paged cache: cache[place] = k, v. An
+ * f8e4m3 cache gets k / k_scale and v / v_scale, saturated.
  *
  *   k, v   like cache or f32 (for f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
  *   places  i64                  [tokens]   block * block_size + offset; < 0 is skipped
@@ -9,9 +9,9 @@
  * nearest even).
  *
  * Bytes   tokens * kv_heads * head_dim * 2 * (element of k + element of cache)
- * Limit   memory: reads run on, writes are whole rows of head_dim
+ * Limit   memory: reads are sequential, writes are whole rows of head_dim elements
  * Best    4096 tokens, 8 heads x 128: bf16 12.5 us, 0.87 of the run's read bandwidth; bf16 to
- *         f8e4m3 14.1 us, 0.58, of which 3.0 are an empty launch and the rest is divisions
+ *         f8e4m3 14.1 us, 0.58 (3.0 us of it are an empty launch, the rest is divisions)
  *         (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "append_rows.cuh"
 

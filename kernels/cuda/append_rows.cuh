@@ -1,7 +1,7 @@
-/* New tokens' rows of K and V scattered into the paged cache: what append_kv, hot_append and
- * rope_append share. A thread moves N neighbours of k and the same N of v, so two loads or
- * more are in flight before a store, and a row is written by neighbouring threads, 16 bytes
- * each. */
+/* Scatters the rows of K and V of new tokens into the paged cache: the shared part of
+ * append_kv, hot_append and rope_append. A thread moves N neighbours of k and the same N of
+ * v, so at least two loads are in flight before a store. Neighbouring threads write a row, 16
+ * bytes each. */
 #ifndef KVL_CUDA_APPEND_ROWS_CUH
 #define KVL_CUDA_APPEND_ROWS_CUH
 
@@ -12,8 +12,8 @@ namespace kvl {
 
 enum { APPEND_THREADS = 256 };
 
-/* What an f8e4m3 cache holds is k / scale; other caches have no scales. It is divided, not
- * multiplied by 1 / scale, so that every device rounds alike. */
+/* The scale of a KV head: an f8e4m3 cache holds k / scale, other caches have no scales. We
+ * divide rather than multiply by 1 / scale, so that every device rounds alike. */
 template <class To>
 __device__ __forceinline__ float head_scale(const float *scales, int head) {
   if constexpr (same<To, f8e4m3>) return scales ? scales[head] : 1.f;
@@ -21,7 +21,7 @@ __device__ __forceinline__ float head_scale(const float *scales, int head) {
 }
 template <class To, class From, int N>
 __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, float scale) {
-  if constexpr (same<From, To>) { /* bits stay */
+  if constexpr (same<From, To>) { /* the bits stay as they are */
     return x;
   } else {
     pack<To, N> out;
@@ -34,7 +34,7 @@ __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, floa
   }
 }
 
-/* Where a token goes: block -1 for a place that is skipped. */
+/* Where a token goes; block is -1 when it is skipped. */
 struct token_place {
   int64_t block;
   int offset;
@@ -43,8 +43,8 @@ struct token_place {
         offset((int)(place - block * block_size)) {}
 };
 
-/* Dim `dim` of a token's row of K (half 0) or V (1) in block `block`; NULL where there is no
- * such block: a broken place must not fault. */
+/* The address of dim `dim` of a token's row of K (half 0) or V (half 1) in block `block`.
+ * NULL when there is no such block: a bad place must not fault. */
 template <class To>
 __device__ __forceinline__ To *row_in(const kvl_cache_view &c, int64_t block, int offset,
                                       int half, int head, int dim) {
@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block
   store_pack<N>(to + (int64_t)c.kv_heads * c.block_size * c.head_dim, v);
 }
 
-/* Args: kvl_append_kv_args, or kvl_hot_append_args to write the hot cache too. */
+/* Args: kvl_append_kv_args, or kvl_hot_append_args, which also writes the hot cache. */
 template <int N, class From, class To, class Args>
 __global__ void __launch_bounds__(APPEND_THREADS)
     append_rows_kernel(const __grid_constant__ Args a) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
 
 template <class From, class To, class Args>
 void start_append(const Args &a, const kvl_cuda_queue *q) {
-  constexpr int N = sizeof(To) == 1 ? 16 : 8; /* what head_dim is a multiple of */
+  constexpr int N = sizeof(To) == 1 ? 16 : 8; /* head_dim is a multiple of this */
   int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / N);
   append_rows_kernel<N, From, To>
       <<<grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q->stream>>>(a);

@@ -2,8 +2,9 @@
  * (a row of NaN gives 0).
  *   a    f32 f16 bf16  [rows, n]   n >= 1
  *   out  i32           [rows]
- * Reads a once. An element and its index are one 64-bit key, so that a plain maximum does.
- * Few long rows: the keys of pieces go through the workspace.
+ * Reads a once. An element and its index form one 64-bit key, so that a plain maximum finds
+ * both. When there are few long rows, they are cut into pieces, whose keys go through the
+ * workspace.
  * Limit: memory bandwidth.
  * Measured: 3.0 TB/s for one f32 row of 2^28. H100 80GB HBM3, 2026-11-20. */
 #include "row.cuh"

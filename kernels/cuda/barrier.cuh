@@ -1,8 +1,8 @@
-/* Barriers for some of a block's threads: those in shared memory, which count arrivals and the
- * bytes of copies (mbarrier), with such a copy; and the numbered ones of the block.
+/* Barriers for some of a block's threads: mbarriers in shared memory, which count arrivals
+ * and copied bytes, with the copy that they count; and the block's numbered barriers.
  *
- * A barrier in shared memory is 8 bytes, given by their 32-bit address. It is of sm_90:
- * before, what touches one does nothing.
+ * An mbarrier is 8 bytes and is named by its 32-bit address in shared memory. It exists from
+ * sm_90 on; before that these functions do nothing.
  *
  * Source    PTX ISA 8.0 and later: mbarrier, cp.async.bulk, barrier. */
 #ifndef KVL_CUDA_BARRIER_CUH
@@ -12,25 +12,26 @@
 
 namespace kvl {
 
-/* A barrier's phase ends when `count` arrivals and all expected bytes are in. Its parity is
- * that of the phase waited for: 0 for the first. Waiting for parity 1 on a new barrier
- * returns at once. */
+/* A barrier's phase ends when `count` arrivals and all expected bytes are in. A wait names
+ * the parity of its phase: 0 for the first. Waiting for parity 1 on a new barrier returns at
+ * once. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   KVL_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
-/* After the inits, before a __syncthreads or a cluster's barrier: copies see them too. */
+/* Call it after the inits, before a __syncthreads or a cluster's barrier, so that copies see
+ * the barriers too. */
 __device__ __forceinline__ void barrier_init_done() {
   KVL_SM90("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   KVL_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/* One arrival for a warp, when all of its lanes are here. */
+/* One arrival for the whole warp, once all of its lanes are here. */
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
-/* Bytes may come before they are expected. */
+/* The bytes may come before they are expected. */
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
   KVL_SM90("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
            : "memory");
@@ -49,8 +50,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   } while (!done);
 }
 
-/* Copy `bytes` neighbours to shared memory: a multiple of 16, as both addresses are. The
- * barrier counts them. */
+/* Copies `bytes` contiguous bytes to shared memory; the count and both addresses are
+ * multiples of 16. The barrier counts the bytes. */
 __device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, int bytes,
                                            uint32_t barrier) {
   KVL_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -58,13 +59,13 @@ __device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, in
            "l"(from), "r"(bytes), "r"(barrier)
            : "memory");
 }
-/* This thread's writes to shared memory come before wgmma and copies that start after the
+/* Orders this thread's writes to shared memory before wgmma and copies that start after the
  * next barrier. */
 __device__ __forceinline__ void fence_async() {
   KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Barrier `id` (1 ... 15) of `threads` threads, some of which only arrive. */
+/* Barrier `id` (1 ... 15) of `threads` threads; some of them may only arrive. */
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,17 +1,17 @@
-/* out[i...] = a[i . a_stride] op b[i . b_stride], or op a scalar; floats in fp32, integers
- * exactly (wrapping; a quotient by 0 is 0). MAX and MIN propagate NaN.
+/* out[i...] = a[i . a_stride] op b[i . b_stride], or op a scalar. Floats are computed in
+ * fp32, integers exactly (wrapping; a quotient by 0 is 0). MAX and MIN propagate NaN.
  *   a, b  f32 f16 bf16 i32 i64   strided, stride 0 broadcasts
- *   out   same, u8 (0 or 1) for comparisons; row-major; may be a or b of its shape
- * Reads 1-2 and writes 1 element a number.
- * Limit: memory bandwidth. Packs of 16 bytes where the innermost dim allows them: each
- * pack then lies in one row, and its index is divided up once.
+ *   out   same, u8 (0 or 1) for comparisons; row-major; may be a or b if that has out's shape
+ * For each number reads 1 or 2 elements and writes 1.
+ * Limit: memory bandwidth. Uses packs of 16 bytes where the innermost dim allows them; a pack
+ * lies within one row, so its index is split into coordinates only once.
  * Measured: 2.9 TB/s for f32 ADD. H100 80GB HBM3, 2026-11-20, 2^28 elements. */
 #include "convert.cuh"
 #include "elementwise.cuh"
 
 namespace {
 
-struct layout { /* of the outer dims; the innermost is apart */
+struct layout { /* the outer dims; the innermost is separate */
   int64_t shape[KVL_DIMS_MAX], a_stride[KVL_DIMS_MAX], b_stride[KVL_DIMS_MAX];
   int64_t a_inner, b_inner;
   int ndim;
@@ -35,7 +35,7 @@ template <class M> __device__ __forceinline__ M quotient(M x, M y) {
   if constexpr (kvl::same<M, float>) return x / y;
   else return y == 0 ? M(0) : y == -1 ? M(0 - uint64_t(x)) : x / y;
 }
-/* a + b as unsigned numbers wrap instead of being undefined. */
+/* Computes on unsigned numbers, so that overflow wraps instead of being undefined. */
 template <class M, class F> __device__ __forceinline__ M wrapping(M x, M y, F f) {
   if constexpr (kvl::same<M, float>) return f(x, y);
   else return M(f(uint64_t(x), uint64_t(y)));
@@ -55,7 +55,7 @@ __device__ __forceinline__ kvl::pack<Out, N> zip(const M (&x)[N], const M (&y)[N
   return z;
 }
 
-/* Comparisons have u8 out, the rest their own dtype. */
+/* Comparisons return u8, the other ops their own dtype. */
 template <class Out, class M, int N>
 __device__ __forceinline__ kvl::pack<Out, N> apply(int op, const M (&x)[N], const M (&y)[N]) {
   if constexpr (kvl::same<Out, uint8_t>) switch (op) { /* ORDER kvl_binary_op */
@@ -88,7 +88,7 @@ __device__ __forceinline__ kvl::pack<Out, N> apply(int op, const M (&x)[N], cons
 /* ---- the loop -------------------------------------------------------------------- */
 
 template <class T, class M, class Out> struct binary_body {
-  const T *a, *b; /* b NULL: the scalar */
+  const T *a, *b; /* b NULL: the scalar is used */
   Out *out;
   M scalar;
   int op;
@@ -100,7 +100,7 @@ template <class T, class M, class Out> struct binary_body {
       kvl::pack<T, N> raw = kvl::load_pack<N>(p);
 #pragma unroll
       for (int j = 0; j < N; j++) x[j] = kvl::convert<M>(raw.at[j]);
-    } else { /* 0, or N is 1 */
+    } else { /* stride 0, or N is 1 */
       M one = kvl::convert<M>(*p);
 #pragma unroll
       for (int j = 0; j < N; j++) x[j] = one;
@@ -119,7 +119,7 @@ template <class T, class M, class Out> struct binary_body {
   }
 };
 
-/* Can packs of n elements be read from p, and does none of them straddle a row? */
+/* Can packs of n elements be read from p, without one that straddles two rows? */
 bool wide_operand(const void *p, const int64_t *stride, int ndim, int n) {
   if (stride[ndim - 1] == 0) return true;
   for (int d = 0; d < ndim - 1; d++)

@@ -1,7 +1,7 @@
-/* Ascending bitonic sort of rows of unique 64-bit keys; a row is a power of two long.
- * Chunks of SORT_CHUNK keys are sorted in shared memory; longer rows are merged by steps
- * through device memory, each of which reads and writes every key once: for 2^p keys about
- * (p - 12)^2 / 2 of them.
+/* Ascending bitonic sort of rows of unique 64-bit keys; a row's length is a power of two.
+ * Chunks of SORT_CHUNK keys are sorted in shared memory. Longer rows are merged in steps
+ * through device memory; every step reads and writes each key once, and 2^p keys take about
+ * (p - 12)^2 / 2 steps.
  * Source: Batcher, "Sorting networks and their applications", 1968. */
 #ifndef KVL_CUDA_BITONIC_CUH
 #define KVL_CUDA_BITONIC_CUH
@@ -21,8 +21,8 @@ __device__ __forceinline__ void exchange(sort_key *a, sort_key *b, bool up) {
   }
 }
 
-/* The steps of one merge whose pairs are `stride` apart or closer, on `count` keys that lie
- * at `base` of their row. Bit `size` of a place says which way its run is sorted. */
+/* The steps of one merge whose pairs are `stride` apart or closer, on `count` keys that begin
+ * at index `base` of their row. Bit `size` of a key's index tells its run's direction. */
 __device__ __forceinline__ void merge_shared(sort_key *keys, int count, int stride,
                                              int64_t base, int64_t size) {
   for (; stride > 0; stride /= 2) {
@@ -34,13 +34,14 @@ __device__ __forceinline__ void merge_shared(sort_key *keys, int count, int stri
   }
 }
 
-/* All threads of the block call it after a barrier; there is one at the end. */
+/* All threads of the block call it after a barrier; it ends with a barrier. */
 __device__ __forceinline__ void sort_shared(sort_key *keys, int count, int64_t base) {
   for (int size = 2; size <= count; size *= 2)
     merge_shared(keys, count, size / 2, base, size);
 }
 
-/* A block per chunk. size 0: sort it; else the steps of merge `size` that stay inside. */
+/* One block per chunk. size 0 sorts the chunk; any other size does the steps of merge `size`
+ * that stay inside it. */
 static __global__ void __launch_bounds__(SORT_THREADS)
     sort_chunk_kernel(sort_key *all, int chunk, int64_t row_length, int64_t size) {
   __shared__ sort_key keys[SORT_CHUNK];
@@ -61,7 +62,7 @@ struct sort_step_body {
   }
 };
 
-/* rows * row_length keys; row_length a power of two. */
+/* Sorts `rows` rows of row_length keys, a power of two. */
 inline int sort_rows(sort_key *all, int64_t rows, int64_t row_length, void *queue) {
   cudaStream_t stream = ((kvl_cuda_queue *)queue)->stream;
   int chunk = (int)(row_length < SORT_CHUNK ? row_length : SORT_CHUNK);

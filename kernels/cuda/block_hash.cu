@@ -1,23 +1,24 @@
-/* Hashes of the keys of some blocks, of their mean or of each of them.
+/* Hashes of the keys of the given blocks: of each block's mean key, or of every key.
  *   cache   f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks  i32                  [n]   physical; -1 is skipped
- *   rows    i32                  [n]   of the hashes; NULL: blocks
- *   tokens  i32                  [n]   valid tokens; the mean of none has the hash 0
+ *   rows    i32                  [n]   where the hashes go; NULL: blocks
+ *   tokens  i32                  [n]   valid tokens; a mean over 0 tokens has the hash 0
  *   planes  f32                  [bits, head_dim]
  *   hashes  u64                  [rows, kv_heads, words] or [.., block_size, words]
- * Exact: the sums are fixed, see kernels.h; how they are made, see hash.cuh.
+ * Exact: kernels.h fixes the order of the sums; hash.cuh computes them.
  *
- * Bytes   the keys, and their hashes; limit: latency of a tile's steps
- * Best    tokens of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56, of 16
- *         blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
- * Source  UCM's GSA on-device: hashes of tokens are made where keys are */
+ * Bytes   the keys and their hashes; limit: latency of a tile's steps
+ * Best    every token of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56
+ *         us, of 16 blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ * Source  UCM's GSA on-device, which also hashes tokens where the keys are made */
 #include "divide.cuh"
 #include "hash.cuh"
 
 namespace kvl {
 namespace {
 
-/* Vectors (entry of the list, KV head) or, with a hash a token, (entry, KV head, token). */
+/* Numbers the vectors as (list entry, KV head), and as (entry, KV head, token) when every
+ * token has a hash. */
 template <class T, bool IS_TOKEN> struct block_keys {
   using type = T;
   static constexpr bool IS_SUM = !IS_TOKEN;

@@ -2,23 +2,23 @@
  *
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32                  [n]   physical; -1 is skipped
- *   rows     i32                  [n]   of the summary; NULL: blocks
+ *   rows     i32                  [n]   where the mean goes in summary; NULL: blocks
  *   tokens   i32                  [n]   valid tokens; 0 gives 0
  *   summary  like cache or f32 (of f8e4m3: f32 f16 bf16)  [rows, kv_heads, head_dim]
  * 16-byte aligned; head_dim a multiple of 8.
  *
  * Bytes      n * kv_heads * (tokens + 1) * head_dim * element; limit: memory
  * Best       2048 blocks of 16, 8 heads x 128: bf16 29.3 us, 0.79 of the run's read bandwidth
- *            (a plain read of so much 27 us), f8e4m3 into bf16 20.6 us, 0.59
+ *            (a plain read of as many bytes 27 us), f8e4m3 into bf16 20.6 us, 0.59
  *            (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
- * Tolerance  1e-6 of the largest |k|: fp32 sums of up to 4096 terms in another order than
+ * Tolerance  1e-6 of the largest |k| for fp32 sums of up to 4096 terms in another order than
  *            the CPU's; then the summary's rounding. */
 #include "block_reduce.cuh"
 
 namespace kvl {
 namespace {
 
-/* Of rows of T into a summary of S. */
+/* The mean of rows of T, stored in a summary of S. */
 template <class T, class S> struct mean {
   using word = float;
   enum { N = 1, DIMS = REDUCE_DIMS<T>, WORDS = DIMS };

@@ -2,26 +2,26 @@
  *
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   blocks   i32                  [n]   physical; -1 is skipped
- *   rows     i32                  [n]   of the summary; NULL: blocks
- *   tokens   i32                  [n]   valid tokens; 0 gives min +inf, max -inf (f8e4m3,
- *                                 which has none: 448 and -448)
+ *   rows     i32                  [n]   where the result goes in summary; NULL: blocks
+ *   tokens   i32                  [n]   valid tokens; 0 gives min +inf and max -inf (f8e4m3
+ *                                 has no infinity: 448 and -448)
  *   summary  like cache           [rows, 2, kv_heads, head_dim]
- * 16-byte aligned; head_dim a multiple of 8. Exact. A NaN is ignored beside a number.
+ * 16-byte aligned; head_dim a multiple of 8. Exact. NaN loses against any number.
  *
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
  * Best    2048 blocks of 16, 8 heads x 128: bf16 29.5 us, 0.83 of the run's read bandwidth (a
- *         plain read of so much 28 us), f8e4m3 18.7 us, 0.65; 16 blocks 5.8 us, an empty
- *         launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
+ *         plain read of as many bytes 28 us), f8e4m3 18.7 us, 0.65; 16 blocks 5.8 us, an
+ *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Source  Tang et al. 2024 (Quest) */
 #include "block_reduce.cuh"
 
 namespace kvl {
 namespace {
 
-/* The word that a pair of T is compared in, exactly. */
+/* The 32-bit word in which numbers of T are compared exactly, in pairs where they fit. */
 template <class T> struct pair_type { using type = __half2; }; /* f16, f8e4m3 */
 template <> struct pair_type<__nv_bfloat16> { using type = __nv_bfloat162; };
-template <> struct pair_type<float> { using type = float; }; /* no pair */
+template <> struct pair_type<float> { using type = float; }; /* one number */
 
 __device__ __forceinline__ float lower(float a, float b) { return fminf(a, b); }
 __device__ __forceinline__ float upper(float a, float b) { return fmaxf(a, b); }

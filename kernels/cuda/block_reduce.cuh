@@ -1,9 +1,10 @@
-/* Reduce the K rows of one (block, KV head) over its valid tokens: the shared part of
+/* Reduces the K rows of one (block, KV head) over its valid tokens: the shared part of
  * block_minmax and block_mean.
  *
- * A row of head_dim numbers is spread over `lanes` threads of 16 bytes each (f32: 32; a power
- * of two of lanes, so that a warp holds whole rows); the rest of the threads take further
- * tokens. Small blocks get one warp a (block, KV head), large ones eight. */
+ * A row of head_dim numbers is spread over `lanes` threads with 16 bytes each (f32: 32). The
+ * number of lanes is a power of two, so that a warp holds whole rows; the other threads take
+ * further tokens. For small blocks one warp takes a (block, KV head), for large ones
+ * eight. */
 #ifndef KVL_CUDA_BLOCK_REDUCE_CUH
 #define KVL_CUDA_BLOCK_REDUCE_CUH
 
@@ -14,16 +15,16 @@ namespace kvl {
 
 constexpr int REDUCE_THREADS = 256;
 
-/* Dims a thread takes of rows of T. */
+/* How many dims of a row of T a thread takes. */
 template <class T> constexpr int REDUCE_DIMS = sizeof(T) == 1 ? 16 : 8;
 
-/* Pair e of f8e4m3 numbers as two f16: exact. */
+/* Pair e of the f8e4m3 numbers as two f16: exact. */
 template <int N> __device__ __forceinline__ __half2 halves(const pack<f8e4m3, N> &x, int e) {
   const uint32_t y = f8_to_f16(reinterpret_cast<const uint16_t *>(&x)[e]);
   return reinterpret_cast<const __half2 &>(y);
 }
 
-/* N numbers in the summary's dtype, whichever it is. */
+/* Stores N numbers in the summary's dtype. */
 template <class T, int N>
 __device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
   pack<T, N> raw;
@@ -32,9 +33,13 @@ __device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
   store_pack<N>(to, raw);
 }
 
-/* F has: word, a 32-bit type of one or two numbers; N accumulators of WORDS words for
- * REDUCE_DIMS<T> dims; start(word (&)[N][WORDS]), add(that, const pack<T, DIMS> &), join of
- * two words of accumulator m, and finish(x, cache, row, head, dim, tokens). */
+/* The reduction F has
+ *   word    a 32-bit type of one or two numbers
+ *   N       the number of accumulators; each has WORDS words for REDUCE_DIMS<T> dims
+ *   start(word (&)[N][WORDS])                 the value of no token
+ *   add(word (&)[N][WORDS], const pack<T, DIMS> &)
+ *   join(m, a, b)                             joins two words of accumulator m
+ *   finish(x, cache, row, head, dim, tokens)  stores the result */
 template <class T, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
     block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
@@ -44,7 +49,8 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   __shared__ word sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * ROW : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
   const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
-  /* With one unit a block the whole block leaves, with many no block-wide barrier follows. */
+  /* When a block has one unit, the whole block returns here; when it has several, no
+   * block-wide barrier follows. */
   const kvl_cache_view &cache = a.cache;
   if (pair >= a.n * cache.kv_heads) return;
   const int64_t i = pair / cache.kv_heads;
@@ -72,7 +78,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
         f.add(x, raw[u]);
       }
     }
-  /* The rows of a warp, then the warps, in a fixed order. */
+  /* Joins the rows of a warp, then the warps, in a fixed order. */
   for (int step = lanes; step < WARP; step *= 2)
 #pragma unroll
     for (int m = 0; m < F::N; m++)
@@ -98,7 +104,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   if (tid < lanes && inside) f.finish(x, cache, to, head, dim, count);
 }
 
-/* A is the args of the op: cache, blocks, tokens, rows, n and summary_rows. */
+/* A is the args struct of the op: cache, blocks, tokens, rows, n and summary_rows. */
 template <class T, class A, class F>
 void launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   int lanes = 1;

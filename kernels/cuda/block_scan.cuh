@@ -1,4 +1,4 @@
-/* Sums over the threads before one: how kernels number things in order. */
+/* Prefix sums over the threads of a block: kernels use them to number things in order. */
 #ifndef KVL_CUDA_BLOCK_SCAN_CUH
 #define KVL_CUDA_BLOCK_SCAN_CUH
 
@@ -6,7 +6,7 @@
 
 namespace kvl {
 
-/* Sum over the lanes up to this one. */
+/* The sum over this lane and all lanes before it. */
 template <class T> __device__ __forceinline__ T warp_scan(T x) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -17,8 +17,8 @@ template <class T> __device__ __forceinline__ T warp_scan(T x) {
   return x;
 }
 
-/* N sums at once: x becomes the sum over the threads before this one, `total` that over all
- * of the block (whole warps, 1-D). `shared` may be reused at once. */
+/* N prefix sums at once: x becomes the sum over the threads before this one, `total` the sum
+ * over the block (whole warps, 1-D). The caller may reuse `shared` at once. */
 template <int N>
 __device__ __forceinline__ void block_scan(int (&x)[N], int (&total)[N],
                                            int (*shared)[WARP]) {

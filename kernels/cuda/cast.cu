@@ -1,4 +1,4 @@
-/* out = a converted to out's dtype: kvl::convert says how.
+/* out = a converted to out's dtype, by the rules of kvl::convert.
  *   a, out  any pair of f32 f16 bf16 i32 i64 u8, and f32/f16/bf16 <-> f8e4m3  [count]
  * Reads and writes count elements.
  * Limit: memory bandwidth. */
@@ -20,7 +20,7 @@ template <class To, class From> struct cast_body {
 };
 
 template <class To, class From> int cast(const kvl_cast_args *g, void *queue) {
-  /* 16 bytes of the wider type: the narrower one's packs are then at least 2 bytes */
+  /* 16 bytes of the wider type, so that a pack of the narrower one has at least 2 bytes */
   constexpr int n = kvl::WIDE<To> < kvl::WIDE<From> ? kvl::WIDE<To> : kvl::WIDE<From>;
   return kvl::each<n>(cast_body<To, From>{(const From *)g->a, (To *)g->out}, g->count,
                       kvl::aligned16(g->a, g->out), queue);

@@ -12,13 +12,13 @@
 
 #include "kernels.h"
 
-typedef struct cublasContext *cublasHandle_t; /* cublas_v2.h says the same */
+typedef struct cublasContext *cublasHandle_t; /* as in cublas_v2.h */
 
 struct kvl_cuda_queue {
   cudaStream_t stream;
   cublasHandle_t blas; /* NULL until kvl__cuda_blas */
   int sm_count;
-  int shared_optin; /* bytes of shared memory a block may ask for */
+  int shared_optin; /* bytes of shared memory that a block may ask for */
   int device;
 };
 
@@ -30,18 +30,18 @@ struct kvl_cuda_queue {
 KVL_OPS(X)
 #undef X
 
-/* 0, or a status after recording the driver's words: of the launches since the last call,
- * of one call, or of cuBLAS (its handle is made at the first use). */
+/* These return 0, or a status after they recorded the driver's message: of the launches since
+ * the last call, of one call, or of cuBLAS (its handle is made at the first use). */
 int kvl__cuda_launched(void);
 int kvl__cuda_check(cudaError_t error);
 int kvl__cuda_blas(struct kvl_cuda_queue *queue); /* makes queue->blas */
 int kvl__cuda_blas_check(int status, const char *what);
 namespace kvl_cuda {
-/* Record the words of a failure and return `status`. */
+/* Records the message of a failure and returns `status`. */
 __attribute__((format(printf, 2, 3))) int fail(int status, const char *format, ...);
 }
 
-/* Run a body with T the C++ type of a dtype; the launcher returns where there is none. */
+/* Runs a body with T the C++ type of a dtype; for other dtypes the launcher returns. */
 #define KVL_CUDA_BY_FLOAT(dtype, T, ...) \
   switch (dtype) {                       \
     case KVL_DTYPE_F32: {                \
@@ -58,7 +58,7 @@ __attribute__((format(printf, 2, 3))) int fail(int status, const char *format, .
     } break;                             \
     default: return KVL_ERR_UNSUPPORTED; \
   }
-/* ... with T an unsigned type of that many bytes, for ops that only move elements. */
+/* The same with T an unsigned type of that many bytes, for ops that only move elements. */
 #define KVL_CUDA_BY_BYTES(bytes, T, ...) \
   switch (bytes) {                       \
     case 1: {                            \
@@ -84,7 +84,7 @@ __attribute__((format(printf, 2, 3))) int fail(int status, const char *format, .
     default: return KVL_ERR_UNSUPPORTED; \
   }
 
-/* An instruction of sm_90; nothing for devices before it. */
+/* An instruction of sm_90; does nothing on devices before it. */
 #if __CUDA_ARCH__ >= 900
 #define KVL_SM90(...) asm volatile(__VA_ARGS__)
 #else
@@ -111,7 +111,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float x) {
   return __float2bfloat16_rn(x);
 }
 
-/* N elements moved in the widest pieces their size allows, 16 bytes at most. */
+/* N elements, moved in the widest pieces that their size allows, 16 bytes at most. */
 template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) pack {
   T at[N];
 };
@@ -119,7 +119,7 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
 template <class T> constexpr int WIDE = 16 / sizeof(T);
 
 template <int N, class T>
-__device__ __forceinline__ pack<T, N> load_pack(const T *p) { /* p aligned to the pack */
+__device__ __forceinline__ pack<T, N> load_pack(const T *p) { /* p is aligned to the pack */
   return *reinterpret_cast<const pack<T, N> *>(p);
 }
 template <int N, class T>
@@ -140,8 +140,8 @@ __device__ __forceinline__ void store_floats(T *p, const float (&x)[N]) {
   store_pack<N>(p, raw);
 }
 
-/* 16 bytes that stay out of the L1, and the L2 is asked for the 256 around them. Volatile: in
- * the order of the code. */
+/* Loads 16 bytes past L1 and has the L2 fetch the 256 bytes around them. Volatile keeps the
+ * loads in the order of the code. */
 __device__ __forceinline__ uint4 load_streaming(const uint4 *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -149,7 +149,7 @@ __device__ __forceinline__ uint4 load_streaming(const uint4 *p) {
                : "l"(p));
   return x;
 }
-/* Neighbours of any float dtype, or one number, from element `at` on. */
+/* N neighbours of any float dtype from element `at` on; below, one number. */
 template <int N>
 __device__ __forceinline__ void load_any(const void *p, int dtype, int64_t at,
                                          float (&x)[N]) {
@@ -174,13 +174,13 @@ __device__ __forceinline__ void store_any(void *p, int dtype, int64_t at, float 
   store_any(p, dtype, at, y);
 }
 
-/* A number that is asked for here, not where it is first used. */
+/* Loads a number here, not where it is first used. */
 __device__ __forceinline__ int load_now(const int32_t *p) {
   int x;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
-/* An address, not the way to it: what is made of it is not made anew for each element. */
+/* Hides how an address was computed, so that it is not computed again for each element. */
 template <class T> __device__ __forceinline__ void opaque(T *&p) {
   asm volatile("" : "+l"(p));
 }
@@ -194,24 +194,24 @@ __device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
                : "memory");
 }
 
-/* Keys that order as the numbers do: equal for -0 and 0, 0 for NaN alone. */
+/* Keys in the order of the numbers: equal for -0 and 0; only NaN has 0. */
 __device__ __forceinline__ uint32_t order_key(float x) {
   uint32_t bits = __float_as_uint(x + 0.0f);
   return x != x ? 0 : bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
-__device__ __forceinline__ float order_value(uint32_t key) { /* NaN for 0 */
+__device__ __forceinline__ float order_value(uint32_t key) { /* NaN for key 0 */
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
 }
 
-/* Ranks: numbers as integers that are smaller the earlier they come. RANK_LEAST is -inf,
- * the last before NaN; no element has RANK_NONE. */
+/* Ranks: integers for numbers, smaller for what comes earlier. RANK_LEAST is the rank of
+ * -inf, the last before NaN; no element has RANK_NONE. */
 constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
 
 __device__ __forceinline__ uint32_t rank_of(float x) {
   uint32_t key = order_key(x);
   return x != x ? RANK_NAN : ~key;
 }
-__device__ __forceinline__ float number_of(uint32_t rank) { /* NaN if it has none */
+__device__ __forceinline__ float number_of(uint32_t rank) { /* NaN if there is none */
   return order_value(~rank);
 }
 
@@ -220,7 +220,7 @@ __device__ __forceinline__ float number_of(uint32_t rank) { /* NaN if it has non
 struct add_op {
   template <class T> __device__ T operator()(T a, T b) const { return a + b; }
 };
-struct max_op { /* of two NaN-free numbers; one NaN is ignored, as by fmaxf */
+struct max_op { /* of two NaN-free numbers; like fmaxf it ignores one NaN */
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
   __device__ int operator()(int a, int b) const { return max(a, b); }
 };
@@ -247,8 +247,8 @@ template <int LANES = WARP, class T> __device__ __forceinline__ T warp_min(T x) 
   return warp_reduce<LANES>(x, min_op());
 }
 
-/* Four sums over LANES lanes each; a lane gets the one numbered by its two top bits, with
- * 5 shuffles in place of 16. */
+/* Four sums over LANES lanes each. A lane gets the sum that its two top bits name, with 5
+ * shuffles instead of 16. */
 template <int LANES>
 __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
   bool high = lane & (LANES / 2), odd = lane & (LANES / 4);
@@ -260,8 +260,8 @@ __device__ __forceinline__ float sum_of_four(const float (&x)[4], int lane) {
   return warp_sum<LANES / 4>(sum);
 }
 
-/* Every thread of the block (whole warps, 1-D) gets the result, in an order that depends
- * on nothing but the block's size. `shared` is 32 elements; it may be reused at once. */
+/* Every thread of the block (whole warps, 1-D) gets the result, in an order that depends only
+ * on the block's size. `shared` has 32 elements; the caller may reuse it at once. */
 template <class T, class F>
 __device__ __forceinline__ T block_reduce(T x, F f, T none, T *shared) {
   x = warp_reduce(x, f);

@@ -1,7 +1,7 @@
-/* One number type into another: kvl::convert<To>(x), for all storage dtypes and double.
- * To a float: round to nearest even, through f32 for the 16-bit types; f8e4m3 saturates at
- * +-448. Float to integer: truncate, saturate, NaN gives 0. Integer to integer:
- * saturate. */
+/* Converts between number types: kvl::convert<To>(x), for all storage dtypes and double.
+ * To a float it rounds to nearest even, through f32 for the 16-bit types; f8e4m3 saturates at
+ * +-448. Float to integer truncates and saturates; NaN gives 0. Integer to integer
+ * saturates. */
 #ifndef KVL_CUDA_CONVERT_CUH
 #define KVL_CUDA_CONVERT_CUH
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
   return pair.x | (uint32_t)pair.y << 16;
 }
-/* Four of them. */
+/* Four f8e4m3 as four f16: exact. */
 __device__ __forceinline__ uint2 halves_of(uint32_t x) {
   return make_uint2(f8_to_f16((uint16_t)x), f8_to_f16(x >> 16));
 }
@@ -36,7 +36,7 @@ template <class To> constexpr int value_bits = sizeof(To) * 8 - is_signed<To>;
 template <class To> constexpr To most = To(~uint64_t(0) >> (64 - value_bits<To>));
 template <class To> constexpr To least = is_signed<To> ? -most<To> - 1 : 0;
 
-/* From float or double. 2^bits is exact there, unlike the largest value. */
+/* From float or double. 2^bits is exact in both, unlike the largest integer. */
 template <class To, class From> __host__ __device__ __forceinline__ To integer_from(From x) {
   constexpr From limit = From(uint64_t(1) << (value_bits<To> - 1)) * 2;
   if (x != x) return 0;
@@ -65,7 +65,7 @@ template <class To, class From> __device__ __forceinline__ To convert(From x) {
 
 }  // namespace kvl
 
-/* KVL_CUDA_BY_FLOAT, and the integers a cast knows. */
+/* The dtypes of KVL_CUDA_BY_FLOAT, and the integers that cast converts. */
 #define KVL_CUDA_BY_NUMBER(dtype, T, ...)             \
   switch (dtype) {                                    \
     case KVL_DTYPE_I32: {                             \

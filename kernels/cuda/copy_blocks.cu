@@ -1,12 +1,12 @@
-/* dst[i] = src[i] for whole blocks of the cache, K and V of every head.
+/* dst[i] = src[i] for whole blocks of the cache: K and V of every head.
  *
- *   src, dst  i32                  [n]   -1 is skipped; no block is both
+ *   src, dst  i32                  [n]   -1 is skipped; no block may be in both
  *   cache     f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  * 16-byte aligned.
  *
  * Bytes   2 * n * 2 * kv_heads * block_size * head_dim * element
- * Limit   memory. A block of the pool is one contiguous run; a block of threads copies 16 KiB
- *         of it, four 16-byte loads in flight a thread. Exact.
+ * Limit   memory. A block of the pool is one contiguous run; a thread block copies 16 KiB of
+ *         it, with four 16-byte loads in flight per thread. Exact.
  * Best    1024 blocks of 64 KiB: 46.3 us, 0.94 of the run's read bandwidth; of 32 KiB 22.6
  *         us, 0.96 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "elementwise.cuh"

@@ -1,8 +1,8 @@
-/* Copying rows of bytes to or from places that an index names.
+/* Copies rows of bytes from or to the rows that an index names.
  *
- * A body is a struct with `__device__ bool row(int64_t i, const char **from, char **to)`:
- * whether row i is copied; from NULL writes zeros. Pieces are of the largest size, 16 bytes
- * at most, that all addresses and the row's length allow. */
+ * A body is a struct with `__device__ bool row(int64_t i, const char **from, char **to)`. It
+ * returns whether row i is copied; from = NULL writes zeros. A row is copied in pieces of the
+ * largest size, 16 bytes at most, that all addresses and the row's length allow. */
 #ifndef KVL_CUDA_COPY_ROWS_CUH
 #define KVL_CUDA_COPY_ROWS_CUH
 
@@ -12,8 +12,8 @@ namespace kvl {
 
 enum { COPY_THREADS = 256 };
 
-/* Block: `wide` threads (a power of two) along a row, the rest down the rows. Grid: rows,
- * parts of a row. */
+/* A thread block has `wide` threads (a power of two) along a row; the others take further
+ * rows. Grid: rows, parts of a row. */
 template <class T, class F>
 __global__ void __launch_bounds__(COPY_THREADS)
     copy_rows_kernel(F f, int64_t n, int64_t pieces, int wide) {
@@ -45,7 +45,7 @@ int copy_rows(const F &f, int64_t n, int64_t bytes_row, const void *src, const v
   int64_t pieces = bytes_row / size;
   while (wide < COPY_THREADS && wide < pieces) wide *= 2;
   unsigned down = grid(n, COPY_THREADS / wide, q);
-  /* few long rows: several blocks to each, 4 pieces or more a thread */
+  /* Few long rows get several blocks each, with at least 4 pieces per thread. */
   int64_t along = (pieces + wide * 4 - 1) / (wide * 4);
   int64_t want = ((int64_t)q->sm_count * 8 + down - 1) / down;
   if (along > want) along = want;

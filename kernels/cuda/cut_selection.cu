@@ -1,18 +1,18 @@
-/* Cut a selection into passes over a ring and the open blocks, see kvl_cut in kvlab.h.
+/* Cuts a selection into passes over a ring and a list of open blocks; see kvl_cut in kvlab.h.
  *
  *   selection     i32  [seqs, heads, max_selected]   NULL: every block
  *   tables        i32  [seqs, max_blocks]
  *   lens          i32  [seqs]
  *   opens         i32  [seqs, 2]   first open logical block, its index in the buffer
- *   logical       i32  [passes, seqs, heads, n]      entry j below the open ones is place
- *   physical      i32  [passes, seqs, heads, n]      j % n of pass j / n
+ *   logical       i32  [passes, seqs, heads, n]      entry j of the blocks before the open
+ *   physical      i32  [passes, seqs, heads, n]      ones goes to index j % n of pass j / n
  *   open_logical  i32  [seqs, heads, n_open]
  *   open_slots    i32  [seqs, heads, n_open]
- * -1 padded. What does not fit is dropped; an entry past the sequence's last block is passed
- * over.
+ * -1 padded. What does not fit is dropped; an entry past the sequence's last block is
+ * ignored.
  *
  * Bytes   4 * (max_selected + 3 * passes * n + 2 * n_open) a row
- * Limit   latency: one block of threads a row, a scan for every 1024 entries */
+ * Limit   latency: one thread block per row, one scan per 1024 entries */
 #include "block_scan.cuh"
 #include "elementwise.cuh"
 

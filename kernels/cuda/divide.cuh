@@ -1,4 +1,4 @@
-/* Division of whole numbers, for which the GPU has no instruction. */
+/* Division of integers, for which the GPU has no instruction. */
 #ifndef KVL_CUDA_DIVIDE_CUH
 #define KVL_CUDA_DIVIDE_CUH
 
@@ -6,7 +6,7 @@
 
 namespace kvl {
 
-/* Divides numbers below 2^31 by one that the host knows: 3 instructions in place of 16.
+/* Divides numbers below 2^31 by a number that the host knows, in 3 instructions, not 16.
  * Source: Granlund and Montgomery 1994. */
 struct divisor {
   uint32_t by = 1, factor = 1;
@@ -21,15 +21,15 @@ struct divisor {
   }
 };
 
-/* x / n where x * n is below 2^32: 2 instructions. The host makes the factor of n. */
-inline uint32_t short_factor(uint32_t n) { /* 2^32 / n, rounded up; of 1: 0 */
+/* x / n where x * n is below 2^32, in 2 instructions. The host computes the factor from n. */
+inline uint32_t short_factor(uint32_t n) { /* 2^32 / n, rounded up; 0 for n = 1 */
   return n > 1 ? (uint32_t)((1ull << 32) / n + 1) : 0;
 }
 __device__ __forceinline__ uint32_t short_quotient(uint32_t x, uint32_t factor) {
   return factor ? __umulhi(x, factor) : x;
 }
 
-/* Whole numbers >= 0 by any: most fit 32 bits, whose division is several times as fast. */
+/* Integers >= 0 by any divisor. Most fit 32 bits, whose division is several times as fast. */
 __device__ __forceinline__ int64_t quotient_of(int64_t a, int b) {
   return a >> 32 ? a / b : (uint32_t)a / (uint32_t)b;
 }

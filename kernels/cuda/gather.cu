@@ -2,8 +2,9 @@
  *   src    elements of 1, 2, 4 or 8 bytes  [rows, n]
  *   index  i32                             [rows, m]
  *   out    like src                        [rows, m]
- * Reads 4 bytes of index and one 32-byte sector of src, and writes one element, a result.
- * Limit: memory bandwidth in sectors; the indices are read, and out written, coalesced. */
+ * For each result reads 4 bytes of index and one 32-byte sector of src, and writes one
+ * element.
+ * Limit: memory bandwidth in sectors; index is read, and out is written, coalesced. */
 #include "elementwise.cuh"
 
 namespace {

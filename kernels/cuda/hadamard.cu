@@ -1,8 +1,8 @@
-/* out = scale * H x along rows, H the Walsh-Hadamard matrix in Sylvester's order.
+/* out = scale * H x for each row; H is the Walsh-Hadamard matrix in Sylvester's order.
  *   x, out  f32 f16 bf16  [rows, dim]   dim a power of two up to 1024; out may be x
- * A warp has a run of max(dim, 32) elements, of every 32 one a lane. f32 sums and differences
- * of elements 1, 2, 4 ... dim / 2 apart, in this order, then the product with scale: the
- * CPU's bits.
+ * A warp takes a run of max(dim, 32) elements: each lane has one of every 32. It makes f32
+ * sums and differences of elements 1, 2, 4 ... dim / 2 apart, in this order, and multiplies
+ * by scale at the end, so the bits equal the CPU's.
  * Bytes   2 * rows * dim * element; limit: memory */
 #include "launch.cuh"
 

@@ -1,10 +1,11 @@
-/* In how many bits the hashes of blocks differ from that of a query: what score_hamming and
- * select_hamming share. A warp takes 32 blocks of a sequence at a time, a lane one of them.
+/* Counts the bits in which the hashes of blocks differ from a query's: the shared part of
+ * score_hamming and select_hamming. A warp takes 32 blocks of a sequence at a time, one per
+ * lane.
  *
- * A hash a block: each lane reads its own. A hash a token: LANES lanes read a block's, 16
- * bytes each, so that loads run along memory and all of them are under way at once; then the
- * least of each block is found for all blocks together, LANES - 1 shuffles in all (as
- * vf_sum_lanes does on the CPU), and goes to the lane of its block.
+ * When every block has a hash, each lane reads its own. When every token has one, LANES lanes
+ * read a block's hashes, 16 bytes each, so that loads are contiguous and all in flight at
+ * once. Then the warp finds the least distance of every block, of all blocks together in
+ * LANES - 1 shuffles (as vf_sum_lanes does on the CPU), and gives it to the block's lane.
  * Source: UCM's GSA on-device (XOR, count, the nearest token of a block). */
 #ifndef KVL_CUDA_HAMMING_CUH
 #define KVL_CUDA_HAMMING_CUH
@@ -13,12 +14,15 @@
 
 namespace kvl {
 
-constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1; /* of a block that is none */
+/* The distance of a table entry that is no block. */
+constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1;
 
-/* WORDS of a hash, 0: as many as the view says. LANES that read a block together; of token
- * hashes 32: a lane a token. Where there is a hash a block, two lanes read a whole sector of
- * memory, 32 bytes: the hashes of HEADS, each lane those of EACH. READERS: lanes that are
- * given the same block. */
+/* How hashes are read.
+ *   WORDS    of a hash; 0: as many as the view says
+ *   LANES    that read a block together; 32 for token hashes of any size: one token per lane.
+ *            With block hashes, two lanes read a whole 32-byte sector of memory
+ *   READERS  lanes that are given the same block
+ *   HEADS    whose hashes a sector holds; each lane has those of EACH heads */
 template <int WORDS_, int LANES_, bool IS_TOKEN_> struct hash_form {
   static constexpr int WORDS = WORDS_, LANES = LANES_, READERS = IS_TOKEN_ ? 1 : LANES_;
   static constexpr bool IS_TOKEN = IS_TOKEN_;
@@ -26,7 +30,7 @@ template <int WORDS_, int LANES_, bool IS_TOKEN_> struct hash_form {
   static constexpr int EACH = HEADS / READERS;
 };
 
-/* f(hash_form<...>()) with the form of a view, a block's heads apart. */
+/* Calls f(hash_form<...>()) with the form of a view that takes one head at a time. */
 template <class F> int with_form(const kvl_hash_view &v, F f) {
   const bool is_paired = v.tokens % 16 == 0;
   if (!v.is_token && v.words == 1) return f(hash_form<1, 1, false>());
@@ -44,7 +48,7 @@ __device__ __forceinline__ uint64_t word_of(uint32_t low, uint32_t high) {
   return low | (uint64_t)high << 32;
 }
 
-/* ... with heads together, where they fill sectors. */
+/* The same, but takes several heads together when they fill sectors. */
 template <class F> int with_heads(const kvl_hash_view &v, F f) {
   const bool is_whole = !v.is_token && v.kv_heads * v.words % 4 == 0 && aligned16(v.hashes);
   if (is_whole && v.words == 1) return f(hash_form<1, 2, false>());
@@ -52,15 +56,16 @@ template <class F> int with_heads(const kvl_hash_view &v, F f) {
   return with_form(v, f);
 }
 
-/* N blocks of a lane, on their way; `head` is the first of the FORM's. */
+/* Loads N blocks of a lane; the hashes may still be in flight. `head` is the first of the
+ * FORM's heads. */
 template <class FORM, int N> struct hash_batch;
 
-/* A hash a block, of one or two words. */
+/* One hash per block, of one or two words. */
 template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
   pack<uint64_t, WORDS> hash[N];
-  uint32_t there; /* bit j: block j is one */
+  uint32_t there; /* bit j: block j exists */
 
-  /* block[j]: physical. */
+  /* block[j] is physical. */
   __device__ __forceinline__ void load(const kvl_hash_view &v, const int (&block)[N],
                                        const int (&)[N], int head) {
     there = 0;
@@ -82,8 +87,8 @@ template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 1, false>, N> {
   }
 };
 
-/* The hashes of a sector: 16 bytes a lane. q and d: of the lane's heads, the first of HEADS
- * at q; d[j * EACH + i] is of block j and head i. */
+/* The hashes of a sector, 16 bytes per lane. q points to the hash of the first of HEADS
+ * heads; d has this lane's heads: d[j * EACH + i] is of block j and head i. */
 template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 2, false>, N> {
   static constexpr int EACH = 2 / WORDS;
   uint4 piece[N];
@@ -114,7 +119,7 @@ template <int WORDS, int N> struct hash_batch<hash_form<WORDS, 2, false>, N> {
   }
 };
 
-/* A hash a block, of any number of words. */
+/* One hash per block, of any number of words. */
 template <int N> struct hash_batch<hash_form<0, 1, false>, N> {
   const uint64_t *hash[N];
   int words;
@@ -137,7 +142,7 @@ template <int N> struct hash_batch<hash_form<0, 1, false>, N> {
   }
 };
 
-/* A hash a token. Nothing is under way before the query is known: a warp has enough loads. */
+/* One hash per token. It loads nothing before the query is known: a warp has enough loads. */
 template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>, 1> {
   static constexpr int PER = WARP / LANES; /* blocks that a warp reads at a time */
   const kvl_hash_view *v;
@@ -156,7 +161,7 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
     else d[0] = of_pieces(q);
   }
 
-  /* A lane a token. */
+  /* One token per lane. */
   __device__ uint32_t of_any(const uint64_t *q) const {
     const int lane = threadIdx.x % WARP;
     uint32_t mine = HAMMING_NONE;
@@ -176,7 +181,7 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
     return mine;
   }
 
-  /* The nearest of the tokens in 16 bytes, the first of which is number `token` of n. */
+  /* The nearest token of one piece of 16 bytes; its first token is number `token` of n. */
   static __device__ __forceinline__ uint32_t of_piece(const uint4 &x, const uint64_t *q,
                                                       int token, int n) {
     const uint64_t low = word_of(x.x, x.y), high = word_of(x.z, x.w);
@@ -187,7 +192,7 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
   }
 
   __device__ __forceinline__ uint32_t of_pieces(const uint64_t *q_) const {
-    constexpr int EACH = 2 / (WORDS > 0 ? WORDS : 1); /* tokens of a piece */
+    constexpr int EACH = 2 / (WORDS > 0 ? WORDS : 1); /* tokens per piece */
     const int lane = threadIdx.x % WARP, group = lane / LANES;
     const int pieces = v->tokens / EACH;
     const uint64_t q[2] = {q_[0], WORDS > 1 ? q_[1] : 0};
@@ -212,7 +217,7 @@ template <int WORDS, int LANES> struct hash_batch<hash_form<WORDS, LANES, true>,
         }
       }
     }
-    /* best[r] of this lane is of block r * PER + group: LANES of them to the least of each. */
+    /* best[r] of this lane is of block r * PER + group: finds the least over LANES lanes. */
 #pragma unroll
     for (int s = LANES / 2; s > 0; s /= 2)
 #pragma unroll

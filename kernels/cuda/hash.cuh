@@ -1,12 +1,12 @@
-/* Hashes of vectors by random planes, on the tensor cores and yet exact.
+/* Hashes vectors by random planes, on the tensor cores and yet exactly.
  *
- * The sums that kernels.h fixes are made by half a warp, lane p of which has part p. Where
- * there are few vectors, that is all: a block a word, a warp 8 of its bits.
+ * kernels.h fixes the order of the sums. Half a warp computes one: lane p adds up part p. For
+ * few vectors that is all: a thread block takes one word, and a warp 8 of its bits.
  *
- * Where there are many, a warp multiplies 32 vectors with 32 planes on the tensor cores, both
- * split into terms of bf16 (one of vectors that are bf16 or f8e4m3). Such a sum may be off by
- * hash_error of |x| |plane|; its sign counts where it is farther from 0 than that, and where
- * it is not, of less than one in a thousand, the exact sum is made.
+ * For many vectors a warp multiplies 32 vectors with 32 planes on the tensor cores. Both are
+ * split into bf16 terms (vectors that are bf16 or f8e4m3 are one term). Such a sum may be off
+ * by hash_error of |x| |plane|. Its sign counts when the sum is farther from 0 than that; for
+ * the others, fewer than one in a thousand, the exact sum is computed.
  *
  * Source: Charikar 2002 (random hyperplanes). */
 #ifndef KVL_CUDA_HASH_CUH
@@ -20,7 +20,7 @@ namespace kvl {
 
 constexpr int HASH_PARTS = KVL_HASH_PARTS, HASH_CHUNKS = 256 / HASH_PARTS;
 
-/* Dims p, p + 16, ... of a row; 0 past its end. */
+/* Loads dims p, p + 16, ... of a row; 0 past its end. */
 __device__ __forceinline__ void hash_load(const float *row, int dim,
                                           float (&x)[HASH_CHUNKS]) {
   const int part = threadIdx.x % HASH_PARTS;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void hash_load(const float *row, int dim,
   }
 }
 
-/* x . plane, in every lane of each half. By whole warps. */
+/* x . plane, for each half of a warp; all of its lanes get it. Whole warps call it. */
 __device__ __forceinline__ float hash_sum(const float (&x)[HASH_CHUNKS],
                                           const float (&plane)[HASH_CHUNKS], int dim) {
   float sum = 0.f;
@@ -44,14 +44,14 @@ __device__ __forceinline__ float hash_sum(const float (&x)[HASH_CHUNKS],
   return sum;
 }
 
-/* A vector to be hashed: the sum of `count` rows (0: zeros). `hash` NULL: none. */
+/* A vector to be hashed: the sum of `count` rows (0: zeros). `hash` NULL: no vector. */
 template <class T> struct hash_item {
   const T *rows;
   int count;
   uint64_t *hash;
 };
 
-/* SOURCE has: type, the T of its rows; IS_SUM, whether count may be other than 1; and at(v),
+/* SOURCE has type, the T of its rows; IS_SUM, whether count may differ from 1; and at(v),
  * item number v. */
 struct hash_call {
   const float *planes;
@@ -59,14 +59,14 @@ struct hash_call {
   int dim, bits;
 };
 
-/* ---- few vectors ------------------------------------------------------------------------ */
+/* ---- few vectors ----------------------------------------------------------------------- */
 
 constexpr int HASH_FEW_THREADS = 8 * WARP;
 
 template <class SOURCE>
 __global__ void __launch_bounds__(HASH_FEW_THREADS)
     hash_few_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
-  constexpr int PAIRS = 4; /* of bits, of a warp */
+  constexpr int PAIRS = 4; /* of bits, per warp */
   __shared__ float x[256];
   const int dim = call.dim, word = blockIdx.y, warp = threadIdx.x / WARP;
   const int half = threadIdx.x % WARP / HASH_PARTS, bit = word * 64 + warp * 8;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(HASH_FEW_THREADS)
   for (int i = 0; i < PAIRS; i++)
     if (bit < call.bits) hash_load(call.planes + (bit + 2 * i + half) * dim, dim, plane[i]);
   const auto item = source.at(blockIdx.x);
-  if (!item.hash) return; /* the whole block */
+  if (!item.hash) return; /* the whole block returns */
   if (threadIdx.x < dim) {
     float sum = item.count > 0 ? to_float(item.rows[threadIdx.x]) : 0.f;
 #pragma unroll 8
@@ -97,31 +97,32 @@ __global__ void __launch_bounds__(HASH_FEW_THREADS)
   if (threadIdx.x % WARP == 0) ((uint8_t *)(item.hash + word))[warp] = (uint8_t)byte;
 }
 
-/* ---- many vectors ----------------------------------------------------------------------- */
+/* ---- many vectors ---------------------------------------------------------------------- */
 
-constexpr int HASH_THREADS = 4 * WARP, HASH_TILE = 64; /* vectors of a block's step */
-/* The error of a sum, of |x| |plane|, an upper bound: 2^-18 for each of what splitting leaves
- * of x, of planes and of their product, and 2^-23 for each of 17 terms that an mma adds. */
+constexpr int HASH_THREADS = 4 * WARP, HASH_TILE = 64; /* vectors per step of a block */
+/* An upper bound of a sum's error, relative to |x| |plane|: 2^-18 for each remainder of the
+ * split (of x, of the planes, of their product), and 2^-23 for each of 17 terms that an mma
+ * adds. */
 __device__ __forceinline__ float hash_error(int dim, bool is_split) {
   return 3 * 0x1p-18f + (dim + 15) / 16 * (is_split ? 3 : 2) * 17 * 0x1p-23f;
 }
-constexpr float HASH_TINY = 1e-17f; /* squares of less may vanish from |x| */
+constexpr float HASH_TINY = 1e-17f; /* squares of smaller numbers may vanish from |x| */
 
-/* Rows of both kinds: dims up to a multiple of 16, and 16 more, so that lanes which read
- * together meet no bank twice. */
+/* The length of a row of x or of planes: dims up to a multiple of 16, and 16 more, so that
+ * lanes which read together never share a bank. */
 __host__ __device__ inline int hash_pitch(int dim) { return (dim + 15) / 16 * 16 + 16; }
 
 struct hash_tile { /* in shared memory, before x and the planes */
   const void *rows[HASH_TILE];
   uint64_t *hash[HASH_TILE];
   int count[HASH_TILE];
-  float length[64]; /* |plane|, scaled as the terms are */
+  float length[64]; /* |plane|, scaled as its terms are */
 };
 inline size_t hash_tile_bytes(int dim) {
   return sizeof(hash_tile) + (size_t)hash_pitch(dim) * (HASH_TILE * 4 + 64 * 2 * 2);
 }
 
-/* The planes of a word in two terms of bf16, by powers of 2 brought to 1 ... 2: [2][64]. */
+/* Splits a word's planes into two bf16 terms [2][64], scaled to 1 ... 2 by powers of 2. */
 __device__ __forceinline__ void hash_split_planes(const hash_call &call, int word,
                                                   hash_tile &tile, __nv_bfloat16 *terms) {
   const int lane = threadIdx.x % WARP, pitch = hash_pitch(call.dim);
@@ -139,7 +140,7 @@ __device__ __forceinline__ void hash_split_planes(const hash_call &call, int wor
       most = fmaxf(fmaxf(most, fmaxf(fabsf(y[i].x), fabsf(y[i].y))),
                    fmaxf(fabsf(y[i].z), fabsf(y[i].w)));
     }
-    /* 2^-e of most = 2^e * 1 ... 2; where there is none, sums are in doubt, and made again */
+    /* 2^-e for most = 2^e * 1 ... 2. If there is no such e, hash_again makes the sums. */
     const float scale = __uint_as_float(0x7F000000u -
                                         (__float_as_uint(warp_max(most)) & 0x7F800000u));
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ __forceinline__ void hash_split_planes(const hash_call &call, int wor
   }
 }
 
-/* The vectors of a tile, whose rows are known, as f32. */
+/* Brings the vectors of a tile, whose rows are known, to shared memory as f32. */
 template <class SOURCE>
 __device__ __forceinline__ void hash_stage(int dim, const hash_tile &tile, float *x) {
   using T = typename SOURCE::type;
@@ -180,9 +181,9 @@ __device__ __forceinline__ void hash_stage(int dim, const hash_tile &tile, float
   }
 }
 
-/* Sums of 32 vectors with 32 planes: c[i][j] of rows 16 i + lane / 4 (+ 8) and planes
- * 8 j + 2 (lane % 4) (+ 1); length: |x| of the four rows. Of 16 dims lane % 4 = t holds
- * 4 t ... 4 t + 3, in vectors and planes alike: an order that sums do not see. */
+/* The sums of 32 vectors with 32 planes: c[i][j] has rows 16 i + lane / 4 (+ 8) and planes
+ * 8 j + 2 (lane % 4) (+ 1); length has |x| of the four rows. Of 16 dims lane % 4 = t holds
+ * 4 t ... 4 t + 3, in vectors and planes alike: sums do not depend on this order. */
 template <bool IS_SPLIT>
 __device__ __forceinline__ void hash_products(const float *x, const __nv_bfloat16 *terms,
                                               int dim, float (&c)[2][4][4],
@@ -222,8 +223,8 @@ __device__ __forceinline__ void hash_products(const float *x, const __nv_bfloat1
   for (int r = 0; r < 4; r++) length[r] = sqrtf(warp_sum<4>(length[r]));
 }
 
-/* Bits whose sum is too near to 0, those of `doubt` in each lane, by the exact sum. x and
- * planes begin with the row's and the first plane's. */
+/* Computes the exact sum for the bits in `doubt` of each lane, whose sums are too near to 0.
+ * x and planes point to the first row and the first plane. */
 __device__ __forceinline__ uint32_t hash_again(uint32_t doubt, const float *x, int pitch,
                                                const float *planes, int dim) {
   const int lane = threadIdx.x % WARP;
@@ -286,7 +287,7 @@ __global__ void __launch_bounds__(HASH_THREADS)
         bits |= (uint32_t)(is_sure && sum > 0.f) << bit;
         doubt |= (uint32_t)!is_sure << bit;
       }
-      if (tile.count[first_row + group + 8 * r] == 0) doubt = 0; /* zeros: no bit */
+      if (tile.count[first_row + group + 8 * r] == 0) doubt = 0; /* zeros have no bit */
       if (is_there) bits |= hash_again(doubt, rows + r * 8 * pitch, pitch, planes, dim);
       else bits = 0;
       bits |= __shfl_xor_sync(ALL_LANES, bits, 1);

@@ -2,7 +2,7 @@
  *   x       f32 f16 bf16  [rows, head_dim]
  *   planes  f32           [bits, head_dim]
  *   hashes  u64           [rows, words]
- * Exact: the sums are fixed, see kernels.h; how they are made, see hash.cuh. */
+ * Exact: kernels.h fixes the order of the sums; hash.cuh computes them. */
 #include "hash.cuh"
 
 namespace kvl {

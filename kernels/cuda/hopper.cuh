@@ -1,8 +1,8 @@
 /* Hopper's own instructions (sm_90a), one small function each: tensor copies (TMA),
- * tensor-core products of a warpgroup (wgmma), registers moved between warpgroups.
+ * tensor-core products of a warpgroup (wgmma), and moving registers between warpgroups.
  *
- * A warpgroup is four neighbouring warps, the first of them a multiple of four. Shared
- * memory is given by its 32-bit address. Elsewhere than on sm_90a nothing here compiles:
+ * A warpgroup is four neighbouring warps; the first one's number is a multiple of four.
+ * Shared memory is named by its 32-bit address. This file compiles for sm_90a only, so
  * kernels keep their bodies inside #if KVL_SM90A.
  *
  * Source    PTX ISA 8.0 and later: cp.async.bulk.tensor, wgmma, setmaxnreg. */
@@ -32,8 +32,8 @@ constexpr int WARPGROUP = 128;
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-/* Copy the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
- * bytes. One thread. */
+/* Copies the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
+ * bytes. One thread calls it. */
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
                                          int c4, uint32_t barrier) {
   asm volatile(
@@ -42,7 +42,7 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map
       "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
       : "memory");
 }
-/* The same of a box at coordinates (0, c1, c2). */
+/* The same for a box at coordinates (0, c1, c2). */
 __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *map, int c1,
                                           int c2, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *ma
                "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
-/* A read that ptxas does not move across waits, nor what follows from it. */
+/* A read that ptxas does not move across waits; nor does it move what depends on the read. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];"
@@ -62,7 +62,7 @@ __device__ __forceinline__ float load_late(const float &shared) {
 
 /* ---- registers ------------------------------------------------------------------------- */
 
-/* All four warps of a warpgroup; N a multiple of 8. */
+/* All four warps of a warpgroup call it; N is a multiple of 8. */
 template <int N> __device__ __forceinline__ void registers_give() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -72,41 +72,41 @@ template <int N> __device__ __forceinline__ void registers_take() {
 
 /* ---- products of a warpgroup ----------------------------------------------------------- */
 
-/* A matrix in shared memory as wgmma wants it described: rows of 128 bytes, eight of which
- * are one 1024-byte atom (aligned to 1024) with 16-byte piece p of row r at p ^ r: what a
- * copy with SWIZZLE_128B leaves. With its k along the rows, `step` is the distance between
- * atoms of the other dimension; with k down the rows, `step` is the distance between atoms
- * along k and `across` that between atoms of the other dimension. */
+/* Describes a matrix in shared memory to wgmma. Its rows have 128 bytes; eight rows are one
+ * 1024-byte atom (aligned to 1024), and 16-byte piece p of row r is at p ^ r, as a copy with
+ * SWIZZLE_128B leaves it. If k runs along the rows, `step` is the distance between atoms of
+ * the other dimension. If k runs down the rows, `step` is the distance between atoms along k,
+ * and `across` that between atoms of the other dimension. */
 __device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int across = 16) {
   return (uint64_t)(shared >> 4) | (uint64_t)(across >> 4) << 16 |
          (uint64_t)(step >> 4) << 32 | (uint64_t)1 << 62;
 }
 
-/* The same of rows of 128, 64 or 32 bytes, all along k, and SWIZZLE_ of as many: a copy leaves
- * them as atoms of eight rows, one after the other. */
+/* The same for rows of 128, 64 or 32 bytes with k along the rows, and a swizzle of that
+ * width: a copy leaves them as atoms of eight rows, one after the other. */
 template <int ROW_BYTES> __device__ __forceinline__ uint64_t rows_at(uint32_t shared) {
   constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
   return (uint64_t)(shared >> 4) | (uint64_t)1 << 16 | (uint64_t)(8 * ROW_BYTES >> 4) << 32 |
          swizzle << 62;
 }
 
-/* The matrix `bytes` further on. */
+/* The matrix that lies `bytes` further on. */
 __device__ __forceinline__ uint64_t matrix_plus(uint64_t matrix, int bytes) {
   return matrix >> 32 << 32 | ((uint32_t)matrix + (bytes >> 4));
 }
 
-/* Before the first product, and when registers of one were touched since. */
+/* Call it before the first product, and when a product's registers were touched since. */
 __device__ __forceinline__ void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void products_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* Wait until at most N committed groups are under way. */
+/* Waits until at most N committed groups are in flight. */
 template <int N> __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-/* Registers of products change behind the compiler's back: nothing moves across this. */
+/* Products change registers without the compiler's knowledge: nothing moves across this. */
 template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -122,10 +122,10 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #define KVL_NAMES_64                                                                   \
   KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48," \
                "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-/* d[64 x N] = a b^T (+ d), k 16, both sides in shared memory with k along the rows; sums in
- * fp32. Of d, warp w of the group has rows 16 w ... +15; lane l has rows l/4 and l/4 + 8 of
- * these: d[4 n], d[4 n + 1] are columns 8 n + 2 (l%4), +1 of the first, the next two of the
- * second. */
+/* d[64 x N] = a b^T (+ d) with k 16; a and b are in shared memory with k along the rows; sums
+ * are fp32. Warp w of the group holds rows 16 w ... 16 w + 15 of d, and lane l has rows l/4
+ * and l/4 + 8 of these: d[4 n] and d[4 n + 1] are columns 8 n + 2 (l%4) and the next one of
+ * the first row, d[4 n + 2] and d[4 n + 3] the same columns of the second. */
 #define KVL_SHARED_PRODUCT(N, TYPE, NAMES, A, B, ADD, ...)                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
@@ -150,8 +150,8 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
   }
 }
 
-/* d[64 x N] += a b, a in registers (as four 16-bit pairs, laid out like two neighbouring
- * n of d), b in shared memory with k down the rows. */
+/* d[64 x N] += a b. a is in registers (four 16-bit pairs, laid out like two neighbouring n of
+ * d), b in shared memory with k down the rows. */
 #define KVL_REGISTER_PRODUCT(N, TYPE, NAMES, A, B, ...)                                   \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                 \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
@@ -176,8 +176,8 @@ __device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], u
   }
 }
 
-/* d[64 x N] = a b^T (+ d) of f8e4m3, k 32, both sides in shared memory with k along the rows;
- * d as above. The sums are fp32 of which about 14 bits are kept from step to step. */
+/* d[64 x N] = a b^T (+ d) of f8e4m3 with k 32; a and b are in shared memory with k along the
+ * rows; d as above. Sums are fp32, but keep only about 14 bits from step to step. */
 #define KVL_F8_PRODUCT(N, NAMES, A, B, ADD, ...)                          \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"           \
                "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3" \
@@ -214,7 +214,7 @@ using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint3
                                      const cuuint32_t *, const cuuint32_t *,
                                      CUtensorMapInterleave, CUtensorMapSwizzle,
                                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-/* The driver's, found at run time: kvlab is not linked to it. NULL: it has none. */
+/* The driver's function, found at run time: kvlab does not link to it. NULL: it has none. */
 inline encode_map_function *encode_map() {
   static encode_map_function *found = [] {
     void *f = nullptr;

@@ -1,11 +1,11 @@
-/* Forget blocks of the host tier: their slots are free, for every KV head.
+/* Drops blocks of the host tier from the hot cache: frees their slots, for every KV head.
  *
  *   blocks    i32  [n]                 out of range (-1) is skipped
  *   slot_of   i32  [kv_heads, blocks]
  *   block_of  i32  [kv_heads, slots]
  *
- * Bytes   16 * kv_heads * n, scattered. Limit: the launch for all but long lists. A block
- *         that is named twice is dropped by two threads with the same stores. */
+ * Bytes   16 * kv_heads * n, scattered. Limit: the launch, except for long lists. When a
+ *         block is named twice, two threads drop it with the same stores. */
 #include "elementwise.cuh"
 
 namespace {

@@ -1,46 +1,48 @@
-/* Give every selected block of the host tier a slot on the device, evicting others.
+/* Gives every selected block of the host tier a slot on the device, evicting other blocks.
  *
  *   selection        i32  [seqs, kv_heads or 1, n]   logical, -1 padded
  *   tables           i32  [seqs, max_blocks]
- *   slot_of          i32  [kv_heads, blocks]    changed; -1: the block has no slot
- *   block_of, order  i32  [kv_heads, slots]     changed; least recently used first
+ *   slot_of          i32  [kv_heads, blocks]    updated; -1: the block has no slot
+ *   block_of, order  i32  [kv_heads, slots]     updated; order: least recently used first
  *   priority         f32  [kv_heads, blocks]    optional
  *   slots            i32  [seqs, kv_heads, n]
  *   miss_from/to     i32  [kv_heads, seqs * n]  block and slot, -1 padded
- *   hit_/miss_...    i32  [seqs, kv_heads, n]   the selection parted, -1 padded; optional
- *   ahead            i32  [kv_heads, slots]     changed; optional
- *   counters         i64  [5]                   hits, misses, evictions and, last, marks of
- *                                               `ahead` that were taken back are added
+ *   hit_/miss_...    i32  [seqs, kv_heads, n]   the hits and the misses of the selection as
+ *                                               separate lists, -1 padded; optional
+ *   ahead            i32  [kv_heads, slots]     updated; optional
+ *   counters         i64  [5]                   increased by hits, misses, evictions and, in
+ *                                               the last one, cleared marks of `ahead`
  *   workspace        kv_heads * temporary_bytes, where shared memory may be too small
  *
- * The same arrays on every device, whatever runs in parallel:
- * - Entries are taken in order (sequence, place). One that is -1 or out of range gets slot
- *   -1. A block with a slot at the start is a hit, each time it is named. Of another one the
- *   first entry is a miss, and its place in the list of misses; further ones count nothing.
- * - Victims are slots that no selected block holds: free ones first, then the lowest
- *   priority (NaN lowest of all), ties by `order`. They are handed to the misses in the
- *   order in which they stand in `order`.
- * - Then the slots not used by this call come first in `order` and the used ones last, both
- *   in the order they had.
- * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is
- *   ahead itself; the slots that it cleared are counted.
+ * The result is the same on every device, whatever runs in parallel:
+ * - Entries are taken in the order (sequence, index). An entry that is -1 or out of range
+ *   gets slot -1. A block that has a slot at the start is a hit each time it is named. For a
+ *   block without a slot, the first entry is a miss, and these first entries give the order
+ *   of the list of misses; further entries of the same block are not counted.
+ * - Victims are slots that no selected block holds: free slots first, then those of the
+ *   lowest priority (NaN is lowest of all), ties by `order`. The misses get the victims in
+ *   the order of `order`.
+ * - Afterwards `order` has the slots that this call did not use first and the used ones last;
+ *   both keep their relative order.
+ * - A slot that is filled gets is_ahead in `ahead`. A hit clears it, unless this call is
+ *   ahead itself; the slots cleared in this way are counted.
  *
- * One block of threads a KV head; what passes between its phases lies in shared memory (in
- * the workspace where there is no room: past 17 to 27 thousand slots on an H100):
+ * One thread block per KV head. Its phases exchange data through shared memory (through the
+ * workspace where that is too small: past 17 to 27 thousand slots on an H100):
  *   1  half of the warps look the entries up, mark the slots of hits, and claim slot_of of a
  *      missing block for the lowest entry (atomic minimum of INT32_MIN + entry); the other
- *      half reads order, block_of and priority
- *   2  entries whose claim stands are leaders; the bits of leaders, hits and misses are
- *      numbered by a scan
- *   3  the key of the last victim (a radix search only when priorities decide)
- *   4  a walk over `order` numbers the victims and parts it anew
- *   5  misses move in: slot_of and block_of
- *   6  the slot of every entry, and the parted lists
+ *      half read order, block_of and priority
+ *   2  entries whose claim stands are leaders; a scan numbers the bits of leaders, hits and
+ *      misses
+ *   3  find the key of the last victim (a radix search, only when priorities decide)
+ *   4  a walk over `order` numbers the victims and writes the new order
+ *   5  the misses move in: update slot_of and block_of
+ *   6  write the slot of every entry, and the lists of hits and misses
  *
- * Bytes   4 * (9 * seqs * n + 2 * slots) a head; and sectors of 32, scattered: two or three
- *         an entry, one or two a slot
- * Limit   latency: seven dependent accesses of device memory or L2 in a row and a dozen
- *         barriers on one SM
+ * Bytes   4 * (9 * seqs * n + 2 * slots) a head; and scattered sectors of 32 bytes: two or
+ *         three per entry, one or two per slot
+ * Limit   latency: seven accesses of device memory or L2, each of which depends on the one
+ *         before, and a dozen barriers on one SM
  * Best    H100 80GB HBM3, 2026-11-21, cold L2, 8 heads, kernels/dev/hot_resolve.cu: 410
  *         entries, 4096 slots 13.7 us (40 misses 14.1; with priorities 17.0); 3280 entries,
  *         6560 slots 19.3 us (320 misses 19.6; 23.8)
@@ -50,8 +52,8 @@
 namespace kvl {
 namespace {
 
-constexpr int SHARED_STATIC = 10 << 10; /* bytes that the kernel declares itself, at most */
-constexpr int SHARED_SURE = 80 << 10;   /* and those that every device has beside them */
+constexpr int SHARED_STATIC = 10 << 10; /* the kernel declares at most so many bytes itself */
+constexpr int SHARED_SURE = 80 << 10;   /* every device has so many beside them */
 
 template <bool IS_SHARED>
 __global__ void __launch_bounds__(hot::THREADS)
@@ -63,16 +65,16 @@ __global__ void __launch_bounds__(hot::THREADS)
   const head h = head_of(
       a, IS_SHARED ? shared : (char *)a.workspace + (int64_t)blockIdx.x * bytes);
   for (int i = tid; i < words_of(h.slots); i += THREADS) h.used[i] = 0;
-  if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0; /* where no entry has a bit */
+  if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0; /* no entry has a bit here */
   __syncthreads();
   if (tid < HALF) look_up(a, h, tid);
   else read_slots(h, tid - HALF);
   __syncthreads();
 
-  int candidates[3], candidates_all[3], count[SETS]; /* free, others; marks taken back */
+  int candidates[3], candidates_all[3], count[SETS]; /* free, others; marks cleared */
   find_leaders(h);
   mark_used(h, a.is_ahead, candidates);
-  block_scan(candidates, candidates_all, sums); /* barriers: the leaders are known too */
+  block_scan(candidates, candidates_all, sums); /* has barriers: the leaders are known */
   number_entries(h, count, sums);
   const int unheld = candidates_all[0];
   const int filled = min(count[LEADER], unheld + candidates_all[1]);

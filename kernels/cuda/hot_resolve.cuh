@@ -1,5 +1,5 @@
-/* The phases of hot_resolve, for the threads of one block; hot_resolve.cu says what they do in
- * all, and where the barriers stand. */
+/* The phases of hot_resolve, for the threads of one block. hot_resolve.cu describes the whole
+ * and has the barriers. */
 #ifndef KVL_CUDA_HOT_RESOLVE_CUH
 #define KVL_CUDA_HOT_RESOLVE_CUH
 
@@ -12,10 +12,10 @@ namespace hot {
 constexpr int THREADS = 1024, HALF = THREADS / 2;
 constexpr int DIGITS = 2048; /* of the radix search */
 
-/* Keys of slots by which victims are found, the smallest first: priorities are in between. */
+/* Keys of slots: victims are the slots with the smallest keys. Priorities are in between. */
 enum : uint32_t { KEY_FREE = 0, KEY_NAN = 1, KEY_FIXED = 0xFFFFFFFE, KEY_USED = 0xFFFFFFFF };
 
-/* Sets of entries, in `words` words of 32 bits each; before() counts the members before each
+/* Sets of entries, as `words` 32-bit words each; before() counts the members before each
  * word. */
 enum { LEADER, HIT, MISS, SETS };
 struct entry_sets {
@@ -29,19 +29,19 @@ struct entry_sets {
   }
 };
 
-/* One KV head: its rows of the arguments, and what lies in shared memory. */
+/* One KV head: its rows of the arguments, and its data in shared memory. */
 struct head {
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
   int kv_head, kv_heads, n, entries, slots, blocks;
-  int32_t *found;     /* [entries]  slot of a hit, mark(block) of a miss, -1 */
+  int32_t *found;     /* [entries]  a hit's slot, mark(block) of a miss, or -1 */
   int32_t *order_old; /* [slots] */
-  uint32_t *keys;     /* [slots], like order_old */
-  uint32_t *used;     /* a bit a slot: a hit's */
+  uint32_t *keys;     /* [slots], in the order of order_old */
+  uint32_t *used;     /* bit i: slot i is a hit */
   entry_sets sets;
 };
 
-/* Words of 32 bits, with room for bit number `bits`: rank(entries) is asked for. */
+/* How many 32-bit words hold bits 0 ... `bits`: rank(entries) needs the last of them. */
 __host__ __device__ inline int64_t words_of(int64_t bits) { return bits / 32 + 1; }
 inline size_t temporary_bytes(const kvl_hot_resolve_args &a) {
   int64_t entries = a.seqs * a.n, slots = a.hot.memory.blocks;
@@ -72,7 +72,7 @@ __device__ __forceinline__ head head_of(const kvl_hot_resolve_args &a, char *tem
   return h;
 }
 
-/* A block as a number that is neither a slot nor -1. Marking again unmarks. */
+/* Maps a block to a number that is neither a slot nor -1. mark(mark(b)) is b. */
 __device__ __forceinline__ int32_t mark(int32_t block) { return -2 - block; }
 __device__ __forceinline__ bool within(int32_t i, int end) {
   return (uint32_t)i < (uint32_t)end;
@@ -80,8 +80,8 @@ __device__ __forceinline__ bool within(int32_t i, int end) {
 
 /* ---- 1: look up -------------------------------------------------------------------- */
 
-/* By HALF threads, of which this is number `rank`. Loads of a kind stand together: a thread
- * waits once for all of its entries. */
+/* HALF threads call it; this is number `rank`. Loads of one kind are grouped, so that a
+ * thread waits once for all of its entries. */
 __device__ __forceinline__ void look_up(const kvl_hot_resolve_args &a, const head &h,
                                         int rank) {
   constexpr int EACH = 8;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void read_slots(const head &h, int rank) {
 
 /* ---- 2: number the entries ----------------------------------------------------------- */
 
-/* The first entry of each missing block: its claim is the one that slot_of has. */
+/* Finds the first entry of each missing block: the one whose claim stands in slot_of. */
 __device__ __forceinline__ void find_leaders(const head &h) {
   constexpr int EACH = 4;
   for (int first = 0; first < h.entries; first += EACH * THREADS) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void find_leaders(const head &h) {
   }
 }
 
-/* Counts of all sets into `total`. There is a barrier at the end. */
+/* Numbers the members of all sets; `total` has their counts. Ends with a barrier. */
 __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS],
                                                int (*shared)[WARP]) {
 #pragma unroll
@@ -191,8 +191,8 @@ __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS]
   __syncthreads();
 }
 
-/* Slots of hits are no candidates. Counts this thread's free and other candidates, and the
- * hits that take back a mark of `ahead`. */
+/* Marks the slots of hits, which cannot be victims. Counts this thread's free and other
+ * candidates, and the hits that clear a mark of `ahead`. */
 __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&count)[3]) {
   count[0] = count[1] = count[2] = 0;
   for (int p = threadIdx.x; p < h.slots; p += THREADS) {
@@ -210,9 +210,9 @@ __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&co
   }
 }
 
-/* ---- 3: the last victim --------------------------------------------------------------- */
+/* ---- 3: the last victim -------------------------------------------------------------- */
 
-/* Victims have keys below `edge`; and the first `ties` of those equal to it. */
+/* Victims are slots with keys below `edge`, and the first `ties` with a key equal to it. */
 struct victims {
   uint32_t edge;
   int ties;
@@ -221,7 +221,7 @@ struct victims {
 /* The wanted-th smallest key, by digits of 11, 11 and 10 bits from the top. */
 __device__ __forceinline__ victims search_keys(const head &h, int wanted,
                                                int (*shared)[WARP]) {
-  __shared__ int counts[DIGITS], chosen[2]; /* the digit, keys below it */
+  __shared__ int counts[DIGITS], chosen[2]; /* the digit; how many keys are below it */
   uint32_t prefix = 0;
   for (int pass = 0, shift = 32; pass < 3; pass++) {
     const int bits = pass < 2 ? 11 : 10, shift_above = shift;
@@ -249,10 +249,10 @@ __device__ __forceinline__ victims search_keys(const head &h, int wanted,
   return {prefix, wanted};
 }
 
-/* ---- 4: victims and the new order ------------------------------------------------------- */
+/* ---- 4: victims and the new order ---------------------------------------------------- */
 
-/* Every leader's block goes to its place in the list of misses, of which `filled` get a slot;
- * a block that finds none (a broken state) has none. */
+/* Puts every leader's block into the list of misses. The first `filled` of them get a slot;
+ * the others (only in a broken state) have none. */
 __device__ __forceinline__ void list_misses(const head &h, int filled) {
   for (int e = threadIdx.x; e < h.entries; e += THREADS) {
     if (!h.sets.has(LEADER, e)) continue;
@@ -264,7 +264,7 @@ __device__ __forceinline__ void list_misses(const head &h, int filled) {
     h.miss_from[m] = h.miss_to[m] = -1;
 }
 
-/* Each warp walks a stretch of the old order, once to count and once to write. */
+/* Each warp walks over a stretch of the old order, once to count and once to write. */
 __device__ __forceinline__ void renew_order(const head &h, victims v, int filled,
                                             int (*shared)[WARP]) {
   enum { BELOW, EQUAL, USED, COUNTS };
@@ -292,7 +292,7 @@ __device__ __forceinline__ void renew_order(const head &h, victims v, int filled
     const unsigned used = __ballot_sync(ALL_LANES, key == KEY_USED);
     const int rank_equal = before[EQUAL] + __popc(equal & earlier);
     const bool victim = key < v.edge || (key == v.edge && rank_equal < v.ties);
-    /* every key below and min(equal, ties) of the equal ones came before */
+    /* Before this one come all smaller keys and min(equal, ties) of the equal ones. */
     const int m = before[BELOW] + __popc(below & earlier) + min(rank_equal, v.ties);
     const int taken = m + before[USED] + __popc(used & earlier);
     if (p < end) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ void renew_order(const head &h, victims v, int filled
   }
 }
 
-/* ---- 5, 6: move in, and tell ------------------------------------------------------------ */
+/* ---- 5, 6: move in, and write the results -------------------------------------------- */
 
 __device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ahead) {
   for (int m = threadIdx.x; m < filled; m += THREADS) {
@@ -318,8 +318,8 @@ __device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ah
   }
 }
 
-/* Entry e of a row from `row` to row + n: to its place in the list of its set, which it pads
- * where it is longer than that. */
+/* Puts entry e, of the row of entries row ... row + n, into the list of its set. Pads the end
+ * of the list with -1. */
 __device__ __forceinline__ void part(const head &h, int set, int e, int row, int64_t at,
                                      int32_t logical, int32_t slot, int32_t *logicals,
                                      int32_t *slots) {

@@ -1,5 +1,6 @@
-/* What the ops of index-K share: where a place lies, and rows in f8e4m3 with a scale of their
- * own. Keys and scales are aligned to 4 bytes, with a block_size of a multiple of 4 to 16. */
+/* What the ops of index-K share: finding a place in memory, and quantising rows to f8e4m3
+ * with a scale each. Keys and scales are aligned to 4 bytes, or to 16 when block_size is a
+ * multiple of 4. */
 #ifndef KVL_CUDA_INDEX_CUH
 #define KVL_CUDA_INDEX_CUH
 
@@ -8,7 +9,7 @@
 namespace kvl {
 
 struct index_place {
-  uint8_t *key; /* nullptr: there is no such place */
+  uint8_t *key; /* nullptr: the place does not exist */
   float *scale;
 };
 __device__ __forceinline__ index_place index_at(const kvl_index_view &view, int64_t block,
@@ -25,8 +26,8 @@ __device__ __forceinline__ index_place index_of_place(const kvl_index_view &view
   return index_at(view, block, (int)(place - block * view.block_size));
 }
 
-/* out = x / scale by a warp, N neighbours a lane; returns the scale. Divides, so that every
- * device rounds alike. */
+/* One warp computes out = x / scale, N neighbours per lane, and returns the scale. It divides
+ * rather than multiplying by 1 / scale, so that every device rounds alike. */
 template <int N, class T>
 __device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t dim) {
   const int lane = threadIdx.x % WARP;
@@ -34,7 +35,7 @@ __device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t 
   for (int64_t i = lane * N; i < dim; i += WARP * N) {
     load_floats(x + i, v);
 #pragma unroll
-    for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e])); /* without NaN */
+    for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e])); /* fmaxf ignores NaN */
   }
   const float scale = __fdiv_rn(warp_max(most), 448.f);
   for (int64_t i = lane * N; i < dim; i += WARP * N) {

@@ -1,8 +1,8 @@
-/* cache[place] = k in f8e4m3 with a scale of its own.
- *   k      f32 f16 bf16  [n, dim]   dim 32, 64 or 128
+/* Writes keys to index-K memory in f8e4m3, each with its own scale: cache[place] = k.
+ *   k       f32 f16 bf16  [n, dim]   dim 32, 64 or 128
  *   places  i64           [n]   block * block_size + offset; < 0 is skipped, no two the same
- *   cache  u8            [blocks, block_size * (dim + 4)]   of a block the keys, then scales
- * A warp a token. Exact, as quantise_rows.
+ *   cache   u8            [blocks, block_size * (dim + 4)]   of a block: keys, then scales
+ * One warp handles one token. Exact, as quantise_rows.
  * Bytes   n * dim * (element of k + 1); limit: memory
  * Source  SGLang's index-K pool */
 #include "index.cuh"

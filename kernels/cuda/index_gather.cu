@@ -1,10 +1,10 @@
-/* k, scales = cache[places]; zeros for a place that is none.
- *   cache   u8      [blocks, block_size * (dim + 4)]   of a block the keys, then scales
- *   places   i64     [n]
+/* k, scales = cache[places]; a place that does not exist gives zeros.
+ *   cache   u8      [blocks, block_size * (dim + 4)]   a block has its keys, then its scales
+ *   places  i64     [n]
  *   k       f8e4m3  [n, dim]   dim 32, 64 or 128
  *   scales  f32     [n]
- * Words of 4 bytes, neighbours by neighbouring threads: keys of blocks of an odd size are not
- * aligned to more.
+ * Copies words of 4 bytes, neighbouring words by neighbouring threads: with an odd block_size
+ * the keys have no wider alignment.
  * Bytes   2 * n * (dim + 4); limit: memory */
 #include "index.cuh"
 #include "launch.cuh"

@@ -1,6 +1,6 @@
-/* The host's side of a launch: what addresses allow, how many blocks of threads there are, and
- * the shared memory that a kernel has to ask for. programmatic.cuh has launches that begin
- * before the kernel in front has ended. */
+/* The host's side of a launch: checks whether addresses allow wide access, counts the thread
+ * blocks, and asks for shared memory. programmatic.cuh launches kernels that may begin before
+ * the previous one has ended. */
 #ifndef KVL_CUDA_LAUNCH_CUH
 #define KVL_CUDA_LAUNCH_CUH
 
@@ -8,7 +8,7 @@
 
 namespace kvl {
 
-inline bool is_hopper(const kvl_cuda_queue *q) { /* or later: 227 KiB */
+inline bool is_hopper(const kvl_cuda_queue *q) { /* Hopper or later has 227 KiB */
   return q->shared_optin > 200 << 10;
 }
 
@@ -17,8 +17,8 @@ template <class... P> inline bool aligned16(P... p) {
   return (((uintptr_t)p | ...) & 15) == 0;
 }
 
-/* Blocks to launch for `pieces` of work, `per_block` each, when blocks loop over the rest:
- * enough to fill the device a few times over. */
+/* The number of thread blocks for `pieces` of work, `per_block` each, when blocks loop over
+ * the rest: enough to fill the device a few times over. */
 inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q, int waves = 16) {
   int64_t blocks = (pieces + per_block - 1) / per_block;
   int64_t most = (int64_t)q->sm_count * waves;
@@ -27,10 +27,10 @@ inline unsigned grid(int64_t pieces, int per_block, const kvl_cuda_queue *q, int
 
 inline int ceil_div(int64_t a, int64_t b) { return (int)((a + b - 1) / b); }
 
-/* Kernels that are to run side by side on an SM want all of its shared memory set up as
- * such. */
+/* Configures the SM for as much shared memory as possible. Kernels whose blocks are to run
+ * side by side on an SM need that. */
 template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
-  static unsigned preferred = 0; /* one bit a device; setting it twice does no harm */
+  static unsigned preferred = 0; /* one bit per device; setting it twice does no harm */
   unsigned bit = 1u << (q->device & 31);
   if (preferred & bit) return KVL_OK;
   int status = kvl__cuda_check(
@@ -40,7 +40,7 @@ template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
   return status;
 }
 
-/* Dynamic shared memory past 48 KiB has to be asked for, once per kernel and device. */
+/* A kernel has to ask for more than 48 KiB of dynamic shared memory, once per device. */
 template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
   static unsigned allowed = 0;
   unsigned bit = 1u << (q->device & 31);

@@ -1,15 +1,15 @@
 /* out = a @ b, or a @ b^T: cuBLAS, fp32 accumulation, no tf32 for f32.
  *   a    f32 f16 bf16   [batch, m, k]
- *   b    like a         [batch, k, n], or [batch, n, k] transposed; one b for a stride of 0
+ *   b    like a         [batch, k, n], or [batch, n, k] transposed; stride 0: one b for all
  *   out  like a or f32  [batch, m, n]
- * and of f8e4m3, b transposed, k a multiple of 16 and n of 8, everything 16-byte aligned:
+ * and f8e4m3 with b transposed, k a multiple of 16, n of 8 and everything 16-byte aligned:
  *   out  f32 f16 bf16
- * One or two rows of a, as a decode step has them: matvec.cuh.
+ * One or two rows of a, as in a decode step, go to matvec.cuh.
  * cuBLAS is column-major: its C = out^T [n, m] = op(b^T) a^T, so b comes first.
  * Limit: tensor cores (f8e4m3, f16, bf16) or fp32 units, memory bandwidth when m is small.
  * Measured: bf16 8192^3 685 to 792 TFLOP/s as power allows, f8e4m3 into bf16 1382, into f32
- * 1268, f32 52. H100 80GB HBM3, 2026-11-21. The f8e4m3 sums are moved to fp32 registers as
- * they grow; cuBLAS's fast accumulation, which does not, is no faster here (1311, 1208). */
+ * 1268, f32 52. H100 80GB HBM3, 2026-11-21. With f8e4m3, sums move to fp32 registers as they
+ * grow; cuBLAS's fast accumulation leaves that out and is no faster here (1311, 1208). */
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
@@ -19,7 +19,7 @@ namespace {
 
 enum {
   WORKSPACE = 32 << 20,    /* what NVIDIA recommends on Hopper */
-  SHARED_LEAST = 99 << 10, /* a block may ask for this on every device from sm_80 on */
+  SHARED_LEAST = 99 << 10, /* every device from sm_80 on grants a block this much */
 };
 
 cudaDataType_t type_of(int dtype) {
@@ -28,7 +28,7 @@ cudaDataType_t type_of(int dtype) {
 }
 size_t bytes_of(int dtype) { return dtype == KVL_DTYPE_F32 ? 4 : 2; }
 
-/* Matrices [first, first + count) of the batch. */
+/* Multiplies matrices [first, first + count) of the batch. */
 int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
              int64_t count) {
   const float one = 1, zero = 0;
@@ -48,7 +48,8 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
 
 /* ---- f8e4m3: cublasLt ---------------------------------------------------------------- */
 
-/* A matrix of `rows` rows in memory: column-major, its columns. */
+/* Describes a matrix of `rows` rows in memory; they are columns to the column-major
+ * library. */
 void layout(cublasLtMatrixLayoutOpaque_t *l, cudaDataType_t type, int64_t rows,
             int64_t columns) {
   cublasLtMatrixLayoutInit(l, type, (uint64_t)columns, (uint64_t)rows, columns);
@@ -75,7 +76,8 @@ int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
   cublasLtMatmulPreferenceInit(&wish);
   cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                        &bytes, sizeof bytes);
-  cublasLtHandle_t lt = (cublasLtHandle_t)q->blas; /* a cuBLAS handle is one, too */
+  /* A cuBLAS handle also serves as a cublasLt handle. */
+  cublasLtHandle_t lt = (cublasLtHandle_t)q->blas;
   int status = cublasLtMatmulAlgoGetHeuristic(lt, &call, &b_is, &a_is, &out_is, &out_is,
                                               &wish, 1, &best, &found);
   if (status == CUBLAS_STATUS_SUCCESS)
@@ -98,7 +100,7 @@ KVL_CUDA_KERNEL(matmul) {
   const kvl_matmul_args *g = (const kvl_matmul_args *)args;
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g->batch == 0 || g->m == 0 || g->n == 0) return KVL_OK;
-  if (g->k == 0) { /* a sum of nothing; cuBLAS wants leading dimensions above 0 */
+  if (g->k == 0) { /* an empty sum; cuBLAS wants leading dimensions above 0 */
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
@@ -111,7 +113,7 @@ KVL_CUDA_KERNEL(matmul) {
   if (status == KVL_OK)
     status = kvl__cuda_blas_check(cublasSetWorkspace(q->blas, g->workspace, WORKSPACE),
                                   "cublasSetWorkspace");
-  enum { BATCH_MAX = 65535 }; /* some of its kernels put the batch in a grid dimension */
+  enum { BATCH_MAX = 65535 }; /* some cuBLAS kernels put the batch in a grid dimension */
   for (int64_t i = 0; i < g->batch && status == KVL_OK; i += BATCH_MAX)
     status = multiply(g, q, i, g->batch - i < BATCH_MAX ? g->batch - i : BATCH_MAX);
   return status == KVL_OK ? kvl__cuda_launched() : status;

@@ -1,13 +1,12 @@
-/* out = a @ b^T for the few rows of a decode step: teams of four warps take a row of b
- * at a time and stream it through registers, the batch of packs after this one always under
- * way.
+/* out = a @ b^T for the few rows of a decode step. A team of four warps takes a row of b at a
+ * time and streams it through registers; the next batch of packs is always in flight.
  *   a    f16 bf16       [m, k]     m <= 2, k a multiple of 8; it fits the shared memory
  *   b    like a         [n, k]
  *   out  like a or f32  [m, n]
- * all at multiples of 16 bytes. Teams that follow each other are on different SMs, so that
- * the device reads side by side. The launch is programmatic: while the kernel before it
- * ends, a team asks the L2 for its first row of b, which is a hint and no read, so nothing
- * depends on who wrote b when.
+ * all 16-byte aligned. Consecutive teams are on different SMs, so that the device reads b
+ * side by side. The launch is programmatic: while the previous kernel ends, a team asks the
+ * L2 to prefetch its first row of b. That is a hint and no read, so it does not matter when b
+ * was written, or by whom.
  * Limit: the bytes of b at memory bandwidth.
  * Measured: see kernels/dev/matvec.cu. */
 #ifndef KVL_CUDA_MATVEC_CUH
@@ -19,17 +18,17 @@
 namespace kvl {
 
 enum {
-  MATVEC_ROWS = 2,      /* of a, at most */
+  MATVEC_ROWS = 2,      /* the most rows of a */
   MATVEC_THREADS = 512, /* one block an SM */
-  MATVEC_TEAM = 4,      /* warps */
-  MATVEC_AHEAD = 8,     /* packs of a lane on their way */
+  MATVEC_TEAM = 4,      /* warps of a team */
+  MATVEC_AHEAD = 8,     /* packs that a lane has in flight */
 };
 
 __device__ __forceinline__ void ask_l2_for(const void *p, uint32_t bytes) {
   KVL_SM90("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
-/* sum[i] += a[i] . w over a lane's packs `first`, first + STRIDE, ...; none past the row. */
+/* sum[i] += a[i] . w over a lane's packs `first`, first + STRIDE, ... up to the row's end. */
 template <int STRIDE, class T, int M>
 __device__ __forceinline__ void add_products(const uint4 (&w)[MATVEC_AHEAD], const uint4 *a,
                                              int packs, int first, float (&sum)[M]) {
@@ -47,12 +46,12 @@ __device__ __forceinline__ void add_products(const uint4 (&w)[MATVEC_AHEAD], con
   }
 }
 
-/* The sum over a team's warps, valid in its first one. Called in step by all of them. */
+/* The sum over a team's warps, valid in its first warp. All warps call it in step. */
 template <int M>
 __device__ __forceinline__ void team_sum(float (&sum)[M], int team, int row) {
 #pragma unroll
   for (int i = 0; i < M; i++) sum[i] = warp_sum(sum[i]);
-  __shared__ float sums[2][MATVEC_THREADS / WARP][M]; /* by turns: one barrier a row */
+  __shared__ float sums[2][MATVEC_THREADS / WARP][M]; /* used in turn: one barrier a row */
   const int lane = threadIdx.x % WARP, turn = row & 1;
   if (lane == 0)
 #pragma unroll

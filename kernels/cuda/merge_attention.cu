@@ -1,18 +1,18 @@
-/* Join two attentions over disjoint keys by their lse.
+/* Merges two attentions over disjoint keys by their lse.
  *
  *   out_a, out_b, out  f32 f16 bf16  [rows, head_dim]   out may alias out_a or out_b
  *   lse_a, lse_b, lse  f32           [rows]             lse may alias either; optional
  *
- *   lse = log(exp(lse_a) + exp(lse_b)),  out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
- * A side with lse -inf is not read into the result, whatever its bits: the other side is
- * copied as it is; with both -inf, out is 0 and lse -inf.
+ *   lse = log(exp(lse_a) + exp(lse_b)), out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+ * A side with lse -inf does not enter the result, whatever bits it holds: the other side is
+ * copied as it is. With both -inf, out is 0 and lse -inf.
  *
  * Bytes      3 * rows * head_dim * element + 12 * rows
  * Limit      memory. The lanes of a row lie in one warp: all of them read the row's two lse
  *            before one of them writes it, so lse may be written in place.
  * Best       4096 x 32 rows of 128: bf16 34.7 us, 0.96 of the run's read bandwidth; f32
  *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
- * Tolerance  1e-6 relative in f32; half an ulp more of out in f16 and bf16.
+ * Tolerance  1e-6 relative in f32; in f16 and bf16 half an ulp of out more.
  * Source     Rabe and Staats 2021; FlashInfer's state merge (Ye et al. 2025). */
 #include "launch.cuh"
 
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS)
   const int per_block = THREADS / lanes, lane = threadIdx.x % lanes;
   const int64_t stride = (int64_t)gridDim.x * per_block;
   int64_t row = (int64_t)blockIdx.x * per_block + threadIdx.x / lanes;
-  /* All lanes of a warp stay together: rows past the end do nothing but meet the others. */
+  /* All lanes of a warp stay together: rows past the end only take part in the shuffles. */
   for (int64_t step = 0; blockIdx.x * (int64_t)per_block + step < a.rows; step += stride) {
     const int64_t r = row + step;
     const bool valid = r < a.rows;

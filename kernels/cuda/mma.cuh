@@ -1,7 +1,7 @@
-/* Products of 16-bit numbers on the tensor cores, a warp at a time (mma.sync, since sm_80), and
- * how their operands get there: asynchronous 16-byte copies into tiles of shared memory,
- * fragments out of these, pairs of numbers in a register. hopper.cuh has what a warpgroup
- * does.
+/* Products of 16-bit numbers on the tensor cores, one warp at a time (mma.sync, since sm_80),
+ * and how their operands get there: asynchronous 16-byte copies into tiles of shared memory,
+ * fragments loaded from these tiles, pairs of numbers in a register. hopper.cuh has the
+ * products of a whole warpgroup.
  *
  * Source    PTX ISA 7.0 and later: cp.async, ldmatrix, mma. */
 #ifndef KVL_CUDA_MMA_CUH
@@ -13,7 +13,7 @@ namespace kvl {
 
 /* ---- tiles in shared memory ------------------------------------------------------------ */
 
-/* Copy 16 bytes into shared memory, past L1; zeros when `valid` is false. */
+/* Copies 16 bytes into shared memory, bypassing L1; writes zeros when `valid` is false. */
 __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
                "l"(global), "r"(valid ? 16 : 0)
@@ -22,18 +22,18 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, 
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-/* Wait until at most N of this thread's groups are under way. */
+/* Waits until at most N of this thread's copy groups are in flight. */
 template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Where 16-byte piece `piece` of row `row` lies in a tile of rows of PIECES pieces. The
- * low three bits are mixed with the row so that eight rows of one column, which ldmatrix
- * reads at once, lie in different banks. PIECES is a multiple of 8. */
+/* The offset of 16-byte piece `piece` of row `row` in a tile whose rows have PIECES pieces.
+ * The low three bits are mixed with the row, so that eight rows of one column, which ldmatrix
+ * reads at once, are in different banks. PIECES is a multiple of 8. */
 template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
   return (uint32_t)(row * PIECES + (piece ^ (row & 7))) * 16;
 }
-/* Pieces a tile's row takes for up to D 16-bit numbers. */
+/* The pieces that a tile's row takes for up to D 16-bit numbers. */
 template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;
 
 /* ---- tensor cores ---------------------------------------------------------------------- */
@@ -51,8 +51,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-/* c[16 x 8] += a[16 x 16] b[16 x 8], fp32 sums. In a warp, lane l has rows l/4 and l/4 + 8
- * and columns 2 (l%4), +1 of c: c[0..1] of the first row, c[2..3] of the second. */
+/* c[16 x 8] += a[16 x 16] b[16 x 8], with fp32 sums. Lane l of a warp holds columns 2 (l%4)
+ * and 2 (l%4) + 1 of two rows of c: c[0..1] of row l/4, c[2..3] of row l/4 + 8. */
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1, __half) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -68,7 +68,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* ---- two numbers in a register ----------------------------------------------------------- */
+/* ---- two numbers in a register --------------------------------------------------------- */
 
 __device__ __forceinline__ uint32_t pack2(float low, float high, __half) {
   __half2 x = __floats2half2_rn(low, high);
@@ -86,7 +86,7 @@ __device__ __forceinline__ float2 unpack2(uint32_t x, __nv_bfloat16) {
   return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
 }
 
-/* The next term of a sum of bf16 that four floats are; they keep what is left. */
+/* Splits four floats into a sum of bf16: returns the next term; x keeps the remainder. */
 __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
   const uint2 term = make_uint2(pack2(x[0], x[1], __nv_bfloat16()),
                                 pack2(x[2], x[3], __nv_bfloat16()));
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
   return term;
 }
 
-/* Eight f8e4m3 as T, which has 16 bits. */
+/* Widens eight f8e4m3 to the 16-bit type T. */
 template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
   float x[8];
   load_floats(p, x);

@@ -1,24 +1,26 @@
-/* dst[to[i]] = src[from[i]] between two memories of one layer, either of them pinned host
- * memory: whole blocks, or K and V of single KV heads.
+/* dst[to[i]] = src[from[i]] between two memories of one layer; either may be pinned host
+ * memory. Moves whole blocks, or K and V of single KV heads.
  *
  *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
- *   from, to  i32  [seqs, lanes, n]   lanes 1: whole blocks; kv_heads: of head g
- *   moved     i64  [1]                the bytes copied are added; optional
- * 16-byte aligned. -1 or out of range on either side is skipped; no block is written twice.
+ *   from, to  i32  [seqs, lanes, n]   lanes 1: whole blocks; lanes kv_heads: one head each
+ *   moved     i64  [1]                increased by the bytes copied; optional
+ * 16-byte aligned. An entry that is -1 or out of range on either side is skipped. No block
+ * may be written twice.
  * Exact.
  *
- * Bytes   those moved, once over the link; of the lists a sector of 32 for every piece, from L2
- * Limit   the link: 55 GB/s of a PCIe 5 x16 want 110 KB under way at 2 us a read. A warp takes
- *         a piece of up to 4 KiB with eight 16-byte loads a lane before the first store, so
- *         16 blocks of threads have up to 384 KiB under way and leave the other SMs alone;
- *         their 12K registers fit beside two blocks of paged_decode. Between device memories
- *         the whole device copies.
+ * Bytes   those moved, once over the link; and for every piece a 32-byte sector of the lists,
+ *         from L2
+ * Limit   the link: 55 GB/s of a PCIe 5 x16 need 110 KB in flight at 2 us per read. A warp
+ *         copies a piece of up to 4 KiB with eight 16-byte loads per lane before the first
+ *         store, so 16 thread blocks have up to 384 KiB in flight and leave the other SMs
+ *         alone; their 12K registers fit beside two blocks of paged_decode. Between two
+ *         device memories the whole device copies.
  *
- * Lists are long and mostly padding, the rest in front. Pieces are numbered with the place in
- * the list slowest (list place, then sequence and lane, then part of the entry) and dealt to
- * the warps of all blocks in turn, so what is valid spreads evenly whatever its size. Every
- * lane looks at a piece of its own, and a warp passes over 256 of them with one wait. Stores
- * are plain: what comes to the device is read next, from L2. */
+ * The lists are long and mostly padding, at the end of each row. Pieces are numbered so that
+ * the list index varies slowest (list index, then sequence and lane, then part of the entry)
+ * and are dealt to the warps of all blocks in turn, so valid pieces spread evenly whatever
+ * their size. Every lane looks at a different piece; a warp checks 256 pieces with one wait.
+ * Stores are plain: what is copied to the device is read next, from L2. */
 #include "elementwise.cuh"
 
 namespace kvl {
@@ -26,33 +28,33 @@ namespace {
 
 constexpr int THREADS = 192, WARPS = THREADS / WARP, LINK_BLOCKS = 16;
 constexpr int EACH = 8, PIECE = EACH * WARP; /* in 16-byte words */
-constexpr int AHEAD = 8;                     /* pieces a lane looks at together */
+constexpr int AHEAD = 8;                     /* pieces that a lane looks at together */
 constexpr int PARTS_MOST = 16;
-constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST; /* pieces count in 32 bits */
+constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST; /* 32 bits number pieces */
 
-/* Lengths in 16-byte words. An entry is one run of `run` words, or two, `half` words apart;
- * each is cut in `parts_run` parts of `part` words. Pieces are entries * parts, and rows of
- * the lists seqs * lanes. */
+/* Lengths in 16-byte words. An entry is one run of `run` words or two that are `half` words
+ * apart; each run is cut into `parts_run` parts of `part` words. There are entries * parts
+ * pieces; the lists have seqs * lanes rows. */
 struct layout {
   int64_t block, half;
   uint32_t run, part, pieces;
-  divisor parts_run, parts, lanes, rows; /* passing over padding is little else than these */
+  divisor parts_run, parts, lanes, rows; /* skipping padding is mostly these divisions */
 };
 
-/* Source, destination and length; words 0: there is nothing to copy. */
+/* Source, destination and length; words 0 means nothing to copy. */
 struct piece {
   const uint4 *from;
   uint4 *to;
   int words;
 };
 
-/* Where piece p stands in the lists. */
+/* The index of piece p's entry in the lists. */
 __device__ __forceinline__ int64_t entry_of(const layout &l, int64_t n, uint32_t p) {
   const uint32_t entry = l.parts.quotient(p), i = l.rows.quotient(entry);
   return (entry - i * l.rows.by) * n + i;
 }
 
-/* Piece p, whose `from` is in range. */
+/* Piece p; its `from` must be in range. */
 __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const layout &l,
                                             uint32_t p) {
   const int64_t place = entry_of(l, a.n, p), from = a.from[place], to = a.to[place];
@@ -66,7 +68,7 @@ __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const
           (uint4 *)a.dst.kv + to * l.block + at, (int)min(l.part, l.run - in_run)};
 }
 
-/* Read once: past L1. Volatile keeps the loads of a piece together. */
+/* Loads past L1 what is read only once. Volatile keeps the loads of a piece together. */
 __device__ __forceinline__ uint4 load_once(const uint4 *p) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ long long sums[WARP];
   const int lane = threadIdx.x % WARP;
   piece *queue = found[threadIdx.x / WARP];
-  /* Neighbouring pieces go to different blocks of threads. */
+  /* Neighbouring pieces go to different thread blocks. */
   const uint32_t warp = threadIdx.x / WARP * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * WARPS;
   uint32_t words = 0; /* of this lane's pieces */
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(THREADS)
       if (own.words > 0) queue[__popc(has & ((1u << lane) - 1))] = own;
       __syncwarp();
       for (int k = 0; k < __popc(has); k++) copy_piece(queue[k], lane);
-      __syncwarp(); /* the queue is read before it is written again */
+      __syncwarp(); /* the queue is read before it is overwritten */
     }
   }
   if (!a.moved) return;

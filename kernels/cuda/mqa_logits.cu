@@ -1,5 +1,6 @@
-/* logits[r][j] = scales[j] * sum_h weights[r][h] * max(q[r][h] . k[j], 0) for starts[r] <= j <
- * ends[r]; other columns stay.
+/* For starts[r] <= j < ends[r]:
+ *   logits[r][j] = scales[j] * sum_h weights[r][h] * max(q[r][h] . k[j], 0)
+ * The other columns keep what they had.
  *   q        f8e4m3  [rows, heads, dim]   heads 1 ... 64; dim 32, 64 or 128
  *   weights  f32     [rows, heads]
  *   k        f8e4m3  [tokens, dim]

@@ -1,15 +1,15 @@
-/* Logits of an indexer on any GPU since sm_80: what mqa_wgmma.cuh does not take. f8e4m3
- * becomes f16, exactly, and is multiplied by mma.sync with fp32 sums.
+/* Logits of an indexer on any GPU since sm_80, for what mqa_wgmma.cuh does not take. f8e4m3
+ * is converted to f16, exactly, and multiplied by mma.sync with fp32 sums.
  *
- * A block of threads takes a segment of the columns of one row; its heads of q lie in shared
- * memory. A warp takes 16 tokens at a time: the tokens are the rows of the product, eight
- * heads its columns. A dot product does not care for the order of its dims: a lane takes whole
- * words of four neighbouring dims of a key and of q.
+ * A thread block takes a segment of the columns of one row, and holds the row's heads of q in
+ * shared memory. A warp takes 16 tokens at a time: the tokens are the rows of the product,
+ * eight heads its columns. A dot product does not depend on the order of its dims, so a lane
+ * takes whole words of four neighbouring dims, of a key and of q alike.
  *
- * A lane sums its two of every eight heads in their order, the four lanes of a row are summed
- * by a butterfly. relu is x + |x| with half of the weight: a NaN stays.
+ * A lane adds up its two of every eight heads in order; a butterfly adds the four lanes of a
+ * row. relu is x + |x| with half of the weight: a NaN stays NaN.
  *
- * Limit     L2: 132 bytes an element of the result, whose row meets a key once
+ * Limit     L2: 132 bytes per element of the result, since a row uses each key only once
  * Tolerance 2e-6 of the sum of |terms|, as on the CPU */
 #ifndef KVL_CUDA_MQA_MMA_CUH
 #define KVL_CUDA_MQA_MMA_CUH
@@ -19,7 +19,7 @@
 
 namespace kvl {
 
-/* Columns of a row and the keys of its columns: of contiguous keys, and of index-K memory. */
+/* The columns of a row, and their keys: contiguous keys, or keys in index-K memory. */
 struct mqa_contiguous {
   const kvl_mqa_logits_args a;
   static constexpr bool PAGED = false;
@@ -53,13 +53,13 @@ struct mqa_paged {
 
 template <int D> struct mqa_mma_shape {
   static constexpr int WARPS = 4, THREADS = WARPS * WARP, TOKENS = 16;
-  static constexpr int SEGMENT = 1024;            /* columns a block of threads takes */
-  static constexpr int HEADS = 64, WORDS = D / 4; /* at most; of four dims */
-  /* Of a head of q, as f16: the lanes of half a warp meet no bank twice. */
+  static constexpr int SEGMENT = 1024;            /* columns that a thread block takes */
+  static constexpr int HEADS = 64, WORDS = D / 4; /* the most heads; words of four dims */
+  /* Of a head of q, as f16, padded so that the lanes of half a warp never share a bank. */
   static constexpr int HEAD_BYTES = 2 * D + 32;
 };
 
-/* The heads of q of a row and half of their weights; zeros up to a multiple of eight. */
+/* Loads a row's heads of q and half of their weights; zeros up to a multiple of eight. */
 template <int D>
 __device__ __forceinline__ void mqa_take_queries(const uint32_t *q, const float *weights,
                                                  int heads, char *to, float *halves) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(mqa_mma_shape<D>::THREADS)
     const int first = (int)(item - row * segments) * shape::SEGMENT;
     const int begin = max(keys.begin(row), first);
     const int end = min(keys.end(row), first + shape::SEGMENT);
-    if (begin >= end) continue; /* all threads */
+    if (begin >= end) continue; /* all threads of the block */
     __syncthreads();
     mqa_take_queries<D>((const uint32_t *)keys.a.q + row * heads * shape::WORDS,
                         keys.a.weights + row * heads, heads, q, halves);

@@ -1,27 +1,28 @@
-/* Logits of an indexer for Hopper: f8e4m3 products by wgmma, 32 or 64 heads. What it does not
- * take, mqa_mma.cuh does.
+/* Logits of an indexer for Hopper: f8e4m3 products by wgmma, for 32 or 64 heads. mqa_mma.cuh
+ * does everything else.
  *
- * Tokens are the rows of a product (M) and heads of q its columns (N), so that a thread has
- * many heads of one token: relu, weights and most of the sum over heads stay in it.
+ * Tokens are the rows of a product (M) and heads of q its columns (N). So a thread holds many
+ * heads of one token, and does relu, weights and most of the sum over heads by itself.
  *
- * A group is a few neighbouring rows of q that look at a common range of tokens: of 256
- * columns, 128 for each of the two consumers (there are no registers for more in two results);
- * or over index-K memory rows of one sequence, whose tokens the consumers share. The ranges of
- * all groups in a row are cut into equal shares, one for each SM, which finds its own from
- * starts and ends alone: the host knows nothing of them. A block of threads:
- *   consumers  two warpgroups. A tile of keys is two products of 64 tokens for each; while one
- *              is multiplied, relu and sums of the other are computed
- *   producers  a warp brings q, weights and ranges of items, one ahead, and a warp tiles of
- *              keys through a ring, by TMA; over index-K memory a copy for each block
+ * A group is a few neighbouring rows of q that see a common range of tokens. With contiguous
+ * keys it has 256 columns, 128 for each of the two consumers (two results of more columns do
+ * not fit the registers). Over index-K memory it has rows of one sequence, and the consumers
+ * share the tokens. The ranges of all groups, one after the other, are cut into equal shares,
+ * one for each SM. An SM finds its share from starts and ends alone, which the host need not
+ * know. A thread block has
+ *   consumers  two warpgroups. Each does two products of 64 tokens per tile of keys: while
+ *              one is multiplied, relu and sums of the other are computed
+ *   producers  one warp brings q, weights and ranges of items, one item ahead; another brings
+ *              tiles of keys through a ring, by TMA (over index-K memory one copy per block)
  *
- * The sum over heads: a lane its two of every eight in their order, by FMA of x + |x| (FADD is
- * full rate, FMNMX half) and half of the weight, then a butterfly over the four lanes of a
- * token. The same in mqa_mma.cuh, so the two differ by the products alone.
+ * The sum over heads: a lane adds its two of every eight heads in order, as FMA of x + |x|
+ * (FADD runs at full rate, FMNMX at half) and half of the weight; then a butterfly adds the
+ * four lanes of a token. mqa_mma.cuh does the same, so the two differ only by the products.
  *
- * Flops     2 * heads * dim an element of the ranges
- * Bytes     4 (or 2) an element; over index-K memory dim + 4 a token and sequence
- * Limit     tensor cores, 256 cycles for 64 x 128 products of dim 128, and beside them 128
- *           issue slots of relu and sums a scheduler; over index-K memory the memory
+ * Flops     2 * heads * dim per element of the ranges
+ * Bytes     4 (or 2) per element; over index-K memory dim + 4 per token and sequence
+ * Limit     tensor cores: 256 cycles for 64 x 128 products of dim 128, and beside them 128
+ *           issue slots of relu and sums per scheduler; over index-K memory: the memory
  * Tolerance 2e-4 of the sum of |terms|: the tensor cores keep about 14 bits
  * Best      H100 80GB HBM3, 2026-11-21, kernels/dev/mqa_logits.cu: 64 heads of 128, f32;
  *           causal 2048 x 32K 1083 TFLOP/s, 4096 x 64K 1061 (GEMM 8192^3 1489); decode over
@@ -40,7 +41,7 @@ namespace kvl {
 
 /* ---- consumers ------------------------------------------------------------------------- */
 
-/* The token of a product whose logits a lane writes, and its scale. */
+/* The token whose logits a lane writes, out of those of a product, and its scale. */
 struct mqa_token {
   int at;
   float scale;
@@ -53,10 +54,10 @@ template <class shape> struct mqa_consumer {
   const mqa_plan &plan;
   mqa_memory<shape> &memory;
   const int index, lane; /* of the consumer; in the warp */
-  const int own_token;   /* of a product: that whose logits this lane writes */
+  const int own_token;   /* the token of a product whose logits this lane writes */
   mqa_item item;
   int q_stage;
-  float halves[N / 4]; /* of weights, of this lane's columns */
+  float halves[N / 4]; /* half of the weight, for each of this lane's columns */
 
   __device__ mqa_consumer(const typename shape::Keys &k, const mqa_plan &p,
                           mqa_memory<shape> &m, int i)
@@ -64,7 +65,7 @@ template <class shape> struct mqa_consumer {
         own_token(threadIdx.x / WARP % 4 * 16 + lane / 4 +
                   8 * (RQ == 1 ? lane >> 1 & 1 : lane & 1)) {}
 
-  /* The first token of a tile that product `half` of this consumer has, and its columns. */
+  /* The first token of product `half` of this consumer in a tile, and its first column. */
   __device__ __forceinline__ int token0(int half) const {
     return (shape::PAGED ? index * 128 : 0) + half * 64;
   }
@@ -107,12 +108,12 @@ template <class shape> struct mqa_consumer {
     if (keys.a.dtype == KVL_DTYPE_F32) ((float *)keys.a.logits)[to] = logit;
     else ((__nv_bfloat16 *)keys.a.logits)[to] = __float2bfloat16_rn(logit);
   }
-  /* relu, weights, the sum over heads, and out. */
+  /* Does relu, weights and the sum over heads, and writes the logits. */
   __device__ __forceinline__ void finish(const float (&d)[N / 2], const mqa_token &t) const {
     constexpr int SUMS = RQ == 1 ? 2 : 4, ROWS = SUMS / 2; /* rows of q at a time */
 #pragma unroll
     for (int row = 0; row < RQ; row += ROWS) {
-      float sums[SUMS] = {}; /* [row of q, token l / 4 and that 8 further] */
+      float sums[SUMS] = {}; /* [row of q, token l / 4 and the one 8 further on] */
 #pragma unroll
       for (int n = 0; n < H / 8; n++)
 #pragma unroll
@@ -137,9 +138,9 @@ template <class shape> struct mqa_consumer {
   }
 };
 
-/* Two products of a tile: while the second is under way, the first is finished, and while that
- * one is, the other consumer's. (A product that stays under way over the loop's end would make
- * ptxas serialise all of them, C7514.) */
+/* Does two products per tile. The first is finished while the second is in flight, and the
+ * second while the other consumer's are. (If a product stayed in flight over the loop's end,
+ * ptxas would serialise all of them: C7514.) */
 template <class shape>
 __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &plan,
                             mqa_memory<shape> &memory, int index) {
@@ -171,8 +172,9 @@ __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &pl
   }
 }
 
-/* Ask the L2 for what shares are found with and keys are looked up with: hints, which may come
- * before the kernel before has ended. Not for a table that is mostly never read. */
+/* Asks the L2 to prefetch what is needed to find shares and look keys up. These are hints, so
+ * they may come before the previous kernel has ended. A large table, most of which is never
+ * read, is left out. */
 __device__ __forceinline__ void mqa_ask(const mqa_contiguous &) {}
 __device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
   constexpr int LINE = 128, MOST = 1 << 20;
@@ -187,7 +189,7 @@ __device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
   ask(keys.a.tables, tables);
 }
 
-/* One of the two warps that bring. */
+/* The work of one of the two producer warps. */
 template <class shape>
 __device__ __forceinline__ void mqa_produce(const typename shape::Keys &keys,
                                             const CUtensorMap &q_map,
@@ -225,7 +227,7 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
   const bool is_few = plan.groups <= WARP;
   mqa_share share = {};
   if (!is_few) share = mqa_share::find<shape>(keys, plan, memory);
-  /* The same in all lanes, which the shuffle lets the compiler know. */
+  /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0) {
     registers_take<224>();
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
 
 /* ---- launch ---------------------------------------------------------------------------- */
 
-/* [planes, rows, D] bytes, a plane `stride` bytes after the other, in boxes of some rows. */
+/* Maps [planes, rows, D] bytes, planes `stride` bytes apart, in boxes of `box` rows. */
 inline int map_bytes(const void *p, int D, int64_t rows, int64_t planes, int64_t stride,
                      int box, CUtensorMap *map) {
   const cuuint64_t dims[3] = {(cuuint64_t)D, (cuuint64_t)rows, (cuuint64_t)planes};
@@ -268,14 +270,14 @@ inline int map_keys(const mqa_contiguous &keys, int tokens, mqa_plan *, CUtensor
 }
 inline int map_keys(const mqa_paged &keys, int, mqa_plan *plan, CUtensorMap *map) {
   const kvl_index_view &cache = keys.a.cache;
-  plan->box_shift = 0; /* what a block and half of a consumer's tile are multiples of */
+  plan->box_shift = 0; /* a block and half of a consumer's tile are whole boxes */
   while (plan->box_shift < 6 && !(cache.block_size >> plan->box_shift & 1)) plan->box_shift++;
   return map_bytes(cache.memory, cache.dim, cache.block_size, cache.blocks,
                    (int64_t)cache.block_size * (cache.dim + 4), 1 << plan->box_shift, map);
 }
 
-/* Depends on heads and block size alone, in practice, so that parts of a call give the bits of
- * the whole. */
+/* Whether this kernel takes the call. In practice it depends only on heads and block size, so
+ * that parts of a call give the same bits as the whole. */
 inline bool mqa_takes(const mqa_contiguous &) { return true; }
 inline bool mqa_takes(const mqa_paged &keys) {
   return keys.a.cache.block_size % 8 == 0 && keys.a.cache.blocks > 0;
@@ -287,7 +289,7 @@ template <class Keys> bool mqa_wgmma_takes(const Keys &keys, const kvl_cuda_queu
          keys.rows() <= INT_MAX / 64 && encode_map();
 }
 
-/* rows of q, of a sequence or of all; neither they nor columns are 0. */
+/* rows: of q, per sequence or of all. Neither rows nor columns may be 0. */
 template <class shape>
 int launch_mqa_wgmma(const typename shape::Keys &keys, int64_t rows,
                      const kvl_cuda_queue *q) {

@@ -1,6 +1,6 @@
-/* What a block of threads of mqa_wgmma.cuh works on, and with: its shape, its share of all
- * groups and how a warp walks through it, the layout of shared memory, and the two warps that
- * fill it. */
+/* What a thread block of mqa_wgmma.cuh works on, and with: its shape, its share of all groups
+ * and how a warp walks through that, the layout of shared memory, and the two warps that fill
+ * it. */
 #ifndef KVL_CUDA_MQA_WORK_CUH
 #define KVL_CUDA_MQA_WORK_CUH
 
@@ -10,33 +10,33 @@
 
 namespace kvl {
 
-/* Keys: mqa_contiguous or mqa_paged. RQ: rows of q of a consumer. */
+/* Keys: mqa_contiguous or mqa_paged. RQ: rows of q per consumer. */
 template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
   using Keys = Keys_;
   static constexpr bool PAGED = Keys::PAGED;
   static constexpr int H = H_, D = D_, RQ = RQ_, N = H * RQ, CONSUMERS = 2;
-  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ; /* of q, of a group */
+  static constexpr int ROWS = PAGED ? RQ : CONSUMERS * RQ; /* rows of q per group */
   static constexpr int COLUMNS = ROWS * H;
   static constexpr int TOKENS = PAGED ? 256 : 128; /* of a tile */
-  static constexpr int UNIT = PAGED ? 64 : 128;    /* what shares are counted in */
-  static constexpr int ITEM_UNITS = 1;             /* what it costs to begin an item */
+  static constexpr int UNIT = PAGED ? 64 : 128;    /* tokens in which shares are counted */
+  static constexpr int ITEM_UNITS = 1;             /* the cost of beginning an item */
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
   static constexpr int Q_STAGES = 2, Q_BYTES = COLUMNS * D, TILE_BYTES = TOKENS * D;
   static constexpr int STAGES = PAGED && D == 128 ? 5 : 8;
-  static constexpr int SCALES = PAGED ? TOKENS : 1; /* in shared memory, of a tile */
-  /* One KiB to align: dynamic shared memory need not begin at an atom. */
+  static constexpr int SCALES = PAGED ? TOKENS : 1; /* of a tile, in shared memory */
+  /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
   static_assert(SHARED_BYTES > 48 << 10, "with mqa_memory it is, and allow_shared must ask");
 };
 
 /* What the host works out. */
 struct mqa_plan {
-  int64_t groups, each; /* all of them, and of a sequence (contiguous keys: of all rows) */
-  int64_t rows;         /* of q, of a sequence or of all */
-  int box_shift;        /* 2^n tokens that one copy brings of a block */
+  int64_t groups, each; /* of all; per sequence (contiguous keys: of all rows) */
+  int64_t rows;         /* of q, per sequence or of all */
+  int box_shift;        /* one copy brings 2^n tokens of a block */
 };
 
-/* A stretch of the tokens of a group. */
+/* A range of the tokens of a group. */
 struct mqa_item {
   int64_t row0;                /* of q */
   int rows, begin, end, tiles; /* tiles 0: nothing is left */
@@ -48,12 +48,12 @@ template <class shape> struct mqa_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES;
   static constexpr int BARRIERS = 2 * STAGES + 2 * QS;
   mqa_item items[QS];
-  int2 ranges[QS][shape::ROWS];     /* columns of each row within the item */
-  float halves[QS][shape::COLUMNS]; /* of weights */
+  int2 ranges[QS][shape::ROWS];     /* the columns of each row within the item */
+  float halves[QS][shape::COLUMNS]; /* half of each weight */
   alignas(16) float scales[STAGES][shape::SCALES];
-  uint32_t known[STAGES]; /* bit b: box b of the tile is a block's */
+  uint32_t known[STAGES]; /* bit b: box b of the tile belongs to a block */
   int scan[1][WARP];
-  int64_t first_group; /* of this share, and where that begins */
+  int64_t first_group; /* the first group of this share, and the cost at its begin */
   int first_at;
   alignas(8) uint64_t barriers[BARRIERS];
 
@@ -68,7 +68,8 @@ template <class shape> struct mqa_memory {
   __device__ void init() {
     for (int i = 0; i < BARRIERS; i++) {
       const bool is_empty = (i >= STAGES && i < 2 * STAGES) || i >= 2 * STAGES + QS;
-      const bool is_q_full = i >= 2 * STAGES && i < 2 * STAGES + QS; /* q, the rest */
+      /* A full q has two arrivals: q itself, and what else is known of the item. */
+      const bool is_q_full = i >= 2 * STAGES && i < 2 * STAGES + QS;
       barrier_init(barrier(i), is_empty ? 4 * shape::CONSUMERS : is_q_full ? 2 : 1);
     }
     barrier_init_done();
@@ -84,7 +85,7 @@ private:
 
 /* ---- work ------------------------------------------------------------------------------ */
 
-/* The rows of a group. */
+/* The rows of a group; its tokens are not set. */
 template <class shape>
 __device__ __forceinline__ mqa_item mqa_rows(const mqa_plan &plan, int64_t group) {
   const int64_t sequence = group / plan.each;
@@ -92,7 +93,7 @@ __device__ __forceinline__ mqa_item mqa_rows(const mqa_plan &plan, int64_t group
   const int rows = (int)min(plan.rows - first, (int64_t)shape::ROWS);
   return {sequence * plan.rows + first, rows, INT_MAX, 0, 0};
 }
-/* The whole of a group: its rows, and the tokens that any of them looks at. */
+/* A whole group: its rows, and the range of tokens that any of them sees. */
 template <class shape>
 __device__ __forceinline__ mqa_item mqa_group(const typename shape::Keys &keys,
                                               const mqa_plan &plan, int64_t group) {
@@ -111,7 +112,7 @@ template <class shape> __device__ __forceinline__ int mqa_cost(const mqa_item &w
   return units ? units + shape::ITEM_UNITS : 0;
 }
 
-/* What this block of threads is to do, of the costs of all groups in a row. */
+/* What this thread block is to do: a range of the summed costs of all groups. */
 struct mqa_share {
   int begin, end;
 
@@ -119,7 +120,7 @@ struct mqa_share {
     return {(int)((int64_t)total * blockIdx.x / gridDim.x),
             (int)((int64_t)total * (blockIdx.x + 1) / gridDim.x)};
   }
-  /* All threads of the block. */
+  /* All threads of the block call it. */
   template <class shape>
   static __device__ mqa_share find(const typename shape::Keys &keys, const mqa_plan &plan,
                                    mqa_memory<shape> &memory) {
@@ -145,17 +146,17 @@ struct mqa_share {
   }
 };
 
-/* A warp's way through the items of a share. 32 groups are looked up at once, one a lane. */
+/* A warp's walk over the items of a share. It looks up 32 groups at once, one per lane. */
 template <class shape> struct mqa_walk {
   const typename shape::Keys &keys;
   const mqa_plan &plan;
   mqa_share share;
-  int64_t group; /* the next; it begins at cost `at` */
+  int64_t group; /* the next group; it begins at cost `at` */
   int at;
-  int looked = WARP; /* at: the next lane's. Groups are looked up when there is none */
+  int looked = WARP; /* the lane of the next group; WARP: no group is looked up */
   int lane_begin, lane_end;
 
-  /* Few groups: a warp finds its share for itself, before anyone has met at a barrier. */
+  /* For few groups: a warp finds its share by itself, before any barrier of the block. */
   __device__ mqa_walk(const typename shape::Keys &k, const mqa_plan &p) : keys(k), plan(p) {
     const int lane = threadIdx.x % WARP;
     look(0);
@@ -175,9 +176,9 @@ template <class shape> struct mqa_walk {
     const mqa_item whole = mqa_group<shape>(keys, plan, own);
     lane_begin = whole.begin, lane_end = whole.end, looked = 0;
   }
-  /* All lanes; false: that was all. */
+  /* The next item; all lanes call it. False when there is no more. */
   __device__ bool next(mqa_item &w) {
-    if (share.begin == share.end) return false; /* where it begins is not set */
+    if (share.begin == share.end) return false; /* group and at may not be set */
     while (at < share.end) {
       if (looked == WARP) look(group);
       w = mqa_rows<shape>(plan, group++);
@@ -199,7 +200,7 @@ template <class shape> struct mqa_walk {
 
 /* ---- producers ------------------------------------------------------------------------- */
 
-/* One warp: what the consumers know of an item, and its q, one item ahead. */
+/* One warp brings what the consumers know of an item, and its q, one item ahead. */
 template <class shape>
 __device__ void mqa_bring_items(const typename shape::Keys &keys, const CUtensorMap &map,
                                 mqa_walk<shape> walk, mqa_memory<shape> &memory) {
@@ -229,7 +230,7 @@ __device__ void mqa_bring_items(const typename shape::Keys &keys, const CUtensor
   }
 }
 
-/* One warp: an item's tiles of contiguous keys. */
+/* One warp brings an item's tiles of contiguous keys. */
 template <class shape>
 __device__ void mqa_bring_tiles(const mqa_contiguous &, const CUtensorMap &map,
                                 const mqa_plan &, const mqa_item &w,
@@ -242,8 +243,8 @@ __device__ void mqa_bring_tiles(const mqa_contiguous &, const CUtensorMap &map,
     copy_box3(memory.k(s), &map, w.begin + t * shape::TOKENS, 0, memory.k_full(s));
   }
 }
-/* The same over index-K memory: a lane looks up a box, a part of one block, and brings it when
- * its tile's turn comes; the next 32 boxes are looked up meanwhile. */
+/* The same over index-K memory. A lane looks up a box (a part of one block) and copies it
+ * when its tile's turn comes; meanwhile the next 32 boxes are looked up. */
 template <class shape>
 __device__ void mqa_bring_tiles(const mqa_paged &keys, const CUtensorMap &map,
                                 const mqa_plan &plan, const mqa_item &w,
@@ -251,7 +252,7 @@ __device__ void mqa_bring_tiles(const mqa_paged &keys, const CUtensorMap &map,
   const kvl_index_view &cache = keys.a.cache;
   const int32_t *table = keys.a.tables + w.row0 / plan.rows * keys.a.max_blocks;
   const int lane = threadIdx.x % WARP, tokens = 1 << plan.box_shift;
-  const int boxes = shape::TOKENS >> plan.box_shift; /* of a tile: 4 ... 32 */
+  const int boxes = shape::TOKENS >> plan.box_shift; /* per tile: 4 ... 32 */
   auto look = [&](int token) { return token < w.end ? table[token / cache.block_size] : -1; };
   int next = look(w.begin + lane * tokens);
   for (int first = w.begin; first < w.end; first += WARP * tokens) {

@@ -1,6 +1,7 @@
-/* The nearest of a list by whole numbers, in index order, made by a team of blocks that have
- * the distances of its stretches: histograms are shared in the team, each warp finds the edge
- * and writes its part. Of what is equal at the edge the first are taken. */
+/* Finds the nearest entries of a list by whole-number distances, in index order. A team of
+ * thread blocks does it, each with the distances of one stretch of the list: the blocks share
+ * their histograms, and each warp finds the edge and writes its part. Of the entries at the
+ * distance of the edge, the first ones are taken. */
 #ifndef KVL_CUDA_NEAREST_CUH
 #define KVL_CUDA_NEAREST_CUH
 
@@ -9,20 +10,20 @@
 
 namespace kvl {
 
-constexpr int NEAREST_THREADS = 512; /* of a block */
-constexpr int NEAREST_COPIES = 4;    /* of a histogram: warps meet less often */
-constexpr int NEAREST_RUN = 8;       /* neighbours that a lane writes together */
+constexpr int NEAREST_THREADS = 512; /* of one block */
+constexpr int NEAREST_COPIES = 4;    /* of a histogram, so that warps collide less often */
+constexpr int NEAREST_RUN = 8;       /* neighbours that a lane takes together */
 
-/* Bit i: number i of NEAREST_RUN neighbours is nearer than the edge, or as far. */
+/* Bit i: neighbour i of NEAREST_RUN is nearer than the edge, or at the edge. */
 struct run_bits {
   uint32_t nearer, equal;
 };
 __device__ __forceinline__ run_bits compare_run(const uint8_t *d, uint32_t edge) {
   const uint2 x = *(const uint2 *)d;
   edge *= 0x01010101u;
-  auto join = [](uint32_t low, uint32_t high) { /* ones of bytes to bits */
-                                                return low * 0x10204080u >> 28 |
-                                                       high * 0x10204080u >> 28 << 4;
+  /* Turns the ones of eight bytes into eight bits. */
+  auto join = [](uint32_t low, uint32_t high) {
+    return low * 0x10204080u >> 28 | high * 0x10204080u >> 28 << 4;
   };
   return {join(__vsetltu4(x.x, edge), __vsetltu4(x.y, edge)),
           join(__vseteq4(x.x, edge), __vseteq4(x.y, edge))};
@@ -41,11 +42,12 @@ __device__ __forceinline__ uint32_t both_counts(const run_bits &x) { /* 16 bits 
   return (uint32_t)__popc(x.nearer) | (uint32_t)__popc(x.equal) << 16;
 }
 
-/* Where the nearest of a list end: at a distance, of which `ties` belong to them. */
+/* The edge of a list: its nearest entries end at this distance, and include `ties` entries
+ * at the distance itself. */
 struct list_edge {
   uint32_t distance, ties;
 };
-/* How many of a list come before a place in it. */
+/* How many entries before an index of the list are nearer than the edge, or at the edge. */
 struct list_before {
   uint32_t nearer, equal;
   __device__ __forceinline__ uint32_t place(const list_edge &edge) const {
@@ -64,7 +66,7 @@ __device__ __forceinline__ void add_to(uint4 &sum, const uint4 &x) {
   sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
 }
 
-/* Sends the sum of NEAREST_COPIES of histograms [size] to all blocks of the team, and waits
+/* Sends the sum of the NEAREST_COPIES histograms [size] to all blocks of the team, and waits
  * for theirs. Begins with a barrier. */
 __device__ __forceinline__ void share_counts(const uint32_t *mine, uint32_t *counts, int size,
                                              int team, int rank, uint64_t *barrier) {
@@ -85,8 +87,9 @@ __device__ __forceinline__ void share_counts(const uint32_t *mine, uint32_t *cou
   barrier_wait(own_barrier, 0);
 }
 
-/* The edge of the nearest `wanted` of a list whose histogram is the sum of `parts`, `stride`
- * apart, and how many of the first `rank` parts come before it. By every warp for itself. */
+/* Finds the edge of the nearest `wanted` entries of a list whose histogram is the sum of
+ * `parts` histograms, `stride` apart, and counts how many entries of the first `rank` parts
+ * come before it. Every warp does this on its own. */
 __device__ __forceinline__ void find_edge(const uint32_t *counts, int parts, int stride,
                                           int bins, int rank, uint32_t wanted,
                                           list_edge &edge, list_before &before) {
@@ -108,7 +111,7 @@ __device__ __forceinline__ void find_edge(const uint32_t *counts, int parts, int
     const uint32_t upto = passed + warp_scan(sum), start = upto - sum;
     const int owner = __ffs(__ballot_sync(ALL_LANES, start < wanted && wanted <= upto)) - 1;
     passed = __shfl_sync(ALL_LANES, upto, WARP - 1);
-    /* Of the owner's four bins: the number of the edge, what lies before it and in it. */
+    /* i: which of the owner's four bins has the edge. Then counts before it and in it. */
     const uint32_t at[3] = {start + all.x, start + all.x + all.y,
                             start + all.x + all.y + all.z};
     const int i = (wanted > at[0]) + (wanted > at[1]) + (wanted > at[2]);
@@ -127,9 +130,10 @@ __device__ __forceinline__ void find_edge(const uint32_t *counts, int parts, int
   }
 }
 
-/* Writes what is taken of `count` distances of one list, the first of block `first`: by `per`
- * warps, of which this is number `part`. `before` moves behind them. Shared: found, a number a
- * warp, and list, room for WARP runs. Has a barrier. */
+/* Writes the entries that are taken of one list, whose `count` distances belong to blocks
+ * `first` and on. `per` warps share the work; this is number `part`. `before` then counts
+ * these entries, too. In shared memory: found has a number per warp, list has room for WARP
+ * runs. It has one barrier. */
 template <class D>
 __device__ __forceinline__ void write_list(const D *kept, int count, const list_edge &edge,
                                            int part, int per, int first, int32_t *places,

@@ -1,5 +1,5 @@
-/* What the kernels over paged KV memory share: the walk from a key's number to its row in
- * the cache, tiles of ragged query rows, and the steps of a softmax in base 2. */
+/* What the kernels over paged KV memory share: finding a key's row in the cache by its
+ * number, tiles of ragged query rows, and the steps of a softmax in base 2. */
 #ifndef KVL_CUDA_PAGED_CUH
 #define KVL_CUDA_PAGED_CUH
 
@@ -14,34 +14,34 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
   int low = 0;
   while (n > 0) {
     int step = (n + blockDim.x - 1) / blockDim.x;
-    int last = min((int)(threadIdx.x + 1) * step, n) - 1; /* of this thread's stretch */
+    int last = min((int)(threadIdx.x + 1) * step, n) - 1; /* the stretch's last index */
     bool whole = (int)threadIdx.x * step < n && holds(low + last);
     int full = min(__syncthreads_count(whole) * step, n);
     low += full;
-    n = min(step - 1, n - full); /* the end of the next stretch is known to be false */
+    n = min(step - 1, n - full); /* the last index of the next stretch is known to be false */
   }
   return low;
 }
 
-/* A key's K row (elements from the cache's start) and its position in the sequence. */
+/* A key's row of K (in elements from the cache's start) and its position in the sequence. */
 struct paged_row {
   int64_t offset;
-  int position; /* -1: no key, whatever memory lies there */
+  int position; /* -1: there is no key, whatever that memory holds */
 };
 
-/* Where a key lies: token of a physical block, of whatever number the table has. */
+/* Where a key lies: its token in a physical block; the block number comes unchecked. */
 struct paged_block {
   int physical, position, token;
 };
 
-/* The keys of a sequence, or of its selected blocks, numbered from 0 in ascending position.
- * `keys` is how many numbers there may be: a selection can end before. */
+/* The keys of a sequence, or of its selected blocks, numbered from 0 by ascending position.
+ * `keys` is the most there may be: a selection can end before. */
 struct paged_keys {
   const kvl_paged_attention_args &a;
   const int32_t *table;    /* of this sequence */
-  int64_t list, slot_list; /* where its selection, and its slots, begin */
+  int64_t list, slot_list; /* where its selection begins, and its slots */
   int64_t block_stride, head_offset, blocks;
-  int block_size, head_dim, begin, end; /* positions begin ... end-1 are seen */
+  int block_size, head_dim, begin, end; /* only positions begin ... end-1 are seen */
   int keys;
 
   __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
@@ -66,7 +66,7 @@ struct paged_keys {
   /* Adding this to a K row's offset gives its V row. */
   __device__ int64_t to_value() const { return block_stride / 2; }
 
-  /* Finds a key's block, without waiting for what the table says of it. entry is
+  /* Finds a key's block, without waiting for the value that the table has. entry is
    * key / block_size. */
   __device__ paged_block look_up(int key, int entry) const {
     const paged_block none = {-1, -1, 0};
@@ -75,14 +75,14 @@ struct paged_keys {
     int block = entry;
     if (a.selection) {
       block = a.selection[list + entry];
-      if ((unsigned)block >= (unsigned)blocks_seen()) return none; /* past its last one */
+      if ((unsigned)block >= (unsigned)blocks_seen()) return none; /* past the last block */
     }
     return {a.slots ? a.slots[slot_list + entry] : table[block], block * block_size + token,
             token};
   }
-  /* Its row, whether the key is seen or not; position -1: there is no block. */
+  /* The key's row, whether the key is seen or not; position -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {
-    if (b.physical < 0 || b.physical >= blocks) return {0, -1}; /* no slot, broken table */
+    if (b.physical < 0 || b.physical >= blocks) return {0, -1}; /* no slot, bad table */
     return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim,
             b.position};
   }
@@ -91,7 +91,7 @@ struct paged_keys {
     if (row.position < begin || row.position >= end) row.position = -1;
     return row;
   }
-  /* A bit for each of `count` keys from a row of one block on: is it seen? */
+  /* For `count` keys of one block, from `row` on: bit i tells whether key i is seen. */
   __device__ unsigned seen(const paged_row &row, int count) const {
     if (row.position < 0) return 0;
     const int low = min(max(begin - row.position, 0), count);
@@ -100,13 +100,13 @@ struct paged_keys {
   }
 };
 
-/* The same for a block of threads that walks all of them: `keys` is exact, and the keys
- * before number `first` lie before `begin`. */
+/* The same for a thread block that walks over all keys: here `keys` is exact, and all keys
+ * before number `first` have positions before `begin`. */
 struct paged_walk : paged_keys {
   int listed; /* selected blocks that begin before `end` */
   int first;
 
-  /* All threads of the block call this: it searches the selection together. */
+  /* All threads of the block call this, as they search the selection together. */
   __device__ paged_walk(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
                         int end_, int begin_ = 0)
       : paged_keys(args, seq, kv_head, max(begin_, 0), end_), listed(0), first(begin) {
@@ -127,14 +127,14 @@ __device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, i
   return a.window > 0 ? max(position - a.window + 1, 0) : 0;
 }
 
-/* ---- query tiles ------------------------------------------------------------------------ */
+/* ---- query tiles ----------------------------------------------------------------------- */
 
-/* The tile of query tokens that block `index` of the grid takes: the tiles of sequence s
- * are numbered from starts[s] / tokens_tile + s on, which leaves room for its ragged end
- * and needs no scan. Returns the sequence, or -1 where there is nothing to do. */
+/* The tile of query tokens that block `index` of the grid takes. The tiles of sequence s have
+ * numbers from starts[s] / tokens_tile + s on: that leaves room for its ragged end and needs
+ * no scan. seq is the sequence, or -1 when there is nothing to do. */
 struct query_tile {
   int64_t seq, token0;
-  int tokens, position0; /* position of token0; negative when q has more rows than keys */
+  int tokens, position0; /* of token0; negative when q has more rows than there are keys */
 };
 __device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &a,
                                                 int64_t index, int tokens_tile) {
@@ -166,7 +166,8 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
  * exp2(-inf - shift) is 0 and never NaN. */
 __device__ __forceinline__ float finite_shift(float m) { return m == -INFINITY ? 0.f : m; }
 
-/* Of two rows a thread has elements 0, 1 and 2, 3 of each tile of an mma's result. */
+/* Scales two rows: of each tile of an mma's result a thread has elements 0, 1 of one row and
+ * 2, 3 of the other. */
 template <int N>
 __device__ __forceinline__ void scale_rows(float (&x)[N][4], float by0, float by1) {
 #pragma unroll
@@ -177,7 +178,7 @@ __device__ __forceinline__ void scale_rows(float (&x)[N][4], float by0, float by
     x[n][3] *= by1;
   }
 }
-/* Scores to weights, which are added to the rows' sums. */
+/* Turns scores into weights, and adds these to the rows' sums. */
 template <int N>
 __device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float shift1,
                                            float &sum0, float &sum1) {
@@ -190,14 +191,14 @@ __device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float
     }
 }
 
-/* out += P V of 16 rows: their weights of 8 * KEYS8 keys, and V of these, which lie in a tile
- * of shared memory from row `first` on. */
+/* out += P V for 16 rows: s has their weights of 8 * KEYS8 keys, whose V is in a tile of
+ * shared memory from row `first` on. */
 template <class T, int PIECES, int KEYS8, int DIMS8>
 __device__ __forceinline__ void add_values(float (&out)[DIMS8][4], const float (&s)[KEYS8][4],
                                            uint32_t v_at, int first, int lane) {
 #pragma unroll
   for (int k = 0; k < KEYS8 / 2; k++) {
-    /* The scores' layout is what the next mma wants of its left side. */
+    /* The scores already have the layout of the next mma's left operand. */
     const uint32_t p[4] = {pack2(s[2 * k][0], s[2 * k][1], T()),
                            pack2(s[2 * k][2], s[2 * k][3], T()),
                            pack2(s[2 * k + 1][0], s[2 * k + 1][1], T()),
@@ -213,8 +214,8 @@ __device__ __forceinline__ void add_values(float (&out)[DIMS8][4], const float (
   }
 }
 
-/* tanh with a relative error of about 1e-6: tanh.approx is off by 5e-4, which a cap of 50
- * would make 0.02 of a score. */
+/* tanh with a relative error of about 1e-6. tanh.approx has an error of 5e-4, which a cap of
+ * 50 would turn into 0.02 of a score. */
 __device__ __forceinline__ float tanh_fast(float x) {
   if (fabsf(x) < 0.25f) {
     float y = x * x;
@@ -223,7 +224,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return 1.f - __fdividef(2.f, exp2_fast(2.f * LOG2E * x) + 1.f);
 }
 
-/* From q k to a score in base 2, before ALiBi: scaled, and capped where cap is not 0. */
+/* Turns q k into a score in base 2, before ALiBi: scaled, and capped unless cap is 0. */
 struct score_rule {
   float scale, cap;
   __device__ explicit score_rule(const kvl_paged_attention_args &a)
@@ -234,13 +235,13 @@ struct score_rule {
   }
 };
 
-/* A 32-bit pair of neighbours of a row of q, or 0 outside of it. */
+/* Two 16-bit neighbours of a row of q as one 32-bit word, or 0 outside of the row. */
 template <class T>
 __device__ __forceinline__ uint32_t load_pair(const T *row, int at, int head_dim) {
   return row && at < head_dim ? *reinterpret_cast<const uint32_t *>(row + at) : 0u;
 }
 
-/* Sixteen dims of two rows of q, as the left side of an mma. */
+/* Sixteen dims of two rows of q, as the left operand of an mma. */
 template <class T>
 __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, const T *q1,
                                               int at, int head_dim) {

@@ -1,5 +1,5 @@
-/* out = softmax(scale * q k^T + bias) v over paged keys and values, or a selection of them,
- * joined to an attention over other keys where prev_out and prev_lse tell of one.
+/* out = softmax(scale * q k^T + bias) v over paged keys and values, or over a selection of
+ * them. prev_out and prev_lse may give an attention over other keys, which is merged in.
  *
  *   q          f32 f16 bf16  [tokens, heads, head_dim]
  *   cache      like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size,
@@ -8,7 +8,7 @@
  *   lens       i32           [seqs]
  *   starts     i32           [seqs + 1]                 NULL: decode
  *   selection  i32           [seqs, kv_heads or 1, max_selected]  optional
- *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, in place of tables
+ *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, replaces tables
  *   alibi      f32           [heads]                    optional
  *   prev_out   f32           [tokens, heads, head_dim]  optional; out may be prev_out
  *   prev_lse   f32           [tokens, heads]            optional
@@ -17,9 +17,9 @@
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
- *           paged_split.cuh    a decode's shares of the work; paged_combine.cuh joins them
+ *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
- *           paged_prefill.cuh  16-bit prefill elsewhere, and what that one does not take
+ *           paged_prefill.cuh  16-bit prefill elsewhere, and what paged_wgmma does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
@@ -32,13 +32,13 @@
  *             16 x 8K   188 us     64 x 4K   365 us    Zipf batch of 32   0.981 R
  *             selected, 10% of 16 x 32K  86.2 us; 5% of 1 x 128K  21.4 us
  *           f8e4m3 16 x 32K 367 us, 0.949 R of half the bytes; f32 q 16 x 32K 726 us, 0.958 R
- *           (R 3088 GB/s; `kvlab bench` of 066100f, R 3166, has 0.99 R and 183, 184, 356 us)
+ *           (R 3088 GB/s; `kvlab bench` of 066100f, R 3166: 0.99 R and 183, 184, 356 us)
  *           The other shapes, and versions with their times: kernels/dev/decode.cu
  * Source    Dao et al. 2022 (online softmax), Dao 2023 (split-KV decoding), Kwon et al. 2023
- *           (paging), stream-K (Osama et al. 2023). Deterministic: shares are joined in order.
+ *           (paging), Osama et al. 2023 (stream-K). Deterministic: shares join in order.
  *
- * Grids depend on sizes the host knows; lengths, tables, selections and starts are read on
- * the device, so a captured launch serves later steps. */
+ * Grids depend only on sizes that the host knows. Lengths, tables, selections and starts are
+ * read on the device, so a captured launch serves later steps. */
 #include "paged_combine.cuh"
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
@@ -48,16 +48,17 @@
 namespace kvl {
 namespace {
 
-/* Query rows a decode kernel packs, and so how often a group's K and V are read. */
+/* How many query rows a decode kernel packs together: a group's K and V are read once for
+ * each pack. */
 int decode_rows(const kvl_paged_attention_args &a) {
   int group = (int)(a.heads / a.cache.kv_heads);
   if (a.dtype != KVL_DTYPE_F32) return 16;
   return group == 1 ? 1 : group <= 4 ? 4 : 8;
 }
 
-/* The shape of the decode kernel that a call takes, which the workspace's size needs too. */
+/* The shape of the decode kernel for a call; the size of the workspace depends on it, too. */
 struct decode_kind {
-  int tile_keys, warps, blocks, most_team; /* blocks: on an SM at once */
+  int tile_keys, warps, blocks, most_team; /* blocks: per SM at once */
 };
 template <class S> constexpr decode_kind kind_of() {
   return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM};
@@ -79,7 +80,7 @@ decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
   return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
 }
 
-/* Parts in the workspace. */
+/* How many rows of partial results the workspace holds. */
 int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
   return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
@@ -87,8 +88,8 @@ size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p) {
   return p.shares == 1 ? 0 : count_parts(a, p) * (a.cache.head_dim + 1) * sizeof(float);
 }
 
-/* How a decode is cut: into as many shares as there are teams for a unit on the device at
- * once, if every one of them has something to do. */
+/* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
+ * some of them would have nothing to do. */
 split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
   const decode_kind kind = decode_kind_of(a);
@@ -104,12 +105,12 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   p.chunk = WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
   p.chunks = ceil_div(a.seqs, p.chunk);
   while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
-  /* The more warps a team has, the fewer partial results there are to join: as many as leave
-   * every sequence four shares. */
+  /* With more warps in a team there are fewer partial results to join. A team gets as many
+   * warps as leave every sequence four shares. */
   const int64_t warps = (int64_t)sm_count * kind.blocks * kind.warps;
   while (p.team() < kind.most_team) p.team_shift++;
   while (p.team() > 1 && warps / p.team() / units < 4 * a.seqs) p.team_shift--;
-  /* A share reads at least 8 times what its partial result takes. */
+  /* A share reads at least 8 times the bytes of its partial result. */
   const int dtype = a.cache.dtype;
   const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
   p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
@@ -123,7 +124,8 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   return p;
 }
 
-/* Lanes side by side over a row's dims: the fewer, the more partial results at once. */
+/* dim_lanes: lanes side by side over a row's dims. With fewer of them a warp reads more
+ * partial results at once. */
 int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
                    const kvl_cuda_queue *q) {
   if (p.shares == 1) return KVL_OK;
@@ -138,7 +140,7 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
                              COMBINE_WARPS * WARP, 0, q, a, p, dim_lanes);
 }
 
-/* Blocks of a decode. */
+/* How many thread blocks a decode has. */
 int decode_blocks(const split_place &p, int warps) {
   return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
 }
@@ -207,7 +209,7 @@ int launch_f32_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return launch_f32_rows<T, 256>(a, q);
 }
 
-/* Decode waits for memory: padded dims cost it nothing. */
+/* A decode waits for memory, so padding its dims costs nothing. */
 template <class T, bool F8>
 int launch_decode_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   int d = a.cache.head_dim;

@@ -1,4 +1,5 @@
-/* The join of what a decode's shares cut: partial softmaxes of a row, see paged_split.cuh. */
+/* Joins the partial softmaxes of query rows whose keys were cut over several shares; see
+ * paged_split.cuh. */
 #ifndef KVL_CUDA_PAGED_COMBINE_CUH
 #define KVL_CUDA_PAGED_COMBINE_CUH
 
@@ -6,21 +7,23 @@
 
 namespace kvl {
 
-/* A warp takes 4 * dim_lanes dims of one row that was cut: 32 / dim_lanes partial results
- * side by side, up to five of them under way in a lane, which are then joined across the
- * lanes. It is started while the workers still run (on devices that can), beside which an SM
- * has registers for one block of it, finds out what it joins, and waits for them. */
+/* A warp takes 4 * dim_lanes dims of one such row. It reads 32 / dim_lanes partial results
+ * side by side, up to five in flight per lane, and then joins them across the lanes. On
+ * devices that can, the kernel starts while the decode still runs (an SM has registers for
+ * one block of it beside the decode's), works out what it has to join, and waits for the
+ * decode. */
 constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     paged_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ split_place place, int dim_lanes) {
   __shared__ uint32_t sums[PLAN_CHUNKS];
   let_next_start();
-  const split_plan plan(a, place, sums); /* from lengths that the workers waited for */
+  /* The lengths may be read before the wait: the decode kernel waited for them. */
+  const split_plan plan(a, place, sums);
   const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
   const int head_dim = a.cache.head_dim;
-  /* Rows that were cut are found by their sequence, or, where there are more sequences than
-   * shares, by the share that they begin in. */
+  /* A row that was cut is found by its sequence or, when there are more sequences than
+   * shares, by the share in which its sequence begins. */
   const bool by_sequence = a.seqs <= place.shares;
   const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
   const int units = (int)place.units.by;

@@ -1,22 +1,23 @@
 /* Flash decoding for 16-bit q and a 16-bit or f8e4m3 cache, on the tensor cores.
  *
- * The teams of paged_split.cuh are warps of one block. Every warp is its own pipeline: it
- * walks its tiles of KEYS keys, from sequence to sequence, and keeps one or two of them (K and
- * V) under way into its own ring in shared memory, the next sequence's behind this one's.
- * Up to 16 query heads of a group are the 16 rows of the mma, so K and V are read once: a
- * decode is bound by memory, and smaller groups waste nothing that matters. Where a sequence
- * ends the team's partial softmaxes are joined through the memory of the tiles just used.
+ * The teams of paged_split.cuh are warps of one thread block. Every warp is its own pipeline:
+ * it walks over its tiles of KEYS keys, from sequence to sequence, and keeps the copies of
+ * one or two tiles (K and V) in flight into its own ring in shared memory; those of the next
+ * sequence follow directly. Up to 16 query heads of a group are the 16 rows of the mma, so K
+ * and V are read once. A decode is bound by memory, so smaller groups waste nothing that
+ * matters. At the end of a sequence the team joins its partial softmaxes through the memory
+ * of the tiles that it just used.
  *
- * Of a short decode much is start and end, where a warp has nothing to do but one instruction
- * after the other. So there is one copy of the look-up, the fetch and the end of a sequence,
- * in rolled loops, with no division that the host can do, and q is asked for before K.
+ * Much of a short decode is start and end, where a warp only runs one instruction after the
+ * other. So the code of the look-up, the fetch and the end of a sequence exists once, in
+ * rolled loops; the host does every division that it can; and q is loaded before K.
  *
  * f8e4m3: every value of it is an f16 value, so K and V become f16 on the way from shared
  * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
- * ldmatrix moves pairs of bytes: of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a
- * key, where the mma wants 2 (l%4), + 1, + 8, + 9; so q's dims are permuted alike. Of V
- * (transposed) it gets two dims of two keys, and the columns of the two mma of a piece are its
- * even and its odd dims. */
+ * ldmatrix moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a
+ * key, but the mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way.
+ * Of V (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma
+ * are its even dims and its odd dims. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
@@ -27,39 +28,40 @@
 
 namespace kvl {
 
-/* Ring sizes: 192 KiB a block, one block an SM. */
+/* Ring sizes: 192 KiB per thread block, one block per SM. */
 template <int D, bool F8> struct decode_shape {
-  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES; /* of a piece */
+  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES; /* per piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
   static constexpr int KEYS = F8 || D <= 64 ? 32 : 16, ROWS = 16;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int BLOCKS = 1, STAGES = 3, WARPS = STAGE_BYTES > 8192 ? 4 : 8, TEAM = 4;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
-  /* 192: leaves paged_combine enough of an SM's. */
+  /* 192 leaves enough of an SM's registers for paged_combine. */
   static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;
   static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
 
-/* A warp keeps one tile under way while it computes one, and two in a share of more tiles a
- * warp than this, which gains 0.5% there. Elsewhere two lose 3%: one makes 64 KiB an SM, with
- * 128 the first tile is computed 3 us later and some SMs run ahead of the others. */
+/* While a warp computes a tile it keeps one more in flight. It keeps two if its share has
+ * more tiles per warp than this, which gains 0.5% there. Elsewhere two lose 3%: one tile
+ * makes 64 KiB per SM; with 128 KiB the first tile is computed 3 us later, and some SMs run
+ * ahead of the others. */
 constexpr uint32_t LONG_SHARE = 96;
 
-/* Eight keys of a tile, or one where block_size is no multiple of 8: what a lane looks up. */
+/* What a lane looks up: eight keys of a tile, or one if block_size is no multiple of 8. */
 struct key_run {
-  long long offset; /* of the first, in bytes; of all of them where there is a block */
+  long long offset; /* of the first, in bytes; of all of them if there is a block */
   int position;     /* of the first */
-  unsigned seen;    /* a bit a key: is it one? */
+  unsigned seen;    /* bit i: key i is seen */
 };
 
-/* 2^n that brings numbers up to `top` to about 2^14, as their exponents have it: exact. */
+/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. */
 __device__ __forceinline__ int f16_shift(float top) {
   int exponent = (int)(__float_as_uint(top) >> 23);
   return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
 }
 
-/* Scales rows of q in place: f16 in place of T. Returns by which powers of two. */
+/* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
 template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (&q)[K][4]) {
   float top[2] = {};
 #pragma unroll
@@ -92,13 +94,13 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
     paged_decode(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ split_place place) {
   using shape = decode_shape<D, F8>;
-  using M = std::conditional_t<F8, __half, T>; /* what the tensor cores see */
+  using M = std::conditional_t<F8, __half, T>; /* the type on the tensor cores */
   constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
   constexpr int NUMBERS = shape::NUMBERS, KEYS_LOG = KEYS == 16 ? 4 : 5;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint32_t sums[PLAN_CHUNKS];
-  __shared__ float2 states[shape::WARPS][shape::ROWS]; /* (m, l) of the warps' rows, and */
-  __shared__ int sums_at[shape::WARPS];                /* the stages with their sums */
+  __shared__ float2 states[shape::WARPS][shape::ROWS]; /* (m, l) of the warps' rows, */
+  __shared__ int sums_at[shape::WARPS];                /* and the stages with their sums */
 
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int team = warp >> place.team_shift, member = warp - (team << place.team_shift);
@@ -116,10 +118,10 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * STAGES * KEYS;
   const int head_dim = a.cache.head_dim, row_bytes = head_dim * shape::BYTES;
 
-  /* ---- looking up: 32 runs of keys at once, which are `batch` tiles --------------------- */
+  /* ---- looking up: 32 runs of keys at once, which are `batch` tiles -------------------- */
   const bool runs = a.cache.block_size % 8 == 0;
   const int log_batch = runs ? 8 - KEYS_LOG : 5 - KEYS_LOG;
-  uint32_t seq_begin; /* its first tile */
+  uint32_t seq_begin; /* the sequence's first tile */
   int seq = plan.find(share_begin, seq_begin);
   int length = a.lens[seq], tiles = plan.tiles(length);
   int ahead_seq = seq, ahead_length = length, ahead_tiles = tiles;
@@ -130,7 +132,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
   auto keys_ahead = [&]() {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
   };
-  /* The next batch becomes this one; here its look-up has to be done. */
+  /* Makes the next batch the present one; this waits for its look-up. */
   auto take_batch = [&]() {
     const paged_keys keys = keys_ahead();
     const paged_row row = keys.row_of(found);
@@ -158,7 +160,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
   };
   const char *cache = (const char *)a.cache.kv;
   const int64_t to_value = (int64_t)a.cache.kv_heads * a.cache.block_size * row_bytes;
-  /* Copies the next tile, SIDE rows of a run at once. */
+  /* Copies the next tile, SIDE rows of a run at a time. */
   auto fetch = [&](int stage) {
     const bool batch_ends = now_tile == now_tiles;
     if (batch_ends) take_batch();
@@ -179,7 +181,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
 #pragma unroll
         for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
           const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
-          copy_async(at, k, seen >> i & 1); /* else zeros: no NaN gets in */
+          copy_async(at, k, seen >> i & 1); /* otherwise zeros, so that no NaN gets in */
           copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1);
         }
       }
@@ -198,10 +200,10 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
       }
     }
     if (now_tiles > 0) now_tile++;
-    if (batch_ends) look_up(); /* after the copies: it may wait for a selection */
+    if (batch_ends) look_up(); /* after the copies, since it may wait for a selection */
   };
 
-  /* ---- computing ------------------------------------------------------------------------ */
+  /* ---- computing ----------------------------------------------------------------------- */
   const int row0 = lane / 4, row1 = row0 + 8; /* this lane's rows of every mma */
   const int pair = lane % 4 * 2;
   const score_rule rule(a);
@@ -210,18 +212,18 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
   if (F8 && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
   uint32_t q[D / 16][4];
   float out[D / 8][4], m0, m1, l0, l1;
-  bool fresh = true; /* nothing of this sequence was computed yet */
+  bool fresh = true; /* nothing of this sequence is computed yet */
   uint32_t tile = share_begin + member;
 
-  /* Step 0 looks up, `depth` more fetch, the others compute as well. The compiler must not
-   * know, or it would copy the code for each of them. */
+  /* Step 0 looks up, the next `depth` steps fetch, all others compute as well. The compiler
+   * must not know this, or it would make a copy of the code for each kind. */
   const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
   const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
   int stage = 0, used = -1, fetch_stage = 0, step; /* used: the last tile's stage */
   asm volatile("mov.u32 %0, 0;" : "=r"(step));
   for (;;) {
     const uint32_t piece_end = min(share_end, seq_begin + tiles);
-    if (fresh && step > 0) { /* the look-up is under way */
+    if (fresh && step > 0) { /* the look-up is in flight */
       fresh = false;
       used = -1;
       m0 = m1 = -INFINITY;
@@ -232,7 +234,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
       const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
       const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
       const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
-      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2; /* a lane's dims of 16 */
+      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2; /* this lane's dims of 16 */
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         const int dim = k * 16 + lane % 4 * STEP;
@@ -257,7 +259,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
         if (depth == 1) copy_wait<0>();
         else copy_wait<STAGES - 2>();
       }
-      __syncwarp(); /* every lane's copies are in, and the last tile's readers are done */
+      __syncwarp(); /* all copies have arrived, and the last tile was read */
       fetch(fetch_stage);
       copy_commit();
       if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
@@ -328,7 +330,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
       weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
 #pragma unroll
       for (int k = 0; k < KEYS / 16; k++) {
-        /* The scores' layout is what the next mma wants of its left side. */
+        /* The scores already have the layout of the next mma's left operand. */
         const uint32_t p[4] = {pack2(s[2 * k][0], s[2 * k][1], M()),
                                pack2(s[2 * k][2], s[2 * k][3], M()),
                                pack2(s[2 * k + 1][0], s[2 * k + 1][1], M()),
@@ -340,7 +342,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
               b, v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
           if constexpr (F8) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) { /* a piece: keys 0-7 and 8-15 of 16 dims */
+            for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
               const uint32_t x = __byte_perm(b[2 * h], 0, 0x3120);
               const uint32_t y = __byte_perm(b[2 * h + 1], 0, 0x3120);
               mma(out[4 * n + 2 * h], p, f8_to_f16(x), f8_to_f16(y), M());
@@ -358,11 +360,11 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
       if (tile < piece_end) continue;
     }
 
-    /* The sequence, or the share, ends. */
+    /* The sequence or the share ends here. */
     const query_rows rows = unit_rows(place, seq, unit);
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
-    __syncwarp(); /* the last tile is read */
+    __syncwarp(); /* the last tile was read */
     if (lane % 4 == 0) {
       states[warp][row0] = make_float2(m0, l0);
       states[warp][row1] = make_float2(m1, l1);
@@ -373,7 +375,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
 #pragma unroll
       for (int n = 0; n < D / 8; n++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) { /* rotated: rows lie in different banks */
+        for (int c = 0; c < 2; c++) { /* rotated, so that rows are in different banks */
           const int dim = dim_of<F8>(n, c) ^ row0 * 8;
           if (row0 < rows.count) sums[row0 * D + dim] = out[n][c];
           if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
@@ -407,7 +409,7 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
       write_part(a, place, own_part, rows, r, dim, x, m, l, value_scale);
     }
     if (piece_end == share_end) break;
-    named_sync(team + 1, place.team() * WARP); /* the sums are read */
+    named_sync(team + 1, place.team() * WARP); /* the sums were read */
     seq_begin += tiles;
     length = a.lens[++seq];
     tiles = plan.tiles(length);

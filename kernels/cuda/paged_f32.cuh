@@ -2,11 +2,11 @@
  * the FMA units: tf32 would lose 13 bits of q.
  *
  * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
- * prefill several tokens of it. A key's row is spread over LANES = D / 8 lanes with 8 dims
- * each, so a warp holds SIDE = 32 / LANES keys at once, four times in a row. As in
- * paged_decode.cuh each warp is its own pipeline of asynchronous copies. In decode it is a
- * worker of paged_split.cuh; in prefill the warps of a block share the keys of one tile of
- * query rows, and are joined in order. */
+ * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so
+ * a warp holds SIDE = 32 / LANES keys side by side, and does this four times in a batch. As
+ * in paged_decode.cuh each warp is its own pipeline of asynchronous copies. In decode a warp
+ * is a team of paged_split.cuh. In prefill the warps of a block share the keys of one tile of
+ * query rows, and their results are joined in order. */
 #ifndef KVL_CUDA_PAGED_F32_CUH
 #define KVL_CUDA_PAGED_F32_CUH
 
@@ -18,16 +18,16 @@ template <class T, int D> struct f32_shape {
   static constexpr int WARPS = 4, STAGES = 3, BLOCKS = 2, TEAM = 1;
   static constexpr int LANES = D / 8, SIDE = WARP / LANES;  /* keys side by side */
   static constexpr int PIECES = D * (int)sizeof(T) / 16;    /* of a row */
-  static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8; /* a lane loads at once */
-  static constexpr int FIT = 8192 / (2 * PIECES * 16);      /* keys in 8 KiB with V */
-  static constexpr int KEYS = FIT < WARP ? FIT : WARP;      /* of a tile */
+  static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8; /* that a lane loads at once */
+  static constexpr int FIT = 8192 / (2 * PIECES * 16); /* keys in 8 KiB, together with V */
+  static constexpr int KEYS = FIT < WARP ? FIT : WARP; /* of a tile */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
   static_assert(KEYS % (4 * SIDE) == 0, "a tile is whole batches");
 };
 
-/* What a warp's rows see of keys, in shared memory. */
+/* What the rows of a warp see of the keys, in shared memory. */
 template <int ROWS> struct f32_rows {
   int position[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
   float slope[ROWS];
@@ -47,21 +47,21 @@ template <int ROWS> struct f32_rows {
   }
 };
 
-/* The partial softmax of ROWS rows: a lane has 8 dims of each, and lanes of one lane_key in
- * different sides have the sums of different keys until join(). */
+/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes that
+ * have the same dims in different sides hold the sums over different keys. */
 template <class T, int D, int ROWS> struct f32_state {
   using shape = f32_shape<T, D>;
   static constexpr int LANES = shape::LANES, N = shape::NUMBERS;
   float out[ROWS][8], m[ROWS], l[ROWS];
 
-  /* A lane's dims are N neighbours at lane_key, lane_key + LANES, ...: neighbouring lanes
-   * read neighbouring bytes. */
+  /* The dim of a lane's e-th number. Lane k of LANES has groups k, k + LANES, ... of N dims
+   * each, so neighbouring lanes read neighbouring bytes. */
   static __device__ int dim_of(int e) {
     return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
   }
 
-  /* Tiles tile, tile + step, ... before tile_end. Keys: paged_keys, or what finds rows as
-   * they do. */
+  /* Attends to tiles tile, tile + step, ... before tile_end. Keys is paged_keys, or a type
+   * that finds rows in the same way. */
   template <class Keys>
   __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
                          int tile, int tile_end, int step, char *ring, int *positions) {
@@ -125,7 +125,7 @@ template <class T, int D, int ROWS> struct f32_state {
         q[r][e] = row && dim_of(e) < head_dim ? row[dim_of(e)] * scale : 0.f;
       }
     }
-    /* Of four scores, the one this lane ends up with. */
+    /* Which of four scores this lane ends up with. */
     const int own = (lane & (LANES / 2) ? 2 : 0) + (lane & (LANES / 4) ? 1 : 0);
 
     paged_row next = find(tile + (STAGES - 1) * step);
@@ -165,7 +165,7 @@ template <class T, int D, int ROWS> struct f32_state {
           float shift = finite_shift(top), down = exp2_fast(m[r] - shift);
           float weight = exp2_fast(score - shift);
           m[r] = top;
-          l[r] = l[r] * down + weight; /* of this lane's scores alone */
+          l[r] = l[r] * down + weight; /* of this lane's own scores */
 #pragma unroll
           for (int e = 0; e < 8; e++) out[r][e] *= down;
 #pragma unroll
@@ -187,7 +187,7 @@ template <class T, int D, int ROWS> struct f32_state {
     __syncwarp(); /* the ring is free again */
   }
 
-  /* Every lane gets the sums over all keys of the warp. */
+  /* After it, every lane has the sums over all keys of the warp. */
   __device__ void join() {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
@@ -211,7 +211,7 @@ template <class T, int D, int ROWS> struct f32_state {
     }
   }
 
-  /* After join: sums [ROWS, D] and states [ROWS], for finish_rows. */
+  /* Call it after join. Stores sums [ROWS, D] and states [ROWS] for finish_rows. */
   __device__ void store(float *sums, float2 *states) const {
     const int lane = threadIdx.x % WARP;
     if (lane >= LANES) return;
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
                (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS);
   state.join();
 
-  __syncthreads(); /* every warp is past its ring, which now takes the states */
+  __syncthreads(); /* all warps are done with the ring, which now holds the states */
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
   float *sums = (float *)shared;
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);

@@ -1,6 +1,6 @@
-/* The end of every paged attention kernel: joining the partial softmaxes of a block's warps
- * (maximum m in base 2, denominator l, unnormalised sum of values) in a fixed order, joining
- * the result to an earlier attention, and writing rows. */
+/* The end of every paged attention kernel: it joins the partial softmaxes of a block's warps
+ * (maximum m in base 2, denominator l, unnormalised sum of values) in a fixed order, joins
+ * the result with an earlier attention, and writes the rows. */
 #ifndef KVL_CUDA_PAGED_OUTPUT_CUH
 #define KVL_CUDA_PAGED_OUTPUT_CUH
 
@@ -8,8 +8,8 @@
 
 namespace kvl {
 
-/* The query rows of one block of threads: heads_each heads of `head0`'s group for each
- * token from token0 on. Row r is one (token, head). */
+/* The query rows of one thread block: for each token from token0 on, heads_each query heads
+ * from `head0` on, all of one KV head's group. Row r is one (token, head). */
 struct query_rows {
   int64_t token0;
   int head0, heads_each, count;
@@ -17,8 +17,8 @@ struct query_rows {
   __device__ int head(int r) const { return head0 + r % heads_each; }
 };
 
-/* The query rows of a block of threads, ROWS of them at most: of the tile number `index`, and
- * of the KV head and the subgroup of its heads that blockIdx.y is. tile.seq -1: there are
+/* Finds the query rows of a thread block, at most ROWS: those of tile number `index`, for the
+ * KV head and the subgroup of its heads that blockIdx.y gives. tile.seq is -1 when there are
  * none. */
 struct query_block {
   int kv_head;
@@ -37,8 +37,9 @@ __device__ __forceinline__ query_block find_queries(const kvl_paged_attention_ar
   return b;
 }
 
-/* Neighbours of out from `at` on. Not store_any: a.out is read where it is stored to, since a
- * kernel that would hold it until then has no register for it. */
+/* Stores N neighbours of out from element `at` on. It does not use store_any, so that a.out
+ * is read only here: held any longer, it would need a register that the kernels do not
+ * have. */
 template <int N>
 __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int64_t at,
                                           const float (&x)[N]) {
@@ -47,8 +48,9 @@ __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int
   else store_floats((__nv_bfloat16 *)a.out + at, x);
 }
 
-/* out = values * scale + prev_out * keep: a row's own sum of values and the attention before
- * it (keep 0: there is none, prev_out is not read); lse of both. */
+/* How a row ends: out = values * scale + prev_out * keep, where values is the row's own sum
+ * of values and prev_out the earlier attention (keep 0: there is none, prev_out is not read).
+ * lse is that of both together. */
 struct row_end {
   float scale, keep, lse;
 };
@@ -65,8 +67,8 @@ __device__ __forceinline__ row_end end_row(const kvl_paged_attention_args &a, in
   return {end.scale * (weight / both), weight_prev / both, (top + log2f(both)) * LN2};
 }
 
-/* Neighbours of out from `at` on. A thread reads its own part of prev_out before it writes
- * that part: out may be prev_out. */
+/* Applies a row's end to N neighbours of out from element `at` on. A thread reads its own
+ * part of prev_out before it writes that part, so out may be prev_out. */
 template <int N>
 __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const row_end &end,
                                        int64_t at, float (&x)[N]) {
@@ -79,7 +81,8 @@ __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const 
   for (int e = 0; e < N; e++) x[e] += prev[e] * end.keep;
 }
 
-/* Join STATES partial softmaxes of every row, which lie in shared memory, and write it:
+/* Joins STATES partial softmaxes of every row, which are in shared memory, and writes the
+ * row:
  *   sums    f32     [STATES, ROWS, D]
  *   states  (m, l)  [STATES, ROWS] */
 template <int STATES, int ROWS, int D>

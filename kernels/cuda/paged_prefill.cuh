@@ -1,20 +1,20 @@
-/* Flash attention of many query rows over paged KV for 16-bit q and a cache like it or of
- * f8e4m3, on the tensor cores (mma.sync): what paged_wgmma.cuh does not take.
+/* Flash attention of many query rows over paged KV on the tensor cores (mma.sync), for 16-bit
+ * q and a cache of q's dtype or f8e4m3: for everything that paged_wgmma.cuh does not take.
  *
- * One block of threads takes 128 query rows that share a KV head: 128 / group tokens with
- * all heads of the group, so short chunks fill a tile and K and V are fetched once for the
- * group. Each of the 8 warps owns 16 rows and walks all keys, in tiles of KEYS. Tiles of K
- * and V are double-buffered by asynchronous copies: tile j + 1 arrives while tile j is
- * used, with one barrier a tile. f8e4m3 becomes q's type on the way to shared memory, by
- * plain loads and stores; the scales of K and V are applied to scores and to sums.
+ * A thread block takes 128 query rows that share a KV head: 128 / group tokens with all heads
+ * of the group, so short chunks fill a tile, and K and V are fetched once for the group. Each
+ * of the 8 warps owns 16 rows and walks over all keys in tiles of KEYS. Asynchronous copies
+ * double-buffer the tiles of K and V: tile j + 1 arrives while tile j is used, with one
+ * barrier per tile. f8e4m3 is converted to q's type on the way to shared memory, by plain
+ * loads and stores; the scales of K and V are applied to scores and to sums.
  *
  * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
  *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
  *   2  version 1, q in shared memory, sums scaled only on a new maximum  276
- *   3  4 warps x 32 rows (each fragment of K and V feeds two mma), two blocks an SM,
- *      64 keys a tile: 300 bytes of spills                             218
- *   4  version 3 with 32 keys a tile                                   224
- * So reads of shared memory are not the limit; the next step is wgmma: paged_wgmma.cuh. */
+ *   3  4 warps x 32 rows (each fragment of K and V feeds two mma), two blocks per SM,
+ *      64 keys per tile: 300 bytes of spills                           218
+ *   4  version 3 with 32 keys per tile                                 224
+ * So reads of shared memory are not the limit; the next step was wgmma: paged_wgmma.cuh. */
 #ifndef KVL_CUDA_PAGED_PREFILL_CUH
 #define KVL_CUDA_PAGED_PREFILL_CUH
 
@@ -26,21 +26,21 @@ template <int D> struct prefill_shape {
   static constexpr int WARPS = 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
   static constexpr int KEYS = D > 192 ? 32 : 64;
   static constexpr int PIECES = TILE_PIECES<D>;
-  static constexpr bool Q_SHARED = D > 128; /* else q stays in registers */
+  static constexpr bool Q_SHARED = D > 128; /* otherwise q stays in registers */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int Q_BYTES = Q_SHARED ? ROWS * D * 2 : 0;
   static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
 };
 
-/* Three generations of a tile's rows: tile j + 2 is looked up while j + 1 is copied and j
- * is used. */
+/* The rows of three tiles: tile j + 2 is looked up while tile j + 1 is copied and tile j is
+ * used. */
 template <int KEYS> struct row_lists {
   int64_t offset[3][KEYS];
   int position[3][KEYS];
-  int whole[3][KEYS / WARP]; /* is every key of these 32 there? */
+  int whole[3][KEYS / WARP]; /* whether all of these 32 keys exist */
 };
 
-/* ---- tiles of keys ---------------------------------------------------------------------- */
+/* ---- tiles of keys --------------------------------------------------------------------- */
 
 /* Looks up the rows of tile t. */
 template <int KEYS>
@@ -54,8 +54,8 @@ __device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS
   if (lane == 0) lists.whole[t % 3][warp] = whole;
 }
 
-/* Starts to bring tile t, whose rows were found before the last barrier, to its buffer: K, then
- * V. C: the cache's type, T or f8e4m3. */
+/* Starts to copy tile t to its buffer, K and then V. Its rows were found before the last
+ * barrier. C is the cache's type: T or f8e4m3. */
 template <class T, int D, class C>
 __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEYS> &lists,
                                            const C *cache, int64_t to_value, int head_dim,
@@ -83,12 +83,12 @@ __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEY
   }
 }
 
-/* ---- scores ----------------------------------------------------------------------------- */
+/* ---- scores ---------------------------------------------------------------------------- */
 
 /* A query row and the positions that it sees: low ... limit. Its own position is `at`. */
 struct prefill_row {
   int r, at, low, limit;
-  bool has; /* is there such a row? */
+  bool has; /* whether there is such a row */
   float slope;
 
   __device__ __forceinline__ prefill_row(const kvl_paged_attention_args &a,
@@ -110,8 +110,8 @@ struct prefill_row {
   }
 };
 
-/* What the rows of a warp have in common: keys past `most` concern none of them; keys from `low`
- * to `least` concern every one (rows that do not exist may see what they like). */
+/* What the rows of a warp have in common: none of them sees keys past `most`, and all of them
+ * see keys from `low` to `least` (rows that do not exist may see anything). */
 struct prefill_sight {
   int most, least, low;
   __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1)
@@ -121,7 +121,7 @@ struct prefill_sight {
         low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
 };
 
-/* The k-th of K fragments that lie in registers, or (K 1) of those in shared memory. */
+/* Takes the k-th of K fragments in registers or, for K = 1, of those in shared memory. */
 template <int K>
 __device__ __forceinline__ void take_fragment(uint32_t (&x)[4], const uint32_t (&q)[K][4],
                                               const uint4 *q_warp, int k) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void take_fragment(uint32_t (&x)[4], const uint32_t (
     for (int i = 0; i < 4; i++) x[i] = q[k][i];
   }
 }
-/* s += q k^T over the k-th sixteen dims, of which q is the fragment; K lies at k_at. */
+/* s += q k^T over the k-th sixteen dims, whose fragment is q; the keys are at k_at. */
 template <class T, int PIECES, int N>
 __device__ __forceinline__ void multiply_keys(float (&s)[N][4], const uint32_t (&q)[4],
                                               uint32_t k_at, int k, int lane) {
@@ -147,7 +147,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[N][4], const uint32_t (
   }
 }
 
-/* Products to scores: of a tile that every row sees as a whole, and of any other. */
+/* Turn products into scores: scale_scores for a tile that every row sees as a whole,
+ * mask_scores for any other. */
 template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], float scale) {
 #pragma unroll
   for (int n = 0; n < N; n++)
@@ -174,7 +175,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &
     }
 }
 
-/* Raises the two rows' maxima to those of their scores. */
+/* Raises the two rows' maxima to the largest of their scores. */
 template <int N>
 __device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, float &top1) {
 #pragma unroll
@@ -186,8 +187,8 @@ __device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, 
   top1 = warp_max<4>(top1);
 }
 
-/* Writes row r straight from the registers, two in every four from `half` on: four lanes write 8
- * neighbours. */
+/* Writes row r straight from the registers: of every four it takes two, from `half` on. Four
+ * lanes write 8 neighbours. */
 template <int N>
 __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
                                           const query_rows &rows, int r, int head_dim,
@@ -207,7 +208,7 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
   }
 }
 
-/* ---- the kernel ------------------------------------------------------------------------- */
+/* ---- the kernel ------------------------------------------------------------------------ */
 
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   extern __shared__ __align__(128) char shared[];
   __shared__ row_lists<KEYS> lists;
 
-  /* With a causal mask later tiles are longer: they start first. */
+  /* With a causal mask later tiles are longer, so they start first. */
   const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x,
                                                       subgroups);
   const query_tile &tile_q = block.tile;
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   fetch(tile0);
   copy_commit();
 
-  /* This lane's rows of every mma: lane/4 and lane/4 + 8 of the warp's 16. */
+  /* This lane's two rows of every mma are lane/4 and lane/4 + 8 of the warp's 16. */
   const int r0 = warp * 16 + lane / 4, pair = lane % 4 * 2;
   const prefill_row row0(a, rows, tile_q.position0, length, r0);
   const prefill_row row1(a, rows, tile_q.position0, length, r0 + 8);
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
   const float scale = rule.scale * k_scale;
 
-  /* Loops over the fragments stay here: as functions, at head_dim 128, they make ptxas spill. */
+  /* Loops over fragments stay here: in functions they make ptxas spill at head_dim 128. */
   uint32_t q[shape::Q_SHARED ? 1 : D / 16][4];
   uint4 *q_warp = (uint4 *)shared + warp * (D / 16) * WARP + lane;
 #pragma unroll
@@ -272,13 +273,13 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   for (int t = tile0; t < tiles; t++) {
     copy_wait<0>();
-    __syncthreads(); /* tile t is whole, list t + 1 written, buffer of t - 1 read out */
+    __syncthreads(); /* tile t and list t + 1 are complete, the buffer of t - 1 was read */
     if (t + 1 < tiles) fetch(t + 1);
     copy_commit();
     if (t + 2 < tiles) find(t + 2);
 
     const int *positions = lists.position[t % 3];
-    if (positions[0] > sight.most) continue; /* past every row of this warp */
+    if (positions[0] > sight.most) continue; /* no row of this warp sees them */
     const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[KEYS / 8][4] = {};
@@ -288,7 +289,8 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
       take_fragment(x, q, q_warp, k);
       multiply_keys<T, PIECES>(s, x, k_at, k, lane);
     }
-    /* Positions ascend: of keys that are all there, the last is the first not to be seen. */
+    /* Positions ascend, so if all keys of a tile exist, its last one is the first to be out
+     * of sight. */
     const int *whole = lists.whole[t % 3];
     bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
                  positions[KEYS - 1] <= sight.least && !biased;

@@ -1,17 +1,18 @@
-/* A decode's work dealt out on the device.
+/* Divides the work of a decode, on the device.
  *
- * Every sequence is cut into tiles of keys, and the tiles of all sequences in a row into
- * equal shares. A task is a share for one unit: the query rows that share a KV head, up to the
- * rows of the kernel (`units` of them a sequence). It is done by a team of warps, which take
- * its tiles in turn. Neighbouring teams do the units of one share: they read the heads of the
- * same blocks at the same time, which lie side by side in memory. Every block of threads
- * computes the shares from the lengths alone: ragged batches are balanced, the host knows
- * nothing of lengths, and a recorded launch serves later steps.
+ * Every sequence is cut into tiles of keys. The tiles of all sequences, one sequence after
+ * the other, are cut into equal shares. A unit is a group of query rows that share a KV head,
+ * as many as the kernel takes at once; a sequence has `units` of them. A task is one share
+ * for one unit. A team of warps does it, and its warps take the tiles in turn. Neighbouring
+ * teams do the units of the same share: they read the heads of the same blocks at the same
+ * time, and these heads are neighbours in memory. Every thread block computes the shares from
+ * the lengths alone. So ragged batches are balanced, the host need not know the lengths, and
+ * a recorded launch serves later steps.
  *
- * A team writes the rows of a sequence that lies in its share as a whole. Of others it leaves
- * partial softmaxes in the workspace: of the sequence that began before the share, in the
- * share's part, and of the one that begins in it and goes on after it, in the part of the
- * sequence (of the share, where there are more sequences than shares)
+ * When a sequence lies within one share, the team writes its rows. Otherwise the teams leave
+ * partial softmaxes in the workspace. For the sequence that began before the share, a team
+ * uses the share's part; for the one that begins in the share and continues after it, the
+ * sequence's part (the share's second part, when there are more sequences than shares):
  *   out  f32  [shares + min(seqs, shares), units, rows, head_dim]   normalised
  *   lse  f32  [shares + min(seqs, shares), units, rows]             base 2
  * paged_combine.cuh joins them in the order of shares. */
@@ -27,14 +28,14 @@ namespace kvl {
 
 struct split_place {
   float *out, *lse;
-  int shares, least;        /* at most so many shares, of at least so many tiles */
-  int team_shift;           /* 2^n warps a team */
-  int group, rows;          /* query heads a KV head; rows a unit, some have less */
-  divisor units, subgroups; /* units a sequence, and a KV head */
-  divisor block;            /* tokens of a block */
-  int most_keys;            /* of a sequence: what its table has room for */
-  int chunk, chunks;        /* sequences that are summed up together */
-  int tile_shift;           /* 2^n keys a tile */
+  int shares, least; /* at most so many shares, of at least so many tiles each */
+  int team_shift;    /* a team has 2^n warps */
+  int group, rows;   /* query heads per KV head; rows per unit (some units have fewer) */
+  divisor units, subgroups; /* units per sequence; per KV head */
+  divisor block;            /* tokens per block */
+  int most_keys;            /* the most that a sequence has: its table's room */
+  int chunk, chunks;        /* sequences per chunk, which is summed up together */
+  int tile_shift;           /* a tile has 2^n keys */
   __host__ __device__ int team() const { return 1 << team_shift; }
   /* starts: the sequence begins in the share */
   __device__ int64_t part(int64_t share, int64_t seq, int64_t seqs, int unit,
@@ -44,7 +45,7 @@ struct split_place {
   }
 };
 
-/* The rows of a unit of a sequence, neighbouring heads of one token: row r has head
+/* The rows of a unit of a sequence: neighbouring heads of one token. Row r has head
  * head0 + r. */
 __device__ __forceinline__ query_rows unit_rows(const split_place &place, int64_t seq,
                                                 int unit) {
@@ -56,21 +57,21 @@ __device__ __forceinline__ query_rows unit_rows(const split_place &place, int64_
 
 constexpr int PLAN_CHUNKS = 256;
 
-/* What every share is. Numbers of tiles are 32-bit: 2^32 of them would take a minute. A cold
- * start is long because it is many instructions in a row, so there is no division here that
- * the host can do, and up to 32 sequences need no barrier. */
+/* Where every share lies. Tile numbers are 32-bit: 2^32 tiles would take a minute. A cold
+ * start is slow because it is a long sequence of instructions, so the host does every
+ * division that it can, and up to 32 sequences need no barrier. */
 struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
-  uint32_t *sums;             /* [PLAN_CHUNKS] tiles of every chunk of sequences */
+  uint32_t *sums;             /* [PLAN_CHUNKS]: the tiles of every chunk of sequences */
   uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
 
-  /* Tiles before the first key that is seen. */
+  /* How many tiles come before the first key that is seen. */
   __device__ int first_tile(int length) const {
     return a.selection ? 0 : window_begin(a, length - 1) >> place.tile_shift;
   }
-  /* The others; one where there is none, so that every row is written. A selection counts
-   * as full. */
+  /* How many tiles follow; at least one, so that every row is written. A selection counts as
+   * full. */
   __device__ int tiles(int length) const {
     int keys = min(max(length, 0), place.most_keys);
     if (a.selection && keys > 0)
@@ -80,7 +81,7 @@ struct split_plan {
     return max(end - first_tile(length), 1);
   }
 
-  /* Tiles of a chunk; all lanes of a warp call it. */
+  /* The tiles of a chunk; all lanes of a warp call it. */
   __device__ uint32_t chunk_tiles(int chunk) const {
     const int end = min((chunk + 1) * place.chunk, (int)a.seqs);
     uint32_t sum = 0;
@@ -90,7 +91,7 @@ struct split_plan {
     return __reduce_add_sync(ALL_LANES, sum);
   }
 
-  /* All threads of the block call this; `shared` is PLAN_CHUNKS numbers. */
+  /* All threads of the block call this; `shared` has room for PLAN_CHUNKS numbers. */
   __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
                         uint32_t *shared)
       : a(args), place(place_), sums(shared) {
@@ -120,8 +121,8 @@ struct split_plan {
     return tile < longer ? tile / (per + 1) : more + (tile - longer) / per;
   }
 
-  /* The first i of at ... at which `before` and the values up to i exceed `tile`; before
-   * becomes the sum of those in front of it. All lanes of the warp call it. */
+  /* The first i >= at for which `before` plus the values up to i exceeds `tile`; before
+   * becomes the sum of the values in front of i. All lanes of the warp call it. */
   template <class F>
   __device__ int first_past(int at, int end, uint32_t tile, uint32_t &before, F value) const {
     const int lane = threadIdx.x % WARP;
@@ -133,7 +134,7 @@ struct split_plan {
       if (past || at + WARP >= end) return at + last;
     }
   }
-  /* The sequence of a tile, and the number of its first tile. */
+  /* The sequence of a tile; `first` becomes the number of the sequence's first tile. */
   __device__ int find(uint32_t tile, uint32_t &first) const {
     first = 0;
     int chunk = 0;
@@ -154,7 +155,7 @@ struct split_plan {
   }
 };
 
-/* Four neighbours of a row of the op's output. */
+/* Writes four neighbours of a row of the op's output. */
 __device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
                                           const row_end &end, int64_t row, int dim,
                                           float (&x)[4]) {
@@ -164,9 +165,9 @@ __device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
   if (a.lse && dim == 0) a.lse[row] = end.lse;
 }
 
-/* Four neighbours of the sum of values of row r of a task, and its maximum and denominator:
- * a sequence that lies in the share as a whole (part < 0) ends here, another one's part is
- * normalised and goes to the workspace. */
+/* Writes four neighbours of row r of a task, from its sum of values, its maximum and its
+ * denominator. With part < 0 the sequence lies within the share, and this is its result;
+ * otherwise the partial result is normalised and goes to the workspace. */
 __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
                                            const split_place &place, int64_t part,
                                            const query_rows &rows, int r, int dim,

@@ -1,46 +1,46 @@
 /* Flash attention of many query rows over paged KV for Hopper: 16-bit q and cache, head_dim
- * 64 or 128, blocks of a multiple of 8 tokens. What it does not take, paged_prefill.cuh does.
+ * 64 or 128, blocks of a multiple of 8 tokens. paged_prefill.cuh does everything else.
  *
- * A block of threads stays on its SM and takes item after item: 128 query rows that share a
- * KV head (128 / group tokens with all heads of the group). Its three warpgroups:
- *   consumers  two, 64 rows each: S = Q K^T and O += P V by wgmma, the softmax between them
- *              in registers
- *   producers  one: a warp brings K and a warp V through a ring of tiles of 128 keys, a copy
- *              of its own for every block of the table; a warp for each consumer brings Q of
- *              the next item while this one is computed
+ * A thread block stays on its SM and takes item after item: 128 query rows that share a KV
+ * head (128 / group tokens with all heads of the group). Its three warpgroups are
+ *   consumers  two, with 64 rows each: S = Q K^T and O += P V by wgmma, and the softmax in
+ *              between in registers
+ *   producers  one: a warp brings K and another V through a ring of tiles of 128 keys, with a
+ *              copy for every block of the table; for each consumer a warp brings Q of the
+ *              next item while this one is computed
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
- * the others have no mask in the loop.
+ * the loop over the others has no mask.
  *
  * S of tile j and P V of tile j-1 are given to the tensor cores together; the softmax of j
- * runs under the other consumer's products. It needs no largest score: weights are relative
- * to a reference that an item's first tile sets and that is raised only when a sum of
- * weights gets large. A running maximum (64 comparisons and 4 shuffles a tile for each
- * thread) was a quarter of the loop.
+ * runs during the other consumer's products. It does not need the largest score: weights are
+ * relative to a reference. An item's first tile sets it, and it is raised only when a sum of
+ * weights gets large. A running maximum (64 comparisons and 4 shuffles per tile and thread)
+ * took a quarter of the loop.
  *
  * Flops     4 * head_dim * heads * seen pairs of row and key
- * Bytes     2 * keys * head_dim * 2 an item, from L2: 5.6 TB/s at 16K
- * Limit     tensor cores, busy 79% of the time at 16K, at the 1.66 GHz of 1.98 that the GPU
- *           holds under them
+ * Bytes     2 * keys * head_dim * 2 per item, from L2: 5.6 TB/s at 16K
+ * Limit     tensor cores, busy 79% of the time at 16K; under this load the GPU holds 1.66 of
+ *           its 1.98 GHz
  * Tolerance P is rounded to q's dtype before P V, as in paged_prefill.cuh
  * Best      H100 80GB HBM3, 2026-11-21, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim
- *           128, block 16, random tables, TFLOP/s; beside it torch's cuDNN on contiguous K
+ *           128, block 16, random tables, TFLOP/s; next to it torch's cuDNN on contiguous K
  *           and V, before and after in the same run (bf16 GEMM 8192^3: 792):
  *             16K causal   702   cuDNN 660, 660     4K causal  490   cuDNN 519, 518
  *             32K causal   646   cuDNN 623, 617     8K causal  610   cuDNN 616, 617
  *             4K x 32K     707   cuDNN 695, 686     16 sequences of 2K, causal  416
  *             16K causal, block 256  661            head_dim 64, 16K  395   cuDNN 476, 465
- * Versions  16K causal, 32K causal, 4K x 32K not causal; TFLOP/s. Runs differ by 5%: the clock
- *   1  wgmma and TMA, warps specialised, a block of threads an item    479  478  503
+ * Versions  16K causal, 32K causal, 4K x 32K not causal; TFLOP/s. Runs differ by 5% (clock)
+ *   1  wgmma and TMA, specialised warps, one thread block per item     479  478  503
  *   2  1, S of the next tile started before P V; turns at the products 463  484  497
  *      with tiles of 176 keys                                          488  522  541
- *   3  2 on a fixed grid, warps of their own for K and V, head by head 476  551  572
- *   4  3, the items of all heads by length                             577  533  558
+ *   3  2 on a fixed grid, separate warps for K and V, head by head     476  551  572
+ *   4  3, the items of all heads ordered by length                     577  533  558
  *   5  4, descriptors in uniform registers, sums scaled only on a new
  *      maximum; no turns                                               618  574  623
  *      with turns 572 572 570; three stages 553 548 562; tiles of 176 keys 543 526 570
  *   6  5, no running maximum, Q in two stages                          719  647  685
- *      with turns 650 642 657; exponentials before the wait for the products before, in
- *      registers of their own (24 spilled) 565 576 551
+ *      with turns 650 642 657; exponentials before the wait for the previous products, in
+ *      their own registers (24 spilled) 565 576 551
  *   7  6 tidied; 16-byte stores                                        702  646  707
  * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, S before P V, turns;
  *           Dao et al. 2022: online softmax. Results do not depend on thread timing.
@@ -55,16 +55,17 @@ namespace kvl {
 
 #if KVL_SM90A
 
-/* A lane's sum of weights that asks for a new reference; an f16 holds 15 times as much. */
+/* A lane whose sum of weights passes this asks for a new reference. f16 holds 15 times
+ * this. */
 constexpr float WEIGHTS_MOST = 4096.f;
 
-/* A thread's part of a consumer's state: two rows, of which it has two columns of every
- * eight; `product` tells which. */
+/* A thread's part of a consumer's state: two rows, with two of every eight columns; `product`
+ * says which. */
 template <class T, class shape> struct wgmma_state {
   static constexpr int D = shape::D, KEYS = shape::KEYS;
   float s[KEYS / 2], out[D / 2];
   uint32_t p[KEYS / 16][4];
-  float m[2], l[2]; /* reference (of scores before they are scaled), sum of weights */
+  float m[2], l[2]; /* reference (of unscaled scores), sum of weights */
 
   __device__ __forceinline__ void scores(uint32_t q_at, uint32_t k_at) {
     const uint64_t q = matrix_at(q_at, 1024), k = matrix_at(k_at, shape::GROUP_BYTES);
@@ -81,9 +82,9 @@ template <class T, class shape> struct wgmma_state {
       product<T>(out, p[k], matrix_plus(v, k * 2 * shape::GROUP_BYTES));
     products_commit();
   }
-  /* Weights p = exp2(score - reference) and this lane's sums of them. `scale` is read from
-   * shared memory: as a constant of the kernel it would let ptxas scale all the scores
-   * before it waits for the products before, and spill. */
+  /* Computes the weights p = exp2(score - reference) and this lane's sums of them. `scale` is
+   * read from shared memory: if it were a constant of the kernel, ptxas would scale all
+   * scores before it waits for the previous products, and spill. */
   __device__ __forceinline__ void weights(const float &scale_shared, float (&sum)[2]) {
     const float scale = load_late(scale_shared);
     const float shift[2] = {finite_shift(m[0]) * scale, finite_shift(m[1]) * scale};
@@ -99,7 +100,7 @@ template <class T, class shape> struct wgmma_state {
         p[k][i] = pack2(x, y, T());
       }
   }
-  /* The reference becomes the largest score so far. */
+  /* Raises the reference to the largest score so far. */
   __device__ __forceinline__ void raise(float scale) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -124,7 +125,7 @@ template <class T, class shape> struct wgmma_state {
   }
 };
 
-/* The positions that a query row sees: `seen` from `low` on. */
+/* The positions that a query row sees: `seen` of them, from `low` on. */
 struct wgmma_sight {
   int at, low, seen;
   __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r)
@@ -137,7 +138,7 @@ struct wgmma_sight {
   }
 };
 
-/* Of four neighbour lanes with four numbers each, lane q gets the q-th of all, in order. */
+/* Four neighbouring lanes hold four numbers each. Lane q gets the q-th of each, in order. */
 __device__ __forceinline__ void turn_quad(float (&x)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2)
@@ -167,13 +168,13 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   auto turn_end = [&] {
     if (shape::TURNS) named_arrive(TURN + (consumer ^ 1), BOTH);
   };
-  if (consumer == 1) turn_end(); /* consumer 0 begins */
+  if (consumer == 1) turn_end(); /* consumer 0 goes first */
 
   wgmma_state<T, shape> x;
   uint32_t step = 0, q_step = 0;
   each_work<shape>(a, plan, [&](const wgmma_work &w) {
-    /* Tiles within low ... high concern every row of the warp. Rows that do not exist may
-     * see what they like, and want no new reference. */
+    /* Every row of the warp sees all of a tile within low ... high. Rows that do not exist
+     * may see anything, and need no new reference. */
     int low = 0, high = INT_MAX;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -266,8 +267,8 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     settle(x.out);
     barrier_arrive_warp(memory.v_empty(v), lane);
 
-    /* Four lanes have eight neighbours of a row together: they exchange them so that each
-     * has a whole eight of every four, and writes 16 bytes at once. */
+    /* Four lanes hold eight neighbours of a row together. They exchange them, so that each
+     * has one whole run of eight out of four, and writes 16 bytes at once. */
     const query_rows rows = w.rows();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
     memory.init(a);
   }
   __syncthreads();
-  /* The same in all lanes, which the shuffle lets the compiler know. */
+  /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0) {
     registers_take<232>();
@@ -330,8 +331,8 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
 
 /* ---- launch ---------------------------------------------------------------------------- */
 
-/* The cache as [blocks * 2 * kv_heads, block_size / 8, head_dim / 64, 8, 64], so that a box
- * of `groups` times eight tokens lands as [groups, head_dim / 64] atoms. */
+/* Maps the cache as [blocks * 2 * kv_heads, block_size / 8, head_dim / 64, 8, 64], so that a
+ * box of `groups` times eight tokens arrives as [groups, head_dim / 64] atoms. */
 template <class T> int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
   const cuuint64_t bytes_row = c.head_dim * 2;
   const cuuint64_t dims[5] = {64, 8, (cuuint64_t)c.head_dim / 64,
@@ -352,7 +353,7 @@ template <class T> int map_cache(const kvl_cache_view &c, int groups, CUtensorMa
 
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-/* Scores are masked before they are scaled: the scale has to be positive. */
+/* Scores are masked before they are scaled, so the scale has to be positive. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   const kvl_cache_view &c = a.cache;
   int major = 0;

@@ -1,9 +1,9 @@
-/* Programmatic dependent launch: a kernel may start under the end of the one before it in the
- * stream. It calls wait_for_previous before it touches anything that others read or write;
- * before that it may set itself up and ask the L2 for what it will read (a hint, not a read).
- * The one before decides how early: with let_next_start, or when its blocks end. On devices
- * before sm_90 this is a plain launch and the two calls do nothing.
- *
+/* Programmatic dependent launch: a kernel may start before the previous kernel of the stream
+ * has ended. It calls wait_for_previous before it touches anything that others read or write.
+ * Before that call it may set itself up and ask the L2 to prefetch its inputs (a hint, not a
+ * read). The previous kernel decides how early the next one starts: when it calls
+ * let_next_start, or when its blocks end. On devices before sm_90 this is a plain launch and
+ * the two calls do nothing.
  * Source    PTX ISA 7.8: griddepcontrol; CUDA C++ Programming Guide, programmatic dependent
  *           launch. A graph records such launches as programmatic edges. */
 #ifndef KVL_CUDA_PROGRAMMATIC_CUH
@@ -13,16 +13,16 @@
 
 namespace kvl {
 
-/* The kernels before have ended, and their results may be read, from here on. */
+/* Waits until the kernels before this one have ended; then their results may be read. */
 __device__ __forceinline__ void wait_for_previous() {
   KVL_SM90("griddepcontrol.wait;" ::: "memory");
 }
-/* The next kernel's blocks may be placed beside this one's, once all of these are placed. */
+/* Lets blocks of the next kernel start beside this one's, once all of these have started. */
 __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/* Clusters are `cluster` neighbouring blocks along x; 1 on devices before sm_90. */
+/* A cluster is `cluster` neighbouring blocks along x; use 1 on devices before sm_90. */
 template <class... P, class... A>
 int launch_clusters(void (*kernel)(P...), int cluster, dim3 grid, int threads,
                     size_t bytes_shared, const kvl_cuda_queue *q, const A &...args) {

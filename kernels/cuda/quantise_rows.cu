@@ -1,8 +1,8 @@
-/* Rows in f8e4m3, each with a scale of its own.
+/* Converts rows to f8e4m3, each with its own scale.
  *   x       f32 f16 bf16  [rows, dim]
  *   out     f8e4m3        [rows, dim]   x / scale, saturating
  *   scales  f32           [rows]        max(amax, 1e-4) / 448
- * A warp a row. Exact: a division and a rounding.
+ * One warp handles one row. Exact: a division and a rounding.
  * Bytes   rows * dim * (element of x + 1); limit: memory
  * Source  DeepSeek's act_quant */
 #include "index.cuh"

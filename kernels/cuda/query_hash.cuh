@@ -1,8 +1,8 @@
-/* The hashes of the mean queries of KV heads, made by a block of threads that will choose by
- * them. Its steps are apart so that memory is asked for everything before anything is waited
- * for: the planes when it is made, then sum_groups, then finish. The sums are those that
- * kernels.h fixes; eight lanes make one, so that a plane is two numbers a chunk for each and
- * the parts meet in four shuffles. */
+/* Hashes the mean queries of KV heads, in the thread block that will choose blocks by them.
+ * The work has three steps, so that all memory is requested before anything is waited for:
+ * the constructor loads the planes, then come sum_groups and finish. kernels.h fixes the
+ * order of the sums. Eight lanes compute one sum: each takes two numbers of a plane per
+ * chunk, and four shuffles add the parts. */
 #ifndef KVL_CUDA_QUERY_HASH_CUH
 #define KVL_CUDA_QUERY_HASH_CUH
 
@@ -11,14 +11,14 @@
 namespace kvl {
 
 template <int THREADS> struct query_hash {
-  static constexpr int QUERIES = 8; /* heads hashed together */
+  static constexpr int QUERIES = 8; /* heads that are hashed together */
   static constexpr int LANES = 8, BITS = THREADS / LANES;
-  static constexpr int CHUNKS = 8;  /* of 16 dims, in registers; of more dims the rest is
-                                         * read when it is needed */
-  typedef float rows[QUERIES][256]; /* sums of groups */
+  /* Chunks of 16 dims in registers; dims beyond them are read when they are needed. */
+  static constexpr int CHUNKS = 8;
+  typedef float rows[QUERIES][256]; /* the sums of groups */
   const kvl_select_hamming_args &a;
-  const int64_t head;                /* the first of all KV heads of all sequences */
-  const int heads, dim, lane, first; /* lane: of LANES; first: bit of this thread */
+  const int64_t head;                /* the first KV head, counted over all sequences */
+  const int heads, dim, lane, first; /* lane: 0 ... LANES - 1; first: this thread's bit */
   float2 plane[CHUNKS];
 
   __device__ __forceinline__ query_hash(const kvl_select_hamming_args &args, int64_t head_,
@@ -27,7 +27,7 @@ template <int THREADS> struct query_hash {
         first(threadIdx.x / LANES) {
     load_plane(first);
   }
-  /* Dims of this lane in a chunk: parts 2 lane and 2 lane + 1. */
+  /* The first of this lane's two dims in a chunk: it has parts 2 lane and 2 lane + 1. */
   __device__ __forceinline__ int dim_of(int chunk) const {
     return chunk * KVL_HASH_PARTS + 2 * lane;
   }
@@ -39,10 +39,10 @@ template <int THREADS> struct query_hash {
       if (dim_of(c) < end) plane[c] = *(const float2 *)(row + c * KVL_HASH_PARTS);
   }
 
-  /* Sums of the groups of QUERIES heads from `from` on, each in the order of its heads. */
+  /* Sums up the query heads of each of QUERIES groups from `from` on, in the heads' order. */
   __device__ __forceinline__ void sum_groups(int from, rows &x) const {
     const int group = (int)((uint32_t)a.heads / (uint32_t)a.hashes.kv_heads);
-    const int width = dim > 128 ? 256 : 128; /* threads to a head */
+    const int width = dim > 128 ? 256 : 128; /* threads per group */
     const int d = threadIdx.x % width;
 #pragma unroll 1
     for (int g = threadIdx.x / width; g < min(heads - from, QUERIES); g += THREADS / width) {
@@ -50,7 +50,7 @@ template <int THREADS> struct query_hash {
       if (d >= dim) continue;
       float sum = 0.f;
 #pragma unroll 1
-      for (int h = 0; h < group; h += 4) { /* four are asked for at once */
+      for (int h = 0; h < group; h += 4) { /* four loads at once */
         uint32_t y[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) y[i] = bits_of(at + (int64_t)min(h + i, group - 1) * dim);
@@ -71,7 +71,7 @@ template <int THREADS> struct query_hash {
     return __uint_as_float(a.dtype == KVL_DTYPE_BF16 ? bits << 16 : bits);
   }
 
-  /* x . plane, in each of the lanes. */
+  /* x . plane; all LANES lanes get it. */
   __device__ __forceinline__ float sum(const float *x, int bit) const {
     float even = 0.f, odd = 0.f;
     auto add = [&](int chunk, float2 p) {
@@ -85,7 +85,8 @@ template <int THREADS> struct query_hash {
 #pragma unroll 1
     for (int c = CHUNKS; dim_of(c) < dim; c++)
       add(c, *(const float2 *)(a.planes + bit * dim + dim_of(c)));
-    /* Parts p and p + 8; from then on a lane has one, 2 t or (4 and on) 2 t + 1. */
+    /* Adds parts p and p + 8. From then on a lane holds one part: with t = lane % 4 it is
+     * part 2 t, or 2 t + 1 in lanes 4 and up. */
     const bool is_odd = lane & 4;
     float sum = __fadd_rn(is_odd ? odd : even,
                           __shfl_xor_sync(ALL_LANES, is_odd ? even : odd, 4));
@@ -94,8 +95,8 @@ template <int THREADS> struct query_hash {
     return __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, 4));
   }
 
-  /* Into shared words, which are 0; x has the first QUERIES sums. Begins with a barrier, ends
-   * with one. */
+  /* Writes the hashes into shared words, which must be 0; x has the first QUERIES sums.
+   * Begins and ends with a barrier. */
   __device__ __forceinline__ void finish(rows &x, uint32_t *words) {
 #pragma unroll 1
     for (int from = 0; from < heads; from += QUERIES) {

@@ -1,24 +1,25 @@
-/* The `wanted` earliest elements of a row, exactly, ties to the lower index: what topk and
- * select share.
+/* Finds the `wanted` earliest elements of a row, exactly, ties to the lower index: the shared
+ * part of topk and select.
  *
- * A row is read once, by a team of TEAM blocks (a cluster where there are several), and
- * nearly all of it is dropped at once:
- *   guess    quantiles of a sample of SAMPLES * 512 elements bracket the wanted-th one, 3
- *            to 4 standard deviations wide, while the row is on its way
- *   collect  elements before the bracket are sure: bits of a bitmap; those inside it are
- *            listed in shared memory as 64-bit keys (rank, index), which are unique
+ * A team of TEAM thread blocks (a cluster when there are several) reads a row once and drops
+ * nearly all of it at once:
+ *   guess    while the row is loading, quantiles of a sample of SAMPLES * 512 elements give a
+ *            bracket around the wanted-th element, 3 to 4 standard deviations wide
+ *   collect  elements before the bracket are sure, and become bits of a bitmap; those inside
+ *            it are listed in shared memory as 64-bit keys (rank, index), which are unique
  *   meet     the blocks send their lists to the first one, which goes on alone
- *   find     a histogram of the listed ranks gives the bin of the wanted-th key, a second
- *            look at the list the few keys of that bin, which are compared all with all
- *   write    bits become places by sums over words: index order needs no sort
- * Where the guess was wrong, or too much lies in the bracket (equal numbers), retry narrows
- * it exactly, 11 bits of the key at a time, by reading the row again. No atomic decides an
+ *   find     a histogram of the listed ranks gives the bin of the wanted-th key; a second
+ *            pass over the list gives the few keys of that bin, which are all compared with
+ *            each other
+ *   write    sums over words give the output index of every bit: index order needs no sort
+ * If the guess was wrong, or too much lies in the bracket (equal numbers), retry narrows it
+ * exactly, 11 bits of the key at a time, by reading the row again. No atomic decides an
  * order: lists are unordered sets, and bits and counters commute.
  *
- * What a phase costs is latency: barriers, shuffles, and code that is run once. Hence loops
- * are left rolled where unrolling only adds code (8.4 to 7.5 us of a row of 8192), a block is
- * 512 threads, and a team meets by one bulk copy a block rather than by cluster barriers that
- * release memory (each is a MEMBAR.GPU: about 1 us).
+ * The cost of a phase is latency: barriers, shuffles, and code that runs only once. So loops
+ * stay rolled where unrolling only adds code (8.4 to 7.5 us for a row of 8192), a block has
+ * 512 threads, and a team meets by one bulk copy per block rather than by cluster barriers
+ * that release memory (each is a MEMBAR.GPU: about 1 us).
  *
  * Source: Floyd and Rivest 1975 (SELECT); Alabi et al. 2012 (radix select). */
 #ifndef KVL_CUDA_RADIX_SELECT_CUH
@@ -30,23 +31,23 @@
 
 namespace kvl {
 
-/* Elements that are WARP apart. */
+/* Loads elements that are WARP apart. */
 template <int N, class T>
 __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
 #pragma unroll
   for (int j = 0; j < N; j++) to[j] = to_float(p[j * WARP]);
 }
 
-/* EACH: elements a thread has under way at a time. SAMPLES: those of the sample it takes.
- * ROW: a pointer to f32 or bf16, or what adds and indexes like one and has opaque and
- * load_apart. */
+/* EACH: elements that a thread has in flight at a time. SAMPLES: elements of the sample that
+ * a thread takes. ROW: a pointer to f32 or bf16, or a type that is added to and indexed like
+ * one, with its own opaque and load_apart. */
 template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct radix_select {
   static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
   static constexpr int DIGIT = 11, BINS = 1 << DIGIT, FEW = 256;
   static_assert(BINS == 4 * THREADS, "a thread looks at four bins");
 
   struct found_bin {
-    uint32_t bin, before, count; /* before: elements in the bins before */
+    uint32_t bin, before, count; /* before: elements in lower bins */
   };
   struct shared_memory {
     alignas(16) uint32_t count[BINS];
@@ -62,32 +63,32 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   shared_memory &s;
   char *lists;
   const uint32_t width, stretch, words;
-  const bool has_window; /* the bitmap is not that of the row */
+  const bool has_window; /* the bitmap covers only a window of the row */
   uint32_t capacity;
   uint32_t *bits;
   const ROW row;
-  const int lane, warp, block; /* block: of the team */
-  const uint32_t flip;         /* sign bit: the least come first */
+  const int lane, warp, block; /* block: its number in the team */
+  const uint32_t flip;         /* the sign bit when the least come first */
   uint32_t begin, end;         /* this warp's stretch of the row */
   uint32_t index_low, among, wanted;
-  uint32_t sure, listed;          /* found before the bracket, and in it */
-  uint32_t own;                   /* keys of the list that this warp walks */
-  bool is_one;                    /* one list, in the first block; else one a block */
+  uint32_t sure, listed; /* found before the bracket; in it */
+  uint32_t own;          /* how many keys the list has that this warp walks over */
+  bool is_one;           /* there is one list, in the first block; else one per block */
   float x[EACH], sample[SAMPLES]; /* a batch of the row; of the sample */
-  sort_key edge;                  /* keys up to it are taken */
+  sort_key edge;                  /* keys up to this one are taken */
 
   __host__ __device__ static uint32_t stretch_of(int64_t width) {
     constexpr int all_warps = TEAM * WARPS, unit = TEAM > 1 ? 4 * WARP : WARP;
     return (uint32_t)((width + all_warps * unit - 1) / (all_warps * unit) * unit);
   }
-  /* The shape of a call, for a shorter row of it: all warps have a part of that one. */
+  /* The shape of a call, fitted to a shorter row: every warp has a part of that row. */
   __device__ static team_shape fitted(team_shape shape, uint32_t width) {
     shape.stretch = stretch_of((int32_t)width);
     shape.words = min(shape.words, TEAM * WARPS * (shape.stretch / WARP));
     return shape;
   }
-  /* sorted: keys that the caller wants room for in place of the bitmap, or 0. A bitmap that
-   * does not fit is written a window at a time. */
+  /* sorted: how many keys the caller wants room for in place of the bitmap, or 0. A bitmap
+   * that does not fit is written one window at a time. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
     constexpr uint32_t window = 4096; /* words */
@@ -146,7 +147,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   __device__ __forceinline__ uint32_t sample_index(int j) const {
     return (j * THREADS + threadIdx.x) * max(width / (SAMPLES * THREADS), 1u);
   }
-  /* p: of this lane's first element, number `at` of the warp's. */
+  /* p points to this lane's first element; `at` is the number of the warp's first. */
   __device__ __forceinline__ void load(float (&to)[EACH], ROW p, uint32_t at) const {
     if (at + BATCH <= end) {
       load_apart(to, p);
@@ -173,9 +174,9 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   __device__ __forceinline__ sort_key last_key(uint32_t rank) const {
     return (sort_key)rank << 32 | (width - 1);
   }
-  /* f(key) for this thread's share of the listed ones. */
+  /* Calls f(key) for this thread's share of the listed keys. */
   template <class F> __device__ __forceinline__ void keys(F f) {
-    constexpr int SIDE = TEAM > 1 ? WARPS / TEAM : WARPS; /* warps to a list */
+    constexpr int SIDE = TEAM > 1 ? WARPS / TEAM : WARPS; /* warps per list */
     const bool apart = TEAM > 1 && !is_one;
     const sort_key *list = list_of(apart ? warp / SIDE : 0);
     const uint32_t step = apart ? SIDE * WARP : THREADS;
@@ -183,14 +184,14 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     for (uint32_t i = threadIdx.x & (step - 1); i < own; i += step) f(list[i]);
   }
 
-  /* For a team that finds nothing: no block ends while another may look for it. */
+  /* For a team that finds nothing: no block may end while another may access its memory. */
   __device__ __forceinline__ void leave() const {
     if (TEAM > 1) cluster_wait();
   }
 
-  /* Finds the key up to which elements are taken, of index_low ... index_low + among - 1.
-   * list_all: every one of them is listed then, and there is no bitmap.
-   * False for the blocks of the team that are done. */
+  /* Finds the key up to which elements are taken, among the elements index_low ...
+   * index_low + among - 1. list_all: all taken elements are listed, and there is no bitmap.
+   * Returns false for the blocks of the team that are done. */
   __device__ __forceinline__ bool find(uint32_t index_low_, uint32_t among_, uint32_t wanted_,
                                        bool list_all) {
     index_low = index_low_, among = among_, wanted = wanted_;
@@ -241,7 +242,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
       } else if (key <= high) s.few[atomicAdd(&s.few_count, 1u)] = key;
     });
     __syncthreads();
-    if (!is_whole) { /* compare all of the few with all */
+    if (!is_whole) { /* compare all of the few with each other */
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
         sort_key key = s.few[i];
@@ -262,9 +263,9 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     if (!has_window) atomicOr(&bits[index / WARP], 1u << index % WARP);
   }
 
-  /* emit(place, index) for all that are taken, places from 0 in index order. */
+  /* Calls emit(place, index) for all that are taken; places count from 0 in index order. */
   template <class F> __device__ __forceinline__ void write(F emit) {
-    uint32_t places = 0, first = 0; /* of the bitmap's */
+    uint32_t places = 0, first = 0; /* where the present window begins */
     do {
       if (has_window) mark_window(first);
       places += write_words(first, places, emit);
@@ -282,7 +283,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return max(0, 64 - DIGIT - __clzll(length));
   }
 
-  /* Least and greatest of the block's; has a barrier. */
+  /* The least and the greatest over the block; has a barrier. */
   __device__ __forceinline__ void range(uint32_t *least, uint32_t *most) {
     *least = __reduce_min_sync(ALL_LANES, *least);
     *most = __reduce_max_sync(ALL_LANES, *most);
@@ -291,7 +292,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     *least = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.warps[0][lane] : RANK_NAN);
     *most = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.warps[1][lane] : 0u);
   }
-  /* Sum of x over the threads before this one, and over all; has a barrier. */
+  /* The sum of x over the threads before this one, and over all; has a barrier. */
   __device__ __forceinline__ uint32_t warps_before(uint32_t x, uint32_t *total = nullptr) {
     uint32_t upto = warp_scan(x);
     if (lane == WARP - 1) s.warps[2][warp] = upto;
@@ -301,7 +302,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return upto - x + __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
   }
 
-  /* The bits of the elements from `first` on. */
+  /* Sets the bits of the elements from `first` on. */
   __device__ __forceinline__ void mark_window(uint32_t first) {
 #pragma unroll 1
     for (uint32_t w = warp; w < words; w += WARPS) {
@@ -313,7 +314,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     __syncthreads();
   }
 
-  /* A warp has words / WARPS words, a lane an odd number of them: no bank conflicts. */
+  /* A warp has words / WARPS words; a lane has an odd number of them: no bank conflicts. */
   template <class F>
   __device__ __forceinline__ uint32_t write_words(uint32_t first, uint32_t places, F emit) {
     const uint32_t share = words / WARPS, last = (warp + 1) * share;
@@ -323,7 +324,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 #pragma unroll 1
     for (uint32_t w = from; w < to; w++) mine += __popc(bits[w]);
     uint32_t place = places + warps_before(mine, &total);
-    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) { /* sparse: a lane its own */
+    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) { /* sparse: each lane does its own */
 #pragma unroll 1
       for (uint32_t w = from; w < to; w++)
 #pragma unroll 1
@@ -331,7 +332,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
           emit(place++, first + w * WARP + __ffs(word) - 1);
       return total;
     }
-    const uint32_t lanes = each == 1 ? share : WARP; /* the warp word after word */
+    const uint32_t lanes = each == 1 ? share : WARP; /* else the warp does word after word */
 #pragma unroll 1
     for (uint32_t e = 0; e < each; e++) {
       const uint32_t word = from + e < to ? bits[from + e] : 0;
@@ -347,7 +348,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return total;
   }
 
-  /* Ranks between which the wanted-th lies, likely: quantiles of a sample. */
+  /* Guesses ranks between which the wanted-th is likely: quantiles of a sample. */
   __device__ __forceinline__ void guess(bool list_all, uint32_t *from, uint32_t *first,
                                         uint32_t *last) {
     uint32_t rank[SAMPLES], least = RANK_NAN, most = 0;
@@ -366,14 +367,14 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     range(&least, &most);
     const uint32_t any = __reduce_add_sync(ALL_LANES, lane < WARPS ? s.warps[2][lane] : 0);
     if (any == 0) return;
-    const float part = __fdividef((float)among, (float)any); /* elements to a sample */
+    const float part = __fdividef((float)among, (float)any); /* elements per sample */
     const float at = __fdividef((float)wanted, part), spread = at * rsqrtf(at);
     uint32_t target[2] = {(uint32_t)fmaxf(at - 3.f * spread, 1.f),
                           (uint32_t)(at + 4.f * spread + 3.f)};
-    const bool is_open = target[1] > any; /* behind the last of the sample */
+    const bool is_open = target[1] > any; /* past the end of the sample */
     const float expected = target[1] * part;
     uint32_t start = least, length = most - least;
-    for (bool is_same = true;;) { /* is_same: both targets in one bin so far */
+    for (bool is_same = true;;) { /* is_same: so far both targets are in one bin */
       const int shift = shift_of(length);
 #pragma unroll
       for (int j = 0; j < SAMPLES; j++)
@@ -396,8 +397,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     if (!list_all && expected > min(TEAM * capacity * 0.6f, among * 0.125f)) *first = *from;
   }
 
-  /* Lists the keys of low ... high in this warp's stretch, whose first batch is in x, and
-   * marks the sure ones, before low. */
+  /* Lists the keys low ... high of this warp's stretch, whose first batch is in x, and marks
+   * the sure ones, which come before low. */
   __device__ __forceinline__ void collect(sort_key low, sort_key high) {
     const uint32_t first = (uint32_t)(low >> 32), last = (uint32_t)(high >> 32);
     const bool is_plain = (uint32_t)low == 0 && (uint32_t)high >= width - 1 &&
@@ -459,12 +460,12 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     }
   }
 
-  /* Sends what the blocks have found to the first one. False for the others, which stay
-   * until it has come. */
+  /* Sends what the blocks have found to the first block. Returns false for the others, which
+   * stay until it has arrived. */
   __device__ __forceinline__ bool meet(bool *fits) {
     if (block > 0) fence_async();
     __syncthreads();
-    cluster_wait(); /* the first block's barrier is there */
+    cluster_wait(); /* the first block's barrier exists */
     if (block > 0) {
       if (threadIdx.x == 0) {
         const uint32_t bytes_words = s.sure && !has_window ? WARPS * stretch / 8 : 0;
@@ -495,7 +496,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return true;
   }
 
-  /* The guess was wrong, or too many keys lie in it: search in the row itself. */
+  /* For a wrong guess, or too many keys in it: searches the row itself. */
   __device__ __forceinline__ void retry(sort_key *low, sort_key *high, bool list_all) {
     uint32_t need = wanted, count;
     if (wanted <= sure) *high = *low - 1, *low = 0;
@@ -529,8 +530,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     own = listed = s.listed, sure = s.sure;
   }
 
-  /* Counts the keys of [low, high] in bins and narrows it to the bin that has the need-th.
-   * Returns how many are in it. */
+  /* Counts the keys of [low, high] in bins and narrows the range to the bin with the need-th
+   * key. Returns how many keys that has. */
   template <class K>
   __device__ __forceinline__ uint32_t narrow(K all, sort_key *low, sort_key *high,
                                              uint32_t *need) {
@@ -551,8 +552,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return found.count;
   }
 
-  /* Finds the bins of the target-th elements (from 1); clears s.count. Called after a
-   * barrier, ends with one. */
+  /* Finds the bins of the target-th elements (counted from 1); clears s.count. Call it after
+   * a barrier; it ends with one. */
   template <int N> __device__ __forceinline__ void locate(const uint32_t (&target)[N]) {
     uint4 &four = ((uint4 *)s.count)[threadIdx.x];
     const uint32_t at[4] = {four.x, four.y, four.z, four.w};
@@ -565,7 +566,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 #pragma unroll
     for (int k = 0; k < N; k++) {
       uint32_t before = upto - sum;
-      if (before < target[k] && target[k] <= upto) { /* one thread */
+      if (before < target[k] && target[k] <= upto) { /* true for one thread */
         uint32_t bin = threadIdx.x * 4, count = at[0];
 #pragma unroll
         for (int j = 1; j < 4; j++)

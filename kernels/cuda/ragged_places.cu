@@ -1,9 +1,10 @@
-/* Places of a stretch of every sequence, one behind the other.
+/* The places of a range of tokens of every sequence, one sequence after the other.
  *   tables  i32      [sequences, width]
- *   starts  i32      [sequences]   the first token of each
+ *   starts  i32      [sequences]   the first token of each range
  *   ends    i32      [sequences]   where it ends in out: cumulative lengths
- *   out     i32 i64  [n]           past the last end, and where there is no block: -1
- * A thread a place, which finds its sequence by bisection. Limit: the bytes written. */
+ *   out     i32 i64  [n]           -1 past the last end, and where there is no block
+ * One thread handles one place and finds its sequence by bisection. Limit: the bytes
+ * written. */
 #include "elementwise.cuh"
 
 namespace {
@@ -11,7 +12,7 @@ namespace {
 template <class T> struct places_body {
   kvl_ragged_places_args g;
   template <int N> __device__ void run(int64_t i) const {
-    int64_t low = 0, high = g.sequences; /* the first that ends behind i */
+    int64_t low = 0, high = g.sequences; /* the first sequence that ends behind i */
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (g.ends[middle] > i) high = middle;

@@ -1,6 +1,7 @@
 /* Philox4x32-10 numbers, bit for bit those of kernels/philox.h: cuRAND's device generator
- * gives the words, philox.h's transforms the numbers. Element i uses word (offset + i).
- *   out  f32 f16 bf16  UNIFORM (a, b], NORMAL mean a, deviation b
+ * makes the words, philox.h's transforms turn them into numbers. Element i uses word
+ * (offset + i).
+ *   out  f32 f16 bf16  UNIFORM (a, b], NORMAL with mean a and deviation b
  *        i32 i64       INTEGER [a, b)
  * Writes count elements; ~100 integer operations for each block of 4 words.
  * Limit: integer throughput for 16-bit outputs, else write bandwidth.
@@ -15,14 +16,14 @@
 
 namespace {
 
-/* One thread makes the 4 numbers of one block of words. */
+/* One thread computes the 4 numbers of one block of words. */
 template <class T> struct random_body {
   T *out;
   int64_t count;
-  uint64_t seed, offset; /* offset: of element 0 in the sequence of words */
+  uint64_t seed, offset; /* the number of the word that element 0 uses */
   double a, b;
   int kind;
-  bool wide; /* out is aligned where a block starts */
+  bool wide; /* out is aligned where a block of words starts */
 
   __device__ __forceinline__ void numbers(uint4 w, T (&y)[4]) const {
     const uint32_t word[4] = {w.x, w.y, w.z, w.w};

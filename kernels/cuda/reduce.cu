@@ -1,23 +1,23 @@
 /* out[o][i] = sum, mean, max or min over n of a[o][n][i].
  *   a    f32 f16 bf16 [outer, n, inner], or i32 for all but the mean
  *   out  like a, or f32 [outer, inner]
- * MAX and MIN are NaN when an element is. Sums are fp32, in many short runs that meet in a
- * tree; i32 wraps. The order of adding depends only on the shape and the device's size.
- * Reads a once. Rows (inner == 1): a warp or a block each. Columns: a pack of them a
- * thread, the threads of a block spread down n. Where that leaves the device idle, n is
- * cut into pieces whose results, in the workspace, are reduced by the same kernels. Pieces of
- * a row are interleaved tiles: blocks that read side by side at any time are faster than
- * blocks that each read a stretch.
+ * MAX and MIN are NaN when an element is. Sums are fp32, in many short runs that a tree
+ * joins; i32 wraps. The order of adding depends only on the shape and the device's size.
+ * Reads a once. Rows (inner == 1) are reduced by a warp or a block each. For columns a thread
+ * takes a pack of them, and the threads of a block spread down n. Where that leaves the
+ * device idle, n is cut into pieces; their results go to the workspace, and the same kernels
+ * reduce them. The pieces of a row are interleaved tiles: blocks that read neighbouring tiles
+ * at the same time are faster than blocks that each read a stretch of their own.
  * Limit: memory bandwidth; this op over one row is what others call R.
- * Measured: f32 in one row of 2^29 3.14 TB/s (2026-11-21, kernels/dev/reduce.cu); of 2^28,
- * down columns of 65536 x 4096 3.0, of 2^26 x 4 2.8 (2026-11-20). H100 80GB HBM3. */
+ * Measured: f32, one row of 2^29: 3.14 TB/s (2026-11-21, kernels/dev/reduce.cu); 2^28 numbers
+ * down columns of 65536 x 4096: 3.0, of 2^26 x 4: 2.8 (2026-11-20). H100 80GB HBM3. */
 #include "convert.cuh"
 #include "row.cuh"
 
 namespace {
 
 using kvl::team;
-enum { THREADS = kvl::ROW_THREADS, PIECE_THREADS = 512 }; /* of a block; for a piece */
+enum { THREADS = kvl::ROW_THREADS, PIECE_THREADS = 512 }; /* per block; per piece */
 
 /* ---- operations on float or int32_t ---------------------------------------------- */
 
@@ -47,7 +47,7 @@ struct smaller_op {
 template <class T> struct sum_of { using type = float; };
 template <> struct sum_of<int32_t> { using type = int32_t; };
 
-/* Where results go. */
+/* Where the results go. */
 struct sink {
   void *out;
   int dtype;
@@ -62,14 +62,14 @@ struct sink {
   }
 };
 
-/* ---- kernels: [outer, n, inner] in pieces of n -> [outer, pieces, inner] --------- */
+/* ---- kernels: [outer, n, inner] in pieces of n -> [outer, pieces, inner] ------------- */
 
 struct shape {
   int64_t outer, n, inner;
   kvl::split cut;
 };
 
-/* For what is read once and in order. */
+/* Loads what is read only once, and in order. */
 template <int N, class T> __device__ __forceinline__ kvl::pack<T, N> load_once(const T *p) {
   kvl::pack<T, N> x;
   if constexpr (sizeof x == 16)
@@ -90,22 +90,21 @@ __device__ __forceinline__ A joined(const kvl::pack<T, N> &x, F f) {
   return at[0];
 }
 
-/* TEAM threads to a row or a piece of one. */
+/* TEAM threads reduce a row or a piece of one. */
 template <int N, int TEAM, class F, class T>
 __global__ void __launch_bounds__(TEAM < THREADS ? THREADS : TEAM)
     rows_kernel(const T *a, shape s, sink to) {
   using A = typename sum_of<T>::type;
   using own = team<TEAM>;
   F f;
-  constexpr int TEAMS = TEAM < THREADS ? THREADS / TEAM : 1; /* of a block */
-  constexpr int PACKS = 4, TILE = PACKS * TEAM * N; /* packs a thread has under way */
+  constexpr int TEAMS = TEAM < THREADS ? THREADS / TEAM : 1; /* per thread block */
+  constexpr int PACKS = 4, TILE = PACKS * TEAM * N; /* packs that a thread has in flight */
   for (int64_t r = (int64_t)blockIdx.x * TEAMS + threadIdx.x / TEAM;
        r < s.outer * s.cut.count; r += (int64_t)gridDim.x * TEAMS) {
     const T *row = a + r / s.cut.count * s.n;
     A total = F::none(A());
-    auto add = [&](const auto &x) { /* a tree: in a chain they would be waited for */
-                                    total = f(total, joined<A>(x, f));
-    };
+    /* A tree joins a pack's elements: a chain would wait for each of them. */
+    auto add = [&](const auto &x) { total = f(total, joined<A>(x, f)); };
     int64_t i = r % s.cut.count * TILE;
     for (; i + TILE <= s.n; i += s.cut.count * TILE) {
       kvl::pack<T, N> x[PACKS];
@@ -122,8 +121,8 @@ __global__ void __launch_bounds__(TEAM < THREADS ? THREADS : TEAM)
   }
 }
 
-/* A block has `wide` threads side by side (a power of two), N columns each, and the rest
- * of its threads down n. */
+/* A block has `wide` threads (a power of two) side by side, with N columns each; its other
+ * threads go down n. */
 template <int N, class F, class T>
 __global__ void __launch_bounds__(THREADS)
     columns_kernel(const T *a, shape s, int wide, sink to) {
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(THREADS)
       for (int t = 1; t < tall; t++) sum = f(sum, shared[t * wide * N + c]);
       to.put(piece * s.inner + first + c, sum);
     }
-    __syncthreads(); /* before the next tile writes `shared` */
+    __syncthreads(); /* the next tile overwrites `shared` */
   }
 }
 
@@ -192,7 +191,7 @@ void columns(const T *a, const shape &s, sink to, const kvl_cuda_queue *q) {
           a, s, wide, to);
 }
 
-/* Elements that a thread takes at once: 16 bytes of them, or 1 where alignment forbids it. */
+/* How many elements a thread takes at once: 16 bytes, or 1 when alignment forbids that. */
 int pack_of(const kvl_reduce_args *g) {
   int n = g->dtype == KVL_DTYPE_F32 || g->dtype == KVL_DTYPE_I32 ? 4 : 8;
   bool wide = g->inner == 1 ? kvl::wide_rows(g->outer, g->n, n, g->a)
@@ -200,7 +199,7 @@ int pack_of(const kvl_reduce_args *g) {
   return wide ? n : 1;
 }
 
-/* Pieces of n for columns: at least 16 rounds of a block's threads each. */
+/* How n is cut for columns: a piece has at least 16 rounds of a block's threads. */
 kvl::split split_columns(const kvl_reduce_args *g, int sm_count) {
   int n = pack_of(g), wide = columns_wide(g->inner / n), tall = THREADS / wide;
   int64_t blocks = g->outer * ((g->inner + wide * n - 1) / (wide * n));

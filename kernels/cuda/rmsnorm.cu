@@ -1,14 +1,14 @@
-/* out = x / sqrt(mean(x^2) + eps) * weight over rows of dim; with `residual`, first
- * residual += x in place, and what is normalised is that sum as it was stored.
+/* out = x / sqrt(mean(x^2) + eps) * weight over rows of dim. With `residual`, first adds x to
+ * residual, in place, and normalises that sum as it was stored.
  *   x, out    f32 f16 bf16   [rows, dim]   out may be x
  *   residual  like x         [rows, dim]   optional
  *   weight    like x or f32  [dim]
- * Rows of whole 16-byte packs up to 32768 16-bit numbers stay in registers; others are
- * walked twice.
+ * Rows of whole 16-byte packs up to 32768 16-bit numbers stay in registers; others are read
+ * twice.
  *
- * Bytes   2 * rows * dim * element, with a residual 4
+ * Bytes   2 * rows * dim * element; 4 * with a residual
  * Limit   memory bandwidth; the launch for a decode step
- * Best    bf16, share of R = 3084 GB/s (over 1: the last writes are still in L2):
+ * Best    bf16, share of R = 3084 GB/s (above 1: the last writes are still in L2):
  *         [4096, 4096] 21.6 us 1.01, + residual 44.0 us 0.99; [4096, 14336] 77.3 us 0.99,
  *         + residual 168 us 0.91; [131072, 128] 20.9 us 1.04; [16, 4096] 4.4 us, an empty
  *         launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
@@ -20,9 +20,9 @@
 namespace kvl {
 namespace {
 
-/* A row in the registers of a team: PACKS packs of 16 bytes a thread, all of them under way
- * before the first is used; of short rows the weight's too. TEAM lanes, or 0: a block of
- * threads. */
+/* A row is held in the registers of a team: PACKS packs of 16 bytes per thread, all in flight
+ * before the first is used; short rows hold the weight's packs, too. TEAM is the number of
+ * lanes, or 0 for a whole thread block. */
 template <int TEAM, int PACKS, bool RESIDUAL, class T, class W>
 __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
     rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim,
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
   const int threads = TEAM ? TEAM : blockDim.x, rank = threadIdx.x % threads;
   int64_t row = blockIdx.x;
   if (TEAM) row = row * (ROW_THREADS / threads) + threadIdx.x / threads;
-  const bool valid = row < rows; /* without a row it still shuffles along */
+  const bool valid = row < rows; /* a thread without a row still takes part in the shuffles */
   let_next_start();
   wait_for_previous();
   pack<T, N> v[PACKS], r[RESIDUAL ? PACKS : 1];
@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
   }
 }
 
-/* Rows of any length and address: a block walks its row twice, and finds it in L1 or L2 the
- * second time. */
+/* For rows of any length and address: a block reads its row twice, the second time from L1
+ * or L2. */
 template <int N, class T, class W>
 __global__ void __launch_bounds__(ROW_THREADS)
     rmsnorm_any(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t dim,
@@ -136,11 +136,10 @@ void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   const int warps = (int)((g->dim / N + PACKS * WARP - 1) / (PACKS * WARP));
   const int threads = TEAM ? ROW_THREADS : warps * WARP;
   const unsigned blocks = (unsigned)((g->rows + TEAMS - 1) / TEAMS);
-  auto launch = [&](auto kernel) { /* the caller asks how they went */
-                                   launch_programmatic(kernel, blocks, threads, 0, q,
-                                                       (const T *)g->x, (T *)g->residual,
-                                                       (const W *)g->weight, (T *)g->out,
-                                                       g->rows, (int)g->dim, g->eps);
+  /* The caller checks how the launches went. */
+  auto launch = [&](auto kernel) {
+    launch_programmatic(kernel, blocks, threads, 0, q, (const T *)g->x, (T *)g->residual,
+                        (const W *)g->weight, (T *)g->out, g->rows, (int)g->dim, g->eps);
   };
   if (g->residual) launch(rmsnorm_row<TEAM, PACKS, true, T, W>);
   else launch(rmsnorm_row<TEAM, PACKS, false, T, W>);
@@ -151,7 +150,7 @@ template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queu
   if (g->rows == 0 || g->dim == 0) return KVL_OK;
   constexpr int N = WIDE<T>;
   const int64_t packs = g->dim / N;
-  /* Threads of a row from which on they take more each; of few rows all that there are. */
+  /* From this many threads per row on, each takes more packs. Few rows get all threads. */
   const int64_t most = g->rows < 2 * q->sm_count ? 512 : g->residual ? 256 : 128;
   if (g->dim % N || !aligned16(g->x, g->residual, g->weight, g->out))
     start_any<1, T, W>(g, q);

@@ -1,10 +1,10 @@
-/* Rotate the pairs (i, i + pairs) of each head by positions[t] * inv_freq[i], in place; the
- * dims past 2 * pairs stay.
+/* Rotates the pairs (i, i + pairs) of each head by positions[t] * inv_freq[i], in place; dims
+ * from 2 * pairs on stay as they are.
  *   x          f32 f16 bf16  [tokens, heads, head_dim]
  *   positions  i32           [tokens]
  *   inv_freq   f32           [pairs]
- * A block makes the sines and cosines of one token once, in shared memory, for all of its
- * heads.
+ * A thread block computes the sines and cosines of one token once, in shared memory, and uses
+ * them for all of its heads.
  *
  * Bytes   2 * tokens * heads * 2 * pairs * element
  * Limit   memory bandwidth; the launch for a few tokens
@@ -16,8 +16,8 @@
 namespace kvl {
 namespace {
 
-/* An item is N pairs of one head. Grid: tokens, runs of items_block items. A thread has its
- * next item under way while it turns one, and the first while the sines are made. */
+/* An item is N pairs of one head. Grid: tokens, runs of items_block items. A thread loads its
+ * next item while it rotates one, and its first item while the sines are computed. */
 template <int N, class T>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads,
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       store_floats(to, u);
       store_floats(to + pairs, v);
     }
-    __syncthreads(); /* before the next pairs' sines */
+    __syncthreads(); /* the next pairs' sines overwrite these */
   }
 }
 

@@ -1,4 +1,4 @@
-/* Rotating pairs: what rope and rope_append share, so that both give the same bits. */
+/* The rotation of pairs, which rope and rope_append share so that both give the same bits. */
 #ifndef KVL_CUDA_ROPE_CUH
 #define KVL_CUDA_ROPE_CUH
 
@@ -12,13 +12,13 @@ enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 }; /* pairs a block takes at a time 
 struct rope_angles {
   float sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
 
-  /* By the whole block; a barrier has to follow. sincosf is the accurate one: positions go up
-   * to millions of radians, where the fast one is noise. */
+  /* Called by all threads of the block; the caller has to add a barrier. sincosf is the
+   * accurate one: positions reach millions of radians, where the fast one returns noise. */
   __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs) {
     for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS)
       sincosf(position * inv_freq[i], &sine[i], &cosine[i]);
   }
-  /* Pairs (low, high) from number `first` on, in place. */
+  /* Rotates pairs (low, high) in place, from pair number `first` on. */
   template <int N>
   __device__ __forceinline__ void turn(float (&low)[N], float (&high)[N], int first) const {
 #pragma unroll
@@ -30,8 +30,8 @@ struct rope_angles {
   }
 };
 
-/* How many of `items` each block of threads takes when every token has its own: all, or, of
- * few tokens, one round of its threads, so that the device fills. */
+/* How many of its token's `items` a thread block takes: all of them or, when there are few
+ * tokens, as many as it has threads, so that the blocks fill the device. */
 inline int64_t rope_items_block(int64_t tokens, int64_t items, const kvl_cuda_queue *q) {
   if (tokens >= 4 * q->sm_count || items <= ROPE_THREADS) return items;
   int64_t blocks = (items + ROPE_THREADS - 1) / ROPE_THREADS;

@@ -1,18 +1,19 @@
-/* rope of q in place, rope of k on its way into the cache, and v beside it: in one launch what
- * two of rope and one of append_kv do, with their bits.
+/* Applies rope to q in place and to k on its way into the cache, and appends v. One launch
+ * does what two of rope and one of append_kv do, with the same bits.
  *
  *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
- *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
+ *   k, v       like q               [tokens, kv_heads, head_dim]   not changed
  *   positions  i32                  [tokens]
- *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; dims past 2 * pairs stay
- *   places      i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; other dims stay
+ *   places     i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
- * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float. 16-byte aligned; head_dim
- * a multiple of 8 up to 256. k is rounded to its own dtype before it becomes the cache's.
+ * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float dtype. 16-byte aligned;
+ * head_dim a multiple of 8 up to 256. k is rounded to its own dtype before it is converted to
+ * the cache's.
  *
- * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of cache));
- *         k is read and written once less than by the three launches
+ * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of
+ *         cache)); k is read and written once less than by the three launches
  * Limit   memory; the launch for the tokens of a decode step
  * Best    32 and 8 heads x 128, bf16: 4096 tokens 35.7 us, 0.92 of the run's read bandwidth
  *         (three launches 46.9 us), to f8e4m3 35.4 us, 0.85; 16 tokens 6.2 us (12.7 us), an
@@ -23,14 +24,15 @@
 namespace kvl {
 namespace {
 
-/* Lanes of a head: each takes N pairs, numbers low and high; of V the same two packs, and past
- * the pairs, of K and V, what is left. */
+/* How many lanes share a head. Each takes N pairs, that is two packs of N numbers (low and
+ * high), the same two packs of V, and its share of the dims past the pairs, of K and of V. */
 template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
   return pairs >= N ? pairs / N : 16;
 }
 
-/* Rows of a token: heads of q, of k, of v. Grid: tokens, runs of rows_block rows. A thread has
- * its next row under way while it does one, and the first while the sines are made. */
+/* A token's rows are its heads of q, then of k, then of v. Grid: tokens, runs of rows_block
+ * rows. A thread loads its next row while it works on one, and its first row while the sines
+ * are computed. */
 template <int N, class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   };
   int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
   int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
-  if ((int)threadIdx.x >= step * lanes) end = 0; /* threads that make no whole head */
+  if ((int)threadIdx.x >= step * lanes) end = 0; /* these threads make no whole head */
   if (row < end && pairs) load(row);
   angles.make((float)a.positions[token], a.inv_freq, pairs);
   __syncthreads();

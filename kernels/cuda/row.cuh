@@ -1,8 +1,8 @@
-/* Ops over rows of a matrix: a team of threads to each row, or several blocks to each of
- * few long rows.
+/* Ops over the rows of a matrix: a team of threads takes a row, or several blocks share each
+ * of a few long rows.
  *
- * A team is a warp for short rows (half of one for the shortest), else a block; it walks
- * its row in packs of 16 bytes where every row starts on such a boundary. */
+ * For short rows a team is a warp (half a warp for the shortest), otherwise a block. It reads
+ * its row in packs of 16 bytes if every row starts on such a boundary. */
 #ifndef KVL_CUDA_ROW_CUH
 #define KVL_CUDA_ROW_CUH
 
@@ -12,8 +12,8 @@ namespace kvl {
 
 enum {
   ROW_THREADS = 256,
-  ROW_SHORT = 1024,  /* elements up to which a warp is the team */
-  ROW_CHUNK = 32768, /* elements below which a row is not worth another block */
+  ROW_SHORT = 1024,  /* up to so many elements a warp is the team */
+  ROW_CHUNK = 32768, /* a row with fewer elements is not worth another block */
 };
 
 template <int THREADS> struct team {
@@ -27,7 +27,7 @@ template <int THREADS> struct team {
   }
   template <class V, class F> static __device__ __forceinline__ V reduce(V x, F f, V none) {
     if constexpr (THREADS <= WARP) {
-      return warp_reduce<THREADS>(x, f); /* of all lanes: teams of a warp stay together */
+      return warp_reduce<THREADS>(x, f); /* by all lanes: the teams of a warp stay together */
     } else {
       __shared__ V shared[WARP];
       return block_reduce(x, f, none, shared);
@@ -37,7 +37,8 @@ template <int THREADS> struct team {
 
 template <int N> struct width { static constexpr int value = N; };
 
-/* f(width<N>, i) for packs i ... i + N - 1 of [begin, end), width<1> for what is left. */
+/* Calls f(width<N>, i) for every pack i ... i + N - 1 of [begin, end), then f(width<1>, i)
+ * for each element that is left. */
 template <int N, class F>
 __device__ __forceinline__ void walk(int64_t begin, int64_t end, int rank, int threads, F f) {
   int64_t packed = begin + (end - begin) / N * N;
@@ -52,8 +53,8 @@ template <class... P> bool wide_rows(int64_t rows, int64_t length, int n, P... p
   return aligned16(p...) && (rows == 1 || length % n == 0);
 }
 
-/* How few long rows are cut: `count` pieces of `length` elements (a multiple of 16) each,
- * so that the device is full. There are at most 8 * sm_count pieces of all rows together. */
+/* How a few long rows are cut so that the device is full: into `count` pieces of `length`
+ * elements (a multiple of 16) each. All rows together have at most 8 * sm_count pieces. */
 struct split {
   int64_t count, length;
 };
@@ -66,12 +67,12 @@ inline split split_rows(int64_t rows, int64_t n, int sm_count) {
   return {(n + length - 1) / length, length};
 }
 
-/* Bytes of workspace for a result of `bytes` from every piece; 0 where rows stay whole. */
+/* Bytes of workspace when every piece has a result of `bytes`; 0 when rows stay whole. */
 inline size_t bytes_of_pieces(const split &cut, int64_t rows, size_t bytes) {
   return cut.count > 1 ? (size_t)(cut.count * rows) * bytes : 0;
 }
 
-/* Blocks for one team a row. */
+/* The number of thread blocks when every row has one team. */
 template <int THREADS> unsigned team_grid(int64_t rows, const kvl_cuda_queue *q) {
   return grid(rows, team<THREADS>::per_block, q, 32);
 }

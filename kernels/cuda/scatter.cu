@@ -1,9 +1,9 @@
-/* out[r][index[r][j]] = src[r][j], or += it; an index out of range is skipped, and none comes
- * twice in a row.
+/* out[r][index[r][j]] = src[r][j], or += src[r][j]. An index out of range is skipped. No
+ * index may occur twice in a row.
  *   src    f32 i32   [rows, m]
  *   index  i32       [rows, m]
  *   out    like src  [rows, n]
- * Reads 8 bytes, and writes (add: also reads) one 32-byte sector of out, an element.
+ * For each element reads 8 bytes and writes one 32-byte sector of out (add: also reads it).
  * Limit: memory bandwidth in sectors; src and index are read coalesced. */
 #include "elementwise.cuh"
 

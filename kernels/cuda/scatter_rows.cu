@@ -1,10 +1,10 @@
-/* out[index[i]] = src[i], whole rows; an index out of range is skipped, and of duplicates
- * the last wins.
+/* out[index[i]] = src[i] for whole rows. An index out of range is skipped; of equal indices
+ * the last one wins.
  *   src        any  [n, bytes_row bytes]
  *   index      i32  [n]
  *   out        any  [rows, bytes_row bytes]
- *   workspace  u32  [rows]   the last claim on each row: i + 1, 0 for none
- * Two launches: every i claims its row with an atomic maximum, then only winners copy.
+ *   workspace  u32  [rows]   the last claim on each row: i + 1, or 0 for none
+ * Two launches: every i claims its row with an atomic maximum, then only the winners copy.
  * Reads and writes at most n rows, and clears the workspace. Limit: memory bandwidth. */
 #include "copy_rows.cuh"
 #include "elementwise.cuh"

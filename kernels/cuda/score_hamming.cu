@@ -1,5 +1,5 @@
-/* A score of every block of every sequence: minus the bits in which its hash differs from the
- * query's; of token hashes, of the nearest valid token's.
+/* The score of every block of every sequence: minus the number of bits in which the block's
+ * hash differs from the query's. With token hashes, the nearest valid token counts.
  *
  *   q       u64  [seqs, kv_heads, words]
  *   hashes  u64  [blocks, kv_heads, words] or [blocks, kv_heads, block_size, words]
@@ -7,8 +7,9 @@
  *   lens    i32  [seqs]
  *   scores  f32  [seqs, kv_heads or 1, max_blocks]   1: the best of all KV heads; blocks past
  *                                                    the last get -inf
- * A warp scores 32 blocks of token hashes, the KV heads of the same blocks next to each other;
- * of block hashes a tile, all heads of a sector at once. Exact.
+ * With token hashes a warp scores 32 blocks, one KV head at a time; neighbouring warps take
+ * the other heads of the same blocks. With block hashes it scores a tile of blocks for all
+ * heads that share a 32-byte sector at once. Exact.
  *
  * Bytes   hashes of every block, once; limit: memory
  * Best    16 x 32K tokens, 8 KV heads, 128 bits a token: 29.1 us, 0.76 of the run's read
@@ -22,11 +23,11 @@ namespace {
 
 constexpr int SCORE_THREADS = 256;
 
-/* Blocks that a lane has under way, and those of a warp. */
+/* BATCH: blocks that a lane has in flight. TILE: blocks of a warp. */
 template <class FORM> constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
 template <class FORM> constexpr int TILE = BATCH<FORM> *WARP / FORM::READERS;
 
-/* heads: KV heads that a warp takes, those of a FORM at once. */
+/* heads: how many KV heads a warp takes, FORM::HEADS of them at once. */
 template <class FORM>
 __global__ void __launch_bounds__(SCORE_THREADS, 4)
     score_hamming_kernel(const __grid_constant__ kvl_score_hamming_args a, int64_t tiles,
@@ -87,7 +88,7 @@ template <class FORM> int launch(const kvl_score_hamming_args &a, const kvl_cuda
   const int64_t tiles = (a.max_blocks + TILE<FORM> - 1) / TILE<FORM>;
   const int64_t per_block = SCORE_THREADS / WARP, room = 4 * per_block * q->sm_count;
   const int kv_heads = a.hashes.kv_heads;
-  /* All warps at once where that is possible: a table is then waited for but once. */
+  /* All warps run at once where possible, so that a table is waited for only once. */
   int heads = a.score_heads == 1 ? kv_heads : FORM::HEADS;
   while (heads < kv_heads && a.seqs * tiles * ((kv_heads + heads - 1) / heads) > room)
     heads *= 2;

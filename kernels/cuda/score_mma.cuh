@@ -1,15 +1,14 @@
 /* What score_rows.cuh computes with: the shapes of tiles, the group's queries in shared
  * memory, and products of a tile and the queries on the tensor cores.
  *
- * Products of 16-bit numbers are exact in fp32, so scores differ by the order of sums only.
- * What is finer than that goes in as a sum of terms of 16 bits: f32 rows as three, q as
- * score_terms() many. f8e4m3 rows become f16; and beside f16, q is held in its range by a
- * power of 2 a head.
+ * Products of 16-bit numbers are exact in fp32, so scores differ only by the order of sums.
+ * Finer numbers become a sum of 16-bit terms: three for f32 rows, score_terms() for q. f8e4m3
+ * rows become f16; where q becomes f16 too, a power of 2 per head brings it into f16's range.
  *
- * A dot product does not care for the order of its dims. So a lane takes what it needs of a
- * row and of q with 16-byte loads, the same dims of both: lanes 4n ... 4n + 3 take neighbours
- * of row n. Odd rows have their halves of 128 bytes swapped, and 8 lanes hit every bank
- * once. */
+ * A dot product does not depend on the order of its dims. So a lane loads the pieces of 16
+ * bytes that it needs, the same dims of a row and of q: lanes 4n ... 4n + 3 take neighbouring
+ * pieces of row n. In odd rows the halves of 128 bytes are swapped, so that 8 lanes hit every
+ * bank once. */
 #ifndef KVL_CUDA_SCORE_MMA_CUH
 #define KVL_CUDA_SCORE_MMA_CUH
 
@@ -18,10 +17,10 @@
 
 namespace kvl {
 
-/* SCORE_TILES is SCORE_MAX_QK where a tile of tokens never spans two blocks. */
+/* SCORE_TILES is SCORE_MAX_QK when a tile of tokens never spans two blocks. */
 enum score_kind { SCORE_MINMAX, SCORE_MEAN, SCORE_MAX_QK, SCORE_TILES };
 
-/* One call, whatever its kind. An item's row starts at
+/* One call of any kind. The row of an item starts at element
  *   block * block_stride + kv_head * head_stride + token in block * head_dim */
 struct score_call {
   const void *q, *rows;
@@ -35,31 +34,31 @@ template <class T, int D, score_kind KIND> struct score_shape {
   static constexpr int ITEMS = 16, ROWS = KIND == SCORE_MINMAX ? 2 : 1;
   static constexpr int PIECES = D * (int)sizeof(T) / 16, ROW_BYTES = PIECES * 16;
   static constexpr int TILE_BYTES = ITEMS * ROWS * ROW_BYTES;
-  /* f32 rows are many products a byte and want warps more than tiles ahead. */
+  /* f32 rows need many products per byte: for them more warps help more than deeper rings. */
   static constexpr bool DEEP = sizeof(T) < 4 || TILE_BYTES > 16384;
   static constexpr int RING = (DEEP && TILE_BYTES <= 16384 ? 48 : 96) * 1024; /* at most */
   static constexpr int TILES = RING / TILE_BYTES, AHEAD = DEEP ? 3 : 2;
   static constexpr int WARPS = TILES >= 4 * AHEAD ? 4 : TILES / AHEAD;
   static constexpr int STAGES = TILES / WARPS < 8 ? TILES / WARPS : 8;
-  static constexpr int BLOCKS = 192 * 1024 / RING; /* of threads an SM */
+  static constexpr int BLOCKS = 192 * 1024 / RING; /* thread blocks per SM */
   static constexpr int RING_BYTES = WARPS * STAGES * TILE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + 128; /* without q */
   static_assert(WARPS * STAGES <= 32, "a mask of known items for each tile in the ring");
 };
 
-/* What the tensor cores get of rows of T. */
+/* The type in which the tensor cores get rows of T. */
 template <class T> struct score_type { using type = T; };
 template <> struct score_type<f8e4m3> { using type = __half; };
 template <> struct score_type<float> { using type = __nv_bfloat16; };
 
-/* How many 16-bit numbers a number of q is the sum of, as exactly as fp32 sums can tell. */
+/* How many 16-bit numbers represent a number of q, as exactly as fp32 sums can tell. */
 template <class M> int score_terms(int q_dtype) {
   if (same<M, __half>) return q_dtype == KVL_DTYPE_F32 ? 2 : 1;
   return q_dtype == KVL_DTYPE_BF16 ? 1 : q_dtype == KVL_DTYPE_F16 ? 2 : 3;
 }
 
-/* Where 16-byte piece `piece` of row `row` of a tile lies, and of q beside rows of T: lanes
- * that read together meet no bank twice. */
+/* The index of 16-byte piece `piece` of row `row` in a tile, and (score_q_piece) in q that is
+ * multiplied with rows of T. Lanes that read together never share a bank. */
 template <int PIECES> __device__ __forceinline__ int score_piece(int row, int piece) {
   return row * PIECES + (PIECES >= 8 ? piece ^ (row & 1) * 4 : piece);
 }
@@ -68,8 +67,8 @@ template <class T, int D> __device__ __forceinline__ int score_q_piece(int row, 
   return row * (D / 8) + (piece ^ (row & (sizeof(T) == 4 ? 3 : 1)) * swap);
 }
 
-/* c += one piece of 16 rows * q. x0, x1: the piece of this lane's two rows; q_row: its
- * column's row of q, of term `q_term`. */
+/* c += one piece of 16 rows * q. x0 and x1 are the piece of this lane's two rows; q_row is
+ * the row of q for its column, q_term the number of that row's term. */
 template <class T, int D>
 __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const uint4 &x1,
                                           const uint4 *q, int q_row, int piece, int q_term) {
@@ -89,8 +88,8 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
       mma(c, a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y, M());
     }
   } else {
-    /* Terms that together fall below 2^-24 are left out. The tensor cores cut sums off where
-     * they should round: that is done to a piece's, not to the whole. */
+    /* Leaves out terms that together fall below 2^-24. The tensor cores truncate sums where
+     * they should round; here only the sum of a piece suffers that, not the whole sum. */
     float sum[4] = {};
     const uint4 *at = q + score_q_piece<T, D>(q_row, piece / 2);
     const uint2 b = ((const uint2 *)at)[piece % 2];
@@ -109,9 +108,9 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
   }
 }
 
-/* The group's queries on their way into shared memory, rows [terms][ROWS][padded]; and what
- * the sums of each head are to be multiplied with. A thread takes 8 dims of a head at a time,
- * the first of them as early as it can. By all threads. */
+/* Brings the group's queries into shared memory, as rows [terms][ROWS][padded], with the
+ * factor that each head's sums must be multiplied with. A thread takes 8 dims of a head at a
+ * time; it loads the first of them as early as it can. All threads take part. */
 template <class T, int D, score_kind KIND> struct score_queries {
   using shape = score_shape<T, D, KIND>;
   using M = typename score_type<T>::type;
@@ -131,7 +130,7 @@ template <class T, int D, score_kind KIND> struct score_queries {
   __device__ __forceinline__ void store(int i, int terms, uint4 *to, float *unscale) {
     const int col = i / LANES;
     float scale = 1.f;
-    if constexpr (same<M, __half>) { /* the head's largest to 2^14 ... 2^15 */
+    if constexpr (same<M, __half>) { /* scale the head's largest to 2^14 ... 2^15 */
       float most = 0.f;
 #pragma unroll
       for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
@@ -149,7 +148,7 @@ template <class T, int D, score_kind KIND> struct score_queries {
         const M next = from_float<M>(left[e]);
         left[e] -= to_float(next);
 #pragma unroll
-        for (int r = 0; r < shape::ROWS; r++) /* min is for what is negative */
+        for (int r = 0; r < shape::ROWS; r++) /* row 0, for min, has the negative numbers */
           term[r].at[e] = shape::ROWS == 1 || (x[e] < 0.f) == (r == 0) ? next : M(0.f);
       }
 #pragma unroll

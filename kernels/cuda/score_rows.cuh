@@ -1,20 +1,20 @@
 /* Scores of every block of every sequence: the shared part of score_minmax, score_mean and
  * score_max_qk.
  *
- * What is scored is an item: a block by its summary rows, or a token by its K row. A block of
- * threads takes `each` consecutive blocks of one (sequence, KV head). A tile is 16 items, the
- * rows of an m16n8k16; the group's query heads are its 8 columns, and larger groups take
- * several passes over a tile. The bound of min and max is a matrix product too: with q split
- * by sign,
+ * An item is what gets a score: a block by its summary rows, or a token by its K row. A
+ * thread block takes `each` consecutive blocks of one (sequence, KV head). A tile is 16
+ * items, the rows of an m16n8k16; the group's query heads are its 8 columns, and larger
+ * groups take several passes over a tile. The bound by min and max is a matrix product too,
+ * with q split by sign:
  *   sum_d max(q_d min_d, q_d max_d) = sum_d min(q_d, 0) min_d + max(q_d, 0) max_d.
  * score_mma.cuh has the products.
  *
- * As in paged_decode.cuh each warp is a pipeline of asynchronous copies of its own tiles.
- * Blocks of threads of one range of blocks and different KV heads are neighbours in the grid:
- * what they read lies side by side in memory.
+ * As in paged_decode.cuh each warp is its own pipeline of asynchronous copies. Thread blocks
+ * for the same range of blocks and different KV heads are neighbours in the grid: what they
+ * read is adjacent in memory.
  *
- * Maxima of tokens meet in shared memory as ordered integers, whose maximum does not depend
- * on who comes first. Versions and their times: kernels/dev/score.cu. */
+ * The maxima over tokens are joined in shared memory as ordered integers, so the result does
+ * not depend on which comes first. Versions and their times: kernels/dev/score.cu. */
 #ifndef KVL_CUDA_SCORE_ROWS_CUH
 #define KVL_CUDA_SCORE_ROWS_CUH
 
@@ -26,7 +26,7 @@
 
 namespace kvl {
 
-/* tiles_factor: of the tiles of a block, by which short_quotient divides; SCORE_TILES only. */
+/* tiles_factor is for short_quotient, to divide by the tiles of a block; SCORE_TILES only. */
 template <class T, int D, score_kind KIND>
 __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
                                   score_shape<T, D, KIND>::BLOCKS)
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
 
   score_queries<T, D, KIND> queries = {a, seq * a.heads + kv_head * group, group, padded, {}};
   queries.begin();
-  /* The block of a tile, or of this lane's item of it, is looked up while the length is still
-   * on its way. */
+  /* Looks up the block of a tile, or of this lane's item in it, while the length is still
+   * loading. */
   auto block_of = [&](int tile) {
     if constexpr (KIND == SCORE_TILES) return (int)short_quotient(tile, tiles_factor);
     const int item = tile * ITEMS + lane % ITEMS;
@@ -88,9 +88,9 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     const bool valid = item < items && physical >= 0 && physical < a.blocks;
     const uint32_t mask = __ballot_sync(ALL_LANES, valid);
     if (lane == 0) known[stage] = mask;
-    /* Of what is not known nothing is read; a tile of tokens has one block for all lanes. */
+    /* Unknown blocks are not read; a tile of tokens has one block for all lanes. */
     if (KIND == SCORE_TILES ? mask == 0 : !valid) physical = 0;
-    int token = 0; /* of the tile's, or the item's, first row in its block */
+    int token = 0; /* the token in its block of the tile's, or the item's, first row */
     if constexpr (KIND == SCORE_TILES) token = tile * ITEMS - block_of(tile) * block_size;
     if constexpr (KIND == SCORE_MAX_QK) token = item - block_of(tile) * block_size;
 #pragma unroll
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
       if constexpr (OF_TOKENS) from += at * head_dim;
       const uint32_t to = ring_at + stage * shape::TILE_BYTES +
                           score_piece<PIECES>(row, piece) * 16;
-      copy_async(to, from, has); /* without it, zeros: no NaN gets in */
+      copy_async(to, from, has); /* otherwise zeros, so that no NaN gets in */
       if constexpr (ROWS == 2)
         copy_async(to + ITEMS * shape::ROW_BYTES, from + next_row, has);
     }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   for (int stage = 0; tile * ITEMS < items;
        tile += WARPS, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
-    __syncwarp(); /* every lane's copies are in, and the last tile's readers are done */
+    __syncwarp(); /* all copies have arrived, and the last tile was read */
     fetch(stage == 0 ? STAGES - 1 : stage - 1, tile + (STAGES - 1) * WARPS, next);
     copy_commit();
     next = look(tile + STAGES * WARPS);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   }
 }
 
-/* Any head_dim, alignment and group: one warp a block of the cache. */
+/* For any head_dim, alignment and group: one warp per block of the cache. */
 template <score_kind KIND>
 __global__ void __launch_bounds__(256)
     score_rows_any(const __grid_constant__ score_call a, int parts) {
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(256)
                                                                              : joined / group;
 }
 
-/* each: blocks that a block of threads takes; 0 chooses. */
+/* each: blocks that a thread block takes; 0 lets this function choose. */
 template <class T, int D, score_kind KIND>
 int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each = 0) {
   using shape = score_shape<T, D, KIND>;
@@ -252,9 +252,9 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   const int terms = score_terms<typename score_type<T>::type>(a.dtype);
   int64_t bytes = shape::SHARED_BYTES + terms * shape::ROWS * padded * D * 2 + padded * 4;
   if (each == 0) {
-    /* One wave of blocks of threads, but four tiles or more each; of tokens at most 64
-     * tiles: more waves even out better. */
-    int64_t fit = q->shared_optin / (bytes + 1024); /* on an SM */
+    /* One wave of thread blocks, but at least four tiles each. With tokens at most 64 tiles
+     * each: more waves balance better. */
+    int64_t fit = q->shared_optin / (bytes + 1024); /* per SM */
     int64_t ranges = std::min<int64_t>(shape::BLOCKS, std::max<int64_t>(fit, 1)) *
                      q->sm_count / (a.seqs * a.kv_heads);
     each = (a.max_blocks + (ranges > 1 ? ranges : 1) - 1) / (ranges > 1 ? ranges : 1);
@@ -262,7 +262,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
     if (OF_TOKENS) each = std::min(each, (64 * shape::ITEMS + per_block - 1) / per_block);
   }
   if (each > a.max_blocks) each = a.max_blocks;
-  if (OF_TOKENS) { /* at most 8 KiB of maxima, as far as it depends on `each` */
+  if (OF_TOKENS) { /* the part that grows with `each`: at most 8 KiB of maxima */
     int64_t most = 2048 / (group > 0 ? group : 1);
     if (each > most) each = most > 0 ? most : 1;
     bytes += each * group * 4;
@@ -307,7 +307,7 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   return status < 0 ? status : kvl__cuda_launched();
 }
 
-/* The rows of a summary [blocks, ROWS, kv_heads, head_dim]. */
+/* Scores by the rows of a summary [blocks, ROWS, kv_heads, head_dim]. */
 template <score_kind KIND, class A>
 int launch_score_summary(const A &a, const kvl_cuda_queue *q) {
   int64_t row = a.kv_heads * a.head_dim, rows = KIND == SCORE_MINMAX ? 2 : 1;

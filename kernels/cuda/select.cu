@@ -1,25 +1,27 @@
-/* The blocks each sequence may attend to: the first `sink`, the last `recent` and the
- * highest scores, exactly, in ascending order.
+/* Selects the blocks that each sequence may attend to: the first `sink`, the last `recent`
+ * and those with the highest scores, exactly, in ascending order.
  *
  *   scores     f32  [seqs, selection_heads, max_blocks]
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, selection_heads, max_selected]   -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
  * k = min(kvl__budget_blocks(budget, blocks of the sequence), max_selected). Ties go to the
- * lower index, NaN comes last. When k is short, sinks stay first, then the latest blocks.
+ * lower index, NaN comes last. When k is too small for all, the sinks come first, then the
+ * latest blocks.
  *
- * One team of blocks a row, see radix_select.cuh: a row is read once. The row is asked for
- * before its length is known. Starts under the end of the kernel that scores.
+ * One team of thread blocks per row (radix_select.cuh), which reads the row once and starts
+ * to load it before its length is known. The kernel may start before the scoring kernel ends.
  *
  * Bytes     4 * (max_blocks + k) a row
- * Limit     latency of the phases: bandwidth is 11 of the 26 us of [64,131072]
+ * Limit     latency of the phases: bandwidth accounts for 11 of the 26 us of [64,131072]
  * Best      H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30 (an empty launch reads 3.1),
  *           kernels/dev/topk.cu: [128,2048] k205 7.8 us, [1,8192] k256 7.6, [64,8192] k2048
  *           10.3, [64,65536] k19661 29.6, [1,131072] k2048 13.7, [64,131072] k2048 26.1,
- *           clustered (1 + 1e-3 N) 24.8; 7 different values 152
- * Versions  1  a block a row, 11 + 11 + 10 bits over all of it   12.0 15.0 16.5 - 181 198 202
- *           2  1 with eight keys a thread loaded ahead: no gain
- *           3  1 with four 8-bit passes and a histogram column a lane: slower
+ *           clustered (1 + 1e-3 N) 24.8; with only 7 different values 152
+ * Versions  1  one thread block per row, digits of 11 + 11 + 10 bits over the whole row:
+ *              12.0 15.0 16.5 - 181 198 202
+ *           2  1 with eight keys per thread loaded ahead: no gain
+ *           3  1 with four 8-bit passes and one histogram column per lane: slower
  *           4  rows in the registers of a cluster of 8, histograms joined in distributed
  *              shared memory: - 9.9 11.0 65 21 69 72
  *           5  this one
@@ -35,7 +37,7 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   extern __shared__ __align__(16) char memory[];
   const uint32_t row = blockIdx.x / TEAM;
   wait_for_previous();
-  /* The first to be asked for: what follows waits for it. */
+  /* This load comes first, because everything after it waits for it. */
   const int length = load_now(a.lens + row / (uint32_t)a.selection_heads);
   radix_select<EACH, TEAM, SAMPLES> s(memory, a.scores + row * a.max_blocks,
                                       (uint32_t)a.max_blocks, shape, true);
@@ -45,7 +47,7 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const int k = (int)min((int64_t)max(kvl__budget_blocks(a.budget, n), 0), a.max_selected);
   const int sink = min(min(a.budget.sink, n), k);
   const int recent = min(min(a.budget.recent, n - sink), k - sink);
-  /* Blocks sink ... high-1 compete for `wanted` places. */
+  /* Blocks sink ... high-1 compete for the `wanted` entries that are left. */
   const int high = n - recent, wanted = k - sink - recent;
   const bool is_choice = wanted > 0 && wanted < high - sink;
   let_next_start();

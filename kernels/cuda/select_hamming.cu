@@ -1,5 +1,5 @@
-/* The blocks to attend to: the first `sink`, the last `recent` and those whose hashes are
- * nearest to that of the mean query of their KV head's group; ascending.
+/* Selects the blocks to attend to: the first `sink`, the last `recent` and those whose hashes
+ * are nearest to the hash of the mean query of their KV head's group; ascending.
  *
  *   q          f32 f16 bf16  [seqs, heads, head_dim]
  *   planes     f32           [bits, head_dim]
@@ -8,24 +8,24 @@
  *   lens       i32           [seqs]
  *   selection  i32           [seqs, kv_heads or 1, max_selected]   -1 padded
  *   counts     i32           [seqs, kv_heads or 1]                 optional
- * What hash_rows, score_hamming and select give, exactly; ties to the lower index.
+ * The result is exactly that of hash_rows, score_hamming and select; ties to the lower index.
  *
- * A team of up to 8 blocks (a cluster) makes the lists of those KV heads of a sequence whose
- * hashes share 32 bytes, a sector, so that nothing is read that is not used; a stretch of the
- * sequence a block.
- *   count   distances, whole numbers up to `bits`, go to shared memory, and a histogram of
- *           each list's
- *   join    every block sends its histograms to all of the team, and finds the farthest
- *           distance that is taken, and how many of the blocks before it come first
- *   write   a warp has a part of one list's stretch, a lane 8 neighbours: sums of what is
- *           taken before make places, so index order needs no sort
- * Where a stretch does not fit shared memory it is taken in windows, twice. No atomic decides
- * an order: histograms commute. The query is hashed while the first hashes are on their way.
+ * One team of up to 8 thread blocks (a cluster) makes the lists of one sequence for those KV
+ * heads whose hashes share a 32-byte sector, so that every byte read is used. Each block
+ * takes a stretch of the sequence.
+ *   count   distances, whole numbers up to `bits`, go to shared memory, with a histogram of
+ *           them for each list
+ *   join    every block sends its histograms to the whole team, then finds the farthest
+ *           distance that is taken, and how many of the blocks before its stretch are taken
+ *   write   a warp has a part of one list's stretch, and a lane 8 neighbours of it; prefix
+ *           sums over the blocks that are taken give their indices, so there is no sort
+ * A stretch that does not fit shared memory is taken in windows, twice. No atomic decides an
+ * order: histograms commute. The query is hashed while the first hashes are still loading.
  *
- * Bytes   hashes of every block, tables, 4 a selected block; limit: latency of the phases
+ * Bytes   hashes of every block, tables, 4 per selected block; limit: latency of the phases
  * Best    64 bits, 30%: [1 row, 8192 blocks] 9.2 us, [8 x 8, 8192] 13.1, [8 x 8, 65536] 34.8
  *         (an empty launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
- * Source  UCM's GSA on-device; its guide's fused kernel is a sketch */
+ * Source  UCM's GSA on-device; the fused kernel of its guide is only a sketch */
 #include <algorithm>
 #include <type_traits>
 
@@ -39,37 +39,37 @@ namespace {
 constexpr int THREADS = NEAREST_THREADS, WARPS = THREADS / WARP, COPIES = NEAREST_COPIES;
 constexpr int RUN = NEAREST_RUN;
 
-/* BATCH: blocks that a lane has under way; STEP: those that lie side by side in a tile. */
+/* BATCH: blocks that a lane has in flight; STEP: blocks that are side by side in a tile. */
 template <class FORM> struct tile_of {
   static constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
   static constexpr int STEP = THREADS / FORM::READERS, BLOCKS = BATCH * STEP;
 };
-/* A distance. The greatest number: not up for choice. */
+/* The type of a distance. Its greatest number marks a block that cannot be chosen. */
 template <class FORM>
 using distance_of = std::conditional_t<FORM::WORDS == 0, uint16_t, uint8_t>;
 
-/* Sizes of a call. */
+/* The sizes of a call. */
 struct hamming_shape {
   int team, lists;     /* blocks of a team; lists that it makes */
-  int groups;          /* of lists, in a sequence */
-  int stretch, window; /* that one takes; that are in shared memory */
-  int bins, q_words;   /* of a list, a multiple of 4; of queries' hashes */
+  int groups;          /* of lists, per sequence */
+  int stretch, window; /* blocks that one takes; that fit its shared memory */
+  int bins, q_words;   /* per list, a multiple of 4; of the queries' hashes */
   size_t bytes_shared;
 };
 
 struct shared_memory {
   uint64_t barrier;
-  uint32_t found[WARPS]; /* both_counts of warps' parts */
+  uint32_t found[WARPS]; /* both_counts of each warp's part */
   union alignas(16) {
     query_hash<THREADS>::rows x;
     int32_t places[WARPS][WARP * RUN]; /* what a warp writes together */
   };
 };
 
-/* What there is to choose in a sequence. */
+/* What is to be chosen in a sequence. */
 struct row_choice {
-  int n, k, sink, recent; /* blocks; those that are taken; and for certain */
-  int high, wanted;       /* blocks sink ... high-1 compete for so many places */
+  int n, k, sink, recent; /* blocks: all, taken, and two kinds taken for certain */
+  int high, wanted;       /* blocks sink ... high-1 compete for `wanted` entries */
   bool is_choice;
 
   __device__ __forceinline__ row_choice(const kvl_select_hamming_args &a, int length) {
@@ -81,7 +81,7 @@ struct row_choice {
     high = n - recent, wanted = k - sink - recent;
     is_choice = wanted > 0 && wanted < high - sink;
   }
-  /* All of a list but what is chosen. */
+  /* Writes every entry of a list that needs no choice. */
   __device__ __forceinline__ void write_certain(const kvl_select_hamming_args &a,
                                                 int32_t *list) const {
     const int front = is_choice ? sink : sink + wanted, gap = k - recent - front;
@@ -114,13 +114,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int rank = (int)(blockIdx.x - group * team);
   const uint32_t list_heads = (uint32_t)a.selection_heads, groups = shape.groups;
   const uint32_t seq = group / groups;
-  const bool is_shared = list_heads == 1; /* by all heads */
+  const bool is_shared = list_heads == 1; /* one list for all heads */
   const int head = (int)(group - seq * groups) * lists;
   const int heads = is_shared ? a.hashes.kv_heads : FORM::HEADS;
   const int32_t *table = a.tables + seq * a.max_blocks;
 
   wait_for_previous();
-  const int length = load_now(a.lens + seq); /* first: what follows waits for it */
+  const int length = load_now(a.lens + seq); /* first: everything else waits for it */
   const int begin = rank * shape.stretch;
   const int end = (int)min((int64_t)begin + shape.stretch, a.max_blocks);
   auto look_up = [&](int at, int(&block)[N]) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (team > 1) cluster_wait();
   let_next_start();
 
-  /* The least distances of all heads; d: those of the first ones. */
+  /* Takes the least distances over all heads; d has those of the first heads. */
   auto share = [&](int at, uint32_t(&d)[N * EACH]) {
     int here[N];
     look_up(at, here);
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       if (FORM::READERS == 2) least = min(least, __shfl_xor_sync(ALL_LANES, least, 1));
     }
   };
-  /* Distances of a tile, whose first block is `at`, into the window that begins at `from`. */
+  /* Puts the distances of the tile that begins at block `at` into the window from `from`. */
   auto keep = [&](const uint32_t(&d)[N * EACH], int at, int from, bool is_counted) {
     uint32_t *copy = mine + warp % COPIES * size;
 #pragma unroll
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
   };
 
-  const int per = WARPS / lists, list = warp * lists / WARPS; /* warps of one; this one's */
+  const int per = WARPS / lists, list = warp * lists / WARPS; /* warps per list; its list */
   const bool is_split = shape.window < shape.stretch;
   list_edge edge = {};
   list_before before = {};
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int from = begin; from < last; from += shape.window) {
       const int stop = min(from + shape.window, last);
-      if (pass == 1 && is_split) __syncthreads(); /* the window is free */
+      if (pass == 1 && is_split) __syncthreads(); /* the window may be overwritten */
       if (!FORM::IS_TOKEN && is_split && (pass == 1 || from > begin)) {
         look_up(from, block);
         batch.load(a.hashes, block, tokens, head);
@@ -264,7 +264,7 @@ template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cud
   shape.bytes_shared = sizeof(shared_memory) + 8 * (size_t)shape.q_words +
                        4 * (size_t)shape.bins * shape.lists *
                            (COPIES + (shape.team > 1 ? shape.team : 0));
-  const size_t bytes = sizeof(distance_of<FORM>) * shape.lists; /* of a block */
+  const size_t bytes = sizeof(distance_of<FORM>) * shape.lists; /* per block */
   const int fit = (int)((q->shared_optin - shape.bytes_shared) / bytes) - 16;
   shape.window = shape.stretch <= fit ? shape.stretch : fit / BLOCKS * BLOCKS;
   shape.bytes_shared += bytes * (shape.window + 16);

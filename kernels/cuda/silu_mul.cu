@@ -10,8 +10,8 @@
 
 namespace {
 
-/* What is stored in 16 bits does with a division of 2 ulp, which wants a denominator of
- * modest size: here 1 ... 2. */
+/* For 16-bit results a division with an error of 2 ulp is enough. __fdividef needs a
+ * denominator of moderate size: here it is 1 ... 2. */
 template <class T> __device__ __forceinline__ float silu(float x) {
   if constexpr (sizeof(T) == 4) return x / (1.0f + expf(-x));
   const float small = expf(-fabsf(x));

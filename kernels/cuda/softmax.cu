@@ -1,12 +1,12 @@
-/* out = exp(scale * a - max) / sum, over rows; a row of -inf gives zeros.
+/* out = exp(scale * a - max) / sum for each row; a row of -inf gives zeros.
  *   a    f32 f16 bf16  [rows, n]
  *   out  like a, or f32; may be a
  * Reads a twice (the second time mostly from L1 or L2) and writes out once.
- * The maximum and the sum come from one pass: a running sum is rescaled when its maximum
- * grows. Few long rows: one kernel leaves the pair of each piece in the workspace, another
- * joins them and writes.
- * Limit: memory bandwidth; 16-bit rows above ~1000 elements stay below it (not profiled;
- * two exponentials an element are the suspect).
+ * One pass gives the maximum and the sum: the running sum is rescaled when its maximum grows.
+ * When there are few long rows, they are cut into pieces: one kernel leaves the (maximum,
+ * sum) of each piece in the workspace, another joins them and writes out.
+ * Limit: memory bandwidth; 16-bit rows above ~1000 elements stay below it (not profiled; two
+ * exponentials per element are the suspect).
  * Measured: 2.5 TB/s for f32 2^21 x 128, 1.9 for bf16 65536 x 4096, 1.9 (2.8 with the
  * second reading) for one f32 row of 2^28. H100 80GB HBM3, 2026-11-20.
  * Source: Milakov and Gimelshein 2018, arXiv:1805.02867. */
@@ -16,11 +16,11 @@ namespace {
 
 using kvl::team;
 
-struct stats { /* of exp(x - max) */
+struct stats { /* of exp(x - max), over a row or a piece */
   float max, sum;
 };
 
-/* exp(x - max), and 0 for x = -inf also where max is. */
+/* exp(x - max), and 0 for x = -inf even when max is -inf too. */
 __device__ __forceinline__ float weight(float x, float max) {
   return x == -INFINITY ? 0.0f : expf(x - max);
 }

@@ -2,20 +2,20 @@
  *
  *   q      f32 f16 bf16  [rows, heads, head_dim]
  *   cache  like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
- *   places  i32           [rows, kv_heads or 1, k]
+ *   places i32           [rows, kv_heads or 1, k]
  *   out    like q or f32 [rows, heads, head_dim]
  *   lse    f32           [rows, heads]   optional
  * q, cache and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   token_mma.cuh   16-bit q: tensor cores, asynchronous copies
  *           token_f32       f32 q: the inner loop of paged_f32.cuh over another list of keys
- * Bytes     2 k head_dim element a row and KV head, once for all heads of the group; limit:
- *           memory for a few rows, the L2 for those of a prompt, which share tokens
+ * Bytes     2 k head_dim element per row and KV head, once for all heads of the group; limit:
+ *           memory for a few rows; L2 for the rows of a prompt, which share tokens
  * Tolerance as paged_attention.cu: 16-bit P is rounded to q's dtype
  * Best      H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, k 2048, L2 flushed; R
  *           3094 GB/s: 64 rows of their own tokens 180 us, 0.96 R; 16 rows 53.5; 1 row 14.5;
- *           4096 rows of a prompt of 64K 4.8 ms, 7.1 TB/s from the L2, where only reading
- *           takes 4.4. f8e4m3, 64 rows: 548 us, whose loads wait
+ *           4096 rows of a prompt of 64K 4.8 ms, 7.1 TB/s from L2 (only reading takes 4.4).
+ *           f8e4m3, 64 rows: 548 us, because it waits for its loads
  *           kernels/dev/token_attention.cu; notes/20261121-token-attention.md
  * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
 #include "paged_f32.cuh"
@@ -24,7 +24,7 @@
 namespace kvl {
 namespace {
 
-/* Keys of paged_f32.cuh: key i is the token at entry i of the list, at no position. */
+/* The keys for paged_f32.cuh: key i is the token at entry i of the list, with no position. */
 struct listed_keys {
   const kvl_paged_attention_args &a;
   const token_lists &lists;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
   state.join();
   let_next_start();
 
-  __syncthreads(); /* every warp is past its ring, which now takes the states */
+  __syncthreads(); /* all warps are done with the ring, which now holds the states */
   float *sums = (float *)shared;
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
                               states);
 }
 
-/* Blocks a list: twice as many while all of them are on the device at once and have two tiles
- * each. A GPU before Hopper has no clusters. */
+/* How many thread blocks share a list: doubled as long as all of them are on the device at
+ * once and each has two tiles. A GPU before Hopper has no clusters. */
 int splits_of(const token_lists &lists, int64_t blocks, int tile, int at_once,
               const kvl_cuda_queue *q) {
   int splits = 1;
@@ -158,7 +158,8 @@ int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
 int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
   if (t.rows == 0 || t.heads == 0) return KVL_OK;
   if (!aligned16(t.q, t.cache.kv, t.out)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  kvl_paged_attention_args a = {}; /* of a decode, as far as the inner loops look at it */
+  /* As a decode, with the fields that the inner loops read. */
+  kvl_paged_attention_args a = {};
   a.cache = t.cache;
   a.q = t.q;
   a.out = t.out;

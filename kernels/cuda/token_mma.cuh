@@ -1,19 +1,19 @@
-/* Attention over lists of tokens for 16-bit q and a cache like it or of f8e4m3, on the tensor
- * cores.
+/* Attention over lists of tokens on the tensor cores, for 16-bit q and a cache of q's dtype
+ * or f8e4m3.
  *
- * A block of threads takes one row of q, a KV head and up to 64 heads of its group, and walks
- * its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim that
- * lie anywhere: 16-byte asynchronous copies, a row by neighbouring lanes, two tiles (of 64
- * dims three) under way while one is computed. Up to 16 heads are the rows of one mma, and the
- * four warps share a tile's keys; more heads take more warps (MW of them along the heads), so
- * that a group reads its tokens once whatever its size.
+ * A thread block takes one row of q, one KV head and up to 64 heads of its group, and walks
+ * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
+ * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
+ * copies; two tiles (three for 64 dims) are in flight while one is computed. Up to 16 heads
+ * are the rows of one mma, and the four warps share a tile's keys. More heads take more warps
+ * (MW of them along the heads), so that a group reads its tokens once whatever its size.
  *
- * A row's list is cut for up to SPLITS_MAX blocks where there are few rows: a cluster, whose
- * blocks join their partial softmaxes through each other's shared memory. No workspace and no
- * second kernel.
+ * When there are few rows, up to SPLITS_MAX blocks share a row's list. They form a cluster
+ * and join their partial softmaxes through each other's shared memory, with no workspace and
+ * no second kernel.
  *
- * Blocks of one KV head follow one another, row by row: what rows of a prompt share, one
- * head's K and V, fits the L2 while all heads' would not. */
+ * The blocks of one KV head follow one another, row by row: the tokens that rows of a prompt
+ * share fit the L2 for one head's K and V, but not for all heads'. */
 #ifndef KVL_CUDA_TOKEN_MMA_CUH
 #define KVL_CUDA_TOKEN_MMA_CUH
 
@@ -25,19 +25,19 @@
 
 namespace kvl {
 
-/* The lists of a call: of row r for KV head g at places + (r * heads + min(g, heads-1)) * k. */
+/* The lists of a call. Row r, KV head g: places + (r * heads + min(g, heads-1)) * k. */
 struct token_lists {
   const int32_t *places;
   int64_t k, heads;
-  int64_t all;           /* places of the cache */
-  divisor block;         /* tokens of a block */
-  int splits, subgroups; /* blocks of threads a list; and a group of heads */
+  int64_t all;           /* how many places the cache has */
+  divisor block;         /* tokens per block */
+  int splits, subgroups; /* thread blocks per list, and per group of heads */
   __device__ const int32_t *list(int64_t row, int kv_head) const {
     return places + (row * heads + (heads > 1 ? kv_head : 0)) * k;
   }
 };
 
-constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper places */
+constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can place */
 
 template <int D, int MW> struct token_shape {
   static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = 64;
@@ -48,8 +48,8 @@ template <int D, int MW> struct token_shape {
   static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
 };
 
-/* Barrier of the cluster, or of the block where that is all of it; and another block's shared
- * memory. */
+/* A barrier of the cluster, or of the block when that is all of it; and the address of
+ * another block's shared memory. */
 __device__ __forceinline__ void splits_sync(int splits) {
 #if __CUDA_ARCH__ >= 900
   if (splits > 1) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ const P *shared_of(P *mine, int splits, int rank) {
   return mine;
 }
 
-/* C: the cache's type, T or f8e4m3. */
+/* C is the cache's type: T or f8e4m3. */
 template <class T, class C, int D, int MW>
 __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW>::BLOCKS)
     token_mma(const __grid_constant__ kvl_paged_attention_args a,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, STAGES = shape::STAGES;
   constexpr int KEYS_WARP = shape::KEYS_WARP, KW = shape::KW;
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t seen[STAGES];           /* a bit a key: is it a token? */
+  __shared__ uint64_t seen[STAGES];           /* bit i: key i is a token */
   __shared__ float2 states[shape::WARPS][16]; /* (m, l) of the warps' rows */
 
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   const int group = (int)(a.heads / a.cache.kv_heads);
   const int first = blockIdx.y % lists.subgroups * shape::ROWS;
   const int count = min(group - first, shape::ROWS);
-  const int64_t row0 = row * a.heads + kv_head * group + first; /* of q, heads in a row */
+  const int64_t row0 = row * a.heads + kv_head * group + first; /* row of q, counting heads */
 
-  /* ---- copying -------------------------------------------------------------------------- */
+  /* ---- copying ------------------------------------------------------------------------- */
   const int32_t *const list = lists.list(row, kv_head);
   const C *const cache = (const C *)a.cache.kv;
   const int64_t half = (int64_t)a.cache.kv_heads * a.cache.block_size * head_dim;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
     copy_commit();
   }
 
-  /* ---- computing ------------------------------------------------------------------------ */
+  /* ---- computing ----------------------------------------------------------------------- */
   const int kw = warp % KW, mw = warp / KW, pair = lane % 4 * 2;
   const int r0 = mw * 16 + lane / 4, r1 = r0 + 8; /* this lane's rows of every mma */
   const T *const q0 = r0 < count ? (const T *)a.q + (row0 + r0) * head_dim : nullptr;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   int stage = 0;
   for (int t = begin; t < end; t++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
     copy_wait<STAGES - 2>();
-    __syncthreads(); /* tile t is whole, the one before it is read */
+    __syncthreads(); /* tile t is complete, and the one before it was read */
     fetch(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     copy_commit();
     const uint64_t bits = seen[stage] >> (kw * KEYS_WARP);
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   copy_wait<0>();
   let_next_start();
 
-  /* ---- joining -------------------------------------------------------------------------- */
-  __syncthreads(); /* the ring is read; it takes the sums, f32 [warps, 16, D] */
+  /* ---- joining ------------------------------------------------------------------------- */
+  __syncthreads(); /* the ring was read; now it holds the sums, f32 [warps, 16, D] */
   l0 = warp_sum<4>(l0);
   l1 = warp_sum<4>(l1);
   float *const sums = (float *)shared;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
 #pragma unroll
   for (int n = 0; n < D / 8; n++)
 #pragma unroll
-    for (int c = 0; c < 2; c++) { /* rotated: rows lie in different banks */
+    for (int c = 0; c < 2; c++) { /* rotated, so that rows are in different banks */
       const int dim = (n * 8 + pair + c) ^ at0 * 8;
       sums[(warp * 16 + at0) * D + dim] = out[n][c];
       sums[(warp * 16 + at0 + 8) * D + dim] = out[n][c + 2];

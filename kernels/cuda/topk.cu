@@ -1,14 +1,16 @@
-/* The k first of each row of n in descending order (ascending for largest = 0), exactly;
- * ties to the lower index, NaN last, -0 ties with 0. by_index: the same k in index order.
+/* The k first of each row of n, exactly, in descending order (ascending for largest = 0).
+ * Ties go to the lower index, NaN comes last, -0 ties with 0. by_index: the same k in index
+ * order.
  *   a          f32  [rows, n]
  *   values     f32  [rows, k]   optional
  *   indices    i32  [rows, k]
- *   workspace  of a batch of rows: keys, and the search's state; for few long rows and for
- *              k above 4096 that are sorted
- * One team of blocks a row finds the k (radix_select.cuh) and sorts up to 4096 of them in
- * shared memory; more are sorted through the workspace (bitonic.cuh). Few rows from 2^20 on,
- * and rows sorted whole, have many blocks each (topk_many.cuh).
- * Bytes: 4 (n + k) a row, 8 with values; long rows and large k more.
+ *   workspace  for a batch of rows: keys, and the state of the search; used for few long rows
+ *              and for k above 4096 that are sorted
+ * One team of thread blocks per row finds the k (radix_select.cuh) and sorts up to 4096 of
+ * them in shared memory; more are sorted through the workspace (bitonic.cuh). When there are
+ * few rows, of 2^20 numbers or more, or when whole rows are sorted, each row has many blocks
+ * (topk_many.cuh).
+ * Bytes: 4 (n + k) per row, 8 with values; long rows and large k more.
  * Limit: latency of the phases, see select.cu.
  * Measured, by index and sorted, L2 flushed (an empty launch reads 3.1): [1,8192] k256 7.6
  * 7.8 us, [64,8192] k2048 10.8 12.3, [1,131072] k2048 13.9 14.8, [64,131072] k2048 26.3 27.6,
@@ -20,15 +22,15 @@
 namespace kvl {
 namespace {
 
-/* The order in which a team gives the k of a row: theirs, by rank, or keys by index that
- * are yet to be sorted, `length` a row. */
+/* How a team gives the k of a row: in index order, by rank, or as keys in index order that
+ * are still to be sorted, `length` per row. */
 enum order { BY_INDEX, BY_RANK, KEYS };
 
-constexpr uint32_t CROWD = 256; /* keys of a bin that are compared */
+constexpr uint32_t CROWD = 256; /* the most keys of a bin that are compared with each other */
 
-/* emit(place, key) for the keys that `s` has found, places from 0 in their order. A key goes
- * to its bin of equal steps of the rank, and there behind those that are smaller. Where many
- * share a bin, all are sorted by comparing. */
+/* Calls emit(place, key) for the keys that `s` has found; places count from 0 in the keys'
+ * order. The ranks' range is cut into equal bins; a key goes to its bin, behind the smaller
+ * keys there. When a bin has too many keys, a bitonic network sorts all of them. */
 template <class S, class F> __device__ __forceinline__ void write_sorted(S &search, F emit) {
   constexpr int THREADS = S::THREADS;
   auto &s = search.s;
@@ -72,7 +74,7 @@ template <class S, class F> __device__ __forceinline__ void write_sorted(S &sear
   search.keys([&](sort_key key) {
     if (key <= edge) sorted[atomicAdd(&s.count[bin_of(key)], 1u)] = key;
   });
-  __syncthreads(); /* a counter is now the end of its bin */
+  __syncthreads(); /* each counter is now the end of its bin */
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < wanted; i += THREADS) {
     const sort_key key = sorted[i];
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
     });
 }
 
-/* From sorted keys; NULL: all elements as they lie. */
+/* Writes the results from sorted keys; keys NULL: all elements in their order. */
 struct put_body {
   kvl_topk_args g;
   const sort_key *keys;
@@ -124,12 +126,12 @@ struct put_body {
   }
 };
 
-/* ---- the way through ------------------------------------------------------------------ */
+/* ---- which way a call takes ------------------------------------------------------------ */
 
-constexpr int64_t SORT_MOST = SORT_CHUNK; /* keys that a team sorts */
-constexpr size_t BATCH_BYTES = 256 << 20; /* workspace unless one row needs more */
+constexpr int64_t SORT_MOST = SORT_CHUNK; /* the most keys that a team sorts */
+constexpr size_t BATCH_BYTES = 256 << 20; /* of workspace, unless one row needs more */
 
-/* Has a row many blocks? They must be few and long, or to be sorted whole. */
+/* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
   return g.n >= (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;

@@ -1,9 +1,9 @@
-/* topk of rows too long for one team of blocks: many blocks a row, through the workspace.
- * A number and its index make one 64-bit key, smaller is earlier, no two are equal: so the
- * k first are the keys up to the k-th, found by a radix search of 11 bits at a time which
- * stops as soon as a digit's keys are all wanted (3 passes without ties). Those k are
- * collected in any order and sorted by a bitonic network, or by their index alone.
- * Reads a up to 5 times without ties.
+/* topk of rows that are too long for one team: many thread blocks per row, through the
+ * workspace. A number and its index make one 64-bit key; a smaller key comes earlier, and no
+ * two keys are equal. So the k first are the keys up to the k-th. A radix search of 11 bits
+ * at a time finds it, and stops as soon as all keys of a digit are wanted (3 passes without
+ * ties). Those k are collected in any order and sorted by a bitonic network, or by their
+ * index alone. Reads a up to 5 times without ties.
  * Measured: 1 x 2^28, k 64: 1.36 ms; sorting 2^24: 10.8 ms (bytes alone: 78 steps, 7 ms).
  * H100 80GB HBM3, 2026-11-20. */
 #ifndef KVL_CUDA_TOPK_MANY_CUH
@@ -19,7 +19,7 @@ enum {
   THREADS = SORT_THREADS,
   DIGIT = 11,
   BINS = 1 << DIGIT,
-  PIECE = 16384, /* elements of a row that a block takes */
+  PIECE = 16384, /* elements of a row that a thread block takes */
 };
 
 __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest) {
@@ -29,14 +29,14 @@ __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest)
 
 /* ---- the search for the k-th key ------------------------------------------------- */
 
-/* Of one row. `prefix` has the bits found; once done it is the k-th key, or the largest
- * with its digits so far, and those up to it are exactly the k wanted. */
+/* The search in one row. `prefix` has the bits that were found. When done, it is the k-th
+ * key, or the largest key with the digits so far: exactly the k wanted keys are up to it. */
 struct search {
   sort_key prefix;
-  uint32_t wanted, done, found, reserved; /* found: keys collected */
+  uint32_t wanted, done, found, reserved; /* found: how many keys were collected */
 };
 
-/* Digits from the top: 11, 11 and 10 bits of the number, then those the index can have. */
+/* The digits from the top: 11, 11 and 10 bits of the number, then those an index can have. */
 struct digit {
   int shift, bits;
 };
@@ -49,7 +49,7 @@ inline bool next_digit(digit *d, int index_bits) {
   return true;
 }
 __device__ __forceinline__ bool has_prefix(sort_key key, sort_key prefix, digit d) {
-  return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0; /* a shift by 64 in two */
+  return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0; /* two steps for a shift by 64 */
 }
 
 __device__ __forceinline__ void count_digits(const float *row, int64_t begin, int64_t end,
@@ -63,7 +63,7 @@ __device__ __forceinline__ void count_digits(const float *row, int64_t begin, in
   }
 }
 
-/* Sum of x over the threads before this one. */
+/* The sum of x over the threads before this one. */
 __device__ __forceinline__ uint32_t sum_before(uint32_t x) {
   __shared__ uint32_t warp_total[THREADS / WARP];
   int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -75,8 +75,8 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t x) {
   return sum - x;
 }
 
-/* Add to the prefix the digit in which the wanted-th key lies. `count` and `s` are shared;
- * called after a barrier, with one at the end. */
+/* Adds to the prefix the digit of the wanted-th key. `count` and `s` are shared. Call it
+ * after a barrier; it ends with one. */
 __device__ __forceinline__ void choose_digit(const uint32_t *count, digit d, search *s) {
   constexpr int own = BINS / THREADS;
   uint32_t at[own], sum = 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void choose_digit(const uint32_t *count, digit d, sea
   __syncthreads();
 }
 
-/* Where to put this thread's key: one atomic for each warp, whose lanes must all come. */
+/* The index for this thread's key: one atomic per warp, all of whose lanes must call it. */
 __device__ __forceinline__ uint32_t append(uint32_t *count, bool take) {
   unsigned takers = __ballot_sync(ALL_LANES, take), lane = threadIdx.x % WARP;
   uint32_t first = 0;
@@ -102,7 +102,7 @@ __device__ __forceinline__ uint32_t append(uint32_t *count, bool take) {
   return first + __popc(takers & ((1u << lane) - 1));
 }
 
-/* by_index: what is put there sorts by index. */
+/* by_index: only the index is stored, so that the keys sort by it. */
 __device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t end,
                                         bool largest, bool by_index, sort_key last,
                                         uint32_t *count, sort_key *out) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t
   }
 }
 
-/* ---- kernels: g.rows is the batch -------------------------------------------------- */
+/* ---- kernels: g.rows is the rows of a batch ------------------------------------------ */
 
 static __global__ void __launch_bounds__(THREADS)
     count_kernel(kvl_topk_args g, int pieces, digit d, const search *states,
@@ -132,7 +132,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (count[i]) atomicAdd(counts + row * BINS + i, count[i]);
 }
 
-/* A block per row; leaves the counts at 0 for the next digit. */
+/* One thread block per row; leaves the counts at 0 for the next digit. */
 static __global__ void __launch_bounds__(THREADS)
     choose_kernel(digit d, uint32_t k, search *states, uint32_t *counts) {
   __shared__ uint32_t count[BINS];
@@ -151,7 +151,7 @@ static __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x == 0) states[blockIdx.x] = s;
 }
 
-/* all: nothing was searched, every key is collected. */
+/* all: there was no search, and every key is collected. */
 static __global__ void __launch_bounds__(THREADS)
     collect_kernel(kvl_topk_args g, int pieces, bool all, search *states, sort_key *keys,
                    int64_t length) {
@@ -171,7 +171,8 @@ inline size_t bytes_row(int64_t length) {
   return sizeof(search) + BINS * sizeof(uint32_t) + length * sizeof(sort_key);
 }
 
-/* The keys of g.rows rows, sorted, `length` (a power of two) a row: *keys in the workspace. */
+/* Sorts the k keys of g.rows rows, `length` (a power of two) per row. *keys is in the
+ * workspace. */
 inline int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, void *queue) {
   cudaStream_t stream = ((kvl_cuda_queue *)queue)->stream;
   const bool all = g.k == g.n;
@@ -182,7 +183,7 @@ inline int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, 
   unsigned blocks = (unsigned)(g.rows * pieces), rows = (unsigned)g.rows;
   int status = kvl__cuda_check(
       cudaMemsetAsync(states, 0, (size_t)((char *)*keys - (char *)states), stream));
-  if (status == KVL_OK) /* what is not collected sorts last */
+  if (status == KVL_OK) /* unused keys sort last */
     status = kvl__cuda_check(
         cudaMemsetAsync(*keys, 0xFF, (size_t)(g.rows * length) * sizeof **keys, stream));
   for (digit d = {64, 0}; status == KVL_OK && !all && next_digit(&d, index_bits(g.n));) {

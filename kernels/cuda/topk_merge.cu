@@ -1,26 +1,26 @@
-/* Joins a tile of logits to the k largest of the columns before it: running top-k.
+/* Running top-k: merges a tile of logits with the k largest of the columns before it.
  *   logits          f32 bf16  [rows, n]   columns first ... first + n - 1 of the whole row
  *   starts, lens    i32       [rows]      the row's tokens, in columns of the whole row
- *   kept_values     f32       [rows, k]   of the columns before, positions ascending
+ *   kept_values     f32       [rows, k]   of the columns before, ascending by position
  *   kept_positions  i32       [rows, k]
- *   values          f32       [rows, k]   of those and the tile; -inf, -1 padded
- *   positions       i32       [rows, k]
- * Exact: what is kept and the tile's part, in this order, are one row for the search of
- * topk_transform.cu; ties go to the lower place.
+ *   values          f32       [rows, k]   of both together, padded with -inf
+ *   positions       i32       [rows, k]   padded with -1
+ * Exact: the kept numbers followed by the tile's are searched as one row, as in
+ * topk_transform.cu; ties go to the lower index.
  *
- * Bytes  4 (2) * tokens + 16 k a row and tile. Limit: latency of the phases, see select.cu
- * Best   [64,2^20] f32, k 2048, in tiles of 131072: 373 us, whole 380; of 32768: 739. H100
- *        80GB HBM3, 2026-11-21, kernels/dev/topk_transform.cu */
+ * Bytes  4 (2) * tokens + 16 k per row and tile. Limit: latency of the phases, see select.cu
+ * Best   [64,2^20] f32, k 2048, in tiles of 131072: 373 us (the whole row at once: 380); in
+ *        tiles of 32768: 739. H100 80GB HBM3, 2026-11-21, kernels/dev/topk_transform.cu */
 #include "radix_select.cuh"
 
 namespace kvl {
 namespace {
 
-/* Numbers that are kept, then those of the tile; adds and indexes like a pointer. */
+/* The kept numbers, then those of the tile. It is added to and indexed like a pointer. */
 template <class T> struct joined_row {
   const float *kept;
-  const T *tile; /* where the kept ones would begin */
-  int left;      /* kept ones from here on */
+  const T *tile; /* points so that tile[i] is number i of the joined row */
+  int left;      /* how many of the kept numbers lie from here on */
   __device__ __forceinline__ float operator[](int i) const {
     return i < left ? kept[i] : to_float(tile[i]);
   }
@@ -32,7 +32,7 @@ template <class T> __device__ __forceinline__ void opaque(joined_row<T> &p) {
   kvl::opaque(p.kept);
   kvl::opaque(p.tile);
 }
-/* Nearly always all of them lie on one side. */
+/* Loads N elements; nearly always all of them are on one side. */
 template <int N, class T>
 __device__ __forceinline__ void load_apart(float (&to)[N], const joined_row<T> &p) {
   if (p.left <= 0) kvl::load_apart(to, p.tile);
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   let_next_start();
   if (!s.find(0, width, k, false)) return;
   s.write([&](uint32_t place, uint32_t index) { positions[place] = (int32_t)index; });
-  __syncthreads(); /* a thread of write would wait for each number */
+  /* The numbers are read after write: in it a thread would wait for each of them. */
+  __syncthreads();
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)positions[i]);
 }

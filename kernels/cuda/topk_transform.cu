@@ -2,15 +2,16 @@
  *   logits  f32 bf16  [rows, n]
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
- *   out     i32       [rows, k]   in ascending order of positions, -1 padded
- * Exact, ties to the lower position. One team of blocks a row finds the k (radix_select.cuh).
- * Only a row's own columns are read, by all warps of its team, and none where they are at most
- * k. Places are looked up at the end, all at once: in the order of a sparse bitmap a thread
+ *   out     i32       [rows, k]   ascending by position, -1 padded
+ * Exact; ties go to the lower position. One team of blocks per row finds the k
+ * (radix_select.cuh). All warps of the team read the row's own columns and no others; a row
+ * of at most k columns is not read at all. Places are looked up at the end, all at once: in
+ * the order of a sparse bitmap a thread would wait for one after the other (2 to 4 us more).
  * would wait for one after the other (2 to 4 us more).
  *
  * Bytes  4 (2) * (tokens + k) a row, and tables. Limit: latency of the phases, see select.cu
- * Best   positions and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6 and
- *        16.4 us, [64,131072] 26.4 and 28.4, [64,2^20] 380 and 382; H100 80GB HBM3,
+ * Best   positions and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6
+ *        and 16.4 us, [64,131072] 26.4 and 28.4, [64,2^20] 380 and 382; H100 80GB HBM3,
  *        2026-11-21, kernels/dev/topk_transform.cu */
 #include "radix_select.cuh"
 

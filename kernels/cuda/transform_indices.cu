@@ -1,8 +1,9 @@
-/* Positions of tokens as places or ragged indices; without positions, of all lens[r] tokens.
+/* Turns positions of tokens into places or ragged indices. Without positions it takes all
+ * lens[r] tokens of each row.
  *   positions  i32  [rows, k]   optional
- *   lens       i32  [rows]      instead
+ *   lens       i32  [rows]      used when there are no positions
  *   out        i32  [rows, k]   -1 padded; may be positions
- * Limit: the bytes read and written; a launch, for the few rows of a decode. */
+ * Limit: the bytes read and written; the launch, for the few rows of a decode. */
 #include "elementwise.cuh"
 
 namespace {

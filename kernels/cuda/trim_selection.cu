@@ -1,16 +1,16 @@
-/* Shorten selections, in place, to the fewest blocks whose weights reach a share of their
- * sequence's: top-p over blocks.
+/* Top-p over blocks: shortens selections, in place, to the fewest blocks whose weights reach
+ * a share of their sequence's total weight.
  *   weights    f32  [seqs, heads, max_blocks]     what is not > 0 counts as 0
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, heads]                 optional
- * The first `sink` and last `recent` blocks stay and count. Of the others the heaviest are
- * kept, ties to the lower index, until `mass` of the sum over all of the sequence's blocks is
- * reached.
+ * The first `sink` and the last `recent` blocks stay, and their weights count. Of the others
+ * the heaviest are kept, ties to the lower index, until the weights reach `mass` times the
+ * sum over all blocks of the sequence.
  *
- * One block of threads a row. Floats >= 0 are ordered as their bits are: 31 halvings find the
- * least weight to keep. Sums are double.
- * Limit: latency of 34 reductions over the block, and of as many readings from L1. Not
+ * One thread block per row. Floats >= 0 have the order of their bits, so 31 bisections find
+ * the least weight to keep. Sums are double.
+ * Limit: latency of 34 reductions over the block, and of as many passes over L1. Not
  * tuned. */
 #include "block_scan.cuh"
 #include "elementwise.cuh"
@@ -21,14 +21,14 @@ namespace {
 struct trim_row {
   const float *weights;
   int32_t *selection;
-  int n, first, last; /* entries; blocks from first to before last may go */
+  int n, first, last; /* entries; only blocks first ... last - 1 may be dropped */
   double *shared;
 
   __device__ float weight(int block) const { return fmaxf(weights[block], 0.f); }
   __device__ bool may_go(int block) const { return block >= first && block < last; }
 
-  /* Sum over the entries that may go, or over those that may not, and weigh at least what
-   * these bits are. */
+  /* The sum over the entries that weigh at least the float with these bits: over those that
+   * may be dropped (`loose`), or over those that may not. */
   __device__ double sum_from(uint32_t bits, bool loose = true) const {
     double sum = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
@@ -39,7 +39,8 @@ struct trim_row {
     return block_sum(sum, shared);
   }
 
-  /* Of the entries that may go keep those above `least`, and `ties` of those that equal it. */
+  /* Finds which of the entries that may be dropped to keep: those above `least`, and `ties`
+   * of those that equal it. */
   __device__ void find_least(double wanted, uint32_t *least, int *ties) const {
     *least = 0;
     *ties = n;
@@ -53,7 +54,7 @@ struct trim_row {
     *ties = missing <= 0 ? 0 : missing < n ? (int)ceil(missing) : n;
   }
 
-  /* Keeps their order: what a pass of the block keeps goes to places it has read. */
+  /* Keeps the order: a pass of the block writes only to indices that it has already read. */
   __device__ int keep(uint32_t least, int ties, int (*sums)[WARP]) const {
     int count = 0, equal = 0;
     for (int begin = 0; begin < n; begin += blockDim.x) {
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(1024)
                 a.sink,
                 blocks - a.recent,
                 shared};
-  int n = 0; /* entries before the first that is no block */
+  int n = 0; /* entries before the first one that is no block */
   for (int64_t first = 0; first < a.max_selected; first += blockDim.x) {
     const int64_t at = first + threadIdx.x;
     const int block = at < a.max_selected ? r.selection[at] : -1;

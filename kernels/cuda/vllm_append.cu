@@ -1,19 +1,20 @@
-/* New tokens' rows of K and V scattered into vLLM's cache layout.
+/* Scatters the rows of K and V of new tokens into vLLM's cache layout.
  *
- *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3  [tokens, kv_heads, head_dim]
- *   places        i64  [tokens]   block * block_size + offset; < 0 is skipped
+ *   k, v         like the caches or f32; f32 f16 bf16 for f8e4m3 [tokens, kv_heads, head_dim]
+ *   places       i64  [tokens]   block * block_size + offset; < 0 is skipped
  *   key_cache    f32 f16 bf16 f8e4m3  [blocks, kv_heads, head_dim / x, block_size, x]
  *   value_cache  like key_cache       [blocks, kv_heads, head_dim, block_size]
  *   k_scale, v_scale  f32 [1]  of an f8e4m3 cache, which holds k / k_scale; optional
- * x = 16 / sizeof(element): 16 bytes of a key lie together, and a thread moves them. A value
- * has its elements block_size apart: each is a store of its own. Exact, or one rounding.
+ * x = 16 / sizeof(element): 16 bytes of a key are contiguous, and one thread moves them. The
+ * elements of a value are block_size apart: each one is a separate store. Exact, or one
+ * rounding.
  *
- * Bytes   tokens * kv_heads * head_dim * 2 * (element of k + element of the caches); a sector
- *         of 32 bytes is written for every single element of v, unless its tokens come close
+ * Bytes   tokens * kv_heads * head_dim * 2 * (element of k + element of the caches); every
+ *         element of v writes a whole 32-byte sector, unless tokens of a block come close
  *         together
- * Best    16384 tokens, bf16, 8 heads x 128: 326 us (412 GB/s) into blocks of 16 in a row, 580
- *         into single places (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30; kvlab's
- *         own layout takes 46). The stores of v are what it waits for
+ * Best    16384 tokens, bf16, 8 heads x 128: 326 us (412 GB/s) into consecutive blocks of 16,
+ *         580 into scattered places (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30;
+ *         kvlab's own layout takes 46). It waits for the stores of v
  * Source  reshape_and_cache of vllm-project/vllm, csrc/cache_kernels.cu. */
 #include "convert.cuh"
 #include "launch.cuh"
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
   for (int64_t i = blockIdx.x * (int64_t)ROW_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * ROW_THREADS) {
     const int64_t token = i / row, place = a.places[token], block = place / size;
-    if (place < 0 || block >= c.blocks) continue; /* a broken place must not fault */
+    if (place < 0 || block >= c.blocks) continue; /* a bad place must not fault */
     const int in_row = (int)(i - token * row), head = in_row / pieces;
     const int piece = in_row - head * pieces, in_block = (int)(place - block * size);
     const int64_t slice = (block * c.kv_heads + head) * size * c.head_dim;

@@ -1,6 +1,6 @@
-/* PagedAttention V1 and V2 as vLLM has them: one query token a sequence, keys and values in
- * blocks that a table names. A baseline that is here to be read and compared with; kvlab's
- * own kernel for the same work is paged_attention.cu.
+/* PagedAttention V1 and V2 as in vLLM: one query token per sequence, keys and values in
+ * blocks that a table names. This is a baseline to read and to compare with; kvlab's own
+ * kernel for the same work is paged_attention.cu.
  *
  *   q            f32 f16 bf16  [seqs, heads, head_dim]
  *   key_cache    C             [blocks, kv_heads, head_dim / x, block_size, x]
@@ -12,19 +12,19 @@
  *   workspace    f32           [seqs, heads, partitions] twice, then [..., head_dim]: V2
  * C is q's dtype or f8e4m3; x = 16 / sizeof(C). 16-byte aligned.
  *
- * A thread block has 128 threads, four warps, and takes one query head of one sequence. It
- *   1  scores the keys: a warp takes a block of the table, a thread group a token. The
- *      scores go to shared memory, the logits;
- *   2  turns them into weights: a maximum and a sum over the block of threads;
- *   3  adds the values up: a warp takes a block of the table again, a thread several rows
- *      of it (a row is one d of all tokens), and the lanes of a row, then the warps, join.
- * V1 keeps the logits of the whole sequence: grid (heads, seqs), 4 bytes of shared memory a
- * token. V2 cuts the sequence into partitions of 512 tokens, a thread block each: grid
+ * A thread block has 128 threads in four warps, and takes one query head of one sequence. It
+ *   1  scores the keys: a warp takes a block of the table, a thread group one token. The
+ *      scores go to shared memory, as the logits;
+ *   2  turns them into weights, with a maximum and a sum over the thread block;
+ *   3  adds up the values: a warp takes a block of the table again, a thread several rows of
+ *      it (a row is one d of all tokens); then the lanes of a row are added, then the warps.
+ * V1 keeps the logits of the whole sequence: grid (heads, seqs), 4 bytes of shared memory per
+ * token. V2 cuts the sequence into partitions of 512 tokens with one thread block each: grid
  * (heads, seqs, partitions). Every partition leaves its maximum, its sum and its result, and
  * a second kernel weighs them. A partition has nothing to do with tensor parallelism.
  *
- * Bytes   2 * len * heads * head_dim elements: heads of a group read the same K and V, each
- *         for itself, so that memory delivers 1 / group of it and the L2 the rest
+ * Bytes   2 * len * heads * head_dim elements: each head of a group reads the same K and V,
+ *         so memory delivers 1 / group of it and the L2 the rest
  * Limit   V2: the L2, at 0.89 of its peak in 16 x 32K. V1: latency; 32K logits leave room for
  *         four warps on an SM, and the L2 is at 0.08
  * Best    H100 80GB HBM3, 2026-11-21, us; bf16, 32/8 heads, head_dim 128, block 16, random
@@ -35,18 +35,21 @@
  *           V1            9039     2255         -     296      627      665
  *           vLLM's V1    15596
  *         A fair stand-in: V2 takes 0.88 to 0.91 of the time of vLLM's, V1 less than that.
- * Tried   the loads in another order; V1 and V2 of 16 x 32K. The test for the last block of V
- *         inside the loop over its rows, as vLLM has it: 10 036 and 1094. All loads of a key,
- *         or of a block's rows, before the first is used, and that test before the loop: 3016
- *         and 1023, so V1 waits for one load after the other. Not taken: it would stand for
- *         vLLM's V1 no more. The same in 48 registers, for more warps: spills, V2 6301
+ * Tried   other orders of the loads; times of V1 and V2 for 16 x 32K. With the test for the
+ *         last block of V inside the loop over its rows, as in vLLM: 10 036 and 1094. With
+ *         all loads of a key, or of a block's rows, before the first is used, and that test
+ *         before the loop: 3016 and 1023, so V1 waits for one load after the other. Not
+ *         taken: it would no longer stand for vLLM's V1. The same in 48 registers, for more
+ *         warps: it spills, V2 6301
  *
- * Unlike vLLM's: weights, products and sums are f32 (there the weights and their products
- * with V take q's dtype); results of partitions stay f32 (there q's dtype); the sum gets no
- * + 1e-6; a scale of an f8e4m3 cache multiplies a sum, not every element, and a thread group
- * loads x elements of such a cache at once (there as many as are 16 bytes of q's dtype); a
- * token that is no key has the logit -inf, not 0; a broken table entry is no key; V1 and V2
- * are one kernel. Block-sparse attention is left out.
+ * Differences from vLLM's kernels
+ *   numbers     weights, products and sums are f32 (vLLM: weights and their products with V
+ *               take q's dtype); results of partitions stay f32 (vLLM: q's dtype); the sum
+ *               gets no + 1e-6
+ *   f8e4m3      a scale multiplies a sum, not every element; a thread group loads x elements
+ *               at once (vLLM: as many as are 16 bytes of q's dtype)
+ *   no key      a token that is no key has the logit -inf, not 0; so has a broken table entry
+ *   structure   V1 and V2 are one kernel. Block-sparse attention is left out.
  * Source  Kwon et al. 2023, arXiv:2309.06180; vllm-project/vllm, csrc/attention. */
 #include <cfloat>
 
@@ -58,41 +61,41 @@ namespace {
 
 constexpr int THREADS = 128, WARPS = THREADS / WARP, PARTITION = 512;
 
-/* Who reads what, in elements of the caches. */
+/* Which thread reads what, in elements of the caches. */
 template <class C_, int HEAD_DIM, int BLOCK_SIZE> struct shape {
   using C = C_;
   static constexpr int HEAD = HEAD_DIM, BLOCK = BLOCK_SIZE, SLICE = HEAD * BLOCK;
-  /* Keys: x elements, 16 bytes, of a token lie together, then as many of the next token. A
-   * thread group loads those of its token at once, so that a warp reads x elements of all
-   * tokens of the block from memory in a row. */
+  /* Keys: x elements (16 bytes) of one token are contiguous, then x of the next token. A
+   * thread group loads those of its token at once, so a warp reads a contiguous run of
+   * memory: x elements of all tokens of the block. */
   static constexpr int X
   = WIDE<C>;
-  static constexpr int GROUP = WARP / BLOCK; /* threads of a token: 4, 2 or 1 */
+  static constexpr int GROUP = WARP / BLOCK; /* threads per token: 4, 2 or 1 */
   static constexpr int VEC = X
   / GROUP;                              /* elements that a thread loads at once */
-  static constexpr int VECS = HEAD / X; /* such loads for a token */
-  /* Values: the tokens of a row lie together; a few neighbouring lanes load a row. */
+  static constexpr int VECS = HEAD / X; /* loads per token */
+  /* Values: the tokens of a row are contiguous; a few neighbouring lanes load a row. */
   static constexpr int V_VEC = X
   < BLOCK ? X : BLOCK;
   static constexpr int ROW_LANES = BLOCK / V_VEC;
   static constexpr int WARP_ROWS = WARP / ROW_LANES; /* rows that a warp loads at once */
-  static constexpr int ROWS = (HEAD + WARP_ROWS - 1) / WARP_ROWS; /* of a thread */
+  static constexpr int ROWS = (HEAD + WARP_ROWS - 1) / WARP_ROWS; /* per thread */
 };
 
-/* Tokens first ... end - 1 of a sequence as one KV head sees them. */
+/* Tokens first ... end - 1 of a sequence, as one KV head sees them. */
 struct part {
   const int32_t *table;
   int64_t blocks;
   int kv_heads, kv_head, first, end;
-  /* Which of the slices [blocks, kv_heads] of a cache holds this block of the table; -1: the
-   * table is broken there. In 64 bits, for elements of a cache pass 2^31. */
+  /* Which slice of a cache's [blocks, kv_heads] has this block of the table; -1 if the table
+   * is broken there. 64-bit, since a cache can have more than 2^31 elements. */
   __device__ int64_t slice(int block) const {
     int64_t physical = table[block];
     return physical < 0 || physical >= blocks ? -1 : physical * kv_heads + kv_head;
   }
 };
 
-/* What V2 keeps of a partition: row (seq, head), then partition. */
+/* What V2 keeps of each partition, in rows (seq, head). */
 struct partials {
   float *top, *sum; /* [seqs * heads, count] */
   float *out;       /* [seqs * heads, count, head_dim] */
@@ -104,15 +107,15 @@ __device__ int sequence_len(const kvl_vllm_attention_args &a, int seq) {
   return (int)max((int64_t)0, min((int64_t)a.lens[seq], room));
 }
 
-/* logits[token - first] = q . k + slope * (token - newest), -inf where there is no key, up to
- * the end of the last block. Returns the largest that this thread saw. */
+/* logits[token - first] = q . k + slope * (token - newest) up to the end of the last block;
+ * -inf where there is no key. Returns the largest that this thread saw. */
 template <class S>
 __device__ float score_keys(const part &p, const typename S::C *keys, const float *q,
                             float slope, int newest, float *logits) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int in_block = lane / S::GROUP; /* the token of this thread's group */
   const int in_group = lane % S::GROUP;
-  float top = -FLT_MAX; /* finite, so that exp(-inf - top) is 0 also without any key */
+  float top = -FLT_MAX; /* finite, so that exp(-inf - top) is 0 even without any key */
   for (int block = p.first / S::BLOCK + warp; block * S::BLOCK < p.end; block += WARPS) {
     const int token = block * S::BLOCK + in_block;
     const int64_t slice = p.slice(block);
@@ -121,7 +124,7 @@ __device__ float score_keys(const part &p, const typename S::C *keys, const floa
       const auto *k = keys + slice * S::SLICE + in_block * S::X
       +in_group *S::VEC;
 #pragma unroll
-      for (int j = 0; j < S::VECS; j++) { /* dims j * x + in_group * VEC and on */
+      for (int j = 0; j < S::VECS; j++) { /* dims from j * x + in_group * VEC on */
         float x[S::VEC];
         load_floats<S::VEC>(k + j * (S::BLOCK * S::X), x);
 #pragma unroll
@@ -133,20 +136,20 @@ __device__ float score_keys(const part &p, const typename S::C *keys, const floa
 #pragma unroll
     for (int e = 0; e < S::VEC; e++) qk += sums[e];
     qk = warp_sum<S::GROUP>(qk) + slope * (token - newest);
-    if (slice < 0 || token >= p.end) qk = -INFINITY; /* whatever bits lie there */
+    if (slice < 0 || token >= p.end) qk = -INFINITY; /* whatever that memory holds */
     if (in_group == 0) logits[token - p.first] = qk;
     top = fmaxf(top, qk);
   }
   return top;
 }
 
-/* sums[warp][d] = the sum of weight * v over the blocks of that warp. The weights lie where
- * the sums go. */
+/* sums[warp][d] = the sum of weight * v over the blocks of that warp. sums may be the same
+ * memory as weights. */
 template <class S>
 __device__ void add_values(const part &p, const typename S::C *values, float *weights,
                            float *sums) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int in_block = lane % S::ROW_LANES * S::V_VEC; /* first token of the vector */
+  const int in_block = lane % S::ROW_LANES * S::V_VEC; /* the vector's first token */
   float sum[S::ROWS] = {};
   for (int block = p.first / S::BLOCK + warp; block * S::BLOCK < p.end; block += WARPS) {
     const int token = block * S::BLOCK + in_block;
@@ -160,7 +163,7 @@ __device__ void add_values(const part &p, const typename S::C *values, float *we
       if (d >= S::HEAD) break;
       float v[S::V_VEC];
       load_floats<S::V_VEC>(values + slice * S::SLICE + d * S::BLOCK + in_block, v);
-      /* Past the end a weight is 0, but 0 * NaN is NaN: V is cleared there. */
+      /* Past the end a weight is 0, but 0 * NaN is NaN: there V is replaced by 0. */
 #pragma unroll
       for (int e = 0; e < S::V_VEC; e++)
         sum[i] += weight[e] * (token + e < p.end ? v[e] : 0.f);
@@ -168,7 +171,7 @@ __device__ void add_values(const part &p, const typename S::C *values, float *we
   }
 #pragma unroll
   for (int i = 0; i < S::ROWS; i++) sum[i] = warp_sum<S::ROW_LANES>(sum[i]);
-  __syncthreads(); /* every warp has read its weights */
+  __syncthreads(); /* all warps have read their weights */
 #pragma unroll
   for (int i = 0; i < S::ROWS; i++) {
     const int d = lane / S::ROW_LANES + i * S::WARP_ROWS;
@@ -205,7 +208,8 @@ __global__ void __launch_bounds__(THREADS)
   const float slope = a.alibi ? a.alibi[head] : 0.f;
   float top = score_keys<S>(p, (const typename S::C *)a.cache.keys, q, slope, len - 1,
                             logits);
-  top = block_max(top, reduce); /* of the thread block; also, all logits are written */
+  /* The maximum of the thread block; its barrier also completes the logits. */
+  top = block_max(top, reduce);
   float sum = 0;
   const int padded = (p.end - p.first + S::BLOCK - 1) / S::BLOCK * S::BLOCK;
   for (int i = threadIdx.x; i < padded; i += THREADS) {
@@ -229,8 +233,8 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-/* out = the partitions' results, each weighed by sum_j * exp(top_j - top). Grid (heads,
- * seqs). */
+/* out = the results of the partitions, each weighed by sum_j * exp(top_j - top), normalised.
+ * Grid (heads, seqs). */
 __global__ void __launch_bounds__(THREADS)
     vllm_reduce(const __grid_constant__ kvl_vllm_attention_args a, partials from) {
   extern __shared__ float weights[]; /* [partitions] */
@@ -262,15 +266,15 @@ int partition_count(const kvl_vllm_attention_args &a) {
   return a.version == 2 ? (int)((longest(a) + PARTITION - 1) / PARTITION) : 0;
 }
 
-/* Ask for dynamic shared memory beside the `fixed` bytes that a kernel has anyway. */
+/* Asks for dynamic shared memory, beside the `fixed` bytes that a kernel has anyway. */
 template <class K>
 int allow_dynamic(K *kernel, int64_t bytes, int64_t fixed, const kvl_cuda_queue *q,
                   const char *words, int64_t tokens) {
   if (bytes + fixed > q->shared_optin)
     return kvl_cuda::fail(
         KVL_ERR_UNSUPPORTED,
-        "%s: %lld tokens (max_blocks * block_size) want %lld bytes of shared memory, a "
-        "block of threads has %lld",
+        "%s: %lld tokens (max_blocks * block_size) need %lld bytes of shared memory, but a "
+        "thread block has only %lld",
         words, (long long)tokens, (long long)bytes, (long long)(q->shared_optin - fixed));
   if (bytes + fixed <= 48 << 10) return KVL_OK;
   return kvl__cuda_check(
@@ -332,7 +336,7 @@ partials place_partials(const kvl_vllm_attention_args &a) {
 int launch_reduce(const kvl_vllm_attention_args &a, const partials &from,
                   const kvl_cuda_queue *q) {
   if (from.count == 0) return KVL_OK;
-  /* in fours, as the compiler reads the weights, before it looks how many there are */
+  /* A multiple of four: the compiler reads four weights before it checks their number. */
   const int64_t bytes = (from.count + 3) / 4 * 4 * (int64_t)sizeof(float);
   int status = allow_dynamic(vllm_reduce, bytes, WARP * 4, q, "V2", longest(a));
   if (status < 0) return status;

@@ -1,6 +1,6 @@
-/* What a block of threads of paged_wgmma.cuh works on, and with: its shape, the items of work
- * and how each of its warps finds them, the layout of shared memory with its barriers, and
- * the warps that fill it. */
+/* What a thread block of paged_wgmma.cuh works on, and with: its shape, the items of work and
+ * how each of its warps finds them, the layout of shared memory with its barriers, and the
+ * warps that fill it. */
 #ifndef KVL_CUDA_WGMMA_WORK_CUH
 #define KVL_CUDA_WGMMA_WORK_CUH
 
@@ -14,24 +14,25 @@ template <int D_> struct wgmma_shape {
   static constexpr bool TURNS = D == 64; /* consumers take turns at the products */
   static constexpr int CONSUMERS = 2, ROWS = 64 * CONSUMERS;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
-  static constexpr int GROUPS = KEYS / 8; /* of keys: the rows of a swizzle atom */
-  static constexpr int HALVES = D / 64;   /* of a row: the width of an atom */
+  static constexpr int GROUPS = KEYS / 8; /* of keys; a swizzle atom has 8 rows */
+  static constexpr int HALVES = D / 64;   /* of a row; an atom is 64 numbers wide */
   static constexpr int GROUP_BYTES = HALVES * 1024, TILE_BYTES = GROUPS * GROUP_BYTES;
   static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
-  /* One KiB to align: dynamic shared memory need not begin at an atom. */
+  /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + 2 * STAGES * TILE_BYTES + 1024;
 };
 
-constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that are not there */
+constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that do not exist */
 
-/* What the host works out. Items are numbered tile by tile from the last, lane by lane (KV
- * head and subgroup of its heads) within a tile: with a causal mask the long ones first. */
+/* What the host works out. Items are numbered tile by tile, from the last tile on, and within
+ * a tile by lane (KV head and subgroup of its heads): with a causal mask, long items come
+ * first. */
 struct wgmma_plan {
-  int box; /* groups of eight keys that one copy brings */
+  int box; /* how many groups of eight keys one copy brings */
   int tokens_tile, subgroups, lanes, items;
 };
 
-/* prefix_count of a single warp. */
+/* prefix_count by a single warp. */
 template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F holds) {
   const int lane = threadIdx.x % WARP;
   int low = 0;
@@ -46,12 +47,12 @@ template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F hol
 }
 
 /* An item: the rows of a tile of tokens for one KV head, and the keys that they see. Every
- * warp finds it for itself. */
+ * warp finds its items by itself. */
 struct wgmma_work {
   int token0, tokens, position0; /* tokens 0: nothing to do */
   int kv_head, head0, heads_each, seq, length;
-  int first_key; /* of tile 0: keys before it are outside of every row's window */
-  int tiles;     /* at least one, be it of no keys */
+  int first_key; /* of tile 0; no row's window reaches further back */
+  int tiles;     /* at least one, even if it has no keys */
 
   template <class shape>
   static __device__ wgmma_work find(const kvl_paged_attention_args &a, const wgmma_plan &plan,
@@ -105,8 +106,8 @@ struct wgmma_work {
   }
 };
 
-/* The items of this block of threads, in an order that turns each round: everyone gets long
- * and short ones. */
+/* Calls f for the items of this thread block. Their order turns around each round, so that
+ * every block gets long and short ones. */
 template <class shape, class F>
 __device__ __forceinline__ void each_work(const kvl_paged_attention_args &a,
                                           const wgmma_plan &plan, F f) {
@@ -121,16 +122,16 @@ __device__ __forceinline__ void each_work(const kvl_paged_attention_args &a,
 
 #if KVL_SM90A
 
-/* Where things lie in shared memory: Q [Q_STAGES, consumers, D / 64, 64, 64], K and V
- * [STAGES, GROUPS, HALVES, 8, 64], all of it in atoms of eight rows of 128 bytes. */
+/* The layout of shared memory: Q [Q_STAGES, consumers, D / 64, 64, 64], K and V [STAGES,
+ * GROUPS, HALVES, 8, 64], all in atoms of eight rows of 128 bytes. */
 template <class shape> struct wgmma_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES;
   static constexpr int BARRIERS = 4 * STAGES + 2 * shape::CONSUMERS * QS + 1;
-  /* What consumers know of a tile: where each eight keys begin, or NO_KEYS; and the first
-   * and last position, the last INT_MAX where some keys are not there. */
+  /* What consumers know of a tile: the position where each eight keys begin, or NO_KEYS; and
+   * its first and last position (the last is INT_MAX when some keys do not exist). */
   int positions[STAGES][shape::GROUPS];
   int2 spans[STAGES];
-  float scale; /* of scores, to base 2 */
+  float scale; /* turns scores into base 2 */
   alignas(8) uint64_t barriers[BARRIERS];
 
   __device__ uint32_t q(int stage, int consumer) const {
@@ -169,8 +170,8 @@ static_assert(wgmma_shape<64>::CONSUMERS == 2, "q_full counts on it");
 
 /* ---- producers ------------------------------------------------------------------------- */
 
-/* One warp: all tiles of K, or of V. Lane g looks up eight keys; the first of a box copies
- * it. The lookups of a tile are done while its place in the ring is still in use. */
+/* One warp brings all tiles of K, or of V. Lane g looks up eight keys, and the first lane of
+ * a box copies it. A tile is looked up while its stage of the ring is still in use. */
 template <class shape, bool V>
 __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap &map,
                             const wgmma_plan &plan, wgmma_memory<shape> &memory) {
@@ -194,7 +195,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       const bool there = position != NO_KEYS;
       const bool leads = there && lane < GROUPS && g % plan.box == 0;
       const int boxes = __popc(__ballot_sync(ALL_LANES, leads));
-      /* Weights of keys that are not there are 0, but 0 * NaN is not: V has to be cleared. */
+      /* Keys that do not exist have weight 0, but 0 * NaN is NaN: their V must be cleared. */
       const bool whole = __all_sync(ALL_LANES, there && (!V || position + 8 <= w.length));
       const int s = step % STAGES;
       const uint32_t to = V ? memory.v(s) : memory.k(s);
@@ -227,7 +228,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
   });
 }
 
-/* One warp: a consumer's rows of Q, one item ahead. */
+/* One warp brings a consumer's rows of Q, one item ahead. */
 template <class T, class shape>
 __device__ void bring_queries(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                               wgmma_memory<shape> &memory, int consumer) {
@@ -237,7 +238,8 @@ __device__ void bring_queries(const kvl_paged_attention_args &a, const wgmma_pla
   each_work<shape>(a, plan, [&](const wgmma_work &w) {
     const query_rows rows = w.rows();
     const T *q = (const T *)a.q + (rows.token0 * a.heads + w.head0) * D;
-    int begins[2]; /* of rows `lane` and `lane` + 32, in rows of q; -1: there is none */
+    /* Where rows `lane` and `lane` + 32 begin, in rows of q; -1: there is no such row. */
+    int begins[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = consumer * 64 + h * WARP + lane, token = r / w.heads_each;

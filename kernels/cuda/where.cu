@@ -1,7 +1,8 @@
-/* out = cond ? a : b; only bits are moved.
+/* out = cond ? a : b. Only bits are moved, so any dtype of the same size works.
  *   cond       u8   [count]   true when not 0
  *   a, b, out  any  [count]   elements of 1, 2, 4 or 8 bytes
- * Reads 1 + 2 and writes 1 element a number (a and b both, so that loads stay wide).
+ * Each result costs 1 byte of cond, 2 elements read and 1 written: a and b are both read, so
+ * that loads stay wide.
  * Limit: memory bandwidth. */
 #include "elementwise.cuh"
 

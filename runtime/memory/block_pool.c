@@ -1,6 +1,6 @@
-/* The block pool: which blocks of paged KV memory are free and how many hold each. It
- * knows numbers, not memory. Invariant: a block is in the free list exactly when its
- * reference count is 0. */
+/* The block pool records which blocks of paged KV memory are free and how many references
+ * each block has. It handles block numbers, never the memory itself. Invariant: a block is in
+ * the free list exactly when its reference count is 0. */
 #include "memory/block_pool.h"
 
 int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out) {
@@ -48,7 +48,7 @@ int kvl_pool_block_refs(const kvl_pool *pool, int block) {
   return pool->refs[block];
 }
 
-/* The references of a block that somebody holds, or an error. */
+/* Returns how many references a block has; it is an error if the block is free. */
 static int held(const kvl_pool *pool, int block) {
   int refs = kvl_pool_block_refs(pool, block);
   if (refs != 0) return refs;

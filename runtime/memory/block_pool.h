@@ -1,4 +1,4 @@
-/* The pool as sequence.c sees it. */
+/* The inside of the block pool, for sequence.c. */
 #ifndef KVL_BLOCK_POOL_H
 #define KVL_BLOCK_POOL_H
 
@@ -11,7 +11,7 @@ struct kvl_pool {
   int32_t *free_list; /* [free_count], a stack */
 };
 
-/* Take n blocks with one reference each, all or none. */
+/* Takes n blocks with one reference each, or no block if that many cannot be taken. */
 int kvl__pool_take(kvl_pool *p, int n, int32_t *out);
 void kvl__pool_hold(kvl_pool *p, int32_t block);
 void kvl__pool_release(kvl_pool *p, int32_t block);

@@ -1,22 +1,22 @@
-/* The ring: slots on the device that blocks of the host tier pass through.
+/* The ring has slots on the device, through which blocks of the host tier pass.
  *
- * Per slot: a stream, and the events `ready` (its load is done) and `done` (nobody reads it
- * any more). Per layer: `offloaded` (what the buffer held is in the host tier). The order of
- * events is the whole of its correctness:
- *   load     waits for planned (the compute stream at the start of a step: tokens that
- *            earlier steps wrote to the host tier, and indices), done[slot] and
- *            offloaded[layer], copies, records ready[slot]; a gather waits for the load
- *            before it, too
- *   compute  waits for ready[slot], reads, records done[slot]
- *   offload  waits for the compute stream, copies, records offloaded[layer]
- *   append   to the layer's buffer waits for offloaded[layer]
- * Source: the SparsePolicy engine of a nano-vllm fork (its contract; here with all of the
- * waits, and loads of many blocks). */
+ * Each slot has a stream and two events: `ready` (its load is done) and `done` (no work reads
+ * the slot any more). Each layer has an event `offloaded` (the contents of its buffer are in
+ * the host tier). The event `planned` is recorded on the compute stream at the start of a
+ * step, when the indices and the tokens of earlier steps have been written. The ring is
+ * correct because each operation waits for the right events:
+ *   load     waits for planned, done[slot] and offloaded[layer]; copies; records
+ *            ready[slot]. A gather also waits for the load before it
+ *   compute  waits for ready[slot]; reads the slot; records done[slot]
+ *   offload  waits for the compute stream; copies; records offloaded[layer]
+ *   append   waits for offloaded[layer]; writes to the layer's buffer
+ * Source: the SparsePolicy engine of a nano-vllm fork. The ring follows its contract, but it
+ * has all of the waits, and a load takes many blocks. */
 #include "core/call.h"
 #include "core/stream.h"
 
-/* From this size on a block goes by the copy engine where the host knows which it is: a copy
- * of 1 MiB reaches the link's speed, and takes no SM. */
+/* An offload uses the copy engine for blocks of this size and larger, if the host knows their
+ * numbers. A copy of 1 MiB reaches the link's speed, and the copy engine takes no SM. */
 enum { BYTES_COPY_ENGINE = 1 << 20 };
 
 struct slot {
@@ -24,7 +24,7 @@ struct slot {
   kvl_event *ready, *done;
   int blocks; /* of its last load, for the trace */
   int layer;
-  int span; /* its open COMPUTE span, -1: none */
+  int span; /* its open COMPUTE span; -1: none */
 };
 
 struct span {
@@ -37,13 +37,13 @@ struct kvl_ring {
   kvl_tensor memory; /* [slots, blocks, 2, kv_heads, block_size, head_dim] */
   kvl_tensor moved;  /* i64 [2]: bytes that gathers and offloads moved */
   kvl_tensor moved_in, moved_out;
-  int64_t bytes_in, bytes_out; /* by the copy engine */
+  int64_t bytes_in, bytes_out; /* moved by the copy engine */
   int64_t bytes_block;
   struct slot *slots;
   kvl_stream *offload;
   kvl_event **offloaded; /* [layers] */
   kvl_event *planned, *issued;
-  kvl_event *last_ready; /* of the load before: gathers go one after the other */
+  kvl_event *last_ready; /* of the last load: gathers run one after the other */
   kvl_event *origin;     /* of the trace */
   struct span *spans;
   int num_slots, layers, spans_room, spans_used, buffer_span;
@@ -103,7 +103,7 @@ static int ring_start(kvl_ring *r) {
   if (status >= 0) status = kvl_tensor_narrow(&r->moved, 1, 1, &r->moved_out);
   if (status >= 0) status = kvl_event_open(dev, &r->planned);
   if (status >= 0) status = kvl_event_open(dev, &r->issued);
-  /* the zeros of the counters come before the first count */
+  /* loads wait for planned, and so for the zeros of the counters */
   if (status >= 0) status = kvl_event_record(r->planned, dev->current);
   if (status >= 0) status = kvl__stream_open(dev, KVL_QUEUE_URGENT, &r->offload);
   for (int i = 0; i < r->num_slots && status >= 0; i++) {
@@ -126,7 +126,8 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   struct kvl__call c = {.op = "ring"};
   kvl__arg(&c, "memory", memory, KVL__CACHE, "slots blocks 2 kv_heads block_size head_dim");
   if (c.status >= 0 && (memory->shape[0] < 1 || memory->shape[0] > 32 || layers < 1))
-    kvl__call_fail(&c, "%lld slots and %d layers, expected 1 ... 32 and 1 or more",
+    kvl__call_fail(&c,
+                   "%lld slots and %d layers, expected 1 ... 32 slots and 1 or more layers",
                    (long long)memory->shape[0], layers);
   if (c.status >= 0 && memory->shape[1] < 1)
     kvl__call_fail(&c, "slots of %lld blocks, expected 1 or more",
@@ -159,9 +160,9 @@ static int expect_ring(const kvl_ring *r, const char *op) {
   return r ? KVL_OK : kvl__fail(KVL_ERR_INVALID, "%s: the ring is closed", op);
 }
 
-/* ---- trace ------------------------------------------------------------------------------ */
+/* ---- trace ----------------------------------------------------------------------------- */
 
-/* Begin a span on `stream`; its number, or -1 when the trace is full or off. */
+/* Begins a span on `stream`. Returns its number, or -1 if the trace is full or off. */
 static int span_begin(kvl_ring *r, int kind, int slot, int layer, int blocks,
                       kvl_stream *stream) {
   if (r->spans_used == r->spans_room) return -1;
@@ -213,7 +214,7 @@ int kvl_ring_trace_get(kvl_ring *r, kvl_span *out, int n) {
   return count;
 }
 
-/* ---- loads ------------------------------------------------------------------------------- */
+/* ---- loads ----------------------------------------------------------------------------- */
 
 static int expect_slot(kvl_ring *r, const char *op, int slot) {
   int status = expect_ring(r, op);
@@ -238,12 +239,12 @@ static int expect_cache(kvl_ring *r, const char *op, const kvl_tensor *cache) {
   return c.status;
 }
 
-/* Memory that a copy on `stream` touches may not be reused before it. */
+/* Notes that work on `stream` uses the memory, so that it is not reused before that. */
 static void used_on(const kvl_tensor *t, const kvl_stream *stream) {
   t->storage->used |= (uint64_t)1 << stream->id;
 }
 
-/* The start of every load: the slot's stream may write the slot and read the layer. */
+/* Starts a load. After its waits, the slot's stream may write the slot and read the layer. */
 static int load_begin(kvl_ring *r, int slot, int layer, int blocks, int *span) {
   struct slot *s = &r->slots[slot];
   int status = kvl_stream_wait_event(s->stream, r->planned);
@@ -262,8 +263,8 @@ static int load_end(kvl_ring *r, int slot, int span) {
   return kvl_event_record(r->slots[slot].ready, r->slots[slot].stream);
 }
 
-/* Copy whole blocks on `stream` by the copy engine, a run of neighbours at a time:
- * host[blocks[i]] and device block i, for i < n; to the device where `in`. */
+/* Copies whole blocks with the copy engine, on `stream`, a run of neighbours at a time. With
+ * `in`, host[blocks[i]] goes to device block i for i < n; without, it is the other way. */
 static int copy_runs(kvl_ring *r, kvl_stream *stream, const kvl_tensor *host, char *device,
                      const int32_t *blocks, int n, int in) {
   kvl_device *dev = r->device;
@@ -314,7 +315,7 @@ int kvl_ring_load(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   return load_end(r, slot, span);
 }
 
-/* kvl_move_blocks on another stream than the current one. */
+/* Calls kvl_move_blocks with `stream` as the current stream. */
 static int move_on(kvl_ring *r, kvl_stream *stream, const kvl_tensor *src,
                    const kvl_tensor *from, const kvl_tensor *dst, const kvl_tensor *to,
                    const kvl_tensor *moved) {
@@ -335,7 +336,7 @@ int kvl_ring_gather(kvl_ring *r, int slot, int layer, const kvl_tensor *cache,
   if (status < 0) return status;
   kvl_stream *stream = r->slots[slot].stream;
   kvl_tensor into;
-  /* two at once would share the link, and the first pass would wait for both */
+  /* two gathers at once would share the link, and the first pass would wait for both */
   status = r->last_ready ? kvl_stream_wait_event(stream, r->last_ready) : KVL_OK;
   if (status >= 0) status = load_begin(r, slot, layer, (int)from->count, &span);
   if (status >= 0) status = kvl_tensor_index(&r->memory, slot, &into);
@@ -350,7 +351,7 @@ int kvl_ring_planned(kvl_ring *r) {
   return status < 0 ? status : kvl_event_record(r->planned, r->device->current);
 }
 
-/* ---- compute ------------------------------------------------------------------------------ */
+/* ---- compute --------------------------------------------------------------------------- */
 
 int kvl_ring_wait(kvl_ring *r, int slot) {
   if (r && slot == KVL_RING_BUFFER) {
@@ -381,7 +382,7 @@ int kvl_ring_done(kvl_ring *r, int slot) {
   return kvl_event_record(s->done, r->device->current);
 }
 
-/* ---- offload ------------------------------------------------------------------------------- */
+/* ---- offload --------------------------------------------------------------------------- */
 
 int kvl_ring_offload(kvl_ring *r, int layer, const kvl_tensor *buffer, const kvl_tensor *from,
                      const kvl_tensor *cache, const kvl_tensor *to, const int32_t *blocks) {

@@ -65,8 +65,8 @@ int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
                      seq->length, p->block_size);
   if ((int64_t)seq->length + (int64_t)n * p->block_size > INT32_MAX)
     return kvl__fail(KVL_ERR_INVALID,
-                     "share: %d blocks more than %d tokens, expected < "
-                     "2^31 tokens",
+                     "share: %d blocks after %d tokens, expected < "
+                     "2^31 tokens in all",
                      n, seq->length);
   for (int i = 0; i < n; i++) {
     int refs = kvl_pool_block_refs(p, blocks[i]);
@@ -96,7 +96,8 @@ void kvl_sequence_close(kvl_sequence *seq) {
 int kvl_sequence_length(const kvl_sequence *seq) { return seq->length; }
 int kvl_sequence_blocks(const kvl_sequence *seq) { return seq->count; }
 
-/* Lengthen one sequence. Returns 1 when its last block was replaced: copy = {from, to}. */
+/* Lengthens one sequence. Returns 1 if a copy takes the place of its last block; then copy =
+ * {from, to}. */
 static int append(kvl_sequence *seq, int tokens, int64_t *places, int32_t *copy) {
   kvl_pool *p = seq->pool;
   if (tokens < 0 || tokens > INT32_MAX - seq->length)
@@ -106,7 +107,7 @@ static int append(kvl_sequence *seq, int tokens, int64_t *places, int32_t *copy)
   int size = p->block_size, old = seq->count;
   int shared = seq->length % size && p->refs[seq->blocks[old - 1]] > 1;
   int count = blocks_for(p, (int64_t)seq->length + tokens);
-  int status = grow(seq, count + 1); /* one more: the copy is taken with the rest */
+  int status = grow(seq, count + 1); /* one more: room for the copy */
   if (status < 0) return status;
   status = kvl__pool_take(p, count - old + shared, seq->blocks + old);
   if (status < 0) return status;
@@ -131,7 +132,7 @@ static int made_copy(const kvl_sequence *seq, int tokens, const int32_t *copy) {
   return before % size && seq->blocks[before / size] == copy[1];
 }
 
-/* Take back an append that made `copied` copies (0 or 1). */
+/* Takes back an append that made `copied` copies (0 or 1). */
 static void undo(kvl_sequence *seq, int tokens, int copied, const int32_t *copy) {
   kvl_sequence_truncate(seq, seq->length - tokens);
   if (!copied) return;
@@ -173,7 +174,9 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length) {
 
 int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width) {
   if (seq->count > width)
-    return kvl__fail(KVL_ERR_INVALID, "table: %d blocks in a row of %d", seq->count, width);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "table: the sequence has %d blocks, expected at most width = %d",
+                     seq->count, width);
   for (int i = 0; i < width; i++) row[i] = i < seq->count ? seq->blocks[i] : -1;
   return seq->count;
 }

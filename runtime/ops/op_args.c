@@ -48,8 +48,8 @@ void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
 void kvl__expect_groups(struct kvl__call *c) {
   int64_t heads = kvl__dim(c, "heads"), kv_heads = kvl__dim(c, "kv_heads");
   if (c->status >= 0 && (kv_heads < 1 || heads % kv_heads))
-    kvl__call_fail(c, "%lld heads over %lld kv_heads, expected a multiple", (long long)heads,
-                   (long long)kv_heads);
+    kvl__call_fail(c, "heads is %lld, expected a multiple of kv_heads = %lld",
+                   (long long)heads, (long long)kv_heads);
 }
 
 void kvl__expect_block_size(struct kvl__call *c, int block_size) {

@@ -4,23 +4,23 @@
 
 #include "core/call.h"
 
-/* KV memory of one layer; `shape` names its dims, the last four of which are
- * "2 kv_heads block_size head_dim". */
+/* Checks KV memory of one layer and returns a view of it. `shape` names its dims, the last
+ * four of which are "2 kv_heads block_size head_dim". */
 struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
                                       const kvl_tensor *memory, unsigned dtypes,
                                       const char *shape);
 
-/* The scales of an f8e4m3 cache; both may be NULL. */
+/* Checks the scales of an f8e4m3 cache and sets them in its view. Both may be NULL. */
 void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
                      const kvl_tensor *k_scale, const kvl_tensor *v_scale);
-/* heads is a multiple of kv_heads. */
+/* Expects that heads is a multiple of kv_heads. */
 void kvl__expect_groups(struct kvl__call *c);
 void kvl__expect_block_size(struct kvl__call *c, int block_size);
 void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
-/* The dtypes of rows that go into a cache, and of queries that read it: its own or f32; of
- * f8e4m3 every float. */
+/* The dtypes that rows for a cache and queries that read it may have: the cache's own and
+ * f32; for an f8e4m3 cache f32, f16 and bf16. */
 unsigned kvl__rows_of(const kvl_tensor *cache);
-/* head_dim is one that kernels take. */
+/* Expects a head_dim that the kernels support. */
 void kvl__expect_head_dim(struct kvl__call *c);
 
 #endif

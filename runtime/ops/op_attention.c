@@ -1,10 +1,11 @@
-/* Ops over paged KV memory: shapes checked, kernels launched. What each op means stands in
- * kvlab.h. Lengths, tables and selections stay on the device and are not looked at here. */
+/* Ops over paged KV memory. Each function checks the shapes and launches a kernel; kvlab.h
+ * describes the op. Lengths, tables and selections stay on the device, so their values are
+ * not checked here. */
 #include <math.h>
 
 #include "ops/op_args.h"
 
-/* A result may be f32 beside anything, or of its dtype. */
+/* The dtypes of a result that may be f32 or like t. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
 static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
@@ -59,7 +60,7 @@ int kvl_paged_attention(const kvl_attention *a) {
                      (long long)a->starts->count, (long long)args.seqs + 1);
     args.starts = a->starts->ptr;
   } else if (c.status >= 0 && args.tokens != args.seqs) {
-    kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each (or starts)",
+    kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each, or starts",
                    (long long)args.tokens, (long long)args.seqs);
   }
   if (kvl__arg(&c, "selection?", a->selection, KVL__I32,
@@ -121,7 +122,7 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
   return KVL__LAUNCH(&c, merge_attention, args);
 }
 
-/* ---- block summaries and scores ---------------------------------------------------------- */
+/* ---- block summaries and scores -------------------------------------------------------- */
 
 int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
                      const kvl_tensor *tokens, const kvl_tensor *rows,
@@ -157,7 +158,7 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
   return KVL__LAUNCH(&c, block_mean, args);
 }
 
-/* What all scores have in common; the summary's shape is the caller's. */
+/* Checks the arguments that all scores have in common. The caller checks the summary. */
 static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tensor *tables,
                        const kvl_tensor *lens, int group, const kvl_tensor *scores) {
   kvl__vector_arg(c, "q", q, KVL__FLOAT, "seqs heads head_dim");
@@ -222,7 +223,7 @@ int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_ten
   return KVL__LAUNCH(&c, score_max_qk, args);
 }
 
-/* ---- selection ------------------------------------------------------------------------------ */
+/* ---- selection ------------------------------------------------------------------------- */
 
 int kvl_budget_blocks(const kvl_budget *budget, int n) {
   struct kvl__call c = {.op = "budget"};

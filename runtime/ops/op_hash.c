@@ -1,10 +1,10 @@
-/* Hashes of keys and what is chosen by them: shapes checked, kernels launched. What each op
- * means stands in kvlab.h. */
+/* Ops that hash keys, and that score and select blocks by the hashes. Each function checks
+ * the shapes and launches a kernel; kvlab.h describes the op. */
 #include "ops/op_args.h"
 
 static int words_of(int64_t bits) { return (int)((bits + 63) / 64); }
 
-/* planes [bits, head_dim]; how many bits. */
+/* Checks planes [bits, head_dim] and returns the number of bits. */
 static int planes_arg(struct kvl__call *c, const kvl_tensor *planes) {
   if (!kvl__vector_arg(c, "planes", planes, KVL__F32, "bits head_dim")) return 0;
   int64_t bits = planes->shape[0], dim = planes->shape[1];
@@ -23,7 +23,7 @@ static void expect_words(struct kvl__call *c, int64_t bits) {
                    (long long)kvl__dim(c, "words"), words_of(bits), (long long)bits);
 }
 
-/* Hashes in either form; `rows` names their first dim. */
+/* Checks hashes in either form, per block or per token, and returns a view of them. */
 static struct kvl_hash_view hashes_arg(struct kvl__call *c, const kvl_tensor *hashes,
                                        const char *block_form, const char *token_form) {
   int is_token = hashes && hashes->ndim == 4;
@@ -52,7 +52,7 @@ static struct kvl_hash_view block_hashes_arg(struct kvl__call *c, const kvl_tens
   return view;
 }
 
-/* Lists are made for each KV head, or one for all. */
+/* Checks that there is a list for each KV head or one for all; returns how many. */
 static int64_t heads_arg(struct kvl__call *c, const char *name, const char *dim) {
   int64_t heads = kvl__dim(c, dim), kv_heads = kvl__dim(c, "kv_heads");
   if (c->status >= 0 && heads != 1 && heads != kv_heads)
@@ -127,8 +127,8 @@ int kvl_select_hamming(const kvl_hamming *s) {
   int64_t heads = heads_arg(&c, "selection", "selection_heads");
   if (c.status >= 0 && heads == 1 && (int64_t)view.kv_heads * view.words > KVL_HASH_QUERY_MAX)
     kvl__call_fail(&c,
-                   "hashes have %d kv_heads of %d words, expected at most %d together for "
-                   "one list",
+                   "hashes have %d kv_heads of %d words, expected at most %d words in all "
+                   "for one list",
                    view.kv_heads, view.words, KVL_HASH_QUERY_MAX);
   kvl__expect_budget(&c, &s->budget);
   if (c.status < 0) return c.status;

@@ -1,5 +1,6 @@
-/* Ops of an indexer: quantised keys, their memory, and what queries make of them: shapes
- * checked, kernels launched. What each op means stands in kvlab.h. */
+/* Ops of an indexer: they quantise keys, store and read them, and compute the logits of
+ * queries. Each function checks the shapes and launches a kernel; kvlab.h describes the
+ * op. */
 #include <math.h>
 
 #include "ops/op_args.h"
@@ -18,15 +19,15 @@ static void expect_dim(struct kvl__call *c) {
     kvl__call_fail(c, "dim is %lld, expected 32, 64 or 128", (long long)dim);
 }
 
-/* index-K memory, after an argument that has bound dim. */
+/* Checks index-K memory. An argument that was checked before must have bound dim. */
 static struct kvl_index_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
   if (!kvl__vector_arg(c, "cache", cache, KVL__U8, "blocks bytes"))
     return (struct kvl_index_view){0};
   int64_t dim = kvl__dim(c, "dim"), bytes = cache->shape[1];
   if (bytes < dim + 4 || bytes % (dim + 4) || bytes / (dim + 4) > 4096) {
     kvl__call_fail(c,
-                   "cache has blocks of %lld bytes, expected block_size * (dim + 4) = 1 "
-                   "... 4096 times %lld",
+                   "cache has blocks of %lld bytes, expected block_size * (dim + 4), where "
+                   "block_size is 1 ... 4096 and dim + 4 is %lld",
                    (long long)bytes, (long long)dim + 4);
     return (struct kvl_index_view){0};
   }
@@ -93,7 +94,7 @@ int kvl_index_gather(const kvl_tensor *cache, const kvl_tensor *places, const kv
   return KVL__LAUNCH(&c, index_gather, args);
 }
 
-/* q and weights; logits have 2^31 columns or fewer, as positions are i32. */
+/* Checks q, weights and logits. Positions are i32, so logits have fewer than 2^31 columns. */
 static void query_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tensor *weights,
                        const kvl_tensor *logits) {
   kvl__vector_arg(c, "q", q, KVL__F8, "rows heads dim");
@@ -144,7 +145,7 @@ int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
   kvl__arg(&c, "lens", lens, KVL__I32, "rows");
   int64_t rows = kvl__dim(&c, "rows"), sequences = kvl__dim(&c, "sequences");
   if (c.status >= 0 && (sequences ? rows % sequences : rows))
-    kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected as many for each",
+    kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected equally many for each",
                    (long long)rows, (long long)sequences);
   if (c.status < 0) return c.status;
   struct kvl_mqa_logits_paged_args args = {.cache = view,

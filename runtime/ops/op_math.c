@@ -1,5 +1,5 @@
-/* Elementwise ops, reductions, top-k, matmul, gathers and casts: arguments checked, strides
- * worked out, kernels launched. What each op means stands in kvlab.h. */
+/* Elementwise ops, reductions, top-k, matmul, gathers and casts. Each function checks its
+ * arguments, works out strides and launches a kernel; kvlab.h describes the op. */
 #include "core/tensor.h"
 #include "ops/op_args.h"
 
@@ -38,7 +38,7 @@ int kvl_random(const kvl_tensor *t, int kind, double a, double b, uint64_t seed,
   return KVL__LAUNCH(&c, random, args);
 }
 
-/* ---- elementwise ------------------------------------------------------------------------ */
+/* ---- elementwise ----------------------------------------------------------------------- */
 
 int kvl_cast(const kvl_tensor *a, const kvl_tensor *out) {
   struct kvl__call c = {.op = "cast"};
@@ -48,8 +48,9 @@ int kvl_cast(const kvl_tensor *a, const kvl_tensor *out) {
   if (c.status < 0) return c.status;
   unsigned pair = kvl__like(a) | kvl__like(out);
   if ((pair & KVL__F8) && (pair & ~(unsigned)(KVL__F8 | KVL__FLOAT)))
-    return kvl__call_fail(&c, "from %s to %s: f8e4m3 converts with f32, f16 and bf16 only",
-                          kvl_dtype_name(a->dtype), kvl_dtype_name(out->dtype));
+    return kvl__call_fail(
+        &c, "from %s to %s: f8e4m3 can be cast from and to f32, f16 and bf16 only",
+        kvl_dtype_name(a->dtype), kvl_dtype_name(out->dtype));
   struct kvl_cast_args args = {a->ptr, out->ptr, a->count, a->dtype, out->dtype};
   return KVL__LAUNCH(&c, cast, args);
 }
@@ -65,8 +66,9 @@ int kvl_unary(int op, const kvl_tensor *a, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, unary, args);
 }
 
-/* Strides of t seen as having the dims of `out`: aligned at the last dim, 0 where t has
- * one entry or none. Returns 0 when the shapes do not broadcast. */
+/* Finds the strides of t when t is broadcast to the shape of `out`. The two are aligned at
+ * the last dim, and a dim that t lacks, or where its size is 1, has stride 0. Returns 0 if
+ * the shapes do not broadcast. */
 static int broadcast(const kvl_tensor *t, const kvl_tensor *out, int64_t *stride) {
   int64_t step = 1;
   int missing = out->ndim - t->ndim;
@@ -80,7 +82,8 @@ static int broadcast(const kvl_tensor *t, const kvl_tensor *out, int64_t *stride
   return 1;
 }
 
-/* Join neighbouring dims that both operands walk as one; drop dims of size 1. */
+/* Merges neighbouring dims where the strides of both operands allow it, and drops dims of
+ * size 1. */
 static void merge_dims(struct kvl_binary_args *s) {
   int n = 0;
   for (int i = 0; i < s->ndim; i++) {
@@ -162,7 +165,7 @@ int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
   return KVL__LAUNCH(&c, where, args);
 }
 
-/* ---- reductions ------------------------------------------------------------------------- */
+/* ---- reductions ------------------------------------------------------------------------ */
 
 int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out) {
   struct kvl__call c = {.op = "reduce"};
@@ -189,12 +192,12 @@ int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out) {
   for (int i = 0; i < dim; i++) args.outer *= a->shape[i];
   for (int i = dim + 1; i < a->ndim; i++) args.inner *= a->shape[i];
   if (args.n == 0 && a->dtype == KVL_DTYPE_I32 && op != KVL_REDUCE_SUM)
-    kvl__call_fail(&c, "dim %d is empty: i32 has no infinity", dim);
+    kvl__call_fail(&c, "dim %d is empty, and i32 has no infinity as a result", dim);
   args.workspace = kvl__call_workspace(&c, KVL_OP_reduce, &args);
   return KVL__LAUNCH(&c, reduce, args);
 }
 
-/* Rows of a tensor whose last dim is n; all dims before it are rows. */
+/* The number of rows of a tensor, the product of all dims but the last. */
 static int64_t rows_of(const kvl_tensor *t) {
   int64_t rows = 1;
   for (int i = 0; i + 1 < t->ndim; i++) rows *= t->shape[i];
@@ -243,10 +246,10 @@ int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
   kvl__arg(&c, "values?", values, KVL__F32, "rows k");
   int64_t k = kvl__dim(&c, "k"), n = kvl__dim(&c, "n");
   if (k > n || n > INT32_MAX)
-    kvl__call_fail(&c, "k is %lld of %lld, expected k <= n < 2^31", (long long)k,
+    kvl__call_fail(&c, "k is %lld and n %lld, expected k <= n < 2^31", (long long)k,
                    (long long)n);
   if (which & ~(KVL_TOPK_LARGEST | KVL_TOPK_BY_INDEX))
-    kvl__call_fail(&c, "which is %d, expected LEAST or LARGEST, and BY_INDEX", which);
+    kvl__call_fail(&c, "which is %d, expected LEAST or LARGEST, BY_INDEX or not", which);
   if (c.status < 0) return c.status;
   struct kvl_topk_args args = {.a = a->ptr,
                                .values = values ? values->ptr : NULL,
@@ -260,9 +263,10 @@ int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
   return KVL__LAUNCH(&c, topk, args);
 }
 
-/* ---- matmul and gathers -------------------------------------------------------------------- */
+/* ---- matmul and gathers ---------------------------------------------------------------- */
 
-/* What the tensor cores' libraries want of f8e4m3; every device wants it. */
+/* The libraries for tensor cores demand this of f8e4m3 matrices, so every device demands
+ * it. */
 static void expect_f8_matmul(struct kvl__call *c, const kvl_tensor *a, const kvl_tensor *b,
                              const kvl_tensor *out) {
   int64_t n = kvl__dim(c, "n"), k = kvl__dim(c, "k");
@@ -299,7 +303,7 @@ int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
   args.a_stride = args.m * args.k;
   args.b_stride = b_batched ? args.n * args.k : 0;
   args.out_stride = args.m * args.n;
-  if (args.batch > 1 && !b_batched) { /* one b for all: rows of a just follow each other */
+  if (args.batch > 1 && !b_batched) { /* b is shared: all rows of a form one matrix */
     args.m *= args.batch;
     args.batch = 1;
   }
@@ -313,7 +317,7 @@ static int64_t bytes_row(const kvl_tensor *t) {
   return count * kvl_dtype_bytes(t->dtype);
 }
 
-/* Two tensors whose rows (dims past 0) must agree. */
+/* Expects that the rows of two tensors, all dims but the first, have the same shape. */
 static void expect_rows_of(struct kvl__call *c, const char *name, const kvl_tensor *t,
                            const kvl_tensor *other) {
   char got[96], want[96];

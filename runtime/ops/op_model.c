@@ -1,4 +1,5 @@
-/* Transformer ops that go over tokens. */
+/* Transformer ops over the rows of tokens. Each function checks the shapes and launches a
+ * kernel; kvlab.h describes the op. */
 #include "ops/op_args.h"
 
 int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,

@@ -1,8 +1,9 @@
-/* Ops that move KV blocks between host tier and device, and decide which. Shapes checked,
- * kernels launched; what each op means stands in kvlab.h. */
+/* Ops that move KV blocks between the host tier and the device, and ops that decide which
+ * blocks to move. Each function checks the shapes and launches a kernel; kvlab.h describes
+ * the op. */
 #include "ops/op_args.h"
 
-/* A pointer that a checked, optional tensor has. */
+/* The memory of an optional tensor that was checked, or NULL. */
 static void *ptr_of(const kvl_tensor *t) { return t ? t->ptr : NULL; }
 
 int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
@@ -114,7 +115,7 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
   args.is_ahead = a->is_ahead != 0;
   int64_t most = args.seqs * args.n;
   if (c.status >= 0 && kvl__dim(&c, "misses") != most)
-    kvl__call_fail(&c, "miss_from has %lld entries a head, expected seqs * n = %lld",
+    kvl__call_fail(&c, "miss_from has %lld entries per KV head, expected seqs * n = %lld",
                    (long long)kvl__dim(&c, "misses"), (long long)most);
   if (c.status >= 0 && most > args.hot.memory.blocks)
     kvl__call_fail(&c,

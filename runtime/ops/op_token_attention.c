@@ -1,5 +1,5 @@
-/* Attention over lists of tokens: shapes checked, kernel launched. What it means stands in
- * kvlab.h; the places stay on the device and are not looked at here. */
+/* Attention over lists of tokens: checks the shapes and launches the kernel. kvlab.h
+ * describes the op. The places stay on the device, so their values are not checked here. */
 #include "ops/op_args.h"
 
 int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,

@@ -1,5 +1,6 @@
-/* Ops from logits of tokens to places: shapes checked, kernels launched. What each op means
- * stands in kvlab.h. Lengths, tables and offsets stay on the device. */
+/* Ops that turn the logits of tokens into the places of the best ones. Each function checks
+ * the shapes and launches a kernel; kvlab.h describes the op. Lengths, tables and offsets
+ * stay on the device, so their values are not checked here. */
 #include "ops/op_args.h"
 
 static struct kvl_transform_view transform_args(struct kvl__call *c, const kvl_transform *t,
@@ -16,8 +17,7 @@ static struct kvl_transform_view transform_args(struct kvl__call *c, const kvl_t
       kvl__call_fail(c, "offsets are given beside tables, expected one of them");
     if (!t->row_sequence && view.sequences > 0) view.rows_each = rows / view.sequences;
     if (!t->row_sequence && view.rows_each * view.sequences != rows)
-      kvl__call_fail(c,
-                     "%lld rows over %lld sequences, expected a multiple (or row_sequence)",
+      kvl__call_fail(c, "%lld rows for %lld sequences, expected a multiple, or row_sequence",
                      (long long)rows, (long long)view.sequences);
   }
   if (t->row_sequence && !t->tables)
@@ -92,10 +92,11 @@ int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *st
     kvl__call_fail(&c, "first is %lld, expected >= 0", (long long)first);
   if (c.status >= 0 && logits->count > 0 && values->count > 0 &&
       (values->ptr == kept_values->ptr || positions->ptr == kept_positions->ptr))
-    kvl__call_fail(&c, "%s are those kept, expected another tensor",
-                   values->ptr == kept_values->ptr ? "values" : "positions");
+    kvl__call_fail(&c, "%s, expected another tensor",
+                   values->ptr == kept_values->ptr ? "values is kept_values"
+                                                   : "positions is kept_positions");
   int64_t n = kvl__dim(&c, "n"), k = kvl__dim(&c, "k");
-  expect_columns(&c, first + n + k); /* one row of a search: what is kept, then the tile */
+  expect_columns(&c, first + n + k); /* a row of the search is what was kept, then the tile */
   if (c.status < 0) return c.status;
   struct kvl_topk_merge_args args = {logits->ptr,
                                      starts ? starts->ptr : NULL,

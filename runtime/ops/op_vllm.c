@@ -1,5 +1,5 @@
-/* Ops over vLLM's layout of KV memory: shapes checked, kernels launched. What each op means
- * stands in kvlab.h. */
+/* Ops over vLLM's layout of KV memory. Each function checks the shapes and launches a kernel;
+ * kvlab.h describes the op. */
 #include "ops/op_args.h"
 
 static int is_head_dim(int64_t d) {
@@ -64,8 +64,9 @@ int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *
   return KVL__LAUNCH(&c, vllm_append, args);
 }
 
-/* vLLM's own choice: a thread block a sequence where there are enough of them or nothing to
- * cut. It keeps V1 to 8192 tokens, whose logits fit into any GPU's shared memory. */
+/* Chooses as vLLM does. V1 gives each head of a sequence one thread block; it is chosen if
+ * there are enough of these or the sequences are too short to divide. vLLM uses V1 up to 8192
+ * tokens, whose logits fit into any GPU's shared memory. */
 static int32_t version_for(const struct kvl_vllm_attention_args *a) {
   int64_t longest = a->max_blocks * a->cache.block_size;
   return longest <= 8192 && (longest <= 512 || a->seqs * a->heads > 512) ? 1 : 2;
@@ -83,7 +84,7 @@ int kvl_vllm_attention(const kvl_vllm *a) {
   kvl__vector_arg(&c, "out", a->out, kvl__like(a->q), "seqs heads head_dim");
   args.heads = kvl__dim(&c, "heads");
   if (c.status >= 0 && (args.cache.kv_heads < 1 || args.heads % args.cache.kv_heads))
-    kvl__call_fail(&c, "%lld heads over %d kv_heads, expected a multiple",
+    kvl__call_fail(&c, "heads is %lld, expected a multiple of kv_heads = %d",
                    (long long)args.heads, args.cache.kv_heads);
   if (a->version < 0 || a->version > 2)
     kvl__call_fail(&c, "version is %d, expected 1, 2 or 0 (vLLM's choice)", a->version);

@@ -1,15 +1,17 @@
-/* The prefetcher: tasks wait in a queue by priority, workers take the first.
+/* The prefetcher: tasks wait in a queue by priority, and worker threads take the first.
  *
- * One lock guards queue, tasks and counters. A task is WAITING in the queue, RUNNING at a
- * worker, and then over: COMPLETED, CANCELLED or FAILED, for good. What it holds of the device
- * is given back on a caller's thread, by the next call that waits or submits (`reap`).
+ * One lock guards the queue, the tasks and the counters. A task is WAITING in the queue,
+ * then RUNNING in a worker, and then over for good: COMPLETED, CANCELLED or FAILED. A task
+ * that is over still holds resources of the device. Workers must not touch these, so the
+ * next call that submits, waits or closes gives them back on its caller's thread (`reap`).
  *
- * While a link is emulated there are no threads: tasks run, in order, on the thread that waits
- * for one or submits to a full queue. A transfer then begins, in modelled time, when what used
- * its memory before the submit is over, and no later because of when the host came to wait.
+ * While a link is emulated there are no worker threads. Tasks run in the order of the
+ * queue, on the thread that waits for a task or submits to a full queue. In modelled time,
+ * a transfer begins as soon as the work that used its memory before the submit is over,
+ * however late the host waits for it.
  *
- * Source: the PrefetchEngine of UCM's GSA (its priorities, workers and bound on pending work;
- * here a task that fails, or never ran, tells those who wait for it). */
+ * Source: the PrefetchEngine of UCM's GSA (its priorities, workers and limit on pending
+ * tasks). Here a task that fails or never runs says so to those who wait for it. */
 #include <time.h>
 
 #include "cpu/link.h"
@@ -64,7 +66,7 @@ int64_t kvl__deadline_ns(int64_t timeout_us) {
 int kvl__prefetch_wait_on(kvl_prefetch *p, pthread_cond_t *cond, int64_t end,
                           const char *op) {
   if (kvl_interrupted()) return kvl__fail(KVL_ERR_INTERRUPTED, "%s: interrupted", op);
-  int64_t now = kvl_clock_ns(), until = now + NS_SLICE; /* a signal wakes nobody */
+  int64_t now = kvl_clock_ns(), until = now + NS_SLICE; /* a signal does not end the wait */
   if (now >= end) return 0;
   if (until > end) until = end;
   struct timespec at = {until / 1000000000, until % 1000000000};
@@ -75,7 +77,7 @@ int kvl__prefetch_wait_on(kvl_prefetch *p, pthread_cond_t *cond, int64_t end,
 static void cond_open(pthread_cond_t *cond) {
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);
-  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* that of kvl_clock_ns */
+  pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* the clock of kvl_clock_ns */
   pthread_cond_init(cond, &attr);
   pthread_condattr_destroy(&attr);
 }
@@ -101,7 +103,7 @@ static void end_task(kvl_prefetch *p, kvl_ticket *t, int state) {
   pthread_cond_broadcast(&p->changed);
 }
 
-/* A task that has left the queue without having run. */
+/* Ends a task that has left the queue and will not run. */
 static void end_waiting(kvl_prefetch *p, kvl_ticket *t) {
   t->ns_started = kvl_clock_ns();
   count_pending(p);
@@ -109,7 +111,8 @@ static void end_waiting(kvl_prefetch *p, kvl_ticket *t) {
   end_task(p, t, KVL_PREFETCH_CANCELLED);
 }
 
-/* What will come of the task's next layer has been read, and its copies are issued. */
+/* The records of the task's next layer have been read, as far as the store has them, and
+ * their copies are issued. */
 static void layer_ready(kvl_prefetch *p, kvl_ticket *t) {
   pthread_mutex_lock(&p->lock);
   if (t->lost > 0 && t->first_lost == t->layers) t->first_lost = t->layers_ready;
@@ -196,7 +199,7 @@ static int start(kvl_prefetch *p, const kvl_prefetch_options *o) {
                               staging ? staging + 2 * (size_t)i * p->bytes_half : NULL);
     if (status < 0 || p->is_modelled) continue;
     if (pthread_create(&thread->thread, NULL, thread_main, thread))
-      return kvl__fail(KVL_ERR_DEVICE, "prefetch: no thread for worker %d", i);
+      return kvl__fail(KVL_ERR_DEVICE, "prefetch: the thread of worker %d did not start", i);
     thread->has_thread = 1;
   }
   return status;
@@ -261,10 +264,10 @@ int kvl__prefetch_expect(const kvl_prefetch *p) {
   if (!kvl_device_is_cpu(p->device) || kvl__link_on() == p->is_modelled) return KVL_OK;
   return kvl__fail(KVL_ERR_INVALID,
                    "prefetch: kvl_cpu_link was called since the prefetcher was "
-                   "opened; open it anew");
+                   "opened; open it again");
 }
 
-/* 1: a task may be pushed, 0: there was no room in time. The lock is held. */
+/* With the lock held, waits for room in the queue. Returns 1, or 0 if none came in time. */
 static int wait_for_room(kvl_prefetch *p, int64_t timeout_us) {
   int64_t end = kvl__deadline_ns(timeout_us);
   int more = 1;
@@ -308,7 +311,7 @@ int kvl_prefetch_submit(kvl_prefetch *p, const kvl_prefetch_task *task, int64_t 
   return status < 0 ? status : room;
 }
 
-/* ---- changes of mind, counters -------------------------------------------------------- */
+/* ---- cancelling, other priorities, counters ------------------------------------------- */
 
 int kvl__prefetch_stop(kvl_prefetch *p, kvl_ticket *t) {
   if (kvl__ticket_is_over(t)) return 0;

@@ -1,5 +1,6 @@
-/* A prefetcher's waiting tasks: a binary heap whose entries know their place, so that
- * any of them can leave it. Requests are searched for in a row: not many tasks may wait. */
+/* A prefetcher's waiting tasks: a binary heap. Each task knows its index in the heap, so that
+ * any of them can leave it. The tasks of a request are found by a search through all tasks,
+ * which is fast enough because not many may wait. */
 #include "prefetch/prefetch_queue.h"
 
 int kvl__queue_open(struct kvl__queue *q, int room) {

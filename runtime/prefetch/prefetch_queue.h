@@ -12,14 +12,15 @@ struct kvl__queue {
 
 int kvl__queue_open(struct kvl__queue *q, int room);
 void kvl__queue_close(struct kvl__queue *q);
-/* There is room. */
+/* Adds a task. There must be room. */
 void kvl__queue_push(struct kvl__queue *q, kvl_ticket *t);
-/* The lowest priority number, among equals the first submitted; NULL: none. */
+/* Takes out the task with the lowest priority number, among equals the first submitted;
+ * NULL: there is none. */
 kvl_ticket *kvl__queue_pop(struct kvl__queue *q);
 void kvl__queue_remove(struct kvl__queue *q, kvl_ticket *t);
 /* Takes out one task of a request; NULL: there is none. */
 kvl_ticket *kvl__queue_take(struct kvl__queue *q, int64_t request);
-/* Every task of a request gets this priority. Returns how many. */
+/* Gives every task of a request this priority. Returns the number of these tasks. */
 int kvl__queue_reprioritise(struct kvl__queue *q, int64_t request, int32_t priority);
 
 #endif

@@ -1,4 +1,4 @@
-/* Waiting for the tasks of a prefetcher by their tickets, and giving them up. */
+/* What callers do with a ticket: wait for its task or a layer, cancel the task, close it. */
 #include <limits.h>
 
 #include "prefetch/prefetch.h"
@@ -7,8 +7,8 @@ static int is_ready(const kvl_ticket *t, int layers) {
   return kvl__ticket_is_over(t) || t->layers_ready >= layers;
 }
 
-/* Waits until the task is over or has `layers` layers ready. 1: so it is, 0: the time is up.
- * The lock is held. */
+/* Waits until the task is over or has `layers` layers ready. Returns 1 if that is so, 0 if
+ * the time is up. The lock is held. */
 static int wait_for(kvl_ticket *t, int layers, int64_t timeout_us, const char *op) {
   kvl_prefetch *p = t->prefetch;
   if (is_ready(t, layers)) return 1;
@@ -49,7 +49,7 @@ int kvl_ticket_wait(kvl_ticket *t, int64_t timeout_us, kvl_prefetch_result *out)
   kvl__prefetch_enter(p);
   int status = wait_for(t, INT_MAX, timeout_us, op);
   if (status > 0 && t->status < 0) status = kvl__fail(t->status, "prefetch: %s", t->words);
-  /* in modelled time, the host waits now */
+  /* tells the model that the host waits for the last copy */
   if (status > 0 && p->is_modelled && t->marks && t->layers_ready > 0)
     p->device->backend->mark_sync(p->device->ctx, t->marks[t->layers_ready - 1]);
   if (status > 0) fill_result(t, out);

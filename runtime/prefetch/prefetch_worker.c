@@ -1,17 +1,19 @@
-/* What a prefetch worker does with a task: reads its records layer by layer and brings them
- * to where they belong.
+/* What a prefetch worker does with a task: it reads the records layer by layer and brings
+ * them to where they belong.
  *
- * Memory that the host can write is read into in place, after what used it before. For memory
- * of a device, records go into one half of the worker's staging while those in the other half
- * are on their way; the copies go to the worker's own queue, neighbours together. Of the
- * device a worker uses the backend's queues, marks and copies, and nothing that belongs to
- * the caller's thread: no allocation, no stream, no reference count.
+ * Memory that the host can write receives its records directly, once the work that used it
+ * before is over. For memory of a device, the worker reads records into one half of its
+ * staging memory while those in the other half are copied. The copies go to the worker's
+ * own queue, and neighbouring records are copied together. Of the device, a worker uses
+ * the backend's queues, marks and copies. It uses nothing that belongs to the caller's
+ * thread: it makes no allocation and touches no stream and no reference count.
  *
- * Where an emulated link models times, the caller's thread runs this, and a copy is over when
- * it has been issued. Waiting for its mark would tell the model that the host waits. */
+ * While an emulated link models times, the caller's thread runs this, and a copy is over
+ * as soon as it is issued. Waiting for its mark would tell the model that the host waits. */
 #include "prefetch/prefetch_worker.h"
 
-/* From here on a run is copied and not waited for to grow: 1 MiB reaches the link's speed. */
+/* A run of this many bytes is copied without waiting for it to grow: 1 MiB reaches the
+ * link's speed. */
 enum { BYTES_RUN = 1 << 20 };
 
 /* ---- open and close ------------------------------------------------------------------- */
@@ -57,7 +59,7 @@ static int copy_run(struct kvl__worker *w) {
   return status < 0 ? kvl__device_failed(dev, status, "copying blocks") : KVL_OK;
 }
 
-/* The half that is filled gets no more copies. */
+/* Issues the last copies from the half that is being filled, and marks their end. */
 static int end_half(struct kvl__worker *w) {
   kvl_device *dev = w->device;
   struct kvl__half *half = &w->halves[w->half];
@@ -82,7 +84,7 @@ static int empty_half(struct kvl__worker *w, struct kvl__half *half, kvl_ticket 
   return status < 0 ? kvl__device_failed(dev, status, "copying blocks") : KVL_OK;
 }
 
-/* Where the next record goes. */
+/* Finds room in staging for the next record. */
 static int stage(struct kvl__worker *w, kvl_ticket *t, char **out) {
   struct kvl__half *half = &w->halves[w->half];
   if (half->used + t->bytes_record > w->bytes_half) {
@@ -97,7 +99,7 @@ static int stage(struct kvl__worker *w, kvl_ticket *t, char **out) {
   return KVL_OK;
 }
 
-/* The record that was read to `from` goes to `to`. */
+/* Plans the copy of a record from `from`, in staging, to `to`. Neighbours become one copy. */
 static int send(struct kvl__worker *w, char *from, char *to, size_t bytes) {
   struct kvl__run *run = &w->run;
   int status = KVL_OK;
@@ -111,7 +113,7 @@ static int send(struct kvl__worker *w, char *from, char *to, size_t bytes) {
 
 /* ---- tasks ---------------------------------------------------------------------------- */
 
-/* What used the memory before the task was submitted comes before it. */
+/* Makes the task wait for the work that used the memory before it was submitted. */
 int kvl__worker_begin(struct kvl__worker *w, kvl_ticket *t) {
   kvl_device *dev = w->device;
   const kvl_backend *be = dev->backend;
@@ -121,7 +123,7 @@ int kvl__worker_begin(struct kvl__worker *w, kvl_ticket *t) {
   return status < 0 ? kvl__device_failed(dev, status, "waiting for KV memory") : KVL_OK;
 }
 
-/* Reads one record. 1: it is there, 0: the store lacks it. */
+/* Reads one record. Returns 1, or 0 if the store lacks it. */
 static int read_record(struct kvl__worker *w, kvl_ticket *t, int block, int layer,
                        char *into) {
   int64_t begin = kvl_clock_ns();
@@ -160,7 +162,7 @@ int kvl__worker_layer(struct kvl__worker *w, kvl_ticket *t, int layer) {
   return status < 0 ? kvl__device_failed(dev, status, "copying blocks") : 1;
 }
 
-/* Waits until nothing of the task is under way, whatever has failed. */
+/* Waits until no copy of the task is under way, even after a failure. */
 static int drain(struct kvl__worker *w, kvl_ticket *t) {
   if (!t->marks) return KVL_OK;
   int status = end_half(w);

@@ -1,5 +1,5 @@
-/* The means by which a worker of a prefetcher brings a task's records: a queue of the
- * backend and a part of the staging. */
+/* A worker of a prefetcher has a queue of the backend and a part of the staging memory.
+ * With these it brings the records of a task to where they belong. */
 #ifndef KVL_PREFETCH_WORKER_H
 #define KVL_PREFETCH_WORKER_H
 
@@ -22,22 +22,23 @@ struct kvl__run {
 struct kvl__worker {
   kvl_device *device;
   kvl_store *store;
-  int is_modelled; /* an emulated link tells the times */
+  int is_modelled; /* an emulated link models the times */
   void *queue;     /* of the backend, this worker's own; NULL: no staging */
   struct kvl__half halves[2];
   size_t bytes_half;
-  int half; /* the one that is filled */
+  int half; /* index of the half that is being filled */
   struct kvl__run run;
 };
 
-/* device, store, is_modelled and bytes_half are set. staging: two halves, or NULL. */
+/* Opens a worker whose device, store, is_modelled and bytes_half are set. staging is the
+ * memory of both halves, or NULL if records need no staging. */
 int kvl__worker_open(struct kvl__worker *w, char *staging);
-/* Nothing of it is under way. */
+/* Closes a worker that has no copies under way. */
 void kvl__worker_close(struct kvl__worker *w);
-/* Without the prefetcher's lock, in this order: wait until the task's memory may be written;
- * bring one layer after the other (1: done, 0: the task was cancelled); and at the end, with
- * the status of what came before, wait until nothing of the task is under way. A failure is
- * noted in the task. */
+/* The steps of a task, called in this order and without the prefetcher's lock. begin waits
+ * until the task's memory may be written. layer brings one layer after the other and
+ * returns 1, or 0 if the task was cancelled. end receives the status of the steps before,
+ * waits until no copy of the task is under way, and notes a failure in the task. */
 int kvl__worker_begin(struct kvl__worker *w, kvl_ticket *t);
 int kvl__worker_layer(struct kvl__worker *w, kvl_ticket *t, int layer);
 void kvl__worker_end(struct kvl__worker *w, kvl_ticket *t, int status);

@@ -1,11 +1,10 @@
-/* A ticket is a task of a prefetcher with the resources of the device that it holds.
- *
- * A task holds a reference on the destination, and marks. Both are taken at submit and given
- * back by a later call on a caller's thread, because workers must not touch either. */
+/* A ticket is a task of a prefetcher with the resources of the device that it holds:
+ * marks, and a reference to the memory that it writes to. Both are taken at submit and
+ * given back by a later call on a caller's thread, because workers must not touch either. */
 #include "core/call.h"
 #include "prefetch/ticket.h"
 
-/* ---- marks: opened by callers, and used again ----------------------------------------- */
+/* ---- marks: opened on callers' threads, used by many tasks ---------------------------- */
 
 static int mark_take(struct kvl__marks *m, void **out) {
   if (m->free > 0) {
@@ -42,7 +41,7 @@ int kvl__ticket_unref(kvl_ticket *t, struct kvl__marks *marks) {
   return 1;
 }
 
-/* ---- making one ----------------------------------------------------------------------- */
+/* ---- opening a ticket ----------------------------------------------------------------- */
 
 static int expect_task(kvl_device *dev, const kvl_prefetch_task *task) {
   struct kvl__call c = {.op = "prefetch", .device = dev};
@@ -113,7 +112,7 @@ static int record_after(struct kvl__marks *m, kvl_ticket *t) {
   if (status >= 0 && !m->joined) status = be->mark_open(dev->ctx, &m->joined);
   for (; users && status >= 0; users &= users - 1) {
     kvl_stream *stream = dev->streams[__builtin_ctzll(users)];
-    if (!stream) continue; /* closing a stream synchronises it */
+    if (!stream) continue; /* closed, which has synchronised it */
     status = be->mark_record(dev->ctx, m->joined, stream->queue);
     if (status >= 0) status = be->queue_wait(dev->ctx, m->before, m->joined);
   }

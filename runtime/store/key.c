@@ -1,12 +1,13 @@
-/* Keys of blocks, and checksums of records. A key depends on every token before it, as K and
- * V of a block do: equal keys, equal KV. Hashes: XXH3, as it is since xxHash 0.8. */
+/* Keys of blocks, and checksums of records. A key depends on every token up to the end of
+ * its block, as K and V of the block do, so equal keys mean equal KV. The hash is XXH3,
+ * which has been fixed since xxHash 0.8. */
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
 #include "store/store.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-               "keys and records are as in memory");
+               "keys and records are little-endian, as in memory");
 _Static_assert(sizeof(kvl_key) == 16, "a key is hashed as 16 bytes");
 
 static kvl_key hash(const kvl_key *parent, const int32_t *tokens, int n) {

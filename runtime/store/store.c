@@ -1,5 +1,6 @@
-/* Block stores. The URL chooses a backend. This file checks arguments, seals and checks
- * records, and counts, in one way for all backends. */
+/* Block stores: the part that all backends share. The URL chooses the backend. This file
+ * checks arguments, puts a head in front of each record and checks it when the record is
+ * read, and counts what happens. */
 #include "store/store.h"
 
 enum { MAGIC = 0x4b564c52, VERSION = 1, TIMEOUT_MS = 1000, FIND_AT_ONCE = 256 };
@@ -34,7 +35,7 @@ void kvl__store_trouble(kvl_store *store, _Atomic int64_t *counter, const char *
   atomic_fetch_add(counter, 1);
 }
 
-/* "record 0123...:7 " and what is wrong. */
+/* Counts a damaged record and keeps a message that says which one and why. Returns 0. */
 static int damaged(kvl_store *store, const struct kvl__name *name, const char *what,
                    uint64_t got, uint64_t expected) {
   uint64_t lo, hi;
@@ -68,10 +69,10 @@ int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void
   return 1;
 }
 
-/* ---- open and close --------------------------------------------------------------------- */
+/* ---- open and close -------------------------------------------------------------------- */
 
-/* The backend of "scheme:rest". Messages quote only the scheme, because the rest may contain
- * a password. */
+/* Finds the backend of a URL "scheme:rest" and returns the index of the rest. Messages
+ * quote only the scheme, because the rest may contain a password. */
 static int backend_of(const char *url, const struct kvl__store_backend **out) {
   const char *colon = strchr(url, ':');
   int length = colon ? (int)(colon - url) : 0;
@@ -126,7 +127,7 @@ void kvl_store_close(kvl_store *store) {
   free(store);
 }
 
-/* ---- records in and out ----------------------------------------------------------------- */
+/* ---- records in and out ---------------------------------------------------------------- */
 
 static int check(const kvl_store *store, const char *what, const kvl_key *key, int part) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_%s: the store is closed", what);
@@ -203,7 +204,7 @@ int kvl_store_sync(kvl_store *store) {
   return store->backend->sync ? store->backend->sync(store) : KVL_OK;
 }
 
-/* ---- what happened ---------------------------------------------------------------------- */
+/* ---- what happened --------------------------------------------------------------------- */
 
 int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_stats: the store is closed");

@@ -13,14 +13,14 @@ struct kvl__name {
   unsigned char bytes[20];
 };
 
-/* Comes before a record's bytes wherever it is kept. */
+/* Every backend keeps this head in front of a record's bytes. */
 struct kvl__head {
   uint32_t magic, version;
-  uint64_t bytes;    /* that follow */
+  uint64_t bytes;    /* of the block, which follows */
   uint64_t checksum; /* kvl__record_checksum */
 };
 
-/* XXH3-64 of n bytes, seeded with that of the name. */
+/* The XXH3-64 of n bytes, seeded with the XXH3-64 of the name. */
 uint64_t kvl__record_checksum(const struct kvl__name *name, const void *bytes, size_t n);
 
 /* The functions of a kind of store. Their arguments are checked already. All but open and
@@ -28,20 +28,21 @@ uint64_t kvl__record_checksum(const struct kvl__name *name, const void *bytes, s
 struct kvl__store_backend {
   const char *scheme; /* "lmdb", of lmdb:PATH */
   const char *form;   /* how its URL looks, for messages */
-  /* `rest`: the URL past "scheme:". Sets store->state. After a failure nothing is left. */
+  /* Opens the store. `rest` is the URL after "scheme:". It sets store->state. If it fails,
+   * it leaves nothing behind. */
   int (*open)(kvl_store *store, const char *rest);
   void (*close)(kvl_store *store);
-  /* Keep `head` and the head->bytes bytes after it in place of what there was. 1, 0 with a
-   * problem told, or a status. */
+  /* Stores `head` and the head->bytes bytes at `bytes` in place of what the record held.
+   * Returns 1, 0 after a call of kvl__store_trouble, or a status. */
   int (*put)(kvl_store *store, const struct kvl__name *name, const struct kvl__head *head,
              const void *bytes);
-  /* Give the record to kvl__store_accept and return its answer; 0 where there is none. */
+  /* Passes the record to kvl__store_accept and returns its answer, or 0 if there is none. */
   int (*get)(kvl_store *store, const struct kvl__name *name, void *out, size_t n);
-  /* found[i] = whether names[i] is there. */
+  /* Sets found[i] to whether names[i] is there. */
   void (*find)(kvl_store *store, const struct kvl__name *names, int n, uint8_t *found);
   int (*remove)(kvl_store *store, const struct kvl__name *name);
   int (*sync)(kvl_store *store); /* NULL: nothing to do */
-  /* Fill bytes_held and records, which are -1. */
+  /* Sets bytes_held and records, which are -1 before, as far as they are known. */
   void (*held)(kvl_store *store, kvl_store_stats *out);
 };
 extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__store_redis;
@@ -51,14 +52,14 @@ struct kvl_store {
   void *state;      /* the backend's own */
   int64_t capacity; /* 0: no limit */
   int timeout_ms;
-  atomic_int refs; /* the handle's, and those of prefetchers */
+  atomic_int refs; /* one for the handle, one for each prefetcher */
   _Atomic int64_t hits, misses, puts, evictions, damaged, errors, bytes_read, bytes_written;
   pthread_mutex_t problem_lock;
   char problem[320];
 };
 
-/* Checks that the `bytes` bytes at `record` are a head and n bytes that were put under this
- * name, and copies those to `out`. Returns 1, or 0 after counting the damage. */
+/* Checks that the `bytes` bytes at `record` are a head and n bytes that were put under
+ * this name, and copies the n bytes to `out`. Returns 1, or 0 after counting the damage. */
 int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void *record,
                       size_t bytes, void *out, size_t n);
 /* Adds one to `counter` (&store->damaged or &store->errors) and keeps the message. */

@@ -1,15 +1,16 @@
-/* lmdb:PATH: records in a file, by LMDB. Readers lock nothing and copy from the map; writers
- * take turns, across processes too. Four trees, which a transaction changes together:
+/* lmdb:PATH: records in a file, by LMDB. Readers do not wait for writers and copy from the
+ * memory map. Writers take turns, across processes too. A transaction changes these four
+ * trees together:
  *
  *   records  name -> kvl__head and the block
- *   used     name -> struct use: tick of the last use, bytes of the block
+ *   used     name -> struct use: the tick of the last use, the bytes of the block
  *   order    tick -> name: the least recently used first
  *   main     "kvlab" -> kvl__lmdb_totals
  *
- * A get would have to write to say that a record was used. Instead it notes the name, and the
- * next put, or the TOUCHES-th get, files the notes: order is right to within so many gets, and
- * a killed process loses its notes. What survives a kill and what a power failure:
- * store_lmdb_file.c. */
+ * To record that it used a record, a get would have to write. Instead it notes the name in
+ * memory. The next put, or the TOUCHES-th get, writes these notes to the file. So the
+ * order of use is right to within TOUCHES gets, and a killed process loses its notes.
+ * store_lmdb_file.c says what survives a kill and a power failure. */
 #include "store/store.h"
 #include "store/store_lmdb.h"
 
@@ -20,7 +21,7 @@ struct use {
   int64_t bytes;
 };
 
-/* Names that gets have noted. */
+/* The names of records that gets have used, not yet written to the file. */
 struct touches {
   int count;
   struct kvl__name names[TOUCHES];
@@ -34,7 +35,7 @@ struct lmdb {
 
 /* ---- transactions --------------------------------------------------------------------- */
 
-/* What a write transaction is about. */
+/* A write transaction, with the arguments and results of its body. */
 struct work {
   kvl_store *store;
   struct kvl__lmdb *file;
@@ -51,8 +52,8 @@ static MDB_val val_of(const struct kvl__name *name) {
   return kvl__lmdb_val(name, sizeof *name);
 }
 
-/* body(w) and the totals that it changed in one transaction, as often as the map has to grow
- * for it. */
+/* Runs body(w) and stores the totals that it changed, in one transaction. If the map is
+ * too small, it makes the map larger and starts again. */
 static int write_all(struct work *w, int (*body)(struct work *)) {
   struct kvl__lmdb *file = w->file;
   for (;;) {
@@ -81,11 +82,11 @@ static int trouble(kvl_store *store, const char *doing, int code) {
   return 0;
 }
 
-/* ---- what transactions do --------------------------------------------------------------- */
+/* ---- what transactions do -------------------------------------------------------------- */
 
 static int ignore_missing(int code) { return code == MDB_NOTFOUND ? 0 : code; }
 
-/* Give the name, which has `bytes`, a new tick. */
+/* Marks a record, whose block has `bytes` bytes, as used now by giving it a new tick. */
 static int use_now(struct work *w, const struct kvl__name *name, int64_t bytes) {
   struct use use = {++w->totals.tick, bytes};
   MDB_val key = kvl__lmdb_val(&use.tick, sizeof use.tick), value = val_of(name);
@@ -94,7 +95,7 @@ static int use_now(struct work *w, const struct kvl__name *name, int64_t bytes) 
   return kvl__lmdb_put(w->txn, w->file->used, val_of(name), &use, sizeof use);
 }
 
-/* File what gets have noted. */
+/* Writes the notes of gets to the file. */
 static int file_touches(struct work *w) {
   for (int i = 0; i < w->touches.count; i++) {
     const struct kvl__name *name = &w->touches.names[i];
@@ -109,7 +110,7 @@ static int file_touches(struct work *w) {
   return 0;
 }
 
-/* Take the record out of all trees. */
+/* Removes the record from all trees. */
 static int take_out(struct work *w, const struct kvl__name *name) {
   struct use use;
   MDB_val key = val_of(name), tick = kvl__lmdb_val(&use.tick, sizeof use.tick);
@@ -155,9 +156,9 @@ static int put_body(struct work *w) {
 
 static int remove_body(struct work *w) { return take_out(w, w->name); }
 
-/* ---- the backend ------------------------------------------------------------------------ */
+/* ---- the backend ----------------------------------------------------------------------- */
 
-/* Move the notes of gets into w, when there are at least `from`. */
+/* Moves the notes of gets into w, if there are at least `from` of them. */
 static void take_touches(struct work *w, int from) {
   struct lmdb *l = w->store->state;
   pthread_mutex_lock(&l->touch_lock);
@@ -282,8 +283,8 @@ static int lmdb_open(kvl_store *store, const char *path) {
   store->state = l;
   if (lost)
     kvl__store_trouble(store, &store->damaged,
-                       "lmdb store: %s: the machine went down before "
-                       "it was synced; it begins anew",
+                       "lmdb store: %s: the machine went down before the file "
+                       "was synced, so the store starts empty",
                        l->file->path);
   return KVL_OK;
 }

@@ -1,12 +1,13 @@
-/* The file of an lmdb store: opening it, transactions, and the map, which has to be as large
- * as the file becomes. It is doubled when it is full, or follows another process that did;
- * meanwhile no transaction of this process may run, hence the lock `map`.
+/* The file of an lmdb store: opening it, transactions, and the memory map. The map must be
+ * as large as the file becomes. It is doubled when it is full, and grows too when another
+ * process has doubled its own. While it grows, no transaction of this process may run,
+ * hence the lock `map`.
  *
- * Nothing is synced before kvl_store_sync or close (MDB_NOSYNC): to sync every put costs
- * milliseconds. What the kernel was given survives the process, in the order it was given, and
- * LMDB writes the page that makes a transaction valid last, so a kill at any time leaves the
- * file whole. When the machine goes down that order is not kept: unsynced.c finds out, and the
- * store begins anew. */
+ * Nothing is synced before kvl_store_sync or close (MDB_NOSYNC), because syncing every put
+ * would cost milliseconds. If the process is killed, the kernel still has all that it was
+ * given, in the order in which it was given. LMDB writes last the page that makes a
+ * transaction valid, so a kill at any time leaves the file whole. If the machine goes
+ * down, that order is lost: unsynced.c detects this, and the store starts empty. */
 #include <errno.h>
 #include <libgen.h>
 #include <limits.h>
@@ -47,7 +48,7 @@ int kvl__lmdb_begin(struct kvl__lmdb *l, unsigned flags, MDB_txn **txn) {
     if (code == MDB_MAP_RESIZED) {
       if ((code = kvl__lmdb_grow(l, 0))) return code;
     } else if (code != MDB_READERS_FULL || cleaned++ || mdb_reader_check(l->env, &(int){0})) {
-      return code; /* the readers were not those of killed processes */
+      return code; /* the readers belong to processes that still run */
     }
   }
 }
@@ -99,9 +100,9 @@ int kvl__lmdb_totals_put(struct kvl__lmdb *l, MDB_txn *txn,
   return kvl__lmdb_put(txn, l->main, kvl__lmdb_val("kvlab", 5), totals, sizeof *totals);
 }
 
-/* ---- open and close --------------------------------------------------------------------- */
+/* ---- open and close -------------------------------------------------------------------- */
 
-/* LMDB's locks do not work when a process opens a file twice. */
+/* LMDB's locks do not work when a process opens a file twice, so this list prevents that. */
 static pthread_mutex_t open_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct kvl__lmdb *open_files;
 
@@ -114,8 +115,9 @@ static int check_not_open(const char *path) {
   return KVL_OK;
 }
 
-/* Where the file ends before what LMDB takes for its last page, somebody has cut it, and to
- * read there through the map would kill us. Zeros are no records and no pages of a tree. */
+/* If the file ends before the last page that LMDB knows of, somebody has cut it off, and
+ * reading there through the map would kill the process. This appends zeros, which are
+ * neither records nor pages of a tree. */
 static int restore_length(struct kvl__lmdb *l, int fd) {
   MDB_envinfo info;
   MDB_stat stat;
@@ -127,7 +129,7 @@ static int restore_length(struct kvl__lmdb *l, int fd) {
   return st.st_size < bytes && ftruncate(fd, bytes) < 0 ? errno : 0;
 }
 
-/* Check whose file it is, or make the trees of a new one. */
+/* Checks that the file is a store's and opens its trees, or creates them in a new file. */
 static int open_trees(struct kvl__lmdb *l, MDB_txn *txn, int fd) {
   struct kvl__lmdb_totals totals;
   MDB_stat stat;
@@ -169,7 +171,7 @@ static int open_file(struct kvl__lmdb *l) {
   if ((code = kvl__lmdb_begin(l, 0, &txn))) return code;
   code = open_trees(l, txn, fd);
   if (code) mdb_txn_abort(txn);
-  else code = mdb_txn_commit(txn); /* without a note: mostly it has only read */
+  else code = mdb_txn_commit(txn); /* open_trees has made a note if it wrote */
   pthread_rwlock_unlock(&l->map);
   return code;
 }
@@ -185,7 +187,7 @@ static struct kvl__lmdb *new_file(const char *path) {
   if (!l) return NULL;
   memset(l, 0, sizeof *l);
   strcpy(l->path, path);
-  pthread_rwlockattr_t attr; /* or readers could keep the map from growing for ever */
+  pthread_rwlockattr_t attr; /* writers first, or readers could keep the map from growing */
   pthread_rwlockattr_init(&attr);
   pthread_rwlockattr_setkind_np(&attr, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
   pthread_rwlock_init(&l->map, &attr);
@@ -193,7 +195,7 @@ static struct kvl__lmdb *new_file(const char *path) {
   return l;
 }
 
-/* The path of a file, which need not be there, without links and from the root. */
+/* Makes the path of a file, which need not exist, absolute and free of symbolic links. */
 static int resolve(const char *path, char out[PATH_MAX]) {
   char folder[PATH_MAX], name[PATH_MAX];
   if (realpath(path, out)) return 0;

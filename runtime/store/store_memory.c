@@ -7,7 +7,7 @@ struct entry {
   struct entry *next; /* in its bucket */
   struct entry *older, *newer;
   struct kvl__name name;
-  atomic_int refs;        /* the table's, and those of running gets */
+  atomic_int refs;        /* one for the table, one for each running get */
   size_t bytes;           /* of the block */
   unsigned char record[]; /* a kvl__head and the block */
 };
@@ -22,7 +22,7 @@ struct memory {
 static struct entry **find(struct memory *m, const struct kvl__name *name) {
   uint64_t lo;
   uint32_t part;
-  memcpy(&lo, name->bytes, 8); /* uniform by itself */
+  memcpy(&lo, name->bytes, 8); /* is a hash already: no mixing needed */
   memcpy(&part, name->bytes + 16, 4);
   uint64_t hash = lo ^ (part * 0x9e3779b97f4a7c15u) >> 16;
   struct entry **at = &m->buckets[hash & (m->buckets_count - 1)];

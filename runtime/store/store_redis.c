@@ -1,14 +1,16 @@
-/* redis://: records in a Redis server, by hiredis. SET, GET, EXISTS and DEL of the string
- * "kvlab:" and the name in hex; the server's maxmemory and its policy evict.
+/* redis://: records in a Redis server, by hiredis. The commands are SET, GET, EXISTS and
+ * DEL, and a record's key is the string "kvlab:" followed by its name in hex. The server
+ * evicts by itself, according to its maxmemory and its policy.
  *
- * A thread takes an idle connection or makes one, and puts it back. Whatever goes wrong on a
- * connection closes it: what comes next on it could be an answer to something else. With the
- * first failure an outage begins, which is one error in the counts: idle connections are
- * closed, and everything misses at once. Every now and then, after waits that double, one
- * thread tries to connect and to have a PING answered; then the outage is over.
+ * A thread takes an idle connection or makes a new one, and puts it back afterwards. A
+ * connection on which anything goes wrong is closed, because the next reply could belong
+ * to an earlier command. The first failure begins an outage, which counts as one error:
+ * all idle connections are closed, and until the outage is over every call misses at once.
+ * From time to time, after waits that double, one thread tries to connect and to get an
+ * answer to a PING; if it succeeds, the outage is over.
  *
- * Commands are sent by sendmsg: straight from the block, and without the SIGPIPE that hiredis'
- * own write raises when the server has closed the connection. */
+ * Commands are sent by sendmsg. It sends straight from the block, and it does not raise
+ * SIGPIPE, as hiredis' own write does when the server has closed the connection. */
 #include <ctype.h>
 #include <errno.h>
 #include <hiredis/hiredis.h>
@@ -29,7 +31,7 @@ enum {
 
 struct link {
   redisContext *context;
-  int64_t outages; /* before it was made */
+  int64_t outages; /* number of outages before it was made */
 };
 
 struct redis {
@@ -42,9 +44,10 @@ struct redis {
   int64_t outages, retry_ns;
 };
 
-/* ---- url -------------------------------------------------------------------------------- */
+/* ---- url ------------------------------------------------------------------------------- */
 
-/* %XX in the n bytes at `from` becomes a byte. 0 when it does not fit or is no hex. */
+/* Copies the n bytes at `from` and turns every %XX into a byte. Returns 1, or 0 if they do
+ * not fit, XX is not hex or a byte is 0. */
 static int unescape(const char *from, size_t n, char *to, size_t size) {
   size_t length = 0;
   for (size_t i = 0; i < n; i++) {
@@ -63,7 +66,7 @@ static int unescape(const char *from, size_t n, char *to, size_t size) {
   return 1;
 }
 
-/* A number up to `max` that ends at `end`; -1 when it is none. */
+/* Reads a number of at most `max` that ends at `end`. Returns -1 if there is none. */
 static int number(const char *text, const char *end, int max) {
   int n = 0;
   if (text == end || end - text > 9) return -1;
@@ -74,7 +77,8 @@ static int number(const char *text, const char *end, int max) {
   return n <= max ? n : -1;
 }
 
-/* //[user:password@]host[:port][/db], host perhaps in []. Returns what is wrong, or NULL. */
+/* Parses //[user:password@]host[:port][/db], where host may be in brackets. Returns NULL,
+ * or what was expected. */
 static const char *parse(struct redis *r, const char *rest) {
   if (strncmp(rest, "//", 2)) return "// after redis:";
   const char *host = rest + 2, *end = host + strcspn(host, "/"), *at = NULL;
@@ -84,7 +88,7 @@ static const char *parse(struct redis *r, const char *rest) {
     const char *colon = memchr(host, ':', (size_t)(at - host));
     if (!colon || !unescape(host, (size_t)(colon - host), r->user, sizeof r->user) ||
         !unescape(colon + 1, (size_t)(at - colon - 1), r->password, sizeof r->password))
-      return "user:password, / and @ and % in them as %2F, %40 and %25, before @";
+      return "user:password before @, with / @ and % in them as %2F, %40 and %25";
     host = at + 1;
   }
   const char *close = *host == '[' ? memchr(host, ']', (size_t)(end - host)) : NULL;
@@ -99,9 +103,10 @@ static const char *parse(struct redis *r, const char *rest) {
   return r->db < 0 ? "the number of a database after /" : NULL;
 }
 
-/* ---- one connection --------------------------------------------------------------------- */
+/* ---- one connection -------------------------------------------------------------------- */
 
-/* All bytes of the parts, by the deadline. They are changed. */
+/* Sends all bytes of the parts by the deadline, and changes the parts meanwhile. Returns 0
+ * or an errno. */
 static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
   while (n > 0) {
     struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)n};
@@ -119,7 +124,8 @@ static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
   return 0;
 }
 
-/* The next reply, by the deadline: an errno, or EPROTO with words in the context. */
+/* Receives the next reply by the deadline. Returns 0, an errno, or EPROTO, which c->errstr
+ * explains. */
 static int receive(redisContext *c, int64_t deadline, redisReply **out) {
   void *reply = NULL;
   for (;;) {
@@ -133,7 +139,7 @@ static int receive(redisContext *c, int64_t deadline, redisReply **out) {
   return 0;
 }
 
-/* A command of texts, and its reply. */
+/* Sends a command of n words and receives its reply. */
 static int ask(redisContext *c, int64_t deadline, int n, const char **words,
                redisReply **out) {
   char *text;
@@ -150,7 +156,8 @@ static const char *words_of(redisContext *c, int code) {
                            : strerror(code);
 }
 
-/* A command on a new connection; 0 with words when it is not answered by a status. */
+/* Sends a command on a new connection. Returns 1 if the reply is a status, or 0 with the
+ * reason in `why`. */
 static int greet(redisContext *c, int64_t deadline, int n, const char **words, char *why,
                  size_t size) {
   redisReply *reply = NULL;
@@ -162,7 +169,8 @@ static int greet(redisContext *c, int64_t deadline, int n, const char **words, c
   return good;
 }
 
-/* Connect, say who we are, choose the database, and hear from the server. NULL: why not. */
+/* Connects, logs in, chooses the database, and waits for the answer to a PING. Returns the
+ * connection, or NULL with the reason in `why`. */
 static redisContext *dial(const kvl_store *store, char *why, size_t size) {
   const struct redis *r = store->state;
   struct timeval limit = {store->timeout_ms / 1000, store->timeout_ms % 1000 * 1000};
@@ -185,10 +193,10 @@ static redisContext *dial(const kvl_store *store, char *why, size_t size) {
   return NULL;
 }
 
-/* ---- all connections -------------------------------------------------------------------- */
+/* ---- all connections ------------------------------------------------------------------- */
 
-/* A connection made after so many outages failed, or none could be made. The first to say so
- * since then begins the next one. */
+/* Call this when a connection that was made after `outages` outages has failed, or when
+ * none could be made. The first such call since that outage begins the next one. */
 static void lost(kvl_store *store, int64_t outages, const char *why) {
   struct redis *r = store->state;
   struct link idle[IDLE_MAX];
@@ -209,7 +217,8 @@ static void lost(kvl_store *store, int64_t outages, const char *why) {
   if (is_first) kvl__store_trouble(store, &store->errors, "%s: %s", r->words, why);
 }
 
-/* An idle connection, or a new one; 0 during an outage. */
+/* Takes an idle connection or makes a new one. Returns 1, or 0 if there is none, as during
+ * an outage. */
 static int take(kvl_store *store, struct link *out) {
   struct redis *r = store->state;
   char why[160];
@@ -218,7 +227,7 @@ static int take(kvl_store *store, struct link *out) {
   struct link link = {NULL, r->outages};
   if (r->idle_count > 0) {
     link = r->idle[--r->idle_count];
-  } else if (is_retry && may_try) { /* the others go on missing meanwhile, and for a while */
+  } else if (is_retry && may_try) { /* until retry_ns, all other threads miss */
     r->wait_ms = r->wait_ms * 2 < LAST_WAIT_MS ? r->wait_ms * 2 : LAST_WAIT_MS;
     r->retry_ns = kvl_clock_ns() + (r->wait_ms + store->timeout_ms) * (int64_t)1000000;
   }
@@ -244,8 +253,8 @@ static void give_back(kvl_store *store, struct link link) {
   if (!keep) redisFree(link.context);
 }
 
-/* One exchange on its own connection: send the parts, pass the first n replies to `each`.
- * Returns 1 when all came. */
+/* Sends the parts on a connection and passes each of the n replies to `each`. Returns 1 if
+ * all of them came. */
 static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n,
                     void (*each)(void *to, int i, const redisReply *reply), void *to) {
   struct link link;
@@ -271,7 +280,7 @@ static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int 
   return !code;
 }
 
-/* ---- the backend ------------------------------------------------------------------------ */
+/* ---- the backend ----------------------------------------------------------------------- */
 
 static void key_of(const struct kvl__name *name, char out[KEY_BYTES + 1]) {
   strcpy(out, "kvlab:");
@@ -279,7 +288,7 @@ static void key_of(const struct kvl__name *name, char out[KEY_BYTES + 1]) {
     sprintf(out + 6 + 2 * i, "%02x", name->bytes[i]);
 }
 
-/* "*2 $n VERB $46 kvlab:...", for a verb and a key. */
+/* Writes the command "*2 $n VERB $46 kvlab:..." and returns its length. */
 static int format(char *out, size_t size, const char *verb, const struct kvl__name *name) {
   char key[KEY_BYTES + 1];
   key_of(name, key);
@@ -381,7 +390,7 @@ static int redis_open(kvl_store *store, const char *rest) {
   if (store->capacity)
     return kvl__fail(KVL_ERR_INVALID,
                      "redis store: capacity is %lld, expected 0: the "
-                     "server's maxmemory says",
+                     "server's maxmemory sets the limit",
                      (long long)store->capacity);
   struct redis *r = kvl__malloc(sizeof *r, "a redis store");
   if (!r) return KVL_ERR_NO_MEMORY;

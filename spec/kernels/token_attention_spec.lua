@@ -154,7 +154,7 @@ describe("attention over lists of tokens", function()
     support.refuses(call { places = kv.zeros(dev, "i32", { 3, 4, 5 }) }, "places",
       "kv_heads")
     support.refuses(call { places = kv.zeros(dev, "i64", { 3, 5 }) }, "places", "i64")
-    support.refuses(call { q = kv.zeros(dev, "bf16", { 3, 7, 64 }) }, "7 heads")
+    support.refuses(call { q = kv.zeros(dev, "bf16", { 3, 7, 64 }) }, "heads is 7")
     support.refuses(call { k_scale = kv.ones(dev, "f32", { 2 }) }, "k_scale", "f8e4m3")
   end)
 end)

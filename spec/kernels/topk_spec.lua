@@ -96,7 +96,7 @@ describe("topk", function()
   it("refuses k above n, other dtypes and other rows", function()
     local a, h = kv.zeros(cpu, "f32", { 2, 3 }), kv.zeros(cpu, "f16", { 2, 3 })
     local wide, tall = kv.zeros(cpu, "i32", { 2, 4 }), kv.zeros(cpu, "i32", { 3, 3 })
-    S.fails(kv.C.kvl_topk(a, 1, nil, wide), "topk", "k is 4 of 3")
+    S.fails(kv.C.kvl_topk(a, 1, nil, wide), "topk", "k is 4 and n 3")
     S.fails(kv.C.kvl_topk(h, 1, nil, wide), "a is f16 [2, 3]",
       "f32")
     S.fails(kv.C.kvl_topk(a, 4, nil, kv.zeros(cpu, "i32", { 2, 3 })), "which is 4")

@@ -58,7 +58,7 @@ describe("topk_transform", function()
     t.tables, t.block_size = tables, 0
     S.fails(try(), "block_size is 0", "1 ... 4096")
     t.block_size = 16
-    S.fails(try(), "4 rows over 3 sequences", "row_sequence")
+    S.fails(try(), "4 rows for 3 sequences", "row_sequence")
     t.row_sequence = five
     S.fails(try(), "row_sequence is i32 [5]")
     t.row_sequence, t.offsets = nil, lens

@@ -190,7 +190,7 @@ describe("vLLM's paged attention", function()
       ["expected a multiple of x = 16 for a cache of f8e4m3"] = { dim = 120,
                                                                   dtype = "f8e4m3" },
       ["8 runs of 8 elements a token, expected 16 of 4 (16 bytes of f32)"] = { x = 8 },
-      ["3 heads over 2 kv_heads"] = { heads = 3 },
+      ["heads is 3, expected a multiple of kv_heads = 2"] = { heads = 3 },
       ["version is 3, expected 1, 2 or 0"] = { version = 3 },
       ["k_scale is given for a cache of f32"] = { k_scale = kv.ones(dev, "f32", { 1 }) },
       ["q is f32 [1, 2, 64], expected bf16"] = { dtype = "bf16" },

@@ -237,10 +237,10 @@ describe("--link-gbps and --link-us", function()
       ["--link-gbps=0"] = '--link-gbps is a number above 0; given "0"',
       ["--link-gbps=fast"] = '--link-gbps is a number above 0; given "fast"',
       ["--link-gbps=inf"] = '--link-gbps is a number above 0; given "inf"',
-      ["--link-gbps=1 --link-us=-1"] = '--link-us is a number from 0; given "-1"',
-      ["--link-gbps=1 --link-us=nan"] = '--link-us is a number from 0; given "nan"',
+      ["--link-gbps=1 --link-us=-1"] = '--link-us is a number >= 0; given "-1"',
+      ["--link-gbps=1 --link-us=nan"] = '--link-us is a number >= 0; given "nan"',
       ["--link-us=10"] =
-        "--link-us is the latency of a link; --link-gbps=N gives it a speed",
+        "--link-us, the latency of a link, needs --link-gbps=N, its speed",
     } do
       local output, status = run(words)
       assert.equal("kvlab: " .. problem .. "\n", output)

@@ -69,7 +69,7 @@ describe("safetensors", function()
       { "{" .. good .. "}", "", nil, "outside" },
       { "{" .. good .. "," .. good .. "}", floats(1), nil, "overlap" },
       { "{" .. entry("x", "0", 0, 0) .. "," .. entry("x", "1", 0, 4) .. "}", floats(1),
-        nil, "stands twice" },
+        nil, "occurs twice" },
       { "{" .. good .. "," .. entry("y", "1", 2, 6) .. "}", floats(1, 2),
         nil, "overlap" },
       { "{" .. good .. "," .. entry("y", "1", 8, 12) .. "}", floats(1, 2, 3),

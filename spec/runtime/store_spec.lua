@@ -293,7 +293,8 @@ describe("store", function()
     fails(open "redis://h/x", "expected the number of a database")
     fails(open "redis://user@h", "expected user:password")
     fails(open "redis://u:p%2@h", "expected user:password")
-    fails(open("redis://h", 1), "capacity is 1, expected 0: the server's maxmemory says")
+    fails(open("redis://h", 1),
+      "capacity is 1, expected 0: the server's maxmemory sets the limit")
   end)
 
   describe("memory:", function()

@@ -1,8 +1,9 @@
-/* Eight threads on one store, compiled by store_faults_spec.lua with the thread sanitizer:
+/* Eight threads use one store. store_faults_spec.lua compiles this with the thread
+ * sanitizer:
  *   store_threads URL CAPACITY ROUNDS [PID]
- * A record is one byte over and over, and its length is its key's: whatever is read must be
- * so. PID is the store's server, which is killed half-way: one error, for all of the threads.
- * Prints what is wrong; the status tells. */
+ * A record repeats one byte, and its length depends on its key; every record that is read
+ * must be like that. PID is the store's server, which is killed half-way: this must count as
+ * one error for all threads together. Exits with 1 after printing what is wrong. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>

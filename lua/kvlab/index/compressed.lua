@@ -3,8 +3,9 @@
 -- of the KV cache next to it, so both use the same block tables.
 --
 -- Source  the compressed branch of NSA (Yuan et al. 2025, arXiv:2502.11089). The paper
---         makes them with a small trained network, after adding a position in the block.
---         Here they are means, or sums by given weights of the block's tokens
+--         makes the keys and values with a small trained network, after adding each
+--         token's position in the block. Here they are means of the block's tokens, or
+--         weighted sums
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
 local tensor = require "kvlab.tensor.arithmetic"

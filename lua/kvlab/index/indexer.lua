@@ -1,5 +1,5 @@
---- Selects the tokens that a lightning indexer finds: logits of index keys, top-k and a
--- transform, within a limit of memory.
+--- Selects the tokens that a lightning indexer finds. It computes logits of index keys,
+-- takes the top-k and transforms them, all within a memory limit.
 --
 --   local indexer = kv.indexer { topk = 2048, logits_bytes_max = 64 * 2 ^ 20 }
 --   local places = indexer:select { q = q8, weights = w, cache = index:layer(layer),
@@ -67,7 +67,7 @@ function Indexer:bytes()
   return sum
 end
 
---- Drops the views; they keep memory alive as tensors do.
+--- Drops the views, which keep memory alive as tensors do.
 local function drop_work(self)
   if not self.work then return end
   for _, t in pairs(self.work.views) do t:free() end
@@ -166,7 +166,7 @@ end
 local BY_ROW = { "q", "weights", "lens", "starts", "row_sequence", "offsets" }
 
 --- The parts of a call's tensors that belong to `count` of its rows, from `first` on.
--- each: rows of a sequence, if tables go by the order of rows.
+-- each: the rows of a sequence, if the rows follow the order of the tables.
 local function part_of(self, call, out, rows, each, first, count)
   local part, is_all = self.part, count == rows
   for i = 1, #BY_ROW do
@@ -282,7 +282,7 @@ local function complaint(call, all)
   elseif not (call.q and call.weights) then
     return "q or weights is missing"
   elseif not call.cache == not call.k then
-    return "expected cache or k, one of them"
+    return "expected one of cache and k"
   elseif call.k and not call.scales then
     return "k is given without scales"
   elseif call.cache and (not call.tables or call.row_sequence) then

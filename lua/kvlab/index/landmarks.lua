@@ -28,8 +28,8 @@ local DIM_MAX = 128
 local Landmarks = {}
 Landmarks.__index = Landmarks
 
---- Reorders the rows of x [n * m, d] for each of n: [n * #pattern, d]. Row i is row
--- pattern[i] of m, or zeros if pattern[i] is negative. pattern: i32 [1, …].
+--- Reorders each group of m rows of x [n * m, d]: [n * #pattern, d]. Row i of a group is
+-- its old row pattern[i], or zeros if pattern[i] is negative. pattern: i32 [1, …].
 local function pick(x, m, pattern)
   local n = x:size(0) / m
   local first = tensor.arange(x.device, "i32", n, 0, m):reshape { n, 1 }
@@ -237,7 +237,7 @@ end
 
 local FIRST = 1e30 -- more than any logit
 
---- Puts n columns, from begin (i32 [rows, 1]) on, before all others.
+--- Puts n columns, beginning at `begin` (i32 [rows, 1]), before all others.
 local function put_first(logits, n, begin, first)
   local columns = begin + tensor.arange(logits.device, "i32", n, -first)
   logits:scatter_(columns,

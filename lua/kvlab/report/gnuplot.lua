@@ -1,22 +1,23 @@
---- The gnuplot script of a line plot (kvlab.plot says what a plot is), and the parts that
--- every picture shares: its head, the place of a panel, the legend.
+--- Writes the gnuplot script of a line plot (plot.lua describes the plot), and the parts
+-- that all pictures share: the head, the place of a panel, and the legend.
 local tics = require "kvlab.report.tics"
 
 local M = {}
 
---- Okabe and Ito's colours without yellow and black, which vanish on white or on dark.
+--- Okabe and Ito's colours, without yellow and black: yellow is hard to see on a white
+-- page, black on a dark one.
 M.COLOURS = {
   "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c",
 }
--- Three rounds through the colours: solid lines and filled markers, dashed and hollow,
--- dotted and crosses.
+-- If there are more series than colours, the colours repeat with other lines and markers:
+-- solid lines with filled markers, then dashed with hollow, then dotted with crosses.
 local ROUNDS = {
   { line = 1, markers = { 7, 5, 9, 13, 11, 15, 7 } },
   { line = 4, markers = { 6, 4, 8, 12, 10, 14, 6 } },
   { line = 3, markers = { 1, 2, 3, 2, 3, 1, 2 } },
 }
-local LIMIT = "#707070" -- dashed and without markers: no series of the palette
-local GRID = "\"#b0808080\"" -- alpha comes first: fit for a light and a dark page
+local LIMIT = "#707070" -- a limit is dashed, without markers; COLOURS lacks this grey
+local GRID = "\"#b0808080\"" -- alpha first; suits a light and a dark page
 
 -- Pixels of an SVG picture.
 local PANEL = { width = 330, height = 240 }
@@ -25,7 +26,7 @@ local ROOM = { left = 86, right = 14, top = 34, bottom = 66 } -- around each pan
 local COLUMNS_MAX = 3
 M.TITLE, M.LEGEND_LINE, M.LETTER = 44, 29, 7.6
 
---- Text as a gnuplot string: single quotes know no escape but ''.
+--- Quotes text for gnuplot in single quotes, where '' is the only escape.
 ---@param text any
 ---@return string
 function M.quote(text)
@@ -33,14 +34,16 @@ function M.quote(text)
 end
 local quote = M.quote
 
---- The ends of a point's interval; y itself where it has none. One that a logarithmic
--- axis cannot end runs out of the picture: its low end is `lowest`.
+--- Returns both ends of a point's interval, or y twice if it has none. `lowest` replaces
+-- a low end of 0 or less, which a logarithmic axis cannot show: the bar then leaves the
+-- picture.
 local function ends_of(p, point, lowest)
   local y, low, high = point[2], point[3] or point[2], point[4] or point[2]
   return p.logy and low <= 0 and y > 0 and lowest or low, high
 end
 
---- The least and greatest x and y of all panels: panels are there to be compared.
+--- The least and greatest x and y of all panels. The panels share their axes, so that
+-- they can be compared.
 local function find_ranges(p)
   local x0, x1, y0, y1 = math.huge, -math.huge, math.huge, -math.huge
   for _, panel in ipairs(p.panels) do
@@ -56,7 +59,7 @@ local function find_ranges(p)
   return x0, x1, y0, y1
 end
 
---- A range with some room around it, and whether it can be logarithmic.
+--- Widens a range a little at both ends. The third result: can the axis be logarithmic?
 local function widen(low, high, wants_log)
   if wants_log and low > 0 then
     local factor = low < high and (high / low) ^ 0.06 or 1.5
@@ -66,7 +69,7 @@ local function widen(low, high, wants_log)
   return low - room, high + room, false
 end
 
---- Tics {position, text} as gnuplot takes them.
+--- Writes tics {position, text} as gnuplot reads them.
 ---@param list kvlab.tic[]
 ---@return string
 function M.write_tics(list)
@@ -75,8 +78,8 @@ function M.write_tics(list)
   return "(" .. table.concat(words, ", ") .. ")"
 end
 
---- Ranges, scales and tics, the same for every panel. Returns the ends of the x axis, and
--- the letters of the longest tic of the y axis.
+--- Adds the ranges, scales and tics, which are the same for every panel. Returns both
+-- ends of the x axis, and the number of letters in the longest tic of the y axis.
 local function add_axes(out, p, letters)
   local x0, x1, y0, y1 = find_ranges(p)
   local is_logx, is_logy
@@ -107,8 +110,8 @@ local function add_block(out, name, points)
   out[#out + 1] = "EOD"
 end
 
---- The intervals of a series as a data block x, y, low, high. Returns whether there is
--- one.
+--- Adds the intervals of a series as a data block with the columns x, y, low, high.
+-- Returns whether the series has any.
 local function add_intervals(out, p, name, points)
   local is_any = false
   for _, point in ipairs(points) do
@@ -123,7 +126,8 @@ local function add_intervals(out, p, name, points)
   return is_any
 end
 
---- Whether the series is one point among longer ones: it is drawn as a level.
+--- Whether a series has a single point while another has more. It is then drawn as a
+-- level line.
 local function is_level(panel, points)
   local longest = 0
   for _, others in pairs(panel.series) do longest = math.max(longest, #others) end
@@ -135,7 +139,7 @@ local function find_form(p, name)
   return p.style[name] == "limit" and "lines" or "linespoints"
 end
 
---- One data block for each series of a panel, then the command that draws them all.
+--- Adds one data block for each series of a panel, then the command that draws them all.
 local function add_panel(out, p, index, x0, x1, has_titles)
   local panel, items = p.panels[index], {}
   for i, name in ipairs(p.names) do
@@ -201,7 +205,7 @@ function M.begin_svg(width, height, title)
   }
 end
 
---- The command that gives the next plot its place; pixels from the top left corner.
+--- The commands that place the next plot, in pixels from the picture's top left corner.
 ---@param picture {width: integer, height: integer}
 ---@param panel {width: number, height: number}
 ---@param left number
@@ -214,7 +218,7 @@ function M.place(picture, panel, left, top)
     1 - top / picture.height, 1 - (top + panel.height) / picture.height)
 end
 
---- The bytes of the longest of some texts.
+--- The length of the longest text, in bytes.
 ---@param texts string[]
 ---@return integer
 function M.longest(texts)
@@ -223,8 +227,8 @@ function M.longest(texts)
   return longest
 end
 
---- Pixels of the picture. ROOM.left is for tics of four letters; each more, as gnuplot
--- places the label beside them, takes another 12.
+--- Computes the layout, in pixels. ROOM.left has room for tics of four letters. With
+-- every further letter, gnuplot moves the axis label by 12 pixels.
 local function make_layout(p, panel, letters_y)
   local count = #p.panels
   local columns = count == 4 and 2 or math.min(count, COLUMNS_MAX)
@@ -241,14 +245,14 @@ local function make_layout(p, panel, letters_y)
   }
 end
 
---- The end of every SVG script: the legend has a place of its own, right of the panels,
--- and is an empty plot with all keys; one as high as the picture, because gnuplot drops
--- keys for which a plot has no room.
+--- Adds the end of every SVG script: the legend, right of the panels. The legend is an
+-- empty plot with all keys. It is as high as the picture, because gnuplot drops the keys
+-- for which a plot has no room.
 ---@param out string[]
 ---@param picture {width: integer, height: integer}
 ---@param legend {left: number, top: number, length: number, items: string[],
----  title?: string} pixels; the length of a key's line or box in letters; what `plot` is
----  to draw, with titles
+---  title?: string} left and top in pixels; length of a key's line or box in letters;
+---  items: what `plot` draws, with titles
 function M.end_svg(out, picture, legend)
   out[#out + 1] = table.concat({
     M.place(picture, picture, 0, 0),

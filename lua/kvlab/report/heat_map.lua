@@ -1,5 +1,6 @@
---- Heat maps of plot.lua: matrices as colours, in characters or as a gnuplot script. The
--- panels of a map have the same rows, columns and colours: they are there to be compared.
+--- Draws the heat maps of plot.lua, which show matrices as colours, in characters or as a
+-- gnuplot script. All panels of a map have the same rows, columns and colours, so that
+-- they can be compared.
 local gnuplot = require "kvlab.report.gnuplot"
 local text_table = require "kvlab.report.table"
 local tics = require "kvlab.report.tics"
@@ -15,32 +16,33 @@ local M = {}
 ---@field file? string      the picture's name in an experiment's folder
 ---@field xlabel? string
 ---@field ylabel? string
----@field zlabel? string    what the colours say
----@field row_names? string[]     else their numbers, from 0
+---@field zlabel? string    what the colours show
+---@field row_names? string[]     default: the rows' numbers, from 0
 ---@field column_names? string[]
----@field low? number       where the colours begin and end, else the values' own
----@field high? number
+---@field low? number       where the colours begin; default: at the least value
+---@field high? number      where they end; default: at the greatest value
 ---@field format? string    writes the number into each cell that has room for it
 
-local ROWS_MAX, MARGIN = 40, 10 -- of a panel in a terminal; columns left of it
-local RAMP = " .:-=+*#%@" -- without colours
+local ROWS_MAX, MARGIN = 40, 10 -- in a terminal: most rows of a panel, columns left of it
+local RAMP = " .:-=+*#%@" -- for a terminal without colours
 -- Twelve steps of viridis in the 256 colours of a terminal, dark to light.
 local SHADES = { 53, 54, 60, 61, 67, 31, 37, 36, 35, 77, 149, 227 }
 local VIRIDIS = "set palette defined (0 '#440154', 1 '#3b528b', 2 '#21918c', 3 '#5ec962',"
   .. " 4 '#fde725')"
 
--- Pixels of an SVG picture: a cell, the least and most of one panel or of several.
+-- Pixels of an SVG picture: the size of a cell, and the least and the greatest width and
+-- height of a panel, if there is only one and if there are several.
 local CELL = { width = 46, height = 26 }
 local ONLY = { least = { 300, 100 }, most = { 720, 480 } }
 local SEVERAL = { least = { 170, 60 }, most = { 330, 260 } }
 local ROOM = { left = 48, right = 18, top = 30, bottom = 62 } -- around each panel
 local COLUMNS_MAX, BAR, LINE = 4, 14, 17
-local TIC_LETTER = 12 -- what gnuplot puts between the axis and its label for each letter
+local TIC_LETTER = 12 -- gnuplot's distance from axis to label, for each letter of a tic
 
 local function is_finite(x) return x == x and math.abs(x) ~= math.huge end
 
---- The mean of each cell, of its finite numbers, when `n` by `m` numbers go into `rows`
--- by `columns` cells; nan where there are none.
+--- Shrinks `n` by `m` numbers to `rows` by `columns` cells. A cell gets the mean of its
+-- finite numbers, or nan if it has none.
 local function shrink(values, n, m, rows, columns)
   local sums, counts = {}, {}
   for i = 0, n - 1 do
@@ -58,8 +60,9 @@ local function shrink(values, n, m, rows, columns)
   return sums
 end
 
---- Every panel with at most so many rows and columns, and the ends of the colours; low is
--- above high when no number is finite.
+--- Shrinks every panel to at most this many rows and columns. Returns the panels, their
+-- rows and columns, and the ends of the colours, low and high; low is above high when no
+-- number is finite.
 local function fit(p, rows_most, columns_most)
   local rows, columns = math.min(p.rows, rows_most), math.min(p.columns, columns_most)
   local panels, low, high = {}, math.huge, -math.huge
@@ -84,8 +87,8 @@ local function cell_text(x, low, high, wide, is_coloured)
   return ("\27[48;5;%dm%s"):format(SHADES[step], (" "):rep(wide))
 end
 
---- The map in characters, one panel below the other, the name or number of a row at its
--- left.
+--- Draws the map in characters, one panel below the other. The name or number of a row is
+-- at its left.
 ---@param p kvlab.heat_map
 ---@param room integer       columns of the terminal
 ---@param is_coloured boolean
@@ -141,7 +144,8 @@ local function make_layout(p)
   return l
 end
 
---- Names, or numbers at round places, along an axis of n cells; as many as have room.
+--- The tics along an axis of n cells: the names, or else numbers at round places; only as
+-- many as have room.
 local function axis_tics(names, n, pixels, is_down)
   local list, written = {}, {}
   if names then
@@ -153,7 +157,7 @@ local function axis_tics(names, n, pixels, is_down)
   end
   for _, tic in ipairs(list) do
     written[tic[1]] = tic[2]
-    if is_down then tic[2] = "" end -- as high as any other
+    if is_down then tic[2] = "" end -- all tics are equally high
   end
   local function share(x) return (x + 0.5) / n end
   list = tics.fit(list, share, pixels / (is_down and LINE or gnuplot.LETTER), true)
@@ -161,8 +165,8 @@ local function axis_tics(names, n, pixels, is_down)
   return gnuplot.write_tics(list)
 end
 
---- The cells of a panel as a data block. Returns whether any is finite. An image has two
--- rows and columns at least: one is written twice.
+--- Adds the cells of a panel as a data block. Returns whether any is finite. gnuplot's
+-- images need at least two rows and two columns, so a single one is written twice.
 local function add_matrix(out, name, cells, rows, columns)
   local is_any = false
   out[#out + 1] = "$" .. name .. " << EOD"
@@ -181,7 +185,7 @@ local function add_matrix(out, name, cells, rows, columns)
   return is_any
 end
 
---- The numbers of a panel's cells, light on dark colours and dark on light ones.
+--- Adds the numbers in a panel's cells, light on dark colours and dark on light ones.
 local function add_numbers(out, name, p, cells, low, high)
   local parts = {}
   for _, ink in ipairs { "#ffffff", "#1c1e21" } do
@@ -205,7 +209,7 @@ local function add_numbers(out, name, p, cells, low, high)
   return table.concat(parts)
 end
 
---- The bar of colours, right of the first panel's row.
+--- Places the bar of colours right of the first row of panels.
 local function place_bar(l)
   return ("set colorbox user origin screen %.5f, screen %.5f size screen %.5f, screen"
     .. " %.5f"):format((l.plots + 8) / l.width,
@@ -213,9 +217,9 @@ local function place_bar(l)
     l.panel.height / l.height)
 end
 
---- Both axes go from 0 to 1.
+--- Adds the axes and the colours. Both axes go from 0 to 1.
 local function add_axes(out, p, l, low, high)
-  if low >= high then -- nothing, or one number: a range around it
+  if low >= high then -- no numbers, or all are equal: a range around them
     local middle = low == high and low or 0
     low, high = middle - 0.5, middle + 0.5
   end
@@ -256,7 +260,7 @@ function M.svg_script(p)
       .. " with image%s"):format(name, math.max(columns, 2), math.max(rows, 2), numbers)
       or "set label 2 'no values' at graph 0.5, graph 0.5 center\nplot NaN\nunset label 2"
     if i == 1 then out[#out + 1] = "unset label 1" end
-    if is_any then out[#out + 1] = "unset colorbox" end -- one will do
+    if is_any then out[#out + 1] = "unset colorbox" end -- one is enough
   end
   out[#out + 1] = "unset multiplot\n"
   return table.concat(out, "\n")

@@ -1,6 +1,7 @@
---- Line plots through gnuplot: one line per series, one panel per value of another axis.
--- plot.svg draws the timelines of kvlab.timeline, too; plot.heat_maps makes heat maps of
--- result rows, plot.heat_map of any numbers.
+--- Line plots, drawn by gnuplot: one line for each series, one panel for each value of
+-- another axis. plot.heat_maps makes heat maps of result rows, plot.heat_map makes them
+-- of any numbers. plot.svg draws line plots, heat maps and the timelines of
+-- kvlab.timeline.
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
@@ -8,14 +9,16 @@
 --   print(plot.text(p))                   -- for a terminal
 --
 -- logx and logy ask for logarithmic axes; an axis with values of 0 or less stays linear.
--- Tics along x are the values themselves. Powers of two on a logarithmic axis are written
--- 16, 64, 256, 1K, 4K, in equal steps; xpow2 = true asks for that wherever it is not
--- done, xpow2 = false forbids it. Tics along y are round: 0.25, 1200, 250k, 1.5G.
--- A series of a single point among longer ones (full attention, say) is a dashed level.
+-- Tics along x are the values themselves. If they are powers of two on a logarithmic
+-- axis, they are written 16, 64, 256, 1K, 4K, in equal steps; xpow2 = true does the same
+-- for any other numbers, xpow2 = false turns it off. Tics along y are round numbers:
+-- 0.25, 1200, 250k, 1.5G.
+-- A series with a single point, such as full attention, is drawn as a dashed level line
+-- when another series has more points.
 -- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
 -- and grey; it takes none of the colours.
--- Names reach gnuplot as single-quoted text in a terminal without markup, and data as
--- numbers only, so that no name can be taken for a command.
+-- gnuplot gets names as single-quoted text, with markup turned off, and data only as
+-- numbers. So it cannot mistake a name for a command.
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
 local options = require "kvlab.options"
@@ -24,14 +27,15 @@ local timeline = require "kvlab.report.timeline"
 
 local M = {}
 
---- The program; specs put another in its place.
+--- The program that draws; specs replace it by another.
 M.gnuplot = "gnuplot"
 
 local function is_finite(x)
   return type(x) == "number" and x == x and math.abs(x) ~= math.huge
 end
 
---- Where a value stands on the x axis: numbers where they are, others one after another.
+--- The position of every value on the x axis. If all values are numbers, each stands at
+-- its own value; otherwise they stand at 1, 2, 3, …
 local function make_scale(rows, key)
   local values, position = text_table.distinct(rows, key), {}
   local is_numeric = true
@@ -62,11 +66,11 @@ end
 ---@field ylabel? string
 ---@field logx? boolean
 ---@field logy? boolean
----@field xpow2? boolean   tics along x are sizes, in equal steps
----@field ymin? number     without effect on a logarithmic axis when 0 or less
+---@field xpow2? boolean   tics along x are written 16, 1K, 4M, in equal steps
+---@field ymin? number     ignored on a logarithmic axis when it is 0 or less
 ---@field ymax? number
 ---@field names string[]  the series, in the order of colours
----@field legend? string   what the names are, where they are numbers
+---@field legend? string   what the names mean, if they are numbers
 ---@field style table<string, "limit">  by the name of the series
 ---@field xtics {[1]: number, [2]: string}[]  position and text
 ---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y},
@@ -74,7 +78,7 @@ end
 
 local a_name = options.required(options.string)
 
---- What plot.lines takes.
+--- The options of plot.lines.
 M.LINES = {
   x = a_name, y = a_name, series = options.string, panel = options.string,
   where = options.table, logx = options.boolean, logy = options.boolean,
@@ -83,8 +87,8 @@ M.LINES = {
   ymax = options.number,
 }
 
---- A plot of result rows ({config =, metrics =}), with bars where they have intervals
--- (low and high, as results.summarise gives them).
+--- Makes a plot of result rows ({config =, metrics =}). Rows with intervals (low and
+-- high, as results.summarise gives them) get error bars.
 ---@param rows table[]
 ---@param opts {x: string, y: string, series?: string, panel?: string, where?: table,
 ---  logx?: boolean, logy?: boolean, xpow2?: boolean, style?: table<string, "limit">,
@@ -94,7 +98,7 @@ function M.lines(rows, opts)
   options.check("plot.lines", opts, M.LINES)
   for series, style in pairs(opts.style or {}) do
     if style ~= "limit" then
-      error(("plot.lines: the style of %s is %s; there is limit"):format(series,
+      error(("plot.lines: the style of %s is %s, expected limit"):format(series,
         tostring(style)), 2)
     end
   end
@@ -126,7 +130,7 @@ function M.lines(rows, opts)
   if not opts.panel then p.panels[1] = { series = {} } end
   local function add(panel, row)
     local series = opts.series and tostring(row.config[opts.series]) or p.names[1]
-    -- a row that has no x holds for all of them: one point is drawn as a level
+    -- a row without an x holds for every x: it is one point, drawn as a level line
     local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
     local y = row.metrics[opts.y]
     if x and is_finite(y) then
@@ -156,10 +160,10 @@ local HEAT_MAP = {
   format = options.string,
 }
 
---- Matrices as heat maps, one a panel, row 0 at the top.
----@param p table  a kvlab.heat_map, which is given back: rows, columns, panels; title,
---                 file, xlabel, ylabel, zlabel, row_names, column_names, low, high,
---                 format; kind is set here
+--- Makes a heat map of matrices: one matrix in each panel, with row 0 at the top. It
+-- checks p, sets p.kind and returns p.
+---@param p table  a kvlab.heat_map without its kind: rows, columns, panels; title, file,
+--                 xlabel, ylabel, zlabel, row_names, column_names, low, high, format
 ---@return kvlab.heat_map
 function M.heat_map(p)
   options.check("plot.heat_map", p, HEAT_MAP)
@@ -175,7 +179,7 @@ function M.heat_map(p)
   return p
 end
 
---- The places of an axis's values on a heat map, and their names.
+--- The positions of an axis's values on a heat map, from 1, and their names.
 local function make_places(rows, key)
   local place, names = {}, {}
   for i, value in ipairs(text_table.distinct(rows, key)) do
@@ -191,8 +195,9 @@ local HEAT_MAPS = {
   format = options.string, file = options.string,
 }
 
---- Result rows ({config =, metrics =}) as heat maps: a cell for every x and y, y from the
--- top down, a panel for every value of opts.panel. Several rows on one cell: their mean.
+--- Makes heat maps of result rows ({config =, metrics =}): a cell for every x and y, with
+-- y from the top down, and a panel for every value of opts.panel. A cell on which several
+-- rows fall shows their mean.
 ---@param rows table[]
 ---@param opts {x: string, y: string, value: string, panel?: string, where?: table,
 ---  title?: string, xlabel?: string, ylabel?: string, zlabel?: string, low?: number,
@@ -236,7 +241,7 @@ function M.heat_maps(rows, opts)
   }
 end
 
---- Runs gnuplot on a script; returns what it writes, or nil and a reason.
+--- Runs gnuplot on a script. Returns what gnuplot writes, or nil and a reason.
 local function run(script)
   local quoted = "'" .. M.gnuplot:gsub("'", "'\\''") .. "'"
   local probe = io.popen("command -v " .. quoted .. " 2>/dev/null")
@@ -260,24 +265,26 @@ local function run(script)
   return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
 end
 
---- The plot or timeline as an SVG picture; nil and a reason without gnuplot.
----@param p kvlab.plot|kvlab.timeline
+--- Draws a plot, heat map or timeline as an SVG picture. Returns nil and a reason when
+-- gnuplot is missing or fails.
+---@param p kvlab.plot|kvlab.heat_map|kvlab.timeline
 ---@return string|nil svg, string|nil reason
 function M.svg(p)
   local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
     or gnuplot
   local svg, reason = run(maker.svg_script(p))
   if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
-  -- a heat map's cells are pixels of an image, not to be blurred where it is enlarged
+  -- a heat map's cells are pixels of an image: enlarging it must not blur them
   return svg and svg:gsub("<image ", "<image style='image-rendering: pixelated' "), reason
 end
 
---- The plot in characters, one panel below the other; nil and a reason without gnuplot.
--- There is no such form of a timeline.
----@param p kvlab.plot
----@param columns? integer  of the terminal; 79
----@param lines? integer    of one panel; 24
----@param is_coloured? boolean  a heat map in the terminal's colours
+--- Draws a plot or heat map in characters, one panel below the other. Returns nil and a
+-- reason when gnuplot is missing or fails; heat maps do not need it. It cannot draw
+-- timelines.
+---@param p kvlab.plot|kvlab.heat_map
+---@param columns? integer  width of the terminal (79)
+---@param lines? integer    height of one panel (24)
+---@param is_coloured? boolean  draw a heat map in the terminal's colours
 ---@return string|nil text, string|nil reason
 function M.text(p, columns, lines, is_coloured)
   if p.kind == "heat_map" then return heat_map.text(p, columns or 79, is_coloured) end

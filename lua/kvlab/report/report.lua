@@ -8,7 +8,7 @@ local entities = {
   ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ["\""] = "&quot;", ["'"] = "&#39;",
 }
 
---- Text as HTML, inside an element or a quoted attribute.
+--- Escapes text for HTML, inside an element or a quoted attribute.
 ---@param text any
 ---@return string
 function M.escape(text) return (tostring(text):gsub("[&<>\"']", entities)) end
@@ -93,7 +93,7 @@ for (const head of table.tHead.rows[0].cells) head.firstChild.onclick = () => {
 </script>
 ]]
 
---- A cell; a number keeps its digits in data-v, for sorting and for copying.
+--- Writes a cell. A number keeps all its digits in data-v, for sorting and for copying.
 local function cell(value, format, is_number)
   local class, number = is_number and " class=\"n\"" or "", value
   if type(value) == "table" then number = value.mean end
@@ -102,7 +102,7 @@ local function cell(value, format, is_number)
   return ("<td%s%s>%s</td>"):format(class, digits, text)
 end
 
---- A table; with an id, one whose heads are buttons that sort it.
+--- Adds a table. With an id, its column heads are buttons that sort it.
 local function add_table(out, t, id)
   local is_number = {}
   for c = 1, #t.header do
@@ -128,9 +128,9 @@ local function add_table(out, t, id)
   out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
 end
 
---- gnuplot's picture as a part of a page: without its prologue, name and white ground, in
--- the page's colour of ink, with its own width for the page's style. `number` keeps its
--- ids apart from those of other pictures.
+--- Makes gnuplot's picture a part of a page. It removes the prologue, gnuplot's title and
+-- the white background, replaces black by the page's text colour, and gives the picture's
+-- width to the page's style. `number` makes the picture's ids unique in the page.
 ---@param svg string
 ---@param number integer
 ---@return string
@@ -179,9 +179,9 @@ local function add_manifest(out, manifest)
   out[#out + 1] = "</dl>"
 end
 
---- The page.
+--- Writes the page.
 ---@param r {title: string, manifest: table, plots: {svg?: string, reason?: string}[],
----  tables: table[], rows: table} rows and tables as kvlab.table has them
+---  tables: table[], rows: table} rows and tables as in table.lua
 ---@return string
 function M.html(r)
   local m = r.manifest

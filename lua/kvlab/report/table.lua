@@ -1,19 +1,19 @@
---- Text tables: aligned columns, numbers written sensibly, and a pivot of result rows.
+--- Text tables with aligned columns and short numbers, and pivots of result rows.
 --
 --   local t = text_table.pivot(rows, { rows = "policy", columns = "budget",
 --                                      value = "accuracy", where = { context = 4096 } })
 --   print(text_table.text(t))
 --
--- A result row is { config = {...}, metrics = {...} }; a table is { caption =, header =
--- {...}, rows = {{...}, ...} } with text, numbers, booleans and { mean =, half = } in its
--- cells; the last is written 0.93 ± 0.02.
+-- A result row is { config = {...}, metrics = {...} }. A table is { caption =, header =
+-- {...}, rows = {{...}, ...} }. A cell holds text, a number, a boolean or
+-- { mean =, half = }, which is written 0.93 ± 0.02.
 local options = require "kvlab.options"
 
 local M = {}
 
 local EMPTY = "-"
 
---- A number with about four significant digits, a whole number with all of its digits.
+--- Writes a number with about four significant digits, a whole number with all digits.
 ---@param x number
 ---@return string
 function M.format_number(x)
@@ -24,7 +24,7 @@ function M.format_number(x)
   return ("%.4g"):format(x)
 end
 
---- Whether a cell is a number, with an interval or without.
+--- Whether a cell is a number, with or without an interval.
 function M.is_number(value)
   return type(value) == "number" or type(value) == "table" and value.mean ~= nil
 end
@@ -92,7 +92,7 @@ function M.text(t)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- A cell of comma-separated values; numbers with all of their digits.
+--- A cell of comma-separated values. Numbers keep all of their digits.
 local function csv_cell(value)
   if value == nil then return "" end
   if type(value) == "number" then
@@ -102,8 +102,8 @@ local function csv_cell(value)
   return text:find "[,\"\r\n]" and '"' .. text:gsub('"', '""') .. '"' or text
 end
 
---- A table as comma-separated values (RFC 4180, with \n at the end of lines); nil is an
--- empty cell.
+--- Writes a table as comma-separated values (RFC 4180, with \n at the end of lines). nil
+-- becomes an empty cell.
 ---@param t {header: string[], rows: any[][], caption?: string, format?: string}  only the
 ---  first two are written
 ---@return string
@@ -118,8 +118,9 @@ function M.csv(t)
   return table.concat(lines)
 end
 
---- The rows whose configuration has every value of `where`. A row without an axis holds
--- for all of its values, here and in tables and plots: grids have conditional axes.
+--- Returns the rows whose configuration has every value of `where`. A grid may have
+-- conditional axes, so a row may lack an axis. Such a row holds for all values of that
+-- axis, here and in tables and plots.
 ---@param rows table[]
 ---@param where? table<string, any>
 ---@return table[]
@@ -136,7 +137,8 @@ function M.where(rows, where)
   return kept
 end
 
---- The different values of a configuration's key: numbers ascending, others as they come.
+--- The different values of a configuration's key. If all are numbers they are in
+-- ascending order, otherwise in the order of the rows.
 ---@param rows table[]
 ---@param key string
 ---@return any[]
@@ -154,8 +156,8 @@ function M.distinct(rows, key)
   return values
 end
 
---- A row's metric, with its interval where there is one; repeats that all gave the same
--- differ by rounding alone.
+--- A row's metric, with its interval if it has one. An interval within rounding error is
+-- left out: all repeats gave the same value.
 local function metric_cell(row, name)
   local mean, low = row.metrics[name], row.low and row.low[name]
   local half = low and mean - low
@@ -163,13 +165,13 @@ local function metric_cell(row, name)
   return { mean = mean, half = half }
 end
 
---- The first and last place of a value; of none, all n places.
+--- The first and last position of a value. nil stands for all n positions.
 local function span(place_of, value, n)
   if value == nil then return 1, n end
   return place_of[value], place_of[value]
 end
 
---- What table.pivot takes.
+--- The options of table.pivot.
 M.PIVOT = {
   rows = options.required(options.string), columns = options.string,
   value = options.required(options.string), where = options.table,
@@ -197,7 +199,7 @@ function M.pivot(rows, opts)
   local corner = opts.columns and opts.rows .. " \\ " .. opts.columns or opts.rows
   t.header = { corner }
   for i, value in ipairs(columns) do t.header[i + 1] = M.format_cell(value) end
-  -- a label is text: the format is for the values
+  -- a label is text, since the format is only for values
   for i, value in ipairs(lines) do t.rows[i] = { M.format_cell(value) } end
   local taken = {}
   local function put(line, column, row)
@@ -220,7 +222,8 @@ function M.pivot(rows, opts)
   return t
 end
 
---- Every row as a table: the axes, then the metrics, those in `order` first.
+--- Makes a table of all rows. Its columns are the axes, then the metrics, beginning with
+-- those in `order`.
 ---@param rows table[]
 ---@param axes {name: string}[]
 ---@param order string[]

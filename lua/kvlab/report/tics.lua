@@ -3,10 +3,10 @@ local M = {}
 
 ---@class kvlab.tic
 ---@field [1] number  where it stands
----@field [2] string
+---@field [2] string  how it is written
 
---- Every `stride`th tic, without those that would touch the one before them; and whether
--- there is none of these.
+--- Keeps every `stride`th tic, except those that would touch the one before. The second
+-- result says whether all of them were kept.
 local function thin(list, share, letters, stride)
   local kept, taken, is_whole = {}, -math.huge, true
   for i = 1, #list, stride do
@@ -21,11 +21,11 @@ local function thin(list, share, letters, stride)
   return kept, is_whole
 end
 
---- As many of the tics as have room side by side.
+--- Keeps as many of the tics as have room side by side.
 ---@param list kvlab.tic[]    ascending
 ---@param share fun(x: number): number  where on the axis x stands, from 0 to 1
----@param letters number      the length of the axis
----@param wants_steps? boolean  every second, third, … rather than whichever has room
+---@param letters number      the length of the axis, in letters
+---@param wants_steps? boolean  keep every second, third, … tic, in equal steps
 ---@return kvlab.tic[]
 function M.fit(list, share, letters, wants_steps)
   local stride = 1
@@ -37,8 +37,9 @@ function M.fit(list, share, letters, wants_steps)
   return kept
 end
 
---- 0.25, 1200, 250k, 1.5G: short enough for an axis, with digits enough to tell x from
--- x + step. The unit suits `largest`, so that all of an axis can have the same.
+--- Writes 0.25, 1200, 250k, 1.5G: short enough for an axis, with enough digits to tell x
+-- from x + step. The unit suits `largest`, so that all tics of an axis can have the same
+-- unit.
 local function short_number(x, step, largest)
   local digits = x ~= 0 and math.ceil(math.log10(math.abs(x) / step)) + 1 or 1
   local suffix = ""
@@ -51,7 +52,7 @@ local function short_number(x, step, largest)
   return ("%." .. math.max(digits, 4) .. "g"):format(x) .. suffix
 end
 
---- Powers of ten, with their 2 and 5 when there are few.
+--- Powers of ten between low and high. In a short range, also 2 and 5 times a power.
 local function powers(low, high)
   local list = {}
   local factors = high / low < 300 and { 1, 2, 5 } or { 1 }
@@ -78,8 +79,9 @@ local function multiples(low, high)
   return list
 end
 
---- Round numbers from low to high; high is greater, and low is not 0 on a logarithmic
--- axis. One too short for three powers of ten has the tics of a linear axis.
+--- Round numbers from low to high. high must be greater than low, and on a logarithmic
+-- axis low must be above 0. A logarithmic axis with room for fewer than three tics gets
+-- those of a linear axis.
 ---@param low number
 ---@param high number
 ---@param is_log? boolean

@@ -1,6 +1,6 @@
---- Timelines: what a device did when, and how much of the loading lay under the compute.
+--- Timelines: when a device did what, and how much of the loading overlapped compute.
 --
---   local spans = {                     -- as the trace of a ring has them; microseconds
+--   local spans = {                     -- as in the trace of a ring; in microseconds
 --     { kind = "load", slot = 0, begin_us = 0, end_us = 41, layer = 0 },
 --     { kind = "load", slot = 1, begin_us = 41, end_us = 82, layer = 1 },
 --     { kind = "compute", slot = 0, begin_us = 42, end_us = 90, layer = 0 },
@@ -8,30 +8,31 @@
 --   timeline.overlap(spans).hidden      -- 40 / 82 of the load time lies under compute
 --   local svg, why = plot.svg(timeline.plot(spans, { title = "One decode step" }))
 --
--- The picture has one line of boxes for each `row` of the spans (where they name none,
--- "compute", "slot 0 load", "slot 1 load", "offload"), coloured by kind, with the layer's
--- number in boxes that are wide enough for it. The first begin is the origin of time.
+-- The picture has one line of boxes for each `row` that the spans name. Spans without a
+-- row get "compute", "slot 0 load", "slot 1 load" or "offload". The colour of a box shows
+-- its kind. A box that is wide enough has the layer's number in it. Time 0 is the first
+-- begin.
 local gnuplot = require "kvlab.report.gnuplot"
 local options = require "kvlab.options"
 local tics = require "kvlab.report.tics"
 
 local M = {}
 
--- In the order of colours, of the legend and of the rows.
+-- In this order in the colours, in the legend and in the rows.
 local KINDS = { "compute", "load", "offload" }
 local RANK = { compute = 1, load = 2, offload = 3 }
 
--- Pixels; the space around the boxes is a line plot's.
+-- In pixels. The space around the boxes is the same as in a line plot.
 local WIDTH, ROW, BOX = 760, 30, 22
 local ROOM = { left = 34, right = 14, top = 12, bottom = 66 }
 local LEGEND, DIGIT = 160, 7
 
---- Raises an error for a span of an unknown kind, or without a begin and a later end.
+--- Raises unless every span has a known kind, a begin, and an end that is not earlier.
 local function check(spans, caller)
   for i, span in ipairs(spans) do
     local from, to = span.begin_us, span.end_us
     if not RANK[span.kind] then
-      error(("timeline.%s: span %d is of kind %s; there is %s"):format(caller, i,
+      error(("timeline.%s: span %d is of kind %s, expected one of %s"):format(caller, i,
         tostring(span.kind), table.concat(KINDS, ", ")), 3)
     end
     if not (type(from) == "number" and type(to) == "number" and to - from >= 0
@@ -52,8 +53,8 @@ local function find_range(spans)
   return first, last
 end
 
---- The time covered by the spans of a kind: intervals {from, to}, ascending, with gaps
--- between them.
+--- Merges the spans of a kind into the intervals {from, to} that they cover, in ascending
+-- order, with gaps between them.
 local function cover(spans, kind)
   local sorted, covered = {}, {}
   for _, span in ipairs(spans) do
@@ -92,7 +93,7 @@ end
 ---@field kind "compute"|"load"|"offload"
 ---@field begin_us number
 ---@field end_us number    not before begin_us
----@field row? string      of the picture; without it the kind, for loads with the slot
+---@field row? string      of the picture; default: the kind, and for a load its slot
 ---@field slot? integer
 ---@field layer? integer   the number in the box
 
@@ -127,8 +128,8 @@ local function row_of(span)
     or span.kind
 end
 
---- The rows from top to bottom: those with compute first, those of offloads last, and
--- "slot 2" before "slot 10". Returns the names and the place of each.
+--- Orders the rows from top to bottom: those with compute first, those of offloads last,
+-- and "slot 2" before "slot 10". Returns the names, and the position of each name.
 local function order_rows(spans)
   local names, rank, key, place = {}, {}, {}, {}
   for _, span in ipairs(spans) do
@@ -161,7 +162,7 @@ end
 local VIEW = { title = options.string, file = options.string }
 
 --- A timeline for plot.svg and for an experiment's `plot = function(rows)`.
----@param spans kvlab.span[]  in any order; the later of two that overlap lies on top
+---@param spans kvlab.span[]  in any order; the later in the list is drawn on top
 ---@param view? {title?: string, file?: string}
 ---@return kvlab.timeline
 function M.plot(spans, view)
@@ -186,9 +187,9 @@ function M.plot(spans, view)
   return p
 end
 
---- The boxes of a kind as a data block of middles and corners. A box is at least a pixel
--- wide; a wide one ends a pixel early, so that one that follows at once stands apart.
--- Returns whether there is one.
+--- Adds the boxes of a kind as a data block of middles and corners. A box is at least one
+-- pixel wide. A wide box ends one pixel early, which leaves a gap to a box that follows
+-- at once. Returns whether there are any boxes.
 local function add_boxes(out, p, kind)
   local pixel, is_any = p.length / WIDTH, false
   out[#out + 1] = "$" .. kind .. " << EOD"
@@ -206,7 +207,7 @@ local function add_boxes(out, p, kind)
   return is_any
 end
 
---- The layers of the boxes with room for them, and whether there is one.
+--- Adds the layer's number of each box that has room for it. Returns whether any has.
 local function add_labels(out, p)
   local pixel, has_labels = p.length / WIDTH, false
   out[#out + 1] = "$labels << EOD"
@@ -224,7 +225,7 @@ end
 local function add_axes(out, p)
   local names = {}
   for i, name in ipairs(p.rows) do names[i] = { -i, name } end
-  if #names == 0 then names[1] = { -1, "" } end -- no tics would mean gnuplot's own
+  if #names == 0 then names[1] = { -1, "" } end -- without tics, gnuplot adds its own
   out[#out + 1] = ("set xrange [0:%.17g]"):format(p.length)
   out[#out + 1] = ("set yrange [%g:-0.5]"):format(-math.max(#p.rows, 1) - 0.5)
   out[#out + 1] = "set xtics " .. gnuplot.write_tics(tics.round(0, p.length))

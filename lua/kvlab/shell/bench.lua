@@ -1,16 +1,18 @@
---- `kvlab bench [ID, file or limit …]`: runs the cases of bench/*.lua and prints a line
--- each, with its share of a limit that is measured in the same run, and its target.
+--- `kvlab bench [ID, file or limit …]` runs the cases of bench/*.lua and prints one line
+-- for each. The line says how the case compares with its target, and with a limit of the
+-- machine that is measured in the same run.
 --
 -- A bench file returns a function of `b` that calls b:case { id, name, … } for each of
--- its cases; see Bench:case. A case is checked before it is timed, its inputs are random,
--- its outputs poisoned. Times are medians of at least 30, by events on the device.
+-- its cases; see Bench:case. A case is checked before it is timed. Its inputs are random
+-- and its outputs are poisoned. Times are medians of at least 30 repeats, measured by
+-- events on the device.
 --
--- Two things are kept out of a time. The host's share: before each repeat a read of
--- 512 MiB empties the L2 (170 us on an H100), and what the host does meanwhile does not
--- count; where it takes longer the row says so. And what came before: the driver clears
--- memory that was freed in the background, at some 300 GB/s (an H100: decoding 1 x 32K
--- takes 64 us for 28 ms after 8 GiB were freed, then 56), and clocks rise after a pause.
--- So the work first runs untimed for SETTLE_US.
+-- Two things are kept out of a time. The first is the host's work. Before each repeat, a
+-- read of 512 MiB empties the L2 (170 us on an H100), and what the host does during that
+-- read does not count. If the host takes longer, the row says so. The second is what ran
+-- before. The driver clears freed memory in the background, at some 300 GB/s (on an H100,
+-- decoding 1 x 32K takes 64 us for 28 ms after 8 GiB were freed, and 56 us later), and
+-- clocks rise after a pause. So the work first runs untimed for SETTLE_US.
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local library = require "kvlab.library"
@@ -29,19 +31,19 @@ local REPEATS, SETTLE_US, MIB = 31, 100e3, 1024 * 1024
 ---@class kvlab.Bench
 ---@field device kvlab.Device
 ---@field kind string         cpu or cuda
----@field shrink integer      what contexts are divided by: 1 on a GPU, see Bench:shrunk
+---@field shrink integer      contexts are divided by it; 1 on a GPU, see Bench:shrunk
 local Bench = {}
 Bench.__index = Bench
 
 -- ---- time -----------------------------------------------------------------------------
 
---- Read more memory than any cache of the device holds. (Writing would leave dirty lines,
--- whose way back to memory is then charged to what is timed.)
+--- Reads more memory than any cache of the device holds. (Writing would leave dirty lines
+-- in the cache, and writing them back would count in the time of the next call.)
 function Bench:flush() self.flush_buffer:sum(0, self.flush_sum) end
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
---- Untimed calls until the device has been busy for a while.
+--- Calls fn untimed until settle_us have passed.
 function Bench:settle(fn)
   local start = clock_us()
   repeat
@@ -50,8 +52,8 @@ function Bench:settle(fn)
   until clock_us() - start >= self.settle_us
 end
 
---- Microseconds of one call of fn on the device, median of `repeats` (at least 30), and
--- the median of what the host took for it. warm: leave the caches as they are.
+--- Returns how many microseconds one call of fn takes on the device and how many on the
+-- host: medians of `repeats` calls (at least 30). warm: leave the caches as they are.
 function Bench:time(fn, repeats, warm)
   local times, hosts = {}, {}
   local from, to = self.device:open_event(), self.device:open_event()
@@ -74,11 +76,11 @@ function Bench:time(fn, repeats, warm)
   return median(times), median(hosts)
 end
 
---- What a context or batch becomes here: itself on a GPU, less on the CPU or for --quick.
+--- The size used here for a context or batch of n: less on the CPU and with --quick.
 function Bench:shrunk(n) return math.max(1, math.floor(n / self.shrink)) end
 
---- The limit `name` (R, T, F or L), measured and printed at its first use: GB/s or
--- TFLOP/s.
+--- Returns the limit `name` (R, T, F or L) in GB/s or TFLOP/s. It is measured and printed
+-- at its first use.
 function Bench:limit(name)
   if not self.limits[name] then
     local row = kv.scope(limits[name], self)
@@ -128,15 +130,17 @@ end
 --   id, name
 --   setup    function(b) that makes the inputs and returns the work:
 --     check    function that raises when the result is wrong
---     run      function that does the work once; or us, where setup has measured it
---     bytes    to read and write, and flops: at least one of them, or neither
---     limit    R (memory), L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run; R
---              unless it says where there are bytes, else T
---     bound    microseconds that it cannot beat, in place of a limit
---     repeats, warm, note
---   target   { of_limit = }, { us = } or { tflop_s = }; for the whole shape only
---   on       cpu or cuda: it and its target are for that device; the target is for cuda
---            unless it says, and the case for both
+--     run      function that does the work once; or us, the time, if setup measured it
+--     bytes    that the work reads and writes; may be missing
+--     flops    of the work; may be missing
+--     limit    R (memory), L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run;
+--              default: R if bytes are given, else T
+--     bound    the least possible time in microseconds, in place of a limit
+--     repeats, warm  see Bench:time
+--     note     text at the end of the row
+--   target   { of_limit = }, { us = } or { tflop_s = }; not judged with --quick
+--   on       cpu or cuda: the case and its target are for that device only; default: the
+--            case is for both, its target for cuda
 function Bench:case(case)
   case.on_both, case.on = not case.on, case.on or "cuda"
   self.cases[#self.cases + 1] = case
@@ -159,7 +163,7 @@ local function row_of(self, case)
     local host_us
     us, host_us = self:time(work.run, work.repeats, work.warm)
     if self.kind == "cuda" and not work.warm and host_us > self.flush_us then
-      note = ("with some of the %.0f us that the host took"):format(host_us)
+      note = ("includes some of the %.0f us that the host took"):format(host_us)
     end
   end
   local row = { id = case.id, name = case.name, us = us, bytes = work.bytes,
@@ -176,7 +180,7 @@ local function row_of(self, case)
   return row
 end
 
---- Run a case and print its row; a failure is a row as well. Returns whether it passed.
+--- Runs a case and prints its row, also if it fails. Returns whether it passed.
 function Bench:run(case)
   local ok, row = pcall(kv.scope, row_of, self, case)
   collectgarbage()
@@ -191,7 +195,7 @@ end
 
 -- ---- the command ----------------------------------------------------------------------
 
---- What the command line asks for: the paths of files, and ids (nil: every one).
+--- What the command line asks for: paths of files, and a set of ids (nil: all ids).
 local function parse(args)
   local files, ids = {}, nil
   for _, word in ipairs(args) do
@@ -207,7 +211,7 @@ local function parse(args)
   return files, ids
 end
 
---- Every id asked for is there, and for this device.
+--- Raises unless every id that was asked for exists and is for this device.
 local function check_ids(self, ids)
   local known, here = { R = true, T = true, F = true, L = true }, {}
   for _, case in ipairs(self.cases) do
@@ -220,8 +224,8 @@ local function check_ids(self, ids)
       error(("no bench \"%s\"; the nearest is \"%s\", there are %s"):format(id,
         nearest(id, names), table.concat(names, ", ")), 0)
     elseif not here[id] and not limits[id] then
-      error(("bench %s is not for the %s; --device=NAME chooses"):format(id, self.kind),
-        0)
+      error(("bench %s is not for the %s; --device=NAME selects another device")
+        :format(id, self.kind), 0)
     end
   end
 end
@@ -266,8 +270,8 @@ local function begin(self)
   end
 end
 
---- Runs what the command line names: ids such as P1, limits, files; everything when it
--- names nothing. Returns the exit status: 1 when a case failed.
+--- Runs what the command line names (ids such as P1, limits, files), or everything if it
+-- names nothing. Returns the exit status: 1 if a case failed, else 0.
 ---@param options kvlab.CommandLine
 ---@param write? fun(text: string)     in place of standard output
 ---@param complain? fun(text: string)  in place of standard error

@@ -1,13 +1,13 @@
 --- The command line inside the executable: reads `VERB [options] [arguments]`, fills
--- kvlab.command_line and runs the verb. Which options there are is stated in verbs.txt.
--- The front door, the script ./kvlab, has answered --help and taken the build's options.
+-- kvlab.command_line and runs the verb. verbs.txt lists the options. The front door, the
+-- script ./kvlab, runs first: it answers --help and takes the options of the build.
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.command_line"
 local sorted = require "kvlab.sorted"
 
 local M = {}
 
---- A wrong command line: one line on stderr, exit status 2.
+--- Raises for a wrong command line: it leads to one line on stderr and exit status 2.
 local function misuse(fmt, ...)
   error({ misuse = fmt:format(...) }, 0)
 end
@@ -33,7 +33,7 @@ end
 local function to_us(text)
   local us = tonumber(text)
   if us and us >= 0 and us < math.huge then return us end
-  misuse('--link-us is a number from 0; given "%s"', text)
+  misuse('--link-us is a number >= 0; given "%s"', text)
 end
 
 --- "0.5" is a number, "true" a boolean, anything else a string.
@@ -76,13 +76,13 @@ local function to_shard(text)
   if index and 1 <= index and index <= count then
     return { index = index, count = count }
   end
-  misuse('--shard is i/n, as 1/4 to 4/4; given "%s"', text)
+  misuse('--shard is I/N, such as 1/4 to 4/4; given "%s"', text)
 end
 
 local FLAG = true -- an option without a value
-local function maybe_text(text) return text end -- without a value it is ""
+local function maybe_text(text) return text end -- "" if there is no value
 
---- How the value of an option is read, by the names that verbs.txt uses.
+--- The functions that read an option's value, by the names that verbs.txt uses.
 local readers = {
   flag = FLAG, text = to_text, maybe_text = maybe_text, list = to_list, whole = to_whole,
   count = to_count, device = to_device, seed = to_seed, gb_s = to_gb_s, us = to_us,
@@ -92,8 +92,8 @@ local by_front_door = { build = true, help = true }
 
 local table_path = debug.getinfo(1, "S").source:gsub("^@(.*)cli%.lua$", "%1verbs.txt")
 
---- The options of a verb as verbs.txt states them: name -> reader, of those that are read
--- here; and the names of all that a user may be told of.
+--- Looks up the options of a verb in verbs.txt. Returns name -> reader for those that are
+-- read here, and the names of all that a message to the user may mention.
 local function options_of(verb)
   local known, names, is_ours = {}, {}, { [verb] = true } -- the verb, and its groups
   for line in io.lines(table_path) do
@@ -111,18 +111,18 @@ local function options_of(verb)
   return known, names
 end
 
--- What rows do not depend on, only where, when and by whom they are computed.
+-- The rows do not depend on these options, which say where, when and how to compute.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
                 csv = true, worker = true, slurm = true, shards = true, retries = true,
                 ["at-once"] = true }
 
---- Notes a word of the command line, so that another process can be given the same.
+--- Notes a word of the command line, so that it can be passed to another process.
 local function note(word, is_apart)
   options.words[#options.words + 1] = word
   if not is_apart then options.arguments[#options.arguments + 1] = word end
 end
 
---- Reads the option `words[i]`; returns the place of the last word that it took.
+--- Reads the option `words[i]`. Returns the index of the last word that it took.
 local function parse_option(known, names, words, i)
   local name, value = words[i]:match("^%-%-([^=]+)=?(.*)$")
   local has_value = words[i]:find("=", 1, true)
@@ -175,7 +175,7 @@ local function parse(verb, words)
   if options["link-gbps"] then
     options["link-us"] = options["link-us"] or 0
   elseif options["link-us"] then
-    misuse "--link-us is the latency of a link; --link-gbps=N gives it a speed"
+    misuse "--link-us, the latency of a link, needs --link-gbps=N, its speed"
   end
 end
 
@@ -184,7 +184,8 @@ local function root()
   return paths and paths.root or "."
 end
 
---- A file's name as given, or inside the project when it is not there.
+--- The path of a file: its name as given, or else inside the project; nil if there is no
+-- such file.
 local function locate(name)
   for _, candidate in ipairs { name, root() .. "/" .. name } do
     local file = io.open(candidate)
@@ -195,7 +196,7 @@ local function locate(name)
   end
 end
 
---- One function per verb: checks the arguments, returns the work to do.
+--- One function per verb, which checks the arguments and returns the work to do.
 local prepare = {}
 
 function prepare.run()
@@ -219,7 +220,7 @@ end
 
 local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR"
 
---- The folder of a sweep, which is given as an argument.
+--- The folder of a sweep, the only argument.
 local function take_folder(action)
   local folder = options.args[1]
   if not folder or #options.args > 1 then
@@ -231,15 +232,15 @@ end
 local sweep = {}
 
 function sweep.submit()
-  local script = options.args[1] or misuse("which script? %s", SWEEP)
+  local script = options.args[1] or misuse("submit needs a script: %s", SWEEP)
   if not locate(script) then misuse("no such script: %s", script) end
   if not options.slurm then
-    misuse("submit needs --slurm, or --slurm='OPTIONS OF SBATCH'; kvlab run SCRIPT"
-      .. " --jobs=N computes here")
+    misuse("submit needs --slurm, or --slurm='OPTIONS OF SBATCH'; to compute here, use"
+      .. " kvlab run SCRIPT --jobs=N")
   elseif not options.shards then
-    misuse "--shards=N says in how many parts"
+    misuse "submit needs --shards=N, the number of parts"
   elseif options.set.fresh then
-    misuse "fresh would throw rows away at every try; choose another --out=DIR"
+    misuse "fresh would throw rows away at every retry; choose another --out=DIR"
   end
   options.out = options.out or "results/" .. script:match("([^/]*)$"):gsub("%.lua$", "")
     .. (options.quick and "-quick" or "")
@@ -251,7 +252,7 @@ function sweep.status()
   return function() return require("kvlab.experiment.sweep").status(folder) end
 end
 
---- Runs the script of the shards, which finds their rows; nothing is computed.
+--- Runs the script of the shards, which takes over their rows and computes nothing.
 function sweep.merge()
   local folder = take_folder "merge"
   local _, manifest = require("kvlab.experiment.sweep.shards").open(folder)
@@ -267,9 +268,9 @@ function sweep.merge()
 end
 
 function prepare.sweep(action)
-  if not action then misuse("sweep does what? There is %s", SWEEP) end
+  if not action then misuse("sweep needs an action: %s", SWEEP) end
   if not sweep[action] then
-    misuse('sweep has no "%s"; did you mean %s? There is %s', action,
+    misuse('sweep has no "%s"; did you mean %s? There are %s', action,
       nearest(action, { "submit", "status", "merge" }), SWEEP)
   end
   return sweep[action]()
@@ -292,7 +293,7 @@ end
 
 function prepare.bench()
   if not package.searchpath("kvlab.shell.bench", package.path) then
-    misuse "there is nothing to bench: lua/kvlab/shell/bench.lua is not there"
+    misuse "bench cannot run: lua/kvlab/shell/bench.lua is missing"
   end
   return function() return require("kvlab.shell.bench").main(options) end
 end
@@ -313,7 +314,7 @@ function M.main(words)
   end)
   if ok then
     local status = work()
-    -- what a script returns is its own affair
+    -- what a script returns is not an exit status
     return (verb ~= "run" or options.interactive) and status or 0
   end
   if type(work) ~= "table" or not work.misuse then error(work, 0) end

@@ -1,15 +1,16 @@
---- Runs the specs inside this executable, with busted as a library: what is tested is the
+--- Runs the specs inside this executable, with busted as a library. So they test the
 -- embedded LuaJIT and, in a hostile build, every C function under the sanitizers.
 --
--- Several spec files run in processes of their own, as many at a time as there are cores:
--- a file cannot depend on what ran before it, and one that crashes fails alone. With a
--- GPU, whose memory they would share, all of them run in this process, one by one. Stock
--- busted runs them in one process, too (.busted). That is without insulating files from
--- each other: a module that declares C types for the FFI cannot be loaded twice.
+-- If there are several spec files, each runs in a process of its own, as many at a time
+-- as there are cores. So a file cannot depend on what ran before it, and one that crashes
+-- fails alone. With a GPU, whose memory the processes would share, all files run in this
+-- process, one after the other. Stock busted (.busted) also runs them in one process. In
+-- one process the files are not insulated from each other, because a module that declares
+-- C types for the FFI cannot be loaded twice.
 local M = {}
 
 local JOBS_MOST = 8
--- Of each process: with one, no loop of a kernel would be shared out.
+-- Threads of each process: with only one, no loop of a kernel would run in parallel.
 local THREADS = 2
 
 local function inside_root(root, name)
@@ -22,9 +23,9 @@ local function print_now(...)
   io.stdout:flush()
 end
 
---- The output: one line per file (a letter per spec that did not pass, then how many
--- did) through `progress`, and in the end what failed and what was skipped, through
--- `report`.
+--- Makes the handler that writes the output. For each file it gives one line to
+-- `progress`: a letter for every spec that did not pass, then how many passed. At the end
+-- it gives what failed and what was skipped to `report`.
 local function make_handler(busted, root, progress, report)
   local handler = require "busted.outputHandlers.base"()
   local marks = { success = "", pending = "s", failure = "F", error = "E" }
@@ -73,7 +74,8 @@ local function has_cuda()
   return found and answer
 end
 
---- Ctrl-C raises in one spec only, and busted would go on with the next.
+--- Ends the program after Ctrl-C. The interrupt raises an error in one spec only, and
+-- busted would go on with the next.
 local function stop_when_interrupted(busted)
   local ffi = require "ffi"
   ffi.cdef "int kvl_interrupted(void);"
@@ -95,7 +97,7 @@ local function run_here(root, files, options, has_gpu, progress, report)
   local busted = require "busted.core"()
   require "busted"(busted)
   require "busted.luajit"()
-  busted.register("file", "file", {}) -- no insulation
+  busted.register("file", "file", {}) -- files are not insulated
 
   local excluded = { unpack(options["exclude-tags"] or {}) }
   if not has_gpu then excluded[#excluded + 1] = "gpu" end
@@ -118,7 +120,7 @@ end
 
 -- ---- a process for each file ----------------------------------------------------------
 
---- The process that `start` has started: runs its file and sends what came of it.
+--- Runs in a process that `start` has started: runs its file and sends the result.
 local function serve(root, files, options, has_gpu)
   local process = require "kvlab.experiment.sweep.process"
   process.follow_parent()
@@ -142,8 +144,9 @@ local function start(file, options)
   return require("kvlab.experiment.sweep.process").spawn(words)
 end
 
---- What a process has sent and how it ended, as the result of its file. One that ends
--- otherwise than its result says (a crash, a leak that a sanitizer finds) has failed.
+--- The result of a file, from what its process has sent and how that ended. A process has
+-- failed too if its end does not agree with its result, as after a crash or a leak that a
+-- sanitizer finds.
 local function result_of(root, file, answer, how)
   local name = inside_root(root, file)
   local result = answer and require("kvlab.json").decode(answer)
@@ -196,7 +199,7 @@ local function run_apart(root, files, options, jobs)
   return total
 end
 
---- The spec files that are meant by names of files and folders.
+--- The spec files among these files and in these folders.
 local function find_files(names)
   local busted = require "busted.core"()
   local _, _, find = require "busted.modules.test_file_loader"(busted, { "lua" })

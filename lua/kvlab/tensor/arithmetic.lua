@@ -12,7 +12,7 @@ end
 
 -- ---- elementwise ----------------------------------------------------------------------
 
---- Elementwise; f32, f16 or bf16.
+--- Computes elementwise; f32, f16 or bf16.
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "silu",
                         "tanh", "relu" } do
   local op = C["KVL_UNARY_" .. name:upper()]
@@ -75,7 +75,7 @@ end
 
 for _, name in ipairs { "sum", "mean", "max", "min" } do
   local op = C["KVL_REDUCE_" .. name:upper()]
-  --- Over one dim (negative counts from the end), or over everything when dim is nil.
+  --- Reduces one dim (negative counts from the end), or all elements when dim is nil.
   methods[name] = function(t, dim, out)
     if dim == nil then t, dim = t:reshape { tonumber(t.count) }, 0 end
     if dim < 0 then dim = dim + t.ndim end

@@ -21,7 +21,8 @@ local open_devices = {}
 local function open(name, level)
   local dev = open_devices[name]
   if dev then return dev end
-  if name == "cpu" and command_line["link-gbps"] then -- the description is to tell it
+  -- The link is set before the device is opened, so that its description mentions it.
+  if name == "cpu" and command_line["link-gbps"] then
     check(C.kvl_cpu_link(command_line["link-gbps"], command_line["link-us"]),
       (level or 1) + 1)
   end
@@ -37,7 +38,7 @@ end
 function M.opened()
   local list = {}
   for name, dev in pairs(open_devices) do
-    if name == dev:name() then list[#list + 1] = dev end -- "cuda" is "cuda:0", too
+    if name == dev:name() then list[#list + 1] = dev end -- skips aliases: cuda for cuda:0
   end
   table.sort(list, function(a, b) return a:name() < b:name() end)
   return list
@@ -76,12 +77,12 @@ M.methods = {
   name = function(self) return ffi.string(C.kvl_device_name(self)) end,
   description = function(self) return ffi.string(C.kvl_device_description(self)) end,
   is_cpu = function(self) return C.kvl_device_is_cpu(self) == 1 end,
-  --- Wait for everything launched on this device.
+  --- Waits for everything launched on this device.
   sync = function(self) check(C.kvl_device_sync(self)) end,
-  --- Give cached memory back.
+  --- Gives cached memory back.
   trim = function(self) check(C.kvl_device_trim(self)) end,
   reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
-  --- Bytes live, peak, cached, free and total; allocations and launches so far.
+  --- Counts of bytes (see kvlab.DeviceStats), and allocations and launches so far.
   stats = function(self)
     check(C.kvl_device_stats_get(self, stats))
     local t = {}
@@ -92,14 +93,14 @@ M.methods = {
     end
     return t
   end,
-  --- A new stream: work on it runs beside the others'.
+  --- Opens a new stream, whose work runs beside that of other streams.
   open_stream = function(self)
     check(C.kvl_stream_open(self, out_stream))
     return ffi.gc(out_stream[0], C.kvl_stream_close)
   end,
   --- The stream that work goes to now.
   stream = function(self) return C.kvl_device_stream(self) end,
-  --- Call fn(...) with `stream` current; back to the one before, also after an error.
+  --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
   with_stream = function(self, stream, fn, ...)
     local before = C.kvl_device_stream(self)
     check(C.kvl_device_use_stream(self, stream))
@@ -108,7 +109,7 @@ M.methods = {
     if not results[1] then error(results[2], 0) end
     return unpack(results, 2)
   end,
-  --- A new event: record it on a stream, have others or the host wait for it.
+  --- Opens a new event. Record it on a stream; other streams or the host can wait for it.
   open_event = function(self)
     check(C.kvl_event_open(self, out_event))
     return ffi.gc(out_event[0], C.kvl_event_close)
@@ -123,7 +124,7 @@ ffi.metatype("kvl_device", {
 ffi.metatype("kvl_stream", {
   __index = {
     sync = function(self) check(C.kvl_stream_sync(self)) end,
-    --- Later work here waits for `event`; the host does not.
+    --- Makes later work on this stream wait for `event`. The host does not wait.
     wait = function(self, event) check(C.kvl_stream_wait_event(self, event)) end,
     close = function(self) C.kvl_stream_close(ffi.gc(self, nil)) end,
   },
@@ -131,7 +132,7 @@ ffi.metatype("kvl_stream", {
 
 ffi.metatype("kvl_event", {
   __index = {
-    --- Mark the present end of `stream`.
+    --- Marks the end of the work that is on `stream` now.
     record = function(self, stream) check(C.kvl_event_record(self, stream)) end,
     sync = function(self) check(C.kvl_event_sync(self)) end,
     done = function(self) return check(C.kvl_event_done(self)) == 1 end,

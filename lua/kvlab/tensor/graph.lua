@@ -14,7 +14,7 @@ local out_graph = ffi.new "kvl_graph *[1]"
 
 ffi.metatype("kvl_graph", {
   __index = {
-    --- Run it, on the stream that it was recorded on.
+    --- Runs the graph on the stream that it was recorded on.
     replay = function(self) check(C.kvl_graph_replay(self)) end,
     close = function(self) C.kvl_graph_close(ffi.gc(self, nil)) end,
   },
@@ -29,7 +29,7 @@ function M.graph(fn, dev)
     error(("graph: fn is a %s, expected a function"):format(type(fn)), 2)
   end
   dev = device(dev)
-  collectgarbage() -- what is collected while recording would be held until its end
+  collectgarbage() -- memory that is freed while recording is held until its end
   collectgarbage "stop"
   local status = C.kvl_graph_begin(dev)
   local ok, why = true, nil

@@ -1,4 +1,4 @@
---- Kinds of options that are tensors, devices and dtypes, for kvlab.options.
+--- The kinds of options that hold a tensor, device or dtype, for kvlab.options.
 local ffi = require "ffi"
 local is_tensor = require("kvlab.tensor.tensor").is_tensor
 local library = require "kvlab.library"
@@ -9,7 +9,7 @@ local M = {}
 
 M.tensor = { "a tensor", is_tensor }
 
---- What kv.device takes.
+--- What kv.device accepts.
 M.device = { "a device or its name", function(x)
   return type(x) == "string" or type(x) == "cdata" and ffi.istype("kvl_device *", x)
 end }

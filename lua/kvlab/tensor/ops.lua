@@ -166,7 +166,7 @@ end
 ---@param q_hashes kvlab.Tensor  u64 [seqs, kv_heads, words]
 ---@param hashes kvlab.Hashes
 ---@param ctx kvlab.Context
----@param scores? kvlab.Tensor   where to; f32 [seqs, 1, width]: the best of the KV heads
+---@param scores? kvlab.Tensor   written; f32 [seqs, 1, width] for the best KV head
 function M.score_hamming(q_hashes, hashes, ctx, scores)
   scores = scores or ctx:new_scores()
   check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
@@ -288,9 +288,9 @@ local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_te
 --- The tokens with the largest logits of each row: i32 [rows, k], positions in ascending
 -- order, padded with -1.
 ---@param a table  logits f32 or bf16 [rows, n], lens i32 [rows]; out, or its k; starts
---                 i32 [rows], the column of a row's token 0; what positions become:
---                 places by tables i32 [sequences, width], block_size and maybe
---                 row_sequence i32 [rows], or sums with offsets i32 [rows]
+--                 i32 [rows], the column of a row's token 0. Positions become places if
+--                 there are tables i32 [sequences, width], block_size and maybe
+--                 row_sequence i32 [rows]; with offsets i32 [rows], position + offset
 ---@return kvlab.Tensor out
 function M.topk_transform(a)
   options.check("topk_transform", a, TRANSFORM)

@@ -4,6 +4,7 @@ local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
+local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -19,6 +20,7 @@ File.__index = File
 ---@param path string
 ---@return kvlab.Safetensors
 local function open(path)
+  sources.keep(path)
   local out = ffi.new "kvl_safetensors *[1]"
   check(C.kvl_safetensors_open(path, out))
   local file = setmetatable({ path = path, names = {}, entries = {} }, File)
@@ -38,7 +40,7 @@ end
 --- True when the file has a tensor of that name.
 function File:has(name) return self.entries[name] ~= nil end
 
---- Shape (a Lua table) and dtype of an entry.
+--- The shape (a Lua table) and dtype of a tensor in the file.
 function File:describe(name)
   local entry = self.entries[name]
   if not entry then
@@ -48,7 +50,7 @@ function File:describe(name)
   return entry.shape, entry.dtype
 end
 
---- A tensor on `dev`, cast to `dtype` when given; `shape` is checked when given.
+--- Reads a tensor to `dev`, casts it to `dtype` if given, and checks `shape` if given.
 function File:read(name, dev, dtype, shape)
   local got, stored = self:describe(name)
   if shape and table.concat(got, ",") ~= table.concat(shape, ",") then
@@ -60,7 +62,7 @@ function File:read(name, dev, dtype, shape)
   return dtype and t:cast(dtype) or t
 end
 
---- Unmap the file.
+--- Unmaps the file.
 function File:close() C.kvl_safetensors_close(ffi.gc(self.handle, nil)) end
 
 return constructor(M, open)

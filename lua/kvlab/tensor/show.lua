@@ -1,11 +1,11 @@
---- How a tensor prints: as Torch prints it. A common scale factor, columns wrapped to the
+--- Prints a tensor as Torch does: with a common scale factor, columns wrapped to the
 -- width of a terminal, long dims cut in the middle, and a last line with dtype, shape and
 -- device.
 local EDGE, LIMIT, WIDTH = 3, 1000, 80
 
 local function is_whole(x) return x == math.floor(x) and math.abs(x) < 1e9 end
 
---- A format that fits every value, and the scale that was taken out of them.
+--- Chooses a format that fits every value, and the scale that values are divided by.
 local function choose_format(values)
   local whole, largest, smallest = true, 0, math.huge
   for _, x in ipairs(values) do

@@ -16,13 +16,13 @@ local methods = {}
 local tensor_t -- the ctype; set by ffi.metatype below
 local shape_buffer = ffi.new "int64_t[6]"
 
--- The collector sees 88 bytes where a tensor may hold gigabytes: after this many bytes of
--- tensors it is told to run.
+-- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after this
+-- many bytes of new tensors it is told to run.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
 local bytes_since_collection = 0
 
--- The tensors made since the innermost kv.scope began, as keys; weak, so that inside a
--- scope too the collector frees what nobody holds.
+-- The tensors made since the innermost kv.scope began, as keys. The table is weak, so the
+-- collector can free a tensor inside a scope when nobody refers to it.
 local scope
 local WEAK = { __mode = "k" }
 
@@ -79,8 +79,8 @@ M.open_like = open_like
 
 -- ---- making ---------------------------------------------------------------------------
 
---- Uninitialised tensor.
----@param dev kvlab.Device|string|nil  device, its name, or what --device says
+--- Makes an uninitialised tensor.
+---@param dev kvlab.Device|string|nil  a device or its name; nil: that of --device
 ---@param dtype string     f32 f16 bf16 f8e4m3 i32 i64 u8 u64
 ---@param shape integer[]  up to 6 sizes
 ---@return kvlab.Tensor
@@ -89,7 +89,7 @@ function M.tensor(dev, dtype, shape)
   return open(dev, number, fill_shape(shape, 2), 2)
 end
 
---- Every element is `value`, converted to the dtype.
+--- Makes a tensor in which every element is `value`, converted to the dtype.
 ---@return kvlab.Tensor
 function M.full(dev, dtype, shape, value)
   local number = library.dtype(dtype)
@@ -98,10 +98,10 @@ function M.full(dev, dtype, shape, value)
   return t
 end
 
---- Every element is 0.
+--- Makes a tensor of zeros.
 ---@return kvlab.Tensor
 function M.zeros(dev, dtype, shape) return M.full(dev, dtype, shape, 0) end
---- Every element is 1.
+--- Makes a tensor of ones.
 ---@return kvlab.Tensor
 function M.ones(dev, dtype, shape) return M.full(dev, dtype, shape, 1) end
 
@@ -127,7 +127,7 @@ function M.wrap(dev, dtype, shape, memory)
   return remember(t)
 end
 
---- start, start + step, ... : n elements.
+--- Makes a tensor of n elements: start (0), start + step (1), ...
 ---@return kvlab.Tensor
 function M.arange(dev, dtype, n, start, step)
   local t = M.tensor(dev, dtype, { n })
@@ -149,7 +149,8 @@ local UNIFORM = { seed = options.whole, offset = options.whole, low = options.nu
 local INTEGERS = { seed = options.whole, offset = options.whole, low = options.integer,
                    high = options.required(options.integer) }
 
---- Normal numbers. Same seed, same bits on every device.
+--- Makes a tensor of normally distributed numbers. A seed gives the same bits on every
+-- device.
 ---@param o? table  seed (0), offset (0), mean (0), std (1)
 ---@return kvlab.Tensor
 function M.randn(dev, dtype, shape, o)
@@ -157,7 +158,7 @@ function M.randn(dev, dtype, shape, o)
   return (random(C.KVL_RANDOM_NORMAL, dev, dtype, shape, o.mean or 0, o.std or 1, o))
 end
 
---- Uniform numbers in (low, high].
+--- Makes a tensor of uniformly distributed numbers in (low, high].
 ---@param o? table  seed (0), offset (0), low (0), high (1)
 ---@return kvlab.Tensor
 function M.rand(dev, dtype, shape, o)
@@ -165,7 +166,7 @@ function M.rand(dev, dtype, shape, o)
   return (random(C.KVL_RANDOM_UNIFORM, dev, dtype, shape, o.low or 0, o.high or 1, o))
 end
 
---- Whole numbers in [low, high), i32 or i64.
+--- Makes a tensor of random whole numbers in [low, high), i32 or i64.
 ---@param o table  seed (0), offset (0), low (0), high
 ---@return kvlab.Tensor
 function M.randint(dev, dtype, shape, o)
@@ -182,7 +183,7 @@ for name, ctype in pairs(ctypes) do pointer_to[name] = ffi.typeof(ctype .. "*") 
 for _, name in ipairs { "f16", "bf16" } do pointer_to[name] = ffi.typeof "uint16_t*" end
 pointer_to.f8e4m3 = ffi.typeof "uint8_t*"
 
---- Appends the leaves of a nested table. sizes[depth] is set or checked on the way.
+--- Appends the leaves of a nested table to `flat`. Sets sizes[depth], or checks it.
 local function flatten(values, depth, sizes, flat)
   if sizes[depth] and sizes[depth] ~= #values then
     error(("nested table is ragged: %d entries at depth %d, expected %d"):format(#values,
@@ -196,7 +197,8 @@ local function flatten(values, depth, sizes, flat)
   return flat
 end
 
---- A tensor from a Lua table: flat with a shape, or nested (the shape is read off it).
+--- Makes a tensor from a Lua table. The table is flat, with a shape, or it is nested, and
+-- its nesting gives the shape.
 ---@param values table
 ---@param shape? integer[]
 ---@return kvlab.Tensor
@@ -213,7 +215,7 @@ function M.from(dev, dtype, shape, values)
     error(("%d values for shape [%s]"):format(
       #flat, table.concat(shape or sizes, ", ")), 2)
   end
-  local host = array_of[dtype] and dtype or "f32" -- f16, bf16, f8: through f32
+  local host = array_of[dtype] and dtype or "f32" -- f16, bf16 and f8 go through f32
   local buffer = array_of[host](math.max(#flat, 1))
   for i = 1, #flat do
     if type(flat[i]) ~= "number" and type(flat[i]) ~= "cdata" then
@@ -267,7 +269,7 @@ end
 
 -- ---- looking --------------------------------------------------------------------------
 
---- The sizes as a Lua table.
+--- The sizes of all dims, as a Lua table.
 function methods.dims(t)
   local sizes = {}
   for i = 1, t.ndim do sizes[i] = tonumber(t.shape[i - 1]) end
@@ -351,7 +353,8 @@ function methods.reshape(t, shape)
   return remember(v)
 end
 
---- The tensor on another device (or its name); itself when it is there already.
+--- The tensor on another device, given by handle or name. If it is there already, this
+-- is the tensor itself.
 function methods.to(t, dev)
   dev = device(dev)
   if t.device == dev then return t end
@@ -367,32 +370,34 @@ function methods.clone(t)
   return out
 end
 
---- Overwrite with `source`: same dtype and count, any device.
+--- Overwrites the tensor with `source`, which has the same dtype and count and may be on
+-- any device.
 function methods.copy_(t, source)
   check(C.kvl_copy(source, t))
   return t
 end
 
---- Overwrite every element with a number.
+--- Overwrites every element with a number.
 function methods.fill_(t, value)
   check(C.kvl_fill(t, value))
   return t
 end
 
---- Overwrite with start, start + step, ... in memory order.
+--- Overwrites the elements with start, start + step, ... in memory order.
 function methods.arange_(t, start, step)
   check(C.kvl_arange(t, start or 0, step or 1))
   return t
 end
 
---- Overwrite with uniform numbers in (0, 1]; `stream` picks one of 2^32 sequences of a
--- seed.
+--- Overwrites the elements with uniform numbers in (0, 1]. `stream` selects one of the
+-- 2^32 sequences of a seed.
 function methods.rand_(t, seed, stream)
   check(C.kvl_random(t, C.KVL_RANDOM_UNIFORM, 0, 1, seed + 4294967296 * (stream or 0), 0))
   return t
 end
 
---- The tensor in another dtype; itself when it has that dtype and `out` is not given.
+--- The tensor in another dtype. This is the tensor itself if it already has that dtype
+-- and `out` is not given.
 function methods.cast(t, dtype, out)
   local number = library.dtype(dtype)
   if number == t.dtype and not out then return t end

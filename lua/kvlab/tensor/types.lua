@@ -1,7 +1,7 @@
 ---@meta
 --- The types of what the C library hands out, for editors that read LuaCATS annotations
 -- (lua-language-server). Nothing requires this file; the methods are in tensor.lua,
--- arithmetic.lua, device.lua and graph.lua. A spec holds the lists to what is there.
+-- arithmetic.lua, device.lua and graph.lua. A spec checks that the lists are complete.
 -- luacheck: no max line length
 
 ---@alias kvlab.Dtype "f32"|"f16"|"bf16"|"f8e4m3"|"i32"|"i64"|"u8"|"u64"
@@ -126,7 +126,7 @@
 ---@field close fun(graph)
 
 ---@class kvlab.Budget
----@field ratio number        of a sequence's blocks; < 0: `blocks` says how many
+---@field ratio number        share of a sequence's blocks; < 0: `blocks` is the number
 ---@field blocks integer
 ---@field min_blocks integer
 ---@field sink integer

@@ -1,5 +1,5 @@
---- Uniform numbers in [0, 1) for drawing workloads, by the library's own generator: the
--- same for a seed on every machine.
+--- Uniform numbers in [0, 1), for generating workloads. They come from the library's own
+-- generator, so a seed gives the same numbers on every machine.
 local device = require "kvlab.tensor.device"
 local tensor = require "kvlab.tensor.tensor"
 

@@ -70,14 +70,14 @@ function M.from_blocks(cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
   local halves = cache:reshape { blocks * 2, kv_heads * size * dim }
-  -- A KV head of a block as a block of its own: its tokens are places in a row.
+  -- Take each KV head of a block as its own block: its tokens have successive places.
   local lanes = blocks * kv_heads
   local key_cache, value_cache = M.cache(dev, dtype, lanes, 1, size, dim)
   tensor.scope(function()
     local function rows(half)
       local t = halves:gather_rows(tensor.arange(dev, "i32", blocks, half, 2))
         :reshape { lanes * size, 1, dim }
-      return dtype == "f8e4m3" and t:cast "bf16" or t   -- and exactly back again
+      return dtype == "f8e4m3" and t:cast "bf16" or t   -- append casts it back exactly
     end
     M.append(rows(0), rows(1), tensor.arange(dev, "i64", lanes * size), key_cache,
       value_cache)

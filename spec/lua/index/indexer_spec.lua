@@ -212,7 +212,7 @@ describe("an indexer", function()
     S.raises('to is "place", expected one of positions', select, { to = "place" })
     S.raises("expected tables and block_size", select, { block_size = false })
     S.raises("lens is missing", select, { lens = false })
-    S.raises("expected cache or k", select, { k = s.k, scales = s.scales })
+    S.raises("expected one of cache and k", select, { k = s.k, scales = s.scales })
     S.raises("q or weights is missing", select, { q = false })
     S.raises("no row_sequence", select, { row_sequence = s.row_sequence })
     local tiny = kv.indexer { device = cpu, topk = TOPK, logits_bytes_max = 100 }

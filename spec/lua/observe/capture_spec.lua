@@ -89,7 +89,7 @@ describe("capture", function()
     end
     assert.matches("there is no .*/manifest.json", problem())
     files.write(folder .. "/manifest.json", "{ nonsense")
-    assert.matches("is no object, expected a manifest", problem())
+    assert.matches("is no JSON object, expected a manifest", problem())
     files.write(folder .. "/manifest.json", '{"format": "kvlab capture 9"}')
     assert.matches('of format kvlab capture 9, expected .*"kvlab capture 1"', problem())
     files.write(folder .. "/manifest.json",

@@ -202,7 +202,7 @@ describe("plot", function()
   it("refuses a style that it does not know", function()
     assert.error_matches(function()
       plot.lines({}, { x = "x", y = "y", style = { link = "dotted" } })
-    end, "style of link is dotted; there is limit")
+    end, "style of link is dotted, expected limit")
   end)
 
   it("has round tics along y on every scale", function()

@@ -111,7 +111,7 @@ describe("overlap", function()
 
   it("refuses kinds and times that mean nothing", function()
     for want, wrong in pairs {
-      ["span 2 is of kind copy; there is compute, load, offload"]
+      ["span 2 is of kind copy, expected one of compute, load, offload"]
         = span("copy", 0, 1),
       ["span 2 lasts from 3 to 2"] = span("load", 3, 2),
       ["span 2 lasts from nan to 2"] = span("load", 0 / 0, 2),

@@ -424,7 +424,8 @@ describe("server", function()
     raises("max_tokens is missing", server.submit, server, { tokens = { 1 } })
     raises("tokens is a table, expected a list of at least one token id", server.submit,
       server, { tokens = {}, max_tokens = 1 })
-    raises("tokens is missing", server.submit, server, { max_tokens = 1 })
+    raises("tokens (or input_length, without a model) is missing", server.submit,
+      server, { max_tokens = 1 })
     local done = server:submit { tokens = { 1 }, max_tokens = 1 }
     server:run()
     raises("request 1 is finished", server.fork, server, done, { max_tokens = 1 })

@@ -121,8 +121,8 @@ make "f33"
   describe("help", function()
     it("has the doc comment of a function, with its signature", function()
       local output = feed "?kv.randn"
-      assert.matches("^kv.randn%(dev, dtype, shape, o%)\nNormal numbers%. Same seed",
-        output)
+      assert.matches("^kv.randn%(dev, dtype, shape, o%)\nMakes a tensor of normally"
+        .. " distributed numbers%. A seed", output)
       assert.matches("\nlua/kvlab/tensor/tensor.lua:%d+\n$", output)
       assert.matches("^tensor:topk%(t, k, smallest, by_index%)\nThe k largest",
         (feed "?tensor:topk"))
