@@ -112,7 +112,7 @@ project "kvlab_runtime"
   targetname "kvlab"
   files { "runtime/*.c", "runtime/*/*.c" }
   removefiles { "runtime/main.c" }
-  prebuildcommands { "@../tools/abi.sh abi.h" }
+  prebuildcommands { "@../tools/abi.sh ." }
   for _, isa in ipairs(isas) do
     filter(isa.name ~= hostile_isa and "configurations:not hostile" or {})
       links { "cpu_" .. isa.name }
@@ -151,7 +151,7 @@ if _OPTIONS["cuda"] == "on" then
     pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
     files { "kernels/cuda/*.cu", "runtime/cuda/*.cu" }
     includedirs { "kernels/cuda" }
-    prebuildcommands { "@../tools/abi.sh abi.h" }
+    prebuildcommands { "@../tools/abi.sh ." }
     -- Compressed, the device code is six times smaller; a bundle has to travel.
     buildoptions { "-std=c++17", "-lineinfo", "--threads 2", "-Xfatbin -compress-all",
       "-Xcompiler -fPIC,-fvisibility=hidden,-Wall" }

@@ -87,6 +87,9 @@ int kvl_device_open(const char *name, kvl_device **out);
 void kvl_device_close(kvl_device *dev);
 const char *kvl_device_name(const kvl_device *dev);  /* "cpu", "cuda:0" */
 const char *kvl_device_description(kvl_device *dev); /* "NVIDIA H100 ..." */
+/* What the library, and the device's plug-in if it has one, were built from: configuration,
+ * compiler, BLAS and hashes of the sources. Builds with the same text compute the same. */
+const char *kvl_device_build(kvl_device *dev);
 int kvl_device_is_cpu(const kvl_device *dev);
 int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out);
 int kvl_device_reset_peak(kvl_device *dev);
@@ -1062,6 +1065,12 @@ int kvl_ticket_wait_layer(kvl_ticket *ticket, int layer, kvl_stream *stream);
 int kvl_ticket_cancel(kvl_ticket *ticket);
 /* Frees the ticket; its task goes on. NULL is allowed. */
 void kvl_ticket_close(kvl_ticket *ticket);
+
+/* ---- files ------------------------------------------------------------------------------ */
+
+/* Computes the XXH3-128 of the contents of n files, each followed by its length (u64,
+ * little-endian). Errors: INVALID, IO, NO_MEMORY. */
+int kvl_files_hash(const char *const *paths, int n, kvl_key *hash);
 
 /* ---- safetensors ----------------------------------------------------------------------- */
 

@@ -1,13 +1,13 @@
 /* kvlab, the executable: LuaJIT with libkvlab beside it. Opens the Lua libraries, tells
  * Lua where things are, calls require("kvlab.shell.cli").main(arguments) and exits with the
- * number that it returns.
+ * status that main returns.
  *
- * What it tells Lua: package.loaded["kvlab.paths"], a table of absolute paths without a
- * trailing slash. Under stock luajit or busted there is none.
+ * Lua finds the paths in package.loaded["kvlab.paths"], a table of absolute paths without a
+ * trailing slash. Under stock luajit or busted there is no such table.
  *
  *   root         holds lua/, spec/, bench/, runtime/base.h and runtime/kvlab.h
  *   library_dir  holds libkvlab.so and, when it was built, libkvlab_cuda.so
- *   executable   this file
+ *   executable   the running executable
  *   config       "release", "debug" or "hostile"; "bundle" in a folder made by `bundle`
  *
  *                in a source tree               in a bundle
@@ -17,9 +17,9 @@
  *   C modules                                   ROOT/lib/lua/5.1
  *
  * Ctrl-C sets libkvlab's interrupt flag, which every op tests, and a hook that raises
- * "interrupted" in Lua. A second Ctrl-C while the flag is set kills. A caller that goes on,
- * as the REPL does, clears the flag with kvl_interrupt(0) and takes the hook away. Compiled
- * loops look for the hook when LuaJIT was built by tools/get_luajit.sh.
+ * "interrupted" in Lua. A second Ctrl-C while the flag is set kills the process. A caller
+ * that goes on, as the REPL does, clears the flag with kvl_interrupt(0) and takes the hook
+ * away. Compiled loops check for the hook if LuaJIT was built by tools/get_luajit.sh.
  *
  * Exit status: 0 fine, 1 an error in a script or a failed spec, 2 a wrong command line,
  * 130 interrupted. KVLAB_TRACEBACK=1 adds the Lua stack to an error's message.
@@ -36,7 +36,8 @@
 
 #include "kvlab.h"
 
-/* libedit asks a function for its prompt; the REPL writes the answer (line_edit.lua). */
+/* libedit calls kvlab_prompt_of for its prompt; the REPL writes kvlab_prompt
+ * (line_edit.lua). */
 __attribute__((visibility("default"))) char kvlab_prompt[128];
 __attribute__((visibility("default"))) char *kvlab_prompt_of(void *editor);
 char *kvlab_prompt_of(void *editor) {
@@ -46,8 +47,8 @@ char *kvlab_prompt_of(void *editor) {
 
 static lua_State *interrupt_target;
 
-/* Raises at once, and again after a while as long as nobody has cleared the flag: a
- * pcall in a script's loop must not swallow Ctrl-C. */
+/* Raises an error at once, and again after a while as long as nobody has cleared the flag,
+ * so that a pcall in a script's loop cannot swallow Ctrl-C. */
 static void interrupt_hook(lua_State *L, lua_Debug *where) {
   (void)where;
   if (!kvl_interrupted()) {
@@ -69,7 +70,7 @@ static void on_sigint(int signal_number) {
               1);
 }
 
-/* Message handler: error value -> the text to show. */
+/* The message handler of pcall: turns an error value into the text to show. */
 static int error_text(lua_State *L) {
   const char *wanted = getenv("KVLAB_TRACEBACK");
   int with_stack = wanted && *wanted && strcmp(wanted, "0") != 0;
@@ -94,7 +95,7 @@ static void set_text(lua_State *L, const char *name, const char *text) {
   lua_setfield(L, -2, name);
 }
 
-/* Puts a search path in front of package[name]; both %s of `fmt` are the root. */
+/* Puts a search path in front of package[name]; every %s of `fmt` stands for the root. */
 static void prepend_search(lua_State *L, const char *name, const char *fmt,
                            const char *root) {
   lua_getglobal(L, "package");
@@ -143,7 +144,7 @@ static int tell_paths(lua_State *L) {
   return 0;
 }
 
-/* Lua: the command line's words -> an exit status. */
+/* A Lua function that takes the command line's words and returns an exit status. */
 static int run(lua_State *L) {
   lua_getglobal(L, "require");
   lua_pushliteral(L, "kvlab.shell.cli");
@@ -156,8 +157,8 @@ static int run(lua_State *L) {
 
 /* Threads that wait between two parallel loops should sleep. libgomp lets them spin for
  * milliseconds unless it is told otherwise before it is loaded, and then anything else
- * that runs on the machine makes a prefill up to 8 times slower (notes/). Hence once more,
- * with the environment set. */
+ * that runs on the machine makes a prefill up to 8 times slower (notes/). So this function
+ * starts the program once more with the environment set. */
 static void sleep_between_loops(char **argv) {
   if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);

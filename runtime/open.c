@@ -1,5 +1,5 @@
-/* Opening devices: the CPU is linked in; the CUDA plug-in libkvlab_cuda.so is opened at run time
- * from beside this library, when first asked for. */
+/* Opens devices. The CPU backend is linked in. The CUDA plug-in, libkvlab_cuda.so, lies in
+ * the folder of this library and is loaded when a CUDA device is first opened. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* dladdr */
 #endif
@@ -88,7 +88,8 @@ int kvl_device_open(const char *name, kvl_device **out) {
     return kvl__fail(KVL_ERR_DEVICE, "%s: no usable device (%s)", name,
                      backend->last_error());
   if (index >= count)
-    return kvl__fail(KVL_ERR_DEVICE, "%s: there are %d devices", name, count);
+    return kvl__fail(KVL_ERR_DEVICE, "%s: there is no such device; this machine has %d", name,
+                     count);
   status = kvl__device_new(backend, index, &dev);
   if (status < 0) return status;
   char text[KVL_WORDS_MAX] = "";

@@ -25,24 +25,20 @@ local function offload_of(memory, slots)
 end
 
 --- Contexts of one length. They are read once for all policies and budgets.
-local function sitting_of(s, config)
-  if s.sitting and s.context == config.context then return s.sitting end
-  if s.sitting then s.sitting:close() end
+local function sitting_of(config)
   local o = { offload = offload_of(config.memory, exam.QUERIES
     * math.ceil((config.context + 8) / config.block_size)) }
   for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed",
                           "question" } do
     o[name] = config[name]
   end
-  s.sitting, s.context = exam.open(o), config.context
-  return s.sitting
+  return kv.experiment.memo(o, exam.open)
 end
 
-local function run(config, settings)
+local function run(config)
   local policy = kv.policy(config.policy, config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
-  local accuracy, step_us, probe = sitting_of(settings, config):ask(policy,
-    kv.probe)
+  local accuracy, step_us, probe = sitting_of(config):ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.accuracy, metrics.step_us = accuracy, step_us
   return metrics

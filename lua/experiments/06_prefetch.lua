@@ -12,15 +12,14 @@
 -- may wait for a worker.
 local kv = require "kvlab"
 
-local function rows_of(s, config)
-  s.rows = s.rows or kv.trace.generate { requests = config.requests, seed = config.seed,
+local function rows_of(config)
+  return kv.experiment.memo({ requests = config.requests, seed = config.seed,
     rate = config.requests_s, turns = 5, think_s = config.think_s,
-    input_tokens = config.input_tokens }
-  return s.rows
+    input_tokens = config.input_tokens }, kv.trace.generate)
 end
 
-local function run(config, settings)
-  local stats = kv.replay.run(rows_of(settings, config),
+local function run(config)
+  local stats = kv.replay.run(rows_of(config),
     kv.replay.cost(nil, config), config,
     { blocks = config.blocks, store_blocks = math.huge })
   local link, asked = stats.store, stats.blocks_asked

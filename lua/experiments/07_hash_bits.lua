@@ -69,13 +69,13 @@ local function policy_of(config)
   return kv.policy("gsa_on_device", o)
 end
 
-local function run(config, settings)
-  settings.exam = settings.exam or exam.open {
+local function run(config)
+  local sitting = kv.experiment.memo({
     context = config.context, prompts = config.prompts, needles = config.needles,
     block_size = config.block_size, seed = config.seed, question = config.question,
-  }
+  }, exam.open)
   local policy = policy_of(config)
-  local accuracy, step_us, found = settings.exam:ask(policy, overlap)
+  local accuracy, step_us, found = sitting:ask(policy, overlap)
   return { accuracy = accuracy, step_us = step_us,
            block_recall = found.wanted > 0 and found.found / found.wanted or 1,
            bytes_block = policy:score_bytes(policy.shape) }
@@ -99,7 +99,6 @@ kv.experiment.run {
   end,
   metrics = { "accuracy", "block_recall", "bytes_block", "step_us" },
   run = run,
-  teardown = function(settings) if settings.exam then settings.exam:close() end end,
   table = {
     { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
       where = { hash_of = "block", planes = "orthogonal" } },

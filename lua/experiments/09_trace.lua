@@ -19,33 +19,31 @@ local kv = require "kvlab"
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
                   "in_time", "stall_ms", "stall_share" }
 
-local function read(s, config)
-  if not s.rows then
-    local path = config.trace ~= "sample" and config.trace
-      or kv.paths.root .. "/lua/experiments/data/conversation_200.jsonl"
-    s.rows = kv.trace.read(path, config.limit > 0 and config.limit or nil)
-  end
-  return s.rows
+local function read(o)
+  local path = o.trace ~= "sample" and o.trace
+    or kv.paths.root .. "/lua/experiments/data/conversation_200.jsonl"
+  return kv.trace.read(path, o.limit > 0 and o.limit or nil)
 end
 
---- What a step costs: from the cost model, or measured once for all rows.
-local function cost_of(s, config)
-  if s.cost then return s.cost end
-  local folder, engine = config.model, nil
+--- What a step costs: from the cost model, or measured.
+local function measure(o)
+  local folder, engine = o.model, nil
   if folder == "recall" then folder = kv.paths.root .. "/lua/models/recall" end
   if folder ~= "" then
     local block = kv.trace.BLOCK
     engine = require("models.llama").load(folder):engine { block_size = block,
       blocks = kv.replay.CONTEXT / block + 2, max_seqs = 1 }
   end
-  s.cost = kv.replay.cost(engine, config)
+  local cost = kv.replay.cost(engine, o)
   if engine then engine.cache:close() end
-  return s.cost
+  return cost
 end
 
-local function run(config, settings)
-  local cost = cost_of(settings, config)
-  local stats = kv.replay.run(read(settings, config), cost, config, {
+local function run(config)
+  local cost = kv.experiment.memo({ model = config.model, link_gbps = config.link_gbps,
+    link_us = config.link_us }, measure)
+  local rows = kv.experiment.memo({ trace = config.trace, limit = config.limit }, read)
+  local stats = kv.replay.run(rows, cost, config, {
     blocks = math.floor(config.kv_gb * 1e9 / cost.bytes_block),
     store_blocks = config.store_gb == 0 and math.huge
       or math.floor(config.store_gb * 1e9 / cost.bytes_block) })

@@ -75,17 +75,17 @@ end
 
 -- ---- the grid -------------------------------------------------------------------------
 
-local function run(config, settings)
-  settings.exam = settings.exam or exam.open {
+local function run(config)
+  local sitting = kv.experiment.memo({
     context = config.context, prompts = config.prompts, needles = config.needles,
     block_size = config.block_size, seed = config.seed,
-  }
+  }, exam.open)
   local policy = kv.policy("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
     index_dim = config.index_dim, index_bits = config.bits,
     rotate = config.rotate == "yes", granularity = config.granularity,
     seed = config.seed })
-  local accuracy, step_us, found = settings.exam:ask(policy, observer)
+  local accuracy, step_us, found = sitting:ask(policy, observer)
   local metrics = found.probe:metrics()
   return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
            attention_mass = metrics.attention_mass, output_error = metrics.output_error,
@@ -125,7 +125,6 @@ kv.experiment.run {
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
               "step_us" },
   run = run,
-  teardown = function(settings) if settings.exam then settings.exam:close() end end,
   table = { table_of("accuracy", "key", "token"),
             table_of("accuracy", "random", "token"),
             table_of("accuracy", "key", "block"), table_of("accuracy", "random", "block"),

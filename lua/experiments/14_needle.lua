@@ -25,33 +25,20 @@ local function part_of(depth)
   return math.floor(depth / 100 * DEPTHS) + 1
 end
 
---- Contexts of one length. They are read once for all policies.
-local function sitting_of(s, config)
-  if s.context ~= config.context then
-    if s.sitting then s.sitting:close() end
-    s.context, s.policy = config.context, nil
-    s.sitting = exam.open { context = config.context, prompts = config.prompts,
-      needles = NEEDLES, even = true, block_size = config.block_size,
-      seed = config.seed }
-  end
-  return s.sitting
-end
-
---- Asks every question under one policy. Returns how many there are at each depth, and
--- how many were answered right.
-local function ask(s, config)
-  local sitting = sitting_of(s, config)
-  if s.policy == config.policy then return s end
-  s.policy, s.right, s.asked = config.policy, {}, {}
-  for i = 1, DEPTHS do s.right[i], s.asked[i] = 0, 0 end
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+--- Asks every question of some contexts under one policy. Returns how many there are at
+-- each depth, and how many were answered right.
+local function ask(o)
+  local sitting = kv.experiment.memo(o.contexts, exam.open) -- for all policies
+  local right, asked = {}, {}
+  for i = 1, DEPTHS do right[i], asked[i] = 0, 0 end
+  local policy = kv.policy(o.policy, o.policy ~= "full" and
+    { ratio = o.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   sitting:ask(policy, nil, function(query, is_right)
     local part = part_of(100 * (query.needle - 0.5) / NEEDLES)
-    s.asked[part] = s.asked[part] + 1
-    s.right[part] = s.right[part] + (is_right and 1 or 0)
+    asked[part] = asked[part] + 1
+    right[part] = right[part] + (is_right and 1 or 0)
   end)
-  return s
+  return { right = right, asked = asked }
 end
 
 kv.experiment.run {
@@ -66,11 +53,17 @@ kv.experiment.run {
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
   metrics = { "accuracy", "questions" },
-  run = function(config, settings)
-    local s, part = ask(settings, config), part_of(config.depth)
-    return { accuracy = s.right[part] / s.asked[part], questions = s.asked[part] }
+  run = function(config)
+    local part = part_of(config.depth)
+    local answers = kv.experiment.memo({
+      policy = config.policy, budget = config.budget,
+      contexts = { context = config.context, prompts = config.prompts,
+        needles = NEEDLES, even = true, block_size = config.block_size,
+        seed = config.seed },
+    }, ask)
+    return { accuracy = answers.right[part] / answers.asked[part],
+             questions = answers.asked[part] }
   end,
-  teardown = function(s) if s.sitting then s.sitting:close() end end,
   table = { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",
             where = { context = 4096 } },
   plot = function(rows)

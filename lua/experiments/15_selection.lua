@@ -13,15 +13,16 @@ local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
 
+local model -- loaded at its first use
 local QUERY = 6 -- tokens of a question and its answer
 
 --- Decodes the questions of a prompt under a policy, recorded and probed.
-local function play(s, config)
-  s.model = s.model or llama.load(kv.paths.root .. "/lua/models/recall")
+local function play(config)
+  model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local policy = kv.policy(config.policy, config.policy ~= "full" and
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local tokens = config.context + QUERY * config.questions
-  local engine = s.model:engine { policy = policy, block_size = config.block_size,
+  local engine = model:engine { policy = policy, block_size = config.block_size,
     blocks = math.ceil(tokens / config.block_size), max_seqs = 1 }
   local prompt = prompts.draw(config.context, config.needles, config.questions,
     (config.seed or 0) + 1) -- rows that summarise repeats have no seed
@@ -43,10 +44,10 @@ local records = {} -- the records of this run, by policy
 
 --- The selections of one layer, one policy next to the other, and one policy's scores.
 local function draw(rows)
-  local s, panels, pictures = {}, {}, {}
+  local panels, pictures = {}, {}
   for _, row in ipairs(rows) do
     local config = row.config
-    local record = records[config.policy] or play(s, config) -- none: an earlier run's row
+    local record = records[config.policy] or play(config) -- none: an earlier run's row
     if config.policy ~= "full" then
       local map = record:selection_map { layers = { config.layer } }
       for head, panel in ipairs(map.panels) do
@@ -72,8 +73,8 @@ kv.experiment.run {
                block_size = 16, layer = 2, scored = "quest" },
   quick = { context = 512, questions = 4 },
   metrics = { "kept", "blocks_read", "attention_mass", "output_error" },
-  run = function(config, settings)
-    local record, probe = play(settings, config)
+  run = function(config)
+    local record, probe = play(config)
     records[config.policy] = records[config.policy] or record
     local metrics, seen = record:metrics(), probe:metrics()
     metrics.attention_mass, metrics.output_error = seen.attention_mass, seen.output_error

@@ -11,7 +11,6 @@
 local gallery = require "kvlab.experiment.gallery"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local manifests = require "kvlab.experiment.manifest"
 local nearest = require("kvlab.words").nearest
 local files = require "kvlab.files"
 
@@ -19,9 +18,9 @@ local FOLDER = kv.paths.root .. "/lua/experiments"
 
 local function find_experiments()
   local names = {}
-  local list = io.popen(("cd '%s' && LC_ALL=C ls [0-9]*.lua"):format(FOLDER))
-  for file in list:lines() do names[#names + 1] = file:match "^(.*)%.lua$" end
-  list:close()
+  for _, file in ipairs(files.list(FOLDER)) do
+    names[#names + 1] = file:match "^(%d.*)%.lua$"
+  end
   return names
 end
 
@@ -53,7 +52,7 @@ end
 
 local function run(name, folder, words)
   local out = folder .. "/" .. name
-  local command = manifests.shell_line { kv.paths.executable, "run",
+  local command = files.shell_line { kv.paths.executable, "run",
     ("%s/%s.lua"):format(FOLDER, name), "--out=" .. out, unpack(words) }
   local start = kv.C.kvl_clock_ns()
   local pipe = io.popen(command .. " 2>&1; echo \"status $?\"")

@@ -1,4 +1,5 @@
---- Files and folders, as a whole: read, written in one step, made.
+--- Files and folders, as a whole: read, written in one step, made, listed; and words as
+-- a shell takes them.
 local ffi = require "ffi"
 
 local C = ffi.C
@@ -42,6 +43,45 @@ function M.write(path, text)
   file:close()
   if ok then ok, problem = os.rename(path .. ".part", path) end
   if not ok then error(path .. " cannot be written: " .. problem, 0) end
+end
+
+--- Words as a shell takes them.
+---@param words string[]
+---@return string
+function M.shell_line(words)
+  local quoted = {}
+  for i, word in ipairs(words) do
+    quoted[i] = word:find "^[%w%._/=,:@%%+-]+$" and word
+      or "'" .. word:gsub("'", "'\\''") .. "'"
+  end
+  return table.concat(quoted, " ")
+end
+
+--- The lines that a command prints.
+local function lines_of(words)
+  local lines, pipe = {}, io.popen(M.shell_line(words) .. " 2>/dev/null")
+  for line in pipe:lines() do lines[#lines + 1] = line end
+  pipe:close()
+  return lines
+end
+
+--- The names in a folder, sorted; none when there is no such folder.
+---@param folder string
+---@return string[]
+function M.list(folder)
+  local names = lines_of { "ls", "-A", "--", folder }
+  table.sort(names)
+  return names
+end
+
+--- The paths of the files with this ending in a folder and the folders below it, sorted.
+---@param folder string
+---@param ending string  ".lua"
+---@return string[]
+function M.find(folder, ending)
+  local paths = lines_of { "find", "-H", folder, "-type", "f", "-name", "*" .. ending }
+  table.sort(paths)
+  return paths
 end
 
 return M

@@ -7,6 +7,7 @@
 --   local norm = read("model.norm.weight", device, "bf16", { 256 })
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local sources = require "kvlab.sources"
 
 local M = {}
 
@@ -27,6 +28,7 @@ end
 
 --- A file's JSON object without its nulls.
 local function read_json(path)
+  sources.keep(path)
   local file, why = io.open(path)
   if not file then error(why, 0) end
   local ok, fields = pcall(json.decode, file:read "*a")

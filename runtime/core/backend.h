@@ -11,7 +11,8 @@ enum { KVL_WORDS_MAX = 256 };
 
 enum kvl_copy_kind { KVL_COPY_LOCAL, KVL_COPY_FROM_HOST, KVL_COPY_TO_HOST };
 
-/* Work on an URGENT queue goes first where both could run (transfers beside compute). */
+/* If work of two queues could run, that of an URGENT queue goes first (transfers beside
+ * compute). */
 enum kvl_queue_kind { KVL_QUEUE_DEFAULT, KVL_QUEUE_NORMAL, KVL_QUEUE_URGENT };
 
 typedef struct kvl_backend {
@@ -19,7 +20,7 @@ typedef struct kvl_backend {
   const char *name; /* "cpu", "cuda" */
   int host_memory;  /* device pointers can be read by the host */
 
-  int (*count)(void); /* devices; < 0: none can be used */
+  int (*count)(void); /* how many devices; < 0: none can be used */
   int (*open)(int index, void **ctx, char *words);
   void (*close)(void *ctx);
   void (*describe)(void *ctx, char *text, size_t size);
@@ -42,8 +43,8 @@ typedef struct kvl_backend {
   int (*mark_done)(void *ctx, void *mark);
   int (*mark_elapsed_us)(void *ctx, void *from, void *to, double *us);
 
-  /* Asynchronous; host memory of FROM_HOST may be reused when it returns only after a
-   * queue_sync, except that pageable memory is staged. */
+  /* Copies asynchronously. The host memory of a FROM_HOST copy may be changed only after a
+   * queue_sync; if it is pageable, as soon as the call returns, because it is staged. */
   int (*copy)(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
               enum kvl_copy_kind kind);
 
@@ -51,14 +52,17 @@ typedef struct kvl_backend {
   size_t (*workspace)(void *ctx, enum kvl_op op, const void *args);
   int (*launch)(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size);
 
-  /* Between begin and end, what is submitted to `queue`, and to queues that wait for a mark
-   * recorded on it, is recorded and not run. end makes the graph; *out is NULL when the
-   * recording failed. launch runs it on any queue. close: nothing of it is under way. */
+  /* Between begin and end, work that is submitted to `queue`, and to queues that wait for a
+   * mark recorded on it, is recorded and not run. end makes the graph; *out is NULL if the
+   * recording failed. launch runs it on any queue. close may be called when no launch of it
+   * is under way. */
   int (*graph_begin)(void *ctx, void *queue);
   int (*graph_end)(void *ctx, void *queue, void **out);
   int (*graph_launch)(void *ctx, void *graph, void *queue);
   void (*graph_close)(void *ctx, void *graph);
 
+  /* What the backend was built from, and with which BLAS, behind the library's own text. */
+  const char *(*build)(void);
   const char *(*last_error)(void); /* the driver's words for this thread's last failure */
 } kvl_backend;
 

@@ -122,7 +122,7 @@ int kvl__vector_arg(struct kvl__call *c, const char *name, const kvl_tensor *t,
   if (!kvl__arg(c, name, t, dtypes, shape)) return 0;
   if ((uintptr_t)t->ptr % 16)
     kvl__call_fail(c,
-                   "%.*s begins %d bytes past a multiple of 16: a view of an odd row? "
+                   "%.*s begins %d bytes past a multiple of 16; if it is a view, "
                    "clone it",
                    (int)strcspn(name, "?"), name, (int)((uintptr_t)t->ptr % 16));
   return c->status >= 0;
@@ -142,7 +142,7 @@ void kvl__expect_shape_of(struct kvl__call *c, const char *name, const kvl_tenso
                    kvl__tensor_words(other, want, sizeof want));
 }
 
-/* ---- launch ------------------------------------------------------------------------------ */
+/* ---- launch ---------------------------------------------------------------------------- */
 
 void *kvl__call_workspace(struct kvl__call *call, enum kvl_op op, const void *args) {
   if (call->status < 0) return NULL;

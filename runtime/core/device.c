@@ -63,6 +63,10 @@ const char *kvl_device_description(kvl_device *dev) { /* the CPU's can change: i
   dev->backend->describe(dev->ctx, dev->description, sizeof dev->description);
   return dev->description;
 }
+const char *kvl_device_build(kvl_device *dev) {
+  snprintf(dev->build, sizeof dev->build, "%s; %s", kvl__build(), dev->backend->build());
+  return dev->build;
+}
 int kvl_device_is_cpu(const kvl_device *dev) { return !strcmp(dev->backend->name, "cpu"); }
 
 int kvl__device_failed(kvl_device *dev, int status, const char *doing) {

@@ -23,7 +23,7 @@ struct kvl_device {
   void *ctx;
   int opens, holds; /* holds: storages and graphs; it ends when both are 0 */
   int index;
-  char name[24], description[160];
+  char name[24], description[160], build[256];
   kvl_stream *streams[KVL__STREAMS_MAX];
   kvl_stream *current;
   void *scratch_mark;               /* joins streams when storage is freed */
@@ -39,7 +39,7 @@ int kvl__device_new(const kvl_backend *backend, int index, kvl_device **out);
 /* Removes a device from the list and frees it, its streams and its context. It must have no
  * cached memory. */
 void kvl__device_end(kvl_device *dev);
-/* Wait for every stream, whatever fails. */
+/* Waits for every stream, whatever fails. */
 void kvl__device_drain(kvl_device *dev);
 /* Fails if a graph is being recorded, for an operation `what` that needs the host and so
  * cannot be part of a graph. */

@@ -10,7 +10,7 @@
 
 #include "kvlab.h"
 
-#ifdef KVL_DEBUG /* a caller's bug inside the library, never the world's doing */
+#ifdef KVL_DEBUG /* for a caller's bug inside the library, never for outside failures */
 #define KVL_CHECK(condition)                                                     \
   do {                                                                           \
     if (!(condition)) {                                                          \
@@ -30,8 +30,11 @@
 #define KVL__ROOM(normal, hostile) (normal)
 #endif
 
-/* Record the words of a failure and return `status`. */
+/* Records the message of a failure and returns `status`. */
 int kvl__fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The configuration, compiler and hash of the sources of this library. */
+const char *kvl__build(void);
 
 /* malloc and realloc that record NO_MEMORY and obey kvl_fail_allocation. The error names the
  * thing as `what`. */

@@ -90,8 +90,8 @@ static int same_device(const kvl_event *event, const kvl_stream *stream) {
   if (!event || !stream)
     return kvl__fail(KVL_ERR_INVALID, "%s is missing", event ? "stream" : "event");
   if (event->device == stream->device) return KVL_OK;
-  return kvl__fail(KVL_ERR_INVALID, "event is of %s, the stream of %s", event->device->name,
-                   stream->device->name);
+  return kvl__fail(KVL_ERR_INVALID, "event belongs to %s, but stream to %s",
+                   event->device->name, stream->device->name);
 }
 
 int kvl_event_record(kvl_event *event, kvl_stream *stream) {

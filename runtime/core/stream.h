@@ -11,7 +11,7 @@ struct kvl_event {
   int recorded;
 };
 
-/* Work on an URGENT stream goes first where both could run. */
+/* If work of two streams could run, that of an URGENT stream goes first. */
 int kvl__stream_open(kvl_device *dev, enum kvl_queue_kind kind, kvl_stream **out);
 
 #endif

@@ -30,7 +30,7 @@ const char *kvl__tensor_words(const kvl_tensor *t, char *text, size_t size) {
   return text;
 }
 
-/* Fill in the shape; the storage stays as it is. */
+/* Sets the shape; the storage stays as it is. */
 static int set_shape(kvl_tensor *t, const char *op, int dtype, int ndim,
                      const int64_t *shape) {
   if (!t->device) return kvl__fail(KVL_ERR_INVALID, "%s: device is missing", op);
@@ -199,7 +199,7 @@ int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
                                 : KVL_COPY_TO_HOST,
                       0);
   }
-  if (from->backend->host_memory) { /* what wrote src has to be over */
+  if (from->backend->host_memory) { /* the work that wrote src must be done */
     int status = kvl__not_recording(to, "copying from another device");
     if (status >= 0) status = kvl_stream_sync(from->current);
     if (status < 0) return status;

@@ -1,4 +1,4 @@
-/* "bf16 [3, 4]": a tensor for messages. */
+/* Describes a tensor for messages: "bf16 [3, 4]". */
 #ifndef KVL_TENSOR_H
 #define KVL_TENSOR_H
 

@@ -1,9 +1,11 @@
-/* The CPU as a device: its instruction sets, its memory, and the table. Kernels come in three
- * instruction sets, chosen by what the processor has; what runs them is in cpu/queue.c. The
- * build says with KVL_HAS_ISA_<ISA> which ones it has compiled. */
+/* The CPU as a device: its instruction sets, its memory and its table of functions. There
+ * are kernels for three instruction sets, and the device uses the fastest set that the
+ * processor has. cpu/queue.c runs them. The build defines KVL_HAS_ISA_<ISA> for those it has
+ * compiled. */
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cblas.h>
 #include <omp.h>
 
 #include "abi.h"
@@ -74,7 +76,9 @@ static int isa_supported(const struct isa *isa) {
   return !strcmp(isa->name, "plain");
 }
 
-/* NULL: the processor has none of those that were compiled; then the device does not open. */
+/* Returns the instruction set in use: the last one that was passed as `choose`, else the
+ * fastest that the processor has. It is NULL if the processor has none of the sets that were
+ * compiled; then the device does not open. */
 static const struct isa *isa_in_use(const struct isa *choose) {
   static const struct isa *current;
   if (choose) current = choose;
@@ -136,10 +140,10 @@ static int memory(void *ctx, int64_t *bytes_free, int64_t *bytes_total) {
 
 static const size_t BYTES_HUGE_PAGE = (size_t)2 << 20;
 
-/* Memory that the machine does not have is refused here: an overcommitted page would
- * otherwise kill the process when it is first touched. Huge pages are a wish, which the
- * system may refuse: blocks lie anywhere, and few small pages have their translation at
- * hand. */
+/* Refuses more memory than the machine has: the system would grant it, but kill the process
+ * at the first touch of a page that finds no memory. Huge pages are a wish, which the system
+ * may refuse. They help because blocks lie anywhere in memory, and the processor keeps the
+ * address translations of only a few small pages. */
 static int alloc_aligned(size_t bytes, int huge_pages, void **out) {
   size_t align = huge_pages ? BYTES_HUGE_PAGE : 256;
   int64_t bytes_free, bytes_total;
@@ -186,6 +190,16 @@ static int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size
   return kvl__cpu_submit(queue, isa_in_use(NULL)->kernels[op], args, size);
 }
 
+/* "OpenBLAS 0.3.21": what follows is about the processor, not about results. */
+static const char *build(void) {
+  static char words[64];
+  const char *config = openblas_get_config();
+  const char *version = strchr(config, ' ');
+  size_t length = version ? (size_t)(version - config) + 1 + strcspn(version + 1, " ") : 0;
+  snprintf(words, sizeof words, "%.*s", (int)length, config);
+  return words;
+}
+
 static const char *last_error(void) { return ""; }
 
 const kvl_backend kvl__backend_cpu = {
@@ -218,5 +232,6 @@ const kvl_backend kvl__backend_cpu = {
     .graph_end = kvl__cpu_graph_end,
     .graph_launch = kvl__cpu_graph_launch,
     .graph_close = kvl__cpu_graph_close,
+    .build = build,
     .last_error = last_error,
 };

@@ -17,7 +17,7 @@ struct kvl__mark {
   struct kvl__time at;
   int refs; /* the handle, and the jobs that mention it */
 };
-enum { BEYOND = 64 }; /* a record further ahead of the others waits for them */
+enum { BEYOND = 64 }; /* a record that is further ahead waits for earlier ones */
 
 int kvl__cpu_mark_open(void *ctx, void **out) {
   (void)ctx;
@@ -93,7 +93,7 @@ int kvl__cpu_mark_done(void *ctx, void *mark) {
   pthread_mutex_lock(&m->lock);
   int done = is_complete(m, m->recorded);
   pthread_mutex_unlock(&m->lock);
-  if (done) kvl__cpu_mark_sync(ctx, m); /* what the host does next, it does knowing this */
+  if (done) kvl__cpu_mark_sync(ctx, m); /* the host's next work comes after it */
   return done;
 }
 

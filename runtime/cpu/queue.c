@@ -42,7 +42,7 @@ struct queue {
   struct job jobs[JOBS];
 };
 
-/* Runs a job. modelled: on the submitting thread, while a link is emulated. */
+/* Runs a job. `modelled` says that a link is emulated; this is then the submitting thread. */
 static int job_run(struct queue *q, const struct job *job, int modelled) {
   if (job->kind == JOB_KERNEL) {
     struct kvl_cpu_job told = {{0, 0}};
@@ -147,7 +147,7 @@ static int queue_push(struct queue *q, const struct job *job) {
 
 static int queue_run(struct queue *q, const struct job *job) {
   pthread_mutex_lock(&q->lock);
-  drain(q); /* what it was given before the link was turned on */
+  drain(q); /* it may have jobs from before the link was turned on */
   pthread_mutex_unlock(&q->lock);
   return job_run(q, job, kvl__link_on());
 }
@@ -257,9 +257,9 @@ int kvl__cpu_copy(void *ctx, void *queue, void *dst, const void *src, size_t byt
 
 /* ---- graphs: replay ---------------------------------------------------------------- */
 
-/* Work of a queue that was closed since then goes to the queue of the launch. It overlaps
- * less there, but it is correct in any one order of submission. A record counts anew, and
- * the waits after it are for the new record. */
+/* The work of a queue that has been closed since goes to the queue of the launch. It
+ * overlaps less there, but it is still correct, because the order of submission always is. A
+ * replay makes new records of the marks, and its waits are for the new records. */
 int kvl__cpu_graph_launch(void *ctx, void *graph, void *queue) {
   (void)ctx;
   struct graph *g = graph;

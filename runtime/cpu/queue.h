@@ -12,13 +12,13 @@ int kvl__cpu_mark_done(void *ctx, void *mark);
 int kvl__cpu_mark_elapsed_us(void *ctx, void *from, void *to, double *us);
 
 struct kvl__mark;
-/* A reference for a job or a graph; with `records`, one more record of it. Returns which
- * record is the newest. */
+/* Adds a reference, for a job or a graph, and `records` (0 or 1) new records. Returns the
+ * number of the newest record. */
 int64_t kvl__mark_ref(struct kvl__mark *mark, int records);
 void kvl__mark_unref(struct kvl__mark *mark);
-/* Its queue has got to that record. */
+/* Notes that the queue has reached the record, at the time `at`. */
 void kvl__mark_complete(struct kvl__mark *mark, int64_t record, struct kvl__time at);
-/* Waits for that record. Returns the time of the newest complete one. */
+/* Waits for the record. Returns the time of the newest complete one. */
 struct kvl__time kvl__mark_wait(struct kvl__mark *mark, int64_t record);
 
 /* cpu/queue.c */
@@ -27,7 +27,7 @@ void kvl__cpu_queue_close(void *ctx, void *queue);
 int kvl__cpu_queue_sync(void *ctx, void *queue);
 int kvl__cpu_mark_record(void *ctx, void *mark, void *queue);
 int kvl__cpu_queue_wait(void *ctx, void *queue, void *mark);
-/* Have the queue run a kernel; the args are copied. */
+/* Makes the queue run a kernel; the args are copied. */
 int kvl__cpu_submit(void *queue, kvl_kernel *run, const void *args, size_t size);
 int kvl__cpu_copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
                   enum kvl_copy_kind kind);

@@ -1,11 +1,12 @@
-/* The CUDA backend: the table of runtime/core/backend.h over the CUDA runtime. Here: the device,
- * queues and ops; memory.cu and graph.cu hold the rest.
+/* The CUDA backend implements the table of runtime/core/backend.h with the CUDA runtime. This
+ * file has the device, queues and ops; memory.cu and graph.cu have the rest.
  *
- * A queue is a non-blocking stream with a lazily made cuBLAS handle. Nothing here waits for the
- * device except the calls whose name says so, and every launch can be recorded in a graph.
+ * A queue is a non-blocking stream with a cuBLAS handle, which is made when it is first
+ * needed. Only the calls whose name says so wait for the device, and every launch can be
+ * recorded in a graph.
  *
- * An asynchronous fault of a kernel surfaces at the next call that checks, as
- * KVL_ERR_DEVICE with the driver's words; after that the process's context is lost. */
+ * After an asynchronous fault of a kernel, the next call that checks returns KVL_ERR_DEVICE
+ * with the driver's message. The process's CUDA context is then lost. */
 #include <cublas_v2.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -114,7 +115,8 @@ void queue_close(void *ctx, void *queue) {
   delete q;
 }
 
-/* The default queue is no other: CUDA's own default stream serialises with every other. */
+/* The default queue gets a stream of its own like every other queue, because CUDA's own
+ * default stream serialises with all other streams. */
 int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   const device_ctx *d = (const device_ctx *)ctx;
   int status = enter(ctx);
@@ -124,7 +126,7 @@ int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   q->sm_count = d->sm_count;
   q->shared_optin = d->shared_optin;
   q->device = d->index;
-  int least, greatest; /* greatest: the lowest number */
+  int least, greatest; /* the greatest priority is the lowest number */
   cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
   if (error == cudaSuccess)
     error = cudaStreamCreateWithPriority(&q->stream, cudaStreamNonBlocking,
@@ -142,7 +144,7 @@ int queue_sync(void *ctx, void *queue) {
   int status = enter(ctx);
   if (status < 0) return status;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (is_recorded((const device_ctx *)ctx, q)) /* the attempt would ruin the recording */
+  if (is_recorded((const device_ctx *)ctx, q)) /* to wait would ruin the recording */
     return fail(KVL_ERR_INVALID, "a graph is being recorded, and the stream takes part");
   return kvl__cuda_check(cudaStreamSynchronize(q->stream));
 }
@@ -151,7 +153,7 @@ int queue_sync(void *ctx, void *queue) {
 
 }  // namespace
 
-/* Ops that want none have no such function. */
+/* An op that needs no workspace has no such function. */
 #define X(op)                      \
   extern "C" __attribute__((weak)) \
   size_t kvl_cuda_##op##_workspace(const void *args, int sm_count);
@@ -194,7 +196,7 @@ int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size
 
 int kvl__cuda_check(cudaError_t error) {
   if (error == cudaSuccess) return KVL_OK;
-  cudaGetLastError(); /* clears what can be cleared; a fault of the context stays */
+  cudaGetLastError(); /* clears the error, unless it is a fault of the context */
   return fail(KVL_ERR_DEVICE, "%s: %s", cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
@@ -206,16 +208,16 @@ int kvl__cuda_blas_check(int status, const char *what) {
               "%s: %s", what, cublasGetStatusString((cublasStatus_t)status));
 }
 
-/* The workspace of a handle is set at every call (matmul.cu): it comes from the allocator, and
- * in a recording belongs to the graph. A queue that joined a recording may make its handle
- * during the capture: that allocates, which relaxed captures allow. */
+/* matmul.cu sets the handle's workspace at every call: it comes from the allocator, and
+ * during a recording it belongs to the graph. A queue that joined a recording may make its
+ * handle during the capture. That allocates memory, which relaxed captures allow. */
 int kvl__cuda_blas(kvl_cuda_queue *q) {
   if (q->blas) return KVL_OK;
   cublasHandle_t blas = NULL;
   int status = kvl__cuda_blas_check(cublasCreate(&blas), "cublasCreate");
   if (status == KVL_OK)
     status = kvl__cuda_blas_check(cublasSetStream(blas, q->stream), "cublasSetStream");
-  if (status == KVL_OK) /* f32 stays f32, and sums of halves are joined in fp32 */
+  if (status == KVL_OK) /* f32 stays f32, and partial sums of f16 and bf16 are added in f32 */
     status = kvl__cuda_blas_check(
         cublasSetMathMode(blas,
                           (cublasMath_t)(CUBLAS_DEFAULT_MATH |
@@ -261,6 +263,7 @@ __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
     graph_end,
     graph_launch,
     graph_close,
+    build,
     last_error,
 };
 }

@@ -16,16 +16,20 @@ struct huge_block;
 
 struct device_ctx {
   int index, sm_count, shared_optin;
-  int registered_same;            /* registered host memory has one address for both sides */
+  int registered_same;            /* registered memory has one address on host and device */
   huge_block *huge_blocks;        /* pinned memory in huge pages, see memory.cu */
-  std::atomic<graph *> recording; /* or NULL; prefetch workers look, too */
+  std::atomic<graph *> recording; /* or NULL; prefetch workers read it, too */
   char text[256];
 };
 
-/* KVL_ERR_NO_MEMORY with words where the error is that one, else as kvl__cuda_check. */
+/* Reports an error of an allocation: KVL_ERR_NO_MEMORY, with a message, if memory ran out,
+ * else what kvl__cuda_check returns. */
 int no_memory(cudaError_t error, const char *what, size_t bytes);
-/* Make the context's device the current one of this thread. */
+/* Makes the context's device the current one of this thread. */
 int enter(const void *ctx);
+
+/* build.cu */
+const char *build();
 
 /* memory.cu */
 int device_alloc(void *ctx, size_t bytes, void **out);
@@ -36,7 +40,8 @@ int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
          enum kvl_copy_kind kind);
 
 /* graph.cu */
-bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q); /* what goes to q now */
+/* Is work that goes to q now recorded in a graph? */
+bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q);
 int mark_open(void *ctx, void **out);
 void mark_close(void *ctx, void *handle);
 int mark_record(void *ctx, void *handle, void *queue);

@@ -1,19 +1,19 @@
 /* Marks and graphs of the CUDA backend.
  *
- * CUDA lets no event cross the border of a capture: inside, waiting for an event from outside
- * ruins the capture; afterwards, waiting for one from inside fails. Marks cross it, because
- * whoever waits for one need not know where it was last recorded. A mark has two events, one
- * for each side, and
+ * A CUDA event cannot cross the border of a capture. During a capture, a wait for an event
+ * from outside ruins the capture; after it, a wait for an event from inside fails. A mark
+ * can cross the border, because a caller that waits for it need not know where it was last
+ * recorded. It has two events, one for each side:
  *   a wait inside for a mark of this recording is an edge of the graph;
- *   a wait inside for any other delays the start of every replay until that is complete;
+ *   a wait inside for any other mark delays every replay until that mark is complete;
  *   a wait outside for a mark of a graph waits for the end of the graph's last replay.
  *
- * Captures are relaxed: the allocator may call cudaMalloc meanwhile, and begin and end may
- * come from two threads. In a replay the kernels keep the priority of the queue that they were
- * recorded on. All memory that they write to, workspaces and cuBLAS's among them, comes with
- * their arguments and belongs to the graph, so these queues may run other ops beside a replay.
- * A queue that took part stays open until the graph is closed, because recorded cuBLAS kernels
- * may read memory that belongs to the queue's handle. */
+ * Captures are relaxed: meanwhile the allocator may call cudaMalloc, and begin and end may
+ * be called by two threads. In a replay the kernels keep the priority of the queue that they
+ * were recorded on. All memory that they write to, workspaces and those of cuBLAS included,
+ * comes with their arguments and belongs to the graph, so these queues may run other ops
+ * beside a replay. A queue that took part stays open until the graph is closed, because
+ * recorded cuBLAS kernels may read memory that belongs to the queue's handle. */
 #include <stdlib.h>
 
 #include "cuda/backend.cuh"
@@ -23,7 +23,7 @@ namespace kvl_cuda {
 struct mark {
   cudaEvent_t event; /* outside of recordings, with timing */
   cudaEvent_t edge;  /* in the recording of `in`; NULL until first needed */
-  graph *in;         /* the last record was in the recording of this; NULL: outside */
+  graph *in;         /* the graph whose recording has the last record; NULL: it is outside */
   int refs;          /* the handle, and graphs whose replays wait for it */
 };
 
@@ -63,15 +63,15 @@ void mark_unref(mark *m) {
 int event_done(cudaEvent_t event) {
   cudaError_t error = cudaEventQuery(event);
   if (error == cudaErrorNotReady) {
-    cudaGetLastError(); /* not a failure: leave nothing behind for the next check */
+    cudaGetLastError(); /* not a failure: clear it, or the next check would find it */
     return 0;
   }
   int status = kvl__cuda_check(error);
   return status < 0 ? status : 1;
 }
 
-/* A stream outside of recordings waits for both records that the mark may have: the one
- * outside is the older one, and complete at no cost if it is long ago. */
+/* Makes a stream outside of recordings wait for both records that a mark may have. If there
+ * are two, the one outside is older; a wait for a record that is complete costs nothing. */
 int wait_outside(cudaStream_t stream, const mark *m) {
   int status = kvl__cuda_check(cudaStreamWaitEvent(stream, m->event, 0));
   if (status == KVL_OK && m->in)
@@ -94,11 +94,11 @@ int replay_after(graph *g, mark *m) {
   return KVL_OK;
 }
 
-/* What the driver's words mean here, and the words. */
+/* Reports what the driver's error means here, followed by the driver's message. */
 int recording_failed(cudaError_t error) {
   const char *why = "";
   if (error == cudaErrorStreamCaptureUnjoined)
-    why = "a stream took part and was not waited for before the end: ";
+    why = "a stream took part, and nothing waited for it before the end: ";
   if (error == cudaErrorStreamCaptureInvalidated)
     why = "something before the end failed or cannot be recorded: ";
   return fail(KVL_ERR_DEVICE, "%s%s: %s", why, cudaGetErrorName(error),
@@ -148,7 +148,7 @@ int queue_wait(void *ctx, void *queue, void *handle) {
   mark *m = (mark *)handle;
   int status = enter(ctx);
   if (status < 0) return status;
-  if (m->in && m->in == d->recording) /* a queue outside joins the recording by this */
+  if (m->in && m->in == d->recording) /* by this wait, a queue outside joins the recording */
     return kvl__cuda_check(cudaStreamWaitEvent(stream_of(queue), m->edge, 0));
   if (is_recorded(d, (const kvl_cuda_queue *)queue)) return replay_after(d->recording, m);
   return wait_outside(stream_of(queue), m);
@@ -200,7 +200,7 @@ int graph_begin(void *ctx, void *queue) {
   device_ctx *d = (device_ctx *)ctx;
   if (d->recording) return fail(KVL_ERR_INVALID, "a graph is being recorded already");
   int status = enter(ctx);
-  /* before the capture, so that nothing of making the handle is in it */
+  /* make the handle before the capture, so that none of that is captured */
   if (status == KVL_OK) status = kvl__cuda_blas((kvl_cuda_queue *)queue);
   if (status < 0) return status;
   graph *g = new (std::nothrow) graph();
@@ -224,12 +224,12 @@ int graph_end(void *ctx, void *queue, void **out) {
   if (status < 0) return status;
   d->recording = NULL;
   cudaGraph_t captured = NULL;
-  /* also after a failure it takes every stream of the recording out of capture */
+  /* this ends the capture on every stream of the recording, even after a failure */
   cudaError_t error = cudaStreamEndCapture(stream_of(queue), &captured);
   if (error == cudaSuccess)
     error = cudaGraphInstantiate(&g->exec, captured, cudaGraphInstantiateFlagUseNodePriority);
   if (captured) cudaGraphDestroy(captured);
-  /* now, or the first replay would pay for it */
+  /* upload the graph now, or the first replay would pay for that */
   if (error == cudaSuccess) error = cudaGraphUpload(g->exec, stream_of(queue));
   if (error != cudaSuccess) {
     cudaGetLastError();

@@ -1,8 +1,8 @@
 /* Memory of the CUDA backend: on the device, pinned on the host, and copies between them.
  *
- * Pinned memory has the same address on the host and in kernels (unified addressing). In huge
- * pages it is our own mapping, registered with the driver: the driver's own allocation comes
- * in 4 KiB pages, of which a host tier has tens of millions. */
+ * Pinned memory has the same address on the host and in kernels (unified addressing). Pinned
+ * memory in huge pages is our own mapping, which we register with the driver, because the
+ * driver allocates 4 KiB pages, of which a host tier has tens of millions. */
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -56,8 +56,9 @@ void *touch(void *arg) {
   return NULL;
 }
 
-/* The system zeroes a page at its first touch, at a few GB/s a thread: several share it. They
- * inherit the caller's CPUs, so numactl still decides which node the pages are on. */
+/* Touches every page. The system zeroes a page at its first touch, at a few GB/s per thread,
+ * so several threads share the work. They inherit the caller's CPUs, so numactl still
+ * decides which node the pages are on. */
 void touch_all(char *p, size_t bytes) {
   size_t pages = bytes / HUGE_PAGE;
   size_t each = (pages + TOUCH_THREADS - 1) / TOUCH_THREADS * HUGE_PAGE;
@@ -74,10 +75,10 @@ void touch_all(char *p, size_t bytes) {
     if (started[i]) pthread_join(threads[i], NULL);
 }
 
-/* Huge pages where the system has them, small ones where not. `bytes` is a multiple of
- * HUGE_PAGE; NULL: no memory. */
+/* Maps huge pages if the system has them, else small ones. `bytes` is a multiple of
+ * HUGE_PAGE. Returns NULL if there is no memory. */
 char *map_huge(size_t bytes) {
-  /* touching more than there is would not fail, it would get the process killed */
+  /* to touch more memory than there is would not fail: the process would be killed */
   if (bytes / PAGE > (size_t)sysconf(_SC_PHYS_PAGES) * ((size_t)sysconf(_SC_PAGESIZE) / PAGE))
     return NULL;
   void *mapping = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE,
@@ -88,14 +89,14 @@ char *map_huge(size_t bytes) {
   if (before) munmap(mapping, before);
   munmap(p + bytes, HUGE_PAGE - before);
   madvise(p, bytes, MADV_HUGEPAGE);
-  /* a child that shared the pages would make the next write here move them away from under
-   * the device */
+  /* if a child process shared the pages, the next write here would move them to other memory,
+   * and the device would go on with the old */
   madvise(p, bytes, MADV_DONTFORK);
   touch_all(p, bytes);
   return p;
 }
 
-/* NULL where there is no memory or the driver does not take it. */
+/* Returns NULL if there is no memory, or if the driver does not accept it. */
 void *huge_alloc(device_ctx *d, size_t bytes) {
   if (!d->registered_same) return NULL;
   huge_block *block = new (std::nothrow) huge_block();
@@ -132,7 +133,7 @@ int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out) {
 }
 
 void host_free(void *ctx, void *p, size_t bytes) {
-  (void)bytes; /* a mapping is longer, and knows its length */
+  (void)bytes; /* a mapping may be longer; its huge_block has the length */
   if (enter(ctx) < 0) return;
   for (huge_block **at = &((device_ctx *)ctx)->huge_blocks; *at; at = &(*at)->next) {
     huge_block *block = *at;
@@ -148,7 +149,7 @@ void host_free(void *ctx, void *p, size_t bytes) {
 
 /* ---- copies ---------------------------------------------------------------------- */
 
-/* Is this pinned memory, where the device's would be expected? */
+/* Finds out whether the device's side of a copy is pinned host memory. */
 static int is_pinned(const void *p, bool *out) {
   cudaPointerAttributes attributes;
   int status = kvl__cuda_check(cudaPointerGetAttributes(&attributes, p));
@@ -156,9 +157,9 @@ static int is_pinned(const void *p, bool *out) {
   return status;
 }
 
-/* Both sides of a LOCAL copy are known to the driver, so it may find out where they are.
- * Pageable memory is not: where the device can reach that too, the driver could leave it
- * unstaged, so the copies that may meet it say which way they go. */
+/* The driver knows both sides of a LOCAL copy, so it can find out where they are. It does
+ * not know pageable memory, and if the device can access that, too, the driver might not
+ * stage it. So a copy that may have pageable memory on one side names its direction. */
 int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
          enum kvl_copy_kind kind) {
   int status = enter(ctx);

@@ -1,5 +1,6 @@
-/* safetensors files, mapped and checked whole before a byte is used: header length,
- * integer overflow, overlaps, holes, duplicate keys, dtype and shape against the range.
+/* Reads safetensors files. A file is mapped, and its whole header is checked before any data
+ * is used: the header's length, integer overflow, overlaps, holes, duplicate keys, and dtype
+ * and shape against the byte range.
  * Format: u64 header length N, little-endian; N bytes of JSON; the data section.
  * Source: the format's README at huggingface/safetensors; its audit of May 2023 names the
  * checks that readers forget. */
@@ -13,7 +14,7 @@
 #include "core/status.h"
 #include "core/tensor.h"
 
-enum { HEADER_BYTES_MAX = 100000000 }; /* as the reference reader */
+enum { HEADER_BYTES_MAX = 100000000 }; /* the limit of the reference reader */
 
 struct kvl_safetensors {
   char *path;
@@ -25,7 +26,7 @@ struct kvl_safetensors {
   int count, capacity;
 };
 
-/* ---- a strict reader for the header's JSON ---------------------------------------------- */
+/* ---- a strict reader for the header's JSON --------------------------------------------- */
 
 struct json {
   const char *path;
@@ -57,7 +58,8 @@ static void json_expect(struct json *j, char c) {
   if (!json_take(j, c)) json_fail(j, what);
 }
 
-/* One of \b \f \n \r \t \" \\ \/ or a \u escape below 128: names are plain text. */
+/* Decodes one of \b \f \n \r \t \" \\ \/ or a \u escape below 128, which is enough because
+ * names are plain text. Returns 0 for any other. */
 static char json_escape(struct json *j) {
   static const char from[] = "bfnrt\"\\/", to[] = "\b\f\n\r\t\"\\/";
   if (j->at == j->end) return 0;
@@ -75,7 +77,7 @@ static char json_escape(struct json *j) {
   return 0;
 }
 
-/* A string, decoded into fresh memory; NULL after a failure. */
+/* Reads a string into memory that the caller frees. Returns NULL after a failure. */
 static char *json_string(struct json *j) {
   json_expect(j, '"');
   if (j->status < 0) return NULL;
@@ -104,7 +106,7 @@ static char *json_string(struct json *j) {
   return NULL;
 }
 
-/* A whole number 0 ... 2^63 - 1 without sign, fraction or exponent. */
+/* Reads a whole number 0 ... 2^63 - 1 without sign, fraction or exponent. */
 static int64_t json_integer(struct json *j) {
   json_space(j);
   int64_t n = 0;
@@ -120,7 +122,7 @@ static int64_t json_integer(struct json *j) {
   return n;
 }
 
-/* [n, n, ...] of at most `max`; returns how many. */
+/* Reads [n, n, ...], at most `max` numbers, and returns how many there are. */
 static int json_integers(struct json *j, int64_t *out, int max, const char *what) {
   int n = 0;
   json_expect(j, '[');
@@ -134,9 +136,9 @@ static int json_integers(struct json *j, int64_t *out, int max, const char *what
   return n;
 }
 
-/* ---- entries -------------------------------------------------------------------------------- */
+/* ---- entries --------------------------------------------------------------------------- */
 
-static int dtype_of(const char *name) { /* safetensors' words for ours; -1: none */
+static int dtype_of(const char *name) { /* of a name in the file; -1: none */
   static const struct {
     const char *name;
     int dtype;
@@ -174,7 +176,8 @@ static void entry_check(struct json *j, const kvl_safetensors *f,
   }
 }
 
-/* {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}, each once, in any order. */
+/* Reads {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}, with each field once,
+ * in any order. */
 static void entry_read(struct json *j, const kvl_safetensors *f, kvl_safetensors_entry *e) {
   enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4, ALL = 7 };
   int seen = 0;
@@ -232,7 +235,7 @@ static kvl_safetensors_entry *entry_add(struct json *j, kvl_safetensors *f, char
   return e;
 }
 
-/* "__metadata__": strings to strings; read for its form, then dropped. */
+/* Skips "__metadata__", a map of strings to strings, but checks its form. */
 static void metadata_skip(struct json *j) {
   json_expect(j, '{');
   if (json_take(j, '}')) return;
@@ -255,7 +258,8 @@ static int by_offset(const void *a, const void *b) {
   return (x->bytes > y->bytes) - (x->bytes < y->bytes); /* empty tensors first */
 }
 
-/* No name twice; the byte ranges tile the section without overlap or hole. */
+/* Checks that no name occurs twice, and that the byte ranges cover the data section without
+ * overlap or hole. */
 static void index_check(struct json *j, kvl_safetensors *f) {
   int64_t end = 0;
   qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_offset);
@@ -263,7 +267,7 @@ static void index_check(struct json *j, kvl_safetensors *f) {
     if (f->entries[i].offset != end)
       entry_fail(j, f->entries[i].name,
                  f->entries[i].offset < end ? "its bytes overlap another tensor's"
-                                            : "a hole before its bytes");
+                                            : "there is a hole before its bytes");
     end = f->entries[i].offset + f->entries[i].bytes;
   }
   if (j->status >= 0 && end != f->bytes_section)
@@ -272,7 +276,7 @@ static void index_check(struct json *j, kvl_safetensors *f) {
   qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_name);
   for (int i = 1; i < f->count && j->status >= 0; i++)
     if (!by_name(&f->entries[i - 1], &f->entries[i]))
-      entry_fail(j, f->entries[i].name, "the name stands twice");
+      entry_fail(j, f->entries[i].name, "the name occurs twice");
 }
 
 static int header_read(kvl_safetensors *f, size_t bytes_header) {
@@ -289,7 +293,7 @@ static int header_read(kvl_safetensors *f, size_t bytes_header) {
         free(name);
       } else if (!strcmp(name, "__metadata__")) {
         free(name);
-        if (metadata++) json_fail(&j, "__metadata__ stands twice");
+        if (metadata++) json_fail(&j, "__metadata__ occurs twice");
         metadata_skip(&j);
       } else {
         kvl_safetensors_entry *e = entry_add(&j, f, name);
@@ -305,7 +309,7 @@ static int header_read(kvl_safetensors *f, size_t bytes_header) {
   return j.status;
 }
 
-/* ---- open, read, close ------------------------------------------------------------------------ */
+/* ---- open, read, close ----------------------------------------------------------------- */
 
 static int map_file(kvl_safetensors *f) {
   struct stat st;
@@ -337,7 +341,8 @@ static int file_read(kvl_safetensors *f) {
   for (int i = 7; i >= 0; i--) header = header << 8 | f->map[i];
   if (header > HEADER_BYTES_MAX || header > f->bytes_map - 8)
     return kvl__fail(KVL_ERR_FORMAT,
-                     "%s: header length is %llu, expected at most %d and the file's %zu",
+                     "%s: header length is %llu, expected at most %d, and at most the %zu "
+                     "bytes that follow",
                      f->path, (unsigned long long)header, HEADER_BYTES_MAX, f->bytes_map - 8);
   f->section = f->map + 8 + header;
   f->bytes_section = (int64_t)(f->bytes_map - 8 - header);

@@ -1,15 +1,16 @@
-/* The prefetcher under many threads, built by prefetch_spec.lua with the thread
- * sanitizer. The device stands in for a GPU: its memory is not the host's to the runtime, and
- * its queues are threads, so that records go through staging, copies and marks. The store
- * stands in for one that misses and fails now and then, and remembers what was asked of it.
+/* Tests the prefetcher with many threads. prefetch_spec.lua builds it with the thread
+ * sanitizer. A fake device stands in for a GPU: the runtime takes its memory for memory
+ * that the host cannot write, and its queues are threads, so that records go through
+ * staging, copies and marks. A fake store misses and fails now and then, and remembers
+ * what was asked of it.
  *
- *   stress N   N tasks from 16 threads, with random priorities, cancels and changes of mind:
- *              each ends once, in one way; each record is asked for once; a block holds its
- *              own task's bytes, and is left alone before and after
- *   order      one worker serves tasks by priority, then in the order of submission; and
- *              what a full queue and a wait say meanwhile
- *   faults     each call of the device fails once: the submit or the ticket says so, and
- *              the next task goes as if nothing had been
+ *   stress N   N tasks from 16 threads, with random priorities, cancels and changes of
+ *              priority: each task ends once, in one way; each record is asked for once; a
+ *              block holds its own task's bytes, and is left alone before and after
+ *   order      one worker serves tasks by priority, then in the order of submission; a full
+ *              queue and a wait meanwhile report what they should
+ *   faults     each call of the device fails once: the submit or the ticket says so, and the
+ *              next task runs as if nothing had happened
  * Prints what is wrong and returns 1, or prints counts. */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -74,7 +75,7 @@ static void free_(void *ctx, void *p) { (void)ctx, free(p); }
 static void host_free(void *ctx, void *p, size_t bytes) { (void)ctx, (void)bytes, free(p); }
 static const char *no_words(void) { return ""; }
 
-static atomic_int calls_until_fault; /* 0: none */
+static atomic_int calls_until_fault; /* 0: no fault */
 
 #define FAULTY(name, parameters, ...)                                                    \
   static int name parameters {                                                           \
@@ -117,6 +118,7 @@ const kvl_backend kvl__backend_cpu = {
     .mark_done = kvl__cpu_mark_done,
     .mark_elapsed_us = mark_elapsed_us,
     .copy = copy,
+    .build = no_words,
     .last_error = no_words,
 };
 
@@ -126,8 +128,8 @@ enum answer { FOUND, MISS, FAILURE };
 
 static kvl_store store;
 static atomic_uchar *asked; /* [tasks][LAYERS][BLOCKS_TASK] */
-static atomic_int is_gated; /* reads wait */
-static atomic_int served;   /* tasks of one record, whose order is kept */
+static atomic_int is_gated; /* while set, reads wait */
+static atomic_int served;   /* tasks of one record that were served; order[] lists them */
 static int order[4096];
 
 static enum answer answer_to(const kvl_key *key, int part) {
@@ -179,7 +181,7 @@ static uint64_t *record(int layer, int block) {
   return (uint64_t *)kv.ptr + ((size_t)layer * BLOCKS + (size_t)block) * WORDS;
 }
 
-/* A block that is nobody's holds this. */
+/* Writes the pattern that a block holds while no task owns it. */
 static void leave_block(int block) {
   for (int l = 0; l < LAYERS; l++)
     for (int i = 0; i < WORDS; i++) record(l, block)[i] = ~(uint64_t)block;
@@ -190,7 +192,7 @@ static void expect_left(int block) {
     for (int i = 0; i < WORDS; i++) EXPECT(record(l, block)[i] == ~(uint64_t)block);
 }
 
-/* What the answers of the store come to for a task that nobody cancelled. */
+/* Checks the result of a task that nobody cancelled against the store's answers. */
 static void expect_result(const struct flight *f, const kvl_prefetch_result *r) {
   int blocks = 0, leading = 0;
   for (int i = 0; i < f->n; i++) {
@@ -203,7 +205,8 @@ static void expect_result(const struct flight *f, const kvl_prefetch_result *r) 
   EXPECT(r->blocks == blocks && r->leading == leading && r->missing == f->n - blocks);
 }
 
-/* Waits for a layer. The default stream runs on this thread, so its wait is over then. */
+/* Waits for a layer and checks its blocks. The default stream runs on this thread, so it
+ * has waited for the copies when the call returns. */
 static int layer_of(struct flight *f, int layer) {
   int status = kvl_ticket_wait_layer(f->ticket, layer, NULL);
   for (int i = 0; status == 1 && i < f->n; i++)
@@ -237,7 +240,7 @@ static void land(struct flight *f, unsigned *seed) {
   for (int i = 0; i < f->n; i++) leave_block(f->blocks[i]);
 }
 
-/* 1: it has taken off. */
+/* Submits a task. Returns 1, or 0 if the queue was full. */
 static int take_off(struct flight *f, int task, unsigned *seed) {
   f->n = rand_r(seed) % (BLOCKS_TASK + 1);
   for (int i = 0; i < f->n; i++) {
@@ -299,7 +302,8 @@ static void stress(int n) {
 
 enum { TASKS = 1000, RAISED = 3, DROPPED = 17, OTHERS = 99 };
 
-/* Requests: every 7th task is raised later, every 11th of the others cancelled. */
+/* Every 7th task belongs to a request that is raised later, and every 11th of the others
+ * to one that is cancelled. */
 static int request_of(int task) {
   return task % 7 == 3 ? RAISED : task % 11 ? OTHERS : DROPPED;
 }
@@ -322,13 +326,13 @@ static kvl_ticket *submit_one(const kvl_tensor *layer, int task, int request, in
   return ticket;
 }
 
-/* TASKS tasks wait, which is as many as may. */
+/* Checks a full queue: TASKS tasks wait, and no more may. */
 static void expect_full(kvl_ticket *waiting, const kvl_tensor *layer) {
   kvl_prefetch_result r = {.n = 77};
   kvl_prefetch_task t = {.memory = layer};
-  EXPECT(kvl_prefetch_submit(prefetcher, &t, 0, NULL) ==
-         0);                                    /* the gate is shut: it did not */
-  EXPECT(kvl_ticket_wait(waiting, 0, &r) == 0); /* wait for room, or for the end */
+  /* the gate is shut, and with a timeout of 0 neither call waits */
+  EXPECT(kvl_prefetch_submit(prefetcher, &t, 0, NULL) == 0);
+  EXPECT(kvl_ticket_wait(waiting, 0, &r) == 0);
   int64_t begin = kvl_clock_ns();
   EXPECT(kvl_prefetch_submit(prefetcher, &t, 10000, NULL) == 0);
   EXPECT(kvl_ticket_wait(waiting, 10000, &r) == 0 && r.n == 77);
@@ -340,7 +344,7 @@ static void expect_full(kvl_ticket *waiting, const kvl_tensor *layer) {
   kvl_interrupt(0);
 }
 
-/* A running task that is cancelled stops at its next record. */
+/* Checks that a running task that is cancelled stops at its next record. */
 static void expect_stop(void) {
   kvl_key keys[BLOCKS_TASK] = {{0}};
   int32_t blocks[BLOCKS_TASK] = {0, 1, 2, 3};
@@ -371,7 +375,7 @@ static void in_order(void) {
   atomic_store(&is_gated, 1);
   kvl_ticket_close(submit_one(&layer, 0, OTHERS, 0));
   do kvl_prefetch_stats_get(prefetcher, &stats);
-  while (stats.pending); /* it runs, to the gate */
+  while (stats.pending); /* the first task runs and waits at the gate */
   for (int task = 1; task < TASKS; task++) {
     kvl_ticket_close(submit_one(&layer, task, request_of(task), first_priority(task)));
     if (request_of(task) != DROPPED) expected[n++] = task;
@@ -392,7 +396,7 @@ static void in_order(void) {
 
 /* ---- faults --------------------------------------------------------------------------- */
 
-/* One task of `n` blocks, waited for layer by layer where `by_layer`. */
+/* Runs one task of `n` blocks; if `by_layer`, waits for it layer by layer. */
 static int try(int task, int n, int by_layer) {
   struct flight f = {.n = n};
   for (int i = 0; i < n; i++) f.keys[i] = (kvl_key){(uint64_t)task, (uint64_t)i};
@@ -411,7 +415,7 @@ static int try(int task, int n, int by_layer) {
 
 static void faults(void) {
   int faulty = 0, task = 0, is_left = 0;
-  kvl_stream *stream; /* that used the memory, too: streams are joined */
+  kvl_stream *stream; /* has used the memory, too, so that streams are joined */
   EXPECT(kvl_stream_open(kv.device, &stream) == 0);
   kv.storage->used |= (uint64_t)1 << stream->id;
   asked = calloc(2000 * LAYERS * BLOCKS_TASK, 1);
@@ -447,7 +451,7 @@ int main(int argc, char **argv) {
   int is_order = !strcmp(what, "order");
   kvl_device *dev;
   int64_t shape[6] = {LAYERS, BLOCKS, 2, 1, 8, WORDS / 8};
-  /* three records in a half; `order` has one worker */
+  /* half of a worker's staging holds three records; `order` has one worker */
   kvl_prefetch_options o = {4 * 2 * WORDS * 8 * 3, is_order ? 1 : 4, is_order ? TASKS : 32};
   EXPECT(kvl_device_open("cpu", &dev) == 0);
   EXPECT(kvl_tensor_open(dev, KVL_DTYPE_F32, 6, shape, &kv) == 0);

@@ -18,8 +18,8 @@ local function build_stress(sanitizer)
     return nil
   end
   for _, name in ipairs { "core/status", "core/device", "core/stream", "core/tensor",
-                          "core/allocator", "core/graph", "core/call", "open",
-                          "cpu/queue", "cpu/mark", "cpu/link", "prefetch/prefetch",
+                          "core/allocator", "core/graph", "core/call", "core/build",
+                          "open", "cpu/queue", "cpu/mark", "cpu/link", "prefetch/prefetch",
                           "prefetch/prefetch_queue", "prefetch/prefetch_wait",
                           "prefetch/prefetch_worker", "prefetch/ticket" } do
     sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)

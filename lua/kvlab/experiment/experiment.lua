@@ -24,8 +24,13 @@
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
 -- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv.
--- Configurations that results.jsonl already holds are not run again; --set fresh=true
--- starts over.
+-- Configurations that results.jsonl already holds are not run again, unless something
+-- that their rows were computed from has changed since: the policy, the script, lua/, the
+-- library, weights, captures (kvlab.sources). --set stale=keep keeps such rows, marked;
+-- --set fresh=true starts over.
+--
+-- experiment.memo(keys, fn) returns fn(keys) and keeps it for configurations with the
+-- same keys. A script that opens a file by itself names it with experiment.reads(path).
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local grids = require "kvlab.experiment.grid"
@@ -36,12 +41,41 @@ local progress = require "kvlab.experiment.progress"
 local report = require "kvlab.report.report"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
+local sorted = require "kvlab.sorted"
 local sessions = require "kvlab.experiment.session"
+local sources = require "kvlab.sources"
 local shards = require "kvlab.experiment.sweep.shards"
 local workers = require "kvlab.experiment.sweep.workers"
 local text_table = require "kvlab.report.table"
 
 local M = {}
+
+--- Returns fn(keys), which is computed once for equal keys: the model's contexts that the
+-- next configurations need again. `fn` gets nothing but `keys`, so they have to hold
+-- all that the value depends on. One value is kept for each fn. If it has a method close,
+-- that is called when the value of other keys takes its place, and when the session ends.
+---@param keys table<string, any>  what JSON can hold: { context = 4096, seed = 1 }
+---@param fn fun(keys: table): any
+---@return any
+function M.memo(keys, fn)
+  if type(keys) ~= "table" then
+    error(("memo: keys is a %s, expected a table"):format(type(keys)), 2)
+  elseif type(fn) ~= "function" then
+    error(("memo: fn is a %s, expected a function"):format(type(fn)), 2)
+  end
+  local session = sessions.current()
+  if not session then error("memo: expected a call from the run of an experiment", 2) end
+  return session:remember(keys, fn)
+end
+
+--- Tells that rows of this experiment depend on a file that the script itself reads.
+---@param path string
+function M.reads(path)
+  if type(path) ~= "string" then
+    error(("reads: path is a %s, expected a string"):format(type(path)), 2)
+  end
+  sources.keep(path)
+end
 
 --- Takes down what becomes of the missing configurations, whoever runs them.
 ---@class kvlab.experiment.record
@@ -217,12 +251,49 @@ local function describe_run(plan, given)
   }
 end
 
+--- The sources of a row that have changed since it was computed; nil of a current row.
+local function changed_sources(row)
+  if not row.made_by then return { "sources that it does not name" } end
+  local changed = sources.changed(row.made_by)
+  return changed[1] and changed or nil
+end
+
+--- "lua/policies/quest.lua, library"
+local function list_changed(rows)
+  local all = {}
+  for _, row in ipairs(rows) do
+    for _, name in ipairs(row.stale) do all[name] = true end
+  end
+  return table.concat(sorted.keys(all), ", ")
+end
+
+--- Finds the plan's rows that are stale. Drops them, or marks them with what has changed,
+-- and says so. Returns how many there are.
+local function treat_stale(plan, store)
+  local stale, configs = {}, {}
+  for _, config in ipairs(plan.configs) do
+    local row = store:find(config)
+    local changed = row and changed_sources(row)
+    if changed then
+      row.stale = changed
+      stale[#stale + 1], configs[#configs + 1] = row, config
+    end
+  end
+  if #stale == 0 then return 0 end
+  io.write(("%d of %d rows are stale and %s; changed since: %s\n"):format(#stale,
+    #plan.configs, plan.keeps_stale and "kept" or "computed again", list_changed(stale)))
+  if not plan.keeps_stale then store:drop(configs) end
+  return #stale
+end
+
 --- Configurations without a row. What the shards' common folder holds already is not run
--- again.
+-- again, unless it is stale.
 local function find_missing(plan, store)
   local elsewhere, missing = {}, {}
   for _, row in ipairs(plan.shard and not plan.fresh and results.read(plan.root) or {}) do
-    elsewhere[results.key(row.config)] = true
+    if plan.keeps_stale or not changed_sources(row) then
+      elsewhere[results.key(row.config)] = true
+    end
   end
   for _, config in ipairs(plan.configs) do
     if not store:find(config) and not elsewhere[results.key(config)] then
@@ -246,6 +317,8 @@ local function complete(spec, plan, store, given)
   local described, old = describe_run(plan, given), nil
   if not plan.fresh then old = manifests.check(plan.folder, described, given.merge) end
   local adopted = given.merge and shards.adopt(plan.root, store, described) or 0
+  sources.begin()
+  if not given.merge then treat_stale(plan, store) end
   local missing = find_missing(plan, store)
   local works = not given.merge and #missing > 0
   local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,

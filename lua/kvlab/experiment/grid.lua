@@ -23,6 +23,7 @@ local FORM = "{ {\"policy\", {\"quest\", \"random\"}}, {\"budget\", {0.05, 0.1}}
 local reserved = {
   seed = "use --seed=N", device = "use --device=NAME", out = "use --out=DIR",
   quick = "use --quick", fresh = "it starts the results afresh",
+  stale = "it says what becomes of stale rows",
   configs = "it is the list of configurations", repeats = "it says how many seeds to run",
 }
 

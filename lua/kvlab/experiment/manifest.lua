@@ -16,8 +16,6 @@ local ORDER = {
   "quick", "axes", "defaults", "configurations", "cpu", "os", "versions", "pictures",
 }
 
-local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
-
 local function first_line(command)
   local pipe = io.popen(command .. " 2>/dev/null")
   local line = pipe and pipe:read "*l"
@@ -41,23 +39,12 @@ local function find_commit()
     bundled:close()
     return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
   end
-  local git = "git -C " .. quote(root)
+  local git = files.shell_line { "git", "-C", root }
   if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
   local commit = first_line(git .. " rev-parse --verify HEAD")
   if not commit then return nil end
   local changed = first_line(git .. " status --porcelain -- lua kernels runtime")
   return commit, changed ~= nil
-end
-
---- Words as a shell takes them.
----@param words string[]
----@return string
-function M.shell_line(words)
-  local quoted = {}
-  for i, word in ipairs(words) do
-    quoted[i] = word:find "^[%w%._/=,:@%%+-]+$" and word or quote(word)
-  end
-  return table.concat(quoted, " ")
 end
 
 --- The process's command line; the program without its folder.
@@ -67,7 +54,7 @@ local function command_line()
   local words = {}
   for word in text:gmatch "([^%z]*)%z" do words[#words + 1] = word end
   words[1] = words[1] and words[1]:match "[^/]*$"
-  return M.shell_line(words)
+  return files.shell_line(words)
 end
 
 local function match_file(path, pattern)

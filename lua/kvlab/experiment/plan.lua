@@ -144,10 +144,11 @@ local function check_repeats(n, source)
   return n
 end
 
---- Applies --quick and --set; returns how many repeats there are and whether what the
--- folder holds is forgotten.
+--- Applies --quick and --set; returns how many repeats there are, whether what the folder
+-- holds is forgotten, and whether its stale rows are kept.
 local function apply_options(spec, grid, given)
   local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
+  local keeps_stale = false
   local function apply(values, source)
     for _, key in ipairs(sorted.keys(values)) do
       if key == "repeats" then
@@ -155,6 +156,11 @@ local function apply_options(spec, grid, given)
       elseif key == "fresh" and source == "--set" then
         fresh = values.fresh
         if type(fresh) ~= "boolean" then fail("--set fresh takes true or false") end
+      elseif key == "stale" and source == "--set" then
+        if values.stale ~= "keep" then
+          fail("--set stale is %s, expected keep", tostring(values.stale))
+        end
+        keeps_stale = true
       else
         grids.override(grid, key, values[key], source)
       end
@@ -162,7 +168,7 @@ local function apply_options(spec, grid, given)
   end
   if given.quick then apply(spec.quick or {}, "quick") end
   apply(given.set, "--set")
-  return repeats, fresh
+  return repeats, fresh, keeps_stale
 end
 
 --- Shard i of n has the i-th of n runs of neighbours, so that what one configuration
@@ -183,6 +189,7 @@ end
 ---@field folder string         where this run's go: the root, or a folder of the shard
 ---@field shard {index: integer, count: integer}|nil
 ---@field fresh boolean         forget what the folder holds
+---@field keeps_stale boolean   rows whose sources have changed stay, and are marked
 ---@field grid kvlab.grid
 ---@field repeats integer
 ---@field configs table[]       every configuration (of the shard), in order
@@ -204,16 +211,17 @@ function M.new(spec, given)
     fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
   end
   local grid = grids.new(spec.grid, spec.defaults)
-  local repeats, fresh = apply_options(spec, grid, given)
+  local repeats, fresh, keeps_stale = apply_options(spec, grid, given)
   local root = given.out
     or "results/" .. spec.name .. (given.quick and "-quick" or "")
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
-    fresh = fresh, root = root, folder = root, shard = given.shard,
+    fresh = fresh, keeps_stale = keeps_stale, root = root,
+    folder = root, shard = given.shard,
     environment = given.environment or find_environment(spec.environment),
     table = check_views(grid, spec.table, "table"),
     plot = check_views(grid, spec.plot, "plot"),
-    order = { "config", "metrics", unpack(grid.names) }, configs = {},
+    order = { "config", "metrics", "made_by", unpack(grid.names) }, configs = {},
   }
   local fixed = { device = plan.environment.device, link_gbps = given["link-gbps"],
                   link_us = given["link-us"] }

@@ -1,5 +1,6 @@
 --- results.jsonl: one finished configuration a line, each exactly
--- {"config": {...}, "metrics": {...}}.
+-- {"config": {...}, "metrics": {...}, "made_by": {...}}. made_by maps the names of the
+-- sources that the row was computed from to their hashes, see kvlab.sources.
 --
 -- A row is one write, flushed at once, so a kill leaves whole rows and at most one torn
 -- line at the end, which the next open cuts off. The folder's .lock is held while they
@@ -90,6 +91,9 @@ function M.decode(line)
   if type(row) ~= "table" or type(row.config) ~= "table"
     or type(row.metrics) ~= "table" then
     error("no config and metrics", 0)
+  end
+  if row.made_by ~= nil and type(row.made_by) ~= "table" then
+    error("made_by is not an object", 0)
   end
   for name, value in pairs(row.metrics) do
     if value == json.null then row.metrics[name] = NAN end
@@ -204,7 +208,7 @@ end
 
 --- Puts other lines in the place of those that are there, in one step.
 function results:rewrite(lines)
-  files.write(self.path, table.concat(lines, "\n") .. "\n")
+  files.write(self.path, table.concat(lines, "\n") .. (#lines > 0 and "\n" or ""))
   self.file:close()
   self:open_file()
   self:load()
@@ -246,6 +250,21 @@ function results:adopt(rows, lines)
   end
   if changed > 0 then self:rewrite(all) end
   return changed
+end
+
+--- Drops the rows of some configurations.
+---@param configs table[]
+function results:drop(configs)
+  local dropped, lines = {}, {}
+  for _, config in ipairs(configs) do
+    local i = self.index[M.key(config)]
+    if i then dropped[i] = true end
+  end
+  if next(dropped) == nil then return end
+  for i, line in ipairs(self.lines) do
+    if not dropped[i] then lines[#lines + 1] = line end
+  end
+  self:rewrite(lines)
 end
 
 function results:close()

@@ -1,7 +1,14 @@
 --- Runs configurations of an experiment one at a time: its setup, run and teardown.
 --
 -- Every seed has a session of its own: setup and teardown run once for each, and what a
--- script keeps in `settings` for the next configuration never outlives its seed.
+-- script keeps in `settings` or by experiment.memo for the next configuration never
+-- outlives its seed. A configuration that fails ends its session, too: what it left half
+-- done would spoil the configurations after it.
+--
+-- A row says in `made_by` from which sources it was computed (kvlab.sources).
+local json = require "kvlab.json"
+local sources = require "kvlab.sources"
+
 local M = {}
 
 local NAN = 0 / 0
@@ -58,6 +65,8 @@ end
 ---@field spec table
 ---@field plan kvlab.plan
 ---@field settings table|nil  of the present seed
+---@field setup_used table<string, boolean>  the files that setup used
+---@field memos table<string, {key: string, value: any, used: table}>
 local Session = {}
 Session.__index = Session
 
@@ -74,26 +83,83 @@ function Session:begin_seed(seed)
   for _, config in ipairs(self.plan.configs) do
     if config.seed == seed then settings.configs[#settings.configs + 1] = config end
   end
-  self.settings = settings
-  if self.spec.setup then self.spec.setup(settings) end
+  self.settings, self.setup_used, self.memos = settings, {}, {}
+  if self.spec.setup then self.setup_used = sources.collect(self.spec.setup, settings) end
+end
+
+local current
+
+--- The session whose run is under way, or nil.
+---@return kvlab.session|nil
+function M.current() return current end
+
+--- fn(keys), computed once for equal keys; see experiment.memo.
+function Session:remember(keys, fn)
+  local ok, key = pcall(json.encode, keys)
+  if not ok then error("memo: keys: " .. key, 3) end
+  local info = debug.getinfo(fn, "S")
+  local site = ("%s:%d"):format(info.source, info.linedefined)
+  local memo = self.memos[site]
+  if memo and memo.key == key then
+    sources.use_all(memo.used)
+    return memo.value
+  end
+  self:forget(site)
+  local used, value = sources.collect(fn, keys)
+  self.memos[site] = { key = key, value = value, used = used }
+  return value
+end
+
+local function has_close(value)
+  if type(value) ~= "table" then return false end
+  return type(value.close) == "function"
+end
+
+--- Closes a memo's value.
+function Session:forget(site)
+  local memo = self.memos[site]
+  self.memos[site] = nil
+  if memo and has_close(memo.value) then memo.value:close() end
+end
+
+--- The files with the experiment's functions.
+local function add_script(spec, used)
+  for _, value in pairs(spec) do
+    local source = type(value) == "function" and debug.getinfo(value, "S").source
+    local path = source and source:match "^@(.*)$"
+    if path then used[path] = true end
+  end
 end
 
 --- Runs one configuration: true and its row, or false and what went wrong.
 ---@param config table
 ---@return boolean ok, table|string row
 function Session:run(config)
-  return xpcall(function()
+  local ok, row = xpcall(function()
     self:begin_seed(config.seed)
-    local metrics = self.spec.run(copy(config), self.settings) -- the row keeps its own
-    return { config = config, metrics = check_metrics(self.plan.required, metrics) }
+    current = self
+    local used, metrics = sources.collect(self.spec.run, copy(config), self.settings)
+    current = nil
+    for path in pairs(self.setup_used) do used[path] = true end
+    add_script(self.spec, used)
+    return { config = config, metrics = check_metrics(self.plan.required, metrics),
+             made_by = sources.made_by(used) }
   end, keep_stack)
+  if not ok then
+    current = nil
+    sources.stop()
+    pcall(self.close, self) -- it may meet what failed; the failure is told
+  end
+  return ok, row
 end
 
 --- Ends the present seed. Raises what teardown raises.
 function Session:close()
   local settings = self.settings
+  if not settings then return end
   self.settings = nil
-  if settings and self.spec.teardown then self.spec.teardown(settings) end
+  for site in pairs(copy(self.memos)) do self:forget(site) end
+  if self.spec.teardown then self.spec.teardown(settings) end
 end
 
 return M

@@ -18,6 +18,7 @@ local new_cache = require("kvlab.memory.cache").cache
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local safetensors = require "kvlab.tensor.safetensors"
+local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
@@ -44,13 +45,14 @@ Capture.__index = Capture
 ---@return kvlab.Capture
 local function open(folder)
   local path = folder .. "/manifest.json"
+  sources.keep(path)
   local text = files.read(path)
   if not text then error(("capture: there is no %s"):format(path), 2) end
   local ok, m = pcall(json.decode, text)
   if not ok or type(m) ~= "table" or m.format ~= FORMAT then
     error(("capture: %s is %s, expected a manifest of format \"%s\""):format(path,
-      ok and type(m) == "table" and "of format " .. tostring(m.format) or "no object",
-      FORMAT), 2)
+      ok and type(m) == "table" and "of format " .. tostring(m.format)
+        or "no JSON object", FORMAT), 2)
   end
   local self = setmetatable({ folder = folder, model = m.model, layers = m.layers,
     tokens = m.tokens, heads = m.heads, kv_heads = m.kv_heads, head_dim = m.head_dim,
@@ -105,8 +107,8 @@ local function write_prompt(self, layer, first, n)
 end
 
 --- Makes a cache in which the last `decode` tokens of the text can be decoded again.
----@param o? {decode?: integer, block_size?: integer, device?: string}  32 tokens, or all
----  after the first if there are fewer; blocks of 16; --device's
+---@param o? {decode?: integer, block_size?: integer, device?: string}  defaults: decode
+---  32, or all tokens after the first if there are fewer; block_size 16; --device's
 ---@return kvlab.Replay
 function Capture:replay(o)
   o = options.check("replay", o, { decode = options.within(1, self.tokens - 1),

@@ -28,7 +28,7 @@ end
 --- Stops observing.
 function Probe:detach() self.attention.probe = nil end
 
---- Starts the averages again.
+--- Restarts the averages.
 function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end

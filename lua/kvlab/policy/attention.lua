@@ -104,6 +104,7 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   end
   self.batch, self.ends_prompts = batch, ends_prompts
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
+  each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
   self.context:begin(batch, is_prefill)
   if self.policy.step_begin then self.policy:step_begin(self.context) end

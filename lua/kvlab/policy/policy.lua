@@ -69,10 +69,12 @@
 -- selected; they count towards the budget).
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
+local files = require "kvlab.files"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
+local sources = require "kvlab.sources"
 
 local C = library.C
 local M = {}
@@ -204,6 +206,22 @@ local function check_definition(def)
            known = known_options(def) }
 end
 
+--- The files that a definition's functions were written in.
+local function files_of(def)
+  local paths, has = {}, {}
+  for _, key in ipairs(sorted.keys(def)) do
+    local source = type(def[key]) == "function" and debug.getinfo(def[key], "S").source
+    local path = source and source:match "^@(.*)$"
+    if path and not has[path] then paths[#paths + 1], has[path] = path, true end
+  end
+  return paths
+end
+
+--- Notes that the policy takes part in the row that an experiment computes.
+function M.note_use(self)
+  for _, path in ipairs(self.files) do sources.use(path) end
+end
+
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -214,11 +232,14 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
+  class.files = files_of(def)
+  for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
   return function(given, level)
     local self = merge_options(checked, given, level or 2)
     self.options = sorted.keys(self)
-    return setmetatable(self, class)
+    M.note_use(setmetatable(self, class))
+    return self
   end
 end
 
@@ -240,15 +261,13 @@ end
 function M.names(phase, first)
   local names, named = {}, {}
   for i, name in ipairs(first or {}) do names[i], named[name] = name, true end
-  local list = io.popen(('ls "%s/lua/policies" 2>/dev/null'):format(library.paths.root))
-  for file in list:lines() do
+  for _, file in ipairs(files.list(library.paths.root .. "/lua/policies")) do
     local name = file:match "^([%w_]+)%.lua$"
     if name and not named[name]
        and (not phase or require("policies." .. name)()[phase]) then
       names[#names + 1] = name
     end
   end
-  list:close()
   return names
 end
 
@@ -289,6 +308,8 @@ function M.nest(outer, name, given)
     error(("policy %s: %s does not select in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)
   end
+  outer.files = { unpack(outer.files) }
+  for _, path in ipairs(inner.files) do outer.files[#outer.files + 1] = path end
   M.attach(inner, outer.shape)
   for _, hook in ipairs(NESTED) do
     local before = outer[hook]

@@ -62,7 +62,7 @@ end
 
 -- ---- keys and store -------------------------------------------------------------------
 
---- Makes the keys of blocks first ... last of a request; those before are known.
+--- Makes the keys of a request's blocks first ... last. Those before must be known.
 local function make_keys(self, r, first, last)
   local size, n = self.memory.block_size, last - first + 1
   local ids = ffi.new("int32_t[?]", n * size)
@@ -120,8 +120,8 @@ end
 
 -- ---- prefetch -------------------------------------------------------------------------
 
---- Starts to bring `count` blocks of a request from block `first` on. Returns a ticket,
--- or nil, "full".
+--- Starts to bring `count` blocks of a request, beginning with block `first`. Returns a
+-- ticket, or nil, "full".
 function EngineExecutor:submit(r, first, count, priority)
   local ids, blocks = r:block_ids(), {}
   for i = 1, count do blocks[i] = ids[first + i - 1] end
@@ -129,7 +129,7 @@ function EngineExecutor:submit(r, first, count, priority)
     cache = self.memory, keys = r.keys + (first - 1), blocks = blocks, timeout = 0 }
 end
 
---- What a ticket brought, once it is done; nothing if it failed.
+--- What a ticket brought: nil until it is done, no blocks if it failed.
 local function take(self, ok, result)
   if not ok then
     self.problems = self.problems + 1
@@ -181,7 +181,7 @@ local function clear(list, n)
   for i = #list, n + 1, -1 do list[i] = nil end
 end
 
---- The sequences, counts and tokens of a part of the step.
+--- The sequences, counts and tokens of one batch of the step.
 local function gather(self, list)
   local n = 0
   for i, r in ipairs(list) do
@@ -212,7 +212,7 @@ local function choose(list, logits)
   end
 end
 
---- Which requests decode from the next step on; nil: none.
+--- Which requests decode from the next step on; nil if none does.
 local function ends_prompts(self, list)
   local ends, any = self.ends, false
   for i, r in ipairs(list) do

@@ -21,7 +21,7 @@ function M.new(o)
   }, LinkModel)
 end
 
---- The index of the task with the lowest priority number, the first submitted of equals.
+--- The index of the task with the lowest priority number; of equals, the first submitted.
 local function best(pending)
   local at = 1
   for i = 2, #pending do
@@ -60,7 +60,7 @@ local function next_event(self)
   return us, sharing
 end
 
---- Lets `us` pass; no task may end before the end of that time.
+--- Lets `us` microseconds pass. No task may end before the end of that time.
 local function pass(self, us, sharing, is_event)
   local active, kept = self.active, 0
   local bytes = sharing > 0 and us * self.bytes_us / sharing or 0

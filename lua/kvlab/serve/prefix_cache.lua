@@ -1,7 +1,7 @@
---- Finds blocks by content: which full blocks of paged memory hold the tokens of which
--- block key, so that requests with a common prefix share them. A block stays here after
--- its request until its room is needed. The least recently used block goes first; of one
--- request the last block goes first, because nothing can be found behind a gap.
+--- Finds blocks by content: it knows which full block of paged memory holds the tokens of
+-- a block key, so that requests with a common prefix share blocks. A block stays here
+-- after its request until its room is needed. The least recently used block goes first;
+-- of one request the last block goes first, because nothing can be found behind a gap.
 -- Source  automatic prefix caching of vLLM (its block pool and free queue)
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -26,10 +26,11 @@ function M.new(memory)
   }, PrefixCache)
 end
 
---- How many blocks can be had: those that are free and those that nobody uses.
+--- How many blocks are available: those that are free and those that nobody uses.
 function PrefixCache:available() return self.memory:blocks_free() + self.idle.count end
 
---- How far keys[first ... last] are cached without a gap: the last index, or first - 1.
+--- How far keys[first ... last] are cached without a gap: the index of the last cached
+-- key, or first - 1.
 function PrefixCache:match(keys, first, last)
   local block_of = self.block_of
   for i = first, last do
@@ -75,8 +76,8 @@ function PrefixCache:close(seq)
   seq:close()
 end
 
---- Makes at least n blocks free by forgetting those that were not used for longest. If
--- there are fewer, it forgets nothing and returns false.
+--- Makes at least n blocks free by forgetting the least recently used ones. If fewer than
+-- n are available, it forgets nothing and returns false.
 function PrefixCache:reclaim(n)
   if self:available() < n then return false end
   while self.memory:blocks_free() < n do

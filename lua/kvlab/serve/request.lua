@@ -14,12 +14,12 @@ local M = {}
 ---@field prompt_length integer
 ---@field num_tokens integer         tokens of prompt and output together
 ---@field num_computed_tokens integer tokens whose K and V are in the cache
----@field num_scheduled_tokens integer in the present step
+---@field num_scheduled_tokens integer tokens that the present step computes
 ---@field index_in_batch integer     in the present step, from 0; -1: not in it
 ---@field block_hashes any[]         keys of its full blocks
 ---@field selected_blocks integer[]|nil  logical blocks that build_sparse_meta chose
 ---@field prefetch_task table|nil    its ticket, while its blocks are on their way
----@field prefetch_ready boolean     everything else that it needs must be computed
+---@field prefetch_ready boolean     nothing is left to fetch; the rest must be computed
 ---@field max_tokens integer         most tokens of output
 ---@field arrival_us number
 ---@field deadline_us number         when the first token is due
@@ -59,7 +59,7 @@ end
 -- `level`.
 function M.new(o, request_id, level)
   if o.tokens == nil and o.input_length == nil then
-    error("request: tokens is missing; without a model, input_length", level + 1)
+    error("request: tokens (or input_length, without a model) is missing", level + 1)
   end
   local tokens
   if o.tokens then

@@ -16,7 +16,7 @@
 --   server:submit { input_length = 6758, hash_ids = {…}, max_tokens = 500,
 --                   arrival_us = 0 }
 --
--- docs/serving.md has the whole story. Source: UCM GSA's scheduler side and the V1
+-- docs/serving.md describes all of it. Source: UCM GSA's scheduler side and the V1
 -- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
@@ -41,14 +41,15 @@ Server.__index = Server
 --  max_seqs      requests that run at once (16; the engine's)
 --  max_tokens    token budget of a step (8192; the engine's chunk)
 --  watermark     share of the blocks that admission leaves free (0.01)
---  prefetch_ahead  batches: requests that the budgets of this many steps will reach get
---                their blocks while they wait; 0: when they are admitted (2)
+--  prefetch_ahead  how many steps to look ahead: requests that the token budgets of these
+--                steps will reach get their blocks while they wait; with 0 they get them
+--                when they are admitted (2)
 --  prefetch_workers, max_pending_prefetch   of the prefetcher (4, 64). A decode policy
 --                that has these three options, as gsa does, sets their defaults
 --  priority      orders prefetches, lower first: a name in lua/priorities/, or a function
 --                (request, view) -> integer (queue_position)
 --  late          what happens when it is a request's turn but its blocks are under way:
---                "wait", the step waits for it; "skip", others go before it ("wait")
+--                "wait", the step waits for them; "skip", others go first ("wait")
 --  slo_us        how long after its arrival a request's first token is due (2e6)
 --  hooks         build_sparse_meta(server, plan), request_begin(request),
 --                request_finished(request), attention_begin(ctx), attention_finished(ctx)
@@ -84,11 +85,11 @@ local function with_defaults(self, given)
 end
 
 --- Submits a request.
----@param given table  tokens (or, without a model, input_length and hash_ids: keys of its
---                     blocks of hash_block tokens), max_tokens; stop_tokens: ids, and
---                     stop: lists of ids, after any of which it ends; arrival_us
---                     (now), deadline_us; sample(logits, request) -> id (the likeliest
---                     token); on_token(request, id)
+---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
+--                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
+--                     of ids, and stop, a list of lists of ids: the request ends after
+--                     any of them; arrival_us (now), deadline_us; sample(logits,
+--                     request) -> id (the likeliest token); on_token(request, id)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
@@ -178,7 +179,7 @@ end
 
 --- Records what a step computed of a request. Returns true when the request is done.
 local function settle(self, r, now)
-  if r.state == "finished" then return true end -- the on_token of another cancelled it
+  if r.state == "finished" then return true end -- another request's on_token cancelled it
   self.scheduler:computed(r)
   if r.num_computed_tokens < r.num_tokens then return false end
   r.num_tokens = r.num_tokens + 1

@@ -1,7 +1,10 @@
 --- The options of a server: their defaults, and the errors for wrong ones.
 local cost_model = require "kvlab.serve.cost_model"
+local files = require "kvlab.files"
+local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
+local sources = require "kvlab.sources"
 
 local M = {}
 
@@ -38,7 +41,7 @@ local function wrong(name, value, expected)
   error(("serve: %s is %s, expected %s"):format(name, options.shown(value), expected), 4)
 end
 
---- Checks options that need others, or exclude them.
+--- Checks options that need or exclude other options.
 local function check_together(o)
   if (o.engine == nil) == (o.cost == nil) then
     wrong("engine", type(o.engine) .. " and cost " .. type(o.cost),
@@ -51,20 +54,20 @@ local function check_together(o)
     for _, name in ipairs { "blocks", "block_size" } do
       if not o[name] then wrong(name, o[name], M.KNOWN[name][1]) end
     end
-    if o.store then wrong("store", o.store, "store_blocks: there is no memory") end
+    if o.store then wrong("store", o.store, "store_blocks, as there is no memory") end
   else
     for _, name in ipairs { "blocks", "block_size", "store_blocks" } do
-      if o[name] then wrong(name, o[name], "none: the engine has its cache") end
+      if o[name] then wrong(name, o[name], "none, as the engine has a cache") end
     end
   end
 end
 
 --- The names of the priorities in lua/priorities/.
 function M.priorities()
-  local names, root = {}, require("kvlab.library").paths.root
-  local list = io.popen(('ls "%s/lua/priorities" 2>/dev/null'):format(root))
-  for file in list:lines() do names[#names + 1] = file:match "^([%w_]+)%.lua$" end
-  list:close()
+  local names = {}
+  for _, file in ipairs(files.list(library.paths.root .. "/lua/priorities")) do
+    names[#names + 1] = file:match "^([%w_]+)%.lua$"
+  end
   return names
 end
 
@@ -73,7 +76,10 @@ local function open_priority(given)
   if type(given) ~= "string" then return given end
   local names = M.priorities()
   for _, name in ipairs(names) do
-    if name == given then return require("priorities." .. name) end
+    if name == given then
+      sources.use(("%s/lua/priorities/%s.lua"):format(library.paths.root, name))
+      return require("priorities." .. name)
+    end
   end
   error(("serve: no priority \"%s\"; did you mean \"%s\"? There are %s"):format(
     tostring(given), nearest(tostring(given), names) or "",

@@ -102,15 +102,15 @@ end
 
 -- ---- prefetch -------------------------------------------------------------------------
 
---- Starts to bring `count` blocks of a request from block `first` on. Returns a ticket,
--- or nil, "full".
+--- Starts to bring `count` blocks of a request, beginning with block `first`. Returns a
+-- ticket, or nil, "full".
 function Simulator:submit(r, first, count, priority)
   for i = first, first + count - 1 do self.store:touch(r.block_hashes[i]) end
   return self.link:submit { request = r, first = first, last = first + count - 1,
                             priority = priority, bytes_block = self.bytes_block }
 end
 
---- What a ticket brought, once it is done.
+--- What a ticket brought; nil until it is done.
 function Simulator.poll(_, ticket)
   return ticket.state == "complete" and ticket or nil
 end
@@ -146,7 +146,7 @@ function Simulator:stats()
   return out
 end
 
---- Computes a step: its time passes. There are no tokens.
+--- Computes a step: only its time passes, since there are no tokens.
 function Simulator:run(plan)
   local cost, size = self.cost, self.memory.block_size
   local tokens, us = #plan.decode, 0

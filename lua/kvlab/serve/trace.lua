@@ -4,6 +4,7 @@
 -- exactly when everything up to the end of its block is the same in both.
 local json = require "kvlab.json"
 local options = require "kvlab.options"
+local sources = require "kvlab.sources"
 local uniform = require "kvlab.tensor.uniform"
 
 local M = {}
@@ -21,7 +22,7 @@ local function bad(path, line, what)
 end
 
 local function check_row(path, line, row)
-  if type(row) ~= "table" then bad(path, line, "no JSON object") end
+  if type(row) ~= "table" then bad(path, line, "expected a JSON object") end
   for name, least in pairs { timestamp = 0, input_length = 1, output_length = 1 } do
     local value = row[name]
     if type(value) ~= "number" or value ~= value or value < least then
@@ -41,6 +42,7 @@ end
 ---@param limit? integer
 ---@return kvlab.TraceRow[]
 function M.read(path, limit)
+  sources.keep(path)
   local file, why = io.open(path)
   if not file then error("trace: " .. why, 2) end
   local rows = {}
@@ -76,7 +78,7 @@ local GENERATE = {
   answer_tokens = options.not_negative,
 }
 
---- Generates a workload of users who talk. Conversations begin at random; each has some
+--- Generates a workload of conversations. They begin at random times, and each has some
 -- turns. The input of a turn is everything that was said before, with the answers, and
 -- something new. Its hash ids are those of the turn before as far as the input is the
 -- same. All conversations share a system prompt.
@@ -106,7 +108,7 @@ function M.generate(o)
       rows[#rows + 1] = { timestamp = math.floor(at * 1000), input_length = length,
                           output_length = answer, hash_ids = { unpack(ids) } }
       at = at + exponential(get "think_s") + 0.02 * answer
-      ids[math.floor(length / M.BLOCK) + 1] = nil -- not full: it goes on with the answer
+      ids[math.floor(length / M.BLOCK) + 1] = nil -- not full: the answer fills it
       length = length + answer
       for i = #ids + 1, math.floor(length / M.BLOCK) do ids[i] = fresh() end
     until draw() < 1 / get "turns"

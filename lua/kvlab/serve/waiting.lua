@@ -4,8 +4,8 @@
 -- soon.
 local M = {}
 
---- Notes for whom the keys first ... last of r are under way (nil: for nobody any more),
--- unless another request is already noted.
+--- Notes in `map` for which request r's keys first ... last are under way; a nil value
+-- says that they no longer are. Keys that are noted for another request do not change.
 function M.mark(map, r, first, last, value)
   for i = first, last do
     local key = r.block_hashes[i]
@@ -55,7 +55,7 @@ local function land(self, r, result)
   end
 end
 
---- Asks for blocks first ... last of a request, as many as there is room for.
+--- Asks the executor for a request's blocks first ... last, as far as there is room.
 local function load(self, r, first, last, position)
   local kept = #self.running > 0 and self.watermark or 0
   local room = self.prefix:available() - self.need - self.promised - kept

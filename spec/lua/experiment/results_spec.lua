@@ -26,7 +26,7 @@ describe("results", function()
     local first = run(spec).rows[1].metrics
     assert.equal('{"inf": null, "n": 1099511627776, "nan": null, '
       .. '"sum": 0.30000000000000004, "word": "é\\""}',
-      lines()[1]:match '"metrics": (.*)}$')
+      lines()[1]:match '"metrics": (.*), "made_by"')
     local again = run(spec).rows[1].metrics
     for _, metrics in ipairs { first, again } do
       assert.equal(0.1 + 0.2, metrics.sum)

@@ -7,7 +7,6 @@
 -- `submit` queues the shards that are neither complete nor queued, so the same command
 -- again resubmits the shards that failed. When all shards have ended, a job merges the
 -- rows. If rows are missing, it submits their shards again, --retries=N times (1).
-local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
@@ -22,7 +21,7 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 --- The script's configurations as `run --list` prints them, and where its results go.
 local function list_configurations(executable, arguments)
   local problems = os.tmpname()
-  local command = manifests.shell_line { executable, "run", "--list", unpack(arguments) }
+  local command = files.shell_line { executable, "run", "--list", unpack(arguments) }
   local pipe = io.popen(("%s 2>%s; echo $?"):format(command, problems))
   local lines = {}
   for line in pipe:lines() do lines[#lines + 1] = line end
@@ -51,12 +50,12 @@ end
 
 --- Commands for when all tasks have ended.
 local function follow_up(executable, options, words, root)
-  local merge = manifests.shell_line { executable, "sweep", "merge", root }
+  local merge = files.shell_line { executable, "sweep", "merge", root }
   local retries = options.retries or 1
   if retries == 0 then return "exec " .. merge .. "\n" end
   local again = { executable, "sweep", "submit", "--slurm=" .. options.slurm,
                   "--retries=" .. retries - 1, unpack(words) }
-  return ("%s || exec %s\n"):format(merge, manifests.shell_line(again))
+  return ("%s || exec %s\n"):format(merge, files.shell_line(again))
 end
 
 --- What of the options reaches a shard beside the arguments.

@@ -4,6 +4,7 @@
 --   DIR/                  results.jsonl of all, manifest.json, report.html, plots
 --
 -- A shard's process writes in its own folder only; merging writes in DIR only.
+local files = require "kvlab.files"
 local manifests = require "kvlab.experiment.manifest"
 local results = require "kvlab.experiment.results"
 
@@ -20,9 +21,7 @@ local M = {}
 ---@return kvlab.shard[]
 function M.list(root)
   local list = {}
-  local command = manifests.shell_line { "ls", root .. "/shards" }
-  local pipe = io.popen(command .. " 2>/dev/null")
-  for name in pipe:lines() do
+  for _, name in ipairs(files.list(root .. "/shards")) do
     local index, count = name:match "^(%d+)%-of%-(%d+)$"
     if index then
       local folder = ("%s/shards/%s"):format(root, name)
@@ -30,7 +29,6 @@ function M.list(root)
                           folder = folder, manifest = manifests.read(folder) }
     end
   end
-  pipe:close()
   table.sort(list, function(a, b) return a.index < b.index end)
   return list
 end

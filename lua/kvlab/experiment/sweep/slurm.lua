@@ -6,7 +6,6 @@
 --
 -- Works through sbatch, squeue and scontrol; no accounting is needed.
 local json = require "kvlab.json"
-local manifests = require "kvlab.experiment.manifest"
 local files = require "kvlab.files"
 
 local M = {}
@@ -15,7 +14,7 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 
 --- What a program prints, and whether it went well; what went wrong is printed, too.
 local function ask(words)
-  local command = manifests.shell_line(words) .. " 2>&1; echo $?"
+  local command = files.shell_line(words) .. " 2>&1; echo $?"
   local pipe = io.popen(command)
   local text, status = pipe:read("*a"):match "^(.-)(%d+)\n$"
   pipe:close()
@@ -107,8 +106,8 @@ function M.submit(sweep, shards)
   write_script(folder .. "/array.sh", sweep.options, ([[
 shard=$(($1 + SLURM_ARRAY_TASK_ID + 1))
 exec %s --shard=$shard/%d %s
-]]):format(manifests.shell_line { sweep.run[1], sweep.run[2] }, sweep.count,
-    manifests.shell_line { unpack(sweep.run, 3) }))
+]]):format(files.shell_line { sweep.run[1], sweep.run[2] }, sweep.count,
+    files.shell_line { unpack(sweep.run, 3) }))
   write_script(folder .. "/follow.sh", sweep.options, sweep.follow)
   for i, array in ipairs(M.arrays(shards, array_limit())) do
     local tasks = M.ranges(array.tasks)

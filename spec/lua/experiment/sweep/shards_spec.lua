@@ -77,7 +77,7 @@ describe("experiment --shard", function()
       local status
       status, output = sh("kvlab run script.lua --out=fixed --shard=" .. bad)
       assert.equal(2, status)
-      has(("--shard is i/n, as 1/4 to 4/4; given \"%s\""):format(bad), output)
+      has(("--shard is I/N, such as 1/4 to 4/4; given \"%s\""):format(bad), output)
     end
   end)
 
@@ -88,10 +88,10 @@ describe("experiment --shard", function()
       has(words, output)
     end
     says(2, 'sweep has no "mrge"; did you mean merge?', "kvlab sweep mrge x")
-    says(2, "sweep does what?", "kvlab sweep")
+    says(2, "sweep needs an action: submit", "kvlab sweep")
     says(2, "sweep merge takes one folder", "kvlab sweep merge")
     says(2, "submit needs --slurm", "kvlab sweep submit script.lua")
-    says(2, "--shards=N says in how many parts", "kvlab sweep submit script.lua --slurm")
+    says(2, "submit needs --shards=N", "kvlab sweep submit script.lua --slurm")
     says(2, "no such script: x.lua", "kvlab sweep submit x.lua --slurm --shards=2")
     says(2, "fresh would throw rows away",
       "kvlab sweep submit script.lua --slurm --shards=2 --set fresh=true")
