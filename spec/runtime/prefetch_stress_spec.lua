@@ -19,7 +19,8 @@ local function build_stress(sanitizer)
   end
   for _, name in ipairs { "core/status", "core/device", "core/stream", "core/tensor",
                           "core/allocator", "core/graph", "core/call", "core/build",
-                          "open", "cpu/queue", "cpu/mark", "cpu/link", "prefetch/prefetch",
+                          "open", "cpu/queue", "cpu/mark", "cpu/link",
+                          "prefetch/prefetch",
                           "prefetch/prefetch_queue", "prefetch/prefetch_wait",
                           "prefetch/prefetch_worker", "prefetch/ticket" } do
     sources[#sources + 1] = ('"%s/runtime/%s.c"'):format(root, name)
