@@ -40,6 +40,8 @@ local function run(config)
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local accuracy, step_us, probe = sitting_of(config):ask(policy, kv.probe)
   local metrics = probe:metrics()
+  metrics.note = kv.policy.exceeds_budget(policy,
+    math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
   return metrics
 end
@@ -56,6 +58,7 @@ kv.experiment.run {
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
                question = "decode", unit = "ratio" },
   quick = { context = { 512, 1024 }, prompts = 2 },
+  proportions = { "accuracy", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
               "step_us" },
   run = run,

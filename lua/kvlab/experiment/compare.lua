@@ -9,14 +9,16 @@
 -- a pair. For each metric it prints the mean over the pairs of A and of B, and the mean
 -- of B - A with its 95 % confidence interval (Student's t).
 --
--- With repeats, the pairs of one seed are one sample, because they share the seed's
--- luck: the interval is over seeds. Without repeats every pair is a sample, and the
--- interval says how much the configurations differ from each other, not what another
--- seed would give.
+-- The pairs of one seed are one sample, because they share the seed's luck: the interval
+-- is over seeds. So there is an interval only with repeats, and only for metrics that the
+-- seed changes. Rows with a note (a budget that sink and recent alone exceed) are left
+-- out. Rows that were made by different versions of a source cannot be compared within A
+-- or B; between A and B, which is what one compares after an edit, the sources are named.
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"
 local results = require "kvlab.experiment.results"
+local sources = require "kvlab.sources"
 local statistics = require "kvlab.experiment.statistics"
 local text_table = require "kvlab.report.table"
 
@@ -77,28 +79,31 @@ end
 ---@field differences {key: string, a: any, b: any}[]
 ---@field only_a integer   rows of A without a partner
 ---@field only_b integer
----@field by_seed boolean  several seeds: pairs of one are one sample
+---@field noted integer    pairs that are left out, because a row has a note
+---@field seeds integer
 
 --- Pairs of rows.
 ---@param rows_a table[]
 ---@param rows_b table[]
 ---@return kvlab.compare.pairs
 function M.pair(rows_a, rows_b)
-  local p = { list = {}, differences = find_differences(rows_a, rows_b), only_a = 0 }
-  local partner, seeds, count = {}, {}, 0
+  local p = { list = {}, differences = find_differences(rows_a, rows_b), only_a = 0,
+              noted = 0, seeds = 0 }
+  local partner, has_seed = {}, {}
   for _, b in ipairs(rows_b) do partner[key_without(b.config, p.differences)] = b end
   for _, a in ipairs(rows_a) do
     local b = partner[key_without(a.config, p.differences)]
-    if b then
+    if b and (text_table.note_of(a) or text_table.note_of(b)) then
+      p.noted = p.noted + 1
+    elseif b then
       p.list[#p.list + 1] = { a = a, b = b }
-      if not seeds[a.config.seed or 0] then
-        seeds[a.config.seed or 0], count = true, count + 1
-      end
+      local seed = a.config.seed or 0
+      if not has_seed[seed] then has_seed[seed], p.seeds = true, p.seeds + 1 end
     else
       p.only_a = p.only_a + 1
     end
   end
-  p.only_b, p.by_seed = #rows_b - #p.list, count > 1
+  p.only_b = #rows_b - #p.list - p.noted
   return p
 end
 
@@ -106,27 +111,41 @@ end
 
 local function is_number(x) return type(x) == "number" and x == x end
 
---- One sample for each seed (or pair): the mean difference of its pairs. Also the means
--- of A and B and the number of pairs; nil when the metric is a number in none.
-local function measure(list, metric, by_seed)
+--- Whether the metric of a configuration is the same for every seed, in A and in B: a
+-- seed that changes nothing gives no samples.
+local function is_fixed(list, metric)
+  local values = {}
+  for _, pair in ipairs(list) do
+    local key = key_without(pair.a.config, { { key = "seed" } })
+    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
+    values[key] = values[key] or { a, b }
+    if values[key][1] ~= a or values[key][2] ~= b then return false end
+  end
+  return true
+end
+
+--- One sample for each seed: the mean difference of its pairs. Also the means of A and B
+-- and the number of pairs; nil when the metric is a number in none.
+local function measure(list, metric)
   local sum_a, sum_b, n, samples, at = 0, 0, 0, {}, {}
   for _, pair in ipairs(list) do
     local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
     if is_number(a) and is_number(b) then
       sum_a, sum_b, n = sum_a + a, sum_b + b, n + 1
-      local unit = by_seed and pair.a.config.seed or n
-      if not at[unit] then
-        at[unit], samples[#samples + 1] = #samples + 1, { sum = 0, n = 0 }
+      local seed = pair.a.config.seed or 0
+      if not at[seed] then
+        at[seed], samples[#samples + 1] = #samples + 1, { sum = 0, n = 0 }
       end
-      local sample = samples[at[unit]]
+      local sample = samples[at[seed]]
       sample.sum, sample.n = sample.sum + b - a, sample.n + 1
     end
   end
   if n == 0 then return nil end
   local differences = {}
   for i, sample in ipairs(samples) do differences[i] = sample.sum / sample.n end
-  return { metric = metric, pairs = n, samples = #samples, a = sum_a / n, b = sum_b / n,
-           difference = { statistics.interval(differences) } }
+  if is_fixed(list, metric) then differences = { (sum_b - sum_a) / n } end
+  return { metric = metric, pairs = n, samples = #differences, a = sum_a / n,
+           b = sum_b / n, difference = { statistics.interval(differences) } }
 end
 
 --- The names of all metrics that are numbers.
@@ -168,7 +187,7 @@ function M.lines(p, metrics, axes)
   local lines = {}
   for _, metric in ipairs(metrics) do
     for _, g in ipairs(group(p.list, axes)) do
-      local line = measure(g.list, metric, p.by_seed)
+      local line = measure(g.list, metric)
       if line then
         line.words = g.words
         lines[#lines + 1] = line
@@ -212,6 +231,11 @@ local function open(text)
     fail("%s has no results: compare takes folders, or .jsonl files of rows", path)
   end
   local rows = keep(all, wanted)
+  local mixed = results.mixed(rows)
+  if mixed[1] then
+    fail("%s: its rows were made by different versions of %s; compute the older ones"
+      .. " again, or choose some by %s:KEY=VALUE", text, table.concat(mixed, ", "), path)
+  end
   if #rows == 0 then
     fail("%s: no row has these values; the first is of %s", text,
       results.key(all[1].config))
@@ -273,10 +297,20 @@ function M.main(a, b, options)
   for _, d in ipairs(p.differences) do
     io.write(("   %s: %s in A, %s in B\n"):format(d.key, tostring(d.a), tostring(d.b)))
   end
+  local changed = sources.differences(rows_a[1].made_by or {}, rows_b[1].made_by or {})
+  if changed[1] then
+    io.write("   made by different versions of: ", table.concat(changed, ", "), "\n")
+  end
   local lines = M.lines(p, options.metric or metrics, axes)
   io.write("\n", text_table.text(as_table(lines, axes)), "\n")
-  io.write(("%d pairs; %d rows are in A only, %d in B only. Samples are %s.\n"):format(
-    #p.list, p.only_a, p.only_b, p.by_seed and "seeds" or "configurations"))
+  io.write(("%d pairs of %d seeds; %d rows are in A only, %d in B only.\n"):format(
+    #p.list, p.seeds, p.only_a, p.only_b))
+  if p.noted > 0 then
+    io.write(("%d pairs are left out, because a row has a note.\n"):format(p.noted))
+  end
+  if p.seeds < 2 then
+    io.write "One seed gives no interval: run both with --set repeats=N.\n"
+  end
   return 0
 end
 

@@ -17,6 +17,10 @@
 -- `config` holds the axes, the defaults, device and seed, and is the row's "config" as it
 -- is written. `settings` is one table for the whole run: the defaults, seed, device,
 -- quick, out, configs and what `setup(settings)` adds; `teardown(settings)` ends it.
+-- `deterministic` says that nothing depends on the seed, so that repeats are refused.
+-- `proportions` lists the metrics that lie between 0 and 1, as their intervals then do.
+-- A metric `note` is a text that says why a row cannot be compared with the others, such
+-- as a budget that is exceeded: its cells and points are marked, and pairs leave it out.
 -- `table` and `plot` may be lists, or functions of the rows that return what
 -- text_table.text and plot.svg take. `metrics` lists names that every row must have, in
 -- the order to write them. `environment` = { device, description, driver, versions } is
@@ -31,6 +35,7 @@
 --
 -- experiment.memo(keys, fn) returns fn(keys) and keeps it for configurations with the
 -- same keys. A script that opens a file by itself names it with experiment.reads(path).
+local ffi = require "ffi"
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local grids = require "kvlab.experiment.grid"
@@ -169,7 +174,10 @@ end
 local function make_tables(plan, rows)
   if type(plan.table) == "function" then return as_list(plan.table(rows)) end
   local tables = {}
-  for i, view in ipairs(plan.table or {}) do tables[i] = text_table.pivot(rows, view) end
+  for i, view in ipairs(plan.table or {}) do
+    tables[i] = view.front and text_table.front(rows, view)
+      or text_table.pivot(rows, view)
+  end
   return tables
 end
 
@@ -202,7 +210,7 @@ local function finish(plan, store, manifest, given)
   local rows = rows_of_plan(plan, store)
   local axes, shown = plan.grid.axes, rows
   if plan.repeats > 1 then
-    shown = results.summarise(rows)
+    shown = results.summarise(rows, plan.proportions)
     axes = { { name = "seed" } }
     for i, axis in ipairs(plan.grid.axes) do axes[i + 1] = axis end
   end
@@ -224,7 +232,7 @@ local function finish(plan, store, manifest, given)
       paths[#paths + 1], drawn[#drawn + 1] = path, picture.file
     end
   end
-  manifests.add_pictures(plan.folder, manifest, drawn)
+  manifests.add_pictures(plan.folder, manifest, drawn, rows)
   if pictures[1] and pictures[1].reason then io.stderr:write(pictures[1].reason, "\n") end
   files.write(paths[2], report.html { title = plan.title, manifest = manifest,
     plots = pictures, tables = tables, rows = full })
@@ -240,9 +248,11 @@ local function describe_run(plan, given)
   end
   local library = package.loaded["kvlab.library"]
   local versions = { luajit = jit.version, kvlab_abi = library and library.C.kvl_abi() }
+  local is_cpu = library and env.device == "cpu"
   for name, version in pairs(env.versions or {}) do versions[name] = version end
   return {
     name = plan.name, title = plan.title, seed = plan.settings.seed, device = env.device,
+    isa = is_cpu and ffi.string(library.C.kvl_cpu_isa()) or nil,
     description = env.description, driver = env.driver, quick = plan.settings.quick,
     axes = axes, defaults = plan.grid.defaults, repeats = plan.repeats,
     configurations = #plan.configs, versions = versions, jobs = given.jobs,
@@ -262,7 +272,7 @@ end
 local function list_changed(rows)
   local all = {}
   for _, row in ipairs(rows) do
-    for _, name in ipairs(row.stale) do all[name] = true end
+    for _, name in ipairs(row.stale or {}) do all[name] = true end
   end
   return table.concat(sorted.keys(all), ", ")
 end
@@ -284,6 +294,17 @@ local function treat_stale(plan, store)
     #plan.configs, plan.keeps_stale and "kept" or "computed again", list_changed(stale)))
   if not plan.keeps_stale then store:drop(configs) end
   return #stale
+end
+
+--- Says what has changed since merged rows were computed. That is no reason to compute
+-- them again: the sweep may have run elsewhere. Only mixed rows are marked.
+local function explain_origin(plan, store)
+  local rows = rows_of_plan(plan, store)
+  local mixed = results.mixed(rows)
+  for _, row in ipairs(rows) do row.stale = changed_sources(row) end
+  local list = list_changed(rows)
+  if list ~= "" then io.write("changed since these rows were computed: ", list, "\n") end
+  for _, row in ipairs(mixed[1] and {} or rows) do row.stale = nil end
 end
 
 --- Configurations without a row. What the shards' common folder holds already is not run
@@ -316,9 +337,10 @@ end
 local function complete(spec, plan, store, given)
   local described, old = describe_run(plan, given), nil
   if not plan.fresh then old = manifests.check(plan.folder, described, given.merge) end
-  local adopted = given.merge and shards.adopt(plan.root, store, described) or 0
+  local adopted = given.merge and shards.adopt(plan.root, store, described,
+    plan.keeps_stale) or 0
   sources.begin()
-  if not given.merge then treat_stale(plan, store) end
+  if given.merge then explain_origin(plan, store) else treat_stale(plan, store) end
   local missing = find_missing(plan, store)
   local works = not given.merge and #missing > 0
   local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,

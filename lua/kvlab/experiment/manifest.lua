@@ -12,8 +12,9 @@ local M = {}
 
 local ORDER = {
   "name", "title", "seed", "repeats", "device", "description", "driver", "date",
-  "finished", "version", "commit", "dirty", "command", "arguments", "shard", "jobs",
-  "quick", "axes", "defaults", "configurations", "cpu", "os", "versions", "pictures",
+  "finished", "version", "commit", "dirty", "diff", "command", "arguments", "shard",
+  "jobs", "quick", "axes", "defaults", "configurations", "made_by", "isa", "cpu", "os",
+  "versions", "pictures",
 }
 
 local function first_line(command)
@@ -29,7 +30,8 @@ local function project_root()
   return source and (source == "" and "." or source) or nil
 end
 
---- The commit of this project's own repository and whether its code differs from it.
+--- The commit of this project's own repository, whether its code differs from it, and if
+-- so a hash of the difference.
 local function find_commit()
   local root = project_root()
   if not root then return nil end
@@ -43,8 +45,12 @@ local function find_commit()
   if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
   local commit = first_line(git .. " rev-parse --verify HEAD")
   if not commit then return nil end
-  local changed = first_line(git .. " status --porcelain -- lua kernels runtime")
-  return commit, changed ~= nil
+  local code = " -- lua kernels runtime"
+  local changed = first_line(git .. " status --porcelain" .. code)
+  if not changed then return commit, false end
+  local diff = first_line(("{ %s diff HEAD%s; %s ls-files -o --exclude-standard%s; }"
+    .. " | sha256sum"):format(git, code, git, code))
+  return commit, true, diff and diff:sub(1, 16)
 end
 
 --- The process's command line; the program without its folder.
@@ -100,7 +106,7 @@ function M.check(folder, now, is_merged)
 end
 
 -- What says which run it was.
-local RUN = { "date", "version", "commit", "dirty", "command" }
+local RUN = { "date", "version", "commit", "dirty", "diff", "command" }
 
 local function copy_run(from, to)
   for _, key in ipairs(RUN) do to[key] = from[key] end
@@ -130,7 +136,7 @@ function M.write(folder, now, old, has_work)
   local manifest = {}
   for key, value in pairs(now) do manifest[key] = value end
   manifest.date, manifest.version = now_utc(), version
-  manifest.commit, manifest.dirty = find_commit()
+  manifest.commit, manifest.dirty, manifest.diff = find_commit()
   manifest.command = command_line()
   manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
   manifest.os = match_file("/etc/os-release", "PRETTY_NAME=\"?([^\n\"]*)") or jit.os
@@ -144,12 +150,36 @@ function M.write(folder, now, old, has_work)
   return manifest
 end
 
---- Adds to a manifest which pictures the folder has, the first one the most telling.
+--- The sources of all rows by name; a list where rows have different versions.
+local function all_sources(rows)
+  local all = {}
+  for _, row in ipairs(rows) do
+    for name, hash in pairs(row.made_by or {}) do
+      local there = all[name]
+      if not there then
+        all[name] = { hash }
+      elseif there[#there] ~= hash then
+        local has = false
+        for _, other in ipairs(there) do has = has or other == hash end
+        if not has then there[#there + 1] = hash end
+      end
+    end
+  end
+  for name, list in pairs(all) do
+    all[name] = #list == 1 and list[1] or json.array(list)
+  end
+  return all
+end
+
+--- Adds to a manifest which pictures the folder has, the first one the most telling, and
+-- what its rows were made by.
 ---@param folder string
 ---@param manifest table
 ---@param names string[]
-function M.add_pictures(folder, manifest, names)
+---@param rows table[]
+function M.add_pictures(folder, manifest, names, rows)
   manifest.pictures = json.array(names)
+  manifest.made_by = all_sources(rows)
   write(folder, manifest)
 end
 

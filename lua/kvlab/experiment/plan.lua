@@ -15,7 +15,8 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 local FIELDS = {
   name = options.required(options.string), title = options.string,
   grid = options.required(options.table), defaults = options.table,
-  repeats = options.number, quick = options.table, when = options.fn,
+  repeats = options.number, deterministic = options.boolean,
+  proportions = options.table, quick = options.table, when = options.fn,
   environment = options.table, metrics = options.table, setup = options.fn,
   run = options.required(options.fn), teardown = options.fn,
   table = options.either(options.table, options.fn),
@@ -73,16 +74,22 @@ local function check_view(grid, view, what)
   for key, value in pairs(view) do resolved[key] = value end
   resolved.where = resolve_where(grid, view.where, what)
   for name in pairs(resolved.where) do placed[name] = true end
+  local metrics = {}
+  for _, name in ipairs(grid.metrics) do metrics[name] = true end
   for _, key in ipairs(AXES_OF[what]) do
     local name = view[key]
-    if name and not grid.axis_of[name] then
+    local is_metric = what == "plot" and key == "x" and metrics[name]
+    if name and not grid.axis_of[name] and not is_metric then
       fail("%s: %s is %s, which is no axis; did you mean %s?", what, key, name,
         nearest(name, grid.names))
     end
     if name then placed[name] = true end
   end
+  local lines_along = what == "plot" and metrics[view.x] and 1 or 0 -- axes, not placed
   for _, axis in ipairs(grid.axes) do
-    if #axis.values > 1 and not grids.is_told(axis, placed) then
+    local is_told = #axis.values < 2 or grids.is_told(axis, placed)
+    if not is_told then lines_along = lines_along - 1 end
+    if not is_told and lines_along < 0 then
       fail("%s: axis %s has %d values; place it in %s or where", what, axis.name,
         #axis.values, table.concat(AXES_OF[what], ", "))
     end
@@ -98,6 +105,22 @@ local function check_view(grid, view, what)
   return resolved
 end
 
+--- A table of a Pareto front, whose axes are those that `where` leaves.
+local function check_front(grid, view)
+  options.check("table", view, text_table.FRONT, 0)
+  local resolved = { where = resolve_where(grid, view.where, "table"), axes = {} }
+  for key, value in pairs(view) do resolved[key] = resolved[key] or value end
+  for _, axis in ipairs(grid.axes) do
+    if #axis.values > 1 and resolved.where[axis.name] == nil then
+      resolved.axes[#resolved.axes + 1] = axis.name
+    end
+  end
+  local words = describe_where(resolved.where)
+  resolved.caption = view.caption or ("Pareto front of %s over %s%s"):format(view.front,
+    view.over, words == "" and "" or " at " .. words)
+  return resolved
+end
+
 --- nil, one description or a list of them -> a list, checked. Functions stay.
 local function check_views(grid, given, what)
   if type(given) ~= "table" then return given end
@@ -106,7 +129,8 @@ local function check_views(grid, given, what)
     if type(view) ~= "table" then
       fail("%s[%d] is a %s, expected a table", what, i, type(view))
     end
-    views[i] = check_view(grid, view, what)
+    views[i] = what == "table" and view.front and check_front(grid, view)
+      or check_view(grid, view, what)
   end
   return views
 end
@@ -117,7 +141,7 @@ local function find_required(plan, spec)
   for _, what in ipairs { "table", "plot" } do
     if type(plan[what]) == "table" then
       for _, view in ipairs(plan[what]) do
-        required[#required + 1] = view[METRIC_OF[what]]
+        required[#required + 1] = view[METRIC_OF[what]] or view.front
       end
     end
   end
@@ -194,6 +218,7 @@ end
 ---@field repeats integer
 ---@field configs table[]       every configuration (of the shard), in order
 ---@field order string[]        the keys of a row, in order
+---@field proportions string[]  metrics that lie between 0 and 1, and so their intervals
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
@@ -211,12 +236,14 @@ function M.new(spec, given)
     fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
   end
   local grid = grids.new(spec.grid, spec.defaults)
+  grid.metrics = spec.metrics or {}
   local repeats, fresh, keeps_stale = apply_options(spec, grid, given)
   local root = given.out
     or "results/" .. spec.name .. (given.quick and "-quick" or "")
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
     fresh = fresh, keeps_stale = keeps_stale, root = root,
+    proportions = spec.proportions or {},
     folder = root, shard = given.shard,
     environment = given.environment or find_environment(spec.environment),
     table = check_views(grid, spec.table, "table"),
@@ -230,6 +257,10 @@ function M.new(spec, given)
     for _, config in ipairs(grids.configurations(grid, fixed, spec.when)) do
       plan.configs[#plan.configs + 1] = config
     end
+  end
+  if repeats > 1 and spec.deterministic then
+    fail("repeats is %d, expected 1: nothing in %s depends on the seed", repeats,
+      spec.name)
   end
   if #plan.configs == 0 then fail("experiment: `when` leaves no configuration") end
   if plan.shard then

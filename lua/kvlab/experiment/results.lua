@@ -9,6 +9,7 @@
 local ffi = require "ffi"
 local files = require "kvlab.files" -- and fileno, fsync
 local json = require "kvlab.json"
+local sorted = require "kvlab.sorted"
 local statistics = require "kvlab.experiment.statistics"
 
 ffi.cdef [[
@@ -34,11 +35,16 @@ results.__index = results
 ---@return string
 function M.key(config) return json.encode(config) end
 
---- One metric of repeats: mean and interval of numbers; of others what they agree on.
-local function summarise_metric(values)
+--- One metric of repeats: mean and interval of numbers; of others what they agree on. An
+-- interval of proportions ends at 0 and 1.
+local function summarise_metric(values, is_proportion)
   local is_number = true
   for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
-  if is_number then return statistics.interval(values) end
+  if is_number then
+    local mean, low, high = statistics.interval(values)
+    if low and is_proportion then low, high = math.max(low, 0), math.min(high, 1) end
+    return mean, low, high
+  end
   for _, value in ipairs(values) do
     if value ~= values[1] then return nil end
   end
@@ -50,10 +56,13 @@ end
 -- `config` has no seed, `metrics` holds means, `low` and `high` the limits of their 95 %
 -- confidence intervals (nil of one row, and of what is no number). What is no number
 -- stays where all repeats agree. So whatever reads config and metrics reads these rows.
+-- A row is stale if one of its repeats is.
 ---@param rows {config: table, metrics: table}[]
+---@param proportions? string[]  the metrics that lie between 0 and 1
 ---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
-function M.summarise(rows)
-  local groups, group_of = {}, {}
+function M.summarise(rows, proportions)
+  local groups, group_of, is_proportion = {}, {}, {}
+  for _, name in ipairs(proportions or {}) do is_proportion[name] = true end
   for _, row in ipairs(rows) do
     local config = {}
     for key, value in pairs(row.config) do config[key] = value end
@@ -64,7 +73,7 @@ function M.summarise(rows)
       group = { config = config, values = {}, repeats = 0 }
       group_of[key], groups[#groups + 1] = group, group
     end
-    group.repeats = group.repeats + 1
+    group.repeats, group.stale = group.repeats + 1, group.stale or row.stale
     for name, value in pairs(row.metrics) do
       local values = group.values[name] or {}
       values[#values + 1], group.values[name] = value, values
@@ -73,9 +82,10 @@ function M.summarise(rows)
   local summary = {}
   for i, group in ipairs(groups) do
     local row = { config = group.config, metrics = {}, low = {}, high = {},
-                  repeats = group.repeats }
+                  repeats = group.repeats, stale = group.stale }
     for name, values in pairs(group.values) do
-      row.metrics[name], row.low[name], row.high[name] = summarise_metric(values)
+      row.metrics[name], row.low[name], row.high[name] = summarise_metric(values,
+        is_proportion[name])
     end
     summary[i] = row
   end
@@ -119,6 +129,23 @@ local function parse(text, path)
     at = stop + 1
   end
   return rows, lines, at - 1
+end
+
+--- The sources of which the rows were made by different versions: their names, sorted.
+-- Rows that do not name their sources differ from those that do.
+---@param rows {made_by: table<string, string>|nil}[]
+---@return string[]
+function M.mixed(rows)
+  local first, mixed, with, without = {}, {}, false, false
+  for _, row in ipairs(rows) do
+    with, without = with or row.made_by ~= nil, without or row.made_by == nil
+    for name, hash in pairs(row.made_by or {}) do
+      first[name] = first[name] or hash
+      if first[name] ~= hash then mixed[name] = true end
+    end
+  end
+  if with and without then mixed["sources that some rows do not name"] = true end
+  return sorted.keys(mixed)
 end
 
 --- The rows and lines of another folder, or of a file of rows (.jsonl), without a row

@@ -188,6 +188,21 @@ function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
 
+--- Says why a policy reads more of a sequence with n blocks than its budget asks for:
+-- sink, recent or min_blocks alone are more. Different budgets then read the same, so
+-- such results are not those of the budget. nil if the budget decides.
+---@param self table  a policy
+---@param n integer   blocks of the sequence
+---@param block_size integer  tokens
+---@return string|nil
+function M.exceeds_budget(self, n, block_size)
+  local asked = make_budget(self, block_size)
+  asked.min_blocks, asked.sink, asked.recent = 0, 0, 0
+  local least = math.min(math.max(self.min_blocks, self.sink + self.recent), n)
+  if M.budget_blocks(asked, n) >= least then return nil end
+  return "sink, recent and min_blocks alone are more than the budget"
+end
+
 -- ---- define and open ------------------------------------------------------------------
 
 local function check_definition(def)

@@ -94,7 +94,8 @@ local function add_axes(out, p, letters)
   local function share(x)
     return is_logx and math.log(x / x0) / math.log(x1 / x0) or (x - x0) / (x1 - x0)
   end
-  local xtics = tics.fit(p.xtics, share, letters, p.xpow2)
+  local xtics = #p.xtics > 0 and tics.fit(p.xtics, share, letters, p.xpow2)
+    or tics.round(x0, x1, is_logx)
   local ytics, letters_y = tics.round(y0, y1, is_logy), 0
   for _, tic in ipairs(ytics) do letters_y = math.max(letters_y, #tic[2]) end
   out[#out + 1] = "set xtics " .. M.write_tics(xtics)
@@ -139,6 +140,18 @@ local function find_form(p, name)
   return p.style[name] == "limit" and "lines" or "linespoints"
 end
 
+--- Adds the points of marked rows. Returns whether there are any.
+local function add_marked(out, name, points)
+  local marked = {}
+  for _, point in ipairs(points) do
+    if point.note then marked[#marked + 1] = point end
+  end
+  if #marked > 0 then add_block(out, name, marked) end
+  return #marked > 0
+end
+
+local CIRCLE = ("with points pt 6 ps 1.9 lw 1.5 lc rgb \"%s\""):format(LIMIT)
+
 --- Adds one data block for each series of a panel, then the command that draws them all.
 local function add_panel(out, p, index, x0, x1, has_titles)
   local panel, items = p.panels[index], {}
@@ -158,6 +171,9 @@ local function add_panel(out, p, index, x0, x1, has_titles)
       add_block(out, block, points)
       items[#items + 1] = ("$%s with %s ls %d %s"):format(block, find_form(p, name), i,
         has_titles and "title " .. quote(name) or "notitle")
+      if add_marked(out, block .. "_marked", points) then
+        items[#items + 1] = ("$%s_marked %s notitle"):format(block, CIRCLE)
+      end
     end
   end
   if #items == 0 then
@@ -230,7 +246,7 @@ end
 --- Computes the layout, in pixels. ROOM.left has room for tics of four letters. With
 -- every further letter, gnuplot moves the axis label by 12 pixels.
 local function make_layout(p, panel, letters_y)
-  local count = #p.panels
+  local count, notes = #p.panels, p.notes or {}
   local columns = count == 4 and 2 or math.min(count, COLUMNS_MAX)
   local left = ROOM.left + 12 * math.max(letters_y - 4, 0)
   local across = left + panel.width + ROOM.right
@@ -239,9 +255,10 @@ local function make_layout(p, panel, letters_y)
     columns = columns, left = left, across = across, down = down,
     plots = columns * across,
     width = math.ceil(columns * across + 70 + M.LETTER * math.max(M.longest(p.names),
-      #(p.legend or "") - 4)),
+      M.longest(notes), #(p.legend or "") - 4)),
     height = math.max(M.TITLE + math.ceil(count / columns) * down,
-      M.TITLE + ROOM.top + (#p.names + (p.legend and 2 or 1)) * M.LEGEND_LINE),
+      M.TITLE + ROOM.top + (#p.names + #notes + (p.legend and 2 or 1))
+        * M.LEGEND_LINE),
   }
 end
 
@@ -273,6 +290,9 @@ local function add_legend(out, p, layout)
     local dash = is_level(p.panels[1], p.panels[1].series[name]) and " dt 2" or ""
     items[i] = ("2 with %s ls %d%s title %s"):format(find_form(p, name), i, dash,
       quote(name))
+  end
+  for _, note in ipairs(p.notes or {}) do
+    items[#items + 1] = ("2 %s title %s"):format(CIRCLE, quote(note))
   end
   M.end_svg(out, layout, { left = layout.plots + 4, top = M.TITLE + ROOM.top - 8,
                            length = 2.5, items = items, title = p.legend })

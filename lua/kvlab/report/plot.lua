@@ -15,6 +15,10 @@
 -- 0.25, 1200, 250k, 1.5G.
 -- A series with a single point, such as full attention, is drawn as a dashed level line
 -- when another series has more points.
+-- x may be a metric instead of an axis, such as the bytes that were read. front = true
+-- adds the Pareto front as a reference: the largest y that any series reaches with at
+-- most so much x. Points of marked rows (kvlab.table) are circled, and the legend says
+-- why.
 -- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
 -- and grey; it takes none of the colours.
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
@@ -72,19 +76,51 @@ end
 ---@field names string[]  the series, in the order of colours
 ---@field legend? string   what the names mean, if they are numbers
 ---@field style table<string, "limit">  by the name of the series
----@field xtics {[1]: number, [2]: string}[]  position and text
+---@field xtics {[1]: number, [2]: string}[]  position and text; none: round numbers
+---@field notes string[]  why points are circled
 ---@field panels {title: string|nil, series: table<string, number[][]>}[]  points {x, y},
 ---  or {x, y, low, high} where an interval is known
 
 local a_name = options.required(options.string)
 
+local function copy(map)
+  local other = {}
+  for key, value in pairs(map or {}) do other[key] = value end
+  return other
+end
+
+local FRONT = "Pareto front"
+
+--- The corners of the Pareto front of some series, as a line that rises to the right.
+-- Marked points take no part.
+local function front_of(series)
+  local points, line = {}, {}
+  for _, list in pairs(series) do
+    for _, point in ipairs(list) do
+      if not point.note then points[#points + 1] = point end
+    end
+  end
+  table.sort(points, function(a, b)
+    if a[1] ~= b[1] then return a[1] < b[1] end
+    return a[2] > b[2]
+  end)
+  for _, point in ipairs(points) do
+    local last = line[#line]
+    if not last or point[2] > last[2] then
+      if last then line[#line + 1] = { point[1], last[2] } end
+      line[#line + 1] = { point[1], point[2] }
+    end
+  end
+  return line
+end
+
 --- The options of plot.lines.
 M.LINES = {
   x = a_name, y = a_name, series = options.string, panel = options.string,
   where = options.table, logx = options.boolean, logy = options.boolean,
-  xpow2 = options.boolean, style = options.table, title = options.string,
-  xlabel = options.string, ylabel = options.string, ymin = options.number,
-  ymax = options.number,
+  xpow2 = options.boolean, front = options.boolean, style = options.table,
+  title = options.string, xlabel = options.string, ylabel = options.string,
+  ymin = options.number, ymax = options.number,
 }
 
 --- Makes a plot of result rows ({config =, metrics =}). Rows with intervals (low and
@@ -106,9 +142,10 @@ function M.lines(rows, opts)
   local p = {
     title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
     logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
-    names = {}, style = opts.style or {}, xtics = {}, panels = {},
+    names = {}, style = copy(opts.style), xtics = {}, panels = {}, notes = {},
   }
   local values, position, is_numeric = make_scale(rows, opts.x)
+  local x_is_metric = #values == 0
   if not is_numeric then p.logx = false end
   p.xpow2 = is_numeric and opts.xpow2
   if opts.xpow2 == nil then p.xpow2 = p.logx and are_powers_of_two(values) end
@@ -128,15 +165,20 @@ function M.lines(rows, opts)
     panel_of[value] = p.panels[i]
   end
   if not opts.panel then p.panels[1] = { series = {} } end
+  local has_note = {}
   local function add(panel, row)
     local series = opts.series and tostring(row.config[opts.series]) or p.names[1]
     -- a row without an x holds for every x: it is one point, drawn as a level line
     local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
-    local y = row.metrics[opts.y]
-    if x and is_finite(y) then
+    if x_is_metric then x = row.metrics[opts.x] end
+    local y, note = row.metrics[opts.y], text_table.note_of(row)
+    if is_finite(x) and is_finite(y) then
       panel.series[series] = panel.series[series] or {}
       table.insert(panel.series[series], { x, y, row.low and row.low[opts.y],
-                                         row.high and row.high[opts.y] })
+        row.high and row.high[opts.y], note = note })
+      if note and not has_note[note] then
+        p.notes[#p.notes + 1], has_note[note] = note, true
+      end
     end
   end
   for _, row in ipairs(rows) do
@@ -147,7 +189,9 @@ function M.lines(rows, opts)
     for _, points in pairs(panel.series) do
       table.sort(points, function(a, b) return a[1] < b[1] end)
     end
+    if opts.front then panel.series[FRONT] = front_of(panel.series) end
   end
+  if opts.front then p.names[#p.names + 1], p.style[FRONT] = FRONT, "limit" end
   return p
 end
 

@@ -126,6 +126,9 @@ local function add_table(out, t, id)
   end
   out[#out + 1] = "<thead><tr>" .. table.concat(heads) .. "</tr></thead>\n<tbody>"
   out[#out + 1] = table.concat(lines, "\n") .. "</tbody></table></div>"
+  for _, note in ipairs(t.notes or {}) do
+    out[#out + 1] = "<p class=\"made\">* " .. escape(note) .. "</p>"
+  end
 end
 
 --- Makes gnuplot's picture a part of a page. It removes the prologue, gnuplot's title and
@@ -164,7 +167,8 @@ end
 
 local SHOWN = {
   "device", "description", "driver", "cpu", "os", "versions", "seed", "date", "version",
-  "commit", "dirty", "command", "defaults",
+  "commit", "dirty", "diff", "command", "defaults", "isa",
+  "made_by",
 }
 
 local function add_manifest(out, manifest)
@@ -195,7 +199,8 @@ function M.html(r)
   end
   for _, t in ipairs(r.tables) do
     out[#out + 1] = "<h2>" .. escape(t.caption or "Table") .. "</h2>"
-    add_table(out, { header = t.header, rows = t.rows, format = t.format })
+    add_table(out, { header = t.header, rows = t.rows, format = t.format,
+                     notes = t.notes })
   end
   out[#out + 1] = ("<h2>All rows (%d)</h2>"):format(#r.rows.rows)
   add_table(out, r.rows, "rows")

@@ -5,8 +5,13 @@
 --   print(text_table.text(t))
 --
 -- A result row is { config = {...}, metrics = {...} }. A table is { caption =, header =
--- {...}, rows = {{...}, ...} }. A cell holds text, a number, a boolean or
--- { mean =, half = }, which is written 0.93 ± 0.02.
+-- {...}, rows = {{...}, ...}, notes = {...} }. A cell holds text, a number, a boolean or
+-- { mean =, low =, high =, mark = }. low and high end an interval, which is written
+-- 0.93 ± 0.02, or 0.97 [0.91, 1] if it is longer on one side. A cell with a mark is
+-- written with a star, and the notes below the table say what the star means.
+--
+-- A row is marked if its metrics have a `note`, a text that says why it cannot be
+-- compared with the others, or if it is stale (kvlab.experiment).
 local options = require "kvlab.options"
 
 local M = {}
@@ -29,6 +34,17 @@ function M.is_number(value)
   return type(value) == "number" or type(value) == "table" and value.mean ~= nil
 end
 
+--- " ± 0.02", " [0.91, 1]" or nothing.
+local function interval_text(cell, format)
+  if not cell.low then return "" end
+  local below, above = cell.mean - cell.low, cell.high - cell.mean
+  if math.abs(below - above) > 1e-9 * math.max(below, above) then
+    return (" [%s, %s]"):format(M.format_cell(cell.low, format),
+      M.format_cell(cell.high, format))
+  end
+  return " ± " .. (format and format:format(below) or ("%.2g"):format(below))
+end
+
 --- A cell's text; nil is "-". `format` (string.format's) is used for numbers.
 ---@param value any
 ---@param format? string
@@ -36,8 +52,8 @@ end
 function M.format_cell(value, format)
   if value == nil then return EMPTY end
   if type(value) == "table" then
-    return ("%s ± %s"):format(M.format_cell(value.mean, format),
-      format and format:format(value.half) or ("%.2g"):format(value.half))
+    return M.format_cell(value.mean, format) .. interval_text(value, format)
+      .. (value.mark and "*" or "")
   end
   if type(value) ~= "number" then return tostring(value) end
   return format and value == value and format:format(value) or M.format_number(value)
@@ -55,11 +71,13 @@ local function pad(text, wanted, to_right)
 end
 
 local TABLE = { caption = options.string, header = options.required(options.table),
-                rows = options.required(options.table), format = options.string }
+                rows = options.required(options.table), format = options.string,
+                notes = options.table }
 
 --- The text of a table: a caption, a header, a rule, and the rows. Columns of numbers are
 -- aligned to the right.
----@param t {caption?: string, header: string[], rows: any[][], format?: string}
+---@param t {caption?: string, header: string[], rows: any[][], format?: string,
+---  notes?: string[]}
 ---@return string  # ends with a newline
 function M.text(t)
   options.check("table.text", t, TABLE)
@@ -89,6 +107,7 @@ function M.text(t)
   for _, w in ipairs(widths) do total = total + w + 2 end
   lines[#lines + 1] = ("-"):rep(total)
   for _, row in ipairs(cells) do add(row) end
+  for _, note in ipairs(t.notes or {}) do lines[#lines + 1] = "* " .. note end
   return table.concat(lines, "\n") .. "\n"
 end
 
@@ -156,13 +175,35 @@ function M.distinct(rows, key)
   return values
 end
 
---- A row's metric, with its interval if it has one. An interval within rounding error is
--- left out: all repeats gave the same value.
+--- Why a row is marked, or nil.
+---@return string|nil
+function M.note_of(row)
+  if row.stale then return "stale: changed since, " .. table.concat(row.stale, ", ") end
+  return row.metrics.note
+end
+
+--- A row's metric, with its interval if it has one, and its mark. An interval within
+-- rounding error is left out: all repeats gave the same value.
 local function metric_cell(row, name)
   local mean, low = row.metrics[name], row.low and row.low[name]
-  local half = low and mean - low
-  if not half or half ~= half or half <= 1e-12 * math.abs(mean) then return mean end
-  return { mean = mean, half = half }
+  local high, mark = low and row.high[name], M.note_of(row)
+  local is_wide = low and high - low > 2e-12 * math.abs(mean)
+  if not is_wide then low, high = nil, nil end
+  if mean == nil or not (low or mark) then return mean end
+  return { mean = mean, low = low, high = high, mark = mark }
+end
+
+--- The different notes of the marked cells of a table, in their order.
+local function notes_of(rows)
+  local notes, has = {}, {}
+  for _, cells in ipairs(rows) do
+    for _, cell in pairs(cells) do
+      local mark = type(cell) == "table" and cell.mark
+      if mark and not has[mark] then notes[#notes + 1], has[mark] = mark, true end
+    end
+  end
+  table.sort(notes)
+  return notes
 end
 
 --- The first and last position of a value. nil stands for all n positions.
@@ -185,7 +226,8 @@ M.PIVOT = {
 ---@param rows table[]
 ---@param opts {rows: string, columns?: string, value: string, where?: table,
 ---  format?: string, caption?: string}
----@return {caption: string, header: string[], rows: any[][], format: string|nil}
+---@return {caption: string, header: string[], rows: any[][], format: string|nil,
+---  notes: string[]}
 function M.pivot(rows, opts)
   options.check("table.pivot", opts, M.PIVOT)
   rows = M.where(rows, opts.where)
@@ -219,11 +261,56 @@ function M.pivot(rows, opts)
       for column = left, right do put(line, column, row) end
     end
   end
+  t.notes = notes_of(t.rows)
+  return t
+end
+
+--- The options of table.front.
+M.FRONT = { front = options.required(options.string), axes = options.table,
+            over = options.required(options.string), where = options.table,
+            caption = options.string, format = options.string }
+
+--- Makes a table of the rows on a Pareto front: those that no other row beats with as
+-- much of the metric `over`, or less, and more of the metric `front`. Marked rows take no
+-- part.
+---@param rows table[]
+---@param opts {front: string, over: string, axes?: string[], where?: table,
+---  caption?: string, format?: string}  axes: the parts of a configuration to show
+---@return {caption: string, header: string[], rows: any[][], format: string|nil}
+function M.front(rows, opts)
+  options.check("table.front", opts, M.FRONT)
+  local candidates = {}
+  for _, row in ipairs(M.where(rows, opts.where)) do
+    local y, x = row.metrics[opts.front], row.metrics[opts.over]
+    if type(x) == "number" and type(y) == "number" and not M.note_of(row) then
+      candidates[#candidates + 1] = { x = x, y = y, row = row, at = #candidates }
+    end
+  end
+  table.sort(candidates, function(a, b)
+    if a.x ~= b.x then return a.x < b.x end
+    if a.y ~= b.y then return a.y > b.y end
+    return a.at < b.at
+  end)
+  local t = { caption = opts.caption, format = opts.format, rows = {},
+              header = { unpack(opts.axes or {}) } }
+  t.header[#t.header + 1], t.header[#t.header + 2] = opts.over, opts.front
+  local best = -math.huge
+  for _, candidate in ipairs(candidates) do
+    if candidate.y > best then
+      best = candidate.y
+      local cells = {}
+      for i, axis in ipairs(opts.axes or {}) do
+        cells[i] = M.format_cell(candidate.row.config[axis])
+      end
+      cells[#t.header - 1], cells[#t.header] = candidate.x, candidate.y
+      t.rows[#t.rows + 1] = cells
+    end
+  end
   return t
 end
 
 --- Makes a table of all rows. Its columns are the axes, then the metrics, beginning with
--- those in `order`.
+-- those in `order`, and `stale` if a row is.
 ---@param rows table[]
 ---@param axes {name: string}[]
 ---@param order string[]
@@ -250,6 +337,11 @@ function M.of_rows(rows, axes, order)
     t.rows[r] = cells
   end
   for i, name in ipairs(names) do t.header[#axes + i] = name end
+  local last, any = #t.header + 1, false
+  for r, row in ipairs(rows) do
+    if row.stale then any, t.rows[r][last] = true, table.concat(row.stale, ", ") end
+  end
+  if any then t.header[last] = "stale" end
   return t
 end
 

@@ -2,6 +2,7 @@ local compare = require "kvlab.experiment.compare"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
 local statistics = require "kvlab.experiment.statistics"
+local uniform = require "kvlab.tensor.uniform"
 
 local function row(config, metrics) return { config = config, metrics = metrics } end
 
@@ -62,15 +63,50 @@ describe("compare", function()
     assert.equal(3, by[2].pairs)
   end)
 
-  it("takes pairs as samples where there is one seed, the same or another", function()
+  it("has no interval of one seed, the same or another", function()
     for _, seed in ipairs { 1, 9 } do
       local p = compare.pair(rows_of({ 1 }, { m = "a" }, function(p) return p end),
         rows_of({ seed }, { m = "b" }, function(p) return 3 * p end))
       local line = compare.lines(p, { "x" }, {})[1]
-      local _, low = statistics.interval { 2, 4 }
-      assert.same({ 2, 2 }, { line.pairs, line.samples })
-      near(line.difference[2], low)
+      assert.same({ 2, 1, { 3 } }, { line.pairs, line.samples, line.difference })
     end
+  end)
+
+  it("has no interval where the seed changes nothing", function()
+    local p = compare.pair(rows_of({ 1, 2, 3 }, { m = "a" }, function(p) return p end),
+      rows_of({ 1, 2, 3 }, { m = "b" }, function(p) return p + 0.01 end))
+    local line = compare.lines(p, { "x" }, {})[1]
+    assert.equal(1, line.samples)
+    assert.equal(1, #line.difference)
+  end)
+
+  it("differs in about one of twenty comparisons of equals", function()
+    local draw, differ = uniform.generator(7), 0
+    local function accuracy() -- of 64 answers
+      local right = 0
+      for _ = 1, 64 do right = right + (draw() < 0.8 and 1 or 0) end
+      return right / 64
+    end
+    for _ = 1, 200 do
+      local seeds = { 1, 2, 3, 4, 5, 6 }
+      local luck = {} -- what both policies share of a seed
+      for seed in ipairs(seeds) do luck[seed] = 0.1 * draw() end
+      local function value(_, seed) return accuracy() - luck[seed] end
+      local p = compare.pair(rows_of(seeds, { m = "a" }, value),
+        rows_of(seeds, { m = "b" }, value))
+      local d = compare.lines(p, { "x" }, {})[1].difference
+      if d[2] > 0 or d[3] < 0 then differ = differ + 1 end
+    end
+    assert.is_true(differ <= 16, differ .. " of 200")
+    assert.is_true(differ >= 2, differ .. " of 200")
+  end)
+
+  it("leaves out pairs whose rows have a note", function()
+    local a = rows_of({ 1, 2 }, { m = "a" }, function(p) return p end)
+    local b = rows_of({ 1, 2 }, { m = "b" }, function(p) return p end)
+    b[1].metrics.note = "reads more than its budget"
+    local p = compare.pair(a, b)
+    assert.same({ 3, 1, 0, 0 }, { #p.list, p.noted, p.only_a, p.only_b })
   end)
 
   it("turns its sign when A and B change places, and is nothing for A and A", function()
@@ -125,8 +161,30 @@ metric  pairs    A  B  B - A  95 % interval     differs
 -------------------------------------------------------
 x           2  1.5  5    3.5  -2.853 ... 9.853  no
 ]], 1, true), printed)
-      assert.truthy(printed:find("2 pairs; 0 rows are in A only, 0 in B only. Samples are"
-        .. " seeds.\n", 1, true))
+      assert.truthy(printed:find("2 pairs of 2 seeds; 0 rows are in A only, 0 in B"
+        .. " only.\n", 1, true))
+    end)
+
+    it("says that one seed gives no interval", function()
+      main(folder .. ":policy=quest,seed=1", folder .. ":policy=random,seed=1")
+      assert.truthy(printed:find("One seed gives no interval", 1, true))
+    end)
+
+    it("refuses rows of other versions, and names what differs from A to B", function()
+      local function write(name, first, second)
+        local line = '{"config": {"n": %d, "m": "%s"}, "metrics": {"x": 1},'
+          .. ' "made_by": {"lua": "%s", "library": "l"}}\n'
+        files.write(folder .. name, line:format(1, name, first)
+          .. line:format(2, name, second))
+      end
+      write("/a.jsonl", "old", "old")
+      write("/b.jsonl", "new", "new")
+      write("/c.jsonl", "old", "new")
+      main(folder .. "/a.jsonl", folder .. "/b.jsonl")
+      assert.truthy(printed:find("made by different versions of: lua\n", 1, true))
+      local problem = main(folder .. "/a.jsonl", folder .. "/c.jsonl")
+      assert.truthy(problem:find("its rows were made by different versions of lua;", 1,
+        true), problem)
     end)
 
     it("says what is wrong", function()

@@ -270,4 +270,33 @@ describe("plot", function()
     assert.is_nil(svg)
     assert.truthy(reason:find "drew nothing")
   end)
+
+  it("takes a metric as x, draws the Pareto front, and circles points with a note",
+    function()
+      local rows = {}
+      for i, policy in ipairs { "a", "b" } do
+        for budget = 1, 3 do
+          rows[#rows + 1] = { config = { policy = policy, budget = budget }, metrics = {
+            share = budget / 10 + i / 100, accuracy = budget * i / 10,
+            note = budget == 1 and "sink is more" or nil } }
+        end
+      end
+      local p = plot.lines(rows, { x = "share", y = "accuracy", series = "policy",
+        front = true })
+      local function near(want, got)
+        assert.equal(#want, #got)
+        for k, point in ipairs(want) do
+          assert.is_true(math.abs(point[1] - got[k][1]) < 1e-12)
+          assert.is_true(math.abs(point[2] - got[k][2]) < 1e-12)
+        end
+      end
+      near({ { 0.11, 0.1 }, { 0.21, 0.2 }, { 0.31, 0.3 } }, p.panels[1].series.a)
+      near({ { 0.21, 0.2 }, { 0.22, 0.2 }, { 0.22, 0.4 }, { 0.32, 0.4 }, { 0.32, 0.6 } },
+        p.panels[1].series["Pareto front"])
+      assert.same({ "a", "b", "Pareto front" }, p.names)
+      assert.same({ "sink is more" }, p.notes)
+      local script = require("kvlab.report.gnuplot").svg_script(p)
+      assert.truthy(script:find("title 'sink is more'", 1, true))
+      assert.truthy(script:find("$panel1_1_marked << EOD\n0.11", 1, true))
+    end)
 end)

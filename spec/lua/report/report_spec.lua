@@ -69,7 +69,7 @@ describe("report", function()
 
   it("shows an interval, and sorts by its mean", function()
     local page = make_page { rows = { header = { "policy", "accuracy" }, rows = {
-      { "quest", { mean = 0.5, half = 0.25 } }, { "full", 1 } } } }
+      { "quest", { mean = 0.5, low = 0.25, high = 0.75 } }, { "full", 1 } } } }
     assert.truthy(page:find('<td class="n" data-v="0.5">0.5 ± 0.25</td>', 1, true))
   end)
 

@@ -98,4 +98,50 @@ blöck             nan            -
     local t = text_table.pivot({}, { rows = "a", columns = "b", value = "c" })
     assert.same({}, t.rows)
   end)
+
+  local function noted(policy, budget, accuracy, share, note)
+    return { config = { policy = policy, budget = budget },
+             metrics = { accuracy = accuracy, bytes_share = share, note = note } }
+  end
+  local ROWS = { noted("a", 1, 0.25, 0.1, "sink is more"), noted("a", 2, 0.5, 0.2),
+                 noted("b", 1, 0.75, 0.05, "sink is more"), noted("b", 2, 0.5, 0.3),
+                 noted("b", 3, 1, 0.9), noted("a", 3, 0.4, 0.15) }
+
+  it("marks cells whose rows have a note, and says what the mark means", function()
+    local t = text_table.pivot(ROWS, { rows = "policy", columns = "budget",
+      value = "accuracy" })
+    assert.equal([[
+policy \ budget      1    2    3
+--------------------------------
+a                0.25*  0.5  0.4
+b                0.75*  0.5    1
+* sink is more
+]], text_table.text(t))
+  end)
+
+  it("marks stale rows, which have a column of their own in a table of all", function()
+    local stale = noted("a", 1, 0.25, 0.1)
+    stale.stale = { "lua", "quest.lua" }
+    local t = text_table.pivot({ stale }, { rows = "policy", value = "accuracy" })
+    assert.same({ "stale: changed since, lua, quest.lua" }, t.notes)
+    local all = text_table.of_rows({ stale, ROWS[2] }, { { name = "policy" } }, {})
+    assert.equal("stale", all.header[#all.header])
+    assert.equal("lua, quest.lua", all.rows[1][#all.header])
+    assert.is_nil(all.rows[2][#all.header])
+  end)
+
+  it("writes an interval that is longer on one side with its ends", function()
+    assert.equal("0.97 [0.91, 1]",
+      text_table.format_cell { mean = 0.97, low = 0.91, high = 1 })
+    assert.equal("0.5 ± 0.1*",
+      text_table.format_cell { mean = 0.5, low = 0.4, high = 0.6, mark = "m" })
+  end)
+
+  it("finds a Pareto front, in which marked rows take no part", function()
+    local t = text_table.front(ROWS, { front = "accuracy", over = "bytes_share",
+      axes = { "policy", "budget" } })
+    assert.same({ "policy", "budget", "bytes_share", "accuracy" }, t.header)
+    assert.same({ { "a", "3", 0.15, 0.4 }, { "a", "2", 0.2, 0.5 }, { "b", "3", 0.9, 1 } },
+      t.rows)
+  end)
 end)

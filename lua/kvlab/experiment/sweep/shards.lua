@@ -62,12 +62,14 @@ end
 -- What a merged manifest keeps of each shard's.
 local KEPT = { "shard", "date", "finished", "commit", "dirty", "command", "description" }
 
---- Takes the rows of all shards over into the folder of all.
+--- Takes the rows of all shards over into the folder of all. Raises when they were made
+-- by different versions of a source, unless keeps_stale.
 ---@param root string
 ---@param store kvlab.results  of the folder of all
 ---@param described table      the merged manifest; gets `shards`, and every machine
+---@param keeps_stale boolean
 ---@return integer             # rows that are new there
-function M.adopt(root, store, described)
+function M.adopt(root, store, described, keeps_stale)
   local rows, lines, made, machines = {}, {}, {}, {}
   for _, shard in ipairs(M.list(root)) do
     local manifest = shard.manifest
@@ -84,6 +86,12 @@ function M.adopt(root, store, described)
         rows[#rows + 1], lines[#lines + 1] = row, its_lines[i]
       end
     end
+  end
+  local mixed = results.mixed(rows)
+  if mixed[1] and not keeps_stale then
+    error(("the shards of %s were made by different versions of %s: run the older ones"
+      .. " again, or merge them with --set stale=keep"):format(root,
+      table.concat(mixed, ", ")), 0)
   end
   described.shards, described.description = made, table.concat(machines, "; ")
   if #machines > 1 then
