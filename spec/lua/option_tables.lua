@@ -495,6 +495,13 @@ M["kv.table.pivot"] = {
   end,
   call = function(o) kv.table.pivot(rows(), o) end,
 }
+M["kv.table.front"] = {
+  good = function()
+    return { front = "z", over = "w", axes = { "x" }, where = { y = 2 }, format = "%g",
+             caption = "c" }
+  end,
+  call = function(o) kv.table.front(rows(), o) end,
+}
 M["kv.timeline.plot"] = {
   good = function() return { title = "t", file = "f" } end,
   call = function(o) kv.timeline.plot({}, o) end,

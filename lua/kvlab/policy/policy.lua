@@ -100,6 +100,7 @@ for _, name in ipairs {
   FIELDS[name] = options.fn
 end
 
+---@class kvlab.Policy
 local Policy = {}
 
 function Policy.select_blocks(self, ctx)
@@ -191,7 +192,7 @@ end
 --- Says why a policy reads more of a sequence with n blocks than its budget asks for:
 -- sink, recent or min_blocks alone are more. Different budgets then read the same, so
 -- such results are not those of the budget. nil if the budget decides.
----@param self table  a policy
+---@param self kvlab.Policy
 ---@param n integer   blocks of the sequence
 ---@param block_size integer  tokens
 ---@return string|nil
