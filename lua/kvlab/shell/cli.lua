@@ -218,16 +218,10 @@ function prepare.repl()
   return function() return require("kvlab.shell.repl").main() end
 end
 
-local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR"
+local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR SCRIPT"
 
---- The folder of a sweep, the only argument.
-local function take_folder(action)
-  local folder = options.args[1]
-  if not folder or #options.args > 1 then
-    misuse("sweep %s takes one folder: that of --out, or results/NAME", action)
-  end
-  return (folder:gsub("(.)/+$", "%1"))
-end
+--- The folder of a sweep without slashes at its end.
+local function folder_of(word) return (word:gsub("(.)/+$", "%1")) end
 
 local sweep = {}
 
@@ -248,21 +242,35 @@ function sweep.submit()
 end
 
 function sweep.status()
-  local folder = take_folder "status"
+  if #options.args ~= 1 then
+    misuse "sweep status takes one folder: that of --out, or results/NAME"
+  end
+  local folder = folder_of(options.args[1])
   return function() return require("kvlab.experiment.sweep").status(folder) end
 end
 
---- Runs the script of the shards, which takes over their rows and computes nothing.
+--- Runs the script of the shards, which takes over their rows and computes nothing. The
+-- folder's manifest names the script, too, but whoever gave us the folder does not decide
+-- what runs here.
 function sweep.merge()
-  local folder = take_folder "merge"
+  local folder, script = folder_of(options.args[1] or ""), options.args[2]
+  if folder == "" or #options.args > 2 then
+    misuse "sweep merge takes a folder (that of --out, or results/NAME) and the script"
+  end
   local _, manifest = require("kvlab.experiment.sweep.shards").open(folder)
-  options.args = {}
-  parse("run", manifest.arguments)
+  local arguments, at = { unpack(manifest.arguments) }, 1
+  while arguments[at] and arguments[at]:find "^%-" do at = at + 1 end
+  if not script then
+    misuse("merging runs the script, so it has to be named: kvlab sweep merge %s %s",
+      folder, arguments[at] or "SCRIPT")
+  end
+  arguments[at], options.args = script, {}
+  parse("run", arguments)
   options.out, options.merge, options.environment = folder, true, manifest
   options.device = manifest.device == "cpu" and "cpu" or "auto"
-  local script = prepare.run()
+  local run = prepare.run()
   return function()
-    script()
+    run()
     return 0
   end
 end

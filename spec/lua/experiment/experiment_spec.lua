@@ -189,6 +189,33 @@ random           0.80  2.40
     end)
   end)
 
+  it("begins anew after a failure: what it spoilt reaches no other configuration",
+    function()
+      local events = {}
+      local problem = problem_of({
+        setup = function(settings)
+          settings.step, events[#events + 1] = 0, "setup"
+        end,
+        run = function(config, settings)
+          local sitting = experiment.memo({ context = config.context }, function()
+            return { value = 1, close = function() events[#events + 1] = "close" end }
+          end)
+          settings.step = settings.step + 1
+          assert(settings.step <= 4, "a spoilt session goes on")
+          if config.policy == "random" and config.budget == 0.1 then
+            settings.step, sitting.value = 100, 2
+            error("it is bad", 0)
+          end
+          return { accuracy = sitting.value }
+        end,
+        teardown = function() events[#events + 1] = "teardown" end,
+      }, {}, { ["keep-going"] = true })
+      assert_has("2 configurations failed; 6 of 8 rows are in", problem)
+      for _, line in ipairs(lines()) do assert_has('"accuracy": 1', line) end
+      assert.same({ "setup", "close", "teardown", "setup", "close", "close", "teardown",
+                    "setup", "close", "teardown" }, events)
+    end)
+
   describe("repeats", function()
     --- Seeds in the order of the rows, and how often setup and teardown were called.
     local function repeated(set, other)

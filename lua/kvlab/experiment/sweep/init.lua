@@ -2,7 +2,7 @@
 --
 --   kvlab sweep submit SCRIPT --slurm[=OPTIONS] --shards=N [--out=DIR] [options of run]
 --   kvlab sweep status DIR
---   kvlab sweep merge DIR
+--   kvlab sweep merge DIR SCRIPT
 --
 -- `submit` queues the shards that are neither complete nor queued, so the same command
 -- again resubmits the shards that failed. When all shards have ended, a job merges the
@@ -48,9 +48,17 @@ local function is_complete(shard, arguments, n)
     and table.concat(manifest.arguments, "\n") == table.concat(arguments, "\n")
 end
 
+--- The script among the words of a command.
+local function script_of(arguments)
+  for _, word in ipairs(arguments) do
+    if not word:find "^%-" then return word end
+  end
+end
+
 --- Commands for when all tasks have ended.
 local function follow_up(executable, options, words, root)
-  local merge = files.shell_line { executable, "sweep", "merge", root }
+  local merge = files.shell_line { executable, "sweep", "merge", root,
+    script_of(options.arguments) }
   local retries = options.retries or 1
   if retries == 0 then return "exec " .. merge .. "\n" end
   local again = { executable, "sweep", "submit", "--slurm=" .. options.slurm,
@@ -98,7 +106,8 @@ function M.submit(options)
   io.write(("%d configurations in %d shards: %d complete, %d queued or running\n"):format(
     n, count, complete, queued))
   if #wanted == 0 then
-    io.write(complete == count and "kvlab sweep merge " .. root .. " shows them\n"
+    io.write(complete == count and files.shell_line { "kvlab", "sweep", "merge", root,
+      script_of(options.arguments) } .. " shows them\n"
       or "nothing is left to submit\n")
     return 0
   end

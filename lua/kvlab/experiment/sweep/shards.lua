@@ -41,8 +41,8 @@ function M.check_count(root, count)
   for _, shard in ipairs(M.list(root)) do
     if shard.count ~= count then
       error(("%s is a sweep in %d shards, not %d: choose another --out=DIR, or remove %s"
-        .. "/shards (after `kvlab sweep merge %s`, which keeps its rows)"):format(root,
-        shard.count, count, root, root), 0)
+        .. "/shards (after `kvlab sweep merge %s SCRIPT`, which keeps its rows)"):format(
+        root, shard.count, count, root, root), 0)
     end
   end
 end

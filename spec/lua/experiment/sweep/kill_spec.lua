@@ -86,13 +86,13 @@ describe("a sweep that is killed with kill -9", function()
     local root = rig.folder .. "/merged"
     local command = "run script.lua --out=" .. root .. " --shard="
     kill_many(function(random)
-      if random(4) == 1 then return "sweep merge " .. root, "merged" end
+      if random(4) == 1 then return "sweep merge " .. root .. " script.lua", "merged" end
       local shard = ("%d/%d"):format(random(SHARDS), SHARDS)
       return ("%s%s --jobs=%d"):format(command, shard, random(2)),
         "merged/shards/" .. shard:gsub("/", "-of-")
     end, expected)
     for i = 1, SHARDS do rig.ok(("kvlab %s%d/%d"):format(command, i, SHARDS)) end
-    rig.ok("kvlab sweep merge " .. root)
+    rig.ok("kvlab sweep merge " .. root .. " script.lua")
     assert.equal(whole, rig.read "merged/results.jsonl")
   end)
 end)

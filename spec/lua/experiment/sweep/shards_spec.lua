@@ -29,13 +29,13 @@ describe("experiment --shard", function()
           rows = rows + rig.count(("%s/shards/%d-of-%d"):format(out, i, count))
         end
         assert.equal(60, rows)
-        has("merged 60 of 60\n", ok("kvlab sweep merge " .. out))
+        has("merged 60 of 60\n", ok("kvlab sweep merge " .. out .. " script.lua"))
         assert.equal(rig.read "alone/results.jsonl", rig.read(out .. "/results.jsonl"))
         assert.equal(("%d shards: %d complete; 60 rows\n"):format(count, count),
           ok("kvlab sweep status " .. out))
       end
       local before = rig.read "of7/results.jsonl"
-      ok "kvlab sweep merge of7"
+      ok "kvlab sweep merge of7 script.lua"
       assert.equal(before, rig.read "of7/results.jsonl")
       local manifest = json.decode(rig.read "of7/manifest.json")
       assert.equal(7, #manifest.shards)
@@ -45,7 +45,7 @@ describe("experiment --shard", function()
 
   it("merges what is there, and says what is not", function()
     run("part", 4, 1, 3, "--set repeats=2")
-    local status, output = sh "kvlab sweep merge part --csv"
+    local status, output = sh "kvlab sweep merge part script.lua --csv"
     assert.equal(1, status)
     has("merged 30 of 40\n", output)
     has("x\na \\ b", output)
@@ -53,17 +53,17 @@ describe("experiment --shard", function()
     assert.equal(30, rig.count "part")
     has("seed,a,b,", rig.read "part/results.csv")
     run("part", 4, 4, 4, "--set repeats=2 --jobs=2")
-    has("merged 40 of 40", ok "kvlab sweep merge part")
+    has("merged 40 of 40", ok "kvlab sweep merge part script.lua")
   end)
 
   it("does not compute again what was merged, when the grid grows", function()
     run("grown", 3, 1, 3, "--set repeats=2")
-    ok "kvlab sweep merge grown"
+    ok "kvlab sweep merge grown script.lua"
     run("grown", 3, 1, 3, "--set repeats=3")
     local rows = 0
     for i = 1, 3 do rows = rows + rig.count(("grown/shards/%d-of-3"):format(i)) end
     assert.equal(60, rows)
-    has("merged 60 of 60", ok "kvlab sweep merge grown")
+    has("merged 60 of 60", ok "kvlab sweep merge grown script.lua")
     assert.equal(rig.read "alone/results.jsonl", rig.read "grown/results.jsonl")
   end)
 
@@ -89,7 +89,9 @@ describe("experiment --shard", function()
     end
     says(2, 'sweep has no "mrge"; did you mean merge?', "kvlab sweep mrge x")
     says(2, "sweep needs an action: submit", "kvlab sweep")
-    says(2, "sweep merge takes one folder", "kvlab sweep merge")
+    says(2, "sweep merge takes a folder", "kvlab sweep merge")
+    says(2, "so it has to be named: kvlab sweep merge part script.lua",
+      "kvlab sweep merge part")
     says(2, "submit needs --slurm", "kvlab sweep submit script.lua")
     says(2, "submit needs --shards=N", "kvlab sweep submit script.lua --slurm")
     says(2, "no such script: x.lua", "kvlab sweep submit x.lua --slurm --shards=2")
@@ -100,6 +102,7 @@ describe("experiment --shard", function()
     says(1, "--slurm needs sbatch, which is not in PATH",
       "PATH= kvlab sweep submit script.lua --slurm --shards=2")
     says(1, "alone has no shards that have begun", "kvlab sweep status alone")
-    says(1, "nowhere has no shards that have begun", "kvlab sweep merge nowhere")
+    says(1, "nowhere has no shards that have begun",
+      "kvlab sweep merge nowhere script.lua")
   end)
 end)

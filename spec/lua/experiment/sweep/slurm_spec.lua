@@ -82,9 +82,9 @@ describe("kvlab sweep on a Slurm cluster #slow", function()
       ok(command)
       machine:wait()
     end
-    has("20 complete, 0 queued or running\nkvlab sweep merge two", ok(command))
+    has("20 complete, 0 queued or running\nkvlab sweep merge two script.lua", ok(command))
     assert.equal("20 shards: 20 complete; 60 rows\n", ok "kvlab sweep status two")
-    ok "kvlab sweep merge two"
+    ok "kvlab sweep merge two script.lua"
     assert.equal(60, rig.count "two")
   end)
 
@@ -94,7 +94,7 @@ describe("kvlab sweep on a Slurm cluster #slow", function()
     machine:wait()
     local status = ok "kvlab sweep status bad"
     has("failed; ", status)
-    local merged, output = sh "kvlab sweep merge bad"
+    local merged, output = sh "kvlab sweep merge bad script.lua"
     assert.equal(1, merged)
     has("6 of 60 rows are missing; shards without an end, of 4: ", output)
     assert.equal(54, rig.count "bad")
