@@ -6,6 +6,8 @@
 ---@field seed integer             seed of everything random
 ---@field out string|nil           folder for results; nil: the script's own choice
 ---@field set table<string, string|number|boolean>  from --set KEY=VALUE
+---@field path string|nil          folders with policies/ and priorities/, see kvlab.named
+---@field policy string|nil        test policy: the file of the policy
 ---@field quick boolean            a small version of the work is enough
 ---@field args string[]            words after the script's name, and all after `--`
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory

@@ -9,6 +9,8 @@ ffi.cdef [[
 int mkdir(const char *path, unsigned mode);
 int fsync(int descriptor);
 int fileno(void *file);
+char *realpath(const char *path, char *resolved);
+void free(void *memory);
 ]]
 
 --- Makes a folder and those above it; there is no harm in one that exists.
@@ -18,6 +20,17 @@ function M.make_folder(folder)
     local part = folder:sub(1, at - 1)
     if part ~= "" then C.mkdir(part, tonumber("777", 8)) end
   end
+end
+
+--- The path without links, from the root; nil when there is no such file or folder.
+---@param path string
+---@return string|nil
+function M.real(path)
+  local resolved = C.realpath(path, nil)
+  if resolved == nil then return nil end
+  local text = ffi.string(resolved)
+  C.free(resolved)
+  return text
 end
 
 ---@param path string

@@ -30,7 +30,7 @@ local of_data = {}   -- and of other files, since the run began
 --- The name of a file in a row: a file of the project has its path from the root.
 local function name_of(path)
   local root = library.paths.root .. "/"
-  return path:sub(1, #root) == root and path:sub(#root + 1) or path
+  return path:sub(1, #root) == root and path:sub(#root + 1) or (path:gsub("^%./", ""))
 end
 
 local function path_of(name)

@@ -21,14 +21,15 @@ end
 --- The name in `names` with the smallest edit distance to `word`; the first of equals.
 ---@param word string
 ---@param names string[]
----@return string|nil  # nil when there are no names
+---@return string|nil name      nil when there are no names
+---@return integer|nil distance  letters to insert, delete or replace
 function M.nearest(word, names)
   local best, best_distance
   for _, name in ipairs(names) do
     local d = distance(word, name)
     if not best or d < best_distance then best, best_distance = name, d end
   end
-  return best
+  return best, best_distance
 end
 
 return M

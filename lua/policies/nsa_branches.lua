@@ -43,6 +43,7 @@ return kv.policy.define {
                gate_compressed = 1 / 3, gate_selected = 1 / 3, gate_window = 1 / 3,
                gate_weights = {}, compression = {} },
   takes = { window = kv.policy.count },
+  complete = { gate_compressed = 0, gate_selected = 1, gate_window = 0 },
 
   init = function(self, shape)
     self.compressed = kv.compressed(shape, self.compression[1] and self.compression)

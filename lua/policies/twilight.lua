@@ -14,7 +14,7 @@ local kv = require "kvlab"
 return kv.policy.define {
   name = "twilight", prefill = false, decode = true,
   defaults = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 2, p = 0.95 },
-  takes = { p = kv.policy.share },
+  takes = { p = kv.policy.share }, takes_less = true, complete = { p = 1 },
 
   init = function(self, shape) self.means = kv.summary.mean(shape) end,
   on_prefill_offload = function(self, ev) self.means:update(ev) end,

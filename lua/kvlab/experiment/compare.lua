@@ -4,16 +4,17 @@
 --   kvlab compare results/01_recall:policy=quest results/01_recall:policy=random
 --
 -- A and B are folders or files of rows (.jsonl). Values after a colon choose some of
--- their rows. An axis that has one value in all of A and another in all of B (a policy,
--- the device, the seed) is what is compared; two rows that agree in everything else are
+-- their rows. The verb compares the axes that have one value in all of A and another in
+-- all of B (a policy, the device, the seed). Two rows that agree in everything else are
 -- a pair. For each metric it prints the mean over the pairs of A and of B, and the mean
 -- of B - A with its 95 % confidence interval (Student's t).
 --
--- The pairs of one seed are one sample, because they share the seed's luck: the interval
--- is over seeds. So there is an interval only with repeats, and only for metrics that the
--- seed changes. Rows with a note (a budget that sink and recent alone exceed) are left
--- out. Rows that were made by different versions of a source cannot be compared within A
--- or B; between A and B, which is what one compares after an edit, the sources are named.
+-- The interval is over seeds: all pairs of one seed count as one sample, because they
+-- share the same random numbers. So there is an interval only with repeats, and only for
+-- metrics that the seed changes. Rows with a note (a budget that sink and recent alone
+-- exceed) are left out. All rows of A must have been made by the same versions of the
+-- sources, and so must all rows of B. A and B may differ from each other, as they do
+-- after an edit; the verb then names the sources that differ.
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"
@@ -30,8 +31,8 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 
 local MIXED = {} -- a key with several values
 
---- The one value that each key has in all rows, MIXED where there are several; a row
--- without the key has json.null.
+--- Returns for each key the value that it has in all rows, or MIXED if the rows differ.
+-- A row without the key counts as json.null.
 local function constants(rows, keys)
   local values = {}
   for key in pairs(keys) do
@@ -48,7 +49,8 @@ local function constants(rows, keys)
   return values
 end
 
---- { key =, a =, b = } of all that tells A from B as a whole.
+--- Lists the keys that have one value in all of A and another in all of B, as
+-- { key =, a =, b = }.
 local function find_differences(rows_a, rows_b)
   local keys = {}
   for _, rows in ipairs { rows_a, rows_b } do
@@ -79,10 +81,10 @@ end
 ---@field differences {key: string, a: any, b: any}[]
 ---@field only_a integer   rows of A without a partner
 ---@field only_b integer
----@field noted integer    pairs that are left out, because a row has a note
+---@field noted integer    pairs that are left out because a row has a note
 ---@field seeds integer
 
---- Pairs of rows.
+--- Pairs the rows of A with those of B.
 ---@param rows_a table[]
 ---@param rows_b table[]
 ---@return kvlab.compare.pairs
@@ -111,8 +113,8 @@ end
 
 local function is_number(x) return type(x) == "number" and x == x end
 
---- Whether the metric of a configuration is the same for every seed, in A and in B: a
--- seed that changes nothing gives no samples.
+--- Whether each configuration's metric is the same for every seed, in A and in B. Such
+-- seeds are not separate samples.
 local function is_fixed(list, metric)
   local values = {}
   for _, pair in ipairs(list) do
@@ -124,8 +126,9 @@ local function is_fixed(list, metric)
   return true
 end
 
---- One sample for each seed: the mean difference of its pairs. Also the means of A and B
--- and the number of pairs; nil when the metric is a number in none.
+--- Returns the means of A, of B and of B - A, with the number of pairs and of samples;
+-- nil if the metric is a number in no pair. A seed is one sample: the mean difference of
+-- its pairs.
 local function measure(list, metric)
   local sum_a, sum_b, n, samples, at = 0, 0, 0, {}, {}
   for _, pair in ipairs(list) do
@@ -148,7 +151,7 @@ local function measure(list, metric)
            b = sum_b / n, difference = { statistics.interval(differences) } }
 end
 
---- The names of all metrics that are numbers.
+--- Returns the sorted names of the metrics that are numbers.
 local function metric_names(list)
   local names = {}
   for _, pair in ipairs(list) do
@@ -159,7 +162,8 @@ local function metric_names(list)
   return sorted.keys(names)
 end
 
---- Pairs by the values of some axes, in the order they come: { words =, list = }.
+--- Groups pairs by their values of some axes, in the order in which the values first
+-- occur. A group is { words = its values as text, list = its pairs }.
 local function group(list, axes)
   local groups, group_of = {}, {}
   for _, pair in ipairs(list) do
@@ -177,12 +181,13 @@ local function group(list, axes)
   return groups
 end
 
---- What was measured: a line for every metric and group.
+--- Returns a line for every metric and group of pairs.
 ---@param p kvlab.compare.pairs
 ---@param metrics string[]
 ---@param axes string[]
 ---@return {words: string[], metric: string, pairs: integer, samples: integer, a: number,
----  b: number, difference: number[]}[]  difference: mean, low, high (of several samples)
+---  b: number, difference: number[]}[]  difference: mean, low, high (the last two only
+---  if there are several samples)
 function M.lines(p, metrics, axes)
   local lines = {}
   for _, metric in ipairs(metrics) do
@@ -205,7 +210,7 @@ local function split(text)
   local wanted = {}
   for item in (filter or ""):gmatch "[^,]+" do
     local key, value = item:match "^([%w_]+)=(.*)$"
-    if not key then fail("%s: %s is no KEY=VALUE", text, item) end
+    if not key then fail("%s: %s is not KEY=VALUE", text, item) end
     wanted[key] = value
   end
   return path or text, wanted
@@ -223,7 +228,8 @@ local function keep(rows, wanted)
   return kept
 end
 
---- The rows that a word of the command line names, and the words that say what they are.
+--- Returns the rows that a word of the command line names, and a line that describes
+-- them.
 local function open(text)
   local path, wanted = split(text)
   local all = results.read(path)
@@ -234,10 +240,10 @@ local function open(text)
   local mixed = results.mixed(rows)
   if mixed[1] then
     fail("%s: its rows were made by different versions of %s; compute the older ones"
-      .. " again, or choose some by %s:KEY=VALUE", text, table.concat(mixed, ", "), path)
+      .. " again, or choose rows by %s:KEY=VALUE", text, table.concat(mixed, ", "), path)
   end
   if #rows == 0 then
-    fail("%s: no row has these values; the first is of %s", text,
+    fail("%s: no row has these values; the first row has %s", text,
       results.key(all[1].config))
   end
   local manifest = not path:find "%.jsonl$" and manifests.read(path) or {}
@@ -246,7 +252,7 @@ local function open(text)
   return rows, table.concat(words, ", ")
 end
 
---- Checks names that were given against those that are there.
+--- Raises if a given name is not among the known ones.
 local function check_names(given, known, what)
   local has = {}
   for _, name in ipairs(known) do has[name] = true end
@@ -287,7 +293,7 @@ function M.main(a, b, options)
   local rows_b, words_b = open(b)
   local p = M.pair(rows_a, rows_b)
   if #p.list == 0 then
-    fail("no configuration is in both: A begins with %s, B with %s",
+    fail("A and B have no configuration in common: A begins with %s, B with %s",
       results.key(rows_a[1].config), results.key(rows_b[1].config))
   end
   local metrics, axes = metric_names(p.list), options.by or {}
@@ -306,7 +312,7 @@ function M.main(a, b, options)
   io.write(("%d pairs of %d seeds; %d rows are in A only, %d in B only.\n"):format(
     #p.list, p.seeds, p.only_a, p.only_b))
   if p.noted > 0 then
-    io.write(("%d pairs are left out, because a row has a note.\n"):format(p.noted))
+    io.write(("%d pairs are left out because a row has a note.\n"):format(p.noted))
   end
   if p.seeds < 2 then
     io.write "One seed gives no interval: run both with --set repeats=N.\n"

@@ -1,4 +1,5 @@
---- Experiments: one question, a grid of configurations, one row of metrics for each.
+--- Runs an experiment: a question, a grid of configurations, and a row of metrics for
+-- each configuration.
 --
 --   experiment.run {
 --     name = "01_recall", title = "Which selection keeps recall, at which budget?",
@@ -14,24 +15,27 @@
 --              logx = true },
 --   }
 --
--- `config` holds the axes, the defaults, device and seed, and is the row's "config" as it
--- is written. `settings` is one table for the whole run: the defaults, seed, device,
--- quick, out, configs and what `setup(settings)` adds; `teardown(settings)` ends it.
--- `deterministic` says that nothing depends on the seed, so that repeats are refused.
--- `proportions` lists the metrics that lie between 0 and 1, as their intervals then do.
--- A metric `note` is a text that says why a row cannot be compared with the others, such
--- as a budget that is exceeded: its cells and points are marked, and pairs leave it out.
--- `table` and `plot` may be lists, or functions of the rows that return what
--- text_table.text and plot.svg take. `metrics` lists names that every row must have, in
--- the order to write them. `environment` = { device, description, driver, versions } is
--- needed only when the device is not the one that kv.device() opens.
+-- `config` holds one value of every axis, the defaults, device and seed; it is written
+-- to the row as "config". `settings` is one table for all configurations of a seed: the
+-- defaults, seed, device, quick, out, configs, and whatever `setup(settings)` adds.
+-- `teardown(settings)` releases what setup made.
+--
+-- `deterministic = true` says that nothing depends on the seed; repeats are then refused.
+-- `proportions` lists the metrics that lie between 0 and 1, so that their confidence
+-- intervals stay there too. `metrics` lists the names that every row must have, in the
+-- order in which they are written. A metric called `note` is a text that says why a row
+-- cannot be compared with the others, such as a budget that is exceeded: tables and plots
+-- mark the row, and `kvlab compare` leaves it out. `table` and `plot` may be lists, or
+-- functions that take the rows and return what text_table.text and plot.svg take.
+-- `environment` = { device, description, driver, versions } is needed only when the
+-- device is not the one that kv.device() opens.
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
 -- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv.
--- Configurations that results.jsonl already holds are not run again, unless something
--- that their rows were computed from has changed since: the policy, the script, lua/, the
--- library, weights, captures (kvlab.sources). --set stale=keep keeps such rows, marked;
--- --set fresh=true starts over.
+-- A configuration that results.jsonl already holds is not run again, unless its row is
+-- stale: one of the sources that it was computed from (the policy, the script, lua/, the
+-- library, weights, captures; see kvlab.sources) has changed since. --set stale=keep
+-- keeps stale rows and marks them; --set fresh=true starts over.
 --
 -- experiment.memo(keys, fn) returns fn(keys) and keeps it for configurations with the
 -- same keys. A script that opens a file by itself names it with experiment.reads(path).
@@ -55,10 +59,11 @@ local text_table = require "kvlab.report.table"
 
 local M = {}
 
---- Returns fn(keys), which is computed once for equal keys: the model's contexts that the
--- next configurations need again. `fn` gets nothing but `keys`, so they have to hold
--- all that the value depends on. One value is kept for each fn. If it has a method close,
--- that is called when the value of other keys takes its place, and when the session ends.
+--- Returns fn(keys), and computes it only once for equal keys: for contexts that a model
+-- has read, say, and that the next configurations need again. `fn` gets nothing but
+-- `keys`, so they must hold everything that the value depends on. One value is kept for
+-- each fn. If the value has a method `close`, memo calls it when a value for other keys
+-- replaces it, and when the session ends.
 ---@param keys table<string, any>  what JSON can hold: { context = 4096, seed = 1 }
 ---@param fn fun(keys: table): any
 ---@return any
@@ -69,11 +74,12 @@ function M.memo(keys, fn)
     error(("memo: fn is a %s, expected a function"):format(type(fn)), 2)
   end
   local session = sessions.current()
-  if not session then error("memo: expected a call from the run of an experiment", 2) end
+  if not session then error("memo: expected a call from an experiment's `run`", 2) end
   return session:remember(keys, fn)
 end
 
---- Tells that rows of this experiment depend on a file that the script itself reads.
+--- Declares that the rows of this experiment depend on a file that the script itself
+-- reads.
 ---@param path string
 function M.reads(path)
   if type(path) ~= "string" then
@@ -82,7 +88,8 @@ function M.reads(path)
   sources.keep(path)
 end
 
---- Takes down what becomes of the missing configurations, whoever runs them.
+--- Records the outcome of each configuration that had no row: stores its row or reports
+-- its failure. The configurations run in this process or in workers.
 ---@class kvlab.experiment.record
 ---@field failed integer
 local Record = {}
@@ -93,7 +100,7 @@ local function open_record(plan, store, missing, keeps_going)
                         finished = 0, line = progress.new(#missing) }, Record)
 end
 
---- Rows that are there, and how to get the others.
+--- Returns a line that says how many rows there are and how to get the others.
 function Record:explain()
   local there = 0
   for _, config in ipairs(self.plan.configs) do
@@ -112,14 +119,15 @@ function Record:row(row)
   self.finished = self.finished + 1
 end
 
---- Ctrl-C ended the run: raises.
+--- Raises "interrupted", after Ctrl-C.
 function Record:interrupted()
   self.line:clear()
   io.stderr:write("interrupted: ", self:explain(), "\n")
   error("interrupted", 0)
 end
 
---- Raises what ends the run; with --keep-going prints it.
+--- Raises the failure of a configuration, which ends the run; with --keep-going, prints
+-- it instead.
 function Record:failure(config, problem)
   problem = tostring(problem)
   if problem:find("interrupted", 1, true) then self:interrupted() end
@@ -146,8 +154,8 @@ local function run_here(spec, plan, missing, record)
   if not ok then error(problem, 0) end
 end
 
---- Runs the configurations that are missing, here or in --jobs=N processes; raises when
--- one fails, with its name.
+--- Runs the missing configurations, here or in --jobs=N processes. If one fails, raises
+-- an error that names it.
 local function run_missing(spec, plan, store, missing, given)
   local record = open_record(plan, store, missing, given["keep-going"])
   local jobs = math.min(given.jobs or 1, #missing)
@@ -160,7 +168,7 @@ local function run_missing(spec, plan, store, missing, given)
   end
 end
 
---- The plan's rows in the plan's order, whoever computed them; those that are there.
+--- Returns the rows of the plan that exist, in the plan's order.
 local function rows_of_plan(plan, store)
   local rows = {}
   for _, config in ipairs(plan.configs) do rows[#rows + 1] = store:find(config) end
@@ -181,7 +189,8 @@ local function make_tables(plan, rows)
   return tables
 end
 
---- { svg =, file =, reason = } for every plot; what cannot be drawn has a reason.
+--- Returns { svg =, file =, reason = } for every plot. A plot that cannot be drawn has
+-- no svg, and `reason` says why.
 local function make_plots(plan, rows)
   local described = {}
   if type(plan.plot) == "function" then
@@ -204,8 +213,8 @@ local function make_plots(plan, rows)
   return drawn
 end
 
---- Prints the table, writes the plots and the report, prints where everything is. Tables
--- and plots show the mean of repeats.
+--- Prints the tables, writes the plots and the report, and prints where everything is.
+-- Tables and plots show the means of repeats.
 local function finish(plan, store, manifest, given)
   local rows = rows_of_plan(plan, store)
   local axes, shown = plan.grid.axes, rows
@@ -261,14 +270,14 @@ local function describe_run(plan, given)
   }
 end
 
---- The sources of a row that have changed since it was computed; nil of a current row.
+--- Lists the sources of a row that have changed since it was computed; nil if none has.
 local function changed_sources(row)
-  if not row.made_by then return { "sources that it does not name" } end
+  if not row.made_by then return { "unknown sources (the row names none)" } end
   local changed = sources.changed(row.made_by)
   return changed[1] and changed or nil
 end
 
---- "lua/policies/quest.lua, library"
+--- Returns the sources that made these rows stale: "lua/policies/quest.lua, library".
 local function list_changed(rows)
   local all = {}
   for _, row in ipairs(rows) do
@@ -277,8 +286,9 @@ local function list_changed(rows)
   return table.concat(sorted.keys(all), ", ")
 end
 
---- Finds the plan's rows that are stale. Drops them, or marks them with what has changed,
--- and says so. Returns how many there are.
+--- Finds the plan's stale rows and marks each with the sources that have changed. Drops
+-- these rows unless the plan keeps them. Prints a line about it, and returns how many
+-- there are.
 local function treat_stale(plan, store)
   local stale, configs = {}, {}
   for _, config in ipairs(plan.configs) do
@@ -296,8 +306,9 @@ local function treat_stale(plan, store)
   return #stale
 end
 
---- Says what has changed since merged rows were computed. That is no reason to compute
--- them again: the sweep may have run elsewhere. Only mixed rows are marked.
+--- Prints which sources have changed since merged rows were computed. Such rows are not
+-- computed again, because the sweep may have run on another machine. They are marked as
+-- stale only if the rows differ in their sources.
 local function explain_origin(plan, store)
   local rows = rows_of_plan(plan, store)
   local mixed = results.mixed(rows)
@@ -307,8 +318,8 @@ local function explain_origin(plan, store)
   for _, row in ipairs(mixed[1] and {} or rows) do row.stale = nil end
 end
 
---- Configurations without a row. What the shards' common folder holds already is not run
--- again, unless it is stale.
+--- Returns the configurations without a row. A shard also takes account of the rows in
+-- the folder that all shards share: it runs their configurations only if they are stale.
 local function find_missing(plan, store)
   local elsewhere, missing = {}, {}
   for _, row in ipairs(plan.shard and not plan.fresh and results.read(plan.root) or {}) do
@@ -324,7 +335,7 @@ local function find_missing(plan, store)
   return missing
 end
 
---- A shard has no tables: `sweep merge` makes those of all.
+--- Ends the run of a shard. It shows no tables; `sweep merge` shows those of all shards.
 local function finish_shard(plan, store, manifest)
   manifests.finish(plan.folder, manifest)
   io.write(("shard %d of %d is complete: %s\n"):format(plan.shard.index, plan.shard.count,
@@ -333,7 +344,8 @@ local function finish_shard(plan, store, manifest)
            tables = {} }
 end
 
---- Runs what is missing, or takes it over from the shards; then shows all rows.
+--- Runs the missing configurations, or with --merge takes their rows over from the
+-- shards; then shows all rows.
 local function complete(spec, plan, store, given)
   local described, old = describe_run(plan, given), nil
   if not plan.fresh then old = manifests.check(plan.folder, described, given.merge) end
@@ -345,7 +357,7 @@ local function complete(spec, plan, store, given)
   local works = not given.merge and #missing > 0
   local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,
     works or adopted > 0)
-  if store.was_torn then io.write "dropped a row that was cut off\n" end
+  if store.was_torn then io.write "dropped the last row, which was incomplete\n" end
   if #store.rows > 0 then
     io.write(("%s %d of %d\n"):format(given.merge and "merged" or "resumed",
       #plan.configs - #missing, #plan.configs))
@@ -353,7 +365,7 @@ local function complete(spec, plan, store, given)
   if works then run_missing(spec, plan, store, missing, given) end
   store:arrange(plan.configs)
   if plan.shard then return finish_shard(plan, store, manifest) end
-  if given.merge and #missing > 0 then -- what the script shows may need all rows
+  if given.merge and #missing > 0 then -- the script's tables may need all rows
     local ok, problem = pcall(finish, plan, store, manifest, given)
     if not ok then io.stderr:write("no tables yet: ", tostring(problem), "\n") end
     shards.explain_missing(plan, missing)
@@ -371,7 +383,7 @@ local function execute(spec, plan, given)
   return answer
 end
 
---- Prints the configurations and ends the program: --list.
+--- Prints the configurations and ends the program, for --list.
 local function list(plan)
   for _, config in ipairs(plan.configs) do
     local seed = plan.repeats > 1 and (" seed=%d"):format(config.seed) or ""

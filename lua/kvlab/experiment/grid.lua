@@ -1,16 +1,16 @@
---- The configurations of an experiment: axes in the order they are written, defaults, and
--- what --quick and --set put in their place.
+--- Lists the configurations of an experiment. They come from its axes and defaults, whose
+-- values --quick and --set may replace.
 --
 --   grid = {
 --     { "context", { 512, 1024 } },
 --     { "policy", { "full", "quest", "hash" } },
---     -- an axis for some only: the others' configurations have no bits
+--     -- an axis for some configurations only: the others have no bits
 --     { "bits", { 32, 64 }, when = function(c) return c.policy == "hash" end },
---     -- zipped axes vary together, as a list of configurations does
+--     -- zipped axes vary together: slots = 2 with block_size = 1024, then 4 with 512
 --     { { "slots", "block_size" }, { { 2, 1024 }, { 4, 512 } } },
 --   }
 --
--- The last axis varies fastest. Messages are raised without a position: kvlab.experiment
+-- The last axis varies fastest. Errors are raised without a position: kvlab.experiment
 -- adds the line of the script.
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
@@ -19,11 +19,12 @@ local M = {}
 
 local FORM = "{ {\"policy\", {\"quest\", \"random\"}}, {\"budget\", {0.05, 0.1}} }"
 
---- Names that a configuration or the settings already use, and where their value is from.
+--- Names that a configuration or the settings already use. The text ends an error message
+-- about the name.
 local reserved = {
   seed = "use --seed=N", device = "use --device=NAME", out = "use --out=DIR",
-  quick = "use --quick", fresh = "it starts the results afresh",
-  stale = "it says what becomes of stale rows",
+  quick = "use --quick", fresh = "--set fresh=true starts the results over",
+  stale = "--set stale=keep keeps stale rows",
   configs = "it is the list of configurations", repeats = "it says how many seeds to run",
 }
 
@@ -48,11 +49,11 @@ local function check_name(name, what, taken)
   elseif reserved[name] then
     fail("%s cannot be named %s: %s", what, name, reserved[name])
   elseif taken[name] then
-    fail("%s %s is there twice", what, name)
+    fail("%s %s is defined twice", what, name)
   end
 end
 
---- A list of different values.
+--- Raises unless `values` is a list of at least one value, all of them different.
 local function check_values(name, values)
   if type(values) ~= "table" or #values == 0 then
     fail("axis %s is %s, expected a list of at least one value", name,
@@ -66,6 +67,7 @@ local function check_values(name, values)
   end
 end
 
+--- Returns the different values at one place of the tuples, in order.
 local function distinct(tuples, place)
   local values, seen = {}, {}
   for _, tuple in ipairs(tuples) do
@@ -77,7 +79,8 @@ local function distinct(tuples, place)
   return values
 end
 
---- { {1}, {2} } for a plain axis's values {1, 2}; a zipped one's are tuples already.
+--- Returns { {1}, {2} } for the values {1, 2} of a plain axis. Zipped axes have tuples
+-- already.
 local function as_tuples(values)
   local tuples = {}
   for i, value in ipairs(values) do tuples[i] = { value } end
@@ -108,14 +111,14 @@ end
 
 ---@class kvlab.axis
 ---@field name string
----@field values any[]     the different ones, in their order
----@field rank table       where it is enumerated
----@field place integer    in the rank's tuples
+---@field values any[]     the different values, in order
+---@field rank table       the loop over its values, one of kvlab.grid's ranks
+---@field place integer    where the axis's value is in a tuple of the rank
 
 ---@class kvlab.grid
 ---@field axes kvlab.axis[]                      in their order
 ---@field axis_of table<string, kvlab.axis>      the same by name
----@field ranks {axes: kvlab.axis[], tuples: any[][], when: function|nil}[]  one a loop
+---@field ranks {axes: kvlab.axis[], tuples: any[][], when: function|nil}[]  one per loop
 ---@field defaults table<string, any>
 ---@field names string[]                         axes, then defaults sorted
 
@@ -154,7 +157,7 @@ local function add_rank(grid, entry, position)
   grid.ranks[position] = rank
 end
 
---- A grid from what the script wrote.
+--- Makes a grid from the axes and defaults of a script.
 ---@param axes table     see the head of this file
 ---@param defaults? table<string, any>
 ---@return kvlab.grid
@@ -173,7 +176,7 @@ function M.new(axes, defaults)
   return grid
 end
 
---- The one type of a list's values; nil when they are mixed.
+--- Returns the type of a list's values; nil if they have several types.
 local function kind_of(values)
   local kind = type(values[1])
   for _, value in ipairs(values) do
@@ -202,7 +205,7 @@ local function split(text)
   return words
 end
 
---- The axis's values become `values`; of zipped axes those tuples stay that have them.
+--- Gives an axis other values. Zipped axes keep the tuples that have one of `values`.
 local function replace_values(axis, values, source)
   local rank = axis.rank
   if #rank.axes == 1 then
@@ -216,7 +219,7 @@ local function replace_values(axis, values, source)
     if #kept == 0 then
       local words = {}
       for i, value in ipairs(axis.values) do words[i] = tostring(value) end
-      fail("%s %s: zipped axes take what is there: %s", source, axis.name,
+      fail("%s %s: zipped axes take only values that they have: %s", source, axis.name,
         table.concat(words, ", "))
     end
     rank.tuples = kept
@@ -224,12 +227,13 @@ local function replace_values(axis, values, source)
   for place, other in ipairs(rank.axes) do other.values = distinct(rank.tuples, place) end
 end
 
---- Puts a value in the place of an axis's values or of a default. An axis takes one
--- value, a list, or a text with commas between values, each of the type that was there.
+--- Replaces the values of an axis, or a default. For an axis, `value` is one value, a
+-- list, or a text with commas between values. The new values must have the type of the
+-- old ones.
 ---@param grid kvlab.grid
 ---@param key string
 ---@param value any
----@param source string  "--set" or "quick", for messages
+---@param source string  "--set" or "quick", for error messages
 function M.override(grid, key, value, source)
   local axis, default = grid.axis_of[key], grid.defaults[key]
   if axis then
@@ -257,10 +261,11 @@ function M.override(grid, key, value, source)
   end
 end
 
---- Every configuration in order: axes, defaults and `fixed` in one flat table each.
+--- Lists all configurations in order. Each is one flat table with a value of every axis,
+-- the defaults and `fixed`.
 ---@param grid kvlab.grid
----@param fixed table<string, any>  what every configuration has: device and seed
----@param when? fun(config: table): boolean  keeps a configuration
+---@param fixed table<string, any>  the same in every configuration: device and seed
+---@param when? fun(config: table): boolean  whether to keep a configuration
 ---@return table[]
 function M.configurations(grid, fixed, when)
   local list, chosen = {}, {}
@@ -290,8 +295,8 @@ function M.configurations(grid, fixed, when)
   return list
 end
 
---- Whether the axes in `placed` tell an axis's values apart: it is one of them, or zipped
--- with one that has another value each time.
+--- Whether the axes in `placed` tell the values of an axis apart. They do if the axis is
+-- one of them, or is zipped with one of them that has a different value in every tuple.
 ---@param axis kvlab.axis
 ---@param placed table<string, boolean>
 ---@return boolean
@@ -303,7 +308,7 @@ function M.is_told(axis, placed)
   return false
 end
 
---- "context=512 policy=quest budget=0.1": a configuration's place on the axes.
+--- Returns a configuration's values on the axes: "context=512 policy=quest budget=0.1".
 ---@param grid kvlab.grid
 ---@param config table
 ---@return string

@@ -30,8 +30,8 @@ local function project_root()
   return source and (source == "" and "." or source) or nil
 end
 
---- The commit of this project's own repository, whether its code differs from it, and if
--- so a hash of the difference.
+--- Returns the commit of this project's own repository, whether the code in the working
+-- tree differs from it, and if so a hash of the difference.
 local function find_commit()
   local root = project_root()
   if not root then return nil end
@@ -53,7 +53,7 @@ local function find_commit()
   return commit, true, diff and diff:sub(1, 16)
 end
 
---- The process's command line; the program without its folder.
+--- Returns the command line of this process, with the program's name but not its folder.
 local function command_line()
   local text = files.read "/proc/self/cmdline"
   if not text then return nil end
@@ -68,10 +68,10 @@ local function match_file(path, pattern)
   return text and text:match(pattern)
 end
 
--- What the rows of a folder have in common.
+-- All rows of a folder have the same values of these.
 local IDENTITY = { "name", "seed", "device" }
 
---- The folder's manifest; nil when there is none.
+--- Returns the folder's manifest; nil if there is none.
 ---@param folder string
 ---@return table|nil
 function M.read(folder)
@@ -85,27 +85,27 @@ function M.read(folder)
   return manifest
 end
 
---- Raises when the folder's manifest is of another experiment, seed or device; also when
--- the device was another machine's, whose timings do not belong in one file, unless the
--- folder `is_merged` from several.
+--- Raises if the folder's manifest has another experiment, seed or device. It also raises
+-- if the device belongs to another machine, because timings of two machines must not be
+-- mixed in one file. A folder that is merged from several (is_merged) may mix them.
 ---@param folder string
 ---@param now table  name, seed, device, description
 ---@param is_merged? boolean
----@return table|nil  # the manifest that is there
+---@return table|nil  # the folder's manifest
 function M.check(folder, now, is_merged)
   local old, keys = M.read(folder), { unpack(IDENTITY) }
   if not is_merged then keys[#keys + 1] = "description" end
   for _, key in ipairs(old and keys or {}) do
     if old[key] ~= now[key] then
       error(("%s holds results of %s %s, this run has %s: choose another --out=DIR, or"
-        .. " start it afresh with --set fresh=true"):format(folder, key,
+        .. " start it over with --set fresh=true"):format(folder, key,
         tostring(old[key]), tostring(now[key])), 0)
     end
   end
   return old
 end
 
--- What says which run it was.
+-- The fields that identify a run.
 local RUN = { "date", "version", "commit", "dirty", "diff", "command" }
 
 local function copy_run(from, to)
@@ -130,7 +130,8 @@ local function now_utc() return os.date "!%Y-%m-%dT%H:%M:%SZ" end
 ---@param folder string
 ---@param now table       name, title, seed, device, description, driver, axes, …
 ---@param old table|nil   the manifest of the runs that this one resumes
----@param has_work boolean  this run computes rows: it, not `old`, is the last that did
+---@param has_work boolean  whether this run computes rows. If not, the manifest goes on
+---  naming the run of `old`, which was the last that did
 ---@return table          # the manifest
 function M.write(folder, now, old, has_work)
   local manifest = {}
@@ -150,7 +151,8 @@ function M.write(folder, now, old, has_work)
   return manifest
 end
 
---- The sources of all rows by name; a list where rows have different versions.
+--- Returns the hashes of the sources of all rows, by name; a list of hashes where the
+-- rows have several versions of a source.
 local function all_sources(rows)
   local all = {}
   for _, row in ipairs(rows) do
@@ -171,11 +173,10 @@ local function all_sources(rows)
   return all
 end
 
---- Adds to a manifest which pictures the folder has, the first one the most telling, and
--- what its rows were made by.
+--- Adds the folder's pictures to a manifest, and the sources that its rows were made by.
 ---@param folder string
 ---@param manifest table
----@param names string[]
+---@param names string[]  the files of the pictures, the most important one first
 ---@param rows table[]
 function M.add_pictures(folder, manifest, names, rows)
   manifest.pictures = json.array(names)
@@ -183,7 +184,7 @@ function M.add_pictures(folder, manifest, names, rows)
   write(folder, manifest)
 end
 
---- Adds to a manifest that every row is there.
+--- Adds the time to a manifest, as `finished`: every row has been computed.
 ---@param folder string
 ---@param manifest table
 function M.finish(folder, manifest)

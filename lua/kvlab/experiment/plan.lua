@@ -1,5 +1,5 @@
 --- The plan of an experiment: checks its specification, applies --quick and --set, and
--- lists the configurations. Messages are raised without a position; kvlab.experiment
+-- lists the configurations. Errors are raised without a position; kvlab.experiment
 -- adds the line of the script.
 local grids = require "kvlab.experiment.grid"
 local nearest = require("kvlab.words").nearest
@@ -29,8 +29,8 @@ local ENVIRONMENT = { device = options.required(options.string),
                       description = options.string, driver = options.string,
                       versions = options.table }
 
---- The device that rows name: what the script says, else what kv.device() opens, else (no
--- device was ever asked for) the CPU.
+--- Returns the device that rows name: the one that the script gives, else the one that
+-- kv.device() opens. If the script never asked for a device, it is the CPU.
 local function find_environment(given)
   if given then
     return options.check("experiment.environment", given, ENVIRONMENT, 0)
@@ -41,8 +41,8 @@ local function find_environment(given)
   return { device = dev:name(), description = dev:description() }
 end
 
---- `where` without values that --quick or --set took out of the grid: the axis's last
--- value stands in.
+--- Returns a copy of `where`. A value that --quick or --set took out of the grid is
+-- replaced by the last value of its axis.
 local function resolve_where(grid, where, what)
   local resolved = {}
   for name, value in pairs(where or {}) do
@@ -66,8 +66,9 @@ local function describe_where(where)
   return table.concat(words, ", ")
 end
 
---- A table's or plot's description against the grid: every axis with several values must
--- be placed, or rows would fall on each other.
+--- Checks the description of a table or plot against the grid, and returns a copy with a
+-- title or caption. Every axis with several values must have a place, or several rows
+-- would share a cell or a point.
 local function check_view(grid, view, what)
   options.check(what, view, VIEWS[what], 0)
   local resolved, placed = {}, {}
@@ -85,7 +86,8 @@ local function check_view(grid, view, what)
     end
     if name then placed[name] = true end
   end
-  local lines_along = what == "plot" and metrics[view.x] and 1 or 0 -- axes, not placed
+  -- with a metric on x, the line itself runs along one axis that has no other place
+  local lines_along = what == "plot" and metrics[view.x] and 1 or 0
   for _, axis in ipairs(grid.axes) do
     local is_told = #axis.values < 2 or grids.is_told(axis, placed)
     if not is_told then lines_along = lines_along - 1 end
@@ -105,7 +107,8 @@ local function check_view(grid, view, what)
   return resolved
 end
 
---- A table of a Pareto front, whose axes are those that `where` leaves.
+--- Checks the description of a Pareto front's table. Its axes are those that have several
+-- values and are not in `where`.
 local function check_front(grid, view)
   options.check("table", view, text_table.FRONT, 0)
   local resolved = { where = resolve_where(grid, view.where, "table"), axes = {} }
@@ -121,7 +124,8 @@ local function check_front(grid, view)
   return resolved
 end
 
---- nil, one description or a list of them -> a list, checked. Functions stay.
+--- Checks one description, or a list of them, and returns a list. Returns nil and
+-- functions as they are.
 local function check_views(grid, given, what)
   if type(given) ~= "table" then return given end
   local views = {}
@@ -135,7 +139,7 @@ local function check_views(grid, given, what)
   return views
 end
 
---- The names of metrics that every row must have.
+--- Returns the names of the metrics that every row must have.
 local function find_required(plan, spec)
   local required = { unpack(spec.metrics or {}) }
   for _, what in ipairs { "table", "plot" } do
@@ -148,10 +152,11 @@ local function find_required(plan, spec)
   return required
 end
 
---- The first of `n` repeats has the seed that was given; the others' follow from it and
--- their number alone, so that every configuration meets the same ones (policies can be
--- compared in pairs) and more repeats add to those that are there. 32 bits: experiments
--- add small numbers to a seed. (MurmurHash3's finaliser, which never makes two the same.)
+--- Returns the seed of repeat n. The first repeat has the given seed; the seed of another
+-- depends only on the given seed and n. So all configurations get the same seeds, and
+-- policies can be compared in pairs. A run with more repeats can also use the rows of a
+-- run with fewer. Seeds have 32 bits because experiments add small numbers to them.
+-- MurmurHash3's finaliser makes them; it never gives two repeats the same seed.
 local function seed_of(seed, n)
   if n == 1 then return seed end
   local x = (seed * 0x9e3779b1ULL + n) % 2 ^ 32
@@ -168,8 +173,8 @@ local function check_repeats(n, source)
   return n
 end
 
---- Applies --quick and --set; returns how many repeats there are, whether what the folder
--- holds is forgotten, and whether its stale rows are kept.
+--- Applies --quick and --set. Returns the number of repeats, whether to discard the
+-- folder's rows, and whether to keep its stale rows.
 local function apply_options(spec, grid, given)
   local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
   local keeps_stale = false
@@ -195,8 +200,8 @@ local function apply_options(spec, grid, given)
   return repeats, fresh, keeps_stale
 end
 
---- Shard i of n has the i-th of n runs of neighbours, so that what one configuration
--- prepares serves the next, as it does without shards.
+--- Returns the configurations of a shard: the i-th of n parts of the list. They follow
+-- each other, so what one configuration prepares serves the next, as without shards.
 local function take_shard(configs, shard)
   local mine = {}
   local first = math.floor((shard.index - 1) * #configs / shard.count) + 1
@@ -209,11 +214,11 @@ end
 ---@class kvlab.plan
 ---@field name string
 ---@field title string
----@field root string           where the results go, in the end
----@field folder string         where this run's go: the root, or a folder of the shard
+---@field root string           the folder of the results of all shards
+---@field folder string         the folder that this run writes to: the root, or the shard's
 ---@field shard {index: integer, count: integer}|nil
----@field fresh boolean         forget what the folder holds
----@field keeps_stale boolean   rows whose sources have changed stay, and are marked
+---@field fresh boolean         discard the folder's rows
+---@field keeps_stale boolean   keep rows whose sources have changed, and mark them
 ---@field grid kvlab.grid
 ---@field repeats integer
 ---@field configs table[]       every configuration (of the shard), in order
@@ -222,11 +227,11 @@ end
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
----  out, configs; of an emulated link, link_gbps and link_us
+---  out, configs; also link_gbps and link_us if a link is emulated
 ---@field table table[]|function|nil
 ---@field plot table[]|function|nil
 
---- Checks a specification and applies the command line to it.
+--- Checks an experiment's specification and applies the command line to it.
 ---@param spec table             see kvlab.experiment
 ---@param given kvlab.CommandLine
 ---@return kvlab.plan

@@ -8,7 +8,7 @@ local M = {}
 local progress = {}
 progress.__index = progress
 
---- 40 s, 12 min, 3 h 05 min
+--- Returns a duration as text: "40 s", "12 min", "3 h 05 min".
 ---@param seconds number
 ---@return string
 function M.duration(seconds)
@@ -19,14 +19,14 @@ function M.duration(seconds)
 end
 
 ---@param total integer  pieces of work
----@param is_shown? boolean  nil: when stderr is a terminal
+---@param is_shown? boolean  nil: shown if stderr is a terminal
 function M.new(total, is_shown)
   if is_shown == nil then is_shown = ffi.C.isatty(2) ~= 0 end
   local line = { total = total, is_shown = is_shown, started = os.time() }
   return setmetatable(line, progress)
 end
 
---- Shows that another piece begins.
+--- Shows that another piece of work begins.
 ---@param done integer  how many are finished
 ---@param words string  what it is
 function progress:show(done, words)
@@ -40,7 +40,7 @@ function progress:show(done, words)
   io.stderr:write("\r\27[K", #line > 100 and line:sub(1, 97) .. "..." or line)
 end
 
---- Takes the line away.
+--- Clears the line.
 function progress:clear()
   if self.is_shown then io.stderr:write "\r\27[K" end
 end

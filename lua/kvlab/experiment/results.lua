@@ -1,13 +1,13 @@
---- results.jsonl: one finished configuration a line, each exactly
+--- Reads and writes results.jsonl. Each line is the row of one finished configuration:
 -- {"config": {...}, "metrics": {...}, "made_by": {...}}. made_by maps the names of the
 -- sources that the row was computed from to their hashes, see kvlab.sources.
 --
--- A row is one write, flushed at once, so a kill leaves whole rows and at most one torn
--- line at the end, which the next open cuts off. The folder's .lock is held while they
--- are open: two processes do not write to one folder. A metric that is not finite is
--- stored as null and reads as NaN.
+-- A row is written at once and flushed, so a killed process leaves whole rows and at most
+-- one torn line at the end, which the next open cuts off. The process holds the folder's
+-- .lock while the results are open, so that two processes never write to one folder. A
+-- metric that is not finite is stored as null and read as NaN.
 local ffi = require "ffi"
-local files = require "kvlab.files" -- and fileno, fsync
+local files = require "kvlab.files" -- also declares fileno and fsync
 local json = require "kvlab.json"
 local sorted = require "kvlab.sorted"
 local statistics = require "kvlab.experiment.statistics"
@@ -24,19 +24,20 @@ local M = {}
 
 ---@class kvlab.results
 ---@field path string
----@field rows table[]      what the file holds: {config =, metrics =}
+---@field rows table[]      the rows of the file: {config =, metrics =}
 ---@field lines string[]    their texts, without the newline
----@field was_torn boolean  the last line was cut off
+---@field was_torn boolean  the last line was incomplete and has been cut off
 local results = {}
 results.__index = results
 
---- A configuration's identity: equal configurations have equal texts.
+--- Returns a text that identifies a configuration: equal configurations have equal texts.
 ---@param config table
 ---@return string
 function M.key(config) return json.encode(config) end
 
---- One metric of repeats: mean and interval of numbers; of others what they agree on. An
--- interval of proportions ends at 0 and 1.
+--- Summarises one metric over repeats. Returns the mean and the interval of numbers; for
+-- other values, the value if all repeats agree, else nil. The interval of a proportion is
+-- limited to 0 ... 1.
 local function summarise_metric(values, is_proportion)
   local is_number = true
   for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
@@ -51,12 +52,12 @@ local function summarise_metric(values, is_proportion)
   return values[1]
 end
 
---- The rows of every configuration that was repeated (that differ in the seed alone) as
--- one, in the order of the first: { config =, metrics =, low =, high =, repeats = n }.
--- `config` has no seed, `metrics` holds means, `low` and `high` the limits of their 95 %
--- confidence intervals (nil of one row, and of what is no number). What is no number
--- stays where all repeats agree. So whatever reads config and metrics reads these rows.
--- A row is stale if one of its repeats is.
+--- Joins the rows that differ only in the seed, the repeats of a configuration, into one:
+-- { config =, metrics =, low =, high =, repeats = n }. The results are in the order of
+-- the first repeats. `config` has no seed. `metrics` holds means; `low` and `high` hold
+-- the limits of their 95 % confidence intervals, nil if there is only one row. A metric
+-- that is not a number has no limits, and is kept if all repeats agree. Code that reads
+-- config and metrics can read these rows too. A row is stale if one of its repeats is.
 ---@param rows {config: table, metrics: table}[]
 ---@param proportions? string[]  the metrics that lie between 0 and 1
 ---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
@@ -92,7 +93,7 @@ function M.summarise(rows, proportions)
   return summary
 end
 
---- A row from its line; raises on what is none.
+--- Returns the row that a line holds; raises if the line is not a row.
 ---@param line string
 ---@return {config: table, metrics: table}
 function M.decode(line)
@@ -111,7 +112,7 @@ function M.decode(line)
   return row
 end
 
---- The rows of a text, their lines, and how many of its bytes are whole lines.
+--- Returns the rows of a text, their lines, and how many bytes of it are whole lines.
 local function parse(text, path)
   local rows, lines, at = {}, {}, 1
   while true do
@@ -131,8 +132,8 @@ local function parse(text, path)
   return rows, lines, at - 1
 end
 
---- The sources of which the rows were made by different versions: their names, sorted.
--- Rows that do not name their sources differ from those that do.
+--- Returns the sorted names of the sources whose versions differ between the rows. A row
+-- that does not name its sources differs from one that does.
 ---@param rows {made_by: table<string, string>|nil}[]
 ---@return string[]
 function M.mixed(rows)
@@ -144,13 +145,13 @@ function M.mixed(rows)
       if first[name] ~= hash then mixed[name] = true end
     end
   end
-  if with and without then mixed["sources that some rows do not name"] = true end
+  if with and without then mixed["sources (some rows name none)"] = true end
   return sorted.keys(mixed)
 end
 
---- The rows and lines of another folder, or of a file of rows (.jsonl), without a row
--- that is just being written; none when there is no file.
----@param folder string
+--- Returns the rows and lines of another folder or of a file of rows (.jsonl), without a
+-- row that is being written at the time. Returns empty lists if there is no file.
+---@param folder string  or the path of the file
 ---@return table[] rows, string[] lines
 function M.read(folder)
   local path = folder:find "%.jsonl$" and folder or folder .. "/results.jsonl"
@@ -158,8 +159,8 @@ function M.read(folder)
   return rows, lines
 end
 
---- Holds a folder for this process until the file is closed. A file system without locks
--- goes without.
+--- Locks a folder for this process until the returned file is closed. On a file system
+-- without locks the folder stays unlocked.
 local function lock(folder)
   local file, problem = io.open(folder .. "/.lock", "ae") -- e: not for started programs
   if not file then error(("results cannot be written: %s"):format(problem), 0) end
@@ -177,7 +178,7 @@ function results:open_file()
   if not self.file then error(("results cannot be written: %s"):format(problem), 0) end
 end
 
---- Reads what the file holds, cutting off a torn row.
+--- Reads the rows of the file and cuts off a torn one.
 function results:load()
   local text = self.file:read "*a"
   local whole
@@ -189,9 +190,9 @@ function results:load()
   for i, row in ipairs(self.rows) do self.index[M.key(row.config)] = i end
 end
 
---- Opens a folder's results, making the file when it is not there.
+--- Opens a folder's results, and makes the file if there is none.
 ---@param folder string
----@param fresh boolean|nil  forget what is there
+---@param fresh boolean|nil  discard the rows of the file
 ---@return kvlab.results
 function M.open(folder, fresh)
   local self = setmetatable({ path = folder .. "/results.jsonl", lock = lock(folder),
@@ -208,15 +209,15 @@ function M.open(folder, fresh)
   return self
 end
 
---- The row of a configuration, or nil.
+--- Returns the row of a configuration, or nil.
 function results:find(config) return self.rows[self.index[M.key(config)]] end
 
---- Adds a row to the file, as `line`; raises when its configuration has one.
+--- Adds a row to the file, as `line`; raises if the file has a row of its configuration.
 ---@param row {config: table, metrics: table}
 ---@param line string
 function results:append_line(row, line)
   local key = M.key(row.config)
-  if self.index[key] then error(self.path .. " has a row of " .. key, 0) end
+  if self.index[key] then error(self.path .. " already has a row of " .. key, 0) end
   local ok, problem = self.file:write(line, "\n")
   if ok then ok, problem = self.file:flush() end
   if not ok then error(("%s: %s"):format(self.path, problem), 0) end
@@ -233,7 +234,7 @@ function results:append(row, order)
   self:append_line(row, json.encode(row, { order = order }))
 end
 
---- Puts other lines in the place of those that are there, in one step.
+--- Replaces all lines of the file in one step.
 function results:rewrite(lines)
   files.write(self.path, table.concat(lines, "\n") .. (#lines > 0 and "\n" or ""))
   self.file:close()
@@ -241,8 +242,7 @@ function results:rewrite(lines)
   self:load()
 end
 
---- Puts the rows of `configs` into their order, whoever computed them when; other rows
--- stay where they are.
+--- Sorts the rows of `configs` into the order of `configs`; other rows stay in place.
 ---@param configs table[]
 function results:arrange(configs)
   local wanted, places = {}, {}
@@ -260,8 +260,8 @@ function results:arrange(configs)
   if not is_same then self:rewrite(lines) end
 end
 
---- Takes rows of another folder over, instead of those that are there of the same
--- configurations. Returns how many are new or different.
+--- Takes over rows of another folder. They replace rows of the same configurations.
+-- Returns how many are new or different.
 ---@param rows table[]
 ---@param lines string[]
 ---@return integer
@@ -294,6 +294,7 @@ function results:drop(configs)
   self:rewrite(lines)
 end
 
+--- Writes everything to the disk, closes the file and unlocks the folder.
 function results:close()
   if self.file then
     self.file:flush()

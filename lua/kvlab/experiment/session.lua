@@ -1,11 +1,12 @@
---- Runs configurations of an experiment one at a time: its setup, run and teardown.
+--- Runs configurations of an experiment one at a time: calls its setup, run and teardown.
 --
--- Every seed has a session of its own: setup and teardown run once for each, and what a
--- script keeps in `settings` or by experiment.memo for the next configuration never
--- outlives its seed. A configuration that fails ends its session, too: what it left half
--- done would spoil the configurations after it.
+-- Every seed starts afresh: setup and teardown run once per seed, and what a script keeps
+-- for the next configuration, in `settings` or by experiment.memo, does not outlive the
+-- seed. A configuration that fails has the same effect, because what it left half done
+-- would spoil the configurations after it.
 --
--- A row says in `made_by` from which sources it was computed (kvlab.sources).
+-- The field `made_by` of a row names the sources that it was computed from
+-- (kvlab.sources).
 local json = require "kvlab.json"
 local sources = require "kvlab.sources"
 
@@ -15,8 +16,8 @@ local NAN = 0 / 0
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
 
---- The metrics as results.jsonl holds them: numbers, strings, booleans; NaN for what is
--- not finite.
+--- Checks metrics, and returns them as results.jsonl holds them: numbers, strings and
+-- booleans, with NaN for every number that is not finite.
 local function check_metrics(required, metrics)
   if type(metrics) ~= "table" then
     fail("run returned a %s, expected a table of metrics", type(metrics))
@@ -25,7 +26,7 @@ local function check_metrics(required, metrics)
   for name, value in pairs(metrics) do
     local kind = type(value)
     if type(name) ~= "string" then
-      fail("metrics have the key %s, expected names", tostring(name))
+      fail("metrics have the key %s, expected a name", tostring(name))
     end
     if kind == "cdata" and tonumber(value) then -- a 64-bit integer
       value, kind = tonumber(value), "number"
@@ -53,7 +54,7 @@ local function copy(map)
   return other
 end
 
---- Keeps the stack of an error when KVLAB_TRACEBACK asks for it.
+--- Adds the stack to an error if the environment variable KVLAB_TRACEBACK is set.
 local function keep_stack(problem)
   if os.getenv "KVLAB_TRACEBACK" and type(problem) == "string" then
     return debug.traceback(problem, 2)
@@ -64,7 +65,7 @@ end
 ---@class kvlab.session
 ---@field spec table
 ---@field plan kvlab.plan
----@field settings table|nil  of the present seed
+---@field settings table|nil  what setup and run get for the present seed
 ---@field setup_used table<string, boolean>  the files that setup used
 ---@field memos table<string, {key: string, value: any, used: table}>
 local Session = {}
@@ -75,6 +76,7 @@ Session.__index = Session
 ---@return kvlab.session
 function M.new(spec, plan) return setmetatable({ spec = spec, plan = plan }, Session) end
 
+--- Ends the session of another seed and begins that of this one.
 function Session:begin_seed(seed)
   if self.settings and self.settings.seed == seed then return end
   self:close()
@@ -89,11 +91,11 @@ end
 
 local current
 
---- The session whose run is under way, or nil.
+--- Returns the session that is running a configuration now, or nil.
 ---@return kvlab.session|nil
 function M.current() return current end
 
---- fn(keys), computed once for equal keys; see experiment.memo.
+--- Returns fn(keys), computed once for equal keys; see experiment.memo.
 function Session:remember(keys, fn)
   local ok, key = pcall(json.encode, keys)
   if not ok then error("memo: keys: " .. key, 3) end
@@ -115,14 +117,14 @@ local function has_close(value)
   return type(value.close) == "function"
 end
 
---- Closes a memo's value.
+--- Drops the memo of one function and closes its value.
 function Session:forget(site)
   local memo = self.memos[site]
   self.memos[site] = nil
   if memo and has_close(memo.value) then memo.value:close() end
 end
 
---- The files with the experiment's functions.
+--- Adds the files that contain the experiment's functions to the set `used`.
 local function add_script(spec, used)
   for _, value in pairs(spec) do
     local source = type(value) == "function" and debug.getinfo(value, "S").source
@@ -131,7 +133,7 @@ local function add_script(spec, used)
   end
 end
 
---- Runs one configuration: true and its row, or false and what went wrong.
+--- Runs one configuration. Returns true and its row, or false and the error.
 ---@param config table
 ---@return boolean ok, table|string row
 function Session:run(config)
@@ -148,12 +150,12 @@ function Session:run(config)
   if not ok then
     current = nil
     sources.stop()
-    pcall(self.close, self) -- it may meet what failed; the failure is told
+    pcall(self.close, self) -- may fail for the same reason; the first error is reported
   end
   return ok, row
 end
 
---- Ends the present seed. Raises what teardown raises.
+--- Ends the present seed: closes the memos and calls teardown, whose errors it raises.
 function Session:close()
   local settings = self.settings
   if not settings then return end

@@ -16,14 +16,14 @@ local function probability_within(theta, freedom)
   return math.sin(theta) * sum
 end
 
---- How many standard errors to each side of the mean hold the true one with probability
--- `level`: t(4, 0.95) = 2.776.
----@param freedom integer  the sample's size less one
+--- Returns how many standard errors the interval around a sample's mean must reach to
+-- each side, so that it holds the true mean with probability `level`: t(4, 0.95) = 2.776.
+---@param freedom integer  the sample's size minus one
 ---@param level number     above 0, below 1
 ---@return number
 function M.t(freedom, level)
   local low, high = 0, math.pi / 2
-  for _ = 1, 60 do -- halves the angle's interval to one unit in the last place
+  for _ = 1, 60 do -- bisection: the angle is exact to one unit in the last place
     local middle = (low + high) / 2
     local is_below = probability_within(middle, freedom) < level
     low, high = is_below and middle or low, is_below and high or middle
@@ -31,13 +31,13 @@ function M.t(freedom, level)
   return math.sqrt(freedom) * math.tan((low + high) / 2)
 end
 
---- The mean, the limits of its 95 % confidence interval and the standard deviation; a
--- sample of one has the mean only.
+--- Returns the mean, the limits of its 95 % confidence interval and the standard
+-- deviation; for a sample of one value, only the mean.
 ---@param values number[]  at least one
 ---@return number mean, number|nil low, number|nil high, number|nil deviation
 function M.interval(values)
   local n, mean, squares = #values, 0, 0
-  for i, value in ipairs(values) do -- Welford's: the mean of equal values is theirs
+  for i, value in ipairs(values) do -- Welford: the mean of equal values is exact
     local from_old = value - mean
     mean = mean + from_old / i
     squares = squares + from_old * (value - mean)
@@ -48,7 +48,8 @@ function M.interval(values)
   return mean, mean - half, mean + half, deviation
 end
 
---- The middle of some numbers: of an even count, the lower of the two. Sorts the list.
+--- Returns the median of some numbers; of an even count, the lower of the two in the
+-- middle. Sorts the list.
 ---@param list number[]
 ---@return number
 function M.median(list)

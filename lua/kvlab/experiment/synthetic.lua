@@ -1,10 +1,10 @@
---- Attention of a whole model without its weights: random queries, keys and values
--- through every layer, over contexts of any length. What a step costs in time and bytes
--- does not depend on the numbers: this is what the offload experiments and benches time.
+--- Runs the attention of a whole model without its weights: random queries, keys and
+-- values go through every layer, over contexts of any length. The time and bytes of a
+-- step do not depend on the numbers, so the offload experiments and benches time this.
 --
 --   local s = kv.synthetic { shape = "llama-8b", context = 32768, block_size = 16,
 --                             decode_policy = kv.policy "quest", offload = {} }
---   local seq = s:sequence(32000)     -- random tokens that are there already
+--   local seq = s:sequence(32000)     -- its tokens are random and already in the cache
 --   s:decode { seq }                  -- one token, all layers
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
@@ -46,12 +46,12 @@ local OPTIONS = {
   max_blocks = options.count, offload = OFFLOAD, fixed_width = options.boolean,
 }
 
---- The shape to take unless --set shape=NAME says: small on the CPU, else Llama-8B's.
+--- Returns the default shape of experiments: small on the CPU, otherwise llama-8b.
 function M.default_shape(dev) return dev:is_cpu() and "small" or "llama-8b" end
 
---- Memory, attention and random queries, keys and values of a shape.
----@param o table  shape (a name of M.SHAPES), context: tokens that all sequences have
---                 room for together; device, layers (the shape's), block_size (16),
+--- Makes a cache, attention, and random queries, keys and values of a shape.
+---@param o table  shape (a name of M.SHAPES); context: how many tokens all sequences may
+--                 have together; device, layers (the shape's), block_size (16),
 --                 max_seqs (1), chunk (1: decode only), dtype (bf16), seed (0),
 --                 prefill_policy, decode_policy, decode_through, max_blocks, offload
 --                 (nil: resident), fixed_width (false)
@@ -87,8 +87,9 @@ local function new(o)
   return self
 end
 
---- A sequence of `length` random tokens, which no step has computed: every block of
--- the cache is filled with random numbers once, and the policies are shown theirs.
+--- Makes a sequence of `length` random tokens without computing a step. The first call
+-- fills every block of the cache with random numbers. The policies then see the blocks
+-- of the sequence, as they would after a prefill.
 ---@return kvlab.Sequence
 function Synthetic:sequence(length)
   if not self.is_filled then
@@ -100,7 +101,7 @@ function Synthetic:sequence(length)
   end
   local seq = self.cache:sequence()
   local before = seq:length()
-  while before < length do -- table entries, and no memory
+  while before < length do -- adds entries to the block table; computes nothing
     local n = math.min(self.chunk, length - before)
     self.batch:append({ seq }, { n })
     before = before + n
@@ -109,7 +110,7 @@ function Synthetic:sequence(length)
   return seq
 end
 
---- Views of the first n rows of q, k and out.
+--- Returns views of the first n rows of q, k and out.
 local function rows_of(self, n)
   local rows = self.rows[n]
   if not rows then
@@ -119,7 +120,7 @@ local function rows_of(self, n)
   return rows
 end
 
---- The layers of the step that self.batch stands for.
+--- Runs all layers of the step that self.batch describes.
 function Synthetic:layers_of_step()
   local rows = rows_of(self, self.batch.tokens_count)
   for layer = 0, self.layers - 1 do
@@ -127,7 +128,7 @@ function Synthetic:layers_of_step()
   end
 end
 
---- Prefill `length` more tokens of a sequence in chunks.
+--- Prefills `length` more tokens of a sequence in chunks.
 function Synthetic:prefill(seq, length)
   local left = length
   while left > 0 do
@@ -139,7 +140,7 @@ function Synthetic:prefill(seq, length)
   end
 end
 
---- Append one token to each sequence and begin its step; layers_of_step does the rest.
+--- Appends one token to each sequence and begins the step; layers_of_step does the rest.
 function Synthetic:begin_decode(seqs)
   local counts = {}
   for i = 1, #seqs do counts[i] = 1 end
@@ -147,14 +148,14 @@ function Synthetic:begin_decode(seqs)
   self.attention:begin(self.batch, false)
 end
 
---- One token for each sequence.
+--- Decodes one token of each sequence.
 function Synthetic:decode(seqs)
   self:begin_decode(seqs)
   self:layers_of_step()
 end
 
---- Turn the queries by an angle in radians, as those of a text drift from step to step:
--- q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
+--- Turns the queries by an angle in radians, because the queries of a text drift from
+-- step to step: q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
 function Synthetic:turn(angle, step)
   tensor.scope(function()
     local noise = tensor.randn(self.device, "f32", self.q:dims(), { seed = 77 + step })
@@ -163,7 +164,7 @@ function Synthetic:turn(angle, step)
   end)
 end
 
---- Microseconds that fn() takes on the device, by events on its stream.
+--- Returns the microseconds that fn() takes on the device, by events on its stream.
 function Synthetic:time(fn)
   self.events = self.events or { self.device:open_event(), self.device:open_event() }
   local from, to, stream = self.events[1], self.events[2], self.device:stream()
@@ -173,7 +174,7 @@ function Synthetic:time(fn)
   return from:elapsed_us(to)
 end
 
---- Give the KV memory back.
+--- Frees the KV memory and the tensors of this object.
 function Synthetic:close()
   self.device:sync()
   self.cache:close()

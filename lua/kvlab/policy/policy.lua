@@ -1,5 +1,7 @@
 --- The policy contract: what a policy may define, the options every policy has, and the
--- budget. Policies are files in lua/policies/; `kv.policy "quest"` makes one.
+-- budget. Policies are files in folders called policies (kvlab.named): the project's
+-- lua/policies, ./policies, and those of --path and KVLAB_PATH. `kv.policy "quest"` makes
+-- one.
 --
 --   kv.policy.define {
 --     name = "quest",
@@ -58,23 +60,28 @@
 --                                          a prefill
 --     score_bytes(self, shape)             bytes read per block and KV head to score it;
 --                                          for reports (0)
+--     takes_less = true                    it may select fewer blocks than its budget
+--     complete = { p = 1 }                 options with which, and with the whole budget,
+--                                          its output is that of dense attention; false:
+--                                          it never is
 --     watches_prompt = true                it needs the prompt's queries, so it cannot be
 --                                          attached after the prefill
 --     eager = true                         its Lua decides at each step what to launch,
 --                                          so no graph can record it
---     reset(self) }                        forget everything
+--     reset(self)                          forget everything
+--     helper(self, …) }                    functions of its own, under other names
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
 -- selected; they count towards the budget).
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
-local files = require "kvlab.files"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
+local words = require "kvlab.words"
 
 local C = library.C
 local M = {}
@@ -90,6 +97,7 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
+  takes_less = options.boolean, complete = options.either(options.table, options.boolean),
 }
 for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "score", "select_blocks",
@@ -146,16 +154,16 @@ end
 local function merge_options(def, given, level)
   local what = "policy " .. def.name
   given = options.check(what, given, def.known, level + 1)
-  local merged, named, budget = {}, {}, nil
+  local merged, name_of, budget = {}, {}, nil
   for key, value in pairs(COMMON) do merged[key] = value end
   for key, value in pairs(def.defaults) do merged[key] = value end
   for _, name in ipairs(sorted.keys(given)) do
     local key = def.aliases[name] or name
-    if named[key] then
+    if name_of[key] then
       error(("%s: both %s and %s are given, which are the same option"):format(what,
-        named[key], name), level + 1)
+        name_of[key], name), level + 1)
     end
-    named[key] = name
+    name_of[key] = name
     if BUDGETS[key] then
       if budget then
         error(("%s: both %s and %s are given, expected one budget"):format(what, budget,
@@ -206,10 +214,24 @@ end
 
 -- ---- define and open ------------------------------------------------------------------
 
+--- Whether a field is a function of the policy's own: its name is not that of a hook, nor
+-- a misspelt one.
+local function is_helper(key, value)
+  if type(value) ~= "function" or type(key) ~= "string" then return false end
+  if FIELDS[key] then return false end
+  local _, distance = words.nearest(key, sorted.keys(FIELDS))
+  return distance > #key / 4
+end
+
 local function check_definition(def)
   local name = type(def) == "table" and def.name
   local what = type(name) == "string" and "policy " .. name or "policy"
-  options.check(what, def, FIELDS, 3)
+  local known = {}
+  for key, kind in pairs(FIELDS) do known[key] = kind end
+  for key, value in pairs(type(def) == "table" and def or {}) do
+    if is_helper(key, value) then known[key] = options.fn end
+  end
+  options.check(what, def, known, 3)
   def.defaults, def.takes = def.defaults or {}, def.takes or {}
   def.aliases = def.aliases or {}
   if not (def.prefill or def.decode) then
@@ -270,16 +292,15 @@ function M.attach(self, shape)
   return self
 end
 
---- The names of the policies in lua/policies/; if a phase (prefill or decode) is given,
+--- The names of all policies; if a phase (prefill or decode) is given,
 -- of those that select in it. The names in `first` come before the others.
 ---@param phase? string
 ---@param first? string[]
 function M.names(phase, first)
-  local names, named = {}, {}
-  for i, name in ipairs(first or {}) do names[i], named[name] = name, true end
-  for _, file in ipairs(files.list(library.paths.root .. "/lua/policies")) do
-    local name = file:match "^([%w_]+)%.lua$"
-    if name and not named[name]
+  local names, is_first = {}, {}
+  for i, name in ipairs(first or {}) do names[i], is_first[name] = name, true end
+  for _, name in ipairs(named.list "policies") do
+    if not is_first[name]
        and (not phase or require("policies." .. name)()[phase]) then
       names[#names + 1] = name
     end
@@ -292,12 +313,8 @@ end
 ---@param name string
 ---@param given? table  its options
 local function open(name, given, level)
-  local names = M.names()
-  for _, known in ipairs(names) do
-    if known == name then return require("policies." .. name)(given, level) end
-  end
-  error(("no policy \"%s\"; did you mean \"%s\"? There are %s"):format(tostring(name),
-    nearest(tostring(name), names) or "", table.concat(names, ", ")), level or 2)
+  level = level or 2
+  return named.open("policies", "policy", name, level)(given, level)
 end
 
 -- The hooks that are passed on to a nested policy.

@@ -1,8 +1,6 @@
 --- The options of a server: their defaults, and the errors for wrong ones.
 local cost_model = require "kvlab.serve.cost_model"
-local files = require "kvlab.files"
-local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
 
@@ -62,28 +60,15 @@ local function check_together(o)
   end
 end
 
---- The names of the priorities in lua/priorities/.
-function M.priorities()
-  local names = {}
-  for _, file in ipairs(files.list(library.paths.root .. "/lua/priorities")) do
-    names[#names + 1] = file:match "^([%w_]+)%.lua$"
-  end
-  return names
-end
+--- The names of the priorities.
+function M.priorities() return named.list "priorities" end
 
---- Opens a priority: a function stays as it is, a name is read from lua/priorities/.
+--- Opens a priority: a function stays as it is, a name is that of a file.
 local function open_priority(given)
   if type(given) ~= "string" then return given end
-  local names = M.priorities()
-  for _, name in ipairs(names) do
-    if name == given then
-      sources.use(("%s/lua/priorities/%s.lua"):format(library.paths.root, name))
-      return require("priorities." .. name)
-    end
-  end
-  error(("serve: no priority \"%s\"; did you mean \"%s\"? There are %s"):format(
-    tostring(given), nearest(tostring(given), names) or "",
-    table.concat(names, ", ")), 4)
+  local priority, path = named.open("priorities", "priority", given, 4)
+  sources.use(path)
+  return priority
 end
 
 --- The options of kv.serve, checked: the defaults, replaced by what `given` has. priority

@@ -290,7 +290,32 @@ function prepare.compare()
   return function() return require("kvlab.experiment.compare").main(a, b, options) end
 end
 
+function prepare.new()
+  local new = require "kvlab.shell.new"
+  local kind, name = unpack(options.args)
+  local kinds = table.concat(new.KINDS, " or ")
+  if not name or #options.args > 2 then
+    misuse("new takes a kind, %s, and a name", kinds)
+  elseif kind ~= "policy" and kind ~= "experiment" then
+    misuse('new has no "%s"; expected %s', kind, kinds)
+  end
+  return function() return new.main(kind, name, options.path or ".") end
+end
+
+--- Holds a policy's file to the contract of policies.
+local function test_policy()
+  local path = options.args[2]
+  if not path or #options.args > 2 then misuse "test policy takes one file" end
+  if not locate(path) then misuse("no such policy: %s", path) end
+  options.policy = locate(path)
+  local contract = root() .. "/spec/policies/contract_spec.lua"
+  return function()
+    return require("kvlab.shell.test").main(root(), { contract }, options)
+  end
+end
+
 function prepare.test()
+  if options.args[1] == "policy" then return test_policy() end
   local files = {}
   for i, name in ipairs(options.args) do
     files[i] = locate(name) or misuse("no such spec: %s", name)

@@ -191,13 +191,13 @@ x           2  1.5  5    3.5  -2.853 ... 9.853  no
       local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
       has("/nowhere has no results", main(folder, "/nowhere"))
       has("no row has these values", main(folder, folder .. ":policy=quast"))
-      has("is no KEY=VALUE", main(folder, folder .. ":policy=quest,x"))
+      has("is not KEY=VALUE", main(folder, folder .. ":policy=quest,x"))
       has("nothing is called y; there is x", main(folder, folder, { metric = { "y" } }))
       has("nothing is called z; there is policy, seed", main(folder, folder,
         { by = { "z" } }))
       local line = '{"config": {"context": %d}, "metrics": {"x": 1}}\n'
       files.write(folder .. "/other.jsonl", line:format(1) .. line:format(2))
-      has("no configuration is in both", main(folder, folder .. "/other.jsonl"))
+      has("A and B have no configuration in common", main(folder, folder .. "/other.jsonl"))
     end)
   end)
 end)

@@ -5,8 +5,8 @@
 --   kvlab sweep merge DIR SCRIPT
 --
 -- `submit` queues the shards that are neither complete nor queued, so the same command
--- again resubmits the shards that failed. When all shards have ended, a job merges the
--- rows. If rows are missing, it submits their shards again, --retries=N times (1).
+-- resubmits the shards that failed. When all shards have ended, a job merges the rows. If
+-- rows are missing, the job submits their shards again, at most --retries=N times (1).
 local sorted = require "kvlab.sorted"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
@@ -18,7 +18,7 @@ local M = {}
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
 
---- The script's configurations as `run --list` prints them, and where its results go.
+--- Returns the script's configurations, one line each, as `run --list` prints them.
 local function list_configurations(executable, arguments)
   local problems = os.tmpname()
   local command = files.shell_line { executable, "run", "--list", unpack(arguments) }
@@ -35,12 +35,12 @@ local function list_configurations(executable, arguments)
   return lines
 end
 
---- How many of n configurations shard i of `count` has.
+--- Returns how many of n configurations belong to shard i of `count`.
 local function size_of(i, count, n)
   return math.floor(i * n / count) - math.floor((i - 1) * n / count)
 end
 
---- Whether a shard has every row of the sweep as it is now.
+--- Whether a shard has all its rows, for the present script and arguments.
 local function is_complete(shard, arguments, n)
   local manifest = shard.manifest
   return manifest and manifest.finished
@@ -48,14 +48,15 @@ local function is_complete(shard, arguments, n)
     and table.concat(manifest.arguments, "\n") == table.concat(arguments, "\n")
 end
 
---- The script among the words of a command.
+--- Returns the script among the words of a command: the first that is not an option.
 local function script_of(arguments)
   for _, word in ipairs(arguments) do
     if not word:find "^%-" then return word end
   end
 end
 
---- Commands for when all tasks have ended.
+--- Returns the shell commands to run when all tasks have ended: merge, and submit again if
+-- rows are missing.
 local function follow_up(executable, options, words, root)
   local merge = files.shell_line { executable, "sweep", "merge", root,
     script_of(options.arguments) }
@@ -66,7 +67,7 @@ local function follow_up(executable, options, words, root)
   return ("%s || exec %s\n"):format(merge, files.shell_line(again))
 end
 
---- What of the options reaches a shard beside the arguments.
+--- Returns the named options as words of a command line.
 local function pass_on(options, names)
   local words = {}
   for _, name in ipairs(names) do
@@ -107,7 +108,7 @@ function M.submit(options)
     n, count, complete, queued))
   if #wanted == 0 then
     io.write(complete == count and files.shell_line { "kvlab", "sweep", "merge", root,
-      script_of(options.arguments) } .. " shows them\n"
+      script_of(options.arguments) } .. " shows the results\n"
       or "nothing is left to submit\n")
     return 0
   end
@@ -120,30 +121,31 @@ function M.submit(options)
     options = options.slurm, at_once = options["at-once"], run = run,
     follow = follow_up(executable, options, words, root),
   }, wanted)
-  io.write(("submitted %d shards, %s, as %s; then they are merged\nkvlab sweep status %s"
-    .. " says how far they are\n"):format(#wanted, slurm.ranges(wanted),
+  io.write(("submitted %d shards (%s) as jobs %s; a last job merges them\nkvlab sweep"
+    .. " status %s shows their progress\n"):format(#wanted, slurm.ranges(wanted),
     table.concat(jobs, ", "), root))
   return 0
 end
 
---- The last line of a file that says something.
+--- Returns the last line of a file that is not blank.
 local function last_words(path)
   local last
   for line in (files.read(path) or ""):gmatch "[^\n]*%S[^\n]*" do last = line end
   return last
 end
 
--- The states that need a look, one line each; the others are counted only.
+-- Shards in these states get a line each; the others are only counted.
 local WORTH_A_LINE = { ["ended early"] = true, failed = true, running = true }
 
---- kvlab sweep status: the shards that run or failed, and how many are in each state.
+--- kvlab sweep status: prints the shards that are running or failed, and how many shards
+-- are in each state.
 ---@param root string
 function M.status(root)
   local list = shards.list(root)
   local states, shard_of, count = slurm.states(root), {}, 0
   for _, shard in ipairs(list) do shard_of[shard.index], count = shard, shard.count end
   for i in pairs(states) do count = math.max(count, i) end
-  if count == 0 then shards.open(root) end -- says that there is nothing
+  if count == 0 then shards.open(root) end -- raises: there are no shards
   local rows, total, lines = 0, {}, {}
   for i = 1, count do
     local shard, known = shard_of[i], states[i] or {}

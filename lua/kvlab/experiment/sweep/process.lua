@@ -1,5 +1,5 @@
---- Child processes that exchange lines with this one, through a socket that is their file
--- descriptor 3. Standard input, output and error stay shared.
+--- Starts child processes and exchanges lines with them through a socket, which is file
+-- descriptor 3 in the child. Parent and child share standard input, output and error.
 local ffi = require "ffi"
 
 ffi.cdef [[
@@ -33,18 +33,18 @@ local M = {}
 
 ---@class kvlab.process
 ---@field pid integer
----@field fd integer   our end
----@field text string  a line that has begun to come
+---@field fd integer   the parent's end of the socket
+---@field text string  the beginning of a line that has not yet come completely
 local Process = {}
 Process.__index = Process
 
---- Starts a program, found in PATH.
+--- Starts a program that is in PATH.
 ---@param words string[]  the program and its arguments
 ---@return kvlab.process
 function M.spawn(words)
   local fds = ffi.new "int[2]"
   if C.socketpair(AF_UNIX, SOCK_STREAM + SOCK_CLOEXEC, 0, fds) ~= 0 then
-    error("no socket to a process: error " .. ffi.errno(), 0)
+    error("a socket for a child process cannot be made: error " .. ffi.errno(), 0)
   end
   local actions = ffi.new "int64_t[32]" -- posix_spawn_file_actions_t takes 80 bytes
   C.posix_spawn_file_actions_init(actions)
@@ -62,7 +62,7 @@ function M.spawn(words)
   return setmetatable({ pid = pid[0], fd = fds[0], text = "" }, Process)
 end
 
---- Whether all of it could be sent.
+--- Sends a text. Returns whether all of it could be sent.
 local function send_all(fd, text)
   local bytes, at = ffi.cast("const char *", text), 0
   while at < #text do
@@ -73,12 +73,12 @@ local function send_all(fd, text)
   return true
 end
 
---- Sends a line to the process. One that has ended is found out by waiting.
+--- Sends a line to the process. If the process has ended, wait_any will tell.
 function Process:send(line) send_all(self.fd, line .. "\n") end
 
 local buffer = ffi.new("char[?]", BUFFER_BYTES)
 
---- Whole lines that have come; nil when the other end is closed.
+--- Returns the complete lines that have come; nil if the other end is closed.
 local function receive(peer)
   local n = tonumber(C.recv(peer.fd, buffer, BUFFER_BYTES, 0))
   if n < 0 and ffi.errno() == EINTR then return {} end
@@ -90,8 +90,8 @@ local function receive(peer)
   return lines
 end
 
---- Waits until one of the processes has written or ended: that one, and its lines; nil
--- lines when it has ended.
+--- Waits until one of the processes has written or ended. Returns that process and its
+-- lines, or nil instead of lines if it has ended.
 ---@param processes kvlab.process[]
 ---@return kvlab.process process, string[]|nil lines
 function M.wait_any(processes)
@@ -99,17 +99,19 @@ function M.wait_any(processes)
   for i, process in ipairs(processes) do
     fds[i - 1].fd, fds[i - 1].events = process.fd, POLLIN
   end
-  while C.poll(fds, #processes, -1) <= 0 do end -- a signal
+  while C.poll(fds, #processes, -1) <= 0 do end -- again after a signal
   for i, process in ipairs(processes) do
     if fds[i - 1].revents ~= 0 then return process, receive(process) end
   end
 end
 
---- Tells the process that no more lines will come. It has ended when it closes its end.
+--- Tells the process that no more lines will come. It then finishes its work and closes
+-- its end.
 function Process:finish() C.shutdown(self.fd, SHUT_WR) end
 
---- Closes our end and waits for the process's. How it ended: "exit status 3", "signal 9".
----@param at_once? boolean  it is killed
+--- Closes the parent's end of the socket and waits until the process has ended. Returns how
+-- it ended: "exit status 3", "signal 9".
+---@param at_once? boolean  kills the process
 ---@return string
 function Process:close(at_once)
   C.close(self.fd)
@@ -123,14 +125,15 @@ end
 
 -- ---- on the child's side --------------------------------------------------------------
 
---- This process ends when its parent does, whatever it does. The programs that it starts
--- do not inherit the socket, so the parent hears of its end even if they go on.
+--- Makes this process end when its parent ends, even in the middle of its work. Programs
+-- that this process starts do not inherit the socket, so the parent notices when this
+-- process ends even if they go on.
 function M.follow_parent()
   C.prctl(PR_SET_PDEATHSIG, SIGTERM)
   C.fcntl(PARENT, F_SETFD, ffi.cast("int", FD_CLOEXEC))
 end
 
---- Lines from the parent, until it closes its end.
+--- Returns an iterator over the lines from the parent, until the parent closes its end.
 ---@return fun(): string|nil
 function M.lines()
   local parent, queue, at = { fd = PARENT, text = "" }, {}, 1

@@ -1,9 +1,9 @@
---- The shards of a sweep: parts of one experiment that are run apart, and put together.
+--- Finds and merges the shards of a sweep: parts of one experiment that run separately.
 --
 --   DIR/shards/3-of-20/   results.jsonl, manifest.json (with `finished` when complete)
---   DIR/                  results.jsonl of all, manifest.json, report.html, plots
+--   DIR/                  results.jsonl of all shards, manifest.json, report.html, plots
 --
--- A shard's process writes in its own folder only; merging writes in DIR only.
+-- A shard's process writes only to its own folder; merging writes only to DIR.
 local files = require "kvlab.files"
 local manifests = require "kvlab.experiment.manifest"
 local results = require "kvlab.experiment.results"
@@ -14,9 +14,9 @@ local M = {}
 ---@field index integer
 ---@field count integer
 ---@field folder string
----@field manifest table|nil  nil: it was killed before it wrote one
+---@field manifest table|nil  nil: the shard was killed before it wrote one
 
---- The shards that have a folder, by number.
+--- Lists the shards that have a folder, in the order of their numbers.
 ---@param root string
 ---@return kvlab.shard[]
 function M.list(root)
@@ -33,8 +33,8 @@ function M.list(root)
   return list
 end
 
---- Raises when the folder is of a sweep in another number of shards: their parts would
--- overlap.
+--- Raises if the folder belongs to a sweep with another number of shards, because the
+-- shards would then overlap.
 ---@param root string
 ---@param count integer
 function M.check_count(root, count)
@@ -47,7 +47,8 @@ function M.check_count(root, count)
   end
 end
 
---- The shards of a folder and a manifest of one; raises when there is none.
+--- Returns the shards of a folder and the manifest of one of them; raises if none of them
+-- has a manifest.
 ---@param root string
 ---@return kvlab.shard[] shards, table manifest
 function M.open(root)
@@ -55,20 +56,21 @@ function M.open(root)
   for _, shard in ipairs(list) do
     if shard.manifest then return list, shard.manifest end
   end
-  error(("%s has no shards that have begun: kvlab run SCRIPT --shard=i/n --out=%s makes"
-    .. " one, kvlab sweep submit all of them"):format(root, root), 0)
+  error(("%s has no shards that have begun: start one with kvlab run SCRIPT --shard=i/n"
+    .. " --out=%s, or all with kvlab sweep submit"):format(root, root), 0)
 end
 
--- What a merged manifest keeps of each shard's.
+-- The fields of a shard's manifest that the merged manifest keeps.
 local KEPT = { "shard", "date", "finished", "commit", "dirty", "command", "description" }
 
---- Takes the rows of all shards over into the folder of all. Raises when they were made
--- by different versions of a source, unless keeps_stale.
+--- Takes the rows of all shards over into the results of the sweep. Raises if the rows
+-- were made by different versions of a source, unless keeps_stale is set.
 ---@param root string
----@param store kvlab.results  of the folder of all
----@param described table      the merged manifest; gets `shards`, and every machine
+---@param store kvlab.results  the results of the sweep
+---@param described table      the merged manifest; gets `shards`, and a description of
+---  every machine
 ---@param keeps_stale boolean
----@return integer             # rows that are new there
+---@return integer             # how many rows are new or different
 function M.adopt(root, store, described, keeps_stale)
   local rows, lines, made, machines = {}, {}, {}, {}
   for _, shard in ipairs(M.list(root)) do
@@ -95,7 +97,7 @@ function M.adopt(root, store, described, keeps_stale)
   end
   described.shards, described.description = made, table.concat(machines, "; ")
   if #machines > 1 then
-    io.stderr:write("shards ran on different machines, their times do not compare: ",
+    io.stderr:write("shards ran on different machines; their times cannot be compared: ",
       described.description, "\n")
   end
   return store:adopt(rows, lines)
@@ -114,8 +116,8 @@ function M.explain_missing(plan, missing)
     if not (manifest and manifest.finished) then unfinished[#unfinished + 1] = i end
   end
   error(("%d of %d rows are missing; %s"):format(#missing, #plan.configs,
-    #unfinished > 0 and ("shards without an end, of %d: %s"):format(list[1].count,
-      table.concat(unfinished, ", ")) or "all shards are complete, of another grid"), 0)
+    #unfinished > 0 and ("unfinished shards of %d: %s"):format(list[1].count,
+      table.concat(unfinished, ", ")) or "all shards are complete, for another grid"), 0)
 end
 
 return M

@@ -1,10 +1,11 @@
---- Sweeps on a Slurm cluster: shards as the tasks of job arrays.
+--- Runs sweeps on a Slurm cluster. Each shard is a task of a job array.
 --
---   DIR/slurm/array.sh    what a task runs; follow.sh, what runs when all have ended
+--   DIR/slurm/array.sh    the script of a task
+--   DIR/slurm/follow.sh   the script that runs when all tasks have ended
 --   DIR/slurm/jobs.jsonl  a line for each array that was submitted
---   DIR/slurm/J_T.log     what task T of array J printed
+--   DIR/slurm/J_T.log     the output of task T of array J
 --
--- Works through sbatch, squeue and scontrol; no accounting is needed.
+-- It calls sbatch, squeue and scontrol, and does not need Slurm's accounting.
 local json = require "kvlab.json"
 local files = require "kvlab.files"
 
@@ -12,7 +13,7 @@ local M = {}
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
 
---- What a program prints, and whether it went well; what went wrong is printed, too.
+--- Runs a program. Returns what it printed, errors included, and whether it succeeded.
 local function ask(words)
   local command = files.shell_line(words) .. " 2>&1; echo $?"
   local pipe = io.popen(command)
@@ -21,7 +22,7 @@ local function ask(words)
   return text, status == "0"
 end
 
---- Raises where there is no Slurm to ask.
+--- Raises if one of Slurm's programs is missing on this machine.
 function M.check()
   for _, program in ipairs { "sbatch", "squeue", "scontrol" } do
     local _, is_there = ask { "sh", "-c", "command -v " .. program }
@@ -33,19 +34,19 @@ function M.check()
   end
 end
 
---- The most tasks that an array may have.
+--- Returns how many tasks an array may have at most.
 local function array_limit()
   local text, ok = ask { "scontrol", "show", "config" }
   local limit = tonumber(text:match "MaxArraySize%s*=%s*(%d+)")
   if not ok or not limit then
-    fail("scontrol does not say MaxArraySize; does the controller run? %s",
+    fail("scontrol does not print MaxArraySize; is the controller running? %s",
       text:gsub("%s+$", ""))
   end
   if limit < 1 then fail "this cluster allows no job arrays (MaxArraySize is 0)" end
   return limit
 end
 
---- "0-3,7,9-10": numbers as sbatch --array takes them.
+--- Returns numbers in the form that sbatch --array takes: "0-3,7,9-10".
 ---@param numbers integer[]  ascending
 ---@return string
 function M.ranges(numbers)
@@ -60,7 +61,7 @@ function M.ranges(numbers)
   return table.concat(words, ",")
 end
 
---- Cuts shards into arrays: task t of one with offset o is shard o + t + 1.
+--- Divides shards into arrays. In an array with offset o, task t is shard o + t + 1.
 ---@param shards integer[]  ascending
 ---@param limit integer     the most tasks of an array, whose numbers are 0 to limit - 1
 ---@return {offset: integer, tasks: integer[]}[]
@@ -93,13 +94,14 @@ local function write_script(path, options, lines)
   files.write(path, table.concat(head, "\n") .. "\n" .. lines)
 end
 
---- Submits shards of a sweep, and a job that follows when all have ended.
+--- Submits shards of a sweep, and a job that runs when all of them have ended.
 ---@param sweep {root: string, name: string, count: integer, options: string,
 ---  at_once: integer|nil, run: string[], follow: string}
----  options: sbatch's, in one text; run: the command of a shard, less --shard; follow:
----  shell commands
+---  options: sbatch's, in one text; run: the command of a shard, without --shard;
+---  at_once: how many tasks of an array may run at a time; follow: the shell commands of
+---  the last job
 ---@param shards integer[]  ascending
----@return string[]         # the numbers of the arrays
+---@return string[]         # the job numbers of the arrays
 function M.submit(sweep, shards)
   local folder, jobs = sweep.root .. "/slurm", {}
   files.make_folder(folder)
@@ -126,8 +128,9 @@ exec %s --shard=$shard/%d %s
   return jobs
 end
 
---- What Slurm knows of the shards of a folder, by number: its state while it is queued or
--- runs, and the log of its last try. Nothing of a folder that was never submitted.
+--- Returns what Slurm knows of the shards of a folder, by number: a shard's state while it
+-- is queued or running, and the log of its last try. The table is empty if the sweep was
+-- never submitted.
 ---@param root string
 ---@return table<integer, {state: string|nil, log: string}>
 function M.states(root)

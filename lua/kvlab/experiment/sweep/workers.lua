@@ -1,5 +1,5 @@
---- --jobs=N runs configurations in N processes of this machine. Each process runs the
--- same script and takes configurations by their numbers.
+--- Runs configurations in N processes of this machine, for --jobs=N. Each process (a
+-- worker) runs the same script and gets the numbers of its configurations from this one.
 --
 -- Only this process writes to the folder, so a kill at any instant leaves the same files
 -- as a kill of a single process; the workers end with this process. Each worker begins
@@ -7,9 +7,9 @@
 -- next. A worker that has none left takes half of the longest run that another worker
 -- still has. Rows do not depend on the worker that computed them.
 --
--- With several GPUs and no --device=cuda:N, worker k has the k-th GPU alone; on the CPU
--- the workers share out the cores. Measured times are those of a machine that does N
--- things at once.
+-- With several GPUs and no --device=cuda:N, worker k uses the k-th GPU alone. On the CPU
+-- the cores are divided among the workers. Measured times are those of a machine that
+-- runs N configurations at once.
 local json = require "kvlab.json"
 local processes = require "kvlab.experiment.sweep.process"
 local results = require "kvlab.experiment.results"
@@ -19,8 +19,8 @@ local M = {}
 
 -- ---- the worker -----------------------------------------------------------------------
 
---- Answers the parent's numbers with rows, until it closes the pipe; then the program
--- ends.
+--- Runs the configurations whose numbers the parent sends, and answers each with its row.
+-- Ends the program when the parent has no more numbers.
 ---@param spec table       see kvlab.experiment
 ---@param plan kvlab.plan
 function M.serve(spec, plan)
@@ -36,9 +36,9 @@ function M.serve(spec, plan)
   os.exit(0, true)
 end
 
--- ---- who gets what --------------------------------------------------------------------
+-- ---- GPUs, cores and configurations of each worker ------------------------------------
 
---- The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+--- Returns the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 local function visible_gpus()
   local names = {}
   local given = os.getenv "CUDA_VISIBLE_DEVICES"
@@ -59,7 +59,7 @@ local function count_cores()
   return n or 1
 end
 
---- The environment of worker k of n: `env`'s words.
+--- Returns the words of the command `env` that set the environment of worker k of n.
 local function environment_of(plan, given, k, n, gpus)
   local words = { "env" }
   if plan.environment.device:find "^cuda" and not given.device:find "^cuda:" then
@@ -81,7 +81,8 @@ local function start_worker(plan, given, k, n, gpus)
   return processes.spawn(words)
 end
 
---- Worker k's next number: of its own run, else from the middle of the longest one.
+--- Returns the index of worker k's next configuration; nil if none is left. If its own run
+-- is empty, the worker first takes over the second half of the longest one.
 local function take_number(runs, k)
   local run = runs[k]
   if run.first > run.last then
@@ -103,8 +104,8 @@ end
 local Pool = {}
 Pool.__index = Pool
 
---- Gives worker k its next configuration, or lets it end, which a teardown may take its
--- time for.
+--- Gives worker k its next configuration. If none is left, tells it to end; its teardown
+-- may still take some time.
 function Pool:feed(k)
   local worker = self.workers[k]
   local number = not self.failure and take_number(self.runs, k)
@@ -120,12 +121,12 @@ function Pool:start(k)
   self:feed(k)
 end
 
---- What a worker has to say of its configuration. The first failure ends the sweep, once
--- the other workers' rows have come.
+--- Takes a worker's answer: stores the row, or notes the failure. Unless --keep-going is
+-- given, the first failure ends the run as soon as the other workers have answered.
 function Pool:take(config, answer)
   if not answer.problem and results.key(answer.config) ~= results.key(config) then
-    answer = { problem = "a worker ran another configuration: does the grid change from"
-      .. " one run of the script to the next?" }
+    answer = { problem = "a worker ran a different configuration: does the grid change"
+      .. " from one run of the script to the next?" }
   end
   if not answer.problem then
     self.record:row(answer)
@@ -141,7 +142,8 @@ local function decode(line)
   return answer.problem and answer or results.decode(line)
 end
 
---- Worker k has ended: with nothing left to do, or over a configuration.
+--- Removes worker k, which has ended. If it ended in the middle of a configuration, reports
+-- that and starts another worker in its place.
 function Pool:bury(k)
   local worker = self.workers[k]
   self.workers[k] = nil
@@ -150,7 +152,7 @@ function Pool:bury(k)
     self:take(worker.config, { problem = "its process ended: " .. how })
     if not self.failure then self:start(k) end
   elseif how ~= "exit status 0" and not self.failure then
-    error("a process failed to end well: " .. how, 0)
+    error("a worker process ended with an error: " .. how, 0)
   end
 end
 
@@ -172,15 +174,15 @@ function Pool:run()
   if self.failure then self.record:failure(unpack(self.failure)) end
 end
 
---- Runs configurations in processes.
+--- Runs configurations in worker processes.
 ---@param spec table
 ---@param plan kvlab.plan
 ---@param missing table[]                    configurations of the plan, in its order
----@param record kvlab.experiment.record     hears of begins, rows and failures
+---@param record kvlab.experiment.record     is told of begins, rows and failures
 ---@param given kvlab.CommandLine
 function M.run(_, plan, missing, record, given)
   if not package.loaded["kvlab.paths"] or not given.words then
-    error("--jobs starts processes of the executable kvlab, which this is not", 0)
+    error("--jobs works only in the executable kvlab, because it starts it again", 0)
   end
   local jobs = math.min(given.jobs, #missing)
   local pool = setmetatable({ plan = plan, missing = missing, record = record,

@@ -1,0 +1,100 @@
+--- Files that users know by name: policies and priorities. `quest` is the file quest.lua
+-- in a folder called policies. Such folders lie in the project's lua/, in the working
+-- folder, and in every folder that --path=DIR and the environment's KVLAB_PATH name
+-- (several are separated by colons). So a policy of one's own lives outside the project.
+local command_line = require "kvlab.command_line"
+local files = require "kvlab.files"
+local library = require "kvlab.library"
+local nearest = require("kvlab.words").nearest
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+local given = {} -- kind -> name -> path: files that lie elsewhere
+local prepared -- the folders that package.path has
+
+--- The folders that hold policies/, priorities/: the project's first.
+local function roots()
+  local own = library.paths.root .. "/lua"
+  local list, has = { own }, { [files.real(own)] = true }
+  local user = { command_line.path or "", os.getenv "KVLAB_PATH" or "", "." }
+  for folder in table.concat(user, ":"):gmatch "[^:]+" do
+    local real = files.real(folder)
+    if real and not has[real] then list[#list + 1], has[real] = folder, true end
+  end
+  return list
+end
+
+--- Lets require find the modules of the folders, after the project's.
+local function prepare()
+  local all = roots()
+  local text = table.concat(all, ":")
+  if prepared == text then return all end
+  prepared = text
+  for i = 2, #all do
+    local pattern = all[i] .. "/?.lua"
+    if not (";" .. package.path .. ";"):find(";" .. pattern .. ";", 1, true) then
+      package.path = package.path .. ";" .. pattern
+    end
+  end
+  return all
+end
+
+--- The paths of the files in all folders of a kind, by name. A name that is there twice
+-- has several.
+---@param kind string  "policies"
+---@return table<string, string[]>
+local function find_all(kind)
+  local paths = {}
+  for _, root in ipairs(prepare()) do
+    local folder = root .. "/" .. kind
+    for _, file in ipairs(files.list(folder)) do
+      local name = file:match "^([%w_]+)%.lua$"
+      if name then
+        paths[name] = paths[name] or {}
+        table.insert(paths[name], folder .. "/" .. file)
+      end
+    end
+  end
+  for name, path in pairs(given[kind] or {}) do paths[name] = { path } end
+  return paths
+end
+
+--- Gives a file that lies anywhere a name, which then stands for it alone.
+---@param kind string  "policies"
+---@param name string
+---@param path string
+---@param value any    what the file returned
+function M.give(kind, name, path, value)
+  given[kind] = given[kind] or {}
+  given[kind][name] = path
+  package.loaded[kind .. "." .. name] = value
+end
+
+--- The names of a kind, sorted.
+---@param kind string  "policies" or "priorities"
+---@return string[]
+function M.list(kind) return sorted.keys(find_all(kind)) end
+
+--- What the file of a name returns, and its path. Raises when there is no such name, or
+-- two files have it.
+---@param kind string   "policies"
+---@param what string   "policy", for the error
+---@param name any
+---@param level integer  which caller to blame
+---@return any value, string path
+function M.open(kind, what, name, level)
+  local paths = find_all(kind)
+  local found = paths[name]
+  if not found then
+    local names = sorted.keys(paths)
+    error(("no %s \"%s\"; did you mean \"%s\"? There are %s"):format(what, tostring(name),
+      nearest(tostring(name), names) or "", table.concat(names, ", ")), level + 1)
+  elseif found[2] then
+    error(("there are several %s \"%s\": %s; rename one"):format(kind, name,
+      table.concat(found, " and ")), level + 1)
+  end
+  return require(kind .. "." .. name), found[1]
+end
+
+return M

@@ -1,0 +1,41 @@
+--- The verb `new`: writes a working policy or experiment, to begin from.
+--
+--   kvlab new policy NAME       ./policies/NAME.lua
+--   kvlab new experiment NAME   ./experiments/NAME.lua
+--
+-- With --path=DIR it writes into DIR. The templates are new_policy.txt and
+-- new_experiment.txt, in which NAME stands for the name.
+local files = require "kvlab.files"
+
+local M = {}
+
+local HERE = debug.getinfo(1, "S").source:match "^@(.*)new%.lua$"
+
+-- What to type next.
+local NEXT = {
+  policy = "kvlab test policy %s   holds it to what every policy owes\n",
+  experiment = "kvlab run %s --quick   runs a small version\n",
+}
+
+--- The kinds of files that can be written.
+M.KINDS = { "policy", "experiment" }
+
+--- Writes a template. Raises when the file exists, or the name is none.
+---@param kind string   one of KINDS
+---@param name string
+---@param root string   the folder with policies/ and experiments/
+function M.main(kind, name, root)
+  if not name:find "^[%a_][%w_]*$" then
+    error(("new: the name is \"%s\", expected letters, digits and _"):format(name), 0)
+  end
+  local folder = ("%s/%s"):format(root, kind == "policy" and "policies" or "experiments")
+  local path = ("%s/%s.lua"):format(folder, name)
+  if files.read(path) then error(("new: %s exists"):format(path), 0) end
+  files.make_folder(folder)
+  local template = assert(files.read(("%snew_%s.txt"):format(HERE, kind)))
+  files.write(path, (template:gsub("NAME", name)))
+  io.write(path, "\n", NEXT[kind]:format(path))
+  return 0
+end
+
+return M

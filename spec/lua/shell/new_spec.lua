@@ -1,0 +1,75 @@
+--- What `kvlab new` writes works as it is, outside the project.
+local files = require "kvlab.files"
+
+local executable = (package.loaded["kvlab.paths"] or {}).executable
+
+describe("kvlab new", function()
+  if not executable then return end
+  local folder
+
+  before_each(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    files.make_folder(folder)
+  end)
+  after_each(function() os.execute(files.shell_line { "rm", "-rf", folder }) end)
+
+  --- The exit status and output of `kvlab …`, in the folder.
+  local function kvlab(...)
+    local command = ("cd %s && unset KVLAB_PATH && %s 2>&1; echo $?"):format(
+      files.shell_line { folder }, files.shell_line { executable, ... })
+    local pipe = io.popen(command)
+    local output, status = pipe:read("*a"):match "^(.-)(%d+)\n$"
+    pipe:close()
+    return tonumber(status), output
+  end
+
+  local function ok(...)
+    local status, output = kvlab(...)
+    assert.equal(0, status, output)
+    return output
+  end
+
+  local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
+
+  it("writes a policy that keeps the contract and is known by its name", function()
+    has("./policies/mine.lua\n", ok("new", "policy", "mine"))
+    has("0 failed", ok("test", "policy", "policies/mine.lua"))
+    files.write(folder .. "/a.lua", 'print(require("kvlab").policy("mine").name)')
+    assert.equal("mine\n", ok("run", "a.lua"))
+  end)
+
+  it("writes an experiment that runs, also with a policy of one's own", function()
+    ok("new", "policy", "mine")
+    ok("new", "experiment", "first", "--path=.")
+    has("mine", ok("run", "experiments/first.lua", "--quick", "--device=cpu",
+      "--set", "policy=mine", "--set", "context=512", "--set", "budget=0.3"))
+    has('"policies/mine.lua": "',
+      files.read(folder .. "/results/first-quick/results.jsonl"))
+  end)
+
+  it("finds policies in the folders of --path and KVLAB_PATH", function()
+    ok("new", "policy", "far", "--path=" .. folder .. "/deep")
+    files.write(folder .. "/a.lua", 'print(require("kvlab").policy("far").name)')
+    has('no policy "far"', (select(2, kvlab("run", "a.lua"))))
+    assert.equal("far\n", ok("run", "a.lua", "--path=deep"))
+    local pipe = io.popen(("cd %s && KVLAB_PATH=/nowhere:deep %s run a.lua"):format(
+      files.shell_line { folder }, files.shell_line { executable }))
+    assert.equal("far\n", pipe:read "*a")
+    pipe:close()
+  end)
+
+  it("refuses what exists, wrong names and kinds, and two policies of one name", function()
+    ok("new", "policy", "mine")
+    has("new: ./policies/mine.lua exists", (select(2, kvlab("new", "policy", "mine"))))
+    has('the name is "a-b", expected letters',
+      (select(2, kvlab("new", "policy", "a-b"))))
+    has('new has no "x"; expected policy or experiment',
+      (select(2, kvlab("new", "x", "y"))))
+    ok("new", "policy", "quest")
+    files.write(folder .. "/a.lua", 'require("kvlab").policy "quest"')
+    local status, output = kvlab("run", "a.lua")
+    assert.equal(1, status)
+    has('there are several policies "quest": ', output)
+  end)
+end)
