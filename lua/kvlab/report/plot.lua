@@ -26,6 +26,7 @@
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
 local options = require "kvlab.options"
+local shell_line = require("kvlab.files").shell_line
 local text_table = require "kvlab.report.table"
 local timeline = require "kvlab.report.timeline"
 
@@ -287,8 +288,7 @@ end
 
 --- Runs gnuplot on a script. Returns what gnuplot writes, or nil and a reason.
 local function run(script)
-  local quoted = "'" .. M.gnuplot:gsub("'", "'\\''") .. "'"
-  local probe = io.popen("command -v " .. quoted .. " 2>/dev/null")
+  local probe = io.popen(shell_line { "command", "-v", M.gnuplot } .. " 2>/dev/null")
   local found = probe:read "*l"
   probe:close()
   if not found then return nil, M.gnuplot .. " is not installed: no plots are drawn" end
@@ -297,7 +297,8 @@ local function run(script)
   file:write(script)
   file:close()
   local problem_path = path .. ".problem"
-  local pipe = io.popen(("%s '%s' 2>'%s'"):format(quoted, path, problem_path))
+  local pipe = io.popen(("%s 2>%s"):format(shell_line { M.gnuplot, path },
+    shell_line { problem_path }))
   local output = pipe:read "*a"
   pipe:close()
   file = io.open(problem_path)

@@ -21,7 +21,7 @@ local HEAD = [[
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none';
-  style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+  style-src 'unsafe-inline'; %simg-src data:">
 <title>%s</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #62676f; --page: #ffffff;
@@ -62,12 +62,15 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem;
 dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
 ]]
 
---- The beginning of a page: its head, colours and `style`, and its title.
+--- The beginning of a page: its head, colours and `style`, and its title. A page runs
+-- scripts only if has_scripts.
 ---@param title string
 ---@param style string
+---@param has_scripts boolean
 ---@return string
-function M.head(title, style)
-  return HEAD:format(escape(title), style, escape(title))
+function M.head(title, style, has_scripts)
+  return HEAD:format(has_scripts and "script-src 'unsafe-inline'; " or "", escape(title),
+    style, escape(title))
 end
 
 local SORT = [[
@@ -189,7 +192,7 @@ end
 ---@return string
 function M.html(r)
   local m = r.manifest
-  local out = { M.head(r.title, STYLE) }
+  local out = { M.head(r.title, STYLE, true) }
   local made = { m.name, m.device .. (m.description and ", " .. m.description or ""),
                  "seed " .. to_text(m.seed), m.date }
   out[#out + 1] = "<p class=\"made\">" .. escape(table.concat(made, " · ")) .. "</p>"

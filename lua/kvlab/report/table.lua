@@ -111,18 +111,20 @@ function M.text(t)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- A cell of comma-separated values. Numbers keep all of their digits.
+--- A cell of comma-separated values. Numbers keep all of their digits. A spreadsheet runs
+-- text that begins like a formula, so such text gets a ' in front, unless it is a number.
 local function csv_cell(value)
   if value == nil then return "" end
   if type(value) == "number" then
     return value ~= value and "nan" or ("%.17g"):format(value)
   end
   local text = tostring(value)
+  if text:find "^[=+@\t\r-]" and not tonumber(text) then text = "'" .. text end
   return text:find "[,\"\r\n]" and '"' .. text:gsub('"', '""') .. '"' or text
 end
 
 --- Writes a table as comma-separated values (RFC 4180, with \n at the end of lines). nil
--- becomes an empty cell.
+-- becomes an empty cell, and text that a spreadsheet would run begins with a '.
 ---@param t {header: string[], rows: any[][], caption?: string, format?: string}  only the
 ---  first two are written
 ---@return string

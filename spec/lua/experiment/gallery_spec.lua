@@ -59,6 +59,52 @@ describe("gallery", function()
     end
   end)
 
+  --- The card of an experiment whose manifest names the first picture in this way.
+  local function page_with(picture, svg)
+    write("x/report.html", "a report")
+    if svg then write("x/one.svg", svg) end
+    write("x/manifest.json", '{"title": "t", "pictures": [' .. picture .. "]}")
+    return gallery.html(folder, "t", "cpu", { { name = "x", is_done = true, seconds = 0,
+      printed = "printed" } })
+  end
+
+  it("runs no script", function()
+    assert.is_nil(page_with('"one.svg"', SVG):find("script-src", 1, true))
+  end)
+
+  it("takes pictures of the experiment's own folder only", function()
+    write("y/secret.svg", SVG)
+    for _, name in ipairs { '"../y/secret.svg"', '"' .. folder .. '/y/secret.svg"',
+                            '"manifest.json"', "7", "{}", '".."' } do
+      local page = page_with(name)
+      assert.is_nil(page:find("<svg", 1, true), name)
+      assert.truthy(page:find("is no name of a picture", 1, true), name)
+      assert.truthy(page:find("printed</pre>", 1, true), name)
+    end
+    assert.truthy(page_with('"none.svg"'):find("none.svg is missing", 1, true))
+  end)
+
+  it("shows a picture only if all of it is drawn", function()
+    local IMAGE = "<image xlink:href='data:image/png;base64,AAAA'/>"
+    for _, inner in ipairs { "", "<!-- a comment -->", IMAGE, "<g fill=\"a>b\">x</g>",
+                             "<text x='1'>a &lt; b</text>" } do
+      local page = page_with('"one.svg"', SVG:gsub("</svg>", inner .. "%0"))
+      assert.truthy(page:find("<svg", 1, true), inner)
+    end
+    for _, bad in ipairs {
+      "<script>alert(1)</script>", "<g onclick='x()'/>", "<g a='>' OnLoad='x()'/>",
+      "<a xlink:href='#a'>x</a>", "<use href='https://x.example/a'/>",
+      "<image xlink:href='data:image/svg+xml;base64,AAAA'/>", "<style>body{}</style>",
+      "<foreignObject><form/></foreignObject>", "<g onload=x()>", "</svg><p>x</p>",
+      "<!-- a --!><script>x()</script> -->", "<![CDATA[x]]>", "<g", "</svg>x",
+      "<meta http-equiv='refresh' content='0'/>" } do
+      local page = page_with('"one.svg"', SVG:gsub("</svg>", bad:gsub("%%", "%%%%")
+        .. "%0"))
+      assert.is_nil(page:find("<svg", 1, true), bad)
+      assert.truthy(page:find("no picture: one.svg", 1, true), bad)
+    end
+  end)
+
   local it = kv.paths.executable and it or pending
 
   it("is made of experiments that ran, each in a folder of its own", function()

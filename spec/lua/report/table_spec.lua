@@ -62,6 +62,12 @@ blöck             nan            -
         { 'say "so"', 0.1, true }, { "x", 0 / 0, nil }, { "two\nlines", 0.25, false } } })
   end)
 
+  it("is written so that no spreadsheet runs a cell", function()
+    assert.equal("'=1+1,'@x,-5,'-x\n\"'=HYPERLINK(\"\"x\"\")\",'+cmd|a,-0.5,\"'\rx\"\n",
+      text_table.csv { header = { "=1+1", "@x", "-5", "-x" },
+        rows = { { '=HYPERLINK("x")', "+cmd|a", -0.5, "\rx" } } })
+  end)
+
   it("refuses to put two rows into one cell", function()
     assert.error_matches(function()
       text_table.pivot(rows, { rows = "policy", columns = "budget", value = "accuracy" })

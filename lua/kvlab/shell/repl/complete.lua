@@ -1,6 +1,7 @@
 --- The completions that Tab offers for the text before the cursor: fields and methods of
 -- live values, names inside strings that a call takes (policies, dtypes, devices,
 -- modules, files), and the options of the policy that is being opened.
+local files_of = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
 local library = require "kvlab.library"
 local sorted = require "kvlab.sorted"
@@ -53,13 +54,10 @@ local function devices() return { "auto", "cpu", "cuda", "cuda:0" } end
 local function modules()
   local names = { "kvlab" }
   for _, folder in ipairs { "kvlab", "policies", "priorities", "models" } do
-    local list = io.popen(('ls "%s/lua/%s" 2>/dev/null'):format(library.paths.root,
-      folder))
-    for file in list:lines() do
-      names[#names + 1] = file:match "^(.*)%.lua$" and
-        folder .. "." .. file:match "^(.*)%.lua$" or nil
+    for _, file in ipairs(files_of.list(library.paths.root .. "/lua/" .. folder)) do
+      local name = file:match "^(.*)%.lua$"
+      if name then names[#names + 1] = folder .. "." .. name end
     end
-    list:close()
   end
   return names
 end
@@ -68,9 +66,8 @@ end
 local function files(stem)
   local folder, start = stem:match "^(.*/)(.-)$"
   folder, start = folder or "", start or stem
-  local quoted = (folder == "" and "." or folder):gsub("'", "'\\''")
-  local list = io.popen(("ls -Ap -- '%s' 2>/dev/null"):format(quoted))
-  local names = {}
+  local line = files_of.shell_line { "ls", "-Ap", "--", folder == "" and "." or folder }
+  local list, names = io.popen(line .. " 2>/dev/null"), {}
   for name in list:lines() do
     if start ~= "" or name:sub(1, 1) ~= "." then names[#names + 1] = folder .. name end
   end

@@ -2,6 +2,7 @@
 -- history that outlives the session. libedit is run one key at a time (EL_UNBUFFERED), so
 -- that Lua asks it and it never calls Lua.
 local ffi = require "ffi"
+local shell_line = require("kvlab.files").shell_line
 
 ffi.cdef [[
 typedef struct kvl_editline kvl_editline;
@@ -74,7 +75,7 @@ local function load_history(self)
   local file = self.path and io.open(self.path)
   if not file then
     local folder = (self.path or ""):match "^(.*)/" or "."
-    os.execute(("mkdir -p -m 700 '%s' 2>/dev/null"):format(folder:gsub("'", "'\\''")))
+    os.execute(shell_line { "mkdir", "-p", "-m", "700", "--", folder } .. " 2>/dev/null")
     return
   end
   local lines = {}
