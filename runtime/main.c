@@ -21,9 +21,15 @@
  * that goes on, as the REPL does, clears the flag with kvl_interrupt(0) and takes the hook
  * away. Compiled loops check for the hook if LuaJIT was built by tools/get_luajit.sh.
  *
+ * A standard descriptor that is closed at the start becomes one that fails, so that no file
+ * that is opened later is taken for it. What cannot be written to standard output makes the
+ * exit status 1, however the program ends.
+ *
  * Exit status: 0 fine, 1 an error in a script or a failed spec, 2 a wrong command line,
  * 130 interrupted. KVLAB_TRACEBACK=1 adds the Lua stack to an error's message.
  */
+#include <errno.h>
+#include <fcntl.h>
 #include <lauxlib.h>
 #include <lua.h>
 #include <lualib.h>
@@ -164,8 +170,29 @@ static void sleep_between_loops(char **argv) {
   if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);
 }
 
+/* Opens /dev/null in place of each standard descriptor that is closed: for what the others
+ * do not do, so that reading or writing it is an error. Messages to stderr are lost. */
+static int open_standard_descriptors(void) {
+  static const int modes[] = {O_WRONLY, O_RDONLY, O_RDWR};
+  for (int fd = 0; fd < 3; fd++)
+    if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", modes[fd]) != fd) return 0;
+  return 1;
+}
+
+/* Runs at exit. */
+static void check_stdout(void) {
+  errno = 0;
+  int failed = fflush(stdout) != 0;
+  if (!failed && !ferror(stdout)) return;
+  fprintf(stderr, "kvlab: standard output cannot be written%s%s\n", failed ? ": " : "",
+          failed ? strerror(errno) : "");
+  _exit(1);
+}
+
 int main(int argc, char **argv) {
+  if (!open_standard_descriptors()) return 1;
   sleep_between_loops(argv);
+  atexit(check_stdout);
   lua_State *L = luaL_newstate();
   if (!L) {
     fputs("kvlab: not enough memory to start Lua\n", stderr);

@@ -32,6 +32,18 @@ local function feed(lines, arguments)
   return output, tonumber(status)
 end
 
+describe("completion", function()
+  it("passes the project's path to no shell", function()
+    local root, touched = paths.root, os.tmpname()
+    os.remove(touched)
+    paths.root = ('/tmp/"$(touch %s)`touch %s`\\'):format(touched, touched)
+    local ok, why = pcall(complete.candidates, 'require "kvl', {}, {})
+    paths.root = root
+    assert.is_true(ok, why)
+    assert.is_nil(io.open(touched))
+  end)
+end)
+
 describe("repl", function()
   setup(function() folder = ask("mktemp -d"):match "%S+" end)
   teardown(function() os.execute("rm -rf " .. quote(folder)) end)
@@ -61,6 +73,18 @@ kv.policy.names(
       local many = ("1;\n"):rep(30) .. "_29\n_2\n"
       assert.equal("1\nwarning: _2 is not defined: the results of the last 20 inputs are "
         .. "kept\nnil\n", (feed(many)))
+    end)
+
+    it("ends when its input cannot be read", function()
+      for redirection, words in pairs { ["<&-"] = "Bad file descriptor",
+                                        ["</"] = "Is a directory" } do
+        local output, status = ask(("%s repl --device=cpu %s 2>&1 | head -c 4000; "
+          .. "echo; %s repl --device=cpu %s >/dev/null 2>&1; echo \"status $?\""):format(
+          quote(executable), redirection, quote(executable), redirection))
+          :match "^(.*)\nstatus (%d+)\n$"
+        assert.equal("standard input cannot be read: " .. words .. "\n", output)
+        assert.equal("1", status)
+      end
     end)
 
     it("goes on after an error and tells of it with its status", function()

@@ -20,6 +20,7 @@ int kvl_interrupted(void);
 
 local M = {}
 
+local EINTR = 4 -- a signal came while a line was read
 local RESULTS_KEPT = 20 -- a result that is a tensor keeps its memory
 
 ---@class kvlab.Session
@@ -28,6 +29,7 @@ local RESULTS_KEPT = 20 -- a result that is a tensor keeps its memory
 ---@field is_terminal boolean input comes from a terminal, so there are prompts
 ---@field is_coloured boolean
 ---@field has_failed boolean  an input ended with an error
+---@field is_broken boolean   the input cannot be read
 ---@field sources table<string, string[]>  the lines of every chunk by its name
 ---@field columns fun(): integer  of the terminal
 ---@field editor kvlab.LineEditor|nil
@@ -91,7 +93,10 @@ function Session:read_line(is_first)
       io.stdout:flush()
     end
     local line, problem, errno = io.read "*l"
-    if not line and errno then error(problem, 0) end
+    if not line and errno then
+      self.is_broken = errno ~= EINTR
+      error(self.is_broken and "standard input cannot be read: " .. problem or problem, 0)
+    end
     return line
   end
   local prompt = is_first and ("[%d] "):format(self.number)
@@ -197,7 +202,7 @@ function Session:recover(problem)
   end
 end
 
---- One input; false at the end of all.
+--- One input; false at the end of all, and when no more can be read.
 function Session:step()
   local ok, chunk, text = pcall(self.read, self)
   if ok and not chunk then return false end
@@ -209,7 +214,7 @@ function Session:step()
   end
   if not ok then self:recover(problem) end
   self:advance()
-  return true
+  return not self.is_broken
 end
 
 -- ---- the whole ------------------------------------------------------------------------
