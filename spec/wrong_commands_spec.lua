@@ -45,10 +45,10 @@ describe("a wrong command", function()
   teardown(function() scratch:remove() end)
 
   it("is told that a folder with a backslash cannot be built in", function()
-    local status, output = scratch:sh(("d='a\\b'; mkdir -p \"$d/lua/kvlab/shell\" && cd '%s' "
-      .. "&& cp -r kvlab VERSION premake5.lua tools \"$OLDPWD/$d\" && cp lua/kvlab/shell/"
-      .. "verbs.txt \"$OLDPWD/$d/lua/kvlab/shell\" && cd \"$OLDPWD/$d\" && ./kvlab build")
-      :format(kv.paths.root))
+    local status, output = scratch:sh(("d='a\\b'; mkdir -p \"$d/lua/kvlab/shell\" "
+      .. "&& cd '%s' && cp -r kvlab VERSION premake5.lua tools \"$OLDPWD/$d\" "
+      .. "&& cp lua/kvlab/shell/verbs.txt \"$OLDPWD/$d/lua/kvlab/shell\" "
+      .. "&& cd \"$OLDPWD/$d\" && ./kvlab build"):format(kv.paths.root))
     assert.equal(1, status, output)
     assert.matches("kvlab: .* a folder whose path has a backslash: .*/a\\b\n$", output)
   end)

@@ -16,12 +16,25 @@ function M.refuse(path, field, got, expected)
   error(("%s: %s is %s, expected %s"):format(path, field, tostring(got), expected), 0)
 end
 
---- The field of a config that has to be a whole number >= 1.
+local SIZE_MAX = 2 ^ 24 -- of anything that a config counts
+
+--- The field of a config that has to be a whole number from 1 to SIZE_MAX.
 ---@return integer
 function M.count(path, fields, name)
   local value = fields[name]
-  if type(value) ~= "number" or value < 1 or value % 1 ~= 0 then
-    M.refuse(path, name, value, "a whole number >= 1")
+  if type(value) ~= "number" or not (value >= 1 and value <= SIZE_MAX)
+    or value % 1 ~= 0 then
+    M.refuse(path, name, value, ("a whole number from 1 to %d"):format(SIZE_MAX))
+  end
+  return value
+end
+
+--- The field of a config that has to be a number > 0.
+---@return number
+function M.positive(path, fields, name)
+  local value = fields[name]
+  if type(value) ~= "number" or not (value > 0 and value < math.huge) then
+    M.refuse(path, name, value, "a number > 0")
   end
   return value
 end
@@ -31,8 +44,10 @@ local function read_json(path)
   sources.keep(path)
   local file, why = io.open(path)
   if not file then error(why, 0) end
-  local ok, fields = pcall(json.decode, file:read "*a")
+  local text, problem = file:read "*a"
   file:close()
+  if not text then error(("%s: %s"):format(path, problem), 0) end
+  local ok, fields = pcall(json.decode, text)
   if not ok or type(fields) ~= "table" then
     error(("%s: %s"):format(path, ok and "no JSON object" or fields), 0)
   end
@@ -61,10 +76,13 @@ local function open_files(folder)
   end
   index:close()
   local map, files = read_json(index_path).weight_map, {}
+  if type(map) ~= "table" then
+    M.refuse(index_path, "weight_map", map, "a table of tensors' files")
+  end
   return function(name)
     local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
       name), 0)
-    if shard:find "/" then
+    if type(shard) ~= "string" or shard:find "[/%z]" then
       M.refuse(folder, "shard of " .. name, shard, "a plain file name")
     end
     files[shard] = files[shard] or kv.safetensors(folder .. "/" .. shard)

@@ -8,6 +8,7 @@
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 local checkpoint = require "models.checkpoint"
 local engine = require "models.engine"
+local json = require "kvlab.json"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
@@ -23,15 +24,49 @@ local VARIANTS = {
   qwen3 = { head_norm = true },
 }
 
+-- What each rope_type needs besides rope_theta.
+local ROPE_FIELDS = {
+  default = {}, linear = { "factor" },
+  llama3 = { "factor", "low_freq_factor", "high_freq_factor",
+             "original_max_position_embeddings" },
+}
+
+--- The fields about rotary embeddings, checked. transformers turns whole heads in these
+-- families, whatever partial_rotary_factor says.
+local function check_rope(path, raw)
+  local rope = {}
+  for _, name in ipairs { "rope_scaling", "rope_parameters" } do
+    local fields = raw[name]
+    if fields and type(fields) ~= "table" then refuse(path, name, fields, "a table") end
+    for k, v in pairs(fields or {}) do
+      if v ~= json.null then rope[k] = v end
+    end
+  end
+  rope.rope_theta = rope.rope_theta or raw.rope_theta or 10000
+  rope.kind = rope.rope_type or rope.type or "default"
+  if not ROPE_FIELDS[rope.kind] then
+    refuse(path, "rope_type", rope.kind, "default, linear or llama3")
+  end
+  checkpoint.positive(path, rope, "rope_theta")
+  for _, name in ipairs(ROPE_FIELDS[rope.kind]) do
+    checkpoint.positive(path, rope, name)
+  end
+  if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor then
+    refuse(path, "high_freq_factor", rope.high_freq_factor,
+      ("more than low_freq_factor, %g"):format(rope.low_freq_factor))
+  end
+  local share = raw.partial_rotary_factor or rope.partial_rotary_factor or 1
+  if share ~= 1 then
+    refuse(path, "partial_rotary_factor", share, "1: these models turn whole heads")
+  end
+  return rope
+end
+
 --- Frequencies 1 / theta^(2i/dim), stretched as in Llama 3.1: low ones are divided by
 -- `factor`, those between the two wavelengths change smoothly. Source: Hugging Face's
 -- rope_type "llama3".
-local function frequencies(path, rope, dim)
-  local list = {}
-  local kind = rope.rope_type or rope.type or "default"
-  if kind ~= "default" and kind ~= "linear" and kind ~= "llama3" then
-    refuse(path, "rope_type", kind, "default, linear or llama3")
-  end
+local function frequencies(rope, dim)
+  local list, kind = {}, rope.kind
   for i = 0, dim / 2 - 1 do
     local f = rope.rope_theta ^ (-2 * i / dim)
     if kind == "linear" then
@@ -49,6 +84,21 @@ local function frequencies(path, rope, dim)
   return list
 end
 
+--- The numbers of heads and their size, as attention's kernels have them.
+local function check_heads(path, raw, c)
+  c.kv_heads = raw.num_key_value_heads
+    and checkpoint.count(path, raw, "num_key_value_heads") or c.heads
+  if c.heads % c.kv_heads ~= 0 then
+    refuse(path, "num_attention_heads", c.heads,
+      ("a multiple of num_key_value_heads, %d"):format(c.kv_heads))
+  end
+  c.head_dim = raw.head_dim or c.hidden / c.heads
+  if type(c.head_dim) ~= "number" or not (c.head_dim >= 8 and c.head_dim <= 256)
+    or c.head_dim % 8 ~= 0 then
+    refuse(path, "head_dim", c.head_dim, "a multiple of 8 from 8 to 256")
+  end
+end
+
 --- The fields that the forward pass needs, checked. path: where they come from.
 local function check_config(path, raw)
   local variant = VARIANTS[raw.model_type]
@@ -60,7 +110,8 @@ local function check_config(path, raw)
   end
   if raw.mlp_bias then refuse(path, "mlp_bias", true, "false") end
   local c = { path = path, variant = variant, tied = raw.tie_word_embeddings == true,
-              eps = raw.rms_norm_eps or 1e-6,
+              eps = raw.rms_norm_eps and checkpoint.positive(path, raw, "rms_norm_eps")
+                or 1e-6,
               qkv_bias = variant.qkv_bias or raw.attention_bias == true,
               out_bias = raw.attention_bias == true and not variant.qkv_bias }
   for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
@@ -68,17 +119,8 @@ local function check_config(path, raw)
                               vocab = "vocab_size" } do
     c[short] = checkpoint.count(path, raw, field)
   end
-  c.kv_heads = raw.num_key_value_heads
-    and checkpoint.count(path, raw, "num_key_value_heads") or c.heads
-  c.head_dim = checkpoint.count(path,
-    { head_dim = raw.head_dim or c.hidden / c.heads }, "head_dim")
-  local rope = {}
-  for _, source in ipairs { raw.rope_scaling or {}, raw.rope_parameters or {} } do
-    if type(source) == "table" then for k, v in pairs(source) do rope[k] = v end end
-  end
-  rope.rope_theta = rope.rope_theta or raw.rope_theta or 10000
-  local share = raw.partial_rotary_factor or rope.partial_rotary_factor or 1
-  c.inv_freq = frequencies(path, rope, c.head_dim * share)
+  check_heads(path, raw, c)
+  c.inv_freq = frequencies(check_rope(path, raw), c.head_dim)
   return c
 end
 

@@ -2,6 +2,7 @@
 -- goldens), and the equalities that hold for every model: chunked, decoded, batched,
 -- forked. Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of
 -- logits that are O(1) to O(10).
+local files = require "kvlab.files"
 local kv = require "kvlab"
 local json = require "kvlab.json"
 local llama = require "models.llama"
@@ -91,7 +92,7 @@ describe("llama.load", function()
     local text = file:read "*a"
     file:close()
     file = assert(io.open(dir .. "/config.json", "w"))
-    file:write((change(text)))
+    file:write((change(text, dir)))
     file:close()
     local ok, why = pcall(llama.load, dir, { device = "cpu" })
     os.execute(("rm -r '%s'"):format(dir))
@@ -109,6 +110,68 @@ describe("llama.load", function()
       return t:gsub('("num_hidden_layers": )%d+', "%13") end)
     fails("expected [", function(t) return t:gsub('("vocab_size": )%d+', "%1100") end)
     fails("config.json", function(t) return t:sub(1, 50) end)
+  end)
+
+  --- The config with further fields; of two with one name the last one counts.
+  local function with(fields)
+    return function(t) return t:gsub("}%s*$", "," .. fields .. "}") end
+  end
+
+  it("refuses sizes that no model has, at once", function()
+    for _, field in ipairs { "head_dim", "hidden_size", "num_attention_heads",
+      "num_key_value_heads", "num_hidden_layers", "vocab_size", "intermediate_size" } do
+      for _, value in ipairs { "1e9", "1e300", "-1", "0", "1.5", '"8"', "[]", "true" } do
+        fails("config.json: " .. field .. " is ", with(('"%s": %s'):format(field, value)))
+      end
+    end
+  end)
+
+  it("refuses heads that the kernels lack", function()
+    for _, value in ipairs { 4, 12, 257, 264, 512 } do
+      fails(("head_dim is %d, expected a multiple of 8 from 8 to 256"):format(value),
+        with('"head_dim": ' .. value))
+    end
+    fails("num_attention_heads is 4, expected a multiple of num_key_value_heads, 3",
+      with '"num_attention_heads": 4, "num_key_value_heads": 3')
+  end)
+
+  it("refuses rotary embeddings that transformers would compute otherwise", function()
+    fails("partial_rotary_factor is 0.5, expected 1", with '"partial_rotary_factor": 0.5')
+    fails("partial_rotary_factor is 0.5, expected 1",
+      with '"rope_parameters": {"partial_rotary_factor": 0.5}')
+    fails("rope_type is yarn", with '"rope_scaling": {"rope_type": "yarn"}')
+    fails("rope_scaling is linear, expected a table", with '"rope_scaling": "linear"')
+    fails("factor is nil, expected a number > 0",
+      with '"rope_scaling": {"type": "linear"}')
+    fails("factor is 0, expected a number > 0",
+      with '"rope_scaling": {"type": "linear", "factor": 0}')
+    fails("rope_theta is x, expected a number > 0", with '"rope_theta": "x"')
+    fails("rms_norm_eps is x, expected a number > 0", with '"rms_norm_eps": "x"')
+    local LLAMA3 = { factor = 8, low_freq_factor = 1, high_freq_factor = 4,
+                     original_max_position_embeddings = 64 }
+    for missing in pairs(LLAMA3) do
+      local parts = { '"rope_type": "llama3"' }
+      for name, value in pairs(LLAMA3) do
+        if name ~= missing then parts[#parts + 1] = ('"%s": %d'):format(name, value) end
+      end
+      fails(missing .. " is nil, expected a number > 0",
+        with(('"rope_scaling": {%s}'):format(table.concat(parts, ","))))
+    end
+    fails("high_freq_factor is 1, expected more than low_freq_factor, 1",
+      with('"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1,'
+        .. '"high_freq_factor": 1, "original_max_position_embeddings": 64}'))
+  end)
+
+  it("names what is wrong with an index of shards", function()
+    for text, words in pairs { ["{}"] = "weight_map is nil, expected a table",
+      ['{"weight_map": 3}'] = "weight_map is 3",
+      ['{"weight_map": {"model.embed_tokens.weight": 3}}'] = "is 3, expected a plain",
+      ['{"weight_map": {"model.embed_tokens.weight": "../x"}}'] = "is ../x, expected" } do
+      fails(words, function(t, dir)
+        files.write(dir .. "/model.safetensors.index.json", text)
+        return t
+      end)
+    end
   end)
 
   it("names a folder that is not there", function()
