@@ -1082,7 +1082,7 @@ typedef struct kvl_safetensors_entry {
   int32_t ndim, dtype;
 } kvl_safetensors_entry;
 
-/* Maps a file and checks its whole header: length, overflow, overlaps, holes, duplicate
+/* Opens a file and checks its whole header: length, overflow, overlaps, holes, duplicate
  * keys, and dtype and shape against the byte range. Errors: IO; FORMAT, with a message that
  * names the file, the tensor and the fault; NO_MEMORY. */
 int kvl_safetensors_open(const char *path, kvl_safetensors **out);
@@ -1090,7 +1090,8 @@ void kvl_safetensors_close(kvl_safetensors *file);
 int kvl_safetensors_count(const kvl_safetensors *file);
 int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
                               kvl_safetensors_entry *out);
-/* Copies entry `index` into t, which has the same dtype and shape. */
+/* Reads entry `index` into t, which has the same dtype and shape. Errors: IO, also when the
+ * file has changed since it was opened. */
 int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t);
 
 /* ffi:end */

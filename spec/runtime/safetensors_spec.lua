@@ -1,5 +1,8 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
+local processes = require "spec.processes"
+
+ffi.cdef "int memcmp(const void *a, const void *b, size_t bytes);"
 
 local function u64(n)
   local bytes = {}
@@ -109,6 +112,47 @@ describe("safetensors", function()
     os.remove(path)
     assert.is_false(ok)
     assert.truthy(why:find "at least 8", why)
+  end)
+
+  it("is refused when it changes while it is open", function()
+    local n = 3000000 -- more than is read at once
+    local data = ffi.string(ffi.new("uint8_t[?]", n), n)
+    local header = '{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},'
+      .. ('"b":{"dtype":"U8","shape":[%d],"data_offsets":[8,%d]}}'):format(n - 8, n)
+    for words, change in pairs {
+      ["has 1000 bytes, expected"] = "truncate -s 1000 '%s'",
+      ["has 0 bytes, expected"] = ": >'%s'",
+      ["it was written to while it was open"] =
+        "printf x | dd of='%s' conv=notrunc bs=1 seek=2000 2>/dev/null; touch -d @1 '%s'",
+    } do
+      local path = write(header, data)
+      local pid = processes.fork(function() -- which would be killed
+        local file = kv.safetensors(path)
+        assert(os.execute((change:gsub("%%s", path))) == 0)
+        for _, name in ipairs { "a", "b" } do
+          local ok, why = pcall(file.read, file, name, kv.device "cpu")
+          assert(not ok and why:find(path, 1, true) and why:find(words, 1, true), why)
+        end
+        file:close()
+      end)
+      assert.equal(0, processes.wait(pid), words)
+      os.remove(path)
+    end
+  end)
+
+  it("reads tensors of any size and reads them again", function()
+    for _, n in ipairs { 1, 23, 24, 25, 2 ^ 18 - 1, 2 ^ 18, 2 ^ 18 + 1, 600001 } do
+      local numbers = ffi.new("float[?]", n)
+      for i = 0, n - 1 do numbers[i] = i % 8191 end
+      local path = write("{" .. entry("x", n, 0, 4 * n) .. "}", ffi.string(numbers, 4 * n))
+      local file = kv.safetensors(path)
+      for _ = 1, 2 do
+        local t = file:read("x", kv.device "cpu")
+        assert.equal(0, ffi.C.memcmp(t:data(), numbers, 4 * n))
+      end
+      file:close()
+      os.remove(path)
+    end
   end)
 
   it("survives every truncation and every damaged byte of a header", function()

@@ -1,5 +1,5 @@
---- Reads safetensors files. A file is mapped, checked as a whole when it is opened, and
--- its tensors are copied to a device by name.
+--- Reads safetensors files. A file is checked as a whole when it is opened, and its
+-- tensors are read to a device by name. A file that somebody changes meanwhile is an error.
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -62,7 +62,7 @@ function File:read(name, dev, dtype, shape)
   return dtype and t:cast(dtype) or t
 end
 
---- Unmaps the file.
+--- Closes the file.
 function File:close() C.kvl_safetensors_close(ffi.gc(self.handle, nil)) end
 
 return constructor(M, open)
