@@ -78,7 +78,7 @@ static int write_all(struct work *w, int (*body)(struct work *)) {
 
 static int trouble(kvl_store *store, const char *doing, int code) {
   kvl__store_trouble(store, &store->errors, "lmdb store: %s: %s: %s",
-                     ((struct lmdb *)store->state)->file->path, doing, mdb_strerror(code));
+                     ((struct lmdb *)store->state)->file->path, doing, kvl__lmdb_words(code));
   return 0;
 }
 
@@ -246,7 +246,8 @@ static int lmdb_sync(kvl_store *store) {
   file_touches_from(store, 1);
   int code = kvl__lmdb_sync(l->file);
   if (!code) return KVL_OK;
-  return kvl__fail(KVL_ERR_IO, "lmdb store: %s: sync: %s", l->file->path, mdb_strerror(code));
+  return kvl__fail(KVL_ERR_IO, "lmdb store: %s: sync: %s", l->file->path,
+                   kvl__lmdb_words(code));
 }
 
 static void lmdb_held(kvl_store *store, kvl_store_stats *out) {

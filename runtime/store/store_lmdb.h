@@ -1,13 +1,19 @@
 /* The file of an lmdb store, for store_lmdb.c. All functions but kvl__lmdb_open return
- * LMDB's codes: 0, MDB_..., or an errno. */
+ * LMDB's codes: 0, MDB_..., or an errno; or KVL__LMDB_CUT. */
 #ifndef KVL_STORE_LMDB_H
 #define KVL_STORE_LMDB_H
 
 #include <lmdb.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/types.h>
 
 #include "core/status.h"
+
+enum { KVL__LMDB_CUT = -1 }; /* somebody has cut the file off while it was open */
+
+/* What a code means. */
+const char *kvl__lmdb_words(int code);
 
 /* Totals over all records, stored in the tree `main`. */
 struct kvl__lmdb_totals {
@@ -19,8 +25,10 @@ struct kvl__lmdb_totals {
 struct kvl__lmdb {
   MDB_env *env;
   MDB_dbi main, records, used, order;
-  pthread_rwlock_t map; /* transactions hold it to read, changes of the map to write */
-  int map_failed;       /* not 0: why changing the map failed; there is no map any more */
+  pthread_rwlock_t map;       /* transactions hold it to read, changes of the map to write */
+  _Atomic int64_t bytes_seen; /* the longest that the file was; LMDB never makes it shorter */
+  atomic_int is_cut;          /* somebody else did; no transaction begins any more */
+  int map_failed; /* not 0: why changing the map failed; there is no map any more */
   dev_t device;
   ino_t inode;
   struct kvl__lmdb *next; /* in the list of open files */

@@ -39,10 +39,70 @@ int kvl__lmdb_grow(struct kvl__lmdb *l, size_t full) {
   return code;
 }
 
+const char *kvl__lmdb_words(int code) {
+  return code == KVL__LMDB_CUT ? "the file was cut off while it was open"
+                               : mdb_strerror(code);
+}
+
+/* Checks that the file is as long as it was; if not, reading it through the map would kill
+ * the process. A cut between this check and the end of a transaction goes unnoticed. */
+static int check_length(struct kvl__lmdb *l, int64_t *bytes) {
+  int fd;
+  struct stat st;
+  mdb_env_get_fd(l->env, &fd);
+  if (fstat(fd, &st) < 0) return errno;
+  int64_t seen = l->bytes_seen;
+  if (st.st_size < seen) l->is_cut = 1;
+  if (l->is_cut) return KVL__LMDB_CUT;
+  while (seen < st.st_size &&
+         !atomic_compare_exchange_weak(&l->bytes_seen, &seen, (int64_t)st.st_size))
+    continue;
+  if (bytes) *bytes = st.st_size;
+  return 0;
+}
+
+/* The bytes of all pages that LMDB knows of. */
+static int64_t bytes_of_pages(struct kvl__lmdb *l) {
+  MDB_envinfo info;
+  MDB_stat stat;
+  mdb_env_info(l->env, &info);
+  mdb_env_stat(l->env, &stat);
+  return (int64_t)(info.me_last_pgno + 1) * stat.ms_psize;
+}
+
+/* If the file ends before the last page that LMDB knows of, that page was never written or
+ * somebody has cut it off. This appends zeros, which are neither records nor pages of a
+ * tree. Call it in a write transaction, so that no other process makes the file longer. */
+static int restore_length(struct kvl__lmdb *l) {
+  int fd;
+  int64_t bytes, pages = bytes_of_pages(l);
+  int code = check_length(l, &bytes);
+  if (code || bytes >= pages) return code;
+  mdb_env_get_fd(l->env, &fd);
+  return ftruncate(fd, (off_t)pages) < 0 ? errno : 0;
+}
+
+/* Begins a transaction in a file that is as long as the map of it is used. */
+static int begin_whole(struct kvl__lmdb *l, unsigned flags, MDB_txn **txn) {
+  int64_t bytes;
+  int code = check_length(l, &bytes);
+  if (!code) code = mdb_txn_begin(l->env, NULL, flags, txn);
+  if (code || bytes >= bytes_of_pages(l)) return code;
+  if (!(flags & MDB_RDONLY)) {
+    if ((code = restore_length(l))) mdb_txn_abort(*txn);
+    return code;
+  }
+  mdb_txn_abort(*txn);
+  if ((code = mdb_txn_begin(l->env, NULL, 0, txn))) return code;
+  code = restore_length(l);
+  mdb_txn_abort(*txn);
+  return code ? code : mdb_txn_begin(l->env, NULL, flags, txn);
+}
+
 int kvl__lmdb_begin(struct kvl__lmdb *l, unsigned flags, MDB_txn **txn) {
   for (int cleaned = 0;;) {
     pthread_rwlock_rdlock(&l->map);
-    int code = l->map_failed ? l->map_failed : mdb_txn_begin(l->env, NULL, flags, txn);
+    int code = l->map_failed ? l->map_failed : begin_whole(l, flags, txn);
     if (!code) return 0;
     pthread_rwlock_unlock(&l->map);
     if (code == MDB_MAP_RESIZED) {
@@ -62,6 +122,7 @@ int kvl__lmdb_commit(struct kvl__lmdb *l, MDB_txn *txn) {
   int code = kvl__unsynced_note(l->path) < 0 ? EIO : 0;
   if (code) mdb_txn_abort(txn);
   else code = mdb_txn_commit(txn);
+  if (!code) check_length(l, NULL); /* to know the new length; the commit is done */
   pthread_rwlock_unlock(&l->map);
   return code;
 }
@@ -115,26 +176,11 @@ static int check_not_open(const char *path) {
   return KVL_OK;
 }
 
-/* If the file ends before the last page that LMDB knows of, somebody has cut it off, and
- * reading there through the map would kill the process. This appends zeros, which are
- * neither records nor pages of a tree. */
-static int restore_length(struct kvl__lmdb *l, int fd) {
-  MDB_envinfo info;
-  MDB_stat stat;
-  struct stat st;
-  mdb_env_info(l->env, &info);
-  mdb_env_stat(l->env, &stat);
-  off_t bytes = (off_t)(info.me_last_pgno + 1) * stat.ms_psize;
-  if (fstat(fd, &st) < 0) return errno;
-  return st.st_size < bytes && ftruncate(fd, bytes) < 0 ? errno : 0;
-}
-
 /* Checks that the file is a store's and opens its trees, or creates them in a new file. */
-static int open_trees(struct kvl__lmdb *l, MDB_txn *txn, int fd) {
+static int open_trees(struct kvl__lmdb *l, MDB_txn *txn) {
   struct kvl__lmdb_totals totals;
   MDB_stat stat;
-  int code = restore_length(l, fd);
-  if (!code) code = mdb_dbi_open(txn, NULL, 0, &l->main);
+  int code = mdb_dbi_open(txn, NULL, 0, &l->main);
   if (code) return code;
   code = kvl__lmdb_totals(l, txn, &totals);
   if (code == MDB_NOTFOUND) {
@@ -169,7 +215,7 @@ static int open_file(struct kvl__lmdb *l) {
   l->device = st.st_dev;
   l->inode = st.st_ino;
   if ((code = kvl__lmdb_begin(l, 0, &txn))) return code;
-  code = open_trees(l, txn, fd);
+  code = open_trees(l, txn);
   if (code) mdb_txn_abort(txn);
   else code = mdb_txn_commit(txn); /* open_trees has made a note if it wrote */
   pthread_rwlock_unlock(&l->map);
@@ -224,7 +270,7 @@ static int open_locked(const char *given, struct kvl__lmdb **out) {
     free_file(l);
     return kvl__fail(
         status, "lmdb store: %s: %s", path,
-        code == MDB_INCOMPATIBLE ? "an LMDB file of another program" : mdb_strerror(code));
+        code == MDB_INCOMPATIBLE ? "an LMDB file of another program" : kvl__lmdb_words(code));
   }
   l->next = open_files;
   *out = open_files = l;

@@ -144,7 +144,8 @@ describe("safetensors", function()
     for _, n in ipairs { 1, 23, 24, 25, 2 ^ 18 - 1, 2 ^ 18, 2 ^ 18 + 1, 600001 } do
       local numbers = ffi.new("float[?]", n)
       for i = 0, n - 1 do numbers[i] = i % 8191 end
-      local path = write("{" .. entry("x", n, 0, 4 * n) .. "}", ffi.string(numbers, 4 * n))
+      local header = "{" .. entry("x", n, 0, 4 * n) .. "}"
+      local path = write(header, ffi.string(numbers, 4 * n))
       local file = kv.safetensors(path)
       for _ = 1, 2 do
         local t = file:read("x", kv.device "cpu")

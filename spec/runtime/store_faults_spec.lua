@@ -172,6 +172,63 @@ describe("an lmdb file", function()
     assert.is_true(cut > 5)
   end)
 
+  it("that is cut while it is open gives misses and errors", function()
+    for _, size in ipairs { 0, 4096, 8192, 50000, 300000 } do
+      sh(("rm -f '%s'*"):format(file))
+      local s = open()
+      for i = 1, 40 do s:put(i, 0, 9000 + i, i) end
+      s:close()
+      local user = processes.fork(function() -- which would be killed
+        local cut = open()
+        cut:holds(1, 0, 9001, 1)
+        assert(cut:put(41, 0, 9000, 1) == 1)
+        sh(("truncate -s %d '%s'"):format(size, file))
+        for i = 1, 40 do assert(not cut:get(i, 0, 9000 + i)) end
+        assert(cut:find(1, 3, 0) == 0)
+        assert(cut:put(50, 0, 9000, 1) == 0)
+        assert(cut:remove(1, 0) == 0)
+        assert(cut:stats().records == -1)
+        assert(cut:stats().errors > 40)
+        local words = cut:problem()
+        assert(words:find(file, 1, true) and words:find("cut off", 1, true), words)
+        fails(C.kvl_store_sync(cut.handle), file, "cut off")
+        cut:close()
+      end)
+      assert.equal(0, processes.wait(user), "cut to " .. size)
+    end
+  end)
+
+  it("that another process has made longer and somebody cuts gives misses", function()
+    local s = open()
+    for i = 1, 5 do s:put(i, 0, 9000, i) end
+    s:close()
+    local turn = processes.shared_number()
+    local grower = processes.fork(function()
+      processes.wait_until(function() return turn[0] == 1 end, "the file is open")
+      local other = open()
+      for i = 10, 60 do assert(other:put(i, 0, 9000, i) == 1) end
+      other:close()
+      turn[0] = 2
+    end)
+    local user = processes.fork(function()
+      local cut, found = open(), 0
+      cut:holds(1, 0, 9000, 1)
+      turn[0] = 1
+      processes.wait_until(function() return turn[0] == 2 end, "the file is longer")
+      sh(("truncate -s %d '%s'"):format(#read(file) - 200000, file))
+      for i = 1, 60 do
+        local text = cut:get(i, 0, 9000)
+        assert(not text or text == ffi.string(cases.bytes(9000, i), 9000))
+        if text then found = found + 1 end
+      end
+      assert(found < 56)
+      assert(cut:problem() ~= "")
+      cut:close()
+    end)
+    assert.equal(0, processes.wait(user))
+    assert.equal(0, processes.wait(grower))
+  end)
+
   it("of another program, or none at all, is refused", function()
     write(file, ("not a database "):rep(1000))
     fails(C.kvl_store_open("lmdb:" .. file, 0, 0, out_store), file, "not an LMDB file")

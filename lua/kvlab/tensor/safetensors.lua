@@ -1,5 +1,6 @@
 --- Reads safetensors files. A file is checked as a whole when it is opened, and its
--- tensors are read to a device by name. A file that somebody changes meanwhile is an error.
+-- tensors are read to a device by name. A file that somebody changes meanwhile is an
+-- error.
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
