@@ -55,6 +55,10 @@ const char *kvl_last_error(void);
  * KVL_ERR_INTERRUPTED. It is safe to call this from a signal handler. */
 void kvl_interrupt(int set);
 int kvl_interrupted(void);
+/* Adds `more` to how many holds this thread has. While it has any, kvl_interrupted() is 0 in
+ * this thread: what must not stop half-way, such as taking back a failed step, runs to its
+ * end, and the interrupt comes after it. Returns the number of holds. */
+int kvl_interrupt_hold(int more);
 
 /* Makes the n-th allocation from now fail once; 0 disarms it. Only hostile builds can do
  * this: other builds return KVL_ERR_UNSUPPORTED. */
@@ -331,6 +335,15 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
                          int64_t *places, int32_t *copies);
 /* Shortens the sequence to `length` tokens and frees the blocks past them. */
 int kvl_sequence_truncate(kvl_sequence *seq, int length);
+/* Takes back an append: shortens sequence i to lengths[i] tokens, its length before, and
+ * puts each shared block back in the place of its copy.
+ *  seqs     n sequences of the append
+ *  lengths  i32[n]
+ *  copies   i32[2 * pairs]  the pairs that the append wrote; the caller has held every
+ *                           `from` since (kvl_pool_hold)
+ * Errors: INVALID; then nothing has changed. */
+int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
+                         const int32_t *copies, int pairs);
 /* Writes the block table, padded with -1 to `width`. Errors: INVALID if the table is longer.
  */
 int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);

@@ -57,6 +57,10 @@ static lua_State *interrupt_target;
  * so that a pcall in a script's loop cannot swallow Ctrl-C. */
 static void interrupt_hook(lua_State *L, lua_Debug *where) {
   (void)where;
+  if (kvl_interrupt_hold(0) > 0) { /* what runs must come to its end first */
+    lua_sethook(L, interrupt_hook, LUA_MASKCOUNT, 1000);
+    return;
+  }
   if (!kvl_interrupted()) {
     lua_sethook(L, NULL, 0, 0);
     return;

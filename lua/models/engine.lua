@@ -7,6 +7,10 @@
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
 --
+-- A call happens or it does not: when prefill or decode raises, because a policy fails,
+-- no block is free or Ctrl-C came, the sequences are as they were before the call, so the
+-- same call can be made again.
+--
 -- To add a model family, write one file like lua/models/llama.lua; the smallest one is in
 -- spec/models/engine_spec.lua. Its models have these fields and functions:
 --
@@ -137,9 +141,10 @@ end
 ---@param policy table
 ---@param seqs? kvlab.Sequence[]
 function Engine:use_policy(policy, seqs)
-  self.attention = new_attention(self, policy)
+  local attention = new_attention(self, policy)
+  if seqs then attention:adopt(seqs) end
+  self.attention = attention
   for count in pairs(self.graphs) do self.graphs[count] = nil end
-  if seqs then self.attention:adopt(seqs) end
 end
 
 -- ---- sequences ------------------------------------------------------------------------
@@ -148,14 +153,17 @@ end
 ---@return kvlab.Sequence
 function Engine:sequence()
   local seq = self.cache:sequence()
-  self.attention:request_begin(seq)
-  return seq
+  local ok, why = pcall(self.attention.request_begin, self.attention, seq)
+  if ok then return seq end
+  seq:close()
+  error(why, 0)
 end
 
 --- Ends a sequence: the policies drop what they keep for it, its blocks are given back.
 function Engine:finish(seq)
-  self.attention:request_finished(seq)
+  local ok, why = pcall(self.attention.request_finished, self.attention, seq)
   seq:close()
+  if not ok then error(why, 0) end
 end
 
 -- ---- a step ---------------------------------------------------------------------------
@@ -208,14 +216,7 @@ local function prefill_step(self, seqs, counts, tokens, ends_prompts)
   return forward(self)
 end
 
---- Puts a prompt (or its continuation) into a sequence, chunk by chunk.
----@param seq kvlab.Sequence
----@param tokens integer[]
----@param each? fun(states: kvlab.Tensor)  sees each chunk's states [n, hidden]
----@return kvlab.Tensor logits  of the last token, f32 [1, vocab], valid until the next
---                              step
-function Engine:prefill(seq, tokens, each)
-  check_tokens(self, tokens)
+local function prefill(self, seq, tokens, each)
   local states, n
   for first = 1, #tokens, self.chunk do
     local chunk = {}
@@ -230,6 +231,24 @@ function Engine:prefill(seq, tokens, each)
   return to_logits(self, states:narrow(n - 1, 1), 1)
 end
 
+--- Puts a prompt (or its continuation) into a sequence, chunk by chunk. If a chunk fails,
+-- none of them happened.
+---@param seq kvlab.Sequence
+---@param tokens integer[]
+---@param each? fun(states: kvlab.Tensor)  sees each chunk's states [n, hidden]
+---@return kvlab.Tensor logits  of the last token, f32 [1, vocab], valid until the next
+--                              step
+function Engine:prefill(seq, tokens, each)
+  check_tokens(self, tokens)
+  return self.cache:transaction(prefill, self, seq, tokens, each)
+end
+
+local function prefill_batch(self, seqs, counts, tokens, ends_prompts)
+  local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
+  local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
+  return to_logits(self, last, #seqs)
+end
+
 --- A chunk of each of several prompts in one step.
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]  tokens of each, together at most engine.chunk
@@ -239,9 +258,7 @@ end
 --                              the next step
 function Engine:prefill_batch(seqs, counts, tokens, ends_prompts)
   check_tokens(self, tokens)
-  local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
-  local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
-  return to_logits(self, last, #seqs)
+  return self.cache:transaction(prefill_batch, self, seqs, counts, tokens, ends_prompts)
 end
 
 --- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.
@@ -264,23 +281,48 @@ local function compute_decode(self, count)
   return to_logits(self, forward(self), count)
 end
 
+--- Records a decode step, with the journal's entries of the work in it.
 local function record_decode(self, count)
-  local graph = kv.graph(function() compute_decode(self, count) end, self.model.device)
-  self.graphs[count] = graph
-  return graph
+  local journal, entries = self.cache.journal, {}
+  journal.recording = entries
+  local ok, graph = pcall(kv.graph, function() compute_decode(self, count) end,
+    self.model.device)
+  journal.recording = nil
+  if not ok then error(graph, 0) end
+  local recorded = { graph = graph, entries = entries }
+  self.graphs[count] = recorded
+  return recorded
 end
 
 --- The same from a graph. The first step of `count` sequences is launched from here,
 -- which makes its buffers; the second one is recorded, and from then on replayed.
 local function replay_decode(self, count)
-  local graph = self.graphs[count]
-  if graph == nil then
+  local recorded = self.graphs[count]
+  if recorded == nil then
+    local logits = compute_decode(self, count)
     self.graphs[count] = false
-    return compute_decode(self, count)
+    return logits
   end
-  graph = graph or record_decode(self, count)
-  graph:replay()
+  recorded = recorded or record_decode(self, count)
+  recorded.graph:replay()
+  local journal, entries = self.cache.journal, recorded.entries
+  for i = 1, #entries do
+    entries[i]:replayed()
+    journal:note(entries[i])
+  end
   return self.logit_views[count]
+end
+
+local function decode(self, seqs, tokens, on_device)
+  local ones, count = self.ones, #seqs
+  for i = 1, count do ones[i] = 1 end
+  local is_first = self.cache.journal.count == 0 -- of a transaction
+  self.batch:append(seqs, ones, not on_device and tokens or nil)
+  if on_device then self.batch.tokens:copy_(tokens) end
+  self.attention:begin(self.batch, false)
+  -- what replays keep for the journal is that of one step
+  if self.uses_graphs and is_first then return replay_decode(self, count) end
+  return compute_decode(self, count)
 end
 
 --- One token for each sequence.
@@ -290,13 +332,7 @@ end
 function Engine:decode(seqs, tokens)
   local on_device = kv.is_tensor(tokens)
   if not on_device then check_tokens(self, tokens) end
-  local ones, count = self.ones, #seqs
-  for i = 1, count do ones[i] = 1 end
-  self.batch:append(seqs, ones, not on_device and tokens or nil)
-  if on_device then self.batch.tokens:copy_(tokens) end
-  self.attention:begin(self.batch, false)
-  if self.uses_graphs then return replay_decode(self, count) end
-  return compute_decode(self, count)
+  return self.cache:transaction(decode, self, seqs, tokens, on_device)
 end
 
 --- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.

@@ -11,19 +11,19 @@ local kv = require "kvlab"
 
 local function make_room(self, ctx, rows)
   local s = self.shape
-  self.means = kv.tensor(s.device, "f32", { rows, s.head_dim })
-  self.codes = kv.tensor(s.device, "u64", { ctx.seqs, s.kv_heads, self.code / 64 })
-  self.code_rows = self.codes:reshape { rows, self.code / 64 }
-  self.shape_number = ctx.shape_number
+  local codes = kv.tensor(s.device, "u64", { ctx.seqs, s.kv_heads, self.code / 64 })
+  return { means = kv.tensor(s.device, "f32", { rows, s.head_dim }), codes = codes,
+           code_rows = codes:reshape { rows, self.code / 64 } }
 end
 
 --- The hash of the mean query of each KV head: u64 [seqs, kv_heads, words].
 local function hash_queries(self, ctx)
   local s, rows = self.shape, ctx.seqs * self.shape.kv_heads
-  if self.shape_number ~= ctx.shape_number then kv.lasting(make_room, self, ctx, rows) end
-  ctx.query:reshape { rows, s.heads / s.kv_heads, s.head_dim }:mean(1, self.means)
-  kv.hash.rows(self.means, self.hashes.planes, self.code_rows)
-  return self.codes
+  local room = self.rooms[ctx.shape_number] or kv.lasting(make_room, self, ctx, rows)
+  self.rooms[ctx.shape_number] = room
+  ctx.query:reshape { rows, s.heads / s.kv_heads, s.head_dim }:mean(1, room.means)
+  kv.hash.rows(room.means, self.hashes.planes, room.code_rows)
+  return room.codes
 end
 
 --- The chance that each block's hash collides with the query's; 0 past the last block.
@@ -41,7 +41,7 @@ return kv.policy.define {
   takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
   init = function(self, shape)
     self.hashes = kv.hash.summary(shape, { bits = self.code, seed = self.seed })
-    self.sampling = kv.sampling(shape, self.seed)
+    self.sampling, self.rooms = kv.sampling(shape, self.seed), {}
   end,
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,

@@ -26,6 +26,7 @@ _Static_assert(sizeof(kvl_safetensors_entry) == 80, "entry is read by LuaJIT");
 
 static _Thread_local char words[512];
 static atomic_int interrupted;
+static _Thread_local int holds;
 static atomic_int allocations_until_failure;
 
 uint32_t kvl_abi(void) { return KVL_ABI; }
@@ -57,7 +58,8 @@ int kvl__fail(int status, const char *format, ...) {
 }
 
 void kvl_interrupt(int set) { atomic_store(&interrupted, set != 0); }
-int kvl_interrupted(void) { return atomic_load(&interrupted); }
+int kvl_interrupted(void) { return holds > 0 ? 0 : atomic_load(&interrupted); }
+int kvl_interrupt_hold(int more) { return holds += more; }
 
 int kvl_fail_allocation(int n) {
 #ifdef KVL_HOSTILE

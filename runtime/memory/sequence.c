@@ -172,6 +172,41 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length) {
   return KVL_OK;
 }
 
+/* Puts the shared block back in the place of its copy, if one of the pairs made the last
+ * block of seq. */
+static void unshare_undone(kvl_sequence *seq, const int32_t *copies, int pairs) {
+  if (seq->length % seq->pool->block_size == 0) return;
+  int32_t *last = seq->blocks + seq->count - 1;
+  for (int i = 0; i < pairs; i++) {
+    if (copies[2 * i + 1] != *last) continue;
+    kvl__pool_hold(seq->pool, copies[2 * i]);
+    kvl__pool_release(seq->pool, *last);
+    *last = copies[2 * i];
+    return;
+  }
+}
+
+int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
+                         const int32_t *copies, int pairs) {
+  for (int i = 0; i < n; i++) {
+    if (lengths[i] < 0 || lengths[i] > seqs[i]->length)
+      return kvl__fail(KVL_ERR_INVALID, "rewind: length %d is %d, expected 0 ... %d", i,
+                       lengths[i], seqs[i]->length);
+  }
+  for (int i = 0; i < pairs && n > 0; i++) {
+    int refs = kvl_pool_block_refs(seqs[0]->pool, copies[2 * i]);
+    if (refs < 0) return refs;
+    if (refs == 0)
+      return kvl__fail(KVL_ERR_INVALID, "rewind: block %d is free, expected one that is held",
+                       copies[2 * i]);
+  }
+  for (int i = n - 1; i >= 0; i--) {
+    kvl_sequence_truncate(seqs[i], lengths[i]);
+    unshare_undone(seqs[i], copies, pairs);
+  }
+  return KVL_OK;
+}
+
 int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width) {
   if (seq->count > width)
     return kvl__fail(KVL_ERR_INVALID,

@@ -161,12 +161,13 @@ end
 --- Sends the first n entries of the host buffer to the device.
 local function send(self, upload, n)
   if self.sized ~= n then
-    self.sized, self.device_part = n, tensor.lasting(self.device_ints.narrow,
-      self.device_ints, 0, n)
+    self.sized = nil
+    self.device_part = tensor.lasting(self.device_ints.narrow, self.device_ints, 0, n)
     for i = 0, UPLOADS - 1 do
       local memory = self.uploads[i].memory
       self.uploads[i].part = tensor.lasting(memory.narrow, memory, 0, n)
     end
+    self.sized = n
   end
   check(C.kvl_copy(upload.part, self.device_part))
   upload.sent:record(self.cache.device:stream())
@@ -215,6 +216,7 @@ end
 
 --- Views of the device buffer.
 local function make_views(self)
+  self.tokens_count = nil -- if this fails, the next step makes all of them
   for _, array in ipairs(self.arrays) do
     local owner = array.is_placement and self.placement or self
     owner[array[1]] = view_of(self, array)
@@ -279,17 +281,21 @@ local function measure(self, counts, total, copies)
   return fill_sizes(self.sizes, self.count, total, width, touched, copies)
 end
 
---- Lengthens sequence i by counts[i] tokens, for all of the sequences or none. It then
--- puts what the kernels need on the device, and copies the blocks that are no longer
--- shared.
----@param seqs kvlab.Sequence[]
----@param counts integer[]
----@param tokens? integer[]  token ids, sequence after sequence
-function Batch:append(seqs, counts, tokens)
-  local total = take_counts(self, seqs, counts)
+--- Lengthens the sequences and notes it in the journal. Nothing comes between the two.
+local function lengthen(self, seqs, counts)
+  C.kvl_interrupt_hold(1)
+  local copies = C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
+    self.host_places, self.host_copies)
+  if copies >= 0 then
+    self.cache.journal:appended(seqs, counts, self.host_copies, copies)
+  end
+  C.kvl_interrupt_hold(-1)
+  return check(copies)
+end
+
+local function append(self, seqs, counts, total, tokens)
   local upload = next_upload(self)
-  local copies = check(C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
-    self.host_places, self.host_copies))
+  local copies = lengthen(self, seqs, counts)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
   local s = measure(self, counts, total, copies)
   local n = lay_out(self.arrays, s, self.layout)
@@ -302,6 +308,17 @@ function Batch:append(seqs, counts, tokens)
     tensor.lasting(make_views, self)
   end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
+end
+
+--- Lengthens sequence i by counts[i] tokens, for all of the sequences or none. It then
+-- puts what the kernels need on the device, and copies the blocks that are no longer
+-- shared. If any of this fails, the sequences are as they were before.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]
+---@param tokens? integer[]  token ids, sequence after sequence
+function Batch:append(seqs, counts, tokens)
+  local total = take_counts(self, seqs, counts)
+  self.cache:transaction(append, self, seqs, counts, total, tokens)
   return self
 end
 

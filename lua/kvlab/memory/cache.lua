@@ -5,6 +5,7 @@ local batch = require "kvlab.memory.batch"
 local device_of = require("kvlab.tensor.device").device
 local formats = require "kvlab.memory.formats"
 local host_tier = require "kvlab.memory.host_tier"
+local journal = require "kvlab.memory.journal"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -24,6 +25,7 @@ local M = {}
 ---@field dtype string         f32 f16 bf16 f8e4m3
 ---@field format kvlab.Format  dtype and layout of a page
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
+---@field journal kvlab.Journal  what a failed step takes back
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], on the
 --                             device or, with offload, in pinned host memory
 local Cache = {}
@@ -62,6 +64,7 @@ function M.cache(o)
   local out = ffi.new "kvl_pool *[1]"
   check(C.kvl_pool_open(o.blocks, o.block_size, o.watermark or 0, out))
   self.pool = ffi.gc(out[0], C.kvl_pool_close)
+  self.journal = journal.new(self)
   self.memory = self.tier:allocate { o.layers, o.blocks, unpack(self.format.page) }
   for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
   M.open[self] = true
@@ -93,6 +96,14 @@ function Cache:batch(limits)
   local new = batch.new(self, limits)
   return new
 end
+
+--- Runs fn(...) and returns what it returns. If it raises, every step that began in it is
+-- taken back before the error goes on: the sequences have the lengths and blocks that
+-- they had before, and policies keep for them what they kept before. So the same call may
+-- be tried again. An engine runs each of its calls in a transaction; use this one to make
+-- several calls happen together or not at all.
+---@param fn fun(...): ...
+function Cache:transaction(fn, ...) return self.journal:transaction(fn, ...) end
 
 --- Copies blocks in every layer; from and to are i32 [n].
 function Cache:copy_blocks(from, to)

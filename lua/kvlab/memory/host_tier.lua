@@ -170,7 +170,7 @@ end
 -- counts. That step may be over, have stopped with an error, or never have begun. A step
 -- that was replayed from a graph ran without this file.
 local function settle(self)
-  local is_over = self.is_begun and (self.layers_left == 0
+  local is_over = self.is_begun and not self.is_undone and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
   if is_over and self.layers_left > 0 then -- replayed
     self:count_appended(#self.placed * self.layers)
@@ -179,9 +179,15 @@ local function settle(self)
     if is_over then tail.length = tail.next_length end
     self.placed[i] = nil
   end
-  if self.is_begun and not is_over then self.cache.device:sync() end
-  self.is_begun = false
+  if self.is_undone or self.is_begun and not is_over then self.cache.device:sync() end
+  if self.is_undone and self.hot then self.hot:forget() end
+  self.is_begun, self.is_undone = false, false
 end
+
+--- The step that began last was taken back. The next step does what follows from that:
+-- what it left in the buffer does not count, and the hot cache, in which slots may have
+-- been given to blocks that never came, begins again without blocks.
+function HostTier:undone() self.is_undone = true end
 
 --- Places the open blocks of a batch in the buffer and fills the arrays of its placement.
 -- A step of one token per sequence finds the block where the step before left it.

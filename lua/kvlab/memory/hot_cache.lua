@@ -58,10 +58,16 @@ end
 
 --- Drops every block and sets the counters to zero.
 function HotCache:reset()
+  self:forget()
+  self:reset_counts()
+end
+
+--- Drops every block; the counters go on.
+function HotCache:forget()
   self:join()
   self.slot_of:fill_(-1)
   self.block_of:fill_(-1)
-  self:reset_counts()
+  if self.ahead then self.ahead.marks:fill_(0) end
   local heads = self.cache.kv_heads
   for layer = 0, self.cache.layers - 1 do
     for head = 0, heads - 1 do self.views_of[layer].order:index(head):arange_() end

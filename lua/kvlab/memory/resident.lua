@@ -13,6 +13,7 @@
 --                                   inv_freq is given; returns the memory on the device
 --                                   that has the new tokens, and i32 [touched], where
 --   appended(layer)                 the policies have seen them
+--   undone()                        the step that began last did not happen
 --   readers(attention, through)     who attends in prefill and in decode:
 --                                   reader:attend(attention, selection, ctx, out, lse)
 --   before_copy(layer, to)          whole blocks are about to be copied in KV memory
@@ -58,6 +59,7 @@ function Resident:expect_limits() end
 function Resident:place() end
 function Resident:begin() end
 function Resident:appended() end
+function Resident:undone() end
 function Resident:before_copy() end
 function Resident:written() end
 function Resident:close() end

@@ -50,16 +50,22 @@ function Sequence:table()
   return list
 end
 
+local function inherit(seq, fork)
+  for keeper in pairs(seq.state) do
+    if type(keeper) == "table" and keeper.inherit then keeper:inherit(seq, fork) end
+  end
+end
+
 --- Makes a sequence of the same tokens that shares every block. A shared block that is
 -- not full is copied when one of the two sequences grows. Objects that keep state for
--- the sequence are asked to copy that state.
+-- the sequence are asked to copy that state; if one of them raises, there is no fork.
 function Sequence:fork()
   check(C.kvl_sequence_fork(handle_of(self), out_sequence))
   local fork = wrap(self.cache, out_sequence[0])
-  for keeper in pairs(self.state) do
-    if type(keeper) == "table" and keeper.inherit then keeper:inherit(self, fork) end
-  end
-  return fork
+  local ok, why = pcall(inherit, self, fork)
+  if ok then return fork end
+  fork:close()
+  error(why, 0)
 end
 
 local out_places, out_places_size, out_copy = nil, 0, ffi.new "int32_t[2]"

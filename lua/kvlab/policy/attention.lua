@@ -54,6 +54,13 @@ local OPTIONS = {
   decode_through = options.one_of("ring", "hot"),
 }
 
+-- What a step may change, for the journal.
+local Step = {}
+Step.__index = Step
+
+function Step.forget() end
+function Step:undo() self.tier:undone() end
+
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
 --                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
@@ -77,17 +84,31 @@ function M.attention(o)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
-    dtype = cache.dtype, scale = o.scale or 1 / math.sqrt(cache.head_dim),
+    dtype = cache.dtype, journal = cache.journal,
+    scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
-  each_policy(self, function(p) policy.attach(p, self.shape) end)
+  self.keepers = {}
+  each_policy(self, function(p)
+    policy.attach(p, self.shape)
+    policy.add_with_nested(p, self.keepers)
+  end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
     max_blocks = self.shape.max_blocks, format = cache.format })
-  self.scratches = {}
+  self.step_entry = setmetatable({ tier = cache.tier }, Step)
+  self.scratches, self.columns = {}, {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
                 window = o.window, soft_cap = o.soft_cap, causal = true }
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
+end
+
+--- Notes what policies keep for the sequences of a step that begins.
+local function note_step(self, journal, seqs)
+  journal:note(self.step_entry)
+  for i = 1, #seqs do
+    for k = 1, #self.keepers do journal:keeps(seqs[i], self.keepers[k]) end
+  end
 end
 
 --- Starts a step, after `batch` was appended to. is_prefill: the new tokens of each
@@ -102,6 +123,8 @@ function Attention:begin(batch, is_prefill, ends_prompts)
     error(("a decode step of %d tokens for %d sequences, expected one each"):format(
       batch.tokens_count, batch.count), 2)
   end
+  local journal = self.cache.journal
+  if journal.is_open then note_step(self, journal, batch.seqs) end
   self.batch, self.ends_prompts = batch, ends_prompts
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
@@ -258,10 +281,11 @@ end
 -- their log-sum-exp, so it is slow.
 function Attention:over_weighted(selection, log_weights, ctx, out)
   local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
-  local c = self.columns
-  if not c or c.n ~= n or c.shape_number ~= ctx.shape_number then
+  local key = (ctx.shape_number * 2 ^ 20 + n) * 2 ^ 10 + heads
+  local c = self.columns[key]
+  if not c then
     c = tensor.lasting(new_columns, self, ctx, heads, n)
-    c.n, c.shape_number, self.columns = n, ctx.shape_number, c
+    self.columns[key] = c
   end
   local rows = ctx.seqs * heads
   selection:reshape { 1, rows * n }:gather(c.order, c.list)

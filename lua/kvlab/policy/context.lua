@@ -20,7 +20,8 @@ local M = {}
 --                                 decode
 ---@field is_prefill boolean
 ---@field step integer             steps of this attention so far; all layers agree
----@field shape_number integer     changes when seqs or width changes
+---@field shape_number integer     of the shape, seqs and width; what is made for a shape
+--                                 is kept under it, because graphs may read it
 ---@field block_size integer
 ---@field total_kv_len integer     tokens of the longest sequence
 ---@field sequences kvlab.Sequence[]
@@ -40,15 +41,18 @@ Context.__index = Context
 
 --- A pool. buffers: memory for the largest step, one buffer for each tensor that was ever
 -- taken at the same time; views: views of the buffers for the present shape, by place and
--- by size.
-local function new_pool() return { taken = 0, buffers = {}, views = {} } end
+-- by size; shapes: the views of each shape so far, which graphs of its steps may read.
+local function new_pool() return { taken = 0, buffers = {}, views = {}, shapes = {} } end
 
 local function give_back(pools)
   for _, pool in pairs(pools) do pool.taken = 0 end
 end
 
-local function forget_views(pools)
-  for _, pool in pairs(pools) do pool.views = {} end
+local function use_views(pools, shape_number)
+  for _, pool in pairs(pools) do
+    pool.shapes[shape_number] = pool.shapes[shape_number] or {}
+    pool.views = pool.shapes[shape_number]
+  end
 end
 
 local function new_score_buffer(self, heads)
@@ -138,11 +142,23 @@ function M.new(shape, limits)
     device = shape.device, max_seqs = limits.max_seqs, max_blocks = limits.max_blocks,
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
-    step = 0, shape_number = 0,
+    step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {},
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     scores = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
     selections = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
   }, Context)
+end
+
+--- The number of a shape: 1 for the first that a step had, and so on.
+local function number_of(self, seqs, width)
+  local key = seqs * 2 ^ 32 + width
+  local number = self.shape_numbers[key]
+  if not number then
+    self.shapes = self.shapes + 1
+    number = self.shapes
+    self.shape_numbers[key] = number
+  end
+  return number
 end
 
 --- Points the context at a new step.
@@ -153,11 +169,11 @@ function Context:begin(batch, is_prefill)
   self.starts = is_prefill and batch.starts or nil
   self.total_kv_len = batch.max_len
   if self.seqs ~= batch.count or self.width ~= batch.width then
+    self.seqs, self.width = nil, nil -- in case that it stops on the way
+    self.shape_number = number_of(self, batch.count, batch.width)
+    use_views(self.scores, self.shape_number)
+    use_views(self.selections, self.shape_number)
     self.seqs, self.width = batch.count, batch.width
-    self.shape_number = self.shape_number + 1
-    forget_views(self.scores)
-    forget_views(self.selections)
-    self.ramps = nil
   end
 end
 
@@ -222,8 +238,8 @@ end
 -- last: f32 [seqs, 1, width]. The tensor belongs to the caller until the layer's
 -- attention is over.
 function Context:ramp(low, high)
-  local r = self.ramps or tensor.lasting(make_ramps, self)
-  self.ramps = r
+  local r = self.ramps[self.shape_number] or tensor.lasting(make_ramps, self)
+  self.ramps[self.shape_number] = r
   if r.step ~= self.step then -- the ramp from 0 to 1 is made once a step
     r.step = self.step
     self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- number of blocks - 1

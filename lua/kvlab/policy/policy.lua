@@ -52,6 +52,11 @@
 --     request_begin(self, seq)             keep the state of a sequence in
 --     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
 --     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
+--                                          If a step fails, seq.state[self] is again what
+--                                          it was before: tables in it are copied, so a
+--                                          step may change them; tensors are not, so a
+--                                          step replaces them and neither writes to the
+--                                          old ones nor frees them
 --     keep_block(self, key, block)         a full block goes to a store, under the key of
 --                                          its content
 --     recall_block(self, key, block)       that content is in this physical block now:
@@ -292,6 +297,12 @@ function M.attach(self, shape)
   return self
 end
 
+--- Adds a policy and the policies with which it selects to a list.
+function M.add_with_nested(self, list)
+  list[#list + 1] = self
+  for _, inner in ipairs(self.nested or {}) do M.add_with_nested(inner, list) end
+end
+
 --- The names of all policies; if a phase (prefill or decode) is given,
 -- of those that select in it. The names in `first` come before the others.
 ---@param phase? string
@@ -341,6 +352,8 @@ function M.nest(outer, name, given)
     error(("policy %s: %s does not select in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)
   end
+  outer.nested = outer.nested or {}
+  outer.nested[#outer.nested + 1] = inner
   outer.files = { unpack(outer.files) }
   for _, path in ipairs(inner.files) do outer.files[#outer.files + 1] = path end
   M.attach(inner, outer.shape)

@@ -41,11 +41,11 @@ end
 --                             block; overwritten
 ---@param budget kvlab.Budget  kvl_budget
 function Sampling:draw(ctx, chance, budget)
-  if self.shape_number ~= ctx.shape_number then
-    self.buffers = tensor.lasting(make_buffers, self, ctx)
-    self.shape_number = ctx.shape_number
+  local b, ends = self.buffers[ctx.shape_number], self.ends
+  if not b then
+    b = tensor.lasting(make_buffers, self, ctx)
+    self.buffers[ctx.shape_number] = b
   end
-  local b, ends = self.buffers, self.ends
   local priority, weights = ctx:new_scores(), ctx:new_scores()
   ends.sink, ends.recent = budget.sink, budget.recent
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
@@ -65,7 +65,7 @@ end
 ---@return kvlab.Sampling
 function M.sampling(shape, seed)
   return setmetatable({
-    device = shape.device, ends = ffi.new("kvl_budget", 0, 0, 0, 0, 0),
+    device = shape.device, buffers = {}, ends = ffi.new("kvl_budget", 0, 0, 0, 0, 0),
     draws = tensor.rand(shape.device, "f32", { shape.layers, shape.max_blocks },
       { seed = seed }),
   }, Sampling)

@@ -25,14 +25,15 @@ local ROWS = 16 -- rows for sequences at first
 local Tally = {}
 Tally.__index = Tally
 
-local function open_memory(self, rows)
-  local s = self.shape
+--- Memory for `rows` rows, and its layers.
+local function new_memory(self, rows)
+  local s, layers = self.shape, {}
   local memory = tensor.full(s.device, "f32", { s.layers, rows * self.row_cells },
     self.initial)
-  self.memory, self.row_count, self.layers = memory, rows, {}
   for layer = 0, s.layers - 1 do
-    self.layers[layer] = memory:index(layer):reshape { 1, rows * self.row_cells }
+    layers[layer] = memory:index(layer):reshape { 1, rows * self.row_cells }
   end
+  return memory, layers
 end
 
 --- A tally for each of `heads` heads (kv_heads), whose numbers start at `initial` (0).
@@ -45,8 +46,10 @@ function M.tally(shape, heads, initial)
   local self = setmetatable({ shape = shape, heads = heads, initial = initial or 0,
     row_cells = heads * shape.max_blocks, owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
+    views_of = {}, journal = shape.journal, stores = {}, stores_used = 0,
+    row_count = ROWS,
   }, Tally)
-  tensor.lasting(open_memory, self, ROWS)
+  self.memory, self.layers = tensor.lasting(new_memory, self, ROWS)
   return self
 end
 
@@ -59,14 +62,14 @@ local function cells(self, layer, row)
 end
 
 local function grow(self)
-  local old, rows = self.layers, self.row_count
-  open_memory(self, 2 * rows)
+  local rows = self.row_count
+  local memory, layers = new_memory(self, 2 * rows)
   local count = rows * self.row_cells
   for layer = 0, self.shape.layers - 1 do
-    self.layers[layer]:reshape { 2 * count }:narrow(0, count)
-      :copy_(old[layer]:reshape { count })
+    layers[layer]:reshape { 2 * count }:narrow(0, count)
+      :copy_(self.layers[layer]:reshape { count })
   end
-  self.placed = nil
+  self.memory, self.layers, self.row_count, self.placed = memory, layers, 2 * rows, nil
 end
 
 local function find_free(self)
@@ -78,8 +81,8 @@ local function find_free(self)
   return self.row_count / 2
 end
 
-local function claim(self, seq)
-  local row = find_free(self)
+--- Gives a free row to a sequence, once the row is filled.
+local function claim(self, seq, row)
   self.owners[row], seq.state[self], self.ages[row] = seq, row, nil
   return row
 end
@@ -88,39 +91,153 @@ end
 local function row_of(self, seq)
   local row = seq.state[self]
   if row then return row end
-  row = claim(self, seq)
+  row = find_free(self)
   for layer = 0, self.shape.layers - 1 do cells(self, layer, row):fill_(self.initial) end
-  return row
+  return claim(self, seq, row)
 end
 
 --- Copies the numbers of a sequence to its fork. Called when a sequence is forked.
 function Tally:inherit(seq, fork)
-  local from, to = seq.state[self], claim(self, fork)
+  local from, to = seq.state[self], find_free(self)
   for layer = 0, self.shape.layers - 1 do
     cells(self, layer, to):copy_(cells(self, layer, from))
   end
+  claim(self, fork, to)
+end
+
+-- ---- taking back ----------------------------------------------------------------------
+
+-- Inside a transaction of the cache, these are noted in its journal before a change.
+
+--- Numbers that store is about to replace: of the cells that begin at `firsts`.
+local Store = {}
+Store.__index = Store
+
+local function new_store(self)
+  local heads = self.views.heads
+  return setmetatable({ tally = self, views = self.views,
+    firsts = ffi.new("int32_t[?]", heads),
+    values = tensor.tensor(self.shape.device, "f32", { 1, self.flat.count }) }, Store)
+end
+
+--- An entry of the present shape; those that were used before serve again.
+local function next_store(self)
+  local at = self.stores_used + 1
+  local entry = self.stores[at]
+  if not entry or entry.views ~= self.views then
+    entry = tensor.lasting(new_store, self)
+    self.stores[at] = entry
+  end
+  return entry
+end
+
+--- Keeps what store is about to replace. What is recorded in a graph is kept by its
+-- replays; the engine notes it for each of them.
+local function keep_stored(self, layer)
+  local journal = self.journal
+  local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
+  if is_recorded and not journal.recording then return end
+  local entry = is_recorded and tensor.lasting(new_store, self) or next_store(self)
+  entry.layer, entry.is_recorded = layer, is_recorded
+  self.layers[layer]:gather(self.places_flat, entry.values)
+  if is_recorded then
+    journal.recording[#journal.recording + 1] = entry
+  else
+    entry:replayed()
+    self.stores_used = self.stores_used + 1
+    journal:note(entry)
+  end
+end
+
+--- The numbers are those of the sequences of this step.
+function Store:replayed()
+  ffi.copy(self.firsts, self.tally.host_firsts, 4 * self.views.heads)
+end
+
+function Store:forget()
+  if not self.is_recorded then self.tally.stores_used = self.tally.stores_used - 1 end
+end
+
+function Store:undo()
+  local tally, views = self.tally, self.views
+  self:forget()
+  tally.placed = nil -- this step's places are overwritten
+  check(C.kvl_tensor_write(views.firsts, self.firsts, 4 * views.heads))
+  views.firsts:add(views.columns, views.places)
+  tally.layers[self.layer]:scatter_(views.places_flat, self.values)
+end
+
+--- A sequence's numbers of a layer, which put is about to change.
+local Put = {}
+Put.__index = Put
+
+local function keep_put(self, layer, row)
+  local values = tensor.lasting(function() return cells(self, layer, row):clone() end)
+  self.journal:note(setmetatable({ tally = self, layer = layer, row = row,
+                                   values = values }, Put))
+end
+
+function Put:forget() self.values:free() end
+
+function Put:undo()
+  cells(self.tally, self.layer, self.row):copy_(self.values)
+  self.values:free()
+end
+
+--- The ages of the sequences of a step, which due is about to change.
+local Ages = {}
+Ages.__index = Ages
+
+local function keep_ages(self, seqs)
+  local entry = self.kept_ages or setmetatable({ tally = self, rows = {}, ages = {} },
+    Ages)
+  self.kept_ages = nil
+  entry.count = #seqs
+  for i = 1, #seqs do
+    local row = seqs[i].state[self]
+    entry.rows[i], entry.ages[i] = row, self.ages[row] or false
+  end
+  self.journal:note(entry)
+end
+
+function Ages:forget() self.tally.kept_ages = self end
+
+function Ages:undo()
+  for i = 1, self.count do self.tally.ages[self.rows[i]] = self.ages[i] or nil end
+  self:forget()
 end
 
 -- ---- a step ---------------------------------------------------------------------------
 
+--- What a step of this shape needs. A graph of such a step may read it.
 local function make_views(self, ctx)
   local dev, heads, n = self.shape.device, ctx.seqs * self.heads, ctx.width
-  self.firsts = tensor.tensor(dev, "i32", { heads, 1 })
-  self.columns = tensor.arange(dev, "i32", n)
-  self.places = tensor.tensor(dev, "i32", { heads, n })
-  self.places_flat = self.places:reshape { 1, heads * n }
-  self.values = tensor.tensor(dev, "f32", { ctx.seqs, self.heads, n })
-  self.flat = self.values:reshape { 1, heads * n }
-  self.host_firsts = ffi.new("int32_t[?]", heads)
+  local v = { heads = heads, firsts = tensor.tensor(dev, "i32", { heads, 1 }),
+    columns = tensor.arange(dev, "i32", n),
+    places = tensor.tensor(dev, "i32", { heads, n }),
+    values = tensor.tensor(dev, "f32", { ctx.seqs, self.heads, n }),
+    host_firsts = ffi.new("int32_t[?]", heads) }
+  v.places_flat = v.places:reshape { 1, heads * n }
+  v.flat = v.values:reshape { 1, heads * n }
+  return v
+end
+
+local function use_views(self, views)
+  self.views, self.placed = views, nil
+  self.firsts, self.columns, self.places = views.firsts, views.columns, views.places
+  self.places_flat, self.values, self.flat = views.places_flat, views.values, views.flat
+  self.host_firsts = views.host_firsts
 end
 
 --- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
   local heads, width = self.heads, self.shape.max_blocks
-  if self.shape_number ~= ctx.shape_number then
-    tensor.lasting(make_views, self, ctx)
-    self.shape_number, self.placed = ctx.shape_number, nil
+  local views = self.views_of[ctx.shape_number]
+  if not views then
+    views = tensor.lasting(make_views, self, ctx)
+    self.views_of[ctx.shape_number] = views
   end
+  if self.views ~= views then use_views(self, views) end
   local same = self.placed
   for i = 0, ctx.seqs - 1 do
     local first = row_of(self, ctx.sequences[i + 1]) * self.row_cells
@@ -130,6 +247,7 @@ function Tally:begin(ctx)
     end
   end
   if same then return end
+  self.placed = nil
   check(C.kvl_tensor_write(self.firsts, self.host_firsts, 4 * ctx.seqs * heads))
   self.firsts:add(self.columns, self.places)
   self.placed = true
@@ -143,6 +261,7 @@ end
 
 --- Writes self.values back.
 function Tally:store(ctx)
+  if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
   self.layers[ctx.layer]:scatter_(self.places_flat, self.flat)
 end
 
@@ -160,6 +279,7 @@ end
 ---@return integer due
 function Tally:due(ctx, period, ahead)
   self.due_count, self.soon_count = 0, 0
+  if self.journal and self.journal.is_open then keep_ages(self, ctx.sequences) end
   for i, seq in ipairs(ctx.sequences) do
     local row = seq.state[self]
     local age = ((self.ages[row] or -1) + 1) % period
@@ -212,7 +332,9 @@ local function put(self, seq, layer, values, add)
   local dev, n = self.shape.device, values:size(1)
   local places = tensor.arange(dev, "i32", self.heads, 0, self.shape.max_blocks)
     :reshape { self.heads, 1 } + tensor.arange(dev, "i32", n)
-  local row = cells(self, layer, row_of(self, seq)):reshape { 1, self.row_cells }
+  local row = row_of(self, seq)
+  if self.journal and self.journal.is_open then keep_put(self, layer, row) end
+  row = cells(self, layer, row):reshape { 1, self.row_cells }
   local from = values:reshape { 1, self.heads * n }
   places = places:reshape { 1, self.heads * n }
   if add then row:scatter_add_(places, from) else row:scatter_(places, from) end

@@ -20,6 +20,13 @@ ffi.metatype("kvl_graph", {
   },
 })
 
+--- Runs fn, which may be interrupted; what comes before and after it may not.
+local function run(fn)
+  C.kvl_interrupt_hold(-1)
+  fn()
+  C.kvl_interrupt_hold(1)
+end
+
 --- Records the work that fn() launches on `dev` (the default device).
 ---@param fn fun()
 ---@param dev? kvlab.Device|string
@@ -31,13 +38,16 @@ function M.graph(fn, dev)
   dev = device(dev)
   collectgarbage() -- memory that is freed while recording is held until its end
   collectgarbage "stop"
+  C.kvl_interrupt_hold(1)
   local status = C.kvl_graph_begin(dev)
   local ok, why = true, nil
   if status >= 0 then
-    ok, why = pcall(fn)
+    ok, why = pcall(run, fn)
+    if not ok then C.kvl_interrupt_hold(1) end
     status = C.kvl_graph_end(dev, out_graph)
   end
   collectgarbage "restart"
+  C.kvl_interrupt_hold(-1)
   if not ok then
     if status >= 0 then C.kvl_graph_close(out_graph[0]) end
     error(why, 0)

@@ -1,0 +1,291 @@
+--- A step happens or it does not. In every policy and memory tier, steps of prompts and
+-- of decode fail in many places: in a hook of the policy, before or after it did its
+-- work; at a launch, because the interrupt flag is set, as Ctrl-C sets it; because there
+-- is no free block; and in a hostile build, in an allocation. After the failure lengths
+-- and free blocks are those from before the call, and the same call gives to the bit what
+-- it gives where nothing failed.
+local kv = require "kvlab"
+local support = require "spec.support"
+local tiny = require("spec.models.tiny").tiny
+
+local C = kv.C
+local cpu = kv.device "cpu"
+local model = tiny(cpu)
+
+local BLOCKS, BLOCK = 40, 4
+local TIERS = {
+  resident = {},
+  ring = { offload = { slots = 2, slot_blocks = 2 } },
+  ["hot cache"] = { offload = { slots = 2, slot_blocks = 2, hot_slots = 80 } },
+}
+
+local HOOKS = { "on_prefill_offload", "on_decode_offload", "step_begin", "score",
+  "select_blocks", "compute_prefill", "compute_decode", "attention_begin",
+  "attention_finished", "predict" }
+
+local function token(i) return (i * 37 + 11) % 97 end
+
+local function tokens(from, n)
+  local list = {}
+  for i = 1, n do list[i] = token(from + i) end
+  return list
+end
+
+-- ---- calls ----------------------------------------------------------------------------
+
+--- An engine with its sequences, `policy` among them, for a case.
+local function open(case)
+  local o = { blocks = BLOCKS, block_size = BLOCK, chunk = 14, max_seqs = 4,
+              graph = case.graph, max_blocks = case.graph and BLOCKS or nil }
+  for key, value in pairs(TIERS[case.tier]) do o[key] = value end
+  o.policy = kv.policy(case.policy)
+  local e = model:engine(o)
+  return { engine = e, policy = o.policy, seqs = { e:sequence() } }
+end
+
+local function prefill(i, from, n)
+  return { name = ("prefill of %d tokens"):format(n), is_prefill = true,
+    run = function(s) return s.engine:prefill(s.seqs[i], tokens(from, n)) end }
+end
+
+local function decode(from, ...)
+  local who = { ... }
+  return { name = ("decode of %d"):format(#who), run = function(s)
+    local seqs = {}
+    for i, which in ipairs(who) do seqs[i] = s.seqs[which] end
+    return s.engine:decode(seqs, tokens(from, #who))
+  end }
+end
+
+local FORK = { name = "fork", run = function(s) s.seqs[2] = s.seqs[1]:fork() end }
+
+-- A prompt of four chunks, decode, a fork within a block whose both branches grow in one
+-- step, a prompt that goes on, and a prompt and decode after it.
+local SCRIPT = {
+  prefill(1, 0, 45), decode(100, 1), decode(101, 1), FORK, decode(103, 1, 2),
+  decode(105, 1, 2), prefill(2, 200, 18), decode(107, 1, 2), decode(109, 2),
+  prefill(1, 300, 3), decode(111, 2, 1), decode(113, 2, 1),
+}
+
+local function state_of(s)
+  local lengths = {}
+  for i, seq in ipairs(s.seqs) do lengths[i] = seq:length() end
+  return { lengths = lengths, free = s.engine.cache:blocks_free() }
+end
+
+-- ---- failures -------------------------------------------------------------------------
+
+-- Each runs a call so that it fails at a place, and undoes what it prepared for that.
+-- Returns what pcall returned.
+
+--- The hook `place.hook` of the policy raises at its nth call, before or after its work.
+local function hook_fails(s, call, place)
+  local policy, name, calls = s.policy, place.hook, 0
+  local own, mine = policy[name], rawget(s.policy, place.hook)
+  policy[name] = function(...)
+    calls = calls + 1
+    if calls ~= place.nth then return own(...) end
+    if place.is_after then own(...) end
+    error("the hook fails")
+  end
+  local ok, result = pcall(call.run, s)
+  policy[name] = mine
+  return ok, result
+end
+
+--- Runs call.run(s) with fn(n) at the nth call of a Lua function.
+local function at_calls(s, call, fn)
+  local n, is_over = 0, false
+  jit.off()
+  debug.sethook(function()
+    if is_over then return end
+    n = n + 1
+    fn(n)
+  end, "c")
+  local ok, result = pcall(call.run, s)
+  is_over = true
+  debug.sethook()
+  jit.on()
+  return ok, result, n
+end
+
+--- The interrupt flag is set at the nth call of a Lua function, so the next launch fails.
+-- Where `place.raises`, Lua raises there, too, as the executable's hook does.
+local function interrupted(s, call, place)
+  local ok, result = at_calls(s, call, function(n)
+    if n == place.nth then C.kvl_interrupt(1) end
+    if place.raises and s.engine.cache.journal.is_open and C.kvl_interrupted() ~= 0 then
+      debug.sethook()
+      error("interrupted")
+    end
+  end)
+  C.kvl_interrupt(0)
+  return ok, result
+end
+
+--- All blocks but `place.left` are taken.
+local function exhausted(s, call, place)
+  local cache = s.engine.cache
+  local filler = cache:sequence()
+  filler:extend((cache:blocks_free() - place.left) * BLOCK)
+  local ok, result = pcall(call.run, s)
+  filler:close()
+  return ok, result
+end
+
+--- The call succeeds, but what its transaction goes on with fails.
+local function fails_after(s, call)
+  return pcall(s.engine.cache.transaction, s.engine.cache, function()
+    call.run(s)
+    error("what follows fails")
+  end)
+end
+
+--- The nth allocation fails.
+local function allocation_fails(s, call, place)
+  C.kvl_fail_allocation(place.nth)
+  local ok, result = pcall(call.run, s)
+  C.kvl_fail_allocation(0)
+  return ok, result
+end
+
+-- ---- a campaign -----------------------------------------------------------------------
+
+--- `count` of the numbers 1 ... n, spread evenly; others for another `seed`.
+local function spread(n, count, seed)
+  local list = {}
+  for i = 1, math.min(n, count) do
+    local step = n / math.min(n, count)
+    list[i] = math.floor((i - 1) * step + (seed * 0.618) % 1 * step) + 1
+  end
+  return list
+end
+
+--- What every call of the script gives when nothing fails, how many Lua functions it
+-- calls, and how often which hook.
+local function play(case)
+  local s, steps = open(case), {}
+  for at, call in ipairs(SCRIPT) do
+    local hooks, mine = {}, {}
+    for _, name in ipairs(HOOKS) do
+      local own = s.policy[name]
+      if own then
+        hooks[name], mine[name] = 0, rawget(s.policy, name)
+        s.policy[name] = function(...)
+          hooks[name] = hooks[name] + 1
+          return own(...)
+        end
+      end
+    end
+    local ok, result, calls = at_calls(s, call, function() end)
+    assert(ok, result)
+    for name in pairs(hooks) do s.policy[name] = mine[name] end
+    steps[at] = { logits = result and result:list(), calls = calls, hooks = hooks }
+  end
+  s.engine.cache:close()
+  return steps
+end
+
+local failures = 0
+
+--- Plays the script with failures before every call: fail at each of places(step, at).
+-- errors: a pattern that all of their messages match.
+local function campaign(case, steps, fail, places, errors)
+  local s = open(case)
+  for at, call in ipairs(SCRIPT) do
+    local ok, result
+    for _, place in ipairs(call == FORK and {} or places(steps[at], at, s, call)) do
+      local before = state_of(s)
+      ok, result = fail(s, call, place)
+      if ok then break end -- it came after the last launch, or was mended on the way
+      local what = ("%s, %s, call %d (%s), %s %s: %s"):format(case.policy, case.tier, at,
+        call.name, place.hook or "place", place.nth or place.left, result)
+      assert.matches(errors, result, 1, false, what)
+      assert.same(before, state_of(s), what)
+      failures = failures + 1
+    end
+    if not ok then result = call.run(s) end
+    if result then
+      local what = ("%s, %s, call %d (%s)"):format(case.policy, case.tier, at, call.name)
+      local got = result:list()
+      for i, want in ipairs(steps[at].logits) do
+        assert(got[i] == want, what)
+      end
+    end
+  end
+  s.engine.cache:close()
+end
+
+local function at_hooks(step, at)
+  local places = {}
+  for _, hook in ipairs(support.names(step.hooks)) do
+    for _, nth in ipairs(spread(step.hooks[hook], 2, at)) do
+      places[#places + 1] = { hook = hook, nth = nth, is_after = (at + nth) % 2 == 0 }
+    end
+  end
+  return places
+end
+
+local function at_launches(step, at)
+  local places = {}
+  for i, nth in ipairs(spread(step.calls, 6, at)) do
+    places[i] = { nth = nth, raises = i % 3 == 0 }
+  end
+  return places
+end
+
+local function without_blocks(_, _, s, call)
+  local places = {}
+  if call.is_prefill and #s.seqs == 1 then places = { { left = 0 }, { left = 7 } }
+  elseif call.is_prefill then places = { { left = 0 } } end
+  return places
+end
+
+local function once() return { { nth = 1 } } end
+
+local function at_allocations(_, at)
+  local places = {}
+  for i, nth in ipairs { 1, 2, 5, 9, 20 } do places[i] = { nth = nth + at % 3 } end
+  return places
+end
+
+-- ---- specs ----------------------------------------------------------------------------
+
+-- Policies whose steps are not replayed here: no graph can record the first two with
+-- these options, and a graph of `random` repeats the draws of its recording.
+local EAGER = { infllm = true, nsa_branches = true, random = true }
+
+local cases = {}
+for _, policy in ipairs(kv.policy.names "decode") do
+  for _, tier in ipairs(support.names(TIERS)) do
+    cases[#cases + 1] = { policy = policy, tier = tier, graph = false }
+    if tier ~= "ring" and not EAGER[policy] then
+      cases[#cases + 1] = { policy = policy, tier = tier, graph = true }
+    end
+  end
+end
+
+for _, case in ipairs(support.cases(cases)) do
+  describe(("a step of %s, %s, %s, that fails"):format(case.policy, case.tier,
+      case.graph and "replayed" or "eager"), function()
+    local steps
+    lazy_setup(function() steps = play(case) end)
+
+    it("in a hook changes nothing", function()
+      campaign(case, steps, hook_fails, at_hooks, "the hook fails")
+    end)
+    it("at a launch, interrupted, changes nothing", function()
+      campaign(case, steps, interrupted, at_launches, "interrupted")
+    end)
+    it("because of what follows in its transaction changes nothing", function()
+      campaign(case, steps, fails_after, once, "what follows fails")
+    end)
+    it("without free blocks changes nothing", function()
+      campaign(case, steps, exhausted, without_blocks, "blocks")
+    end)
+    it("at an allocation changes nothing", function()
+      if not support.is_hostile then return end
+      campaign(case, steps, allocation_fails, at_allocations, "memory")
+    end)
+  end)
+end
