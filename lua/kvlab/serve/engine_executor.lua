@@ -3,6 +3,7 @@
 -- machine's. The clock decides when requests get their results, but not which.
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 
 local C, check = library.C, library.check
 local M = {}
@@ -161,18 +162,26 @@ function EngineExecutor:arrived(key, block) self.unseen[block] = key end
 -- shown those of its blocks that came from the store, for this request or for another one
 -- that did not use them. If a block got other content since, the policies saw that being
 -- computed.
+-- If this raises, it may be tried again.
 function EngineExecutor:begin(r)
   local attention, blocks, tokens, keys = self.engine.attention, {}, {}, {}
-  attention:request_begin(r.seq)
-  for i, block in ipairs(r:block_ids()) do
+  local ids = r:block_ids()
+  for i, block in ipairs(ids) do
     local key = self.unseen[block]
     if key and key == r.block_hashes[i] then
       blocks[#blocks + 1], keys[#keys + 1] = block, key
       tokens[#tokens + 1] = self.memory.block_size
     end
-    self.unseen[block] = nil
   end
-  if #blocks > 0 then attention:show(blocks, tokens, keys) end
+  attention:request_begin(r.seq)
+  if #blocks > 0 then
+    local ok, why = pcall(attention.show, attention, blocks, tokens, keys)
+    if not ok then
+      attention:request_finished(r.seq)
+      error(why, 0)
+    end
+  end
+  for _, block in ipairs(ids) do self.unseen[block] = nil end
 end
 
 function EngineExecutor:finished(r) self.engine.attention:request_finished(r.seq) end
@@ -197,19 +206,48 @@ local function gather(self, list)
   return self.seqs, self.counts, self.tokens
 end
 
+--- The token that a request's own function draws. If the function raises, or returns no
+-- token, the request will end with this error; an interrupt is an error of the step. A
+-- step that is tried again does not draw a second time.
+local function sample(r, logits, vocab)
+  if r.sampled_at == r.num_tokens then return end
+  local ok, id = pcall(r.sample, logits, r)
+  if not ok and C.kvl_interrupted() ~= 0 then error(id, 0) end
+  if ok and not (type(id) == "number" and id >= 0 and id < vocab and id % 1 == 0) then
+    ok, id = false, ("sample returned %s, expected a token id, 0 ... %d"):format(
+      options.shown(id), vocab - 1)
+  end
+  if ok then r.next_token = id else r.error = id or "sample raised nil" end
+  r.sampled_at = r.num_tokens
+end
+
 --- Chooses the next token of every request whose tokens have all been computed.
-local function choose(list, logits)
+local function choose(self, list, logits)
   local ids
   for i, r in ipairs(list) do
     if r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens then
       if r.sample then
-        r.next_token = r.sample(logits:index(i - 1), r)
+        sample(r, logits:index(i - 1), self.engine.model.config.vocab)
       else
         ids = ids or logits:argmax():list()
         r.next_token = ids[i]
       end
     end
   end
+end
+
+-- That the requests of a list are computed, for the journal.
+local Computed = {}
+Computed.__index = Computed
+
+function Computed.forget() end
+function Computed:undo()
+  for _, r in ipairs(self.list) do r.is_computed = false end
+end
+
+local function mark_computed(self, list)
+  self.memory.journal:note(setmetatable({ list = list }, Computed))
+  for _, r in ipairs(list) do r.is_computed = true end
 end
 
 --- Which requests decode from the next step on; nil if none does.
@@ -222,19 +260,26 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
+local function decode(self, list)
+  local seqs, _, tokens = gather(self, list)
+  choose(self, list, self.engine:decode(seqs, tokens))
+  mark_computed(self, list)
+end
+
+local function prefill(self, list)
+  local seqs, counts, tokens = gather(self, list)
+  choose(self, list,
+    self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(self, list)))
+  mark_computed(self, list)
+end
+
 --- Computes a step and returns its microseconds. Decoding requests and prompts are
--- separate batches, since policies may treat them differently.
+-- separate batches, since policies may treat them differently. If one of them raises, its
+-- requests are as they were before; is_computed tells which requests were computed.
 function EngineExecutor:run(plan)
-  local start = self:now()
-  if #plan.decode > 0 then
-    local seqs, _, tokens = gather(self, plan.decode)
-    choose(plan.decode, self.engine:decode(seqs, tokens))
-  end
-  if #plan.prefill > 0 then
-    local seqs, counts, tokens = gather(self, plan.prefill)
-    choose(plan.prefill,
-      self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(self, plan.prefill)))
-  end
+  local start, memory = self:now(), self.memory
+  if #plan.decode > 0 then memory:transaction(decode, self, plan.decode) end
+  if #plan.prefill > 0 then memory:transaction(prefill, self, plan.prefill) end
   return self:now() - start
 end
 

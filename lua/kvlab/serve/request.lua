@@ -26,7 +26,10 @@ local M = {}
 ---@field admitted_us number|nil
 ---@field first_token_us number|nil
 ---@field finish_us number|nil
----@field finish_reason string|nil   length, stop, cancelled
+---@field finish_reason string|nil   length, stop, cancelled, error
+---@field error any                  what its sample or on_token raised
+---@field is_computed boolean        a step computed its num_scheduled_tokens, and the
+--                                   server has not taken note of it yet
 ---@field preemptions integer
 ---@field blocks_asked integer       full blocks of the prompt that could be shared
 ---@field blocks_shared integer      how many of them were found on the device
@@ -75,7 +78,8 @@ function M.new(o, request_id, level)
   return setmetatable({
     request_id = request_id, state = "arriving", tokens = tokens, prompt_length = length,
     num_tokens = length, num_computed_tokens = 0, num_scheduled_tokens = 0,
-    index_in_batch = -1, block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
+    index_in_batch = -1, is_computed = false, blocks_put = 0,
+    block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
     prefetch_task = nil, prefetch_ready = false, max_tokens = o.max_tokens,
     stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
     arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,

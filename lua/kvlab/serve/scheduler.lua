@@ -60,13 +60,14 @@ end
 
 local function preempt(self, r)
   table.remove(self.running)
-  self.executor:finished(r)
+  local ok, why = pcall(self.executor.finished, self.executor, r)
   waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
   waiting.give_back(self, r)
   r.state, r.shares_last, r.store_end = "waiting", false, math.huge
   r.preemptions = r.preemptions + 1
   table.insert(self.waiting, 1, r)
   self.stats.preemptions = self.stats.preemptions + 1
+  if not ok then error(why, 0) end
 end
 
 --- Frees the blocks of this step and those of n more tokens for r. Returns false if r
@@ -126,10 +127,14 @@ local function fits(self, r)
   return need + kept <= self.prefix:available()
 end
 
---- A waiting request starts, or goes on, to be computed.
-local function admit(self, r)
+--- The waiting request at `index` starts, or goes on, to be computed. If a policy raises
+-- when it is told so, the request goes on waiting.
+local function admit(self, r, index)
   local stats = self.stats
+  self.executor:begin(r)
+  table.remove(self.waiting, index)
   r.num_computed_tokens = r.seq:length()
+  r.blocks_put = math.floor(r.num_computed_tokens / self.block_size)
   r.state = "running"
   self.running[#self.running + 1] = r
   if not r.admitted_us then
@@ -141,7 +146,6 @@ local function admit(self, r)
   end
   waiting.mark(self.computing, r, self:blocks_for(r.num_computed_tokens) + 1,
     #r.block_hashes, r)
-  self.executor:begin(r)
   local n = math.min(r.num_tokens - r.num_computed_tokens, self.room)
   self.need = self.need + blocks_needed(self, r, n)
   self.promised = self.promised + self:blocks_for(r.num_tokens)
@@ -170,8 +174,7 @@ local function admit_waiting(self)
     local state = waiting.cover(self, r, index - 1)
     if state == "ready" then
       if not fits(self, r) then return end
-      table.remove(self.waiting, index)
-      admit(self, r)
+      admit(self, r, index)
     elseif state == "loading" and not self.skips then
       stall(self, r)
     elseif self.skips and index < self.window then
@@ -223,29 +226,29 @@ function Scheduler:enqueue(r)
   self.waiting[#self.waiting + 1] = r
 end
 
---- What a step computed of a request is in the cache: others may share its full blocks.
-function Scheduler:computed(r)
-  local before = math.floor(r.num_computed_tokens / self.block_size)
-  r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
-  r.shares_last = false
-  local now = math.floor(r.num_computed_tokens / self.block_size)
-  if now == before then return end
+--- Others may share what has been computed of a request: its full blocks, which go into
+-- the store, too. If that raises, the next call goes on where this one stopped.
+function Scheduler:share(r)
+  local full = math.floor(r.num_computed_tokens / self.block_size)
+  if full <= r.blocks_put then return end
   local ids = r:block_ids()
-  for i = before + 1, now do
+  for i = r.blocks_put + 1, full do
     local key = self.executor:key(r, i)
     self.prefix:put(key, ids[i])
     self.executor:put(r, i, ids[i])
     if self.computing[key] == r then self.computing[key] = nil end
+    r.blocks_put = i
   end
 end
 
 --- A running request is done: its blocks are given back. The caller takes it out of
--- `running`.
+-- `running`. Returns false and the error when a policy raised as it was told so.
 function Scheduler:finish(r)
-  self.executor:finished(r)
+  local ok, why = pcall(self.executor.finished, self.executor, r)
   waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
   self.prefix:close(r.seq)
   r.seq, r.state, r.num_scheduled_tokens, r.index_in_batch = nil, "finished", 0, -1
+  return ok, why
 end
 
 --- Takes a request out of the queue.

@@ -18,6 +18,7 @@
 --
 -- docs/serving.md describes all of it. Source: UCM GSA's scheduler side and the V1
 -- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
+local C = require("kvlab.library").C
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
@@ -62,7 +63,7 @@ function M.serve(given)
     executor = executor, scheduler = scheduler.new(executor, o), hooks = o.hooks or {},
     requests = {}, arriving = {}, slo_us = o.slo_us,
     counts = { steps = 0, busy_us = 0, idle_us = 0, prefill_tokens = 0,
-               decode_tokens = 0, finished = 0 },
+               decode_tokens = 0, finished = 0, failed = 0 },
   }, Server)
 end
 
@@ -108,6 +109,20 @@ function Server:submit(given)
   return r
 end
 
+--- Takes note that a step computed a request's scheduled tokens: all of it or nothing.
+local function advance(r, now)
+  C.kvl_interrupt_hold(1)
+  r.is_computed, r.shares_last = false, false
+  r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
+  if r.num_computed_tokens == r.num_tokens and not r.error then
+    r.num_tokens = r.num_tokens + 1
+    if r.tokens then r.tokens[r.num_tokens] = r.next_token end
+    r.first_token_us = r.first_token_us or now
+    r.has_new, r.is_told = true, false
+  end
+  C.kvl_interrupt_hold(-1)
+end
+
 --- Makes a request that goes on from what another request has so far, on its own branch.
 -- It shares every block, also the last, which is copied when one of the two grows.
 ---@param parent kvlab.Request  running
@@ -121,6 +136,7 @@ function Server:fork(parent, given)
     error(("fork: request %d is %s, expected one that is running"):format(
       parent.request_id, parent.state), 2)
   end
+  if parent.is_computed then advance(parent, self.executor:now()) end
   local o = with_defaults(self, given)
   local extra = o.tokens and #o.tokens or 0
   o.input_length, o.hash_ids = parent.num_tokens + extra, nil
@@ -143,14 +159,16 @@ end
 local function finish(self, r, reason)
   r.finish_us, r.finish_reason = self.executor:now(), reason
   self.counts.finished = self.counts.finished + 1
+  if reason == "error" then self.counts.failed = self.counts.failed + 1 end
   if self.hooks.request_finished then self.hooks.request_finished(r) end
 end
 
 --- Ends a request, whatever its state.
 function Server:cancel(r)
   if r.state == "finished" then return end
+  local ok, why = true, nil
   if r.state == "running" then
-    self.scheduler:finish(r)
+    ok, why = self.scheduler:finish(r)
     local running = self.scheduler.running
     for i = #running, 1, -1 do if running[i] == r then table.remove(running, i) end end
   elseif r.state == "waiting" then
@@ -163,6 +181,7 @@ function Server:cancel(r)
     r.seq, r.state = nil, "finished"
   end
   finish(self, r, "cancelled")
+  if not ok then error(why, 0) end
 end
 
 -- ---- steps ----------------------------------------------------------------------------
@@ -177,33 +196,85 @@ local function arrive(self)
   end
 end
 
---- Records what a step computed of a request. Returns true when the request is done.
-local function settle(self, r, now)
-  if r.state == "finished" then return true end -- another request's on_token cancelled it
-  self.scheduler:computed(r)
-  if r.num_computed_tokens < r.num_tokens then return false end
-  r.num_tokens = r.num_tokens + 1
-  if r.tokens then r.tokens[r.num_tokens] = r.next_token end
-  r.first_token_us = r.first_token_us or now
-  if r.on_token then r.on_token(r, r.next_token) end
-  if r.state == "finished" then return true end -- its own on_token cancelled it
-  local reason = r:stop_reason()
-  if not reason then return false end
-  self.scheduler:finish(r)
-  finish(self, r, reason)
-  return true
+--- Calls on_token for the newest token, once. If it raises, the request has its error; an
+-- interrupt is an error of the step.
+local function tell(r)
+  r.is_told = true
+  if not r.on_token then return end
+  local ok, why = pcall(r.on_token, r, r.tokens and r.tokens[r.num_tokens])
+  if ok then return end
+  if C.kvl_interrupted() ~= 0 then error(why, 0) end
+  r.error = why or "on_token raised nil"
 end
 
-local function settle_all(self, list, now)
-  local any = false
-  for i = 1, #list do any = settle(self, list[i], now) or any end
-  return any
+--- Does what follows from what a step computed of a request. After an error, another call
+-- goes on where this one stopped.
+local function settle(self, r, now)
+  if r.state ~= "running" then return end -- another request's on_token cancelled it
+  if r.is_computed then advance(r, now) end
+  self.scheduler:share(r)
+  if r.has_new and not r.is_told then tell(r) end
+  if r.state ~= "running" then return end -- its own on_token cancelled it
+  local reason = r.error and "error" or r.has_new and r:stop_reason()
+  r.has_new = false
+  if not reason then return end
+  local ok, why = self.scheduler:finish(r)
+  finish(self, r, reason)
+  if not ok then error(why, 0) end
+end
+
+--- Takes the requests that are done out of `running`.
+local function keep_running(running)
+  local kept = 0
+  for i = 1, #running do
+    local r = running[i]
+    if r.state == "running" then
+      kept = kept + 1
+      running[kept] = r
+    end
+  end
+  for i = #running, kept + 1, -1 do running[i] = nil end
+end
+
+--- Settles some requests, all of them even if one raises. Returns the first error in a
+-- table, or nil.
+local function settle_list(self, list, now)
+  local problem
+  for i = 1, #list do
+    local ok, why = pcall(settle, self, list[i], now)
+    if not ok then problem = problem or { why } end
+  end
+  return problem
+end
+
+--- Settles what the last step computed, as far as that has not been done.
+local function settle_step(self)
+  local s, now = self.scheduler, self.executor:now()
+  local problem = settle_list(self, s.plan.decode, now)
+  local other = settle_list(self, s.plan.prefill, now)
+  keep_running(s.running)
+  problem = problem or other
+  if problem then error(problem[1], 0) end
+  self.is_unsettled = false
+end
+
+--- Counts what a step computed.
+local function count_step(counts, plan)
+  counts.steps = counts.steps + 1
+  counts.decode_tokens = counts.decode_tokens + #plan.decode
+  for i = 1, #plan.prefill do
+    counts.prefill_tokens = counts.prefill_tokens + plan.prefill[i].num_scheduled_tokens
+  end
 end
 
 --- Runs one step. If there is nothing to do before the next arrival, it waits for that.
--- Returns false when no request is left.
+-- Returns false when no request is left. If the step fails, it raises: the requests are
+-- as they were before what failed, and the next step goes on. If a request's sample or
+-- on_token raises, that request alone ends, with finish_reason "error" and with the error
+-- in request.error.
 function Server:step()
   local s, counts = self.scheduler, self.counts
+  if self.is_unsettled then settle_step(self) end -- of a step that raised
   arrive(self)
   if #s.waiting == 0 and #s.running == 0 then
     if #self.arriving == 0 then return false end
@@ -214,30 +285,20 @@ function Server:step()
   end
   local plan = s:schedule()
   if self.hooks.build_sparse_meta then self.hooks.build_sparse_meta(self, plan) end
-  counts.busy_us = counts.busy_us + self.executor:run(plan)
-  counts.steps = counts.steps + 1
-  counts.decode_tokens = counts.decode_tokens + #plan.decode
-  for i = 1, #plan.prefill do
-    counts.prefill_tokens = counts.prefill_tokens + plan.prefill[i].num_scheduled_tokens
+  self.is_unsettled = true
+  local ok, us = pcall(self.executor.run, self.executor, plan)
+  if ok then
+    counts.busy_us = counts.busy_us + us
+    count_step(counts, plan)
   end
-  local now = self.executor:now()
-  local any = settle_all(self, plan.decode, now)
-  any = settle_all(self, plan.prefill, now) or any
-  if any then
-    local kept, running = 0, s.running
-    for i = 1, #running do
-      local r = running[i]
-      if r.state == "running" then
-        kept = kept + 1
-        running[kept] = r
-      end
-    end
-    for i = #running, kept + 1, -1 do running[i] = nil end
-  end
+  local is_settled, why = pcall(settle_step, self)
+  if not ok then error(us, 0) end
+  if not is_settled then error(why, 0) end
   return true
 end
 
---- Runs steps until every request is done.
+--- Runs steps until every request is done. After an error of a step it can be called
+-- again.
 function Server:run()
   while self:step() do end
   return self
@@ -281,10 +342,15 @@ function Server:stats()
 end
 
 --- Ends all requests and closes what the server opened; the engine and the store stay
--- open.
+-- open. Raises the first error of a policy that is told that a request ends.
 function Server:close()
-  for _, r in ipairs(self.requests) do self:cancel(r) end
+  local problem
+  for _, r in ipairs(self.requests) do
+    local ok, why = pcall(self.cancel, self, r)
+    if not ok then problem = problem or { why } end
+  end
   if self.executor.close then self.executor:close() end
+  if problem then error(problem[1], 0) end
 end
 
 return M

@@ -162,6 +162,8 @@ function Simulator:run(plan)
   end
   append(self, plan.decode)
   append(self, plan.prefill)
+  for _, r in ipairs(plan.decode) do r.is_computed = true end
+  for _, r in ipairs(plan.prefill) do r.is_computed = true end
   us = us + math.max(cost.us_decode_base, cost.us_per_token_prefill * tokens)
   go_on(self, us)
   return us

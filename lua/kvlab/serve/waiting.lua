@@ -55,6 +55,11 @@ local function land(self, r, result)
   end
 end
 
+local function submit(self, r, first, count, position)
+  r.task_count, r.task_priority = count, priority_of(self, r, position, count)
+  r.prefetch_task = self.executor:submit(r, first, count, r.task_priority)
+end
+
 --- Asks the executor for a request's blocks first ... last, as far as there is room.
 local function load(self, r, first, last, position)
   local kept = #self.running > 0 and self.watermark or 0
@@ -64,10 +69,10 @@ local function load(self, r, first, last, position)
   local count = last - first + 1
   self.prefix:reclaim(self.need + count)
   r.seq:extend(count * self.block_size)
-  r.task_count, r.task_priority = count, priority_of(self, r, position, count)
-  r.prefetch_task = self.executor:submit(r, first, count, r.task_priority)
+  local ok, why = pcall(submit, self, r, first, count, position)
   if not r.prefetch_task then
     r.seq:truncate((first - 1) * self.block_size)
+    if not ok then error(why, 0) end
     return "full"
   end
   M.mark(self.loading, r, first, last, r)
