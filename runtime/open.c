@@ -73,6 +73,8 @@ static int device_start(kvl_device *dev, char *text) {
 }
 
 int kvl_device_open(const char *name, kvl_device **out) {
+  KVL__NEED(name);
+  KVL__NEED(out);
   const kvl_backend *backend = NULL;
   int index = 0;
   int status = parse_name(name, &backend, &index);

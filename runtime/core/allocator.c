@@ -245,6 +245,7 @@ void kvl__device_unref(kvl_device *dev) {
 }
 
 int kvl_device_trim(kvl_device *dev) {
+  KVL__NEED(dev);
   kvl__allocator_trim(dev, -1);
   return KVL_OK;
 }

@@ -54,20 +54,24 @@ int kvl__not_recording(kvl_device *dev, const char *what) {
                    dev->name, what);
 }
 
-int kvl_device_is_recording(const kvl_device *dev) { return dev->recording != NULL; }
+int kvl_device_is_recording(const kvl_device *dev) { return dev && dev->recording != NULL; }
 
 /* ---- what a device tells --------------------------------------------------------------- */
 
-const char *kvl_device_name(const kvl_device *dev) { return dev->name; }
+const char *kvl_device_name(const kvl_device *dev) { return dev ? dev->name : "?"; }
 const char *kvl_device_description(kvl_device *dev) { /* the CPU's can change: its link */
+  if (!dev) return "?";
   dev->backend->describe(dev->ctx, dev->description, sizeof dev->description);
   return dev->description;
 }
 const char *kvl_device_build(kvl_device *dev) {
+  if (!dev) return "?";
   snprintf(dev->build, sizeof dev->build, "%s; %s", kvl__build(), dev->backend->build());
   return dev->build;
 }
-int kvl_device_is_cpu(const kvl_device *dev) { return !strcmp(dev->backend->name, "cpu"); }
+int kvl_device_is_cpu(const kvl_device *dev) {
+  return dev && !strcmp(dev->backend->name, "cpu");
+}
 
 int kvl__device_failed(kvl_device *dev, int status, const char *doing) {
   const char *words = dev->backend->last_error();
@@ -76,6 +80,8 @@ int kvl__device_failed(kvl_device *dev, int status, const char *doing) {
 }
 
 int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out) {
+  KVL__NEED(dev);
+  KVL__NEED(out);
   kvl_device_stats stats = dev->stats;
   int status = dev->backend->memory(dev->ctx, &stats.bytes_free, &stats.bytes_total);
   if (status < 0) return kvl__device_failed(dev, status, "asking for free memory");
@@ -84,6 +90,7 @@ int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out) {
 }
 
 int kvl_device_reset_peak(kvl_device *dev) {
+  KVL__NEED(dev);
   dev->stats.bytes_live_peak = dev->stats.bytes_live;
   return KVL_OK;
 }

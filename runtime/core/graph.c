@@ -10,6 +10,7 @@ struct kvl_graph {
 };
 
 int kvl_graph_begin(kvl_device *dev) {
+  KVL__NEED(dev);
   int status = kvl__not_recording(dev, "recording another one");
   if (status < 0) return status;
   kvl_graph *g = kvl__malloc(sizeof *g, "a graph");
@@ -26,6 +27,8 @@ int kvl_graph_begin(kvl_device *dev) {
 }
 
 int kvl_graph_end(kvl_device *dev, kvl_graph **out) {
+  KVL__NEED(dev);
+  KVL__NEED(out);
   if (!dev->recording)
     return kvl__fail(KVL_ERR_INVALID, "graph: none is being recorded on %s", dev->name);
   kvl_graph *g = dev->recording->graph;

@@ -57,6 +57,10 @@ int kvl__fail(int status, const char *format, ...) {
   return status;
 }
 
+int kvl__missing(const char *function, const char *name) {
+  return kvl__fail(KVL_ERR_INVALID, "%s: %s is NULL", function, name);
+}
+
 void kvl_interrupt(int set) { atomic_store(&interrupted, set != 0); }
 int kvl_interrupted(void) { return holds > 0 ? 0 : atomic_load(&interrupted); }
 int kvl_interrupt_hold(int more) { return holds += more; }

@@ -33,6 +33,14 @@
 /* Records the message of a failure and returns `status`. */
 int kvl__fail(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Records that `function` got NULL as its argument `name`. Returns the status. */
+int kvl__missing(const char *function, const char *name);
+/* Ends a function of kvlab.h with this failure where a pointer that it needs is NULL. */
+#define KVL__NEED(pointer)                                   \
+  do {                                                       \
+    if (!(pointer)) return kvl__missing(__func__, #pointer); \
+  } while (0)
+
 /* The configuration, compiler and hash of the sources of this library. */
 const char *kvl__build(void);
 

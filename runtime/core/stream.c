@@ -23,6 +23,8 @@ int kvl__stream_open(kvl_device *dev, enum kvl_queue_kind kind, kvl_stream **out
 }
 
 int kvl_stream_open(kvl_device *dev, kvl_stream **out) {
+  KVL__NEED(dev);
+  KVL__NEED(out);
   return kvl__stream_open(dev, KVL_QUEUE_NORMAL, out);
 }
 
@@ -37,6 +39,7 @@ void kvl_stream_close(kvl_stream *stream) {
 }
 
 int kvl_stream_sync(kvl_stream *stream) {
+  KVL__NEED(stream);
   kvl_device *dev = stream->device;
   int status = kvl__not_recording(dev, "waiting for a stream");
   if (status < 0) return status;
@@ -45,6 +48,7 @@ int kvl_stream_sync(kvl_stream *stream) {
 }
 
 int kvl_device_use_stream(kvl_device *dev, kvl_stream *stream) {
+  KVL__NEED(dev);
   if (stream && stream->device != dev)
     return kvl__fail(KVL_ERR_INVALID, "stream belongs to %s, expected one of %s",
                      stream->device->name, dev->name);
@@ -52,9 +56,10 @@ int kvl_device_use_stream(kvl_device *dev, kvl_stream *stream) {
   return KVL_OK;
 }
 
-kvl_stream *kvl_device_stream(kvl_device *dev) { return dev->current; }
+kvl_stream *kvl_device_stream(kvl_device *dev) { return dev ? dev->current : NULL; }
 
 int kvl_device_sync(kvl_device *dev) {
+  KVL__NEED(dev);
   int status = kvl__not_recording(dev, "waiting for the device");
   if (status < 0) return status;
   for (int i = 0; i < KVL__STREAMS_MAX; i++) {
@@ -68,6 +73,8 @@ int kvl_device_sync(kvl_device *dev) {
 /* ---- events ------------------------------------------------------------------------ */
 
 int kvl_event_open(kvl_device *dev, kvl_event **out) {
+  KVL__NEED(dev);
+  KVL__NEED(out);
   kvl_event *e = kvl__malloc(sizeof *e, "an event");
   if (!e) return KVL_ERR_NO_MEMORY;
   *e = (kvl_event){.device = dev};
@@ -113,6 +120,7 @@ int kvl_stream_wait_event(kvl_stream *stream, kvl_event *event) {
 }
 
 int kvl_event_sync(kvl_event *event) {
+  KVL__NEED(event);
   if (!event->recorded) return KVL_OK;
   kvl_device *dev = event->device;
   int status = kvl__not_recording(dev, "waiting for an event");
@@ -122,6 +130,7 @@ int kvl_event_sync(kvl_event *event) {
 }
 
 int kvl_event_done(kvl_event *event) {
+  KVL__NEED(event);
   if (!event->recorded) return 1;
   kvl_device *dev = event->device;
   int status = dev->backend->mark_done(dev->ctx, event->mark);
@@ -129,6 +138,7 @@ int kvl_event_done(kvl_event *event) {
 }
 
 int kvl_event_elapsed_us(kvl_event *from, kvl_event *to, double *us) {
+  KVL__NEED(us);
   if (!from || !to) return kvl__fail(KVL_ERR_INVALID, "event is missing");
   if (!from->recorded || !to->recorded)
     return kvl__fail(KVL_ERR_INVALID, "event %s was never recorded",

@@ -39,6 +39,7 @@ static int set_shape(kvl_tensor *t, const char *op, int dtype, int ndim,
   if (ndim < 0 || ndim > KVL_DIMS_MAX)
     return kvl__fail(KVL_ERR_INVALID, "%s: %d dims, expected 0 ... %d", op, ndim,
                      KVL_DIMS_MAX);
+  if (ndim > 0 && !shape) return kvl__fail(KVL_ERR_INVALID, "%s: shape is NULL", op);
   int64_t count = 1;
   for (int i = 0; i < KVL_DIMS_MAX; i++) {
     int64_t size = i < ndim ? shape[i] : 1;
@@ -59,6 +60,7 @@ static int64_t bytes_of(const kvl_tensor *t) { return t->count * dtypes[t->dtype
 
 int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                     kvl_tensor *out) {
+  KVL__NEED(out);
   kvl_tensor t = {.device = dev};
   int status = set_shape(&t, "tensor", dtype, ndim, shape);
   if (status < 0) return status;
@@ -71,6 +73,7 @@ int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
 
 int kvl_tensor_open_pinned(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                            int huge_pages, kvl_tensor *out) {
+  KVL__NEED(out);
   kvl_tensor t = {.device = dev};
   int status = set_shape(&t, "pinned tensor", dtype, ndim, shape);
   if (status < 0) return status;
@@ -87,6 +90,7 @@ int kvl_tensor_is_pinned(const kvl_tensor *t) {
 
 int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape, void *memory,
                     kvl_tensor *out) {
+  KVL__NEED(out);
   kvl_tensor t = {.device = dev, .ptr = memory};
   int status = set_shape(&t, "wrap", dtype, ndim, shape);
   if (status < 0) return status;
@@ -112,6 +116,7 @@ static int view_of(const kvl_tensor *t, const char *op) {
 }
 
 int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length, kvl_tensor *out) {
+  KVL__NEED(out);
   int status = view_of(t, "narrow");
   if (status < 0) return status;
   if (t->ndim < 1) return kvl__fail(KVL_ERR_INVALID, "narrow: the tensor has no dims");
@@ -130,6 +135,7 @@ int kvl_tensor_narrow(const kvl_tensor *t, int64_t start, int64_t length, kvl_te
 }
 
 int kvl_tensor_index(const kvl_tensor *t, int64_t index, kvl_tensor *out) {
+  KVL__NEED(out);
   int status = view_of(t, "index");
   if (status < 0) return status;
   if (t->ndim < 1 || index < 0 || index >= t->shape[0])
@@ -147,6 +153,7 @@ int kvl_tensor_index(const kvl_tensor *t, int64_t index, kvl_tensor *out) {
 }
 
 int kvl_tensor_reshape(const kvl_tensor *t, int ndim, const int64_t *shape, kvl_tensor *out) {
+  KVL__NEED(out);
   int status = view_of(t, "reshape");
   if (status < 0) return status;
   kvl_tensor v = *t;
@@ -213,9 +220,11 @@ int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
   return copy_bytes(from, src->storage, dst->ptr, src->ptr, bytes, KVL_COPY_TO_HOST, 1);
 }
 
-static int host_copy_checked(const kvl_tensor *t, int64_t bytes, const char *op) {
+static int host_copy_checked(const kvl_tensor *t, const void *memory, int64_t bytes,
+                             const char *op) {
   int status = view_of(t, op);
   if (status < 0) return status;
+  if (bytes > 0 && !memory) return kvl__fail(KVL_ERR_INVALID, "%s: memory is NULL", op);
   if (bytes != bytes_of(t))
     return kvl__fail(KVL_ERR_INVALID, "%s: %lld bytes, expected %lld", op, (long long)bytes,
                      (long long)bytes_of(t));
@@ -223,7 +232,7 @@ static int host_copy_checked(const kvl_tensor *t, int64_t bytes, const char *op)
 }
 
 int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
-  int status = host_copy_checked(t, bytes, "write");
+  int status = host_copy_checked(t, memory, bytes, "write");
   if (status < 0) return status;
   kvl_device *dev = t->device; /* CUDA stages pageable memory before it returns */
   status = kvl__not_recording(dev, "writing to the device");
@@ -234,7 +243,7 @@ int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
 }
 
 int kvl_tensor_read(const kvl_tensor *t, void *memory, int64_t bytes) {
-  int status = host_copy_checked(t, bytes, "read");
+  int status = host_copy_checked(t, memory, bytes, "read");
   if (status < 0) return status;
   kvl_device *dev = t->device;
   status = copy_bytes(dev, t->storage, memory, t->ptr, bytes,

@@ -93,6 +93,7 @@ const char *kvl_cpu_isa(void) {
 }
 
 int kvl_cpu_use_isa(const char *name) {
+  if (!name) return kvl__missing(__func__, "isa");
   for (int i = 0; i < ISAS; i++) {
     if (strcmp(isas[i].name, name)) continue;
     if (!isa_supported(&isas[i]))

@@ -385,6 +385,8 @@ static int file_read(kvl_safetensors *f) {
 }
 
 int kvl_safetensors_open(const char *path, kvl_safetensors **out) {
+  KVL__NEED(path);
+  KVL__NEED(out);
   kvl_safetensors *f = kvl__malloc(sizeof *f, "a safetensors file");
   if (!f) return KVL_ERR_NO_MEMORY;
   *f = (kvl_safetensors){.fd = -1, .path = kvl__malloc(strlen(path) + 1, "a path")};
@@ -411,10 +413,15 @@ void kvl_safetensors_close(kvl_safetensors *file) {
   free(file);
 }
 
-int kvl_safetensors_count(const kvl_safetensors *file) { return file->count; }
+int kvl_safetensors_count(const kvl_safetensors *file) {
+  KVL__NEED(file);
+  return file->count;
+}
 
 int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
                               kvl_safetensors_entry *out) {
+  KVL__NEED(file);
+  KVL__NEED(out);
   if (index < 0 || index >= file->count)
     return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->path, index,
                      file->count - 1);
@@ -443,6 +450,7 @@ static int read_tensor(const kvl_safetensors *f, const kvl_safetensors_entry *e,
 }
 
 int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t) {
+  KVL__NEED(file);
   kvl_safetensors_entry e;
   int status = kvl_safetensors_entry_get(file, index, &e);
   if (status < 0) return status;

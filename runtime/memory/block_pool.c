@@ -4,6 +4,7 @@
 #include "memory/block_pool.h"
 
 int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out) {
+  KVL__NEED(out);
   if (blocks < 1)
     return kvl__fail(KVL_ERR_INVALID, "pool: blocks is %d, expected >= 1", blocks);
   if (block_size < 1 || block_size > 4096)
@@ -39,9 +40,13 @@ void kvl_pool_close(kvl_pool *pool) {
   if (pool) kvl__pool_unref(pool);
 }
 
-int kvl_pool_blocks_free(const kvl_pool *pool) { return pool->free_count; }
+int kvl_pool_blocks_free(const kvl_pool *pool) {
+  KVL__NEED(pool);
+  return pool->free_count;
+}
 
 int kvl_pool_block_refs(const kvl_pool *pool, int block) {
+  KVL__NEED(pool);
   if (block < 0 || block >= pool->blocks)
     return kvl__fail(KVL_ERR_INVALID, "pool: block is %d, expected 0 ... %d", block,
                      pool->blocks - 1);

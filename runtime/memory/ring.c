@@ -123,6 +123,7 @@ static void *zeroed(size_t bytes, const char *what) {
 }
 
 int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
+  KVL__NEED(out);
   struct kvl__call c = {.op = "ring"};
   kvl__arg(&c, "memory", memory, KVL__CACHE, "slots blocks 2 kv_heads block_size head_dim");
   if (c.status >= 0 && (memory->shape[0] < 1 || memory->shape[0] > 32 || layers < 1))
@@ -425,7 +426,10 @@ int kvl_ring_wait_offload(kvl_ring *r, int layer) {
 int kvl_ring_bytes(kvl_ring *r, int64_t *to_device, int64_t *to_host) {
   int64_t moved[2];
   int status = expect_ring(r, "ring_bytes");
-  if (status >= 0) status = ring_sync(r);
+  if (status < 0) return status;
+  KVL__NEED(to_device);
+  KVL__NEED(to_host);
+  status = ring_sync(r);
   if (status >= 0) status = kvl_tensor_read(&r->moved, moved, sizeof moved);
   if (status < 0) return status;
   *to_device = r->bytes_in + moved[0];

@@ -15,6 +15,8 @@ static int blocks_for(const kvl_pool *p, int64_t tokens) {
 }
 
 int kvl_sequence_open(kvl_pool *pool, kvl_sequence **out) {
+  KVL__NEED(pool);
+  KVL__NEED(out);
   kvl_sequence *s = kvl__malloc(sizeof *s, "a sequence");
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_sequence){.pool = pool};
@@ -36,6 +38,8 @@ static int grow(kvl_sequence *s, int count) {
 }
 
 int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out) {
+  KVL__NEED(seq);
+  KVL__NEED(out);
   kvl_sequence *s;
   int status = kvl_sequence_open(seq->pool, &s);
   if (status < 0) return status;
@@ -55,6 +59,8 @@ int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out) {
 }
 
 int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
+  KVL__NEED(seq);
+  if (n > 0) KVL__NEED(blocks);
   kvl_pool *p = seq->pool;
   if (n < 0 || n > p->blocks)
     return kvl__fail(KVL_ERR_INVALID, "share: n is %d, expected 0 ... %d", n, p->blocks);
@@ -93,8 +99,14 @@ void kvl_sequence_close(kvl_sequence *seq) {
   free(seq);
 }
 
-int kvl_sequence_length(const kvl_sequence *seq) { return seq->length; }
-int kvl_sequence_blocks(const kvl_sequence *seq) { return seq->count; }
+int kvl_sequence_length(const kvl_sequence *seq) {
+  KVL__NEED(seq);
+  return seq->length;
+}
+int kvl_sequence_blocks(const kvl_sequence *seq) {
+  KVL__NEED(seq);
+  return seq->count;
+}
 
 /* Lengthens one sequence. Returns 1 if a copy takes the place of its last block; then copy =
  * {from, to}. */
@@ -143,6 +155,8 @@ static void undo(kvl_sequence *seq, int tokens, int copied, const int32_t *copy)
 
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
                          int64_t *places, int32_t *copies) {
+  KVL__NEED(seqs);
+  KVL__NEED(tokens);
   int copied = 0;
   for (int i = 0; i < n; i++) {
     int status = append(seqs[i], tokens[i], places, copies + 2 * copied);
@@ -162,6 +176,7 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
 }
 
 int kvl_sequence_truncate(kvl_sequence *seq, int length) {
+  KVL__NEED(seq);
   if (length < 0 || length > seq->length)
     return kvl__fail(KVL_ERR_INVALID, "truncate: length is %d, expected 0 ... %d", length,
                      seq->length);
@@ -208,6 +223,8 @@ int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int 
 }
 
 int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width) {
+  KVL__NEED(seq);
+  KVL__NEED(row);
   if (seq->count > width)
     return kvl__fail(KVL_ERR_INVALID,
                      "table: the sequence has %d blocks, expected at most width = %d",

@@ -47,8 +47,8 @@ void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
 
 void kvl__expect_groups(struct kvl__call *c) {
   int64_t heads = kvl__dim(c, "heads"), kv_heads = kvl__dim(c, "kv_heads");
-  if (c->status >= 0 && (kv_heads < 1 || heads % kv_heads))
-    kvl__call_fail(c, "heads is %lld, expected a multiple of kv_heads = %lld",
+  if (c->status >= 0 && (kv_heads < 1 || heads < 1 || heads % kv_heads))
+    kvl__call_fail(c, "heads is %lld, expected 1 or more, a multiple of kv_heads = %lld",
                    (long long)heads, (long long)kv_heads);
 }
 

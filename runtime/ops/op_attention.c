@@ -38,6 +38,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 }
 
 int kvl_paged_attention(const kvl_attention *a) {
+  if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "paged_attention"};
   struct kvl_paged_attention_args args = {.scale = (float)a->scale,
                                           .soft_cap = (float)a->soft_cap,

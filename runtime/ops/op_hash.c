@@ -114,6 +114,7 @@ int kvl_score_hamming(const kvl_tensor *q_hashes, const kvl_tensor *hashes,
 }
 
 int kvl_select_hamming(const kvl_hamming *s) {
+  if (!s) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "select_hamming"};
   kvl__vector_arg(&c, "q", s->q, KVL__FLOAT, "seqs heads head_dim");
   int bits = planes_arg(&c, s->planes);

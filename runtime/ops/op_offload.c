@@ -30,6 +30,7 @@ int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
 }
 
 int kvl_cut_selection(const kvl_cut *a) {
+  if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "cut_selection"};
   struct kvl_cut_selection_args args = {.block_size = a->block_size};
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
@@ -89,6 +90,8 @@ static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
 }
 
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
+  KVL__NEED(hot);
+  if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "hot_resolve"};
   struct kvl_hot_resolve_args args = {.hot = hot_arg(&c, hot)};
   kvl__arg(&c, "selection", a->selection, KVL__I32, "seqs selection_heads n");
@@ -141,6 +144,7 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *places, const kvl_tensor *cache,
                    const kvl_tensor *buffer_places, const kvl_tensor *buffer,
                    const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
+  KVL__NEED(hot);
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
   args.cache = kvl__memory_arg(&c, "cache", cache, kvl__like(hot->memory),
@@ -165,6 +169,7 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
 }
 
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks) {
+  KVL__NEED(hot);
   struct kvl__call c = {.op = "hot_drop"};
   struct kvl_hot_drop_args args = {.hot = hot_arg(&c, hot)};
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");

@@ -73,6 +73,7 @@ static int32_t version_for(const struct kvl_vllm_attention_args *a) {
 }
 
 int kvl_vllm_attention(const kvl_vllm *a) {
+  if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "vllm_attention"};
   struct kvl_vllm_attention_args args = {.scale = (float)a->scale, .version = a->version};
   args.cache = cache_args(&c, a->key_cache, a->value_cache, a->k_scale, a->v_scale);

@@ -207,6 +207,7 @@ static int start(kvl_prefetch *p, const kvl_prefetch_options *o) {
 
 int kvl_prefetch_open(kvl_device *dev, kvl_store *store, const kvl_prefetch_options *o,
                       kvl_prefetch **out) {
+  KVL__NEED(out);
   if (!dev || !store || !o)
     return kvl__fail(KVL_ERR_INVALID, "prefetch: %s is missing",
                      !dev     ? "device"
@@ -348,6 +349,7 @@ int kvl_prefetch_reprioritise(kvl_prefetch *p, int64_t request, int priority) {
 }
 
 int kvl_prefetch_stats_get(kvl_prefetch *p, kvl_prefetch_stats *out) {
+  KVL__NEED(out);
   if (!p) return kvl__fail(KVL_ERR_INVALID, "prefetch stats: the prefetcher is closed");
   pthread_mutex_lock(&p->lock);
   *out = p->stats;

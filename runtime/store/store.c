@@ -93,6 +93,7 @@ static int backend_of(const char *url, const struct kvl__store_backend **out) {
 }
 
 int kvl_store_open(const char *url, int64_t capacity, int timeout_ms, kvl_store **out) {
+  KVL__NEED(out);
   const struct kvl__store_backend *backend = NULL;
   if (!url) return kvl__fail(KVL_ERR_INVALID, "store: url is missing");
   int rest = backend_of(url, &backend);
@@ -208,6 +209,7 @@ int kvl_store_sync(kvl_store *store) {
 
 int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out) {
   if (!store) return kvl__fail(KVL_ERR_INVALID, "store_stats: the store is closed");
+  KVL__NEED(out);
   kvl_store_stats stats = {
       .hits = store->hits,
       .misses = store->misses,

@@ -1,0 +1,112 @@
+--- Every function of runtime/kvlab.h, with NULL for each of its pointers in turn: it
+-- returns (an error, or where that argument may be NULL a result), and does not crash.
+local ffi = require "ffi"
+local kv = require "kvlab"
+local processes = require "spec.processes"
+local support = require "spec.support"
+
+local C, fails = kv.C, support.fails
+
+--- The prototypes, each with its name and the types of its parameters.
+local function prototypes()
+  local file = assert(io.open(kv.paths.root .. "/runtime/kvlab.h"))
+  local text = file:read("*a"):match "ffi:begin.-\n(.-)/%* ffi:end"
+  file:close()
+  local list = {}
+  text = text:gsub("/%*.-%*/", ""):gsub("\n", " ")
+  for name, parameters in text:gmatch "(kvl_[%w_]+)(%b());" do
+    local types = {}
+    for parameter in parameters:sub(2, -2):gmatch "[^,]+" do
+      types[#types + 1] = parameter:match "^%s*(.-)[%w_]*%s*$"
+    end
+    list[#list + 1] = { name = name, types = types }
+  end
+  return list
+end
+
+--- Opens a handle of each kind, in a child that never closes them.
+local function handles(dev)
+  local function out(open, kind, ...)
+    local pointer = ffi.new(kind .. " *[1]")
+    local arguments = { ... }
+    arguments[#arguments + 1] = pointer
+    kv.check(open(unpack(arguments)))
+    return pointer[0]
+  end
+  local pool = out(C.kvl_pool_open, "kvl_pool", 8, 4, 0)
+  local store = out(C.kvl_store_open, "kvl_store", "memory:", 0, 1000)
+  local path = os.tmpname()
+  local file = assert(io.open(path, "wb"))
+  local head = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+  file:write(string.char(#head), ("\0"):rep(7), head, "abcd")
+  file:close()
+  local tensor = kv.zeros(dev, "f32", { 2, 2 })
+  kv.check(C.kvl_graph_begin(dev))
+  local found = {
+    kvl_device = dev, kvl_tensor = tensor, kvl_pool = pool, kvl_store = store,
+    kvl_graph = out(C.kvl_graph_end, "kvl_graph", dev),
+    kvl_stream = out(C.kvl_stream_open, "kvl_stream", dev),
+    kvl_event = out(C.kvl_event_open, "kvl_event", dev),
+    kvl_sequence = out(C.kvl_sequence_open, "kvl_sequence", pool),
+    kvl_ring = out(C.kvl_ring_open, "kvl_ring",
+      kv.zeros(dev, "f32", { 2, 2, 2, 1, 4, 8 }), 1),
+    kvl_prefetch = out(C.kvl_prefetch_open, "kvl_prefetch", dev, store,
+      ffi.new("kvl_prefetch_options", { bytes_staging = 65536, workers = 1,
+        max_pending = 4 })),
+    kvl_safetensors = out(C.kvl_safetensors_open, "kvl_safetensors", path),
+  }
+  os.remove(path)
+  return found
+end
+
+--- A right value of a type, or nil where there is none here.
+local function value_of(type_, known)
+  local kind = type_:match "kvl_[%w_]+"
+  if not type_:find "*" then return 1 end
+  if type_:find "char %*$" and type_:find "const" then return "memory:" end
+  if type_:find "char %*const %*" then return ffi.new("const char *[1]", { "x" }) end
+  if type_:find "kvl_sequence %*const %*" then
+    return ffi.new("kvl_sequence *[1]", { known.kvl_sequence })
+  end
+  if type_:find "%*%*" then return ffi.new(kind .. " *[1]") end
+  if kind and known[kind] then return known[kind] end
+  if kind == "kvl_ticket" then return nil end
+  return kind and ffi.new(kind .. "[4]")
+    or ffi.cast(type_:gsub("const ", ""), ffi.new("int64_t[512]"))
+end
+
+-- These must not run: they end the process' devices or change how it runs.
+local LEFT_OUT = { kvl_fail_allocation = true, kvl_interrupt = true }
+
+describe("NULL", function()
+  for _, prototype in ipairs(prototypes()) do
+    local name, types = prototype.name, prototype.types
+    for i, type_ in ipairs(types) do
+      if type_:find "*" and not LEFT_OUT[name] then
+        it(("is no crash as argument %d of %s"):format(i, name), function()
+          local pid = processes.fork(function()
+            local known, arguments = handles(kv.device "cpu"), {}
+            for k = 1, #types do
+              if k ~= i then arguments[k] = value_of(types[k], known) end
+            end
+            local keep = arguments
+            C[name](unpack(arguments, 1, #types))
+            assert(keep)
+          end)
+          assert.equal(0, processes.wait(pid))
+        end)
+      end
+    end
+  end
+
+  it("is named in the error", function()
+    local dev, out = kv.device "cpu", ffi.new "kvl_stream *[1]"
+    fails(C.kvl_stream_open(nil, out), "kvl_stream_open: dev is NULL")
+    fails(C.kvl_stream_open(dev, nil), "kvl_stream_open: out is NULL")
+    fails(C.kvl_event_sync(nil), "kvl_event_sync: event is NULL")
+    fails(C.kvl_sequence_length(nil), "kvl_sequence_length: seq is NULL")
+    fails(C.kvl_paged_attention(nil), "kvl_paged_attention: call is NULL")
+    fails(C.kvl_safetensors_open(nil, ffi.new "kvl_safetensors *[1]"),
+      "kvl_safetensors_open: path is NULL")
+  end)
+end)
