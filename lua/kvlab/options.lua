@@ -8,6 +8,8 @@
 --     o = options.check("cache", o, OPTIONS)
 --
 -- It walks the table, so it belongs where something is made, not where a step runs.
+-- Single arguments are checked by the same kinds, at the cost of one comparison:
+-- options.argument("narrow", "start", start, options.integer).
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
 
@@ -102,6 +104,12 @@ end
 ---@return kvlab.OptionKind
 function M.required(kind) return { kind[1], kind[2], required = true } end
 
+--- A value of a kind, or nil.
+---@param kind kvlab.OptionKind
+function M.optional(kind)
+  return { kind[1] .. ", or nil", function(x) return x == nil or kind[2](x) end }
+end
+
 -- ---- the check ------------------------------------------------------------------------
 
 --- A value in the words of an error: numbers, strings and booleans as they are, others
@@ -117,6 +125,33 @@ end
 
 --- The level of a caller one further out; 0, no position, stays 0.
 local function outer(level) return level == 0 and 0 or (level or 2) + 1 end
+
+local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)options%.lua$"
+
+--- Raises `message`, and blames the innermost line that lies outside of lua/kvlab.
+function M.fail(message)
+  local level = 2
+  repeat
+    local where = debug.getinfo(level, "S")
+    if where and where.what ~= "C" and where.source:sub(1, #HOUSE) ~= HOUSE then
+      error(message, level)
+    end
+    level = level + 1
+  until not where
+  error(message, 2)
+end
+
+--- Checks one argument of a function.
+---@param what string   the function, as the error begins: "narrow"
+---@param name string   the argument
+---@param kind kvlab.OptionKind
+---@return any value
+function M.argument(what, name, value, kind)
+  if not kind[2](value) then
+    M.fail(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]))
+  end
+  return value
+end
 
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)

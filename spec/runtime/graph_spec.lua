@@ -138,7 +138,7 @@ local function check(dev)
         error "boom"
       end, dev)
       assert.equal(4, x:sum():item())
-      raises("fn is a number", kv.graph, 7)
+      raises("graph: fn is 7, expected a function", kv.graph, 7)
     end)
 
     it("is replayed on the stream that it was recorded on", function()

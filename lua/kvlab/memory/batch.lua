@@ -8,6 +8,7 @@ local sequence = require "kvlab.memory.sequence"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
+local argument, fail = options.argument, options.fail
 local M = {}
 
 --- The sequences of one step as the kernels see them. A batch is made once and refilled
@@ -173,29 +174,61 @@ local function send(self, upload, n)
   upload.sent:record(self.cache.device:stream())
 end
 
---- Checks the arguments and fills handles and counts. Returns the sum of counts.
-local function take_counts(self, seqs, counts)
-  if #seqs > self.max_seqs then
-    error(("%d sequences, expected at most max_seqs = %d"):format(
-      #seqs, self.max_seqs), 3)
+local appends = 0 -- so far; a sequence keeps the number of the last one that listed it
+
+--- The C handle of sequence i of an append, and its count, both checked.
+local function take_sequence(self, i, seq, count)
+  if not sequence.is_sequence(seq) then
+    fail(("append: sequence %d is %s, expected a sequence"):format(i, options.shown(seq)))
   end
-  local total, size = 0, self.cache.block_size
-  for i, seq in ipairs(seqs) do
-    if seq.cache ~= self.cache then
-      error(("sequence %d belongs to another cache"):format(i), 3)
-    end
-    local handle, count = sequence.handle(seq, 3), counts[i]
+  if seq.cache ~= self.cache then
+    fail(("append: sequence %d belongs to another cache"):format(i))
+  end
+  if seq.last_append == appends then
+    fail(("append: sequence %d is listed twice, expected once"):format(i))
+  end
+  seq.last_append = appends
+  if type(count) ~= "number" or count < 0 or count % 1 ~= 0 then
+    fail(("append: count %d is %s, expected a whole number >= 0"):format(i,
+      options.shown(count)))
+  end
+  return sequence.handle(seq, 4), count
+end
+
+--- Checks the arguments and fills handles and counts. Returns the sum of counts.
+local function take_counts(self, seqs, counts, tokens)
+  argument("append", "seqs", seqs, options.table)
+  argument("append", "counts", counts, options.table)
+  local n, total, size = #seqs, 0, self.cache.block_size
+  if n > self.max_seqs then
+    fail(("append: %d sequences, expected at most max_seqs = %d"):format(n,
+      self.max_seqs))
+  end
+  if #counts ~= n then
+    fail(("append: %d counts for %d sequences, expected one each"):format(#counts, n))
+  end
+  appends = appends + 1
+  for i = 1, n do
+    local handle, count = take_sequence(self, i, seqs[i], counts[i])
     local blocks = math.ceil((C.kvl_sequence_length(handle) + count) / size)
     if blocks > self.max_blocks then
-      error(("sequence %d would have %d blocks, expected at most max_blocks = %d"):format(
-        i, blocks, self.max_blocks), 3)
+      fail(("append: sequence %d would have %d blocks, expected at most max_blocks = %d")
+        :format(i, blocks, self.max_blocks))
     end
     self.handles[i - 1], self.host_counts[i - 1] = handle, count
     total = total + count
   end
   if total > self.max_tokens then
-    error(("%d tokens, expected at most max_tokens = %d"):format(
-      total, self.max_tokens), 3)
+    fail(("append: %d tokens, expected at most max_tokens = %d"):format(total,
+      self.max_tokens))
+  end
+  if tokens ~= nil then argument("append", "tokens", tokens, options.table) end
+  for i = 1, tokens and total or 0 do
+    local token = tokens[i]
+    if type(token) ~= "number" or token % 1 ~= 0 or math.abs(token) >= 2 ^ 31 then
+      fail(("append: token %d is %s, expected a whole number below 2^31"):format(i,
+        options.shown(token)))
+    end
   end
   return total
 end
@@ -313,11 +346,11 @@ end
 --- Lengthens sequence i by counts[i] tokens, for all of the sequences or none. It then
 -- puts what the kernels need on the device, and copies the blocks that are no longer
 -- shared. If any of this fails, the sequences are as they were before.
----@param seqs kvlab.Sequence[]
----@param counts integer[]
+---@param seqs kvlab.Sequence[]  of the batch's cache, each once
+---@param counts integer[]       one for each of them
 ---@param tokens? integer[]  token ids, sequence after sequence
 function Batch:append(seqs, counts, tokens)
-  local total = take_counts(self, seqs, counts)
+  local total = take_counts(self, seqs, counts, tokens)
   self.cache:transaction(append, self, seqs, counts, total, tokens)
   return self
 end

@@ -2,6 +2,7 @@
 -- in, and the pool that counts its blocks.
 local ffi = require "ffi"
 local batch = require "kvlab.memory.batch"
+local closed = require "kvlab.closed"
 local device_of = require("kvlab.tensor.device").device
 local formats = require "kvlab.memory.formats"
 local host_tier = require "kvlab.memory.host_tier"
@@ -135,6 +136,7 @@ function Cache:close()
   self.memory:free()
   for _, view in pairs(self.layer_views) do view:free() end
   C.kvl_pool_close(ffi.gc(self.pool, nil))
+  closed(self, "cache")
 end
 
 return M

@@ -10,6 +10,7 @@
 -- Policies with a dataflow of their own find the names of the policy guide:
 -- load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
 -- prefill_buffer_slice, decode_buffer.
+local closed = require "kvlab.closed"
 local ffi = require "ffi"
 local hot_cache = require "kvlab.memory.hot_cache"
 local library = require "kvlab.library"
@@ -409,6 +410,7 @@ function HostTier:close()
   self.slot_memory:free()
   self.buffer:free()
   if self.hot then self.hot:close() end
+  closed(self, "host tier")
 end
 
 return M

@@ -8,6 +8,7 @@
 -- With hot_overlap, attention over the present blocks runs while the others are fetched,
 -- and is merged with attention over those by their log-sum-exp. Without it, one
 -- attention follows the fetch, and the result equals the resident one bit for bit.
+local closed = require "kvlab.closed"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.tensor"
@@ -322,6 +323,7 @@ function HotCache:close()
   for _, name in ipairs { "memory", "slot_of", "block_of", "order", "miss", "lists" } do
     self[name]:free()
   end
+  closed(self, "hot cache")
 end
 
 return M

@@ -3,8 +3,9 @@
 -- shared one.
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 
-local C, check = library.C, library.check
+local C, check, argument = library.C, library.check, options.argument
 local M = {}
 
 ---@class kvlab.Sequence
@@ -27,6 +28,11 @@ end
 function M.new(cache)
   check(C.kvl_sequence_open(cache.pool, out_sequence))
   return wrap(cache, out_sequence[0])
+end
+
+--- Whether a value is a sequence, closed or not.
+function M.is_sequence(value)
+  return type(value) == "table" and getmetatable(value) == Sequence
 end
 
 --- The C handle of a sequence; raises, blaming `level`, when the sequence is closed.
@@ -74,6 +80,7 @@ local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
 --- Lengthens a sequence of whole blocks by `tokens` tokens, whose K and V something else
 -- writes.
 function Sequence:extend(tokens)
+  argument("extend", "tokens", tokens, options.whole)
   local length = self:length()
   if length % self.cache.block_size ~= 0 then
     error(("extend: the sequence has %d tokens, expected a multiple of block_size = %d")
@@ -88,6 +95,7 @@ end
 
 --- Drops the tokens past `length`.
 function Sequence:truncate(length)
+  argument("truncate", "length", length, options.whole)
   check(C.kvl_sequence_truncate(handle_of(self), length))
 end
 

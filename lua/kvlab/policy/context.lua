@@ -6,11 +6,14 @@
 -- back to its pool by itself. A policy may combine as many as it likes, and a step with
 -- the same shapes as the one before allocates nothing.
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local tensor = require "kvlab.tensor.arithmetic"
 
+local argument = options.argument
 local M = {}
 
 ---@class kvlab.Context
@@ -252,7 +255,8 @@ end
 
 --- The budget of this step. A prefill chunk also gets the blocks in which it lies,
 -- because a token sees itself.
-local function step_budget(self, budget)
+local function step_budget(self, what, budget)
+  argument(what, "budget", budget, kinds.budget)
   if not self.is_prefill then return budget end
   ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
   self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
@@ -271,13 +275,17 @@ end
 ---@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 ---@param budget kvlab.Budget  kvl_budget
 function Context:select(scores, budget)
-  return select_within(self, scores, step_budget(self, budget))
+  argument("select", "scores", scores, kinds.tensor)
+  return select_within(self, scores, step_budget(self, "select", budget))
 end
 
 --- What the next decode step would select by these scores, but at most `most` blocks.
 -- Where `most` is less than the budget of the longest sequence, shorter sequences get
 -- less in the same proportion.
 function Context:expect(scores, budget, most)
+  argument("expect", "scores", scores, kinds.tensor)
+  argument("expect", "budget", budget, kinds.budget)
+  argument("expect", "most", most, options.whole)
   local few = self.few_budget
   local n = policy.budget_blocks(budget, math.ceil(self.total_kv_len / self.block_size))
   if n <= most then return (select_within(self, scores, budget)) end
@@ -305,8 +313,9 @@ end
 -- the share `mass` of all weights (top-p), in place. Sink and recent stay selected.
 ---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 function Context:trim(weights, mass, budget, selection, counts)
+  argument("trim", "mass", mass, options.number)
   return ops.trim_selection(weights, self.lens, self.block_size, mass,
-    step_budget(self, budget), selection, counts)
+    step_budget(self, "trim", budget), selection, counts)
 end
 
 --- Selects sink, recent and the blocks whose hashes are nearest to the query's, in one
@@ -315,7 +324,7 @@ end
 ---@param budget kvlab.Budget  kvl_budget
 ---@param is_shared? boolean   one list for all KV heads, by the nearest of their hashes
 function Context:select_nearest(hashes, budget, is_shared)
-  budget = step_budget(self, budget)
+  budget = step_budget(self, "select_nearest", budget)
   local n = policy.budget_blocks(budget, self.width)
   local view = take_selection(self, is_shared and 1 or self.kv_heads, n)
   return ops.select_hamming(self.query, hashes, self, budget, view.selection,

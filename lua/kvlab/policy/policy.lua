@@ -81,6 +81,7 @@
 -- selected; they count towards the budget).
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
@@ -195,10 +196,15 @@ end
 M.everything = ffi.new("kvl_budget", 1, 0, 0, 0, 0)
 
 --- The budget that allows only the last n blocks.
-function M.recent(n) return ffi.new("kvl_budget", -1, 0, 0, 0, n) end
+function M.recent(n)
+  options.argument("recent", "n", n, options.whole)
+  return ffi.new("kvl_budget", -1, 0, 0, 0, n)
+end
 
 --- How many of n blocks a budget allows.
 function M.budget_blocks(budget, n)
+  options.argument("budget_blocks", "budget", budget, kinds.budget)
+  options.argument("budget_blocks", "n", n, options.whole)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
 

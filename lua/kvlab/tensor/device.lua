@@ -6,8 +6,10 @@
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local command_line = require "kvlab.command_line"
+local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 
-local C, check = library.C, library.check
+local C, check, argument = library.C, library.check, options.argument
 local M = {}
 
 local out_device = ffi.new "kvl_device *[1]"
@@ -15,6 +17,62 @@ local out_stream = ffi.new "kvl_stream *[1]"
 local out_event = ffi.new "kvl_event *[1]"
 local out_us = ffi.new "double[1]"
 local stats = ffi.new "kvl_device_stats"
+
+local device_t, stream_t = ffi.typeof "kvl_device *", ffi.typeof "kvl_stream *"
+local event_t = ffi.typeof "kvl_event *"
+
+--- Whether a value is a device.
+---@return boolean
+function M.is_device(value)
+  return type(value) == "cdata" and ffi.istype(device_t, value)
+end
+
+-- ---- closed handles -------------------------------------------------------------------
+
+-- Handles of streams, events and graphs are pointers, whose fields Lua cannot set. So a
+-- closed one is remembered here.
+local closed = setmetatable({}, { __mode = "k" })
+
+--- Raises where a handle is closed, and returns it otherwise.
+---@param kind string  "stream"
+local function alive(handle, kind)
+  if closed[handle] then options.fail(("the %s is closed"):format(kind)) end
+  return handle
+end
+
+--- Closes a handle that ffi.gc would close. A closed one stays as it is.
+local function close(handle, by)
+  if closed[handle] then return end
+  closed[handle] = true
+  by(ffi.gc(handle, nil))
+end
+
+M.alive, M.close = alive, close
+
+--- Open streams by their address. The device's current stream is found here, so that it
+-- is the handle that open_stream returned, and closed where that is.
+local streams = setmetatable({}, { __mode = "v" })
+
+local function address(pointer) return tonumber(ffi.cast("intptr_t", pointer)) end
+
+local STREAM = { "a stream", function(x)
+  return type(x) == "cdata" and ffi.istype(stream_t, x)
+end }
+local EVENT = { "an event", function(x)
+  return type(x) == "cdata" and ffi.istype(event_t, x)
+end }
+
+--- Checks an argument that is a stream, and is open.
+function M.stream_argument(what, stream)
+  return alive(argument(what, "stream", stream, STREAM), "stream")
+end
+local stream_argument = M.stream_argument
+
+local function event_argument(what, name, event)
+  return alive(argument(what, name, event, EVENT), "event")
+end
+
+-- ---- devices --------------------------------------------------------------------------
 
 local open_devices = {}
 
@@ -58,11 +116,12 @@ end
 ---@param name? string|kvlab.Device
 ---@return kvlab.Device
 function M.device(name)
-  if type(name) == "cdata" then return name end
+  if M.is_device(name) then return name end
   name = name or command_line.device
   if name == "auto" then name = M.cuda_available() and "cuda" or "cpu" end
   if type(name) ~= "string" then
-    error(("device is a %s, expected a name"):format(type(name)), 2)
+    options.fail(("device is %s, expected a device or its name"):format(
+      options.shown(name)))
   end
   local dev = open(name, 2)
   if command_line["link-gbps"] and not dev:is_cpu() then
@@ -96,18 +155,26 @@ M.methods = {
   --- Opens a new stream, whose work runs beside that of other streams.
   open_stream = function(self)
     check(C.kvl_stream_open(self, out_stream))
-    return ffi.gc(out_stream[0], C.kvl_stream_close)
+    local stream = ffi.gc(out_stream[0], C.kvl_stream_close)
+    streams[address(stream)] = stream
+    return stream
   end,
   --- The stream that work goes to now.
-  stream = function(self) return C.kvl_device_stream(self) end,
+  stream = function(self)
+    local current = C.kvl_device_stream(self)
+    return streams[address(current)] or current
+  end,
   --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
+  -- fn may not yield.
   with_stream = function(self, stream, fn, ...)
-    local before = C.kvl_device_stream(self)
-    check(C.kvl_device_use_stream(self, stream))
-    local results = { pcall(fn, ...) }
+    argument("with_stream", "fn", fn, options.fn)
+    local before = self:stream()
+    check(C.kvl_device_use_stream(self, stream_argument("with_stream", stream)))
+    local results = protected.call("with_stream", fn, select("#", ...), { ... })
+    if closed[before] then before = nil end -- fn closed it: the default stream
     check(C.kvl_device_use_stream(self, before))
     if not results[1] then error(results[2], 0) end
-    return unpack(results, 2)
+    return unpack(results, 2, results.n)
   end,
   --- Opens a new event. Record it on a stream; other streams or the host can wait for it.
   open_event = function(self)
@@ -123,25 +190,36 @@ ffi.metatype("kvl_device", {
 
 ffi.metatype("kvl_stream", {
   __index = {
-    sync = function(self) check(C.kvl_stream_sync(self)) end,
+    --- Waits for everything launched on this stream.
+    sync = function(self) check(C.kvl_stream_sync(alive(self, "stream"))) end,
     --- Makes later work on this stream wait for `event`. The host does not wait.
-    wait = function(self, event) check(C.kvl_stream_wait_event(self, event)) end,
-    close = function(self) C.kvl_stream_close(ffi.gc(self, nil)) end,
+    wait = function(self, event)
+      event_argument("wait", "event", event)
+      check(C.kvl_stream_wait_event(alive(self, "stream"), event))
+    end,
+    --- Waits for its work and closes it; once is enough. The default stream stays open.
+    close = function(self)
+      if streams[address(self)] == self then close(self, C.kvl_stream_close) end
+    end,
   },
 })
 
 ffi.metatype("kvl_event", {
   __index = {
     --- Marks the end of the work that is on `stream` now.
-    record = function(self, stream) check(C.kvl_event_record(self, stream)) end,
-    sync = function(self) check(C.kvl_event_sync(self)) end,
-    done = function(self) return check(C.kvl_event_done(self)) == 1 end,
+    record = function(self, stream)
+      stream_argument("record", stream)
+      check(C.kvl_event_record(alive(self, "event"), stream))
+    end,
+    sync = function(self) check(C.kvl_event_sync(alive(self, "event"))) end,
+    done = function(self) return check(C.kvl_event_done(alive(self, "event"))) == 1 end,
     --- Microseconds from this event to a later one.
     elapsed_us = function(self, later)
-      check(C.kvl_event_elapsed_us(self, later, out_us))
+      event_argument("elapsed_us", "later", later)
+      check(C.kvl_event_elapsed_us(alive(self, "event"), later, out_us))
       return out_us[0]
     end,
-    close = function(self) C.kvl_event_close(ffi.gc(self, nil)) end,
+    close = function(self) close(self, C.kvl_event_close) end,
   },
 })
 

@@ -4,8 +4,10 @@
 -- so a step that was recorded once serves later lengths. fn must not read from the
 -- device or write to it. Run fn once before you record it, so that its buffers exist.
 local ffi = require "ffi"
-local device = require("kvlab.tensor.device").device
+local device = require "kvlab.tensor.device"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 
 local C, check = library.C, library.check
 local M = {}
@@ -15,8 +17,8 @@ local out_graph = ffi.new "kvl_graph *[1]"
 ffi.metatype("kvl_graph", {
   __index = {
     --- Runs the graph on the stream that it was recorded on.
-    replay = function(self) check(C.kvl_graph_replay(self)) end,
-    close = function(self) C.kvl_graph_close(ffi.gc(self, nil)) end,
+    replay = function(self) check(C.kvl_graph_replay(device.alive(self, "graph"))) end,
+    close = function(self) device.close(self, C.kvl_graph_close) end,
   },
 })
 
@@ -27,22 +29,21 @@ local function run(fn)
   C.kvl_interrupt_hold(1)
 end
 
---- Records the work that fn() launches on `dev` (the default device).
+--- Records the work that fn() launches on `dev` (the default device). fn may not yield.
 ---@param fn fun()
 ---@param dev? kvlab.Device|string
 ---@return kvlab.Graph graph
 function M.graph(fn, dev)
-  if type(fn) ~= "function" then
-    error(("graph: fn is a %s, expected a function"):format(type(fn)), 2)
-  end
-  dev = device(dev)
+  options.argument("graph", "fn", fn, options.fn)
+  dev = device.device(dev)
   collectgarbage() -- memory that is freed while recording is held until its end
   collectgarbage "stop"
   C.kvl_interrupt_hold(1)
   local status = C.kvl_graph_begin(dev)
   local ok, why = true, nil
   if status >= 0 then
-    ok, why = pcall(run, fn)
+    local results = protected.call("graph", run, 1, { fn })
+    ok, why = results[1], results[2]
     if not ok then C.kvl_interrupt_hold(1) end
     status = C.kvl_graph_end(dev, out_graph)
   end

@@ -1,5 +1,6 @@
 --- The kinds of options that hold a tensor, device or dtype, for kvlab.options.
 local ffi = require "ffi"
+local is_device = require("kvlab.tensor.device").is_device
 local is_tensor = require("kvlab.tensor.tensor").is_tensor
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -11,7 +12,12 @@ M.tensor = { "a tensor", is_tensor }
 
 --- What kv.device accepts.
 M.device = { "a device or its name", function(x)
-  return type(x) == "string" or type(x) == "cdata" and ffi.istype("kvl_device *", x)
+  return type(x) == "string" or is_device(x)
+end }
+
+--- A budget as policy:budget and kv.policy.recent make it.
+M.budget = { "a budget", function(x)
+  return type(x) == "cdata" and ffi.istype("kvl_budget", x)
 end }
 
 M.dtype = options.one_of(unpack(sorted.keys(library.dtypes)))

@@ -157,6 +157,7 @@ end
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select(scores, lens, block_size, budget, selection, counts)
+  options.argument("select", "budget", budget, kinds.budget)
   check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
   return selection, counts
 end
@@ -184,6 +185,7 @@ local nearest_call = ffi.new "kvl_hamming"
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select_hamming(q, hashes, ctx, budget, selection, counts)
+  options.argument("select_hamming", "budget", budget, kinds.budget)
   local to = nearest_call
   to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
   to.tables, to.lens, to.block_size = ctx.tables, ctx.lens, ctx.block_size
@@ -198,6 +200,8 @@ end
 ---@param mass number           0 ... 1
 ---@param budget kvlab.Budget   its sink and recent stay
 function M.trim_selection(weights, lens, block_size, mass, budget, selection, counts)
+  options.argument("trim_selection", "budget", budget, kinds.budget)
+  options.argument("trim_selection", "mass", mass, options.number)
   check(C.kvl_trim_selection(weights, lens, block_size, mass, budget.sink, budget.recent,
     selection, counts))
   return selection, counts

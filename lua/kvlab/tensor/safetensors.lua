@@ -1,10 +1,12 @@
 --- Reads safetensors files. A file is checked as a whole when it is opened, and its
 -- tensors are read to a device by name. A file that somebody changes meanwhile is an
 -- error.
+local closed = require "kvlab.closed"
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
+local options = require "kvlab.options"
 local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -21,6 +23,7 @@ File.__index = File
 ---@param path string
 ---@return kvlab.Safetensors
 local function open(path)
+  options.argument("safetensors", "path", path, options.string)
   sources.keep(path)
   local out = ffi.new "kvl_safetensors *[1]"
   check(C.kvl_safetensors_open(path, out))
@@ -39,11 +42,13 @@ local function open(path)
 end
 
 --- True when the file has a tensor of that name.
-function File:has(name) return self.entries[name] ~= nil end
+function File:has(name)
+  return self.entries[options.argument("has", "name", name, options.string)] ~= nil
+end
 
 --- The shape (a Lua table) and dtype of a tensor in the file.
 function File:describe(name)
-  local entry = self.entries[name]
+  local entry = self.entries[options.argument("describe", "name", name, options.string)]
   if not entry then
     error(("%s has no tensor \"%s\"; the nearest is \"%s\""):format(self.path, name,
       nearest(name, self.names) or ""), 2)
@@ -51,9 +56,12 @@ function File:describe(name)
   return entry.shape, entry.dtype
 end
 
+local SHAPE = options.list_of(options.whole)
+
 --- Reads a tensor to `dev`, casts it to `dtype` if given, and checks `shape` if given.
 function File:read(name, dev, dtype, shape)
   local got, stored = self:describe(name)
+  if shape then options.argument("read", "shape", shape, SHAPE) end
   if shape and table.concat(got, ",") ~= table.concat(shape, ",") then
     error(("%s: tensor \"%s\" has shape [%s], expected [%s]"):format(self.path, name,
       table.concat(got, ", "), table.concat(shape, ", ")), 2)
@@ -63,7 +71,10 @@ function File:read(name, dev, dtype, shape)
   return dtype and t:cast(dtype) or t
 end
 
---- Closes the file.
-function File:close() C.kvl_safetensors_close(ffi.gc(self.handle, nil)) end
+--- Closes the file. Tensors that were read from it stay.
+function File:close()
+  C.kvl_safetensors_close(ffi.gc(self.handle, nil))
+  closed(self, "safetensors file")
+end
 
 return constructor(M, open)

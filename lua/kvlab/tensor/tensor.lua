@@ -4,11 +4,13 @@
 -- Tensors are freed by the collector, by t:free(), or by leaving the kv.scope they were
 -- made in. Views (narrow, index, reshape) share storage and keep it alive.
 local ffi = require "ffi"
-local device = require("kvlab.tensor.device").device
+local devices = require "kvlab.tensor.device"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 
-local C, check = library.C, library.check
+local device, is_device = devices.device, devices.is_device
+local C, check, argument = library.C, library.check, options.argument
 local dtypes, dtype_names = library.dtypes, library.dtype_names
 local M = {}
 local methods = {}
@@ -50,7 +52,7 @@ end
 --- Opens a tensor with the dims in shape_buffer. If memory runs out, it collects garbage
 -- and tries once more.
 local function open(dev, dtype, ndim, level)
-  if type(dev) ~= "cdata" then dev = device(dev) end
+  if not is_device(dev) then dev = device(dev) end
   local t = tensor_t()
   local status = C.kvl_tensor_open(dev, dtype, ndim, shape_buffer, t)
   if status == C.KVL_ERR_NO_MEMORY then
@@ -241,33 +243,43 @@ local function keep(value, kept)
 end
 
 --- Runs fn() and frees every tensor made inside it, except those that it returns (also
--- inside returned tables).
+-- inside returned tables). fn may not yield.
 function M.scope(fn, ...)
+  local n, arguments = select("#", ...), { ... } -- first: see protected.lua
+  argument("scope", "fn", fn, options.fn)
   local outer, inner = scope, setmetatable({}, WEAK)
   scope = inner
-  local results = { pcall(fn, ...) }
+  local results = protected.call("scope", fn, n, arguments)
   scope = outer
   local kept = {}
-  if results[1] then for i = 2, #results do keep(results[i], kept) end end
+  if results[1] then for i = 2, results.n do keep(results[i], kept) end end
   for t in pairs(inner) do
     if kept[t] then remember(t) else C.kvl_tensor_close(t) end
   end
   if not results[1] then error(results[2], 0) end
-  return unpack(results, 2)
+  return unpack(results, 2, results.n)
 end
 
 --- Runs fn(...) outside of every scope: the tensors that it makes stay until nobody
 -- refers to them. Use it for buffers that are made at their first use, wherever that is.
+-- fn may not yield.
 function M.lasting(fn, ...)
+  local n, arguments = select("#", ...), { ... } -- first: see protected.lua
+  argument("lasting", "fn", fn, options.fn)
   local outer = scope
   scope = nil
-  local results = { pcall(fn, ...) }
+  local results = protected.call("lasting", fn, n, arguments)
   scope = outer
   if not results[1] then error(results[2], 0) end
-  return unpack(results, 2)
+  return unpack(results, 2, results.n)
 end
 
 -- ---- looking --------------------------------------------------------------------------
+
+--- Raises where a tensor is closed.
+local function open_argument(what, t)
+  if t.storage == nil then options.fail(what .. ": the tensor is closed") end
+end
 
 --- The sizes of all dims, as a Lua table.
 function methods.dims(t)
@@ -294,6 +306,7 @@ function methods.bytes(t) return tonumber(t.count) * C.kvl_dtype_bytes(t.dtype) 
 -- tensors only (f16 and bf16 as uint16_t bits). The pointer is valid while the tensor
 -- lives.
 function methods.data(t)
+  open_argument("data", t)
   if C.kvl_device_is_cpu(t.device) == 0 then
     error(("data() of a tensor on %s, expected one on the cpu: t:to(kv.device \"cpu\")")
       :format(t.device:name()), 2)
@@ -326,14 +339,20 @@ end
 -- ---- views and copies -----------------------------------------------------------------
 
 --- Rows [start, start + length) of dim 0.
+---@param start integer
+---@param length integer
 function methods.narrow(t, start, length)
+  argument("narrow", "start", start, options.integer)
+  argument("narrow", "length", length, options.integer)
   local v = tensor_t()
   check(C.kvl_tensor_narrow(t, start, length, v))
   return remember(v)
 end
 
 --- Entry i of dim 0.
+---@param i integer
 function methods.index(t, i)
+  argument("index", "i", i, options.integer)
   local v = tensor_t()
   check(C.kvl_tensor_index(t, i, v))
   return remember(v)

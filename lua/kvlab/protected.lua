@@ -1,0 +1,37 @@
+--- pcall for functions that change something for the time of a call (the scope, the
+-- current stream) and must therefore return before their caller goes on: there, a yield
+-- out of the function that they call is an error.
+local M = {}
+
+--- Notes in results.n how many results there are: up to the last that is not nil.
+local function count(results)
+  local n = 0
+  for i in pairs(results) do if i > n then n = i end end
+  results.n = n
+  return results
+end
+
+--- Calls fn with the n arguments of a list. Returns a list of what pcall returns, with n,
+-- its length. Only code that runs in a coroutine can yield, so only there does the call
+-- need a coroutine of its own, whose state says whether it returned.
+--
+-- Arguments and results are in tables, because a trace ends at coroutine.running, and no
+-- trace that begins inside a function with `...` can read `...`.
+---@param what string   who calls, for the error
+---@param fn function
+---@param n integer
+---@param arguments table
+---@return table results
+function M.call(what, fn, n, arguments)
+  if not coroutine.running() then
+    return count { pcall(fn, unpack(arguments, 1, n)) }
+  end
+  local thread = coroutine.create(fn)
+  local results = { coroutine.resume(thread, unpack(arguments, 1, n)) }
+  if coroutine.status(thread) == "suspended" then
+    return { false, what .. ": the function yielded, expected it to return", n = 2 }
+  end
+  return count(results)
+end
+
+return M
