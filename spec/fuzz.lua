@@ -1,0 +1,360 @@
+--- Calls the functions and methods of docs/api_lua.md with random arguments. A child
+-- process makes the calls of some rounds; each round has a world of its own (a cache,
+-- sequences, an attention, …), so that one round can be made again.
+--
+--   ./kvlab run spec/fuzz.lua --set calls=1000000 [--seed=N]    counts calls and failures
+--   ./kvlab run spec/fuzz.lua --set round=17 [--seed=N]         shows the calls of a round
+--
+-- A failure is a crash, a hang, or an error of LuaJIT's own ("attempt to index a nil
+-- value"), which does not name the argument that is wrong.
+local ffi = require "ffi"
+local kv = require "kvlab"
+local root = kv.paths.root
+package.path = root .. "/?.lua;" .. package.path -- a child runs in a folder of its own
+local rows = require "spec.lua.option_tables"
+local sorted = require "kvlab.sorted"
+local support = require "spec.support"
+
+local M = {}
+
+local CALLS_OF_ROUND, ROUNDS_OF_CHILD, SECONDS_OF_CHILD = 50, 200, 120
+
+-- ---- what is called -------------------------------------------------------------------
+
+-- Functions that the calls leave out, and why.
+local LEFT_OUT = {
+  ["kv.check"] = "its argument is a status", ["tensor:data"] = "hands out a raw pointer",
+  ["kv.cuda_available"] = "opens another device", ["kv.experiment.run"] = "needs a script",
+}
+
+--- The functions of the page: { name, class, method, parameters }. A method's class has
+-- the file in front, because some names occur twice: "kvlab/memory/cache Cache".
+local function functions()
+  local list, section = {}, nil
+  local required = { engine = true, llama = true, checkpoint = true, small_lm = true,
+                     exam = true }
+  for line in io.lines(root .. "/docs/api_lua.md") do
+    section = line:match "^### ([%w_/]+)%.lua" or section
+    local name, parameters = line:match "^([%a][%w_.:]*)(%b())$"
+    local base = name and name:match "^%w+"
+    if name and section and not LEFT_OUT[name] and not required[base] then
+      local names = {}
+      for parameter in parameters:gmatch "[%w_.]+" do names[#names + 1] = parameter end
+      local class, method = name:match "^([%w_]+):([%w_]+)$"
+      list[#list + 1] = { name = name, method = method, parameters = names,
+        class = class and (section:gsub("^kvlab/", "") .. " " .. class) }
+    end
+  end
+  return list
+end
+
+local function function_of(name)
+  local value = kv
+  for part in name:sub(4):gmatch "[^.]+" do value = value and value[part] end
+  return value
+end
+
+-- ---- the world of a round -------------------------------------------------------------
+
+local SHAPE = { layers = 2, blocks = 8, block_size = 16, kv_heads = 2, head_dim = 64 }
+
+local function cache_of(offload)
+  local o = { device = "cpu", dtype = "f32", offload = offload }
+  for name, value in pairs(SHAPE) do o[name] = value end
+  return kv.cache(o)
+end
+
+--- How the receiver of a class is made, from the world that has the ones before.
+local MAKERS = {
+  ["tensor/tensor tensor"] = function(w) return w.any_tensor() end,
+  ["tensor/arithmetic tensor"] = function(w) return w.any_tensor() end,
+  ["tensor/device device"] = function() return kv.device "cpu" end,
+  ["memory/cache Cache"] = function(w) return w.cache end,
+  ["memory/sequence Sequence"] = function(w) return w.seq end,
+  ["memory/batch Batch"] = function(w) return w.batch end,
+  ["memory/formats Pages"] = function(w) return w.cache.format end,
+  ["memory/host_tier HostTier"] = function(w) return w.offloaded.tier end,
+  ["memory/hot_cache HotCache"] = function(w) return w.offloaded.tier.hot end,
+  ["memory/store Store"] = function(w) return w.store end,
+  ["memory/prefetch Prefetch"] = function(w) return w.prefetch end,
+  ["policy/attention Attention"] = function(w) return w.attention end,
+  ["policy/context Context"] = function(w) return w.attention.context end,
+  ["policy/summary Summary"] = function(w) return w.summary end,
+  ["policy/hash Hashes"] = function(w) return w.hashes end,
+  ["policy/tally Tally"] = function(w) return w.tally end,
+  ["index/index_cache IndexCache"] = function(w) return w.index_cache end,
+  ["serve/cost_model CostModel"] = function() return kv.cost_model { head_dim = 64 } end,
+  ["experiment/synthetic Synthetic"] = function(w) return w.synthetic end,
+}
+
+--- A world: objects that are in use, among which the calls find receivers and arguments.
+local function new_world(rng)
+  local dev, w = kv.device "cpu", {}
+  local dtypes = { "f32", "f32", "f32", "f16", "bf16", "i32", "i32", "i64", "u8", "u64",
+                   "f8e4m3" }
+  function w.any_tensor()
+    local dims = {}
+    for i = 1, rng(5) do dims[i] = ({ 0, 1, 2, 2, 4, 8, 64 })[1 + rng(7)] end
+    return kv.zeros(dev, dtypes[1 + rng(#dtypes)], dims)
+  end
+  w.cache = cache_of(nil)
+  w.offloaded = cache_of { slots = 2, slot_blocks = 1, max_seqs = 2, max_tokens = 64,
+                           hot_slots = 8 }
+  local from = rng(2) == 0 and w.cache or w.offloaded
+  w.seq, w.other = from:sequence(), from:sequence()
+  w.batch = from:batch { max_seqs = 2, max_tokens = 64 }
+  w.batch:append({ w.seq, w.other }, { 20, 3 })
+  w.attention = kv.attention { cache = from, heads = 4, max_seqs = 2,
+    decode_policy = kv.policy "quest", prefill_policy = kv.policy "full" }
+  w.attention:begin(w.batch, true)
+  local q, k = kv.zeros(dev, "f32", { 23, 4, 64 }), kv.zeros(dev, "f32", { 23, 2, 64 })
+  for layer = 0, 1 do w.attention:forward(layer, q, k, k) end
+  local shape = w.attention.shape
+  w.summary, w.hashes = kv.summary.minmax(shape), kv.hash.summary(shape, { bits = 64 })
+  w.tally = kv.tally(shape, 2, 0)
+  w.store = kv.store("memory:", { block_size = 16, model = "m" })
+  w.prefetch = kv.prefetch { store = w.store, device = dev, prefetch_workers = 1 }
+  w.stream, w.event = dev:open_stream(), dev:open_event()
+  w.budget, w.policy, w.ctx, w.shape =
+    kv.policy.recent(2), kv.policy "quest", w.attention.context, shape
+  return w
+end
+
+-- ---- arguments ------------------------------------------------------------------------
+
+local NUMBERS = { 0, 1, 2, 3, 7, 8, 16, -1, 0.5, 1e9, 2 ^ 31, 2 ^ 40, 2 ^ 53, -2 ^ 63,
+                  1 / 0, -1 / 0, 0 / 0, 1e-300 }
+local STRINGS = { "", "x", "f32", "i32", "cpu", "max", "mean", "memory:", "quest", "\0",
+                  "%s%n", ("long"):rep(100), "../x", "nan" }
+local OWN = "an error of the fuzzer's function"
+
+local function any_value(w, rng)
+  local kinds = {
+    function() return nil end,
+    function() return NUMBERS[1 + rng(#NUMBERS)] end,
+    function() return rng(20) - 4 end,
+    function() return STRINGS[1 + rng(#STRINGS)] end,
+    function() return rng(2) == 0 end,
+    function() return {} end,
+    function() return { rng(9) - 1, NUMBERS[1 + rng(#NUMBERS)] } end,
+    function() return { x = 1, [1] = {}, { "a" } } end,
+    function() return function() if rng(2) == 0 then error(OWN) end end end,
+    function() return function(...) return ... end end,
+    function() return ffi.new("int[2]") end,
+    w.any_tensor, w.any_tensor, w.any_tensor,
+    function()
+      local closed = w.any_tensor()
+      closed:free()
+      return closed
+    end,
+    function()
+      local names = sorted.keys(w)
+      return w[names[1 + rng(#names)]]
+    end,
+  }
+  return kinds[1 + rng(#kinds)]()
+end
+
+--- Values that fit a parameter's name.
+local BY_NAME = {
+  dev = function() return "cpu" end, dtype = function() return "f32" end,
+  shape = function(w, rng) return rng(2) == 0 and { 2, 4 } or w.shape end,
+  seq = function(w) return w.seq end, seqs = function(w) return { w.seq, w.other } end,
+  counts = function(_, rng) return { rng(4), rng(4) } end,
+  layer = function(_, rng) return rng(2) end, ctx = function(w) return w.ctx end,
+  batch = function(w) return w.batch end, budget = function(w) return w.budget end,
+  stream = function(w) return w.stream end, event = function(w) return w.event end,
+  attention = function(w) return w.attention end, cache = function(w) return w.cache end,
+  blocks = function() return { 0, 1 } end, n = function(_, rng) return rng(9) end,
+  fn = function() return function(...) return ... end end,
+  scores = function(w) return w.ctx:new_scores() end,
+  tokens = function(_, rng) return rng(2) == 0 and { 1, 2, 3 } or rng(5) end,
+}
+
+--- Options of a function that are right but for one value, at times.
+local function options_for(name, w, rng)
+  local row = rows[name]
+  local good = row and row.good()
+  if type(good) ~= "table" or rng(4) == 0 then return good end
+  local names = sorted.keys(good)
+  if #names > 0 then good[names[1 + rng(#names)]] = any_value(w, rng) end
+  return good
+end
+
+local OPTIONS = { o = true, a = true, opts = true, given = true, limits = true }
+
+local function arguments_for(target, w, rng)
+  local list, n = {}, #target.parameters
+  for i, parameter in ipairs(target.parameters) do
+    local by_name = BY_NAME[parameter]
+    if rng(3) == 0 then list[i] = any_value(w, rng)
+    elseif OPTIONS[parameter] and rows[target.name] then
+      list[i] = options_for(target.name, w, rng)
+    elseif by_name then list[i] = by_name(w, rng)
+    else list[i] = any_value(w, rng) end
+  end
+  if rng(8) == 0 then n = math.max(0, n - 1) end
+  return list, n
+end
+
+-- ---- what counts as a failure ---------------------------------------------------------
+
+-- Words of LuaJIT and its libraries. An error of kvlab's has none of them.
+local UNNAMED = { "attempt to ", "bad argument #", "cannot convert", "table index is",
+  "stack overflow", "not enough memory", "assertion failed", "'for' initial",
+  "'for' limit", "'for' step", "wrong number of arguments", "has no member named",
+  "invalid value", "table overflow", "string length overflow", "number expected" }
+
+--- Why an error is no answer for users; nil where it is one.
+local function unnamed(why)
+  if type(why) ~= "string" then return "error value is a " .. type(why) end
+  if why:find(OWN, 1, true) then return nil end
+  for _, words in ipairs(UNNAMED) do
+    if why:find(words, 1, true) then return why end
+  end
+end
+
+-- ---- a child --------------------------------------------------------------------------
+
+local function show(value)
+  if kv.is_tensor(value) then return "a tensor" end
+  return type(value) == "string" and ("%q"):format(value) or tostring(value)
+end
+
+--- Makes the calls of one round. `tell` hears of every call before it is made.
+local function run_round(round, seed, targets, tell, failed)
+  local rng = support.rng(seed * 1000003 + round)
+  local w = new_world(rng)
+  for i = 1, CALLS_OF_ROUND do
+    local target = targets[1 + rng(#targets)]
+    -- The world may be in pieces: what was closed cannot make a receiver.
+    local ok, receiver = true, nil
+    if target.class then ok, receiver = pcall(MAKERS[target.class], w) end
+    local made, arguments, n = pcall(arguments_for, target, w, rng)
+    if ok and made and (receiver ~= nil or not target.class) then
+      tell(i, target, arguments, n)
+      local fn = not target.class and function_of(target.name)
+      local good, why
+      if fn then good, why = pcall(fn, unpack(arguments, 1, n))
+      else
+        good, why = pcall(function()
+          return receiver[target.method](receiver, unpack(arguments, 1, n))
+        end)
+      end
+      why = not good and unnamed(why)
+      if why then failed(target.name, why) end
+    end
+  end
+  pcall(function() kv.device("cpu"):sync() end)
+end
+
+local function reachable()
+  local list = {}
+  for _, target in ipairs(functions()) do
+    if MAKERS[target.class] or not target.class and function_of(target.name) then list[#list + 1] = target end
+  end
+  return list
+end
+M.reachable, M.functions = reachable, functions
+
+--- The work of a child: rounds first … last, noted in a file line by line.
+function M.child(first, last, seed, path)
+  local out = assert(io.open(path, "a"))
+  local targets = reachable()
+  local function note(...)
+    out:write(table.concat({ ... }), "\n")
+    out:flush()
+  end
+  for round = first, last do
+    note("round ", round)
+    run_round(round, seed, targets, function(_, target) note("call ", target.name) end,
+      function(name, why) note("unnamed ", name, "\t", (why:gsub("%s+", " "))) end)
+    collectgarbage()
+  end
+  note "end"
+end
+
+-- ---- the campaign ---------------------------------------------------------------------
+
+--- What a child noted: its calls, its failures, and where it ended.
+local function read_notes(path, result)
+  local round, name, ended
+  for line in io.lines(path) do
+    local kind, rest = line:match "^(%w+) ?(.*)$"
+    if kind == "round" then round = tonumber(rest)
+    elseif kind == "call" then
+      name, result.calls = rest, result.calls + 1
+    elseif kind == "unnamed" then
+      result.unnamed = result.unnamed + 1
+      local place = rest:gsub(root .. "/", ""):gsub("^%S+\t(%S+%.lua:%d+:)", "%1")
+      result.places[place] = (result.places[place] or 0) + 1
+    elseif kind == "end" then ended = true end
+  end
+  return round, name, ended
+end
+
+--- Makes at least `calls` calls. Returns the counts, and in places and ends what failed.
+---@param calls integer
+---@param seed integer
+function M.campaign(calls, seed)
+  local result = { calls = 0, unnamed = 0, crashes = 0, hangs = 0, places = {}, ends = {} }
+  local folder, path = os.tmpname(), os.tmpname()
+  os.remove(folder)
+  os.execute(("mkdir %s"):format(folder))
+  local round = 0
+  while result.calls < calls do
+    local wanted = math.ceil((calls - result.calls) / CALLS_OF_ROUND)
+    local last = round + math.min(ROUNDS_OF_CHILD, wanted) - 1
+    io.open(path, "w"):close()
+    local status = os.execute(("cd %s && ulimit -v 8000000 && ulimit -f 100000 && "
+      .. "timeout -s KILL %d %s/kvlab run %s/spec/fuzz.lua --device=cpu --seed=%d "
+      .. "--set first=%d --set last=%d --set notes=%s > out 2>&1"):format(folder,
+      SECONDS_OF_CHILD, root, root, seed, round, last, path))
+    local at, name, ended = read_notes(path, result)
+    if not ended then
+      local hung = status == 137 * 256 or status == 137
+      local kind = hung and "hangs" or "crashes"
+      result[kind] = result[kind] + 1
+      result.ends[#result.ends + 1] = ("%s in round %s: %s (status %s)"):format(kind,
+        tostring(at), tostring(name), tostring(status))
+      if not at then
+        error("the fuzzer's child did not start:\n" .. io.open(folder .. "/out"):read "*a")
+      end
+      last = at
+    end
+    round = last + 1
+  end
+  os.remove(path)
+  os.execute(("rm -rf %s"):format(folder))
+  return result
+end
+
+--- The counts in words, and every failure.
+function M.text(result)
+  local lines = { ("%d calls: %d crashes, %d hangs, %d errors without a name (%d places)")
+    :format(result.calls, result.crashes, result.hangs, result.unnamed,
+      #sorted.keys(result.places)) }
+  for _, line in ipairs(result.ends) do lines[#lines + 1] = line end
+  for _, place in ipairs(sorted.keys(result.places)) do
+    lines[#lines + 1] = ("%6d  %s"):format(result.places[place], place)
+  end
+  return table.concat(lines, "\n")
+end
+
+local set, seed = kv.command_line.set, kv.command_line.seed
+if set.notes then
+  M.child(set.first, set.last, seed, set.notes)
+elseif set.round then
+  run_round(set.round, seed, reachable(), function(i, target, arguments, n)
+    local words = {}
+    for k = 1, n do words[k] = show(arguments[k]) end
+    print(("%3d %s(%s)"):format(i, target.name, table.concat(words, ", ")))
+    io.stdout:flush()
+  end, function(name, why) print("    FAILED " .. name .. ": " .. why) end)
+elseif set.calls then
+  local result = M.campaign(set.calls, seed)
+  print(M.text(result))
+  if result.crashes + result.hangs + result.unnamed > 0 then os.exit(1) end
+end
+
+return M
