@@ -186,7 +186,7 @@ support.each_device(function(dev)
         ["append: count 1 is 1.5, expected a whole number >= 0"] = { { a }, { 1.5 } },
         ["append: count 1 is nan, expected a whole number >= 0"] = { { a }, { 0 / 0 } },
         ['append: count 1 is "2", expected a whole number >= 0'] = { { a }, { "2" } },
-        ["append: 1 counts for 2 sequences, expected one each"] = { { a, b }, { 1 } },
+        ["append: count 2 is nil, expected a whole number >= 0"] = { { a, b }, { 1 } },
         ["append: sequence 2 is nil, expected a sequence"] =
           { { a, nil, b }, { 1, 1, 1 } },
         ["append: sequence 2 is listed twice, expected once"] = { { a, a }, { 1, 1 } },

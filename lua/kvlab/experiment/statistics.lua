@@ -1,5 +1,13 @@
 --- The mean of a sample and how well it is known: Student's t interval.
+local options = require "kvlab.options"
+
 local M = {}
+
+local FREEDOM = options.within(1, 1000000) -- the series has half as many terms
+local LEVEL = { "a number above 0 and below 1", function(x)
+  return type(x) == "number" and x > 0 and x < 1
+end }
+local NUMBERS = options.list_of(options.number, 1)
 
 --- P(|T| < t) of Student's t with `freedom` degrees of freedom, a whole number, by the
 -- finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4; theta is
@@ -22,6 +30,8 @@ end
 ---@param level number     above 0, below 1
 ---@return number
 function M.t(freedom, level)
+  options.argument("t", "freedom", freedom, FREEDOM)
+  options.argument("t", "level", level, LEVEL)
   local low, high = 0, math.pi / 2
   for _ = 1, 60 do -- bisection: the angle is exact to one unit in the last place
     local middle = (low + high) / 2
@@ -36,6 +46,7 @@ end
 ---@param values number[]  at least one
 ---@return number mean, number|nil low, number|nil high, number|nil deviation
 function M.interval(values)
+  options.argument("interval", "values", values, options.table)
   local n, mean, squares = #values, 0, 0
   for i, value in ipairs(values) do -- Welford: the mean of equal values is exact
     local from_old = value - mean
@@ -53,6 +64,7 @@ end
 ---@param list number[]
 ---@return number
 function M.median(list)
+  options.argument("median", "list", list, NUMBERS)
   table.sort(list)
   return list[math.ceil(#list / 2)]
 end

@@ -204,9 +204,6 @@ local function take_counts(self, seqs, counts, tokens)
     fail(("append: %d sequences, expected at most max_seqs = %d"):format(n,
       self.max_seqs))
   end
-  if #counts ~= n then
-    fail(("append: %d counts for %d sequences, expected one each"):format(#counts, n))
-  end
   appends = appends + 1
   for i = 1, n do
     local handle, count = take_sequence(self, i, seqs[i], counts[i])

@@ -108,6 +108,8 @@ function Cache:transaction(fn, ...) return self.journal:transaction(fn, ...) end
 
 --- Copies blocks in every layer; from and to are i32 [n].
 function Cache:copy_blocks(from, to)
+  options.argument("copy_blocks", "from", from, kinds.tensor)
+  options.argument("copy_blocks", "to", to, kinds.tensor)
   for layer = 0, self.layers - 1 do
     self.tier:before_copy(layer, to)
     self.format:copy(from, to, self:layer(layer))

@@ -20,7 +20,8 @@ local options = require "kvlab.options"
 local ring = require "kvlab.memory.ring"
 local tensor = require "kvlab.tensor.tensor"
 
-local C, check = library.C, library.check
+local C, check, argument = library.C, library.check, options.argument
+local BLOCKS = options.list_of(options.whole)
 local M = {}
 
 -- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s)
@@ -330,7 +331,9 @@ local host_blocks = ffi.new("int32_t[?]", 4096)
 ---@param layer integer
 ---@param blocks integer|integer[]
 function HostTier:load_to_slot_layer(slot, layer, blocks)
+  argument("load_to_slot_layer", "slot", slot, options.whole)
   if type(blocks) == "number" then blocks = { blocks } end
+  argument("load_to_slot_layer", "blocks", blocks, BLOCKS)
   if #blocks > self.group then
     error(("%d blocks, expected at most the %d of a slot"):format(
       #blocks, self.group), 2)
@@ -342,7 +345,10 @@ function HostTier:load_to_slot_layer(slot, layer, blocks)
 end
 
 --- Makes all work that is launched from now on wait for the slot's load.
-function HostTier:wait_slot_layer(slot) check(C.kvl_ring_wait(self.ring, slot)) end
+function HostTier:wait_slot_layer(slot)
+  argument("wait_slot_layer", "slot", slot, options.whole)
+  check(C.kvl_ring_wait(self.ring, slot))
+end
 
 --- The slot's memory, [group, 2, kv_heads, block_size, head_dim]; the blocks of its load
 -- come first. The memory past the valid tokens of a partial block has undefined
@@ -354,6 +360,7 @@ end
 
 --- Tells the ring that no later work reads the slot. Call it before the slot's next load.
 function HostTier:record_slot_compute_done(slot)
+  argument("record_slot_compute_done", "slot", slot, options.whole)
   check(C.kvl_ring_done(self.ring, slot))
 end
 
@@ -382,6 +389,7 @@ end
 
 --- Traces the next n spans of the ring: loads, the work between wait and done, offloads.
 function HostTier:trace(n)
+  argument("trace", "n", n, options.whole)
   check(C.kvl_ring_trace(self.ring, n))
   self.trace_room = n
 end

@@ -28,6 +28,22 @@ local OPTIONS = { capacity = options.not_negative, model = options.string,
 ---@field block_size integer|nil
 ---@field handle ffi.cdata*  kvl_store *; nil once it is closed
 local Store = {}
+
+local argument = options.argument
+local CACHE = options.like("a cache", "layers", "kv_heads", "head_dim", "block_size",
+  "dtype")
+local KEY = { "a key", function(x)
+  return type(x) == "cdata" and tostring(ffi.typeof(x)):find("kvl_key", 1, true) ~= nil
+end }
+local KEYS = { "keys, from store:keys", function(x)
+  return type(x) == "cdata" and tostring(ffi.typeof(x)):find("kvl_key", 1, true) ~= nil
+end }
+
+--- How many keys an array has; nobody knows that of a pointer into one.
+local function most_keys(keys)
+  local is_array = tostring(ffi.typeof(keys)):find("[", 1, true)
+  return is_array and math.floor(ffi.sizeof(keys) / 16) or 2 ^ 31 - 1
+end
 Store.__index = Store
 
 --- A text with everything that makes blocks of `cache` unusable for other models and
@@ -35,6 +51,8 @@ Store.__index = Store
 ---@param name string  of the model and its weights
 ---@param cache kvlab.Cache
 function M.model(name, cache)
+  argument("store.model", "name", name, options.string)
+  argument("store.model", "cache", cache, CACHE)
   local format = "%s layers=%d kv_heads=%d head_dim=%d block_size=%d dtype=%s layout=2hbd"
   return format:format(name, cache.layers, cache.kv_heads, cache.head_dim,
     cache.block_size, cache.dtype)
@@ -70,6 +88,8 @@ function Store:keys(tokens, parent)
   if not self.block_size or not (self.model or parent) then
     error("the store was opened without model and block_size, which keys need", 2)
   end
+  argument("keys", "tokens", tokens, options.list_of(options.integer))
+  if parent ~= nil then argument("keys", "parent", parent, KEY) end
   local count = #tokens
   local ids = ffi.new("int32_t[?]", count)
   for i = 1, count do ids[i - 1] = tokens[i] end
@@ -85,6 +105,9 @@ end
 ---@param layers integer
 function Store:find(keys, n, layers)
   local handle = handle_of(self)
+  argument("find", "keys", keys, KEYS)
+  argument("find", "n", n, options.within(0, most_keys(keys)))
+  argument("find", "layers", layers, options.whole)
   for layer = 0, layers - 1 do
     n = check(C.kvl_store_find(handle, keys, n, layer, nil))
   end
@@ -114,6 +137,9 @@ local function with_block(self, move, key, layer, memory, block)
     error(("memory is a %s, expected a tensor [blocks, 2, kv_heads, block_size, "
       .. "head_dim]"):format(type(memory)), 3)
   end
+  argument("store", "key", key, KEY)
+  argument("store", "layer", layer, options.integer)
+  argument("store", "block", block, options.integer)
   check(C.kvl_tensor_index(memory, block, view), 3)
   local bytes = view.count * C.kvl_dtype_bytes(view.dtype)
   local is_near = C.kvl_device_is_cpu(view.device) == 1 or memory:is_pinned()
@@ -164,6 +190,8 @@ end
 
 --- Removes the record of a block in a layer. Returns whether there was one.
 function Store:remove(key, layer)
+  argument("remove", "key", key, KEY)
+  argument("remove", "layer", layer, options.integer)
   return check(C.kvl_store_remove(handle_of(self), key, layer)) == 1
 end
 

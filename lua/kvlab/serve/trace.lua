@@ -60,6 +60,8 @@ end
 
 --- Writes rows in the form that read() takes.
 function M.write(path, rows)
+  options.argument("trace.write", "path", path, options.string)
+  options.argument("trace.write", "rows", rows, options.table)
   local file = assert(io.open(path, "w"))
   local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
   for _, row in ipairs(rows) do file:write(json.encode(row, order), "\n") end
@@ -71,11 +73,16 @@ end
 local DEFAULTS = { requests = 200, seed = 0, rate = 1, turns = 4, think_s = 30,
                    system_tokens = 1024, input_tokens = 4000, answer_tokens = 300 }
 
+-- Lua holds a row for every request, and an id for every block of its input.
+local MOST = 1000000
+local TOKENS = { "a number from 0 to 1000000", function(x)
+  return type(x) == "number" and x >= 0 and x <= MOST
+end }
+
 local GENERATE = {
-  requests = options.whole, seed = options.whole, rate = options.positive,
+  requests = options.within(0, MOST), seed = options.whole, rate = options.positive,
   turns = options.positive, think_s = options.not_negative,
-  system_tokens = options.not_negative, input_tokens = options.not_negative,
-  answer_tokens = options.not_negative,
+  system_tokens = TOKENS, input_tokens = TOKENS, answer_tokens = TOKENS,
 }
 
 --- Generates a workload of conversations. They begin at random times, and each has some

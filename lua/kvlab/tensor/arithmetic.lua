@@ -1,10 +1,14 @@
 --- Tensor methods that compute: elementwise, comparisons, reductions, softmax, top-k,
 -- matmul and gathers. Each returns a new tensor, or writes `out` and returns it.
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
+local argument, expect_tensor = options.argument, tensor.expect
 local methods = tensor.methods
+
+local NUMBER, DIM = options.optional(options.number), options.optional(options.integer)
 
 local function reshaped_like(t, dims, dtype)
   return tensor.tensor(t.device, dtype or t:type(), dims)
@@ -17,6 +21,7 @@ for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", 
                         "tanh", "relu" } do
   local op = C["KVL_UNARY_" .. name:upper()]
   methods[name] = function(t, out)
+    if out ~= nil then expect_tensor(name, "out", out) end
     out = out or tensor.open_like(t)
     check(C.kvl_unary(op, t, out))
     return out
@@ -41,6 +46,8 @@ end
 function tensor.binary(name, a, b, out)
   local op = C["KVL_BINARY_" .. name]
   local compares = op >= C.KVL_BINARY_EQ
+  if type(a) ~= "number" then expect_tensor(name:lower(), "a", a) end
+  if out ~= nil then expect_tensor(name:lower(), "out", out) end
   if type(b) == "number" then
     out = out or tensor.open_like(a, compares and library.dtypes.u8 or nil)
     check(C.kvl_binary_scalar(op, a, b, out), 3)
@@ -66,6 +73,9 @@ end
 --- Takes the elements of a where this u8 tensor is not 0, and of b elsewhere. The shapes
 -- must be equal, because nothing is broadcast.
 function methods.where(cond, a, b, out)
+  expect_tensor("where", "a", a)
+  expect_tensor("where", "b", b)
+  if out ~= nil then expect_tensor("where", "out", out) end
   out = out or tensor.open_like(a)
   check(C.kvl_where(cond, a, b, out))
   return out
@@ -77,10 +87,15 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
   local op = C["KVL_REDUCE_" .. name:upper()]
   --- Reduces one dim (negative counts from the end), or all elements when dim is nil.
   methods[name] = function(t, dim, out)
+    argument(name, "dim", dim, DIM)
+    if out ~= nil then expect_tensor(name, "out", out) end
     if dim == nil then t, dim = t:reshape { tonumber(t.count) }, 0 end
     if dim < 0 then dim = dim + t.ndim end
     if not out then
       local dims = t:dims()
+      if dims[dim + 1] == nil then
+        options.fail(("%s: dim is %d of %d dims"):format(name, dim, t.ndim))
+      end
       table.remove(dims, dim + 1)
       out = reshaped_like(t, dims)
     end
@@ -91,6 +106,8 @@ end
 
 --- softmax(scale * t) over the last dim.
 function methods.softmax(t, scale, out)
+  argument("softmax", "scale", scale, NUMBER)
+  if out ~= nil then expect_tensor("softmax", "out", out) end
   out = out or tensor.open_like(t)
   check(C.kvl_softmax(t, scale or 1, out))
   return out
@@ -99,6 +116,7 @@ end
 --- The index of the largest element along the last dim, i32. Of equal elements the lower
 -- index wins.
 function methods.argmax(t, out)
+  if out ~= nil then expect_tensor("argmax", "out", out) end
   if not out then
     local dims = t:dims()
     table.remove(dims)
@@ -114,6 +132,7 @@ end
 ---@param smallest? boolean
 ---@param by_index? boolean
 function methods.topk(t, k, smallest, by_index)
+  argument("topk", "k", k, options.whole)
   local which = smallest and C.KVL_TOPK_LEAST or C.KVL_TOPK_LARGEST
   local rows = t:reshape { -1, t:size(-1) }
   local dims = t:dims()
@@ -131,6 +150,8 @@ function methods.sort(t, descending) return t:topk(t:size(-1), not descending) e
 -- ---- matmul and gathers ---------------------------------------------------------------
 
 local function matmul(a, b, transpose, out)
+  expect_tensor("matmul", "b", b)
+  if out ~= nil then expect_tensor("matmul", "out", out) end
   if not out then
     local dims = a:dims()
     dims[#dims] = b:size(transpose and -2 or -1)
@@ -148,6 +169,8 @@ function methods.matmul_t(t, b, out) return matmul(t, b, true, out) end
 --- Takes the rows of t that an i32 index names. An index that is out of range gives
 -- zeros.
 function methods.gather_rows(t, index, out)
+  expect_tensor("gather_rows", "index", index)
+  if out ~= nil then expect_tensor("gather_rows", "out", out) end
   if not out then
     local dims = t:dims()
     dims[1] = tonumber(index.count)
@@ -160,12 +183,16 @@ end
 --- t[index[i]] = src[i]. An index that is out of range is skipped. If an index occurs
 -- more than once, its last row wins.
 function methods.scatter_rows_(t, index, src)
+  expect_tensor("scatter_rows_", "index", index)
+  expect_tensor("scatter_rows_", "src", src)
   check(C.kvl_scatter_rows(src, index, t))
   return t
 end
 
 --- out[r][j] = t[r][index[r][j]]
 function methods.gather(t, index, out)
+  expect_tensor("gather", "index", index)
+  if out ~= nil then expect_tensor("gather", "out", out) end
   out = out or reshaped_like(t, index:dims())
   check(C.kvl_gather(t, index, out))
   return out
@@ -174,12 +201,16 @@ end
 --- t[r][index[r][j]] = src[r][j]. An index that is out of range is skipped. No index may
 -- occur twice in a row.
 function methods.scatter_(t, index, src)
+  expect_tensor("scatter_", "index", index)
+  expect_tensor("scatter_", "src", src)
   check(C.kvl_scatter(src, index, 0, t))
   return t
 end
 
 --- t[r][index[r][j]] += src[r][j]
 function methods.scatter_add_(t, index, src)
+  expect_tensor("scatter_add_", "index", index)
+  expect_tensor("scatter_add_", "src", src)
   check(C.kvl_scatter(src, index, 1, t))
   return t
 end

@@ -11,13 +11,26 @@ local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
+local argument, expect_tensor = options.argument, tensor.expect
 local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
+local NUMBER = options.optional(options.number)
+local CONTEXT = { "a context of an attention", function(x)
+  return type(x) == "table" and x.tables ~= nil and x.lens ~= nil
+end }
+local SUMMARY = { "a summary", function(x)
+  return type(x) == "table" and type(x.layer) == "function"
+end }
 local step = {}
 local M = { step = step }
 
 --- x / rms(x) * weight. If a residual is given, residual += x comes first, and the sum is
 -- what is normalised.
 function M.rmsnorm(x, weight, eps, out, residual)
+  expect_tensor("rmsnorm", "x", x)
+  expect_tensor("rmsnorm", "weight", weight)
+  argument("rmsnorm", "eps", eps, options.number)
+  if out ~= nil then expect_tensor("rmsnorm", "out", out) end
+  if residual ~= nil then expect_tensor("rmsnorm", "residual", residual) end
   out = out or tensor.open_like(x)
   check(C.kvl_rmsnorm(x, residual, weight, eps, out))
   return out
@@ -25,12 +38,18 @@ end
 
 --- Rotates x [tokens, heads, head_dim] in place.
 function M.rope(x, positions, inv_freq)
+  expect_tensor("rope", "x", x)
+  expect_tensor("rope", "positions", positions)
+  expect_tensor("rope", "inv_freq", inv_freq)
   check(C.kvl_rope(x, positions, inv_freq))
   return x
 end
 
 --- silu(gate) * up
 function M.silu_mul(gate, up, out)
+  expect_tensor("silu_mul", "gate", gate)
+  expect_tensor("silu_mul", "up", up)
+  if out ~= nil then expect_tensor("silu_mul", "out", out) end
   out = out or tensor.open_like(gate)
   check(C.kvl_silu_mul(gate, up, out))
   return out
@@ -40,18 +59,38 @@ end
 -- [tokens], holds the place of each token: block * block_size + offset, or -1 to skip
 -- it. cache is one layer's memory.
 function M.append_kv(k, v, places, cache, k_scale, v_scale)
+  expect_tensor("append_kv", "k", k)
+  expect_tensor("append_kv", "v", v)
+  expect_tensor("append_kv", "places", places)
+  expect_tensor("append_kv", "cache", cache)
+  if k_scale ~= nil then expect_tensor("append_kv", "k_scale", k_scale) end
+  if v_scale ~= nil then expect_tensor("append_kv", "v_scale", v_scale) end
   check(C.kvl_append_kv(k, v, places, cache, k_scale, v_scale))
 end
 
 --- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
 -- as they are: rope and append_kv in one launch.
 function M.rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale)
+  expect_tensor("rope_append", "q", q)
+  expect_tensor("rope_append", "k", k)
+  expect_tensor("rope_append", "v", v)
+  expect_tensor("rope_append", "positions", positions)
+  expect_tensor("rope_append", "inv_freq", inv_freq)
+  expect_tensor("rope_append", "places", places)
+  expect_tensor("rope_append", "cache", cache)
+  if k_scale ~= nil then expect_tensor("rope_append", "k_scale", k_scale) end
+  if v_scale ~= nil then expect_tensor("rope_append", "v_scale", v_scale) end
   check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale))
   return q
 end
 
 --- Copies whole blocks of a layer's memory. src and dst are i32 [n]; -1 is skipped.
-function M.copy_blocks(src, dst, cache) check(C.kvl_copy_blocks(src, dst, cache)) end
+function M.copy_blocks(src, dst, cache)
+  expect_tensor("copy_blocks", "src", src)
+  expect_tensor("copy_blocks", "dst", dst)
+  expect_tensor("copy_blocks", "cache", cache)
+  check(C.kvl_copy_blocks(src, dst, cache))
+end
 
 local call = ffi.new "kvl_attention"
 
@@ -106,6 +145,10 @@ end
 
 --- Merges two attentions over disjoint keys; the first is replaced by the result.
 function M.merge_attention(out_a, lse_a, out_b, lse_b)
+  expect_tensor("merge_attention", "out_a", out_a)
+  expect_tensor("merge_attention", "lse_a", lse_a)
+  expect_tensor("merge_attention", "out_b", out_b)
+  expect_tensor("merge_attention", "lse_b", lse_b)
   check(C.kvl_merge_attention(out_a, lse_a, out_b, lse_b, out_a, lse_a))
   return out_a, lse_a
 end
@@ -126,6 +169,10 @@ end
 ---@param group? string         how the query heads of a KV head join: max, mean
 ---@param scores? kvlab.Tensor  f32 [seqs, kv_heads, width]
 function M.score_minmax(q, summary, ctx, group, scores)
+  expect_tensor("score_minmax", "q", q)
+  argument("score_minmax", "summary", summary, SUMMARY)
+  argument("score_minmax", "ctx", ctx, CONTEXT)
+  if scores ~= nil then expect_tensor("score_minmax", "scores", scores) end
   scores = scores or ctx:new_scores()
   check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
     ctx.block_size, group_number(group), scores))
@@ -134,6 +181,10 @@ end
 
 --- q . summary for every block, with the arguments of score_minmax.
 function M.score_mean(q, summary, ctx, group, scores)
+  expect_tensor("score_mean", "q", q)
+  argument("score_mean", "summary", summary, SUMMARY)
+  argument("score_mean", "ctx", ctx, CONTEXT)
+  if scores ~= nil then expect_tensor("score_mean", "scores", scores) end
   scores = scores or ctx:new_scores()
   check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
     ctx.block_size, group_number(group), scores))
@@ -142,6 +193,9 @@ end
 
 --- The exact largest q . k of each block, read from the cache itself.
 function M.score_max_qk(q, ctx, group, scores)
+  expect_tensor("score_max_qk", "q", q)
+  argument("score_max_qk", "ctx", ctx, CONTEXT)
+  if scores ~= nil then expect_tensor("score_max_qk", "scores", scores) end
   scores = scores or ctx:new_scores()
   check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
     scores))
@@ -157,6 +211,11 @@ end
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select(scores, lens, block_size, budget, selection, counts)
+  expect_tensor("select", "scores", scores)
+  expect_tensor("select", "lens", lens)
+  argument("select", "block_size", block_size, options.count)
+  expect_tensor("select", "selection", selection)
+  if counts ~= nil then expect_tensor("select", "counts", counts) end
   options.argument("select", "budget", budget, kinds.budget)
   check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
   return selection, counts
@@ -169,6 +228,10 @@ end
 ---@param ctx kvlab.Context
 ---@param scores? kvlab.Tensor   written; f32 [seqs, 1, width] for the best KV head
 function M.score_hamming(q_hashes, hashes, ctx, scores)
+  expect_tensor("score_hamming", "q_hashes", q_hashes)
+  argument("score_hamming", "hashes", hashes, SUMMARY)
+  argument("score_hamming", "ctx", ctx, CONTEXT)
+  if scores ~= nil then expect_tensor("score_hamming", "scores", scores) end
   scores = scores or ctx:new_scores()
   check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
     ctx.block_size, scores))
@@ -185,6 +248,11 @@ local nearest_call = ffi.new "kvl_hamming"
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select_hamming(q, hashes, ctx, budget, selection, counts)
+  expect_tensor("select_hamming", "q", q)
+  argument("select_hamming", "hashes", hashes, SUMMARY)
+  argument("select_hamming", "ctx", ctx, CONTEXT)
+  expect_tensor("select_hamming", "selection", selection)
+  if counts ~= nil then expect_tensor("select_hamming", "counts", counts) end
   options.argument("select_hamming", "budget", budget, kinds.budget)
   local to = nearest_call
   to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
@@ -200,6 +268,11 @@ end
 ---@param mass number           0 ... 1
 ---@param budget kvlab.Budget   its sink and recent stay
 function M.trim_selection(weights, lens, block_size, mass, budget, selection, counts)
+  expect_tensor("trim_selection", "weights", weights)
+  expect_tensor("trim_selection", "lens", lens)
+  argument("trim_selection", "block_size", block_size, options.count)
+  expect_tensor("trim_selection", "selection", selection)
+  if counts ~= nil then expect_tensor("trim_selection", "counts", counts) end
   options.argument("trim_selection", "budget", budget, kinds.budget)
   options.argument("trim_selection", "mass", mass, options.number)
   check(C.kvl_trim_selection(weights, lens, block_size, mass, budget.sink, budget.recent,
@@ -216,6 +289,9 @@ end
 ---@return kvlab.Tensor out
 ---@return kvlab.Tensor scales
 function M.quantise_rows(x, out, scales)
+  expect_tensor("quantise_rows", "x", x)
+  if out ~= nil then expect_tensor("quantise_rows", "out", out) end
+  if scales ~= nil then expect_tensor("quantise_rows", "scales", scales) end
   out = out or tensor.open_like(x, C.KVL_DTYPE_F8E4M3)
   if not scales then
     local dims = x:dims()
@@ -229,6 +305,9 @@ end
 --- scale * H x along rows, where H is the Walsh-Hadamard matrix. scale is dim^-0.5 unless
 -- it is given, which makes the op a rotation.
 function M.hadamard(x, scale, out)
+  expect_tensor("hadamard", "x", x)
+  argument("hadamard", "scale", scale, NUMBER)
+  if out ~= nil then expect_tensor("hadamard", "out", out) end
   out = out or tensor.open_like(x)
   check(C.kvl_hadamard(x, scale or x:size(-1) ^ -0.5, out))
   return out
@@ -236,22 +315,44 @@ end
 
 --- cache[place] = k [n, dim], quantised row by row. places, i64 [n], holds the place of
 -- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)].
-function M.index_append(k, places, cache) check(C.kvl_index_append(k, places, cache)) end
+function M.index_append(k, places, cache)
+  expect_tensor("index_append", "k", k)
+  expect_tensor("index_append", "places", places)
+  expect_tensor("index_append", "cache", cache)
+  check(C.kvl_index_append(k, places, cache))
+end
 
 --- Reads the quantised keys at places into k, f8e4m3 [n, dim], and scales, f32 [n].
 function M.index_gather(cache, places, k, scales)
+  expect_tensor("index_gather", "cache", cache)
+  expect_tensor("index_gather", "places", places)
+  expect_tensor("index_gather", "k", k)
+  if scales ~= nil then expect_tensor("index_gather", "scales", scales) end
   check(C.kvl_index_gather(cache, places, k, scales))
   return k, scales
 end
 
 --- The logits that an indexer gives each token, for ranges of contiguous keys.
 function M.mqa_logits(q, weights, k, scales, starts, ends, logits)
+  expect_tensor("mqa_logits", "q", q)
+  expect_tensor("mqa_logits", "weights", weights)
+  expect_tensor("mqa_logits", "k", k)
+  expect_tensor("mqa_logits", "scales", scales)
+  expect_tensor("mqa_logits", "starts", starts)
+  expect_tensor("mqa_logits", "ends", ends)
+  if logits ~= nil then expect_tensor("mqa_logits", "logits", logits) end
   check(C.kvl_mqa_logits(q, weights, k, scales, starts, ends, logits))
   return logits
 end
 
 --- The same over index-K memory, for the first lens[r] tokens of a row's sequence.
 function M.mqa_logits_paged(q, weights, cache, tables, lens, logits)
+  expect_tensor("mqa_logits_paged", "q", q)
+  expect_tensor("mqa_logits_paged", "weights", weights)
+  expect_tensor("mqa_logits_paged", "cache", cache)
+  expect_tensor("mqa_logits_paged", "tables", tables)
+  expect_tensor("mqa_logits_paged", "lens", lens)
+  if logits ~= nil then expect_tensor("mqa_logits_paged", "logits", logits) end
   check(C.kvl_mqa_logits_paged(q, weights, cache, tables, lens, logits))
   return logits
 end
@@ -349,6 +450,11 @@ end
 --- The places of the tokens from starts[s] on of every sequence, which fill `out` up to
 -- ends[s] (cumulative lengths); i32 or i64 [n].
 function M.ragged_places(tables, block_size, starts, ends, out)
+  expect_tensor("ragged_places", "tables", tables)
+  argument("ragged_places", "block_size", block_size, options.count)
+  expect_tensor("ragged_places", "starts", starts)
+  expect_tensor("ragged_places", "ends", ends)
+  expect_tensor("ragged_places", "out", out)
   check(C.kvl_ragged_places(tables, block_size, starts, ends, out))
   return out
 end

@@ -33,6 +33,19 @@ local function remember(t)
   return t
 end
 
+--- Checks an argument that must be a tensor, closed or not.
+---@param what string   the function
+---@param name string   its argument
+function M.expect(what, name, value)
+  if type(value) == "cdata" and ffi.istype("kvl_tensor", value) then return end
+  options.fail(("%s: %s is %s, expected a tensor"):format(what, name,
+    options.shown(value)))
+end
+local expect_tensor = M.expect
+
+local FLOAT = { "a number", function(x) return type(x) == "number" end } -- NaN, too
+local NUMBER, WHOLE = options.optional(options.number), options.optional(options.whole)
+
 local function fill_shape(shape, level)
   if type(shape) ~= "table" then
     error(("shape is a %s, expected a table of sizes"):format(type(shape)), level + 1)
@@ -72,7 +85,7 @@ end
 
 local function open_like(t, dtype, dev)
   if not ffi.istype(tensor_t, t) then
-    error(("argument is a %s, expected a tensor"):format(type(t)), 3)
+    options.fail(("argument is %s, expected a tensor"):format(options.shown(t)))
   end
   ffi.copy(shape_buffer, t.shape, 48)
   return open(dev or t.device, dtype or t.dtype, t.ndim, 3)
@@ -94,6 +107,7 @@ end
 --- Makes a tensor in which every element is `value`, converted to the dtype.
 ---@return kvlab.Tensor
 function M.full(dev, dtype, shape, value)
+  argument("full", "value", value, FLOAT)
   local number = library.dtype(dtype)
   local t = open(dev, number, fill_shape(shape, 2), 2)
   check(C.kvl_fill(t, value))
@@ -132,6 +146,9 @@ end
 --- Makes a tensor of n elements: start (0), start + step (1), ...
 ---@return kvlab.Tensor
 function M.arange(dev, dtype, n, start, step)
+  argument("arange", "n", n, options.whole)
+  argument("arange", "start", start, NUMBER)
+  argument("arange", "step", step, NUMBER)
   local t = M.tensor(dev, dtype, { n })
   check(C.kvl_arange(t, start or 0, step or 1))
   return t
@@ -290,6 +307,7 @@ end
 
 --- The size of dim `i`; a negative i counts from the end.
 function methods.size(t, i)
+  argument("size", "i", i, options.integer)
   local at = i < 0 and i + t.ndim or i
   if at < 0 or at >= t.ndim then
     error(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1), 2)
@@ -392,18 +410,22 @@ end
 --- Overwrites the tensor with `source`, which has the same dtype and count and may be on
 -- any device.
 function methods.copy_(t, source)
+  expect_tensor("copy_", "source", source)
   check(C.kvl_copy(source, t))
   return t
 end
 
 --- Overwrites every element with a number.
 function methods.fill_(t, value)
+  argument("fill_", "value", value, FLOAT)
   check(C.kvl_fill(t, value))
   return t
 end
 
 --- Overwrites the elements with start, start + step, ... in memory order.
 function methods.arange_(t, start, step)
+  argument("arange_", "start", start, NUMBER)
+  argument("arange_", "step", step, NUMBER)
   check(C.kvl_arange(t, start or 0, step or 1))
   return t
 end
@@ -411,6 +433,8 @@ end
 --- Overwrites the elements with uniform numbers in (0, 1]. `stream` selects one of the
 -- 2^32 sequences of a seed.
 function methods.rand_(t, seed, stream)
+  argument("rand_", "seed", seed, options.whole)
+  argument("rand_", "stream", stream, WHOLE)
   check(C.kvl_random(t, C.KVL_RANDOM_UNIFORM, 0, 1, seed + 4294967296 * (stream or 0), 0))
   return t
 end
@@ -418,6 +442,7 @@ end
 --- The tensor in another dtype. This is the tensor itself if it already has that dtype
 -- and `out` is not given.
 function methods.cast(t, dtype, out)
+  if out ~= nil then expect_tensor("cast", "out", out) end
   local number = library.dtype(dtype)
   if number == t.dtype and not out then return t end
   out = out or open_like(t, number)

@@ -14,6 +14,7 @@ local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
+local argument, expect_tensor = options.argument, tensor.expect
 local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
 local step = {}
 local M = { step = step }
@@ -22,6 +23,7 @@ local M = { step = step }
 ---@return kvlab.Tensor key_cache    [blocks, kv_heads, head_dim / x, block_size, x]
 ---@return kvlab.Tensor value_cache  [blocks, kv_heads, head_dim, block_size]
 function M.cache(dev, dtype, blocks, kv_heads, block_size, head_dim)
+  argument("vllm.cache", "head_dim", head_dim, options.count)
   local x = 16 / C.kvl_dtype_bytes(library.dtype(dtype))
   return tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim / x, block_size, x }),
     tensor.tensor(dev, dtype, { blocks, kv_heads, head_dim, block_size })
@@ -30,6 +32,13 @@ end
 --- Writes k, v [tokens, kv_heads, head_dim] at the places in places, i64 [tokens], -1 to
 -- skip.
 function M.append(k, v, places, key_cache, value_cache, k_scale, v_scale)
+  expect_tensor("vllm.append", "k", k)
+  expect_tensor("vllm.append", "v", v)
+  expect_tensor("vllm.append", "places", places)
+  expect_tensor("vllm.append", "key_cache", key_cache)
+  expect_tensor("vllm.append", "value_cache", value_cache)
+  if k_scale ~= nil then expect_tensor("vllm.append", "k_scale", k_scale) end
+  if v_scale ~= nil then expect_tensor("vllm.append", "v_scale", v_scale) end
   check(C.kvl_vllm_append(k, v, places, key_cache, value_cache, k_scale, v_scale))
 end
 
@@ -67,6 +76,7 @@ end
 ---@return kvlab.Tensor key_cache
 ---@return kvlab.Tensor value_cache
 function M.from_blocks(cache)
+  expect_tensor("vllm.from_blocks", "cache", cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
   local halves = cache:reshape { blocks * 2, kv_heads * size * dim }
