@@ -8,28 +8,28 @@
 ---@field set table<string, string|number|boolean>  from --set KEY=VALUE
 ---@field path string|nil          folders with policies/ and priorities/, see kvlab.named
 ---@field policy string|nil        test policy: the file of the policy
----@field quick boolean            a small version of the work is enough
----@field args string[]            words after the script's name, and all after `--`
+---@field quick boolean            do a small version of the work
+---@field args string[]            words after the script's name, and all words after `--`
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
----@field link-us number|nil       its latency in microseconds; there when link-gbps is
----@field interactive boolean|nil run: the REPL goes on with the script's variables
----@field words string[]           all after the verb, an option and its value as one
+---@field link-us number|nil       its latency in microseconds; set if link-gbps is
+---@field interactive boolean|nil  run: then open the REPL with the script's variables
+---@field words string[]           all words after the verb; an option is one with its value
 ---@field arguments string[]       those of `words` that an experiment's rows depend on
----@field shard {index: integer, count: integer}|nil  run: this part of the configurations
----@field jobs integer|nil         run: so many processes
----@field keep-going boolean|nil   run: a configuration that fails does not end the run
----@field csv boolean|nil          run: results.csv, too
----@field worker boolean|nil       run: another process says which configurations
----@field merge boolean|nil        run: rows are taken over from shards, not computed
----@field environment table|nil    of the shards that are merged, see kvlab.experiment
+---@field shard {index: integer, count: integer}|nil  run: only this part of the work
+---@field jobs integer|nil         run: the number of processes
+---@field keep-going boolean|nil   run: go on when a configuration fails
+---@field csv boolean|nil          run: also write results.csv
+---@field worker boolean|nil       run: a parent process sends the configurations to run
+---@field merge boolean|nil        run: take rows over from shards, compute none
+---@field environment table|nil    merge: that of the shards, see kvlab.experiment
 ---@field slurm string|nil         sweep submit: options of sbatch
----@field shards integer|nil       sweep submit: in how many parts
----@field retries integer|nil      sweep submit: how often failed shards are tried again
+---@field shards integer|nil       sweep submit: the number of shards
+---@field retries integer|nil      sweep submit: how often to submit failed shards again
 ---@field at-once integer|nil      sweep submit: how many tasks of an array run at a time
----@field metric string[]|nil      compare: these metrics only
----@field by string[]|nil          compare: a line for every value of these axes
----@field json boolean|nil         bench: rows as JSON lines
----@field list boolean|nil         bench, run, test: names instead of work
+---@field metric string[]|nil      compare: show only these metrics
+---@field by string[]|nil          compare: show a line for every value of these axes
+---@field json boolean|nil         bench: print rows as JSON lines
+---@field list boolean|nil         bench, run, test: print names and do no work
 local M = {
   device = "auto",
   seed = 0,
