@@ -510,8 +510,9 @@ int kvl_score_hamming(const kvl_tensor *q_hashes, const kvl_tensor *hashes,
 int kvl_budget_blocks(const kvl_budget *budget, int n);
 
 /* Selects the first `sink` blocks, the last `recent` blocks and the blocks with the highest
- * scores, exactly. Of equal scores the lower index comes first, and NaN comes last. Rows
- * with fewer than max_selected blocks are padded with -1.
+ * scores, exactly. Of equal scores the lower index comes first. A score of -inf or NaN says
+ * that a block is not eligible: it is never selected, whatever the budget, except as a sink
+ * or a recent block. Rows with fewer than max_selected blocks are padded with -1.
  *  scores     f32  [seqs, kv_heads or 1, max_blocks]
  *  lens       i32  [seqs]
  *  selection  i32  [seqs, same, max_selected]  ascending. Make it wide enough for every
@@ -523,7 +524,7 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
 
 /* One launch that selects exactly what these three ops would select, without writing the
  * scores: kvl_hash_rows of the mean query of each KV head's group, kvl_score_hamming and
- * kvl_select.
+ * kvl_select. A block whose entry in tables is no block is eligible here, and comes last.
  *  q                  f32 f16 bf16  [seqs, heads, head_dim]   heads % kv_heads == 0
  *  planes, hashes     as above
  *  tables, lens       as for kvl_score_hamming; budget as for kvl_select

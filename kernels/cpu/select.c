@@ -3,9 +3,10 @@
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, selection_heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
- * n = ceil(len / block_size) blocks exist and k = kvl__budget_blocks(budget, n), at most
+ * n = ceil(len / block_size) blocks exist and up to k = kvl__budget_blocks(budget, n), at most
  * max_selected, are taken. If k is less than sink + recent, the sinks come first and then the
- * most recent ones. Exact: ties go to the lower index, NaN counts below -inf.
+ * most recent ones. A block between them whose score is -inf or NaN is not eligible: it is
+ * never taken, so fewer than k may be. Exact: ties go to the lower index.
  *
  * Scores are mapped to whole numbers of the same order, and a radix search from the top byte
  * down finds the k-th largest one. All larger ones are selected, and the first of those that
@@ -13,6 +14,9 @@
  * Limit: reads the scores 3 to 6 times, from cache. */
 #include "cpu/split.h"
 #include "cpu/vec.h"
+
+/* The key of -inf. The keys of NaN and -inf, and no others, are not above it. */
+#define KEY_LEAST 0x007FFFFFu
 
 /* A larger score has a larger key. -0 has the key of 0; NaN has key 0, below -inf. */
 static inline uint32_t score_key(float x) {
@@ -39,8 +43,9 @@ static uint32_t kth_largest(const float *scores, int64_t n, int64_t k, int64_t *
   return prefix;
 }
 
-static void select_row(const float *scores, int32_t n, int32_t k, kvl_budget budget,
-                       int64_t max_selected, int32_t *selection) {
+/* Writes up to k blocks and returns how many. */
+static int32_t select_row(const float *scores, int32_t n, int32_t k, kvl_budget budget,
+                          int64_t max_selected, int32_t *selection) {
   int32_t sink = budget.sink < k ? budget.sink : k;
   int32_t recent = budget.recent < k - sink ? budget.recent : k - sink;
   int32_t best = k - sink - recent, count = 0;
@@ -48,6 +53,7 @@ static void select_row(const float *scores, int32_t n, int32_t k, kvl_budget bud
   if (best > 0) {
     int64_t ties;
     uint32_t least = kth_largest(scores + sink, n - sink - recent, best, &ties);
+    if (least <= KEY_LEAST) least = KEY_LEAST, ties = 0; /* every eligible block */
     for (int32_t i = sink; i < n - recent; i++) {
       uint32_t key = score_key(scores[i]);
       if (key > least || (key == least && ties-- > 0)) selection[count++] = i;
@@ -55,6 +61,7 @@ static void select_row(const float *scores, int32_t n, int32_t k, kvl_budget bud
   }
   for (int32_t i = n - recent; i < n; i++) selection[count++] = i;
   for (int64_t i = count; i < max_selected; i++) selection[i] = -1;
+  return count;
 }
 
 static int rows_piece(const void *args, int64_t begin, int64_t end) {
@@ -64,9 +71,10 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
     int64_t n = i64_min((len + a->block_size - 1) / a->block_size, a->max_blocks);
     int64_t k = n > 0 ? kvl__budget_blocks(a->budget, (int32_t)n) : 0;
     k = i64_max(0, i64_min(k, a->max_selected));
-    select_row(a->scores + row * a->max_blocks, (int32_t)i64_max(0, n), (int32_t)k, a->budget,
-               a->max_selected, a->selection + row * a->max_selected);
-    if (a->counts) a->counts[row] = (int32_t)k;
+    int32_t count = select_row(a->scores + row * a->max_blocks, (int32_t)i64_max(0, n),
+                               (int32_t)k, a->budget, a->max_selected,
+                               a->selection + row * a->max_selected);
+    if (a->counts) a->counts[row] = count;
   }
   return 0;
 }

@@ -5,9 +5,10 @@
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, selection_heads, max_selected]   -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
- * k = min(kvl__budget_blocks(budget, blocks of the sequence), max_selected). Ties go to the
- * lower index, NaN comes last. When k is too small for all, the sinks come first, then the
- * latest blocks.
+ * At most k = min(kvl__budget_blocks(budget, blocks of the sequence), max_selected) are
+ * taken. Ties go to the lower index. A block between sink and recent whose score is -inf or
+ * NaN is not eligible and never taken. When k is too small for all, the sinks come first,
+ * then the latest blocks.
  *
  * One team of thread blocks per row (radix_select.cuh), which reads the row once and starts
  * to load it before its length is known. The kernel may start before the scoring kernel ends.
@@ -31,6 +32,26 @@
 namespace kvl {
 namespace {
 
+/* Lists the eligible blocks of sink ... high-1 in ascending order; returns how many. One
+ * thread block does it; `scan` gives sums over the threads before each thread, with a
+ * barrier. */
+template <class SCAN>
+__device__ __forceinline__ int write_eligible(const float *scores, int sink, int high,
+                                              int32_t *selection, SCAN scan) {
+  int count = 0;
+#pragma unroll 1
+  for (int at = sink; at < high; at += TEAM_THREADS) {
+    const int i = at + threadIdx.x;
+    const bool take = i < high && rank_of(scores[i]) < RANK_LEAST;
+    uint32_t total;
+    const uint32_t before = scan((uint32_t)take, &total);
+    if (take) selection[sink + count + before] = i;
+    count += (int)total;
+    __syncthreads(); /* the next sums may overwrite these */
+  }
+  return count;
+}
+
 template <int EACH, int TEAM, int SAMPLES>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
     select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape) {
@@ -39,8 +60,8 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   wait_for_previous();
   /* This load comes first, because everything after it waits for it. */
   const int length = load_now(a.lens + row / (uint32_t)a.selection_heads);
-  radix_select<EACH, TEAM, SAMPLES> s(memory, a.scores + row * a.max_blocks,
-                                      (uint32_t)a.max_blocks, shape, true);
+  const float *scores = a.scores + row * a.max_blocks;
+  radix_select<EACH, TEAM, SAMPLES> s(memory, scores, (uint32_t)a.max_blocks, shape, true);
 
   const uint32_t size = (uint32_t)a.block_size, tokens = max(length, 0);
   const int n = (int)min(tokens / size + (tokens % size != 0), (uint32_t)a.max_blocks);
@@ -53,25 +74,40 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   let_next_start();
 
   int32_t *selection = a.selection + row * a.max_selected;
-  if (s.block == 0) {
+  if (s.block == 0) { /* as if k blocks were eligible */
     if (threadIdx.x == 0 && a.counts) a.counts[row] = k;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (is_choice ? sink : sink + wanted); i += s.THREADS)
-      selection[i] = i;
+    for (int i = threadIdx.x; i < sink; i += s.THREADS) selection[i] = i;
 #pragma unroll 1
     for (int i = threadIdx.x; i < recent; i += s.THREADS)
       selection[k - recent + i] = high + i;
 #pragma unroll 1
     for (int i = k + threadIdx.x; i < (int)a.max_selected; i += s.THREADS) selection[i] = -1;
   }
-  if (!is_choice) {
+  if (is_choice) {
+    if (!s.find(sink, high - sink, wanted, false)) return;
+  } else {
     s.leave();
+    if (s.block > 0 || wanted == 0) return;
+  }
+  if (is_choice && (uint32_t)(s.edge >> 32) < RANK_LEAST) {
+    int32_t *best = selection + sink;
+    opaque(best);
+    s.write([&](uint32_t place, uint32_t index) { best[place] = (int32_t)index; });
     return;
   }
-  if (!s.find(sink, high - sink, wanted, false)) return;
-  selection += sink;
-  opaque(selection);
-  s.write([&](uint32_t place, uint32_t index) { selection[place] = (int32_t)index; });
+  /* The last one to be taken is not eligible, or nothing is left over: so all eligible blocks
+   * are taken, and the recent ones follow them. */
+  __syncthreads();
+  const int count = sink + write_eligible(scores, sink, high, selection,
+                                          [&](uint32_t x, uint32_t *sum) {
+                                            return s.warps_before(x, sum);
+                                          });
+  if (count == k - recent) return;
+  if (threadIdx.x == 0 && a.counts) a.counts[row] = count + recent;
+#pragma unroll 1
+  for (int i = count + threadIdx.x; i < k; i += s.THREADS)
+    selection[i] = i < count + recent ? high + i - count : -1;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 ---@field policy string|nil        test policy: the file of the policy
 ---@field quick boolean            do a small version of the work
 ---@field args string[]            words after the script's name, and all words after `--`
+---@field check boolean|nil        check the contents of scores and selections on a GPU, too
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
 ---@field link-us number|nil       its latency in microseconds; set if link-gbps is
 ---@field interactive boolean|nil  run: then open the REPL with the script's variables

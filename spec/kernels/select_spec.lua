@@ -20,6 +20,7 @@ local kinds = {
   mixed = function(rng) return MIXED[rng(#MIXED) + 1] end,
   rising = function(_, i) return i end,
   falling = function(_, i) return -i end,
+  sparse = function(rng, i) return rng(9) == 0 and i or -INF end,
 }
 
 local function budget(b)
@@ -102,7 +103,8 @@ local empty = { { kind = "few", budget = { blocks = 3 }, lens = {}, block_size =
   heads = 2, max_blocks = 4, max_selected = 4 } }
 
 local topics = {
-  { "takes sinks, recent blocks and the best scores, whatever they are", cases },
+  { "takes sinks, recent blocks and the best scores; -inf and NaN are not eligible",
+    cases },
   { "keeps the sinks and then the most recent blocks when there is little room", short },
   { "is exact for long sequences", long },
   { "does nothing for no sequences", empty },

@@ -260,26 +260,25 @@ function M.budget_blocks(budget, n)
   return math.min(k, n)
 end
 
---- One row: scores of n blocks -> the chosen ones, ascending.
+--- One row: scores of n blocks -> the chosen ones, ascending. A block whose score is -inf
+-- or NaN is not eligible: it is chosen only as a sink or a recent block.
 function M.select(scores, n, budget, max_selected)
   local k = math.min(M.budget_blocks(budget, n), max_selected)
   local sink = math.min(budget.sink or 0, k)
   local recent = math.min(budget.recent or 0, k - sink)
   local middle, chosen = {}, {}
-  for b = sink, n - recent - 1 do middle[#middle + 1] = b end
-  local function rank(b)        -- NaN below -inf
-    local x = scores[b + 1]
-    return x == x and x or -INF, x == x and 0 or 1
+  for b = sink, n - recent - 1 do
+    if scores[b + 1] > -INF then middle[#middle + 1] = b end
   end
   table.sort(middle, function(x, y)
-    local sx, nan_x = rank(x)
-    local sy, nan_y = rank(y)
-    if nan_x ~= nan_y then return nan_x < nan_y end
+    local sx, sy = scores[x + 1], scores[y + 1]
     if sx ~= sy then return sx > sy end
     return x < y
   end)
   for b = 0, sink - 1 do chosen[#chosen + 1] = b end
-  for i = 1, k - sink - recent do chosen[#chosen + 1] = middle[i] end
+  for i = 1, math.min(k - sink - recent, #middle) do
+    chosen[#chosen + 1] = middle[i]
+  end
   for b = n - recent, n - 1 do chosen[#chosen + 1] = b end
   table.sort(chosen)
   return chosen

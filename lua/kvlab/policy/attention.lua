@@ -9,6 +9,7 @@
 --   attention:begin(batch, false)              once a step, after batch:append
 --   attention:forward(layer, q, k, v, out)     once a layer
 local C = require("kvlab.library").C
+local check = require "kvlab.policy.check"
 local context = require "kvlab.policy.context"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -129,6 +130,7 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
+  self.context.policy_name = self.policy.name
   self.context:begin(batch, is_prefill)
   if self.policy.step_begin then self.policy:step_begin(self.context) end
 end
@@ -180,8 +182,10 @@ function Attention:forward(layer, q, k, v, out)
 end
 
 --- Attention of ctx.query over a selection (nil: every block), written to `out`, and its
--- log-sum-exp to `lse` if given. For policies that override compute.
+-- log-sum-exp to `lse` if given. For policies that override compute. Raises for a
+-- selection that is not in range, ascending and without duplicates (see check.lua).
 function Attention:over(selection, ctx, out, lse)
+  if selection then check.selection(ctx, selection) end
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   return reader:attend(self, selection, ctx, out, lse)
 end
@@ -219,6 +223,7 @@ function Attention:over_tokens(places, ctx, out, lse)
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
+  check.places(ctx, places, self.cache.blocks * self.cache.block_size)
   local k_scale, v_scale = self.cache.format:scales(ctx.layer)
   return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
     out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
@@ -280,6 +285,8 @@ end
 -- selection. It launches once for each entry of the selection and merges the results by
 -- their log-sum-exp, so it is slow.
 function Attention:over_weighted(selection, log_weights, ctx, out)
+  check.selection(ctx, selection)
+  check.scores(ctx, log_weights, "log_weights")
   local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
   local key = (ctx.shape_number * 2 ^ 20 + n) * 2 ^ 10 + heads
   local c = self.columns[key]

@@ -6,6 +6,7 @@
 -- back to its pool by itself. A policy may combine as many as it likes, and a step with
 -- the same shapes as the one before allocates nothing.
 local ffi = require "ffi"
+local check = require "kvlab.policy.check"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local ops = require "kvlab.tensor.ops"
@@ -142,7 +143,9 @@ end
 ---@param limits table  max_seqs, max_blocks, format of the cache
 function M.new(shape, limits)
   return setmetatable({
-    device = shape.device, max_seqs = limits.max_seqs, max_blocks = limits.max_blocks,
+    device = shape.device, is_cpu = shape.device:is_cpu(),
+    default_stream = shape.device:default_stream(),
+    max_seqs = limits.max_seqs, max_blocks = limits.max_blocks,
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
     step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {},
@@ -264,6 +267,7 @@ local function step_budget(self, what, budget)
 end
 
 local function select_within(self, scores, budget)
+  check.scores(self, scores)
   local n = policy.budget_blocks(budget, self.width)
   local view = take_selection(self, tonumber(scores.shape[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, view.selection,
@@ -272,7 +276,8 @@ end
 
 --- Selects sink, recent and the best scores within a budget. The selection and its counts
 -- belong to the caller until the attention of the layer is over.
----@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
+---@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]; -inf: the block is not
+--                             eligible, and is selected only as a sink or a recent block
 ---@param budget kvlab.Budget  kvl_budget
 function Context:select(scores, budget)
   argument("select", "scores", scores, kinds.tensor)
@@ -314,6 +319,7 @@ end
 ---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 function Context:trim(weights, mass, budget, selection, counts)
   argument("trim", "mass", mass, options.number)
+  check.scores(self, weights, "weights")
   return ops.trim_selection(weights, self.lens, self.block_size, mass,
     step_budget(self, "trim", budget), selection, counts)
 end

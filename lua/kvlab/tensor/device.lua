@@ -164,6 +164,14 @@ M.methods = {
     local current = C.kvl_device_stream(self)
     return streams[address(current)] or current
   end,
+  --- The stream that is current unless another was made so.
+  default_stream = function(self)
+    local current = C.kvl_device_stream(self)
+    check(C.kvl_device_use_stream(self, nil))
+    local default = C.kvl_device_stream(self)
+    check(C.kvl_device_use_stream(self, current))
+    return default
+  end,
   --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
   -- fn may not yield.
   with_stream = function(self, stream, fn, ...)

@@ -1,0 +1,150 @@
+--- Checks what a policy hands to attention: scores, selections and lists of tokens. Their
+-- shapes are checked always. Their contents are checked where the host can read them
+-- without waiting, which is on the CPU's default stream; with --check everywhere, after
+-- waiting for the device. What a graph records has no contents yet, and is not checked.
+local ffi = require "ffi"
+local command_line = require "kvlab.command_line"
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local F32, I32 = library.dtypes.f32, library.dtypes.i32
+local floats, ints = ffi.typeof "const float *", ffi.typeof "const int32_t *"
+local M = {}
+
+--- The nearest caller that is not part of kvlab itself: the policy's line, if a function
+-- of the policy made the call.
+local function level_outside()
+  local house = library.paths.root .. "/lua/kvlab/"
+  for level = 3, math.huge do
+    local info = debug.getinfo(level, "S")
+    if not info then return 0 end
+    local path = info.source:sub(2)
+    if info.what ~= "C" and path:sub(1, #house) ~= house then return level - 1 end
+  end
+end
+
+local function refuse(ctx, fmt, ...)
+  error(("policy %s, layer %d: %s"):format(ctx.policy_name or "?", ctx.layer or 0,
+    fmt:format(...)), level_outside())
+end
+
+--- The dims of a tensor in words.
+local function shown(t)
+  if not ffi.istype("kvl_tensor", t) then return "a " .. type(t) end
+  return ("%s [%s]"):format(library.dtype_names[t.dtype], table.concat(t:dims(), ", "))
+end
+
+local function is_block_tensor(ctx, t, dtype)
+  return ffi.istype("kvl_tensor", t) and t.dtype == dtype and t.ndim == 3
+    and t.shape[0] == ctx.seqs and (t.shape[1] == 1 or t.shape[1] == ctx.kv_heads)
+end
+
+--- Whether the host may read what the device holds now, and whether it must wait first.
+local function access(ctx)
+  local dev = ctx.device
+  if C.kvl_device_is_recording(dev) == 1 then return false, false end
+  if command_line.check then return true, true end
+  return ctx.is_cpu and C.kvl_device_stream(dev) == ctx.default_stream, false
+end
+
+local host -- a buffer for contents that have to be copied
+
+--- A pointer to the contents of a tensor.
+local function contents(t, waits, pointer)
+  if not waits then return ffi.cast(pointer, t.ptr) end
+  local bytes = 4 * tonumber(t.count)
+  if not host or host.bytes < bytes then
+    host = { bytes = bytes, memory = ffi.new("uint8_t[?]", bytes) }
+  end
+  check(C.kvl_tensor_read(t, host.memory, bytes))
+  return ffi.cast(pointer, host.memory)
+end
+
+--- Raises unless `scores` are f32 [seqs, kv_heads or 1, width]; with --check also for a
+-- NaN among the scores of a sequence's blocks.
+---@param what? string  what errors call them: "scores"
+function M.scores(ctx, scores, what)
+  if not is_block_tensor(ctx, scores, F32) or scores.shape[2] ~= ctx.width then
+    refuse(ctx, "%s are %s, expected f32 [%d, %d or 1, %d]: sequences, KV heads, "
+      .. "ctx.width", what or "scores", shown(scores), ctx.seqs, ctx.kv_heads, ctx.width)
+  end
+  if not command_line.check or not access(ctx) then return end
+  local values, heads = contents(scores, true, floats), tonumber(scores.shape[1])
+  for row = 0, ctx.seqs * heads - 1 do
+    local s = math.floor(row / heads)
+    for b = 0, ctx.sequences[s + 1]:blocks() - 1 do
+      local x = values[row * ctx.width + b]
+      if x ~= x then
+        refuse(ctx, "the score of sequence %d, head %d, block %d is NaN, expected a "
+          .. "number, or -inf for a block that is not eligible", s, row % heads, b)
+      end
+    end
+  end
+end
+
+local function refuse_entry(ctx, row, heads, i, block, before, n)
+  local where = ("entry %d of the selection of sequence %d, head %d is %d"):format(i,
+    math.floor(row / heads), row % heads, block)
+  if block >= n or block < -1 then
+    refuse(ctx, "%s, expected a block, 0 ... %d, or -1 after the last", where, n - 1)
+  elseif before == -1 then
+    refuse(ctx, "%s behind a -1, expected nothing but -1 there", where)
+  end
+  refuse(ctx, "%s behind %d, expected ascending blocks, each once", where, before)
+end
+
+--- Raises unless `selection` is i32 [seqs, kv_heads or 1, n], and every row of it lists
+-- blocks of its sequence in ascending order, each once, and then only -1.
+---@param ctx kvlab.Context
+function M.selection(ctx, selection)
+  if not is_block_tensor(ctx, selection, I32) then
+    refuse(ctx, "the selection is %s, expected i32 [%d, %d or 1, n]: sequences, KV "
+      .. "heads, blocks", shown(selection), ctx.seqs, ctx.kv_heads)
+  end
+  local is_open, waits = access(ctx)
+  if not is_open then return end
+  local list = contents(selection, waits, ints)
+  local heads, width = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  for row = 0, ctx.seqs * heads - 1 do
+    local n = ctx.sequences[math.floor(row / heads) + 1]:blocks()
+    local before, has_ended = -1, false
+    for i = 0, width - 1 do
+      local block = list[row * width + i]
+      if block == -1 then
+        has_ended = true
+      elseif has_ended or block <= before or block >= n then
+        refuse_entry(ctx, row, heads, i, block, has_ended and -1 or before, n)
+      else
+        before = block
+      end
+    end
+  end
+end
+
+local function refuse_place(ctx, row, i, place, tokens)
+  refuse(ctx, "entry %d of the places of row %d is %d, expected a token's place, "
+    .. "0 ... %d, each once, or -1", i, row, place, tokens - 1)
+end
+
+--- With --check, raises unless every row of `places` lists places of tokens in the cache,
+-- each once, and -1. The op checks their shape.
+---@param ctx kvlab.Context
+---@param places kvlab.Tensor  i32 [rows, k] or [rows, kv_heads, k]
+---@param tokens integer       that the cache has room for
+function M.places(ctx, places, tokens)
+  if not command_line.check or not access(ctx) or places.count == 0 then return end
+  local list = contents(places, true, ints)
+  local width = tonumber(places.shape[places.ndim - 1])
+  for row = 0, tonumber(places.count) / width - 1 do
+    local seen = {}
+    for i = 0, width - 1 do
+      local place = list[row * width + i]
+      if place < -1 or place >= tokens or seen[place] then
+        refuse_place(ctx, row, i, place, tokens)
+      end
+      seen[place] = place >= 0 or nil
+    end
+  end
+end
+
+return M
