@@ -1,22 +1,23 @@
 --- Which block selection keeps a trained model's long-context recall, at which budget?
 --
 -- A small trained model (lua/models/recall) reads contexts with hidden key-value needles,
--- densely. Then each policy decodes the answers to questions about them, with a budget of
--- blocks per KV head. Every question is asked on its own fork of the prefilled context.
--- The question is decoded too, or, with question=prompt, read densely as the end of the
--- prompt. Policies that watch the prompt (h2o, snapkv) prefill their own contexts.
+-- with dense attention. Then it decodes the answers to questions about them under each
+-- policy, with a budget of blocks per KV head. Every question is asked on its own fork of
+-- the prefilled context. The question itself is decoded too; with question=prompt, it is
+-- read with dense attention as the end of the prompt. Policies that watch the prompt
+-- (h2o, snapkv) prefill their own contexts.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
 --                                             [--set memory=ring] [--set question=prompt]
 --       [--set unit=tokens --set budget=64,128,256] [--set repeats=5]
 --
--- unit: whether a budget is a ratio of the context's blocks, or a number of tokens or
--- blocks. memory: resident (KV on the device), ring or hot (KV in host memory, read
--- through a ring or a hot cache); the accuracies are the same.
+-- unit: ratio (a budget is a share of the context's blocks), tokens or blocks. memory:
+-- resident (KV on the device), ring or hot (KV in host memory, read through a ring or a
+-- hot cache); all of them give the same accuracies.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
---- The options of a cache's offload for a kind of memory.
+--- Returns the cache's `offload` options for a kind of memory.
 local function offload_of(memory, slots)
   if memory == "resident" then return nil end
   if memory == "ring" then return { slots = 4 } end
@@ -24,7 +25,7 @@ local function offload_of(memory, slots)
   error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
 end
 
---- Contexts of one length. They are read once for all policies and budgets.
+--- Returns the contexts of one length, which are read once for all policies and budgets.
 local function sitting_of(config)
   local o = { offload = offload_of(config.memory, exam.QUERIES
     * math.ceil((config.context + 8) / config.block_size)) }

@@ -11,14 +11,15 @@ local kv = require "kvlab"
 local PREFILL = { full = "full", quest = "full", topk = "full", streaming = "full",
                   xattention = "xattention" }
 
---- How many of the n blocks before the open one a policy selects; nil selects every
--- block.
+--- Returns how many blocks of the history a policy loads: those that it selects among n
+-- blocks, without the open one.
 local function selected(policy, n)
   if policy.name == "full" then return n - 1 end
   return kv.policy.budget_blocks(policy.budget, n) - 1
 end
 
---- Loads of a prefill of `chunks` chunks of one block, and of the token decoded after it.
+--- Returns the number of block loads that the formula predicts: those of a prefill of
+-- `chunks` chunks of one block, and those of the token decoded after it.
 local function closed_form(prefill, decode, chunks)
   local loads = 0
   for chunk = 1, chunks do loads = loads + selected(prefill, chunk) end

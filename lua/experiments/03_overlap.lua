@@ -2,11 +2,12 @@
 -- slots does that take?
 --
 -- The experiment computes the last chunk of a prompt whose KV lies in host memory. The
--- history passes through the ring, one block per slot and load, while attention
--- runs over the blocks before. Times come from events of the device. The picture shows
--- one such chunk: every load, and the attention that waited for it. With small blocks
--- each load and launch costs time; with large blocks nothing hides the first load and the
--- last attention. The time over the block size is therefore a U.
+-- history passes through the ring, one block per slot and load, while attention runs over
+-- the blocks that were loaded before. Times come from events of the device. The picture
+-- shows one such chunk: every load, and the attention that waited for it. With small
+-- blocks, the fixed cost of each load and launch dominates; with large blocks, nothing
+-- hides the first load and the last attention. So the curve of the time over the block
+-- size has the shape of a U.
 --
 -- Without a GPU, --link-gbps=55 --link-us=10 emulates a link.
 --
@@ -43,7 +44,7 @@ local function run(config)
            over_bound = best.us / math.max(best.load_us, best.compute_us) }
 end
 
---- What happened in a chunk of three layers.
+--- Returns the spans (loads and attention) of one chunk through three layers.
 local function trace_chunk(config)
   local s = kv.synthetic { shape = config.shape, layers = 3,
     context = config.context + config.chunk, block_size = config.drawn_block_size,
@@ -61,8 +62,8 @@ local function trace_chunk(config)
   return spans
 end
 
---- Writes the spans as lines of JSON next to the results. They are the evidence, also
--- where no picture can be drawn.
+--- Writes the spans as lines of JSON next to the results, so that they are there even if
+-- no picture can be drawn.
 local function write_spans(settings)
   local lines = {}
   for i, span in ipairs(trace_chunk(settings)) do

@@ -1,11 +1,12 @@
---- How does a budget change the latency of a decoded token? The latency is measured by
--- context and budget, with KV on the device, behind a ring, and behind a hot cache.
+--- How does a budget change the latency of a decoded token? The latency is measured for
+-- several contexts and budgets, with KV on the device, or in host memory behind a ring or
+-- a hot cache.
 --
 -- Quest selects blocks for each KV head. With resident KV they are read from device
--- memory. The ring brings them from host memory each time. The hot cache brings only
+-- memory. The ring loads them from host memory at every step. The hot cache loads only
 -- those that its slots do not hold already. Queries drift slowly from step to step, as
--- the queries of a text do, so that selections resemble the ones before. Times come from
--- events of the device.
+-- the queries of a text do, so that each selection resembles the one before. Times come
+-- from events of the device.
 --
 --   ./kvlab run lua/experiments/04_budget_vs_latency.lua [--device=cuda | --link-gbps=2]
 local kv = require "kvlab"

@@ -1,13 +1,14 @@
 --- Where does PagedAttention V2 beat V1, and does vLLM choose the faster one?
 --
 -- One token of each sequence is decoded over the same keys and values: by vLLM's kernels
--- in vLLM's layout (V1, V2, and the one that its dispatch rule takes), and by kvlab's
--- kernel in kvlab's layout. V1 gives one thread block to each head of a sequence, so few
--- or long sequences leave the device idle. V2 gives one to every 512 tokens, and pays for
--- merging the results. V1 also keeps 4 bytes per token in shared memory; if a thread
--- block may not have that much (beyond 57 thousand tokens on an H100), its row is null.
--- All outputs are compared before anything is timed. Times are medians from events of the
--- device, with cold caches; gb_s counts every key and value once.
+-- in vLLM's layout (V1, V2, and the one that vLLM's dispatch rule chooses), and by
+-- kvlab's kernel in kvlab's layout. V1 uses one thread block for each head of a sequence,
+-- so a few long sequences leave most of the device idle. V2 uses one thread block for
+-- every 512 tokens, but must then merge the results. V1 also keeps 4 bytes per token in
+-- shared memory. If that is more than a thread block may have (beyond 57 thousand tokens
+-- on an H100), its metrics are null. All outputs are compared before anything is timed.
+-- Times are medians from events of the device, with cold caches; gb_s counts every key
+-- and value once.
 --
 -- On the CPU, V1 and V2 are the same loop; only the last two kernels differ there.
 --
@@ -17,17 +18,17 @@ local text_table = require "kvlab.report.table"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
-local MIB, TOKENS_MOST = 1024 * 1024, 1024 * 1024   -- tokens: of all sequences together
+local MIB, TOKENS_MOST = 1024 * 1024, 1024 * 1024   -- tokens of all sequences together
 local VERSIONS = { V1 = 1, V2 = 2, vLLM = 0 }
 
---- A table of all blocks, in random order.
+--- Returns block tables that hold all blocks in random order.
 local function random_table(seqs, blocks)
   local keys = kv.rand(kv.device "cpu", "f32", { 1, seqs * blocks }, { seed = 5 })
   local _, order = keys:sort()
   return order:reshape({ seqs, blocks }):to(dev)
 end
 
---- Random KV of one batch in both layouts, made once for all kernels. Returns the
+--- Makes the random KV of a batch in both layouts, once for all kernels. Returns the
 -- arguments of kv.vllm.attention and of kv.ops.paged_attention.
 local function batch(s, config)
   local name = config.seqs .. " x " .. config.context
@@ -68,7 +69,8 @@ local function check(run, a)
   return true
 end
 
---- The median time in microseconds. Every call reads its inputs from memory, not a cache.
+--- Returns the median time of run() in microseconds. The caches are flushed before every
+-- call, so that it reads its inputs from memory.
 local function time(s, run, timings)
   local times, stream = {}, dev:stream()
   for i = 1, timings do
@@ -93,7 +95,7 @@ local function run(config, s)
   return { us = us, gb_s = a.cache:bytes() / us * 1e-3 }
 end
 
---- The ratio of V1's time to V2's time, by seqs and context.
+--- Returns a table of V1's time divided by V2's time, by seqs and context.
 local function v1_over_v2(rows)
   local us, ratios = {}, {}
   for _, row in ipairs(rows) do

@@ -1,15 +1,16 @@
 --- How far ahead, in which order and over which link must blocks be fetched, so that no
--- step waits for them? Conversations come back to a store. The experiment runs in
--- modelled time, with the cost model of Llama-8B on one H100.
+-- step waits for them? Blocks of earlier turns of a conversation lie in a store, and each
+-- new turn needs them. The experiment runs in modelled time, with the cost model of
+-- Llama-8B on one H100.
 --
 --   ./kvlab run lua/experiments/06_prefetch.lua [--set late=skip] [--set requests=2000]
 --
--- When a conversation's next turn comes, its blocks have left the device and lie in the
--- store. Requests queue for a place in the batch (max_seqs). With late=wait, a step waits
--- for the blocks of a request that it admits; with late=skip, other requests go first.
--- With prefetch_ahead 0, blocks are fetched when a request is admitted; with n, when the
--- token budgets of the next n steps will reach it. max_pending_prefetch is how many tasks
--- may wait for a worker.
+-- When a conversation's next turn comes, its blocks are no longer on the device, only in
+-- the store. Requests queue for admission to the batch (max_seqs). With late=wait, a step
+-- waits for the blocks of a request that it admits; with late=skip, other requests go
+-- first. With prefetch_ahead 0, blocks are fetched when a request is admitted; with n,
+-- they are fetched as soon as the token budgets of the next n steps will reach the
+-- request. max_pending_prefetch is how many fetches may wait for a worker.
 local kv = require "kvlab"
 
 local function rows_of(config)

@@ -1,11 +1,11 @@
 --- How many bits does a hash of keys need, and what should be hashed?
 --
--- GSA on-device selects blocks by hashes of keys. The experiment measures its recall, and
--- the answers of the small recall model (lua/models/recall), by the number of bits: for
--- hashes of a block's mean or of every token, and for orthogonal or gaussian planes. It
--- compares them with Quest's bound and with the mean key itself. block_recall is the
--- share of the oracle's blocks (those with the largest q.k, within the same budget) that
--- a policy selects too, without sink and recent.
+-- GSA on-device selects blocks by hashes of keys. For each number of bits, the experiment
+-- measures its block_recall and the accuracy of the small recall model
+-- (lua/models/recall): with hashes of a block's mean key or of every token, and with
+-- orthogonal or gaussian planes. It compares them with Quest's bound and with the mean
+-- key itself. block_recall is the share of the oracle's blocks (those with the largest
+-- q.k, within the same budget) that a policy selects too; sink and recent do not count.
 --
 --   ./kvlab run lua/experiments/07_hash_bits.lua [--device=cuda] [--set prompts=4]
 --                                                [--set question=prompt]
@@ -31,7 +31,8 @@ local function rows_of(selection)
   return rows
 end
 
---- The attention calls this after each decoded layer, see probe.lua.
+--- Counts the oracle's blocks and those of them that were selected. The attention calls
+-- this after each decoded layer, see probe.lua.
 function Overlap:observe(attention, ctx, selection)
   kv.scope(function()
     local heads = attention.shape.kv_heads

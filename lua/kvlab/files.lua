@@ -1,5 +1,4 @@
---- Files and folders, as a whole: read, written in one step, made, listed; and words as
--- a shell takes them.
+--- Reads and writes whole files, makes and lists folders, and quotes words for a shell.
 local ffi = require "ffi"
 
 local C = ffi.C
@@ -13,7 +12,7 @@ char *realpath(const char *path, char *resolved);
 void free(void *memory);
 ]]
 
---- Makes a folder and those above it; there is no harm in one that exists.
+--- Makes a folder and the folders above it, unless they exist.
 ---@param folder string
 function M.make_folder(folder)
   for at in (folder .. "/"):gmatch "()/" do
@@ -33,8 +32,9 @@ function M.real(path)
   return text
 end
 
+--- Returns the contents of a file; nil if it cannot be read.
 ---@param path string
----@return string|nil  # nil when it cannot be read
+---@return string|nil
 function M.read(path)
   local file = io.open(path, "rb")
   local text = file and file:read "*a"
@@ -42,8 +42,8 @@ function M.read(path)
   return text
 end
 
---- Writes a file in one step: readers, and a kill at any instant, see the old text or the
--- new one.
+--- Writes a file in one step: at any instant, even after a kill, the file holds either
+-- the old text or the new one.
 ---@param path string
 ---@param text string
 function M.write(path, text)
@@ -58,7 +58,7 @@ function M.write(path, text)
   if not ok then error(path .. " cannot be written: " .. problem, 0) end
 end
 
---- Words as a shell takes them.
+--- Joins words into a command line for a shell, with quotes where they are needed.
 ---@param words string[]
 ---@return string
 function M.shell_line(words)
@@ -70,7 +70,7 @@ function M.shell_line(words)
   return table.concat(quoted, " ")
 end
 
---- The lines that a command prints.
+--- Returns the lines that a command prints.
 local function lines_of(words)
   local lines, pipe = {}, io.popen(M.shell_line(words) .. " 2>/dev/null")
   for line in pipe:lines() do lines[#lines + 1] = line end
@@ -78,7 +78,7 @@ local function lines_of(words)
   return lines
 end
 
---- The names in a folder, sorted; none when there is no such folder.
+--- Returns the sorted names in a folder; an empty list if there is no such folder.
 ---@param folder string
 ---@return string[]
 function M.list(folder)
@@ -87,7 +87,8 @@ function M.list(folder)
   return names
 end
 
---- The paths of the files with this ending in a folder and the folders below it, sorted.
+--- Returns the sorted paths of the files with this ending in a folder and all folders
+-- below it.
 ---@param folder string
 ---@param ending string  ".lua"
 ---@return string[]

@@ -1,19 +1,20 @@
---- What numbers are computed from: files, and the library. A row of an experiment records
--- the sources that took part in it, each with a hash of its contents, so that a row whose
--- sources have changed since is known to be stale.
+--- Records the sources that a row of an experiment is computed from: files and the library.
+-- The row stores a hash of the contents of each source. If a source has changed since,
+-- the row is stale.
 --
---   sources.load(path)   a file of code was just read; its hash is that of now
---   sources.use(path)    the file takes part in the row that is being computed: a policy
---   sources.keep(path)   it takes part in all rows of this process from now on: weights
---   sources.begin()      a run of an experiment begins: data may have changed since the
---                        last one
+--   sources.load(path)   a file of code has just been read: hashes it at once
+--   sources.use(path)    the row that is being computed depends on the file: a policy
+--   sources.keep(path)   all rows of this process depend on it from now on: weights
+--   sources.begin()      a run of an experiment begins: forgets the hashes of data
+--                        files, which may have changed since the last run
 --   local used, ... = sources.collect(fn, ...)
---                        calls fn; returns the files that it used, then its results
+--                        calls fn(...); returns the files that it used, then its results
 --   sources.made_by(used)
---                        { ["lua/policies/quest.lua"] = "1f2e3d4c5b6a7988", … }: these,
---                        the kept ones, the project's Lua, and the library
+--                        returns { ["lua/policies/quest.lua"] = "1f2e3d4c5b6a7988", … }:
+--                        the hashes of these files, of the kept ones and of the project's
+--                        Lua, and the library's build
 --   sources.changed(made_by)
---                        the names of those that are no longer as they were
+--                        returns the names of the sources that have changed since
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -22,12 +23,13 @@ local sorted = require "kvlab.sorted"
 local C = library.C
 local M = {}
 
-local kept = {}      -- paths
-local used           -- the paths of the row that is being computed
-local of_code = {}   -- hashes by path, of code as it was when it was loaded
-local of_data = {}   -- and of other files, since the run began
+local kept = {}      -- the paths that all rows depend on
+local used           -- the paths that the present row depends on
+local of_code = {}   -- hashes of code by path, taken when the code was loaded
+local of_data = {}   -- hashes of other files by path, taken since the run began
 
---- The name of a file in a row: a file of the project has its path from the root.
+--- Returns the name that a row gives to a file: for a file of the project, its path from
+-- the project's root.
 local function name_of(path)
   local root = library.paths.root .. "/"
   return path:sub(1, #root) == root and path:sub(#root + 1) or (path:gsub("^%./", ""))
@@ -43,7 +45,7 @@ end
 
 local out_hash = ffi.new "kvl_key[1]"
 
---- Sixteen digits that stand for the contents of files; nil when one cannot be read.
+--- Returns a hash of the contents of files, sixteen digits; nil if one cannot be read.
 local function hash_of(paths)
   local list = ffi.new("const char *[?]", #paths + 1)
   for i, path in ipairs(paths) do list[i - 1] = path end
@@ -63,17 +65,17 @@ end
 function M.begin() of_data = {} end
 function M.load(path) of_code[path] = hash_of { path } end
 
---- The file takes part in the row that is being computed.
+--- Notes that the row that is being computed depends on a file.
 function M.use(path)
   if used then used[path] = true end
 end
 
---- The file takes part in every row that this process computes from now on. It is hashed
--- when the first row wants to know.
+--- Notes that every row that this process computes from now on depends on a file. The
+-- file is hashed when the first such row is finished.
 function M.keep(path) kept[path] = true end
 
---- Calls fn(...). Returns the set of files that it used, and its results. The files
--- count as used by an outer collect, too. After an error, call stop().
+--- Calls fn(...). Returns the set of files that it used, and its results. Inside another
+-- collect, the files count as used by the outer one too. After an error, call stop().
 ---@param fn function
 ---@return table<string, boolean> used
 ---@return any …
@@ -88,17 +90,17 @@ function M.collect(fn, ...)
   return finish(fn(...))
 end
 
---- No row is computed any more: an error ended the one that was.
+--- Ends all collects, after an error in one of them.
 function M.stop() used = nil end
 
---- What an earlier collect returned is used again.
+--- Notes that the present row depends on the files that an earlier collect returned.
 ---@param earlier table<string, boolean>
 function M.use_all(earlier)
   for path in pairs(earlier) do M.use(path) end
 end
 
---- The files of the project's Lua that every number may depend on: all but policies,
--- priorities and experiments, which are named on their own.
+--- Returns the files of the project's Lua that every row may depend on. Policies,
+-- priorities and experiments are not among them, because rows name those one by one.
 local function lua_files()
   local paths = files.find(library.paths.root .. "/lua/kvlab", ".lua")
   for _, path in ipairs(files.find(library.paths.root .. "/lua/models", ".lua")) do
@@ -107,20 +109,22 @@ local function lua_files()
   return paths
 end
 
-local lua_hash -- as this process found it
+local lua_hash -- of the files at their first use in this process
 
 local function hash_lua()
   lua_hash = lua_hash or hash_of(lua_files()) or ""
   return lua_hash
 end
 
---- The build of the library and of the device's plug-in; nil when no device was opened.
+--- Returns a text that identifies the build of the library and of the device's plug-in;
+-- nil if no device was opened.
 local function build_text()
   local devices = package.loaded["kvlab.tensor.device"]
   return devices and ffi.string(C.kvl_device_build(devices.device())) or nil
 end
 
---- The modules that a script loaded: not the project's, and not what is installed.
+--- Returns the files of the modules that a script loaded, except the project's own and
+-- those that are installed in /usr.
 local function script_modules()
   local paths = {}
   for module in pairs(package.loaded) do
@@ -132,7 +136,7 @@ local function script_modules()
   return paths
 end
 
---- The sources of a row that used these files, by name.
+--- Returns the hashes of all sources of a row that used these files, by name.
 ---@param row_used? table<string, boolean>
 ---@return table<string, string>
 function M.made_by(row_used)
@@ -146,13 +150,14 @@ function M.made_by(row_used)
   return made_by
 end
 
+--- Returns the present hash of a source.
 local function now(name)
   if name == "lua" then return hash_lua() end
   if name == "library" then return build_text() end
   return hash_file(path_of(name))
 end
 
---- The names of the sources that are no longer as they were, sorted.
+--- Returns the sorted names of the sources that have changed since the row was computed.
 ---@param made_by table<string, string>
 ---@return string[]
 function M.changed(made_by)
@@ -163,8 +168,8 @@ function M.changed(made_by)
   return changed
 end
 
---- The names of the sources that differ between two rows, sorted. A source that only one
--- of them has is no difference: they did different things.
+--- Returns the sorted names of the sources that differ between two rows. A source that
+-- only one of them has does not count, because the rows then computed different things.
 ---@param a table<string, string>
 ---@param b table<string, string>
 ---@return string[]

@@ -215,7 +215,7 @@ end
 ---@field name string
 ---@field title string
 ---@field root string           the folder of the results of all shards
----@field folder string         the folder that this run writes to: the root, or the shard's
+---@field folder string         the folder of this run's results: the root, or the shard's
 ---@field shard {index: integer, count: integer}|nil
 ---@field fresh boolean         discard the folder's rows
 ---@field keeps_stale boolean   keep rows whose sources have changed, and mark them

@@ -61,7 +61,7 @@ describe("grid", function()
     assert.same({ 4, 8 }, grid.axis_of.slots.values)
     local ok, problem = pcall(grids.override, grid, "slots", "3", "--set")
     assert.is_false(ok)
-    assert_has("--set slots: zipped axes take what is there: 4, 8", problem)
+    assert_has("--set slots: zipped axes take only values that they have: 4, 8", problem)
     assert.same(3, #axes[1][2]) -- the script's own list is as it was
   end)
 
@@ -72,7 +72,7 @@ describe("grid", function()
     assert_has("axes a, b have { 1, 2 } twice",
       problem_of { { { "a", "b" }, { { 1, 2 }, { 1, 2 } } } })
     assert_has("axes a, b have no values", problem_of { { { "a", "b" }, {} } })
-    assert_has("an axis a is there twice", problem_of { { { "a", "a" }, { { 1, 2 } } } })
+    assert_has("an axis a is defined twice", problem_of { { { "a", "a" }, { { 1, 2 } } } })
     assert_has("when is 3, expected a function", problem_of { { "a", { 1 }, when = 3 } })
     assert_has('grid[1] has "wen"', problem_of { { "a", { 1 }, wen = 3 } })
     assert_has("an axis is named nil", problem_of { {} })

@@ -55,8 +55,8 @@ local function script_of(arguments)
   end
 end
 
---- Returns the shell commands to run when all tasks have ended: merge, and submit again if
--- rows are missing.
+--- Returns the shell commands to run when all tasks have ended: merge the shards, and
+-- submit again if rows are missing.
 local function follow_up(executable, options, words, root)
   local merge = files.shell_line { executable, "sweep", "merge", root,
     script_of(options.arguments) }

@@ -109,8 +109,8 @@ end
 -- its end.
 function Process:finish() C.shutdown(self.fd, SHUT_WR) end
 
---- Closes the parent's end of the socket and waits until the process has ended. Returns how
--- it ended: "exit status 3", "signal 9".
+--- Closes the parent's end of the socket and waits until the process has ended. Returns
+-- how it ended: "exit status 3", "signal 9".
 ---@param at_once? boolean  kills the process
 ---@return string
 function Process:close(at_once)

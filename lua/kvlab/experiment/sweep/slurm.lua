@@ -128,9 +128,9 @@ exec %s --shard=$shard/%d %s
   return jobs
 end
 
---- Returns what Slurm knows of the shards of a folder, by number: a shard's state while it
--- is queued or running, and the log of its last try. The table is empty if the sweep was
--- never submitted.
+--- Returns what Slurm knows of the shards of a folder, by number: a shard's state while
+-- it is queued or running, and the log of its last try. The table is empty if the sweep
+-- was never submitted.
 ---@param root string
 ---@return table<integer, {state: string|nil, log: string}>
 function M.states(root)

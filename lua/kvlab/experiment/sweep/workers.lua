@@ -81,8 +81,8 @@ local function start_worker(plan, given, k, n, gpus)
   return processes.spawn(words)
 end
 
---- Returns the index of worker k's next configuration; nil if none is left. If its own run
--- is empty, the worker first takes over the second half of the longest one.
+--- Returns the index of worker k's next configuration; nil if none is left. If its own
+-- run is empty, the worker first takes over the second half of the longest one.
 local function take_number(runs, k)
   local run = runs[k]
   if run.first > run.last then
@@ -142,8 +142,8 @@ local function decode(line)
   return answer.problem and answer or results.decode(line)
 end
 
---- Removes worker k, which has ended. If it ended in the middle of a configuration, reports
--- that and starts another worker in its place.
+--- Removes worker k, which has ended. If it ended in the middle of a configuration, this
+-- is a failure, and another worker starts in its place.
 function Pool:bury(k)
   local worker = self.workers[k]
   self.workers[k] = nil
@@ -182,7 +182,7 @@ end
 ---@param given kvlab.CommandLine
 function M.run(_, plan, missing, record, given)
   if not package.loaded["kvlab.paths"] or not given.words then
-    error("--jobs works only in the executable kvlab, because it starts it again", 0)
+    error("--jobs needs the executable kvlab, which it starts for each process", 0)
   end
   local jobs = math.min(given.jobs, #missing)
   local pool = setmetatable({ plan = plan, missing = missing, record = record,

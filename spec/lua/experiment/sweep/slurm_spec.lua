@@ -96,7 +96,7 @@ describe("kvlab sweep on a Slurm cluster #slow", function()
     has("failed; ", status)
     local merged, output = sh "kvlab sweep merge bad script.lua"
     assert.equal(1, merged)
-    has("6 of 60 rows are missing; shards without an end, of 4: ", output)
+    has("6 of 60 rows are missing; unfinished shards of 4: ", output)
     assert.equal(54, rig.count "bad")
   end)
 
