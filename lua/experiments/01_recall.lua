@@ -52,7 +52,7 @@ kv.experiment.run {
   title = "Which block selection keeps long-context recall, at which budget?",
   grid = {
     { "context", { 512, 1024, 2048, 4096 } },
-    { "policy", kv.policy.names("decode", { "full", "oracle" }) },
+    { "policy", kv.policy.names("decode", { "full", "mass_oracle", "oracle" }) },
     { "budget", { 0.02, 0.05, 0.1, 0.3 },
       when = function(config) return config.policy ~= "full" end },
   },
@@ -61,7 +61,7 @@ kv.experiment.run {
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { "accuracy", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
-              "step_us" },
+              "bytes_share", "step_us" },
   run = run,
   table = { rows = "policy", columns = "budget", value = "accuracy",
             where = { context = 4096 }, format = "%.3f" },

@@ -51,8 +51,8 @@ local function selected(ctx, seq, list, length, by_block)
   return taken, count
 end
 
-function Observer:observe(attention, ctx, selection, counts, tokens)
-  self.probe:observe(attention, ctx, selection, counts, tokens)
+function Observer:observe(attention, ctx, selection, counts, tokens, out)
+  self.probe:observe(attention, ctx, selection, counts, tokens, out)
   local lens = ctx.lens:list()
   for seq = 0, ctx.seqs - 1 do
     kv.scope(function()

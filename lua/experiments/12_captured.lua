@@ -37,7 +37,7 @@ kv.experiment.run {
   name = "12_captured",
   title = "Which policies keep the attention of a captured model, at which budget?",
   grid = {
-    { "policy", kv.policy.names("decode", { "full", "oracle" }) },
+    { "policy", kv.policy.names("decode", { "full", "mass_oracle", "oracle" }) },
     { "budget", { 0.05, 0.1, 0.2, 0.5 },
       when = function(config) return config.policy ~= "full" end },
   },

@@ -4,9 +4,9 @@
 --         follows its code. The budget is rounded up here; the guide rounds it down
 -- Score   history: 0.5 * times selected + a ramp from 0.1 (first block) to 1 (last block)
 --         mean: q . mean(K) over all heads, at every `refresh`-th step of a sequence
--- Ahead   a hot cache brings the blocks of the first step after a prompt ahead of it. In
---         mean it also brings the nearest blocks prefetch_ahead steps before a refresh,
---         at most prefetch_cache_size. The other prefetch options are for the server
+-- Ahead   a hot cache brings the blocks of the first step after a prompt ahead of it, in
+--         mean also the nearest blocks prefetch_ahead steps before a refresh, at most
+--         prefetch_cache_size. The other prefetch options are for the server
 -- Cost    history reads no keys; mean reads 1 / block_size of them when it scores
 -- Fails   history: a block that was passed over never comes back, whatever is asked.
 --         mean: heads that want different blocks share one list, and after a change of
@@ -15,7 +15,6 @@ local kv = require "kvlab"
 local whole, count = kv.policy.whole, kv.policy.count
 
 local function update(self, ev) return self.means and self.means:update(ev) end
-
 local function scores_of(self, ctx)
   if self.means then return ctx:score_means(self.means) end
   local counts, scores = self.tally:load(ctx), ctx:new_scores(1)
@@ -54,7 +53,8 @@ return kv.policy.define {
     return scores and ctx:expect(scores, self.budget, self.prefetch_cache_size)
   end,
   score_bytes = function(self)
-    return self.means and self.means:bytes_block() / self.refresh or 0
+    local means = self.means and self.means:bytes_block() / self.refresh or 0
+    return self.tally:bytes_block() + means
   end,
   reset = function(self) self.tally:reset() end,
 }

@@ -47,6 +47,8 @@ return kv.policy.define {
     self.mass:store(ctx)
     return selection, counts
   end,
-  score_bytes = function(self) return self.means:bytes_block() end,
+  score_bytes = function(self)
+    return self.means:bytes_block() + self.mass:bytes_block()
+  end,
   reset = function(self) self.mass:reset() end,
 }

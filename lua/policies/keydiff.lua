@@ -45,5 +45,8 @@ return kv.policy.define {
     end
   end,
   score = function(self, ctx) return self.scores:load(ctx) end,
+  score_bytes = function(self, shape)
+    return self.scores:bytes_block() + self.means:bytes_block() / shape.block_size
+  end,
   reset = function(self) self.scores:reset() end,
 }

@@ -16,5 +16,7 @@ return kv.policy.define {
   select_blocks = function(self, ctx)
     if ctx.layer >= self.dense then return self.inner:select_blocks(ctx) end
   end,
-  score_bytes = function(self, shape) return self.inner:score_bytes(shape) end,
+  score_bytes = function(self, shape, layer)
+    return layer >= self.dense and self.inner:score_bytes(shape, layer) or 0
+  end,
 }

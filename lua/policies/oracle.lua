@@ -1,12 +1,14 @@
---- Oracle: scores each block by its exact largest q.k. A policy that sees blocks only
--- through a summary cannot rank them better by their largest logit.
+--- Oracle: scores each block by its exact largest q.k. Policies such as quest bound or
+-- estimate this number from a summary: it shows what a perfect summary would give.
 -- Score   max over the block's tokens of q.k; the max over the group's query heads
--- Cost    reads every key, so it saves only the values: a bound on quality, not a method
+-- Bounds  nothing but the largest logit found: mass_oracle keeps more of the attention
+--         within the same budget, and other policies can beat this one
+-- Cost    reads every key, so it saves only the values: a reference, not a method
 -- Fails   many middling keys together can outweigh one large key; it does not see that
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "oracle", prefill = false, decode = true,
+  name = "oracle", prefill = false, decode = true, scores_keys = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
   score = function(_, ctx) return kv.ops.score_max_qk(ctx.query, ctx) end,

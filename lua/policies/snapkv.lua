@@ -1,9 +1,9 @@
 --- SnapKV: the prompt's last queries vote once for the blocks that the answer will need.
 -- Source  Li et al. 2024, arXiv:2404.14469. There each head keeps tokens, by votes pooled
---         over neighbours, and drops the rest. Here each KV head selects blocks
+--         over neighbours, and all of the window, and drops the rest. Here each KV head
+--         selects blocks; those of the window are voted for like others (see `recent`)
 -- Score   the attention that the prompt's last `window` queries pay to a block, the mean
---         over them and a group's heads. Blocks that are generated, or not yet full at
---         the first decode step, come before all others
+--         over them and a group's heads. Blocks not full at the first decode step: first
 -- Cost    the products of the window with all keys, once a request. For them the device
 --         keeps all keys (half of the KV), and window * heads queries a layer
 -- Fails   questions that come after the prompt: the votes do not change during generation
@@ -52,9 +52,9 @@ return kv.policy.define {
   end,
   score = function(self, ctx) return self.votes:load(ctx) end,
   inherit = function(self, seq, fork)
-    local copy = seq.state[self] and {}
-    for layer, queries in pairs(seq.state[self] or {}) do copy[layer] = queries end
-    fork.state[self] = copy
+    fork.state[self] = seq.state[self] and {}
+    for layer, q in pairs(seq.state[self] or {}) do fork.state[self][layer] = q end
   end,
+  score_bytes = function(self) return self.votes:bytes_block() end,
   reset = function(self) self.votes:reset() end,
 }

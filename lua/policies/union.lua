@@ -30,7 +30,7 @@ return kv.policy.define {
     local is_shared = marks.shape[1] == 1 and scores.shape[1] == 1
     return scores:add(marks, ctx:new_scores(is_shared and 1 or nil))
   end,
-  score_bytes = function(self, shape)
-    return self.one:score_bytes(shape) + self.other:score_bytes(shape)
+  score_bytes = function(self, shape, layer)
+    return self.one:score_bytes(shape, layer) + self.other:score_bytes(shape, layer)
   end,
 }

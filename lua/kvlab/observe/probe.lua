@@ -1,8 +1,9 @@
---- A probe watches an attention while it decodes, and compares every selection with dense
--- attention over the same cache. It measures the share of the true attention mass that
--- the selection keeps (exp(lse_selected - lse_dense)), the relative error of the output,
--- and the blocks and bytes read. It runs dense attention once for each layer and waits
--- for the device, so do not use it in timed steps.
+--- A probe watches an attention while it decodes, and compares what it does with dense
+-- attention over the same cache. It measures the relative error of the output that the
+-- policy hands to the model, the share of the true attention mass that lies in the
+-- selection (exp(lse_selected - lse_dense)), and the blocks and bytes read. It runs dense
+-- attention once for each layer and waits for the device, so do not use it in timed
+-- steps.
 local constructor = require "kvlab.constructor"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -13,7 +14,7 @@ local Probe = {}
 Probe.__index = Probe
 
 local ZERO = { mass = 0, error = 0, rows = 0, blocks = 0, bytes = 0, blocks_all = 0,
-               heads = 0, steps = 0 }
+               bytes_all = 0, heads = 0, steps = 0 }
 
 --- Attaches a probe to an attention; probe:detach() ends it.
 ---@param attention kvlab.Attention
@@ -33,65 +34,60 @@ function Probe:reset()
   for key, value in pairs(ZERO) do self[key] = value end
 end
 
---- How many blocks the tokens listed for each sequence would fill, in the form of counts.
-local function token_blocks(tokens, shape)
-  local listed = tokens:ge(0):cast "f32"
-  return listed:sum(-1):reshape { tokens:size(0), -1 } / shape.block_size
-end
-
---- Adds the blocks of a selection (nil: all) and the bytes of their K and V. A partial
--- last block counts as a whole block.
-local function count_blocks(self, ctx, shape, counts)
-  local per_seq, lens = counts and counts:list(), ctx.lens:list()
-  local heads = counts and tonumber(counts.shape[1]) or 1
-  local scored = self.attention.policy:score_bytes(shape)
-  for s = 1, ctx.seqs do
-    local n = math.ceil(lens[s] / shape.block_size)
-    for head = 1, shape.kv_heads do
-      local row = (s - 1) * heads + math.min(head, heads)
-      local selected = per_seq and per_seq[row] or n
-      self.blocks, self.blocks_all = self.blocks + selected, self.blocks_all + n
-      self.bytes = self.bytes + n * scored
-        + selected * shape.block_size * self.attention.cache:bytes_token()
-    end
-  end
+--- Adds the blocks of K and V that the attention read, and the bytes: those of K and V,
+-- and what the policy read to score. If the policy scores by the keys themselves, the
+-- attention need not read the keys of these blocks again. A partial last block counts as
+-- a whole block.
+local function count_reads(self, attention, ctx, shape)
+  local policy, all = attention.policy, 0
+  for _, seq in ipairs(ctx.sequences) do all = all + shape.kv_heads * seq:blocks() end
+  local read = attention.blocks_read
+  local block = shape.block_size * attention.cache:bytes_token()
+  local again = policy.scores_keys and block / 2 or 0
+  self.blocks, self.blocks_all = self.blocks + read, self.blocks_all + all
+  self.bytes = self.bytes + read * (block - again)
+    + all * policy:score_bytes(shape, ctx.layer)
+  self.bytes_all = self.bytes_all + all * block
   self.heads = self.heads + ctx.seqs * shape.kv_heads
 end
 
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 
 --- The attention calls this after each decoded layer. tokens: places instead of a
--- selection, see Attention:over_tokens.
-function Probe:observe(attention, ctx, selection, counts, tokens)
+-- selection, see Attention:over_tokens. out: what the layer hands on. The dense output
+-- has the dtype of `out`, so that rounding alone is no error.
+function Probe:observe(attention, ctx, selection, _, tokens, out)
   if ctx.is_prefill then return end
+  count_reads(self, attention, ctx, attention.shape)
   tensor.scope(function()
     local shape, q = attention.shape, ctx.query
     local dims = { q:size(0), q:size(1) }
-    local function attend(over, places)
-      local out = tensor.tensor(shape.device, "f32", q:dims())
-      local lse = tensor.tensor(shape.device, "f32", dims)
-      if places then attention:over_tokens(places, ctx, out, lse)
-      else attention:direct(over, ctx, out, lse) end
-      return out, lse
-    end
-    local dense, dense_lse = attend(nil)
-    local sparse, sparse_lse = attend(selection, tokens)
-    self.mass = self.mass + (sparse_lse - dense_lse):exp():sum():item()
-    self.error = self.error + (row_norms(sparse - dense) / row_norms(dense)):sum():item()
+    local attended = out:cast "f32"
+    local other = tensor.tensor(shape.device, out:type(), q:dims())
+    local dense_lse = tensor.tensor(shape.device, "f32", dims)
+    local lse = tensor.tensor(shape.device, "f32", dims)
+    attention:direct(nil, ctx, other, dense_lse)
+    local dense = other:cast "f32"
+    self.error = self.error
+      + (row_norms(attended:reshape(q:dims()) - dense) / row_norms(dense)):sum():item()
+    other = tensor.tensor(shape.device, out:type(), q:dims())
+    if tokens then attention:over_tokens(tokens, ctx, other, lse)
+    else attention:direct(selection, ctx, other, lse) end
+    self.mass = self.mass + (lse - dense_lse):exp():sum():item()
     self.rows = self.rows + dims[1] * dims[2]
-    count_blocks(self, ctx, shape, tokens and token_blocks(tokens, shape) or counts)
     if ctx.layer == 0 then self.steps = self.steps + ctx.seqs end
   end)
 end
 
---- Means over everything observed: attention_mass and output_error (per query head and
--- token), blocks_read (per KV head and layer), blocks_share, and bytes_read (per token,
--- all layers and KV heads: K, V and what scoring reads).
+--- Means over everything observed: attention_mass (of the selection) and output_error (of
+-- the policy's own output), each per query head and token; blocks_read (per KV head and
+-- layer) and blocks_share; bytes_read (per token, all layers and KV heads: K and V, by
+-- all branches, and what scoring reads) and bytes_share, of what dense attention reads.
 function Probe:metrics()
   return {
     attention_mass = self.mass / self.rows, output_error = self.error / self.rows,
     blocks_read = self.blocks / self.heads, blocks_share = self.blocks / self.blocks_all,
-    bytes_read = self.bytes / self.steps,
+    bytes_read = self.bytes / self.steps, bytes_share = self.bytes / self.bytes_all,
   }
 end
 

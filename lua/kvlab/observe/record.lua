@@ -71,8 +71,10 @@ function Record:detach()
 end
 
 --- The attention calls this after each layer, see probe.lua.
-function Record:observe(attention, ctx, selection, counts, tokens)
-  if self.inner then self.inner:observe(attention, ctx, selection, counts, tokens) end
+function Record:observe(attention, ctx, selection, counts, tokens, out)
+  if self.inner then
+    self.inner:observe(attention, ctx, selection, counts, tokens, out)
+  end
   if tokens then
     error(("record: policy %s lists tokens, expected a selection of blocks"):format(
       self.name), 3)

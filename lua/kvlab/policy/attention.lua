@@ -15,6 +15,7 @@ local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
+local reads = require "kvlab.policy.reads"
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -25,6 +26,10 @@ local M = {}
 ---@field decode_policy table
 ---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
 --                         of each step, next to the policies' hooks
+---@field probe table|nil  the observer: its observe(attention, ctx, selection, counts,
+--                         places, out) is called after each layer
+---@field blocks_read number  while an observer is attached: how many blocks of K and V
+--                         the attention of the present layer has read, see reads.lua
 local Attention = {}
 Attention.__index = Attention
 
@@ -95,7 +100,7 @@ function M.attention(o)
     policy.add_with_nested(p, self.keepers)
   end)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
-    max_blocks = self.shape.max_blocks, format = cache.format })
+    max_blocks = self.shape.max_blocks, format = cache.format, soft_cap = o.soft_cap })
   self.step_entry = setmetatable({ tier = cache.tier }, Step)
   self.scratches, self.columns = {}, {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
@@ -173,8 +178,9 @@ function Attention:forward(layer, q, k, v, out)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   local tokens
+  self.blocks_read = 0
   out, selection, counts, tokens = compute(p, self, ctx, out)
-  if self.probe then self.probe:observe(self, ctx, selection, counts, tokens) end
+  if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead then bring_ahead(self, ctx) end
@@ -186,6 +192,9 @@ end
 -- selection that is not in range, ascending and without duplicates (see check.lua).
 function Attention:over(selection, ctx, out, lse)
   if selection then check.selection(ctx, selection) end
+  if self.probe then
+    self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
+  end
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   return reader:attend(self, selection, ctx, out, lse)
 end
@@ -224,6 +233,9 @@ function Attention:over_tokens(places, ctx, out, lse)
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   check.places(ctx, places, self.cache.blocks * self.cache.block_size)
+  if self.probe then
+    self.blocks_read = self.blocks_read + reads.of_places(ctx, places)
+  end
   local k_scale, v_scale = self.cache.format:scales(ctx.layer)
   return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
     out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }

@@ -140,7 +140,7 @@ end
 -- ---- a step ---------------------------------------------------------------------------
 
 ---@param shape table   see policy.lua
----@param limits table  max_seqs, max_blocks, format of the cache
+---@param limits table  max_seqs, max_blocks, format of the cache, soft_cap
 function M.new(shape, limits)
   return setmetatable({
     device = shape.device, is_cpu = shape.device:is_cpu(),
@@ -149,6 +149,7 @@ function M.new(shape, limits)
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
     step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {},
+    soft_cap = limits.soft_cap,
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     scores = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
     selections = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
@@ -229,6 +230,47 @@ function Context:weights(scores)
   local unit = self.format:scales(self.layer)
   if unit then scores:mul(unit:reshape { 1, self.kv_heads, 1 }, scores) end
   return scores:softmax(self.scale, scores)
+end
+
+--- Where score (seq, head, block) is among [seqs, width, heads].
+local function by_head(self)
+  local dev, heads, width = self.device, self.heads, self.width
+  local blocks = tensor.arange(dev, "i32", width):reshape { 1, width }
+  local rows = tensor.arange(dev, "i32", self.seqs * heads)
+  local seqs = rows / heads
+  local first = seqs * (width * heads) + rows - seqs * heads
+  return (first:reshape { self.seqs * heads, 1 } + blocks * heads)
+    :reshape { 1, self.seqs * heads * width }
+end
+
+local function masses(self, into)
+  local dev, q, seqs, width = self.device, self.query, self.seqs, self.width
+  local heads, dim, rows = self.heads, q:size(2), seqs * width
+  -- every block as a sequence of its own: the log-sum-exp of its logits
+  local starts = tensor.arange(dev, "i32", width):mul(self.block_size)
+  local tokens = (self.lens:reshape { seqs, 1 } - starts:reshape { 1, width })
+    :maximum(0):minimum(self.block_size):reshape { rows }
+  local lse = tensor.tensor(dev, "f32", { rows, heads })
+  local k_scale, v_scale = self.format:scales(self.layer)
+  ops.step.paged_attention { cache = self.cache, lens = tokens, lse = lse,
+    q = q:reshape { seqs, heads * dim }
+      :gather_rows(tensor.arange(dev, "i32", rows) / width):reshape { rows, heads, dim },
+    tables = self.tables:reshape { rows, 1 }, scale = self.scale,
+    soft_cap = self.soft_cap, k_scale = k_scale, v_scale = v_scale }
+  lse:reshape { 1, rows * heads }:gather(by_head(self)):reshape { seqs * heads, width }
+    :softmax(1):reshape { seqs * self.kv_heads, heads / self.kv_heads, width }
+    :mean(1, into:reshape { seqs * self.kv_heads, width })
+end
+
+--- The exact share of the attention that lies in each block, in decode: the log-sum-exp
+-- of the block's logits under each query head, a softmax of these over the blocks, and
+-- the mean over a group's heads. f32 [seqs, kv_heads, width]; the tensor belongs to the
+-- caller until the layer's attention is over. It reads all of K, and knows no ALiBi and
+-- no window.
+function Context:masses()
+  local scores = self:new_scores()
+  tensor.scope(masses, self, scores)
+  return scores
 end
 
 local function make_ramps(self)

@@ -63,12 +63,14 @@
 --                                          return true if the policy restored what it
 --                                          knew of it; otherwise it is shown the K, as in
 --                                          a prefill
---     score_bytes(self, shape)             bytes read per block and KV head to score it;
---                                          for reports (0)
 --     takes_less = true                    it may select fewer blocks than its budget
 --     complete = { p = 1 }                 options with which, and with the whole budget,
 --                                          its output is that of dense attention; false:
 --                                          it never is
+--     score_bytes(self, shape, layer)      bytes read per block and KV head to score it
+--                                          in a layer; for reports (0)
+--     scores_keys = true                   score_bytes counts all of K, so that attention
+--                                          need not read the selected blocks' K again
 --     watches_prompt = true                it needs the prompt's queries, so it cannot be
 --                                          attached after the prefill
 --     eager = true                         its Lua decides at each step what to launch,
@@ -103,7 +105,8 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
-  takes_less = options.boolean, complete = options.either(options.table, options.boolean),
+  takes_less = options.boolean, scores_keys = options.boolean,
+  complete = options.either(options.table, options.boolean),
 }
 for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "score", "select_blocks",

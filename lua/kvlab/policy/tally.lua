@@ -348,6 +348,9 @@ function Tally:put(seq, layer, values, add)
   tensor.scope(put, self, seq, layer, values, add)
 end
 
+--- Bytes that load reads for one block, per KV head.
+function Tally:bytes_block() return 4 * self.heads / self.shape.kv_heads end
+
 --- Forgets every sequence.
 function Tally:reset()
   for _, seq in pairs(self.owners) do seq.state[self] = nil end

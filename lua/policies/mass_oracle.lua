@@ -1,0 +1,19 @@
+--- Mass oracle: scores each block by the share of the attention that lies in it. Within a
+-- budget, no selection of blocks per KV head keeps more of the attention's mass.
+-- Score   the logsumexp of the block's logits under a head, less that of all blocks, exp;
+--         the mean over the group's query heads
+-- Bounds  attention_mass, from above, of every policy with the same budget. It does not
+--         bound output_error or accuracy: a block's values may matter more than its mass
+-- Cost    reads every key, so it saves only the values: a bound on quality, not a method
+-- Fails   ALiBi and windows, which change the logits, are not seen
+local kv = require "kvlab"
+
+return kv.policy.define {
+  name = "mass_oracle", prefill = false, decode = true, scores_keys = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
+
+  score = function(_, ctx) return ctx:masses() end,
+  score_bytes = function(_, shape)
+    return shape.block_size * shape.head_dim * kv.dtype_bytes(shape.dtype)
+  end,
+}
