@@ -13,6 +13,21 @@ describe("an exam", function()
     end
   end)
 
+  it("has no context in common with that of another seed", function()
+    local has, places = {}, 0
+    for seed = 0, 2 do
+      local sitting = exam.open { context = 256, prompts = 4, needles = 16,
+                                  block_size = 16, seed = seed }
+      for i, prompt in ipairs(sitting.prompts) do
+        local text = table.concat(prompt.tokens, " ")
+        assert.is_nil(has[text], ("context %d of seed %d"):format(i, seed))
+        has[text], places = true, places + 1
+      end
+      sitting:close()
+    end
+    assert.equal(12, places)
+  end)
+
   it("refuses options by name and type, and when one is missing", function()
     local function refused(words, change)
       local o = { context = 512, prompts = 1, needles = 16, block_size = 16 }

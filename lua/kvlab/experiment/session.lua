@@ -8,6 +8,7 @@
 -- The field `made_by` of a row names the sources that it was computed from
 -- (kvlab.sources).
 local json = require "kvlab.json"
+local seeds = require "kvlab.seeds"
 local sources = require "kvlab.sources"
 
 local M = {}
@@ -138,6 +139,7 @@ end
 ---@return boolean ok, table|string row
 function Session:run(config)
   local ok, row = xpcall(function()
+    seeds.use(config.seed)
     self:begin_seed(config.seed)
     current = self
     local used, metrics = sources.collect(self.spec.run, copy(config), self.settings)
@@ -147,6 +149,7 @@ function Session:run(config)
     return { config = config, metrics = check_metrics(self.plan.required, metrics),
              made_by = sources.made_by(used) }
   end, keep_stack)
+  seeds.use(nil)
   if not ok then
     current = nil
     sources.stop()

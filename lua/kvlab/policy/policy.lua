@@ -80,13 +80,15 @@
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
--- selected; they count towards the budget).
+-- selected; they count towards the budget). If the defaults name a seed, it is that of
+-- --seed, or of the row that an experiment computes, unless the policy's user gives it.
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
+local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
 local words = require "kvlab.words"
@@ -166,6 +168,7 @@ local function merge_options(def, given, level)
   local merged, name_of, budget = {}, {}, nil
   for key, value in pairs(COMMON) do merged[key] = value end
   for key, value in pairs(def.defaults) do merged[key] = value end
+  if merged.seed then merged.seed = seeds.current() end
   for _, name in ipairs(sorted.keys(given)) do
     local key = def.aliases[name] or name
     if name_of[key] then

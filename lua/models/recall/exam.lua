@@ -10,6 +10,7 @@ local kv = require "kvlab"
 local llama = require "models.llama"
 local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
+local seeds = require "kvlab.seeds"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
@@ -58,7 +59,8 @@ function M.open(o)
   }
   local seed = o.seed or 0
   for i = 1, o.prompts do
-    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES, seed + i, o.even)
+    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES,
+      seeds.derive(seed, i), o.even)
   end
   read_contexts(self)
   return self

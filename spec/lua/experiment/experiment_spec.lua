@@ -238,6 +238,18 @@ random           0.80  2.40
       return seeds, calls, answer
     end
 
+    it("give their seed to the policies that draw", function()
+      local policy = require "kvlab.policy.policy"
+      local seen = {}
+      run({ grid = { { "policy", { "random" } } }, run = function(config)
+        assert(policy("random").seed == config.seed)
+        seen[#seen + 1] = config.seed
+        return { accuracy = 1, step_us = 1 }
+      end }, { ["repeats"] = 3 })
+      assert.equal(3, #seen)
+      assert.equal(0, policy("random").seed)
+    end)
+
     it("run everything for one seed, then for the next", function()
       local seeds, calls, answer = repeated()
       assert.equal(3, #seeds)

@@ -36,6 +36,36 @@ describe("policy options", function()
   end)
 end)
 
+describe("the seed of a policy", function()
+  local NAMES = { "random", "magicpig", "gsa_on_device", "nsa" }
+
+  it("is that of the command line unless it is given", function()
+    kv.command_line.seed = 7
+    local ok, text = pcall(function()
+      for _, name in ipairs(NAMES) do
+        assert.equal(7, kv.policy(name).seed, name)
+        assert.equal(3, kv.policy(name, { seed = 3 }).seed, name)
+      end
+    end)
+    kv.command_line.seed = 0
+    assert.is_true(ok, text)
+    assert.equal(0, kv.policy("random").seed)
+    assert.is_nil(kv.policy("quest").seed)
+  end)
+
+  it("changes what is drawn", function()
+    for _, name in ipairs { "random", "magicpig", "gsa_on_device" } do
+      local function selected(seed)
+        local run = rig.decode(kv.device "cpu", { policy = name, lengths = { 250 },
+          options = { blocks = 5, seed = seed, min_blocks = 0 }, steps = 1 })
+        return run.steps[1].selection:list()
+      end
+      assert.same(selected(1), selected(1), name)
+      assert.not_same(selected(1), selected(2), name)
+    end
+  end)
+end)
+
 describe("policy aliases", function()
   local seeds = kv.policy.define {
     name = "x", decode = true, score = function() end,
