@@ -5,8 +5,25 @@ local EDGE, LIMIT, WIDTH = 3, 1000, 80
 
 local function is_whole(x) return x == math.floor(x) and math.abs(x) < 1e9 end
 
---- Chooses a format that fits every value, and the scale that values are divided by.
+--- The digits of a 64-bit integer, without the LL or ULL behind them.
+local function digits_of(x) return (tostring(x):gsub("U?LL$", "")) end
+
+local function has_wide(values)
+  for _, x in ipairs(values) do if type(x) == "cdata" then return true end end
+  return false
+end
+
+--- A format for text: these values are written with all their digits.
+local function choose_wide(values)
+  local most = 0
+  for _, x in ipairs(values) do most = math.max(most, #digits_of(x)) end
+  return "%" .. math.max(most + 1, 4) .. "s"
+end
+
+--- Chooses a format that fits every value, and the scale that values are divided by; no
+-- scale: 64-bit integers, which are written as text.
 local function choose_format(values)
+  if has_wide(values) then return choose_wide(values), nil end
   local whole, largest, smallest = true, 0, math.huge
   for _, x in ipairs(values) do
     if x == x and math.abs(x) ~= math.huge then
@@ -26,6 +43,7 @@ local function choose_format(values)
 end
 
 local function format_number(x, format, scale)
+  if not scale then return (format:format(digits_of(x))) end
   if x ~= x then return (" "):rep(tonumber(format:match "%%(%d+)") - 3) .. "nan" end
   return (format:format(x / scale))
 end
@@ -85,10 +103,14 @@ return function(t)
   local dims = t:dims()
   if t.count == 0 then return footer(t, dims) end
   local values = t:list()
-  if t.ndim == 0 then return ("%.6g  %s"):format(values[1], footer(t, dims)) end
+  if t.ndim == 0 then
+    local x = values[1]
+    return ("%s  %s"):format(type(x) == "cdata" and digits_of(x) or ("%.6g"):format(x),
+      footer(t, dims))
+  end
   local lines, cut = {}, #values > LIMIT
   local format, scale = choose_format(values)
-  if scale ~= 1 then lines[1] = ("%.0e *"):format(scale) end
+  if scale and scale ~= 1 then lines[1] = ("%.0e *"):format(scale) end
   local rows = t.ndim > 1 and dims[#dims - 1] or dims[1]
   local columns = t.ndim > 1 and dims[#dims] or 1
   local matrices = #values / (rows * columns)

@@ -333,7 +333,16 @@ function methods.data(t)
   return ffi.cast(pointer_to[dtype_names[t.dtype]], t.ptr)
 end
 
---- The elements as a flat Lua table of numbers. Waits for the device.
+local EXACT = 2 ^ 53 -- whole numbers up to this are exact as numbers of Lua
+
+local function exact(x)
+  local number = tonumber(x)
+  return number > -EXACT and number < EXACT and number or x
+end
+
+--- The elements as a flat Lua table of numbers. Those of a u64 tensor are uint64_t, which
+-- keep all 64 bits, and those of an i64 tensor that no number holds are int64_t. Waits
+-- for the device.
 function methods.list(t)
   local name = dtype_names[t.dtype]
   local host = array_of[name] and name or "f32"
@@ -342,7 +351,13 @@ function methods.list(t)
   local buffer = array_of[host](math.max(n, 1))
   check(C.kvl_tensor_read(source, buffer, n * ffi.sizeof(ctypes[host])))
   local values = {}
-  for i = 1, n do values[i] = tonumber(buffer[i - 1]) end
+  if host == "u64" then
+    for i = 1, n do values[i] = buffer[i - 1] end
+  elseif host == "i64" then
+    for i = 1, n do values[i] = exact(buffer[i - 1]) end
+  else
+    for i = 1, n do values[i] = tonumber(buffer[i - 1]) end
+  end
   return values
 end
 
