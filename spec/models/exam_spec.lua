@@ -13,6 +13,19 @@ describe("an exam", function()
     end
   end)
 
+  it("asks about every needle once when there are fewer than 16", function()
+    local sitting = exam.open { context = 256, prompts = 2, needles = 5, block_size = 16 }
+    local asked, count = {}, 0
+    local accuracy = sitting:ask(kv.policy "full", nil, function(query)
+      asked[query.needle], count = (asked[query.needle] or 0) + 1, count + 1
+    end)
+    sitting:close()
+    assert.equal(5, sitting.questions)
+    assert.same({ 2, 2, 2, 2, 2 }, asked)
+    assert.equal(10, count)
+    assert.is_true(accuracy >= 0.8, tostring(accuracy))
+  end)
+
   it("has no context in common with that of another seed", function()
     local has, places = {}, 0
     for seed = 0, 2 do

@@ -15,12 +15,15 @@ local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
 
-M.QUERIES = 16 -- questions for each context, asked as one batch of forks
+-- Questions for each context, asked as one batch of forks; of a context with fewer
+-- needles, one for each needle.
+M.QUERIES = 16
 
 local model -- loaded at its first use
 
 ---@class models.recall.Exam
 ---@field engine models.Engine
+---@field questions integer  that are asked about each context, each about another needle
 local Exam = {}
 Exam.__index = Exam
 
@@ -52,14 +55,15 @@ function M.open(o)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local tail = o.question == "row" and 6 * M.QUERIES or 8
   local blocks = math.ceil((o.context + tail) / o.block_size)
-  local self = setmetatable({ prompts = {}, seqs = {}, question = o.question }, Exam)
+  local self = setmetatable({ prompts = {}, seqs = {}, question = o.question,
+    questions = math.min(M.QUERIES, o.needles) }, Exam)
   self.engine = model:engine {
     blocks = o.prompts * blocks + 2 * M.QUERIES, block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
   }
   local seed = o.seed or 0
   for i = 1, o.prompts do
-    self.prompts[i] = prompts.draw(o.context, o.needles, M.QUERIES,
+    self.prompts[i] = prompts.draw(o.context, o.needles, self.questions,
       seeds.derive(seed, i), o.even)
   end
   read_contexts(self)
@@ -162,7 +166,7 @@ function Exam:ask(policy, probe, each)
     end
   end
   table.sort(times)
-  return right / (M.QUERIES * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,
+  return right / (self.questions * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,
     observer
 end
 
