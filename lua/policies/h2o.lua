@@ -2,7 +2,10 @@
 -- Source  Zhang et al. 2023, arXiv:2306.14048. The paper keeps tokens, spends half of the
 --         budget on the newest ones and drops the others for good. This policy selects
 --         blocks, `recent` of them newest, and a block that it passed over still gathers
---         its share of the attention
+--         its share of the attention. A query of the prompt counts the full blocks
+--         before its own block; a decoded one counts its own block too, however short
+--         that is. So a token weighs a little more when it was decoded than when it was
+--         prefilled
 -- Score   sum over all earlier queries, those of the prompt included, of the softmax over
 --         blocks of q . mean(K), which estimates a block's attention; the mean over a
 --         group's heads

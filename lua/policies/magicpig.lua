@@ -1,12 +1,12 @@
 --- MagicPIG: draws blocks by the chance that their hash collides with the query's, and
 -- weighs each drawn block by one over its chance, so that sums are right on average.
 -- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides
---         in at least two hash tables; their number varies. This policy draws as many
---         blocks as the budget allows, by the hash of their mean key (kv.sampling)
+--         in at least two hash tables, of keys centred by their mean; this policy draws
+--         blocks within the budget, by the hash of their mean key, which is not centred
 -- Score   u / r: u = 1 - (1 - p^bits)^tables is the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head; attention needs a launch for each block
--- Fails   when one key holds the answer: if its block is not drawn, the answer is missed
+-- Fails   when one key holds the answer. Keys share a large mean, so hashes differ little
 local kv = require "kvlab"
 
 local function make_room(self, ctx, rows)

@@ -1,13 +1,13 @@
 --- NSA in three branches: attention over compressed blocks, over selected blocks and over
 -- a sliding window; the three results are added with gates.
 -- Source  Native Sparse Attention, Yuan et al. 2025, arXiv:2502.11089. The paper trains
---         compression and gates, and its compressed blocks overlap. Here: a block's mean
---         (or weights, `compression`), and gates that are given, or sigmoids of q . w
+--         compression and gates, its compressed blocks overlap, its window is of tokens.
+--         Here: a block's mean (or weights), a window of whole blocks, gates given or
+--         sigmoids of q . w
 -- Score   the softmax over compressed keys, summed over a group's heads, as in the paper
 -- Cost    2 f32 vectors a block and KV head, about 20 small launches, three attentions
 -- Fails   a model that was not trained with it: each branch is only a share of the output
---         that the model expects. With gates 0, 1, 0 it is block selection, as in other
---         policies
+--         that the model expects. With gates 0, 1, 0 it is block selection, as elsewhere
 local kv = require "kvlab"
 
 local function update(self, ev) self.compressed:update(ev) end

@@ -8,7 +8,8 @@
 --   local q8, w = index:queries(q, weights)              q [rows, heads, dim]
 --   index:logits(layer, q8, w, batch.tables, lens, logits)
 --
--- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales
+-- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales. The
+--         scales are f32; rounding them to powers of two (UE8M0) is not offered
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
