@@ -1,16 +1,16 @@
 --- What does it cost to choose blocks on the host, and on the device?
 --
 -- GSA's guide gives 3 to 7 ms for a selection on the CPU (2 to 5 ms of work, and a copy
--- each way) and 0.1 to 0.3 ms on the device; it names no source for the latter. Both are
--- measured here, for one layer of a decode step. On the host: the queries are copied to
--- the host, the CPU chooses from summaries that it holds, and the selection is copied
--- back. On the device: the device chooses. Blocks are chosen by hashes of blocks or of
--- tokens (one fused op), and by mean keys (scores, then select). Copies use pinned
--- memory. Times are medians in microseconds.
+-- each way) and 0.1 to 0.3 ms on the device; it names no source for the latter. This
+-- experiment measures both, for one layer of a decode step. In the first case the queries
+-- are copied to the host, the CPU chooses from summaries in its own memory, and the
+-- selection is copied back. In the second case the device chooses. Blocks are chosen by
+-- hashes of blocks or of tokens (one fused op), and by mean keys (scores, then select).
+-- Copies use pinned memory. Times are medians in microseconds.
 --
 --   ./kvlab run lua/experiments/08_select_latency.lua [--device=cuda]
 --
--- Without a GPU the columns of the CPU are measured, with copies from memory to memory.
+-- Without a GPU only the host's selection is measured, with copies from memory to memory.
 local ffi = require "ffi"
 local kv = require "kvlab"
 
@@ -19,7 +19,7 @@ local dev, cpu = kv.device(), kv.device "cpu"
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
---- Everything that choosing reads and writes, on device `at`, for `seqs` sequences.
+--- Makes everything that a selection reads and writes, on device `at`.
 local function setting(config, at)
   local seqs, blocks = config.seqs, config.context / BLOCK
   local shape = { device = at, layers = 1, blocks = seqs * blocks, block_size = BLOCK,
@@ -38,7 +38,8 @@ local function setting(config, at)
   }
 end
 
---- A function that chooses blocks on that device, from hashes or means of random keys.
+--- Returns a function that chooses blocks on the device of `s`, from hashes or means of
+-- random keys.
 local function chooser(config, s)
   local n = s.shape.blocks
   if config.by == "means" then
@@ -66,7 +67,7 @@ local function chooser(config, s)
   end
 end
 
---- The device chooses; returns microseconds between two events.
+--- Lets the device choose. Returns the microseconds between two events.
 local function on_device(config)
   local choose, times = chooser(config, setting(config, dev)), {}
   local from, to, stream = dev:open_event(), dev:open_event(), dev:stream()
@@ -82,7 +83,8 @@ local function on_device(config)
   return { d2h_us = 0, select_us = us, h2d_us = 0, total_us = us }
 end
 
---- The host chooses; returns microseconds of the host, which waits for each part.
+--- Lets the host choose. Returns microseconds by the clock of the host, which waits for
+-- each part to end.
 local function on_host(config)
   local there, here = setting(config, dev), setting(config, cpu)
   local choose = chooser(config, here)
@@ -115,7 +117,7 @@ local function on_host(config)
 end
 
 if dev:is_cpu() then
-  print "no GPU: the CPU's columns alone, with copies from memory to memory"
+  print "no GPU: measures only the host's selection, with copies from memory to memory"
 end
 
 local tables = {}

@@ -5,15 +5,15 @@
 --   ./kvlab run lua/experiments/09_trace.lua [--set trace=PATH] [--set link_gbps=5]
 --
 -- The default trace is a generated sample of 200 requests (tools/make_trace.lua).
--- Mooncake's are published with the paper: github.com/kvcache-ai/Mooncake.
--- store_gb: size of the store, 0: no limit. rate: how much faster than in the trace the
--- requests come. limit: how many of them are replayed (0: all). A request is in time when
--- its first token takes at most slowdown times what its prefill takes on an idle server,
+-- Mooncake's own traces are published with the paper: github.com/kvcache-ai/Mooncake.
+-- store_gb: size of the store (0: no limit). rate: how much faster than in the trace the
+-- requests come. limit: how many of them are replayed (0: all). A request is in time if
+-- its first token comes within slowdown times the time of its prefill on an idle server,
 -- plus 100 ms.
 --
--- model: a folder with a model (recall: the small one of this project). Its steps are
--- measured on --device, the trace is replayed at that cost, and the rows contain the
--- cost.
+-- model: a folder with a model (recall: the small one of this project). The time of its
+-- steps is measured on --device, the trace is replayed with these times, and the rows
+-- contain them.
 local kv = require "kvlab"
 
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
@@ -25,7 +25,7 @@ local function read(o)
   return kv.trace.read(path, o.limit > 0 and o.limit or nil)
 end
 
---- What a step costs: from the cost model, or measured.
+--- Returns the cost of a step: measured if a model is given, else from the cost model.
 local function measure(o)
   local folder, engine = o.model, nil
   if folder == "recall" then folder = kv.paths.root .. "/lua/models/recall" end

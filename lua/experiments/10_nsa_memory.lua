@@ -1,12 +1,13 @@
---- How much memory and time does it take to select tokens, when logits are computed all
--- at once, in chunks of rows, or in tiles?
+--- How much memory and time does it take to select tokens if logits are computed all at
+-- once, in chunks of rows, or in tiles?
 --
 -- A chunk of queries at the end of a long context asks an indexer for the 2048 best
--- tokens of each query. `rule` is SGLang's: all logits at once while they take less than
--- half of the free memory and 0.3 of all memory. `cap` allows 64 MiB for everything that
--- a selection allocates. `tiles` allows the same, and never holds a whole row. All three
--- must select the same tokens. bytes_peak is what the allocator counts during the first
--- selection; us is the median time of the others.
+-- tokens of each query. `way` says how the logits are computed. `rule` is SGLang's rule:
+-- all logits at once as long as they take less than half of the free memory and 0.3 of
+-- all memory. `cap` allows 64 MiB for everything that a selection allocates. `tiles`
+-- allows the same, and never holds a whole row. All three must select the same tokens.
+-- bytes_peak is the most memory in use during the first selection, by the allocator's
+-- count; us is the median time of the others.
 --
 --   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
 local kv = require "kvlab"
@@ -16,7 +17,7 @@ local dev = kv.device()
 local is_cpu = dev:is_cpu()
 local BLOCK, PIECE = 64, 65536
 
---- Paged index keys of one sequence of n tokens, with its blocks in random order.
+--- Makes the paged index keys of a sequence of n tokens, with its blocks in random order.
 local function keys_of(n, dim, seed)
   local blocks = n / BLOCK
   local index = kv.index_cache { device = dev, blocks = blocks, dim = dim,
@@ -51,7 +52,8 @@ local function indexer_of(config)
     streaming = config.way == "tiles" }
 end
 
---- Microseconds of one call, by events: the median of at least three calls and 100 ms.
+--- Returns the median time of a call in microseconds, by events. It repeats the call at
+-- least three times and for 100 ms, but at most 31 times.
 local function median_us(fn)
   local times, from, to = {}, dev:open_event(), dev:open_event()
   local start, stream = kv.C.kvl_clock_ns(), dev:stream()
@@ -81,9 +83,9 @@ local function run(config)
   dev:reset_peak()
   indexer:select(call)
   local peak = dev:stats().bytes_live_peak - before
-  assert(config.way == "rule" or peak <= config.cap, "more memory than was allowed")
+  assert(config.way == "rule" or peak <= config.cap, "the selection exceeds `cap`")
   local checksum = call.out:cast("f32"):sum(-1):sum(-1):item()
-  assert((made[rows] or checksum) == checksum, "another selection than before")
+  assert((made[rows] or checksum) == checksum, "the ways select different tokens")
   made[rows] = checksum
   local us = median_us(function() indexer:select(call) end)
   indexer:free()

@@ -1,11 +1,11 @@
 --- Which tokens does an indexer find, and does the model answer correctly with them?
 --
--- The policy nsa runs on the small recall model (lua/models/recall), with index keys made
--- from the model's keys: unchanged (key), or by a random projection into 32, 64 or 128
--- dims, all in f8e4m3. They are tried with and without a Hadamard rotation, and selecting
--- tokens, as DeepSeek's indexer does, or blocks. For token_recall, take as many tokens as
--- are selected, those with the most exact attention (the sum over heads): it is the share
--- of them that is selected.
+-- The policy nsa runs on the small recall model (lua/models/recall). Its index keys are
+-- the model's keys, unchanged (key) or randomly projected to 32, 64 or 128 dims (random),
+-- in f8e4m3. The experiment tries them with and without a Hadamard rotation. It selects
+-- tokens, as DeepSeek's indexer does, or blocks. To compute token_recall, it also finds
+-- the tokens with the most exact attention (the sum over heads), as many as are selected;
+-- token_recall is the share of these that is selected.
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"
@@ -16,8 +16,8 @@ local kv = require "kvlab"
 local Observer = {}
 Observer.__index = Observer
 
---- The exact attention of a decoded token to each of its sequence's first `columns`
--- tokens, summed over heads: f32 [1, columns].
+--- Returns the exact attention of a decoded token to each of the first `columns` tokens
+-- of its sequence, summed over heads: f32 [1, columns].
 local function exact_attention(attention, ctx, seq, columns, length)
   local s, dev, n = attention.shape, attention.cache.device, columns / ctx.block_size
   local rows = (ctx.tables:index(seq):narrow(0, n) * (2 * s.kv_heads)):reshape { 1, n }
@@ -33,8 +33,8 @@ local function exact_attention(attention, ctx, seq, columns, length)
     :softmax(s.scale):sum(0):reshape { 1, columns }
 end
 
---- The positions selected for sequence seq (from 0), as keys of a table, and their
--- number.
+--- Returns the positions that are selected for sequence seq (counted from 0), as the keys
+-- of a table, and their number.
 local function selected(ctx, seq, list, length, by_block)
   local taken, count, size = {}, 0, ctx.block_size
   local table_row, block_of = ctx.sequences[seq + 1]:table(), {}
@@ -51,6 +51,7 @@ local function selected(ctx, seq, list, length, by_block)
   return taken, count
 end
 
+--- Adds the selections of a layer to the counts; called like the observe of a probe.
 function Observer:observe(attention, ctx, selection, counts, tokens, out)
   self.probe:observe(attention, ctx, selection, counts, tokens, out)
   local lens = ctx.lens:list()

@@ -10,9 +10,10 @@
 --                                               [--set decode=128] [--set block_size=32]
 --
 -- The default capture has 320 tokens of a model with random weights (spec/data/capture).
--- It is only a test: such a model attends about equally to everything.
+-- It only serves as a test, because such a model attends about equally to everything.
 local kv = require "kvlab"
 
+--- Opens the capture and prints its shape.
 local function open(settings)
   local folder = settings.capture
   if folder == "sample" then folder = kv.paths.root .. "/spec/data/capture" end

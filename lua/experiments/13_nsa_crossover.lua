@@ -1,11 +1,12 @@
 --- From which context length on is selecting tokens faster than attending to all of them?
 --
--- One layer runs dense attention, or an indexer (logits of fp8 index keys, top-k, places)
--- and attention over the topk tokens that it selects. Decode: `batch` sequences with one
--- token each. Prefill: the last `chunk` tokens of one sequence. Keys, queries and block
--- tables are random; the contents of the indexer's keys do not change its time. Without a
--- GPU, sizes are small. Times are medians of device time in microseconds; `whole` is
--- indexer and attention in a row.
+-- One layer runs dense attention; or it runs an indexer (logits of fp8 index keys, top-k,
+-- places) and then attention over the topk tokens that the indexer selects. In decode,
+-- there are `batch` sequences with one token each; in prefill, the last `chunk` tokens of
+-- one sequence. Keys, queries and block tables are random, because the indexer's time
+-- does not depend on the contents of its keys. Without a GPU, sizes are small. Times are
+-- medians of device time in microseconds; whole_us is the time of the indexer and the
+-- attention together.
 --
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
 local kv = require "kvlab"
@@ -14,7 +15,7 @@ local dev = kv.device()
 local SMALL = dev:is_cpu()
 local BLOCK, REPEATS = 64, SMALL and 5 or 15
 
---- The median time of fn between two events, in microseconds.
+--- Returns the median time of fn between two events, in microseconds.
 local function time(fn)
   local from, to, stream, times = dev:open_event(), dev:open_event(), dev:stream(), {}
   fn()
@@ -30,7 +31,7 @@ local function time(fn)
   return times[math.ceil(REPEATS / 2)]
 end
 
---- Fills the rows of a memory piece by piece: fn(first, count).
+--- Calls fn(first, count) for one piece of n rows after the other.
 local function in_pieces(n, piece, fn)
   for first = 0, n - 1, piece do kv.scope(fn, first, math.min(piece, n - first)) end
 end
@@ -46,7 +47,7 @@ local function index_of(c, blocks)
   return index
 end
 
---- Everything that both ways read.
+--- Makes everything that dense attention and the indexer read.
 local function setting(c)
   local decodes = c.phase == "decode"
   local seqs, rows = decodes and c.batch or 1, decodes and c.batch or c.chunk

@@ -1,11 +1,11 @@
 --- Does it matter where in the context a needle lies?
 --
 -- The small recall model (lua/models/recall) reads contexts with a needle in each of 16
--- equal parts, and is asked for every needle under each policy. The result is the
--- accuracy by depth (percent of the context before the needle) and context, as a map for
--- each policy. streaming keeps the newest blocks. h2o adds up attention since the
--- beginning, so it keeps the oldest ones. Policies that score every block at each step do
--- not depend on the depth.
+-- equal parts, and is asked for every needle under each policy. A map for each policy
+-- shows the accuracy by context and by depth (the percentage of the context that lies
+-- before the needle). The policy streaming keeps the newest blocks. h2o adds up attention
+-- from the beginning on, so it keeps the oldest ones. Policies that score every block at
+-- each step do not depend on the depth.
 --
 --   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
 --                                             [--set budget=0.1]
@@ -18,15 +18,16 @@ local NEEDLES = exam.QUERIES -- so that every needle is asked for
 local depths = {}
 for i = 1, DEPTHS do depths[i] = 100 * (i - 0.5) / DEPTHS end
 
+--- Returns which of the DEPTHS equal parts of the context a depth lies in, from 1.
 local function part_of(depth)
   if depth < 0 or depth >= 100 then
-    error(("depth is %g, expected 0 ... 100, without 100"):format(depth), 0)
+    error(("depth is %g, expected at least 0 and less than 100"):format(depth), 0)
   end
   return math.floor(depth / 100 * DEPTHS) + 1
 end
 
---- Asks every question of some contexts under one policy. Returns how many there are at
--- each depth, and how many were answered right.
+--- Asks every question of some contexts under one policy. Returns for each part of the
+-- context how many questions there were, and how many were answered right.
 local function ask(o)
   local sitting = kv.experiment.memo(o.contexts, exam.open) -- for all policies
   local right, asked = {}, {}

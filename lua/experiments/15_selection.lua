@@ -1,11 +1,11 @@
 --- Which blocks does a policy choose, and how many does it choose again at the next step?
 --
 -- The small recall model (lua/models/recall) reads a context and is then asked for some
--- of its needles, six tokens each (Q k1 k2 A v1 v2). Every selection of every layer and
--- KV head is recorded (kv.record). kept is the share of a step's blocks that the step
--- before read too; a cache of blocks depends on it. The maps show the blocks of one
--- layer, one policy next to the other, and one policy's scores in every layer and KV
--- head.
+-- of its needles; a question and its answer are six tokens (Q k1 k2 A v1 v2). kv.record
+-- records every selection of every layer and KV head. The metric kept is the share of a
+-- step's blocks that the step before read too; the higher it is, the more a cache of
+-- blocks helps. One map shows the blocks that each policy chooses in one layer, another
+-- shows one policy's scores in every layer and KV head.
 --
 --   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
 --                                                [--set scored=h2o]
@@ -16,7 +16,7 @@ local prompts = require "models.recall.prompts"
 local model -- loaded at its first use
 local QUERY = 6 -- tokens of a question and its answer
 
---- Decodes the questions of a prompt under a policy, recorded and probed.
+--- Decodes the questions of a prompt under a policy. Returns the record and the probe.
 local function play(config)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local policy = kv.policy(config.policy, config.policy ~= "full" and
@@ -42,12 +42,14 @@ end
 
 local records = {} -- the records of this run, by policy
 
---- The selections of one layer, one policy next to the other, and one policy's scores.
+--- Returns the two maps: the selections of all policies in one layer, and one policy's
+-- scores.
 local function draw(rows)
   local panels, pictures = {}, {}
   for _, row in ipairs(rows) do
     local config = row.config
-    local record = records[config.policy] or play(config) -- none: an earlier run's row
+    -- a row of an earlier run has no record, so its policy plays again
+    local record = records[config.policy] or play(config)
     if config.policy ~= "full" then
       local map = record:selection_map { layers = { config.layer } }
       for head, panel in ipairs(map.panels) do

@@ -1,22 +1,23 @@
---- Does a decode step still wait for blocks when the blocks that it will select are
--- brought ahead of it?
+--- Does a decode step still wait for blocks if the blocks that it will probably select
+-- are loaded before it begins?
 --
--- GSA with means chooses blocks of a sequence every `refresh` steps. KV lies in host
--- memory, behind a hot cache, and a new choice wants blocks that are not there. With
--- prefetch_ahead n, the blocks nearest to the queries of n steps before are requested at
--- that time, and they come during the steps between. Queries turn by `drift` radians a
--- step, so the choice differs more and more from what was expected. stall_share is the
--- share of a step that is spent waiting, compared with the same steps with KV on the
--- device. missed_bytes came while a step waited, ahead_bytes came before it; wasted_share
--- is the share of ahead_bytes that no step used.
+-- GSA with means selects blocks of a sequence every `refresh` steps. KV lies in host
+-- memory behind a hot cache, and a new selection needs blocks that are not in the cache.
+-- With prefetch_ahead n, GSA scores the blocks n steps before the new selection, with the
+-- queries of that step, and requests the best ones; they are loaded during the steps
+-- between. Queries turn by `drift` radians per step, so the more steps lie between, the
+-- more the selection differs from the expected one. stall_share is the share of a step
+-- that is spent waiting, compared with the same steps with KV on the device. missed_bytes
+-- were loaded while a step waited, ahead_bytes before it; wasted_share is the share of
+-- ahead_bytes that no step used.
 --
 --   ./kvlab run lua/experiments/16_ahead.lua [--device=cuda]
 --
 -- Besides attention, a layer does the other work of a layer of Llama-8B. On a GPU it
--- multiplies by as many weights. On the CPU it takes us_layer in modelled time, and links
--- are emulated: a microsecond of the model is a thousand microseconds of the machine's
--- clock, so attention itself, and other work of the machine, hardly count, and a block is
--- under way as long as one of Llama-8B.
+-- multiplies by as many weights. On the CPU it takes us_layer in modelled time, and the
+-- links are emulated. One microsecond of the model is a thousand microseconds of the
+-- machine's clock, so attention itself and other work of the machine hardly count. The
+-- transfer of a block takes as long as that of a block of Llama-8B.
 local kv = require "kvlab"
 
 local dev = kv.device()
@@ -25,7 +26,7 @@ local SLOWER = is_cpu and 1000 or 1
 local LINKS = is_cpu and { 4, 16, 55 } or { 0 } -- GB/s; 0: the device's own link
 local LAYER_ROWS, HIDDEN = 53248, 4096 -- a layer's weights, as one matrix
 
---- The work that a layer does besides attention.
+--- Returns a function that does the work of a layer besides attention.
 local function other_work(config)
   if not is_cpu then
     local weights = kv.randn(dev, "bf16", { LAYER_ROWS, HIDDEN }, { seed = 1 })
@@ -33,13 +34,13 @@ local function other_work(config)
     local y = kv.tensor(dev, "bf16", { 1, LAYER_ROWS })
     return function() x:matmul_t(weights, y) end
   end
-  -- a transfer to the host only takes time on its stream; nothing else goes that way
+  -- a copy to the host takes time on the stream, and no other transfer goes that way
   local bytes = math.ceil(config.us_layer * SLOWER * config.bytes_us)
   local near, far = kv.zeros(dev, "u8", { bytes }), kv.pinned(dev, "u8", { bytes })
   return function() far:copy_(near) end
 end
 
---- The mean time of a step in microseconds, and what crossed the link.
+--- Returns the mean time of a step in microseconds, and the hot cache's statistics.
 local function time_steps(config, is_resident)
   local blocks = math.ceil(config.ratio * config.context / config.block_size)
   local s = kv.synthetic { shape = config.shape, layers = config.layers,
@@ -66,7 +67,8 @@ local function time_steps(config, is_resident)
   return us / steps / SLOWER, stats
 end
 
---- Runs fn(config) over a link of config.link_gbps.
+--- Returns fn(config, ...), run over an emulated link of config.link_gbps; on a GPU, over
+-- the device's own link.
 local function over_link(config, fn, ...)
   if not is_cpu then return fn(config, ...) end
   local shape = kv.synthetic.SHAPES[config.shape]

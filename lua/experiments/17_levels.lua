@@ -1,16 +1,17 @@
---- At which level of difficulty do policies separate that tie in the usual exam?
+--- Some policies are equally accurate in the usual exam (01_recall). At which level of
+-- difficulty do their accuracies differ?
 --
--- The small recall model (lua/models/recall) sits exams of three levels under each
--- policy, with budgets in blocks, beside full attention:
+-- The small recall model (lua/models/recall) takes exams of three levels under each
+-- policy, with budgets in blocks, and with full attention for comparison:
 --
---   plain    32 needles a context; a question needs one of them
---   crowded  128 needles a context: more than any of the budgets has blocks, and most
---            blocks hold a needle, so many blocks look like the answer's
+--   plain    32 needles per context; a question needs one of them
+--   crowded  128 needles per context: more than any of the budgets has blocks, and most
+--            blocks hold a needle, so many blocks look like the one with the answer
 --   row      32 needles, and all questions one after the other on one sequence, so a
---            policy that made its choice early has to have chosen for all of them
+--            policy that selects early must have selected the blocks for all of them
 --
--- The model learned to look one needle up. It can neither chain lookups nor add numbers
--- up; how well a policy serves attention that is spread over many blocks is seen in
+-- The model has learned to look up one needle. It can neither chain lookups nor add
+-- numbers. How well a policy serves attention that is spread over many blocks is shown by
 -- output_error and attention_mass, whose bound is mass_oracle.
 --
 --   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest,h2o] [--set budget=8]

@@ -1,5 +1,5 @@
---- Runs every experiment of this folder, one after the other, and makes a page of them
--- all.
+--- Runs every experiment of this folder, one after the other, and makes one page that
+-- shows them all.
 --
 --   ./kvlab run lua/experiments/all.lua --quick [--device=cuda] [--seed=1] [--out=DIR]
 --   ./kvlab run lua/experiments/all.lua --quick 01_recall 14_needle
@@ -7,7 +7,7 @@
 -- Names after the options choose some experiments; other options go to every experiment.
 -- Each runs as its own process with its own folder (results/all-quick/NAME) next to the
 -- page, index.html; its printed output is in NAME.txt. If one fails, the page shows that,
--- the others go on, and the exit status is not 0. Without --quick it takes hours.
+-- the others still run, and the exit status is not 0. Without --quick it takes hours.
 local gallery = require "kvlab.experiment.gallery"
 local json = require "kvlab.json"
 local kv = require "kvlab"
@@ -24,7 +24,7 @@ local function find_experiments()
   return names
 end
 
---- The names that the command line chooses, or all names if there are none.
+--- Returns the names that the command line chooses; all names if it chooses none.
 local function choose(names)
   if #kv.command_line.args == 0 then return names end
   local is_there, chosen = {}, {}
@@ -39,7 +39,7 @@ local function choose(names)
   return chosen
 end
 
---- The options of the command line that go to each experiment: all except the folder.
+--- Returns the options of the command line that go to each experiment: all except --out.
 local function shared_options()
   local words = {}
   for _, word in ipairs(kv.command_line.words) do

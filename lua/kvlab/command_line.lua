@@ -9,12 +9,12 @@
 ---@field path string|nil          folders with policies/ and priorities/, see kvlab.named
 ---@field policy string|nil        test policy: the file of the policy
 ---@field quick boolean            do a small version of the work
----@field args string[]            words after the script's name, and all words after `--`
----@field check boolean|nil        check the contents of scores and selections on a GPU, too
+---@field args string[]            words after the script's name, and all after `--`
+---@field check boolean|nil        also check what scores and selections hold on a GPU
 ---@field link-gbps number|nil     cpu: emulate a link of this speed to pinned memory
 ---@field link-us number|nil       its latency in microseconds; set if link-gbps is
----@field interactive boolean|nil  run: then open the REPL with the script's variables
----@field words string[]           all words after the verb; an option is one with its value
+---@field interactive boolean|nil run: then open the REPL with the script's variables
+---@field words string[]           all words after the verb; option and value are one word
 ---@field arguments string[]       those of `words` that an experiment's rows depend on
 ---@field shard {index: integer, count: integer}|nil  run: only this part of the work
 ---@field jobs integer|nil         run: the number of processes

@@ -1,4 +1,4 @@
---- Records the sources that a row of an experiment is computed from: files and the library.
+--- Records which sources (files and the library) a row of an experiment is computed from.
 -- The row stores a hash of the contents of each source. If a source has changed since,
 -- the row is stale.
 --

@@ -197,7 +197,8 @@ x           2  1.5  5    3.5  -2.853 ... 9.853  no
         { by = { "z" } }))
       local line = '{"config": {"context": %d}, "metrics": {"x": 1}}\n'
       files.write(folder .. "/other.jsonl", line:format(1) .. line:format(2))
-      has("A and B have no configuration in common", main(folder, folder .. "/other.jsonl"))
+      has("A and B have no configuration in common",
+        main(folder, folder .. "/other.jsonl"))
     end)
   end)
 end)

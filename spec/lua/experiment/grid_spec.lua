@@ -72,7 +72,8 @@ describe("grid", function()
     assert_has("axes a, b have { 1, 2 } twice",
       problem_of { { { "a", "b" }, { { 1, 2 }, { 1, 2 } } } })
     assert_has("axes a, b have no values", problem_of { { { "a", "b" }, {} } })
-    assert_has("an axis a is defined twice", problem_of { { { "a", "a" }, { { 1, 2 } } } })
+    assert_has("an axis a is defined twice",
+      problem_of { { { "a", "a" }, { { 1, 2 } } } })
     assert_has("when is 3, expected a function", problem_of { { "a", { 1 }, when = 3 } })
     assert_has('grid[1] has "wen"', problem_of { { "a", { 1 }, wen = 3 } })
     assert_has("an axis is named nil", problem_of { {} })

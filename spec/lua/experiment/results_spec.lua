@@ -60,7 +60,7 @@ describe("results", function()
       run(nil, { context = 512 })
       assert.equal(whole, read "results.jsonl")
       assert.same({}, harness.calls)
-      assert_has("dropped a row", harness.printed)
+      assert_has("dropped the last row", harness.printed)
     end
     files.write(path "results.jsonl", whole:sub(1, -2)) -- only the newline is lost
     run(nil, { context = 512 })

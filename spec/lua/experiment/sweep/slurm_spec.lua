@@ -52,7 +52,7 @@ describe("kvlab sweep on a Slurm cluster #slow", function()
     function()
       local printed = ok(submit:format "one" .. " --set deadly=4 --set once=$PWD/once")
       has("60 configurations in 20 shards: 0 complete, 0 queued or running\n", printed)
-      has("submitted 20 shards, 1-20, as ", printed)
+      has("submitted 20 shards (1-20) as jobs ", printed)
       local function count_arrays()
         return select(2, rig.read "one/slurm/jobs.jsonl":gsub("\n", ""))
       end
