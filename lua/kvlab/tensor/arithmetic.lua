@@ -132,7 +132,7 @@ end
 ---@param smallest? boolean
 ---@param by_index? boolean
 function methods.topk(t, k, smallest, by_index)
-  argument("topk", "k", k, options.whole)
+  argument("topk", "k", k, tensor.ROW)
   local which = smallest and C.KVL_TOPK_LEAST or C.KVL_TOPK_LARGEST
   local rows = t:reshape { -1, t:size(-1) }
   local dims = t:dims()

@@ -43,6 +43,12 @@ function M.expect(what, name, value)
 end
 local expect_tensor = M.expect
 
+-- Sizes may come as they are in a tensor: int64_t, such as t.count.
+local int64_t = ffi.typeof "int64_t"
+M.ROW = { "a whole number", function(x)
+  return options.integer[2](x) or type(x) == "cdata" and ffi.istype(int64_t, x)
+end }
+local ROW = M.ROW
 local FLOAT = { "a number", function(x) return type(x) == "number" end } -- NaN, too
 local NUMBER, WHOLE = options.optional(options.number), options.optional(options.whole)
 
@@ -146,7 +152,7 @@ end
 --- Makes a tensor of n elements: start (0), start + step (1), ...
 ---@return kvlab.Tensor
 function M.arange(dev, dtype, n, start, step)
-  argument("arange", "n", n, options.whole)
+  argument("arange", "n", n, ROW)
   argument("arange", "start", start, NUMBER)
   argument("arange", "step", step, NUMBER)
   local t = M.tensor(dev, dtype, { n })
@@ -307,7 +313,7 @@ end
 
 --- The size of dim `i`; a negative i counts from the end.
 function methods.size(t, i)
-  argument("size", "i", i, options.integer)
+  argument("size", "i", i, ROW)
   local at = i < 0 and i + t.ndim or i
   if at < 0 or at >= t.ndim then
     error(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1), 2)
@@ -375,8 +381,8 @@ end
 ---@param start integer
 ---@param length integer
 function methods.narrow(t, start, length)
-  argument("narrow", "start", start, options.integer)
-  argument("narrow", "length", length, options.integer)
+  argument("narrow", "start", start, ROW)
+  argument("narrow", "length", length, ROW)
   local v = tensor_t()
   check(C.kvl_tensor_narrow(t, start, length, v))
   return remember(v)
@@ -385,7 +391,7 @@ end
 --- Entry i of dim 0.
 ---@param i integer
 function methods.index(t, i)
-  argument("index", "i", i, options.integer)
+  argument("index", "i", i, ROW)
   local v = tensor_t()
   check(C.kvl_tensor_index(t, i, v))
   return remember(v)
