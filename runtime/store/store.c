@@ -86,6 +86,10 @@ static int backend_of(const char *url, const struct kvl__store_backend **out) {
     size_t used = strlen(known);
     snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", backends[i]->form);
   }
+  if (!strncmp(url, "rediss:", 7))
+    return kvl__fail(KVL_ERR_UNSUPPORTED,
+                     "store: url begins with \"rediss:\", but this build has no TLS; use "
+                     "redis: over a tunnel (ssh, stunnel)");
   if (!colon)
     return kvl__fail(KVL_ERR_INVALID, "store: url has no scheme, expected %s", known);
   return kvl__fail(KVL_ERR_INVALID, "store: url begins with \"%.*s:\", expected %s",

@@ -25,6 +25,7 @@ enum {
   PORT = 6379,
   PARTS_MAX = 5,
   KEY_BYTES = 6 + 2 * 20,
+  REPLY_MAX = 64 << 10, /* bytes of a reply beyond those of the record that it should have */
   FIRST_WAIT_MS = 100,
   LAST_WAIT_MS = 5000,
 };
@@ -86,9 +87,11 @@ static const char *parse(struct redis *r, const char *rest) {
     if (*p == '@') at = p;
   if (at) {
     const char *colon = memchr(host, ':', (size_t)(at - host));
-    if (!colon || !unescape(host, (size_t)(colon - host), r->user, sizeof r->user) ||
-        !unescape(colon + 1, (size_t)(at - colon - 1), r->password, sizeof r->password))
-      return "user:password before @, with / @ and % in them as %2F, %40 and %25";
+    const char *user_end = colon ? colon : at;
+    if (!unescape(host, (size_t)(user_end - host), r->user, sizeof r->user) ||
+        (colon &&
+         !unescape(colon + 1, (size_t)(at - colon - 1), r->password, sizeof r->password)))
+      return "user or user:password before @, with / @ and % in them as %2F, %40 and %25";
     host = at + 1;
   }
   const char *close = *host == '[' ? memchr(host, ']', (size_t)(end - host)) : NULL;
@@ -101,6 +104,50 @@ static const char *parse(struct redis *r, const char *rest) {
   if (r->port < 1) return "a port of 1 ... 65535";
   r->db = *end && end[1] ? number(end + 1, strchr(end, 0), 1 << 20) : 0;
   return r->db < 0 ? "the number of a database after /" : NULL;
+}
+
+/* Takes the password from $KVLAB_REDIS_PASSWORD, or from the first line of the file
+ * $KVLAB_REDIS_PASSWORD_FILE. Both are ignored if the URL has a password. */
+static int find_password(struct redis *r) {
+  const char *given = getenv("KVLAB_REDIS_PASSWORD");
+  const char *path = getenv("KVLAB_REDIS_PASSWORD_FILE");
+  char line[sizeof r->password + 2] = "";
+  if (*r->password) return KVL_OK;
+  if (given && *given) {
+    path = "$KVLAB_REDIS_PASSWORD";
+  } else if (path && *path) {
+    FILE *file = fopen(path, "re");
+    if (!file || (!fgets(line, sizeof line, file) && ferror(file))) {
+      int code = errno;
+      if (file) fclose(file);
+      return kvl__fail(KVL_ERR_IO, "redis store: KVLAB_REDIS_PASSWORD_FILE: %s: %s", path,
+                       strerror(code));
+    }
+    fclose(file);
+    line[strcspn(line, "\r\n")] = 0;
+    if (!*line)
+      return kvl__fail(KVL_ERR_INVALID,
+                       "redis store: %s: the first line is empty, expected "
+                       "a password",
+                       path);
+    given = line;
+  } else {
+    if (!*r->user) return KVL_OK;
+    return kvl__fail(KVL_ERR_INVALID,
+                     "redis store: url has a user and no password, expected "
+                     "one in KVLAB_REDIS_PASSWORD or KVLAB_REDIS_PASSWORD_FILE");
+  }
+  if (strlen(given) >= sizeof r->password)
+    return kvl__fail(KVL_ERR_INVALID, "redis store: %s: the password has more than %zu bytes",
+                     path, sizeof r->password - 1);
+  strcpy(r->password, given);
+  return KVL_OK;
+}
+
+/* Replaces the password in a message by stars. Servers quote the command that they refuse. */
+static void mask(const struct redis *r, char *text) {
+  size_t n = strlen(r->password);
+  for (char *at = text; n > 0 && (at = strstr(at, r->password)); at += n) memset(at, '*', n);
 }
 
 /* ---- one connection -------------------------------------------------------------------- */
@@ -124,12 +171,29 @@ static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
   return 0;
 }
 
-/* Receives the next reply by the deadline. Returns 0, an errno, or EPROTO, which c->errstr
- * explains. */
-static int receive(redisContext *c, int64_t deadline, redisReply **out) {
+/* Looks at the first line of the next reply, of which the reader has read nothing yet.
+ * Returns 1 if the reply is one of a few kinds and has at most `most` bytes, 0 if the line
+ * is not complete, or -1. */
+static int check_head(const redisReader *reader, size_t most) {
+  const char *text = reader->buf + reader->pos;
+  size_t n = reader->len - reader->pos;
+  if (n == 0) return 0;
+  if (!strchr("+-:$", *text) || !*text) return -1;
+  const char *end = memchr(text, '\r', n);
+  if (!end) return n > REPLY_MAX ? -1 : 0;
+  if (*text != '$') return end - text > REPLY_MAX ? -1 : 1;
+  if (end - text == 3 && !memcmp(text, "$-1", 3)) return 1; /* no record */
+  int bytes = number(text + 1, end, 999999999);
+  return bytes >= 0 && (size_t)bytes <= most ? 1 : -1;
+}
+
+/* Receives the next reply, a text of at most `most` bytes, by the deadline. Returns 0, an
+ * errno, EMSGSIZE for a longer reply, or EPROTO, which c->errstr explains. */
+static int receive(redisContext *c, int64_t deadline, size_t most, redisReply **out) {
   void *reply = NULL;
-  for (;;) {
-    if (redisGetReplyFromReader(c, &reply) != REDIS_OK) return EPROTO;
+  for (int is_fit = 0;;) {
+    if (!is_fit && (is_fit = check_head(c->reader, most)) < 0) return EMSGSIZE;
+    if (is_fit && redisGetReplyFromReader(c, &reply) != REDIS_OK) return EPROTO;
     if (reply) break;
     if (kvl_clock_ns() > deadline) return ETIMEDOUT;
     errno = 0;
@@ -147,13 +211,14 @@ static int ask(redisContext *c, int64_t deadline, int n, const char **words,
   if (length < 0) return ENOMEM;
   int code = send_parts(c->fd, &(struct iovec){text, (size_t)length}, 1, deadline);
   redisFreeCommand(text);
-  return code ? code : receive(c, deadline, out);
+  return code ? code : receive(c, deadline, REPLY_MAX, out);
 }
 
 static const char *words_of(redisContext *c, int code) {
-  return code == ETIMEDOUT ? "no answer in time"
-         : code == EPROTO  ? c->errstr
-                           : strerror(code);
+  return code == ETIMEDOUT  ? "no answer in time"
+         : code == EMSGSIZE ? "a reply that is none to a store, or is longer than the record"
+         : code == EPROTO   ? c->errstr
+                            : strerror(code);
 }
 
 /* Sends a command on a new connection. Returns 1 if the reply is a status, or 0 with the
@@ -190,6 +255,7 @@ static redisContext *dial(const kvl_store *store, char *why, size_t size) {
     return c;
   }
   if (c) redisFree(c);
+  mask(r, why);
   return NULL;
 }
 
@@ -253,17 +319,18 @@ static void give_back(kvl_store *store, struct link link) {
   if (!keep) redisFree(link.context);
 }
 
-/* Sends the parts on a connection and passes each of the n replies to `each`. Returns 1 if
- * all of them came. */
+/* Sends the parts on a connection and passes each of the n replies, of at most `most` bytes,
+ * to `each`. Returns 1 if all of them came. */
 static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n,
-                    void (*each)(void *to, int i, const redisReply *reply), void *to) {
+                    size_t most, void (*each)(void *to, int i, const redisReply *reply),
+                    void *to) {
   struct link link;
   if (!take(store, &link)) return 0;
   int64_t deadline = kvl_clock_ns() + store->timeout_ms * (int64_t)1000000;
   int code = send_parts(link.context->fd, parts, parts_count, deadline);
   for (int i = 0; !code && i < n; i++) {
     redisReply *reply;
-    code = receive(link.context, deadline, &reply);
+    code = receive(link.context, deadline, most, &reply);
     if (code) break;
     if (reply->type == REDIS_REPLY_ERROR)
       kvl__store_trouble(store, &store->errors, "%s: %s",
@@ -337,7 +404,7 @@ static int redis_put(kvl_store *store, const struct kvl__name *name,
                           {(void *)head, sizeof *head},
                           {(void *)bytes, head->bytes},
                           {"\r\n", 2}};
-  exchange(store, parts, 4, 1, take_status, &status);
+  exchange(store, parts, 4, 1, REPLY_MAX, take_status, &status);
   return status;
 }
 
@@ -345,7 +412,7 @@ static int redis_get(kvl_store *store, const struct kvl__name *name, void *out, 
   char text[KEY_BYTES + 64];
   struct taken taken = {store, name, out, n, 0};
   struct iovec part = {text, (size_t)format(text, sizeof text, "GET", name)};
-  exchange(store, &part, 1, 1, take_record, &taken);
+  exchange(store, &part, 1, 1, sizeof(struct kvl__head) + n + REPLY_MAX, take_record, &taken);
   return taken.status;
 }
 
@@ -360,7 +427,7 @@ static void redis_find(kvl_store *store, const struct kvl__name *names, int n,
     for (int i = 0; i < count; i++)
       length += (size_t)format(text + length, sizeof text - length, "EXISTS", &names[at + i]);
     struct iovec part = {text, length};
-    if (!exchange(store, &part, 1, count, take_integer, found + at)) return;
+    if (!exchange(store, &part, 1, count, REPLY_MAX, take_integer, found + at)) return;
   }
 }
 
@@ -368,13 +435,13 @@ static int redis_remove(kvl_store *store, const struct kvl__name *name) {
   char text[KEY_BYTES + 64];
   uint8_t removed = 0;
   struct iovec part = {text, (size_t)format(text, sizeof text, "DEL", name)};
-  exchange(store, &part, 1, 1, take_integer, &removed);
+  exchange(store, &part, 1, 1, REPLY_MAX, take_integer, &removed);
   return removed;
 }
 
 static void redis_held(kvl_store *store, kvl_store_stats *out) {
   struct iovec part = {"*1\r\n$6\r\nDBSIZE\r\n", 16};
-  exchange(store, &part, 1, 1, take_count, &out->records);
+  exchange(store, &part, 1, 1, REPLY_MAX, take_count, &out->records);
 }
 
 static void redis_close(kvl_store *store) {
@@ -401,7 +468,7 @@ static int redis_open(kvl_store *store, const char *rest) {
   int status = KVL_OK;
   if (wrong) {
     status = kvl__fail(KVL_ERR_INVALID, "redis store: url: expected %s", wrong);
-  } else {
+  } else if ((status = find_password(r)) >= 0) {
     snprintf(r->words, sizeof r->words, "redis store: %s:%d", r->host, r->port);
     link.context = dial(store, why, sizeof why);
     if (!link.context) status = kvl__fail(KVL_ERR_IO, "%s: %s", r->words, why);
@@ -413,7 +480,7 @@ static int redis_open(kvl_store *store, const char *rest) {
 
 const struct kvl__store_backend kvl__store_redis = {
     .scheme = "redis",
-    .form = "redis://[user:password@]host[:port][/db]",
+    .form = "redis://[user[:password]@]host[:port][/db]",
     .open = redis_open,
     .close = redis_close,
     .put = redis_put,

@@ -35,6 +35,8 @@ local function open(capacity) return cases.open("lmdb:" .. file, capacity) end
 -- ---- the file, by LMDB itself ---------------------------------------------------------
 
 ffi.cdef [[
+int setenv(const char *name, const char *value, int overwrite);
+int unsetenv(const char *name);
 typedef struct { size_t mv_size; void *mv_data; } MDB_val;
 int mdb_env_create(void **env);
 int mdb_env_set_maxdbs(void *env, unsigned n);
@@ -471,6 +473,74 @@ describe("a Redis server", function()
       out_store), "SELECT: ERR DB index is out of range")
     one:close()
     two:close()
+  end)
+
+  --- fn() with variables of the environment.
+  local function with_environment(variables, fn)
+    for name, value in pairs(variables) do ffi.C.setenv(name, value, 1) end
+    local ok, why = pcall(fn)
+    for name in pairs(variables) do ffi.C.unsetenv(name) end
+    if not ok then error(why, 0) end
+  end
+
+  it("is given a password by the environment or a file", function()
+    server = processes.redis "--requirepass 'p@ss/word'"
+    local address, path = "127.0.0.1:" .. server.port, os.tmpname()
+    local PASSWORD, FILE = "KVLAB_REDIS_PASSWORD", "KVLAB_REDIS_PASSWORD_FILE"
+    local function opens(url)
+      local s = cases.open(url)
+      assert.equal(1, s:put(1, 0, 10, 1))
+      s:close()
+    end
+    write(path, "p@ss/word\nanother line\n")
+    with_environment({ [PASSWORD] = "p@ss/word" }, function()
+      opens(server.url)
+      opens("redis://default@" .. address)
+      fails(C.kvl_store_open("redis://:no@" .. address, 0, 0, out_store), "WRONGPASS")
+    end)
+    with_environment({ [FILE] = path }, function() opens(server.url) end)
+    with_environment({ [FILE] = path .. ".none" }, function()
+      fails(C.kvl_store_open(server.url, 0, 0, out_store), FILE, path, "No such file")
+    end)
+    with_environment({ [FILE] = "/" }, function()
+      fails(C.kvl_store_open(server.url, 0, 0, out_store), FILE, "Is a directory")
+    end)
+    write(path, "\n")
+    with_environment({ [FILE] = path }, function()
+      fails(C.kvl_store_open(server.url, 0, 0, out_store), path, "first line is empty")
+    end)
+    with_environment({ [PASSWORD] = ("x"):rep(256) }, function()
+      fails(C.kvl_store_open(server.url, 0, 0, out_store), "more than 255 bytes")
+    end)
+    fails(C.kvl_store_open("redis://me@" .. address, 0, 0, out_store), PASSWORD)
+    os.remove(path)
+  end)
+
+  it("that quotes the password it refuses does so without a reader", function()
+    server = processes.redis "--rename-command AUTH ''"
+    fails(C.kvl_store_open("redis://:secret@127.0.0.1:" .. server.port, 0, 0, out_store),
+      "unknown command 'AUTH'", "'******'")
+    assert.is_nil(ffi.string(C.kvl_last_error()):find("secret", 1, true))
+  end)
+
+  it("that would need TLS is refused with words", function()
+    server = processes.redis()
+    fails(C.kvl_store_open("rediss://127.0.0.1", 0, 0, out_store), "rediss:", "no TLS")
+  end)
+
+  it("that sends more than a record is not listened to", function()
+    server = processes.redis()
+    local s = cases.open(server.url, 0, NO_HURRY_MS)
+    s:put(1, 0, 5000, 1)
+    local name = server:ask "keys 'kvlab:*'"
+    server:ask("setrange " .. name .. " 100000000 x")
+    local before = tonumber(read "/proc/self/status":match "VmHWM:%s*(%d+)")
+    assert.is_nil(s:get(1, 0, 5000))
+    local after = tonumber(read "/proc/self/status":match "VmHWM:%s*(%d+)")
+    assert.is_true(after - before < 20000, after - before) -- kB; the reply has 100 MB
+    assert.matches("longer than the record", s:problem())
+    assert.equal(1, s:stats().errors)
+    s:close()
   end)
 
   it("that is full says so", function()

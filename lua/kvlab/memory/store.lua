@@ -59,7 +59,7 @@ function M.model(name, cache)
 end
 
 --- Opens a store.
----@param url string  memory:  lmdb:PATH  redis://[user:password@]host[:port][/db]
+---@param url string  memory:  lmdb:PATH  redis://[user[:password]@]host[:port][/db]
 ---@param o? table  capacity: bytes of blocks (no limit); timeout_ms (1000), for Redis;
 --                  model: see M.model, and block_size: for :keys
 ---@return kvlab.Store
