@@ -91,7 +91,7 @@ static const char *parse(struct redis *r, const char *rest) {
     if (!unescape(host, (size_t)(user_end - host), r->user, sizeof r->user) ||
         (colon &&
          !unescape(colon + 1, (size_t)(at - colon - 1), r->password, sizeof r->password)))
-      return "user or user:password before @, with / @ and % in them as %2F, %40 and %25";
+      return "user:password before @, with / @ and % in them as %2F, %40 and %25";
     host = at + 1;
   }
   const char *close = *host == '[' ? memchr(host, ']', (size_t)(end - host)) : NULL;
@@ -133,9 +133,10 @@ static int find_password(struct redis *r) {
     given = line;
   } else {
     if (!*r->user) return KVL_OK;
-    return kvl__fail(KVL_ERR_INVALID,
-                     "redis store: url has a user and no password, expected "
-                     "one in KVLAB_REDIS_PASSWORD or KVLAB_REDIS_PASSWORD_FILE");
+    return kvl__fail(
+        KVL_ERR_INVALID,
+        "redis store: url has a user and no password, expected user:password before "
+        "@, or a password in KVLAB_REDIS_PASSWORD or KVLAB_REDIS_PASSWORD_FILE");
   }
   if (strlen(given) >= sizeof r->password)
     return kvl__fail(KVL_ERR_INVALID, "redis store: %s: the password has more than %zu bytes",
