@@ -69,8 +69,8 @@ local function make_tiny_project()
     cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" "$root/VERSION" \
       "$root/LICENSE" .
     cp "$root/runtime/main.c" runtime
-    for module in words command_line sorted version json options shell/cli shell/test \
-      experiment/sweep/process; do
+    for module in words command_line sorted version json options files shell/cli \
+      shell/test experiment/sweep/process; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
     cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell
@@ -81,6 +81,7 @@ local function make_tiny_project()
     #pragma GCC visibility push(default)
     void kvl_interrupt(int set);
     int kvl_interrupted(void);
+    int kvl_interrupt_hold(int more);
     int kvl_answer(void);
     #pragma GCC visibility pop
   ]])
@@ -90,6 +91,7 @@ local function make_tiny_project()
     static volatile int flag;
     void kvl_interrupt(int set) { flag = set; }
     int kvl_interrupted(void) { return flag; }
+    int kvl_interrupt_hold(int more) { return more; }
     int openblas_get_num_threads(void);
     int kvl_answer(void) { return openblas_get_num_threads() ? answer_plain() : 0; }
   ]])

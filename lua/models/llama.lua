@@ -36,7 +36,7 @@ local ROPE_FIELDS = {
 local function check_rope(path, raw)
   local rope = {}
   for _, name in ipairs { "rope_scaling", "rope_parameters" } do
-    local fields = raw[name]
+    local fields = raw[name] ~= json.null and raw[name] or nil
     if fields and type(fields) ~= "table" then refuse(path, name, fields, "a table") end
     for k, v in pairs(fields or {}) do
       if v ~= json.null then rope[k] = v end

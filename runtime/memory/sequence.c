@@ -203,7 +203,13 @@ static void unshare_undone(kvl_sequence *seq, const int32_t *copies, int pairs) 
 
 int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
                          const int32_t *copies, int pairs) {
+  if (n > 0) {
+    KVL__NEED(seqs);
+    KVL__NEED(lengths);
+  }
+  if (pairs > 0) KVL__NEED(copies);
   for (int i = 0; i < n; i++) {
+    KVL__NEED(seqs[i]);
     if (lengths[i] < 0 || lengths[i] > seqs[i]->length)
       return kvl__fail(KVL_ERR_INVALID, "rewind: length %d is %d, expected 0 ... %d", i,
                        lengths[i], seqs[i]->length);

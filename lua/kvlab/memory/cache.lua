@@ -104,7 +104,10 @@ end
 -- be tried again. An engine runs each of its calls in a transaction; use this one to make
 -- several calls happen together or not at all.
 ---@param fn fun(...): ...
-function Cache:transaction(fn, ...) return self.journal:transaction(fn, ...) end
+function Cache:transaction(fn, ...)
+  options.argument("transaction", "fn", fn, options.fn)
+  return self.journal:transaction(fn, ...)
+end
 
 --- Copies blocks in every layer; from and to are i32 [n].
 function Cache:copy_blocks(from, to)

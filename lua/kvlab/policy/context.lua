@@ -322,7 +322,6 @@ end
 --                             eligible, and is selected only as a sink or a recent block
 ---@param budget kvlab.Budget  kvl_budget
 function Context:select(scores, budget)
-  argument("select", "scores", scores, kinds.tensor)
   return select_within(self, scores, step_budget(self, "select", budget))
 end
 

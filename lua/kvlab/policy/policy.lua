@@ -108,7 +108,9 @@ local FIELDS = {
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
   takes_less = options.boolean, scores_keys = options.boolean,
-  complete = options.either(options.table, options.boolean),
+  complete = { "a table or false", function(x)
+    return type(x) == "table" or x == false
+  end },
 }
 for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "score", "select_blocks",

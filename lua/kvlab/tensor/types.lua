@@ -106,6 +106,7 @@
 ---@field stats fun(dev): kvlab.DeviceStats
 ---@field open_stream fun(dev): kvlab.Stream
 ---@field stream fun(dev): kvlab.Stream
+---@field default_stream fun(dev): kvlab.Stream
 ---@field with_stream fun(dev, stream: kvlab.Stream, fn: function, ...: any): any
 ---@field open_event fun(dev): kvlab.Event
 

@@ -59,7 +59,7 @@ describe("kvlab new", function()
     pipe:close()
   end)
 
-  it("refuses what exists, wrong names and kinds, and two policies of one name", function()
+  it("refuses what exists, wrong names and kinds, and a name that is taken", function()
     ok("new", "policy", "mine")
     has("new: ./policies/mine.lua exists", (select(2, kvlab("new", "policy", "mine"))))
     has('the name is "a-b", expected letters',
