@@ -5,6 +5,7 @@ local grids = require "kvlab.experiment.grid"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
 local plots = require "kvlab.report.plot"
+local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local text_table = require "kvlab.report.table"
 
@@ -157,14 +158,7 @@ end
 -- policies can be compared in pairs. A run with more repeats can also use the rows of a
 -- run with fewer. Seeds have 32 bits because experiments add small numbers to them.
 -- MurmurHash3's finaliser makes them; it never gives two repeats the same seed.
-local function seed_of(seed, n)
-  if n == 1 then return seed end
-  local x = (seed * 0x9e3779b1ULL + n) % 2 ^ 32
-  for _, step in ipairs { { 16, 0x85ebca6bULL }, { 13, 0xc2b2ae35ULL }, { 16, 1ULL } } do
-    x = bit.bxor(x, bit.rshift(x, step[1])) * step[2] % 2 ^ 32
-  end
-  return tonumber(x)
-end
+local function seed_of(seed, n) return n == 1 and seed or seeds.derive(seed, n) end
 
 local function check_repeats(n, source)
   if type(n) ~= "number" or n < 1 or n % 1 ~= 0 then
