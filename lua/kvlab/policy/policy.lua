@@ -216,6 +216,8 @@ function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
 
+local A_POLICY = options.like("a policy", "name", "options", "min_blocks")
+
 --- Says why a policy reads more of a sequence with n blocks than its budget asks for:
 -- sink, recent or min_blocks alone are more. Different budgets then read the same, so
 -- such results are not those of the budget. nil if the budget decides.
@@ -224,6 +226,9 @@ end
 ---@param block_size integer  tokens
 ---@return string|nil
 function M.exceeds_budget(self, n, block_size)
+  options.argument("exceeds_budget", "self", self, A_POLICY)
+  options.argument("exceeds_budget", "n", n, options.whole)
+  options.argument("exceeds_budget", "block_size", block_size, options.count)
   local asked = make_budget(self, block_size)
   asked.min_blocks, asked.sink, asked.recent = 0, 0, 0
   local least = math.min(math.max(self.min_blocks, self.sink + self.recent), n)

@@ -7,6 +7,23 @@ local traces = require "spec.traces"
 
 local raises = support.raises
 
+describe("exceeds_budget", function()
+  local quest = kv.policy("quest", { ratio = 0.05, sink = 1, recent = 2, min_blocks = 0 })
+
+  it("says when sink and recent alone are more than the budget", function()
+    assert.truthy(kv.policy.exceeds_budget(quest, 32, 16)) -- 2 blocks asked for, 3 read
+    assert.is_nil(kv.policy.exceeds_budget(quest, 64, 16)) -- 4 asked for
+    assert.is_nil(kv.policy.exceeds_budget(kv.policy "full", 1, 16))
+  end)
+
+  it("names a wrong argument", function()
+    local check = kv.policy.exceeds_budget
+    raises("exceeds_budget: self is", check, {}, 3, 4)
+    raises('exceeds_budget: n is "a", expected a whole number', check, quest, "a", 4)
+    raises("exceeds_budget: block_size is 0", check, quest, 3, 0)
+  end)
+end)
+
 describe("policy options", function()
   it("are merged over the defaults", function()
     local p = kv.policy("quest", { sink = 3 })
