@@ -9,7 +9,8 @@
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
-enum { KVL_DIMS_MAX = 6 }; /* dims of a tensor */
+enum { KVL_DIMS_MAX = 6 };             /* dims of a tensor */
+enum { KVL_CODE_ARGUMENTS_MAX = 384 }; /* bytes, see kvl_code_launch */
 
 /* ORDER kvl_status */
 typedef enum kvl_status {
@@ -94,6 +95,14 @@ typedef struct kvl_budget {
   double ratio;
   int32_t blocks, min_blocks, sink, recent;
 } kvl_budget;
+
+/* How many thread blocks (at most 65535 along y and z), threads of each, and bytes of dynamic
+ * shared memory. programmatic: the kernel may start before the one ahead of it in the stream
+ * has ended, and waits for it itself. The CPU does not look at it. */
+typedef struct {
+  int64_t x, y, z;
+  int32_t threads, bytes_shared, programmatic, reserved;
+} kvl_grid;
 
 /* ffi:end */
 

@@ -708,6 +708,32 @@ typedef struct kvl_vllm {
 } kvl_vllm;
 int kvl_vllm_attention(const kvl_vllm *call);
 
+/* ---- kernels made at run time ---------------------------------------------------------- */
+
+/* Machine code that was compiled while the program runs, with one entry, kvl_code:
+ *   cpu    a shared library with int kvl_code(const void *arguments, void *queue), which
+ *          returns 0 or a negative kvl_status
+ *   cuda   a cubin with extern "C" __global__ void kvl_code(struct arguments)
+ * Nothing checks what the code does with memory. */
+typedef struct kvl_code kvl_code;
+
+/* Loads code for a device's kind of processor from an image of `bytes` bytes, which is
+ * copied. `name` stands in messages. Errors: INVALID, DEVICE (the image is not one, or has no
+ * kvl_code). */
+int kvl_code_open(kvl_device *dev, const char *name, const void *image, size_t bytes,
+                  kvl_code **out);
+/* Launches it on the device's current stream. `arguments`: its struct, `size` bytes, copied.
+ * `tensors`: the n tensors that it reads or writes; their memory is kept until it has ended.
+ * Errors: INVALID for a tensor that is closed or on another device, size out of range;
+ * DEVICE; INTERRUPTED. */
+int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size_t size,
+                    kvl_tensor *const *tensors, int n, const kvl_grid *grid);
+/* Unloads it. No launch of it may be under way, and no graph may hold one. NULL is allowed. */
+void kvl_code_close(kvl_code *code);
+/* The target that a compiler must be told: "sm_90a", or plain, avx2, avx512. Writes at most
+ * `size` bytes. */
+int kvl_device_target(kvl_device *dev, char *text, size_t size);
+
 /* ---- graphs ---------------------------------------------------------------------------- */
 
 /* A graph records the work that is launched between begin and end instead of running it; a
@@ -1085,6 +1111,11 @@ void kvl_ticket_close(kvl_ticket *ticket);
 /* Computes the XXH3-128 of the contents of n files, each followed by its length (u64,
  * little-endian). Errors: INVALID, IO, NO_MEMORY. */
 int kvl_files_hash(const char *const *paths, int n, kvl_key *hash);
+/* The same of `size` bytes of memory. */
+int kvl_bytes_hash(const void *bytes, size_t size, kvl_key *hash);
+/* 1 if path is a folder or a file that belongs to this user and that no other user may write
+ * to, else 0. */
+int kvl_path_is_private(const char *path);
 
 /* ---- safetensors ----------------------------------------------------------------------- */
 

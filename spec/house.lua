@@ -115,7 +115,7 @@ M.LUA_ROOMS = {
   { "lua/kvlab" }, -- what everything may require
   { "lua/kvlab/report", "lua/kvlab/tensor" },
   { "lua/kvlab/memory" },
-  { "lua/kvlab/index" },
+  { "lua/kvlab/index", "lua/kvlab/kernel" },
   { "lua/kvlab/policy" },
   { "lua/kvlab/observe" },
   { "lua/kvlab/serve" },

@@ -59,6 +59,8 @@ M.landmarks = require("kvlab.index.landmarks").landmarks
 M.compressed = require("kvlab.index.compressed").compressed
 M.prefix_chunks = require("kvlab.index.prefix_chunks").prefix_chunks
 
+M.expr = require("kvlab.kernel.expression").e
+
 M.policy = require "kvlab.policy.policy"
 M.attention = require("kvlab.policy.attention").attention
 M.summary = require "kvlab.policy.summary"

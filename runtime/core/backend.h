@@ -52,6 +52,15 @@ typedef struct kvl_backend {
   size_t (*workspace)(void *ctx, enum kvl_op op, const void *args);
   int (*launch)(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size);
 
+  /* Machine code that was compiled at run time: a shared library (CPU) or a cubin, with the
+   * entry kvl_code. code_open copies the image. The grid is the GPU's. */
+  int (*code_open)(void *ctx, const void *image, size_t bytes, void **out);
+  void (*code_close)(void *code);
+  int (*code_launch)(void *ctx, void *queue, void *code, const void *args, size_t size,
+                     const kvl_grid *grid);
+  /* What NVRTC calls the device ("sm_90a"), or the CPU's instruction set. */
+  int (*target)(void *ctx, char *text, size_t size);
+
   /* Between begin and end, work that is submitted to `queue`, and to queues that wait for a
    * mark recorded on it, is recorded and not run. end makes the graph; *out is NULL if the
    * recording failed. launch runs it on any queue. close may be called when no launch of it

@@ -201,7 +201,13 @@ static const char *build(void) {
   return words;
 }
 
-static const char *last_error(void) { return ""; }
+static int target(void *ctx, char *text, size_t size) {
+  (void)ctx;
+  snprintf(text, size, "%s", isa_in_use(NULL)->name);
+  return KVL_OK;
+}
+
+static const char *last_error(void) { return kvl__cpu_code_error(); }
 
 const kvl_backend kvl__backend_cpu = {
     .version = KVL_BACKEND_VERSION,
@@ -229,6 +235,10 @@ const kvl_backend kvl__backend_cpu = {
     .copy = kvl__cpu_copy,
     .workspace = workspace,
     .launch = launch,
+    .code_open = kvl__cpu_code_open,
+    .code_close = kvl__cpu_code_close,
+    .code_launch = kvl__cpu_code_launch,
+    .target = target,
     .graph_begin = kvl__cpu_graph_begin,
     .graph_end = kvl__cpu_graph_end,
     .graph_launch = kvl__cpu_graph_launch,

@@ -32,6 +32,14 @@ int kvl__cpu_submit(void *queue, kvl_kernel *run, const void *args, size_t size)
 int kvl__cpu_copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
                   enum kvl_copy_kind kind);
 
+/* cpu/code.c */
+int kvl__cpu_code_open(void *ctx, const void *image, size_t bytes, void **out);
+void kvl__cpu_code_close(void *code);
+int kvl__cpu_code_launch(void *ctx, void *queue, void *code, const void *args, size_t size,
+                         const kvl_grid *grid);
+/* Why the last kvl__cpu_code_open of this thread failed. */
+const char *kvl__cpu_code_error(void);
+
 int kvl__cpu_graph_begin(void *ctx, void *queue);
 int kvl__cpu_graph_end(void *ctx, void *queue, void **out);
 int kvl__cpu_graph_launch(void *ctx, void *graph, void *queue);

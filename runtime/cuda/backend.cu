@@ -59,6 +59,7 @@ int device_describe(device_ctx *d) {
   if (p.major * 10 + p.minor < CAPABILITY_MIN)
     return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed", p.name,
                 p.major, p.minor);
+  d->capability = p.major * 10 + p.minor;
   d->sm_count = p.multiProcessorCount;
   d->shared_optin = (int)p.sharedMemPerBlockOptin;
   snprintf(d->text, sizeof d->text, "%.128s, %d SMs, %.1f GiB, driver %d.%d, runtime %d.%d",
@@ -259,6 +260,10 @@ __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
     copy,
     workspace,
     launch,
+    code_open,
+    code_close,
+    code_launch,
+    target,
     graph_begin,
     graph_end,
     graph_launch,

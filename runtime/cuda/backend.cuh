@@ -16,6 +16,7 @@ struct huge_block;
 
 struct device_ctx {
   int index, sm_count, shared_optin;
+  int capability;                 /* 90 for compute capability 9.0 */
   int registered_same;            /* registered memory has one address on host and device */
   huge_block *huge_blocks;        /* pinned memory in huge pages, see memory.cu */
   std::atomic<graph *> recording; /* or NULL; prefetch workers read it, too */
@@ -38,6 +39,13 @@ int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out);
 void host_free(void *ctx, void *p, size_t bytes);
 int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
          enum kvl_copy_kind kind);
+
+/* code.cu */
+int code_open(void *ctx, const void *image, size_t bytes, void **out);
+void code_close(void *code);
+int code_launch(void *ctx, void *queue, void *code, const void *args, size_t size,
+                const kvl_grid *grid);
+int target(void *ctx, char *text, size_t size);
 
 /* graph.cu */
 /* Is work that goes to q now recorded in a graph? */

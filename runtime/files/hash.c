@@ -1,6 +1,9 @@
-/* Hashes of whole files, by which a row of an experiment names what it was computed with. */
+/* Hashes of files and of memory, by which a row of an experiment names what it was computed
+ * with and the kernels' cache knows its own; and whether others can write to a path. */
 #define XXH_INLINE_ALL
 #include <errno.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <xxhash.h>
 
 #include "core/status.h"
@@ -40,4 +43,18 @@ int kvl_files_hash(const char *const *paths, int n, kvl_key *hash) {
   XXH128_hash_t h = XXH3_128bits_digest(&state);
   *hash = (kvl_key){h.low64, h.high64};
   return KVL_OK;
+}
+
+int kvl_bytes_hash(const void *bytes, size_t size, kvl_key *hash) {
+  KVL__NEED(hash);
+  if (size > 0) KVL__NEED(bytes);
+  XXH128_hash_t h = XXH3_128bits(size > 0 ? bytes : "", size);
+  *hash = (kvl_key){h.low64, h.high64};
+  return KVL_OK;
+}
+
+int kvl_path_is_private(const char *path) {
+  struct stat is;
+  if (!path || stat(path, &is) < 0) return 0;
+  return is.st_uid == geteuid() && !(is.st_mode & (S_IWGRP | S_IWOTH));
 }

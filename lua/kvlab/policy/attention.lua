@@ -90,7 +90,7 @@ function M.attention(o)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
-    dtype = cache.dtype, journal = cache.journal,
+    dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }

@@ -25,6 +25,9 @@
 --                                          of them the step began or filled. If KV lies
 --                                          in host memory, this runs before the blocks
 --                                          leave the device
+--     summary = { name = expression }      what is kept of each block, see kvlab.kernel;
+--                                          self.summary.name:layer(i) is its tensor
+--     score = expression                   in place of a function
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
 --                                          is better; ctx:new_scores() gives a tensor to
 --                                          write to
@@ -83,7 +86,9 @@
 -- selected; they count towards the budget). If the defaults name a seed, it is that of
 -- --seed, or of the row that an experiment computes, unless the policy's user gives it.
 local constructor = require "kvlab.constructor"
+local expression = require "kvlab.kernel.expression"
 local ffi = require "ffi"
+local kernel = require "kvlab.kernel.kernel"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local named = require "kvlab.named"
@@ -107,13 +112,16 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
-  takes_less = options.boolean, scores_keys = options.boolean,
+  takes_less = options.boolean, scores_keys = options.boolean, summary = options.table,
+  score = { "a function or an expression", function(x)
+    return type(x) == "function" or expression.is_expression(x)
+  end },
   complete = { "a table or false", function(x)
     return type(x) == "table" or x == false
   end },
 }
 for _, name in ipairs {
-  "init", "on_prefill_offload", "on_decode_offload", "score", "select_blocks",
+  "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
   "request_begin", "request_finished", "score_bytes", "reset", "step_begin", "inherit",
   "predict", "keep_block", "recall_block",
@@ -284,6 +292,27 @@ function M.note_use(self)
   for _, path in ipairs(self.files) do sources.use(path) end
 end
 
+--- Puts the kernels of a definition's expressions where its functions would be.
+local function use_expressions(class, def)
+  local fields, reads_keys = kernel.check(def)
+  class.expressions = { fields = fields }
+  if fields then
+    class.summary = nil -- that of an attached policy holds its tensors
+    for _, hook in ipairs { "on_prefill_offload", "on_decode_offload" } do
+      local own = def[hook]
+      class[hook] = function(self, ev)
+        self.summary:update(ev)
+        if own then own(self, ev) end
+      end
+    end
+  end
+  if expression.is_expression(def.score) then
+    class.expressions.score, class.score = def.score, kernel.score
+    class.score_bytes = def.score_bytes or kernel.score_bytes
+    class.scores_keys = def.scores_keys or reads_keys
+  end
+end
+
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -294,6 +323,7 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
+  use_expressions(class, def)
   class.files = files_of(def)
   for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
@@ -313,6 +343,7 @@ function M.attach(self, shape)
   self.shape = shape
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end
+  kernel.attach(self, shape)
   return self
 end
 

@@ -1,0 +1,122 @@
+--- The kernels that were compiled, on disk: one file a kernel, in a private folder,
+-- $XDG_CACHE_HOME/kvlab or ~/.cache/kvlab. A file's name is the hash of all that the
+-- kernel was made from. It begins with a line that holds the hash of the rest; a file
+-- that
+-- does not fit is not loaded. Where the folder cannot be written to, or others can write
+-- to it, nothing is kept, and kernels are compiled again by each process.
+local bit = require "bit"
+local ffi = require "ffi"
+local files = require "kvlab.files"
+local library = require "kvlab.library"
+
+local C, check = library.C, library.check
+local M = {}
+
+ffi.cdef "int chmod(const char *path, unsigned mode); int getpid(void);"
+
+local key = ffi.new "kvl_key"
+
+--- 32 hexadecimal digits: XXH3-128.
+---@param text string
+function M.hash(text)
+  check(C.kvl_bytes_hash(text, #text, key))
+  return bit.tohex(key.hi, 16) .. bit.tohex(key.lo, 16)
+end
+
+--- The folder; nil if there is no home for it.
+---@return string|nil
+function M.folder()
+  local base = os.getenv "XDG_CACHE_HOME"
+  if not base or base:sub(1, 1) ~= "/" then
+    local home = os.getenv "HOME"
+    if not home or home == "" then return nil end
+    base = home .. "/.cache"
+  end
+  return base .. "/kvlab"
+end
+
+--- The folder, made if need be; nil if kernels cannot be kept there.
+local function usable()
+  local folder = M.folder()
+  if not folder then return nil end
+  if not files.real(folder) then
+    files.make_folder(folder)
+    ffi.C.chmod(folder, tonumber("700", 8))
+  end
+  return C.kvl_path_is_private(folder) == 1 and folder or nil
+end
+
+-- Shipped with a bundle: read, never written.
+local function shipped() return library.paths.root .. "/kernels/compiled" end
+
+local function read(path)
+  local text = files.read(path)
+  local hash, image = (text or ""):match "^kvlab kernel (%x+)\n(.*)$"
+  if not hash or #hash ~= 32 or M.hash(image) ~= hash then return nil end
+  return image
+end
+
+--- The image of a kernel that was kept; nil if there is none, or not a whole one.
+---@param name string  the hash of what it was made from
+---@return string|nil
+function M.load(name)
+  local folder = M.folder()
+  local path = folder and folder .. "/" .. name
+  if path and C.kvl_path_is_private(folder) == 1 and C.kvl_path_is_private(path) == 1 then
+    local image = read(path)
+    if image then return image end
+  end
+  return read(shipped() .. "/" .. name)
+end
+
+--- Keeps the image of a kernel. Two processes may do so at once; a folder or disk that
+-- refuses is no error.
+---@return boolean kept
+function M.keep(name, image)
+  local folder = usable()
+  if not folder then return false end
+  local path = ("%s/%s"):format(folder, name)
+  local part = ("%s.%d"):format(path, ffi.C.getpid())
+  local file = io.open(part, "wb")
+  if not file then return false end
+  local ok = file:write("kvlab kernel ", M.hash(image), "\n", image)
+  ok = file:close() and ok
+  ok = ok and ffi.C.chmod(part, tonumber("600", 8)) == 0 and os.rename(part, path)
+  if not ok then os.remove(part) end
+  return ok and true or false
+end
+
+local function each_file(fn)
+  local folder = M.folder()
+  if not folder or not files.real(folder) then return end
+  for _, name in ipairs(files.list(folder)) do
+    if name:match "^%x+$" and #name == 32 or name:match "^%x+%.%d+$" then
+      fn(folder .. "/" .. name)
+    end
+  end
+end
+
+--- How many kernels are kept, and their bytes.
+---@return integer count
+---@return integer bytes
+function M.size()
+  local count, bytes = 0, 0
+  each_file(function(path)
+    local file = io.open(path, "rb")
+    if file then
+      count, bytes = count + 1, bytes + (file:seek "end" or 0)
+      file:close()
+    end
+  end)
+  return count, bytes
+end
+
+--- Removes every kernel. Returns how many there were.
+---@return integer
+function M.clear()
+  local count = 0
+  each_file(function(path) if os.remove(path) then count = count + 1 end end)
+  return count
+end
+
+return M

@@ -1,0 +1,313 @@
+--- Kernels of expressions on a device: compiled or taken from the cache, given their
+-- arguments, and launched. A policy gets them by kernel.attach.
+local ffi = require "ffi"
+local cache = require "kvlab.kernel.cache"
+local compiler = require "kvlab.kernel.compiler"
+local library = require "kvlab.library"
+local place = require "kvlab.kernel.place"
+local print_c = require "kvlab.kernel.print_c"
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.tensor"
+
+local C, check = library.C, library.check
+local M = {}
+
+local pointer_array, integer_array = ffi.typeof "const void **", ffi.typeof "int64_t *"
+
+---@class kvlab.Kernel
+---@field plan kvlab.Plan
+---@field source string
+local Kernel = {}
+Kernel.__index = Kernel
+M.Kernel = Kernel
+
+-- ---- compiled -------------------------------------------------------------------------
+
+local target_text = ffi.new "char[32]"
+local out_code = ffi.new "kvl_code *[1]"
+-- Code that was loaded, by kind of device and name. It stays: graphs may hold it.
+local loaded = {}
+
+--- What a compiler must be told of a device: "sm_90a", or the CPU's instruction set.
+function M.target(dev)
+  check(C.kvl_device_target(dev, target_text, 32))
+  return ffi.string(target_text)
+end
+
+--- The source of a kernel for a target.
+function M.print(plan, target)
+  if compiler.LANES[target] then return print_c.print(plan, compiler.LANES[target]) end
+  return require("kvlab.kernel.print_cuda").print(plan)
+end
+
+local function compile(source, target)
+  if compiler.LANES[target] then return compiler.compile(source, target) end
+  return require("kvlab.kernel.nvrtc").compile(source, target)
+end
+
+--- Loads the code of a source: from memory, from disk, or from the compiler.
+---@return ffi.cdata*  kvl_code
+function M.load(dev, what, source, target)
+  local flags = compiler.LANES[target] and compiler.flags(target) or ""
+  local name = cache.hash(table.concat({ source, target, flags,
+    ffi.string(C.kvl_device_build(dev)) }, "\0"))
+  if loaded[name] then return loaded[name] end
+  local image = cache.load(name)
+  if not image then
+    local why
+    image, why = compile(source, target)
+    if not image then error(("%s: it cannot be compiled: %s"):format(what, why), 0) end
+    cache.keep(name, image)
+  end
+  check(C.kvl_code_open(dev, what, image, #image, out_code))
+  loaded[name] = out_code[0]
+  return out_code[0]
+end
+
+-- ---- arguments ------------------------------------------------------------------------
+
+--- A kernel for a plan on a device, compiled if need be.
+---@param plan kvlab.Plan
+---@param dev kvlab.Device
+---@return kvlab.Kernel
+function M.open(plan, dev)
+  local target = M.target(dev)
+  local source = M.print(plan, target)
+  local list, at = place.arguments(plan), {}
+  for i, one in ipairs(list) do at[one.name] = i - 1 end
+  local words = ffi.new("int64_t[?]", #list)
+  return setmetatable({ plan = plan, device = dev, source = source, target = target,
+    code = M.load(dev, plan.what, source, target), at = at, bytes = 8 * #list,
+    words = words, pointers = ffi.cast(pointer_array, words),
+    integers = ffi.cast(integer_array, words),
+    floats = ffi.cast("double *", words),
+    tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
+    grid = ffi.new("kvl_grid", 1, 1, 1, 128) }, Kernel)
+end
+
+--- Gives argument `name` a tensor; nil: NULL.
+function Kernel:give(name, t)
+  local at = self.at[name]
+  if t == nil then
+    self.pointers[at] = nil
+    return
+  end
+  self.pointers[at] = t.ptr
+  self.tensors[self.count] = t
+  self.count = self.count + 1
+end
+
+function Kernel:set(name, value) self.integers[self.at[name]] = value end
+
+--- Gives the parameters the present options of a policy.
+function Kernel:set_params(owner)
+  for _, x in ipairs(self.plan.params) do
+    local value = owner[x.name]
+    if type(value) ~= "number" then
+      error(("%s: the option %s is %s, expected a number"):format(self.plan.what, x.name,
+        tostring(value)), 0)
+    end
+    self.floats[self.at["param_" .. x.name]] = value
+  end
+end
+
+function Kernel:launch()
+  local n = self.count
+  self.count = 0
+  check(C.kvl_code_launch(self.code, self.device, self.words, self.bytes, self.tensors, n,
+    self.grid))
+end
+
+-- ---- consts ---------------------------------------------------------------------------
+
+local function const_of(owner, x, what, dev)
+  local t = owner[x.name]
+  if not tensor.is_tensor(t) then
+    error(("%s: %s: the const %s is %s, expected a tensor, which init sets"):format(x.line
+      ,
+      what, x.name, type(t)), 0)
+  end
+  if t.ndim ~= #x.stored or t:type() ~= x.dtype or t.device ~= dev then
+    error(("%s: %s: the const %s is %s on %s, expected %s [%s] on %s"):format(x.line,
+      what,
+      x.name, tostring(t:type()) .. " [" .. table.concat(t:dims(), ", ") .. "]",
+      t.device:name(), x.dtype, table.concat(x.stored, ", "), dev:name()), 0)
+  end
+  return t
+end
+
+--- What the plans of a policy's expressions need to know.
+local function options_of(owner, shape, what)
+  return {
+    dtype = shape.dtype, group = shape.heads / shape.kv_heads, layers = shape.layers,
+    block_size = shape.block_size, head_dim = shape.head_dim, kv_heads = shape.kv_heads,
+    const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
+  }
+end
+
+local function give_consts(kernel, owner)
+  for _, x in ipairs(kernel.plan.consts) do
+    kernel:give("const_" .. x.name, owner[x.name])
+  end
+end
+
+-- ---- a summary of expressions ---------------------------------------------------------
+
+---@class kvlab.Field
+---@field dtype string
+local Field = {}
+Field.__index = Field
+
+--- The entries of one layer: [blocks, kv_heads, ...] by physical block.
+---@return kvlab.Tensor
+function Field:layer(layer) return self.layers[layer] end
+
+--- Bytes of the entry of one block and KV head.
+function Field:bytes_block() return self.bytes end
+
+---@class kvlab.Fields
+local Fields = {}
+Fields.__index = Fields
+
+local function new_field(shape, plan, root)
+  local dims = { shape.layers, shape.blocks, shape.kv_heads }
+  for _, dim in ipairs(root.node.dims) do dims[#dims + 1] = plan.sizes[dim] end
+  local memory = tensor.tensor(shape.device, root.dtype, dims)
+  local layers = {}
+  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  return setmetatable({ memory = memory, layers = layers, dtype = root.dtype,
+    bytes = root.count * C.kvl_dtype_bytes(library.dtypes[root.dtype]) }, Field)
+end
+
+--- Memory for the fields of a policy's summary, and the kernel that fills it.
+local function new_fields(owner, shape, fields, o)
+  local plan = place.summary(fields, "policy " .. owner.name, o)
+  local self = { kernel = M.open(plan, shape.device), owner = owner, shape = shape,
+                 names = sorted.keys(fields), of = {} }
+  for _, root in ipairs(plan.roots) do
+    self.of[root.name] = new_field(shape, plan, root)
+    self[root.name] = self.of[root.name]
+  end
+  return setmetatable(self, Fields)
+end
+
+--- Computes the fields of an offload event's blocks from their K and V.
+function Fields:update(ev)
+  local kernel, shape = self.kernel, self.shape
+  local n = ev.blocks:size(0)
+  kernel.count = 0
+  kernel:give("k", ev.k)
+  kernel:give("k_blocks", ev.k_blocks)
+  kernel:give("blocks", ev.blocks)
+  kernel:give("counts", ev.num_tokens)
+  local k_scale, v_scale = shape.format:scales(ev.layer)
+  kernel:give("k_scale", k_scale)
+  kernel:give("v_scale", v_scale)
+  for i = 1, #self.names do
+    kernel:give("field_" .. self.names[i], self.of[self.names[i]].layers[ev.layer])
+  end
+  give_consts(kernel, self.owner)
+  kernel:set_params(self.owner)
+  kernel:set("n", n)
+  kernel:set("kv_heads", shape.kv_heads)
+  kernel:set("memory_rows", ev.k:size(0))
+  kernel:set("rows", shape.blocks)
+  kernel:set("layer", ev.layer)
+  local per = self.kernel.per_block or 1
+  kernel.grid.x = math.ceil(n * shape.kv_heads / per)
+  kernel:launch()
+end
+
+--- Bytes of the fields of one block and KV head.
+function Fields:bytes_block()
+  local bytes = 0
+  for _, name in ipairs(self.names) do bytes = bytes + self.of[name].bytes end
+  return bytes
+end
+
+-- ---- a score --------------------------------------------------------------------------
+
+local Q_DTYPES = library.dtypes
+
+--- Scores of the blocks of a step's sequences, for the newest query of each.
+---@param owner table   the policy
+---@param ctx kvlab.Context
+---@return kvlab.Tensor  f32 [seqs, kv_heads, width]
+local function compute_score(kernel, owner, ctx)
+  local scores = ctx:new_scores()
+  kernel.count = 0
+  kernel:give("q", ctx.query)
+  kernel:give("cache", ctx.cache)
+  kernel:give("tables", ctx.tables)
+  kernel:give("lens", ctx.lens)
+  kernel:give("last", ctx.is_prefill and ctx.batch.last or nil)
+  local k_scale, v_scale = ctx.format:scales(ctx.layer)
+  kernel:give("k_scale", k_scale)
+  kernel:give("v_scale", v_scale)
+  kernel:give("scores", scores)
+  local fields = owner.summary
+  for _, field in ipairs(kernel.plan.fields) do
+    kernel:give("field_" .. field.name, fields[field.name].layers[ctx.layer])
+  end
+  give_consts(kernel, owner)
+  kernel:set_params(owner)
+  kernel:set("q_dtype", ctx.query.dtype)
+  kernel:set("seqs", ctx.seqs)
+  kernel:set("kv_heads", ctx.kv_heads)
+  kernel:set("width", ctx.width)
+  kernel:set("rows", kernel.rows)
+  kernel:set("layer", ctx.layer)
+  if kernel.set_grid then kernel:set_grid(ctx) end
+  kernel:launch()
+  return scores
+end
+
+--- Bytes that a score reads of each block and KV head.
+local function bytes_of_score(plan, shape)
+  local bytes = 0
+  for _, field in ipairs(plan.fields) do
+    bytes = bytes + field.count * C.kvl_dtype_bytes(Q_DTYPES[field.dtype])
+  end
+  local page =
+    shape.block_size * shape.head_dim * C.kvl_dtype_bytes(Q_DTYPES[shape.dtype])
+  if plan.uses.k then bytes = bytes + page end
+  if plan.uses.v then bytes = bytes + page end
+  return bytes
+end
+
+-- ---- policies -------------------------------------------------------------------------
+
+--- Checks the expressions of a policy's definition, when it is defined.
+---@param def table  summary: expressions by name, or nil; score: an expression or else
+---@return table|nil fields
+---@return boolean reads_keys  the score reads K itself
+function M.check(def)
+  local what = "policy " .. def.name
+  local fields = def.summary and place.fields(def.summary, what)
+  return fields, place.reads_keys(def.score, fields or {}, what)
+end
+
+--- Makes the summary and the kernels of an attached policy's expressions, after its init.
+---@param self table   the policy, with its definition's fields and score
+---@param shape table  as init gets it
+function M.attach(self, shape)
+  local what = "policy " .. self.name
+  local o = options_of(self, shape, what)
+  local fields, score = self.expressions.fields, self.expressions.score
+  if not (fields or score) then return end
+  if fields then self.summary = new_fields(self, shape, fields, o) end
+  if score then
+    local plan = place.score(score, fields or {}, what, o)
+    local kernel = M.open(plan, shape.device)
+    kernel.rows = shape.blocks
+    self.score_kernel, self.score_bytes_block = kernel, bytes_of_score(plan, shape)
+  end
+end
+
+--- Bytes that the score of such a policy reads of each block and KV head.
+function M.score_bytes(self) return self.score_bytes_block end
+
+--- The score of a policy whose score is an expression.
+function M.score(self, ctx) return compute_score(self.score_kernel, self, ctx) end
+
+return M

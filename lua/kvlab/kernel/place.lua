@@ -1,0 +1,314 @@
+--- The places where an expression can stand, and what a kernel for it needs: a plan, from
+-- which a printer writes the kernel and kernel/kernel.lua fills its arguments.
+--
+--   summary   a block's tokens -> the fields of a summary, for a list of blocks
+--   score     the newest query and a block -> a number for each block and KV head
+--   map       tensors [seqs, kv_heads, width] -> one of that shape, element by element
+local expression = require "kvlab.kernel.expression"
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+---@class kvlab.Plan
+---@field place string
+---@field what string       for errors: "policy quest: score"
+---@field roots table[]     name, node, dtype (of the memory that it is stored in)
+---@field sizes table<string, integer>
+---@field dtype string      of the cache
+---@field scaled boolean    the cache holds K / k_scale and V / v_scale
+---@field fields table[]    what is read of the summary: name, node, count, dtype
+---@field consts kvlab.Expression[]
+---@field params kvlab.Expression[]
+---@field inputs string[]
+---@field uses table<string, boolean>  leaves by name
+
+local AVAILABLE = {
+  summary = { k = true, v = true, tokens = true, layer = true, kv_head = true },
+  score = { q = true, k = true, v = true, tokens = true, position = true, block = true,
+            blocks = true, length = true, layer = true, kv_head = true },
+  map = { block = true, blocks = true, length = true, layer = true, kv_head = true },
+}
+
+local function fail(x, message, ...)
+  error(("%s: %s"):format(x.line, message:format(...)), 0)
+end
+
+-- ---- what is stored as the cache stores it
+-- ------------------------------------------------
+
+-- These keep an element of K or V as it is.
+local KEEPS = { min = true, max = true }
+
+--- "k" or "v" if the value is an element of K or V itself, so that it can be stored in
+-- the cache's dtype without a loss; else nil.
+local function raw_of(x, raw)
+  if x.op == "leaf" then return (x.name == "k" or x.name == "v") and x.name or nil end
+  if x.op == "field" then return x.raw end
+  if x.op == "store" then return raw[x.args[1]] end
+  if not KEEPS[x.op] then return nil end
+  local first = raw[x.args[1]]
+  for _, arg in ipairs(x.args) do if raw[arg] ~= first then return nil end end
+  return first
+end
+
+--- Notes which nodes are raw.
+local function raws(root)
+  local raw = {}
+  expression.each(root, function(x) raw[x] = raw_of(x, raw) end)
+  return raw
+end
+
+--- The same expression, with a node "unit", a multiplication by the scale of K or V,
+-- wherever a raw value meets what is not raw.
+local function with_units(root, keep_root)
+  local raw, new = raws(root), {}
+  local function unit(x)
+    if not raw[x] then return new[x] end
+    return setmetatable({ op = "unit", unit = raw[x], args = { new[x] }, dims = x.dims,
+      type = "f32", line = x.line }, expression.Expression)
+  end
+  expression.each(root, function(x)
+    local copy = {}
+    for key, value in pairs(x) do copy[key] = value end
+    copy.args = {}
+    for i, arg in ipairs(x.args) do copy.args[i] = raw[x] and new[arg] or unit(arg) end
+    new[x] = setmetatable(copy, expression.Expression)
+  end)
+  return keep_root and new[root] or unit(root)
+end
+
+-- ---- plans ----------------------------------------------------------------------------
+
+--- Notes the size of a dimension; raises if it is another elsewhere.
+local function set_size(plan, x, dim, size)
+  local known = plan.sizes[dim]
+  if known and known ~= size then
+    fail(x, "%s: dimension %s of %s is %d, and %d elsewhere", plan.what, dim,
+      expression.text(x), size, known)
+  end
+  plan.sizes[dim] = size
+end
+
+--- Adds to the plan what an expression reads. consts(node) returns the tensor of a const.
+local function add_uses(plan, root, o)
+  local seen = plan.seen
+  expression.each(root, function(x)
+    if x.op == "leaf" then
+      if not AVAILABLE[plan.place][x.name] then
+        fail(root, "%s: there is no %s in a %s, which knows %s", plan.what, x.name,
+          plan.place, table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
+      end
+      plan.uses[x.name] = true
+    elseif x.op == "param" and not seen["param " .. x.name] then
+      seen["param " .. x.name] = true
+      plan.params[#plan.params + 1] = x
+    elseif x.op == "input" then
+      if plan.place ~= "map" then
+        fail(x, "%s: an input is for a map, not for a %s", plan.what, plan.place)
+      end
+      if not seen["input " .. x.name] then
+        seen["input " .. x.name] = true
+        plan.inputs[#plan.inputs + 1] = x.name
+      end
+    elseif x.op == "field" and not seen["field " .. x.name] then
+      seen["field " .. x.name] = true
+      plan.fields[#plan.fields + 1] = { name = x.name, node = x, dtype = x.dtype }
+    elseif x.op == "const" and not seen["const " .. x.name] then
+      seen["const " .. x.name] = true
+      plan.consts[#plan.consts + 1] = x
+      for i, size in ipairs(o.const_dims(x)) do
+        set_size(plan, x, x.stored[i], size)
+      end
+    elseif x.op == "pack" then
+      set_size(plan, x, "word", math.ceil(plan.sizes[x.over] / 32))
+    end
+  end)
+end
+
+--- How many elements a node has.
+local function count_of(plan, x)
+  local count = 1
+  for _, dim in ipairs(x.dims) do
+    if not plan.sizes[dim] then
+      fail(x, "%s: the size of dimension %s is not known", plan.what, dim)
+    end
+    count = count * plan.sizes[dim]
+  end
+  return count
+end
+
+local STORED = { f32 = "f32", i32 = "i32", u32 = "i32", u64 = "u64", bool = "u8" }
+
+--- The dtype in which a field is stored.
+local function field_dtype(root, cache_dtype)
+  if root.op == "store" then
+    if root.type ~= "f32" then
+      fail(root, "store: %s is %s, expected f32", expression.text(root.args[1]),
+        root.type)
+    end
+    return root.dtype
+  end
+  return raws(root)[root] and cache_dtype or STORED[root.type]
+end
+
+local function new_plan(place, what, o)
+  local plan = { place = place, what = what, roots = {}, fields = {}, consts = {},
+    params = {}, inputs = {}, uses = {}, seen = {}, dtype = o.dtype,
+    scaled = o.dtype == "f8e4m3",
+    sizes = { head = o.group, token = o.block_size, dim = o.head_dim, layer = o.layers,
+              kv_head = o.kv_heads } }
+  for dim, size in pairs(o.sizes or {}) do plan.sizes[dim] = size end
+  return plan
+end
+
+local function add_root(plan, name, node, dtype, o)
+  add_uses(plan, node, o)
+  local keep = dtype == plan.dtype and plan.place == "summary" and raws(node)[node]
+    and node.op ~= "store"
+  plan.roots[#plan.roots + 1] = { name = name, dtype = dtype, count = count_of(plan,
+    node),
+    node = plan.scaled and with_units(node, keep) or node }
+end
+
+--- The fields of a summary as other expressions see them: their dimensions, types and
+-- dtypes. Checks that every expression can be a field.
+---@param exprs table<string, kvlab.Expression>
+---@param what string  "policy quest"
+function M.fields(exprs, what)
+  local fields = {}
+  for _, name in ipairs(sorted.keys(exprs)) do
+    local x = exprs[name]
+    local label = ("%s: summary.%s"):format(what, name)
+    if not expression.is_expression(x) then
+      error(("%s is %s, expected an expression"):format(label, type(x)), 0)
+    end
+    if rawget(expression.e, name) or expression.methods[name] then
+      error(("%s: expressions have a %s of their own; choose another name"):format(label,
+        name), 0)
+    end
+    x = expression.resolve(x, {}, label)
+    if x.op == "number" or x.type == "number" then
+      error(("%s is a number, expected an expression of k, v or tokens"):format(label), 0)
+    end
+    for _, dim in ipairs(x.dims) do
+      if dim == "head" then
+        fail(x, "%s: %s has the dimension head, and a summary knows no queries", label,
+          expression.text(x, 60))
+      end
+    end
+    fields[name] = x
+  end
+  return fields
+end
+
+--- A kernel that computes all fields of a summary.
+---@param fields table<string, kvlab.Expression>  as M.fields gives them
+---@param o table  dtype, group, block_size, head_dim, layers, kv_heads, const_dims(node)
+---@return kvlab.Plan
+function M.summary(fields, what, o)
+  local plan = new_plan("summary", what .. ": summary", o)
+  for _, name in ipairs(sorted.keys(fields)) do
+    add_root(plan, name, fields[name], field_dtype(fields[name], o.dtype), o)
+  end
+  return plan
+end
+
+--- Fields as the expressions that read them need them.
+---@param fields table<string, kvlab.Expression>
+---@param dtype string  of the cache
+function M.seen(fields, dtype)
+  local seen = {}
+  for name, x in pairs(fields) do
+    seen[name] = { dims = x.dims, type = x.type, dtype = field_dtype(x, dtype),
+                   raw = x.op ~= "store" and raws(x)[x] or nil }
+  end
+  return seen
+end
+
+--- The expression of a score with its fields put in; raises if it is not one number.
+local function check_score(x, seen, what)
+  x = expression.resolve(x, seen, what)
+  if #x.dims > 0 then
+    fail(x, "%s: %s has dimensions [%s], expected none: reduce it over %s", what,
+      expression.text(x, 60), table.concat(x.dims, ", "), table.concat(x.dims, " and "))
+  end
+  if x.type ~= "f32" and x.type ~= "i32" then
+    fail(x, "%s: %s is %s, expected f32 or i32", what, expression.text(x, 60), x.type)
+  end
+  return x
+end
+
+--- A kernel that gives every block a score.
+function M.score(x, fields, what, o)
+  what = what .. ": score"
+  x = check_score(x, M.seen(fields, o.dtype), what)
+  local plan = new_plan("score", what, o)
+  add_root(plan, "scores", x, "f32", o)
+  for _, field in ipairs(plan.fields) do field.count = count_of(plan, field.node) end
+  return plan
+end
+
+--- Checks the expression of a score before any device is known: its fields, dimensions
+-- and type. Returns whether it reads K itself.
+---@param x kvlab.Expression|any  what is no expression passes
+function M.reads_keys(x, fields, what)
+  if not expression.is_expression(x) then return false end
+  x = check_score(x, M.seen(fields, "f32"), what .. ": score")
+  local reads = false
+  expression.each(x, function(one)
+    reads = reads or one.op == "leaf" and one.name == "k"
+  end)
+  return reads
+end
+
+--- A kernel over scores, element by element.
+function M.map(x, what, o)
+  x = expression.resolve(x, {}, what)
+  if #x.dims > 0 then
+    fail(x, "%s: %s has dimensions [%s], expected none", what, expression.text(x, 60),
+      table.concat(x.dims, ", "))
+  end
+  if x.type ~= "f32" and x.type ~= "i32" then
+    fail(x, "%s: %s is %s, expected f32 or i32", what, expression.text(x, 60), x.type)
+  end
+  local plan = new_plan("map", what, o)
+  add_root(plan, "out", x, "f32", o)
+  return plan
+end
+
+-- ---- arguments ------------------------------------------------------------------------
+
+local FRAMES = {
+  score = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
+    "pointer last",
+            "pointer k_scale", "pointer v_scale", "out scores", "int q_dtype", "int seqs",
+            "int kv_heads", "int width", "int rows", "int layer" },
+  summary = { "pointer k", "pointer k_blocks", "pointer blocks", "pointer counts",
+              "pointer k_scale", "pointer v_scale", "int n", "int kv_heads",
+              "int memory_rows", "int rows", "int layer" },
+  map = { "pointer lens", "out out", "int seqs", "int heads", "int width",
+          "int block_size", "int layer" },
+}
+
+--- The arguments of a kernel, in order: name and kind (pointer, out, int, float). Every
+-- one takes 8 bytes.
+---@param plan kvlab.Plan
+---@return table[]
+function M.arguments(plan)
+  local list = {}
+  local function add(kind, name) list[#list + 1] = { kind = kind, name = name } end
+  for _, text in ipairs(FRAMES[plan.place]) do add(text:match "(%S+) (%S+)") end
+  if plan.place == "summary" then
+    for _, root in ipairs(plan.roots) do add("out", "field_" .. root.name) end
+  end
+  for _, field in ipairs(plan.fields) do add("pointer", "field_" .. field.name) end
+  for _, x in ipairs(plan.consts) do add("pointer", "const_" .. x.name) end
+  for _, name in ipairs(plan.inputs) do
+    add("pointer", "in_" .. name)
+    add("int", "heads_" .. name)
+  end
+  for _, x in ipairs(plan.params) do add("float", "param_" .. x.name) end
+  return list
+end
+
+return M

@@ -1,0 +1,343 @@
+--- Orders the work of a kernel: which value is computed in which loop. It knows no
+-- language; a printer (kernel/print_*.lua) says how each thing is written.
+--
+-- A value belongs to the innermost loop that one of its dimensions is bound to, so
+-- everything is computed as early as it can be, and once. A reduction is a loop of its
+-- own at that place. If such a value would be computed anew by each turn of a loop
+-- around it that it does not depend on, it is computed before, into an array.
+--
+-- The printer decides how a dimension is walked (its `mode`):
+--   loop    an ordinary loop, one element a turn
+--   unroll  no loop: the text is repeated for every element
+--   vector  a loop over vectors of elements; reductions over it end with a horizontal one
+--   lanes   elements lie in the threads of a team, a few in each; the text is repeated
+-- for
+--           those of one thread, and reductions over it end with one over the team
+local M = {}
+
+---@class kvlab.Schedule
+local Schedule = {}
+Schedule.__index = Schedule
+
+-- Arrays with more elements are not made; the value is then computed again.
+local ARRAY_MAX = 65536
+
+--- What is fixed throughout a kernel (its sequence and KV head) is level 1, what is fixed
+-- throughout a block is level 2.
+local FIXED, BLOCK = 1, 2
+
+---@param printer table
+---@param sizes table<string, integer>  of each dimension
+function M.new(printer, sizes)
+  return setmetatable({ printer = printer, sizes = sizes, count = 0, ids = 0, top = FIXED,
+    scopes = { { lines = {}, memo = {} } } }, Schedule)
+end
+
+--- A name that nothing else has.
+function Schedule:name(prefix)
+  self.count = self.count + 1
+  return prefix .. self.count
+end
+
+function Schedule:line(text)
+  local lines = self.scopes[self.top].lines
+  lines[#lines + 1] = text
+end
+
+--- Opens a loop; everything until `pop` is inside of it.
+---@param dim string|nil  the dimension that it walks; nil: the blocks
+function Schedule:push(dim)
+  self.top = self.top + 1
+  self.scopes[self.top] = { lines = {}, memo = {}, dim = dim }
+  return self.top
+end
+
+--- Ends the loop: `head`, its lines and `tail` go into the scope around it.
+function Schedule:pop(head, tail)
+  local inner = self.scopes[self.top]
+  self.scopes[self.top] = nil
+  self.top = self.top - 1
+  self:line(head)
+  for _, text in ipairs(inner.lines) do self:line("  " .. text) end
+  self:line(tail)
+end
+
+--- Calls fn as if only the scopes up to `level` were open. What it opens must be closed.
+function Schedule:at(level, fn, ...)
+  local inner, top = {}, self.top
+  for i = level + 1, top do inner[i], self.scopes[i] = self.scopes[i], nil end
+  self.top = level
+  local result = fn(self, ...)
+  for i = level + 1, top do self.scopes[i] = inner[i] end
+  self.top = top
+  return result
+end
+
+-- ---- what a node is -------------------------------------------------------------------
+
+local VARYING = { k = true, v = true, tokens = true, position = true, block = true }
+
+--- Notes of each node: varies (from block to block), height (reductions inside of it) and
+-- an id.
+local function note(self, x)
+  local varies = x.op == "field" or x.op == "input" or x.op == "leaf" and VARYING[x.name]
+  local height = 0
+  for _, arg in ipairs(x.args) do
+    varies = varies or self.varies[arg]
+    height = math.max(height, self.heights[arg])
+  end
+  self.ids = self.ids + 1
+  self.id[x] = self.ids
+  self.varies[x], self.heights[x] = varies or false, height + (x.over and 1 or 0)
+end
+
+--- Takes in the expressions that will be asked for.
+---@param roots kvlab.Expression[]
+---@param each fun(root: table, fn: function, seen: table)  walks a root, operands first
+function Schedule:take(roots, each)
+  self.varies, self.heights, self.id, self.groups = {}, {}, {}, {}
+  local seen = {}
+  for _, root in ipairs(roots) do
+    each(root, function(x)
+      note(self, x)
+      if not x.over then return end
+      local key = ("%s|%s|%s|%d|%s"):format(x.over, table.concat(x.dims, ","),
+        tostring(self.varies[x]), self.heights[x], x.op == "pack" and "pack" or "")
+      self.groups[key] = self.groups[key] or {}
+      table.insert(self.groups[key], x)
+      self.groups[x] = self.groups[key]
+    end, seen)
+  end
+end
+
+--- The innermost scope that the value depends on.
+local function level_of(self, x, bind)
+  local level = self.varies[x] and self.block_level or FIXED
+  for _, dim in ipairs(x.dims) do
+    local to = bind[dim]
+    if to.level > level then level = to.level end
+  end
+  return level
+end
+
+local function key_of(self, x, bind)
+  local parts = { self.id[x] }
+  for i, dim in ipairs(x.dims) do parts[i + 1] = bind[dim].text end
+  return table.concat(parts, "|")
+end
+
+local function is_vector(x, bind)
+  for _, dim in ipairs(x.dims) do if bind[dim].vector then return true end end
+  return false
+end
+
+-- ---- arrays ---------------------------------------------------------------------------
+
+--- Whether the value would be computed again by a loop that it does not depend on.
+local function is_repeated(self, x, bind, level)
+  if x.op == "number" or x.op == "const" or x.op == "param" or #x.dims == 0 then
+    return false
+  end
+  local base = self.varies[x] and self.block_level or FIXED
+  if level <= base then return false end
+  if self.varies[x] and not x.over then return false end -- cheaper to do again
+  local bound = {}
+  for _, dim in ipairs(x.dims) do bound[bind[dim].level] = true end
+  for i = base + 1, level do if not bound[i] then return true end end
+  return false
+end
+
+--- Binds every dimension of a list in turn and calls fn with the bindings, inside of the
+-- loops that are needed.
+function Schedule:over(dims, fn, bind, i)
+  bind, i = bind or {}, i or 1
+  local dim = dims[i]
+  if not dim then return fn(bind) end
+  local mode = self.printer:mode(dim, self.sizes[dim])
+  if mode == "unroll" or mode == "lanes" then
+    for value = 0, self.printer:elements(dim, self.sizes[dim]) - 1 do
+      bind[dim] = self.printer:element(dim, value)
+      self:over(dims, fn, bind, i + 1)
+    end
+  else
+    local level = self:push(dim)
+    local head, tail, text = self.printer:loop(self, dim, self.sizes[dim],
+      mode == "vector")
+    bind[dim] = { text = text, level = level, vector = mode == "vector" }
+    self:over(dims, fn, bind, i + 1)
+    self:pop(head, tail)
+  end
+  bind[dim] = nil
+end
+
+local function fill_array(self, x)
+  local count = 1
+  for _, dim in ipairs(x.dims) do count = count * self.sizes[dim] end
+  if count > ARRAY_MAX then return nil end
+  local name = self:name "array"
+  self:line(self.printer:array(name, x.type, count))
+  self:over(x.dims, function(bind)
+    local vector = is_vector(x, bind)
+    local text = self:value(x, bind)
+    self:line(self.printer:array_store(name, self:index(x.dims, bind), text, x.type,
+      vector))
+  end)
+  return name
+end
+
+--- The place of an element in row-major order of these dimensions.
+function Schedule:index(dims, bind, stored)
+  local text
+  for _, dim in ipairs(stored or dims) do
+    local at = bind[dim] and bind[dim].text or dim -- layer and kv_head have fixed names
+    local first = tonumber(text) -- of an unrolled dimension
+    if not text then text = at
+    elseif first == 0 then text = at
+    elseif first then text = ("%d + %s"):format(first * self.sizes[dim], at)
+    else
+      text = (text:find " " and "(%s) * %d + %s" or "%s * %d + %s"):format(text,
+        self.sizes[dim], at)
+    end
+  end
+  return text or "0"
+end
+
+--- The value from an array that holds it for every element of its dimensions.
+local function from_array(self, x, bind)
+  local base = self.varies[x] and self.block_level or FIXED
+  local memo = self.scopes[base].memo
+  local key = "array" .. self.id[x]
+  if memo[key] == nil then
+    memo[key] = false -- while it is being filled
+    memo[key] = self:at(base, fill_array, x) or false
+  end
+  local name = memo[key]
+  if not name then return nil end
+  return self.printer:array_load(name, self:index(x.dims, bind), x.type,
+    is_vector(x, bind))
+end
+
+local function load_array(self, x, bind, text)
+  local name = self:name "x"
+  self:line(self.printer:declare(x.type, is_vector(x, bind), name, text))
+  return name
+end
+
+-- ---- reductions -----------------------------------------------------------------------
+
+--- All bindings of a reduction's dimensions that share its loop: those to loops as they
+-- are in `bind`, and every element of a dimension that is unrolled.
+local function instances(self, x, bind)
+  local list = { {} }
+  for _, dim in ipairs(x.dims) do
+    local mode = self.printer:mode(dim, self.sizes[dim])
+    local next_list = {}
+    for _, one in ipairs(list) do
+      local count = (mode == "unroll" or mode == "lanes")
+        and self.printer:elements(dim, self.sizes[dim])
+      for value = 0, count and count - 1 or 0 do
+        local copy = {}
+        for name, to in pairs(one) do copy[name] = to end
+        copy[dim] = count and self.printer:element(dim, value) or bind[dim]
+        next_list[#next_list + 1] = copy
+      end
+    end
+    list = next_list
+  end
+  return list
+end
+
+--- One turn of the loop, or one element of an unrolled one.
+local function turn(self, work, to)
+  for _, one in ipairs(work) do
+    one.bind[one.dim] = to
+    local text = self:value(one.node.args[1], one.bind)
+    self.printer:reduce_step(self, one.node, one.into, text, to,
+      is_vector(one.node.args[1], one.bind))
+    one.bind[one.dim] = nil
+  end
+end
+
+--- Packs 32 bools, one after the other, into word `word`.
+local function pack(self, x, bind)
+  local name, size = self:name "word", self.sizes[x.over]
+  local printer = self.printer
+  self:line(printer:declare("u32", false, name, printer:literal(0, "u32")))
+  local head, tail, text, shift = printer:word_loop(self, bind.word.text, size)
+  local level = self:push(x.over)
+  local inner = {}
+  for dim, to in pairs(bind) do inner[dim] = to end
+  inner.word, inner[x.over] = nil, { text = text, level = level }
+  self:line(printer:pack_step(name, self:value(x.args[1], inner), shift))
+  self:pop(head, tail)
+  return name
+end
+
+local function reduce_group(self, x, bind)
+  local dim, printer, work = x.over, self.printer, {}
+  local mode = printer:mode(dim, self.sizes[dim])
+  for _, one in ipairs(self.groups[x]) do
+    for _, inner in ipairs(instances(self, one, bind)) do
+      local key = key_of(self, one, inner)
+      local vector = is_vector(one, inner) or mode == "vector"
+      local into = printer:reduce_start(self, one, vector)
+      work[#work + 1] = { node = one, bind = inner, into = into, key = key, dim = dim }
+    end
+  end
+  if mode == "unroll" or mode == "lanes" then
+    for value = 0, printer:elements(dim, self.sizes[dim]) - 1 do
+      turn(self, work, printer:element(dim, value))
+    end
+  else
+    local level = self:push(dim)
+    local head, tail, text = printer:loop(self, dim, self.sizes[dim], mode == "vector")
+    turn(self, work, { text = text, level = level, vector = mode == "vector" })
+    self:pop(head, tail)
+  end
+  local ends = printer:reduce_end(self, work, mode, self.sizes[dim])
+  local memo = self.scopes[self.top].memo
+  for i, one in ipairs(work) do memo[one.key] = ends[i] end
+end
+
+-- ---- values ---------------------------------------------------------------------------
+
+local function compute(self, x, bind)
+  if x.op == "pack" then return pack(self, x, bind) end
+  if x.over then
+    reduce_group(self, x, bind)
+    return self.scopes[self.top].memo[key_of(self, x, bind)]
+  end
+  local vector = is_vector(x, bind)
+  local texts, vectors = {}, {}
+  for i, arg in ipairs(x.args) do
+    texts[i], vectors[i] = self:value(arg, bind), is_vector(arg, bind)
+  end
+  local text = self.printer:compute(self, x, bind, texts, vectors, vector)
+  if not self.printer:is_named(x) then return text end
+  local name = self:name "x"
+  self:line(self.printer:declare(x.type, vector, name, text))
+  return name
+end
+
+--- The text of a node's value, after the lines that compute it.
+---@param x kvlab.Expression
+---@param bind table<string, table>  for each of its dimensions: text, level, vector
+function Schedule:value(x, bind)
+  if x.op == "number" then return self.printer:literal(x.value, x.type) end
+  local level = level_of(self, x, bind)
+  local key = key_of(self, x, bind)
+  local memo = self.scopes[level].memo
+  if memo[key] then return memo[key] end
+  local text = is_repeated(self, x, bind, level) and from_array(self, x, bind)
+  if text then
+    text = self:at(level, load_array, x, bind, text)
+  else
+    text = self:at(level, compute, x, bind)
+  end
+  self.scopes[level].memo[key] = text
+  return text
+end
+
+M.FIXED, M.BLOCK = FIXED, BLOCK
+
+return M

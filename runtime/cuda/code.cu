@@ -1,0 +1,126 @@
+/* Kernels that were compiled at run time, as cubins. The driver's functions are found at run
+ * time: kvlab does not link to it. */
+#include <cuda.h>
+
+#include "cuda/backend.cuh"
+
+namespace kvl_cuda {
+
+namespace {
+
+struct code {
+  CUlibrary library;
+  CUkernel kernel;
+  int shared_allowed; /* bytes of dynamic shared memory that it has asked for */
+};
+
+template <class F> F *driver(const char *name, unsigned version) {
+  void *f = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  cudaError_t e = cudaGetDriverEntryPointByVersion(name, &f, version, cudaEnableDefault,
+                                                   &result);
+  return e == cudaSuccess && result == cudaDriverEntryPointSuccess ? (F *)f : nullptr;
+}
+
+struct functions {
+  CUresult (*load)(CUlibrary *, const void *, CUjit_option *, void **, unsigned,
+                   CUlibraryOption *, void **, unsigned);
+  CUresult (*unload)(CUlibrary);
+  CUresult (*get_kernel)(CUkernel *, CUlibrary, const char *);
+  CUresult (*set_attribute)(CUfunction_attribute, int, CUkernel, CUdevice);
+  CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
+  CUresult (*error_name)(CUresult, const char **);
+};
+
+const functions &the_driver() {
+  static const functions f = {
+      driver<decltype(cuLibraryLoadData)>("cuLibraryLoadData", 12000),
+      driver<decltype(cuLibraryUnload)>("cuLibraryUnload", 12000),
+      driver<decltype(cuLibraryGetKernel)>("cuLibraryGetKernel", 12000),
+      driver<decltype(cuKernelSetAttribute)>("cuKernelSetAttribute", 12000),
+      driver<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx", 12000),
+      driver<decltype(cuGetErrorName)>("cuGetErrorName", 12000),
+  };
+  return f;
+}
+
+int failed(CUresult error, const char *what) {
+  const char *name = nullptr;
+  if (the_driver().error_name) the_driver().error_name(error, &name);
+  return fail(error == CUDA_ERROR_OUT_OF_MEMORY ? KVL_ERR_NO_MEMORY : KVL_ERR_DEVICE,
+              "%s: %s", what, name ? name : "unknown error");
+}
+
+}  // namespace
+
+int code_open(void *ctx, const void *image, size_t bytes, void **out) {
+  (void)bytes;
+  int status = enter(ctx);
+  if (status < 0) return status;
+  const functions &f = the_driver();
+  if (!f.load || !f.unload || !f.get_kernel || !f.set_attribute || !f.launch)
+    return fail(KVL_ERR_UNSUPPORTED, "kernels made at run time need a driver of CUDA 12.0");
+  code *c = new (std::nothrow) code();
+  if (!c) return fail(KVL_ERR_NO_MEMORY, "out of host memory");
+  CUresult error = f.load(&c->library, image, nullptr, nullptr, 0, nullptr, nullptr, 0);
+  if (error != CUDA_SUCCESS) {
+    delete c;
+    return failed(error, "loading a cubin");
+  }
+  error = f.get_kernel(&c->kernel, c->library, "kvl_code");
+  if (error != CUDA_SUCCESS) {
+    f.unload(c->library);
+    delete c;
+    return failed(error, "a cubin's kvl_code");
+  }
+  *out = c;
+  return KVL_OK;
+}
+
+void code_close(void *handle) {
+  code *c = (code *)handle;
+  the_driver().unload(c->library);
+  delete c;
+}
+
+int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t size,
+                const kvl_grid *grid) {
+  (void)size; /* args are copied before the call returns */
+  if (grid->x <= 0 || grid->y <= 0 || grid->z <= 0) return KVL_OK;
+  int status = enter(ctx);
+  if (status < 0) return status;
+  const device_ctx *d = (const device_ctx *)ctx;
+  code *c = (code *)handle;
+  const functions &f = the_driver();
+  if (grid->bytes_shared > 48 << 10 && grid->bytes_shared > c->shared_allowed) {
+    CUresult error = f.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                     grid->bytes_shared, c->kernel, d->index);
+    if (error != CUDA_SUCCESS) return failed(error, "asking for shared memory");
+    c->shared_allowed = grid->bytes_shared;
+  }
+  CUlaunchAttribute attribute = {};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config = {};
+  config.gridDimX = (unsigned)grid->x;
+  config.gridDimY = (unsigned)grid->y;
+  config.gridDimZ = (unsigned)grid->z;
+  config.blockDimX = (unsigned)grid->threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = (unsigned)grid->bytes_shared;
+  config.hStream = ((const kvl_cuda_queue *)queue)->stream;
+  config.attrs = &attribute;
+  config.numAttrs = grid->programmatic && d->capability >= 90 ? 1 : 0;
+  void *params[] = {(void *)args};
+  CUresult error = f.launch(&config, (CUfunction)c->kernel, params, nullptr);
+  return error == CUDA_SUCCESS ? KVL_OK : failed(error, "launching");
+}
+
+/* Code for sm_90 runs faster as sm_90a, which later devices do not run. */
+int target(void *ctx, char *text, size_t size) {
+  const device_ctx *d = (const device_ctx *)ctx;
+  snprintf(text, size, "sm_%d%s", d->capability, d->capability == 90 ? "a" : "");
+  return KVL_OK;
+}
+
+}  // namespace kvl_cuda
