@@ -3,6 +3,7 @@
 local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
 local sorted = require "kvlab.sorted"
+local temporary = require "spec.temporary"
 
 local root = kv.paths.root
 if not io.open(root .. "/README.md") then return end -- a bundle has no docs
@@ -69,7 +70,7 @@ describe("the API reference", function()
       if line:find "^#ifndef" then break end
       code[#code + 1] = line:match "^ %*   (.*)"
     end
-    local program = os.tmpname()
+    local program = temporary.path()
     local source = assert(io.open(program .. ".c", "w"))
     source:write("#include <stdio.h>\n#include <kvlab.h>\nint main(void) {\n",
       table.concat(code, "\n"), '\nprintf("ran%s", kvl_last_error());\n}\n')
@@ -81,8 +82,6 @@ describe("the API reference", function()
       place, place, program))
     local output = pipe:read "*a"
     pipe:close()
-    os.remove(program .. ".c")
-    os.remove(program)
     assert.equal("ran", output)
   end)
 

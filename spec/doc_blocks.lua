@@ -1,5 +1,6 @@
 --- The code blocks of README.md and docs/*.md, and a place to run them in. docs_spec.lua
 -- says what each kind of block has to do.
+local temporary = require "spec.temporary"
 local M = {}
 
 local function lines_of(path)
@@ -100,7 +101,7 @@ end
 ---@param paths table   kv.paths
 ---@return spec.Scratch
 function M.scratch(paths)
-  local self = setmetatable({ folder = first_line "mktemp -d" }, Scratch)
+  local self = setmetatable({ folder = temporary.folder() }, Scratch)
   local root = first_line(("cd '%s' && pwd"):format(paths.root))
   local _, output = self:sh(([[
     cp -Rs '%s/lua' '%s/spec' '%s/bench' '%s/docs' .
@@ -135,7 +136,5 @@ end
 function Scratch:has(path)
   return self:sh(("set -- %s; [ -e \"$1\" ]"):format(path)) == 0
 end
-
-function Scratch:remove() os.execute(("rm -rf '%s'"):format(self.folder)) end
 
 return M

@@ -187,7 +187,6 @@ describe("docs", function()
     scratch:sh "rm docs/*.md" -- links; the scripts of the pages go there
     read_help()
   end)
-  teardown(function() scratch:remove() end)
 
   for _, page in ipairs(doc_blocks.pages(root)) do
     describe(page, function() describe_page(page) end)

@@ -1,5 +1,6 @@
 --- The front door and the build, tried on a tiny project in a temporary folder: the real
 -- scripts, premake5.lua, main.c and command line around a library of one function.
+local temporary = require "spec.temporary"
 local tiny -- the folder
 
 local function ask(command)
@@ -62,7 +63,7 @@ local has_nvcc = io.open "/usr/local/cuda/bin/nvcc" ~= nil
 local in_source_tree = io.open(root .. "/premake5.lua") ~= nil
 
 local function make_tiny_project()
-  tiny = ask "mktemp -d"
+  tiny = temporary.folder()
   local _, problem = sh(("root='%s'\n"):format(root) .. [[
     mkdir -p runtime/core kernels/cpu kernels/cuda lua/kvlab/shell spec
     mkdir -p lua/kvlab/experiment/sweep
@@ -132,7 +133,6 @@ describe("the front door #slow", function()
     return pending "it builds the same in every configuration: release does"
   end
   setup(make_tiny_project)
-  teardown(function() sh 'rm -rf "$PWD"' end)
 
   describe("build", function()
     setup(function() build() end)

@@ -1,6 +1,7 @@
 --- What specs do with processes: children of this one, and a Redis server.
 local ffi = require "ffi"
 local kv = require "kvlab"
+local temporary = require "spec.temporary"
 
 ffi.cdef [[
 int fork(void);
@@ -42,6 +43,7 @@ end
 -- Returns its pid.
 function M.fork(fn)
   io.stdout:flush()
+  temporary.prepare()
   local pid = libc.fork()
   if pid == 0 then
     libc.prctl(PR_SET_PDEATHSIG, KILL)
@@ -68,6 +70,11 @@ end
 function M.kill(pid)
   libc.kill(pid, KILL)
   M.wait(pid)
+end
+
+--- Runs a shell command, which must go well.
+function M.sh(command)
+  if os.execute(command) ~= 0 then error(command, 2) end
 end
 
 function M.has(command)

@@ -3,6 +3,7 @@
 local ffi = require "ffi"
 local processes = require "spec.processes"
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 ffi.cdef [[
 int execvp(const char *file, const char *const argv[]);
@@ -89,8 +90,7 @@ end
 ---@param array_most integer
 ---@return spec.Slurm
 function M.start(array_most)
-  local folder = os.tmpname()
-  os.remove(folder)
+  local folder = temporary.folder()
   local self = setmetatable({ folder = folder, pids = {} }, Slurm)
   for _, name in ipairs { "", "/state", "/spool" } do
     files.make_folder(folder .. name)
@@ -140,7 +140,6 @@ function Slurm:stop()
   pcall(self.wait, self)
   for i = 1, 3 do end_daemon(self.pids[i]) end
   ffi.C.unsetenv "SLURM_CONF"
-  os.execute("rm -rf '" .. self.folder .. "'")
 end
 
 return M

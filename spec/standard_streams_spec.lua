@@ -2,6 +2,7 @@
 -- taken for them.
 local files = require "kvlab.files"
 local kv = require "kvlab"
+local temporary = require "spec.temporary"
 
 if not kv.paths.executable then return end
 
@@ -22,12 +23,9 @@ describe("a standard stream", function()
   local folder
 
   before_each(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    files.make_folder(folder)
+    folder = temporary.folder()
     files.write(folder .. "/script.lua", SCRIPT)
   end)
-  after_each(function() os.execute("rm -rf '" .. folder .. "'") end)
 
   --- Runs the script. Returns its status and what it wrote to stderr.
   local function run(redirection, words)

@@ -42,7 +42,6 @@ describe("a wrong command", function()
     scratch:write("big.lua", 'require("kvlab").zeros("cpu", "f32", { 1e12 })')
     scratch:sh ": >empty.jsonl"
   end)
-  teardown(function() scratch:remove() end)
 
   it("is told that a folder with a backslash cannot be built in", function()
     local status, output = scratch:sh(("d='a\\b'; mkdir -p \"$d/lua/kvlab/shell\" "

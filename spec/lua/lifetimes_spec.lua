@@ -2,6 +2,7 @@
 -- with it. What changes something for the time of a call refuses to be left half way.
 local kv = require "kvlab"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local raises = support.raises
 
@@ -76,13 +77,9 @@ support.each_device(function(dev)
     end)
 
     it("raises and may be closed again: safetensors file", function()
-      local path = os.tmpname()
       local head = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-      local out = assert(io.open(path, "wb"))
-      out:write(string.char(#head), ("\0"):rep(7), head, "\0\0\0\0")
-      out:close()
-      local file = kv.safetensors(path)
-      os.remove(path)
+      local file = kv.safetensors(temporary.file(string.char(#head) .. ("\0"):rep(7)
+        .. head .. ("\0"):rep(4)))
       local t = file:read("a", dev)
       check_closed(file, "the safetensors file is closed", { "has", "describe", "read" })
       assert.same({ 0 }, t:list())

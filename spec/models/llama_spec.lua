@@ -7,6 +7,7 @@ local kv = require "kvlab"
 local json = require "kvlab.json"
 local llama = require "models.llama"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local NAMES = { "llama", "llama3", "qwen2", "qwen3" }
 
@@ -84,9 +85,8 @@ support.each_device(check)
 
 describe("llama.load", function()
   local function fails(words, change)
-    local dir = os.tmpname()
-    os.remove(dir)
-    local copy = ("mkdir '%s' && cp '%s'/* '%s'"):format(dir, folder "llama", dir)
+    local dir = temporary.folder()
+    local copy = ("cp '%s'/* '%s'"):format(folder "llama", dir)
     assert(os.execute(copy) == 0)
     local file = assert(io.open(dir .. "/config.json"))
     local text = file:read "*a"
@@ -95,7 +95,6 @@ describe("llama.load", function()
     file:write((change(text, dir)))
     file:close()
     local ok, why = pcall(llama.load, dir, { device = "cpu" })
-    os.execute(("rm -r '%s'"):format(dir))
     assert.is_false(ok)
     assert.truthy(why:find(words, 1, true), why)
   end

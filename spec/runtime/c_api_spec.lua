@@ -2,6 +2,7 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 local C, fails, raises = kv.C, support.fails, support.raises
 
 describe("status", function()
@@ -283,18 +284,13 @@ describe("kvlab.h #slow", function()
          or kv.paths.config == "hostile" or kv.paths.config == "bundle" then
         return pending "no compiler for this build"
       end
-      local source, binary = os.tmpname(), os.tmpname()
-      local file = assert(io.open(source, "w"))
-      file:write(example())
-      file:close()
+      local source, binary = temporary.file(example()), temporary.path()
       local command = ("%s -Wall -Werror -I'%s/runtime' -o %s %s -xnone '%s/libkvlab.so' "
         .. "-Wl,-rpath,'%s' 2>&1 && %s"):format(compiler, kv.paths.root, binary, source,
         kv.paths.library_dir, kv.paths.library_dir, binary)
       local pipe = io.popen(command)
       local output = pipe:read "*a"
       pipe:close()
-      os.remove(source)
-      os.remove(binary)
       assert.equal("", output)
     end)
   end

@@ -2,6 +2,7 @@
 local kv = require "kvlab"
 local plans = require "kvlab.experiment.plan"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local C = kv.C
 local dev = kv.device "cpu"
@@ -207,15 +208,11 @@ end)
 describe("--link-gbps and --link-us", function()
   --- What a script prints, on both streams, and its exit status.
   local function run(words, script)
-    local name = os.tmpname()
-    local file = assert(io.open(name, "w"))
-    file:write(script or "print 'it ran'")
-    file:close()
+    local name = temporary.file(script or "print 'it ran'")
     local pipe = io.popen(("'%s' run %s %s 2>&1; echo $?"):format(kv.paths.executable,
       words, name))
     local output, status = pipe:read("*a"):match "^(.-)(%d+)\n$"
     pipe:close()
-    os.remove(name)
     return output, tonumber(status)
   end
 

@@ -4,6 +4,7 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 local processes = require "spec.processes"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local C, fails = kv.C, support.fails
 
@@ -35,11 +36,8 @@ local function handles(dev)
   end
   local pool = out(C.kvl_pool_open, "kvl_pool", 8, 4, 0)
   local store = out(C.kvl_store_open, "kvl_store", "memory:", 0, 1000)
-  local path = os.tmpname()
-  local file = assert(io.open(path, "wb"))
   local head = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-  file:write(string.char(#head), ("\0"):rep(7), head, "abcd")
-  file:close()
+  local path = temporary.file(string.char(#head) .. ("\0"):rep(7) .. head .. "abcd")
   local tensor = kv.zeros(dev, "f32", { 2, 2 })
   kv.check(C.kvl_graph_begin(dev))
   local found = {
@@ -55,7 +53,6 @@ local function handles(dev)
         max_pending = 4 })),
     kvl_safetensors = out(C.kvl_safetensors_open, "kvl_safetensors", path),
   }
-  os.remove(path)
   return found
 end
 

@@ -2,6 +2,7 @@
 -- stores and devices.
 local library = require "kvlab.library"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local function has_sanitizer(sanitizer)
   return os.execute(("echo 'int main(void) { return 0; }' | "
@@ -11,10 +12,9 @@ end
 --- The stress program, with a sanitizer; nil without a compiler
 -- or without sources.
 local function build_stress(sanitizer)
-  local program = os.tmpname()
+  local program = temporary.path()
   local root, sources = library.paths.root, {}
   if not has_sanitizer(sanitizer) or not io.open(root .. "/runtime/core/status.c") then
-    os.remove(program)
     return nil
   end
   for _, name in ipairs { "core/status", "core/device", "core/stream", "core/tensor",

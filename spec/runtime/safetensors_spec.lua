@@ -1,6 +1,7 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
 local processes = require "spec.processes"
+local temporary = require "spec.temporary"
 
 ffi.cdef "int memcmp(const void *a, const void *b, size_t bytes);"
 
@@ -15,17 +16,11 @@ end
 
 --- Write a file of header text and data; the length field may lie.
 local function write(header, data, length)
-  local path = os.tmpname()
-  local file = assert(io.open(path, "wb"))
-  file:write(u64(length or #header), header, data or "")
-  file:close()
-  return path
+  return temporary.file(u64(length or #header) .. header .. (data or ""))
 end
 
 local function open_error(header, data, length)
-  local path = write(header, data, length)
-  local ok, why = pcall(kv.safetensors, path)
-  os.remove(path)
+  local ok, why = pcall(kv.safetensors, write(header, data, length))
   assert.is_false(ok)
   return why
 end
@@ -107,9 +102,7 @@ describe("safetensors", function()
       assert.is_false(ok)
       assert.truthy(why:find(words, 1, true), why)
     end
-    local path = os.tmpname()
-    local ok, why = pcall(kv.safetensors, path)
-    os.remove(path)
+    local ok, why = pcall(kv.safetensors, temporary.file "")
     assert.is_false(ok)
     assert.truthy(why:find "at least 8", why)
   end)
@@ -136,7 +129,6 @@ describe("safetensors", function()
         file:close()
       end)
       assert.equal(0, processes.wait(pid), words)
-      os.remove(path)
     end
   end)
 
@@ -160,12 +152,8 @@ describe("safetensors", function()
     local header = "{" .. entry("x", "2", 0, 8) .. "," .. entry("y", "1", 8, 12) .. "}"
     local data = floats(1, 2, 3)
     for cut = 0, #header + 7 do
-      local path = os.tmpname()
-      local file = assert(io.open(path, "wb"))
-      file:write((u64(#header) .. header):sub(1, cut))
-      file:close()
+      local path = temporary.file((u64(#header) .. header):sub(1, cut))
       assert.is_false((pcall(kv.safetensors, path)))
-      os.remove(path)
     end
     for at = 1, #header do
       for _, byte in ipairs { 0, 34, 92, 255 } do

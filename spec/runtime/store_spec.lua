@@ -1,10 +1,12 @@
 --- Stores: one contract for every backend. What happens to files, servers, processes and
--- threads is in store_faults_spec.lua.
+-- threads is in store_..._spec.lua.
 local ffi = require "ffi"
+local files = require "kvlab.files"
 local kv = require "kvlab"
 local cases = require "spec.runtime.store_cases"
 local processes = require "spec.processes"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local C, fails = kv.C, support.fails
 local folder, redis
@@ -259,12 +261,11 @@ describe("store", function()
   end
 
   lazy_setup(function()
-    folder = os.tmpname()
-    os.execute(("rm -f '%s' && mkdir '%s'"):format(folder, folder))
+    folder = temporary.folder() .. "/stores"
+    files.make_folder(folder)
     if processes.has "redis-server" then redis = processes.redis() end
   end)
   lazy_teardown(function()
-    os.execute(("rm -rf '%s'"):format(folder))
     if redis then redis:stop() end
   end)
 

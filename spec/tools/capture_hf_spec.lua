@@ -2,6 +2,7 @@
 -- and safetensors, python3 or what PYTHON names; pending without one.
 local kv = require "kvlab"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local PYTHON = os.getenv "PYTHON" or "python3"
 local ROOT = kv.paths.root
@@ -34,11 +35,7 @@ END]]
 describe("tools/capture_hf.py (a Python with transformers)", function()
   local folder
 
-  before_each(function()
-    folder = os.tmpname()
-    os.remove(folder)
-  end)
-  after_each(function() os.execute("rm -rf '" .. folder .. "'") end)
+  before_each(function() folder = temporary.path "model" end)
 
   local function capture(model, more)
     return run("cd '%s' && %s tools/capture_hf.py %s %s --out %s/capture", ROOT, PYTHON,
@@ -67,13 +64,9 @@ describe("tools/capture_hf.py (a Python with transformers)", function()
   end)
 
   it("takes ids of a file, some layers and another dtype", function()
-    local file = os.tmpname()
-    local out = assert(io.open(file, "w"))
-    out:write "[3, 1,\n 2, 7]"
-    out:close()
+    local file = temporary.file "[3, 1,\n 2, 7]"
     local text, ok = capture("spec/data/hf/qwen3",
       "--layers 1 --dtype float32 --tokens 3 --ids " .. file)
-    os.remove(file)
     assert.is_true(ok, text)
     local c = kv.capture(folder .. "/capture")
     assert.same({ { 1 }, 3, 3, 1, 64, "f32" },
@@ -102,12 +95,7 @@ describe("tools/capture_hf.py (a Python with transformers)", function()
     function()
       local text = capture("spec/data/hf/llama", "--random 8 --layers 0,2")
       assert.matches("layers %[0%] went through .*expected %[0, 2%]", text)
-      local file = os.tmpname()
-      local out = assert(io.open(file, "w"))
-      out:write "3 128"
-      out:close()
-      text = capture("spec/data/hf/llama", "--ids " .. file)
-      os.remove(file)
+      text = capture("spec/data/hf/llama", "--ids " .. temporary.file "3 128")
       assert.matches("2 token ids, expected some, each from 0 to 127", text)
     end)
 end)

@@ -3,6 +3,7 @@ local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
 local statistics = require "kvlab.experiment.statistics"
 local uniform = require "kvlab.tensor.uniform"
+local temporary = require "spec.temporary"
 
 local function row(config, metrics) return { config = config, metrics = metrics } end
 
@@ -131,25 +132,21 @@ describe("compare", function()
   describe("at the command line", function()
     local folder, printed
     before_each(function()
-      folder = os.tmpname()
-      os.remove(folder)
-      files.make_folder(folder)
+      folder = temporary.folder()
       local store = results.open(folder)
       for _, r in ipairs(rows_of({ 1, 2 }, {}, function(p, seed)
         return p == 1 and seed or 5
       end)) do store:append(r, {}) end
       store:close()
     end)
-    after_each(function() os.execute("rm -rf '" .. folder .. "'") end)
 
     local function main(a, b, options)
-      local out, name = io.output(), os.tmpname()
+      local out, name = io.output(), temporary.path()
       io.output(name)
       local ok, problem = pcall(compare.main, a, b, options or {})
       io.output():close()
       io.output(out)
       printed = files.read(name)
-      os.remove(name)
       return not ok and problem or printed
     end
 

@@ -9,7 +9,6 @@ local problem_of, read, run = harness.problem_of, harness.read, harness.run
 
 describe("experiment", function()
   before_each(harness.make_folder)
-  after_each(harness.remove_folder)
 
   describe("grid", function()
     it("runs in the order of the axes, the last one fastest", function()

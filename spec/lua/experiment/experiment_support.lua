@@ -1,6 +1,7 @@
 --- Runs experiments in a folder of their own, with what they print and do on record.
 local experiment = require "kvlab.experiment.experiment"
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 local M = {
   folder = nil,  -- results go here
@@ -8,12 +9,7 @@ local M = {
   calls = nil,   -- "context policy budget" of every configuration that was run
 }
 
-function M.make_folder()
-  M.folder = os.tmpname()
-  os.remove(M.folder)
-end
-
-function M.remove_folder() os.execute("rm -rf '" .. M.folder .. "'") end
+function M.make_folder() M.folder = temporary.path "results" end
 
 function M.path(name) return M.folder .. "/" .. name end
 
@@ -49,7 +45,7 @@ function M.run(changes, set, other)
   local given = { seed = 0, out = M.folder, set = set or {}, quick = false, args = {} }
   for key, value in pairs(other or {}) do given[key] = value end
   local out, err = io.output(), io.stderr
-  local name = os.tmpname()
+  local name = temporary.path()
   local file = assert(io.open(name, "w"))
   M.calls = {}
   io.output(file)
@@ -62,7 +58,6 @@ function M.run(changes, set, other)
   io.output(out)
   file:close()
   M.printed = files.read(name)
-  os.remove(name)
   if not ok then error(answer, 0) end
   return answer
 end

@@ -3,6 +3,7 @@ local gallery = require "kvlab.experiment.gallery"
 local kv = require "kvlab"
 local markup = require "spec.markup"
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 local SVG = "<?xml version=\"1.0\"?>\n<svg viewBox=\"0 0 640 480\"><defs><path id='a' "
   .. "d='M0,0'/></defs><use xlink:href='#a'/></svg>"
@@ -24,12 +25,7 @@ local function run(words)
 end
 
 describe("gallery", function()
-  before_each(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    files.make_folder(folder)
-  end)
-  after_each(function() os.execute("rm -rf '" .. folder .. "'") end)
+  before_each(function() folder = temporary.folder() end)
 
   it("has a card for each: question, picture, link; or what was printed", function()
     for _, name in ipairs { "01_a", "02_b" } do

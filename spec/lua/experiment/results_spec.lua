@@ -17,7 +17,6 @@ int waitpid(int pid, int *status, int options);
 
 describe("results", function()
   before_each(harness.make_folder)
-  after_each(harness.remove_folder)
 
   it("keep every digit; NaN is null and reads as NaN", function()
     local spec = { run = function()
@@ -185,7 +184,6 @@ end)
 
 describe("manifest", function()
   before_each(harness.make_folder)
-  after_each(harness.remove_folder)
 
   it("says what the results were made with", function()
     run({ environment = { device = "cuda:0", description = "a GPU", driver = "580.1",

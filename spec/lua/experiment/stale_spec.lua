@@ -34,7 +34,6 @@ describe("a stale row", function()
     policy_file, capture_file = path "own.lua", path "capture.bin"
     write_policy "1"
   end)
-  after_each(harness.remove_folder)
 
   local function run_it(set)
     run(experiment, set)

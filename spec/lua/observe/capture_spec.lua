@@ -9,6 +9,7 @@ local kv = require "kvlab"
 local llama = require "models.llama"
 local files = require "kvlab.files"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local FOLDER = kv.paths.root .. "/spec/data/capture"
 
@@ -79,9 +80,7 @@ describe("capture", function()
   end)
 
   it("says what is wrong with a folder", function()
-    local folder = os.tmpname()
-    os.remove(folder)
-    files.make_folder(folder)
+    local folder = temporary.folder()
     local function problem()
       local ok, words = pcall(kv.capture, folder)
       assert.is_false(ok)
@@ -95,7 +94,6 @@ describe("capture", function()
     files.write(folder .. "/manifest.json",
       '{"format": "kvlab capture 1", "dtype": "float64"}')
     assert.matches("dtype is float64, expected float32", problem())
-    os.execute("rm -r '" .. folder .. "'")
   end)
 end)
 

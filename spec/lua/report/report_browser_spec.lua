@@ -4,6 +4,7 @@ local gallery = require "kvlab.experiment.gallery"
 local plot = require "kvlab.report.plot"
 local report = require "kvlab.report.report"
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 local function is_there(command)
   return os.execute("command -v " .. command .. " >/dev/null 2>&1") == 0
@@ -18,9 +19,7 @@ local it = browser and it or pending
 
 --- What the page is after its scripts ran, and what it wrote to the console.
 local function show(page, script, width)
-  local path = os.tmpname()
-  os.remove(path)
-  files.make_folder(path)
+  local path = temporary.folder()
   files.write(path .. "/page.html", (page:gsub("</body>",
     function() return "<script>" .. script .. "</script></body>" end)))
   local pipe = io.popen(("timeout 60 %s --headless=new --no-sandbox --disable-gpu"
@@ -33,7 +32,6 @@ local function show(page, script, width)
   for line in files.read(path .. "/log"):gmatch "[^\n]*CONSOLE[^\n]*" do
     console[#console + 1] = line
   end
-  os.execute("rm -rf '" .. path .. "'")
   return dom, console
 end
 

@@ -3,6 +3,7 @@
 local kv = require "kvlab"
 local prefix_hits = require "spec.reference.prefix_hits"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local raises = support.raises
 local SAMPLE = kv.paths.root .. "/lua/experiments/data/conversation_200.jsonl"
@@ -25,24 +26,16 @@ end
 
 --- A file with these lines, read.
 local function read_lines(...)
-  local path = os.tmpname()
-  local file = assert(io.open(path, "w"))
-  file:write(table.concat({ ... }, "\n"), "\n")
-  file:close()
-  local ok, answer = pcall(kv.trace.read, path)
-  os.remove(path)
-  if not ok then error(answer, 0) end
-  return answer
+  return kv.trace.read(temporary.file(table.concat({ ... }, "\n") .. "\n"))
 end
 
 describe("trace", function()
   it("reads what it writes", function()
     local rows = kv.trace.generate { requests = 30, seed = 3 }
-    local path = os.tmpname()
+    local path = temporary.path()
     kv.trace.write(path, rows)
     assert.same(rows, kv.trace.read(path))
     assert.equal(7, #kv.trace.read(path, 7))
-    os.remove(path)
   end)
 
   it("names file and line of what is wrong", function()

@@ -4,18 +4,11 @@ local bench = require "kvlab.shell.bench"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local S = require "spec.support"
+local temporary = require "spec.temporary"
 
 --- A bench file of this text, for the time of fn(path).
 local function with_file(text, fn)
-  local path = os.tmpname()
-  os.rename(path, path .. ".lua")
-  path = path .. ".lua"
-  local file = assert(io.open(path, "w"))
-  file:write(text)
-  file:close()
-  local ok, why = pcall(fn, path)
-  os.remove(path)
-  if not ok then error(why, 0) end
+  fn(temporary.file(text, "case.lua"))
 end
 
 --- Run a command line; the exit status, the lines that it printed and what it said on

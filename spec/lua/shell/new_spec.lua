@@ -1,5 +1,6 @@
 --- What `kvlab new` writes works as it is, outside the project.
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 local executable = (package.loaded["kvlab.paths"] or {}).executable
 
@@ -7,12 +8,7 @@ describe("kvlab new", function()
   if not executable then return end
   local folder
 
-  before_each(function()
-    folder = os.tmpname()
-    os.remove(folder)
-    files.make_folder(folder)
-  end)
-  after_each(function() os.execute(files.shell_line { "rm", "-rf", folder }) end)
+  before_each(function() folder = temporary.folder() end)
 
   --- The exit status and output of `kvlab …`, in the folder.
   local function kvlab(...)

@@ -2,6 +2,7 @@
 local kv = require "kvlab"
 local complete = require "kvlab.shell.repl.complete"
 local processes = require "spec.processes"
+local temporary = require "spec.temporary"
 
 local paths = kv.paths
 local executable = paths.executable or paths.library_dir .. "/kvlab"
@@ -34,8 +35,7 @@ end
 
 describe("completion", function()
   it("passes the project's path to no shell", function()
-    local root, touched = paths.root, os.tmpname()
-    os.remove(touched)
+    local root, touched = paths.root, temporary.path()
     paths.root = ('/tmp/"$(touch %s)`touch %s`\\'):format(touched, touched)
     local ok, why = pcall(complete.candidates, 'require "kvl', {}, {})
     paths.root = root
@@ -45,8 +45,7 @@ describe("completion", function()
 end)
 
 describe("repl", function()
-  setup(function() folder = ask("mktemp -d"):match "%S+" end)
-  teardown(function() os.execute("rm -rf " .. quote(folder)) end)
+  setup(function() folder = temporary.folder() end)
 
   describe("in a pipe", function()
     it("prints expressions, runs statements, goes on in the next line", function()

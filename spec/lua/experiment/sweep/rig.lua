@@ -1,6 +1,7 @@
 --- Runs sweeps as a user does: the executable, on a small experiment in a folder of its
 -- own.
 local files = require "kvlab.files"
+local temporary = require "spec.temporary"
 
 local M = {
   executable = (package.loaded["kvlab.paths"] or {}).executable,
@@ -41,16 +42,12 @@ require("kvlab.experiment.experiment").run {
 
 --- Makes the folder and script.lua in it, with `n` values of a.
 function M.make(n)
-  M.folder = os.tmpname()
-  os.remove(M.folder)
-  files.make_folder(M.folder)
+  M.folder = temporary.folder()
   local values = {}
   for i = 1, n or 10 do values[i] = i end
   files.write(M.folder .. "/script.lua",
     (SCRIPT:gsub("{ \"a\", A }", "{ \"a\", { " .. table.concat(values, ", ") .. " } }")))
 end
-
-function M.remove() os.execute("rm -rf '" .. M.folder .. "'") end
 
 --- Runs a shell command in the folder, with kvlab for the executable; returns its status
 -- and all that it printed.

@@ -9,7 +9,6 @@ describe("experiment --shard", function()
     rig.make()
     ok "kvlab run script.lua --out=alone"
   end)
-  teardown(rig.remove)
 
   --- Runs some shards of `count`.
   local function run(out, count, first, last, options)

@@ -43,7 +43,6 @@ describe("kvlab sweep on a Slurm cluster #slow", function()
   end)
   teardown(function()
     if machine then machine:stop() end
-    rig.remove()
   end)
 
   local submit = "kvlab sweep submit script.lua --slurm --shards=20 --out=%s"

@@ -8,7 +8,6 @@ describe("experiment --jobs", function()
     rig.make()
     ok "kvlab run script.lua --out=alone"
   end)
-  teardown(rig.remove)
 
   it("makes the same results as one process", function()
     for _, jobs in ipairs { 2, 3, 100 } do
