@@ -957,6 +957,7 @@ typedef struct kvl_store_stats {
  *              failure loses
  *  redis://[user:password@]host[:port][/db]   a server that machines share; %XX in user and
  *              password stands for a byte
+ *  rediss://   the same through TLS, where hiredis has it
  * capacity is the number of bytes of blocks that the store holds before it evicts the least
  * recently used; 0: no limit. For Redis it must be 0, because a Redis server has its own
  * limit (maxmemory). timeout_ms is the longest time that connecting and each command of

@@ -80,6 +80,18 @@ static void on_sigint(int signal_number) {
               1);
 }
 
+/* Masks the passwords in the text on top of the stack, by Lua's kvlab.secrets. */
+static void mask_passwords(lua_State *L) {
+  luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 16);
+  lua_getfield(L, -1, "kvlab.secrets");
+  if (lua_istable(L, -1)) {
+    lua_getfield(L, -1, "mask");
+    lua_pushvalue(L, -4);
+    if (lua_pcall(L, 1, 1, 0) == 0) lua_replace(L, -4);
+  }
+  lua_settop(L, 1);
+}
+
 /* The message handler of pcall: turns an error value into the text to show. */
 static int error_text(lua_State *L) {
   const char *wanted = getenv("KVLAB_TRACEBACK");
@@ -96,6 +108,7 @@ static int error_text(lua_State *L) {
     lua_replace(L, 1);
   }
   lua_settop(L, 1);
+  mask_passwords(L);
   return 1;
 }
 

@@ -70,7 +70,7 @@ local function make_tiny_project()
     cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" "$root/VERSION" \
       "$root/LICENSE" .
     cp "$root/runtime/main.c" runtime
-    for module in words command_line sorted version json options files shell/cli \
+    for module in words secrets command_line sorted version json options files shell/cli \
       shell/test experiment/sweep/process; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done

@@ -11,6 +11,7 @@ static const struct kvl__store_backend *const backends[] = {
     &kvl__store_memory,
     &kvl__store_lmdb,
     &kvl__store_redis,
+    &kvl__store_rediss,
 };
 enum { BACKENDS = sizeof backends / sizeof backends[0] };
 
@@ -76,7 +77,7 @@ int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void
 static int backend_of(const char *url, const struct kvl__store_backend **out) {
   const char *colon = strchr(url, ':');
   int length = colon ? (int)(colon - url) : 0;
-  char known[160] = "";
+  char known[192] = "";
   for (int i = 0; i < BACKENDS; i++) {
     const char *scheme = backends[i]->scheme;
     if (colon && strlen(scheme) == (size_t)length && !strncmp(scheme, url, (size_t)length)) {
@@ -86,10 +87,6 @@ static int backend_of(const char *url, const struct kvl__store_backend **out) {
     size_t used = strlen(known);
     snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", backends[i]->form);
   }
-  if (!strncmp(url, "rediss:", 7))
-    return kvl__fail(KVL_ERR_UNSUPPORTED,
-                     "store: url begins with \"rediss:\", but this build has no TLS; use "
-                     "redis: over a tunnel (ssh, stunnel)");
   if (!colon)
     return kvl__fail(KVL_ERR_INVALID, "store: url has no scheme, expected %s", known);
   return kvl__fail(KVL_ERR_INVALID, "store: url begins with \"%.*s:\", expected %s",

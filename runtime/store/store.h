@@ -45,7 +45,8 @@ struct kvl__store_backend {
   /* Sets bytes_held and records, which are -1 before, as far as they are known. */
   void (*held)(kvl_store *store, kvl_store_stats *out);
 };
-extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__store_redis;
+extern const struct kvl__store_backend kvl__store_memory, kvl__store_lmdb, kvl__store_redis,
+    kvl__store_rediss;
 
 struct kvl_store {
   const struct kvl__store_backend *backend;

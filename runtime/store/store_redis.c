@@ -1,4 +1,4 @@
-/* redis://: records in a Redis server, by hiredis. The commands are SET, GET, EXISTS and
+/* redis:// and, over TLS, rediss://: records in a Redis server, by hiredis. The commands are SET, GET, EXISTS and
  * DEL, and a record's key is the string "kvlab:" followed by its name in hex. The server
  * evicts by itself, according to its maxmemory and its policy.
  *
@@ -9,8 +9,8 @@
  * From time to time, after waits that double, one thread tries to connect and to get an
  * answer to a PING; if it succeeds, the outage is over.
  *
- * Commands are sent by sendmsg. It sends straight from the block, and it does not raise
- * SIGPIPE, as hiredis' own write does when the server has closed the connection. */
+ * Without TLS, commands are sent by sendmsg. It sends straight from the block, and it does
+ * not raise SIGPIPE, as hiredis' own write does when the server has closed the connection. */
 #include <ctype.h>
 #include <errno.h>
 #include <hiredis/hiredis.h>
@@ -19,6 +19,7 @@
 #include <sys/uio.h>
 
 #include "store/store.h"
+#include "store/store_redis_tls.h"
 
 enum {
   IDLE_MAX = 8,
@@ -39,6 +40,7 @@ struct redis {
   char host[256], user[128], password[256];
   char words[288]; /* "redis store: host:port", for messages */
   int port, db;
+  void *tls; /* NULL: none */
   pthread_mutex_t lock;
   struct link idle[IDLE_MAX];
   int idle_count, is_out, wait_ms;
@@ -172,6 +174,24 @@ static int send_parts(int fd, struct iovec *parts, int n, int64_t deadline) {
   return 0;
 }
 
+/* The same through TLS, by way of hiredis' buffer. */
+static int send_by_tls(redisContext *c, const struct iovec *parts, int n, int64_t deadline) {
+  int is_done = 0;
+  for (int i = 0; i < n; i++)
+    if (redisAppendFormattedCommand(c, parts[i].iov_base, parts[i].iov_len) != REDIS_OK)
+      return ENOMEM;
+  while (!is_done) {
+    if (redisBufferWrite(c, &is_done) != REDIS_OK) return EPROTO;
+    if (!is_done && kvl_clock_ns() > deadline) return ETIMEDOUT;
+  }
+  return 0;
+}
+
+static int send_all(const struct redis *r, redisContext *c, struct iovec *parts, int n,
+                    int64_t deadline) {
+  return r->tls ? send_by_tls(c, parts, n, deadline) : send_parts(c->fd, parts, n, deadline);
+}
+
 /* Looks at the first line of the next reply, of which the reader has read nothing yet.
  * Returns 1 if the reply is one of a few kinds and has at most `most` bytes, 0 if the line
  * is not complete, or -1. */
@@ -205,12 +225,12 @@ static int receive(redisContext *c, int64_t deadline, size_t most, redisReply **
 }
 
 /* Sends a command of n words and receives its reply. */
-static int ask(redisContext *c, int64_t deadline, int n, const char **words,
-               redisReply **out) {
+static int ask(const struct redis *r, redisContext *c, int64_t deadline, int n,
+               const char **words, redisReply **out) {
   char *text;
   int length = redisFormatCommandArgv(&text, n, words, NULL);
   if (length < 0) return ENOMEM;
-  int code = send_parts(c->fd, &(struct iovec){text, (size_t)length}, 1, deadline);
+  int code = send_all(r, c, &(struct iovec){text, (size_t)length}, 1, deadline);
   redisFreeCommand(text);
   return code ? code : receive(c, deadline, REPLY_MAX, out);
 }
@@ -224,10 +244,10 @@ static const char *words_of(redisContext *c, int code) {
 
 /* Sends a command on a new connection. Returns 1 if the reply is a status, or 0 with the
  * reason in `why`. */
-static int greet(redisContext *c, int64_t deadline, int n, const char **words, char *why,
-                 size_t size) {
+static int greet(const struct redis *r, redisContext *c, int64_t deadline, int n,
+                 const char **words, char *why, size_t size) {
   redisReply *reply = NULL;
-  int code = ask(c, deadline, n, words, &reply);
+  int code = ask(r, c, deadline, n, words, &reply);
   int good = !code && reply->type == REDIS_REPLY_STATUS;
   if (code) snprintf(why, size, "%s", words_of(c, code));
   else if (!good) snprintf(why, size, "%s: %s", words[0], reply->str ? reply->str : "?");
@@ -235,27 +255,40 @@ static int greet(redisContext *c, int64_t deadline, int n, const char **words, c
   return good;
 }
 
-/* Connects, logs in, chooses the database, and waits for the answer to a PING. Returns the
- * connection, or NULL with the reason in `why`. */
+/* Logs in, chooses the database, and waits for the answer to a PING. Returns 1, or 0 with
+ * the reason in `why`. */
+static int log_in(const struct redis *r, redisContext *c, int64_t deadline, char *why,
+                  size_t size) {
+  char db[16];
+  snprintf(db, sizeof db, "%d", r->db);
+  const char *full[] = {"AUTH", r->user, r->password}, *old[] = {"AUTH", r->password};
+  const char *select[] = {"SELECT", db}, *ping[] = {"PING"};
+  if (*r->password &&
+      !greet(r, c, deadline, *r->user ? 3 : 2, *r->user ? full : old, why, size))
+    return 0;
+  if (r->db && !greet(r, c, deadline, 2, select, why, size)) return 0;
+  return greet(r, c, deadline, 1, ping, why, size);
+}
+
+/* Connects and logs in. Returns the connection, or NULL with the reason in `why`. */
 static redisContext *dial(const kvl_store *store, char *why, size_t size) {
   const struct redis *r = store->state;
   struct timeval limit = {store->timeout_ms / 1000, store->timeout_ms % 1000 * 1000};
   int64_t deadline = kvl_clock_ns() + store->timeout_ms * (int64_t)1000000;
-  char db[16];
-  snprintf(db, sizeof db, "%d", r->db);
-  const char *full[] = {"AUTH", r->user, r->password}, *old[] = {"AUTH", r->password};
+  sigset_t before;
+  kvl__sigpipe_hold(&before);
   redisContext *c = redisConnectWithTimeout(r->host, r->port, limit);
   if (!c || c->err) {
     snprintf(why, size, "%s", c ? c->errstr : "out of memory");
   } else if (redisSetTimeout(c, limit) != REDIS_OK) {
     snprintf(why, size, "%s", c->errstr);
-  } else if ((!*r->password ||
-              greet(c, deadline, *r->user ? 3 : 2, *r->user ? full : old, why, size)) &&
-             (!r->db || greet(c, deadline, 2, (const char *[]){"SELECT", db}, why, size)) &&
-             greet(c, deadline, 1, (const char *[]){"PING"}, why, size)) {
+  } else if ((!r->tls || kvl__redis_tls_start(r->tls, c, r->host, why, size)) &&
+             log_in(r, c, deadline, why, size)) {
+    kvl__sigpipe_release(&before);
     return c;
   }
   if (c) redisFree(c);
+  kvl__sigpipe_release(&before);
   mask(r, why);
   return NULL;
 }
@@ -325,17 +358,19 @@ static void give_back(kvl_store *store, struct link link) {
 static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n,
                     size_t most, void (*each)(void *to, int i, const redisReply *reply),
                     void *to) {
+  struct redis *r = store->state;
   struct link link;
+  sigset_t before;
   if (!take(store, &link)) return 0;
   int64_t deadline = kvl_clock_ns() + store->timeout_ms * (int64_t)1000000;
-  int code = send_parts(link.context->fd, parts, parts_count, deadline);
+  if (r->tls) kvl__sigpipe_hold(&before);
+  int code = send_all(r, link.context, parts, parts_count, deadline);
   for (int i = 0; !code && i < n; i++) {
     redisReply *reply;
     code = receive(link.context, deadline, most, &reply);
     if (code) break;
     if (reply->type == REDIS_REPLY_ERROR)
-      kvl__store_trouble(store, &store->errors, "%s: %s",
-                         ((struct redis *)store->state)->words, reply->str);
+      kvl__store_trouble(store, &store->errors, "%s: %s", r->words, reply->str);
     each(to, i, reply);
     freeReplyObject(reply);
   }
@@ -345,6 +380,7 @@ static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int 
   } else {
     give_back(store, link);
   }
+  if (r->tls) kvl__sigpipe_release(&before);
   return !code;
 }
 
@@ -448,11 +484,12 @@ static void redis_held(kvl_store *store, kvl_store_stats *out) {
 static void redis_close(kvl_store *store) {
   struct redis *r = store->state;
   for (int i = 0; i < r->idle_count; i++) redisFree(r->idle[i].context);
+  kvl__redis_tls_close(r->tls);
   pthread_mutex_destroy(&r->lock);
   free(r);
 }
 
-static int redis_open(kvl_store *store, const char *rest) {
+static int open_with(kvl_store *store, const char *rest, int with_tls) {
   char why[160];
   struct link link = {NULL, 0};
   if (store->capacity)
@@ -469,8 +506,10 @@ static int redis_open(kvl_store *store, const char *rest) {
   int status = KVL_OK;
   if (wrong) {
     status = kvl__fail(KVL_ERR_INVALID, "redis store: url: expected %s", wrong);
-  } else if ((status = find_password(r)) >= 0) {
-    snprintf(r->words, sizeof r->words, "redis store: %s:%d", r->host, r->port);
+  } else if ((status = find_password(r)) >= 0 &&
+             (!with_tls || (status = kvl__redis_tls_open(&r->tls)) >= 0)) {
+    snprintf(r->words, sizeof r->words, "%s store: %s:%d", store->backend->scheme, r->host,
+             r->port);
     link.context = dial(store, why, sizeof why);
     if (!link.context) status = kvl__fail(KVL_ERR_IO, "%s: %s", r->words, why);
   }
@@ -479,14 +518,19 @@ static int redis_open(kvl_store *store, const char *rest) {
   return status;
 }
 
-const struct kvl__store_backend kvl__store_redis = {
-    .scheme = "redis",
-    .form = "redis://[user[:password]@]host[:port][/db]",
-    .open = redis_open,
-    .close = redis_close,
-    .put = redis_put,
-    .get = redis_get,
-    .find = redis_find,
-    .remove = redis_remove,
-    .held = redis_held,
-};
+static int redis_open(kvl_store *store, const char *rest) {
+  return open_with(store, rest, 0);
+}
+static int rediss_open(kvl_store *store, const char *rest) {
+  return open_with(store, rest, 1);
+}
+
+#define BACKEND(scheme_, open_)                                                 \
+  {                                                                             \
+    .scheme = scheme_, .form = scheme_ "://[user[:password]@]host[:port][/db]", \
+    .open = open_, .close = redis_close, .put = redis_put, .get = redis_get,    \
+    .find = redis_find, .remove = redis_remove, .held = redis_held,             \
+  }
+
+const struct kvl__store_backend kvl__store_redis = BACKEND("redis", redis_open);
+const struct kvl__store_backend kvl__store_rediss = BACKEND("rediss", rediss_open);

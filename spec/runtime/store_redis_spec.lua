@@ -148,9 +148,56 @@ describe("a Redis server", function()
     assert.is_nil(ffi.string(C.kvl_last_error()):find("secret", 1, true))
   end)
 
-  it("that would need TLS is refused with words", function()
+  --- Why a URL cannot be opened.
+  local function refusal(url)
+    if C.kvl_store_open(url, 0, NO_HURRY_MS, out_store) >= 0 then error "it opens" end
+    return ffi.string(C.kvl_last_error())
+  end
+
+  it("is reached through TLS, where hiredis has it, with a good certificate", function()
     server = processes.redis()
-    fails(C.kvl_store_open("rediss://127.0.0.1", 0, 0, out_store), "rediss:", "no TLS")
+    local words = refusal("rediss://:secret@127.0.0.1:" .. server.port)
+    assert.is_nil(words:find("secret", 1, true))
+    if words:find("which hiredis has since 1.0", 1, true) then
+      assert.matches("rediss: needs TLS.*kvlab was built with 0%.", words)
+      return
+    end
+    server:stop()
+    local folder = temporary.folder()
+    processes.sh(([[cd '%s' && exec >log 2>&1
+      openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=spec -keyout ca.key \
+        -out ca.pem
+      for name in good other; do
+        [ $name = good ] && host=127.0.0.1 || host=127.0.0.2
+        openssl req -newkey rsa:2048 -nodes -subj /CN=$name -keyout $name.key \
+          -out $name.csr
+        echo "subjectAltName=IP:$host" >$name.ext
+        openssl x509 -req -in $name.csr -CA ca.pem -CAkey ca.key -CAcreateserial \
+          -days 2 -extfile $name.ext -out $name.pem
+      done]]):format(folder))
+    local function serve(name)
+      local port = processes.free_port()
+      server = processes.redis(("--tls-port %d --tls-cert-file %s/%s.pem --tls-key-file "
+        .. "%s/%s.key --tls-ca-cert-file %s/ca.pem --tls-auth-clients no"):format(port,
+        folder, name, folder, name, folder))
+      return "rediss://127.0.0.1:" .. port
+    end
+    local function trusting(fn)
+      with_environment({ SSL_CERT_FILE = folder .. "/ca.pem" }, fn)
+    end
+    local url = serve "good"
+    assert.matches("certificate verify failed", refusal(url))
+    trusting(function()
+      local s, n = cases.open(url, 0, NO_HURRY_MS), 3000000
+      assert.equal(1, s:put(1, 0, n, 1)) -- more than the socket takes at once
+      s:holds(1, 0, n, 1)
+      server:stop()
+      for i = 2, 5 do assert.equal(0, s:put(i, 0, n, i)) end -- no SIGPIPE
+      assert.equal(1, s:stats().errors)
+      s:close()
+      url = serve "other"
+      assert.matches("certificate verify failed", refusal(url))
+    end)
   end)
 
   it("that sends more than a record is not listened to", function()

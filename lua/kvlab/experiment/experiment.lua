@@ -50,6 +50,7 @@ local progress = require "kvlab.experiment.progress"
 local report = require "kvlab.report.report"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
+local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 local sessions = require "kvlab.experiment.session"
 local sources = require "kvlab.sources"
@@ -129,7 +130,7 @@ end
 --- Raises the failure of a configuration, which ends the run; with --keep-going, prints
 -- it instead.
 function Record:failure(config, problem)
-  problem = tostring(problem)
+  problem = secrets.mask(tostring(problem))
   if problem:find("interrupted", 1, true) then self:interrupted() end
   local words = ("%s\n  configuration %s"):format(problem,
     grids.describe(self.plan.grid, config))

@@ -13,6 +13,7 @@
 -- The last axis varies fastest. Errors are raised without a position: kvlab.experiment
 -- adds the line of the script.
 local nearest = require("kvlab.words").nearest
+local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -319,7 +320,7 @@ function M.describe(grid, config)
       words[#words + 1] = ("%s=%s"):format(axis.name, tostring(config[axis.name]))
     end
   end
-  return table.concat(words, " ")
+  return secrets.mask(table.concat(words, " "))
 end
 
 return M

@@ -6,6 +6,7 @@
 -- `earlier_runs`.
 local json = require "kvlab.json"
 local files = require "kvlab.files"
+local secrets = require "kvlab.secrets"
 local version = require "kvlab.version"
 
 local M = {}
@@ -147,6 +148,7 @@ function M.write(folder, now, old, has_work)
     copy_run(old, manifest)
     manifest.earlier_runs = old.earlier_runs
   end
+  manifest = secrets.mask(manifest)
   write(folder, manifest)
   return manifest
 end

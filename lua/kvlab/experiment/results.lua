@@ -9,6 +9,7 @@
 local ffi = require "ffi"
 local files = require "kvlab.files" -- also declares fileno and fsync
 local json = require "kvlab.json"
+local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 local statistics = require "kvlab.experiment.statistics"
 
@@ -31,9 +32,10 @@ local results = {}
 results.__index = results
 
 --- Returns a text that identifies a configuration: equal configurations have equal texts.
+-- Passwords in them do not count.
 ---@param config table
 ---@return string
-function M.key(config) return json.encode(config) end
+function M.key(config) return json.encode(secrets.mask(config)) end
 
 --- Summarises one metric over repeats. Returns the mean and the interval of numbers; for
 -- other values, the value if all repeats agree, else nil. The interval of a proportion is

@@ -8,6 +8,7 @@
 -- The field `made_by` of a row names the sources that it was computed from
 -- (kvlab.sources).
 local json = require "kvlab.json"
+local secrets = require "kvlab.secrets"
 local seeds = require "kvlab.seeds"
 local sources = require "kvlab.sources"
 
@@ -146,8 +147,8 @@ function Session:run(config)
     current = nil
     for path in pairs(self.setup_used) do used[path] = true end
     add_script(self.spec, used)
-    return { config = config, metrics = check_metrics(self.plan.required, metrics),
-             made_by = sources.made_by(used) }
+    return secrets.mask { config = config, made_by = sources.made_by(used),
+                          metrics = check_metrics(self.plan.required, metrics) }
   end, keep_stack)
   seeds.use(nil)
   if not ok then

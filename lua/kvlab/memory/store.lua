@@ -9,6 +9,7 @@ local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local secrets = require "kvlab.secrets"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -59,7 +60,7 @@ function M.model(name, cache)
 end
 
 --- Opens a store.
----@param url string  memory:  lmdb:PATH  redis://[user[:password]@]host[:port][/db]
+---@param url string  memory:  lmdb:PATH  redis[s]://[user[:password]@]host[:port][/db]
 ---@param o? table  capacity: bytes of blocks (no limit); timeout_ms (1000), for Redis;
 --                  model: see M.model, and block_size: for :keys
 ---@return kvlab.Store
@@ -70,7 +71,7 @@ local function open(url, o)
   o = options.check("store", o, OPTIONS)
   check(C.kvl_store_open(url, o.capacity or 0, o.timeout_ms or 0, out_store))
   return setmetatable({ handle = ffi.gc(out_store[0], C.kvl_store_close),
-    url = url:gsub("//.*@", "//"), model = o.model, block_size = o.block_size,
+    url = secrets.mask(url), model = o.model, block_size = o.block_size,
     staging = {} }, Store)
 end
 

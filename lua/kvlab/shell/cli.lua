@@ -3,6 +3,7 @@
 -- script ./kvlab, runs first: it answers --help and takes the options of the build.
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.command_line"
+local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -351,7 +352,7 @@ function M.main(words)
     return (verb ~= "run" or options.interactive) and status or 0
   end
   if type(work) ~= "table" or not work.misuse then error(work, 0) end
-  io.stderr:write("kvlab: ", work.misuse, "\n")
+  io.stderr:write("kvlab: ", secrets.mask(work.misuse), "\n")
   return 2
 end
 

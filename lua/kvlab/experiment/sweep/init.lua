@@ -10,6 +10,7 @@
 local sorted = require "kvlab.sorted"
 local files = require "kvlab.files"
 local results = require "kvlab.experiment.results"
+local secrets = require "kvlab.secrets"
 local shards = require "kvlab.experiment.sweep.shards"
 local slurm = require "kvlab.experiment.sweep.slurm"
 local text_table = require "kvlab.report.table"
@@ -22,7 +23,8 @@ local function fail(fmt, ...) error(fmt:format(...), 0) end
 local function list_configurations(executable, arguments)
   local problems = os.tmpname()
   local command = files.shell_line { executable, "run", "--list", unpack(arguments) }
-  local pipe = io.popen(("%s 2>%s; echo $?"):format(command, problems))
+  local pipe = io.popen(("%s 2>%s; echo $?"):format(command,
+    files.shell_line { problems }))
   local lines = {}
   for line in pipe:lines() do lines[#lines + 1] = line end
   pipe:close()
@@ -86,6 +88,12 @@ end
 --- kvlab sweep submit
 ---@param options kvlab.CommandLine  with out, slurm, shards, retries, at-once
 function M.submit(options)
+  for _, word in ipairs(options.words) do
+    if secrets.has(word) then
+      fail("%s: the scripts of jobs would show the password: give it by"
+        .. " KVLAB_REDIS_PASSWORD_FILE", secrets.mask(word))
+    end
+  end
   slurm.check()
   local root = options.out
   local executable = package.loaded["kvlab.paths"].executable

@@ -1,6 +1,7 @@
 --- What the REPL prints about an error: the user's line, the message, and the calls that
 -- led there, without the REPL's own calls.
 local inspect = require "kvlab.shell.repl.inspect"
+local secrets = require "kvlab.secrets"
 
 local M = {}
 
@@ -74,8 +75,10 @@ function M.print(failure, is_coloured)
     return
   end
   local at = failure.at and failure.at .. ": " or ""
-  io.stderr:write(at, paint(failure.message), "\n")
-  if failure.line then io.stderr:write("    ", (failure.line:gsub("^%s+", "")), "\n") end
+  io.stderr:write(at, paint(secrets.mask(failure.message)), "\n")
+  if failure.line then
+    io.stderr:write("    ", secrets.mask((failure.line:gsub("^%s+", ""))), "\n")
+  end
   if #failure.calls == 1 and failure.at then return end
   for i, call in ipairs(failure.calls) do
     if i > FRAMES then
