@@ -42,7 +42,8 @@ local function find_commit()
     bundled:close()
     return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
   end
-  local git = files.shell_line { "git", "-C", root }
+  -- git reads no other user's repository unless told that it is safe; we run its code
+  local git = files.shell_line { "git", "-c", "safe.directory=*", "-C", root }
   if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
   local commit = first_line(git .. " rev-parse --verify HEAD")
   if not commit then return nil end
