@@ -147,6 +147,8 @@ static int tell_paths(lua_State *L) {
   snprintf(file, sizeof file, "%s/lib/libkvlab.so", root);
   int is_bundle = access(file, F_OK) == 0;
   if (!is_bundle) cut_last(root), cut_last(root); /* build/bin */
+  if (strpbrk(root, ";?"))
+    return luaL_error(L, "Lua finds no modules in a folder whose path has ; or ?: %s", root);
 
   lua_newtable(L);
   set_text(L, "root", root);
