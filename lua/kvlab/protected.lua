@@ -1,7 +1,27 @@
 --- pcall for functions that change something for the time of a call (the scope, the
 -- current stream) and must therefore return before their caller goes on: there, a yield
--- out of the function that they call is an error.
+-- out of the function that they call is an error. Ctrl-C, too, must not come between the
+-- change and its end, so they write:
+--
+--   C.kvl_interrupt_hold(1)
+--   … the change
+--   local results = protected.call(what, fn, n, arguments)   -- fn can be interrupted
+--   … the end of the change
+--   C.kvl_interrupt_hold(-1)
+local library = require "kvlab.library"
+
+local C = library.C
 local M = {}
+
+local function hold_again(...)
+  C.kvl_interrupt_hold(1)
+  return ...
+end
+
+local function interruptible(fn, ...)
+  C.kvl_interrupt_hold(-1)
+  return hold_again(fn(...))
+end
 
 --- Notes in results.n how many results there are: up to the last that is not nil.
 local function count(results)
@@ -24,11 +44,15 @@ end
 ---@return table results
 function M.call(what, fn, n, arguments)
   if not coroutine.running() then
-    return count { pcall(fn, unpack(arguments, 1, n)) }
+    local results = { pcall(interruptible, fn, unpack(arguments, 1, n)) }
+    if not results[1] then C.kvl_interrupt_hold(1) end
+    return count(results)
   end
-  local thread = coroutine.create(fn)
-  local results = { coroutine.resume(thread, unpack(arguments, 1, n)) }
-  if coroutine.status(thread) == "suspended" then
+  local thread = coroutine.create(interruptible)
+  local results = { coroutine.resume(thread, fn, unpack(arguments, 1, n)) }
+  local has_yielded = coroutine.status(thread) == "suspended"
+  if has_yielded or not results[1] then C.kvl_interrupt_hold(1) end
+  if has_yielded then
     return { false, what .. ": the function yielded, expected it to return", n = 2 }
   end
   return count(results)

@@ -336,11 +336,24 @@ function Engine:decode(seqs, tokens)
 end
 
 --- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.
-function Engine:generate(seq, logits, n)
-  local ids = {}
+-- They are all in the sequence but the last, which no step has computed yet.
+--
+-- Every token is a step of its own, so an error in one leaves those before it: the
+-- sequence and `ids` are then what they were when that step began. The last id is again
+-- the one that is not in the sequence, so this goes on:
+--
+--   logits = engine:decode({ seq }, { ids[#ids] })
+--   engine:generate(seq, logits, n - #ids, ids)
+---@param seq kvlab.Sequence
+---@param logits kvlab.Tensor  f32 [1, vocab]
+---@param n integer
+---@param ids? integer[]       the list that the ids are added to (a new one)
+---@return integer[] ids
+function Engine:generate(seq, logits, n, ids)
+  ids = ids or {}
   for i = 1, n do
-    ids[i] = logits:argmax():list()[1]
-    if i < n then logits = self:decode({ seq }, { ids[i] }) end
+    ids[#ids + 1] = logits:argmax():list()[1]
+    if i < n then logits = self:decode({ seq }, { ids[#ids] }) end
   end
   return ids
 end

@@ -156,13 +156,16 @@ local function fetch(self, layer, views, fetched_bytes)
 end
 
 --- Calls fn(self, …), whose launches go to another stream than the current one. As
--- device:with_stream, but it makes no table.
+-- device:with_stream, but it makes no table. Ctrl-C comes at a launch or afterwards, so
+-- that the stream is restored.
 local function on_stream(self, stream, fn, ...)
   local dev = self.cache.device
   local main = dev:stream()
-  check(C.kvl_device_use_stream(dev, stream))
-  local ok, why = pcall(fn, self, ...)
-  check(C.kvl_device_use_stream(dev, main))
+  C.kvl_interrupt_hold(1)
+  local ok, why = pcall(check, C.kvl_device_use_stream(dev, stream))
+  if ok then ok, why = pcall(fn, self, ...) end
+  C.kvl_device_use_stream(dev, main)
+  C.kvl_interrupt_hold(-1)
   if not ok then error(why, 0) end
 end
 

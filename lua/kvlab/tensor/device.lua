@@ -166,21 +166,30 @@ M.methods = {
   end,
   --- The stream that is current unless another was made so.
   default_stream = function(self)
+    C.kvl_interrupt_hold(1)
     local current = C.kvl_device_stream(self)
-    check(C.kvl_device_use_stream(self, nil))
+    C.kvl_device_use_stream(self, nil)
     local default = C.kvl_device_stream(self)
-    check(C.kvl_device_use_stream(self, current))
+    C.kvl_device_use_stream(self, current)
+    C.kvl_interrupt_hold(-1)
     return default
   end,
   --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
   -- fn may not yield.
   with_stream = function(self, stream, fn, ...)
+    local n, arguments = select("#", ...), { ... } -- first: see protected.lua
     argument("with_stream", "fn", fn, options.fn)
     local before = self:stream()
-    check(C.kvl_device_use_stream(self, stream_argument("with_stream", stream)))
-    local results = protected.call("with_stream", fn, select("#", ...), { ... })
-    if closed[before] then before = nil end -- fn closed it: the default stream
-    check(C.kvl_device_use_stream(self, before))
+    stream = stream_argument("with_stream", stream)
+    C.kvl_interrupt_hold(1)
+    local status, results = C.kvl_device_use_stream(self, stream), nil
+    if status >= 0 then
+      results = protected.call("with_stream", fn, n, arguments)
+      if closed[before] then before = nil end -- fn closed it: the default stream
+      C.kvl_device_use_stream(self, before)
+    end
+    C.kvl_interrupt_hold(-1)
+    check(status)
     if not results[1] then error(results[2], 0) end
     return unpack(results, 2, results.n)
   end,

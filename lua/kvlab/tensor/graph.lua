@@ -22,13 +22,6 @@ ffi.metatype("kvl_graph", {
   },
 })
 
---- Runs fn, which may be interrupted; what comes before and after it may not.
-local function run(fn)
-  C.kvl_interrupt_hold(-1)
-  fn()
-  C.kvl_interrupt_hold(1)
-end
-
 --- Records the work that fn() launches on `dev` (the default device). fn may not yield.
 ---@param fn fun()
 ---@param dev? kvlab.Device|string
@@ -42,9 +35,8 @@ function M.graph(fn, dev)
   local status = C.kvl_graph_begin(dev)
   local ok, why = true, nil
   if status >= 0 then
-    local results = protected.call("graph", run, 1, { fn })
+    local results = protected.call("graph", fn, 0, {})
     ok, why = results[1], results[2]
-    if not ok then C.kvl_interrupt_hold(1) end
     status = C.kvl_graph_end(dev, out_graph)
   end
   collectgarbage "restart"

@@ -271,9 +271,11 @@ function M.scope(fn, ...)
   local n, arguments = select("#", ...), { ... } -- first: see protected.lua
   argument("scope", "fn", fn, options.fn)
   local outer, inner = scope, setmetatable({}, WEAK)
+  C.kvl_interrupt_hold(1)
   scope = inner
   local results = protected.call("scope", fn, n, arguments)
   scope = outer
+  C.kvl_interrupt_hold(-1)
   local kept = {}
   if results[1] then for i = 2, results.n do keep(results[i], kept) end end
   for t in pairs(inner) do
@@ -290,9 +292,11 @@ function M.lasting(fn, ...)
   local n, arguments = select("#", ...), { ... } -- first: see protected.lua
   argument("lasting", "fn", fn, options.fn)
   local outer = scope
+  C.kvl_interrupt_hold(1)
   scope = nil
   local results = protected.call("lasting", fn, n, arguments)
   scope = outer
+  C.kvl_interrupt_hold(-1)
   if not results[1] then error(results[2], 0) end
   return unpack(results, 2, results.n)
 end
