@@ -1,5 +1,6 @@
 --- The front door and the build, tried on a tiny project in a temporary folder: the real
 -- scripts, premake5.lua, main.c and command line around a library of one function.
+local files = require "kvlab.files"
 local temporary = require "spec.temporary"
 local tiny -- the folder
 
@@ -132,13 +133,32 @@ describe("the front door #slow", function()
   if paths and paths.config == "hostile" then
     return pending "it builds the same in every configuration: release does"
   end
-  setup(make_tiny_project)
+  setup(function()
+    make_tiny_project()
+    write("spec/a.lua", "print 'it runs'")
+  end)
 
   describe("build", function()
     setup(function() build() end)
 
     it("does and says nothing when nothing has changed", function()
       assert.equal("", changed_by(function() assert.equal("", build()) end, "*"))
+    end)
+
+    it("works in a folder whose name no shell may read", function()
+      local name = [[it's "a" $(touch pwned) `touch pwned` & folder]]
+      local folder = temporary.folder() .. "/" .. name
+      local quoted = files.shell_line { folder }
+      local status, output = sh(("cp -R . %s && cd %s && rm -rf build && ./kvlab build "
+        .. "--cuda=off && ./kvlab run --device=cpu spec/a.lua"):format(quoted, quoted))
+      assert.equal(0, status, output)
+      assert.matches("it runs\n$", output)
+      assert.same({}, files.find(folder, "pwned"))
+      if has_nvcc then
+        status, output = sh(("cd %s && ./kvlab build --cuda=on"):format(quoted))
+        assert.equal(1, status)
+        assert.matches("whose path has a double quote", output)
+      end
     end)
 
     it("rebuilds what includes an edited header", function()

@@ -13,6 +13,10 @@ int prctl(int option, unsigned long value);
 int socket(int domain, int type, int protocol);
 int bind(int fd, const void *address, unsigned size);
 int getsockname(int fd, void *address, unsigned *size);
+int listen(int fd, int backlog);
+int accept(int fd, void *address, unsigned *size);
+long recv(int fd, void *buffer, size_t size, int flags);
+long send(int fd, const void *buffer, size_t size, int flags);
 int close(int fd);
 void _exit(int status);
 void *mmap(void *address, size_t bytes, int protection, int flags, int fd, long offset);
@@ -131,6 +135,45 @@ function Redis:stop()
   libc.kill(self.pid, KILL)
   while libc.kill(self.pid, 0) == 0 and self:ask "ping" do M.sleep(0.01) end
 end
+
+---@class spec.Answering
+local Answering = {}
+Answering.__index = Answering
+
+--- Sends `answer` to every command of a connection; PING is answered as by Redis.
+local function answer_all(fd, answer)
+  local text, buffer = "", ffi.new "char[65536]"
+  while true do
+    local n = tonumber(libc.recv(fd, buffer, 65536, 0))
+    if n <= 0 then return end
+    text = (text .. ffi.string(buffer, n)):sub(-65536)
+    local reply = text:find "PING\r\n$" and "+PONG\r\n" or answer
+    if text:sub(-2) == "\r\n" then
+      libc.send(fd, reply, #reply, 0x4000) -- MSG_NOSIGNAL
+      text = ""
+    end
+  end
+end
+
+--- A server that is no Redis server: it gives every command but PING the same answer.
+function M.answering(answer)
+  local fd, port = libc.socket(2, 1, 0), M.free_port()
+  local address = ffi.new("uint8_t[16]", 2, 0, math.floor(port / 256), port % 256, 127, 0,
+    0, 1)
+  assert(libc.bind(fd, address, 16) == 0 and libc.listen(fd, 16) == 0)
+  local self = setmetatable({ url = "redis://127.0.0.1:" .. port }, Answering)
+  self.pid = M.fork(function()
+    while true do
+      local peer = libc.accept(fd, nil, nil)
+      M.fork(function() answer_all(peer, answer) end)
+      libc.close(peer)
+    end
+  end)
+  libc.close(fd)
+  return self
+end
+
+function Answering:stop() M.kill(self.pid) end
 
 --- Milliseconds that fn() takes.
 function M.ms(fn)

@@ -59,7 +59,7 @@ local function make_handler(busted, root, progress, report)
     for _, problem in ipairs(handler.errors) do describe_problem(problem) end
     for _, skipped in ipairs(handler.pendings) do
       local why = type(skipped.message) == "string" and skipped.message or ""
-      report("skipped  ", skipped.name, ": ", why:gsub("^%S+:%d+: ", ""), "\n")
+      report("skipped  ", skipped.name, ": ", why:gsub("^[^\n]-%.lua:%d+: ", ""), "\n")
     end
     return nil, true
   end)
