@@ -66,12 +66,12 @@ bundle_modules() {
   done
 }
 
-# Copies the libraries that libkvlab.so and the REPL need and that a target may lack.
+# Copies the libraries that libkvlab.so, the REPL and TLS need and that a target may lack.
 bundle_libraries() {
   {
     ldd "$bin/libkvlab.so"
-    for library in /usr/lib/*/libedit.so.2; do
-      [ ! -e "$library" ] || { echo "libedit => $library"; ldd "$library"; }
+    for library in /usr/lib/*/libedit.so.2 /usr/lib/*/libhiredis_ssl.so.[0-9]*; do
+      [ ! -e "$library" ] || { echo "library => $library"; ldd "$library"; }
     done
   } | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | while read -r library; do
     case ${library##*/} in
