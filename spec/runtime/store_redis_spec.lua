@@ -156,13 +156,13 @@ describe("a Redis server", function()
 
   it("is reached through TLS, where hiredis has it, with a good certificate", function()
     server = processes.redis()
+    server:stop()
     local words = refusal("rediss://:secret@127.0.0.1:" .. server.port)
     assert.is_nil(words:find("secret", 1, true))
     if words:find("which hiredis has since 1.0", 1, true) then
       assert.matches("rediss: needs TLS.*kvlab was built with 0%.", words)
       return
     end
-    server:stop()
     local folder = temporary.folder()
     processes.sh(([[cd '%s' && exec >log 2>&1
       openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=spec -keyout ca.key \
