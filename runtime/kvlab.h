@@ -99,7 +99,12 @@ int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out);
 int kvl_device_reset_peak(kvl_device *dev);
 /* Waits until all work on every stream of the device is done. */
 int kvl_device_sync(kvl_device *dev);
-/* Returns the memory that the allocator has cached to the device. */
+/* The bytes in tensors of all open devices now. */
+int64_t kvl_bytes_live(void);
+/* Returns the memory that the allocator has cached to the device. Free memory is cached, for
+ * later work on the stream that it was allocated on. Of free blocks above 32 MiB the
+ * allocator keeps an eighth of the device's memory at most; on the CPU a sixteenth, and at
+ * most 1 GiB. It trims by itself when an allocation finds no room. */
 int kvl_device_trim(kvl_device *dev);
 
 /* kvl_cpu_isa names the instruction set that the CPU kernels use: "plain", "avx2" or

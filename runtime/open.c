@@ -69,6 +69,7 @@ static int device_start(kvl_device *dev, char *text) {
   if (status < 0) return status;
   status = be->mark_open(dev->ctx, &dev->scratch_mark);
   if (status >= 0) status = kvl__stream_open(dev, KVL_QUEUE_DEFAULT, &dev->current);
+  if (status >= 0) kvl__allocator_open(dev);
   return status;
 }
 

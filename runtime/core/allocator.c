@@ -2,13 +2,30 @@
  *
  * A freed block goes back to the list of the stream that it was allocated on (its home). The
  * next allocation there is later work on the same stream, so it may take the block at once.
- * If other streams used the block, the home stream first waits for them. Sizes are rounded
- * up to four classes per octave. Memory above BYTES_CACHED_MAX is returned to the device at
- * once. */
+ * If other streams used the block, the home stream first waits for them.
+ *
+ * Small blocks, up to BYTES_SMALL_MAX, have four classes of sizes per octave. Larger ones are
+ * rounded up to BYTES_LARGE_UNIT and share one list per stream: a request takes the block
+ * that fits it best, if no more than an eighth of that stays unused. All free large blocks
+ * together have at most bytes_large_max bytes; beyond that the one that was freed first goes
+ * back to the device. So a loop with large temporaries asks the device for them once, and a
+ * big cache that is closed does not stay. When the device has no room, everything that is
+ * free goes back to it, and the allocation is tried again. */
 #include "core/allocator.h"
 
-enum { BYTES_UNIT = 512 };
-static const size_t BYTES_CACHED_MAX = (size_t)32 << 20;
+enum { BYTES_UNIT = 512, BYTES_LARGE_UNIT = 2 << 20, UNUSED_MOST = 8 };
+static const size_t BYTES_SMALL_MAX = (size_t)32 << 20;
+
+/* Host memory is shared with everything else on the machine, and no allocation fails in time
+ * to give any back, so less of it stays cached. */
+void kvl__allocator_open(kvl_device *dev) {
+  static const int64_t host_most = (int64_t)1 << 30;
+  int64_t unused, total = 0;
+  if (dev->backend->memory(dev->ctx, &unused, &total) < 0) total = 0;
+  int is_host = dev->backend->host_memory;
+  dev->bytes_large_max = total / (is_host ? 16 : 8);
+  if (is_host && dev->bytes_large_max > host_most) dev->bytes_large_max = host_most;
+}
 
 /* units 1 ... 65536 -> class 0 ... 59; *units becomes the size of the class */
 static int size_class(size_t *units) {
@@ -28,18 +45,51 @@ static void drop(kvl_storage *s) {
   free(s);
 }
 
-void kvl__allocator_trim(kvl_device *dev, int stream) {
+/* Takes the first storage out of a free list, or out of the rest of one. */
+static kvl_storage *take(kvl_device *dev, kvl_storage **list) {
+  kvl_storage *s = *list;
+  *list = s->next;
+  dev->stats.bytes_cached -= (int64_t)s->bytes;
+  if (s->size_class == KVL__LARGE) dev->free.bytes_large -= (int64_t)s->bytes;
+  return s;
+}
+
+static void trim(kvl_device *dev, int stream, int first_class) {
   for (int i = 0; i < KVL__STREAMS_MAX; i++) {
     if ((stream >= 0 && i != stream) || !dev->streams[i]) continue;
     dev->backend->queue_sync(dev->ctx, dev->streams[i]->queue);
-    for (int c = 0; c < KVL__SIZE_CLASSES; c++) {
-      while (dev->free.list[i][c]) {
-        kvl_storage *s = dev->free.list[i][c];
-        dev->free.list[i][c] = s->next;
-        dev->stats.bytes_cached -= (int64_t)s->bytes;
-        drop(s);
-      }
-    }
+    for (int c = first_class; c < KVL__SIZE_CLASSES; c++)
+      while (dev->free.list[i][c]) drop(take(dev, &dev->free.list[i][c]));
+  }
+}
+
+void kvl__allocator_trim(kvl_device *dev, int stream) { trim(dev, stream, 0); }
+void kvl__allocator_trim_large(kvl_device *dev) {
+  if (dev->free.bytes_large > 0) trim(dev, -1, KVL__LARGE);
+}
+
+/* The free large storage, with at least `bytes` bytes, that leaves the fewest unused. */
+static kvl_storage **best_large(kvl_device *dev, int stream, size_t bytes) {
+  kvl_storage **best = NULL;
+  size_t most = bytes + bytes / UNUSED_MOST;
+  for (kvl_storage **at = &dev->free.list[stream][KVL__LARGE]; *at; at = &(*at)->next) {
+    if ((*at)->bytes < bytes || (*at)->bytes > most) continue;
+    if (!best || (*at)->bytes < (*best)->bytes) best = at;
+  }
+  return best;
+}
+
+/* Returns large blocks to the device, the one that was freed first before the others, until
+ * no more than bytes_large_max bytes of them are free. */
+static void limit_large(kvl_device *dev) {
+  while (dev->free.bytes_large > dev->bytes_large_max) {
+    kvl_storage **oldest = NULL;
+    for (int i = 0; i < KVL__STREAMS_MAX; i++)
+      for (kvl_storage **at = &dev->free.list[i][KVL__LARGE]; *at; at = &(*at)->next)
+        if (!oldest || (*at)->freed < (*oldest)->freed) oldest = at;
+    kvl_storage *s = take(dev, oldest);
+    dev->backend->queue_sync(dev->ctx, dev->streams[s->home]->queue);
+    drop(s);
   }
 }
 
@@ -124,23 +174,26 @@ void kvl__recording_drop(struct kvl__recording *r) {
 /* ---- storages ------------------------------------------------------------------------- */
 
 int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
-  int stream = dev->current->id, class = KVL__UNCACHED;
+  int stream = dev->current->id, class = KVL__LARGE;
   size_t want = bytes ? bytes : 1;
-  if (want <= BYTES_CACHED_MAX) {
+  kvl_storage **found;
+  if (want <= BYTES_SMALL_MAX) {
     size_t units = (want + BYTES_UNIT - 1) / BYTES_UNIT;
     class = size_class(&units);
     want = units * BYTES_UNIT;
-    kvl_storage *s = dev->free.list[stream][class];
-    if (s) {
-      dev->free.list[stream][class] = s->next;
-      dev->stats.bytes_cached -= (int64_t)s->bytes;
-      s->refs = 1;
-      s->used = 0;
-      count_live(dev, s, 1);
-      poison(dev, s);
-      *out = s;
-      return KVL_OK;
-    }
+    found = &dev->free.list[stream][class];
+  } else {
+    want = (want + BYTES_LARGE_UNIT - 1) / BYTES_LARGE_UNIT * BYTES_LARGE_UNIT;
+    found = best_large(dev, stream, want);
+  }
+  if (found && *found) {
+    kvl_storage *s = take(dev, found);
+    s->refs = 1;
+    s->used = 0;
+    count_live(dev, s, 1);
+    poison(dev, s);
+    *out = s;
+    return KVL_OK;
   }
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return KVL_ERR_NO_MEMORY;
@@ -220,6 +273,10 @@ static void cache(kvl_storage *s) {
   s->next = dev->free.list[s->home][s->size_class];
   dev->free.list[s->home][s->size_class] = s;
   dev->stats.bytes_cached += (int64_t)s->bytes;
+  if (s->size_class != KVL__LARGE) return;
+  s->freed = ++dev->frees;
+  dev->free.bytes_large += (int64_t)s->bytes;
+  if (!dev->recording) limit_large(dev); /* what was recorded stays with its graph */
 }
 
 void kvl__storage_unref(kvl_storage *s) {
@@ -227,7 +284,7 @@ void kvl__storage_unref(kvl_storage *s) {
   if (s->refs == 1 && dev->recording && defers(s)) return;
   if (--s->refs > 0) return;
   count_live(dev, s, -1);
-  if (s->recording && (!dev->recording || s->size_class < 0)) {
+  if (s->recording && !dev->recording) {
     /* its graph writes there at every replay, and drops it when it is closed */
   } else if (s->size_class >= 0 && dev->streams[s->home]) {
     cache(s);

@@ -4,7 +4,7 @@
 
 #include "core/device.h"
 
-enum { KVL__UNCACHED = -1, KVL__LENT = -2, KVL__PINNED = -3 }; /* in place of a size class */
+enum { KVL__LENT = -1, KVL__PINNED = -2 }; /* in place of a size class: never cached */
 
 /* refs counts kvl_tensor handles. `used` has a bit for every stream that launched work on
  * the memory since it was allocated. A free storage waits in the list of its home stream,
@@ -17,9 +17,12 @@ struct kvl_storage {
   size_t bytes;
   kvl_storage *next; /* in a free list */
   uint64_t used;
+  int64_t freed; /* a large block in a free list: when, counted by device->frees */
   int refs, home, size_class;
 };
 
+/* Sets how much a device may keep of what was freed. Called once, when it is opened. */
+void kvl__allocator_open(kvl_device *dev);
 /* Opens a storage of at least `bytes` bytes, with one reference, for the current stream. */
 int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out);
 int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage **out);
@@ -32,6 +35,8 @@ static inline void kvl__storage_use(kvl_storage *s, const kvl_device *dev) {
 }
 /* Returns the free memory of one stream (-1: of all) to the device. */
 void kvl__allocator_trim(kvl_device *dev, int stream);
+/* Returns free blocks above 32 MiB. */
+void kvl__allocator_trim_large(kvl_device *dev);
 /* Ends the device when nothing holds it any more: no handle, no storage, no graph. */
 void kvl__device_unref(kvl_device *dev);
 

@@ -89,6 +89,13 @@ int kvl_device_stats_get(kvl_device *dev, kvl_device_stats *out) {
   return KVL_OK;
 }
 
+int64_t kvl_bytes_live(void) {
+  int64_t bytes = 0;
+  for (int i = 0; i < DEVICES_MAX; i++)
+    if (devices[i]) bytes += devices[i]->stats.bytes_live;
+  return bytes;
+}
+
 int kvl_device_reset_peak(kvl_device *dev) {
   KVL__NEED(dev);
   dev->stats.bytes_live_peak = dev->stats.bytes_live;

@@ -5,7 +5,7 @@
 #include "core/backend.h"
 #include "core/status.h"
 
-enum { KVL__STREAMS_MAX = 64, KVL__SIZE_CLASSES = 60 };
+enum { KVL__STREAMS_MAX = 64, KVL__SIZE_CLASSES = 61, KVL__LARGE = 60 };
 
 struct kvl_stream {
   kvl_device *device;
@@ -13,9 +13,11 @@ struct kvl_stream {
   int id;      /* index in device->streams */
 };
 
-/* Free memory of a device, by home stream and class of size (core/allocator.c). */
+/* Free memory of a device, by home stream and class of size (core/allocator.c). The last
+ * class, KVL__LARGE, has blocks of different sizes; bytes_large is the sum of all of them. */
 typedef struct kvl__free_lists {
   kvl_storage *list[KVL__STREAMS_MAX][KVL__SIZE_CLASSES];
+  int64_t bytes_large;
 } kvl__free_lists;
 
 struct kvl_device {
@@ -29,6 +31,7 @@ struct kvl_device {
   void *scratch_mark;               /* joins streams when storage is freed */
   struct kvl__recording *recording; /* the memory of the graph that is recorded, or NULL */
   kvl__free_lists free;
+  int64_t bytes_large_max, frees; /* of free large blocks; large blocks freed so far */
   kvl_device_stats stats;
 };
 

@@ -16,6 +16,7 @@ int kvl_graph_begin(kvl_device *dev) {
   kvl_graph *g = kvl__malloc(sizeof *g, "a graph");
   if (!g) return KVL_ERR_NO_MEMORY;
   *g = (kvl_graph){.device = dev, .stream = dev->current};
+  kvl__allocator_trim_large(dev); /* a recording may need the room, but cannot trim */
   status = dev->backend->graph_begin(dev->ctx, g->stream->queue);
   if (status < 0) {
     free(g);

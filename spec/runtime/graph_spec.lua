@@ -72,6 +72,29 @@ local function check(dev)
       graph:close()
     end)
 
+    it("reuses the memory of large temporaries while it is recorded", function()
+      local x = kv.ones(dev, "f32", { 10 * 1024 * 1024 })
+      local out = kv.tensor(dev, "f32", { 10 * 1024 * 1024 })
+      local function work()
+        local at = x:add(1)
+        for _ = 1, 6 do
+          local next_at = at:add(1)
+          at:free()
+          at = next_at
+        end
+        at:add(1, out)
+        at:free()
+      end
+      local before = dev:stats().allocations
+      local graph = kv.graph(work, dev)
+      assert.equal(before + 2, dev:stats().allocations)
+      local others = kv.full(dev, "f32", { 10 * 1024 * 1024 }, 5)
+      graph:replay()
+      assert.equal(9, out:min():item())
+      assert.equal(5, others:max():item())
+      graph:close()
+    end)
+
     it("follows work that forks to another stream and joins again", function()
       local side, forked, joined = dev:open_stream(), dev:open_event(), dev:open_event()
       local a, b = kv.zeros(dev, "f32", { 300 }), kv.zeros(dev, "f32", { 300 })

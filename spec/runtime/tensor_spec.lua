@@ -3,6 +3,8 @@ local kv = require "kvlab"
 local support = require "spec.support"
 
 local raises = support.raises
+local is_hostile = kv.C.kvl_fail_allocation(0) == 0
+local MIB = 1024 * 1024
 
 local function check(dev)
   describe("tensor on " .. dev:name(), function()
@@ -106,6 +108,57 @@ local function check(dev)
     it("asks for more than the device has and stays usable", function()
       raises("no memory on " .. dev:name(), kv.tensor, dev, "f32", { 2 ^ 42 })
       assert.equal(3, kv.full(dev, "f32", { 1 }, 3):item())
+    end)
+
+    it("asks the device once for large temporaries of a loop", function()
+      local x = kv.ones(dev, "f32", { 10 * MIB })
+      support.collect()
+      dev:trim()
+      local before = dev:stats().allocations
+      for _ = 1, 10 do x:add(1):free() end
+      assert.equal(before + 1, dev:stats().allocations)
+      kv.tensor(dev, "f32", { 9 * MIB }):free() -- fits the block of 40 MiB
+      assert.equal(before + 1, dev:stats().allocations)
+      local other = kv.tensor(dev, "u8", { 33 * MIB }) -- would leave 7 MiB unused
+      assert.equal(before + 2, dev:stats().allocations)
+      assert.equal(40 * MIB, dev:stats().bytes_cached)
+      other:free()
+      assert.equal(40 * MIB + 34 * MIB, dev:stats().bytes_cached)
+      local best = kv.tensor(dev, "u8", { 34 * MIB })
+      assert.equal(40 * MIB, dev:stats().bytes_cached)
+      best:free()
+      dev:trim()
+      assert.equal(0, dev:stats().bytes_cached)
+    end)
+
+    it("runs the collector for tensors that nobody frees, and for no others", function()
+      support.collect()
+      collectgarbage "stop"
+      local garbage = setmetatable({ {} }, { __mode = "v" })
+      for _ = 1, 40 do kv.tensor(dev, "u8", { 16 * MIB }):free() end
+      assert.is_not_nil(garbage[1])
+      for _ = 1, 40 do kv.tensor(dev, "u8", { 16 * MIB }) end
+      assert.is_nil(garbage[1])
+      collectgarbage "restart"
+    end)
+
+    it("keeps a bounded amount of large memory that was freed", function()
+      if is_hostile then return pending "poisoning that much memory takes long" end
+      support.collect()
+      dev:trim()
+      local most = dev:stats().bytes_total / (dev:is_cpu() and 16 or 8)
+      if dev:is_cpu() then most = math.min(most, 1024 * MIB) end
+      local each, tensors = math.floor(most / 4 / MIB) * MIB, {}
+      for i = 1, 6 do tensors[i] = kv.tensor(dev, "u8", { each }) end
+      for i = 1, 6 do
+        tensors[i]:free()
+        assert.is_true(dev:stats().bytes_cached <= most)
+      end
+      assert.is_true(dev:stats().bytes_cached >= 3 * each)
+      local huge = kv.tensor(dev, "u8", { math.floor(most) + 4 * MIB })
+      huge:free()
+      assert.is_true(dev:stats().bytes_cached <= most)
+      dev:trim()
     end)
 
     it("frees in a scope all but what it returns", function()

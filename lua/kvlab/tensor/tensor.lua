@@ -19,9 +19,21 @@ local tensor_t -- the ctype; set by ffi.metatype below
 local shape_buffer = ffi.new "int64_t[6]"
 
 -- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after this
--- many bytes of new tensors it is told to run.
+-- many bytes of new tensors it is told to run, unless most of them were freed by hand or by
+-- a scope: then there is little to collect.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
-local bytes_since_collection = 0
+local bytes_since_collection, bytes_live_before = 0, 0
+
+local function collect_if_grown()
+  bytes_since_collection = 0
+  local live = tonumber(C.kvl_bytes_live())
+  if live - bytes_live_before > BYTES_BETWEEN_COLLECTIONS / 2 then
+    collectgarbage()
+    bytes_live_before = tonumber(C.kvl_bytes_live())
+  else
+    bytes_live_before = math.min(bytes_live_before, live)
+  end
+end
 
 -- The tensors made since the innermost kv.scope began, as keys. The table is weak, so the
 -- collector can free a tensor inside a scope when nobody refers to it.
@@ -82,10 +94,7 @@ local function open(dev, dtype, ndim, level)
   if status < 0 then check(status, level + 1) end
   bytes_since_collection = bytes_since_collection + tonumber(t.count)
                            * C.kvl_dtype_bytes(dtype)
-  if bytes_since_collection > BYTES_BETWEEN_COLLECTIONS then
-    bytes_since_collection = 0
-    collectgarbage()
-  end
+  if bytes_since_collection > BYTES_BETWEEN_COLLECTIONS then collect_if_grown() end
   return remember(t)
 end
 
