@@ -68,7 +68,10 @@
   X(transform_indices) \
   X(topk_merge)        \
   X(ragged_places)     \
-  X(token_attention)
+  X(token_attention)   \
+  X(strided_copy)      \
+  X(cumsum)            \
+  X(logsumexp)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,
@@ -132,10 +135,22 @@ struct kvl_binary_args {
 };
 struct kvl_where_args {
   const uint8_t *cond;
-  const void *a, *b;
+  const void *a, *b; /* NULL: the value, converted to dtype, takes its place */
   void *out;
+  double a_value, b_value;
   int64_t count;
-  int32_t bytes_element;
+  int32_t dtype;
+};
+/* out[i . out_stride] = a[i . a_stride] for all i within shape. Strides are in elements; those
+ * of `a` may be 0. No two i write to the same place. The last dim is the one along which out
+ * is contiguous, or has the smallest stride. Among the others, the one along which `a` has the
+ * smallest stride is the last but one. */
+struct kvl_strided_copy_args {
+  const void *a;
+  void *out;
+  int64_t shape[KVL_DIMS_MAX], a_stride[KVL_DIMS_MAX], out_stride[KVL_DIMS_MAX];
+  int64_t count;
+  int32_t ndim, bytes_element;
 };
 /* a [outer, n, inner] -> out [outer, inner] */
 struct kvl_reduce_args {
@@ -158,15 +173,30 @@ struct kvl_argmax_args {
   int32_t *out;
   int64_t rows, n;
   void *workspace;
+  int32_t dtype, least; /* least: argmin */
+};
+/* a [outer, n, inner] -> out of the same shape */
+struct kvl_cumsum_args {
+  const void *a;
+  void *out;
+  int64_t outer, n, inner;
   int32_t dtype;
 };
+/* a [outer, n, inner] -> out [outer, inner] */
+struct kvl_logsumexp_args {
+  const void *a;
+  void *out;
+  int64_t outer, n, inner;
+  void *workspace;
+  int32_t dtype, out_dtype;
+};
 struct kvl_topk_args {
-  const float *a;
-  float *values; /* optional */
+  const void *a; /* f32 or i32 */
+  void *values;  /* optional, like a */
   int32_t *indices;
   int64_t rows, n, k;
   void *workspace;
-  int32_t largest, by_index;
+  int32_t largest, by_index, dtype;
 };
 /* Batch strides are in elements. With b_stride 0, all batches share b. */
 struct kvl_matmul_args {

@@ -49,6 +49,7 @@ typedef enum kvl_unary_op {
   KVL_UNARY_SILU,
   KVL_UNARY_TANH,
   KVL_UNARY_RELU,
+  KVL_UNARY_FLOOR,
 } kvl_unary_op;
 
 /* ORDER kvl_binary_op */
@@ -59,6 +60,7 @@ typedef enum kvl_binary_op {
   KVL_BINARY_DIV,
   KVL_BINARY_MAX,
   KVL_BINARY_MIN,
+  KVL_BINARY_POW,
   KVL_BINARY_EQ,
   KVL_BINARY_NE,
   KVL_BINARY_LT,

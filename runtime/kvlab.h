@@ -225,24 +225,46 @@ int kvl_binary_scalar(int op, const kvl_tensor *a, double b, const kvl_tensor *o
 /* out = cond ? a : b, where cond is u8 and all four shapes are equal. */
 int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
               const kvl_tensor *out);
+/* The same, where a side that is NULL is a number, converted to out's dtype. */
+int kvl_where_scalar(const kvl_tensor *cond, const kvl_tensor *a, double a_value,
+                     const kvl_tensor *b, double b_value, const kvl_tensor *out);
+/* ---- copies with another shape: any dtype; out may not share memory with a */
+/* out = a with two dimensions swapped. Both count from 0. */
+int kvl_transpose(const kvl_tensor *a, int dim0, int dim1, const kvl_tensor *out);
+/* out = a, broadcast to out's shape as NumPy does. */
+int kvl_expand(const kvl_tensor *a, const kvl_tensor *out);
+/* out = the entries start, start + 1, ... of a along dimension `dim`, as many as out has.
+ * put_part writes all of a to those entries of out; the others stay. The sizes of all other
+ * dimensions are equal. */
+int kvl_take_part(const kvl_tensor *a, int dim, int64_t start, const kvl_tensor *out);
+int kvl_put_part(const kvl_tensor *a, int dim, int64_t start, const kvl_tensor *out);
+/* out = the sums of a's elements up to each one, along dimension `dim`. Floats are added in
+ * double, and every sum is rounded once. Whole numbers wrap. out may be a.
+ *  a    f32 f16 bf16 i32 i64
+ *  out  like a, of a's shape */
+int kvl_cumsum(const kvl_tensor *a, int dim, const kvl_tensor *out);
 /* Reduces dimension `dim` of a (f32 f16 bf16, or i32 for SUM MAX MIN). out has a's shape
  * without that dimension, and a's dtype or f32. An empty dimension gives 0 for SUM, NaN for
  * MEAN, -inf for MAX and +inf for MIN (INVALID for MAX and MIN of i32). */
 int kvl_reduce(int op, const kvl_tensor *a, int dim, const kvl_tensor *out);
+/* out = log(sum(e^a)) along dimension `dim` (f32 f16 bf16). out has a's shape without that
+ * dimension, and a's dtype or f32. Nothing, or only -inf, gives -inf; NaN gives NaN. */
+int kvl_logsumexp(const kvl_tensor *a, int dim, const kvl_tensor *out);
 /* out = softmax of scale * a over the last dimension. A row that is all -inf gives zeros. */
 int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out);
-/* The index of the largest element of each row. Of equal elements the lower index wins, and
- * NaN never wins.
- *  a    f32 f16 bf16  [..., n]    n >= 1
- *  out  i32           [...] */
+/* The index of the largest (argmin: the least) element of each row. Of equal elements the
+ * lower index wins. NaN never wins; a row of NaN gives 0.
+ *  a    f32 f16 bf16 i32  [..., n]    n >= 1
+ *  out  i32               [...] */
 int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out);
+int kvl_argmin(const kvl_tensor *a, const kvl_tensor *out);
 /* The exact top-k of each row. Values come in descending order (in ascending order for
  * KVL_TOPK_LEAST), equal values by the lower index first, NaN last; k = n sorts the row.
  * `which` is LEAST or LARGEST. Combined with BY_INDEX (bitwise or) it gives the same k in
  * the order of their indices, which is several times faster where k is large.
- *  a        f32  [rows, n]
- *  values   f32  [rows, k]   may be NULL
- *  indices  i32  [rows, k]   0 <= k <= n */
+ *  a        f32 i32  [rows, n]
+ *  values   like a   [rows, k]   may be NULL
+ *  indices  i32      [rows, k]   0 <= k <= n */
 enum { KVL_TOPK_LEAST = 0, KVL_TOPK_LARGEST = 1, KVL_TOPK_BY_INDEX = 2 };
 int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices);

@@ -68,6 +68,7 @@ end
 --- How the receiver of a class is made, from the world that has the ones before.
 local MAKERS = {
   ["tensor/tensor tensor"] = function(w) return w.any_tensor() end,
+  ["tensor/shape tensor"] = function(w) return w.any_tensor() end,
   ["tensor/arithmetic tensor"] = function(w) return w.any_tensor() end,
   ["tensor/device device"] = function() return kv.device "cpu" end,
   ["memory/cache Cache"] = function(w) return w.cache end,

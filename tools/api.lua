@@ -16,8 +16,8 @@ local M = {}
 -- through kv, or, in a chapter with `required`, by requiring the module by its path.
 local CHAPTERS = {
   { "Tensors", { "kvlab/init", "kvlab/library", "kvlab/tensor/tensor",
-    "kvlab/tensor/arithmetic", "kvlab/tensor/device", "kvlab/tensor/graph",
-    "kvlab/tensor/safetensors" } },
+    "kvlab/tensor/shape", "kvlab/tensor/arithmetic", "kvlab/tensor/device",
+    "kvlab/tensor/graph", "kvlab/tensor/safetensors", "kvlab/tensor/npy" } },
   { "Ops", { "kvlab/tensor/ops", "kvlab/tensor/vllm" } },
   { "KV memory", { "kvlab/memory/cache", "kvlab/memory/sequence",
     "kvlab/memory/batch", "kvlab/memory/formats", "kvlab/memory/resident",

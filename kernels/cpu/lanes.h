@@ -41,6 +41,16 @@ static inline KVL_HOT vf vf_sqrt(vf x) {
   return x;
 #endif
 }
+static inline KVL_HOT vf vf_floor(vf x) {
+#if defined(KVL_ISA_AVX512)
+  return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif defined(KVL_ISA_AVX2)
+  return (vf)_mm256_floor_ps((__m256)x);
+#else
+  for (int i = 0; i < VF; i++) x[i] = floorf(x[i]);
+  return x;
+#endif
+}
 static inline KVL_HOT vf vf_sigmoid(vf x) { return 1.0f / (1.0f + vf_exp(-x)); }
 
 /* ln x: x = m * 2^e with m in [sqrt(1/2), sqrt(2)), ln m = 2 atanh((m - 1) / (m + 1)).

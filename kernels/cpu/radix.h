@@ -12,13 +12,21 @@ static inline KVL_HOT uint32_t radix_key(float x, uint32_t flip) {
   return x == x ? ascending ^ flip : 0xFFFFFFFFu;
 }
 
+/* The key of a[i], f32, bf16 or i32. */
+static inline KVL_HOT uint32_t radix_key_at(const void *a, int64_t i, uint32_t flip,
+                                            const int dtype) {
+  if (dtype == KVL_DTYPE_I32) return (((const uint32_t *)a)[i] ^ 0x80000000u) ^ flip;
+  return radix_key(f32_load(a, i, dtype), flip);
+}
+
 /* Is a key of a[i] ... a[i + VF - 1] within [low, high]? Keys are compared as signed numbers,
  * with their top bits flipped. */
 static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uint32_t low,
                                     uint32_t high, const int dtype) {
-  vf x = vf_load(a, i, dtype);
+  vf x = vf_load(a, i, dtype == KVL_DTYPE_I32 ? KVL_DTYPE_F32 : dtype);
   vi bits = (vi)(x + 0.0f), sign = (bits >> 31) & 0x7FFFFFFF, nan = (vi)(x != x);
   vi key = ((bits ^ sign ^ (int32_t)flip) & ~nan) | (nan & 0x7FFFFFFF);
+  if (dtype == KVL_DTYPE_I32) key = (vi)x ^ (int32_t)flip;
   return vi_any((key >= (int32_t)(low ^ 0x80000000u)) &
                 (key <= (int32_t)(high ^ 0x80000000u)));
 }
@@ -29,12 +37,12 @@ static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uin
   for (int64_t first_ = 0; first_ < (n); first_ += VF) {                             \
     if ((n)-first_ >= VF && !radix_any(a, first_, flip, low, high, dtype)) continue; \
     for (int64_t i = first_, stop_ = first_ + vf_left(first_, n); i < stop_; i++) {  \
-      const uint32_t key = radix_key(f32_load(a, i, dtype), flip);                   \
+      const uint32_t key = radix_key_at(a, i, flip, dtype);                          \
       if (key - (low) <= (high) - (low)) { call; }                                   \
     }                                                                                \
   }
 
-/* Consecutive numbers, f32 or bf16. Several runs, one after another, form a longer row. */
+/* Consecutive numbers, f32, bf16 or i32. Several runs, one after another, form a longer row. */
 struct radix_run {
   const void *a;
   int64_t n;
@@ -42,13 +50,16 @@ struct radix_run {
 };
 
 /* Expand `call` with `D` bound to the run's dtype as a constant. */
-#define RADIX_BY_DTYPE(run, call)      \
-  if ((run).dtype == KVL_DTYPE_BF16) { \
-    enum { D = KVL_DTYPE_BF16 };       \
-    call;                              \
-  } else {                             \
-    enum { D = KVL_DTYPE_F32 };        \
-    call;                              \
+#define RADIX_BY_DTYPE(run, call)            \
+  if ((run).dtype == KVL_DTYPE_BF16) {       \
+    enum { D = KVL_DTYPE_BF16 };             \
+    call;                                    \
+  } else if ((run).dtype == KVL_DTYPE_I32) { \
+    enum { D = KVL_DTYPE_I32 };              \
+    call;                                    \
+  } else {                                   \
+    enum { D = KVL_DTYPE_F32 };              \
+    call;                                    \
   }
 
 enum { RADIX_BINS = 2048 };
@@ -58,8 +69,7 @@ static inline KVL_HOT void radix_count(const void *a, int64_t n, uint32_t flip, 
                                        const int dtype) {
   const uint32_t mask = RADIX_BINS - 1;
   if (low == 0 && high == 0xFFFFFFFFu)
-    for (int64_t i = 0; i < n; i++)
-      count[radix_key(f32_load(a, i, dtype), flip) >> shift & mask]++;
+    for (int64_t i = 0; i < n; i++) count[radix_key_at(a, i, flip, dtype) >> shift & mask]++;
   else RADIX_WITHIN(a, n, flip, low, high, dtype, count[(key - low) >> shift & mask]++)
 }
 

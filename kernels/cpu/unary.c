@@ -1,7 +1,7 @@
 /* out[i] = f(a[i]).
  *   a, out  f32 f16 bf16  [count]   may be the same memory
- * Relative error of exp, log, tanh and sigmoid below 4e-7 in f32; sqrt is exact, rsqrt
- * rounds twice.
+ * Relative error of exp, log, tanh and sigmoid below 4e-7 in f32; sqrt and floor are exact,
+ * rsqrt rounds twice.
  * Limit: read plus write bandwidth in memory; arithmetic in cache. */
 #include "cpu/lanes.h"
 #include "cpu/split.h"
@@ -17,6 +17,7 @@ static inline KVL_HOT vf apply(vf x, const int op) {
     case KVL_UNARY_SIGMOID: return vf_sigmoid(x);
     case KVL_UNARY_SILU: return x * vf_sigmoid(x);
     case KVL_UNARY_TANH: return vf_tanh(x);
+    case KVL_UNARY_FLOOR: return vf_floor(x);
     default: return vf_pick((vi)(x <= 0.0f), vf_set(0), x); /* relu keeps NaN */
   }
 }
@@ -46,6 +47,7 @@ static int unary_piece(const void *args, int64_t begin, int64_t end) {
     CASE(KVL_UNARY_SILU)
     CASE(KVL_UNARY_TANH)
     CASE(KVL_UNARY_RELU)
+    CASE(KVL_UNARY_FLOOR)
     default: return KVL_ERR_UNSUPPORTED;
   }
   return 0;

@@ -1,5 +1,6 @@
 /* out[i...] = a[i . a_stride] op b[i . b_stride], or op a scalar. Floats are computed in
- * fp32, integers exactly (wrapping; a quotient by 0 is 0). MAX and MIN propagate NaN.
+ * fp32, integers exactly (wrapping; a quotient by 0 is 0; a power with a negative exponent is
+ * the quotient 1 / a^-b, truncated). MAX and MIN propagate NaN.
  *   a, b  f32 f16 bf16 i32 i64   strided, stride 0 broadcasts
  *   out   same, u8 (0 or 1) for comparisons; row-major; may be a or b if that has out's shape
  * For each number reads 1 or 2 elements and writes 1.
@@ -47,6 +48,18 @@ template <class M> __device__ __forceinline__ M smaller(M x, M y) {
   return x != x || x < y ? x : y;
 }
 
+template <class M> __device__ __forceinline__ M power(M x, M y) {
+  if constexpr (kvl::same<M, float>) return powf(x, y);
+  else {
+    if (y < 0) return x == 1 ? M(1) : x == -1 ? (y & 1 ? M(-1) : M(1)) : M(0);
+    uint64_t base = uint64_t(x), r = 1;
+#pragma unroll 1
+    for (uint64_t left = uint64_t(y); left; left >>= 1, base *= base)
+      if (left & 1) r *= base;
+    return M(r);
+  }
+}
+
 template <class Out, class M, int N, class F>
 __device__ __forceinline__ kvl::pack<Out, N> zip(const M (&x)[N], const M (&y)[N], F f) {
   kvl::pack<Out, N> z;
@@ -80,6 +93,7 @@ __device__ __forceinline__ kvl::pack<Out, N> apply(int op, const M (&x)[N], cons
           return wrapping(a, b, [](auto p, auto q) { return p * q; });
         });
       case KVL_BINARY_DIV: return zip<Out>(x, y, [](M a, M b) { return quotient(a, b); });
+      case KVL_BINARY_POW: return zip<Out>(x, y, [](M a, M b) { return power(a, b); });
       case KVL_BINARY_MAX: return zip<Out>(x, y, [](M a, M b) { return larger(a, b); });
       default: return zip<Out>(x, y, [](M a, M b) { return smaller(a, b); });
     }

@@ -1,15 +1,15 @@
 /* The k first of each row of n, exactly, in descending order (ascending for largest = 0).
  * Ties go to the lower index, NaN comes last, -0 ties with 0. by_index: the same k in index
  * order.
- *   a          f32  [rows, n]
- *   values     f32  [rows, k]   optional
- *   indices    i32  [rows, k]
+ *   a          f32 i32  [rows, n]
+ *   values     like a   [rows, k]   optional
+ *   indices    i32      [rows, k]
  *   workspace  for a batch of rows: keys, and the state of the search; used for few long rows
  *              and for k above 4096 that are sorted
  * One team of thread blocks per row finds the k (radix_select.cuh) and sorts up to 4096 of
  * them in shared memory; more are sorted through the workspace (bitonic.cuh). When there are
  * few rows, of 2^20 numbers or more, or when whole rows are sorted, each row has many blocks
- * (topk_many.cuh).
+ * (topk_many.cuh). Rows of i32 always go that way, whose keys hold every i32.
  * Bytes: 4 (n + k) per row, 8 with values; long rows and large k more.
  * Limit: latency of the phases, see select.cu.
  * Measured, by index and sorted, L2 flushed (an empty launch reads 3.1): [1,8192] k256 7.6
@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
               sort_key *keys, int64_t length) {
   extern __shared__ __align__(16) char memory[];
   const int64_t row = blockIdx.x / TEAM;
-  const float *a = g.a + row * g.n;
+  const float *a = (const float *)g.a + row * g.n;
   wait_for_previous();
   radix_select<EACH, TEAM, SAMPLES> s(memory, a, (uint32_t)g.n, shape, g.largest);
   let_next_start();
   if (!s.find(0, (uint32_t)g.n, (uint32_t)g.k, order == BY_RANK)) return;
   int32_t *indices = g.indices + row * g.k;
-  float *values = g.values ? g.values + row * g.k : nullptr;
+  float *values = g.values ? (float *)g.values + row * g.k : nullptr;
   auto put = [&](uint32_t place, uint32_t index) {
     indices[place] = (int32_t)index;
     if (values) values[place] = a[index];
@@ -122,7 +122,8 @@ struct put_body {
     divide(i, g.k, &row, &j);
     int32_t index = (int32_t)(keys ? (uint32_t)keys[row * length + j] : j);
     g.indices[i] = index;
-    if (g.values) g.values[i] = g.a[row * g.n + index];
+    if (g.values) /* as bits: f32 or i32 */
+      ((uint32_t *)g.values)[i] = ((const uint32_t *)g.a)[row * g.n + index];
   }
 };
 
@@ -133,6 +134,7 @@ constexpr size_t BATCH_BYTES = 256 << 20; /* of workspace, unless one row needs 
 
 /* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
+  if (g.dtype == KVL_DTYPE_I32) return g.k < g.n || !g.by_index;
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
   return g.n >= (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;
 }
@@ -169,7 +171,8 @@ int topk_batch(const kvl_topk_args &g, bool is_many, const kvl_cuda_queue *q) {
   sort_key *keys = nullptr;
   int status = KVL_OK;
   if (is_many) {
-    status = many::sorted_keys(g, length, &keys, queue);
+    status = g.dtype == KVL_DTYPE_I32 ? many::sorted_keys<int32_t>(g, length, &keys, queue)
+                                      : many::sorted_keys<float>(g, length, &keys, queue);
   } else if (g.by_index) {
     if (g.k < g.n) return launch_rows(g, BY_INDEX, nullptr, 0, q);
   } else if (g.k <= SORT_MOST) {
@@ -204,9 +207,9 @@ KVL_CUDA_KERNEL(topk) {
   const int64_t batch = kvl::rows_batch(g);
   for (int64_t row = 0; row < g.rows && status == KVL_OK; row += batch) {
     kvl_topk_args part = g;
-    part.a += row * g.n;
+    part.a = (const uint32_t *)g.a + row * g.n;
     part.indices += row * g.k;
-    if (part.values) part.values += row * g.k;
+    if (part.values) part.values = (uint32_t *)g.values + row * g.k;
     part.rows = g.rows - row < batch ? g.rows - row : batch;
     status = kvl::topk_batch(part, is_many, q);
   }

@@ -1,4 +1,4 @@
-/* topk of rows that are too long for one team: many thread blocks per row, through the
+/* topk of rows of i32, and of rows of f32 that are too long for one team: many thread blocks per row, through the
  * workspace. A number and its index make one 64-bit key; a smaller key comes earlier, and no
  * two keys are equal. So the k first are the keys up to the k-th. A radix search of 11 bits
  * at a time finds it, and stops as soon as all keys of a digit are wanted (3 passes without
@@ -22,6 +22,10 @@ enum {
   PIECE = 16384, /* elements of a row that a thread block takes */
 };
 
+__device__ __forceinline__ sort_key key_of(int32_t x, int64_t index, bool largest) {
+  uint32_t up = (uint32_t)x ^ 0x80000000u, rank = largest ? ~up : up;
+  return (sort_key)rank << 32 | (uint32_t)index;
+}
 __device__ __forceinline__ sort_key key_of(float x, int64_t index, bool largest) {
   uint32_t up = order_key(x), rank = x != x ? 0xFFFFFFFFu : largest ? ~up : up;
   return (sort_key)rank << 32 | (uint32_t)index;
@@ -52,7 +56,8 @@ __device__ __forceinline__ bool has_prefix(sort_key key, sort_key prefix, digit 
   return (key ^ prefix) >> (d.shift + d.bits - 1) >> 1 == 0; /* two steps for a shift by 64 */
 }
 
-__device__ __forceinline__ void count_digits(const float *row, int64_t begin, int64_t end,
+template <class T>
+__device__ __forceinline__ void count_digits(const T *row, int64_t begin, int64_t end,
                                              bool largest, sort_key prefix, digit d,
                                              uint32_t *count) {
 #pragma unroll 4
@@ -103,7 +108,8 @@ __device__ __forceinline__ uint32_t append(uint32_t *count, bool take) {
 }
 
 /* by_index: only the index is stored, so that the keys sort by it. */
-__device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t end,
+template <class T>
+__device__ __forceinline__ void collect(const T *row, int64_t begin, int64_t end,
                                         bool largest, bool by_index, sort_key last,
                                         uint32_t *count, sort_key *out) {
   for (int64_t first = begin; first < end; first += THREADS) {
@@ -117,7 +123,8 @@ __device__ __forceinline__ void collect(const float *row, int64_t begin, int64_t
 
 /* ---- kernels: g.rows is the rows of a batch ------------------------------------------ */
 
-static __global__ void __launch_bounds__(THREADS)
+template <class T>
+__global__ void __launch_bounds__(THREADS)
     count_kernel(kvl_topk_args g, int pieces, digit d, const search *states,
                  uint32_t *counts) {
   __shared__ uint32_t count[BINS];
@@ -125,8 +132,8 @@ static __global__ void __launch_bounds__(THREADS)
   if (states[row].done) return;
   for (int i = threadIdx.x; i < BINS; i += THREADS) count[i] = 0;
   __syncthreads();
-  count_digits(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, states[row].prefix,
-               d, count);
+  count_digits((const T *)g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest,
+               states[row].prefix, d, count);
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += THREADS)
     if (count[i]) atomicAdd(counts + row * BINS + i, count[i]);
@@ -152,13 +159,14 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* all: there was no search, and every key is collected. */
-static __global__ void __launch_bounds__(THREADS)
+template <class T>
+__global__ void __launch_bounds__(THREADS)
     collect_kernel(kvl_topk_args g, int pieces, bool all, search *states, sort_key *keys,
                    int64_t length) {
   int64_t row = blockIdx.x / pieces, begin = (int64_t)(blockIdx.x % pieces) * PIECE;
   sort_key last = all ? ~(sort_key)0 : states[row].prefix;
-  collect(g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, g.by_index, last,
-          &states[row].found, keys + row * length);
+  collect((const T *)g.a + row * g.n, begin, min(g.n, begin + PIECE), g.largest, g.by_index,
+          last, &states[row].found, keys + row * length);
 }
 
 inline int index_bits(int64_t n) {
@@ -173,7 +181,8 @@ inline size_t bytes_row(int64_t length) {
 
 /* Sorts the k keys of g.rows rows, `length` (a power of two) per row. *keys is in the
  * workspace. */
-inline int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, void *queue) {
+template <class T>
+int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, void *queue) {
   cudaStream_t stream = ((kvl_cuda_queue *)queue)->stream;
   const bool all = g.k == g.n;
   search *states = (search *)g.workspace;
@@ -187,12 +196,12 @@ inline int sorted_keys(const kvl_topk_args &g, int64_t length, sort_key **keys, 
     status = kvl__cuda_check(
         cudaMemsetAsync(*keys, 0xFF, (size_t)(g.rows * length) * sizeof **keys, stream));
   for (digit d = {64, 0}; status == KVL_OK && !all && next_digit(&d, index_bits(g.n));) {
-    count_kernel<<<blocks, THREADS, 0, stream>>>(g, pieces, d, states, counts);
+    count_kernel<T><<<blocks, THREADS, 0, stream>>>(g, pieces, d, states, counts);
     choose_kernel<<<rows, THREADS, 0, stream>>>(d, (uint32_t)g.k, states, counts);
     status = kvl__cuda_launched();
   }
   if (status < 0) return status;
-  collect_kernel<<<blocks, THREADS, 0, stream>>>(g, pieces, all, states, *keys, length);
+  collect_kernel<T><<<blocks, THREADS, 0, stream>>>(g, pieces, all, states, *keys, length);
   status = kvl__cuda_launched();
   return status < 0 ? status : sort_rows(*keys, g.rows, length, queue);
 }

@@ -19,6 +19,7 @@ __device__ __forceinline__ float apply(int op, float x) {
     case KVL_UNARY_SIGMOID: return sigmoid(x);
     case KVL_UNARY_SILU: return x * sigmoid(x);
     case KVL_UNARY_TANH: return tanhf(x);
+    case KVL_UNARY_FLOOR: return floorf(x);
     default: return x <= 0 ? 0.0f : x; /* relu; NaN stays */
   }
 }

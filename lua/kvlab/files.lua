@@ -45,17 +45,32 @@ end
 --- Writes a file in one step: at any instant, even after a kill, the file holds either
 -- the old text or the new one.
 ---@param path string
----@param text string
-function M.write(path, text)
+---@param pieces fun(): string|nil  gives the text piece by piece, then nil
+function M.write_pieces(path, pieces)
   local file, problem = io.open(path .. ".part", "wb")
   if not file then error(problem, 0) end
-  local ok
-  ok, problem = file:write(text)
+  local ok, piece = true, pieces()
+  while ok and piece do
+    ok, problem = file:write(piece)
+    piece = ok and pieces()
+  end
   if ok then ok, problem = file:flush() end
   if ok then C.fsync(C.fileno(file)) end
   file:close()
   if ok then ok, problem = os.rename(path .. ".part", path) end
   if not ok then error(path .. " cannot be written: " .. problem, 0) end
+end
+
+--- Writes a file in one step, as write_pieces does.
+---@param path string
+---@param text string
+function M.write(path, text)
+  local left = text
+  M.write_pieces(path, function()
+    local piece = left
+    left = nil
+    return piece
+  end)
 end
 
 --- Joins words into a command line for a shell, with quotes where they are needed.

@@ -3,6 +3,7 @@
 --   kv.device kv.cuda_available    devices
 --   kv.tensor zeros ones full arange from    tensors on a device
 --   kv.pinned                      tensors in pinned host memory
+--   kv.cat                         joins tensors along a dim
 --   kv.randn rand randint          random tensors, the same on every device
 --   kv.scope(fn)                   runs fn and frees every tensor that it made except its
 --                                  results
@@ -22,7 +23,7 @@
 --                                  without one
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
---   kv.vllm kv.safetensors         vLLM's cache layout, files of tensors
+--   kv.vllm kv.safetensors kv.npy  vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
 --   kv.C kv.check                  the C library itself
@@ -37,7 +38,7 @@ local M = {
   scope = tensor.scope, lasting = tensor.lasting, is_tensor = tensor.is_tensor,
 }
 for _, name in ipairs { "tensor", "pinned", "full", "zeros", "ones", "arange", "randn",
-                        "rand", "randint", "from" } do
+                        "rand", "randint", "from", "cat" } do
   M[name] = tensor[name]
 end
 
@@ -47,6 +48,7 @@ function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name
 M.graph = require("kvlab.tensor.graph").graph
 M.ops = require "kvlab.tensor.ops"
 M.safetensors = require "kvlab.tensor.safetensors"
+M.npy = require "kvlab.tensor.npy"
 M.vllm = require "kvlab.tensor.vllm"
 
 M.cache = require("kvlab.memory.cache").cache

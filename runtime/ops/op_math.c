@@ -57,7 +57,7 @@ int kvl_cast(const kvl_tensor *a, const kvl_tensor *out) {
 
 int kvl_unary(int op, const kvl_tensor *a, const kvl_tensor *out) {
   struct kvl__call c = {.op = "unary"};
-  expect_enum(&c, "op", op, KVL_UNARY_RELU);
+  expect_enum(&c, "op", op, KVL_UNARY_FLOOR);
   kvl__arg(&c, "a", a, KVL__FLOAT, "...");
   kvl__arg(&c, "out", out, kvl__like(a), "...");
   if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "a", a);
@@ -106,6 +106,7 @@ static void merge_dims(struct kvl_binary_args *s) {
 static int binary(int op, const kvl_tensor *a, const kvl_tensor *b, double scalar,
                   const kvl_tensor *out) {
   struct kvl__call c = {.op = "binary"};
+  if (op == KVL_BINARY_POW && !b && scalar == 2) op = KVL_BINARY_MUL, b = a; /* the same */
   int compares = op >= KVL_BINARY_EQ;
   expect_enum(&c, "op", op, KVL_BINARY_GE);
   kvl__arg(&c, "a", a, KVL__FLOAT | KVL__I32 | KVL__I64, "...");
@@ -149,20 +150,40 @@ int kvl_binary_scalar(int op, const kvl_tensor *a, double b, const kvl_tensor *o
   return binary(op, a, NULL, b, out);
 }
 
-int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
-              const kvl_tensor *out) {
+/* A side that is missing is a number. */
+static int where(const kvl_tensor *cond, const kvl_tensor *a, double a_value,
+                 const kvl_tensor *b, double b_value, const kvl_tensor *out) {
   struct kvl__call c = {.op = "where"};
   kvl__arg(&c, "cond", cond, KVL__U8, "...");
-  kvl__arg(&c, "a", a, KVL__ANY, "...");
-  kvl__arg(&c, "b", b, kvl__like(a), "...");
-  kvl__arg(&c, "out", out, kvl__like(a), "...");
-  if (c.status >= 0) kvl__expect_shape_of(&c, "a", a, "cond", cond);
-  if (c.status >= 0) kvl__expect_shape_of(&c, "b", b, "cond", cond);
+  kvl__arg(&c, "a?", a, KVL__ANY, "...");
+  kvl__arg(&c, "b?", b, kvl__like(a), "...");
+  kvl__arg(&c, "out", out, a ? kvl__like(a) : kvl__like(b), "...");
+  if (c.status >= 0 && a) kvl__expect_shape_of(&c, "a", a, "cond", cond);
+  if (c.status >= 0 && b) kvl__expect_shape_of(&c, "b", b, "cond", cond);
   if (c.status >= 0) kvl__expect_shape_of(&c, "out", out, "cond", cond);
   if (c.status < 0) return c.status;
-  struct kvl_where_args args = {cond->ptr, a->ptr,     b->ptr,
-                                out->ptr,  out->count, kvl_dtype_bytes(a->dtype)};
+  struct kvl_where_args args = {.cond = cond->ptr,
+                                .a = a ? a->ptr : NULL,
+                                .b = b ? b->ptr : NULL,
+                                .out = out->ptr,
+                                .a_value = a_value,
+                                .b_value = b_value,
+                                .count = out->count,
+                                .dtype = out->dtype};
   return KVL__LAUNCH(&c, where, args);
+}
+
+int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
+              const kvl_tensor *out) {
+  if (!a || !b)
+    return kvl__fail(KVL_ERR_INVALID, "where: %s is missing, expected a tensor",
+                     a ? "b" : "a");
+  return where(cond, a, 0, b, 0, out);
+}
+
+int kvl_where_scalar(const kvl_tensor *cond, const kvl_tensor *a, double a_value,
+                     const kvl_tensor *b, double b_value, const kvl_tensor *out) {
+  return where(cond, a, a_value, b, b_value, out);
 }
 
 /* ---- reductions ------------------------------------------------------------------------ */
@@ -221,9 +242,9 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, softmax, args);
 }
 
-int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
-  struct kvl__call c = {.op = "argmax"};
-  kvl__arg(&c, "a", a, KVL__FLOAT, "... n");
+static int argmax(const kvl_tensor *a, int least, const kvl_tensor *out) {
+  struct kvl__call c = {.op = least ? "argmin" : "argmax"};
+  kvl__arg(&c, "a", a, KVL__FLOAT | KVL__I32, "... n");
   kvl__arg(&c, "out", out, KVL__I32, "...");
   if (c.status < 0) return c.status;
   kvl_tensor want = *a;
@@ -232,18 +253,25 @@ int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) {
   int64_t n = kvl__dim(&c, "n");
   if (n < 1) kvl__call_fail(&c, "a has rows of 0 elements, expected 1 or more");
   if (c.status < 0) return c.status;
-  struct kvl_argmax_args args = {
-      .a = a->ptr, .out = out->ptr, .rows = rows_of(a), .n = n, .dtype = a->dtype};
+  struct kvl_argmax_args args = {.a = a->ptr,
+                                 .out = out->ptr,
+                                 .rows = rows_of(a),
+                                 .n = n,
+                                 .dtype = a->dtype,
+                                 .least = least};
   args.workspace = kvl__call_workspace(&c, KVL_OP_argmax, &args);
   return KVL__LAUNCH(&c, argmax, args);
 }
 
+int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) { return argmax(a, 0, out); }
+int kvl_argmin(const kvl_tensor *a, const kvl_tensor *out) { return argmax(a, 1, out); }
+
 int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices) {
   struct kvl__call c = {.op = "topk"};
-  kvl__arg(&c, "a", a, KVL__F32, "rows n");
+  kvl__arg(&c, "a", a, KVL__F32 | KVL__I32, "rows n");
   kvl__arg(&c, "indices", indices, KVL__I32, "rows k");
-  kvl__arg(&c, "values?", values, KVL__F32, "rows k");
+  kvl__arg(&c, "values?", values, kvl__like(a), "rows k");
   int64_t k = kvl__dim(&c, "k"), n = kvl__dim(&c, "n");
   if (k > n || n > INT32_MAX)
     kvl__call_fail(&c, "k is %lld and n %lld, expected k <= n < 2^31", (long long)k,
@@ -258,7 +286,8 @@ int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
                                .n = n,
                                .k = k,
                                .largest = (which & KVL_TOPK_LARGEST) != 0,
-                               .by_index = (which & KVL_TOPK_BY_INDEX) != 0};
+                               .by_index = (which & KVL_TOPK_BY_INDEX) != 0,
+                               .dtype = a->dtype};
   args.workspace = kvl__call_workspace(&c, KVL_OP_topk, &args);
   return KVL__LAUNCH(&c, topk, args);
 }

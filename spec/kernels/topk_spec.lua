@@ -10,7 +10,7 @@ local LARGEST, BY_INDEX = kv.C.KVL_TOPK_LARGEST, kv.C.KVL_TOPK_BY_INDEX
 
 local function run(dev, a, k, largest, by_index)
   local rows = a:size(0)
-  local values = S.poisoned(dev, "f32", { rows, k })
+  local values = S.poisoned(dev, a:type(), { rows, k })
   local indices = S.poisoned(dev, "i32", { rows, k })
   local which = (largest and LARGEST or 0) + (by_index and BY_INDEX or 0)
   kv.check(kv.C.kvl_topk(a:to(dev), which, values, indices))
@@ -44,6 +44,16 @@ local makers = {
     local values = {}
     for i = 1, shape[1] * shape[2] do values[i] = 1 + (i * 7919 % 1021) * 2 ^ -23 end
     return kv.from(cpu, "f32", shape, values)
+  end,
+  whole = function(shape)
+    return kv.randint(cpu, "i32", shape, { seed = 4, low = -2 ^ 31, high = 2 ^ 31 - 1 })
+  end,
+  ["few whole"] = function(shape)   -- many ties, and the ends
+    local rng, values = S.rng(3), {}
+    local odd = { -2 ^ 31, -2 ^ 31 + 1, 2 ^ 31 - 1, 2 ^ 31 - 2, -1, 0, 2 ^ 24 + 1,
+                  2 ^ 24 }
+    for i = 1, shape[1] * shape[2] do values[i] = odd[rng(#odd) + 1] end
+    return kv.from(cpu, "i32", shape, values)
   end,
 }
 
@@ -86,6 +96,27 @@ describe("topk", function()
       end
     end
   end
+
+  for dtype, at in pairs { f16 = "f32", bf16 = "f32", f8e4m3 = "f32", u8 = "i32" } do
+    S.it_on_cpu(("takes %s as %s"):format(dtype, at), function(dev)
+      local a = kv.rand(dev, "f32", { 3, 70 }, { seed = 2, high = 200 }):cast "f16"
+      a = dtype == "u8" and a:cast "u8" or a:cast "f32":cast(dtype)
+      local values, indices = a:topk(9)
+      local want_values, want_indices = a:cast(at):topk(9)
+      assert.equal(dtype, values:type())
+      S.equal(values, want_values)
+      S.equal(indices, want_indices)
+    end)
+  end
+
+  S.it_on_cpu("sorts i32", function(dev)
+    local a = kv.from(dev, "i32", { { 5, -2, 5 }, { 1, 2 ^ 31 - 1, 0 } })
+    local values, indices = a:sort()
+    assert.same({ -2, 5, 5, 0, 1, 2 ^ 31 - 1 }, values:list())
+    assert.same({ 1, 0, 2, 2, 0, 1 }, indices:list())
+    local t = kv.zeros(dev, "i64", { 3 })
+    S.raises("a is i64 [1, 3], expected f32|i32", t.sort, t)
+  end)
 
   S.it_on_cpu("works without values", function(dev)
     local a, indices = makers.normal { 2, 50 }, S.poisoned(dev, "i32", { 2, 50 })

@@ -5,7 +5,7 @@ local S = require "spec.support"
 local reference = require "spec.reference.math"
 
 local OPS = { "NEG", "ABS", "EXP", "LOG", "SQRT", "RSQRT", "SIGMOID", "SILU", "TANH",
-              "RELU" }
+              "RELU", "FLOOR" }
 local EDGES = { 0, 1, -1, 1e-30, -1e-30, 1e-40, 88.5, 89, -87, -88, -104, 300, -300, 1e-4,
                 -1e-4, 0.624, 0.626, -0.626, 9, -9, 20, 1e30, 1 / 0, 0 / 0 }
 

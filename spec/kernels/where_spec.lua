@@ -1,6 +1,7 @@
 -- Tolerance: none, elements are copied.
 local kv = require "kvlab"
 local S = require "spec.support"
+local reference = require "spec.reference.math"
 
 local function inputs(dev, dtype, n)
   local cpu, rng, bits, x, y = kv.device "cpu", S.rng(n + 1), {}, {}, {}
@@ -26,6 +27,43 @@ describe("where", function()
     end
   end
 
+  for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3", "i32", "i64", "u8",
+                           "u64" } do
+    for sides, n in pairs { a = 37, b = 70001, both = 1003, none = 0 } do
+      S.agrees(("takes a number for %s of %d %s"):format(sides, n, dtype), function(dev)
+        local cond, a, b = inputs(dev, "f32", n)
+        if dtype == "f32" or dtype == "f16" or dtype == "bf16" or dtype == "f8e4m3" then
+          a, b = a:cast(dtype), b:cast(dtype)
+        else
+          a = kv.from(dev, dtype, { n }, a:list())
+          b = kv.from(dev, dtype, { n }, b:list())
+        end
+        local out = S.poisoned(dev, dtype, { n })
+        if sides == "a" or sides == "both" then a = nil end
+        if sides == "b" or sides == "both" then b = nil end
+        kv.check(kv.C.kvl_where_scalar(cond, a, 2.5, b, 300, out))
+        return out
+      end, function()
+        local _, _, _, bits, x, y = inputs(kv.device "cpu", "f32", n)
+        local out = {}
+        for i = 1, n do
+          local from_a = (sides == "a" or sides == "both") and 2.5 or x[i]
+          local from_b = (sides == "b" or sides == "both") and 300 or y[i]
+          out[i] = reference.round(dtype, bits[i] ~= 0 and from_a or from_b)
+        end
+        return out
+      end, 0)
+    end
+  end
+
+  S.it_on_cpu("keeps NaN and infinities that are numbers", function(dev)
+    local cond = kv.from(dev, "u8", { 1, 0 })
+    S.equal(cond:where(0 / 0, -1 / 0), { 0 / 0, -1 / 0 })
+    assert.equal("f32", cond:where(1, 2):type())
+    assert.equal("i32", cond:where(kv.ones(dev, "i32", { 2 }), 2.9):type())
+    assert.same({ 1, 2 }, cond:where(kv.ones(dev, "i32", { 2 }), 2.9):list())
+  end)
+
   S.it_on_cpu("may write over either choice", function(dev)
     local cond, a, b = inputs(dev, "f32", 1003)
     local out = S.poisoned(dev, "f32", { 1003 })
@@ -44,5 +82,8 @@ describe("where", function()
     S.fails(kv.C.kvl_where(f, f, f, f), "where",
       "cond is f32 [3]", "u8")
     S.fails(kv.C.kvl_where(c, f, g, f), "b is f32 [4]", "[3]")
+    S.raises("where: a is \"x\", expected a tensor or a number", c.where, c, "x", f)
+    S.raises("where: b is nil, expected a tensor or a number", c.where, c, f)
+    S.fails(kv.C.kvl_where(c, nil, f, f), "where: a is missing")
   end)
 end)

@@ -52,7 +52,7 @@ M.unary = {
   SQRT = function(x) return x < 0 and NAN or math.sqrt(x) end,
   RSQRT = function(x) return x < 0 and NAN or 1 / math.sqrt(x) end,
   SIGMOID = sigmoid, SILU = function(x) return x * sigmoid(x) end, TANH = math.tanh,
-  RELU = function(x) return x <= 0 and 0 or x end,
+  RELU = function(x) return x <= 0 and 0 or x end, FLOOR = math.floor,
 }
 
 local function larger(x, y)
@@ -65,7 +65,7 @@ local function bit_of(condition) return condition and 1 or 0 end
 M.binary = {
   ADD = function(x, y) return x + y end, SUB = function(x, y) return x - y end,
   MUL = function(x, y) return x * y end, DIV = function(x, y) return x / y end,
-  MAX = larger, MIN = smaller,
+  MAX = larger, MIN = smaller, POW = function(x, y) return x ^ y end,
   EQ = function(x, y) return bit_of(x == y) end,
   NE = function(x, y) return bit_of(x ~= y) end,
   LT = function(x, y) return bit_of(x < y) end,
@@ -138,6 +138,61 @@ function M.softmax(values, n, scale)
     end
   end
   return out
+end
+
+--- log(sum(exp(x))) over n of [outer, n, inner].
+function M.logsumexp(values, outer, n, inner)
+  local out = {}
+  for o = 0, outer - 1 do
+    for i = 0, inner - 1 do
+      local most, sum, nan = -INF, 0, false
+      local function each(fn)
+        for j = 0, n - 1 do fn(values[(o * n + j) * inner + i + 1]) end
+      end
+      each(function(x) most, nan = math.max(most, x), nan or x ~= x end)
+      each(function(x) sum = sum + (x == most and 1 or math.exp(x - most)) end)
+      out[#out + 1] = nan and NAN or n == 0 and -INF or most + math.log(sum)
+    end
+  end
+  return out
+end
+
+--- The running sums over n of [outer, n, inner].
+function M.cumsum(values, outer, n, inner)
+  local out = {}
+  for o = 0, outer - 1 do
+    for i = 0, inner - 1 do
+      local sum = 0
+      for j = 0, n - 1 do
+        local at = (o * n + j) * inner + i + 1
+        sum = sum + values[at]
+        out[at] = sum
+      end
+    end
+  end
+  return out
+end
+
+--- The element at each place of a shape: fn(index) gets the coordinates, from 0.
+function M.at_each(shape, fn)
+  local out, index, count = {}, {}, 1
+  for d, size in ipairs(shape) do index[d], count = 0, count * size end
+  for i = 1, count do
+    out[i] = fn(index)
+    for d = #shape, 1, -1 do
+      index[d] = index[d] + 1
+      if index[d] < shape[d] then break end
+      index[d] = 0
+    end
+  end
+  return out
+end
+
+--- The element of a row-major array at these coordinates.
+function M.element(values, shape, index)
+  local at = 0
+  for d, size in ipairs(shape) do at = at * size + index[d] end
+  return values[at + 1]
 end
 
 --- NaN never wins; a row of NaN gives 0.

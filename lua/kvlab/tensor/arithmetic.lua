@@ -1,8 +1,9 @@
 --- Tensor methods that compute: elementwise, comparisons, reductions, softmax, top-k,
--- matmul and gathers. Each returns a new tensor, or writes `out` and returns it.
+-- matmul and gathers. Each returns a new tensor, or writes `out` and returns it. Those
+-- that change the shape are in shape.lua.
 local library = require "kvlab.library"
 local options = require "kvlab.options"
-local tensor = require "kvlab.tensor.tensor"
+local tensor = require "kvlab.tensor.shape"
 
 local C, check = library.C, library.check
 local argument, expect_tensor = options.argument, tensor.expect
@@ -18,7 +19,7 @@ end
 
 --- Computes elementwise; f32, f16 or bf16.
 for _, name in ipairs { "neg", "abs", "exp", "log", "sqrt", "rsqrt", "sigmoid", "silu",
-                        "tanh", "relu" } do
+                        "tanh", "relu", "floor" } do
   local op = C["KVL_UNARY_" .. name:upper()]
   methods[name] = function(t, out)
     if out ~= nil then expect_tensor(name, "out", out) end
@@ -63,21 +64,55 @@ function tensor.binary(name, a, b, out)
 end
 
 --- Computes with NumPy's broadcasting; b is a tensor of the same dtype or a number.
--- Comparisons give u8, 1 or 0. The operators + - * / and unary - do the same.
+-- Comparisons give u8, 1 or 0. The operators + - * / ^ and unary - do the same. maximum
+-- and minimum are NaN where either side is. Whole numbers wrap; a power of them with a
+-- negative exponent is the quotient 1 / a^-b, truncated.
 for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
-                            maximum = "MAX", minimum = "MIN", eq = "EQ", ne = "NE",
-                            lt = "LT", le = "LE", gt = "GT", ge = "GE" } do
+                            maximum = "MAX", minimum = "MIN", pow = "POW", eq = "EQ",
+                            ne = "NE", lt = "LT", le = "LE", gt = "GT", ge = "GE" } do
   methods[method] = function(a, b, out) return tensor.binary(name, a, b, out) end
 end
 
---- Takes the elements of a where this u8 tensor is not 0, and of b elsewhere. The shapes
--- must be equal, because nothing is broadcast.
+--- Every element within low ... high. A bound that is nil is left out; where low > high,
+-- high wins. NaN stays NaN. f32 f16 bf16 i32 i64.
+---@param low? number
+---@param high? number
+---@param out? kvlab.Tensor
+function methods.clamp(t, low, high, out)
+  argument("clamp", "low", low, NUMBER)
+  argument("clamp", "high", high, NUMBER)
+  if low == nil and high == nil then
+    options.fail "clamp: low and high are nil, expected one number or two"
+  end
+  if out ~= nil then expect_tensor("clamp", "out", out) end
+  if low ~= nil then out = tensor.binary("MAX", t, low, out) end
+  if high ~= nil then out = tensor.binary("MIN", low ~= nil and out or t, high, out) end
+  return out
+end
+
+local OPERAND = { "a tensor or a number", function(x)
+  return type(x) == "number" or tensor.is_tensor(x)
+end }
+
+--- Takes the elements of a where this u8 tensor is not 0, and of b elsewhere. Either may
+-- be a number. The shapes of tensors must be equal, because nothing is broadcast. The
+-- result is like the tensors; for two numbers it is f32 unless `out` is given.
+---@param a kvlab.Operand
+---@param b kvlab.Operand
+---@param out? kvlab.Tensor
 function methods.where(cond, a, b, out)
-  expect_tensor("where", "a", a)
-  expect_tensor("where", "b", b)
+  argument("where", "a", a, OPERAND)
+  argument("where", "b", b, OPERAND)
   if out ~= nil then expect_tensor("where", "out", out) end
-  out = out or tensor.open_like(a)
-  check(C.kvl_where(cond, a, b, out))
+  local a_value, b_value = 0, 0
+  if type(a) == "number" then a, a_value = nil, a end
+  if type(b) == "number" then b, b_value = nil, b end
+  if not out then
+    local like = a or b
+    out = like and tensor.open_like(like)
+      or tensor.open_like(cond, library.dtypes.f32)
+  end
+  check(C.kvl_where_scalar(cond, a, a_value, b, b_value, out))
   return out
 end
 
@@ -104,6 +139,24 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
   end
 end
 
+--- log(sum(exp(t))) over one dim (negative counts from the end), or over all elements
+-- when dim is nil. Nothing, or only -inf, gives -inf; a NaN gives NaN. f32 f16 bf16.
+---@param dim? integer
+---@param out? kvlab.Tensor  like t, or f32
+function methods.logsumexp(t, dim, out)
+  argument("logsumexp", "dim", dim, DIM)
+  if out ~= nil then expect_tensor("logsumexp", "out", out) end
+  if dim == nil then t, dim = t:reshape { tonumber(t.count) }, 0 end
+  dim = tensor.dim_of("logsumexp", "dim", t, dim)
+  if not out then
+    local dims = t:dims()
+    table.remove(dims, dim + 1)
+    out = reshaped_like(t, dims)
+  end
+  check(C.kvl_logsumexp(t, dim, out))
+  return out
+end
+
 --- softmax(scale * t) over the last dim.
 function methods.softmax(t, scale, out)
   argument("softmax", "scale", scale, NUMBER)
@@ -113,26 +166,39 @@ function methods.softmax(t, scale, out)
   return out
 end
 
---- The index of the largest element along the last dim, i32. Of equal elements the lower
--- index wins.
-function methods.argmax(t, out)
-  if out ~= nil then expect_tensor("argmax", "out", out) end
-  if not out then
-    local dims = t:dims()
-    table.remove(dims)
-    out = reshaped_like(t, dims, "i32")
+for _, name in ipairs { "argmax", "argmin" } do
+  local find = C["kvl_" .. name]
+  --- The index of the largest (argmin: the least) element along the last dim, i32. Of
+  -- equal elements the lower index wins. NaN never wins; a row of NaN gives 0. f32 f16
+  -- bf16 i32.
+  methods[name] = function(t, out)
+    if out ~= nil then expect_tensor(name, "out", out) end
+    if not out then
+      local dims = t:dims()
+      table.remove(dims)
+      out = reshaped_like(t, dims, "i32")
+    end
+    check(find(t, out))
+    return out
   end
-  check(C.kvl_argmax(t, out))
-  return out
 end
 
+-- A dtype that top-k sorts as another one, which holds its numbers exactly.
+local sorted_as = { f16 = "f32", bf16 = "f32", f8e4m3 = "f32", u8 = "i32" }
+
 --- The k largest (smallest) elements of each row, best first, as values and i32 indices.
--- by_index orders them by index instead, which is faster.
+-- Of equal elements the lower index comes first, and NaN comes last. by_index orders them
+-- by index instead, which is faster. Any dtype but i64 and u64; f32 and i32 need no copy.
 ---@param k integer
 ---@param smallest? boolean
 ---@param by_index? boolean
 function methods.topk(t, k, smallest, by_index)
   argument("topk", "k", k, tensor.ROW)
+  local other = sorted_as[t:type()]
+  if other then
+    local values, indices = t:cast(other):topk(k, smallest, by_index)
+    return values:cast(t:type()), indices
+  end
   local which = smallest and C.KVL_TOPK_LEAST or C.KVL_TOPK_LARGEST
   local rows = t:reshape { -1, t:size(-1) }
   local dims = t:dims()
@@ -144,7 +210,8 @@ function methods.topk(t, k, smallest, by_index)
   return values:reshape(dims), indices:reshape(dims)
 end
 
---- Sorts the rows in ascending (descending) order, as values and i32 indices.
+--- Sorts the rows in ascending (descending) order, as values and i32 indices. Equal
+-- elements stay in their order, and NaN comes last. Dtypes as for topk.
 function methods.sort(t, descending) return t:topk(t:size(-1), not descending) end
 
 -- ---- matmul and gathers ---------------------------------------------------------------

@@ -19,8 +19,8 @@ local tensor_t -- the ctype; set by ffi.metatype below
 local shape_buffer = ffi.new "int64_t[6]"
 
 -- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after this
--- many bytes of new tensors it is told to run, unless most of them were freed by hand or by
--- a scope: then there is little to collect.
+-- many bytes of new tensors it is told to run, unless most of them were freed by hand or
+-- by a scope: then there is little to collect.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
 local bytes_since_collection, bytes_live_before = 0, 0
 
@@ -352,6 +352,23 @@ function methods.data(t)
   return ffi.cast(pointer_to[dtype_names[t.dtype]], t.ptr)
 end
 
+local BYTES_PIECE = 1024 * 1024
+
+--- The memory as strings of at most 1 MiB, one at each call, then nil. Waits for the
+-- device.
+---@return fun(): string|nil
+function M.pieces(t)
+  local host, at = t:to "cpu", 0
+  local memory, bytes = ffi.cast("const char *", host:data()), host:bytes()
+  return function()
+    if at >= bytes then return nil end
+    local n = math.min(BYTES_PIECE, bytes - at)
+    local piece = ffi.string(memory + at, n)
+    at = at + n
+    return piece, host -- which must live until the last call
+  end
+end
+
 local EXACT = 2 ^ 53 -- whole numbers up to this are exact as numbers of Lua
 
 local function exact(x)
@@ -390,12 +407,47 @@ end
 
 -- ---- views and copies -----------------------------------------------------------------
 
---- Rows [start, start + length) of dim 0.
+--- The dim that an argument names, from 0; a negative one counts from the end.
+function M.dim_of(what, name, t, dim)
+  argument(what, name, dim, options.integer)
+  local at = dim < 0 and dim + t.ndim or dim
+  if at < 0 or at >= t.ndim then
+    options.fail(("%s: %s is %d of %d dims"):format(what, name, dim, t.ndim))
+  end
+  return at
+end
+
+local DIM = options.optional(options.integer)
+
+--- Entries [start, start + length) of one dim. Along dim 0, which is the default, the
+-- result is a view of the same memory. Along any other it is a copy, because tensors are
+-- contiguous; so it is when `out` is given.
 ---@param start integer
 ---@param length integer
-function methods.narrow(t, start, length)
+---@param dim? integer  0; negative counts from the end
+---@param out? kvlab.Tensor
+function methods.narrow(t, start, length, dim, out)
   argument("narrow", "start", start, ROW)
   argument("narrow", "length", length, ROW)
+  argument("narrow", "dim", dim, DIM)
+  if out ~= nil then expect_tensor("narrow", "out", out) end
+  local at = dim and M.dim_of("narrow", "dim", t, dim) or 0
+  if at > 0 or out then
+    if not out then
+      if start < 0 or length < 0 or start + length > t.shape[at] then
+        options.fail(("narrow: entries %d ... %d of dim %d, expected within 0 ... %d")
+          :format(tonumber(start), tonumber(start + length), at, tonumber(t.shape[at])))
+      end
+      local dims = t:dims()
+      dims[at + 1] = tonumber(length)
+      out = M.tensor(t.device, t:type(), dims)
+    elseif at >= out.ndim or out.shape[at] ~= length then
+      options.fail(("narrow: out has not %d entries along dim %d"):format(
+        tonumber(length), at))
+    end
+    check(C.kvl_take_part(t, at, start, out))
+    return out
+  end
   local v = tensor_t()
   check(C.kvl_tensor_narrow(t, start, length, v))
   return remember(v)
@@ -501,6 +553,7 @@ tensor_t = ffi.metatype("kvl_tensor", {
   __sub = function(a, b) return M.binary("SUB", a, b) end,
   __mul = function(a, b) return M.binary("MUL", a, b) end,
   __div = function(a, b) return M.binary("DIV", a, b) end,
+  __pow = function(a, b) return M.binary("POW", a, b) end,
   __unm = function(a) return a:neg() end,
 })
 M.ctype = tensor_t

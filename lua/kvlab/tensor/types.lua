@@ -1,7 +1,8 @@
 ---@meta
 --- The types of what the C library hands out, for editors that read LuaCATS annotations
 -- (lua-language-server). Nothing requires this file; the methods are in tensor.lua,
--- arithmetic.lua, device.lua and graph.lua. A spec checks that the lists are complete.
+-- shape.lua, arithmetic.lua, device.lua and graph.lua. A spec checks that the lists are
+-- complete.
 -- luacheck: no max line length
 
 ---@alias kvlab.Dtype "f32"|"f16"|"bf16"|"f8e4m3"|"i32"|"i64"|"u8"|"u64"
@@ -31,9 +32,11 @@
 ---@field item fun(t): number
 ---@field is_pinned fun(t): boolean
 ---@field free fun(t)
----@field narrow fun(t, start: integer, length: integer): kvlab.Tensor
+---@field narrow fun(t, start: integer, length: integer, dim?: integer, out?: kvlab.Tensor): kvlab.Tensor
 ---@field index fun(t, i: integer): kvlab.Tensor
 ---@field reshape fun(t, shape: integer[]): kvlab.Tensor
+---@field transpose fun(t, dim0?: integer, dim1?: integer, out?: kvlab.Tensor): kvlab.Tensor
+---@field expand fun(t, shape: integer[], out?: kvlab.Tensor): kvlab.Tensor
 ---@field to fun(t, dev: kvlab.Device|string): kvlab.Tensor
 ---@field clone fun(t): kvlab.Tensor
 ---@field cast fun(t, dtype: kvlab.Dtype, out?: kvlab.Tensor): kvlab.Tensor
@@ -51,25 +54,31 @@
 ---@field silu kvlab.Unary
 ---@field tanh kvlab.Unary
 ---@field relu kvlab.Unary
+---@field floor kvlab.Unary
 ---@field add kvlab.Binary
 ---@field sub kvlab.Binary
 ---@field mul kvlab.Binary
 ---@field div kvlab.Binary
 ---@field maximum kvlab.Binary
 ---@field minimum kvlab.Binary
+---@field pow kvlab.Binary
+---@field clamp fun(t, low?: number, high?: number, out?: kvlab.Tensor): kvlab.Tensor
 ---@field eq kvlab.Binary
 ---@field ne kvlab.Binary
 ---@field lt kvlab.Binary
 ---@field le kvlab.Binary
 ---@field gt kvlab.Binary
 ---@field ge kvlab.Binary
----@field where fun(t, a: kvlab.Tensor, b: kvlab.Tensor, out?: kvlab.Tensor): kvlab.Tensor
+---@field where fun(t, a: kvlab.Operand, b: kvlab.Operand, out?: kvlab.Tensor): kvlab.Tensor
 ---@field sum kvlab.Reduce
 ---@field mean kvlab.Reduce
 ---@field max kvlab.Reduce
 ---@field min kvlab.Reduce
+---@field logsumexp kvlab.Reduce
+---@field cumsum kvlab.Reduce
 ---@field softmax fun(t, scale?: number, out?: kvlab.Tensor): kvlab.Tensor
 ---@field argmax kvlab.Unary
+---@field argmin kvlab.Unary
 ---@field topk fun(t, k: integer, smallest?: boolean, by_index?: boolean): kvlab.Tensor, kvlab.Tensor
 ---@field sort fun(t, descending?: boolean): kvlab.Tensor, kvlab.Tensor
 ---@field matmul kvlab.Product
@@ -83,6 +92,7 @@
 ---@operator sub(kvlab.Operand): kvlab.Tensor
 ---@operator mul(kvlab.Operand): kvlab.Tensor
 ---@operator div(kvlab.Operand): kvlab.Tensor
+---@operator pow(kvlab.Operand): kvlab.Tensor
 ---@operator unm: kvlab.Tensor
 ---@operator len: integer
 
