@@ -1,6 +1,9 @@
 local ffi = require "ffi"
+local files = require "kvlab.files"
+local json = require "kvlab.json"
 local kv = require "kvlab"
 local processes = require "spec.processes"
+local support = require "spec.support"
 local temporary = require "spec.temporary"
 
 ffi.cdef "int memcmp(const void *a, const void *b, size_t bytes);"
@@ -164,5 +167,64 @@ describe("safetensors", function()
         os.remove(path)
       end
     end
+  end)
+
+  support.each_device(function(dev)
+    it("saves tensors of every dtype from " .. dev:name(), function()
+      local path, tensors = os.tmpname(), {}
+      tensors["a \"quoted\" \\ name"] = kv.zeros(dev, "f32", {})
+      for i, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3", "i32", "i64", "u8",
+                               "u64" } do
+        local values = kv.randint("cpu", "i32", { 3, i }, { seed = i, high = 100 }):list()
+        tensors[dtype] = kv.from(dev, dtype, { 3, i }, values)
+        tensors["none_" .. dtype] = kv.zeros(dev, dtype, { 0, i })
+      end
+      tensors.large = kv.randn(dev, "f32", { 600, 1001 }, { seed = 9 })
+      kv.safetensors.save(path, tensors, { made_by = "a spec" })
+      local file = kv.safetensors(path)
+      assert.equal(18, #file.names)
+      for name, t in pairs(tensors) do
+        local shape, dtype = file:describe(name)
+        assert.same(t:dims(), shape)
+        assert.equal(t:type(), dtype)
+        support.equal(file:read(name, dev), t)
+      end
+      file:close()
+      local text = files.read(path)
+      local length = text:byte(1) + 256 * text:byte(2)
+      local header = json.decode(text:sub(9, 8 + length))
+      assert.same({ made_by = "a spec" }, header.__metadata__)
+      assert.equal(0, length % 8)
+      assert.equal(nil, files.read(path .. ".part"))
+      kv.safetensors.save(path, {})
+      assert.same({}, kv.safetensors(path).names)
+      os.remove(path)
+    end)
+  end)
+
+  it("saves the bits that it read", function()
+    local path = os.tmpname()
+    local odd = kv.tensor("cpu", "f32", { 4 })
+    local bits = ffi.new("uint32_t[4]", 0x7fc00001, 0xffc12345, 0x80000000, 1)
+    ffi.copy(odd:data(), bits, 16)
+    kv.safetensors.save(path, { odd = odd })
+    local back = kv.safetensors(path):read("odd", "cpu")
+    assert.equal(0, ffi.C.memcmp(back:data(), bits, 16))
+    os.remove(path)
+  end)
+
+  it("refuses to save what is not a table of open tensors", function()
+    local t = kv.zeros("cpu", "f32", { 2 })
+    local save, raises = kv.safetensors.save, support.raises
+    raises("save: path is nil, expected a string", save)
+    raises("save: tensors is nil, expected a table of tensors by name", save, "x")
+    raises("save: tensors is a table, expected a table of tensors", save, "x", { t })
+    raises("save: tensors is a table, expected a table of tensors", save, "x", { a = 1 })
+    raises("save: metadata is a table, expected a table of strings", save, "x", { a = t },
+      { n = 1 })
+    raises("which the format reserves", save, "x", { __metadata__ = t })
+    raises("/nowhere/x", save, "/nowhere/x", { a = t })
+    t:free()
+    raises("save: tensor \"a\" is closed", save, "x", { a = t })
   end)
 end)
