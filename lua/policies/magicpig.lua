@@ -1,12 +1,16 @@
 --- MagicPIG: draws blocks by the chance that their hash collides with the query's, and
 -- weighs each drawn block by one over its chance, so that sums are right on average.
 -- Source  Chen et al. 2024, arXiv:2410.16179. The paper keeps every token that collides
---         in at least two hash tables, of keys centred by their mean; this policy draws
---         blocks within the budget, by the hash of their mean key, which is not centred
+--         in at least two hash tables, of keys less the mean key of the prompt. This
+--         policy draws blocks within the budget, by the hash of a block's mean key, less
+--         the mean key of the blocks before it (of the first 2^k, more than half of them:
+--         kv.hash.centred), so that a hash does not depend on what follows, or on chunks.
+--         The newest block is always taken
 -- Score   u / r: u = 1 - (1 - p^bits)^tables is the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
--- Cost    code / 8 bytes a block and KV head; attention needs a launch for each block
--- Fails   when one key holds the answer. Keys share a large mean, so hashes differ little
+-- Cost    code / 8 bytes a block and KV head, and the mean keys (1/block_size of the
+--         keys, in f32) once a block; attention needs a launch for each block
+-- Fails   when one key holds the answer, because its block is drawn only with a chance
 local kv = require "kvlab"
 
 local function make_room(self, ctx, rows)
@@ -40,11 +44,13 @@ return kv.policy.define {
                tables = 150, code = 256, seed = 0 },
   takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
   init = function(self, shape)
-    self.hashes = kv.hash.summary(shape, { bits = self.code, seed = self.seed })
+    self.hashes = kv.hash.centred(shape, { bits = self.code, seed = self.seed })
     self.sampling, self.rooms = kv.sampling(shape, self.seed), {}
   end,
   on_prefill_offload = function(self, ev) self.hashes:update(ev) end,
   on_decode_offload = function(self, ev) self.hashes:update(ev) end,
+  step_begin = function(self, ctx) self.hashes:begin(ctx) end,
+  attention_finished = function(self, ctx) self.hashes:finished(ctx) end,
   select_blocks = function(self, ctx)
     local selection, counts, log_weights =
       self.sampling:draw(ctx, collision_chance(self, ctx), self.budget)

@@ -177,6 +177,10 @@ M["kv.hash.summary"] = {
   end,
   call = function(o) kv.hash.summary(SHAPE, o) end,
 }
+M["kv.hash.centred"] = {
+  good = function() return { bits = 64, planes = "gaussian", seed = 1 } end,
+  call = function(o) kv.hash.centred(SHAPE, o) end,
+}
 M["kv.hash.cache"] = {
   good = function() return { size = 4 } end,
   call = function(o) kv.hash.cache(o) end,

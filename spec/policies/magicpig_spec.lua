@@ -67,8 +67,116 @@ describe("sampling", function()
         assert.equal(0, weights[head * ctx.width + block + 1])
       end
     end
+    -- the newest block may be open, and counts as recent whatever its chance
+    local open = ffi.new("kvl_budget", -1, 2, 0, 0, 0)
+    local selection
+    selection, _, drawn = sampling:draw(ctx, chances:clone():mul(1e-6), open)
+    assert.equal(BLOCKS - 1, selection:list()[2])
+    assert.equal(0, drawn:list()[BLOCKS])
     _, _, drawn = sampling:draw(ctx, chances:clone(), kv.policy.everything)
     for _, weight in ipairs(drawn:list()) do assert.equal(0, weight) end
+  end)
+end)
+
+describe("centred hashes", function()
+  local TOKENS, HEADS, DIM, SIZE, BITS = 41, 2, 16, 4, 128
+  local FULL = math.floor((TOKENS - 1) / SIZE) -- blocks before the last token
+
+  --- Keys of TOKENS tokens, each with `shift` added: f32 [TOKENS, HEADS, DIM].
+  local function keys(shift)
+    return kv.randn(cpu, "f32", { TOKENS, HEADS, DIM }, { seed = 8 }):add(shift)
+  end
+
+  --- A sequence that gets the tokens in chunks and then one by one. Truncates it after
+  -- `cut` chunks to `length` tokens, and goes on with other tokens, if asked.
+  local function feed(k, chunks, cut, length)
+    local cache = kv.cache { device = cpu, layers = 1, blocks = 32, block_size = SIZE,
+                             kv_heads = HEADS, head_dim = DIM, dtype = "f32" }
+    local policy = kv.policy("magicpig", { code = BITS })
+    local attention = kv.attention { cache = cache, heads = HEADS,
+                                     decode_policy = policy }
+    local batch, seq = cache:batch(), cache:sequence()
+    local function step(source, at, n, is_prefill)
+      attention:begin(batch:append({ seq }, { n }), is_prefill)
+      local part = source:narrow(at, n)
+      attention:forward(0, part:clone(), part, part)
+    end
+    if cut then
+      step(keys(3), 0, cut, true)
+      for at = cut, cut + 2 do step(keys(3), at, 1, false) end
+      seq:truncate(length)
+    end
+    for _, n in ipairs(chunks) do step(k, seq:length(), n, true) end
+    for at = seq:length(), TOKENS - 1 do step(k, at, 1, false) end
+    return { cache = cache, seq = seq, policy = policy, attention = attention }
+  end
+
+  --- The hashes of the full blocks by their logical order: a list for each.
+  local function hashes_of(run, seq)
+    local layer, rows = run.policy.hashes:layer(0), {}
+    for b, block in ipairs((seq or run.seq):table()) do
+      if b <= FULL then rows[b] = layer:index(block):list() end
+    end
+    return rows
+  end
+
+  it("are those of the mean keys, less the mean of the first 2^k blocks", function()
+    local k = keys(5)
+    local run = feed(k, { TOKENS - 1 })
+    local got = hashes_of(run)
+    local flat, planes = k:list(), run.policy.hashes.planes
+    local function mean_of(first, count, head)
+      local mean = {}
+      for d = 1, DIM do
+        mean[d] = 0
+        for t = first * SIZE, (first + count) * SIZE - 1 do
+          mean[d] = mean[d] + flat[(t * HEADS + head) * DIM + d] / (count * SIZE)
+        end
+      end
+      return mean
+    end
+    for b = 0, FULL - 1 do
+      for head = 0, HEADS - 1 do
+        local power = 1
+        while 2 * power <= b do power = 2 * power end
+        local mean = mean_of(b, 1, head)
+        if b > 0 then
+          for d, x in ipairs(mean_of(0, power, head)) do mean[d] = mean[d] - x end
+        end
+        local want = kv.hash.rows(kv.from(cpu, "f32", { 1, DIM }, mean), planes):list()
+        local words = BITS / 64
+        for w = 1, words do
+          assert.equal(want[w], got[b + 1][head * words + w], "block " .. b)
+        end
+      end
+    end
+  end)
+
+  it("do not see a mean that all keys share", function()
+    local plain = hashes_of(feed(keys(0), { 40 }))
+    local shifted = hashes_of(feed(keys(8), { 40 }))
+    for b = 2, FULL do assert.same(plain[b], shifted[b], "block " .. b - 1) end
+  end)
+
+  it("are the same in any chunks, prefilled or decoded", function()
+    local whole = hashes_of(feed(keys(5), { 40 }))
+    for _, chunks in ipairs { { 1 }, { 3, 7, 30 }, { 16, 8 }, { 13 } } do
+      assert.same(whole, hashes_of(feed(keys(5), chunks)))
+    end
+  end)
+
+  it("forget blocks that a truncated sequence writes again", function()
+    local whole = hashes_of(feed(keys(5), { 40 }))
+    assert.same(whole, hashes_of(feed(keys(5), { 40 }, 29, 0)))
+    assert.same(whole, hashes_of(feed(keys(5), { 2 }, 29, 0)))
+    assert.same(whole, hashes_of(feed(keys(5), {}, 29, 0)))
+  end)
+
+  it("are those of the parent in a fork", function()
+    local run = feed(keys(5), { 20 })
+    local fork = run.seq:fork()
+    assert.equal(run.seq.state[run.policy.hashes], fork.state[run.policy.hashes])
+    assert.same(hashes_of(run), hashes_of(run, fork))
   end)
 end)
 

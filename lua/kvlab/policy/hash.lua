@@ -14,6 +14,7 @@ local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local summary = require "kvlab.policy.summary"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
@@ -158,6 +159,96 @@ function Hashes:restore(key, block)
   if not kept then return false end
   self.rows:scatter_rows_(rows_of(self, block), kept)
   return true
+end
+
+-- ---- centred hashes -------------------------------------------------------------------
+
+---@class kvlab.CentredHashes: kvlab.Hashes
+---@field means kvlab.Summary  the mean keys that are hashed
+local Centred = setmetatable({}, Hashes)
+Centred.__index = Centred
+
+local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.whole }
+
+--- Hashes of the mean keys of full blocks, less the mean key of a part of the sequence:
+-- keys share a large mean, which says nothing, because softmax ignores it, but which
+-- makes their hashes alike. From block b, the mean of the first 2^k blocks is taken,
+-- where 2^k is the largest power of two that is at most b; block 0 has nothing before it
+-- and stays as it is. So a hash depends only on the tokens up to its block: not on how
+-- they were cut into chunks, on whether they were prefilled or decoded, or on what comes
+-- after them, and sequences that share a block agree on its hash. A block is hashed in
+-- the first decode step after it is full; the hash of an open block means nothing.
+--
+--   init               = self.hashes = kv.hash.centred(shape)
+--   on_..._offload     = self.hashes:update(ev)
+--   step_begin         = self.hashes:begin(ctx)
+--   attention_finished = self.hashes:finished(ctx)
+---@param shape table  as policy.init gets it
+---@param o? table     bits (64), planes: "orthogonal" or "gaussian", seed (0)
+---@return kvlab.CentredHashes
+function M.centred(shape, o)
+  o = options.check("hash.centred", o, CENTRED)
+  local self = setmetatable(M.summary(shape, o), Centred)
+  self.shape, self.means = shape, summary.mean(shape)
+  return self
+end
+
+--- Computes the mean keys of an offload event's blocks again.
+function Centred:update(ev) self.means:update(ev) end
+
+--- Hashes blocks first ... last - 1 of sequence i of a step, in one layer.
+local function hash_full(self, ctx, i, layer, first, last)
+  local s, words = self.shape, self.layers[layer]:size(2)
+  local blocks = ctx.tables:index(i):narrow(0, last)
+  local means = self.means:layer(layer):reshape { s.blocks, s.kv_heads * s.head_dim }
+    :gather_rows(blocks)
+  while first < last do
+    local _, power = math.frexp(first) -- first < 2^power <= 2 first
+    local count = math.min(last, 2 ^ power) - first
+    local rows = means:narrow(first, count)
+    if first > 0 then
+      rows = rows - means:narrow(0, 2 ^ (power - 1)):mean(0):reshape { 1, -1 }
+    end
+    local hashes = M.rows(rows:reshape { count * s.kv_heads, s.head_dim }, self.planes)
+    self.layers[layer]:reshape { s.blocks, s.kv_heads * words }
+      :scatter_rows_(blocks:narrow(first, count),
+        hashes:reshape { count, s.kv_heads * words })
+    first = first + count
+  end
+end
+
+--- Hashes the blocks that became full since the last step of each sequence. Call it once
+-- a decode step, in step_begin.
+function Centred:begin(ctx)
+  for i, seq in ipairs(ctx.sequences) do
+    local full = math.floor((seq:length() - 1) / self.shape.block_size)
+    local hashed = seq.state[self] or 0
+    if hashed < full then
+      for layer = 0, ctx.layers - 1 do
+        tensor.scope(hash_full, self, ctx, i - 1, layer, hashed, full)
+      end
+    end
+    seq.state[self] = full
+  end
+end
+
+--- Notes which blocks a chunk of a prompt wrote. Call it in attention_finished.
+function Centred:finished(ctx)
+  if not ctx.is_prefill or ctx.layer > 0 then return end
+  for i, seq in ipairs(ctx.sequences) do
+    local start = seq:length() - ctx.batch.counts[i]
+    local kept = math.floor(start / self.shape.block_size)
+    seq.state[self] = math.min(seq.state[self] or 0, kept)
+  end
+end
+
+--- A fork has the blocks of its parent, and so their hashes.
+function Centred:inherit(seq, fork) fork.state[self] = seq.state[self] end
+
+--- Bytes that a step reads for one block and KV head: its hash, and its mean key once
+-- while the sequence grows by a block.
+function Centred:bytes_block()
+  return Hashes.bytes_block(self) + self.means:bytes_block() / self.shape.block_size
 end
 
 -- ---- cache ----------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 -- drawn blocks are right on average (priority sampling). For each block that is not
 -- certain, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r are
 -- taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r that
--- was left out. The budget is used exactly; sink and recent are certain and count once.
+-- was left out. The budget is used exactly. Sink and recent are certain and count once, as
+-- does the newest block, because summaries may not know an open block.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   compute_decode = function(self, attention, ctx, out)
@@ -47,7 +48,7 @@ function Sampling:draw(ctx, chance, budget)
     self.buffers[ctx.shape_number] = b
   end
   local priority, weights = ctx:new_scores(), ctx:new_scores()
-  ends.sink, ends.recent = budget.sink, budget.recent
+  ends.sink, ends.recent = budget.sink, math.max(1, budget.recent)
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
   chance:div(b.draws[ctx.layer], priority)
   local selection, counts = ctx:select(priority, budget)
