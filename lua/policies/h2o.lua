@@ -2,14 +2,13 @@
 -- Source  Zhang et al. 2023, arXiv:2306.14048. The paper keeps tokens, spends half of the
 --         budget on the newest ones and drops the others for good. This policy selects
 --         blocks, `recent` of them newest, and a block that it passed over still gathers
---         its share of the attention. A query of the prompt counts the full blocks
---         before its own block; a decoded one counts its own block too, however short
---         that is. So a token weighs a little more when it was decoded than when it was
---         prefilled
+--         its share of the attention. A query, of the prompt or decoded, counts the full
+--         blocks before its own block; the paper also counts the newest tokens
 -- Score   sum over all earlier queries, those of the prompt included, of the softmax over
 --         blocks of q . mean(K), which estimates a block's attention; the mean over a
 --         group's heads
--- Cost    reads 1/block_size of the keys (in f32) to update the sums, also in the prompt
+-- Cost    reads 1/block_size of the keys (in f32) to update the sums, also in the prompt;
+--         4 launches a step for each head of a group
 -- Fails   an answer that no earlier query has looked at is not found. One heavy token
 --         among light ones disappears in the average
 local kv = require "kvlab"
@@ -29,12 +28,38 @@ local function chunk_mass(self, ctx, seq, i, first, count)
   self.mass:put(seq, ctx.layer, mass / group, true)
 end
 
+--- What a decode step needs: the context as it was before each query's own block, the
+-- rows of each head of the groups, and their queries.
+local function make_room(self, ctx)
+  local s, rows, group = self.shape, {}, self.shape.heads / self.shape.kv_heads
+  local first = kv.arange(s.device, "i32", ctx.seqs * s.kv_heads, 0, group)
+  for head = 1, group do rows[head] = first + (head - 1) end
+  local lens = kv.tensor(s.device, "i32", { ctx.seqs })
+  return { rows = rows, before = setmetatable({ lens = lens }, { __index = ctx }),
+           q = kv.tensor(s.device, ctx.query:type(), { first.count, s.head_dim }) }
+end
+
+--- Adds the attention of the decoded queries to `mass`.
+local function add_mass(self, ctx, mass)
+  local s, size = self.shape, self.shape.block_size
+  local room = self.rooms[ctx.shape_number] or kv.lasting(make_room, self, ctx)
+  self.rooms[ctx.shape_number] = room
+  local lens, scores = room.before.lens, ctx:new_scores()
+  ctx.lens:sub(1, lens):div(size, lens):mul(size, lens)
+  for _, rows in ipairs(room.rows) do
+    ctx.query:reshape { ctx.seqs * s.heads, s.head_dim }:gather_rows(rows, room.q)
+    kv.ops.score_mean(room.q:reshape { ctx.seqs, s.kv_heads, s.head_dim }, self.means,
+      room.before, "mean", scores)
+    mass:add(ctx:weights(scores):div(#room.rows, scores), mass)
+  end
+end
+
 return kv.policy.define {
   name = "h2o", prefill = false, decode = true, watches_prompt = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 2 },
 
   init = function(self, shape)
-    self.means, self.mass = kv.summary.mean(shape), kv.tally(shape)
+    self.means, self.mass, self.rooms = kv.summary.mean(shape), kv.tally(shape), {}
   end,
   on_prefill_offload = function(self, ev) self.means:update(ev) end,
   on_decode_offload = function(self, ev) self.means:update(ev) end,
@@ -45,8 +70,7 @@ return kv.policy.define {
   select_blocks = function(self, ctx)
     local mass = self.mass:load(ctx)
     local selection, counts = ctx:select(mass, self.budget)
-    local scores = kv.ops.score_mean(ctx.query, self.means, ctx, "mean")
-    mass:add(ctx:weights(scores), mass)
+    add_mass(self, ctx, mass)
     self.mass:store(ctx)
     return selection, counts
   end,

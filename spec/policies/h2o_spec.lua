@@ -41,23 +41,16 @@ describe("h2o", function()
     end)
   end
 
-  it("adds the softmax of each decoded query's mean scores", function()
-    local policy = kv.policy "h2o"
-    local run = small.play(policy, { 20 }, 1)
-    local want = mass_of(run, 20, 5)
-    for kv_head = 1, 2 do -- the mean of the group's scores, over the open block too
-      local scores = {}
-      for b = 0, 5 do
-        local mean = small.mean(small.keys_of(run, b, kv_head))
-        local q = small.mean { run.q[21][2 * kv_head - 1], run.q[21][2 * kv_head] }
-        scores[b + 1] = small.dot(q, mean) / math.sqrt(#mean)
+  for _, steps in ipairs { 1, 2, 3, 9 } do
+    it(("counts %d decoded queries as those of a prompt"):format(steps), function()
+      for _, chunks in ipairs { { 20 }, { 1 }, { 3, 11 } } do
+        local policy, prompt = kv.policy "h2o", 0
+        for _, n in ipairs(chunks) do prompt = prompt + n end
+        local run = small.play(policy, chunks, steps)
+        local n = math.ceil((prompt + steps) / small.SHAPE.block_size)
+        support.close(small.tallied(run, policy.mass, n),
+          mass_of(run, prompt + steps, n), 1e-5, 1e-5)
       end
-      local weights = small.softmax(scores)
-      for b = 1, 5 do
-        local at = 5 * (kv_head - 1) + b
-        want[at] = want[at] + weights[b]
-      end
-    end
-    support.close(small.tallied(run, policy.mass, 5), want, 1e-5, 1e-5)
-  end)
+    end)
+  end
 end)

@@ -2,8 +2,8 @@
 -- drawn blocks are right on average (priority sampling). For each block that is not
 -- certain, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r are
 -- taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r that
--- was left out. The budget is used exactly. Sink and recent are certain and count once, as
--- does the newest block, because summaries may not know an open block.
+-- was left out. The budget is used exactly. Sink and recent are certain and count once,
+-- as does the newest block, because summaries may not know an open block.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   compute_decode = function(self, attention, ctx, out)
