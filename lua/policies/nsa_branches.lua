@@ -1,9 +1,11 @@
 --- NSA in three branches: attention over compressed blocks, over selected blocks and over
 -- a sliding window; the three results are added with gates.
 -- Source  Native Sparse Attention, Yuan et al. 2025, arXiv:2502.11089. The paper trains
---         compression and gates, its compressed blocks overlap, its window is of tokens.
---         Here: a block's mean (or weights), a window of whole blocks, gates given or
---         sigmoids of q . w
+--         compression and gates, its compressed blocks overlap, and its window is the
+--         newest `window` tokens. Here a compressed key is a block's mean (or a weighted
+--         sum, see `compression`), blocks do not overlap, and gates are given numbers or
+--         sigmoids of q . w. The window is whole blocks, the open one among them:
+--         ceil(window / block_size), so it sees up to block_size - 1 tokens fewer
 -- Score   the softmax over compressed keys, summed over a group's heads, as in the paper
 -- Cost    2 f32 vectors a block and KV head, about 20 small launches, three attentions
 -- Fails   a model that was not trained with it: each branch is only a share of the output

@@ -1,7 +1,9 @@
 --- SnapKV: the prompt's last queries vote once for the blocks that the answer will need.
--- Source  Li et al. 2024, arXiv:2404.14469. There each head keeps tokens, by votes pooled
---         over neighbours, and all of the window, and drops the rest. Here each KV head
---         selects blocks; those of the window are voted for like others (see `recent`)
+-- Source  Li et al. 2024, arXiv:2404.14469. In the paper each head keeps the tokens with
+--         most votes, pooled over neighbours, all tokens of the window, and all that are
+--         decoded; it drops the others. Here each KV head selects blocks and none is
+--         dropped. Blocks of the window have no privilege: they need votes, or to be
+--         among the `recent` ones. Decoded blocks come first, but within the budget
 -- Score   the attention that the prompt's last `window` queries pay to a block, the mean
 --         over them and a group's heads. Blocks not full at the first decode step: first
 -- Cost    the products of the window with all keys, once a request. For them the device

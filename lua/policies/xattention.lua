@@ -1,7 +1,9 @@
 --- XAttention: in prefill, attends to the blocks with the most weight on antidiagonals.
--- Source  Xu et al. 2025, arXiv:2503.16428. The paper takes blocks for each query block
---         until they hold a share of the weight (0.9 or 0.95, by the model). This policy
---         takes blocks for a whole chunk, within the budget
+-- Source  Xu et al. 2025, arXiv:2503.16428. The paper takes blocks for each head and
+--         block of 128 queries until they hold a threshold of the weight: 0.9 unless it
+--         is given, as for Qwen2-VL; 0.9 or 0.95 for HunyuanVideo; for Llama one for each
+--         head, found by search. This policy takes blocks for each KV head and a whole
+--         chunk, within the budget, however much weight they hold
 -- Score   tokens form groups of `stride`; a pair of groups scores the sum over i of
 --         q[stride - 1 - i] . k[i]. Softmax over the groups of earlier keys, then the sum
 --         over the chunk's queries and over a block
