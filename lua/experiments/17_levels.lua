@@ -1,7 +1,7 @@
 --- Some policies are equally accurate in the usual exam (01_recall). At which level of
 -- difficulty do their accuracies differ?
 --
--- The small recall model (lua/models/recall) takes exams of three levels under each
+-- The small recall model (lua/models/recall) takes exams of five levels under each
 -- policy, with budgets in blocks, and with full attention for comparison:
 --
 --   plain    32 needles per context; a question needs one of them
@@ -9,10 +9,17 @@
 --            blocks hold a needle, so many blocks look like the one with the answer
 --   row      32 needles, and all questions one after the other on one sequence, so a
 --            policy that selects early must have selected the blocks for all of them
+--   chain    32 needles in chains of 4: the answer to a lookup is the key of the next,
+--            and the last answer counts
+--   sum      128 needles, 8 of which, in as many blocks as a rule, are looked up and
+--            added; the sum counts
 --
 -- The model has learned to look up one needle. It can neither chain lookups nor add
--- numbers. How well a policy serves attention that is spread over many blocks is shown by
--- output_error and attention_mass, whose bound is mass_oracle.
+-- numbers by itself: the exam asks for each needle in turn, on one sequence, puts the
+-- model's answer into the next question, and adds. So chain and sum show whether every
+-- lookup of several was right, and an accuracy of p in one of them becomes about p^4 or
+-- p^8. How well a policy serves attention that is spread over many blocks at once is
+-- shown by output_error and attention_mass, whose bound is mass_oracle.
 --
 --   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest,h2o] [--set budget=8]
 local exam = require "models.recall.exam"
@@ -22,17 +29,20 @@ local LEVELS = {
   plain = { needles = 32, question = "decode" },
   crowded = { needles = 128, question = "decode" },
   row = { needles = 32, question = "row" },
+  chain = { needles = 32, question = "chain", hops = 4 },
+  sum = { needles = 128, question = "sum", hops = 8 },
 }
+local NAMES = { "plain", "crowded", "row", "chain", "sum" }
 
 local function run(config)
   local level = LEVELS[config.level]
   if not level then
-    error(("level is %s, expected plain, crowded or row"):format(tostring(config.level)),
-      0)
+    error(("level is %s, expected one of %s"):format(tostring(config.level),
+      table.concat(NAMES, ", ")), 0)
   end
   local sitting = kv.experiment.memo({ context = config.context,
     prompts = config.prompts, needles = level.needles, question = level.question,
-    block_size = config.block_size, seed = config.seed }, exam.open)
+    hops = level.hops, block_size = config.block_size, seed = config.seed }, exam.open)
   local policy = kv.policy(config.policy, config.policy ~= "full" and
     { blocks = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
@@ -45,9 +55,9 @@ kv.experiment.run {
   name = "17_levels",
   title = "At which level of difficulty do policies separate?",
   grid = {
-    { "level", { "plain", "crowded", "row" } },
+    { "level", NAMES },
     { "policy", kv.policy.names("decode", { "full", "mass_oracle", "oracle" }) },
-    { "budget", { 4, 8, 16 },
+    { "budget", { 4, 5, 8, 16 },
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { context = 2048, prompts = 8, block_size = 16 },
@@ -55,6 +65,8 @@ kv.experiment.run {
   metrics = { "accuracy", "attention_mass", "output_error", "bytes_share" },
   run = run,
   table = {
+    { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",
+      where = { budget = 5 } },
     { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",
       where = { budget = 8 } },
     { rows = "policy", columns = "level", value = "attention_mass", format = "%.3f",

@@ -400,7 +400,7 @@ M["small_lm.new"] = {
 M["exam.open"] = {
   good = function()
     return { context = 128, prompts = 1, needles = 2, block_size = 16, seed = 1,
-             question = "row", even = true }
+             question = "sum", hops = 2, even = true }
   end,
   call = function(o) require("models.recall.exam").open(o):close() end,
 }

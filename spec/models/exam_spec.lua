@@ -1,16 +1,66 @@
 --- Exams of the recall model: what they take, and that full attention passes them.
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
+local prompts = require "models.recall.prompts"
 
 describe("an exam", function()
   it("is passed with full attention", function()
-    for _, question in ipairs { "decode", "prompt", "row" } do
+    for _, question in ipairs { "decode", "prompt", "row", "chain", "sum" } do
       local sitting = exam.open { context = 512, prompts = 1, needles = 16,
                                   block_size = 16, seed = 1, question = question }
       local accuracy = sitting:ask(kv.policy "full")
       assert.is_true(accuracy >= 0.9, question .. " " .. accuracy)
       sitting:close()
     end
+  end)
+
+  it("leads through chains, whose values are the keys of the next needles", function()
+    local sitting = exam.open { context = 512, prompts = 2, needles = 14, hops = 3,
+                                block_size = 16, seed = 2, question = "chain" }
+    local ids = prompts.ids()
+    assert.equal(4, sitting.questions)
+    for _, prompt in ipairs(sitting.prompts) do
+      assert.equal(4, #prompt.queries)
+      local text, seen = " " .. table.concat(prompt.tokens, " ") .. " ", {}
+      for _, lookups in ipairs(prompt.queries) do
+        assert.equal(3, #lookups)
+        for hop, query in ipairs(lookups) do
+          local k1, k2, v1, v2 = query.ask[2], query.ask[3], unpack(query.answer)
+          local needle = table.concat({ ids.key, k1, k2, ids.val, v1, v2, ids["end"] },
+            " ")
+          local _, count = text:gsub(" " .. needle .. " ", "")
+          assert.equal(1, count)
+          _, count = text:gsub((" %d %d %d %d "):format(ids.key, k1, k2, ids.val), "")
+          assert.equal(1, count, "a key of one needle")
+          assert.is_nil(seen[query.needle])
+          seen[query.needle] = true
+          if hop > 1 then
+            local before = lookups[hop - 1].answer
+            assert.same({ before[1] - ids.value_first, before[2] - ids.value_first },
+              { k1 - ids.key_first, k2 - ids.key_first })
+          end
+        end
+      end
+    end
+    sitting:close()
+  end)
+
+  it("counts a chain or a sum as wrong when one of its needles is not read", function()
+    for _, question in ipairs { "chain", "sum" } do
+      local sitting = exam.open { context = 1024, prompts = 2, needles = 32, hops = 8,
+                                  block_size = 16, question = question }
+      local none = sitting:ask(kv.policy("streaming", { blocks = 3, min_blocks = 0 }))
+      assert.equal(0, none, question)
+      sitting:close()
+    end
+  end)
+
+  it("refuses hops that mean nothing", function()
+    local o = { context = 512, prompts = 1, needles = 3, block_size = 16, hops = 4 }
+    assert.error_matches(function() exam.open(o) end, "hops is given, but question is")
+    o.question = "sum"
+    assert.error_matches(function() exam.open(o) end,
+      "needles is 3, expected at least hops = 4")
   end)
 
   it("asks about every needle once when there are fewer than 16", function()
@@ -54,7 +104,7 @@ describe("an exam", function()
     refused('"offlod" is no option, did you mean offload?', { offlod = {} })
     refused("context is 0, expected a whole number >= 1", { context = 0 })
     refused("seed is a table, expected a whole number", { seed = {} })
-    refused('question is "promt", expected one of decode, prompt, row',
+    refused('question is "promt", expected one of decode, prompt, row, chain, sum',
       { question = "promt" })
     refused("needles is missing, expected a whole number >= 1", { needles = "none" })
   end)

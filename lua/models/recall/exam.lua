@@ -23,7 +23,7 @@ local model -- loaded at its first use
 
 ---@class models.recall.Exam
 ---@field engine models.Engine
----@field questions integer  that are asked about each context, each about another needle
+---@field questions integer  that are asked about each context, each about other needles
 local Exam = {}
 Exam.__index = Exam
 
@@ -34,37 +34,62 @@ local function read_contexts(self)
   end
 end
 
+--- The lookups of each question, which follow each other in the queries of a prompt.
+local function in_groups(queries, hops)
+  local groups = {}
+  for i = 1, #queries, hops do
+    groups[#groups + 1] = { unpack(queries, i, i + hops - 1) }
+    groups[#groups].needle = queries[i].needle
+  end
+  return groups
+end
+
 local OPTIONS = {
   context = options.required(options.count), prompts = options.required(options.count),
   needles = options.required(options.count),
   block_size = options.required(options.count), seed = options.integer,
-  question = options.one_of("decode", "prompt", "row"), even = options.boolean,
-  offload = OFFLOAD,
+  question = options.one_of("decode", "prompt", "row", "chain", "sum"),
+  hops = options.count, even = options.boolean, offload = OFFLOAD,
 }
 
 --- Reads contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size; seed (0);
 --                 question: "decode" decodes it under the policy, as the answer; "prompt"
 --                 reads it densely; "row" decodes it behind those before it and their
---                 right answers, as in training ("decode"); even: spreads the needles
---                 evenly (false); offload: keeps KV in host memory, with these options of
---                 kv.cache's offload
+--                 right answers, as in training; "chain" and "sum" take `hops` lookups
+--                 (4) for a question, each decoded behind those before it and their given
+--                 answers. In a chain the answer to one names the key of the next, and
+--                 the last answer counts; in a sum all answers are added, and the sum
+--                 counts. The exam does the naming and adding ("decode"); even: spreads
+--                 the needles evenly (false); offload: keeps KV in host memory, with
+--                 these options of kv.cache's offload
 ---@return models.recall.Exam
 function M.open(o)
   o = options.check("exam.open", o, OPTIONS)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
-  local tail = o.question == "row" and 6 * M.QUERIES or 8
+  local in_turn = o.question == "chain" or o.question == "sum"
+  local hops = in_turn and (o.hops or 4) or 1
+  if o.hops and not in_turn then
+    error("exam.open: hops is given, but question is neither chain nor sum", 2)
+  elseif o.needles < hops then
+    error(("exam.open: needles is %d, expected at least hops = %d"):format(o.needles,
+      hops), 2)
+  end
+  local tail = o.question == "row" and 6 * M.QUERIES or 6 * hops + 2
   local blocks = math.ceil((o.context + tail) / o.block_size)
   local self = setmetatable({ prompts = {}, seqs = {}, question = o.question,
-    questions = math.min(M.QUERIES, o.needles) }, Exam)
+    hops = hops, questions = math.min(M.QUERIES, math.floor(o.needles / hops)) }, Exam)
   self.engine = model:engine {
-    blocks = o.prompts * blocks + 2 * M.QUERIES, block_size = o.block_size,
+    blocks = o.prompts * blocks + M.QUERIES * (2 + math.ceil(6 * hops / o.block_size)),
+    block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
   }
   local seed = o.seed or 0
   for i = 1, o.prompts do
-    self.prompts[i] = prompts.draw(o.context, o.needles, self.questions,
-      seeds.derive(seed, i), o.even)
+    local prompt = prompts.draw(o.context, o.needles, self.questions * hops,
+      seeds.derive(seed, i), o.even, o.question == "chain" and hops or nil)
+    if in_turn then prompt.queries = in_groups(prompt.queries, hops) end
+    self.prompts[i] = prompt
   end
   read_contexts(self)
   return self
@@ -106,6 +131,50 @@ local function ask(engine, seq, queries, question, probe, times)
   local right = {}
   for i, query in ipairs(queries) do
     right[i] = first[i] == query.answer[1] and second[i] == query.answer[2]
+    forks[i]:close()
+  end
+  return right
+end
+
+--- The sum of the numbers that values stand for.
+local function sum_of(answers)
+  local sum, first = 0, prompts.ids().value_first
+  for _, answer in ipairs(answers) do sum = sum + answer[1] + answer[2] - 2 * first end
+  return sum
+end
+
+--- Asks questions of several lookups, all on forks of one context: `groups` are the
+-- lookups of each. In a chain, the answer that was given names the next key.
+local function ask_in_turn(engine, seq, groups, hops, is_chain, probe, times)
+  local forks, asks, given = {}, {}, {}
+  for i, group in ipairs(groups) do
+    forks[i], asks[i], given[i] = seq:fork(), group[1], {}
+  end
+  for hop = 1, hops do
+    engine.attention.probe = nil
+    read_questions(engine, forks, asks, "decode", times)
+    engine.attention.probe = probe
+    local first = engine:decode(forks, column(asks, 4)):argmax():list()
+    local second = engine:decode(forks, first):argmax():list()
+    engine.attention.probe = nil
+    engine:decode(forks, second)
+    for i, group in ipairs(groups) do
+      given[i][hop] = { first[i], second[i] }
+      local k1, k2 = prompts.key_of(first[i], second[i])
+      asks[i] = is_chain and { ask = { group[1].ask[1], k1, k2, group[1].ask[4] } }
+        or group[hop + 1]
+    end
+  end
+  local right = {}
+  for i, group in ipairs(groups) do
+    local answers = {}
+    for hop, query in ipairs(group) do answers[hop] = query.answer end
+    local last, want = given[i][hops], answers[hops]
+    if is_chain then
+      right[i] = last[1] == want[1] and last[2] == want[2]
+    else
+      right[i] = sum_of(given[i]) == sum_of(answers)
+    end
     forks[i]:close()
   end
   return right
@@ -156,10 +225,18 @@ function Exam:ask(policy, probe, each)
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
   local observer = probe and probe(engine.attention)
+  local kind = self.question
   for i, prompt in ipairs(self.prompts) do
-    local answers = self.question == "row"
-      and ask_in_row(engine, self.seqs[i], prompt.queries, observer, times)
-      or ask(engine, self.seqs[i], prompt.queries, self.question, observer, times)
+    local seq, queries = self.seqs[i], prompt.queries
+    local answers
+    if kind == "row" then
+      answers = ask_in_row(engine, seq, queries, observer, times)
+    elseif kind == "chain" or kind == "sum" then
+      answers = ask_in_turn(engine, seq, queries, self.hops, kind == "chain", observer,
+        times)
+    else
+      answers = ask(engine, seq, queries, kind, observer, times)
+    end
     for n, query in ipairs(prompt.queries) do
       if answers[n] then right = right + 1 end
       if each then each(query, answers[n]) end

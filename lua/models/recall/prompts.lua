@@ -24,6 +24,12 @@ end
 
 local ids
 
+--- The token ids and constants of tokens.json.
+function M.ids()
+  ids = ids or read_tokens()
+  return ids
+end
+
 --- draw(n): a whole number in 0 ... n - 1; draw(): a uniform number in [0, 1).
 local function generator(seed)
   local draw = uniform.generator(seed)
@@ -77,6 +83,37 @@ local function draw_needles(count, draw)
   return needles
 end
 
+--- Links needles to chains of `hops`, in random order: the values of a needle, as
+-- numbers, are the keys of the next one in its chain. Returns the needles chain after
+-- chain.
+local function link(list, hops, draw)
+  local order, used, keys = {}, {}, ids.key_count
+  for i = 1, #list do order[i] = i end
+  shuffled(order, draw)
+  local function mark(needle) -- true if another needle has these keys
+    local pair = needle[1] * keys + needle[2]
+    local was = used[pair]
+    used[pair] = true
+    return was
+  end
+  for i, at in ipairs(order) do
+    if (i - 1) % hops > 0 then
+      list[at][1], list[at][2] = M.key_of(unpack(list[order[i - 1]], 3, 4))
+      mark(list[at])
+    end
+  end
+  for i = 1, #order, hops do
+    while mark(list[order[i]]) do list[order[i]][2] = ids.key_first + draw(keys) end
+  end
+  return order
+end
+
+--- The key, two tokens, whose numbers are those of a value.
+function M.key_of(v1, v2)
+  local function key(v) return ids.key_first + (v - ids.value_first) % ids.key_count end
+  return key(v1), key(v2)
+end
+
 --- A prompt: `tokens` (the context) and `queries`, each { ask = {Q, k1, k2, A},
 -- answer = {v1, v2}, needle = which needle of the context, from 1 }.
 ---@param context integer  tokens of the context
@@ -84,8 +121,10 @@ end
 ---@param queries integer  how many are asked
 ---@param seed integer
 ---@param is_even? boolean  put one needle anywhere in each of as many equal parts
-function M.draw(context, needles, queries, seed, is_even)
-  ids = ids or read_tokens()
+---@param hops? integer     link needles to chains of so many; the queries go through one
+--                          chain after the other
+function M.draw(context, needles, queries, seed, is_even, hops)
+  ids = M.ids()
   if needles > ids.value_count then
     error(("%d needles, expected at most %d"):format(needles, ids.value_count), 2)
   end
@@ -102,6 +141,7 @@ function M.draw(context, needles, queries, seed, is_even)
       or draw(room + 1)
   end
   table.sort(places)
+  local order = hops and link(list, hops, draw)
   for i, needle in ipairs(list) do
     local at = 1 + places[i] + NEEDLE * (i - 1) -- token index from 0
     local phrase = { ids.key, needle[1], needle[2], ids.val, needle[3], needle[4],
@@ -113,9 +153,12 @@ function M.draw(context, needles, queries, seed, is_even)
     asked[i] = { ask = { ids.query, needle[1], needle[2], ids.answer },
                  answer = { needle[3], needle[4] }, needle = i }
   end
-  shuffled(asked, draw)
+  if not order then shuffled(asked, draw) end
   local chosen = {}
-  for i = 1, queries do chosen[i] = asked[(i - 1) % needles + 1] end
+  for i = 1, queries do
+    local at = (i - 1) % needles + 1
+    chosen[i] = asked[order and order[at] or at]
+  end
   return { tokens = tokens, queries = chosen }
 end
 
