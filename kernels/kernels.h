@@ -442,9 +442,12 @@ struct kvl_quantise_rows_args {
   float *scales;
   int64_t rows, dim;
   int32_t dtype; /* of x */
+  int32_t is_ue8m0;
 };
-/* A row whose largest |x| is amax gets the scale max(amax, KVL_INDEX_AMAX_LEAST) / 448, and
- * x / scale is rounded to f8e4m3. */
+/* A row whose largest |x| is amax gets the scale max(amax, KVL_INDEX_AMAX_LEAST) / 448, with
+ * is_ue8m0 rounded up to a power of two, and x / scale is rounded to f8e4m3. The bits of a
+ * positive f32 rounded up to a power of two: */
+#define KVL_UE8M0_BITS(bits) (((bits) + 0x007FFFFFu) & 0x7F800000u)
 #define KVL_INDEX_AMAX_LEAST 1e-4f
 struct kvl_hadamard_args {
   const void *x;
@@ -467,6 +470,7 @@ struct kvl_index_append_args {
   const int64_t *places;
   int64_t n;
   int32_t dtype; /* of k */
+  int32_t is_ue8m0;
 };
 struct kvl_index_gather_args {
   struct kvl_index_view cache;

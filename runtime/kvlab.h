@@ -108,8 +108,9 @@ int64_t kvl_bytes_live(void);
 int kvl_device_trim(kvl_device *dev);
 
 /* kvl_cpu_isa names the instruction set that the CPU kernels use: "plain", "avx2" or
- * "avx512". kvl_cpu_use_isa chooses one, for specs and benches. Errors: UNSUPPORTED if this
- * machine lacks it. */
+ * "avx512". kvl_cpu_use_isa chooses one, from the next op on. Errors: UNSUPPORTED if this
+ * build or this processor lacks it, INVALID if there is no such set; the words name those
+ * that there are. */
 const char *kvl_cpu_isa(void);
 int kvl_cpu_use_isa(const char *isa);
 
@@ -587,12 +588,14 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
  * DeepSeek-V3.2 (DSA) and its pool of blocks in SGLang. */
 
 /* Quantises each row by its largest |x|, amax: scale = max(amax, 1e-4) / 448, out = x /
- * scale, saturating. A NaN stays NaN and does not count for amax. Every device gives the
- * same bits.
+ * scale, saturating. With is_ue8m0, the scale is rounded up to a power of two (UE8M0, an
+ * exponent alone; it is still stored as f32). A NaN stays NaN and does not count for amax.
+ * Every device gives the same bits.
  *  x       f32 f16 bf16  [..., dim]
  *  out     f8e4m3        [..., dim]
  *  scales  f32           [...] */
-int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tensor *scales);
+int kvl_quantise_rows(const kvl_tensor *x, int is_ue8m0, const kvl_tensor *out,
+                      const kvl_tensor *scales);
 /* out = scale * H x along the last dim, where H is the Walsh-Hadamard matrix in Sylvester's
  * order. With scale dim^-0.5 this is a rotation, which spreads large values of a few dims
  * over all dims. Sums are f32 in one fixed order, so every device gives the same bits. out
@@ -603,7 +606,8 @@ int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out);
  * skipped. No two tokens may have the same place.
  *  k      f32 f16 bf16  [n, dim]
  *  cache  u8            [blocks, block_size * (dim + 4)] */
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, const kvl_tensor *cache);
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int is_ue8m0,
+                     const kvl_tensor *cache);
 /* Reads the keys and scales at the places in `places`. A number that is no place in the cache
  * gives zeros.
  *  k       f8e4m3  [n, dim]
@@ -640,9 +644,9 @@ int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
 /* These ops turn a row of logits, one per token, into the tokens that sparse attention
  * reads. The tokens of row r are the columns starts[r] ... starts[r] + lens[r] - 1, cut to
  * the columns that exist. Their positions count from 0 at starts[r]. The contents of other
- * columns do not matter. The top-k is exact: of equal logits the lower position wins, NaN
- * counts as less than -inf, and -0 equals 0. Positions come in ascending order, padded with
- * -1. Source: the top-k and its transforms in SGLang's NSA indexer; that top-k is unordered
+ * columns do not matter. The top-k is exact: of equal logits the lower position wins, and -0
+ * equals 0. A token whose logit is -inf or NaN is not eligible: it is never taken, however
+ * few others there are. Positions come in ascending order, padded with -1. Source: the top-k and its transforms in SGLang's NSA indexer; that top-k is unordered
  * and drops candidates past 16384. */
 
 /* Says what the op writes instead of positions. With NULL, or with all three tensors NULL,
@@ -658,8 +662,7 @@ typedef struct kvl_transform {
   int32_t reserved;
 } kvl_transform;
 
-/* Finds the k = out.shape[1] largest logits of each row. A row of at most k tokens takes all
- * of them, without reading its logits.
+/* Finds the k = out.shape[1] largest logits of each row.
  *  logits  f32 bf16  [rows, n]
  *  starts  i32       [rows]  NULL: 0
  *  lens    i32       [rows]

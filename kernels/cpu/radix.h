@@ -19,6 +19,9 @@ static inline KVL_HOT uint32_t radix_key_at(const void *a, int64_t i, uint32_t f
   return radix_key(f32_load(a, i, dtype), flip);
 }
 
+/* Descending keys from this one on are those of -inf and NaN, which are not eligible. */
+#define RADIX_NONE 0xFF800000u
+
 /* Is a key of a[i] ... a[i + VF - 1] within [low, high]? Keys are compared as signed numbers,
  * with their top bits flipped. */
 static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uint32_t low,
@@ -93,6 +96,16 @@ static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64
     high = low | ((1u << shift) - 1);
   }
   return low;
+}
+
+/* The key up to which the k largest eligible numbers of all runs are taken; *equals becomes
+ * how many that equal it are. `all` is the number of elements. */
+static inline uint32_t radix_largest(const struct radix_run *runs, int n_runs, int64_t all,
+                                     int64_t k, int64_t *equals) {
+  int64_t before = 0;
+  uint32_t last = all > k ? radix_kth(runs, n_runs, k, 0xFFFFFFFFu, &before) : RADIX_NONE;
+  *equals = last < RADIX_NONE ? k - before : all;
+  return last < RADIX_NONE ? last : RADIX_NONE - 1;
 }
 
 /* Runs `call` for every i of a run whose key is below `last`, and for those whose key equals

@@ -6,8 +6,8 @@
  *   values          f32       [rows, k]   of those and the tile; -inf, -1 padded
  *   positions       i32       [rows, k]
  * The kept values and the row's part of the tile are two runs of one row, in the order of
- * positions. They are searched as in topk_transform, ties to the lower position. Limit: as
- * there, for n + k numbers. */
+ * positions. They are searched as in topk_transform: ties to the lower position, -inf and
+ * NaN never taken, so what was padded goes, too. Limit: as there, for n + k numbers. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
 
@@ -23,13 +23,8 @@ static int topk_merge_piece(const void *args, int64_t begin, int64_t end) {
     const int32_t *kept = g->kept_positions + r * g->k;
     float *values = g->values + r * g->k;
     int32_t *positions = g->positions + r * g->k;
-    int64_t all = runs[0].n + runs[1].n, equals = all, found = 0;
-    uint32_t last = 0xFFFFFFFFu; /* takes all, unless there are more than k */
-    if (all > g->k) {
-      int64_t before;
-      last = radix_kth(runs, 2, g->k, flip, &before);
-      equals = g->k - before;
-    }
+    int64_t equals, found = 0;
+    uint32_t last = radix_largest(runs, 2, runs[0].n + runs[1].n, g->k, &equals);
     RADIX_FIRST(runs[0], flip, last, equals, {
       values[found] = f32_load(runs[0].a, i, D);
       positions[found++] = kept[i];

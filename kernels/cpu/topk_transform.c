@@ -3,8 +3,8 @@
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
  *   out     i32       [rows, k]   in ascending order of positions, -1 padded
- * Exact: ties go to the lower position, NaN counts below -inf. A radix search finds the k-th
- * key (radix.h), and one more pass collects the k. A row of at most k tokens is not read.
+ * Exact: ties go to the lower position; -inf and NaN are never taken. A radix search finds
+ * the k-th key (radix.h) if there are more than k tokens, and one more pass collects them.
  * Limit: the histogram of the first digit, about 1 ns an element. */
 #include "cpu/radix.h"
 #include "cpu/split.h"
@@ -13,10 +13,10 @@ static void best_of_row(const void *logits, int64_t n, int64_t k, int dtype,
                         struct kvl_row_transform t, int32_t *out) {
   const struct radix_run run = {logits, n, dtype};
   const uint32_t flip = 0xFFFFFFFFu;
-  int64_t before, found = 0;
-  uint32_t last = radix_kth(&run, 1, k, flip, &before);
-  int64_t equals = k - before;
+  int64_t equals, found = 0;
+  uint32_t last = radix_largest(&run, 1, n, k, &equals);
   RADIX_FIRST(run, flip, last, equals, out[found++] = kvl__transformed(t, (int32_t)i))
+  while (found < k) out[found++] = -1;
 }
 
 static int topk_transform_piece(const void *args, int64_t begin, int64_t end) {
@@ -24,14 +24,8 @@ static int topk_transform_piece(const void *args, int64_t begin, int64_t end) {
   for (int64_t r = begin; r < end; r++) {
     struct kvl_window w = kvl__window(g->starts ? g->starts[r] : 0, g->lens[r], 0, g->n);
     struct kvl_row_transform t = kvl__row_transform(&g->transform, r);
-    int32_t *out = g->out + r * g->k;
-    if (w.count > g->k) {
-      best_of_row(at_const(g->logits, r * g->n + w.begin, g->dtype), w.count, g->k, g->dtype,
-                  t, out);
-      continue;
-    }
-    for (int64_t i = 0; i < g->k; i++)
-      out[i] = i < w.count ? kvl__transformed(t, (int32_t)i) : -1;
+    best_of_row(at_const(g->logits, r * g->n + w.begin, g->dtype), w.count, g->k, g->dtype, t,
+                g->out + r * g->k);
   }
   return 0;
 }

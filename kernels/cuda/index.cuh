@@ -29,7 +29,8 @@ __device__ __forceinline__ index_place index_of_place(const kvl_index_view &view
 /* One warp computes out = x / scale, N neighbours per lane, and returns the scale. It divides
  * rather than multiplying by 1 / scale, so that every device rounds alike. */
 template <int N, class T>
-__device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t dim) {
+__device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t dim,
+                                              int is_ue8m0) {
   const int lane = threadIdx.x % WARP;
   float most = KVL_INDEX_AMAX_LEAST, v[N];
   for (int64_t i = lane * N; i < dim; i += WARP * N) {
@@ -37,7 +38,8 @@ __device__ __forceinline__ float quantise_row(const T *x, uint8_t *out, int64_t 
 #pragma unroll
     for (int e = 0; e < N; e++) most = fmaxf(most, fabsf(v[e])); /* fmaxf ignores NaN */
   }
-  const float scale = __fdiv_rn(warp_max(most), 448.f);
+  float scale = __fdiv_rn(warp_max(most), 448.f);
+  if (is_ue8m0) scale = __uint_as_float(KVL_UE8M0_BITS(__float_as_uint(scale)));
   for (int64_t i = lane * N; i < dim; i += WARP * N) {
     load_floats(x + i, v);
     pack<f8e4m3, N> bytes;

@@ -38,6 +38,24 @@ __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
   for (int j = 0; j < N; j++) to[j] = to_float(p[j * WARP]);
 }
 
+/* One thread block calls emit(place, index) for all elements of a row that are eligible, that
+ * is neither -inf nor NaN; places count from 0 in index order. Returns how many there are. */
+template <class ROW, class F>
+__device__ __forceinline__ uint32_t write_eligible(const ROW &row, uint32_t width, F emit) {
+  __shared__ int sums[1][WARP];
+  uint32_t count = 0;
+#pragma unroll 1
+  for (uint32_t at = 0; at < width; at += TEAM_THREADS) {
+    const uint32_t i = at + threadIdx.x;
+    int before[1] = {i < width && rank_of(to_float(row[(int)i])) < RANK_LEAST}, total[1];
+    const bool take = before[0];
+    block_scan<1>(before, total, sums);
+    if (take) emit(count + (uint32_t)before[0], i);
+    count += (uint32_t)total[0];
+  }
+  return count;
+}
+
 /* EACH: elements that a thread has in flight at a time. SAMPLES: elements of the sample that
  * a thread takes. ROW: a pointer to f32 or bf16, or a type that is added to and indexed like
  * one, with its own opaque and load_apart. */

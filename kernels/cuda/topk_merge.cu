@@ -6,7 +6,7 @@
  *   values          f32       [rows, k]   of both together, padded with -inf
  *   positions       i32       [rows, k]   padded with -1
  * Exact: the kept numbers followed by the tile's are searched as one row, as in
- * topk_transform.cu; ties go to the lower index.
+ * topk_transform.cu; ties go to the lower index, -inf and NaN are never taken.
  *
  * Bytes  4 (2) * tokens + 16 k per row and tile. Limit: latency of the phases, see select.cu
  * Best   [64,2^20] f32, k 2048, in tiles of 131072: 373 us (the whole row at once: 380); in
@@ -62,17 +62,24 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
     values[place] = numbers[(int)index];
     positions[place] = index < kept ? kept_positions[index] : own;
   };
+  auto write_all = [&]() { /* no more than k are eligible */
+                           for (uint32_t i =
+                                    write_eligible(numbers, width, put) + threadIdx.x;
+                                i < k; i += TEAM_THREADS)
+                             values[i] = -INFINITY, positions[i] = -1;
+  };
   if (width <= k) {
     let_next_start();
-    for (uint32_t i = blockIdx.x % TEAM * TEAM_THREADS + threadIdx.x; i < k;
-         i += TEAM * TEAM_THREADS)
-      if (i < width) put(i, i);
-      else values[i] = -INFINITY, positions[i] = -1;
+    if (blockIdx.x % TEAM == 0) write_all();
     return;
   }
   search s(memory, numbers, width, search::fitted(shape, width), true);
   let_next_start();
   if (!s.find(0, width, k, false)) return;
+  if ((uint32_t)(s.edge >> 32) >= RANK_LEAST) {
+    write_all();
+    return;
+  }
   s.write([&](uint32_t place, uint32_t index) { positions[place] = (int32_t)index; });
   /* The numbers are read after write: in it a thread would wait for each of them. */
   __syncthreads();

@@ -3,11 +3,11 @@
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
  *   out     i32       [rows, k]   ascending by position, -1 padded
- * Exact; ties go to the lower position. One team of blocks per row finds the k
- * (radix_select.cuh). All warps of the team read the row's own columns and no others; a row
- * of at most k columns is not read at all. Places are looked up at the end, all at once: in
- * the order of a sparse bitmap a thread would wait for one after the other (2 to 4 us more).
- * would wait for one after the other (2 to 4 us more).
+ * Exact; ties go to the lower position, -inf and NaN are never taken. One team of blocks per
+ * row finds the k (radix_select.cuh). All warps of the team read the row's own columns and
+ * no others; of a row of at most k columns, one block lists the eligible ones. Places are
+ * looked up at the end, all at once: in the order of a sparse bitmap a thread would wait for
+ * one after the other (2 to 4 us more).
  *
  * Bytes  4 (2) * (tokens + k) a row, and tables. Limit: latency of the phases, see select.cu
  * Best   positions and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6
@@ -30,17 +30,27 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const uint32_t width = (uint32_t)w.count, k = (uint32_t)a.k;
   const kvl_row_transform t = kvl__row_transform(&a.transform, row);
   int32_t *out = a.out + row * a.k;
+  const T *logits = (const T *)a.logits + row * a.n + w.begin;
+  auto write_all = [&]() { /* no more than k are eligible */
+                           uint32_t count = write_eligible(
+                               logits, width, [&](uint32_t place, uint32_t index) {
+                                 out[place] = kvl__transformed(t, (int32_t)index);
+                               });
+                           for (uint32_t i = count + threadIdx.x; i < k; i += TEAM_THREADS)
+                             out[i] = -1;
+  };
   if (width <= k) {
     let_next_start();
-    for (uint32_t i = blockIdx.x % TEAM * TEAM_THREADS + threadIdx.x; i < k;
-         i += TEAM * TEAM_THREADS)
-      out[i] = i < width ? kvl__transformed(t, (int32_t)i) : -1;
+    if (blockIdx.x % TEAM == 0) write_all();
     return;
   }
-  search s(memory, (const T *)a.logits + row * a.n + w.begin, width,
-           search::fitted(shape, width), true);
+  search s(memory, logits, width, search::fitted(shape, width), true);
   let_next_start();
   if (!s.find(0, width, k, false)) return;
+  if ((uint32_t)(s.edge >> 32) >= RANK_LEAST) {
+    write_all();
+    return;
+  }
   kvl::opaque(out);
   s.write([&](uint32_t place, uint32_t index) { out[place] = (int32_t)index + t.offset; });
   if (t.block_size == 0) return;

@@ -31,17 +31,18 @@ return kv.policy.define {
   name = "nsa", prefill = true, decode = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, granularity = "block",
                index = "key", index_dim = 128, index_weights = {}, index_bits = 8,
-               rotate = false, seed = 0 },
+               index_scale = "f32", rotate = false, seed = 0 },
   takes = { granularity = one_of("block", "token"), index_dim = count,
-            index = one_of("key", "random", "given") },
+            index = one_of("key", "random", "given"),
+            index_scale = one_of("f32", "ue8m0") },
   aliases = { index_topk = "tokens" },
 
   init = function(self, shape)
     local size = shape.block_size
     local least = math.max(self.sink + self.recent, self.min_blocks)
     self.landmarks = kv.landmarks(shape, { index = self.index, dim = self.index_dim,
-      bits = self.index_bits, rotate = self.rotate, weights = self.index_weights,
-      seed = self.seed })
+      bits = self.index_bits, scale = self.index_scale, rotate = self.rotate,
+      weights = self.index_weights, seed = self.seed })
     self.want = { sink = self.sink, recent = self.recent, k = function(length)
       if self.tokens then return math.max(1, self.tokens, least * size) end
       local blocks = math.ceil(length / size)

@@ -37,7 +37,8 @@ static struct kvl_index_view cache_arg(struct kvl__call *c, const kvl_tensor *ca
                                  .block_size = (int32_t)(bytes / (dim + 4))};
 }
 
-int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tensor *scales) {
+int kvl_quantise_rows(const kvl_tensor *x, int is_ue8m0, const kvl_tensor *out,
+                      const kvl_tensor *scales) {
   struct kvl__call c = {.op = "quantise_rows"};
   kvl__arg(&c, "x", x, KVL__FLOAT, "... dim");
   kvl__arg(&c, "out", out, KVL__F8, "... dim");
@@ -49,7 +50,7 @@ int kvl_quantise_rows(const kvl_tensor *x, const kvl_tensor *out, const kvl_tens
   kvl__expect_shape_of(&c, "scales", scales, "x without its last dim", &row);
   if (c.status < 0) return c.status;
   struct kvl_quantise_rows_args args = {
-      x->ptr, out->ptr, scales->ptr, rows_of(x), kvl__dim(&c, "dim"), x->dtype};
+      x->ptr, out->ptr, scales->ptr, rows_of(x), kvl__dim(&c, "dim"), x->dtype, !!is_ue8m0};
   return KVL__LAUNCH(&c, quantise_rows, args);
 }
 
@@ -70,14 +71,16 @@ int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, hadamard, args);
 }
 
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, const kvl_tensor *cache) {
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int is_ue8m0,
+                     const kvl_tensor *cache) {
   struct kvl__call c = {.op = "index_append"};
   kvl__vector_arg(&c, "k", k, KVL__FLOAT, "n dim");
   expect_dim(&c);
   kvl__arg(&c, "places", places, KVL__I64, "n");
   struct kvl_index_view view = cache_arg(&c, cache);
   if (c.status < 0) return c.status;
-  struct kvl_index_append_args args = {view, k->ptr, places->ptr, k->shape[0], k->dtype};
+  struct kvl_index_append_args args = {view,        k->ptr,   places->ptr,
+                                       k->shape[0], k->dtype, !!is_ue8m0};
   return KVL__LAUNCH(&c, index_append, args);
 }
 

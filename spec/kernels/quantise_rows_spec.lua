@@ -15,12 +15,12 @@ local function input(c)
   return support.randn(kv.device "cpu", c.dtype, c.dims, 3)
 end
 
-local function run(dev, x)
+local function run(dev, x, is_ue8m0)
   local dims = x:dims()
   local out = support.poisoned(dev, "f8e4m3", dims)
   dims[#dims] = nil
   local scales = support.poisoned(dev, "f32", dims)
-  kv.check(kv.C.kvl_quantise_rows(x:to(dev), out, scales))
+  kv.check(kv.C.kvl_quantise_rows(x:to(dev), is_ue8m0 or 0, out, scales))
   return out, scales
 end
 
@@ -63,14 +63,51 @@ describe("quantising rows", function()
     support.equal({ unpack(values, 13, 20) }, { nan, 0, nan, nan, 448, -448, 1, 2 ^ -9 })
   end)
 
+  --- Rows whose scales lie next to powers of two.
+  local function rows_near_powers()
+    local rows = {}
+    for e = -24, 40, 4 do
+      for _, step in ipairs { -2 ^ -15, 0, 2 ^ -15, 100 } do
+        local most = (448 + step) * 2 ^ e
+        for _, x in ipairs { most, -most / 3, most / 700, 0 } do rows[#rows + 1] = x end
+      end
+    end
+    return kv.from("cpu", "f32", { #rows / 4, 4 }, rows)
+  end
+
+  support.it_on_cpu("rounds scales of UE8M0 up to powers of two", function(dev)
+    local inputs = { rows_near_powers() }
+    for _, c in ipairs(cases) do inputs[#inputs + 1] = input(c) end
+    for i, x in ipairs(inputs) do
+      local out, scales = run(dev, x, 1)
+      local list, got, got_scales, dim = x:list(), out:list(), scales:list(), x:size(-1)
+      for row = 0, #got_scales - 1 do
+        local most = 1e-4
+        for d = 1, dim do most = math.max(most, math.abs(list[row * dim + d])) end
+        local mantissa, exponent = math.frexp(most / 448) -- mantissa in [0.5, 1)
+        local scale = 2 ^ (mantissa == 0.5 and exponent - 1 or exponent)
+        assert.equal(scale, got_scales[row + 1], ("scale %d of case %d"):format(row, i))
+        for d = row * dim + 1, row * dim + dim do -- to 3 bits of mantissa, or 2^-9
+          local y = list[d] / scale
+          local _, e = math.frexp(y)
+          local unit = 2 ^ math.max(e - 4, -9)
+          local down = math.floor(y / unit)
+          local rest = y / unit - down
+          if rest > 0.5 or rest == 0.5 and down % 2 == 1 then down = down + 1 end
+          assert.equal(down * unit, got[d], ("number %d of case %d"):format(d, i))
+        end
+      end
+    end
+  end)
+
   it("has words for what does not fit", function()
     local cpu = kv.device "cpu"
     local x, out = kv.zeros(cpu, "f32", { 3, 8 }), kv.zeros(cpu, "f8e4m3", { 3, 8 })
-    support.fails(kv.C.kvl_quantise_rows(x, out, kv.zeros(cpu, "f32", { 4 })), "scales",
-      "[4]", "[3]")
-    support.fails(kv.C.kvl_quantise_rows(x, x, kv.zeros(cpu, "f32", { 3 })), "out",
+    support.fails(kv.C.kvl_quantise_rows(x, 0, out, kv.zeros(cpu, "f32", { 4 })),
+      "scales", "[4]", "[3]")
+    support.fails(kv.C.kvl_quantise_rows(x, 0, x, kv.zeros(cpu, "f32", { 3 })), "out",
       "f8e4m3")
-    support.fails(kv.C.kvl_quantise_rows(x, kv.zeros(cpu, "f8e4m3", { 4, 8 }),
+    support.fails(kv.C.kvl_quantise_rows(x, 0, kv.zeros(cpu, "f8e4m3", { 4, 8 }),
       kv.zeros(cpu, "f32", { 3 })), "out", "[3, 8]")
   end)
 end)

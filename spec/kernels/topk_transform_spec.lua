@@ -32,15 +32,25 @@ describe("topk_transform", function()
     end)
   end
 
-  S.it_on_cpu("reads no logit of a row of at most k tokens, nor outside of its window",
+  S.it_on_cpu("takes no token whose logit is -inf or NaN, and reads none of other rows",
     function(dev)
-      local logits = kv.full(dev, "f32", { 2, 6 }, 0 / 0)
+      local INF, NAN = math.huge, 0 / 0
+      local logits = kv.full(dev, "f32", { 3, 6 }, NAN)
+      logits:index(0):copy_(kv.from(dev, "f32", { 6 }, { 9, -INF, 4, NAN, 9, 9 }))
       logits:index(1):narrow(2, 3):copy_(kv.from(dev, "f32", { 3 }, { 1, 3, 2 }))
-      local starts = kv.from(dev, "i32", { 2 }, { 1, 2 })
-      local lens = kv.from(dev, "i32", { 2 }, { 2, 3 })
-      local out = S.poisoned(dev, "i32", { 2, 2 })
-      kv.check(kv.C.kvl_topk_transform(logits, starts, lens, nil, out))
-      S.equal(out, { 0, 1, 1, 2 })
+      logits:index(2):copy_(kv.from(dev, "f32", { 6 }, { -INF, 5, NAN, -INF, 7, NAN }))
+      local starts = kv.from(dev, "i32", { 3 }, { 1, 2, 0 })
+      local lens = kv.from(dev, "i32", { 3 }, { 3, 3, 6 })
+      local function best(k)
+        local out = S.poisoned(dev, "i32", { 3, k })
+        kv.check(kv.C.kvl_topk_transform(logits, starts, lens, nil, out))
+        return out
+      end
+      S.equal(best(2), { 1, -1, 1, 2, 1, 4 })
+      S.equal(best(3), { 1, -1, -1, 0, 1, 2, 1, 4, -1 })
+      S.equal(best(6), { 1, -1, -1, -1, -1, -1, 0, 1, 2, -1, -1, -1,
+                         1, 4, -1, -1, -1, -1 })
+      S.equal(best(1), { 1, 1, 4 })
     end)
 
   it("refuses what does not fit", function()

@@ -266,7 +266,8 @@ M["PrefixChunks:attend"] = {
 }
 M["kv.landmarks"] = {
   good = function()
-    return { index = "random", dim = 32, rotate = true, bits = 8, seed = 1 }
+    return { index = "random", dim = 32, rotate = true, bits = 8, scale = "ue8m0",
+             seed = 1 }
   end,
   call = function(o) kv.landmarks(SHAPE, o) end,
 }

@@ -2,14 +2,15 @@
 -- Lua arrays. Positions, places, rows and sequences count from 0.
 local M = {}
 
---- Does logit x of position i come before logit y of position j? Larger first, NaN last,
--- ties to the lower position.
+--- Does logit x of position i come before logit y of position j? Larger first, ties to
+-- the lower position.
 local function comes_before(x, i, y, j)
-  if x ~= x and y ~= y then return i < j end
-  if x ~= x or y ~= y then return y ~= y end
   if x ~= y then return x > y end
   return i < j
 end
+
+--- Is a token with this logit eligible? Neither -inf nor NaN is.
+local function is_eligible(x) return x > -math.huge end
 
 --- Columns of row r that are its tokens': the first, and one past the last.
 local function columns(c, r)
@@ -43,8 +44,10 @@ function M.topk_transform(c)
   for r = 0, c.rows - 1 do
     local first, last = columns(c, r)
     local order = {}
-    for p = 0, last - first - 1 do order[p + 1] = p end
     local function logit(p) return c.logits[r * c.n + first + p + 1] end
+    for p = 0, last - first - 1 do
+      if is_eligible(logit(p)) then order[#order + 1] = p end
+    end
     table.sort(order, function(i, j) return comes_before(logit(i), i, logit(j), j) end)
     for i = c.k + 1, #order do order[i] = nil end
     table.sort(order)

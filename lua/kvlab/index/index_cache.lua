@@ -9,7 +9,9 @@
 --   index:logits(layer, q8, w, batch.tables, lens, logits)
 --
 -- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales. The
---         scales are f32; rounding them to powers of two (UE8M0) is not offered
+--         scales are f32, as amax / 448 rounds. With scale = "ue8m0" those of keys and of
+--         queries are rounded up to powers of two, as DeepSeek-V3.1 and later quantise
+--         them; they take the same 4 bytes
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -24,6 +26,7 @@ local M = {}
 ---@field block_size integer
 ---@field dim integer
 ---@field rotate boolean   keys and queries are rotated (Hadamard), then quantised
+---@field scale string      "f32" or "ue8m0"
 ---@field bits integer     of each number of a key: 8 (e4m3), 4 or 2
 ---@field memory kvlab.Tensor  u8 [layers, blocks, block_size * (dim + 4)]
 local IndexCache = {}
@@ -32,19 +35,21 @@ IndexCache.__index = IndexCache
 local KNOWN = {
   layers = options.count, blocks = options.required(options.whole),
   block_size = options.within(1, 4096), dim = options.one_of(32, 64, 128),
-  rotate = options.boolean, bits = options.one_of(2, 4, 8), device = kinds.device,
+  rotate = options.boolean, bits = options.one_of(2, 4, 8), scale = ops.SCALES,
+  device = kinds.device,
 }
 local ROUND = 1.5 * 2 ^ 23 -- adding and subtracting it rounds an f32 to a whole number
 
 --- Memory for the index keys of `blocks` blocks. It is zero at first.
 ---@param o table  blocks; layers (1), block_size (64), dim (128; 32 or 64), rotate
---                 (false), bits (8; 4 or 2), device
+--                 (false), bits (8; 4 or 2), scale ("f32"; "ue8m0": a power of two),
+--                 device
 ---@return kvlab.IndexCache
 function M.index_cache(o)
   options.check("index_cache", o, KNOWN)
   local self = setmetatable({ layers = o.layers or 1, blocks = o.blocks,
     block_size = o.block_size or 64, dim = o.dim or 128, rotate = o.rotate or false,
-    bits = o.bits or 8 }, IndexCache)
+    bits = o.bits or 8, scale = o.scale or "f32" }, IndexCache)
   self.device = device.device(o.device)
   self.memory = tensor.zeros(self.device, "u8",
     { self.layers, self.blocks, self.block_size * (self.dim + 4) })
@@ -77,11 +82,11 @@ local function rounded(self, k)
 end
 
 local function append(self, k, places, memory)
-  ops.index_append(rounded(self, rotated(self, k)), places, memory)
+  ops.index_append(rounded(self, rotated(self, k)), places, memory, self.scale)
 end
 
 local function quantised(self, q, weights)
-  local q8, scales = ops.quantise_rows(rotated(self, q))
+  local q8, scales = ops.quantise_rows(rotated(self, q), nil, nil, self.scale)
   return q8, weights * scales
 end
 

@@ -327,7 +327,9 @@ end
 --  to       positions (default); places, by tables, block_size and maybe row_sequence i32
 --           [rows]; ragged, position + offsets i32 [rows]
 --  edit     function(logits, lens, first): may change logits [rows, columns] of the rows
---           with these lens, whose first column is token `first`, before the top-k
+--           with these lens, whose first column is token `first`, before the top-k. A
+--           token with a logit of -inf or NaN is not selected. Not called where every row
+--           has at most topk tokens and all of them are taken
 --  out      i32 [rows, topk]
 ---@param call table
 ---@return kvlab.Tensor out

@@ -138,15 +138,16 @@ end
 
 local OPTIONS = {
   index = options.required(options.one_of("key", "random", "given")), dim = options.count,
-  rotate = options.boolean, bits = options.one_of(2, 4, 8), weights = options.table,
-  seed = options.whole,
+  rotate = options.boolean, bits = options.one_of(2, 4, 8), scale = options.string,
+  weights = options.table, seed = options.whole,
 }
 
 --- Landmarks for the KV cache of the shape that a policy gets.
 ---@param shape table  as policy.init gets it
 ---@param o table      index: key, random or given; dim (128) of random; rotate (false):
 --                     rotates by Hadamard's matrix before quantising; bits (8; 4, 2) of
---                     keys; weights of given; seed (0) of random
+--                     keys; scale ("f32"; "ue8m0") of keys and queries, see index_cache;
+--                     weights of given; seed (0) of random
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
   options.check("landmarks", o, OPTIONS)
@@ -156,7 +157,7 @@ function M.landmarks(shape, o)
                                            weights = o.weights })
   self.cache = index_cache.index_cache { layers = shape.layers, blocks = shape.blocks,
     block_size = shape.block_size, dim = dim, rotate = o.rotate, bits = o.bits,
-    device = shape.device }
+    scale = o.scale, device = shape.device }
   return self
 end
 

@@ -282,23 +282,27 @@ end
 
 -- ---- index-K --------------------------------------------------------------------------
 
+M.SCALES = options.one_of("f32", "ue8m0")
+
 --- Quantises rows to f8e4m3, each with its own scale.
 ---@param x kvlab.Tensor        f32 f16 bf16 [..., dim]
 ---@param out? kvlab.Tensor     f8e4m3 [..., dim]
 ---@param scales? kvlab.Tensor  f32 [...]
+---@param kind? string          of scales: "f32", or "ue8m0", rounded up to 2^e ("f32")
 ---@return kvlab.Tensor out
 ---@return kvlab.Tensor scales
-function M.quantise_rows(x, out, scales)
+function M.quantise_rows(x, out, scales, kind)
   expect_tensor("quantise_rows", "x", x)
   if out ~= nil then expect_tensor("quantise_rows", "out", out) end
   if scales ~= nil then expect_tensor("quantise_rows", "scales", scales) end
+  if kind ~= nil then argument("quantise_rows", "kind", kind, M.SCALES) end
   out = out or tensor.open_like(x, C.KVL_DTYPE_F8E4M3)
   if not scales then
     local dims = x:dims()
     dims[#dims] = nil
     scales = tensor.tensor(x.device, "f32", dims)
   end
-  check(C.kvl_quantise_rows(x, out, scales))
+  check(C.kvl_quantise_rows(x, kind == "ue8m0" and 1 or 0, out, scales))
   return out, scales
 end
 
@@ -314,12 +318,14 @@ function M.hadamard(x, scale, out)
 end
 
 --- cache[place] = k [n, dim], quantised row by row. places, i64 [n], holds the place of
--- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)].
-function M.index_append(k, places, cache)
+-- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)]. kind: of
+-- the scales, see quantise_rows.
+function M.index_append(k, places, cache, kind)
   expect_tensor("index_append", "k", k)
   expect_tensor("index_append", "places", places)
   expect_tensor("index_append", "cache", cache)
-  check(C.kvl_index_append(k, places, cache))
+  if kind ~= nil then argument("index_append", "kind", kind, M.SCALES) end
+  check(C.kvl_index_append(k, places, kind == "ue8m0" and 1 or 0, cache))
 end
 
 --- Reads the quantised keys at places into k, f8e4m3 [n, dim], and scales, f32 [n].

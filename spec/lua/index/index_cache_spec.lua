@@ -77,6 +77,45 @@ support.each_device(function(dev)
       end)
     end
 
+    it("has scales that are powers of two, of keys and queries, if asked", function()
+      local index = kv.index_cache { blocks = 1, block_size = 16, dim = 32,
+                                     scale = "ue8m0", device = dev }
+      local k, q = keys(9, 32, 6), support.randn(dev, "f32", { 2, 3, 32 }, 7)
+      local order = {}
+      for i = 1, 9 do order[i] = i - 1 end
+      index:append(0, k, places(order))
+      local k8, scales = index:gather(0, places(order))
+      local want8, want = kv.ops.quantise_rows(k, nil, nil, "ue8m0")
+      support.equal(k8, want8)
+      support.equal(scales, want)
+      for _, scale in ipairs(scales:list()) do
+        assert.equal(0.5, (math.frexp(scale)))
+      end
+      local ones = kv.ones(dev, "f32", { 2, 3 })
+      local q8, weights = index:queries(q, ones)
+      for _, weight in ipairs(weights:list()) do
+        assert.equal(0.5, (math.frexp(weight)))
+      end
+      local logits = index:logits(0, q8, weights, kv.zeros(dev, "i32", { 2, 1 }),
+        kv.full(dev, "i32", { 2 }, 9), kv.tensor(dev, "f32", { 2, 9 })):list()
+      local queries, numbers = q:list(), k:cast("f32"):list()
+      for row = 0, 1 do
+        for t = 0, 8 do -- sum over heads of relu(q . k), in double
+          local sum, size = 0, 0
+          for head = 0, 2 do
+            local dot = 0
+            for d = 1, 32 do
+              local x = queries[(row * 3 + head) * 32 + d] * numbers[t * 32 + d]
+              dot, size = dot + x, size + math.abs(x)
+            end
+            sum = sum + math.max(0, dot)
+          end
+          -- e4m3 is right to 1/16 of each number, twice
+          assert.is_true(math.abs(logits[row * 9 + t + 1] - sum) < 0.13 * size)
+        end
+      end
+    end)
+
     it("keeps rotated keys where it rotates", function()
       local index = kv.index_cache { blocks = 1, rotate = true, device = dev }
       local k = keys(2, 128, 4)
