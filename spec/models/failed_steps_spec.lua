@@ -260,9 +260,8 @@ end
 
 -- ---- specs ----------------------------------------------------------------------------
 
--- Policies whose steps are not replayed here: no graph can record the first two with
--- these options, and a graph of `random` repeats the draws of its recording.
-local EAGER = { infllm = true, nsa_branches = true, random = true }
+-- Policies that no graph can record with these options.
+local EAGER = { infllm = true, nsa_branches = true }
 
 local cases = {}
 for _, policy in ipairs(kv.policy.names "decode") do
