@@ -14,6 +14,7 @@
 --
 --   ./kvlab run lua/experiments/05_paged_v1_v2.lua [--device=cuda] [--set seqs=1,64]
 local kv = require "kvlab"
+local seeds = require "kvlab.seeds"
 local text_table = require "kvlab.report.table"
 
 local dev = kv.device()
@@ -22,8 +23,8 @@ local MIB, TOKENS_MOST = 1024 * 1024, 1024 * 1024   -- tokens of all sequences t
 local VERSIONS = { V1 = 1, V2 = 2, vLLM = 0 }
 
 --- Returns block tables that hold all blocks in random order.
-local function random_table(seqs, blocks)
-  local keys = kv.rand(kv.device "cpu", "f32", { 1, seqs * blocks }, { seed = 5 })
+local function random_table(seqs, blocks, seed)
+  local keys = kv.rand(kv.device "cpu", "f32", { 1, seqs * blocks }, { seed = seed })
   local _, order = keys:sort()
   return order:reshape({ seqs, blocks }):to(dev)
 end
@@ -31,19 +32,19 @@ end
 --- Makes the random KV of a batch in both layouts, once for all kernels. Returns the
 -- arguments of kv.vllm.attention and of kv.ops.paged_attention.
 local function batch(s, config)
-  local name = config.seqs .. " x " .. config.context
+  local name = ("%d x %d, seed %d"):format(config.seqs, config.context, config.seed)
   if s.name == name then return s.args end
   for _, t in pairs(s.args or {}) do t:free() end
   s.name, s.args = name, kv.scope(function()
     local shape, size = kv.synthetic.SHAPES[config.shape], config.block_size
     local seqs, blocks = config.seqs, config.context / size
-    local function random(dims, seed)
-      return kv.randn(dev, "bf16", dims, { seed = config.seed + seed })
+    local function random(dims, what)
+      return kv.randn(dev, "bf16", dims, { seed = seeds.derive(config.seed, what) })
     end
     local a = {
       q = random({ seqs, shape.heads, shape.head_dim }, 0),
       cache = random({ seqs * blocks, 2, shape.kv_heads, size, shape.head_dim }, 1),
-      tables = random_table(seqs, blocks),
+      tables = random_table(seqs, blocks, seeds.derive(config.seed, 2)),
       lens = kv.full(dev, "i32", { seqs }, config.context),
     }
     a.key_cache, a.value_cache = kv.vllm.from_blocks(a.cache)

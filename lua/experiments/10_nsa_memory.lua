@@ -11,6 +11,7 @@
 --
 --   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
 local kv = require "kvlab"
+local seeds = require "kvlab.seeds"
 local tensor = require "kvlab.tensor.tensor"
 
 local dev = kv.device()
@@ -26,19 +27,20 @@ local function keys_of(n, dim, seed)
     kv.scope(function()
       local count = math.min(PIECE, n - first)
       local k = kv.randn(dev, "bf16", { count, dim },
-        { seed = seed, offset = first * dim })
+        { seed = seeds.derive(seed, 3), offset = first * dim })
       index:append(0, k, kv.arange(dev, "i64", count, first))
     end)
   end
-  local _, order = kv.rand("cpu", "f32", { 1, blocks }, { seed = seed }):sort()
+  local _, order = kv.rand("cpu", "f32", { 1, blocks },
+    { seed = seeds.derive(seed, 4) }):sort()
   return { index = index, tables = order:to(dev) }
 end
 
-local made = {} -- keys of the present length; the length varies slowest
+local made = {} -- keys of the present length and seed, which vary slowest
 
 local function keys_for(config)
-  if made.n ~= config.keys then
-    made = { n = config.keys }
+  if made.n ~= config.keys or made.seed ~= config.seed then
+    made = { n = config.keys, seed = config.seed }
     collectgarbage()
     made.keys = tensor.lasting(keys_of, config.keys, config.dim, config.seed)
   end
@@ -74,8 +76,9 @@ local function run(config)
     lens = kv.arange(dev, "i32", rows, n - rows + 1), to = "places",
     out = kv.full(dev, "i32", { rows, config.topk }, -77) }
   call.q, call.weights = keys.index:queries(
-    kv.randn(dev, "bf16", { rows, config.heads, config.dim }, { seed = config.seed + 1 }),
-    kv.rand(dev, "f32", { rows, config.heads }, { seed = config.seed + 2 }))
+    kv.randn(dev, "bf16", { rows, config.heads, config.dim },
+      { seed = seeds.derive(config.seed, 1) }),
+    kv.rand(dev, "f32", { rows, config.heads }, { seed = seeds.derive(config.seed, 2) }))
   local indexer = indexer_of(config)
   local plan = indexer:plan(rows, n, BLOCK)
   dev:sync()

@@ -13,6 +13,7 @@ local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local new_cache = require("kvlab.memory.cache").cache
 local options = require "kvlab.options"
+local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.arithmetic"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
@@ -20,6 +21,9 @@ local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 local C, check = library.C, library.check
 
 local M = {}
+
+-- What is drawn, for seeds.derive; layers and steps count from there.
+local QUERIES, KEYS, LAYERS, TURNS = 1, 2, 1000, 1000000
 
 M.SHAPES = {
   ["llama-8b"] = { layers = 32, heads = 32, kv_heads = 8, head_dim = 128 },
@@ -77,11 +81,11 @@ local function new(o)
   self.batch = self.cache:batch { max_seqs = self.max_seqs, max_tokens = tokens,
     max_blocks = o.max_blocks, fixed_width = o.fixed_width }
   local dtype = self.cache.dtype
-  local function random(n, heads)
-    return tensor.randn(dev, dtype, { n, heads, shape.head_dim },
-      { seed = self.seed + heads })
+  local function random(heads, what)
+    return tensor.randn(dev, dtype, { tokens, heads, shape.head_dim },
+      { seed = seeds.derive(self.seed, what) })
   end
-  self.q, self.k = random(tokens, shape.heads), random(tokens, shape.kv_heads)
+  self.q, self.k = random(shape.heads, QUERIES), random(shape.kv_heads, KEYS)
   self.out = tensor.tensor(dev, dtype, { tokens, shape.heads, shape.head_dim })
   self.rows = {}
   return self
@@ -96,7 +100,7 @@ function Synthetic:sequence(length)
     self.is_filled = true
     for layer = 0, self.layers - 1 do
       check(C.kvl_random(self.cache:layer(layer), C.KVL_RANDOM_NORMAL, 0, 1,
-        self.seed + 1000 + layer, 0))
+        seeds.derive(self.seed, LAYERS + layer), 0))
     end
   end
   local seq = self.cache:sequence()
@@ -158,7 +162,8 @@ end
 -- step to step: q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
 function Synthetic:turn(angle, step)
   tensor.scope(function()
-    local noise = tensor.randn(self.device, "f32", self.q:dims(), { seed = 77 + step })
+    local noise = tensor.randn(self.device, "f32", self.q:dims(),
+      { seed = seeds.derive(self.seed, TURNS + step) })
     self.q:copy_((self.q:cast "f32" * math.cos(angle) + noise * math.sin(angle))
       :cast(self.q:type()))
   end)
