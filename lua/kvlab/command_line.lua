@@ -3,6 +3,7 @@
 
 ---@class kvlab.CommandLine
 ---@field device string            auto, cpu, cuda or cuda:N
+---@field isa string|nil           cpu: the instruction set; nil: the best there is
 ---@field seed integer             seed of everything random
 ---@field out string|nil           folder for results; nil: the script's own choice
 ---@field set table<string, string|number|boolean>  from --set KEY=VALUE

@@ -94,16 +94,20 @@ const char *kvl_cpu_isa(void) {
 
 int kvl_cpu_use_isa(const char *name) {
   if (!name) return kvl__missing(__func__, "isa");
+  char there[64] = "";
   for (int i = 0; i < ISAS; i++) {
-    if (strcmp(isas[i].name, name)) continue;
-    if (!isa_supported(&isas[i]))
-      return kvl__fail(KVL_ERR_UNSUPPORTED, "this processor lacks %s", isas[i].words);
-    isa_in_use(&isas[i]);
-    return KVL_OK;
+    if (!isa_supported(&isas[i])) continue;
+    if (!strcmp(isas[i].name, name)) {
+      isa_in_use(&isas[i]);
+      return KVL_OK;
+    }
+    size_t used = strlen(there);
+    snprintf(there + used, sizeof there - used, "%s%s", used ? ", " : "", isas[i].name);
   }
-  return kvl__fail(
-      KVL_ERR_INVALID,
-      "isa is \"%s\", expected plain, avx2 or avx512; a hostile build has one of them", name);
+  int is_known = !strcmp(name, "plain") || !strcmp(name, "avx2") || !strcmp(name, "avx512");
+  return kvl__fail(is_known ? KVL_ERR_UNSUPPORTED : KVL_ERR_INVALID,
+                   "isa is \"%s\"; this build and this processor have %s", name,
+                   there[0] ? there : "none that kvlab knows");
 }
 
 /* ---- the table --------------------------------------------------------------------- */

@@ -23,7 +23,8 @@ local FORM = "{ {\"policy\", {\"quest\", \"random\"}}, {\"budget\", {0.05, 0.1}}
 --- Names that a configuration or the settings already use. The text ends an error message
 -- about the name.
 local reserved = {
-  seed = "use --seed=N", device = "use --device=NAME", out = "use --out=DIR",
+  seed = "use --seed=N", device = "use --device=NAME", isa = "use --isa=NAME",
+  out = "use --out=DIR",
   quick = "use --quick", fresh = "--set fresh=true starts the results over",
   stale = "--set stale=keep keeps stale rows",
   configs = "it is the list of configurations", repeats = "it says how many seeds to run",

@@ -221,7 +221,7 @@ end
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
----  out, configs; also link_gbps and link_us if a link is emulated
+---  out, configs; also isa if --isa gives it, link_gbps and link_us if a link is emulated
 ---@field table table[]|function|nil
 ---@field plot table[]|function|nil
 
@@ -249,8 +249,8 @@ function M.new(spec, given)
     plot = check_views(grid, spec.plot, "plot"),
     order = { "config", "metrics", "made_by", unpack(grid.names) }, configs = {},
   }
-  local fixed = { device = plan.environment.device, link_gbps = given["link-gbps"],
-                  link_us = given["link-us"] }
+  local fixed = { device = plan.environment.device, isa = given.isa,
+                  link_gbps = given["link-gbps"], link_us = given["link-us"] }
   for n = 1, repeats do
     fixed.seed = seed_of(given.seed, n)
     for _, config in ipairs(grids.configurations(grid, fixed, spec.when)) do
@@ -267,12 +267,12 @@ function M.new(spec, given)
     plan.configs = take_shard(plan.configs, plan.shard)
   end
   plan.required = find_required(plan, spec)
-  for _, name in ipairs { "device", "seed", "link_gbps", "link_us" } do
+  for _, name in ipairs { "device", "isa", "seed", "link_gbps", "link_us" } do
     plan.order[#plan.order + 1] = name
   end
   for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
   plan.settings = { seed = given.seed, device = fixed.device, out = plan.folder,
-                    quick = given.quick, configs = plan.configs,
+                    isa = fixed.isa, quick = given.quick, configs = plan.configs,
                     link_gbps = fixed.link_gbps, link_us = fixed.link_us }
   for name, value in pairs(grid.defaults) do plan.settings[name] = value end
   return plan

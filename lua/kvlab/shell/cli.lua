@@ -19,6 +19,15 @@ local function to_device(text)
   misuse('--device is auto, cpu, cuda or cuda:N; given "%s"', text)
 end
 
+--- Chooses the instruction set at once: rows, names of devices and all ops are of it.
+local function to_isa(text)
+  local C = require("kvlab.library").C
+  if C.kvl_cpu_use_isa(text) < 0 then
+    misuse("--isa: %s", require("ffi").string(C.kvl_last_error()))
+  end
+  return text
+end
+
 local function to_seed(text)
   local seed = text:match("^%d+$") and tonumber(text)
   if seed and seed < 2 ^ 53 then return seed end
@@ -86,8 +95,8 @@ local function maybe_text(text) return text end -- "" if there is no value
 --- The functions that read an option's value, by the names that verbs.txt uses.
 local readers = {
   flag = FLAG, text = to_text, maybe_text = maybe_text, list = to_list, whole = to_whole,
-  count = to_count, device = to_device, seed = to_seed, gb_s = to_gb_s, us = to_us,
-  setting = add_setting, shard = to_shard,
+  count = to_count, device = to_device, isa = to_isa, seed = to_seed, gb_s = to_gb_s,
+  us = to_us, setting = add_setting, shard = to_shard,
 }
 local by_front_door = { build = true, help = true }
 
