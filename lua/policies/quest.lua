@@ -2,9 +2,8 @@
 -- Source  Tang et al. 2024, arXiv:2406.10774. The bound takes the larger product in each
 --         coordinate. (One port scores max(q.min, q.max), which is not a bound.) The
 --         paper selects for every query head, always takes the last block but no sink,
---         and leaves the first two layers dense. This policy selects for every KV head,
---         takes `sink` and `recent` blocks within the budget, and selects in all layers;
---         the policy layers keeps the first ones dense
+--         and leaves the first two layers dense. Here a KV head selects, with `sink` and
+--         `recent` blocks, in all layers; the policy layers keeps the first ones dense
 -- Score   sum_d max(q_d * min_d, q_d * max_d); the max over the group's query heads
 -- Cost    reads 2/block_size of the keys; no host synchronisation
 -- Fails   keys with a few huge coordinates make every bound loose
