@@ -168,6 +168,9 @@ end
 local Centred = setmetatable({}, Hashes)
 Centred.__index = Centred
 
+local CONTEXT = { "a context of an attention", function(x)
+  return type(x) == "table" and x.sequences ~= nil and x.tables ~= nil
+end }
 local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.whole }
 
 --- Hashes of the mean keys of full blocks, less the mean key of a part of the sequence:
@@ -220,6 +223,7 @@ end
 --- Hashes the blocks that became full since the last step of each sequence. Call it once
 -- a decode step, in step_begin.
 function Centred:begin(ctx)
+  options.argument("hashes:begin", "ctx", ctx, CONTEXT)
   for i, seq in ipairs(ctx.sequences) do
     local full = math.floor((seq:length() - 1) / self.shape.block_size)
     local hashed = seq.state[self] or 0
@@ -234,6 +238,7 @@ end
 
 --- Notes which blocks a chunk of a prompt wrote. Call it in attention_finished.
 function Centred:finished(ctx)
+  options.argument("hashes:finished", "ctx", ctx, CONTEXT)
   if not ctx.is_prefill or ctx.layer > 0 then return end
   for i, seq in ipairs(ctx.sequences) do
     local start = seq:length() - ctx.batch.counts[i]
