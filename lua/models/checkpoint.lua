@@ -7,6 +7,7 @@
 --   local norm = read("model.norm.weight", device, "bf16", { 256 })
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local seeds = require "kvlab.seeds"
 local sources = require "kvlab.sources"
 
 local M = {}
@@ -104,12 +105,14 @@ end
 ---@param seed integer
 ---@return function read
 function M.random_weights(seed)
+  local drawn = 0
   return function(name, device, dtype, shape)
     if #shape == 1 then
       return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
     end
-    seed = seed + 1
-    return kv.randn(device, dtype, shape, { seed = seed, std = shape[2] ^ -0.5 })
+    drawn = drawn + 1
+    return kv.randn(device, dtype, shape,
+      { seed = seeds.derive(seed, drawn), std = shape[2] ^ -0.5 })
   end
 end
 

@@ -7,6 +7,7 @@
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
+local seeds = require "kvlab.seeds"
 
 local M = {}
 
@@ -19,7 +20,7 @@ local function linear(dev, outputs, inputs, seed)
   local bound = 1 / math.sqrt(inputs)
   local o = { seed = seed, low = -bound, high = bound }
   local weight = kv.rand(dev, "f32", { outputs, inputs }, o)
-  o.seed = seed + 1000
+  o.seed = seeds.derive(seed, 1)
   return { weight = weight, bias = kv.rand(dev, "f32", { outputs }, o) }
 end
 
@@ -48,9 +49,9 @@ function M.new(o)
                               head_dim = dim / o.num_heads }, LM)
   self.embedding = kv.randn(dev, "f32", { o.vocab_size, dim }, { seed = seed })
   for i, name in ipairs { "q", "k", "v", "o" } do
-    self[name] = linear(dev, dim, dim, seed + i)
+    self[name] = linear(dev, dim, dim, seeds.derive(seed, i))
   end
-  self.to_vocab = linear(dev, o.vocab_size, dim, seed + 5)
+  self.to_vocab = linear(dev, o.vocab_size, dim, seeds.derive(seed, 5))
   self.cache = kv.cache {
     device = dev, dtype = "f32", layers = 1, blocks = o.blocks or 16,
     block_size = o.block_size or 16, kv_heads = self.heads, head_dim = self.head_dim,

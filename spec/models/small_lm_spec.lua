@@ -24,6 +24,22 @@ local function check(dev)
       end
     end)
 
+    it("draws no weights that another seed draws", function()
+      local where = {}
+      for seed = 0, 3 do
+        local lm = small_lm.new { device = dev, vocab_size = 16, embed_dim = 16,
+                                  num_heads = 4, seed = seed }
+        for _, name in ipairs { "q", "k", "v", "o", "to_vocab" } do
+          for _, part in ipairs { "weight", "bias" } do
+            local numbers = lm[name][part]:list()
+            local scaled = ("%.6g"):format(numbers[1] / numbers[2])
+            assert.is_nil(where[scaled], ("%s of %s, seed %d"):format(part, name, seed))
+            where[scaled] = true
+          end
+        end
+      end
+    end)
+
     it("decodes to what one pass over everything gives", function()
       local tokens = {}
       for i = 1, 40 do tokens[i] = (i * 37) % 1024 end
