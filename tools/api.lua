@@ -3,6 +3,7 @@
 -- they are out of date.
 --
 --   ./kvlab run tools/api.lua        writes both
+local arguments = require "kvlab.arguments"
 local files = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
@@ -78,7 +79,7 @@ end
 local function functions_of(path, names)
   local found = {}
   for f, name in pairs(names) do
-    local info = debug.getinfo(f, "S")
+    local info = debug.getinfo(arguments.own(f), "S")
     if info.source == "@" .. path then
       local at = found[info.linedefined] or {}
       found[info.linedefined] = at
@@ -96,8 +97,8 @@ local function add_methods(lines, found)
     local class, method = line:match "^function (%u%w*):([%w_]+)%("
     if class and help.comment_above(lines, i) then
       local text = table.concat(lines, " ", i, math.min(i + 2, #lines))
-      local arguments = text:match "%(.-%)":gsub("%s+", " ")
-      found[i] = { class .. ":" .. method .. arguments }
+      local listed = text:match "%(.-%)":gsub("%s+", " ")
+      found[i] = { class .. ":" .. method .. listed }
     end
   end
 end

@@ -153,6 +153,17 @@ function M.argument(what, name, value, kind)
   return value
 end
 
+--- Entry i of a list that counts from 0, such as the one of a layer.
+---@param what string   the function, as the error begins: "put"
+---@param name string   what i is: "layer"
+---@return any
+function M.entry(what, name, list, i)
+  local value = list[i]
+  if value ~= nil then return value end
+  return M.fail(("%s: %s is %s, expected 0 ... %d"):format(what, name, M.shown(i),
+    list[0] == nil and -1 or #list))
+end
+
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)
   local near = type(name) == "string" and nearest(name, names)

@@ -8,6 +8,9 @@ local LEVEL = { "a number above 0 and below 1", function(x)
   return type(x) == "number" and x > 0 and x < 1
 end }
 local NUMBERS = options.list_of(options.number, 1)
+local VALUES = options.list_of({ "a number or NaN", function(x)
+  return type(x) == "number"
+end }, 1)
 
 --- P(|T| < t) of Student's t with `freedom` degrees of freedom, a whole number, by the
 -- finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4; theta is
@@ -46,7 +49,7 @@ end
 ---@param values number[]  at least one
 ---@return number mean, number|nil low, number|nil high, number|nil deviation
 function M.interval(values)
-  options.argument("interval", "values", values, options.table)
+  options.argument("interval", "values", values, VALUES)
   local n, mean, squares = #values, 0, 0
   for i, value in ipairs(values) do -- Welford: the mean of equal values is exact
     local from_old = value - mean

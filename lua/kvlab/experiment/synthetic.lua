@@ -6,6 +6,7 @@
 --                             decode_policy = kv.policy "quest", offload = {} }
 --   local seq = s:sequence(32000)     -- its tokens are random and already in the cache
 --   s:decode { seq }                  -- one token, all layers
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
@@ -13,6 +14,7 @@ local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local new_cache = require("kvlab.memory.cache").cache
 local options = require "kvlab.options"
+local objects = require "kvlab.memory.objects"
 local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -51,7 +53,10 @@ local OPTIONS = {
 }
 
 --- Returns the default shape of experiments: small on the CPU, otherwise llama-8b.
-function M.default_shape(dev) return dev:is_cpu() and "small" or "llama-8b" end
+function M.default_shape(dev)
+  options.argument("synthetic.default_shape", "dev", dev, kinds.device)
+  return device_of(dev):is_cpu() and "small" or "llama-8b"
+end
 
 --- Makes a cache, attention, and random queries, keys and values of a shape.
 ---@param o table  shape (a name of M.SHAPES); context: how many tokens all sequences may
@@ -185,5 +190,13 @@ function Synthetic:close()
   self.cache:close()
   for _, t in ipairs { self.q, self.k, self.out } do t:free() end
 end
+
+arguments.methods(Synthetic, "a synthetic model", {
+  sequence = { length = options.whole },
+  prefill = { seq = objects.sequence, length = options.whole },
+  begin_decode = { seqs = objects.sequences }, decode = { seqs = objects.sequences },
+  turn = { angle = options.number, step = options.whole },
+  time = { fn = options.callable },
+})
 
 return constructor(M, new)

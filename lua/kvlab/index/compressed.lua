@@ -6,8 +6,12 @@
 --         makes the keys and values with a small trained network, after adding each
 --         token's position in the block. Here they are means of the block's tokens, or
 --         weighted sums
+local arguments = require "kvlab.arguments"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
@@ -44,7 +48,7 @@ local function update(self, ev)
   local from, to = full:where(ev.k_blocks, none), full:where(ev.blocks, none)
   local rows = ev.k:reshape { ev.k:size(0), parts * s.block_size * s.head_dim }
     :gather_rows(from):cast "f32":reshape { n * parts, s.block_size, s.head_dim }
-  self.layers[ev.layer]:scatter_rows_(to,
+  options.entry("update", "ev.layer", self.layers, ev.layer):scatter_rows_(to,
     (rows * self.weights):sum(1):reshape { n, 2, s.kv_heads, 1, s.head_dim })
 end
 
@@ -99,5 +103,13 @@ end
 
 --- Bytes of the compressed key and value of one block and KV head.
 function Compressed:bytes_block() return 2 * 4 * self.shape.head_dim end
+
+M.compressed = arguments.of("compressed", M.compressed, { shape = objects.shape,
+  weights = options.optional(options.list_of(options.number)) })
+local LAYER = { ctx = objects.layer_context }
+arguments.methods(Compressed, "compressed KV", {
+  update = { ev = objects.event }, lens = LAYER, score = LAYER,
+  attend = { ctx = objects.layer_context, v_scale = kinds.tensor_or_nil },
+})
 
 return M

@@ -12,6 +12,7 @@
 --         scales are f32, as amax / 448 rounds. With scale = "ue8m0" those of keys and of
 --         queries are rounded up to powers of two, as DeepSeek-V3.1 and later quantise
 --         them; they take the same 4 bytes
+local arguments = require "kvlab.arguments"
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -82,6 +83,7 @@ local function rounded(self, k)
 end
 
 local function append(self, k, places, memory)
+  options.argument("append", "k", k, kinds.tensor)
   ops.index_append(rounded(self, rotated(self, k)), places, memory, self.scale)
 end
 
@@ -125,5 +127,10 @@ end
 function IndexCache:logits(layer, q, weights, tables, lens, logits)
   return ops.mqa_logits_paged(q, weights, self:layer(layer), tables, lens, logits)
 end
+
+arguments.methods(IndexCache, "an index cache", {
+  gather = { places = kinds.tensor },
+  queries = { q = kinds.tensor, weights = kinds.tensor },
+})
 
 return M

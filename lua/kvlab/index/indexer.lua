@@ -17,6 +17,7 @@
 -- in place. The memory is kept for the next call, until free().
 --
 -- Source  SGLang's NSA indexer, where a chunk gathers a page table as large as its logits
+local arguments = require "kvlab.arguments"
 local device = require "kvlab.tensor.device"
 local library = require "kvlab.library"
 local kinds = require "kvlab.tensor.kinds"
@@ -373,5 +374,12 @@ function Indexer:select_step(call)
   end)
   return out
 end
+
+local COUNT = options.optional(options.count)
+arguments.methods(Indexer, "an indexer", {
+  plan = { rows = options.count, n = options.count, block_size = COUNT,
+           together = COUNT },
+  select_step = { call = options.table },
+})
 
 return M

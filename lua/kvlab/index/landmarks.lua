@@ -11,9 +11,12 @@
 --   given    linear maps of all of k and of all of q, and of q to the heads' weights
 --
 -- Source  the lightning indexer of DeepSeek-V3.2; Johnson and Lindenstrauss 1984 (random)
+local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local index_cache = require "kvlab.index.index_cache"
 local indexer = require "kvlab.index.indexer"
+local is_a = require "kvlab.tensor.kinds"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -342,5 +345,12 @@ end
 function Landmarks:bytes_block()
   return self.shape.block_size * self.cache:bytes_token() / self.shape.kv_heads
 end
+
+M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.shape })
+arguments.methods(Landmarks, "landmarks", {
+  update = { ev = objects.event }, score = { ctx = objects.layer_context },
+  queries = { ctx = objects.layer_context, query = is_a.tensor },
+  select = { ctx = objects.layer_context },
+})
 
 return M

@@ -12,6 +12,7 @@
 -- ended has no tokens in later chunks. All chunks lie on the device.
 --
 -- Source  SGLang's chunked prefix cache (where a share need not be whole blocks)
+local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -124,5 +125,7 @@ function PrefixChunks:attend(a)
   before:free()
   return out, lse
 end
+
+arguments.methods(PrefixChunks, "prefix chunks", {})
 
 return M

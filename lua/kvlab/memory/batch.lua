@@ -107,8 +107,9 @@ end
 
 -- ---- making one -----------------------------------------------------------------------
 
+local LIMIT = options.within(1, 2 ^ 24) -- of sequences and tokens of a step
 local OPTIONS = {
-  max_seqs = options.count, max_tokens = options.count, max_blocks = options.count,
+  max_seqs = LIMIT, max_tokens = LIMIT, max_blocks = options.count,
   fixed_width = options.boolean,
 }
 

@@ -5,7 +5,11 @@
 -- pages    f32 f16 bf16: K and V as they are
 -- f8e4m3   k / k_scale[kv_head] and v / v_scale[kv_head] in 8 bits; whoever multiplies
 --          with K or V multiplies the result by the scale
+local arguments = require "kvlab.arguments"
+local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 
 local C, check = library.C, library.check
 local M = {}
@@ -84,5 +88,21 @@ function M.new(o, level)
     k_scales = by_layer(o.layers, o.k_scale), v_scales = by_layer(o.layers, o.v_scale),
   }, class)
 end
+
+local a_tensor = kinds.tensor
+local HOT = { "the slots of a hot cache", function(x)
+  return type(x) == "cdata" and ffi.istype("kvl_hot", x)
+end }
+arguments.methods(Pages, "a format", {
+  append = { layer = options.whole, k = a_tensor, v = a_tensor, places = a_tensor,
+             memory = a_tensor },
+  rope_append = { layer = options.whole, q = a_tensor, k = a_tensor, v = a_tensor,
+                  positions = a_tensor, inv_freq = a_tensor, places = a_tensor,
+                  memory = a_tensor },
+  hot_append = { layer = options.whole, hot = HOT, k = a_tensor, v = a_tensor,
+                 places = a_tensor, memory = a_tensor, buffer_places = a_tensor,
+                 buffer = a_tensor },
+  copy = { from = a_tensor, to = a_tensor, memory = a_tensor },
+})
 
 return M

@@ -10,18 +10,21 @@
 -- Policies with a dataflow of their own find the names of the policy guide:
 -- load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
 -- prefill_buffer_slice, decode_buffer.
+local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
 local ffi = require "ffi"
 local hot_cache = require "kvlab.memory.hot_cache"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local most_touched = require("kvlab.memory.batch").most_touched
+local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local ring = require "kvlab.memory.ring"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check, argument = library.C, library.check, options.argument
-local BLOCKS = options.list_of(options.whole)
+local BLOCKS = objects.blocks
 local M = {}
 
 -- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s)
@@ -191,9 +194,17 @@ end
 -- been given to blocks that never came, begins again without blocks.
 function HostTier:undone() self.is_undone = true end
 
+--- Raises for a batch of another cache, which is laid out in another way.
+local function expect_own(self, what, batch)
+  if batch.cache ~= self.cache then
+    options.fail(what .. ": batch belongs to another cache")
+  end
+end
+
 --- Places the open blocks of a batch in the buffer and fills the arrays of its placement.
 -- A step of one token per sequence finds the block where the step before left it.
 function HostTier:place(batch)
+  expect_own(self, "place", batch)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
   local counts, placement = batch.counts, batch.placement
   local places = ffi.cast("int64_t *", p + o.buffer_places)
@@ -244,6 +255,7 @@ end
 --- Starts a step for `batch`, which was appended to. A decode step finds all earlier
 -- tokens in the host tier, and its open blocks in the buffer.
 function HostTier:begin(batch, is_prefill)
+  expect_own(self, "begin", batch)
   self.batch, self.is_prefill = batch, is_prefill
   self.is_begun, self.layers_left = true, self.layers
   check(C.kvl_ring_planned(self.ring))
@@ -258,9 +270,14 @@ function HostTier:begin(batch, is_prefill)
   self.pending = false
 end
 
+--- The batch of the step that has begun.
+local function batch_of(self, what)
+  return self.batch or options.fail(what .. ": no step has begun, expected begin before")
+end
+
 --- Copies the contents that open blocks already have from the host tier to the buffer.
 function HostTier:load_open(layer)
-  local placement = self.batch.placement
+  local placement = batch_of(self, "load_open").placement
   check(C.kvl_move_blocks(self.cache:layer(layer), placement.load_from,
     self.buffer_views[layer], placement.load_to, self.moved))
 end
@@ -269,8 +286,9 @@ end
 -- and to the hot cache. Returns the layer's buffer and the indices of the touched blocks
 -- in it.
 function HostTier:append(layer, q, k, v, batch, inv_freq)
-  local buffer, placement = self.buffer_views[layer], batch.placement
-  local cache = self.cache
+  expect_own(self, "append", batch)
+  local buffer = options.entry("append", "layer", self.buffer_views, layer)
+  local cache, placement = self.cache, batch.placement
   if inv_freq then
     ops.rope(q, batch.positions, inv_freq)
     ops.rope(k, batch.positions, inv_freq)
@@ -292,7 +310,8 @@ end
 --- Sends the step's blocks of a layer to host memory while later work runs. A decode step
 -- has written its tokens there already.
 function HostTier:appended(layer)
-  local batch, placement = self.batch, self.batch.placement
+  local batch = batch_of(self, "appended")
+  local placement = batch.placement
   if self.is_prefill and batch.touched > 0 then
     check(C.kvl_ring_offload(self.ring, layer, self.buffer_views[layer],
       placement.open_blocks3, self.cache:layer(layer), placement.blocks3,
@@ -367,13 +386,16 @@ end
 --- The blocks of a layer's buffer, [n, 2, kv_heads, block_size, head_dim]. They hold the
 -- present chunk of one or more sequences, and the tokens before it in its first block.
 function HostTier:prefill_buffer_slice(layer)
-  local batch = self.batch
+  local batch = batch_of(self, "prefill_buffer_slice")
   local first = batch.host_ints[batch.layout.open_blocks]
-  return self.buffer_views[layer]:narrow(first, batch.touched)
+  return options.entry("prefill_buffer_slice", "layer", self.buffer_views, layer)
+    :narrow(first, batch.touched)
 end
 
 --- A layer's buffer; open block i of the batch is at batch.placement.open_blocks[i].
-function HostTier:decode_buffer(layer) return self.buffer_views[layer] end
+function HostTier:decode_buffer(layer)
+  return options.entry("decode_buffer", "layer", self.buffer_views, layer)
+end
 
 -- ---- what happened --------------------------------------------------------------------
 
@@ -420,5 +442,18 @@ function HostTier:close()
   if self.hot then self.hot:close() end
   closed(self, "host tier")
 end
+
+local LAYER = { layer = options.whole }
+arguments.methods(HostTier, "a host tier", {
+  readers = { attention = objects.attention, level = options.optional(options.whole),
+              through = options.optional(options.one_of("ring", "hot")) },
+  count_appended = { tokens = options.whole }, place = { batch = objects.filled_batch },
+  begin = { batch = objects.batch }, load_open = LAYER, appended = LAYER,
+  append = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
+             v = kinds.tensor, batch = objects.batch, inv_freq = kinds.tensor_or_nil },
+  written = { first = options.whole, layers = options.whole, blocks = BLOCKS },
+  before_copy = { layer = options.whole, to = kinds.tensor },
+  load_to_slot_layer = LAYER, prefill_buffer_slice = LAYER,
+})
 
 return M

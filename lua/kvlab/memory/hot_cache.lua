@@ -8,9 +8,13 @@
 -- With hot_overlap, attention over the present blocks runs while the others are fetched,
 -- and is merged with attention over those by their log-sum-exp. Without it, one
 -- attention follows the fetch, and the result equals the resident one bit for bit.
+local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -106,14 +110,15 @@ end
 --- Appends a step's k, v to the host tier, to the slots that hold its blocks, and to the
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
-  self.cache.format:hot_append(layer, self.layers[layer], k, v, batch.places,
+  local hot = options.entry("append", "layer", self.layers, layer)
+  self.cache.format:hot_append(layer, hot, k, v, batch.places,
     self.cache:layer(layer), batch.placement.buffer_places, buffer)
 end
 
 --- Drops blocks, i32 [n], that something else wrote in the host tier.
 function HotCache:drop(layer, blocks)
   if self.under_way[layer] then self:join() end
-  check(C.kvl_hot_drop(self.layers[layer], blocks))
+  check(C.kvl_hot_drop(options.entry("drop", "layer", self.layers, layer), blocks))
 end
 
 -- ---- a step ---------------------------------------------------------------------------
@@ -328,5 +333,16 @@ function HotCache:close()
   end
   closed(self, "hot cache")
 end
+
+arguments.methods(HotCache, "a hot cache", {
+  append = { layer = options.whole, k = kinds.tensor, v = kinds.tensor,
+             batch = objects.batch, buffer = kinds.tensor },
+  drop = { layer = options.whole, blocks = kinds.tensor },
+  attend = { attention = objects.attention, selection = kinds.tensor_or_nil,
+             ctx = objects.layer_context, out = kinds.tensor_or_nil,
+             lse = kinds.tensor_or_nil },
+  bring_ahead = { selection = kinds.tensor, ctx = objects.layer_context,
+                  wanted = options.optional(options.table) },
+})
 
 return M

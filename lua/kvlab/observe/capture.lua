@@ -8,6 +8,7 @@
 --
 -- Every layer gets the queries that it got in the model, whatever the layers before it
 -- return now, so errors do not add up over layers.
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
@@ -15,6 +16,7 @@ local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kinds = require "kvlab.tensor.kinds"
 local new_cache = require("kvlab.memory.cache").cache
+local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local safetensors = require "kvlab.tensor.safetensors"
@@ -68,8 +70,9 @@ end
 -- k and v [tokens, kv_heads, head_dim].
 ---@return {q: kvlab.Tensor, k: kvlab.Tensor, v: kvlab.Tensor, out: kvlab.Tensor}
 function Capture:layer(i, device)
-  local file = safetensors(("%s/layer_%03d.safetensors"):format(self.folder,
-    self.layers[i]))
+  local number = self.layers[i] or options.fail(
+    ("layer: i is %s, expected 1 ... %d"):format(options.shown(i), #self.layers))
+  local file = safetensors(("%s/layer_%03d.safetensors"):format(self.folder, number))
   local layer = {}
   for name, heads in pairs { q = self.heads, out = self.heads, k = self.kv_heads,
                              v = self.kv_heads } do
@@ -190,4 +193,11 @@ function Replay:close()
   end
 end
 
-return constructor(M, open)
+arguments.methods(Capture, "a capture", {
+  layer = { device = options.optional(kinds.device) },
+})
+arguments.methods(Replay, "a replay", {
+  run = { policy = objects.policy, observe = options.optional(options.callable) },
+})
+
+return constructor(M, arguments.of("capture", open, { folder = options.string }))

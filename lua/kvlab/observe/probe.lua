@@ -4,7 +4,10 @@
 -- selection (exp(lse_selected - lse_dense)), and the blocks and bytes read. It runs dense
 -- attention once for each layer and waits for the device, so do not use it in timed
 -- steps.
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
+local kinds = require "kvlab.tensor.kinds"
+local objects = require "kvlab.memory.objects"
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -91,4 +94,10 @@ function Probe:metrics()
   }
 end
 
-return constructor(M, attach)
+arguments.methods(Probe, "a probe", {
+  observe = { attention = objects.attention, ctx = objects.layer_context,
+              selection = kinds.tensor_or_nil, tokens = kinds.tensor_or_nil,
+              out = kinds.tensor },
+})
+
+return constructor(M, arguments.of("probe", attach, { attention = objects.attention }))

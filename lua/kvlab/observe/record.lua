@@ -10,9 +10,12 @@
 -- In the REPL: `:plot record:selection_map()`. A record copies every selection and all
 -- scores to the host and waits for the device, so it does not fit timed steps or graphs.
 -- A probe that was attached before it goes on observing.
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local plot = require "kvlab.report.plot"
 
@@ -259,4 +262,11 @@ function Record:score_map(view)
     zlabel = "rank", file = "scores" }))
 end
 
-return constructor(M, attach)
+local PLACE = { i = options.integer, layer = options.integer, head = options.integer }
+arguments.methods(Record, "a record", {
+  observe = { attention = objects.attention, ctx = objects.layer_context,
+              selection = kinds.tensor_or_nil, tokens = kinds.tensor_or_nil },
+  selection = PLACE, scores = PLACE,
+})
+
+return constructor(M, arguments.of("record", attach, { attention = objects.attention }))

@@ -8,11 +8,13 @@
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
 --   attention:begin(batch, false)              once a step, after batch:append
 --   attention:forward(layer, q, k, v, out)     once a layer
+local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
 local context = require "kvlab.policy.context"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local reads = require "kvlab.policy.reads"
@@ -125,6 +127,9 @@ end
 ---@param is_prefill boolean
 ---@param ends_prompts? boolean[]
 function Attention:begin(batch, is_prefill, ends_prompts)
+  if batch.cache ~= self.cache then
+    error("begin: batch belongs to another cache", 2)
+  end
   if not is_prefill and batch.tokens_count ~= batch.count then
     error(("a decode step of %d tokens for %d sequences, expected one each"):format(
       batch.tokens_count, batch.count), 2)
@@ -161,6 +166,7 @@ end
 ---@return kvlab.Tensor out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
+  if not batch then options.fail "forward: no step has begun, expected begin before" end
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
   ev.turns = batch.turns
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, batch, self.inv_freq)
@@ -401,5 +407,26 @@ function Attention:reset()
     if p.reset then p:reset() end
   end)
 end
+
+local some = kinds.tensor_or_nil
+local SELECTED = { selection = some, ctx = objects.layer_context, out = some, lse = some }
+local OF_SEQUENCE = { seq = objects.sequence }
+arguments.methods(Attention, "an attention", {
+  begin = { batch = objects.batch, ends_prompts = options.optional(options.table) },
+  forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
+              v = kinds.tensor, out = some },
+  over = { ctx = objects.layer_context, out = some, lse = some }, direct = SELECTED,
+  attend_slots = { ctx = objects.layer_context, memory = kinds.tensor, selection = some,
+                   slots = some, out = some, lse = some, prev = some, prev_lse = some },
+  over_tokens = { places = kinds.tensor, ctx = objects.layer_context, out = some,
+                  lse = some },
+  scratch = { ctx = objects.layer_context },
+  over_weighted = { ctx = objects.layer_context, out = some },
+  request_begin = OF_SEQUENCE, request_finished = OF_SEQUENCE,
+  show = { blocks = objects.blocks, tokens = objects.blocks,
+           keys = options.optional(options.table) },
+  keep = { key = objects.key, block = options.whole },
+  adopt = { seqs = objects.sequences },
+})
 
 return M

@@ -5,10 +5,12 @@
 -- that nobody else gets until the attention of the layer is over; then the tensor goes
 -- back to its pool by itself. A policy may combine as many as it likes, and a step with
 -- the same shapes as the one before allocates nothing.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local check = require "kvlab.policy.check"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
@@ -391,7 +393,8 @@ function Context:score_sequences(fn)
       local count = self.batch.counts[i]
       local n = math.floor((seq:length() - count) / self.block_size)
       if n > 0 and count > 0 then -- columns past n are out of range and give zeros
-        fn(i - 1, first, count, n):gather(columns, scores:index(i - 1))
+        argument("score_sequences", "what fn returns", fn(i - 1, first, count, n),
+          kinds.tensor):gather(columns, scores:index(i - 1))
       end
       first = first + count
     end
@@ -474,5 +477,25 @@ function Context:score_on_host(fn)
   library.check(library.C.kvl_tensor_write(scores, rows, 4 * n))
   return scores
 end
+
+local SCORES = { scores = kinds.tensor }
+arguments.methods(Context, "a context", {
+  begin = { batch = objects.batch },
+  begin_layer = { layer = options.whole, query = kinds.tensor_or_nil,
+                  memory = kinds.tensor_or_nil },
+  mean_over_heads = SCORES, weights = SCORES,
+  shared_by = { reduction = options.one_of("mean", "max", "min", "sum"),
+                values = kinds.tensor, dim = options.integer },
+  ramp = { low = options.number, high = options.number },
+  mark = { selection = kinds.tensor },
+  score_sequences = { fn = options.callable }, each_sequence = { fn = options.callable },
+  group_queries = { query = kinds.tensor, layer = options.whole, first = options.whole,
+                    count = options.whole },
+  newest_queries = { old = kinds.tensor_or_nil, first = options.whole,
+                     count = options.whole, most = options.whole },
+  causal_bias = { rows = options.whole, columns = options.whole, start = options.number,
+                  per = options.positive },
+  score_on_host = { fn = options.callable },
+})
 
 return M

@@ -9,10 +9,12 @@
 --
 -- Source  Charikar 2002 (random planes); UCM's GSA on-device (hashes of keys, orthogonal
 --         planes, the least distance of a block's tokens)
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local summary = require "kvlab.policy.summary"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -126,7 +128,7 @@ end
 --- Computes the hashes of an offload event's blocks again.
 function Hashes:update(ev)
   check(C.kvl_block_hash(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks, self.planes,
-    self.layers[ev.layer]))
+    options.entry("update", "ev.layer", self.layers, ev.layer)))
 end
 
 --- The hashes of one layer, by physical block.
@@ -316,9 +318,6 @@ end
 --- Keeps a value under a key; it replaces the value that the key had.
 ---@param key string|number
 function Cache:put(key, value)
-  if key == nil or value == nil then
-    error(("hash cache: %s is nil"):format(key == nil and "key" or "value"), 2)
-  end
   self.counts.puts = self.counts.puts + 1
   self:remove(key)
   if self.size == 0 then return end
@@ -337,5 +336,17 @@ function Cache:stats()
   for name, count in pairs(self.counts) do stats[name] = count end
   return stats
 end
+
+arguments.functions(M, "hash", {
+  rows = { x = kinds.tensor, planes = kinds.tensor, out = kinds.tensor_or_nil },
+  summary = { shape = objects.shape },
+})
+
+local CONTENT = { key = objects.key, block = options.whole }
+arguments.methods(Hashes, "hashes", { update = { ev = objects.event }, store = CONTENT,
+                                      restore = CONTENT })
+arguments.methods(Cache, "a hash cache", {
+  put = { key = objects.key, value = options.any },
+})
 
 return M

@@ -85,6 +85,7 @@
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
 -- selected; they count towards the budget). If the defaults name a seed, it is that of
 -- --seed, or of the row that an experiment computes, unless the policy's user gives it.
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local expression = require "kvlab.kernel.expression"
 local ffi = require "ffi"
@@ -93,6 +94,7 @@ local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
+local objects = require "kvlab.memory.objects"
 local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
@@ -224,8 +226,6 @@ function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
 
-local A_POLICY = options.like("a policy", "name", "options", "min_blocks")
-
 --- Says why a policy reads more of a sequence with n blocks than its budget asks for:
 -- sink, recent or min_blocks alone are more. Different budgets then read the same, so
 -- such results are not those of the budget. nil if the budget decides.
@@ -234,7 +234,7 @@ local A_POLICY = options.like("a policy", "name", "options", "min_blocks")
 ---@param block_size integer  tokens
 ---@return string|nil
 function M.exceeds_budget(self, n, block_size)
-  options.argument("exceeds_budget", "self", self, A_POLICY)
+  options.argument("exceeds_budget", "self", self, objects.policy)
   options.argument("exceeds_budget", "n", n, options.whole)
   options.argument("exceeds_budget", "block_size", block_size, options.count)
   local asked = make_budget(self, block_size)
@@ -421,4 +421,19 @@ function M.nest(outer, name, given)
   return inner
 end
 
-return constructor(M, open)
+local NAMES = options.list_of(options.string)
+local ATTACHED = { "a policy that is attached", function(x)
+  return objects.policy[2](x) and x.shape ~= nil
+end }
+arguments.functions(M, "policy", {
+  note_use = { self = objects.policy },
+  attach = { self = objects.policy, shape = objects.shape },
+  add_with_nested = { self = objects.policy, list = options.table },
+  names = { phase = options.optional(options.one_of("prefill", "decode")),
+            first = options.optional(NAMES) },
+  nest = { outer = ATTACHED, name = options.string,
+           given = options.optional(options.table) },
+})
+
+return constructor(M, arguments.of("policy", open, { name = options.string,
+  level = options.optional(options.whole) }))

@@ -15,7 +15,11 @@
 --
 -- Source  Duffield, Lund and Thorup 2007, J. ACM 54(6). r is a number for each layer and
 --         logical block, the same in every step, sequence and head, as hash tables are
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
+local objects = require "kvlab.memory.objects"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
@@ -71,5 +75,11 @@ function M.sampling(shape, seed)
       { seed = seed }),
   }, Sampling)
 end
+
+M.sampling = arguments.of("sampling", M.sampling, { shape = objects.sequence_shape,
+  seed = options.optional(options.whole) })
+arguments.methods(Sampling, "a sampling", {
+  draw = { ctx = objects.context, chance = kinds.tensor, budget = kinds.budget },
+})
 
 return M

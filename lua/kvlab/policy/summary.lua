@@ -1,7 +1,10 @@
 --- Block summaries: a small amount of data per block, made from K, with which policies
 -- score. There is one entry for every physical block, so sequences that share a block
 -- share its summary.
+local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
@@ -59,6 +62,11 @@ local function mean_of_far(k, tokens, count)
     :reshape { rows, index:size(1), dim }:sum(1) / taken
 end
 
+--- The entries of an event's layer.
+local function layer_of(self, ev)
+  return options.entry("update", "ev.layer", self.layers, ev.layer)
+end
+
 local Representatives = setmetatable({}, Summary)
 Representatives.__index = Representatives
 
@@ -83,7 +91,7 @@ function Representatives:update(ev)
     local tokens = ev.num_tokens:reshape { n, 1 }
       + tensor.zeros(s.device, "i32", { 1, s.kv_heads })
     local means = mean_of_far(k, tokens:reshape { rows, 1 }, self.count)
-    self.layers[ev.layer]:scatter_rows_(ev.blocks,
+    layer_of(self, ev):scatter_rows_(ev.blocks,
       means:reshape { n, s.kv_heads, s.head_dim })
   end)
 end
@@ -112,7 +120,7 @@ function Keys:update(ev)
       return (blocks:reshape { n, 1 } * stride + self.head_across):reshape { n * heads }
     end
     local k = ev.k:reshape { ev.k:size(0) * 2 * heads, self.layers[0]:size(1) }
-    self.layers[ev.layer]:scatter_rows_(rows(ev.blocks, heads),
+    layer_of(self, ev):scatter_rows_(rows(ev.blocks, heads),
       k:gather_rows(rows(ev.k_blocks, 2 * heads)))
   end)
 end
@@ -131,7 +139,8 @@ end
 -- units.
 function Keys:gather(ctx, layer, seq, n)
   local s = self.shape
-  return self.layers[layer]:gather_rows(rows_of(s, ctx, seq, n))
+  return options.entry("gather", "layer", self.layers, layer)
+    :gather_rows(rows_of(s, ctx, seq, n))
     :reshape { s.kv_heads, n * s.block_size, s.head_dim }
 end
 
@@ -139,14 +148,15 @@ end
 -- n, head_dim]. For summaries that hold means.
 function Summary:gather(ctx, layer, seq, n)
   local s = self.shape
-  return self.layers[layer]:reshape { s.blocks * s.kv_heads, s.head_dim }
+  return options.entry("gather", "layer", self.layers, layer)
+    :reshape { s.blocks * s.kv_heads, s.head_dim }
     :gather_rows(rows_of(s, ctx, seq, n)):reshape { s.kv_heads, n, s.head_dim }
 end
 
 --- Computes the summaries of an offload event's blocks again from their K.
 function Summary:update(ev)
   check(self.update_op(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks,
-    self.layers[ev.layer]))
+    layer_of(self, ev)))
 end
 
 --- The entries of one layer, by physical block.
@@ -156,5 +166,16 @@ function Summary:layer(layer) return self.layers[layer] end
 function Summary:bytes_block()
   return self.values * C.kvl_dtype_bytes(library.dtypes[self.dtype])
 end
+
+local SHAPE = { shape = objects.shape }
+arguments.functions(M, "summary", { minmax = SHAPE, mean = SHAPE, keys = SHAPE,
+  representatives = { shape = objects.shape, count = options.count } })
+
+local METHODS = { update = { ev = objects.event },
+  gather = { ctx = objects.context, layer = options.whole, seq = options.whole,
+             n = options.whole } }
+arguments.methods(Summary, "a summary", METHODS)
+arguments.methods(Keys, "keys", METHODS)
+arguments.methods(Representatives, "a summary", { update = METHODS.update })
 
 return M

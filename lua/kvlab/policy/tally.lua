@@ -11,8 +11,12 @@
 --
 -- A graph keeps the memory that the tally had at its recording. After the recording there
 -- may be no more sequences than the tally has rows (16 at first; the number doubles).
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
+local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local objects = require "kvlab.memory.objects"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
@@ -57,7 +61,8 @@ end
 
 --- The cells of one row in a layer: f32 [row_cells].
 local function cells(self, layer, row)
-  return self.layers[layer]:reshape { self.row_count * self.row_cells }
+  return options.entry("tally", "layer", self.layers, layer)
+    :reshape { self.row_count * self.row_cells }
     :narrow(row * self.row_cells, self.row_cells)
 end
 
@@ -99,6 +104,7 @@ end
 --- Copies the numbers of a sequence to its fork. Called when a sequence is forked.
 function Tally:inherit(seq, fork)
   local from, to = seq.state[self], find_free(self)
+  if not from then return end -- seq has no numbers yet
   for layer = 0, self.shape.layers - 1 do
     cells(self, layer, to):copy_(cells(self, layer, from))
   end
@@ -194,7 +200,7 @@ local function keep_ages(self, seqs)
   self.kept_ages = nil
   entry.count = #seqs
   for i = 1, #seqs do
-    local row = seqs[i].state[self]
+    local row = row_of(self, seqs[i])
     entry.rows[i], entry.ages[i] = row, self.ages[row] or false
   end
   self.journal:note(entry)
@@ -253,21 +259,31 @@ function Tally:begin(ctx)
   self.placed = true
 end
 
+--- The numbers of the context's layer. Raises outside of a step.
+local function layer_of(self, ctx)
+  if not self.flat then
+    options.fail "tally: begin was not called, expected a call in step_begin"
+  end
+  return options.entry("tally", "layer", self.layers, ctx.layer)
+end
+
 --- Reads this layer's numbers: f32 [seqs, heads, width].
 function Tally:load(ctx)
-  self.layers[ctx.layer]:gather(self.places_flat, self.flat)
+  layer_of(self, ctx):gather(self.places_flat, self.flat)
   return self.values
 end
 
 --- Writes self.values back.
 function Tally:store(ctx)
+  local numbers = layer_of(self, ctx)
   if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
-  self.layers[ctx.layer]:scatter_(self.places_flat, self.flat)
+  numbers:scatter_(self.places_flat, self.flat)
 end
 
 --- Adds `more` to this layer's numbers, which load has read.
 ---@param more kvlab.Tensor  f32 [seqs, heads, width]
 function Tally:count(ctx, more)
+  layer_of(self, ctx)
   self.values:add(more, self.values)
   self:store(ctx)
 end
@@ -281,7 +297,7 @@ function Tally:due(ctx, period, ahead)
   self.due_count, self.soon_count = 0, 0
   if self.journal and self.journal.is_open then keep_ages(self, ctx.sequences) end
   for i, seq in ipairs(ctx.sequences) do
-    local row = seq.state[self]
+    local row = row_of(self, seq)
     local age = ((self.ages[row] or -1) + 1) % period
     self.ages[row] = age
     self.is_due[i] = age == 0
@@ -295,7 +311,9 @@ end
 --- Sets self.values: to the values of make(owner, ctx), f32 [seqs, heads, width], for the
 -- `count` sequences where `is_chosen` is set; to the kept values for the others.
 local function mix(self, ctx, is_chosen, count, make, owner)
-  local made = count > 0 and make(owner, ctx)
+  layer_of(self, ctx)
+  local made = count > 0
+    and options.argument("tally", "what make returns", make(owner, ctx), kinds.tensor)
   if made and count == ctx.seqs then
     self.values:copy_(made)
     return self.values
@@ -357,5 +375,20 @@ function Tally:reset()
   self.owners = setmetatable({}, { __mode = "v" })
   self.placed = nil
 end
+
+M.tally = arguments.of("tally", M.tally, { shape = objects.sequence_shape,
+  heads = options.optional(options.count), initial = options.optional(options.number) })
+
+local STEP = { ctx = objects.context, make = options.callable }
+arguments.methods(Tally, "a tally", {
+  inherit = { seq = objects.sequence, fork = objects.sequence },
+  begin = { ctx = objects.context }, load = { ctx = objects.context },
+  store = { ctx = objects.context },
+  count = { ctx = objects.context, more = kinds.tensor },
+  due = { ctx = objects.context, period = options.count,
+          ahead = options.optional(options.whole) },
+  renew = STEP, foresee = STEP,
+  put = { seq = objects.sequence, layer = options.whole, values = kinds.tensor },
+})
 
 return M

@@ -23,6 +23,7 @@
 -- and grey; it takes none of the colours.
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
 -- numbers. So it cannot mistake a name for a command.
+local arguments = require "kvlab.arguments"
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
 local options = require "kvlab.options"
@@ -214,6 +215,10 @@ function M.heat_map(p)
   options.check("plot.heat_map", p, HEAT_MAP)
   local expected = p.rows * p.columns
   for i, panel in ipairs(p.panels) do
+    if type(panel) ~= "table" or type(panel.values) ~= "table" then
+      error(("plot.heat_map: panel %d is %s, expected a table with values"):format(i,
+        options.shown(panel)), 2)
+    end
     if #panel.values ~= expected or expected == 0 then
       error(("plot.heat_map: panel %d has %d values, expected %d x %d"):format(i,
         #panel.values, p.rows, p.columns), 2)
@@ -336,5 +341,19 @@ function M.text(p, columns, lines, is_coloured)
   if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
   return run(gnuplot.text_script(p, columns or 79, lines or 24))
 end
+
+local function is_lines(x)
+  return type(x) == "table" and type(x.panels) == "table" and type(x.names) == "table"
+    and type(x.xtics) == "table"
+end
+local PICTURE = { "a plot, heat map or timeline", function(x)
+  return type(x) == "table" and (x.kind == "heat_map" and type(x.panels) == "table"
+    or timeline.TIMELINE[2](x) or is_lines(x))
+end }
+local SIZE = options.optional(options.within(1, 10000))
+arguments.functions(M, "plot", {
+  lines = { rows = text_table.ROWS }, heat_maps = { rows = text_table.ROWS },
+  svg = { p = PICTURE }, text = { p = PICTURE, columns = SIZE, lines = SIZE },
+})
 
 return M

@@ -12,6 +12,7 @@
 --
 -- A row is marked if its metrics have a `note`, a text that says why it cannot be
 -- compared with the others, or if it is stale (kvlab.experiment).
+local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
 
 local M = {}
@@ -70,9 +71,13 @@ local function pad(text, wanted, to_right)
   return to_right and spaces .. text or text .. spaces
 end
 
-local TABLE = { caption = options.string, header = options.required(options.table),
-                rows = options.required(options.table), format = options.string,
-                notes = options.table }
+local STRINGS = options.list_of(options.string)
+local FORMAT = { "a format of one number, such as %.3g", function(x)
+  return type(x) == "string" and pcall(string.format, x, 0.5)
+end }
+local TABLE = { caption = options.string, header = options.required(STRINGS),
+                rows = options.required(options.list_of(options.table)), format = FORMAT,
+                notes = STRINGS }
 
 --- The text of a table: a caption, a header, a rule, and the rows. Columns of numbers are
 -- aligned to the right.
@@ -218,7 +223,7 @@ end
 M.PIVOT = {
   rows = options.required(options.string), columns = options.string,
   value = options.required(options.string), where = options.table,
-  format = options.string, caption = options.string,
+  format = FORMAT, caption = options.string,
 }
 
 --- Makes a table of one metric of many rows: one line per value of opts.rows and one
@@ -268,9 +273,9 @@ function M.pivot(rows, opts)
 end
 
 --- The options of table.front.
-M.FRONT = { front = options.required(options.string), axes = options.table,
+M.FRONT = { front = options.required(options.string), axes = STRINGS,
             over = options.required(options.string), where = options.table,
-            caption = options.string, format = options.string }
+            caption = options.string, format = FORMAT }
 
 --- Makes a table of the rows on a Pareto front: those that no other row beats with as
 -- much of the metric `over`, or less, and more of the metric `front`. Marked rows take no
@@ -346,5 +351,22 @@ function M.of_rows(rows, axes, order)
   if any then t.header[last] = "stale" end
   return t
 end
+
+local function is_row(x)
+  return type(x) == "table" and type(x.config) == "table" and type(x.metrics) == "table"
+    and (x.stale == nil or STRINGS[2](x.stale))
+end
+local ROW = { "a result row { config =, metrics = }", is_row }
+--- The kind of a list of result rows.
+M.ROWS = options.list_of(ROW)
+local AXES = options.list_of(options.like("an axis { name = }", "name"))
+arguments.functions(M, "table", {
+  format_number = { x = { "a number", function(x) return type(x) == "number" end } },
+  format_cell = { format = options.optional(FORMAT) },
+  where = { rows = M.ROWS, where = options.optional(options.table) },
+  distinct = { rows = M.ROWS, key = options.string }, note_of = { row = ROW },
+  pivot = { rows = M.ROWS }, front = { rows = M.ROWS },
+  of_rows = { rows = M.ROWS, axes = AXES, order = STRINGS },
+})
 
 return M

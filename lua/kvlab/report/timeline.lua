@@ -12,6 +12,7 @@
 -- row get "compute", "slot 0 load", "slot 1 load" or "offload". The colour of a box shows
 -- its kind. A box that is wide enough has the layer's number in it. Time 0 is the first
 -- begin.
+local arguments = require "kvlab.arguments"
 local gnuplot = require "kvlab.report.gnuplot"
 local options = require "kvlab.options"
 local tics = require "kvlab.report.tics"
@@ -39,6 +40,12 @@ local function check(spans, caller)
       and to - from < math.huge) then
       error(("timeline.%s: span %d lasts from %s to %s"):format(caller, i,
         tostring(from), tostring(to)), 3)
+    end
+    for _, name in ipairs { "slot", "layer" } do
+      if span[name] ~= nil and not options.integer[2](span[name]) then
+        error(("timeline.%s: %s of span %d is %s, expected a whole number"):format(caller,
+          name, i, options.shown(span[name])), 3)
+      end
     end
   end
 end
@@ -265,5 +272,14 @@ function M.svg_script(p)
     top = gnuplot.TITLE + ROOM.top - 8, length = 1.2, items = keys })
   return table.concat(out, "\n")
 end
+
+--- The kind of a timeline.
+M.TIMELINE = { "a timeline, as timeline.plot makes it", function(x)
+  return type(x) == "table" and x.kind == "timeline" and type(x.boxes) == "table"
+    and type(x.rows) == "table" and type(x.length) == "number"
+end }
+local SPANS = options.list_of(options.table)
+arguments.functions(M, "timeline", { overlap = { spans = SPANS },
+  plot = { spans = SPANS }, svg_script = { p = M.TIMELINE } })
 
 return M

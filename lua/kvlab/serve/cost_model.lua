@@ -7,6 +7,7 @@
 --   transfer_us = link_us + bytes_block / link_gbps            (1 GB/s: 1000 bytes a us)
 --
 -- tokens counts all tokens of the step; a block holds block_size tokens in all layers.
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local C = require("kvlab.library").C
 local options = require "kvlab.options"
@@ -128,4 +129,18 @@ function M.calibrate(engine, o)
   }
 end
 
-return constructor(M, new)
+--- The kind of an engine of a model.
+M.ENGINE = options.like("an engine of a model", "model", "attention", "cache", "chunk")
+--- The kind of a cost model.
+M.COST_MODEL = options.like("a cost model", "prefill_us")
+
+arguments.functions(M, "cost_model", { llama_8b_h100 = { block_size = options.count },
+                                       calibrate = { engine = M.ENGINE } })
+arguments.methods(CostModel, "a cost model", {
+  prefill_us = { n = options.whole, block_size = options.count },
+  prefill_attention_us = { n = options.whole, before = options.whole,
+                           block_size = options.count },
+})
+
+return constructor(M, arguments.of("cost_model", new, {
+  level = options.optional(options.whole) }))

@@ -1,5 +1,6 @@
 --- Replays a trace on a server without a model, in modelled time, with a store behind a
 -- link. The experiments on prefetch share this file.
+local arguments = require "kvlab.arguments"
 local cost_model = require "kvlab.serve.cost_model"
 local options = require "kvlab.options"
 local serve = require("kvlab.serve.serve").serve
@@ -54,5 +55,21 @@ function M.run(rows, cost, config, more)
   end })
   return server:run():stats()
 end
+
+local function has_numbers(...)
+  local names = { ... }
+  return { "a table with " .. table.concat(names, " and "), function(x)
+    for _, name in ipairs(names) do
+      if type(x) ~= "table" or not options.not_negative[2](x[name]) then return false end
+    end
+    return true
+  end }
+end
+arguments.functions(M, "replay", {
+  cost = { engine = options.optional(cost_model.ENGINE),
+           config = has_numbers("link_gbps", "link_us") },
+  run = { rows = trace.ROWS, cost = cost_model.COST_MODEL,
+          config = has_numbers "slowdown" },
+})
 
 return M

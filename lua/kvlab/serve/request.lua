@@ -3,6 +3,7 @@
 -- Its fields have the names of UCM GSA's GSAReqStat: request_id, index_in_batch,
 -- num_scheduled_tokens, num_computed_tokens, block_hashes, selected_blocks,
 -- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
+local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
 
 local M = {}
@@ -93,6 +94,7 @@ function Request:output_length() return self.num_tokens - self.prompt_length end
 --- The tokens generated so far.
 function Request:output()
   local list = {}
+  if not self.tokens then return list end -- without a model there are none
   for i = self.prompt_length + 1, self.num_tokens do list[#list + 1] = self.tokens[i] end
   return list
 end
@@ -130,5 +132,11 @@ function Request:stop_reason()
   end
   if self:output_length() >= self.max_tokens then return "length" end
 end
+
+--- The kind of a request.
+M.REQUEST = { "a request of this server", function(x)
+  return getmetatable(x) == Request
+end }
+arguments.methods(Request, "a request", {})
 
 return M

@@ -18,6 +18,7 @@
 --
 -- docs/serving.md describes all of it. Source: UCM GSA's scheduler side and the V1
 -- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
+local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
@@ -352,5 +353,8 @@ function Server:close()
   if self.executor.close then self.executor:close() end
   if problem then error(problem[1], 0) end
 end
+
+arguments.methods(Server, "a server", { fork = { parent = request.REQUEST },
+                                        cancel = { r = request.REQUEST } })
 
 return M

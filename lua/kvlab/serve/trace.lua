@@ -2,6 +2,7 @@
 -- {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [one for
 -- each 512 tokens of the input, the last one for the rest]}. Two requests share a hash id
 -- exactly when everything up to the end of its block is the same in both.
+local arguments = require "kvlab.arguments"
 local json = require "kvlab.json"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
@@ -60,8 +61,6 @@ end
 
 --- Writes rows in the form that read() takes.
 function M.write(path, rows)
-  options.argument("trace.write", "path", path, options.string)
-  options.argument("trace.write", "rows", rows, options.table)
   local file = assert(io.open(path, "w"))
   local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
   for _, row in ipairs(rows) do file:write(json.encode(row, order), "\n") end
@@ -151,5 +150,18 @@ function M.submit(server, rows, o)
     if not request then error("trace: " .. why, 2) end
   end
 end
+
+--- The kind of a list of kvlab.TraceRow.
+M.ROWS = options.list_of { "a row { timestamp, input_length, output_length, hash_ids }",
+  function(x)
+    return type(x) == "table" and type(x.timestamp) == "number"
+      and options.count[2](x.input_length) and options.count[2](x.output_length)
+      and type(x.hash_ids) == "table"
+  end }
+arguments.functions(M, "trace", {
+  read = { path = options.string, limit = options.optional(options.whole) },
+  write = { path = options.string, rows = M.ROWS },
+  submit = { server = options.like("a server", "scheduler", "submit"), rows = M.ROWS },
+})
 
 return M

@@ -9,6 +9,7 @@ local sorted = require "kvlab.sorted"
 local M = {}
 
 M.tensor = { "a tensor", is_tensor }
+M.tensor_or_nil = { "a tensor, or nil", function(x) return x == nil or is_tensor(x) end }
 
 --- What kv.device accepts.
 M.device = { "a device or its name", function(x)

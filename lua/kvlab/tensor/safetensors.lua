@@ -1,6 +1,7 @@
 --- Reads and writes safetensors files. A file is checked as a whole when it is opened,
 -- and its tensors are read to a device by name. A file that somebody changes meanwhile is
 -- an error.
+local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
@@ -155,5 +156,7 @@ function M.save(path, tensors, metadata)
     end
   end)
 end
+
+arguments.methods(File, "a safetensors file", {})
 
 return constructor(M, open)

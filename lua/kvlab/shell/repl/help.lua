@@ -1,6 +1,7 @@
 --- What `?name` prints: the doc comment above the function or value in the sources, so
 -- that no text is written twice. Lua functions are found by debug.getinfo, C functions
 -- in kvlab.h.
+local arguments = require "kvlab.arguments"
 local inspect = require "kvlab.shell.repl.inspect"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
@@ -67,9 +68,10 @@ end
 ---@param value any
 ---@return function|nil
 function M.function_of(value)
-  if type(value) == "function" then return value end
+  if type(value) == "function" then return arguments.own(value) end
   local mt = type(value) == "table" and getmetatable(value)
-  return mt and rawget(mt, "make") or nil
+  local make = mt and rawget(mt, "make")
+  return make and arguments.own(make) or nil
 end
 
 --- "name(a, b)" of a Lua function.
@@ -78,6 +80,7 @@ end
 ---@return string
 function M.signature(name, f)
   local words, i = {}, 1
+  f = arguments.own(f)
   while debug.getlocal(f, i) do
     words[i] = debug.getlocal(f, i)
     i = i + 1
@@ -87,6 +90,7 @@ function M.signature(name, f)
 end
 
 local function of_function(name, f)
+  f = arguments.own(f)
   local info = debug.getinfo(f, "S")
   local path = info.source:match "^@(.*)"
   if info.what == "C" or not path then

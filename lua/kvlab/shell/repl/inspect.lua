@@ -1,5 +1,6 @@
 --- How the REPL shows a value: nested tables to a depth, cycles by their path, tensors
 -- inside tables in one line; in colours when the terminal has them.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local sorted = require "kvlab.sorted"
 
@@ -57,7 +58,7 @@ end
 
 --- "function at lua/kvlab/tensor/ops.lua:14"
 local function function_words(f)
-  local info = debug.getinfo(f, "S")
+  local info = debug.getinfo(arguments.own(f), "S")
   if info.what == "C" then return tostring(f) end
   return ("function at %s:%d"):format(M.inside_root(info.source:gsub("^[@=]", "")),
     info.linedefined)

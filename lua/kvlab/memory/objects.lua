@@ -1,0 +1,81 @@
+--- The kinds of arguments that are objects of kvlab, for kvlab.arguments: caches,
+-- sequences, steps and what policies get. An object is known by the fields that its users
+-- need, and each check is a few comparisons.
+local kinds = require "kvlab.tensor.kinds"
+local options = require "kvlab.options"
+local sequence = require "kvlab.memory.sequence"
+
+local M = {}
+
+local is_sequence, is_tensor = sequence.is_sequence, kinds.tensor[2]
+
+--- What policies and tallies keep their state on.
+M.sequence = { "a sequence", function(x)
+  return type(x) == "table" and type(x.state) == "table"
+end }
+
+M.sequences = { "a list of sequences", function(x)
+  if type(x) ~= "table" then return false end
+  for i = 1, #x do if not is_sequence(x[i]) then return false end end
+  return true
+end }
+
+M.cache = { "a cache", function(x)
+  return type(x) == "table" and x.tier ~= nil and x.kv_heads ~= nil
+end }
+
+--- A batch whose step has begun.
+M.batch = { "a batch that was appended to", function(x)
+  return type(x) == "table" and x.placement ~= nil and x.tokens_count ~= nil
+end }
+
+--- A batch while it is appended to: its tensors are not made yet.
+M.filled_batch = { M.batch[1], function(x)
+  return type(x) == "table" and x.placement ~= nil and x.seqs ~= nil
+    and x.host_ints ~= nil
+end }
+
+M.attention = { "an attention", function(x)
+  return type(x) == "table" and x.context ~= nil and x.shape ~= nil
+end }
+
+--- A context, once an attention has begun a step.
+M.context = { "a context of an attention's step", function(x)
+  return type(x) == "table" and type(x.sequences) == "table"
+end }
+
+--- The same after the first layer has begun.
+M.layer_context = { "a context of an attention's layer", function(x)
+  return type(x) == "table" and x.lens ~= nil and x.sequences ~= nil
+    and is_tensor(x.query)
+end }
+
+--- What policy.init gets.
+M.shape = { "a shape as policy.init gets it", function(x)
+  return type(x) == "table" and x.device ~= nil and x.layers ~= nil and x.blocks ~= nil
+    and x.block_size ~= nil and x.kv_heads ~= nil and x.head_dim ~= nil
+end }
+
+--- The same for what is kept for each sequence.
+M.sequence_shape = { M.shape[1], function(x)
+  return type(x) == "table" and x.device ~= nil and x.layers ~= nil
+    and x.kv_heads ~= nil and x.max_blocks ~= nil
+end }
+
+--- What a policy's offload hooks get.
+M.event = { "an offload event", function(x)
+  return type(x) == "table" and type(x.layer) == "number" and is_tensor(x.k)
+    and is_tensor(x.blocks) and is_tensor(x.k_blocks) and is_tensor(x.num_tokens)
+end }
+
+M.policy = options.like("a policy, as kv.policy makes them", "name", "options", "files",
+  "min_blocks")
+
+--- What a value is kept under: anything but nil and NaN.
+M.key = { "a key, such as a string or a number", function(x)
+  return x ~= nil and x == x
+end }
+
+M.blocks = options.list_of(options.whole)
+
+return M
