@@ -26,19 +26,24 @@ local LEFT_OUT = {
   ["kv.check"] = "its argument is a status", ["tensor:data"] = "hands out a raw pointer",
   ["kv.cuda_available"] = "opens another device",
   ["kv.experiment.run"] = "needs a script",
+  ["Record:explain"] = "of a running experiment, as the next two",
+  ["Record:interrupted"] = "", ["Record:failure"] = "",
+  ["Store:replayed"] = "a part of a tally",
 }
+
+-- What the page's names begin with, besides kv.
+local MODULES = { engine = "models.engine", llama = "models.llama",
+                  checkpoint = "models.checkpoint", small_lm = "models.small_lm",
+                  exam = "models.recall.exam" }
 
 --- The functions of the page: { name, class, method, parameters }. A method's class has
 -- the file in front, because some names occur twice: "kvlab/memory/cache Cache".
 local function functions()
   local list, section = {}, nil
-  local required = { engine = true, llama = true, checkpoint = true, small_lm = true,
-                     exam = true }
   for line in io.lines(root .. "/docs/api_lua.md") do
     section = line:match "^### ([%w_/]+)%.lua" or section
     local name, parameters = line:match "^([%a][%w_.:]*)(%b())$"
-    local base = name and name:match "^%w+"
-    if name and section and not LEFT_OUT[name] and not required[base] then
+    if name and section and not LEFT_OUT[name] then
       local names = {}
       for parameter in parameters:gmatch "[%w_.]+" do names[#names + 1] = parameter end
       local class, method = name:match "^([%w_]+):([%w_]+)$"
@@ -50,9 +55,10 @@ local function functions()
 end
 
 local function function_of(name)
-  local value = kv
-  for part in name:sub(4):gmatch "[^.]+" do value = value and value[part] end
-  return value
+  local base, rest = name:match "^([%w_]+)%.(.*)$"
+  local value = base == "kv" and kv or MODULES[base] and require(MODULES[base])
+  for part in (rest or ""):gmatch "[^.]+" do value = value and value[part] end
+  return rest and value or nil
 end
 
 -- ---- the world of a round -------------------------------------------------------------
@@ -65,7 +71,104 @@ local function cache_of(offload)
   return kv.cache(o)
 end
 
---- How the receiver of a class is made, from the world that has the ones before.
+local CAPTURE = root .. "/spec/data/capture"
+local LLAMA = { model_type = "llama", hidden_act = "silu", hidden_size = 32,
+                intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 4,
+                num_key_value_heads = 2, head_dim = 16, vocab_size = 50 }
+
+--- Objects that are made when they are first asked for, from the world that has them.
+local LATE = {
+  file = function() return kv.safetensors(CAPTURE .. "/layer_000.safetensors") end,
+  ticket = function(w)
+    return w.prefetch:submit { request = 1, cache = w.cache,
+      keys = ffi.new("kvl_key[?]", 2), blocks = { 0, 1 } }
+  end,
+  keys = function(w) return kv.summary.keys(w.shape) end,
+  hash_cache = function()
+    local cache = kv.hash.cache { size = 2 }
+    cache:put("a", 1)
+    return cache
+  end,
+  sampling = function(w) return kv.sampling(w.shape, 1) end,
+  probe = function(w) return kv.probe(w.attention) end,
+  record = function(w)
+    local record = kv.record(w.synthetic.attention)
+    w.synthetic:decode { w.synthetic:sequence(40) }
+    return record
+  end,
+  capture = function() return kv.capture(CAPTURE) end,
+  replay = function(w) return w.capture:replay { decode = 2 } end,
+  index_cache = function()
+    return kv.index_cache { device = "cpu", layers = 2, blocks = 8, block_size = 16,
+                            dim = 32, bits = 4 }
+  end,
+  indexer = function() return kv.indexer { device = "cpu", topk = 8 } end,
+  chunks = function()
+    return kv.prefix_chunks { tables = kv.zeros("cpu", "i32", { 1, 4 }), lens = { 40 },
+                              block_size = 16, capacity = 32 }
+  end,
+  landmarks = function(w) return kv.landmarks(w.shape, { index = "key" }) end,
+  compressed = function(w) return kv.compressed(w.shape) end,
+  model = function() return require("spec.models.tiny").tiny(kv.device "cpu") end,
+  engine = function(w)
+    local engine = w.model:engine { blocks = 16, chunk = 8, max_seqs = 2,
+                                    policy = kv.policy "quest" }
+    w.engine_seq = engine:sequence()
+    w.logits = engine:prefill(w.engine_seq, { 1, 2, 3 })
+    return engine
+  end,
+  server = function(w)
+    local server = kv.serve { engine = w.engine }
+    w.request = server:submit { tokens = { 1, 2, 3 }, max_tokens = 8 }
+    server:step()
+    return server
+  end,
+  modelled = function(w)
+    local server = kv.serve { cost = kv.cost_model.llama_8b_h100(16), blocks = 20,
+                              block_size = 16, store_blocks = 10 }
+    w.modelled_request = server:submit { input_length = 20, hash_ids = { 1, 2 },
+                                         hash_block = 16, max_tokens = 3 }
+    return server
+  end,
+  llama = function()
+    return require("models.llama").random(LLAMA, { device = "cpu", dtype = "f32" })
+  end,
+  lm = function()
+    return require("models.small_lm").new { vocab_size = 20, embed_dim = 32,
+                                            num_heads = 2, device = "cpu" }
+  end,
+  exam = function()
+    return require("models.recall.exam").open { context = 128, prompts = 1, needles = 2,
+                                                block_size = 16 }
+  end,
+  synthetic = function()
+    return kv.synthetic { device = "cpu", shape = "small", layers = 1, context = 64,
+                          chunk = 32, decode_policy = kv.policy "quest" }
+  end,
+  event_of_step = function(w)
+    local blocks = kv.from("cpu", "i32", { 2 }, { 0, 1 })
+    return { layer = 0, k = w.cache:layer(0), blocks = blocks, k_blocks = blocks,
+             num_tokens = kv.from("cpu", "i32", { 2 }, { 16, 4 }), turns = 1 }
+  end,
+}
+
+local LATE_NAMES = sorted.keys(LATE)
+local LATE_OBJECTS = { __index = function(w, name)
+  local make = LATE[name]
+  if not make then return nil end
+  local object = make(w)
+  rawset(w, name, object)
+  return object
+end }
+
+--- One of two receivers of a class that has two kinds.
+local function either(a, b)
+  return function(w, rng) return rng(2) == 0 and w[a] or w[b] end
+end
+
+local function of(name) return function(w) return w[name] end end
+
+--- How the receiver of a class is found in a world.
 local MAKERS = {
   ["tensor/tensor tensor"] = function(w) return w.any_tensor() end,
   ["tensor/shape tensor"] = function(w) return w.any_tensor() end,
@@ -84,14 +187,30 @@ local MAKERS = {
   ["policy/summary Summary"] = function(w) return w.summary end,
   ["policy/hash Hashes"] = function(w) return w.hashes end,
   ["policy/tally Tally"] = function(w) return w.tally end,
-  ["index/index_cache IndexCache"] = function(w) return w.index_cache end,
+  ["tensor/safetensors File"] = of "file", ["memory/prefetch Ticket"] = of "ticket",
+  ["policy/summary Keys"] = of "keys", ["policy/hash Cache"] = of "hash_cache",
+  ["policy/sampling Sampling"] = of "sampling", ["observe/probe Probe"] = of "probe",
+  ["observe/record Record"] = of "record", ["observe/capture Capture"] = of "capture",
+  ["observe/capture Replay"] = of "replay",
+  ["index/index_cache IndexCache"] = of "index_cache",
+  ["index/indexer Indexer"] = of "indexer",
+  ["index/prefix_chunks PrefixChunks"] = of "chunks",
+  ["index/landmarks Landmarks"] = of "landmarks",
+  ["index/compressed Compressed"] = of "compressed",
+  ["serve/serve Server"] = either("server", "modelled"),
+  ["serve/request Request"] = function(w, rng)
+    local server = either("server", "modelled")(w, rng)
+    return server == w.server and w.request or w.modelled_request
+  end,
+  ["models/engine Engine"] = of "engine", ["models/llama Model"] = of "llama",
+  ["models/small_lm LM"] = of "lm", ["models/recall/exam Exam"] = of "exam",
   ["serve/cost_model CostModel"] = function() return kv.cost_model { head_dim = 64 } end,
-  ["experiment/synthetic Synthetic"] = function(w) return w.synthetic end,
+  ["experiment/synthetic Synthetic"] = of "synthetic",
 }
 
 --- A world: objects that are in use, among which the calls find receivers and arguments.
 local function new_world(rng)
-  local dev, w = kv.device "cpu", {}
+  local dev, w = kv.device "cpu", setmetatable({}, LATE_OBJECTS)
   local dtypes = { "f32", "f32", "f32", "f16", "bf16", "i32", "i32", "i64", "u8", "u64",
                    "f8e4m3" }
   function w.any_tensor()
@@ -150,6 +269,7 @@ local function any_value(w, rng)
       return closed
     end,
     function()
+      if rng(4) == 0 then return w[LATE_NAMES[1 + rng(#LATE_NAMES)]] end
       local names = sorted.keys(w)
       return w[names[1 + rng(#names)]]
     end,
@@ -171,6 +291,35 @@ local BY_NAME = {
   fn = function() return function(...) return ... end end,
   scores = function(w) return w.ctx:new_scores() end,
   tokens = function(_, rng) return rng(2) == 0 and { 1, 2, 3 } or rng(5) end,
+  ev = of "event_of_step", engine = of "engine", model = either("model", "llama"),
+  server = either("server", "modelled"), r = either("request", "modelled_request"),
+  parent = either("request", "modelled_request"), logits = of "logits",
+  device = function() return "cpu" end, policy = function() return kv.policy "quest" end,
+  folder = function(_, rng) return rng(2) == 0 and CAPTURE or root .. "/spec/data/hf" end,
+  config = function(_, rng)
+    return rng(2) == 0 and LLAMA or { link_gbps = 10, link_us = 5, slowdown = 2 }
+  end,
+  rows = function(_, rng)
+    return rng(2) == 0 and { { config = { x = 1 }, metrics = { y = 2 } } }
+      or kv.trace.generate { requests = 2, input_tokens = 9 }
+  end,
+  spans = function()
+    return { { kind = "load", begin_us = 0, end_us = 4, layer = 0 } }
+  end,
+  cost = function() return kv.cost_model(kv.cost_model.llama_8b_h100(512)) end,
+  key = function(_, rng) return rng(2) == 0 and "a" or rng(3) end,
+  block = function(_, rng) return rng(8) end, count = function(_, rng) return rng(5) end,
+  first = function(_, rng) return rng(3) end, steps = function(_, rng) return rng(3) end,
+  query = function(w) return w.ctx.query end, out = function() return nil end,
+  selection = function(w) return (w.ctx:everything()) end,
+  values = function(_, rng)
+    return rng(2) == 0 and { 1, 2 } or kv.ones("cpu", "f32", { 2, 3 })
+  end,
+  q = function() return kv.zeros("cpu", "f32", { 23, 4, 64 }) end,
+  k = function() return kv.zeros("cpu", "f32", { 23, 2, 64 }) end,
+  v = function() return kv.zeros("cpu", "f32", { 23, 2, 64 }) end,
+  memory = function(w) return w.cache:layer(0) end,
+  path = function(_, rng) return rng(2) == 0 and "out.jsonl" or "nowhere/x" end,
 }
 
 --- Options of a function that are right but for one value, at times.
@@ -223,15 +372,16 @@ local function show(value)
   return type(value) == "string" and ("%q"):format(value) or tostring(value)
 end
 
---- Makes the calls of one round. `tell` hears of every call before it is made.
-local function run_round(round, seed, targets, tell, failed)
+--- Makes the calls of one round. `tell` hears of every call before it is made, `raised`
+-- of every error: the function, and why the error does not name what is wrong, or nil.
+local function run_round(round, seed, targets, tell, raised)
   local rng = support.rng(seed * 1000003 + round)
   local w = new_world(rng)
   for i = 1, CALLS_OF_ROUND do
     local target = targets[1 + rng(#targets)]
     -- The world may be in pieces: what was closed cannot make a receiver.
     local ok, receiver = true, nil
-    if target.class then ok, receiver = pcall(MAKERS[target.class], w) end
+    if target.class then ok, receiver = pcall(MAKERS[target.class], w, rng) end
     local made, arguments, n = pcall(arguments_for, target, w, rng)
     if ok and made and (receiver ~= nil or not target.class) then
       tell(i, target, arguments, n)
@@ -240,11 +390,12 @@ local function run_round(round, seed, targets, tell, failed)
       if fn then good, why = pcall(fn, unpack(arguments, 1, n))
       else
         good, why = pcall(function()
-          return receiver[target.method](receiver, unpack(arguments, 1, n))
+          local method, self = receiver[target.method], receiver
+          if rng(32) == 0 then self = any_value(w, rng) end -- called with `.`
+          return method(self, unpack(arguments, 1, n))
         end)
       end
-      why = not good and unnamed(why)
-      if why then failed(target.name, why) end
+      if not good then raised(target.name, unnamed(why)) end
     end
   end
   pcall(function() kv.device("cpu"):sync() end)
@@ -271,7 +422,10 @@ function M.child(first, last, seed, path)
   for round = first, last do
     note("round ", round)
     run_round(round, seed, targets, function(_, target) note("call ", target.name) end,
-      function(name, why) note("unnamed ", name, "\t", (why:gsub("%s+", " "))) end)
+      function(name, why)
+        if why then note("unnamed ", name, "\t", (why:gsub("%s+", " ")))
+        else note "named" end
+      end)
     collectgarbage()
   end
   note "end"
@@ -287,6 +441,7 @@ local function read_notes(path, result)
     if kind == "round" then round = tonumber(rest)
     elseif kind == "call" then
       name, result.calls = rest, result.calls + 1
+    elseif kind == "named" then result.named = result.named + 1
     elseif kind == "unnamed" then
       result.unnamed = result.unnamed + 1
       result.functions[#result.functions + 1] = rest
@@ -301,7 +456,7 @@ end
 ---@param calls integer
 ---@param seed integer
 function M.campaign(calls, seed)
-  local result = { calls = 0, unnamed = 0, crashes = 0, hangs = 0, places = {},
+  local result = { calls = 0, named = 0, unnamed = 0, crashes = 0, hangs = 0, places = {},
                    ends = {}, functions = {} }
   local folder, path = os.tmpname(), os.tmpname()
   os.remove(folder)
@@ -336,9 +491,9 @@ end
 
 --- The counts in words, and every failure.
 function M.text(result)
-  local lines = { ("%d calls: %d crashes, %d hangs, %d errors without a name (%d places)")
-    :format(result.calls, result.crashes, result.hangs, result.unnamed,
-      #sorted.keys(result.places)) }
+  local lines = { ("%d calls: %d errors that name what is wrong, %d that do not (%d "
+    .. "places), %d crashes, %d hangs"):format(result.calls, result.named, result.unnamed,
+      #sorted.keys(result.places), result.crashes, result.hangs) }
   for _, line in ipairs(result.ends) do lines[#lines + 1] = line end
   for _, place in ipairs(sorted.keys(result.places)) do
     lines[#lines + 1] = ("%6d  %s"):format(result.places[place], place)
@@ -355,7 +510,9 @@ elseif set.round then
     for k = 1, n do words[k] = show(arguments[k]) end
     print(("%3d %s(%s)"):format(i, target.name, table.concat(words, ", ")))
     io.stdout:flush()
-  end, function(name, why) print("    FAILED " .. name .. ": " .. why) end)
+  end, function(name, why)
+    if why then print("    FAILED " .. name .. ": " .. why) end
+  end)
 elseif set.calls then
   local result = M.campaign(set.calls, seed)
   print(M.text(result))

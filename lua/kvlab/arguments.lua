@@ -30,9 +30,9 @@ local function parameters(fn)
   return names, info.isvararg
 end
 
-local function refuse(what, name, value, kind)
+local function refuse(what, name, value, known)
   options.fail(("%s: %s is %s, expected %s"):format(what, name, options.shown(value),
-    kind[1]))
+    known[name][1]))
 end
 
 --- The text of a function that checks and then calls fn. The call is a tail call, so it
@@ -43,9 +43,9 @@ local function text_of(names, is_vararg, known, has_class)
   for i, name in ipairs(names) do
     list[i], tests[i + 1] = "p" .. i, "is_" .. i
     if known[name] then
-      local is_class = has_class and name == "self" and "getmetatable(p1) ~= class and " or ""
-      checks[#checks + 1] = ("if %snot is_%d(p%d) then refuse(what, %q, p%d, known.%s) end")
-        :format(is_class, i, i, name, i, name)
+      local is_self = has_class and name == "self"
+      checks[#checks + 1] = ("if %snot is_%d(p%d) then refuse(what, %q, p%d, known) end")
+        :format(is_self and "getmetatable(p1) ~= class and " or "", i, i, name, i)
     end
   end
   if is_vararg then list[#list + 1] = "..." end
@@ -69,9 +69,10 @@ function M.of(what, fn, known, class)
   for name in pairs(known) do
     if not has[name] then error(("%s has no parameter %s"):format(what, name), 2) end
   end
-  local make = assert(loadstring(text_of(names, is_vararg, known, class ~= nil),
-    SOURCE))
-  local checked = make(fn, what, known, class, getmetatable, refuse, unpack(tests, 1, #tests))
+  local text = text_of(names, is_vararg, known, class ~= nil)
+  local make = assert(loadstring(text, SOURCE))
+  local checked = make(fn, what, known, class, getmetatable, refuse,
+    unpack(tests, 1, #tests))
   own[checked] = fn
   return checked
 end
@@ -117,6 +118,18 @@ function M.methods(class, words, all)
       known.self = parameters(fn)[1] == "self" and self or nil
       if next(known) then class[name] = M.of(name, fn, known, class) end
     end
+  end
+end
+
+--- Replaces the methods of a C type by ones that check what they are called on.
+---@param methods table<string, function>
+---@param words string  "a tensor"
+---@param is fun(x: any): boolean
+function M.receivers(methods, words, is)
+  local kind = { words .. "; call it as object:method(...)", is }
+  for name, fn in pairs(methods) do
+    local first = parameters(fn)[1]
+    methods[name] = M.of(name, fn, { [first] = kind })
   end
 end
 

@@ -27,6 +27,7 @@
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
 --   kv.C kv.check                  the C library itself
+local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -83,6 +84,9 @@ M.replay = require "kvlab.serve.replay"
 M.plot = require "kvlab.report.plot"
 M.table = require "kvlab.report.table"
 M.timeline = require "kvlab.report.timeline"
+
+arguments.receivers(tensor.methods, "a tensor", tensor.is_tensor)
+arguments.receivers(device.methods, "a device", device.is_device)
 
 M.experiment = require "kvlab.experiment.experiment"
 M.statistics = require "kvlab.experiment.statistics"

@@ -5,8 +5,10 @@
 --   local layers = checkpoint.count(path, fields, "num_hidden_layers")
 --   local read = checkpoint.weights(folder)
 --   local norm = read("model.norm.weight", device, "bf16", { 256 })
+local arguments = require "kvlab.arguments"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 local seeds = require "kvlab.seeds"
 local sources = require "kvlab.sources"
 
@@ -124,6 +126,10 @@ end
 ---@param columns? integer    left out for biases
 ---@return { all: kvlab.Tensor, parts: kvlab.Tensor[] }
 function M.stack(get, names, rows, columns)
+  if #rows ~= #names then
+    options.fail(("checkpoint.stack: rows has %d numbers, expected %d, one for each name")
+      :format(#rows, #names))
+  end
   local loaded, parts, total = {}, {}, 0
   for i, name in ipairs(names) do
     loaded[i] = get(name, { rows[i], columns })
@@ -138,5 +144,14 @@ function M.stack(get, names, rows, columns)
   end
   return { all = all, parts = parts }
 end
+
+local FIELD = { fields = options.table, name = options.string }
+arguments.functions(M, "checkpoint", {
+  count = FIELD, positive = FIELD, config = { folder = options.string },
+  weights = { folder = options.string }, random_weights = { seed = options.integer },
+  stack = { get = options.callable, names = options.list_of(options.string, 1),
+            rows = options.list_of(options.count),
+            columns = options.optional(options.count) },
+})
 
 return M

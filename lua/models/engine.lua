@@ -37,7 +37,9 @@
 --
 -- embed, forward_layer, states and logits run at every step and may be recorded in a
 -- graph: they allocate nothing and never wait for the device.
+local arguments = require "kvlab.arguments"
 local kv = require "kvlab"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
@@ -357,5 +359,16 @@ function Engine:generate(seq, logits, n, ids)
   end
   return ids
 end
+
+M.new = arguments.of("engine", M.new, { model = options.table })
+local SEQ, EACH = objects.sequence, options.optional(options.callable)
+arguments.methods(Engine, "an engine", {
+  use_policy = { policy = objects.policy, seqs = options.optional(objects.sequences) },
+  finish = { seq = SEQ }, prefill = { seq = SEQ, each = EACH },
+  prefill_all = { seq = SEQ }, decode = { seqs = objects.sequences },
+  prefill_batch = { seqs = objects.sequences, counts = options.table,
+                    ends_prompts = options.optional(options.table) },
+  generate = { seq = SEQ, logits = { "a tensor", kv.is_tensor }, n = options.whole },
+})
 
 return M

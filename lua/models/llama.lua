@@ -6,11 +6,13 @@
 --   local engine = model:engine { policy = kv.policy "quest", blocks = 2048 }
 --   local seq = engine:sequence()
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
+local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
 local engine = require "models.engine"
 local json = require "kvlab.json"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 
 local refuse, stack = checkpoint.refuse, checkpoint.stack
@@ -273,7 +275,8 @@ function Model:embed(tokens, s) self.embedding:gather_rows(tokens, s.x) end
 
 --- One layer. s.delta holds what the layer before left to add to the residual s.x.
 function Model:forward_layer(i, s, attention)
-  local w, eps = self.layers[i], self.config.eps
+  local w = options.entry("forward_layer", "i", self.layers, i)
+  local eps = self.config.eps
   kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, eps, s.h, i > 0 and s.x or nil)
   project_all(s.h, w.qkv, w.qkv_bias, s.qkv)
   if w.q_norm then
@@ -294,5 +297,18 @@ function Model:states(s)
 end
 
 function Model:logits(states, out) states:matmul_t(self.head, out) end
+
+arguments.functions(M, "llama", { load = { folder = options.string },
+                                  random = { config = options.table } })
+local BUFFERS = options.like("buffers of a step", "x", "h", "delta", "attended", "qkv",
+  "gate_up")
+local VIEWS = options.like("views of a step", "x", "h", "delta", "attended_rows", "qkv",
+  "gate_up")
+arguments.methods(Model, "a model", {
+  views = { buffers = BUFFERS, n = options.count },
+  embed = { tokens = kinds.tensor, s = VIEWS },
+  forward_layer = { i = options.whole, s = VIEWS, attention = objects.attention },
+  states = { s = VIEWS }, logits = { states = kinds.tensor, out = kinds.tensor },
+})
 
 return M

@@ -4,6 +4,7 @@
 -- Source  SimpleLM of "Dive into Paged Attention" (jamesnulliu, 2024). There prefill and
 --         decode have separate weights, so decoding does not continue what was prefilled.
 --         Here they share the weights, and the two together equal one pass
+local arguments = require "kvlab.arguments"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local options = require "kvlab.options"
@@ -97,5 +98,9 @@ function LM:cached()
   end
   return gather(rows[1]), gather(rows[2])
 end
+
+arguments.methods(LM, "a language model", {
+  forward = { tokens = options.list_of(options.whole, 1) },
+})
 
 return M

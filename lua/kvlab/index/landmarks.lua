@@ -350,7 +350,7 @@ M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.shape })
 arguments.methods(Landmarks, "landmarks", {
   update = { ev = objects.event }, score = { ctx = objects.layer_context },
   queries = { ctx = objects.layer_context, query = is_a.tensor },
-  select = { ctx = objects.layer_context },
+  select = { ctx = objects.layer_context, want = options.table },
 })
 
 return M

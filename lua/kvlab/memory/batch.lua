@@ -1,6 +1,7 @@
 --- A batch holds what the kernels need to know about the sequences of one step. It is
 -- packed in pinned memory and sent with one asynchronous copy. ARRAYS states the layout
 -- once: offsets, views and the size of the buffers all follow from it.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -352,5 +353,7 @@ function Batch:append(seqs, counts, tokens)
   self.cache:transaction(append, self, seqs, counts, total, tokens)
   return self
 end
+
+arguments.methods(Batch, "a batch", {})
 
 return M

@@ -1,5 +1,6 @@
 --- A cache is the paged KV memory of all layers: its format, the memory tier that it lies
 -- in, and the pool that counts its blocks.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local batch = require "kvlab.memory.batch"
 local closed = require "kvlab.closed"
@@ -129,9 +130,10 @@ function Cache:bytes_token() return self.format:bytes_token() end
 function M.pool(blocks, block_size)
   local out = ffi.new "kvl_pool *[1]"
   check(C.kvl_pool_open(blocks, block_size, 0, out))
+  local own = arguments.own -- it is no cache, which Cache's checks ask for
   return { pool = ffi.gc(out[0], C.kvl_pool_close), blocks = blocks,
-           block_size = block_size, sequence = Cache.sequence,
-           blocks_free = Cache.blocks_free }
+           block_size = block_size, sequence = own(Cache.sequence),
+           blocks_free = own(Cache.blocks_free) }
 end
 
 --- Frees the memory and the blocks. Sequences of the cache raise from now on.
@@ -143,5 +145,7 @@ function Cache:close()
   C.kvl_pool_close(ffi.gc(self.pool, nil))
   closed(self, "cache")
 end
+
+arguments.methods(Cache, "a cache", {})
 
 return M

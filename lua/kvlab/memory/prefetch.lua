@@ -14,6 +14,7 @@
 -- arrived, and result.arrived says which of the others have. Source: UCM's GSA
 -- (PrefetchEngine). Its submit_prefetch is prefetcher:submit, its wait_for_completion is
 -- ticket:wait, and its get_prefetched_kv is the cache's own blocks.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
@@ -256,5 +257,8 @@ function Prefetch:close()
   C.kvl_prefetch_close(ffi.gc(self.handle, nil))
   self.handle = nil
 end
+
+arguments.methods(Ticket, "a ticket", {})
+arguments.methods(Prefetch, "a prefetcher", {})
 
 return M

@@ -1,6 +1,7 @@
 --- A sequence holds the tokens of a request as blocks of a cache. It knows block numbers,
 -- not memory. Blocks are counted, shared by forks, and copied when a fork writes to a
 -- shared one.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -105,5 +106,7 @@ function Sequence:close()
   C.kvl_sequence_close(ffi.gc(self.handle, nil))
   self.handle = nil
 end
+
+arguments.methods(Sequence, "a sequence", {})
 
 return M

@@ -5,6 +5,7 @@
 --     model = kv.store.model("llama-3-8b", cache) })
 --   local keys, n = store:keys(tokens)
 --   for b = 0, store:find(keys, n, cache.layers) - 1 do ... store:get_block(...) end
+local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -227,5 +228,7 @@ function Store:close()
   self.handle = nil
   for _, staging in pairs(self.staging) do staging:free() end
 end
+
+arguments.methods(Store, "a store", {})
 
 return constructor(M, open)

@@ -6,8 +6,10 @@
 --   local sitting = exam.open { context = 4096, prompts = 8, needles = 32,
 --                               block_size = 16, seed = 1 }
 --   local result = sitting:ask(kv.policy("quest", { ratio = 0.05 }))
+local arguments = require "kvlab.arguments"
 local kv = require "kvlab"
 local llama = require "models.llama"
+local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
 local seeds = require "kvlab.seeds"
@@ -249,5 +251,10 @@ end
 
 --- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end
+
+local WATCHES = options.optional(options.callable)
+arguments.methods(Exam, "an exam", {
+  ask = { policy = objects.policy, probe = WATCHES, each = WATCHES },
+})
 
 return M
