@@ -36,11 +36,19 @@ local MODULES = { engine = "models.engine", llama = "models.llama",
                   checkpoint = "models.checkpoint", small_lm = "models.small_lm",
                   exam = "models.recall.exam" }
 
+-- What a device opens has methods too; the page lists them with their classes only.
+local OPENED = { "stream:sync()", "stream:wait(event)", "stream:close()", "event:sync()",
+  "event:record(stream)", "event:done()", "event:elapsed_us(event)", "event:close()",
+  "graph:replay()", "graph:close()" }
+
 --- The functions of the page: { name, class, method, parameters }. A method's class has
 -- the file in front, because some names occur twice: "kvlab/memory/cache Cache".
 local function functions()
-  local list, section = {}, nil
-  for line in io.lines(root .. "/docs/api_lua.md") do
+  local list, section, page = {}, nil, {}
+  for line in io.lines(root .. "/docs/api_lua.md") do page[#page + 1] = line end
+  page[#page + 1] = "### opened.lua"
+  for _, line in ipairs(OPENED) do page[#page + 1] = line end
+  for _, line in ipairs(page) do
     section = line:match "^### ([%w_/]+)%.lua" or section
     local name, parameters = line:match "^([%a][%w_.:]*)(%b())$"
     if name and section and not LEFT_OUT[name] then
@@ -78,6 +86,7 @@ local LLAMA = { model_type = "llama", hidden_act = "silu", hidden_size = 32,
 
 --- Objects that are made when they are first asked for, from the world that has them.
 local LATE = {
+  graph = function() return kv.graph(function() kv.zeros("cpu", "f32", { 2 }) end) end,
   file = function() return kv.safetensors(CAPTURE .. "/layer_000.safetensors") end,
   ticket = function(w)
     return w.prefetch:submit { request = 1, cache = w.cache,
@@ -174,7 +183,8 @@ local MAKERS = {
   ["tensor/shape tensor"] = function(w) return w.any_tensor() end,
   ["tensor/arithmetic tensor"] = function(w) return w.any_tensor() end,
   ["tensor/device device"] = function() return kv.device "cpu" end,
-  ["memory/cache Cache"] = function(w) return w.cache end,
+  ["opened stream"] = of "stream", ["opened event"] = of "event",
+  ["opened graph"] = of "graph", ["memory/cache Cache"] = function(w) return w.cache end,
   ["memory/sequence Sequence"] = function(w) return w.seq end,
   ["memory/batch Batch"] = function(w) return w.batch end,
   ["memory/formats Pages"] = function(w) return w.cache.format end,
@@ -332,6 +342,26 @@ local function options_for(name, w, rng)
   return good
 end
 
+--- Another table with one wrong entry, at times in a table inside. An object stays as it
+-- is.
+local function spoilt(value, w, rng)
+  if type(value) ~= "table" or getmetatable(value) then return value end
+  local copy, names = {}, {}
+  for key, entry in pairs(value) do
+    copy[key] = entry
+    names[#names + 1] = key
+  end
+  if #names == 0 then return copy end
+  table.sort(names, function(a, b) return tostring(a) < tostring(b) end)
+  local name = names[1 + rng(#names)]
+  if type(copy[name]) == "table" and rng(2) == 0 then
+    copy[name] = spoilt(copy[name], w, rng)
+  else
+    copy[name] = any_value(w, rng)
+  end
+  return copy
+end
+
 local OPTIONS = { o = true, a = true, opts = true, given = true, limits = true }
 
 local function arguments_for(target, w, rng)
@@ -343,6 +373,7 @@ local function arguments_for(target, w, rng)
       list[i] = options_for(target.name, w, rng)
     elseif by_name then list[i] = by_name(w, rng)
     else list[i] = any_value(w, rng) end
+    if by_name and rng(4) == 0 then list[i] = spoilt(list[i], w, rng) end
   end
   if rng(8) == 0 then n = math.max(0, n - 1) end
   return list, n

@@ -125,12 +125,14 @@ end
 ---@param methods table<string, function>
 ---@param words string  "a tensor"
 ---@param is fun(x: any): boolean
+---@return table methods
 function M.receivers(methods, words, is)
   local kind = { words .. "; call it as object:method(...)", is }
   for name, fn in pairs(methods) do
     local first = parameters(fn)[1]
     methods[name] = M.of(name, fn, { [first] = kind })
   end
+  return methods
 end
 
 return M

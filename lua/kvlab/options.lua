@@ -70,10 +70,12 @@ end
 function M.list_of(kind, least)
   return { ("a list, each %s"):format(kind[1]), function(x)
     if type(x) ~= "table" or #x < (least or 0) then return false end
+    local count = 0
     for key, value in pairs(x) do
       if type(key) ~= "number" or not kind[2](value) then return false end
+      count = count + 1
     end
-    return true
+    return count == #x -- no holes
   end }
 end
 

@@ -8,6 +8,7 @@ local sequence = require "kvlab.memory.sequence"
 local M = {}
 
 local is_sequence, is_tensor = sequence.is_sequence, kinds.tensor[2]
+local is_device = kinds.device[2]
 
 --- What policies and tallies keep their state on.
 M.sequence = { "a sequence", function(x)
@@ -52,14 +53,15 @@ end }
 
 --- What policy.init gets.
 M.shape = { "a shape as policy.init gets it", function(x)
-  return type(x) == "table" and x.device ~= nil and x.layers ~= nil and x.blocks ~= nil
-    and x.block_size ~= nil and x.kv_heads ~= nil and x.head_dim ~= nil
+  return type(x) == "table" and is_device(x.device) and type(x.layers) == "number"
+    and type(x.blocks) == "number" and type(x.block_size) == "number"
+    and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
 end }
 
 --- The same for what is kept for each sequence.
 M.sequence_shape = { M.shape[1], function(x)
-  return type(x) == "table" and x.device ~= nil and x.layers ~= nil
-    and x.kv_heads ~= nil and x.max_blocks ~= nil
+  return type(x) == "table" and is_device(x.device) and type(x.layers) == "number"
+    and type(x.kv_heads) == "number" and type(x.max_blocks) == "number"
 end }
 
 --- What a policy's offload hooks get.

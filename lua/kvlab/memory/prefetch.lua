@@ -16,6 +16,7 @@
 -- ticket:wait, and its get_prefetched_kv is the cache's own blocks.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
+local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -103,6 +104,7 @@ end
 -- copies. Returns false if some block of the layer will not come.
 function Ticket:wait_layer(layer, stream)
   whole("wait_layer", "layer", layer)
+  if stream ~= nil then device.stream_argument("wait_layer", stream) end
   return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
 end
 
@@ -144,7 +146,7 @@ function M.prefetch(o)
   options_c.workers = option "prefetch_workers"
   options_c.max_pending = option "max_pending_prefetch"
   options_c.bytes_staging = option "bytes_staging"
-  local dev = require("kvlab.tensor.device").device(o.device)
+  local dev = device.device(o.device)
   check(C.kvl_prefetch_open(dev, o.store.handle, options_c, out_handle))
   return setmetatable({ device = dev, store = o.store, buffer = block_array(64),
     room = 64, handle = ffi.gc(out_handle[0], C.kvl_prefetch_close) }, Prefetch)

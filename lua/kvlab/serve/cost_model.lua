@@ -93,6 +93,10 @@ function M.calibrate(engine, o)
   options.check("cost_model.calibrate", o, CALIBRATE)
   local cache, n = engine.cache, engine.chunk
   local size, context = cache.block_size, o.context or 2048
+  if context > size * cache.blocks then
+    error(("cost_model.calibrate: context is %d, expected at most the %d tokens of the "
+      .. "engine's cache"):format(context, size * cache.blocks), 2)
+  end
   local tokens = {}
   for i = 1, context do tokens[i] = i % engine.model.config.vocab end
   local chunk = { unpack(tokens, 1, math.min(n, 512)) }

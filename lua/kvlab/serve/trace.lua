@@ -143,7 +143,9 @@ function M.submit(server, rows, o)
   local given = { hash_block = M.BLOCK }
   for _, row in ipairs(rows) do
     given.arrival_us = row.timestamp * 1000 / (o.rate or 1)
-    given.deadline_us = o.deadline_us and given.arrival_us + o.deadline_us(row) or nil
+    local late_us = o.deadline_us and options.argument("trace.submit",
+      "what deadline_us returns", o.deadline_us(row), options.number)
+    given.deadline_us = late_us and given.arrival_us + late_us or nil
     given.input_length, given.max_tokens = row.input_length, row.output_length
     given.hash_ids = row.hash_ids
     local request, why = server:submit(given)

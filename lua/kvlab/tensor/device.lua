@@ -3,6 +3,7 @@
 -- `kv.device "cpu"` is a handle that lives as long as the program; asking again gives the
 -- same one. Work goes to the device's current stream; `dev:with_stream(stream, fn)`
 -- changes it for the time of a call.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local command_line = require "kvlab.command_line"
@@ -206,7 +207,7 @@ ffi.metatype("kvl_device", {
 })
 
 ffi.metatype("kvl_stream", {
-  __index = {
+  __index = arguments.receivers({
     --- Waits for everything launched on this stream.
     sync = function(self) check(C.kvl_stream_sync(alive(self, "stream"))) end,
     --- Makes later work on this stream wait for `event`. The host does not wait.
@@ -218,11 +219,11 @@ ffi.metatype("kvl_stream", {
     close = function(self)
       if streams[address(self)] == self then close(self, C.kvl_stream_close) end
     end,
-  },
+  }, STREAM[1], STREAM[2]),
 })
 
 ffi.metatype("kvl_event", {
-  __index = {
+  __index = arguments.receivers({
     --- Marks the end of the work that is on `stream` now.
     record = function(self, stream)
       stream_argument("record", stream)
@@ -237,7 +238,7 @@ ffi.metatype("kvl_event", {
       return out_us[0]
     end,
     close = function(self) close(self, C.kvl_event_close) end,
-  },
+  }, EVENT[1], EVENT[2]),
 })
 
 return M

@@ -3,6 +3,7 @@
 -- and no gaps between launches. Ops read lengths, tables and selections from the device,
 -- so a step that was recorded once serves later lengths. fn must not read from the
 -- device or write to it. Run fn once before you record it, so that its buffers exist.
+local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local device = require "kvlab.tensor.device"
 local library = require "kvlab.library"
@@ -14,12 +15,14 @@ local M = {}
 
 local out_graph = ffi.new "kvl_graph *[1]"
 
+local graph_t = ffi.typeof "kvl_graph *"
+
 ffi.metatype("kvl_graph", {
-  __index = {
+  __index = arguments.receivers({
     --- Runs the graph on the stream that it was recorded on.
     replay = function(self) check(C.kvl_graph_replay(device.alive(self, "graph"))) end,
     close = function(self) device.close(self, C.kvl_graph_close) end,
-  },
+  }, "a graph", function(x) return type(x) == "cdata" and ffi.istype(graph_t, x) end),
 })
 
 --- Records the work that fn() launches on `dev` (the default device). fn may not yield.

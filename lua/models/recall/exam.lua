@@ -215,6 +215,8 @@ local function use_policy(self, policy)
   read_contexts(self)
 end
 
+local OBSERVER = options.optional(options.like("an observer", "observe"))
+
 --- Asks every question with `policy` selecting.
 ---@param policy table
 ---@param probe? fun(attention: kvlab.Attention): table  makes what observes the answers,
@@ -227,6 +229,7 @@ function Exam:ask(policy, probe, each)
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
   local observer = probe and probe(engine.attention)
+  options.argument("ask", "what probe returns", observer, OBSERVER)
   local kind = self.question
   for i, prompt in ipairs(self.prompts) do
     local seq, queries = self.seqs[i], prompt.queries
