@@ -385,7 +385,9 @@ end
 local UNNAMED = { "attempt to ", "bad argument #", "cannot convert", "table index is",
   "stack overflow", "not enough memory", "assertion failed", "'for' initial",
   "'for' limit", "'for' step", "wrong number of arguments", "has no member named",
-  "invalid value", "table overflow", "string length overflow", "number expected" }
+  "invalid value", "table overflow", "string length overflow", "number expected",
+  "expected, got ", "invalid option '", "invalid conversion", "unknown or too large",
+  "interval is empty", "cannot yield", "cannot resume", "loop in " }
 
 --- Why an error is no answer for users; nil where it is one.
 local function unnamed(why)

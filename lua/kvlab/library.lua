@@ -3,6 +3,7 @@
 -- code in lua/kvlab/ gets C, check and the paths from here.
 local bit = require "bit"
 local ffi = require "ffi"
+local options = require "kvlab.options"
 
 local M = {}
 
@@ -75,10 +76,11 @@ end
 
 --- Raise the library's own words when `status` is negative; otherwise return it.
 ---@param status integer
----@param level? integer  which caller to blame; 2 (the caller's caller) unless given
+---@param level? integer  which caller to blame: 2 (the caller's caller) unless given, or
+--                        the first one further out that is not part of kvlab
 function M.check(status, level)
   if status >= 0 then return status end
-  error(ffi.string(C.kvl_last_error()), (level or 2) + 1)
+  options.fail(ffi.string(C.kvl_last_error()), (level or 2) + 2)
 end
 
 --- dtype name -> number and number -> name. ORDER kvl_dtype
@@ -91,8 +93,8 @@ end
 --- The number of a dtype name, or an error that lists them.
 function M.dtype(name, level)
   return M.dtypes[name]
-    or error(("dtype is %s, expected one of f32 f16 bf16 f8e4m3 i32 i64 u8 u64"):format(
-      tostring(name)), (level or 2) + 1)
+    or options.fail(("dtype is %s, expected one of f32 f16 bf16 f8e4m3 i32 i64 u8 u64")
+      :format(type(name) == "string" and name or options.shown(name)), (level or 2) + 2)
 end
 
 return M

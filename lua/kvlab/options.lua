@@ -131,8 +131,10 @@ local function outer(level) return level == 0 and 0 or (level or 2) + 1 end
 local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)options%.lua$"
 
 --- Raises `message`, and blames the innermost line that lies outside of lua/kvlab.
-function M.fail(message)
-  local level = 2
+---@param level? integer  where to begin to look for it: 2 is the function that calls fail
+function M.fail(message, level)
+  level = level or 2
+  local first = level
   repeat
     local where = debug.getinfo(level, "S")
     if where and where.what ~= "C" and where.source:sub(1, #HOUSE) ~= HOUSE then
@@ -140,7 +142,7 @@ function M.fail(message)
     end
     level = level + 1
   until not where
-  error(message, 2)
+  error(message, first)
 end
 
 --- Checks one argument of a function.

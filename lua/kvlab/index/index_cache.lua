@@ -61,8 +61,7 @@ end
 
 --- A layer's memory as the ops take it: u8 [blocks, block_size * (dim + 4)].
 function IndexCache:layer(layer)
-  return self.each[layer] or error(("index_cache: layer is %s, expected 0 ... %d"):format(
-    tostring(layer), self.layers - 1), 2)
+  return options.entry("index_cache", "layer", self.each, layer)
 end
 
 --- Bytes of a token in one layer.

@@ -194,7 +194,7 @@ local function take_sequence(self, i, seq, count)
     fail(("append: count %d is %s, expected a whole number >= 0"):format(i,
       options.shown(count)))
   end
-  return sequence.handle(seq, 4), count
+  return sequence.handle(seq), count
 end
 
 --- Checks the arguments and fills handles and counts. Returns the sum of counts.

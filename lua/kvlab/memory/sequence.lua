@@ -36,10 +36,8 @@ function M.is_sequence(value)
   return type(value) == "table" and getmetatable(value) == Sequence
 end
 
---- The C handle of a sequence; raises, blaming `level`, when the sequence is closed.
-function M.handle(seq, level)
-  return seq.handle or error("the sequence is closed", (level or 2) + 1)
-end
+--- The C handle of a sequence; raises when the sequence is closed.
+function M.handle(seq) return seq.handle or options.fail "the sequence is closed" end
 
 local handle_of = M.handle
 

@@ -44,6 +44,7 @@ local function watch_scores(self, ctx)
   local select = ctx.select
   self.had_select = rawget(ctx, "select")
   ctx.select = function(context, scores, budget)
+    options.argument("select", "self", context, objects.context)
     if not context.is_prefill and self.seq <= context.seqs then
       self.scored = copy_rows(scores, self.seq, "float")
     end

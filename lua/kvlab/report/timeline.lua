@@ -39,7 +39,7 @@ local function check(spans, caller)
     if not (type(from) == "number" and type(to) == "number" and to - from >= 0
       and to - from < math.huge) then
       error(("timeline.%s: span %d lasts from %s to %s"):format(caller, i,
-        tostring(from), tostring(to)), 3)
+        options.shown(from), options.shown(to)), 3)
     end
     for _, name in ipairs { "slot", "layer" } do
       if span[name] ~= nil and not options.integer[2](span[name]) then

@@ -61,7 +61,8 @@ end
 
 --- Writes rows in the form that read() takes.
 function M.write(path, rows)
-  local file = assert(io.open(path, "w"))
+  local file, why = io.open(path, "w")
+  if not file then options.fail("trace.write: " .. why) end
   local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
   for _, row in ipairs(rows) do file:write(json.encode(row, order), "\n") end
   file:close()

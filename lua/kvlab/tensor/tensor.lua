@@ -66,14 +66,17 @@ local NUMBER, WHOLE = options.optional(options.number), options.optional(options
 
 local function fill_shape(shape, level)
   if type(shape) ~= "table" then
-    error(("shape is a %s, expected a table of sizes"):format(type(shape)), level + 1)
+    options.fail(("shape is %s, expected a table of sizes"):format(options.shown(shape)),
+      level + 2)
   end
-  if #shape > 6 then error(("%d dims, expected 0 ... 6"):format(#shape), level + 1) end
+  if #shape > 6 then
+    options.fail(("shape has %d dims, expected 0 ... 6"):format(#shape), level + 2)
+  end
   for i = 1, #shape do
     local size = tonumber(shape[i])
     if not size or size ~= math.floor(size) then
-      error(("size of dim %d is %s, expected a whole number"):format(i - 1,
-        tostring(shape[i])), level + 1)
+      options.fail(("size of dim %d is %s, expected a whole number"):format(i - 1,
+        options.shown(shape[i])), level + 2)
     end
     shape_buffer[i - 1] = size
   end
@@ -329,7 +332,7 @@ function methods.size(t, i)
   argument("size", "i", i, ROW)
   local at = i < 0 and i + t.ndim or i
   if at < 0 or at >= t.ndim then
-    error(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1), 2)
+    options.fail(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1))
   end
   return tonumber(t.shape[at])
 end
@@ -400,7 +403,7 @@ end
 --- The only element as a number.
 function methods.item(t)
   if t.count ~= 1 then
-    error(("item() of %d elements, expected 1"):format(tonumber(t.count)), 2)
+    options.fail(("item() of %d elements, expected 1"):format(tonumber(t.count)))
   end
   return t:list()[1]
 end
