@@ -5,8 +5,9 @@
 --   ./kvlab run spec/fuzz.lua --set calls=1000000 [--seed=N]   counts what fails
 --   ./kvlab run spec/fuzz.lua --set round=17 [--seed=N]   shows the calls of a round
 --
--- A failure is a crash, a hang, or an error of LuaJIT's own ("attempt to index a nil
--- value"), which does not name the argument that is wrong.
+-- A failure is a crash, a hang, an error of LuaJIT's own ("attempt to index a nil
+-- value"), which does not name the argument that is wrong, or an error that blames a line
+-- of lua/kvlab in place of the caller's.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local root = kv.paths.root
@@ -393,6 +394,7 @@ local UNNAMED = { "attempt to ", "bad argument #", "cannot convert", "table inde
 local function unnamed(why)
   if type(why) ~= "string" then return "error value is a " .. type(why) end
   if why:find(OWN, 1, true) then return nil end
+  if why:find(root .. "/lua/kvlab/", 1, true) == 1 then return "blames kvlab: " .. why end
   for _, words in ipairs(UNNAMED) do
     if why:find(words, 1, true) then return why end
   end
@@ -442,7 +444,17 @@ local function reachable()
   end
   return list
 end
-M.reachable, M.functions = reachable, functions
+
+--- The names of the page's functions that no call can reach. LEFT_OUT has the ones that
+-- are left out on purpose.
+function M.left_out()
+  local names, is_called = {}, {}
+  for _, target in ipairs(reachable()) do is_called[target.name] = true end
+  for _, target in ipairs(functions()) do
+    if not is_called[target.name] then names[#names + 1] = target.name end
+  end
+  return names
+end
 
 --- The work of a child: rounds first … last, noted in a file line by line.
 function M.child(first, last, seed, path)

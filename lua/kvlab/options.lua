@@ -168,10 +168,17 @@ function M.entry(what, name, list, i)
     list[0] == nil and -1 or #list))
 end
 
+--- Raises; level 0: without a position, else on the line of that caller, or of the first
+-- one further out that is not part of kvlab.
+local function raise(message, level)
+  if level == 0 then error(message, 0) end
+  return M.fail(message, level + 1)
+end
+
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)
   local near = type(name) == "string" and nearest(name, names)
-  error(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
+  raise(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
     near and (", did you mean %s?"):format(near) or "", table.concat(names, ", ")),
     outer(level))
 end
@@ -180,7 +187,7 @@ end
 local function refuse_missing(what, given, known, level)
   for _, name in ipairs(sorted.keys(known)) do
     if known[name].required and given[name] == nil then
-      error(("%s: %s is missing, expected %s"):format(what, name, known[name][1]),
+      raise(("%s: %s is missing, expected %s"):format(what, name, known[name][1]),
         outer(level))
     end
   end
@@ -197,13 +204,13 @@ function M.check(what, given, known, level)
   level = outer(level)
   if given == nil then given = {} end
   if type(given) ~= "table" then
-    error(("%s: options are %s, expected a table"):format(what, M.shown(given)), level)
+    raise(("%s: options are %s, expected a table"):format(what, M.shown(given)), level)
   end
   for name, value in pairs(given) do
     local kind = known[name]
     if not kind then M.refuse(what, name, sorted.keys(known), level) end
     if not kind[2](value) then
-      error(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]),
+      raise(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]),
         level)
     end
     if kind.fields and value then M.check(name, value, kind.fields, level) end

@@ -94,7 +94,8 @@ function LM:cached()
     end
   end
   local function gather(index)
-    return cache:gather_rows(kv.from(self.device, "i32", index)):reshape { length, -1 }
+    return cache:gather_rows(kv.from(self.device, "i32", { #index }, index))
+      :reshape { length, self.heads * self.head_dim }
   end
   return gather(rows[1]), gather(rows[2])
 end

@@ -40,6 +40,12 @@ local function check(dev)
       end
     end)
 
+    it("has cached nothing before it has read anything", function()
+      local k, v = new(dev):cached()
+      assert.same({ 0, 128 }, k:dims())
+      assert.same({ 0, 128 }, v:dims())
+    end)
+
     it("decodes to what one pass over everything gives", function()
       local tokens = {}
       for i = 1, 40 do tokens[i] = (i * 37) % 1024 end

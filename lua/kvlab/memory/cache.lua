@@ -76,8 +76,8 @@ end
 --- One layer's memory, [blocks, 2, kv_heads, block_size, head_dim]. Layers count from 0.
 function Cache:layer(layer)
   return self.layer_views[layer]
-    or error(("layer is %s, expected 0 ... %d"):format(
-      tostring(layer), self.layers - 1), 2)
+    or options.fail(("layer is %s, expected 0 ... %d"):format(options.shown(layer),
+      self.layers - 1))
 end
 
 --- The number of blocks that no sequence holds.

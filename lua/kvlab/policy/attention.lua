@@ -360,6 +360,10 @@ end
 ---@param tokens integer[]  how many are valid in each block
 ---@param keys? any[]       of their content, for policies that kept what they know of it
 function Attention:show(blocks, tokens, keys)
+  if #tokens ~= #blocks then
+    options.fail(("show: tokens has %d numbers, expected %d, one for each block"):format(
+      #tokens, #blocks))
+  end
   each_policy(self, function(p)
     if not p.on_prefill_offload then return end
     local new, new_tokens = {}, {}

@@ -36,14 +36,16 @@ local HOOKS = {
 }
 
 local function wrong(name, value, expected)
-  error(("serve: %s is %s, expected %s"):format(name, options.shown(value), expected), 4)
+  options.fail(("serve: %s is %s, expected %s"):format(name, options.shown(value),
+    expected))
 end
 
 --- Checks options that need or exclude other options.
 local function check_together(o)
   if (o.engine == nil) == (o.cost == nil) then
-    wrong("engine", type(o.engine) .. " and cost " .. type(o.cost),
-      "one of engine (a model's) and cost (a model of costs)")
+    options.fail(("serve: engine is %s and cost is %s, expected one of engine (a "
+      .. "model's) and cost (a model of costs)"):format(options.shown(o.engine),
+      options.shown(o.cost)))
   end
   if o.max_tokens < o.max_seqs then
     wrong("max_tokens", o.max_tokens, "a whole number >= max_seqs = " .. o.max_seqs)

@@ -54,8 +54,8 @@ end
 function File:describe(name)
   local entry = self.entries[options.argument("describe", "name", name, options.string)]
   if not entry then
-    error(("%s has no tensor \"%s\"; the nearest is \"%s\""):format(self.path, name,
-      nearest(name, self.names) or ""), 2)
+    options.fail(("%s has no tensor \"%s\"; the nearest is \"%s\""):format(self.path,
+      name, nearest(name, self.names) or ""))
   end
   return entry.shape, entry.dtype
 end

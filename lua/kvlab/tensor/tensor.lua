@@ -255,8 +255,10 @@ function M.from(dev, dtype, shape, values)
   local host = array_of[dtype] and dtype or "f32" -- f16, bf16 and f8 go through f32
   local buffer = array_of[host](math.max(#flat, 1))
   for i = 1, #flat do
-    if type(flat[i]) ~= "number" and type(flat[i]) ~= "cdata" then
-      error(("value %d is %s, expected a number"):format(i - 1, tostring(flat[i])), 2)
+    local kind = type(flat[i]) -- cdata: a 64-bit number, but no tensor or pointer
+    if kind ~= "number" and not (kind == "cdata" and tonumber(flat[i])) then
+      options.fail(("value %d is %s, expected a number"):format(i - 1,
+        kind == "cdata" and "a cdata" or tostring(flat[i])))
     end
     buffer[i - 1] = flat[i]
   end
