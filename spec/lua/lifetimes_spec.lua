@@ -241,5 +241,60 @@ support.each_device(function(dev)
       end
       cache:close()
     end)
+
+    it("of a step are a batch of the same cache, after begin", function()
+      local cache, other = open(), open()
+      local batch, seq = other:batch { max_tokens = 32 }, other:sequence()
+      local attention = kv.attention { cache = cache, heads = 2, max_seqs = 1 }
+      local row = kv.zeros(dev, "f32", { 1, 2, 64 })
+      raises("forward: no step has begun", attention.forward, attention, 0, row, row, row)
+      raises("begin: batch is a table, expected a batch that was appended to",
+        attention.begin, attention, batch, true)
+      batch:append({ seq }, { 1 })
+      raises("begin: batch belongs to another cache", attention.begin, attention, batch,
+        true)
+      raises("begin: batch is nil", attention.begin, attention, nil, true)
+      cache:close()
+      other:close()
+    end)
+
+    it("of a tally are a step that has begun and a layer that is there", function()
+      local cache = open()
+      local attention = kv.attention { cache = cache, heads = 2, max_seqs = 1 }
+      local batch, seq, other = cache:batch { max_tokens = 32 }, cache:sequence(),
+        cache:sequence()
+      batch:append({ seq }, { 20 })
+      attention:begin(batch, true)
+      local tally, ctx = kv.tally(attention.shape), attention.context
+      raises("tally: begin was not called", tally.load, tally, ctx)
+      local values = kv.zeros(dev, "f32", { 2, 1 })
+      raises("tally: layer is 9, expected 0 ... " .. cache.layers - 1, tally.put, tally,
+        seq, 9, values)
+      raises("put: values is 5, expected a tensor", tally.put, tally, seq, 0, 5)
+      raises("put: self is nil, expected a tally; call it as object:method(...)",
+        tally.put)
+      tally:inherit(other, seq) -- other has no numbers, so seq gets none
+      assert.equal(1, tally:due(ctx, 2))
+      cache:close()
+    end)
+
+    it("that are lists have no holes", function()
+      local store = kv.store("memory:", { block_size = 2, model = "m" })
+      raises("keys: tokens is a table, expected a list", store.keys, store,
+        { 1, nil, 3, 4 })
+      store:close()
+    end)
+
+    it("blame the line of the caller where a part of kvlab passes them on", function()
+      local shape = { device = dev, layers = 1, blocks = 4, block_size = 4, heads = 2,
+                      kv_heads = 1, head_dim = 32 }
+      local line = debug.getinfo(1, "l").currentline + 2
+      local ok, why = pcall(function()
+        local _ = kv.landmarks(shape, { index = "random", dim = 7 })
+      end)
+      assert.is_false(ok)
+      assert.truthy(why:find("lifetimes_spec.lua:" .. line .. ": index_cache: dim is 7", 1,
+        true), why)
+    end)
   end)
 end)
