@@ -134,7 +134,6 @@ local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)options%.lua$"
 ---@param level? integer  where to begin to look for it: 2 is the function that calls fail
 function M.fail(message, level)
   level = level or 2
-  local first = level
   repeat
     local where = debug.getinfo(level, "S")
     if where and where.what ~= "C" and where.source:sub(1, #HOUSE) ~= HOUSE then
@@ -142,7 +141,7 @@ function M.fail(message, level)
     end
     level = level + 1
   until not where
-  error(message, first)
+  error(message, 0)
 end
 
 --- Checks one argument of a function.

@@ -20,8 +20,18 @@ end }
 local SUMMARY = { "a summary", function(x)
   return type(x) == "table" and type(x.layer) == "function"
 end }
+local HASHES = { "hashes, as kv.hash.summary makes them", function(x)
+  return type(x) == "table" and tensor.is_tensor(x.planes) and type(x.layer) == "function"
+end }
 local step = {}
 local M = { step = step }
+
+--- What a summary has for the context's layer.
+local function layer_of(what, summary, ctx)
+  local entries = summary:layer(ctx.layer)
+  expect_tensor(what, "the layer of the summary", entries)
+  return entries
+end
 
 --- x / rms(x) * weight. If a residual is given, residual += x comes first, and the sum is
 -- what is normalised.
@@ -174,7 +184,8 @@ function M.score_minmax(q, summary, ctx, group, scores)
   argument("score_minmax", "ctx", ctx, CONTEXT)
   if scores ~= nil then expect_tensor("score_minmax", "scores", scores) end
   scores = scores or ctx:new_scores()
-  check(C.kvl_score_minmax(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+  local entries = layer_of("score_minmax", summary, ctx)
+  check(C.kvl_score_minmax(q, entries, ctx.tables, ctx.lens,
     ctx.block_size, group_number(group), scores))
   return scores
 end
@@ -186,7 +197,7 @@ function M.score_mean(q, summary, ctx, group, scores)
   argument("score_mean", "ctx", ctx, CONTEXT)
   if scores ~= nil then expect_tensor("score_mean", "scores", scores) end
   scores = scores or ctx:new_scores()
-  check(C.kvl_score_mean(q, summary:layer(ctx.layer), ctx.tables, ctx.lens,
+  check(C.kvl_score_mean(q, layer_of("score_mean", summary, ctx), ctx.tables, ctx.lens,
     ctx.block_size, group_number(group), scores))
   return scores
 end
@@ -233,8 +244,9 @@ function M.score_hamming(q_hashes, hashes, ctx, scores)
   argument("score_hamming", "ctx", ctx, CONTEXT)
   if scores ~= nil then expect_tensor("score_hamming", "scores", scores) end
   scores = scores or ctx:new_scores()
-  check(C.kvl_score_hamming(q_hashes, hashes:layer(ctx.layer), ctx.tables, ctx.lens,
-    ctx.block_size, scores))
+  local entries = layer_of("score_hamming", hashes, ctx)
+  check(C.kvl_score_hamming(q_hashes, entries, ctx.tables, ctx.lens, ctx.block_size,
+    scores))
   return scores
 end
 
@@ -249,13 +261,13 @@ local nearest_call = ffi.new "kvl_hamming"
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
 function M.select_hamming(q, hashes, ctx, budget, selection, counts)
   expect_tensor("select_hamming", "q", q)
-  argument("select_hamming", "hashes", hashes, SUMMARY)
+  argument("select_hamming", "hashes", hashes, HASHES)
   argument("select_hamming", "ctx", ctx, CONTEXT)
   expect_tensor("select_hamming", "selection", selection)
   if counts ~= nil then expect_tensor("select_hamming", "counts", counts) end
   options.argument("select_hamming", "budget", budget, kinds.budget)
   local to = nearest_call
-  to.q, to.planes, to.hashes = q, hashes.planes, hashes:layer(ctx.layer)
+  to.q, to.planes, to.hashes = q, hashes.planes, layer_of("select_hamming", hashes, ctx)
   to.tables, to.lens, to.block_size = ctx.tables, ctx.lens, ctx.block_size
   to.budget, to.selection, to.counts = budget, selection, counts
   check(C.kvl_select_hamming(to))
