@@ -88,9 +88,12 @@ function M.functions(functions, prefix, all)
   end
 end
 
---- Whether an object's class is `class` or is derived from it.
+--- Whether an object's class is `class` or is derived from it. Raises for an object that
+-- is closed.
 local function is_of(object, class)
-  local own_class = type(object) == "table" and getmetatable(object)
+  if type(object) ~= "table" then return false end
+  local _ = object[class] -- a closed object raises whatever is read
+  local own_class = getmetatable(object)
   while own_class do
     if own_class == class then return true end
     local parent = getmetatable(own_class)

@@ -27,8 +27,10 @@ support.each_device(function(dev)
       for _, offload in ipairs { false, {}, { hot_slots = 4 } } do
         local cache = open(offload or nil)
         local seq, batch = cache:sequence(), cache:batch { max_tokens = 16 }
+        local layer = cache.layer
         check_closed(cache, "the cache is closed",
           { "layer", "blocks_free", "sequence", "batch", "copy_blocks", "bytes_token" })
+        raises("the cache is closed", layer, cache, 0)
         raises("the cache is closed", batch.append, batch, { seq }, { 1 })
         seq:close()
       end
