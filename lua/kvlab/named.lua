@@ -6,6 +6,7 @@ local command_line = require "kvlab.command_line"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
+local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -88,11 +89,12 @@ function M.open(kind, what, name, level)
   local found = paths[name]
   if not found then
     local names = sorted.keys(paths)
-    error(("no %s \"%s\"; did you mean \"%s\"? There are %s"):format(what, tostring(name),
-      nearest(tostring(name), names) or "", table.concat(names, ", ")), level + 1)
+    options.fail(("no %s \"%s\"; did you mean \"%s\"? There are %s"):format(what,
+      tostring(name), nearest(tostring(name), names) or "", table.concat(names, ", ")),
+      level + 2)
   elseif found[2] then
-    error(("there are several %s \"%s\": %s; rename one"):format(kind, name,
-      table.concat(found, " and ")), level + 1)
+    options.fail(("there are several %s \"%s\": %s; rename one"):format(kind, name,
+      table.concat(found, " and ")), level + 2)
   end
   return require(kind .. "." .. name), found[1]
 end

@@ -104,7 +104,7 @@ end
 --- Bytes of the compressed key and value of one block and KV head.
 function Compressed:bytes_block() return 2 * 4 * self.shape.head_dim end
 
-M.compressed = arguments.of("compressed", M.compressed, { shape = objects.shape,
+M.compressed = arguments.of("compressed", M.compressed, { shape = objects.heads_shape,
   weights = options.optional(options.list_of(options.number)) })
 local LAYER = { ctx = objects.layer_context }
 arguments.methods(Compressed, "compressed KV", {

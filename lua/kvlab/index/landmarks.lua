@@ -346,7 +346,7 @@ function Landmarks:bytes_block()
   return self.shape.block_size * self.cache:bytes_token() / self.shape.kv_heads
 end
 
-M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.shape })
+M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.heads_shape })
 arguments.methods(Landmarks, "landmarks", {
   update = { ev = objects.event }, score = { ctx = objects.layer_context },
   queries = { ctx = objects.layer_context, query = is_a.tensor },

@@ -58,6 +58,11 @@ M.shape = { "a shape as policy.init gets it", function(x)
     and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
 end }
 
+--- The same with query heads.
+M.heads_shape = { M.shape[1], function(x)
+  return M.shape[2](x) and type(x.heads) == "number"
+end }
+
 --- The same for what is kept for each sequence.
 M.sequence_shape = { M.shape[1], function(x)
   return type(x) == "table" and is_device(x.device) and type(x.layers) == "number"

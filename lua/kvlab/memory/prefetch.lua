@@ -129,6 +129,7 @@ local DEFAULTS = { prefetch_workers = 4, max_pending_prefetch = 64,
 local OPTIONS = {
   store = options.required { "a store that is open", function(x)
     return type(x) == "table" and type(x.handle) == "cdata"
+      and ffi.istype("kvl_store *", x.handle)
   end },
   device = kinds.device, prefetch_workers = options.within(1, 64),
   max_pending_prefetch = options.within(1, 2 ^ 20), bytes_staging = options.whole,

@@ -197,6 +197,10 @@ function Context:begin_layer(layer, query, memory)
   give_back(self.selections)
 end
 
+local function query_of(self, what)
+  return self.query or options.fail(what .. ": no layer has begun, so there is no query")
+end
+
 --- The mean of scores over the KV heads, for one selection that all heads share: f32
 -- [seqs, 1, width]. The tensor belongs to the caller until the layer's attention is over.
 function Context:mean_over_heads(scores) return self:shared_by("mean", scores, 1) end
@@ -216,7 +220,7 @@ end
 -- attention is over. In a prefill chunk, the intermediate results are new tensors.
 ---@param means kvlab.Summary
 function Context:score_means(means)
-  local q = self.query
+  local q = query_of(self, "score_means")
   if self.is_prefill then
     q = q:reshape { q:size(0), q:size(1) * q:size(2) }:gather_rows(self.batch.last)
       :reshape { self.seqs, q:size(1), q:size(2) }
@@ -270,6 +274,7 @@ end
 -- caller until the layer's attention is over. It reads all of K, and knows no ALiBi and
 -- no window.
 function Context:masses()
+  query_of(self, "masses")
   local scores = self:new_scores()
   tensor.scope(masses, self, scores)
   return scores

@@ -134,7 +134,7 @@ function Request:stop_reason()
 end
 
 --- The kind of a request.
-M.REQUEST = { "a request of this server", function(x)
+M.REQUEST = { "a request", function(x)
   return getmetatable(x) == Request
 end }
 arguments.methods(Request, "a request", {})

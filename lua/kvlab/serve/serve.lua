@@ -110,6 +110,13 @@ function Server:submit(given)
   return r
 end
 
+--- Raises for a request of another server.
+local function expect_own(self, what, r)
+  if self.requests[r.request_id] ~= r then
+    options.fail(what .. ": the request belongs to another server")
+  end
+end
+
 --- Takes note that a step computed a request's scheduled tokens: all of it or nothing.
 local function advance(r, now)
   C.kvl_interrupt_hold(1)
@@ -133,6 +140,7 @@ end
 ---@return kvlab.Request
 function Server:fork(parent, given)
   options.check("fork", given, request.KNOWN_OF_FORK)
+  expect_own(self, "fork", parent)
   if parent.state ~= "running" then
     error(("fork: request %d is %s, expected one that is running"):format(
       parent.request_id, parent.state), 2)
@@ -166,6 +174,7 @@ end
 
 --- Ends a request, whatever its state.
 function Server:cancel(r)
+  expect_own(self, "cancel", r)
   if r.state == "finished" then return end
   local ok, why = true, nil
   if r.state == "running" then

@@ -12,12 +12,14 @@ local DEFAULTS = {
 }
 local OF_POLICY = { "prefetch_ahead", "prefetch_workers", "max_pending_prefetch" }
 
+local LIMIT = options.within(1, 2 ^ 24) -- of requests and tokens of a step
+
 --- What the options of kv.serve may be.
 M.KNOWN = {
   engine = options.like("a model's engine", "cache", "attention", "chunk"),
   store = options.like("a store", "url", "handle"), cost = options.table,
   hooks = options.table, blocks = options.count, block_size = options.count,
-  max_seqs = options.count, max_tokens = options.count,
+  max_seqs = LIMIT, max_tokens = LIMIT,
   store_blocks = { "a number of blocks", function(x)
     return options.number[2](x) and x >= 0
   end },

@@ -429,6 +429,14 @@ describe("server", function()
     local done = server:submit { tokens = { 1 }, max_tokens = 1 }
     server:run()
     raises("request 1 is finished", server.fork, server, done, { max_tokens = 1 })
+    local modelled = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 20,
+                                block_size = 512 }
+    local other = modelled:submit { input_length = 600, max_tokens = 2 }
+    raises("cancel: the request belongs to another server", server.cancel, server, other)
+    raises("fork: the request belongs to another server", server.fork, server, other,
+      { max_tokens = 1 })
+    assert.equal("arriving", other.state)
+    modelled:run()
   end)
 
   it("names the option that is wrong", function()
