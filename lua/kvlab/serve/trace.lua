@@ -112,8 +112,10 @@ function M.generate(o)
       length = length + 1 + math.floor(exponential(get "input_tokens"))
       for i = #ids + 1, math.ceil(length / M.BLOCK) do ids[i] = fresh() end
       local answer = 1 + math.floor(exponential(get "answer_tokens"))
+      local own_ids = {}
+      for i, block in ipairs(ids) do own_ids[i] = block end
       rows[#rows + 1] = { timestamp = math.floor(at * 1000), input_length = length,
-                          output_length = answer, hash_ids = { unpack(ids) } }
+                          output_length = answer, hash_ids = own_ids }
       at = at + exponential(get "think_s") + 0.02 * answer
       ids[math.floor(length / M.BLOCK) + 1] = nil -- not full: the answer fills it
       length = length + answer

@@ -69,6 +69,16 @@ describe("trace", function()
     raises('"turn" is no option, did you mean turns?', kv.trace.generate, { turn = 3 })
   end)
 
+  it("draws conversations with more blocks than Lua can unpack", function()
+    local rows, most = kv.trace.generate { requests = 40, turns = 40, seed = 3,
+      input_tokens = 1e6 }, 0
+    for _, row in ipairs(rows) do
+      assert.equal(math.ceil(row.input_length / 512), #row.hash_ids)
+      most = math.max(most, #row.hash_ids)
+    end
+    assert.is_true(most > 10000)
+  end)
+
   it("is the file that tools/make_trace.lua writes", function()
     assert.same(kv.trace.read(SAMPLE),
       kv.trace.generate { requests = 200, seed = 20, rate = 3 })
