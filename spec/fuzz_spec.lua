@@ -5,7 +5,7 @@ local kv = require "kvlab"
 
 if not io.open(kv.paths.root .. "/docs/api_lua.md") then return end -- a bundle
 
-local CALLS, SEED = 10000, 1
+local CALLS, SEED = 6000, 1
 
 describe("the documented functions", function()
   it("neither crash nor hang, and name what is wrong", function()
