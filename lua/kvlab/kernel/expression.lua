@@ -421,14 +421,14 @@ Expression.__mul, Expression.__div = operator "mul", operator "div"
 Expression.__pow, Expression.__mod = operator "pow", operator "mod"
 Expression.__unm = unary "neg"
 Expression.__lt, Expression.__le = no_order, no_order
-Expression.__index = function(self, name)
+Expression.__index = function(_, name)
   local method = methods[name]
   if method or type(name) ~= "string" then return method end
   if FIELDS[name] then return nil end
   local near = words.nearest(name, sorted.keys(methods))
   fail(user_line(), "%s is no method of an expression, did you mean %s?", name, near)
 end
-Expression.__call = function(self) -- luacheck: ignore
+Expression.__call = function(self)
   fail(user_line(), "%s is no function of expressions%s", self.name or self.op,
     self.op == "field" and ", so it was taken as a field of the policy's summary" or "")
 end

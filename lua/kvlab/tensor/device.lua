@@ -178,14 +178,14 @@ M.methods = {
   --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
   -- fn may not yield.
   with_stream = function(self, stream, fn, ...)
-    local n, arguments = select("#", ...), { ... } -- first: see protected.lua
+    local n, given = select("#", ...), { ... } -- first: see protected.lua
     argument("with_stream", "fn", fn, options.fn)
     local before = self:stream()
     stream = stream_argument("with_stream", stream)
     C.kvl_interrupt_hold(1)
     local status, results = C.kvl_device_use_stream(self, stream), nil
     if status >= 0 then
-      results = protected.call("with_stream", fn, n, arguments)
+      results = protected.call("with_stream", fn, n, given)
       if closed[before] then before = nil end -- fn closed it: the default stream
       C.kvl_device_use_stream(self, before)
     end
