@@ -115,7 +115,9 @@ E_LANES_2(pow_vf, vf, vf, powf)
 
 static inline KVL_HOT vi where_vi(vi c, vi a, vi b) { return (c & a) | (~c & b); }
 static inline KVL_HOT vu where_vu(vi c, vu a, vu b) { return ((vu)c & a) | (~(vu)c & b); }
-E_LANES_1(popcount_vu, vi, vu, __builtin_popcount)
+static inline int32_t popcount_u32(uint32_t x) { return __builtin_popcount(x); }
+static inline int32_t popcount_u64(uint64_t x) { return __builtin_popcountll(x); }
+E_LANES_1(popcount_vu, vi, vu, popcount_u32)
 
 static inline int32_t i32_from_f32(float x) {
   return x >= 0x1p31f ? INT32_MAX : x < -0x1p31f ? INT32_MIN : x == x ? (int32_t)x : 0;

@@ -32,6 +32,9 @@ function Printer:mode(dim, size)
   return "loop"
 end
 
+--- Whether a value is to be taken for one that differs between blocks.
+function Printer:varies() return false end
+
 function Printer:elements(_, size) return size end
 
 function Printer:element(_, value)
@@ -144,8 +147,7 @@ local function operation(x, t, vector)
     return ("%s %s (%s & %d)"):format(t[1], sign, t[2], mask)
   elseif op == "popcount" then
     if vector then return ("popcount_vu(%s)"):format(t[1]) end
-    return (from == "u64" and "__builtin_popcountll(%s)" or "__builtin_popcount(%s)")
-      :format(t[1])
+    return ("popcount_%s(%s)"):format(from, t[1])
   elseif op == "where" then
     if vector then
       return (kind == "f32" and "vf_select(%s, %s, %s)" or kind == "u32"
@@ -222,6 +224,8 @@ function Printer:array_load(name, at, kind, vector)
   if not vector then return ("%s[%s]"):format(name, at) end
   return ("*(const %s *)(%s + %s)"):format(VECTORS[kind], name, at)
 end
+
+function Printer:array_filled() return "" end
 
 -- ---- reductions -----------------------------------------------------------------------
 

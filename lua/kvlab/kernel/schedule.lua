@@ -77,10 +77,11 @@ end
 
 local VARYING = { k = true, v = true, tokens = true, position = true, block = true }
 
---- Notes of each node: varies (from block to block), height (reductions inside of it) and
--- an id.
+--- Notes of each node: varies (from block to block), height (reductions inside of it), an
+-- id, and its dimensions as loops see them: what varies has one more, item, where a
+-- printer works on several blocks at once.
 local function note(self, x)
-  local varies = x.op == "field" or x.op == "input" or x.op == "leaf" and VARYING[x.name]
+  local varies = self.printer:varies(x) or x.op == "field" or x.op == "input" or x.op == "leaf" and VARYING[x.name]
   local height = 0
   for _, arg in ipairs(x.args) do
     varies = varies or self.varies[arg]
@@ -89,13 +90,17 @@ local function note(self, x)
   self.ids = self.ids + 1
   self.id[x] = self.ids
   self.varies[x], self.heights[x] = varies or false, height + (x.over and 1 or 0)
+  self.dims[x] = x.dims
+  if varies and self.items > 1 then self.dims[x] = { "item", unpack(x.dims) } end
 end
 
 --- Takes in the expressions that will be asked for.
 ---@param roots kvlab.Expression[]
 ---@param each fun(root: table, fn: function, seen: table)  walks a root, operands first
 function Schedule:take(roots, each)
-  self.varies, self.heights, self.id, self.groups = {}, {}, {}, {}
+  self.varies, self.heights, self.id, self.groups, self.dims = {}, {}, {}, {}, {}
+  self.items = self.printer.items or 1
+  self.sizes.item = self.items
   local seen = {}
   for _, root in ipairs(roots) do
     each(root, function(x)
@@ -113,7 +118,7 @@ end
 --- The innermost scope that the value depends on.
 local function level_of(self, x, bind)
   local level = self.varies[x] and self.block_level or FIXED
-  for _, dim in ipairs(x.dims) do
+  for _, dim in ipairs(self.dims[x]) do
     local to = bind[dim]
     if to.level > level then level = to.level end
   end
@@ -122,7 +127,7 @@ end
 
 local function key_of(self, x, bind)
   local parts = { self.id[x] }
-  for i, dim in ipairs(x.dims) do parts[i + 1] = bind[dim].text end
+  for i, dim in ipairs(self.dims[x]) do parts[i + 1] = bind[dim].text end
   return table.concat(parts, "|")
 end
 
@@ -142,7 +147,11 @@ local function is_repeated(self, x, bind, level)
   if level <= base then return false end
   if self.varies[x] and not x.over then return false end -- cheaper to do again
   local bound = {}
-  for _, dim in ipairs(x.dims) do bound[bind[dim].level] = true end
+  for _, dim in ipairs(self.dims[x]) do
+    local to = bind[dim]
+    bound[to.level] = true
+    if to.also then bound[to.also] = true end
+  end
   for i = base + 1, level do if not bound[i] then return true end end
   return false
 end
@@ -162,7 +171,8 @@ function Schedule:over(dims, fn, bind, i)
   else
     local level = self:push(dim)
     local head, tail, text = self.printer:loop(self, dim, self.sizes[dim],
-      mode == "vector")
+      mode == "vector", self.sharing)
+    self.sharing = false
     bind[dim] = { text = text, level = level, vector = mode == "vector" }
     self:over(dims, fn, bind, i + 1)
     self:pop(head, tail)
@@ -170,18 +180,20 @@ function Schedule:over(dims, fn, bind, i)
   bind[dim] = nil
 end
 
-local function fill_array(self, x)
+local function fill_array(self, x, item)
   local count = 1
   for _, dim in ipairs(x.dims) do count = count * self.sizes[dim] end
   if count > ARRAY_MAX then return nil end
   local name = self:name "array"
   self:line(self.printer:array(name, x.type, count))
+  self.sharing = not self.varies[x] -- the first loop may be shared by threads
   self:over(x.dims, function(bind)
     local vector = is_vector(x, bind)
     local text = self:value(x, bind)
     self:line(self.printer:array_store(name, self:index(x.dims, bind), text, x.type,
       vector))
-  end)
+  end, { item = item })
+  self:line(self.printer:array_filled(self.varies[x]))
   return name
 end
 
@@ -206,10 +218,10 @@ end
 local function from_array(self, x, bind)
   local base = self.varies[x] and self.block_level or FIXED
   local memo = self.scopes[base].memo
-  local key = "array" .. self.id[x]
+  local key = "array" .. self.id[x] .. (bind.item and bind.item.text or "")
   if memo[key] == nil then
     memo[key] = false -- while it is being filled
-    memo[key] = self:at(base, fill_array, x) or false
+    memo[key] = self:at(base, fill_array, x, bind.item) or false
   end
   local name = memo[key]
   if not name then return nil end
@@ -229,7 +241,7 @@ end
 -- are in `bind`, and every element of a dimension that is unrolled.
 local function instances(self, x, bind)
   local list = { {} }
-  for _, dim in ipairs(x.dims) do
+  for _, dim in ipairs(self.dims[x]) do
     local mode = self.printer:mode(dim, self.sizes[dim])
     local next_list = {}
     for _, one in ipairs(list) do
@@ -267,7 +279,9 @@ local function pack(self, x, bind)
   local level = self:push(x.over)
   local inner = {}
   for dim, to in pairs(bind) do inner[dim] = to end
-  inner.word, inner[x.over] = nil, { text = text, level = level }
+  -- the index of a bit has that of its word in it
+  inner.word = nil
+  inner[x.over] = { text = text, level = level, also = bind.word.level }
   self:line(printer:pack_step(name, self:value(x.args[1], inner), shift))
   self:pop(head, tail)
   return name
