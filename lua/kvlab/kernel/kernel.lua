@@ -72,7 +72,7 @@ end
 ---@return kvlab.Kernel
 function M.open(plan, dev)
   local target = M.target(dev)
-  local source = M.print(plan, target)
+  local source, launch = M.print(plan, target)
   local list, at = place.arguments(plan), {}
   for i, one in ipairs(list) do at[one.name] = i - 1 end
   local words = ffi.new("int64_t[?]", #list)
@@ -82,7 +82,8 @@ function M.open(plan, dev)
     integers = ffi.cast(integer_array, words),
     floats = ffi.cast("double *", words),
     tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
-    grid = ffi.new("kvl_grid", 1, 1, 1, 128) }, Kernel)
+    grid = ffi.new("kvl_grid", 1, 1, 1, launch and launch.threads or 1, 0, 1),
+    teams = launch and launch.teams or 1, items = launch and launch.items or 1 }, Kernel)
 end
 
 --- Gives argument `name` a tensor; nil: NULL.
@@ -213,8 +214,7 @@ function Fields:update(ev)
   kernel:set("memory_rows", ev.k:size(0))
   kernel:set("rows", shape.blocks)
   kernel:set("layer", ev.layer)
-  local per = self.kernel.per_block or 1
-  kernel.grid.x = math.ceil(n * shape.kv_heads / per)
+  kernel.grid.x = math.ceil(n * shape.kv_heads / kernel.teams)
   kernel:launch()
 end
 
@@ -228,6 +228,21 @@ end
 -- ---- a score --------------------------------------------------------------------------
 
 local Q_DTYPES = library.dtypes
+
+-- Thread blocks for each multiprocessor: enough to fill it twice over.
+local WAVES = 16
+
+--- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and not
+-- more, because each reads the queries anew.
+local function set_grid(kernel, ctx)
+  local turn = kernel.teams * kernel.items
+  local ranges = math.max(1, math.ceil(ctx.width / turn))
+  local all = ranges * ctx.kv_heads * ctx.seqs
+  local turns = math.max(1, math.min(8, math.floor(all / (WAVES * kernel.processors))))
+  kernel:set("each", turn * turns)
+  kernel.grid.x = math.ceil(ctx.width / (turn * turns)) * ctx.kv_heads
+  kernel.grid.y = ctx.seqs
+end
 
 --- Scores of the blocks of a step's sequences, for the newest query of each.
 ---@param owner table   the policy
@@ -257,7 +272,7 @@ local function compute_score(kernel, owner, ctx)
   kernel:set("width", ctx.width)
   kernel:set("rows", kernel.rows)
   kernel:set("layer", ctx.layer)
-  if kernel.set_grid then kernel:set_grid(ctx) end
+  set_grid(kernel, ctx)
   kernel:launch()
   return scores
 end
@@ -300,6 +315,7 @@ function M.attach(self, shape)
     local plan = place.score(score, fields or {}, what, o)
     local kernel = M.open(plan, shape.device)
     kernel.rows = shape.blocks
+    kernel.processors = tonumber(shape.device:description():match "(%d+) SMs") or 1
     self.score_kernel, self.score_bytes_block = kernel, bytes_of_score(plan, shape)
   end
 end

@@ -282,7 +282,7 @@ local FRAMES = {
   score = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
     "pointer last",
             "pointer k_scale", "pointer v_scale", "out scores", "int q_dtype", "int seqs",
-            "int kv_heads", "int width", "int rows", "int layer" },
+            "int kv_heads", "int width", "int rows", "int layer", "int each" },
   summary = { "pointer k", "pointer k_blocks", "pointer blocks", "pointer counts",
               "pointer k_scale", "pointer v_scale", "int n", "int kv_heads",
               "int memory_rows", "int rows", "int layer" },

@@ -601,6 +601,11 @@ end
 
 local PRINTS = { score = print_score, summary = print_summary, map = print_map }
 
+-- What CUDA is printed with, too.
+M.shared = { TYPES = TYPES, START = START, operation = operation, struct = struct,
+             bytes_of = bytes_of, body = body, indented = indented,
+             literal = Printer.literal }
+
 --- The source of a kernel.
 ---@param plan kvlab.Plan
 ---@param lanes integer  floats in a vector of the instruction set

@@ -44,6 +44,14 @@ function Schedule:line(text)
   lines[#lines + 1] = text
 end
 
+--- What fn returns, the first time that it is asked for under this key since the scope
+-- began.
+function Schedule:once(key, fn)
+  local memo = self.scopes[self.top].memo
+  if memo[key] == nil then memo[key] = fn() end
+  return memo[key]
+end
+
 --- Opens a loop; everything until `pop` is inside of it.
 ---@param dim string|nil  the dimension that it walks; nil: the blocks
 function Schedule:push(dim)
@@ -185,7 +193,7 @@ local function fill_array(self, x, item)
   for _, dim in ipairs(x.dims) do count = count * self.sizes[dim] end
   if count > ARRAY_MAX then return nil end
   local name = self:name "array"
-  self:line(self.printer:array(name, x.type, count))
+  self:line(self.printer:array(name, x.type, count, self.varies[x]))
   self.sharing = not self.varies[x] -- the first loop may be shared by threads
   self:over(x.dims, function(bind)
     local vector = is_vector(x, bind)
@@ -265,7 +273,7 @@ local function turn(self, work, to)
     one.bind[one.dim] = to
     local text = self:value(one.node.args[1], one.bind)
     self.printer:reduce_step(self, one.node, one.into, text, to,
-      is_vector(one.node.args[1], one.bind))
+      is_vector(one.node.args[1], one.bind), one.bind)
     one.bind[one.dim] = nil
   end
 end

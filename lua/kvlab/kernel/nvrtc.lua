@@ -1,0 +1,97 @@
+--- Compiles CUDA at run time with NVRTC, the compiler that comes with CUDA as a library. It
+-- is opened when it is first needed, and needs no GPU.
+local ffi = require "ffi"
+local files = require "kvlab.files"
+local library = require "kvlab.library"
+
+local M = {}
+
+ffi.cdef [[
+typedef struct _nvrtcProgram *nvrtcProgram;
+int nvrtcCreateProgram(nvrtcProgram *program, const char *source, const char *name, int n,
+                       const char *const *headers, const char *const *names);
+int nvrtcCompileProgram(nvrtcProgram program, int n, const char *const *options);
+int nvrtcGetCUBINSize(nvrtcProgram program, size_t *size);
+int nvrtcGetCUBIN(nvrtcProgram program, char *cubin);
+int nvrtcGetProgramLogSize(nvrtcProgram program, size_t *size);
+int nvrtcGetProgramLog(nvrtcProgram program, char *log);
+int nvrtcDestroyProgram(nvrtcProgram *program);
+int nvrtcVersion(int *major, int *minor);
+const char *nvrtcGetErrorString(int result);
+]]
+
+-- Where CUDA's packages put it, from the newest to the oldest that is enough.
+local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }
+local opened
+
+--- The library; nil and why if there is none.
+function M.open()
+  if opened then return opened end
+  local homes = { "" }
+  local home = os.getenv "CUDA_HOME"
+  if home and home ~= "" then homes[#homes + 1] = home .. "/lib64/" end
+  homes[#homes + 1] = "/usr/local/cuda/lib64/"
+  for _, name in ipairs(NAMES) do
+    for _, folder in ipairs(homes) do
+      local ok, lib = pcall(ffi.load, folder .. name)
+      if ok then
+        opened = lib
+        return lib
+      end
+    end
+  end
+  return nil, "NVRTC is not here: libnvrtc.so of CUDA 12 or 13; it comes with the CUDA "
+    .. "Toolkit, or as the package cuda-nvrtc-13-0 or nvidia-cuda-nvrtc"
+end
+
+--- "13.0", or nil and why.
+function M.version()
+  local lib, why = M.open()
+  if not lib then return nil, why end
+  local major, minor = ffi.new "int[1]", ffi.new "int[1]"
+  lib.nvrtcVersion(major, minor)
+  return ("%d.%d"):format(major[0], minor[0])
+end
+
+local function log_of(lib, program)
+  local size = ffi.new "size_t[1]"
+  lib.nvrtcGetProgramLogSize(program, size)
+  local text = ffi.new("char[?]", tonumber(size[0]) + 1)
+  lib.nvrtcGetProgramLog(program, text)
+  return ffi.string(text)
+end
+
+--- Compiles a source to a cubin.
+---@param source string
+---@param target string  "sm_90a"
+---@return string|nil image  nil: it could not be compiled
+---@return string|nil why
+function M.compile(source, target)
+  local lib, why = M.open()
+  if not lib then return nil, why end
+  local header = files.read(library.paths.root .. "/kernels/cuda/expression.cuh")
+  if not header then return nil, "kernels/cuda/expression.cuh cannot be read" end
+  local program = ffi.new "nvrtcProgram[1]"
+  local headers = ffi.new("const char *[1]", { header })
+  local names = ffi.new("const char *[1]", { "expression.cuh" })
+  local status = lib.nvrtcCreateProgram(program, source, "kernel.cu", 1, headers, names)
+  if status ~= 0 then return nil, ffi.string(lib.nvrtcGetErrorString(status)) end
+  local list = { "--gpu-architecture=" .. target, "-std=c++17", "--extra-device-vectorization",
+                 "-default-device" }
+  local flags = ffi.new("const char *[?]", #list, list)
+  status = lib.nvrtcCompileProgram(program[0], #list, flags)
+  local image
+  if status == 0 then
+    local size = ffi.new "size_t[1]"
+    lib.nvrtcGetCUBINSize(program[0], size)
+    local bytes = ffi.new("char[?]", size[0])
+    lib.nvrtcGetCUBIN(program[0], bytes)
+    image = ffi.string(bytes, size[0])
+  else
+    why = "NVRTC failed: " .. log_of(lib, program[0]):sub(1, 2000)
+  end
+  lib.nvrtcDestroyProgram(program)
+  return image, why
+end
+
+return M
