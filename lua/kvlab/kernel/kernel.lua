@@ -4,8 +4,10 @@ local ffi = require "ffi"
 local cache = require "kvlab.kernel.cache"
 local compiler = require "kvlab.kernel.compiler"
 local library = require "kvlab.library"
+local lua_kernel = require "kvlab.kernel.lua_kernel"
 local place = require "kvlab.kernel.place"
 local print_c = require "kvlab.kernel.print_c"
+local print_lua = require "kvlab.kernel.print_lua"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -24,6 +26,7 @@ M.Kernel = Kernel
 -- ---- compiled -------------------------------------------------------------------------
 
 local target_text = ffi.new "char[32]"
+local told = false -- that a compiler lacks
 local out_code = ffi.new "kvl_code *[1]"
 -- Code that was loaded, by kind of device and name. It stays: graphs may hold it.
 local loaded = {}
@@ -36,6 +39,7 @@ end
 
 --- The source of a kernel for a target.
 function M.print(plan, target)
+  if target == "lua" then return print_lua.print(plan) end
   if compiler.LANES[target] then return print_c.print(plan, compiler.LANES[target]) end
   return require("kvlab.kernel.print_cuda").print(plan)
 end
@@ -66,18 +70,37 @@ end
 
 -- ---- arguments ------------------------------------------------------------------------
 
+--- The target of a device, or "lua" where there is no compiler for it. The first time that
+-- one lacks, it is said.
+local function usual_target(plan, dev)
+  local has, why
+  if dev:is_cpu() then
+    has, why = compiler.find(), "there is no C compiler (gcc, or what CC names)"
+  else
+    has, why = require("kvlab.kernel.nvrtc").open()
+  end
+  if has then return M.target(dev) end
+  if not told then
+    told = true
+    io.stderr:write(("kvlab: %s runs in plain Lua, and slowly: %s\n"):format(plan.what, why))
+  end
+  return "lua"
+end
+
 --- A kernel for a plan on a device, compiled if need be.
 ---@param plan kvlab.Plan
 ---@param dev kvlab.Device
+---@param target? string  "lua", or what kernel.target gives
 ---@return kvlab.Kernel
-function M.open(plan, dev)
-  local target = M.target(dev)
+function M.open(plan, dev, target)
+  target = target or M.chosen or usual_target(plan, dev)
   local source, launch = M.print(plan, target)
   local list, at = place.arguments(plan), {}
   for i, one in ipairs(list) do at[one.name] = i - 1 end
   local words = ffi.new("int64_t[?]", #list)
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
-    code = M.load(dev, plan.what, source, target), at = at, bytes = 8 * #list,
+    code = target ~= "lua" and M.load(dev, plan.what, source, target),
+    run = target == "lua" and lua_kernel.load(plan, source), given = target == "lua" and {}, at = at, bytes = 8 * #list,
     words = words, pointers = ffi.cast(pointer_array, words),
     integers = ffi.cast(integer_array, words),
     floats = ffi.cast("double *", words),
@@ -89,6 +112,7 @@ end
 --- Gives argument `name` a tensor; nil: NULL.
 function Kernel:give(name, t)
   local at = self.at[name]
+  if self.given then self.given[name] = t end
   if t == nil then
     self.pointers[at] = nil
     return
@@ -115,6 +139,7 @@ end
 function Kernel:launch()
   local n = self.count
   self.count = 0
+  if self.run then return self.run(self) end
   check(C.kvl_code_launch(self.code, self.device, self.words, self.bytes, self.tensors, n,
     self.grid))
 end

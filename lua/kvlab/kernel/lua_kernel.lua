@@ -1,0 +1,81 @@
+--- Runs a kernel that was printed in Lua (kernel/print_lua.lua). It waits for the device.
+-- Memory of a GPU is copied to the host for the run, and what was written is copied back.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local numbers = require "kvlab.kernel.numbers"
+local place = require "kvlab.kernel.place"
+
+local C, check = library.C, library.check
+local M = {}
+
+local MEMORY = { f32 = "float *", f16 = "uint16_t *", bf16 = "uint16_t *",
+                 f8e4m3 = "uint8_t *", i32 = "int32_t *", i64 = "int64_t *",
+                 u8 = "uint8_t *", u64 = "uint64_t *" }
+local types = {}
+for dtype, name in pairs(MEMORY) do types[dtype] = ffi.typeof(name) end
+
+local TABLES = { f16 = "F16", bf16 = "BF16" }
+
+--- A function that reads an element of the queries as a number.
+local function reader(pointer, dtype)
+  local values = TABLES[dtype] and numbers[TABLES[dtype]]
+  if not values then return function(i) return pointer[i] end end
+  return function(i) return values[pointer[i]] end
+end
+
+local function host_of(t)
+  local bytes = ffi.new("uint8_t[?]", math.max(tonumber(t.count)
+    * C.kvl_dtype_bytes(t.dtype), 1))
+  check(C.kvl_tensor_read(t, bytes, t:bytes()))
+  return bytes
+end
+
+--- The arguments as Lua kernels take them: pointers by name, and whole numbers.
+local function arguments_of(kernel, list, given)
+  local a, back = {}, {}
+  local on_host = kernel.device:is_cpu()
+  for i, one in ipairs(list) do
+    local t = given[one.name]
+    if t then
+      local dtype = library.dtype_names[t.dtype]
+      local memory = t.ptr
+      if not on_host then
+        memory = host_of(t)
+        if one.kind == "out" then back[#back + 1] = { t, memory } end
+      end
+      a[one.name] = ffi.cast(types[dtype], memory)
+      a["keep_" .. i] = memory
+      if one.name == "q" then a.read_q = reader(a.q, dtype) end
+    elseif one.kind == "int" then
+      a[one.name] = tonumber(kernel.integers[i - 1])
+    elseif one.kind == "float" then
+      a[one.name] = kernel.floats[i - 1]
+    end
+  end
+  return a, back
+end
+
+--- A function that runs the kernel with the arguments that it was given.
+---@param plan kvlab.Plan
+---@param source string
+---@return fun(kernel: kvlab.Kernel)
+function M.load(plan, source)
+  local chunk, why = loadstring(source, "=" .. plan.what)
+  if not chunk then
+    error(("%s: it is too large for Lua: %s"):format(plan.what, why), 0)
+  end
+  local fn, list = chunk(numbers), place.arguments(plan)
+  return function(kernel)
+    if C.kvl_device_is_recording(kernel.device) == 1 then
+      error(("%s: it runs in plain Lua, which no graph can record"):format(plan.what), 0)
+    end
+    check(C.kvl_device_sync(kernel.device))
+    local a, back = arguments_of(kernel, list, kernel.given)
+    fn(a)
+    for _, one in ipairs(back) do
+      check(C.kvl_tensor_write(one[1], one[2], one[1]:bytes()))
+    end
+  end
+end
+
+return M

@@ -1,0 +1,327 @@
+--- Prints a kernel in Lua, from its plan: plain loops over host memory, which LuaJIT
+-- compiles. It needs no compiler, computes in doubles, and runs at once, on one thread.
+-- What it calls is in kernel/numbers.lua.
+local expression = require "kvlab.kernel.expression"
+local schedule = require "kvlab.kernel.schedule"
+
+local M = {}
+
+---@class kvlab.PrinterLua
+local Printer = {}
+Printer.__index = Printer
+
+local ARRAYS = { f32 = "double", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
+                 bool = "uint8_t" }
+-- How a stored number is read; the others are what they are.
+local READ = { f16 = "F16[%s]", bf16 = "BF16[%s]", f8e4m3 = "F8[%s]" }
+
+function Printer:mode() return "loop" end
+function Printer:elements(_, size) return size end
+function Printer:varies() return false end
+
+function Printer:loop(s, dim, size)
+  local name = s:name(dim:sub(1, 1))
+  local last = dim == "token" and "tokens - 1" or tostring(size - 1)
+  return ("for %s = 0, %s do"):format(name, last), "end", name
+end
+
+function Printer:word_loop(s, word, size)
+  local bit, at = s:name "b", s:name "at"
+  s:line(("local %s = %s * 32"):format(at, word))
+  return ("for %s = 0, min(31, %d - %s) do"):format(bit, size - 1, at), "end",
+    ("%s + %s"):format(at, bit), bit
+end
+
+function Printer:pack_step(word, text, shift)
+  return ("if %s then %s = %s + POWER[%s] end"):format(text, word, word, shift)
+end
+
+-- ---- values ---------------------------------------------------------------------------
+
+function Printer:literal(value, kind)
+  if kind == "u64" then return ("%.0fULL"):format(value) end
+  if value ~= value then return "NAN" end
+  if value == math.huge then return "INF" end
+  if value == -math.huge then return "(-INF)" end
+  return value < 0 and ("(%.17g)"):format(value) or ("%.17g"):format(value)
+end
+
+function Printer:declare(_, _, name, text) return ("local %s = %s"):format(name, text) end
+
+--- Lua has room for 200 variables in a function: what is used once needs none.
+function Printer:is_named(x) return #x.args > 0 and self.used[x] > 1 end
+
+local INFIX = { lt = "<", le = "<=", gt = ">", ge = ">=", eq = "==", ne = "~=" }
+local F32 = { add = "(%s + %s)", sub = "(%s - %s)", mul = "(%s * %s)" }
+
+local function operation(x, t)
+  local op, kind, from = x.op, x.type, x.args[1].type
+  if F32[op] and (kind == "f32" or kind == "u64") then return F32[op]:format(t[1], t[2]) end
+  if INFIX[op] then return ("(%s %s %s)"):format(t[1], INFIX[op], t[2]) end
+  if op == "div" then return ("(%s / %s)"):format(t[1], t[2])
+  elseif op == "neg" then
+    return kind == "i32" and ("tobit(-%s)"):format(t[1]) or ("(-%s)"):format(t[1])
+  elseif op == "pow" then return ("(%s ^ %s)"):format(t[1], t[2])
+  elseif op == "store" then return t[1]
+  elseif op == "unit" then return ("(%s * %s_unit)"):format(t[1], x.unit)
+  elseif op == "where" then
+    -- a and b may be false, so `c and a or b` would not do for bools
+    return ("(where_%s(%s, %s, %s))"):format(kind == "bool" and "bool" or "any", t[1], t[2],
+      t[3])
+  elseif op == "band" and kind == "bool" then return ("(%s and %s)"):format(t[1], t[2])
+  elseif op == "bor" and kind == "bool" then return ("(%s or %s)"):format(t[1], t[2])
+  elseif op == "bxor" and kind == "bool" then return ("(%s ~= %s)"):format(t[1], t[2])
+  elseif op == "bnot" and kind == "bool" then return ("(not %s)"):format(t[1])
+  elseif op == "cast" then
+    return ("%s_from_%s(%s)"):format(kind, from, t[1])
+  elseif op == "popcount" then return ("popcount_%s(%s)"):format(from, t[1])
+  end
+  return ("%s_%s(%s)"):format(op, kind, table.concat(t, ", "))
+end
+
+local function load(pointer, at, dtype, kind)
+  local text = ("%s[%s]"):format(pointer, at)
+  if READ[dtype] then return READ[dtype]:format(text) end
+  if kind == "bool" then return ("(%s ~= 0)"):format(text) end
+  if kind == "u32" then return ("u32_from_i32(%s)"):format(text) end
+  return text
+end
+
+local function read_leaf(self, s, x, bind)
+  if x.op == "param" then
+    return x.type == "i32" and ("i32_from_f32(a.param_%s)"):format(x.name)
+      or "a.param_" .. x.name
+  elseif x.op == "const" then
+    return load("a.const_" .. x.name, s:index(nil, bind, x.stored), x.dtype, x.type)
+  elseif x.op == "field" then
+    return load("a.field_" .. x.name, ("field_%s + %s"):format(x.name,
+      s:index(x.dims, bind)), x.dtype, x.type)
+  elseif x.op == "input" then return ("a.in_%s[in_%s + block]"):format(x.name, x.name)
+  elseif x.name == "q" then return ("a.read_q(q_row + %s)"):format(s:index(x.dims, bind))
+  elseif x.name == "k" or x.name == "v" then
+    return load("memory", ("%s_row + %s"):format(x.name, s:index(x.dims, bind)),
+      self.plan.dtype, "f32")
+  elseif x.name == "position" then
+    return ("(block * %d + %s)"):format(self.plan.sizes.token, bind.token.text)
+  end
+  return x.name
+end
+
+function Printer:compute(s, x, bind, texts)
+  if #x.args == 0 then return read_leaf(self, s, x, bind) end
+  return operation(x, texts)
+end
+
+-- ---- arrays ---------------------------------------------------------------------------
+
+function Printer:array(name, kind, count)
+  return ("local %s = ffi.new(\"%s[%d]\")"):format(name, ARRAYS[kind], count)
+end
+
+function Printer:array_store(name, at, text, kind)
+  return ("%s[%s] = %s"):format(name, at, kind == "bool" and text .. " and 1 or 0" or text)
+end
+
+function Printer:array_filled() return "" end
+
+function Printer:array_load(name, at, kind)
+  return (kind == "bool" and "%s[%s] ~= 0" or "%s[%s]"):format(name, at)
+end
+
+-- ---- reductions -----------------------------------------------------------------------
+
+local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0ULL" },
+                max = { f32 = "-INF", i32 = "-2147483648", u32 = "0", u64 = "0ULL" },
+                min = { f32 = "INF", i32 = "2147483647", u32 = "4294967295",
+                        u64 = "0xFFFFFFFFFFFFFFFFULL" }, mean = { f32 = "0" },
+                any = { bool = "false" }, all = { bool = "true" },
+                argmax = { i32 = "-1" }, logsumexp = { f32 = "-INF" } }
+
+function Printer:reduce_start(s, x)
+  local name = s:name "r"
+  s:line(("local %s = %s"):format(name, START[x.op][x.type]))
+  if x.op == "argmax" then s:line(("local %s_best = -INF"):format(name)) end
+  if x.op == "logsumexp" then s:line(("local %s_sum = 0"):format(name)) end
+  return { name = name }
+end
+
+function Printer:reduce_step(s, x, into, text, to)
+  local r, op = into.name, x.op
+  if op == "sum" or op == "mean" then
+    local sum = (x.type == "f32" or x.type == "u64") and "%s = %s + %s"
+      or "%s = add_" .. x.type .. "(%s, %s)"
+    s:line(sum:format(r, r, text))
+  elseif op == "max" or op == "min" then
+    s:line(("%s = %s_%s(%s, %s)"):format(r, op, x.type, r, text))
+  elseif op == "any" then s:line(("%s = %s or %s"):format(r, text, r))
+  elseif op == "all" then s:line(("%s = %s and %s"):format(r, text, r))
+  elseif op == "logsumexp" then
+    s:line(("%s, %s_sum = lse_add(%s, %s_sum, %s)"):format(r, r, r, r, text))
+  elseif op == "argmax" then
+    s:line(("%s_best, %s = arg_add(%s_best, %s, %s, %s)"):format(r, r, r, r, text, to.text))
+  end
+end
+
+function Printer:reduce_end(s, work, _, size)
+  local names = {}
+  for i, one in ipairs(work) do
+    local x, r = one.node, one.into.name
+    names[i] = r
+    if x.op == "logsumexp" then s:line(("%s = %s + log(%s_sum)"):format(r, r, r)) end
+    if x.op == "mean" then
+      s:line(("%s = %s / %s"):format(r, r, x.over == "token" and "max(tokens, 1)"
+        or tostring(size)))
+    end
+  end
+  return names
+end
+
+-- ---- the kernel -----------------------------------------------------------------------
+
+local SCORE = [[
+for seq = 0, a.seqs - 1 do
+  for kv_head = 0, a.kv_heads - 1 do
+    local length, layer = a.lens[seq], a.layer
+    local blocks = ceil(length / TOKENS)
+    local row = (a.last ~= nil and a.last[seq] or seq) * a.kv_heads + kv_head
+    local q_row, out = row * %d, (seq * a.kv_heads + kv_head) * a.width
+%s    for block = 0, a.width - 1 do
+      local physical = block < blocks and a.tables[seq * a.width + block] or -1
+      if physical < 0 or physical >= a.rows then
+        a.scores[out + block] = -INF
+      else
+        local tokens = min(TOKENS, length - block * TOKENS)
+%s      end
+    end
+  end
+end
+]]
+
+local SUMMARY = [[
+for entry = 0, a.n - 1 do
+  local physical, row, layer = a.k_blocks[entry], a.blocks[entry], a.layer
+  if physical >= 0 and physical < a.memory_rows and row >= 0 and row < a.rows then
+    local tokens = max(0, min(a.counts[entry], TOKENS))
+    for kv_head = 0, a.kv_heads - 1 do
+%s    end
+  end
+end
+]]
+
+local MAP = [[
+for seq = 0, a.seqs - 1 do
+  local length, layer = a.lens[seq], a.layer
+  local blocks = ceil(length / a.block_size)
+  for kv_head = 0, a.heads - 1 do
+    local item = seq * a.heads + kv_head
+    local out = item * a.width
+%s    for block = 0, a.width - 1 do
+%s    end
+  end
+end
+]]
+
+local function body(self, fn)
+  local plan = self.plan
+  local s, roots = schedule.new(self, plan.sizes), {}
+  for i, root in ipairs(plan.roots) do roots[i] = root.node end
+  s:take(roots, expression.each)
+  s.block_level = schedule.BLOCK
+  s:push(nil)
+  fn(s)
+  return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
+end
+
+local function unit_lines(plan, lines)
+  if not plan.scaled then return end
+  for _, name in ipairs { "k", "v" } do
+    lines[#lines + 1] = ("local %s_unit = a.%s_scale ~= nil and a.%s_scale[kv_head] or 1")
+      :format(name, name, name)
+  end
+end
+
+local function row_lines(plan, lines, memory)
+  local page = plan.sizes.token * plan.sizes.dim
+  for i, name in ipairs { "k", "v" } do
+    if plan.uses[name] then
+      lines[#lines + 1] = ("local %s_row = ((physical * 2 + %d) * a.kv_heads + kv_head) * %d")
+        :format(name, i - 1, page)
+    end
+  end
+  if plan.uses.k or plan.uses.v then lines[#lines + 1] = "local memory = a." .. memory end
+  for _, field in ipairs(plan.fields) do
+    lines[#lines + 1] = ("local field_%s = (physical * a.kv_heads + kv_head) * %d"):format(
+      field.name, field.count)
+  end
+end
+
+local function indented(lines, indent)
+  if #lines == 0 then return "" end
+  return indent .. table.concat(lines, "\n" .. indent) .. "\n"
+end
+
+local function print_score(self)
+  local plan, first, rows = self.plan, {}, {}
+  local fixed, block = body(self, function(s)
+    s:line(("a.scores[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
+  end)
+  unit_lines(plan, first)
+  row_lines(plan, rows, "cache")
+  return SCORE:format(plan.sizes.head * plan.sizes.dim, indented(first, "    ")
+    .. indented(fixed, "    "), indented(rows, "        ") .. indented(block, "        "))
+end
+
+local function print_summary(self)
+  local plan, first = self.plan, {}
+  local fixed, block = body(self, function(s)
+    for _, root in ipairs(plan.roots) do
+      local dims = root.node.dims
+      s:over(dims, function(bind)
+        local text = s:value(root.node, bind)
+        s:line(("a.field_%s[(row * a.kv_heads + kv_head) * %d + %s] = to_%s(%s)"):format(
+          root.name, root.count, s:index(dims, bind), root.dtype, text))
+      end)
+    end
+  end)
+  unit_lines(plan, first)
+  row_lines(plan, first, "k")
+  return SUMMARY:format(indented(first, "      ") .. indented(fixed, "      ")
+    .. indented(block, "      "))
+end
+
+local function print_map(self)
+  local plan, first = self.plan, {}
+  local fixed, block = body(self, function(s)
+    s:line(("a.out[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
+  end)
+  for _, name in ipairs(plan.inputs) do
+    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or item) * a.width"):format(
+      name, name)
+  end
+  return MAP:format(indented(first, "    ") .. indented(fixed, "    "),
+    indented(block, "      "))
+end
+
+local PRINTS = { score = print_score, summary = print_summary, map = print_map }
+
+--- The source of a kernel: a chunk that gets kernel/numbers.lua, and returns a function
+-- of the arguments.
+---@param plan kvlab.Plan
+---@return string
+function M.print(plan)
+  local used, title = {}, {}
+  local seen = {}
+  for i, root in ipairs(plan.roots) do
+    title[i] = ("-- %s = %s"):format(root.name, expression.text(root.node))
+    expression.each(root.node, function(x)
+      used[x] = used[x] or 0
+      for _, arg in ipairs(x.args) do used[arg] = (used[arg] or 0) + 1 end
+    end, seen)
+  end
+  local self = setmetatable({ plan = plan, used = used }, Printer)
+  return table.concat(title, "\n") .. "\nlocal numbers = ...\nsetfenv(1, numbers)\n"
+    .. ("local TOKENS = %d\nreturn function(a)\n"):format(plan.sizes.token or 1)
+    .. PRINTS[plan.place](self) .. "end\n"
+end
+
+return M

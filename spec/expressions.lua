@@ -1,0 +1,353 @@
+--- Runs expressions as a policy's kernels on small random caches, beside the reference
+-- (spec/reference/expression.lua), and makes random expressions. All stored numbers are
+-- small whole ones, so sums and products are exact and comparisons have one answer.
+local ffi = require "ffi"
+local kernel = require "kvlab.kernel.kernel"
+local kv = require "kvlab"
+local policy = require "kvlab.policy.policy"
+local reference = require "spec.reference.expression"
+
+local e = kv.expr
+local M = {}
+
+-- ---- random numbers -------------------------------------------------------------------
+
+--- A small generator with a state of its own: draw(n) is one of 0 ... n - 1.
+function M.draws(seed)
+  local state = seed * 2654435761 % 2 ^ 32 + 1
+  local function draw(n)
+    state = (state * 1664525 + 1013904223) % 2 ^ 32
+    return math.floor(state / 2 ^ 32 * n)
+  end
+  for _ = 1, 5 do draw(2) end
+  return draw
+end
+
+-- ---- a cache --------------------------------------------------------------------------
+
+--- A layer of a small cache, with tables and queries of some sequences.
+---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled
+function M.cache(dev, o, seed)
+  local draw = M.draws(seed)
+  local c = { o = o, dev = kv.device(dev), draw = draw }
+  local function numbers(n)
+    local list = {}
+    for i = 1, n do list[i] = draw(5) - 2 end
+    return list
+  end
+  local function make(dims)
+    local n = 1
+    for _, size in ipairs(dims) do n = n * size end
+    local list = numbers(n)
+    return list, kv.from(c.dev, "f32", dims, list)
+  end
+  local seqs, width = #o.lens, 0
+  for _, length in ipairs(o.lens) do
+    width = math.max(width, math.ceil(length / o.block_size))
+  end
+  c.width, c.seqs = width + 1, seqs
+  local memory
+  c.memory, memory = make { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }
+  c.layer = memory:cast(o.dtype)
+  local q
+  c.q, q = make { seqs, o.kv_heads * o.group, o.head_dim }
+  c.query = q:cast(o.q_dtype or "f32")
+  local order, tables = {}, {}
+  for i = 1, o.blocks do order[i] = i - 1 end
+  for i = o.blocks, 2, -1 do
+    local j = draw(i) + 1
+    order[i], order[j] = order[j], order[i]
+  end
+  local next_block = 0
+  for s = 1, seqs do
+    for b = 0, c.width - 1 do
+      local has = b < math.ceil(o.lens[s] / o.block_size)
+      next_block = next_block + (has and 1 or 0)
+      tables[#tables + 1] = has and order[next_block] or -1
+    end
+  end
+  c.tables = tables
+  if o.scaled then
+    c.k_scale = kv.from(c.dev, "f32", { o.kv_heads }, o.scaled)
+    c.v_scale = c.k_scale
+  end
+  return c
+end
+
+--- The policy of a summary and a score, attached to the cache's shape.
+function M.attach(c, def, target)
+  local o = c.o
+  kernel.chosen = target
+  local p = policy.define(def) {}
+  local ok, why = pcall(policy.attach, p, { device = c.dev, layers = 2, blocks = o.blocks,
+    block_size = o.block_size, heads = o.kv_heads * o.group, kv_heads = o.kv_heads,
+    head_dim = o.head_dim, dtype = o.dtype, max_blocks = o.blocks, scale = 1,
+    format = { scales = function() return c.k_scale, c.v_scale end } })
+  kernel.chosen = nil
+  if not ok then error(why, 0) end
+  return p
+end
+
+--- Computes the summary of all blocks of the sequences.
+function M.update(c, p)
+  local o, blocks, counts = c.o, {}, {}
+  for s = 1, c.seqs do
+    for b = 0, math.ceil(o.lens[s] / o.block_size) - 1 do
+      blocks[#blocks + 1] = c.tables[(s - 1) * c.width + b + 1]
+      counts[#counts + 1] = math.min(o.block_size, o.lens[s] - b * o.block_size)
+    end
+  end
+  blocks[#blocks + 1], counts[#counts + 1] = -1, 1 -- is skipped
+  local list = kv.from(c.dev, "i32", { #blocks }, blocks)
+  p:on_prefill_offload { layer = 1, blocks = list, k_blocks = list, k = c.layer,
+    num_tokens = kv.from(c.dev, "i32", { #counts }, counts), turns = 0 }
+end
+
+--- The scores as a list, [seqs, kv_heads, width].
+function M.score(c, p)
+  local o = c.o
+  local out = kv.full(c.dev, "f32", { c.seqs, o.kv_heads, c.width }, 12345)
+  local ctx = { query = c.query, cache = c.layer, layer = 1, seqs = c.seqs,
+    kv_heads = o.kv_heads, width = c.width, is_prefill = false,
+    tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
+    lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
+    format = { scales = function() return c.k_scale, c.v_scale end },
+    new_scores = function() return out end }
+  p:score(ctx)
+  c.dev:sync()
+  return out:list()
+end
+
+-- ---- the reference --------------------------------------------------------------------
+
+--- What the reference reads for a block of a sequence.
+local function environment(c, p, s, head, b, physical)
+  local o, env = c.o, {}
+  local unit = o.scaled and o.scaled[head + 1] or 1
+  local page = o.block_size * o.head_dim
+  local function stored(which)
+    local first = ((physical * 2 + which) * o.kv_heads + head) * page
+    return function(token, dim)
+      return c.memory[first + token * o.head_dim + dim + 1] * unit
+    end
+  end
+  env.k, env.v = stored(0), stored(1)
+  env.q = function(h, dim)
+    return c.q[((s * o.kv_heads + head) * o.group + h) * o.head_dim + dim + 1]
+  end
+  env.block, env.length = b, o.lens[s + 1]
+  env.blocks = math.ceil(env.length / o.block_size)
+  env.tokens = math.min(o.block_size, env.length - b * o.block_size)
+  env.layer, env.kv_head, env.block_size = 1, head, o.block_size
+  env.sizes = { head = o.group, token = o.block_size, dim = o.head_dim }
+  for dim, size in pairs(o.sizes or {}) do env.sizes[dim] = size end
+  env.param = function(name) return p[name] end
+  env.const = function(name, at) return o.consts[name](at, env) end
+  env.field = function(name, at)
+    return reference.eval(p.expressions.fields[name], at, env)
+  end
+  return env
+end
+
+--- The scores that the reference gives, in the same order.
+function M.expected(c, p, score)
+  local o, list = c.o, {}
+  for s = 0, c.seqs - 1 do
+    for head = 0, o.kv_heads - 1 do
+      for b = 0, c.width - 1 do
+        local physical = c.tables[s * c.width + b + 1]
+        local x = -math.huge
+        if physical >= 0 then
+          x = reference.eval(score, {}, environment(c, p, s, head, b, physical))
+        end
+        list[#list + 1] = tonumber(x)
+      end
+    end
+  end
+  return list
+end
+
+--- The first place where two lists differ by more than `tolerance` of the larger number, in
+-- words; nil if there is none.
+function M.difference(got, want, tolerance)
+  for i = 1, #want do
+    local a, b = got[i], want[i]
+    local same = a == b or a ~= a and b ~= b
+      or math.abs(a - b) <= tolerance * math.max(1, math.abs(a), math.abs(b))
+    if not same then return ("score %d is %s, expected %s"):format(i, a, b) end
+  end
+  if #got ~= #want then return ("%d scores, expected %d"):format(#got, #want) end
+end
+
+--- The score expression of a policy with its fields put in.
+function M.resolved(p)
+  local expression, place = require "kvlab.kernel.expression", require "kvlab.kernel.place"
+  return expression.resolve(p.expressions.score,
+    place.seen(p.expressions.fields or {}, "f32"), "spec")
+end
+
+-- ---- random expressions ---------------------------------------------------------------
+
+-- A random node: x, its bound (the largest magnitude), and whether it is exact.
+local EXACT_MAX = 2 ^ 20
+
+local Maker = {}
+Maker.__index = Maker
+
+local function pick(self, list) return list[self.draw(#list) + 1] end
+
+local function leaf(self)
+  local choices = { function() return e.k, 2 end, function() return e.v, 2 end,
+    function() return e.tokens, 16 end }
+  if self.place == "score" then
+    choices = { function() return e.q, 2 end, function() return e.k, 2 end,
+      function() return e.block, 8 end, function() return e.length, 128 end,
+      function() return e.position, 128 end, function() return e.blocks, 8 end,
+      function() return e.kv_head, 4 end, function() return e.param "weight", 3 end,
+      function() return e.q, 2 end }
+    for name, bound in pairs(self.fields) do
+      choices[#choices + 1] = function() return e[name], bound end
+      choices[#choices + 1] = choices[#choices]
+    end
+  end
+  if self.draw(8) == 0 then return e.const("f32", "table_", "dim"), 2, true end
+  local x, bound = pick(self, choices)()
+  return x, bound, true
+end
+
+local build
+
+local function number(self, depth)
+  local x, bound, exact = build(self, depth)
+  return x, bound, exact
+end
+
+--- A comparison of exact values: elsewhere a rounding could turn it.
+local function condition(self, depth)
+  local a, bound_a, exact_a = number(self, depth)
+  if not exact_a then a, bound_a = e.block or e.tokens, 8 end
+  if not exact_a and self.place ~= "score" then a = e.tokens end
+  local name = pick(self, { "lt", "le", "gt", "ge", "eq", "ne" })
+  return a[name](a, math.floor(bound_a / 2) * (self.draw(3) - 1))
+end
+
+local BINARY = {
+  function(a, b, x, y) return a + b, x + y end, function(a, b, x, y) return a - b, x + y end,
+  function(a, b, x, y) return a * b, x * y end,
+  function(a, b, x, y) return e.max(a, b), math.max(x, y) end,
+  function(a, b, x, y) return e.min(a, b), math.max(x, y) end,
+}
+local UNARY = {
+  function(a, x) return -a, x, true end, function(a, x) return a:abs(), x, true end,
+  function(a, x) return a:relu(), x, true end,
+  function(a) return (a:cast "f32" * 0.25):tanh(), 1, false end,
+  function(a) return (a:cast "f32" * 0.125):sigmoid(), 1, false end,
+  function(a) return (-(a:abs())):cast "f32":exp(), 1, false end,
+  function(a, x) return (a:abs() + 1):sqrt(), math.sqrt(x) + 1, false end,
+  function(a, x) return (a:abs() + 1):log(), math.log(x + 1) + 1, false end,
+  function(a, x) return a / 3, x / 3, false end,
+}
+
+function build(self, depth)
+  if depth == 0 then return leaf(self) end
+  local kind = self.draw(10)
+  if kind < 4 then
+    local a, x, exact_a = number(self, depth - 1)
+    local b, y, exact_b = number(self, depth - 1)
+    local r, bound = pick(self, BINARY)(a, b, x, y)
+    if bound > EXACT_MAX then r, bound = e.max(a, b), math.max(x, y) end
+    return r, bound, exact_a and exact_b
+  elseif kind < 6 then
+    local a, x, exact = number(self, depth - 1)
+    local r, bound, stays = pick(self, UNARY)(a, x)
+    return r, bound, exact and stays
+  elseif kind == 6 then
+    local c = condition(self, depth - 1)
+    local a, x, exact_a = number(self, depth - 1)
+    local b, y, exact_b = number(self, depth - 1)
+    return c:where(a, b), math.max(x, y), exact_a and exact_b
+  elseif kind == 7 then
+    local c = condition(self, depth - 1)
+    return c:cast(pick(self, { "f32", "i32" })), 1, true
+  end
+  local a, x, exact = number(self, depth - 1)
+  return self:reduce(a, x, exact)
+end
+
+local SIZE = { head = 4, token = 16, dim = 64 }
+
+--- Reduces over one of the dimensions, if there is one.
+function Maker:reduce(a, bound, exact)
+  local dims = a.dims
+  if not dims then -- a field's are not known yet
+    dims = self.dims_of(a)
+  end
+  if #dims == 0 then return a, bound, exact end
+  local dim = pick(self, dims)
+  local how = self.draw(8)
+  local sum = bound * (SIZE[dim] or 64)
+  if how < 3 and sum < EXACT_MAX then return a:sum(dim), sum, exact end
+  if how == 3 then return a:min(dim), bound, exact end
+  if how == 4 and exact then return a:argmax(dim), 64, true end
+  if how == 5 then return a:mean(dim), bound, false end
+  if how == 6 and bound < 50 then return a:logsumexp(dim), bound + 5, false end
+  if how == 7 and exact then
+    return a:gt(0)[self.draw(2) == 0 and "any" or "all"](a:gt(0), dim):cast "f32", 1, true
+  end
+  return a:max(dim), bound, exact
+end
+
+--- Reduces over everything that `keep` does not name.
+local function down_to(self, x, bound, exact, keep)
+  while true do
+    local left = {}
+    for _, dim in ipairs(x.dims or self.dims_of(x)) do
+      if not keep[dim] then left[#left + 1] = dim end
+    end
+    if #left == 0 then return x, bound, exact end
+    x, bound, exact = self:reduce(x, bound, exact)
+  end
+end
+
+--- A policy of random expressions: a summary with some fields, and a score.
+---@param seed integer
+function M.random(seed)
+  local expression = require "kvlab.kernel.expression"
+  local draw = M.draws(seed)
+  local summary, bounds = {}, {}
+  local self = setmetatable({ draw = draw, place = "summary", fields = {} }, Maker)
+  self.dims_of = function(x) return x.dims end
+  for i = 1, draw(3) do
+    local name = "f" .. i
+    local x, bound, exact = build(self, 1 + draw(3))
+    x, bound, exact = down_to(self, x, bound, exact, { dim = draw(2) == 0 })
+    if x.op ~= "number" and exact then
+      summary[name], bounds[name] = x, bound
+    end
+  end
+  local place = require "kvlab.kernel.place"
+  local fields = place.fields(summary, "policy random")
+  self.place, self.fields = "score", bounds
+  self.dims_of = function(x)
+    return expression.resolve(x, place.seen(fields, "f32"), "random").dims
+  end
+  local x, bound, exact = build(self, 2 + draw(3))
+  x = down_to(self, x, bound, exact, {})
+  if not (x.type == "f32" or x.type == "i32") and x.dims then x = x:cast "f32" end
+  return { name = "random", decode = true, defaults = { weight = 3, ratio = 0.5 },
+    summary = next(summary) and summary or nil, score = x * 1,
+    init = function(p, shape)
+      p.table_ = kv.from(shape.device, "f32", { shape.head_dim }, M.table_(shape.head_dim))
+    end }, exact
+end
+
+--- The numbers of the const that random expressions read.
+function M.table_(n)
+  local list = {}
+  for i = 1, n do list[i] = (i * 7) % 5 - 2 end
+  return list
+end
+
+M.keep = ffi
+
+return M
