@@ -6,6 +6,7 @@
 #   DIR/lib                   libkvlab.so, the CUDA plug-in, the libraries they need
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
 #   DIR/lua, spec, bench, runtime/*.h        as in the source tree
+#   DIR/kernels               the headers of kernels that are compiled at run time
 #   DIR/VERSION, LICENSE      as in the source tree
 #   DIR/commit                the commit it was made from, for the manifests of experiments
 #
@@ -27,12 +28,19 @@ claim_target() {
 bundle() {
   target=$1
   bin=$root/build/bin/$config
-  rm -rf "$target/lua" "$target/spec" "$target/bench" "$target/lib" "$target/share"
+  rm -rf "$target/lua" "$target/kernels" "$target/spec" "$target/bench" "$target/lib" "$target/share"
   mkdir -p "$target/bin" "$target/lib/lua/5.1" "$target/share/lua/5.1" \
     "$target/runtime" "$target/tools"
   cp "$root/kvlab" "$root/VERSION" "$root/LICENSE" "$target/"
   cp "$root/tools/setup.sh" "$target/tools/"
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
+  # What kernels made at run time are compiled with.
+  mkdir -p "$target/kernels/cpu" "$target/kernels/cuda"
+  cp "$root/kernels/kernels.h" "$target/kernels/"
+  for header in vec scalar split expression; do
+    cp "$root/kernels/cpu/$header.h" "$target/kernels/cpu/"
+  done
+  cp "$root/kernels/cuda/expression.cuh" "$target/kernels/cuda/"
   cp "$bin/kvlab" "$target/bin/"
   cp "$bin/libkvlab.so" "$target/lib/"
   [ "$cuda" = off ] || cp "$bin/libkvlab_cuda.so" "$target/lib/"
