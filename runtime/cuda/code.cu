@@ -1,6 +1,7 @@
 /* Kernels that were compiled at run time, as cubins. The driver's functions are found at run
  * time: kvlab does not link to it. */
 #include <cuda.h>
+#include <stdio.h>
 
 #include "cuda/backend.cuh"
 

@@ -1,0 +1,140 @@
+--- Kernels from Lua (K1): the kernels that expressions become, each beside the hand-written
+-- op that computes the same, where there is one. Compile times are those of an empty cache
+-- and of a full one.
+local kv = require "kvlab"
+local paged = require "bench.lib.paged"
+local policy = require "kvlab.policy.policy"
+
+local e = kv.expr
+local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK
+
+--- What a policy's kernels are given: sequences of `len` tokens with blocks in any order.
+local function step(b, seqs, len, heads)
+  local dev, lens = b.device, {}
+  for i = 1, seqs do lens[i] = len end
+  local tables, count = paged.random_tables(dev, lens)
+  local scores = kv.full(dev, "f32", { seqs, KV_HEADS, len / BLOCK }, 0 / 0)
+  local s = { blocks = count, scores = scores, heads = heads or HEADS,
+    ctx = { layer = 0, seqs = seqs, kv_heads = KV_HEADS, width = len / BLOCK,
+      is_prefill = false, tables = tables, lens = kv.from(dev, "i32", { seqs }, lens),
+      query = kv.randn(dev, "bf16", { seqs, heads or HEADS, DIM }, { seed = 2 }),
+      format = { scales = function() end }, new_scores = function() return scores end } }
+  return s
+end
+
+--- A policy of expressions, attached to one layer.
+local function attach(b, s, def)
+  def.name, def.decode = "bench", true
+  local p = policy.define(def) {}
+  return policy.attach(p, { device = b.device, layers = 1, blocks = s.blocks,
+    block_size = BLOCK, heads = s.heads, kv_heads = KV_HEADS, head_dim = DIM,
+    dtype = "bf16", max_blocks = s.ctx.width, scale = 1, format = s.ctx.format })
+end
+
+local function compare(b, s, run, hand)
+  return function()
+    run()
+    local got = s.scores:clone()
+    s.scores:fill_(0 / 0)
+    hand()
+    paged.expect("score", got:reshape { -1 }, s.scores:reshape { -1 }, 1e-3)
+  end
+end
+
+-- ---- Quest ----------------------------------------------------------------------------
+
+local function quest(seqs, len, heads, is_hand)
+  return function(b)
+    local s = step(b, seqs, len, heads)
+    local p = attach(b, s, { summary = { lo = e.k:min "token", hi = e.k:max "token" },
+      score = e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head" })
+    local both = kv.tensor(b.device, "bf16", { s.blocks, 2, KV_HEADS, DIM })
+    local half = kv.randn(b.device, "bf16", { s.blocks, KV_HEADS * DIM }, { seed = 1 })
+    local low, high = half:sub(8), half:add(8)
+    p.summary.lo:layer(0):copy_(low:reshape { s.blocks, KV_HEADS, DIM })
+    p.summary.hi:layer(0):copy_(high:reshape { s.blocks, KV_HEADS, DIM })
+    local rows = kv.arange(b.device, "i32", s.blocks) * 2
+    both:reshape { s.blocks * 2, KV_HEADS * DIM }:scatter_rows_(rows, low)
+      :scatter_rows_(rows + 1, high)
+    local function hand()
+      kv.check(kv.C.kvl_score_minmax(s.ctx.query, both, s.ctx.tables, s.ctx.lens, BLOCK,
+        kv.C.KVL_GROUP_MAX, s.scores))
+    end
+    local function run() p:score(s.ctx) end
+    return { run = is_hand and hand or run, bytes = both:bytes() + s.scores:bytes(),
+             check = compare(b, s, run, hand) }
+  end
+end
+
+local function minmax(seqs, len, is_hand)
+  return function(b)
+    local s = step(b, seqs, len)
+    local p = attach(b, s, { summary = { lo = e.k:min "token", hi = e.k:max "token" },
+      score = (e.q * e.lo):sum "dim":max "head" })
+    local cache = kv.randn(b.device, "bf16", { s.blocks, 2, KV_HEADS, BLOCK, DIM },
+      { seed = 1 })
+    local list = kv.arange(b.device, "i32", s.blocks)
+    local counts = kv.full(b.device, "i32", { s.blocks }, BLOCK)
+    local both = kv.tensor(b.device, "bf16", { s.blocks, 2, KV_HEADS, DIM })
+    local ev = { layer = 0, k = cache, k_blocks = list, blocks = list, num_tokens = counts }
+    local function hand()
+      kv.check(kv.C.kvl_block_minmax(cache, list, counts, list, both))
+    end
+    local function run() p:on_decode_offload(ev) end
+    return { run = is_hand and hand or run, bytes = cache:bytes() / 2 + both:bytes(),
+      check = function()
+        run()
+        hand()
+        local rows = kv.arange(b.device, "i32", s.blocks) * 2
+        local low = both:reshape { s.blocks * 2, KV_HEADS * DIM }:gather_rows(rows):cast "f32"
+        paged.expect("lo", p.summary.lo:layer(0):cast("f32"):reshape { -1 }, low:reshape { -1 }, 0)
+      end }
+  end
+end
+
+-- ---- all keys -------------------------------------------------------------------------
+
+local function over_keys(seqs, len, what, hand_group)
+  return function(b)
+    local s = step(b, seqs, len)
+    local qk = (e.q * e.k):sum "dim"
+    local p = attach(b, s, { score = what == "lse" and qk:logsumexp "token":mean "head"
+      or qk:max "token":max "head" })
+    local cache = kv.randn(b.device, "bf16", { s.blocks, 2, KV_HEADS, BLOCK, DIM },
+      { seed = 1, std = 0.05 })
+    s.ctx.cache = cache
+    local function hand()
+      kv.check(kv.C.kvl_score_max_qk(s.ctx.query, cache, s.ctx.tables, s.ctx.lens,
+        kv.C.KVL_GROUP_MAX, s.scores))
+    end
+    local function run() p:score(s.ctx) end
+    return { run = hand_group and hand or run, bytes = cache:bytes() / 2 + s.scores:bytes(),
+      check = what == "max" and compare(b, s, run, hand) or function()
+        run()
+        local finite = s.scores:sub(s.scores):max(0):max(0):max(0):list()[1]
+        assert(finite == 0, "a score is not finite")
+      end }
+  end
+end
+
+return function(b)
+  local len = math.max(BLOCK, b:shrunk(32768))
+  for _, row in ipairs { { 16, HEADS }, { 1, HEADS }, { 16, 64 }, { 16, 128 } } do
+    local of = (", %d x %d, group %d"):format(row[1], len, row[2] / KV_HEADS)
+    b:case { id = "K1", name = "Quest's score, by hand" .. of,
+             setup = quest(row[1], len, row[2], true) }
+    b:case { id = "K1", name = "Quest's score, an expression" .. of,
+             setup = quest(row[1], len, row[2], false), target = { of_limit = 0.80 } }
+  end
+  local of = (", %d x %d"):format(4, len)
+  b:case { id = "K1", name = "min and max of blocks, by hand" .. of,
+           setup = minmax(4, len, true) }
+  b:case { id = "K1", name = "min and max of blocks, an expression" .. of,
+           setup = minmax(4, len, false), target = { of_limit = 0.80 } }
+  b:case { id = "K1", name = "max of q . k, by hand" .. of,
+           setup = over_keys(4, len, "max", true) }
+  b:case { id = "K1", name = "max of q . k, an expression" .. of,
+           setup = over_keys(4, len, "max") }
+  b:case { id = "K1", name = "logsumexp of q . k, an expression" .. of,
+           setup = over_keys(4, len, "lse"), target = { of_limit = 0.80 } }
+end
