@@ -61,7 +61,8 @@ DEVICE uint16_t to_f16(float f) {
   return r;
 }
 DEVICE uint8_t to_f8e4m3(float f) {
-  const uint32_t sign = (__float_as_uint(f) >> 24) & 0x80, a = __float_as_uint(f) & 0x7FFFFFFF;
+  const uint32_t sign = (__float_as_uint(f) >> 24) & 0x80,
+                 a = __float_as_uint(f) & 0x7FFFFFFF;
   float magnitude = __uint_as_float(a);
   magnitude = magnitude > 448.0f ? 448.0f : magnitude;
   const uint32_t bits = __float_as_uint(magnitude);
@@ -90,7 +91,8 @@ template <int BYTES> struct chunk {
     } else {
       w[0] = 0;
 #pragma unroll
-      for (int i = 0; i < BYTES; i++) w[0] |= (uint32_t)__ldg((const uint8_t *)p + i) << 8 * i;
+      for (int i = 0; i < BYTES; i++)
+        w[0] |= (uint32_t)__ldg((const uint8_t *)p + i) << 8 * i;
     }
   }
   DEVICE_MEMBER void clear() {
@@ -127,11 +129,11 @@ template <class T, int N> DEVICE void store_all(T *p, const T *x) {
     for (int k = 0; k < N; k++) p[k] = x[k];
   }
 }
-#define STORE_CHUNK(name, memory, type, convert)                                     \
+#define STORE_CHUNK(name, memory, type, convert)                                       \
   template <int N> DEVICE void store_chunk_##name(void *p, int64_t i, const type *x) { \
-    alignas(16) memory r[N];                                                         \
-    _Pragma("unroll") for (int k = 0; k < N; k++) r[k] = (memory)(convert(x[k]));    \
-    store_all<memory, N>((memory *)p + i, r);                                        \
+    alignas(16) memory r[N];                                                           \
+    _Pragma("unroll") for (int k = 0; k < N; k++) r[k] = (memory)(convert(x[k]));      \
+    store_all<memory, N>((memory *)p + i, r);                                          \
   }
 STORE_CHUNK(f32, float, float, )
 STORE_CHUNK(f16, uint16_t, float, to_f16)
@@ -198,13 +200,13 @@ DEVICE void arg_join(arg *s, float best, int32_t at) {
 }
 
 /* Over the TEAM neighbouring lanes that hold a row; every lane gets the result. */
-#define OVER_TEAM(name, type, join)                                    \
-  template <int TEAM> DEVICE type team_##name(type x) {                \
-    _Pragma("unroll") for (int n = TEAM / 2; n > 0; n /= 2) {          \
-      const type y = __shfl_xor_sync(ALL_LANES, x, n);                 \
-      x = join;                                                        \
-    }                                                                  \
-    return x;                                                          \
+#define OVER_TEAM(name, type, join)                           \
+  template <int TEAM> DEVICE type team_##name(type x) {       \
+    _Pragma("unroll") for (int n = TEAM / 2; n > 0; n /= 2) { \
+      const type y = __shfl_xor_sync(ALL_LANES, x, n);        \
+      x = join;                                               \
+    }                                                         \
+    return x;                                                 \
   }
 OVER_TEAM(sum, float, x + y)
 OVER_TEAM(sum, int32_t, x + y)
@@ -219,7 +221,7 @@ OVER_TEAM(min, int32_t, min_i32(x, y))
 OVER_TEAM(min, uint32_t, min_u32(x, y))
 OVER_TEAM(min, uint64_t, min_u64(x, y))
 OVER_TEAM(any, int32_t, x | y)
-OVER_TEAM(all, int32_t, x & y)
+OVER_TEAM(all, int32_t, x &y)
 template <int TEAM> DEVICE float team_lse(lse s) {
 #pragma unroll
   for (int n = TEAM / 2; n > 0; n /= 2) {

@@ -39,10 +39,14 @@ __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
 }
 
 /* One thread block calls emit(place, index) for all elements of a row that are eligible, that
- * is neither -inf nor NaN; places count from 0 in index order. Returns how many there are. */
+ * is neither -inf nor NaN; places count from 0 in index order. Returns how many there are.
+ * memory: 128 bytes of shared memory that nobody uses any more. They are not static, because
+ * the searches take all that a thread block can have. */
 template <class ROW, class F>
-__device__ __forceinline__ uint32_t write_eligible(const ROW &row, uint32_t width, F emit) {
-  __shared__ int sums[1][WARP];
+__device__ __forceinline__ uint32_t write_eligible(const ROW &row, uint32_t width,
+                                                   char *memory, F emit) {
+  int(*sums)[WARP] = (int(*)[WARP])memory;
+  __syncthreads();
   uint32_t count = 0;
 #pragma unroll 1
   for (uint32_t at = 0; at < width; at += TEAM_THREADS) {

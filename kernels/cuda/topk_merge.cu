@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   };
   auto write_all = [&]() { /* no more than k are eligible */
                            for (uint32_t i =
-                                    write_eligible(numbers, width, put) + threadIdx.x;
+                                    write_eligible(numbers, width, memory, put) + threadIdx.x;
                                 i < k; i += TEAM_THREADS)
                              values[i] = -INFINITY, positions[i] = -1;
   };

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const T *logits = (const T *)a.logits + row * a.n + w.begin;
   auto write_all = [&]() { /* no more than k are eligible */
                            uint32_t count = write_eligible(
-                               logits, width, [&](uint32_t place, uint32_t index) {
+                               logits, width, memory, [&](uint32_t place, uint32_t index) {
                                  out[place] = kvl__transformed(t, (int32_t)index);
                                });
                            for (uint32_t i = count + threadIdx.x; i < k; i += TEAM_THREADS)

@@ -28,8 +28,14 @@ Printer.__index = Printer
 
 function Printer:mode(dim, size)
   if dim == "dim" and self.vectors then return "vector" end
-  if dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
+  if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
   return "loop"
+end
+
+--- A reduction over tokens is done in vectors if nothing that it reads runs along dim: what
+-- is summed over dim comes from an array then.
+function Printer:reduces_in_vectors(x)
+  return x.over == "token" and self.vectors and self.token_vectors[x] or false
 end
 
 --- Whether a value is to be taken for one that differs between blocks.
@@ -42,12 +48,28 @@ function Printer:element(_, value)
 end
 
 --- The head and tail of a loop over a dimension, and its variable.
-function Printer:loop(s, dim, size, is_vector)
+function Printer:loop(s, dim, size, is_vector, _, step)
   local name = s:name(dim:sub(1, 1))
-  local last = dim == "token" and "tokens" or tostring(size)
+  local last = dim == "token" and self.tokens or tostring(size)
   local head = ("for (int %s = 0; %s < %s; %s) {"):format(name, name, last,
-    is_vector and name .. " += VF" or name .. "++")
+    is_vector and name .. " += VF" or step and ("%s += %d"):format(name, step)
+    or name .. "++")
   return head, "}", name
+end
+
+--- How many tokens' sums along dim are computed together; nil: one after the other. They
+-- may include some past the last token, which lie in the block's memory all the same.
+function Printer:tokens_together(x)
+  local sizes = self.plan.sizes
+  if not (self.vectors and x.over == "dim" and x.op == "sum" and x.type == "f32") then
+    return nil
+  end
+  if not expression.has_dim(x.dims, "token") or #x.dims > 2 then return nil end
+  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > HEADS_UNROLLED) then return nil end
+  local heads = #x.dims == 2 and sizes.head or 1
+  local step = math.max(1, math.floor(self.lanes / heads))
+  while sizes.token % step ~= 0 do step = step / 2 end
+  return step >= 1 and step or nil
 end
 
 --- The loop over the bits of a word.
@@ -179,14 +201,17 @@ local function load(pointer, at, dtype, kind, vector)
   return (kind == "bool" and "*(%s) != 0" or "*(%s)"):format(p)
 end
 
+local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
+
 local function read_leaf(self, s, x, bind, vector)
+  local item = item_of(bind)
   if x.op == "param" then
     return ("(%s)a->param_%s"):format(TYPES[x.type], x.name)
   elseif x.op == "const" then
     return load("a->const_" .. x.name, s:index(nil, bind, x.stored), x.dtype, x.type,
       vector)
   elseif x.op == "field" then
-    return load("field_" .. x.name, s:index(x.dims, bind), x.dtype, x.type, vector)
+    return load("field_" .. x.name .. item, s:index(x.dims, bind), x.dtype, x.type, vector)
   elseif x.op == "input" then
     return ("in_%s[block]"):format(x.name)
   elseif x.name == "q" then
@@ -194,9 +219,12 @@ local function read_leaf(self, s, x, bind, vector)
     return (vector and "q_load(a, q_row + %s)" or "q_load_one(a, q_row + %s)"):format(
       s:index(x.dims, bind))
   elseif x.name == "k" or x.name == "v" then
-    return load(x.name .. "_row", s:index(x.dims, bind), self.plan.dtype, "f32", vector)
+    return load(x.name .. "_row" .. item, s:index(x.dims, bind), self.plan.dtype, "f32",
+      vector)
   elseif x.name == "position" then
-    return ("block * %d + %s"):format(self.plan.sizes.token, bind.token.text)
+    return (vector and "vi_iota(block%s * TOKENS + %s)" or "block%s * TOKENS + %s"):format(
+      item, bind.token.text)
+  elseif x.name == "block" or x.name == "tokens" then return x.name .. item
   end
   return x.name -- a variable of the frame
 end
@@ -212,7 +240,7 @@ end
 -- ---- arrays ---------------------------------------------------------------------------
 
 function Printer:array(name, kind, count)
-  return ("%s %s[%d] __attribute__((aligned(64)));"):format(TYPES[kind], name, count)
+  return ("%s %s[%d + VF] __attribute__((aligned(64)));"):format(TYPES[kind], name, count)
 end
 
 function Printer:array_store(name, at, text, kind, vector)
@@ -221,8 +249,11 @@ function Printer:array_store(name, at, text, kind, vector)
 end
 
 function Printer:array_load(name, at, kind, vector)
+  if kind == "bool" then
+    return (vector and "load_i32_vi(%s + %s) != 0" or "%s[%s] != 0"):format(name, at)
+  end
   if not vector then return ("%s[%s]"):format(name, at) end
-  return ("*(const %s *)(%s + %s)"):format(VECTORS[kind], name, at)
+  return ("load_%s_%s(%s + %s)"):format(kind, VECTORS[kind], name, at)
 end
 
 function Printer:array_filled() return "" end
@@ -250,9 +281,19 @@ function Printer:reduce_start(s, x, vector)
   return { name = name, vector = vector }
 end
 
-function Printer:reduce_step(s, x, into, text, to, vector)
+local NEUTRAL = { logsumexp = "-INFINITY", argmax = "NAN" }
+
+function Printer:reduce_step(s, x, into, text, to, vector, bind)
   local name, op = into.name, x.op
   local kind = x.args[1].type
+  if x.over == "token" and to.vector then -- there may be fewer tokens than lanes
+    local neutral = NEUTRAL[op] or START[op][x.type]
+    local mask = ("vi_iota(%s) < vi_set(tokens%s)"):format(to.text, item_of(bind))
+    local select = kind == "f32" and "vf_select" or kind == "u32" and "where_vu" or "where_vi"
+    text = ("%s(%s, %s, %s)"):format(select, mask, widen(text, kind, vector),
+      widen(neutral, kind))
+    vector = true
+  end
   if op == "argmax" and kind ~= "f32" then
     text = vector and ("vf_from_vi(%s)"):format(text) or ("(float)%s"):format(text)
   end
@@ -284,7 +325,7 @@ local ACROSS = {
 }
 
 --- The text of a finished reduction.
-local function ended(one, mode, size)
+local function ended(one, mode, size, tokens)
   local x, name = one.node, one.into.name
   local across = mode == "vector"
   local text = name
@@ -300,7 +341,7 @@ local function ended(one, mode, size)
     text = ACROSS[x.op][x.type]:format(name)
   end
   if x.op == "mean" then
-    local n = x.over == "token" and "max_i32(tokens, 1)" or tostring(size)
+    local n = x.over == "token" and ("max_i32(%s, 1)"):format(tokens) or tostring(size)
     text = (one.into.vector and not across and "%s / vf_set(%s)"
       or "%s / %s"):format(text,
       n)
@@ -308,13 +349,47 @@ local function ended(one, mode, size)
   return text
 end
 
-function Printer:reduce_end(s, work, mode, size)
-  local names = {}
-  for i, one in ipairs(work) do
-    names[i] = s:name "x"
-    s:line(self:declare(one.node.type, one.into.vector and mode ~= "vector", names[i],
-      ended(one, mode, size)))
+--- Sums over dim are added up across lanes LANES at a time, which costs little more than
+-- one of them.
+local function sums_together(self, s, list, names)
+  local lanes = self.lanes
+  for first = 1, #list, lanes do
+    local last = math.min(first + lanes - 1, #list)
+    if last - first + 1 <= lanes / 4 then
+      for i = first, last do
+        local one = list[i]
+        names[one.at] = s:name "x"
+        s:line(("float %s = vf_sum(%s);"):format(names[one.at], one.name))
+      end
+    else
+      local array, sums, parts = s:name "a", s:name "s", {}
+      for i = 1, lanes do
+        parts[i] = list[first + i - 1] and first + i - 1 <= last and list[first + i - 1].name
+          or "vf_set(0)"
+      end
+      s:line(("vf %s[VF] = {%s};"):format(array, table.concat(parts, ", ")))
+      s:line(("float %s[VF] __attribute__((aligned(64)));"):format(sums))
+      s:line(("*(vf *)%s = vf_sum_lanes(%s);"):format(sums, array))
+      for i = first, last do
+        names[list[i].at] = ("%s[%d]"):format(sums, i - first)
+      end
+    end
   end
+end
+
+function Printer:reduce_end(s, work, mode, size)
+  local names, sums = {}, {}
+  for i, one in ipairs(work) do
+    local x = one.node
+    if mode == "vector" and x.op == "sum" and x.type == "f32" then
+      sums[#sums + 1] = { name = one.into.name, at = i }
+    else
+      names[i] = s:name "x"
+      s:line(self:declare(x.type, one.into.vector and mode ~= "vector", names[i],
+        ended(one, mode, size, "tokens" .. item_of(one.bind))))
+    end
+  end
+  sums_together(self, s, sums, names)
   return names
 end
 
@@ -334,6 +409,31 @@ local function can_use_vectors(plan, lanes)
     end, seen)
   end
   return ok
+end
+
+--- Which reductions over tokens can be done in vectors, and whether there are any.
+local function vectors_over_tokens(plan)
+  local can, some, along, seen = {}, false, {}, {}
+  for _, root in ipairs(plan.roots) do
+    expression.each(root.node, function(x)
+      -- along[x]: what x reads at one token is a number, or a vector over tokens
+      local fine = VECTORS[x.type] ~= nil and not expression.has_dim(x.dims, "dim")
+      if x.op == "const" and expression.has_dim(x.dims, "token") then fine = false end
+      if x.op == "field" and expression.has_dim(x.dims, "token") then fine = false end
+      if x.op == "pack" then fine = false end
+      local inner = x.over == "dim" -- comes from an array
+      for _, arg in ipairs(x.args) do fine = fine and (inner or along[arg]) end
+      for _, dim in ipairs(x.dims) do
+        if dim ~= "token" and dim ~= "head" then fine = false end
+      end
+      along[x] = fine
+      if x.over == "token" then
+        some = true
+        can[x] = along[x.args[1]] and plan.sizes.head <= HEADS_UNROLLED
+      end
+    end, seen)
+  end
+  return can, some
 end
 
 local function struct(plan)
@@ -384,19 +484,19 @@ local function fixed_lines(plan)
 end
 
 --- Lines at the start of a block whose physical number is `block`.
-local function row_lines(plan, block, rows)
+local function row_lines(plan, block, rows, item)
   local uses, lines, sizes = plan.uses, {}, plan.sizes
   local page = sizes.token * sizes.dim
   for i, name in ipairs { "k", "v" } do
     if uses[name] then
-      lines[#lines + 1] = ("const void *%s_row = (const char *)a->%s + ((%s * 2 + %d) * "
-        .. "a->kv_heads + kv_head) * %d;"):format(name, rows, block, i - 1,
+      lines[#lines + 1] = ("const void *%s_row%s = (const char *)a->%s + ((%s * 2 + %d) * "
+        .. "a->kv_heads + kv_head) * %d;"):format(name, item, rows, block, i - 1,
         page * bytes_of(plan.dtype))
     end
   end
   for _, field in ipairs(plan.fields) do
-    lines[#lines + 1] = ("const void *field_%s = (const char *)a->field_%s + (%s * "
-      .. "a->kv_heads + kv_head) * %d;"):format(field.name, field.name, block,
+    lines[#lines + 1] = ("const void *field_%s%s = (const char *)a->field_%s + (%s * "
+      .. "a->kv_heads + kv_head) * %d;"):format(field.name, item, field.name, block,
       field.count * bytes_of(field.dtype))
   end
   return lines
@@ -442,17 +542,7 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     float *scores = (float *)a->scores + (seq * a->kv_heads + kv_head) * a->width;
     const int64_t q_row = ((last ? last[seq] : seq) * a->kv_heads + kv_head) * %d;
     (void)q_row;
-%s%s    for (int64_t at = first; at < valid; at++) {
-      const int64_t next = table[i64_min(at + SOON, valid - 1)];
-      if (next >= 0 && next < a->rows) {
-%s      }
-      const int64_t physical = table[at];
-      if (physical < 0 || physical >= a->rows) {
-        scores[at] = -INFINITY;
-        continue;
-      }
-      const int block = (int)at, tokens = (int)i64_min(TOKENS, length - at * TOKENS);
-      (void)block, (void)tokens;
+%s%s    for (int64_t base = first; base < valid; base += ITEMS) {
 %s%s    }
     for (int64_t at = valid; at < stop; at++) scores[at] = -INFINITY;
   }
@@ -540,21 +630,46 @@ local function body(self, fn)
   return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
 end
 
+--- The start of every block that is scored in one turn. What is past the last block, or no
+-- block, reads some block, and its score is not used.
+local function item_lines(self, u)
+  local item, lines = self.items > 1 and "_" .. u or "", {}
+  local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
+  line(("const int64_t at@ = i64_min(base + %d, valid - 1);"):format(u))
+  line "const int64_t next@ = table[i64_min(at@ + SOON, valid - 1)];"
+  line "if (next@ >= 0 && next@ < a->rows) {"
+  for _, text in ipairs(prefetch_lines(self.plan)) do
+    lines[#lines + 1] = "  " .. text:gsub("next", "next" .. item)
+  end
+  line "}"
+  line "const int found@ = table[at@];"
+  line "const int known@ = found@ >= 0 && found@ < a->rows;"
+  line "const int64_t physical@ = known@ ? found@ : 0;"
+  line "const int block@ = (int)at@, tokens@ = (int)i64_min(TOKENS, length - at@ * TOKENS);"
+  for _, text in ipairs(row_lines(self.plan, "physical" .. item, "cache", item)) do
+    lines[#lines + 1] = text
+  end
+  return lines
+end
+
 local function print_score(self)
-  local plan = self.plan
+  local plan, starts = self.plan, {}
+  for u = 0, self.items - 1 do
+    for _, text in ipairs(item_lines(self, u)) do starts[#starts + 1] = text end
+  end
   local fixed, block = body(self, function(s)
     local root = plan.roots[1]
-    local text = s:value(root.node, {})
-    if root.node.type == "i32" then text = "(float)" .. text end
-    s:line(("scores[at] = %s;"):format(text))
+    for u = 0, self.items - 1 do
+      local bind = self.items > 1 and { item = self:element("item", u) } or {}
+      local text, item = s:value(root.node, bind), item_of(bind)
+      s:line(("scores[at%s] = known%s ? (float)(%s) : -INFINITY;"):format(item, item, text))
+    end
   end)
-  return ("enum { RUN = %d, SOON = %d, TOKENS = %d };\n"):format(RUN_BLOCKS, SOON,
-      plan.sizes.token) .. struct(plan) .. "\n" .. Q_LOADS
+  return ("enum { RUN = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(RUN_BLOCKS,
+      SOON, plan.sizes.token, self.items) .. struct(plan) .. "\n" .. Q_LOADS
     .. SCORE:format(plan.sizes.head * plan.sizes.dim,
       indented(fixed_lines(plan), "    "), indented(fixed, "    "),
-      indented(prefetch_lines(plan), "        "),
-      indented(row_lines(plan, "physical", "cache"), "      "),
-      indented(block, "      "))
+      indented(starts, "      "), indented(block, "      "))
 end
 
 local function print_summary(self)
@@ -581,7 +696,7 @@ local function print_summary(self)
   return ("enum { TOKENS = %d, DIM = %d };\n"):format(plan.sizes.token, plan.sizes.dim)
     .. struct(plan) .. "\n"
     .. SUMMARY:format(indented(fixed_lines(plan), "    ") .. indented(fixed, "    "),
-      indented(row_lines(plan, "physical", "k"), "    "), indented(block, "    "))
+      indented(row_lines(plan, "physical", "k", ""), "    "), indented(block, "    "))
 end
 
 local function print_map(self)
@@ -611,8 +726,12 @@ M.shared = { TYPES = TYPES, START = START, operation = operation, struct = struc
 ---@param lanes integer  floats in a vector of the instruction set
 ---@return string
 function M.print(plan, lanes)
-  local self = setmetatable({ plan = plan, vectors = can_use_vectors(plan, lanes) },
-    Printer)
+  local self = setmetatable({ plan = plan, vectors = can_use_vectors(plan, lanes),
+                              lanes = lanes, tokens = "tokens" }, Printer)
+  local over_tokens
+  self.token_vectors, over_tokens = vectors_over_tokens(plan)
+  self.items = plan.place == "score" and self.vectors and not over_tokens
+    and math.max(1, math.floor(lanes / plan.sizes.head)) or 1
   local title = {}
   for i, root in ipairs(plan.roots) do
     title[i] = (" * %s = %s"):format(root.name, expression.text(root.node))

@@ -71,6 +71,8 @@ function Printer:pack_step(word, text, shift)
   return ("%s |= (uint32_t)(%s) << %s;"):format(word, text, shift)
 end
 
+function Printer:reduces_in_vectors() return false end
+
 -- ---- values ---------------------------------------------------------------------------
 
 Printer.literal = shared.literal

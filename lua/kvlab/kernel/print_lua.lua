@@ -36,6 +36,8 @@ function Printer:pack_step(word, text, shift)
   return ("if %s then %s = %s + POWER[%s] end"):format(text, word, word, shift)
 end
 
+function Printer:reduces_in_vectors() return false end
+
 -- ---- values ---------------------------------------------------------------------------
 
 function Printer:literal(value, kind)

@@ -148,6 +148,8 @@ end
 
 --- Whether the value would be computed again by a loop that it does not depend on.
 local function is_repeated(self, x, bind, level)
+  -- a sum along dim gives one token's number, where a vector over tokens is wanted
+  if x.over == "dim" and bind.token and bind.token.vector then return true end
   if x.op == "number" or x.op == "const" or x.op == "param" or #x.dims == 0 then
     return false
   end
@@ -188,12 +190,38 @@ function Schedule:over(dims, fn, bind, i)
   bind[dim] = nil
 end
 
+local reduce_group
+
+--- Fills an array of sums along dim for some tokens at a time, if the printer wants that:
+-- their rows are then added up across lanes together.
+local function fill_by_tokens(self, x, name, item)
+  local step = self.printer.tokens_together and self.printer:tokens_together(x)
+  if not step then return false end
+  local printer, level = self.printer, self:push "token"
+  local head, tail, text = printer:loop(self, "token", self.sizes.token, false, false, step)
+  local others = {}
+  for u = 0, step - 1 do
+    others[u + 1] = { item = item,
+      token = { text = u == 0 and text or ("(%s + %d)"):format(text, u), level = level } }
+  end
+  reduce_group(self, x, nil, others)
+  for _, other in ipairs(others) do
+    for _, one in ipairs(self:instances(x, other)) do
+      self:line(printer:array_store(name, self:index(x.dims, one), self:value(x, one),
+        x.type, false))
+    end
+  end
+  self:pop(head, tail)
+  return true
+end
+
 local function fill_array(self, x, item)
   local count = 1
   for _, dim in ipairs(x.dims) do count = count * self.sizes[dim] end
   if count > ARRAY_MAX then return nil end
   local name = self:name "array"
   self:line(self.printer:array(name, x.type, count, self.varies[x]))
+  if fill_by_tokens(self, x, name, item) then return name end
   self.sharing = not self.varies[x] -- the first loop may be shared by threads
   self:over(x.dims, function(bind)
     local vector = is_vector(x, bind)
@@ -247,8 +275,16 @@ end
 
 --- All bindings of a reduction's dimensions that share its loop: those to loops as they
 -- are in `bind`, and every element of a dimension that is unrolled.
-local function instances(self, x, bind)
+local instances
+function instances(self, x, bind, others)
   local list = { {} }
+  if others then
+    local all = {}
+    for _, other in ipairs(others) do
+      for _, one in ipairs(instances(self, x, other)) do all[#all + 1] = one end
+    end
+    return all
+  end
   for _, dim in ipairs(self.dims[x]) do
     local mode = self.printer:mode(dim, self.sizes[dim])
     local next_list = {}
@@ -266,6 +302,8 @@ local function instances(self, x, bind)
   end
   return list
 end
+
+function Schedule:instances(x, bind) return instances(self, x, bind) end
 
 --- One turn of the loop, or one element of an unrolled one.
 local function turn(self, work, to)
@@ -295,11 +333,13 @@ local function pack(self, x, bind)
   return name
 end
 
-local function reduce_group(self, x, bind)
+--- others: bindings of one more dimension than `bind`, for which it is asked, too.
+function reduce_group(self, x, bind, others)
   local dim, printer, work = x.over, self.printer, {}
   local mode = printer:mode(dim, self.sizes[dim])
+  if printer:reduces_in_vectors(x) then mode = "vector" end
   for _, one in ipairs(self.groups[x]) do
-    for _, inner in ipairs(instances(self, one, bind)) do
+    for _, inner in ipairs(instances(self, one, bind, others)) do
       local key = key_of(self, one, inner)
       local vector = is_vector(one, inner) or mode == "vector"
       local into = printer:reduce_start(self, one, vector)
