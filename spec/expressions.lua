@@ -1,7 +1,6 @@
 --- Runs expressions as a policy's kernels on small random caches, beside the reference
 -- (spec/reference/expression.lua), and makes random expressions. All stored numbers are
 -- small whole ones, so sums and products are exact and comparisons have one answer.
-local ffi = require "ffi"
 local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
@@ -348,6 +347,17 @@ function M.table_(n)
   return list
 end
 
-M.keep = ffi
+--- A shape of a cache for a random policy.
+function M.shape(seed)
+  local draw = M.draws(seed + 1000)
+  local function one_of(...) return select(draw(select("#", ...)) + 1, ...) end
+  local o = { dtype = (one_of("f32", "bf16", "f16", "f8e4m3")),
+    group = (one_of(1, 2, 4, 3)), kv_heads = 1 + draw(2), block_size = (one_of(4, 8, 16)),
+    head_dim = (one_of(16, 32, 48, 64)), lens = { 0, 19, 32, 1 }, blocks = 30 }
+  if o.dtype == "f8e4m3" and o.kv_heads == 2 then o.scaled = { 2, 0.5 } end
+  local list = M.table_(o.head_dim)
+  o.consts = { table_ = function(at) return list[at.dim + 1] end }
+  return o
+end
 
 return M

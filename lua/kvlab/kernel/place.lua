@@ -182,7 +182,7 @@ function M.fields(exprs, what)
     if not expression.is_expression(x) then
       error(("%s is %s, expected an expression"):format(label, type(x)), 0)
     end
-    if rawget(expression.e, name) or expression.methods[name] then
+    if rawget(expression.e, name) then
       error(("%s: expressions have a %s of their own; choose another name"):format(label,
         name), 0)
     end

@@ -1,0 +1,120 @@
+--- Kernels of expressions against the reference by the book, on every printer: random ones,
+-- and those of known policies. Stated tolerance: 1e-4 of the larger number.
+--
+-- More of them: ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
+local expressions = require "spec.expressions"
+local kv = require "kvlab"
+local compiler = require "kvlab.kernel.compiler"
+
+local e = kv.expr
+local TOLERANCE = 1e-4
+
+local function check(dev, target, seed, def, o)
+  local cache = expressions.cache(dev, o, seed)
+  local p = expressions.attach(cache, def, target)
+  if p.summary then expressions.update(cache, p) end
+  local got = expressions.score(cache, p)
+  local want = expressions.expected(cache, p, expressions.resolved(p))
+  local why = expressions.difference(got, want, TOLERANCE)
+  assert.is_nil(why, ("seed %d, %s: %s\n%s"):format(seed, o.dtype, why or "",
+    tostring(def.score)))
+end
+
+--- LSH: bits of the mean key and of the group's mean query, and how many are equal.
+local function hamming(bits)
+  local planes = e.const("f32", "planes", "bit", "dim")
+  local function hash(x) return (x * planes):sum "dim":gt(0.5):pack "bit" end
+  return { name = "lsh", decode = true, summary = { hash = hash(e.k:sum "token") },
+    score = bits - hash(e.q:sum "head"):bxor(e.hash):popcount():sum "word",
+    init = function(p, shape)
+      local list = expressions.table_(bits * shape.head_dim)
+      p.planes = kv.from(shape.device, "f32", { bits, shape.head_dim }, list)
+    end }
+end
+
+local KNOWN = {
+  quest = { name = "quest", decode = true,
+    summary = { lo = e.k:min "token", hi = e.k:max "token" },
+    score = e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head" },
+  block_mean = { name = "block_mean", decode = true,
+    summary = { mean = e.k:mean "token" }, score = (e.q * e.mean):sum "dim":mean "head" },
+  mass = { name = "mass", decode = true,
+    score = (e.q * e.k):sum "dim":logsumexp "token":mean "head" },
+  max_pool = { name = "max_pool", decode = true,
+    score = (e.q * e.k):sum "dim":max("token", "head") },
+  streaming = { name = "streaming", decode = true, score = e.block / e.max(e.blocks - 1, 1) },
+  lsh40 = hamming(40), lsh64 = hamming(64),
+  stored = { name = "stored", decode = true,
+    summary = { mean = (e.k:sum "token" * 0.25):store "f16", n = e.tokens, some = e.k:gt(1):any "dim"
+      :any "token" },
+    score = e.where(e.some, (e.q * e.mean):sum "dim":max "head", -e.n:cast "f32") },
+  per_layer = { name = "per_layer", decode = true,
+    score = (e.const("f32", "slope", "layer", "kv_head", "head")
+      * (e.q * e.q):sum "dim"):sum "head" + e.layer * 100 + e.kv_head,
+    init = function(p, shape)
+      p.slope = kv.from(shape.device, "f32", { 2, shape.kv_heads,
+        shape.heads / shape.kv_heads }, expressions.table_(2 * shape.heads))
+    end },
+  words = { name = "words", decode = true,
+    score = e.block:cast "u32":lshift(5):bxor(e.length:cast "u32"):band(0xFFF):cast "u64"
+      :lshift(33):bnot():popcount() },
+}
+
+local function options(dtype, group, block_size, head_dim)
+  local o = { dtype = dtype, group = group, kv_heads = 2, block_size = block_size,
+              head_dim = head_dim, lens = { 0, 2 * block_size + 3, 3 * block_size, 1 },
+              blocks = 12, consts = {}, sizes = {} }
+  local planes = function(bits)
+    local list = expressions.table_(bits * head_dim)
+    return function(at) return list[at.bit * head_dim + at.dim + 1] end
+  end
+  o.sizes_of = { lsh40 = { bit = 40, word = 2 }, lsh64 = { bit = 64, word = 2 } }
+  o.consts_of = { lsh40 = { planes = planes(40) }, lsh64 = { planes = planes(64) },
+    per_layer = { slope = function(at, env)
+      local list = expressions.table_(4 * group)
+      return list[(env.layer * 2 + env.kv_head) * group + at.head + 1]
+    end } }
+  if dtype == "f8e4m3" then o.scaled = { 2, 0.5 } end
+  return o
+end
+
+local function known_cases(dev, target)
+  for name, def in pairs(KNOWN) do
+    for _, case in ipairs { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 }, { "f16", 3, 4, 48 },
+                            { "f8e4m3", 2, 16, 32 }, { "bf16", 20, 8, 80 } } do
+      it(("%s: %s, group %d, block %d, head_dim %d"):format(name, unpack(case)), function()
+        local o = options(unpack(case))
+        o.sizes, o.consts = o.sizes_of[name], o.consts_of[name]
+        check(dev, target, 7, def, o)
+      end)
+    end
+  end
+end
+
+local function random_cases(dev, target, from, to)
+  for seed = from, to do
+    it(("random expression %d"):format(seed), function()
+      check(dev, target, seed, (expressions.random(seed)), expressions.shape(seed))
+    end)
+  end
+end
+
+describe("a kernel in Lua", function()
+  known_cases("cpu", "lua")
+  random_cases("cpu", "lua", 1, 40)
+end)
+
+describe("a kernel in C", function()
+  if not compiler.find() then
+    pending "there is no C compiler"
+    return
+  end
+  known_cases("cpu")
+  random_cases("cpu", nil, 1, 12)
+end)
+
+describe("a kernel in CUDA #gpu", function()
+  if not kv.cuda_available() then return end
+  known_cases("cuda")
+  random_cases("cuda", nil, 1, 40)
+end)

@@ -1,0 +1,63 @@
+--- Compares random expressions with the reference by the book, as kernel_spec.lua does, for
+-- as many seeds as asked. A seed that differs is made smaller: subexpressions take the place
+-- of the whole as long as they differ, too; what is left is printed.
+--
+--   ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
+--   target: c (the CPU's), lua, or cuda
+package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
+local expression = require "kvlab.kernel.expression"
+local expressions = require "spec.expressions"
+local kv = require "kvlab"
+
+local set = kv.command_line.set
+local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
+local target = set.target or "c"
+local device = target == "cuda" and "cuda" or "cpu"
+
+--- How a policy differs from the reference, in words; nil: it does not.
+local function differs(def, seed)
+  local cache = expressions.cache(device, expressions.shape(seed), seed)
+  local ok, why = pcall(function()
+    local p = expressions.attach(cache, def, target == "lua" and "lua" or nil)
+    if p.summary then expressions.update(cache, p) end
+    return expressions.difference(expressions.score(cache, p),
+      expressions.expected(cache, p, expressions.resolved(p)), 1e-4)
+  end)
+  return not ok and tostring(why) or why
+end
+
+--- The subexpressions of a score that are scores themselves, the smallest first.
+local function parts(def)
+  local list = {}
+  expression.each(def.score, function(x)
+    if x ~= def.score and x.dims and #x.dims == 0
+       and (x.type == "f32" or x.type == "i32") then
+      list[#list + 1] = x
+    end
+  end)
+  return list
+end
+
+local function smallest(def, seed)
+  for _, x in ipairs(parts(def)) do
+    local copy = {}
+    for key, value in pairs(def) do copy[key] = value end
+    copy.score = x
+    if differs(copy, seed) then return copy end
+  end
+  return def
+end
+
+local bad = 0
+for seed = from, to do
+  local def = expressions.random(seed)
+  local why = differs(def, seed)
+  if why then
+    bad = bad + 1
+    local small = smallest(def, seed)
+    print(("seed %d: %s\n  smallest: %s"):format(seed, why, tostring(small.score)))
+    for name, x in pairs(small.summary or {}) do print("  ", name, x) end
+  end
+end
+print(("%d expressions, %d differ"):format(to - from + 1, bad))
+if bad > 0 then os.exit(1) end
