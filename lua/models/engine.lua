@@ -368,7 +368,8 @@ arguments.methods(Engine, "an engine", {
   prefill_all = { seq = SEQ }, decode = { seqs = objects.sequences },
   prefill_batch = { seqs = objects.sequences, counts = options.table,
                     ends_prompts = options.optional(options.table) },
-  generate = { seq = SEQ, logits = { "a tensor", kv.is_tensor }, n = options.whole },
+  generate = { seq = SEQ, logits = { "a tensor", kv.is_tensor }, n = options.whole,
+               ids = options.optional(options.list_of(options.whole)) },
 })
 
 return M

@@ -206,7 +206,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
     free(s);
     return kvl__fail(KVL_ERR_NO_MEMORY,
                      "no memory on %s for %zu bytes: %lld bytes are in live tensors",
-                     dev->name, want, (long long)dev->stats.bytes_live);
+                     dev->name, bytes, (long long)dev->stats.bytes_live);
   }
   *s = (kvl_storage){
       .device = dev, .ptr = p, .bytes = want, .refs = 1, .home = stream, .size_class = class};

@@ -170,9 +170,6 @@ end
 local Centred = setmetatable({}, Hashes)
 Centred.__index = Centred
 
-local CONTEXT = { "a context of an attention", function(x)
-  return type(x) == "table" and x.sequences ~= nil and x.tables ~= nil
-end }
 local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.whole }
 
 --- Hashes of the mean keys of full blocks, less the mean key of a part of the sequence:
@@ -225,7 +222,6 @@ end
 --- Hashes the blocks that became full since the last step of each sequence. Call it once
 -- a decode step, in step_begin.
 function Centred:begin(ctx)
-  options.argument("hashes:begin", "ctx", ctx, CONTEXT)
   for i, seq in ipairs(ctx.sequences) do
     local full = math.floor((seq:length() - 1) / self.shape.block_size)
     local hashed = seq.state[self] or 0
@@ -240,7 +236,6 @@ end
 
 --- Notes which blocks a chunk of a prompt wrote. Call it in attention_finished.
 function Centred:finished(ctx)
-  options.argument("hashes:finished", "ctx", ctx, CONTEXT)
   if not ctx.is_prefill or ctx.layer > 0 then return end
   for i, seq in ipairs(ctx.sequences) do
     local start = seq:length() - ctx.batch.counts[i]
@@ -339,12 +334,17 @@ end
 
 arguments.functions(M, "hash", {
   rows = { x = kinds.tensor, planes = kinds.tensor, out = kinds.tensor_or_nil },
-  summary = { shape = objects.shape },
+  summary = { shape = objects.shape }, centred = { shape = objects.shape },
 })
 
 local CONTENT = { key = objects.key, block = options.whole }
 arguments.methods(Hashes, "hashes", { update = { ev = objects.event }, store = CONTENT,
                                       restore = CONTENT })
+arguments.methods(Centred, "centred hashes", {
+  update = { ev = objects.event }, begin = { ctx = objects.context },
+  finished = { ctx = objects.layer_context },
+  inherit = { seq = objects.sequence, fork = objects.sequence },
+})
 arguments.methods(Cache, "a hash cache", {
   put = { key = objects.key, value = options.any },
 })

@@ -60,11 +60,19 @@ function M.read(path, limit)
 end
 
 --- Writes rows in the form that read() takes.
+---@param path string
+---@param rows kvlab.TraceRow[]
 function M.write(path, rows)
+  local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
+  local lines = {}
+  for i, row in ipairs(rows) do
+    local ok, text = pcall(json.encode, row, order)
+    if not ok then options.fail(("trace.write: rows[%d]: %s"):format(i, text)) end
+    lines[i] = text .. "\n"
+  end
   local file, why = io.open(path, "w")
   if not file then options.fail("trace.write: " .. why) end
-  local order = { order = { "timestamp", "input_length", "output_length", "hash_ids" } }
-  for _, row in ipairs(rows) do file:write(json.encode(row, order), "\n") end
+  for _, line in ipairs(lines) do file:write(line) end
   file:close()
 end
 

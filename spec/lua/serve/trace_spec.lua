@@ -38,6 +38,14 @@ describe("trace", function()
     assert.equal(7, #kv.trace.read(path, 7))
   end)
 
+  it("writes no file where a row cannot be written", function()
+    local rows, path = kv.trace.generate { requests = 2, seed = 3 }, temporary.path()
+    rows[2].hash_ids.x = 1
+    raises("trace.write: rows[2]: json.encode: value.hash_ids has list items and other keys",
+      kv.trace.write, path, rows)
+    assert.is_nil(io.open(path))
+  end)
+
   it("names file and line of what is wrong", function()
     local good = '{"timestamp": 0, "input_length": 600, "output_length": 1, '
       .. '"hash_ids": [0, 1]}'

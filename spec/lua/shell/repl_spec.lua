@@ -155,7 +155,7 @@ make "f33"
 
     it("has the shapes and the prototype of a C function", function()
       local output = feed "?kv.C.kvl_topk"
-      assert.matches("values   f32  %[rows, k%]", output)
+      assert.matches("values   like a   %[rows, k%]", output)
       assert.matches("\nint kvl_topk%(const kvl_tensor %*a", output)
       assert.equal(output, (feed "?kvl_topk"))
       assert.matches("Score every block.*int kvl_score_mean%(", (feed "?kvl_score_mean"))
@@ -367,7 +367,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       offers(":ti", "time", " ")
       offers("?ques", "quest")
       offers("?kvl_score_ma", "kvl_score_max_qk")
-      offers("?tensor:argm", "argmax")
+      offers("?tensor:argm", "argmax argmin")
     end)
   end)
 

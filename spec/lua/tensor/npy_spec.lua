@@ -2,6 +2,7 @@
 local files = require "kvlab.files"
 local kv = require "kvlab"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local raises = support.raises
 local cpu = kv.device "cpu"
@@ -12,21 +13,7 @@ local function header(text, version)
   return "\147NUMPY" .. string.char(version or 1, 0) .. length .. text
 end
 
-local function with_file(fn)
-  local path = os.tmpname()
-  local ok, why = pcall(fn, path)
-  os.remove(path)
-  if not ok then error(why, 0) end
-end
-
-local function load(bytes)
-  local t
-  with_file(function(path)
-    files.write(path, bytes)
-    t = kv.npy.load(path, cpu)
-  end)
-  return t
-end
+local function load(bytes) return kv.npy.load(temporary.file(bytes), cpu) end
 
 local PLAIN = "{'descr': '<i4', 'fortran_order': False, 'shape': (2, 2), }\n"
 
@@ -38,17 +25,16 @@ local function check(dev)
                                  { 1, 1, 2, 1, 2, 3 } } do
           local values = kv.randint(cpu, "i64", shape, { seed = 3, high = 200 }):list()
           local t = kv.from(cpu, dtype, shape, values):to(dev)
-          with_file(function(path)
-            kv.npy.save(path, t)
-            local back = kv.npy.load(path, dev)
-            assert.equal(dtype, back:type())
-            assert.equal(dev, back.device)
-            assert.same(shape, back:dims())
-            support.equal(back, t)
-            local text = files.read(path)
-            assert.equal(0, (#text - t:bytes()) % 64)
-            assert.equal("\n", text:sub(#text - t:bytes(), #text - t:bytes()))
-          end)
+          local path = temporary.path()
+          kv.npy.save(path, t)
+          local back = kv.npy.load(path, dev)
+          assert.equal(dtype, back:type())
+          assert.equal(dev, back.device)
+          assert.same(shape, back:dims())
+          support.equal(back, t)
+          local text = files.read(path)
+          assert.equal(0, (#text - t:bytes()) % 64)
+          assert.equal("\n", text:sub(#text - t:bytes(), #text - t:bytes()))
         end
       end)
     end
@@ -71,13 +57,12 @@ support.each_device(check)
 
 describe("npy", function()
   it("writes what NumPy writes", function()
-    with_file(function(path)
-      kv.npy.save(path, kv.from(cpu, "i32", { 1, -2 }))
-      local text = "{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }"
-      local pad = (" "):rep(117 - #text)
-      assert.equal("\147NUMPY\1\0\118\0" .. text .. pad .. "\n"
-        .. "\1\0\0\0\254\255\255\255", files.read(path))
-    end)
+    local path = temporary.path()
+    kv.npy.save(path, kv.from(cpu, "i32", { 1, -2 }))
+    local text = "{'descr': '<i4', 'fortran_order': False, 'shape': (2,), }"
+    local pad = (" "):rep(117 - #text)
+    assert.equal("\147NUMPY\1\0\118\0" .. text .. pad .. "\n"
+      .. "\1\0\0\0\254\255\255\255", files.read(path))
   end)
 
   it("reads every version of the format, and booleans", function()
