@@ -171,7 +171,7 @@ describe("safetensors", function()
 
   support.each_device(function(dev)
     it("saves tensors of every dtype from " .. dev:name(), function()
-      local path, tensors = os.tmpname(), {}
+      local path, tensors = temporary.path(), {}
       tensors["a \"quoted\" \\ name"] = kv.zeros(dev, "f32", {})
       for i, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3", "i32", "i64", "u8",
                                "u64" } do
@@ -203,7 +203,7 @@ describe("safetensors", function()
   end)
 
   it("saves the bits that it read", function()
-    local path = os.tmpname()
+    local path = temporary.path()
     local odd = kv.tensor("cpu", "f32", { 4 })
     local bits = ffi.new("uint32_t[4]", 0x7fc00001, 0xffc12345, 0x80000000, 1)
     ffi.copy(odd:data(), bits, 16)
