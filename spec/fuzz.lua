@@ -57,6 +57,7 @@ local function functions()
       for parameter in parameters:gmatch "[%w_.]+" do names[#names + 1] = parameter end
       local class, method = name:match "^([%w_]+):([%w_]+)$"
       list[#list + 1] = { name = name, method = method, parameters = names,
+        section = section,
         class = class and (section:gsub("^kvlab/", "") .. " " .. class) }
     end
   end
@@ -94,6 +95,7 @@ local LATE = {
       keys = ffi.new("kvl_key[?]", 2), blocks = { 0, 1 } }
   end,
   keys = function(w) return kv.summary.keys(w.shape) end,
+  centred = function(w) return kv.hash.centred(w.shape) end,
   hash_cache = function()
     local cache = kv.hash.cache { size = 2 }
     cache:put("a", 1)
@@ -197,6 +199,8 @@ local MAKERS = {
   ["policy/context Context"] = function(w) return w.attention.context end,
   ["policy/summary Summary"] = function(w) return w.summary end,
   ["policy/hash Hashes"] = function(w) return w.hashes end,
+  ["policy/hash Centred"] = of "centred",
+  ["kernel/expression expression"] = function(w) return w.any_expression() end,
   ["policy/tally Tally"] = function(w) return w.tally end,
   ["tensor/safetensors File"] = of "file", ["memory/prefetch Ticket"] = of "ticket",
   ["policy/summary Keys"] = of "keys", ["policy/hash Cache"] = of "hash_cache",
@@ -228,6 +232,16 @@ local function new_world(rng)
     local dims = {}
     for i = 1, rng(5) do dims[i] = ({ 0, 1, 2, 2, 4, 8, 64 })[1 + rng(7)] end
     return kv.zeros(dev, dtypes[1 + rng(#dtypes)], dims)
+  end
+  local leaves = { "q", "k", "v", "tokens", "position", "length", "a_field" }
+  function w.any_expression()
+    local e = kv.expr
+    local made = { function() return e[leaves[1 + rng(#leaves)]] end,
+      function() return e.q * e.k end, function() return (e.q * e.k):gt(rng(3)) end,
+      function() return e.tokens + rng(3) end, function() return e.tokens:cast "u32" end,
+      function() return (e.q * e.a_field):sum "dim" end,
+      function() return e.const("u64", "name", "word") end }
+    return made[1 + rng(#made)]()
   end
   w.cache = cache_of(nil)
   w.offloaded = cache_of { slots = 2, slot_blocks = 1, max_seqs = 2, max_tokens = 64,
@@ -363,6 +377,18 @@ local function spoilt(value, w, rng)
   return copy
 end
 
+-- What the functions of kv.expr take besides expressions.
+local OPERANDS = {
+  to = { "f32", "i32", "u32", "u64", "f16" }, name = { "x", "planes", "two words" },
+  kind = { "f32", "i32", "u8" }, ["..."] = { "dim", "token", "head", "word", "dimm" },
+}
+
+local function an_operand(parameter, w, rng)
+  local names = OPERANDS[parameter]
+  if names then return names[1 + rng(#names)] end
+  return rng(4) == 0 and NUMBERS[1 + rng(#NUMBERS)] or w.any_expression()
+end
+
 local OPTIONS = { o = true, a = true, opts = true, given = true, limits = true }
 
 local function arguments_for(target, w, rng)
@@ -373,6 +399,8 @@ local function arguments_for(target, w, rng)
     elseif OPTIONS[parameter] and rows[target.name] then
       list[i] = options_for(target.name, w, rng)
     elseif by_name then list[i] = by_name(w, rng)
+    elseif target.section == "kvlab/kernel/expression" then
+      list[i] = an_operand(parameter, w, rng)
     else list[i] = any_value(w, rng) end
     if by_name and rng(4) == 0 then list[i] = spoilt(list[i], w, rng) end
   end

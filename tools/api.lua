@@ -27,6 +27,7 @@ local CHAPTERS = {
   { "Policies and attention", { "kvlab/policy/policy", "kvlab/policy/attention",
     "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
     "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/reload" } },
+  { "Kernels from Lua", { "kvlab/kernel/expression", "kvlab/kernel/kernel" } },
   { "Observers", { "kvlab/observe/probe", "kvlab/observe/record",
     "kvlab/observe/capture" } },
   { "Indexer", { "kvlab/index/index_cache", "kvlab/index/indexer",
@@ -56,8 +57,8 @@ local function reachable()
   for _, key in ipairs(sorted.keys(kv)) do
     if type(kv[key]) == "table" then add("kv." .. key .. ".", kv[key]) end
   end
-  for _, kind in ipairs { "tensor", "device" } do
-    add(kind .. ":", require("kvlab.tensor." .. kind).methods)
+  for _, module in ipairs { "tensor.tensor", "tensor.device", "kernel.expression" } do
+    add(module:match "[^.]*$" .. ":", require("kvlab." .. module).methods)
   end
   for _, chapter in ipairs(CHAPTERS) do
     for _, module in ipairs(chapter.required and chapter[2] or {}) do

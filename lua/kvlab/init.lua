@@ -12,6 +12,7 @@
 --   kv.ops                         transformer and paged-attention ops
 --   kv.cache kv.attention          paged KV memory, attention with a policy
 --   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
+--   kv.expr                        kernels for policies, written as arithmetic
 --   kv.reload                      reads a policy's file again
 --   kv.probe kv.record kv.capture  observers: a policy beside dense attention, what it
 --                                  selected as maps, what a real model's attention got
@@ -30,6 +31,7 @@
 local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
+local expression = require "kvlab.kernel.expression"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
@@ -62,7 +64,7 @@ M.landmarks = require("kvlab.index.landmarks").landmarks
 M.compressed = require("kvlab.index.compressed").compressed
 M.prefix_chunks = require("kvlab.index.prefix_chunks").prefix_chunks
 
-M.expr = require("kvlab.kernel.expression").e
+M.expr = expression.e
 
 M.policy = require "kvlab.policy.policy"
 M.attention = require("kvlab.policy.attention").attention
@@ -87,6 +89,7 @@ M.timeline = require "kvlab.report.timeline"
 
 arguments.receivers(tensor.methods, "a tensor", tensor.is_tensor)
 arguments.receivers(device.methods, "a device", device.is_device)
+arguments.receivers(expression.methods, "an expression", expression.is_expression)
 
 M.experiment = require "kvlab.experiment.experiment"
 M.statistics = require "kvlab.experiment.statistics"

@@ -11,6 +11,19 @@
 -- dim] is [head, token, dim]. Types are f32, i32, u32, u64 and bool; a storage dtype
 -- (bf16, f8e4m3, ...) becomes f32 when it is read. i32 becomes f32 where the other side
 -- is f32; every other change of type is written with :cast.
+--
+-- What can be read, by its name in kv.expr:
+--   q         f32 [head, dim]    the newest query of each head of the KV head's group
+--   k, v      f32 [token, dim]   the block's K and V
+--   tokens    i32                valid tokens of the block
+--   position  i32 [token]        of a token in its sequence
+--   block     i32                which of its sequence's blocks it is
+--   blocks    i32                of the sequence
+--   length    i32                of the sequence, in tokens
+--   layer     i32
+--   kv_head   i32
+-- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
+-- expressions and numbers.
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local words = require "kvlab.words"
@@ -331,12 +344,18 @@ local function build(op, args, where, extra)
   return node(op, { args = new, type = kind, dims = join(new), line = where })
 end
 
+--- Joins two values, element by element. lt, le, gt, ge, eq and ne compare two numbers and
+-- make a bool. band, bor and bxor take i32, u32, u64 or bools. lshift and rshift move the
+-- bits of u32 and u64. min and max are the smaller and the larger of two numbers; of a
+-- number and NaN it is the number.
 local function operator(op)
   return function(a, b)
     local where = user_line()
     return build(op, { lift(a, op, where), lift(b, op, where) }, where)
   end
 end
+--- Of each element. abs and relu keep f32 and i32, bnot keeps i32, u32, u64 and bool, and
+-- popcount counts the ones of u32 and u64 as i32. The others take f32 or i32 and make f32.
 local function unary(op)
   return function(a)
     local where = user_line()
@@ -344,7 +363,9 @@ local function unary(op)
   end
 end
 
---- Reduces over one dimension or several: x:sum "dim", x:max("head", "token").
+--- Reduces over one dimension or several: x:sum "dim", x:max("head", "token"). sum, max and
+-- min keep the type of numbers; mean and logsumexp make f32; argmax is the index, i32; any
+-- and all take bools. pack puts 32 bools into each u32, along a new dimension "word".
 local function reduction(op)
   return function(x, ...)
     local where, names = user_line(), { ... }

@@ -109,8 +109,8 @@ function M.open(plan, dev, target)
     teams = launch and launch.teams or 1, items = launch and launch.items or 1 }, Kernel)
 end
 
---- Gives argument `name` a tensor; nil: NULL.
 function Kernel:give(name, t)
+  -- Gives argument `name` a tensor; nil: NULL.
   local at = self.at[name]
   if self.given then self.given[name] = t end
   if t == nil then
@@ -124,8 +124,8 @@ end
 
 function Kernel:set(name, value) self.integers[self.at[name]] = value end
 
---- Gives the parameters the present options of a policy.
 function Kernel:set_params(owner)
+  -- Gives the parameters the present options of a policy.
   for _, x in ipairs(self.plan.params) do
     local value = owner[x.name]
     if type(value) ~= "number" then
@@ -179,16 +179,16 @@ end
 
 -- ---- a summary of expressions ---------------------------------------------------------
 
----@class kvlab.Field
----@field dtype string
+---@class kvlab.Field  a field of a policy's summary: self.summary.NAME
+---@field dtype string  of its entries
+---@field layer fun(self, layer: integer): kvlab.Tensor  the entries of one layer, by
+--                                 physical block: [blocks, kv_heads, ...]
+---@field bytes_block fun(self): integer  bytes of the entry of one block and KV head
 local Field = {}
 Field.__index = Field
 
---- The entries of one layer: [blocks, kv_heads, ...] by physical block.
----@return kvlab.Tensor
 function Field:layer(layer) return self.layers[layer] end
 
---- Bytes of the entry of one block and KV head.
 function Field:bytes_block() return self.bytes end
 
 ---@class kvlab.Fields
@@ -217,8 +217,8 @@ local function new_fields(owner, shape, fields, o)
   return setmetatable(self, Fields)
 end
 
---- Computes the fields of an offload event's blocks from their K and V.
 function Fields:update(ev)
+  -- Computes the fields of an offload event's blocks from their K and V.
   local kernel, shape = self.kernel, self.shape
   local n = ev.blocks:size(0)
   kernel.count = 0
@@ -243,8 +243,8 @@ function Fields:update(ev)
   kernel:launch()
 end
 
---- Bytes of the fields of one block and KV head.
 function Fields:bytes_block()
+  -- Bytes of the fields of one block and KV head.
   local bytes = 0
   for _, name in ipairs(self.names) do bytes = bytes + self.of[name].bytes end
   return bytes

@@ -41,8 +41,8 @@ describe("trace", function()
   it("writes no file where a row cannot be written", function()
     local rows, path = kv.trace.generate { requests = 2, seed = 3 }, temporary.path()
     rows[2].hash_ids.x = 1
-    raises("trace.write: rows[2]: json.encode: value.hash_ids has list items and other keys",
-      kv.trace.write, path, rows)
+    raises("trace.write: rows[2]: json.encode: value.hash_ids has list items and other "
+      .. "keys", kv.trace.write, path, rows)
     assert.is_nil(io.open(path))
   end)
 
