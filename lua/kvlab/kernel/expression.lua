@@ -344,18 +344,19 @@ local function build(op, args, where, extra)
   return node(op, { args = new, type = kind, dims = join(new), line = where })
 end
 
---- Joins two values, element by element. lt, le, gt, ge, eq and ne compare two numbers and
--- make a bool. band, bor and bxor take i32, u32, u64 or bools. lshift and rshift move the
--- bits of u32 and u64. min and max are the smaller and the larger of two numbers; of a
--- number and NaN it is the number.
+--- Joins two values, element by element. lt, le, gt, ge, eq and ne compare two numbers
+-- and make a bool. band, bor and bxor take i32, u32, u64 or bools. lshift and rshift move
+-- the bits of u32 and u64. min and max are the smaller and the larger of two numbers; of
+-- a number and NaN it is the number.
 local function operator(op)
   return function(a, b)
     local where = user_line()
     return build(op, { lift(a, op, where), lift(b, op, where) }, where)
   end
 end
---- Of each element. abs and relu keep f32 and i32, bnot keeps i32, u32, u64 and bool, and
--- popcount counts the ones of u32 and u64 as i32. The others take f32 or i32 and make f32.
+--- Of each element. abs and relu keep f32 and i32, bnot keeps i32, u32, u64 and bool.
+-- popcount counts the ones of u32 and u64, as i32. The others take f32 or i32 and make
+-- f32.
 local function unary(op)
   return function(a)
     local where = user_line()
@@ -363,9 +364,10 @@ local function unary(op)
   end
 end
 
---- Reduces over one dimension or several: x:sum "dim", x:max("head", "token"). sum, max and
--- min keep the type of numbers; mean and logsumexp make f32; argmax is the index, i32; any
--- and all take bools. pack puts 32 bools into each u32, along a new dimension "word".
+--- Reduces over one dimension or several: x:sum "dim", x:max("head", "token"). sum, max
+-- and min keep the type of numbers; mean and logsumexp make f32; argmax is the index,
+-- i32; any and all take bools. pack puts 32 bools into each u32, along a new dimension
+-- "word".
 local function reduction(op)
   return function(x, ...)
     local where, names = user_line(), { ... }
