@@ -1,6 +1,7 @@
 #!/bin/sh
 # compile_commands.sh CONFIG: writes build/compile_commands.json, which tells clangd and other
-# tools how each C file is compiled. It does nothing if no makefile has changed since.
+# tools how each C file is compiled. It does nothing if no makefile has changed since, and the
+# folder is still where it was.
 #
 # The commands are those that `make -n` prints. A kernel is compiled once for each instruction
 # set; it is listed with the last of them, the widest. CUDA files are not listed, because clang does
@@ -9,7 +10,8 @@ set -eu
 config=$1
 cd "$(dirname -- "$0")/../build"
 out=compile_commands.json
-if [ -e $out ] && [ -z "$(find Makefile ./*.make -newer $out)" ]; then exit 0; fi
+if [ -e $out ] && [ -z "$(find Makefile ./*.make -newer $out)" ] &&
+  grep -qF "\"directory\": \"$PWD\"" $out; then exit 0; fi
 
 make --always-make --dry-run --no-print-directory config="$config" | awk -v folder="$PWD" '
   function quoted(text) {

@@ -2,6 +2,7 @@
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local root = require("kvlab.library").paths.root
+local temporary = require "spec.temporary"
 
 if not io.open(root .. "/premake5.lua") then return end -- a bundle has nothing to build
 
@@ -43,5 +44,18 @@ describe("compile_commands.json", function()
         entry.directory, entry.command))
       assert.same({ "0" }, output)
     end
+  end)
+
+  it("is written anew in a clone that was moved", function()
+    local folder = temporary.folder()
+    local output = lines_of(([[cd '%s' && mkdir -p old/tools old/build
+      cp '%s/tools/compile_commands.sh' old/tools
+      printf 'all:\n\tcc -c "../runtime/a.c"\n' >old/build/Makefile
+      touch old/build/kvlab.make
+      old/tools/compile_commands.sh release && mv old new
+      new/tools/compile_commands.sh release && cat new/build/compile_commands.json]])
+      :format(folder, root))
+    local entry = json.decode(table.concat(output, "\n"))[1]
+    assert.equal(folder .. "/new/runtime/a.c", entry.file)
   end)
 end)

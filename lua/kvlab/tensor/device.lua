@@ -41,11 +41,14 @@ local function alive(handle, kind)
   return handle
 end
 
---- Closes a handle that ffi.gc would close. A closed one stays as it is.
+--- Closes a handle that ffi.gc would close. A closed one stays as it is. Ctrl-C comes
+-- before or after, so that a handle is closed exactly if it is noted as closed.
 local function close(handle, by)
   if closed[handle] then return end
+  C.kvl_interrupt_hold(1)
   closed[handle] = true
   by(ffi.gc(handle, nil))
+  C.kvl_interrupt_hold(-1)
 end
 
 M.alive, M.close = alive, close

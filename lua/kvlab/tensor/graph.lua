@@ -33,23 +33,24 @@ function M.graph(fn, dev)
   options.argument("graph", "fn", fn, options.fn)
   dev = device.device(dev)
   collectgarbage() -- memory that is freed while recording is held until its end
-  collectgarbage "stop"
   C.kvl_interrupt_hold(1)
+  collectgarbage "stop"
   local status = C.kvl_graph_begin(dev)
-  local ok, why = true, nil
+  local ok, why, graph = true, nil, nil
   if status >= 0 then
     local results = protected.call("graph", fn, 0, {})
     ok, why = results[1], results[2]
     status = C.kvl_graph_end(dev, out_graph)
+    graph = status >= 0 and ffi.gc(out_graph[0], C.kvl_graph_close)
   end
   collectgarbage "restart"
   C.kvl_interrupt_hold(-1)
   if not ok then
-    if status >= 0 then C.kvl_graph_close(out_graph[0]) end
+    if graph then graph:close() end
     error(why, 0)
   end
   check(status)
-  return ffi.gc(out_graph[0], C.kvl_graph_close)
+  return graph
 end
 
 return M
