@@ -1,5 +1,6 @@
 --- A sweep that is killed at random moments, again and again, ends with the results of
 -- one that was left alone.
+local kv = require "kvlab"
 local process = require "kvlab.experiment.sweep.process"
 local processes = require "spec.processes"
 local results = require "kvlab.experiment.results"
@@ -8,11 +9,24 @@ local rig = require "spec.lua.experiment.sweep.rig"
 local SHARDS, KILLS, ROWS = 4, 50, 6000
 local PREFIX = "cd '%s' && SPEC_US=3000 exec '%s' %s >/dev/null 2>&1"
 
---- Starts a command, kills it after some milliseconds; whether it was still running.
-local function kill_one(command, ms)
+--- The size of a file; 0 if there is none.
+local function size_of(path)
+  local file = io.open(path)
+  local bytes = file and file:seek "end" or 0
+  if file then file:close() end
+  return bytes
+end
+
+--- Starts a command, and kills it after some milliseconds, or as soon as its results have
+-- grown by `bytes`. Whether it was still running.
+local function kill_one(command, ms, path, bytes)
+  local last_ns = kv.C.kvl_clock_ns() + ms * 1e6
+  local full = size_of(path) + bytes
   local child = process.spawn { "sh", "-c", PREFIX:format(rig.folder, rig.executable,
     command) }
-  processes.sleep(ms / 1000)
+  while kv.C.kvl_clock_ns() < last_ns and size_of(path) < full do
+    processes.sleep(0.001)
+  end
   return child:close(true) == "signal 9"
 end
 
@@ -30,9 +44,11 @@ end
 
 --- Kills what `next_command` says until that has hit a running process KILLS times: at
 -- any moment from its start to a few times what it takes to start here and now, more when
--- nothing gets done, less when much does. Returns the most rows that were there.
+-- nothing gets done, less when much does; but before it has done a KILLS-th of all, so
+-- that on no machine it is done too early. Returns the most rows that were there.
 local function kill_many(next_command, expected)
   local state, hits, tries, most, rows = 7, 0, 0, 0, {}
+  local bytes_most = size_of(rig.folder .. "/alone/results.jsonl") / KILLS
   local window_ms = 3 * processes.ms(function()
     rig.ok "kvlab run script.lua --out=start --shard=1/3000 --jobs=2 --set fresh=true"
   end)
@@ -44,10 +60,12 @@ local function kill_many(next_command, expected)
     tries = tries + 1
     assert(tries < 4 * KILLS, "the sweep ends too early to be killed")
     local command, name = next_command(random)
-    if kill_one(command, random(1000) / 1000 * window_ms) then hits = hits + 1 end
+    local is_hit = kill_one(command, random(1000) / 1000 * window_ms,
+      ("%s/%s/results.jsonl"):format(rig.folder, name), random(1000) / 1000 * bytes_most)
+    if is_hit then hits = hits + 1 end
     local before = rows[name] or 0
     rows[name] = check(name, expected)
-    if rows[name] == before then window_ms = window_ms * 1.2 end
+    if is_hit and rows[name] == before then window_ms = window_ms * 1.2 end
     if rows[name] - before > ROWS / KILLS / 2 then window_ms = window_ms * 0.8 end
     most = math.max(most, rows[name])
   end
