@@ -29,13 +29,15 @@ function methods.transpose(t, dim0, dim1, out)
   return out
 end
 
+local SHAPE = options.list_of(options.whole)
+
 --- A copy that is broadcast to a shape as NumPy does: the two are aligned at the last
 -- dim, and dims of size 1, or that t lacks, are repeated. Elementwise ops broadcast by
 -- themselves and need no such copy.
 ---@param shape integer[]
 ---@param out? kvlab.Tensor
 function methods.expand(t, shape, out)
-  options.argument("expand", "shape", shape, options.table)
+  options.argument("expand", "shape", shape, SHAPE)
   if out ~= nil then expect_tensor("expand", "out", out) end
   local like = out or tensor.tensor(t.device, t:type(), shape)
   local dims = like:dims()

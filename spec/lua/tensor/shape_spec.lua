@@ -32,7 +32,10 @@ local function check(dev)
       copy:fill_(7)
       assert.same({ 1, 2 }, row:list())
       raises("a is f32 [2, 1], out is f32 [3, 2]", row.expand, row, { 3, 2 })
-      raises("expand: shape is nil, expected a table", row.expand, row)
+      raises("expand: shape is nil, expected a list, each a whole number >= 0",
+        row.expand, row)
+      raises("expand: shape is a table, expected a list, each a whole number >= 0",
+        row.expand, row, { 2, print }, kv.zeros(dev, "f32", { 2, 2 }))
       raises("expand: out is [2, 2], expected [2, 3]", row.expand, row, { 2, 3 },
         kv.zeros(dev, "f32", { 2, 2 }))
     end)
