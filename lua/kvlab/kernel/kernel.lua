@@ -255,7 +255,7 @@ end
 local Q_DTYPES = library.dtypes
 
 -- Thread blocks for each multiprocessor: enough to fill it twice over.
-local WAVES = 16
+local WAVES = 4
 
 --- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and not
 -- more, because each reads the queries anew.
@@ -263,7 +263,7 @@ local function set_grid(kernel, ctx)
   local turn = kernel.teams * kernel.items
   local ranges = math.max(1, math.ceil(ctx.width / turn))
   local all = ranges * ctx.kv_heads * ctx.seqs
-  local turns = math.max(1, math.min(8, math.floor(all / (WAVES * kernel.processors))))
+  local turns = math.max(1, math.min(16, math.floor(all / (WAVES * kernel.processors))))
   kernel:set("each", turn * turns)
   kernel.grid.x = math.ceil(ctx.width / (turn * turns)) * ctx.kv_heads
   kernel.grid.y = ctx.seqs

@@ -81,7 +81,7 @@ function Printer:declare(kind, _, name, text)
   return ("%s %s = %s;"):format(TYPES[kind], name, text)
 end
 
-function Printer:is_named(x) return #x.args > 0 or x.name == "q" end
+function Printer:is_named(x) return #x.args > 0 end
 
 --- Queries that lie in shared memory are read again for every few blocks.
 function Printer:varies(x) return self.q_shared and x.op == "leaf" and x.name == "q" end
@@ -102,6 +102,11 @@ local function load_chunk(self, s, x, bind, pointer, stored, dtype)
     local chunk = s:name "c"
     local load = ("%s.load((const char *)%s + (%s) * %d);"):format(chunk, pointer,
       s:index(x.dims, first, stored), bytes_of(dtype))
+    if self.streams and x.op == "field" and #x.dims == 1 then
+      self.streams[#self.streams + 1] = { name = chunk, bytes = bytes, chunk = to.chunk,
+        item = bind.item and tonumber(bind.item.text) or 0, load = load }
+      return chunk
+    end
     s:line(("chunk<%d> %s;"):format(bytes, chunk))
     if self.partial then
       s:line(("if (lane + %d < %d) %s else %s.clear();"):format(to.chunk * self.team,
@@ -149,10 +154,17 @@ local function read_leaf(self, s, x, bind)
       return ("q_shared[(%s * %d + %d) * TEAM + lane]"):format(bind.head.text, self.each,
         bind.dim.value)
     end
-    local text = ("q_at(a, q_row + %s)"):format(s:index(x.dims, bind))
-    if not self.partial then return text end
-    return ("lane + %d < %d ? %s : 0.0f"):format(bind.dim.chunk * self.team, self.chunks,
-      text)
+    local to, first = bind.dim, {}
+    for dim, one in pairs(bind) do first[dim] = one end
+    first.dim = self:element("dim", to.chunk * self.vec)
+    local name = s:once(("q|%s|%d"):format(bind.head.text, to.chunk), function()
+      local q = s:name "q"
+      s:line(("float %s[%d];"):format(q, self.vec))
+      s:line(("q_load<%d>(a, q_row + %s, lane + %d < %d, %s);"):format(self.vec,
+        s:index(x.dims, first), to.chunk * self.team, self.chunks, q))
+      return q
+    end)
+    return ("%s[%d]"):format(name, to.value % self.vec)
   elseif x.name == "k" or x.name == "v" then
     return load(self, s, x, bind, x.name .. "_row" .. item, nil, self.plan.dtype)
   elseif x.name == "position" then
@@ -255,10 +267,24 @@ DEVICE float q_at(const arguments *a, int64_t i) {
   const uint16_t x = ((const uint16_t *)a->q)[i];
   return a->q_dtype == 1 ? from_f16(x) : from_bf16(x);
 }
+template <int N> DEVICE void q_load(const arguments *a, int64_t i, bool inside, float *x) {
+  chunk<4 * N> wide;
+  chunk<2 * N> narrow;
+  wide.clear(), narrow.clear();
+  if (!inside) i = 0;
+  if (a->q_dtype == 0) wide.load((const float *)a->q + i);
+  else narrow.load((const uint16_t *)a->q + i);
+#pragma unroll
+  for (int k = 0; k < N; k++)
+    x[k] = !inside            ? 0.0f
+           : a->q_dtype == 0 ? wide.f32(k)
+           : a->q_dtype == 1 ? narrow.f16(k)
+                             : narrow.bf16(k);
+}
 ]]
 
 local SCORE = [[
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     kvl_code(const __grid_constant__ arguments args) {
   const arguments *a = &args;
   let_next_start();
@@ -273,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int32_t *last = (const int32_t *)a->last;
   float *scores = (float *)a->scores + (seq * kv_heads + kv_head) * width;
   const int64_t q_row = ((last ? last[seq] : seq) * kv_heads + kv_head) * %d;
+%s  auto look = [&](int64_t at) { return at < stop && at < blocks ? table[at] : -1; };
 %s  for (int64_t base = first; base < stop; base += TEAMS * ITEMS) {
 %s  }
 }
@@ -343,17 +370,67 @@ local function row_lines(plan, lines, block, memory, item)
   end
 end
 
---- The start of every block that a team scores in one turn.
+--- The start of every block that a team scores in one turn. What was looked up before the
+-- turn lies in found_U.
 local function item_lines(self, u)
   local item, lines = self.items > 1 and "_" .. u or "", {}
   local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
   line(("const int64_t at@ = base + %d * TEAMS + team;"):format(u))
-  line "const int found@ = at@ < stop && at@ < blocks ? table[at@] : -1;"
   line "const bool known@ = found@ >= 0 && found@ < a->rows;"
   line "const int64_t physical@ = known@ ? found@ : 0;"
   line "const int block@ = (int)at@, tokens@ = min_i32(TOKENS, length - block@ * TOKENS);"
   row_lines(self.plan, lines, "physical" .. item, "cache", item)
   return lines
+end
+
+--- Rows of fields are loaded a turn ahead, and their blocks are looked up two turns ahead,
+-- so that a team computes while it waits for memory. Returns the lines before the loop and
+-- those at its start.
+local function pipeline(self)
+  local before, start = {}, {}
+  local function add(list, text, ...) list[#list + 1] = text:format(...) end
+  local step = "TEAMS * ITEMS"
+  for u = 0, self.items - 1 do
+    local item = self.items > 1 and "_" .. u or ""
+    add(before, "int ahead%s = look(first + %d * TEAMS + team), soon%s = -1;", item, u, item)
+  end
+  for _, one in ipairs(self.streams) do
+    add(before, "chunk<%d> %s_soon;", one.bytes, one.name)
+  end
+  add(before, "auto fetch = [&](int64_t base) {")
+  for u = 0, self.items - 1 do
+    local item, lines = self.items > 1 and "_" .. u or "", {}
+    add(before, "  soon%s = ahead%s;", item, item)
+    add(before, "  ahead%s = look(base + %s + %d * TEAMS + team);", item, step, u)
+    add(before, "  const int64_t row%s = soon%s >= 0 && soon%s < a->rows ? soon%s : 0;",
+      item, item, item, item)
+    for _, field in ipairs(self.plan.fields) do
+      add(lines, "const char *field_%s%s = (const char *)a->field_%s + (row%s * kv_heads + "
+        .. "kv_head) * %d;", field.name, item, field.name, item,
+        field.count * bytes_of(field.dtype))
+    end
+    for _, text in ipairs(lines) do add(before, "  %s", text) end
+  end
+  for _, one in ipairs(self.streams) do
+    local load = one.load:gsub("^" .. one.name, one.name .. "_soon")
+    if self.partial then
+      add(before, "  if (lane + %d < %d) %s else %s_soon.clear();", one.chunk * self.team,
+        self.chunks, load, one.name)
+    else
+      add(before, "  %s", load)
+    end
+  end
+  add(before, "};")
+  add(before, "fetch(first);")
+  for u = 0, self.items - 1 do
+    local item = self.items > 1 and "_" .. u or ""
+    add(start, "const int found%s = soon%s;", item, item)
+  end
+  for _, one in ipairs(self.streams) do
+    add(start, "const chunk<%d> %s = %s_soon;", one.bytes, one.name, one.name)
+  end
+  add(start, "fetch(base + %s);", step)
+  return before, start
 end
 
 local Q_SHARED = [[
@@ -366,10 +443,8 @@ for (int i = threadIdx.x; i < %d; i += THREADS) {
 __syncthreads();]]
 
 local function print_score(self)
-  local plan, starts = self.plan, {}
-  for u = 0, self.items - 1 do
-    for _, text in ipairs(item_lines(self, u)) do starts[#starts + 1] = text end
-  end
+  local plan = self.plan
+  self.streams = {}
   local fixed, block = shared.body(self, function(s)
     local root = plan.roots[1].node
     for u = 0, self.items - 1 do
@@ -380,13 +455,17 @@ local function print_score(self)
         .. "-INFINITY;"):format(item, item, item, text))
     end
   end)
+  local before, starts = pipeline(self)
+  for u = 0, self.items - 1 do
+    for _, text in ipairs(item_lines(self, u)) do starts[#starts + 1] = text end
+  end
   local first = fixed_lines(plan)
   if self.q_shared then
     local head, dim = plan.sizes.head, plan.sizes.dim
     first[#first + 1] = Q_SHARED:format(head * self.each * self.team, head * dim, self.each)
   end
   return Q_AT .. SCORE:format(plan.sizes.head * plan.sizes.dim,
-    indented(first, "  ") .. indented(fixed, "  "),
+    indented(first, "  ") .. indented(fixed, "  "), indented(before, "  "),
     indented(starts, "    ") .. indented(block, "    "))
 end
 
