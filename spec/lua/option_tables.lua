@@ -495,8 +495,8 @@ M["kv.table.csv"] = {
 }
 M["kv.table.pivot"] = {
   good = function()
-    return { rows = "x", columns = "y", value = "z", where = { y = 2 }, format = "%g",
-             caption = "c" }
+    return { rows = "x", columns = "y", value = "z", beside = "w", where = { y = 2 },
+             format = "%g", caption = "c" }
   end,
   call = function(o) kv.table.pivot(rows(), o) end,
 }

@@ -102,6 +102,7 @@ local function check_view(grid, view, what)
     local title = view.title or view.y .. " by " .. view.x
     resolved.title = words == "" and title or ("%s (%s)"):format(title, words)
   else
+    if view.beside then metric = ("%s (%s)"):format(metric, view.beside) end
     resolved.caption = view.caption
       or (words == "" and metric or metric .. " at " .. words)
   end
@@ -147,6 +148,7 @@ local function find_required(plan, spec)
     if type(plan[what]) == "table" then
       for _, view in ipairs(plan[what]) do
         required[#required + 1] = view[METRIC_OF[what]] or view.front
+        required[#required + 1] = view.beside
       end
     end
   end

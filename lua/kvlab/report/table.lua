@@ -6,9 +6,10 @@
 --
 -- A result row is { config = {...}, metrics = {...} }. A table is { caption =, header =
 -- {...}, rows = {{...}, ...}, notes = {...} }. A cell holds text, a number, a boolean or
--- { mean =, low =, high =, mark = }. low and high end an interval, which is written
--- 0.93 ± 0.02, or 0.97 [0.91, 1] if it is longer on one side. A cell with a mark is
--- written with a star, and the notes below the table say what the star means.
+-- { mean =, low =, high =, beside =, mark = }. low and high end an interval, which is
+-- written 0.93 ± 0.02, or 0.97 [0.91, 1] if it is longer on one side. beside is a second
+-- number, which is written in brackets. A cell with a mark is written with a star, and the
+-- notes below the table say what the star means.
 --
 -- A row is marked if its metrics have a `note`, a text that says why it cannot be
 -- compared with the others, or if it is stale (kvlab.experiment).
@@ -54,6 +55,7 @@ function M.format_cell(value, format)
   if value == nil then return EMPTY end
   if type(value) == "table" then
     return M.format_cell(value.mean, format) .. interval_text(value, format)
+      .. (value.beside and (" (%.2g)"):format(value.beside) or "")
       .. (value.mark and "*" or "")
   end
   if type(value) ~= "number" then return tostring(value) end
@@ -189,15 +191,16 @@ function M.note_of(row)
   return row.metrics.note
 end
 
---- A row's metric, with its interval if it has one, and its mark. An interval within
--- rounding error is left out: all repeats gave the same value.
-local function metric_cell(row, name)
+--- A row's metric, with its interval if it has one, the metric beside it, and its mark. An
+-- interval within rounding error is left out: all repeats gave the same value.
+local function metric_cell(row, name, beside_name)
   local mean, low = row.metrics[name], row.low and row.low[name]
   local high, mark = low and row.high[name], M.note_of(row)
   local is_wide = low and high - low > 2e-12 * math.abs(mean)
   if not is_wide then low, high = nil, nil end
-  if mean == nil or not (low or mark) then return mean end
-  return { mean = mean, low = low, high = high, mark = mark }
+  local beside = beside_name and row.metrics[beside_name]
+  if mean == nil or not (low or mark or beside) then return mean end
+  return { mean = mean, low = low, high = high, beside = beside, mark = mark }
 end
 
 --- The different notes of the marked cells of a table, in their order.
@@ -222,17 +225,18 @@ end
 --- The options of table.pivot.
 M.PIVOT = {
   rows = options.required(options.string), columns = options.string,
-  value = options.required(options.string), where = options.table,
-  format = FORMAT, caption = options.string,
+  value = options.required(options.string), beside = options.string,
+  where = options.table, format = FORMAT, caption = options.string,
 }
 
 --- Makes a table of one metric of many rows: one line per value of opts.rows and one
 -- column per value of opts.columns (a single column without it). Cells have the metric's
--- interval where the rows have one (results.summarise). It is an error if two rows fall
--- on one cell: name the axis that tells them apart in `where`.
+-- interval where the rows have one (results.summarise), and in brackets the metric
+-- `beside`, with two digits. It is an error if two rows fall on one cell: name the axis
+-- that tells them apart in `where`.
 ---@param rows table[]
----@param opts {rows: string, columns?: string, value: string, where?: table,
----  format?: string, caption?: string}
+---@param opts {rows: string, columns?: string, value: string, beside?: string,
+---  where?: table, format?: string, caption?: string}
 ---@return {caption: string, header: string[], rows: any[][], format: string|nil,
 ---  notes: string[]}
 function M.pivot(rows, opts)
@@ -259,7 +263,7 @@ function M.pivot(rows, opts)
         3)
     end
     taken[cell] = true
-    t.rows[line][column + 1] = metric_cell(row, opts.value)
+    t.rows[line][column + 1] = metric_cell(row, opts.value, opts.beside)
   end
   for _, row in ipairs(rows) do
     local top, bottom = span(line_of, row.config[opts.rows], #lines)
@@ -309,7 +313,8 @@ function M.front(rows, opts)
       for i, axis in ipairs(opts.axes or {}) do
         cells[i] = M.format_cell(candidate.row.config[axis])
       end
-      cells[#t.header - 1], cells[#t.header] = candidate.x, candidate.y
+      cells[#t.header - 1] = candidate.x
+      cells[#t.header] = metric_cell(candidate.row, opts.front)
       t.rows[#t.rows + 1] = cells
     end
   end

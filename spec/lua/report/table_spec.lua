@@ -125,6 +125,22 @@ b                0.75*  0.5    1
 ]], text_table.text(t))
   end)
 
+  it("writes a second metric beside the first, in brackets", function()
+    local repeated = { config = { policy = "c", budget = 3 }, low = { accuracy = 0.5 },
+                       high = { accuracy = 0.7 },
+                       metrics = { accuracy = 0.6, bytes_share = 0.0826 } }
+    local t = text_table.pivot({ repeated, ROWS[1], ROWS[4] }, { rows = "policy",
+      columns = "budget", value = "accuracy", beside = "bytes_share", format = "%.2f" })
+    assert.equal([[
+policy \ budget            1           2                    3
+-------------------------------------------------------------
+c                          -           -  0.60 ± 0.10 (0.083)
+a                0.25 (0.1)*           -                    -
+b                          -  0.50 (0.3)                    -
+* sink is more
+]], text_table.text(t))
+  end)
+
   it("marks stale rows, which have a column of their own in a table of all", function()
     local stale = noted("a", 1, 0.25, 0.1)
     stale.stale = { "lua", "quest.lua" }
@@ -149,5 +165,15 @@ b                0.75*  0.5    1
     assert.same({ "policy", "budget", "bytes_share", "accuracy" }, t.header)
     assert.same({ { "a", "3", 0.15, 0.4 }, { "a", "2", 0.2, 0.5 }, { "b", "3", 0.9, 1 } },
       t.rows)
+  end)
+
+  it("shows a Pareto front with the intervals that rows have", function()
+    local repeated = { config = { policy = "a" }, low = { accuracy = 0.5 },
+                       high = { accuracy = 0.7 },
+                       metrics = { accuracy = 0.6, bytes_share = 0.25 } }
+    local t = text_table.front({ repeated }, { front = "accuracy", over = "bytes_share",
+      axes = { "policy" }, format = "%.2f" })
+    assert.equal("a              0.25  0.60 ± 0.10",
+      text_table.text(t):match "([^\n]+)\n$")
   end)
 end)
