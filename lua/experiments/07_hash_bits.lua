@@ -6,6 +6,7 @@
 -- orthogonal or gaussian planes. It compares them with Quest's bound and with the mean
 -- key itself. block_recall is the share of the oracle's blocks (those with the largest
 -- q.k, within the same budget) that a policy selects too; sink and recent do not count.
+-- bytes_share is what the policy read (01_recall).
 --
 --   ./kvlab run lua/experiments/07_hash_bits.lua [--device=cuda] [--set prompts=4]
 --                                                [--set question=prompt]
@@ -33,7 +34,8 @@ end
 
 --- Counts the oracle's blocks and those of them that were selected. The attention calls
 -- this after each decoded layer, see probe.lua.
-function Overlap:observe(attention, ctx, selection)
+function Overlap:observe(attention, ctx, selection, counts, tokens, out)
+  self.probe:observe(attention, ctx, selection, counts, tokens, out)
   kv.scope(function()
     local heads = attention.shape.kv_heads
     local scores = kv.ops.score_max_qk(ctx.query, ctx)
@@ -55,8 +57,8 @@ function Overlap:observe(attention, ctx, selection)
   end)
 end
 
-local function overlap()
-  return setmetatable({ wanted = 0, found = 0 }, Overlap)
+local function overlap(attention)
+  return setmetatable({ probe = kv.probe(attention), wanted = 0, found = 0 }, Overlap)
 end
 
 -- ---- the grid -------------------------------------------------------------------------
@@ -79,7 +81,10 @@ local function run(config)
   local accuracy, step_us, found = sitting:ask(policy, overlap)
   return { accuracy = accuracy, step_us = step_us,
            block_recall = found.wanted > 0 and found.found / found.wanted or 1,
-           bytes_block = policy:score_bytes(policy.shape) }
+           bytes_share = found.probe:metrics().bytes_share,
+           bytes_block = policy:score_bytes(policy.shape),
+           note = kv.policy.exceeds_budget(policy,
+             math.ceil(config.context / config.block_size), config.block_size) }
 end
 
 kv.experiment.run {
@@ -98,19 +103,19 @@ kv.experiment.run {
     return not OTHERS[config.hash_of]
       or (config.bits == 64 and config.planes == "orthogonal")
   end,
-  metrics = { "accuracy", "block_recall", "bytes_block", "step_us" },
+  metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "step_us" },
   run = run,
   table = {
-    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
-      where = { hash_of = "block", planes = "orthogonal" } },
-    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
-      where = { hash_of = "token", planes = "orthogonal" } },
-    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
-      where = { hash_of = "block", planes = "gaussian" } },
-    { rows = "bits", columns = "budget", value = "accuracy", format = "%.3f",
-      where = { hash_of = "token", planes = "gaussian" } },
-    { rows = "hash_of", columns = "budget", value = "accuracy", format = "%.3f",
-      where = { bits = 64, planes = "orthogonal" } },
+    { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",
+      format = "%.3f", where = { hash_of = "block", planes = "orthogonal" } },
+    { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",
+      format = "%.3f", where = { hash_of = "token", planes = "orthogonal" } },
+    { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",
+      format = "%.3f", where = { hash_of = "block", planes = "gaussian" } },
+    { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",
+      format = "%.3f", where = { hash_of = "token", planes = "gaussian" } },
+    { rows = "hash_of", columns = "budget", value = "accuracy", beside = "bytes_share",
+      format = "%.3f", where = { bits = 64, planes = "orthogonal" } },
     { rows = "hash_of", columns = "budget", value = "block_recall", format = "%.3f",
       where = { bits = 64, planes = "orthogonal" } },
   },

@@ -5,7 +5,8 @@
 -- in f8e4m3. The experiment tries them with and without a Hadamard rotation. It selects
 -- tokens, as DeepSeek's indexer does, or blocks. To compute token_recall, it also finds
 -- the tokens with the most exact attention (the sum over heads), as many as are selected;
--- token_recall is the share of these that is selected.
+-- token_recall is the share of these that is selected. Tables of accuracy show in brackets
+-- what the policy read, bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"
@@ -90,11 +91,14 @@ local function run(config)
   local metrics = found.probe:metrics()
   return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
            attention_mass = metrics.attention_mass, output_error = metrics.output_error,
-           bytes_read = metrics.bytes_read, step_us = step_us }
+           bytes_read = metrics.bytes_read, bytes_share = metrics.bytes_share,
+           step_us = step_us, note = kv.policy.exceeds_budget(policy,
+             math.ceil(config.context / config.block_size), config.block_size) }
 end
 
 local function table_of(value, index, granularity)
   return { rows = "index_dim", columns = "budget", value = value, format = "%.3f",
+           beside = value == "accuracy" and "bytes_share" or nil,
            where = { index = index, granularity = granularity, rotate = "no", bits = 8 } }
 end
 
@@ -124,7 +128,7 @@ kv.experiment.run {
       and (config.bits == 8 or config.granularity == "token" and config.index_dim == 128)
   end,
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
-              "step_us" },
+              "bytes_share", "step_us" },
   run = run,
   table = { table_of("accuracy", "key", "token"),
             table_of("accuracy", "random", "token"),

@@ -4,7 +4,8 @@
 -- (docs/capture.md), are replayed without the model. The last tokens of the text are
 -- decoded under each policy. Each layer's output is compared with dense attention
 -- (output_error, attention_mass) and with the model's own output (model_error). Policies
--- that watch the prompt (h2o, snapkv) get its queries too.
+-- that watch the prompt (h2o, snapkv) get its queries too. Tables show in brackets what
+-- was read, bytes_share (01_recall), and pictures have it on the x axis.
 --
 --   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
 --                                               [--set decode=128] [--set block_size=32]
@@ -12,6 +13,8 @@
 -- The default capture has 320 tokens of a model with random weights (spec/data/capture).
 -- It only serves as a test, because such a model attends about equally to everything.
 local kv = require "kvlab"
+
+local READ = "bytes read, as a share of all of K and V"
 
 --- Opens the capture and prints its shape.
 local function open(settings)
@@ -21,6 +24,7 @@ local function open(settings)
   print(("%s: %d layers, %d tokens, %d query heads on %d KV heads of %d, %s"):format(
     capture.model, #capture.layers, capture.tokens, capture.heads, capture.kv_heads,
     capture.head_dim, capture.dtype))
+  settings.capture_tokens = capture.tokens
   settings.replay = capture:replay { decode = settings.decode,
                                      block_size = settings.block_size }
 end
@@ -30,6 +34,9 @@ local function run(config, settings)
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local probe, model_error = settings.replay:run(policy, kv.probe)
   local metrics = probe:metrics()
+  metrics.note = kv.policy.exceeds_budget(policy,
+    math.ceil((settings.capture_tokens - config.decode) / config.block_size),
+    config.block_size)
   metrics.model_error = model_error
   return metrics
 end
@@ -45,20 +52,25 @@ kv.experiment.run {
   defaults = { capture = "sample", decode = 32, block_size = 16 },
   quick = { decode = 4 },
   metrics = { "output_error", "attention_mass", "model_error", "blocks_read",
-              "bytes_read" },
+              "bytes_read", "bytes_share" },
   setup = open,
   teardown = function(settings) if settings.replay then settings.replay:close() end end,
   run = run,
   table = {
-    { rows = "policy", columns = "budget", value = "output_error", format = "%.4f" },
-    { rows = "policy", columns = "budget", value = "attention_mass", format = "%.4f" },
+    { rows = "policy", columns = "budget", value = "output_error",
+      beside = "bytes_share", format = "%.4f" },
+    { rows = "policy", columns = "budget", value = "attention_mass",
+      beside = "bytes_share", format = "%.4f" },
+    { front = "attention_mass", over = "bytes_share", format = "%.4f" },
   },
   plot = {
-    { x = "budget", y = "output_error", series = "policy", logx = true,
-      title = "error of the output", xlabel = "budget (share of blocks)",
-      ylabel = "relative error" },
-    { x = "budget", y = "attention_mass", series = "policy", logx = true,
-      title = "attention kept", xlabel = "budget (share of blocks)",
+    { x = "bytes_share", y = "output_error", series = "policy", logx = true,
+      title = "error of the output", xlabel = READ, ylabel = "relative error" },
+    { x = "bytes_share", y = "attention_mass", series = "policy", logx = true,
+      front = true, title = "attention kept", xlabel = READ,
       ylabel = "share of the attention mass" },
+    { x = "budget", y = "output_error", series = "policy", logx = true,
+      title = "error of the output", xlabel = "budget asked for (share of blocks)",
+      ylabel = "relative error" },
   },
 }

@@ -5,7 +5,8 @@
 -- shows the accuracy by context and by depth (the percentage of the context that lies
 -- before the needle). The policy streaming keeps the newest blocks. h2o adds up attention
 -- from the beginning on, so it keeps the oldest ones. Policies that score every block at
--- each step do not depend on the depth.
+-- each step do not depend on the depth. A second table shows what each policy read,
+-- bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
 --                                             [--set budget=0.1]
@@ -34,12 +35,14 @@ local function ask(o)
   for i = 1, DEPTHS do right[i], asked[i] = 0, 0 end
   local policy = kv.policy(o.policy, o.policy ~= "full" and
     { ratio = o.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
-  sitting:ask(policy, nil, function(query, is_right)
+  local _, _, probe = sitting:ask(policy, kv.probe, function(query, is_right)
     local part = part_of(100 * (query.needle - 0.5) / NEEDLES)
     asked[part] = asked[part] + 1
     right[part] = right[part] + (is_right and 1 or 0)
   end)
-  return { right = right, asked = asked }
+  local blocks = math.ceil(o.contexts.context / o.contexts.block_size)
+  return { right = right, asked = asked, bytes_share = probe:metrics().bytes_share,
+           note = kv.policy.exceeds_budget(policy, blocks, o.contexts.block_size) }
 end
 
 kv.experiment.run {
@@ -53,7 +56,7 @@ kv.experiment.run {
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
-  metrics = { "accuracy", "questions" },
+  metrics = { "accuracy", "questions", "bytes_share" },
   run = function(config)
     local part = part_of(config.depth)
     local answers = kv.experiment.memo({
@@ -63,10 +66,15 @@ kv.experiment.run {
         seed = config.seed },
     }, ask)
     return { accuracy = answers.right[part] / answers.asked[part],
-             questions = answers.asked[part] }
+             questions = answers.asked[part], bytes_share = answers.bytes_share,
+             note = answers.note }
   end,
-  table = { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",
-            where = { context = 4096 } },
+  table = {
+    { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",
+      where = { context = 4096 } },
+    { rows = "policy", columns = "context", value = "bytes_share", format = "%.3f",
+      where = { depth = depths[1] } },
+  },
   plot = function(rows)
     return kv.plot.heat_maps(rows, { x = "context", y = "depth", panel = "policy",
       value = "accuracy", low = 0, high = 1, format = "%.2f", file = "needle",

@@ -16,11 +16,15 @@ local prompts = require "models.recall.prompts"
 local model -- loaded at its first use
 local QUERY = 6 -- tokens of a question and its answer
 
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
 --- Decodes the questions of a prompt under a policy. Returns the record and the probe.
 local function play(config)
   model = model or llama.load(kv.paths.root .. "/lua/models/recall")
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local policy = policy_of(config)
   local tokens = config.context + QUERY * config.questions
   local engine = model:engine { policy = policy, block_size = config.block_size,
     blocks = math.ceil(tokens / config.block_size), max_seqs = 1 }
@@ -74,17 +78,22 @@ kv.experiment.run {
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },
   quick = { context = 512, questions = 4 },
-  metrics = { "kept", "blocks_read", "attention_mass", "output_error" },
+  metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share" },
   run = function(config)
     local record, probe = play(config)
     records[config.policy] = records[config.policy] or record
     local metrics, seen = record:metrics(), probe:metrics()
-    metrics.attention_mass, metrics.output_error = seen.attention_mass, seen.output_error
+    for _, name in ipairs { "attention_mass", "output_error", "bytes_share" } do
+      metrics[name] = seen[name]
+    end
+    metrics.note = kv.policy.exceeds_budget(policy_of(config),
+      math.ceil(config.context / config.block_size), config.block_size)
     return metrics
   end,
   table = {
     { rows = "policy", value = "kept", format = "%.3f" },
     { rows = "policy", value = "attention_mass", format = "%.3f" },
+    { rows = "policy", value = "bytes_share", format = "%.3f" },
   },
   plot = draw,
 }

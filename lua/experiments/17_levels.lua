@@ -19,7 +19,9 @@
 -- model's answer into the next question, and adds. So chain and sum show whether every
 -- lookup of several was right, and an accuracy of p in one of them becomes about p^4 or
 -- p^8. How well a policy serves attention that is spread over many blocks at once is
--- shown by output_error and attention_mass, whose bound is mass_oracle.
+-- shown by output_error and attention_mass, whose bound for so many blocks is
+-- mass_oracle. Pictures have what was read on the x axis (bytes_share, see 01_recall),
+-- with the Pareto front.
 --
 --   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest,h2o] [--set budget=8]
 local exam = require "models.recall.exam"
@@ -48,6 +50,8 @@ local function run(config)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.accuracy = accuracy
+  metrics.note = kv.policy.exceeds_budget(policy,
+    math.ceil(config.context / config.block_size), config.block_size)
   return metrics
 end
 
@@ -71,7 +75,16 @@ kv.experiment.run {
       where = { budget = 8 } },
     { rows = "policy", columns = "level", value = "attention_mass", format = "%.3f",
       where = { budget = 8 } },
+    { rows = "policy", columns = "budget", value = "bytes_share", format = "%.3f",
+      where = { level = "plain" } },
+    { front = "accuracy", over = "bytes_share", format = "%.3f",
+      where = { level = "plain" } },
   },
-  plot = { x = "budget", y = "accuracy", series = "policy", panel = "level", logx = true,
-           xlabel = "blocks", ylabel = "exact-match accuracy" },
+  plot = {
+    { x = "bytes_share", y = "accuracy", series = "policy", panel = "level", logx = true,
+      front = true, xlabel = "bytes read, as a share of all of K and V",
+      ylabel = "exact-match accuracy" },
+    { x = "budget", y = "accuracy", series = "policy", panel = "level", logx = true,
+      xlabel = "blocks asked for", ylabel = "exact-match accuracy" },
+  },
 }
