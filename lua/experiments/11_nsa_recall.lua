@@ -5,8 +5,8 @@
 -- in f8e4m3. The experiment tries them with and without a Hadamard rotation. It selects
 -- tokens, as DeepSeek's indexer does, or blocks. To compute token_recall, it also finds
 -- the tokens with the most exact attention (the sum over heads), as many as are selected;
--- token_recall is the share of these that is selected. Tables of accuracy show in brackets
--- what the policy read, bytes_share (01_recall).
+-- token_recall is the share of these that is selected. Tables of accuracy show in
+-- brackets what the policy read, bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local exam = require "models.recall.exam"

@@ -8,8 +8,8 @@
 -- {...}, rows = {{...}, ...}, notes = {...} }. A cell holds text, a number, a boolean or
 -- { mean =, low =, high =, beside =, mark = }. low and high end an interval, which is
 -- written 0.93 ± 0.02, or 0.97 [0.91, 1] if it is longer on one side. beside is a second
--- number, which is written in brackets. A cell with a mark is written with a star, and the
--- notes below the table say what the star means.
+-- number, which is written in brackets. A cell with a mark is written with a star, and
+-- the notes below the table say what the star means.
 --
 -- A row is marked if its metrics have a `note`, a text that says why it cannot be
 -- compared with the others, or if it is stale (kvlab.experiment).
@@ -191,8 +191,8 @@ function M.note_of(row)
   return row.metrics.note
 end
 
---- A row's metric, with its interval if it has one, the metric beside it, and its mark. An
--- interval within rounding error is left out: all repeats gave the same value.
+--- A row's metric, with its interval if it has one, the metric beside it, and its mark.
+-- An interval within rounding error is left out: all repeats gave the same value.
 local function metric_cell(row, name, beside_name)
   local mean, low = row.metrics[name], row.low and row.low[name]
   local high, mark = low and row.high[name], M.note_of(row)
