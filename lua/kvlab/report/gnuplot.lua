@@ -127,11 +127,13 @@ local function add_intervals(out, p, name, points)
   return is_any
 end
 
---- Whether a series has a single point while another has more. It is then drawn as a
--- level line.
-local function is_level(panel, points)
+--- Whether a series has a single point while another, which is no limit, has more. It is
+-- then drawn as a level line.
+local function is_level(p, panel, points)
   local longest = 0
-  for _, others in pairs(panel.series) do longest = math.max(longest, #others) end
+  for name, others in pairs(panel.series) do
+    if p.style[name] ~= "limit" then longest = math.max(longest, #others) end
+  end
   return points and #points == 1 and longest > 1
 end
 
@@ -159,7 +161,7 @@ local function add_panel(out, p, index, x0, x1, has_titles)
     local points = panel.series[name]
     local block = ("panel%d_%d"):format(index, i)
     if points then
-      if is_level(panel, points) then
+      if is_level(p, panel, points) then
         local y = points[1][2]
         add_block(out, block .. "_level", { { x0, y }, { x1, y } })
         items[#items + 1] = ("$%s_level with lines ls %d dt 2 notitle"):format(block, i)
@@ -287,7 +289,7 @@ end
 local function add_legend(out, p, layout)
   local items = {}
   for i, name in ipairs(p.names) do
-    local dash = is_level(p.panels[1], p.panels[1].series[name]) and " dt 2" or ""
+    local dash = is_level(p, p.panels[1], p.panels[1].series[name]) and " dt 2" or ""
     items[i] = ("2 with %s ls %d%s title %s"):format(find_form(p, name), i, dash,
       quote(name))
   end

@@ -299,4 +299,15 @@ describe("plot", function()
       assert.truthy(script:find("title 'sink is more'", 1, true))
       assert.truthy(script:find("$panel1_1_marked << EOD\n0.11", 1, true))
     end)
+
+  it("draws single points beside a Pareto front as points, not as level lines", function()
+    local rows = {}
+    for i, policy in ipairs { "a", "b" } do
+      rows[i] = { config = { policy = policy }, metrics = { share = i, accuracy = i } }
+    end
+    local p = plot.lines(rows, { x = "share", y = "accuracy", series = "policy",
+      front = true })
+    assert.equal(3, #p.panels[1].series["Pareto front"])
+    assert.is_nil(gnuplot.svg_script(p):find("_level", 1, true))
+  end)
 end)
