@@ -14,9 +14,9 @@
 -- are not those of their budget, because sink and recent alone are more, are marked.
 --
 -- full is dense attention. mass_oracle selects the blocks with most of the attention's
--- mass, so no selection of so many blocks has a larger attention_mass. oracle selects the
--- blocks with the largest q.k; no other ranking by that is better. Neither bounds the
--- accuracy, and both read all keys, so they bound nothing over bytes.
+-- mass: for the same queries, no selection of as many blocks keeps more of it. oracle
+-- selects the blocks with the largest q.k: no summary of keys can find larger ones.
+-- Neither bounds the accuracy. Both read all keys, so neither bounds anything over bytes.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
 --                                             [--set memory=ring] [--set question=prompt]
