@@ -327,6 +327,17 @@ random           0.80  2.40
         problem_of { grid = grid, table = { rows = "size", value = "x" } })
     end)
 
+    it("of two metrics has both in its caption, and needs both", function()
+      local view = { rows = "policy", columns = "budget", value = "accuracy",
+                     beside = "share", where = { context = 1024 } }
+      local answer = run { table = view,
+        run = function() return { accuracy = 1, share = 0.5 } end }
+      assert.equal("accuracy (share) at context = 1024", answer.tables[1].caption)
+      assert.equal(0.5, answer.tables[1].rows[1][2].beside)
+      assert_has("metrics have no share; there is accuracy", problem_of({ table = view,
+        run = function() return { accuracy = 1 } end }, { fresh = true }))
+    end)
+
     it("shows the last value of an axis that lost the one in `where`", function()
       run({ table = { rows = "policy", columns = "budget", value = "accuracy",
                       where = { context = 1024 } } }, { context = "32,64" })
