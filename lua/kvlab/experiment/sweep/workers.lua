@@ -5,8 +5,8 @@
 -- as a kill of a single process; the workers end with this process. Each worker begins
 -- with a run of neighbouring configurations, so that the preparations for one serve the
 -- next. A worker that has none left takes half of the longest run that another worker
--- still has. Rows do not depend on the worker that computed them. On a CPU each worker has
--- fewer threads than a single process, so sums may be rounded otherwise.
+-- still has. Rows do not depend on the worker that computed them. On a CPU each worker
+-- has fewer threads than a single process, so sums may be rounded otherwise.
 --
 -- With several GPUs and no --device=cuda:N, worker k uses the k-th GPU alone. On the CPU
 -- the cores are divided among the workers. Measured times are those of a machine that
