@@ -103,7 +103,7 @@ static void *device_alloc(kvl_device *dev, size_t bytes) {
 static void count_live(kvl_device *dev, kvl_storage *s, int sign) {
   int64_t *live = s->size_class == KVL__PINNED ? &dev->stats.bytes_pinned
                                                : &dev->stats.bytes_live;
-  *live += sign * (int64_t)s->bytes;
+  *live += sign * (int64_t)s->counted;
   if (dev->stats.bytes_live > dev->stats.bytes_live_peak)
     dev->stats.bytes_live_peak = dev->stats.bytes_live;
   dev->holds += sign;
@@ -190,6 +190,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
     kvl_storage *s = take(dev, found);
     s->refs = 1;
     s->used = 0;
+    s->counted = class == KVL__LARGE ? bytes : want;
     count_live(dev, s, 1);
     poison(dev, s);
     *out = s;
@@ -210,6 +211,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
   }
   *s = (kvl_storage){
       .device = dev, .ptr = p, .bytes = want, .refs = 1, .home = stream, .size_class = class};
+  s->counted = class == KVL__LARGE ? bytes : want;
   if (dev->recording) keep(s);
   count_live(dev, s, 1);
   poison(dev, s);
@@ -225,6 +227,7 @@ int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_storage){.device = dev,
                      .bytes = bytes ? bytes : 1,
+                     .counted = bytes ? bytes : 1,
                      .refs = 1,
                      .home = dev->current->id,
                      .size_class = KVL__PINNED};
@@ -247,6 +250,7 @@ int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage *
   *s = (kvl_storage){.device = dev,
                      .ptr = memory,
                      .bytes = bytes,
+                     .counted = bytes,
                      .refs = 1,
                      .home = dev->current->id,
                      .size_class = KVL__LENT};

@@ -15,6 +15,7 @@ struct kvl_storage {
   kvl_storage *recording_next;
   void *ptr;
   size_t bytes;
+  size_t counted;    /* as live: of a large block what was asked for, not what it has */
   kvl_storage *next; /* in a free list */
   uint64_t used;
   int64_t freed; /* a large block in a free list: when, counted by device->frees */

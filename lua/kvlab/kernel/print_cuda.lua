@@ -60,14 +60,24 @@ function Printer:loop(s, dim, size, _, share)
   return ("for (int %s = 0; %s < %d; %s++) {"):format(name, name, size, name), "}", name
 end
 
+--- The loop has as many turns for every word, because lanes of a warp must not part; bits
+-- past the last are those of the last, and are not packed.
 function Printer:word_loop(s, word, size)
   local bit, at = s:name "b", s:name "at"
   s:line(("const int %s = %s * 32;"):format(at, word))
-  return ("for (int %s = 0; %s < %d && %s + %s < %d; %s++) {"):format(bit, bit,
-    math.min(size, 32), at, bit, size, bit), "}", ("%s + %s"):format(at, bit), bit
+  local index, shift = ("%s + %s"):format(at, bit), bit
+  if size % 32 ~= 0 then
+    shift = { bit = bit, inside = ("%s < %d"):format(index, size) }
+    index = ("min_i32(%s, %d)"):format(index, size - 1)
+  end
+  return ("for (int %s = 0; %s < %d; %s++) {"):format(bit, bit, math.min(size, 32), bit),
+    "}", index, shift
 end
 
 function Printer:pack_step(word, text, shift)
+  if type(shift) == "table" then
+    return ("%s |= (uint32_t)(%s && %s) << %s;"):format(word, shift.inside, text, shift.bit)
+  end
   return ("%s |= (uint32_t)(%s) << %s;"):format(word, text, shift)
 end
 
