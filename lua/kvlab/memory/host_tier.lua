@@ -409,9 +409,11 @@ function HostTier:bytes()
   return to_device, tonumber(out_bytes[1]) + self.bytes_appended
 end
 
+local SPANS = options.within(0, 2 ^ 24)
+
 --- Traces the next n spans of the ring: loads, the work between wait and done, offloads.
 function HostTier:trace(n)
-  argument("trace", "n", n, options.whole)
+  argument("trace", "n", n, SPANS)
   check(C.kvl_ring_trace(self.ring, n))
   self.trace_room = n
 end

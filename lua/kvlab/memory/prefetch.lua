@@ -160,7 +160,8 @@ end
 local TASK = {
   request = options.required(options.integer), priority = options.integer,
   cache = options.required { "a cache", function(x)
-    return type(x) == "table" and tensor.is_tensor(x.memory)
+    return type(x) == "table" and tensor.is_tensor(x.memory) and x.tier ~= nil
+      and type(x.layers) == "number"
   end },
   keys = options.required { "an array of kvl_key", function(x)
     return type(x) == "cdata" and pcall(ffi.cast, key_pointer, x)

@@ -86,6 +86,15 @@ local function with_defaults(self, given)
   return o
 end
 
+--- Why a request can never run here, or nil.
+local function lacks_blocks(self, r)
+  local blocks = self.scheduler:blocks_for(r.num_tokens + r.max_tokens - 1)
+  local most = self.executor.max_blocks or self.executor.memory.blocks
+  if blocks <= most then return nil end
+  return ("%d tokens and %d to come need %d blocks, there are %d"):format(r.num_tokens,
+    r.max_tokens, blocks, most)
+end
+
 --- Submits a request.
 ---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
 --                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
@@ -98,12 +107,8 @@ function Server:submit(given)
   options.check("submit", given, request.KNOWN)
   local o = with_defaults(self, given)
   local r = request.new(o, #self.requests + 1, 2)
-  local s = self.scheduler
-  local blocks, room = s:blocks_for(r.num_tokens + r.max_tokens - 1), self.executor.memory
-  if blocks > (self.executor.max_blocks or room.blocks) then
-    return nil, ("%d tokens and %d to come need %d blocks, there are %d"):format(
-      r.num_tokens, r.max_tokens, blocks, self.executor.max_blocks or room.blocks)
-  end
+  local why = lacks_blocks(self, r)
+  if why then return nil, why end
   self.executor:admit_keys(r, o)
   self.requests[#self.requests + 1] = r
   expect(self, r)
@@ -156,6 +161,8 @@ function Server:fork(parent, given)
     o.tokens = tokens
   end
   local r = request.new(o, #self.requests + 1, 2)
+  local why = lacks_blocks(self, r)
+  if why then error("fork: " .. why, 2) end
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
   self.executor:admit_keys(r, o)
   r.seq, r.is_fork = parent.seq:fork(), true

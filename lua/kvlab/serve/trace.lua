@@ -82,7 +82,7 @@ local DEFAULTS = { requests = 200, seed = 0, rate = 1, turns = 4, think_s = 30,
                    system_tokens = 1024, input_tokens = 4000, answer_tokens = 300 }
 
 -- Lua holds a row for every request, and an id for every block of its input.
-local MOST = 1000000
+local MOST, IDS_MOST = 1000000, 20000000
 local TOKENS = { "a number from 0 to 1000000", function(x)
   return type(x) == "number" and x >= 0 and x <= MOST
 end }
@@ -104,6 +104,12 @@ local GENERATE = {
 function M.generate(o)
   o = options.check("trace.generate", o, GENERATE)
   local function get(name) return o[name] or DEFAULTS[name] end
+  local ids_most = get "requests" / M.BLOCK * (get "system_tokens"
+    + get "turns" * (get "input_tokens" + get "answer_tokens"))
+  if ids_most > IDS_MOST then
+    error(("trace.generate: about %.0f ids of blocks, expected at most %d: fewer "
+      .. "requests, turns or tokens"):format(ids_most, IDS_MOST), 2)
+  end
   local draw, rows, id, start = uniform.generator(get "seed"), {}, 0, 0
   local function exponential(mean) return -mean * math.log(1 - draw()) end
   local function fresh()

@@ -429,6 +429,12 @@ describe("server", function()
     local done = server:submit { tokens = { 1 }, max_tokens = 1 }
     server:run()
     raises("request 1 is finished", server.fork, server, done, { max_tokens = 1 })
+    local running = server:submit { tokens = { 1, 2, 3 }, max_tokens = 8 }
+    server:step()
+    raises("fork: 4 tokens and 2000 to come need 126 blocks, there are 40", server.fork,
+      server, running, { max_tokens = 2000 })
+    assert.equal(1, #server.scheduler.running)
+    server:run()
     local modelled = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 20,
                                 block_size = 512 }
     local other = modelled:submit { input_length = 600, max_tokens = 2 }

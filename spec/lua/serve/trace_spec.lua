@@ -77,6 +77,12 @@ describe("trace", function()
     raises('"turn" is no option, did you mean turns?', kv.trace.generate, { turn = 3 })
   end)
 
+  it("refuses a workload that Lua has no room for", function()
+    local ok, why = pcall(kv.trace.generate, { requests = 100000, input_tokens = 900000 })
+    assert.is_false(ok)
+    assert.matches("about %d+ ids of blocks, expected at most 20000000", why)
+  end)
+
   it("draws conversations with more blocks than Lua can unpack", function()
     local rows, most = kv.trace.generate { requests = 40, turns = 40, seed = 3,
       input_tokens = 1e6 }, 0
