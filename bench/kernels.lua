@@ -1,6 +1,6 @@
---- Kernels from Lua (K1): the kernels that expressions become, each beside the hand-written
--- op that computes the same, where there is one. Compile times are those of an empty cache
--- and of a full one.
+--- Kernels from Lua (K1): the kernels that expressions become, each beside the
+-- hand-written op that computes the same, where there is one. Compile times are those of
+-- an empty cache and of a full one.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
@@ -31,7 +31,7 @@ local function attach(b, s, def)
     dtype = "bf16", max_blocks = s.ctx.width, scale = 1, format = s.ctx.format })
 end
 
-local function compare(b, s, run, hand)
+local function compare(s, run, hand)
   return function()
     run()
     local got = s.scores:clone()
@@ -62,7 +62,7 @@ local function quest(seqs, len, heads, is_hand)
     end
     local function run() p:score(s.ctx) end
     return { run = is_hand and hand or run, bytes = both:bytes() + s.scores:bytes(),
-             check = compare(b, s, run, hand) }
+             check = compare(s, run, hand) }
   end
 end
 
@@ -76,7 +76,8 @@ local function minmax(seqs, len, is_hand)
     local list = kv.arange(b.device, "i32", s.blocks)
     local counts = kv.full(b.device, "i32", { s.blocks }, BLOCK)
     local both = kv.tensor(b.device, "bf16", { s.blocks, 2, KV_HEADS, DIM })
-    local ev = { layer = 0, k = cache, k_blocks = list, blocks = list, num_tokens = counts }
+    local ev = { layer = 0, k = cache, k_blocks = list, blocks = list,
+                 num_tokens = counts }
     local function hand()
       kv.check(kv.C.kvl_block_minmax(cache, list, counts, list, both))
     end
@@ -86,8 +87,9 @@ local function minmax(seqs, len, is_hand)
         run()
         hand()
         local rows = kv.arange(b.device, "i32", s.blocks) * 2
-        local low = both:reshape { s.blocks * 2, KV_HEADS * DIM }:gather_rows(rows):cast "f32"
-        paged.expect("lo", p.summary.lo:layer(0):cast("f32"):reshape { -1 }, low:reshape { -1 }, 0)
+        local low = both:reshape { s.blocks * 2, KV_HEADS * DIM }:gather_rows(rows)
+        paged.expect("lo", p.summary.lo:layer(0):cast("f32"):reshape { -1 },
+          low:cast("f32"):reshape { -1 }, 0)
       end }
   end
 end
@@ -108,8 +110,9 @@ local function over_keys(seqs, len, what, hand_group)
         kv.C.KVL_GROUP_MAX, s.scores))
     end
     local function run() p:score(s.ctx) end
-    return { run = hand_group and hand or run, bytes = cache:bytes() / 2 + s.scores:bytes(),
-      check = what == "max" and compare(b, s, run, hand) or function()
+    return { run = hand_group and hand or run,
+      bytes = cache:bytes() / 2 + s.scores:bytes(),
+      check = what == "max" and compare(s, run, hand) or function()
         run()
         local finite = s.scores:sub(s.scores):max(0):max(0):max(0):list()[1]
         assert(finite == 0, "a score is not finite")

@@ -166,8 +166,8 @@ function M.expected(c, p, score)
   return list
 end
 
---- The first place where two lists differ by more than `tolerance` of the larger number, in
--- words; nil if there is none.
+--- The first place where two lists differ by more than `tolerance` of the larger number,
+-- in words; nil if there is none.
 function M.difference(got, want, tolerance)
   for i = 1, #want do
     local a, b = got[i], want[i]
@@ -180,7 +180,8 @@ end
 
 --- The score expression of a policy with its fields put in.
 function M.resolved(p)
-  local expression, place = require "kvlab.kernel.expression", require "kvlab.kernel.place"
+  local expression = require "kvlab.kernel.expression"
+  local place = require "kvlab.kernel.place"
   return expression.resolve(p.expressions.score,
     place.seen(p.expressions.fields or {}, "f32"), "spec")
 end
@@ -231,7 +232,8 @@ local function condition(self, depth)
 end
 
 local BINARY = {
-  function(a, b, x, y) return a + b, x + y end, function(a, b, x, y) return a - b, x + y end,
+  function(a, b, x, y) return a + b, x + y end,
+  function(a, b, x, y) return a - b, x + y end,
   function(a, b, x, y) return a * b, x * y end,
   function(a, b, x, y) return e.max(a, b), math.max(x, y) end,
   function(a, b, x, y) return e.min(a, b), math.max(x, y) end,
@@ -336,7 +338,8 @@ function M.random(seed)
   return { name = "random", decode = true, defaults = { weight = 3, ratio = 0.5 },
     summary = next(summary) and summary or nil, score = x * 1,
     init = function(p, shape)
-      p.table_ = kv.from(shape.device, "f32", { shape.head_dim }, M.table_(shape.head_dim))
+      p.table_ = kv.from(shape.device, "f32", { shape.head_dim },
+        M.table_(shape.head_dim))
     end }, exact
 end
 

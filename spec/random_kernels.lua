@@ -1,6 +1,6 @@
---- Compares random expressions with the reference by the book, as kernel_spec.lua does, for
--- as many seeds as asked. A seed that differs is made smaller: subexpressions take the place
--- of the whole as long as they differ, too; what is left is printed.
+--- Compares random expressions with the reference by the book, as kernel_spec.lua does,
+-- for as many seeds as asked. A seed that differs is made smaller: subexpressions take
+-- the place of the whole as long as they differ, too; what is left is printed.
 --
 --   ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
 --   target: c (the CPU's), lua, or cuda

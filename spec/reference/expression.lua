@@ -4,8 +4,8 @@
 --   eval(x, at, env) -> a number, a boolean, or a uint64_t
 --
 -- at: the index in each dimension. env: q(head, dim), k(token, dim), v(token, dim),
--- field(name, at), const(name, at), param(name), input(name), tokens, block, blocks, length,
--- layer, kv_head, block_size, sizes.
+-- field(name, at), const(name, at), param(name), input(name), tokens, block, blocks,
+-- length, layer, kv_head, block_size, sizes.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -48,15 +48,16 @@ local function modulo(kind, a, b)
 end
 
 local OPS = {
-  min = function(x, a, b) return extreme(a, b, b < a) end,
-  max = function(x, a, b) return extreme(a, b, b > a) end,
+  min = function(_, a, b) return extreme(a, b, b < a) end,
+  max = function(_, a, b) return extreme(a, b, b > a) end,
   mod = function(x, a, b) return modulo(x.type, a, b) end,
   div = function(_, a, b) return a / b end,
   pow = function(_, a, b) return a ^ b end,
   neg = function(x, a) return x.type == "i32" and i32(-a) or -a end,
   abs = function(x, a) return x.type == "i32" and i32(math.abs(a)) or math.abs(a) end,
   relu = function(_, a) return a > 0 and a or 0 end,
-  exp = function(_, a) return math.exp(a) end, log = function(_, a) return math.log(a) end,
+  exp = function(_, a) return math.exp(a) end,
+  log = function(_, a) return math.log(a) end,
   sqrt = function(_, a) return math.sqrt(a) end,
   tanh = function(_, a) return math.tanh(a) end,
   sigmoid = function(_, a) return 1 / (1 + math.exp(-a)) end,
@@ -94,7 +95,7 @@ for _, op in ipairs { "lshift", "rshift" } do
     return u32(bit[op](a, bit.band(by, 31)))
   end
 end
-function OPS.popcount(x, a)
+function OPS.popcount(_, a)
   local count = 0
   a = ffi.cast("uint64_t", a)
   while a ~= 0 do
@@ -109,7 +110,8 @@ function OPS.cast(x, a)
   if to == "f32" then return tonumber(a) end
   if to == "u64" then return ffi.cast("uint64_t", a) end
   if from == "f32" then
-    local low, high = to == "i32" and -2 ^ 31 or 0, to == "i32" and 2 ^ 31 - 1 or 2 ^ 32 - 1
+    local low, high = 0, 2 ^ 32 - 1
+    if to == "i32" then low, high = -2 ^ 31, 2 ^ 31 - 1 end
     if a ~= a then return 0 end
     a = a < 0 and math.ceil(a) or math.floor(a)
     return math.max(low, math.min(high, a)) + 0

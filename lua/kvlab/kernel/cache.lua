@@ -1,9 +1,8 @@
 --- The kernels that were compiled, on disk: one file a kernel, in a private folder,
 -- $XDG_CACHE_HOME/kvlab or ~/.cache/kvlab. A file's name is the hash of all that the
 -- kernel was made from. It begins with a line that holds the hash of the rest; a file
--- that
--- does not fit is not loaded. Where the folder cannot be written to, or others can write
--- to it, nothing is kept, and kernels are compiled again by each process.
+-- that does not fit is not loaded. Where the folder cannot be written to, or others can
+-- write to it, nothing is kept, and kernels are compiled again by each process.
 local bit = require "bit"
 local ffi = require "ffi"
 local files = require "kvlab.files"

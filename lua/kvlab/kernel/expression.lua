@@ -208,7 +208,7 @@ local function floating(name)
   end
 end
 for _, name in ipairs { "div", "pow", "exp", "log", "sqrt", "tanh", "sigmoid",
-  "floor" } do
+                        "floor" } do
   floating(name)
 end
 
@@ -305,8 +305,7 @@ local function reduction_rule(name, x, over, where)
       over)
   end
   expect_type(x, REDUCTIONS[name], table.concat(sorted.keys(REDUCTIONS[name]), ", "),
-    what,
-    where)
+    what, where)
   if name == "mean" or name == "logsumexp" then x = cast_to(x, "f32", where) end
   local kind = name == "argmax" and "i32" or name == "pack" and "u32" or x.type
   local dims = without(x.dims, over)
@@ -391,8 +390,7 @@ for _, name in ipairs { "lt", "le", "gt", "ge", "eq", "ne", "band", "bor", "bxor
   methods[name] = operator(name)
 end
 for _, name in ipairs { "bnot", "popcount", "abs", "exp", "log", "sqrt", "tanh",
-  "sigmoid",
-                        "relu", "floor" } do
+                        "sigmoid", "relu", "floor" } do
   methods[name] = unary(name)
 end
 
@@ -483,7 +481,7 @@ for name, one in pairs(M.leaves) do e[name] = one end
 --- The smaller, or the larger, of two. Of a number and NaN it is the number.
 e.min, e.max = operator "min", operator "max"
 for _, name in ipairs { "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "relu",
-  "floor" } do
+                        "floor" } do
   e[name] = unary(name)
 end
 
@@ -607,8 +605,8 @@ function M.resolve(root, fields, what)
         new[x] = node("store", { args = args, dims = args[1].dims, type = args[1].type,
                                  dtype = x.dtype, line = x.line })
       else
-        new[x] = build(x.op, args, x.line, (x.over or x.to) and { over = x.over,
-                                                                    to = x.to })
+        new[x] = build(x.op, args, x.line,
+          (x.over or x.to) and { over = x.over, to = x.to })
       end
     end
   end)

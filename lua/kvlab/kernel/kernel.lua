@@ -70,8 +70,8 @@ end
 
 -- ---- arguments ------------------------------------------------------------------------
 
---- The target of a device, or "lua" where there is no compiler for it. The first time that
--- one lacks, it is said.
+--- The target of a device, or "lua" where there is no compiler for it. The first
+-- time that a compiler lacks, it is said.
 local function usual_target(plan, dev)
   local has, why
   if dev:is_cpu() then
@@ -82,7 +82,8 @@ local function usual_target(plan, dev)
   if has then return M.target(dev) end
   if not told then
     told = true
-    io.stderr:write(("kvlab: %s runs in plain Lua, and slowly: %s\n"):format(plan.what, why))
+    io.stderr:write(("kvlab: %s runs in plain Lua, and slowly: %s\n"):format(plan.what,
+      why))
   end
   return "lua"
 end
@@ -98,11 +99,12 @@ function M.open(plan, dev, target)
   local list, at = place.arguments(plan), {}
   for i, one in ipairs(list) do at[one.name] = i - 1 end
   local words = ffi.new("int64_t[?]", #list)
+  local is_lua = target == "lua"
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
-    code = target ~= "lua" and M.load(dev, plan.what, source, target),
-    run = target == "lua" and lua_kernel.load(plan, source), given = target == "lua" and {}, at = at, bytes = 8 * #list,
-    words = words, pointers = ffi.cast(pointer_array, words),
-    integers = ffi.cast(integer_array, words),
+    code = not is_lua and M.load(dev, plan.what, source, target),
+    run = is_lua and lua_kernel.load(plan, source), given = is_lua and {},
+    at = at, bytes = 8 * #list, words = words,
+    pointers = ffi.cast(pointer_array, words), integers = ffi.cast(integer_array, words),
     floats = ffi.cast("double *", words),
     tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
     grid = ffi.new("kvl_grid", 1, 1, 1, launch and launch.threads or 1, 0, 1),
@@ -149,15 +151,13 @@ end
 local function const_of(owner, x, what, dev)
   local t = owner[x.name]
   if not tensor.is_tensor(t) then
-    error(("%s: %s: the const %s is %s, expected a tensor, which init sets"):format(x.line
-      ,
-      what, x.name, type(t)), 0)
+    error(("%s: %s: the const %s is %s, expected a tensor, which init sets"):format(
+      x.line, what, x.name, type(t)), 0)
   end
   if t.ndim ~= #x.stored or t:type() ~= x.dtype or t.device ~= dev then
-    error(("%s: %s: the const %s is %s on %s, expected %s [%s] on %s"):format(x.line,
-      what,
-      x.name, tostring(t:type()) .. " [" .. table.concat(t:dims(), ", ") .. "]",
-      t.device:name(), x.dtype, table.concat(x.stored, ", "), dev:name()), 0)
+    error(("%s: %s: the const %s is %s [%s] on %s, expected %s [%s] on %s"):format(x.line,
+      what, x.name, t:type(), table.concat(t:dims(), ", "), t.device:name(), x.dtype,
+      table.concat(x.stored, ", "), dev:name()), 0)
   end
   return t
 end
@@ -257,8 +257,8 @@ local Q_DTYPES = library.dtypes
 -- Thread blocks for each multiprocessor: enough to fill it twice over.
 local WAVES = 4
 
---- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and not
--- more, because each reads the queries anew.
+--- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and
+-- not more, because each reads the queries anew.
 local function set_grid(kernel, ctx)
   local turn = kernel.teams * kernel.items
   local ranges = math.max(1, math.ceil(ctx.width / turn))

@@ -90,7 +90,7 @@ function M.to_i32(x) return tobit(x) end
 function M.to_u64(x) return x end
 function M.to_u8(x) return x and 1 or 0 end
 
--- ---- operations ------------------------------------------------------------------------
+-- ---- operations -----------------------------------------------------------------------
 
 function M.where_any(c, a, b) if c then return a end return b end
 M.where_bool = M.where_any

@@ -1,5 +1,5 @@
---- Compiles CUDA at run time with NVRTC, the compiler that comes with CUDA as a library. It
--- is opened when it is first needed, and needs no GPU.
+--- Compiles CUDA at run time with NVRTC, the compiler that comes with CUDA as a library.
+-- It is opened when it is first needed, and needs no GPU.
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -76,8 +76,8 @@ function M.compile(source, target)
   local names = ffi.new("const char *[1]", { "expression.cuh" })
   local status = lib.nvrtcCreateProgram(program, source, "kernel.cu", 1, headers, names)
   if status ~= 0 then return nil, ffi.string(lib.nvrtcGetErrorString(status)) end
-  local list = { "--gpu-architecture=" .. target, "-std=c++17", "--extra-device-vectorization",
-                 "-default-device" }
+  local list = { "--gpu-architecture=" .. target, "-std=c++17",
+                 "--extra-device-vectorization", "-default-device" }
   local flags = ffi.new("const char *[?]", #list, list)
   status = lib.nvrtcCompileProgram(program[0], #list, flags)
   local image

@@ -32,8 +32,8 @@ function Printer:mode(dim, size)
   return "loop"
 end
 
---- A reduction over tokens is done in vectors if nothing that it reads runs along dim: what
--- is summed over dim comes from an array then.
+--- A reduction over tokens is done in vectors if nothing that it reads runs along dim:
+-- what is summed over dim comes from an array then.
 function Printer:reduces_in_vectors(x)
   return x.over == "token" and self.vectors and self.token_vectors[x] or false
 end
@@ -65,7 +65,9 @@ function Printer:tokens_together(x)
     return nil
   end
   if not expression.has_dim(x.dims, "token") or #x.dims > 2 then return nil end
-  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > HEADS_UNROLLED) then return nil end
+  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > HEADS_UNROLLED) then
+    return nil
+  end
   local heads = #x.dims == 2 and sizes.head or 1
   local step = math.max(1, math.floor(self.lanes / heads))
   while sizes.token % step ~= 0 do step = step / 2 end
@@ -190,8 +192,7 @@ end
 local function load(pointer, at, dtype, kind, vector)
   if NUMBERS[dtype] then
     return (vector and "vf_load(%s, %s, %s)" or "f32_load(%s, %s, %s)"):format(pointer,
-      at,
-      NUMBERS[dtype])
+      at, NUMBERS[dtype])
   end
   local p = ("(const %s *)%s + %s"):format(kind == "u32" and "uint32_t" or MEMORY[dtype],
     pointer, at)
@@ -211,7 +212,8 @@ local function read_leaf(self, s, x, bind, vector)
     return load("a->const_" .. x.name, s:index(nil, bind, x.stored), x.dtype, x.type,
       vector)
   elseif x.op == "field" then
-    return load("field_" .. x.name .. item, s:index(x.dims, bind), x.dtype, x.type, vector)
+    return load("field_" .. x.name .. item, s:index(x.dims, bind), x.dtype, x.type,
+      vector)
   elseif x.op == "input" then
     return ("in_%s[block]"):format(x.name)
   elseif x.name == "q" then
@@ -222,8 +224,8 @@ local function read_leaf(self, s, x, bind, vector)
     return load(x.name .. "_row" .. item, s:index(x.dims, bind), self.plan.dtype, "f32",
       vector)
   elseif x.name == "position" then
-    return (vector and "vi_iota(block%s * TOKENS + %s)" or "block%s * TOKENS + %s"):format(
-      item, bind.token.text)
+    local text = ("block%s * TOKENS + %s"):format(item, bind.token.text)
+    return vector and ("vi_iota(%s)"):format(text) or text
   elseif x.name == "block" or x.name == "tokens" then return x.name .. item
   end
   return x.name -- a variable of the frame
@@ -289,7 +291,8 @@ function Printer:reduce_step(s, x, into, text, to, vector, bind)
   if x.over == "token" and to.vector then -- there may be fewer tokens than lanes
     local neutral = NEUTRAL[op] or START[op][x.type]
     local mask = ("vi_iota(%s) < vi_set(tokens%s)"):format(to.text, item_of(bind))
-    local select = kind == "f32" and "vf_select" or kind == "u32" and "where_vu" or "where_vi"
+    local select = kind == "f32" and "vf_select" or kind == "u32" and "where_vu"
+      or "where_vi"
     text = ("%s(%s, %s, %s)"):format(select, mask, widen(text, kind, vector),
       widen(neutral, kind))
     vector = true
@@ -364,8 +367,8 @@ local function sums_together(self, s, list, names)
     else
       local array, sums, parts = s:name "a", s:name "s", {}
       for i = 1, lanes do
-        parts[i] = list[first + i - 1] and first + i - 1 <= last and list[first + i - 1].name
-          or "vf_set(0)"
+        local at = first + i - 1
+        parts[i] = list[at] and at <= last and list[at].name or "vf_set(0)"
       end
       s:line(("vf %s[VF] = {%s};"):format(array, table.concat(parts, ", ")))
       s:line(("float %s[VF] __attribute__((aligned(64)));"):format(sums))
@@ -489,9 +492,9 @@ local function row_lines(plan, block, rows, item)
   local page = sizes.token * sizes.dim
   for i, name in ipairs { "k", "v" } do
     if uses[name] then
-      lines[#lines + 1] = ("const void *%s_row%s = (const char *)a->%s + ((%s * 2 + %d) * "
-        .. "a->kv_heads + kv_head) * %d;"):format(name, item, rows, block, i - 1,
-        page * bytes_of(plan.dtype))
+      lines[#lines + 1] = ("const void *%s_row%s = (const char *)a->%s + "
+        .. "((%s * 2 + %d) * a->kv_heads + kv_head) * %d;"):format(name, item, rows,
+        block, i - 1, page * bytes_of(plan.dtype))
     end
   end
   for _, field in ipairs(plan.fields) do
@@ -630,8 +633,8 @@ local function body(self, fn)
   return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
 end
 
---- The start of every block that is scored in one turn. What is past the last block, or no
--- block, reads some block, and its score is not used.
+--- The start of every block that is scored in one turn. What is past the last block, or
+-- no block, reads some block, and its score is not used.
 local function item_lines(self, u)
   local item, lines = self.items > 1 and "_" .. u or "", {}
   local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
@@ -645,7 +648,8 @@ local function item_lines(self, u)
   line "const int found@ = table[at@];"
   line "const int known@ = found@ >= 0 && found@ < a->rows;"
   line "const int64_t physical@ = known@ ? found@ : 0;"
-  line "const int block@ = (int)at@, tokens@ = (int)i64_min(TOKENS, length - at@ * TOKENS);"
+  line "const int block@ = (int)at@;"
+  line "const int tokens@ = (int)i64_min(TOKENS, length - at@ * TOKENS);"
   for _, text in ipairs(row_lines(self.plan, "physical" .. item, "cache", item)) do
     lines[#lines + 1] = text
   end
@@ -662,7 +666,8 @@ local function print_score(self)
     for u = 0, self.items - 1 do
       local bind = self.items > 1 and { item = self:element("item", u) } or {}
       local text, item = s:value(root.node, bind), item_of(bind)
-      s:line(("scores[at%s] = known%s ? (float)(%s) : -INFINITY;"):format(item, item, text))
+      s:line(("scores[at%s] = known%s ? (float)(%s) : -INFINITY;"):format(item, item,
+        text))
     end
   end)
   return ("enum { RUN = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(RUN_BLOCKS,

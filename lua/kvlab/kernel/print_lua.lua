@@ -58,7 +58,9 @@ local F32 = { add = "(%s + %s)", sub = "(%s - %s)", mul = "(%s * %s)" }
 
 local function operation(x, t)
   local op, kind, from = x.op, x.type, x.args[1].type
-  if F32[op] and (kind == "f32" or kind == "u64") then return F32[op]:format(t[1], t[2]) end
+  if F32[op] and (kind == "f32" or kind == "u64") then
+    return F32[op]:format(t[1], t[2])
+  end
   if INFIX[op] then return ("(%s %s %s)"):format(t[1], INFIX[op], t[2]) end
   if op == "div" then return ("(%s / %s)"):format(t[1], t[2])
   elseif op == "neg" then
@@ -68,8 +70,8 @@ local function operation(x, t)
   elseif op == "unit" then return ("(%s * %s_unit)"):format(t[1], x.unit)
   elseif op == "where" then
     -- a and b may be false, so `c and a or b` would not do for bools
-    return ("(where_%s(%s, %s, %s))"):format(kind == "bool" and "bool" or "any", t[1], t[2],
-      t[3])
+    return ("(where_%s(%s, %s, %s))"):format(kind == "bool" and "bool" or "any",
+      t[1], t[2], t[3])
   elseif op == "band" and kind == "bool" then return ("(%s and %s)"):format(t[1], t[2])
   elseif op == "bor" and kind == "bool" then return ("(%s or %s)"):format(t[1], t[2])
   elseif op == "bxor" and kind == "bool" then return ("(%s ~= %s)"):format(t[1], t[2])
@@ -121,7 +123,8 @@ function Printer:array(name, kind, count)
 end
 
 function Printer:array_store(name, at, text, kind)
-  return ("%s[%s] = %s"):format(name, at, kind == "bool" and text .. " and 1 or 0" or text)
+  if kind == "bool" then text = text .. " and 1 or 0" end
+  return ("%s[%s] = %s"):format(name, at, text)
 end
 
 function Printer:array_filled() return "" end
@@ -160,7 +163,8 @@ function Printer:reduce_step(s, x, into, text, to)
   elseif op == "logsumexp" then
     s:line(("%s, %s_sum = lse_add(%s, %s_sum, %s)"):format(r, r, r, r, text))
   elseif op == "argmax" then
-    s:line(("%s_best, %s = arg_add(%s_best, %s, %s, %s)"):format(r, r, r, r, text, to.text))
+    s:line(("%s_best, %s = arg_add(%s_best, %s, %s, %s)"):format(r, r, r, r, text,
+      to.text))
   end
 end
 
@@ -246,14 +250,14 @@ local function row_lines(plan, lines, memory)
   local page = plan.sizes.token * plan.sizes.dim
   for i, name in ipairs { "k", "v" } do
     if plan.uses[name] then
-      lines[#lines + 1] = ("local %s_row = ((physical * 2 + %d) * a.kv_heads + kv_head) * %d")
-        :format(name, i - 1, page)
+      lines[#lines + 1] = ("local %s_row = ((physical * 2 + %d) * a.kv_heads + "
+        .. "kv_head) * %d"):format(name, i - 1, page)
     end
   end
   if plan.uses.k or plan.uses.v then lines[#lines + 1] = "local memory = a." .. memory end
   for _, field in ipairs(plan.fields) do
-    lines[#lines + 1] = ("local field_%s = (physical * a.kv_heads + kv_head) * %d"):format(
-      field.name, field.count)
+    lines[#lines + 1] = ("local field_%s = (physical * a.kv_heads + kv_head) * %d")
+      :format(field.name, field.count)
   end
 end
 
@@ -297,8 +301,8 @@ local function print_map(self)
     s:line(("a.out[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
   end)
   for _, name in ipairs(plan.inputs) do
-    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or item) * a.width"):format(
-      name, name)
+    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or item) * a.width")
+      :format(name, name)
   end
   return MAP:format(indented(first, "    ") .. indented(fixed, "    "),
     indented(block, "      "))

@@ -11,8 +11,7 @@
 --   unroll  no loop: the text is repeated for every element
 --   vector  a loop over vectors of elements; reductions over it end with a horizontal one
 --   lanes   elements lie in the threads of a team, a few in each; the text is repeated
--- for
---           those of one thread, and reductions over it end with one over the team
+--           for those of one thread, and reductions over it end with one over the team
 local M = {}
 
 ---@class kvlab.Schedule
@@ -89,7 +88,8 @@ local VARYING = { k = true, v = true, tokens = true, position = true, block = tr
 -- id, and its dimensions as loops see them: what varies has one more, item, where a
 -- printer works on several blocks at once.
 local function note(self, x)
-  local varies = self.printer:varies(x) or x.op == "field" or x.op == "input" or x.op == "leaf" and VARYING[x.name]
+  local varies = self.printer:varies(x) or x.op == "field" or x.op == "input"
+    or x.op == "leaf" and VARYING[x.name]
   local height = 0
   for _, arg in ipairs(x.args) do
     varies = varies or self.varies[arg]
@@ -198,7 +198,8 @@ local function fill_by_tokens(self, x, name, item)
   local step = self.printer.tokens_together and self.printer:tokens_together(x)
   if not step then return false end
   local printer, level = self.printer, self:push "token"
-  local head, tail, text = printer:loop(self, "token", self.sizes.token, false, false, step)
+  local head, tail, text = printer:loop(self, "token", self.sizes.token, false, false,
+    step)
   local others = {}
   for u = 0, step - 1 do
     others[u + 1] = { item = item,

@@ -56,7 +56,8 @@ describe("an expression", function()
       "0.5 is no i32" },
     ["different whole numbers"] = {
       function() local _ = e.block + e.block:cast "u32" end,
-      "block %(i32 no dimensions%) and u32%(block%) %(u32 no dimensions%) are of different" },
+      "block %(i32 no dimensions%) and u32%(block%) %(u32 no dimensions%) are of "
+        .. "different" },
     ["Lua's own comparison"] = { function() local _ = e.q < e.k end,
       "write a:lt%(b%) or a:le%(b%) for q and k" },
     ["a function that there is not"] = { function() local _ = e.maxx(e.q, 1) .. "" end,
@@ -97,7 +98,8 @@ describe("an expression", function()
     assert.matches("the dimension head", refused(place.fields, { a = e.q }, "policy p"))
     assert.matches("expressions have a max of their own",
       refused(place.fields, { max = e.k:max "token" }, "policy p"))
-    assert.matches("reduce it over head", refused(place.reads_keys, e.q:sum "dim", {}, "p"))
+    assert.matches("reduce it over head",
+      refused(place.reads_keys, e.q:sum "dim", {}, "p"))
     local o = { dtype = "f32", group = 1, block_size = 8, head_dim = 16, layers = 1,
                 kv_heads = 1 }
     assert.matches("there is no block in a summary",

@@ -1,5 +1,5 @@
---- Kernels of expressions against the reference by the book, on every printer: random ones,
--- and those of known policies. Stated tolerance: 1e-4 of the larger number.
+--- Kernels of expressions against the reference by the book, on every printer: random
+-- ones, and those of known policies. Stated tolerance: 1e-4 of the larger number.
 --
 -- More of them: ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
 local expressions = require "spec.expressions"
@@ -42,11 +42,12 @@ local KNOWN = {
     score = (e.q * e.k):sum "dim":logsumexp "token":mean "head" },
   max_pool = { name = "max_pool", decode = true,
     score = (e.q * e.k):sum "dim":max("token", "head") },
-  streaming = { name = "streaming", decode = true, score = e.block / e.max(e.blocks - 1, 1) },
+  streaming = { name = "streaming", decode = true,
+    score = e.block / e.max(e.blocks - 1, 1) },
   lsh40 = hamming(40), lsh64 = hamming(64),
   stored = { name = "stored", decode = true,
-    summary = { mean = (e.k:sum "token" * 0.25):store "f16", n = e.tokens, some = e.k:gt(1):any "dim"
-      :any "token" },
+    summary = { mean = (e.k:sum "token" * 0.25):store "f16", n = e.tokens,
+      some = e.k:gt(1):any "dim":any "token" },
     score = e.where(e.some, (e.q * e.mean):sum "dim":max "head", -e.n:cast "f32") },
   per_layer = { name = "per_layer", decode = true,
     score = (e.const("f32", "slope", "layer", "kv_head", "head")
@@ -80,9 +81,11 @@ end
 
 local function known_cases(dev, target)
   for name, def in pairs(KNOWN) do
-    for _, case in ipairs { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 }, { "f16", 3, 4, 48 },
-                            { "f8e4m3", 2, 16, 32 }, { "bf16", 20, 8, 80 } } do
-      it(("%s: %s, group %d, block %d, head_dim %d"):format(name, unpack(case)), function()
+    for _, case in ipairs { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 },
+                            { "f16", 3, 4, 48 }, { "f8e4m3", 2, 16, 32 },
+                            { "bf16", 20, 8, 80 } } do
+      local title = ("%s: %s, group %d, block %d, head_dim %d"):format(name, unpack(case))
+      it(title, function()
         local o = options(unpack(case))
         o.sizes, o.consts = o.sizes_of[name], o.consts_of[name]
         check(dev, target, 7, def, o)
