@@ -33,8 +33,7 @@ local function fail(x, message, ...)
   error(("%s: %s"):format(x.line, message:format(...)), 0)
 end
 
--- ---- what is stored as the cache stores it
--- ------------------------------------------------
+-- ---- what is stored as the cache stores it ---------------------------------------------
 
 -- These keep an element of K or V as it is.
 local KEEPS = { min = true, max = true }
@@ -165,9 +164,8 @@ local function add_root(plan, name, node, dtype, o)
   add_uses(plan, node, o)
   local keep = dtype == plan.dtype and plan.place == "summary" and raws(node)[node]
     and node.op ~= "store"
-  plan.roots[#plan.roots + 1] = { name = name, dtype = dtype, count = count_of(plan,
-    node),
-    node = plan.scaled and with_units(node, keep) or node }
+  plan.roots[#plan.roots + 1] = { name = name, dtype = dtype,
+    count = count_of(plan, node), node = plan.scaled and with_units(node, keep) or node }
 end
 
 --- The fields of a summary as other expressions see them: their dimensions, types and
@@ -280,9 +278,9 @@ end
 
 local FRAMES = {
   score = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
-    "pointer last",
-            "pointer k_scale", "pointer v_scale", "out scores", "int q_dtype", "int seqs",
-            "int kv_heads", "int width", "int rows", "int layer", "int each" },
+            "pointer last", "pointer k_scale", "pointer v_scale", "out scores",
+            "int q_dtype", "int seqs", "int kv_heads", "int width", "int rows",
+            "int layer", "int each" },
   summary = { "pointer k", "pointer k_blocks", "pointer blocks", "pointer counts",
               "pointer k_scale", "pointer v_scale", "int n", "int kv_heads",
               "int memory_rows", "int rows", "int layer" },
