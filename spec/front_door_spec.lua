@@ -295,7 +295,7 @@ describe("the front door #slow", function()
 
     it("lists its verbs without building", function()
       local _, output = sh "cp kvlab elsewhere; ./elsewhere help"
-      for verb in ("run repl test bench build doctor bundle help"):gmatch "%w+" do
+      for verb in ("run repl test bench build doctor cache bundle help"):gmatch "%w+" do
         assert.matches("\n  " .. verb .. " ", output)
       end
     end)
@@ -338,7 +338,7 @@ stdin:8: unexpected symbol near ')'
 
   describe("of a fresh clone", function()
     local VERBS = { "run", "repl", "sweep", "compare", "test", "bench", "build", "doctor",
-                    "bundle", "help" }
+                    "cache", "bundle", "help" }
 
     --- Runs a command in a copy that was never built; nothing may be built for it.
     local function answers(status, command)

@@ -117,6 +117,7 @@ doctor() {
   [ -n "$is_bundle" ] || doctor_tools
   doctor_cpu
   doctor_cuda
+  doctor_kernels
   if [ -n "$lacking" ]; then
     say "kvlab cannot be built yet: \"kvlab build\" as root installs what is missing"
     return 1
@@ -169,6 +170,17 @@ doctor_cpu() {
   ! grep -qw avx2 /proc/cpuinfo || isa=avx2
   ! grep -qw avx512bw /proc/cpuinfo || isa=avx512
   line ok "CPU" "$(nproc) threads, kernels for $isa"
+}
+
+# What compiles kernels at run time, and where they are kept: the program itself knows.
+doctor_kernels() {
+  program=$root/build/bin/$config/kvlab
+  [ -z "$is_bundle" ] || program=$root/bin/kvlab
+  if [ -x "$program" ]; then
+    "$program" doctor || line missing "kernels" "$program does not run; try: kvlab build"
+  else
+    line later "kernels" "what compiles expressions is known once kvlab is built"
+  fi
 }
 
 doctor_cuda() {

@@ -11,7 +11,12 @@ local library = require "kvlab.library"
 local C, check = library.C, library.check
 local M = {}
 
-ffi.cdef "int chmod(const char *path, unsigned mode); int getpid(void);"
+ffi.cdef [[
+int chmod(const char *path, unsigned mode);
+int access(const char *path, int mode);
+int getpid(void);
+]]
+local WRITABLE = 2
 
 local key = ffi.new "kvl_key"
 
@@ -43,6 +48,20 @@ local function usable()
     ffi.C.chmod(folder, tonumber("700", 8))
   end
   return C.kvl_path_is_private(folder) == 1 and folder or nil
+end
+
+--- Why kernels are not kept; nil where they are. Makes the folder if need be.
+---@return string|nil
+function M.problem()
+  local folder = M.folder()
+  if not folder then return "neither XDG_CACHE_HOME nor HOME names a folder" end
+  if usable() then
+    if ffi.C.access(folder, WRITABLE) == 0 then return nil end
+    return ("%s cannot be written to"):format(folder)
+  elseif files.real(folder) then
+    return ("%s is another user's, or others can write to it"):format(folder)
+  end
+  return ("%s cannot be made"):format(folder)
 end
 
 -- Shipped with a bundle: read, never written.

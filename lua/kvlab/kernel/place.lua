@@ -33,7 +33,7 @@ local function fail(x, message, ...)
   error(("%s: %s"):format(x.line, message:format(...)), 0)
 end
 
--- ---- what is stored as the cache stores it ---------------------------------------------
+-- ---- what is stored as the cache stores it --------------------------------------------
 
 -- These keep an element of K or V as it is.
 local KEEPS = { min = true, max = true }

@@ -312,6 +312,22 @@ function prepare.new()
   return function() return new.main(kind, name, options.path or ".") end
 end
 
+function prepare.cache()
+  local action = options.args[1]
+  if #options.args > 1 or action and action ~= "clear" then
+    misuse('cache takes nothing, or "clear"; given "%s"',
+      table.concat(options.args, " "))
+  end
+  local kernels = require "kvlab.shell.kernels"
+  return action and kernels.clear or kernels.show
+end
+
+--- The part of `doctor` that the front door leaves to this program.
+function prepare.doctor()
+  if #options.args > 0 then misuse "doctor takes no arguments" end
+  return require("kvlab.shell.kernels").doctor
+end
+
 --- Holds a policy's file to the contract of policies.
 local function test_policy()
   local path = options.args[2]
