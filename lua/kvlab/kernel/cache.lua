@@ -1,8 +1,9 @@
 --- The kernels that were compiled, on disk: one file a kernel, in a private folder,
 -- $XDG_CACHE_HOME/kvlab or ~/.cache/kvlab. A file's name is the hash of all that the
--- kernel was made from. It begins with a line that holds the hash of the rest; a file
--- that does not fit is not loaded. Where the folder cannot be written to, or others can
--- write to it, nothing is kept, and kernels are compiled again by each process.
+-- kernel was made from. It begins with a line that holds the hash of this name and of
+-- the rest; a file that does not fit is not loaded. Where the folder cannot be written
+-- to, or others can write to it, nothing is kept, and each process compiles its kernels
+-- again.
 local bit = require "bit"
 local ffi = require "ffi"
 local files = require "kvlab.files"
@@ -67,11 +68,12 @@ end
 -- Shipped with a bundle: read, never written.
 local function shipped() return library.paths.root .. "/kernels/compiled" end
 
-local function read(path)
-  local text = files.read(path)
+local function seal(name, image) return M.hash(name .. "\n" .. image) end
+
+local function read(folder, name)
+  local text = files.read(folder .. "/" .. name)
   local hash, image = (text or ""):match "^kvlab kernel (%x+)\n(.*)$"
-  if not hash or #hash ~= 32 or M.hash(image) ~= hash then return nil end
-  return image
+  if hash and hash == seal(name, image) then return image end
 end
 
 --- The image of a kernel that was kept; nil if there is none, or not a whole one.
@@ -81,10 +83,10 @@ function M.load(name)
   local folder = M.folder()
   local path = folder and folder .. "/" .. name
   if path and C.kvl_path_is_private(folder) == 1 and C.kvl_path_is_private(path) == 1 then
-    local image = read(path)
+    local image = read(folder, name)
     if image then return image end
   end
-  return read(shipped() .. "/" .. name)
+  return read(shipped(), name)
 end
 
 --- Keeps the image of a kernel. Two processes may do so at once; a folder or disk that
@@ -97,7 +99,7 @@ function M.keep(name, image)
   local part = ("%s.%d"):format(path, ffi.C.getpid())
   local file = io.open(part, "wb")
   if not file then return false end
-  local ok = file:write("kvlab kernel ", M.hash(image), "\n", image)
+  local ok = file:write("kvlab kernel ", seal(name, image), "\n", image)
   ok = file:close() and ok
   ok = ok and ffi.C.chmod(part, tonumber("600", 8)) == 0 and os.rename(part, path)
   if not ok then os.remove(part) end

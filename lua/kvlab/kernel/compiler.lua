@@ -74,8 +74,8 @@ function M.compile(source, isa)
       if math.floor(status / 256) == 124 or status == 124 then
         why = ("it took more than %d s\n%s"):format(M.seconds_max, why)
       end
-      why = ("%s failed: %s"):format(cc, why == "" and "it said nothing"
-        or why:sub(1, 2000))
+      why = why:sub(1, 2000):match "^(.-)%s*$"
+      why = ("%s failed: %s"):format(cc, why == "" and "it said nothing" or why)
     end
   end
   os.execute(files.shell_line { "rm", "-rf", folder })

@@ -1,0 +1,212 @@
+--- Kernels are kept on disk, found again, and never taken from a file that is not whole
+-- or that somebody else can write. Whatever the folder and the compiler do, the scores
+-- are the same, or an error says why there are none.
+local compiler = require "kvlab.kernel.compiler"
+local files = require "kvlab.files"
+local processes = require "spec.processes"
+local temporary = require "spec.temporary"
+
+local executable = (package.loaded["kvlab.paths"] or {}).executable
+
+-- Prints how many kernels were compiled, and the scores of a policy with one kernel.
+local SCRIPT = [[
+  package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
+  local compiler = require "kvlab.kernel.compiler"
+  local expressions = require "spec.expressions"
+  local e = require("kvlab").expr
+  local compile, compiled = compiler.compile, 0
+  compiler.seconds_max = tonumber(os.getenv "SECONDS_MAX") or compiler.seconds_max
+  function compiler.compile(...)
+    compiled = compiled + 1
+    return compile(...)
+  end
+  local cache = expressions.cache("cpu", { dtype = "f32", group = 2, kv_heads = 2,
+    block_size = 4, head_dim = 16, lens = { 0, 11, 5 }, blocks = 8 }, 1)
+  local function score(name)
+    local p = expressions.attach(cache, { name = name, decode = true,
+      score = (e.q * e.k):sum "dim":max("token", "head") })
+    return table.concat(expressions.score(cache, p), " ")
+  end
+  local text = score "one"
+  assert(score "two" == text)
+  print(compiled .. " compiled: " .. text)
+]]
+
+describe("the cache of kernels", function()
+  if not executable then return end
+  if not compiler.find() then
+    pending "there is no C compiler"
+    return
+  end
+  local script, home, scores
+
+  --- Runs the script with a cache in `home`; its exit status, output and error output.
+  local function try(environment)
+    local errors = temporary.path()
+    local pipe = io.popen(("env XDG_CACHE_HOME=%s %s %s run --device=cpu %s 2>%s; "
+      .. "echo $?"):format(files.shell_line { home }, environment or "",
+      files.shell_line { executable }, script, errors))
+    local output, status = pipe:read("*a"):match "^(.-)(%d+)\n$"
+    pipe:close()
+    return tonumber(status), output, files.read(errors)
+  end
+
+  --- The script gives the right scores, says nothing, and compiles this many kernels.
+  local function computes(compiled, environment)
+    local status, output, errors = try(environment)
+    assert.equal("", errors)
+    assert.same({ 0, ("%d compiled: %s\n"):format(compiled, scores) }, { status, output })
+  end
+
+  local function folder() return home .. "/kvlab" end
+
+  --- The path of the one kernel that is kept.
+  local function kept()
+    local names = files.list(folder())
+    assert.equal(1, #names, table.concat(names, " "))
+    assert.matches("^%x+$", names[1])
+    return folder() .. "/" .. names[1]
+  end
+
+  --- Puts other bytes in place of a kernel that was kept; they are replaced in turn.
+  local function not_loaded(change)
+    computes(1)
+    local path = kept()
+    local whole = files.read(path)
+    files.write(path, change(whole))
+    computes(1)
+    assert.equal(path, kept())
+    computes(0)
+  end
+
+  local function chmod(mode, path)
+    processes.sh(files.shell_line { "chmod", mode, path })
+  end
+
+  setup(function()
+    script = temporary.file(SCRIPT, "scores.lua")
+    home = temporary.folder()
+    local status, output = try()
+    assert.equal(0, status, output)
+    scores = output:match "^1 compiled: (.*)\n$"
+    assert.is_string(scores, output)
+  end)
+
+  before_each(function() home = temporary.folder() end)
+
+  it("keeps a kernel for the next process, in a private folder", function()
+    computes(1)
+    local path = kept()
+    local pipe = io.popen(files.shell_line { "stat", "-c", "%a", folder(), path })
+    assert.equal("700\n600\n", pipe:read "*a")
+    pipe:close()
+    local before = files.read(path)
+    chmod("400", path)
+    computes(0)
+    assert.equal(before, files.read(path))
+  end)
+
+  it("loads no file in which one byte is another", function()
+    not_loaded(function(whole)
+      local at = math.floor(#whole / 2)
+      return whole:sub(1, at - 1) .. string.char((whole:byte(at) + 1) % 256)
+        .. whole:sub(at + 1)
+    end)
+  end)
+
+  it("loads no file that is cut off, empty or longer", function()
+    not_loaded(function(whole) return whole:sub(1, -2) end)
+    for _, text in ipairs { "", "kvlab kernel ", "kvlab kernel 0123\n" } do
+      files.write(kept(), text)
+      computes(1)
+    end
+    files.write(kept(), files.read(kept()) .. "x")
+    computes(1)
+  end)
+
+  it("loads no file whose first line has another hash", function()
+    not_loaded(function(whole)
+      return (whole:gsub("^kvlab kernel %x+", "kvlab kernel " .. ("0"):rep(32)))
+    end)
+  end)
+
+  it("loads no whole kernel that lies under the name of another", function()
+    computes(1)
+    local path = kept()
+    local right, wrong = script, temporary.file((SCRIPT:gsub(":max%(", ":min(")))
+    os.rename(path, home .. "/right")
+    script = wrong
+    local status, output = try()
+    script = right
+    assert.equal(0, status, output)
+    assert.are_not.equal(path, kept())
+    os.rename(kept(), path)
+    computes(1)
+  end)
+
+  it("loads and keeps nothing where others can write", function()
+    computes(1)
+    chmod("770", folder())
+    computes(1)
+    chmod("700", folder())
+    computes(0)
+    chmod("602", kept())
+    computes(1)
+    computes(0)
+    files.make_folder(home .. "/open/kvlab")
+    chmod("777", home .. "/open/kvlab")
+    computes(1, ("XDG_CACHE_HOME=%s/open"):format(home))
+    assert.same({}, files.list(home .. "/open/kvlab"))
+  end)
+
+  it("computes where nothing can be kept", function()
+    for _, environment in ipairs { "XDG_CACHE_HOME=/proc", "XDG_CACHE_HOME= HOME=",
+      "env -u XDG_CACHE_HOME -u HOME", "XDG_CACHE_HOME=" .. script,
+      "XDG_CACHE_HOME=relative HOME=/proc" } do
+      computes(1, environment)
+    end
+    files.make_folder(folder())
+    chmod("500", folder())
+    local file = io.open(folder() .. "/probe", "w") -- root may write there all the same
+    if file then file:close() end
+    computes(1)
+    assert.equal(file and 2 or 0, #files.list(folder()))
+    chmod("700", folder())
+  end)
+
+  it("is shared by two processes that compile the same kernel at once", function()
+    local pids = {}
+    for i = 1, 2 do pids[i] = processes.fork(function() computes(1) end) end
+    for i = 1, 2 do assert.equal(0, processes.wait(pids[i])) end
+    kept()
+    computes(0)
+  end)
+
+  it("gives the words of a compiler that fails", function()
+    local status, output, errors = try "CC=/bin/false"
+    assert.same({ 1, "" }, { status, output })
+    assert.equal("kvlab: policy one: score: it cannot be compiled: /bin/false failed: it "
+      .. "said nothing\n", errors)
+    local cc = temporary.file("#!/bin/sh\necho no room >&2\nexit 3\n", "cc")
+    chmod("700", cc)
+    assert.matches("cc failed: no room\n$", (select(3, try("CC=" .. cc))))
+    assert.same({}, files.list(folder()))
+    computes(1)
+    computes(0, "CC=/bin/false")
+  end)
+
+  it("does not wait for ever for a compiler", function()
+    local cc = temporary.file("#!/bin/sh\nexec sleep 1000\n", "cc")
+    chmod("700", cc)
+    local status, _, errors = try("SECONDS_MAX=1 CC=" .. cc)
+    assert.equal(1, status)
+    assert.matches("cc failed: it took more than 1 s\n$", errors)
+  end)
+
+  it("is not needed: without a compiler plain Lua runs, and says so once", function()
+    local status, output, errors = try "CC= PATH=/nowhere"
+    assert.same({ 0, ("0 compiled: %s\n"):format(scores) }, { status, output })
+    assert.equal("kvlab: policy one: score runs in plain Lua, and slowly: there is no C "
+      .. "compiler (gcc, or what CC names)\n", errors)
+  end)
+end)
