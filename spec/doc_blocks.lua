@@ -105,11 +105,12 @@ function M.scratch(paths)
   local root = first_line(("cd '%s' && pwd"):format(paths.root))
   local _, output = self:sh(([[
     cp -Rs '%s/lua' '%s/spec' '%s/bench' '%s/docs' .
+    ln -s '%s/kernels' kernels
     mkdir bin lib runtime tools
     cp '%s/kvlab' '%s/VERSION' .
     cp '%s'/runtime/*.h runtime; cp '%s/tools/setup.sh' tools
     cp "$(readlink -f '%s')" bin/kvlab; ln -s '%s/libkvlab.so' lib]])
-    :format(root, root, root, root, root, root, root, root, paths.executable or
+    :format(root, root, root, root, root, root, root, root, root, paths.executable or
       paths.library_dir .. "/kvlab", paths.library_dir))
   assert(output == "", output)
   return self

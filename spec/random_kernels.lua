@@ -2,7 +2,7 @@
 -- for as many seeds as asked. A seed that differs is made smaller: subexpressions take
 -- the place of the whole as long as they differ, too; what is left is printed.
 --
---   ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
+--   ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
 --   target: c (the CPU's), lua, or cuda
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local expression = require "kvlab.kernel.expression"

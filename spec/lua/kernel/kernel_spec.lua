@@ -1,7 +1,7 @@
 --- Kernels of expressions against the reference by the book, on every printer: random
 -- ones, and those of known policies. Stated tolerance: 1e-4 of the larger number.
 --
--- More of them: ./kvlab run spec/random_kernels.lua --set from=1 to=500 target=c
+-- More of them: ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
 local expressions = require "spec.expressions"
 local kv = require "kvlab"
 local compiler = require "kvlab.kernel.compiler"
