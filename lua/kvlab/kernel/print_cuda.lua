@@ -1,10 +1,10 @@
 --- Prints a kernel in CUDA, from its plan. What it calls is in
 -- kernels/cuda/expression.cuh.
 --
--- A row of dim lies in the lanes of a team (a part of a warp), which load it 16 bytes at a
--- time; every lane keeps its elements in registers, and a reduction over dim ends with one
--- over the team. A team scores several blocks at once, so that enough bytes are under way,
--- and all query heads of a group read a row that was loaded once.
+-- A row of dim lies in the lanes of a team (a part of a warp), which load it 16 bytes at
+-- a time. Every lane keeps its elements in registers, and a reduction over dim ends with
+-- one over the team. A team scores several blocks at once, so that enough bytes are under
+-- way, and all query heads of a group read a row that was loaded once.
 local expression = require "kvlab.kernel.expression"
 local print_c = require "kvlab.kernel.print_c"
 
@@ -76,7 +76,8 @@ end
 
 function Printer:pack_step(word, text, shift)
   if type(shift) == "table" then
-    return ("%s |= (uint32_t)(%s && %s) << %s;"):format(word, shift.inside, text, shift.bit)
+    return ("%s |= (uint32_t)(%s && %s) << %s;"):format(word, shift.inside, text,
+      shift.bit)
   end
   return ("%s |= (uint32_t)(%s) << %s;"):format(word, text, shift)
 end
@@ -135,8 +136,8 @@ end
 --- An element of memory, by itself.
 local function load_one(pointer, at, dtype, kind)
   if ELEMENTS[dtype] and dtype ~= "f32" then
-    return ("from_%s(((const %s *)%s)[%s])"):format(dtype, bytes_of(dtype) == 1 and "uint8_t"
-      or "uint16_t", pointer, at)
+    local memory = bytes_of(dtype) == 1 and "uint8_t" or "uint16_t"
+    return ("from_%s(((const %s *)%s)[%s])"):format(dtype, memory, pointer, at)
   end
   local memory = dtype == "u8" and "uint8_t" or TYPES[kind]
   local text = ("((const %s *)%s)[%s]"):format(memory, pointer, at)
@@ -246,7 +247,7 @@ function Printer:reduce_step(s, x, into, text, to, _, bind)
 end
 
 local function ended(one, mode, size)
-  local x, name, text = one.node, one.into.name, nil
+  local x, name = one.node, one.into.name
   local across = mode == "lanes"
   if x.op == "logsumexp" then
     return (across and "team_lse<TEAM>(%s)" or "lse_end(%s)"):format(name)
@@ -254,7 +255,7 @@ local function ended(one, mode, size)
     return (across and "team_arg<TEAM>(%s)" or "%s.at"):format(name)
   end
   local over = x.op == "mean" and "sum" or x.op
-  text = across and ("team_%s<TEAM>(%s)"):format(over, name) or name
+  local text = across and ("team_%s<TEAM>(%s)"):format(over, name) or name
   if x.op ~= "mean" then return text end
   return ("%s / %s"):format(text, x.over == "token" and ("max_i32(tokens%s, 1)"):format(
     item_of(one.bind)) or ("%d"):format(size))
@@ -277,7 +278,8 @@ DEVICE float q_at(const arguments *a, int64_t i) {
   const uint16_t x = ((const uint16_t *)a->q)[i];
   return a->q_dtype == 1 ? from_f16(x) : from_bf16(x);
 }
-template <int N> DEVICE void q_load(const arguments *a, int64_t i, bool inside, float *x) {
+template <int N>
+DEVICE void q_load(const arguments *a, int64_t i, bool inside, float *x) {
   chunk<4 * N> wide;
   chunk<2 * N> narrow;
   wide.clear(), narrow.clear();
@@ -302,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const int kv_heads = (int)a->kv_heads, kv_head = blockIdx.x %% kv_heads;
   const int64_t seq = blockIdx.y, width = a->width;
   const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
-  const int length = ((const int32_t *)a->lens)[seq], blocks = (length + TOKENS - 1) / TOKENS;
+  const int length = ((const int32_t *)a->lens)[seq];
+  const int blocks = (length + TOKENS - 1) / TOKENS;
   const int64_t first = blockIdx.x / kv_heads * a->each;
   const int64_t stop = first + a->each < width ? first + a->each : width;
   const int32_t *table = (const int32_t *)a->tables + seq * width;
@@ -369,8 +372,8 @@ local function row_lines(plan, lines, block, memory, item)
   local page = plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
   for i, name in ipairs { "k", "v" } do
     if plan.uses[name] then
-      lines[#lines + 1] = ("const char *%s_row%s = (const char *)a->%s + ((%s * 2 + %d) * "
-        .. "kv_heads + kv_head) * %d;"):format(name, item, memory, block, i - 1, page)
+      lines[#lines + 1] = ("const char *%s_row%s = (const char *)a->%s + "
+        .. "((%s * 2 + %d) * kv_heads + kv_head) * %d;"):format(name, item, memory, block, i - 1, page)
     end
   end
   for _, field in ipairs(plan.fields) do
@@ -393,16 +396,17 @@ local function item_lines(self, u)
   return lines
 end
 
---- Rows of fields are loaded a turn ahead, and their blocks are looked up two turns ahead,
--- so that a team computes while it waits for memory. Returns the lines before the loop and
--- those at its start.
+--- Rows of fields are loaded a turn ahead, and their blocks are looked up two turns
+-- ahead, so that a team computes while it waits for memory. Returns the lines before the
+-- loop and those at its start.
 local function pipeline(self)
   local before, start = {}, {}
   local function add(list, text, ...) list[#list + 1] = text:format(...) end
   local step = "TEAMS * ITEMS"
   for u = 0, self.items - 1 do
     local item = self.items > 1 and "_" .. u or ""
-    add(before, "int ahead%s = look(first + %d * TEAMS + team), soon%s = -1;", item, u, item)
+    add(before, "int ahead%s = look(first + %d * TEAMS + team), soon%s = -1;", item, u,
+      item)
   end
   for _, one in ipairs(self.streams) do
     add(before, "chunk<%d> %s_soon;", one.bytes, one.name)
@@ -415,19 +419,19 @@ local function pipeline(self)
     add(before, "  const int64_t row%s = soon%s >= 0 && soon%s < a->rows ? soon%s : 0;",
       item, item, item, item)
     for _, field in ipairs(self.plan.fields) do
-      add(lines, "const char *field_%s%s = (const char *)a->field_%s + (row%s * kv_heads + "
-        .. "kv_head) * %d;", field.name, item, field.name, item,
+      add(lines, "const char *field_%s%s = (const char *)a->field_%s + "
+        .. "(row%s * kv_heads + kv_head) * %d;", field.name, item, field.name, item,
         field.count * bytes_of(field.dtype))
     end
     for _, text in ipairs(lines) do add(before, "  %s", text) end
   end
   for _, one in ipairs(self.streams) do
-    local load = one.load:gsub("^" .. one.name, one.name .. "_soon")
+    local text = one.load:gsub("^" .. one.name, one.name .. "_soon")
     if self.partial then
       add(before, "  if (lane + %d < %d) %s else %s_soon.clear();", one.chunk * self.team,
-        self.chunks, load, one.name)
+        self.chunks, text, one.name)
     else
-      add(before, "  %s", load)
+      add(before, "  %s", text)
     end
   end
   add(before, "};")
@@ -472,14 +476,16 @@ local function print_score(self)
   local first = fixed_lines(plan)
   if self.q_shared then
     local head, dim = plan.sizes.head, plan.sizes.dim
-    first[#first + 1] = Q_SHARED:format(head * self.each * self.team, head * dim, self.each)
+    first[#first + 1] = Q_SHARED:format(head * self.each * self.team, head * dim,
+      self.each)
   end
   return Q_AT .. SCORE:format(plan.sizes.head * plan.sizes.dim,
     indented(first, "  ") .. indented(fixed, "  "), indented(before, "  "),
     indented(starts, "    ") .. indented(block, "    "))
 end
 
---- Lines that store an element of a field; of dim, a chunk once its last element is there.
+--- Lines that store an element of a field; of dim, a chunk once its last element is
+-- there.
 local function store(self, s, root, dims, bind, text, pending)
   local p = ("(char *)a->field_%s + (row * kv_heads + kv_head) * %d"):format(root.name,
     root.count * bytes_of(root.dtype))
@@ -529,15 +535,16 @@ local function print_map(self)
   end)
   local lines = fixed_lines(plan)
   for _, name in ipairs(plan.inputs) do
-    lines[#lines + 1] = ("const float *in_%s = (const float *)a->in_%s + (a->heads_%s == 1 "
-      .. "? seq : item) * a->width;"):format(name, name, name)
+    lines[#lines + 1] = ("const float *in_%s = (const float *)a->in_%s + "
+      .. "(a->heads_%s == 1 ? seq : item) * a->width;"):format(name, name, name)
   end
-  return MAP:format(indented(lines, "  ") .. indented(fixed, "  ") .. indented(block, "  "))
+  return MAP:format(indented(lines, "  ") .. indented(fixed, "  ")
+    .. indented(block, "  "))
 end
 
 local PRINTS = { score = print_score, summary = print_summary, map = print_map }
 
--- ---- how rows lie in teams ----------------------------------------------------------------
+-- ---- how rows lie in teams ------------------------------------------------------------
 
 --- The dtype whose rows are loaded most: that of the cache where K or V is read, else of
 -- the largest field.
@@ -584,8 +591,8 @@ local function look(plan)
   return over_tokens, alone
 end
 
---- The source of a kernel, and how it is launched: threads, teams of a thread block, items
--- that a team scores at once.
+--- The source of a kernel, and how it is launched: threads, teams of a thread block,
+-- items that a team scores at once.
 ---@param plan kvlab.Plan
 ---@return string source
 ---@return table launch
