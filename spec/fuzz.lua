@@ -525,6 +525,9 @@ local function read_notes(path, result)
   return round, name, ended
 end
 
+-- Not the front door, which would build first.
+local PROGRAM = "'" .. (kv.paths.executable or root .. "/kvlab") .. "'"
+
 --- Makes at least `calls` calls. Returns the counts, and in places and ends what failed.
 ---@param calls integer
 ---@param seed integer
@@ -540,9 +543,9 @@ function M.campaign(calls, seed)
     local last = round + math.min(ROUNDS_OF_CHILD, wanted) - 1
     io.open(path, "w"):close()
     local status = os.execute(("cd %s && ulimit -v 8000000 && ulimit -f 100000 && "
-      .. "timeout -s KILL %d %s/kvlab run %s/spec/fuzz.lua --device=cpu --seed=%d "
+      .. "timeout -s KILL %d %s run %s/spec/fuzz.lua --device=cpu --seed=%d "
       .. "--set first=%d --set last=%d --set notes=%s > out 2>&1"):format(folder,
-      SECONDS_OF_CHILD, root, root, seed, round, last, path))
+      SECONDS_OF_CHILD, PROGRAM, root, seed, round, last, path))
     local at, name, ended = read_notes(path, result)
     if not ended then
       local hung = status == 137 * 256 or status == 137

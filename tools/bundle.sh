@@ -36,11 +36,11 @@ bundle() {
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   # What kernels made at run time are compiled with.
   mkdir -p "$target/kernels/cpu" "$target/kernels/cuda"
-  cp "$root/kernels/kernels.h" "$target/kernels/"
-  for header in vec scalar split expression; do
-    cp "$root/kernels/cpu/$header.h" "$target/kernels/cpu/"
+  for header in kernels.h cpu/vec.h cpu/scalar.h cpu/split.h cpu/expression.h \
+    cuda/expression.cuh; do
+    [ ! -e "$root/kernels/$header" ] ||
+      cp "$root/kernels/$header" "$target/kernels/$header"
   done
-  cp "$root/kernels/cuda/expression.cuh" "$target/kernels/cuda/"
   cp "$bin/kvlab" "$target/bin/"
   cp "$bin/libkvlab.so" "$target/lib/"
   [ "$cuda" = off ] || cp "$bin/libkvlab_cuda.so" "$target/lib/"

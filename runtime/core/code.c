@@ -6,7 +6,11 @@ struct kvl_code {
   const kvl_backend *backend;
   void *handle; /* the backend's */
   char name[64];
+  kvl_code *next, *previous; /* in the list of all that are loaded */
 };
+
+/* Most code stays loaded until the process ends, because graphs may hold it. */
+static kvl_code *loaded;
 
 int kvl_code_open(kvl_device *dev, const char *name, const void *image, size_t bytes,
                   kvl_code **out) {
@@ -24,7 +28,9 @@ int kvl_code_open(kvl_device *dev, const char *name, const void *image, size_t b
     free(code);
     return kvl__fail(status, "%s on %s: %s", name, dev->name, dev->backend->last_error());
   }
-  *out = code;
+  code->next = loaded;
+  if (loaded) loaded->previous = code;
+  *out = loaded = code;
   return KVL_OK;
 }
 
@@ -75,6 +81,9 @@ int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size
 void kvl_code_close(kvl_code *code) {
   if (!code) return;
   code->backend->code_close(code->handle);
+  if (code->next) code->next->previous = code->previous;
+  if (code->previous) code->previous->next = code->next;
+  else loaded = code->next;
   free(code);
 }
 

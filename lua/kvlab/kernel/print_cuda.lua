@@ -373,7 +373,8 @@ local function row_lines(plan, lines, block, memory, item)
   for i, name in ipairs { "k", "v" } do
     if plan.uses[name] then
       lines[#lines + 1] = ("const char *%s_row%s = (const char *)a->%s + "
-        .. "((%s * 2 + %d) * kv_heads + kv_head) * %d;"):format(name, item, memory, block, i - 1, page)
+        .. "((%s * 2 + %d) * kv_heads + kv_head) * %d;"):format(name, item, memory, block,
+        i - 1, page)
     end
   end
   for _, field in ipairs(plan.fields) do
