@@ -52,8 +52,7 @@ end
 --- Loads the code of a source: from memory, from disk, or from the compiler.
 ---@return ffi.cdata*  kvl_code
 function M.load(dev, what, source, target)
-  local flags = compiler.LANES[target] and (compiler.find() or "") .. compiler.flags(target)
-    or ""
+  local flags = compiler.LANES[target] and compiler.flags(target) or ""
   local name = cache.hash(table.concat({ source, target, flags,
     ffi.string(C.kvl_device_build(dev)) }, "\0"))
   if loaded[name] then return loaded[name] end
