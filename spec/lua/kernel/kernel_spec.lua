@@ -3,6 +3,7 @@
 --
 -- More of them: ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
 local expressions = require "spec.expressions"
+local ffi = require "ffi"
 local kv = require "kvlab"
 local compiler = require "kvlab.kernel.compiler"
 
@@ -114,6 +115,50 @@ describe("a kernel in C", function()
   end
   known_cases("cpu")
   random_cases("cpu", nil, 1, 12)
+end)
+
+describe("code made at run time", function()
+  local cpu, out = kv.device "cpu", ffi.new "kvl_code *[1]"
+  local function open(image) return kv.C.kvl_code_open(cpu, "one", image, #image, out) end
+  local function why() return ffi.string(kv.C.kvl_last_error()) end
+
+  it("is refused where it is no library, or has no entry", function()
+    assert.is_true(open "no library at all" < 0)
+    assert.matches("^one on cpu: loading the image: ", why())
+    assert.is_true(open "" < 0)
+    assert.equal("one: its image is empty", why())
+    if not compiler.find() then return pending "there is no C compiler" end
+    local image = assert(compiler.compile("int other(void) { return 0; }", "plain"))
+    assert.is_true(open(image) < 0)
+    assert.matches("it has no function kvl_code", why())
+  end)
+
+  it("is launched with tensors of its device, and closed", function()
+    if not compiler.find() then return pending "there is no C compiler" end
+    local image = assert(compiler.compile([[
+      __attribute__((visibility("default"))) int kvl_code(const void *a, void *queue) {
+        (void)queue;
+        *(*(float *const *)a) = 7;
+        return 0;
+      }]], "plain"))
+    assert.equal(0, open(image))
+    local code, t = out[0], kv.zeros(cpu, "f32", { 1 })
+    local words, grid = ffi.new("int64_t[1]"), ffi.new("kvl_grid", 1, 1, 1, 1)
+    ffi.cast("void **", words)[0] = t.ptr
+    local list = ffi.new("kvl_tensor *[1]", { t })
+    local function launch(size)
+      return kv.C.kvl_code_launch(code, cpu, words, size, list, 1, grid)
+    end
+    assert.equal(0, launch(8))
+    assert.same({ 7 }, t:list())
+    assert.is_true(launch(4096) < 0)
+    assert.matches("4096 bytes of arguments, expected at most 384", why())
+    t:free()
+    assert.is_true(launch(8) < 0)
+    assert.matches("tensor 0 is closed", why())
+    kv.C.kvl_code_close(code)
+    kv.C.kvl_code_close(nil)
+  end)
 end)
 
 describe("a kernel in CUDA #gpu", function()
