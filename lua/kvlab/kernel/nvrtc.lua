@@ -18,7 +18,11 @@ int nvrtcGetProgramLog(nvrtcProgram program, char *log);
 int nvrtcDestroyProgram(nvrtcProgram *program);
 int nvrtcVersion(int *major, int *minor);
 const char *nvrtcGetErrorString(int result);
+void *dlopen(const char *path, int flags);
 ]]
+
+-- RTLD_NOW | RTLD_NODELETE of Linux
+local RESOLVE_AND_KEEP = 0x1002
 
 -- Where CUDA's packages put it, from the newest to the oldest that is enough.
 local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }
@@ -35,6 +39,9 @@ function M.open()
     for _, folder in ipairs(homes) do
       local ok, lib = pcall(ffi.load, folder .. name)
       if ok then
+        -- It stays until the process ends, for it never frees what it allocates when it is
+        -- loaded: unloaded with its Lua state, it would leak.
+        ffi.C.dlopen(folder .. name, RESOLVE_AND_KEEP)
         opened = lib
         return lib
       end
