@@ -39,7 +39,7 @@ function M.open()
     for _, folder in ipairs(homes) do
       local ok, lib = pcall(ffi.load, folder .. name)
       if ok then
-        -- It stays until the process ends, for it never frees what it allocates when it is
+        -- It stays until the process ends: it never frees what it allocates when it is
         -- loaded: unloaded with its Lua state, it would leak.
         ffi.C.dlopen(folder .. name, RESOLVE_AND_KEEP)
         opened = lib
