@@ -439,12 +439,23 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  * sequence. window: a row does not see keys at positions <= its own - window; 0: no window.
  * soft_cap: a score s = scale * q k becomes soft_cap * tanh(s / soft_cap) before the ALiBi
  * bias is added; 0: no cap. k_scale, v_scale: f32 [kv_heads] of an f8e4m3 cache; NULL: 1. A
- * row that sees no key gets out 0 and lse -inf. */
+ * row that sees no key gets out 0 and lse -inf.
+ *
+ * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
+ * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
+ *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
+ *                  softmax saw, by the position of their key; places of keys that a row does
+ *                  not see keep what they had, or not. NULL: they are not kept. A GPU needs
+ *                  a hook to keep them */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
-  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale;
+  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale, *scores;
   double scale, soft_cap;
   int32_t causal, window;
+  struct kvl_code *hook;
+  const void *hook_arguments;
+  kvl_tensor *const *hook_tensors;
+  int32_t hook_bytes, hook_tensors_count;
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
 
@@ -740,21 +751,23 @@ int kvl_vllm_attention(const kvl_vllm *call);
 
 /* ---- kernels made at run time ---------------------------------------------------------- */
 
-/* Machine code that was compiled while the program runs, with one entry, kvl_code:
+/* Machine code that was compiled while the program runs. It is a kernel, with the entry
+ * kvl_code, or a hook of kvl_paged_attention (kernels/hook.h):
  *   cpu    a shared library with int kvl_code(const void *arguments, void *queue), which
- *          returns 0 or a negative kvl_status
- *   cuda   a cubin with extern "C" __global__ void kvl_code(struct arguments)
+ *          returns 0 or a negative kvl_status, or with a kvl_hook, kvl_code_hook
+ *   cuda   a cubin with extern "C" __global__ void kvl_code(struct arguments), or with the
+ *          attention kernel of one shape, into which a hook was compiled
  * Nothing checks what the code does with memory. */
 typedef struct kvl_code kvl_code;
 
 /* Loads code for a device's kind of processor from an image of `bytes` bytes, which is
- * copied. `name` stands in messages. Errors: INVALID, DEVICE (the image is not one, or has no
- * kvl_code). */
+ * copied. `name` stands in messages. Errors: INVALID, DEVICE (the image is not one, or has
+ * neither a kernel nor a hook). */
 int kvl_code_open(kvl_device *dev, const char *name, const void *image, size_t bytes,
                   kvl_code **out);
 /* Launches it on the device's current stream. `arguments`: its struct, `size` bytes, copied.
  * `tensors`: the n tensors that it reads or writes; their memory is kept until it has ended.
- * Errors: INVALID for a tensor that is closed or on another device, size out of range;
+ * Errors: INVALID for a tensor that is closed or on another device, size out of range, a hook;
  * DEVICE; INTERRUPTED. */
 int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size_t size,
                     kvl_tensor *const *tensors, int n, const kvl_grid *grid);

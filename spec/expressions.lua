@@ -210,7 +210,8 @@ local function leaf(self)
       choices[#choices + 1] = choices[#choices]
     end
   end
-  if self.draw(8) == 0 then return e.const("f32", "table_", "dim"), 2, true end
+  if self.leaves then choices = self.leaves
+  elseif self.draw(8) == 0 then return e.const("f32", "table_", "dim"), 2, true end
   local x, bound = pick(self, choices)()
   return x, bound, true
 end
@@ -226,7 +227,7 @@ end
 local function condition(self, depth)
   local a, bound_a, exact_a = number(self, depth)
   if not exact_a then a, bound_a = e.block or e.tokens, 8 end
-  if not exact_a and self.place ~= "score" then a = e.tokens end
+  if not exact_a and self.place == "summary" then a = e.tokens end
   local name = pick(self, { "lt", "le", "gt", "ge", "eq", "ne" })
   return a[name](a, math.floor(bound_a / 2) * (self.draw(3) - 1))
 end
@@ -251,7 +252,7 @@ local UNARY = {
 
 function build(self, depth)
   if depth == 0 then return leaf(self) end
-  local kind = self.draw(10)
+  local kind = self.draw(self.place == "hook" and 8 or 10)
   if kind < 4 then
     local a, x, exact_a = number(self, depth - 1)
     local b, y, exact_b = number(self, depth - 1)
@@ -309,6 +310,17 @@ local function down_to(self, x, bound, exact, keep)
     x, bound, exact = self:reduce(x, bound, exact)
   end
 end
+
+--- Makes random expressions of leaves, for a place.
+---@param leaves table[]  functions that give an expression and its bound
+function M.maker(draw, place, leaves)
+  local self = setmetatable({ draw = draw, place = place, leaves = leaves }, Maker)
+  self.dims_of = function(x) return x.dims end
+  return self
+end
+
+--- An expression of a maker, its bound, and whether it is exact.
+M.build, M.condition, M.down_to = build, condition, down_to
 
 --- A policy of random expressions: a summary with some fields, and a score.
 ---@param seed integer

@@ -3,10 +3,12 @@
 -- the place of the whole as long as they differ, too; what is left is printed.
 --
 --   ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
---   target: c (the CPU's), lua, or cuda
+--   target: c (the CPU's), lua, or cuda; place: score (with a summary), or attention
+--   (bias, mask, log_weight, emit; spec/hooks.lua)
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local expression = require "kvlab.kernel.expression"
 local expressions = require "spec.expressions"
+local hooks = require "spec.hooks"
 local kv = require "kvlab"
 
 local set = kv.command_line.set
@@ -14,8 +16,15 @@ local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
 local target = set.target or "c"
 local device = target == "cuda" and "cuda" or "cpu"
 
+local in_attention = set.place == "attention"
+
 --- How a policy differs from the reference, in words; nil: it does not.
 local function differs(def, seed)
+  if in_attention then
+    local ok, why = pcall(hooks.differs, device, target == "lua" and "lua" or nil, seed,
+      def, hooks.shape(seed))
+    return not ok and tostring(why) or why
+  end
   local cache = expressions.cache(device, expressions.shape(seed), seed)
   local ok, why = pcall(function()
     local p = expressions.attach(cache, def, target == "lua" and "lua" or nil)
@@ -38,7 +47,20 @@ local function parts(def)
   return list
 end
 
+--- What differs in attention, with as few of its expressions as possible.
+local function fewest(def, seed)
+  for _, name in ipairs { "bias", "log_weight", "mask", "emit" } do
+    local copy = {}
+    for key, value in pairs(def) do copy[key] = value end
+    copy[name] = nil
+    copy.emit = copy.emit or { mass = kv.expr.weight:max("token", "head") }
+    if differs(copy, seed) then def = copy end
+  end
+  return def
+end
+
 local function smallest(def, seed)
+  if in_attention then return fewest(def, seed) end
   for _, x in ipairs(parts(def)) do
     local copy = {}
     for key, value in pairs(def) do copy[key] = value end
@@ -50,13 +72,17 @@ end
 
 local bad = 0
 for seed = from, to do
-  local def = expressions.random(seed)
+  local def = in_attention and hooks.random(seed) or expressions.random(seed)
   local why = differs(def, seed)
   if why then
     bad = bad + 1
     local small = smallest(def, seed)
-    print(("seed %d: %s\n  smallest: %s"):format(seed, why, tostring(small.score)))
+    print(("seed %d: %s\n  smallest: %s"):format(seed, why, tostring(small.score or "")))
     for name, x in pairs(small.summary or {}) do print("  ", name, x) end
+    for _, name in ipairs { "bias", "log_weight", "mask" } do
+      if small[name] then print("  ", name, small[name]) end
+    end
+    for name, x in pairs(small.emit or {}) do print("  ", "emit." .. name, x) end
   end
 end
 print(("%d expressions, %d differ"):format(to - from + 1, bad))

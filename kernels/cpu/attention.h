@@ -9,6 +9,7 @@
 
 #include "cpu/dots.h"
 #include "cpu/lanes.h"
+#include "hook.h"
 
 /* A tile has enough keys to pay for the rescaling of the softmax, and so few that their K and
  * V stay in the first-level cache at head_dim 64. A task has enough rows to pay for
@@ -18,6 +19,8 @@ enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 
 struct task {
   const struct kvl_paged_attention_args *args;
+  const struct kvl_hooked_attention_args
+      *hooked;        /* NULL: neither a hook nor scores to keep */
   int64_t seq, token; /* token: row of q that row 0 belongs to */
   int64_t row;        /* index of row 0 in the sequence's query rows x group */
   int kv_head, group, rows;
@@ -163,6 +166,26 @@ static inline float query_scale(const struct task *t) {
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
   return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first;
+}
+
+/* Calls the hook for row r of the task and the keys of a tile. */
+static inline void hook_row(const struct task *t, int r, const int32_t *positions, int n,
+                            float *scores) {
+  const struct kvl_paged_attention_args *a = t->args;
+  const struct kvl_hook_row row = {.seq = t->seq,
+                                   .kv_heads = a->cache.kv_heads,
+                                   .kv_head = t->kv_head,
+                                   .head = (int32_t)((t->row + r) % t->group),
+                                   .length = t->len,
+                                   .query_position = t->position[r]};
+  ((kvl_hook *)t->hooked->hook)(t->hooked->arguments, &row, positions, n, scores);
+}
+
+/* Where the score of row r and the key at position 0 is kept. */
+static inline float *kept_scores(const struct task *t, int r) {
+  const struct kvl_paged_attention_args *a = t->args;
+  int64_t row = task_token(t, r) * a->heads + task_head(t, r);
+  return t->hooked->scores + row * a->max_blocks * a->cache.block_size;
 }
 
 static inline void sums_clear(struct sums *s, int rows, int padded) {

@@ -30,15 +30,20 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
   if (cap > 0)
     for (int k = 0; k < n; k += VF)
       vf_store(scores, k, cap * vf_tanh(vf_load(scores, k, KVL_DTYPE_F32)), KVL_DTYPE_F32);
-  for (int k = n; k < n_vectors; k++) scores[k] = -INFINITY;
   if (t->slope[r] != 0)
     for (int k = 0; k < n; k++)
       scores[k] += t->slope[r] * (float)(tile->position[k] - t->position[r]);
+  if (t->hooked && t->hooked->hook) hook_row(t, r, tile->position, n, scores);
   if (hides_keys(t, tile, n, t->first[r], t->position[r])) {
     int32_t last = t->args->causal ? t->position[r] : INT32_MAX;
     for (int k = 0; k < n; k++)
       if (tile->position[k] > last || tile->position[k] < t->first[r]) scores[k] = -INFINITY;
   }
+  if (t->hooked && t->hooked->scores) {
+    float *kept = kept_scores(t, r);
+    for (int k = 0; k < n; k++) kept[tile->position[k]] = scores[k];
+  }
+  for (int k = n; k < n_vectors; k++) scores[k] = -INFINITY;
 
   vf high = vf_set(s->top[r]), sum = {0};
   for (int k = 0; k < n; k += VF) high = vf_max(high, vf_load(scores, k, KVL_DTYPE_F32));
@@ -115,7 +120,10 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
   while (now->n > 0) {
     walk_tile(&walk, next);
     order_ahead(next, now->k[0], ahead);
-    for (int k = now->n; k % VF; k++) now->k[k] = now->k[now->n - 1];
+    for (int k = now->n; k % VF; k++) {
+      now->k[k] = now->k[now->n - 1];
+      now->position[k] = now->position[now->n - 1];
+    }
     for (int k = 0; k < now->n; k += step)
       for (int r = 0; r < all; r += rows)
         dots_store(dots(q + r * padded, now->k + k, 0, ahead + k, dim, rows, 0, dtype),

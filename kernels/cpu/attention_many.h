@@ -72,6 +72,26 @@ static __attribute__((noinline)) void multiply(struct product m, int rows, int v
   }
 }
 
+/* The scores of one row at a time: changed by the hook, or kept. */
+static void hook_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
+                       float *s) {
+  int32_t positions[TILE_KEYS];
+  float row[TILE_KEYS] __attribute__((aligned(64)));
+  for (int k = 0; k < TILE_KEYS; k++) positions[k] = tile->position[k < n ? k : n - 1];
+  for (int i = 0; i < VF && row0 + i < t->rows; i++) {
+    for (int k = 0; k < n; k++) row[k] = s[k * PANEL + i];
+    hook_row(t, row0 + i, positions, n, row);
+    for (int k = 0; k < n; k++) s[k * PANEL + i] = row[k];
+  }
+}
+static void keep_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
+                       const float *s) {
+  for (int i = 0; i < VF && row0 + i < t->rows; i++) {
+    float *kept = kept_scores(t, row0 + i);
+    for (int k = 0; k < n; k++) kept[tile->position[k]] = s[k * PANEL + i];
+  }
+}
+
 /* Turns the scores s[key][lane] of VF rows, from row0 on, into weights. */
 static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_tile *tile,
                                          int n, int row0, float *s, struct sums *sums,
@@ -93,6 +113,7 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
       vf_store(s, k * PANEL, vf_fma(slope, far, x), KVL_DTYPE_F32);
     }
   }
+  if (t->hooked && t->hooked->hook) hook_lanes(t, tile, n, row0, s);
   if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->position[row0]))
     for (int k = 0; k < n; k++) {
       vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
@@ -100,6 +121,7 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
       if (t->args->causal) hidden |= tile->position[k] > position;
       vf_store(s, k * PANEL, vf_select(hidden, vf_set(-INFINITY), x), KVL_DTYPE_F32);
     }
+  if (t->hooked && t->hooked->scores) keep_lanes(t, tile, n, row0, s);
 
   vf before = vf_load(sums->top, row0, KVL_DTYPE_F32), top = before, other = before;
   int k = 0;

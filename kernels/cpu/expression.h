@@ -64,6 +64,12 @@ static inline KVL_HOT void store_bool_vi(uint8_t *p, vi x) {
   for (int i = 0; i < VF; i++) p[i] = (uint8_t)(x[i] & 1);
 }
 
+static inline KVL_HOT vf gather_f32_vf(const float *p, vi at) {
+  vf r;
+  for (int i = 0; i < VF; i++) r[i] = p[at[i]];
+  return r;
+}
+
 /* ---- operations ------------------------------------------------------------------------ */
 
 static inline KVL_HOT float max_f32(float a, float b) { return a > b || b != b ? a : b; }

@@ -186,14 +186,16 @@ static void attend(const struct task *t, struct key_walk walk, struct sums *sums
 /* Attends from one tile of a sequence's rows to segment `segment` of its block list. The rows
  * are pairs (query row, head of the group), TASK_ROWS in a tile; tiles are counted from the
  * last one. */
-static void task_run(const struct kvl_paged_attention_args *a, struct plan plan, int64_t seq,
-                     int64_t kv_head, int64_t tile_from_end, int64_t segment) {
+static void task_run(const struct kvl_hooked_attention_args *hooked, struct plan plan,
+                     int64_t seq, int64_t kv_head, int64_t tile_from_end, int64_t segment) {
+  const struct kvl_paged_attention_args *a = &hooked->base;
   int64_t group = a->heads / a->cache.kv_heads, first;
   int64_t rows = query_rows(a, seq, &first), all = rows * group;
   int64_t tile = (all + TASK_ROWS - 1) / TASK_ROWS - 1 - tile_from_end;
   int64_t used = segments_used(a, plan, seq, kv_head);
   if (tile < 0 || segment >= used) return;
   struct task t = {.args = a,
+                   .hooked = hooked->hook || hooked->scores ? hooked : NULL,
                    .seq = seq,
                    .token = first,
                    .row = tile * TASK_ROWS,
@@ -251,7 +253,8 @@ static void merge_sequence(const struct kvl_paged_attention_args *a, struct plan
 }
 
 KVL_CPU_KERNEL(paged_attention) {
-  const struct kvl_paged_attention_args *a = args;
+  const struct kvl_hooked_attention_args *hooked = args;
+  const struct kvl_paged_attention_args *a = &hooked->base;
   if (a->tokens == 0 || a->seqs == 0) return 0;
   struct plan plan = plan_make(a);
   int64_t kv_heads = a->cache.kv_heads, group = a->heads / kv_heads, longest = 0, first;
@@ -264,8 +267,8 @@ KVL_CPU_KERNEL(paged_attention) {
   int64_t tasks = (longest + TASK_ROWS - 1) / TASK_ROWS * per_tile;
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
   for (int64_t i = 0; i < tasks; i++)
-    task_run(a, plan, i % per_tile / (kv_heads * plan.segments), i / plan.segments % kv_heads,
-             i / per_tile, i % plan.segments);
+    task_run(hooked, plan, i % per_tile / (kv_heads * plan.segments),
+             i / plan.segments % kv_heads, i / per_tile, i % plan.segments);
   if (plan.segments == 1) return 0;
 #pragma omp parallel for schedule(dynamic)
   for (int64_t i = 0; i < a->seqs * kv_heads; i++)

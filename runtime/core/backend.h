@@ -52,10 +52,12 @@ typedef struct kvl_backend {
   size_t (*workspace)(void *ctx, enum kvl_op op, const void *args);
   int (*launch)(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size);
 
-  /* Machine code that was compiled at run time: a shared library (CPU) or a cubin, with the
-   * entry kvl_code. code_open copies the image. The grid is the GPU's. */
+  /* Machine code that was compiled at run time: a shared library (CPU) or a cubin. code_open
+   * copies the image. code_launch runs its entry kvl_code; the grid is the GPU's. code_hook
+   * is what a hook is to the op (kernels/hook.h); NULL: it is a kernel. */
   int (*code_open)(void *ctx, const void *image, size_t bytes, void **out);
   void (*code_close)(void *code);
+  void *(*code_hook)(void *code);
   int (*code_launch)(void *ctx, void *queue, void *code, const void *args, size_t size,
                      const kvl_grid *grid);
   /* What NVRTC calls the device ("sm_90a"), or the CPU's instruction set. */

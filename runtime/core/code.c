@@ -1,4 +1,6 @@
 /* Kernels that were compiled while the program runs: the backend loads and launches them. */
+#include "core/code.h"
+
 #include "core/allocator.h"
 #include "core/tensor.h"
 
@@ -63,6 +65,9 @@ int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size
   if (code->backend != dev->backend)
     return kvl__fail(KVL_ERR_INVALID, "%s: compiled for %s, launched on %s", code->name,
                      code->backend->name, dev->name);
+  if (dev->backend->code_hook(code->handle))
+    return kvl__fail(KVL_ERR_INVALID, "%s: it is a hook of attention, not a kernel",
+                     code->name);
   int status = check_tensors(code, dev, tensors, n);
   if (status < 0) return status;
   if (kvl_interrupted()) return kvl__fail(KVL_ERR_INTERRUPTED, "%s: interrupted", code->name);
@@ -77,6 +82,13 @@ int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size
   }
   return status;
 }
+
+void *kvl__code_hook(const kvl_code *code, const kvl_device *dev) {
+  if (code->backend != dev->backend) return NULL;
+  return code->backend->code_hook(code->handle);
+}
+
+const char *kvl__code_name(const kvl_code *code) { return code->name; }
 
 void kvl_code_close(kvl_code *code) {
   if (!code) return;

@@ -241,6 +241,7 @@ const kvl_backend kvl__backend_cpu = {
     .launch = launch,
     .code_open = kvl__cpu_code_open,
     .code_close = kvl__cpu_code_close,
+    .code_hook = kvl__cpu_code_hook,
     .code_launch = kvl__cpu_code_launch,
     .target = target,
     .graph_begin = kvl__cpu_graph_begin,

@@ -13,7 +13,8 @@
 struct code {
   void *library;
   int file; /* stays open: dlopen knows libraries by name, and its number is in the name */
-  kvl_kernel *run;
+  kvl_kernel *run; /* NULL: it is a hook */
+  void *hook;      /* NULL: it is a kernel */
 };
 
 static _Thread_local char words[KVL_WORDS_MAX];
@@ -62,15 +63,17 @@ int kvl__cpu_code_open(void *ctx, const void *image, size_t bytes, void **out) {
   }
   struct code *code = malloc(sizeof *code);
   kvl_kernel *run = (kvl_kernel *)dlsym(library, "kvl_code");
-  if (!code || !run) {
-    int status = code ? failed("loading the image", "it has no function kvl_code")
+  void *hook = run ? NULL : dlsym(library, "kvl_code_hook");
+  if (!code || (!run && !hook)) {
+    int status = code ? failed("loading the image",
+                               "it has no function kvl_code or kvl_code_hook")
                       : KVL_ERR_NO_MEMORY;
     free(code);
     dlclose(library);
     close(file);
     return status;
   }
-  *code = (struct code){library, file, run};
+  *code = (struct code){library, file, run, hook};
   *out = code;
   return KVL_OK;
 }
@@ -81,6 +84,8 @@ void kvl__cpu_code_close(void *handle) {
   close(code->file);
   free(code);
 }
+
+void *kvl__cpu_code_hook(void *handle) { return ((struct code *)handle)->hook; }
 
 int kvl__cpu_code_launch(void *ctx, void *queue, void *handle, const void *args, size_t size,
                          const kvl_grid *grid) {

@@ -11,14 +11,16 @@
 #include <pthread.h>
 
 #include "cpu/queue.h"
+#include "hook.h"
 
 /* ---- jobs -------------------------------------------------------------------------- */
 
-enum { JOBS = KVL__ROOM(256, 2), JOB_BYTES = 384 };
+enum { JOBS = KVL__ROOM(256, 2), JOB_BYTES = 512 };
 
 #define X(op) _Static_assert(sizeof(struct kvl_##op##_args) <= JOB_BYTES, #op);
 KVL_OPS(X)
 #undef X
+_Static_assert(sizeof(struct kvl_hooked_attention_args) <= JOB_BYTES, "attention");
 _Static_assert((int)KVL_CODE_ARGUMENTS_MAX <= (int)JOB_BYTES, "arguments of kernels");
 
 enum job_kind { JOB_KERNEL, JOB_RECORD, JOB_WAIT };

@@ -35,6 +35,7 @@ int kvl__cpu_copy(void *ctx, void *queue, void *dst, const void *src, size_t byt
 /* cpu/code.c */
 int kvl__cpu_code_open(void *ctx, const void *image, size_t bytes, void **out);
 void kvl__cpu_code_close(void *code);
+void *kvl__cpu_code_hook(void *code);
 int kvl__cpu_code_launch(void *ctx, void *queue, void *code, const void *args, size_t size,
                          const kvl_grid *grid);
 /* Why the last kvl__cpu_code_open of this thread failed. */

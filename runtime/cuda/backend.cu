@@ -262,6 +262,7 @@ __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
     launch,
     code_open,
     code_close,
+    code_hook,
     code_launch,
     target,
     graph_begin,

@@ -43,6 +43,7 @@ int copy(void *ctx, void *queue, void *dst, const void *src, size_t bytes,
 /* code.cu */
 int code_open(void *ctx, const void *image, size_t bytes, void **out);
 void code_close(void *code);
+void *code_hook(void *code);
 int code_launch(void *ctx, void *queue, void *code, const void *args, size_t size,
                 const kvl_grid *grid);
 int target(void *ctx, char *text, size_t size);

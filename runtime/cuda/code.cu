@@ -11,7 +11,7 @@ namespace {
 
 struct code {
   CUlibrary library;
-  CUkernel kernel;
+  CUkernel kernel;    /* kvl_code; NULL: the library is a hook of attention */
   int shared_allowed; /* bytes of dynamic shared memory that it has asked for */
 };
 
@@ -68,12 +68,9 @@ int code_open(void *ctx, const void *image, size_t bytes, void **out) {
     delete c;
     return failed(error, "loading a cubin");
   }
+  /* A hook's kernel has the name of its shape, which the op asks for. */
   error = f.get_kernel(&c->kernel, c->library, "kvl_code");
-  if (error != CUDA_SUCCESS) {
-    f.unload(c->library);
-    delete c;
-    return failed(error, "a cubin's kvl_code");
-  }
+  if (error != CUDA_SUCCESS) c->kernel = nullptr;
   *out = c;
   return KVL_OK;
 }
@@ -82,6 +79,11 @@ void code_close(void *handle) {
   code *c = (code *)handle;
   the_driver().unload(c->library);
   delete c;
+}
+
+void *code_hook(void *handle) {
+  const code *c = (const code *)handle;
+  return c->kernel ? nullptr : (void *)c->library;
 }
 
 int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t size,

@@ -3,6 +3,8 @@
  * not checked here. */
 #include <math.h>
 
+#include "core/code.h"
+#include "hook.h"
 #include "ops/op_args.h"
 
 /* The dtypes of a result that may be f32 or like t. */
@@ -37,73 +39,104 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
   return KVL__LAUNCH(&c, copy_blocks, args);
 }
 
+/* A hook, its arguments and its tensors. */
+static void hook_args(struct kvl__call *c, const kvl_attention *a,
+                      struct kvl_hooked_attention_args *args) {
+  if (!a->hook || c->status < 0) return;
+  args->hook = kvl__code_hook(a->hook, c->device);
+  if (!args->hook)
+    kvl__call_fail(c, "hook is %s, expected code that was compiled as a hook for %s",
+                   kvl__code_name(a->hook), kvl_device_name(c->device));
+  if (a->hook_bytes < 0 || a->hook_bytes > KVL_HOOK_ARGUMENTS_MAX ||
+      (a->hook_bytes > 0 && !a->hook_arguments))
+    kvl__call_fail(c, "hook_bytes is %d, expected 0 ... %d bytes of hook_arguments",
+                   a->hook_bytes, KVL_HOOK_ARGUMENTS_MAX);
+  if (a->hook_tensors_count < 0 || a->hook_tensors_count > 8 ||
+      (a->hook_tensors_count > 0 && !a->hook_tensors))
+    kvl__call_fail(c, "hook_tensors_count is %d, expected 0 ... 8 hook_tensors",
+                   a->hook_tensors_count);
+  if (c->status < 0) return;
+  if (a->hook_bytes > 0) memcpy(args->arguments, a->hook_arguments, (size_t)a->hook_bytes);
+  for (int i = 0; i < a->hook_tensors_count; i++)
+    kvl__arg(c, "a tensor of the hook", a->hook_tensors[i], KVL__ANY, "...");
+}
+
 int kvl_paged_attention(const kvl_attention *a) {
   if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "paged_attention"};
-  struct kvl_paged_attention_args args = {.scale = (float)a->scale,
-                                          .soft_cap = (float)a->soft_cap,
-                                          .causal = a->causal != 0,
-                                          .window = a->window};
-  args.cache = cache_arg(&c, a->cache);
+  struct kvl_hooked_attention_args hooked = {.base = {.scale = (float)a->scale,
+                                                      .soft_cap = (float)a->soft_cap,
+                                                      .causal = a->causal != 0,
+                                                      .window = a->window}};
+  struct kvl_paged_attention_args *args = &hooked.base;
+  args->cache = cache_arg(&c, a->cache);
   kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
-  kvl__scale_args(&c, &args.cache, a->k_scale, a->v_scale);
+  kvl__scale_args(&c, &args->cache, a->k_scale, a->v_scale);
   if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
   if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
     kvl__call_fail(&c, "soft_cap is %g, expected >= 0 and finite", a->soft_cap);
   kvl__arg(&c, "tables", a->tables, KVL__I32, "seqs max_blocks");
   kvl__arg(&c, "lens", a->lens, KVL__I32, "seqs");
   kvl__expect_groups(&c);
-  args.seqs = kvl__dim(&c, "seqs");
-  args.tokens = kvl__dim(&c, "tokens");
+  args->seqs = kvl__dim(&c, "seqs");
+  args->tokens = kvl__dim(&c, "tokens");
   if (kvl__arg(&c, "starts?", a->starts, KVL__I32, "seqs+1")) {
-    if (a->starts->count != args.seqs + 1)
+    if (a->starts->count != args->seqs + 1)
       kvl__call_fail(&c, "starts has %lld entries, expected seqs + 1 = %lld",
-                     (long long)a->starts->count, (long long)args.seqs + 1);
-    args.starts = a->starts->ptr;
-  } else if (c.status >= 0 && args.tokens != args.seqs) {
+                     (long long)a->starts->count, (long long)args->seqs + 1);
+    args->starts = a->starts->ptr;
+  } else if (c.status >= 0 && args->tokens != args->seqs) {
     kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each, or starts",
-                   (long long)args.tokens, (long long)args.seqs);
+                   (long long)args->tokens, (long long)args->seqs);
   }
   if (kvl__arg(&c, "selection?", a->selection, KVL__I32,
                "seqs selection_heads max_selected")) {
-    args.selection = a->selection->ptr;
-    args.selection_heads = kvl__dim(&c, "selection_heads");
-    args.max_selected = kvl__dim(&c, "max_selected");
-    if (args.selection_heads != 1 && args.selection_heads != args.cache.kv_heads)
+    args->selection = a->selection->ptr;
+    args->selection_heads = kvl__dim(&c, "selection_heads");
+    args->max_selected = kvl__dim(&c, "max_selected");
+    if (args->selection_heads != 1 && args->selection_heads != args->cache.kv_heads)
       kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
-                     (long long)args.selection_heads, args.cache.kv_heads);
+                     (long long)args->selection_heads, args->cache.kv_heads);
   }
   if (kvl__arg(&c, "slots?", a->slots, KVL__I32, "seqs slot_heads max_selected")) {
     if (!a->selection) kvl__call_fail(&c, "slots are given without a selection");
-    args.slots = a->slots->ptr;
-    args.slot_heads = kvl__dim(&c, "slot_heads");
-    if (args.slot_heads != 1 && args.slot_heads != args.cache.kv_heads)
+    args->slots = a->slots->ptr;
+    args->slot_heads = kvl__dim(&c, "slot_heads");
+    if (args->slot_heads != 1 && args->slot_heads != args->cache.kv_heads)
       kvl__call_fail(&c, "slots are for %lld heads, expected 1 or kv_heads = %d",
-                     (long long)args.slot_heads, args.cache.kv_heads);
+                     (long long)args->slot_heads, args->cache.kv_heads);
   }
   if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads head_dim"))
-    args.prev_out = a->prev_out->ptr;
+    args->prev_out = a->prev_out->ptr;
   if (kvl__arg(&c, "prev_lse?", a->prev_lse, KVL__F32, "tokens heads"))
-    args.prev_lse = a->prev_lse->ptr;
+    args->prev_lse = a->prev_lse->ptr;
   if (!a->prev_out != !a->prev_lse)
     kvl__call_fail(&c, "prev_%s is given without prev_%s", a->prev_out ? "out" : "lse",
                    a->prev_out ? "lse" : "out");
   if (a->prev_lse && a->lse && a->prev_lse->ptr == a->lse->ptr)
     kvl__call_fail(&c, "lse is prev_lse, expected another tensor");
-  if (kvl__arg(&c, "alibi?", a->alibi, KVL__F32, "heads")) args.alibi = a->alibi->ptr;
+  if (kvl__arg(&c, "alibi?", a->alibi, KVL__F32, "heads")) args->alibi = a->alibi->ptr;
   kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
-  if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args.lse = a->lse->ptr;
+  if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args->lse = a->lse->ptr;
+  args->max_blocks = kvl__dim(&c, "max_blocks");
+  if (kvl__arg(&c, "scores?", a->scores, KVL__F32, "tokens heads room")) {
+    const int64_t room = args->max_blocks * args->cache.block_size;
+    if (kvl__dim(&c, "room") != room)
+      kvl__call_fail(&c, "scores has room for %lld keys, expected %lld",
+                     (long long)kvl__dim(&c, "room"), (long long)room);
+    hooked.scores = a->scores->ptr;
+  }
+  hook_args(&c, a, &hooked);
   if (c.status < 0) return c.status;
-  args.q = a->q->ptr;
-  args.tables = a->tables->ptr;
-  args.lens = a->lens->ptr;
-  args.out = a->out->ptr;
-  args.heads = kvl__dim(&c, "heads");
-  args.max_blocks = kvl__dim(&c, "max_blocks");
-  args.dtype = a->q->dtype;
-  args.out_dtype = a->out->dtype;
-  args.workspace = kvl__call_workspace(&c, KVL_OP_paged_attention, &args);
-  return KVL__LAUNCH(&c, paged_attention, args);
+  args->q = a->q->ptr;
+  args->tables = a->tables->ptr;
+  args->lens = a->lens->ptr;
+  args->out = a->out->ptr;
+  args->heads = kvl__dim(&c, "heads");
+  args->dtype = a->q->dtype;
+  args->out_dtype = a->out->dtype;
+  args->workspace = kvl__call_workspace(&c, KVL_OP_paged_attention, args);
+  return KVL__LAUNCH(&c, paged_attention, hooked);
 }
 
 int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,

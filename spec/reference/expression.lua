@@ -4,8 +4,9 @@
 --   eval(x, at, env) -> a number, a boolean, or a uint64_t
 --
 -- at: the index in each dimension. env: q(head, dim), k(token, dim), v(token, dim),
--- field(name, at), const(name, at), param(name), input(name), tokens, block, blocks,
--- length, layer, kv_head, block_size, sizes.
+-- field(name, at), const(name, at), param(name), input(name), logit(head, token),
+-- weight(head, token), tokens, block, blocks, length, query_position, layer, kv_head,
+-- block_size, sizes.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -179,6 +180,9 @@ function eval(x, at, env)
   elseif x.op == "leaf" then
     if x.name == "q" then return env.q(at.head, at.dim) end
     if x.name == "k" or x.name == "v" then return env[x.name](at.token, at.dim) end
+    if x.name == "logit" or x.name == "weight" then
+      return env[x.name](at.head, at.token)
+    end
     if x.name == "position" then return env.block * env.block_size + at.token end
     return env[x.name]
   elseif x.op == "param" then return env.param(x.name)

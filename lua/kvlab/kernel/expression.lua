@@ -22,6 +22,10 @@
 --   length    i32                of the sequence, in tokens
 --   layer     i32
 --   kv_head   i32
+-- and in attention, of a query and a key that it sees:
+--   logit     f32 [head, token]  scale * q . k, capped where the attention has a soft cap
+--   query_position  i32          of the query in its sequence
+--   weight    f32 [head, token]  of the key in the softmax (emit)
 -- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
 -- expressions and numbers.
 local options = require "kvlab.options"
@@ -97,6 +101,8 @@ local function join(args)
   return dims
 end
 
+M.join = join
+
 local function without(dims, name)
   local left = {}
   for _, other in ipairs(dims) do if other ~= name then left[#left + 1] = other end end
@@ -124,6 +130,8 @@ local function number(value, kind, where)
   return node("number", { value = value, type = kind or "number", dims = {},
                           line = where })
 end
+
+M.number = number
 
 --- An operand as a node: numbers become literals.
 local function lift(x, what, where)
@@ -472,6 +480,9 @@ M.leaves = {
   blocks = leaf("blocks", "i32", {}),      -- of the sequence
   length = leaf("length", "i32", {}),      -- of the sequence, in tokens
   layer = leaf("layer", "i32", {}), kv_head = leaf("kv_head", "i32", {}),
+  logit = leaf("logit", "f32", { "head", "token" }), -- what attention makes of q . k
+  query_position = leaf("query_position", "i32", {}),
+  weight = leaf("weight", "f32", { "head", "token" }), -- after the softmax
 }
 
 local e = {}
@@ -541,7 +552,8 @@ function e.const(dtype, name, ...)
                          dims = inner, stored = dims, line = where })
 end
 
---- A tensor that a map is called with: f32 [seqs, kv_heads or 1, width].
+--- A number for each block: of a tensor f32 [seqs, kv_heads or 1, width], which a map is
+-- called with. In attention it is the policy's field of this name.
 function e.input(name)
   local where = user_line()
   if type(name) ~= "string" or not name:match "^[%a_][%w_]*$" then
@@ -614,6 +626,31 @@ function M.resolve(root, fields, what)
     error(("%s: an expression of %d nodes, expected at most %d"):format(what, count,
       NODES_MAX), 0)
   end
+  return new[root]
+end
+
+--- The expression with `by` in place of a leaf.
+function M.replace(root, old, by)
+  local new = {}
+  M.each(root, function(x)
+    if x == old then
+      new[x] = by
+      return
+    end
+    local args, changed = {}, false
+    for i, arg in ipairs(x.args) do
+      args[i] = new[arg]
+      changed = changed or args[i] ~= arg
+    end
+    if not changed then
+      new[x] = x
+      return
+    end
+    local copy = {}
+    for key, value in pairs(x) do copy[key] = value end
+    copy.args = args
+    new[x] = setmetatable(copy, Expression)
+  end)
   return new[root]
 end
 

@@ -163,7 +163,7 @@ local function const_of(owner, x, what, dev)
 end
 
 --- What the plans of a policy's expressions need to know.
-local function options_of(owner, shape, what)
+function M.options_of(owner, shape, what)
   return {
     dtype = shape.dtype, group = shape.heads / shape.kv_heads, layers = shape.layers,
     block_size = shape.block_size, head_dim = shape.head_dim, kv_heads = shape.kv_heads,
@@ -332,7 +332,7 @@ end
 ---@param shape table  as init gets it
 function M.attach(self, shape)
   local what = "policy " .. self.name
-  local o = options_of(self, shape, what)
+  local o = M.options_of(self, shape, what)
   local fields, score = self.expressions.fields, self.expressions.score
   if not (fields or score) then return end
   if fields then self.summary = new_fields(self, shape, fields, o) end

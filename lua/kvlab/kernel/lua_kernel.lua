@@ -14,10 +14,10 @@ local MEMORY = { f32 = "float *", f16 = "uint16_t *", bf16 = "uint16_t *",
 local types = {}
 for dtype, name in pairs(MEMORY) do types[dtype] = ffi.typeof(name) end
 
-local TABLES = { f16 = "F16", bf16 = "BF16" }
+local TABLES = { f16 = "F16", bf16 = "BF16", f8e4m3 = "F8" }
 
---- A function that reads an element of the queries as a number.
-local function reader(pointer, dtype)
+--- A function that reads an element of memory of a dtype as a number.
+function M.reader(pointer, dtype)
   local values = TABLES[dtype] and numbers[TABLES[dtype]]
   if not values then return function(i) return pointer[i] end end
   return function(i) return values[pointer[i]] end
@@ -28,6 +28,12 @@ local function host_of(t)
     * C.kvl_dtype_bytes(t.dtype), 1))
   check(C.kvl_tensor_read(t, bytes, t:bytes()))
   return bytes
+end
+
+--- A tensor's memory as the host reads it, and what has to be kept meanwhile.
+function M.pointer_of(t, dev)
+  local memory = dev:is_cpu() and t.ptr or host_of(t)
+  return ffi.cast(types[library.dtype_names[t.dtype]], memory), memory
 end
 
 --- The arguments as Lua kernels take them: pointers by name, and whole numbers.
@@ -45,7 +51,7 @@ local function arguments_of(kernel, list, given)
       end
       a[one.name] = ffi.cast(types[dtype], memory)
       a["keep_" .. i] = memory
-      if one.name == "q" then a.read_q = reader(a.q, dtype) end
+      if one.name == "q" then a.read_q = M.reader(a.q, dtype) end
     elseif one.kind == "int" then
       a[one.name] = tonumber(kernel.integers[i - 1])
     elseif one.kind == "float" then
@@ -58,7 +64,7 @@ end
 --- A function that runs the kernel with the arguments that it was given.
 ---@param plan kvlab.Plan
 ---@param source string
----@return fun(kernel: kvlab.Kernel)
+---@return fun(kernel: kvlab.Kernel)  that of a hook returns the hook as a function
 function M.load(plan, source)
   local chunk, why = loadstring(source, "=" .. plan.what)
   if not chunk then
@@ -71,10 +77,11 @@ function M.load(plan, source)
     end
     check(C.kvl_device_sync(kernel.device))
     local a, back = arguments_of(kernel, list, kernel.given)
-    fn(a)
+    local result = fn(a)
     for _, one in ipairs(back) do
       check(C.kvl_tensor_write(one[1], one[2], one[1]:bytes()))
     end
+    return result
   end
 end
 

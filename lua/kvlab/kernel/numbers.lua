@@ -5,7 +5,7 @@ local bit = require "bit"
 local ffi = require "ffi"
 
 local M = { ffi = ffi, INF = math.huge, NAN = 0 / 0, min = math.min, max = math.max,
-            ceil = math.ceil, log = math.log, tobit = bit.tobit }
+            ceil = math.ceil, floor = math.floor, log = math.log, tobit = bit.tobit }
 
 local tobit, band, lshift, rshift = bit.tobit, bit.band, bit.lshift, bit.rshift
 local floor = math.floor

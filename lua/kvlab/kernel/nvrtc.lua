@@ -39,8 +39,8 @@ function M.open()
     for _, folder in ipairs(homes) do
       local ok, lib = pcall(ffi.load, folder .. name)
       if ok then
-        -- It stays until the process ends: it never frees what it allocates when it is
-        -- loaded: unloaded with its Lua state, it would leak.
+        -- It stays until the process ends, because it never frees what it allocates when
+        -- it is loaded. Unloaded with its Lua state, it would leak.
         ffi.C.dlopen(folder .. name, RESOLVE_AND_KEEP)
         opened = lib
         return lib

@@ -4,6 +4,9 @@
 --   summary   a block's tokens -> the fields of a summary, for a list of blocks
 --   score     the newest query and a block -> a number for each block and KV head
 --   map       tensors [seqs, kv_heads, width] -> one of that shape, element by element
+--   hook      a query head and a key that it sees -> what is added to their score, and
+--             whether the key is seen at all
+--   emit      the weights of a block's keys -> a number for each block and KV head
 local expression = require "kvlab.kernel.expression"
 local sorted = require "kvlab.sorted"
 
@@ -15,7 +18,7 @@ local M = {}
 ---@field roots table[]     name, node, dtype (of the memory that it is stored in)
 ---@field sizes table<string, integer>
 ---@field dtype string      of the cache
----@field scaled boolean    the cache holds K / k_scale and V / v_scale
+---@field scaled boolean    it reads K and V, and the cache holds K / k_scale, V / v_scale
 ---@field fields table[]    what is read of the summary: name, node, count, dtype
 ---@field consts kvlab.Expression[]
 ---@field params kvlab.Expression[]
@@ -27,7 +30,17 @@ local AVAILABLE = {
   score = { q = true, k = true, v = true, tokens = true, position = true, block = true,
             blocks = true, length = true, layer = true, kv_head = true },
   map = { block = true, blocks = true, length = true, layer = true, kv_head = true },
+  hook = { logit = true, position = true, query_position = true, block = true,
+           blocks = true, length = true, layer = true, kv_head = true },
+  emit = { weight = true, position = true, query_position = true, tokens = true,
+           block = true, blocks = true, length = true, layer = true, kv_head = true },
 }
+local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
+                      hook = "a bias, a mask or a log_weight", emit = "an emit" }
+-- What stands for the weight in the kernel of an emit.
+local INTERNAL = { score = true, lse = true, seen_from = true }
+-- Places whose inputs are fields of the policy.
+local HAS_INPUTS = { map = true, hook = true, emit = true }
 
 local function fail(x, message, ...)
   error(("%s: %s"):format(x.line, message:format(...)), 0)
@@ -88,22 +101,26 @@ local function set_size(plan, x, dim, size)
   plan.sizes[dim] = size
 end
 
+local function check_leaf(plan, root, x)
+  if AVAILABLE[plan.place][x.name] or INTERNAL[x.name] then return end
+  fail(root, "%s: there is no %s in %s, which knows %s", plan.what, x.name,
+    PLACE_NAMES[plan.place], table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
+end
+
 --- Adds to the plan what an expression reads. consts(node) returns the tensor of a const.
 local function add_uses(plan, root, o)
   local seen = plan.seen
   expression.each(root, function(x)
     if x.op == "leaf" then
-      if not AVAILABLE[plan.place][x.name] then
-        fail(root, "%s: there is no %s in a %s, which knows %s", plan.what, x.name,
-          plan.place, table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
-      end
+      check_leaf(plan, root, x)
       plan.uses[x.name] = true
     elseif x.op == "param" and not seen["param " .. x.name] then
       seen["param " .. x.name] = true
       plan.params[#plan.params + 1] = x
     elseif x.op == "input" then
-      if plan.place ~= "map" then
-        fail(x, "%s: an input is for a map, not for a %s", plan.what, plan.place)
+      if not HAS_INPUTS[plan.place] then
+        fail(x, "%s: an input is for a map and for attention, not for a %s", plan.what,
+          plan.place)
       end
       if not seen["input " .. x.name] then
         seen["input " .. x.name] = true
@@ -153,7 +170,7 @@ end
 local function new_plan(place, what, o)
   local plan = { place = place, what = what, roots = {}, fields = {}, consts = {},
     params = {}, inputs = {}, uses = {}, seen = {}, dtype = o.dtype,
-    scaled = o.dtype == "f8e4m3",
+    scaled = o.dtype == "f8e4m3" and AVAILABLE[place].k or false,
     sizes = { head = o.group, token = o.block_size, dim = o.head_dim, layer = o.layers,
               kv_head = o.kv_heads } }
   for dim, size in pairs(o.sizes or {}) do plan.sizes[dim] = size end
@@ -274,6 +291,128 @@ function M.map(x, what, o)
   return plan
 end
 
+-- ---- attention ------------------------------------------------------------------------
+
+local function leaf(name, kind, dims)
+  return setmetatable({ op = "leaf", name = name, type = kind, dims = dims, args = {},
+    line = name }, expression.Expression)
+end
+
+--- The expression as it is for one key: every key has a block of its own, so that what is
+-- known of the block has the dimension token.
+local function by_key(root)
+  local new = {}
+  expression.each(root, function(x)
+    local copy = {}
+    for key, value in pairs(x) do copy[key] = value end
+    copy.args = {}
+    for i, arg in ipairs(x.args) do copy.args[i] = new[arg] end
+    if #copy.args > 0 then copy.dims = expression.join(copy.args) end
+    if x.op == "input" or x.op == "leaf" and x.name == "block" then
+      copy.dims = { "token" }
+    end
+    new[x] = setmetatable(copy, expression.Expression)
+  end)
+  return new[root]
+end
+
+local WANTED = { bias = "f32 or i32", log_weight = "f32 or i32", mask = "bool" }
+
+--- Checks an expression of attention's hook, before any device is known.
+local function check_hook(name, x, what)
+  what = ("%s: %s"):format(what, name)
+  if not expression.is_expression(x) then
+    error(("%s is %s, expected an expression"):format(what, type(x)), 0)
+  end
+  x = expression.resolve(x, {}, what)
+  local wanted = WANTED[name]
+  if x.op ~= "number" and not wanted:find(x.type, 1, true) then
+    fail(x, "%s: %s is %s, expected %s", what, expression.text(x, 60), x.type, wanted)
+  end
+  for _, dim in ipairs(x.dims) do
+    if dim ~= "head" and dim ~= "token" then
+      fail(x, "%s: %s has the dimension %s, expected none but head and token", what,
+        expression.text(x, 60), dim)
+    end
+  end
+  expression.each(x, function(one)
+    if one.over then
+      fail(one, "%s: %s: it is computed for each key by itself and knows no reductions",
+        what, expression.text(one, 60))
+    end
+    if one.op == "leaf" then check_leaf({ place = "hook", what = what }, x, one) end
+  end)
+  return x
+end
+
+--- Checks what a policy's definition says of attention: bias, mask, log_weight, emit.
+-- Returns whether it says anything.
+function M.check_attention(def, what)
+  local has = false
+  for _, name in ipairs(sorted.keys(WANTED)) do
+    if def[name] ~= nil then
+      check_hook(name, def[name], what)
+      has = true
+    end
+  end
+  for _, name in ipairs(sorted.keys(def.emit or {})) do
+    M.check_emit(name, def.emit[name], what)
+    has = true
+  end
+  return has
+end
+
+--- The hook of attention: what it adds to a score, and which keys it hides.
+---@param def table  bias, mask, log_weight: expressions; each may be nil
+---@return kvlab.Plan  roots: add (f32), mask (bool), or one of the two, or none
+function M.hook(def, what, o)
+  local plan = new_plan("hook", what .. ": attention", o)
+  local add
+  for _, name in ipairs { "bias", "log_weight" } do
+    if def[name] then
+      local x = check_hook(name, def[name], what)
+      add = add and add + x or x
+    end
+  end
+  if add then
+    if add.type ~= "f32" then add = add + expression.number(0, "f32") end
+    add_root(plan, "add", by_key(add), "f32", o)
+  end
+  if def.mask then
+    add_root(plan, "mask", by_key(check_hook("mask", def.mask, what)), "u8", o)
+  end
+  return plan
+end
+
+--- The weight of a key: e^(score - lse), and 0 for what the query does not see.
+local function weight_node()
+  local e = expression.e
+  local score, lse = leaf("score", "f32", { "head", "token" }), leaf("lse", "f32",
+    { "head" })
+  local seen = e.position:ge(leaf("seen_from", "i32", {})):band(lse:gt(-math.huge))
+  return seen:where(e.exp(score - lse), 0)
+end
+
+function M.check_emit(name, x, what)
+  what = ("%s: emit.%s"):format(what, name)
+  if not expression.is_expression(x) then
+    error(("%s is %s, expected an expression"):format(what, type(x)), 0)
+  end
+  return check_score(x, {}, what)
+end
+
+--- What attention emits for each block that it read.
+function M.emit(name, x, what, o)
+  x = M.check_emit(name, x, what)
+  local plan = new_plan("emit", ("%s: emit.%s"):format(what, name), o)
+  expression.each(x, function(one)
+    if one.op == "leaf" then check_leaf(plan, x, one) end
+  end)
+  x = expression.replace(x, expression.leaves.weight, weight_node())
+  add_root(plan, "out", x, "f32", o)
+  return plan
+end
+
 -- ---- arguments ------------------------------------------------------------------------
 
 local FRAMES = {
@@ -286,6 +425,10 @@ local FRAMES = {
               "int memory_rows", "int rows", "int layer" },
   map = { "pointer lens", "out out", "int seqs", "int heads", "int width",
           "int block_size", "int layer" },
+  hook = { "int width", "int layer" },
+  emit = { "pointer selection", "pointer lens", "pointer scores", "pointer lse",
+           "out out", "int seqs", "int kv_heads", "int width", "int entries",
+           "int selection_heads", "int window", "int layer" },
 }
 
 --- The arguments of a kernel, in order: name and kind (pointer, out, int, float). Every

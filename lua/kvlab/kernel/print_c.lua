@@ -27,6 +27,9 @@ Printer.__index = Printer
 -- ---- loops ----------------------------------------------------------------------------
 
 function Printer:mode(dim, size)
+  if dim == "token" and self.plan.place == "hook" then
+    return self.keys_in_vectors and "vector" or "loop"
+  end
   if dim == "dim" and self.vectors then return "vector" end
   if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
   return "loop"
@@ -54,6 +57,10 @@ function Printer:loop(s, dim, size, is_vector, _, step)
   local head = ("for (int %s = 0; %s < %s; %s) {"):format(name, name, last,
     is_vector and name .. " += VF" or step and ("%s += %d"):format(name, step)
     or name .. "++")
+  if self.plan.place == "hook" then
+    self.key = name
+    return head, "}", ("(positions[%s] %% TOKENS)"):format(name)
+  end
   return head, "}", name
 end
 
@@ -204,8 +211,28 @@ end
 
 local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
 
+--- What a hook reads of the key at hand, or of VF keys.
+local function read_of_key(self, x, vector)
+  local key = self.key
+  if x.name == "logit" then
+    return (vector and "load_f32_vf(scores + %s)" or "scores[%s]"):format(key)
+  end
+  local position = (vector and "load_i32_vi(positions + %s)" or "positions[%s]"):format(
+    key)
+  if x.name == "position" then return position end
+  local block = position .. " / TOKENS"
+  if x.name == "block" then return block end
+  return (vector and "gather_f32_vf(in_%s, %s)" or "in_%s[%s]"):format(x.name, block)
+end
+
+local OF_KEY = { logit = true, position = true, block = true }
+
 local function read_leaf(self, s, x, bind, vector)
   local item = item_of(bind)
+  if self.plan.place == "hook" and (x.op == "input" or x.op == "leaf"
+      and OF_KEY[x.name]) then
+    return read_of_key(self, x, vector)
+  end
   if x.op == "param" then
     return ("(%s)a->param_%s"):format(TYPES[x.type], x.name)
   elseif x.op == "const" then
@@ -226,6 +253,10 @@ local function read_leaf(self, s, x, bind, vector)
   elseif x.name == "position" then
     local text = ("block%s * TOKENS + %s"):format(item, bind.token.text)
     return vector and ("vi_iota(%s)"):format(text) or text
+  elseif x.name == "score" then
+    return (vector and "load_f32_vf(%s)" or "*(%s)"):format(("scores + %s * stride + "
+      .. "block * TOKENS + %s"):format(bind.head.text, bind.token.text))
+  elseif x.name == "lse" then return ("lse[%s]"):format(bind.head.text)
   elseif x.name == "block" or x.name == "tokens" then return x.name .. item
   end
   return x.name -- a variable of the frame
@@ -409,6 +440,18 @@ local function can_use_vectors(plan, lanes)
         if x.op == "const" and x.stored[#x.stored] ~= "dim" then ok = false end
       end
       if x.op == "pack" and x.over == "dim" then ok = false end
+    end, seen)
+  end
+  return ok
+end
+
+--- Whether a hook can take its keys in vectors: by the types, and what it reads of them.
+local function can_use_key_vectors(plan)
+  local ok, seen = true, {}
+  for _, root in ipairs(plan.roots) do
+    expression.each(root.node, function(x)
+      local of_key = expression.has_dim(x.dims, "token")
+      if of_key and (not VECTORS[x.type] or x.op == "const") then ok = false end
     end, seen)
   end
   return ok
@@ -602,6 +645,53 @@ __attribute__((visibility("default"))) int kvl_code(const void *arguments, void 
 }
 ]]
 
+local HOOK = [[
+__attribute__((visibility("default"))) void kvl_code_hook(const void *arguments,
+                                                          const struct kvl_hook_row *row,
+                                                          const int32_t *positions,
+                                                          int tokens, float *scores) {
+  const struct arguments *a = arguments;
+  const int head = row->head, kv_head = row->kv_head, length = row->length;
+  const int query_position = row->query_position, blocks = (length + TOKENS - 1) / TOKENS;
+  (void)a, (void)head, (void)kv_head, (void)query_position, (void)blocks;
+%s}
+]]
+
+local EMIT = [[
+static int piece(const void *arguments, int64_t begin, int64_t end) {
+  const struct arguments *a = arguments;
+  const int32_t *lens = a->lens;
+  const int64_t stride = a->width * TOKENS;
+  for (int64_t item = begin; item < end; item++) {
+    const int64_t entry = item %% a->entries, row = item / a->entries;
+    const int64_t seq = row / a->kv_heads, kv_head = row %% a->kv_heads;
+    const int32_t *selection = a->selection;
+    if (selection)
+      selection +=
+          (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;
+    const int length = lens[seq], blocks = (length + TOKENS - 1) / TOKENS;
+    const int block = selection ? selection[entry] : (int)entry;
+    if (block < 0 || block >= blocks || block >= a->width) continue;
+    const int tokens = (int)i64_min(TOKENS, length - block * TOKENS);
+    const int query_position = length - 1;
+    const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
+    const float *scores = (const float *)a->scores + row * GROUP * stride;
+    const float *lse = (const float *)a->lse + row * GROUP;
+    float *out = (float *)a->out + row * a->width;
+    (void)kv_head, (void)tokens, (void)query_position;
+%s    out[block] = %s;
+  }
+  return 0;
+}
+
+__attribute__((visibility("default"))) int kvl_code(const void *arguments, void *queue) {
+  const struct arguments *a = arguments;
+  (void)queue;
+  return kvl__split(a->seqs * a->kv_heads * a->entries, kvl__grain_rows(TOKENS * GROUP),
+                    piece, a);
+}
+]]
+
 --- The statement that stores a field's element.
 local function store(root, at, text, vector, block)
   local p = ("(char *)a->field_%s + (%s * a->kv_heads + kv_head) * %d"):format(root.name,
@@ -704,6 +794,16 @@ local function print_summary(self)
       indented(row_lines(plan, "physical", "k", ""), "    "), indented(block, "    "))
 end
 
+--- Pointers to the part of each input that belongs to a row.
+local function input_lines(plan, seq, row)
+  local lines = {}
+  for _, name in ipairs(plan.inputs) do
+    lines[#lines + 1] = ("const float *in_%s = (const float *)a->in_%s + "
+      .. "(a->heads_%s == 1 ? %s : %s) * a->width;"):format(name, name, name, seq, row)
+  end
+  return lines
+end
+
 local function print_map(self)
   local plan = self.plan
   local fixed, block = body(self, function(s)
@@ -711,15 +811,57 @@ local function print_map(self)
     s:line(("out[block] = %s;"):format(text))
   end)
   local lines = fixed_lines(plan)
-  for _, name in ipairs(plan.inputs) do
-    lines[#lines + 1] = ("const float *in_%s = (const float *)a->in_%s + "
-      .. "(a->heads_%s == 1 ? seq : item) * a->width;"):format(name, name, name)
-  end
+  for _, text in ipairs(input_lines(plan, "seq", "item")) do lines[#lines + 1] = text end
   return struct(plan) .. "\n" .. MAP:format(indented(lines, "    "),
     indented(fixed, "    "), indented(block, "      "))
 end
 
-local PRINTS = { score = print_score, summary = print_summary, map = print_map }
+--- A hook reads scores[t], changes them and writes them back, for each key or each VF.
+local function print_hook(self)
+  local plan = self.plan
+  local s, roots = schedule.new(self, plan.sizes), {}
+  for i, root in ipairs(plan.roots) do roots[i] = root.node end
+  s:take(roots, expression.each)
+  s.block_level = schedule.BLOCK
+  s:over({ "token" }, function(bind)
+    local vector, score = bind.token.vector, s:name "score"
+    local at = ("scores%s%s"):format(vector and " + " or "[", self.key)
+    s:line(vector and ("vf %s = load_f32_vf(%s);"):format(score, at)
+      or ("float %s = %s];"):format(score, at))
+    for _, root in ipairs(plan.roots) do
+      local text = s:value(root.node, bind)
+      if root.name == "add" then s:line(("%s += %s;"):format(score, text))
+      elseif vector then
+        s:line(("%s = vf_select(%s, %s, vf_set(-INFINITY));"):format(score,
+          widen(text, "bool", expression.has_dim(root.node.dims, "token")), score))
+      else s:line(("if (!(%s)) %s = -INFINITY;"):format(text, score)) end
+    end
+    s:line(vector and ("vf_store(%s, %s, %s, KVL_DTYPE_F32);"):format("scores", self.key,
+      score) or ("%s] = %s;"):format(at, score))
+  end, { head = { text = "head", level = schedule.FIXED } })
+  local lines = fixed_lines(plan)
+  for _, text in ipairs(input_lines(plan, "row->seq",
+    "(row->seq * row->kv_heads + kv_head)")) do
+    lines[#lines + 1] = text
+  end
+  return ('#include "hook.h"\n\nenum { TOKENS = %d };\n'):format(plan.sizes.token)
+    .. struct(plan) .. "\n" .. HOOK:format(indented(lines, "  ")
+      .. indented(s.scopes[schedule.FIXED].lines, "  "))
+end
+
+local function print_emit(self)
+  local plan, value = self.plan, nil
+  local fixed, block = body(self, function(s) value = s:value(plan.roots[1].node, {}) end)
+  local lines = fixed_lines(plan)
+  for _, text in ipairs(input_lines(plan, "seq", "row")) do lines[#lines + 1] = text end
+  return ("enum { TOKENS = %d, GROUP = %d };\n"):format(plan.sizes.token,
+      plan.sizes.head) .. struct(plan) .. "\n"
+    .. EMIT:format(indented(lines, "    ") .. indented(fixed, "    ")
+      .. indented(block, "    "), value)
+end
+
+local PRINTS = { score = print_score, summary = print_summary, map = print_map,
+                 hook = print_hook, emit = print_emit }
 
 -- What CUDA is printed with, too.
 M.shared = { TYPES = TYPES, START = START, operation = operation, struct = struct,
@@ -735,6 +877,7 @@ function M.print(plan, lanes)
                               lanes = lanes, tokens = "tokens" }, Printer)
   local over_tokens
   self.token_vectors, over_tokens = vectors_over_tokens(plan)
+  self.keys_in_vectors = plan.place == "hook" and can_use_key_vectors(plan)
   self.items = plan.place == "score" and self.vectors and not over_tokens
     and math.max(1, math.floor(lanes / plan.sizes.head)) or 1
   local title = {}

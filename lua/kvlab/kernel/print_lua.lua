@@ -22,7 +22,11 @@ function Printer:varies() return false end
 function Printer:loop(s, dim, size)
   local name = s:name(dim:sub(1, 1))
   local last = dim == "token" and "tokens - 1" or tostring(size - 1)
-  return ("for %s = 0, %s do"):format(name, last), "end", name
+  local text = name
+  if self.plan.place == "hook" then -- the tokens are keys of several blocks
+    self.key, text = name, ("(positions[%s] %% TOKENS)"):format(name)
+  end
+  return ("for %s = 0, %s do"):format(name, last), "end", text
 end
 
 function Printer:word_loop(s, word, size)
@@ -91,7 +95,20 @@ local function load(pointer, at, dtype, kind)
   return text
 end
 
+local OF_KEY = {
+  logit = "scores[%s]", position = "positions[%s]",
+  block = "floor(positions[%s] / TOKENS)",
+}
+
 local function read_leaf(self, s, x, bind)
+  if self.plan.place == "hook" then
+    if x.op == "input" then
+      return ("a.in_%s[in_%s + floor(positions[%s] / TOKENS)]"):format(x.name, x.name,
+        self.key)
+    end
+    local text = x.op == "leaf" and OF_KEY[x.name]
+    if text then return text:format(self.key) end
+  end
   if x.op == "param" then
     return x.type == "i32" and ("i32_from_f32(a.param_%s)"):format(x.name)
       or "a.param_" .. x.name
@@ -107,6 +124,10 @@ local function read_leaf(self, s, x, bind)
       self.plan.dtype, "f32")
   elseif x.name == "position" then
     return ("(block * %d + %s)"):format(self.plan.sizes.token, bind.token.text)
+  elseif x.name == "score" then
+    return ("a.scores[scores + %s * stride + block * TOKENS + %s]"):format(bind.head.text,
+      bind.token.text)
+  elseif x.name == "lse" then return ("a.lse[lse + %s]"):format(bind.head.text)
   end
   return x.name
 end
@@ -227,6 +248,32 @@ for seq = 0, a.seqs - 1 do
 end
 ]]
 
+-- A hook is a function of one query row and `tokens` keys, whose scores it changes.
+local HOOK = [[
+return function(seq, kv_heads, kv_head, head, length, query_position, positions, tokens,
+                scores)
+local layer, blocks = a.layer, ceil(length / TOKENS)
+%send
+]]
+
+local EMIT = [[
+local stride = a.width * TOKENS
+for row = 0, a.seqs * a.kv_heads - 1 do
+  local seq, kv_head = floor(row / a.kv_heads), row %% a.kv_heads
+  local length, layer, lse = a.lens[seq], a.layer, row * GROUP
+  local blocks, query_position = ceil(length / TOKENS), length - 1
+  local seen_from = a.window > 0 and max(length - a.window, 0) or 0
+  local out, scores = row * a.width, row * GROUP * stride
+  local list = (seq * a.selection_heads + kv_head %% a.selection_heads) * a.entries
+%s  for entry = 0, a.entries - 1 do
+    local block = a.selection ~= nil and a.selection[list + entry] or entry
+    if block >= 0 and block < blocks and block < a.width then
+      local tokens = min(TOKENS, length - block * TOKENS)
+%s    end
+  end
+end
+]]
+
 local function body(self, fn)
   local plan = self.plan
   local s, roots = schedule.new(self, plan.sizes), {}
@@ -308,7 +355,48 @@ local function print_map(self)
     indented(block, "      "))
 end
 
-local PRINTS = { score = print_score, summary = print_summary, map = print_map }
+local function print_hook(self)
+  local plan, first = self.plan, {}
+  local s, roots = schedule.new(self, plan.sizes), {}
+  for i, root in ipairs(plan.roots) do roots[i] = root.node end
+  s:take(roots, expression.each)
+  s.block_level = schedule.BLOCK
+  s:over({ "token" }, function(bind)
+    for _, root in ipairs(plan.roots) do
+      local text = s:value(root.node, bind)
+      s:line((root.name == "add" and "local add = %s"
+        or "local seen = %s"):format(text))
+    end
+    for _, root in ipairs(plan.roots) do
+      local score = ("scores[%s]"):format(self.key)
+      s:line(root.name == "add" and ("%s = %s + add"):format(score, score)
+        or ("if not seen then %s = -INF end"):format(score))
+    end
+  end, { head = { text = "head", level = schedule.FIXED } })
+  for _, name in ipairs(plan.inputs) do
+    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or seq * kv_heads + "
+      .. "kv_head) * a.width"):format(name, name)
+  end
+  return HOOK:format(indented(first, "  ")
+    .. indented(s.scopes[schedule.FIXED].lines, "  "))
+end
+
+local function print_emit(self)
+  local plan, first = self.plan, {}
+  local fixed, block = body(self, function(s)
+    s:line(("a.out[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
+  end)
+  for _, name in ipairs(plan.inputs) do
+    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or row) * a.width")
+      :format(name, name)
+  end
+  return ("local GROUP = %d\n"):format(plan.sizes.head)
+    .. EMIT:format(indented(first, "  ") .. indented(fixed, "  "),
+      indented(block, "      "))
+end
+
+local PRINTS = { score = print_score, summary = print_summary, map = print_map,
+                 hook = print_hook, emit = print_emit }
 
 --- The source of a kernel: a chunk that gets kernel/numbers.lua, and returns a function
 -- of the arguments.

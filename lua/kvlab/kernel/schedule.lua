@@ -82,7 +82,8 @@ end
 
 -- ---- what a node is -------------------------------------------------------------------
 
-local VARYING = { k = true, v = true, tokens = true, position = true, block = true }
+local VARYING = { k = true, v = true, tokens = true, position = true, block = true,
+                  logit = true, score = true }
 
 --- Notes of each node: varies (from block to block), height (reductions inside of it), an
 -- id, and its dimensions as loops see them: what varies has one more, item, where a

@@ -11,6 +11,7 @@
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
+local kernel_hook = require "kvlab.kernel.hook"
 local context = require "kvlab.policy.context"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -136,7 +137,7 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   end
   local journal = self.cache.journal
   if journal.is_open then note_step(self, journal, batch.seqs) end
-  self.batch, self.ends_prompts = batch, ends_prompts
+  self.batch, self.ends_prompts, self.hook = batch, ends_prompts, nil
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
@@ -202,11 +203,14 @@ function Attention:over(selection, ctx, out, lse)
     self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
   end
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
+  local hook = self.policy.hook
+  if hook then return hook:attend(self, reader, selection, ctx, out, lse) end
   return reader:attend(self, selection, ctx, out, lse)
 end
 
 --- The same attention, read straight from the cache's memory, wherever it lies, without
--- changing anything. A probe compares with it. It is slow through a link, and the KV of a
+-- changing anything, and without the policy's bias, mask and log_weight. A probe compares
+-- with it. It is slow through a link, and the KV of a
 -- prefill chunk may not have reached the host tier yet.
 function Attention:direct(selection, ctx, out, lse)
   return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
@@ -224,6 +228,11 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
   call.k_scale, call.v_scale = self.cache.format:scales(ctx.layer)
   call.causal = not is_past
+  call.hook, call.scores = nil, nil
+  if self.hook then self.hook:give(call, ctx) end
+  if kernel_hook.is_in_lua(call.hook) then
+    return kernel_hook.attend_in_lua(call, out or tensor.open_like(call.q))
+  end
   return ops.step.paged_attention(call)
 end
 
@@ -233,6 +242,7 @@ end
 function Attention:over_tokens(places, ctx, out, lse)
   local call = self.call
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
+    or self.policy.hook and "a policy's bias, mask, log_weight and emit"
     or call.alibi and "ALiBi"
     or call.window and "a window" or call.soft_cap and "a soft cap"
   if lacks then
@@ -301,8 +311,12 @@ end
 --- Attention of a decode step over a selection in which every key of a block counts
 -- exp(log_weights) times. log_weights: f32 [seqs, heads, width], with the heads of the
 -- selection. It launches once for each entry of the selection and merges the results by
--- their log-sum-exp, so it is slow.
+-- their log-sum-exp, so it is slow. A policy's log_weight does the same at once.
 function Attention:over_weighted(selection, log_weights, ctx, out)
+  if self.policy.hook then
+    error(("policy %s has expressions for attention; give the weights as log_weight, too")
+      :format(self.policy.name), 2)
+  end
   check.selection(ctx, selection)
   check.scores(ctx, log_weights, "log_weights")
   local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])

@@ -31,6 +31,14 @@
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
 --                                          is better; ctx:new_scores() gives a tensor to
 --                                          write to
+--     bias = expression                    added to the score of each query and key in
+--                                          attention, before the softmax
+--     mask = expression                    false: the query does not see the key
+--     log_weight = expression              the key counts e^log_weight times
+--     emit = { name = expression }         what is made of the weights of each block that
+--                                          a decode step read: self.emitted.name, f32
+--                                          [seqs, kv_heads, width], 0 for the others,
+--                                          until the layer is over
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
@@ -89,6 +97,7 @@ local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local expression = require "kvlab.kernel.expression"
 local ffi = require "ffi"
+local kernel_hook = require "kvlab.kernel.hook"
 local kernel = require "kvlab.kernel.kernel"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
@@ -110,6 +119,7 @@ function M.one_of(...) return options.one_of(...) end
 
 local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
 local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
+local AN_EXPRESSION = { "an expression", expression.is_expression }
 local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
@@ -121,6 +131,8 @@ local FIELDS = {
   complete = { "a table or false", function(x)
     return type(x) == "table" or x == false
   end },
+  bias = AN_EXPRESSION, mask = AN_EXPRESSION, log_weight = AN_EXPRESSION,
+  emit = options.table,
 }
 for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
@@ -296,6 +308,7 @@ end
 local function use_expressions(class, def)
   local fields, reads_keys = kernel.check(def)
   class.expressions = { fields = fields }
+  if kernel_hook.check(def) then class.expressions.attention = def end
   if fields then
     class.summary = nil -- that of an attached policy holds its tensors
     for _, hook in ipairs { "on_prefill_offload", "on_decode_offload" } do
@@ -344,6 +357,7 @@ function M.attach(self, shape)
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end
   kernel.attach(self, shape)
+  kernel_hook.attach(self, shape)
   return self
 end
 
@@ -401,6 +415,10 @@ function M.nest(outer, name, given)
   if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
     error(("policy %s: %s does not select in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)
+  end
+  if inner.expressions.attention then
+    error(("policy %s: %s changes or reads the weights of attention, which only the "
+      .. "attention's own policy can"):format(outer.name, name), 0)
   end
   outer.nested = outer.nested or {}
   outer.nested[#outer.nested + 1] = inner

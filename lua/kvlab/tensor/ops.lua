@@ -113,6 +113,12 @@ function step.paged_attention(a)
   call.window, call.soft_cap = a.window or 0, a.soft_cap or 0
   call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   call.causal = a.causal == false and 0 or 1
+  local hook = a.hook
+  call.scores, call.hook = a.scores, hook and hook.code
+  if hook then
+    call.hook_arguments, call.hook_bytes = hook.words, hook.bytes
+    call.hook_tensors, call.hook_tensors_count = hook.tensors, hook.count
+  end
   check(C.kvl_paged_attention(call))
   return out
 end

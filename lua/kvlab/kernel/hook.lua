@@ -1,0 +1,154 @@
+--- What a policy's expressions do inside of attention. bias, mask and log_weight become
+-- a hook: code that changes the score of a query and a key before the softmax. It is
+-- compiled into a GPU's attention kernel, and called by that of the CPU. What a policy
+-- emits is computed from the scores that the softmax saw, which attention keeps then, and
+-- from their log-sum-exp, without reading K again.
+local kernel = require "kvlab.kernel.kernel"
+local lua_attention = require "kvlab.kernel.lua_attention"
+local place = require "kvlab.kernel.place"
+local sorted = require "kvlab.sorted"
+local tensor = require "kvlab.tensor.tensor"
+
+local M = {}
+
+---@class kvlab.Hook  of an attached policy
+local Hook = {}
+Hook.__index = Hook
+
+-- The scores are read in vectors, which may end after the last of them.
+local PAST_END = 16
+
+local function new_scores(self, ctx, seqs, room)
+  local count = seqs * self.shape.heads * room
+  local memory = tensor.tensor(ctx.device, "f32", { count + PAST_END }):fill_(-math.huge)
+  return { scores = memory:narrow(0, count):reshape { seqs, self.shape.heads, room },
+           lse = tensor.tensor(ctx.device, "f32", { seqs, self.shape.heads }) }
+end
+
+--- Memory for the scores of a decode step and their log-sum-exp.
+local function scores_of(self, ctx)
+  local kept = self.kept[ctx.shape_number]
+  if not kept then
+    kept = tensor.lasting(new_scores, self, ctx, ctx.seqs, ctx.width * ctx.block_size)
+    self.kept[ctx.shape_number] = kept
+  end
+  return kept
+end
+
+--- Gives a kernel the tensors of the policy that its expression reads.
+local function give_inputs(one, owner, ctx)
+  for _, name in ipairs(one.plan.inputs) do
+    local t = owner[name]
+    local fits = tensor.is_tensor(t) and t:type() == "f32" and t.ndim == 3
+      and t:size(0) == ctx.seqs and t:size(2) == ctx.width
+      and (t:size(1) == 1 or t:size(1) == ctx.kv_heads)
+    if not fits then
+      error(("%s: the input %s is %s, expected a tensor f32 [%d, %d or 1, %d]"):format(
+        one.plan.what, name, tostring(t), ctx.seqs, ctx.kv_heads, ctx.width), 0)
+    end
+    one:give("in_" .. name, t)
+    one:set("heads_" .. name, t:size(1))
+  end
+  for _, x in ipairs(one.plan.consts) do one:give("const_" .. x.name, owner[x.name]) end
+  one:set_params(owner)
+  one:set("width", ctx.width)
+  one:set("layer", ctx.layer)
+end
+
+--- The hook's code for a dtype of queries and a phase. On the CPU all have the same.
+local function code_for(self, ctx)
+  local dtype = ctx.query:type()
+  local key = ctx.device:is_cpu() and "" or dtype .. (ctx.is_prefill and " prefill" or "")
+  local one = self.codes[key]
+  if not one then
+    local plan = place.hook(self.expressions, self.what, self.o)
+    plan.q_dtype, plan.is_prefill = dtype, ctx.is_prefill
+    plan.keeps = next(self.emits) ~= nil and not ctx.is_prefill
+    one = kernel.open(plan, ctx.device)
+    self.codes[key] = one
+  end
+  return one
+end
+
+--- Prepares the hook for a layer, and gives it to the arguments of attention.
+function Hook:give(call, ctx)
+  local one = code_for(self, ctx)
+  one.count = 0
+  give_inputs(one, self.owner, ctx)
+  call.hook, call.scores = one, nil
+  if next(self.emits) and not ctx.is_prefill then
+    call.scores = scores_of(self, ctx).scores
+  end
+end
+
+--- Attends with the hook, and computes what the policy emits.
+---@param attention kvlab.Attention
+---@param reader table  of a memory tier
+---@param selection kvlab.Tensor|nil
+---@param ctx kvlab.Context
+function Hook:attend(attention, reader, selection, ctx, out, lse)
+  local emits = next(self.emits) and not ctx.is_prefill
+  if emits then lse = lse or scores_of(self, ctx).lse end
+  attention.hook = self
+  out = reader:attend(attention, selection, ctx, out, lse)
+  attention.hook = nil
+  if emits then
+    for name, one in pairs(self.emits) do
+      self.owner.emitted[name] = self:emit(one, selection, ctx, lse,
+        attention.call.window or 0)
+    end
+  end
+  return out
+end
+
+--- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
+-- that were not selected. It belongs to the policy until the layer is over.
+function Hook:emit(one, selection, ctx, lse, window)
+  local out = ctx:new_scores():fill_(0)
+  one.count = 0
+  give_inputs(one, self.owner, ctx)
+  one:give("selection", selection)
+  one:give("lens", ctx.lens)
+  one:give("scores", scores_of(self, ctx).scores)
+  one:give("lse", lse)
+  one:give("out", out)
+  one:set("seqs", ctx.seqs)
+  one:set("kv_heads", ctx.kv_heads)
+  one:set("entries", selection and selection:size(2) or ctx.width)
+  one:set("selection_heads", selection and selection:size(1) or 1)
+  one:set("window", window)
+  one.grid.x = math.ceil((selection and selection:size(2) or ctx.width) / one.teams)
+  one.grid.y = ctx.seqs * ctx.kv_heads
+  one:launch()
+  return out
+end
+
+--- Whether the hook runs in plain Lua, and so the whole op does.
+function M.is_in_lua(one) return one ~= nil and one.run ~= false end
+
+--- The op paged_attention in plain Lua, with the arguments `call`.
+M.attend_in_lua = lua_attention.attend
+
+--- Checks what a definition says of attention: bias, mask, log_weight, emit. Returns
+-- whether it says anything.
+function M.check(def) return place.check_attention(def, "policy " .. def.name) end
+
+--- Makes the hook of a policy that was attached to a shape, if its definition says
+-- anything about attention.
+---@param self table   the policy
+---@param shape table  as init gets it
+function M.attach(self, shape)
+  local expressions = self.expressions.attention
+  if not expressions then return end
+  local what = "policy " .. self.name
+  local o = kernel.options_of(self, shape, what)
+  local hook = setmetatable({ owner = self, shape = shape, what = what, o = o,
+    expressions = expressions, codes = {}, kept = {}, emits = {} }, Hook)
+  for _, name in ipairs(sorted.keys(expressions.emit or {})) do
+    hook.emits[name] = kernel.open(place.emit(name, expressions.emit[name], what, o),
+      shape.device)
+  end
+  self.hook, self.emitted = hook, {}
+end
+
+return M

@@ -1,0 +1,266 @@
+--- Runs bias, mask, log_weight and emit of a policy on a small random cache, beside the
+-- reference (spec/reference/hooked_attention.lua), and makes random ones. Stored numbers
+-- are small whole ones and the scale is a power of two, so logits are exact.
+local expressions = require "spec.expressions"
+local kernel = require "kvlab.kernel.kernel"
+local kernel_hook = require "kvlab.kernel.hook"
+local kv = require "kvlab"
+local ops = require "kvlab.tensor.ops"
+local policy = require "kvlab.policy.policy"
+local reference = require "spec.reference.hooked_attention"
+
+local M = {}
+
+local SCALE, LAYER = 0.125, 1
+
+-- ---- what attention is given ----------------------------------------------------------
+
+--- Queries of `rows[s]` new tokens of each sequence.
+local function make_queries(c, rows)
+  local o, list, starts = c.o, {}, { 0 }
+  for s = 1, c.seqs do starts[s + 1] = starts[s] + rows[s] end
+  local tokens = starts[#starts]
+  for i = 1, tokens * o.kv_heads * o.group * o.head_dim do list[i] = c.draw(5) - 2 end
+  local t = kv.from(c.dev, "f32", { tokens, o.kv_heads * o.group, o.head_dim }, list)
+  return list, t:cast(o.q_dtype or "f32"), starts
+end
+
+--- For each sequence and KV head, about half of the blocks, the last one always.
+local function make_selection(c)
+  local o, lists, flat, most = c.o, {}, {}, c.width
+  for s = 1, c.seqs do
+    for _ = 1, o.kv_heads do
+      local blocks, list = math.ceil(o.lens[s] / o.block_size), {}
+      for b = 0, blocks - 1 do
+        if b == blocks - 1 or c.draw(2) == 0 then list[#list + 1] = b end
+      end
+      lists[#lists + 1] = list
+    end
+  end
+  for _, list in ipairs(lists) do
+    for i = 1, most do flat[#flat + 1] = list[i] or -1 end
+  end
+  return lists, kv.from(c.dev, "i32", { c.seqs, o.kv_heads, most }, flat)
+end
+
+--- The tensors that expressions read: input "mix" and const "slope".
+local function give_fields(c, p)
+  local o, mix = c.o, {}
+  for i = 1, c.seqs * o.kv_heads * c.width do mix[i] = (i * 5) % 7 - 3 end
+  p.mix = kv.from(c.dev, "f32", { c.seqs, o.kv_heads, c.width }, mix)
+  c.mix = mix
+end
+
+local function slopes(n)
+  local list = {}
+  for i = 1, n do list[i] = i % 4 * 0.25 end
+  return list
+end
+
+-- ---- kvlab ----------------------------------------------------------------------------
+
+--- A memory tier's reader that knows the op alone.
+local function reader_of(c, q, starts, selection)
+  local o = c.o
+  return { attend = function(_, attention, _, ctx, out, lse)
+    local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
+      starts = starts, selection = selection, scale = SCALE, window = o.window,
+      k_scale = c.k_scale, v_scale = c.v_scale, out = out, lse = lse }
+    attention.hook:give(call, ctx)
+    if kernel_hook.is_in_lua(call.hook) then
+      return kernel_hook.attend_in_lua(call, out)
+    end
+    return ops.step.paged_attention(call)
+  end }
+end
+
+local function context_of(c, q, is_prefill)
+  local o = c.o
+  return { query = q, layer = LAYER, seqs = c.seqs, kv_heads = o.kv_heads,
+    width = c.width, block_size = o.block_size, is_prefill = is_prefill, device = c.dev,
+    shape_number = 1, tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
+    lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
+    new_scores = function()
+      return kv.full(c.dev, "f32", { c.seqs, o.kv_heads, c.width }, 12345)
+    end }
+end
+
+--- Attends with the policy of a definition. Gives the lists out, lse, and those emitted.
+local function run(c, p, q, starts, selection)
+  local ctx = context_of(c, q, starts ~= nil)
+  local out = kv.full(c.dev, "f32", q:dims(), 12345)
+  local lse = kv.full(c.dev, "f32", { q:size(0), q:size(1) }, 12345)
+  local of_starts = starts and kv.from(c.dev, "i32", { #starts }, starts)
+  p.hook:attend({ call = { window = c.o.window } },
+    reader_of(c, q, of_starts, selection), selection, ctx, out, lse)
+  local emitted = {}
+  for name, t in pairs(p.emitted) do emitted[name] = t:list() end
+  return out:list(), lse:list(), emitted
+end
+
+-- ---- the reference --------------------------------------------------------------------
+
+local function environment(c, p, q, def)
+  local o, page = c.o, c.o.block_size * c.o.head_dim
+  local function stored(which)
+    return function(row, position, x)
+      local block = math.floor(position / o.block_size)
+      local physical = c.tables[row.seq * c.width + block + 1]
+      local first = ((physical * 2 + which) * o.kv_heads + row.kv_head) * page
+      local unit = o.scaled and o.scaled[row.kv_head + 1] or 1
+      return c.memory[first + position % o.block_size * o.head_dim + x + 1] * unit
+    end
+  end
+  local slope = slopes(2 * o.kv_heads * o.group)
+  return { dim = o.head_dim, group = o.group, block_size = o.block_size, scale = SCALE,
+    window = o.window or 0, layer = LAYER, expressions = def, k = stored(0),
+    v = stored(1), q = q, param = function(name) return p[name] end,
+    const = function(_, at, row)
+      return slope[(LAYER * o.kv_heads + row.kv_head) * o.group + at.head + 1]
+    end,
+    input = function(_, seq, kv_head, block)
+      return c.mix[(seq * o.kv_heads + kv_head) * c.width + block + 1]
+    end }
+end
+
+local function selected_set(list)
+  if not list then return nil end
+  local set = {}
+  for _, b in ipairs(list) do set[b] = true end
+  return set
+end
+
+--- What the reference gives, in the same order.
+local function expected(c, p, def, q, starts, lists)
+  local o, out, lses, emitted = c.o, {}, {}, {}
+  local env = environment(c, p, q, def)
+  for name in pairs(def.emit or {}) do emitted[name] = {} end
+  for s = 0, c.seqs - 1 do
+    local first, last = starts[s + 1], starts[s + 2] - 1
+    for kv_head = 0, o.kv_heads - 1 do
+      local selected = selected_set(lists and lists[s * o.kv_heads + kv_head + 1])
+      for token = first, last do
+        local weights, row = {}, nil
+        for head = 0, o.group - 1 do
+          local at = token * o.kv_heads * o.group + kv_head * o.group + head
+          row = { seq = s, kv_head = kv_head, head = head, length = o.lens[s + 1],
+            position = o.lens[s + 1] - (last - token) - 1, selected = selected,
+            q = function(x) return q[at * o.head_dim + x + 1] end }
+          local values
+          values, lses[at + 1], weights[head] = reference.row(env, row)
+          for x = 1, o.head_dim do out[at * o.head_dim + x] = values[x] end
+        end
+        for name, x in pairs(def.emit or {}) do
+          for b = 0, c.width - 1 do
+            local has = b * o.block_size < row.length and (not selected or selected[b])
+            table.insert(emitted[name],
+              has and reference.emit(env, row, x, weights, b) or 0)
+          end
+        end
+      end
+    end
+  end
+  return out, lses, emitted
+end
+
+-- ---- a case ---------------------------------------------------------------------------
+
+--- How kvlab differs from the reference, in words; nil: it does not.
+---@param o table  see expressions.cache, and: rows: new tokens of each sequence in a
+--                  prefill; nil: decode; selects; window
+function M.differs(dev, target, seed, def, o)
+  local c = expressions.cache(dev, o, seed)
+  kernel.chosen = target
+  local p = policy.define(def) {}
+  local ok, why = pcall(policy.attach, p, { device = c.dev, layers = 2,
+    blocks = o.blocks, block_size = o.block_size, heads = o.kv_heads * o.group,
+    kv_heads = o.kv_heads, head_dim = o.head_dim, dtype = o.dtype,
+    max_blocks = o.blocks, scale = SCALE })
+  if not ok then
+    kernel.chosen = nil
+    error(why, 0)
+  end
+  give_fields(c, p)
+  local rows = o.rows or {}
+  for s = 1, c.seqs do rows[s] = o.rows and math.min(rows[s], o.lens[s]) or 1 end
+  local numbers, q, starts = make_queries(c, rows)
+  local lists, selection
+  if o.selects then lists, selection = make_selection(c) end
+  local done, out, lse, emitted = pcall(run, c, p, q, o.rows and starts, selection)
+  kernel.chosen = nil
+  if not done then error(out, 0) end
+  local want_out, want_lse, want = expected(c, p, def, numbers, starts, lists)
+  local tolerance = o.tolerance or 1e-4
+  for name, list in pairs(o.rows and {} or want) do
+    local what = expressions.difference(emitted[name] or {}, list, tolerance)
+    if what then return ("emit.%s: %s"):format(name, what) end
+  end
+  local what = expressions.difference(lse, want_lse, tolerance)
+  if what then return "lse: " .. what end
+  what = expressions.difference(out, want_out, tolerance)
+  return what and "out: " .. what or nil
+end
+
+-- ---- random ones ----------------------------------------------------------------------
+
+local e = kv.expr
+local OF_KEY = {
+  function() return e.logit, 32 end, function() return e.position, 128 end,
+  function() return e.query_position, 128 end, function() return e.block, 32 end,
+  function() return e.blocks, 32 end, function() return e.length, 128 end,
+  function() return e.kv_head, 4 end, function() return e.param "weight", 3 end,
+  function() return e.input "mix", 3 end,
+  function() return e.const("f32", "slope", "layer", "kv_head", "head"), 1 end,
+}
+local OF_BLOCK = {
+  function() return e.position, 128 end, function() return e.block, 32 end,
+  function() return e.tokens, 16 end, function() return e.length, 128 end,
+  function() return e.input "mix", 3 end, function() return e.param "weight", 3 end,
+}
+
+--- A policy of random expressions of attention.
+---@param seed integer
+function M.random(seed)
+  local draw = expressions.draws(seed)
+  local def = { name = "random", decode = true, prefill = true, complete = false,
+    defaults = { weight = 3 }, select_blocks = function() end, init = M.init }
+  local keys = expressions.maker(draw, "hook", OF_KEY)
+  for _, name in ipairs { "bias", "log_weight" } do
+    if draw(2) == 0 then
+      local x, bound = expressions.build(keys, 1 + draw(3))
+      def[name] = x:cast "f32" * (4 / math.max(bound, 4))
+    end
+  end
+  if draw(2) == 0 then def.mask = expressions.condition(keys, 1 + draw(2)) end
+  local blocks = expressions.maker(draw, "emit", OF_BLOCK)
+  def.emit = {}
+  for i = 1, draw(3) do
+    local x, bound = expressions.build(blocks, 1 + draw(2))
+    x = x:cast "f32" * e.weight * (4 / math.max(bound, 4))
+    x = expressions.down_to(blocks, x, 4, false, {})
+    def.emit["f" .. i] = x
+  end
+  if not (def.bias or def.log_weight or def.mask or next(def.emit)) then
+    def.bias = e.input "mix"
+  end
+  return def
+end
+
+--- A shape of a cache for a random policy.
+function M.shape(seed)
+  local o, draw = expressions.shape(seed), expressions.draws(seed + 2000)
+  o.blocks, o.lens = 40, { 0, 19, 32, 1 }
+  o.selects = draw(2) == 0
+  if draw(3) == 0 then o.window = 5 + draw(20) end
+  if draw(3) == 0 then o.rows = { 2, 1 + draw(19), 32, 1 } end
+  return o
+end
+
+--- The const of random hooks, for the init of a definition.
+function M.init(p, shape)
+  local group = shape.heads / shape.kv_heads
+  p.slope = kv.from(shape.device, "f32", { 2, shape.kv_heads, group },
+    slopes(2 * shape.heads))
+end
+
+return M

@@ -1,0 +1,85 @@
+--- bias, mask, log_weight and emit against attention by the book, on every printer.
+-- Stated tolerance: 1e-4 of the larger number in f32.
+local compiler = require "kvlab.kernel.compiler"
+local hooks = require "spec.hooks"
+local kv = require "kvlab"
+
+local e = kv.expr
+
+local slope = e.const("f32", "slope", "layer", "kv_head", "head")
+local KNOWN = {
+  alibi = { bias = slope * (e.position - e.query_position) },
+  soft_cap = { bias = (e.logit / 5):tanh() * 5 - e.logit },
+  strided = { mask = (e.position % 3):eq(0):bor((e.query_position - e.position):lt(4)) },
+  weighted = { log_weight = e.input "mix" * 0.5,
+               mask = e.block:eq(1):bnot():bor(e.length:lt(20)) },
+  all = { bias = slope + e.layer - e.blocks / 100, mask = e.logit:lt(30),
+          log_weight = e.param "weight" * e.kv_head + e.block },
+  none_seen = { mask = e.position:lt(0) },
+  mass = { emit = { mass = e.weight:sum "token":mean "head",
+                    most = e.weight:max("token", "head") } },
+  last = { bias = e.input "mix", mask = (e.position % 2):eq(0),
+           emit = { last = e.weight:gt(0.05):any("token", "head"):where(e.query_position,
+                      -1),
+                    far = (e.weight * (e.length - e.position)):sum "token":max "head" } },
+}
+
+local function define(name)
+  local def = { name = "known", decode = true, prefill = true, complete = false,
+    defaults = { weight = 2 }, select_blocks = function() end, init = hooks.init }
+  for key, value in pairs(KNOWN[name]) do def[key] = value end
+  return def
+end
+
+local CASES = {
+  { dtype = "f32", group = 4, block_size = 16, head_dim = 32 },
+  { dtype = "f16", group = 1, block_size = 8, head_dim = 64, selects = true },
+  { dtype = "bf16", group = 3, block_size = 4, head_dim = 40, window = 9 },
+  { dtype = "f8e4m3", group = 16, block_size = 16, head_dim = 16, selects = true,
+    scaled = { 2, 0.5 } },
+  { dtype = "f32", group = 2, block_size = 16, head_dim = 32, rows = { 3, 40, 7, 1 } },
+  { dtype = "f16", group = 5, block_size = 8, head_dim = 48, rows = { 1, 2, 30, 1 },
+    window = 11, selects = true },
+}
+
+local function words(o)
+  return ("%s, group %d, block %d, head_dim %d%s%s%s"):format(o.dtype, o.group,
+    o.block_size, o.head_dim, o.rows and ", prefill" or "", o.window and ", window" or "",
+    o.selects and ", selection" or "")
+end
+
+local function known_cases(dev, target)
+  for name in pairs(KNOWN) do
+    for i, case in ipairs(CASES) do
+      it(("%s: %s"):format(name, words(case)), function()
+        local o = { kv_heads = 2, blocks = 40, lens = { 0, 70, 37, 1 } }
+        for key, value in pairs(case) do o[key] = value end
+        local why = hooks.differs(dev, target, i, define(name), o)
+        assert.is_nil(why, why)
+      end)
+    end
+  end
+end
+
+local function random_cases(dev, target, from, to)
+  for seed = from, to do
+    it(("random expressions %d"):format(seed), function()
+      local why = hooks.differs(dev, target, seed, hooks.random(seed), hooks.shape(seed))
+      assert.is_nil(why, why)
+    end)
+  end
+end
+
+describe("a hook of attention in Lua", function()
+  known_cases("cpu", "lua")
+  random_cases("cpu", "lua", 1, 30)
+end)
+
+describe("a hook of attention in C", function()
+  if not compiler.find() then
+    pending "there is no C compiler"
+    return
+  end
+  known_cases "cpu"
+  random_cases("cpu", nil, 1, 12)
+end)

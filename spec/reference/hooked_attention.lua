@@ -1,0 +1,85 @@
+--- Attention with a bias, a mask and a log_weight by the book: one query row after the
+-- other, in doubles, over lists of numbers. What is emitted is evaluated from the
+-- weights. It shares nothing with kvlab's kernels but spec/reference/expression.lua.
+local reference = require "spec.reference.expression"
+
+local M = {}
+
+local function zeros(n)
+  local list = {}
+  for i = 1, n do list[i] = 0 end
+  return list
+end
+
+--- What the expressions read of a key.
+local function key_environment(o, row, position, logit)
+  local block = math.floor(position / o.block_size)
+  return {
+    logit = function() return logit end, block = block, block_size = o.block_size,
+    query_position = row.position, length = row.length, layer = o.layer,
+    blocks = math.ceil(row.length / o.block_size), kv_head = row.kv_head,
+    param = o.param, const = function(name, at) return o.const(name, at, row) end,
+    input = function(name) return o.input(name, row.seq, row.kv_head, block) end,
+  }
+end
+
+--- The scores of the keys that a row sees, by position.
+local function scores_of(o, row)
+  local scores = {}
+  for position = 0, math.min(row.position, row.length - 1) do
+    local block = math.floor(position / o.block_size)
+    local in_window = o.window == 0 or position > row.position - o.window
+    if in_window and (not row.selected or row.selected[block]) then
+      local dot = 0
+      for x = 0, o.dim - 1 do dot = dot + row.q(x) * o.k(row, position, x) end
+      local logit = dot * o.scale
+      local env = key_environment(o, row, position, logit)
+      local at = { head = row.head, token = position % o.block_size }
+      local score = logit
+      for _, name in ipairs { "bias", "log_weight" } do
+        local x = o.expressions[name]
+        if x then score = score + tonumber(reference.eval(x, at, env)) end
+      end
+      local mask = o.expressions.mask
+      if mask and not reference.eval(mask, at, env) then score = -math.huge end
+      scores[position] = score
+    end
+  end
+  return scores
+end
+
+--- Attends from one row. row: seq, kv_head, head (of the group), position, length, q(x),
+-- selected: a set of blocks, or nil.
+---@return number[] out
+---@return number lse
+---@return table<integer, number> weights  by position
+function M.row(o, row)
+  local scores, top, sum = scores_of(o, row), -math.huge, 0
+  for _, score in pairs(scores) do top = math.max(top, score) end
+  local weights, out = {}, zeros(o.dim)
+  if top == -math.huge then return out, top, weights end
+  for position, score in pairs(scores) do
+    weights[position] = math.exp(score - top)
+    sum = sum + weights[position]
+  end
+  for position, weight in pairs(weights) do
+    weights[position] = weight / sum
+    for x = 0, o.dim - 1 do
+      out[x + 1] = out[x + 1] + weight / sum * o.v(row, position, x)
+    end
+  end
+  return out, top + math.log(sum), weights
+end
+
+--- What an emit makes of a block. weights: of each head of the group.
+function M.emit(o, row, x, weights, block)
+  local env = key_environment(o, row, block * o.block_size, 0)
+  env.tokens = math.min(o.block_size, row.length - block * o.block_size)
+  env.sizes = { head = o.group, token = o.block_size, dim = o.dim }
+  env.weight = function(head, token)
+    return weights[head][block * o.block_size + token] or 0
+  end
+  return tonumber(reference.eval(x, {}, env))
+end
+
+return M
