@@ -9,7 +9,7 @@
 -- Score   u / r: u = 1 - (1 - p^bits)^tables is the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head, and the mean keys (1/block_size of the
---         keys, in f32) once a block; attention needs a launch for each block
+--         keys, in f32) once a block
 -- Fails   when one key holds the answer, because its block is drawn only with a chance
 local kv = require "kvlab"
 
@@ -57,10 +57,6 @@ return kv.policy.define {
     self.log_weights = log_weights
     return selection, counts
   end,
-  compute_decode = function(self, attention, ctx, out)
-    local selection, counts = self:select_blocks(ctx)
-    out = attention:over_weighted(selection, self.log_weights, ctx, out)
-    return out, selection, counts
-  end,
+  log_weight = kv.expr.input "log_weights",
   score_bytes = function(self) return self.hashes:bytes_block() end,
 }
