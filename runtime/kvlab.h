@@ -445,8 +445,8 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
  *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
  *                  softmax saw, by the position of their key; places of keys that a row does
- *                  not see keep what they had, or not. NULL: they are not kept. A GPU needs
- *                  a hook to keep them */
+ *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
+ *                  them in decode alone, and with a hook */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
   const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale, *scores;

@@ -36,10 +36,10 @@ bundle() {
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   # What kernels made at run time are compiled with.
   mkdir -p "$target/kernels/cpu" "$target/kernels/cuda"
-  for header in kernels.h cpu/vec.h cpu/scalar.h cpu/split.h cpu/expression.h \
-    cuda/expression.cuh; do
-    [ ! -e "$root/kernels/$header" ] ||
-      cp "$root/kernels/$header" "$target/kernels/$header"
+  for folder in . cpu cuda; do
+    for header in "$root/kernels/$folder"/*.h "$root/kernels/$folder"/*.cuh; do
+      [ ! -e "$header" ] || cp "$header" "$target/kernels/$folder/"
+    done
   done
   cp "$bin/kvlab" "$target/bin/"
   cp "$bin/libkvlab.so" "$target/lib/"

@@ -12,6 +12,8 @@
 
 #include "kernels.h"
 
+#ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
+
 typedef struct cublasContext *cublasHandle_t; /* as in cublas_v2.h */
 
 struct kvl_cuda_queue {
@@ -40,6 +42,8 @@ namespace kvl_cuda {
 /* Records the message of a failure and returns `status`. */
 __attribute__((format(printf, 2, 3))) int fail(int status, const char *format, ...);
 }
+
+#endif
 
 /* Runs a body with T the C++ type of a dtype; for other dtypes the launcher returns. */
 #define KVL_CUDA_BY_FLOAT(dtype, T, ...) \

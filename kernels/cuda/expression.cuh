@@ -11,8 +11,10 @@ typedef unsigned long long uint64_t;
 typedef unsigned short uint16_t;
 typedef unsigned char uint8_t;
 
+#ifndef INFINITY
 #define INFINITY __int_as_float(0x7F800000)
 #define NAN __int_as_float(0x7FFFFFFF)
+#endif
 #define INT32_MIN (-2147483647 - 1)
 #define INT32_MAX 2147483647
 #define UINT32_MAX 4294967295u

@@ -6,6 +6,8 @@
 
 #include "common.cuh"
 
+#ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
+
 namespace kvl {
 
 inline bool is_hopper(const kvl_cuda_queue *q) { /* Hopper or later has 227 KiB */
@@ -52,5 +54,7 @@ template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
 }
 
 }  // namespace kvl
+
+#endif
 
 #endif

@@ -21,6 +21,7 @@
  *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
  *           paged_prefill.cuh  16-bit prefill elsewhere, and what paged_wgmma does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
+ *           hook.cuh           all but paged_wgmma.cuh can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
  * Tolerance 16-bit: P is rounded to q's dtype before P V (to f16 over f8e4m3), so 2^-9 (bf16)
@@ -39,6 +40,7 @@
  *
  * Grids depend only on sizes that the host knows. Lengths, tables, selections and starts are
  * read on the device, so a captured launch serves later steps. */
+#include "hook_launch.cuh"
 #include "paged_combine.cuh"
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
@@ -47,6 +49,8 @@
 
 namespace kvl {
 namespace {
+
+using hooked = kvl_hooked_attention_args;
 
 /* How many query rows a decode kernel packs together: a group's K and V are read once for
  * each pack. */
@@ -146,110 +150,134 @@ int decode_blocks(const split_place &p, int warps) {
 }
 
 template <class T, int D, bool F8>
-int launch_decode(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
   using shape = decode_shape<D, F8>;
+  const kvl_paged_attention_args &a = h.base;
   const split_place place = decode_place(a, q->sm_count);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  if (h.hook) {
+    hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
+    snprintf(k.name, sizeof k.name, "decode_%s_%d%s", type_name<T>, D, F8 ? "_f8" : "");
+    int status = launch_hooked(h, k, &a, &place, q);
+    return status < 0 ? status : launch_combine(a, place, q);
+  }
   int status = allow_shared<paged_decode<T, D, F8>>(q, shape::SHARED_BYTES);
   if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, F8>>(q);
   if (status < 0) return status;
-  const int blocks = decode_blocks(place, shape::WARPS);
   status = launch_programmatic(paged_decode<T, D, F8>, blocks, shape::WARPS * WARP,
                                shape::SHARED_BYTES, q, a, place);
   return status < 0 ? status : launch_combine(a, place, q);
 }
 
 template <class T, int D, class C = T>
-int launch_prefill(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
   using shape = prefill_shape<D>;
+  const kvl_paged_attention_args &a = h.base;
   int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
   int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
+  dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+  if (h.hook) {
+    hook_kernel k = {"", (int)grid.x, (int)grid.y, shape::THREADS, shape::SHARED_BYTES};
+    snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D,
+             same<T, C> ? "" : "_f8");
+    return launch_hooked(h, k, &a, &subgroups, q);
+  }
   int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
-  dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
   paged_prefill<T, D, C>
       <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
   return KVL_OK;
 }
 
-template <class T, int D, int ROWS>
-int launch_f32(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+template <class T, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
   using shape = f32_shape<T, D>;
+  const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
   constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+  hook_kernel k = {"", 1, 1, THREADS, BYTES, !a.starts};
+  snprintf(k.name, sizeof k.name, "f32_%s_%s_%d_%d", a.starts ? "prefill" : "decode",
+           type_name<T>, D, ROWS);
   if (a.starts) {
     int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
+    dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+    k.grid_x = (int)grid.x, k.grid_y = (int)grid.y;
+    if (h.hook) return launch_hooked(h, k, &a, &subgroups, q);
     int status = allow_shared<paged_f32_prefill<T, D, ROWS>>(q, BYTES);
     if (status < 0) return status;
-    dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
     paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
     return KVL_OK;
   }
   const split_place place = decode_place(a, q->sm_count);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  if (h.hook) {
+    k.grid_x = blocks;
+    int status = launch_hooked(h, k, &a, &place, q);
+    return status < 0 ? status : launch_combine(a, place, q);
+  }
   int status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
   if (status < 0) return status;
-  const int blocks = decode_blocks(place, shape::WARPS);
   status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
                                place);
   return status < 0 ? status : launch_combine(a, place, q);
 }
 
-template <class T, int D>
-int launch_f32_rows(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  int rows = a.starts ? 8 : decode_rows(a);
-  if (rows == 1) return launch_f32<T, D, 1>(a, q);
-  if (rows == 4) return launch_f32<T, D, 4>(a, q);
-  return launch_f32<T, D, 8>(a, q);
+template <class T, int D> int launch_f32_rows(const hooked &h, const kvl_cuda_queue *q) {
+  int rows = h.base.starts ? 8 : decode_rows(h.base);
+  if (rows == 1) return launch_f32<T, D, 1>(h, q);
+  if (rows == 4) return launch_f32<T, D, 4>(h, q);
+  return launch_f32<T, D, 8>(h, q);
 }
 
-template <class T>
-int launch_f32_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  int d = a.cache.head_dim;
-  if (d <= 64) return launch_f32_rows<T, 64>(a, q);
-  if (d <= 128) return launch_f32_rows<T, 128>(a, q);
-  return launch_f32_rows<T, 256>(a, q);
+template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.head_dim;
+  if (d <= 64) return launch_f32_rows<T, 64>(h, q);
+  if (d <= 128) return launch_f32_rows<T, 128>(h, q);
+  return launch_f32_rows<T, 256>(h, q);
 }
 
 /* A decode waits for memory, so padding its dims costs nothing. */
-template <class T, bool F8>
-int launch_decode_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  int d = a.cache.head_dim;
-  if (d <= 64) return launch_decode<T, 64, F8>(a, q);
-  if (d <= 128) return launch_decode<T, 128, F8>(a, q);
-  return launch_decode<T, 256, F8>(a, q);
+template <class T, bool F8> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.head_dim;
+  if (d <= 64) return launch_decode<T, 64, F8>(h, q);
+  if (d <= 128) return launch_decode<T, 128, F8>(h, q);
+  return launch_decode<T, 256, F8>(h, q);
 }
 
-template <class T, class C>
-int launch_prefill_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  int d = a.cache.head_dim;
-  if (d <= 64) return launch_prefill<T, 64, C>(a, q);
-  if (d <= 96) return launch_prefill<T, 96, C>(a, q);
-  if (d <= 128) return launch_prefill<T, 128, C>(a, q);
-  if (d <= 192) return launch_prefill<T, 192, C>(a, q);
-  return launch_prefill<T, 256, C>(a, q);
+template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.head_dim;
+  if (d <= 64) return launch_prefill<T, 64, C>(h, q);
+  if (d <= 96) return launch_prefill<T, 96, C>(h, q);
+  if (d <= 128) return launch_prefill<T, 128, C>(h, q);
+  if (d <= 192) return launch_prefill<T, 192, C>(h, q);
+  return launch_prefill<T, 256, C>(h, q);
 }
 
-template <class T>
-int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
   int d = a.cache.head_dim;
   if (!a.starts) {
-    if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(a, q);
-    return launch_decode_dim<T, false>(a, q);
+    if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
+    return launch_decode_dim<T, false>(h, q);
   }
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(a, q);
-  if (wgmma_takes(a, q))
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
+  if (!h.hook && wgmma_takes(a, q))
     return d == 64 ? launch_prefill_wgmma<T, 64>(a, q) : launch_prefill_wgmma<T, 128>(a, q);
-  return launch_prefill_dim<T, T>(a, q);
+  return launch_prefill_dim<T, T>(h, q);
 }
 
-int launch(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+int launch(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  if (h.scores && (!h.hook || a.starts))
+    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+                          "scores are kept by a hook's kernel, and in decode alone");
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
   if (!aligned16(a.q, a.cache.kv, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(a, q);
-  else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(a, q);
-  else if (a.cache.dtype == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(a, q);
-  else { KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(a, q);) }
+  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
+  else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
+  else if (a.cache.dtype == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(h, q);
+  else { KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(h, q);) }
   return status < 0 ? status : kvl__cuda_launched();
 }
 
@@ -263,6 +291,6 @@ KVL_CUDA_WORKSPACE(paged_attention) {
 }
 
 KVL_CUDA_KERNEL(paged_attention) {
-  const kvl_paged_attention_args &a = *(const kvl_paged_attention_args *)args;
-  return kvl::launch(a, (const kvl_cuda_queue *)queue);
+  const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
+  return kvl::launch(h, (const kvl_cuda_queue *)queue);
 }

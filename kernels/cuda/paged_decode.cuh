@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "barrier.cuh"
+#include "hook.cuh"
 #include "paged_split.cuh"
 
 namespace kvl {
@@ -89,10 +90,9 @@ template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
   return F8 ? n / 2 * 16 + j * 4 + c * 2 + n % 2 : n * 8 + j * 2 + c;
 }
 
-template <class T, int D, bool F8>
-__global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
-    paged_decode(const __grid_constant__ kvl_paged_attention_args a,
-                 const __grid_constant__ split_place place) {
+template <class T, int D, bool F8, class H>
+__device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
+                                       const split_place &place, const H &hook) {
   using shape = decode_shape<D, F8>;
   using M = std::conditional_t<F8, __half, T>; /* the type on the tensor cores */
   constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
@@ -310,6 +310,21 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
             s[n][c] += slope0 * (float)(key - length + 1);
             s[n][c + 2] += slope1 * (float)(key - length + 1);
           }
+          if constexpr (H::ACTIVE) {
+            const int at = max(key, 0), own = length - 1;
+            const int group0 = (unit - kv_head * (int)place.subgroups.by) * place.rows;
+            const int last = place.group - 1, kv_heads = a.cache.kv_heads;
+            const hook_row of0 = {seq,    kv_heads, kv_head, min(group0 + row0, last),
+                                  length, own};
+            const hook_row of1 = {seq,    kv_heads, kv_head, min(group0 + row1, last),
+                                  length, own};
+            s[n][c] = hook(s[n][c], of0, at);
+            s[n][c + 2] = hook(s[n][c + 2], of1, at);
+            const query_rows rows = unit_rows(place, seq, unit);
+            const int64_t row = (int64_t)seq * a.heads + rows.head0;
+            if (key >= 0 && row0 < rows.count) keep_score(hook, row + row0, key, s[n][c]);
+            if (key >= 0 && row1 < rows.count) keep_score(hook, row + row1, key, s[n][c + 2]);
+          }
           s[n][c] = key < 0 ? -INFINITY : s[n][c];
           s[n][c + 2] = key < 0 ? -INFINITY : s[n][c + 2];
           top0 = fmaxf(top0, s[n][c]);
@@ -415,6 +430,13 @@ __global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
     tiles = plan.tiles(length);
     fresh = true;
   }
+}
+
+template <class T, int D, bool F8>
+__global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
+    paged_decode(const __grid_constant__ kvl_paged_attention_args a,
+                 const __grid_constant__ split_place place) {
+  decode<T, D, F8>(a, place, no_hook());
 }
 
 }  // namespace kvl

@@ -10,6 +10,7 @@
 #ifndef KVL_CUDA_PAGED_F32_CUH
 #define KVL_CUDA_PAGED_F32_CUH
 
+#include "hook.cuh"
 #include "paged_split.cuh"
 
 namespace kvl {
@@ -61,10 +62,11 @@ template <class T, int D, int ROWS> struct f32_state {
   }
 
   /* Attends to tiles tile, tile + step, ... before tile_end. Keys is paged_keys, or a type
-   * that finds rows in the same way. */
-  template <class Keys>
+   * that finds rows in the same way. A hook gets the sequence and its length. */
+  template <class Keys, class H = no_hook>
   __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
-                         int tile, int tile_end, int step, char *ring, int *positions) {
+                         int tile, int tile_end, int step, char *ring, int *positions,
+                         const H &hook = {}, int64_t seq = 0, int length = 0) {
     constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
     constexpr int SIDE = shape::SIDE;
     const kvl_paged_attention_args &a = keys.a;
@@ -158,6 +160,15 @@ template <class T, int D, int ROWS> struct f32_state {
           float score = sum_of_four<LANES>(p[r], lane);
           if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
           score += sees.slope[r] * (float)(at - sees.position[r]);
+          if constexpr (H::ACTIVE) {
+            const int group = (int)(a.heads / a.cache.kv_heads),
+                      real = min(r, rows.count - 1);
+            const hook_row row = {seq,    a.cache.kv_heads, kv_head, rows.head(real) % group,
+                                  length, sees.position[r]};
+            score = hook(score, row, max(at, 0));
+            if (at >= 0 && r < rows.count && lane % (LANES / 4) == 0)
+              keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
+          }
           if (at < sees.begin[r] || at > sees.limit[r]) score = -INFINITY;
           float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
           top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, LANES / 4));
@@ -224,10 +235,9 @@ template <class T, int D, int ROWS> struct f32_state {
   }
 };
 
-template <class T, int D, int ROWS>
-__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
-    paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
-                     const __grid_constant__ split_place place) {
+template <class T, int D, int ROWS, class H>
+__device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
+                                           const split_place &place, const H &hook) {
   using shape = f32_shape<T, D>;
   extern __shared__ __align__(128) char shared[];
   __shared__ uint32_t sums[PLAN_CHUNKS];
@@ -254,7 +264,8 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
     const paged_keys keys(a, seq, kv_head, window_begin(a, length - 1), length);
     sees[warp].set(a, rows, length - 1, length);
     f32_state<T, D, ROWS> state;
-    state.attend(keys, rows, sees[warp], from, from + count, 1, ring, positions);
+    state.attend(keys, rows, sees[warp], from, from + count, 1, ring, positions, hook, seq,
+                 length);
     state.join();
     left -= count;
     if (left == 0) let_next_start();
@@ -279,7 +290,14 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
 
 template <class T, int D, int ROWS>
 __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
-    paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+    paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
+                     const __grid_constant__ split_place place) {
+  f32_decode<T, D, ROWS>(a, place, no_hook());
+}
+
+template <class T, int D, int ROWS, class H>
+__device__ __forceinline__ void f32_prefill(const kvl_paged_attention_args &a, int subgroups,
+                                            const H &hook) {
   using shape = f32_shape<T, D>;
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
@@ -298,7 +316,8 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
   state.attend(walk, rows, sees[warp], walk.first / KEYS + warp,
                (walk.keys + KEYS - 1) / KEYS, WARPS,
                shared + warp * shape::STAGES * shape::STAGE_BYTES,
-               (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS);
+               (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS, hook,
+               tile_q.seq, length);
   state.join();
 
   __syncthreads(); /* all warps are done with the ring, which now holds the states */
@@ -309,6 +328,12 @@ __global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
   __syncthreads();
   finish_rows<WARPS, ROWS, D>(a, rows, a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f, sums,
                               states);
+}
+
+template <class T, int D, int ROWS>
+__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
+    paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+  f32_prefill<T, D, ROWS>(a, subgroups, no_hook());
 }
 
 }  // namespace kvl

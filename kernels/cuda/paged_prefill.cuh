@@ -18,6 +18,7 @@
 #ifndef KVL_CUDA_PAGED_PREFILL_CUH
 #define KVL_CUDA_PAGED_PREFILL_CUH
 
+#include "hook.cuh"
 #include "paged_output.cuh"
 
 namespace kvl {
@@ -108,6 +109,14 @@ struct prefill_row {
   __device__ __forceinline__ bool sees(int position) const {
     return position >= low && position <= limit;
   }
+  /* A row that does not exist is the last that does. */
+  __device__ __forceinline__ hook_row for_hook(const kvl_paged_attention_args &a,
+                                               const query_rows &rows, int64_t seq,
+                                               int kv_head, int length) const {
+    const int group = (int)(a.heads / a.cache.kv_heads);
+    const int head = rows.head(has ? r : rows.count - 1) % group;
+    return {seq, a.cache.kv_heads, kv_head, head, length, at};
+  }
 };
 
 /* What the rows of a warp have in common: none of them sees keys past `most`, and all of them
@@ -158,11 +167,12 @@ template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], 
       s[n][c + 2] *= scale;
     }
 }
-template <int N>
+template <int N, class H>
 __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
                                             float k_scale, const int *positions, int pair,
-                                            const prefill_row &row0,
-                                            const prefill_row &row1) {
+                                            const prefill_row &row0, const prefill_row &row1,
+                                            const H &hook, const hook_row &of0,
+                                            const hook_row &of1) {
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
@@ -170,8 +180,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &
       int at = positions[n * 8 + pair + c];
       bool seen0 = row0.sees(at), seen1 = row1.sees(at);
       float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
-      s[n][c] = seen0 ? x0 + row0.slope * (float)(at - row0.at) : -INFINITY;
-      s[n][c + 2] = seen1 ? x1 + row1.slope * (float)(at - row1.at) : -INFINITY;
+      x0 += row0.slope * (float)(at - row0.at);
+      x1 += row1.slope * (float)(at - row1.at);
+      if constexpr (H::ACTIVE) x0 = hook(x0, of0, max(at, 0)), x1 = hook(x1, of1, max(at, 0));
+      s[n][c] = seen0 ? x0 : -INFINITY;
+      s[n][c + 2] = seen1 ? x1 : -INFINITY;
     }
 }
 
@@ -210,9 +223,9 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
 
 /* ---- the kernel ------------------------------------------------------------------------ */
 
-template <class T, int D, class C = T>
-__global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
-    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+template <class T, int D, class C, class H>
+__device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int subgroups,
+                                        const H &hook) {
   using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
@@ -251,7 +264,9 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   const T *const q0 = row0.query<T>(a, rows, head_dim);
   const T *const q1 = row1.query<T>(a, rows, head_dim);
   const prefill_sight sight(row0, row1);
-  const bool biased = a.alibi || a.soft_cap > 0.f;
+  const bool biased = a.alibi || a.soft_cap > 0.f || H::ACTIVE;
+  const hook_row of0 = row0.for_hook(a, rows, tile_q.seq, kv_head, length);
+  const hook_row of1 = row1.for_hook(a, rows, tile_q.seq, kv_head, length);
   const score_rule rule(a);
   const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
   const float scale = rule.scale * k_scale;
@@ -296,7 +311,7 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
                  positions[KEYS - 1] <= sight.least && !biased;
     float top0 = m0, top1 = m1;
     if (plain) scale_scores(s, scale);
-    else mask_scores(s, rule, k_scale, positions, pair, row0, row1);
+    else mask_scores(s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
     raise_tops(s, top0, top1);
     const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
     const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);
@@ -315,6 +330,12 @@ __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
   const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
   if (row0.has) write_out(a, rows, row0.r, head_dim, out, 0, m0, l0, v_scale, pair);
   if (row1.has) write_out(a, rows, row1.r, head_dim, out, 2, m1, l1, v_scale, pair);
+}
+
+template <class T, int D, class C = T>
+__global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
+    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+  prefill<T, D, C>(a, subgroups, no_hook());
 }
 
 }  // namespace kvl

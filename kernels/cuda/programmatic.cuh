@@ -22,6 +22,7 @@ __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+#ifndef __CUDACC_RTC__
 /* A cluster is `cluster` neighbouring blocks along x; use 1 on devices before sm_90. */
 template <class... P, class... A>
 int launch_clusters(void (*kernel)(P...), int cluster, dim3 grid, int threads,
@@ -45,6 +46,7 @@ int launch_programmatic(void (*kernel)(P...), dim3 grid, int threads, size_t byt
                         const kvl_cuda_queue *q, const A &...args) {
   return launch_clusters(kernel, 1, grid, threads, bytes_shared, q, args...);
 }
+#endif
 
 }  // namespace kvl
 

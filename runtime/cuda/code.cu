@@ -1,9 +1,8 @@
-/* Kernels that were compiled at run time, as cubins. The driver's functions are found at run
- * time: kvlab does not link to it. */
-#include <cuda.h>
+/* Kernels that were compiled at run time, as cubins. */
 #include <stdio.h>
 
 #include "cuda/backend.cuh"
+#include "cuda/driver.cuh"
 
 namespace kvl_cuda {
 
@@ -15,41 +14,9 @@ struct code {
   int shared_allowed; /* bytes of dynamic shared memory that it has asked for */
 };
 
-template <class F> F *driver(const char *name, unsigned version) {
-  void *f = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  cudaError_t e = cudaGetDriverEntryPointByVersion(name, &f, version, cudaEnableDefault,
-                                                   &result);
-  return e == cudaSuccess && result == cudaDriverEntryPointSuccess ? (F *)f : nullptr;
-}
-
-struct functions {
-  CUresult (*load)(CUlibrary *, const void *, CUjit_option *, void **, unsigned,
-                   CUlibraryOption *, void **, unsigned);
-  CUresult (*unload)(CUlibrary);
-  CUresult (*get_kernel)(CUkernel *, CUlibrary, const char *);
-  CUresult (*set_attribute)(CUfunction_attribute, int, CUkernel, CUdevice);
-  CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
-  CUresult (*error_name)(CUresult, const char **);
-};
-
-const functions &the_driver() {
-  static const functions f = {
-      driver<decltype(cuLibraryLoadData)>("cuLibraryLoadData", 12000),
-      driver<decltype(cuLibraryUnload)>("cuLibraryUnload", 12000),
-      driver<decltype(cuLibraryGetKernel)>("cuLibraryGetKernel", 12000),
-      driver<decltype(cuKernelSetAttribute)>("cuKernelSetAttribute", 12000),
-      driver<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx", 12000),
-      driver<decltype(cuGetErrorName)>("cuGetErrorName", 12000),
-  };
-  return f;
-}
-
 int failed(CUresult error, const char *what) {
-  const char *name = nullptr;
-  if (the_driver().error_name) the_driver().error_name(error, &name);
   return fail(error == CUDA_ERROR_OUT_OF_MEMORY ? KVL_ERR_NO_MEMORY : KVL_ERR_DEVICE,
-              "%s: %s", what, name ? name : "unknown error");
+              "%s: %s", what, kvl::driver_words(error));
 }
 
 }  // namespace
@@ -58,8 +25,8 @@ int code_open(void *ctx, const void *image, size_t bytes, void **out) {
   (void)bytes;
   int status = enter(ctx);
   if (status < 0) return status;
-  const functions &f = the_driver();
-  if (!f.load || !f.unload || !f.get_kernel || !f.set_attribute || !f.launch)
+  const kvl::library_functions &f = kvl::the_driver();
+  if (!f.found())
     return fail(KVL_ERR_UNSUPPORTED, "kernels made at run time need a driver of CUDA 12.0");
   code *c = new (std::nothrow) code();
   if (!c) return fail(KVL_ERR_NO_MEMORY, "out of host memory");
@@ -77,7 +44,7 @@ int code_open(void *ctx, const void *image, size_t bytes, void **out) {
 
 void code_close(void *handle) {
   code *c = (code *)handle;
-  the_driver().unload(c->library);
+  kvl::the_driver().unload(c->library);
   delete c;
 }
 
@@ -94,7 +61,7 @@ int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t s
   if (status < 0) return status;
   const device_ctx *d = (const device_ctx *)ctx;
   code *c = (code *)handle;
-  const functions &f = the_driver();
+  const kvl::library_functions &f = kvl::the_driver();
   if (grid->bytes_shared > 48 << 10 && grid->bytes_shared > c->shared_allowed) {
     CUresult error = f.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                      grid->bytes_shared, c->kernel, d->index);

@@ -55,24 +55,30 @@ local function give_inputs(one, owner, ctx)
   one:set("layer", ctx.layer)
 end
 
+-- Bytes of a hook's arguments, see kernels/hook.h.
+local ARGUMENTS_MAX = 192
+
 --- The hook's code for a dtype of queries and a phase. On the CPU all have the same.
-local function code_for(self, ctx)
-  local dtype = ctx.query:type()
-  local key = ctx.device:is_cpu() and "" or dtype .. (ctx.is_prefill and " prefill" or "")
+local function code_for(self, dtype, is_prefill)
+  local key = self.shape.device:is_cpu() and ""
+    or dtype .. (is_prefill and " prefill" or "")
   local one = self.codes[key]
-  if not one then
-    local plan = place.hook(self.expressions, self.what, self.o)
-    plan.q_dtype, plan.is_prefill = dtype, ctx.is_prefill
-    plan.keeps = next(self.emits) ~= nil and not ctx.is_prefill
-    one = kernel.open(plan, ctx.device)
-    self.codes[key] = one
+  if one then return one end
+  local plan = place.hook(self.expressions, self.what, self.o)
+  plan.q_dtype, plan.is_prefill = dtype, is_prefill
+  plan.keeps = next(self.emits) ~= nil and not is_prefill
+  if 8 * #place.arguments(plan) > ARGUMENTS_MAX then
+    error(("%s: %d parameters, constants and inputs, expected at most %d"):format(
+      plan.what, #place.arguments(plan) - 2, ARGUMENTS_MAX / 8 - 2), 0)
   end
+  one = kernel.open(plan, self.shape.device)
+  self.codes[key] = one
   return one
 end
 
 --- Prepares the hook for a layer, and gives it to the arguments of attention.
 function Hook:give(call, ctx)
-  local one = code_for(self, ctx)
+  local one = code_for(self, ctx.query:type(), ctx.is_prefill)
   one.count = 0
   give_inputs(one, self.owner, ctx)
   call.hook, call.scores = one, nil
@@ -148,6 +154,10 @@ function M.attach(self, shape)
     hook.emits[name] = kernel.open(place.emit(name, expressions.emit[name], what, o),
       shape.device)
   end
+  -- most likely queries have the dtype of the cache; other code is made when it is needed
+  local dtype = shape.dtype == "f8e4m3" and "bf16" or shape.dtype
+  if self.decode then code_for(hook, dtype, false) end
+  if self.prefill then code_for(hook, dtype, true) end
   self.hook, self.emitted = hook, {}
 end
 

@@ -24,6 +24,10 @@ void *dlopen(const char *path, int flags);
 -- RTLD_NOW | RTLD_NODELETE of Linux
 local RESOLVE_AND_KEEP = 0x1002
 
+-- Headers of the toolkit, for each of which kernels/cuda/nvrtc.cuh stands.
+local TOOLKIT = { "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda_runtime.h",
+                  "stddef.h", "stdint.h", "type_traits" }
+
 -- Where CUDA's packages put it, from the newest to the oldest that is enough.
 local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }
 local opened
@@ -76,15 +80,20 @@ end
 function M.compile(source, target)
   local lib, why = M.open()
   if not lib then return nil, why end
-  local header = files.read(library.paths.root .. "/kernels/cuda/expression.cuh")
-  if not header then return nil, "kernels/cuda/expression.cuh cannot be read" end
-  local program = ffi.new "nvrtcProgram[1]"
-  local headers = ffi.new("const char *[1]", { header })
-  local names = ffi.new("const char *[1]", { "expression.cuh" })
-  local status = lib.nvrtcCreateProgram(program, source, "kernel.cu", 1, headers, names)
+  local root = library.paths.root
+  local header = files.read(root .. "/kernels/cuda/nvrtc.cuh")
+  if not header then return nil, "kernels/cuda/nvrtc.cuh cannot be read" end
+  local program, texts = ffi.new "nvrtcProgram[1]", {}
+  for i = 1, #TOOLKIT do texts[i] = header end
+  local headers = ffi.new("const char *[?]", #TOOLKIT, texts)
+  local names = ffi.new("const char *[?]", #TOOLKIT, TOOLKIT)
+  local status = lib.nvrtcCreateProgram(program, source, "kernel.cu", #TOOLKIT, headers,
+    names)
   if status ~= 0 then return nil, ffi.string(lib.nvrtcGetErrorString(status)) end
   local list = { "--gpu-architecture=" .. target, "-std=c++17",
-                 "--extra-device-vectorization", "-default-device" }
+                 "--extra-device-vectorization", "-default-device",
+                 "-I" .. root .. "/kernels/cuda", "-I" .. root .. "/kernels",
+                 "-I" .. root .. "/runtime" }
   local flags = ffi.new("const char *[?]", #list, list)
   status = lib.nvrtcCompileProgram(program[0], #list, flags)
   local image

@@ -866,6 +866,7 @@ local PRINTS = { score = print_score, summary = print_summary, map = print_map,
 -- What CUDA is printed with, too.
 M.shared = { TYPES = TYPES, START = START, operation = operation, struct = struct,
              bytes_of = bytes_of, body = body, indented = indented,
+             input_lines = input_lines,
              literal = Printer.literal }
 
 --- The source of a kernel.

@@ -1,5 +1,5 @@
 --- bias, mask, log_weight and emit against attention by the book, on every printer.
--- Stated tolerance: 1e-4 of the larger number in f32.
+-- Tolerances: spec/hooks.lua.
 local compiler = require "kvlab.kernel.compiler"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"
@@ -33,18 +33,22 @@ end
 
 local CASES = {
   { dtype = "f32", group = 4, block_size = 16, head_dim = 32 },
-  { dtype = "f16", group = 1, block_size = 8, head_dim = 64, selects = true },
-  { dtype = "bf16", group = 3, block_size = 4, head_dim = 40, window = 9 },
+  { dtype = "f16", q_dtype = "f16", group = 1, block_size = 8, head_dim = 64,
+    selects = true },
+  { dtype = "bf16", q_dtype = "bf16", group = 3, block_size = 4, head_dim = 40,
+    window = 9 },
   { dtype = "f8e4m3", group = 16, block_size = 16, head_dim = 16, selects = true,
     scaled = { 2, 0.5 } },
+  { dtype = "f8e4m3", q_dtype = "bf16", group = 4, block_size = 8, head_dim = 128 },
   { dtype = "f32", group = 2, block_size = 16, head_dim = 32, rows = { 3, 40, 7, 1 } },
-  { dtype = "f16", group = 5, block_size = 8, head_dim = 48, rows = { 1, 2, 30, 1 },
-    window = 11, selects = true },
+  { dtype = "f16", q_dtype = "f16", group = 5, block_size = 8, head_dim = 48,
+    rows = { 1, 2, 30, 1 }, window = 11, selects = true },
 }
 
 local function words(o)
-  return ("%s, group %d, block %d, head_dim %d%s%s%s"):format(o.dtype, o.group,
-    o.block_size, o.head_dim, o.rows and ", prefill" or "", o.window and ", window" or "",
+  return ("%s queries, %s, group %d, block %d, head_dim %d%s%s%s"):format(
+    o.q_dtype or "f32", o.dtype, o.group, o.block_size, o.head_dim,
+    o.rows and ", prefill" or "", o.window and ", window" or "",
     o.selects and ", selection" or "")
 end
 
@@ -82,4 +86,10 @@ describe("a hook of attention in C", function()
   end
   known_cases "cpu"
   random_cases("cpu", nil, 1, 12)
+end)
+
+describe("a hook of attention in CUDA #gpu", function()
+  if not kv.cuda_available() then return end
+  known_cases "cuda"
+  random_cases("cuda", nil, 1, 40)
 end)
