@@ -114,6 +114,7 @@ local LATE = {
     return kv.index_cache { device = "cpu", layers = 2, blocks = 8, block_size = 16,
                             dim = 32, bits = 4 }
   end,
+  source = function() return kv.kernel.source(rows["kv.kernel.source"].good()) end,
   indexer = function() return kv.indexer { device = "cpu", topk = 8 } end,
   chunks = function()
     return kv.prefix_chunks { tables = kv.zeros("cpu", "i32", { 1, 4 }), lens = { 40 },
@@ -201,6 +202,7 @@ local MAKERS = {
   ["policy/hash Hashes"] = function(w) return w.hashes end,
   ["policy/hash Centred"] = of "centred",
   ["kernel/expression expression"] = function(w) return w.any_expression() end,
+  ["kernel/source Source"] = of "source",
   ["policy/tally Tally"] = function(w) return w.tally end,
   ["tensor/safetensors File"] = of "file", ["memory/prefetch Ticket"] = of "ticket",
   ["policy/summary Keys"] = of "keys", ["policy/hash Cache"] = of "hash_cache",

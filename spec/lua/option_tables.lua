@@ -186,6 +186,18 @@ M["kv.hash.cache"] = {
   call = function(o) kv.hash.cache(o) end,
 }
 
+-- ---- kernels --------------------------------------------------------------------------
+
+M["kv.kernel.source"] = {
+  good = function()
+    return { name = "x", arguments = { "a f32 [n]", "b f32 [n] written", "c i32" },
+             c = "void x(const float *a, float *b, int32_t c, int64_t n) {}",
+             cuda = "void x(const float *a, float *b, int32_t c, int64_t n) {}",
+             grid = 1, block = 32, shared = 0 }
+  end,
+  call = function(o) kv.kernel.source(o) end,
+}
+
 -- ---- observers ------------------------------------------------------------------------
 
 local synthetic = once(function()

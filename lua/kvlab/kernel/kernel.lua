@@ -49,23 +49,44 @@ local function compile(source, target)
   return require("kvlab.kernel.nvrtc").compile(source, target)
 end
 
---- Loads the code of a source: from memory, from disk, or from the compiler.
----@return ffi.cdata*  kvl_code
-function M.load(dev, what, source, target)
+--- The code of an image; nil and why it cannot be loaded.
+local function open_image(dev, what, image)
+  if C.kvl_code_open(dev, what, image, #image, out_code) < 0 then
+    return nil, ffi.string(C.kvl_last_error())
+  end
+  return out_code[0]
+end
+
+--- The code of a source: from memory, from disk, or from the compiler. The compiler is no
+-- part of the name that it is kept under: any one gives the same meaning, and what was
+-- kept must be found where there is none. What was kept and cannot be loaded, such as
+-- code that needs the OpenMP of a compiler that is gone, is compiled again.
+---@param shown? string  what the compiler gets in place of the source: the same, but for
+--                       the lines that its errors name
+---@return ffi.cdata*|nil code  kvl_code
+---@return string|nil why
+function M.load(dev, what, source, target, shown)
   local flags = compiler.LANES[target] and compiler.flags(target) or ""
   local name = cache.hash(table.concat({ source, target, flags,
     ffi.string(C.kvl_device_build(dev)) }, "\0"))
   if loaded[name] then return loaded[name] end
   local image = cache.load(name)
-  if not image then
+  local code = image and open_image(dev, what, image)
+  if not code then
     local why
-    image, why = compile(source, target)
-    if not image then error(("%s: it cannot be compiled: %s"):format(what, why), 0) end
+    image, why = compile(shown or source, target)
+    if not image then return nil, ("%s: it cannot be compiled: %s"):format(what, why) end
+    code, why = open_image(dev, what, image)
+    if not code then return nil, why end
     cache.keep(name, image)
   end
-  check(C.kvl_code_open(dev, what, image, #image, out_code))
-  loaded[name] = out_code[0]
-  return out_code[0]
+  loaded[name] = code
+  return code
+end
+
+local function load_or_fail(...)
+  local code, why = M.load(...)
+  return code or error(why, 0)
 end
 
 -- ---- arguments ------------------------------------------------------------------------
@@ -101,7 +122,7 @@ function M.open(plan, dev, target)
   local words = ffi.new("int64_t[?]", #list)
   local is_lua = target == "lua"
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
-    code = not is_lua and M.load(dev, plan.what, source, target),
+    code = not is_lua and load_or_fail(dev, plan.what, source, target),
     run = is_lua and lua_kernel.load(plan, source), given = is_lua and {},
     at = at, bytes = 8 * #list, words = words,
     pointers = ffi.cast(pointer_array, words), integers = ffi.cast(integer_array, words),

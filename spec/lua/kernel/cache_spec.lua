@@ -144,6 +144,22 @@ describe("the cache of kernels", function()
     computes(1)
   end)
 
+  it("compiles again what is whole and no library", function()
+    computes(1)
+    local path = kept()
+    local whole = files.read(path)
+    local keep = temporary.file(([[
+      require("kvlab.kernel.cache").keep(%q, "no library")]]):format(
+      path:match "[^/]*$"), "keep.lua")
+    local right = script
+    script = keep
+    assert.equal(0, (try()))
+    script = right
+    assert.are_not.equal(whole, files.read(path))
+    computes(1)
+    computes(0)
+  end)
+
   it("loads and keeps nothing where others can write", function()
     computes(1)
     chmod("770", folder())
