@@ -211,7 +211,15 @@ local function leaf(self)
     end
   end
   if self.leaves then choices = self.leaves
-  elseif self.draw(8) == 0 then return e.const("f32", "table_", "dim"), 2, true end
+  elseif self.place == "map" then
+    choices = { function() return self.inputs[1], 2 end,
+      function() return self.inputs[2], 2 end, function() return e.block, 8 end,
+      function() return e.length, 128 end, function() return e.blocks, 8 end,
+      function() return e.kv_head, 4 end, function() return e.layer, 1 end,
+      function() return e.param "weight", 3 end }
+  elseif self.draw(8) == 0 then
+    return e.const("f32", "table_", "dim"), 2, true
+  end
   local x, bound = pick(self, choices)()
   return x, bound, true
 end
@@ -226,8 +234,7 @@ end
 --- A comparison of exact values: elsewhere a rounding could turn it.
 local function condition(self, depth)
   local a, bound_a, exact_a = number(self, depth)
-  if not exact_a then a, bound_a = e.block or e.tokens, 8 end
-  if not exact_a and self.place == "summary" then a = e.tokens end
+  if not exact_a then a, bound_a = self.place == "summary" and e.tokens or e.block, 8 end
   local name = pick(self, { "lt", "le", "gt", "ge", "eq", "ne" })
   return a[name](a, math.floor(bound_a / 2) * (self.draw(3) - 1))
 end
@@ -353,6 +360,18 @@ function M.random(seed)
       p.table_ = kv.from(shape.device, "f32", { shape.head_dim },
         M.table_(shape.head_dim))
     end }, exact
+end
+
+--- A random map of two tensors.
+---@param seed integer
+function M.random_map(seed)
+  return kv.kernel.map(function(x, y)
+    local self = setmetatable({ draw = M.draws(seed), place = "map", inputs = { x, y },
+      dims_of = function(one) return one.dims end }, Maker)
+    local made = build(self, 2 + self.draw(4))
+    if made.type ~= "f32" and made.type ~= "i32" then made = made:cast "f32" end
+    return made + (x - y) * 0
+  end)
 end
 
 --- The numbers of the const that random expressions read.

@@ -13,7 +13,7 @@
 --   kv.cache kv.attention          paged KV memory, attention with a policy
 --   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
 --   kv.expr                        kernels for policies, written as arithmetic
---   kv.kernel                      kernels of source text
+--   kv.kernel                      kernels over scores, kernels of source text
 --   kv.reload                      reads a policy's file again
 --   kv.probe kv.record kv.capture  observers: a policy beside dense attention, what it
 --                                  selected as maps, what a real model's attention got
@@ -66,7 +66,8 @@ M.compressed = require("kvlab.index.compressed").compressed
 M.prefix_chunks = require("kvlab.index.prefix_chunks").prefix_chunks
 
 M.expr = expression.e
-M.kernel = { source = require("kvlab.kernel.source").source }
+M.kernel = { source = require("kvlab.kernel.source").source,
+             map = require("kvlab.kernel.map").map }
 
 M.policy = require "kvlab.policy.policy"
 M.attention = require("kvlab.policy.attention").attention

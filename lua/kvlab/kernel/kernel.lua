@@ -3,6 +3,7 @@
 local ffi = require "ffi"
 local cache = require "kvlab.kernel.cache"
 local compiler = require "kvlab.kernel.compiler"
+local expression = require "kvlab.kernel.expression"
 local library = require "kvlab.library"
 local lua_kernel = require "kvlab.kernel.lua_kernel"
 local place = require "kvlab.kernel.place"
@@ -10,6 +11,7 @@ local print_c = require "kvlab.kernel.print_c"
 local print_lua = require "kvlab.kernel.print_lua"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
+local words = require "kvlab.words"
 
 local C, check = library.C, library.check
 local M = {}
@@ -109,6 +111,13 @@ local function usual_target(plan, dev)
   return "lua"
 end
 
+--- The names of arguments, so that no launch has to make them.
+local function names_of(prefix, entries)
+  local names = {}
+  for i, one in ipairs(entries) do names[i] = prefix .. one.name end
+  return names
+end
+
 --- A kernel for a plan on a device, compiled if need be.
 ---@param plan kvlab.Plan
 ---@param dev kvlab.Device
@@ -119,14 +128,17 @@ function M.open(plan, dev, target)
   local source, launch = M.print(plan, target)
   local list, at = place.arguments(plan), {}
   for i, one in ipairs(list) do at[one.name] = i - 1 end
-  local words = ffi.new("int64_t[?]", #list)
+  local memory = ffi.new("int64_t[?]", #list)
   local is_lua = target == "lua"
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
     code = not is_lua and load_or_fail(dev, plan.what, source, target),
     run = is_lua and lua_kernel.load(plan, source), given = is_lua and {},
-    at = at, bytes = 8 * #list, words = words,
-    pointers = ffi.cast(pointer_array, words), integers = ffi.cast(integer_array, words),
-    floats = ffi.cast("double *", words),
+    at = at, bytes = 8 * #list, words = memory,
+    param_names = names_of("param_", plan.params),
+    const_names = names_of("const_", plan.consts),
+    field_names = names_of("field_", plan.fields),
+    pointers = ffi.cast(pointer_array, memory),
+    integers = ffi.cast(integer_array, memory), floats = ffi.cast("double *", memory),
     tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
     grid = ffi.new("kvl_grid", 1, 1, 1, launch and launch.threads or 1, 0, 1),
     teams = launch and launch.teams or 1, items = launch and launch.items or 1 }, Kernel)
@@ -149,14 +161,22 @@ function Kernel:set(name, value) self.integers[self.at[name]] = value end
 
 function Kernel:set_params(owner)
   -- Gives the parameters the present options of a policy.
-  for _, x in ipairs(self.plan.params) do
+  local list = self.plan.params
+  for i = 1, #list do
+    local x = list[i]
     local value = owner[x.name]
     if type(value) ~= "number" then
       error(("%s: the option %s is %s, expected a number"):format(self.plan.what, x.name,
         tostring(value)), 0)
     end
-    self.floats[self.at["param_" .. x.name]] = value
+    self.floats[self.at[self.param_names[i]]] = value
   end
+end
+
+function Kernel:give_consts(owner)
+  -- Gives the consts the tensors of a policy.
+  local list = self.plan.consts
+  for i = 1, #list do self:give(self.const_names[i], owner[list[i].name]) end
 end
 
 function Kernel:launch()
@@ -190,12 +210,6 @@ function M.options_of(owner, shape, what)
     block_size = shape.block_size, head_dim = shape.head_dim, kv_heads = shape.kv_heads,
     const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
   }
-end
-
-local function give_consts(kernel, owner)
-  for _, x in ipairs(kernel.plan.consts) do
-    kernel:give("const_" .. x.name, owner[x.name])
-  end
 end
 
 -- ---- a summary of expressions ---------------------------------------------------------
@@ -253,7 +267,7 @@ function Fields:update(ev)
   for i = 1, #self.names do
     kernel:give("field_" .. self.names[i], self.of[self.names[i]].layers[ev.layer])
   end
-  give_consts(kernel, self.owner)
+  kernel:give_consts(self.owner)
   kernel:set_params(self.owner)
   kernel:set("n", n)
   kernel:set("kv_heads", shape.kv_heads)
@@ -307,10 +321,11 @@ local function compute_score(kernel, owner, ctx)
   kernel:give("v_scale", v_scale)
   kernel:give("scores", scores)
   local fields = owner.summary
-  for _, field in ipairs(kernel.plan.fields) do
-    kernel:give("field_" .. field.name, fields[field.name].layers[ctx.layer])
+  local read = kernel.plan.fields
+  for i = 1, #read do
+    kernel:give(kernel.field_names[i], fields[read[i].name].layers[ctx.layer])
   end
-  give_consts(kernel, owner)
+  kernel:give_consts(owner)
   kernel:set_params(owner)
   kernel:set("q_dtype", ctx.query.dtype)
   kernel:set("seqs", ctx.seqs)
@@ -336,16 +351,53 @@ local function bytes_of_score(plan, shape)
   return bytes
 end
 
+-- ---- maps -----------------------------------------------------------------------------
+
+--- The kernel of a map (kernel/map.lua).
+local function open_map(map, what, o, dev)
+  local plan = place.map(map.expression, what, o)
+  local kernel = M.open(plan, dev)
+  kernel.by_head = plan.uses.kv_head or false
+  for _, x in ipairs(plan.consts) do
+    kernel.by_head = kernel.by_head or expression.has_dim(x.stored, "kv_head")
+  end
+  return kernel
+end
+
 -- ---- policies -------------------------------------------------------------------------
 
+--- Raises for a parameter that is no option of the policy which is a number.
+local function check_params(x, what, numbers)
+  expression.each(x, function(one)
+    if one.op == "param" and not numbers[one.name] then
+      local near, far = words.nearest(one.name, sorted.keys(numbers))
+      error(("%s: %s: there is no option %s that is a number%s"):format(one.line, what,
+        one.name, near and far <= 3 and (", did you mean %s?"):format(near) or ""), 0)
+    end
+  end)
+end
+
 --- Checks the expressions of a policy's definition, when it is defined.
----@param def table  summary: expressions by name, or nil; score: an expression or else
+---@param def table      summary: expressions by name, or nil; score: an expression or
+--                       anything else
+---@param maps table     the expressions of its maps, by name
+---@param numbers table  the names of its options that are numbers, as keys
 ---@return table|nil fields
 ---@return boolean reads_keys  the score reads K itself
-function M.check(def)
+function M.check(def, maps, numbers)
   local what = "policy " .. def.name
   local fields = def.summary and place.fields(def.summary, what)
-  return fields, place.reads_keys(def.score, fields or {}, what)
+  for name, x in pairs(fields or {}) do
+    check_params(x, what .. ": summary." .. name, numbers)
+  end
+  local reads_keys = place.reads_keys(def.score, fields or {}, what)
+  if expression.is_expression(def.score) then
+    check_params(def.score, what .. ": score", numbers)
+  end
+  for name, x in pairs(maps) do
+    check_params(place.check_map(x, what .. ": " .. name), what .. ": " .. name, numbers)
+  end
+  return fields, reads_keys
 end
 
 --- Makes the summary and the kernels of an attached policy's expressions, after its init.
@@ -355,7 +407,7 @@ function M.attach(self, shape)
   local what = "policy " .. self.name
   local o = M.options_of(self, shape, what)
   local fields, score = self.expressions.fields, self.expressions.score
-  if not (fields or score) then return end
+  local maps = self.expressions.maps
   if fields then self.summary = new_fields(self, shape, fields, o) end
   if score then
     local plan = place.score(score, fields or {}, what, o)
@@ -363,6 +415,10 @@ function M.attach(self, shape)
     kernel.rows = shape.blocks
     kernel.processors = tonumber(shape.device:description():match "(%d+) SMs") or 1
     self.score_kernel, self.score_bytes_block = kernel, bytes_of_score(plan, shape)
+  end
+  if next(maps) then self.map_kernels = {} end
+  for name, map in pairs(maps) do
+    self.map_kernels[map] = open_map(map, ("%s: %s"):format(what, name), o, shape.device)
   end
 end
 

@@ -276,8 +276,15 @@ function M.reads_keys(x, fields, what)
   return reads
 end
 
---- A kernel over scores, element by element.
-function M.map(x, what, o)
+--- Checks the expression of a map before any device is known.
+---@return kvlab.Expression
+function M.check_map(x, what)
+  expression.each(x, function(one)
+    if one.op == "field" then
+      fail(one, "%s: %s is no parameter of the map, and a map reads no summary", what,
+        one.name)
+    end
+  end)
   x = expression.resolve(x, {}, what)
   if #x.dims > 0 then
     fail(x, "%s: %s has dimensions [%s], expected none", what, expression.text(x, 60),
@@ -286,6 +293,18 @@ function M.map(x, what, o)
   if x.type ~= "f32" and x.type ~= "i32" then
     fail(x, "%s: %s is %s, expected f32 or i32", what, expression.text(x, 60), x.type)
   end
+  expression.each(x, function(one)
+    if one.op == "leaf" and not AVAILABLE.map[one.name] then
+      fail(x, "%s: there is no %s in a map, which knows %s", what, one.name,
+        table.concat(sorted.keys(AVAILABLE.map), ", "))
+    end
+  end)
+  return x
+end
+
+--- A kernel over scores, element by element.
+function M.map(x, what, o)
+  x = M.check_map(x, what)
   local plan = new_plan("map", what, o)
   add_root(plan, "out", x, "f32", o)
   return plan

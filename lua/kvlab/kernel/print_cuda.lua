@@ -349,9 +349,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const arguments *a = &args;
   let_next_start();
   wait_for_previous();
-  const int64_t item = blockIdx.y, seq = item / a->heads;
+  const int64_t item = blockIdx.x, seq = item / a->heads;
   const int kv_head = (int)(item %% a->heads);
-  const int block = (int)(blockIdx.x * THREADS + threadIdx.x);
+  const int block = (int)(blockIdx.y * THREADS + threadIdx.x);
   if (block >= a->width) return;
   const int length = ((const int32_t *)a->lens)[seq];
   const int blocks = (int)(((int64_t)length + a->block_size - 1) / a->block_size);

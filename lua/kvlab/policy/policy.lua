@@ -39,6 +39,8 @@
 --                                          a decode step read: self.emitted.name, f32
 --                                          [seqs, kv_heads, width], 0 for the others,
 --                                          until the layer is over
+--     name = kv.kernel.map(fn)             an expression over scores and tallies, which
+--                                          self:name(ctx, …) computes
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
@@ -101,6 +103,7 @@ local kernel_hook = require "kvlab.kernel.hook"
 local kernel = require "kvlab.kernel.kernel"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local map = require "kvlab.kernel.map"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local objects = require "kvlab.memory.objects"
@@ -258,10 +261,11 @@ end
 
 -- ---- define and open ------------------------------------------------------------------
 
---- Whether a field is a function of the policy's own: its name is not that of a hook, nor
--- a misspelt one.
+--- Whether a field is a function or map of the policy's own: its name is not that of a
+-- hook, nor a misspelt one.
 local function is_helper(key, value)
-  if type(value) ~= "function" or type(key) ~= "string" then return false end
+  if type(key) ~= "string" then return false end
+  if type(value) ~= "function" and not map.is_map(value) then return false end
   if FIELDS[key] then return false end
   local _, distance = words.nearest(key, sorted.keys(FIELDS))
   return distance > #key / 4
@@ -273,7 +277,7 @@ local function check_definition(def)
   local known = {}
   for key, kind in pairs(FIELDS) do known[key] = kind end
   for key, value in pairs(type(def) == "table" and def or {}) do
-    if is_helper(key, value) then known[key] = options.fn end
+    if is_helper(key, value) then known[key] = options.any end
   end
   options.check(what, def, known, 3)
   def.defaults, def.takes = def.defaults or {}, def.takes or {}
@@ -304,10 +308,25 @@ function M.note_use(self)
   for _, path in ipairs(self.files) do sources.use(path) end
 end
 
+--- The names of the options that are numbers, which expressions may read: as keys.
+local function number_options(def)
+  local numbers = {}
+  for key, value in pairs(def.defaults) do
+    if type(value) == "number" then numbers[key] = true end
+  end
+  for key in pairs(BUDGETS) do numbers[key] = true end
+  for key in pairs(COMMON) do numbers[key] = true end
+  return numbers
+end
+
 --- Puts the kernels of a definition's expressions where its functions would be.
 local function use_expressions(class, def)
-  local fields, reads_keys = kernel.check(def)
-  class.expressions = { fields = fields }
+  local maps, inside = {}, {}
+  for key, value in pairs(def) do
+    if map.is_map(value) then maps[key], inside[key] = value, value.expression end
+  end
+  local fields, reads_keys = kernel.check(def, inside, number_options(def))
+  class.expressions = { fields = fields, maps = maps }
   if kernel_hook.check(def) then class.expressions.attention = def end
   if fields then
     class.summary = nil -- that of an attached policy holds its tensors
