@@ -202,6 +202,7 @@ local MAKERS = {
   ["policy/hash Hashes"] = function(w) return w.hashes end,
   ["policy/hash Centred"] = of "centred",
   ["kernel/expression expression"] = function(w) return w.any_expression() end,
+  ["kernel/show expression"] = function(w) return w.any_expression() end,
   ["kernel/source Source"] = of "source",
   ["policy/tally Tally"] = function(w) return w.tally end,
   ["tensor/safetensors File"] = of "file", ["memory/prefetch Ticket"] = of "ticket",

@@ -28,7 +28,7 @@ local CHAPTERS = {
     "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
     "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/reload" } },
   { "Kernels from Lua", { "kvlab/kernel/expression", "kvlab/kernel/kernel",
-    "kvlab/kernel/map", "kvlab/kernel/source" } },
+    "kvlab/kernel/show", "kvlab/kernel/map", "kvlab/kernel/source" } },
   { "Observers", { "kvlab/observe/probe", "kvlab/observe/record",
     "kvlab/observe/capture" } },
   { "Indexer", { "kvlab/index/index_cache", "kvlab/index/indexer",

@@ -33,6 +33,7 @@ local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
 local expression = require "kvlab.kernel.expression"
+require "kvlab.kernel.show" -- expression:source
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {

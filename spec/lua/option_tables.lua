@@ -197,6 +197,15 @@ M["kv.kernel.source"] = {
   end,
   call = function(o) kv.kernel.source(o) end,
 }
+M["expression:source"] = {
+  good = function()
+    return { place = "score", dtype = "bf16", group = 2, block_size = 8, head_dim = 64,
+             summary = { mean = kv.expr.k:mean "token" }, sizes = { bit = 64 } }
+  end,
+  call = function(o)
+    local _ = (kv.expr.q * kv.expr.mean):sum("dim", "head"):source("lua", o)
+  end,
+}
 
 -- ---- observers ------------------------------------------------------------------------
 

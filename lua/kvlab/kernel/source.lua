@@ -55,6 +55,7 @@ local WORDS = { optional = true, written = true }
 ---@class kvlab.Source
 local Source = {}
 Source.__index = Source
+M.Source = Source
 
 -- ---- arguments ------------------------------------------------------------------------
 

@@ -194,6 +194,50 @@ make "f33"
         (feed "n = 0\n:time n = n + 1; os.execute 'sleep 0.2'\nn"))
     end)
 
+    it("time the kernels of an expression, a map or a policy", function()
+      local output = feed [[
+e = kv.expr
+z = e.const("f32", "z", "bit"):sum "bit"
+:time e.k:mean "token"
+:time (e.q * e.k):sum "dim":max("token", "head")
+:time kv.kernel.map(function(x) return x * e.param "y" + z end)
+p = { name = "x", decode = true, summary = { n = e.tokens }, score = e.n }
+:time kv.policy.define(p)()
+]]
+      local kinds, row = {}, "^(%a+) +%S+ %a+ +%S+ %a+ +(%S+ %a+) +%S+ %a+$"
+      for line in output:gmatch "[^\n]+" do
+        local kind, bytes = line:match(row)
+        if kind then kinds[#kinds + 1] = kind .. " " .. bytes end
+      end
+      assert.same({ "summary 68 MiB", "score 64.03 MiB", "mapped 64 KiB",
+                    "summary 32 KiB", "score 64 KiB" }, kinds, output)
+      assert.matches("\none sequence of 16384 tokens on cpu: f32, 8 KV heads, group 4, "
+        .. "head_dim 128, blocks of 16\n", output)
+    end)
+
+    it("show the kernels of an expression, a map, a policy or a source text", function()
+      local output = feed [[
+e = kv.expr
+:kernel e.k:max "token"
+:kernel kv.kernel.map(function(x) return x * 2 end)
+text = "void s(const float *x, int64_t n) {}"
+:kernel kv.kernel.source { name = "s", arguments = { "x f32 [n]" }, c = text }
+:kernel quest
+:kernel 7
+:kernel e.q
+:kernel
+]]
+      assert.equal("/* A kernel that kvlab generated.\n * value = max_token(k) */\n",
+        output:match "^[^\n]*\n[^\n]*\n")
+      assert.matches("\n %* out = x %* 2 %*/\n", output)
+      assert.matches("\nstatic void s%(const float %*x, int64_t n%);\n", output)
+      assert.matches("\npolicy quest has no expressions: its kernels are ops\n", output)
+      assert.matches("\n:kernel shows an expression, a map, a policy or a kernel of "
+        .. "source text, given a number\n", output)
+      assert.matches("score: q has dimensions %[head, dim%], expected none", output)
+      assert.matches("\n:kernel needs an expression, a map or a policy\n$", output)
+    end)
+
     it("count memory and the blocks of caches", function()
       local output = feed [[
 t = kv.zeros("cpu", "u8", { 1024 * 1024 })
@@ -455,6 +499,18 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       wait "%[2%]"
       keys "Tab"
       assert.equal("7\n", enter "3 + 4")
+    end)
+
+    terminal_it("shows expressions, their kernels and their times", function()
+      start()
+      enter "e = kv.expr"
+      assert.equal("max_token(k)\n", enter 'e.k:max "token"')
+      assert.matches("\n}\n$", enter ':kernel e.k:max "token"')
+      assert.matches("^kernel +median +best +bytes +a read of as many\n%-+\nsummary .*"
+        .. "\none sequence of 16384 tokens ", enter ':time e.k:max "token"')
+      type_text ":ker"
+      keys "Tab"
+      wait ":kernel"
     end)
 
     terminal_it("recalls what was typed, in this session and the next", function()

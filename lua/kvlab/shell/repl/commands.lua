@@ -3,11 +3,10 @@ local compile = require "kvlab.shell.repl.compile"
 local inspect = require "kvlab.shell.repl.inspect"
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
+local timing = require "kvlab.shell.repl.timing"
 local command_line = require "kvlab.command_line"
 
 local M = {}
-
-local REPEAT_BELOW_S, REPEAT_FOR_S = 0.1, 0.3 -- :time repeats what is short
 
 local commands = {}
 
@@ -30,10 +29,6 @@ local function print_table(header, rows)
 end
 
 -- ---- devices and memory ---------------------------------------------------------------
-
-local function sync_all()
-  for _, dev in ipairs(require("kvlab.tensor.device").opened()) do dev:sync() end
-end
 
 commands.device = { "[NAME]", "the devices; with a name, work goes there from now on",
   function(session, name)
@@ -109,43 +104,39 @@ commands.who = { "", "the session's variables with types and sizes",
     print_table({ "name", "type", "size" }, rows)
   end }
 
---- Runs fn once, and again while it is short; returns the seconds of each run, sorted.
-local function time_runs(fn)
-  local ffi = require "ffi"
-  local C = require("kvlab.library").C
-  local scope = require("kvlab.tensor.tensor").scope
-  local seconds, total = {}, 0
-  repeat
-    sync_all()
-    local start = C.kvl_clock_ns()
-    scope(function()
-      fn()
-      sync_all()
-    end)
-    seconds[#seconds + 1] = tonumber(ffi.cast("int64_t", C.kvl_clock_ns() - start)) / 1e9
-    total = total + seconds[#seconds]
-  until seconds[1] >= REPEAT_BELOW_S or total >= REPEAT_FOR_S
-  table.sort(seconds)
-  return seconds
+--- A value's kernels as a table of times.
+local function time_kernels(value)
+  local header, rows, over = require("kvlab.shell.repl.kernels").time(value)
+  print_table(header, rows)
+  io.stdout:write(over, "\n")
 end
 
-local function duration(s)
-  if s < 1e-6 then return ("%.3g ns"):format(s * 1e9) end
-  if s < 1e-3 then return ("%.3g us"):format(s * 1e6) end
-  if s < 1 then return ("%.3g ms"):format(s * 1e3) end
-  return ("%.3g s"):format(s)
-end
-
-commands.time = { "CODE", "how long it takes, device included; short code is repeated",
+commands.time = { "CODE", "how long it takes; of an expression or policy, its kernels",
   function(session, text)
     if text == "" then refuse ":time needs an expression or a statement" end
-    local seconds = time_runs(compile_for(session, text))
-    if #seconds == 1 then
-      io.stdout:write(duration(seconds[1]), "\n")
+    local fn, value = compile_for(session, text), nil
+    local seconds = timing.runs(function() value = fn() end)
+    if require("kvlab.shell.repl.kernels").has_kernels(value) then
+      time_kernels(value)
+    elseif #seconds == 1 then
+      io.stdout:write(timing.text(seconds[1]), "\n")
     else
       io.stdout:write(("%s, the median of %d runs; the best %s\n"):format(
-        duration(seconds[math.ceil(#seconds / 2)]), #seconds, duration(seconds[1])))
+        timing.text(timing.median(seconds)), #seconds, timing.text(seconds[1])))
     end
+  end }
+
+commands.kernel = { "VALUE", "the kernels of an expression, map, policy or source text",
+  function(session, text)
+    if text == "" then refuse ":kernel needs an expression, a map or a policy" end
+    local value
+    if text:find "^[%a_][%w_]*$" and rawget(session.environment, text) == nil
+       and rawget(_G, text) == nil then
+      value = require("kvlab.policy.policy")(text)
+    else
+      value = compile_for(session, text)()
+    end
+    require("kvlab.shell.repl.kernels").show(value)
   end }
 
 commands.plot = { "VALUE [FILE.svg]", "a tensor as a line or a heat map; a plot",

@@ -1,0 +1,44 @@
+--- How long code takes, the device's work included.
+local ffi = require "ffi"
+local C = require("kvlab.library").C
+local device = require "kvlab.tensor.device"
+local tensor = require "kvlab.tensor.tensor"
+
+local M = {}
+
+local REPEAT_BELOW_S, REPEAT_FOR_S = 0.1, 0.3 -- what is short is repeated
+
+local function sync_all()
+  for _, dev in ipairs(device.opened()) do dev:sync() end
+end
+
+--- Runs fn once, and again while it is short; returns the seconds of each run, sorted.
+---@return number[]
+function M.runs(fn)
+  local seconds, total = {}, 0
+  repeat
+    sync_all()
+    local start = C.kvl_clock_ns()
+    tensor.scope(function()
+      fn()
+      sync_all()
+    end)
+    seconds[#seconds + 1] = tonumber(ffi.cast("int64_t", C.kvl_clock_ns() - start)) / 1e9
+    total = total + seconds[#seconds]
+  until seconds[1] >= REPEAT_BELOW_S or total >= REPEAT_FOR_S
+  table.sort(seconds)
+  return seconds
+end
+
+--- The median of sorted times.
+function M.median(seconds) return seconds[math.ceil(#seconds / 2)] end
+
+--- "1.5 ms".
+function M.text(s)
+  if s < 1e-6 then return ("%.3g ns"):format(s * 1e9) end
+  if s < 1e-3 then return ("%.3g us"):format(s * 1e6) end
+  if s < 1 then return ("%.3g ms"):format(s * 1e3) end
+  return ("%.3g s"):format(s)
+end
+
+return M
