@@ -1,9 +1,14 @@
 --- Kernels from Lua (K1): the kernels that expressions become, each beside the
--- hand-written op that computes the same, where there is one. Compile times are those of
--- an empty cache and of a full one.
+-- hand-written op that computes the same, where there is one.
+--
+-- K2 has a row for each summary and score of the policies, as expressions
+-- (bench/lib/shipped.lua); the note has what the shipped policy's ops and tensor ops
+-- take. The calls of a row are interleaved, and each time is the least of several.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
+local shipped = require "bench.lib.shipped"
+local show = require "kvlab.kernel.show"
 
 local e = kv.expr
 local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK
@@ -120,7 +125,82 @@ local function over_keys(seqs, len, what, hand_group)
   end
 end
 
+-- ---- the policies ---------------------------------------------------------------------
+
+local REPEATS = 15
+local WAYS = { "expression", "hand", "tensors" }
+
+--- The least time of each function in microseconds, and its launches. The calls
+-- alternate, so that what disturbs one disturbs all.
+local function least_times(b, fns)
+  local from, to, stream = b.device:open_event(), b.device:open_event(), b.device:stream()
+  local us, launches = {}, {}
+  for i = 0, b.quick and 1 or REPEATS do
+    for way, fn in pairs(fns) do
+      b:flush()
+      local before = b.device:stats().launches
+      from:record(stream)
+      kv.scope(fn)
+      to:record(stream)
+      launches[way] = b.device:stats().launches - before
+      local time = from:elapsed_us(to)
+      if i > 0 then us[way] = math.min(us[way] or math.huge, time) end
+    end
+  end
+  from:close()
+  to:close()
+  return us, launches
+end
+
+--- The row of a case's summary or score.
+local function policy_row(case, what)
+  return function(b)
+    local lens = {}
+    for i = 1, b.kind == "cpu" and 1 or 16 do lens[i] = b.quick and 1024 or 32768 end
+    local rig = shipped.rig(b.device, { dtype = "bf16", query_dtype = "bf16",
+      group = case.group or paged.GROUP, kv_heads = KV_HEADS, block_size = BLOCK,
+      head_dim = DIM, lens = lens })
+    local fns, plan = {}, nil
+    for _, name in ipairs(WAYS) do
+      local way = case[name] and case[name](rig)
+      if way and way.update then way.update(rig.ev) end
+      if way and what == "summary" and way.update then
+        fns[name] = function() way.update(rig.ev) end
+      elseif way and what == "score" and way.score then
+        fns[name] = function()
+          shipped.begin(rig)
+          way.score(rig.ctx)
+        end
+      end
+      if name == "expression" then plan = shipped.plan(way, what) end
+    end
+    local us, launches = least_times(b, fns)
+    local note = ("%d launch%s"):format(launches.expression,
+      launches.expression == 1 and "" or "es")
+    for i = 2, #WAYS do
+      local way = WAYS[i]
+      if us[way] then
+        note = ("%s; %s %.1f us, %d"):format(note, way == "hand" and "by hand"
+          or "tensor ops", us[way], launches[way])
+      end
+    end
+    return { us = us.expression, bytes = show.bytes(plan, rig.blocks), note = note }
+  end
+end
+
+local function policy_rows(b)
+  for _, case in ipairs(shipped.cases) do
+    for _, what in ipairs { "summary", "score" } do
+      if what == "score" and not case.no_score or what == "summary" and case.summary then
+        b:case { id = "K2", name = ("%s, %s"):format(case.name, what),
+                 setup = policy_row(case, what) }
+      end
+    end
+  end
+end
+
 return function(b)
+  policy_rows(b)
   local len = math.max(BLOCK, b:shrunk(32768))
   for _, row in ipairs { { 16, HEADS }, { 1, HEADS }, { 16, 64 }, { 16, 128 } } do
     local of = (", %d x %d, group %d"):format(row[1], len, row[2] / KV_HEADS)
