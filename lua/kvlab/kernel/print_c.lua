@@ -612,6 +612,12 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     if (physical < 0 || physical >= a->memory_rows || row < 0 || row >= a->rows) continue;
     const int tokens = (int)i64_max(0, i64_min(counts[entry], TOKENS));
     (void)tokens;
+    if (item + 1 < end) {
+      const int64_t next = from[(item + 1) / a->kv_heads];
+      const int64_t next_head = (item + 1) %% a->kv_heads;
+      if (next >= 0 && next < a->memory_rows) {
+%s      }
+    }
 %s%s%s  }
   return 0;
 }
@@ -767,6 +773,19 @@ local function print_score(self)
       indented(starts, "      "), indented(block, "      "))
 end
 
+--- Asks for the K and V of the block that comes next.
+local function next_lines(plan)
+  local lines = {}
+  local page = plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
+  for i, name in ipairs { "k", "v" } do
+    if plan.uses[name] then
+      lines[#lines + 1] = ("soon((const char *)a->k + ((next * 2 + %d) * a->kv_heads + "
+        .. "next_head) * %d, %d);"):format(i - 1, page, page)
+    end
+  end
+  return lines
+end
+
 local function print_summary(self)
   local plan = self.plan
   local fixed, block = body(self, function(s)
@@ -790,7 +809,8 @@ local function print_summary(self)
   end)
   return ("enum { TOKENS = %d, DIM = %d };\n"):format(plan.sizes.token, plan.sizes.dim)
     .. struct(plan) .. "\n"
-    .. SUMMARY:format(indented(fixed_lines(plan), "    ") .. indented(fixed, "    "),
+    .. SUMMARY:format(indented(next_lines(plan), "        "),
+      indented(fixed_lines(plan), "    ") .. indented(fixed, "    "),
       indented(row_lines(plan, "physical", "k", ""), "    "), indented(block, "    "))
 end
 
