@@ -3,13 +3,14 @@
 -- the place of the whole as long as they differ, too; what is left is printed.
 --
 --   ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
---   target: c (the CPU's), lua, or cuda; place: score (with a summary), or attention
+--   target: c (the CPU's), lua, or cuda; place: score (with a summary), map, or attention
 --   (bias, mask, log_weight, emit; spec/hooks.lua)
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local expression = require "kvlab.kernel.expression"
 local expressions = require "spec.expressions"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"
+local maps = require "spec.maps"
 
 local set = kv.command_line.set
 local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
@@ -70,8 +71,20 @@ local function smallest(def, seed)
   return def
 end
 
+--- Whether a seed's map is as the reference says; tells of one that is not.
+local function is_map_right(seed)
+  local ok, why = pcall(maps.random_difference, device, target == "lua" and "lua" or nil,
+    seed)
+  if ok and not why then return true end
+  print(tostring(why))
+  return false
+end
+
 local bad = 0
-for seed = from, to do
+for seed = from, set.place == "map" and to or from - 1 do
+  if not is_map_right(seed) then bad = bad + 1 end
+end
+for seed = from, set.place == "map" and from - 1 or to do
   local def = in_attention and hooks.random(seed) or expressions.random(seed)
   local why = differs(def, seed)
   if why then

@@ -4,87 +4,19 @@ local compiler = require "kvlab.kernel.compiler"
 local expressions = require "spec.expressions"
 local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
+local maps = require "spec.maps"
 local policy = require "kvlab.policy.policy"
-local reference = require "spec.reference.expression"
+local traces = require "spec.traces"
 
 local e = kv.expr
-local SEQS, KV_HEADS, WIDTH, BLOCK = 4, 2, 9, 4
-local LENS = { 0, 1, 4 * BLOCK, WIDTH * BLOCK - 1 }
+local attach, context = maps.attach, maps.context
+local SEQS, KV_HEADS, WIDTH, BLOCK = maps.SEQS, maps.KV_HEADS, maps.WIDTH, maps.BLOCK
 
---- A policy that has this map as `mapped`, attached to two layers of a small shape.
-local function attach(dev, map, more, target)
-  local def = { name = "mine", decode = true, mapped = map, defaults = { weight = 3 },
-                score = function() end }
-  for key, value in pairs(more or {}) do def[key] = value end
-  local dtype = def.dtype or "f32" -- of the cache, which a map does not read
-  def.dtype = nil
-  local p = policy.define(def) {}
-  kernel.chosen = target
-  local ok, why = pcall(policy.attach, p, { device = kv.device(dev), layers = 2,
-    blocks = 20, block_size = BLOCK, heads = 2 * KV_HEADS, kv_heads = KV_HEADS,
-    head_dim = 16, dtype = dtype, max_blocks = WIDTH, scale = 1 })
-  kernel.chosen = nil
-  if not ok then error(why, 0) end
-  return p
-end
-
-local function context(dev)
-  local ctx = { seqs = SEQS, kv_heads = KV_HEADS, width = WIDTH, block_size = BLOCK,
-    layer = 1, lens = kv.from(dev, "i32", LENS) }
-  function ctx.new_scores(_, heads)
-    return kv.full(dev, "f32", { SEQS, heads, WIDTH }, 12345)
-  end
-  return ctx
-end
-
-local function numbers(dev, heads, seed, list)
-  local draw, values = expressions.draws(seed), {}
-  for i = 1, SEQS * heads * WIDTH do
-    values[i] = list and list[draw(#list) + 1] or draw(5) - 2
-  end
-  return kv.from(dev, "f32", { SEQS, heads, WIDTH }, values), values
-end
-
---- What the reference gives, in the order of the result.
-local function expected(p, map, heads, inputs)
-  local x = map.expression
-  local want = {}
-  for s = 0, SEQS - 1 do
-    for head = 0, heads - 1 do
-      for b = 0, WIDTH - 1 do
-        local env = { block = b, length = LENS[s + 1], layer = 1, kv_head = head,
-          blocks = math.ceil(LENS[s + 1] / BLOCK), sizes = {},
-          param = function(name) return p[name] end,
-          const = function() return ({ 1, 2, 3, 4 })[2 + head + 1] end, -- layer 1
-          input = function(name)
-            local one = inputs[name]
-            local row = one.heads == 1 and s or s * heads + head
-            return one.values[row * WIDTH + b + 1]
-          end }
-        want[#want + 1] = tonumber(reference.eval(x, {}, env))
-      end
-    end
-  end
-  return want
-end
-
+--- Calls the map with tensors of so many heads, with and without out.
 local function check(dev, target, map, heads_x, heads_y, out_heads, more, list)
-  local p, ctx = attach(dev, map, more, target), context(dev)
-  local x, x_values = numbers(dev, heads_x, 1, list)
-  local y, y_values = numbers(dev, heads_y, 2, list)
-  local inputs = { x = { heads = heads_x, values = x_values },
-                   y = { heads = heads_y, values = y_values } }
-  local given = {}
-  for i, name in ipairs(map.names) do given[i] = name == "x" and x or y end
-  local got = p:mapped(ctx, unpack(given))
-  assert.same({ SEQS, out_heads, WIDTH }, got:dims())
-  local why = expressions.difference(got:list(), expected(p, map, out_heads, inputs),
-    1e-4)
+  local why = maps.difference(dev, target, map, { x = heads_x, y = heads_y }, out_heads,
+    more, list)
   assert.is_nil(why, ("%s\n%s"):format(why or "", tostring(map)))
-  local out = kv.full(dev, "f32", { SEQS, out_heads, WIDTH }, 0 / 0)
-  given[#given + 1] = out
-  assert.equal(out.ptr, p:mapped(ctx, unpack(given)).ptr)
-  assert.is_nil(expressions.difference(out:list(), got:list(), 0))
 end
 
 local SLOPES = { init = function(p, shape)
@@ -131,13 +63,7 @@ local function known(dev, target)
 
   it("computes random expressions", function()
     for seed = 1, target == "lua" and 60 or 12 do
-      local map = expressions.random_map(seed)
-      local by_head = false
-      require("kvlab.kernel.expression").each(map.expression, function(one)
-        by_head = by_head or one.op == "leaf" and one.name == "kv_head"
-      end)
-      check(dev, target, map, 1, 1, by_head and 2 or 1)
-      check(dev, target, map, 2, 1, 2)
+      assert.is_nil(maps.random_difference(dev, target, seed))
     end
   end)
 
@@ -160,6 +86,16 @@ local function known(dev, target)
 end
 
 local function compiled(dev)
+  it("compiles: a call aborts no trace", function()
+    local p, ctx = attach(dev, kv.kernel.map(mix)), context(dev)
+    local x = kv.zeros(dev, "f32", { SEQS, 2, WIDTH })
+    local aborts, formed = traces.aborts_of(function()
+      for _ = 1, 1000 do p:mapped(ctx, x, x, x) end
+    end)
+    assert.same({}, aborts)
+    assert.is_true(formed > 0)
+  end)
+
   it("is recorded by a graph and replayed", function()
     local map = kv.kernel.map(function(x) return x + e.length end)
     local p, ctx = attach(dev, map), context(dev)

@@ -4,6 +4,7 @@ local files = require "kvlab.files"
 local kv = require "kvlab"
 local nvrtc = require "kvlab.kernel.nvrtc"
 local temporary = require "spec.temporary"
+local traces = require "spec.traces"
 
 local HERE = debug.getinfo(1, "S").short_src
 
@@ -143,6 +144,15 @@ local function run_on(dev)
     event:close()
   end)
 
+  it("compiles: a call aborts no trace", function()
+    local kernel, out = scale_rows(), kv.zeros(dev, "f32", { 2, 3 })
+    local aborts, formed = traces.aborts_of(function()
+      for _ = 1, 1000 do kernel(x, by, 1, out) end
+    end)
+    assert.same({}, aborts)
+    assert.is_true(formed > 0)
+  end)
+
   it("works after a call that was refused", function()
     local kernel = scale_rows()
     for _ = 1, 3 do
@@ -254,6 +264,41 @@ describe("a kernel of source text", function()
     local ok, why = pcall(kernel, by)
     assert.is_false(ok)
     assert.matches("wrong: it cannot be compiled: ", why)
+  end)
+
+  it("names an argument whatever comes in its place", function()
+    local kernel, good = mixed(), { kv.zeros("cpu", "bf16", { 2, 4 }),
+      kv.zeros("cpu", "f32", { 4 }), 1, 2 }
+    local names = { "x", "bias", "first", "step", "out" }
+    local wrong = { true, "x", {}, print, coroutine.create(print), 0.5, -1 / 0, 0 / 0,
+      1e300, kv.zeros("cpu", "f8e4m3", { 2, 4 }), kv.zeros("cpu", "bf16", { 2, 4, 1 }),
+      kv.zeros("cpu", "i64", {}), kv.device "cpu", io.stdout }
+    for at, name in ipairs(names) do
+      for _, value in ipairs(wrong) do
+        local given = { good[1], good[2], good[3], good[4] }
+        given[at] = value
+        local ok, why = pcall(function()
+          local _ = kernel(given[1], given[2], given[3], given[4], given[5])
+        end)
+        assert.is_false(ok, name .. " = " .. tostring(value))
+        local line = debug.getinfo(1, "l").currentline - 3
+        assert.equal(("%s:%d: mixed: %s is "):format(HERE, line, name),
+          why:match "^.-%d+: mixed: %w+ is ")
+      end
+    end
+  end)
+
+  it("says that no compiler is there", function()
+    local find = compiler.find
+    compiler.find = function() return nil end
+    local kernel = kv.kernel.source { name = "alone", arguments = { "x f32 [n]" },
+      c = "void alone(const float *x, int64_t n) {} // " .. temporary.path() }
+    local ok, why = pcall(kernel, by)
+    compiler.find = find
+    assert.is_false(ok)
+    assert.matches("alone: it cannot be compiled: there is no C compiler: install gcc, "
+      .. "or name one in CC$", why)
+    kernel(by)
   end)
 
   it("says that it has no text for a device", function()
