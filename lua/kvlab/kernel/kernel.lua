@@ -59,29 +59,35 @@ local function open_image(dev, what, image)
   return out_code[0]
 end
 
---- The code of a source: from memory, from disk, or from the compiler. The compiler is no
--- part of the name that it is kept under: any one gives the same meaning, and what was
--- kept must be found where there is none. What was kept and cannot be loaded, such as
--- code that needs the OpenMP of a compiler that is gone, is compiled again.
+--- The code of a source if it is in memory or was kept on disk, else nil; and the name
+-- that it is kept under. The compiler is no part of the name: any one gives the same
+-- meaning, and what was kept must be found where there is none.
+local function kept_code(dev, what, source, target)
+  local flags = compiler.LANES[target] and compiler.flags(target) or ""
+  local name = cache.hash(table.concat({ source, target, flags,
+    ffi.string(C.kvl_device_build(dev)) }, "\0"))
+  if not loaded[name] then
+    local image = cache.load(name)
+    loaded[name] = image and open_image(dev, what, image) or nil
+  end
+  return loaded[name], name
+end
+
+--- The code of a source: from memory, from disk, or from the compiler. What was kept and
+-- cannot be loaded, such as code that needs the OpenMP of a compiler that is gone, is
+-- compiled again.
 ---@param shown? string  what the compiler gets in place of the source: the same, but for
 --                       the lines that its errors name
 ---@return ffi.cdata*|nil code  kvl_code
 ---@return string|nil why
 function M.load(dev, what, source, target, shown)
-  local flags = compiler.LANES[target] and compiler.flags(target) or ""
-  local name = cache.hash(table.concat({ source, target, flags,
-    ffi.string(C.kvl_device_build(dev)) }, "\0"))
-  if loaded[name] then return loaded[name] end
-  local image = cache.load(name)
-  local code = image and open_image(dev, what, image)
-  if not code then
-    local why
-    image, why = compile(shown or source, target)
-    if not image then return nil, ("%s: it cannot be compiled: %s"):format(what, why) end
-    code, why = open_image(dev, what, image)
-    if not code then return nil, why end
-    cache.keep(name, image)
-  end
+  local code, name = kept_code(dev, what, source, target)
+  if code then return code end
+  local image, why = compile(shown or source, target)
+  if not image then return nil, ("%s: it cannot be compiled: %s"):format(what, why) end
+  code, why = open_image(dev, what, image)
+  if not code then return nil, why end
+  cache.keep(name, image)
   loaded[name] = code
   return code
 end
@@ -93,8 +99,8 @@ end
 
 -- ---- arguments ------------------------------------------------------------------------
 
---- The target of a device, or "lua" where there is no compiler for it. The first
--- time that a compiler lacks, it is said.
+--- The target of a device, or "lua" where there is no compiler for it and the kernel was
+-- not kept either. The first time that a compiler lacks, it is said.
 local function usual_target(plan, dev)
   local has, why
   if dev:is_cpu() then
@@ -102,7 +108,10 @@ local function usual_target(plan, dev)
   else
     has, why = require("kvlab.kernel.nvrtc").open()
   end
-  if has then return M.target(dev) end
+  local target = M.target(dev)
+  if has or kept_code(dev, plan.what, M.print(plan, target), target) then
+    return target
+  end
   if not told then
     told = true
     io.stderr:write(("kvlab: %s runs in plain Lua, and slowly: %s\n"):format(plan.what,

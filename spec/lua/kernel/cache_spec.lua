@@ -79,6 +79,17 @@ describe("the cache of kernels", function()
     computes(0)
   end
 
+  --- Puts a whole file that is no library in place of the one kernel that is kept.
+  local function keep_no_library()
+    local path, right = kept(), script
+    local whole = files.read(path)
+    script = temporary.file(('require("kvlab.kernel.cache").keep(%q, "no library")')
+      :format(path:match "[^/]*$"), "keep.lua")
+    assert.equal(0, (try()))
+    script = right
+    assert.are_not.equal(whole, files.read(path))
+  end
+
   local function chmod(mode, path)
     processes.sh(files.shell_line { "chmod", mode, path })
   end
@@ -146,16 +157,7 @@ describe("the cache of kernels", function()
 
   it("compiles again what is whole and no library", function()
     computes(1)
-    local path = kept()
-    local whole = files.read(path)
-    local keep = temporary.file(([[
-      require("kvlab.kernel.cache").keep(%q, "no library")]]):format(
-      path:match "[^/]*$"), "keep.lua")
-    local right = script
-    script = keep
-    assert.equal(0, (try()))
-    script = right
-    assert.are_not.equal(whole, files.read(path))
+    keep_no_library()
     computes(1)
     computes(0)
   end)
@@ -224,5 +226,12 @@ describe("the cache of kernels", function()
     assert.same({ 0, ("0 compiled: %s\n"):format(scores) }, { status, output })
     assert.equal("kvlab: policy one: score runs in plain Lua, and slowly: there is no C "
       .. "compiler (gcc, or what CC names)\n", errors)
+  end)
+
+  it("has what was kept for a machine that lost its compiler", function()
+    computes(1)
+    computes(0, "CC= PATH=/nowhere")
+    keep_no_library()
+    assert.matches("runs in plain Lua", (select(3, try "CC= PATH=/nowhere")))
   end)
 end)
