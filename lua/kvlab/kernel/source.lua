@@ -34,21 +34,17 @@
 local arguments = require "kvlab.arguments"
 local device = require "kvlab.tensor.device"
 local ffi = require "ffi"
-local files = require "kvlab.files"
 local kernel = require "kvlab.kernel.kernel"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local source_text = require "kvlab.kernel.source_text"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
 local M = {}
 
 local NAME = "^[%a_][%w_]*$"
--- How C sees the elements of a tensor; f16, bf16 and f8e4m3 are bits.
-local ELEMENTS = { f32 = "float", f16 = "uint16_t", bf16 = "uint16_t", f8e4m3 = "uint8_t",
-                   i32 = "int32_t", i64 = "int64_t", u8 = "uint8_t", u64 = "uint64_t" }
-local SCALARS = { f32 = "float", i32 = "int32_t", i64 = "int64_t" }
 -- A tensor may be missing; it is written, and made where it is missing.
 local WORDS = { optional = true, written = true }
 
@@ -86,7 +82,7 @@ local function parse(self, text)
     refuse(self, "argument %q, expected \"name dtype [dimensions]\" or \"name dtype\"",
       text)
   end
-  local known = dims and ELEMENTS or SCALARS
+  local known = dims and source_text.ELEMENTS or source_text.SCALARS
   if not known[dtype] then
     refuse(self, "argument %s is of dtype %s, expected %s", name, dtype, dims
       and "one of f32 f16 bf16 f8e4m3 i32 i64 u8 u64" or "f32, i32 or i64 of a number")
@@ -133,131 +129,7 @@ local function read_arguments(self, list)
   end
 end
 
--- ---- the whole source -----------------------------------------------------------------
-
---- "const float *x": a parameter, with its name or without.
-local function parameter(arg)
-  if not arg.shape then return SCALARS[arg.dtype] .. " " .. arg.name end
-  return ("%s%s *%s"):format(arg.written and "" or "const ", ELEMENTS[arg.dtype],
-    arg.name)
-end
-
---- The parameters of the user's function, the members of the struct of arguments, and the
--- values that the one gets from the other.
-local function signature(self)
-  local parameters, members, values = {}, {}, {}
-  local function add(one, member, value)
-    local i = #parameters + 1
-    parameters[i], members[i], values[i] = one, "  " .. member .. ";", value
-  end
-  for _, arg in ipairs(self.list) do
-    local name = arg.name
-    if arg.shape then
-      add(parameter(arg), "void *" .. name, ("(%s%s *)a->%s"):format(arg.written and ""
-        or "const ", ELEMENTS[arg.dtype], name))
-    else
-      add(parameter(arg), (arg.dtype == "f32" and "double " or "int64_t ") .. name,
-        ("(%s)a->%s"):format(SCALARS[arg.dtype], name))
-    end
-  end
-  for _, dim in ipairs(self.dims) do
-    add("int64_t " .. dim, "int64_t " .. dim, "a->" .. dim)
-  end
-  return table.concat(parameters, ", "), table.concat(members, "\n"),
-    table.concat(values, ", ")
-end
-
--- The declaration in front lets the compiler compare the parameters with the user's.
-local WHOLE_C = [[
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-static void NAME(PARAMETERS);
-#line LINE
-TEXT
-#line 1 "kvlab, which calls NAME"
-struct kvl_arguments {
-MEMBERS
-};
-__attribute__((visibility("default"))) int kvl_code(const void *arguments, void *queue) {
-  const struct kvl_arguments *a = arguments;
-  (void)queue;
-  NAME(VALUES);
-  return 0;
-}
-]]
-
-local WHOLE_CUDA = [[
-#include "expression.cuh"
-
-static void NAME(PARAMETERS);
-#line LINE
-TEXT
-#line 1 "kvlab, which calls NAME"
-struct kvl_arguments {
-MEMBERS
-};
-extern "C" __global__ void BOUNDS
-    kvl_code(const __grid_constant__ kvl_arguments args) {
-  const kvl_arguments *a = &args;
-  let_next_start();
-  wait_for_previous();
-  NAME(VALUES);
-}
-]]
-
---- The source as the compiler gets it. line: of #line, the file and line that errors
--- name.
-local function whole(self, kind, line)
-  local parameters, members, values = signature(self)
-  local block = self.block
-  return ((kind == "c" and WHOLE_C or WHOLE_CUDA):gsub("%u%u%u+", {
-    NAME = self.name, PARAMETERS = parameters, MEMBERS = members, VALUES = values,
-    LINE = line, TEXT = self[kind],
-    BOUNDS = type(block) == "number" and ("__launch_bounds__(%d)"):format(block) or "",
-  }))
-end
-
-local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)kernel/source%.lua$"
-
---- The file of the innermost caller outside of lua/kvlab, and the line of the call; nil
--- if it is no file.
-local function place_of_user()
-  local level = 2
-  repeat
-    local info = debug.getinfo(level, "Sl")
-    if info and info.what ~= "C" and info.source:sub(1, #HOUSE) ~= HOUSE then
-      return info.source:match "^@(.*)$", info.currentline
-    end
-    level = level + 1
-  until not info
-end
-
---- The line of a text in a file, of several the one nearest to `line`; nil if it is not
--- there.
-local function line_of(file, text, line)
-  local best, above, from = nil, 1, 1
-  local at = file:find(text, 1, true)
-  while at do
-    above = above + select(2, file:sub(from, at - 1):gsub("\n", ""))
-    if not best or math.abs(above - line) < math.abs(best - line) then best = above end
-    from = at
-    at = file:find(text, at + 1, true)
-  end
-  return best
-end
-
---- Where the text stands in the user's file, for #line; the text itself if it is not
--- found there.
-local function place_of(self, kind)
-  local file = self.file and files.read(self.file)
-  local line = file and line_of(file, self[kind], self.line)
-  if not line then
-    return ('1 "%s.%s"'):format(self.name, kind == "c" and "c" or "cu")
-  end
-  return ('%d "%s"'):format(line, (self.file:gsub('[\\"]', "\\%0")))
-end
+-- ---- compiling ------------------------------------------------------------------------
 
 --- The whole source for a kind of device, as it is compiled: "c" or "cuda".
 ---@param kind string
@@ -265,7 +137,7 @@ end
 function Source:source(kind)
   options.argument("source", "kind", kind, options.one_of("c", "cuda"))
   if not self[kind] then refuse(self, "it has no %s text", kind) end
-  return whole(self, kind, place_of(self, kind))
+  return source_text.whole(self, kind, source_text.place_of(self, kind))
 end
 
 --- Compiles the kernel for a device, or takes it from the cache. A call does so by itself
@@ -284,8 +156,8 @@ function Source:compile(dev)
     end
     local target = kernel.target(dev)
     -- where the text stands is no part of the name that the code is kept under
-    local code, why = kernel.load(dev, self.name, whole(self, kind, '1 ""'), target,
-      whole(self, kind, place_of(self, kind)))
+    local code, why = kernel.load(dev, self.name, source_text.whole(self, kind, '1 ""'),
+      target, self:source(kind))
     if not code then options.fail(why) end
     self.codes[name] = code
   end
@@ -511,7 +383,7 @@ function M.source(o)
   local self = setmetatable({ name = o.name, c = o.c, cuda = o.cuda, grid = o.grid or 1,
     block = o.block or 256, shared = o.shared or 0, list = {}, dims = {}, is_dim = {},
     n = {}, bound_by = {}, codes = {} }, Source)
-  self.file, self.line = place_of_user()
+  self.file, self.line = source_text.place_of_user()
   read_arguments(self, o.arguments)
   local count = #self.list + #self.dims
   self.bytes, self.words = 8 * count, ffi.new("int64_t[?]", count)

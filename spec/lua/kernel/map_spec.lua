@@ -89,6 +89,8 @@ local function compiled(dev)
   it("compiles: a call aborts no trace", function()
     local p, ctx = attach(dev, kv.kernel.map(mix)), context(dev)
     local x = kv.zeros(dev, "f32", { SEQS, 2, WIDTH })
+    p:mapped(ctx, x, x, x)
+    jit.flush()
     local aborts, formed = traces.aborts_of(function()
       for _ = 1, 1000 do p:mapped(ctx, x, x, x) end
     end)
