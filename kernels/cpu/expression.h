@@ -8,8 +8,8 @@
 #ifndef KVL_CPU_EXPRESSION_H
 #define KVL_CPU_EXPRESSION_H
 
+#include "cpu/lanes.h"
 #include "cpu/split.h"
-#include "cpu/vec.h"
 
 typedef uint32_t vu __attribute__((vector_size(VF * 4), aligned(VF * 4)));
 
@@ -109,14 +109,8 @@ E_LANES_2(mod_vi, vi, vi, mod_i32)
 E_LANES_2(mod_vu, vu, vu, mod_u32)
 
 static inline int32_t abs_i32(int32_t a) { return a < 0 ? -a : a; }
-static inline KVL_HOT vf abs_vf(vf a) { return (vf)((vi)a & 0x7FFFFFFF); }
 E_LANES_1(abs_vi, vi, vi, abs_i32)
 static inline float sigmoid_f32(float a) { return 1 / (1 + expf(-a)); }
-static inline KVL_HOT vf sigmoid_vf(vf a) { return 1 / (1 + vf_exp(-a)); }
-E_LANES_1(log_vf, vf, vf, logf)
-E_LANES_1(sqrt_vf, vf, vf, sqrtf)
-E_LANES_1(tanh_vf, vf, vf, tanhf)
-E_LANES_1(floor_vf, vf, vf, floorf)
 E_LANES_2(pow_vf, vf, vf, powf)
 
 static inline KVL_HOT vi where_vi(vi c, vi a, vi b) { return (c & a) | (~c & b); }
@@ -151,7 +145,7 @@ static inline void lse_add(struct lse *s, float x) {
   s->most = d > 0 ? x : s->most;
 }
 static inline KVL_HOT void vlse_add(struct vlse *s, vf x) {
-  vf d = vf_select(x == s->most, vf_set(0), x - s->most), e = vf_exp(-abs_vf(d));
+  vf d = vf_select(x == s->most, vf_set(0), x - s->most), e = vf_exp(-vf_abs(d));
   vi up = d > vf_set(0);
   s->sum = vf_select(up, s->sum * e + 1, s->sum + e);
   s->most = vf_select(up, x, s->most);

@@ -137,7 +137,18 @@ M.attend_in_lua = lua_attention.attend
 
 --- Checks what a definition says of attention: bias, mask, log_weight, emit. Returns
 -- whether it says anything.
-function M.check(def) return place.check_attention(def, "policy " .. def.name) end
+---@param numbers table<string, boolean>  the options that are numbers
+function M.check(def, numbers)
+  local what = "policy " .. def.name
+  if not place.check_attention(def, what) then return false end
+  for _, name in ipairs { "bias", "mask", "log_weight" } do
+    if def[name] then kernel.check_params(def[name], what .. ": " .. name, numbers) end
+  end
+  for name, x in pairs(def.emit or {}) do
+    kernel.check_params(x, what .. ": emit." .. name, numbers)
+  end
+  return true
+end
 
 --- Makes the hook of a policy that was attached to a shape, if its definition says
 -- anything about attention.

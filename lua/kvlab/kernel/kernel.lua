@@ -376,7 +376,7 @@ end
 -- ---- policies -------------------------------------------------------------------------
 
 --- Raises for a parameter that is no option of the policy which is a number.
-local function check_params(x, what, numbers)
+function M.check_params(x, what, numbers)
   expression.each(x, function(one)
     if one.op == "param" and not numbers[one.name] then
       local near, far = words.nearest(one.name, sorted.keys(numbers))
@@ -397,14 +397,14 @@ function M.check(def, maps, numbers)
   local what = "policy " .. def.name
   local fields = def.summary and place.fields(def.summary, what)
   for name, x in pairs(fields or {}) do
-    check_params(x, what .. ": summary." .. name, numbers)
+    M.check_params(x, what .. ": summary." .. name, numbers)
   end
   local reads_keys = place.reads_keys(def.score, fields or {}, what)
   if expression.is_expression(def.score) then
-    check_params(def.score, what .. ": score", numbers)
+    M.check_params(def.score, what .. ": score", numbers)
   end
   for name, x in pairs(maps) do
-    check_params(place.check_map(x, what .. ": " .. name), what .. ": " .. name, numbers)
+    M.check_params(place.check_map(x, what .. ": " .. name), what .. ": " .. name, numbers)
   end
   return fields, reads_keys
 end

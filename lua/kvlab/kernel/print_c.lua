@@ -130,9 +130,9 @@ local COMPARE = { lt = "<", le = "<=", gt = ">", ge = ">=", eq = "==", ne = "!="
 local BITS = { band = "&", bor = "|", bxor = "^" }
 local FUNCTIONS = { exp = "expf", log = "logf", sqrt = "sqrtf", tanh = "tanhf",
                     floor = "floorf", pow = "powf", sigmoid = "sigmoid_f32" }
-local FUNCTIONS_VECTOR = { exp = "vf_exp", log = "log_vf", sqrt = "sqrt_vf",
-                           tanh = "tanh_vf", floor = "floor_vf", pow = "pow_vf",
-                           sigmoid = "sigmoid_vf" }
+local FUNCTIONS_VECTOR = { exp = "vf_exp", log = "vf_log", sqrt = "vf_sqrt",
+                           tanh = "vf_tanh", floor = "vf_floor", pow = "pow_vf",
+                           sigmoid = "vf_sigmoid" }
 
 local function cast(x, text, from, vector)
   local to = x.type
@@ -167,8 +167,9 @@ local function operation(x, t, vector)
     return ("max_%s(%s, %s)"):format(suffix(kind, vector), t[1],
       vector and widen(zero, kind) or zero)
   elseif op == "abs" then
-    return kind == "f32" and not vector and ("fabsf(%s)"):format(t[1])
-      or ("abs_%s(%s)"):format(suffix(kind, vector), t[1])
+    local name = kind == "f32" and (vector and "vf_abs" or "fabsf")
+      or "abs_" .. suffix(kind, vector)
+    return ("%s(%s)"):format(name, t[1])
   elseif op == "bnot" then
     return (kind == "bool" and not vector and "!%s" or "~%s"):format(t[1])
   elseif op == "lshift" or op == "rshift" then
@@ -366,7 +367,7 @@ local function ended(one, mode, size, tokens)
   if x.op == "logsumexp" then
     if across then text = ("vlse_end(%s)"):format(name)
     elseif one.into.vector then
-      return ("%s.most + log_vf(%s.sum)"):format(name, name)
+      return ("%s.most + vf_log(%s.sum)"):format(name, name)
     else text = ("lse_end(%s)"):format(name) end
   elseif x.op == "argmax" then
     if across then return ("varg_end(%s)"):format(name) end
@@ -577,12 +578,12 @@ local SCORE = [[
 static int piece(const void *arguments, int64_t begin, int64_t end) {
   const struct arguments *a = arguments;
   const int32_t *tables = a->tables, *lens = a->lens, *last = a->last;
-  const int64_t runs = (a->width + RUN - 1) / RUN;
+  const int64_t runs = (a->width + RUN_BLOCKS - 1) / RUN_BLOCKS;
   for (int64_t item = begin; item < end; item++) {
     const int64_t seq = item / runs / a->kv_heads, kv_head = item / runs %% a->kv_heads;
-    const int64_t first = item %% runs * RUN;
+    const int64_t first = item %% runs * RUN_BLOCKS;
     const int length = lens[seq], blocks = (length + TOKENS - 1) / TOKENS;
-    const int64_t stop = i64_min(first + RUN, a->width);
+    const int64_t stop = i64_min(first + RUN_BLOCKS, a->width);
     const int64_t valid = i64_max(first, i64_min(stop, blocks));
     const int32_t *table = tables + seq * a->width;
     float *scores = (float *)a->scores + (seq * a->kv_heads + kv_head) * a->width;
@@ -598,7 +599,7 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
 __attribute__((visibility("default"))) int kvl_code(const void *arguments, void *queue) {
   const struct arguments *a = arguments;
   (void)queue;
-  return kvl__split(a->seqs * a->kv_heads * ((a->width + RUN - 1) / RUN), 1, piece, a);
+  return kvl__split(a->seqs * a->kv_heads * ((a->width + RUN_BLOCKS - 1) / RUN_BLOCKS), 1, piece, a);
 }
 ]]
 
@@ -766,7 +767,7 @@ local function print_score(self)
         text))
     end
   end)
-  return ("enum { RUN = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(RUN_BLOCKS,
+  return ("enum { RUN_BLOCKS = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(RUN_BLOCKS,
       SOON, plan.sizes.token, self.items) .. struct(plan) .. "\n" .. Q_LOADS
     .. SCORE:format(plan.sizes.head * plan.sizes.dim,
       indented(fixed_lines(plan), "    "), indented(fixed, "    "),

@@ -325,9 +325,10 @@ local function use_expressions(class, def)
   for key, value in pairs(def) do
     if map.is_map(value) then maps[key], inside[key] = value, value.expression end
   end
-  local fields, reads_keys = kernel.check(def, inside, number_options(def))
+  local numbers = number_options(def)
+  local fields, reads_keys = kernel.check(def, inside, numbers)
   class.expressions = { fields = fields, maps = maps }
-  if kernel_hook.check(def) then class.expressions.attention = def end
+  if kernel_hook.check(def, numbers) then class.expressions.attention = def end
   if fields then
     class.summary = nil -- that of an attached policy holds its tensors
     for _, hook in ipairs { "on_prefill_offload", "on_decode_offload" } do
