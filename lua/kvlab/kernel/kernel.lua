@@ -404,7 +404,8 @@ function M.check(def, maps, numbers)
     M.check_params(def.score, what .. ": score", numbers)
   end
   for name, x in pairs(maps) do
-    M.check_params(place.check_map(x, what .. ": " .. name), what .. ": " .. name, numbers)
+    local of = what .. ": " .. name
+    M.check_params(place.check_map(x, of), of, numbers)
   end
   return fields, reads_keys
 end

@@ -599,7 +599,8 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
 __attribute__((visibility("default"))) int kvl_code(const void *arguments, void *queue) {
   const struct arguments *a = arguments;
   (void)queue;
-  return kvl__split(a->seqs * a->kv_heads * ((a->width + RUN_BLOCKS - 1) / RUN_BLOCKS), 1, piece, a);
+  const int64_t runs = (a->width + RUN_BLOCKS - 1) / RUN_BLOCKS;
+  return kvl__split(a->seqs * a->kv_heads * runs, 1, piece, a);
 }
 ]]
 
@@ -767,7 +768,8 @@ local function print_score(self)
         text))
     end
   end)
-  return ("enum { RUN_BLOCKS = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(RUN_BLOCKS,
+  return ("enum { RUN_BLOCKS = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(
+      RUN_BLOCKS,
       SOON, plan.sizes.token, self.items) .. struct(plan) .. "\n" .. Q_LOADS
     .. SCORE:format(plan.sizes.head * plan.sizes.dim,
       indented(fixed_lines(plan), "    "), indented(fixed, "    "),
