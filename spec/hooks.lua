@@ -13,12 +13,14 @@ local M = {}
 
 local SCALE, LAYER = 0.125, 1
 
--- Stated: 1e-4 of the larger number. With queries of 16 bits, CUDA rounds weights to 16
--- bits (to f16 over an f8e4m3 cache) before it multiplies them with V, at most 4.
+-- Stated: 1e-4 of the larger number. With queries of 16 bits, CUDA rounds weights to
+-- their dtype (in decode over an f8e4m3 cache to f16) before it multiplies them with V,
+-- which is at most 4.
 local TOLERANCE = 1e-4
 local function out_tolerance(dev, o)
   if dev == "cpu" or (o.q_dtype or "f32") == "f32" then return TOLERANCE end
-  return o.dtype == "bf16" and 4 * 2 ^ -8 or 4 * 2 ^ -11
+  local weights_bf16 = o.q_dtype == "bf16" and (o.dtype == "bf16" or o.rows)
+  return weights_bf16 and 4 * 2 ^ -8 or 4 * 2 ^ -11
 end
 
 -- ---- what attention is given ----------------------------------------------------------

@@ -164,6 +164,13 @@ DEVICE int32_t mod_i32(int32_t a, int32_t b) {
 DEVICE uint32_t mod_u32(uint32_t a, uint32_t b) { return b ? a % b : 0; }
 DEVICE uint64_t mod_u64(uint64_t a, uint64_t b) { return b ? a % b : 0; }
 DEVICE int32_t abs_i32(int32_t a) { return a < 0 ? -a : a; }
+/* Near 0 a polynomial keeps the relative error small, about 1e-6. */
+DEVICE float tanh_f32(float x) {
+  const float y = x * x;
+  const float near = x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315)));
+  const float far = 1.f - __fdividef(2.f, __expf(2.f * fabsf(x)) + 1.f);
+  return fabsf(x) < 0.25f ? near : copysignf(far, x);
+}
 DEVICE float sigmoid_f32(float a) { return 1 / (1 + expf(-a)); }
 DEVICE int32_t popcount_u32(uint32_t x) { return __popc(x); }
 DEVICE int32_t popcount_u64(uint64_t x) { return __popcll(x); }

@@ -24,9 +24,9 @@
  *           hook.cuh           all but paged_wgmma.cuh can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
- * Tolerance 16-bit: P is rounded to q's dtype before P V (to f16 over f8e4m3), so 2^-9 (bf16)
- *           or 2^-12 (f16) of the largest |v| plus the rounding of out; lse 1e-4. f32: 1e-5
- *           relative.
+ * Tolerance 16-bit: P is rounded to q's dtype before P V (in decode over f8e4m3 to f16), so
+ *           2^-9 (bf16) or 2^-12 (f16) of the largest |v| plus the rounding of out; lse 1e-4.
+ *           f32: 1e-5 relative.
  * Best      decode, H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, L2 flushed, median of 30; R = read-only sum of the same run:
  *             16 x 32K  0.985 R    1 x 32K   55.2 us   1 x 128K  186 us   8 x 4K  56.1 us

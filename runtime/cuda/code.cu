@@ -1,5 +1,6 @@
 /* Kernels that were compiled at run time, as cubins. */
 #include <stdio.h>
+#include <string.h>
 
 #include "cuda/backend.cuh"
 #include "cuda/driver.cuh"
@@ -22,7 +23,6 @@ int failed(CUresult error, const char *what) {
 }  // namespace
 
 int code_open(void *ctx, const void *image, size_t bytes, void **out) {
-  (void)bytes;
   int status = enter(ctx);
   if (status < 0) return status;
   const kvl::library_functions &f = kvl::the_driver();
@@ -35,9 +35,16 @@ int code_open(void *ctx, const void *image, size_t bytes, void **out) {
     delete c;
     return failed(error, "loading a cubin");
   }
-  /* A hook's kernel has the name of its shape, which the op asks for. */
-  error = f.get_kernel(&c->kernel, c->library, "kvl_code");
-  if (error != CUDA_SUCCESS) c->kernel = nullptr;
+  /* A hook's kernel has the name of its shape, which the op asks for; there is no kvl_code. */
+  static const char section[] = ".text.kvl_code";
+  if (memmem(image, bytes, section, sizeof section)) {
+    error = f.get_kernel(&c->kernel, c->library, "kvl_code");
+    if (error != CUDA_SUCCESS) {
+      f.unload(c->library);
+      delete c;
+      return failed(error, "a cubin's kvl_code");
+    }
+  }
   *out = c;
   return KVL_OK;
 }

@@ -15,8 +15,8 @@ local M = {}
 local Hook = {}
 Hook.__index = Hook
 
--- The scores are read in vectors, which may end after the last of them.
-local PAST_END = 16
+-- The scores are read in vectors and by lanes of a warp, which may end after the last.
+local PAST_END = 32
 
 local function new_scores(self, ctx, seqs, room)
   local count = seqs * self.shape.heads * room
@@ -110,7 +110,8 @@ end
 --- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
 -- that were not selected. It belongs to the policy until the layer is over.
 function Hook:emit(one, selection, ctx, lse, window)
-  local out = ctx:new_scores():fill_(0)
+  local out = ctx:new_scores()
+  if selection then out:fill_(0) end
   one.count = 0
   give_inputs(one, self.owner, ctx)
   one:give("selection", selection)

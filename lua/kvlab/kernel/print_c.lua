@@ -679,13 +679,14 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
           (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;
     const int length = lens[seq], blocks = (length + TOKENS - 1) / TOKENS;
     const int block = selection ? selection[entry] : (int)entry;
+    float *out = (float *)a->out + row * a->width;
+    if (!selection && block >= blocks) out[entry] = 0;
     if (block < 0 || block >= blocks || block >= a->width) continue;
     const int tokens = (int)i64_min(TOKENS, length - block * TOKENS);
     const int query_position = length - 1;
     const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
     const float *scores = (const float *)a->scores + row * GROUP * stride;
     const float *lse = (const float *)a->lse + row * GROUP;
-    float *out = (float *)a->out + row * a->width;
     (void)kv_head, (void)tokens, (void)query_position;
 %s    out[block] = %s;
   }

@@ -26,16 +26,25 @@ Printer.__index = Printer
 
 -- ---- loops ----------------------------------------------------------------------------
 
+--- The dimension whose elements lie in the lanes of a team.
+local function lanes_of(plan) return plan.place == "emit" and "token" or "dim" end
+
 function Printer:mode(dim, size)
-  if dim == "dim" then return "lanes" end
+  if dim == lanes_of(self.plan) then return "lanes" end
   if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
   return "loop"
 end
 
-function Printer:elements(dim, size) return dim == "dim" and self.each or size end
+function Printer:elements(dim, size)
+  return dim == lanes_of(self.plan) and self.each or size
+end
 
 --- Element `value` of an unrolled dimension; of dim, the value-th of each lane.
 function Printer:element(dim, value)
+  if dim == "token" then
+    return { text = value == 0 and "lane" or ("(lane + %d)"):format(value * self.team),
+             level = 0 }
+  end
   if dim ~= "dim" then return { text = tostring(value), level = 0 } end
   local chunk, at = math.floor(value / self.vec), value % self.vec
   local lane = chunk == 0 and "lane" or ("(lane + %d)"):format(chunk * self.team)
@@ -163,7 +172,7 @@ local function read_leaf(self, s, x, bind)
   elseif x.name == "score" then
     return ("scores[%s * stride + block * TOKENS + %s]"):format(bind.head.text,
       bind.token.text)
-  elseif x.name == "lse" then return ("lse[%s]"):format(bind.head.text)
+  elseif x.name == "lse" then return ("row_lse[%s]"):format(bind.head.text)
   elseif x.name == "q" then
     if self.q_shared then
       return ("q_shared[(%s * %d + %d) * TEAM + lane]"):format(bind.head.text, self.each,
@@ -192,6 +201,7 @@ end
 
 function Printer:compute(s, x, bind, texts)
   if #x.args == 0 then return read_leaf(self, s, x, bind) end
+  if x.op == "tanh" then return ("tanh_f32(%s)"):format(texts[1]) end
   return shared.operation(x, texts, false)
 end
 
@@ -672,22 +682,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int length = ((const int32_t *)a->lens)[seq];
   const int blocks = (length + TOKENS - 1) / TOKENS, query_position = length - 1;
   const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
-  const float *lse = (const float *)a->lse + row * GROUP;
+  const float *row_lse = (const float *)a->lse + row * GROUP;
   const float *scores = (const float *)a->scores + row * GROUP * stride;
   float *out = (float *)a->out + row * a->width;
-%s  const int64_t entry = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+%s  const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
+  const int64_t entry = (int64_t)blockIdx.x * TEAMS + team;
   const int32_t *selection = (const int32_t *)a->selection;
-  if (entry >= a->entries) return;
   if (selection)
     selection += (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;
-  const int block = selection ? selection[entry] : (int)entry;
-  if (block < 0 || block >= blocks || block >= a->width) return;
-  const int tokens = min_i32(TOKENS, length - block * TOKENS);
-%s  out[block] = (float)(%s);
+  const int found = entry >= a->entries ? -1 : selection ? selection[entry] : (int)entry;
+  const bool known = found >= 0 && found < blocks && found < a->width;
+  const int block = known ? found : 0; /* lanes of a warp must not part */
+  const int tokens = known ? min_i32(TOKENS, length - block * TOKENS) : 0;
+%s  const float value = (float)(%s);
+  if (known && lane == 0) out[block] = value;
+  if (!known && !selection && entry < a->width && lane == 0) out[entry] = 0;
 }
 ]]
 
---- A thread takes a block.
+--- A team takes a block, and its lanes take the tokens.
 local function print_emit(self)
   local plan, value = self.plan, nil
   local fixed, block = shared.body(self, function(s)
@@ -773,7 +786,11 @@ function M.print(plan)
     return ("/* A kernel that kvlab generated.\n%s */\n"):format(table.concat(title,
       "\n")) .. print_hook(self), { threads = 1 }
   end
-  if plan.place == "emit" then self.team = 1 end
+  if plan.place == "emit" then
+    self.team, self.partial = 1, false
+    while self.team < math.min(plan.sizes.token, WARP) do self.team = self.team * 2 end
+    self.each = math.ceil(plan.sizes.token / self.team)
+  end
   local teams = THREADS / self.team
   local text = ("/* A kernel that kvlab generated.\n%s */\n"):format(table.concat(title,
     "\n")) .. '#include "expression.cuh"\n\n'

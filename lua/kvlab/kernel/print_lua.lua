@@ -266,6 +266,7 @@ for row = 0, a.seqs * a.kv_heads - 1 do
   local out, scores = row * a.width, row * GROUP * stride
   local list = (seq * a.selection_heads + kv_head %% a.selection_heads) * a.entries
 %s  for entry = 0, a.entries - 1 do
+    if a.selection == nil then a.out[out + entry] = 0 end
     local block = a.selection ~= nil and a.selection[list + entry] or entry
     if block >= 0 and block < blocks and block < a.width then
       local tokens = min(TOKENS, length - block * TOKENS)
