@@ -75,12 +75,12 @@ local function scales(dev, o, seed)
   return kv.rand(dev, "f32", { SHAPE.layers, SHAPE.kv_heads }, { seed = seed }) + 0.5
 end
 
---- o.offload: KV in host memory, with these options of the engine. o.prefill_policy: an
--- opened policy for prefill (full). o.dtype: of q, k and v (f32); o.kv_dtype: of the
--- cache (the same). o.window, o.soft_cap, o.alibi: of the attention. o.steady: so many
--- positions in a row have one query (1). o.scoped: every step in a kv.scope of its own
--- (which frees what it selected); run the same without it first, that draws the tokens.
--- o.heads: query heads (8).
+--- o.policy: its name, or a policy that is open. o.offload: KV in host memory, with these
+-- options of the engine. o.prefill_policy: an opened policy for prefill (full). o.dtype:
+-- of q, k and v (f32); o.kv_dtype: of the cache (the same). o.window, o.soft_cap, o.alibi:
+-- of the attention. o.steady: so many positions in a row have one query (1). o.scoped:
+-- every step in a kv.scope of its own (which frees what it selected); run the same
+-- without it first, that draws the tokens. o.heads: query heads (8).
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
                 scoped = o.scoped, heads = o.heads or SHAPE.heads }
@@ -94,7 +94,8 @@ function M.new(dev, o)
     block_size = o.block_size or SHAPE.block_size, kv_heads = SHAPE.kv_heads,
     head_dim = SHAPE.head_dim, offload = offload,
     k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
-  rig.policy = kv.policy(o.policy or "full", o.options)
+  rig.policy = type(o.policy) == "table" and o.policy
+    or kv.policy(o.policy or "full", o.options)
   rig.attention = kv.attention { cache = rig.cache, heads = rig.heads, max_seqs = 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
     window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through }

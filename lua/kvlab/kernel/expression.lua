@@ -66,6 +66,10 @@ local function user_line()
   end
 end
 
+--- The line that built a node. Leaves are everyone's: for one it is the line that is
+-- running now.
+function M.line_of(x) return x.op == "leaf" and user_line() or x.line end
+
 local function fail(where, message, ...)
   error(("%s: %s"):format(where, message:format(...)), 0)
 end

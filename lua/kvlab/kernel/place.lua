@@ -43,7 +43,7 @@ local INTERNAL = { score = true, lse = true, seen_from = true }
 local HAS_INPUTS = { map = true, hook = true, emit = true }
 
 local function fail(x, message, ...)
-  error(("%s: %s"):format(x.line, message:format(...)), 0)
+  error(("%s: %s"):format(expression.line_of(x), message:format(...)), 0)
 end
 
 -- ---- what is stored as the cache stores it --------------------------------------------
@@ -417,16 +417,17 @@ function M.check_emit(name, x, what)
   if not expression.is_expression(x) then
     error(("%s is %s, expected an expression"):format(what, type(x)), 0)
   end
-  return check_score(x, {}, what)
+  x = check_score(x, {}, what)
+  expression.each(x, function(one)
+    if one.op == "leaf" then check_leaf({ place = "emit", what = what }, x, one) end
+  end)
+  return x
 end
 
 --- What attention emits for each block that it read.
 function M.emit(name, x, what, o)
   x = M.check_emit(name, x, what)
   local plan = new_plan("emit", ("%s: emit.%s"):format(what, name), o)
-  expression.each(x, function(one)
-    if one.op == "leaf" then check_leaf(plan, x, one) end
-  end)
   x = expression.replace(x, expression.leaves.weight, weight_node())
   add_root(plan, "out", x, "f32", o)
   return plan
