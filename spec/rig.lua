@@ -77,10 +77,10 @@ end
 
 --- o.policy: its name, or a policy that is open. o.offload: KV in host memory, with these
 -- options of the engine. o.prefill_policy: an opened policy for prefill (full). o.dtype:
--- of q, k and v (f32); o.kv_dtype: of the cache (the same). o.window, o.soft_cap, o.alibi:
--- of the attention. o.steady: so many positions in a row have one query (1). o.scoped:
--- every step in a kv.scope of its own (which frees what it selected); run the same
--- without it first, that draws the tokens. o.heads: query heads (8).
+-- of q, k and v (f32); o.kv_dtype: of the cache (the same). o.window, o.soft_cap,
+-- o.alibi: of the attention. o.steady: so many positions in a row have one query (1).
+-- o.scoped: every step in a kv.scope of its own (which frees what it selected); run the
+-- same without it first, that draws the tokens. o.heads: query heads (8).
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
                 scoped = o.scoped, heads = o.heads or SHAPE.heads }
