@@ -1,0 +1,109 @@
+--- Finds tokens that are found in a text as they are written, before it is normalized and
+-- cut into pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. Of those
+-- that begin at one place, the longest is taken.
+local regex = require "kvlab.text.regex"
+
+local M = {}
+
+---@class kvlab.text.AddedToken
+---@field id integer
+---@field content string   as it is found in a text
+---@field special boolean  found only when asked for
+---@field single_word boolean  not found beside a letter or a digit
+---@field lstrip boolean   takes the white space before it, too
+---@field rstrip boolean   … and after it
+
+---@class kvlab.text.Finder
+---@field roots table<integer, table>  first byte -> node; a node has bytes -> nodes and
+--                                     `token`
+---@field candidates string|nil  a Lua pattern of the first bytes
+local Finder = {}
+Finder.__index = Finder
+
+---@param tokens kvlab.text.AddedToken[]
+---@return kvlab.text.Finder
+function M.finder(tokens)
+  local roots, first_bytes = {}, {}
+  for _, token in ipairs(tokens) do
+    if token.content ~= "" then
+      local node = roots
+      for i = 1, #token.content do
+        local byte = token.content:byte(i)
+        if node == roots and not roots[byte] then
+          first_bytes[#first_bytes + 1] = ("%%%c"):format(byte)
+          if string.char(byte):find "[%w%z\128-\255]" then
+            first_bytes[#first_bytes] = byte == 0 and "%z" or string.char(byte)
+          end
+        end
+        node[byte] = node[byte] or {}
+        node = node[byte]
+      end
+      node.token = node.token or token
+    end
+  end
+  local self = { roots = roots }
+  if #first_bytes > 0 then
+    self.candidates = "[" .. table.concat(first_bytes) .. "]"
+    self.white, self.word = assert(regex.compile "\\s"), assert(regex.compile "\\w")
+  end
+  return setmetatable(self, Finder)
+end
+
+--- The longest token that begins at `at`, from 1.
+local function token_at(roots, text, at)
+  local node, found, i = roots, nil, at
+  while true do
+    node = node[text:byte(i)]
+    if not node then return found end
+    found, i = node.token or found, i + 1
+  end
+end
+
+--- Whether the character of a text that begins at `at`, from 1, is of a class.
+local function is_of(class, text, at)
+  if at > #text then return false end
+  local character = text:match("^[%z\1-\127\194-\244][\128-\191]*", at)
+  return class:find(character, #character, 0) == 0
+end
+
+--- The first byte of the character before `at`; 0 if there is none.
+local function before(text, at)
+  repeat at = at - 1 until at < 1 or text:byte(at) < 0x80 or text:byte(at) >= 0xC0
+  return at
+end
+
+local function is_within_word(self, text, first, last)
+  local previous = before(text, first)
+  return previous > 0 and is_of(self.word, text, previous)
+    or is_of(self.word, text, last + 1)
+end
+
+--- The next token in a text: nil, or the token and its first and last byte with the white
+-- space that it takes.
+---@param text string
+---@param from integer   where to begin, from 1
+---@param special boolean  whether special tokens count
+---@return kvlab.text.AddedToken|nil
+---@return integer|nil first
+---@return integer|nil last
+function Finder:next(text, from, special)
+  local at = self.candidates and text:find(self.candidates, from)
+  while at do
+    local token = token_at(self.roots, text, at)
+    local last = token and at + #token.content - 1
+    if token and (special or not token.special)
+      and not (token.single_word and is_within_word(self, text, at, last)) then
+      local first, previous = at, before(text, at)
+      while token.lstrip and previous >= from and is_of(self.white, text, previous) do
+        first, previous = previous, before(text, previous)
+      end
+      while token.rstrip and is_of(self.white, text, last + 1) do
+        last = last + #text:match("^.[\128-\191]*", last + 1)
+      end
+      return token, first, last
+    end
+    at = text:find(self.candidates, (last or at) + 1)
+  end
+end
+
+return M

@@ -1,0 +1,293 @@
+--- Byte-pair encoding: cuts a piece of text into symbols (bytes, or characters), and
+-- merges the pair of the lowest rank, the leftmost of equals, until no pair is in a merge.
+--
+-- Short pieces search all their pairs at every merge. Longer ones keep their symbols in a
+-- linked list and their pairs in a heap, so that a piece of n symbols takes n log n steps:
+-- one word of a megabyte takes about as long as a megabyte of words. The tokens of short
+-- pieces are kept in a table of bounded size, because words come again.
+local bit = require "bit"
+local ffi = require "ffi"
+local pairs_of = require "kvlab.text.pairs"
+local numbers = require "kvlab.text.numbers"
+
+local NONE = pairs_of.NONE
+
+local M = {}
+
+local BYTES_KEPT = 48      -- of the longest piece whose tokens are kept
+local PIECES_KEPT = 2 ^ 16 -- at most; then all are forgotten
+local SCANNED = 24         -- symbols of the longest piece without a heap
+local SYMBOLS_KEPT = 2 ^ 18 -- of the work space between two texts
+
+---@class kvlab.text.BPE
+---@field merges kvlab.text.Pairs
+---@field bytes ffi.cdata*|nil      int32_t[256]: the token of each byte, -1: none
+---@field characters table<integer, integer>|nil  code point -> token; in place of bytes
+---@field fallback ffi.cdata*|nil   int32_t[256]: tokens of bytes of other characters
+---@field whole table<string, integer>|nil  pieces that are one token whatever merges say
+---@field unk integer|nil           the token of other symbols; nil: they are left out
+---@field fuses_unk boolean
+local BPE = {}
+BPE.__index = BPE
+
+---@param o table  the fields above
+---@return kvlab.text.BPE
+function M.new(o)
+  local self = setmetatable(o, BPE)
+  self.kept, self.kept_count, self.pool = {}, 0, numbers.new()
+  self:make_room(SCANNED)
+  return self
+end
+
+-- ---- work space -----------------------------------------------------------------------
+
+--- Makes room for the symbols of a piece of n bytes.
+function BPE:make_room(n)
+  if self.room and self.room >= n then return end
+  self.room = math.max(n, 1024)
+  for _, name in ipairs { "id", "rank", "new", "prev", "next" } do
+    self[name] = ffi.new("int32_t[?]", self.room + 1)
+  end
+  self.heap = nil
+end
+
+function BPE:give_back()
+  if self.room > SYMBOLS_KEPT then
+    self.room = nil
+    self:make_room(SCANNED)
+  end
+end
+
+-- ---- symbols --------------------------------------------------------------------------
+
+--- Writes the symbols of the bytes base[first … last) to self.id.
+---@return integer n
+local function symbols_of_bytes(self, base, first, last)
+  local id, bytes, n, unk = self.id, self.bytes, 0, self.unk
+  local was_unk = false
+  for i = first, last - 1 do
+    local token = bytes[base[i]]
+    if token >= 0 then
+      id[n], n, was_unk = token, n + 1, false
+    elseif unk then
+      if not (was_unk and self.fuses_unk) then id[n], n = unk, n + 1 end
+      was_unk = true
+    end
+  end
+  return n
+end
+
+local function code_at(base, i)
+  local a = base[i]
+  if a < 0x80 then return a, 1 end
+  if a < 0xE0 then return (a - 0xC0) * 64 + base[i + 1] - 0x80, 2 end
+  if a < 0xF0 then
+    return (a - 0xE0) * 4096 + (base[i + 1] - 0x80) * 64 + base[i + 2] - 0x80, 3
+  end
+  return (a - 0xF0) * 262144 + (base[i + 1] - 0x80) * 4096 + (base[i + 2] - 0x80) * 64
+    + base[i + 3] - 0x80, 4
+end
+
+--- Whether all bytes of a character have tokens of their own.
+local function has_all(fallback, base, at, n)
+  for i = at, at + n - 1 do if fallback[base[i]] < 0 then return false end end
+  return true
+end
+
+--- The same of characters. As in `tokenizers`, an unknown symbol is written before the
+-- next known one, so after bytes that stand between the two.
+local function symbols_of_characters(self, base, first, last)
+  local id, characters, fallback, n = self.id, self.characters, self.fallback, 0
+  local waits, i = false, first
+  while i < last do
+    local code, length = code_at(base, i)
+    local token = characters[code]
+    if token then
+      if waits then id[n], n, waits = self.unk, n + 1, false end
+      id[n], n = token, n + 1
+    elseif fallback and has_all(fallback, base, i, length) then
+      for k = i, i + length - 1 do id[n], n = fallback[base[k]], n + 1 end
+    elseif self.unk then
+      if waits and not self.fuses_unk then id[n], n = self.unk, n + 1 end
+      waits = true
+    end
+    i = i + length
+  end
+  if waits then id[n], n = self.unk, n + 1 end
+  return n
+end
+
+-- ---- merges ---------------------------------------------------------------------------
+
+--- Merges n symbols of self.id in place, by searching all pairs: how many are left.
+local function merge_scanning(self, n)
+  local id, rank, new, merges = self.id, self.rank, self.new, self.merges
+  for i = 0, n - 2 do rank[i], new[i] = merges:get(id[i], id[i + 1]) end
+  while n > 1 do
+    local best, at = NONE, -1
+    for i = 0, n - 2 do
+      local r = rank[i]
+      if r < best then best, at = r, i end
+    end
+    if at < 0 then break end
+    id[at] = new[at]
+    for i = at + 1, n - 2 do
+      id[i], rank[i], new[i] = id[i + 1], rank[i + 1], new[i + 1]
+    end
+    n = n - 1
+    if at < n - 1 then rank[at], new[at] = merges:get(id[at], id[at + 1]) end
+    if at > 0 then rank[at - 1], new[at - 1] = merges:get(id[at - 1], id[at]) end
+  end
+  return n
+end
+
+-- A heap's entry is rank * 2^28 + position, so that the smallest is the pair to merge.
+local POSITIONS = 2 ^ 28
+
+local function heap_push(heap, count, key)
+  local i = count
+  while i > 0 do
+    local parent = bit.rshift(i - 1, 1)
+    if heap[parent] <= key then break end
+    heap[i] = heap[parent]
+    i = parent
+  end
+  heap[i] = key
+end
+
+--- Removes the smallest of `count` entries.
+local function heap_pop(heap, count)
+  local last, n, i = heap[count - 1], count - 1, 0
+  while true do
+    local child = i * 2 + 1
+    if child >= n then break end
+    if child + 1 < n and heap[child + 1] < heap[child] then child = child + 1 end
+    if heap[child] >= last then break end
+    heap[i] = heap[child]
+    i = child
+  end
+  heap[i] = last
+end
+
+--- The same with a linked list and a heap.
+local function merge_heaped(self, n)
+  local id, rank, new, merges = self.id, self.rank, self.new, self.merges
+  local prev, next = self.prev, self.next
+  self.heap = self.heap or ffi.new("double[?]", self.room * 2 + 2)
+  local heap, count = self.heap, 0
+  for i = 0, n - 1 do
+    prev[i], next[i] = i - 1, i + 1
+    local r, t = NONE, -1
+    if i < n - 1 then r, t = merges:get(id[i], id[i + 1]) end
+    rank[i], new[i] = r, t
+    if r ~= NONE then
+      heap_push(heap, count, r * POSITIONS + i)
+      count = count + 1
+    end
+  end
+  while count > 0 do
+    local key = heap[0]
+    heap_pop(heap, count)
+    count = count - 1
+    local r = math.floor(key / POSITIONS)
+    local i = key - r * POSITIONS
+    if rank[i] == r then -- otherwise the pair is no more
+      local gone = next[i]
+      id[i] = new[i]
+      rank[gone] = NONE
+      local after, before = next[gone], prev[i]
+      next[i], rank[i] = after, NONE
+      if after < n then
+        prev[after] = i
+        local rr, t = merges:get(id[i], id[after])
+        rank[i], new[i] = rr, t
+        if rr ~= NONE then
+          heap_push(heap, count, rr * POSITIONS + i)
+          count = count + 1
+        end
+      end
+      if before >= 0 then
+        local rr, t = merges:get(id[before], id[i])
+        rank[before], new[before] = rr, t
+        if rr ~= NONE then
+          heap_push(heap, count, rr * POSITIONS + before)
+          count = count + 1
+        end
+      end
+    end
+  end
+  local i, left = 0, 0
+  while i < n do
+    id[left], left = id[i], left + 1
+    i = next[i]
+  end
+  return left
+end
+
+--- Writes the tokens of one piece to self.id.
+---@return integer n
+local function tokens_of(self, base, first, last)
+  self:make_room(last - first)
+  if self.whole then
+    local token = self.whole[ffi.string(base + first, last - first)]
+    if token then
+      self.id[0] = token
+      return 1
+    end
+  end
+  local n
+  if self.bytes then n = symbols_of_bytes(self, base, first, last)
+  else n = symbols_of_characters(self, base, first, last)
+  end
+  if n <= SCANNED then return merge_scanning(self, n) end
+  return merge_heaped(self, n)
+end
+
+-- ---- pieces ---------------------------------------------------------------------------
+
+--- Keeps the n tokens of self.id for a piece. One token is kept as its id, several as
+-- -1 - their place in self.pool, where their number is in front.
+local function keep(self, piece, n)
+  if self.kept_count >= PIECES_KEPT then
+    self.kept, self.kept_count = {}, 0
+    self.pool:clear()
+  end
+  self.kept_count = self.kept_count + 1
+  local id, pool = self.id, self.pool
+  if n == 1 then
+    self.kept[piece] = id[0]
+    return
+  end
+  self.kept[piece] = -1 - pool.count
+  pool:reserve(n + 1)
+  pool:push(n)
+  for i = 0, n - 1 do pool:push(id[i]) end
+end
+
+--- Appends the tokens of pieces of a text.
+---@param base ffi.cdata*          const uint8_t *, the text
+---@param pieces kvlab.text.Numbers  first and last byte of each, in turn
+---@param out kvlab.text.Numbers
+function BPE:encode(base, pieces, out)
+  local ends = pieces.at
+  for k = 0, pieces.count - 2, 2 do
+    local first, last = ends[k], ends[k + 1]
+    local length = last - first
+    local piece = length <= BYTES_KEPT and ffi.string(base + first, length)
+    local known = piece and self.kept[piece]
+    if not known then
+      local n, id = tokens_of(self, base, first, last), self.id
+      out:reserve(n)
+      for i = 0, n - 1 do out:push(id[i]) end
+      if piece then keep(self, piece, n) end
+    elseif known >= 0 then
+      out:push(known)
+    else
+      local pool, at = self.pool.at, -1 - known
+      for i = at + 1, at + pool[at] do out:push(pool[i]) end
+    end
+  end
+  self:give_back()
+end
+
+return M

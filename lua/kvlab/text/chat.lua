@@ -1,0 +1,3 @@
+local M = {}
+function M.render() error "later" end
+return M

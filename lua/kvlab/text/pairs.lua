@@ -1,0 +1,64 @@
+--- What a pair of tokens becomes: a map from two numbers to two numbers, outside of Lua's
+-- heap and without a call in the way.
+local bit = require "bit"
+local ffi = require "ffi"
+
+local band, bxor, rol, rshift, tobit = bit.band, bit.bxor, bit.rol, bit.rshift, bit.tobit
+
+ffi.cdef "typedef struct { int32_t left, right, rank, id; } kvl_text_pair;"
+
+local M = {}
+
+--- Ranks and ids are below this, so that a product with the factors below is exact.
+M.LIMIT = 2 ^ 24
+M.NONE = 2 ^ 31 - 1
+
+---@class kvlab.text.Pairs
+---@field slots ffi.cdata*
+---@field mask integer
+local Pairs = {}
+Pairs.__index = Pairs
+
+--- A map that is to hold up to n pairs.
+---@param n integer
+---@return kvlab.text.Pairs
+function M.new(n)
+  local size = 16
+  while size < n * 2.5 do size = size * 2 end
+  local slots = ffi.new("kvl_text_pair[?]", size)
+  for i = 0, size - 1 do slots[i].left = -1 end
+  return setmetatable({ slots = slots, mask = size - 1 }, Pairs)
+end
+
+local function first_slot(left, right, mask)
+  local x = bxor(tobit(left * 0x5BD1E9), rol(tobit(right * 0x6C50B5), 16))
+  return band(bxor(x, rshift(x, 15)), mask)
+end
+
+--- Sets what a pair becomes; a later call replaces an earlier one.
+function Pairs:set(left, right, rank, id)
+  local slots, mask = self.slots, self.mask
+  local i = first_slot(left, right, mask)
+  while slots[i].left >= 0 and (slots[i].left ~= left or slots[i].right ~= right) do
+    i = band(i + 1, mask)
+  end
+  local slot = slots[i]
+  slot.left, slot.right, slot.rank, slot.id = left, right, rank, id
+end
+
+--- What a pair becomes: its rank and the id; NONE and -1 if it is in no merge.
+---@return integer rank
+---@return integer id
+function Pairs:get(left, right)
+  local slots, mask = self.slots, self.mask
+  local i = first_slot(left, right, mask)
+  while true do
+    local slot = slots[i]
+    local l = slot.left
+    if l == left and slot.right == right then return slot.rank, slot.id end
+    if l < 0 then return M.NONE, -1 end
+    i = band(i + 1, mask)
+  end
+end
+
+return M

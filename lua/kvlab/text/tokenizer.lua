@@ -1,0 +1,327 @@
+--- Text to token ids and back: `kv.tokenizer`, for the files of models.
+--
+--   local t = kv.tokenizer "folder"           of Hugging Face: has a tokenizer.json
+--   local ids = t:encode "The capital of France is"
+--   print(t:decode(ids))
+--   local text, prompt = t:chat({ { role = "user", content = "Hello" } },
+--                               { add_generation_prompt = true })
+--
+-- It knows byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and BPE as SentencePiece has it
+-- (Llama 2, Mistral, Gemma). What a file says and this cannot do is an error when it is
+-- loaded, so that no text gets other tokens than the model was trained with.
+local arguments = require "kvlab.arguments"
+local chat = require "kvlab.text.chat"
+local ffi = require "ffi"
+local fields = require "kvlab.text.fields"
+local files = require "kvlab.files"
+local gguf = require "kvlab.text.gguf"
+local hf = require "kvlab.text.hf"
+local json = require "kvlab.json"
+local numbers = require "kvlab.text.numbers"
+local options = require "kvlab.options"
+local split = require "kvlab.text.split"
+local stream = require "kvlab.text.stream"
+local unicode = require "kvlab.text.unicode"
+
+local M = {}
+
+local BYTES_MOST = 2 ^ 27 -- of a text: positions are 28 bits in the heap of merges
+
+---@class kvlab.text.Tokenizer
+---@field size integer        one more than the highest id
+---@field bos integer|nil     the token that begins a text, of those that the file names
+---@field eos integer|nil     … that ends it
+---@field unk integer|nil
+---@field pad integer|nil
+---@field eot integer|nil     the end of a turn in a chat
+---@field specials table<integer, boolean>  ids of special tokens
+---@field template string|nil the chat template of the file
+local Tokenizer = {}
+Tokenizer.__index = Tokenizer
+
+-- ---- reading files --------------------------------------------------------------------
+
+local function read_json(path)
+  local text = files.read(path)
+  if not text then return nil end
+  local ok, value = pcall(json.decode, text)
+  if not ok then
+    error(path .. ": " .. tostring(value):gsub("^.-json%.decode: ", ""), 0)
+  end
+  if type(value) ~= "table" then error(path .. ": is no JSON object", 0) end
+  return value
+end
+
+--- Builds what a file says; its problems get the file's name in front.
+local function build(path, fn, ...)
+  local ok, problem = pcall(fn, ...)
+  if ok then return end
+  if not fields.is_problem(problem) then error(problem, 0) end
+  error(("%s: %s"):format(path, tostring(problem)), 0)
+end
+
+--- A special token of tokenizer_config.json: a string, or an object with its content.
+local function set_special(self, config, name)
+  local token = config[name .. "_token"]
+  if type(token) == "table" then token = token.content end
+  if type(token) == "string" then self[name] = self.ids[token] end
+end
+
+local TEMPLATES = { "a string, or a list of named ones", function(x)
+  return x == nil or type(x) == "string" or type(x) == "table"
+end }
+
+--- The chat template, or the one named "default".
+local function template_of(config)
+  local template = fields.get(config, "", "chat_template", TEMPLATES)
+  if type(template) ~= "table" then return template end
+  for _, entry in ipairs(template) do
+    if type(entry) == "table" and entry.name == "default" then return entry.template end
+  end
+end
+
+--- Turns what stands before or after a text on or off, where a file says so.
+local function set_around(self, config, name, side)
+  local adds = fields.get_or(config, "", "add_" .. name .. "_token", options.boolean)
+  if adds == false then self[side] = {} end
+  if adds and #self[side] == 0 then
+    if not self[name] then
+      fields.fail("add_" .. name .. "_token", ("is true, but %s_token is none"):format(name))
+    end
+    self[side] = { self[name] }
+  end
+end
+
+local function read_config(self, config)
+  for _, name in ipairs { "bos", "eos", "unk", "pad" } do set_special(self, config, name) end
+  self.template = template_of(config)
+  set_around(self, config, "bos", "before")
+  set_around(self, config, "eos", "after")
+end
+
+local function read_metadata(self, metadata)
+  for name, id in pairs(gguf.special_ids(metadata)) do
+    if not self.texts[id] then
+      fields.fail("tokenizer.ggml." .. name, ("is %d, expected a token of the %d"):format(id,
+        self.size))
+    end
+    self[name] = id
+  end
+  self.template = fields.get_or(metadata, "", "tokenizer.chat_template", options.string)
+end
+
+local function of_metadata(self, metadata)
+  self.name = "GGUF metadata"
+  build(self.name, function()
+    hf.build(self, gguf.read(metadata))
+    read_metadata(self, metadata)
+  end)
+end
+
+local function of_files(self, source)
+  local folder, path = source:match "^(.*)/[^/]*$" or ".", source
+  local file = not source:find "%.json$" and read_json(source .. "/tokenizer.json")
+  if file then folder, path = source, source .. "/tokenizer.json"
+  else file = read_json(source)
+  end
+  if not file then
+    error(("%s is no tokenizer.json and no folder with one"):format(source), 0)
+  end
+  self.name = path
+  build(path, hf.build, self, file)
+  local config = read_json(folder .. "/tokenizer_config.json")
+  if config then build(folder .. "/tokenizer_config.json", read_config, self, config) end
+  self.template = files.read(folder .. "/chat_template.jinja") or self.template
+end
+
+local SOURCE = options.either({ "a path", function(x) return type(x) == "string" end },
+  { "a table of GGUF metadata", function(x) return type(x) == "table" end })
+
+--- Opens a tokenizer.
+---@param source string|table  a folder of Hugging Face with a tokenizer.json (and a
+--                             tokenizer_config.json and chat_template.jinja, if it has
+--                             them), the path of a tokenizer.json, or the metadata of a
+--                             GGUF file
+---@return kvlab.text.Tokenizer
+function M.tokenizer(source)
+  options.argument("tokenizer", "source", source, SOURCE)
+  local self = setmetatable({ raw_bytes = {}, ends = numbers.new(), others = numbers.new(),
+                              out = numbers.new() }, Tokenizer)
+  local ok, problem = pcall(type(source) == "table" and of_metadata or of_files, self,
+    source)
+  if not ok then options.fail("tokenizer: " .. tostring(problem)) end
+  return self
+end
+
+-- ---- encoding -------------------------------------------------------------------------
+
+--- Appends the tokens of a text without added tokens.
+local function encode_piece(self, text, is_first, out)
+  if text == "" then return end
+  local cuts = self.splitter
+  if cuts.space then text = text:gsub(" ", cuts.space) end
+  local prefix = cuts.prefix
+  if prefix and (is_first or not cuts.prefix_first)
+    and text:sub(1, #prefix) ~= prefix then text = prefix .. text end
+  local base = ffi.cast("const uint8_t *", text)
+  local from, to = self.ends, self.others
+  from:clear()
+  from:push(0)
+  from:push(#text)
+  for i = 1, #cuts.rules do
+    to:clear()
+    split.cut(cuts.rules[i], base, from, to)
+    from, to = to, from
+  end
+  self.bpe:encode(base, from, out)
+end
+
+--- Calls fn(self, text, is_first, out, special) for what is between the tokens that a
+-- finder finds, and appends those.
+local function around_added(self, finder, text, is_first, out, special, fn)
+  local from = 1
+  while true do
+    local token, first, last = finder:next(text, from, special)
+    if not token then break end
+    if first > from then
+      fn(self, text:sub(from, first - 1), is_first and from == 1, out, special)
+    end
+    out:push(token.id)
+    from = last + 1
+  end
+  if from <= #text then
+    fn(self, from == 1 and text or text:sub(from), is_first and from == 1, out, special)
+  end
+end
+
+local function encode_normalized(self, text, is_first, out, special)
+  around_added(self, self.normal, self.normalize(text), is_first, out, special,
+    encode_piece)
+end
+
+local ENCODE = { special = options.boolean, bos = options.boolean, eos = options.boolean }
+
+--- What stands at one end of a text: what the file says, unless it is asked for or not.
+local function around(self, asked, name, listed)
+  if asked == nil then return listed end
+  if not asked then return {} end
+  if #listed > 0 then return listed end
+  if not self[name] then
+    options.fail(("encode: %s is true, but %s names no such token"):format(name, self.name))
+  end
+  return { self[name] }
+end
+
+local function list_of(out)
+  local ids, at = {}, out.at
+  for i = 1, out.count do ids[i] = at[i - 1] end
+  return ids
+end
+
+--- The token ids of a text. Bytes that are not UTF-8 count as U+FFFD, one for each
+-- mistake.
+---@param text string
+---@param o? table  special: special tokens, such as <|im_start|>, are found in the text
+--                  (false: text of users cannot begin a turn of a chat); bos, eos: whether
+--                  the tokens that begin and end a text are added (as the file says)
+---@return integer[] ids
+function Tokenizer:encode(text, o)
+  o = options.check("encode", o, ENCODE)
+  if #text > BYTES_MOST then
+    options.fail(("encode: text is %d bytes, expected %d or fewer"):format(#text,
+      BYTES_MOST))
+  end
+  local before = around(self, o.bos, "bos", self.before)
+  local after = around(self, o.eos, "eos", self.after)
+  local out = self.out
+  out:clear()
+  for i = 1, #before do out:push(before[i]) end
+  around_added(self, self.raw, unicode.repaired(text), true, out, o.special or false,
+    encode_normalized)
+  for i = 1, #after do out:push(after[i]) end
+  local ids = list_of(out)
+  out:clear()
+  return ids
+end
+
+-- ---- decoding -------------------------------------------------------------------------
+
+--- The bytes that a token stands for, which may be a part of a character.
+---@param id integer
+---@return string
+function Tokenizer:bytes_of(id)
+  local bytes = self.raw_bytes[id]
+  if bytes then return bytes end
+  local text = self.texts[id]
+  if not text then
+    options.fail(("token id %s is none of %s, expected 0 ... %d"):format(tostring(id),
+      self.name, self.size - 1))
+  end
+  bytes = self.decoder:bytes(text)
+  self.raw_bytes[id] = bytes
+  return bytes
+end
+
+local DECODE = { special = options.boolean, bytes = options.boolean }
+
+--- The text of token ids.
+---@param ids integer[]
+---@param o? table  special: special tokens are written, too (false); bytes: returns the
+--                  bytes as they are (false: U+FFFD stands for what is not UTF-8)
+---@return string
+function Tokenizer:decode(ids, o)
+  o = options.check("decode", o, DECODE)
+  local bytes = stream.bytes(stream.new(self, o.special or false), ids)
+  return o.bytes and bytes or unicode.repaired(bytes)
+end
+
+local STREAM = { special = options.boolean,
+  stop = options.list_of({ "a string of UTF-8 with a character or more", function(x)
+    return type(x) == "string" and x ~= "" and unicode.repaired(x) == x
+  end }) }
+
+--- Decodes tokens that come one by one: `stream:push(id)` returns the text that is
+-- complete, `stream:finish()` what is left. Together they are what `decode` returns.
+---@param o? table  special: special tokens are written, too (false); stop: strings that
+--                  end the text. Of the first one found, and of all that comes after it,
+--                  nothing is returned, and `stream.stopped` is that string
+---@return kvlab.text.Stream
+function Tokenizer:stream(o)
+  o = options.check("stream", o, STREAM)
+  return stream.new(self, o.special or false, o.stop)
+end
+
+-- ---- tokens ---------------------------------------------------------------------------
+
+--- The id of a token as the file writes it; nil if there is none.
+---@param token string  "<|im_end|>", "Ġthe"
+---@return integer|nil
+function Tokenizer:id_of(token) return self.ids[token] end
+
+--- The token of an id as the file writes it; nil if there is none.
+---@param id integer
+---@return string|nil
+function Tokenizer:token_of(id) return self.texts[id] end
+
+local CHAT = { add_generation_prompt = options.boolean }
+
+--- A chat as the model was trained to read it, by the template of its file.
+---@param messages table[]  { role = "system" | "user" | "assistant", content = … }, …
+---@param o? table  add_generation_prompt: the text ends where the assistant's answer
+--                  begins (false)
+---@return string text
+---@return integer[] ids
+function Tokenizer:chat(messages, o)
+  o = options.check("chat", o, CHAT)
+  local text = chat.render(self, messages, o.add_generation_prompt or false)
+  return text, self:encode(text, { special = true, bos = false, eos = false })
+end
+
+arguments.methods(Tokenizer, "a tokenizer", {
+  encode = { text = options.string }, id_of = { token = options.string },
+  token_of = { id = options.whole }, bytes_of = { id = options.whole },
+  decode = { ids = options.list_of(options.whole) },
+  chat = { messages = options.list_of(options.table, 1) },
+})
+
+return M

@@ -1,0 +1,154 @@
+--- UTF-8: repairs what is invalid, finds where a text may be cut, and puts text into the
+-- normal forms of Unicode, by the library utf8proc.
+local ffi = require "ffi"
+local regex = require "kvlab.text.regex"
+
+local M = {}
+
+--- What stands for bytes that are not UTF-8: U+FFFD.
+M.REPLACEMENT = "\239\191\189"
+
+ffi.cdef [[
+ptrdiff_t utf8proc_map(const uint8_t *text, ptrdiff_t length, uint8_t **result,
+                       int options);
+const char *utf8proc_errmsg(ptrdiff_t problem);
+void free(void *memory);
+]]
+
+-- ORDER utf8proc.h
+local STABLE, COMPAT, COMPOSE, DECOMPOSE = 2, 4, 8, 16
+local FORMS = {
+  NFC = STABLE + COMPOSE, NFD = STABLE + DECOMPOSE,
+  NFKC = STABLE + COMPOSE + COMPAT, NFKD = STABLE + DECOMPOSE + COMPAT,
+}
+local NAMES = { "libutf8proc.so.3", "libutf8proc.so.2", "utf8proc" }
+local opened
+
+--- The library; nil and why if there is none.
+function M.open()
+  if opened then return opened end
+  for _, name in ipairs(NAMES) do
+    local ok, lib = pcall(ffi.load, name)
+    if ok then
+      opened = lib
+      return lib
+    end
+  end
+  return nil, "utf8proc is not here: libutf8proc.so.2 or .3, which puts text into the "
+    .. "normal forms of Unicode; it is the Debian package libutf8proc2 or libutf8proc3"
+end
+
+-- ---- characters -----------------------------------------------------------------------
+
+-- First bytes of characters: how many bytes follow, and the range of the first of those.
+local FOLLOW, LOW, HIGH = {}, {}, {}
+for byte = 0, 255 do
+  local n = byte < 0x80 and 0 or byte < 0xC2 and -1 or byte < 0xE0 and 1 or byte < 0xF0
+    and 2 or byte < 0xF5 and 3 or -1
+  FOLLOW[byte], LOW[byte], HIGH[byte] = n, 0x80, 0xBF
+end
+LOW[0xE0], HIGH[0xED], LOW[0xF0], HIGH[0xF4] = 0xA0, 0x9F, 0x90, 0x8F
+
+--- The bytes of the character at `at` (from 1), or of what is there in its place: a part
+-- of a character that no byte can follow to make it whole is one mistake, as Unicode
+-- advises and Python and Rust do.
+---@param text string
+---@param at integer
+---@return integer bytes
+---@return "whole"|"wrong"|"cut" state  "cut": the text ends inside of the character
+function M.character(text, at)
+  local first = text:byte(at)
+  local n = FOLLOW[first]
+  if n < 0 then return 1, "wrong" end
+  for i = 1, n do
+    local byte = text:byte(at + i)
+    if not byte then return i, "cut" end
+    local low, high = i == 1 and LOW[first] or 0x80, i == 1 and HIGH[first] or 0xBF
+    if byte < low or byte > high then return i, "wrong" end
+  end
+  return n + 1, "whole"
+end
+
+--- The text with U+FFFD in place of each mistake, and what is cut off at its end.
+---@param text string
+---@return string valid
+---@return string rest  at most 3 bytes, which begin a character
+function M.split_valid(text)
+  local parts, from, at = {}, 1, text:find "[\128-\255]"
+  while at do
+    local n, state = M.character(text, at)
+    if state ~= "whole" then
+      parts[#parts + 1] = text:sub(from, at - 1)
+      if state == "cut" then return table.concat(parts), text:sub(at) end
+      parts[#parts + 1], from = M.REPLACEMENT, at + n
+    end
+    at = text:find("[\128-\255]", at + n)
+  end
+  if from == 1 then return text, "" end
+  parts[#parts + 1] = text:sub(from)
+  return table.concat(parts), ""
+end
+
+--- The text with U+FFFD in place of each mistake.
+---@param text string
+---@return string
+function M.repaired(text)
+  if not regex.invalid_at(text) then return text end
+  local valid, rest = M.split_valid(text)
+  return rest == "" and valid or valid .. M.REPLACEMENT
+end
+
+--- The UTF-8 characters of a valid text, one by one.
+---@param text string
+---@return fun(): string|nil
+function M.characters(text) return text:gmatch "[%z\1-\127\194-\244][\128-\191]*" end
+
+--- The code point of a valid character.
+---@param text string
+---@return integer
+function M.code(text)
+  local a, b, c, d = text:byte(1, 4)
+  if a < 0x80 then return a end
+  if a < 0xE0 then return (a - 0xC0) * 64 + b - 0x80 end
+  if a < 0xF0 then return ((a - 0xE0) * 64 + b - 0x80) * 64 + c - 0x80 end
+  return (((a - 0xF0) * 64 + b - 0x80) * 64 + c - 0x80) * 64 + d - 0x80
+end
+
+--- The UTF-8 bytes of a code point.
+---@param code integer
+---@return string
+function M.encode(code)
+  local function tail(n) return 0x80 + math.floor(code / n) % 64 end
+  if code < 0x80 then return string.char(code) end
+  if code < 0x800 then return string.char(0xC0 + math.floor(code / 64), tail(1)) end
+  if code < 0x10000 then
+    return string.char(0xE0 + math.floor(code / 4096), tail(64), tail(1))
+  end
+  return string.char(0xF0 + math.floor(code / 262144), tail(4096), tail(64), tail(1))
+end
+
+-- ---- normal forms ---------------------------------------------------------------------
+
+--- A function that puts valid text into a normal form.
+---@param form "NFC"|"NFD"|"NFKC"|"NFKD"
+---@return (fun(text: string): string)|nil
+---@return string|nil why
+function M.normal_form(form)
+  local lib, why = M.open()
+  if not lib then return nil, why end
+  -- Below U+0300, NFC changes nothing; below U+0080, no form does.
+  local changes = form == "NFC" and "[\204-\255]" or "[\128-\255]"
+  return function(text)
+    if not text:find(changes) then return text end
+    local result = ffi.new "uint8_t *[1]"
+    local length = lib.utf8proc_map(text, #text, result, FORMS[form])
+    if length < 0 then
+      error(form .. " of a text: " .. ffi.string(lib.utf8proc_errmsg(length)), 0)
+    end
+    local normal = ffi.string(result[0], length)
+    ffi.C.free(result[0])
+    return normal
+  end
+end
+
+return M
