@@ -113,7 +113,7 @@ end
 -- stand beside each other and do not need each other.
 M.LUA_ROOMS = {
   { "lua/kvlab" }, -- what everything may require
-  { "lua/kvlab/report", "lua/kvlab/tensor" },
+  { "lua/kvlab/report", "lua/kvlab/tensor", "lua/kvlab/text" },
   { "lua/kvlab/memory" },
   { "lua/kvlab/index", "lua/kvlab/kernel" },
   { "lua/kvlab/policy" },

@@ -25,6 +25,7 @@
 --                                  without one
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
+--   kv.tokenizer                   text to token ids and back, chats
 --   kv.vllm kv.safetensors kv.npy  vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
@@ -55,6 +56,8 @@ M.ops = require "kvlab.tensor.ops"
 M.safetensors = require "kvlab.tensor.safetensors"
 M.npy = require "kvlab.tensor.npy"
 M.vllm = require "kvlab.tensor.vllm"
+
+M.tokenizer = require("kvlab.text.tokenizer").tokenizer
 
 M.cache = require("kvlab.memory.cache").cache
 M.store = require "kvlab.memory.store"

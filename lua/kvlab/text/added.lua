@@ -2,6 +2,7 @@
 -- cut into pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. Of those
 -- that begin at one place, the longest is taken.
 local regex = require "kvlab.text.regex"
+local unicode = require "kvlab.text.unicode"
 
 local M = {}
 
@@ -59,23 +60,10 @@ local function token_at(roots, text, at)
   end
 end
 
---- Whether the character of a text that begins at `at`, from 1, is of a class.
-local function is_of(class, text, at)
-  if at > #text then return false end
-  local character = text:match("^[%z\1-\127\194-\244][\128-\191]*", at)
-  return class:find(character, #character, 0) == 0
-end
-
---- The first byte of the character before `at`; 0 if there is none.
-local function before(text, at)
-  repeat at = at - 1 until at < 1 or text:byte(at) < 0x80 or text:byte(at) >= 0xC0
-  return at
-end
-
 local function is_within_word(self, text, first, last)
-  local previous = before(text, first)
-  return previous > 0 and is_of(self.word, text, previous)
-    or is_of(self.word, text, last + 1)
+  local previous = unicode.before(text, first)
+  return previous > 0 and regex.is_of(self.word, text, previous)
+    or regex.is_of(self.word, text, last + 1)
 end
 
 --- The next token in a text: nil, or the token and its first and last byte with the white
@@ -93,12 +81,12 @@ function Finder:next(text, from, special)
     local last = token and at + #token.content - 1
     if token and (special or not token.special)
       and not (token.single_word and is_within_word(self, text, at, last)) then
-      local first, previous = at, before(text, at)
-      while token.lstrip and previous >= from and is_of(self.white, text, previous) do
-        first, previous = previous, before(text, previous)
+      local first, previous = at, unicode.before(text, at)
+      while token.lstrip and previous >= from and regex.is_of(self.white, text, previous) do
+        first, previous = previous, unicode.before(text, previous)
       end
-      while token.rstrip and is_of(self.white, text, last + 1) do
-        last = last + #text:match("^.[\128-\191]*", last + 1)
+      while token.rstrip and regex.is_of(self.white, text, last + 1) do
+        last = unicode.after(text, last + 1) - 1
       end
       return token, first, last
     end

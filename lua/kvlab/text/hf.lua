@@ -114,8 +114,10 @@ end
 local function characters_of(ids)
   local tokens = {}
   for token, id in pairs(ids) do
-    local n, state = #token > 0 and unicode.character(token, 1)
-    if n == #token and state == "whole" then tokens[unicode.code(token)] = id end
+    if token ~= "" then
+      local n, state = unicode.character(token, 1)
+      if n == #token and state == "whole" then tokens[unicode.code(token)] = id end
+    end
   end
   return tokens
 end

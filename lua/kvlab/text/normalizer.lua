@@ -56,13 +56,18 @@ function MAKE.Strip(def, where)
   fields.only(def, where, { type = true, strip_left = true, strip_right = true })
   local left = fields.get_or(def, where, "strip_left", options.boolean, true)
   local right = fields.get_or(def, where, "strip_right", options.boolean, true)
-  local leading, trailing = assert(regex.compile "\\A\\s+"), assert(regex.compile "\\s+\\z")
+  local white = assert(regex.compile "\\s")
   return function(text)
-    local _, last = leading:find(text, #text, 0)
-    if left and last > 0 then text = text:sub(last + 1) end
-    local first = trailing:find(text, #text, 0)
-    if right and first >= 0 then text = text:sub(1, first) end
-    return text
+    local first, last = 1, #text
+    while left and regex.is_of(white, text, first) do
+      first = unicode.after(text, first)
+    end
+    while right and last >= first do
+      local at = unicode.before(text, last + 1)
+      if not regex.is_of(white, text, at) then break end
+      last = at - 1
+    end
+    return text:sub(first, last)
   end
 end
 

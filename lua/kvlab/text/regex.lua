@@ -243,6 +243,14 @@ function Regex:find(subject, length, from)
   return tonumber(self.range[0]), tonumber(self.range[1])
 end
 
+--- Whether the character that begins at `at`, from 1, of a valid text is of a class.
+---@param class kvlab.text.Regex  that matches one character
+function M.is_of(class, text, at)
+  if at > #text then return false end
+  local character = text:match("^[%z\1-\127\194-\244][\128-\191]*", at)
+  return class:find(character, #character, 0) == 0
+end
+
 local empty
 
 --- The first byte of a text, from 0, that does not belong to a UTF-8 character; nil if

@@ -65,16 +65,18 @@ end
 local function parts_of(rule, base, first, last)
   local subject, length, expression = base + first, last - first, rule.regex
   local of_match, of_rest = rule.invert and 0 or 1, rule.invert and 1 or 0
-  local done, at = 0, 0
+  local done, at, matched = 0, 0, -1
   scratch:clear()
-  while at < length do
+  while at <= length do
     local start, stop = expression:find(subject, length, at)
     if start < 0 then break end
-    if start > done then add(first + done, first + start, of_rest) end
-    add(first + start, first + stop, of_match)
-    done = stop
+    if stop > start or start ~= matched then -- an empty match right after one is none
+      if start > done then add(first + done, first + start, of_rest) end
+      add(first + start, first + stop, of_match)
+      done, matched = stop, stop
+    end
     at = stop > start and stop or start < length and next_character(subject, start)
-      or length
+      or length + 1
   end
   if done < length then add(first + done, last, of_rest) end
   return scratch.at, scratch.count
