@@ -1,7 +1,7 @@
 """Writes goldens of the package `tokenizers` for spec/lua/text/goldens_spec.lua: small
 tokenizers that it trains, texts in many scripts, and what it encodes and decodes them to.
 
-  pip install tokenizers==0.23.3
+  pip install tokenizers==0.23.3 sentencepiece==0.2.1 gguf==0.19.0
   python3 tools/tokenizer_goldens.py spec/data/tokenizers KJV           the committed ones
   python3 tools/tokenizer_goldens.py /tmp/large KJV --bytes=1000000     1 MB of text
   KVLAB_TOKENIZER_GOLDENS=/tmp/large ./kvlab test spec/lua/text/goldens_spec.lua
@@ -233,9 +233,12 @@ def patches(files):
     for behavior in ("Isolated", "Removed", "Contiguous", "MergedWithPrevious",
                      "MergedWithNext"):
         for invert in False, True:
-            rule = {"type": "Split", "pattern": {"Regex": r"\p{P}|\s|x*"},
+            rule = {"type": "Split", "pattern": {"Regex": r"\p{P}|\s|e+"},
                     "behavior": behavior, "invert": invert}
             cases.append((f"{behavior} {invert}", "gpt2", pre(rule, last)))
+    rule = {"type": "Split", "pattern": {"Regex": r"\p{P}|\s|e*"}, "invert": False,
+            "behavior": "MergedWithPrevious"}
+    cases.append(("empty matches", "gpt2", pre(rule, last)))
     for fuse in False, True:
         cases.append((f"unk fuse={fuse}", "llama2", {"model": {
             "byte_fallback": False, "fuse_unk": fuse}}))
@@ -279,11 +282,62 @@ def results(tokenizer, texts):
     return rows
 
 
+# ---- SentencePiece and GGUF ----------------------------------------------------------
+
+def sentence_piece_golden(corpus, texts):
+    """A model of the package `sentencepiece` as GGUF metadata, and its ids."""
+    import io
+
+    import sentencepiece
+    import sentencepiece.sentencepiece_model_pb2 as pb2
+    model = io.BytesIO()
+    lines = [line for text in corpus for line in text.split("\n") if line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, model_type="bpe",
+        vocab_size=900, byte_fallback=True, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, character_coverage=0.98, minloglevel=2,
+        num_threads=1, split_digits=True)
+    proto = pb2.ModelProto.FromString(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    # ▁ in a text is the same as a space; white space of other kinds stays.
+    rows = [crc(processor.encode(t.decode("utf-8", "replace") if isinstance(t, bytes) else t))
+            for t in texts]
+    return {"tokens": [p.piece for p in proto.pieces],
+            "scores": [p.score for p in proto.pieces],
+            "token_type": [p.type for p in proto.pieces], "rows": rows}
+
+
+def gguf_golden(path, texts):
+    """What the tokenizer of SmolLM2, read from its GGUF file, makes of the texts."""
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+
+    def strings(name):
+        field = fields["tokenizer.ggml." + name]
+        return [bytes(field.parts[i]).decode() for i in field.data]
+
+    kinds = fields["tokenizer.ggml.token_type"]
+    kinds = [int(kinds.parts[i][0]) for i in kinds.data]
+    tokens = strings("tokens")
+    last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+            "use_regex": True}
+    file = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+            "added_tokens": [added(t, i) for i, t in enumerate(tokens) if kinds[i] == 3],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Digits", "individual_digits": True}, last]},
+            "post_processor": None, "decoder": last,
+            "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)},
+                      "merges": strings("merges")}}
+    return {"rows": results(Tokenizer.from_str(json.dumps(file)), texts)}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("english")
     parser.add_argument("--bytes", type=int, default=12000)
+    parser.add_argument("--gguf", help="the GGUF file of SmolLM2-135M-Instruct")
     options = parser.parse_args()
     os.makedirs(options.out, exist_ok=True)
     english, rng = open(options.english).read(), random.Random(1)
@@ -292,7 +346,7 @@ def main():
     files = make_files(corpus)
     texts = make_texts(random.Random(2), english, options.bytes)
 
-    def write(name, value, lines=False):
+    def write(name, value):
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         with open(os.path.join(options.out, name + ".json"), "w") as file:
             file.write(text + "\n")
@@ -304,6 +358,9 @@ def main():
         tokenizer = Tokenizer.from_str(json.dumps(patched(files[base], patch)))
         cases.append({"name": name, "file": base, "patch": patch,
                       "rows": results(tokenizer, texts)})
+    write("sentencepiece", sentence_piece_golden(corpus, texts))
+    if options.gguf:
+        write("smollm2", gguf_golden(options.gguf, texts))
     write("goldens", {"texts": [{"hex": t.hex()} if isinstance(t, bytes) else t
                                 for t in texts], "cases": cases})
 

@@ -6,7 +6,7 @@ of the package `tokenizers` (Oniguruma); what version 14 had is Python 3.11's un
 """
 import unicodedata
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 CLASSES = ["L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "Mn", "Mc", "Me", "N", "Nd", "Nl", "No",
            "P", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "S", "Sm", "Sc", "Sk", "So",
@@ -28,6 +28,25 @@ def members(expression, candidates):
     return found
 
 
+def unnormalized():
+    """Characters that the normal forms of `tokenizers` leave as they are, because they
+    are newer than its tables: what it makes of a character, alone or beside other marks,
+    is not what Unicode 14 says."""
+    forms = [(f, getattr(normalizers, f)()) for f in ("NFC", "NFD", "NFKC", "NFKD")]
+    found = set()
+    for c in range(0x110000):
+        if 0xD800 <= c <= 0xDFFF:
+            continue
+        texts = [chr(c)]
+        if unicodedata.combining(chr(c)):
+            for mark in "\u0334\u0345\u0301\u0323\u302a":
+                texts += ["a" + chr(c) + mark, "a" + mark + chr(c)]
+        if any(form.normalize_str(t) != unicodedata.normalize(name, t)
+               for t in texts for name, form in forms):
+            found.add(c)
+    return found
+
+
 def ranges(codes):
     pairs = []
     for c in sorted(codes):
@@ -41,7 +60,7 @@ def ranges(codes):
 def entry(name, codes):
     lines, line = [], ""
     for item in ranges(codes):
-        if len(line) + len(item) > 80:
+        if len(line) + len(item) > 78:
             lines.append(line)
             line = ""
         line += item
@@ -58,5 +77,6 @@ print("""--- Characters that Unicode has had since version 14, as items of a cla
 return {""")
 for name in CLASSES:
     entry(name, members(r"\p{%s}" % name, NEW))
+entry("unnormalized", unnormalized())
 entry("word", members(r"\w", NEW) | LATIN1_WORDS)
 print("}")

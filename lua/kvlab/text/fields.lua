@@ -11,7 +11,9 @@ local Problem = { __tostring = function(self) return self.text end }
 --- Raises a problem of a field.
 ---@param where string  "model.merges[3]"
 ---@param why string    "names the token …"
-function M.fail(where, why) error(setmetatable({ text = where .. " " .. why }, Problem), 0) end
+function M.fail(where, why)
+  error(setmetatable({ text = where .. " " .. why }, Problem), 0)
+end
 
 --- Whether an error is a problem of a field.
 function M.is_problem(x) return getmetatable(x) == Problem end

@@ -54,7 +54,9 @@ M.NAMES = sorted.keys(PRE)
 
 -- ---- fields ---------------------------------------------------------------------------
 
-local function get(metadata, name, kind) return fields.get(metadata, "", KEY .. name, kind) end
+local function get(metadata, name, kind)
+  return fields.get(metadata, "", KEY .. name, kind)
+end
 
 local function get_or(metadata, name, kind, default)
   return fields.get_or(metadata, "", KEY .. name, kind, default)
@@ -162,15 +164,10 @@ function M.read(metadata)
   return READ[kind](metadata)
 end
 
---- The ids of special tokens, by the names that tokenizers give them here.
----@return table<string, integer>
-function M.special_ids(metadata)
-  local ids = {}
-  for name, field in pairs { bos = "bos", eos = "eos", unk = "unknown", pad = "padding",
-                             eot = "eot" } do
-    ids[name] = get_or(metadata, field .. "_token_id", options.whole)
-  end
-  return ids
-end
+--- The fields that have the ids of special tokens, by the names that these have here.
+M.SPECIAL_IDS = {
+  bos = KEY .. "bos_token_id", eos = KEY .. "eos_token_id", eot = KEY .. "eot_token_id",
+  unk = KEY .. "unknown_token_id", pad = KEY .. "padding_token_id",
+}
 
 return M

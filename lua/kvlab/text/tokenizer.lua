@@ -86,24 +86,27 @@ local function set_around(self, config, name, side)
   if adds == false then self[side] = {} end
   if adds and #self[side] == 0 then
     if not self[name] then
-      fields.fail("add_" .. name .. "_token", ("is true, but %s_token is none"):format(name))
+      fields.fail(("add_%s_token"):format(name), ("is true, but %s_token is none"):format(
+        name))
     end
     self[side] = { self[name] }
   end
 end
 
 local function read_config(self, config)
-  for _, name in ipairs { "bos", "eos", "unk", "pad" } do set_special(self, config, name) end
+  for _, name in ipairs { "bos", "eos", "unk", "pad" } do
+    set_special(self, config, name)
+  end
   self.template = template_of(config)
   set_around(self, config, "bos", "before")
   set_around(self, config, "eos", "after")
 end
 
 local function read_metadata(self, metadata)
-  for name, id in pairs(gguf.special_ids(metadata)) do
-    if not self.texts[id] then
-      fields.fail("tokenizer.ggml." .. name, ("is %d, expected a token of the %d"):format(id,
-        self.size))
+  for name, field in pairs(gguf.SPECIAL_IDS) do
+    local id = fields.get_or(metadata, "", field, options.whole)
+    if id and not self.texts[id] then
+      fields.fail(field, ("is %d, expected 0 ... %d"):format(id, self.size - 1))
     end
     self[name] = id
   end
@@ -145,8 +148,8 @@ local SOURCE = options.either({ "a path", function(x) return type(x) == "string"
 ---@return kvlab.text.Tokenizer
 function M.tokenizer(source)
   options.argument("tokenizer", "source", source, SOURCE)
-  local self = setmetatable({ raw_bytes = {}, ends = numbers.new(), others = numbers.new(),
-                              out = numbers.new() }, Tokenizer)
+  local self = setmetatable({ raw_bytes = {}, out = numbers.new(), ends = numbers.new(),
+                              others = numbers.new() }, Tokenizer)
   local ok, problem = pcall(type(source) == "table" and of_metadata or of_files, self,
     source)
   if not ok then options.fail("tokenizer: " .. tostring(problem)) end
@@ -207,7 +210,8 @@ local function around(self, asked, name, listed)
   if not asked then return {} end
   if #listed > 0 then return listed end
   if not self[name] then
-    options.fail(("encode: %s is true, but %s names no such token"):format(name, self.name))
+    options.fail(("encode: %s is true, but %s names no such token"):format(name,
+      self.name))
   end
   return { self[name] }
 end

@@ -1,6 +1,7 @@
 --- UTF-8: repairs what is invalid, finds where a text may be cut, and puts text into the
 -- normal forms of Unicode, by the library utf8proc.
 local ffi = require "ffi"
+local additions = require "kvlab.text.unicode_additions"
 local regex = require "kvlab.text.regex"
 
 local M = {}
@@ -141,25 +142,45 @@ end
 
 -- ---- normal forms ---------------------------------------------------------------------
 
---- A function that puts valid text into a normal form.
+local newer
+
+--- The normal form of a text, by utf8proc.
+local function mapped(lib, text, form)
+  local result = ffi.new "uint8_t *[1]"
+  local length = lib.utf8proc_map(text, #text, result, FORMS[form])
+  if length < 0 then
+    error(form .. " of a text: " .. ffi.string(lib.utf8proc_errmsg(length)), 0)
+  end
+  local normal = ffi.string(result[0], length)
+  ffi.C.free(result[0])
+  return normal
+end
+
+--- A function that puts valid text into a normal form, as `tokenizers` does: characters
+-- that are newer than its tables stay as they are, and so end what is composed.
 ---@param form "NFC"|"NFD"|"NFKC"|"NFKD"
 ---@return (fun(text: string): string)|nil
 ---@return string|nil why
 function M.normal_form(form)
   local lib, why = M.open()
   if not lib then return nil, why end
+  local a = additions
+  newer = newer or assert(regex.compile(("[%s%s%s%s%s]+"):format(a.unnormalized, a.L, a.M,
+    a.N, a.S)))
   -- Below U+0300, NFC changes nothing; below U+0080, no form does.
   local changes = form == "NFC" and "[\204-\255]" or "[\128-\255]"
   return function(text)
     if not text:find(changes) then return text end
-    local result = ffi.new "uint8_t *[1]"
-    local length = lib.utf8proc_map(text, #text, result, FORMS[form])
-    if length < 0 then
-      error(form .. " of a text: " .. ffi.string(lib.utf8proc_errmsg(length)), 0)
+    local parts, from = {}, 0
+    while true do
+      local first, last = newer:find(text, #text, from)
+      if first < 0 then break end
+      parts[#parts + 1] = mapped(lib, text:sub(from + 1, first), form)
+      parts[#parts + 1] = text:sub(first + 1, last)
+      from = last
     end
-    local normal = ffi.string(result[0], length)
-    ffi.C.free(result[0])
-    return normal
+    parts[#parts + 1] = mapped(lib, text:sub(from + 1), form)
+    return table.concat(parts)
   end
 end
 
