@@ -11,7 +11,8 @@ local M = {}
 
 --- Ranks and ids are below this, so that a product with the factors below is exact.
 M.LIMIT = 2 ^ 24
-M.NONE = 2 ^ 31 - 1
+local NONE = 2 ^ 31 - 1
+M.NONE = NONE
 
 ---@class kvlab.text.Pairs
 ---@field slots ffi.cdata*
@@ -24,7 +25,7 @@ Pairs.__index = Pairs
 ---@return kvlab.text.Pairs
 function M.new(n)
   local size = 16
-  while size < n * 2.5 do size = size * 2 end
+  while size < n * 3 do size = size * 2 end
   local slots = ffi.new("kvl_text_pair[?]", size)
   for i = 0, size - 1 do slots[i].left = -1 end
   return setmetatable({ slots = slots, mask = size - 1 }, Pairs)
@@ -46,19 +47,35 @@ function Pairs:set(left, right, rank, id)
   slot.left, slot.right, slot.rank, slot.id = left, right, rank, id
 end
 
---- What a pair becomes: its rank and the id; NONE and -1 if it is in no merge.
+--- The slots after the first two; few pairs get here.
+local function get_further(slots, mask, i, left, right)
+  while true do
+    i = band(i + 1, mask)
+    local slot = slots[i]
+    local l = slot.left
+    if l == left and slot.right == right then return slot.rank, slot.id end
+    if l < 0 then return NONE, -1 end
+  end
+end
+
+--- What a pair becomes: its rank and the id; NONE and -1 if it is in no merge. The first
+-- two slots are looked at without a loop, which LuaJIT could not compile into the loops
+-- that call this.
 ---@return integer rank
 ---@return integer id
 function Pairs:get(left, right)
   local slots, mask = self.slots, self.mask
   local i = first_slot(left, right, mask)
-  while true do
-    local slot = slots[i]
-    local l = slot.left
-    if l == left and slot.right == right then return slot.rank, slot.id end
-    if l < 0 then return M.NONE, -1 end
-    i = band(i + 1, mask)
-  end
+  local slot = slots[i]
+  local l = slot.left
+  if l == left and slot.right == right then return slot.rank, slot.id end
+  if l < 0 then return NONE, -1 end
+  i = band(i + 1, mask)
+  slot = slots[i]
+  l = slot.left
+  if l == left and slot.right == right then return slot.rank, slot.id end
+  if l < 0 then return NONE, -1 end
+  return get_further(slots, mask, i, left, right)
 end
 
 return M
