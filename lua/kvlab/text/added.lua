@@ -2,7 +2,6 @@
 -- cut into pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. Of those
 -- that begin at one place, the longest is taken.
 local regex = require "kvlab.text.regex"
-local unicode = require "kvlab.text.unicode"
 
 local M = {}
 
@@ -60,8 +59,23 @@ local function token_at(roots, text, at)
   end
 end
 
+--- The first byte of the white space before `at`, not before `from`; `at` if there is none.
+local function first_white(white, text, at, from)
+  local previous = regex.before(text, at)
+  while previous >= from and regex.is_of(white, text, previous) do
+    at, previous = previous, regex.before(text, previous)
+  end
+  return at
+end
+
+--- The last byte of the white space after `last`.
+local function last_white(white, text, last)
+  while regex.is_of(white, text, last + 1) do last = regex.after(text, last + 1) - 1 end
+  return last
+end
+
 local function is_within_word(self, text, first, last)
-  local previous = unicode.before(text, first)
+  local previous = regex.before(text, first)
   return previous > 0 and regex.is_of(self.word, text, previous)
     or regex.is_of(self.word, text, last + 1)
 end
@@ -81,14 +95,8 @@ function Finder:next(text, from, special)
     local last = token and at + #token.content - 1
     if token and (special or not token.special)
       and not (token.single_word and is_within_word(self, text, at, last)) then
-      local first, previous = at, unicode.before(text, at)
-      while token.lstrip and previous >= from and regex.is_of(self.white, text, previous) do
-        first, previous = previous, unicode.before(text, previous)
-      end
-      while token.rstrip and regex.is_of(self.white, text, last + 1) do
-        last = unicode.after(text, last + 1) - 1
-      end
-      return token, first, last
+      return token, token.lstrip and first_white(self.white, text, at, from) or at,
+        token.rstrip and last_white(self.white, text, last) or last
     end
     at = text:find(self.candidates, (last or at) + 1)
   end

@@ -57,18 +57,7 @@ function MAKE.Strip(def, where)
   local left = fields.get_or(def, where, "strip_left", options.boolean, true)
   local right = fields.get_or(def, where, "strip_right", options.boolean, true)
   local white = assert(regex.compile "\\s")
-  return function(text)
-    local first, last = 1, #text
-    while left and regex.is_of(white, text, first) do
-      first = unicode.after(text, first)
-    end
-    while right and last >= first do
-      local at = unicode.before(text, last + 1)
-      if not regex.is_of(white, text, at) then break end
-      last = at - 1
-    end
-    return text:sub(first, last)
-  end
+  return function(text) return regex.trimmed(white, text, left, right) end
 end
 
 function MAKE.Sequence(def, where)

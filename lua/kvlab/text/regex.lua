@@ -251,6 +251,31 @@ function M.is_of(class, text, at)
   return class:find(character, #character, 0) == 0
 end
 
+--- Where the character before `at` begins, in a valid text; 0 if there is none.
+function M.before(text, at)
+  repeat at = at - 1 until at < 1 or text:byte(at) < 0x80 or text:byte(at) >= 0xC0
+  return at
+end
+
+--- The byte after the character that begins at `at`, in a valid text.
+function M.after(text, at)
+  local _, last = text:find("^.[\128-\191]*", at)
+  return last + 1
+end
+
+--- A valid text without the characters of a class at its ends.
+---@param class kvlab.text.Regex  that matches one character
+function M.trimmed(class, text, left, right)
+  local first, last = 1, #text
+  while left and M.is_of(class, text, first) do first = M.after(text, first) end
+  while right and last >= first do
+    local at = M.before(text, last + 1)
+    if not M.is_of(class, text, at) then break end
+    last = at - 1
+  end
+  return text:sub(first, last)
+end
+
 local empty
 
 --- The first byte of a text, from 0, that does not belong to a UTF-8 character; nil if

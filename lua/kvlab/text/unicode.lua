@@ -104,18 +104,6 @@ end
 ---@return fun(): string|nil
 function M.characters(text) return text:gmatch "[%z\1-\127\194-\244][\128-\191]*" end
 
---- Where the character before `at` begins, in a valid text; 0 if there is none.
-function M.before(text, at)
-  repeat at = at - 1 until at < 1 or text:byte(at) < 0x80 or text:byte(at) >= 0xC0
-  return at
-end
-
---- The byte after the character that begins at `at`, in a valid text.
-function M.after(text, at)
-  local _, last = text:find("^.[\128-\191]*", at)
-  return last + 1
-end
-
 --- The code point of a valid character.
 ---@param text string
 ---@return integer

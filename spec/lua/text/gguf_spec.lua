@@ -65,6 +65,12 @@ describe("a tokenizer of GGUF metadata", function()
     if not metadata then return pending "get the model: ./kvlab get smollm2" end
     local t = kv.tokenizer(metadata)
     goldens.report("smollm2", goldens.compare(t, texts, goldens.read("smollm2").rows))
+    for _, row in ipairs(goldens.read("chats").rows) do
+      if row.template == "SmolLM2" then
+        assert.equal(row.text, (t:chat(row.messages,
+          { add_generation_prompt = row.prompt })))
+      end
+    end
   end)
 
   it("has the special tokens of the metadata", function()
