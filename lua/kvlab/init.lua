@@ -25,7 +25,7 @@
 --                                  without one
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
---   kv.tokenizer                   text to token ids and back, chats
+--   kv.tokenizer                   text to token ids and back, and chats
 --   kv.vllm kv.safetensors kv.npy  vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"

@@ -1,5 +1,5 @@
---- Reads the fields of a tokenizer's files. What is missing, wrong or not supported raises
--- a problem that names the field, what is there and what was expected; `kv.tokenizer`
+--- Reads fields of a tokenizer's files. What is missing, wrong or not supported raises a
+-- problem that names the field, what is there and what was expected; `kv.tokenizer`
 -- puts the file's name in front.
 local json = require "kvlab.json"
 local options = require "kvlab.options"

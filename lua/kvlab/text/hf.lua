@@ -28,7 +28,8 @@ local function read_vocabulary(model)
     fields.expect(where, id, ID)
     fields.expect(where, token, options.string)
     if texts[id] then
-      local a, b = math.min(token, texts[id]), math.max(token, texts[id])
+      local a, b = token, texts[id]
+      if b < a then a, b = b, a end
       fields.fail("model.vocab", ("has the id %d twice, for %q and %q"):format(id, a, b))
     end
     texts[id], ids[token] = token, id
@@ -49,8 +50,8 @@ local function read_merge(merge, where)
 end
 
 local function id_in_merge(ids, token, where)
-  return ids[token] or fields.fail(where, ("has the token %q, which is not in model.vocab")
-    :format(token))
+  return ids[token]
+    or fields.fail(where, ("has the token %q, which is not in model.vocab"):format(token))
 end
 
 --- The merges as pairs, and a list { left, right, … } of their ids.
@@ -160,8 +161,8 @@ local function read_added(file, texts, ids, normalize)
         token.content, known))
     end
     if texts[token.id] and texts[token.id] ~= token.content then
-      fields.fail(where .. ".id", ("is %d, which is the token %q already"):format(token.id,
-        texts[token.id]))
+      fields.fail(where .. ".id", ("is %d, which is the token %q already"):format(
+        token.id, texts[token.id]))
     end
     texts[token.id], in_list[token.content] = token.content, token.id
     if token.special then specials[token.id] = true end

@@ -3,8 +3,8 @@
 --
 -- A tokenizer.json is written for Oniguruma in its Ruby syntax. `compile` writes such an
 -- expression as PCRE2 reads it, so that both match the same text: the classes \s, \w, \d
--- and \p{…} are spelled out, and the characters that Unicode has had since version 14 (the
--- version of PCRE2 10.42) are added to them. What has no counterpart here raises.
+-- and \p{…} are spelled out, and the characters that Unicode has had since version 14
+-- (that of PCRE2 10.42) are added to them. What has no counterpart here is refused.
 local ffi = require "ffi"
 local additions = require "kvlab.text.unicode_additions"
 
@@ -203,8 +203,8 @@ function M.compile(pattern)
   local ok, text = pcall(translate, pattern)
   if not ok then
     if type(text) ~= "table" then error(text, 0) end
-    return nil, ("the regular expression %q has %s, which is not supported"):format(pattern,
-      text.what)
+    return nil, ("the regular expression %q has %s, which is not supported"):format(
+      pattern, text.what)
   end
   local problem, offset = ffi.new "int[1]", ffi.new "size_t[1]"
   local code = lib.pcre2_compile_8(text, #text, MULTILINE + UCP + UTF + NEVER_BACKSLASH_C,

@@ -91,7 +91,8 @@ function M.replaced(rule, text, content)
   local parts, count = parts_of(rule, ffi.cast("const uint8_t *", text), 0, #text)
   local list = {}
   for i = 0, count - 1, 3 do
-    list[#list + 1] = parts[i + 2] == 1 and content or text:sub(parts[i] + 1, parts[i + 1])
+    list[#list + 1] = parts[i + 2] == 1 and content
+      or text:sub(parts[i] + 1, parts[i + 1])
   end
   return table.concat(list)
 end

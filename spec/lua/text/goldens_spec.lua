@@ -1,7 +1,7 @@
---- Token ids equal those of the package `tokenizers`, and so does the text that is decoded
--- from them: tokenizers of many kinds, on texts in many scripts, on random characters, and
--- on bytes that are not UTF-8. tools/tokenizer_goldens.py writes the goldens, and says how
--- to compare larger ones.
+--- Token ids equal those of the package `tokenizers`, and so does the text that is
+-- decoded from them: tokenizers of many kinds, on texts in many scripts, on random
+-- characters, and on bytes that are not UTF-8. tools/tokenizer_goldens.py writes the
+-- goldens, and says how to compare larger ones.
 local goldens = require "spec.lua.text.goldens"
 local json = require "kvlab.json"
 local kv = require "kvlab"
