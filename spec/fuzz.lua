@@ -86,6 +86,8 @@ local LLAMA = { model_type = "llama", hidden_act = "silu", hidden_size = 32,
                 intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 4,
                 num_key_value_heads = 2, head_dim = 16, vocab_size = 50 }
 
+local TOKENIZER = root .. "/spec/data/tokenizers/llama2.json"
+
 --- Objects that are made when they are first asked for, from the world that has them.
 local LATE = {
   graph = function() return kv.graph(function() kv.zeros("cpu", "f32", { 2 }) end) end,
@@ -154,6 +156,13 @@ local LATE = {
     return require("models.recall.exam").open { context = 128, prompts = 1, needles = 2,
                                                 block_size = 16 }
   end,
+  tokenizer = function()
+    local tokenizer = kv.tokenizer(TOKENIZER)
+    tokenizer.template = "<|im_start|><|im_end|>\n"
+    return tokenizer
+  end,
+  text_stream = function(w) return w.tokenizer:stream { stop = { "x", "long" } } end,
+  stops = function() return require("kvlab.text.stream").stops { "x", "%s" } end,
   synthetic = function()
     return kv.synthetic { device = "cpu", shape = "small", layers = 1, context = 64,
                           chunk = 32, decode_policy = kv.policy "quest" }
@@ -223,6 +232,8 @@ local MAKERS = {
   ["models/engine Engine"] = of "engine", ["models/llama Model"] = of "llama",
   ["models/small_lm LM"] = of "lm", ["models/recall/exam Exam"] = of "exam",
   ["serve/cost_model CostModel"] = function() return kv.cost_model { head_dim = 64 } end,
+  ["text/tokenizer Tokenizer"] = of "tokenizer",
+  ["text/stream Stream"] = of "text_stream", ["text/stream Stops"] = of "stops",
   ["experiment/synthetic Synthetic"] = of "synthetic",
 }
 

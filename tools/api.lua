@@ -35,6 +35,7 @@ local CHAPTERS = {
     "kvlab/index/prefix_chunks", "kvlab/index/landmarks", "kvlab/index/compressed" } },
   { "Serving", { "kvlab/serve/serve", "kvlab/serve/request", "kvlab/serve/cost_model",
     "kvlab/serve/trace", "kvlab/serve/replay" } },
+  { "Text", { "kvlab/text/tokenizer", "kvlab/text/stream" } },
   { "Models", { "models/engine", "models/llama", "models/checkpoint", "models/small_lm",
     "models/recall/exam" }, required = true },
   { "Experiments", { "kvlab/experiment/experiment", "kvlab/command_line",

@@ -77,6 +77,33 @@ M["kv.vllm.attention"] = {
   call = function(a) kv.vllm.attention(a) end,
 }
 
+-- ---- text -----------------------------------------------------------------------------
+
+local tokenizer = once(function()
+  return kv.tokenizer(kv.paths.root .. "/spec/data/tokenizers/llama2.json")
+end)
+
+M["Tokenizer:encode"] = {
+  good = function() return { special = true, bos = true, eos = false } end,
+  call = function(o) tokenizer():encode("text", o) end,
+}
+M["Tokenizer:decode"] = {
+  good = function() return { special = true, bytes = true } end,
+  call = function(o) tokenizer():decode({ 1, 300 }, o) end,
+}
+M["Tokenizer:stream"] = {
+  good = function() return { special = true, stop = { "\n" } } end,
+  call = function(o) tokenizer():stream(o) end,
+}
+M["Tokenizer:chat"] = {
+  good = function() return { add_generation_prompt = true } end,
+  call = function(o)
+    local t = tokenizer()
+    t.template = "<|im_start|><|im_end|>\n"
+    t:chat({ { role = "user", content = "Hello" } }, o)
+  end,
+}
+
 -- ---- KV memory ------------------------------------------------------------------------
 
 local function cache_options()

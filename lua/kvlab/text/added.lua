@@ -59,7 +59,8 @@ local function token_at(roots, text, at)
   end
 end
 
---- The first byte of the white space before `at`, not before `from`; `at` if there is none.
+--- The first byte of the white space before `at`, but not before `from`; `at` if there
+-- is none.
 local function first_white(white, text, at, from)
   local previous = regex.before(text, at)
   while previous >= from and regex.is_of(white, text, previous) do

@@ -1,10 +1,10 @@
 --- Byte-pair encoding: cuts a piece of text into symbols (bytes, or characters), and
--- merges the pair of the lowest rank, the leftmost of equals, until no pair can be merged.
+-- merges the pair of the lowest rank, the leftmost of equals, until no pair is left that
+-- can be merged.
 --
 -- Short pieces search all their pairs at every merge. Longer ones keep their symbols in a
--- linked list and their pairs in a heap, so that a piece of n symbols takes n log n steps.
--- The tokens of short pieces are kept in a table of bounded size, because words come
--- again.
+-- linked list and their pairs in a heap, so a piece of n symbols takes n log n steps. The
+-- tokens of short pieces are kept in a table of bounded size, because words come again.
 local bit = require "bit"
 local ffi = require "ffi"
 local pairs_of = require "kvlab.text.pairs"

@@ -226,8 +226,8 @@ end
 -- mistake.
 ---@param text string
 ---@param o? table  special: special tokens, such as <|im_start|>, are found in the text
---                  (false: text of users cannot begin a turn of a chat); bos, eos: whether
---                  the tokens that begin and end a text are added (as the file says)
+--                  (false: text of users cannot begin a turn of a chat); bos, eos:
+--                  whether tokens that begin and end a text are added (as the file says)
 ---@return integer[] ids
 function Tokenizer:encode(text, o)
   o = options.check("encode", o, ENCODE)

@@ -1,5 +1,5 @@
---- Chats are written as transformers' apply_chat_template writes them; what is of no known
--- family is refused. tools/tokenizer_goldens.py writes the goldens.
+--- Chats are written as transformers' apply_chat_template writes them; templates of no
+-- known family are refused. tools/tokenizer_goldens.py writes the goldens.
 local chat = require "kvlab.text.chat"
 local files = require "kvlab.files"
 local goldens = require "spec.lua.text.goldens"
@@ -31,7 +31,8 @@ describe("a chat", function()
         local is_refused = row.text == json.null
           or name == "qwen3" and messages[#messages].role == "assistant"
         if row.template == name then
-          local ok, text = pcall(t.chat, t, messages, { add_generation_prompt = row.prompt })
+          local ok, text = pcall(t.chat, t, messages,
+            { add_generation_prompt = row.prompt })
           assert.equal(not is_refused, ok, text)
           if ok then assert.equal(row.text, text) end
           count = count + 1
@@ -59,7 +60,8 @@ describe("a chat", function()
   it("takes the template named default, and that of its own file", function()
     local named = { { name = "tool_use", template = "x" },
                     { name = "default", template = golden.templates.chatml } }
-    assert.equal("<|im_start|>user\nHello<|im_end|>\n", (with_template(named):chat(HELLO)))
+    assert.equal("<|im_start|>user\nHello<|im_end|>\n",
+      (with_template(named):chat(HELLO)))
     local folder = temporary.folder()
     files.write(folder .. "/tokenizer.json", files.read(goldens.folder .. "/llama2.json"))
     files.write(folder .. "/chat_template.jinja", golden.templates.chatml)
@@ -86,8 +88,8 @@ describe("a chat", function()
       assert.error_matches(function() t:chat(messages) end, words)
     end
     refused({ { role = "user" } }, "chat: content of message 1 is nil, expected a string")
-    refused({ HELLO[1], { role = 7, content = "x" } }, "role of message 2 is 7, expected a")
-    refused({ { role = "tool", content = "x" } }, 'role of message 1 is "tool", expected o')
+    refused({ HELLO[1], { role = 7, content = "x" } }, "role of message 2 is 7, exp")
+    refused({ { role = "tool", content = "x" } }, 'role of message 1 is "tool", exp')
     refused({}, "messages is a table, expected a list, each a table")
     refused("x", 'messages is "x", expected a list')
     t = with_template(golden.templates.zephyr, { eos_token = json.null })

@@ -28,7 +28,7 @@ local function small(changes)
   return metadata
 end
 
---- The metadata of the SmolLM2 that `./kvlab get smollm2` fetches; nil if it is not there.
+--- The metadata of SmolLM2, which `./kvlab get smollm2` fetches; nil if it is not there.
 local function smollm2()
   local home = os.getenv "XDG_CACHE_HOME" or (os.getenv "HOME" or "") .. "/.cache"
   local path = home .. "/kvlab/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -97,16 +97,16 @@ describe("a tokenizer of GGUF metadata", function()
     { { pre = "tekken" }, 'tokenizer.ggml.pre is "tekken", expected one of codeshell' },
     { { pre = "none" }, "tokenizer.ggml.pre is nil, expected one of" },
     { { tokens = {} }, "tokenizer.ggml.tokens is a table, expected a list of strings" },
-    { { tokens = { "a", 7 } }, "tokenizer.ggml.tokens is a table, expected a list of str" },
+    { { tokens = { "a", 7 } }, "tokenizer.ggml.tokens is a table, expected a list" },
     { { merges = "none" }, "tokenizer.ggml.merges is nil, expected a list of strings" },
     { { merges = { "a q" } }, "model.merges%[0%] .*\"aq\", which is not in model.vocab" },
     { { merges = { "ab" } }, 'model.merges%[0%] is "ab", expected two tokens' },
     { { token_type = { 1 } }, "token_type is a table, expected a list of 261 numbers" },
     { { bos_token_id = 999 }, "tokenizer.ggml.bos_token_id is 999, expected 0 ... 260" },
     { { bos_token_id = -1 }, "tokenizer.ggml.bos_token_id is %-1, expected a whole" },
-    { { add_bos_token = 1 }, "tokenizer.ggml.add_bos_token is 1, expected true or false" },
+    { { add_bos_token = 1 }, "tokenizer.ggml.add_bos_token is 1, expected true" },
     { { add_eos_token = true, eos_token_id = "none" }, "eos_token_id is nil, expected" },
-    { { model = "llama" }, "tokenizer.ggml.scores is nil, expected a list of 261 numbers" },
+    { { model = "llama" }, "tokenizer.ggml.scores is nil, expected a list of 261" },
   }
   for i, wrong in ipairs(WRONG) do
     it("names the wrong field " .. i .. ": " .. table.concat(sorted.keys(wrong[1]), " "),

@@ -11,7 +11,9 @@ local M = {}
 M.other_folder = os.getenv "KVLAB_TOKENIZER_GOLDENS"
 M.folder = M.other_folder or kv.paths.root .. "/spec/data/tokenizers"
 
-function M.read(name) return json.decode(files.read(M.folder .. "/" .. name .. ".json")) end
+function M.read(name)
+  return json.decode(files.read(M.folder .. "/" .. name .. ".json"))
+end
 
 -- ---- CRC-32 ---------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
---- Wrong, cut off and changed tokenizer files: the error names the file and the field, and
--- blames the caller's line; nothing hangs.
+--- Wrong, cut off and changed tokenizer files: the error names the file and the field,
+-- and blames the caller's line; nothing hangs.
 local files = require "kvlab.files"
 local goldens = require "spec.lua.text.goldens"
 local json = require "kvlab.json"
@@ -29,12 +29,13 @@ describe("a wrong tokenizer.json", function()
   end
 
   it("is named with the field and its value", function()
-    refused("gpt2", "model.type is \"Unigram\", expected \"BPE\"; nothing else is supported",
+    refused("gpt2", "model.type is \"Unigram\", expected \"BPE\"; nothing else is "
+      .. "supported",
       function(f) f.model.type = "Unigram" end)
     refused("gpt2", "model.dropout is 0.1, expected 0; nothing else is supported",
       function(f) f.model.dropout = 0.1 end)
-    refused("gpt2", "model.end_of_word_suffix is \"</w>\", expected \"\"; nothing else is "
-      .. "supported", function(f) f.model.end_of_word_suffix = "</w>" end)
+    refused("gpt2", "model.end_of_word_suffix is \"</w>\", expected \"\"; nothing else "
+      .. "is supported", function(f) f.model.end_of_word_suffix = "</w>" end)
     refused("gpt2", "model.unk_token is \"<x>\", which is not in model.vocab",
       function(f) f.model.unk_token = "<x>" end)
     refused("gpt2", "model.flavour is a field that is not known",
@@ -42,7 +43,8 @@ describe("a wrong tokenizer.json", function()
     refused("gpt2", "model is nil, expected an object", function(f) f.model = nil end)
     refused("gpt2", "decoder is nil, expected an object",
       function(f) f.decoder = json.null end)
-    refused("gpt2", "added_tokens[0].id is -1, expected a whole number from 0 to 16777215",
+    refused("gpt2", "added_tokens[0].id is -1, expected a whole number from 0 to "
+      .. "16777215",
       function(f) f.added_tokens[1].id = -1 end)
     refused("gpt2", "added_tokens[0].id is 5, which is the token \"&\" already",
       function(f) f.added_tokens[1].id = 5 end)
@@ -56,7 +58,8 @@ describe("a wrong tokenizer.json", function()
   it("is named with the entry of its vocabulary and merges", function()
     refused("gpt2", "model.vocab has the id 64 twice, for \"a\" and \"b\"",
       function(f) f.model.vocab.b = 64 end)
-    refused("gpt2", "model.vocab[\"a\"] is 1.5, expected a whole number from 0 to 16777215",
+    refused("gpt2", "model.vocab[\"a\"] is 1.5, expected a whole number from 0 to "
+      .. "16777215",
       function(f) f.model.vocab.a = 1.5 end)
     refused("gpt2", "model.vocab[\"a\"] is \"1\", expected a whole number from 0 to "
       .. "16777215", function(f) f.model.vocab.a = "1" end)
@@ -80,16 +83,17 @@ describe("a wrong tokenizer.json", function()
       .. "last", function(f)
       f.pre_tokenizer.pretokenizers[2] = { type = "Digits", individual_digits = true }
     end)
-    refused("gpt2", "normalizer.type is \"Lowercase\", expected one of NFC, NFD, NFKC, NFKD,"
-      .. " Prepend, Replace, Sequence, Strip",
+    refused("gpt2", "normalizer.type is \"Lowercase\", expected one of NFC, NFD, NFKC, "
+      .. "NFKD, Prepend, Replace, Sequence, Strip",
       function(f) f.normalizer = { type = "Lowercase" } end)
-    refused("llama2", "decoder.decoders[3].stop is 1, expected 0; nothing else is supported",
+    refused("llama2", "decoder.decoders[3].stop is 1, expected 0; nothing else is "
+      .. "supported",
       function(f) f.decoder.decoders[4].stop = 1 end)
     refused("llama2", "decoder.type is \"WordPiece\", expected one of ByteFallback, "
       .. "ByteLevel, Fuse, Metaspace, Replace, Sequence, Strip",
       function(f) f.decoder = { type = "WordPiece" } end)
-    refused("llama2", "post_processor.type is \"BertProcessing\", expected one of ByteLevel,"
-      .. " Sequence, TemplateProcessing",
+    refused("llama2", "post_processor.type is \"BertProcessing\", expected one of "
+      .. "ByteLevel, Sequence, TemplateProcessing",
       function(f) f.post_processor = { type = "BertProcessing" } end)
     refused("llama2", "post_processor.special_tokens.<s> is nil, expected an object",
       function(f) f.post_processor.special_tokens = { x = 1 } end)
@@ -157,7 +161,8 @@ describe("changed tokenizer files", function()
 
   for _, base in ipairs { "gpt2", "llama2" } do
     it("of any kind are taken or refused with their name: " .. base, function()
-      local text, rng = files.read(goldens.folder .. "/" .. base .. ".json"), support.rng(7)
+      local text = files.read(goldens.folder .. "/" .. base .. ".json")
+      local rng = support.rng(7)
       local taken, rounds = 0, support.is_hostile and 20 or 150
       for round = 1, rounds do
         local at = 1 + rng(#text)
@@ -224,7 +229,7 @@ describe("without PCRE2", function()
       .. " 2>&1")
     local output = pipe:read "*a"
     pipe:close()
-    assert.truthy(output:find("PCRE2 is not here: libpcre2-8.so.0, which splits text into "
-      .. "words; it is the Debian package libpcre2-8-0", 1, true), output)
+    assert.truthy(output:find("PCRE2 is not here: libpcre2-8.so.0, which splits text "
+      .. "into words; it is the Debian package libpcre2-8-0", 1, true), output)
   end)
 end)
