@@ -75,6 +75,17 @@ local function last_white(white, text, last)
   return last
 end
 
+--- Whether a byte is in one of the ranges, if there are any.
+local function is_within(ranges, at)
+  if type(ranges) ~= "table" then return false end
+  local low, high = 1, #ranges -- the first range that does not end before it
+  while low <= high do
+    local middle = math.floor((low + high) / 2)
+    if ranges[middle][2] < at then low = middle + 1 else high = middle - 1 end
+  end
+  return ranges[low] ~= nil and ranges[low][1] <= at
+end
+
 local function is_within_word(self, text, first, last)
   local previous = regex.before(text, first)
   return previous > 0 and regex.is_of(self.word, text, previous)
@@ -85,7 +96,8 @@ end
 -- space that it takes.
 ---@param text string
 ---@param from integer   where to begin, from 1
----@param special boolean  whether special tokens count
+---@param special boolean|integer[][]  whether special tokens count; or the ranges of
+--                         bytes in which they do not, in order
 ---@return kvlab.text.AddedToken|nil
 ---@return integer|nil first
 ---@return integer|nil last
@@ -94,7 +106,9 @@ function Finder:next(text, from, special)
   while at do
     local token = token_at(self.roots, text, at)
     local last = token and at + #token.content - 1
-    if token and (special or not token.special)
+    if token and token.special and is_within(special, at) then
+      last = at -- what begins in a range may end in a token that is none of it
+    elseif token and (special or not token.special)
       and not (token.single_word and is_within_word(self, text, at, last)) then
       return token, token.lstrip and first_white(self.white, text, at, from) or at,
         token.rstrip and last_white(self.white, text, last) or last

@@ -67,8 +67,14 @@ end
 
 local FAMILIES = {}
 
-local function chatml_turn(role, content)
-  return "<|im_start|>" .. role .. "\n" .. content .. "<|im_end|>\n"
+--- Appends to a text's parts. Those in a table, { content }, come from a message: special
+-- tokens in them are none.
+local function put(parts, ...)
+  for i = 1, select("#", ...) do parts[#parts + 1] = select(i, ...) end
+end
+
+local function put_chatml(parts, role, content)
+  put(parts, "<|im_start|>", { role }, "\n", { content }, "<|im_end|>\n")
 end
 
 --- The system prompt that a template has for chats without one; nil if it has none.
@@ -86,10 +92,10 @@ FAMILIES[1] = { name = "chatml", is = function(template)
 end, render = function(tokenizer, messages, template)
   local parts, system = { bos_of(tokenizer, template) }, default_system(template)
   if system and messages[1].role ~= "system" then
-    parts[2] = chatml_turn("system", system)
+    put_chatml(parts, "system", system)
   end
   for _, message in ipairs(messages) do
-    parts[#parts + 1] = chatml_turn(message.role, message.content)
+    put_chatml(parts, message.role, message.content)
   end
   return parts, "<|im_start|>assistant\n"
 end }
@@ -103,12 +109,12 @@ end, render = function(_, messages)
     refuse(#messages, "role", "assistant", "user: this family ends with a question")
   end
   local parts = {}
-  for i, message in ipairs(messages) do
+  for _, message in ipairs(messages) do
     local content = message.content
     if message.role == "assistant" then -- what it thought before is left out
       content = content:match ".*</think>\n*(.*)$" or content
     end
-    parts[i] = chatml_turn(message.role, content)
+    put_chatml(parts, message.role, content)
   end
   return parts, "<|im_start|>assistant\n"
 end }
@@ -117,14 +123,12 @@ FAMILIES[3] = { name = "llama-3", is = function(template)
   return has(template, "<|start_header_id|>") and has(template, "<|eot_id|>")
     and not has(template, "Cutting Knowledge Date")
 end, render = function(tokenizer, messages, template)
-  local function header(role)
-    return "<|start_header_id|>" .. role .. "<|end_header_id|>\n\n"
-  end
   local parts = { bos_of(tokenizer, template) }
   for _, message in ipairs(messages) do
-    parts[#parts + 1] = header(message.role) .. trimmed(message.content) .. "<|eot_id|>"
+    put(parts, "<|start_header_id|>", { message.role }, "<|end_header_id|>\n\n",
+      { trimmed(message.content) }, "<|eot_id|>")
   end
-  return parts, header "assistant"
+  return parts, "<|start_header_id|>assistant<|end_header_id|>\n\n"
 end }
 
 FAMILIES[4] = { name = "mistral", is = function(template)
@@ -136,9 +140,10 @@ end, render = function(tokenizer, messages, template)
   local before = template:find "' '%s*%+%s*message" and " " or ""
   local after = template:find "eos_token%s*%+%s*' '" and " " or ""
   local parts, eos = { bos_of(tokenizer, template) }, eos_of(tokenizer, "mistral")
-  for i, message in ipairs(messages) do
-    parts[i + 1] = message.role == "user" and "[INST] " .. message.content .. " [/INST]"
-      or before .. message.content .. eos .. after
+  for _, message in ipairs(messages) do
+    if message.role == "user" then put(parts, "[INST] ", { message.content }, " [/INST]")
+    else put(parts, before, { message.content }, eos, after)
+    end
   end
   return parts, ""
 end }
@@ -153,8 +158,8 @@ end, render = function(tokenizer, messages, template)
   check_turns(messages, first)
   for i = first, #messages do
     local role = messages[i].role == "user" and "user" or "model"
-    parts[#parts + 1] = ("<start_of_turn>%s\n%s%s<end_of_turn>\n"):format(role,
-      i == first and prefix or "", trimmed(messages[i].content))
+    put(parts, "<start_of_turn>" .. role .. "\n", { i == first and prefix or "" },
+      { trimmed(messages[i].content) }, "<end_of_turn>\n")
   end
   return parts, "<start_of_turn>model\n"
 end }
@@ -165,8 +170,8 @@ FAMILIES[6] = { name = "zephyr", is = function(template)
 end, render = function(tokenizer, messages)
   check_roles(messages, { "system", "user", "assistant" })
   local parts, eos = {}, eos_of(tokenizer, "zephyr")
-  for i, message in ipairs(messages) do
-    parts[i] = "<|" .. message.role .. "|>\n" .. message.content .. eos .. "\n"
+  for _, message in ipairs(messages) do
+    put(parts, "<|" .. message.role .. "|>\n", { message.content }, eos, "\n")
   end
   return parts, "<|assistant|>\n"
 end }
@@ -185,11 +190,25 @@ function M.family(template)
   end
 end
 
+--- The text of parts, and the first and last byte of each that is of a message.
+local function joined(parts)
+  local texts, ranges, count = {}, {}, 0
+  for i, part in ipairs(parts) do
+    texts[i] = type(part) == "table" and part[1] or part
+    if type(part) == "table" then
+      ranges[#ranges + 1] = { count + 1, count + #texts[i] }
+    end
+    count = count + #texts[i]
+  end
+  return table.concat(texts), ranges
+end
+
 --- The text of a chat.
 ---@param tokenizer kvlab.text.Tokenizer
 ---@param messages table[]   { role, content }
 ---@param is_prompt boolean  ends where the assistant's answer begins
----@return string
+---@return string text
+---@return integer[][] ranges  { first, last } byte of what is of the messages, in order
 function M.render(tokenizer, messages, is_prompt)
   local template = tokenizer.template
   local known = "; the families that are known are " .. table.concat(M.NAMES, ", ")
@@ -211,7 +230,8 @@ function M.render(tokenizer, messages, is_prompt)
       template:sub(1, 60), known))
   end
   local parts, prompt = family.render(tokenizer, valid, template)
-  return table.concat(parts) .. (is_prompt and prompt or "")
+  put(parts, is_prompt and prompt or "")
+  return joined(parts)
 end
 
 return M

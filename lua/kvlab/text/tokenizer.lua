@@ -198,7 +198,7 @@ local function around_added(self, finder, text, is_first, out, special, fn)
 end
 
 local function encode_normalized(self, text, is_first, out, special)
-  around_added(self, self.normal, self.normalize(text), is_first, out, special,
+  around_added(self, self.normal, self.normalize(text), is_first, out, special ~= false,
     encode_piece)
 end
 
@@ -222,6 +222,19 @@ local function list_of(out)
   return ids
 end
 
+--- The ids of a valid text. special: whether special tokens are found, or in which
+-- ranges of it they are not.
+local function encode_valid(self, text, special, before, after)
+  local out = self.out
+  out:clear()
+  for i = 1, #before do out:push(before[i]) end
+  around_added(self, self.raw, text, true, out, special, encode_normalized)
+  for i = 1, #after do out:push(after[i]) end
+  local ids = list_of(out)
+  out:clear()
+  return ids
+end
+
 --- The token ids of a text. Bytes that are not UTF-8 count as U+FFFD, one for each
 -- mistake.
 ---@param text string
@@ -237,15 +250,7 @@ function Tokenizer:encode(text, o)
   end
   local before = around(self, o.bos, "bos", self.before)
   local after = around(self, o.eos, "eos", self.after)
-  local out = self.out
-  out:clear()
-  for i = 1, #before do out:push(before[i]) end
-  around_added(self, self.raw, unicode.repaired(text), true, out, o.special or false,
-    encode_normalized)
-  for i = 1, #after do out:push(after[i]) end
-  local ids = list_of(out)
-  out:clear()
-  return ids
+  return encode_valid(self, unicode.repaired(text), o.special or false, before, after)
 end
 
 -- ---- decoding -------------------------------------------------------------------------
@@ -309,7 +314,8 @@ function Tokenizer:token_of(id) return self.texts[id] end
 
 local CHAT = { add_generation_prompt = options.boolean }
 
---- A chat as the model was trained to read it, by the template of its file.
+--- A chat as the model was trained to read it, by the template of its file. Names of
+-- special tokens in the messages are ordinary text.
 ---@param messages table[]  { role = "system" | "user" | "assistant", content = … }, …
 ---@param o? table  add_generation_prompt: the text ends where the assistant's answer
 --                  begins (false)
@@ -317,8 +323,8 @@ local CHAT = { add_generation_prompt = options.boolean }
 ---@return integer[] ids
 function Tokenizer:chat(messages, o)
   o = options.check("chat", o, CHAT)
-  local text = chat.render(self, messages, o.add_generation_prompt or false)
-  return text, self:encode(text, { special = true, bos = false, eos = false })
+  local text, ranges = chat.render(self, messages, o.add_generation_prompt or false)
+  return text, encode_valid(self, text, ranges, {}, {})
 end
 
 arguments.methods(Tokenizer, "a tokenizer", {
