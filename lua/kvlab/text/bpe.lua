@@ -51,11 +51,13 @@ function BPE:make_room(n)
   self.heap = nil
 end
 
+--- Gives memory back that only a very long piece needs. The collector knows how large it
+-- is but waits for twice as much, so it is called.
 function BPE:give_back()
-  if self.room > SYMBOLS_KEPT then
-    self.room = nil
-    self:make_room(SCANNED)
-  end
+  if self.room <= SYMBOLS_KEPT then return end
+  self.room = nil
+  self:make_room(SCANNED)
+  collectgarbage()
 end
 
 -- ---- symbols --------------------------------------------------------------------------

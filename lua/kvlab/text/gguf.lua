@@ -78,8 +78,7 @@ local function numbers_of(count)
   end }
 end
 
---- The vocabulary, in which the first of equal tokens counts, and the tokens that are
--- found as they are written.
+--- The tokens, their ids, and the added tokens, which are found as they are written.
 local function read_tokens(metadata)
   local tokens = get(metadata, "tokens", STRINGS)
   local kinds = get_or(metadata, "token_type", numbers_of(#tokens), {})
@@ -139,6 +138,7 @@ function READ.llama(metadata)
   local tokens, vocabulary, added = read_tokens(metadata)
   local scores, of_id = get(metadata, "scores", numbers_of(#tokens)), {}
   for i = 1, #tokens do of_id[i - 1] = scores[i] end
+  fields.must_be(metadata, "", KEY .. "remove_extra_whitespaces", false)
   local unk = tokens[get_or(metadata, "unknown_token_id", options.whole, 0) + 1]
   local decoders = { { type = "Replace", pattern = { String = "▁" }, content = " " },
                      { type = "ByteFallback" }, { type = "Fuse" } }
@@ -151,14 +151,15 @@ function READ.llama(metadata)
     normalizer = { type = "Sequence", normalizers = normalizers }, added_tokens = added,
     decoder = { type = "Sequence", decoders = decoders },
     post_processor = post_processor(metadata, true, false),
-    model = { type = "BPE", vocab = vocabulary, scores = of_id, merges = {},
-              unk_token = unk, fuse_unk = true, byte_fallback = true },
-  }
+    model = { type = "BPE", vocab = vocabulary, merges = {}, unk_token = unk,
+              fuse_unk = true, byte_fallback = true },
+  }, of_id
 end
 
 --- What a tokenizer.json of the same tokenizer would say.
 ---@param metadata table<string, any>  of kv.gguf: "tokenizer.ggml.model", …
 ---@return table
+---@return table<integer, number>|nil scores  of each token, where there are no merges
 function M.read(metadata)
   local kind = get(metadata, "model", options.one_of("gpt2", "llama"))
   return READ[kind](metadata)

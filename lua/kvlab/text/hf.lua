@@ -231,8 +231,7 @@ local FILE = { version = true, truncation = true, padding = true, added_tokens =
                decoder = true, model = true }
 local MODEL = { type = true, dropout = true, unk_token = true, fuse_unk = true,
                 continuing_subword_prefix = true, end_of_word_suffix = true,
-                byte_fallback = true, ignore_merges = true, vocab = true, merges = true,
-                scores = true }
+                byte_fallback = true, ignore_merges = true, vocab = true, merges = true }
 
 local function check_model(model)
   fields.only(model, "model", MODEL)
@@ -262,11 +261,10 @@ local function whole_of(model, ids, is_bytes)
 end
 
 --- Reads the model: what encodes pieces. Adds a rule to the splitter if that helps.
-local function read_model(self, model)
+local function read_model(self, model, scores)
   check_model(model)
   local texts, ids = read_vocabulary(model)
   local cuts = self.splitter
-  local scores = fields.object_or_nil(model, "model", "scores")
   local merges, parts
   if scores then merges, parts = merges_of_scores(scores, texts, ids)
   else merges, parts = read_merges(model, ids)
@@ -295,14 +293,15 @@ local function null_as_nil(x) if x ~= json.null then return x end end
 --- Adds to a tokenizer what a file says.
 ---@param self table   of kvlab.text.tokenizer
 ---@param file table   a tokenizer.json
-function M.build(self, file)
+---@param scores? table<integer, number>  of each token, in place of merges
+function M.build(self, file, scores)
   fields.expect("the file", file, options.table)
   fields.only(file, "", FILE)
   local model = fields.object(file, "", "model")
   self.normalize = normalizer.of(null_as_nil(file.normalizer), "normalizer")
   self.splitter = splitter.of(null_as_nil(file.pre_tokenizer), "pre_tokenizer")
   self.decoder = decoder.of(fields.object(file, "", "decoder"), "decoder")
-  read_model(self, model)
+  read_model(self, model, scores)
   self.raw, self.normal, self.specials = read_added(file, self.texts, self.ids,
     self.normalize)
   self.before, self.after = {}, {}

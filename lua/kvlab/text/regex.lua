@@ -7,6 +7,7 @@
 -- (that of PCRE2 10.42) are added to them. What has no counterpart here is refused.
 local ffi = require "ffi"
 local additions = require "kvlab.text.unicode_additions"
+local fail = require("kvlab.options").fail
 
 local M = {}
 
@@ -237,8 +238,8 @@ function Regex:find(subject, length, from)
     self.found, self.context)
   if count < 0 then
     if count == NOMATCH then return -1, -1 end
-    error(("the regular expression %q cannot be matched: %s"):format(self.text,
-      message(opened, count)), 0)
+    fail(("encode: the regular expression %q cannot be matched: %s"):format(self.text,
+      message(opened, count)))
   end
   return tonumber(self.range[0]), tonumber(self.range[1])
 end
