@@ -25,6 +25,16 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace("{1,3}", "")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def capitals(last, digits):
+    """Mistral's Tekken, and OpenAI's o200k with contractions."""
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return (f"{before}{UPPER}*{LOWER}+{last}|{before}{UPPER}+{LOWER}*{last}|{digits}"
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
 DEEPSEEK3 = (r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
              r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
              r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -204,6 +214,9 @@ def patches(files):
             "use_regex": False}
     cases = [(name, name, {}) for name in files]
     cases += [
+        ("tekken", "llama3", pre(split(capitals("", r"\p{N}")), last)),
+        ("gpt-4o", "gpt2", pre(split(capitals("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+                                              r"\p{N}{1,3}")), last)),
         ("deepseek-v3", "gpt2", pre(split(r"\p{N}{1,3}"), split("[一-龥぀-ゟ゠-ヿ]+"),
                                     split(DEEPSEEK3), last)),
         ("mistral", "llama2", {"normalizer": None, "pre_tokenizer": meta("first", False)}),

@@ -10,6 +10,7 @@ local ffi = require "ffi"
 local pairs_of = require "kvlab.text.pairs"
 local numbers = require "kvlab.text.numbers"
 
+local rshift = bit.rshift
 local NONE = pairs_of.NONE
 
 local M = {}
@@ -121,69 +122,105 @@ end
 
 -- ---- merges ---------------------------------------------------------------------------
 
+--- Sets what the pair that begins at symbol i becomes.
+local function rank_pair(self, i, right)
+  local rank, token = self.merges:get(self.id[i], self.id[right])
+  self.rank[i] = rank
+  self.new[i] = token
+end
+
+--- Makes the first n symbols of self.id a list, and ranks their pairs.
+local function begin(self, n)
+  local prev, next, rank = self.prev, self.next, self.rank
+  for i = 0, n - 1 do
+    prev[i] = i - 1
+    next[i] = i + 1
+    rank[i] = NONE
+  end
+  for i = 0, n - 2 do rank_pair(self, i, i + 1) end
+end
+
+--- Merges the pair that begins at symbol i. The pairs that it leaves, at i and at the
+-- symbol before, have new ranks; the symbol that is gone has none.
+---@return integer before  -1 if there is none
+local function merge(self, i, n)
+  local prev, next = self.prev, self.next
+  local gone, before = next[i], prev[i]
+  local after = next[gone]
+  self.id[i] = self.new[i]
+  self.rank[i] = NONE
+  self.rank[gone] = NONE
+  next[i] = after
+  if after < n then
+    prev[after] = i
+    rank_pair(self, i, after)
+  end
+  if before >= 0 then rank_pair(self, before, i) end
+  return before
+end
+
+--- Moves the symbols that are left to the front of self.id: how many there are.
+local function finish(self, n)
+  local id, next = self.id, self.next
+  local i, left = 0, 0
+  while i < n do
+    id[left] = id[i]
+    left = left + 1
+    i = next[i]
+  end
+  return left
+end
+
 --- Merges n symbols of self.id in place, by searching all pairs: how many are left.
 local function merge_scanning(self, n)
-  local id, rank, new, merges = self.id, self.rank, self.new, self.merges
-  for i = 0, n - 2 do rank[i], new[i] = merges:get(id[i], id[i + 1]) end
-  while n > 1 do
-    local best, at = NONE, -1
+  local rank = self.rank
+  begin(self, n)
+  while true do
+    local best = NONE * SCANNED -- rank and symbol in one number
     for i = 0, n - 2 do
-      local r = rank[i]
-      if r < best then best, at = r, i end
+      local key = rank[i] * SCANNED + i
+      if key < best then best = key end
     end
-    if at < 0 then break end
-    id[at] = new[at]
-    for i = at + 1, n - 2 do
-      id[i], rank[i], new[i] = id[i + 1], rank[i + 1], new[i + 1]
-    end
-    n = n - 1
-    if at < n - 1 then rank[at], new[at] = merges:get(id[at], id[at + 1]) end
-    if at > 0 then rank[at - 1], new[at - 1] = merges:get(id[at - 1], id[at]) end
+    if best >= NONE * SCANNED then return finish(self, n) end
+    merge(self, best % SCANNED, n)
   end
-  return n
 end
 
 -- A heap's entry is rank * 2^28 + position, so that the smallest is the pair to merge.
 local POSITIONS = 2 ^ 28
 
+-- Each loop has one variable that changes: LuaJIT has few registers for more.
 local function heap_push(heap, count, key)
   local i = count
   while i > 0 do
-    local parent = bit.rshift(i - 1, 1)
-    if heap[parent] <= key then break end
-    heap[i] = heap[parent]
-    i = parent
+    local parent = heap[rshift(i - 1, 1)]
+    if parent <= key then break end
+    heap[i] = parent
+    i = rshift(i - 1, 1)
   end
   heap[i] = key
 end
 
 --- Removes the smallest of `count` entries.
 local function heap_pop(heap, count)
-  local last, n, i = heap[count - 1], count - 1, 0
-  while true do
-    local child = i * 2 + 1
-    if child >= n then break end
-    if child + 1 < n and heap[child + 1] < heap[child] then child = child + 1 end
+  local last, child = heap[count - 1], 1
+  while child < count - 1 do
+    if child < count - 2 and heap[child + 1] < heap[child] then child = child + 1 end
     if heap[child] >= last then break end
-    heap[i] = heap[child]
-    i = child
+    heap[rshift(child - 1, 1)] = heap[child]
+    child = child * 2 + 1
   end
-  heap[i] = last
+  heap[rshift(child - 1, 1)] = last
 end
 
---- The same with a linked list and a heap.
+--- The same with a heap of the pairs.
 local function merge_heaped(self, n)
-  local id, rank, new, merges = self.id, self.rank, self.new, self.merges
-  local prev, next = self.prev, self.next
   self.heap = self.heap or ffi.new("double[?]", self.room * 2 + 2)
-  local heap, count = self.heap, 0
-  for i = 0, n - 1 do
-    prev[i], next[i] = i - 1, i + 1
-    local r, t = NONE, -1
-    if i < n - 1 then r, t = merges:get(id[i], id[i + 1]) end
-    rank[i], new[i] = r, t
-    if r ~= NONE then
-      heap_push(heap, count, r * POSITIONS + i)
+  local heap, rank, count = self.heap, self.rank, 0
+  begin(self, n)
+  for i = 0, n - 2 do
+    if rank[i] ~= NONE then
+      heap_push(heap, count, rank[i] * POSITIONS + i)
       count = count + 1
     end
   end
@@ -194,36 +231,18 @@ local function merge_heaped(self, n)
     local r = math.floor(key / POSITIONS)
     local i = key - r * POSITIONS
     if rank[i] == r then -- otherwise the pair is no more
-      local gone = next[i]
-      id[i] = new[i]
-      rank[gone] = NONE
-      local after, before = next[gone], prev[i]
-      next[i], rank[i] = after, NONE
-      if after < n then
-        prev[after] = i
-        local rr, t = merges:get(id[i], id[after])
-        rank[i], new[i] = rr, t
-        if rr ~= NONE then
-          heap_push(heap, count, rr * POSITIONS + i)
-          count = count + 1
-        end
+      local before = merge(self, i, n)
+      if rank[i] ~= NONE then
+        heap_push(heap, count, rank[i] * POSITIONS + i)
+        count = count + 1
       end
-      if before >= 0 then
-        local rr, t = merges:get(id[before], id[i])
-        rank[before], new[before] = rr, t
-        if rr ~= NONE then
-          heap_push(heap, count, rr * POSITIONS + before)
-          count = count + 1
-        end
+      if before >= 0 and rank[before] ~= NONE then
+        heap_push(heap, count, rank[before] * POSITIONS + before)
+        count = count + 1
       end
     end
   end
-  local i, left = 0, 0
-  while i < n do
-    id[left], left = id[i], left + 1
-    i = next[i]
-  end
-  return left
+  return finish(self, n)
 end
 
 --- Writes the tokens of one piece to self.id.

@@ -33,21 +33,32 @@ local DEEPSEEK3 = [[[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+]]
   .. [[|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+]]
   .. [[|\s+(?!\S)|\s+]]
 
+-- Words that begin with capitals are cut before the next capital: what comes before the
+-- first small letter, and what comes after it.
+local UPPER, LOWER = "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}", "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}"
+local BEFORE = [=[[^\r\n\p{L}\p{N}]?]=]
+local REST = [[| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]]
+
+--- What cuts words so; `last` ends a word, `digits` is a number.
+local function capitals(last, digits)
+  return BEFORE .. UPPER .. "]*" .. LOWER .. "]+" .. last .. "|" .. BEFORE .. UPPER
+    .. "]+" .. LOWER .. "]*" .. last .. "|" .. digits .. REST
+end
+
 --- Rules of a name; nfc: the text is composed first.
 local PRE = {
   ["gpt-2"] = { cut(split.GPT2) },
   ["llama-bpe"] = { cut(LLAMA3), ignore_merges = true, bos = true },
   qwen2 = { cut(QWEN2), nfc = true },
   smollm = { DIGITS, cut(split.GPT2) },
+  tekken = { cut(capitals("", [[\p{N}]])), ignore_merges = true, bos = true },
+  ["gpt-4o"] = { cut(capitals(CONTRACTIONS .. "?", [[\p{N}{1,3}]])) },
   ["deepseek-v3"] = { cut [[\p{N}{1,3}]], cut "[一-龥぀-ゟ゠-ヿ]+", cut(DEEPSEEK3),
                       bos = true },
 }
 -- Names of the same rules.
-local SAME = { ["gpt2"] = "gpt-2", mpt = "gpt-2", olmo = "gpt-2",
-  ["phi-2"] = "gpt-2", ["jina-en"] = "gpt-2",
-  llama3 = "llama-bpe", ["llama-v3"] = "llama-bpe",
-  ["deepseek-r1-qwen"] = "qwen2", starcoder = "smollm", refact = "smollm",
-  ["command-r"] = "smollm", codeshell = "smollm" }
+local SAME = { ["phi-2"] = "gpt-2", llama3 = "llama-bpe", ["llama-v3"] = "llama-bpe",
+               ["deepseek-r1-qwen"] = "qwen2", starcoder = "smollm", refact = "smollm" }
 for name, other in pairs(SAME) do PRE[name] = PRE[other] end
 
 M.NAMES = sorted.keys(PRE)
