@@ -71,11 +71,16 @@ describe("a tokenizer of GGUF metadata", function()
       end
       local file = goldens.read(case.file)
       local tokens, kinds, merges = {}, {}, {}
-      for token, id in pairs(file.model.vocab) do tokens[id + 1], kinds[id + 1] = token, 1 end
-      for _, token in ipairs(file.added_tokens) do
-        tokens[token.id + 1], kinds[token.id + 1] = token.content, token.special and 3 or 4
+      for token, id in pairs(file.model.vocab) do
+        tokens[id + 1], kinds[id + 1] = token, 1
       end
-      for i, merge in ipairs(file.model.merges) do merges[i] = table.concat(merge, " ") end
+      for _, token in ipairs(file.added_tokens) do
+        tokens[token.id + 1] = token.content
+        kinds[token.id + 1] = token.special and 3 or 4
+      end
+      for i, merge in ipairs(file.model.merges) do
+        merges[i] = table.concat(merge, " ")
+      end
       local has_bos = file.post_processor.type == "TemplateProcessing"
       local t = kv.tokenizer {
         ["tokenizer.ggml.model"] = "gpt2", ["tokenizer.ggml.pre"] = name,
