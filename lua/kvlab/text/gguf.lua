@@ -33,16 +33,16 @@ local DEEPSEEK3 = [[[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+]]
   .. [[|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+]]
   .. [[|\s+(?!\S)|\s+]]
 
--- Words that begin with capitals are cut before the next capital: what comes before the
--- first small letter, and what comes after it.
-local UPPER, LOWER = "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}", "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}"
+-- Letters before and after the place at which "fooBar" is cut.
+local UPPER = [=[[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]]=]
+local LOWER = [=[[\p{Ll}\p{Lm}\p{Lo}\p{M}]]=]
 local BEFORE = [=[[^\r\n\p{L}\p{N}]?]=]
 local REST = [[| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]]
 
---- What cuts words so; `last` ends a word, `digits` is a number.
+--- Cuts words before capitals; `last` may end a word, `digits` is a number.
 local function capitals(last, digits)
-  return BEFORE .. UPPER .. "]*" .. LOWER .. "]+" .. last .. "|" .. BEFORE .. UPPER
-    .. "]+" .. LOWER .. "]*" .. last .. "|" .. digits .. REST
+  return BEFORE .. UPPER .. "*" .. LOWER .. "+" .. last .. "|" .. BEFORE .. UPPER .. "+"
+    .. LOWER .. "*" .. last .. "|" .. digits .. REST
 end
 
 --- Rules of a name; nfc: the text is composed first.
@@ -58,7 +58,7 @@ local PRE = {
 }
 -- Names of the same rules.
 local SAME = { ["phi-2"] = "gpt-2", llama3 = "llama-bpe", ["llama-v3"] = "llama-bpe",
-               ["deepseek-r1-qwen"] = "qwen2", starcoder = "smollm", refact = "smollm" }
+               starcoder = "smollm" }
 for name, other in pairs(SAME) do PRE[name] = PRE[other] end
 
 M.NAMES = sorted.keys(PRE)
