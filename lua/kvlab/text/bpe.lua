@@ -35,28 +35,30 @@ BPE.__index = BPE
 ---@return kvlab.text.BPE
 function M.new(o)
   local self = setmetatable(o, BPE)
-  self.kept, self.kept_count, self.pool = {}, 0, numbers.new()
+  self.kept, self.kept_count, self.pool, self.room = {}, 0, numbers.new(), 0
   self:make_room(SCANNED)
   return self
 end
 
 -- ---- work space -----------------------------------------------------------------------
 
---- Makes room for the symbols of a piece of n bytes.
+--- Makes room for the symbols of a piece of n bytes. If there is no memory, this raises,
+-- and there is no room at all.
 function BPE:make_room(n)
-  if self.room and self.room >= n then return end
-  self.room = math.max(n, 1024)
+  if self.room >= n then return end
+  self.room, self.heap = 0, nil
+  local room = math.max(n, 1024)
   for _, name in ipairs { "id", "rank", "new", "prev", "next" } do
-    self[name] = ffi.new("int32_t[?]", self.room + 1)
+    self[name] = ffi.new("int32_t[?]", room + 1)
   end
-  self.heap = nil
+  self.room = room
 end
 
 --- Gives memory back that only a very long piece needs. The collector knows how large it
 -- is but waits for twice as much, so it is called.
 function BPE:give_back()
   if self.room <= SYMBOLS_KEPT then return end
-  self.room = nil
+  self.room = 0
   self:make_room(SCANNED)
   collectgarbage()
 end
