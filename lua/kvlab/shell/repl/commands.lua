@@ -3,7 +3,6 @@ local compile = require "kvlab.shell.repl.compile"
 local inspect = require "kvlab.shell.repl.inspect"
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
-local timing = require "kvlab.shell.repl.timing"
 local command_line = require "kvlab.command_line"
 
 local M = {}
@@ -114,6 +113,7 @@ end
 commands.time = { "CODE", "how long it takes; of an expression or policy, its kernels",
   function(session, text)
     if text == "" then refuse ":time needs an expression or a statement" end
+    local timing = require "kvlab.shell.repl.timing"
     local fn, value = compile_for(session, text), nil
     local seconds = timing.runs(function() value = fn() end)
     if require("kvlab.shell.repl.kernels").has_kernels(value) then
