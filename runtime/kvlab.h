@@ -1183,6 +1183,60 @@ int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
  * file has changed since it was opened. */
 int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t);
 
+/* ---- GGUF ------------------------------------------------------------------------------ */
+
+typedef struct kvl_gguf kvl_gguf;
+typedef struct kvl_gguf_entry {
+  const char *name;      /* borrow, until close */
+  const char *type_name; /* such as "Q4_1", valid for ever */
+  int64_t shape[6]; /* row-major: the last dim is the one whose elements are neighbours */
+  int64_t offset, bytes; /* in the file's data section */
+  int32_t ndim, type;    /* type: ggml's number of it */
+} kvl_gguf_entry;
+
+/* The numbers are those of the format. */
+typedef enum kvl_gguf_kind {
+  KVL_GGUF_U8 = 0,
+  KVL_GGUF_I8 = 1,
+  KVL_GGUF_U16 = 2,
+  KVL_GGUF_I16 = 3,
+  KVL_GGUF_U32 = 4,
+  KVL_GGUF_I32 = 5,
+  KVL_GGUF_F32 = 6,
+  KVL_GGUF_BOOL = 7,
+  KVL_GGUF_STRING = 8,
+  KVL_GGUF_ARRAY = 9,
+  KVL_GGUF_U64 = 10,
+  KVL_GGUF_I64 = 11,
+  KVL_GGUF_F64 = 12,
+} kvl_gguf_kind;
+
+/* One key of the metadata, and its value or values. At `values` are `count` numbers side by
+ * side, little-endian and not aligned, or as many strings: a u64 length and that many bytes. */
+typedef struct kvl_gguf_metadata {
+  const char *key; /* borrow, until close, as values; not ended by a zero byte */
+  const void *values;
+  int64_t bytes_key, count;
+  int32_t kind;     /* kvl_gguf_kind of each value, never ARRAY */
+  int32_t is_array; /* 0: it is a single value, and count is 1 */
+} kvl_gguf_metadata;
+
+/* Opens a file of version 2 or 3, little-endian, and checks everything before its data: counts,
+ * lengths of strings, types, overflow, alignment, duplicate keys and names, and that tensors
+ * lie inside the file and do not overlap. Errors: IO; FORMAT, with a message that names the
+ * file, the key or tensor, and the fault; NO_MEMORY. */
+int kvl_gguf_open(const char *path, kvl_gguf **out);
+void kvl_gguf_close(kvl_gguf *file);
+int kvl_gguf_count(const kvl_gguf *file); /* of tensors, in the file's order */
+int kvl_gguf_entry_get(const kvl_gguf *file, int index, kvl_gguf_entry *out);
+int kvl_gguf_metadata_count(const kvl_gguf *file);
+int kvl_gguf_metadata_get(const kvl_gguf *file, int index, kvl_gguf_metadata *out);
+/* Reads entry `index` into t, f32, f16 or bf16 of the same shape. Quantised numbers are
+ * computed in f32 on the host and rounded to nearest even. Types that can be read: F32 F16 BF16
+ * Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q6_K. Errors: UNSUPPORTED for any other type; IO, also when the
+ * file has changed since it was opened. */
+int kvl_gguf_read(const kvl_gguf *file, int index, const kvl_tensor *t);
+
 /* ffi:end */
 
 #pragma GCC visibility pop

@@ -92,6 +92,7 @@ local TOKENIZER = root .. "/spec/data/tokenizers/llama2.json"
 local LATE = {
   graph = function() return kv.graph(function() kv.zeros("cpu", "f32", { 2 }) end) end,
   file = function() return kv.safetensors(CAPTURE .. "/layer_000.safetensors") end,
+  gguf = function() return kv.gguf(root .. "/spec/data/gguf/types.gguf") end,
   ticket = function(w)
     return w.prefetch:submit { request = 1, cache = w.cache,
       keys = ffi.new("kvl_key[?]", 2), blocks = { 0, 1 } }
@@ -214,7 +215,8 @@ local MAKERS = {
   ["kernel/show expression"] = function(w) return w.any_expression() end,
   ["kernel/source Source"] = of "source",
   ["policy/tally Tally"] = function(w) return w.tally end,
-  ["tensor/safetensors File"] = of "file", ["memory/prefetch Ticket"] = of "ticket",
+  ["tensor/safetensors File"] = of "file", ["tensor/gguf File"] = of "gguf",
+  ["memory/prefetch Ticket"] = of "ticket",
   ["policy/summary Keys"] = of "keys", ["policy/hash Cache"] = of "hash_cache",
   ["policy/sampling Sampling"] = of "sampling", ["observe/probe Probe"] = of "probe",
   ["observe/record Record"] = of "record", ["observe/capture Capture"] = of "capture",

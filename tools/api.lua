@@ -18,7 +18,8 @@ local M = {}
 local CHAPTERS = {
   { "Tensors", { "kvlab/init", "kvlab/library", "kvlab/tensor/tensor",
     "kvlab/tensor/shape", "kvlab/tensor/arithmetic", "kvlab/tensor/device",
-    "kvlab/tensor/graph", "kvlab/tensor/safetensors", "kvlab/tensor/npy" } },
+    "kvlab/tensor/graph", "kvlab/tensor/safetensors", "kvlab/tensor/gguf",
+    "kvlab/tensor/npy" } },
   { "Ops", { "kvlab/tensor/ops", "kvlab/tensor/vllm" } },
   { "KV memory", { "kvlab/memory/cache", "kvlab/memory/sequence",
     "kvlab/memory/batch", "kvlab/memory/formats", "kvlab/memory/resident",

@@ -26,7 +26,7 @@
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.tokenizer                   text to token ids and back, and chats
---   kv.vllm kv.safetensors kv.npy  vLLM's cache layout, files of tensors
+--   kv.vllm kv.safetensors kv.gguf kv.npy    vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
 --   kv.C kv.check                  the C library itself
@@ -54,6 +54,7 @@ function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name
 M.graph = require("kvlab.tensor.graph").graph
 M.ops = require "kvlab.tensor.ops"
 M.safetensors = require "kvlab.tensor.safetensors"
+M.gguf = require("kvlab.tensor.gguf").open
 M.npy = require "kvlab.tensor.npy"
 M.vllm = require "kvlab.tensor.vllm"
 

@@ -23,6 +23,8 @@ _Static_assert(sizeof(kvl_prefetch_task) == 48, "kvl_prefetch_task is read by Lu
 _Static_assert(sizeof(kvl_prefetch_stats) == 88, "kvl_prefetch_stats is read by LuaJIT");
 _Static_assert(sizeof(kvl_prefetch_result) == 64, "kvl_prefetch_result is read by LuaJIT");
 _Static_assert(sizeof(kvl_safetensors_entry) == 80, "entry is read by LuaJIT");
+_Static_assert(sizeof(kvl_gguf_entry) == 88, "entry is read by LuaJIT");
+_Static_assert(sizeof(kvl_gguf_metadata) == 40, "metadata is read by LuaJIT");
 
 static _Thread_local char words[512];
 static atomic_int interrupted;

@@ -1,18 +1,13 @@
 /* Reads safetensors files. The whole header is checked before any data is used: the header's
  * length, integer overflow, overlaps, holes, duplicate keys, and dtype and shape against the
- * byte range. Data is read by pread and not through a map, because reading a map of a file
- * that somebody cuts off kills the process. A file that changes while it is open is refused.
+ * byte range. A file that changes while it is open is refused (file.h).
  * Format: u64 header length N, little-endian; N bytes of JSON; the data section.
  * Source: the format's README at huggingface/safetensors; its audit of May 2023 names the
  * checks that readers forget. */
 #include <ctype.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
-#include "core/status.h"
 #include "core/tensor.h"
+#include "files/file.h"
 
 enum {
   HEADER_BYTES_MAX = 100000000,        /* the limit of the reference reader */
@@ -20,9 +15,7 @@ enum {
 };
 
 struct kvl_safetensors {
-  char *path;
-  int fd;
-  struct stat opened; /* the file as it was when it was opened */
+  struct kvl__file file;
   char *header;
   int64_t section; /* where the data begins */
   int64_t bytes_section;
@@ -276,7 +269,7 @@ static void index_check(struct json *j, kvl_safetensors *f) {
   }
   if (j->status >= 0 && end != f->bytes_section)
     j->status = kvl__fail(KVL_ERR_FORMAT, "%s: %lld bytes of data, the tensors take %lld",
-                          f->path, (long long)f->bytes_section, (long long)end);
+                          f->file.path, (long long)f->bytes_section, (long long)end);
   qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_name);
   for (int i = 1; i < f->count && j->status >= 0; i++)
     if (!by_name(&f->entries[i - 1], &f->entries[i]))
@@ -285,7 +278,7 @@ static void index_check(struct json *j, kvl_safetensors *f) {
 
 static int header_read(kvl_safetensors *f, size_t bytes_header) {
   const char *text = f->header;
-  struct json j = {f->path, text, text + bytes_header, text, KVL_OK};
+  struct json j = {f->file.path, text, text + bytes_header, text, KVL_OK};
   int metadata = 0;
   if (bytes_header == 0 || *text != '{') return json_fail(&j, "expected '{'");
   json_expect(&j, '{');
@@ -315,73 +308,27 @@ static int header_read(kvl_safetensors *f, size_t bytes_header) {
 
 /* ---- open, read, close ----------------------------------------------------------------- */
 
-/* Reads n bytes at an offset of the file. */
-static int read_at(const kvl_safetensors *f, void *out, size_t n, int64_t offset) {
-  for (size_t at = 0; at < n;) {
-    ssize_t got = pread(f->fd, (char *)out + at, n - at, (off_t)(offset + (int64_t)at));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return kvl__fail(KVL_ERR_IO, "%s: %s", f->path, strerror(errno));
-    if (got == 0)
-      return kvl__fail(KVL_ERR_IO,
-                       "%s: ends at byte %lld, expected %lld bytes: it was cut off while it "
-                       "was open",
-                       f->path, (long long)(offset + (int64_t)at),
-                       (long long)f->opened.st_size);
-    at += (size_t)got;
-  }
-  return KVL_OK;
-}
-
-/* Fails if somebody has changed the file since it was opened, so that no tensor is made of
- * two versions of it. */
-static int check_unchanged(const kvl_safetensors *f) {
-  struct stat now;
-  if (fstat(f->fd, &now) < 0)
-    return kvl__fail(KVL_ERR_IO, "%s: %s", f->path, strerror(errno));
-  if (now.st_size != f->opened.st_size)
-    return kvl__fail(KVL_ERR_IO,
-                     "%s: has %lld bytes, expected %lld: it changed while it was "
-                     "open",
-                     f->path, (long long)now.st_size, (long long)f->opened.st_size);
-  if (now.st_mtim.tv_sec != f->opened.st_mtim.tv_sec ||
-      now.st_mtim.tv_nsec != f->opened.st_mtim.tv_nsec)
-    return kvl__fail(KVL_ERR_IO, "%s: it was written to while it was open", f->path);
-  return KVL_OK;
-}
-
-static int open_file(kvl_safetensors *f) {
-  f->fd = open(f->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not block */
-  if (f->fd < 0) return kvl__fail(KVL_ERR_IO, "%s: %s", f->path, strerror(errno));
-  if (fstat(f->fd, &f->opened) < 0 || !S_ISREG(f->opened.st_mode))
-    return kvl__fail(KVL_ERR_IO, "%s: not a regular file", f->path);
-  if (f->opened.st_size < 8)
-    return kvl__fail(KVL_ERR_FORMAT, "%s: %lld bytes, expected at least 8", f->path,
-                     (long long)f->opened.st_size);
-  return KVL_OK;
-}
-
 static int file_read(kvl_safetensors *f) {
   unsigned char length[8];
-  int status = open_file(f);
-  if (status >= 0) status = read_at(f, length, sizeof length, 0);
+  int status = kvl__file_read(&f->file, length, sizeof length, 0);
   if (status < 0) return status;
-  uint64_t header = 0, rest = (uint64_t)f->opened.st_size - 8;
+  uint64_t header = 0, rest = (uint64_t)f->file.opened.st_size - 8;
   for (int i = 7; i >= 0; i--) header = header << 8 | length[i];
   if (header > HEADER_BYTES_MAX || header > rest)
     return kvl__fail(KVL_ERR_FORMAT,
                      "%s: header length is %llu, expected at most %d, and at most the %llu "
                      "bytes that follow",
-                     f->path, (unsigned long long)header, HEADER_BYTES_MAX,
+                     f->file.path, (unsigned long long)header, HEADER_BYTES_MAX,
                      (unsigned long long)rest);
   f->section = 8 + (int64_t)header;
   f->bytes_section = (int64_t)(rest - header);
   f->header = kvl__malloc((size_t)header + 1, "a safetensors header");
   if (!f->header) return KVL_ERR_NO_MEMORY;
-  status = read_at(f, f->header, (size_t)header, 8);
+  status = kvl__file_read(&f->file, f->header, (size_t)header, 8);
   if (status >= 0) status = header_read(f, (size_t)header);
   free(f->header);
   f->header = NULL;
-  return status >= 0 ? check_unchanged(f) : status;
+  return status >= 0 ? kvl__file_unchanged(&f->file) : status;
 }
 
 int kvl_safetensors_open(const char *path, kvl_safetensors **out) {
@@ -389,12 +336,9 @@ int kvl_safetensors_open(const char *path, kvl_safetensors **out) {
   KVL__NEED(out);
   kvl_safetensors *f = kvl__malloc(sizeof *f, "a safetensors file");
   if (!f) return KVL_ERR_NO_MEMORY;
-  *f = (kvl_safetensors){.fd = -1, .path = kvl__malloc(strlen(path) + 1, "a path")};
-  int status = KVL_ERR_NO_MEMORY;
-  if (f->path) {
-    strcpy(f->path, path);
-    status = file_read(f);
-  }
+  *f = (kvl_safetensors){.count = 0};
+  int status = kvl__file_open(path, 8, &f->file);
+  if (status >= 0) status = file_read(f);
   if (status < 0) {
     kvl_safetensors_close(f);
     return status;
@@ -408,8 +352,7 @@ void kvl_safetensors_close(kvl_safetensors *file) {
   for (int i = 0; i < file->count; i++) free((char *)file->entries[i].name);
   free(file->entries);
   free(file->header);
-  if (file->fd >= 0) close(file->fd);
-  free(file->path);
+  kvl__file_close(&file->file);
   free(file);
 }
 
@@ -423,8 +366,8 @@ int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
   KVL__NEED(file);
   KVL__NEED(out);
   if (index < 0 || index >= file->count)
-    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->path, index,
-                     file->count - 1);
+    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->file.path,
+                     index, file->count - 1);
   *out = file->entries[index];
   return KVL_OK;
 }
@@ -435,18 +378,19 @@ static int read_tensor(const kvl_safetensors *f, const kvl_safetensors_entry *e,
   int64_t bytes_one = kvl_dtype_bytes(e->dtype), most = PART_BYTES / bytes_one;
   void *memory = kvl__malloc(PART_BYTES, "a part of a tensor");
   if (!memory) return KVL_ERR_NO_MEMORY;
-  int status = check_unchanged(f);
+  int status = kvl__file_unchanged(&f->file);
   for (int64_t at = 0; status >= 0 && at < t->count; at += most) {
     kvl_tensor part = *t; /* a view of t's elements, without a reference of its own */
     part.ndim = 1;
     part.count = part.shape[0] = t->count - at < most ? t->count - at : most;
     part.ptr = (char *)t->ptr + at * bytes_one;
     int64_t n = part.count * bytes_one;
-    status = read_at(f, memory, (size_t)n, f->section + e->offset + at * bytes_one);
+    status = kvl__file_read(&f->file, memory, (size_t)n,
+                            f->section + e->offset + at * bytes_one);
     if (status >= 0) status = kvl_tensor_write(&part, memory, n);
   }
   free(memory);
-  return status >= 0 ? check_unchanged(f) : status;
+  return status >= 0 ? kvl__file_unchanged(&f->file) : status;
 }
 
 int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t) {

@@ -87,6 +87,13 @@ support.each_device(function(dev)
       assert.same({ 0 }, t:list())
     end)
 
+    it("raises and may be closed again: GGUF file", function()
+      local file = kv.gguf(kv.paths.root .. "/spec/data/gguf/types.gguf")
+      local t = file:read("F32", dev)
+      check_closed(file, "the GGUF file is closed", { "has", "describe", "read" })
+      assert.equal(1024, #t:list())
+    end)
+
     it("raises and may be closed again: tensor", function()
       local t = kv.ones(dev, "f32", { 2, 2 })
       local view = t:index(1)

@@ -5,6 +5,7 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 local processes = require "spec.processes"
 local support = require "spec.support"
+local gguf = require "spec.gguf_files"
 local temporary = require "spec.temporary"
 
 local C, fails = kv.C, support.fails
@@ -59,6 +60,10 @@ local function handles(dev)
       ffi.new("kvl_prefetch_options", { bytes_staging = 65536, workers = 1,
         max_pending = 4 })),
     kvl_safetensors = out(C.kvl_safetensors_open, "kvl_safetensors", path),
+    kvl_gguf = out(C.kvl_gguf_open, "kvl_gguf", temporary.file(gguf.file {
+      keys = { gguf.key("a", "u8", 1), gguf.key("b", "u8", 1) },
+      tensors = { gguf.tensor("a", { 1 }, 0, 0), gguf.tensor("b", { 1 }, 0, 32) },
+      data = ("\0"):rep(36) })),
     kvl_code = image and out(C.kvl_code_open, "kvl_code", dev, "code", image, #image),
   }
   return found
