@@ -25,6 +25,7 @@ slurm|Slurm node|/usr/sbin/slurmd|slurmd|specs of sweeps
 slurm|MUNGE|/usr/sbin/munged|munge|specs of sweeps
 plot|gnuplot|gnuplot|gnuplot-nox|plots in reports
 repl|libedit|/usr/lib/*/libedit.so.2 /usr/lib*/libedit.so.2|libedit2|line editing in the REPL
+get|pip|/usr/lib/python3/dist-packages/pip /usr/lib/python3*/site-packages/pip /usr/local/lib/python3*/*-packages/pip|python3-pip|get
 tmux|tmux|tmux|tmux|specs of the REPL at a terminal
 browser|Chromium|chromium|chromium|specs of reports in a browser
 extra|luacheck|luacheck|lua-check|.ci/run

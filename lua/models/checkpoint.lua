@@ -1,11 +1,13 @@
---- A checkpoint as Hugging Face writes it: config.json, and the weights in
--- model.safetensors or in shards with an index.
+--- A checkpoint: a folder as Hugging Face writes it, with config.json and the weights in
+-- model.safetensors or in shards with an index, or a GGUF file (lua/models/gguf.lua).
 --
---   local fields, path = checkpoint.config(folder)
+--   local fields, path, read = checkpoint.open "path/to/folder, file.gguf or smollm2"
 --   local layers = checkpoint.count(path, fields, "num_hidden_layers")
---   local read = checkpoint.weights(folder)
 --   local norm = read("model.norm.weight", device, "bf16", { 256 })
 local arguments = require "kvlab.arguments"
+local downloads = require "kvlab.downloads"
+local gguf = require "models.gguf"
+local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local options = require "kvlab.options"
@@ -78,7 +80,7 @@ local function open_files(folder)
     return function() return file end
   end
   index:close()
-  local map, files = read_json(index_path).weight_map, {}
+  local map, opened = read_json(index_path).weight_map, {}
   if type(map) ~= "table" then
     M.refuse(index_path, "weight_map", map, "a table of tensors' files")
   end
@@ -88,8 +90,8 @@ local function open_files(folder)
     if type(shard) ~= "string" or shard:find "[/%z]" then
       M.refuse(folder, "shard of " .. name, shard, "a plain file name")
     end
-    files[shard] = files[shard] or kv.safetensors(folder .. "/" .. shard)
-    return files[shard]
+    opened[shard] = opened[shard] or kv.safetensors(folder .. "/" .. shard)
+    return opened[shard]
   end
 end
 
@@ -100,6 +102,34 @@ end
 function M.weights(folder)
   local file_of = open_files(folder)
   return function(name, ...) return file_of(name):read(name, ...) end
+end
+
+--- The path of a checkpoint. A name without a slash that ./kvlab get knows, such as
+-- "smollm2", is the file that it has fetched, unless a folder here has that name; raises
+-- if it was not fetched. Any other name is a path already.
+---@param name string
+---@return string path
+function M.find(name)
+  if not downloads.CATALOGUE[name] or files.real(name) then return name end
+  return downloads.find(name) or error(("%s is not on this machine; this fetches it: "
+    .. "./kvlab get %s"):format(name, name), 0)
+end
+
+--- Opens a checkpoint.
+---@param name string  a folder, a file that ends with .gguf, or a name as find takes it
+---@return table fields     as a config.json has them
+---@return string path      where they stand, for errors
+---@return function read    see weights
+---@return function|nil unread  of a GGUF file: the name of a tensor that was not read yet
+function M.open(name)
+  local path = M.find(name)
+  if not path:find "%.gguf$" then
+    local fields, where = M.config(path)
+    return fields, where, M.weights(path)
+  end
+  local file = kv.gguf(path)
+  local fields = gguf.config(file)
+  return fields, path, gguf.weights(file, fields)
 end
 
 --- Random weights under any name, read like those of a folder. Norms are 1, biases are 0,
@@ -148,7 +178,8 @@ end
 local FIELD = { fields = options.table, name = options.string }
 arguments.functions(M, "checkpoint", {
   count = FIELD, positive = FIELD, config = { folder = options.string },
-  weights = { folder = options.string }, random_weights = { seed = options.integer },
+  weights = { folder = options.string }, find = { name = options.string },
+  open = { name = options.string }, random_weights = { seed = options.integer },
   stack = { get = options.callable, names = options.list_of(options.string, 1),
             rows = options.list_of(options.count),
             columns = options.optional(options.count) },

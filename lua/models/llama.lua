@@ -14,6 +14,7 @@ local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local progress = require "kvlab.experiment.progress"
 
 local refuse, stack = checkpoint.refuse, checkpoint.stack
 local M = {}
@@ -66,8 +67,8 @@ end
 
 --- Frequencies 1 / theta^(2i/dim), stretched as in Llama 3.1: low ones are divided by
 -- `factor`, those between the two wavelengths change smoothly. Source: Hugging Face's
--- rope_type "llama3".
-local function frequencies(rope, dim)
+-- rope_type "llama3". A GGUF file has what each is divided by: factors.
+local function frequencies(rope, dim, factors)
   local list, kind = {}, rope.kind
   for i = 0, dim / 2 - 1 do
     local f = rope.rope_theta ^ (-2 * i / dim)
@@ -81,7 +82,7 @@ local function frequencies(rope, dim)
       smooth = math.max(0, math.min(1, smooth))
       f = (1 - smooth) * f / rope.factor + smooth * f
     end
-    list[i + 1] = f
+    list[i + 1] = factors and f / factors[i + 1] or f
   end
   return list
 end
@@ -115,14 +116,19 @@ local function check_config(path, raw)
               eps = raw.rms_norm_eps and checkpoint.positive(path, raw, "rms_norm_eps")
                 or 1e-6,
               qkv_bias = variant.qkv_bias or raw.attention_bias == true,
-              out_bias = raw.attention_bias == true and not variant.qkv_bias }
+              out_bias = raw.attention_bias == true and not variant.qkv_bias,
+              rope_factors = raw.rope_factors }
+  if raw.attention_out_bias ~= nil then c.out_bias = raw.attention_out_bias end -- GGUF
   for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
                               layers = "num_hidden_layers", heads = "num_attention_heads",
                               vocab = "vocab_size" } do
     c[short] = checkpoint.count(path, raw, field)
   end
   check_heads(path, raw, c)
-  c.inv_freq = frequencies(check_rope(path, raw), c.head_dim)
+  if c.rope_factors and #c.rope_factors ~= c.head_dim / 2 then
+    refuse(path, "rope_freqs.weight", #c.rope_factors .. " numbers", c.head_dim / 2)
+  end
+  c.inv_freq = frequencies(check_rope(path, raw), c.head_dim, c.rope_factors)
   return c
 end
 
@@ -165,7 +171,7 @@ local Model = { engine = engine.new }
 Model.__index = Model
 
 --- A model whose tensors read(name, device, dtype, shape) gives.
-local function build(c, o, read)
+local function build(c, o, read, line)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
   local function get(name, shape) return read(name, device, dtype, shape) end
   local self = setmetatable({
@@ -173,7 +179,10 @@ local function build(c, o, read)
     attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq) },
   }, Model)
   self.embedding = get("model.embed_tokens.weight", { c.vocab, c.hidden })
-  for i = 0, c.layers - 1 do self.layers[i] = load_layer(get, c, i) end
+  for i = 0, c.layers - 1 do
+    if line then line:show(i, "layers of " .. c.path) end
+    self.layers[i] = load_layer(get, c, i)
+  end
   self.norm = get("model.norm.weight", { c.hidden })
   self.head = c.tied and self.embedding or get("lm_head.weight", { c.vocab, c.hidden })
   return self
@@ -185,14 +194,25 @@ local LOAD = {
 }
 local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }
 
---- Loads a model folder (config.json and safetensors).
----@param folder string
+--- Loads a model: a folder (config.json and safetensors), a GGUF file, or "smollm2". On a
+-- terminal it shows how far it is. Peak memory is that of the weights and one tensor.
+---@param name string  a folder, a file that ends with .gguf, or what ./kvlab get fetched
 ---@param o? table  device (--device's), dtype of weights and activations (bf16)
 ---@return models.Llama
-function M.load(folder, o)
+function M.load(name, o)
   o = options.check("llama.load", o, LOAD)
-  local fields, path = checkpoint.config(folder)
-  return build(check_config(path, fields), o, checkpoint.weights(folder))
+  local fields, path, read, unread = checkpoint.open(name)
+  local config = check_config(path, fields)
+  local line = progress.new(config.layers)
+  local ok, model = pcall(build, config, o, read, line)
+  line:clear()
+  if not ok then error(model, 0) end
+  local left = unread and unread()
+  if left then
+    error(("%s: tensor \"%s\" is no part of %s as it is computed here"):format(path, left,
+      fields.model_type), 0)
+  end
+  return model
 end
 
 --- A model of random weights, for what does not depend on them: time and memory.
@@ -298,7 +318,7 @@ end
 
 function Model:logits(states, out) states:matmul_t(self.head, out) end
 
-arguments.functions(M, "llama", { load = { folder = options.string },
+arguments.functions(M, "llama", { load = { name = options.string },
                                   random = { config = options.table } })
 local BUFFERS = options.like("buffers of a step", "x", "h", "delta", "attended", "qkv",
   "gate_up")

@@ -5,6 +5,7 @@
 -- to, or others can write to it, nothing is kept, and each process compiles its kernels
 -- again.
 local bit = require "bit"
+local cache_folder = require "kvlab.cache_folder"
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -13,7 +14,6 @@ local C, check = library.C, library.check
 local M = {}
 
 ffi.cdef [[
-int chmod(const char *path, unsigned mode);
 int access(const char *path, int mode);
 int getpid(void);
 ]]
@@ -28,28 +28,8 @@ function M.hash(text)
   return bit.tohex(key.hi, 16) .. bit.tohex(key.lo, 16)
 end
 
---- The folder; nil if there is no home for it.
----@return string|nil
-function M.folder()
-  local base = os.getenv "XDG_CACHE_HOME"
-  if not base or base:sub(1, 1) ~= "/" then
-    local home = os.getenv "HOME"
-    if not home or home == "" then return nil end
-    base = home .. "/.cache"
-  end
-  return base .. "/kvlab"
-end
-
---- The folder, made if need be; nil if kernels cannot be kept there.
-local function usable()
-  local folder = M.folder()
-  if not folder then return nil end
-  if not files.real(folder) then
-    files.make_folder(folder)
-    ffi.C.chmod(folder, tonumber("700", 8))
-  end
-  return C.kvl_path_is_private(folder) == 1 and folder or nil
-end
+M.folder = cache_folder.path
+local usable = cache_folder.usable -- nil if kernels cannot be kept there
 
 --- Why kernels are not kept; nil where they are. Makes the folder if need be.
 ---@return string|nil

@@ -322,6 +322,18 @@ function prepare.cache()
   return action and kernels.clear or kernels.show
 end
 
+function prepare.get()
+  local get, name = require "kvlab.shell.get", options.args[1]
+  if not name then return get.list end
+  local names = sorted.keys(require("kvlab.downloads").CATALOGUE)
+  if #options.args > 1 then misuse("get takes one name; given %s",
+    table.concat(options.args, " ")) end
+  for _, known in ipairs(names) do
+    if known == name then return function() return get.fetch(name) end end
+  end
+  misuse('get knows no "%s"; did you mean %s?', name, nearest(name, names))
+end
+
 --- The part of `doctor` that the front door leaves to this program.
 function prepare.doctor()
   if #options.args > 0 then misuse "doctor takes no arguments" end

@@ -74,6 +74,13 @@ local function has_cuda()
   return found and answer
 end
 
+--- Whether `./kvlab get smollm2` has fetched the model; if not, specs tagged #model are
+-- left out.
+local function has_model()
+  local ok, downloads = pcall(require, "kvlab.downloads")
+  return ok and downloads.find "smollm2" ~= nil
+end
+
 --- Ends the program after Ctrl-C. The interrupt raises an error in one spec only, and
 -- busted would go on with the next.
 local function stop_when_interrupted(busted)
@@ -101,6 +108,7 @@ local function run_here(root, files, options, has_gpu, progress, report)
 
   local excluded = { unpack(options["exclude-tags"] or {}) }
   if not has_gpu then excluded[#excluded + 1] = "gpu" end
+  if not has_model() then excluded[#excluded + 1] = "model" end
   local handler = make_handler(busted, root, progress, report)
   handler:subscribe { language = "en" }
   stop_when_interrupted(busted)
@@ -216,12 +224,21 @@ end
 ---@param root string        the project
 ---@param files string[]     spec files and folders
 ---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
+--  need-model (fails where specs tagged #model would be left out),
 --  jobs (how many processes; one per core, at most 8, or 1 with a GPU)
 ---@return integer           # 0 when specs ran and none failed, else 1
 function M.main(root, files, options)
   local has_gpu = has_cuda()
   if options.worker then return serve(root, files, options, has_gpu) end
   if not has_gpu then print_now "no CUDA device: specs tagged #gpu are left out\n" end
+  if not has_model() then
+    print_now("no smollm2: specs tagged #model are left out; this fetches it: "
+      .. "./kvlab get smollm2\n")
+    if options["need-model"] then
+      print_now "--need-model: they may not be left out\n\n0 passed, 1 failed\n"
+      return 1
+    end
+  end
 
   local jobs = options.jobs or has_gpu and 1 or math.min(count_cores(), JOBS_MOST)
   local found = find_files(files)

@@ -1,0 +1,181 @@
+--- A checkpoint as a GGUF file: its configuration in the words of a config.json of
+-- Hugging Face, and its weights under Hugging Face's names. Families then read both kinds
+-- of checkpoints in the same way; lua/models/checkpoint.lua opens them.
+--
+-- The architectures are llama (Llama, Mistral and Mixtral), qwen2, qwen3, qwen3moe and
+-- gemma3. llama.cpp turns neighbouring numbers of a head of the llama architecture, and
+-- its converter changes the order of the rows of Q and K for that. Here they come back to
+-- the order of Hugging Face, in which number i is turned with number i + head_dim / 2.
+-- Source  docs/gguf.md of ggml; convert_hf_to_gguf.py and gguf-py of llama.cpp
+local kv = require "kvlab"
+
+local M = {}
+
+--- GGUF's names of architectures -> model_type of Hugging Face.
+M.ARCHITECTURES = { llama = "llama", qwen2 = "qwen2", qwen3 = "qwen3",
+                    qwen3moe = "qwen3_moe", gemma3 = "gemma3_text" }
+
+--- Raises for what a family cannot run.
+local function refuse(path, what, got, expected)
+  error(("%s: %s is %s, expected %s"):format(path, what, tostring(got), expected), 0)
+end
+
+-- ---- configuration --------------------------------------------------------------------
+
+-- config.json's names of what the architecture's keys hold.
+local FIELDS = {
+  hidden_size = "embedding_length", intermediate_size = "feed_forward_length",
+  num_hidden_layers = "block_count", num_attention_heads = "attention.head_count",
+  num_key_value_heads = "attention.head_count_kv", head_dim = "attention.key_length",
+  rms_norm_eps = "attention.layer_norm_rms_epsilon", rope_theta = "rope.freq_base",
+  max_position_embeddings = "context_length", sliding_window = "attention.sliding_window",
+  num_experts = "expert_count", num_experts_per_tok = "expert_used_count",
+  moe_intermediate_size = "expert_feed_forward_length",
+}
+
+-- What would compute something else, and is not read.
+local UNKNOWN = { "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale",
+  "attention.scale", "residual_scale", "embedding_scale", "attn_logit_softcapping",
+  "final_logit_softcapping", "expert_shared_count", "expert_weights_scale",
+  "leading_dense_block_count", "attention.key_length_mla" }
+
+local function rope_scaling(path, get)
+  local kind = get "rope.scaling.type"
+  if kind == nil and get "rope.scale_linear" then
+    return { rope_type = "linear", factor = get "rope.scale_linear" }
+  elseif kind == nil or kind == "none" then
+    return nil
+  elseif kind ~= "linear" and kind ~= "yarn" then
+    refuse(path, "rope.scaling.type", kind, "none, linear or yarn")
+  end
+  return { rope_type = kind, factor = get "rope.scaling.factor",
+           original_max_position_embeddings = get "rope.scaling.original_context_length",
+           attention_factor = get "rope.scaling.attn_factor" }
+end
+
+--- The fields of a file, as a config.json has them.
+---@param file kvlab.GGUF
+---@return table fields
+function M.config(file)
+  local metadata, path = file.metadata, file.path
+  local architecture = metadata["general.architecture"]
+  local model_type = M.ARCHITECTURES[architecture]
+    or refuse(path, "general.architecture", architecture,
+      "llama, qwen2, qwen3, qwen3moe or gemma3")
+  local function get(key) return metadata[architecture .. "." .. key] end
+  for _, key in ipairs(UNKNOWN) do
+    local value = get(key)
+    if value ~= nil and value ~= 0 then refuse(path, key, value, "none") end
+  end
+  local fields = { model_type = model_type, hidden_act = "silu",
+                   rope_scaling = rope_scaling(path, get) }
+  for field, key in pairs(FIELDS) do fields[field] = get(key) end
+  if architecture == "gemma3" then fields.hidden_activation = "gelu_pytorch_tanh" end
+  if (fields.num_experts or 0) == 0 then
+    fields.num_experts = nil
+  elseif architecture == "llama" then
+    fields.model_type, fields.num_local_experts = "mixtral", fields.num_experts
+  elseif architecture ~= "qwen3moe" then
+    refuse(path, "expert_count", fields.num_experts, "0")
+  end
+  if get "attention.value_length" and get "attention.value_length" ~= fields.head_dim then
+    refuse(path, "attention.value_length", get "attention.value_length",
+      ("that of keys, %s"):format(tostring(fields.head_dim)))
+  end
+  local turned = get "rope.dimension_count"
+  local head_dim = fields.head_dim or turned
+  fields.head_dim = head_dim
+  if turned and head_dim and turned ~= head_dim then
+    fields.partial_rotary_factor = turned / head_dim
+  end
+  fields.vocab_size = file:has "token_embd.weight"
+    and file:describe("token_embd.weight")[1] or get "vocab_size"
+  fields.tie_word_embeddings = not file:has "output.weight"
+  fields.attention_bias = file:has "blk.0.attn_q.bias"
+  fields.attention_out_bias = file:has "blk.0.attn_output.bias"
+  if file:has "rope_freqs.weight" then
+    fields.rope_factors = file:read("rope_freqs.weight", "cpu"):list()
+  end
+  return fields
+end
+
+-- ---- weights --------------------------------------------------------------------------
+
+-- Hugging Face's names -> GGUF's, outside of layers and in them.
+local NAMES = { ["model.embed_tokens"] = "token_embd", ["model.norm"] = "output_norm",
+                ["lm_head"] = "output" }
+local IN_LAYER = {
+  ["input_layernorm"] = "attn_norm", ["self_attn.q_proj"] = "attn_q",
+  ["self_attn.k_proj"] = "attn_k", ["self_attn.v_proj"] = "attn_v",
+  ["self_attn.o_proj"] = "attn_output", ["self_attn.q_norm"] = "attn_q_norm",
+  ["self_attn.k_norm"] = "attn_k_norm", ["post_attention_layernorm"] = "ffn_norm",
+  ["mlp.gate_proj"] = "ffn_gate", ["mlp.up_proj"] = "ffn_up",
+  ["mlp.down_proj"] = "ffn_down", ["mlp.gate"] = "ffn_gate_inp",
+  ["mlp.experts.gate_proj"] = "ffn_gate_exps", ["mlp.experts.up_proj"] = "ffn_up_exps",
+  ["mlp.experts.down_proj"] = "ffn_down_exps",
+}
+-- Gemma has a norm before and one after each half of a layer.
+local IN_GEMMA = { ["post_attention_layernorm"] = "post_attention_norm",
+                   ["pre_feedforward_layernorm"] = "ffn_norm",
+                   ["post_feedforward_layernorm"] = "post_ffw_norm" }
+
+local function name_of(name, is_gemma)
+  local layer, part, kind = name:match "^model%.layers%.(%d+)%.(.*)%.(%l+)$"
+  if layer then
+    local short = is_gemma and IN_GEMMA[part] or IN_LAYER[part]
+    return short and ("blk.%s.%s.%s"):format(layer, short, kind), part
+  end
+  part, kind = name:match "^(.*)%.(%l+)$"
+  return NAMES[part] and NAMES[part] .. "." .. kind, part
+end
+
+--- The row of the file in which row i of Q or K lies, for every i.
+local function rows_in_pairs(rows, head_dim)
+  local index, half = {}, head_dim / 2
+  for i = 0, rows - 1 do
+    local at = i % head_dim
+    index[i + 1] = i - at + at % half * 2 + math.floor(at / half)
+  end
+  return index
+end
+
+--- The weights of a file.
+---@param file kvlab.GGUF
+---@param fields table  as config returned them
+---@return function read    read(name, device, dtype, shape), see checkpoint.weights
+---@return function unread  unread(): the name of a tensor that was not read, or nil
+function M.weights(file, fields)
+  local seen = { ["rope_freqs.weight"] = true } -- which config has read
+  local in_pairs = file.metadata["general.architecture"] == "llama"
+  local is_gemma = fields.model_type == "gemma3_text"
+  local orders = {} -- by rows
+  local function order(device, rows)
+    orders[rows] = orders[rows] or kv.lasting(kv.from, device, "i32", { rows },
+      rows_in_pairs(rows, fields.head_dim or fields.hidden_size
+        / fields.num_attention_heads))
+    return orders[rows]
+  end
+  local function read(name, device, dtype, shape)
+    local stored, part = name_of(name, is_gemma)
+    stored = stored or name
+    local t = file:read(stored, device, dtype, shape)
+    seen[stored] = true
+    if is_gemma and name:find "norm%.weight$" then
+      return t:sub(1, t) -- the file has 1 + w, see the converter
+    elseif in_pairs and (part == "self_attn.q_proj" or part == "self_attn.k_proj") then
+      local rows = tonumber(t.shape[0])
+      local wide = t.ndim == 1 and t:reshape { rows, 1 } or t
+      local ordered = wide:gather_rows(order(device, rows)):reshape(t:dims())
+      t:free()
+      return ordered
+    end
+    return t
+  end
+  return read, function()
+    for _, name in ipairs(file.names) do
+      if not seen[name] then return name end
+    end
+  end
+end
+
+return M

@@ -1,0 +1,169 @@
+--- Models from GGUF files: small ones against the GGUF loader of transformers
+-- (tools/gguf_goldens.py), SmolLM2 as a whole (tools/smollm2_goldens.py), and what is
+-- said of files that cannot be run. Tolerance of the small ones: f32 against f32, as in
+-- llama_spec.lua.
+local downloads = require "kvlab.downloads"
+local gguf = require "spec.gguf_files"
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local support = require "spec.support"
+local temporary = require "spec.temporary"
+
+local DATA = kv.paths.root .. "/spec/data/gguf/"
+
+local function read_json(path)
+  local file = assert(io.open(path))
+  local fields = json.decode(file:read "*a")
+  file:close()
+  return fields
+end
+
+--- The peak or the present memory of this process in bytes.
+local function memory(key)
+  for line in io.lines "/proc/self/status" do
+    local kib = line:match("^" .. key .. ":%s+(%d+) kB")
+    if kib then return 1024 * tonumber(kib) end
+  end
+end
+
+support.each_device(function(dev)
+  for _, name in ipairs { "llama", "qwen2", "qwen3" } do
+    it(("gives the logits of transformers: %s on %s"):format(name, dev:name()), function()
+      local golden, flat = read_json(DATA .. name .. ".json"), {}
+      for _, row in ipairs(golden.logits) do
+        for _, x in ipairs(row) do flat[#flat + 1] = x end
+      end
+      local model = llama.load(DATA .. name .. ".gguf", { device = dev, dtype = "f32" })
+      local engine = model:engine { blocks = 16 }
+      local got = engine:prefill_all(engine:sequence(), golden.tokens)
+      support.close(got, flat, 2e-4, 2e-4, name)
+    end)
+  end
+end)
+
+describe("a GGUF model", function()
+  it("has the configuration of its folder", function()
+    for _, name in ipairs { "llama", "qwen2", "qwen3" } do
+      local folder = kv.paths.root .. "/spec/data/hf/" .. name
+      local o = { device = "cpu", dtype = "f32" }
+      local from_file = llama.load(DATA .. name .. ".gguf", o).config
+      local from_folder = llama.load(folder, o).config
+      for _, field in ipairs { "layers", "heads", "kv_heads", "head_dim", "hidden",
+        "inner", "vocab", "tied", "qkv_bias", "out_bias" } do
+        assert.equal(from_folder[field], from_file[field], name .. " " .. field)
+      end
+      for i, f in ipairs(from_folder.inv_freq) do
+        assert.near(f, from_file.inv_freq[i], 1e-6 * f)
+      end
+    end
+  end)
+
+  --- llama.gguf with other metadata: changes by key; false removes one.
+  local function fails(words, changes, tensors)
+    local file, keys, list, at = kv.gguf(DATA .. "llama.gguf"), {}, {}, 0
+    changes["general.architecture"] = changes["general.architecture"]
+      or { "string", "llama" }
+    for key, value in pairs(file.metadata) do
+      if changes[key] == nil and type(value) == "number" then
+        keys[#keys + 1] = gguf.key(key, value % 1 == 0 and "u32" or "f32", value)
+      end
+    end
+    for key, change in pairs(changes) do
+      if change then keys[#keys + 1] = gguf.key(key, unpack(change)) end
+    end
+    for _, name in ipairs(file.names) do -- f32 zeros
+      local shape, sizes, bytes = file:describe(name), {}, 4
+      for i, size in ipairs(shape) do
+        sizes[#shape + 1 - i], bytes = size, bytes * size
+      end
+      list[#list + 1] = gguf.tensor(name, sizes, 0, at)
+      at = at + bytes
+    end
+    for _, name in ipairs(tensors or {}) do
+      list[#list + 1] = gguf.tensor(name, { 8 }, 0, at)
+      at = at + 32
+    end
+    local path = temporary.path() .. ".gguf"
+    local out = assert(io.open(path, "wb"))
+    out:write(gguf.file { keys = keys, tensors = list, data = ("\0"):rep(at) })
+    out:close()
+    local ok, why = pcall(llama.load, path, { device = "cpu" })
+    os.remove(path)
+    if not words then return assert.is_true(ok, why) end
+    assert.is_false(ok)
+    assert.truthy(why:find(words, 1, true), why)
+    assert.truthy(why:find(path, 1, true), why)
+  end
+
+  it("is refused with words that name what is not supported", function()
+    fails(nil, {})
+    fails("general.architecture is gpt2, expected llama, qwen2",
+      { ["general.architecture"] = { "string", "gpt2" } })
+    fails("num_hidden_layers is nil, expected a whole number",
+      { ["llama.block_count"] = false })
+    fails("no tensor \"blk.2.attn_norm.weight\"",
+      { ["llama.block_count"] = { "u32", 3 } })
+    fails("tensor \"blk.1.", { ["llama.block_count"] = { "u32", 1 } })
+    fails("has shape [", { ["llama.embedding_length"] = { "u32", 32 } })
+    fails("partial_rotary_factor is 0.5",
+      { ["llama.rope.dimension_count"] = { "u32", 8 } })
+    fails("attention.value_length is 32, expected that of keys, 16",
+      { ["llama.attention.value_length"] = { "u32", 32 } })
+    fails("attn_logit_softcapping is 50, expected none",
+      { ["llama.attn_logit_softcapping"] = { "f32", 50 } })
+    fails("rope.scaling.type is longrope, expected none, linear or yarn",
+      { ["llama.rope.scaling.type"] = { "string", "longrope" } })
+    fails("factor is nil", { ["llama.rope.scaling.type"] = { "string", "linear" } })
+    fails("tensor \"blk.0.attn_sinks.weight\" is no part of llama", {},
+      { "blk.0.attn_sinks.weight" })
+    fails("rope_freqs.weight is 8 numbers, expected 16",
+      { ["llama.attention.key_length"] = { "u32", 32 },
+        ["llama.attention.value_length"] = false }, { "rope_freqs.weight" })
+  end)
+
+  it("is found by its name, or the error says how to fetch it", function()
+    local checkpoint = require "models.checkpoint"
+    assert.equal("some/folder", checkpoint.find "some/folder")
+    local find = downloads.find
+    downloads.find = function() return nil end
+    local ok, why = pcall(llama.load, "smollm2", { device = "cpu" })
+    downloads.find = find
+    assert.is_false(ok)
+    assert.equal("smollm2 is not on this machine; this fetches it: ./kvlab get smollm2",
+      why)
+  end)
+end)
+
+describe("SmolLM2 #model", function()
+  -- The same sums in f32 in another order, over 30 layers: measured 4e-6.
+  local MOST = 1e-3
+
+  it("has the logits of transformers, and 200 greedy tokens", function()
+    local golden = read_json(DATA .. "smollm2.json")
+    local model = llama.load("smollm2", { device = "cpu", dtype = "f32" })
+    local engine = model:engine { blocks = 32 }
+    local seq = engine:sequence()
+    local all = engine:prefill_all(seq, golden.tokens)
+    for position, wanted in pairs(golden.logits) do
+      local got, difference, size = all:index(tonumber(position) - 1):list(), 0, 0
+      for i, x in ipairs(wanted) do
+        difference = difference + (got[1 + (i - 1) * golden.every] - x) ^ 2
+        size = size + x ^ 2
+      end
+      assert.is_true(math.sqrt(difference / size) <= MOST, position)
+    end
+    local logits = all:narrow(#golden.tokens - 1, 1)
+    assert.same(golden.greedy, engine:generate(seq, logits, #golden.greedy))
+  end)
+
+  it("is loaded in the memory of its weights and one tensor", function()
+    local before = memory "VmRSS"
+    local model = llama.load("smollm2", { device = "cpu", dtype = "f32" })
+    local largest = model.embedding:bytes()
+    local metadata = 64e6 -- of the file: tokens and merges as Lua strings, and their text
+    local peak = math.max(0, memory "VmHWM" - before)
+    assert.is_true(peak <= model:weight_bytes() + largest + metadata,
+      ("%.0f MB for %.0f MB of weights"):format(peak / 1e6, model:weight_bytes() / 1e6))
+  end)
+end)
