@@ -67,7 +67,8 @@ function M.config(file)
     local value = get(key)
     if value ~= nil and value ~= 0 then refuse(path, key, value, "none") end
   end
-  local fields = { model_type = model_type, hidden_act = "silu",
+  local fields = { model_type = model_type, hidden_act = "silu", is_gguf = true,
+                   norm_topk_prob = architecture == "qwen3moe", -- llama.cpp always does
                    rope_scaling = rope_scaling(path, get) }
   for field, key in pairs(FIELDS) do fields[field] = get(key) end
   if architecture == "gemma3" then fields.hidden_activation = "gelu_pytorch_tanh" end

@@ -1,5 +1,6 @@
---- Llama, Mistral, Qwen2 and Qwen3: how they are configured and how a layer computes,
--- from the files that Hugging Face writes. What runs them is lua/models/engine.lua.
+--- Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE: how they are configured and how a
+-- layer computes, from the files that Hugging Face writes or from GGUF. What runs them is
+-- lua/models/engine.lua.
 --
 --   local llama = require "models.llama"
 --   local model = llama.load("lua/models/recall", { device = "cpu" })
@@ -9,83 +10,26 @@
 local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
 local engine = require "models.engine"
-local json = require "kvlab.json"
+local experts = require "models.experts"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local progress = require "kvlab.experiment.progress"
+local rope = require "models.rope"
 
 local refuse, stack = checkpoint.refuse, checkpoint.stack
 local M = {}
 
 -- ---- config ---------------------------------------------------------------------------
 
+-- window: of "all" layers, of "some", or none: Llama overlooks sliding_window.
 local VARIANTS = {
-  llama = {}, mistral = {},
-  qwen2 = { qkv_bias = true },
-  qwen3 = { head_norm = true },
+  llama = {}, mistral = { window = "all" }, mixtral = { window = "all", experts = true },
+  qwen2 = { qkv_bias = true, window = "some" },
+  qwen3 = { head_norm = true, window = "some" },
+  qwen3_moe = { head_norm = true, window = "all", experts = true },
 }
-
--- What each rope_type needs besides rope_theta.
-local ROPE_FIELDS = {
-  default = {}, linear = { "factor" },
-  llama3 = { "factor", "low_freq_factor", "high_freq_factor",
-             "original_max_position_embeddings" },
-}
-
---- The fields about rotary embeddings, checked. transformers turns whole heads in these
--- families, whatever partial_rotary_factor says.
-local function check_rope(path, raw)
-  local rope = {}
-  for _, name in ipairs { "rope_scaling", "rope_parameters" } do
-    local fields = raw[name] ~= json.null and raw[name] or nil
-    if fields and type(fields) ~= "table" then refuse(path, name, fields, "a table") end
-    for k, v in pairs(fields or {}) do
-      if v ~= json.null then rope[k] = v end
-    end
-  end
-  rope.rope_theta = rope.rope_theta or raw.rope_theta or 10000
-  rope.kind = rope.rope_type or rope.type or "default"
-  if not ROPE_FIELDS[rope.kind] then
-    refuse(path, "rope_type", rope.kind, "default, linear or llama3")
-  end
-  checkpoint.positive(path, rope, "rope_theta")
-  for _, name in ipairs(ROPE_FIELDS[rope.kind]) do
-    checkpoint.positive(path, rope, name)
-  end
-  if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor then
-    refuse(path, "high_freq_factor", rope.high_freq_factor,
-      ("more than low_freq_factor, %g"):format(rope.low_freq_factor))
-  end
-  local share = raw.partial_rotary_factor or rope.partial_rotary_factor or 1
-  if share ~= 1 then
-    refuse(path, "partial_rotary_factor", share, "1: these models turn whole heads")
-  end
-  return rope
-end
-
---- Frequencies 1 / theta^(2i/dim), stretched as in Llama 3.1: low ones are divided by
--- `factor`, those between the two wavelengths change smoothly. Source: Hugging Face's
--- rope_type "llama3". A GGUF file has what each is divided by: factors.
-local function frequencies(rope, dim, factors)
-  local list, kind = {}, rope.kind
-  for i = 0, dim / 2 - 1 do
-    local f = rope.rope_theta ^ (-2 * i / dim)
-    if kind == "linear" then
-      f = f / rope.factor
-    elseif kind == "llama3" then
-      local old = rope.original_max_position_embeddings
-      local wavelength = 2 * math.pi / f
-      local smooth = (old / wavelength - rope.low_freq_factor)
-        / (rope.high_freq_factor - rope.low_freq_factor)
-      smooth = math.max(0, math.min(1, smooth))
-      f = (1 - smooth) * f / rope.factor + smooth * f
-    end
-    list[i + 1] = factors and f / factors[i + 1] or f
-  end
-  return list
-end
 
 --- The numbers of heads and their size, as attention's kernels have them.
 local function check_heads(path, raw, c)
@@ -102,15 +46,36 @@ local function check_heads(path, raw, c)
   end
 end
 
---- The fields that the forward pass needs, checked. path: where they come from.
-local function check_config(path, raw)
-  local variant = VARIANTS[raw.model_type]
-    or refuse(path, "model_type", raw.model_type, "llama, mistral, qwen2 or qwen3")
-  if raw.hidden_act ~= "silu" then refuse(path, "hidden_act", raw.hidden_act, "silu") end
-  if raw.sliding_window and raw.use_sliding_window ~= false then
-    refuse(path, "sliding_window", raw.sliding_window,
-      "none: every layer sees everything")
+--- How many tokens each layer sees, 0 for all of them; nil if every layer sees all.
+local function windows(path, raw, variant, layers)
+  local window = raw.sliding_window
+  if not variant.window or not window or raw.use_sliding_window == false
+    or raw.model_type:find "^qwen" and not raw.use_sliding_window then return nil end
+  checkpoint.count(path, raw, "sliding_window")
+  local list, types = {}, variant.window == "some" and raw.layer_types or nil
+  if types and (type(types) ~= "table" or #types ~= layers) then
+    refuse(path, "layer_types", type(types) == "table" and #types .. " entries" or types,
+      layers .. " entries")
   end
+  for i = 1, layers do
+    local is_local = variant.window == "all" or i > (raw.max_window_layers or 28)
+    if types then
+      is_local = types[i] == "sliding_attention"
+      if not is_local and types[i] ~= "full_attention" then
+        refuse(path, "layer_types", types[i], "sliding_attention or full_attention")
+      end
+    end
+    list[i] = is_local and window or 0
+  end
+  return list
+end
+
+--- The fields that the forward pass needs, checked. path: where they come from.
+local function check_config(path, raw, context)
+  local variant = VARIANTS[raw.model_type]
+    or refuse(path, "model_type", raw.model_type,
+      "llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe")
+  if raw.hidden_act ~= "silu" then refuse(path, "hidden_act", raw.hidden_act, "silu") end
   if raw.mlp_bias then refuse(path, "mlp_bias", true, "false") end
   local c = { path = path, variant = variant, tied = raw.tie_word_embeddings == true,
               eps = raw.rms_norm_eps and checkpoint.positive(path, raw, "rms_norm_eps")
@@ -124,11 +89,16 @@ local function check_config(path, raw)
                               vocab = "vocab_size" } do
     c[short] = checkpoint.count(path, raw, field)
   end
+  c.windows = windows(path, raw, variant, c.layers)
+  if variant.experts then c.experts = experts.config(path, raw, c) end
   check_heads(path, raw, c)
   if c.rope_factors and #c.rope_factors ~= c.head_dim / 2 then
     refuse(path, "rope_freqs.weight", #c.rope_factors .. " numbers", c.head_dim / 2)
   end
-  c.inv_freq = frequencies(check_rope(path, raw), c.head_dim, c.rope_factors)
+  local factor
+  c.inv_freq, factor = rope.frequencies(rope.check(path, raw, nil, nil, context),
+    c.head_dim, c.rope_factors)
+  c.scale = factor / math.sqrt(c.head_dim)
   return c
 end
 
@@ -147,10 +117,14 @@ local function load_layer(read, c, i)
     qkv = of_qkv("weight", c.hidden),
     o = read(at .. "self_attn.o_proj.weight", { c.hidden, q }),
     mlp_norm = read(at .. "post_attention_layernorm.weight", { c.hidden }),
-    gate_up = stack(read, { at .. "mlp.gate_proj.weight", at .. "mlp.up_proj.weight" },
-      { c.inner, c.inner }, c.hidden),
-    down = read(at .. "mlp.down_proj.weight", { c.hidden, c.inner }),
   }
+  if c.experts and c.experts.is_in[i] then
+    layer.experts = experts.load(read, at, c)
+  else
+    layer.gate_up = stack(read, { at .. "mlp.gate_proj.weight",
+      at .. "mlp.up_proj.weight" }, { c.inner, c.inner }, c.hidden)
+    layer.down = read(at .. "mlp.down_proj.weight", { c.hidden, c.inner })
+  end
   if c.qkv_bias then layer.qkv_bias = of_qkv "bias" end
   if c.out_bias then layer.o_bias = read(at .. "self_attn.o_proj.bias", { c.hidden }) end
   if c.variant.head_norm then
@@ -176,7 +150,8 @@ local function build(c, o, read, line)
   local function get(name, shape) return read(name, device, dtype, shape) end
   local self = setmetatable({
     config = c, device = device, dtype = dtype, layers = {},
-    attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq) },
+    attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq),
+                          scale = c.scale, window = c.windows },
   }, Model)
   self.embedding = get("model.embed_tokens.weight", { c.vocab, c.hidden })
   for i = 0, c.layers - 1 do
@@ -190,19 +165,21 @@ end
 
 local LOAD = {
   device = kinds.device,
-  dtype = options.one_of("f32", "f16", "bf16"),
+  dtype = options.one_of("f32", "f16", "bf16"), context = options.count,
 }
 local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }
 
 --- Loads a model: a folder (config.json and safetensors), a GGUF file, or "smollm2". On a
 -- terminal it shows how far it is. Peak memory is that of the weights and one tensor.
 ---@param name string  a folder, a file that ends with .gguf, or what ./kvlab get fetched
----@param o? table  device (--device's), dtype of weights and activations (bf16)
+---@param o? table  device (--device's), dtype of weights and activations (bf16), context:
+--                  tokens that a rope_type "dynamic" stretches to (those that the model
+--                  was trained with)
 ---@return models.Llama
 function M.load(name, o)
   o = options.check("llama.load", o, LOAD)
   local fields, path, read, unread = checkpoint.open(name)
-  local config = check_config(path, fields)
+  local config = check_config(path, fields, o.context)
   local line = progress.new(config.layers)
   local ok, model = pcall(build, config, o, read, line)
   line:clear()
@@ -229,7 +206,8 @@ function Model:weight_bytes()
   local bytes = self.head:bytes() + self.norm:bytes()
   for _, layer in pairs(self.layers) do
     for _, weight in pairs(layer) do
-      bytes = bytes + (kv.is_tensor(weight) and weight or weight.all):bytes()
+      bytes = bytes + (kv.is_tensor(weight) and weight:bytes()
+        or weight.all and weight.all:bytes() or experts.bytes_read(weight))
     end
   end
   return bytes
@@ -240,10 +218,11 @@ end
 --- Numbers of each activation for one token.
 function Model:buffers()
   local c = self.config
-  return {
-    x = c.hidden, h = c.hidden, delta = c.hidden, attended = c.heads * c.head_dim,
-    qkv = (c.heads + 2 * c.kv_heads) * c.head_dim, gate_up = 2 * c.inner,
-  }
+  local sizes = c.experts and experts.buffers(c) or {}
+  sizes.x, sizes.h, sizes.delta, sizes.gate_up = c.hidden, c.hidden, c.hidden, 2 * c.inner
+  sizes.attended = c.heads * c.head_dim
+  sizes.qkv = sizes.attended + 2 * c.kv_heads * c.head_dim
+  return sizes
 end
 
 --- Outputs of a stack's matrices for n tokens: parts[i] is [n, sizes[i]]; of a single
@@ -267,6 +246,7 @@ function Model:views(buffers, n)
     qkv = outputs(buffers.qkv, n, { q_size, kv_size, kv_size }),
     gate_up = outputs(buffers.gate_up, n, { c.inner, c.inner }),
   }
+  if c.experts then s.experts = experts.views(c, self.device, buffers, n) end
   local q, k, v = unpack(s.qkv.parts)
   s.gate, s.up = unpack(s.gate_up.parts)
   s.q = q:reshape { n, c.heads, c.head_dim }
@@ -306,6 +286,7 @@ function Model:forward_layer(i, s, attention)
   attention:forward(i, s.q, s.k, s.v, s.attended)
   project(s.attended_rows, w.o, w.o_bias, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_norm, eps, s.h, s.x)
+  if w.experts then return experts.forward(w.experts, s.h, s.experts, s.delta) end
   project_all(s.h, w.gate_up, nil, s.gate_up)
   kv.ops.silu_mul(s.gate, s.up, s.gate)
   s.gate:matmul_t(w.down, s.delta)

@@ -9,7 +9,8 @@ local llama = require "models.llama"
 local support = require "spec.support"
 local temporary = require "spec.temporary"
 
-local NAMES = { "llama", "llama3", "qwen2", "qwen3" }
+local NAMES = { "llama", "llama3", "qwen2", "qwen3", "yarn", "yarn_mscale", "dynamic",
+                "mistral", "qwen3_window", "mixtral", "qwen3_moe" }
 
 local function folder(name) return kv.paths.root .. "/spec/data/hf/" .. name end
 
@@ -25,7 +26,8 @@ local function golden(name)
 end
 
 local function load(name, dev)
-  return llama.load(folder(name), { device = dev, dtype = "f32" })
+  -- the golden of `dynamic` is of 40 tokens read at once
+  return llama.load(folder(name), { device = dev, dtype = "f32", context = 40 })
 end
 
 local function check(dev)
@@ -63,6 +65,19 @@ local function check(dev)
         end
       end)
 
+      it("gives them when a graph replays the steps", function()
+        local engine = model:engine { blocks = 16, graph = true }
+        local seq, cut = engine:sequence(), #tokens - 5
+        local head = {}
+        for i = 1, cut do head[i] = tokens[i] end
+        engine:prefill(seq, head)
+        for at = cut + 1, #tokens do
+          local got, want = engine:decode({ seq }, { tokens[at] }), {}
+          for i = 1, vocab do want[i] = logits[(at - 1) * vocab + i] end
+          support.close(got, want, 2e-4, 2e-4, name .. " token " .. at)
+        end
+      end)
+
       it("gives them to sequences of a batch and to forks", function()
         local engine = model:engine { blocks = 32 }
         local seq, other = engine:sequence(), engine:sequence()
@@ -82,6 +97,64 @@ local function check(dev)
 end
 
 support.each_device(check)
+
+describe("a model with windows", function()
+  local tokens, logits = golden "qwen3_window"
+
+  -- A budget of one block would be far from the golden in the layer that sees everything,
+  -- so that layer's policy is full where the others' are not asked.
+  it("reads its windows whole, whatever the policy of the other layers", function()
+    local model = load("qwen3_window", kv.device "cpu")
+    local asked = {}
+    local policy = kv.policy.define {
+      name = "asked", decode = true,
+      select_blocks = function(_, ctx)
+        asked[ctx.layer] = true
+        return ctx:everything()
+      end,
+    }
+    local tiers = { resident = false, ring = { slots = 2, slot_blocks = 1 } }
+    for name, offload in pairs(tiers) do
+      local engine = model:engine { blocks = 16, block_size = 8, policy = policy(),
+                                    offload = offload or nil }
+      local seq, head = engine:sequence(), {}
+      for i = 1, #tokens - 1 do head[i] = tokens[i] end
+      engine:prefill(seq, head)
+      local got, want = engine:decode({ seq }, { tokens[#tokens] }), {}
+      for i = 1, model.config.vocab do
+        want[i] = logits[(#tokens - 1) * model.config.vocab + i]
+      end
+      support.close(got, want, 2e-4, 2e-4, name)
+    end
+    assert.same({ [0] = true }, asked)
+  end)
+
+  it("has one for every layer", function()
+    local cache = kv.cache { device = "cpu", layers = 2, blocks = 4, kv_heads = 1,
+                             head_dim = 16, block_size = 8, dtype = "f32" }
+    support.raises("attention: window has 3 entries, expected one for each of 2 layers",
+      kv.attention, { cache = cache, heads = 1, window = { 1, 2, 3 } })
+  end)
+
+  it("has fields that are checked", function()
+    local config = { model_type = "qwen3", hidden_act = "silu", hidden_size = 32,
+      intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2,
+      vocab_size = 50, use_sliding_window = true, sliding_window = 8 }
+    local function refused(words, field, value)
+      local changed = {}
+      for name, old in pairs(config) do changed[name] = old end
+      changed[field] = value
+      support.raises(words, llama.random, changed, { device = "cpu" })
+    end
+    refused("sliding_window is 0.5, expected a whole number", "sliding_window", 0.5)
+    refused("layer_types is 1 entries, expected 2 entries", "layer_types",
+      { "full_attention" })
+    refused("layer_types is linear, expected sliding_attention or full_attention",
+      "layer_types", { "full_attention", "linear" })
+    local model = llama.random(config, { device = "cpu" })
+    assert.same({ 0, 0 }, model.config.windows) -- max_window_layers is 28
+  end)
+end)
 
 describe("llama.load", function()
   local function fails(words, change)
@@ -138,7 +211,15 @@ describe("llama.load", function()
     fails("partial_rotary_factor is 0.5, expected 1", with '"partial_rotary_factor": 0.5')
     fails("partial_rotary_factor is 0.5, expected 1",
       with '"rope_parameters": {"partial_rotary_factor": 0.5}')
-    fails("rope_type is yarn", with '"rope_scaling": {"rope_type": "yarn"}')
+    fails("rope_type is longrope, expected default, linear, dynamic, yarn or llama3",
+      with '"rope_scaling": {"rope_type": "longrope"}')
+    fails("beta_fast is x, expected a number > 0",
+      with '"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": "x"}')
+    fails("factor is nil, expected a number > 0",
+      with '"rope_scaling": {"rope_type": "dynamic"}')
+    fails("max_position_embeddings is 0, expected a whole number",
+      with('"rope_scaling": {"type": "dynamic", "factor": 2},'
+        .. '"max_position_embeddings": 0'))
     fails("rope_scaling is linear, expected a table", with '"rope_scaling": "linear"')
     fails("factor is nil, expected a number > 0",
       with '"rope_scaling": {"type": "linear"}')

@@ -58,7 +58,9 @@ local OPTIONS = {
   cache = options.required(options.like("a kv.cache", "kv_heads", "tier")),
   heads = options.required(options.count), prefill_policy = A_POLICY,
   decode_policy = A_POLICY, scale = options.number, alibi = kinds.tensor,
-  inv_freq = kinds.tensor, window = options.whole, soft_cap = options.not_negative,
+  inv_freq = options.either(kinds.tensor, options.list_of(kinds.tensor, 1)),
+  window = options.either(options.whole, options.list_of(options.whole, 1)),
+  soft_cap = options.not_negative,
   max_seqs = options.count, max_blocks = options.count,
   decode_through = options.one_of("ring", "hot"),
 }
@@ -70,14 +72,33 @@ Step.__index = Step
 function Step.forget() end
 function Step:undo() self.tier:undone() end
 
+--- An option's values for every layer, from 0; nil where it is not given.
+local function of_layers(name, value, layers, is_wanted)
+  if value == nil or not is_wanted then return nil end
+  local list = {}
+  if type(value) == "table" and #value ~= layers then
+    error(("attention: %s has %d entries, expected one for each of %d layers"):format(
+      name, #value, layers), 3)
+  end
+  for i = 1, layers do list[i - 1] = type(value) == "table" and value[i] or value end
+  return list
+end
+
+--- What a layer with a window of its own computes in place of a policy.
+local function attend_window(_, attention, ctx, out)
+  return attention:over(nil, ctx, out)
+end
+
 --- Attention over `cache` for `heads` query heads.
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), scale
 --                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
---                 [pairs]; forward then takes q and k unrotated, see ops.rope), window:
---                 how many tokens a query sees, itself included (0: all), soft_cap of the
---                 scores (0: none), max_seqs (16), max_blocks of a sequence (all blocks
---                 of the cache); decode_through: "hot" or "ring", for a cache that has
---                 both ("hot")
+--                 [pairs], or a list with one for each layer; forward then takes q and k
+--                 unrotated, see ops.rope), window: how many tokens a query sees, itself
+--                 included (0: all), or a list with a number for each layer: then a layer
+--                 with a window reads all of it, and policies select in the others;
+--                 soft_cap of the scores (0: none), max_seqs (16), max_blocks of a
+--                 sequence (all blocks of the cache); decode_through: "hot" or "ring",
+--                 for a cache that has both ("hot")
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -86,8 +107,9 @@ function M.attention(o)
     error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
       tostring(o.heads), cache.kv_heads), 2)
   end
-  local self = setmetatable({ cache = cache, inv_freq = o.inv_freq, event = {} },
-    Attention)
+  local self = setmetatable({ cache = cache, event = {},
+    windows = of_layers("window", o.window, cache.layers, type(o.window) == "table"),
+    inv_freqs = of_layers("inv_freq", o.inv_freq, cache.layers, true) }, Attention)
   self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
   self.shape = {
@@ -107,7 +129,8 @@ function M.attention(o)
   self.step_entry = setmetatable({ tier = cache.tier }, Step)
   self.scratches, self.columns = {}, {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
-                window = o.window, soft_cap = o.soft_cap, causal = true }
+                window = not self.windows and o.window or nil,
+                soft_cap = o.soft_cap, causal = true }
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
@@ -170,7 +193,8 @@ function Attention:forward(layer, q, k, v, out)
   if not batch then options.fail "forward: no step has begun, expected begin before" end
   ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
   ev.turns = batch.turns
-  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, batch, self.inv_freq)
+  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, batch,
+    self.inv_freqs and self.inv_freqs[layer])
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   call_hook(self, hook, ev)
   self.cache.tier:appended(layer)
@@ -185,6 +209,12 @@ function Attention:forward(layer, q, k, v, out)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   local tokens
+  local windows = self.windows
+  if windows then
+    local window = options.entry("forward", "layer", windows, layer)
+    self.call.window = window
+    if window > 0 then compute = attend_window end
+  end
   self.blocks_read = 0
   out, selection, counts, tokens = compute(p, self, ctx, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
@@ -244,7 +274,7 @@ function Attention:over_tokens(places, ctx, out, lse)
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
     or self.policy.hook and "a policy's bias, mask, log_weight and emit"
     or call.alibi and "ALiBi"
-    or call.window and "a window" or call.soft_cap and "a soft cap"
+    or (call.window or 0) > 0 and "a window" or call.soft_cap and "a soft cap"
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end

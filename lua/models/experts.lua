@@ -1,0 +1,136 @@
+--- A layer of experts, as Mixtral and Qwen3-MoE have in place of one MLP. A router gives
+-- every expert a probability; the best `active` of them compute, and their results are
+-- added with these weights.
+--
+-- A step must not wait for the device, which alone knows what the router chose. So every
+-- expert computes every token, and those that were not chosen get the weight 0. This
+-- costs `count` / `active` times the arithmetic of the chosen ones, and each step reads
+-- the weights of all experts.
+-- Source  Jiang et al. 2024, arXiv:2401.04088; Qwen3 Technical Report, arXiv:2505.09388
+local checkpoint = require "models.checkpoint"
+local kv = require "kvlab"
+
+local C, check, refuse = kv.C, kv.check, checkpoint.refuse
+local M = {}
+
+--- The fields about experts, checked.
+---@param c table  the family's config, with layers, hidden and inner
+---@return table   # count, active, inner; is_normed: the weights of the chosen ones sum
+--                  to 1; is_in: by layer from 0, whether it has experts
+function M.config(path, raw, c)
+  local is_mixtral = raw.model_type == "mixtral"
+  local x = { is_mixtral = is_mixtral, is_stacked = raw.is_gguf,
+    count = checkpoint.count(path, raw, raw.num_local_experts and "num_local_experts"
+      or "num_experts"),
+    active = checkpoint.count(path, raw, "num_experts_per_tok"), inner = c.inner,
+    is_normed = is_mixtral or raw.norm_topk_prob == true, is_in = {} }
+  if not is_mixtral then
+    x.inner = checkpoint.count(path, raw, "moe_intermediate_size")
+  end
+  if x.active > x.count then
+    refuse(path, "num_experts_per_tok", x.active, ("at most %d"):format(x.count))
+  end
+  local every, dense = raw.decoder_sparse_step or 1, {}
+  for _, layer in ipairs(raw.mlp_only_layers or {}) do dense[layer] = true end
+  for i = 0, c.layers - 1 do x.is_in[i] = not dense[i] and (i + 1) % every == 0 end
+  return x
+end
+
+--- The names of the matrices of one expert, or of all, below a layer's `at`.
+local function names(x, at, e)
+  if x.is_mixtral and not x.is_stacked then
+    local of = ("%sblock_sparse_moe.experts.%d."):format(at, e)
+    return { gate = of .. "w1.weight", up = of .. "w3.weight", down = of .. "w2.weight" }
+  end
+  local of = x.is_stacked and at .. "mlp.experts."
+    or ("%smlp.experts.%d."):format(at, e)
+  return { gate = of .. "gate_proj.weight", up = of .. "up_proj.weight",
+           down = of .. "down_proj.weight" }
+end
+
+--- Reads the weights of a layer.
+---@param read fun(name: string, shape: integer[]): kvlab.Tensor
+---@param at string  what their names begin with
+function M.load(read, at, c)
+  local x = c.experts
+  local router = x.is_mixtral and not x.is_stacked and "block_sparse_moe.gate.weight"
+    or "mlp.gate.weight"
+  local w = { config = x, router = read(at .. router, { x.count, c.hidden }),
+              gate = {}, up = {}, down = {} }
+  local shapes = { gate = { x.inner, c.hidden }, up = { x.inner, c.hidden },
+                   down = { c.hidden, x.inner } }
+  for part, shape in pairs(shapes) do
+    local all = x.is_stacked and read(names(x, at)[part],
+      { x.count, shape[1], shape[2] })
+    for e = 0, x.count - 1 do
+      w[part][e] = all and all:index(e) or read(names(x, at, e)[part], shape)
+    end
+  end
+  return w
+end
+
+--- Bytes of the weights, all of which a step reads.
+function M.bytes_read(w)
+  local x = w.config
+  return w.router:bytes() + 3 * x.count * w.gate[0]:bytes()
+end
+
+--- Numbers of each activation for one token.
+function M.buffers(c)
+  local x = c.experts
+  return { expert_gate = x.inner, expert_up = x.inner, expert_out = c.hidden,
+           routed = x.count }
+end
+
+--- Activations of a step of n tokens. What the router computes with is f32.
+function M.views(c, device, buffers, n)
+  local x = c.experts
+  local function of(dtype, ...) return kv.tensor(device, dtype, { ... }) end
+  local dtype = buffers.routed:type()
+  local s = {
+    gate = buffers.expert_gate:narrow(0, n), up = buffers.expert_up:narrow(0, n),
+    out = buffers.expert_out:narrow(0, n), routed = buffers.routed:narrow(0, n),
+    scores = of("f32", n, x.count), best = of("f32", n, x.active),
+    which = of("i32", n, x.active), sum = of("f32", n),
+    weights = of("f32", n, x.count), by_expert = of(dtype, x.count, n), column = {},
+  }
+  s.sum_column = s.sum:reshape { n, 1 }
+  for e = 0, x.count - 1 do s.column[e] = s.by_expert:index(e):reshape { n, 1 } end
+  return s
+end
+
+--- The weight of every expert for every token, in s.column.
+local function route(w, h, s)
+  local x = w.config
+  h:matmul_t(w.router, s.routed)
+  s.routed:cast("f32", s.scores)
+  s.scores:softmax(1, s.scores)
+  check(C.kvl_topk(s.scores, C.KVL_TOPK_LARGEST, s.best, s.which))
+  if x.is_normed then
+    s.best:sum(1, s.sum)
+    s.best:div(s.sum_column, s.best)
+  end
+  s.weights:fill_(0)
+  s.weights:scatter_(s.which, s.best)
+  s.weights:cast(s.routed:type(), s.routed)
+  s.routed:transpose(0, 1, s.by_expert)
+end
+
+--- out = the experts' results for h [n, hidden].
+function M.forward(w, h, s, out)
+  route(w, h, s)
+  for e = 0, w.config.count - 1 do
+    h:matmul_t(w.gate[e], s.gate)
+    h:matmul_t(w.up[e], s.up)
+    kv.ops.silu_mul(s.gate, s.up, s.gate)
+    s.gate:mul(s.column[e], s.gate)
+    if e == 0 then
+      s.gate:matmul_t(w.down[e], out)
+    else
+      s.gate:matmul_t(w.down[e], s.out)
+      out:add(s.out, out)
+    end
+  end
+end
+
+return M
