@@ -34,6 +34,7 @@ local LEFT_OUT = {
 
 -- What the page's names begin with, besides kv.
 local MODULES = { engine = "models.engine", llama = "models.llama",
+                  gemma = "models.gemma",
                   checkpoint = "models.checkpoint", small_lm = "models.small_lm",
                   exam = "models.recall.exam" }
 
@@ -149,6 +150,10 @@ local LATE = {
   llama = function()
     return require("models.llama").random(LLAMA, { device = "cpu", dtype = "f32" })
   end,
+  gemma = function()
+    return require("models.gemma").load(root .. "/spec/data/hf/gemma3",
+      { device = "cpu", dtype = "f32" })
+  end,
   lm = function()
     return require("models.small_lm").new { vocab_size = 20, embed_dim = 32,
                                             num_heads = 2, device = "cpu" }
@@ -232,6 +237,7 @@ local MAKERS = {
     return server == w.server and w.request or w.modelled_request
   end,
   ["models/engine Engine"] = of "engine", ["models/llama Model"] = of "llama",
+  ["models/gemma Model"] = of "gemma",
   ["models/small_lm LM"] = of "lm", ["models/recall/exam Exam"] = of "exam",
   ["serve/cost_model CostModel"] = function() return kv.cost_model { head_dim = 64 } end,
   ["text/tokenizer Tokenizer"] = of "tokenizer",

@@ -14,7 +14,7 @@ other logits. All attention is grouped-query; the shapes differ on purpose.
 """
 import argparse, json, math, os
 import torch
-from transformers import (AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig,
+from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig,
                           LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
                           MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
@@ -73,8 +73,12 @@ MODELS = {
         **SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=5,
         num_experts_per_tok=2, sliding_window=None)),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **(SMALL | dict(num_hidden_layers=3)), num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        **SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[])),
+    "qwen3_moe_some": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **(SMALL | dict(num_hidden_layers=3)), num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False,
         decoder_sparse_step=2, mlp_only_layers=[])),
     # Local layers with a rotation and a window of their own, soft caps, norms before and after.
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(
@@ -83,6 +87,10 @@ MODELS = {
         query_pre_attn_scalar=24, attn_logit_softcapping=None, final_logit_softcapping=None,
         rope_parameters=dict(full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1000000.0),
                              sliding_attention=dict(rope_type="default", rope_theta=10000.0)))),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(
+        **(SMALL | dict(num_hidden_layers=3)), num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        sliding_window=7, query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
 }
 
 

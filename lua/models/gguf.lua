@@ -2,8 +2,8 @@
 -- Hugging Face, and its weights under Hugging Face's names. Families then read both kinds
 -- of checkpoints in the same way; lua/models/checkpoint.lua opens them.
 --
--- The architectures are llama (Llama, Mistral and Mixtral), qwen2, qwen3, qwen3moe and
--- gemma3. llama.cpp turns neighbouring numbers of a head of the llama architecture, and
+-- The architectures are llama (Llama, Mistral and Mixtral), qwen2, qwen3 and qwen3moe.
+-- llama.cpp turns neighbouring numbers of a head of the llama architecture, and
 -- its converter changes the order of the rows of Q and K for that. Here they come back to
 -- the order of Hugging Face, in which number i is turned with number i + head_dim / 2.
 -- Source  docs/gguf.md of ggml; convert_hf_to_gguf.py and gguf-py of llama.cpp
@@ -13,7 +13,7 @@ local M = {}
 
 --- GGUF's names of architectures -> model_type of Hugging Face.
 M.ARCHITECTURES = { llama = "llama", qwen2 = "qwen2", qwen3 = "qwen3",
-                    qwen3moe = "qwen3_moe", gemma3 = "gemma3_text" }
+                    qwen3moe = "qwen3_moe" }
 
 --- Raises for what a family cannot run.
 local function refuse(path, what, got, expected)
@@ -61,7 +61,7 @@ function M.config(file)
   local architecture = metadata["general.architecture"]
   local model_type = M.ARCHITECTURES[architecture]
     or refuse(path, "general.architecture", architecture,
-      "llama, qwen2, qwen3, qwen3moe or gemma3")
+      "llama, qwen2, qwen3 or qwen3moe")
   local function get(key) return metadata[architecture .. "." .. key] end
   for _, key in ipairs(UNKNOWN) do
     local value = get(key)
@@ -71,7 +71,6 @@ function M.config(file)
                    norm_topk_prob = architecture == "qwen3moe", -- llama.cpp always does
                    rope_scaling = rope_scaling(path, get) }
   for field, key in pairs(FIELDS) do fields[field] = get(key) end
-  if architecture == "gemma3" then fields.hidden_activation = "gelu_pytorch_tanh" end
   if (fields.num_experts or 0) == 0 then
     fields.num_experts = nil
   elseif architecture == "llama" then
@@ -115,15 +114,11 @@ local IN_LAYER = {
   ["mlp.experts.gate_proj"] = "ffn_gate_exps", ["mlp.experts.up_proj"] = "ffn_up_exps",
   ["mlp.experts.down_proj"] = "ffn_down_exps",
 }
--- Gemma has a norm before and one after each half of a layer.
-local IN_GEMMA = { ["post_attention_layernorm"] = "post_attention_norm",
-                   ["pre_feedforward_layernorm"] = "ffn_norm",
-                   ["post_feedforward_layernorm"] = "post_ffw_norm" }
 
-local function name_of(name, is_gemma)
+local function name_of(name)
   local layer, part, kind = name:match "^model%.layers%.(%d+)%.(.*)%.(%l+)$"
   if layer then
-    local short = is_gemma and IN_GEMMA[part] or IN_LAYER[part]
+    local short = IN_LAYER[part]
     return short and ("blk.%s.%s.%s"):format(layer, short, kind), part
   end
   part, kind = name:match "^(.*)%.(%l+)$"
@@ -148,7 +143,6 @@ end
 function M.weights(file, fields)
   local seen = { ["rope_freqs.weight"] = true } -- which config has read
   local in_pairs = file.metadata["general.architecture"] == "llama"
-  local is_gemma = fields.model_type == "gemma3_text"
   local orders = {} -- by rows
   local function order(device, rows)
     orders[rows] = orders[rows] or kv.lasting(kv.from, device, "i32", { rows },
@@ -157,13 +151,11 @@ function M.weights(file, fields)
     return orders[rows]
   end
   local function read(name, device, dtype, shape)
-    local stored, part = name_of(name, is_gemma)
+    local stored, part = name_of(name)
     stored = stored or name
     local t = file:read(stored, device, dtype, shape)
     seen[stored] = true
-    if is_gemma and name:find "norm%.weight$" then
-      return t:sub(1, t) -- the file has 1 + w, see the converter
-    elseif in_pairs and (part == "self_attn.q_proj" or part == "self_attn.k_proj") then
+    if in_pairs and (part == "self_attn.q_proj" or part == "self_attn.k_proj") then
       local rows = tonumber(t.shape[0])
       local wide = t.ndim == 1 and t:reshape { rows, 1 } or t
       local ordered = wide:gather_rows(order(device, rows)):reshape(t:dims())

@@ -46,6 +46,19 @@ local function check_heads(path, raw, c)
   end
 end
 
+--- A config's sizes, checked.
+local function check_sizes(path, raw)
+  local c = { path = path, eps = raw.rms_norm_eps
+    and checkpoint.positive(path, raw, "rms_norm_eps") or 1e-6 }
+  for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
+                              layers = "num_hidden_layers", heads = "num_attention_heads",
+                              vocab = "vocab_size" } do
+    c[short] = checkpoint.count(path, raw, field)
+  end
+  check_heads(path, raw, c)
+  return c
+end
+
 --- How many tokens each layer sees, 0 for all of them; nil if every layer sees all.
 local function windows(path, raw, variant, layers)
   local window = raw.sliding_window
@@ -77,21 +90,14 @@ local function check_config(path, raw, context)
       "llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe")
   if raw.hidden_act ~= "silu" then refuse(path, "hidden_act", raw.hidden_act, "silu") end
   if raw.mlp_bias then refuse(path, "mlp_bias", true, "false") end
-  local c = { path = path, variant = variant, tied = raw.tie_word_embeddings == true,
-              eps = raw.rms_norm_eps and checkpoint.positive(path, raw, "rms_norm_eps")
-                or 1e-6,
-              qkv_bias = variant.qkv_bias or raw.attention_bias == true,
-              out_bias = raw.attention_bias == true and not variant.qkv_bias,
-              rope_factors = raw.rope_factors }
+  local c = check_sizes(path, raw)
+  c.variant, c.tied = variant, raw.tie_word_embeddings == true
+  c.qkv_bias = variant.qkv_bias or raw.attention_bias == true
+  c.out_bias = raw.attention_bias == true and not variant.qkv_bias
   if raw.attention_out_bias ~= nil then c.out_bias = raw.attention_out_bias end -- GGUF
-  for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
-                              layers = "num_hidden_layers", heads = "num_attention_heads",
-                              vocab = "vocab_size" } do
-    c[short] = checkpoint.count(path, raw, field)
-  end
+  c.rope_factors = raw.rope_factors
   c.windows = windows(path, raw, variant, c.layers)
   if variant.experts then c.experts = experts.config(path, raw, c) end
-  check_heads(path, raw, c)
   if c.rope_factors and #c.rope_factors ~= c.head_dim / 2 then
     refuse(path, "rope_freqs.weight", #c.rope_factors .. " numbers", c.head_dim / 2)
   end
@@ -145,14 +151,14 @@ local Model = { engine = engine.new }
 Model.__index = Model
 
 --- A model whose tensors read(name, device, dtype, shape) gives.
-local function build(c, o, read, line)
+local function build(c, o, read, line, class)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
   local function get(name, shape) return read(name, device, dtype, shape) end
   local self = setmetatable({
     config = c, device = device, dtype = dtype, layers = {},
     attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq),
                           scale = c.scale, window = c.windows },
-  }, Model)
+  }, class or Model)
   self.embedding = get("model.embed_tokens.weight", { c.vocab, c.hidden })
   for i = 0, c.layers - 1 do
     if line then line:show(i, "layers of " .. c.path) end
@@ -169,6 +175,15 @@ local LOAD = {
 }
 local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }
 
+--- Builds a model and shows how far it is.
+local function load(config, o, read, class)
+  local line = progress.new(config.layers)
+  local ok, model = pcall(build, config, o, read, line, class)
+  line:clear()
+  if not ok then error(model, 0) end
+  return model
+end
+
 --- Loads a model: a folder (config.json and safetensors), a GGUF file, or "smollm2". On a
 -- terminal it shows how far it is. Peak memory is that of the weights and one tensor.
 ---@param name string  a folder, a file that ends with .gguf, or what ./kvlab get fetched
@@ -179,11 +194,7 @@ local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.intege
 function M.load(name, o)
   o = options.check("llama.load", o, LOAD)
   local fields, path, read, unread = checkpoint.open(name)
-  local config = check_config(path, fields, o.context)
-  local line = progress.new(config.layers)
-  local ok, model = pcall(build, config, o, read, line)
-  line:clear()
-  if not ok then error(model, 0) end
+  local model = load(check_config(path, fields, o.context), o, read)
   local left = unread and unread()
   if left then
     error(("%s: tensor \"%s\" is no part of %s as it is computed here"):format(path, left,
@@ -273,9 +284,8 @@ end
 
 function Model:embed(tokens, s) self.embedding:gather_rows(tokens, s.x) end
 
---- One layer. s.delta holds what the layer before left to add to the residual s.x.
-function Model:forward_layer(i, s, attention)
-  local w = options.entry("forward_layer", "i", self.layers, i)
+--- The attention of a layer, left in s.delta.
+local function attend(self, i, w, s, attention)
   local eps = self.config.eps
   kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, eps, s.h, i > 0 and s.x or nil)
   project_all(s.h, w.qkv, w.qkv_bias, s.qkv)
@@ -285,7 +295,13 @@ function Model:forward_layer(i, s, attention)
   end
   attention:forward(i, s.q, s.k, s.v, s.attended)
   project(s.attended_rows, w.o, w.o_bias, s.delta)
-  kv.ops.rmsnorm(s.delta, w.mlp_norm, eps, s.h, s.x)
+end
+
+--- One layer. s.delta holds what the layer before left to add to the residual s.x.
+function Model:forward_layer(i, s, attention)
+  local w = options.entry("forward_layer", "i", self.layers, i)
+  attend(self, i, w, s, attention)
+  kv.ops.rmsnorm(s.delta, w.mlp_norm, self.config.eps, s.h, s.x)
   if w.experts then return experts.forward(w.experts, s.h, s.experts, s.delta) end
   project_all(s.h, w.gate_up, nil, s.gate_up)
   kv.ops.silu_mul(s.gate, s.up, s.gate)
@@ -298,6 +314,10 @@ function Model:states(s)
 end
 
 function Model:logits(states, out) states:matmul_t(self.head, out) end
+
+--- What a family that is much like this one begins with, such as lua/models/gemma.lua.
+M.parts = { Model = Model, OPTIONS = LOAD, check_sizes = check_sizes, load = load,
+            attend = attend, project_all = project_all }
 
 arguments.functions(M, "llama", { load = { name = options.string },
                                   random = { config = options.table } })

@@ -421,8 +421,14 @@ local function small_config()
   return config
 end
 
-M["llama.load"] = {
+M["gemma.load"] = {
   good = function() return { device = "cpu", dtype = "bf16" } end,
+  call = function(o)
+    require("models.gemma").load(kv.paths.root .. "/spec/data/hf/gemma3", o)
+  end,
+}
+M["llama.load"] = {
+  good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
   call = function(o)
     require("models.llama").load(kv.paths.root .. "/lua/models/recall", o)
   end,

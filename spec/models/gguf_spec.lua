@@ -28,7 +28,7 @@ local function memory(key)
 end
 
 support.each_device(function(dev)
-  for _, name in ipairs { "llama", "qwen2", "qwen3" } do
+  for _, name in ipairs { "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe" } do
     it(("gives the logits of transformers: %s on %s"):format(name, dev:name()), function()
       local golden, flat = read_json(DATA .. name .. ".json"), {}
       for _, row in ipairs(golden.logits) do
@@ -44,7 +44,7 @@ end)
 
 describe("a GGUF model", function()
   it("has the configuration of its folder", function()
-    for _, name in ipairs { "llama", "qwen2", "qwen3" } do
+    for _, name in ipairs { "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe" } do
       local folder = kv.paths.root .. "/spec/data/hf/" .. name
       local o = { device = "cpu", dtype = "f32" }
       local from_file = llama.load(DATA .. name .. ".gguf", o).config

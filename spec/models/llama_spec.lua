@@ -3,6 +3,7 @@
 -- forked. Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of
 -- logits that are O(1) to O(10).
 local files = require "kvlab.files"
+local gemma = require "models.gemma"
 local kv = require "kvlab"
 local json = require "kvlab.json"
 local llama = require "models.llama"
@@ -10,7 +11,8 @@ local support = require "spec.support"
 local temporary = require "spec.temporary"
 
 local NAMES = { "llama", "llama3", "qwen2", "qwen3", "yarn", "yarn_mscale", "dynamic",
-                "mistral", "qwen3_window", "mixtral", "qwen3_moe" }
+                "mistral", "qwen3_window", "mixtral", "qwen3_moe",
+                "qwen3_moe_some", "gemma2", "gemma3" }
 
 local function folder(name) return kv.paths.root .. "/spec/data/hf/" .. name end
 
@@ -27,7 +29,8 @@ end
 
 local function load(name, dev)
   -- the golden of `dynamic` is of 40 tokens read at once
-  return llama.load(folder(name), { device = dev, dtype = "f32", context = 40 })
+  local o = { device = dev, dtype = "f32", context = name == "dynamic" and 40 or nil }
+  return (name:find "^gemma" and gemma or llama).load(folder(name), o)
 end
 
 local function check(dev)
