@@ -760,6 +760,9 @@ int kvl_vllm_attention(const kvl_vllm *call);
  * Nothing checks what the code does with memory. */
 typedef struct kvl_code kvl_code;
 
+/* The hash of kvlab's headers that such code is compiled with, as of this build. */
+const char *kvl_code_headers(void);
+
 /* Loads code for a device's kind of processor from an image of `bytes` bytes, which is
  * copied. `name` stands in messages. Errors: INVALID, DEVICE (the image is not one, or has
  * neither a kernel nor a hook). */

@@ -10,6 +10,7 @@
 # sources.h has the hashes of what an experiment's row says that it was computed with:
 #   KVL_SOURCES          of everything that libkvlab.so is built from
 #   KVL_SOURCES_CUDA     of everything that the CUDA plug-in is built from
+# and KVL_HEADERS, that of all headers with which kernels are compiled at run time.
 set -eu
 out=$(pwd)/$1
 cd "$(dirname -- "$0")/.."
@@ -36,8 +37,11 @@ hash() {
   find runtime kernels premake5.lua -type f \( -name premake5.lua -o "$@" \) |
     LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16
 }
+headers=$(find runtime/base.h kernels -type f \( -name '*.h' -o -name '*.cuh' \) \
+  ! -path '*/dev/*' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16)
 put sources.h <<END
 /* Written by tools/abi.sh. */
 #define KVL_SOURCES "$(hash ! -path '*/cuda/*' ! -path '*/dev/*')"
 #define KVL_SOURCES_CUDA "$(hash -path '*/cuda/*' -o -name base.h -o -name kernels.h -o -name backend.h)"
+#define KVL_HEADERS "$headers"
 END

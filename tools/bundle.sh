@@ -6,7 +6,8 @@
 #   DIR/lib                   libkvlab.so, the CUDA plug-in, the libraries they need
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
 #   DIR/lua, spec, bench, runtime/*.h        as in the source tree
-#   DIR/kernels               the headers of kernels that are compiled at run time
+#   DIR/kernels               the headers of kernels that are compiled at run time, and
+#                             those of the shipped policies, compiled
 #   DIR/VERSION, LICENSE      as in the source tree
 #   DIR/commit                the commit it was made from, for the manifests of experiments
 #
@@ -51,9 +52,22 @@ bundle() {
     rm "$target/commit"
   bundle_modules
   bundle_libraries
+  precompile
   find "$target/bin" "$target/lib" -type f \( -name '*.so*' -o -name kvlab \) \
     -exec strip -g {} +
   say "$(du -sh "$target" | cut -f 1) in $target"
+}
+
+# Compiles the kernels of the shipped policies, for machines without a compiler.
+precompile() {
+  [ -e "$root/lua/kvlab/kernel/kernel.lua" ] || return 0
+  mkdir -p "$target/kernels/compiled"
+  archs=''
+  [ "$cuda" = off ] || archs=${cuda_arch:-80,90a}
+  "$bin/kvlab" run "$root/tools/precompile.lua" --device=cpu \
+    --set out="$target/kernels/compiled" --set "arch=$archs" >/dev/null ||
+    fail "a kernel of a shipped policy could not be compiled"
+  chmod a+r "$target/kernels/compiled"/*
 }
 
 # Copies the Lua modules from wherever our LuaJIT finds them.

@@ -71,9 +71,10 @@ end
 
 --- Keeps the image of a kernel. Two processes may do so at once; a folder or disk that
 -- refuses is no error.
+---@param folder? string  another one than that of the cache
 ---@return boolean kept
-function M.keep(name, image)
-  local folder = usable()
+function M.keep(name, image, folder)
+  folder = folder or usable()
   if not folder then return false end
   local path = ("%s/%s"):format(folder, name)
   local part = ("%s.%d"):format(path, ffi.C.getpid())

@@ -46,7 +46,8 @@ function M.print(plan, target)
   return require("kvlab.kernel.print_cuda").print(plan)
 end
 
-local function compile(source, target)
+--- Compiles a source. Returns its image, or nil and why.
+function M.compile(source, target)
   if compiler.LANES[target] then return compiler.compile(source, target) end
   return require("kvlab.kernel.nvrtc").compile(source, target)
 end
@@ -59,13 +60,18 @@ local function open_image(dev, what, image)
   return out_code[0]
 end
 
---- The code of a source if it is in memory or was kept on disk, else nil; and the name
--- that it is kept under. The compiler is no part of the name: any one gives the same
--- meaning, and what was kept must be found where there is none.
-local function kept_code(dev, what, source, target)
+--- The name that the image of a source is kept under: the hash of all that it is made
+-- from. The compiler is no part of it: any one gives the same meaning, and what was kept
+-- must be found where there is none.
+function M.name_of(source, target)
   local flags = compiler.LANES[target] and compiler.flags(target) or ""
-  local name = cache.hash(table.concat({ source, target, flags,
-    ffi.string(C.kvl_device_build(dev)) }, "\0"))
+  return cache.hash(table.concat({ source, target, flags,
+    ffi.string(C.kvl_code_headers()) }, "\0"))
+end
+
+--- The code of a source if it is in memory or was kept on disk, else nil; and its name.
+local function kept_code(dev, what, source, target)
+  local name = M.name_of(source, target)
   if not loaded[name] then
     local image = cache.load(name)
     loaded[name] = image and open_image(dev, what, image) or nil
@@ -83,7 +89,7 @@ end
 function M.load(dev, what, source, target, shown)
   local code, name = kept_code(dev, what, source, target)
   if code then return code end
-  local image, why = compile(shown or source, target)
+  local image, why = M.compile(shown or source, target)
   if not image then return nil, ("%s: it cannot be compiled: %s"):format(what, why) end
   code, why = open_image(dev, what, image)
   if not code then return nil, why end

@@ -1,0 +1,105 @@
+--- Compiles the kernels of the shipped policies' expressions, for a bundle to carry, so
+-- that these policies run at full speed where there is no compiler and no NVRTC. No GPU
+-- is needed. A machine that can compile also runs every other shape and policy.
+--
+--   ./kvlab run tools/precompile.lua --set out=DIR --set arch=80,90a
+--
+-- out: the folder; arch: the GPU architectures, "" for none. Which shapes: SHAPES below,
+-- on the CPU for every instruction set, on GPUs for every dtype.
+local cache = require "kvlab.kernel.cache"
+local compiler = require "kvlab.kernel.compiler"
+local kernel = require "kvlab.kernel.kernel"
+local kv = require "kvlab"
+local nvrtc = require "kvlab.kernel.nvrtc"
+local policy = require "kvlab.policy.policy"
+
+local set = kv.command_line.set
+local out = set.out or error("precompile: --set out=DIR is missing", 0)
+
+local SHAPES = { block_size = { 16, 64 }, head_dim = { 64, 128, 256 },
+                 group = { 1, 4, 8 }, dtype = { "bf16", "f16", "f32", "f8e4m3" } }
+
+local count, failed, done = 0, 0, {}
+
+--- Compiles a plan for a target, unless the same source was compiled before.
+local function make(plan, target)
+  local source = kernel.print(plan, target)
+  local name = kernel.name_of(source, target)
+  if done[name] then return end
+  done[name] = true
+  local image, why = kernel.compile(source, target)
+  if image and cache.keep(name, image, out) then
+    count = count + 1
+    return
+  end
+  failed = failed + 1
+  io.stderr:write(("%s for %s: %s\n"):format(plan.what, target,
+    why or out .. " cannot be written to"))
+end
+
+local targets = { cpu = {}, gpu = {} }
+for isa in pairs(compiler.LANES) do targets.cpu[#targets.cpu + 1] = isa end
+table.sort(targets.cpu)
+if not nvrtc.open() and (set.arch or "") ~= "" then
+  io.stderr:write "there is no NVRTC: no kernels for GPUs\n"
+else
+  for arch in (set.arch or ""):gmatch "[^,]+" do
+    targets.gpu[#targets.gpu + 1] = "sm_" .. arch
+  end
+end
+
+--- The dtypes of queries over a cache of a dtype.
+local function queries(dtype)
+  return dtype == "f8e4m3" and { "bf16", "f16" } or { dtype }
+end
+
+local function make_everywhere(plan, p)
+  for _, target in ipairs(targets.cpu) do make(plan, target) end
+  for _, target in ipairs(targets.gpu) do
+    if plan.place ~= "hook" then make(plan, target) end
+    for _, q in ipairs(plan.place == "hook" and queries(plan.dtype) or {}) do
+      plan.q_dtype = q
+      for _, phase in ipairs { "decode", "prefill" } do
+        plan.is_prefill = phase == "prefill"
+        plan.keeps = next(p.expressions.attention.emit or {}) ~= nil and phase == "decode"
+        if p[phase] then make(plan, target) end
+      end
+    end
+  end
+end
+
+--- Attaches a policy to a shape, which opens its kernels, and compiles what it opens.
+local function attach(name, shape)
+  local p, open = kv.policy(name), kernel.open
+  kernel.chosen = "lua"
+  kernel.open = function(plan, dev)
+    make_everywhere(plan, p)
+    return open(plan, dev)
+  end
+  local ok, why = pcall(kv.scope, policy.attach, p, shape)
+  kernel.chosen, kernel.open = nil, open
+  if not ok then error(why, 0) end
+end
+
+local function has_expressions(p)
+  local x = p.expressions
+  return x.fields or x.score or x.attention or next(x.maps)
+end
+
+for _, name in ipairs(policy.names()) do
+  if has_expressions(kv.policy(name)) then
+    for _, block_size in ipairs(SHAPES.block_size) do
+      for _, head_dim in ipairs(SHAPES.head_dim) do
+        for _, group in ipairs(SHAPES.group) do
+          for _, dtype in ipairs(SHAPES.dtype) do
+            attach(name, { device = kv.device "cpu", layers = 1, blocks = 4, kv_heads = 1,
+              heads = group, head_dim = head_dim, block_size = block_size, dtype = dtype,
+              max_blocks = 4, scale = 1, format = { scales = function() end } })
+          end
+        end
+      end
+    end
+  end
+end
+print(("%d kernels in %s"):format(count, out))
+if failed > 0 then os.exit(1) end
