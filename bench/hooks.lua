@@ -64,12 +64,6 @@ end
 local slope = e.const("f32", "slopes", "kv_head", "head")
 local qk = (e.q * e.k):sum "dim"
 
---- What a policy had to do for the weights: attention again for each entry.
-local function one_by_one(r)
-  r.ctx:begin_layer(0, r.q, r.memory)
-  r.attention:over_weighted(r.selection, r.p.weights, r.ctx, r.out)
-end
-
 --- The mass of every block by a second pass over K.
 local function second_pass(r)
   attend(r)
@@ -94,7 +88,6 @@ return function(b)
       second_pass)
     add("attention", nil, { selects = true })
     add("weights as log_weight", { log_weight = e.input "weights" }, { selects = true })
-    add("weights, an attention for each block", nil, { selects = true }, one_by_one)
     add("mass by emit", { emit = { mass = e.weight:sum "token":mean "head" } },
       { selects = true })
   end

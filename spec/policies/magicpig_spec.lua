@@ -182,15 +182,22 @@ end)
 
 describe("attention with weights", function()
   it("counts the keys of each block so many times", function()
-    local run = small.play(kv.policy "full", { 30 }, 1)
+    local policy = kv.policy.define {
+      name = "weighted", decode = true, complete = false, select_blocks = function() end,
+      log_weight = kv.expr.input "log_weights",
+      step_begin = function(self, ctx)
+        self.log_weights = kv.zeros(cpu, "f32", { ctx.seqs, 1, ctx.width })
+      end,
+    } {}
+    local run = small.play(policy, { 30 }, 1)
     local ctx, n = run.attention.context, 5
     ctx.layer = 0
     local q, blocks, logs = {}, { 0, 2, 3, 7, -1, 1, 2, 4, 5, 6 }, {}
     for head = 1, 4 do q[head] = run.q[31][head] end
     ctx.query = kv.from(cpu, "f32", { q })
     for i = 1, 2 * ctx.width do logs[i] = (i * 7 % 11) / 3 - 1 end
-    local out = run.attention:over_weighted(kv.from(cpu, "i32", { 1, 2, n }, blocks),
-      kv.from(cpu, "f32", { 1, 2, ctx.width }, logs), ctx)
+    policy.log_weights = kv.from(cpu, "f32", { 1, 2, ctx.width }, logs)
+    local out = run.attention:over(kv.from(cpu, "i32", { 1, 2, n }, blocks), ctx)
     local want = {}
     for head = 1, 4 do
       local kv_head = math.ceil(head / 2)

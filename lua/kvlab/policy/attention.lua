@@ -127,7 +127,7 @@ function M.attention(o)
   self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
     max_blocks = self.shape.max_blocks, format = cache.format, soft_cap = o.soft_cap })
   self.step_entry = setmetatable({ tier = cache.tier }, Step)
-  self.scratches, self.columns = {}, {}
+  self.scratches = {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
                 window = not self.windows and o.window or nil,
                 soft_cap = o.soft_cap, causal = true }
@@ -307,70 +307,6 @@ function Attention:scratch(ctx)
   return s[1], s[2], s[3]
 end
 
--- ---- weights --------------------------------------------------------------------------
-
---- Buffers that over_weighted needs for selections of n blocks for `heads` heads: the
--- selection's columns one after the other, the weight of each for every query head, and
--- the sums.
-local function new_columns(self, ctx, heads, n)
-  local dev, shape, seqs = self.shape.device, self.shape, ctx.seqs
-  local rows = seqs * heads
-  --- The index of entry (row, column) of [rows, n], column by column, with each row
-  -- repeated `times` times.
-  local function transposed(times)
-    local down = (tensor.arange(dev, "i32", rows * times) / times * n)
-      :reshape { 1, rows * times }
-    return (tensor.arange(dev, "i32", n):reshape { n, 1 } + down)
-      :reshape { 1, n * rows * times }
-  end
-  local group, dims = shape.heads / heads, { seqs, shape.heads, shape.head_dim }
-  local c = { order = transposed(1), spread = transposed(group), blocks = {}, shifts = {},
-    list = tensor.tensor(dev, "i32", { 1, n * rows }),
-    weights = tensor.tensor(dev, "f32", { rows, n }),
-    spread_weights = tensor.tensor(dev, "f32", { 1, n * rows * group }),
-    out = tensor.tensor(dev, "f32", dims), part = tensor.tensor(dev, "f32", dims),
-    lse = tensor.tensor(dev, "f32", { seqs, shape.heads }),
-    part_lse = tensor.tensor(dev, "f32", { seqs, shape.heads }) }
-  c.flat_weights = c.weights:reshape { 1, rows * n }
-  local blocks = c.list:reshape { n, seqs, heads, 1 }
-  local shifts = c.spread_weights:reshape { n, seqs, shape.heads }
-  for i = 0, n - 1 do c.blocks[i], c.shifts[i] = blocks:index(i), shifts:index(i) end
-  return c
-end
-
---- Attention of a decode step over a selection in which every key of a block counts
--- exp(log_weights) times. log_weights: f32 [seqs, heads, width], with the heads of the
--- selection. It launches once for each entry of the selection and merges the results by
--- their log-sum-exp, so it is slow. A policy's log_weight does the same at once.
-function Attention:over_weighted(selection, log_weights, ctx, out)
-  if self.policy.hook then
-    error(("policy %s has expressions for attention; give the weights as log_weight, too")
-      :format(self.policy.name), 2)
-  end
-  check.selection(ctx, selection)
-  check.scores(ctx, log_weights, "log_weights")
-  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
-  local key = (ctx.shape_number * 2 ^ 20 + n) * 2 ^ 10 + heads
-  local c = self.columns[key]
-  if not c then
-    c = tensor.lasting(new_columns, self, ctx, heads, n)
-    self.columns[key] = c
-  end
-  local rows = ctx.seqs * heads
-  selection:reshape { 1, rows * n }:gather(c.order, c.list)
-  log_weights:reshape { rows, ctx.width }
-    :gather(selection:reshape { rows, n }, c.weights)
-  c.flat_weights:gather(c.spread, c.spread_weights)
-  c.out:fill_(0)
-  c.lse:fill_(-math.huge)
-  for i = 0, n - 1 do
-    self:over(c.blocks[i], ctx, c.part, c.part_lse)
-    c.part_lse:add(c.shifts[i], c.part_lse)
-    ops.merge_attention(c.out, c.lse, c.part, c.part_lse)
-  end
-  return c.out:cast(ctx.query:type(), out or tensor.open_like(ctx.query))
-end
-
 --- Tells the policies that the server begins to serve a sequence.
 function Attention:request_begin(seq)
   each_policy(self, function(p)
@@ -469,7 +405,6 @@ arguments.methods(Attention, "an attention", {
   over_tokens = { places = kinds.tensor, ctx = objects.layer_context, out = some,
                   lse = some },
   scratch = { ctx = objects.layer_context },
-  over_weighted = { ctx = objects.layer_context, out = some },
   request_begin = OF_SEQUENCE, request_finished = OF_SEQUENCE,
   show = { blocks = objects.blocks, tokens = objects.blocks,
            keys = options.optional(options.table) },

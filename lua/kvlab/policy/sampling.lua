@@ -6,12 +6,13 @@
 -- as does the newest block, because summaries may not know an open block.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
---   compute_decode = function(self, attention, ctx, out)
+--   select_blocks = function(self, ctx)
 --     local selection, counts, log_weights =
 --       self.sampling:draw(ctx, chances, self.budget)
---     out = attention:over_weighted(selection, log_weights, ctx, out)
---     return out, selection, counts
+--     self.log_weights = log_weights
+--     return selection, counts
 --   end,
+--   log_weight = kv.expr.input "log_weights",
 --
 -- Source  Duffield, Lund and Thorup 2007, J. ACM 54(6). r is a number for each layer and
 --         logical block, the same in every step, sequence and head, as hash tables are

@@ -220,7 +220,7 @@ describe("expressions for attention", function()
     assert.matches("which only the attention's own policy can", why, 1, true)
   end)
 
-  it("leave no room for over_weighted and over_tokens", function()
+  it("do not reach attention over listed tokens", function()
     local p = define { bias = e.logit * 0,
       compute_decode = function(_, attention, ctx, out)
         return attention:over_tokens(kv.zeros("cpu", "i32", { ctx.seqs, 1 }), ctx, out)
