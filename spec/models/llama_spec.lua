@@ -264,6 +264,37 @@ describe("llama.load", function()
   end)
 end)
 
+describe("gemma.load", function()
+  it("names the field of a config that it cannot run", function()
+    for words, fields in pairs {
+      ["model_type is gemma, expected gemma2 or gemma3_text"] = '"model_type": "gemma"',
+      ["hidden_activation is gelu, expected gelu_pytorch_tanh"] =
+        '"hidden_activation": "gelu"',
+      ["attention_bias is true, expected false"] = '"attention_bias": true',
+      ["use_bidirectional_attention is true, expected false: a token sees no later"] =
+        '"use_bidirectional_attention": true',
+      ["attn_logit_softcapping is 50, expected null: transformers overlooks it"] =
+        '"attn_logit_softcapping": 50',
+      ["final_logit_softcapping is -1, expected a number > 0"] =
+        '"final_logit_softcapping": -1',
+      ["sliding_window is nil, expected a whole number"] = '"sliding_window": null',
+      ["layer_types is 1 entries, expected 3"] = '"layer_types": ["full_attention"]',
+      ["query_pre_attn_scalar is x, expected a number"] = '"query_pre_attn_scalar": "x"',
+      ["rope_type is yarn, expected one that leaves the scale"] =
+        '"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_parameters": null',
+      ["rope_type is longrope"] =
+        '"rope_parameters": {"sliding_attention": {"rope_type": "longrope"},'
+        .. '"full_attention": {"rope_type": "default"}}',
+    } do
+      local dir = temporary.folder()
+      local text = files.read(folder "gemma3" .. "/config.json")
+      files.write(dir .. "/config.json", (text:gsub("}%s*$", "," .. fields .. "}")))
+      os.execute(("cp '%s/model.safetensors' '%s'"):format(folder "gemma3", dir))
+      support.raises(words, gemma.load, dir, { device = "cpu", dtype = "f32" })
+    end
+  end)
+end)
+
 describe("options of llama", function()
   local CONFIG = {
     model_type = "llama", hidden_act = "silu", hidden_size = 32, intermediate_size = 48,
