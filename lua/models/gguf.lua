@@ -53,6 +53,10 @@ local function rope_scaling(path, get)
            attention_factor = get "rope.scaling.attn_factor" }
 end
 
+local function ratio(a, b)
+  return type(a) == "number" and type(b) == "number" and a / b or nil
+end
+
 --- The fields of a file, as a config.json has them.
 ---@param file kvlab.GGUF
 ---@return table fields
@@ -83,10 +87,10 @@ function M.config(file)
       ("that of keys, %s"):format(tostring(fields.head_dim)))
   end
   local turned = get "rope.dimension_count"
-  local head_dim = fields.head_dim or turned
-  fields.head_dim = head_dim
-  if turned and head_dim and turned ~= head_dim then
-    fields.partial_rotary_factor = turned / head_dim
+  local head_dim = fields.head_dim
+    or ratio(fields.hidden_size, fields.num_attention_heads)
+  if turned and turned ~= head_dim then
+    fields.partial_rotary_factor = ratio(turned, head_dim) or turned
   end
   fields.vocab_size = file:has "token_embd.weight"
     and file:describe("token_embd.weight")[1] or get "vocab_size"

@@ -67,8 +67,8 @@ describe("a GGUF model", function()
     end
   end)
 
-  --- llama.gguf with other metadata: changes by key; false removes one.
-  local function fails(words, changes, tensors)
+  --- Loads llama.gguf with other metadata: changes by key; false removes one.
+  local function load_changed(changes, tensors)
     local file, keys, list, at = kv.gguf(DATA .. "llama.gguf"), {}, {}, 0
     changes["general.architecture"] = changes["general.architecture"]
       or { "string", "llama" }
@@ -98,6 +98,11 @@ describe("a GGUF model", function()
     out:close()
     local ok, why = pcall(llama.load, path, { device = "cpu" })
     os.remove(path)
+    return ok, why, path
+  end
+
+  local function fails(words, changes, tensors)
+    local ok, why, path = load_changed(changes, tensors)
     if not words then return assert.is_true(ok, why) end
     assert.is_false(ok)
     assert.truthy(why:find(words, 1, true), why)
@@ -116,6 +121,9 @@ describe("a GGUF model", function()
     fails("has shape [", { ["llama.embedding_length"] = { "u32", 32 } })
     fails("partial_rotary_factor is 0.5",
       { ["llama.rope.dimension_count"] = { "u32", 8 } })
+    fails("partial_rotary_factor is 0.5", {
+      ["llama.attention.key_length"] = false, ["llama.attention.value_length"] = false,
+      ["llama.rope.dimension_count"] = { "u32", 8 } })
     fails("attention.value_length is 32, expected that of keys, 16",
       { ["llama.attention.value_length"] = { "u32", 32 } })
     fails("attn_logit_softcapping is 50, expected none",
@@ -128,6 +136,29 @@ describe("a GGUF model", function()
     fails("rope_freqs.weight is 8 numbers, expected 16",
       { ["llama.attention.key_length"] = { "u32", 32 },
         ["llama.attention.value_length"] = false }, { "rope_freqs.weight" })
+  end)
+
+  it("names what is wrong whatever its metadata hold", function()
+    local keys = { "general.architecture", "llama.expert_count", "llama.rope.scale_linear",
+                   "llama.rope.scaling.type", "llama.rope.scaling.factor",
+                   "llama.rope.dimension_count", "llama.expert_used_count" }
+    for key, value in pairs(kv.gguf(DATA .. "llama.gguf").metadata) do
+      if type(value) == "number" then keys[#keys + 1] = key end
+    end
+    assert.is_true(#keys > 15)
+    for _, key in ipairs(keys) do
+      for _, value in ipairs { { "string", "x" }, { "string", "yarn" }, { "string", {} },
+        { "f32", -1 }, { "f32", 0.5 }, { "f32", 0 / 0 }, { "u64", 2 ^ 60 }, { "u8", 0 },
+        { "bool", 1 }, { "u32", 7 }, { "u32", { 1, 2 } } } do
+        local ok, why, path = load_changed { [key] = value }
+        if not ok then
+          assert.truthy(why:find(path, 1, true), key .. ": " .. why)
+          for _, words in ipairs { "attempt to", "bad argument" } do
+            assert.falsy(why:find(words, 1, true), key .. ": " .. why)
+          end
+        end
+      end
+    end
   end)
 
   it("is found by its name, or the error says how to fetch it", function()
