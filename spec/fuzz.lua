@@ -34,7 +34,7 @@ local LEFT_OUT = {
 
 -- What the page's names begin with, besides kv.
 local MODULES = { engine = "models.engine", llama = "models.llama",
-                  gemma = "models.gemma",
+                  gemma = "models.gemma", families = "models.families",
                   checkpoint = "models.checkpoint", small_lm = "models.small_lm",
                   exam = "models.recall.exam" }
 

@@ -132,6 +132,18 @@ function M.open(name)
   return fields, path, gguf.weights(file, fields)
 end
 
+--- The model_type of a checkpoint, in the words of a config.json.
+---@param name string  see open
+---@return string
+function M.model_type(name)
+  local path = M.find(name)
+  if not path:find "%.gguf$" then return (M.config(path)).model_type end
+  local file = kv.gguf(path)
+  local fields = gguf.config(file)
+  file:close()
+  return fields.model_type
+end
+
 --- Random weights under any name, read like those of a folder. Norms are 1, biases are 0,
 -- and a product with a matrix keeps the size of its input.
 ---@param seed integer
@@ -179,7 +191,8 @@ local FIELD = { fields = options.table, name = options.string }
 arguments.functions(M, "checkpoint", {
   count = FIELD, positive = FIELD, config = { folder = options.string },
   weights = { folder = options.string }, find = { name = options.string },
-  open = { name = options.string }, random_weights = { seed = options.integer },
+  open = { name = options.string }, model_type = { name = options.string },
+  random_weights = { seed = options.integer },
   stack = { get = options.callable, names = options.list_of(options.string, 1),
             rows = options.list_of(options.count),
             columns = options.optional(options.count) },

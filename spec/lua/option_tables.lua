@@ -427,6 +427,12 @@ M["gemma.load"] = {
     require("models.gemma").load(kv.paths.root .. "/spec/data/hf/gemma3", o)
   end,
 }
+M["families.load"] = {
+  good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
+  call = function(o)
+    require("models.families").load(kv.paths.root .. "/lua/models/recall", o)
+  end,
+}
 M["llama.load"] = {
   good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
   call = function(o)

@@ -139,9 +139,9 @@ describe("a GGUF model", function()
   end)
 
   it("names what is wrong whatever its metadata hold", function()
-    local keys = { "general.architecture", "llama.expert_count", "llama.rope.scale_linear",
-                   "llama.rope.scaling.type", "llama.rope.scaling.factor",
-                   "llama.rope.dimension_count", "llama.expert_used_count" }
+    local keys = { "general.architecture", "llama.expert_count",
+      "llama.rope.scale_linear", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.expert_used_count",
+      "llama.rope.dimension_count" }
     for key, value in pairs(kv.gguf(DATA .. "llama.gguf").metadata) do
       if type(value) == "number" then keys[#keys + 1] = key end
     end
@@ -159,6 +159,22 @@ describe("a GGUF model", function()
         end
       end
     end
+  end)
+
+  it("is loaded by the family that its config names", function()
+    local families = require "models.families"
+    local o = { device = "cpu", dtype = "f32" }
+    local hf = kv.paths.root .. "/spec/data/hf/"
+    for path, kind in pairs { [DATA .. "qwen3.gguf"] = "models.llama",
+      [hf .. "mixtral"] = "models.llama", [hf .. "gemma2"] = "models.gemma" } do
+      local other = require(kind).load(path, o)
+      local model = families.load(path, o)
+      assert.equal(getmetatable(other), getmetatable(model))
+      assert.same(other.config.inv_freq, model.config.inv_freq)
+    end
+    local ok, why = pcall(families.load, "/nowhere", o)
+    assert.is_false(ok)
+    assert.truthy(why:find("/nowhere/config.json", 1, true), why)
   end)
 
   it("is found by its name, or the error says how to fetch it", function()
