@@ -140,8 +140,8 @@ describe("a GGUF model", function()
 
   it("names what is wrong whatever its metadata hold", function()
     local keys = { "general.architecture", "llama.expert_count",
-      "llama.rope.scale_linear", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.expert_used_count",
-      "llama.rope.dimension_count" }
+      "llama.expert_used_count", "llama.rope.scale_linear", "llama.rope.scaling.type",
+      "llama.rope.scaling.factor", "llama.rope.dimension_count" }
     for key, value in pairs(kv.gguf(DATA .. "llama.gguf").metadata) do
       if type(value) == "number" then keys[#keys + 1] = key end
     end
