@@ -116,9 +116,10 @@ describe("a model with windows", function()
         return ctx:everything()
       end,
     }
-    local tiers = { resident = false, ring = { slots = 2, slot_blocks = 1 } }
+    local tiers = { resident = false, ring = { slots = 2, slot_blocks = 1 },
+                    hot = { slots = 2, slot_blocks = 1, hot_slots = 5 } }
     for name, offload in pairs(tiers) do
-      local engine = model:engine { blocks = 16, block_size = 8, policy = policy(),
+      local engine = model:engine { blocks = 5, block_size = 8, policy = policy(),
                                     offload = offload or nil }
       local seq, head = engine:sequence(), {}
       for i = 1, #tokens - 1 do head[i] = tokens[i] end
@@ -130,6 +131,25 @@ describe("a model with windows", function()
       support.close(got, want, 2e-4, 2e-4, name)
     end
     assert.same({ [0] = true }, asked)
+  end)
+
+  it("is counted as the blocks that hold the window", function()
+    local model = load("qwen3_window", kv.device "cpu")
+    local engine = model:engine { blocks = 16, block_size = 8 }
+    local seq, head = engine:sequence(), {}
+    for i = 1, #tokens - 1 do head[i] = tokens[i] end
+    engine:prefill(seq, head)
+    local seen = {}
+    engine.attention.probe = { observe = function(_, attention, ctx, selection)
+      seen[ctx.layer] = { attention.blocks_read, selection and selection:list() }
+    end }
+    local got, want = engine:decode({ seq }, { tokens[#tokens] }), {}
+    for i = 1, model.config.vocab do
+      want[i] = logits[(#tokens - 1) * model.config.vocab + i]
+    end
+    support.close(got, want, 2e-4, 2e-4, "selected")
+    -- 40 tokens in 5 blocks; the last 9 tokens are in 2 of them
+    assert.same({ [0] = { 5 }, { 2, { 3, 4 } }, { 2, { 3, 4 } } }, seen)
   end)
 
   it("has one for every layer", function()

@@ -84,9 +84,24 @@ local function of_layers(name, value, layers, is_wanted)
   return list
 end
 
---- What a layer with a window of its own computes in place of a policy.
-local function attend_window(_, attention, ctx, out)
-  return attention:over(nil, ctx, out)
+--- For layers with a window of their own, budgets of the newest blocks that hold it.
+local function budgets_of(windows, block_size)
+  local budgets = {}
+  for layer, window in pairs(windows or {}) do
+    budgets[layer] = policy.recent(math.ceil((window - 1) / block_size) + 1)
+  end
+  return budgets
+end
+
+--- What such a layer computes in place of a policy. From memory on the device, the kernel
+-- reads only the window; what is elsewhere, or is counted, is selected.
+local function attend_window(_, self, ctx, out)
+  if ctx.is_prefill or self.cache.tier.is_resident and not self.probe then
+    return self:over(nil, ctx, out)
+  end
+  local selection, counts = ctx:select(ctx:new_scores(1):fill_(0),
+    self.window_budgets[ctx.layer])
+  return self:over(selection, ctx, out), selection, counts
 end
 
 --- Attention over `cache` for `heads` query heads.
@@ -110,6 +125,7 @@ function M.attention(o)
   local self = setmetatable({ cache = cache, event = {},
     windows = of_layers("window", o.window, cache.layers, type(o.window) == "table"),
     inv_freqs = of_layers("inv_freq", o.inv_freq, cache.layers, true) }, Attention)
+  self.window_budgets = budgets_of(self.windows, cache.block_size)
   self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
   self.shape = {
