@@ -107,6 +107,13 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   return out
 end
 
+--- What the policy emits of a layer that it has no part in: zeros.
+function Hook:emit_nothing(ctx)
+  for name in pairs(ctx.is_prefill and {} or self.emits) do
+    self.owner.emitted[name] = ctx:new_scores():fill_(0)
+  end
+end
+
 --- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
 -- that were not selected. It belongs to the policy until the layer is over.
 function Hook:emit(one, selection, ctx, lse, window)

@@ -93,15 +93,28 @@ local function budgets_of(windows, block_size)
   return budgets
 end
 
---- What such a layer computes in place of a policy. From memory on the device, the kernel
--- reads only the window; what is elsewhere, or is counted, is selected.
-local function attend_window(_, self, ctx, out)
+--- Attends over a selection, with a policy's hook or without one.
+local function over(self, selection, ctx, out, lse, hook)
+  if selection then check.selection(ctx, selection) end
+  if self.probe then
+    self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
+  end
+  local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
+  if hook then return hook:attend(self, reader, selection, ctx, out, lse) end
+  return reader:attend(self, selection, ctx, out, lse)
+end
+
+--- What such a layer computes in place of a policy, whose hook has no part in it, too.
+-- From memory on the device, the kernel reads only the window; what is elsewhere, or is
+-- counted, is selected.
+local function attend_window(p, self, ctx, out)
+  if p.hook then p.hook:emit_nothing(ctx) end
   if ctx.is_prefill or self.cache.tier.is_resident and not self.probe then
-    return self:over(nil, ctx, out)
+    return over(self, nil, ctx, out)
   end
   local selection, counts = ctx:select(ctx:new_scores(1):fill_(0),
     self.window_budgets[ctx.layer])
-  return self:over(selection, ctx, out), selection, counts
+  return over(self, selection, ctx, out), selection, counts
 end
 
 --- Attention over `cache` for `heads` query heads.
@@ -244,20 +257,13 @@ end
 -- log-sum-exp to `lse` if given. For policies that override compute. Raises for a
 -- selection that is not in range, ascending and without duplicates (see check.lua).
 function Attention:over(selection, ctx, out, lse)
-  if selection then check.selection(ctx, selection) end
-  if self.probe then
-    self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
-  end
-  local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
-  local hook = self.policy.hook
-  if hook then return hook:attend(self, reader, selection, ctx, out, lse) end
-  return reader:attend(self, selection, ctx, out, lse)
+  return over(self, selection, ctx, out, lse, self.policy.hook)
 end
 
 --- The same attention, read straight from the cache's memory, wherever it lies, without
 -- changing anything, and without the policy's bias, mask and log_weight. A probe compares
--- with it. It is slow through a link, and the KV of a
--- prefill chunk may not have reached the host tier yet.
+-- with it. It is slow through a link, and the KV of a prefill chunk may not have reached
+-- the host tier yet.
 function Attention:direct(selection, ctx, out, lse)
   return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
 end

@@ -100,6 +100,22 @@ local function specs(dev_name)
     end)
   end
 
+  it("has no part in layers that have a window of their own", function()
+    local sums = {}
+    local p = define { bias = e.position / 2, mask = e.block:ne(0),
+      emit = { mass = e.weight:sum "token":mean "head" },
+      attention_finished = function(self, ctx)
+        if ctx.is_prefill then return end
+        sums[ctx.layer] = self.emitted.mass:sum(2):list()[1]
+      end } {}
+    local o = { lengths = { 70 }, steps = 2, window = { 0, 20 } }
+    local got = decode(dev, {}, merged(o, { policy = p }))
+    local want = decode(dev, {}, o)
+    for n = 1, 2 do close(got.steps[n].out, want.steps[n].out, "step " .. n) end
+    assert.is_true(math.abs(sums[0] - 1) < 1e-5)
+    assert.equal(0, sums[1])
+  end)
+
   it("prefills in chunks as at once", function()
     local function prefill(chunk)
       local p = alibi {}
