@@ -40,11 +40,18 @@ DEVICE void let_next_start() {
 /* ---- numbers as they are stored -------------------------------------------------------- */
 
 DEVICE float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
+#ifdef __CUDA_ARCH__ /* elsewhere, spec/cuda_emulation.h has these two */
 DEVICE float from_f16(uint32_t x) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((uint16_t)x));
   return r;
 }
+DEVICE uint16_t to_f16(float f) {
+  uint16_t r;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(f));
+  return r;
+}
+#endif
 /* A shift gives an exponent that is 120 too small; the product corrects it, also for
  * subnormals. 0x7F is NaN. */
 DEVICE float from_f8e4m3(uint32_t x) {
@@ -56,11 +63,6 @@ DEVICE uint16_t to_bf16(float f) {
   const uint32_t i = __float_as_uint(f);
   if ((i & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((i >> 16) | 0x40);
   return (uint16_t)((i + 0x7FFF + ((i >> 16) & 1)) >> 16);
-}
-DEVICE uint16_t to_f16(float f) {
-  uint16_t r;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(f));
-  return r;
 }
 DEVICE uint8_t to_f8e4m3(float f) {
   const uint32_t sign = (__float_as_uint(f) >> 24) & 0x80,

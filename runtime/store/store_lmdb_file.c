@@ -49,9 +49,9 @@ const char *kvl__lmdb_words(int code) {
 static int check_length(struct kvl__lmdb *l, int64_t *bytes) {
   int fd;
   struct stat st;
+  int64_t seen = l->bytes_seen; /* before the length: another thread may make it longer */
   mdb_env_get_fd(l->env, &fd);
   if (fstat(fd, &st) < 0) return errno;
-  int64_t seen = l->bytes_seen;
   if (st.st_size < seen) l->is_cut = 1;
   if (l->is_cut) return KVL__LMDB_CUT;
   while (seen < st.st_size &&
