@@ -3,9 +3,10 @@
 -- the place of the whole as long as they differ, too; what is left is printed.
 --
 --   ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
---   target: c (the CPU's), lua, or cuda; place: score (with a summary), map, or attention
---   (bias, mask, log_weight, emit; spec/hooks.lua)
+--   target: c (the CPU's), lua, cuda, or emulated (CUDA's, run on the CPU)
+--   place: score (with a summary), map, or attention (bias, mask, log_weight, emit)
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
+local emulation = require "spec.emulation"
 local expression = require "kvlab.kernel.expression"
 local expressions = require "spec.expressions"
 local hooks = require "spec.hooks"
@@ -16,19 +17,19 @@ local set = kv.command_line.set
 local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
 local target = set.target or "c"
 local device = target == "cuda" and "cuda" or "cpu"
-
+local chosen = (target == "lua" or target == "emulated") and target or nil
 local in_attention = set.place == "attention"
 
 --- How a policy differs from the reference, in words; nil: it does not.
 local function differs(def, seed)
   if in_attention then
-    local ok, why = pcall(hooks.differs, device, target == "lua" and "lua" or nil, seed,
+    local ok, why = pcall(hooks.differs, device, chosen, seed,
       def, hooks.shape(seed))
     return not ok and tostring(why) or why
   end
   local cache = expressions.cache(device, expressions.shape(seed), seed)
   local ok, why = pcall(function()
-    local p = expressions.attach(cache, def, target == "lua" and "lua" or nil)
+    local p = expressions.attach(cache, def, chosen)
     if p.summary then expressions.update(cache, p) end
     return expressions.difference(expressions.score(cache, p),
       expressions.expected(cache, p, expressions.resolved(p)), 1e-4)
@@ -73,30 +74,33 @@ end
 
 --- Whether a seed's map is as the reference says; tells of one that is not.
 local function is_map_right(seed)
-  local ok, why = pcall(maps.random_difference, device, target == "lua" and "lua" or nil,
-    seed)
+  local ok, why = pcall(maps.random_difference, device, chosen, seed)
   if ok and not why then return true end
   print(tostring(why))
   return false
 end
 
-local bad = 0
-for seed = from, set.place == "map" and to or from - 1 do
-  if not is_map_right(seed) then bad = bad + 1 end
-end
-for seed = from, set.place == "map" and from - 1 or to do
+--- Whether a seed's expressions are as the reference says; tells of those that are not.
+local function is_right(seed)
   local def = in_attention and hooks.random(seed) or expressions.random(seed)
   local why = differs(def, seed)
-  if why then
-    bad = bad + 1
-    local small = smallest(def, seed)
-    print(("seed %d: %s\n  smallest: %s"):format(seed, why, tostring(small.score or "")))
-    for name, x in pairs(small.summary or {}) do print("  ", name, x) end
-    for _, name in ipairs { "bias", "log_weight", "mask" } do
-      if small[name] then print("  ", name, small[name]) end
-    end
-    for name, x in pairs(small.emit or {}) do print("  ", "emit." .. name, x) end
+  if not why then return true end
+  local small = smallest(def, seed)
+  print(("seed %d: %s\n  smallest: %s"):format(seed, why, tostring(small.score or "")))
+  for name, x in pairs(small.summary or {}) do print("  ", name, x) end
+  for _, name in ipairs { "bias", "log_weight", "mask" } do
+    if small[name] then print("  ", name, small[name]) end
   end
+  for name, x in pairs(small.emit or {}) do print("  ", "emit." .. name, x) end
+  return false
 end
+
+local bad = 0
+emulation.with(function()
+  for seed = from, to do
+    local is_fine = set.place == "map" and is_map_right or is_right
+    if not is_fine(seed) then bad = bad + 1 end
+  end
+end)
 print(("%d expressions, %d differ"):format(to - from + 1, bad))
 if bad > 0 then os.exit(1) end

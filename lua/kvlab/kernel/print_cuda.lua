@@ -732,8 +732,23 @@ local function main_dtype(plan)
   return best
 end
 
+--- Whether anything runs along dim.
+local function has_rows(plan)
+  local has, seen = false, {}
+  for _, root in ipairs(plan.roots) do
+    expression.each(root.node, function(x)
+      has = has or expression.has_dim(x.dims, "dim")
+    end, seen)
+  end
+  return has
+end
+
 local function lay_out(self)
   local plan, dim = self.plan, self.plan.sizes.dim
+  if not has_rows(plan) then -- a thread is a team
+    self.vec, self.chunks, self.team, self.each, self.partial = 1, 1, 1, 1, false
+    return
+  end
   local vec = 16 / math.min(bytes_of(main_dtype(plan)), 4)
   while dim % vec ~= 0 do vec = vec / 2 end
   local chunks, team = dim / vec, 1

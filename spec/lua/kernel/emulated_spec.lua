@@ -1,0 +1,86 @@
+--- Kernels that are printed in CUDA, run on the CPU (spec/emulation.lua), so that they
+-- are compared with the reference where there is no GPU, too. More of them:
+-- ./kvlab run spec/random_kernels.lua --set target=emulated
+local emulation = require "spec.emulation"
+local expressions = require "spec.expressions"
+local bit = require "bit"
+local ffi = require "ffi"
+local hooks = require "spec.hooks"
+local kv = require "kvlab"
+local maps = require "spec.maps"
+
+local TOLERANCE = 1e-4
+
+--- How the score and the summary of a seed differ from the reference, in words.
+local function difference(seed)
+  local cache = expressions.cache("cpu", expressions.shape(seed), seed)
+  local p = expressions.attach(cache, (expressions.random(seed)), "emulated")
+  if p.summary then expressions.update(cache, p) end
+  return expressions.difference(expressions.score(cache, p),
+    expressions.expected(cache, p, expressions.resolved(p)), TOLERANCE)
+end
+
+describe("a kernel in CUDA, run on the CPU", function()
+  if not emulation.compiler() then
+    pending "there is no C++ compiler"
+    return
+  end
+
+  local function emulated(title, fn)
+    it(title, function() emulation.with(fn) end)
+  end
+
+  for seed = 1, 6 do
+    emulated(("computes random expressions %d"):format(seed), function()
+      local why = difference(seed)
+      assert.is_nil(why, why)
+    end)
+  end
+  for seed = 1, 3 do
+    emulated(("computes random map %d"):format(seed), function()
+      local why = maps.random_difference("cpu", "emulated", seed)
+      assert.is_nil(why, why)
+    end)
+    emulated(("emits of attention %d"):format(seed), function()
+      local why = hooks.differs("cpu", "emulated", seed + 2, hooks.random(seed + 2),
+        hooks.shape(seed + 2))
+      assert.is_nil(why, why)
+    end)
+  end
+
+  --- The status of a launch of one thread block of 64 threads, and what it wrote.
+  local function run(body)
+    local image, why = emulation.compile(([[
+      #include "expression.cuh"
+      enum { THREADS = 64 };
+      struct arguments { float *out; };
+      extern "C" __global__ void kvl_code(const __grid_constant__ arguments args) {
+        const int lane = threadIdx.x %% 32;
+        float x = (float)threadIdx.x;
+        %s
+        args.out[threadIdx.x] = x;
+      }]]):format(body))
+    local cpu, out = kv.device "cpu", ffi.new "kvl_code *[1]"
+    assert(image, why)
+    kv.check(kv.C.kvl_code_open(cpu, "one", image, #image, out))
+    local t = kv.zeros(cpu, "f32", { 64 })
+    local words = ffi.new("int64_t[4]", 0, 1, 1, 1)
+    local grid = ffi.new("kvl_grid", 1, 1, 1, 64)
+    ffi.cast("void **", words)[0] = t.ptr
+    local status = kv.C.kvl_code_launch(out[0], cpu, words, 32,
+      ffi.new("kvl_tensor *[1]", { t }), 1, grid)
+    return status, t:list()
+  end
+
+  it("exchanges values between the lanes of each warp", function()
+    local status, list = run "x = __shfl_xor_sync(ALL_LANES, x, 5); __syncthreads();"
+    assert.equal(0, status)
+    for i = 0, 63 do assert.equal(bit.bxor(i, 5), list[i + 1]) end
+  end)
+
+  it("ends where lanes of a warp have parted", function()
+    assert.is_true(run "if (lane < 7) x = __shfl_xor_sync(ALL_LANES, x, 1);" < 0)
+    assert.is_true(run "if (lane < 7) __syncthreads();" < 0)
+    assert.is_true(run "if (threadIdx.x < 32) __syncthreads();" < 0)
+  end)
+end)
