@@ -77,6 +77,15 @@ end
 ---@return string[]
 function M.list(kind) return sorted.keys(find_all(kind)) end
 
+--- The file of a name, the first if there are several; nil where there is none.
+---@param kind string
+---@param name string
+---@return string|nil
+function M.path_of(kind, name)
+  local paths = find_all(kind)[name]
+  return paths and paths[1]
+end
+
 --- What the file of a name returns, and its path. Raises when there is no such name, or
 -- two files have it.
 ---@param kind string   "policies"

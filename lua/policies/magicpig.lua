@@ -43,6 +43,7 @@ return kv.policy.define {
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, bits = 10,
                tables = 150, code = 256, seed = 0 },
   takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
+  complete = {}, -- with room for every block, each counts once
   init = function(self, shape)
     self.hashes = kv.hash.centred(shape, { bits = self.code, seed = self.seed })
     self.sampling, self.rooms = kv.sampling(shape, self.seed), {}

@@ -167,10 +167,16 @@ local function cast_to(x, kind, where)
   return node("cast", { args = { x }, type = kind, dims = x.dims, line = where })
 end
 
+local function is_fraction(x) return x.value % 1 ~= 0 end
+
 --- Both sides in one type, where the rules above give one.
 local function unify(a, b, what, where)
   if a.type == "number" and b.type == "number" then
     return number(a.value, "f32", where), number(b.value, "f32", where)
+  end
+  if a.type == "number" and is_fraction(a) and b.type == "i32"
+    or b.type == "number" and is_fraction(b) and a.type == "i32" then
+    return cast_to(a, "f32", where), cast_to(b, "f32", where)
   end
   if a.type == "number" then return literal_as(a, b.type, what, where), b end
   if b.type == "number" then return a, literal_as(b, a.type, what, where) end
@@ -601,10 +607,12 @@ function M.resolve(root, fields, what)
       if not field then
         local names = sorted.keys(fields)
         local near = words.nearest(x.name, names)
-        local known = words.nearest(x.name, sorted.keys(M.leaves))
-        fail(x.line, "%s: there is no field %s in the summary%s", what, x.name,
-          near and (", which has %s"):format(table.concat(names, ", "))
-          or known and (", and no summary; did you mean e.%s?"):format(known) or "")
+        local known, far = words.nearest(x.name, sorted.keys(M.leaves))
+        local there = near and (", which has %s"):format(table.concat(names, ", "))
+          or ", and no summary"
+        fail(x.line, "%s: there is no field %s in the summary%s%s", what, x.name, there,
+          known and (not near or far <= 2) and ("; did you mean e.%s?"):format(known)
+          or "")
       end
       new[x] = node("field", { name = x.name, dims = field.dims, type = field.type,
                                dtype = field.dtype, raw = field.raw, line = x.line })

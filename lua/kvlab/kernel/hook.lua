@@ -76,6 +76,16 @@ local function code_for(self, dtype, is_prefill)
   return one
 end
 
+--- The kernels that are compiled so far, for people: the hook's, then those of what is
+-- emitted.
+---@return kvlab.Kernel[]
+function Hook:kernels()
+  local list = {}
+  for _, key in ipairs(sorted.keys(self.codes)) do list[#list + 1] = self.codes[key] end
+  for _, name in ipairs(sorted.keys(self.emits)) do list[#list + 1] = self.emits[name] end
+  return list
+end
+
 --- Prepares the hook for a layer, and gives it to the arguments of attention.
 function Hook:give(call, ctx)
   local one = code_for(self, ctx.query:type(), ctx.is_prefill)

@@ -180,9 +180,10 @@ function Kernel:set_params(owner)
   for i = 1, #list do
     local x = list[i]
     local value = owner[x.name]
-    if type(value) ~= "number" then
-      error(("%s: the option %s is %s, expected a number"):format(self.plan.what, x.name,
-        tostring(value)), 0)
+    local is_right = type(value) == "number" and (x.type ~= "i32" or value % 1 == 0)
+    if not is_right then
+      error(("%s: the option %s is %s, expected a %snumber"):format(self.plan.what,
+        x.name, tostring(value), x.type == "i32" and "whole " or ""), 0)
     end
     self.floats[self.at[self.param_names[i]]] = value
   end

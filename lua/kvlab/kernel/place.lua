@@ -211,6 +211,9 @@ function M.fields(exprs, what)
           expression.text(x, 60))
       end
     end
+    expression.each(x, function(one)
+      if one.op == "leaf" then check_leaf({ place = "summary", what = label }, x, one) end
+    end)
     fields[name] = x
   end
   return fields
@@ -268,7 +271,11 @@ end
 ---@param x kvlab.Expression|any  what is no expression passes
 function M.reads_keys(x, fields, what)
   if not expression.is_expression(x) then return false end
-  x = check_score(x, M.seen(fields, "f32"), what .. ": score")
+  what = what .. ": score"
+  expression.each(x, function(one)
+    if one.op == "leaf" then check_leaf({ place = "score", what = what }, x, one) end
+  end)
+  x = check_score(x, M.seen(fields, "f32"), what)
   local reads = false
   expression.each(x, function(one)
     reads = reads or one.op == "leaf" and one.name == "k"

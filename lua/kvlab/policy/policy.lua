@@ -79,7 +79,8 @@
 --     takes_less = true                    it may select fewer blocks than its budget
 --     complete = { p = 1 }                 options with which, and with the whole budget,
 --                                          its output is that of dense attention; false:
---                                          it never is
+--                                          it never is (what a policy with a bias, a
+--                                          mask or a log_weight is, unless it says more)
 --     score_bytes(self, shape, layer)      bytes read per block and KV head to score it
 --                                          in a layer; for reports (0)
 --     scores_keys = true                   score_bytes counts all of K, so that attention
@@ -329,6 +330,9 @@ local function use_expressions(class, def)
   local fields, reads_keys = kernel.check(def, inside, numbers)
   class.expressions = { fields = fields, maps = maps }
   if kernel_hook.check(def, numbers) then class.expressions.attention = def end
+  if (def.bias or def.mask or def.log_weight) and def.complete == nil then
+    class.complete = false
+  end
   if fields then
     class.summary = nil -- that of an attached policy holds its tensors
     for _, hook in ipairs { "on_prefill_offload", "on_decode_offload" } do

@@ -29,6 +29,8 @@ describe("an expression", function()
     assert.equal("i32", (e.block + 1).type)
     assert.equal("f32", (e.block * e.q).type)
     assert.equal("f32", (e.block / 2).type)
+    assert.equal("f32", (e.block * 0.01).type)
+    assert.equal("f32", (0.5 + e.block).type)
     assert.equal("bool", e.q:gt(0).type)
     assert.equal("i32", e.q:argmax "dim".type)
     assert.equal("u32", e.block:cast "u32":lshift(3).type)
@@ -52,8 +54,10 @@ describe("an expression", function()
       "band: q %(f32 %[head, dim%]%), expected bits" },
     ["a bool as a number"] = { function() local _ = e.q:gt(0) + 1 end,
       "one side is the number 1 and the other a bool" },
-    ["a fraction beside a whole number"] = { function() local _ = e.block + 0.5 end,
-      "0.5 is no i32" },
+    ["a fraction beside an unsigned number"] = {
+      function() local _ = e.block:cast "u32" + 0.5 end, "0.5 is no u32" },
+    ["a number that no i32 holds"] = { function() local _ = e.block + 2 ^ 31 end,
+      "2.14748365e%+09 is no i32" },
     ["different whole numbers"] = {
       function() local _ = e.block + e.block:cast "u32" end,
       "block %(i32 no dimensions%) and u32%(block%) %(u32 no dimensions%) are of "
@@ -100,11 +104,10 @@ describe("an expression", function()
       refused(place.fields, { max = e.k:max "token" }, "policy p"))
     assert.matches("reduce it over head",
       refused(place.reads_keys, e.q:sum "dim", {}, "p"))
-    local o = { dtype = "f32", group = 1, block_size = 8, head_dim = 16, layers = 1,
-                kv_heads = 1 }
     assert.matches("there is no block in a summary",
-      refused(place.summary, place.fields({ a = e.k:sum "token" + e.block }, "policy p"),
-        "policy p", o))
+      refused(place.fields, { a = e.k:sum "token" + e.block }, "policy p"))
+    assert.matches("there is no weight in a score",
+      refused(place.reads_keys, e.weight:sum("token", "head"), {}, "p"))
   end)
 
   it("is refused when it is too large", function()

@@ -225,6 +225,9 @@ text = "void s(const float *x, int64_t n) {}"
 :kernel quest
 :kernel 7
 :kernel e.q
+:kernel magicpig
+:time magicpig
+:time no_such_thing
 :kernel
 ]]
       assert.equal("/* A kernel that kvlab generated.\n * value = max_token(k) */\n",
@@ -232,8 +235,11 @@ text = "void s(const float *x, int64_t n) {}"
       assert.matches("\n %* out = x %* 2 %*/\n", output)
       assert.matches("\nstatic void s%(const float %*x, int64_t n%);\n", output)
       assert.matches("\npolicy quest has no expressions: its kernels are ops\n", output)
-      assert.matches("\n:kernel shows an expression, a map, a policy or a kernel of "
+      assert.matches("\n:kernel takes an expression, a map, a policy or a kernel of "
         .. "source text, given a number\n", output)
+      assert.matches("\n %* add = log_weights %*/\n", output)
+      assert.matches("\npolicy magicpig has kernels inside of attention alone: ", output)
+      assert.matches('\nno policy "no_such_thing"', output)
       assert.matches("score: q has dimensions %[head, dim%], expected none", output)
       assert.matches("\n:kernel needs an expression, a map or a policy\n$", output)
     end)

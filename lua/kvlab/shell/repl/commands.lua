@@ -103,6 +103,13 @@ commands.who = { "", "the session's variables with types and sizes",
     print_table({ "name", "type", "size" }, rows)
   end }
 
+--- The policy that a bare word names, where the session has no variable of this name.
+local function policy_of(session, text)
+  if not text:find "^[%a_][%w_]*$" or rawget(session.environment, text) ~= nil
+     or rawget(_G, text) ~= nil then return nil end
+  return require("kvlab.policy.policy")(text)
+end
+
 --- A value's kernels as a table of times.
 local function time_kernels(value)
   local header, rows, over = require("kvlab.shell.repl.kernels").time(value)
@@ -114,9 +121,11 @@ commands.time = { "CODE", "how long it takes; of an expression or policy, its ke
   function(session, text)
     if text == "" then refuse ":time needs an expression or a statement" end
     local timing = require "kvlab.shell.repl.timing"
-    local fn, value = compile_for(session, text), nil
+    local kernels, value = require "kvlab.shell.repl.kernels", policy_of(session, text)
+    if value then return time_kernels(value) end
+    local fn = compile_for(session, text)
     local seconds = timing.runs(function() value = fn() end)
-    if require("kvlab.shell.repl.kernels").has_kernels(value) then
+    if kernels.has_kernels(value) then
       time_kernels(value)
     elseif #seconds == 1 then
       io.stdout:write(timing.text(seconds[1]), "\n")
@@ -129,13 +138,7 @@ commands.time = { "CODE", "how long it takes; of an expression or policy, its ke
 commands.kernel = { "VALUE", "the kernels of an expression, map, policy or source text",
   function(session, text)
     if text == "" then refuse ":kernel needs an expression, a map or a policy" end
-    local value
-    if text:find "^[%a_][%w_]*$" and rawget(session.environment, text) == nil
-       and rawget(_G, text) == nil then
-      value = require("kvlab.policy.policy")(text)
-    else
-      value = compile_for(session, text)()
-    end
+    local value = policy_of(session, text) or compile_for(session, text)()
     require("kvlab.shell.repl.kernels").show(value)
   end }
 

@@ -4,6 +4,7 @@
 local arguments = require "kvlab.arguments"
 local inspect = require "kvlab.shell.repl.inspect"
 local library = require "kvlab.library"
+local named = require "kvlab.named"
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
 
@@ -138,13 +139,9 @@ local function options_text(name)
   return table.concat(words, " ")
 end
 
-local function policy_path(name)
-  return ("%s/lua/policies/%s.lua"):format(library.paths.root, name)
-end
-
 local function of_policy(name)
-  local path = policy_path(name)
-  local lines = M.read_lines(path)
+  local path = named.path_of("policies", name)
+  local lines = path and M.read_lines(path)
   return lines and ('%s\noptions  %s\nkv.policy "%s"  %s'):format(
     M.head_comment(lines) or name, options_text(name), name, inspect.inside_root(path))
 end
@@ -159,7 +156,8 @@ end
 local function list_policies()
   local out = {}
   for i, name in ipairs(require("kvlab.policy.policy").names()) do
-    out[i] = ("%-14s %s"):format(name, first_sentence(M.read_lines(policy_path(name))))
+    local path = named.path_of("policies", name)
+    out[i] = ("%-14s %s"):format(name, first_sentence(M.read_lines(path)))
   end
   out[#out + 1] = '?NAME tells more; kv.policy "NAME" makes one; '
     .. "?kv.policy is how to write one"

@@ -75,7 +75,15 @@ function M.has_kernels(value)
   if expression.is_expression(value) or map.is_map(value) then return true end
   if not is_policy(value) then return false end
   local own = value.expressions
-  return (own.fields or own.score or next(own.maps)) ~= nil
+  return (own.fields or own.score or own.attention or next(own.maps)) ~= nil
+end
+
+--- Raises for a value that has no kernels.
+local function expect_kernels(command, value)
+  if M.has_kernels(value) then return end
+  error(is_policy(value) and ("policy %s has no expressions: its kernels are ops"):format(
+    value.name) or ("%s takes an expression, a map, a policy or a kernel of source text, "
+    .. "given a %s"):format(command, type(value)), 0)
 end
 
 --- A policy with the value's expressions, attached to a cache of one layer.
@@ -113,12 +121,13 @@ function M.show(value)
   if getmetatable(value) == source.Source then
     return io.stdout:write(value:source(dev:is_cpu() and "c" or "cuda"))
   end
-  if not M.has_kernels(value) then
-    error(is_policy(value) and ("policy %s has no expressions: its kernels are ops")
-      :format(value.name) or (":kernel shows an expression, a map, a policy or a kernel "
-      .. "of source text, given a %s"):format(type(value)), 0)
+  expect_kernels(":kernel", value)
+  local p = attach(value, dev)
+  local list = kernels_of(p)
+  for _, one in ipairs(p.hook and p.hook:kernels() or {}) do
+    list[#list + 1] = { kernel = one }
   end
-  for i, one in ipairs(kernels_of(attach(value, dev))) do
+  for i, one in ipairs(list) do
     io.stdout:write(i > 1 and "\n" or "", one.kernel.source)
   end
 end
@@ -182,7 +191,12 @@ end
 ---@return string[] header, table[] rows, string over
 function M.time(value)
   local dev = device.device()
+  expect_kernels(":time", value)
   local rows = tensor.scope(rows_of, value, dev)
+  if #rows == 0 then
+    error(("policy %s has kernels inside of attention alone: ./kvlab bench K3 measures "
+      .. "such ones"):format(value.name), 0)
+  end
   return { "kernel", "median", "best", "bytes", "a read of as many" }, rows,
     ("one sequence of %d tokens on %s: %s, %d KV heads, group %d, head_dim %d, blocks of "
       .. "%d"):format(BLOCKS * show.BLOCK_SIZE, dev:name(), show.DTYPE, show.KV_HEADS,
