@@ -367,7 +367,9 @@ M["kv.serve hooks"] = {
 M["Server:submit"] = {
   good = function()
     return { input_length = 600, hash_ids = { 1, 2 }, hash_block = 512, max_tokens = 3,
-             arrival_us = 0, deadline_us = 9, on_token = score }
+             arrival_us = 0, deadline_us = 9, on_token = score, temperature = 0.5,
+             top_k = 4, top_p = 0.5, min_p = 0.1, repetition_penalty = 1.1, seed = 3,
+             logprobs = 2 }
   end,
   call = function(o) server():submit(o) end,
 }

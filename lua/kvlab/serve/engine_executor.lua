@@ -4,6 +4,7 @@
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local sampler = require "kvlab.serve.sampler"
 
 local C, check = library.C, library.check
 local M = {}
@@ -223,14 +224,14 @@ end
 
 --- Chooses the next token of every request whose tokens have all been computed.
 local function choose(self, list, logits)
-  local ids
+  local ids, logprobs
   for i, r in ipairs(list) do
     if r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens then
       if r.sample then
         sample(r, logits:index(i - 1), self.engine.model.config.vocab)
       else
-        ids = ids or logits:argmax():list()
-        r.next_token = ids[i]
+        if not ids then ids, logprobs = sampler.choose(logits, list) end
+        r.next_token, r.next_logprobs = ids[i], logprobs and logprobs[i]
       end
     end
   end

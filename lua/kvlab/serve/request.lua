@@ -5,6 +5,7 @@
 -- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
 local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
+local sampler = require "kvlab.serve.sampler"
 
 local M = {}
 
@@ -29,6 +30,9 @@ local M = {}
 ---@field finish_us number|nil
 ---@field finish_reason string|nil   length, stop, cancelled, error
 ---@field error any                  what its sample or on_token raised
+---@field choice kvlab.serve.Choice|nil  how its tokens are chosen; nil: the likeliest
+---@field logprobs table[]|nil       of each token of output, if it asks for them:
+--                                   { logprob =, top = { { id =, logprob = }, … } }
 ---@field is_computed boolean        a step computed its num_scheduled_tokens, and the
 --                                   server has not taken note of it yet
 ---@field preemptions integer
@@ -50,6 +54,7 @@ M.KNOWN = {
   arrival_us = options.number, deadline_us = options.number,
   sample = options.callable, on_token = options.callable,
 }
+for name, kind in pairs(sampler.KNOWN) do M.KNOWN[name] = kind end
 
 --- The options of serve:fork; it takes everything else from the parent.
 M.KNOWN_OF_FORK = {}
@@ -65,7 +70,11 @@ function M.new(o, request_id, level)
   if o.tokens == nil and o.input_length == nil then
     error("request: tokens (or input_length, without a model) is missing", level + 1)
   end
-  local tokens
+  local choice, tokens = sampler.take(o), nil
+  if choice and o.sample then
+    error("request: sample is a function, expected none beside temperature and the other "
+      .. "options of sampling", level + 1)
+  end
   if o.tokens then
     tokens = {}
     for i, id in ipairs(o.tokens) do tokens[i] = id end
@@ -83,6 +92,7 @@ function M.new(o, request_id, level)
     block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
     prefetch_task = nil, prefetch_ready = false, max_tokens = o.max_tokens,
     stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
+    choice = choice, logprobs = choice and choice.logprobs and {} or nil,
     arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,
     blocks_asked = 0, blocks_shared = 0, blocks_loaded = 0, store_end = math.huge,
   }, Request)

@@ -99,8 +99,12 @@ end
 ---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
 --                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
 --                     of ids, and stop, a list of lists of ids: the request ends after
---                     any of them; arrival_us (now), deadline_us; sample(logits,
---                     request) -> id (the likeliest token); on_token(request, id)
+--                     any of them; arrival_us (now), deadline_us; temperature (0: the
+--                     likeliest token), top_k (0: all), top_p (1), min_p (0),
+--                     repetition_penalty (1), seed (0): how its tokens are drawn;
+--                     logprobs: keeps the log-probability of each token and of that many
+--                     of the likeliest in request.logprobs; or, in place of these,
+--                     sample(logits, request) -> id; on_token(request, id)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
@@ -130,6 +134,7 @@ local function advance(r, now)
   if r.num_computed_tokens == r.num_tokens and not r.error then
     r.num_tokens = r.num_tokens + 1
     if r.tokens then r.tokens[r.num_tokens] = r.next_token end
+    if r.logprobs then r.logprobs[r:output_length()] = r.next_logprobs end
     r.first_token_us = r.first_token_us or now
     r.has_new, r.is_told = true, false
   end
@@ -140,8 +145,8 @@ end
 -- It shares every block, also the last, which is copied when one of the two grows.
 ---@param parent kvlab.Request  running
 ---@param given table           tokens: what follows (nothing); max_tokens, stop_tokens,
---                              stop, arrival_us, deadline_us, sample and on_token as for
---                              submit
+--                              stop, arrival_us, deadline_us, how tokens are drawn and
+--                              on_token as for submit
 ---@return kvlab.Request
 function Server:fork(parent, given)
   options.check("fork", given, request.KNOWN_OF_FORK)

@@ -1,0 +1,249 @@
+--- How requests choose their next tokens: greedily, or drawn from the model's
+-- distribution after filters. All of it runs on the device for all requests of a step at
+-- once; only ids come to the host, and the log-probabilities that a request asks for.
+--
+-- The filters are applied in the order of transformers: repetition_penalty, temperature,
+-- top_k, top_p, min_p. Each is a threshold on the scores, and tokens as good as the last
+-- one that is kept are kept, too.
+--
+-- A token is drawn by one uniform number: the n-th token of a request takes number n of
+-- its seed. So a request draws the same whatever else is in the batch, after it was
+-- preempted, and when a step is tried again.
+local options = require "kvlab.options"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local M = {}
+
+local POSITIVE_SHARE = { "a number > 0 and <= 1", function(x)
+  return options.share[2](x) and x > 0
+end }
+
+--- The options of a request that say how its tokens are chosen.
+M.KNOWN = {
+  temperature = options.not_negative, top_k = options.whole, top_p = POSITIVE_SHARE,
+  min_p = options.share, repetition_penalty = options.positive, seed = options.whole,
+  logprobs = options.within(0, 1000),
+}
+local DRAWS = 64 -- uniform numbers that are made at a time
+local HEAD = 512 -- candidates of top_p that are looked at before all tokens are sorted
+
+---@class kvlab.serve.Choice  how a request chooses its tokens
+---@field temperature number  0: the likeliest token
+---@field top_k integer       0: all
+---@field top_p number
+---@field min_p number
+---@field repetition_penalty number
+---@field seed integer
+---@field logprobs integer|nil
+
+--- How a request chooses, from the options of serve:submit; nil: the likeliest token.
+---@param o table
+---@return kvlab.serve.Choice|nil
+function M.take(o)
+  local is_asked = false
+  for name in pairs(M.KNOWN) do is_asked = is_asked or o[name] ~= nil end
+  if not is_asked then return nil end
+  return {
+    temperature = o.temperature or 0, top_k = o.top_k or 0, top_p = o.top_p or 1,
+    min_p = o.min_p or 0, repetition_penalty = o.repetition_penalty or 1,
+    seed = o.seed or 0, logprobs = o.logprobs,
+    draws = {}, draws_at = -1,             -- numbers of this block of DRAWS
+    seen = {}, seen_ids = {}, seen_to = 0, -- tokens of prompt and output, each once
+  }
+end
+
+local GREEDY = M.take { temperature = 0 }
+
+-- ---- what the host knows --------------------------------------------------------------
+
+--- The uniform number in (0, 1] for a request's next token.
+local function draw(r, c)
+  local n = r:output_length()
+  local at = math.floor(n / DRAWS)
+  if c.draws_at ~= at then
+    c.draws = tensor.rand("cpu", "f32", { DRAWS }, { seed = c.seed, offset = at * DRAWS })
+      :list()
+    c.draws_at = at
+  end
+  return c.draws[n % DRAWS + 1]
+end
+
+--- The different tokens of a request so far.
+local function seen_of(r, c)
+  for i = c.seen_to + 1, r.num_tokens do
+    local id = r.tokens[i]
+    if not c.seen[id] then
+      c.seen[id] = true
+      c.seen_ids[#c.seen_ids + 1] = id
+    end
+  end
+  c.seen_to = r.num_tokens
+  return c.seen_ids
+end
+
+--- What any of the choices asks for, and a column of numbers for each parameter.
+local function plan(list)
+  local p = { rows = #list, top_k = 0, logprobs = -1, choices = {}, temperature = {},
+              top_p = {}, low = {}, penalty = {}, u = {}, last = {} }
+  for i, r in ipairs(list) do
+    local c = r.choice or GREEDY
+    local is_drawn = c.temperature > 0
+    p.choices[i] = c
+    p.temperature[i] = is_drawn and c.temperature or 1
+    p.u[i] = is_drawn and draw(r, c) or 1
+    p.low[i] = is_drawn and math.log(c.min_p) or -math.huge
+    p.top_p[i] = is_drawn and c.top_p < 1 and c.top_p or 2
+    p.last[i] = is_drawn and c.top_k - 1 or -1
+    p.penalty[i] = c.repetition_penalty
+    p.is_drawn, p.has_greedy = p.is_drawn or is_drawn, p.has_greedy or not is_drawn
+    p.has_top_p = p.has_top_p or p.top_p[i] < 1
+    p.has_min_p = p.has_min_p or is_drawn and c.min_p > 0
+    p.top_k = math.max(p.top_k, p.last[i] + 1)
+    p.is_penalised = p.is_penalised or c.repetition_penalty ~= 1
+    p.logprobs = math.max(p.logprobs, c.logprobs or -1)
+  end
+  return p
+end
+
+-- ---- on the device --------------------------------------------------------------------
+
+--- A column [rows, 1] of numbers.
+local function column(like, values, dtype)
+  return tensor.from(like.device, dtype or "f32", { #values, 1 }, values)
+end
+
+--- Divides the scores of tokens that a request has, or multiplies those below 0.
+local function penalise(scores, list, p)
+  local ids, most = {}, 1
+  for i, r in ipairs(list) do
+    ids[i] = p.penalty[i] ~= 1 and seen_of(r, p.choices[i]) or {}
+    most = math.max(most, #ids[i])
+  end
+  local flat = {}
+  for i = 1, #list do
+    for j = 1, most do flat[#flat + 1] = ids[i][j] or -1 end -- which scatter_ skips
+  end
+  local index = tensor.from(scores.device, "i32", { #list, most }, flat)
+  local penalty = column(scores, p.penalty)
+  local own = scores:gather(index)
+  return scores:scatter_(index, own:lt(0):where(own:mul(penalty), own:div(penalty)))
+end
+
+--- Scores below a threshold [rows, 1] become -inf.
+local function keep_from(scores, threshold)
+  return scores:ge(threshold):where(scores, -math.huge, scores)
+end
+
+local function keep_top_k(scores, p)
+  local values = scores:topk(math.min(p.top_k, scores:size(1)))
+  for i, last in ipairs(p.last) do p.last[i] = math.min(last, values:size(1) - 1) end
+  local last = column(scores, p.last, "i32")
+  return keep_from(scores, last:ge(0):where(values:gather(last), -math.huge))
+end
+
+--- The least of the best tokens that together reach top_p. They are nearly always among
+-- the first few hundred; where they are not, all tokens are sorted.
+local function top_p_threshold(scores, p, count)
+  local values = scores:topk(count)
+  local mass = values:sub(scores:logsumexp(-1):reshape { p.rows, 1 }):exp()
+  local sums = mass:cumsum()
+  if count < scores:size(1) then
+    for i, reached in ipairs(sums:narrow(count - 1, 1, 1):list()) do
+      if p.top_p[i] < 1 and reached < p.top_p[i] then return nil end
+    end
+  end
+  local wanted = column(scores, p.top_p)
+  local least = sums:sub(mass):lt(wanted):where(values, math.huge):min(-1)
+  return wanted:lt(1):where(least:reshape { p.rows, 1 }, -math.huge)
+end
+
+--- The scores after all filters, less the best one: -inf for tokens that are out.
+---@param p table  see plan
+local function filter(scores, p)
+  scores:sub(scores:max(-1):reshape { p.rows, 1 }, scores) -- a low temperature: no inf
+  scores:div(column(scores, p.temperature), scores)
+  if p.top_k > 0 then keep_top_k(scores, p) end
+  if p.has_top_p then
+    local vocab = scores:size(1)
+    keep_from(scores, top_p_threshold(scores, p, math.min(HEAD, vocab))
+      or top_p_threshold(scores, p, vocab))
+  end
+  if p.has_min_p then keep_from(scores, column(scores, p.low)) end
+  return scores
+end
+
+--- The first token at which the sum of the chances reaches u times their whole sum.
+local function pick(scores, p)
+  local sums = scores:softmax():cumsum()
+  local wanted = sums:narrow(scores:size(1) - 1, 1, 1):mul(column(scores, p.u))
+  return sums:ge(wanted):cast("i32"):argmax()
+end
+
+--- Log-probabilities by the model itself, before all filters: for each request that asks,
+-- { logprob = of its token, top = { { id =, logprob = }, … } }.
+local function logprobs_of(logits, ids, p)
+  local lse = logits:logsumexp(-1):list()
+  local own = logits:gather(ids:reshape { p.rows, 1 }):list()
+  local values, indices
+  if p.logprobs > 0 then
+    p.logprobs = math.min(p.logprobs, logits:size(1))
+    values, indices = logits:topk(p.logprobs)
+    values, indices = values:list(), indices:list()
+  end
+  local out = {}
+  for i, c in ipairs(p.choices) do
+    if c.logprobs then
+      local top, first = {}, (i - 1) * p.logprobs
+      for j = 1, math.min(c.logprobs, p.logprobs) do
+        top[j] = { id = indices[first + j], logprob = values[first + j] - lse[i] }
+      end
+      out[i] = { logprob = own[i] - lse[i], top = top }
+    end
+  end
+  return out
+end
+
+local function choose(logits, list)
+  local p = plan(list)
+  local scores, ids = logits, nil
+  if p.is_drawn or p.is_penalised then scores = logits:clone() end
+  if p.is_penalised then penalise(scores, list, p) end
+  if p.has_greedy then ids = scores:argmax() end
+  if p.is_drawn then
+    local drawn = pick(filter(scores, p), p)
+    if p.has_greedy then
+      local is_drawn = {}
+      for i, c in ipairs(p.choices) do is_drawn[i] = c.temperature > 0 and 1 or 0 end
+      local which = tensor.from(scores.device, "u8", { p.rows }, is_drawn)
+      ids = which:where(drawn, ids)
+    else
+      ids = drawn
+    end
+  end
+  return ids:list(), p.logprobs >= 0 and logprobs_of(logits, ids, p) or nil
+end
+
+--- The next tokens of the requests of a step.
+---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
+---@param list kvlab.Request[]
+---@return integer[] ids
+---@return table<integer, table>|nil logprobs  of those requests that ask for them
+function M.choose(logits, list)
+  for i = 1, #list do
+    if list[i].choice then return tensor.scope(choose, logits, list) end
+  end
+  return logits:argmax():list()
+end
+
+--- The chances of all tokens after the filters, [rows, vocab], for specs.
+---@param logits kvlab.Tensor
+---@param list kvlab.Request[]
+---@return kvlab.Tensor
+function M.chances(logits, list)
+  local p = plan(list)
+  local scores = logits:clone()
+  if p.is_penalised then penalise(scores, list, p) end
+  return filter(scores, p):softmax()
+end
+
+return M

@@ -1,0 +1,194 @@
+--- How tokens are chosen: the chances after each filter are those of transformers
+-- (tools/sampling_goldens.py), and tokens are drawn as often as these chances say.
+-- Tolerance of chances: f32 on both sides, sums in another order: 2e-6.
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local sampler = require "kvlab.serve.sampler"
+local support = require "spec.support"
+
+local TOLERANCE = 2e-6
+
+local function read(path)
+  local file = assert(io.open(kv.paths.root .. path))
+  local fields = json.decode(file:read "*a")
+  file:close()
+  return fields
+end
+
+local golden = read "/spec/data/sampling/filters.json"
+
+--- What the sampler reads of a request, with `n` tokens of output.
+local function request(options, n, tokens)
+  tokens = tokens or golden.seen
+  return { choice = sampler.take(options), tokens = tokens, num_tokens = #tokens,
+           output_length = function() return n or 0 end }
+end
+
+local function row(i)
+  local list = {}
+  for at, x in ipairs(golden.logits[i]) do
+    list[at] = x == json.null and -math.huge or x
+  end
+  return list
+end
+
+local function drawn_options(options)
+  local o = { temperature = 1 }
+  for name, value in pairs(options) do o[name] = value end
+  return o
+end
+
+support.each_device(function(dev)
+  describe("chances of tokens on " .. dev:name(), function()
+    local function compare(got, case, what)
+      for id, wanted in ipairs(case.chances) do
+        assert.near(wanted, got[id], TOLERANCE, what .. ", token " .. id - 1)
+        assert.equal(wanted == 0, got[id] == 0, what .. ", token " .. id - 1)
+      end
+    end
+
+    it("after every filter and combination are those of transformers", function()
+      assert.is_true(#golden.cases >= 80)
+      for _, case in ipairs(golden.cases) do
+        local logits = kv.from(dev, "f32", { row(case.row + 1) })
+        local list, before = { request(drawn_options(case.options)) }, logits:list()
+        compare(sampler.chances(logits, list):list(), case, json.encode(case.options))
+        assert.same(before, logits:list()) -- they stay as they are
+      end
+    end)
+
+    it("are the same in a batch with others", function()
+      for first = 1, #golden.cases, 8 do
+        local rows, list = {}, {}
+        for i = first, math.min(first + 7, #golden.cases) do
+          rows[#rows + 1] = row(golden.cases[i].row + 1)
+          list[#list + 1] = request(drawn_options(golden.cases[i].options))
+        end
+        local got = sampler.chances(kv.from(dev, "f32", rows), list)
+        for i = 1, #list do
+          local case = golden.cases[first + i - 1]
+          compare(got:index(i - 1):list(), case, json.encode(case.options))
+        end
+      end
+    end)
+
+    it("have a top_p beyond the tokens that are looked at first", function()
+      local n = 5000
+      local x = kv.randn(dev, "f32", { 2, n }, { seed = 3, std = 0.5 })
+      local sorted = x:softmax():sort(true):index(0):list()
+      local sum, count = 0, 0
+      while sum < 0.9 do
+        count = count + 1
+        sum = sum + sorted[count]
+      end
+      assert.is_true(count > 1000)
+      local got = sampler.chances(x, { request { temperature = 1, top_p = 0.9 },
+        request { temperature = 1, top_p = 0.01 } })
+      local kept = got:gt(0):cast("f32"):sum(-1):list()
+      assert.is_true(math.abs(kept[1] - count) <= 1) -- the last one by rounding
+      assert.is_true(kept[2] < 100)
+      assert.near(1, got:index(0):sum():item(), 1e-5)
+    end)
+
+    it("stay finite at the lowest temperature", function()
+      local logits = kv.from(dev, "f32", { { 1, 5, 3, -math.huge } })
+      assert.same({ 0, 1, 0, 0 },
+        sampler.chances(logits, { request { temperature = 1e-38 } }):list())
+    end)
+  end)
+
+  describe("tokens on " .. dev:name(), function()
+    -- 0.9999 of chi-square with 20 degrees of freedom; the seeds are fixed.
+    local DEGREES, MOST = 20, 52.4
+
+    --- Draws once for each of n seeds, and compares how often each token came.
+    local function check(options, logits, n, more)
+      local chances = sampler.chances(kv.from(dev, "f32", { logits }),
+        { request(drawn_options(options)) }):list()
+      local rows, counts = {}, {}
+      for i = 1, 64 do rows[i] = logits end
+      rows = kv.from(dev, "f32", rows)
+      for first = 1, n, 64 do
+        local list = {}
+        for i = 1, 64 do
+          local o = drawn_options(options)
+          o.seed = more and 7 or first + i
+          list[i] = request(o, more and first + i or 0)
+        end
+        for _, id in ipairs((sampler.choose(rows, list))) do
+          counts[id] = (counts[id] or 0) + 1
+        end
+      end
+      local sum, total = 0, 0
+      for id, chance in ipairs(chances) do
+        local count = counts[id - 1] or 0
+        total = total + count
+        if chance == 0 then assert.equal(0, count)
+        else sum = sum + (count - n * chance) ^ 2 / (n * chance) end
+      end
+      assert.equal(n, total)
+      assert.is_true(sum < MOST, ("chi-square %.1f"):format(sum))
+    end
+
+    local logits = {}
+    for i = 1, DEGREES + 1 do logits[i] = math.sin(i * 1.7) * 1.5 end
+
+    it("come as often as their chances, over seeds", function()
+      check({}, logits, 16384)
+      check({ temperature = 0.8, top_k = 12, min_p = 0.05 }, logits, 8192)
+      check({ top_p = 0.8, repetition_penalty = 1.5 }, logits, 8192)
+    end)
+
+    it("come as often as their chances, over the tokens of one seed", function()
+      check({}, logits, 16384, true)
+    end)
+
+    it("are the same for a seed, alone and beside others", function()
+      local x = kv.randn(dev, "f32", { 6, 300 }, { seed = 1, std = 2 })
+      local kinds = { { temperature = 1, seed = 4 }, { temperature = 0.5, top_k = 9 }, {},
+        { temperature = 1, top_p = 0.7, seed = 2 }, { repetition_penalty = 3 },
+        { temperature = 2, min_p = 0.01, repetition_penalty = 1.2, seed = 9 } }
+      for n = 0, 200, 50 do
+        local list = {}
+        for i, o in ipairs(kinds) do list[i] = request(o, n) end
+        local all = sampler.choose(x, list)
+        for i, o in ipairs(kinds) do
+          local alone = sampler.choose(x:narrow(i - 1, 1), { request(o, n) })
+          assert.equal(all[i], alone[1], i)
+        end
+      end
+    end)
+
+    it("are the likeliest where nothing else is asked for", function()
+      local x = kv.randn(dev, "f32", { 3, 50 }, { seed = 1 })
+      local likeliest = x:argmax():list()
+      assert.same(likeliest, (sampler.choose(x, { {}, {}, {} })))
+      assert.same(likeliest, (sampler.choose(x, { {}, request { logprobs = 0 },
+        request { temperature = 0, top_p = 0.1 } })))
+      assert.same(likeliest, (sampler.choose(x, { {}, request { seed = 3 },
+        request { temperature = 1, top_k = 1 } })))
+    end)
+
+    it("have the log-probabilities of the model, before all filters", function()
+      local x = kv.randn(dev, "f32", { 2, 50 }, { seed = 1 })
+      local ids, logprobs = sampler.choose(x, { request { temperature = 3, seed = 5,
+        top_k = 30, repetition_penalty = 2, logprobs = 4 }, {} })
+      local all = x:softmax():log():index(0):list()
+      assert.is_nil(logprobs[2])
+      assert.near(all[ids[1] + 1], logprobs[1].logprob, 1e-5)
+      assert.equal(4, #logprobs[1].top)
+      table.sort(all, function(a, b) return a > b end)
+      for i, one in ipairs(logprobs[1].top) do assert.near(all[i], one.logprob, 1e-5) end
+    end)
+
+    it("are drawn with the first and the last number that a draw can give", function()
+      local list = { request { temperature = 1 }, request { temperature = 1 } }
+      for i, u in ipairs { 2 ^ -33, 1 } do
+        for n = 1, 64 do list[i].choice.draws[n] = u end
+        list[i].choice.draws_at = 0
+      end
+      local x = { -math.huge, 1, 2, -math.huge, 0, -math.huge }
+      assert.same({ 1, 4 }, (sampler.choose(kv.from(dev, "f32", { x, x }), list)))
+    end)
+  end)
+end)
