@@ -90,4 +90,12 @@ function PrefixCache:reclaim(n)
   return true
 end
 
+--- Forgets everything, and gives back the blocks that nobody else uses.
+function PrefixCache:clear()
+  for block in pairs(self.key_of) do
+    check(C.kvl_pool_release(self.memory.pool, block))
+  end
+  self.block_of, self.key_of, self.idle = {}, {}, lru.new()
+end
+
 return M

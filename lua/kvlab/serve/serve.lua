@@ -363,14 +363,16 @@ function Server:stats()
   return out
 end
 
---- Ends all requests and closes what the server opened; the engine and the store stay
--- open. Raises the first error of a policy that is told that a request ends.
+--- Ends all requests, gives back all blocks and closes what the server opened; the engine
+-- and the store stay open. Raises the first error of a policy that is told that a request
+-- ends.
 function Server:close()
   local problem
   for _, r in ipairs(self.requests) do
     local ok, why = pcall(self.cancel, self, r)
     if not ok then problem = problem or { why } end
   end
+  self.scheduler.prefix:clear()
   if self.executor.close then self.executor:close() end
   if problem then error(problem[1], 0) end
 end

@@ -61,6 +61,7 @@ local function serve(dev, list, o, each)
   local free = server.scheduler.prefix:available()
   server:close()
   assert.equal(engine.cache.blocks, free)
+  assert.equal(engine.cache.blocks, engine.cache:blocks_free()) -- for the next server
   engine.cache:close()
   return requests, logits, stats
 end
