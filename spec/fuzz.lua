@@ -29,7 +29,7 @@ local LEFT_OUT = {
   ["kv.experiment.run"] = "needs a script",
   ["Record:explain"] = "of a running experiment, as the next two",
   ["Record:interrupted"] = "", ["Record:failure"] = "",
-  ["Store:replayed"] = "a part of a tally",
+  ["Store:replayed"] = "a part of a tally", ["Model:chat"] = "reads what is typed",
 }
 
 -- What the page's names begin with, besides kv.
@@ -147,6 +147,10 @@ local LATE = {
                                          hash_block = 16, max_tokens = 3 }
     return server
   end,
+  text_model = function()
+    return kv.model(require("spec.text_models").folder(),
+      { device = "cpu", engine = { blocks = 16, chunk = 8, max_seqs = 2 } })
+  end,
   llama = function()
     return require("models.llama").random(LLAMA, { device = "cpu", dtype = "f32" })
   end,
@@ -232,6 +236,7 @@ local MAKERS = {
   ["index/landmarks Landmarks"] = of "landmarks",
   ["index/compressed Compressed"] = of "compressed",
   ["serve/serve Server"] = either("server", "modelled"),
+  ["serve/model Model"] = of "text_model",
   ["serve/request Request"] = function(w, rng)
     local server = either("server", "modelled")(w, rng)
     return server == w.server and w.request or w.modelled_request

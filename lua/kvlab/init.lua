@@ -23,6 +23,7 @@
 --                                  before they are needed
 --   kv.serve kv.cost_model kv.trace kv.replay    a server of requests, with a model or
 --                                  without one
+--   kv.model kv.generate           a model with its tokenizer, answers to prompts
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.tokenizer                   text to token ids and back, and chats
@@ -87,6 +88,8 @@ M.record = require "kvlab.observe.record"
 M.capture = require "kvlab.observe.capture"
 
 M.serve = require("kvlab.serve.serve").serve
+M.generate = require("kvlab.serve.generate").generate
+M.model = require("kvlab.serve.model").model
 M.cost_model = require "kvlab.serve.cost_model"
 M.trace = require "kvlab.serve.trace"
 M.replay = require "kvlab.serve.replay"

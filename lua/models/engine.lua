@@ -145,6 +145,13 @@ end
 function Engine:use_policy(policy, seqs)
   local attention = new_attention(self, policy)
   if seqs then attention:adopt(seqs) end
+  self:use_attention(attention)
+end
+
+--- Goes back to an attention that this engine had before. Its policies know nothing of
+-- sequences that were begun since.
+---@param attention kvlab.Attention
+function Engine:use_attention(attention)
   self.attention = attention
   for count in pairs(self.graphs) do self.graphs[count] = nil end
 end
@@ -364,6 +371,7 @@ M.new = arguments.of("engine", M.new, { model = options.table })
 local SEQ, EACH = objects.sequence, options.optional(options.callable)
 arguments.methods(Engine, "an engine", {
   use_policy = { policy = objects.policy, seqs = options.optional(objects.sequences) },
+  use_attention = { attention = objects.attention },
   finish = { seq = SEQ }, prefill = { seq = SEQ, each = EACH },
   prefill_all = { seq = SEQ }, decode = { seqs = objects.sequences },
   prefill_batch = { seqs = objects.sequences, counts = options.table,

@@ -46,6 +46,16 @@ local function check_heads(path, raw, c)
   end
 end
 
+--- How many tokens a model can read, stretched rotations included; nil if the config does
+-- not say.
+local function context_of(raw)
+  local most = tonumber(raw.max_position_embeddings)
+  local scaling = raw.rope_parameters or raw.rope_scaling
+  if type(scaling) ~= "table" or not most then return most end
+  local trained = tonumber(scaling.original_max_position_embeddings)
+  return math.max(most, (trained or 0) * (tonumber(scaling.factor) or 1))
+end
+
 --- A config's sizes, checked.
 local function check_sizes(path, raw)
   local c = { path = path, eps = raw.rms_norm_eps
@@ -56,6 +66,7 @@ local function check_sizes(path, raw)
     c[short] = checkpoint.count(path, raw, field)
   end
   check_heads(path, raw, c)
+  c.context = context_of(raw)
   return c
 end
 
@@ -105,6 +116,7 @@ local function check_config(path, raw, context)
   c.inv_freq, factor = rope.frequencies(rope.check(path, raw, nil, nil, context),
     c.head_dim, c.rope_factors)
   c.scale = factor / math.sqrt(c.head_dim)
+  if c.context and context then c.context = math.max(c.context, context) end
   return c
 end
 

@@ -352,6 +352,8 @@ local running = once(function()
   return { server = serving, request = request }
 end)
 
+local engine = once(function() return model():engine { blocks = 16, chunk = 32 } end)
+
 M["kv.serve"] = {
   good = serve_options,
   call = function(o) kv.serve(o) end,
@@ -372,6 +374,38 @@ M["Server:submit"] = {
              logprobs = 2 }
   end,
   call = function(o) server():submit(o) end,
+}
+M["kv.generate"] = {
+  good = function()
+    return { tokenizer = tokenizer(), max_tokens = 2, temperature = 1, top_k = 3,
+             top_p = 0.5, min_p = 0.1, repetition_penalty = 1.1, seed = 1,
+             stop = { "x" }, stop_tokens = { 5 }, ignore_eos = true, logprobs = 1,
+             on_text = score }
+  end,
+  call = function(o) kv.generate(engine(), { 1, 2 }, o) end,
+}
+local text_model = once(function()
+  return kv.model(require("spec.text_models").folder(),
+    { device = "cpu", engine = { blocks = 16, chunk = 32 } })
+end)
+
+M["kv.model"] = {
+  good = function() return { device = "cpu", dtype = "f32", engine = { blocks = 8 } } end,
+  call = function(o) kv.model(require("spec.text_models").folder(), o) end,
+}
+M["Model:generate"] = {
+  good = function()
+    local o = M["kv.generate"].good()
+    o.policy, o.tokenizer = kv.policy "quest", nil
+    return o
+  end,
+  call = function(o) text_model():generate({ 1, 2 }, o) end,
+}
+M["Model:chat"] = {
+  good = function()
+    return { system = "Be brief.", max_tokens = 3, read = function() end }
+  end,
+  call = function(o) text_model():chat(o) end,
 }
 M["Server:fork"] = {
   good = function()

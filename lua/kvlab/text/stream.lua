@@ -8,6 +8,11 @@ local M = {}
 
 -- ---- stop strings ---------------------------------------------------------------------
 
+--- What stop strings may be.
+M.STOPS = options.list_of({ "a string of UTF-8 with a character or more", function(x)
+  return type(x) == "string" and x ~= "" and unicode.repaired(x) == x
+end })
+
 ---@class kvlab.text.Stops
 ---@field list string[]
 ---@field held string     the end of the text that may be the beginning of a stop string

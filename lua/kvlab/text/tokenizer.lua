@@ -284,10 +284,7 @@ function Tokenizer:decode(ids, o)
   return o.bytes and bytes or unicode.repaired(bytes)
 end
 
-local STREAM = { special = options.boolean,
-  stop = options.list_of({ "a string of UTF-8 with a character or more", function(x)
-    return type(x) == "string" and x ~= "" and unicode.repaired(x) == x
-  end }) }
+local STREAM = { special = options.boolean, stop = stream.STOPS }
 
 --- Decodes tokens that come one by one: `stream:push(id)` returns the text that is
 -- complete, `stream:finish()` what is left. Together they are what `decode` returns.

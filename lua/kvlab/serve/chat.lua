@@ -1,0 +1,89 @@
+--- A conversation on the terminal. Each answer continues the conversation so far; the
+-- server keeps its blocks, so that only what is new is read.
+local C = require("kvlab.library").C
+local generate = require "kvlab.serve.generate"
+local options = require "kvlab.options"
+local serve = require "kvlab.serve.serve"
+
+local ffi = require "ffi"
+
+ffi.cdef "int isatty(int fd);"
+
+local M = {}
+
+--- The options of model:chat: those of kv.generate, the system prompt, and what reads.
+M.KNOWN = { system = options.string, read = options.callable }
+for name, kind in pairs(generate.KNOWN) do M.KNOWN[name] = kind end
+
+local MAX_TOKENS = 512 -- of an answer, unless max_tokens says otherwise
+
+--- Calls fn. Returns whether Ctrl-C came, and what fn returned; raises other errors.
+local function watched(fn, ...)
+  local ok, result = pcall(fn, ...)
+  if C.kvl_interrupted() ~= 0 then
+    C.kvl_interrupt(0)
+    debug.sethook()
+    return true
+  end
+  if not ok then error(result, 0) end
+  return false, result
+end
+
+--- The next line that is typed; nil at the end of the input.
+local function read_line()
+  if ffi.C.isatty(0) ~= 0 then
+    io.stdout:write "> "
+    io.stdout:flush()
+  end
+  return (io.read "*l")
+end
+
+--- The assistant's text after the messages, as far as it came.
+local function answer(server, tokenizer, messages, o)
+  local parts, given = {}, {}
+  for name, value in pairs(o) do given[name] = value end
+  given.on_text = function(text, got)
+    parts[#parts + 1] = text
+    io.stdout:write(text)
+    io.stdout:flush()
+    return not o.on_text or o.on_text(text, got)
+  end
+  local _, ids = tokenizer:chat(messages, { add_generation_prompt = true })
+  local ok, why = pcall(watched, generate.generate, server, ids, given)
+  io.stdout:write "\n"
+  if not ok then error(why, 0) end
+  return table.concat(parts)
+end
+
+local function converse(server, tokenizer, messages, read, o)
+  while true do
+    local is_interrupted, line = watched(read)
+    if is_interrupted then
+      io.stdout:write "\n"
+    elseif not line then
+      return
+    elseif line:find "%S" then
+      messages[#messages + 1] = { role = "user", content = line }
+      local text = answer(server, tokenizer, messages, o)
+      messages[#messages + 1] = { role = "assistant", content = text }
+    end
+  end
+end
+
+--- Converses until the input ends.
+---@param engine table
+---@param tokenizer kvlab.text.Tokenizer
+---@param given table  options of model:chat, checked
+function M.run(engine, tokenizer, given)
+  local o, messages = {}, {}
+  for name, value in pairs(given) do o[name] = value end
+  if o.system then messages[1] = { role = "system", content = o.system } end
+  o.system, o.read, o.max_tokens = nil, nil, o.max_tokens or MAX_TOKENS
+  local server = serve.serve { engine = engine }
+  local ok, why = pcall(converse, server, tokenizer, messages,
+    given.read or read_line, o)
+  server:close()
+  if not ok then error(why, 0) end
+end
+
+return M

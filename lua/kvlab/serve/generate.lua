@@ -1,0 +1,238 @@
+--- Answers to prompts: `kv.generate`. A server runs the prompts together, the tokenizer
+-- turns tokens into text as they come.
+--
+--   local answer = kv.generate(engine, "The capital of France is",
+--     { tokenizer = tokenizer, max_tokens = 20, temperature = 0.7, seed = 3 })
+--   print(answer.text, answer.finish_reason)
+local arguments = require "kvlab.arguments"
+local options = require "kvlab.options"
+local sampler = require "kvlab.serve.sampler"
+local serve = require "kvlab.serve.serve"
+local stream = require "kvlab.text.stream"
+
+local M = {}
+
+local MAX_TOKENS = 128 -- unless max_tokens says otherwise
+
+---@class kvlab.Answer
+---@field index integer         of its prompt, from 1
+---@field ids integer[]         the tokens, also those of a stop string
+---@field text string|nil       without special tokens, up to a stop string; nil without a
+--                              tokenizer
+---@field finish_reason string  "length": max_tokens; "stop": a stop string or stop token;
+--                              "cancelled": on_text returned false; "error": it raised
+---@field stop string|nil       the stop string that ended it
+---@field error any             what on_text raised
+---@field logprobs table[]|nil  of each token { id =, logprob =, top = { { id =,
+--                              logprob = }, … } }, where they are asked for
+
+local OF_PROMPT = {
+  max_tokens = options.whole, stop = stream.STOPS, ignore_eos = options.boolean,
+  stop_tokens = options.list_of(options.whole), on_text = options.callable,
+}
+for name, kind in pairs(sampler.KNOWN) do OF_PROMPT[name] = kind end
+local OPTIONS = {
+  tokenizer = options.like("a tokenizer, as kv.tokenizer opens it", "encode", "stream"),
+}
+for name, kind in pairs(OF_PROMPT) do OPTIONS[name] = kind end
+
+--- The options of kv.generate.
+M.KNOWN = OPTIONS
+
+-- ---- prompts --------------------------------------------------------------------------
+
+local function fail(i, words, ...)
+  options.fail(("generate: prompt %d %s"):format(i, words:format(...)))
+end
+
+--- The prompts as a list, and whether it was only one.
+local function listed(prompts)
+  local is_one = type(prompts) == "string" or type(prompts[1]) == "number"
+    or prompts.prompt ~= nil
+  if is_one then return { prompts }, true end
+  if #prompts == 0 then
+    options.fail "generate: prompts is empty, expected a prompt or a list of them"
+  end
+  return prompts, false
+end
+
+--- The options of one prompt: its own over those of all.
+local function options_of(given, o, i)
+  if type(given) ~= "table" or given.prompt == nil then return o, given end
+  local own, all = {}, {}
+  for name, value in pairs(given) do own[name] = value end
+  own.prompt = nil
+  options.check(("generate: prompt %d"):format(i), own, OF_PROMPT)
+  for name, value in pairs(o) do all[name] = value end
+  for name, value in pairs(own) do all[name] = value end
+  return all, given.prompt
+end
+
+--- The tokens of a prompt, checked.
+local function tokens_of(given, o, i, vocab)
+  if type(given) == "string" then
+    if not o.tokenizer then
+      fail(i, "is a text, expected ids, as there is no tokenizer")
+    end
+    given = o.tokenizer:encode(given)
+  elseif type(given) ~= "table" then
+    fail(i, "is %s, expected a text or a list of ids", options.shown(given))
+  end
+  if #given == 0 then fail(i, "is empty, expected a token or more") end
+  for at = 1, #given do
+    local id = given[at]
+    if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
+      fail(i, "has token %d = %s, expected 0 ... %d", at - 1, tostring(id), vocab - 1)
+    end
+  end
+  return given
+end
+
+--- How many tokens a prompt may have to come; raises if it asks for more than there is
+-- room for.
+local function room(engine, count, asked, i)
+  local cache = engine.cache
+  local blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks)
+  local limit, what = blocks * cache.block_size,
+    ("the engine's cache has room for %d"):format(blocks * cache.block_size)
+  local context = engine.model.config.context
+  if context and context < limit then
+    limit, what = context, ("the model's context is %d"):format(context)
+  end
+  local most = limit - count + 1 -- the last token is never read
+  if count > limit then fail(i, "has %d tokens, but %s", count, what) end
+  if asked and asked > most then
+    fail(i, "has %d tokens and max_tokens is %d, but %s", count, asked, what)
+  end
+  return math.min(asked or MAX_TOKENS, most)
+end
+
+--- The tokens that end an answer.
+local function stop_tokens(o)
+  local list, t = { unpack(o.stop_tokens or {}) }, o.tokenizer
+  if t and not o.ignore_eos then
+    list[#list + 1] = t.eos
+    list[#list + 1] = t.eot
+  end
+  return list
+end
+
+--- A prompt, checked, with all that its request needs.
+local function job_of(engine, given, o, i)
+  local own, prompt = options_of(given, o, i)
+  for _, name in ipairs { "stop", "on_text" } do
+    if own[name] and not own.tokenizer then
+      options.fail(("generate: %s is %s, expected none, as there is no tokenizer"):format(
+        name, options.shown(own[name])))
+    end
+  end
+  local tokens = tokens_of(prompt, own, i, engine.model.config.vocab)
+  local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
+    index = i, ids = {} } }
+  job.stream = own.tokenizer and own.tokenizer:stream { stop = own.stop }
+  job.request = { tokens = tokens, stop_tokens = stop_tokens(own),
+                  max_tokens = room(engine, #tokens, own.max_tokens, i) }
+  for name in pairs(sampler.KNOWN) do job.request[name] = own[name] end
+  return job
+end
+
+-- ---- answers --------------------------------------------------------------------------
+
+--- Adds text to an answer. Returns false when on_text wants no more.
+local function emit(job, text)
+  if text == "" then return true end
+  job.parts[#job.parts + 1] = text
+  return not job.on_text or job.on_text(text, job.answer) ~= false
+end
+
+--- A token of a request has come.
+local function add(server, job, r, id)
+  local answer = job.answer
+  answer.ids[#answer.ids + 1] = id
+  if not job.stream then return end
+  job.is_cancelled = not emit(job, job.stream:push(id))
+  if job.is_cancelled or job.stream.stopped then server:cancel(r) end
+end
+
+--- The end of an answer.
+local function finish(job)
+  local r, answer = job.running, job.answer
+  job.is_done = true
+  answer.finish_reason, answer.error = r.finish_reason, r.error
+  if job.stream then
+    if r.finish_reason ~= "error" and not job.is_cancelled then
+      local ok, why = pcall(emit, job, job.stream:finish())
+      if not ok then answer.finish_reason, answer.error = "error", why end
+    end
+    answer.text, answer.stop = table.concat(job.parts), job.stream.stopped
+    if answer.stop and not job.is_cancelled then answer.finish_reason = "stop" end
+  end
+  for i, one in ipairs(r.logprobs or {}) do one.id = answer.ids[i] end
+  answer.logprobs = r.logprobs
+end
+
+local function submit(server, job)
+  local o = job.request
+  if o.max_tokens == 0 then
+    job.is_done, job.answer.finish_reason = true, "length"
+    job.answer.text = job.stream and ""
+    return
+  end
+  o.on_token = function(r, id) add(server, job, r, id) end
+  job.running = assert(server:submit(o))
+end
+
+local function run(server, jobs)
+  for _, job in ipairs(jobs) do submit(server, job) end
+  local left
+  repeat
+    left = false
+    for _, job in ipairs(jobs) do
+      if not job.is_done and job.running.state == "finished" then finish(job) end
+      left = left or not job.is_done
+    end
+    if left then server:step() end
+  until not left
+end
+
+local TO = options.either(
+  options.like("a model's engine", "cache", "attention", "decode"),
+  options.like("a server with one", "executor", "submit"))
+
+--- Answers prompts, all of them together. The same request gets the same answer whatever
+-- else is in the batch, up to what the rounding of logits changes.
+---@param to table  a model's engine, or a server with one; a server keeps the prompts'
+--                  blocks for the next call
+---@param prompts string|table  a prompt or a list of them; each is a text, a list of
+--                  token ids, or { prompt = text or ids, … } with options of its own
+---@param o? table  tokenizer (needed for text); max_tokens (128, or what there is room
+--                  for); temperature (0: the likeliest token), top_k (0: all), top_p (1),
+--                  min_p (0), repetition_penalty (1), seed (0); stop: strings that end an
+--                  answer; stop_tokens: ids that do, beside the tokenizer's eos and eot;
+--                  ignore_eos: these do not (false); logprobs: keeps the log-probability
+--                  of each token and of that many of the likeliest;
+--                  on_text(text, answer): is given the text as it comes, and ends its
+--                  answer by returning false
+---@return kvlab.Answer|kvlab.Answer[]  one, or a list where prompts is a list
+function M.generate(to, prompts, o)
+  o = options.check("generate", o, OPTIONS)
+  local engine = to.executor and to.executor.engine or to
+  local list, is_one = listed(prompts)
+  local jobs, answers = {}, {}
+  for i, given in ipairs(list) do jobs[i] = job_of(engine, given, o, i) end
+  local server = to.executor and to or serve.serve { engine = engine }
+  local ok, why = pcall(run, server, jobs)
+  for i, job in ipairs(jobs) do
+    answers[i] = job.answer
+    if job.running then pcall(server.cancel, server, job.running) end
+  end
+  if server ~= to then server:close() end
+  if not ok then error(why, 0) end
+  return is_one and answers[1] or answers
+end
+
+M.generate = arguments.of("generate", M.generate, {
+  to = TO, prompts = options.either({ "a text", options.string[2] }, options.table),
+})
+
+return M

@@ -1,0 +1,127 @@
+--- A model with its tokenizer and an engine, ready to answer: `kv.model`.
+--
+--   m = kv.model "smollm2"
+--   m:generate("The capital of France is", { policy = "quest", ratio = 0.1 }).text
+--   m:tokens "Hello"
+--   m:chat()
+local arguments = require "kvlab.arguments"
+local chat = require "kvlab.serve.chat"
+local generate = require "kvlab.serve.generate"
+local kinds = require "kvlab.tensor.kinds"
+local named = require "kvlab.named"
+local options = require "kvlab.options"
+local policies = require "kvlab.policy.policy"
+local sorted = require "kvlab.sorted"
+
+local M = {}
+
+---@class kvlab.Model
+---@field name string
+---@field model table         of a family, see lua/models/engine.lua
+---@field tokenizer kvlab.text.Tokenizer
+---@field engine table        its memory and attention
+local Model = {}
+Model.__index = Model
+
+local OPEN = {
+  device = kinds.device, dtype = options.one_of("f32", "f16", "bf16"),
+  engine = options.table,
+}
+
+--- Opens a model with its tokenizer.
+---@param name string  a folder of Hugging Face, a file that ends with .gguf, or what
+--                     ./kvlab get fetched, such as "smollm2"
+---@param o? table     device (--device's), dtype of weights and activations (bf16),
+--                     engine: options of model:engine (lua/models/engine.lua)
+---@return kvlab.Model
+function M.model(name, o)
+  o = options.check("model", o, OPEN)
+  local opener = named.open("models", "file of models", "open", 2)
+  local model, tokenizer = opener.open(name, { device = o.device, dtype = o.dtype })
+  local engine = model:engine(o.engine)
+  return setmetatable({ name = name, model = model, tokenizer = tokenizer,
+    engine = engine, own_attention = engine.attention }, Model)
+end
+
+-- ---- policies -------------------------------------------------------------------------
+
+--- Options of kv.generate, and those of the policy that they name.
+local function parted(what, given, known)
+  local own, rest = {}, {}
+  for name, value in pairs(given) do
+    if known[name] then own[name] = value
+    elseif name ~= "policy" then rest[name] = value end
+  end
+  if type(given.policy) == "string" then return own, policies(given.policy, rest) end
+  if next(rest) then
+    local names = sorted.keys(known)
+    names[#names + 1] = "policy"
+    options.refuse(what, next(rest), names)
+  end
+  return own, given.policy
+end
+
+local POLICY = options.optional(options.either({ "a policy's name", options.string[2] },
+  options.like("a policy, as kv.policy makes them", "compute_decode")))
+
+--- Options of kv.generate with the tokenizer; the engine decodes with the policy.
+local function prepare(self, what, o, known)
+  o = o or {}
+  if type(o) ~= "table" then options.check(what, o, known) end -- which raises
+  options.argument(what, "policy", o.policy, POLICY)
+  local own, policy = parted(what, o, known)
+  options.check(what, own, known)
+  local engine = self.engine
+  if not policy then engine:use_attention(self.own_attention)
+  elseif policy ~= engine.attention.decode_policy then engine:use_policy(policy) end
+  own.tokenizer = own.tokenizer or self.tokenizer
+  return own
+end
+
+-- ---- what it does ---------------------------------------------------------------------
+
+--- Answers prompts.
+---@param prompts string|table  see kv.generate
+---@param o? table  options of kv.generate; and policy: what decodes, a policy or the name
+--                  of one, whose options may stand beside it (the engine's)
+---@return kvlab.Answer|kvlab.Answer[]
+function Model:generate(prompts, o)
+  return generate.generate(self.engine, prompts,
+    prepare(self, "generate", o, generate.KNOWN))
+end
+
+--- A conversation on the terminal: reads a line, writes the answer as it comes, and so on
+-- until Ctrl-D. Ctrl-C ends an answer.
+---@param o? table  as for generate; and system: the system prompt; read(): returns the
+--                  next line, or nil at the end (what is typed)
+function Model:chat(o)
+  chat.run(self.engine, self.tokenizer, prepare(self, "chat", o, chat.KNOWN))
+end
+
+---@class kvlab.Tokens  a list of { id =, text = }, printed one a line
+
+local Tokens = {}
+
+function Tokens:__tostring()
+  local lines = {}
+  for i, one in ipairs(self) do
+    lines[i] = ("%7d  %q"):format(one.id, one.text):gsub("\\\n", "\\n")
+  end
+  return table.concat(lines, "\n")
+end
+
+--- The tokens of a text.
+---@param text string
+---@return kvlab.Tokens  a list of { id =, text = }
+function Model:tokens(text)
+  local list = {}
+  for i, id in ipairs(self.tokenizer:encode(text)) do
+    list[i] = { id = id, text = self.tokenizer:bytes_of(id) }
+  end
+  return setmetatable(list, Tokens)
+end
+
+M.model = arguments.of("model", M.model, { name = options.string })
+arguments.methods(Model, "a model of kv.model", { tokens = { text = options.string } })
+
+return M

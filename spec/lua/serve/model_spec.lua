@@ -1,0 +1,185 @@
+--- Models that answer, in a script and in the REPL: fed by a pipe, and at a terminal
+-- (tmux). The model is small and random; spec/models/generate_spec.lua has a real one.
+local kv = require "kvlab"
+local processes = require "spec.processes"
+local temporary = require "spec.temporary"
+local text_models = require "spec.text_models"
+
+local executable = kv.paths.executable or kv.paths.library_dir .. "/kvlab"
+local folder = text_models.folder()
+
+local function open()
+  return kv.model(folder, { device = "cpu", dtype = "f32",
+                            engine = { blocks = 32, chunk = 64 } })
+end
+
+describe("kv.model", function()
+  it("opens a model with its tokenizer and an engine", function()
+    local m = open()
+    assert.equal(128, m.tokenizer.size)
+    assert.equal(512, m.model.config.context)
+    local answer = m:generate("Hello", { max_tokens = 6 })
+    local direct = kv.generate(m.engine, "Hello", { max_tokens = 6,
+                                                    tokenizer = m.tokenizer })
+    assert.same(direct, answer)
+    assert.equal(6, #answer.ids)
+  end)
+
+  it("decodes with the policy that a call names, and without one as before", function()
+    local m = open()
+    local text = ("abc"):rep(30)
+    local function direct(policy)
+      local engine = m.model:engine { blocks = 32, chunk = 64, policy = policy }
+      return kv.generate(engine, text, { max_tokens = 9, tokenizer = m.tokenizer,
+                                         logprobs = 1 })
+    end
+    local full, quest = direct(), direct(kv.policy("quest", { tokens = 16 }))
+    assert.are_not.same(full, quest)
+    local function answer(o)
+      o.max_tokens, o.logprobs = 9, 1
+      return m:generate(text, o)
+    end
+    assert.same(full, answer {})
+    assert.same(quest, answer { policy = "quest", tokens = 16 })
+    assert.same(quest, answer { policy = kv.policy("quest", { tokens = 16 }) })
+    assert.same(full, answer {})
+  end)
+
+  it("shows the tokens of a text", function()
+    local tokens = open():tokens 'Hi "\1'
+    assert.same({ id = 40, text = "H" }, tokens[1])
+    assert.matches('^     40  "H"\n     73  "i"\n      0  " "\n      2  "\\""',
+      tostring(tokens))
+  end)
+
+  it("names what is wrong, and blames the caller's line", function()
+    local m = open()
+    local function refused(words, o)
+      local line = debug.getinfo(1, "l").currentline + 1
+      local ok, text = pcall(function() m:generate("x", o) end)
+      assert.is_false(ok)
+      assert.truthy(text:find("model_spec.lua:" .. line .. ": ", 1, true), text)
+      assert.truthy(text:find(words, 1, true), text)
+    end
+    refused('generate: "polcy" is no option, did you mean policy?', { polcy = "quest" })
+    refused('generate: "ratio" is no option', { ratio = 0.1 })
+    refused('policy quest: "raito" is no option, did you mean ratio?',
+      { policy = "quest", raito = 0.1 })
+    refused('no policy "qest"; did you mean "quest"?', { policy = "qest" })
+    refused("generate: policy is 3, expected a policy's name", { policy = 3 })
+    refused("generate: top_k is -1, expected a whole number >= 0", { top_k = -1 })
+    refused("generate: options are 3, expected a table", 3)
+  end)
+
+  it("says why a model cannot be opened", function()
+    local function refused(words, name)
+      local ok, text = pcall(kv.model, name, { device = "cpu" })
+      assert.is_false(ok)
+      assert.truthy(tostring(text):find(words, 1, true), text)
+    end
+    refused("config.json", "/no/such/folder")
+    refused("tokenizer.json", kv.paths.root .. "/lua/models/recall")
+    refused("name is 3, expected a string", 3)
+  end)
+end)
+
+-- ---- conversations --------------------------------------------------------------------
+
+local OPEN = ("m = kv.model(%q, { device = 'cpu', dtype = 'f32', "
+  .. "engine = { blocks = 32 } })"):format(folder)
+
+local function quote(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+
+local function ask(command)
+  local pipe = io.popen(command)
+  local answer = pipe:read "*a"
+  pipe:close()
+  return answer
+end
+
+--- What a conversation says, answer by answer.
+local function said(lines, o)
+  local m, messages, texts = open(), { { role = "system", content = "Be brief." } }, {}
+  for i, line in ipairs(lines) do
+    messages[#messages + 1] = { role = "user", content = line }
+    local _, ids = m.tokenizer:chat(messages, { add_generation_prompt = true })
+    texts[i] = m:generate(ids, o).text
+    messages[#messages + 1] = { role = "assistant", content = texts[i] }
+  end
+  return texts
+end
+
+describe("a chat", function()
+  it("in a pipe answers each line as a part of the conversation", function()
+    local path = temporary.path()
+    local file = assert(io.open(path, "w"))
+    file:write(OPEN, '\nm:chat { system = "Be brief.", max_tokens = 5, temperature = 1, ',
+      "seed = 4 }\nHello\n  \nAnd then?")
+    file:close()
+    local o = { max_tokens = 5, temperature = 1, seed = 4 }
+    local texts = said({ "Hello", "And then?" }, o)
+    assert.are_not.equal(texts[1], texts[2])
+    assert.equal(table.concat(texts, "\n") .. "\n",
+      ask(("%s repl --device=cpu <%s 2>&1"):format(quote(executable), quote(path))))
+  end)
+
+  it("gives back all blocks, and takes lines from a function", function()
+    local script = temporary.path()
+    local file = assert(io.open(script, "w"))
+    file:write('kv = require "kvlab"\n', OPEN, [[
+
+local lines, at = { "a", "b" }, 0
+m:chat { max_tokens = 3, read = function() at = at + 1 return lines[at] end,
+         on_text = function() return false end }
+print(at, m.engine.cache:blocks_free())]])
+    file:close()
+    assert.matches("\n3\t32\n$",
+      ask(("%s run --device=cpu %s 2>&1"):format(quote(executable), quote(script))))
+  end)
+
+  it("at a terminal goes on after Ctrl-C and ends with Ctrl-D", function()
+    if not ask("command -v tmux"):find "%S" then return pending "no tmux" end
+    local socket = temporary.path()
+    local function tmux(words)
+      return ask(("tmux -S %s %s 2>&1"):format(socket, words))
+    end
+    local function screen() return (tmux "capture-pane -p -J":gsub("%s+$", "")) end
+    local function wait(pattern)
+      local ok = pcall(processes.wait_until, function()
+        return screen():find(pattern .. "$")
+      end, "")
+      if not ok then
+        error(("the screen never ended with %s:\n%s"):format(pattern, screen()), 2)
+      end
+    end
+    local function enter(text)
+      tmux("send-keys -l -- " .. quote(text))
+      tmux "send-keys Enter"
+    end
+    tmux("-f /dev/null new-session -d -x 200 -y 60 " .. quote(("env XDG_STATE_HOME=%s "
+      .. "TERM=screen %s repl"):format(temporary.folder(), quote(executable))))
+    wait "%[1%]"
+    enter(OPEN)
+    wait "%[2%]"
+    -- the second answer would never end
+    enter("n = 0 m:chat { max_tokens = 2, temperature = 1, on_text = function(_, a) "
+      .. "if #a.ids == 1 then n = n + 1 end while n == 2 do end end }")
+    wait "\n>"
+    enter "Hello"
+    wait "Hello\n[^\n]+\n>"
+    enter "Hello"
+    wait "Hello\n[^\n]+"
+    tmux "send-keys C-c"
+    wait "\n>"
+    tmux "send-keys -l -- half"
+    tmux "send-keys C-c"
+    wait "half[^\n]*\n>"
+    enter "Hello"
+    wait "Hello\n[^\n]+\n>"
+    tmux "send-keys C-d"
+    wait "%[3%]"
+    enter "n, m.engine.cache:blocks_free()"
+    wait "3%s+32\n%[4%]"
+    tmux "kill-server"
+  end)
+end)
