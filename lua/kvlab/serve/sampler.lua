@@ -25,7 +25,7 @@ M.KNOWN = {
   logprobs = options.within(0, 1000),
 }
 local DRAWS = 64 -- uniform numbers that are made at a time
-local HEAD = 512 -- candidates of top_p that are looked at before all tokens are sorted
+local HEADS = { 512, 8192 } -- best tokens that top_p looks at before it sorts all
 
 ---@class kvlab.serve.Choice  how a request chooses its tokens
 ---@field temperature number  0: the likeliest token
@@ -84,6 +84,7 @@ end
 --- What any of the choices asks for, and a column of numbers for each parameter.
 local function plan(list)
   local p = { rows = #list, top_k = 0, logprobs = -1, choices = {}, temperature = {},
+              top_p_of = 0, -- how many tokens top_p chooses among, at most
               top_p = {}, low = {}, penalty = {}, u = {}, last = {} }
   for i, r in ipairs(list) do
     local c = r.choice or GREEDY
@@ -96,7 +97,9 @@ local function plan(list)
     p.last[i] = is_drawn and c.top_k - 1 or -1
     p.penalty[i] = c.repetition_penalty
     p.is_drawn, p.has_greedy = p.is_drawn or is_drawn, p.has_greedy or not is_drawn
-    p.has_top_p = p.has_top_p or p.top_p[i] < 1
+    if p.top_p[i] < 1 then
+      p.top_p_of = math.max(p.top_p_of, c.top_k > 0 and c.top_k or math.huge)
+    end
     p.has_min_p = p.has_min_p or is_drawn and c.min_p > 0
     p.top_k = math.max(p.top_k, p.last[i] + 1)
     p.is_penalised = p.is_penalised or c.repetition_penalty ~= 1
@@ -141,13 +144,13 @@ local function keep_top_k(scores, p)
   return keep_from(scores, last:ge(0):where(values:gather(last), -math.huge))
 end
 
---- The least of the best tokens that together reach top_p. They are nearly always among
--- the first few hundred; where they are not, all tokens are sorted.
+--- The least of the best tokens that together reach top_p; nil if `count` tokens do not
+-- always reach it.
 local function top_p_threshold(scores, p, count)
   local values = scores:topk(count)
   local mass = values:sub(scores:logsumexp(-1):reshape { p.rows, 1 }):exp()
   local sums = mass:cumsum()
-  if count < scores:size(1) then
+  if count < math.min(p.top_p_of, scores:size(1)) then
     for i, reached in ipairs(sums:narrow(count - 1, 1, 1):list()) do
       if p.top_p[i] < 1 and reached < p.top_p[i] then return nil end
     end
@@ -157,17 +160,23 @@ local function top_p_threshold(scores, p, count)
   return wanted:lt(1):where(least:reshape { p.rows, 1 }, -math.huge)
 end
 
+--- The tokens that top_p needs are nearly always among the first few hundred.
+local function keep_top_p(scores, p)
+  local most = math.min(p.top_p_of, scores:size(1))
+  for _, head in ipairs(HEADS) do
+    local threshold = top_p_threshold(scores, p, math.min(head, most))
+    if threshold then return keep_from(scores, threshold) end
+  end
+  return keep_from(scores, top_p_threshold(scores, p, most))
+end
+
 --- The scores after all filters, less the best one: -inf for tokens that are out.
 ---@param p table  see plan
 local function filter(scores, p)
   scores:sub(scores:max(-1):reshape { p.rows, 1 }, scores) -- a low temperature: no inf
   scores:div(column(scores, p.temperature), scores)
   if p.top_k > 0 then keep_top_k(scores, p) end
-  if p.has_top_p then
-    local vocab = scores:size(1)
-    keep_from(scores, top_p_threshold(scores, p, math.min(HEAD, vocab))
-      or top_p_threshold(scores, p, vocab))
-  end
+  if p.top_p_of > 0 then keep_top_p(scores, p) end
   if p.has_min_p then keep_from(scores, column(scores, p.low)) end
   return scores
 end

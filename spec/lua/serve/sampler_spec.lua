@@ -72,23 +72,25 @@ support.each_device(function(dev)
       end
     end)
 
-    it("have a top_p beyond the tokens that are looked at first", function()
-      local n = 5000
-      local x = kv.randn(dev, "f32", { 2, n }, { seed = 3, std = 0.5 })
-      local sorted = x:softmax():sort(true):index(0):list()
-      local sum, count = 0, 0
-      while sum < 0.9 do
-        count = count + 1
-        sum = sum + sorted[count]
-      end
-      assert.is_true(count > 1000)
-      local got = sampler.chances(x, { request { temperature = 1, top_p = 0.9 },
-        request { temperature = 1, top_p = 0.01 } })
-      local kept = got:gt(0):cast("f32"):sum(-1):list()
-      assert.is_true(math.abs(kept[1] - count) <= 1) -- the last one by rounding
-      assert.is_true(kept[2] < 100)
-      assert.near(1, got:index(0):sum():item(), 1e-5)
-    end)
+    for _, n in ipairs { 5000, 20000 } do -- of the first 8192, and of all
+      it(("have a top_p beyond the first tokens of %d"):format(n), function()
+        local x = kv.randn(dev, "f32", { 3, n }, { seed = 3, std = 0.5 })
+        local sorted = x:softmax():sort(true):index(0):list()
+        local sum, count = 0, 0
+        while sum < 0.9 do
+          count = count + 1
+          sum = sum + sorted[count]
+        end
+        assert.is_true(count > 2000)
+        local got = sampler.chances(x, { request { temperature = 1, top_p = 0.9 },
+          request { temperature = 1, top_p = 0.01 },
+          request { temperature = 1, top_p = 0.5, top_k = 100 } })
+        local kept = got:gt(0):cast("f32"):sum(-1):list()
+        assert.is_true(math.abs(kept[1] - count) <= 1) -- the last one by rounding
+        assert.is_true(kept[2] < 100 and kept[3] < 100)
+        for i = 0, 2 do assert.near(1, got:index(i):sum():item(), 1e-5) end
+      end)
+    end
 
     it("stay finite at the lowest temperature", function()
       local logits = kv.from(dev, "f32", { { 1, 5, 3, -math.huge } })
