@@ -18,6 +18,7 @@ end
 ---@field as string|nil      <!-- as: FILE -->: the block is a piece of this file
 ---@field file string|nil    <!-- file: FILE -->: the reader saves it under this name
 ---@field not_run string|nil <!-- not run: WHY -->
+---@field needs string|nil   <!-- needs: MODEL -->
 
 --- Reads one page.
 ---@param root string
@@ -33,7 +34,8 @@ function M.read(root, page)
       last, open = open.language ~= "text" and open or nil, nil
     elseif not open and line:find "^```" then
       open = { page = page, line = i + 1, language = line:match "^```(%S*)$",
-               as = told.as, file = told.file, not_run = told["not run"] }
+               as = told.as, file = told.file, not_run = told["not run"],
+               needs = told.needs }
       blocks[#blocks + 1], told = open, {}
     elseif not open and key then
       told[key] = value

@@ -8,8 +8,11 @@
 --   <!-- as: FILE -->       before a block: it is a piece of FILE
 --   <!-- file: FILE -->     the reader saves it as FILE: it runs from there
 --   <!-- not run: WHY -->   what it calls is checked: verbs, options and files exist
+--   <!-- needs: MODEL -->   before a shell or REPL block: it is run where ./kvlab get has
+--                           fetched the model, as specs tagged #model are
 --
 -- Names between backticks in the text are there: files, kv.X, kvl_x and Class:method.
+local cache_folder = require "kvlab.cache_folder"
 local doc_blocks = require "spec.doc_blocks"
 local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
@@ -66,6 +69,12 @@ local function run_lua(page, blocks, count)
   end
 end
 
+--- The line that gives a block the real cache folder, if it needs a model from there.
+local function cache_of(block)
+  if not block.needs then return "" end
+  return ("export XDG_CACHE_HOME='%s'\n"):format(cache_folder.path():match "^(.*)/")
+end
+
 local function run_sh(block)
   if support.is_hostile and block.text:find "repeats=" then
     return pending "a hostile build does not repeat experiments: release does"
@@ -73,7 +82,7 @@ local function run_sh(block)
   -- A hostile build has kernels of one instruction set, so it runs with that one.
   local text = support.is_hostile
     and block.text:gsub("%-%-isa=%w+", "--isa=" .. support.isa()) or block.text
-  local status, output = scratch:sh("rm -rf results\n" .. text)
+  local status, output = scratch:sh(cache_of(block) .. "rm -rf results\n" .. text)
   assert.equal(0, status, output)
   compare(block, output)
 end
@@ -86,7 +95,7 @@ local function run_repl(block)
     if input then inputs[#inputs + 1] = input else shown[#shown + 1] = line end
   end
   scratch:write("typed", table.concat(inputs, "\n"))
-  local status, output = scratch:sh "./kvlab repl --device=cpu <typed"
+  local status, output = scratch:sh(cache_of(block) .. "./kvlab repl --device=cpu <typed")
   assert.equal(0, status, output)
   block.output = table.concat(shown, "\n")
   compare(block, output)
@@ -177,7 +186,8 @@ local function describe_page(page)
   for _, block in ipairs(blocks) do
     local run = ({ sh = run_sh, repl = run_repl })[block.language]
     if run and not (block.as or block.file or block.not_run) then
-      it(("line %d, %s runs"):format(block.line, block.language), function()
+      local tag = block.needs and " #model" or ""
+      it(("line %d, %s runs%s"):format(block.line, block.language, tag), function()
         run(block)
       end)
     end
