@@ -186,12 +186,19 @@ local function admit_waiting(self)
 end
 
 --- When nothing can be computed: waits for a prefetch, or else takes back room from
--- waiting requests.
+-- waiting requests. Raises when the blocks that are missing are none of the server's.
 local function unblock(self)
   for _, r in ipairs(self.waiting) do
     if r.prefetch_task then return stall(self, r) end
   end
-  if not waiting.give_back_last(self, 1) then waiting.give_back(self, self.waiting[1]) end
+  if waiting.give_back_last(self, 1) then return end
+  local r = self.waiting[1]
+  waiting.give_back(self, r)
+  local need, left = self:blocks_for(r.num_tokens), self.prefix:available()
+  if need > left and #self.running == 0 then
+    error(("request %d needs %d blocks and the cache has %d left: other sequences hold "
+      .. "the rest"):format(r.request_id, need, left), 0)
+  end
 end
 
 --- Chooses the next step: plan.decode and plan.prefill are requests with

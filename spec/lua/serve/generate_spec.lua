@@ -249,6 +249,18 @@ describe("a call that fails", function()
     end)
   end
 
+  it("says so where other sequences hold the blocks, and then runs", function()
+    local e = engine { blocks = 16 }
+    local seq, o = e:sequence(), { max_tokens = 4 }
+    e:prefill(seq, tokenizer:encode(("x"):rep(50)))
+    local long = tokenizer:encode "sixteen tokens.."
+    raises("request 2 needs 4 blocks and the cache has 3 left: other sequences hold the "
+      .. "rest", kv.generate, e, { { 1, 2 }, long }, o)
+    assert.equal(3, e.cache:blocks_free())
+    e:finish(seq)
+    assert.equal(4, #kv.generate(e, { { 1, 2 }, long }, o)[2].ids)
+  end)
+
   it("names the prompt or the option, and blames the caller's line", function()
     local e = engine { blocks = 8 }
     local t = { tokenizer = tokenizer }
