@@ -25,6 +25,19 @@ describe("kv.model", function()
     assert.equal(6, #answer.ids)
   end)
 
+  it("knows how many tokens the model reads", function()
+    local llama = require "models.llama"
+    local function context(name, o)
+      o = o or {}
+      o.device = "cpu"
+      return llama.load(kv.paths.root .. "/spec/data/hf/" .. name, o).config.context
+    end
+    assert.equal(512, context "llama")
+    assert.equal(8 * 64, context "yarn_mscale") -- more than max_position_embeddings
+    assert.equal(16, context "dynamic")
+    assert.equal(100, context("dynamic", { context = 100 }))
+  end)
+
   it("decodes with the policy that a call names, and without one as before", function()
     local m = open()
     local text = ("abc"):rep(30)

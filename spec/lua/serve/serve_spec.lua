@@ -415,6 +415,32 @@ describe("server", function()
     server:run()
   end)
 
+  it("draws tokens as requests ask, on branches and beside a sample", function()
+    local server, prompt = small(), workload()[1].tokens
+    local drawn = { tokens = prompt, max_tokens = 8, temperature = 3, seed = 5,
+                    logprobs = 2 }
+    local first = server:submit(drawn)
+    local own = server:submit { tokens = { 9 }, max_tokens = 3,
+                                sample = function() return 7 end }
+    server:step()
+    while first:output_length() < 3 do server:step() end
+    local branch = server:fork(first, { max_tokens = 5, temperature = 3, seed = 6,
+                                        logprobs = 0 })
+    server:run()
+    assert.same({ 7, 7, 7 }, own:output())
+    assert.equal(8, #first.logprobs)
+    assert.equal(2, #first.logprobs[8].top)
+    assert.equal(5, #branch.logprobs)
+    assert.same({}, branch.logprobs[1].top)
+    local other = small()
+    local again = other:submit(drawn)
+    other:run()
+    assert.same(again:output(), first:output())
+    assert.are_not.same({ unpack(first:output(), 4) }, branch:output())
+    raises("request: sample is a function, expected none beside temperature",
+      server.submit, server, { tokens = { 1 }, max_tokens = 1, seed = 3, sample = print })
+  end)
+
   it("refuses what can never run, with the reason", function()
     local server = small()
     local r, why = server:submit { tokens = workload()[1].tokens, max_tokens = 600 }
