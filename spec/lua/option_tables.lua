@@ -256,7 +256,10 @@ M["kv.record"] = {
   call = function(o) kv.record(synthetic().attention, o):detach() end,
 }
 M["Record:selection_map"] = {
-  good = function() return { layers = { 0 }, heads = { 0, 1 }, title = "t" } end,
+  good = function()
+    return { layers = { 0 }, heads = { 0, 1 }, title = "t", step_names = { "a" },
+             block_names = { "b" } }
+  end,
   call = function(o) record():selection_map(o) end,
 }
 M["Record:score_map"] = {
@@ -400,6 +403,12 @@ M["Model:generate"] = {
     return o
   end,
   call = function(o) text_model():generate({ 1, 2 }, o) end,
+}
+M["Model:selection_map"] = {
+  good = function()
+    return { max_tokens = 3, layers = { 0 }, heads = { 1 }, title = "t", seed = 2 }
+  end,
+  call = function(o) text_model():selection_map("Hello", o) end,
 }
 M["Model:chat"] = {
   good = function()

@@ -224,7 +224,9 @@ local function make_panel(self, row_of, layer, head, columns)
 end
 
 local VIEW = { layers = options.list_of(options.whole, 1),
-               heads = options.list_of(options.whole, 1), title = options.string }
+               heads = options.list_of(options.whole, 1), title = options.string,
+               step_names = options.list_of(options.string),
+               block_names = options.list_of(options.string) }
 
 local function make_map(self, row_of, view, words)
   view = options.check("record", view, VIEW, 3)
@@ -241,12 +243,15 @@ local function make_map(self, row_of, view, words)
   end
   return plot.heat_map { panels = panels, rows = #self.steps, columns = columns, low = 0,
     high = 1, xlabel = "block", ylabel = "step", zlabel = words.zlabel, file = words.file,
+    row_names = view.step_names, column_names = view.block_names,
     title = view.title or words.title:format(self.name) }
 end
 
 --- A map of the blocks that each step chose. It has a panel for every layer and KV head,
 -- or for those that the view names; if there are many layers, for some of them.
----@param view? {layers?: integer[], heads?: integer[], title?: string}
+---@param view? table  layers, heads: lists of numbers from 0; title; step_names,
+--                     block_names: what stands in place of the numbers of steps and
+--                     blocks, such as their text
 ---@return kvlab.heat_map
 function Record:selection_map(view)
   return (make_map(self, chosen_row, view, { title = "blocks that %s chose",
@@ -256,7 +261,7 @@ end
 --- A map of how each step scored the blocks, in the same panels: 1 is the best of all
 -- blocks, 0 the worst. It shows ranks, because scores of different heads and steps cannot
 -- be compared.
----@param view? {layers?: integer[], heads?: integer[], title?: string}
+---@param view? table  as for selection_map
 ---@return kvlab.heat_map
 function Record:score_map(view)
   return (make_map(self, rank_row, view, { title = "how %s scored the blocks",

@@ -4,6 +4,7 @@
 --   m:generate("The capital of France is", { policy = "quest", ratio = 0.1 }).text
 --   m:tokens "Hello"
 --   m:chat()
+--   :plot m:selection_map("Once upon a time …", { policy = "quest", ratio = 0.1 })
 local arguments = require "kvlab.arguments"
 local chat = require "kvlab.serve.chat"
 local generate = require "kvlab.serve.generate"
@@ -11,6 +12,7 @@ local kinds = require "kvlab.tensor.kinds"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local policies = require "kvlab.policy.policy"
+local record = require "kvlab.observe.record"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -98,6 +100,64 @@ function Model:chat(o)
   chat.run(self.engine, self.tokenizer, prepare(self, "chat", o, chat.KNOWN))
 end
 
+-- ---- maps -----------------------------------------------------------------------------
+
+local LETTERS = 12 -- of a name
+
+--- The text of some tokens in one short line.
+local function name_of(self, ids)
+  local text = self.tokenizer:decode(ids, { special = true }):gsub("%s+", " ")
+  local letters = {}
+  for letter in text:gmatch "[%z\1-\127\194-\244][\128-\191]*" do
+    letters[#letters + 1] = letter
+  end
+  if #letters <= LETTERS then return text end
+  return table.concat(letters, "", 1, LETTERS - 1) .. "…"
+end
+
+--- The view of a map of an answer: a step is named by the token that it decodes, a block
+-- by its first words.
+local function view_of(self, prompt, answer, view)
+  local all, steps, blocks, size = {}, {}, {}, self.engine.cache.block_size
+  for i, id in ipairs(prompt) do all[i] = id end
+  for i = 1, #answer.ids - 1 do -- no step reads the last one
+    all[#all + 1], steps[i] = answer.ids[i], name_of(self, { answer.ids[i] })
+  end
+  for first = 1, #all, size do
+    blocks[#blocks + 1] = name_of(self,
+      { unpack(all, first, math.min(first + size - 1, #all)) })
+  end
+  return { layers = view.layers, heads = view.heads, title = view.title,
+           step_names = steps, block_names = blocks }
+end
+
+local VIEW = { layers = options.list_of(options.whole, 1),
+               heads = options.list_of(options.whole, 1), title = options.string }
+local MAP = {}
+for _, known in ipairs { VIEW, generate.KNOWN } do
+  for name, kind in pairs(known) do MAP[name] = kind end
+end
+
+--- Answers a prompt and draws which blocks each step of the answer read: a row for each
+-- token, a column for each block, named by their text. `:plot` shows it.
+---@param prompt string|integer[]
+---@param o? table  as for generate; and layers, heads (lists of numbers from 0; some of
+--                  them) and title
+---@return kvlab.heat_map map
+---@return kvlab.Answer answer
+function Model:selection_map(prompt, o)
+  local own, view = prepare(self, "selection_map", o, MAP), {}
+  for name in pairs(VIEW) do view[name], own[name] = own[name], nil end
+  local ids = type(prompt) == "string" and self.tokenizer:encode(prompt) or prompt
+  local watched = record(self.engine.attention)
+  local ok, answer = pcall(generate.generate, self.engine, ids, own)
+  watched:detach()
+  if not ok then error(answer, 0) end
+  return watched:selection_map(view_of(self, ids, answer, view)), answer
+end
+
+-- ---- tokens ---------------------------------------------------------------------------
+
 ---@class kvlab.Tokens  a list of { id =, text = }, printed one a line
 
 local Tokens = {}
@@ -122,6 +182,10 @@ function Model:tokens(text)
 end
 
 M.model = arguments.of("model", M.model, { name = options.string })
-arguments.methods(Model, "a model of kv.model", { tokens = { text = options.string } })
+arguments.methods(Model, "a model of kv.model", {
+  tokens = { text = options.string },
+  selection_map = { prompt = options.either({ "a text", options.string[2] },
+    options.list_of(options.whole, 1)) },
+})
 
 return M

@@ -65,6 +65,30 @@ describe("kv.model", function()
       tostring(tokens))
   end)
 
+  it("maps which blocks an answer read, named by their text", function()
+    local m = open()
+    local text = "A text of three blocks, with few words in it."
+    local o = { max_tokens = 5, policy = "quest", tokens = 32, layers = { 1 },
+                title = "a map", temperature = 1 }
+    local map, answer = m:selection_map(text, o)
+    assert.equal("a map", map.title)
+    assert.equal(2, #map.panels) -- of two KV heads
+    assert.same({ "A text of t…", "blocks, wit…", " words in i…" },
+      { unpack(map.column_names, 1, 3) })
+    assert.equal(4, #map.column_names)
+    assert.equal(4, map.rows) -- no step reads the last token
+    for i = 1, 4 do
+      assert.equal(m.tokenizer:decode({ answer.ids[i] }, { special = true }),
+        map.row_names[i])
+    end
+    local chosen = 0
+    for _, x in ipairs(map.panels[1].values) do chosen = chosen + (x == 1 and 1 or 0) end
+    assert.is_true(chosen > 0 and chosen < #map.panels[1].values)
+    o.layers, o.title = nil, nil
+    assert.same(answer, m:generate(text, o))
+    assert.is_nil(m.engine.attention.probe) -- nobody watches any more
+  end)
+
   it("names what is wrong, and blames the caller's line", function()
     local m = open()
     local function refused(words, o)
