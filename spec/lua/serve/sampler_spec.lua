@@ -183,6 +183,17 @@ support.each_device(function(dev)
       for i, one in ipairs(logprobs[1].top) do assert.near(all[i], one.logprob, 1e-5) end
     end)
 
+    it("cost no allocation from the device once a step has been made", function()
+      local x = kv.randn(dev, "f32", { 3, 3000 }, { seed = 1 })
+      local list = { request { temperature = 1, top_p = 0.9, logprobs = 2 },
+        request({ temperature = 1, top_k = 9, min_p = 0.1, repetition_penalty = 2 }, 5),
+        {} }
+      for _ = 1, 3 do sampler.choose(x, list) end
+      local before = dev:stats().allocations
+      for _ = 1, 10 do sampler.choose(x, list) end
+      assert.equal(before, dev:stats().allocations)
+    end)
+
     it("are drawn with the first and the last number that a draw can give", function()
       local list = { request { temperature = 1 }, request { temperature = 1 } }
       for i, u in ipairs { 2 ^ -33, 1 } do
