@@ -34,6 +34,14 @@ local function feed(lines, arguments)
 end
 
 describe("completion", function()
+  it("knows the models that can be fetched, and paths to others", function()
+    assert.same({ "smollm2" }, (select(2, complete.candidates('kv.model "smol', {}, {}))))
+    assert.same({ "smollm2" }, (select(2, complete.candidates('m = kv.model("', {}, {}))))
+    local stem = paths.root .. "/lua/models/rec"
+    assert.same({ paths.root .. "/lua/models/recall/" },
+      (select(2, complete.candidates('kv.model "' .. stem, {}, {}))))
+  end)
+
   it("passes the project's path to no shell", function()
     local root, touched = paths.root, temporary.path()
     paths.root = ('/tmp/"$(touch %s)`touch %s`\\'):format(touched, touched)
@@ -363,6 +371,14 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
   end)
 
   describe("completion", function()
+  it("knows the models that can be fetched, and paths to others", function()
+    assert.same({ "smollm2" }, (select(2, complete.candidates('kv.model "smol', {}, {}))))
+    assert.same({ "smollm2" }, (select(2, complete.candidates('m = kv.model("', {}, {}))))
+    local stem = paths.root .. "/lua/models/rec"
+    assert.same({ paths.root .. "/lua/models/recall/" },
+      (select(2, complete.candidates('kv.model "' .. stem, {}, {}))))
+  end)
+
     local environment = { kv = kv, t = kv.zeros("cpu", "f32", { 2 }), deep = { { } },
                           policy_of_mine = 1, s = "text", dev = kv.device "cpu" }
     environment.deep.inner = { name = 1, number = 2 }

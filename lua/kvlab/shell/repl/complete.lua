@@ -1,6 +1,7 @@
 --- The completions that Tab offers for the text before the cursor: fields and methods of
--- live values, names inside strings that a call takes (policies, dtypes, devices,
--- modules, files), and the options of the policy that is being opened.
+-- live values, names inside strings that a call takes (policies, models, dtypes,
+-- devices, modules, files), and the options of the policy that is being opened.
+local downloads = require "kvlab.downloads"
 local files_of = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
 local library = require "kvlab.library"
@@ -75,8 +76,16 @@ local function files(stem)
   return matching(names, folder .. start)
 end
 
+--- Models that ./kvlab get can fetch, and paths.
+local function models(stem)
+  local names = stem ~= "" and files(stem) or {}
+  for name in pairs(downloads.CATALOGUE) do names[#names + 1] = name end
+  return names
+end
+
 -- What may stand in a string, by what stands before it.
 local EXPECTED = {
+  { "kv%.model%s*%(?%s*$", models },
   { "kv%.policy%s*%(?%s*$", policies }, { "policy%s*=%s*$", policies },
   { "dtype%s*=%s*$", dtypes }, { ":cast%s*%(?%s*$", dtypes },
   { "dtype_bytes%s*%(?%s*$", dtypes },
@@ -88,7 +97,9 @@ local EXPECTED = {
 
 local function in_string(before, stem, quote)
   for _, expected in ipairs(EXPECTED) do
-    if before:find(expected[1]) then return stem, matching(expected[2](), stem), quote end
+    if before:find(expected[1]) then
+      return stem, matching(expected[2](stem), stem), quote
+    end
   end
   local paths = files(stem)
   local is_folder = #paths == 1 and paths[1]:sub(-1) == "/"
