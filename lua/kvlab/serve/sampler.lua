@@ -25,7 +25,8 @@ M.KNOWN = {
   logprobs = options.within(0, 1000),
 }
 local DRAWS = 64 -- uniform numbers that are made at a time
-local HEADS = { 512, 8192 } -- best tokens that top_p looks at before it sorts all
+-- How many of the best tokens top_p looks at, and how many times more if these are few.
+local HEAD, HEAD_GROWS = 512, 4
 
 ---@class kvlab.serve.Choice  how a request chooses its tokens
 ---@field temperature number  0: the likeliest token
@@ -144,30 +145,37 @@ local function keep_top_k(scores, p)
   return keep_from(scores, last:ge(0):where(values:gather(last), -math.huge))
 end
 
---- The least of the best tokens that together reach top_p; nil if `count` tokens do not
--- always reach it.
-local function top_p_threshold(scores, p, count)
-  local values = scores:topk(count)
-  local mass = values:sub(scores:logsumexp(-1):reshape { p.rows, 1 }):exp()
+--- The least of the best tokens that together reach top_p, [rows, 1]; and which rows do
+-- not reach it with `count` tokens, of `most` that there are to choose from.
+---@param top_p number[]  of each row; 2 where all tokens stay
+local function top_p_threshold(scores, top_p, count, most)
+  local values, short = scores:topk(count), {}
+  local mass = values:sub(scores:logsumexp(-1):reshape { #top_p, 1 }):exp()
   local sums = mass:cumsum()
-  if count < math.min(p.top_p_of, scores:size(1)) then
+  if count < most then
     for i, reached in ipairs(sums:narrow(count - 1, 1, 1):list()) do
-      if p.top_p[i] < 1 and reached < p.top_p[i] then return nil end
+      if top_p[i] < 1 and reached < top_p[i] then short[#short + 1] = i end
     end
   end
-  local wanted = column(scores, p.top_p)
+  local wanted = column(scores, top_p)
   local least = sums:sub(mass):lt(wanted):where(values, math.huge):min(-1)
-  return wanted:lt(1):where(least:reshape { p.rows, 1 }, -math.huge)
+  return wanted:lt(1):where(least:reshape { #top_p, 1 }, -math.huge), short
 end
 
---- The tokens that top_p needs are nearly always among the first few hundred.
+--- The tokens that top_p needs are nearly always among the first few hundred. Rows that
+-- need more are looked at one by one.
 local function keep_top_p(scores, p)
   local most = math.min(p.top_p_of, scores:size(1))
-  for _, head in ipairs(HEADS) do
-    local threshold = top_p_threshold(scores, p, math.min(head, most))
-    if threshold then return keep_from(scores, threshold) end
+  local threshold, short = top_p_threshold(scores, p.top_p, math.min(HEAD, most), most)
+  for _, i in ipairs(short) do
+    local row, count = scores:narrow(i - 1, 1), HEAD
+    repeat
+      count = math.min(HEAD_GROWS * count, most)
+      local own, still_short = top_p_threshold(row, { p.top_p[i] }, count, most)
+      threshold:narrow(i - 1, 1):copy_(own)
+    until #still_short == 0
   end
-  return keep_from(scores, top_p_threshold(scores, p, most))
+  return keep_from(scores, threshold)
 end
 
 --- The scores after all filters, less the best one: -inf for tokens that are out.
