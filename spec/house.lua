@@ -114,7 +114,7 @@ end
 M.LUA_ROOMS = {
   { "lua/kvlab" }, -- what everything may require
   { "lua/kvlab/report", "lua/kvlab/tensor", "lua/kvlab/text" },
-  { "lua/kvlab/memory" },
+  { "lua/kvlab/memory", "lua/kvlab/task" },
   { "lua/kvlab/index", "lua/kvlab/kernel" },
   { "lua/kvlab/policy" },
   { "lua/kvlab/observe" },
@@ -122,7 +122,7 @@ M.LUA_ROOMS = {
   { "lua/kvlab/experiment" },
   { "lua/kvlab/init.lua" },
   { "lua/kvlab/shell" },
-  { "lua/policies", "lua/priorities", "lua/evictions" },
+  { "lua/policies", "lua/priorities", "lua/evictions", "lua/tasks" },
   { "lua/models" },
   { "lua/experiments" },
 }

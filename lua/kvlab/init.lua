@@ -27,6 +27,7 @@
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.tokenizer                   text to token ids and back, and chats
+--   kv.task kv.scores              what a model is asked, and how good its answers are
 --   kv.vllm kv.safetensors kv.gguf kv.npy    vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
@@ -60,6 +61,8 @@ M.npy = require "kvlab.tensor.npy"
 M.vllm = require "kvlab.tensor.vllm"
 
 M.tokenizer = require("kvlab.text.tokenizer").tokenizer
+M.task = require "kvlab.task.task"
+M.scores = require "kvlab.task.scores"
 
 M.cache = require("kvlab.memory.cache").cache
 M.store = require "kvlab.memory.store"
