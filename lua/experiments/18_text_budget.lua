@@ -1,0 +1,230 @@
+--- Which policies keep what a language model can do with text, at which budget?
+--
+-- A real language model reads texts with dense attention and then decodes under each
+-- policy: the next tokens of a text (perplexity), and the questions and answers of tasks
+-- (docs/tasks.md). Every policy gets the same texts. With question=prompt, questions are
+-- read densely too. Policies that watch the prompt (h2o, snapkv) read the texts again.
+--
+-- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
+-- that are the model's likeliest ones. score_low and score_high are the interval of its
+-- mean over texts (Student's t, 95 %). gap is what is lost against dense attention on the
+-- same texts, with an interval over texts, too: of the score, or for perplexity of -log p
+-- of a token (log_p is the mean of log p). It says more than the scores, whose intervals
+-- include how much the texts differ.
+-- Tables show bytes_share (01_recall) in brackets, and pictures have it on the x axis,
+-- with the Pareto front. It counts all decoded tokens, those of questions included.
+--
+--   ./kvlab get smollm2
+--   ./kvlab run lua/experiments/18_text_budget.lua --set model=smollm2 [--device=cuda]
+--       [--set text=FILE] [--set length=4096] [--set examples=16] [--set task=needle]
+--
+-- model: a name that ./kvlab get knows, a folder of Hugging Face or a GGUF file. text: a
+-- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
+-- Without a model here, a small one with random weights reads made-up sentences (model =
+-- sample). It only serves as a test: its answers are never right.
+local downloads = require "kvlab.downloads"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local readings = require "models.reading"
+
+local READ = "bytes read, as a share of all of K and V"
+local TASKS = { "perplexity", "needle", "needle_multikey", "needle_multivalue",
+                "needle_multiquery", "variable_tracking", "common_words",
+                "frequent_words" }
+local DATA = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
+
+-- ---- models and texts -----------------------------------------------------------------
+
+--- A model with random weights, for the tokens of a small tokenizer.
+local function sample(dtype, seed)
+  local tokenizer = kv.tokenizer(DATA)
+  return llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
+    intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
+    num_key_value_heads = 2, vocab_size = tokenizer.size }, { dtype = dtype,
+    seed = seed }), tokenizer
+end
+
+--- A model and its tokenizer, for all tasks.
+local function load(o)
+  local model, tokenizer
+  if o.model == "sample" then
+    model, tokenizer = sample(o.dtype, o.seed)
+  else
+    local checkpoint = require "models.checkpoint"
+    local fields, path = checkpoint.open(o.model)
+    local family = fields.model_type:find "^gemma" and require "models.gemma" or llama
+    model = family.load(o.model, { dtype = o.dtype })
+    local is_gguf = path:find "%.gguf$"
+    tokenizer = kv.tokenizer(is_gguf and kv.gguf(path).metadata
+      or path:match "^(.*)/[^/]*$")
+  end
+  return { model = model, tokenizer = tokenizer }
+end
+
+--- A file of made-up sentences, so that a sample has something to read.
+local function made_up(out)
+  local path, draw = out .. "/sentences.txt", require "kvlab.task.writer"
+  local files = require "kvlab.files"
+  files.make_folder(out)
+  files.write(path, table.concat(draw.new(1):noise(4000), " "))
+  return path
+end
+
+--- The task of a row with its options.
+local function task_of(config, out)
+  local o = { length = config.length, chat = config.task ~= "perplexity" and config.chat
+    or nil }
+  if config.task == "perplexity" then
+    o.decode, o.text = config.decode, config.text
+    if config.model == "sample" and config.text == "kjv" then o.text = made_up(out) end
+  elseif config.task == "common_words" and config.length < 4096 then
+    o.often, o.seldom = 10, 1 -- 300 entries of the list would not fit
+  end
+  return kv.task(config.task, o)
+end
+
+local out -- the folder of the results
+
+--- The texts of a task, read by the model, and how well it does with dense attention.
+local function open(o)
+  local loaded = kv.experiment.memo({ model = o.model, dtype = o.dtype, seed = o.seed },
+    load)
+  local task = task_of(o, out)
+  local engine = loaded.model:engine { block_size = o.block_size, max_seqs = 16,
+    blocks = readings.blocks(task, o.examples, o.block_size),
+    max_blocks = math.ceil(task.length / o.block_size) + 2 }
+  local reading = readings.open { engine = engine, tokenizer = loaded.tokenizer,
+    task = task, examples = o.examples, seed = o.seed, question = o.question }
+  return { reading = reading, dense = reading:ask(kv.policy "full"),
+           close = function() engine.cache:close() end }
+end
+
+-- ---- a row ----------------------------------------------------------------------------
+
+--- What each text loses against dense attention: its mean and interval.
+local function gap(dense, result)
+  local lost = {}
+  for i, own in ipairs(result.each) do
+    local all = dense.each[i]
+    lost[i] = own.nll and own.nll - all.nll or all.score - own.score
+  end
+  return kv.statistics.interval(lost)
+end
+
+local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
+               "question", "chat", "block_size", "seed" }
+
+local function run(config, settings)
+  out = settings.out
+  local keys = {}
+  for _, name in ipairs(KEYS) do keys[name] = config[name] end
+  local sitting = kv.experiment.memo(keys, open)
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local start = kv.C.kvl_clock_ns()
+  local result, probe = sitting.reading:ask(policy, kv.probe)
+  local metrics = probe:metrics()
+  metrics.seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9
+  metrics.note = kv.policy.exceeds_budget(policy,
+    math.ceil(config.length / config.block_size), config.block_size)
+  metrics.score, metrics.score_low, metrics.score_high = result.score, result.low,
+    result.high
+  metrics.gap, metrics.gap_low, metrics.gap_high = gap(sitting.dense, result)
+  if result.nll then
+    metrics.perplexity, metrics.log_p = math.exp(result.nll), -result.nll
+    metrics.perplexity_low = result.nll_low and math.exp(result.nll_low)
+    metrics.perplexity_high = result.nll_high and math.exp(result.nll_high)
+  end
+  return metrics
+end
+
+-- ---- tables and pictures --------------------------------------------------------------
+
+--- Rows with the intervals over texts as their own, unless repeats gave them others.
+local function with_intervals(rows)
+  local list = {}
+  for i, row in ipairs(rows) do
+    local copy = { config = row.config, metrics = row.metrics, stale = row.stale,
+                   low = row.low or {}, high = row.high or {} }
+    if not row.low then
+      for _, name in ipairs { "score", "gap", "perplexity" } do
+        copy.low[name] = row.metrics[name .. "_low"]
+        copy.high[name] = row.metrics[name .. "_high"]
+      end
+    end
+    list[i] = copy
+  end
+  return list
+end
+
+--- The tasks of the rows, those with or without a perplexity.
+local function tasks_of(rows, has_perplexity)
+  local list = {}
+  for _, name in ipairs(kv.table.distinct(rows, "task")) do
+    if (name == "perplexity") == has_perplexity then list[#list + 1] = name end
+  end
+  return list
+end
+
+local function tables(rows)
+  rows = with_intervals(rows)
+  local list = {}
+  local function add(task, value)
+    list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
+      value = value, beside = "bytes_share", where = { task = task }, format = "%.3f",
+      caption = ("%s of %s (bytes_share)"):format(value, task) })
+  end
+  for _, task in ipairs(tasks_of(rows, true)) do
+    add(task, "perplexity")
+    add(task, "gap")
+  end
+  for _, task in ipairs(tasks_of(rows, false)) do add(task, "score") end
+  for _, task in ipairs(kv.table.distinct(rows, "task")) do
+    local front = task == "perplexity" and "log_p" or "score"
+    list[#list + 1] = kv.table.front(rows, { front = front, over = "bytes_share",
+      axes = { "policy", "budget" }, where = { task = task }, format = "%.3f",
+      caption = "Pareto front of " .. task })
+  end
+  return list
+end
+
+local function pictures(rows)
+  rows = with_intervals(rows)
+  local texts, list = kv.table.where(rows, { task = "perplexity" }), {}
+  local function add(of, y, o)
+    if #of == 0 then return end
+    local view = { x = "bytes_share", y = y, series = "policy", logx = true,
+                   xlabel = READ }
+    for key, value in pairs(o) do view[key] = value end
+    list[#list + 1] = kv.plot.lines(of, view)
+    list[#list].file = y .. "_by_bytes_share"
+  end
+  local asked = {}
+  for _, row in ipairs(rows) do
+    if row.config.task ~= "perplexity" then asked[#asked + 1] = row end
+  end
+  add(texts, "perplexity", { logy = true, ylabel = "perplexity" })
+  add(texts, "gap", { ylabel = "-log p of a token, more than dense attention" })
+  add(asked, "score", { panel = "task", front = true, ylabel = "score" })
+  return list
+end
+
+kv.experiment.run {
+  name = "18_text_budget",
+  title = "Which policies keep what a language model can do with text?",
+  grid = {
+    { "task", TASKS },
+    { "policy", kv.policy.names("decode", { "full", "mass_oracle", "oracle" }) },
+    { "budget", { 0.05, 0.1, 0.2 },
+      when = function(config) return config.policy ~= "full" end },
+  },
+  defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
+                 or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
+               block_size = 16, question = "decode", chat = false, dtype = "bf16" },
+  quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
+            decode = 24, examples = 4 },
+  proportions = { "score", "attention_mass", "bytes_share" },
+  metrics = { "score", "gap", "bytes_share", "bytes_read", "blocks_read",
+              "attention_mass", "output_error", "seconds" },
+  run = run, table = tables, plot = pictures,
+}

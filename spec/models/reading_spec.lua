@@ -1,0 +1,202 @@
+--- models.reading: examples of tasks, asked under one policy after the other; and
+-- 18_text_budget, which runs them.
+local checkpoint = require "models.checkpoint"
+local files = require "kvlab.files"
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local llama = require "models.llama"
+local readings = require "models.reading"
+local temporary = require "spec.temporary"
+
+local tokenizer = kv.tokenizer(kv.paths.root .. "/spec/data/tokenizers/smollm.json")
+
+local model = llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
+  intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
+  num_key_value_heads = 2, vocab_size = tokenizer.size }, { device = "cpu",
+  dtype = "f32", seed = 3 })
+
+local function text_file()
+  return temporary.file(table.concat(
+    require("kvlab.task.writer").new(1):noise(200), " "), "text.txt")
+end
+
+local function perplexity() return kv.task("perplexity", { text = text_file(),
+  length = 150, decode = 20 }) end
+local function needle() return kv.task("needle", { length = 400, answer_tokens = 9 }) end
+
+--- A reading of three examples.
+local function open(task, o)
+  o = o or {}
+  local engine = model:engine { max_seqs = o.max_seqs or 4, block_size = 8, chunk = 64,
+    blocks = readings.blocks(task, 3, 8) }
+  return readings.open { engine = engine, tokenizer = tokenizer, task = task,
+    examples = 3, seed = 1, question = o.question }
+end
+
+local function column(list, name)
+  local values = {}
+  for i, entry in ipairs(list) do values[i] = entry[name] end
+  return values
+end
+
+describe("reading", function()
+  -- f32 sums over the same keys in another order; logits are of the size of 1.
+  local MOST = 1e-4
+
+  it("has the perplexity of one prefill", function()
+    local reading = open(perplexity())
+    local result = reading:ask(kv.policy "full")
+    for i, example in ipairs(reading.examples) do
+      local ids = { unpack(example.ids) }
+      for _, id in ipairs(example.target) do ids[#ids + 1] = id end
+      local engine = model:engine { blocks = 64 }
+      local logits = engine:prefill_all(engine:sequence(), ids)
+      local nll, right = 0, 0
+      for n = 1, #example.target do
+        local row = logits:index(#example.ids + n - 2):list()
+        local sum, best = 0, 1
+        for j, x in ipairs(row) do
+          sum = sum + math.exp(x)
+          if x > row[best] then best = j end
+        end
+        nll = nll + math.log(sum) - row[example.target[n] + 1]
+        right = right + (best - 1 == example.target[n] and 1 or 0)
+      end
+      assert.is_true(math.abs(result.each[i].nll - nll / 20) < MOST)
+      assert.equal(right / 20, result.each[i].score)
+      assert.same(example.target, result.each[i].tokens)
+    end
+    local mean, low, high = kv.statistics.interval(column(result.each, "nll"))
+    assert.same({ mean, low, high, 60 }, { result.nll, result.nll_low, result.nll_high,
+                                           result.tokens })
+  end)
+
+  it("gives the greedy answers of the engine", function()
+    for _, question in ipairs { "decode", "prompt" } do
+      local reading = open(needle(), { question = question })
+      local result = reading:ask(kv.policy "full")
+      for i, example in ipairs(reading.examples) do
+        local engine = model:engine { blocks = 64 }
+        local seq = engine:sequence()
+        local ids = engine:generate(seq, engine:prefill(seq, example.ids), 9)
+        local wanted = {}
+        for _, id in ipairs(ids) do
+          wanted[#wanted + 1] = id
+          if id == tokenizer.eos then break end
+        end
+        assert.same(wanted, result.each[i].tokens)
+        assert.equal(tokenizer:decode(wanted), result.each[i].answer)
+        assert.equal(result.each[i].score,
+          reading.task:score(result.each[i].answer, example))
+        assert.equal(question == "prompt" and #example.ids - 1 or example.read,
+          reading.seqs[i]:length())
+      end
+    end
+  end)
+
+  it("does not depend on what is decoded together", function()
+    for _, task in ipairs { perplexity(), needle() } do
+      local function ask(most)
+        return open(task, { max_seqs = most }):ask(kv.policy("quest",
+          { blocks = 6, min_blocks = 0 }))
+      end
+      local alone, together = ask(1), ask(2)
+      assert.same(column(alone.each, "tokens"), column(together.each, "tokens"))
+      assert.same(alone.score, together.score)
+      assert.is_true(not alone.nll or math.abs(alone.nll - together.nll) < MOST)
+    end
+  end)
+
+  it("leaves the contexts as they were, whatever the policy", function()
+    local reading = open(perplexity())
+    local blocks = reading.engine.cache:blocks_free()
+    local first = reading:ask(kv.policy "full")
+    for _, name in ipairs { "quest", "h2o", "snapkv", "random", "gsa_on_device" } do
+      local policy = kv.policy(name, { ratio = 0.1, sink = 1, recent = 2,
+                                       min_blocks = 0 })
+      local result, probe = reading:ask(policy, kv.probe)
+      assert.is_true(math.abs(result.nll - first.nll) > MOST, name)
+      assert.is_true(probe:metrics().bytes_share < 0.5, name)
+      assert.equal(60, probe.steps)
+      assert.is_true(math.abs(reading:ask(kv.policy "full").nll - first.nll) < MOST)
+    end
+    assert.equal(blocks, reading.engine.cache:blocks_free())
+    reading:close()
+  end)
+
+  it("equals dense attention at a budget of everything", function()
+    local reading = open(perplexity())
+    local dense = reading:ask(kv.policy "full")
+    for _, name in ipairs { "quest", "block_mean", "oracle", "h2o", "snapkv" } do
+      local result = reading:ask(kv.policy(name, { ratio = 1 }))
+      assert.is_true(math.abs(result.nll - dense.nll) < MOST, name)
+    end
+  end)
+
+  it("has the perplexity of transformers #model", function()
+    local golden = json.decode(files.read(kv.paths.root
+      .. "/spec/data/tasks/perplexity.json"))
+    local smollm2 = llama.load("smollm2", { device = "cpu", dtype = "f32" })
+    local t = kv.tokenizer(kv.gguf(checkpoint.find "smollm2").metadata)
+    local task = kv.task("perplexity", { text = temporary.file(golden.text),
+      length = #golden.tokens, decode = golden.decode })
+    local reading = readings.open { task = task, tokenizer = t, examples = 1, seed = 1,
+      engine = smollm2:engine { blocks = 32 } }
+    assert.same(golden.tokens, t:encode(golden.text))
+    -- the same sums in another order, over 30 layers
+    assert.is_true(math.abs(reading:ask(kv.policy "full").nll - golden.nll) <= 1e-3)
+  end)
+end)
+
+describe("18_text_budget", function()
+  local it = kv.paths.executable and it or pending
+
+  local function run(options, environment)
+    local out = temporary.folder()
+    local pipe = io.popen(("%s '%s' run '%s/lua/experiments/18_text_budget.lua' "
+      .. "--device=cpu --quick --csv --out='%s' %s 2>&1; echo status $?"):format(
+      environment or "", kv.paths.executable, kv.paths.root, out, options))
+    local printed = pipe:read "*a"
+    pipe:close()
+    return printed, out
+  end
+
+  it("runs without a model, on a sample", function()
+    local printed, out = run "--set model=sample --set policy=full,quest,h2o"
+    assert.matches("status 0\n$", printed)
+    assert.truthy(printed:find("score of needle (bytes_share)", 1, true), printed)
+    assert.truthy(printed:find("Pareto front of perplexity", 1, true))
+    for _, name in ipairs { "results.csv", "score_by_bytes_share.svg",
+                            "perplexity_by_bytes_share.svg", "gap_by_bytes_share.svg" } do
+      assert.truthy(files.read(out .. "/" .. name), name)
+    end
+    local gaps = 0
+    for line in files.read(out .. "/results.jsonl"):gmatch "[^\n]+" do
+      local row = json.decode(line)
+      local m = row.metrics
+      assert.is_true(m.score_low <= m.score and m.score <= m.score_high)
+      if row.config.task == "perplexity" then
+        assert.is_true(math.abs(math.exp(-m.log_p) / m.perplexity - 1) < 1e-9)
+        assert.is_true(m.perplexity_low < m.perplexity)
+        if row.config.policy == "full" then assert.equal(0, m.gap)
+        else gaps = gaps + math.abs(m.gap) end
+      end
+    end
+    assert.is_true(gaps > 0)
+  end)
+
+  it("reads a text that is given, with every task", function()
+    local printed = run(("--set model=sample --set policy=full,streaming --set text='%s' "
+      .. "--set length=2500 --set examples=1 --set decode=4 --set task=perplexity,"
+      .. "needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,"
+      .. "frequent_words,common_words"):format(text_file()))
+    assert.matches("status 0\n$", printed)
+    assert.truthy(printed:find("score of common_words (bytes_share)", 1, true), printed)
+  end)
+
+  it("says how to get a model that is not there", function()
+    local printed = run("--set model=smollm2", "XDG_CACHE_HOME=" .. temporary.folder())
+    assert.truthy(printed:find("./kvlab get smollm2", 1, true), printed)
+    assert.matches("status 1\n$", printed)
+  end)
+end)
