@@ -36,7 +36,7 @@ local LEFT_OUT = {
 local MODULES = { engine = "models.engine", llama = "models.llama",
                   gemma = "models.gemma", families = "models.families",
                   checkpoint = "models.checkpoint", small_lm = "models.small_lm",
-                  exam = "models.recall.exam" }
+                  exam = "models.recall.exam", reading = "models.reading" }
 
 -- What a device opens has methods too; the page lists them with their classes only.
 local OPENED = { "stream:sync()", "stream:wait(event)", "stream:close()", "event:sync()",
@@ -162,6 +162,11 @@ local LATE = {
     return require("models.small_lm").new { vocab_size = 20, embed_dim = 32,
                                             num_heads = 2, device = "cpu" }
   end,
+  task = function() return kv.task("needle", { length = 400 }) end,
+  writer = function() return require("kvlab.task.writer").new(1) end,
+  reading = function()
+    return require("models.reading").open(rows["reading.open"].good())
+  end,
   exam = function()
     return require("models.recall.exam").open { context = 128, prompts = 1, needles = 2,
                                                 block_size = 16 }
@@ -244,6 +249,8 @@ local MAKERS = {
   ["models/engine Engine"] = of "engine", ["models/llama Model"] = of "llama",
   ["models/gemma Model"] = of "gemma",
   ["models/small_lm LM"] = of "lm", ["models/recall/exam Exam"] = of "exam",
+  ["task/task Task"] = of "task", ["task/writer Writer"] = of "writer",
+  ["models/reading Reading"] = of "reading",
   ["serve/cost_model CostModel"] = function() return kv.cost_model { head_dim = 64 } end,
   ["text/tokenizer Tokenizer"] = of "tokenizer",
   ["text/stream Stream"] = of "text_stream", ["text/stream Stops"] = of "stops",
@@ -347,6 +354,9 @@ local BY_NAME = {
   server = either("server", "modelled"), r = either("request", "modelled_request"),
   parent = either("request", "modelled_request"), logits = of "logits",
   device = function() return "cpu" end, policy = function() return kv.policy "quest" end,
+  tokenizer = of "tokenizer", task = of "task",
+  answers = function() return { "x", "long" } end,
+  parts = function() return { context = "a", question = "b", answers = { "c" } } end,
   folder = function(_, rng) return rng(2) == 0 and CAPTURE or root .. "/spec/data/hf" end,
   config = function(_, rng)
     return rng(2) == 0 and LLAMA or { link_gbps = 10, link_us = 5, slowdown = 2 }

@@ -104,6 +104,42 @@ M["Tokenizer:chat"] = {
   end,
 }
 
+-- ---- tasks ----------------------------------------------------------------------------
+
+M["kv.task"] = {
+  good = function()
+    return { length = 600, text = kv.paths.root .. "/LICENSE", chat = false, keys = 2,
+             answer_tokens = 9, values = 1, queries = 1, digits = 5, depth = 0.5 }
+  end,
+  call = function(o) kv.task("needle", o) end,
+}
+M["kv.task.define"] = {
+  good = function()
+    return { name = "x", metric = "all", defaults = { sort = 3 }, least = 2,
+             takes = { sort = kv.task.count }, build = score, open = score }
+  end,
+  call = function(o) kv.task.define(o) end,
+}
+M["kv.task.vary"] = {
+  good = function() return { name = "x", defaults = { keys = 2 } } end,
+  call = function(o) kv.task.vary("needle", o) end,
+}
+
+local small_model = once(function() return require("spec.models.tiny").tiny(
+  kv.device "cpu") end)
+
+M["reading.open"] = {
+  good = function()
+    -- its tokenizer has more tokens than the model, whose task is made of few
+    local task = { length = 30, score = score, draw = function()
+      return { { ids = { 1, 2, 3, 4 }, read = 2, answers = { "x" }, answer_tokens = 2 } }
+    end }
+    return { engine = small_model():engine { blocks = 16 }, tokenizer = tokenizer(),
+             task = task, examples = 1, seed = 1, question = "prompt" }
+  end,
+  call = function(o) require("models.reading").open(o):close() end,
+}
+
 -- ---- KV memory ------------------------------------------------------------------------
 
 local function cache_options()

@@ -55,9 +55,23 @@ function M.one_of(...) return options.one_of(...) end
 
 local KINDS = { number = options.number, string = options.string,
                 boolean = options.boolean } -- of defaults
-local COMMON = { length = options.count, text = options.string, chat = options.boolean,
-                 answer_tokens = options.count }
+local COMMON = { length = options.within(1, 2 ^ 24), text = options.string,
+                 chat = options.boolean, answer_tokens = options.count }
 local LENGTH, MORE_TOKENS = 1024, 8
+
+---@class kvlab.task.Parts
+---@field context string    comes before the question
+---@field question string
+---@field lead? string      the words with which the answer begins
+---@field answers string[]  the right ones
+
+---@class kvlab.task.Example
+---@field ids integer[]            the tokens of the prompt
+---@field read integer             how many of them come before the question
+---@field text? string             the prompt
+---@field answers? string[]        the right ones
+---@field answer_tokens? integer   most tokens of an answer
+---@field target? integer[]        the tokens that follow in a text
 
 ---@class kvlab.Task
 ---@field name string
@@ -93,8 +107,8 @@ end
 -- words with which the answer begins. With `chat`, the first two are the message of a
 -- user, and the answer is the assistant's.
 ---@param tokenizer kvlab.text.Tokenizer
----@param parts {context: string, question: string, lead: string|nil, answers: string[]}
----@return table example
+---@param parts kvlab.task.Parts
+---@return kvlab.task.Example
 function Task:prompt(tokenizer, parts)
   local text, lead = parts.context .. parts.question, parts.lead or ""
   local ids
@@ -147,7 +161,7 @@ end
 ---@param tokenizer kvlab.text.Tokenizer
 ---@param n integer
 ---@param seed? integer  (--seed, or that of the row)
----@return table[] examples
+---@return kvlab.task.Example[]
 function Task:draw(tokenizer, n, seed)
   seed = seed or seeds.current()
   if self.examples then return self:examples(tokenizer, n, seed) end
@@ -159,7 +173,7 @@ end
 --- How good an answer is, from 0 to 1. A task with first_line = true looks at the first
 -- line only.
 ---@param given string
----@param example table
+---@param example kvlab.task.Example
 ---@return number
 function Task:score(given, example)
   if self.first_line then given = given:match "^%s*([^\n]*)" end
@@ -208,8 +222,9 @@ end
 
 local definitions = setmetatable({}, { __mode = "k" }) -- what define returned -> def
 
-local function make(def, kinds, given, level)
-  given = options.check("task " .. def.name, given, kinds, level and level + 1)
+local function make(def, kinds, given)
+  local what = "task " .. def.name
+  given = options.check(what, given, kinds)
   local self = setmetatable({ length = LENGTH }, Task)
   for _, source in ipairs { def.defaults or {}, given } do
     for key, value in pairs(source) do self[key] = value end
@@ -235,9 +250,17 @@ function M.define(def)
       def.build and "both" or "neither"))
   end
   local kinds = kinds_of(def)
-  local function new(given, level) return make(def, kinds, given, level and level + 1) end
+  local function new(given) return make(def, kinds, given) end
   definitions[new] = def
   return new
+end
+
+--- What the file of a name returned, and its path.
+local function find(name)
+  local new, path = named.open("tasks", "task", name, 3)
+  if definitions[new] then return new, path end
+  return options.fail(("%s returned a %s, expected what kv.task.define returns"):format(
+    path, type(new)))
 end
 
 local VARY = { name = options.required(options.string), defaults = options.table }
@@ -248,9 +271,7 @@ local VARY = { name = options.required(options.string), defaults = options.table
 function M.vary(base, changes)
   changes = options.check("task.vary", changes, VARY)
   local def, defaults = {}, {}
-  for key, value in pairs(definitions[(named.open("tasks", "task", base, 2))]) do
-    def[key] = value
-  end
+  for key, value in pairs(definitions[(find(base))]) do def[key] = value end
   for _, source in ipairs { def.defaults or {}, changes.defaults or {} } do
     for key, value in pairs(source) do defaults[key] = value end
   end
@@ -268,9 +289,9 @@ function M.names() return named.list "tasks" end
 ---@param given? table  its options
 ---@return kvlab.Task
 local function open(name, given)
-  local def, path = named.open("tasks", "task", name, 2)
+  local new, path = find(name)
   sources.use(path)
-  return def(given, 2)
+  return new(given)
 end
 
 --- The text of a file, or of kjv.
@@ -280,17 +301,21 @@ M.read_examples = texts.examples
 M.has_kjv = texts.has_kjv
 
 local TOKENIZER = options.like("a tokenizer", "encode", "bytes_of")
+local LIST = options.list_of(options.string, 1)
+local PARTS = { "a table of texts with context, question and answers", function(x)
+  return type(x) == "table" and type(x.context) == "string" and LIST[2](x.answers)
+    and type(x.question) == "string" and type(x.lead or "") == "string"
+end }
 arguments.methods(Task, "a task", {
-  prompt = { tokenizer = TOKENIZER, parts = options.like("a table with context, question "
-    .. "and answers", "context", "question", "answers") },
-  draw = { tokenizer = TOKENIZER, n = options.count,
+  prompt = { tokenizer = TOKENIZER, parts = PARTS },
+  draw = { tokenizer = TOKENIZER, n = options.within(1, 100000),
            seed = options.optional(options.integer) },
   score = { given = options.string, example = options.like("an example with answers",
     "answers") },
 })
 arguments.functions(M, "task", {
   vary = { base = options.string },
-  choose = { n = options.count, count = options.whole, seed = options.integer },
+  choose = { n = options.count, count = options.within(0, 1e7), seed = options.integer },
 })
 
 return constructor(M, open)

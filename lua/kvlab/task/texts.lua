@@ -1,7 +1,9 @@
 --- Texts and examples that a task reads from files. Every file counts as a source of the
 -- rows that are computed from it (kvlab.sources).
+local arguments = require "kvlab.arguments"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
+local options = require "kvlab.options"
 local sources = require "kvlab.sources"
 local unicode = require "kvlab.text.unicode"
 
@@ -111,5 +113,10 @@ function M.examples(path)
   if #rows == 0 then error(("the file %s has no examples"):format(path), 0) end
   return rows
 end
+
+arguments.functions(M, "texts", {
+  read = { name = options.string }, sentences = { text = options.string },
+  examples = { path = options.string },
+})
 
 return M

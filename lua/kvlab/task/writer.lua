@@ -45,8 +45,8 @@ function Writer:share() return self.draw() end
 function Writer:whole(n) return whole(self.draw, n) end
 
 --- Shuffles a list in place, and returns it.
----@param list table
----@return table
+---@param list any[]
+---@return any[]
 function Writer:shuffled(list) return shuffled(self.draw, list) end
 
 --- What `make` draws, until it is something new.
@@ -137,9 +137,13 @@ end
 -- share depths[i] of the sentences. Inserts of the same place keep their order.
 ---@param n integer
 ---@param inserts string[]
----@param depths number[]  from 0 to 1
+---@param depths number[]  from 0 to 1, one for each insert
 ---@return string
 function Writer:noise_with(n, inserts, depths)
+  if #inserts ~= #depths then
+    options.fail(("noise_with: depths has %d numbers, expected %d, one for each insert")
+      :format(#depths, #inserts))
+  end
   local noise, at, text = self:noise(n), {}, {}
   for i, depth in ipairs(depths) do
     local place = math.floor(depth * n + 0.5)
@@ -153,13 +157,14 @@ function Writer:noise_with(n, inserts, depths)
   return table.concat(text, " ")
 end
 
+local LETTERS, SENTENCES = options.within(1, 1000), options.within(0, 1e7)
 local TEXTS = options.list_of(options.string)
 arguments.methods(Writer, "a writer", {
   whole = { n = options.count }, shuffled = { list = options.table },
-  number = { digits = options.count },
-  letters = { count = options.count, first = options.one_of("A", "a") },
-  word = { i = options.count }, noise = { n = options.whole },
-  noise_with = { n = options.whole, inserts = TEXTS,
+  number = { digits = LETTERS },
+  letters = { count = LETTERS, first = options.one_of("A", "a") },
+  word = { i = options.count }, noise = { n = SENTENCES },
+  noise_with = { n = SENTENCES, inserts = TEXTS,
                  depths = options.list_of(options.share) },
 })
 
