@@ -138,7 +138,7 @@ local function decode(self, batch)
   while #left > 0 do
     local seqs, tokens, still = {}, {}, {}
     for i, work in ipairs(left) do seqs[i], tokens[i] = work.seq, next_token(work) end
-    kv.scope(function() take(left, self.engine:decode(seqs, tokens)) end)
+    kv.scope(take, left, self.engine:decode(seqs, tokens))
     for _, work in ipairs(left) do
       if is_done(self, work) then work.seq:close() else still[#still + 1] = work end
     end
