@@ -144,15 +144,12 @@ end
 local function with_intervals(rows)
   local list = {}
   for i, row in ipairs(rows) do
-    local copy = { config = row.config, metrics = row.metrics, stale = row.stale,
-                   low = row.low or {}, high = row.high or {} }
-    if not row.low then
-      for _, name in ipairs { "score", "gap", "perplexity" } do
-        copy.low[name] = row.metrics[name .. "_low"]
-        copy.high[name] = row.metrics[name .. "_high"]
-      end
-    end
-    list[i] = copy
+    local m = row.metrics
+    list[i] = { config = row.config, metrics = m, stale = row.stale,
+      low = row.low or { score = m.score_low, gap = m.gap_low,
+                         perplexity = m.perplexity_low },
+      high = row.high or { score = m.score_high, gap = m.gap_high,
+                           perplexity = m.perplexity_high } }
   end
   return list
 end

@@ -185,6 +185,22 @@ describe("18_text_budget", function()
     assert.is_true(gaps > 0)
   end)
 
+  it("shows an interval over texts in every row of its table", function()
+    local printed = run("--set model=sample --set length=200 --set decode=4 "
+      .. "--set budget=0.1,0.3 --set task=perplexity")
+    local caption, shown = "perplexity of perplexity (bytes_share)\n", 0
+    local at = select(2, printed:find(caption, 1, true))
+    for line in printed:sub(assert(at, printed) + 1):gmatch "[^\n]+" do
+      if line:find "^gap of" then break end
+      local _, cells = line:gsub("[%d.]+ %[[%d.]+, [%d.]+%]", "")
+      if line:find "^%l[%w_]+ +%d" then
+        assert.equal(2, cells, line)
+        shown = shown + 1
+      end
+    end
+    assert.is_true(shown >= 20, printed)
+  end)
+
   it("reads a text that is given, with every task", function()
     local printed = run(("--set model=sample --set policy=full,streaming --set text='%s' "
       .. "--set length=2500 --set examples=1 --set decode=4 --set task=perplexity,"
