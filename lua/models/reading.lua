@@ -13,6 +13,7 @@
 --
 -- Answers are greedy. The examples of a batch are decoded together.
 local arguments = require "kvlab.arguments"
+local closed = require "kvlab.closed"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
@@ -214,7 +215,7 @@ end
 --- Gives the KV memory back.
 function Reading:close()
   for _, seq in ipairs(self.seqs) do seq:close() end
-  self.seqs = {}
+  closed(self, "reading")
 end
 
 arguments.functions(M, "reading", {
