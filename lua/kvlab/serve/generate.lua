@@ -17,8 +17,8 @@ local MAX_TOKENS = 128 -- unless max_tokens says otherwise
 ---@class kvlab.Answer
 ---@field index integer         of its prompt, from 1
 ---@field ids integer[]         the tokens, also those of a stop string
----@field text string|nil       without special tokens, up to a stop string; nil without a
---                              tokenizer
+---@field text string|nil       without special tokens and ids that the tokenizer does
+--                              not have, up to a stop string; nil without a tokenizer
 ---@field finish_reason string  "length": max_tokens; "stop": a stop string or stop token;
 --                              "cancelled": on_text returned false; "error": it raised
 ---@field stop string|nil       the stop string that ended it
@@ -150,7 +150,8 @@ local function add(server, job, r, id)
   local answer = job.answer
   answer.ids[#answer.ids + 1] = id
   if not job.stream then return end
-  job.is_cancelled = not emit(job, job.stream:push(id))
+  local is_known = job.stream.tokenizer:token_of(id) -- vocabularies may be padded
+  job.is_cancelled = not emit(job, is_known and job.stream:push(id) or "")
   if job.is_cancelled or job.stream.stopped then server:cancel(r) end
 end
 
@@ -195,9 +196,10 @@ local function run(server, jobs)
   until not left
 end
 
-local TO = options.either(
-  options.like("a model's engine", "cache", "attention", "decode"),
-  options.like("a server with one", "executor", "submit"))
+local ENGINE = options.like("a model's engine", "cache", "attention", "decode")
+local SERVER = { "a server with one", function(x)
+  return type(x) == "table" and type(x.executor) == "table" and x.executor.engine ~= nil
+end }
 
 --- Answers prompts, all of them together. The same request gets the same answer whatever
 -- else is in the batch, up to what the rounding of logits changes.
@@ -226,13 +228,16 @@ function M.generate(to, prompts, o)
     answers[i] = job.answer
     if job.running then pcall(server.cancel, server, job.running) end
   end
-  if server ~= to then server:close() end
+  local is_closed, problem = true, nil
+  if server ~= to then is_closed, problem = pcall(server.close, server) end
   if not ok then error(why, 0) end
+  if not is_closed then error(problem, 0) end
   return is_one and answers[1] or answers
 end
 
 M.generate = arguments.of("generate", M.generate, {
-  to = TO, prompts = options.either({ "a text", options.string[2] }, options.table),
+  to = options.either(ENGINE, SERVER),
+  prompts = options.either({ "a text", options.string[2] }, options.table),
 })
 
 return M

@@ -74,8 +74,11 @@ local function prepare(self, what, o, known)
   local own, policy = parted(what, o, known)
   options.check(what, own, known)
   local engine = self.engine
-  if not policy then engine:use_attention(self.own_attention)
-  elseif policy ~= engine.attention.decode_policy then engine:use_policy(policy) end
+  local now = engine.attention
+  if policy and policy ~= now.decode_policy then engine:use_policy(policy)
+  elseif not policy and now ~= self.own_attention then -- changes cost recorded graphs
+    engine:use_attention(self.own_attention)
+  end
   own.tokenizer = own.tokenizer or self.tokenizer
   return own
 end

@@ -303,6 +303,9 @@ describe("a call that fails", function()
     assert.equal(3, #kv.generate(e, ("x"):rep(30), t).ids) -- all that there is room for
     raises("generate: to is a table, expected a model's engine or a server with one",
       function() kv.generate({}, "x", t) end)
+    raises("generate: to is a table, expected a model's engine or a server with one",
+      kv.generate, kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 20,
+                              block_size = 512 }, { 1 })
   end)
 end)
 

@@ -58,6 +58,31 @@ describe("kv.model", function()
     assert.same(full, answer {})
   end)
 
+  it("has no text for ids that the tokenizer does not have", function()
+    local m = open() -- of 128 tokens
+    m.tokenizer = text_models.tokenizer(97)
+    local answer = m:generate("Hello", { max_tokens = 60, temperature = 50, seed = 1,
+                                         ignore_eos = true })
+    assert.equal("length", answer.finish_reason)
+    local known = {}
+    for _, id in ipairs(answer.ids) do if id < 97 then known[#known + 1] = id end end
+    assert.is_true(#known < 60)
+    assert.equal(m.tokenizer:decode(known), answer.text)
+  end)
+
+  it("keeps its graphs from call to call", function()
+    local m = kv.model(folder, { device = "cpu", dtype = "f32",
+                                 engine = { blocks = 32, graph = true } })
+    local first = m:generate("Hello", { max_tokens = 6 })
+    local graph = m.engine.graphs[1]
+    assert.truthy(graph)
+    assert.same(first, m:generate("Hello", { max_tokens = 6 }))
+    assert.equal(graph, m.engine.graphs[1])
+    m:generate("Hello", { max_tokens = 6, policy = "quest" })
+    assert.are_not.equal(graph, m.engine.graphs[1])
+    assert.same(first, m:generate("Hello", { max_tokens = 6 }))
+  end)
+
   it("shows the tokens of a text", function()
     local tokens = open():tokens 'Hi "\1'
     assert.same({ id = 40, text = "H" }, tokens[1])
