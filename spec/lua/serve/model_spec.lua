@@ -234,6 +234,7 @@ print(at, m.engine.cache:blocks_free())]])
     tmux "send-keys C-c"
     wait "\n>"
     tmux "send-keys -l -- half"
+    wait "\n> half"
     tmux "send-keys C-c"
     wait "half[^\n]*\n>"
     enter "Hello"
