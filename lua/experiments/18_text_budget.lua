@@ -22,22 +22,26 @@
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- Without a model here, a small one with random weights reads made-up sentences (model =
 -- sample). It only serves as a test: its answers are never right.
+local checkpoint = require "models.checkpoint"
 local downloads = require "kvlab.downloads"
+local files = require "kvlab.files"
+local gemma = require "models.gemma"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local readings = require "models.reading"
+local writers = require "kvlab.task.writer"
 
 local READ = "bytes read, as a share of all of K and V"
 local TASKS = { "perplexity", "needle", "needle_multikey", "needle_multivalue",
                 "needle_multiquery", "variable_tracking", "common_words",
                 "frequent_words" }
-local DATA = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
+local SAMPLE = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
 
 -- ---- models and texts -----------------------------------------------------------------
 
 --- A model with random weights, for the tokens of a small tokenizer.
 local function sample(dtype, seed)
-  local tokenizer = kv.tokenizer(DATA)
+  local tokenizer = kv.tokenizer(SAMPLE)
   return llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
     intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
     num_key_value_heads = 2, vocab_size = tokenizer.size }, { dtype = dtype,
@@ -46,27 +50,24 @@ end
 
 --- A model and its tokenizer, for all tasks.
 local function load(o)
-  local model, tokenizer
   if o.model == "sample" then
-    model, tokenizer = sample(o.dtype, o.seed)
-  else
-    local checkpoint = require "models.checkpoint"
-    local fields, path = checkpoint.open(o.model)
-    local family = fields.model_type:find "^gemma" and require "models.gemma" or llama
-    model = family.load(o.model, { dtype = o.dtype })
-    local is_gguf = path:find "%.gguf$"
-    tokenizer = kv.tokenizer(is_gguf and kv.gguf(path).metadata
-      or path:match "^(.*)/[^/]*$")
+    local model, tokenizer = sample(o.dtype, o.seed)
+    return { model = model, tokenizer = tokenizer }
   end
-  return { model = model, tokenizer = tokenizer }
+  local fields, path = checkpoint.open(o.model) -- path: of the GGUF file or config.json
+  local family = tostring(fields.model_type):find "^gemma" and gemma or llama
+  return {
+    model = family.load(o.model, { dtype = o.dtype }),
+    tokenizer = kv.tokenizer(path:find "%.gguf$" and kv.gguf(path).metadata
+      or path:match "^(.*)/[^/]*$"),
+  }
 end
 
 --- A file of made-up sentences, so that a sample has something to read.
 local function made_up(out)
-  local path, draw = out .. "/sentences.txt", require "kvlab.task.writer"
-  local files = require "kvlab.files"
+  local path = out .. "/sentences.txt"
   files.make_folder(out)
-  files.write(path, table.concat(draw.new(1):noise(4000), " "))
+  files.write(path, table.concat(writers.new(1):noise(4000), " "))
   return path
 end
 
