@@ -45,7 +45,7 @@ end
 
 local OPTIONS = {
   engine = options.required(options.like("an engine", "prefill", "decode", "cache")),
-  tokenizer = options.required(options.like("a tokenizer", "encode", "decode")),
+  tokenizer = options.required(options.like("a tokenizer", "encode", "decode", "token_of")),
   task = options.required(options.like("a task", "draw", "score")),
   examples = options.required(options.count), seed = options.integer,
   question = options.one_of("decode", "prompt"),
@@ -156,6 +156,15 @@ local function use_policy(self, policy)
   read_contexts(self)
 end
 
+--- The ids that a tokenizer has: a model may have more, which stand for nothing.
+local function known(tokenizer, ids)
+  local list = {}
+  for _, id in ipairs(ids) do
+    if tokenizer:token_of(id) then list[#list + 1] = id end
+  end
+  return list
+end
+
 --- An example's outcome: its score, and -log p of a token where it has a target.
 local function outcome(self, work)
   local example = work.example
@@ -163,7 +172,7 @@ local function outcome(self, work)
     return { score = work.right / #work.given, nll = work.nll / #work.given,
              tokens = work.given }
   end
-  local answer = self.tokenizer:decode(work.given)
+  local answer = self.tokenizer:decode(known(self.tokenizer, work.given))
   return { score = self.task:score(answer, example), answer = answer,
            tokens = work.given }
 end

@@ -133,6 +133,22 @@ describe("reading", function()
     end
   end)
 
+  it("leaves out ids that the tokenizer does not have", function()
+    local padded = llama.random({ model_type = "llama", hidden_act = "silu",
+      hidden_size = 64, intermediate_size = 96, num_hidden_layers = 1,
+      num_attention_heads = 4, vocab_size = 50 * tokenizer.size }, { device = "cpu",
+      dtype = "f32", seed = 1 })
+    local task = needle()
+    local reading = readings.open { tokenizer = tokenizer, task = task, examples = 3,
+      engine = padded:engine { blocks = readings.blocks(task, 3, 16) }, seed = 1 }
+    local most = 0
+    for _, each in ipairs(reading:ask(kv.policy "full").each) do
+      assert.equal(9, #each.tokens)
+      most = math.max(most, unpack(each.tokens))
+    end
+    assert.is_true(most >= tokenizer.size)
+  end)
+
   it("has the perplexity of transformers #model", function()
     local golden = json.decode(files.read(kv.paths.root
       .. "/spec/data/tasks/perplexity.json"))
