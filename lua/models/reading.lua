@@ -45,7 +45,7 @@ end
 
 local OPTIONS = {
   engine = options.required(options.like("an engine", "prefill", "decode", "cache")),
-  tokenizer = options.required(options.like("a tokenizer", "encode", "decode", "token_of")),
+  tokenizer = options.required(options.like("a tokenizer", "encode", "token_of")),
   task = options.required(options.like("a task", "draw", "score")),
   examples = options.required(options.count), seed = options.integer,
   question = options.one_of("decode", "prompt"),

@@ -221,6 +221,7 @@ local function kinds_of(def)
 end
 
 local definitions = setmetatable({}, { __mode = "k" }) -- what define returned -> def
+local bases = setmetatable({}, { __mode = "k" }) -- what vary returned -> files of others
 
 local function make(def, kinds, given)
   local what = "task " .. def.name
@@ -270,13 +271,16 @@ local VARY = { name = options.required(options.string), defaults = options.table
 ---@param changes table  name, and defaults that differ
 function M.vary(base, changes)
   changes = options.check("task.vary", changes, VARY)
+  local other, path = find(base)
   local def, defaults = {}, {}
-  for key, value in pairs(definitions[(find(base))]) do def[key] = value end
+  for key, value in pairs(definitions[other]) do def[key] = value end
   for _, source in ipairs { def.defaults or {}, changes.defaults or {} } do
     for key, value in pairs(source) do defaults[key] = value end
   end
   def.name, def.defaults = changes.name, defaults
-  return M.define(def)
+  local new = M.define(def)
+  bases[new] = { path, unpack(bases[other] or {}) }
+  return new
 end
 
 --- The names of all tasks.
@@ -291,6 +295,7 @@ function M.names() return named.list "tasks" end
 local function open(name, given)
   local new, path = find(name)
   sources.use(path)
+  for _, base in ipairs(bases[new] or {}) do sources.use(base) end
   return new(given)
 end
 

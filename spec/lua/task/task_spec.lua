@@ -400,6 +400,15 @@ describe("tasks", function()
     raises("score: given is nil", task.score, task, nil, { answers = { "x" } })
   end)
 
+  it("make a row depend on their files, that of another task too", function()
+    local used = require("kvlab.sources").collect(kv.task, "needle_multikey")
+    local names = {}
+    for path in pairs(used) do
+      names[path:match "lua/tasks/([%w_]+)%.lua$" or path] = true
+    end
+    assert.same({ needle = true, needle_multikey = true }, names)
+  end)
+
   it("may have a score of their own", function()
     local task = kv.task.define { name = "own", build = function() return {} end,
       metric = function(given, answers) return given == answers[1] and 0.5 or 0 end } {}
