@@ -133,6 +133,8 @@ local function run(config, settings)
   metrics.gap, metrics.gap_low, metrics.gap_high = gap(sitting.dense, result)
   if result.nll then
     metrics.perplexity, metrics.log_p = math.exp(result.nll), -result.nll
+    metrics.log_p_low = result.nll_high and -result.nll_high
+    metrics.log_p_high = result.nll_low and -result.nll_low
     metrics.perplexity_low = result.nll_low and math.exp(result.nll_low)
     metrics.perplexity_high = result.nll_high and math.exp(result.nll_high)
   end
@@ -147,9 +149,9 @@ local function with_intervals(rows)
   for i, row in ipairs(rows) do
     local m = row.metrics
     list[i] = { config = row.config, metrics = m, stale = row.stale,
-      low = row.low or { score = m.score_low, gap = m.gap_low,
+      low = row.low or { score = m.score_low, gap = m.gap_low, log_p = m.log_p_low,
                          perplexity = m.perplexity_low },
-      high = row.high or { score = m.score_high, gap = m.gap_high,
+      high = row.high or { score = m.score_high, gap = m.gap_high, log_p = m.log_p_high,
                            perplexity = m.perplexity_high } }
   end
   return list
@@ -202,6 +204,7 @@ local function pictures(rows)
     if row.config.task ~= "perplexity" then asked[#asked + 1] = row end
   end
   add(texts, "perplexity", { logy = true, ylabel = "perplexity" })
+  add(texts, "log_p", { front = true, ylabel = "log p of a token" })
   add(texts, "gap", { ylabel = "-log p of a token, more than dense attention" })
   add(asked, "score", { panel = "task", front = true, ylabel = "score" })
   return list

@@ -183,7 +183,8 @@ describe("18_text_budget", function()
     assert.truthy(printed:find("score of needle (bytes_share)", 1, true), printed)
     assert.truthy(printed:find("Pareto front of perplexity", 1, true))
     for _, name in ipairs { "results.csv", "score_by_bytes_share.svg",
-                            "perplexity_by_bytes_share.svg", "gap_by_bytes_share.svg" } do
+                            "perplexity_by_bytes_share.svg", "gap_by_bytes_share.svg",
+                            "log_p_by_bytes_share.svg" } do
       assert.truthy(files.read(out .. "/" .. name), name)
     end
     local gaps = 0
@@ -194,6 +195,7 @@ describe("18_text_budget", function()
       if row.config.task == "perplexity" then
         assert.is_true(math.abs(math.exp(-m.log_p) / m.perplexity - 1) < 1e-9)
         assert.is_true(m.perplexity_low < m.perplexity)
+        assert.is_true(math.abs(math.exp(-m.log_p_high) / m.perplexity_low - 1) < 1e-9)
         if row.config.policy == "full" then assert.equal(0, m.gap)
         else gaps = gaps + math.abs(m.gap) end
       end
