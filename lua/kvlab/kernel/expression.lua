@@ -52,6 +52,8 @@ M.is_expression = is_expression
 
 local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)kernel/expression%.lua$"
 
+local files_of = {} -- by such a line, whose path may be cut: its files, as keys
+
 --- The innermost line outside of lua/kvlab.
 local function user_line()
   local level = 3
@@ -60,7 +62,10 @@ local function user_line()
     if not info then return "?" end
     if info.what ~= "C" and info.currentline > 0
        and info.source:sub(1, #HOUSE) ~= HOUSE then
-      return ("%s:%d"):format(info.short_src, info.currentline)
+      local line = ("%s:%d"):format(info.short_src, info.currentline)
+      files_of[line] = files_of[line] or {}
+      files_of[line][info.source:match "^@(.*)$" or ""] = true
+      return line
     end
     level = level + 1
   end
@@ -589,6 +594,15 @@ function M.each(root, fn, seen)
   seen[root] = true
   for _, arg in ipairs(root.args) do M.each(arg, fn, seen) end
   fn(root)
+end
+
+--- Adds the files that an expression's nodes were built in to a set of paths.
+function M.add_files(root, paths)
+  M.each(root, function(x)
+    for path in pairs(files_of[x.line] or {}) do
+      if path ~= "" then paths[path] = true end
+    end
+  end)
 end
 
 local NODES_MAX = 500

@@ -293,15 +293,22 @@ local function check_definition(def)
            known = known_options(def) }
 end
 
---- The files that a definition's functions were written in.
+local function add_files(value, paths)
+  if type(value) == "function" then
+    local path = debug.getinfo(value, "S").source:match "^@(.*)$"
+    if path then paths[path] = true end
+  elseif map.is_map(value) then expression.add_files(value.expression, paths)
+  elseif expression.is_expression(value) then expression.add_files(value, paths) end
+end
+
+--- The files that a definition's functions and expressions were written in.
 local function files_of(def)
-  local paths, has = {}, {}
-  for _, key in ipairs(sorted.keys(def)) do
-    local source = type(def[key]) == "function" and debug.getinfo(def[key], "S").source
-    local path = source and source:match "^@(.*)$"
-    if path and not has[path] then paths[#paths + 1], has[path] = path, true end
+  local paths = {}
+  for _, value in pairs(def) do add_files(value, paths) end
+  for _, key in ipairs { "summary", "emit" } do
+    for _, value in pairs(def[key] or {}) do add_files(value, paths) end
   end
-  return paths
+  return sorted.keys(paths)
 end
 
 --- Notes that the policy takes part in the row that an experiment computes.
@@ -413,7 +420,13 @@ end
 ---@param given? table  its options
 local function open(name, given, level)
   level = level or 2
-  return named.open("policies", "policy", name, level)(given, level)
+  local make, path = named.open("policies", "policy", name, level)
+  local self = make(given, level)
+  if #self.files == 0 then -- such as one whose score is a leaf
+    self.files = { path }
+    M.note_use(self)
+  end
+  return self
 end
 
 -- The hooks that are passed on to a nested policy.

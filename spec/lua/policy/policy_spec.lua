@@ -1,8 +1,11 @@
 --- What the core checks for every policy: definitions, options, budgets; and that a
 -- step's Lua code compiles.
+local files = require "kvlab.files"
 local kv = require "kvlab"
+local named = require "kvlab.named"
 local support = require "spec.support"
 local rig = require "spec.rig"
+local temporary = require "spec.temporary"
 local traces = require "spec.traces"
 
 local raises = support.raises
@@ -21,6 +24,35 @@ describe("exceeds_budget", function()
     raises("exceeds_budget: self is", check, {}, 3, 4)
     raises('exceeds_budget: n is "a", expected a whole number', check, quest, "a", 4)
     raises("exceeds_budget: block_size is 0", check, quest, 3, 0)
+  end)
+end)
+
+describe("the files of a policy", function()
+  it("are those of its expressions, too, wherever they were built", function()
+    local shared = temporary.file([[local e = require("kvlab").expr
+      return e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head"]], "shared.lua")
+    local own = temporary.file(([[local kv, e = require "kvlab", require("kvlab").expr
+      return kv.policy.define { name = "pure", decode = true, score = dofile %q,
+        summary = { lo = e.k:min "token", hi = e.k:max "token" } }]]):format(shared),
+      "pure.lua")
+    local p = dofile(own) {}
+    table.sort(p.files)
+    local want = { own, shared }
+    table.sort(want)
+    assert.same(want, p.files)
+  end)
+
+  it("are the one that its name stands for, if nothing in it tells", function()
+    local folder = temporary.folder()
+    files.make_folder(folder .. "/policies")
+    local path = folder .. "/policies/bare_leaf.lua"
+    files.write(path, [[local kv = require "kvlab"
+      return kv.policy.define { name = "bare_leaf", decode = true,
+        score = kv.expr.block }]])
+    named.give("policies", "bare_leaf", path, dofile(path))
+    local p = kv.policy "bare_leaf"
+    named.give("policies", "bare_leaf", nil, nil)
+    assert.same({ path }, p.files)
   end)
 end)
 
