@@ -192,6 +192,14 @@ template <class T> __device__ __forceinline__ void opaque(T *&p) {
 __device__ __forceinline__ uint32_t shared_address(const void *p) {
   return (uint32_t)__cvta_generic_to_shared(p);
 }
+__device__ __forceinline__ uint4 load_shared(uint32_t shared) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared(uint32_t shared, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)

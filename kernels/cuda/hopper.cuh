@@ -32,6 +32,10 @@ constexpr int WARPGROUP = 128;
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+/* A hint: no read, and the address need not be allowed to be read. */
+__device__ __forceinline__ void prefetch_l2(const void *p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 /* Copies the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
  * bytes. One thread calls it. */
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
@@ -60,6 +64,24 @@ __device__ __forceinline__ float load_late(const float &shared) {
   return x;
 }
 
+/* A write of x, if it is negative, that ptxas does not move across waits; nor does it move
+ * what x depends on. A branch would have taken everything out of uniform registers. */
+__device__ __forceinline__ void store_late_if_negative(const float &shared, float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %1, 0f00000000;\n"
+               "@p st.volatile.shared.f32 [%0], %1;\n}" ::"r"(shared_address(&shared)),
+               "f"(x)
+               : "memory");
+}
+
+/* Stores four 8 x 8 matrices of 16-bit numbers, each lane one row of 16 bytes' address: lanes
+ * 0 ... 7 of the first matrix and so on. A lane holds two neighbours of row lane / 4 of each. */
+__device__ __forceinline__ void store_matrices(uint32_t shared, const uint32_t (&x)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+      : "memory");
+}
+
 /* ---- registers ------------------------------------------------------------------------- */
 
 /* All four warps of a warpgroup call it; N is a multiple of 8. */
@@ -72,22 +94,21 @@ template <int N> __device__ __forceinline__ void registers_take() {
 
 /* ---- products of a warpgroup ----------------------------------------------------------- */
 
-/* Describes a matrix in shared memory to wgmma. Its rows have 128 bytes; eight rows are one
- * 1024-byte atom (aligned to 1024), and 16-byte piece p of row r is at p ^ r, as a copy with
- * SWIZZLE_128B leaves it. If k runs along the rows, `step` is the distance between atoms of
+/* Describes a matrix in shared memory to wgmma. Its rows have 128 (64, 32) bytes; eight rows
+ * are one atom of 1024 (512, 256) bytes, aligned to its size, and 16-byte piece p of row r is
+ * at p ^ r (p ^ r / 2, p ^ r / 4), as a copy with a swizzle of that width leaves it. If k runs along the rows, `step` is the distance between atoms of
  * the other dimension. If k runs down the rows, `step` is the distance between atoms along k,
  * and `across` that between atoms of the other dimension. */
+template <int ROW_BYTES = 128>
 __device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int across = 16) {
+  constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
   return (uint64_t)(shared >> 4) | (uint64_t)(across >> 4) << 16 |
-         (uint64_t)(step >> 4) << 32 | (uint64_t)1 << 62;
+         (uint64_t)(step >> 4) << 32 | swizzle << 62;
 }
 
-/* The same for rows of 128, 64 or 32 bytes with k along the rows, and a swizzle of that
- * width: a copy leaves them as atoms of eight rows, one after the other. */
+/* The same with k along the rows, and atoms one after the other. */
 template <int ROW_BYTES> __device__ __forceinline__ uint64_t rows_at(uint32_t shared) {
-  constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
-  return (uint64_t)(shared >> 4) | (uint64_t)1 << 16 | (uint64_t)(8 * ROW_BYTES >> 4) << 32 |
-         swizzle << 62;
+  return matrix_at<ROW_BYTES>(shared, 8 * ROW_BYTES);
 }
 
 /* The matrix that lies `bytes` further on. */
@@ -115,13 +136,23 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #define KVL_D8(i)                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define KVL_D32(i) KVL_D8(i), KVL_D8(i + 8), KVL_D8(i + 16), KVL_D8(i + 24)
+#define KVL_D16(i) KVL_D8(i), KVL_D8(i + 8)
+#define KVL_D32(i) KVL_D16(i), KVL_D16(i + 16)
+#define KVL_D64 KVL_D32(0), KVL_D32(32)
 #define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVL_NAMES_32 \
   KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define KVL_NAMES_64                                                                   \
-  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48," \
-               "%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define KVL_NAMES_48 \
+  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define KVL_NAMES_64 \
+  KVL_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define KVL_NAMES_96                                                                      \
+  KVL_NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81" \
+               ",%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define KVL_NAMES_128                                                                    \
+  KVL_NAMES_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110" \
+               ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124"  \
+               ",%125,%126,%127"
 /* d[64 x N] = a b^T (+ d) with k 16; a and b are in shared memory with k along the rows; sums
  * are fp32. Warp w of the group holds rows 16 w ... 16 w + 15 of d, and lane l has rows l/4
  * and l/4 + 8 of these: d[4 n] and d[4 n + 1] are columns 8 n + 2 (l%4) and the next one of
@@ -139,14 +170,18 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
     else KVL_SHARED_PRODUCT(64, "bf16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
-  } else {
-    static_assert(N == 64, "64 or 128 columns");
+  } else if constexpr (N == 48) {
     if constexpr (half)
-      KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0),
-                         KVL_D32(32));
+      KVL_SHARED_PRODUCT(96, "f16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
+                         KVL_D16(32));
     else
-      KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0),
-                         KVL_D32(32));
+      KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
+                         KVL_D16(32));
+  } else {
+    static_assert(N == 64, "64, 96 or 128 columns");
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
+    else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
   }
 }
 
@@ -165,14 +200,32 @@ __device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], u
     if constexpr (half)
       KVL_REGISTER_PRODUCT(64, "f16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
     else KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
-  } else {
-    static_assert(N == 64, "64 or 128 columns");
+  } else if constexpr (N == 48) {
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D32(0),
-                           KVL_D32(32));
+      KVL_REGISTER_PRODUCT(96, "f16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", KVL_D32(0),
+                           KVL_D16(32));
     else
-      KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D32(0),
-                           KVL_D32(32));
+      KVL_REGISTER_PRODUCT(96, "bf16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", KVL_D32(0),
+                           KVL_D16(32));
+  } else if constexpr (N == 64) {
+    if constexpr (half)
+      KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D64);
+    else KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D64);
+  } else if constexpr (N == 96) {
+    if constexpr (half)
+      KVL_REGISTER_PRODUCT(192, "f16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", KVL_D64,
+                           KVL_D32(64));
+    else
+      KVL_REGISTER_PRODUCT(192, "bf16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", KVL_D64,
+                           KVL_D32(64));
+  } else {
+    static_assert(N == 128, "64, 96, 128, 192 or 256 columns");
+    if constexpr (half)
+      KVL_REGISTER_PRODUCT(256, "f16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", KVL_D64,
+                           KVL_D32(64), KVL_D32(96));
+    else
+      KVL_REGISTER_PRODUCT(256, "bf16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", KVL_D64,
+                           KVL_D32(64), KVL_D32(96));
   }
 }
 
@@ -192,17 +245,22 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
     KVL_F8_PRODUCT(64, KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
   } else {
     static_assert(N == 64, "32, 64 or 128 columns");
-    KVL_F8_PRODUCT(128, KVL_NAMES_64, "%64", "%65", "%66", KVL_D32(0), KVL_D32(32));
+    KVL_F8_PRODUCT(128, KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
   }
 }
 
 #undef KVL_F8_PRODUCT
 #undef KVL_REGISTER_PRODUCT
 #undef KVL_SHARED_PRODUCT
+#undef KVL_NAMES_128
+#undef KVL_NAMES_96
 #undef KVL_NAMES_64
+#undef KVL_NAMES_48
 #undef KVL_NAMES_32
 #undef KVL_NAMES_16
+#undef KVL_D64
 #undef KVL_D32
+#undef KVL_D16
 #undef KVL_D8
 
 #endif

@@ -18,7 +18,9 @@
  *
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
- *           paged_wgmma.cuh    16-bit prefill on Hopper: TMA, wgmma
+ *           paged_wgmma.cuh    16-bit on Hopper, several new tokens a sequence or groups of
+ *                              more than 16 heads: TMA, wgmma, split-KV where there are few
+ *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and what paged_wgmma does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           hook.cuh           all but paged_wgmma.cuh can be compiled with a hook at run time
@@ -254,14 +256,14 @@ template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cu
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  int d = a.cache.head_dim;
+  if (!h.hook && wgmma_takes(a, q->device))
+    return with_wgmma_dim(a.cache.head_dim,
+                          [&](auto dim) { return launch_wgmma<T, dim.value>(a, q); });
   if (!a.starts) {
     if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
     return launch_decode_dim<T, false>(h, q);
   }
   if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
-  if (!h.hook && wgmma_takes(a, q))
-    return d == 64 ? launch_prefill_wgmma<T, 64>(a, q) : launch_prefill_wgmma<T, 128>(a, q);
   return launch_prefill_dim<T, T>(h, q);
 }
 
@@ -286,8 +288,13 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
 
 KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_paged_attention_args &a = *(const kvl_paged_attention_args *)args;
-  if (a.starts || a.seqs == 0 || a.heads == 0) return 0;
-  return kvl::place_bytes(a, kvl::decode_place(a, sm_count));
+  if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
+  /* A hook's decode of a wide group does not take the room of paged_wgmma. */
+  const size_t decode = a.starts ? 0 : kvl::place_bytes(a, kvl::decode_place(a, sm_count));
+  int device = 0;
+  cudaGetDevice(&device);
+  const size_t wgmma = kvl::wgmma_takes(a, device) ? kvl::wgmma_bytes(a, sm_count) : 0;
+  return decode > wgmma ? decode : wgmma;
 }
 
 KVL_CUDA_KERNEL(paged_attention) {

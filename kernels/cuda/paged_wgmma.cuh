@@ -1,127 +1,145 @@
-/* Flash attention of many query rows over paged KV for Hopper: 16-bit q and cache, head_dim
- * 64 or 128, blocks of a multiple of 8 tokens. paged_prefill.cuh does everything else.
+/* Flash attention over paged KV for Hopper: 16-bit q and cache, head_dim 64, 96, 128, 192 or
+ * 256, blocks of a multiple of 8 tokens; several new tokens a sequence, or one of more than 16
+ * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
- * A thread block stays on its SM and takes item after item: 128 query rows that share a KV
- * head (128 / group tokens with all heads of the group). Its three warpgroups are
- *   consumers  two, with 64 rows each: S = Q K^T and O += P V by wgmma, and the softmax in
- *              between in registers
- *   producers  one: a warp brings K and another V through a ring of tiles of 128 keys, with a
- *              copy for every block of the table; for each consumer a warp brings Q of the
- *              next item while this one is computed
+ * A thread block stays on its SM and takes item after item: query rows that share a KV head
+ * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
+ *   consumers  two, with 64 rows each (one, if there are no more rows): S = Q K^T and O += P V
+ *              by wgmma, and the softmax in between in registers
+ *   producers  one: a warp finds the work, ahead of the others; a warp brings K and another V
+ *              through a ring of tiles of keys, with a copy for every block of the table; a
+ *              warp brings Q of the next item while this one is computed
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
  * the loop over the others has no mask.
  *
- * S of tile j and P V of tile j-1 are given to the tensor cores together; the softmax of j
- * runs during the other consumer's products. It does not need the largest score: weights are
- * relative to a reference. An item's first tile sets it, and it is raised only when a sum of
- * weights gets large. A running maximum (64 comparisons and 4 shuffles per tile and thread)
- * took a quarter of the loop.
+ * S of tile j and P V of tile j-1 are given to the tensor cores together, also when j belongs
+ * to the next item; the softmax of j runs beside P V and the other consumer's products. It
+ * does not need the largest score: weights are relative to a reference. An item's first tile
+ * sets it, and it is raised only when a sum of weights gets large.
  *
  * Flops     4 * head_dim * heads * seen pairs of row and key
- * Bytes     2 * keys * head_dim * 2 per item, from L2: 5.6 TB/s at 16K
- * Limit     tensor cores, busy 79% of the time at 16K; under this load the GPU holds 1.66 of
- *           its 1.98 GHz
+ * Bytes     2 * keys * head_dim * 2 per item, from L2
+ * Limit     tensor cores; with few rows memory
  * Tolerance P is rounded to q's dtype before P V, as in paged_prefill.cuh
- * Best      H100 80GB HBM3, 2026-11-21, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim
- *           128, block 16, random tables, TFLOP/s; next to it torch's cuDNN on contiguous K
- *           and V, before and after in the same run (bf16 GEMM 8192^3: 792):
- *             16K causal   702   cuDNN 660, 660     4K causal  490   cuDNN 519, 518
- *             32K causal   646   cuDNN 623, 617     8K causal  610   cuDNN 616, 617
- *             4K x 32K     707   cuDNN 695, 686     16 sequences of 2K, causal  416
- *             16K causal, block 256  661            head_dim 64, 16K  395   cuDNN 476, 465
- * Versions  16K causal, 32K causal, 4K x 32K not causal; TFLOP/s. Runs differ by 5% (clock)
- *   1  wgmma and TMA, specialised warps, one thread block per item     479  478  503
- *   2  1, S of the next tile started before P V; turns at the products 463  484  497
- *      with tiles of 176 keys                                          488  522  541
- *   3  2 on a fixed grid, separate warps for K and V, head by head     476  551  572
- *   4  3, the items of all heads ordered by length                     577  533  558
- *   5  4, descriptors in uniform registers, sums scaled only on a new
- *      maximum; no turns                                               618  574  623
- *      with turns 572 572 570; three stages 553 548 562; tiles of 176 keys 543 526 570
- *   6  5, no running maximum, Q in two stages                          719  647  685
- *      with turns 650 642 657; exponentials before the wait for the previous products, in
- *      their own registers (24 spilled) 565 576 551
- *   7  6 tidied; 16-byte stores                                        702  646  707
- * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, S before P V, turns;
- *           Dao et al. 2022: online softmax. Results do not depend on thread timing.
+ * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
+ *           random tables, TFLOP/s; in brackets the version before on this machine:
+ *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
+ *             4K x 32K  703 to 749 (655)   cuDNN 620
+ *             4K over 16K, head_dim 64  464   96  620   128  741   192  785   256  720
+ *           2 ... 32 tokens over 1 x 128K 151 to 159 us (1416), 128 tokens 390 us
+ *           17 ... 64 heads a KV head, 16 x 8K 3520 GB/s
+ *           notes/20261122-wgmma.md has the versions
+ * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, softmax under P V;
+ *           Dao et al. 2022: online softmax; Osama et al. 2023: stream-K. Results do not depend
+ *           on thread timing.
  */
 #ifndef KVL_CUDA_PAGED_WGMMA_CUH
 #define KVL_CUDA_PAGED_WGMMA_CUH
 
 #include "launch.cuh"
-#include "wgmma_work.cuh"
+#include "paged_split.cuh"
+#include "wgmma_memory.cuh"
 
 namespace kvl {
 
 #if KVL_SM90A
 
-/* A lane whose sum of weights passes this asks for a new reference. f16 holds 15 times
- * this. */
+/* A row whose weights sum up to more than this in one lane gets a new reference. f16 holds 15
+ * times this. */
 constexpr float WEIGHTS_MOST = 4096.f;
+/* If the sum is larger than this, the scores are computed again. */
+constexpr float WEIGHTS_LOST = 0x1p100f;
 
 /* A thread's part of a consumer's state: two rows, with two of every eight columns; `product`
- * says which. */
+ * says which. s holds the scores of a tile, then its weights. */
 template <class T, class shape> struct wgmma_state {
   static constexpr int D = shape::D, KEYS = shape::KEYS;
+  static constexpr int ROW_BYTES = 2 * shape::ATOM, IN_ATOM = shape::ATOM / 16;
   float s[KEYS / 2], out[D / 2];
   uint32_t p[KEYS / 16][4];
-  float m[2], l[2]; /* reference (of unscaled scores), sum of weights */
+  float m[2], l[2]; /* reference (a score in base 2; -inf: none yet), sum of weights */
 
   __device__ __forceinline__ void scores(uint32_t q_at, uint32_t k_at) {
-    const uint64_t q = matrix_at(q_at, 1024), k = matrix_at(k_at, shape::GROUP_BYTES);
+    const uint64_t q = matrix_at<ROW_BYTES>(q_at, 8 * ROW_BYTES);
+    const uint64_t k = matrix_at<ROW_BYTES>(k_at, shape::GROUP_BYTES);
 #pragma unroll
     for (int d = 0; d < D / 16; d++)
-      product<T>(s, matrix_plus(q, d / 4 * 8192 + d % 4 * 32),
-                 matrix_plus(k, d / 4 * 1024 + d % 4 * 32), d > 0);
+      product<T>(s, matrix_plus(q, d / IN_ATOM * 64 * ROW_BYTES + d % IN_ATOM * 32),
+                 matrix_plus(k, d / IN_ATOM * shape::ATOM_BYTES + d % IN_ATOM * 32), d > 0);
     products_commit();
   }
   __device__ __forceinline__ void values(uint32_t v_at) {
-    const uint64_t v = matrix_at(v_at, shape::GROUP_BYTES, 1024);
+    const uint64_t v = matrix_at<ROW_BYTES>(v_at, shape::GROUP_BYTES, shape::ATOM_BYTES);
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++)
       product<T>(out, p[k], matrix_plus(v, k * 2 * shape::GROUP_BYTES));
     products_commit();
   }
-  /* Computes the weights p = exp2(score - reference) and this lane's sums of them. `scale` is
+  /* Turns scores into weights exp2(score - reference), and sums up this lane's. `scale` is
    * read from shared memory: if it were a constant of the kernel, ptxas would scale all
-   * scores before it waits for the previous products, and spill. */
-  __device__ __forceinline__ void weights(const float &scale_shared, float (&sum)[2]) {
+   * scores before it waits for the products, and spill. The store, which never happens, keeps
+   * it from waiting for the next products before this is done. */
+  __device__ __forceinline__ void weigh(const float &scale_shared, float (&sum)[2]) {
     const float scale = load_late(scale_shared);
-    const float shift[2] = {finite_shift(m[0]) * scale, finite_shift(m[1]) * scale};
+    const float shift[2] = {finite_shift(m[0]), finite_shift(m[1])};
     sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int r = i / 2 & 1;
+      s[i] = exp2_fast(s[i] * scale - shift[r]);
+      sum[r] += s[i];
+    }
+    store_late_if_negative(scale_shared, sum[0] + sum[1]);
+  }
+  __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int r = i & 1;
-        const float x = exp2_fast(s[8 * k + 2 * i] * scale - shift[r]);
-        const float y = exp2_fast(s[8 * k + 2 * i + 1] * scale - shift[r]);
-        sum[r] += x + y;
-        p[k][i] = pack2(x, y, T());
-      }
+      for (int i = 0; i < 4; i++)
+        p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
   }
-  /* Raises the reference to the largest score so far. */
-  __device__ __forceinline__ void raise(float scale) {
+  __device__ __forceinline__ float largest(int r) const {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) top[c] = fmaxf(top[c], s[4 * n + 2 * r + c]);
+    return warp_max<4>(fmaxf(top[0], top[1]));
+  }
+  /* Takes the largest score as the reference of a row that has none. Such a row has no
+   * weights yet. */
+  __device__ __forceinline__ void refer(float scale) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float top[2] = {m[r], m[r]};
+      const float top = largest(r) * scale;
+      if (m[r] == -INFINITY) m[r] = top;
+    }
+  }
+  __device__ __forceinline__ bool refers() const {
+    return m[0] > -INFINITY && m[1] > -INFINITY;
+  }
+  /* Raises a row's reference by `up`, for all that was summed up so far. */
+  __device__ __forceinline__ void raise(int r, float up) {
+    const float down = exp2_fast(-up);
+    m[r] += up;
+    l[r] *= down;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) out[4 * n + 2 * r + c] *= down;
+  }
+  /* Brings weights that are large, but finite, down to 1. */
+  __device__ __forceinline__ void lower(float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float up = ceilf(log2f(fmaxf(largest(r), 1.f))), down = exp2_fast(-up);
+      raise(r, up);
+      sum[r] *= down;
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-        for (int c = 0; c < 2; c++) top[c] = fmaxf(top[c], s[4 * n + 2 * r + c]);
-      top[0] = warp_max<4>(fmaxf(top[0], top[1]));
-      const float down = exp2_fast((m[r] - finite_shift(top[0])) * scale);
-      m[r] = top[0];
-      l[r] *= down;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) out[4 * n + 2 * r + c] *= down;
+        for (int c = 0; c < 2; c++) s[4 * n + 2 * r + c] *= down;
     }
-  }
-  __device__ __forceinline__ bool fits(const float (&sum)[2]) const {
-    return sum[0] <= WEIGHTS_MOST && sum[1] <= WEIGHTS_MOST && m[0] > -INFINITY &&
-           m[1] > -INFINITY;
   }
 };
 
@@ -152,14 +170,146 @@ __device__ __forceinline__ void turn_quad(float (&x)[4], int lane) {
     }
 }
 
+/* Writes one of a lane's two rows, i, of a piece of work. Four lanes hold eight neighbours of
+ * a row together. They exchange them, so that each has one whole run of eight out of four, and
+ * writes 16 bytes at once. */
 template <class T, class shape>
+__device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args &a,
+                                                  const wgmma_plan &plan, const wgmma_work &w,
+                                                  const wgmma_state<T, shape> &x, int i,
+                                                  int r) {
+  constexpr int D = shape::D;
+  const int lane = threadIdx.x % WARP, pair = lane % 4 * 2;
+  const query_rows rows = w.rows();
+  const bool has = r < rows.count;
+  const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
+  const int64_t row = w.part < 0 ? rows.token(r) * a.heads + rows.head(r)
+                                 : (int64_t)w.part * plan.rows + r;
+  row_end end = {};
+  if (has && w.part < 0) {
+    end = end_row(a, row, m, sum);
+    if (a.lse && pair == 0) a.lse[row] = end.lse;
+  } else if (has) {
+    end.scale = sum == 0.f ? 0.f : 1.f / sum;
+    if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+  }
+#pragma unroll
+  for (int n = 0; n < D / 8; n += 4) {
+    float even[4], odd[4], y[8];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      even[b] = x.out[4 * (n + b) + 2 * i];
+      odd[b] = x.out[4 * (n + b) + 2 * i + 1];
+    }
+    turn_quad(even, lane);
+    turn_quad(odd, lane);
+#pragma unroll
+    for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
+    const int64_t at = row * D + (n + lane % 4) * 8;
+    if (!has) continue;
+    finish(a, end, at, y);
+    if (w.part < 0) store_out(a, at, y);
+    else store_floats(plan.out + at, y);
+  }
+}
+
+/* Writes a warp's sixteen rows, from r on, of whole work without an earlier attention, in q's
+ * dtype, by way of shared memory: 64 (or 32) columns at a time. */
+template <class T, class shape>
+__device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
+                                                 const wgmma_work &w,
+                                                 const wgmma_state<T, shape> &x, uint32_t at,
+                                                 int r) {
+  constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
+  constexpr int ROWS = WARP / PIECES; /* that are stored at once */
+  const int lane = threadIdx.x % WARP;
+  const query_rows rows = w.rows();
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float sum = warp_sum<4>(x.l[i]);
+    scale[i] = sum == 0.f ? 0.f : 1.f / sum;
+    const int own = r + lane / 4 + 8 * i;
+    if (a.lse && lane % 4 == 0 && own < rows.count)
+      a.lse[rows.token(own) * a.heads + rows.head(own)] = sum == 0.f
+                                                              ? -INFINITY
+                                                              : (x.m[i] + log2f(sum)) * LN2;
+  }
+  T *to[16 / ROWS]; /* where this lane's pieces go; NULL: there is no such row */
+#pragma unroll
+  for (int j = 0; j < 16 / ROWS; j++) {
+    const int row = r + j * ROWS + lane / PIECES;
+    to[j] = row < rows.count ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * D +
+                                   lane % PIECES * 8
+                             : nullptr;
+  }
+#pragma unroll
+  for (int c = 0; c < D / COLUMNS; c++) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < PIECES; n += 2) {
+      const int i = 4 * (c * PIECES + n);
+      const uint32_t y[4] = {pack2(x.out[i] * scale[0], x.out[i + 1] * scale[0], T()),
+                             pack2(x.out[i + 2] * scale[1], x.out[i + 3] * scale[1], T()),
+                             pack2(x.out[i + 4] * scale[0], x.out[i + 5] * scale[0], T()),
+                             pack2(x.out[i + 6] * scale[1], x.out[i + 7] * scale[1], T())};
+      store_matrices(at + swizzled<PIECES>(lane % 16, n + lane / 16), y);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 16 / ROWS; j++) {
+      const uint4 y = load_shared(at +
+                                  swizzled<PIECES>(j * ROWS + lane / PIECES, lane % PIECES));
+      if (to[j]) *(uint4 *)(to[j] + c * COLUMNS) = y;
+    }
+  }
+}
+
+/* A tile's scores again, from global memory and without the tensor cores: their weights passed
+ * the largest float. The tile may have left shared memory. */
+template <class T, class shape, bool BIASED>
+__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
+                                             const wgmma_work &w, int tile, int r0,
+                                             wgmma_state<T, shape> &x) {
+  const query_rows rows = w.rows();
+  const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
+  const float back = 1.f / (a.scale * LOG2E);
+  const score_rule rule(a);
+#pragma unroll 1
+  for (int i = 0; i < shape::KEYS / 2; i++) {
+    const int r = r0 + (i & 2 ? 8 : 0);
+    const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
+    const int entry = key / block_size, token = key - entry * block_size;
+    const wgmma_key at(a, w, entry, token);
+    const wgmma_sight sight(a, w, r);
+    const int own = min(r, rows.count - 1);
+    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
+    const T *k = (const T *)a.cache.kv + (row * block_size + token) * D;
+    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
+    float s = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
+    if (BIASED) s = rule(s) * back;
+    if (BIASED && a.alibi)
+      s += a.alibi[rows.head(own)] * LOG2E * back * (float)(at.position - sight.at);
+    s = at.physical >= 0 & sight.sees(at.position) ? s : -INFINITY;
+    /* Registers have no index at run time. */
+#pragma unroll
+    for (int j = 0; j < shape::KEYS / 2; j++) x.s[j] = j == i ? s : x.s[j];
+  }
+}
+
+/* A consumer's loop: an iteration gives the tensor cores the scores of a tile and the values
+ * of the one before, also when the tile begins the next piece of work; then the piece before
+ * it is written. After the last piece the scores are those of nothing. */
+template <class T, class shape, bool BIASED>
 __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                        wgmma_memory<shape> &memory, int consumer) {
   constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
+  constexpr int QS = shape::Q_STAGES;
   const int warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
   /* This lane's rows of every product, and its first column. */
   const int r0 = consumer * 64 + warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
-  const bool biased = a.alibi || a.soft_cap > 0.f;
   const float scale = a.scale * LOG2E;
   constexpr int TURN = 1, BOTH = 2 * WARPGROUP; /* named barriers TURN, TURN + 1 */
   auto turn_begin = [&] {
@@ -171,11 +321,17 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   if (consumer == 1) turn_end(); /* consumer 0 goes first */
 
   wgmma_state<T, shape> x;
-  uint32_t step = 0, q_step = 0;
-  each_work<shape>(a, plan, [&](const wgmma_work &w) {
-    /* Every row of the warp sees all of a tile within low ... high. Rows that do not exist
-     * may see anything, and need no new reference. */
-    int low = 0, high = INT_MAX;
+  wgmma_work w;
+  uint32_t n = 0, step = 0, q_step = 0;
+  const bool plain = a.out_dtype == a.dtype && !a.prev_lse;
+  int left;      /* tiles of this piece without scores */
+  int low, high; /* every row of the warp sees all of a tile within them */
+  auto begin = [&] {
+    w = memory.wait_work(n);
+    memory.work_done(n++);
+    left = w.tiles;
+    low = 0, high = INT_MAX;
+    /* Rows that do not exist may see anything, and need no new reference. */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = i ? r1 : r0;
@@ -186,124 +342,128 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       x.l[i] = 0.f;
     }
     low = warp_max(low);
-    high = biased ? -1 : warp_min(high);
+    high = warp_min(high);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
+  };
+  auto bias = [&](int stage) {
+    const int *position = memory.positions[stage];
+    const score_rule rule(a);
+    const float back = 1.f / scale;
+    const query_rows rows = w.rows();
+    const float slope0 = a.alibi ? a.alibi[rows.head(r0)] * LOG2E * back : 0.f;
+    const float slope1 = a.alibi ? a.alibi[rows.head(r1)] * LOG2E * back : 0.f;
+    const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
+    const float apart = (float)(sight0.at - sight1.at);
+    if (a.soft_cap > 0.f) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) x.s[i] = rule(x.s[i]) * back;
+    }
+    if (!a.alibi) return;
+#pragma unroll
+    for (int g = 0; g < KEYS / 8; g++) {
+      const float distance = (float)(position[g] + pair - sight0.at);
+      x.s[4 * g] += slope0 * distance;
+      x.s[4 * g + 1] += slope0 * (distance + 1.f);
+      x.s[4 * g + 2] += slope1 * (distance + apart);
+      x.s[4 * g + 3] += slope1 * (distance + apart + 1.f);
+    }
+  };
+  auto mask = [&](int stage) {
+    const int *position = memory.positions[stage];
+    const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int at = position[i / 4] + pair + (i & 1);
+      if (!(i & 2 ? sight1 : sight0).sees(at)) x.s[i] = -INFINITY;
+    }
+  };
 
-    auto mask = [&](int stage) {
-      const int *position = memory.positions[stage];
-      const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
-      if (biased) {
-        const score_rule rule(a);
-        const float back = 1.f / scale;
-        const query_rows rows = w.rows();
-        const float slope0 = a.alibi ? a.alibi[rows.head(r0)] * LOG2E : 0.f;
-        const float slope1 = a.alibi ? a.alibi[rows.head(r1)] * LOG2E : 0.f;
-#pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-          const int at = position[i / 4] + pair + (i & 1);
-          const int distance = at - (i & 2 ? sight1.at : sight0.at);
-          x.s[i] = (rule(x.s[i]) + (i & 2 ? slope1 : slope0) * (float)distance) * back;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) {
-        const int at = position[i / 4] + pair + (i & 1);
-        if (!(i & 2 ? sight1 : sight0).sees(at)) x.s[i] = -INFINITY;
-      }
-    };
-    const uint32_t q_stage = q_step % shape::Q_STAGES;
-    const uint32_t q_at = memory.q(q_stage, consumer);
-    barrier_wait(memory.q_full(q_stage, consumer), q_step++ / shape::Q_STAGES & 1);
-    {
-      const uint32_t k = step % STAGES;
-      barrier_wait(memory.k_full(k), step / STAGES & 1);
-      const int2 span = memory.spans[k];
-      turn_begin();
-      products_begin();
-      x.scores(q_at, memory.k(k));
-      turn_end();
-      products_wait<0>();
-      settle(x.s);
-      if (span.x < low || span.y > high) mask(k);
-      barrier_arrive_warp(memory.k_empty(k), lane);
-      x.raise(scale);
-      x.weights(memory.scale, x.l);
+  if (memory.wait_work(0).tokens == 0) return;
+  begin();
+  barrier_wait(memory.q_full(0), 0);
+  barrier_wait(memory.k_full(0), 0);
+  turn_begin();
+  products_begin();
+  x.scores(memory.q(0, consumer), memory.k(0));
+  turn_end();
+  products_wait<0>();
+  settle(x.s);
+  uint32_t k = 0;
+  int2 span = memory.spans[0];
+  float sum[2];
+  bool ready = false; /* every row of the warp has a reference */
+  auto weigh = [&] {
+    if (BIASED) bias(k);
+    if (span.x < low || span.y > high) mask(k);
+    barrier_arrive_warp(memory.k_empty(k), lane);
+    if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
+    if (!ready) {
+      x.refer(scale);
+      ready = __all_sync(ALL_LANES, x.refers());
     }
-    for (int i = 1; i < w.tiles; i++) {
-      const uint32_t v = step % STAGES, v_parity = step / STAGES & 1;
-      const uint32_t k = ++step % STAGES;
-      barrier_wait(memory.k_full(k), step / STAGES & 1);
-      const int2 span = memory.spans[k];
-      turn_begin();
-      products_begin();
-      x.scores(q_at, memory.k(k));
-      barrier_wait(memory.v_full(v), v_parity);
-      products_begin();
-      x.values(memory.v(v));
-      turn_end();
-      products_wait<1>();
-      settle(x.s);
-      if (span.x < low || span.y > high) mask(k);
-      barrier_arrive_warp(memory.k_empty(k), lane);
-      products_wait<0>();
-      settle(x.out);
-      barrier_arrive_warp(memory.v_empty(v), lane);
-      float sum[2];
-      x.weights(memory.scale, sum);
-      if (!__all_sync(ALL_LANES, x.fits(sum))) {
-        x.raise(scale);
-        x.weights(memory.scale, sum);
+    x.weigh(memory.scale, sum);
+  };
+  weigh();
+  for (;;) {
+    x.l[0] += sum[0];
+    x.l[1] += sum[1];
+    x.pack();
+    const uint32_t v = step % STAGES, v_parity = step / STAGES & 1;
+    const bool ends = left == 0;
+    bool more = true;
+    if (ends) {
+      more = memory.wait_work(n).tokens > 0;
+      if (more) {
+        q_step++;
+        barrier_wait(memory.q_full(q_step % QS), q_step / QS & 1);
       }
-      x.l[0] += sum[0];
-      x.l[1] += sum[1];
     }
-    barrier_arrive_warp(memory.q_empty(q_stage, consumer), lane);
-    const uint32_t v = step % STAGES;
-    barrier_wait(memory.v_full(v), step++ / STAGES & 1);
+    k = ++step % STAGES;
+    if (more) barrier_wait(memory.k_full(k), step / STAGES & 1);
+    span = memory.spans[k];
+    turn_begin();
+    products_begin();
+    x.scores(memory.q(q_step % QS, consumer), memory.k(k));
+    barrier_wait(memory.v_full(v), v_parity);
     products_begin();
     x.values(memory.v(v));
+    turn_end();
+    products_wait<1>();
+    settle(x.s);
+    if (!ends) weigh();
     products_wait<0>();
     settle(x.out);
     barrier_arrive_warp(memory.v_empty(v), lane);
-
-    /* Four lanes hold eight neighbours of a row together. They exchange them, so that each
-     * has one whole run of eight out of four, and writes 16 bytes at once. */
-    const query_rows rows = w.rows();
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float sum = warp_sum<4>(x.l[i]);
-      const int r = i ? r1 : r0;
-      const int64_t row = rows.token(r) * a.heads + rows.head(r);
-      row_end end = {};
-      if (r < rows.count) {
-        end = end_row(a, row, x.m[i] * scale, sum);
-        if (a.lse && pair == 0) a.lse[row] = end.lse;
+    if (ends) {
+      if (plain && w.part < 0) {
+        write_plain_rows<T>(a, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
+      } else {
+        write_row_of_work<T>(a, plan, w, x, 0, r0);
+        write_row_of_work<T>(a, plan, w, x, 1, r1);
       }
-#pragma unroll
-      for (int n = 0; n < D / 8; n += 4) {
-        float even[4], odd[4], y[8];
-#pragma unroll
-        for (int b = 0; b < 4; b++) {
-          even[b] = x.out[4 * (n + b) + 2 * i];
-          odd[b] = x.out[4 * (n + b) + 2 * i + 1];
-        }
-        turn_quad(even, lane);
-        turn_quad(odd, lane);
-#pragma unroll
-        for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
-        const int64_t at = row * D + (n + lane % 4) * 8;
-        if (r >= rows.count) continue;
-        finish(a, end, at, y);
-        store_out(a, at, y);
+      if (!more) return;
+      begin();
+      ready = false;
+      weigh();
+    } else if (!__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_MOST)) {
+      if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_LOST)) {
+        x.lower(sum);
+        continue;
       }
+      scores_again<T, shape, BIASED>(a, w, left, r0, x);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        x.raise(r, fmaxf(x.largest(r) * scale - finite_shift(x.m[r]), 0.f));
+      x.weigh(memory.scale, sum);
     }
-  });
+  }
 }
 
 #endif
 
-template <class T, class shape>
+/* BIASED: with ALiBi or a soft cap. */
+template <class T, class shape, bool BIASED>
 __global__ void __launch_bounds__(shape::THREADS, 1)
     paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
                 const __grid_constant__ CUtensorMap map,
@@ -315,73 +475,245 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
     memory.init(a);
   }
   __syncthreads();
+  /* The tables are large, and a cold read of them would be the first thing to wait for. */
+  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
+  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
+  wait_for_previous();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0) {
-    registers_take<232>();
-    attend<T, shape>(a, plan, memory, warpgroup - 1);
+    registers_take<shape::TAKE>();
+    attend<T, shape, BIASED>(a, plan, memory, warpgroup - 1);
     return;
   }
-  registers_give<40>();
+  registers_give<shape::GIVE>();
   if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
   else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
-  else bring_queries<T, shape>(a, plan, memory, warp - 2);
+  else if (warp == 2) bring_queries<T, shape>(a, memory);
+  else find_work<shape>(a, plan, memory);
+#endif
+}
+
+/* Joins the parts of divided items. A warp takes a query row; a thread block takes rows of one
+ * item. */
+constexpr int WGMMA_COMBINE_WARPS = 8;
+template <class shape>
+__global__ void __launch_bounds__(WGMMA_COMBINE_WARPS *WARP)
+    wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
+                  const __grid_constant__ wgmma_plan plan) {
+#if KVL_SM90A
+  constexpr int D = shape::D;
+  const int lane = threadIdx.x % WARP;
+  const int entry = blockIdx.x / plan.lanes, to_lane = blockIdx.x % plan.lanes;
+  const int r = blockIdx.y * WGMMA_COMBINE_WARPS + threadIdx.x / WARP;
+  wait_for_previous();
+  const uint32_t total = plan.firsts[plan.entries];
+  const uint32_t tiles = (plan.firsts[entry + 1] - plan.firsts[entry]) / plan.lanes;
+  if (tiles == 0) return;
+  const uint32_t shares = shares_used(plan, total);
+  const uint32_t first = plan.firsts[entry] + to_lane * tiles;
+  const int share = share_of(total, first, shares);
+  const int count = share_of(total, first + tiles - 1, shares) - share + 1;
+  if (count == 1) return;
+  wgmma_work w(a, plan, entry);
+  w.set_lane<shape>(a, plan, to_lane);
+  const query_rows rows = w.rows();
+  if (r >= rows.count) return;
+  auto part = [&](int i) {
+    return (int64_t)(share + i + (i == 0 ? plan.shares : 0)) * plan.rows + r;
+  };
+  constexpr int RUNS = (D + 4 * WARP - 1) / (4 * WARP);
+  float m = -INFINITY, sum = 0.f, x[RUNS][4] = {};
+  for (int base = 0; base < count; base += WARP) {
+    const int mine = base + lane, here = min(count - base, WARP);
+    const float lse = mine < count ? plan.lse[part(mine)] : -INFINITY;
+    const float top = fmaxf(m, warp_max(lse)), shift = finite_shift(top);
+    const float down = exp2_fast(m - shift), weight = exp2_fast(lse - shift);
+    sum = sum * down + warp_sum(weight);
+    m = top;
+#pragma unroll
+    for (int u = 0; u < RUNS; u++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) x[u][e] *= down;
+#pragma unroll 4
+    for (int j = 0; j < here; j++) {
+      const float by = __shfl_sync(ALL_LANES, weight, j);
+      const float *y = plan.out + part(base + j) * D;
+#pragma unroll
+      for (int u = 0; u < RUNS; u++) {
+        const int dim = (u * WARP + lane) * 4;
+        if (dim >= D) continue;
+        const float4 z = *(const float4 *)(y + dim);
+        x[u][0] += by * z.x;
+        x[u][1] += by * z.y;
+        x[u][2] += by * z.z;
+        x[u][3] += by * z.w;
+      }
+    }
+  }
+  const int64_t row = rows.token(r) * a.heads + rows.head(r);
+  const row_end end = end_row(a, row, m, sum);
+#pragma unroll
+  for (int u = 0; u < RUNS; u++)
+    if ((u * WARP + lane) * 4 < D) write_row(a, end, row, (u * WARP + lane) * 4, x[u]);
 #endif
 }
 
 /* ---- launch ---------------------------------------------------------------------------- */
 
-/* Maps the cache as [blocks * 2 * kv_heads, block_size / 8, head_dim / 64, 8, 64], so that a
- * box of `groups` times eight tokens arrives as [groups, head_dim / 64] atoms. */
-template <class T> int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
-  const cuuint64_t bytes_row = c.head_dim * 2;
-  const cuuint64_t dims[5] = {64, 8, (cuuint64_t)c.head_dim / 64,
-                              (cuuint64_t)c.block_size / 8,
+/* Maps the cache as [blocks * 2 * kv_heads, block_size / 8, PARTS, 8, ATOM], so that a box of
+ * `groups` times eight tokens arrives as [groups, PARTS] atoms. */
+template <class T, class shape>
+int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
+  const cuuint64_t bytes_row = c.head_dim * 2, parts = shape::PARTS;
+  const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
                               (cuuint64_t)c.blocks * 2 * c.kv_heads};
-  const cuuint64_t strides[4] = {bytes_row, 128, 8 * bytes_row, c.block_size * bytes_row};
-  const cuuint32_t box[5] = {64, 8, (cuuint32_t)c.head_dim / 64, (cuuint32_t)groups, 1};
+  const cuuint64_t strides[4] = {bytes_row, 2 * shape::ATOM, 8 * bytes_row,
+                                 c.block_size * bytes_row};
+  const cuuint32_t box[5] = {shape::ATOM, 8, (cuuint32_t)parts, (cuuint32_t)groups, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
       map,
       std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, c.kv, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-/* Scores are masked before they are scaled, so the scale has to be positive. */
-inline bool wgmma_takes(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  const kvl_cache_view &c = a.cache;
+inline bool is_hopper_device(int device) {
   int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q->device);
-  return major == 9 && a.starts && a.dtype != KVL_DTYPE_F32 && c.dtype == a.dtype &&
-         !c.pinned && (c.head_dim == 64 || c.head_dim == 128) && c.block_size % 8 == 0 &&
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9;
+}
+
+/* Scores are masked before they are scaled, so the scale has to be positive. One new token
+ * of at most 16 heads a KV head is for paged_decode.cuh. */
+inline bool wgmma_takes(const kvl_paged_attention_args &a, int device) {
+  const kvl_cache_view &c = a.cache;
+  const int d = c.head_dim;
+  return is_hopper_device(device) && (a.starts || a.heads / c.kv_heads > 16) &&
+         a.dtype != KVL_DTYPE_F32 && c.dtype == a.dtype && !c.pinned &&
+         (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.block_size % 8 == 0 &&
          c.blocks > 0 && c.blocks * 2 * c.kv_heads <= INT_MAX && a.scale > 1e-6f &&
          encode_map();
 }
 
-template <class T, int D>
-int launch_prefill_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  using shape = wgmma_shape<D>;
+/* About how many tiles of tokens a call has. */
+inline int64_t busy_entries(const kvl_paged_attention_args &a, int tokens_tile) {
+  const int64_t full = (a.tokens + tokens_tile - 1) / tokens_tile;
+  return full > a.seqs ? full : a.seqs;
+}
+/* Do the new tokens of a sequence fill at most 64 query rows? */
+inline bool few_rows(const kvl_paged_attention_args &a) {
   const int group = (int)(a.heads / a.cache.kv_heads);
-  wgmma_plan plan;
+  return group <= 64 && busy_entries(a, a.starts ? 64 / group : 1) == a.seqs;
+}
+
+/* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
+ * and may be NULL when only its size is asked for. */
+template <class shape>
+size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &plan) {
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  const int heads_each = group < shape::ROWS ? group : shape::ROWS;
+  plan = {};
+  plan.by_block = divisor(a.cache.block_size);
   plan.box = common_divisor(a.cache.block_size, shape::KEYS) / 8;
-  plan.tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
+  plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
+  plan.by_tile = divisor(plan.tokens_tile);
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
   plan.lanes = a.cache.kv_heads * plan.subgroups;
-  plan.items = (int)(a.tokens / plan.tokens_tile + a.seqs) * plan.lanes;
+  plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
+  const int64_t busy = busy_entries(a, plan.tokens_tile);
+  const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
+  if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
+    plan.shares = sm_count;
+    /* The tiles of one sequence have the same keys: with whole shares for each of them, these
+     * keys are read at about the same time. */
+    if (a.seqs == 1 && busy <= sm_count / 4) plan.shares = sm_count / busy * busy;
+    const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.lanes;
+    if (tiles < plan.shares) plan.shares = (int)tiles;
+    plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
+    /* A share reads at least 8 times the bytes of its partial result. */
+    plan.least = (8 * 4 * plan.rows + 4 * shape::KEYS - 1) / (4 * shape::KEYS);
+    char *at = (char *)a.workspace;
+    const size_t parts = (size_t)2 * plan.shares * plan.rows;
+    plan.out = (float *)at;
+    plan.lse = plan.out + parts * shape::D;
+    plan.firsts = (uint32_t *)(plan.lse + parts);
+    return parts * (shape::D + 1) * sizeof(float) + (plan.entries + 1) * sizeof(uint32_t);
+  }
+  /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
+  const int64_t bytes = room * shape::D * 4, l2 = 25 << 20;
+  int64_t section = l2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
+  const int64_t enough = (4 * sm_count + busy - 1) / busy;
+  if (section < enough) section = enough;
+  plan.section = (int)(section < plan.lanes ? section : plan.lanes);
+  if (plan.section == plan.lanes) return 0;
+  plan.counter = (int *)a.workspace;
+  return sizeof(int);
+}
+
+template <class T, class shape, bool BIASED>
+int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                   const kvl_cuda_queue *q) {
+  const auto kernel = paged_wgmma<T, shape, BIASED>;
   CUtensorMap map;
-  int status = map_cache<T>(a.cache, plan.box, &map);
-  if (status == KVL_OK) status = allow_shared<paged_wgmma<T, shape>>(q, shape::SHARED_BYTES);
+  int status = map_cache<T, shape>(a.cache, plan.box, &map);
+  if (status == KVL_OK)
+    status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
-  const int grid = plan.items < q->sm_count ? plan.items : q->sm_count;
-  paged_wgmma<T, shape>
-      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
+  if (plan.shares > 0) {
+    status = launch_programmatic(kernel, plan.shares, shape::THREADS, shape::SHARED_BYTES, q,
+                                 a, map, plan);
+    if (status < 0) return status;
+    const dim3 grid(plan.entries * plan.lanes, ceil_div(plan.rows, WGMMA_COMBINE_WARPS));
+    return launch_programmatic(wgmma_combine<shape>, grid, WGMMA_COMBINE_WARPS * WARP, 0, q,
+                               a, plan);
+  }
+  if (plan.counter)
+    status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
+  if (status < 0) return status;
+  const int64_t items = (int64_t)plan.entries * plan.lanes;
+  const int grid = items < q->sm_count ? (int)items : q->sm_count;
+  kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
   return KVL_OK;
+}
+
+template <class T, class shape>
+int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  wgmma_plan plan;
+  plan_wgmma<shape>(a, q->sm_count, plan);
+  if (a.alibi || a.soft_cap > 0.f) return launch_planned<T, shape, true>(a, plan, q);
+  return launch_planned<T, shape, false>(a, plan, q);
+}
+
+/* The result of f with a head_dim that wgmma_takes, as a constant. */
+template <class F> auto with_wgmma_dim(int dim, F f) {
+  if (dim == 64) return f(std::integral_constant<int, 64>());
+  if (dim == 96) return f(std::integral_constant<int, 96>());
+  if (dim == 128) return f(std::integral_constant<int, 128>());
+  if (dim == 192) return f(std::integral_constant<int, 192>());
+  return f(std::integral_constant<int, 256>());
+}
+
+/* The bytes of the workspace of a call that wgmma_takes. */
+inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count) {
+  return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
+    wgmma_plan plan;
+    if (few_rows(a)) return plan_wgmma<wgmma_shape<dim.value, true>>(a, sm_count, plan);
+    return plan_wgmma<wgmma_shape<dim.value>>(a, sm_count, plan);
+  });
+}
+
+template <class T, int D>
+int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  if (few_rows(a)) return launch_shape<T, wgmma_shape<D, true>>(a, q);
+  return launch_shape<T, wgmma_shape<D>>(a, q);
 }
 
 }  // namespace kvl
