@@ -305,6 +305,8 @@ struct kvl_paged_attention_args {
   int64_t tokens, seqs, heads, max_blocks, max_selected, selection_heads, slot_heads;
   float scale, soft_cap;                    /* soft_cap 0: none */
   int32_t causal, window, dtype, out_dtype; /* window 0: none. dtype: of q */
+  const uint64_t *tree;                     /* optional [tokens, tree_words] */
+  int32_t tree_words;                       /* 0: no tree */
 };
 struct kvl_token_attention_args {
   struct kvl_cache_view cache;

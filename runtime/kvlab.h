@@ -438,7 +438,14 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  * causal: a row sees the keys at positions <= its own; otherwise it sees every key of the
  * sequence. window: a row does not see keys at positions <= its own - window; 0: no window.
  * soft_cap: a score s = scale * q k becomes soft_cap * tanh(s / soft_cap) before the ALiBi
- * bias is added; 0: no cap. k_scale, v_scale: f32 [kv_heads] of an f8e4m3 cache; NULL: 1. A
+ * bias is added; 0: no cap.
+ * tree       u64  [tokens, words], words 1 or 2: which of the newest keys of its sequence each
+ *                  row sees, when these are the tokens of a draft tree. Bit i (bit i % 64 of
+ *                  word i / 64) stands for the key at position lens[s] - 1 - i; 0 hides it.
+ *                  Keys further back than that are not hidden. NULL: no tree. A tree goes
+ *                  neither with alibi nor with a window, because the position of a token in
+ *                  the cache is not its position in the text
+ * k_scale, v_scale: f32 [kv_heads] of an f8e4m3 cache; NULL: 1. A
  * row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
@@ -449,7 +456,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  *                  them in decode alone, and with a hook */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
-  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale, *scores;
+  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale, *scores, *tree;
   double scale, soft_cap;
   int32_t causal, window;
   struct kvl_code *hook;

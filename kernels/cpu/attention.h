@@ -162,10 +162,23 @@ static inline float query_scale(const struct task *t) {
   return a->soft_cap > 0 ? scale / a->soft_cap : scale;
 }
 
+/* The first position that a draft tree says something about; without one, INT32_MAX. */
+static inline int32_t tree_begin(const struct task *t) {
+  return t->args->tree ? t->len - 64 * t->args->tree_words : INT32_MAX;
+}
+
+/* Does the tree hide the key at `position`, which is tree_begin or later, from row r? */
+static inline int tree_hides(const struct task *t, int r, int32_t position) {
+  const uint64_t *seen = t->args->tree + task_token(t, r) * t->args->tree_words;
+  int32_t back = t->len - 1 - position;
+  return !(seen[back / 64] >> (back % 64) & 1);
+}
+
 /* Is part of the tile hidden from a row that sees positions [first, own]? They ascend. */
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
-  return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first;
+  return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first ||
+         tile->position[n - 1] >= tree_begin(t);
 }
 
 /* Calls the hook for row r of the task and the keys of a tile. */

@@ -35,9 +35,11 @@ static inline float softmax_row(const struct task *t, int r, const struct key_ti
       scores[k] += t->slope[r] * (float)(tile->position[k] - t->position[r]);
   if (t->hooked && t->hooked->hook) hook_row(t, r, tile->position, n, scores);
   if (hides_keys(t, tile, n, t->first[r], t->position[r])) {
-    int32_t last = t->args->causal ? t->position[r] : INT32_MAX;
+    int32_t last = t->args->causal ? t->position[r] : INT32_MAX, tree = tree_begin(t);
     for (int k = 0; k < n; k++)
-      if (tile->position[k] > last || tile->position[k] < t->first[r]) scores[k] = -INFINITY;
+      if (tile->position[k] > last || tile->position[k] < t->first[r] ||
+          (tile->position[k] >= tree && tree_hides(t, r, tile->position[k])))
+        scores[k] = -INFINITY;
   }
   if (t->hooked && t->hooked->scores) {
     float *kept = kept_scores(t, r);

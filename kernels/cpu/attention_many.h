@@ -114,13 +114,17 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
     }
   }
   if (t->hooked && t->hooked->hook) hook_lanes(t, tile, n, row0, s);
-  if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->position[row0]))
+  if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->position[row0])) {
+    const int32_t tree = tree_begin(t);
     for (int k = 0; k < n; k++) {
       vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
       vi hidden = tile->position[k] < first;
       if (t->args->causal) hidden |= tile->position[k] > position;
       vf_store(s, k * PANEL, vf_select(hidden, vf_set(-INFINITY), x), KVL_DTYPE_F32);
+      for (int i = 0; tile->position[k] >= tree && i < VF && row0 + i < t->rows; i++)
+        if (tree_hides(t, row0 + i, tile->position[k])) s[k * PANEL + i] = -INFINITY;
     }
+  }
   if (t->hooked && t->hooked->scores) keep_lanes(t, tile, n, row0, s);
 
   vf before = vf_load(sums->top, row0, KVL_DTYPE_F32), top = before, other = before;

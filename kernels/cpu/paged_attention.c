@@ -6,6 +6,7 @@
  *  selection  i32           [seqs, kv_heads or 1, max_selected]
  *  slots      i32           [seqs, kv_heads or 1, max_selected]: the blocks of the selection,
  *                           instead of those in tables
+ *  tree       u64           [tokens, words]: which of the newest 64 * words keys a row sees
  *  prev_out   f32           [tokens, heads, head_dim]   joined to the result
  *  prev_lse   f32           [tokens, heads]
  *  out        f32 f16 bf16  [tokens, heads, head_dim]

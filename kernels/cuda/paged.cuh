@@ -127,6 +127,18 @@ __device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, i
   return a.window > 0 ? max(position - a.window + 1, 0) : 0;
 }
 
+/* The first position that a draft tree says something about; without one, INT_MAX. */
+__device__ __forceinline__ int tree_begin(const kvl_paged_attention_args &a, int length) {
+  return a.tree ? max(length - 64 * a.tree_words, 0) : INT_MAX;
+}
+
+/* Does the tree show row `token` of q the key at `position`, tree_begin or later? */
+__device__ __forceinline__ bool tree_shows(const kvl_paged_attention_args &a, int64_t token,
+                                           int length, int position) {
+  const int back = length - 1 - position;
+  return a.tree[token * a.tree_words + back / 64] >> (back % 64) & 1;
+}
+
 /* ---- query tiles ----------------------------------------------------------------------- */
 
 /* The tile of query tokens that block `index` of the grid takes. The tiles of sequence s have

@@ -111,6 +111,7 @@ template <class T, int D, int ROWS> struct f32_state {
       copy_commit();
     }
     const score_rule rule(a);
+    const int tree = tree_begin(a, length);
     const int kv_head = rows.head0 / (int)(a.heads / a.cache.kv_heads);
     const float scale = rule.scale * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
     float q[ROWS][8];
@@ -170,6 +171,8 @@ template <class T, int D, int ROWS> struct f32_state {
               keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
           }
           if (at < sees.begin[r] || at > sees.limit[r]) score = -INFINITY;
+          if (at >= tree && r < rows.count && !tree_shows(a, rows.token(r), length, at))
+            score = -INFINITY;
           float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
           top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, LANES / 4));
           top = fmaxf(top, m[r]);

@@ -168,17 +168,24 @@ template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], 
     }
 }
 template <int N, class H>
-__device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
-                                            float k_scale, const int *positions, int pair,
+__device__ __forceinline__ void mask_scores(const kvl_paged_attention_args &a,
+                                            const query_rows &rows, float (&s)[N][4],
+                                            const score_rule &rule, float k_scale,
+                                            const int *positions, int pair,
                                             const prefill_row &row0, const prefill_row &row1,
                                             const H &hook, const hook_row &of0,
                                             const hook_row &of1) {
+  const int tree = tree_begin(a, of0.length);
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       int at = positions[n * 8 + pair + c];
       bool seen0 = row0.sees(at), seen1 = row1.sees(at);
+      if (at >= tree) {
+        seen0 = seen0 && tree_shows(a, rows.token(row0.r), of0.length, at);
+        seen1 = seen1 && tree_shows(a, rows.token(row1.r), of0.length, at);
+      }
       float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
       x0 += row0.slope * (float)(at - row0.at);
       x1 += row1.slope * (float)(at - row1.at);
@@ -264,6 +271,7 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   const T *const q0 = row0.query<T>(a, rows, head_dim);
   const T *const q1 = row1.query<T>(a, rows, head_dim);
   const prefill_sight sight(row0, row1);
+  const int tree = tree_begin(a, length);
   const bool biased = a.alibi || a.soft_cap > 0.f || H::ACTIVE;
   const hook_row of0 = row0.for_hook(a, rows, tile_q.seq, kv_head, length);
   const hook_row of1 = row1.for_hook(a, rows, tile_q.seq, kv_head, length);
@@ -308,10 +316,10 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
      * of sight. */
     const int *whole = lists.whole[t % 3];
     bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
-                 positions[KEYS - 1] <= sight.least && !biased;
+                 positions[KEYS - 1] <= sight.least && positions[KEYS - 1] < tree && !biased;
     float top0 = m0, top1 = m1;
     if (plain) scale_scores(s, scale);
-    else mask_scores(s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
+    else mask_scores(a, rows, s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
     raise_tops(s, top0, top1);
     const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
     const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);

@@ -119,6 +119,15 @@ int kvl_paged_attention(const kvl_attention *a) {
   kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
   if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args->lse = a->lse->ptr;
   args->max_blocks = kvl__dim(&c, "max_blocks");
+  if (kvl__arg(&c, "tree?", a->tree, KVL__U64, "tokens words")) {
+    args->tree = a->tree->ptr;
+    args->tree_words = (int32_t)kvl__dim(&c, "words");
+    if (args->tree_words != 1 && args->tree_words != 2)
+      kvl__call_fail(&c, "tree has %d words for a row, expected 1 or 2", args->tree_words);
+    if (a->alibi || a->window > 0)
+      kvl__call_fail(&c, "tree is given with %s, expected one of the two",
+                     a->alibi ? "alibi" : "a window");
+  }
   if (kvl__arg(&c, "scores?", a->scores, KVL__F32, "tokens heads room")) {
     const int64_t room = args->max_blocks * args->cache.block_size;
     if (kvl__dim(&c, "room") != room)

@@ -10,6 +10,8 @@
 --            "gaps": some of them have no slot
 --   prev     joined to an attention over other keys, which saw nothing in some rows
 --   parts    the selection is dealt out to so many calls, each joined to the one before
+--   tree     the new tokens of each sequence are a random draft tree; "chain": each
+--            follows the one before
 --   alibi, causal, no_lse, window, soft_cap
 --   scales   "k", "v", "both": of an f8e4m3 cache, random, one a KV head
 --   forget   nothing is left of the keys that no row's window has: their blocks are not
@@ -100,6 +102,33 @@ local function forget_blocks(c, paged, starts)
   end
 end
 
+--- The parents of the new tokens, for each row of q the row that it follows or -1, and
+-- what kvl_attention.tree says of them: two words for each row.
+local function tree_of(c, starts)
+  if not c.tree then return nil end
+  local rng, parents, words = support.rng(c.seed or 11), {}, {}
+  local n = c.tree_words or 2
+  for s = 1, #c.lens do
+    local first, last = starts[s], starts[s + 1] - 1
+    for row = first, last do
+      local pick = c.tree == "chain" and row - first or rng(row - first + 1)
+      parents[row + 1] = pick == 0 and -1 or first + pick - 1
+      local bits = {}
+      for i = 0, 64 * n - 1 do bits[i] = i > last - first end -- the context
+      local at = row
+      while at >= 0 do
+        bits[last - at], at = true, parents[at + 1]
+      end
+      for w = 0, n - 1 do
+        local word = 0ULL
+        for i = 63, 0, -1 do word = 2 * word + (bits[64 * w + i] and 1 or 0) end
+        words[#words + 1] = word
+      end
+    end
+  end
+  return parents, words, n
+end
+
 local function scales_of(c, kv_heads, name, seed)
   if c.scales ~= name and c.scales ~= "both" then return nil end
   return support.scales(kv_heads, seed)
@@ -132,8 +161,11 @@ M.inputs = support.latest(function(c)
     max_selected = max_selected, window = c.window, soft_cap = c.soft_cap,
     k_scale = scales_of(c, paged.layout.kv_heads, "k", 61),
     v_scale = scales_of(c, paged.layout.kv_heads, "v", 62) }
+  local tree, tree_words
+  a.parents, tree, tree_words = tree_of(c, starts)
   if c.forget then forget_blocks(c, paged, starts) end
-  local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection }
+  local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection,
+                   tree = tree, tree_words = tree_words }
   if c.slots then
     inputs.slots, inputs.memory, inputs.blocks, a.selection = place_in_slots(c, a)
   end
@@ -171,6 +203,7 @@ local function tensors(dev, c, inputs)
     v_scale = optional("f32", { layout.kv_heads }, a.v_scale),
     prev_out = optional("f32", { inputs.tokens, a.heads, layout.head_dim },
       inputs.prev_out),
+    tree = optional("u64", { inputs.tokens, inputs.tree_words }, inputs.tree),
     prev_lse = optional("f32", { inputs.tokens, a.heads }, inputs.prev_lse) }
 end
 

@@ -233,6 +233,31 @@ for _, c in ipairs(with(slots, { dtype = "f8e4m3", scales = "both", slots = "gap
 end
 topic("reads an f8e4m3 cache, and its scales", scaled)
 
+local trees = {}
+for i, rows in ipairs { { 5, 1, 2 }, { 1, 64, 17 }, { 33, 9, 0 } } do
+  for _, dtype in ipairs { "f32", "bf16" } do
+    for _, group in ipairs { 1, 4, 9 } do
+      trees[#trees + 1] = { lens = { 90, 64, 17 }, rows = rows, block_size = 16,
+        kv_heads = 2, group = group, head_dim = 16, dtype = dtype, tree = true, seed = i,
+        tree_words = i % 2 + 1 }
+    end
+  end
+end
+trees[#trees + 1] = { lens = { 300, 128 }, rows = { 128, 128 }, block_size = 16,
+  group = 2, head_dim = 64, tree = true }
+trees[#trees + 1] = { lens = { 3000, 5 }, rows = { 8, 3 }, block_size = 16, group = 4,
+  head_dim = 16, tree = true, tree_words = 1 }
+trees[#trees + 1] = { lens = { 140, 40 }, rows = { 70, 2 }, block_size = 17, group = 2,
+  head_dim = 80, tree = true, soft_cap = 2, causal = false, prev = true }
+trees[#trees + 1] = { lens = { 140, 40 }, rows = { 7, 20 }, block_size = 8, group = 2,
+  dtype = "f8e4m3", head_dim = 64, scales = "both", tree = true }
+topic("shows a row of a draft tree its ancestors and the context", trees)
+topic("puts a draft tree over a selection", with(slots, { rows = { 30, 7, 1 },
+  tree = true, alibi = false, lens = { 500, 39, 1 } }))
+topic("puts a draft tree over slots with gaps, joined to another attention",
+  with(in_slots, { rows = { 30, 7, 1 }, tree = true, alibi = false, slots = "gaps",
+    lens = { 500, 39, 1 }, prev = true, parts = 2 }))
+
 --- Everything with everything, by a seed.
 local function mixtures(n)
   local rng, list = support.rng(2026), {}
@@ -338,6 +363,19 @@ describe("paged attention", function()
 end)
 
 describe("paged attention", function()
+  support.it_on_cpu("gives the same bits with a tree that is a chain", function(dev)
+    for _, c in ipairs(trees) do
+      local chain = with({ c }, { tree = "chain", causal = true })[1]
+      local out, lse = run(dev, chain)
+      local none = with({ chain }, { tree = false })[1]
+      local want, want_lse = run(dev, none)
+      support.equal(out, want, "out")
+      support.equal(lse, want_lse, "lse")
+    end
+  end)
+end)
+
+describe("paged attention", function()
   local dev = kv.device "cpu"
 
   --- A call over one sequence that must be refused in these words.
@@ -357,6 +395,18 @@ describe("paged attention", function()
     refused({ call = { soft_cap = -0.5 } }, "soft_cap is -0.5, expected >= 0")
     refused({ call = { soft_cap = 0 / 0 } }, "soft_cap is", "nan, expected >= 0")
     refused({ call = { soft_cap = 1 / 0 } }, "soft_cap is inf, expected >= 0 and finite")
+  end)
+
+  it("refuses a tree of another shape, or beside ALiBi or a window", function()
+    local function tree(...) return kv.zeros(dev, "u64", { ... }) end
+    refused({ call = { tree = tree(1, 3) } },
+      "tree has 3 words for a row, expected 1 or 2")
+    refused({ call = { tree = tree(2, 1) } }, "tree is u64 [2, 1]", "tokens=1")
+    refused({ call = { tree = kv.zeros(dev, "i64", { 1, 1 }) } }, "tree is i64 [1, 1]")
+    refused({ call = { tree = tree(1, 1), window = 5 } },
+      "tree is given with a window, expected one of the two")
+    refused({ call = { tree = tree(1, 1), alibi = kv.zeros(dev, "f32", { 4 }) } },
+      "tree is given with alibi, expected one of the two")
   end)
 
   it("refuses scales of another cache, dtype or shape", function()

@@ -23,8 +23,20 @@ local function dot(a, a_at, b, b_at, n)
   return sum
 end
 
+--- Whether row `token` of q sees the key at position p, as far as a draft tree decides.
+-- parents: for each row, the row that its token follows, -1 for none (then it follows the
+-- context); first: the first row of the sequence, which lies at position `at`.
+local function tree_shows(a, token, first, at, p)
+  if not a.parents or p < at then return true end
+  while token >= 0 do
+    if token - first == p - at then return true end
+    token = a.parents[token + 1]
+  end
+  return false
+end
+
 --- Offsets of the keys a row sees and their positions.
-local function keys_seen(a, seq, kv_head, position)
+local function keys_seen(a, seq, kv_head, position, token0, first, at0)
   local at, positions = {}, {}
   local len, size = a.lens[seq + 1], a.layout.block_size
   local list_heads = a.selection and a.selection_heads or 1
@@ -37,7 +49,8 @@ local function keys_seen(a, seq, kv_head, position)
       for token = 0, size - 1 do
         local p = logical * size + token
         local in_window = not a.window or p > position - a.window
-        if p < len and (not a.causal or p <= position) and in_window then
+        if p < len and (not a.causal or p <= position) and in_window
+           and tree_shows(a, token0, first, at0, p) then
           at[#at + 1] = cache_at(a.layout, block, 0, kv_head, token)
           positions[#positions + 1] = p
         end
@@ -75,7 +88,7 @@ end
 
 --- a: layout, q, cache, tables, lens, max_blocks, heads, scale, causal, and optionally
 -- starts, selection with selection_heads and max_selected, alibi, window, soft_cap,
--- k_scale and v_scale (lists by KV head). Returns out, lse.
+-- parents (for each row, the row that its token follows in a draft tree, or -1), k_scale and v_scale (lists by KV head). Returns out, lse.
 function M.paged_attention(a)
   local out, lse, dim = {}, {}, a.layout.head_dim
   local group = a.heads / a.layout.kv_heads
@@ -87,7 +100,8 @@ function M.paged_attention(a)
       for head = 0, a.heads - 1 do
         local kv_head = math.floor(head / group)
         local row = (first + r) * a.heads + head
-        local at, positions = keys_seen(a, seq, kv_head, position)
+        local at, positions = keys_seen(a, seq, kv_head, position, first + r, first,
+          a.lens[seq + 1] - rows)
         lse[row + 1] = attend(a, row * dim, kv_head, at, positions, position,
           a.alibi and a.alibi[head + 1] or 0, out, row * dim)
       end

@@ -13,7 +13,8 @@ local M = {}
 local function host_of(call, dev)
   local a = {}
   for _, name in ipairs { "q", "cache", "tables", "lens", "starts", "selection", "slots",
-                          "alibi", "prev_out", "prev_lse", "k_scale", "v_scale" } do
+                          "alibi", "prev_out", "prev_lse", "k_scale", "v_scale",
+                          "tree" } do
     if call[name] then
       a[name], a["keep_" .. name] = lua_kernel.pointer_of(call[name], dev)
     end
@@ -48,9 +49,16 @@ local function blocks_of(a, d, seq, kv_head)
   return list
 end
 
---- The keys of these blocks that a query at `position` sees: their positions and the
--- places of their K in the cache.
-local function keys_of(call, d, blocks, kv_head, position, length)
+--- Whether the draft tree hides a key from row `row` of q, see the op.
+local function tree_hides(a, d, row, back)
+  if not a.tree or back >= 64 * d.tree_words then return false end
+  local seen = a.tree[row * d.tree_words + math.floor(back / 64)]
+  return bit.band(bit.rshift(seen, back % 64), 1) == 0
+end
+
+--- The keys of these blocks that row `row` of q sees, a query at `position`: their
+-- positions and the places of their K in the cache.
+local function keys_of(call, a, d, blocks, kv_head, row, position, length)
   local positions, places, n = {}, {}, 0
   local first = (call.window or 0) > 0 and position + 1 - call.window or 0
   local last = call.causal == false and length - 1 or math.min(position, length - 1)
@@ -58,7 +66,7 @@ local function keys_of(call, d, blocks, kv_head, position, length)
     local row = (block.physical * 2 * d.kv_heads + kv_head) * d.block_size
     for token = 0, d.block_size - 1 do
       local at = block.logical * d.block_size + token
-      if at >= first and at <= last then
+      if at >= first and at <= last and not tree_hides(a, d, row, length - 1 - at) then
         positions[n], places[n] = at, (row + token) * d.dim
         n = n + 1
       end
@@ -122,7 +130,8 @@ local function sizes_of(call)
     entries = selection and selection:size(2),
     selection_heads = selection and selection:size(1),
     slot_heads = slots and slots:size(1),
-    room = call.tables:size(1) * block_size }
+    room = call.tables:size(1) * block_size,
+    tree_words = call.tree and call.tree:size(1) }
 end
 
 --- Attends from every row of a sequence.
@@ -135,7 +144,8 @@ local function attend_sequence(call, a, d, hook, seq, write)
     local blocks = blocks_of(a, d, seq, kv_head)
     for i = 0, rows - 1 do
       local position = length - rows + i
-      local positions, places, n = keys_of(call, d, blocks, kv_head, position, length)
+      local positions, places, n = keys_of(call, a, d, blocks, kv_head, first + i,
+        position, length)
       for head = 0, group - 1 do
         local row = (first + i) * d.heads + kv_head * group + head
         local scores = scores_of(call, a, d, row * d.dim, kv_head, places, n)

@@ -114,6 +114,7 @@ function step.paged_attention(a)
   call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   call.causal = a.causal == false and 0 or 1
   local hook = a.hook
+  call.tree = a.tree
   call.scores, call.hook = a.scores, hook and hook.code
   if hook then
     call.hook_arguments, call.hook_bytes = hook.words, hook.bytes
@@ -128,13 +129,15 @@ local PAGED = {
   selection = a_tensor, slots = a_tensor, alibi = a_tensor, prev_out = a_tensor,
   prev_lse = a_tensor, k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor,
   out = a_tensor, scale = options.number, causal = options.boolean,
-  window = options.whole, soft_cap = options.not_negative,
+  window = options.whole, soft_cap = options.not_negative, tree = a_tensor,
 }
 
 --- Attention over paged KV.
 ---@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
 --                 prev_lse, k_scale, v_scale, lse, scale (1 / sqrt(head_dim)), causal
---                 (true), window (0: none), soft_cap (0: none), out
+--                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens, words],
+--                 which of its sequence's newest 64 * words keys a row sees (bit i: the
+--                 key at position length - 1 - i), out
 ---@return kvlab.Tensor out  like q unless given
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))
