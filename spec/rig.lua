@@ -30,25 +30,32 @@ local function tokens(rig, s, layer, position, n)
     draw(2, SHAPE.kv_heads, position), draw(3, SHAPE.kv_heads, position)
 end
 
---- The same for several sequences of n tokens each, one after the other.
-local function join(dev, dtype, parts, heads, n)
-  local all = kv.tensor(dev, dtype, { #parts * n, heads, SHAPE.head_dim })
-  for i, part in ipairs(parts) do all:narrow((i - 1) * n, n):copy_(part) end
+--- The same for several sequences, one after the other.
+local function join(dev, dtype, parts, heads)
+  local total, at = 0, 0
+  for _, part in ipairs(parts) do total = total + part:size(0) end
+  local all = kv.tensor(dev, dtype, { total, heads, SHAPE.head_dim })
+  for _, part in ipairs(parts) do
+    all:narrow(at, part:size(0)):copy_(part)
+    at = at + part:size(0)
+  end
   return all
 end
 
+--- A step; n: new tokens of each sequence, or a list with those of each.
 local function forward(rig, numbers, position_of, n, is_prefill, ends_prompts)
   local outs = {}
   rig.attention:begin(rig.batch, is_prefill, ends_prompts)
   for layer = 0, SHAPE.layers - 1 do
     local q, k, v = {}, {}, {}
     for i, s in ipairs(numbers) do
-      q[i], k[i], v[i] = tokens(rig, s, layer, position_of[i], n)
+      q[i], k[i], v[i] = tokens(rig, s, layer, position_of[i],
+        type(n) == "table" and n[i] or n)
     end
     outs[layer] = rig.attention:forward(layer,
-      join(rig.device, rig.dtype, q, rig.heads, n),
-      join(rig.device, rig.dtype, k, SHAPE.kv_heads, n),
-      join(rig.device, rig.dtype, v, SHAPE.kv_heads, n))
+      join(rig.device, rig.dtype, q, rig.heads),
+      join(rig.device, rig.dtype, k, SHAPE.kv_heads),
+      join(rig.device, rig.dtype, v, SHAPE.kv_heads))
   end
   return outs
 end
@@ -158,12 +165,14 @@ end
 --- Run a script over numbered sequences: { "prefill", s, n } appends a chunk of n tokens
 -- to sequence s (made when it is first named), { "chunks", n, s, t, … } one to each of
 -- several, { "decode", s, t, … } one token to each,
+-- { "verify", { n, m, … }, s, t, … } decodes n tokens for s, m for t and so on in one
+-- step, { "take_back", { n, m, … } } takes back as many of them,
 -- { "close", s } ends it, { "truncate", s, length } shortens it. Returns by sequence the
 -- outputs of the last layer, one list of numbers for each of its steps, and the rig. o as
 -- for new, or { rig = one that is there }.
 function M.play(dev, o, script)
   local rig = o.rig or M.new(dev, o)
-  local seqs, at, outs = {}, {}, {}
+  local seqs, at, outs, verified = {}, {}, {}, nil
   local function sequence(s)
     if not seqs[s] then
       seqs[s], at[s], outs[s] = rig.cache:sequence(), 0, outs[s] or {}
@@ -171,16 +180,19 @@ function M.play(dev, o, script)
     return seqs[s]
   end
   local function run(numbers, n, is_prefill)
-    local members, counts, positions = {}, {}, {}
+    local members, counts, positions, row = {}, {}, {}, 0
     for i, s in ipairs(numbers) do
-      members[i], counts[i], positions[i] = sequence(s), n, at[s]
-      at[s] = at[s] + n
+      members[i], counts[i] = sequence(s), type(n) == "table" and n[i] or n
+      positions[i] = at[s]
+      at[s] = at[s] + counts[i]
     end
     rig.batch:append(members, counts)
     local out = step(rig, numbers, positions, n, is_prefill)[SHAPE.layers - 1]
     for i, s in ipairs(numbers) do
-      table.insert(outs[s], out:narrow((i - 1) * n, n):list())
+      table.insert(outs[s], out:narrow(row, counts[i]):list())
+      row = row + counts[i]
     end
+    verified = numbers
   end
   local function follow(line)
     local what, s = line[1], line[2]
@@ -191,6 +203,11 @@ function M.play(dev, o, script)
       run({ unpack(line, 3) }, s, true)
     elseif what == "decode" then
       run({ unpack(line, 2) }, 1, false)
+    elseif what == "verify" then
+      run({ unpack(line, 3) }, s, false)
+    elseif what == "take_back" then
+      rig.attention:take_back(s)
+      for i, number in ipairs(verified) do at[number] = at[number] - s[i] end
     elseif what == "truncate" then
       seqs[s]:truncate(line[3])
       at[s] = line[3]

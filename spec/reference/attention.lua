@@ -88,7 +88,8 @@ end
 
 --- a: layout, q, cache, tables, lens, max_blocks, heads, scale, causal, and optionally
 -- starts, selection with selection_heads and max_selected, alibi, window, soft_cap,
--- parents (for each row, the row that its token follows in a draft tree, or -1), k_scale and v_scale (lists by KV head). Returns out, lse.
+-- parents (for each row, the row that its token follows in a draft tree, or -1), k_scale
+-- and v_scale (lists by KV head). Returns out, lse.
 function M.paged_attention(a)
   local out, lse, dim = {}, {}, a.layout.head_dim
   local group = a.heads / a.layout.kv_heads

@@ -35,10 +35,15 @@ local function scores_of(self, ctx)
   return kept
 end
 
+--- The rows of a tensor [rows of a step, …] that belong to a context, which may be a part
+-- of the step, see memory/rows.lua.
+local function part_of(t, ctx) return ctx.row and t:narrow(ctx.row, ctx.seqs) or t end
+
 --- Gives a kernel the tensors of the policy that its expression reads.
 local function give_inputs(one, owner, ctx)
   for _, name in ipairs(one.plan.inputs) do
     local t = owner[name]
+    if tensor.is_tensor(t) then t = part_of(t, ctx) end
     local fits = tensor.is_tensor(t) and t:type() == "f32" and t.ndim == 3
       and t:size(0) == ctx.seqs and t:size(2) == ctx.width
       and (t:size(1) == 1 or t:size(1) == ctx.kv_heads)
@@ -93,7 +98,7 @@ function Hook:give(call, ctx)
   give_inputs(one, self.owner, ctx)
   call.hook, call.scores = one, nil
   if next(self.emits) and not ctx.is_prefill then
-    call.scores = scores_of(self, ctx).scores
+    call.scores = part_of(scores_of(self, ctx).scores, ctx)
   end
 end
 
@@ -104,7 +109,8 @@ end
 ---@param ctx kvlab.Context
 function Hook:attend(attention, reader, selection, ctx, out, lse)
   local emits = next(self.emits) and not ctx.is_prefill
-  if emits then lse = lse or scores_of(self, ctx).lse end
+  local kept = emits and scores_of(self, ctx)
+  if emits then lse = lse or kept.lse end
   attention.hook = self
   out = reader:attend(attention, selection, ctx, out, lse)
   attention.hook = nil

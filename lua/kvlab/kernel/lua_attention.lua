@@ -56,9 +56,9 @@ local function tree_hides(a, d, row, back)
   return bit.band(bit.rshift(seen, back % 64), 1) == 0
 end
 
---- The keys of these blocks that row `row` of q sees, a query at `position`: their
+--- The keys of these blocks that row `query` of q sees, which is at `position`: their
 -- positions and the places of their K in the cache.
-local function keys_of(call, a, d, blocks, kv_head, row, position, length)
+local function keys_of(call, a, d, blocks, kv_head, query, position, length)
   local positions, places, n = {}, {}, 0
   local first = (call.window or 0) > 0 and position + 1 - call.window or 0
   local last = call.causal == false and length - 1 or math.min(position, length - 1)
@@ -66,7 +66,7 @@ local function keys_of(call, a, d, blocks, kv_head, row, position, length)
     local row = (block.physical * 2 * d.kv_heads + kv_head) * d.block_size
     for token = 0, d.block_size - 1 do
       local at = block.logical * d.block_size + token
-      if at >= first and at <= last and not tree_hides(a, d, row, length - 1 - at) then
+      if at >= first and at <= last and not tree_hides(a, d, query, length - 1 - at) then
         positions[n], places[n] = at, (row + token) * d.dim
         n = n + 1
       end

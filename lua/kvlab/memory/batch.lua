@@ -2,6 +2,7 @@
 -- packed in pinned memory and sent with one asynchronous copy. ARRAYS states the layout
 -- once: offsets, views and the size of the buffers all follow from it.
 local arguments = require "kvlab.arguments"
+local bit = require "bit"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -28,27 +29,34 @@ local M = {}
 ---@field lens kvlab.Tensor       i32 [count]
 ---@field starts kvlab.Tensor     i32 [count + 1]
 ---@field last kvlab.Tensor       i32 [count]          row of each sequence's newest token
+---@field owners kvlab.Tensor     i32 [tokens_count]   the sequence of each new token
+---@field tree kvlab.Tensor|nil   u64 [tokens_count, words]   of a draft tree: which of
+--                                the newest keys a token sees, see kvl_attention.tree
 ---@field blocks kvlab.Tensor     i32 [touched]        physical blocks that got tokens
 ---@field block_tokens kvlab.Tensor i32 [touched]     valid tokens in each of them
 ---@field open_max integer        the most blocks of one sequence that got tokens
----@field turns integer           blocks that this step began or filled
+---@field turns integer           blocks that this step began or filled, or that were open
+--                                after a truncation
 ---@field placement table         what the cache's memory tier knows of the step
 local Batch = {}
 Batch.__index = Batch
 
 local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
+local TREE_WORDS = 2 -- at most: a draft tree has up to 128 tokens
 local UPLOADS = 4 -- host buffers: so many steps may be on their way to the device
 
 -- ---- the layout -----------------------------------------------------------------------
 
 -- An array by its name and its dims, each a number or the name of a size of the step:
 -- tokens, count (sequences), edges (count + 1), width (of the tables), touched (blocks
--- that get tokens), copies (blocks that stop being shared). i32 unless it is wide, then
--- i64. The order is that of memory.
+-- that get tokens), copies (blocks that stop being shared), words (of a row of a draft
+-- tree, 0 without one). i32 unless it is wide, then i64 or the dtype that `wide` names.
+-- The order is that of memory.
 local FIRST = { { "places", "tokens", wide = true } } -- found before the sizes are known
 local SECOND = {
   { "tables", "count", "width" }, { "lens", "count" }, { "starts", "edges" },
   { "last", "count" }, { "positions", "tokens" }, { "tokens", "tokens" },
+  { "owners", "tokens" }, { "tree", "tokens", "words", wide = "u64" },
   { "blocks", "touched" }, { "block_tokens", "touched" },
 }
 -- Now and then there are some: they come last, because a graph that reads the others must
@@ -114,7 +122,8 @@ local OPTIONS = {
   fixed_width = options.boolean,
 }
 
-local function fill_sizes(s, count, tokens, width, touched, copies)
+local function fill_sizes(s, count, tokens, width, touched, copies, words)
+  s.words = words
   s.count, s.edges, s.tokens = count, count + 1, tokens
   s.width, s.touched, s.copies = width, touched, copies
   return s
@@ -139,7 +148,7 @@ function M.new(cache, limits)
     uploads = {}, upload = 0,
   }, Batch)
   local most = fill_sizes({}, seqs, tokens, width,
-    M.most_touched(seqs, tokens, cache.block_size), seqs)
+    M.most_touched(seqs, tokens, cache.block_size), seqs, TREE_WORDS)
   self.room = lay_out(self.arrays, most, {})
   self.device_ints = tensor.tensor(cache.device, "i32", { self.room })
   for i = 0, UPLOADS - 1 do
@@ -232,6 +241,30 @@ local function take_counts(self, seqs, counts, tokens)
   return total
 end
 
+--- Raises unless parents[row + t] is 0 ... t - 1 for token t of each sequence.
+local function check_parents(counts, total, parents)
+  argument("append", "parents", parents, options.table)
+  if #parents ~= total then
+    fail(("append: parents has %d entries, expected %d, one for each token"):format(
+      #parents, total))
+  end
+  local row = 0
+  for i = 1, #counts do
+    if counts[i] > 64 * TREE_WORDS then
+      fail(("append: the tree of sequence %d has %d tokens, expected at most %d"):format(
+        i, counts[i], 64 * TREE_WORDS))
+    end
+    for t = 1, counts[i] do
+      local parent = parents[row + t]
+      if type(parent) ~= "number" or parent % 1 ~= 0 or parent < 0 or parent >= t then
+        fail(("append: the parent of token %d of sequence %d is %s, expected 0 ... %d")
+          :format(t, i, options.shown(parent), t - 1))
+      end
+    end
+    row = row + counts[i]
+  end
+end
+
 local function view_of(self, array)
   local s, dims, count = self.sizes, {}, 1
   for i = 2, #array do
@@ -239,8 +272,10 @@ local function view_of(self, array)
     count = count * dims[i - 1]
   end
   local at = self.layout[array[1]]
+  if array[1] == "tree" and count == 0 then return nil end
   if array.wide then
-    return tensor.wrap(self.cache.device, "i64", dims,
+    local dtype = array.wide == true and "i64" or array.wide
+    return tensor.wrap(self.cache.device, dtype, dims,
       ffi.cast("int32_t *", self.device_ints.ptr) + at)
   end
   return self.device_ints:narrow(at, count):reshape(dims)
@@ -254,7 +289,7 @@ local function make_views(self)
     owner[array[1]] = view_of(self, array)
   end
   local s = self.sizes
-  self.tokens_count, self.width = s.tokens, s.width
+  self.tokens_count, self.width, self.words = s.tokens, s.width, s.words
   self.touched, self.copies, self.viewed = s.touched, s.copies, s.count
 end
 
@@ -265,7 +300,33 @@ local function touched_blocks(length, count, block_size)
   return first, math.floor((length - 1) / block_size) - first + 1
 end
 
-local function fill_host(self, counts, tokens, copies)
+local tree_bits = ffi.new("uint64_t[?]", TREE_WORDS)
+
+--- Writes the rows of a sequence's draft tree, and the positions of its tokens in the
+-- text. parents[row + t]: which of its own new tokens token t follows, 0 for none.
+local function fill_tree(self, parents, row, count, before)
+  local o, p, words = self.layout, self.host_ints, self.sizes.words
+  local tree = ffi.cast("uint64_t *", p + o.tree)
+  for t = 1, count do
+    local parent = parents[row + t]
+    p[o.positions + row + t - 1] = parent == 0 and before
+      or p[o.positions + row + parent - 1] + 1
+    for w = 0, words - 1 do -- the context; of the new tokens none
+      local hidden = math.min(math.max(count - 64 * w, 0), 64)
+      tree_bits[w] = hidden == 64 and 0 or bit.lshift(bit.bnot(0ULL), hidden)
+    end
+    local at = t
+    while at > 0 do
+      local back = count - at
+      local w = math.floor(back / 64)
+      tree_bits[w] = bit.bor(tree_bits[w], bit.lshift(1ULL, back % 64))
+      at = parents[row + at]
+    end
+    for w = 0, words - 1 do tree[(row + t - 1) * words + w] = tree_bits[w] end
+  end
+end
+
+local function fill_host(self, counts, tokens, copies, parents)
   local o, p, size = self.layout, self.host_ints, self.cache.block_size
   local row, touched, width = 0, 0, self.sizes.width
   for i = 0, self.count - 1 do
@@ -277,7 +338,9 @@ local function fill_host(self, counts, tokens, copies)
     for t = 0, count - 1 do
       p[o.positions + row + t] = length - count + t
       p[o.tokens + row + t] = tokens and tokens[row + t + 1] or 0
+      p[o.owners + row + t] = i
     end
+    if parents then fill_tree(self, parents, row, count, length - count) end
     row = row + count
     p[o.last + i] = row - 1
     local first, n = touched_blocks(length, count, size)
@@ -295,7 +358,7 @@ local function fill_host(self, counts, tokens, copies)
 end
 
 --- Takes the sizes of the step from its sequences, which are already lengthened.
-local function measure(self, counts, total, copies)
+local function measure(self, seqs, counts, total, copies, words)
   local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
   local size = self.cache.block_size
   for i = 1, self.count do
@@ -303,6 +366,7 @@ local function measure(self, counts, total, copies)
     local _, n = touched_blocks(length, counts[i], size)
     turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
       + math.floor(length / size) - math.floor((length - counts[i]) / size)
+      + (n > 0 and seqs[i].cut_at == length - counts[i] and 1 or 0)
     touched, max_len = touched + n, math.max(max_len, length)
     open_max = math.max(open_max, n)
     widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
@@ -310,7 +374,7 @@ local function measure(self, counts, total, copies)
   local width = self.fixed_width
     or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
   self.max_len, self.open_max, self.turns = max_len, open_max, turns
-  return fill_sizes(self.sizes, self.count, total, width, touched, copies)
+  return fill_sizes(self.sizes, self.count, total, width, touched, copies, words)
 end
 
 --- Lengthens the sequences and notes it in the journal. Nothing comes between the two.
@@ -325,18 +389,26 @@ local function lengthen(self, seqs, counts)
   return check(copies)
 end
 
-local function append(self, seqs, counts, total, tokens)
+--- The words of a row of the tree in which the longest sequence's tokens fit.
+local function words_of(counts, parents)
+  if not parents then return 0 end
+  local most = 1
+  for i = 1, #counts do most = math.max(most, counts[i]) end
+  return math.ceil(most / 64)
+end
+
+local function append(self, seqs, counts, total, tokens, parents)
   local upload = next_upload(self)
   local copies = lengthen(self, seqs, counts)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
-  local s = measure(self, counts, total, copies)
+  local s = measure(self, seqs, counts, total, copies, words_of(counts, parents))
   local n = lay_out(self.arrays, s, self.layout)
   assert(n <= self.room)
-  fill_host(self, counts, tokens, copies)
+  fill_host(self, counts, tokens, copies, parents)
   self.cache.tier:place(self)
   send(self, upload, n)
   if self.tokens_count ~= total or self.width ~= s.width or self.touched ~= s.touched
-     or self.copies ~= copies or self.viewed ~= self.count then
+     or self.copies ~= copies or self.viewed ~= self.count or self.words ~= s.words then
     tensor.lasting(make_views, self)
   end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
@@ -348,9 +420,14 @@ end
 ---@param seqs kvlab.Sequence[]  of the batch's cache, each once
 ---@param counts integer[]       one for each of them
 ---@param tokens? integer[]  token ids, sequence after sequence
-function Batch:append(seqs, counts, tokens)
+---@param parents? integer[]  makes the new tokens of each sequence a draft tree: for each
+--                            token, in the same order, which of its sequence's new tokens
+--                            it follows, 0 for none: then it follows the text so far. A
+--                            parent comes before its children. At most 128 tokens
+function Batch:append(seqs, counts, tokens, parents)
   local total = take_counts(self, seqs, counts, tokens)
-  self.cache:transaction(append, self, seqs, counts, total, tokens)
+  if parents ~= nil then check_parents(counts, total, parents) end
+  self.cache:transaction(append, self, seqs, counts, total, tokens, parents)
   return self
 end
 

@@ -178,7 +178,7 @@ local function settle(self)
   local is_over = self.is_begun and not self.is_undone and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
   if is_over and self.layers_left > 0 then -- replayed
-    self:count_appended(#self.placed * self.layers)
+    self:count_appended(self.step_tokens * self.layers)
   end
   for i, tail in ipairs(self.placed) do
     if is_over then tail.length = tail.next_length end
@@ -250,6 +250,7 @@ function HostTier:place(batch)
     row, touched = row + count, touched + blocks
   end
   assert(row == batch.sizes.tokens)
+  self.step_tokens = row
 end
 
 --- Starts a step for `batch`, which was appended to. A decode step finds all earlier

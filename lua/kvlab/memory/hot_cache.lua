@@ -15,6 +15,7 @@ local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -189,6 +190,15 @@ end
 -- when the cache has a hot cache.
 function HotCache:attend(attention, selection, ctx, out, lse)
   selection = selection or ctx:everything()
+  local most = math.floor(self.slots / tonumber(selection.shape[2]))
+  if ctx.is_rows and ctx.seqs > most then
+    return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse)
+  end
+  return self:attend_rows(attention, selection, ctx, out, lse)
+end
+
+--- The same for no more rows than there are slots for.
+function HotCache:attend_rows(attention, selection, ctx, out, lse)
   local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
   local layer, memory = ctx.layer, self.views_of[ctx.layer].memory
   resolve(self, layer, selection, ctx.tables, views)

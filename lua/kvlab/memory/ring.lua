@@ -8,6 +8,7 @@
 -- made once per step, and loads run on into the next layers.
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -88,12 +89,12 @@ local function make_plan(self, selection, ctx)
   local plan = plan_for(self, not selection, ctx.seqs, heads, passes, o.batch.open_max)
   local cut = self.cut
   cut.selection, cut.tables, cut.lens, cut.opens =
-    selection, ctx.tables, ctx.lens, placement.opens
+    selection, ctx.tables, ctx.lens, ctx.opens or placement.opens
   cut.logical, cut.physical = plan.logical, plan.physical
   cut.open_logical, cut.open_slots = plan.open_logical, plan.open_slots
   cut.block_size = ctx.block_size
   check(C.kvl_cut_selection(cut))
-  plan.by_engine = not selection and o.batch.count == 1
+  plan.by_engine = not selection and o.batch.count == 1 and ctx.seqs == 1
     and o.bytes_block >= BYTES_COPY_ENGINE
   if not plan.by_engine then check(C.kvl_ring_planned(o.ring)) end -- gathers read the cut
   return plan
@@ -127,7 +128,7 @@ local function prepare(self, selection, ctx)
     for i = 0, math.min(o.slots, plan.total) - 1 do load(self, plan, ctx.layer, i) end
     return plan, ctx.layer, 0
   end
-  if self.step ~= ctx.step or ctx.layer ~= self.next_layer then
+  if self.step ~= ctx.step or ctx.layer ~= self.next_layer or ctx.is_rows then
     local plan = make_plan(self, nil, ctx)
     plan.total = plan.passes * (o.layers - ctx.layer)
     self.dense, self.step, self.first_layer = plan, ctx.step, ctx.layer
@@ -139,6 +140,14 @@ end
 
 --- Attention of ctx.query over a selection (nil: every block) of this layer.
 function Ring:attend(attention, selection, ctx, out, lse)
+  if ctx.is_rows and ctx.seqs > self.tier.group then
+    return rows.in_parts(self, self.tier.group, attention, selection, ctx, out, lse)
+  end
+  return self:attend_rows(attention, selection, ctx, out, lse)
+end
+
+--- The same for no more rows than a slot has blocks.
+function Ring:attend_rows(attention, selection, ctx, out, lse)
   local o = self.tier
   if C.kvl_device_is_recording(o.cache.device) == 1 then
     error("attention through a ring cannot be recorded in a graph: how many loads it "

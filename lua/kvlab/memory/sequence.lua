@@ -96,6 +96,29 @@ end
 function Sequence:truncate(length)
   argument("truncate", "length", length, options.whole)
   check(C.kvl_sequence_truncate(handle_of(self), length))
+  self.cut_at = length -- so that the next append counts its open block as a turn
+end
+
+local function view_length(view) return view.view_of_length end
+local function view_blocks(view)
+  return math.ceil(view.view_of_length / view.cache.block_size)
+end
+local function view_table(view)
+  local list = view.base:table()
+  for i = #list, view_blocks(view) + 1, -1 do list[i] = nil end
+  return list
+end
+
+--- Makes `view` (a table) a view of a sequence as if it had `length` tokens: it has the
+-- sequence's state, and can be read, but not changed. view.base is the sequence.
+function M.view(view, seq, length)
+  view.base, view.cache, view.state, view.view_of_length = seq, seq.cache, seq.state,
+    length
+  if view.length ~= view_length then
+    view.length, view.blocks, view.table = view_length, view_blocks, view_table
+    setmetatable(view, Sequence)
+  end
+  return view
 end
 
 --- Drops the sequence's references to its blocks.

@@ -8,6 +8,8 @@
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
 --   attention:begin(batch, false)              once a step, after batch:append
 --   attention:forward(layer, q, k, v, out)     once a layer
+--   attention:take_back({ 2 })                 drops the newest 2 tokens of a decode step
+--                                              of several, see rows.lua
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
@@ -19,6 +21,7 @@ local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local reads = require "kvlab.policy.reads"
+local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -96,10 +99,13 @@ end
 --- Attends over a selection, with a policy's hook or without one.
 local function over(self, selection, ctx, out, lse, hook)
   if selection then check.selection(ctx, selection) end
+  local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
+  if not selection and not hook and ctx == self.context then
+    ctx = self.dense_context or ctx -- rows of a sequence read all of it together
+  end
   if self.probe then
     self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
   end
-  local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   if hook then return hook:attend(self, reader, selection, ctx, out, lse) end
   return reader:attend(self, selection, ctx, out, lse)
 end
@@ -144,7 +150,7 @@ function M.attention(o)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
-    dtype = cache.dtype, format = cache.format, journal = cache.journal,
+    dtype = cache.dtype, format = cache.format, journal = cache.journal, followers = {},
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
@@ -153,8 +159,11 @@ function M.attention(o)
     policy.attach(p, self.shape)
     policy.add_with_nested(p, self.keepers)
   end)
-  self.context = context.new(self.shape, { max_seqs = o.max_seqs or 16,
-    max_blocks = self.shape.max_blocks, format = cache.format, soft_cap = o.soft_cap })
+  local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
+                   format = cache.format, soft_cap = o.soft_cap }
+  self.context = context.new(self.shape, limits)
+  self.rows, self.sequences_context = rows.new(cache.device), context.new(self.shape,
+    limits)
   self.step_entry = setmetatable({ tier = cache.tier }, Step)
   self.scratches = {}
   self.call = { scale = self.shape.scale, alibi = o.alibi,
@@ -172,10 +181,42 @@ local function note_step(self, journal, seqs)
   end
 end
 
+--- Raises for a step that this attention cannot compute.
+local function check_step(self, batch, is_prefill)
+  for i = 1, is_prefill and 0 or batch.count do
+    if batch.counts[i] < 1 then
+      options.fail(("begin: sequence %d has no new token, expected one or more in a "
+        .. "decode step"):format(i))
+    end
+  end
+  if not batch.tree then return end
+  local call = self.call
+  local lacks = is_prefill and "a prefill step" or call.alibi and "ALiBi"
+    or (self.windows or (call.window or 0) > 0) and "a window"
+  if lacks then options.fail("begin: the batch has a draft tree, which " .. lacks
+    .. " does not go with") end
+end
+
+--- Points the contexts at the step: the one that policies see, and if this is a decode
+-- step of several tokens a sequence, the one of dense attention.
+local function begin_contexts(self, batch, is_prefill)
+  local of_rows = not is_prefill and (batch.tokens_count ~= batch.count or batch.tree)
+  local ctx = self.context
+  ctx.policy_name = self.policy.name
+  self.has_rows, self.dense_context, ctx.is_rows = false, nil, of_rows and true or false
+  if not of_rows then return ctx:begin(batch, is_prefill) end
+  ctx:begin(self.rows:begin(batch), false)
+  local dense = self.sequences_context
+  dense:begin(batch, false)
+  dense.starts, dense.policy_name, dense.step = batch.starts, ctx.policy_name, ctx.step
+  self.dense_context, self.has_rows = dense, true
+end
+
 --- Starts a step, after `batch` was appended to. is_prefill: the new tokens of each
--- sequence are a chunk of its prompt, not one decoded token. ends_prompts: for each
--- sequence, whether this chunk is the last of its prompt, so that decode follows; nil
--- when no prompt ends.
+-- sequence are a chunk of its prompt. Otherwise they are decoded: one for each sequence,
+-- or several, such as a draft that the step verifies; rows.lua says what a policy sees of
+-- these. ends_prompts: for each sequence, whether this chunk is the last of its prompt,
+-- so that decode follows; nil when no prompt ends.
 ---@param batch kvlab.Batch
 ---@param is_prefill boolean
 ---@param ends_prompts? boolean[]
@@ -183,19 +224,48 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   if batch.cache ~= self.cache then
     error("begin: batch belongs to another cache", 2)
   end
-  if not is_prefill and batch.tokens_count ~= batch.count then
-    error(("a decode step of %d tokens for %d sequences, expected one each"):format(
-      batch.tokens_count, batch.count), 2)
-  end
+  check_step(self, batch, is_prefill)
   local journal = self.cache.journal
   if journal.is_open then note_step(self, journal, batch.seqs) end
   self.batch, self.ends_prompts, self.hook = batch, ends_prompts, nil
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
-  self.context.policy_name = self.policy.name
-  self.context:begin(batch, is_prefill)
+  begin_contexts(self, batch, is_prefill)
   if self.policy.step_begin then self.policy:step_begin(self.context) end
+  if self.has_rows then self.rows:lengthen() end
+end
+
+--- Takes back tokens of the decode step that this attention computed last, such as those
+-- of a draft that were wrong: the newest counts[i] of sequence i of its batch. Sequences,
+-- and what policies keep for them, are then as if the step had not had these tokens. The
+-- step must have had several tokens for a sequence, and all of its layers must be over.
+-- A sequence may give back all of its tokens.
+---@param counts integer[]
+function Attention:take_back(counts)
+  local batch, step = self.batch, self.rows
+  if not batch or not self.has_rows then
+    options.fail "take_back: the last step was none that decoded several tokens"
+  end
+  local problem = step:check_taken("take_back", counts)
+  if problem then options.fail(problem) end
+  for i = 1, batch.count do
+    local length, at_end = batch.seqs[i]:length(), step:length(i)
+    if length ~= at_end then
+      options.fail(("take_back: sequence %d has %d tokens, expected %d, as at the end of "
+        .. "the step"):format(i, length, at_end))
+    end
+  end
+  for i = 1, batch.count do
+    if counts[i] > 0 then
+      local kept = step.own[i] - counts[i]
+      for _, follower in ipairs(self.shape.followers) do
+        follower:take_back(batch.seqs[i], step.first[i], kept, self.context.step)
+      end
+      batch.seqs[i]:truncate(batch.seqs[i]:length() - counts[i])
+    end
+  end
+  self.has_rows = false
 end
 
 --- Calls a hook of both policies.
@@ -228,6 +298,8 @@ function Attention:forward(layer, q, k, v, out)
   call_hook(self, hook, ev)
   self.cache.tier:appended(layer)
   ctx:begin_layer(layer, q, self.cache:layer(layer))
+  local dense = self.dense_context
+  if dense then dense:begin_layer(layer, q, self.cache:layer(layer)) end
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
   call_hook(self, "attention_begin", ctx)
@@ -249,7 +321,7 @@ function Attention:forward(layer, q, k, v, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
-  if self.decode_reader.bring_ahead then bring_ahead(self, ctx) end
+  if self.decode_reader.bring_ahead and not dense then bring_ahead(self, ctx) end
   return out
 end
 
@@ -277,6 +349,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   local call = self.call
   call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
   call.starts, call.selection, call.slots = ctx.starts, selection, slots
+  call.tree = ctx.tree
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
   call.k_scale, call.v_scale = self.cache.format:scales(ctx.layer)
   call.causal = not is_past
@@ -418,6 +491,7 @@ local some = kinds.tensor_or_nil
 local SELECTED = { selection = some, ctx = objects.layer_context, out = some, lse = some }
 local OF_SEQUENCE = { seq = objects.sequence }
 arguments.methods(Attention, "an attention", {
+  take_back = { counts = options.table },
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table) },
   forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
               v = kinds.tensor, out = some },

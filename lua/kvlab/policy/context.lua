@@ -23,7 +23,7 @@ local M = {}
 ---@field layer integer
 ---@field layers integer
 ---@field query kvlab.Tensor       [tokens, heads, head_dim]; one token a sequence in
---                                 decode
+--                                 decode; see rows.lua for a decode step of several
 ---@field is_prefill boolean
 ---@field step integer             steps of this attention so far; all layers agree
 ---@field shape_number integer     of the shape, seqs and width; what is made for a shape
@@ -37,6 +37,7 @@ local M = {}
 ---@field tables kvlab.Tensor      i32 [seqs, width]   physical blocks, -1 past the last
 ---@field lens kvlab.Tensor        i32 [seqs]
 ---@field starts kvlab.Tensor|nil  i32 [seqs + 1], prefill
+---@field tree kvlab.Tensor|nil    u64 [seqs, words], of the rows of a draft tree
 ---@field cache kvlab.Tensor       this layer's KV memory
 ---@field device kvlab.Device
 ---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
@@ -61,8 +62,8 @@ local function use_views(pools, shape_number)
   end
 end
 
-local function new_score_buffer(self, heads)
-  return tensor.tensor(self.device, "f32", { self.max_seqs * heads * self.max_blocks })
+local function new_score_buffer(self, heads, seqs)
+  return tensor.tensor(self.device, "f32", { seqs * heads * self.max_blocks })
 end
 
 local function new_score_view(self, buffer, heads)
@@ -83,8 +84,12 @@ local function take_scores(self, heads)
   pool.taken = place
   local view = pool.views[place]
   if view then return view end
-  local buffer = pool.buffers[place] or tensor.lasting(new_score_buffer, self, heads)
-  pool.buffers[place] = buffer
+  local buffer = pool.buffers[place]
+  if not buffer or buffer.count < self.seqs * heads * self.max_blocks then
+    buffer = tensor.lasting(new_score_buffer, self, heads,
+      math.max(self.max_seqs, self.seqs))
+    pool.buffers[place] = buffer -- a larger one leaves the views of the one before alone
+  end
   view = tensor.lasting(new_score_view, self, buffer, heads)
   pool.views[place] = view
   return view
@@ -96,10 +101,9 @@ end
 ---@return kvlab.Tensor
 function Context:new_scores(heads) return take_scores(self, heads).tensor end
 
-local function new_selection_buffers(self, heads)
-  return { blocks = tensor.tensor(self.device, "i32",
-             { self.max_seqs * heads * self.max_blocks }),
-           counts = tensor.tensor(self.device, "i32", { self.max_seqs * heads }) }
+local function new_selection_buffers(self, heads, seqs)
+  return { blocks = tensor.tensor(self.device, "i32", { seqs * heads * self.max_blocks }),
+           counts = tensor.tensor(self.device, "i32", { seqs * heads }) }
 end
 
 local function new_selection_view(self, buffers, heads, n)
@@ -119,9 +123,12 @@ local function take_selection(self, heads, n)
   pool.views[place] = pool.views[place] or {}
   local view = pool.views[place][n]
   if not view then
-    local buffers = pool.buffers[place] or tensor.lasting(new_selection_buffers, self,
-      heads)
-    pool.buffers[place] = buffers
+    local buffers = pool.buffers[place]
+    if not buffers or buffers.counts.count < self.seqs * heads then
+      buffers = tensor.lasting(new_selection_buffers, self, heads,
+        math.max(self.max_seqs, self.seqs))
+      pool.buffers[place] = buffers
+    end
     view = tensor.lasting(new_selection_view, self, buffers, heads, n)
     pool.views[place][n] = view
   end
@@ -170,12 +177,14 @@ local function number_of(self, seqs, width)
   return number
 end
 
---- Points the context at a new step.
+--- Points the context at a new step: of a batch, or of the rows of one.
+---@param batch kvlab.Batch|kvlab.Rows
 function Context:begin(batch, is_prefill)
   self.step = self.step + 1
   self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
   self.tables, self.lens = batch.tables, batch.lens
   self.starts = is_prefill and batch.starts or nil
+  self.tree, self.opens = batch.tree, batch.opens
   self.total_kv_len = batch.max_len
   if self.seqs ~= batch.count or self.width ~= batch.width then
     self.seqs, self.width = nil, nil -- in case that it stops on the way

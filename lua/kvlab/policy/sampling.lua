@@ -3,7 +3,8 @@
 -- certain, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r are
 -- taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r that
 -- was left out. The budget is used exactly. Sink and recent are certain and count once,
--- as does the newest block, because summaries may not know an open block.
+-- as does the newest block, because summaries may not know an open block; in a decode
+-- step of several tokens, as many of the newest blocks as a sequence's tokens lie in.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   select_blocks = function(self, ctx)
@@ -54,6 +55,7 @@ function Sampling:draw(ctx, chance, budget)
   end
   local priority, weights = ctx:new_scores(), ctx:new_scores()
   ends.sink, ends.recent = budget.sink, math.max(1, budget.recent)
+  if ctx.is_rows then ends.recent = math.max(ends.recent, ctx.batch.open_max) end
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
   chance:div(b.draws[ctx.layer], priority)
   local selection, counts = ctx:select(priority, budget)

@@ -51,8 +51,9 @@ function M.tally(shape, heads, initial)
     row_cells = heads * shape.max_blocks, owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
     views_of = {}, journal = shape.journal, stores = {}, stores_used = 0,
-    row_count = ROWS,
+    row_count = ROWS, row_ages = {}, ages_before = {}, puts = {},
   }, Tally)
+  if shape.followers then table.insert(shape.followers, self) end
   self.memory, self.layers = tensor.lasting(new_memory, self, ROWS)
   return self
 end
@@ -86,9 +87,9 @@ local function find_free(self)
   return self.row_count / 2
 end
 
---- Gives a free row to a sequence, once the row is filled.
+--- Gives a free row to a sequence, once the row is filled. seq may be a view of one.
 local function claim(self, seq, row)
-  self.owners[row], seq.state[self], self.ages[row] = seq, row, nil
+  self.owners[row], seq.state[self], self.ages[row] = seq.base or seq, row, nil
   return row
 end
 
@@ -235,6 +236,14 @@ local function use_views(self, views)
   self.host_firsts = views.host_firsts
 end
 
+--- Forgets what take_back would need of the last step.
+local function forget_puts(self)
+  for i = #self.puts, 1, -1 do
+    self.puts[i].values:free()
+    self.puts[i] = nil
+  end
+end
+
 --- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
   local heads, width = self.heads, self.shape.max_blocks
@@ -252,6 +261,8 @@ function Tally:begin(ctx)
       self.host_firsts[i * heads + head] = first + head * width
     end
   end
+  forget_puts(self)
+  self.step = ctx.step
   if same then return end
   self.placed = nil
   check(C.kvl_tensor_write(self.firsts, self.host_firsts, 4 * ctx.seqs * heads))
@@ -273,10 +284,93 @@ function Tally:load(ctx)
   return self.values
 end
 
---- Writes self.values back.
+-- ---- steps of several tokens a sequence -----------------------------------------------
+
+-- The rows of a sequence (memory/rows.lua) have one row of the tally. self.values has a
+-- copy of it for each of them; after[layer] keeps what each of them left, so that tokens
+-- can be taken back.
+
+--- What steps of rows need beside make_views: views of the rows of values.
+local function add_row_views(self, ctx, v)
+  local dev, cells_row = self.shape.device, self.heads * ctx.width
+  local function rows_of(t)
+    local list, all = {}, t:reshape { ctx.seqs, cells_row }
+    for i = 1, ctx.seqs do list[i] = all:narrow(i - 1, 1) end
+    return list
+  end
+  local places = v.places:reshape { ctx.seqs, cells_row }
+  v.rows, v.row_places, v.kept = rows_of(v.values), rows_of(places), {}
+  for layer = 0, self.shape.layers - 1 do
+    local before = tensor.tensor(dev, "f32", { 1, ctx.seqs * cells_row })
+    local after = tensor.tensor(dev, "f32", { ctx.seqs, cells_row })
+    v.kept[layer] = { before = before, before_rows = rows_of(before), after = after,
+                      after_rows = rows_of(after) }
+  end
+end
+
+--- Makes the values of each row those after it, keeps them, and gives all rows of a
+-- sequence the last ones, which store then writes. is_sum: the values of a row are the
+-- numbers that load read with what this row alone adds to them.
+local function join_rows(self, ctx, numbers, is_sum)
+  local v, step = self.views, ctx.batch
+  if not v.rows then tensor.lasting(add_row_views, self, ctx, v) end
+  local kept = v.kept[ctx.layer]
+  numbers:gather(self.places_flat, kept.before)
+  for i = 1, #step.own do
+    local first, last = step.first[i], step.first[i] + step.own[i] - 1
+    for row = first + 1, is_sum and last or first do
+      local own = v.rows[row]
+      own:sub(kept.before_rows[row], own):add(v.rows[row - 1], own)
+    end
+  end
+  kept.after:copy_(v.values:reshape(kept.after:dims()))
+  for i = 1, #step.own do
+    local first, last = step.first[i], step.first[i] + step.own[i] - 1
+    for row = first, last - 1 do v.rows[row]:copy_(v.rows[last]) end
+  end
+  local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
+  kept.step = is_recorded and "replayed" or ctx.step
+end
+
+--- Takes back what put changed for rows from `row` on of a sequence.
+local function undo_puts(self, seq, row)
+  for i = #self.puts, 1, -1 do
+    local one = self.puts[i]
+    if one.seq == seq and one.at >= row then
+      cells(self, one.layer, one.row):copy_(one.values)
+      one.values:free()
+      table.remove(self.puts, i)
+    end
+  end
+end
+
+--- Makes the numbers of a sequence what they were after the first `kept` of its tokens in
+-- step number `step` of the attention, whose rows begin with `first`. The attention calls
+-- this (shape.followers) when tokens are taken back.
+function Tally:take_back(seq, first, kept, step)
+  if self.step ~= step then return end
+  undo_puts(self, seq, first + kept)
+  local v = self.views
+  for layer = 0, v.kept and self.shape.layers - 1 or -1 do
+    local k = v.kept[layer]
+    if k.step == step or k.step == "replayed" then
+      self.layers[layer]:scatter_(v.row_places[first],
+        kept > 0 and k.after_rows[first + kept - 1] or k.before_rows[first])
+    end
+  end
+  if self.due_step == step then
+    local age = self.row_ages[first + kept - 1]
+    if kept == 0 then age = self.ages_before[first] end
+    self.ages[seq.state[self]] = age
+  end
+end
+
+--- Writes self.values back. In a step of several tokens a sequence, what each of them
+-- adds to the numbers that load read is added up.
 function Tally:store(ctx)
   local numbers = layer_of(self, ctx)
   if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
+  if ctx.is_rows then join_rows(self, ctx, numbers, true) end
   numbers:scatter_(self.places_flat, self.flat)
 end
 
@@ -294,12 +388,14 @@ end
 -- after begin.
 ---@return integer due
 function Tally:due(ctx, period, ahead)
+  self.due_step = ctx.step
   self.due_count, self.soon_count = 0, 0
   if self.journal and self.journal.is_open then keep_ages(self, ctx.sequences) end
   for i, seq in ipairs(ctx.sequences) do
     local row = row_of(self, seq)
-    local age = ((self.ages[row] or -1) + 1) % period
-    self.ages[row] = age
+    local before = self.ages[row]
+    local age = ((before or -1) + 1) % period
+    self.ages[row], self.row_ages[i], self.ages_before[i] = age, age, before
     self.is_due[i] = age == 0
     self.is_soon[i] = age > 0 and age + (ahead or 0) >= period
     if age == 0 then self.due_count = self.due_count + 1 end
@@ -320,7 +416,12 @@ local function mix(self, ctx, is_chosen, count, make, owner)
   end
   self:load(ctx)
   for i = 0, count > 0 and ctx.seqs - 1 or -1 do
-    if is_chosen[i + 1] then self.values:index(i):copy_(made:index(i)) end
+    if is_chosen[i + 1] then
+      self.values:index(i):copy_(made:index(i))
+    elseif ctx.is_rows and i > 0 and ctx.sequences[i].base == ctx.sequences[i + 1].base
+    then
+      self.values:index(i):copy_(self.values:index(i - 1)) -- what the row before kept
+    end
   end
   return self.values
 end
@@ -329,8 +430,17 @@ end
 -- are due. Returns the kept values of all sequences.
 function Tally:renew(ctx, make, owner)
   mix(self, ctx, self.is_due, self.due_count, make, owner)
-  if self.due_count > 0 then self:store(ctx) end
-  return self.values
+  if self.due_count == 0 then return self.values end
+  if not ctx.is_rows then
+    self:store(ctx)
+    return self.values
+  end
+  local numbers, chosen = layer_of(self, ctx), ctx:new_scores(self.heads)
+  if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
+  chosen:copy_(self.values)
+  join_rows(self, ctx, numbers, false)
+  numbers:scatter_(self.places_flat, self.flat)
+  return chosen -- in self.values every row has its sequence's last
 end
 
 --- The values that would be kept if the sequences that are due soon were due now; at the
@@ -346,12 +456,20 @@ end
 
 -- ---- one sequence ---------------------------------------------------------------------
 
+--- Keeps what put is about to change in a step of rows, for take_back.
+local function note_put(self, seq, layer, row)
+  local values = tensor.lasting(function() return cells(self, layer, row):clone() end)
+  table.insert(self.puts, { layer = layer, row = row, seq = seq.base, at = seq.row,
+                            values = values })
+end
+
 local function put(self, seq, layer, values, add)
   local dev, n = self.shape.device, values:size(1)
   local places = tensor.arange(dev, "i32", self.heads, 0, self.shape.max_blocks)
     :reshape { self.heads, 1 } + tensor.arange(dev, "i32", n)
   local row = row_of(self, seq)
   if self.journal and self.journal.is_open then keep_put(self, layer, row) end
+  if seq.base then note_put(self, seq, layer, row) end
   row = cells(self, layer, row):reshape { 1, self.row_cells }
   local from = values:reshape { 1, self.heads * n }
   places = places:reshape { 1, self.heads * n }

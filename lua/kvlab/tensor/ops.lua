@@ -135,9 +135,9 @@ local PAGED = {
 --- Attention over paged KV.
 ---@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
 --                 prev_lse, k_scale, v_scale, lse, scale (1 / sqrt(head_dim)), causal
---                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens, words],
---                 which of its sequence's newest 64 * words keys a row sees (bit i: the
---                 key at position length - 1 - i), out
+--                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
+--                 words], which of its sequence's newest 64 * words keys a row sees (bit
+--                 i: the key at position length - 1 - i), out
 ---@return kvlab.Tensor out  like q unless given
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))

@@ -123,11 +123,53 @@ describe("attention", function()
       { cache = cache, heads = 3 })
   end)
 
-  it("refuses a decode step of several tokens", function()
+  it("refuses a decode step in which a sequence has no new token", function()
     local attention = kv.attention { cache = cache, heads = 4 }
     local batch = cache:batch()
-    batch:append({ cache:sequence() }, { 3 })
-    raises("3 tokens for 1 sequences", attention.begin, attention, batch, false)
+    batch:append({ cache:sequence(), cache:sequence() }, { 2, 0 })
+    raises("begin: sequence 2 has no new token, expected one or more in a decode step",
+      attention.begin, attention, batch, false)
+  end)
+
+  it("refuses a draft tree in a prefill, with ALiBi and with a window", function()
+    local batch = cache:batch()
+    batch:append({ cache:sequence() }, { 3 }, nil, { 0, 1, 1 })
+    local function refuses(lacks, o, is_prefill)
+      o.cache, o.heads = cache, 4
+      local attention = kv.attention(o)
+      raises("begin: the batch has a draft tree, which " .. lacks .. " does not go with",
+        attention.begin, attention, batch, is_prefill)
+    end
+    refuses("a prefill step", {}, true)
+    refuses("a window", { window = 4 }, false)
+    refuses("a window", { window = { 4 } }, false)
+    refuses("ALiBi", { alibi = kv.zeros(dev, "f32", { 4 }) }, false)
+  end)
+
+  it("takes back only what the last decode step of several tokens appended", function()
+    local attention = kv.attention { cache = cache, heads = 4 }
+    local batch, seq = cache:batch(), cache:sequence()
+    local function take_back(...) attention:take_back(...) end
+    local none = "take_back: the last step was none that decoded several tokens"
+    raises(none, take_back, { 0 })
+    batch:append({ seq }, { 3 })
+    attention:begin(batch, true)
+    raises(none, take_back, { 1 })
+    batch:append({ seq }, { 2 })
+    attention:begin(batch, false)
+    local only = "expected 0 ... 2, the new tokens of the sequence"
+    raises("take_back: count 1 is 3, " .. only, take_back, { 3 })
+    raises("take_back: count 1 is 0.5, " .. only, take_back, { 0.5 })
+    raises("take_back: count 1 is nil, " .. only, take_back, {})
+    seq:truncate(4)
+    raises("take_back: sequence 1 has 4 tokens, expected 5, as at the end of the step",
+      take_back, { 1 })
+    seq:truncate(0)
+    batch:append({ seq }, { 5 })
+    attention:begin(batch, false)
+    take_back { 2 }
+    assert.equal(3, seq:length())
+    raises(none, take_back, { 1 })
   end)
 
   it("shows late policies what is cached", function()

@@ -1,0 +1,164 @@
+--- Decode steps of several new tokens for a sequence, and tokens that are taken back:
+-- what every policy owes, through every memory tier.
+local kv = require "kvlab"
+local rig = require "spec.rig"
+
+local dev = kv.device "cpu"
+
+-- So small that a ring and a hot cache take the rows of some steps in parts.
+local TIERS = {
+  resident = {},
+  ring = { offload = { slots = 2, slot_blocks = 1 } },
+  hot = { offload = { hot_slots = 128 } },
+  overlap = { offload = { hot_slots = 128, hot_overlap = true } },
+}
+local NAMES = { "hot", "overlap", "resident", "ring" }
+
+local EXTRA = { layers = { dense = 1 } }
+
+-- Rows of one step see neither what the rows before them add to a tally, nor, where a
+-- policy normalises over all blocks or does not select the open block, the summary of an
+-- open block without the later rows' keys.
+local SEQUENTIAL = { quest = true, block_mean = true, oracle = true, mass_oracle = true,
+  streaming = true, layers = true, union = true, full = true, infllm = true,
+  gsa_on_device = true, keydiff = true, snapkv = true, nsa = true }
+
+local function options_of(name, o)
+  local all = {}
+  for key, value in pairs(EXTRA[name] or {}) do all[key] = value end
+  for key, value in pairs(o) do all[key] = value end
+  return all
+end
+
+--- Plays a script with a policy; the outputs of each sequence, step after step.
+local function play(name, tier, script, o)
+  local all = { policy = name, options = options_of(name, o or { ratio = 0.3 }) }
+  for key, value in pairs(TIERS[tier]) do all[key] = value end
+  local outs, its_rig = rig.play(dev, all, script)
+  its_rig.cache:close()
+  return outs
+end
+
+local function close(out, want, within, what)
+  assert.equal(#want, #out, what)
+  for i = 1, #want do
+    local difference = math.abs(out[i] - want[i])
+    local is_close = difference <= within * (1 + math.abs(want[i]))
+    if not is_close then
+      error(("%s: number %d is %.9g, expected %.9g"):format(what, i, out[i], want[i]), 2)
+    end
+  end
+end
+
+local function equal(out, want, what)
+  assert.equal(#want, #out, what)
+  for i = 1, #want do
+    if out[i] ~= want[i] then
+      error(("%s: number %d is %.9g, expected %.9g"):format(what, i, out[i], want[i]), 2)
+    end
+  end
+end
+
+--- The lists of numbers, one after the other.
+local function joined(lists, first, last)
+  local all = {}
+  for i = first, last do
+    for _, x in ipairs(lists[i]) do all[#all + 1] = x end
+  end
+  return all
+end
+
+local function decode_policies()
+  local list = {}
+  for _, name in ipairs(kv.policy.names "decode") do list[#list + 1] = name end
+  return list
+end
+
+for _, name in ipairs(decode_policies()) do
+  describe("policy " .. name .. " in a decode step of several tokens", function()
+    local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }
+
+    local function script(...)
+      return { PROMPTS[1], PROMPTS[2], ... }
+    end
+
+    it("equals dense attention when the budget is everything", function()
+      local complete = kv.policy(name).complete
+      if complete == false then return end
+      local all = { ratio = 1 }
+      for key, value in pairs(complete or {}) do all[key] = value end
+      local steps = script({ "verify", { 5, 9 }, 1, 2 }, { "verify", { 1, 4 }, 1, 2 })
+      local dense = play("full", "resident", steps, {})
+      for _, tier in ipairs(NAMES) do
+        local outs = play(name, tier, steps, all)
+        for s = 1, 2 do
+          close(joined(outs[s], 2, 3), joined(dense[s], 2, 3), 3e-6, name .. " " .. tier)
+        end
+      end
+    end)
+
+    it("gives what it gives in steps of one token", function()
+      if not SEQUENTIAL[name] then return end
+      local one = script()
+      for _ = 1, 5 do one[#one + 1] = { "decode", 1, 2 } end
+      local several = script({ "verify", { 3, 3 }, 1, 2 }, { "verify", { 2, 2 }, 1, 2 })
+      for _, tier in ipairs(NAMES) do
+        local want, out = play(name, tier, one), play(name, tier, several)
+        for s = 1, 2 do
+          close(joined(out[s], 2, 3), joined(want[s], 2, 6), 3e-6, name .. " " .. tier)
+        end
+      end
+    end)
+
+    it("gives the same through every memory tier", function()
+      local steps = script({ "verify", { 4, 7 }, 1, 2 }, { "decode", 1, 2 },
+        { "verify", { 18, 1 }, 1, 2 })
+      local want = play(name, "resident", steps)
+      for _, tier in ipairs { "ring", "hot", "overlap" } do
+        local out = play(name, tier, steps)
+        for s = 1, 2 do
+          close(joined(out[s], 2, 4), joined(want[s], 2, 4), 3e-6, name .. " " .. tier)
+        end
+      end
+    end)
+
+    it("is as if tokens that are taken back had never been", function()
+      for _, tier in ipairs(NAMES) do
+        for _, back in ipairs { { 3, 2 }, { 0, 4 }, { 20, 6 } } do
+          local n = { 20, 6 }
+          local kept = { n[1] - back[1], n[2] - back[2] }
+          local never = { PROMPTS[1], PROMPTS[2], { "verify", { 2, 2 }, 1, 2 } }
+          local taken = { PROMPTS[1], PROMPTS[2], { "verify", { 2, 2 }, 1, 2 } }
+          taken[4], taken[5] = { "verify", n, 1, 2 }, { "take_back", back }
+          if kept[1] > 0 then
+            never[4] = { "verify", kept, 1, 2 }
+          end
+          for _, one in ipairs { { "decode", 1, 2 }, { "verify", { 3, 9 }, 1, 2 },
+                                 { "decode", 2 }, { "decode", 1 } } do
+            taken[#taken + 1], never[#never + 1] = one, one
+          end
+          local out, want = play(name, tier, taken), play(name, tier, never)
+          for s = 1, 2 do
+            local what = ("%s %s, sequence %d, %d back"):format(name, tier, s, back[s])
+            for i = 0, 2 do
+              local a, b = out[s][#out[s] - i], want[s][#want[s] - i]
+              -- hits and misses are attended to by themselves, and their parts differ
+              if tier == "overlap" then close(a, b, 3e-6, what) else equal(a, b, what) end
+            end
+          end
+        end
+      end
+    end)
+  end)
+end
+
+describe("a decode step of several tokens", function()
+  it("equals a prefill of the same tokens", function()
+    for _, tier in ipairs(NAMES) do
+      local want = play("full", tier, { { "prefill", 1, 100 }, { "prefill", 1, 70 } }, {})
+      local out = play("full", tier, { { "prefill", 1, 100 }, { "verify", { 70 }, 1 } },
+        {})
+      close(out[1][2], want[1][2], 3e-6, tier)
+    end
+  end)
+end)
