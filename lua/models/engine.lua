@@ -6,6 +6,8 @@
 --   local seq = engine:sequence()
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
+--   logits = engine:verify({ seq }, { 3 }, { 9, 4, 7 })  of each of the three, [3, vocab]
+--   engine:take_back { 2 }                               9 stays, 4 and 7 never were there
 --
 -- A call happens or it does not: when prefill or decode raises, because a policy fails,
 -- no block is free or Ctrl-C came, the sequences are as they were before the call, so the
@@ -209,6 +211,10 @@ end
 local function to_logits(self, states, count)
   local out = self.logit_views[count]
   if not out then
+    if count > self.logits:size(0) then -- graphs may write to the views of the old one
+      self.logits = kv.lasting(kv.tensor, self.model.device, "f32",
+        { math.min(2 * count, self.batch.max_tokens), self.model.config.vocab })
+    end
     out = kv.lasting(self.logits.narrow, self.logits, 0, count)
     self.logit_views[count] = out
   end
@@ -285,13 +291,21 @@ end
 
 -- ---- decode ---------------------------------------------------------------------------
 
---- The layers and logits of a decode step of `count` sequences.
+--- The layers and logits of a decode step of `count` tokens.
 local function compute_decode(self, count)
   return to_logits(self, forward(self), count)
 end
 
+--- The number under which the graph of a step of this shape is kept: of one token a
+-- sequence, the number of sequences.
+local function graph_key(batch)
+  if batch.tokens_count == batch.count and not batch.tree then return batch.count end
+  local words = batch.tree and batch.tree:size(1) or 0
+  return ((batch.touched * 2 ^ 16 + batch.tokens_count) * 2 ^ 16 + batch.count) * 4 + words
+end
+
 --- Records a decode step, with the journal's entries of the work in it.
-local function record_decode(self, count)
+local function record_decode(self, count, key)
   local journal, entries = self.cache.journal, {}
   journal.recording = entries
   local ok, graph = pcall(kv.graph, function() compute_decode(self, count) end,
@@ -299,20 +313,21 @@ local function record_decode(self, count)
   journal.recording = nil
   if not ok then error(graph, 0) end
   local recorded = { graph = graph, entries = entries }
-  self.graphs[count] = recorded
+  self.graphs[key] = recorded
   return recorded
 end
 
---- The same from a graph. The first step of `count` sequences is launched from here,
--- which makes its buffers; the second one is recorded, and from then on replayed.
+--- The same from a graph. The first step of a shape is launched from here, which makes
+-- its buffers; the second one is recorded, and from then on replayed.
 local function replay_decode(self, count)
-  local recorded = self.graphs[count]
+  local key = graph_key(self.batch)
+  local recorded = self.graphs[key]
   if recorded == nil then
     local logits = compute_decode(self, count)
-    self.graphs[count] = false
+    self.graphs[key] = false
     return logits
   end
-  recorded = recorded or record_decode(self, count)
+  recorded = recorded or record_decode(self, count, key)
   recorded.graph:replay()
   local journal, entries = self.cache.journal, recorded.entries
   for i = 1, #entries do
@@ -343,6 +358,36 @@ function Engine:decode(seqs, tokens)
   if not on_device then check_tokens(self, tokens) end
   return self.cache:transaction(decode, self, seqs, tokens, on_device)
 end
+
+local function verify(self, seqs, counts, tokens, parents)
+  local is_first = self.cache.journal.count == 0 -- of a transaction
+  self.batch:append(seqs, counts, tokens, parents)
+  self.attention:begin(self.batch, false)
+  local count = self.batch.tokens_count
+  if self.uses_graphs and is_first then return replay_decode(self, count) end
+  return compute_decode(self, count)
+end
+
+--- A decode step of several tokens a sequence: the newest token of each, and a draft of
+-- those that may follow it. The logits of a token are those that decode would return after
+-- it, up to what rounding and rows of one step change (docs/policies.md). take_back then
+-- drops the tokens of the draft that were wrong.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]   tokens of each, one or more; together at most engine.chunk (or
+--                           max_seqs, if that is more)
+---@param tokens integer[]   sequence after sequence
+---@param parents? integer[] makes the tokens of each sequence a tree, see Batch:append
+---@return kvlab.Tensor logits  of every token, f32 [#tokens, vocab], valid until the next
+--                              step
+function Engine:verify(seqs, counts, tokens, parents)
+  check_tokens(self, tokens)
+  return self.cache:transaction(verify, self, seqs, counts, tokens, parents)
+end
+
+--- Takes back the newest counts[i] tokens of sequence i of the last step, which verify
+-- computed. Sequences and policies are then as if the step had not had these tokens.
+---@param counts integer[]
+function Engine:take_back(counts) self.attention:take_back(counts) end
 
 --- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.
 -- They are all in the sequence but the last, which no step has computed yet.
@@ -376,6 +421,9 @@ arguments.methods(Engine, "an engine", {
   prefill_all = { seq = SEQ }, decode = { seqs = objects.sequences },
   prefill_batch = { seqs = objects.sequences, counts = options.table,
                     ends_prompts = options.optional(options.table) },
+  verify = { seqs = objects.sequences, counts = options.table,
+             parents = options.optional(options.table) },
+  take_back = { counts = options.table },
   generate = { seq = SEQ, logits = { "a tensor", kv.is_tensor }, n = options.whole,
                ids = options.optional(options.list_of(options.whole)) },
 })

@@ -65,14 +65,32 @@ local function decode(from, ...)
   end }
 end
 
+--- A step of counts[i] tokens for sequence i, of which taken[i] are taken back.
+local function verify(from, counts, taken)
+  local total = 0
+  for _, n in ipairs(counts) do total = total + n end
+  return { name = ("verify of %d tokens"):format(total), run = function(s)
+    local e, seqs = s.engine, { s.seqs[1], s.seqs[2] }
+    return e.cache:transaction(function()
+      local logits = e:verify(seqs, counts, tokens(from, total))
+      e:take_back(taken)
+      return logits
+    end)
+  end }
+end
+
 local FORK = { name = "fork", run = function(s) s.seqs[2] = s.seqs[1]:fork() end }
 
 -- A prompt of four chunks, decode, a fork within a block whose both branches grow in one
--- step, a prompt that goes on, and a prompt and decode after it.
+-- step, a prompt that goes on, a prompt and decode after it, and steps of drafts, of
+-- which some tokens are taken back.
 local SCRIPT = {
   prefill(1, 0, 45), decode(100, 1), decode(101, 1), FORK, decode(103, 1, 2),
   decode(105, 1, 2), prefill(2, 200, 18), decode(107, 1, 2), decode(109, 2),
   prefill(1, 300, 3), decode(111, 2, 1), decode(113, 2, 1),
+  verify(400, { 3, 6 }, { 2, 5 }), verify(410, { 3, 6 }, { 3, 3 }),
+  verify(420, { 3, 6 }, { 0, 6 }), verify(430, { 3, 6 }, { 1, 4 }),
+  decode(115, 2, 1),
 }
 
 local function state_of(s)

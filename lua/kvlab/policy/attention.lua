@@ -236,6 +236,19 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   if self.has_rows then self.rows:lengthen() end
 end
 
+local function take_back(self, counts)
+  local batch, step = self.batch, self.rows
+  for i = 1, batch.count do
+    local seq, taken = batch.seqs[i], counts[i]
+    for _, follower in ipairs(taken > 0 and self.shape.followers or {}) do
+      follower:take_back(seq, step.first[i], step.own[i] - taken, self.context.step)
+    end
+  end
+  for i = 1, batch.count do
+    if counts[i] > 0 then batch.seqs[i]:truncate(batch.seqs[i]:length() - counts[i]) end
+  end
+end
+
 --- Takes back tokens of the decode step that this attention computed last, such as those
 -- of a draft that were wrong: the newest counts[i] of sequence i of its batch. Sequences,
 -- and what policies keep for them, are then as if the step had not had these tokens. The
@@ -256,16 +269,11 @@ function Attention:take_back(counts)
         .. "the step"):format(i, length, at_end))
     end
   end
-  for i = 1, batch.count do
-    if counts[i] > 0 then
-      local kept = step.own[i] - counts[i]
-      for _, follower in ipairs(self.shape.followers) do
-        follower:take_back(batch.seqs[i], step.first[i], kept, self.context.step)
-      end
-      batch.seqs[i]:truncate(batch.seqs[i]:length() - counts[i])
-    end
-  end
   self.has_rows = false
+  C.kvl_interrupt_hold(1) -- all of it or nothing
+  local ok, why = pcall(take_back, self, counts)
+  C.kvl_interrupt_hold(-1)
+  if not ok then error(why, 0) end
 end
 
 --- Calls a hook of both policies.

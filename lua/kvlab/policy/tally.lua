@@ -298,14 +298,14 @@ local function add_row_views(self, ctx, v)
     for i = 1, ctx.seqs do list[i] = all:narrow(i - 1, 1) end
     return list
   end
-  local places = v.places:reshape { ctx.seqs, cells_row }
-  v.rows, v.row_places, v.kept = rows_of(v.values), rows_of(places), {}
+  local kept, rows, places = {}, rows_of(v.values), rows_of(v.places)
   for layer = 0, self.shape.layers - 1 do
     local before = tensor.tensor(dev, "f32", { 1, ctx.seqs * cells_row })
     local after = tensor.tensor(dev, "f32", { ctx.seqs, cells_row })
-    v.kept[layer] = { before = before, before_rows = rows_of(before), after = after,
-                      after_rows = rows_of(after) }
+    kept[layer] = { before = before, before_rows = rows_of(before), after = after,
+                    after_rows = rows_of(after) }
   end
+  v.rows, v.row_places, v.kept = rows, places, kept
 end
 
 --- Makes the values of each row those after it, keeps them, and gives all rows of a
@@ -313,7 +313,7 @@ end
 -- numbers that load read with what this row alone adds to them.
 local function join_rows(self, ctx, numbers, is_sum)
   local v, step = self.views, ctx.batch
-  if not v.rows then tensor.lasting(add_row_views, self, ctx, v) end
+  if not v.kept then tensor.lasting(add_row_views, self, ctx, v) end
   local kept = v.kept[ctx.layer]
   numbers:gather(self.places_flat, kept.before)
   for i = 1, #step.own do
