@@ -6,8 +6,8 @@
 --   local seq = engine:sequence()
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 --   logits = engine:decode({ seq }, { 9 })
---   logits = engine:verify({ seq }, { 3 }, { 9, 4, 7 })  of each of the three, [3, vocab]
---   engine:take_back { 2 }                               9 stays, 4 and 7 never were there
+--   logits = engine:verify({ seq }, { 3 }, { 9, 4, 7 })  of each of them, [3, vocab]
+--   engine:take_back { 2 }                               9 stays, 4 and 7 never were
 --
 -- A call happens or it does not: when prefill or decode raises, because a policy fails,
 -- no block is free or Ctrl-C came, the sequences are as they were before the call, so the
@@ -301,7 +301,8 @@ end
 local function graph_key(batch)
   if batch.tokens_count == batch.count and not batch.tree then return batch.count end
   local words = batch.tree and batch.tree:size(1) or 0
-  return ((batch.touched * 2 ^ 16 + batch.tokens_count) * 2 ^ 16 + batch.count) * 4 + words
+  local shape = (batch.touched * 2 ^ 16 + batch.tokens_count) * 2 ^ 16 + batch.count
+  return shape * 4 + words
 end
 
 --- Records a decode step, with the journal's entries of the work in it.
@@ -369,12 +370,12 @@ local function verify(self, seqs, counts, tokens, parents)
 end
 
 --- A decode step of several tokens a sequence: the newest token of each, and a draft of
--- those that may follow it. The logits of a token are those that decode would return after
--- it, up to what rounding and rows of one step change (docs/policies.md). take_back then
--- drops the tokens of the draft that were wrong.
+-- those that may follow it. The logits of a token are those that decode would return
+-- after it, as far as docs/policies.md says. take_back then drops the tokens of the draft
+-- that were wrong.
 ---@param seqs kvlab.Sequence[]
----@param counts integer[]   tokens of each, one or more; together at most engine.chunk (or
---                           max_seqs, if that is more)
+---@param counts integer[]   tokens of each, one or more; together at most engine.chunk,
+--                           or max_seqs if that is more
 ---@param tokens integer[]   sequence after sequence
 ---@param parents? integer[] makes the tokens of each sequence a tree, see Batch:append
 ---@return kvlab.Tensor logits  of every token, f32 [#tokens, vocab], valid until the next

@@ -410,7 +410,7 @@ M["Server:submit"] = {
     return { input_length = 600, hash_ids = { 1, 2 }, hash_block = 512, max_tokens = 3,
              arrival_us = 0, deadline_us = 9, on_token = score, temperature = 0.5,
              top_k = 4, top_p = 0.5, min_p = 0.1, repetition_penalty = 1.1, seed = 3,
-             logprobs = 2 }
+             logprobs = 2, draft = false }
   end,
   call = function(o) server():submit(o) end,
 }
@@ -419,7 +419,7 @@ M["kv.generate"] = {
     return { tokenizer = tokenizer(), max_tokens = 2, temperature = 1, top_k = 3,
              top_p = 0.5, min_p = 0.1, repetition_penalty = 1.1, seed = 1,
              stop = { "x" }, stop_tokens = { 5 }, ignore_eos = true, logprobs = 1,
-             on_text = score }
+             on_text = score, draft = false }
   end,
   call = function(o) kv.generate(engine(), { 1, 2 }, o) end,
 }

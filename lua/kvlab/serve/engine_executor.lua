@@ -1,10 +1,12 @@
 --- The executor of a server with a model. The model's engine computes, the engine's cache
 -- is the memory, blocks come from a kv.store through a prefetcher, and the clock is the
 -- machine's. The clock decides when requests get their results, but not which.
+local draft = require "kvlab.serve.draft"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local sampler = require "kvlab.serve.sampler"
+local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
 local M = {}
@@ -45,7 +47,7 @@ function M.new(o)
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
-    seqs = {}, counts = {}, tokens = {}, ends = {},
+    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {},
     watches_prompts = attention.prefill_policy.watches_prompt
       or attention.decode_policy.watches_prompt,
     unseen = {}, -- keys of blocks that came from the store and that no policy has seen
@@ -195,9 +197,11 @@ end
 local function gather(self, list)
   local n = 0
   for i, r in ipairs(list) do
-    self.seqs[i], self.counts[i] = r.seq, r.num_scheduled_tokens
+    self.seqs[i], self.counts[i], r.next_tokens = r.seq, r.num_scheduled_tokens, nil
+    local left = r.num_tokens - r.num_computed_tokens
     for t = 1, r.num_scheduled_tokens do
-      self.tokens[n + t] = r.tokens[r.num_computed_tokens + t]
+      self.tokens[n + t] = t <= left and r.tokens[r.num_computed_tokens + t]
+        or r.draft.ids[t - left]
     end
     n = n + r.num_scheduled_tokens
   end
@@ -261,9 +265,59 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
+--- Accepts what is right of the requests' drafts, and takes back the rest.
+local function judge(self, list, says)
+  local first, wrong = 1, self.wrong
+  clear(wrong, #list)
+  for i, r in ipairs(list) do
+    local n, accepted = r.num_scheduled_tokens, 0
+    if r.draft then
+      accepted = draft.accepted(r.draft.ids, says, first)
+      r.next_tokens = {}
+      for t = 0, accepted do r.next_tokens[t + 1] = says[first + t] end
+    end
+    wrong[i] = n - 1 - accepted
+    first = first + n
+  end
+  self.engine:take_back(wrong)
+  for i, r in ipairs(list) do
+    r.num_scheduled_tokens = r.num_scheduled_tokens - wrong[i]
+  end
+end
+
+--- A decode step in which some requests have drafts.
+local function verify(self, list)
+  local seqs, counts, tokens = gather(self, list)
+  local logits = self.engine:verify(seqs, counts, tokens)
+  local says, others = logits:argmax():list(), false
+  for _, r in ipairs(list) do others = others or not r.draft end
+  if others then -- which may be drawn
+    local newest = {}
+    local row = 0
+    for i, r in ipairs(list) do
+      newest[i], row = row, row + r.num_scheduled_tokens
+    end
+    local own = logits:gather_rows(tensor.from(logits.device, "i32", newest))
+    choose(self, list, own)
+    own:free()
+  end
+  judge(self, list, says)
+end
+
+local function has_draft(list)
+  for i = 1, #list do
+    if list[i].num_scheduled_tokens > 1 then return true end
+  end
+  return false
+end
+
 local function decode(self, list)
-  local seqs, _, tokens = gather(self, list)
-  choose(self, list, self.engine:decode(seqs, tokens))
+  if has_draft(list) then
+    verify(self, list)
+  else
+    local seqs, _, tokens = gather(self, list)
+    choose(self, list, self.engine:decode(seqs, tokens))
+  end
   mark_computed(self, list)
 end
 

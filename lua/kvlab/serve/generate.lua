@@ -5,6 +5,7 @@
 --     { tokenizer = tokenizer, max_tokens = 20, temperature = 0.7, seed = 3 })
 --   print(answer.text, answer.finish_reason)
 local arguments = require "kvlab.arguments"
+local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
 local sampler = require "kvlab.serve.sampler"
 local serve = require "kvlab.serve.serve"
@@ -23,12 +24,15 @@ local MAX_TOKENS = 128 -- unless max_tokens says otherwise
 --                              "cancelled": on_text returned false; "error": it raised
 ---@field stop string|nil       the stop string that ended it
 ---@field error any             what on_text raised
+---@field draft table|nil       where drafts are asked for: steps (decode steps), proposed
+--                              and accepted (tokens of drafts)
 ---@field logprobs table[]|nil  of each token { id =, logprob =, top = { { id =,
 --                              logprob = }, … } }, where they are asked for
 
 local OF_PROMPT = {
   max_tokens = options.whole, stop = stream.STOPS, ignore_eos = options.boolean,
   stop_tokens = options.list_of(options.whole), on_text = options.callable,
+  draft = draft.KIND,
 }
 for name, kind in pairs(sampler.KNOWN) do OF_PROMPT[name] = kind end
 local OPTIONS = {
@@ -130,7 +134,7 @@ local function job_of(engine, given, o, i)
   local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
     index = i, ids = {} } }
   job.stream = own.tokenizer and own.tokenizer:stream { stop = own.stop }
-  job.request = { tokens = tokens, stop_tokens = stop_tokens(own),
+  job.request = { tokens = tokens, stop_tokens = stop_tokens(own), draft = own.draft,
                   max_tokens = room(engine, #tokens, own.max_tokens, i) }
   for name in pairs(sampler.KNOWN) do job.request[name] = own[name] end
   return job
@@ -170,6 +174,8 @@ local function finish(job)
   end
   for i, one in ipairs(r.logprobs or {}) do one.id = answer.ids[i] end
   answer.logprobs = r.logprobs
+  local d = r.draft
+  answer.draft = d and { steps = d.steps, proposed = d.proposed, accepted = d.accepted }
 end
 
 local function submit(server, job)
@@ -212,7 +218,9 @@ end }
 --                  min_p (0), repetition_penalty (1), seed (0); stop: strings that end an
 --                  answer; stop_tokens: ids that do, beside the tokenizer's eos and eot;
 --                  ignore_eos: these do not (false); logprobs: keeps the log-probability
---                  of each token and of that many of the likeliest;
+--                  of each token and of that many of the likeliest; draft: { ngram = 3,
+--                  tokens = 8 } drafts up to 8 tokens by looking up the last 3 in the
+--                  text so far, for the likeliest tokens alone (draft.lua);
 --                  on_text(text, answer): is given the text as it comes, and ends its
 --                  answer by returning false
 ---@return kvlab.Answer|kvlab.Answer[]  one, or a list where prompts is a list

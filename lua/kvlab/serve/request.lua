@@ -4,6 +4,7 @@
 -- num_scheduled_tokens, num_computed_tokens, block_hashes, selected_blocks,
 -- prefetch_task, prefetch_ready; vllm_block_ids is request:block_ids().
 local arguments = require "kvlab.arguments"
+local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
 local sampler = require "kvlab.serve.sampler"
 
@@ -33,6 +34,9 @@ local M = {}
 ---@field choice kvlab.serve.Choice|nil  how its tokens are chosen; nil: the likeliest
 ---@field logprobs table[]|nil       of each token of output, if it asks for them:
 --                                   { logprob =, top = { { id =, logprob = }, … } }
+---@field draft kvlab.serve.Draft|nil  how drafts are made; how many were right
+---@field next_tokens integer[]|nil  what a step with a draft gave
+---@field unseen integer             how many of these the server has yet to reveal
 ---@field is_computed boolean        a step computed its num_scheduled_tokens, and the
 --                                   server has not taken note of it yet
 ---@field preemptions integer
@@ -52,7 +56,7 @@ M.KNOWN = {
   stop_tokens = options.list_of(options.whole),
   stop = options.list_of(options.list_of(options.whole)),
   arrival_us = options.number, deadline_us = options.number,
-  sample = options.callable, on_token = options.callable,
+  sample = options.callable, on_token = options.callable, draft = draft.KIND,
 }
 for name, kind in pairs(sampler.KNOWN) do M.KNOWN[name] = kind end
 
@@ -79,6 +83,10 @@ function M.new(o, request_id, level)
     tokens = {}
     for i, id in ipairs(o.tokens) do tokens[i] = id end
   end
+  if o.draft and (choice or o.sample or not tokens) then
+    error("request: draft is a table, expected none beside sample and the options of "
+      .. "sampling, or without a model: drafts are for the likeliest tokens", level + 1)
+  end
   local length = tokens and #tokens or o.input_length
   local stops
   if o.stop_tokens then
@@ -92,6 +100,7 @@ function M.new(o, request_id, level)
     block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
     prefetch_task = nil, prefetch_ready = false, max_tokens = o.max_tokens,
     stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
+    draft = draft.take(o.draft), unseen = 0,
     choice = choice, logprobs = choice and choice.logprobs and {} or nil,
     arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,
     blocks_asked = 0, blocks_shared = 0, blocks_loaded = 0, store_end = math.huge,

@@ -4,13 +4,15 @@
 -- moves blocks and has the clock.
 --
 -- A step takes running requests first, in the order of their admission: one token for
--- each request that decodes, and a chunk of the remaining token budget for each that
--- still reads its prompt. Then it takes waiting requests in the order of the queue, while
--- the batch, the budget and the memory have room. When a running request finds no free
--- block, the scheduler makes room in this order: it forgets prefixes that nobody uses,
--- takes back what was fetched for waiting requests, and preempts the request that was
--- admitted last. A preempted request gives back all its blocks. When it is resumed, it
--- takes what is still on the device or in the store and computes the rest.
+-- each request that decodes, with its draft if it makes drafts, and a chunk of the
+-- remaining token budget for each that still reads its prompt. Then it takes waiting
+-- requests in the order of the queue, while the batch, the budget and the memory have
+-- room. When a running request finds no free block, the scheduler makes room in this
+-- order: it forgets prefixes that nobody uses, takes back what was fetched for waiting
+-- requests, and preempts the request that was admitted last. A preempted request gives
+-- back all its blocks. When it is resumed, it takes what is still on the device or in the
+-- store and computes the rest.
+local draft = require "kvlab.serve.draft"
 local prefix_cache = require "kvlab.serve.prefix_cache"
 local waiting = require "kvlab.serve.waiting"
 
@@ -91,6 +93,19 @@ local function add(self, r, n, is_decoding)
   list[#list + 1] = r
 end
 
+--- How many tokens a request that decodes gets: its newest one, and a draft as far as the
+-- token budget has room. Nobody is preempted for a draft.
+local function decode_tokens(self, r)
+  if not r.draft then return 1 end
+  local left = r.max_tokens - r:output_length() - 1
+  local n = draft.propose(r.draft, r.tokens, r.num_tokens, math.min(self.room, left))
+  if self.need + blocks_needed(self, r, n + 1) > self.prefix:available() then
+    n = draft.propose(r.draft, r.tokens, r.num_tokens, 0)
+  end
+  self.room = self.room - n
+  return n + 1
+end
+
 --- Gives tokens to the running requests. Returns false when one had to be preempted.
 local function continue_running(self)
   local running, decoding, i = self.running, 0, 1
@@ -103,7 +118,7 @@ local function continue_running(self)
   while i <= #running do
     local r = running[i]
     local is_decoding = r:is_decoding()
-    local n = is_decoding and 1
+    local n = is_decoding and decode_tokens(self, r)
       or math.min(r.num_tokens - r.num_computed_tokens, self.room)
     if n > 0 then
       if not make_room(self, r, n) then break end

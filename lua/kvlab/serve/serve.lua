@@ -104,7 +104,8 @@ end
 --                     repetition_penalty (1), seed (0): how its tokens are drawn;
 --                     logprobs: keeps the log-probability of each token and of that many
 --                     of the likeliest in request.logprobs; or, in place of these,
---                     sample(logits, request) -> id; on_token(request, id)
+--                     sample(logits, request) -> id, or draft = { ngram, tokens }, which
+--                     drafts the likeliest tokens (draft.lua); on_token(request, id)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
@@ -126,17 +127,38 @@ local function expect_own(self, what, r)
   end
 end
 
+--- Takes note of the next token that a step gave.
+local function reveal(r)
+  r.num_tokens, r.unseen = r.num_tokens + 1, r.unseen - 1
+  r.has_new, r.is_told = true, false
+end
+
+--- Notes what a step with a draft gave: the tokens that follow, the first of which is
+-- revealed at once.
+local function take_draft(r)
+  local d, ids = r.draft, r.next_tokens
+  for i, id in ipairs(ids) do r.tokens[r.num_tokens + i] = id end
+  d.steps, d.proposed, d.accepted = d.steps + 1, d.proposed + #d.ids,
+    d.accepted + #ids - 1
+  r.unseen, r.next_tokens = #ids, nil
+end
+
 --- Takes note that a step computed a request's scheduled tokens: all of it or nothing.
 local function advance(r, now)
   C.kvl_interrupt_hold(1)
   r.is_computed, r.shares_last = false, false
   r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
-  if r.num_computed_tokens == r.num_tokens and not r.error then
-    r.num_tokens = r.num_tokens + 1
-    if r.tokens then r.tokens[r.num_tokens] = r.next_token end
+  if r.num_computed_tokens >= r.num_tokens and not r.error then
+    if r.next_tokens then
+      take_draft(r)
+    else
+      r.unseen = 1
+      if r.tokens then r.tokens[r.num_tokens + 1] = r.next_token end
+      if r.draft and r:output_length() > 0 then r.draft.steps = r.draft.steps + 1 end
+    end
+    reveal(r)
     if r.logprobs then r.logprobs[r:output_length()] = r.next_logprobs end
     r.first_token_us = r.first_token_us or now
-    r.has_new, r.is_told = true, false
   end
   C.kvl_interrupt_hold(-1)
 end
@@ -171,6 +193,9 @@ function Server:fork(parent, given)
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
   self.executor:admit_keys(r, o)
   r.seq, r.is_fork = parent.seq:fork(), true
+  if r.seq:length() >= parent.num_tokens then -- the rest of an accepted draft
+    r.seq:truncate(parent.num_tokens - 1)
+  end
   r.shares_last, parent.shares_last = true, true
   self.requests[#self.requests + 1] = r
   expect(self, r)
@@ -235,10 +260,15 @@ local function settle(self, r, now)
   if r.state ~= "running" then return end -- another request's on_token cancelled it
   if r.is_computed then advance(r, now) end
   self.scheduler:share(r)
-  if r.has_new and not r.is_told then tell(r) end
-  if r.state ~= "running" then return end -- its own on_token cancelled it
-  local reason = r.error and "error" or r.has_new and r:stop_reason()
-  r.has_new = false
+  local reason
+  repeat
+    if r.has_new and not r.is_told then tell(r) end
+    if r.state ~= "running" then return end -- its own on_token cancelled it
+    reason = r.error and "error" or r.has_new and r:stop_reason()
+    r.has_new = false
+    local has_more = not reason and r.unseen > 0
+    if has_more then reveal(r) end
+  until not has_more
   if not reason then return end
   local ok, why = self.scheduler:finish(r)
   finish(self, r, reason)
@@ -283,7 +313,9 @@ end
 --- Counts what a step computed.
 local function count_step(counts, plan)
   counts.steps = counts.steps + 1
-  counts.decode_tokens = counts.decode_tokens + #plan.decode
+  for i = 1, #plan.decode do
+    counts.decode_tokens = counts.decode_tokens + plan.decode[i].num_scheduled_tokens
+  end
   for i = 1, #plan.prefill do
     counts.prefill_tokens = counts.prefill_tokens + plan.prefill[i].num_scheduled_tokens
   end
