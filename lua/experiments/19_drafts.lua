@@ -1,0 +1,165 @@
+--- How much faster is an answer whose next tokens are looked up in the text so far?
+--
+-- Much of what a language model writes stands in its prompt already: a summary quotes, an
+-- edited text keeps most of its words. With drafts (docs/generation.md), the tokens that
+-- followed the last `ngram` ones where they came before are a guess of what comes next,
+-- and one decode step checks all of it. A row answers the same prompts with and without
+-- drafts, greedily, one after the other, and compares the two runs.
+--
+--   speedup         tokens per second with drafts, of those without
+--   tokens_step     tokens that a decode step gives; 1 without drafts
+--   accepted_share  tokens of drafts that were right, of all that were proposed
+--   same_share      answers that have the very tokens of those without drafts. With dense
+--                   attention in f32 all do
+--
+-- A document is a list of made-up facts. copy: it is to be written once more; edit: with
+-- another beginning of each line; summarise: in short; story: a text that has nothing to
+-- do with it, so that drafts are useless and only cost.
+--
+--   ./kvlab get smollm2
+--   ./kvlab run lua/experiments/19_drafts.lua --set model=smollm2 [--device=cuda]
+--
+-- Without a model here, a small one with random weights answers (model = sample). It only
+-- serves as a test: such a model soon repeats itself, and drafts suit it too well.
+local downloads = require "kvlab.downloads"
+local kv = require "kvlab"
+local llama = require "models.llama"
+
+local SAMPLE = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
+local NAMES = { "Aro", "Bela", "Cadi", "Doru", "Elin", "Fara", "Goro", "Hale", "Iska",
+                "Joru", "Kemi", "Lona", "Miro", "Nera", "Oslo", "Pira" }
+
+local function sample(dtype, seed)
+  local tokenizer = kv.tokenizer(SAMPLE)
+  return llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
+    intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
+    num_key_value_heads = 2, vocab_size = tokenizer.size }, { dtype = dtype,
+    seed = seed }), tokenizer
+end
+
+local function load(o)
+  if o.model == "sample" then
+    local model, tokenizer = sample(o.dtype, o.seed)
+    return { model = model, tokenizer = tokenizer }
+  end
+  local opened = kv.model(o.model, { dtype = o.dtype, engine = { blocks = 2 } })
+  opened.engine.cache:close()
+  return { model = opened.model, tokenizer = opened.tokenizer }
+end
+
+-- ---- prompts --------------------------------------------------------------------------
+
+--- `lines` made-up facts, others for another seed.
+local function document(lines, seed)
+  local draws = kv.rand("cpu", "f32", { lines, 3 }, { seed = seed }):list()
+  local list = {}
+  for i = 1, lines do
+    local first = math.floor(draws[3 * i - 2] * #NAMES * 0.999)
+    local second = math.floor(draws[3 * i - 1] * #NAMES * 0.999)
+    list[i] = ("The river %s%s is %d km long."):format(NAMES[first + 1],
+      NAMES[second + 1]:lower(), 100 + math.floor(draws[3 * i] * 6000))
+  end
+  return list
+end
+
+local PROMPTS = {
+  copy = function(text, lines)
+    return text .. "\n\nHere is the same list once more:\n\n" .. lines[1] .. "\n"
+  end,
+  edit = function(text, lines)
+    return text .. "\n\nHere is the same list with \"We know that\" before each line:\n\n"
+      .. "We know that " .. lines[1]:gsub("^The", "the") .. "\nWe know that the river"
+  end,
+  summarise = function(text)
+    return text .. "\n\nIn short, the list says that"
+  end,
+  story = function(text)
+    return text .. "\n\nAnd now for something else. Once upon a time there was a girl"
+  end,
+}
+
+-- ---- a row ----------------------------------------------------------------------------
+
+--- Answers every prompt. Returns the answers' tokens, the microseconds that decoding
+-- took, and what the drafts did.
+local function answer(loaded, config, draft)
+  local policy = config.policy ~= "full" and kv.policy(config.policy,
+    { ratio = config.ratio, sink = 1, recent = 2 }) or nil
+  local engine = loaded.model:engine { policy = policy, max_seqs = 1, blocks = 1024,
+                                       block_size = 16 }
+  local ids, us, steps, proposed, accepted, tokens = {}, 0, 0, 0, 0, 0
+  for i = 1, config.prompts do
+    local lines = document(config.lines, 1000 * config.seed + i)
+    local server = kv.serve { engine = engine }
+    local prompt = PROMPTS[config.text](table.concat(lines, "\n"), lines)
+    local got = kv.generate(server, prompt, { tokenizer = loaded.tokenizer,
+      max_tokens = config.tokens, ignore_eos = true, draft = draft })
+    local r = server.requests[1]
+    us, tokens = us + r.finish_us - r.first_token_us, tokens + #got.ids - 1
+    ids[i] = got.ids
+    if draft then
+      steps, proposed = steps + got.draft.steps, proposed + got.draft.proposed
+      accepted = accepted + got.draft.accepted
+    end
+    server:close()
+  end
+  engine.cache:close()
+  return { ids = ids, us = us, tokens = tokens, steps = steps, proposed = proposed,
+           accepted = accepted }
+end
+
+--- The faster of `runs` runs of each kind, which take turns.
+local function both(loaded, config)
+  local plain, drafted
+  local draft = { ngram = config.ngram, tokens = config.draft }
+  for _ = 1, config.runs do
+    local a, b = answer(loaded, config, false), answer(loaded, config, draft)
+    plain = plain and plain.us < a.us and plain or a
+    drafted = drafted and drafted.us < b.us and drafted or b
+  end
+  return plain, drafted
+end
+
+local function run(config)
+  local loaded = kv.experiment.memo({ model = config.model, dtype = config.dtype,
+    seed = config.seed }, load)
+  local plain, drafted = both(loaded, config)
+  local same = 0
+  for i, ids in ipairs(plain.ids) do
+    same = same + (table.concat(ids, " ") == table.concat(drafted.ids[i], " ") and 1 or 0)
+  end
+  return { speedup = plain.us / drafted.us, tokens_s = 1e6 * drafted.tokens / drafted.us,
+    plain_tokens_s = 1e6 * plain.tokens / plain.us,
+    tokens_step = drafted.tokens / drafted.steps,
+    accepted_share = drafted.proposed > 0 and drafted.accepted / drafted.proposed or 0,
+    same_share = same / #plain.ids }
+end
+
+local function pivot(value, format, policy)
+  return { rows = "text", columns = "draft", value = value, where = { policy = policy },
+           format = format, caption = ("%s, %s"):format(value, policy) }
+end
+
+kv.experiment.run {
+  name = "19_drafts",
+  title = "How much faster is an answer with drafts from its own text?",
+  grid = {
+    { "text", { "copy", "edit", "summarise", "story" } },
+    { "policy", { "full", "quest" } },
+    { "draft", { 4, 8, 16 } },
+  },
+  defaults = { model = downloads.find "smollm2" and "smollm2" or "sample", dtype = "f32",
+               lines = 60, tokens = 128, prompts = 2, ngram = 3, ratio = 0.1,
+               runs = 2 },
+  quick = { draft = { 8 }, lines = 20, tokens = 48, prompts = 1, runs = 1 },
+  proportions = { "accepted_share", "same_share" },
+  metrics = { "speedup", "tokens_step", "accepted_share", "same_share", "tokens_s",
+              "plain_tokens_s" },
+  run = run,
+  table = { pivot("speedup", "%.2f", "full"), pivot("tokens_step", "%.2f", "full"),
+            pivot("accepted_share", "%.2f", "full"), pivot("speedup", "%.2f", "quest"),
+            pivot("tokens_step", "%.2f", "quest"),
+            pivot("same_share", "%.2f", "quest") },
+  plot = { x = "draft", y = "speedup", series = "text", panel = "policy",
+           xlabel = "tokens of a draft", ylabel = "speedup" },
+}
