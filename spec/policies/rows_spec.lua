@@ -216,6 +216,53 @@ for _, name in ipairs(decode_policies()) do
 end
 
 describe("a decode step of several tokens", function()
+  it("shows a policy each token as a sequence of its own", function()
+    local seen, taken = {}, {}
+    local make = kv.policy.define {
+      name = "looker", decode = true, defaults = { ratio = 0.5 },
+      step_begin = function(_, ctx)
+        for i, seq in ipairs(ctx.sequences) do seen[i] = { begin = seq:length() } end
+      end,
+      score = function(_, ctx)
+        assert.equal(ctx.seqs, ctx.query:size(0))
+        assert.same({ ctx.seqs, ctx.width }, ctx.tables:dims())
+        local lens = ctx.lens:list()
+        for i, seq in ipairs(ctx.sequences) do
+          assert.equal(lens[i], seq:length())
+          assert.equal(math.ceil(lens[i] / 16), seq:blocks())
+          assert.equal(seq:blocks(), #seq:table())
+          assert.equal(seq.base.state, seq.state)
+          seen[i].length, seen[i].base = seq:length(), seq.base:length()
+        end
+        return ctx:new_scores(1):arange_()
+      end,
+      take_back = function(_, seq, tokens)
+        taken[#taken + 1] = { seq:length(), tokens }
+      end,
+    }
+    local _, its_rig = rig.play(dev, { policy = make {} }, { { "prefill", 1, 30 },
+      { "prefill", 2, 7 }, { "verify", { 3, 2 }, 1, 2 }, { "take_back", { 2, 0 } } })
+    assert.same({ { begin = 31, length = 31, base = 33 },
+      { begin = 31, length = 32, base = 33 }, { begin = 31, length = 33, base = 33 },
+      { begin = 8, length = 8, base = 9 }, { begin = 8, length = 9, base = 9 } }, seen)
+    assert.same({ { 31, 2 } }, taken)
+    its_rig.cache:close()
+  end)
+
+  it("is observed by a probe, which counts what its attention reads once", function()
+    for name, most in pairs { full = 1 / 4, quest = 0.75 } do
+      local its_rig = rig.new(dev, { policy = name,
+        options = name ~= "full" and { ratio = 0.3 } or nil })
+      local probe = kv.probe(its_rig.attention)
+      rig.play(dev, { rig = its_rig }, { { "prefill", 1, 250 }, { "verify", { 4 }, 1 } })
+      local metrics = probe:metrics()
+      assert.is_true(metrics.blocks_share > 0 and metrics.blocks_share <= most)
+      assert.is_true(metrics.attention_mass > 0.1 and metrics.attention_mass < 1.001)
+      if name == "full" then assert.is_true(metrics.output_error < 1e-5) end
+      its_rig.cache:close()
+    end
+  end)
+
   it("equals a prefill of the same tokens", function()
     for _, tier in ipairs(NAMES) do
       local want = play("full", tier, { { "prefill", 1, 100 }, { "prefill", 1, 70 } }, {})

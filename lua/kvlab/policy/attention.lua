@@ -245,7 +245,13 @@ local function take_back(self, counts)
     end
   end
   for i = 1, batch.count do
-    if counts[i] > 0 then batch.seqs[i]:truncate(batch.seqs[i]:length() - counts[i]) end
+    local seq, taken = batch.seqs[i], counts[i]
+    if taken > 0 then
+      seq:truncate(seq:length() - taken)
+      for _, p in ipairs(self.keepers) do
+        if p.take_back then p:take_back(seq, taken) end
+      end
+    end
   end
 end
 

@@ -70,6 +70,10 @@
 --                                          step may change them; tensors are not, so a
 --                                          step replaces them and neither writes to the
 --                                          old ones nor frees them
+--     take_back(self, seq, tokens)         so many of the newest tokens of seq, which a
+--                                          decode step of several gave it, were taken
+--                                          back: mend seq.state[self] if it depends on
+--                                          them (a tally does that by itself)
 --     keep_block(self, key, block)         a full block goes to a store, under the key of
 --                                          its content
 --     recall_block(self, key, block)       that content is in this physical block now:
@@ -91,6 +95,10 @@
 --                                          so no graph can record it
 --     reset(self)                          forget everything
 --     helper(self, …) }                    functions of its own, under other names
+--
+-- A decode step may have several new tokens for a sequence. To a policy, each of them is
+-- a sequence of its own, with one query and the length up to it; ctx.sequences then has
+-- views of the sequence, and seq.base is the sequence itself (memory/rows.lua).
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
@@ -142,7 +150,7 @@ for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
   "request_begin", "request_finished", "score_bytes", "reset", "step_begin", "inherit",
-  "predict", "keep_block", "recall_block",
+  "predict", "keep_block", "recall_block", "take_back",
 } do
   FIELDS[name] = options.fn
 end

@@ -140,6 +140,7 @@ local MAP = {}
 for _, known in ipairs { VIEW, generate.KNOWN } do
   for name, kind in pairs(known) do MAP[name] = kind end
 end
+MAP.draft = nil -- every token has a step of its own
 
 --- Answers a prompt and draws which blocks each step of the answer read: a row for each
 -- token, a column for each block, named by their text. `:plot` shows it.
