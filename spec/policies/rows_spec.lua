@@ -46,6 +46,24 @@ OWN.shy = kv.policy.define {
   end,
 }
 
+-- Like shy, by keys, too.
+OWN.fickle = kv.policy.define {
+  name = "fickle", decode = true, defaults = { ratio = 0.2 },
+  init = function(self, shape)
+    self.bounds, self.counts = kv.summary.minmax(shape), kv.tally(shape)
+  end,
+  on_prefill_offload = function(self, ev) self.bounds:update(ev) end,
+  on_decode_offload = function(self, ev) self.bounds:update(ev) end,
+  step_begin = function(self, ctx) self.counts:begin(ctx) end,
+  select_blocks = function(self, ctx)
+    local scores = kv.ops.score_minmax(ctx.query, self.bounds, ctx)
+    local selection, counts = ctx:select(scores:sub(self.counts:load(ctx), scores),
+      self.budget)
+    self.counts:count(ctx, ctx:mark(selection))
+    return selection, counts
+  end,
+}
+
 -- Scores by every third query, for two tokens more.
 OWN.lazy = kv.policy.define {
   name = "lazy", decode = true, eager = true, defaults = { ratio = 0.2 },

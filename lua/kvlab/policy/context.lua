@@ -315,12 +315,14 @@ function Context:ramp(low, high)
 end
 
 --- The budget of this step. A prefill chunk also gets the blocks in which it lies,
--- because a token sees itself.
+-- because a token sees itself. A row of a decode step gets its own block, because the
+-- summary of this block knows later rows, too, which may be taken back.
 local function step_budget(self, what, budget)
   argument(what, "budget", budget, kinds.budget)
-  if not self.is_prefill then return budget end
+  if not self.is_prefill and not self.is_rows then return budget end
   ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
-  self.chunk_budget.recent = math.max(budget.recent, self.batch.open_max)
+  self.chunk_budget.recent = math.max(budget.recent,
+    self.is_prefill and self.batch.open_max or 1)
   return self.chunk_budget
 end
 
