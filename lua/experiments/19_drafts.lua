@@ -14,7 +14,7 @@
 --
 -- A document is a list of made-up facts. copy: it is to be written once more; edit: with
 -- another beginning of each line; summarise: in short; story: a text that has nothing to
--- do with it, so that drafts are useless and only cost.
+-- do with it, in which a model can only repeat itself.
 --
 --   ./kvlab get smollm2
 --   ./kvlab run lua/experiments/19_drafts.lua --set model=smollm2 [--device=cuda]

@@ -35,6 +35,39 @@ local function check(dev)
       assert.is_true((got - want:narrow(#TOKENS - 1, 1)):abs():max():item() > 1e-3)
     end)
 
+    it("verifies a draft with the logits of decode, and takes tokens back", function()
+      for _, o in ipairs { {}, { graph = true, max_blocks = 16 },
+          { offload = { slots = 2, slot_blocks = 1 } },
+          { offload = { hot_slots = 96 } },
+          { graph = true, max_blocks = 16, offload = { hot_slots = 96 } } } do
+        o.blocks, o.chunk, o.block_size, o.max_seqs = 16, 64, 8, 2
+        local e = model:engine(o)
+        local seqs = { e:sequence(), e:sequence() }
+        e:prefill(seqs[1], first(10))
+        e:prefill(seqs[2], first(19))
+        local wrong, at = { 3, 3, 3 }, { 10, 19 }
+        for step = 1, 6 do -- the second and third of a shape are recorded and replayed
+          local mine, other = first(at[1] + 2), first(at[2] + 1)
+          local draft = { mine[at[1] + 1], mine[at[1] + 2], wrong[1], wrong[2],
+                          other[at[2] + 1], wrong[3] }
+          local got = e:verify(seqs, { 4, 2 }, draft)
+          assert.same({ 6, 97 }, got:dims())
+          local what = ("step %d, %s"):format(step, o.graph and "replayed" or "eager")
+          for row, token in pairs { [0] = at[1], at[1] + 1, [4] = at[2] } do
+            support.close(got:narrow(row, 1), want:narrow(token, 1), 1e-4, 1e-4, what)
+          end
+          e:take_back { 2, 1 }
+          at = { at[1] + 2, at[2] + 1 }
+          assert.equal(at[1], seqs[1]:length())
+          assert.equal(at[2], seqs[2]:length())
+        end
+        local next_ids = { TOKENS[at[1] + 1], TOKENS[at[2] + 1] }
+        support.close(e:decode(seqs, next_ids):narrow(0, 1),
+          want:narrow(at[1], 1), 1e-4, 1e-4)
+        e.cache:close()
+      end
+    end)
+
     it("gives the same logits in any chunking", function()
       for _, chunk in ipairs { 1, 7, 16, 44 } do
         local e = model:engine { blocks = 16, chunk = chunk, block_size = 8 }

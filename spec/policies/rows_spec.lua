@@ -3,8 +3,6 @@
 local kv = require "kvlab"
 local rig = require "spec.rig"
 
-local dev = kv.device "cpu"
-
 -- So small that a ring and a hot cache take the rows of some steps in parts.
 local TIERS = {
   resident = {},
@@ -92,7 +90,7 @@ OWN.strict = kv.policy.define {
     for _, seq in ipairs(ctx.sequences) do
       local n = math.floor(seq:length() / ctx.block_size)
       for layer = 0, n > 0 and ctx.layers - 1 or -1 do
-        self.numbers:put(seq, layer, kv.rand(dev, "f32",
+        self.numbers:put(seq, layer, kv.rand(ctx.device, "f32",
           { ctx.kv_heads, n }, { seed = seq:length() }), true)
       end
     end
@@ -101,7 +99,7 @@ OWN.strict = kv.policy.define {
 }
 
 --- Plays a script with a policy; the outputs of each sequence, step after step.
-local function play(name, tier, script, o)
+local function play(dev, name, tier, script, o)
   local all = { policy = name, options = options_of(name, o or { ratio = 0.3 }) }
   if OWN[name] then all.policy, all.options = OWN[name](o or {}), nil end
   for key, value in pairs(TIERS[tier]) do all[key] = value end
@@ -151,142 +149,150 @@ local function decode_policies()
   return list
 end
 
-for _, name in ipairs(decode_policies()) do
-  describe("policy " .. name .. " in a decode step of several tokens", function()
-    local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }
+--- The specs on a device. within: of outputs up to about 1, summed in another order.
+local function specs(dev, tags, within)
+  for _, name in ipairs(decode_policies()) do
+    describe("policy " .. name .. " in a decode step of several tokens" .. tags,
+      function()
+      local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }
 
-    local function script(...)
-      return { PROMPTS[1], PROMPTS[2], ... }
-    end
+      local function script(...)
+        return { PROMPTS[1], PROMPTS[2], ... }
+      end
 
-    it("equals dense attention when the budget is everything", function()
-      local complete = complete_of(name)
-      if complete == false then return end
-      local all = { ratio = 1 }
-      for key, value in pairs(complete or {}) do all[key] = value end
-      local steps = script({ "verify", { 5, 9 }, 1, 2 }, { "verify", { 1, 4 }, 1, 2 })
-      local dense = play("full", "resident", steps, {})
-      for _, tier in ipairs(NAMES) do
-        local outs = play(name, tier, steps, all)
-        for s = 1, 2 do
-          close(joined(outs[s], 2, 3), joined(dense[s], 2, 3), 3e-6, name .. " " .. tier)
+      it("equals dense attention when the budget is everything", function()
+        local complete = complete_of(name)
+        if complete == false then return end
+        local all = { ratio = 1 }
+        for key, value in pairs(complete or {}) do all[key] = value end
+        local steps = script({ "verify", { 5, 9 }, 1, 2 }, { "verify", { 1, 4 }, 1, 2 })
+        local dense = play(dev, "full", "resident", steps, {})
+        for _, tier in ipairs(NAMES) do
+          local outs = play(dev, name, tier, steps, all)
+          for s = 1, 2 do
+            close(joined(outs[s], 2, 3), joined(dense[s], 2, 3), within, tier)
+          end
         end
+      end)
+
+      it("gives what it gives in steps of one token", function()
+        if not SEQUENTIAL[name] then return end
+        local one = script()
+        for _ = 1, 5 do one[#one + 1] = { "decode", 1, 2 } end
+        local several = script({ "verify", { 3, 3 }, 1, 2 }, { "verify", { 2, 2 }, 1, 2 })
+        for _, tier in ipairs(NAMES) do
+          local want, out = play(dev, name, tier, one), play(dev, name, tier, several)
+          for s = 1, 2 do
+            close(joined(out[s], 2, 3), joined(want[s], 2, 6), within, tier)
+          end
+        end
+      end)
+
+      it("gives the same through every memory tier", function()
+        local steps = script({ "verify", { 4, 7 }, 1, 2 }, { "decode", 1, 2 },
+          { "verify", { 18, 1 }, 1, 2 })
+        local want = play(dev, name, "resident", steps)
+        for _, tier in ipairs { "ring", "hot", "overlap" } do
+          local out = play(dev, name, tier, steps)
+          for s = 1, 2 do
+            close(joined(out[s], 2, 4), joined(want[s], 2, 4), within, tier)
+          end
+        end
+      end)
+
+      --- Compares a script in which tokens are taken back with one that never had them.
+      local function check_taken(tier, back, o)
+        local n, kept = { 20, 6 }, { 20 - back[1], 6 - back[2] }
+        local taken = script({ "verify", { 2, 2 }, 1, 2 }, { "verify", n, 1, 2 },
+          { "take_back", back })
+        local never = script({ "verify", { 2, 2 }, 1, 2 })
+        if kept[1] > 0 then never[4] = { "verify", kept, 1, 2 } end
+        for _, line in ipairs { { "decode", 1, 2 }, { "verify", { 3, 9 }, 1, 2 },
+                                { "decode", 2 }, { "decode", 1 }, { "decode", 1, 2 } } do
+          taken[#taken + 1], never[#never + 1] = line, line
+        end
+        local out, want = play(dev, name, tier, taken, o), play(dev, name, tier, never, o)
+        for s = 1, 2 do
+          local what = ("%s %s, sequence %d, %d back"):format(name, tier, s, back[s])
+          for i = 0, 3 do
+            local a, b = out[s][#out[s] - i], want[s][#want[s] - i]
+            -- hits and misses are attended to by themselves, and their parts differ
+            if tier == "overlap" then close(a, b, within, what) else equal(a, b, what) end
+          end
+        end
+      end
+
+      it("is as if tokens that are taken back had never been", function()
+        local less = { ratio = 0.1, sink = 0, recent = 0, min_blocks = 0 }
+        for _, tier in ipairs(NAMES) do
+          for _, back in ipairs { { 3, 2 }, { 0, 4 }, { 20, 6 } } do
+            check_taken(tier, back)
+            if name ~= "full" then check_taken(tier, back, less) end
+          end
+        end
+      end)
+    end)
+  end
+
+  describe("a decode step of several tokens" .. tags, function()
+    it("shows a policy each token as a sequence of its own", function()
+      local seen, taken = {}, {}
+      local make = kv.policy.define {
+        name = "looker", decode = true, defaults = { ratio = 0.5 },
+        step_begin = function(_, ctx)
+          for i, seq in ipairs(ctx.sequences) do seen[i] = { begin = seq:length() } end
+        end,
+        score = function(_, ctx)
+          assert.equal(ctx.seqs, ctx.query:size(0))
+          assert.same({ ctx.seqs, ctx.width }, ctx.tables:dims())
+          local lens = ctx.lens:list()
+          for i, seq in ipairs(ctx.sequences) do
+            assert.equal(lens[i], seq:length())
+            assert.equal(math.ceil(lens[i] / 16), seq:blocks())
+            assert.equal(seq:blocks(), #seq:table())
+            assert.equal(seq.base.state, seq.state)
+            seen[i].length, seen[i].base = seq:length(), seq.base:length()
+          end
+          return ctx:new_scores(1):arange_()
+        end,
+        take_back = function(_, seq, tokens)
+          taken[#taken + 1] = { seq:length(), tokens }
+        end,
+      }
+      local _, its_rig = rig.play(dev, { policy = make {} }, { { "prefill", 1, 30 },
+        { "prefill", 2, 7 }, { "verify", { 3, 2 }, 1, 2 }, { "take_back", { 2, 0 } } })
+      assert.same({ { begin = 31, length = 31, base = 33 },
+        { begin = 31, length = 32, base = 33 }, { begin = 31, length = 33, base = 33 },
+        { begin = 8, length = 8, base = 9 }, { begin = 8, length = 9, base = 9 } }, seen)
+      assert.same({ { 31, 2 } }, taken)
+      its_rig.cache:close()
+    end)
+
+    it("is observed by a probe, which counts what its attention reads once", function()
+      for name, most in pairs { full = 1 / 4, quest = 0.75 } do
+        local its_rig = rig.new(dev, { policy = name,
+          options = name ~= "full" and { ratio = 0.3 } or nil })
+        local probe = kv.probe(its_rig.attention)
+        rig.play(dev, { rig = its_rig },
+          { { "prefill", 1, 250 }, { "verify", { 4 }, 1 } })
+        local metrics = probe:metrics()
+        assert.is_true(metrics.blocks_share > 0 and metrics.blocks_share <= most)
+        assert.is_true(metrics.attention_mass > 0.1 and metrics.attention_mass < 1.001)
+        if name == "full" then assert.is_true(metrics.output_error < 1e-5) end
+        its_rig.cache:close()
       end
     end)
 
-    it("gives what it gives in steps of one token", function()
-      if not SEQUENTIAL[name] then return end
-      local one = script()
-      for _ = 1, 5 do one[#one + 1] = { "decode", 1, 2 } end
-      local several = script({ "verify", { 3, 3 }, 1, 2 }, { "verify", { 2, 2 }, 1, 2 })
+    it("equals a prefill of the same tokens", function()
       for _, tier in ipairs(NAMES) do
-        local want, out = play(name, tier, one), play(name, tier, several)
-        for s = 1, 2 do
-          close(joined(out[s], 2, 3), joined(want[s], 2, 6), 3e-6, name .. " " .. tier)
-        end
-      end
-    end)
-
-    it("gives the same through every memory tier", function()
-      local steps = script({ "verify", { 4, 7 }, 1, 2 }, { "decode", 1, 2 },
-        { "verify", { 18, 1 }, 1, 2 })
-      local want = play(name, "resident", steps)
-      for _, tier in ipairs { "ring", "hot", "overlap" } do
-        local out = play(name, tier, steps)
-        for s = 1, 2 do
-          close(joined(out[s], 2, 4), joined(want[s], 2, 4), 3e-6, name .. " " .. tier)
-        end
-      end
-    end)
-
-    --- Compares a script in which tokens are taken back with one that never had them.
-    local function check_taken(tier, back, o)
-      local n, kept = { 20, 6 }, { 20 - back[1], 6 - back[2] }
-      local taken = script({ "verify", { 2, 2 }, 1, 2 }, { "verify", n, 1, 2 },
-        { "take_back", back })
-      local never = script({ "verify", { 2, 2 }, 1, 2 })
-      if kept[1] > 0 then never[4] = { "verify", kept, 1, 2 } end
-      for _, line in ipairs { { "decode", 1, 2 }, { "verify", { 3, 9 }, 1, 2 },
-                              { "decode", 2 }, { "decode", 1 }, { "decode", 1, 2 } } do
-        taken[#taken + 1], never[#never + 1] = line, line
-      end
-      local out, want = play(name, tier, taken, o), play(name, tier, never, o)
-      for s = 1, 2 do
-        local what = ("%s %s, sequence %d, %d back"):format(name, tier, s, back[s])
-        for i = 0, 3 do
-          local a, b = out[s][#out[s] - i], want[s][#want[s] - i]
-          -- hits and misses are attended to by themselves, and their parts differ
-          if tier == "overlap" then close(a, b, 3e-6, what) else equal(a, b, what) end
-        end
-      end
-    end
-
-    it("is as if tokens that are taken back had never been", function()
-      local less = { ratio = 0.1, sink = 0, recent = 0, min_blocks = 0 }
-      for _, tier in ipairs(NAMES) do
-        for _, back in ipairs { { 3, 2 }, { 0, 4 }, { 20, 6 } } do
-          check_taken(tier, back)
-          if name ~= "full" then check_taken(tier, back, less) end
-        end
+        local first = { "prefill", 1, 100 }
+        local want = play(dev, "full", tier, { first, { "prefill", 1, 70 } }, {})
+        local out = play(dev, "full", tier, { first, { "verify", { 70 }, 1 } }, {})
+        close(out[1][2], want[1][2], within, tier)
       end
     end)
   end)
 end
 
-describe("a decode step of several tokens", function()
-  it("shows a policy each token as a sequence of its own", function()
-    local seen, taken = {}, {}
-    local make = kv.policy.define {
-      name = "looker", decode = true, defaults = { ratio = 0.5 },
-      step_begin = function(_, ctx)
-        for i, seq in ipairs(ctx.sequences) do seen[i] = { begin = seq:length() } end
-      end,
-      score = function(_, ctx)
-        assert.equal(ctx.seqs, ctx.query:size(0))
-        assert.same({ ctx.seqs, ctx.width }, ctx.tables:dims())
-        local lens = ctx.lens:list()
-        for i, seq in ipairs(ctx.sequences) do
-          assert.equal(lens[i], seq:length())
-          assert.equal(math.ceil(lens[i] / 16), seq:blocks())
-          assert.equal(seq:blocks(), #seq:table())
-          assert.equal(seq.base.state, seq.state)
-          seen[i].length, seen[i].base = seq:length(), seq.base:length()
-        end
-        return ctx:new_scores(1):arange_()
-      end,
-      take_back = function(_, seq, tokens)
-        taken[#taken + 1] = { seq:length(), tokens }
-      end,
-    }
-    local _, its_rig = rig.play(dev, { policy = make {} }, { { "prefill", 1, 30 },
-      { "prefill", 2, 7 }, { "verify", { 3, 2 }, 1, 2 }, { "take_back", { 2, 0 } } })
-    assert.same({ { begin = 31, length = 31, base = 33 },
-      { begin = 31, length = 32, base = 33 }, { begin = 31, length = 33, base = 33 },
-      { begin = 8, length = 8, base = 9 }, { begin = 8, length = 9, base = 9 } }, seen)
-    assert.same({ { 31, 2 } }, taken)
-    its_rig.cache:close()
-  end)
-
-  it("is observed by a probe, which counts what its attention reads once", function()
-    for name, most in pairs { full = 1 / 4, quest = 0.75 } do
-      local its_rig = rig.new(dev, { policy = name,
-        options = name ~= "full" and { ratio = 0.3 } or nil })
-      local probe = kv.probe(its_rig.attention)
-      rig.play(dev, { rig = its_rig }, { { "prefill", 1, 250 }, { "verify", { 4 }, 1 } })
-      local metrics = probe:metrics()
-      assert.is_true(metrics.blocks_share > 0 and metrics.blocks_share <= most)
-      assert.is_true(metrics.attention_mass > 0.1 and metrics.attention_mass < 1.001)
-      if name == "full" then assert.is_true(metrics.output_error < 1e-5) end
-      its_rig.cache:close()
-    end
-  end)
-
-  it("equals a prefill of the same tokens", function()
-    for _, tier in ipairs(NAMES) do
-      local want = play("full", tier, { { "prefill", 1, 100 }, { "prefill", 1, 70 } }, {})
-      local out = play("full", tier, { { "prefill", 1, 100 }, { "verify", { 70 }, 1 } },
-        {})
-      close(out[1][2], want[1][2], 3e-6, tier)
-    end
-  end)
-end)
+specs(kv.device "cpu", "", 3e-6)
+if kv.cuda_available() then specs(kv.device "cuda", " on cuda #gpu", 1e-5) end

@@ -14,6 +14,7 @@
 --   seqs, count, counts, tables, lens, last    as above; every count is 1
 --   first      for each sequence, the number of its first row
 --   opens      i32 [rows, 2], of the sequences' placements in a host tier
+--   row_starts i32 [rows + 1], with a draft tree: a GPU's kernels of prefill know trees
 local sequence = require "kvlab.memory.sequence"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -44,6 +45,7 @@ local function make_buffers(self, rows, width)
               lens = tensor.tensor(self.device, "i32", { rows }),
               opens = tensor.tensor(self.device, "i32", { rows, 2 }) }
   b.lens_rows = b.lens:reshape { rows, 1 }
+  b.starts = tensor.arange(self.device, "i32", rows + 1)
   return b
 end
 
@@ -85,7 +87,7 @@ function Rows:begin(batch)
   else
     batch.positions:add(1, b.lens)
   end
-  self.opens = nil
+  self.row_starts, self.opens = batch.tree and b.starts or nil, nil
   if batch.placement.opens then
     batch.placement.opens:gather_rows(batch.owners, b.opens)
     self.opens = b.opens
@@ -117,7 +119,8 @@ function M.in_parts(reader, most, attention, selection, ctx, out, lse)
     local n = math.min(most, ctx.seqs - row)
     local part = setmetatable({ row = row, seqs = n, query = ctx.query:narrow(row, n),
       tables = ctx.tables:narrow(row, n), lens = ctx.lens:narrow(row, n),
-      opens = narrowed(ctx.opens, row, n), tree = narrowed(ctx.tree, row, n) },
+      opens = narrowed(ctx.opens, row, n), tree = narrowed(ctx.tree, row, n),
+      starts = narrowed(ctx.starts, 0, n + 1) },
       { __index = ctx })
     reader:attend_rows(attention, narrowed(selection, row, n), part,
       out:narrow(row, n), narrowed(lse, row, n))

@@ -206,6 +206,7 @@ local function begin_contexts(self, batch, is_prefill)
   self.has_rows, self.dense_context, ctx.is_rows = false, nil, of_rows and true or false
   if not of_rows then return ctx:begin(batch, is_prefill) end
   ctx:begin(self.rows:begin(batch), false)
+  ctx.starts = self.rows.row_starts
   local dense = self.sequences_context
   dense:begin(batch, false)
   dense.starts, dense.policy_name, dense.step = batch.starts, ctx.policy_name, ctx.step

@@ -3,7 +3,6 @@
 local kv = require "kvlab"
 local support = require "spec.support"
 
-local dev = kv.device "cpu"
 local HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 4
 
 local TIERS = {
@@ -13,12 +12,13 @@ local TIERS = {
   overlap = { offload = { hot_slots = 128, hot_overlap = true, max_seqs = 4 } },
 }
 
-local function draw(n, heads, seed)
+local function random(dev, n, heads, seed)
   return kv.randn(dev, "f32", { n, heads, DIM }, { seed = seed })
 end
 
 --- An attention after a prompt of `length` tokens for each of two sequences.
-local function open(tier, policy, length)
+local function open(dev, tier, policy, length)
+  local function draw(...) return random(dev, ...) end
   local cache = kv.cache { device = dev, layers = 1, blocks = 64, block_size = BLOCK,
     kv_heads = KV_HEADS, head_dim = DIM, dtype = "f32", offload = tier.offload }
   local inv_freq = kv.rand(dev, "f32", { DIM / 2 }, { seed = 5 })
@@ -36,6 +36,7 @@ end
 --- A step of the nodes that `rows` names, one list for each sequence, by the numbers that
 -- are drawn for `count` nodes. Returns the outputs of the rows, one after the other.
 local function step(run, rows, count, parents)
+  local dev = run.cache.device
   local members, counts, index = {}, {}, {}
   for s, list in ipairs(rows) do
     if #list > 0 then members[#members + 1], counts[#counts + 1] = run.seqs[s], #list end
@@ -43,7 +44,7 @@ local function step(run, rows, count, parents)
   end
   local ids = kv.from(dev, "i32", index)
   local function rows_of(heads, seed)
-    return draw(2 * count, heads, seed):reshape { 2 * count, heads * DIM }
+    return random(dev, 2 * count, heads, seed):reshape { 2 * count, heads * DIM }
       :gather_rows(ids):reshape { #index, heads, DIM }
   end
   run.batch:append(members, counts, nil, parents)
@@ -74,22 +75,22 @@ local function branch_of(parents, node)
   return list
 end
 
-describe("a draft tree", function()
+local function specs(dev, within)
   local function check(tier, name, o, count, length)
     local parents, both = { random_parents(count, 3), random_parents(count, 4) }, {}
     for s = 1, 2 do
       for i = 1, count do both[#both + 1] = parents[s][i] end
     end
-    local run = open(tier, kv.policy(name, o), length)
+    local run = open(dev, tier, kv.policy(name, o), length)
     local out = step(run, { all_of(count), all_of(count) }, count, both)
     for s = 1, 2 do
       for node = 1, count, math.ceil(count / 6) do
         local branch, rows = branch_of(parents[s], node), { {}, {} }
         rows[s] = branch
-        local alone = open(tier, kv.policy(name, o), length)
+        local alone = open(dev, tier, kv.policy(name, o), length)
         local want = step(alone, rows, count)
         support.close(out:narrow((s - 1) * count + node - 1, 1),
-          want:narrow(#branch - 1, 1), 3e-6, 3e-6,
+          want:narrow(#branch - 1, 1), within, within,
           ("%s, sequence %d, token %d"):format(name, s, node))
         alone.cache:close()
       end
@@ -108,14 +109,15 @@ describe("a draft tree", function()
   end
 
   it("is a chain when each token follows the one before", function()
-    local a, b = open({}, kv.policy "quest", 40), open({}, kv.policy "quest", 40)
+    local a = open(dev, {}, kv.policy "quest", 40)
+    local b = open(dev, {}, kv.policy "quest", 40)
     local chain = { 0, 1, 2, 3, 0, 1, 2, 3 }
     support.equal(step(a, { all_of(4), all_of(4) }, 4, chain):narrow(3, 1),
       step(b, { all_of(4), all_of(4) }, 4):narrow(3, 1))
   end)
 
   it("has parents of the same sequence that come before their children", function()
-    local run = open({}, kv.policy "full", 5)
+    local run = open(dev, {}, kv.policy "full", 5)
     local function refuses(counts, parents, words)
       support.refuses(function() run.batch:append(run.seqs, counts, nil, parents) end,
         words)
@@ -131,4 +133,9 @@ describe("a draft tree", function()
     refuses({ 1, 1 }, "chain", "append: parents is")
     assert.equal(5, run.seqs[1]:length())
   end)
+end
+
+describe("a draft tree", function() specs(kv.device "cpu", 3e-6) end)
+describe("a draft tree on cuda #gpu", function()
+  if kv.cuda_available() then specs(kv.device "cuda", 1e-5) end
 end)
