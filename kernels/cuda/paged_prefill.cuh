@@ -36,6 +36,7 @@ template <int D> struct prefill_shape {
 /* The rows of three tiles: tile j + 2 is looked up while tile j + 1 is copied and tile j is
  * used. */
 template <int KEYS> struct row_lists {
+  int length; /* of the sequence; here for draft trees, as registers are short */
   int64_t offset[3][KEYS];
   int position[3][KEYS];
   int whole[3][KEYS / WARP]; /* whether all of these 32 keys exist */
@@ -120,13 +121,15 @@ struct prefill_row {
 };
 
 /* What the rows of a warp have in common: none of them sees keys past `most`, and all of them
- * see keys from `low` to `least` (rows that do not exist may see anything). */
+ * see keys from `low` to `least` (rows that do not exist may see anything). No tree hides a
+ * key up to `all`. */
 struct prefill_sight {
   int most, least, low;
-  __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1)
+  __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1,
+                                           int all)
       : most(warp_max(max(row0.limit, row1.limit))),
-        least(
-            warp_min(min(row0.has ? row0.limit : INT_MAX, row1.has ? row1.limit : INT_MAX))),
+        least(min(all, warp_min(min(row0.has ? row0.limit : INT_MAX,
+                                    row1.has ? row1.limit : INT_MAX)))),
         low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
 };
 
@@ -168,30 +171,42 @@ template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], 
     }
 }
 template <int N, class H>
-__device__ __forceinline__ void mask_scores(const kvl_paged_attention_args &a,
-                                            const query_rows &rows, float (&s)[N][4],
-                                            const score_rule &rule, float k_scale,
-                                            const int *positions, int pair,
+__device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
+                                            float k_scale, const int *positions, int pair,
                                             const prefill_row &row0, const prefill_row &row1,
                                             const H &hook, const hook_row &of0,
                                             const hook_row &of1) {
-  const int tree = tree_begin(a, of0.length);
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       int at = positions[n * 8 + pair + c];
       bool seen0 = row0.sees(at), seen1 = row1.sees(at);
-      if (at >= tree) {
-        seen0 = seen0 && tree_shows(a, rows.token(row0.r), of0.length, at);
-        seen1 = seen1 && tree_shows(a, rows.token(row1.r), of0.length, at);
-      }
       float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
       x0 += row0.slope * (float)(at - row0.at);
       x1 += row1.slope * (float)(at - row1.at);
       if constexpr (H::ACTIVE) x0 = hook(x0, of0, max(at, 0)), x1 = hook(x1, of1, max(at, 0));
       s[n][c] = seen0 ? x0 : -INFINITY;
       s[n][c + 2] = seen1 ? x1 : -INFINITY;
+    }
+}
+/* Hides what a draft tree hides, after mask_scores. A row that does not exist sees nothing. */
+template <int N>
+__device__ __forceinline__ void hide_by_tree(const kvl_paged_attention_args &a,
+                                             const query_rows &rows, float (&s)[N][4],
+                                             const int *positions, int length, int pair,
+                                             int r) {
+  const int64_t token0 = rows.token(min(r, rows.count - 1));
+  const int64_t token1 = rows.token(min(r + 8, rows.count - 1));
+  const int from = tree_begin(a, length);
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      int at = positions[n * 8 + pair + c];
+      if (at < from) continue;
+      if (!tree_shows(a, token0, length, at)) s[n][c] = -INFINITY;
+      if (!tree_shows(a, token1, length, at)) s[n][c + 2] = -INFINITY;
     }
 }
 
@@ -258,6 +273,7 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   auto fetch = [&](int t) {
     fetch_tile<T, D>(lists, cache, to_value, head_dim, tiles_at, t);
   };
+  if (tid == 0) lists.length = length;
   find(tile0);
   find(tile0 + 1);
   __syncthreads();
@@ -270,8 +286,7 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   const prefill_row row1(a, rows, tile_q.position0, length, r0 + 8);
   const T *const q0 = row0.query<T>(a, rows, head_dim);
   const T *const q1 = row1.query<T>(a, rows, head_dim);
-  const prefill_sight sight(row0, row1);
-  const int tree = tree_begin(a, length);
+  const prefill_sight sight(row0, row1, tree_begin(a, length) - 1);
   const bool biased = a.alibi || a.soft_cap > 0.f || H::ACTIVE;
   const hook_row of0 = row0.for_hook(a, rows, tile_q.seq, kv_head, length);
   const hook_row of1 = row1.for_hook(a, rows, tile_q.seq, kv_head, length);
@@ -316,10 +331,11 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
      * of sight. */
     const int *whole = lists.whole[t % 3];
     bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
-                 positions[KEYS - 1] <= sight.least && positions[KEYS - 1] < tree && !biased;
+                 positions[KEYS - 1] <= sight.least && !biased;
     float top0 = m0, top1 = m1;
     if (plain) scale_scores(s, scale);
-    else mask_scores(a, rows, s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
+    else mask_scores(s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
+    if (a.tree && !plain) hide_by_tree(a, rows, s, positions, lists.length, pair, r0);
     raise_tops(s, top0, top1);
     const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
     const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);
