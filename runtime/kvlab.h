@@ -77,6 +77,7 @@ typedef struct kvl_device_stats {
   int64_t bytes_live;      /* in tensors now */
   int64_t bytes_live_peak; /* since open or kvl_device_reset_peak */
   int64_t bytes_cached;    /* held by the allocator, free for reuse */
+  int64_t bytes_reserved;  /* taken from the device: live, cached, of graphs, and rounding */
   int64_t bytes_pinned;    /* in pinned host memory now */
   int64_t bytes_total;     /* of the device */
   int64_t bytes_free;      /* as the device reports it */
@@ -102,10 +103,14 @@ int kvl_device_sync(kvl_device *dev);
 /* The bytes in tensors of all open devices now. */
 int64_t kvl_bytes_live(void);
 /* Returns the memory that the allocator has cached to the device. Free memory is cached, for
- * later work on the stream that it was allocated on. Of free blocks above 32 MiB the
- * allocator keeps an eighth of the device's memory at most; on the CPU a sixteenth, and at
- * most 1 GiB. It trims by itself when an allocation finds no room. */
+ * later work on the stream that it was allocated on. It goes back by itself when an
+ * allocation finds no room. */
 int kvl_device_trim(kvl_device *dev);
+/* Limits how many bytes of free storages above 32 MiB stay cached; 0: none. Beyond the limit
+ * those that were freed first go back to the device. At first it is half of the device's
+ * memory; on the CPU a quarter, whose pages the system may take while they are free. It is
+ * less while tensors fill the device (at least an eighth). Errors: INVALID if bytes < 0. */
+int kvl_device_limit_cache(kvl_device *dev, int64_t bytes);
 
 /* kvl_cpu_isa names the instruction set that the CPU kernels use: "plain", "avx2" or
  * "avx512". kvl_cpu_use_isa chooses one, from the next op on. Errors: UNSUPPORTED if this

@@ -1,102 +1,41 @@
 /* A caching allocator for device memory, ordered by streams.
  *
- * A freed block goes back to the list of the stream that it was allocated on (its home). The
- * next allocation there is later work on the same stream, so it may take the block at once.
- * If other streams used the block, the home stream first waits for them.
- *
- * Small blocks, up to BYTES_SMALL_MAX, have four classes of sizes per octave. Larger ones are
- * rounded up to BYTES_LARGE_UNIT and share one list per stream: a request takes the block
- * that fits it best, if no more than an eighth of that stays unused. All free large blocks
- * together have at most bytes_large_max bytes; beyond that the one that was freed first goes
- * back to the device. So a loop with large temporaries asks the device for them once, and a
- * big cache that is closed does not stay. When the device has no room, everything that is
- * free goes back to it, and the allocation is tried again. */
+ * A freed storage goes back to the list of the stream that it was allocated on (its home).
+ * The next allocation there is later work on the same stream, so it may take the memory at
+ * once. If other streams used it, the home stream first waits for them. So a step that
+ * repeats allocates nothing from the device, whatever the sizes of its temporaries.
+ * core/free_memory.c has the lists, and says which sizes share memory and how much of it
+ * stays. When the device has no room, everything that is free goes back to it, and the
+ * allocation is tried again. */
 #include "core/allocator.h"
 
-enum { BYTES_UNIT = 512, BYTES_LARGE_UNIT = 2 << 20, UNUSED_MOST = 8 };
-static const size_t BYTES_SMALL_MAX = (size_t)32 << 20;
-
-/* Host memory is shared with everything else on the machine, and no allocation fails in time
- * to give any back, so less of it stays cached. */
+/* Half of a GPU's memory may stay cached: a result is seldom larger than what it is computed
+ * from. Host memory is shared with everything else on the machine, so it is a quarter there,
+ * and the system may take the pages of free large storages while nobody uses them (cool). */
 void kvl__allocator_open(kvl_device *dev) {
-  static const int64_t host_most = (int64_t)1 << 30;
   int64_t unused, total = 0;
   if (dev->backend->memory(dev->ctx, &unused, &total) < 0) total = 0;
-  int is_host = dev->backend->host_memory;
-  dev->bytes_large_max = total / (is_host ? 16 : 8);
-  if (is_host && dev->bytes_large_max > host_most) dev->bytes_large_max = host_most;
+  dev->bytes_total = total;
+  dev->bytes_large_max = total / (dev->backend->host_memory ? 4 : 2);
 }
 
-/* units 1 ... 65536 -> class 0 ... 59; *units becomes the size of the class */
-static int size_class(size_t *units) {
-  size_t u = *units - 1;
-  if (u < 4) return (int)u;
-  int e = 63 - __builtin_clzll(u);
-  size_t quarter = u >> (e - 2); /* 4 ... 7 */
-  *units = (quarter + 1) << (e - 2);
-  return (int)(4 * (e - 1) + (int)quarter - 4);
+int kvl_device_limit_cache(kvl_device *dev, int64_t bytes) {
+  KVL__NEED(dev);
+  if (bytes < 0)
+    return kvl__fail(KVL_ERR_INVALID, "limit_cache: bytes is %lld, expected >= 0",
+                     (long long)bytes);
+  dev->bytes_large_max = bytes;
+  if (!dev->recording) kvl__free_limit(dev);
+  return KVL_OK;
 }
 
-/* Returns the memory of a storage without references to the device at once. */
-static void drop(kvl_storage *s) {
-  kvl_device *dev = s->device;
-  if (s->size_class == KVL__PINNED) dev->backend->host_free(dev->ctx, s->ptr, s->bytes);
-  else if (s->size_class != KVL__LENT) dev->backend->free(dev->ctx, s->ptr);
-  free(s);
-}
-
-/* Takes the first storage out of a free list, or out of the rest of one. */
-static kvl_storage *take(kvl_device *dev, kvl_storage **list) {
-  kvl_storage *s = *list;
-  *list = s->next;
-  dev->stats.bytes_cached -= (int64_t)s->bytes;
-  if (s->size_class == KVL__LARGE) dev->free.bytes_large -= (int64_t)s->bytes;
-  return s;
-}
-
-static void trim(kvl_device *dev, int stream, int first_class) {
-  for (int i = 0; i < KVL__STREAMS_MAX; i++) {
-    if ((stream >= 0 && i != stream) || !dev->streams[i]) continue;
-    dev->backend->queue_sync(dev->ctx, dev->streams[i]->queue);
-    for (int c = first_class; c < KVL__SIZE_CLASSES; c++)
-      while (dev->free.list[i][c]) drop(take(dev, &dev->free.list[i][c]));
-  }
-}
-
-void kvl__allocator_trim(kvl_device *dev, int stream) { trim(dev, stream, 0); }
-void kvl__allocator_trim_large(kvl_device *dev) {
-  if (dev->free.bytes_large > 0) trim(dev, -1, KVL__LARGE);
-}
-
-/* The free large storage, with at least `bytes` bytes, that leaves the fewest unused. */
-static kvl_storage **best_large(kvl_device *dev, int stream, size_t bytes) {
-  kvl_storage **best = NULL;
-  size_t most = bytes + bytes / UNUSED_MOST;
-  for (kvl_storage **at = &dev->free.list[stream][KVL__LARGE]; *at; at = &(*at)->next) {
-    if ((*at)->bytes < bytes || (*at)->bytes > most) continue;
-    if (!best || (*at)->bytes < (*best)->bytes) best = at;
-  }
-  return best;
-}
-
-/* Returns large blocks to the device, the one that was freed first before the others, until
- * no more than bytes_large_max bytes of them are free. */
-static void limit_large(kvl_device *dev) {
-  while (dev->free.bytes_large > dev->bytes_large_max) {
-    kvl_storage **oldest = NULL;
-    for (int i = 0; i < KVL__STREAMS_MAX; i++)
-      for (kvl_storage **at = &dev->free.list[i][KVL__LARGE]; *at; at = &(*at)->next)
-        if (!oldest || (*at)->freed < (*oldest)->freed) oldest = at;
-    kvl_storage *s = take(dev, oldest);
-    dev->backend->queue_sync(dev->ctx, dev->streams[s->home]->queue);
-    drop(s);
-  }
-}
+void kvl__allocator_trim(kvl_device *dev, int stream) { kvl__free_trim(dev, stream, 0); }
 
 static void *device_alloc(kvl_device *dev, size_t bytes) {
   void *p = NULL;
   dev->stats.allocations++;
   if (kvl__allocation_fails() || dev->backend->alloc(dev->ctx, bytes, &p) < 0) return NULL;
+  dev->stats.bytes_reserved += (int64_t)bytes;
   return p;
 }
 
@@ -122,14 +61,6 @@ static void poison(kvl_device *dev, kvl_storage *s) {
 
 /* ---- memory of a recorded step -------------------------------------------------------- */
 
-/* A storage was allocated while a step is recorded. */
-static void keep(kvl_storage *s) {
-  struct kvl__recording *r = s->device->recording;
-  s->recording = r;
-  s->recording_next = r->storages;
-  r->storages = s;
-}
-
 /* 1 when the recording takes over the last reference of `s` until its end, because s is older
  * and work outside the recording may still use it. */
 static int defers(kvl_storage *s) {
@@ -142,17 +73,20 @@ static int defers(kvl_storage *s) {
 
 void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r) {
   r->set_aside = dev->free;
+  r->stream = dev->current->id;
   memset(&dev->free, 0, sizeof dev->free);
   dev->holds++; /* the device lives as long as its graphs */
   dev->recording = r;
 }
 
-/* What the step freed is in r->storages, too. */
+/* What the step freed is in r->storages, too, and nobody else may have it. */
 void kvl__recording_end(kvl_device *dev, struct kvl__recording *r) {
   for (int i = 0; i < KVL__STREAMS_MAX; i++)
     for (int c = 0; c < KVL__SIZE_CLASSES; c++)
-      for (kvl_storage *s = dev->free.list[i][c]; s; s = s->next)
+      for (kvl_storage *s = dev->free.list[i][c]; s; s = s->next) {
         dev->stats.bytes_cached -= (int64_t)s->bytes;
+        s->is_listed = 0;
+      }
   dev->free = r->set_aside;
   dev->recording = NULL;
   while (r->deferred) {
@@ -162,57 +96,79 @@ void kvl__recording_end(kvl_device *dev, struct kvl__recording *r) {
   }
 }
 
+/* Pieces of segments are joined first; whatever then is whole goes back to the device. */
 void kvl__recording_drop(struct kvl__recording *r) {
+  kvl_device *dev = NULL;
   while (r->storages) {
     kvl_storage *s = r->storages;
     r->storages = s->recording_next;
     s->recording = NULL;
-    if (s->refs == 0) drop(s);
+    if (s->refs > 0) continue;
+    if (!s->ptr) { /* became a part of its neighbour */
+      free(s);
+    } else if (s->size_class != KVL__LARGE) {
+      kvl__free_drop(s);
+    } else {
+      dev = s->device;
+      kvl__free_put(dev->recording ? &dev->recording->set_aside : &dev->free, s);
+    }
   }
+  if (dev && !dev->recording) kvl__free_trim(dev, -1, 1);
 }
 
 /* ---- storages ------------------------------------------------------------------------- */
 
-int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
-  int stream = dev->current->id, class = KVL__LARGE;
-  size_t want = bytes ? bytes : 1;
-  kvl_storage **found;
-  if (want <= BYTES_SMALL_MAX) {
-    size_t units = (want + BYTES_UNIT - 1) / BYTES_UNIT;
-    class = size_class(&units);
-    want = units * BYTES_UNIT;
-    found = &dev->free.list[stream][class];
-  } else {
-    want = (want + BYTES_LARGE_UNIT - 1) / BYTES_LARGE_UNIT * BYTES_LARGE_UNIT;
-    found = best_large(dev, stream, want);
-  }
-  if (found && *found) {
-    kvl_storage *s = take(dev, found);
-    s->refs = 1;
-    s->used = 0;
-    s->counted = class == KVL__LARGE ? bytes : want;
-    count_live(dev, s, 1);
-    poison(dev, s);
-    *out = s;
-    return KVL_OK;
-  }
+/* Free memory that fits. A recording also takes what was free on its own stream before it
+ * began: earlier work on that stream is done before any replay. */
+static kvl_storage *take_free(kvl_device *dev, int size_class, size_t bytes, int loose) {
+  int stream = dev->current->id;
+  kvl_storage *s = kvl__free_take(dev, &dev->free, stream, size_class, bytes, loose);
+  struct kvl__recording *r = dev->recording;
+  if (s || !r || stream != r->stream) return s;
+  s = kvl__free_take(dev, &r->set_aside, stream, size_class, bytes, loose);
+  if (s) kvl__recording_keep(r, s);
+  return s;
+}
+
+/* Memory that comes from the device. When there is no room, all that is free goes back first
+ * (not while a step is recorded: work that is under way cannot be waited for then), and the
+ * device is asked for no more than is needed. */
+static kvl_storage *take_new(kvl_device *dev, int size_class, size_t bytes) {
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
-  if (!s) return KVL_ERR_NO_MEMORY;
-  void *p = device_alloc(dev, want);
+  if (!s) return NULL;
+  size_t whole = kvl__free_segment_bytes(bytes, size_class);
+  void *p = device_alloc(dev, whole);
   if (!p && !dev->recording) {
-    kvl__allocator_trim(dev, -1);
-    p = device_alloc(dev, want);
+    kvl__free_trim(dev, -1, 0);
+    p = device_alloc(dev, whole);
   }
+  if (!p && whole > bytes) p = device_alloc(dev, whole = bytes);
   if (!p) {
     free(s);
+    return NULL;
+  }
+  *s = (kvl_storage){.device = dev,
+                     .ptr = p,
+                     .bytes = whole,
+                     .home = dev->current->id,
+                     .size_class = size_class};
+  if (dev->recording) kvl__recording_keep(dev->recording, s);
+  return s;
+}
+
+int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
+  int size_class;
+  size_t want = kvl__free_round(bytes, &size_class);
+  kvl_storage *s = take_free(dev, size_class, want, 0);
+  if (!s) s = take_new(dev, size_class, want);
+  if (!s) s = take_free(dev, size_class, want, 1);
+  if (!s)
     return kvl__fail(KVL_ERR_NO_MEMORY,
                      "no memory on %s for %zu bytes: %lld bytes are in live tensors",
                      dev->name, bytes, (long long)dev->stats.bytes_live);
-  }
-  *s = (kvl_storage){
-      .device = dev, .ptr = p, .bytes = want, .refs = 1, .home = stream, .size_class = class};
-  s->counted = class == KVL__LARGE ? bytes : want;
-  if (dev->recording) keep(s);
+  s->refs = 1;
+  s->used = 0;
+  s->counted = size_class == KVL__LARGE ? bytes : want;
   count_live(dev, s, 1);
   poison(dev, s);
   *out = s;
@@ -264,6 +220,15 @@ static uint64_t foreign_streams(const kvl_storage *s) {
   return s->used & ~((uint64_t)1 << s->home);
 }
 
+/* Memory of the host that only finished work has used: while it is free, the system may take
+ * its pages for others. The default stream of the CPU runs on the calling thread, so nothing
+ * of it is under way. */
+static void cool(kvl_storage *s) {
+  const kvl_backend *backend = s->device->backend;
+  if (backend->unused && s->size_class == KVL__LARGE && s->home == 0 && !foreign_streams(s))
+    backend->unused(s->device->ctx, s->ptr, s->bytes);
+}
+
 static void cache(kvl_storage *s) {
   kvl_device *dev = s->device;
   void *home = dev->streams[s->home]->queue;
@@ -274,13 +239,9 @@ static void cache(kvl_storage *s) {
     dev->backend->queue_wait(dev->ctx, home, dev->scratch_mark);
   }
   poison(dev, s);
-  s->next = dev->free.list[s->home][s->size_class];
-  dev->free.list[s->home][s->size_class] = s;
-  dev->stats.bytes_cached += (int64_t)s->bytes;
-  if (s->size_class != KVL__LARGE) return;
-  s->freed = ++dev->frees;
-  dev->free.bytes_large += (int64_t)s->bytes;
-  if (!dev->recording) limit_large(dev); /* what was recorded stays with its graph */
+  if (!dev->recording) cool(s);
+  kvl__free_put(&dev->free, s);
+  if (!dev->recording) kvl__free_limit(dev); /* what was recorded stays with its graph */
 }
 
 void kvl__storage_unref(kvl_storage *s) {
@@ -294,7 +255,9 @@ void kvl__storage_unref(kvl_storage *s) {
     cache(s);
   } else {
     if (s->size_class != KVL__LENT) kvl__device_drain(dev);
-    drop(s);
+    if (s->before || s->after)
+      kvl__free_put(&dev->free, s); /* its stream is closed, its segment in use */
+    else kvl__free_drop(s);
   }
   kvl__device_unref(dev);
 }

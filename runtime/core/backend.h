@@ -28,6 +28,9 @@ typedef struct kvl_backend {
 
   int (*alloc)(void *ctx, size_t bytes, void **out); /* 256-byte aligned */
   void (*free)(void *ctx, void *p);
+  /* The memory is cached, and no work on it is under way: its contents may be lost until it is
+   * written again. May be NULL. */
+  void (*unused)(void *ctx, void *p, size_t bytes);
   int (*host_alloc)(void *ctx, size_t bytes, int huge_pages, void **out); /* pinned */
   void (*host_free)(void *ctx, void *p, size_t bytes);
 

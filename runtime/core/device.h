@@ -13,8 +13,8 @@ struct kvl_stream {
   int id;      /* index in device->streams */
 };
 
-/* Free memory of a device, by home stream and class of size (core/allocator.c). The last
- * class, KVL__LARGE, has blocks of different sizes; bytes_large is the sum of all of them. */
+/* Free memory of a device, by home stream and class of size (core/free_memory.c). The last
+ * class, KVL__LARGE, has pieces of any size; bytes_large is the sum of all of them. */
 typedef struct kvl__free_lists {
   kvl_storage *list[KVL__STREAMS_MAX][KVL__SIZE_CLASSES];
   int64_t bytes_large;
@@ -31,7 +31,8 @@ struct kvl_device {
   void *scratch_mark;               /* joins streams when storage is freed */
   struct kvl__recording *recording; /* the memory of the graph that is recorded, or NULL */
   kvl__free_lists free;
-  int64_t bytes_large_max, frees; /* of free large blocks; large blocks freed so far */
+  int64_t bytes_total, bytes_large_max; /* of the device; of free large memory */
+  int64_t frees;                        /* how many storages were freed so far */
   kvl_device_stats stats;
 };
 

@@ -9,6 +9,15 @@ struct kvl_graph {
   struct kvl__recording recording;
 };
 
+/* A recording may need memory, but cannot return any that is cached for other streams. So
+ * that goes back before it, if little of the device is free. */
+static void make_room(kvl_device *dev) {
+  int64_t bytes_free = 0, total = 0;
+  if (dev->backend->host_memory || dev->free.bytes_large == 0) return;
+  if (dev->backend->memory(dev->ctx, &bytes_free, &total) < 0 || bytes_free < total / 8)
+    kvl__free_trim(dev, -1, 1);
+}
+
 int kvl_graph_begin(kvl_device *dev) {
   KVL__NEED(dev);
   int status = kvl__not_recording(dev, "recording another one");
@@ -16,7 +25,7 @@ int kvl_graph_begin(kvl_device *dev) {
   kvl_graph *g = kvl__malloc(sizeof *g, "a graph");
   if (!g) return KVL_ERR_NO_MEMORY;
   *g = (kvl_graph){.device = dev, .stream = dev->current};
-  kvl__allocator_trim_large(dev); /* a recording may need the room, but cannot trim */
+  make_room(dev);
   status = dev->backend->graph_begin(dev->ctx, g->stream->queue);
   if (status < 0) {
     free(g);

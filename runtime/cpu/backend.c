@@ -172,6 +172,17 @@ static void free_cpu(void *ctx, void *p) {
   free(p);
 }
 
+/* The system takes these pages before it swaps or kills, and leaves them as they are while
+ * there is enough memory. Then the next use of them costs no page faults. */
+static void unused_cpu(void *ctx, void *p, size_t bytes) {
+  (void)ctx;
+#ifdef MADV_FREE
+  madvise(p, bytes, MADV_FREE);
+#else
+  (void)p, (void)bytes;
+#endif
+}
+
 /* All memory is the host's. */
 static int host_alloc(void *ctx, size_t bytes, int huge_pages, void **out) {
   return huge_pages ? alloc_aligned(bytes, 1, out) : alloc(ctx, bytes, out);
@@ -224,6 +235,7 @@ const kvl_backend kvl__backend_cpu = {
     .memory = memory,
     .alloc = alloc,
     .free = free_cpu,
+    .unused = unused_cpu,
     .host_alloc = host_alloc,
     .host_free = host_free,
     .queue_open = kvl__cpu_queue_open,

@@ -245,6 +245,7 @@ __attribute__((visibility("default"))) const kvl_backend kvl_backend_cuda = {
     device_memory,
     device_alloc,
     device_free,
+    NULL, /* unused: the driver takes nothing back by itself */
     host_alloc,
     host_free,
     queue_open,

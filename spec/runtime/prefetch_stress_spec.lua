@@ -18,7 +18,8 @@ local function build_stress(sanitizer)
     return nil
   end
   for _, name in ipairs { "core/status", "core/device", "core/stream", "core/tensor",
-                          "core/allocator", "core/graph", "core/call", "core/build",
+                          "core/allocator", "core/free_memory",
+                          "core/graph", "core/call", "core/build",
                           "open", "cpu/queue", "cpu/mark", "cpu/link",
                           "prefetch/prefetch",
                           "prefetch/prefetch_queue", "prefetch/prefetch_wait",

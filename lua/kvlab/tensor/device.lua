@@ -144,13 +144,19 @@ M.methods = {
   sync = function(self) check(C.kvl_device_sync(self)) end,
   --- Gives cached memory back.
   trim = function(self) check(C.kvl_device_trim(self)) end,
+  --- Limits how many bytes of free memory in pieces above 32 MiB stay cached for reuse;
+  -- 0: none. At first it is half of the device's memory, on the CPU a quarter.
+  limit_cache = function(self, bytes)
+    argument("limit_cache", "bytes", bytes, options.whole)
+    check(C.kvl_device_limit_cache(self, bytes))
+  end,
   reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
   --- Counts of bytes (see kvlab.DeviceStats), and allocations and launches so far.
   stats = function(self)
     check(C.kvl_device_stats_get(self, stats))
     local t = {}
     for _, key in ipairs { "bytes_live", "bytes_live_peak", "bytes_cached",
-                           "bytes_pinned",
+                           "bytes_reserved", "bytes_pinned",
                            "bytes_total", "bytes_free", "allocations", "launches" } do
       t[key] = tonumber(stats[key])
     end

@@ -18,20 +18,49 @@ local methods = {}
 local tensor_t -- the ctype; set by ffi.metatype below
 local shape_buffer = ffi.new "int64_t[6]"
 
--- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after this
+-- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after so
 -- many bytes of new tensors it is told to run, unless most of them were freed by hand or
--- by a scope: then there is little to collect.
+-- by a scope: then there is little to collect. A collection takes half a millisecond and
+-- more. A GPU writes 256 MiB in a tenth of that, so it waits for a sixteenth of a GPU's
+-- memory, or a quarter of what was free after the last collection if that is less.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
-local bytes_since_collection, bytes_live_before = 0, 0
+local bytes_on_cpu, bytes_on_gpu, bytes_live_before = 0, 0, 0
+local bytes_gpu, bytes_on_gpu_most -- of a GPU's memory, known when it has a tensor
 
-local function collect_if_grown()
-  bytes_since_collection = 0
-  local live = tonumber(C.kvl_bytes_live())
-  if live - bytes_live_before > BYTES_BETWEEN_COLLECTIONS / 2 then
+local function bytes_live() return tonumber(C.kvl_bytes_live()) end
+
+local function set_most_on_gpu()
+  local free = bytes_gpu - bytes_live()
+  bytes_on_gpu_most = math.max(BYTES_BETWEEN_COLLECTIONS,
+    math.min(bytes_gpu / 16, free / 4))
+end
+
+local function collect_if_grown(most)
+  bytes_on_cpu, bytes_on_gpu = 0, 0
+  local live = bytes_live()
+  if live - bytes_live_before > most / 2 then
     collectgarbage()
-    bytes_live_before = tonumber(C.kvl_bytes_live())
+    bytes_live_before = bytes_live()
+    if bytes_gpu then set_most_on_gpu() end
   else
     bytes_live_before = math.min(bytes_live_before, live)
+  end
+end
+
+--- Counts the bytes of a new tensor.
+local function count_opened(dev, bytes)
+  if C.kvl_device_is_cpu(dev) == 1 then
+    bytes_on_cpu = bytes_on_cpu + bytes
+    if bytes_on_cpu > BYTES_BETWEEN_COLLECTIONS then
+      collect_if_grown(BYTES_BETWEEN_COLLECTIONS)
+    end
+  else
+    if not bytes_gpu then
+      bytes_gpu = dev:stats().bytes_total
+      set_most_on_gpu()
+    end
+    bytes_on_gpu = bytes_on_gpu + bytes
+    if bytes_on_gpu > bytes_on_gpu_most then collect_if_grown(bytes_on_gpu_most) end
   end
 end
 
@@ -95,9 +124,7 @@ local function open(dev, dtype, ndim, level)
     status = C.kvl_tensor_open(dev, dtype, ndim, shape_buffer, t)
   end
   if status < 0 then check(status, level + 1) end
-  bytes_since_collection = bytes_since_collection + tonumber(t.count)
-                           * C.kvl_dtype_bytes(dtype)
-  if bytes_since_collection > BYTES_BETWEEN_COLLECTIONS then collect_if_grown() end
+  count_opened(dev, tonumber(t.count) * C.kvl_dtype_bytes(dtype))
   return remember(t)
 end
 

@@ -100,6 +100,7 @@
 ---@field bytes_live integer       in tensors now
 ---@field bytes_live_peak integer  since the device was opened, or since :reset_peak()
 ---@field bytes_cached integer     held by the allocator, free for reuse
+---@field bytes_reserved integer   taken from the device: live, cached, of graphs, rounding
 ---@field bytes_pinned integer     in pinned host memory
 ---@field bytes_total integer      of the device
 ---@field bytes_free integer       as the device reports it
@@ -112,6 +113,7 @@
 ---@field is_cpu fun(dev): boolean
 ---@field sync fun(dev)
 ---@field trim fun(dev)
+---@field limit_cache fun(dev, bytes: integer)
 ---@field reset_peak fun(dev)
 ---@field stats fun(dev): kvlab.DeviceStats
 ---@field open_stream fun(dev): kvlab.Stream
