@@ -32,7 +32,17 @@ local function listed(rows, k, tokens)
     w.places = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
     w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
     local function run() kv.ops.step.token_attention(w) end
-    return { run = run, bytes = rows * k * KV_HEADS * DIM * 2 * 2,
+    local all, token = rows * k, KV_HEADS * DIM * 2 * 2
+    local note
+    local read = kv.scope(function() -- a token in two lists is read once
+      local index = w.places:reshape { -1 }
+      return kv.zeros(dev, "f32", { tokens, 1 }):scatter_rows_(index,
+        kv.ones(dev, "f32", { all, 1 })):sum():item()
+    end)
+    if all > 2 * read then
+      note = ("the lists have %.0f times as many bytes"):format(all / read)
+    end
+    return { run = run, bytes = read * token, note = note,
       check = function()
         run()
         check_row(w, 0, 0)

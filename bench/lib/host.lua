@@ -35,10 +35,14 @@ local QUERY = {
   { "power.limit", "power_limit_w" }, { "temperature.gpu", "temperature_c" },
 }
 
+-- How limits are measured: 2 since R is that of as many bytes as a case has.
+local LIMITS = 2
+
 --- The header's fields. The clocks are those of a busy device: it reads meanwhile.
 function M.describe(b)
   local head = { id = "header", device = b.device:name(), description = b.description,
-                 date = b.date, commit = b.commit, abi = kv.C.kvl_abi() }
+                 date = b.date, commit = b.commit, abi = kv.C.kvl_abi(),
+                 limits = LIMITS }
   if b.kind ~= "cuda" then return head end
   local names = {}
   for i, pair in ipairs(QUERY) do names[i] = pair[1] end

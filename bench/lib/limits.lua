@@ -1,21 +1,17 @@
 --- The limits that cases are divided by: each is a function of the bench that measures it
 -- and returns a row.
 local kv = require "kvlab"
+local plain = require "bench.lib.plain"
 
 local M = {}
 
 local GIB = 1024 * 1024 * 1024
 
---- Read bandwidth: the sum of one long row, kernels/dev/reduce.cu.
-function M.R(b)
-  local bytes = 2 * GIB / (b.quick and 32 or 1)
-  local x = kv.rand(b.device, "f32", { bytes / 4 })
-  local out = kv.tensor(b.device, "f32", {})
-  local us = b:time(function() x:sum(0, out) end, 30, true)
-  local mean = out:item() * 4 / bytes
-  assert(math.abs(mean - 0.5) < 1e-3, "the sum is wrong")
-  return { name = ("read-only reduction, %d MiB"):format(bytes / GIB * 1024), us = us,
-           bytes = bytes }
+--- Read bandwidth; see plain.lua.
+---@param bytes? integer    how many; 2 GiB unless given
+---@param written? integer  how many of them are written (0)
+function M.R(b, bytes, written)
+  return plain.row(b, bytes or 2 * GIB / (b.quick and 32 or 1), written or 0)
 end
 
 --- One copy from pinned host memory.

@@ -23,6 +23,7 @@ local sorted = require "kvlab.sorted"
 package.path = library.paths.root .. "/?.lua;" .. package.path -- require "bench.lib.host"
 local host = require "bench.lib.host"
 local limits = require "bench.lib.limits"
+local plain = require "bench.lib.plain"
 
 local M = {}
 
@@ -52,17 +53,13 @@ function Bench:settle(fn)
   until clock_us() - start >= self.settle_us
 end
 
---- Returns how many microseconds one call of fn takes on the device and how many on the
--- host: medians of `repeats` calls (at least 30). warm: leave the caches as they are.
-function Bench:time(fn, repeats, warm)
+--- Calls fn so many times at once. Returns how many microseconds a call takes on the
+-- device and how many on the host: medians. warm: leave the caches as they are.
+function Bench:sample(fn, repeats, warm)
   local times, hosts = {}, {}
   local from, to = self.device:open_event(), self.device:open_event()
   local stream = self.device:stream()
-  self:settle(warm and fn or function()
-    self:flush()
-    fn()
-  end)
-  for i = 1, math.max(repeats or REPEATS, 30) do
+  for i = 1, repeats do
     local start = clock_us()
     if not warm then self:flush() end
     from:record(stream)
@@ -76,28 +73,43 @@ function Bench:time(fn, repeats, warm)
   return median(times), median(hosts)
 end
 
+--- Like sample, of at least 30 calls, after fn has run untimed until clocks and memory
+-- have settled.
+function Bench:time(fn, repeats, warm)
+  self:settle(warm and fn or function()
+    self:flush()
+    fn()
+  end)
+  return self:sample(fn, math.max(repeats or REPEATS, 30), warm)
+end
+
 --- The size used here for a context or batch of n: less on the CPU and with --quick.
 function Bench:shrunk(n) return math.max(1, math.floor(n / self.shrink)) end
 
 --- Returns the limit `name` (R, T, F or L) in GB/s or TFLOP/s. It is measured and printed
--- at its first use.
-function Bench:limit(name)
-  if not self.limits[name] then
-    local row = kv.scope(limits[name], self)
+-- at its first use, R once for each number of bytes.
+---@param bytes? integer    of R; see limits.lua
+---@param written? integer
+---@param again? boolean    measure it once more; the faster one counts
+function Bench:limit(name, bytes, written, again)
+  local key = bytes and ("%s %.0f %.0f"):format(name, bytes, written or 0) or name
+  local known = self.limits[key]
+  if not known or again then
+    local row = kv.scope(limits[name], self, bytes, written)
     row.id = name
-    self.limits[name] = row.bytes and row.bytes / row.us * 1e-3
-      or row.flops / row.us * 1e-6
+    local rate = row.bytes and row.bytes / row.us * 1e-3 or row.flops / row.us * 1e-6
+    self.limits[key] = math.max(rate, known or 0)
     self:print_row(row)
   end
-  return self.limits[name]
+  return self.limits[key]
 end
 
 -- ---- rows -----------------------------------------------------------------------------
 
 local ORDER = {
-  "id", "name", "us", "bytes", "flops", "gb_s", "tflop_s", "limit", "of_limit",
-  "target_us", "target_tflop_s", "target_of_limit", "reached", "note", "error", "device",
-  "commit", "date",
+  "id", "name", "us", "bytes", "flops", "gb_s", "tflop_s", "limit", "limit_rate",
+  "of_limit", "target_us", "target_tflop_s", "target_of_limit", "reached", "note",
+  "defect", "error", "device", "commit", "date",
 }
 
 local function format_row(row)
@@ -109,11 +121,12 @@ local function format_row(row)
     add(row.tflop_s < 10 and "%7.3f TFLOP/s" or "%7.1f TFLOP/s", row.tflop_s)
   end
   if row.of_limit then add("%5.3f of %s", row.of_limit, row.limit) end
-  local verdict = row.reached and "reached" or "MISSED"
+  local verdict = row.defect and "not judged" or row.reached and "reached" or "MISSED"
   if row.target_us then add("target %g us %s", row.target_us, verdict) end
   if row.target_tflop_s then add("target %g TFLOP/s %s", row.target_tflop_s, verdict) end
   if row.target_of_limit then add("target %.3f %s", row.target_of_limit, verdict) end
   if row.note then add("%s", row.note) end
+  if row.defect then add("DEFECT OF THE BENCH: %s", row.defect) end
   if row.error then add("FAILED: %s", row.error) end
   return table.concat(words, "  ")
 end
@@ -131,10 +144,12 @@ end
 --   setup    function(b) that makes the inputs and returns the work:
 --     check    function that raises when the result is wrong
 --     run      function that does the work once; or us, the time, if setup measured it
---     bytes    that the work reads and writes; may be missing
+--     bytes    that the work reads and writes, each of them once; may be missing
+--     written  how many of these bytes it writes; default: few
 --     flops    of the work; may be missing
---     limit    R (memory), L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run;
---              default: R if bytes are given, else T
+--     limit    R (a plain read of as many bytes; with `written`, a plain read and write),
+--              L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run; default: R if
+--              bytes are given, else T
 --     bound    the least possible time in microseconds, in place of a limit
 --     repeats, warm  see Bench:time
 --     note     text at the end of the row
@@ -155,6 +170,21 @@ local function set_target(self, row, target)
     and (row.flops or 0) / row.us * 1e-6 >= (target.tflop_s or 0)
 end
 
+--- The share of its limit that a row reaches. More than all of it is no success: the
+-- limit was measured too low, which a second measurement may mend, or the case counts
+-- bytes or flops that it has no need of.
+local function set_share(self, row, work)
+  row.limit = work.limit or (work.bytes and "R" or "T")
+  local is_rate = row.limit == "R" or row.limit == "L"
+  local reached = is_rate and work.bytes / row.us * 1e-3 or work.flops / row.us * 1e-6
+  local bytes = row.limit == "R" and work.bytes or nil
+  row.limit_rate = self:limit(row.limit, bytes, work.written)
+  if reached > row.limit_rate and not self.quick then
+    row.limit_rate = self:limit(row.limit, bytes, work.written, true)
+  end
+  row.of_limit = reached / row.limit_rate
+end
+
 local function row_of(self, case)
   local work, note = case.setup(self), nil
   if work.check then work.check() end
@@ -171,16 +201,19 @@ local function row_of(self, case)
   if work.bound then
     row.limit, row.of_limit = "bound", work.bound / us
   elseif work.bytes or work.flops then
-    row.limit = work.limit or (work.bytes and "R" or "T")
-    local is_rate = row.limit == "R" or row.limit == "L"
-    local reached = is_rate and work.bytes / us * 1e-3 or work.flops / us * 1e-6
-    row.of_limit = reached / self:limit(row.limit)
+    set_share(self, row, work)
   end
-  set_target(self, row, case.on == self.kind and case.target)
+  if not self.quick and (row.of_limit or 0) > 1 then
+    row.defect = ("%.3f of %s cannot be; the limit or what the case counts is wrong")
+      :format(row.of_limit, row.limit)
+  else
+    set_target(self, row, case.on == self.kind and case.target)
+  end
   return row
 end
 
---- Runs a case and prints its row, also if it fails. Returns whether it passed.
+--- Runs a case and prints its row, also if it fails. Returns whether it passed its check
+-- and stayed below its limit.
 function Bench:run(case)
   local ok, row = pcall(kv.scope, row_of, self, case)
   collectgarbage()
@@ -190,7 +223,7 @@ function Bench:run(case)
     row = { id = case.id, name = case.name, error = tostring(row):match "[^\n]*" }
   end
   self:print_row(row)
-  return ok
+  return ok and not row.defect
 end
 
 -- ---- the command ----------------------------------------------------------------------
@@ -289,7 +322,10 @@ function M.main(options, write, complain)
     return 0
   end
   begin(b)
-  for _, name in ipairs { "R", "T", "F", "L" } do
+  if ids and ids.R then
+    for _, bytes in ipairs(plain.ladder(b)) do b:limit("R", bytes) end
+  end
+  for _, name in ipairs { "T", "F", "L" } do
     if ids and ids[name] then b:limit(name) end
   end
   local failed = {}

@@ -82,6 +82,78 @@ describe("bench", function()
     end)
   end)
 
+  it("measures R for the bytes of each case, in words and by its own kernel", function()
+    local text = [[return function(b)
+      for id, o in pairs { A = { 4096, 0 }, B = { 65536, 32768 } } do
+        b:case { id = id, name = "", setup = function()
+          return { us = 1e6, bytes = o[1], written = o[2] }
+        end }
+      end
+    end]]
+    with_file(text, function(path)
+      local rows, list, status = rows_of { path, "A", "B" }
+      assert.equal(0, status)
+      local names = {}
+      for _, row in ipairs(list) do
+        if row.id == "R" then names[row.bytes] = row.name end
+      end
+      assert.same({ [4096] = "plain read of 4 KiB",
+        [65536] = "plain read of 32 KiB and write of 32 KiB" }, names)
+      assert.is_true(rows.A.limit_rate > 0)
+      S.close({ rows.A.of_limit }, { rows.A.gb_s / rows.A.limit_rate }, 0, 1e-9)
+      local _, ladder = rows_of { "R" }
+      assert.is_true(#ladder > 5)
+    end)
+  end)
+
+  it("calls a share above 1 a defect, once it has measured the limit again", function()
+    local text = [[return function(b)
+      b.quick = false
+      local function limits_of(id, us)
+        b:case { id = id, name = "", on = "cpu", target = { of_limit = 0.9 },
+                 setup = function() return { us = us, bytes = 4096 } end }
+      end
+      b.settle_us = 0
+      b.limits["R 4096 0"] = 1e-9 -- so low that it is measured again
+      limits_of("X1", 1e9)
+      limits_of("X2", 1e-9)
+    end]]
+    with_file(text, function(path)
+      local rows, list, status, said = rows_of { path, "X1", "X2" }
+      local seen = {}
+      for _, row in ipairs(list) do seen[#seen + 1] = row.id end
+      assert.same({ "header", "R", "X1", "R", "X2" }, seen)
+      assert.is_true(rows.X1.of_limit < 1)
+      assert.is_false(rows.X1.reached)
+      assert.is_nil(rows.X1.defect)
+      assert.is_true(rows.X2.of_limit > 1)
+      assert.truthy(rows.X2.defect:find("cannot be", 1, true))
+      assert.is_nil(rows.X2.reached)
+      assert.equal(1, status)
+      assert.truthy(said:find("1 failed: X2", 1, true))
+      local _, lines = run { args = { path, "X2" } }
+      assert.truthy(lines[#lines]:find("DEFECT OF THE BENCH", 1, true))
+    end)
+  end)
+
+  it("has no result above its limit in the files that it wrote", function()
+    local files = 0
+    local list = io.popen(('ls "%s"/bench/results/*.jsonl'):format(kv.paths.root))
+    for path in list:lines() do
+      local is_ours -- files of older benches divided every case by R of 2 GiB
+      for line in io.lines(path) do
+        local row = json.decode(line)
+        if row.id == "header" then is_ours = (row.limits or 1) >= 2 end
+        if is_ours and row.of_limit then
+          assert.is_true(row.of_limit <= 1, ("%s: %s %s"):format(path, row.id, row.name))
+        end
+      end
+      files = files + 1
+    end
+    list:close()
+    assert.is_true(files > 0)
+  end)
+
   it("measures a limit once", function()
     with_file(CASES, function(path)
       local _, list = rows_of { path, "X1", "X5" }
