@@ -34,7 +34,7 @@ local function time(count, fn)
   for round = 0, ROUNDS do -- round 0 allocates memory and file
     local start = clock_us()
     for i = 0, count - 1 do fn(i) end
-    rounds[round] = (clock_us() - start) / count
+    if round > 0 then rounds[round] = (clock_us() - start) / count end
   end
   return kv.statistics.median(rounds)
 end
