@@ -229,6 +229,46 @@ describe("the front door #slow", function()
       build()
     end)
 
+    --- A folder with an nvcc and an nvidia-smi that say these versions, as what to put
+    -- before a command.
+    local function with_cuda(nvcc, driver)
+      local folder = temporary.folder()
+      local status, output = sh(([[
+        mkdir -p %s/bin && cd %s/bin &&
+        printf '#!/bin/sh\necho "Cuda compilation tools, release %s, V%s.99"\n' >nvcc &&
+        printf '#!/bin/sh\necho "| NVIDIA-SMI 5 CUDA Version: %s     |"\n' >nvidia-smi &&
+        chmod +x nvcc nvidia-smi]]):format(folder, folder, nvcc, nvcc, driver))
+      assert.equal(0, status, output)
+      return ("CUDA_HOME=%s PATH=%s/bin:$PATH "):format(folder, folder)
+    end
+
+    it("refuses a CUDA Toolkit that is too old, or leaves it out unasked", function()
+      local old = with_cuda("12.4", "12.8")
+      local status, output = sh(old .. "./kvlab build --cuda=on")
+      assert.equal(1, status)
+      assert.matches("bin/nvcc is 12%.4%.99, expected 12%.5 or newer; CUDA_HOME", output)
+      status, output = sh(old .. "./kvlab build")
+      assert.equal(0, status, output)
+      assert.matches("no CUDA kernels: .*/bin/nvcc is 12%.4%.99", output)
+    end)
+
+    it("is told by doctor which CUDA is too old", function()
+      local function doctor(nvcc, driver)
+        return select(2, sh(with_cuda(nvcc, driver) .. "./kvlab doctor"))
+      end
+      local output = doctor("12.4", "12.8")
+      assert.matches("\nold +nvcc +12%.4%.99 %(.-%), expected 12%.5 or newer", output)
+      assert.matches("\nok +driver's CUDA +12%.8\n", output)
+      output = doctor("12.10", "12.2") -- a newer driver of the same major is not needed
+      assert.matches("\nok +nvcc +12%.10%.99", output)
+      assert.matches("\nok +driver's CUDA +12%.2\n", output)
+      output = doctor("13.0", "12.8")
+      assert.matches("\nok +nvcc +13%.0%.99", output)
+      assert.matches("\nold +driver's CUDA +12%.8, expected 13%.0 or newer", output)
+      assert.matches("driver 580%.65%.06 or newer", output)
+      assert.matches("\nnone +driver's CUDA", doctor("13.0", ""))
+    end)
+
     it("compiles CUDA kernels when asked, and only then", function()
       if not has_nvcc then return pending "no nvcc" end
       local kernel = objects("release", "kvlab_cuda", "answer")

@@ -186,6 +186,38 @@ doctor_kernels() {
   fi
 }
 
+# Sets driver_cuda: the newest CUDA that the driver knows, such as 13.0; empty: unknown.
+read_driver_cuda() {
+  driver_cuda=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p' |
+    head -n 1)
+}
+
+# doctor_driver MAJOR: whether the driver can run programs of CUDA MAJOR. Within a major
+# version an older driver will do.
+doctor_driver() {
+  read_driver_cuda
+  case $1 in
+  12) driver_least='525.60.13' ;;
+  13) driver_least='580.65.06' ;;
+  *) driver_least='a newer one' ;;
+  esac
+  if [ -z "$driver_cuda" ]; then
+    line none "driver's CUDA" "nvidia-smi does not tell it"
+  elif is_older "$driver_cuda" "$1.0"; then
+    line old "driver's CUDA" "$driver_cuda, expected $1.0 or newer, as the kernels are built \
+with CUDA $1; get it: driver $driver_least or newer, or a CUDA Toolkit of the driver's"
+  else
+    line ok "driver's CUDA" "$driver_cuda"
+  fi
+}
+
+# cuda_major PLUGIN NVCC_VERSION: the CUDA that the plug-in was built with, as it needs the
+# cuBLAS of that version; before it is built, that of nvcc.
+cuda_major() {
+  { ldd "$1" 2>/dev/null | sed -n 's/.*libcublas\.so\.\([0-9]*\).*/\1/p'
+    echo "${2%%.*}"; } | head -n 1
+}
+
 doctor_cuda() {
   if has_gpu; then
     line ok "GPU" "$(nvidia-smi --query-gpu=name,driver_version,memory.total \
@@ -196,13 +228,21 @@ doctor_cuda() {
   if [ -n "$is_bundle" ]; then
     plugin=$root/lib/libkvlab_cuda.so
   elif find_nvcc; then
-    line ok "nvcc" "$("$cuda_home/bin/nvcc" --version |
-      sed -n 's/.*release.*, V//p') ($cuda_home/bin/nvcc)"
+    read_nvcc_version
+    if is_older "${nvcc_version:-0}" "$cuda_least"; then
+      line old "nvcc" "${nvcc_version:-of no version} ($cuda_home/bin/nvcc), expected \
+$cuda_least or newer; get it: the CUDA Toolkit, and CUDA_HOME=its folder"
+    else
+      line ok "nvcc" "$nvcc_version ($cuda_home/bin/nvcc)"
+    fi
     plugin=$root/build/bin/release/libkvlab_cuda.so
   else
-    line none "nvcc" "no CUDA kernels can be compiled; get it: the CUDA Toolkit, 12 or newer"
+    line none "nvcc" "no CUDA kernels can be compiled; get it: the CUDA Toolkit, \
+$cuda_least or newer"
     return 0
   fi
+  major=$(cuda_major "$plugin" "${nvcc_version-}")
+  if has_gpu && [ -n "$major" ]; then doctor_driver "$major"; fi
   lost=$(ldd "$plugin" 2>/dev/null | sed -n 's/^[[:space:]]*\(.*\) => not found/\1/p' |
     paste -sd ' ')
   if [ ! -e "$plugin" ]; then
