@@ -9,9 +9,13 @@
 -- tokens counts all tokens of the step; a block holds block_size tokens in all layers.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
-local C = require("kvlab.library").C
+local files = require "kvlab.files"
+local json = require "kvlab.json"
+local library = require "kvlab.library"
 local options = require "kvlab.options"
+local sorted = require "kvlab.sorted"
 
+local C = library.C
 local M = {}
 
 local not_negative = options.required(options.not_negative)
@@ -20,31 +24,91 @@ local KNOWN = {
   us_per_token_prefill = not_negative, us_decode_base = not_negative,
   us_per_kv_block = not_negative, us_per_prefill_block = not_negative,
   link_gbps = positive, link_us = not_negative, bytes_block = positive,
+  origin = options.string,
 }
 
---- Llama-8B in bf16 on one H100 80GB, for blocks of `block_size` tokens. Measured, from
--- docs/performance.md: a decode step takes 6.4 ms (P13, 1K of context); KV is read at
--- 0.99 of 3166 GB/s (P1); causal attention of a prefill runs at 617 TFLOP/s (P5). The
--- matrix products of a prefill have 6.98e9 weights, 2 flops each, and run at 0.8 of 792
--- TFLOP/s (792 is measured, 0.8 is assumed). The link is pinned host memory: 55 GB/s is
--- measured, 10 us is assumed. KV of a token: 32 layers * 2 * 8 KV heads * 128 * 2 bytes.
-function M.llama_8b_h100(block_size)
+-- ---- from a bench ---------------------------------------------------------------------
+
+-- The run that docs/performance.md calls the main one.
+local H100 = library.paths.root .. "/bench/results/20261121-h100-310ad36.jsonl"
+
+-- The rows that are needed: id, name (nil: any) and what is read from it.
+local ROWS = {
+  decode = { "P13", "decode step, 32 layers of 4096, 1 x 1024, replayed", "us" },
+  read = { "P1", "paged decode, 16 x 32768", "gb_s" },
+  attend = { "P5", "prefill, causal, 16384", "tflop_s" },
+  multiply = { "T", nil, "tflop_s" }, link = { "L", nil, "gb_s" },
+}
+local GEMM_SHARE, LINK_US = 0.8, 10 -- assumed, not measured
+
+--- What a results file of `kvlab bench --json` measured: the numbers of ROWS by name, and
+-- where they come from, in words.
+local function measured(path)
+  local text = files.read(path)
+  if not text then
+    options.fail(("cost_model: %s cannot be read; `kvlab bench P1 P5 P13 T L --json` "
+      .. "prints such a file"):format(path))
+  end
+  local found, head = {}, {}
+  for line in text:gmatch "[^\n]+" do
+    local ok, row = pcall(json.decode, line)
+    if not ok or type(row) ~= "table" then
+      options.fail(("cost_model: %s is no file of `kvlab bench --json`"):format(path))
+    end
+    if row.id == "header" then head = row end
+    for name, want in pairs(ROWS) do
+      if row.id == want[1] and (not want[2] or row.name == want[2]) then
+        found[name] = row[want[3]]
+      end
+    end
+  end
+  for _, name in ipairs(sorted.keys(ROWS)) do
+    local want = ROWS[name]
+    if type(found[name]) ~= "number" then
+      options.fail(("cost_model: %s has no row %s%s with %s"):format(path, want[1],
+        want[2] and ", " .. want[2] or "", want[3]))
+    end
+  end
+  return found, ("%s, commit %s, %s"):format(head.description or "an unknown device",
+    head.commit or "unknown", head.date or "no date")
+end
+
+local runs = {} -- by path
+
+--- The cost of Llama-8B in bf16, for blocks of `block_size` tokens, from a run of the
+-- bench on one GPU. A decode step costs what P13 took with 1K of context. KV is read as
+-- fast as in P1. Causal attention of a prefill runs as P5 did over 16K. The matrix
+-- products of a prefill have 6.98e9 weights, 2 flops each, and run at 0.8 (assumed) of
+-- T. The link is L; its latency of 10 us is assumed. KV of a token: 32 layers * 2 * 8 KV
+-- heads * 128 * 2 bytes.
+---@param block_size integer
+---@param path string  a file of `kvlab bench --json` with the rows P1, P5, P13, T and L
+---@return table cost  as kv.cost_model takes it; origin: device, commit and date
+function M.llama_8b(block_size, path)
+  if not runs[path] then runs[path] = { measured(path) } end
+  local rate, origin = runs[path][1], runs[path][2]
   local bytes = 32 * 2 * 8 * 128 * 2 * block_size
   return {
-    us_per_token_prefill = 2 * 6.98e9 / (0.8 * 792e6), us_decode_base = 6400,
-    us_per_kv_block = bytes / (0.99 * 3166e3),
-    us_per_prefill_block = 4 * 32 * 128 * 32 * block_size / 617e6,
-    link_gbps = 55, link_us = 10, bytes_block = bytes,
+    us_per_token_prefill = 2 * 6.98e9 / (GEMM_SHARE * rate.multiply * 1e6),
+    us_decode_base = rate.decode, us_per_kv_block = bytes / (rate.read * 1e3),
+    us_per_prefill_block = 4 * 32 * 128 * 32 * block_size / (rate.attend * 1e6),
+    link_gbps = rate.link, link_us = LINK_US, bytes_block = bytes, origin = origin,
   }
 end
+
+--- llama_8b of one H100 80GB, from bench/results/20261121-h100-310ad36.jsonl.
+---@param block_size integer
+---@return table cost
+function M.llama_8b_h100(block_size) return M.llama_8b(block_size, H100) end
 
 ---@class kvlab.CostModel
 local CostModel = {}
 CostModel.__index = CostModel
 
---- A cost model made of these numbers; all of them must be given.
+--- A cost model made of these numbers, all of which must be given.
 ---@param o table  us_per_token_prefill, us_decode_base, us_per_kv_block,
---                 us_per_prefill_block, link_gbps, link_us, bytes_block
+--                 us_per_prefill_block, link_gbps, link_us, bytes_block; origin: where
+--                 the numbers are from, in words, which may be missing
 ---@return kvlab.CostModel
 local function new(o, level)
   options.check("cost_model", o, KNOWN, level)
@@ -130,6 +194,7 @@ function M.calibrate(engine, o)
     us_per_kv_block = us_kv, us_per_prefill_block = us_prefill_block,
     link_gbps = o.link_gbps, link_us = o.link_us,
     bytes_block = cache:bytes_token() * size * cache.kv_heads * cache.layers,
+    origin = "steps of an engine on " .. cache.device:description(),
   }
 end
 
@@ -139,7 +204,8 @@ M.ENGINE = options.like("an engine of a model", "model", "attention", "cache", "
 M.COST_MODEL = options.like("a cost model", "prefill_us")
 
 arguments.functions(M, "cost_model", { llama_8b_h100 = { block_size = options.count },
-                                       calibrate = { engine = M.ENGINE } })
+  llama_8b = { block_size = options.count, path = options.string },
+  calibrate = { engine = M.ENGINE } })
 arguments.methods(CostModel, "a cost model", {
   prefill_us = { n = options.whole, block_size = options.count },
   prefill_attention_us = { n = options.whole, before = options.whole,

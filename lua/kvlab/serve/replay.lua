@@ -28,6 +28,7 @@ function M.cost(engine, config)
   end
   local cost = cost_model.llama_8b_h100(trace.BLOCK)
   cost.link_gbps, cost.link_us = config.link_gbps, config.link_us
+  cost.origin = cost.origin .. "; the link is the experiment's"
   return cost_model(cost)
 end
 
