@@ -1,6 +1,7 @@
---- Compiles the kernels of the shipped policies' expressions, for a bundle to carry, so
--- that these policies run at full speed where there is no compiler and no NVRTC. No GPU
--- is needed. A machine that can compile also runs every other shape and policy.
+--- Compiles the kernels of the shipped policies' expressions and the plain read of the
+-- bench, for a bundle to carry, so that these policies run at full speed, and the bench
+-- knows its limit, where there is no compiler and no NVRTC. No GPU is needed. A machine
+-- that can compile also runs every other shape and policy.
 --
 --   ./kvlab run tools/precompile.lua --set out=DIR --set arch=80,90a
 --
@@ -12,6 +13,7 @@ local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
 local nvrtc = require "kvlab.kernel.nvrtc"
 local policy = require "kvlab.policy.policy"
+local source_text = require "kvlab.kernel.source_text"
 
 local set = kv.command_line.set
 local out = set.out or error("precompile: --set out=DIR is missing", 0)
@@ -21,9 +23,8 @@ local SHAPES = { block_size = { 16, 64 }, head_dim = { 64, 128, 256 },
 
 local count, failed, done = 0, 0, {}
 
---- Compiles a plan for a target, unless the same source was compiled before.
-local function make(plan, target)
-  local source = kernel.print(plan, target)
+--- Compiles a source for a target, unless the same was compiled before.
+local function make_source(what, source, target)
   local name = kernel.name_of(source, target)
   if done[name] then return end
   done[name] = true
@@ -33,8 +34,12 @@ local function make(plan, target)
     return
   end
   failed = failed + 1
-  io.stderr:write(("%s for %s: %s\n"):format(plan.what, target,
+  io.stderr:write(("%s for %s: %s\n"):format(what, target,
     why or out .. " cannot be written to"))
+end
+
+local function make(plan, target)
+  make_source(plan.what, kernel.print(plan, target), target)
 end
 
 local targets = { cpu = {}, gpu = {} }
@@ -100,6 +105,14 @@ for _, name in ipairs(policy.names()) do
       end
     end
   end
+end
+package.path = kv.paths.root .. "/?.lua;" .. package.path
+local plain = require "bench.lib.plain".kernel()
+for _, target in ipairs(targets.cpu) do
+  make_source(plain.name, source_text.whole(plain, "c", '1 ""'), target)
+end
+for _, target in ipairs(targets.gpu) do
+  make_source(plain.name, source_text.whole(plain, "cuda", '1 ""'), target)
 end
 print(("%d kernels in %s"):format(count, out))
 if failed > 0 then os.exit(1) end

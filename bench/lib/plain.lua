@@ -92,8 +92,10 @@ void plain(const int32_t *in, int32_t *to, int32_t *sums, int blocks, int thread
 }
 ]]
 
-local plain -- the kernel, made once
-local function kernel()
+local plain -- made once
+
+--- The kernel; a bundle carries it compiled.
+function M.kernel()
   plain = plain or kv.kernel.source { name = "plain", cuda = CUDA, c = C,
     arguments = { "in i32 [words]", "to i32 [words_to] written",
       "sums i32 [warps] written", "blocks i32", "threads i32", "loads i32" },
@@ -105,9 +107,9 @@ end
 local function ways(b, x, to, sums)
   local n, n_to = x.words:size(0), to:size(0)
   local list = { { name = "sum", run = function() x.floats:sum(0, x.total) end } }
-  local ok, why = pcall(function() kernel():compile(b.device) end)
+  local ok, why = pcall(function() M.kernel():compile(b.device) end)
   if n_to > 0 then
-    if not ok then error(why, 0) end
+    if not ok then error("R with writes: " .. tostring(why), 0) end
     list = {}
     local least = math.min(n, n_to)
     if least > 0.9 * math.max(n, n_to) then

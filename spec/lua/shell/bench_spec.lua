@@ -106,6 +106,19 @@ describe("bench", function()
     end)
   end)
 
+  it("has peers that say what they lack", function()
+    if os.execute "command -v python3 >/dev/null" ~= 0 then return pending "no python3" end
+    local folder = kv.paths.root .. "/bench/"
+    local pipe = io.popen(("cd '%s' && for f in peers.py lib/*.py; do python3 -c "
+      .. "'import ast, sys; ast.parse(open(sys.argv[1]).read())' $f || echo $f; done; "
+      .. "PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES= python3 peers.py P1 2>&1")
+      :format(folder))
+    local said = pipe:read "*a"
+    pipe:close()
+    assert.matches("^peers%.py", said) -- PyTorch or the GPU
+    assert.matches("PyTorch", said)
+  end)
+
   it("calls a share above 1 a defect, once it has measured the limit again", function()
     local text = [[return function(b)
       b.quick = false
