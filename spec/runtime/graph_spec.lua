@@ -85,6 +85,7 @@ local function check(dev)
         at:add(1, out)
         at:free()
       end
+      dev:trim()
       local before = dev:stats().allocations
       local graph = kv.graph(work, dev)
       assert.equal(before + 2, dev:stats().allocations)

@@ -107,7 +107,9 @@ describe("bench", function()
   end)
 
   it("has peers that say what they lack", function()
-    if os.execute "command -v python3 >/dev/null" ~= 0 then return pending "no python3" end
+    if os.execute "command -v python3 >/dev/null" ~= 0 then
+      return pending "no python3"
+    end
     local folder = kv.paths.root .. "/bench/"
     local pipe = io.popen(("cd '%s' && for f in peers.py lib/*.py; do python3 -c "
       .. "'import ast, sys; ast.parse(open(sys.argv[1]).read())' $f || echo $f; done; "
