@@ -59,6 +59,20 @@ static void poison(kvl_device *dev, kvl_storage *s) {
 #endif
 }
 
+/* The streams, other than its home, that used the storage and still exist. */
+static uint64_t foreign_streams(const kvl_storage *s) {
+  return s->used & ~((uint64_t)1 << s->home);
+}
+
+/* Memory of the host that only finished work has used: while it is free, the system may take
+ * its pages for others. The default stream of the CPU runs on the calling thread, so nothing
+ * of it is under way. */
+static void cool(kvl_storage *s) {
+  const kvl_backend *backend = s->device->backend;
+  if (backend->unused && s->size_class == KVL__LARGE && s->home == 0 && !foreign_streams(s))
+    backend->unused(s->device->ctx, s->ptr, s->bytes);
+}
+
 /* ---- memory of a recorded step -------------------------------------------------------- */
 
 /* 1 when the recording takes over the last reference of `s` until its end, because s is older
@@ -96,7 +110,7 @@ void kvl__recording_end(kvl_device *dev, struct kvl__recording *r) {
   }
 }
 
-/* Pieces of segments are joined first; whatever then is whole goes back to the device. */
+/* Called when all work on the device is done. */
 void kvl__recording_drop(struct kvl__recording *r) {
   kvl_device *dev = NULL;
   while (r->storages) {
@@ -104,16 +118,17 @@ void kvl__recording_drop(struct kvl__recording *r) {
     r->storages = s->recording_next;
     s->recording = NULL;
     if (s->refs > 0) continue;
+    dev = s->device;
     if (!s->ptr) { /* became a part of its neighbour */
       free(s);
-    } else if (s->size_class != KVL__LARGE) {
-      kvl__free_drop(s);
-    } else {
-      dev = s->device;
+    } else if (dev->streams[s->home] || s->before || s->after) {
+      cool(s);
       kvl__free_put(dev->recording ? &dev->recording->set_aside : &dev->free, s);
+    } else {
+      kvl__free_drop(s);
     }
   }
-  if (dev && !dev->recording) kvl__free_trim(dev, -1, 1);
+  if (dev && !dev->recording) kvl__free_limit(dev);
 }
 
 /* ---- storages ------------------------------------------------------------------------- */
@@ -122,10 +137,10 @@ void kvl__recording_drop(struct kvl__recording *r) {
  * began: earlier work on that stream is done before any replay. */
 static kvl_storage *take_free(kvl_device *dev, int size_class, size_t bytes, int loose) {
   int stream = dev->current->id;
-  kvl_storage *s = kvl__free_take(dev, &dev->free, stream, size_class, bytes, loose);
+  kvl_storage *s = kvl__free_take(&dev->free, stream, size_class, bytes, loose);
   struct kvl__recording *r = dev->recording;
   if (s || !r || stream != r->stream) return s;
-  s = kvl__free_take(dev, &r->set_aside, stream, size_class, bytes, loose);
+  s = kvl__free_take(&r->set_aside, stream, size_class, bytes, loose);
   if (s) kvl__recording_keep(r, s);
   return s;
 }
@@ -213,20 +228,6 @@ int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage *
   count_live(dev, s, 1);
   *out = s;
   return KVL_OK;
-}
-
-/* The streams, other than its home, that used the storage and still exist. */
-static uint64_t foreign_streams(const kvl_storage *s) {
-  return s->used & ~((uint64_t)1 << s->home);
-}
-
-/* Memory of the host that only finished work has used: while it is free, the system may take
- * its pages for others. The default stream of the CPU runs on the calling thread, so nothing
- * of it is under way. */
-static void cool(kvl_storage *s) {
-  const kvl_backend *backend = s->device->backend;
-  if (backend->unused && s->size_class == KVL__LARGE && s->home == 0 && !foreign_streams(s))
-    backend->unused(s->device->ctx, s->ptr, s->bytes);
 }
 
 static void cache(kvl_storage *s) {

@@ -25,7 +25,7 @@ void kvl__device_unref(kvl_device *dev);
 
 void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r);
 void kvl__recording_end(kvl_device *dev, struct kvl__recording *r);
-/* Frees the memory that nobody else refers to. Nothing may write there any more. */
+/* Caches the memory that nobody else refers to. Nothing may write there any more. */
 void kvl__recording_drop(struct kvl__recording *r);
 
 #endif

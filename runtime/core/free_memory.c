@@ -141,9 +141,8 @@ void kvl__free_put(kvl__free_lists *lists, kvl_storage *s) {
 }
 
 /* Takes a storage of a small class, or the large piece that leaves the fewest bytes. */
-kvl_storage *kvl__free_take(kvl_device *dev, kvl__free_lists *lists, int stream,
-                            int size_class, size_t bytes, int loose) {
-  (void)dev;
+kvl_storage *kvl__free_take(kvl__free_lists *lists, int stream, int size_class, size_t bytes,
+                            int loose) {
   kvl_storage **list = &lists->list[stream][size_class], **best = NULL;
   if (size_class != KVL__LARGE) return *list ? unlink(lists, list) : NULL;
   for (kvl_storage **at = list; *at; at = &(*at)->next) {

@@ -51,8 +51,8 @@ size_t kvl__free_segment_bytes(size_t bytes, int size_class);
 /* Takes a storage of at least `bytes` bytes out of the lists of a stream; NULL if none fits.
  * A large one is cut if that leaves a piece worth keeping. loose: any that is large enough,
  * however much of it stays unused, because the device has no more. */
-kvl_storage *kvl__free_take(kvl_device *dev, kvl__free_lists *lists, int stream,
-                            int size_class, size_t bytes, int loose);
+kvl_storage *kvl__free_take(kvl__free_lists *lists, int stream, int size_class, size_t bytes,
+                            int loose);
 /* Puts a storage that nobody refers to into the lists, and joins it with free neighbours. */
 void kvl__free_put(kvl__free_lists *lists, kvl_storage *s);
 

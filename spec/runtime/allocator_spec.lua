@@ -217,9 +217,10 @@ local function check(dev)
         graph:replay()
         assert.equal(5, out:min():item())
         for i = 1, 3 do assert.equal(7, others[i]:max():item()) end
-        local reserved = dev:stats().bytes_reserved
         graph:close()
-        assert.equal(reserved - 80 * MIB, dev:stats().bytes_reserved)
+        assert.equal(80 * MIB, dev:stats().bytes_cached)
+        dev:trim()
+        assert.equal(0, dev:stats().bytes_cached)
       end)
 
     it("cuts and joins while it records, and keeps what outlives that", function()
