@@ -1252,6 +1252,81 @@ int kvl_gguf_metadata_get(const kvl_gguf *file, int index, kvl_gguf_metadata *ou
  * file has changed since it was opened. */
 int kvl_gguf_read(const kvl_gguf *file, int index, const kvl_tensor *t);
 
+/* ---- HTTP ------------------------------------------------------------------------------ */
+/* A server of HTTP 1.1. libmicrohttpd does it, on a thread of its own: it accepts, parses,
+ * reads requests and writes answers while the caller computes. It is opened at run time, with
+ * the first server. Whole requests wait in a queue until the caller takes them; each is an
+ * exchange, which the caller answers and closes. Nothing here waits for a client, so a slow
+ * one holds up no other.
+ *
+ * A server is for one thread. Exchanges may outlive it; they are then over. */
+
+typedef struct kvl_http kvl_http;
+typedef struct kvl_http_exchange kvl_http_exchange;
+
+typedef struct kvl_http_options {
+  const char *address;   /* to listen on, a number such as 127.0.0.1 or ::1 */
+  int32_t port;          /* 0: any that is free */
+  int32_t connections;   /* at once. A request of the next few gets status 503, and what is
+                          * beyond these is closed at once */
+  int64_t bytes_body;    /* of a request; what announces more gets 413 before it is read */
+  int64_t us_arrival;    /* a request must be there so long after its connection, or after
+                          * the answer before it; else it gets 408 */
+  int64_t us_taking;     /* how long a client may take nothing of an answer */
+  const char *too_many;  /* the bodies of 503, 413 and 408, JSON */
+  const char *too_large;
+  const char *too_slow;
+} kvl_http_options;
+
+/* Texts are "" where the request has no such header. All are valid until the exchange is
+ * closed. */
+typedef struct kvl_http_request {
+  const char *method;
+  const char *path; /* decoded, without what follows a '?' */
+  const char *authorization;
+  const char *host;
+  const char *origin;
+  const char *body;
+  int64_t bytes_body;
+} kvl_http_request;
+
+typedef struct kvl_http_stats {
+  int64_t connections; /* now */
+  int64_t accepted;    /* connections so far */
+  int64_t requests;    /* that arrived so far */
+  int64_t refused;     /* connections and requests that were too many */
+  int64_t too_large;   /* requests with 413 */
+  int64_t too_slow;    /* connections whose request did not arrive in time */
+} kvl_http_stats;
+
+/* Errors: INVALID for options; UNSUPPORTED where there is no libmicrohttpd, with the name of
+ * its package; IO if the address and port cannot be listened on; NO_MEMORY. */
+int kvl_http_open(const kvl_http_options *options, kvl_http **out);
+/* Ends all connections. */
+void kvl_http_close(kvl_http *http);
+int kvl_http_port(const kvl_http *http);
+int kvl_http_stats_get(kvl_http *http, kvl_http_stats *out);
+/* Takes the request that arrived first. Returns 1, or 0 if none arrives within timeout_us.
+ * Call it often, also with 0: it is what ends connections that are too slow. Errors:
+ * INTERRUPTED. */
+int kvl_http_next(kvl_http *http, int64_t timeout_us, kvl_http_exchange **out);
+
+int kvl_http_exchange_request(const kvl_http_exchange *exchange, kvl_http_request *out);
+/* Answers with a body, which is copied. `header` is one more header, "Name: value", or NULL.
+ * Errors: INVALID if there was an answer before, or the status is not 200 ... 599. */
+int kvl_http_exchange_answer(kvl_http_exchange *exchange, int status, const char *type,
+                             const char *header, const char *body, int64_t bytes);
+/* Begins an answer whose body comes in parts, with status 200. Errors: as above. */
+int kvl_http_exchange_begin(kvl_http_exchange *exchange, const char *type);
+/* Adds to the body. Returns how many bytes wait for the client, at most INT32_MAX; 0 when the
+ * client is gone. Errors: INVALID before kvl_http_exchange_begin; NO_MEMORY. */
+int kvl_http_exchange_send(kvl_http_exchange *exchange, const char *bytes, int64_t count);
+/* 1 when the client has closed its connection, or its sending half of it; else 0. */
+int kvl_http_exchange_is_gone(kvl_http_exchange *exchange);
+/* The body is complete, and the caller uses the exchange no more. Without an answer, the
+ * connection is closed. */
+void kvl_http_exchange_close(kvl_http_exchange *exchange);
+
 /* ffi:end */
 
 #pragma GCC visibility pop

@@ -119,6 +119,7 @@ M.LUA_ROOMS = {
   { "lua/kvlab/policy" },
   { "lua/kvlab/observe" },
   { "lua/kvlab/serve" },
+  { "lua/kvlab/http" },
   { "lua/kvlab/experiment" },
   { "lua/kvlab/init.lua" },
   { "lua/kvlab/shell" },
@@ -131,7 +132,7 @@ M.C_ROOMS = {
   { "kernels", "runtime/kvlab.h" },
   { "runtime/core" },
   { "runtime/cpu", "runtime/cuda", "runtime/ops", "runtime/files", "runtime/memory",
-    "runtime/store" },
+    "runtime/store", "runtime/http" },
   { "runtime/prefetch" },
   { "runtime" }, -- open.c and main.c, which know everything
 }

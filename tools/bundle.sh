@@ -88,13 +88,14 @@ bundle_modules() {
   done
 }
 
-# Copies the libraries that libkvlab.so, the REPL, TLS and tokenizers need and that a target
-# may lack.
+# Copies the libraries that libkvlab.so, the REPL, TLS, tokenizers and the HTTP server need and
+# that a target may lack.
 bundle_libraries() {
   {
     ldd "$bin/libkvlab.so"
     for library in /usr/lib/*/libedit.so.2 /usr/lib/*/libhiredis_ssl.so.[0-9]* \
-      /usr/lib/*/libpcre2-8.so.0 /usr/lib/*/libutf8proc.so.[23]; do
+      /usr/lib/*/libpcre2-8.so.0 /usr/lib/*/libutf8proc.so.[23] \
+      /usr/lib/*/libmicrohttpd.so.12; do
       [ ! -e "$library" ] || { echo "library => $library"; ldd "$library"; }
     done
   } | sed -n 's/.* => \(\/[^ ]*\).*/\1/p' | while read -r library; do

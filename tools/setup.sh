@@ -14,6 +14,7 @@ build|cjson|/usr/lib/*/lua/5.1/cjson.so /usr/lib*/lua/5.1/cjson.so|lua-cjson|mod
 build|xxHash|/usr/include/xxhash.h|libxxhash-dev|everything
 build|LMDB|/usr/include/lmdb.h|liblmdb-dev|everything
 build|hiredis|/usr/include/hiredis/hiredis.h|libhiredis-dev|everything
+build|libmicrohttpd|/usr/include/microhttpd.h|libmicrohttpd-dev|serve
 text|PCRE2|/usr/lib/*/libpcre2-8.so.0 /usr/lib*/libpcre2-8.so.0|libpcre2-8-0|tokenizers
 text|utf8proc|/usr/lib/*/libutf8proc.so.[23] /usr/lib*/libutf8proc.so.[23]|libutf8proc-dev|tokenizers that compose text (Qwen)
 test|busted|/usr/share/lua/5.1/busted/runner.lua|lua-busted|test, bundle

@@ -1,0 +1,63 @@
+/* The two halves of a server of HTTP: connections (http.c), which libmicrohttpd's thread
+ * serves, and exchanges (exchange.c), which a caller answers. */
+#ifndef KVL_HTTP_H
+#define KVL_HTTP_H
+
+#include <pthread.h>
+
+#include "core/status.h"
+#include "http/microhttpd.h"
+
+/* A connection, from accept to close. */
+struct kvl__visit {
+  int file;
+  int is_extra;                /* beyond the limit: its request gets 503 */
+  int had_request;             /* one was answered before */
+  kvl_http_exchange *exchange; /* that is open */
+  int64_t ns_since; /* since when a request is awaited; 0 while one is being answered */
+  struct kvl__visit *before, *next;
+};
+
+struct kvl_http {
+  const struct kvl__mhd *mhd;
+  struct MHD_Daemon *daemon;
+  pthread_mutex_t lock; /* guards everything below, and all exchanges */
+  pthread_cond_t arrived;
+  int refs; /* the caller's, and that of each exchange */
+  int is_closing, port, connections_max, extra_max;
+  int64_t bytes_body, ns_arrival, ns_reaped;
+  char *too_many, *too_large, *too_slow;
+  struct kvl__visit *visits;
+  kvl_http_exchange *first, *last; /* requests that wait for the caller */
+  kvl_http_stats stats;
+};
+
+struct kvl_http_exchange {
+  kvl_http *http;
+  struct MHD_Connection *connection; /* NULL once it is over */
+  int file;
+  int refs;                  /* libmicrohttpd's and the caller's */
+  int has_arrived;           /* the whole request; libmicrohttpd's thread alone uses this */
+  int is_suspended;          /* libmicrohttpd waits for the caller */
+  int has_answer, is_queued; /* the caller answered; libmicrohttpd was given the answer */
+  int is_stream, is_ended, is_too_large;
+  int status;
+  struct MHD_Response *response;
+  char *method, *path, *authorization, *host, *origin, *body;
+  size_t bytes_body, room_body;
+  char *out; /* of a stream: what libmicrohttpd has not taken yet */
+  size_t first_out, bytes_out, room_out;
+  kvl_http_exchange *next;
+};
+
+/* exchange.c */
+kvl_http_exchange *kvl__exchange_open(kvl_http *http, struct MHD_Connection *connection,
+                                      int file, const char *method, const char *path);
+/* With the lock held; may free the exchange. */
+void kvl__exchange_unref(kvl_http_exchange *e);
+/* Lets libmicrohttpd go on with an exchange that it waits for. The lock is held. */
+void kvl__exchange_resume(kvl_http_exchange *e);
+/* Drops a reference to the server; unlocks it. */
+void kvl__http_leave(kvl_http *http);
+
+#endif
