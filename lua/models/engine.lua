@@ -117,7 +117,7 @@ function M.new(model, o)
   local c, device, dtype = model.config, model.device, model.dtype
   local self = setmetatable({
     model = model, chunk = o.chunk or 512, max_seqs = o.max_seqs or 16,
-    max_blocks = o.max_blocks, uses_graphs = o.graph, graphs = {}, views = {},
+    max_blocks = o.max_blocks, uses_graphs = o.graph, views = {},
     buffers = {}, logit_views = {}, ones = {},
   }, Engine)
   local rows = math.max(self.chunk, self.max_seqs)
@@ -127,7 +127,7 @@ function M.new(model, o)
     head_dim = c.head_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
   }
-  self.attention = new_attention(self, o.policy, o.prefill_policy)
+  self:use_attention(new_attention(self, o.policy, o.prefill_policy))
   self.batch = self.cache:batch {
     max_seqs = self.max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
     fixed_width = o.graph,
@@ -155,8 +155,15 @@ end
 ---@param attention kvlab.Attention
 function Engine:use_attention(attention)
   self.attention = attention
-  for count in pairs(self.graphs) do self.graphs[count] = nil end
+  self.graphs = attention.graphs or {} -- recorded with this attention
+  attention.graphs = self.graphs
 end
+
+--- An attention over this engine's cache that decodes with another policy, and prefills
+-- densely: for use_attention, and for the requests of a server that name it.
+---@param policy table
+---@return kvlab.Attention
+function Engine:attention_of(policy) return new_attention(self, policy) end
 
 -- ---- sequences ------------------------------------------------------------------------
 
@@ -258,8 +265,9 @@ function Engine:prefill(seq, tokens, each)
   return self.cache:transaction(prefill, self, seq, tokens, each)
 end
 
-local function prefill_batch(self, seqs, counts, tokens, ends_prompts)
+local function prefill_batch(self, seqs, counts, tokens, ends_prompts, each)
   local states = prefill_step(self, seqs, counts, tokens, ends_prompts)
+  if each then each(states) end
   local last = states:gather_rows(self.batch.last, self.last:narrow(0, #seqs))
   return to_logits(self, last, #seqs)
 end
@@ -269,11 +277,13 @@ end
 ---@param counts integer[]  tokens of each, together at most engine.chunk
 ---@param tokens integer[]  sequence after sequence
 ---@param ends_prompts? boolean[]  whose chunk is the last: decode steps follow
+---@param each? fun(states: kvlab.Tensor)  sees the states of all tokens [n, hidden]
 ---@return kvlab.Tensor logits  of each one's last token, f32 [#seqs, vocab], valid until
 --                              the next step
-function Engine:prefill_batch(seqs, counts, tokens, ends_prompts)
+function Engine:prefill_batch(seqs, counts, tokens, ends_prompts, each)
   check_tokens(self, tokens)
-  return self.cache:transaction(prefill_batch, self, seqs, counts, tokens, ends_prompts)
+  return self.cache:transaction(prefill_batch, self, seqs, counts, tokens, ends_prompts,
+    each)
 end
 
 --- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.

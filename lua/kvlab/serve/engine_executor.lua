@@ -6,7 +6,8 @@ local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local sampler = require "kvlab.serve.sampler"
-local tensor = require "kvlab.tensor.arithmetic"
+local tensor = require "kvlab.tensor.tensor"
+local watch = require "kvlab.serve.watch"
 
 local C, check = library.C, library.check
 local M = {}
@@ -47,10 +48,9 @@ function M.new(o)
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
-    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {},
-    watches_prompts = attention.prefill_policy.watches_prompt
-      or attention.decode_policy.watches_prompt,
-    unseen = {}, -- keys of blocks that came from the store and that no policy has seen
+    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, hooks = o.hooks,
+    seen = setmetatable({}, { __mode = "k" }), -- attention -> block -> key of the content
+                                               -- that its policies have seen in it
   }, EngineExecutor)
 end
 
@@ -76,7 +76,8 @@ local function make_keys(self, r, first, last)
   for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
 end
 
---- Checks a request's tokens and makes the keys of its prompt.
+--- Checks a request's tokens and makes the keys of its prompt. Its attention is the
+-- engine's if it names none.
 function EngineExecutor:admit_keys(r)
   local vocab = self.engine.model.config.vocab
   if not r.tokens then error("request: tokens is missing", 3) end
@@ -86,6 +87,13 @@ function EngineExecutor:admit_keys(r)
         vocab - 1), 3)
     end
   end
+  local attention = r.attention or self.engine.attention
+  if attention.cache ~= self.memory then
+    error("request: attention is over another cache, expected one over the engine's", 3)
+  end
+  attention.hooks, r.attention = self.hooks, attention
+  r.reads_prompt = r.prompt_logprobs ~= nil or attention.prefill_policy.watches_prompt
+    or attention.decode_policy.watches_prompt or false
   local size = self.memory.block_size
   r.keys = ffi.new("kvl_key[?]", math.floor((r.num_tokens + r.max_tokens) / size) + 1)
   local full = math.floor(r.num_tokens / size)
@@ -105,12 +113,23 @@ function EngineExecutor:find(r, first, last)
   return self.store:find(r.keys + (first - 1), last - first + 1, self.memory.layers)
 end
 
+--- What an attention's policies have seen: block -> key.
+local function seen_by(self, attention)
+  local seen = self.seen[attention]
+  if not seen then
+    seen = {}
+    self.seen[attention] = seen
+  end
+  return seen
+end
+
 --- A block has been computed: it goes to the store if it is not there yet, and the
 -- policies keep what they know of it. A block that the store cannot take is counted, and
 -- computed again when it is needed.
 function EngineExecutor:put(r, i, block)
+  seen_by(self, r.attention)[block] = r.block_hashes[i]
   if not self.store then return end
-  self.engine.attention:keep(r.block_hashes[i], block)
+  r.attention:keep(r.block_hashes[i], block)
   if self:find(r, i, i) == 1 then return end
   for layer = 0, self.memory.layers - 1 do
     local ok = self.store:put_block(r.keys + (i - 1), layer, self.memory:layer(layer),
@@ -158,20 +177,23 @@ end
 
 -- ---- steps ----------------------------------------------------------------------------
 
---- Notes that the content of this key came from the store into a block.
-function EngineExecutor:arrived(key, block) self.unseen[block] = key end
+--- Notes that content came from the store into a block.
+function EngineExecutor:arrived(_, block)
+  for _, seen in pairs(self.seen) do seen[block] = nil end
+end
 
 --- The policies begin to serve a request. Before any step reads them, the policies are
--- shown those of its blocks that came from the store, for this request or for another one
--- that did not use them. If a block got other content since, the policies saw that being
--- computed.
+-- shown those of its blocks that they did not see being computed: that came from the
+-- store,
+-- or that a request with another attention computed.
 -- If this raises, it may be tried again.
 function EngineExecutor:begin(r)
-  local attention, blocks, tokens, keys = self.engine.attention, {}, {}, {}
+  local attention, blocks, tokens, keys = r.attention, {}, {}, {}
+  local seen = seen_by(self, attention)
   local ids = r:block_ids()
   for i, block in ipairs(ids) do
-    local key = self.unseen[block]
-    if key and key == r.block_hashes[i] then
+    local key = r.block_hashes[i]
+    if key and seen[block] ~= key then
       blocks[#blocks + 1], keys[#keys + 1] = block, key
       tokens[#tokens + 1] = self.memory.block_size
     end
@@ -184,10 +206,10 @@ function EngineExecutor:begin(r)
       error(why, 0)
     end
   end
-  for _, block in ipairs(ids) do self.unseen[block] = nil end
+  for i, block in ipairs(blocks) do seen[block] = keys[i] end
 end
 
-function EngineExecutor:finished(r) self.engine.attention:request_finished(r.seq) end
+function EngineExecutor.finished(_, r) r.attention:request_finished(r.seq) end
 
 local function clear(list, n)
   for i = #list, n + 1, -1 do list[i] = nil end
@@ -297,7 +319,7 @@ local function verify(self, list)
     for i, r in ipairs(list) do
       newest[i], row = row, row + r.num_scheduled_tokens
     end
-    local own = logits:gather_rows(tensor.from(logits.device, "i32", newest))
+    local own = logits:gather_rows(tensor.from(logits.device, "i32", { #newest }, newest))
     choose(self, list, own)
     own:free()
   end
@@ -309,6 +331,58 @@ local function has_draft(list)
     if list[i].num_scheduled_tokens > 1 then return true end
   end
   return false
+end
+
+--- The blocks that a step begins to fill have other content than was seen in them.
+local function forget_seen(self, list)
+  local size = self.memory.block_size
+  for _, r in ipairs(list) do
+    local first = math.ceil(r.num_computed_tokens / size)
+    local last = math.ceil((r.num_computed_tokens + r.num_scheduled_tokens) / size)
+    if last > first then
+      local ids = r:block_ids()
+      for _, seen in pairs(self.seen) do
+        for i = first + 1, last do if ids[i] then seen[ids[i]] = nil end end
+      end
+    end
+  end
+end
+
+local ROWS = 64 -- of logits of a prompt that are computed at a time
+
+--- Log-probabilities of `n` tokens of a prompt, from the states of those before them.
+local function add_prompt_logprobs(self, r, states, n)
+  local engine, first = self.engine, r.num_computed_tokens
+  local top = math.min(r.top_of_prompt, engine.model.config.vocab)
+  self.rows = self.rows or tensor.lasting(tensor.tensor, engine.model.device, "f32",
+    { ROWS, engine.model.config.vocab })
+  for at = 0, n - 1, ROWS do
+    local count, ids = math.min(ROWS, n - at), {}
+    local logits = self.rows:narrow(0, count)
+    engine.model:logits(states:narrow(at, count), logits)
+    for i = 1, count do ids[i] = r.tokens[first + at + i + 1] end
+    for i, one in ipairs(sampler.logprobs(logits, ids, top)) do
+      r.prompt_logprobs[first + at + i + 1] = one
+    end
+  end
+end
+
+--- A function that sees the states of a chunk, for requests that want log-probabilities
+-- of their prompts; nil if none does.
+local function reader_of_prompts(self, list)
+  local any = false
+  for _, r in ipairs(list) do any = any or r.prompt_logprobs end
+  return any and function(states)
+    local row = 0
+    for _, r in ipairs(list) do
+      local n = math.min(r.num_scheduled_tokens,
+        r.prompt_length - r.num_computed_tokens - 1)
+      if r.prompt_logprobs and n > 0 then
+        tensor.scope(add_prompt_logprobs, self, r, states:narrow(row, n), n)
+      end
+      row = row + r.num_scheduled_tokens
+    end
+  end or nil
 end
 
 local function decode(self, list)
@@ -323,18 +397,59 @@ end
 
 local function prefill(self, list)
   local seqs, counts, tokens = gather(self, list)
-  choose(self, list,
-    self.engine:prefill_batch(seqs, counts, tokens, ends_prompts(self, list)))
+  choose(self, list, self.engine:prefill_batch(seqs, counts, tokens,
+    ends_prompts(self, list), reader_of_prompts(self, list)))
   mark_computed(self, list)
 end
 
+--- Computes requests of one attention. `group` are those whose computation failed.
+local function run_group(self, compute, list, attention)
+  local engine, own, probe = self.engine, self.engine.attention, attention.probe
+  self.group = list
+  if attention ~= own then engine:use_attention(attention) end
+  attention.probe = watch.over(list, probe)
+  local ok, why = pcall(self.memory.transaction, self.memory, compute, self, list)
+  attention.probe = probe
+  if attention ~= own then engine:use_attention(own) end
+  if not ok then
+    self.seen[attention] = nil -- the step may have changed what the policies keep
+    error(why, 0)
+  end
+  forget_seen(self, list)
+  self.group = nil
+end
+
+--- Computes requests in groups of one attention, in the order in which these come.
+local function run_groups(self, compute, list)
+  local is_one = true
+  for i = 2, #list do is_one = is_one and list[i].attention == list[1].attention end
+  if is_one then
+    if list[1] then run_group(self, compute, list, list[1].attention) end
+    return
+  end
+  local groups, of = {}, {}
+  for _, r in ipairs(list) do
+    local group = of[r.attention]
+    if not group then
+      group = {}
+      groups[#groups + 1], of[r.attention] = group, group
+    end
+    group[#group + 1] = r
+  end
+  for _, group in ipairs(groups) do
+    run_group(self, compute, group, group[1].attention)
+  end
+end
+
 --- Computes a step and returns its microseconds. Decoding requests and prompts are
--- separate batches, since policies may treat them differently. If one of them raises, its
--- requests are as they were before; is_computed tells which requests were computed.
+-- separate batches, since policies may treat them differently, and so are requests with
+-- different attentions. If one of them raises, its requests are as they were before;
+-- is_computed tells which requests were computed.
 function EngineExecutor:run(plan)
-  local start, memory = self:now(), self.memory
-  if #plan.decode > 0 then memory:transaction(decode, self, plan.decode) end
-  if #plan.prefill > 0 then memory:transaction(prefill, self, plan.prefill) end
+  local start = self:now()
+  self.group = nil
+  run_groups(self, decode, plan.decode)
+  run_groups(self, prefill, plan.prefill)
   return self:now() - start
 end
 

@@ -92,9 +92,12 @@ local function tokens_of(given, o, i, vocab)
   return given
 end
 
---- How many tokens a prompt may have to come; raises if it asks for more than there is
--- room for.
-local function room(engine, count, asked, i)
+--- How many tokens may follow a prompt of `count` tokens; less than 1 if it is too long.
+---@param engine table
+---@param count integer
+---@return integer most
+---@return string why  what the limit is
+function M.room(engine, count)
   local cache = engine.cache
   local blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks)
   local limit, what = blocks * cache.block_size,
@@ -103,8 +106,14 @@ local function room(engine, count, asked, i)
   if context and context < limit then
     limit, what = context, ("the model's context is %d"):format(context)
   end
-  local most = limit - count + 1 -- the last token is never read
-  if count > limit then fail(i, "has %d tokens, but %s", count, what) end
+  return limit - count + 1, what -- the last token is never read
+end
+
+--- How many tokens a prompt may have to come; raises if it asks for more than there is
+-- room for.
+local function room(engine, count, asked, i)
+  local most, what = M.room(engine, count)
+  if most < 1 then fail(i, "has %d tokens, but %s", count, what) end
   if asked and asked > most then
     fail(i, "has %d tokens and max_tokens is %d, but %s", count, asked, what)
   end
@@ -121,8 +130,14 @@ local function stop_tokens(o)
   return list
 end
 
---- A prompt, checked, with all that its request needs.
-local function job_of(engine, given, o, i)
+--- A prompt, checked, with all that its request needs: job.request are the options that
+-- server:submit will get, job.answer becomes the answer.
+---@param engine table
+---@param given string|table  see M.generate
+---@param o table             options of M.generate, checked
+---@param i integer           which prompt it is, for errors
+---@return table job
+function M.job(engine, given, o, i)
   local own, prompt = options_of(given, o, i)
   for _, name in ipairs { "stop", "on_text" } do
     if own[name] and not own.tokenizer then
@@ -159,8 +174,9 @@ local function add(server, job, r, id)
   if job.is_cancelled or job.stream.stopped then server:cancel(r) end
 end
 
---- The end of an answer.
-local function finish(job)
+--- Completes the answer of a job whose request has finished.
+---@param job table
+function M.finish(job)
   local r, answer = job.running, job.answer
   job.is_done = true
   answer.finish_reason, answer.error = r.finish_reason, r.error
@@ -178,7 +194,10 @@ local function finish(job)
   answer.draft = d and { steps = d.steps, proposed = d.proposed, accepted = d.accepted }
 end
 
-local function submit(server, job)
+--- Submits a job to a server with the engine that the job was made for.
+---@param server kvlab.Server
+---@param job table
+function M.start(server, job)
   local o = job.request
   if o.max_tokens == 0 then
     job.is_done, job.answer.finish_reason = true, "length"
@@ -190,12 +209,12 @@ local function submit(server, job)
 end
 
 local function run(server, jobs)
-  for _, job in ipairs(jobs) do submit(server, job) end
+  for _, job in ipairs(jobs) do M.start(server, job) end
   local left
   repeat
     left = false
     for _, job in ipairs(jobs) do
-      if not job.is_done and job.running.state == "finished" then finish(job) end
+      if not job.is_done and job.running.state == "finished" then M.finish(job) end
       left = left or not job.is_done
     end
     if left then server:step() end
@@ -229,7 +248,7 @@ function M.generate(to, prompts, o)
   local engine = to.executor and to.executor.engine or to
   local list, is_one = listed(prompts)
   local jobs, answers = {}, {}
-  for i, given in ipairs(list) do jobs[i] = job_of(engine, given, o, i) end
+  for i, given in ipairs(list) do jobs[i] = M.job(engine, given, o, i) end
   local server = to.executor and to or serve.serve { engine = engine }
   local ok, why = pcall(run, server, jobs)
   for i, job in ipairs(jobs) do

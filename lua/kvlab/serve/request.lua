@@ -22,6 +22,9 @@ local M = {}
 ---@field block_hashes any[]         keys of its full blocks
 ---@field selected_blocks integer[]|nil  logical blocks that build_sparse_meta chose
 ---@field prefetch_task table|nil    its ticket, while its blocks are on their way
+---@field attention kvlab.Attention|nil  whose policies serve it; nil without a model
+---@field keeps_output boolean       others may share the blocks of its output
+---@field reads_prompt boolean       it computes its whole prompt, and shares nothing
 ---@field prefetch_ready boolean     nothing is left to fetch; the rest must be computed
 ---@field max_tokens integer         most tokens of output
 ---@field arrival_us number
@@ -37,6 +40,12 @@ local M = {}
 ---@field draft kvlab.serve.Draft|nil  how drafts are made; how many were right
 ---@field next_tokens integer[]|nil  what a step with a draft gave
 ---@field unseen integer             how many of these the server has yet to reveal
+---@field prompt_logprobs table<integer, table>|nil  the same of each token of the prompt
+--                                   but the first, if it asks for them
+---@field top_of_prompt integer|nil  of how many of the likeliest
+---@field watches boolean            reads is kept
+---@field reads table|nil            which blocks its newest decode step read, see
+-- watch.lua
 ---@field is_computed boolean        a step computed its num_scheduled_tokens, and the
 --                                   server has not taken note of it yet
 ---@field preemptions integer
@@ -56,7 +65,10 @@ M.KNOWN = {
   stop_tokens = options.list_of(options.whole),
   stop = options.list_of(options.list_of(options.whole)),
   arrival_us = options.number, deadline_us = options.number,
-  sample = options.callable, on_token = options.callable, draft = draft.KIND,
+    sample = options.callable, on_token = options.callable, draft = draft.KIND,
+  attention = options.like("an attention over the engine's cache", "cache", "forward"),
+  keep_output = options.boolean, prompt_logprobs = options.within(0, 1000),
+  watch = options.boolean,
 }
 for name, kind in pairs(sampler.KNOWN) do M.KNOWN[name] = kind end
 
@@ -64,7 +76,8 @@ for name, kind in pairs(sampler.KNOWN) do M.KNOWN[name] = kind end
 M.KNOWN_OF_FORK = {}
 for name, kind in pairs(M.KNOWN) do M.KNOWN_OF_FORK[name] = kind end
 M.KNOWN_OF_FORK.tokens = { "a list of token ids", options.table[2] }
-for _, name in ipairs { "input_length", "hash_ids", "hash_block" } do
+for _, name in ipairs { "input_length", "hash_ids", "hash_block", "attention",
+                        "keep_output", "prompt_logprobs", "watch" } do
   M.KNOWN_OF_FORK[name] = nil
 end
 
@@ -102,6 +115,9 @@ function M.new(o, request_id, level)
     stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
     draft = draft.take(o.draft), unseen = 0,
     choice = choice, logprobs = choice and choice.logprobs and {} or nil,
+    attention = o.attention, keeps_output = o.keep_output ~= false,
+    prompt_logprobs = o.prompt_logprobs and {} or nil, top_of_prompt = o.prompt_logprobs,
+    watches = o.watch or false, reads_prompt = false,
     arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,
     blocks_asked = 0, blocks_shared = 0, blocks_loaded = 0, store_end = math.huge,
   }, Request)

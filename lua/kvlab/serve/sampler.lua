@@ -220,6 +220,19 @@ local function logprobs_of(logits, ids, p)
   return out
 end
 
+--- Log-probabilities of given tokens, by the model itself.
+---@param logits kvlab.Tensor  f32 [#ids, vocab]
+---@param ids integer[]
+---@param top integer          how many of the likeliest are listed, too
+---@return table[]             of each { logprob =, top = { { id =, logprob = }, … } }
+function M.logprobs(logits, ids, top)
+  local p = { rows = #ids, logprobs = top, choices = {} }
+  for i = 1, #ids do p.choices[i] = { logprobs = top } end
+  return tensor.scope(function()
+    return logprobs_of(logits, tensor.from(logits.device, "i32", { #ids }, ids), p)
+  end)
+end
+
 local function choose(logits, list)
   local p = plan(list)
   local scores, ids = logits, nil

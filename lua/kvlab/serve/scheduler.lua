@@ -32,7 +32,8 @@ function M.new(executor, o)
   return setmetatable({
     executor = executor, prefix = prefix_cache.new(executor.memory), waiting = {},
     running = {}, computing = {}, loading = {}, plan = { decode = {}, prefill = {} },
-    view = { step = 0 }, uses = {}, max_seqs = o.max_seqs, max_tokens = o.max_tokens,
+    view = { step = 0 }, uses = o.keep ~= false and {} or nil, max_seqs = o.max_seqs,
+      max_tokens = o.max_tokens,
     ahead_tokens = o.prefetch_ahead * o.max_tokens, priority = o.priority,
     skips = o.late == "skip", block_size = executor.memory.block_size,
     watermark = math.ceil(o.watermark * executor.memory.blocks), window = 1,
@@ -45,9 +46,9 @@ function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size)
 
 --- How many full blocks a request may take from others. Its last token is always
 -- computed, because the server wants the token after it. If a policy has to see the
--- prompt's queries, all tokens are computed.
+-- prompt's queries, or the request asks for its log-probabilities, all are computed.
 function Scheduler:shareable(r)
-  if self.executor.watches_prompts then return 0 end
+  if r.reads_prompt then return 0 end
   return math.floor((r.num_tokens - 1) / self.block_size)
 end
 
@@ -241,17 +242,20 @@ end
 --- A request has arrived.
 function Scheduler:enqueue(r)
   r.state = "waiting"
-  for i = 1, math.min(#r.block_hashes, self:shareable(r)) do
+  for i = 1, self.uses and math.min(#r.block_hashes, self:shareable(r)) or 0 do
     local key = r.block_hashes[i]
     self.uses[key] = (self.uses[key] or 0) + 1
   end
   self.waiting[#self.waiting + 1] = r
 end
 
---- Others may share what has been computed of a request: its full blocks, which go into
--- the store, too. If that raises, the next call goes on where this one stopped.
+--- Others may share what has been computed of a request: its full blocks, or those of its
+-- prompt if it keeps its output to itself. They go into the store, too. If that raises,
+-- the next call goes on where this one stopped.
 function Scheduler:share(r)
-  local full = math.floor(r.num_computed_tokens / self.block_size)
+  local computed = r.num_computed_tokens
+  if not r.keeps_output then computed = math.min(computed, r.prompt_length) end
+  local full = math.floor(computed / self.block_size)
   if full <= r.blocks_put then return end
   local ids = r:block_ids()
   for i = r.blocks_put + 1, full do

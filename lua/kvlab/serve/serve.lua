@@ -28,7 +28,10 @@ local serve_options = require "kvlab.serve.serve_options"
 local M = {}
 
 ---@class kvlab.Server
----@field requests kvlab.Request[]  all requests, in the order of their submission
+---@field requests table<integer, kvlab.Request>  all requests by their request_id, 1, 2,
+-- …;
+--                                 those that finished are not kept if `keep` is false
+---@field submitted integer         how many requests there were
 ---@field scheduler kvlab.Scheduler
 ---@field executor table            simulator.lua or engine_executor.lua
 local Server = {}
@@ -52,6 +55,8 @@ Server.__index = Server
 --                (request, view) -> integer (queue_position)
 --  late          what happens when it is a request's turn but its blocks are under way:
 --                "wait", the step waits for them; "skip", others go first ("wait")
+--  keep          whether the server keeps requests that finished, for its stats. One that
+--                runs for long does not; priorities then see no reuse (true)
 --  slo_us        how long after its arrival a request's first token is due (2e6)
 --  hooks         build_sparse_meta(server, plan), request_begin(request),
 --                request_finished(request), attention_begin(ctx), attention_finished(ctx)
@@ -62,7 +67,8 @@ function M.serve(given)
   local executor = require(kind).new(o)
   return setmetatable({
     executor = executor, scheduler = scheduler.new(executor, o), hooks = o.hooks or {},
-    requests = {}, arriving = {}, slo_us = o.slo_us,
+    requests = {}, submitted = 0, arriving = {}, slo_us = o.slo_us,
+    forgets = o.keep == false,
     counts = { steps = 0, busy_us = 0, idle_us = 0, prefill_tokens = 0,
                decode_tokens = 0, finished = 0, failed = 0 },
   }, Server)
@@ -76,6 +82,13 @@ local function expect(self, r)
   local at = #list + 1
   while at > 1 and list[at - 1].arrival_us <= r.arrival_us do at = at - 1 end
   table.insert(list, at, r)
+end
+
+--- Adds a request to those of the server.
+local function enlist(self, r)
+  self.submitted = r.request_id
+  self.requests[r.request_id] = r
+  expect(self, r)
 end
 
 local function with_defaults(self, given)
@@ -105,24 +118,29 @@ end
 --                     logprobs: keeps the log-probability of each token and of that many
 --                     of the likeliest in request.logprobs; or, in place of these,
 --                     sample(logits, request) -> id, or draft = { ngram, tokens }, which
---                     drafts the likeliest tokens (draft.lua); on_token(request, id)
+--                     drafts the likeliest tokens (draft.lua); on_token(request, id);
+--                     prompt_logprobs: keeps the same of each token of the prompt in
+--                     request.prompt_logprobs; attention: whose policies serve it (the
+--                     engine's); keep_output: others may share the blocks of its output
+--                     (true); watch: request.reads says which blocks each of its steps
+--                     reads (false)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
   options.check("submit", given, request.KNOWN)
   local o = with_defaults(self, given)
-  local r = request.new(o, #self.requests + 1, 2)
+  local r = request.new(o, self.submitted + 1, 2)
   local why = lacks_blocks(self, r)
   if why then return nil, why end
   self.executor:admit_keys(r, o)
-  self.requests[#self.requests + 1] = r
-  expect(self, r)
+  enlist(self, r)
   return r
 end
 
 --- Raises for a request of another server.
 local function expect_own(self, what, r)
-  if self.requests[r.request_id] ~= r then
+  if self.requests[r.request_id] ~= r and not (self.forgets
+    and r.state == "finished") then
     options.fail(what .. ": the request belongs to another server")
   end
 end
@@ -187,7 +205,8 @@ function Server:fork(parent, given)
     for _, id in ipairs(o.tokens or {}) do tokens[#tokens + 1] = id end
     o.tokens = tokens
   end
-  local r = request.new(o, #self.requests + 1, 2)
+  local r = request.new(o, self.submitted + 1, 2)
+  r.attention = parent.attention
   local why = lacks_blocks(self, r)
   if why then error("fork: " .. why, 2) end
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
@@ -197,8 +216,7 @@ function Server:fork(parent, given)
     r.seq:truncate(parent.num_tokens - 1)
   end
   r.shares_last, parent.shares_last = true, true
-  self.requests[#self.requests + 1] = r
-  expect(self, r)
+  enlist(self, r)
   return r
 end
 
@@ -206,6 +224,7 @@ local function finish(self, r, reason)
   r.finish_us, r.finish_reason = self.executor:now(), reason
   self.counts.finished = self.counts.finished + 1
   if reason == "error" then self.counts.failed = self.counts.failed + 1 end
+  if self.forgets then self.requests[r.request_id] = nil end
   if self.hooks.request_finished then self.hooks.request_finished(r) end
 end
 
@@ -351,6 +370,12 @@ function Server:step()
   return true
 end
 
+--- The requests whose computation failed, after a step that raised; none if something
+-- else
+-- did. The next step would compute them again.
+---@return kvlab.Request[]
+function Server:failing() return { unpack(self.executor.group or {}) } end
+
 --- Runs steps until every request is done. After an error of a step it can be called
 -- again.
 function Server:run()
@@ -370,7 +395,8 @@ end
 -- stall_share is stall time as a share of busy and stall time.
 function Server:stats()
   local s, ttft, sum, met, tpot, outputs = self.scheduler, {}, 0, 0, 0, 0
-  for _, r in ipairs(self.requests) do
+  for i = 1, self.submitted do
+    local r = self.requests[i] or {}
     if r.first_token_us then
       local us = r.first_token_us - r.arrival_us
       ttft[#ttft + 1], sum = us, sum + us
@@ -400,8 +426,10 @@ end
 -- ends.
 function Server:close()
   local problem
-  for _, r in ipairs(self.requests) do
-    local ok, why = pcall(self.cancel, self, r)
+  for i = 1, self.submitted do
+    local r = self.requests[i]
+    local ok, why = true, nil
+    if r then ok, why = pcall(self.cancel, self, r) end
     if not ok then problem = problem or { why } end
   end
   self.scheduler.prefix:clear()

@@ -19,7 +19,7 @@ M.KNOWN = {
   engine = options.like("a model's engine", "cache", "attention", "chunk"),
   store = options.like("a store", "url", "handle"), cost = options.table,
   hooks = options.table, blocks = options.count, block_size = options.count,
-  max_seqs = LIMIT, max_tokens = LIMIT,
+  max_seqs = LIMIT, max_tokens = LIMIT, keep = options.boolean,
   store_blocks = { "a number of blocks", function(x)
     return options.number[2](x) and x >= 0
   end },

@@ -26,7 +26,7 @@ local function priority_of(self, r, position, count)
   view.bytes = count * self.executor.bytes_block
   local uses = 0
   for i = first + 1, first + count do
-    uses = uses + (self.uses[r.block_hashes[i]] or 0)
+    uses = uses + (self.uses and self.uses[r.block_hashes[i]] or 0)
   end
   view.reuse = uses / count
   return self.priority(r, view)
