@@ -228,6 +228,15 @@ function prepare.repl()
   return function() return require("kvlab.shell.repl").main() end
 end
 
+function prepare.serve()
+  if #options.args ~= 1 then
+    misuse("serve takes one model, a name, a folder or a GGUF file; given %s",
+      #options.args == 0 and "none" or table.concat(options.args, " "))
+  end
+  local work, problem = require("kvlab.shell.serve").prepare(options.args[1], options)
+  return work or misuse("%s", problem)
+end
+
 local SWEEP = "submit SCRIPT --slurm --shards=N, status DIR or merge DIR SCRIPT"
 
 --- The folder of a sweep without slashes at its end.

@@ -1,0 +1,289 @@
+--- What a request asks for: reads the JSON of /v1/completions and /v1/chat/completions
+-- into what both need: prompts as token ids, options of kv.generate, and how to answer.
+local fields = require "kvlab.http.fields"
+local generate = require "kvlab.serve.generate"
+local json = require "kvlab.json"
+local problem = require "kvlab.http.problem"
+
+local M = {}
+
+local SEEDS = 2 ^ 53 -- a seed is below this; others are taken modulo it
+
+local function is_none(x)
+  return x == json.null or x == false or x == 0 or x == "" or type(x) == "table"
+    and next(x) == nil
+end
+
+local PROMPTS_MOST = 256
+local STREAM_OPTIONS = { include_usage = fields.boolean }
+
+local function stream_options(name, x)
+  return fields.take(fields.object(name, x), STREAM_OPTIONS)
+end
+
+local function seed(name, x)
+  return fields.whole(-2 ^ 53, 2 ^ 63)(name, x) % SEEDS
+end
+
+--- The fields of both kinds.
+local function shared(limits)
+  return {
+    model = fields.string, max_tokens = fields.whole(0, 2 ^ 31),
+    temperature = fields.number(0, 100), top_p = fields.number(0, 1),
+    top_k = fields.whole(-1, 2 ^ 31), min_p = fields.number(0, 1),
+    repetition_penalty = fields.number(0.01, 100), seed = seed,
+    n = fields.whole(1, limits.n), stop = fields.strings(limits.stops),
+    stop_token_ids = fields.list(fields.whole(0, 2 ^ 31), 64),
+    ignore_eos = fields.boolean, stream = fields.boolean, stream_options = stream_options,
+    policy = fields.string, policy_options = fields.object, watch_blocks = fields.boolean,
+    presence_penalty = fields.only("0", is_none),
+    frequency_penalty = fields.only("0", is_none),
+    logit_bias = fields.only("none", is_none),
+    user = fields.ignored, metadata = fields.ignored, store = fields.ignored,
+    service_tier = fields.ignored, safety_identifier = fields.ignored,
+    prompt_cache_key = fields.ignored,
+  }
+end
+
+local function of_completions(limits)
+  local all = shared(limits)
+  all.prompt = function(_, x) return x end
+  all.echo, all.logprobs = fields.boolean, fields.whole(0, limits.logprobs)
+  all.suffix = fields.only("none", is_none)
+  all.best_of = fields.only("1", function(x) return x == 1 end)
+  return all
+end
+
+local function is_text_format(x) return type(x) == "table" and x.type == "text" end
+
+local function of_chat(limits)
+  local all = shared(limits)
+  all.messages = fields.list(fields.object, limits.messages)
+  all.logprobs, all.top_logprobs = fields.boolean, fields.whole(0, limits.logprobs)
+  all.max_completion_tokens = all.max_tokens
+  all.response_format = fields.only("text", is_text_format)
+  all.tools = fields.only("none", is_none)
+  all.tool_choice = fields.only("none", function(x) return x == "none" end)
+  all.functions = fields.only("none", is_none)
+  all.function_call = fields.only("none", function(x) return x == "none" end)
+  all.modalities = fields.only("text", function(x)
+    return type(x) == "table" and #x == 1 and x[1] == "text"
+  end)
+  all.parallel_tool_calls = fields.ignored
+  return all
+end
+
+-- ---- prompts --------------------------------------------------------------------------
+
+--- Ids, checked.
+local function ids_of(name, x, vocab)
+  for i, id in ipairs(x) do
+    if type(id) ~= "number" or id % 1 ~= 0 or id < 0 or id >= vocab then
+      fields.refuse(("%s[%d]"):format(name, i - 1), id,
+        ("a token id, 0 ... %d"):format(vocab - 1))
+    end
+  end
+  return x
+end
+
+--- One prompt: its ids, and its text where there was one.
+local function prompt_of(self, name, x)
+  if type(x) == "string" then
+    local ids = self.tokenizer:encode(x, { special = true })
+    if #ids == 0 then problem.wrong(name, name
+      .. " is empty, expected a token or more") end
+    return { ids = ids, text = x }
+  end
+  if type(x) ~= "table" or next(x) ~= nil and x[1] == nil then
+    fields.refuse(name, x, "a string or an array of token ids")
+  end
+  if #x == 0 then problem.wrong(name, name .. " is empty, expected a token or more") end
+  return { ids = ids_of(name, x, self.vocab) }
+end
+
+--- All prompts of a completion.
+local function prompts_of(self, x)
+  if x == nil then problem.wrong("prompt", "prompt is missing") end
+  local is_list = type(x) == "table" and (type(x[1]) == "string" or type(x[1]) == "table")
+  if not is_list then return { prompt_of(self, "prompt", x) } end
+  if #x > PROMPTS_MOST then
+    problem.wrong("prompt", ("prompt has %d items, expected %d or fewer"):format(#x,
+      PROMPTS_MOST))
+  end
+  local out = {}
+  for i, one in ipairs(x) do out[i] = prompt_of(self, ("prompt[%d]"):format(i - 1),
+    one) end
+  return out
+end
+
+--- The text of a message: a string, or parts of type text.
+local function content_of(name, x)
+  if type(x) == "string" then return x end
+  if type(x) ~= "table" or x[1] == nil then
+    fields.refuse(name, x, "a string or an array of parts")
+  end
+  local parts = {}
+  for i, part in ipairs(x) do
+    local where = ("%s[%d]"):format(name, i - 1)
+    if type(part) ~= "table" or part.type ~= "text" then
+      problem.wrong(where, where .. ' is no part of type "text", the only one that this '
+        .. "server supports", "unsupported_value")
+    end
+    parts[i] = fields.string(where .. ".text", part.text)
+  end
+  return table.concat(parts)
+end
+
+local MESSAGE = { role = fields.string, content = function(_, x) return x end,
+                  name = fields.ignored, refusal = fields.ignored }
+local ROLES = { developer = "system" } -- the name that newer clients use
+
+local function chat_of(self, messages)
+  if not messages then problem.wrong("messages", "messages is missing") end
+  if #messages == 0 then problem.wrong("messages",
+    "messages is empty, expected one or more") end
+  local list = {}
+  for i, given in ipairs(messages) do
+    local name = ("messages[%d]"):format(i - 1)
+    local one = fields.take(given, MESSAGE)
+    if not one.role then problem.wrong(name .. ".role", name .. ".role is missing") end
+    list[i] = { role = ROLES[one.role] or one.role,
+                content = content_of(name .. ".content", one.content) }
+  end
+  local ok, text, ids = pcall(self.tokenizer.chat, self.tokenizer, list,
+    { add_generation_prompt = true })
+  if not ok then
+    problem.wrong("messages", (tostring(text):gsub("^[^\n]-:%d+: ", "")), "invalid_chat")
+  end
+  return { ids = ids, text = text }
+end
+
+-- ---- both -----------------------------------------------------------------------------
+
+--- How many tokens an answer has, at most.
+local function length_of(self, prompt, asked, default, name)
+  local count = #prompt.ids
+  local most, why = generate.room(self.engine, count)
+  if most < 1 or asked and asked > most then
+    problem.wrong(most < 1 and name or "max_tokens",
+      ("the prompt has %d tokens%s, but %s"):format(count,
+        asked and most >= 1 and (" and max_tokens is %d"):format(asked) or "", why),
+      "context_length_exceeded")
+  end
+  return asked or math.min(default, most)
+end
+
+local function check_model(self, name)
+  if name and name ~= self.name then
+    error(problem.new(404, ("the model %q does not exist; this server has %q"):format(
+      name,
+      self.name), { param = "model", code = "model_not_found" }), 0)
+  end
+end
+
+--- What to generate, and how to answer.
+local function asked_of(self, o, prompts, default)
+  local top_k, n = o.top_k or 0, o.n or 1
+  local out = {
+    prompts = prompts, n = n, stream = o.stream or false, echo = o.echo or false,
+    usage = o.stream_options and o.stream_options.include_usage or false,
+    policy = o.policy, policy_options = o.policy_options,
+    watch = o.watch_blocks or false, seed = o.seed,
+    options = {
+      tokenizer = self.tokenizer, temperature = o.temperature or 1,
+      top_k = top_k > 0 and top_k or 0, top_p = o.top_p and math.max(o.top_p, 1e-9) or 1,
+      min_p = o.min_p or 0, repetition_penalty = o.repetition_penalty or 1,
+      stop_tokens = o.stop_token_ids, ignore_eos = o.ignore_eos,
+    },
+  }
+  if o.stream_options and not o.stream then
+    problem.wrong("stream_options",
+      "stream_options is an object, expected none without stream")
+  end
+  if out.watch and not out.stream then
+    problem.wrong("watch_blocks", "watch_blocks is true, expected false without stream")
+  end
+  if out.watch and self.engine.uses_graphs then
+    problem.wrong("watch_blocks",
+      "watch_blocks is true, expected false, since this server "
+      .. "replays its steps from graphs")
+  end
+  for i, stop in ipairs(o.stop or {}) do
+    if stop == "" then problem.wrong("stop", ("stop[%d] is empty"):format(i - 1)) end
+  end
+  if o.stop and o.stop[1] then out.options.stop = o.stop end
+  for _, prompt in ipairs(prompts) do
+    prompt.max_tokens = length_of(self, prompt, o.max_tokens or o.max_completion_tokens,
+      default,
+      o.messages and "messages" or "prompt")
+  end
+  return out
+end
+
+--- Makes the two readers for a server.
+---@param self table  engine, tokenizer, vocab, name, limits
+function M.new(self)
+  local completions, chat = of_completions(self.limits), of_chat(self.limits)
+  local readers = {}
+
+  --- A request for /v1/completions.
+  function readers.completion(object)
+    local o = fields.take(object, completions)
+    check_model(self, o.model)
+    local asked = asked_of(self, o, prompts_of(self, o.prompt),
+      self.limits.completion_tokens)
+    asked.logprobs = o.logprobs
+    return asked
+  end
+
+  --- A request for /v1/chat/completions.
+  function readers.chat(object)
+    local o = fields.take(object, chat)
+    check_model(self, o.model)
+    if o.max_tokens and o.max_completion_tokens then
+      problem.wrong("max_tokens",
+        "both max_tokens and max_completion_tokens are given, which "
+        .. "are the same")
+    end
+    if o.top_logprobs and not o.logprobs then
+      problem.wrong("top_logprobs", "top_logprobs needs logprobs to be true")
+    end
+    local asked = asked_of(self, o, { chat_of(self, o.messages) },
+      self.limits.chat_tokens)
+    asked.logprobs = o.logprobs and (o.top_logprobs or 0) or nil
+    asked.is_chat = true
+    return asked
+  end
+
+  local TOKENIZE = { model = fields.string, prompt = fields.string,
+                     messages = fields.list(fields.object, self.limits.messages),
+                     add_special_tokens = fields.boolean,
+                       return_token_strs = fields.boolean,
+                     add_generation_prompt = fields.boolean }
+
+  --- A request for /tokenize.
+  function readers.tokenize(object)
+    local o = fields.take(object, TOKENIZE)
+    check_model(self, o.model)
+    if o.messages then return chat_of(self, o.messages).ids, o.return_token_strs end
+    if not o.prompt then problem.wrong("prompt", "prompt is missing") end
+    local is_bare = o.add_special_tokens == false or nil
+    return self.tokenizer:encode(o.prompt, { special = true, bos = is_bare and false,
+      eos = is_bare and false }), o.return_token_strs
+  end
+
+  local DETOKENIZE = { model = fields.string, tokens = fields.list(
+    fields.whole(0, self.tokenizer.size - 1), 2 ^ 20) }
+
+  --- A request for /detokenize.
+  function readers.detokenize(object)
+    local o = fields.take(object, DETOKENIZE)
+    check_model(self, o.model)
+    if not o.tokens then problem.wrong("tokens", "tokens is missing") end
+    return o.tokens
+  end
+
+  return readers
+end
+
+return M

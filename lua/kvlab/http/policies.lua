@@ -1,0 +1,95 @@
+--- The policies that requests name. Each policy with its options has an attention over
+-- the
+-- engine's cache, which stays for later requests; those that were not used for longest go
+-- when there are too many.
+local json = require "kvlab.json"
+local named = require "kvlab.named"
+local policies = require "kvlab.policy.policy"
+local problem = require "kvlab.http.problem"
+
+local M = {}
+
+---@class kvlab.http.Policies
+---@field most integer  how many are kept
+local Policies = {}
+Policies.__index = Policies
+
+---@param engine table
+---@param name string|nil     what requests get that name none; nil: the engine's own
+---@param options table|nil   its options
+---@param most integer        how many are kept at once
+---@return kvlab.http.Policies
+function M.new(engine, name, options, most)
+  local self = setmetatable({ engine = engine, name = name, options = options or {},
+    most = most, entries = {}, clock = 0 }, Policies)
+  self.own = { attention = engine.attention, users = 0,
+               name = name or engine.attention.decode_policy.name }
+  if name then self.own.attention = engine:attention_of(policies(name, self.options)) end
+  return self
+end
+
+--- Makes room for one more. Raises when all are in use.
+local function make_room(self)
+  local count, oldest = 0, nil
+  for key, entry in pairs(self.entries) do
+    count = count + 1
+    if entry.users == 0 and (not oldest or entry.used < self.entries[oldest].used) then
+      oldest = key
+    end
+  end
+  if count < self.most then return end
+  if not oldest then
+    error(problem.new(429, (
+      "requests with %d other policies are being served, which is as "
+      .. "many as this server keeps; try again later"):format(count),
+      { param = "policy", code = "too_many_policies", header = "Retry-After: 1" }), 0)
+  end
+  self.entries[oldest] = nil
+end
+
+local function open(self, name, options)
+  local ok, attention = pcall(function()
+    return self.engine:attention_of(policies(name, options))
+  end)
+  if ok then return attention end
+  local words = tostring(attention):gsub("^[^\n]-:%d+: ", "")
+  problem.wrong(options and next(options) and "policy_options" or "policy", words,
+    "invalid_policy")
+end
+
+--- Takes the policy that a request names; give() ends the use.
+---@param name string|nil
+---@param options table|nil  without a name: of the server's own policy, over its own
+---@return table entry  attention, name
+function Policies:take(name, options)
+  local entry
+  if not name and not options then
+    entry = self.own
+  else
+    local all = {}
+    if not name or name == self.own.name and not options then
+      name = name or self.own.name
+      for key, value in pairs(self.options) do all[key] = value end
+    end
+    for key, value in pairs(options or {}) do all[key] = value end
+    if not named.path_of("policies", name) then
+      problem.wrong("policy", ("policy is %q, expected one of %s"):format(name,
+        table.concat(named.list "policies", ", ")), "unknown_policy")
+    end
+    local key = name .. " " .. json.encode(all)
+    entry = self.entries[key]
+    if not entry then
+      make_room(self)
+      entry = { attention = open(self, name, all), name = name, users = 0 }
+      self.entries[key] = entry
+    end
+  end
+  self.clock = self.clock + 1
+  entry.users, entry.used = entry.users + 1, self.clock
+  return entry
+end
+
+--- A request needs its policy no more.
+function Policies.give(_, entry) entry.users = entry.users - 1 end -- luacheck: ignore 212
+
+return M

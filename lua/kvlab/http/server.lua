@@ -1,0 +1,358 @@
+--- A server that clients of OpenAI's API can use: `./kvlab serve MODEL`. docs/server.md
+-- says what of the API it supports.
+--
+--   local server = require("kvlab.http.server").open { model = kv.model "smollm2" }
+--   server:run()                 until Ctrl-C; or server:turn(us), again and again
+--
+-- libmicrohttpd talks to the clients, on a thread of its own (connections.lua). This file
+-- takes the requests that have arrived, between two steps of the model (calls.lua).
+local C = require("kvlab.library").C
+local answers = require "kvlab.http.answers"
+local asked = require "kvlab.http.asked"
+local calls = require "kvlab.http.calls"
+local connections = require "kvlab.http.connections"
+local fields = require "kvlab.http.fields"
+local files = require "kvlab.files"
+local json = require "kvlab.json"
+local metrics = require "kvlab.http.metrics"
+local options = require "kvlab.options"
+local policies = require "kvlab.http.policies"
+local problem = require "kvlab.http.problem"
+
+local M = {}
+
+local PAGE = debug.getinfo(1, "S").source:gsub("^@(.*)server%.lua$", "%1page.html")
+
+--- Limits, and their defaults.
+M.LIMITS = {
+  queue = 256,             -- answers that wait; one more gets status 429
+  connections = 1024,      -- at once
+  bytes_body = 4 * 2 ^ 20, -- of a request
+  n = 16,                  -- answers of one prompt
+  logprobs = 20,           -- of the likeliest tokens
+  stops = 16,              -- stop strings
+  messages = 1024,         -- of a chat
+  completion_tokens = 16,  -- of an answer, if no max_tokens says so; OpenAI's default
+  chat_tokens = 1024,      -- the same for chats, or what there is room for
+  request_s = 600,         -- in which an answer has to be complete
+  arrival_s = 30,          -- in which a request has to arrive
+  taking_s = 60,           -- for which a client may take nothing of its answer
+  unsent = 4 * 2 ^ 20,     -- bytes of an answer that may wait for a client
+  policies = 8,            -- of requests, that are kept at once
+}
+
+local KNOWN = {
+  model = options.required(options.like("a model of kv.model", "engine", "tokenizer")),
+  name = options.string, address = options.string, port = options.within(0, 65535),
+  key = { "a key of one character or more", function(x)
+    return type(x) == "string" and x ~= ""
+  end },
+  policy = options.string, policy_options = options.table, limits = options.table,
+  log = options.callable,
+}
+
+---@class kvlab.http.Server
+---@field port integer
+---@field url string
+local Server = {}
+Server.__index = Server
+
+local function limits_of(given)
+  local known, all = {}, {}
+  for name, value in pairs(M.LIMITS) do known[name], all[name] = options.positive,
+    value end
+  options.check("server limits", given, known, 0)
+  for name, value in pairs(given or {}) do all[name] = value end
+  return all
+end
+
+--- What is answered before a request is there.
+local function early(limits)
+  local function text(status, words, code)
+    return problem.encode(problem.new(status, words, { code = code }))
+  end
+  return text(503, ("there are %d connections, which is as many as this server has; try "
+      .. "again later"):format(limits.connections), "too_many_connections"),
+    text(413, ("the body of the request is longer than %d bytes"):format(
+      limits.bytes_body),
+      "body_too_large"),
+    text(408, ("the request did not arrive within %g s"):format(limits.arrival_s),
+      "request_timeout")
+end
+
+--- Opens a server, which listens from now on.
+---@param o table  model: of kv.model; name: what clients call it (its own); address
+--                 (127.0.0.1), port (8000; 0: any that is free); key: what clients have
+--                 to
+--                 send (none); policy, policy_options: what decodes requests that name no
+--                 policy (the engine's); limits: see M.LIMITS; log(line): gets a line for
+--                 each answer
+---@return kvlab.http.Server
+function M.open(o)
+  options.check("server", o, KNOWN)
+  local model, limits = o.model, limits_of(o.limits)
+  local self = setmetatable({
+    model = model, engine = model.engine, tokenizer = model.tokenizer, limits = limits,
+    name = o.name or model.name:gsub("/+$", ""):match "[^/]*$", key = o.key, log = o.log,
+    metrics = metrics.new(), vocab = model.engine.model.config.vocab, started = os.time(),
+    page = files.read(PAGE),
+  }, Server)
+  self.policies = policies.new(self.engine, o.policy, o.policy_options, limits.policies)
+  self.asked = asked.new(self)
+  self.calls = calls.new {
+    engine = self.engine, tokenizer = self.tokenizer, policies = self.policies,
+    metrics = self.metrics, name = self.name, limits = limits,
+    finished = function(call, status, generated)
+      self:note(call.exchange, status, #call.jobs > 0 and generated)
+    end,
+  }
+  local address = o.address or "127.0.0.1"
+  local too_many, too_large, too_slow = early(limits)
+  self.http = connections.open {
+    address = address, port = o.port or 8000, connections = limits.connections,
+    bytes_body = limits.bytes_body, arrival_s = limits.arrival_s,
+      taking_s = limits.taking_s,
+    too_many = too_many, too_large = too_large, too_slow = too_slow,
+  }
+  self.port, self.is_local = self.http.port, address:find "^127%." ~= nil
+    or address == "::1"
+  self.url = ("http://%s:%d"):format(address:find ":" and "[" .. address .. "]"
+    or address,
+    self.port)
+  return self
+end
+
+-- ---- answers --------------------------------------------------------------------------
+
+local KNOWN_PATHS = {}
+
+--- Counts an answer, and logs it.
+function Server:note(exchange, status, generated)
+  local path = KNOWN_PATHS[exchange.path] and exchange.path or "other"
+  self.metrics:answered(path, status)
+  if not self.log then return end
+  self.log(("%s %s %s %d%s"):format(os.date "%H:%M:%S", exchange.method,
+    KNOWN_PATHS[exchange.path] and path or ("%q"):format(exchange.path:sub(1, 80)),
+      status,
+    generated and (" %d tokens"):format(generated) or ""))
+end
+
+local function reply(self, exchange, object)
+  exchange:answer(200, "application/json", answers.encode(object))
+  self:note(exchange, 200)
+end
+
+local function refuse(self, exchange, p)
+  exchange:answer(p.status, "application/json", problem.encode(p), p.header)
+  self:note(exchange, p.status)
+end
+
+-- ---- what there is --------------------------------------------------------------------
+
+local function context_of(self)
+  local cache, context = self.engine.cache, self.engine.model.config.context
+  local blocks = math.min(self.engine.max_blocks or cache.blocks, cache.blocks)
+  return math.min(context or math.huge, blocks * cache.block_size)
+end
+
+local function model_object(self)
+  return { id = self.name, object = "model", created = self.started, owned_by = "kvlab",
+           max_model_len = context_of(self) }
+end
+
+local function resident_bytes()
+  local text = files.read "/proc/self/statm"
+  return text and tonumber(text:match "^%d+ (%d+)") * 4096 or 0 / 0
+end
+
+local function gauges(self)
+  local cache, http, prefix = self.engine.cache, self.http:stats(),
+    self.calls.server.scheduler.prefix
+  return {
+    { "kvlab_requests_running", "Answers that are being computed", #self.calls.running },
+    { "kvlab_requests_waiting", "Answers that wait for room", #self.calls.queue },
+    { "kvlab_cache_blocks", "Blocks of the KV cache", cache.blocks },
+    { "kvlab_cache_blocks_free", "Blocks of the KV cache that nothing is in",
+      cache:blocks_free() },
+    { "kvlab_cache_blocks_available", "Blocks that are free or that no request uses",
+      prefix:available() },
+    { "kvlab_connections", "Connections now", http.connections },
+    { "kvlab_connections_total", "Connections so far", http.accepted },
+    { "kvlab_connections_refused_total", "Connections that were too many", http.refused },
+    { "kvlab_requests_too_large_total", "Requests whose body was too long",
+      http.too_large },
+    { "kvlab_requests_too_slow_total", "Connections whose request did not arrive in time",
+      http.too_slow },
+    { "kvlab_resident_bytes", "Memory of the process", resident_bytes() },
+  }
+end
+
+local routes = {}
+
+routes["/"] = { GET = function(self, exchange)
+  exchange:answer(200, "text/html; charset=utf-8", self.page,
+    "Content-Security-Policy: default-src 'self' 'unsafe-inline'; frame-ancestors 'none'")
+  self:note(exchange, 200)
+end, is_public = true }
+
+routes["/health"] = { GET = function(self, exchange)
+  reply(self, exchange, { status = "ok", running = #self.calls.running,
+                          waiting = #self.calls.queue })
+end, is_public = true }
+
+routes["/metrics"] = { GET = function(self, exchange)
+  exchange:answer(200, "text/plain; version=0.0.4; charset=utf-8",
+    self.metrics:text(gauges(self)))
+  self:note(exchange, 200)
+end }
+
+routes["/v1/models"] = { GET = function(self, exchange)
+  reply(self, exchange, { object = "list", data = { model_object(self) } })
+end }
+
+routes["/tokenize"] = { POST = function(self, exchange)
+  local ids, wants_texts = self.asked.tokenize(fields.decode(exchange.body))
+  local texts
+  if wants_texts then
+    texts = json.array {}
+    for i, id in ipairs(ids) do texts[i] = self.tokenizer:token_of(id) end
+  end
+  reply(self, exchange, { tokens = json.array(ids), count = #ids, token_strs = texts,
+                          max_model_len = context_of(self) })
+end }
+
+routes["/detokenize"] = { POST = function(self, exchange)
+  local ids = self.asked.detokenize(fields.decode(exchange.body))
+  reply(self, exchange, { prompt = self.tokenizer:decode(ids, { special = true }) })
+end }
+
+routes["/tokenizer_info"] = { GET = function(self, exchange)
+  local t = self.tokenizer
+  local function token(id) return id and t:token_of(id) or json.null end
+  reply(self, exchange, { tokenizer_class = "kvlab", bos_token = token(t.bos),
+    eos_token = token(t.eos), unk_token = token(t.unk), pad_token = token(t.pad),
+    chat_template = t.template or json.null })
+end }
+
+routes["/v1/completions"] = { POST = function(self, exchange, arrived_s)
+  self.calls:add(exchange, self.asked.completion(fields.decode(exchange.body)), arrived_s)
+end }
+
+routes["/v1/chat/completions"] = { POST = function(self, exchange, arrived_s)
+  self.calls:add(exchange, self.asked.chat(fields.decode(exchange.body)), arrived_s)
+end }
+
+for path in pairs(routes) do KNOWN_PATHS[path] = true end
+
+-- ---- who may ask ----------------------------------------------------------------------
+
+--- Compares in a time that does not tell how much is right.
+local function is_same(a, b)
+  local differ = #a == #b and 0 or 1
+  for i = 1, #a do
+    if a:byte(i) ~= b:byte((i - 1) % #b + 1) then differ = differ + 1 end
+  end
+  return differ == 0
+end
+
+local LOCAL_NAMES = { ["localhost"] = true, ["127.0.0.1"] = true, ["[::1]"] = true }
+
+--- Raises unless the client may use this. A page of another site that a browser shows
+-- could
+-- otherwise use a server on the same machine: by its address, or by a name of the site's
+-- own
+-- that leads here.
+local function check_client(self, exchange, route)
+  local host = exchange.host:lower()
+  local name = host:gsub(":%d+$", "")
+  if self.is_local and host ~= "" and not LOCAL_NAMES[name]
+    and not name:find "^127%.[%d.]+$" then
+    error(problem.new(403, (
+      "the host %q is not this machine; a server that others may use is "
+      .. "started with --host"):format(exchange.host:sub(1, 80)),
+        { code = "wrong_host" }), 0)
+  end
+  if exchange.origin ~= "" and exchange.origin:lower() ~= "http://" .. host then
+    error(problem.new(403, "pages of other sites may not use this server",
+      { code = "wrong_origin" }), 0)
+  end
+  if not self.key or route and route.is_public then return end
+  local key = exchange.authorization:match "^[Bb]earer +(.-) *$"
+  if not key or not is_same(key, self.key) then
+    error(problem.new(401, key and "the API key is wrong"
+      or "the API key is missing: send "
+      .. "it in the header Authorization, after the word Bearer",
+      { code = "invalid_api_key", header = "WWW-Authenticate: Bearer" }), 0)
+  end
+end
+
+local function dispatch(self, exchange, arrived_s)
+  local route = routes[exchange.path]
+  check_client(self, exchange, route)
+  local method = exchange.method == "HEAD" and "GET" or exchange.method
+  local id = exchange.path:match "^/v1/models/(.+)$"
+  if id and method == "GET" then
+    if id ~= self.name then
+      error(problem.new(404, ("the model %q does not exist; this server has %q"):format(
+        id,
+        self.name), { param = "model", code = "model_not_found" }), 0)
+    end
+    return reply(self, exchange, model_object(self))
+  elseif not route then
+    error(problem.new(404, ("there is no %q here"):format(exchange.path:sub(1, 200)),
+      { code = "unknown_url" }), 0)
+  elseif not route[method] then
+    local allowed = route.GET and "GET" or "POST"
+    error(problem.new(405, ("%s takes %s, not %s"):format(exchange.path, allowed,
+      exchange.method), { code = "method_not_allowed", header = "Allow: " .. allowed }),
+        0)
+  end
+  route[method](self, exchange, arrived_s)
+end
+
+--- Answers a request, or takes it in.
+local function handle(self, exchange)
+  local ok, why = pcall(dispatch, self, exchange, tonumber(C.kvl_clock_ns()) * 1e-9)
+  if ok then return end
+  if C.kvl_interrupted() ~= 0 then error(why, 0) end
+  if not problem.is(why) then
+    if self.log then self.log("error: " .. tostring(why)) end
+    why = problem.new(500, "this is an error of the server: " .. tostring(why))
+  end
+  if exchange.is_open and not exchange.is_begun then refuse(self, exchange, why) end
+  exchange:close()
+end
+
+-- ---- running --------------------------------------------------------------------------
+
+local TAKEN_MOST = 64 -- requests between two steps
+local US_IDLE = 1e5
+
+--- Takes the requests that have arrived, and does one step of the model.
+---@param us? number  how long to wait for a request when there is nothing to compute
+-- (0.1 s)
+function Server:turn(us)
+  for i = 1, TAKEN_MOST do
+    local exchange = self.http:next(i == 1 and not self.calls:is_busy() and (us
+      or US_IDLE)
+      or 0)
+    if not exchange then break end
+    handle(self, exchange)
+  end
+  if self.calls:is_busy() then self.calls:step() end
+end
+
+--- Serves until it is interrupted.
+function Server:run()
+  while true do self:turn() end
+end
+
+--- Ends all requests and connections. The model stays open.
+function Server:close()
+  if not self.http then return end
+  self.calls:close()
+  self.http:close()
+  self.http = nil
+end
+
+return M
