@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -297,26 +298,90 @@ def lm_eval_harness(server, model):
 # ---- a browser -----------------------------------------------------------------------------
 
 
+class Page:
+    """A page in a headless Chromium, which is told what to do through a pair of pipes."""
+
+    def __init__(self, program, url):
+        self.folder = tempfile.TemporaryDirectory()
+        own_in, its_out = os.pipe()
+        its_in, own_out = os.pipe()
+
+        def give_pipes():  # it reads from 3 and writes to 4
+            spare = os.dup(its_out)
+            os.dup2(its_in, 3)
+            os.dup2(spare, 4)
+
+        self.process = subprocess.Popen(
+            [program, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe",
+             f"--user-data-dir={self.folder.name}"], preexec_fn=give_pipes, close_fds=False,
+            stderr=subprocess.DEVNULL)
+        os.close(its_in), os.close(its_out)
+        self.read, self.write = os.fdopen(own_in, "rb", 0), os.fdopen(own_out, "wb", 0)
+        self.count, self.held, self.session = 0, b"", None
+        target = self("Target.createTarget", url=url)["targetId"]
+        self.session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def __call__(self, method, **parameters):
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": parameters}
+        if self.session:
+            message["sessionId"] = self.session
+        self.write.write(json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.held:
+                got = self.read.read(1 << 16)
+                expect(got, "the browser ended")
+                self.held += got
+            one, self.held = self.held.split(b"\0", 1)
+            answer = json.loads(one)
+            if answer.get("id") == self.count:
+                expect("result" in answer, f"{method}: {answer}")
+                return answer["result"]
+
+    def value(self, expression):
+        return self("Runtime.evaluate", expression=expression,
+                    returnByValue=True)["result"].get("value")
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+STRIP = "[...document.querySelectorAll('#strip span')].map(s => [s.dataset.percent, s.textContent])"
+
+
 def browser(server, _):
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if not program:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        question = "Name+three+rivers+of+Europe+and+say+where+each+of+them+flows+into+the+sea."
-        run = subprocess.run(
-            [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}",
-             "--virtual-time-budget=60000", "--dump-dom", f"{server.url}/?ask={question}"],
-            capture_output=True, text=True, timeout=300)
-        dom = run.stdout
-    answer = re.search(r'<div class="assistant">(.*?)</div>', dom, re.S)
-    strip = re.findall(r'<span class="(?:answer)?"[^>]*data-percent="(\d+)"[^>]*>(.*?)</span>',
-                       dom, re.S)
-    expect('data-answers="1"' in dom and answer and answer.group(1) and strip,
-           f"the page: {dom[-3000:]} {run.stderr[-500:]}")
-    expect('<div class="error">' not in dom, "the page shows an error")
-    yield f"{program}: the page asked and showed {answer.group(1)[:60]!r} …"
-    yield (f"its strip has {len(strip)} blocks, of which the last step read "
-           + ", ".join(f"{p}% {t[:14]!r}" for p, t in strip[:4]) + ", …")
+    yield subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip()
+    text = " ".join(question + choices[0] for question, choices in FACTS) * 2
+    question = urllib.parse.quote(text + " What did I say about honey?")
+    page = Page(program, f"{server.url}/?ask={question}")
+    try:
+        states, deadline = {}, time.monotonic() + 120
+        while page.value("document.body.dataset.answers") != "1":
+            strip = page.value(STRIP)
+            states[str([percent for percent, _ in strip or []])] = True
+            expect(time.monotonic() < deadline, "the page has no answer")
+            time.sleep(0.02)
+        strip = page.value(STRIP)
+        problem = page.value("document.querySelector('.error')?.textContent")
+        answer = page.value("document.querySelector('.assistant')?.textContent")
+        picture = os.environ.get("KVLAB_SCREENSHOT")
+        if picture:
+            import base64
+            with open(picture, "wb") as file:
+                file.write(base64.b64decode(page("Page.captureScreenshot")["data"]))
+    finally:
+        page.close()
+    expect(not problem and answer and len(strip) > 8, f"the page: {problem} {answer!r} {strip}")
+    read = [int(percent) for percent, _ in strip]
+    expect(len(states) > 3 and min(read) < 100 < sum(read), f"the strip: {states}")
+    yield f"the page asked and showed {answer[:60]!r} …"
+    yield (f"its strip of {len(strip)} blocks was seen in {len(states)} states; at the end: "
+           + ", ".join(f"{p}% {t[:16]!r}" for p, t in strip[:4]) + ", …")
 
 
 CLIENTS = {"curl": (curl, "Debian's curl"), "openai": (openai_package, "pip install openai"),
