@@ -24,6 +24,7 @@
 --   kv.serve kv.cost_model kv.trace kv.replay    a server of requests, with a model or
 --                                  without one
 --   kv.model kv.generate           a model with its tokenizer, answers to prompts
+--   kv.http_server                 a server for clients of OpenAI's API
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.tokenizer                   text to token ids and back, and chats
@@ -93,6 +94,7 @@ M.capture = require "kvlab.observe.capture"
 M.serve = require("kvlab.serve.serve").serve
 M.generate = require("kvlab.serve.generate").generate
 M.model = require("kvlab.serve.model").model
+M.http_server = require("kvlab.http.server").http_server
 M.cost_model = require "kvlab.serve.cost_model"
 M.trace = require "kvlab.serve.trace"
 M.replay = require "kvlab.serve.replay"

@@ -458,6 +458,35 @@ M["Server:fork"] = {
   end,
   call = function(o) running().server:fork(running().request, o) end,
 }
+local server_model = once(function()
+  local m = text_model()
+  return { engine = m.model:engine { blocks = 16, chunk = 32 }, tokenizer = m.tokenizer,
+           name = "tiny" }
+end)
+M["kv.http_server"] = {
+  good = function()
+    return { model = server_model(), name = "tiny", address = "127.0.0.1", port = 0,
+             key = "k", policy = "quest", policy_options = { ratio = 0.5 }, log = score }
+  end,
+  call = function(o) kv.http_server(o):close() end,
+}
+M["kv.http_server limits"] = {
+  good = function()
+    return { queue = 4, connections = 8, bytes_body = 100, n = 2, logprobs = 3, stops = 1,
+             messages = 2, completion_tokens = 3, chat_tokens = 4, request_s = 1.5,
+             arrival_s = 2, taking_s = 3, unsent = 100, policies = 2 }
+  end,
+  call = function(o)
+    kv.http_server({ model = server_model(), port = 0, limits = o }):close()
+  end,
+}
+M["http connections"] = {
+  good = function()
+    return { address = "127.0.0.1", port = 0, connections = 4, bytes_body = 100,
+             arrival_s = 1, taking_s = 1, too_many = "", too_large = "", too_slow = "" }
+  end,
+  call = function(o) require("kvlab.http.connections").open(o):close() end,
+}
 M["kv.cost_model"] = {
   good = function() return kv.cost_model.llama_8b_h100(16) end,
   call = function(o) kv.cost_model(o) end,

@@ -23,7 +23,7 @@ local NAMES = { o = true, opts = true, options = true, given = true, limits = tr
 -- Functions that check nothing, and say so.
 local UNCHECKED = { ["Indexer:select_step"] = true }
 -- Functions outside the API reference that are tried, too.
-local UNDOCUMENTED = { ["json.encode"] = true }
+local UNDOCUMENTED = { ["json.encode"] = true, ["http connections"] = true }
 
 --- Whether a type is that of one table, not of a list.
 local function is_table(kind)

@@ -1,15 +1,17 @@
 --- A server that clients of OpenAI's API can use: `./kvlab serve MODEL`. docs/server.md
 -- says what of the API it supports.
 --
---   local server = require("kvlab.http.server").open { model = kv.model "smollm2" }
+--   local server = kv.http_server { model = kv.model "smollm2" }
 --   server:run()                 until Ctrl-C; or server:turn(us), again and again
 --
 -- libmicrohttpd talks to the clients, on a thread of its own (connections.lua). This file
 -- takes the requests that have arrived, between two steps of the model (calls.lua).
 local C = require("kvlab.library").C
 local answers = require "kvlab.http.answers"
+local arguments = require "kvlab.arguments"
 local asked = require "kvlab.http.asked"
 local calls = require "kvlab.http.calls"
+local closed = require "kvlab.closed"
 local connections = require "kvlab.http.connections"
 local fields = require "kvlab.http.fields"
 local files = require "kvlab.files"
@@ -41,27 +43,32 @@ M.LIMITS = {
   policies = 8,            -- of requests, that are kept at once
 }
 
+local LIMITS = {}
+for name in pairs(M.LIMITS) do
+  LIMITS[name] = name:find "_s$" and options.positive or options.count
+end
+LIMITS.connections = options.within(1, 2 ^ 20)
+LIMITS.logprobs = options.within(1, 1000)
+
 local KNOWN = {
   model = options.required(options.like("a model of kv.model", "engine", "tokenizer")),
   name = options.string, address = options.string, port = options.within(0, 65535),
   key = { "a key of one character or more", function(x)
     return type(x) == "string" and x ~= ""
   end },
-  policy = options.string, policy_options = options.table, limits = options.table,
-  log = options.callable,
+  policy = options.string, policy_options = options.table,
+  limits = options.nested(LIMITS), log = options.callable,
 }
 
 ---@class kvlab.http.Server
 ---@field port integer
 ---@field url string
-local Server = {}
-Server.__index = Server
+local HttpServer = {}
+HttpServer.__index = HttpServer
 
 local function limits_of(given)
-  local known, all = {}, {}
-  for name, value in pairs(M.LIMITS) do known[name], all[name] = options.positive,
-    value end
-  options.check("server limits", given, known, 0)
+  local all = {}
+  for name, value in pairs(M.LIMITS) do all[name] = value end
   for name, value in pairs(given or {}) do all[name] = value end
   return all
 end
@@ -80,23 +87,24 @@ local function early(limits)
       "request_timeout")
 end
 
---- Opens a server, which listens from now on.
+--- Opens a server for clients of OpenAI's API, which listens from now on; see
+-- docs/server.md.
 ---@param o table  model: of kv.model; name: what clients call it (its own); address
 --                 (127.0.0.1), port (8000; 0: any that is free); key: what clients have
 --                 to
 --                 send (none); policy, policy_options: what decodes requests that name no
---                 policy (the engine's); limits: see M.LIMITS; log(line): gets a line for
---                 each answer
+--                 policy (the engine's); limits: a table of limits, as docs/server.md
+--                 lists them; log(line): gets a line for each answer
 ---@return kvlab.http.Server
-function M.open(o)
-  options.check("server", o, KNOWN)
+function M.http_server(o)
+  options.check("http_server", o, KNOWN)
   local model, limits = o.model, limits_of(o.limits)
   local self = setmetatable({
     model = model, engine = model.engine, tokenizer = model.tokenizer, limits = limits,
     name = o.name or model.name:gsub("/+$", ""):match "[^/]*$", key = o.key, log = o.log,
     metrics = metrics.new(), vocab = model.engine.model.config.vocab, started = os.time(),
     page = files.read(PAGE),
-  }, Server)
+  }, HttpServer)
   self.policies = policies.new(self.engine, o.policy, o.policy_options, limits.policies)
   self.asked = asked.new(self)
   self.calls = calls.new {
@@ -127,7 +135,7 @@ end
 local KNOWN_PATHS = {}
 
 --- Counts an answer, and logs it.
-function Server:note(exchange, status, generated)
+function HttpServer:note(exchange, status, generated)
   local path = KNOWN_PATHS[exchange.path] and exchange.path or "other"
   self.metrics:answered(path, status)
   if not self.log then return end
@@ -329,9 +337,9 @@ local TAKEN_MOST = 64 -- requests between two steps
 local US_IDLE = 1e5
 
 --- Takes the requests that have arrived, and does one step of the model.
----@param us? number  how long to wait for a request when there is nothing to compute
--- (0.1 s)
-function Server:turn(us)
+---@param us? number  how long to wait for a request when there is nothing to compute, in
+--                    microseconds (1e5)
+function HttpServer:turn(us)
   for i = 1, TAKEN_MOST do
     local exchange = self.http:next(i == 1 and not self.calls:is_busy() and (us
       or US_IDLE)
@@ -343,16 +351,19 @@ function Server:turn(us)
 end
 
 --- Serves until it is interrupted.
-function Server:run()
+function HttpServer:run()
   while true do self:turn() end
 end
 
 --- Ends all requests and connections. The model stays open.
-function Server:close()
-  if not self.http then return end
+function HttpServer:close()
   self.calls:close()
   self.http:close()
-  self.http = nil
+  closed(self, "server")
 end
+
+arguments.methods(HttpServer, "a server of kv.http_server", {
+  turn = { us = options.optional(options.not_negative) },
+})
 
 return M

@@ -71,7 +71,7 @@ function M.prepare(name, o)
   end
   return function()
     local model = kv.model(name, { dtype = o.dtype, engine = of.engine })
-    local s = server.open {
+    local s = server.http_server {
       model = model, name = o.name, address = o.host, port = o.port or 8000, key = key,
       policy = o.policy, policy_options = o.policy and of.policy or nil,
         limits = of.limits,

@@ -6,7 +6,6 @@ local client = require "spec.http_client"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local named = require "kvlab.named"
-local open_server = require("kvlab.http.server").open
 local processes = require "spec.processes"
 local text_models = require "spec.text_models"
 local tiny = require("spec.models.tiny").tiny
@@ -31,13 +30,14 @@ local function open(o, of_engine)
   o = o or {}
   o.model = { engine = engine(of_engine), tokenizer = tokenizer, name = "tiny" }
   o.port = 0
-  servers[#servers + 1] = open_server(o)
-  return servers[#servers]
+  local server = kv.http_server(o)
+  servers[#servers + 1] = { server, o.model.engine.cache }
+  return server
 end
 
 after_each(function()
-  for _, server in ipairs(servers) do
-    local cache = server.engine.cache
+  for _, one in ipairs(servers) do
+    local server, cache = one[1], one[2]
     server:close()
     assert.equal(cache.blocks, cache:blocks_free()) -- nothing is lost
     cache:close()
@@ -707,7 +707,7 @@ describe("a server", function()
     assert.has_error(function() open { limits = { queu = 3 } } end)
     assert.has_error(function() open { address = "somewhere" } end)
     local server = open()
-    local ok, why = pcall(open_server, { model = server.model, port = server.port })
+    local ok, why = pcall(kv.http_server, { model = server.model, port = server.port })
     assert.is_false(ok)
     assert.truthy(tostring(why):find "Address already in use")
   end)
