@@ -307,7 +307,7 @@ def main():
         print(f"ties: {ties} of {len(soak.different)} differences; alone again afterwards: "
               f"{later} of {len(requests)} differ")
         print("resident MB at " + ", ".join(
-            f"{t:.0f} s: {mb:.1f}" for t, mb in soak.resident[::max(1, len(soak.resident) // 8)]))
+            f"{t:.0f} s: {mb:.1f}" for t, mb in soak.resident[::max(1, len(soak.resident) // 12)]))
         print(f"resident: {quarter:.1f} MB after a quarter, {last:.1f} MB at the end")
         print(f"answers {metrics['kvlab_generated_tokens_total']:.0f} tokens, prompts "
               f"{metrics['kvlab_prompt_tokens_total']:.0f}, steps {metrics['kvlab_steps_total']:.0f}, "
