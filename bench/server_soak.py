@@ -3,6 +3,7 @@
 
     ./kvlab get smollm2
     python3 bench/server_soak.py --minutes=5                (Python's own library is enough)
+    python3 bench/server_soak.py --minutes=2 --tiny         (a random model: many requests)
 
 First it asks a list of different requests one by one: texts, ids and chats, greedy and drawn
 with seeds, several policies and budgets, streamed or not, with log-probabilities. Then
@@ -156,7 +157,7 @@ class Soak:
             kind = rng.choice(["leaves", "half", "json", "large", "silent", "idle", "utf8"])
             try:
                 if kind == "leaves" or kind == "silent":
-                    body = json.dumps({"prompt": TEXT * 3, "max_tokens": 200, "stream": True,
+                    body = json.dumps({"prompt": TEXT * 3, "max_tokens": 150, "stream": True,
                                        "ignore_eos": True, "temperature": 0}).encode()
                     s = self.raw()
                     s.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -187,7 +188,7 @@ class Soak:
                 self.count(f"{kind}: {type(problem).__name__}")
             while len(held) > 60:
                 held.pop(0).close()
-            time.sleep(rng.random())
+            time.sleep(rng.random() * (0.02 if self.asked.tiny else 1))
         for s in held:
             s.close()
 
@@ -249,6 +250,27 @@ def is_tie(soak, request, first, second):
     return False
 
 
+TINY = """
+package.loaded["spec.temporary"] = {} -- which needs busted
+local root, folder = kv.paths.root, kv.command_line.set.folder
+package.path = root .. "/?.lua;" .. package.path
+local files = require "kvlab.files"
+require("spec.text_models").write_tokenizer(folder, 128)
+for _, name in ipairs { "config.json", "model.safetensors" } do
+  files.write(folder .. "/" .. name, files.read(root .. "/spec/data/hf/llama/" .. name))
+end
+"""
+
+
+def make_tiny(program, folder):
+    """A folder with the specs' random Llama, which has a token for each character."""
+    with open(f"{folder}/make.lua", "w") as file:
+        file.write('local kv = require "kvlab"\n' + TINY)
+    subprocess.run([program, "run", f"{folder}/make.lua", "--set", f"folder={folder}"],
+                   check=True)
+    return folder
+
+
 def start(asked):
     words = [asked.kvlab, "serve", asked.model, "--port=0", "--quiet", "--dtype=f32",
              "--policy=quest", "--set=ratio=0.1", "--set=limits.arrival_s=10",
@@ -276,7 +298,13 @@ def main():
     parser.add_argument("--max-seqs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kvlab", default=os.path.join(ROOT, "kvlab"), help="the program")
+    parser.add_argument("--tiny", action="store_true", help="a random model, short texts")
     asked = parser.parse_args()
+    if asked.tiny:
+        global TEXT
+        TEXT = "And God said: "
+        folder = tempfile.TemporaryDirectory()
+        asked.model = make_tiny(asked.kvlab, folder.name)
     process, url = start(asked)
     soak = Soak(asked, url, process.pid)
     try:
