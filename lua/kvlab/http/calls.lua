@@ -119,6 +119,18 @@ local function begin_stream(self, call)
   end
 end
 
+--- Makes the jobs of a call.
+local function begin(self, call)
+  for _, prompt in ipairs(call.asked.prompts) do
+    for k = 0, call.asked.n - 1 do
+      call.jobs[#call.jobs + 1] = new_job(self, call, prompt, k)
+    end
+    self.metrics:add("kvlab_prompt_tokens_total", #prompt.ids)
+  end
+  call.left = #call.jobs
+  if call.asked.stream then begin_stream(self, call) end
+end
+
 --- Takes a request for text. Raises a problem when the queue is full.
 ---@param exchange kvlab.http.Exchange
 ---@param asked table   see asked.lua
@@ -143,14 +155,11 @@ function Calls:add(exchange, asked, arrived_s)
     arrived_s = arrived_s, deadline_s = arrived_s + self.limits.request_s,
     policy = self.policies:take(asked.policy, asked.policy_options),
   }
-  for _, prompt in ipairs(asked.prompts) do
-    for k = 0, asked.n - 1 do
-      call.jobs[#call.jobs + 1] = new_job(self, call, prompt, k)
-    end
-    self.metrics:add("kvlab_prompt_tokens_total", #prompt.ids)
+  local ok, why = pcall(begin, self, call)
+  if not ok then
+    self.policies:give(call.policy)
+    error(why, 0)
   end
-  call.left = #call.jobs
-  if asked.stream then begin_stream(self, call) end
   self.live[#self.live + 1] = call
   for _, job in ipairs(call.jobs) do self.queue[#self.queue + 1] = job end
 end

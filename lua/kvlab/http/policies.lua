@@ -45,6 +45,8 @@ local function make_room(self)
       { param = "policy", code = "too_many_policies", header = "Retry-After: 1" }), 0)
   end
   self.entries[oldest] = nil
+  collectgarbage() -- its summaries may be large, and the collector does not see them
+  collectgarbage()
 end
 
 local function open(self, name, options)
