@@ -1265,15 +1265,15 @@ typedef struct kvl_http kvl_http;
 typedef struct kvl_http_exchange kvl_http_exchange;
 
 typedef struct kvl_http_options {
-  const char *address;   /* to listen on, a number such as 127.0.0.1 or ::1 */
-  int32_t port;          /* 0: any that is free */
-  int32_t connections;   /* at once. A request of the next few gets status 503, and what is
-                          * beyond these is closed at once */
-  int64_t bytes_body;    /* of a request; what announces more gets 413 before it is read */
-  int64_t us_arrival;    /* a request must be there so long after its connection, or after
-                          * the answer before it; else it gets 408 */
-  int64_t us_taking;     /* how long a client may take nothing of an answer */
-  const char *too_many;  /* the bodies of 503, 413 and 408, JSON */
+  const char *address;  /* to listen on, a number such as 127.0.0.1 or ::1 */
+  int32_t port;         /* 0: any that is free */
+  int32_t connections;  /* at once. A request of the next few gets status 503, and what is
+                         * beyond these is closed at once */
+  int64_t bytes_body;   /* of a request; what announces more gets 413 before it is read */
+  int64_t us_arrival;   /* a request must be there so long after its connection, or after
+                         * the answer before it; else it gets 408 */
+  int64_t us_taking;    /* how long a client may take nothing of an answer */
+  const char *too_many; /* the bodies of 503, 413 and 408, JSON */
   const char *too_large;
   const char *too_slow;
 } kvl_http_options;
