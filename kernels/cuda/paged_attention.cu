@@ -259,6 +259,9 @@ template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   if (!h.hook && wgmma_takes(a, q->device))
     return with_wgmma_dim(a.cache.head_dim,
                           [&](auto dim) { return launch_wgmma<T, dim.value>(a, q); });
+  if (a.tree && !a.starts)
+    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+                          "a tree of one new token a sequence: give starts, too");
   if (!a.starts) {
     if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
     return launch_decode_dim<T, false>(h, q);

@@ -292,7 +292,11 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     if (BIASED) s = rule(s) * back;
     if (BIASED && a.alibi)
       s += a.alibi[rows.head(own)] * LOG2E * back * (float)(at.position - sight.at);
-    s = at.physical >= 0 & sight.sees(at.position) ? s : -INFINITY;
+    bool seen = at.physical >= 0 & sight.sees(at.position);
+    const int length = a.lens[w.seq];
+    if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
+      seen = tree_shows(a, rows.token(own), length, at.position);
+    s = seen ? s : -INFINITY;
     /* Registers have no index at run time. */
 #pragma unroll
     for (int j = 0; j < shape::KEYS / 2; j++) x.s[j] = j == i ? s : x.s[j];
@@ -343,6 +347,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     }
     low = warp_max(low);
     high = warp_min(high);
+    if (BIASED && a.tree) high = min(high, tree_begin(a, a.lens[w.seq]) - 1);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
   };
@@ -376,6 +381,16 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     for (int i = 0; i < KEYS / 2; i++) {
       const int at = position[i / 4] + pair + (i & 1);
       if (!(i & 2 ? sight1 : sight0).sees(at)) x.s[i] = -INFINITY;
+    }
+    if (!BIASED || !a.tree) return;
+    const int length = a.lens[w.seq], tree = tree_begin(a, length), last = w.tokens - 1;
+    const int token0 = w.token0 + min(r0 / w.heads_each, last);
+    const int token1 = w.token0 + min(r1 / w.heads_each, last);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int at = position[i / 4] + pair + (i & 1);
+      if (at >= tree && at < length && !tree_shows(a, i & 2 ? token1 : token0, length, at))
+        x.s[i] = -INFINITY;
     }
   };
 
@@ -462,7 +477,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
 
 #endif
 
-/* BIASED: with ALiBi or a soft cap. */
+/* BIASED: with ALiBi, a soft cap or a draft tree. */
 template <class T, class shape, bool BIASED>
 __global__ void __launch_bounds__(shape::THREADS, 1)
     paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
@@ -596,7 +611,7 @@ inline bool is_hopper_device(int device) {
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device) {
   const kvl_cache_view &c = a.cache;
   const int d = c.head_dim;
-  return is_hopper_device(device) && (a.starts || a.heads / c.kv_heads > 16) &&
+  return is_hopper_device(device) && (a.starts || a.tree || a.heads / c.kv_heads > 16) &&
          a.dtype != KVL_DTYPE_F32 && c.dtype == a.dtype && !c.pinned &&
          (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.block_size % 8 == 0 &&
          c.blocks > 0 && c.blocks * 2 * c.kv_heads <= INT_MAX && a.scale > 1e-6f &&
@@ -688,7 +703,8 @@ template <class T, class shape>
 int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->sm_count, plan);
-  if (a.alibi || a.soft_cap > 0.f) return launch_planned<T, shape, true>(a, plan, q);
+  if (a.alibi || a.soft_cap > 0.f || a.tree)
+    return launch_planned<T, shape, true>(a, plan, q);
   return launch_planned<T, shape, false>(a, plan, q);
 }
 
