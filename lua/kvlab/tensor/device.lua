@@ -150,6 +150,7 @@ M.methods = {
     argument("limit_cache", "bytes", bytes, options.whole)
     check(C.kvl_device_limit_cache(self, bytes))
   end,
+  --- Forgets the peak that stats() tells, and counts a new one from here.
   reset_peak = function(self) check(C.kvl_device_reset_peak(self)) end,
   --- Counts of bytes (see kvlab.DeviceStats), and allocations and launches so far.
   stats = function(self)
