@@ -30,6 +30,7 @@ local LEFT_OUT = {
   ["Record:explain"] = "of a running experiment, as the next two",
   ["Record:interrupted"] = "", ["Record:failure"] = "",
   ["Store:replayed"] = "a part of a tally", ["Model:chat"] = "reads what is typed",
+  ["HttpServer:run"] = "serves until Ctrl-C",
 }
 
 -- What the page's names begin with, besides kv.
@@ -151,6 +152,9 @@ local LATE = {
     return kv.model(require("spec.text_models").folder(),
       { device = "cpu", engine = { blocks = 16, chunk = 8, max_seqs = 2 } })
   end,
+  http_server = function(w)
+    return kv.http_server { model = w.text_model, port = 0 }
+  end,
   llama = function()
     return require("models.llama").random(LLAMA, { device = "cpu", dtype = "f32" })
   end,
@@ -242,6 +246,7 @@ local MAKERS = {
   ["index/compressed Compressed"] = of "compressed",
   ["serve/serve Server"] = either("server", "modelled"),
   ["serve/model Model"] = of "text_model",
+  ["http/server HttpServer"] = of "http_server",
   ["serve/request Request"] = function(w, rng)
     local server = either("server", "modelled")(w, rng)
     return server == w.server and w.request or w.modelled_request

@@ -1,6 +1,5 @@
 --- A client of HTTP for specs: sockets that never wait. The server runs in the same
--- process,
--- one turn after the other, while answers are awaited.
+-- process, one turn after the other, while answers are awaited.
 local ffi = require "ffi"
 local json = require "kvlab.json"
 local processes = require "spec.processes"
@@ -22,9 +21,8 @@ Client.__index = Client
 function M.connect(port)
   local fd = libc.socket(INET, STREAM, 0)
   assert(fd >= 0, "no socket")
-  local address = ffi.new("uint8_t[16]", INET, 0, math.floor(port / 256), port % 256, 127,
-    0,
-    0, 1)
+  local address = ffi.new("uint8_t[16]", INET, 0, math.floor(port / 256), port % 256,
+    127, 0, 0, 1)
   assert(libc.connect(fd, address, 16) == 0, "cannot connect")
   return setmetatable({ fd = fd, got = "" }, Client)
 end

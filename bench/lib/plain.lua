@@ -19,10 +19,10 @@ local TRIES, FINALISTS = 7, 3 -- calls of a grid in the first round; grids of th
 -- Thread blocks on an SM, threads of a block, loads that a thread has under way. 16 x 512
 -- reads 2 GiB fastest on an H200; few bytes want few blocks.
 local GRIDS = {
-  { 1, 1024, 4 }, { 2, 512, 8 }, { 2, 1024, 4 }, { 2, 1024, 8 }, { 4, 256, 8 },
-  { 4, 512, 4 }, { 4, 512, 8 }, { 8, 256, 4 }, { 8, 512, 4 }, { 8, 256, 8 },
-  { 16, 512, 1 }, { 16, 512, 2 }, { 16, 512, 4 }, { 16, 256, 4 }, { 32, 512, 2 },
-  { 32, 256, 4 },
+  { 1, 256, 1 }, { 1, 1024, 1 }, { 2, 512, 1 }, { 1, 1024, 4 }, { 2, 512, 8 },
+  { 2, 1024, 4 }, { 2, 1024, 8 }, { 4, 256, 8 }, { 4, 512, 4 }, { 4, 512, 8 },
+  { 8, 256, 4 }, { 8, 512, 4 }, { 8, 256, 8 }, { 16, 512, 1 }, { 16, 512, 2 },
+  { 16, 512, 4 }, { 16, 256, 4 }, { 32, 512, 2 }, { 32, 256, 4 },
 }
 
 -- Tiles are interleaved: thread blocks that read neighbouring tiles at the same time are
@@ -115,6 +115,11 @@ local function ways(b, x, to, sums)
     if least > 0.9 * math.max(n, n_to) then
       local from, into = x.words:narrow(0, least), to:narrow(0, least)
       list[1] = { name = "copy", run = function() into:copy_(from) end }
+    elseif n >= 2 * n_to then
+      local one, two = x.words:narrow(0, n_to), x.words:narrow(n_to, n_to)
+      if n <= 2.1 * n_to then
+        list[1] = { name = "sum of two", run = function() one:add(two, to) end }
+      end
     end
   end
   if not ok then return list end

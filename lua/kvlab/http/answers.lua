@@ -32,8 +32,8 @@ local function bounded(x) return math.max(x, LEAST) end
 
 --- Log-probabilities of tokens as completions have them.
 ---@param tokenizer kvlab.text.Tokenizer
----@param list table[]   { id =, logprob =, top = }; without logprob for the first of a
--- prompt
+---@param list table[]   { id =, logprob =, top = }; without logprob for the first
+--                       of a prompt
 ---@param offset integer how many characters come before them
 ---@return table object
 ---@return integer offset  of what follows

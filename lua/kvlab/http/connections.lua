@@ -36,18 +36,16 @@ local KNOWN = {
   arrival_s = options.required(options.positive),
   taking_s = options.required(options.positive),
   too_many = options.required(options.string),
-    too_large = options.required(options.string),
+  too_large = options.required(options.string),
   too_slow = options.required(options.string),
 }
 
 --- Listens.
 ---@param o table  address, port (0: any that is free), connections at once, bytes_body:
--- of
---                 a request; arrival_s: in which a request has to arrive; taking_s: for
---                 which a client may take nothing of its answer; too_many, too_large,
+--                 of a request; arrival_s: in which a request has to arrive; taking_s:
+--                 for which a client may take nothing of its answer; too_many, too_large,
 --                 too_slow: the JSON of the answers 503, 413 and 408 that are given
---                 before
---                 a request is there
+--                 before a request is there
 ---@return kvlab.http.Connections
 function M.open(o)
   options.check("http", o, KNOWN)
@@ -55,7 +53,7 @@ function M.open(o)
   check(C.kvl_http_open(ffi.new("kvl_http_options", {
     address = o.address, port = o.port, connections = o.connections,
     bytes_body = o.bytes_body, us_arrival = o.arrival_s * 1e6,
-      us_taking = o.taking_s * 1e6,
+    us_taking = o.taking_s * 1e6,
     too_many = o.too_many, too_large = o.too_large, too_slow = o.too_slow,
   }), out))
   local handle = ffi.gc(out[0], C.kvl_http_close)

@@ -93,8 +93,7 @@ function M.strings(most)
 end
 
 --- A field of the API that this server does not do; it may only have a value that asks
--- for
--- nothing.
+-- for nothing.
 function M.only(words, is_nothing)
   return function(name, x)
     if not is_nothing(x) then

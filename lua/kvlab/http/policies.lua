@@ -1,7 +1,6 @@
 --- The policies that requests name. Each policy with its options has an attention over
--- the
--- engine's cache, which stays for later requests; those that were not used for longest go
--- when there are too many.
+-- the engine's cache, which stays for later requests; those that were not used for
+-- longest go when there are too many.
 local json = require "kvlab.json"
 local named = require "kvlab.named"
 local policies = require "kvlab.policy.policy"

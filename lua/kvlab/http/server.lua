@@ -91,9 +91,8 @@ end
 -- docs/server.md.
 ---@param o table  model: of kv.model; name: what clients call it (its own); address
 --                 (127.0.0.1), port (8000; 0: any that is free); key: what clients have
---                 to
---                 send (none); policy, policy_options: what decodes requests that name no
---                 policy (the engine's); limits: a table of limits, as docs/server.md
+--                 to send (none); policy, policy_options: what decodes requests that
+--                 name no policy (the engine's); limits: a table of limits, as docs/server.md
 --                 lists them; log(line): gets a line for each answer
 ---@return kvlab.http.Server
 function M.http_server(o)
@@ -119,14 +118,13 @@ function M.http_server(o)
   self.http = connections.open {
     address = address, port = o.port or 8000, connections = limits.connections,
     bytes_body = limits.bytes_body, arrival_s = limits.arrival_s,
-      taking_s = limits.taking_s,
+    taking_s = limits.taking_s,
     too_many = too_many, too_large = too_large, too_slow = too_slow,
   }
-  self.port, self.is_local = self.http.port, address:find "^127%." ~= nil
-    or address == "::1"
-  self.url = ("http://%s:%d"):format(address:find ":" and "[" .. address .. "]"
-    or address,
-    self.port)
+  self.port = self.http.port
+  self.is_local = address:find "^127%." ~= nil or address == "::1"
+  local host = address:find ":" and "[" .. address .. "]" or address
+  self.url = ("http://%s:%d"):format(host, self.port)
   return self
 end
 
@@ -134,7 +132,7 @@ end
 
 local KNOWN_PATHS = {}
 
---- Counts an answer, and logs it.
+-- Counts an answer, and logs it.
 function HttpServer:note(exchange, status, generated)
   local path = KNOWN_PATHS[exchange.path] and exchange.path or "other"
   self.metrics:answered(path, status)
@@ -266,10 +264,8 @@ end
 local LOCAL_NAMES = { ["localhost"] = true, ["127.0.0.1"] = true, ["[::1]"] = true }
 
 --- Raises unless the client may use this. A page of another site that a browser shows
--- could
--- otherwise use a server on the same machine: by its address, or by a name of the site's
--- own
--- that leads here.
+-- could otherwise use a server on the same machine: by its address, or by a name of the
+-- site's own that leads here.
 local function check_client(self, exchange, route)
   local host = exchange.host:lower()
   local name = host:gsub(":%d+$", "")
@@ -341,9 +337,8 @@ local US_IDLE = 1e5
 --                    microseconds (1e5)
 function HttpServer:turn(us)
   for i = 1, TAKEN_MOST do
-    local exchange = self.http:next(i == 1 and not self.calls:is_busy() and (us
-      or US_IDLE)
-      or 0)
+    local waits = i == 1 and not self.calls:is_busy()
+    local exchange = self.http:next(waits and (us or US_IDLE) or 0)
     if not exchange then break end
     handle(self, exchange)
   end

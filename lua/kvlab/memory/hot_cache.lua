@@ -197,7 +197,7 @@ function HotCache:attend(attention, selection, ctx, out, lse)
   return self:attend_rows(attention, selection, ctx, out, lse)
 end
 
---- The same for no more rows than there are slots for.
+-- The same for no more rows than there are slots for.
 function HotCache:attend_rows(attention, selection, ctx, out, lse)
   local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
   local layer, memory = ctx.layer, self.views_of[ctx.layer].memory
@@ -344,7 +344,11 @@ function HotCache:close()
   closed(self, "hot cache")
 end
 
+local ATTEND = { attention = objects.attention, selection = kinds.tensor,
+                 ctx = objects.layer_context, out = kinds.tensor_or_nil,
+                 lse = kinds.tensor_or_nil }
 arguments.methods(HotCache, "a hot cache", {
+  attend_rows = ATTEND,
   append = { layer = options.whole, k = kinds.tensor, v = kinds.tensor,
              batch = objects.batch, buffer = kinds.tensor },
   drop = { layer = options.whole, blocks = kinds.tensor },

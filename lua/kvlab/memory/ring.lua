@@ -146,7 +146,7 @@ function Ring:attend(attention, selection, ctx, out, lse)
   return self:attend_rows(attention, selection, ctx, out, lse)
 end
 
---- The same for no more rows than a slot has blocks.
+-- The same for no more rows than a slot has blocks.
 function Ring:attend_rows(attention, selection, ctx, out, lse)
   local o = self.tier
   if C.kvl_device_is_recording(o.cache.device) == 1 then

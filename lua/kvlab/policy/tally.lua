@@ -507,6 +507,7 @@ arguments.methods(Tally, "a tally", {
           ahead = options.optional(options.whole) },
   renew = STEP, foresee = STEP,
   put = { seq = objects.sequence, layer = options.whole, values = kinds.tensor },
+  take_back = { seq = objects.sequence, first = options.whole, kept = options.whole },
 })
 
 return M

@@ -371,8 +371,7 @@ function Server:step()
 end
 
 --- The requests whose computation failed, after a step that raised; none if something
--- else
--- did. The next step would compute them again.
+-- else did. The next step would compute them again.
 ---@return kvlab.Request[]
 function Server:failing() return { unpack(self.executor.group or {}) } end
 

@@ -53,6 +53,17 @@ end
 
 M.alive, M.close = alive, close
 
+--- What open(dev, out) opened, to be closed by `by`. Ctrl-C comes before or after, so
+-- that nothing is open that nobody has.
+local function opened(open, dev, out, by)
+  C.kvl_interrupt_hold(1)
+  local status = open(dev, out)
+  local handle = status >= 0 and ffi.gc(out[0], by)
+  C.kvl_interrupt_hold(-1)
+  check(status)
+  return handle
+end
+
 --- Open streams by their address. The device's current stream is found here, so that it
 -- is the handle that open_stream returned, and closed where that is.
 local streams = setmetatable({}, { __mode = "v" })
@@ -165,8 +176,7 @@ M.methods = {
   end,
   --- Opens a new stream, whose work runs beside that of other streams.
   open_stream = function(self)
-    check(C.kvl_stream_open(self, out_stream))
-    local stream = ffi.gc(out_stream[0], C.kvl_stream_close)
+    local stream = opened(C.kvl_stream_open, self, out_stream, C.kvl_stream_close)
     streams[address(stream)] = stream
     return stream
   end,
@@ -206,8 +216,7 @@ M.methods = {
   end,
   --- Opens a new event. Record it on a stream; other streams or the host can wait for it.
   open_event = function(self)
-    check(C.kvl_event_open(self, out_event))
-    return ffi.gc(out_event[0], C.kvl_event_close)
+    return opened(C.kvl_event_open, self, out_event, C.kvl_event_close)
   end,
 }
 
