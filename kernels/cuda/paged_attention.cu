@@ -19,7 +19,7 @@
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit on Hopper, several new tokens a sequence or groups of
- *                              more than 16 heads: TMA, wgmma, split-KV where there are few
+ *                              more than 32 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and what paged_wgmma does not take
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA

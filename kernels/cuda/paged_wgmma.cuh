@@ -1,5 +1,5 @@
 /* Flash attention over paged KV for Hopper: 16-bit q and cache, head_dim 64, 96, 128, 192 or
- * 256, blocks of a multiple of 8 tokens; several new tokens a sequence, or one of more than 16
+ * 256, blocks of a multiple of 8 tokens; several new tokens a sequence, or one of more than 32
  * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
@@ -607,11 +607,11 @@ inline bool is_hopper_device(int device) {
 }
 
 /* Scores are masked before they are scaled, so the scale has to be positive. One new token
- * of at most 16 heads a KV head is for paged_decode.cuh. */
+ * of at most 32 heads a KV head is for paged_decode.cuh. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device) {
   const kvl_cache_view &c = a.cache;
   const int d = c.head_dim;
-  return is_hopper_device(device) && (a.starts || a.tree || a.heads / c.kv_heads > 16) &&
+  return is_hopper_device(device) && (a.starts || a.tree || a.heads / c.kv_heads > 32) &&
          a.dtype != KVL_DTYPE_F32 && c.dtype == a.dtype && !c.pinned &&
          (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.block_size % 8 == 0 &&
          c.blocks > 0 && c.blocks * 2 * c.kv_heads <= INT_MAX && a.scale > 1e-6f &&

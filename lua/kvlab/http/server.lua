@@ -92,8 +92,8 @@ end
 ---@param o table  model: of kv.model; name: what clients call it (its own); address
 --                 (127.0.0.1), port (8000; 0: any that is free); key: what clients have
 --                 to send (none); policy, policy_options: what decodes requests that
---                 name no policy (the engine's); limits: a table of limits, as docs/server.md
---                 lists them; log(line): gets a line for each answer
+--                 name no policy (the engine's); limits: a table of limits, as
+--                 docs/server.md lists them; log(line): gets a line for each answer
 ---@return kvlab.http.Server
 function M.http_server(o)
   options.check("http_server", o, KNOWN)

@@ -1,6 +1,6 @@
 --- The server of OpenAI's API, over real sockets, with a small random model: what is
--- answered equals what the engine computes alone, whatever others ask at the same time and
--- however badly they behave.
+-- answered equals what the engine computes alone, whatever others ask at the same time
+-- and however badly they behave.
 local client = require "spec.http_client"
 local json = require "kvlab.json"
 local kv = require "kvlab"
