@@ -1,0 +1,275 @@
+/* What a consumer of paged_wgmma.cuh holds in registers, and what it does with it: scores,
+ * weights and sums of values of 64 rows, and writing the rows. */
+#ifndef KVL_CUDA_WGMMA_STATE_CUH
+#define KVL_CUDA_WGMMA_STATE_CUH
+
+#include "wgmma_memory.cuh"
+
+namespace kvl {
+
+#if KVL_SM90A
+
+/* A row whose weights sum up to more than this in one lane gets a new reference. f16 holds 15
+ * times this. */
+constexpr float WEIGHTS_MOST = 4096.f;
+/* If the sum is larger than this, the scores are computed again. */
+constexpr float WEIGHTS_LOST = 0x1p100f;
+
+/* A thread's part of a consumer's state: two rows, with two of every eight columns; `product`
+ * says which. s holds the scores of a tile, then its weights. */
+template <class T, class shape> struct wgmma_state {
+  static constexpr int D = shape::D, KEYS = shape::KEYS;
+  static constexpr int ROW_BYTES = 2 * shape::ATOM, IN_ATOM = shape::ATOM / 16;
+  float s[KEYS / 2], out[D / 2];
+  uint32_t p[KEYS / 16][4];
+  float m[2], l[2]; /* reference (a score in base 2; -inf: none yet), sum of weights */
+
+  __device__ __forceinline__ void scores(uint32_t q_at, uint32_t k_at) {
+    const uint64_t q = matrix_at<ROW_BYTES>(q_at, 8 * ROW_BYTES);
+    const uint64_t k = matrix_at<ROW_BYTES>(k_at, shape::GROUP_BYTES);
+#pragma unroll
+    for (int d = 0; d < D / 16; d++)
+      product<T>(s, matrix_plus(q, d / IN_ATOM * 64 * ROW_BYTES + d % IN_ATOM * 32),
+                 matrix_plus(k, d / IN_ATOM * shape::ATOM_BYTES + d % IN_ATOM * 32), d > 0);
+    products_commit();
+  }
+  __device__ __forceinline__ void values(uint32_t v_at) {
+    const uint64_t v = matrix_at<ROW_BYTES>(v_at, shape::GROUP_BYTES, shape::ATOM_BYTES);
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++)
+      product<T>(out, p[k], matrix_plus(v, k * 2 * shape::GROUP_BYTES));
+    products_commit();
+  }
+  /* Turns scores into weights exp2(score - reference), and sums up this lane's. `scale` is
+   * read from shared memory: if it were a constant of the kernel, ptxas would scale all
+   * scores before it waits for the products, and spill. The store, which never happens, keeps
+   * it from waiting for the next products before this is done. */
+  __device__ __forceinline__ void weigh(const float &scale_shared, float (&sum)[2]) {
+    const float scale = load_late(scale_shared);
+    const float shift[2] = {finite_shift(m[0]), finite_shift(m[1])};
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int r = i / 2 & 1;
+      s[i] = exp2_fast(s[i] * scale - shift[r]);
+      sum[r] += s[i];
+    }
+    store_late_if_negative(scale_shared, sum[0] + sum[1]);
+  }
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
+  }
+  __device__ __forceinline__ float largest(int r) const {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) top[c] = fmaxf(top[c], s[4 * n + 2 * r + c]);
+    return warp_max<4>(fmaxf(top[0], top[1]));
+  }
+  /* Takes the largest score as the reference of a row that has none. Such a row has no
+   * weights yet. */
+  __device__ __forceinline__ void refer(float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float top = largest(r) * scale;
+      if (m[r] == -INFINITY) m[r] = top;
+    }
+  }
+  __device__ __forceinline__ bool refers() const {
+    return m[0] > -INFINITY && m[1] > -INFINITY;
+  }
+  /* Raises a row's reference by `up`, for all that was summed up so far. */
+  __device__ __forceinline__ void raise(int r, float up) {
+    const float down = exp2_fast(-up);
+    m[r] += up;
+    l[r] *= down;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) out[4 * n + 2 * r + c] *= down;
+  }
+  /* Brings weights that are large, but finite, down to 1. */
+  __device__ __forceinline__ void lower(float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float up = ceilf(log2f(fmaxf(largest(r), 1.f))), down = exp2_fast(-up);
+      raise(r, up);
+      sum[r] *= down;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) s[4 * n + 2 * r + c] *= down;
+    }
+  }
+};
+
+/* The positions that a query row sees: `seen` of them, from `low` on. */
+struct wgmma_sight {
+  int at, low, seen;
+  __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r)
+      : at(w.position0 + r / w.heads_each), low(window_begin(a, at)) {
+    const int end = a.causal ? min(at + 1, w.length) : w.length;
+    seen = r < w.tokens * w.heads_each ? max(0, end - low) : 0;
+  }
+  __device__ bool sees(int position) const {
+    return (unsigned)(position - low) < (unsigned)seen;
+  }
+};
+
+/* Four neighbouring lanes hold four numbers each. Lane q gets the q-th of each, in order. */
+__device__ __forceinline__ void turn_quad(float (&x)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      if (b & bit) continue;
+      const bool high = lane & bit;
+      const float got = __shfl_xor_sync(ALL_LANES, high ? x[b] : x[b | bit], bit);
+      x[b] = high ? got : x[b];
+      x[b | bit] = high ? x[b | bit] : got;
+    }
+}
+
+/* Writes one of a lane's two rows, i, of a piece of work. Four lanes hold eight neighbours of
+ * a row together. They exchange them, so that each has one whole run of eight out of four, and
+ * writes 16 bytes at once. */
+template <class T, class shape>
+__device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args &a,
+                                                  const wgmma_plan &plan, const wgmma_work &w,
+                                                  const wgmma_state<T, shape> &x, int i,
+                                                  int r) {
+  constexpr int D = shape::D;
+  const int lane = threadIdx.x % WARP, pair = lane % 4 * 2;
+  const query_rows rows = w.rows();
+  const bool has = r < rows.count;
+  const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
+  const int64_t row = w.part < 0 ? rows.token(r) * a.heads + rows.head(r)
+                                 : (int64_t)w.part * plan.rows + r;
+  row_end end = {};
+  if (has && w.part < 0) {
+    end = end_row(a, row, m, sum);
+    if (a.lse && pair == 0) a.lse[row] = end.lse;
+  } else if (has) {
+    end.scale = sum == 0.f ? 0.f : 1.f / sum;
+    if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+  }
+#pragma unroll
+  for (int n = 0; n < D / 8; n += 4) {
+    float even[4], odd[4], y[8];
+#pragma unroll
+    for (int b = 0; b < 4; b++) {
+      even[b] = x.out[4 * (n + b) + 2 * i];
+      odd[b] = x.out[4 * (n + b) + 2 * i + 1];
+    }
+    turn_quad(even, lane);
+    turn_quad(odd, lane);
+#pragma unroll
+    for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
+    const int64_t at = row * D + (n + lane % 4) * 8;
+    if (!has) continue;
+    finish(a, end, at, y);
+    if (w.part < 0) store_out(a, at, y);
+    else store_floats(plan.out + at, y);
+  }
+}
+
+/* Writes a warp's sixteen rows, from r on, of whole work without an earlier attention, in q's
+ * dtype, by way of shared memory: 64 (or 32) columns at a time. */
+template <class T, class shape>
+__device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
+                                                 const wgmma_work &w,
+                                                 const wgmma_state<T, shape> &x, uint32_t at,
+                                                 int r) {
+  constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
+  constexpr int ROWS = WARP / PIECES; /* that are stored at once */
+  const int lane = threadIdx.x % WARP;
+  const query_rows rows = w.rows();
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float sum = warp_sum<4>(x.l[i]);
+    scale[i] = sum == 0.f ? 0.f : 1.f / sum;
+    const int own = r + lane / 4 + 8 * i;
+    if (a.lse && lane % 4 == 0 && own < rows.count)
+      a.lse[rows.token(own) * a.heads + rows.head(own)] = sum == 0.f
+                                                              ? -INFINITY
+                                                              : (x.m[i] + log2f(sum)) * LN2;
+  }
+  T *to[16 / ROWS]; /* where this lane's pieces go; NULL: there is no such row */
+#pragma unroll
+  for (int j = 0; j < 16 / ROWS; j++) {
+    const int row = r + j * ROWS + lane / PIECES;
+    to[j] = row < rows.count ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * D +
+                                   lane % PIECES * 8
+                             : nullptr;
+  }
+#pragma unroll
+  for (int c = 0; c < D / COLUMNS; c++) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < PIECES; n += 2) {
+      const int i = 4 * (c * PIECES + n);
+      const uint32_t y[4] = {pack2(x.out[i] * scale[0], x.out[i + 1] * scale[0], T()),
+                             pack2(x.out[i + 2] * scale[1], x.out[i + 3] * scale[1], T()),
+                             pack2(x.out[i + 4] * scale[0], x.out[i + 5] * scale[0], T()),
+                             pack2(x.out[i + 6] * scale[1], x.out[i + 7] * scale[1], T())};
+      store_matrices(at + swizzled<PIECES>(lane % 16, n + lane / 16), y);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 16 / ROWS; j++) {
+      const uint4 y = load_shared(at +
+                                  swizzled<PIECES>(j * ROWS + lane / PIECES, lane % PIECES));
+      if (to[j]) *(uint4 *)(to[j] + c * COLUMNS) = y;
+    }
+  }
+}
+
+/* A tile's scores again, from global memory and without the tensor cores: their weights passed
+ * the largest float. The tile may have left shared memory. */
+template <class T, class shape, bool BIASED>
+__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
+                                             const wgmma_work &w, int tile, int r0,
+                                             wgmma_state<T, shape> &x) {
+  const query_rows rows = w.rows();
+  const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
+  const float back = 1.f / (a.scale * LOG2E);
+  const score_rule rule(a);
+#pragma unroll 1
+  for (int i = 0; i < shape::KEYS / 2; i++) {
+    const int r = r0 + (i & 2 ? 8 : 0);
+    const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
+    const int entry = key / block_size, token = key - entry * block_size;
+    const wgmma_key at(a, w, entry, token);
+    const wgmma_sight sight(a, w, r);
+    const int own = min(r, rows.count - 1);
+    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
+    const T *k = (const T *)a.cache.kv + (row * block_size + token) * D;
+    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
+    float s = 0.f;
+#pragma unroll 1
+    for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
+    if (BIASED) s = rule(s) * back;
+    if (BIASED && a.alibi)
+      s += a.alibi[rows.head(own)] * LOG2E * back * (float)(at.position - sight.at);
+    bool seen = at.physical >= 0 & sight.sees(at.position);
+    const int length = a.lens[w.seq];
+    if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
+      seen = tree_shows(a, rows.token(own), length, at.position);
+    s = seen ? s : -INFINITY;
+    /* Registers have no index at run time. */
+#pragma unroll
+    for (int j = 0; j < shape::KEYS / 2; j++) x.s[j] = j == i ? s : x.s[j];
+  }
+}
+
+#endif
+
+}  // namespace kvl
+
+#endif
