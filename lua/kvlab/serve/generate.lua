@@ -145,6 +145,11 @@ function M.job(engine, given, o, i)
         name, options.shown(own[name])))
     end
   end
+  for name in pairs(own.draft and sampler.KNOWN or {}) do
+    if own[name] ~= nil then
+      fail(i, "has a draft and %s: drafts are for the likeliest tokens", name)
+    end
+  end
   local tokens = tokens_of(prompt, own, i, engine.model.config.vocab)
   local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
     index = i, ids = {} } }

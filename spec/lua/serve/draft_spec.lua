@@ -255,8 +255,8 @@ describe("an answer with drafts", function()
       o.max_tokens, o.draft = 4, o.draft or {}
       support.refuses(function() kv.generate(e, PROMPTS[1], o) end, ...)
     end
-    refuses({ temperature = 0.5 }, "draft is a table, expected none beside")
-    refuses({ logprobs = 1 }, "draft is a table, expected none beside")
+    refuses({ temperature = 0.5 }, "prompt 1 has a draft and temperature")
+    refuses({ logprobs = 1 }, "prompt 1 has a draft and logprobs")
     refuses({ draft = { ngram = 0 } }, "ngram is 0, expected a whole number from 1 to 64")
     refuses({ draft = { tokens = 128 } }, "tokens is 128", "from 1 to 127")
     refuses({ draft = { words = 2 } }, '"words" is no option')
