@@ -28,6 +28,7 @@
   X(argmax)            \
   X(topk)              \
   X(matmul)            \
+  X(linear)            \
   X(gather_rows)       \
   X(scatter_rows)      \
   X(gather)            \
@@ -205,6 +206,16 @@ struct kvl_matmul_args {
   int64_t batch, m, n, k, a_stride, b_stride, out_stride;
   void *workspace;
   int32_t transpose_b, dtype, out_dtype;
+};
+/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form. */
+struct kvl_linear_args {
+  const void *x, *weight;
+  const void *norm, *bias; /* optional */
+  void *out;
+  int64_t rows, n, k; /* n: rows of weight */
+  void *workspace;
+  float eps;
+  int32_t form, dtype, norm_dtype, out_dtype;
 };
 /* A row is bytes_row bytes long. */
 struct kvl_gather_rows_args {

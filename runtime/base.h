@@ -90,6 +90,13 @@ typedef enum kvl_group {
   KVL_GROUP_MEAN,
 } kvl_group;
 
+/* ORDER kvl_linear_form: what becomes of the products of kvl_linear */
+typedef enum kvl_linear_form {
+  KVL_LINEAR_PLAIN,  /* out = y */
+  KVL_LINEAR_ADD,    /* out += y */
+  KVL_LINEAR_SWIGLU, /* out = silu(first half of y) * second half */
+} kvl_linear_form;
+
 /* A budget says how many of a sequence's n blocks may be selected: ceil(ratio * n), or
  * `blocks` if ratio < 0. The number is at least min_blocks, at least sink + recent, and at
  * most n. */

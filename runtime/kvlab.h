@@ -314,6 +314,19 @@ int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
  *  weight    like x or f32 [dim] */
 int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
                 double eps, const kvl_tensor *out);
+/* A projection and what belongs to it in one op: y = h @ weight^T + bias, where h is x, or
+ * rmsnorm(x) if there is a norm, rounded to x's dtype. Sums are accumulated in fp32. `form`
+ * is a kvl_linear_form: out = y; out += y; or out[r][j] = silu(y[r][j]) * y[r][outputs + j],
+ * where weight has 2 * outputs rows (SwiGLU, Shazeer 2020). Where the op computes y on its
+ * own first, it rounds y to x's dtype. out shares no memory with x, weight, norm or bias.
+ *  x       f32 f16 bf16   [rows, k]
+ *  norm    like x or f32  [k]           may be NULL; then eps is not used
+ *  weight  like x         [n, k]        n = outputs, or 2 * outputs
+ *  bias    like x         [n]           may be NULL
+ *  out     like x, or f32 [rows, outputs] */
+int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
+               const kvl_tensor *weight, const kvl_tensor *bias, int form,
+               const kvl_tensor *out);
 /* Rotates the pairs (i, i + dim/2) of each head by positions[t] * inv_freq[i], in place.
  * Dims from 2 * pairs on stay as they are. Source: Su et al. 2021, in the half-split form of
  * Hugging Face.

@@ -26,6 +26,7 @@ KVL_OPS(X)
  * an op wants. It may look at shapes only: the tensors may not have been computed yet. */
 #define KVL_CPU_WORKSPACE(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
 size_t KVL_CPU_WORKSPACE(matmul)(const void *args);
+size_t KVL_CPU_WORKSPACE(linear)(const void *args);
 size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args);
 
 /* Tells the emulated link how many bytes the kernel moved over it. */

@@ -4,7 +4,8 @@
  *   out  like a or f32  [batch, m, n]
  * and f8e4m3 with b transposed, k a multiple of 16, n of 8 and everything 16-byte aligned:
  *   out  f32 f16 bf16
- * One or two rows of a, as in a decode step, go to matvec.cuh.
+ * The few rows of a decode step go to linear_rows.cuh, or to matvec.cuh where that cannot
+ * take them.
  * cuBLAS is column-major: its C = out^T [n, m] = op(b^T) a^T, so b comes first.
  * Limit: tensor cores (f8e4m3, f16, bf16) or fp32 units, memory bandwidth when m is small.
  * Measured: bf16 8192^3 685 to 792 TFLOP/s as power allows, f8e4m3 into bf16 1382, into f32
@@ -13,6 +14,7 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
+#include "linear_rows.cuh"
 #include "matvec.cuh"
 
 namespace {
@@ -103,6 +105,13 @@ KVL_CUDA_KERNEL(matmul) {
   if (g->k == 0) { /* an empty sum; cuBLAS wants leading dimensions above 0 */
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
+  }
+  if (g->transpose_b && g->batch == 1) {
+    kvl_linear_args linear = {};
+    linear.x = g->a, linear.weight = g->b, linear.out = g->out;
+    linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;
+    linear.dtype = linear.norm_dtype = g->dtype, linear.out_dtype = g->out_dtype;
+    if (kvl::takes_linear_rows(linear, q)) return kvl::launch_linear_rows(linear, q);
   }
   if (kvl::takes_matvec(*g, q->shared_optin)) return kvl::launch_matvec(*g, q);
   int status = kvl__cuda_blas(q);

@@ -7,16 +7,9 @@
  *         still in L2); with an IEEE division 130 us. f32 227 us, 1.01
  *         (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "elementwise.cuh"
+#include "silu.cuh"
 
 namespace {
-
-/* For 16-bit results a division with an error of 2 ulp is enough. __fdividef needs a
- * denominator of moderate size: here it is 1 ... 2. */
-template <class T> __device__ __forceinline__ float silu(float x) {
-  if constexpr (sizeof(T) == 4) return x / (1.0f + expf(-x));
-  const float small = expf(-fabsf(x));
-  return x * __fdividef(x < 0.f ? small : 1.f, 1.f + small);
-}
 
 template <class T> struct silu_mul_body {
   const T *gate, *up;
@@ -26,7 +19,7 @@ template <class T> struct silu_mul_body {
     kvl::load_floats<N>(gate + i, x);
     kvl::load_floats<N>(up + i, y);
 #pragma unroll
-    for (int j = 0; j < N; j++) x[j] = silu<T>(x[j]) * y[j];
+    for (int j = 0; j < N; j++) x[j] = kvl::silu<T>(x[j]) * y[j];
     kvl::store_floats<N>(out + i, x);
   }
 };

@@ -154,7 +154,7 @@ end
 local GELU = math.sqrt(8 / math.pi)
 
 --- gate = gelu(gate) * up, in the approximation 0.5 x (1 + tanh(y / 2)) = x sigmoid(y),
--- where y = sqrt(8 / pi) (x + 0.044715 x^3). rest is overwritten.
+-- where y = sqrt(8 / pi) (x + 0.044715 x^3). `rest` is overwritten.
 local function gelu_mul(gate, up, rest)
   gate:mul(gate, rest)
   rest:mul(0.044715 * GELU, rest)
@@ -165,28 +165,38 @@ local function gelu_mul(gate, up, rest)
   gate:mul(up, gate)
 end
 
---- One layer. s.delta holds what the layer before left to add to the residual s.x.
+--- One layer, which adds to the residual s.x.
 function Model:forward_layer(i, s, attention)
   local w = options.entry("forward_layer", "i", self.layers, i)
   local eps = self.config.eps
   parts.attend(self, i, w, s, attention)
+  s.attended_rows:matmul_t(w.o, s.delta)
   kv.ops.rmsnorm(s.delta, w.post_norm, eps, s.delta)
-  kv.ops.rmsnorm(s.delta, w.mlp_norm, eps, s.h, s.x)
-  parts.project_all(s.h, w.gate_up, nil, s.gate_up)
-  gelu_mul(s.gate, s.up, s.rest)
+  kv.ops.rmsnorm(s.delta, w.mlp_norm, eps, s.h, s.x) -- adds to s.x first
+  if s.gate_up.all then
+    s.h:matmul_t(w.gate_up.all, s.gate_up.all)
+  else
+    for part, weight in ipairs(w.gate_up.parts) do
+      s.h:matmul_t(weight, s.gate_up.parts[part])
+    end
+  end
+  gelu_mul(s.gate, s.up, s.gated)
   s.gate:matmul_t(w.down, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_post_norm, eps, s.delta)
+  s.x:add(s.delta, s.x)
 end
 
 function Model:buffers()
   local sizes = parts.Model.buffers(self)
-  sizes.rest = self.config.inner
+  sizes.delta, sizes.gate_up = self.config.hidden, 2 * self.config.inner
   return sizes
 end
 
 function Model:views(buffers, n)
-  local s = parts.Model.views(self, buffers, n)
-  s.rest = buffers.rest:narrow(0, n)
+  local s, inner = parts.Model.views(self, buffers, n), self.config.inner
+  s.delta = buffers.delta:narrow(0, n)
+  s.gate_up = parts.outputs(buffers.gate_up, n, { inner, inner })
+  s.gate, s.up = unpack(s.gate_up.parts)
   return s
 end
 
@@ -200,10 +210,10 @@ function Model:logits(states, out)
 end
 
 arguments.functions(M, "gemma", { load = { name = options.string } })
-local VIEWS = options.like("views of a step", "x", "h", "delta", "rest")
+local VIEWS = options.like("views of a step", "x", "h", "delta", "gate_up")
 arguments.methods(Model, "a model", {
   embed = { tokens = kinds.tensor, s = VIEWS },
-  views = { buffers = options.like("buffers of a step", "x", "h", "delta", "rest"),
+  views = { buffers = options.like("buffers of a step", "x", "h", "delta", "gate_up"),
             n = options.count },
   forward_layer = { i = options.whole, s = VIEWS, attention = objects.attention },
   logits = { states = kinds.tensor, out = kinds.tensor },

@@ -18,7 +18,7 @@ local options = require "kvlab.options"
 local progress = require "kvlab.experiment.progress"
 local rope = require "models.rope"
 
-local refuse, stack = checkpoint.refuse, checkpoint.stack
+local linear, refuse, stack = kv.ops.linear, checkpoint.refuse, checkpoint.stack
 local M = {}
 
 -- ---- config ---------------------------------------------------------------------------
@@ -241,8 +241,12 @@ end
 --- Numbers of each activation for one token.
 function Model:buffers()
   local c = self.config
-  local sizes = c.experts and experts.buffers(c) or {}
-  sizes.x, sizes.h, sizes.delta, sizes.gate_up = c.hidden, c.hidden, c.hidden, 2 * c.inner
+  local sizes = {}
+  if c.experts then
+    sizes = experts.buffers(c)
+    sizes.delta = c.hidden
+  end
+  sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.inner
   sizes.attended = c.heads * c.head_dim
   sizes.qkv = sizes.attended + 2 * c.kv_heads * c.head_dim
   return sizes
@@ -265,13 +269,14 @@ function Model:views(buffers, n)
   local q_size, kv_size = c.heads * c.head_dim, c.kv_heads * c.head_dim
   local s = {
     x = buffers.x:narrow(0, n), h = buffers.h:narrow(0, n),
-    delta = buffers.delta:narrow(0, n), attended_rows = buffers.attended:narrow(0, n),
+    gated = buffers.gated:narrow(0, n), attended_rows = buffers.attended:narrow(0, n),
     qkv = outputs(buffers.qkv, n, { q_size, kv_size, kv_size }),
-    gate_up = outputs(buffers.gate_up, n, { c.inner, c.inner }),
   }
-  if c.experts then s.experts = experts.views(c, self.device, buffers, n) end
+  if c.experts then
+    s.delta = buffers.delta:narrow(0, n)
+    s.experts = experts.views(c, self.device, buffers, n)
+  end
   local q, k, v = unpack(s.qkv.parts)
-  s.gate, s.up = unpack(s.gate_up.parts)
   s.q = q:reshape { n, c.heads, c.head_dim }
   s.k = k:reshape { n, c.kv_heads, c.head_dim }
   s.v = v:reshape { n, c.kv_heads, c.head_dim }
@@ -281,47 +286,49 @@ function Model:views(buffers, n)
   return s
 end
 
-local function project(x, weight, bias, out)
-  x:matmul_t(weight, out)
-  if bias then out:add(bias, out) end
-end
-
---- out = x times the matrices of a stack, plus the biases of another one.
-local function project_all(x, stacked, biases, out)
-  if out.all then return project(x, stacked.all, biases and biases.all, out.all) end
-  for i, weight in ipairs(stacked.parts) do
-    project(x, weight, biases and biases.parts[i], out.parts[i])
-  end
-end
-
 function Model:embed(tokens, s) self.embedding:gather_rows(tokens, s.x) end
 
---- The attention of a layer, left in s.delta.
-local function attend(self, i, w, s, attention)
-  local eps = self.config.eps
-  kv.ops.rmsnorm(i == 0 and s.x or s.delta, w.norm, eps, s.h, i > 0 and s.x or nil)
-  project_all(s.h, w.qkv, w.qkv_bias, s.qkv)
+--- q, k and v of s.x. A single token's are one product, with the norm in it.
+local function project_qkv(self, w, s)
+  local eps, bias = self.config.eps, w.qkv_bias
+  if s.qkv.all then
+    linear(s.x, w.qkv.all, s.qkv.all, "plain", w.norm, eps, bias and bias.all)
+  else
+    kv.ops.rmsnorm(s.x, w.norm, eps, s.h)
+    for i, weight in ipairs(w.qkv.parts) do
+      linear(s.h, weight, s.qkv.parts[i], "plain", nil, nil, bias and bias.parts[i])
+    end
+  end
   if w.q_norm then
     kv.ops.rmsnorm(s.q_heads, w.q_norm, eps, s.q_heads)
     kv.ops.rmsnorm(s.k_heads, w.k_norm, eps, s.k_heads)
   end
-  attention:forward(i, s.q, s.k, s.v, s.attended)
-  project(s.attended_rows, w.o, w.o_bias, s.delta)
 end
 
---- One layer. s.delta holds what the layer before left to add to the residual s.x.
+--- The attention of a layer, before its output projection, in s.attended.
+local function attend(self, i, w, s, attention)
+  project_qkv(self, w, s)
+  attention:forward(i, s.q, s.k, s.v, s.attended)
+end
+
+--- One layer, which adds to the residual s.x.
 function Model:forward_layer(i, s, attention)
   local w = options.entry("forward_layer", "i", self.layers, i)
+  local eps = self.config.eps
   attend(self, i, w, s, attention)
-  kv.ops.rmsnorm(s.delta, w.mlp_norm, self.config.eps, s.h, s.x)
-  if w.experts then return experts.forward(w.experts, s.h, s.experts, s.delta) end
-  project_all(s.h, w.gate_up, nil, s.gate_up)
-  kv.ops.silu_mul(s.gate, s.up, s.gate)
-  s.gate:matmul_t(w.down, s.delta)
+  linear(s.attended_rows, w.o, s.x, "add", nil, nil, w.o_bias)
+  if w.experts then
+    kv.ops.rmsnorm(s.x, w.mlp_norm, eps, s.h)
+    experts.forward(w.experts, s.h, s.experts, s.delta)
+    s.x:add(s.delta, s.x)
+  else
+    linear(s.x, w.gate_up.all, s.gated, "swiglu", w.mlp_norm, eps)
+    linear(s.gated, w.down, s.x, "add")
+  end
 end
 
 function Model:states(s)
-  kv.ops.rmsnorm(s.delta, self.norm, self.config.eps, s.h, s.x)
+  kv.ops.rmsnorm(s.x, self.norm, self.config.eps, s.h)
   return s.h
 end
 
@@ -329,14 +336,12 @@ function Model:logits(states, out) states:matmul_t(self.head, out) end
 
 --- What a family that is much like this one begins with, such as lua/models/gemma.lua.
 M.parts = { Model = Model, OPTIONS = LOAD, check_sizes = check_sizes, load = load,
-            attend = attend, project_all = project_all }
+            attend = attend, outputs = outputs }
 
 arguments.functions(M, "llama", { load = { name = options.string },
                                   random = { config = options.table } })
-local BUFFERS = options.like("buffers of a step", "x", "h", "delta", "attended", "qkv",
-  "gate_up")
-local VIEWS = options.like("views of a step", "x", "h", "delta", "attended_rows", "qkv",
-  "gate_up")
+local BUFFERS = options.like("buffers of a step", "x", "h", "gated", "attended", "qkv")
+local VIEWS = options.like("views of a step", "x", "h", "gated", "attended_rows", "qkv")
 arguments.methods(Model, "a model", {
   views = { buffers = BUFFERS, n = options.count },
   embed = { tokens = kinds.tensor, s = VIEWS },

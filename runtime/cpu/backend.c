@@ -21,7 +21,8 @@
 #define KVL_DECLARE(isa)                                            \
   KVL_OPS(KVL_PROTO_##isa)                                          \
   size_t kvl_cpu_paged_attention_workspace_##isa(const void *args); \
-  size_t kvl_cpu_matmul_workspace_##isa(const void *args);
+  size_t kvl_cpu_matmul_workspace_##isa(const void *args);          \
+  size_t kvl_cpu_linear_workspace_##isa(const void *args);
 #define KVL_PROTO_plain(op) kvl_kernel kvl_cpu_##op##_plain;
 #define KVL_PROTO_avx2(op) kvl_kernel kvl_cpu_##op##_avx2;
 #define KVL_PROTO_avx512(op) kvl_kernel kvl_cpu_##op##_avx512;
@@ -43,11 +44,12 @@ struct isa {
   const char *name, *words;
   kvl_kernel *const *kernels;
   size_t (*attention_workspace)(const void *args), (*matmul_workspace)(const void *args);
+  size_t (*linear_workspace)(const void *args);
 };
 #define KVL_ISA_ROW(isa, words)                                          \
   {                                                                      \
 #isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa, \
-        kvl_cpu_matmul_workspace_##isa                                   \
+        kvl_cpu_matmul_workspace_##isa, kvl_cpu_linear_workspace_##isa   \
   }
 /* From the slowest to the fastest. */
 static const struct isa isas[] = {
@@ -198,6 +200,7 @@ static size_t workspace(void *ctx, enum kvl_op op, const void *args) {
   const struct isa *isa = isa_in_use(NULL);
   if (op == KVL_OP_paged_attention) return isa->attention_workspace(args);
   if (op == KVL_OP_matmul) return isa->matmul_workspace(args);
+  if (op == KVL_OP_linear) return isa->linear_workspace(args);
   return 0;
 }
 

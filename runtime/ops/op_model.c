@@ -19,6 +19,58 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
   return KVL__LAUNCH(&c, rmsnorm, args);
 }
 
+/* Whether two tensors share memory. */
+static int overlaps(const kvl_tensor *a, const kvl_tensor *b) {
+  const char *p = a->ptr, *q = b->ptr;
+  return p < q + kvl_dtype_bytes(b->dtype) * b->count &&
+         q < p + kvl_dtype_bytes(a->dtype) * a->count;
+}
+static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char *name,
+                         const kvl_tensor *t) {
+  if (c->status >= 0 && t && overlaps(out, t))
+    kvl__call_fail(c, "out shares memory with %s, expected memory of its own", name);
+}
+
+int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
+               const kvl_tensor *weight, const kvl_tensor *bias, int form,
+               const kvl_tensor *out) {
+  struct kvl__call c = {.op = "linear"};
+  kvl__arg(&c, "x", x, KVL__FLOAT, "rows k");
+  kvl__arg(&c, "norm?", norm, kvl__like(x) | KVL__F32, "k");
+  kvl__arg(&c, "weight", weight, kvl__like(x), "n k");
+  kvl__arg(&c, "bias?", bias, kvl__like(x), "n");
+  kvl__arg(&c, "out", out, kvl__like(x) | KVL__F32, "rows outputs");
+  if (form < KVL_LINEAR_PLAIN || form > KVL_LINEAR_SWIGLU)
+    kvl__call_fail(&c, "form is %d, expected KVL_LINEAR_PLAIN, _ADD or _SWIGLU", form);
+  if (norm && !(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
+  int64_t n = kvl__dim(&c, "n"), outputs = kvl__dim(&c, "outputs");
+  int64_t parts = form == KVL_LINEAR_SWIGLU ? 2 : 1;
+  if (c.status >= 0 && n != parts * outputs)
+    kvl__call_fail(&c, "out has %lld columns and weight %lld rows, expected %s",
+                   (long long)outputs, (long long)n,
+                   parts == 2 ? "half as many columns as rows" : "as many columns as rows");
+  expect_apart(&c, out, "x", x);
+  expect_apart(&c, out, "norm", norm);
+  expect_apart(&c, out, "weight", weight);
+  expect_apart(&c, out, "bias", bias);
+  if (c.status < 0) return c.status;
+  struct kvl_linear_args args = {.x = x->ptr,
+                                 .weight = weight->ptr,
+                                 .norm = norm ? norm->ptr : NULL,
+                                 .bias = bias ? bias->ptr : NULL,
+                                 .out = out->ptr,
+                                 .rows = x->shape[0],
+                                 .n = n,
+                                 .k = x->shape[1],
+                                 .eps = (float)eps,
+                                 .form = form,
+                                 .dtype = x->dtype,
+                                 .norm_dtype = norm ? norm->dtype : x->dtype,
+                                 .out_dtype = out->dtype};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_linear, &args);
+  return KVL__LAUNCH(&c, linear, args);
+}
+
 static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq) {
   int64_t most = kvl__dim(c, "head_dim") / 2;
   if (c->status >= 0 && inv_freq->count > most)

@@ -23,6 +23,7 @@ end }
 local HASHES = { "hashes, as kv.hash.summary makes them", function(x)
   return type(x) == "table" and tensor.is_tensor(x.planes) and type(x.layer) == "function"
 end }
+local FORM = options.one_of("plain", "add", "swiglu")
 local step = {}
 local M = { step = step }
 
@@ -43,6 +44,28 @@ function M.rmsnorm(x, weight, eps, out, residual)
   if residual ~= nil then expect_tensor("rmsnorm", "residual", residual) end
   out = out or tensor.open_like(x)
   check(C.kvl_rmsnorm(x, residual, weight, eps, out))
+  return out
+end
+
+local FORMS = { plain = C.KVL_LINEAR_PLAIN, add = C.KVL_LINEAR_ADD,
+                swiglu = C.KVL_LINEAR_SWIGLU }
+
+--- A projection y = h @ weight^T + bias with what belongs to it, in one op. h is x, or with
+-- a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or silu(y's
+-- first half) * its second half ("swiglu", whose weight has two rows for each output).
+-- x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu.
+function M.linear(x, weight, out, form, norm, eps, bias)
+  expect_tensor("linear", "x", x)
+  expect_tensor("linear", "weight", weight)
+  expect_tensor("linear", "out", out)
+  local number = FORMS[form]
+  if not number then argument("linear", "form", form, FORM) end
+  if norm ~= nil then
+    expect_tensor("linear", "norm", norm)
+    argument("linear", "eps", eps, options.number)
+  end
+  if bias ~= nil then expect_tensor("linear", "bias", bias) end
+  check(C.kvl_linear(x, norm, eps or 0, weight, bias, number, out))
   return out
 end
 

@@ -1,0 +1,121 @@
+-- Tolerance: in f32, sums of k products, 1e-5. In f16 and bf16 a norm's f32 arithmetic may
+-- move a rounding of h by a step; where y is computed on its own first it is rounded, too,
+-- and the result is. Results here are about 1, so that is a few steps.
+local kv = require "kvlab"
+local S = require "spec.support"
+local reference = require "spec.reference.math"
+
+local cpu = kv.device "cpu"
+local NUMBER = { plain = kv.C.KVL_LINEAR_PLAIN, add = kv.C.KVL_LINEAR_ADD,
+                 swiglu = kv.C.KVL_LINEAR_SWIGLU }
+
+local function silu(x) return x / (1 + math.exp(-x)) end
+
+--- The inputs of a case: weights so small that y is about 1.
+local function inputs(s)
+  local weight = S.randn(cpu, "f32", { s.n, s.k }, 2)
+  weight:mul(1 / math.sqrt(s.k), weight)
+  return {
+    x = S.randn(cpu, s.dtype, { s.rows, s.k }, 1), weight = weight:cast(s.dtype),
+    norm = s.extras and S.randn(cpu, s.norm_dtype or s.dtype, { s.k }, 3),
+    bias = s.extras and S.randn(cpu, s.dtype, { s.n }, 4),
+    before = S.randn(cpu, s.out or s.dtype, { s.rows, s.outputs }, 5),
+  }
+end
+
+local function run(dev, s)
+  local i = inputs(s)
+  local out = s.form == "add" and i.before:clone():to(dev)
+    or S.poisoned(dev, s.out or s.dtype, { s.rows, s.outputs })
+  kv.check(kv.C.kvl_linear(i.x:to(dev), i.norm and i.norm:to(dev) or nil, 1e-5,
+    i.weight:to(dev), i.bias and i.bias:to(dev) or nil, NUMBER[s.form], out))
+  return out
+end
+
+local function want(s)
+  local i = inputs(s)
+  local h, before, out = i.x:list(), i.before:list(), {}
+  if i.norm then
+    h = reference.map(function(v) return reference.round(s.dtype, v) end,
+      reference.rmsnorm(h, i.norm:list(), 1e-5))
+  end
+  local y = reference.matmul(h, i.weight:list(),
+    { batch = 1, m = s.rows, n = s.n, k = s.k, transposed = true })
+  local bias = i.bias and i.bias:list()
+  for r = 0, s.rows - 1 do
+    local function at(j) return y[r * s.n + j] + (bias and bias[j] or 0) end
+    for j = 1, s.outputs do
+      local place = r * s.outputs + j
+      if s.form == "swiglu" then
+        out[place] = silu(at(j)) * at(j + s.outputs)
+      else
+        out[place] = at(j) + (s.form == "add" and before[place] or 0)
+      end
+    end
+  end
+  return out
+end
+
+local function case(s)
+  s.outputs = s.form == "swiglu" and s.n / 2 or s.n
+  local rel = s.dtype == "f32" and 1e-5 or 4 * S.eps[s.dtype]
+  S.agrees(("%s: %d x %d by %d, %s into %s%s"):format(s.form, s.rows, s.k, s.n, s.dtype,
+    s.out or s.dtype, s.extras and ", normalised, with a bias" or ""),
+    function(dev) return run(dev, s) end, function() return want(s) end, 2 * rel, rel)
+end
+
+describe("linear", function()
+  for _, form in ipairs { "plain", "add", "swiglu" } do
+    for _, size in ipairs { { 1, 32, 8 }, { 1, 1056, 66 }, { 2, 576, 34 }, { 4, 4096, 130 },
+                            { 3, 40, 6 }, { 5, 64, 20 }, { 49, 32, 10 }, { 0, 8, 4 },
+                            { 1, 1, 2 }, { 1, 14336, 12 } } do
+      for _, dtype in ipairs { "f32", "f16", "bf16" } do
+        for _, extras in ipairs { false, true } do
+          case { form = form, rows = size[1], k = size[2], n = size[3], dtype = dtype,
+                 extras = extras }
+        end
+      end
+    end
+    case { form = form, rows = 2, k = 96, n = 24, dtype = "bf16", out = "f32",
+           norm_dtype = "f32", extras = true }
+  end
+
+  S.it_on_cpu("goes panel by panel through many rows", function()
+    local s = { form = "swiglu", rows = 2100, k = 16, n = 8, outputs = 4, dtype = "f32",
+                extras = true }
+    S.close(run(cpu, s), want(s), 2e-5, 1e-5)
+  end)
+
+  S.each_device(function(dev)
+    it("keeps NaN and infinity in their own row: " .. dev:name(), function()
+      local x = S.randn(cpu, "bf16", { 2, 64 }, 1):clone()
+      x:index(1):fill_(0 / 0)
+      local weight = S.randn(cpu, "bf16", { 24, 64 }, 2):clone()
+      weight:index(7):fill_(1 / 0)
+      local out = S.poisoned(dev, "f32", { 2, 24 })
+      kv.ops.linear(x:to(dev), weight:to(dev), out, "plain")
+      local list = out:list()
+      for j = 1, 24 do
+        assert.equal(j == 8, list[j] ~= list[j] or math.abs(list[j]) == math.huge)
+        assert.is_true(list[24 + j] ~= list[24 + j])
+      end
+    end)
+  end)
+
+  it("refuses shapes, forms and memory that do not fit", function()
+    local function zeros(...) return kv.zeros(cpu, "f32", { ... }) end
+    local x, w, out = zeros(2, 8), zeros(6, 8), zeros(2, 6)
+    local function call(form, o, norm, eps, bias)
+      return kv.C.kvl_linear(x, norm, eps or 1e-5, w, bias, NUMBER[form] or form, o)
+    end
+    S.fails(call("plain", zeros(2, 5)), "linear", "out has 5 columns", "6 rows",
+      "as many columns as rows")
+    S.fails(call("swiglu", out), "out has 6 columns", "half as many")
+    S.fails(call(3, out), "form is 3", "KVL_LINEAR_PLAIN")
+    S.fails(call("plain", out, zeros(7)), "norm is f32 [7]", "k=8")
+    S.fails(call("plain", out, zeros(8), -1), "eps is -1")
+    S.fails(call("plain", out, nil, 0, zeros(5)), "bias is f32 [5]")
+    S.fails(kv.C.kvl_linear(x, nil, 0, zeros(8, 8), nil, 1, x), "out shares memory with x")
+    S.raises("linear: form is \"adds\", expected one of", kv.ops.linear, x, w, out, "adds")
+  end)
+end)
