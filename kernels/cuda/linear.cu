@@ -89,13 +89,15 @@ int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
   char *h = (char *)g.workspace, *y = h + p.bytes_h;
   p.product.workspace = y + p.bytes_y;
   const int64_t outputs = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
-  const size_t in = g.dtype == KVL_DTYPE_F32 ? 4 : 2, to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
+  const size_t in = g.dtype == KVL_DTYPE_F32 ? 4 : 2,
+               to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
   int status = KVL_OK;
   for (int64_t i = 0; i < g.rows && status == KVL_OK; i += PANEL_ROWS) {
     const int64_t rows = g.rows - i < PANEL_ROWS ? g.rows - i : PANEL_ROWS;
     const void *x = (const char *)g.x + (size_t)(i * g.k) * in;
     if (g.norm) {
-      kvl_rmsnorm_args norm = {x, nullptr, g.norm, h, rows, g.k, g.eps, g.dtype, g.norm_dtype};
+      kvl_rmsnorm_args norm = {x,   nullptr, g.norm,  h,           rows,
+                               g.k, g.eps,   g.dtype, g.norm_dtype};
       status = kvl_cuda_rmsnorm(&norm, q);
       x = h;
     }

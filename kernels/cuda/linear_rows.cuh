@@ -25,8 +25,8 @@ enum {
   LINEAR_WARPS = 8, /* that multiply */
   LINEAR_CONSUMERS = LINEAR_WARPS * WARP,
   LINEAR_THREADS = LINEAR_CONSUMERS + WARP,
-  LINEAR_TILE = 8, /* rows of the weights */
-  LINEAR_STEP = 4, /* packs of a row in a step: 32 numbers */
+  LINEAR_TILE = 8,  /* rows of the weights */
+  LINEAR_STEP = 4,  /* packs of a row in a step: 32 numbers */
   LINEAR_SHARE = 4, /* steps of a stage for each warp */
   LINEAR_STAGE_STEPS = LINEAR_WARPS * LINEAR_SHARE,
   LINEAR_PACKS = LINEAR_STAGE_STEPS * LINEAR_STEP, /* of a row in a stage */
@@ -222,10 +222,8 @@ __global__ void __launch_bounds__(LINEAR_THREADS, 2) linear_rows(const kvl_linea
   const linear_tiles w(g);
   T *rows = (T *)(shared_packs + LINEAR_STAGES * LINEAR_STAGE);
   wait_for_previous();
-  if (g.norm && g.norm_dtype == KVL_DTYPE_F32)
-    normalise_rows<T, float>(g, rows);
-  else
-    normalise_rows<T, T>(g, rows);
+  if (g.norm && g.norm_dtype == KVL_DTYPE_F32) normalise_rows<T, float>(g, rows);
+  else normalise_rows<T, T>(g, rows);
   named_sync(1, LINEAR_CONSUMERS);
 
   const int row = lane / 4, quad = lane % 4;

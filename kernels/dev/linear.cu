@@ -19,7 +19,8 @@ __global__ void normalise(const bf16 *x, const bf16 *norm, float *h, int k, floa
   const float scale = 1.0f / sqrtf((float)(sum / k) + eps);
   for (int i = 0; i < k; i++) {
     const float v = __bfloat162float(x[i]);
-    h[i] = norm ? __bfloat162float(__float2bfloat16(v * scale * __bfloat162float(norm[i]))) : v;
+    h[i] = norm ? __bfloat162float(__float2bfloat16(v * scale * __bfloat162float(norm[i])))
+                : v;
   }
 }
 __global__ void slow(const float *h, const bf16 *w, double *out, double *size, int64_t n,
@@ -124,7 +125,8 @@ double chain(const kvl_cuda_queue *q, int layers, int m) {
                 {28672, 4096, KVL_LINEAR_SWIGLU, true},
                 {4096, 14336, KVL_LINEAR_ADD, false}};
   std::vector<problem> all;
-  bf16 *x = dev::randn<bf16>((size_t)m * 4096, 1), *wide = dev::randn<bf16>((size_t)m * 28672, 2);
+  bf16 *x = dev::randn<bf16>((size_t)m * 4096, 1),
+       *wide = dev::randn<bf16>((size_t)m * 28672, 2);
   std::vector<kvl_linear_args> calls;
   for (int l = 0; l < layers; l++)
     for (int i = 0; i < 4; i++) {
@@ -176,12 +178,13 @@ int main() {
       for (int k : {32, 64, 256, 576, 2048, 2080, 4096, 6144})
         for (int form = 0; form < 3; form++)
           for (int extra = 0; extra < 4; extra++)
-            wrong += !check({m, n, k, form, (extra & 1) != 0, (extra & 2) != 0}, &q), checks++;
+            wrong += !check({m, n, k, form, (extra & 1) != 0, (extra & 2) != 0}, &q),
+                checks++;
   printf("%d checks, %d wrong\n", checks, wrong);
   dev::bench b;
   const double R = b.read_bandwidth();
-  printf("R %.0f GB/s\n%8s %6s  m  bytes/R   cuBLAS       matvec       linear\n", R / 1e3, "n",
-         "k");
+  printf("R %.0f GB/s\n%8s %6s  m  bytes/R   cuBLAS       matvec       linear\n", R / 1e3,
+         "n", "k");
   const struct {
     int64_t n;
     int k, form;
