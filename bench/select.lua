@@ -1,6 +1,7 @@
 --- Choosing blocks. P6 is exact top-k of f32 rows, through the top-k op and through
--- select. E8 is top-k of tokens: as positions, as places, and tile by tile. P8 is the
--- scores of Quest's bound.
+-- select; P6b the same of rows of 2^20, and of rows with few distinct values. E8 is top-k
+-- of tokens: as positions, as places, and tile by tile. P8 is the scores of Quest's
+-- bound.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -8,8 +9,14 @@ local KV_HEADS, DIM, BLOCK = paged.KV_HEADS, paged.DIM, paged.BLOCK
 
 -- ---- P6 -------------------------------------------------------------------------------
 
---- Rows of N(0, 1); clustered: of 1 + 1e-3 N(0, 1), whose high bits are nearly all equal.
-local function rows_of(b, rows, n, is_clustered)
+--- Rows of N(0, 1). kind "clustered": of 1 + 1e-3 N(0, 1), whose high bits are nearly all
+-- equal; a number: of so many distinct values.
+local function rows_of(b, rows, n, kind)
+  if type(kind) == "number" then
+    return kv.randint(b.device, "i32", { rows, n }, { seed = 1, low = 0, high = kind })
+      :cast "f32"
+  end
+  local is_clustered = kind == "clustered"
   return kv.randn(b.device, "f32", { rows, n },
     { seed = 1, mean = is_clustered and 1 or 0, std = is_clustered and 1e-3 or 1 })
 end
@@ -32,10 +39,10 @@ local function check_rows(x, got, k, is_ascending)
 end
 
 --- by_index: the same k indices in ascending order, as a selection needs them.
-local function topk(rows, n, k, is_clustered, by_index)
+local function topk(rows, n, k, kind, by_index)
   local which = kv.C.KVL_TOPK_LARGEST + (by_index and kv.C.KVL_TOPK_BY_INDEX or 0)
   return function(b)
-    local x = rows_of(b, rows, n, is_clustered)
+    local x = rows_of(b, rows, n, kind)
     local indices = kv.full(b.device, "i32", { rows, k }, -1)
     local function run() kv.check(kv.C.kvl_topk(x, which, nil, indices)) end
     return { run = run, bytes = 4 * rows * (n + k), check = function()
@@ -45,9 +52,9 @@ local function topk(rows, n, k, is_clustered, by_index)
   end
 end
 
-local function select(rows, n, k, is_clustered)
+local function select(rows, n, k, kind)
   return function(b)
-    local x = rows_of(b, rows, n, is_clustered)
+    local x = rows_of(b, rows, n, kind)
     local scores, budget = x:reshape { rows, 1, n }, paged.budget(k)
     local lens = kv.full(b.device, "i32", { rows }, n * BLOCK)
     local selection = kv.full(b.device, "i32", { rows, 1, k }, -1)
@@ -185,14 +192,18 @@ end
 return function(b)
   for _, row in ipairs {
     { 1, 8192, 256, 8 }, { 64, 8192, 2048, 10 }, { 1, 131072, 2048, 15 },
-    { 64, 131072, 2048, 35 }, { 64, 131072, 2048, 60, true },
+    { 64, 131072, 2048, 35 }, { 64, 131072, 2048, 60, "clustered" },
+    { 64, 1048576, 2048, 110 }, { 64, 131072, 2048, 60, 8 },
   } do
-    local n, k = b:shrunk(row[2]), b:shrunk(row[3])
-    local of = ("[%d, %d] k %d%s"):format(row[1], n, k, row[5] and ", clustered" or "")
+    local n, k, kind = b:shrunk(row[2]), b:shrunk(row[3]), row[5]
+    local is_second = row[2] > 131072 or type(kind) == "number"
+    local of = ("[%d, %d] k %d"):format(row[1], n, k)
+    if kind then of = ("%s, %s%s"):format(of, kind, kind == 8 and " values" or "") end
     for _, op in ipairs { { "select ", select }, { "top-k ", topk, true },
                           { "sorted top-k ", topk, false } } do
-      b:case { id = "P6", name = op[1] .. of, target = { us = row[4] },
-               setup = op[2](row[1], n, k, row[5], op[3]) }
+      b:case { id = is_second and "P6b" or "P6", name = op[1] .. of,
+               target = { us = row[4] },
+               setup = op[2](row[1], n, k, kind, op[3]) }
     end
   end
   for _, row in ipairs { { 1, 131072 }, { 64, 131072 }, { 1, 1048576 },

@@ -3,8 +3,10 @@
  *
  * A team of TEAM thread blocks (a cluster when there are several) reads a row once and drops
  * nearly all of it at once:
- *   guess    while the row is loading, quantiles of a sample of SAMPLES * 512 elements give a
- *            bracket around the wanted-th element, 3 to 4 standard deviations wide
+ *   guess    while the row is loading, quantiles of a sample give a bracket around the
+ *            wanted-th element, 3 to 4 standard deviations wide. The sample has SAMPLES * 512
+ *            elements, or one of 256 where that is more. Elements are ordered by rank and then
+ *            by index, and so is the sample: where many are equal, the bracket ends at an index
  *   collect  elements before the bracket are sure, and become bits of a bitmap; those inside
  *            it are listed in shared memory as 64-bit keys (rank, index), which are unique
  *   meet     the blocks send their lists to the first one, which goes on alone
@@ -12,9 +14,9 @@
  *            pass over the list gives the few keys of that bin, which are all compared with
  *            each other
  *   write    sums over words give the output index of every bit: index order needs no sort
- * If the guess was wrong, or too much lies in the bracket (equal numbers), retry narrows it
- * exactly, 11 bits of the key at a time, by reading the row again. No atomic decides an
- * order: lists are unordered sets, and bits and counters commute.
+ * If the guess was wrong, or too much lies in the bracket (a row that its sample does not
+ * show), retry narrows it exactly, 11 bits of the key at a time, by reading the row again. No
+ * atomic decides an order: lists are unordered sets, and bits and counters commute.
  *
  * The cost of a phase is latency: barriers, shuffles, and code that runs only once. So loops
  * stay rolled where unrolling only adds code (8.4 to 7.5 us for a row of 8192), a block has
@@ -36,6 +38,12 @@ template <int N, class T>
 __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
 #pragma unroll
   for (int j = 0; j < N; j++) to[j] = to_float(p[j * WARP]);
+}
+
+/* Where in the row element `number` of the sample is: anywhere within its part of the row, so
+ * that no period of the row makes the sample unlike it. It ascends with the number. */
+__host__ __device__ constexpr uint32_t sampled(uint32_t number, uint32_t part) {
+  return number * part + (uint32_t)((uint64_t)(number * 0x9E3779B1u) * part >> 32);
 }
 
 /* One thread block calls emit(place, index) for all elements of a row that are eligible, that
@@ -66,7 +74,15 @@ __device__ __forceinline__ uint32_t write_eligible(const ROW &row, uint32_t widt
 template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct radix_select {
   static constexpr int THREADS = TEAM_THREADS, WARPS = THREADS / WARP, BATCH = EACH * WARP;
   static constexpr int DIGIT = 11, BINS = 1 << DIGIT, FEW = 256;
+  /* IS_LONG: rows may need more samples than SAMPLES. IS_WIDE: the bracket may end at an
+   * index; shorter rows fit the list whatever they hold. IS_DEALT: see collect. */
+  static constexpr bool IS_LONG = SAMPLES > 2, IS_WIDE = SAMPLES > 1, IS_DEALT = TEAM > 2;
+  static constexpr int SAMPLES_LOG = SAMPLES == 1   ? 9
+                                     : SAMPLES == 2 ? 10
+                                     : SAMPLES == 4 ? 11
+                                                    : 12;
   static_assert(BINS == 4 * THREADS, "a thread looks at four bins");
+  static_assert(SAMPLES * THREADS == 1 << SAMPLES_LOG, "");
 
   struct found_bin {
     uint32_t bin, before, count; /* before: elements in lower bins */
@@ -91,11 +107,13 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   const ROW row;
   const int lane, warp, block; /* block: its number in the team */
   const uint32_t flip;         /* the sign bit when the least come first */
-  uint32_t begin, end;         /* this warp's stretch of the row */
+  uint32_t begin, end, stride; /* this warp's batches of the row begin so far apart */
+  const int samples_log;       /* the sample has 2^n elements */
   uint32_t index_low, among, wanted;
   uint32_t sure, listed; /* found before the bracket; in it */
   uint32_t own;          /* how many keys the list has that this warp walks over */
   bool is_one;           /* there is one list, in the first block; else one per block */
+  bool is_listed;        /* nothing comes before the bracket: all that is taken is listed */
   float x[EACH], sample[SAMPLES]; /* a batch of the row; of the sample */
   sort_key edge;                  /* keys up to this one are taken */
 
@@ -110,25 +128,40 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return shape;
   }
   /* sorted: how many keys the caller wants room for in place of the bitmap, or 0. A bitmap
-   * that does not fit is written one window at a time. */
+   * that does not fit is written one window at a time. A window of few wanted elements is
+   * made from their list, so then the lists come first and the window takes what is left;
+   * otherwise a window reads the row again, and the bitmap comes first. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
-    constexpr uint32_t window = 4096; /* words */
+    constexpr uint32_t window = 4096; /* words, the least */
     team_shape shape;
     shape.stretch = stretch_of(width);
     const uint32_t words = sorted ? WARPS : TEAM * WARPS * (shape.stretch / WARP);
-    const bool is_many = TEAM > 1 || (wanted_most > 4096 && !sorted);
-    for (bool is_whole : {true, false})
-      for (uint32_t keys = is_many ? 16384 : 8192; keys >= 4096; keys /= 2) {
-        shape.capacity = keys / TEAM;
-        if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
-        shape.words = is_whole || words < window ? words : window;
-        uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
-        uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted; /* or the bitmap */
-        if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
-        shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
-        if (shape.bytes_shared <= (uint32_t)q->shared_optin) return shape;
+    const bool is_many = TEAM > 1 || width > 1 << 17 || (wanted_most > 4096 && !sorted);
+    /* More would leave an L1 too small for the loads in flight: 21 us of 95 for 2^20. */
+    const uint32_t room = min((uint32_t)q->shared_optin, 194u << 10);
+    auto fits = [&](uint32_t keys, uint32_t words_here) {
+      shape.capacity = keys / TEAM;
+      if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
+      shape.words = words_here;
+      uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
+      uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted; /* or the bitmap */
+      if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
+      shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
+      return shape.bytes_shared <= (uint32_t)q->shared_optin;
+    };
+    const uint32_t most = is_many ? 16384 : 8192, least = words < window ? words : window;
+    for (uint32_t keys = most; keys >= 4096; keys /= 2) {
+      if (fits(keys, words) && (wanted_most > 4096 || shape.bytes_shared <= room))
+        return shape;
+      if (wanted_most <= 4096 && fits(keys, least) && shape.bytes_shared <= room) {
+        const uint32_t more = (room - shape.bytes_shared) / 4;
+        fits(keys, least + more / WARPS * WARPS);
+        return shape;
       }
+    }
+    for (uint32_t keys = most; keys >= 4096; keys /= 2)
+      if (fits(keys, least)) return shape;
     return shape;
   }
 
@@ -148,12 +181,16 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
         capacity(shape.capacity),
         bits((uint32_t *)(lists + TEAM * (sizeof(list_head) + capacity * sizeof(sort_key)))),
         row(row_), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP),
-        block(TEAM > 1 ? blockIdx.x % TEAM : 0), flip(largest ? 0 : 0x80000000u) {
+        block(TEAM > 1 ? blockIdx.x % TEAM : 0), flip(largest ? 0 : 0x80000000u),
+        samples_log(samples_log_of(width_)) {
 #pragma unroll
-    for (int j = 0; j < SAMPLES; j++)
-      sample[j] = sample_index(j) < width ? to_float(row[sample_index(j)]) : 0.f;
-    begin = min((uint32_t)(warp * TEAM + block) * stretch, width);
-    end = min(begin + stretch, width);
+    for (int j = 0; j < SAMPLES; j++) {
+      const uint32_t i = sample_index(j * THREADS + threadIdx.x);
+      sample[j] = i < width ? to_float(row[i]) : 0.f;
+    }
+    begin = min((uint32_t)(warp * TEAM + block) * (is_dealt() ? BATCH : stretch), width);
+    end = is_dealt() ? width : min(begin + stretch, width);
+    stride = is_dealt() ? TEAM * WARPS * BATCH : BATCH;
     load(x, row + begin + lane, begin);
     ((uint4 *)s.count)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     clear();
@@ -166,8 +203,14 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     }
   }
 
-  __device__ __forceinline__ uint32_t sample_index(int j) const {
-    return (j * THREADS + threadIdx.x) * max(width / (SAMPLES * THREADS), 1u);
+  /* A warp has a stretch of the row. Of a long row the warps of a large team have every so
+   * many batches, so that a row in order fills the small lists of all blocks alike. */
+  __device__ __forceinline__ bool is_dealt() const {
+    return IS_DEALT && IS_LONG && width > 1 << 18;
+  }
+  __device__ __forceinline__ uint32_t sample_index(uint32_t number) const {
+    const uint32_t part = max(width >> samples_log, 1u);
+    return IS_WIDE ? sampled(number, part) : number * part;
   }
   /* p points to this lane's first element; `at` is the number of the warp's first. */
   __device__ __forceinline__ void load(float (&to)[EACH], ROW p, uint32_t at) const {
@@ -217,9 +260,10 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   __device__ __forceinline__ bool find(uint32_t index_low_, uint32_t among_, uint32_t wanted_,
                                        bool list_all) {
     index_low = index_low_, among = among_, wanted = wanted_;
-    uint32_t from = 0, first = 0, last = RANK_NAN;
-    guess(list_all, &from, &first, &last);
-    sort_key low = (sort_key)first << 32, high = last_key(last);
+    uint32_t from = 0;
+    sort_key low = 0, high = last_key(RANK_NAN);
+    guess(list_all, &from, &low, &high);
+    is_listed = low == 0;
     collect(low, high);
     bool fits = true;
     is_one = TEAM == 1;
@@ -235,8 +279,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
       from = (uint32_t)(low >> 32);
     }
     uint32_t need = wanted - sure, count = listed;
-    if (count > need) { /* by rank first */
-      from = max(from, (uint32_t)(low >> 32));
+    from = max(from, (uint32_t)(low >> 32));
+    if (count > need && (uint32_t)(high >> 32) > from) { /* by rank first */
       const int shift = shift_of((uint32_t)(high >> 32) - from);
       keys([&](sort_key key) {
         uint32_t rank = (uint32_t)(key >> 32);
@@ -251,6 +295,12 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
       high = min(high, last_key(from + min(offset + ((1u << shift) - 1), RANK_NAN - from)));
       need -= found.before;
       count = found.count;
+    }
+    if (count > need && count > FEW && low >> 32 < from) { /* equal numbers */
+      uint32_t least = RANK_NAN, most = 0;
+      keys([&](sort_key key) { least = min(least, (uint32_t)(key >> 32)); });
+      range(&least, &most);
+      low = max(low, (sort_key)least << 32);
     }
     while (count > need && count > FEW) {
       auto all = [&](auto f) { keys(f); };
@@ -305,6 +355,10 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return max(0, 64 - DIGIT - __clzll(length));
   }
 
+  static __device__ __forceinline__ int samples_log_of(uint32_t width) {
+    return IS_LONG ? max(SAMPLES_LOG, 32 - __clz((max(width, 1u) - 1) >> 8)) : SAMPLES_LOG;
+  }
+
   /* The least and the greatest over the block; has a barrier. */
   __device__ __forceinline__ void range(uint32_t *least, uint32_t *most) {
     *least = __reduce_min_sync(ALL_LANES, *least);
@@ -326,6 +380,17 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 
   /* Sets the bits of the elements from `first` on. */
   __device__ __forceinline__ void mark_window(uint32_t first) {
+    if (is_listed) {
+#pragma unroll 1
+      for (uint32_t w = threadIdx.x; w < words; w += THREADS) bits[w] = 0;
+      __syncthreads();
+      keys([&](sort_key key) {
+        const uint32_t i = (uint32_t)key - first;
+        if (key <= edge && i < words * WARP) atomicOr(&bits[i / WARP], 1u << i % WARP);
+      });
+      __syncthreads();
+      return;
+    }
 #pragma unroll 1
     for (uint32_t w = warp; w < words; w += WARPS) {
       uint32_t i = first + w * WARP + lane;
@@ -342,11 +407,18 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     const uint32_t share = words / WARPS, last = (warp + 1) * share;
     const uint32_t each = (share + WARP - 1) / WARP | 1;
     const uint32_t from = min(warp * share + lane * each, last), to = min(from + each, last);
-    uint32_t mine = 0, total;
+    uint32_t mine = 0, filled = 0, total;
 #pragma unroll 1
-    for (uint32_t w = from; w < to; w++) mine += __popc(bits[w]);
+    for (uint32_t w = from; w < to; w++) {
+      mine += __popc(bits[w]);
+      if (IS_WIDE) filled += bits[w] != 0;
+    }
     uint32_t place = places + warps_before(mine, &total);
-    if (__reduce_add_sync(ALL_LANES, mine) < 2 * share) { /* sparse: each lane does its own */
+    const bool is_dense = __reduce_add_sync(ALL_LANES, mine) >= 2 * share;
+    bool is_even = true; /* no lane has more than the warp has words that are not empty */
+    if (IS_WIDE && !is_dense)
+      is_even = __reduce_max_sync(ALL_LANES, mine) <= __reduce_add_sync(ALL_LANES, filled);
+    if (!is_dense && is_even) { /* each lane does its own */
 #pragma unroll 1
       for (uint32_t w = from; w < to; w++)
 #pragma unroll 1
@@ -358,32 +430,47 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 #pragma unroll 1
     for (uint32_t e = 0; e < each; e++) {
       const uint32_t word = from + e < to ? bits[from + e] : 0;
+      auto emit_of =
+          [&](uint32_t l) { /* the word of lane l */
+                            uint32_t other = __shfl_sync(ALL_LANES, word, l);
+                            uint32_t at = __shfl_sync(ALL_LANES, place, l) +
+                                          __popc(other & ((1u << lane) - 1));
+                            uint32_t i = first + (warp * share + l * each + e) * WARP + lane;
+                            if (other >> lane & 1) emit(at, i);
+          };
+      unsigned any = __ballot_sync(ALL_LANES, word);
+      if (!IS_WIDE || is_dense) {
 #pragma unroll 4
-      for (uint32_t l = 0; l < lanes; l++) {
-        uint32_t other = __shfl_sync(ALL_LANES, word, l);
-        uint32_t at = __shfl_sync(ALL_LANES, place, l) + __popc(other & ((1u << lane) - 1));
-        uint32_t i = first + (warp * share + l * each + e) * WARP + lane;
-        if (other >> lane & 1) emit(at, i);
+        for (uint32_t l = 0; l < lanes; l++) emit_of(l);
+      } else {
+#pragma unroll 1
+        for (; any; any &= any - 1) emit_of(__ffs(any) - 1);
       }
       place += __popc(word);
     }
     return total;
   }
 
-  /* Guesses ranks between which the wanted-th is likely: quantiles of a sample. */
-  __device__ __forceinline__ void guess(bool list_all, uint32_t *from, uint32_t *first,
-                                        uint32_t *last) {
+  /* Guesses keys between which the wanted-th is likely: quantiles of a sample. `from` is the
+   * rank where they begin, or one before it; low is 0 when all before high is to be listed. */
+  __device__ __forceinline__ void guess(bool list_all, uint32_t *from, sort_key *low,
+                                        sort_key *high) {
     uint32_t rank[SAMPLES], least = RANK_NAN, most = 0;
-    int here = 0;
 #pragma unroll
-    for (int j = 0; j < SAMPLES; j++) {
-      bool is_any = sample_index(j) < width && takes_part(sample_index(j));
-      rank[j] = rank_of(turned(sample[j]));
-      here += is_any;
-      least = min(least, is_any ? rank[j] : RANK_NAN);
-      most = max(most, is_any ? rank[j] : 0u);
-      if (!is_any) rank[j] = RANK_NONE;
-    }
+    for (int j = 0; j < SAMPLES; j++)
+      rank[j] = sample_rank(j * THREADS + threadIdx.x, sample[j]);
+    auto samples = [&](auto f) { /* f(rank or RANK_NONE) */
+#pragma unroll
+                                 for (int j = 0; j < SAMPLES; j++) f(rank[j]);
+                                 if constexpr (IS_LONG)
+                                   more_samples(SAMPLES, [&](uint32_t r, uint32_t) { f(r); });
+    };
+    int here = 0;
+    samples([&](uint32_t r) {
+      here += r != RANK_NONE;
+      least = min(least, r);
+      most = max(most, r == RANK_NONE ? 0 : r);
+    });
     here = __reduce_add_sync(ALL_LANES, here);
     if (lane == 0) s.warps[2][warp] = here;
     range(&least, &most);
@@ -394,54 +481,133 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     uint32_t target[2] = {(uint32_t)fmaxf(at - 3.f * spread, 1.f),
                           (uint32_t)(at + 4.f * spread + 3.f)};
     const bool is_open = target[1] > any; /* past the end of the sample */
-    const float expected = target[1] * part;
+    const float room = TEAM * capacity, few = room / 8, expected = target[1] * part;
     uint32_t start = least, length = most - least;
+    bool is_crowded = false;
+    uint32_t low_length = 0, low_count = 0, low_target = 0; /* the bin at `from` */
     for (bool is_same = true;;) { /* is_same: so far both targets are in one bin */
       const int shift = shift_of(length);
-#pragma unroll
-      for (int j = 0; j < SAMPLES; j++)
-        if (rank[j] - start <= length && rank[j] != RANK_NONE)
-          atomicAdd(&s.count[(rank[j] - start) >> shift], 1u);
+      samples([&](uint32_t r) {
+        if (r - start <= length && r != RANK_NONE)
+          atomicAdd(&s.count[(r - start) >> shift], 1u);
+      });
       __syncthreads();
       locate(target);
       const found_bin before = s.found[0], last_bin = s.found[1];
-      if (is_same) *from = start + (before.bin << shift);
-      *last = RANK_NAN;
+      if (is_same) {
+        const uint32_t offset = before.bin << shift;
+        *from = start + offset;
+        low_length = min((1u << shift) - 1, length - offset);
+        low_count = before.count, low_target = target[0] - before.before;
+      }
       if (is_open) break;
       is_same = is_same && before.bin == last_bin.bin;
       start += last_bin.bin << shift;
       length = min((1u << shift) - 1, length - (last_bin.bin << shift));
-      *last = start + length;
-      if (shift == 0 || last_bin.count * part <= TEAM * capacity / 8) break;
       target[1] -= last_bin.before;
       target[0] = is_same ? target[0] - before.before : 1;
+      is_crowded = last_bin.count * part > few;
+      if (shift == 0 || !is_crowded) break;
     }
-    if (!list_all && expected > min(TEAM * capacity * 0.6f, among * 0.125f)) *first = *from;
+    if (!is_open) *high = last_key(start + length);
+    const float listed_most = has_window ? room * 0.6f : min(room * 0.6f, among * 0.125f);
+    const bool has_low = !list_all && expected > listed_most;
+    if (has_low) *low = (sort_key)*from << 32;
+    const bool is_low_crowded = has_low && low_count * part > few;
+    if (IS_WIDE && (is_crowded || is_low_crowded)) {
+#pragma unroll 1 /* so that the code exists once */
+      for (int is_last = is_low_crowded ? 0 : 1; is_last < 1 + is_crowded; is_last++) {
+        const sort_key key = among_equals(is_last ? start : *from, is_last ? 0 : low_length,
+                                          is_last ? target[1] : low_target, few / part,
+                                          is_last);
+        if (is_last) *high = key;
+        else *low = key;
+      }
+    }
+  }
+
+  /* Where many samples are equal or nearly so: narrows the ranks start ... start + length to
+   * those of a few samples with the target-th, or to one rank and the indices next to that
+   * sample's. Returns the last such key, or the first. */
+  __device__ __forceinline__ sort_key among_equals(uint32_t start, uint32_t length,
+                                                   uint32_t target, float few, bool is_last) {
+    uint32_t count = ~0u;
+    auto find_bin = [&](int shift, bool by_index) {
+      more_samples(0, [&](uint32_t r, uint32_t number) {
+        const uint32_t at = by_index ? number : r - start;
+        if (r != RANK_NONE && r - start <= length) atomicAdd(&s.count[at >> shift], 1u);
+      });
+      __syncthreads();
+      const uint32_t only[1] = {target};
+      locate(only);
+      return s.found[0];
+    };
+#pragma unroll 1
+    while (length > 0 && count > few) {
+      const int shift = shift_of(length);
+      const found_bin found = find_bin(shift, false);
+      const uint32_t offset = found.bin << shift;
+      start += offset;
+      length = min((1u << shift) - 1, length - offset);
+      count = found.count, target -= found.before;
+    }
+    if (count <= few) return is_last ? last_key(start + length) : (sort_key)start << 32;
+    const int shift = shift_of((1u << samples_log) - 1);
+    const found_bin found = find_bin(shift, true);
+    const uint32_t past = is_last ? 1 : 0;
+    const uint32_t i = sample_index((found.bin + past) << shift) - past;
+    return (sort_key)start << 32 | min(i, width - 1);
+  }
+
+  /* Calls f(rank or RANK_NONE, number) for this thread's samples but the first `done`. */
+  template <class F> __device__ __forceinline__ void more_samples(uint32_t done, F f) const {
+#pragma unroll 1
+    for (uint32_t n = done * THREADS + threadIdx.x; n < 1u << samples_log; n += 2 * THREADS) {
+      float y[2];
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint32_t i = sample_index(n + j * THREADS);
+        y[j] = i < width ? to_float(row[i]) : 0.f;
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++) f(sample_rank(n + j * THREADS, y[j]), n + j * THREADS);
+    }
+  }
+  __device__ __forceinline__ uint32_t sample_rank(uint32_t number, float y) const {
+    const uint32_t i = sample_index(number);
+    return i < width && takes_part(i) ? rank_of(turned(y)) : RANK_NONE;
   }
 
   /* Lists the keys low ... high of this warp's stretch, whose first batch is in x, and marks
    * the sure ones, which come before low. */
   __device__ __forceinline__ void collect(sort_key low, sort_key high) {
     const uint32_t first = (uint32_t)(low >> 32), last = (uint32_t)(high >> 32);
-    const bool is_plain = (uint32_t)low == 0 && (uint32_t)high >= width - 1 &&
-                          first < RANK_LEAST && last < RANK_NAN;
-    const float least = number_of(min(last, RANK_LEAST)), surely = number_of(first);
+    const uint32_t low_index = (uint32_t)low, high_index = (uint32_t)high;
+    const bool is_plain = first <= RANK_LEAST && last < RANK_NAN &&
+                          (IS_WIDE || (low_index == 0 && high_index >= width - 1));
     const uint32_t stop = min(end, index_low + among);
     uint32_t marked = 0;
     ROW p = row + begin + lane;
     sort_key *list = list_of(block);
+    const uint32_t step = IS_DEALT && IS_LONG ? stride : BATCH;
     opaque(p);
 #pragma unroll 1
-    for (uint32_t at = begin; at < end; at += BATCH, p = p + BATCH) {
+    for (uint32_t at = begin; at < end; at += step, p = p + step) {
       float next[EACH];
-      if (at + BATCH < end) load(next, p + BATCH, at + BATCH);
+      if (at + step < end) load(next, p + step, at + step);
       uint32_t mask = 0, before = 0;
-      if (is_plain && at >= index_low && at + BATCH <= stop) {
+      /* Equal numbers: does the batch lie past the last one, or from the first one on? */
+      const bool is_past = IS_WIDE && at > high_index, is_from = !IS_WIDE || at >= low_index;
+      const bool is_clear = !IS_WIDE || ((is_past || at + BATCH - 1 <= high_index) &&
+                                         (is_from || at + BATCH <= low_index));
+      if (is_plain && is_clear && at >= index_low && at + BATCH <= stop) {
+        const float least = number_of(min(last - is_past, RANK_LEAST));
 #pragma unroll
         for (int j = 0; j < EACH; j++) mask |= turned(x[j]) >= least ? 1u << j : 0;
         if (low > 0) {
+          const float surely = number_of(first - is_from);
 #pragma unroll
-          for (int j = 0; j < EACH; j++) before |= turned(x[j]) > surely ? 1u << j : 0;
+          for (int j = 0; j < EACH; j++) before |= turned(x[j]) >= surely ? 1u << j : 0;
         }
       } else {
 #pragma unroll
@@ -489,18 +655,20 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     __syncthreads();
     cluster_wait(); /* the first block's barrier exists */
     if (block > 0) {
+      /* Pieces of the bitmap that this block has marked, in bits, and how far apart they are */
+      const uint32_t piece = is_dealt() ? BATCH : stretch, batches = (width - 1) / BATCH + 1;
+      const uint32_t pieces = !s.sure || has_window ? 0
+                              : is_dealt()          ? (batches + TEAM - 1 - block) / TEAM
+                                                    : WARPS;
+      for (uint32_t i = threadIdx.x; i < pieces; i += THREADS)
+        send_to_leader(bits + (i * TEAM + block) * piece / WARP, piece / 8, &s.barrier);
       if (threadIdx.x == 0) {
-        const uint32_t bytes_words = s.sure && !has_window ? WARPS * stretch / 8 : 0;
+        const uint32_t bytes_words = pieces * piece / 8;
         const uint32_t bytes = sizeof(list_head) + (min(s.listed, capacity) + 1) / 2 * 16;
         head_of(block) = {s.listed, s.sure};
         fence_async();
         leader_expects(&s.barrier, bytes + bytes_words);
         send_to_leader(&head_of(block), bytes, &s.barrier);
-        if (bytes_words)
-          for (int w = 0; w < WARPS; w++) {
-            const uint32_t first = (w * TEAM + block) * stretch;
-            send_to_leader(bits + first / WARP, stretch / 8, &s.barrier);
-          }
       }
       cluster_arrive();
       cluster_wait();
@@ -529,6 +697,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     const uint32_t whole = (width + THREADS - 1) / THREADS * WARP;
     begin = min(warp * whole, width);
     end = min(begin + whole, width);
+    stride = BATCH;
     if (!is_one) capacity *= TEAM, is_one = true;
     auto all = [&](auto f) {
 #pragma unroll 1
@@ -544,6 +713,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     do count = narrow(all, low, high, &need);
     while (count > capacity / 2);
     if (list_all || wanted - need + count <= capacity) *low = 0;
+    is_listed = *low == 0;
     clear();
     __syncthreads();
     load(x, row + begin + lane, begin);

@@ -18,7 +18,8 @@
  * Best      H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30 (an empty launch reads 3.1),
  *           kernels/dev/topk.cu: [128,2048] k205 7.8 us, [1,8192] k256 7.6, [64,8192] k2048
  *           10.3, [64,65536] k19661 29.6, [1,131072] k2048 13.7, [64,131072] k2048 26.1,
- *           clustered (1 + 1e-3 N) 24.8; with only 7 different values 152
+ *           clustered (1 + 1e-3 N) 24.8. H200, 2026-11-22: [64,2^20] k2048 109, [64,131072]
+ *           with 8 different values 33 (before: 365, 151); notes/20261122-topk.md
  * Versions  1  one thread block per row, digits of 11 + 11 + 10 bits over the whole row:
  *              12.0 15.0 16.5 - 181 198 202
  *           2  1 with eight keys per thread loaded ahead: no gain

@@ -8,14 +8,15 @@
  *              and for k above 4096 that are sorted
  * One team of thread blocks per row finds the k (radix_select.cuh) and sorts up to 4096 of
  * them in shared memory; more are sorted through the workspace (bitonic.cuh). When there are
- * few rows, of 2^20 numbers or more, or when whole rows are sorted, each row has many blocks
- * (topk_many.cuh). Rows of i32 always go that way, whose keys hold every i32.
+ * few rows, of 2^22 numbers or more (2^20 for k above 4096), or when whole rows are sorted,
+ * each row has many blocks (topk_many.cuh). Rows of i32 always go that way, whose keys hold every i32.
  * Bytes: 4 (n + k) per row, 8 with values; long rows and large k more.
  * Limit: latency of the phases, see select.cu.
  * Measured, by index and sorted, L2 flushed (an empty launch reads 3.1): [1,8192] k256 7.6
  * 7.8 us, [64,8192] k2048 10.8 12.3, [1,131072] k2048 13.9 14.8, [64,131072] k2048 26.3 27.6,
  * clustered (1 + 1e-3 N) 25.2 26.2; [64,32768] k2048 20.5 17.4 (before: 68). H100 80GB HBM3,
- * 2026-11-21, kernels/dev/topk.cu. */
+ * 2026-11-21, kernels/dev/topk.cu. H200, 2026-11-22: [64,2^20] k2048 113.5 96.2, [1,2^20]
+ * k2048 44.6 27.6, [64,131072] with 8 values 47.4 46.9 (notes/20261122-topk.md). */
 #include "radix_select.cuh"
 #include "topk_many.cuh"
 
@@ -136,7 +137,8 @@ constexpr size_t BATCH_BYTES = 256 << 20; /* of workspace, unless one row needs 
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
   if (g.dtype == KVL_DTYPE_I32) return g.k < g.n || !g.by_index;
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
-  return g.n >= (clusters ? 1 << 20 : 1 << 16) && 4 * g.rows < sm_count;
+  const int64_t long_row = !clusters ? 1 << 16 : g.k <= SORT_MOST ? 1 << 22 : 1 << 20;
+  return g.n >= long_row && 4 * g.rows < sm_count;
 }
 
 int64_t power_of_two(int64_t n) {

@@ -97,6 +97,33 @@ describe("topk", function()
     end
   end
 
+  -- Rows that a sample of the row decides: long ones, with few values or in order.
+  for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 }, { 1, 300000, 2048 },
+                          { 17, 2 ^ 20 + 5, 2048 }, { 2, 2 ^ 21 + 77, 700 } } do
+    local rows, n, k = case[1], case[2], case[3]
+    local kinds = { ["1 value"] = 1, ["2 values"] = 2, ["8 values"] = 8,
+                    ["64 values"] = 64, rising = true, falling = true }
+    for kind, values in pairs(kinds) do
+      local text = ("the %d of %dx%d, %s"):format(k, rows, n, kind)
+      S.it_on_gpu("agrees with the CPU on " .. text, function(cuda)
+        local a
+        if values == true then
+          local row = kv.arange(cpu, "f32", n) * (kind == "rising" and 1 or -1)
+          a = kv.zeros(cpu, "f32", { rows, 1 }) + row:reshape { 1, n }
+        else
+          a = kv.randint(cpu, "i32", { rows, n }, { seed = 8, low = 0, high = values })
+            :cast "f32"
+        end
+        for _, by_index in ipairs { false, true } do
+          local indices, got = run(cuda, a, k, true, by_index)
+          local want_indices, want = run(cpu, a, k, true, by_index)
+          S.equal(indices, want_indices)
+          S.equal(got, want)
+        end
+      end)
+    end
+  end
+
   for dtype, at in pairs { f16 = "f32", bf16 = "f32", f8e4m3 = "f32", u8 = "i32" } do
     S.it_on_cpu(("takes %s as %s"):format(dtype, at), function(dev)
       local a = kv.rand(dev, "f32", { 3, 70 }, { seed = 2, high = 200 }):cast "f16"
