@@ -2,7 +2,7 @@
 -- query heads on 8 KV heads of 128. The tokens are chosen at random, for decode from
 -- 131072 tokens, for prefill from half as many. Limit: K and V of every entry of every
 -- list, read at the read bandwidth of the same run. Rows of a prompt can be faster,
--- because the L2 holds the tokens that they share.
+-- because the L2 holds the tokens that they share. The cache is bf16, for two rows f8e4m3.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -24,15 +24,16 @@ local function check_row(w, row, g)
 end
 
 --- A list of k random tokens out of `tokens` for each of `rows` rows.
-local function listed(rows, k, tokens)
+local function listed(rows, k, tokens, dtype)
+  dtype = dtype or "bf16"
   return function(b)
     local dev, w = b.device, {}
-    w.cache = paged.random_memory(dev, "bf16", math.ceil(tokens / BLOCK))
+    w.cache = paged.random_memory(dev, dtype, math.ceil(tokens / BLOCK))
     w.q = kv.randn(dev, "bf16", { rows, paged.HEADS, DIM }, { seed = 2 })
     w.places = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
     w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
     local function run() kv.ops.step.token_attention(w) end
-    local all, token = rows * k, KV_HEADS * DIM * 2 * 2
+    local all, token = rows * k, KV_HEADS * DIM * 2 * (dtype == "bf16" and 2 or 1)
     local note
     local read = kv.scope(function() -- a token in two lists is read once
       local index = w.places:reshape { -1 }
@@ -56,6 +57,10 @@ return function(b)
   for _, rows in ipairs { 1, 16, 64 } do
     b:case { id = "E9", name = ("%d tokens each for %d rows of decode"):format(k, rows),
              setup = listed(rows, k, context) }
+  end
+  for _, rows in ipairs { 16, 64 } do
+    b:case { id = "E9", name = ("%d tokens each for %d rows of decode, f8 KV"):format(k,
+      rows), setup = listed(rows, k, context, "f8e4m3") }
   end
   local rows = b:shrunk(4096)
   b:case { id = "E9", name = ("%d tokens each for %d rows of a prompt of %d"):format(k,

@@ -263,6 +263,61 @@ __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, con
   x[3] = load_pair(q1, at + 8, head_dim);
 }
 
+/* ---- f8e4m3 on the tensor cores, as f16 ------------------------------------------------ */
+
+/* Every f8e4m3 value is an f16 value, so K and V become f16 on the way from shared memory to
+ * the tensor cores, q is scaled by a power of two into f16's range, and P is f16. ldmatrix
+ * moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a key, but the
+ * mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way. Of V
+ * (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma are its
+ * even dims and its odd dims. */
+
+/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. */
+__device__ __forceinline__ int f16_shift(float top) {
+  int exponent = (int)(__float_as_uint(top) >> 23);
+  return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
+}
+
+/* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
+template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (&q)[K][4]) {
+  float top[2] = {};
+#pragma unroll
+  for (int k = 0; k < K; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 x = unpack2(q[k][i], T());
+      top[i % 2] = fmaxf(top[i % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
+    }
+  const int2 shift = {f16_shift(warp_max<4>(top[0])), f16_shift(warp_max<4>(top[1]))};
+  const float by[2] = {ldexpf(1.f, shift.x), ldexpf(1.f, shift.y)};
+#pragma unroll
+  for (int k = 0; k < K; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 x = unpack2(q[k][i], T());
+      q[k][i] = pack2(x.x * by[i % 2], x.y * by[i % 2], __half());
+    }
+  return shift;
+}
+
+/* Dims 16 k ... + 15 of two rows of q, in the order in which the mma meets K's. */
+template <bool F8, class T>
+__device__ __forceinline__ void load_query(uint32_t (&x)[4], const T *q0, const T *q1, int k,
+                                           int head_dim) {
+  constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2; /* this lane's dims of 16 */
+  const int dim = k * 16 + (int)threadIdx.x % 4 * STEP;
+  x[0] = load_pair(q0, dim, head_dim);
+  x[1] = load_pair(q1, dim, head_dim);
+  x[2] = load_pair(q0, dim + SECOND, head_dim);
+  x[3] = load_pair(q1, dim + SECOND, head_dim);
+}
+
+/* The dim of this lane's column `c` (0 or 1) of the n-th mma of P V. */
+template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
+  const int j = threadIdx.x % 4;
+  return F8 ? n / 2 * 16 + j * 4 + c * 2 + n % 2 : n * 8 + j * 2 + c;
+}
+
 }  // namespace kvl
 
 #endif

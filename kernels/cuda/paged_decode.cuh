@@ -12,12 +12,8 @@
  * other. So the code of the look-up, the fetch and the end of a sequence exists once, in
  * rolled loops; the host does every division that it can; and q is loaded before K.
  *
- * f8e4m3: every value of it is an f16 value, so K and V become f16 on the way from shared
- * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
- * ldmatrix moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a
- * key, but the mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way.
- * Of V (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma
- * are its even dims and its odd dims. */
+ * K and V of f8e4m3 stay bytes until they are on their way to the tensor cores, see
+ * paged.cuh. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
@@ -55,40 +51,6 @@ struct key_run {
   int position;     /* of the first */
   unsigned seen;    /* bit i: key i is seen */
 };
-
-/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. */
-__device__ __forceinline__ int f16_shift(float top) {
-  int exponent = (int)(__float_as_uint(top) >> 23);
-  return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
-}
-
-/* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
-template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (&q)[K][4]) {
-  float top[2] = {};
-#pragma unroll
-  for (int k = 0; k < K; k++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 x = unpack2(q[k][i], T());
-      top[i % 2] = fmaxf(top[i % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
-    }
-  const int2 shift = {f16_shift(warp_max<4>(top[0])), f16_shift(warp_max<4>(top[1]))};
-  const float by[2] = {ldexpf(1.f, shift.x), ldexpf(1.f, shift.y)};
-#pragma unroll
-  for (int k = 0; k < K; k++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 x = unpack2(q[k][i], T());
-      q[k][i] = pack2(x.x * by[i % 2], x.y * by[i % 2], __half());
-    }
-  return shift;
-}
-
-/* The dim of this lane's column `c` (0 or 1) of the n-th mma of P V. */
-template <bool F8> __device__ __forceinline__ int dim_of(int n, int c) {
-  const int j = threadIdx.x % 4;
-  return F8 ? n / 2 * 16 + j * 4 + c * 2 + n % 2 : n * 8 + j * 2 + c;
-}
 
 template <class T, int D, bool F8, class H>
 __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
@@ -234,15 +196,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
       const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
       const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
       const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
-      constexpr int SECOND = F8 ? 2 : 8, STEP = F8 ? 4 : 2; /* this lane's dims of 16 */
 #pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        const int dim = k * 16 + lane % 4 * STEP;
-        q[k][0] = load_pair(q0, dim, head_dim);
-        q[k][1] = load_pair(q1, dim, head_dim);
-        q[k][2] = load_pair(q0, dim + SECOND, head_dim);
-        q[k][3] = load_pair(q1, dim + SECOND, head_dim);
-      }
+      for (int k = 0; k < D / 16; k++) load_query<F8>(q[k], q0, q1, k, head_dim);
       if (a.alibi) {
         slope0 = q0 ? a.alibi[rows.head0 + row0] * LOG2E : 0.f;
         slope1 = q1 ? a.alibi[rows.head0 + row1] * LOG2E : 0.f;

@@ -12,11 +12,13 @@
  * Bytes     2 k head_dim element per row and KV head, once for all heads of the group; limit:
  *           memory for a few rows; L2 for the rows of a prompt, which share tokens
  * Tolerance as paged_attention.cu: 16-bit P is rounded to q's dtype
- * Best      H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, k 2048, L2 flushed; R
- *           3094 GB/s: 64 rows of their own tokens 180 us, 0.96 R; 16 rows 53.5; 1 row 14.5;
- *           4096 rows of a prompt of 64K 4.8 ms, 7.1 TB/s from L2 (only reading takes 4.4).
- *           f8e4m3, 64 rows: 548 us, because it waits for its loads
- *           kernels/dev/token_attention.cu; notes/20261121-token-attention.md
+ * Best      32/8 heads, head_dim 128, k 2048, rows of their own tokens, L2 flushed; the share
+ *           is of a plain read of as many bytes. H200, 2026-11-22: bf16 16 rows 39.3 us (0.87),
+ *           64 rows 126 (0.97); f8e4m3 27.6 (0.70) and 77.3 (0.84), once 141 and 536; f32 79.2
+ *           (0.81) and 279 (0.86), once 159 and 373. H100 80GB HBM3, 2026-11-21: 4096 rows of
+ *           a prompt of 64K 4.8 ms, 7.1 TB/s from L2 (only reading takes 4.4).
+ *           kernels/dev/token_attention.cu; notes/20261121-token-attention.md and
+ *           notes/20261122-token-attention.md
  * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
 #include "paged_f32.cuh"
 #include "token_mma.cuh"
@@ -55,15 +57,17 @@ __global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
   __shared__ f32_rows<ROWS> sees[WARPS];
+  const int split = blockIdx.x % lists.splits;
+  const int64_t token = blockIdx.x / lists.splits;
   const int group = (int)(a.heads / a.cache.kv_heads), kv_head = blockIdx.y / lists.subgroups;
   const int first = blockIdx.y % lists.subgroups * ROWS, heads = min(group - first, ROWS);
-  const query_rows rows = {blockIdx.x, kv_head * group + first, heads, heads};
+  const query_rows rows = {token, kv_head * group + first, heads, heads};
   const int warp = threadIdx.x / WARP;
   wait_for_previous();
   sees[warp].set(a, rows, 0, INT_MAX);
   f32_state<C, D, ROWS> state;
-  state.attend(listed_keys(a, lists, blockIdx.x, kv_head), rows, sees[warp], warp,
-               (int)((lists.k + KEYS - 1) / KEYS), WARPS,
+  state.attend(listed_keys(a, lists, token, kv_head), rows, sees[warp], split * WARPS + warp,
+               (int)((lists.k + KEYS - 1) / KEYS), lists.splits * WARPS,
                shared + warp * shape::STAGES * shape::STAGE_BYTES,
                (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS);
   state.join();
@@ -74,9 +78,34 @@ __global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
   float2 *states = (float2 *)(sums + WARPS * ROWS * D);
   static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
   state.store(sums + warp * ROWS * D, states + warp * ROWS);
-  __syncthreads();
-  finish_rows<WARPS, ROWS, D>(a, rows, a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f, sums,
-                              states);
+  splits_sync(lists.splits);
+  const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
+  for (int i = (split * WARPS * WARP + threadIdx.x) * 4; i < rows.count * D;
+       i += lists.splits * WARPS * WARP * 4) {
+    const int r = i / D, dim = i % D;
+    if (dim >= a.cache.head_dim) continue;
+    float m = -INFINITY, l = 0.f, x[4] = {};
+    for (int s = 0; s < lists.splits; s++)
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        m = fmaxf(m, shared_of(states, lists.splits, s)[w * ROWS + r].x);
+    for (int s = 0; s < lists.splits; s++)
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const float2 state_of = shared_of(states, lists.splits, s)[w * ROWS + r];
+        const float weight = exp2_fast(state_of.x - finite_shift(m));
+        float part[4];
+        load_floats(shared_of(sums, lists.splits, s) + (w * ROWS + r) * D + dim, part);
+        l += weight * state_of.y;
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] += weight * part[e];
+      }
+    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    row_end end = end_row(a, row, m, l);
+    end.scale *= value_scale;
+    write_row(a, end, row, dim, x);
+  }
+  splits_sync(lists.splits); /* others may still read this block's memory */
 }
 
 /* How many thread blocks share a list: doubled as long as all of them are on the device at
@@ -94,7 +123,7 @@ int splits_of(const token_lists &lists, int64_t blocks, int tile, int at_once,
 template <class T, class C, int D, int MW>
 int launch_mma(const kvl_paged_attention_args &a, token_lists lists,
                const kvl_cuda_queue *q) {
-  using shape = token_shape<D, MW>;
+  using shape = token_shape<D, MW, same<C, f8e4m3>>;
   const int group = (int)(a.heads / a.cache.kv_heads);
   lists.subgroups = ceil_div(group, shape::ROWS);
   const int64_t units = (int64_t)a.cache.kv_heads * lists.subgroups;
@@ -133,26 +162,36 @@ int launch_16bit(const kvl_paged_attention_args &a, const token_lists &lists,
   return launch_dim<T, T>(a, lists, q);
 }
 
-template <class C, int D>
+template <class C, int D, int ROWS>
 int launch_f32(const kvl_paged_attention_args &a, token_lists lists,
                const kvl_cuda_queue *q) {
   using shape = f32_shape<C, D>;
-  constexpr int ROWS = 8;
   lists.subgroups = ceil_div(a.heads / a.cache.kv_heads, ROWS);
-  int status = allow_shared<token_f32<C, D, ROWS>>(q, shape::SHARED_BYTES);
+  const int64_t units = (int64_t)a.cache.kv_heads * lists.subgroups;
+  lists.splits = splits_of(lists, a.tokens * units, shape::KEYS * shape::WARPS, 2, q);
+  constexpr auto kernel = token_f32<C, D, ROWS>;
+  int status = allow_shared<kernel>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status < 0) return status;
-  dim3 grid((unsigned)a.tokens, (unsigned)(a.cache.kv_heads * lists.subgroups));
-  return launch_programmatic(token_f32<C, D, ROWS>, grid, shape::WARPS * WARP,
-                             shape::SHARED_BYTES, q, a, lists);
+  const dim3 grid((unsigned)(a.tokens * lists.splits), (unsigned)units);
+  return launch_clusters(kernel, lists.splits, grid, shape::WARPS * WARP, shape::SHARED_BYTES,
+                         q, a, lists);
+}
+
+template <class C, int D>
+int launch_f32_group(const kvl_paged_attention_args &a, const token_lists &lists,
+                     const kvl_cuda_queue *q) {
+  if (a.heads / a.cache.kv_heads <= 4) return launch_f32<C, D, 4>(a, lists, q);
+  return launch_f32<C, D, 8>(a, lists, q);
 }
 
 template <class C>
 int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
                    const kvl_cuda_queue *q) {
   const int d = a.cache.head_dim;
-  if (d <= 64) return launch_f32<C, 64>(a, lists, q);
-  if (d <= 128) return launch_f32<C, 128>(a, lists, q);
-  return launch_f32<C, 256>(a, lists, q);
+  if (d <= 64) return launch_f32_group<C, 64>(a, lists, q);
+  if (d <= 128) return launch_f32_group<C, 128>(a, lists, q);
+  return launch_f32_group<C, 256>(a, lists, q);
 }
 
 int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {

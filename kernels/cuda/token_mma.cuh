@@ -4,9 +4,11 @@
  * A thread block takes one row of q, one KV head and up to 64 heads of its group, and walks
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
  * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
- * copies; two tiles (three for 64 dims) are in flight while one is computed. Up to 16 heads
- * are the rows of one mma, and the four warps share a tile's keys. More heads take more warps
- * (MW of them along the heads), so that a group reads its tokens once whatever its size.
+ * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed. Up to
+ * 16 heads are the rows of one mma, and the four warps share a tile's keys. More heads take
+ * more warps (MW of them along the heads), so that a group reads its tokens once whatever its
+ * size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become f16 on their
+ * way to the tensor cores (paged.cuh).
  *
  * When there are few rows, up to SPLITS_MAX blocks share a row's list. They form a cluster
  * and join their partial softmaxes through each other's shared memory, with no workspace and
@@ -39,11 +41,12 @@ struct token_lists {
 
 constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can place */
 
-template <int D, int MW> struct token_shape {
-  static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = 64;
+template <int D, int MW, bool F8> struct token_shape {
+  static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = F8 && D <= 128 ? 128 : 64;
   static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
-  static constexpr int PIECES = TILE_PIECES<D>, TILE_BYTES = KEYS * PIECES * 16;
-  static constexpr int STAGES = D > 64 ? 3 : 4, BLOCKS = D > 128 ? 1 : 2;
+  static constexpr int NUMBERS = F8 ? 16 : 8; /* per piece */
+  static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8, TILE_BYTES = KEYS * PIECES * 16;
+  static constexpr int STAGES = F8 || D > 64 ? 3 : 4, BLOCKS = !F8 && D > 128 ? 1 : 2;
   static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
   static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
 };
@@ -67,16 +70,90 @@ __device__ __forceinline__ const P *shared_of(P *mine, int splits, int rank) {
   return mine;
 }
 
+/* ---- a tile's products ------------------------------------------------------------------
+ * Every fragment is loaded from shared memory while the products of the one before it run:
+ * a block has few warps, and none of them could hide that. */
+
+/* s = q K for a warp's 8 N keys, which are rows `row` and on of a tile. */
+template <bool F8, class M, int PIECES, int N, int K>
+__device__ __forceinline__ void tile_scores(float (&s)[N][4], const uint32_t (&q)[K][4],
+                                            uint32_t k_at, int row) {
+  constexpr int STEPS = F8 ? K / 2 : K, KEYS16 = N / 2; /* steps over the dims */
+  const int lane = threadIdx.x % WARP;
+  uint32_t b[2][4];
+  auto load = [&](int i) { /* step i / KEYS16 of keys 16 (i % KEYS16) and on */
+                           load_matrices(
+                               b[i % 2],
+                               k_at + tile_byte<PIECES>(
+                                          row + i % KEYS16 * 16 + lane % 8 + lane / 16 * 8,
+                                          2 * (i / KEYS16) + lane / 8 % 2));
+  };
+  load(0);
+#pragma unroll
+  for (int i = 0; i < STEPS * KEYS16; i++) {
+    if (i + 1 < STEPS * KEYS16) load(i + 1);
+    const int k = i / KEYS16, n = i % KEYS16 * 2;
+    const uint32_t(&x)[4] = b[i % 2];
+    if constexpr (F8) {
+      mma(s[n], q[2 * k], f8_to_f16(x[0]), f8_to_f16(x[0] >> 16), M());
+      mma(s[n + 1], q[2 * k], f8_to_f16(x[2]), f8_to_f16(x[2] >> 16), M());
+      mma(s[n], q[2 * k + 1], f8_to_f16(x[1]), f8_to_f16(x[1] >> 16), M());
+      mma(s[n + 1], q[2 * k + 1], f8_to_f16(x[3]), f8_to_f16(x[3] >> 16), M());
+    } else {
+      mma(s[n], q[k], x[0], x[1], M());
+      mma(s[n + 1], q[k], x[2], x[3], M());
+    }
+  }
+}
+
+/* out += P V, as add_values does, for V of f8e4m3. */
+template <int PIECES, int KEYS8, int DIMS8>
+__device__ __forceinline__ void tile_values_f8(float (&out)[DIMS8][4],
+                                               const float (&s)[KEYS8][4], uint32_t v_at,
+                                               int first) {
+  constexpr int PAIRS = DIMS8 / 4; /* of pieces */
+  const int lane = threadIdx.x % WARP;
+  uint32_t b[2][4], p[4];
+  auto load = [&](int i) { /* pieces 2 (i % PAIRS), + 1 of keys 16 (i / PAIRS) and on */
+                           load_matrices_transposed(
+                               b[i % 2],
+                               v_at + tile_byte<PIECES>(first + i / PAIRS * 16 + lane % 16,
+                                                        2 * (i % PAIRS) + lane / 16));
+  };
+  load(0);
+#pragma unroll
+  for (int i = 0; i < KEYS8 / 2 * PAIRS; i++) {
+    if (i + 1 < KEYS8 / 2 * PAIRS) load(i + 1);
+    const int k = i / PAIRS, n = i % PAIRS;
+    if (n == 0) {
+      p[0] = pack2(s[2 * k][0], s[2 * k][1], __half());
+      p[1] = pack2(s[2 * k][2], s[2 * k][3], __half());
+      p[2] = pack2(s[2 * k + 1][0], s[2 * k + 1][1], __half());
+      p[3] = pack2(s[2 * k + 1][2], s[2 * k + 1][3], __half());
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
+      const uint32_t x = __byte_perm(b[i % 2][2 * h], 0, 0x3120);
+      const uint32_t y = __byte_perm(b[i % 2][2 * h + 1], 0, 0x3120);
+      mma(out[4 * n + 2 * h], p, f8_to_f16(x), f8_to_f16(y), __half());
+      mma(out[4 * n + 2 * h + 1], p, f8_to_f16(x >> 16), f8_to_f16(y >> 16), __half());
+    }
+  }
+}
+
 /* C is the cache's type: T or f8e4m3. */
 template <class T, class C, int D, int MW>
-__global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW>::BLOCKS)
+__global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
+                                  token_shape<D, MW, same<C, f8e4m3>>::BLOCKS)
     token_mma(const __grid_constant__ kvl_paged_attention_args a,
               const __grid_constant__ token_lists lists) {
-  using shape = token_shape<D, MW>;
+  constexpr bool F8 = same<C, f8e4m3>;
+  using shape = token_shape<D, MW, F8>;
+  using M = std::conditional_t<F8, __half, T>; /* the type on the tensor cores */
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, STAGES = shape::STAGES;
-  constexpr int KEYS_WARP = shape::KEYS_WARP, KW = shape::KW;
+  constexpr int KEYS_WARP = shape::KEYS_WARP, KW = shape::KW, WORDS = KEYS / WARP;
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t seen[STAGES];           /* bit i: key i is a token */
+  __shared__ uint32_t seen[STAGES][WORDS];    /* bit i: key i is a token */
   __shared__ float2 states[shape::WARPS][16]; /* (m, l) of the warps' rows */
 
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
@@ -97,46 +174,41 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   const int each = (tiles_all + lists.splits - 1) / lists.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
   const uint32_t ring = shared_address(shared);
-  int ahead[2]; /* this lane's two places of the next tile to fetch */
+  int ahead[WORDS]; /* this lane's places of the next tile to fetch */
   auto look_up = [&](int t) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < WORDS; h++) {
       const int64_t key = (int64_t)t * KEYS + h * WARP + lane;
       ahead[h] = t < end && key < lists.k ? list[key] : -1;
     }
   };
   auto fetch = [&](int t, int stage) {
-    long long offset[2];
-    unsigned is[2];
+    long long offset[WORDS];
+    unsigned is[WORDS], any = 0;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < WORDS; h++) {
       const bool valid = ahead[h] >= 0 && ahead[h] < lists.all;
       const uint32_t place = valid ? ahead[h] : 0, block = lists.block.quotient(place);
       offset[h] = (long long)(block * 2 * half + head_offset +
                               (int64_t)(place - block * lists.block.by) * head_dim);
-      is[h] = __ballot_sync(ALL_LANES, valid);
+      any |= is[h] = __ballot_sync(ALL_LANES, valid);
+      if (tid == h) seen[stage][h] = is[h];
     }
-    if (tid == 0) seen[stage] = (uint64_t)is[1] << 32 | is[0];
     look_up(t + 1);
-    if ((is[0] | is[1]) == 0) return;
+    if (any == 0) return;
     constexpr int SIDE = shape::THREADS / PIECES; /* rows that are copied side by side */
-    static_assert(WARP % SIDE == 0, "a copy's rows are one half of a tile's");
+    static_assert(WARP % SIDE == 0, "a copy's rows are of one word");
     const int piece = tid % PIECES, side = tid / PIECES;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
 #pragma unroll
     for (int r0 = 0; r0 < KEYS; r0 += SIDE) {
       const int h = r0 / WARP, from = r0 % WARP + side;
-      const C *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + piece * 8;
-      const bool valid = is[h] >> from & 1 && piece * 8 < head_dim;
+      const int dim = piece * shape::NUMBERS;
+      const C *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + dim;
+      const bool valid = is[h] >> from & 1 && dim < head_dim;
       const uint32_t to = k_at + tile_byte<PIECES>(r0 + side, piece);
-      if constexpr (std::is_same_v<C, T>) {
-        copy_async(to, valid ? k : cache, valid); /* else zeros: no NaN gets in */
-        copy_async(to + shape::TILE_BYTES, valid ? k + half : cache, valid);
-      } else {
-        const uint4 none = make_uint4(0, 0, 0, 0);
-        store_shared(to, valid ? widen<T>(k) : none);
-        store_shared(to + shape::TILE_BYTES, valid ? widen<T>(k + half) : none);
-      }
+      copy_async(to, k, valid); /* else zeros: no NaN gets in, and nothing is read */
+      copy_async(to + shape::TILE_BYTES, k + half, valid);
     }
   };
 
@@ -155,8 +227,14 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   const T *const q1 = r1 < count ? (const T *)a.q + (row0 + r1) * head_dim : nullptr;
   uint32_t q[D / 16][4];
 #pragma unroll
-  for (int k = 0; k < D / 16; k++) load_fragment(q[k], q0, q1, k * 16 + pair, head_dim);
-  const float scale = a.scale * LOG2E * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
+  for (int k = 0; k < D / 16; k++) load_query<F8>(q[k], q0, q1, k, head_dim);
+  float scale0 = a.scale * LOG2E * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
+  float scale1 = scale0;
+  if constexpr (F8) {
+    const int2 shift = rows_to_f16<T>(q);
+    scale0 = ldexpf(scale0, -shift.x);
+    scale1 = ldexpf(scale1, -shift.y);
+  }
   float out[D / 8][4] = {}, m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   int stage = 0;
   for (int t = begin; t < end; t++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
@@ -164,32 +242,34 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
     __syncthreads(); /* tile t is complete, and the one before it was read */
     fetch(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     copy_commit();
-    const uint64_t bits = seen[stage] >> (kw * KEYS_WARP);
-    const uint64_t every = ~0ull >> (64 - KEYS_WARP);
-    if ((bits & every) == 0) continue;
+    constexpr int OWN = (KEYS_WARP + WARP - 1) / WARP; /* words of this warp's keys */
+    constexpr uint32_t EVERY = ~0u >> (WARP * OWN - KEYS_WARP);
+    uint32_t bits[OWN], any = 0, every = EVERY;
+#pragma unroll
+    for (int w = 0; w < OWN; w++) {
+      const int first_key = kw * KEYS_WARP + w * WARP;
+      bits[w] = seen[stage][first_key / WARP] >> first_key % WARP & EVERY;
+      any |= bits[w];
+      every &= bits[w];
+    }
+    if (any == 0) continue;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[KEYS_WARP / 8][4] = {}; /* 16 rows x keys 0-7, 8-15, ... */
+    tile_scores<F8, M, PIECES>(s, q, k_at, kw * KEYS_WARP);
+    scale_rows(s, scale0, scale1);
+    if (every != EVERY) {
 #pragma unroll
-    for (int n = 0; n < KEYS_WARP / 16; n++)
+      for (int n = 0; n < KEYS_WARP / 8; n++)
 #pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        uint32_t b[4];
-        load_matrices(
-            b, k_at + tile_byte<PIECES>(kw * KEYS_WARP + n * 16 + lane % 8 + lane / 16 * 8,
-                                        2 * k + lane / 8 % 2));
-        mma(s[2 * n], q[k], b[0], b[1], T());
-        mma(s[2 * n + 1], q[k], b[2], b[3], T());
-      }
-    const bool whole = (bits & every) == every;
+        for (int c = 0; c < 2; c++)
+          if (!(bits[n / 4] >> (n % 4 * 8 + pair + c) & 1)) s[n][c] = s[n][c + 2] = -INFINITY;
+    }
     float top0 = m0, top1 = m1;
 #pragma unroll
     for (int n = 0; n < KEYS_WARP / 8; n++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const bool is = whole || (bits >> (n * 8 + pair + c) & 1);
-        s[n][c] = is ? s[n][c] * scale : -INFINITY;
-        s[n][c + 2] = is ? s[n][c + 2] * scale : -INFINITY;
         top0 = fmaxf(top0, s[n][c]);
         top1 = fmaxf(top1, s[n][c + 2]);
       }
@@ -205,7 +285,8 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
       scale_rows(out, down0, down1);
     }
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
-    add_values<T, PIECES>(out, s, v_at, kw * KEYS_WARP, lane);
+    if constexpr (F8) tile_values_f8<PIECES>(out, s, v_at, kw * KEYS_WARP);
+    else add_values<T, PIECES>(out, s, v_at, kw * KEYS_WARP, lane);
   }
   copy_wait<0>();
   let_next_start();
@@ -224,7 +305,7 @@ __global__ void __launch_bounds__(token_shape<D, MW>::THREADS, token_shape<D, MW
   for (int n = 0; n < D / 8; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++) { /* rotated, so that rows are in different banks */
-      const int dim = (n * 8 + pair + c) ^ at0 * 8;
+      const int dim = dim_of<F8>(n, c) ^ at0 * 8;
       sums[(warp * 16 + at0) * D + dim] = out[n][c];
       sums[(warp * 16 + at0 + 8) * D + dim] = out[n][c + 2];
     }

@@ -4,12 +4,16 @@
  *   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I kernels -I runtime \
  *        -I kernels/cuda kernels/dev/token_attention.cu -o token -lcuda && ./token
  *
- * H100 80GB HBM3, 2026-11-21, us (bytes / R, a kernel that only reads the same rows):
- *   decode   1 row 14.5 (2.7, 8.6)   4 29.4 (10.8, 20.9)   16 53.5 (43.4, 67.1)
- *            32 95.1 (86.7, 129)     64 180 (174, 185)     64 of f8e4m3 548 (87, 102)
+ * us (a plain read of as many bytes, a kernel that only reads the same rows):
+ * H200, 2026-11-22
+ *   decode   bf16    1 row 13.3 (6.0, 8.4)   16 39.3 (34.1, 66.5)   64 126 (123, 146)
+ *            f8e4m3  1 row 15.6 (4.9, 6.5)   16 27.6 (19.1, 35.5)   64 77.3 (64.5, 78.4)
+ *            f32     1 row 24.9 (8.0, 11.4)  16 79.2 (64.4, 107)    64 279 (240, 259)
+ * H100 80GB HBM3, 2026-11-21
  *   prefill  4096 rows of 16K 4613 (11104, 4301)   of 64K 4817 (-, 4416)
  *            7/8 shared 4303 (-, 4378)   64 heads of one KV head 1352 (1388, 575)
- * What bounds it and what is left: notes/20261121-token-attention.md. */
+ * What bounds it and what is left: notes/20261121-token-attention.md, and of f8e4m3 and f32
+ * notes/20261122-token-attention.md. */
 #include "dev.cuh"
 #include "../cuda/token_attention.cu"
 
@@ -117,7 +121,8 @@ __global__ void reference(kvl_token_attention_args t, double *out, double *lse) 
 __global__ void __launch_bounds__(256) gather(kvl_token_attention_args t, uint32_t *out) {
   const kvl_cache_view &c = t.cache;
   const int64_t row = blockIdx.x, kv_head = blockIdx.y;
-  const int lanes = (int)(c.head_dim * (c.dtype == F8 ? 1 : 2)) / 16; /* a row */
+  const int bytes = c.dtype == F8 ? 1 : c.dtype == F32 ? 4 : 2;
+  const int lanes = (int)(c.head_dim * bytes) / 16; /* a row */
   const int side = threadIdx.x / lanes, sides = blockDim.x / lanes,
             piece = threadIdx.x % lanes;
   const int32_t *list = t.places + row * t.k;
@@ -207,9 +212,13 @@ bool check(const problem &p, const kvl_cuda_queue &q) {
   return is;
 }
 
-void check_all(const kvl_cuda_queue &q) {
+void check_all(const kvl_cuda_queue &q, bool is_short, bool is_least) {
   int n = 0, right = 0;
-  auto one = [&](problem p) { right += check(p, q), n++; };
+  auto one = [&](problem p) {
+    if (is_short && (p.k > 200 || p.rows > 3)) return;
+    if (is_least && (p.head_dim % 128 || p.heads == p.kv_heads)) return;
+    right += check(p, q), n++;
+  };
   for (int dtype : {BF16, F16, F32})
     for (int cache : {BF16, F16, F32, F8}) {
       if (dtype != F32 && cache != dtype && cache != F8) continue;
@@ -242,8 +251,8 @@ void time_all(const kvl_cuda_queue &q) {
   dev::bench bench;
   const double r = bench.read_bandwidth();
   uint32_t *sink = dev::alloc<uint32_t>(1);
-  printf("R %.0f GB/s\n%-34s %9s %9s %8s %9s %8s\n", r * 1e-3, "", "us", "limit us", "GB/s",
-         "gather us", "TFLOP/s");
+  printf("R %.0f GB/s\n%-42s %9s %9s %8s %8s %9s %8s\n", r * 1e-3, "", "us", "limit us",
+         "GB/s", "of R", "gather us", "TFLOP/s");
   std::vector<problem> all;
   for (int rows : {1, 4, 16, 32, 64})
     all.push_back({"decode, tokens of its own", rows, 2048, 131072});
@@ -251,9 +260,29 @@ void time_all(const kvl_cuda_queue &q) {
     all.push_back({"prefill, at random", 4096, 2048, tokens, RANDOM});
     all.push_back({"prefill, 7/8 shared", 4096, 2048, tokens, NEAR});
   }
-  problem f8 = {"decode, f8e4m3", 64, 2048, 131072};
-  f8.cache_dtype = F8;
-  all.push_back(f8);
+  for (int rows : {1, 4, 16, 32, 64}) {
+    problem f8 = {"decode, f8e4m3", rows, 2048, 131072};
+    f8.cache_dtype = F8;
+    all.push_back(f8);
+  }
+  for (int cache : {F8, BF16, F32})
+    for (int rows : {1, 16, 64}) {
+      problem f32 = {"decode, f32 q", rows, 2048, 131072};
+      f32.dtype = F32, f32.cache_dtype = cache;
+      f32.name = cache == F8     ? "f32 q, f8e4m3 cache"
+                 : cache == BF16 ? "f32 q, bf16 cache"
+                                 : "f32 q, f32 cache";
+      all.push_back(f32);
+    }
+  for (int dim : {64, 256}) {
+    problem f8 = {dim == 64 ? "f8e4m3, head_dim 64" : "f8e4m3, head_dim 256", 64, 2048,
+                  131072};
+    f8.cache_dtype = F8, f8.head_dim = dim;
+    all.push_back(f8);
+  }
+  problem near = {"prefill, f8e4m3, 7/8 shared", 4096, 2048, 65536, NEAR};
+  near.cache_dtype = F8;
+  all.push_back(near);
   problem mqa = {"prefill, 64 heads of one", 4096, 2048, 65536, RANDOM, 64, 1};
   all.push_back(mqa);
   for (const problem &p : all) {
@@ -267,8 +296,11 @@ void time_all(const kvl_cuda_queue &q) {
     const double bytes = 2.0 * p.rows * p.k * p.kv_heads * p.head_dim *
                          bytes_of(p.cache_dtype);
     const double flops = 4.0 * p.rows * p.k * p.heads * p.head_dim;
-    printf("%-24s %4d of %6d %9.1f %9.1f %8.0f %9.1f %8.1f\n", p.name, p.rows, p.tokens, us,
-           bytes / r, bytes / us * 1e-3, read, flops / us * 1e-6);
+    /* a plain read of as many bytes, which has a start and an end as well */
+    const size_t most = std::min((size_t)bytes, bench.bytes);
+    const double limit = bench.time([&] { bench.read(most); }) * bytes / most;
+    printf("%-27s %4d of %6d %9.1f %9.1f %8.0f %8.2f %9.1f %8.1f\n", p.name, p.rows, p.tokens,
+           us, limit, bytes / us * 1e-3, limit / us, read, flops / us * 1e-6);
   }
 }
 
@@ -280,7 +312,8 @@ int main(int argc, char **argv) {
   kvl_cuda_queue q = {};
   q.sm_count = device.multiProcessorCount;
   q.shared_optin = (int)device.sharedMemPerBlockOptin;
-  const bool only_check = argc > 1 && argv[1][0] == 'c';
-  check_all(q);
-  if (!only_check) time_all(q);
+  const char mode = argc > 1 ? argv[1][0]
+                             : 'a'; /* c, s, r: check all, less or least; t: time */
+  if (mode != 't') check_all(q, mode == 's' || mode == 'r', mode == 'r');
+  if (mode == 'a' || mode == 't') time_all(q);
 }

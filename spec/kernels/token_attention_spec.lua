@@ -79,7 +79,7 @@ local function topic(name, cases)
 end
 
 describe("attention over lists of tokens", function()
-  local dims, groups, lengths = {}, {}, {}
+  local dims, groups, lengths, bytes = {}, {}, {}, {}
   for _, dim in ipairs { 8, 16, 64, 80, 128, 192, 256 } do
     for _, dtype in ipairs { "f32", "f16", "bf16" } do
       dims[#dims + 1] = { rows = 2, k = 70, head_dim = dim, dtype = dtype, group = 2 }
@@ -97,6 +97,20 @@ describe("attention over lists of tokens", function()
       lengths[#lengths + 1] = { rows = rows, k = k, group = 4, head_dim = 16,
                                 dtype = "f16", heads = true, fill = 0.3 }
     end
+  end
+  for _, dim in ipairs { 16, 48, 64, 80, 128, 144, 256 } do
+    for _, q in ipairs { "f16", "bf16" } do
+      bytes[#bytes + 1] = { rows = 2, k = 70, head_dim = dim, dtype = "f8e4m3", q = q,
+                            group = 2, scales = true }
+    end
+  end
+  for _, group in ipairs { 1, 16, 17, 33, 72 } do
+    bytes[#bytes + 1] = { rows = 2, k = 140, group = group, head_dim = 32, heads = true,
+                          dtype = "f8e4m3", kv_heads = 3, fill = 0.5 }
+  end
+  for _, k in ipairs { 0, 1, 31, 33, 127, 128, 129, 257, 520 } do
+    bytes[#bytes + 1] = { rows = 3, k = k, group = 4, head_dim = 16, dtype = "f8e4m3",
+                          seed = k, fill = 0.3, out = "f32" }
   end
   topic("takes every dtype and head_dim", dims)
   topic("reads a token once for a group of any size", groups)
@@ -116,6 +130,7 @@ describe("attention over lists of tokens", function()
     { rows = 3, k = 90, dtype = "f8e4m3", q = "f32", group = 2, scales = true },
     { rows = 3, k = 90, dtype = "f8e4m3", q = "f16", group = 20, head_dim = 128 },
   })
+  topic("reads an f8e4m3 cache of every head_dim, group and length of lists", bytes)
   topic("gives 0 and -inf to a row that sees nothing", {
     { rows = 4, k = 5, fill = 0 }, { rows = 4, k = 200, fill = 0.004, dtype = "bf16" },
   })
