@@ -20,6 +20,8 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __align__(n) alignas(n)
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -146,7 +148,29 @@ template <class T> static inline T __shfl_xor_sync(unsigned, T x, int mask) {
   memcpy(&x, &box[emulated.now ^ mask], sizeof x);
   return x;
 }
+template <class T> static inline T __shfl_sync(unsigned, T x, int lane) {
+  emulated_thread *t = &emulated.thread[emulated.now];
+  unsigned long long *box = emulated.mailbox[t->exchanges++ & 1];
+  box[emulated.now] = 0;
+  memcpy(&box[emulated.now], &x, sizeof x);
+  emulated_wait(AT_WARP);
+  memcpy(&x, &box[emulated.now / 32 * 32 + lane % 32], sizeof x);
+  return x;
+}
+static inline unsigned __ballot_sync(unsigned, bool x) {
+  unsigned all = 0;
+  for (int lane = 0; lane < 32; lane++) all |= (unsigned)__shfl_sync(0, (int)x, lane) << lane;
+  return all;
+}
+static inline void __syncwarp(void) {
+  emulated.thread[emulated.now].exchanges++;
+  emulated_wait(AT_WARP);
+}
 static inline void __syncthreads(void) { emulated_wait(AT_BLOCK); }
+
+/* A thread block's dynamic shared memory. */
+alignas(128) static char emulated_shared[232448];
+#define DYNAMIC_SHARED(name) char *const name = emulated_shared
 
 template <class T> static inline T __ldg(const T *p) { return *p; }
 static inline float __uint_as_float(unsigned x) {
@@ -179,5 +203,7 @@ static inline unsigned short to_f16(float x) {
   memcpy(&r, &y, 2);
   return r;
 }
+
+#include "cuda_emulation_mma.h"
 
 #define kvl_code emulated_kernel

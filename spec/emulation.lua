@@ -11,6 +11,7 @@ local library = require "kvlab.library"
 local M = {}
 local ROOT = library.paths.root
 local HEADER = ROOT .. "/spec/cuda_emulation.h"
+local HEADER_MMA = ROOT .. "/spec/cuda_emulation_mma.h"
 
 local ENTRY = [[
 
@@ -63,7 +64,7 @@ end
 
 --- Calls fn; kernels that it opens with kernel.chosen = "emulated" are emulated.
 function M.with(fn)
-  local header = cache.hash(files.read(HEADER) .. ENTRY)
+  local header = cache.hash(files.read(HEADER) .. files.read(HEADER_MMA) .. ENTRY)
   local function named(usual, source, target)
     return usual(source, target == "emulated" and target .. header or target)
   end

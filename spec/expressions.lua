@@ -25,13 +25,17 @@ end
 -- ---- a cache --------------------------------------------------------------------------
 
 --- A layer of a small cache, with tables and queries of some sequences.
----@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled
+---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled,
+--                  wild: one number in so many is one of wild_numbers
 function M.cache(dev, o, seed)
   local draw = M.draws(seed)
   local c = { o = o, dev = kv.device(dev), draw = draw }
   local function numbers(n)
     local list = {}
-    for i = 1, n do list[i] = draw(5) - 2 end
+    for i = 1, n do
+      list[i] = draw(5) - 2
+      if o.wild and draw(o.wild) == 0 then list[i] = o.wild_numbers[draw(3) + 1] end
+    end
     return list
   end
   local function make(dims)
@@ -372,6 +376,105 @@ function M.random_map(seed)
     if made.type ~= "f32" and made.type ~= "i32" then made = made:cast "f32" end
     return made + (x - y) * 0
   end)
+end
+
+-- ---- random products ------------------------------------------------------------------
+
+-- What rows are multiplied with.
+local FACTORS = {
+  function(q) return q end, function(q) return q end, function(q) return -q end,
+  function(q) return q * 0.5 end, function(q) return q:relu() end,
+  function(q) return q:abs() end, function(q) return e.param "weight" * q end,
+  function(q, table_) return q * table_ end,
+  function(q, table_) return e.max(q, table_) end,
+  function(q) return q + 1 end,
+}
+
+--- A sum over dim of products of queries and rows.
+local function random_product(draw, rows, has_bounds)
+  local table_ = e.const("f32", "table_", "dim")
+  local function factor() return FACTORS[draw(#FACTORS) + 1](e.q, table_) end
+  local function row() return rows[draw(#rows) + 1] end
+  local kind, f = draw(6), factor()
+  if has_bounds and kind < 3 then
+    local choose = kind == 0 and e.min or e.max
+    local x = choose(f * e.lo, e.hi * f)
+    return (draw(2) == 0 and x or x - factor() * row()):sum "dim"
+  end
+  if kind < 3 then return (f * row()):sum "dim" end
+  if kind == 3 then return (f * row() - row() / 2):sum "dim" end
+  if kind == 4 then return (f * (row() + row() * table_)):sum "dim" end
+  return (-(f * row()) + factor() * row()):sum "dim"
+end
+
+--- A policy whose score has sums over dim that are matrix products.
+---@param seed integer
+---@param is_wild? boolean  numbers that are not finite are among those of the cache
+function M.random_products(seed, is_wild)
+  local draw = M.draws(seed)
+  local summary, rows, has_bounds = nil, { e.k, e.v }, false
+  local kind = draw(4)
+  if kind < 2 then
+    summary = { lo = e.k:min "token", hi = e.k:max "token" }
+    if draw(3) == 0 then
+      local dtypes = { "f32", "f16", "bf16", not is_wild and "f8e4m3" or nil }
+      local dtype = pick({ draw = draw }, dtypes)
+      summary.lo, summary.hi = summary.lo:store(dtype), summary.hi:store(dtype)
+    end
+    rows, has_bounds = { e.lo, e.hi }, true
+  elseif kind == 2 then
+    local dtype = pick({ draw = draw }, { "f32", "f16", "bf16" })
+    summary = { some = (e.k:max "token" + e.v:min "token"):store(dtype),
+                other = e.v:max "token":store(dtype), n = e.tokens }
+    rows = { e.some, e.other }
+  end
+  local x = random_product(draw, rows, has_bounds)
+  if draw(3) == 0 then x = x - random_product(draw, rows, has_bounds) end
+  if draw(4) == 0 then x = e.max(x, e.block * 4) end
+  if kind == 2 and draw(2) == 0 then x = x + e.n end
+  local names = { "max", "max", "mean", "min", "sum" }
+  if not is_wild then names[#names + 1] = "logsumexp" end
+  local function reduced(dim)
+    local how = names[draw(#names) + 1]
+    if how == "logsumexp" then x = x * 0.125 end
+    x = x[how](x, dim)
+  end
+  if kind == 3 then
+    if draw(3) == 0 then x = x + e.position * 0.25 end
+    if draw(2) == 0 then x = e.where(e.position:ge(2), x, -1) end
+    reduced "token"
+  end
+  reduced "head"
+  if draw(4) == 0 then x = x * 0.5 + e.blocks end
+  return { name = "products", decode = true, defaults = { weight = 3 }, summary = summary,
+    score = x,
+    init = function(p, shape)
+      p.table_ = kv.from(shape.device, "f32", { shape.head_dim },
+        M.table_(shape.head_dim))
+    end }
+end
+
+--- A shape of a cache for it.
+function M.products_shape(seed, is_wild)
+  local draw = M.draws(seed + 2000)
+  local function one_of(...) return select(draw(select("#", ...)) + 1, ...) end
+  local size = one_of(4, 8, 16, 16, 32, 48, 12)
+  local o = { dtype = (one_of("f32", "bf16", "f16", "f8e4m3")),
+    q_dtype = (one_of("f32", "bf16", "f16")),
+    group = (one_of(1, 2, 4, 3, 7, 8, 11, 16, 20)), kv_heads = 1 + draw(2),
+    block_size = size, head_dim = (one_of(16, 32, 48, 64, 80, 128)),
+    lens = { 0, 2 * size + 3, 1 + draw(90) }, blocks = 30 }
+  if draw(6) == 0 then -- several turns of each warp
+    o.block_size, o.head_dim, o.lens, o.blocks = 4, 16, { 5, 4 * 170 - 1 }, 180
+  end
+  if o.dtype == "f8e4m3" and o.kv_heads == 2 then o.scaled = { 2, 0.5 } end
+  if is_wild then
+    o.wild, o.wild_numbers = 500, { math.huge, -math.huge, 0 / 0 }
+    if o.dtype == "f8e4m3" then o.dtype, o.scaled = "bf16", nil end
+  end
+  local list = M.table_(o.head_dim)
+  o.consts = { table_ = function(at) return list[at.dim + 1] end }
+  return o
 end
 
 --- The numbers of the const that random expressions read.

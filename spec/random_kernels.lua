@@ -4,7 +4,9 @@
 --
 --   ./kvlab run spec/random_kernels.lua --set from=1 --set to=500
 --   target: c (the CPU's), lua, cuda, or emulated (CUDA's, run on the CPU)
---   place: score (with a summary), map, or attention (bias, mask, log_weight, emit)
+--   place: score (with a summary), map, attention (bias, mask, log_weight, emit), or
+--          products, wild: scores that CUDA computes on the tensor cores, of small whole
+--          numbers, and with some that are not finite among them
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local emulation = require "spec.emulation"
 local expression = require "kvlab.kernel.expression"
@@ -19,6 +21,8 @@ local target = set.target or "c"
 local device = target == "cuda" and "cuda" or "cpu"
 local chosen = (target == "lua" or target == "emulated") and target or nil
 local in_attention = set.place == "attention"
+local is_wild = set.place == "wild"
+local of_products = set.place == "products" or is_wild
 
 --- How a policy differs from the reference, in words; nil: it does not.
 local function differs(def, seed)
@@ -27,7 +31,9 @@ local function differs(def, seed)
       def, hooks.shape(seed))
     return not ok and tostring(why) or why
   end
-  local cache = expressions.cache(device, expressions.shape(seed), seed)
+  local shape = of_products and expressions.products_shape(seed, is_wild)
+    or expressions.shape(seed)
+  local cache = expressions.cache(device, shape, seed)
   local ok, why = pcall(function()
     local p = expressions.attach(cache, def, chosen)
     if p.summary then expressions.update(cache, p) end
@@ -82,7 +88,9 @@ end
 
 --- Whether a seed's expressions are as the reference says; tells of those that are not.
 local function is_right(seed)
-  local def = in_attention and hooks.random(seed) or expressions.random(seed)
+  local def = in_attention and hooks.random(seed)
+    or of_products and expressions.random_products(seed, is_wild)
+    or expressions.random(seed)
   local why = differs(def, seed)
   if not why then return true end
   local small = smallest(def, seed)

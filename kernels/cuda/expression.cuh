@@ -22,6 +22,7 @@ typedef unsigned char uint8_t;
 #define ALL_LANES 0xFFFFFFFFu
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
+#define DEVICE_APART static __device__ __noinline__ /* code that seldom runs */
 
 /* ---- launches ------------------------------------------------------------------------ */
 
@@ -40,7 +41,8 @@ DEVICE void let_next_start() {
 /* ---- numbers as they are stored -------------------------------------------------------- */
 
 DEVICE float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
-#ifdef __CUDA_ARCH__ /* elsewhere, spec/cuda_emulation.h has these two */
+#ifdef __CUDA_ARCH__ /* elsewhere, spec/cuda_emulation.h has these */
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
 DEVICE float from_f16(uint32_t x) {
   float r;
   asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((uint16_t)x));
@@ -191,12 +193,6 @@ DEVICE void lse_add(lse *s, float x) {
   s->most = d > 0 ? x : s->most;
 }
 DEVICE float lse_end(lse s) { return s.most + logf(s.sum); }
-DEVICE void lse_join(lse *s, float most, float sum) {
-  if (sum == 0) return;
-  const float d = most == s->most ? 0 : most - s->most, e = __expf(-fabsf(d));
-  s->sum = d > 0 ? s->sum * e + sum : s->sum + sum * e;
-  s->most = d > 0 ? most : s->most;
-}
 
 struct arg {
   float best;
@@ -234,13 +230,9 @@ OVER_TEAM(min, uint64_t, min_u64(x, y))
 OVER_TEAM(any, int32_t, x | y)
 OVER_TEAM(all, int32_t, x &y)
 template <int TEAM> DEVICE float team_lse(lse s) {
-#pragma unroll
-  for (int n = TEAM / 2; n > 0; n /= 2) {
-    const float most = __shfl_xor_sync(ALL_LANES, s.most, n);
-    const float sum = __shfl_xor_sync(ALL_LANES, s.sum, n);
-    lse_join(&s, most, sum);
-  }
-  return lse_end(s);
+  const float most = team_max<TEAM>(s.most);
+  if (s.most != most) s.sum = s.sum == 0 ? 0 : s.sum * __expf(s.most - most);
+  return lse_end(lse{most, team_sum<TEAM>(s.sum)});
 }
 template <int TEAM> DEVICE int32_t team_arg(arg s) {
 #pragma unroll

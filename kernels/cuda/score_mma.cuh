@@ -1,5 +1,6 @@
-/* What score_rows.cuh computes with: the shapes of tiles, the group's queries in shared
- * memory, and products of a tile and the queries on the tensor cores.
+/* What score_rows.cuh and the kernels of expressions (expression_products.cuh) compute with:
+ * the shapes of tiles, the group's queries in shared memory as 16-bit numbers, and products
+ * of a tile and the queries on the tensor cores.
  *
  * Products of 16-bit numbers are exact in fp32, so scores differ only by the order of sums.
  * Finer numbers become a sum of 16-bit terms: three for f32 rows, score_terms() for q. f8e4m3
@@ -12,26 +13,13 @@
 #ifndef KVL_CUDA_SCORE_MMA_CUH
 #define KVL_CUDA_SCORE_MMA_CUH
 
-#include "convert.cuh"
 #include "mma.cuh"
 
 namespace kvl {
 
-/* SCORE_TILES is SCORE_MAX_QK when a tile of tokens never spans two blocks. */
-enum score_kind { SCORE_MINMAX, SCORE_MEAN, SCORE_MAX_QK, SCORE_TILES };
-
-/* One call of any kind. The row of an item starts at element
- *   block * block_stride + kv_head * head_stride + token in block * head_dim */
-struct score_call {
-  const void *q, *rows;
-  const int32_t *tables, *lens;
-  float *scores;
-  int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks, block_stride, head_stride;
-  int block_size, group, dtype, rows_dtype;
-};
-
-template <class T, int D, score_kind KIND> struct score_shape {
-  static constexpr int ITEMS = 16, ROWS = KIND == SCORE_MINMAX ? 2 : 1;
+/* The ring of each warp: a tile is 16 items with N rows of up to D numbers. */
+template <class T, int D, int N> struct score_ring {
+  static constexpr int ITEMS = 16, ROWS = N;
   static constexpr int PIECES = D * (int)sizeof(T) / 16, ROW_BYTES = PIECES * 16;
   static constexpr int TILE_BYTES = ITEMS * ROWS * ROW_BYTES;
   /* f32 rows need many products per byte: for them more warps help more than deeper rings. */
@@ -108,65 +96,72 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
   }
 }
 
-/* Brings the group's queries into shared memory, as rows [terms][ROWS][padded], with the
- * factor that each head's sums must be multiplied with. A thread takes 8 dims of a head at a
- * time; it loads the first of them as early as it can. All threads take part. */
-template <class T, int D, score_kind KIND> struct score_queries {
-  using shape = score_shape<T, D, KIND>;
-  using M = typename score_type<T>::type;
-  static constexpr int THREADS = shape::WARPS * WARP, LANES = D / 8;
-  const score_call &a;
-  int64_t head0;
-  int group, padded;
-  float x[8];
-
-  __device__ __forceinline__ void load(int i) {
-    const int col = i / LANES, d = i % LANES * 8;
-    const bool inside = col < group && d < (int)a.head_dim;
-    if (inside) load_any(a.q, a.dtype, (head0 + col) * a.head_dim + d, x);
+/* c = a tile of rows * 8 heads of q. q_row is the row of q for this lane's column in the first
+ * of the operand's rows [terms][rows in USED][padded]; USED has a bit for each of the tile's
+ * rows that q is multiplied with, and dims from LENGTH on are zeros. */
+template <class T, int D, int ROWS, int USED = (1 << ROWS) - 1, int LENGTH = D>
+__device__ __forceinline__ void score_products(float (&c)[4], const uint4 *tile,
+                                               const uint4 *q, int q_row, int padded,
+                                               int terms) {
+  constexpr int PIECES = D * (int)sizeof(T) / 16;
+  constexpr int STEPS = (LENGTH * (int)sizeof(T) + 63) / 64;
+  const int lane = threadIdx.x % WARP;
+  float sums[2][4] = {}; /* two chains of sums */
+#pragma unroll 1
+  for (int t = 0; t < terms; t++)
 #pragma unroll
-    for (int e = 0; e < 8; e++) x[e] = inside ? x[e] : 0.f;
-  }
-  __device__ __forceinline__ void store(int i, int terms, uint4 *to, float *unscale) {
-    const int col = i / LANES;
-    float scale = 1.f;
-    if constexpr (same<M, __half>) { /* scale the head's largest to 2^14 ... 2^15 */
-      float most = 0.f;
+    for (int r = 0; r < ROWS; r++) {
+      if (!(USED >> r & 1)) continue;
 #pragma unroll
-      for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[e]));
-      most = warp_max<LANES>(most);
-      if (most > 0.f && most < INFINITY) scale = ldexpf(1.f, 14 - max(ilogbf(most), -100));
+      for (int j = 0; j < STEPS; j++) {
+        const int piece = lane % 4 + 4 * j, row = r * 16 + lane / 4;
+        score_mma<T, D>(sums[j % 2], tile[score_piece<PIECES>(row, piece)],
+                        tile[score_piece<PIECES>(row + 8, piece)], q, q_row, piece, t);
+      }
+      q_row += padded;
     }
-    if (i % LANES == 0) unscale[col] = 1.f / scale;
-    float left[8];
 #pragma unroll
-    for (int e = 0; e < 8; e++) left[e] = x[e] * scale;
-    for (int t = 0; t < terms; t++) {
-      pack<M, 8> term[shape::ROWS];
+  for (int i = 0; i < 4; i++) c[i] = sums[0][i] + sums[1][i];
+}
+
+/* Splits dims 8 piece ... 8 piece + 7 of each of a head's ROWS rows of q into terms, and writes
+ * them to rows [terms][ROWS][padded] at `to`. Where q becomes f16, the head's largest number
+ * is scaled to 2^14 ... 2^15; *unscale becomes what its sums must be multiplied with. D / 8
+ * neighbouring lanes have the pieces of a head. */
+template <class T, int D, int ROWS>
+__device__ __forceinline__ void score_store_terms(const float (&x)[ROWS][8], int head,
+                                                  int piece, int padded, int terms, uint4 *to,
+                                                  float *unscale) {
+  using M = typename score_type<T>::type;
+  float scale = 1.f;
+  if constexpr (same<M, __half>) {
+    float most = 0.f;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[r][e]));
+    most = warp_max<D / 8>(most);
+    if (most > 0.f && most < INFINITY) scale = ldexpf(1.f, 14 - max(ilogbf(most), -100));
+  }
+  if (piece == 0) *unscale = 1.f / scale;
+  float left[ROWS][8];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int e = 0; e < 8; e++) left[r][e] = x[r][e] * scale;
+  for (int t = 0; t < terms; t++)
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      pack<M, 8> term;
 #pragma unroll
       for (int e = 0; e < 8; e++) {
-        const M next = from_float<M>(left[e]);
-        left[e] -= to_float(next);
-#pragma unroll
-        for (int r = 0; r < shape::ROWS; r++) /* row 0, for min, has the negative numbers */
-          term[r].at[e] = shape::ROWS == 1 || (x[e] < 0.f) == (r == 0) ? next : M(0.f);
+        term.at[e] = from_float<M>(left[r][e]);
+        left[r][e] -= to_float(term.at[e]);
       }
-#pragma unroll
-      for (int r = 0; r < shape::ROWS; r++) {
-        const int row = (t * shape::ROWS + r) * padded + col;
-        store_pack<8>((M *)(to + score_q_piece<T, D>(row, i % LANES)), term[r]);
-      }
+      const int row = (t * ROWS + r) * padded + head;
+      store_pack<8>((M *)(to + score_q_piece<T, D>(row, piece)), term);
     }
-  }
-  __device__ __forceinline__ void begin() { load(threadIdx.x); }
-  __device__ __forceinline__ void finish(int terms, uint4 *to, float *unscale) {
-    for (int i = threadIdx.x; i < padded * LANES;) {
-      store(i, terms, to, unscale);
-      i += THREADS;
-      if (i < padded * LANES) load(i);
-    }
-  }
-};
+}
 
 }  // namespace kvl
 

@@ -7,7 +7,7 @@
  * groups take several passes over a tile. The bound by min and max is a matrix product too,
  * with q split by sign:
  *   sum_d max(q_d min_d, q_d max_d) = sum_d min(q_d, 0) min_d + max(q_d, 0) max_d.
- * score_mma.cuh has the products.
+ * score_mma.cuh has the products, which the kernels of expressions share.
  *
  * As in paged_decode.cuh each warp is its own pipeline of asynchronous copies. Thread blocks
  * for the same range of blocks and different KV heads are neighbours in the grid: what they
@@ -22,7 +22,7 @@
 
 #include "divide.cuh"
 #include "launch.cuh"
-#include "score_mma.cuh"
+#include "score_queries.cuh"
 
 namespace kvl {
 
@@ -137,23 +137,13 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
 #pragma unroll 1
     for (int h0 = 0; h0 < group; h0 += 8) {
-      float sums[2][4] = {}, c[4]; /* two chains of sums */
-#pragma unroll 1
-      for (int t = 0; t < terms; t++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-          for (int j = 0; j < PIECES / 4; j++) {
-            const int piece = lane % 4 + 4 * j, row = r * ITEMS + row0;
-            score_mma<T, D>(sums[j % 2], at[score_piece<PIECES>(row, piece)],
-                            at[score_piece<PIECES>(row + 8, piece)], q,
-                            (t * ROWS + r) * padded + h0 + row0, piece, t);
-          }
+      float c[4];
+      score_products<T, D, ROWS>(c, at, q, h0 + row0, padded, terms);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int head = h0 + column + i % 2;
         const bool has = valid >> i / 2 * 8 & 1;
-        c[i] = has ? (sums[0][i] + sums[1][i]) * unscale[head] : -INFINITY;
+        c[i] = has ? c[i] * unscale[head] : -INFINITY;
         if (head < group)
           joined[i / 2] = is_max ? fmaxf(joined[i / 2], c[i]) : joined[i / 2] + c[i];
       }

@@ -43,7 +43,7 @@ end
 function M.print(plan, target)
   if target == "lua" then return print_lua.print(plan) end
   if compiler.LANES[target] then return print_c.print(plan, compiler.LANES[target]) end
-  return require("kvlab.kernel.print_cuda").print(plan)
+  return require("kvlab.kernel.print_cuda").print(plan, target)
 end
 
 --- Compiles a source. Returns its image, or nil and why.
@@ -156,7 +156,8 @@ function M.open(plan, dev, target)
     integers = ffi.cast(integer_array, memory), floats = ffi.cast("double *", memory),
     tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
     grid = ffi.new("kvl_grid", 1, 1, 1, launch and launch.threads or 1, 0, 1),
-    teams = launch and launch.teams or 1, items = launch and launch.items or 1 }, Kernel)
+    teams = launch and launch.teams or 1, items = launch and launch.items or 1,
+    products = launch and launch.bytes_shared and launch or nil }, Kernel)
 end
 
 function Kernel:give(name, t)
@@ -308,9 +309,24 @@ local Q_DTYPES = library.dtypes
 -- Thread blocks for each multiprocessor: enough to fill it twice over.
 local WAVES = 4
 
+--- The same for a kernel of products (kernel/cuda_products.lua): one wave of thread
+-- blocks; with tokens shorter ones, which are shared out more evenly.
+local function set_grid_of_products(kernel, ctx)
+  local launch = kernel.products
+  local turn, all = launch.turn, ctx.kv_heads * ctx.seqs
+  local ranges = math.max(1, math.floor(launch.at_once * kernel.processors / all))
+  local each = math.min(math.ceil(ctx.width / ranges), launch.most)
+  each = math.max(1, math.ceil(each / turn)) * turn
+  kernel:set("each", each)
+  kernel.grid.x = math.ceil(ctx.width / each) * ctx.kv_heads
+  kernel.grid.y = ctx.seqs
+  kernel.grid.bytes_shared = launch.bytes_shared[tonumber(ctx.query.dtype)]
+end
+
 --- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and
 -- not more, because each reads the queries anew.
 local function set_grid(kernel, ctx)
+  if kernel.products then return set_grid_of_products(kernel, ctx) end
   local turn = kernel.teams * kernel.items
   local ranges = math.max(1, math.ceil(ctx.width / turn))
   local all = ranges * ctx.kv_heads * ctx.seqs

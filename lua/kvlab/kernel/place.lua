@@ -20,6 +20,7 @@ local M = {}
 ---@field dtype string      of the cache
 ---@field scaled boolean    it reads K and V, and the cache holds K / k_scale, V / v_scale
 ---@field fields table[]    what is read of the summary: name, node, count, dtype
+---@field definitions table<string, kvlab.Expression>  of the summary's fields; of a score
 ---@field consts kvlab.Expression[]
 ---@field params kvlab.Expression[]
 ---@field inputs string[]
@@ -261,6 +262,7 @@ function M.score(x, fields, what, o)
   what = what .. ": score"
   x = check_score(x, M.seen(fields, o.dtype), what)
   local plan = new_plan("score", what, o)
+  plan.definitions = fields
   add_root(plan, "scores", x, "f32", o)
   for _, field in ipairs(plan.fields) do field.count = count_of(plan, field.node) end
   return plan

@@ -1,0 +1,166 @@
+--- Prints kernels of attention in CUDA: a hook, which is compiled into the hand-written
+-- decode and prefill kernels, and what attention emits for each block.
+local print_c = require "kvlab.kernel.print_c"
+local printer = require "kvlab.kernel.cuda_printer"
+
+local shared = print_c.shared
+local fixed_lines, indented = printer.fixed_lines, shared.indented
+local M = {}
+
+local HOOK = [=[
+struct policy_hook {
+  static constexpr bool ACTIVE = true, KEEPS = %s;
+  float *scores;
+  int64_t room;
+  arguments args;
+
+  __device__ __forceinline__ float operator()(float score, const kvl::hook_row &row,
+                                              int position) const {
+    const arguments *a = &args;
+    [[maybe_unused]] const int head = row.head, kv_head = row.kv_head;
+    [[maybe_unused]] const int length = row.length, query_position = row.query_position;
+    [[maybe_unused]] const int blocks = (length + TOKENS - 1) / TOKENS;
+    [[maybe_unused]] const int block = position / TOKENS, token = position %% TOKENS;
+    [[maybe_unused]] const float logit = score * kvl::LN2;
+%s    return score;
+  }
+};
+
+]=]
+
+-- The kernels of attention that are compiled with a hook: header, then the kernel, whose
+-- name is what kernels/cuda/paged_attention.cu asks for.
+local DECODE = [[
+extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s>::REGISTERS))
+    decode_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
+                   const __grid_constant__ kvl::split_place place,
+                   const __grid_constant__ policy_hook hook) {
+  kvl::decode<%s, %d, %s>(a, place, hook);
+}
+]]
+local PREFILL = [[
+extern "C" __global__ void __launch_bounds__(kvl::prefill_shape<%d>::THREADS, 1)
+    prefill_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
+                    const __grid_constant__ policy_hook hook) {
+  kvl::prefill<%s, %d, %s>(a, subgroups, hook);
+}
+]]
+local F32 = [[
+extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl::WARP, 2)
+    f32_%s_%s_%d_%d(const __grid_constant__ kvl_paged_attention_args a,
+                    const __grid_constant__ %s,
+                    const __grid_constant__ policy_hook hook) {
+  kvl::f32_%s<%s, %d, %d>(a, %s, hook);
+}
+]]
+
+local CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16",
+              f8e4m3 = "kvl::f8e4m3" }
+local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8" }
+
+--- The smallest of these sizes that takes n.
+local function size_for(n, ...)
+  for i = 1, select("#", ...) do
+    local size = select(i, ...)
+    if n <= size then return size end
+  end
+end
+
+--- The header of the attention kernel of a shape, and the kernel with the hook. The rules
+-- are those of launch_16bit and launch_f32_dim in kernels/cuda/paged_attention.cu.
+local function attention_kernel(plan)
+  local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
+  if q == "f32" then
+    local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
+    local size = size_for(dim, 64, 128, 256)
+    local phase = plan.is_prefill and "prefill" or "decode"
+    local second = plan.is_prefill and "subgroups" or "place"
+    return "paged_f32.cuh", F32:format(CPP[kv], size, phase, SHORT[kv], size, rows,
+      plan.is_prefill and "int subgroups" or "kvl::split_place place", phase, CPP[kv],
+      size, rows, second)
+  end
+  local is_f8 = kv == "f8e4m3"
+  local last = is_f8 and "_f8" or ""
+  if plan.is_prefill then
+    local size = size_for(dim, 64, 96, 128, 192, 256)
+    return "paged_prefill.cuh", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
+      CPP[kv])
+  end
+  local size = size_for(dim, 64, 128, 256)
+  return "paged_decode.cuh", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
+    CPP[q], size, tostring(is_f8))
+end
+
+--- A hook is compiled into the attention kernel of a shape.
+function M.hook(self)
+  local plan, lines = self.plan, fixed_lines(self.plan)
+  for _, text in ipairs(shared.input_lines(plan, "row.seq",
+    "(row.seq * row.kv_heads + kv_head)")) do
+    lines[#lines + 1] = text
+  end
+  local body = shared.body(self, function(s)
+    local bind = { head = { text = "head", level = 1 },
+                   token = { text = "token", level = 1 } }
+    s.block_level = 1
+    local texts = {}
+    for i, root in ipairs(plan.roots) do texts[i] = s:at(1, s.value, root.node, bind) end
+    s.top = 1
+    for i, root in ipairs(plan.roots) do
+      s:line((root.name == "add" and "score += (%s) * kvl::LOG2E;"
+        or "if (!(%s)) score = -INFINITY;"):format(texts[i]))
+    end
+    s.top = 2
+  end)
+  local header, text = attention_kernel(plan)
+  return ('#include "%s"\n#include "expression.cuh"\n\n'):format(header)
+    .. ("enum { TOKENS = %d };\n"):format(plan.sizes.token) .. shared.struct(plan) .. "\n"
+    .. HOOK:format(tostring(plan.keeps or false), indented(lines, "    ")
+      .. indented(body, "    ")) .. text
+end
+
+local EMIT = [[
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kvl_code(const __grid_constant__ arguments args) {
+  const arguments *a = &args;
+  let_next_start();
+  wait_for_previous();
+  const int kv_heads = (int)a->kv_heads;
+  const int64_t row = blockIdx.y, seq = row / kv_heads, stride = a->width * TOKENS;
+  const int kv_head = (int)(row %% kv_heads);
+  const int length = ((const int32_t *)a->lens)[seq];
+  const int blocks = (length + TOKENS - 1) / TOKENS, query_position = length - 1;
+  const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
+  const float *row_lse = (const float *)a->lse + row * GROUP;
+  const float *scores = (const float *)a->scores + row * GROUP * stride;
+  float *out = (float *)a->out + row * a->width;
+%s  const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
+  const int64_t entry = (int64_t)blockIdx.x * TEAMS + team;
+  const int32_t *selection = (const int32_t *)a->selection;
+  if (selection)
+    selection += (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;
+  const int found = entry >= a->entries ? -1 : selection ? selection[entry] : (int)entry;
+  const bool known = found >= 0 && found < blocks && found < a->width;
+  const int block = known ? found : 0; /* lanes of a warp must not part */
+  const int tokens = known ? min_i32(TOKENS, length - block * TOKENS) : 0;
+%s  const float value = (float)(%s);
+  if (known && lane == 0) out[block] = value;
+  if (!known && !selection && entry < a->width && lane == 0) out[entry] = 0;
+}
+]]
+
+--- A team takes a block, and its lanes take the tokens.
+function M.emit(self)
+  local plan, value = self.plan, nil
+  local fixed, block = shared.body(self, function(s)
+    value = s:value(plan.roots[1].node, {})
+  end)
+  local lines = fixed_lines(plan)
+  for _, text in ipairs(shared.input_lines(plan, "seq", "row")) do
+    lines[#lines + 1] = text
+  end
+  return ("enum { GROUP = %d };\n"):format(plan.sizes.head)
+    .. EMIT:format(indented(lines, "  ") .. indented(fixed, "  "), indented(block, "  "),
+      value)
+end
+
+return M

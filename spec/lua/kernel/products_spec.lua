@@ -1,0 +1,163 @@
+--- Sums over dim that are matrix products: which ones are found, and that kernels compute
+-- them as the reference says, numbers that are not finite included. More of them:
+-- ./kvlab run spec/random_kernels.lua --set place=products --set target=emulated
+local compiler = require "kvlab.kernel.compiler"
+local emulation = require "spec.emulation"
+local expressions = require "spec.expressions"
+local kv = require "kvlab"
+local nvrtc = require "kvlab.kernel.nvrtc"
+local print_cuda = require "kvlab.kernel.print_cuda"
+
+local e = kv.expr
+local TOLERANCE = 1e-4
+local BOUNDS = { lo = e.k:min "token", hi = e.k:max "token" }
+local MEAN = { mean = e.k:mean "token" }
+
+local FOUND = {
+  { "the dot product of a query and a row", (e.q * e.mean):sum "dim":max "head", MEAN },
+  { "that of every key", (e.q * e.k):sum "dim":logsumexp "token":mean "head" },
+  { "of values", (e.v * e.q):sum "dim":max("token", "head") },
+  { "Quest's bound", e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head", BOUNDS },
+  { "the bound from below", e.min(e.hi * e.q, e.lo * e.q):sum "dim":max "head", BOUNDS },
+  { "a bound of stored rows", e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head",
+    { lo = BOUNDS.lo:store "bf16", hi = BOUNDS.hi:store "bf16" } },
+  { "a factor for each dimension",
+    (e.q * e.const("f32", "w", "dim") * e.mean):sum "dim":max "head", MEAN },
+  { "a sum of several products",
+    (e.q * e.lo * 0.5 - e.hi * e.q:relu() / 3):sum "dim":max "head", BOUNDS },
+  { "two of them in one score",
+    ((e.q * e.hi):sum "dim" - (e.q * e.lo):sum "dim"):max "head", BOUNDS },
+  { "other fields beside them", ((e.q * e.mean):sum "dim" + e.n):max "head",
+    { mean = MEAN.mean, n = e.tokens } },
+}
+
+local LEFT = {
+  { "a bound whose rows have no known order",
+    e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head",
+    { lo = e.k:min "token", hi = e.v:max "token" } },
+  { "a bound of different factors", e.max(e.q * e.lo, -e.q * e.hi):sum "dim":max "head",
+    BOUNDS },
+  { "rows of two dtypes",
+    ((e.q * e.lo):sum "dim" - (e.q * e.hi):sum "dim"):max "head",
+    { lo = BOUNDS.lo:store "bf16", hi = BOUNDS.hi:store "f16" } },
+  { "rows of blocks and of tokens",
+    ((e.q * e.lo):sum "dim" - (e.q * e.k):sum "dim"):max("token", "head"), BOUNDS },
+  { "what is no product", (e.q - e.mean):abs():sum "dim":max "head", MEAN },
+  { "a product of rows", (e.q * e.lo * e.hi):sum "dim":max "head", BOUNDS },
+  { "rows beside a product",
+    ((e.q * e.mean):sum "dim" / (e.mean * e.mean):sum "dim"):max "head", MEAN },
+  { "a product without a query", (e.mean * 2):sum "dim" + e.block, MEAN },
+}
+
+describe("a sum over dim", function()
+  local function is_product(case, o)
+    o = o or {}
+    o.summary, o.dtype = case[3], o.dtype or "bf16"
+    return case[2]:source("cuda", o):find("expression_products.cuh", 1, true) ~= nil
+  end
+
+  for _, case in ipairs(FOUND) do
+    it("is a matrix product: " .. case[1], function()
+      for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
+        assert.is_true(is_product(case, { dtype = dtype }))
+      end
+    end)
+  end
+  for _, case in ipairs(LEFT) do
+    it("is none: " .. case[1], function() assert.is_false(is_product(case)) end)
+  end
+
+  it("is left where rows are not whole pieces of 16 bytes", function()
+    assert.is_true(is_product(FOUND[1], { head_dim = 72 }))
+    assert.is_false(is_product(FOUND[1], { head_dim = 36 }))
+    assert.is_false(is_product(FOUND[2], { head_dim = 72, dtype = "f8e4m3" }))
+  end)
+
+  it("is left on GPUs without such tensor cores, or with little shared memory", function()
+    local kernels = {}
+    local usual = print_cuda.print
+    print_cuda.print = function(plan, target)
+      for _, one in ipairs { "sm_75", "sm_80", "sm_86", "sm_90a", "sm_120" } do
+        local text = usual(plan, one)
+        kernels[one] = text:find("expression_products.cuh", 1, true) ~= nil
+      end
+      return usual(plan, target)
+    end
+    local ok, why = pcall(function()
+      FOUND[4][2]:source("cuda", { summary = BOUNDS, dtype = "f32", head_dim = 256 })
+    end)
+    print_cuda.print = usual
+    assert.is_true(ok, why)
+    assert.same({ sm_75 = false, sm_80 = true, sm_86 = false, sm_90a = true,
+                  sm_120 = false }, kernels)
+  end)
+
+  it("is compiled in CUDA, without a GPU", function()
+    if not nvrtc.open() then return pending "NVRTC is not here" end
+    for i, case in ipairs(FOUND) do
+      local dtype = ({ "f32", "f16", "bf16", "f8e4m3" })[i % 4 + 1]
+      local o = { summary = case[3], dtype = dtype, group = i, head_dim = 48 + 16 * i }
+      for _, target in ipairs { "sm_80", "sm_90a" } do
+        local image, why = nvrtc.compile(case[2]:source("cuda", o), target)
+        assert.is_string(image, why)
+      end
+    end
+  end)
+end)
+
+--- How the score of a seed differs from the reference, in words.
+local function difference(dev, target, seed, is_wild)
+  local cache = expressions.cache(dev, expressions.products_shape(seed, is_wild), seed)
+  local def = expressions.random_products(seed, is_wild)
+  local p = expressions.attach(cache, def, target)
+  if p.summary then expressions.update(cache, p) end
+  local why = expressions.difference(expressions.score(cache, p),
+    expressions.expected(cache, p, expressions.resolved(p)), TOLERANCE)
+  return why and ("seed %d: %s\n%s"):format(seed, why, tostring(def.score))
+end
+
+local function random_cases(dev, target, count, count_wild)
+  for seed = 1, count do
+    it(("random products %d"):format(seed), function()
+      local why = difference(dev, target, seed)
+      assert.is_nil(why, why)
+    end)
+  end
+  for seed = 1, count_wild do
+    it(("numbers that are not finite %d"):format(seed), function()
+      local why = difference(dev, target, seed, true)
+      assert.is_nil(why, why)
+    end)
+  end
+end
+
+describe("products in Lua", function() random_cases("cpu", "lua", 20, 10) end)
+
+describe("products in C", function()
+  if not compiler.find() then return pending "there is no C compiler" end
+  random_cases("cpu", nil, 20, 10)
+end)
+
+describe("products in CUDA, run on the CPU", function()
+  if not emulation.compiler() then return pending "there is no C++ compiler" end
+  for i = 1, 3 do
+    it(("random products %d"):format(i), function()
+      emulation.with(function()
+        for seed = 8 * i - 7, 8 * i do
+          local why = difference("cpu", "emulated", seed)
+          assert.is_nil(why, why)
+        end
+      end)
+    end)
+  end
+  it("numbers that are not finite", function()
+    emulation.with(function()
+      for seed = 10, 25 do
+        local why = difference("cpu", "emulated", seed, true)
+        assert.is_nil(why, why)
+      end
+    end)
+  end)
+end)
+
+describe("products in CUDA #gpu", function() random_cases("cuda", nil, 60, 30) end)
