@@ -162,6 +162,7 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
   for (int lane = 0; lane < 32; lane++) all |= (unsigned)__shfl_sync(0, (int)x, lane) << lane;
   return all;
 }
+static inline bool __any_sync(unsigned, bool x) { return __ballot_sync(0, x) != 0; }
 static inline void __syncwarp(void) {
   emulated.thread[emulated.now].exchanges++;
   emulated_wait(AT_WARP);

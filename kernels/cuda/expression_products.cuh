@@ -19,6 +19,8 @@ template <class T, int D, int ROWS, int DIM, int ITEMS, int SLOTS> struct produc
   static constexpr int TILES = BLOCKS * SLOTS / 16, STEP = BLOCKS * ring::WARPS;
   static constexpr int STAGES = ring::STAGES, PIECES = ring::PIECES;
 
+  const T *row[ROWS];   /* the first item's in physical block 0 */
+  uint32_t stride;      /* numbers from a block to the next */
   const int32_t *table; /* of the sequence */
   int first, end;       /* the thread block's blocks */
   int length, rows;     /* tokens of the sequence; blocks that memory has */
@@ -37,8 +39,7 @@ template <class T, int D, int ROWS, int DIM, int ITEMS, int SLOTS> struct produc
     const int block = block_of(tile, threadIdx.x % 16);
     return block < end ? table[block] : -1;
   }
-  /* row(r, physical, item) is where row r of an item starts. */
-  template <class ROW> DEVICE_MEMBER void fetch(int into, int tile, int physical, ROW row) {
+  DEVICE_MEMBER void fetch(int into, int tile, int physical) {
     const int slot = threadIdx.x % 16, lane = threadIdx.x % 32;
     const int left = ITEMS == 1 ? 1 : length - block_of(tile, slot) * ITEMS;
     const int item = item_of(tile, slot);
@@ -52,23 +53,23 @@ template <class T, int D, int ROWS, int DIM, int ITEMS, int SLOTS> struct produc
       const int at = (i * 32 + lane) / PIECES, piece = (i * 32 + lane) % PIECES;
       constexpr int N = 16 / (int)sizeof(T);
       const bool inside = piece * N < DIM, has = (mask >> at & 1) && inside;
-      const int block = SLOTS >= 16 ? physical : __shfl_sync(0xFFFFFFFFu, physical, at);
+      const uint32_t block = SLOTS >= 16 ? physical : __shfl_sync(0xFFFFFFFFu, physical, at);
+      const uint64_t from = (uint64_t)block * stride + (inside ? piece * N : 0) +
+                            (ITEMS > 1 && has ? item_of(tile, at) * DIM : 0);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        const T *from = (const T *)row(r, block, has ? item_of(tile, at) : 0);
+      for (int r = 0; r < ROWS; r++)
         kvl::copy_async(
             to + r * 16 * ring::ROW_BYTES + kvl::score_piece<PIECES>(at, piece) * 16,
-            from + (inside ? piece * N : 0), has); /* otherwise zeros */
-      }
+            row[r] + from, has); /* otherwise zeros */
     }
   }
-  template <class ROW> DEVICE_MEMBER void begin(ROW row) {
+  DEVICE_MEMBER void begin() {
     int ahead[STAGES - 1];
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) ahead[s] = look(s);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-      fetch(s, s, ahead[s], row);
+      fetch(s, s, ahead[s]);
       kvl::copy_commit();
     }
     stage = 0;
@@ -76,10 +77,10 @@ template <class T, int D, int ROWS, int DIM, int ITEMS, int SLOTS> struct produc
   }
   /* Waits for a tile, asks for the one STAGES - 1 later, and gives the tile's memory and
    * which of its slots are items. */
-  template <class ROW> DEVICE_MEMBER const uint4 *take(int tile, ROW row, uint32_t *items) {
+  DEVICE_MEMBER const uint4 *take(int tile, uint32_t *items) {
     kvl::copy_wait<STAGES - 2>();
     __syncwarp(); /* all copies have arrived, and the last tile was read */
-    fetch(stage == 0 ? STAGES - 1 : stage - 1, tile + STAGES - 1, next, row);
+    fetch(stage == 0 ? STAGES - 1 : stage - 1, tile + STAGES - 1, next);
     kvl::copy_commit();
     next = look(tile + STAGES);
     *items = known[stage];
@@ -107,19 +108,34 @@ DEVICE float tile_number(const uint4 *tile, int r, int item, int d) {
 template <class T, int D, int ROWS, int USED, int DIM, int HEADS, int STRIDE, class EXACT>
 DEVICE void tile_sums(const uint4 *tile, const uint4 *q, const float *unscale, int terms,
                       float *products, EXACT exact) {
-  constexpr int PADDED = (HEADS + 7) / 8 * 8;
+  constexpr int PADDED = (HEADS + 7) / 8 * 8, GROUPS = PADDED % 16 == 0 ? 2 : 1;
   const int item = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll 1
-  for (int h0 = 0; h0 < PADDED; h0 += 8) {
-    float c[4];
+  for (int h0 = 0; h0 < PADDED; h0 += 8 * GROUPS) {
+    float c[GROUPS][4];
     kvl::score_products<T, D, ROWS, USED, DIM>(c, tile, q, h0 + item, PADDED, terms);
+    bool is_finite = true;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int head = h0 + column + i % 2, at = item + i / 2 * 8;
-      if (head >= HEADS) continue;
-      float x = c[i] * unscale[head];
-      if (!(fabsf(x) < INFINITY)) x = exact(head, at);
-      products[head * STRIDE + at] = x;
+    for (int i = 0; i < 4 * GROUPS; i++) {
+      float &x = c[i / 4][i % 4];
+      x *= unscale[h0 + i / 4 * 8 + column + i % 2];
+      is_finite = is_finite && fabsf(x) < INFINITY;
+    }
+    if (__any_sync(0xFFFFFFFFu, !is_finite))
+#pragma unroll 1
+      for (int i = 0; i < 4 * GROUPS; i++) {
+        const int head = h0 + i / 4 * 8 + column + i % 2;
+        float x = 0;
+#pragma unroll
+        for (int k = 0; k < 4 * GROUPS; k++) x = k == i ? c[k / 4][k % 4] : x;
+        if (head < HEADS && !(fabsf(x) < INFINITY)) x = exact(head, item + i % 4 / 2 * 8);
+#pragma unroll
+        for (int k = 0; k < 4 * GROUPS; k++) c[k / 4][k % 4] = k == i ? x : c[k / 4][k % 4];
+      }
+#pragma unroll
+    for (int i = 0; i < 4 * GROUPS; i++) {
+      const int head = h0 + i / 4 * 8 + column + i % 2, at = item + i % 4 / 2 * 8;
+      if (head < HEADS) products[head * STRIDE + at] = c[i / 4][i % 4];
     }
   }
 }

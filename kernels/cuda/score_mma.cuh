@@ -96,17 +96,18 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
   }
 }
 
-/* c = a tile of rows * 8 heads of q. q_row is the row of q for this lane's column in the first
- * of the operand's rows [terms][rows in USED][padded]; USED has a bit for each of the tile's
- * rows that q is multiplied with, and dims from LENGTH on are zeros. */
-template <class T, int D, int ROWS, int USED = (1 << ROWS) - 1, int LENGTH = D>
-__device__ __forceinline__ void score_products(float (&c)[4], const uint4 *tile,
+/* c = a tile of rows * 8 GROUPS heads of q. q_row is the row of q for this lane's column in
+ * the first of the operand's rows [terms][rows in USED][padded]; USED has a bit for each of the
+ * tile's rows that q is multiplied with, and dims from LENGTH on are zeros. */
+template <class T, int D, int ROWS, int USED = (1 << ROWS) - 1, int LENGTH = D,
+          int GROUPS = 1>
+__device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint4 *tile,
                                                const uint4 *q, int q_row, int padded,
                                                int terms) {
   constexpr int PIECES = D * (int)sizeof(T) / 16;
   constexpr int STEPS = (LENGTH * (int)sizeof(T) + 63) / 64;
   const int lane = threadIdx.x % WARP;
-  float sums[2][4] = {}; /* two chains of sums */
+  float sums[2][GROUPS][4] = {}; /* two chains of sums */
 #pragma unroll 1
   for (int t = 0; t < terms; t++)
 #pragma unroll
@@ -115,13 +116,18 @@ __device__ __forceinline__ void score_products(float (&c)[4], const uint4 *tile,
 #pragma unroll
       for (int j = 0; j < STEPS; j++) {
         const int piece = lane % 4 + 4 * j, row = r * 16 + lane / 4;
-        score_mma<T, D>(sums[j % 2], tile[score_piece<PIECES>(row, piece)],
-                        tile[score_piece<PIECES>(row + 8, piece)], q, q_row, piece, t);
+        const uint4 x0 = tile[score_piece<PIECES>(row, piece)],
+                    x1 = tile[score_piece<PIECES>(row + 8, piece)];
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++)
+          score_mma<T, D>(sums[j % 2][g], x0, x1, q, q_row + 8 * g, piece, t);
       }
       q_row += padded;
     }
 #pragma unroll
-  for (int i = 0; i < 4; i++) c[i] = sums[0][i] + sums[1][i];
+  for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[g][i] = sums[0][g][i] + sums[1][g][i];
 }
 
 /* Splits dims 8 piece ... 8 piece + 7 of each of a head's ROWS rows of q into terms, and writes

@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
 #pragma unroll 1
     for (int h0 = 0; h0 < group; h0 += 8) {
-      float c[4];
-      score_products<T, D, ROWS>(c, at, q, h0 + row0, padded, terms);
+      float sums[1][4], (&c)[4] = sums[0];
+      score_products<T, D, ROWS>(sums, at, q, h0 + row0, padded, terms);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int head = h0 + column + i % 2;

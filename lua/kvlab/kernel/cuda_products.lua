@@ -200,13 +200,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
   for (int b = max_i32(first, end) + threadIdx.x; b < stop; b += THREADS)
     scores[b] = -INFINITY;
   if (first >= end) return;
-  auto row = [=](int r, int64_t physical, int item) -> const void * {
-%s  };
   uint32_t *known = (uint32_t *)(memory + ring::RING_BYTES);
-  turns_type turns = {table, first, end, length, (int)a->rows,
-                      memory + warp * ring::STAGES * ring::TILE_BYTES,
-                      known + warp * ring::STAGES, warp, 0, 0};
-  turns.begin(row);
+  turns_type turns = {
+      {%s},
+      (uint32_t)kv_heads * %d, table, first, end, length, (int)a->rows,
+      memory + warp * ring::STAGES * ring::TILE_BYTES,
+      known + warp * ring::STAGES, warp, 0, 0};
+  turns.begin();
 
   float *products = (float *)(memory + ring::RING_BYTES + 128) + warp * %d;
 %s  for (int i = threadIdx.x; i < PADDED * (D / 8); i += THREADS) {
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
     bool known = false;
     for (int part = 0; part < all::TILES; part++, tile++) {
       uint32_t items;
-      const uint4 *rows = turns.take(tile, row, &items);
+      const uint4 *rows = turns.take(tile, &items);
       if (part == place / 16) known = items >> place %% 16 & 1;
       if (items == 0) continue;
 %s    }
@@ -237,24 +237,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
 }
 ]]
 
---- Lines that give where a row starts.
+--- Where the first item of each row starts.
 local function row_places(self)
-  local lines, plan = {}, self.plan
+  local places, plan = {}, self.plan
   for i, leaf in ipairs(self.found.rows) do
-    local text
     if leaf.op == "field" then
-      text = ("(const T *)a->field_%s + (physical * kv_heads + kv_head) * DIM"):format(
-        leaf.name)
+      places[i] = ("(const T *)a->field_%s + kv_head * DIM"):format(leaf.name)
     else
-      text = ("(const T *)a->cache + ((physical * 2 + %d) * kv_heads + kv_head) * %d + "
-        .. "item * DIM"):format(leaf.name == "k" and 0 or 1,
-        plan.sizes.token * plan.sizes.dim)
+      places[i] = ("(const T *)a->cache + (%skv_head) * %d"):format(
+        leaf.name == "v" and "kv_heads + " or "", plan.sizes.token * plan.sizes.dim)
     end
-    local is_last = i == #self.found.rows
-    lines[i] = (is_last and "" or ("if (r == %d) "):format(i - 1)) .. "return " .. text
-      .. ";"
   end
-  return lines
+  return table.concat(places, ",\n       ")
 end
 
 --- Lines for the queries of each sum: how many terms, and where they lie.
@@ -352,18 +346,18 @@ function M.print(self)
     .. HEAD:format(group, self.padded, self.row_dim, #found.rows, self.slots, self.stride,
       CPP[found.dtype], found.of_tokens and "TOKENS" or "1", ring.bytes)
     .. printer.Q_AT .. table.concat(exact)
-    .. SCORE:format("]", group * dim, indented(row_places(self), "    "),
+    .. SCORE:format("]", group * dim, row_places(self),
+      found.of_tokens and 2 * plan.sizes.token * dim or dim,
       self.products_bytes / 4,
       indented(starts, "  ") .. indented(query_lines(self), "  "), table.concat(factors),
       indented(fixed, "  "), indented(sum_lines(self), "      "),
       "]", rest)
-  local bytes, most = {}, 0
+  local bytes, at_once = {}, {}
   for name, dtype in pairs(QUERY_DTYPES) do
     bytes[dtype] = bytes_with(self, name)
-    most = math.max(most, bytes[dtype])
+    at_once[dtype] = math.max(1, math.min(ring.blocks,
+      math.floor(self.limits[2] * KIB / (bytes[dtype] + KIB))))
   end
-  local at_once = math.max(1, math.min(ring.blocks,
-    math.floor(self.limits[2] * KIB / (most + KIB))))
   return text, { threads = ring.warps * WARP, bytes_shared = bytes, at_once = at_once,
     turn = ring.warps * math.max(1, WARP / self.slots),
     most = found.of_tokens and 1024 / plan.sizes.token or math.huge }

@@ -313,14 +313,15 @@ local WAVES = 4
 -- blocks; with tokens shorter ones, which are shared out more evenly.
 local function set_grid_of_products(kernel, ctx)
   local launch = kernel.products
-  local turn, all = launch.turn, ctx.kv_heads * ctx.seqs
-  local ranges = math.max(1, math.floor(launch.at_once * kernel.processors / all))
+  local turn, q_dtype = launch.turn, tonumber(ctx.query.dtype)
+  local at_once = launch.at_once[q_dtype] * kernel.processors
+  local ranges = math.max(1, math.floor(at_once / (ctx.kv_heads * ctx.seqs)))
   local each = math.min(math.ceil(ctx.width / ranges), launch.most)
   each = math.max(1, math.ceil(each / turn)) * turn
   kernel:set("each", each)
   kernel.grid.x = math.ceil(ctx.width / each) * ctx.kv_heads
   kernel.grid.y = ctx.seqs
-  kernel.grid.bytes_shared = launch.bytes_shared[tonumber(ctx.query.dtype)]
+  kernel.grid.bytes_shared = launch.bytes_shared[q_dtype]
 end
 
 --- Shares the blocks of all sequences among thread blocks: enough to fill the GPU, and
