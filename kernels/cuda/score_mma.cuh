@@ -96,6 +96,10 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
   }
 }
 
+/* How many bits of a number are 1. */
+template <int BITS> constexpr int ones = (BITS & 1) + ones<(BITS >> 1)>;
+template <> constexpr int ones<0> = 0;
+
 /* c = a tile of rows * 8 GROUPS heads of q. q_row is the row of q for this lane's column in
  * the first of the operand's rows [terms][rows in USED][padded]; USED has a bit for each of the
  * tile's rows that q is multiplied with, and dims from LENGTH on are zeros. */
@@ -109,7 +113,8 @@ __device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint
   const int lane = threadIdx.x % WARP;
   float sums[2][GROUPS][4] = {}; /* two chains of sums */
 #pragma unroll 1
-  for (int t = 0; t < terms; t++)
+  for (int t = 0; t < terms; t++) {
+    int at = t * ones<USED>;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       if (!(USED >> r & 1)) continue;
@@ -120,10 +125,11 @@ __device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint
                     x1 = tile[score_piece<PIECES>(row + 8, piece)];
 #pragma unroll
         for (int g = 0; g < GROUPS; g++)
-          score_mma<T, D>(sums[j % 2][g], x0, x1, q, q_row + 8 * g, piece, t);
+          score_mma<T, D>(sums[j % 2][g], x0, x1, q, at * padded + q_row + 8 * g, piece, t);
       }
-      q_row += padded;
+      at++;
     }
+  }
 #pragma unroll
   for (int g = 0; g < GROUPS; g++)
 #pragma unroll

@@ -137,19 +137,21 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
 #pragma unroll 1
     for (int h0 = 0; h0 < group; h0 += 8) {
-      float sums[1][4], (&c)[4] = sums[0];
+      float sums[1][4], c[4];
       score_products<T, D, ROWS>(sums, at, q, h0 + row0, padded, terms);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int head = h0 + column + i % 2;
         const bool has = valid >> i / 2 * 8 & 1;
-        c[i] = has ? c[i] * unscale[head] : -INFINITY;
+        c[i] = has ? sums[0][i] * unscale[head] : -INFINITY;
         if (head < group)
           joined[i / 2] = is_max ? fmaxf(joined[i / 2], c[i]) : joined[i / 2] + c[i];
       }
       if constexpr (KIND == SCORE_TILES) { /* lanes of odd rows keep the second head */
         const bool odd = row0 & 1;
-        float keep = fmaxf(c[odd], c[odd + 2]), give = fmaxf(c[!odd], c[!odd + 2]);
+        const float first = fmaxf(c[0], c[2]), second = fmaxf(c[1], c[3]);
+        float keep = odd ? second : first;
+        const float give = odd ? first : second;
         keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, give, 4));
         keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 8));
         keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 16));

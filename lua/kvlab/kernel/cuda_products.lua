@@ -185,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
   DYNAMIC_SHARED(memory);
   const int kv_heads = (int)a->kv_heads, kv_head = blockIdx.x %% kv_heads;
   const int64_t seq = blockIdx.y, width = a->width;
-  const int warp = threadIdx.x / 32;
+  /* the compiler sees that all lanes have the same */
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
   [[maybe_unused]%s const int lane = threadIdx.x %% TEAM;
   const int team = threadIdx.x %% 32 / TEAM;
   const int length = ((const int32_t *)a->lens)[seq];
@@ -226,7 +227,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
       uint32_t items;
       const uint4 *rows = turns.take(tile, &items);
       if (part == place / 16) known = items >> place %% 16 & 1;
-      if (items == 0) continue;
 %s    }
     __syncwarp();
     const int block = base + team;

@@ -160,4 +160,4 @@ describe("products in CUDA, run on the CPU", function()
   end)
 end)
 
-describe("products in CUDA #gpu", function() random_cases("cuda", nil, 60, 30) end)
+describe("products in CUDA #gpu", function() random_cases("cuda", nil, 30, 15) end)
