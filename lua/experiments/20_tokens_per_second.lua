@@ -1,0 +1,174 @@
+--- How many tokens a second does a large model decode under each policy?
+--
+-- A model of Llama-8B's shape with random weights reads prompts, and then decodes greedily
+-- under one policy after the other: a step is every layer, the policy, the logits and the
+-- choice of the next token, and steps are replayed from a graph. The time of a step does
+-- not depend on what the weights are.
+--
+--   tokens_s   tokens of all sequences in a second, the median of a few runs of steps
+--   ms         of a step
+--   speedup    over dense attention for the same prompts
+--   bytes      that a step has to read, in GB: the weights, and of K and V (and of what a
+--              policy scores with) what the policy read, as a probe counted it
+--   gb_s       bytes over the time of a step: beside the device's bandwidth, this is how
+--              much of the limit is reached
+--
+--   ./kvlab run lua/experiments/20_tokens_per_second.lua --device=cuda
+--       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05] [--set cache=f8e4m3]
+--
+-- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a CPU
+-- gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+local kv = require "kvlab"
+local llama = require "models.llama"
+
+local SHAPES = {
+  ["8b"] = { hidden_size = 4096, intermediate_size = 14336, num_hidden_layers = 32,
+             num_attention_heads = 32, num_key_value_heads = 8, vocab_size = 128256 },
+  small = { hidden_size = 512, intermediate_size = 1792, num_hidden_layers = 4,
+            num_attention_heads = 8, num_key_value_heads = 2, vocab_size = 2048 },
+}
+local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
+
+--- "8x32K" -> 8, 32768
+local function parse(prompts)
+  local sequences, tokens, unit = tostring(prompts):match "^(%d+)x(%d+)(K?)$"
+  if not sequences then
+    error(("prompts is %q, expected SEQUENCESxTOKENS such as 8x32K"):format(
+      tostring(prompts)), 0)
+  end
+  return tonumber(sequences), tonumber(tokens) * (unit == "K" and 1024 or 1)
+end
+
+local function open_model(keys)
+  local config = { model_type = "llama", hidden_act = "silu", rope_theta = 500000,
+                   rms_norm_eps = 1e-5 }
+  local shape = SHAPES[keys.model]
+  if not shape then
+    error(("model is %q, expected 8b or small"):format(tostring(keys.model)), 0)
+  end
+  for name, value in pairs(shape) do config[name] = value end
+  return llama.random(config, { dtype = keys.dtype, seed = keys.seed })
+end
+
+-- ---- prompts that were read -----------------------------------------------------------
+
+local Sitting = {}
+Sitting.__index = Sitting
+
+local function open_sitting(keys)
+  local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
+    seed = keys.seed }, open_model)
+  local count, context = parse(keys.prompts)
+  local room = context + (WARM + keys.steps) * keys.runs + keys.steps
+  local blocks = math.ceil(room / keys.block_size)
+  local self = setmetatable({ model = model, context = context, seqs = {},
+    engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
+      chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
+      cache_dtype = keys.cache } }, Sitting)
+  for i = 1, count do
+    local tokens, seq = {}, self.engine:sequence()
+    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
+    self.engine:prefill(seq, tokens)
+    self.seqs[i] = seq
+  end
+  return self
+end
+
+function Sitting:close() self.engine.cache:close() end
+
+--- Goes back to the prompts and takes a policy.
+function Sitting:begin(policy)
+  for _, seq in ipairs(self.seqs) do seq:truncate(self.context) end
+  self.engine:use_policy(policy, self.seqs)
+end
+
+--- n steps; returns the seconds of one.
+function Sitting:decode(ids, n)
+  local device = self.model.device
+  device:sync()
+  local start = kv.C.kvl_clock_ns()
+  for _ = 1, n do ids = self.engine:decode(self.seqs, ids):argmax() end
+  device:sync()
+  return tonumber(kv.C.kvl_clock_ns() - start) * 1e-9 / n
+end
+
+--- Seconds of a step: the median of `runs` runs.
+function Sitting:seconds(policy, steps, runs)
+  self:begin(policy)
+  local ids, list = kv.full(self.model.device, "i32", { #self.seqs }, 1), {}
+  for i = 1, runs do
+    self:decode(ids, WARM)
+    list[i] = self:decode(ids, steps)
+  end
+  return kv.statistics.median(list)
+end
+
+--- Bytes of a step: of the weights, and of what the policy reads.
+function Sitting:bytes(policy)
+  self:begin(policy)
+  local probe, engine = kv.probe(self.engine.attention), self.engine
+  engine.uses_graphs = false -- a probe looks at every launch
+  engine:decode(self.seqs, kv.full(self.model.device, "i32", { #self.seqs }, 1))
+  engine.uses_graphs = true
+  probe:detach()
+  local seen = probe:metrics()
+  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen.bytes_share
+end
+
+-- ---- rows -----------------------------------------------------------------------------
+
+local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "runs", "seed" }
+
+local function run(config)
+  local keys = {}
+  for _, name in ipairs(KEYS) do keys[name] = config[name] end
+  local sitting = kv.experiment.memo(keys, open_sitting)
+  local function seconds(policy)
+    return sitting:seconds(policy, config.steps, config.runs)
+  end
+  sitting.dense = sitting.dense or seconds(kv.policy "full")
+  local options = config.policy ~= "full"
+    and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil
+  local bytes, share = sitting:bytes(kv.policy(config.policy, options))
+  local time = config.policy == "full" and sitting.dense
+    or seconds(kv.policy(config.policy, options))
+  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, speedup = sitting.dense / time,
+           bytes = 1e-9 * bytes, gb_s = 1e-9 * bytes / time, bytes_share = share }
+end
+
+local function tables(rows)
+  local list = {}
+  for _, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
+    local function add(value, beside, format, text)
+      list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
+        value = value, beside = beside, format = format, where = { prompts = prompts },
+        caption = ("%s, %s"):format(prompts, text) })
+    end
+    add("tokens_s", "ms", "%.0f", "tokens a second (ms of a step)")
+    add("speedup", "bytes_share", "%.2f",
+      "speedup over dense attention (share of K and V that is read)")
+    add("gb_s", "bytes", "%.0f", "GB/s of what has to be read (GB of a step)")
+  end
+  return list
+end
+
+local is_cuda = kv.cuda_available()
+kv.experiment.run {
+  name = "20_tokens_per_second",
+  title = "How many tokens a second does a large model decode under each policy?",
+  grid = {
+    { "prompts", { "1x32K", "1x128K", "8x32K" } },
+    { "policy", { "full", "quest", "gsa_on_device" } },
+    { "budget", { 0.05, 0.1 },
+      when = function(config) return config.policy ~= "full" end },
+  },
+  defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
+               block_size = 16, steps = 16, runs = 3 },
+  quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
+  proportions = { "bytes_share" },
+  metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share" },
+  run = run,
+  table = tables,
+  plot = { x = "bytes", y = "tokens_s", series = "policy", panel = "prompts", logx = true,
+           xlabel = "GB that a step has to read", ylabel = "tokens a second" },
+}
