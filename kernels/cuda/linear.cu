@@ -27,6 +27,8 @@ template <int N, class T>
 __global__ void __launch_bounds__(FINISH_THREADS)
     finish(const kvl_linear_args g, const T *y, int64_t first, int64_t outputs) {
   const int64_t j = ((int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x) * N;
+  let_next_start();
+  wait_for_previous();
   if (j >= outputs) return;
   const T *row = y + blockIdx.y * g.n, *bias = (const T *)g.bias;
   const int64_t at = (first + blockIdx.y) * outputs + j;
@@ -59,8 +61,8 @@ int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_
   const int n = wide ? 8 : 1;
   const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * n), (unsigned)rows);
   auto kernel = wide ? finish<8, T> : finish<1, T>;
-  kernel<<<blocks, FINISH_THREADS, 0, q->stream>>>(g, (const T *)y, first, outputs);
-  return kvl__cuda_launched();
+  return launch_programmatic(kernel, blocks, FINISH_THREADS, 0, q, g, (const T *)y, first,
+                             outputs);
 }
 
 /* ---- one op after the other ----------------------------------------------------------- */

@@ -6,8 +6,9 @@
  * A sum over k does not care for its order. So a lane reads 16 contiguous bytes of a row of
  * the weights and the same bytes of a row of x, and both products of a step take half of them.
  *
- * The launch is programmatic, and two thread blocks fit an SM: those of the next product wait
- * beside this one's until it ends.
+ * A thread block asks for so much shared memory that an SM has room for one: the next product
+ * begins early, while this one ends, and two of its blocks on an SM that is free first would
+ * share that SM's copies for as long as they run.
  * Limit: the bytes of the weights at memory bandwidth.
  * Measured and tried: see kernels/dev/linear.cu. */
 #ifndef KVL_CUDA_LINEAR_ROWS_CUH
@@ -279,8 +280,9 @@ template <class T> int launch_linear_rows(const kvl_linear_args &g, const kvl_cu
   if (status != KVL_OK) return status;
   const int swiglu = g.form == KVL_LINEAR_SWIGLU, per_tile = LINEAR_TILE >> swiglu;
   const int64_t tiles = ((g.n >> swiglu) + per_tile - 1) / per_tile;
+  const size_t alone = (size_t)q->shared_optin / 2, bytes = linear_shared(g);
   return launch_programmatic(kernel, (unsigned)(tiles < q->sm_count ? tiles : q->sm_count),
-                             LINEAR_THREADS, linear_shared(g), q, g);
+                             LINEAR_THREADS, bytes > alone ? bytes : alone, q, g);
 }
 inline int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   return g.dtype == KVL_DTYPE_F16 ? launch_linear_rows<__half>(g, q)
