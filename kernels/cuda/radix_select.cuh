@@ -127,41 +127,31 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     shape.words = min(shape.words, TEAM * WARPS * (shape.stretch / WARP));
     return shape;
   }
-  /* sorted: how many keys the caller wants room for in place of the bitmap, or 0. A bitmap
-   * that does not fit is written one window at a time. A window of few wanted elements is
-   * made from their list, so then the lists come first and the window takes what is left;
-   * otherwise a window reads the row again, and the bitmap comes first. */
+  /* sorted: how many keys the caller wants room for in place of the bitmap, or 0. Few wanted
+   * elements of a row whose bitmap does not fit are sorted by their indices; of many, the
+   * bitmap is written one window at a time, each of which reads the row again. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
-    constexpr uint32_t window = 4096; /* words, the least */
+    constexpr uint32_t window = 4096; /* words, which are also room for as many indices */
+    /* More would leave an L1 too small for the loads in flight: 21 us of 95 for 2^20. */
+    const uint32_t room = min((uint32_t)q->shared_optin, 194u << 10);
     team_shape shape;
     shape.stretch = stretch_of(width);
     const uint32_t words = sorted ? WARPS : TEAM * WARPS * (shape.stretch / WARP);
     const bool is_many = TEAM > 1 || width > 1 << 17 || (wanted_most > 4096 && !sorted);
-    /* More would leave an L1 too small for the loads in flight: 21 us of 95 for 2^20. */
-    const uint32_t room = min((uint32_t)q->shared_optin, 194u << 10);
-    auto fits = [&](uint32_t keys, uint32_t words_here) {
-      shape.capacity = keys / TEAM;
-      if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
-      shape.words = words_here;
-      uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
-      uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted; /* or the bitmap */
-      if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
-      shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
-      return shape.bytes_shared <= (uint32_t)q->shared_optin;
-    };
-    const uint32_t most = is_many ? 16384 : 8192, least = words < window ? words : window;
-    for (uint32_t keys = most; keys >= 4096; keys /= 2) {
-      if (fits(keys, words) && (wanted_most > 4096 || shape.bytes_shared <= room))
-        return shape;
-      if (wanted_most <= 4096 && fits(keys, least) && shape.bytes_shared <= room) {
-        const uint32_t more = (room - shape.bytes_shared) / 4;
-        fits(keys, least + more / WARPS * WARPS);
-        return shape;
+    const bool is_few = wanted_most <= window;
+    for (bool is_whole : {true, false})
+      for (uint32_t keys = is_many ? 16384 : 8192; keys >= 4096; keys /= 2) {
+        if (is_whole && is_few && is_many && keys < 16384) break; /* rather sort indices */
+        shape.capacity = keys / TEAM;
+        if (TEAM == 1 && width < keys) shape.capacity = ((uint32_t)width + 1) & ~1u;
+        shape.words = is_whole || words < window ? words : window;
+        uint32_t bytes_lists = TEAM * (sizeof(list_head) + shape.capacity * sizeof(sort_key));
+        uint32_t bytes_last = (uint32_t)sizeof(sort_key) * sorted; /* or the bitmap */
+        if (bytes_last < 4 * shape.words) bytes_last = 4 * shape.words;
+        shape.bytes_shared = (uint32_t)sizeof(shared_memory) + bytes_lists + bytes_last;
+        if (shape.bytes_shared <= (is_few ? room : (uint32_t)q->shared_optin)) return shape;
       }
-    }
-    for (uint32_t keys = most; keys >= 4096; keys /= 2)
-      if (fits(keys, least)) return shape;
     return shape;
   }
 
@@ -337,6 +327,10 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 
   /* Calls emit(place, index) for all that are taken; places count from 0 in index order. */
   template <class F> __device__ __forceinline__ void write(F emit) {
+    if (has_window && is_listed && wanted <= words) {
+      write_listed(emit);
+      return;
+    }
     uint32_t places = 0, first = 0; /* where the present window begins */
     do {
       if (has_window) mark_window(first);
@@ -378,19 +372,42 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return upto - x + __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
   }
 
+  /* Sorts the indices of the listed keys in place of the bitmap: the indices' range is cut
+   * into equal bins, and an index goes to its bin, behind the smaller ones there. */
+  template <class F> __device__ __forceinline__ void write_listed(F emit) {
+    uint32_t least = ~0u, most = 0;
+    auto taken = [&](auto f) {
+      keys([&](sort_key key) {
+        if (key <= edge) f((uint32_t)key);
+      });
+    };
+    taken([&](uint32_t i) { least = min(least, i), most = max(most, i); });
+    least = min(least, RANK_NAN);
+    range(&least, &most);
+    const int shift = shift_of(most - least);
+    taken([&](uint32_t i) { atomicAdd(&s.count[(i - least) >> shift], 1u); });
+    __syncthreads();
+    uint4 &four = ((uint4 *)s.count)[threadIdx.x];
+    const uint4 own_bins = four;
+    const uint32_t at = warps_before(own_bins.x + own_bins.y + own_bins.z + own_bins.w);
+    four = make_uint4(at, at + own_bins.x, at + own_bins.x + own_bins.y,
+                      at + own_bins.x + own_bins.y + own_bins.z);
+    __syncthreads();
+    taken([&](uint32_t i) { bits[atomicAdd(&s.count[(i - least) >> shift], 1u)] = i; });
+    __syncthreads(); /* each counter is now the end of its bin */
+#pragma unroll 1
+    for (uint32_t j = threadIdx.x; j < wanted; j += THREADS) {
+      const uint32_t i = bits[j], bin = (i - least) >> shift;
+      const uint32_t to = s.count[bin];
+      uint32_t place = bin ? s.count[bin - 1] : 0;
+#pragma unroll 1
+      for (uint32_t other = place; other < to; other++) place += bits[other] < i;
+      emit(place, i);
+    }
+  }
+
   /* Sets the bits of the elements from `first` on. */
   __device__ __forceinline__ void mark_window(uint32_t first) {
-    if (is_listed) {
-#pragma unroll 1
-      for (uint32_t w = threadIdx.x; w < words; w += THREADS) bits[w] = 0;
-      __syncthreads();
-      keys([&](sort_key key) {
-        const uint32_t i = (uint32_t)key - first;
-        if (key <= edge && i < words * WARP) atomicOr(&bits[i / WARP], 1u << i % WARP);
-      });
-      __syncthreads();
-      return;
-    }
 #pragma unroll 1
     for (uint32_t w = warp; w < words; w += WARPS) {
       uint32_t i = first + w * WARP + lane;
