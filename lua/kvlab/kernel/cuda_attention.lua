@@ -1,9 +1,8 @@
 --- Prints kernels of attention in CUDA: a hook, which is compiled into the hand-written
 -- decode and prefill kernels, and what attention emits for each block.
-local print_c = require "kvlab.kernel.print_c"
+local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 
-local shared = print_c.shared
 local fixed_lines, indented = printer.fixed_lines, shared.indented
 local M = {}
 

@@ -10,14 +10,12 @@
 -- of a row), partial (a team's last load is not whole), items (blocks at once), q_shared
 -- (queries lie in shared memory), streams (a list for loads that are done ahead), and
 -- product (a function that gives the text of a product).
-local print_c = require "kvlab.kernel.print_c"
+local shared = require "kvlab.kernel.c_text"
 
-local shared = print_c.shared
 local bytes_of, TYPES = shared.bytes_of, shared.TYPES
 local M = {}
 
--- Larger groups are a loop.
-local HEADS_UNROLLED = 16
+local HEADS_UNROLLED = shared.HEADS_UNROLLED
 
 local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3" }
 

@@ -8,11 +8,10 @@
 -- score from them: by one lane for each block, or, where each token has a sum, by
 -- a team of lanes for each block.
 local expression = require "kvlab.kernel.expression"
-local print_c = require "kvlab.kernel.print_c"
+local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 local products = require "kvlab.kernel.products"
 
-local shared = print_c.shared
 local bytes_of, indented = shared.bytes_of, shared.indented
 local M = {}
 

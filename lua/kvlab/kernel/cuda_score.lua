@@ -1,10 +1,9 @@
 --- Prints a score in CUDA whose rows lie in the lanes of teams. A team scores several
 -- blocks at once, so that enough bytes are under way, and all query heads of a group read
 -- a row that was loaded once.
-local print_c = require "kvlab.kernel.print_c"
+local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 
-local shared = print_c.shared
 local bytes_of, indented = shared.bytes_of, shared.indented
 local fixed_lines, item_of, row_lines = printer.fixed_lines, printer.item_of,
   printer.row_lines

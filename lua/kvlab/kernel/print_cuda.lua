@@ -2,12 +2,11 @@
 -- kernels/cuda/expression.cuh; kernel/cuda_*.lua print its parts.
 local attention = require "kvlab.kernel.cuda_attention"
 local expression = require "kvlab.kernel.expression"
-local print_c = require "kvlab.kernel.print_c"
+local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 local products = require "kvlab.kernel.cuda_products"
 local score = require "kvlab.kernel.cuda_score"
 
-local shared = print_c.shared
 local bytes_of, indented, TYPES = shared.bytes_of, shared.indented, shared.TYPES
 local ELEMENTS, fixed_lines = printer.ELEMENTS, printer.fixed_lines
 local M = {}

@@ -1,0 +1,330 @@
+--- Prints values, loops and reductions of a kernel in C, for kernel/schedule.lua. What
+-- the text calls is in kernels/cpu/expression.h. Vectors run along dim, and the query
+-- heads of a group are unrolled, so that a row is read once for all of them.
+--
+-- What a kernel sets: plan, lanes (numbers of a vector), vectors (they can run along
+-- dim), token_vectors (the reductions over tokens that are done in vectors),
+-- keys_in_vectors (of a hook), items (blocks at once), tokens (how many, as text).
+local c_text = require "kvlab.kernel.c_text"
+local expression = require "kvlab.kernel.expression"
+
+local TYPES, VECTORS, MEMORY, NUMBERS = c_text.TYPES, c_text.VECTORS, c_text.MEMORY,
+  c_text.NUMBERS
+local START, item_of, operation = c_text.START, c_text.item_of, c_text.operation
+local suffix, widen = c_text.suffix, c_text.widen
+local M = {}
+
+local HEADS_UNROLLED = c_text.HEADS_UNROLLED
+
+---@class kvlab.PrinterC
+local Printer = {}
+Printer.__index = Printer
+
+-- ---- loops ----------------------------------------------------------------------------
+
+function Printer:mode(dim, size)
+  if dim == "token" and self.plan.place == "hook" then
+    return self.keys_in_vectors and "vector" or "loop"
+  end
+  if dim == "dim" and self.vectors then return "vector" end
+  if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
+  return "loop"
+end
+
+--- A reduction over tokens is done in vectors if nothing that it reads runs along dim:
+-- what is summed over dim comes from an array then.
+function Printer:reduces_in_vectors(x)
+  return x.over == "token" and self.vectors and self.token_vectors[x] or false
+end
+
+--- Whether a value is to be taken for one that differs between blocks.
+function Printer:varies() return false end
+
+function Printer:elements(_, size) return size end
+
+function Printer:element(_, value)
+  return { text = tostring(value), level = 0 }
+end
+
+--- The head and tail of a loop over a dimension, and its variable.
+function Printer:loop(s, dim, size, is_vector, _, step)
+  local name = s:name(dim:sub(1, 1))
+  local last = dim == "token" and self.tokens or tostring(size)
+  local head = ("for (int %s = 0; %s < %s; %s) {"):format(name, name, last,
+    is_vector and name .. " += VF" or step and ("%s += %d"):format(name, step)
+    or name .. "++")
+  if self.plan.place == "hook" then
+    self.key = name
+    return head, "}", ("(positions[%s] %% TOKENS)"):format(name)
+  end
+  return head, "}", name
+end
+
+--- How many tokens' sums along dim are computed together; nil: one after the other. They
+-- may include some past the last token, which lie in the block's memory all the same.
+function Printer:tokens_together(x)
+  local sizes = self.plan.sizes
+  if not (self.vectors and x.over == "dim" and x.op == "sum" and x.type == "f32") then
+    return nil
+  end
+  if not expression.has_dim(x.dims, "token") or #x.dims > 2 then return nil end
+  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > HEADS_UNROLLED) then
+    return nil
+  end
+  local heads = #x.dims == 2 and sizes.head or 1
+  local step = math.max(1, math.floor(self.lanes / heads))
+  while sizes.token % step ~= 0 do step = step / 2 end
+  return step >= 1 and step or nil
+end
+
+--- The loop over the bits of a word.
+function Printer:word_loop(s, word, size)
+  local bit, at = s:name "b", s:name "at"
+  s:line(("const int %s = %s * 32;"):format(at, word))
+  return ("for (int %s = 0; %s < 32 && %s + %s < %d; %s++) {"):format(bit, bit, at, bit,
+    size, bit), "}", ("%s + %s"):format(at, bit), bit
+end
+
+function Printer:pack_step(word, text, shift)
+  return ("%s |= (uint32_t)(%s) << %s;"):format(word, text, shift)
+end
+
+-- ---- values ---------------------------------------------------------------------------
+
+Printer.literal = c_text.literal
+
+function Printer:declare(kind, vector, name, text)
+  return ("%s %s = %s;"):format(vector and VECTORS[kind] or TYPES[kind], name, text)
+end
+
+--- Leaves without dimensions are variables already.
+function Printer:is_named(x) return #x.args > 0 or #x.dims > 0 end
+
+--- Reads element `at` of memory of a dtype.
+local function load(pointer, at, dtype, kind, vector)
+  if NUMBERS[dtype] then
+    return (vector and "vf_load(%s, %s, %s)" or "f32_load(%s, %s, %s)"):format(pointer,
+      at, NUMBERS[dtype])
+  end
+  local p = ("(const %s *)%s + %s"):format(kind == "u32" and "uint32_t" or MEMORY[dtype],
+    pointer, at)
+  if vector then
+    return ("load_%s_%s(%s)"):format(kind, VECTORS[kind], p)
+  end
+  return (kind == "bool" and "*(%s) != 0" or "*(%s)"):format(p)
+end
+
+--- What a hook reads of the key at hand, or of VF keys.
+local function read_of_key(self, x, vector)
+  local key = self.key
+  if x.name == "logit" then
+    return (vector and "load_f32_vf(scores + %s)" or "scores[%s]"):format(key)
+  end
+  local position = (vector and "load_i32_vi(positions + %s)" or "positions[%s]"):format(
+    key)
+  if x.name == "position" then return position end
+  local block = position .. " / TOKENS"
+  if x.name == "block" then return block end
+  return (vector and "gather_f32_vf(in_%s, %s)" or "in_%s[%s]"):format(x.name, block)
+end
+
+local OF_KEY = { logit = true, position = true, block = true }
+
+local function read_leaf(self, s, x, bind, vector)
+  local item = item_of(bind)
+  if self.plan.place == "hook" and (x.op == "input" or x.op == "leaf"
+      and OF_KEY[x.name]) then
+    return read_of_key(self, x, vector)
+  end
+  if x.op == "param" then
+    return ("(%s)a->param_%s"):format(TYPES[x.type], x.name)
+  elseif x.op == "const" then
+    return load("a->const_" .. x.name, s:index(nil, bind, x.stored), x.dtype, x.type,
+      vector)
+  elseif x.op == "field" then
+    return load("field_" .. x.name .. item, s:index(x.dims, bind), x.dtype, x.type,
+      vector)
+  elseif x.op == "input" then
+    return ("in_%s[block]"):format(x.name)
+  elseif x.name == "q" then
+    -- the dtype of q is an argument, so this one is no constant
+    return (vector and "q_load(a, q_row + %s)" or "q_load_one(a, q_row + %s)"):format(
+      s:index(x.dims, bind))
+  elseif x.name == "k" or x.name == "v" then
+    return load(x.name .. "_row" .. item, s:index(x.dims, bind), self.plan.dtype, "f32",
+      vector)
+  elseif x.name == "position" then
+    local text = ("block%s * TOKENS + %s"):format(item, bind.token.text)
+    return vector and ("vi_iota(%s)"):format(text) or text
+  elseif x.name == "score" then
+    return (vector and "load_f32_vf(%s)" or "*(%s)"):format(("scores + %s * stride + "
+      .. "block * TOKENS + %s"):format(bind.head.text, bind.token.text))
+  elseif x.name == "lse" then return ("lse[%s]"):format(bind.head.text)
+  elseif x.name == "block" or x.name == "tokens" then return x.name .. item
+  end
+  return x.name -- a variable of the frame
+end
+
+function Printer:compute(s, x, bind, texts, vectors, vector)
+  if #x.args == 0 then return read_leaf(self, s, x, bind, vector) end
+  if vector then
+    for i, arg in ipairs(x.args) do texts[i] = widen(texts[i], arg.type, vectors[i]) end
+  end
+  return operation(x, texts, vector)
+end
+
+-- ---- arrays ---------------------------------------------------------------------------
+
+function Printer:array(name, kind, count)
+  return ("%s %s[%d + VF] __attribute__((aligned(64)));"):format(TYPES[kind], name, count)
+end
+
+function Printer:array_store(name, at, text, kind, vector)
+  if not vector then return ("%s[%s] = %s;"):format(name, at, text) end
+  return ("*(%s *)(%s + %s) = %s;"):format(VECTORS[kind], name, at, text)
+end
+
+function Printer:array_load(name, at, kind, vector)
+  if kind == "bool" then
+    return (vector and "load_i32_vi(%s + %s) != 0" or "%s[%s] != 0"):format(name, at)
+  end
+  if not vector then return ("%s[%s]"):format(name, at) end
+  return ("load_%s_%s(%s + %s)"):format(kind, VECTORS[kind], name, at)
+end
+
+function Printer:array_filled() return "" end
+
+-- ---- reductions -----------------------------------------------------------------------
+
+function Printer:reduce_start(s, x, vector)
+  local name = s:name "r"
+  if x.op == "logsumexp" then
+    s:line((vector and "struct vlse %s = {vf_set(-INFINITY), vf_set(0)};"
+      or "struct lse %s = {-INFINITY, 0};"):format(name))
+  elseif x.op == "argmax" then
+    s:line((vector and "struct varg %s = {vf_set(-INFINITY), vi_set(-1)};"
+      or "struct arg %s = {-INFINITY, -1};"):format(name))
+  else
+    local start = START[x.op][x.type]
+    s:line(self:declare(x.type, vector, name, vector and widen(start, x.type) or start))
+  end
+  return { name = name, vector = vector }
+end
+
+local NEUTRAL = { logsumexp = "-INFINITY", argmax = "NAN" }
+
+function Printer:reduce_step(s, x, into, text, to, vector, bind)
+  local name, op = into.name, x.op
+  local kind = x.args[1].type
+  if x.over == "token" and to.vector then -- there may be fewer tokens than lanes
+    local neutral = NEUTRAL[op] or START[op][x.type]
+    local mask = ("vi_iota(%s) < vi_set(tokens%s)"):format(to.text, item_of(bind))
+    local select = kind == "f32" and "vf_select" or kind == "u32" and "where_vu"
+      or "where_vi"
+    text = ("%s(%s, %s, %s)"):format(select, mask, widen(text, kind, vector),
+      widen(neutral, kind))
+    vector = true
+  end
+  if op == "argmax" and kind ~= "f32" then
+    text = vector and ("vf_from_vi(%s)"):format(text) or ("(float)%s"):format(text)
+  end
+  local wide = into.vector and widen(text, op == "argmax" and "f32" or kind,
+    vector) or text
+  if op == "sum" or op == "mean" then
+    s:line(("%s += %s;"):format(name, wide))
+  elseif op == "max" or op == "min" then
+    s:line(("%s = %s_%s(%s, %s);"):format(name, op, suffix(kind, into.vector), name,
+      wide))
+  elseif op == "any" then s:line(("%s |= %s;"):format(name, wide))
+  elseif op == "all" then s:line(("%s &= %s;"):format(name, wide))
+  elseif op == "logsumexp" then
+    s:line(("%s_add(&%s, %s);"):format(into.vector and "vlse" or "lse", name, wide))
+  elseif op == "argmax" then
+    local at = to.text
+    if into.vector then at = (to.vector and "vi_iota(%s)" or "vi_set(%s)"):format(at) end
+    s:line(("%s_add(&%s, %s, %s);"):format(into.vector and "varg" or "arg", name, wide,
+      at))
+  end
+end
+
+local ACROSS = {
+  sum = { f32 = "vf_sum(%s)", i32 = "sum_across_vi(%s)", u32 = "sum_across_vu(%s)" },
+  mean = { f32 = "vf_sum(%s)" },
+  max = { f32 = "vf_hmax(%s)", i32 = "max_across_vi(%s)", u32 = "max_across_vu(%s)" },
+  min = { f32 = "hmin_vf(%s)", i32 = "min_across_vi(%s)", u32 = "min_across_vu(%s)" },
+  any = { bool = "-or_across_vi(%s)" }, all = { bool = "-and_across_vi(%s)" },
+}
+
+--- The text of a finished reduction.
+local function ended(one, mode, size, tokens)
+  local x, name = one.node, one.into.name
+  local across = mode == "vector"
+  local text = name
+  if x.op == "logsumexp" then
+    if across then text = ("vlse_end(%s)"):format(name)
+    elseif one.into.vector then
+      return ("%s.most + vf_log(%s.sum)"):format(name, name)
+    else text = ("lse_end(%s)"):format(name) end
+  elseif x.op == "argmax" then
+    if across then return ("varg_end(%s)"):format(name) end
+    return name .. ".at"
+  elseif across then
+    text = ACROSS[x.op][x.type]:format(name)
+  end
+  if x.op == "mean" then
+    local n = x.over == "token" and ("max_i32(%s, 1)"):format(tokens) or tostring(size)
+    text = (one.into.vector and not across and "%s / vf_set(%s)"
+      or "%s / %s"):format(text,
+      n)
+  end
+  return text
+end
+
+--- Sums over dim are added up across lanes LANES at a time, which costs little more than
+-- one of them.
+local function sums_together(self, s, list, names)
+  local lanes = self.lanes
+  for first = 1, #list, lanes do
+    local last = math.min(first + lanes - 1, #list)
+    if last - first + 1 <= lanes / 4 then
+      for i = first, last do
+        local one = list[i]
+        names[one.at] = s:name "x"
+        s:line(("float %s = vf_sum(%s);"):format(names[one.at], one.name))
+      end
+    else
+      local array, sums, parts = s:name "a", s:name "s", {}
+      for i = 1, lanes do
+        local at = first + i - 1
+        parts[i] = list[at] and at <= last and list[at].name or "vf_set(0)"
+      end
+      s:line(("vf %s[VF] = {%s};"):format(array, table.concat(parts, ", ")))
+      s:line(("float %s[VF] __attribute__((aligned(64)));"):format(sums))
+      s:line(("*(vf *)%s = vf_sum_lanes(%s);"):format(sums, array))
+      for i = first, last do
+        names[list[i].at] = ("%s[%d]"):format(sums, i - first)
+      end
+    end
+  end
+end
+
+function Printer:reduce_end(s, work, mode, size)
+  local names, sums = {}, {}
+  for i, one in ipairs(work) do
+    local x = one.node
+    if mode == "vector" and x.op == "sum" and x.type == "f32" then
+      sums[#sums + 1] = { name = one.into.name, at = i }
+    else
+      names[i] = s:name "x"
+      s:line(self:declare(x.type, one.into.vector and mode ~= "vector", names[i],
+        ended(one, mode, size, "tokens" .. item_of(one.bind))))
+    end
+  end
+  sums_together(self, s, sums, names)
+  return names
+end
+
+--- A printer of a kernel, with what it is told of it.
+function M.new(kernel) return setmetatable(kernel, Printer) end
+
+return M

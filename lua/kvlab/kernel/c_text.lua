@@ -1,0 +1,181 @@
+--- What the texts of kernels in C and in CUDA have in common: types, operations, and the
+-- parts that a kernel is put together from.
+local expression = require "kvlab.kernel.expression"
+local place = require "kvlab.kernel.place"
+local schedule = require "kvlab.kernel.schedule"
+
+local M = {}
+
+-- Larger groups are a loop.
+M.HEADS_UNROLLED = 16
+
+local TYPES = { f32 = "float", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
+                bool = "int" }
+local VECTORS = { f32 = "vf", i32 = "vi", u32 = "vu", bool = "vi" }
+local MEMORY = { f32 = "float", f16 = "uint16_t", bf16 = "uint16_t", f8e4m3 = "uint8_t",
+                 i32 = "int32_t", u64 = "uint64_t", u8 = "uint8_t" }
+local NUMBERS = { f32 = "KVL_DTYPE_F32", f16 = "KVL_DTYPE_F16", bf16 = "KVL_DTYPE_BF16",
+                  f8e4m3 = "KVL_DTYPE_F8E4M3" }
+
+-- ---- values ---------------------------------------------------------------------------
+
+--- A number as text; a printer's method.
+function M.literal(_, value, kind)
+  if kind == "bool" then return value and "1" or "0" end
+  if kind == "u64" then return ("%.0fULL"):format(value) end
+  if kind == "u32" then return ("%.0fU"):format(value) end
+  if kind == "i32" then
+    return value == -2 ^ 31 and "INT32_MIN" or ("%d"):format(value)
+  end
+  if value ~= value then return "NAN" end
+  if value == math.huge then return "INFINITY" end
+  if value == -math.huge then return "-INFINITY" end
+  local text = ("%.9g"):format(value)
+  if not text:find "[%.e]" then text = text .. ".0" end
+  return value < 0 and "(" .. text .. "f)" or text .. "f"
+end
+
+--- A value as a vector, if it is not one yet.
+local function widen(text, kind, vector)
+  if vector then return text end
+  local set = { f32 = "vf_set(%s)", i32 = "vi_set(%s)", u32 = "vu_set(%s)",
+                bool = "vi_set(-(%s))" }
+  return set[kind]:format(text)
+end
+
+local INFIX = { add = "+", sub = "-", mul = "*", div = "/" }
+local COMPARE = { lt = "<", le = "<=", gt = ">", ge = ">=", eq = "==", ne = "!=" }
+local BITS = { band = "&", bor = "|", bxor = "^" }
+local FUNCTIONS = { exp = "expf", log = "logf", sqrt = "sqrtf", tanh = "tanhf",
+                    floor = "floorf", pow = "powf", sigmoid = "sigmoid_f32" }
+local FUNCTIONS_VECTOR = { exp = "vf_exp", log = "vf_log", sqrt = "vf_sqrt",
+                           tanh = "vf_tanh", floor = "vf_floor", pow = "pow_vf",
+                           sigmoid = "vf_sigmoid" }
+
+local function cast(x, text, from, vector)
+  local to = x.type
+  if vector then
+    if from == "bool" then text, from = "(" .. text .. " & 1)", "i32" end
+    if to == "f32" then
+      return (from == "u32" and "vf_from_vu(%s)" or "vf_from_vi(%s)"):format(text)
+    end
+    if from == "f32" then
+      return (to == "u32" and "vu_from_vf(%s)" or "vi_from_vf(%s)"):format(text)
+    end
+    return ("(%s)(%s)"):format(VECTORS[to], text)
+  end
+  if from == "f32" and to ~= "f32" then return ("%s_from_f32(%s)"):format(to, text) end
+  return ("(%s)(%s)"):format(TYPES[to], text)
+end
+
+--- The type's part in the name of a function: f32, or vf for vectors.
+local function suffix(kind, vector) return vector and VECTORS[kind] or kind end
+
+--- What an operator makes of the texts of its operands.
+local function operation(x, t, vector)
+  local op, kind = x.op, x.type
+  local from = x.args[1].type
+  if INFIX[op] then return ("%s %s %s"):format(t[1], INFIX[op], t[2]) end
+  if COMPARE[op] then return ("%s %s %s"):format(t[1], COMPARE[op], t[2]) end
+  if BITS[op] then return ("%s %s %s"):format(t[1], BITS[op], t[2]) end
+  if op == "min" or op == "max" or op == "mod" then
+    return ("%s_%s(%s, %s)"):format(op, suffix(kind, vector), t[1], t[2])
+  elseif op == "neg" then return "-" .. t[1]
+  elseif op == "relu" then
+    local zero = kind == "f32" and "0.0f" or "0"
+    return ("max_%s(%s, %s)"):format(suffix(kind, vector), t[1],
+      vector and widen(zero, kind) or zero)
+  elseif op == "abs" then
+    local name = kind == "f32" and (vector and "vf_abs" or "fabsf")
+      or "abs_" .. suffix(kind, vector)
+    return ("%s(%s)"):format(name, t[1])
+  elseif op == "bnot" then
+    return (kind == "bool" and not vector and "!%s" or "~%s"):format(t[1])
+  elseif op == "lshift" or op == "rshift" then
+    local sign = op == "lshift" and "<<" or ">>"
+    local mask = kind == "u64" and 63 or 31
+    if vector then return ("%s %s (vu)(%s & 31)"):format(t[1], sign, t[2]) end
+    return ("%s %s (%s & %d)"):format(t[1], sign, t[2], mask)
+  elseif op == "popcount" then
+    if vector then return ("popcount_vu(%s)"):format(t[1]) end
+    return ("popcount_%s(%s)"):format(from, t[1])
+  elseif op == "where" then
+    if vector then
+      return (kind == "f32" and "vf_select(%s, %s, %s)" or kind == "u32"
+        and "where_vu(%s, %s, %s)" or "where_vi(%s, %s, %s)"):format(t[1], t[2], t[3])
+    end
+    return ("%s ? %s : %s"):format(t[1], t[2], t[3])
+  elseif op == "cast" then return cast(x, t[1], from, vector)
+  elseif op == "store" then return t[1]
+  elseif op == "unit" then
+    return ("%s * %s"):format(t[1], vector and ("vf_set(%s_unit)"):format(x.unit)
+      or x.unit .. "_unit")
+  end
+  local name = (vector and FUNCTIONS_VECTOR or FUNCTIONS)[op]
+  return ("%s(%s)"):format(name, table.concat(t, ", "))
+end
+
+--- What a reduction begins with, by its type.
+local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0" },
+                max = { f32 = "-INFINITY", i32 = "INT32_MIN", u32 = "0", u64 = "0" },
+                min = { f32 = "INFINITY", i32 = "INT32_MAX", u32 = "UINT32_MAX",
+                        u64 = "UINT64_MAX" }, mean = { f32 = "0" },
+                any = { bool = "0" }, all = { bool = "1" } }
+
+-- ---- parts of a kernel ----------------------------------------------------------------
+
+--- What the names of a block's variables end with where several are scored at once.
+local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
+
+--- The struct of a kernel's arguments.
+local function struct(plan)
+  local lines = { "struct arguments {" }
+  for _, one in ipairs(place.arguments(plan)) do
+    local kind = one.kind == "pointer" and "const void *" or one.kind == "out"
+      and "void *"
+      or one.kind == "int" and "int64_t " or "double "
+    lines[#lines + 1] = ("  %s%s;"):format(kind, one.name)
+  end
+  lines[#lines + 1] = "};"
+  return table.concat(lines, "\n")
+end
+
+local function bytes_of(dtype)
+  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, i32 = 4, u64 = 8, u8 = 1 })[dtype]
+end
+
+local function indented(lines, indent)
+  if #lines == 0 then return "" end
+  return indent .. table.concat(lines, "\n" .. indent) .. "\n"
+end
+
+--- Pointers to the part of each input that belongs to a row.
+local function input_lines(plan, seq, row)
+  local lines = {}
+  for _, name in ipairs(plan.inputs) do
+    lines[#lines + 1] = ("const float *in_%s = (const float *)a->in_%s + "
+      .. "(a->heads_%s == 1 ? %s : %s) * a->width;"):format(name, name, name, seq, row)
+  end
+  return lines
+end
+
+--- Opens the scopes of a kernel, lets `fn` print into the innermost one, and returns the
+-- lines of what is fixed and of a block.
+local function body(self, fn)
+  local plan = self.plan
+  local s = schedule.new(self, plan.sizes)
+  local roots = {}
+  for i, root in ipairs(plan.roots) do roots[i] = root.node end
+  s:take(roots, expression.each)
+  s.block_level = schedule.BLOCK
+  s:push(nil)
+  fn(s)
+  return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
+end
+
+M.TYPES, M.VECTORS, M.MEMORY, M.NUMBERS, M.START = TYPES, VECTORS, MEMORY, NUMBERS, START
+M.widen, M.suffix, M.operation, M.item_of = widen, suffix, operation, item_of
+M.struct, M.bytes_of, M.indented = struct, bytes_of, indented
+M.input_lines, M.body = input_lines, body
+
+return M
