@@ -1,5 +1,6 @@
 --- A real model on few cores (P22): SmolLM2-135M, 2048 tokens of a prompt, and a decode
 -- step after 512. The cases are there when the model is: ./kvlab get smollm2.
+-- bench/small_model_peers.py runs them beside transformers and llama.cpp.
 local kv = require "kvlab"
 local downloads = require "kvlab.downloads"
 
@@ -36,7 +37,7 @@ local function prefill(dtype, n)
   return function(b)
     local engine = engine_of(b, dtype)
     local tokens = prompt_of(engine.model, n)
-    local us = median_us(b.device, b.quick and 1 or 5, function()
+    local us = median_us(b.device, b.quick and 1 or 3, function()
       local seq = engine:sequence()
       engine:prefill(seq, tokens)
       engine:finish(seq)

@@ -7,9 +7,10 @@
 Writes {"tokens": [ids of a prompt], "greedy": [the 200 ids that follow], "every": 48,
 "logits": {"POSITION": [every 48th logit after that many tokens]}}. With --logits=FILE it also
 writes all logits of the prompt, f32 [tokens, vocab], as safetensors. It prints how long loading
-took and its peak memory; with --time also how long a prefill and a decoded token take.
+took and its peak memory; with --time also the medians of the speeds of some prefills, and of 64
+decoded tokens after a context. bench/small_model_peers.py measures the same of kvlab.
 """
-import argparse, json, os, resource, time
+import argparse, json, os, resource, statistics, time
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,7 +18,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PROMPT = ("The capital of France is Paris. The river that runs through it is the Seine, and on its banks "
           "stand the Louvre, the Eiffel Tower and the cathedral of Notre-Dame. A visitor who has three days "
           "should begin with")
-EVERY = 48
+EVERY, DECODED = 48, 64
+
+
+def cut(ids, n):
+    return ids.repeat(1, n // ids.shape[1] + 1)[:, :n]
+
+
+def speeds(model, ids, args):
+    """Tokens/s of a prefill, and of decoding: medians."""
+    prefills, decodes = [], []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        model(cut(ids, args.prefill), use_cache=True, logits_to_keep=1)
+        prefills.append(args.prefill / (time.perf_counter() - start))
+    for _ in range(args.repeats):
+        cache = model(cut(ids, args.context), use_cache=True, logits_to_keep=1).past_key_values
+        start = time.perf_counter()
+        for i in range(DECODED):
+            token = ids[:, i % ids.shape[1]][None]
+            cache = model(token, past_key_values=cache, use_cache=True).past_key_values
+        decodes.append(DECODED / (time.perf_counter() - start))
+    return statistics.median(prefills), statistics.median(decodes)
 
 
 @torch.no_grad()
@@ -27,6 +49,9 @@ def main():
     parser.add_argument("--out")
     parser.add_argument("--logits")
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--prefill", type=int, default=512, help="tokens of a timed prefill")
+    parser.add_argument("--context", type=int, default=512, help="tokens before the decoded ones")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--attention", default="eager")
     args = parser.parse_args()
@@ -55,18 +80,9 @@ def main():
 
     print(f"{len(tokens)} tokens; loaded in {loaded:.2f} s, peak memory {peak:.0f} MiB")
     if args.time:
-        long = ids.repeat(1, 512 // len(tokens) + 1)[:, :512]
-        prefills, decodes = [], []
-        for _ in range(3):
-            start = time.perf_counter()
-            cache = model(long, use_cache=True, logits_to_keep=1).past_key_values
-            prefills.append(time.perf_counter() - start)
-            start = time.perf_counter()
-            for i in range(64):
-                cache = model(ids[:, i % len(tokens)][None], past_key_values=cache, use_cache=True).past_key_values
-            decodes.append(time.perf_counter() - start)
-        print(f"prefill of 512: {512 / min(prefills):.0f} tokens/s; "
-              f"decode after them: {64 / min(decodes):.1f} tokens/s")
+        prefill, decode = speeds(model, ids, args)
+        print(f"prefill of {args.prefill}: {prefill:.1f} tokens/s; "
+              f"decode after {args.context}: {decode:.1f} tokens/s")
 
 
 if __name__ == "__main__":
