@@ -35,6 +35,8 @@ local CASES = { -- words after ./kvlab, words of the answer
   { "test empty.jsonl", "no spec ran" },
   { "bench none.lua", "cannot open none.lua" },
   { "bench P99", 'no bench "P99"' },
+  { "serve nothere", "or a name that ./kvlab get fetches: smollm2" },
+  { "serve ./no.gguf", "kvlab: ./no.gguf: No such file or directory. A model is a " },
   { "sweep status none", "none has no shards" },
 }
 

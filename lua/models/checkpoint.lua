@@ -12,6 +12,7 @@ local json = require "kvlab.json"
 local kv = require "kvlab"
 local options = require "kvlab.options"
 local seeds = require "kvlab.seeds"
+local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
 
 local M = {}
@@ -62,12 +63,44 @@ local function read_json(path)
   return fields
 end
 
+--- Raises for a path with no model. problem: what is wrong, with the path.
+local function refuse_path(path, problem)
+  local hint = ""
+  for _, name in ipairs(files.real(path) and files.list(path) or {}) do
+    if name:find "%.gguf$" then hint = (" %s holds %s."):format(path, name) end
+  end
+  error(("%s.%s A model is a folder with config.json and its weights, a file that ends "
+    .. "with .gguf, or a name that ./kvlab get fetches: %s"):format(problem, hint,
+    table.concat(sorted.keys(downloads.CATALOGUE), ", ")), 0)
+end
+
+--- What open(path) returns. An error begins with the path and names no line of this file.
+local function opened(open, path)
+  local ok, file = pcall(open, path)
+  if ok then return file end
+  local why = tostring(file)
+  error(why:sub(why:find(path, 1, true) or 1), 0)
+end
+
+--- Opens a GGUF file.
+---@param path string
+---@return kvlab.GGUF
+function M.gguf(path)
+  if not files.real(path) then
+    refuse_path(path, path .. ": No such file or directory")
+  end
+  return opened(kv.gguf, path)
+end
+
 --- The fields of a folder's config.json, and its path for errors.
 ---@param folder string
 ---@return table fields
 ---@return string path
 function M.config(folder)
   local path = folder .. "/config.json"
+  local file, why = io.open(path)
+  if not file then refuse_path(folder, why) end
+  file:close()
   return read_json(path), path
 end
 
@@ -76,11 +109,11 @@ local function open_files(folder)
   local index_path = folder .. "/model.safetensors.index.json"
   local index = io.open(index_path)
   if not index then
-    local file = kv.safetensors(folder .. "/model.safetensors")
+    local file = opened(kv.safetensors, folder .. "/model.safetensors")
     return function() return file end
   end
   index:close()
-  local map, opened = read_json(index_path).weight_map, {}
+  local map, shards = read_json(index_path).weight_map, {}
   if type(map) ~= "table" then
     M.refuse(index_path, "weight_map", map, "a table of tensors' files")
   end
@@ -90,8 +123,8 @@ local function open_files(folder)
     if type(shard) ~= "string" or shard:find "[/%z]" then
       M.refuse(folder, "shard of " .. name, shard, "a plain file name")
     end
-    opened[shard] = opened[shard] or kv.safetensors(folder .. "/" .. shard)
-    return opened[shard]
+    shards[shard] = shards[shard] or opened(kv.safetensors, folder .. "/" .. shard)
+    return shards[shard]
   end
 end
 
@@ -127,7 +160,7 @@ function M.open(name)
     local fields, where = M.config(path)
     return fields, where, M.weights(path)
   end
-  local file = kv.gguf(path)
+  local file = M.gguf(path)
   local fields = gguf.config(file)
   return fields, path, gguf.weights(file, fields)
 end
@@ -138,7 +171,7 @@ end
 function M.model_type(name)
   local path = M.find(name)
   if not path:find "%.gguf$" then return (M.config(path)).model_type end
-  local file = kv.gguf(path)
+  local file = M.gguf(path)
   local fields = gguf.config(file)
   file:close()
   return fields.model_type
@@ -190,6 +223,7 @@ end
 local FIELD = { fields = options.table, name = options.string }
 arguments.functions(M, "checkpoint", {
   count = FIELD, positive = FIELD, config = { folder = options.string },
+  gguf = { path = options.string },
   weights = { folder = options.string }, find = { name = options.string },
   open = { name = options.string }, model_type = { name = options.string },
   random_weights = { seed = options.integer },

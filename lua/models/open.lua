@@ -20,7 +20,7 @@ end
 ---@return kvlab.text.Tokenizer tokenizer
 function M.open(name, o)
   local path = checkpoint.find(name)
-  local metadata = path:find "%.gguf$" and kv.gguf(path).metadata
+  local metadata = path:find "%.gguf$" and checkpoint.gguf(path).metadata
   local family = kind_of(path, metadata):find "^gemma" and "models.gemma"
     or "models.llama"
   local tokenizer = kv.tokenizer(metadata or path)

@@ -3,6 +3,7 @@
 -- said of files that cannot be run. Tolerance of the small ones: f32 against f32, as in
 -- llama_spec.lua.
 local downloads = require "kvlab.downloads"
+local files = require "kvlab.files"
 local gguf = require "spec.gguf_files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
@@ -187,6 +188,46 @@ describe("a GGUF model", function()
     assert.is_false(ok)
     assert.equal("smollm2 is not on this machine; this fetches it: ./kvlab get smollm2",
       why)
+  end)
+end)
+
+describe("what is no model", function()
+  local HOW = ". A model is a folder with config.json and its weights, a file that ends "
+    .. "with .gguf, or a name that ./kvlab get fetches: smollm2"
+
+  local function refused(words, path)
+    for name, open in pairs { ["kv.model"] = kv.model, ["llama.load"] = llama.load,
+      ["families.load"] = require("models.families").load } do
+      local ok, why = pcall(open, path, { device = "cpu" })
+      assert.is_false(ok)
+      assert.equal(words, why, name)
+    end
+  end
+
+  it("is refused with what a model is, and how to get one", function()
+    refused("nothere/config.json: No such file or directory" .. HOW, "nothere")
+    refused("./nothere.gguf: No such file or directory" .. HOW, "./nothere.gguf")
+    local readme = kv.paths.root .. "/README.md"
+    refused(readme .. "/config.json: Not a directory" .. HOW, readme)
+    local folder = temporary.folder()
+    refused(folder .. "/config.json: No such file or directory" .. HOW, folder)
+    files.write(folder .. "/tiny.gguf", "GGUF")
+    refused(("%s/config.json: No such file or directory. %s holds tiny.gguf%s")
+      :format(folder, folder, HOW), folder)
+  end)
+
+  it("is blamed on its path, not on a line of the loader", function()
+    local folder = temporary.folder()
+    files.write(folder .. "/tiny.gguf", "GGUF")
+    for _, path in ipairs { folder .. "/tiny.gguf", folder } do
+      if path == folder then
+        files.write(folder .. "/config.json", files.read(kv.paths.root
+          .. "/spec/data/hf/qwen3/config.json"))
+      end
+      local ok, why = pcall(llama.load, path, { device = "cpu" })
+      assert.is_false(ok)
+      assert.equal(1, (why:find(folder, 1, true)), why)
+    end
   end)
 end)
 

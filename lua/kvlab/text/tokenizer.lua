@@ -128,7 +128,9 @@ local function of_files(self, source)
   else file = read_json(source)
   end
   if not file then
-    error(("%s is no tokenizer.json and no folder with one"):format(source), 0)
+    error(("%s is no tokenizer.json and no folder with one%s"):format(source,
+      source:find "%.gguf$" and "; the tokenizer of a GGUF file is "
+        .. "kv.tokenizer(kv.gguf(path).metadata)" or ""), 0)
   end
   self.name = path
   build(path, hf.build, self, file)
