@@ -43,6 +43,7 @@ local arguments = require "kvlab.arguments"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local sampler = require "kvlab.serve.sampler"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
 local M = {}
@@ -417,7 +418,7 @@ function Engine:take_back(counts) self.attention:take_back(counts) end
 function Engine:generate(seq, logits, n, ids)
   ids = ids or {}
   for i = 1, n do
-    ids[#ids + 1] = logits:argmax():list()[1]
+    ids[#ids + 1] = sampler.expect_likeliest(logits)[1]
     if i < n then logits = self:decode({ seq }, { ids[#ids] }) end
   end
   return ids

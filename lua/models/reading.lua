@@ -17,6 +17,7 @@ local closed = require "kvlab.closed"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local sampler = require "kvlab.serve.sampler"
 
 local M = {}
 
@@ -78,9 +79,6 @@ end
 
 -- ---- asking ---------------------------------------------------------------------------
 
---- The likeliest token of each row of logits.
-local function greedy(logits) return logits:argmax():list() end
-
 --- -log p of a token for each row of logits.
 local function surprise(logits, tokens)
   local n, device = #tokens, logits.device
@@ -111,7 +109,7 @@ end
 
 --- Takes the logits of a step: row i is that of all[i].
 local function take(all, logits)
-  local likeliest = greedy(logits)
+  local likeliest = sampler.expect_likeliest(logits)
   local targets, has_target = {}, false
   for i, work in ipairs(all) do
     local target = work.at >= #work.example.ids and work.example.target

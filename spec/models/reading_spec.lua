@@ -94,6 +94,21 @@ describe("reading", function()
     end
   end)
 
+  it("and an engine alone raise where the logits give no token", function()
+    local own = model.logits
+    model.logits = function(_, _, out) out:fill_(0 / 0) end
+    local ok, why = pcall(function() return open(needle()):ask(kv.policy "full") end)
+    local engine = model:engine { blocks = 8 }
+    local seq = engine:sequence()
+    local alone, words = pcall(engine.generate, engine, seq,
+      engine:prefill(seq, { 1, 2, 3 }), 4)
+    model.logits = own
+    assert.is_false(ok)
+    assert.equal("the model's logits hold NaN, in row 0 of 3", why)
+    assert.is_false(alone)
+    assert.equal("the model's logits hold NaN, in row 0 of 1", words)
+  end)
+
   it("does not depend on what is decoded together", function()
     for _, task in ipairs { perplexity(), needle() } do
       local function ask(most)

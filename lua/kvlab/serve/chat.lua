@@ -49,9 +49,10 @@ local function answer(server, tokenizer, messages, o)
     return not o.on_text or o.on_text(text, got)
   end
   local _, ids = tokenizer:chat(messages, { add_generation_prompt = true })
-  local ok, why = pcall(watched, generate.generate, server, ids, given)
+  local ok, why, got = pcall(watched, generate.generate, server, ids, given)
   io.stdout:write "\n"
   if not ok then error(why, 0) end
+  if got and got.finish_reason == "error" then error(got.error, 0) end
   return table.concat(parts)
 end
 

@@ -248,16 +248,28 @@ local function sample(r, logits, vocab)
   r.sampled_at = r.num_tokens
 end
 
+--- A request ends with an error, because its logits give no token.
+---@param of string     what the token is of: output, prompt
+---@param at integer    which of its tokens, from 1
+---@param words string  what is wrong with them
+local function refuse_logits(r, of, at, words)
+  r.error = r.error or ("request %d: the model's logits for token %d of its %s %s")
+    :format(r.request_id, at, of, words)
+end
+
 --- Chooses the next token of every request whose tokens have all been computed.
 local function choose(self, list, logits)
-  local ids, logprobs
+  local ids, logprobs, wrong
   for i, r in ipairs(list) do
     if r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens then
       if r.sample then
         sample(r, logits:index(i - 1), self.engine.model.config.vocab)
       else
-        if not ids then ids, logprobs = sampler.choose(logits, list) end
+        if not ids then ids, logprobs, wrong = sampler.choose(logits, list) end
         r.next_token, r.next_logprobs = ids[i], logprobs and logprobs[i]
+        if wrong and wrong[i] then
+          refuse_logits(r, "output", r:output_length() + 1, wrong[i])
+        end
       end
     end
   end
@@ -287,8 +299,9 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
---- Accepts what is right of the requests' drafts, and takes back the rest.
-local function judge(self, list, says)
+--- Accepts what is right of the requests' drafts, and takes back the rest. problems: of
+-- rows whose logits give no token.
+local function judge(self, list, says, problems)
   local first, wrong = 1, self.wrong
   clear(wrong, #list)
   for i, r in ipairs(list) do
@@ -297,6 +310,10 @@ local function judge(self, list, says)
       accepted = draft.accepted(r.draft.ids, says, first)
       r.next_tokens = {}
       for t = 0, accepted do r.next_tokens[t + 1] = says[first + t] end
+      local problem = problems and problems[first + accepted] -- -1 is in no draft
+      if problem then
+        refuse_logits(r, "output", r:output_length() + accepted + 1, problem)
+      end
     end
     wrong[i] = n - 1 - accepted
     first = first + n
@@ -311,7 +328,8 @@ end
 local function verify(self, list)
   local seqs, counts, tokens = gather(self, list)
   local logits = self.engine:verify(seqs, counts, tokens)
-  local says, others = logits:argmax():list(), false
+  local says, problems = sampler.likeliest(logits)
+  local others = false
   for _, r in ipairs(list) do others = others or not r.draft end
   if others then -- which may be drawn
     local newest = {}
@@ -323,7 +341,7 @@ local function verify(self, list)
     choose(self, list, own)
     own:free()
   end
-  judge(self, list, says)
+  judge(self, list, says, problems)
 end
 
 local function has_draft(list)
@@ -363,6 +381,7 @@ local function add_prompt_logprobs(self, r, states, n)
     for i = 1, count do ids[i] = r.tokens[first + at + i + 1] end
     for i, one in ipairs(sampler.logprobs(logits, ids, top)) do
       r.prompt_logprobs[first + at + i + 1] = one
+      if one.problem then refuse_logits(r, "prompt", first + at + i + 1, one.problem) end
     end
   end
 end

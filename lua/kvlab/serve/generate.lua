@@ -21,9 +21,10 @@ local MAX_TOKENS = 128 -- unless max_tokens says otherwise
 ---@field text string|nil       without special tokens and ids that the tokenizer does
 --                              not have, up to a stop string; nil without a tokenizer
 ---@field finish_reason string  "length": max_tokens; "stop": a stop string or stop token;
---                              "cancelled": on_text returned false; "error": it raised
+--                              "cancelled": on_text returned false; "error": it raised,
+--                              or the logits give no token
 ---@field stop string|nil       the stop string that ended it
----@field error any             what on_text raised
+---@field error any             what on_text raised, or what is wrong with the logits
 ---@field draft table|nil       where drafts are asked for: steps (decode steps), proposed
 --                              and accepted (tokens of drafts)
 ---@field logprobs table[]|nil  of each token { id =, logprob =, top = { { id =,

@@ -6,6 +6,9 @@
 -- top_k, top_p, min_p. Each is a threshold on the scores, and tokens as good as the last
 -- one that is kept are kept, too.
 --
+-- Logits that hold NaN or inf give no token, and neither do logits that are all -inf: the
+-- row's problem is returned in place of a token, and the other rows get theirs.
+--
 -- A token is drawn by one uniform number: the n-th token of a request takes number n of
 -- its seed. So a request draws the same whatever else is in the batch, after it was
 -- preempted, and when a step is tried again.
@@ -196,8 +199,16 @@ local function pick(scores, p)
   return sums:ge(wanted):cast("i32"):argmax()
 end
 
+--- What is wrong with logits of this log-sum-exp; nil if nothing is.
+local function problem_of(lse)
+  if lse - lse == 0 then return nil end
+  if lse ~= lse then return "hold NaN" end
+  return lse > 0 and "hold inf" or "are all -inf"
+end
+
 --- Log-probabilities by the model itself, before all filters: for each request that asks,
--- { logprob = of its token, top = { { id =, logprob = }, … } }.
+-- { logprob = of its token, top = { { id =, logprob = }, … } }, and `problem` where the
+-- logits give none.
 local function logprobs_of(logits, ids, p)
   local lse = logits:logsumexp(-1):list()
   local own = logits:gather(ids:reshape { p.rows, 1 }):list()
@@ -214,7 +225,7 @@ local function logprobs_of(logits, ids, p)
       for j = 1, math.min(c.logprobs, p.logprobs) do
         top[j] = { id = indices[first + j], logprob = values[first + j] - lse[i] }
       end
-      out[i] = { logprob = own[i] - lse[i], top = top }
+      out[i] = { logprob = own[i] - lse[i], top = top, problem = problem_of(lse[i]) }
     end
   end
   return out
@@ -231,6 +242,20 @@ function M.logprobs(logits, ids, top)
   return tensor.scope(function()
     return logprobs_of(logits, tensor.from(logits.device, "i32", { #ids }, ids), p)
   end)
+end
+
+--- The ids on the host, -1 for rows of logits that give none; and what is wrong with
+-- these: row -> words, or nil. Only the ids come to the host when nothing is wrong.
+local function read(logits, ids)
+  local lse, wrong = logits:logsumexp(-1), nil
+  local list = lse:sub(lse):eq(0):where(ids, -1):list() -- inf - inf is NaN
+  for i = 1, #list do
+    if list[i] < 0 then
+      wrong = wrong or {}
+      wrong[i] = problem_of(lse:index(i - 1):item())
+    end
+  end
+  return list, wrong
 end
 
 local function choose(logits, list)
@@ -250,19 +275,47 @@ local function choose(logits, list)
       ids = drawn
     end
   end
-  return ids:list(), p.logprobs >= 0 and logprobs_of(logits, ids, p) or nil
+  local chosen, wrong = read(logits, ids)
+  return chosen, p.logprobs >= 0 and logprobs_of(logits, ids, p) or nil, wrong
+end
+
+local function likeliest(logits)
+  return read(logits, logits:argmax())
+end
+
+--- The likeliest token of each row of logits.
+---@param logits kvlab.Tensor  f32 [rows, vocab]
+---@return integer[] ids       -1 for a row that gives none
+---@return table<integer, string>|nil wrong  of such rows: "hold NaN", "hold inf" or
+--                             "are all -inf"
+function M.likeliest(logits) return tensor.scope(likeliest, logits) end
+
+--- The likeliest token of each row of logits; raises for a row that gives none.
+---@param logits kvlab.Tensor  f32 [rows, vocab]
+---@return integer[] ids
+function M.expect_likeliest(logits)
+  local ids, wrong = M.likeliest(logits)
+  for row = 1, wrong and #ids or 0 do
+    if wrong[row] then
+      error(("the model's logits %s, in row %d of %d"):format(wrong[row], row - 1, #ids),
+        0)
+    end
+  end
+  return ids
 end
 
 --- The next tokens of the requests of a step.
 ---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
 ---@param list kvlab.Request[]
----@return integer[] ids
+---@return integer[] ids       -1 for a request whose logits give none
 ---@return table<integer, table>|nil logprobs  of those requests that ask for them
+---@return table<integer, string>|nil wrong  see likeliest
 function M.choose(logits, list)
   for i = 1, #list do
     if list[i].choice then return tensor.scope(choose, logits, list) end
   end
-  return logits:argmax():list()
+  local ids, wrong = M.likeliest(logits)
+  return ids, nil, wrong
 end
 
 --- The chances of all tokens after the filters, [rows, vocab], for specs.

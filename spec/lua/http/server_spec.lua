@@ -646,6 +646,49 @@ describe("a server", function()
     assert.equal(own, good:answer():json().choices[1].text)
   end)
 
+  it("fails only the requests whose logits hold NaN", function()
+    local o = { max_tokens = 20, ignore_eos = true, temperature = 0 }
+    local prompts, bad_id = { PROMPT, "Other", "Third" }, nil
+    local wholes, is_taken = {}, {}
+    for i, prompt in ipairs(prompts) do
+      local own = alone(prompt, { max_tokens = 20, ignore_eos = true })
+      wholes[i] = own.text
+      for _, id in ipairs(own.ids) do is_taken[id] = true end
+      for _, id in ipairs(tokenizer:encode(prompt)) do is_taken[id] = true end
+    end
+    for id = 0, 95 do bad_id = bad_id or not is_taken[id] and id end
+    local row = family.embedding:index(bad_id)
+    local kept = row:clone()
+    row:fill_(0 / 0)
+    local server, calls, bad = open(), {}, {}
+    local ok, why = pcall(function()
+      for i, prompt in ipairs(prompts) do
+        o.prompt, o.stream, o.echo, o.logprobs = prompt, i == 2, nil, nil
+        calls[#calls + 1] = client.start(server, "POST", "/v1/completions", o)
+        o.prompt = json.array { 1, 2, bad_id, 3 }
+        if i == 3 then o.echo, o.logprobs = true, 1 end
+        bad[i] = client.start(server, "POST", "/v1/completions", o)
+        calls[#calls + 1] = bad[i]
+      end
+      client.finish(server, calls)
+    end)
+    row:copy_(kept)
+    assert.is_true(ok, why)
+    local words = "the answer failed: request %d+: the model's logits for token %d of "
+    assert.matches(words .. "its output hold NaN", problem_of(bad[1]:answer(), 500).message)
+    assert.matches(words .. "its prompt hold NaN", problem_of(bad[3]:answer(), 500).message)
+    local events, is_done = client.events(bad[2]:answer().body)
+    assert.matches(words .. "its output hold NaN", events[#events].error.message)
+    assert.is_true(is_done)
+    assert.equal(wholes[1], calls[1]:answer():json().choices[1].text)
+    assert.equal(wholes[3], calls[5]:answer():json().choices[1].text)
+    local text = {}
+    for _, event in ipairs((client.events(calls[3]:answer().body))) do
+      text[#text + 1] = event.choices[1].text
+    end
+    assert.equal(wholes[2], table.concat(text))
+  end)
+
   it("keeps only so many policies, and the memory of no more", function()
     local server, bytes = open { limits = { policies = 2 } }, {}
     for i = 1, 8 do

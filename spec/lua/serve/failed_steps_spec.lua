@@ -228,6 +228,87 @@ describe("a request of a server", function()
     assert.equal(4, calls)
   end)
 
+  describe("whose logits hold NaN", function()
+    -- The last token that request 3 reads is one that no other request has.
+    local poison, embedding, before
+
+    local function poisoned(its)
+      local list = with(its or {})
+      list[3].tokens[#list[3].tokens] = poison
+      return list
+    end
+
+    lazy_setup(function()
+      local is_taken = {}
+      for i, one in ipairs(workload()) do
+        for _, id in ipairs(one.tokens) do is_taken[id] = true end
+        for _, id in ipairs(want[i]) do is_taken[id] = true end
+      end
+      poison = 0
+      while is_taken[poison] do poison = poison + 1 end
+      local head = model.embedding:clone() -- which stays as it is
+      model.logits = function(_, states, out) states:matmul_t(head, out) end
+      embedding = model.embedding:index(poison)
+      before = embedding:clone()
+    end)
+    lazy_teardown(function() model.logits = nil end)
+    before_each(function() embedding:fill_(0 / 0) end)
+    after_each(function() embedding:copy_(before) end)
+
+    local function check_poisoned(its)
+      local outputs, raised, requests = serve({}, poisoned(its))
+      assert.equal(0, raised)
+      for i, r in ipairs(requests) do
+        if i == 3 then
+          assert.equal("error", r.finish_reason)
+          assert.equal("request 3: the model's logits for token 1 of its output hold NaN",
+            r.error)
+          assert.same({}, outputs[i])
+        else
+          assert.is_nil(r.error)
+          assert.equal("length", r.finish_reason)
+          assert.same(want[i], outputs[i])
+        end
+      end
+    end
+
+    it("ends alone, with an error that says so, however its tokens are chosen", function()
+      check_poisoned()
+      check_poisoned { temperature = 0.8, seed = 3 }
+      check_poisoned { temperature = 0.8, top_k = 10, top_p = 0.9, logprobs = 2 }
+      check_poisoned { draft = {} }
+    end)
+
+    it("ends alone when they are those of its prompt", function()
+      local _, raised, requests = serve({}, (function()
+        local list = poisoned { prompt_logprobs = 1 }
+        list[3].tokens[#list[3].tokens + 1] = 1
+        return list
+      end)())
+      assert.equal(0, raised)
+      assert.matches("^request 3: .* logits for token %d+ of its prompt hold NaN$",
+        requests[3].error)
+      for i, r in ipairs(requests) do
+        if i ~= 3 then assert.same(want[i], r:output()) end
+      end
+    end)
+
+    it("keeps the tokens before them", function()
+      embedding:copy_(before)
+      local list = { workload()[3] }
+      local third = model.embedding:index(want[3][3])
+      local own = third:clone()
+      list[1].on_token = function(r)
+        if r:output_length() == 3 then third:fill_(0 / 0) end
+      end
+      local outputs, _, requests = serve({}, list)
+      third:copy_(own)
+      assert.equal("request 1: the model's logits for token 4 of its output hold NaN",
+        requests[1].error)
+      assert.same({ want[3][1], want[3][2], want[3][3] }, outputs[1])
+    end)
+  end)
+
   it("whose sample raises ends alone, with its error", function()
     check({ sample = function() error "no sample" end }, "no sample", 0)
   end)

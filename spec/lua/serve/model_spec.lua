@@ -199,6 +199,15 @@ print(at, m.engine.cache:blocks_free())]])
       ask(("%s run --device=cpu %s 2>&1"):format(quote(executable), quote(script))))
   end)
 
+  it("ends with an error when the logits give no token", function()
+    local m = open()
+    m.model.logits = function(_, _, out) out:fill_(0 / 0) end
+    local o = { max_tokens = 4, read = function() return "Hello" end }
+    local ok, why = pcall(m.chat, m, o)
+    assert.is_false(ok)
+    assert.matches("the model's logits for token 1 of its output hold NaN", why)
+  end)
+
   it("at a terminal goes on after Ctrl-C and ends with Ctrl-D", function()
     if not ask("command -v tmux"):find "%S" then return pending "no tmux" end
     local socket = temporary.path()

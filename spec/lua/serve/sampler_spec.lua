@@ -171,6 +171,40 @@ support.each_device(function(dev)
         request { temperature = 1, top_k = 1 } })))
     end)
 
+    it("are none of logits that hold NaN or inf, or that are all -inf", function()
+      local n = 5000
+      local kinds = { {}, request {}, request { temperature = 1, seed = 3 },
+        request { temperature = 0.7, top_k = 20 },
+        request { temperature = 1, top_p = 0.9 },
+        request { temperature = 1, min_p = 0.1 }, request { repetition_penalty = 2 },
+        request { temperature = 1, top_k = 9, top_p = 0.5, min_p = 0.1, logprobs = 2,
+                  repetition_penalty = 1.3 }, request { logprobs = 0 } }
+      local good = kv.randn(dev, "f32", { #kinds, n }, { seed = 2, std = 2 })
+      local ids, _, none = sampler.choose(good, kinds)
+      assert.is_nil(none)
+      for words, value in pairs { ["hold NaN"] = 0 / 0, ["hold inf"] = math.huge,
+                                  ["are all -inf"] = -math.huge } do
+        for i = 1, #kinds do
+          for _, at in ipairs { 0, 1234, n - 1 } do
+            local x = good:clone()
+            local its = x:index(i - 1)
+            if words ~= "are all -inf" then its = its:narrow(at, 1) end
+            its:fill_(value)
+            local got, _, wrong = sampler.choose(x, kinds)
+            assert.same({ [i] = words }, wrong)
+            for j = 1, #kinds do assert.equal(i == j and -1 or ids[j], got[j]) end
+            local own, _, own_wrong = sampler.choose(x:narrow(i - 1, 1), { kinds[i] })
+            assert.same({ -1 }, own)
+            assert.same({ words }, own_wrong)
+            x:free()
+          end
+        end
+      end
+      good:narrow(0, 1):reshape { n }:narrow(5, 4990):fill_(-math.huge) -- some may be
+      local _, _, wrong = sampler.choose(good, kinds)
+      assert.is_nil(wrong)
+    end)
+
     it("have the log-probabilities of the model, before all filters", function()
       local x = kv.randn(dev, "f32", { 2, 50 }, { seed = 1 })
       local ids, logprobs = sampler.choose(x, { request { temperature = 3, seed = 5,
