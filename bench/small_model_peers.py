@@ -12,7 +12,8 @@ and 8-bit weights.
 
 The peers run one after the other, round by round, so that what else the machine does meets all of
 them. A figure is the median over the rounds, with the lowest and highest. --out also writes every
-round's figures, a JSON object a line.
+round's figures, a JSON object a line. Libraries choose their kernels by the processor: variables
+that choose others (OPENBLAS_CORETYPE, MKL_ENABLE_INSTRUCTIONS, ...) are taken out.
 """
 import argparse
 import datetime
@@ -34,7 +35,9 @@ class Failed(Exception):
 
 
 def run(command, **changes):
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **changes})
+    kept = {name: value for name, value in os.environ.items()
+            if not name.startswith(("OPENBLAS_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_"))}
+    done = subprocess.run(command, capture_output=True, text=True, env={**kept, **changes})
     if done.returncode != 0:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise Failed(f"{command[0]}: {lines[-1] if lines else f'status {done.returncode}'}")
