@@ -28,8 +28,9 @@ M.KNOWN = {
   logprobs = options.within(0, 1000),
 }
 local DRAWS = 64 -- uniform numbers that are made at a time
--- How many of the best tokens top_p looks at, and how many times more if these are few.
-local HEAD, HEAD_GROWS = 512, 4
+local HEAD = 512 -- how many of the best tokens top_p looks at first
+local HALVINGS = 40 -- of an interval of scores: the last one lies between two of f32
+local LEAST = -110 -- e to the power of any score below it is 0
 
 ---@class kvlab.serve.Choice  how a request chooses its tokens
 ---@field temperature number  0: the likeliest token
@@ -165,18 +166,40 @@ local function top_p_threshold(scores, top_p, count, most)
   return wanted:lt(1):where(least:reshape { #top_p, 1 }, -math.huge), short
 end
 
+--- Halves intervals of scores [rows, 1]: tokens from `low` on have the mass that is
+-- wanted, those from `high` on have less.
+local function halve(scores, mass, wanted, low, high)
+  local middle = low:add(high):mul(0.5)
+  local sum = scores:ge(middle):where(mass, 0):sum(-1)
+  local is_enough = sum:reshape { scores:size(0), 1 }:ge(wanted)
+  return is_enough:where(middle, low), is_enough:where(high, middle)
+end
+
+--- The same threshold as top_p_threshold for rows that need many tokens. To sort these
+-- would take longer.
+local function far_threshold(scores, top_p)
+  local wanted, shape = column(scores, top_p), { #top_p, 1 }
+  local mass = scores:sub(scores:logsumexp(-1):reshape(shape)):exp()
+  local low, high = scores:min(-1):reshape(shape), scores:max(-1):reshape(shape)
+  low = low:ge(LEAST):where(low, LEAST)
+  local all = scores:ge(low):where(mass, 0):sum(-1):reshape(shape)
+  for _ = 1, HALVINGS do
+    low, high = tensor.scope(halve, scores, mass, wanted, low, high)
+  end
+  return all:ge(wanted):where(low, -math.huge)
+end
+
 --- The tokens that top_p needs are nearly always among the first few hundred. Rows that
--- need more are looked at one by one.
+-- need more are looked at again.
 local function keep_top_p(scores, p)
   local most = math.min(p.top_p_of, scores:size(1))
   local threshold, short = top_p_threshold(scores, p.top_p, math.min(HEAD, most), most)
-  for _, i in ipairs(short) do
-    local row, count = scores:narrow(i - 1, 1), HEAD
-    repeat
-      count = math.min(HEAD_GROWS * count, most)
-      local own, still_short = top_p_threshold(row, { p.top_p[i] }, count, most)
-      threshold:narrow(i - 1, 1):copy_(own)
-    until #still_short == 0
+  if #short > 0 then
+    local rows, top_p = {}, {}
+    for i, row in ipairs(short) do rows[i], top_p[i] = row - 1, p.top_p[row] end
+    local own = scores:gather_rows(tensor.from(scores.device, "i32", { #rows }, rows))
+    local far = far_threshold(own, top_p)
+    for i, row in ipairs(rows) do threshold:narrow(row, 1):copy_(far:narrow(i - 1, 1)) end
   end
   return keep_from(scores, threshold)
 end

@@ -72,7 +72,7 @@ support.each_device(function(dev)
       end
     end)
 
-    for _, n in ipairs { 5000, 20000 } do -- of the first 8192, and of all
+    for _, n in ipairs { 5000, 20000 } do
       it(("have a top_p beyond the first tokens of %d"):format(n), function()
         local x = kv.randn(dev, "f32", { 3, n }, { seed = 3, std = 0.5 })
         local sorted = x:softmax():sort(true):index(0):list()
@@ -91,6 +91,56 @@ support.each_device(function(dev)
         for i = 0, 2 do assert.near(1, got:index(i):sum():item(), 1e-5) end
       end)
     end
+
+    -- What top_p keeps by its definition: the fewest of the best tokens that have this
+    -- mass together, and those that are equal to the last one. In double; returns how
+    -- many, and how near the sum came to top_p on either side of the last one.
+    local function kept_by_definition(x, top_p)
+      local sorted, sum, total = x:list(), 0, 0
+      table.sort(sorted, function(a, b) return a > b end)
+      for i, v in ipairs(sorted) do
+        sorted[i] = math.exp(v)
+        total = total + sorted[i]
+      end
+      local count = 0
+      while sum < top_p * total do
+        count = count + 1
+        sum = sum + sorted[count]
+      end
+      local before = top_p * total - (sum - sorted[count])
+      local margin = math.min(sum - top_p * total, before) / total
+      while sorted[count + 1] == sorted[count] do count = count + 1 end
+      return count, margin
+    end
+
+    it("have the top_p of flat distributions over a whole vocabulary", function()
+      local n = 49152
+      local steps = {}
+      for i = 1, n do steps[i] = -((i * 7919) % n % 64) / 64 end
+      local kinds = { kv.zeros(dev, "f32", { 1, n }), kv.from(dev, "f32", { steps }),
+        kv.randn(dev, "f32", { 1, n }, { seed = 3, std = 0.01 }),
+        kv.randn(dev, "f32", { 1, n }, { seed = 4, std = 1 }) }
+      for _, top_p in ipairs { 0.015, 0.1, 0.501, 0.9, 0.97, 0.999, 0.999999 } do
+        local rows, list = kv.tensor(dev, "f32", { 4, n }), {}
+        for i, x in ipairs(kinds) do
+          rows:narrow(i - 1, 1):copy_(x)
+          list[i] = request { temperature = 1, top_p = top_p }
+        end
+        local got = sampler.chances(rows, list)
+        local kept = got:gt(0):cast("f32"):sum(-1):list()
+        for i, x in ipairs(kinds) do
+          local count, margin = kept_by_definition(x, top_p)
+          -- sums of f32 are right to 1e-6 of all mass, as many tokens may be off
+          local most = margin < 1e-6 and math.ceil(1e-6 * n * 4) or 0
+          assert.is_true(math.abs(kept[i] - count) <= most,
+            ("kind %d, top_p %g: %d kept, %d by definition"):format(i, top_p, kept[i],
+            count))
+          local alone = sampler.chances(x, { list[i] })
+          assert.equal(kept[i], alone:gt(0):cast("f32"):sum():item())
+        end
+        for i = 0, 3 do assert.near(1, got:index(i):sum():item(), 1e-5) end
+      end
+    end)
 
     it("stay finite at the lowest temperature", function()
       local logits = kv.from(dev, "f32", { { 1, 5, 3, -math.huge } })
@@ -222,9 +272,11 @@ support.each_device(function(dev)
       local list = { request { temperature = 1, top_p = 0.9, logprobs = 2 },
         request({ temperature = 1, top_k = 9, min_p = 0.1, repetition_penalty = 2 }, 5),
         {} }
+      collectgarbage "stop" -- which may hold what a scope would give back at once
       for _ = 1, 3 do sampler.choose(x, list) end
       local before = dev:stats().allocations
       for _ = 1, 10 do sampler.choose(x, list) end
+      collectgarbage "restart"
       assert.equal(before, dev:stats().allocations)
     end)
 
