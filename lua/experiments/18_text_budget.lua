@@ -22,12 +22,10 @@
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- Without a model here, a small one with random weights reads made-up sentences (model =
 -- sample). It only serves as a test: its answers are never right.
-local checkpoint = require "models.checkpoint"
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
-local gemma = require "models.gemma"
 local kv = require "kvlab"
-local llama = require "models.llama"
+local opener = require "models.open"
 local readings = require "models.reading"
 local writers = require "kvlab.task.writer"
 
@@ -35,33 +33,8 @@ local READ = "bytes read, as a share of all of K and V"
 local TASKS = { "perplexity", "needle", "needle_multikey", "needle_multivalue",
                 "needle_multiquery", "variable_tracking", "common_words",
                 "frequent_words" }
-local SAMPLE = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
 
 -- ---- models and texts -----------------------------------------------------------------
-
---- A model with random weights, for the tokens of a small tokenizer.
-local function sample(dtype, seed)
-  local tokenizer = kv.tokenizer(SAMPLE)
-  return llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
-    intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
-    num_key_value_heads = 2, vocab_size = tokenizer.size }, { dtype = dtype,
-    seed = seed }), tokenizer
-end
-
---- A model and its tokenizer, for all tasks.
-local function load(o)
-  if o.model == "sample" then
-    local model, tokenizer = sample(o.dtype, o.seed)
-    return { model = model, tokenizer = tokenizer }
-  end
-  local fields, path = checkpoint.open(o.model) -- path: of the GGUF file or config.json
-  local family = tostring(fields.model_type):find "^gemma" and gemma or llama
-  return {
-    model = family.load(o.model, { dtype = o.dtype }),
-    tokenizer = kv.tokenizer(path:find "%.gguf$" and kv.gguf(path).metadata
-      or path:match "^(.*)/[^/]*$"),
-  }
-end
 
 --- A file of made-up sentences, so that a sample has something to read.
 local function made_up(out)
@@ -89,7 +62,7 @@ local out -- the folder of the results
 --- The texts of a task, read by the model, and how well it does with dense attention.
 local function open(o)
   local loaded = kv.experiment.memo({ model = o.model, dtype = o.dtype, seed = o.seed },
-    load)
+    opener.for_experiment)
   local task = task_of(o, out)
   local engine = loaded.model:engine { block_size = o.block_size, max_seqs = 16,
     blocks = readings.blocks(task, o.examples, o.block_size),

@@ -23,29 +23,10 @@
 -- serves as a test: such a model soon repeats itself, and drafts suit it too well.
 local downloads = require "kvlab.downloads"
 local kv = require "kvlab"
-local llama = require "models.llama"
+local opener = require "models.open"
 
-local SAMPLE = kv.paths.root .. "/spec/data/tokenizers/smollm.json"
 local NAMES = { "Aro", "Bela", "Cadi", "Doru", "Elin", "Fara", "Goro", "Hale", "Iska",
                 "Joru", "Kemi", "Lona", "Miro", "Nera", "Oslo", "Pira" }
-
-local function sample(dtype, seed)
-  local tokenizer = kv.tokenizer(SAMPLE)
-  return llama.random({ model_type = "llama", hidden_act = "silu", hidden_size = 64,
-    intermediate_size = 96, num_hidden_layers = 2, num_attention_heads = 4,
-    num_key_value_heads = 2, vocab_size = tokenizer.size }, { dtype = dtype,
-    seed = seed }), tokenizer
-end
-
-local function load(o)
-  if o.model == "sample" then
-    local model, tokenizer = sample(o.dtype, o.seed)
-    return { model = model, tokenizer = tokenizer }
-  end
-  local opened = kv.model(o.model, { dtype = o.dtype, engine = { blocks = 2 } })
-  opened.engine.cache:close()
-  return { model = opened.model, tokenizer = opened.tokenizer }
-end
 
 -- ---- prompts --------------------------------------------------------------------------
 
@@ -122,7 +103,7 @@ end
 
 local function run(config)
   local loaded = kv.experiment.memo({ model = config.model, dtype = config.dtype,
-    seed = config.seed }, load)
+    seed = config.seed }, opener.for_experiment)
   local plain, drafted = both(loaded, config)
   local same = 0
   for i, ids in ipairs(plain.ids) do

@@ -10,9 +10,6 @@ local options = require "kvlab.options"
 
 local M = {}
 
---- The families, by the model_type of a config.
-local FAMILIES = { gemma2 = gemma, gemma3_text = gemma }
-
 --- Loads a model: a folder (config.json and safetensors), a GGUF file, or a model that
 -- ./kvlab get has fetched. The families are those of `docs/models.md`.
 ---@param name string
@@ -21,9 +18,9 @@ local FAMILIES = { gemma2 = gemma, gemma3_text = gemma }
 ---@return table model  what its family's load returns
 function M.load(name, o)
   o = options.check("families.load", o, llama.parts.OPTIONS)
-  local family = FAMILIES[checkpoint.model_type(name)]
-  if not family then return llama.load(name, o) end
-  return family.load(name, { device = o.device, dtype = o.dtype })
+  local is_gemma = tostring(checkpoint.model_type(name)):find "^gemma"
+  if not is_gemma then return llama.load(name, o) end
+  return gemma.load(name, { device = o.device, dtype = o.dtype })
 end
 
 arguments.functions(M, "families", { load = { name = options.string } })
