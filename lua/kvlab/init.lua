@@ -28,7 +28,7 @@
 --   kv.experiment kv.statistics kv.synthetic     experiments over many configurations
 --   kv.plot kv.table kv.timeline   pictures and tables
 --   kv.tokenizer                   text to token ids and back, and chats
---   kv.task kv.scores              what a model is asked, and how good its answers are
+--   kv.task kv.scores kv.longbench  what a model is asked, and how good its answers are
 --   kv.vllm kv.safetensors kv.gguf kv.npy    vLLM's cache layout, files of tensors
 --   kv.command_line kv.paths       options given to ./kvlab, where things are
 --   kv.version                     "0.2.0"
@@ -63,6 +63,7 @@ M.vllm = require "kvlab.tensor.vllm"
 
 M.tokenizer = require("kvlab.text.tokenizer").tokenizer
 M.task = require "kvlab.task.task"
+M.longbench = require "kvlab.task.longbench"
 M.scores = require "kvlab.task.scores"
 
 M.cache = require("kvlab.memory.cache").cache

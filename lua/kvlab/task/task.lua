@@ -178,7 +178,7 @@ end
 function Task:score(given, example)
   if self.first_line then given = given:match "^%s*([^\n]*)" end
   local score = type(self.metric) == "function" and self.metric or scores[self.metric]
-  return score(given, example.answers)
+  return score(given, example.answers, example)
 end
 
 --- n of the numbers 1 to `count` that a seed chooses, in ascending order; all of them if
@@ -304,6 +304,8 @@ M.read_text = texts.read
 --- The examples of a JSONL file; an error names the line.
 M.read_examples = texts.examples
 M.has_kjv = texts.has_kjv
+--- The object of a JSON file, such as LongBench's table of prompts.
+M.read_json = texts.json
 
 local TOKENIZER = options.like("a tokenizer", "encode", "bytes_of")
 local LIST = options.list_of(options.string, 1)

@@ -70,6 +70,8 @@ local function answers_of(row)
   return answers
 end
 
+local CLASSES = options.list_of(options.string)
+
 --- The object of one line, checked.
 local function row_of(line)
   local ok, row = pcall(json.decode, line)
@@ -90,13 +92,20 @@ local function row_of(line)
   if not answers then
     error("answers is missing or no list of strings, with one at least", 0)
   end
-  return { input = row.input or "", context = row.context or "", answers = answers }
+  local classes = row.all_classes ~= json.null and row.all_classes or nil
+  if classes and not CLASSES[2](classes) then
+    error("all_classes is no list of strings", 0)
+  end
+  return { input = row.input or "", context = row.context or "", answers = answers,
+           all_classes = classes }
 end
 
 --- The examples of a JSONL file, one object a line: input (the question), context, and
--- answers, as LongBench has them; other fields are ignored. Empty lines are skipped.
+-- answers, and all_classes where the answer is one of them, as LongBench has them; other
+-- fields are ignored. Empty lines are skipped.
 ---@param path string
----@return {input: string, context: string, answers: string[]}[]
+---@return {input: string, context: string, answers: string[],
+---  all_classes: string[]|nil}[]
 function M.examples(path)
   local text = files.read(path)
   if not text then error(("the file %s cannot be read"):format(path), 0) end
@@ -114,7 +123,20 @@ function M.examples(path)
   return rows
 end
 
+--- The object of a JSON file.
+---@param path string
+---@return table
+function M.json(path)
+  local text = files.read(path)
+  if not text then error(("the file %s cannot be read"):format(path), 0) end
+  sources.keep(path)
+  local ok, object = pcall(json.decode, text)
+  if ok and type(object) == "table" then return object end
+  return error(("%s: %s"):format(path, ok and "expected an object" or object), 0)
+end
+
 arguments.functions(M, "texts", {
+  json = { path = options.string },
   read = { name = options.string }, sentences = { text = options.string },
   examples = { path = options.string },
 })
