@@ -1,0 +1,87 @@
+--- models.experts: layers of experts in one group and in several, against sums in plain
+-- Lua. Tolerance: f32 sums of up to 3000 products against sums in double.
+local experts = require "models.experts"
+local kv = require "kvlab"
+
+local cpu = kv.device "cpu"
+local TOLERANCE = 1e-4
+
+--- What a layer of experts gives for one token, from lists of its weights.
+local function by_hand(x, w, h, hidden, is_normed)
+  local logits, sum = {}, 0
+  for e = 1, x.count do
+    logits[e] = 0
+    for i = 1, hidden do
+      logits[e] = logits[e] + h[i] * w.router[(e - 1) * hidden + i]
+    end
+    logits[e] = math.exp(logits[e])
+    sum = sum + logits[e]
+  end
+  local order, chosen = {}, 0
+  for e = 1, x.count do order[e] = e end
+  table.sort(order, function(a, b) return logits[a] > logits[b] end)
+  for k = 1, x.active do chosen = chosen + logits[order[k]] end
+  local out = {}
+  for i = 1, hidden do out[i] = 0 end
+  for k = 1, x.active do
+    local e = order[k]
+    local weight = logits[e] / (is_normed and chosen or sum)
+    for j = 1, x.inner do
+      local gate, up, at = 0, 0, (j - 1) * hidden
+      for i = 1, hidden do
+        gate = gate + h[i] * w.gate[e][at + i]
+        up = up + h[i] * w.up[e][at + i]
+      end
+      local act = gate / (1 + math.exp(-gate)) * up * weight
+      for i = 1, hidden do
+        out[i] = out[i] + act * w.down[e][(i - 1) * x.inner + j]
+      end
+    end
+  end
+  return out
+end
+
+describe("a layer of experts", function()
+  for _, case in ipairs {
+    { inner = 24, count = 8, active = 2, groups = 1 },
+    { inner = 3000, count = 6, active = 3, groups = 3 },
+    { inner = 5000, count = 3, active = 1, groups = 3 },
+  } do
+    it(("of %d in %d groups is the sum of those that are chosen"):format(case.count,
+      case.groups), function()
+      local hidden, n = 8, 3
+      local c = { layers = 1, hidden = hidden, inner = case.inner }
+      for _, is_normed in ipairs { true, false } do
+        local x = experts.config("config", { model_type = "qwen3_moe",
+          num_experts = case.count, num_experts_per_tok = case.active,
+          moe_intermediate_size = case.inner, norm_topk_prob = is_normed }, c)
+        c.experts = x
+        local seed, lists = 0, { gate = {}, up = {}, down = {} }
+        local w = experts.load(function(name, shape)
+          seed = seed + 1
+          local t = kv.randn(cpu, "f32", shape, { seed = seed, std = shape[2] ^ -0.5 })
+          local e, part = name:match "experts%.(%d+)%.(%l+)_proj"
+          if e then lists[part][e + 1] = t:list() else lists.router = t:list() end
+          return t
+        end, "", c)
+        assert.equal(case.groups, #w.gate)
+        assert.equal(4 * (case.count * hidden * (1 + 3 * case.inner)),
+          experts.bytes_read(w))
+        local buffers = {}
+        for name, size in pairs(experts.buffers(c)) do
+          buffers[name] = kv.full(cpu, "f32", { n, size }, 0 / 0)
+        end
+        local h = kv.randn(cpu, "f32", { n, hidden }, { seed = 99 })
+        local out = kv.full(cpu, "f32", { n, hidden }, 0 / 0)
+        experts.forward(w, h, experts.views(c, cpu, buffers, n), out)
+        for row = 0, n - 1 do
+          local got = out:index(row):list()
+          for i, wanted in ipairs(by_hand(x, lists, h:index(row):list(), hidden,
+            is_normed)) do
+            assert.near(wanted, got[i], TOLERANCE)
+          end
+        end
+      end
+    end)
+  end
+end)
