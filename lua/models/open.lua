@@ -18,7 +18,10 @@ function M.open(name, o)
   local path = checkpoint.find(name)
   local model = families.load(path, o)
   local metadata = path:find "%.gguf$" and checkpoint.gguf(path).metadata
-  return model, kv.tokenizer(metadata or path)
+  local ok, tokenizer = pcall(kv.tokenizer, metadata or path)
+  if ok then return model, tokenizer end
+  local why = tostring(tokenizer) -- names a line of this file
+  return error(why:sub(why:find("tokenizer: ", 1, true) or 1), 0)
 end
 
 --- Loads a model and its tokenizer for an experiment. "sample" is a small model with

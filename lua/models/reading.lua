@@ -58,6 +58,11 @@ local OPTIONS = {
 ---@return models.Reading
 function M.open(o)
   o = options.check("reading.open", o, OPTIONS)
+  local context = o.engine.model and o.engine.model.config.context
+  if context and o.task.length > context then
+    options.fail(("reading.open: the task's length is %d, but the model's context is %d")
+      :format(o.task.length, context))
+  end
   local self = setmetatable({ engine = o.engine, tokenizer = o.tokenizer, task = o.task,
                               seqs = {} }, Reading)
   self.examples = o.task:draw(o.tokenizer, o.examples, o.seed)

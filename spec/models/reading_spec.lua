@@ -109,6 +109,15 @@ describe("reading", function()
     assert.equal("the model's logits hold NaN, in row 0 of 1", words)
   end)
 
+  it("is refused where a prompt is longer than the model's context", function()
+    local own = model.config.context
+    model.config.context = 399
+    local ok, why = pcall(open, needle())
+    model.config.context = own
+    assert.is_false(ok)
+    assert.matches("the task's length is 400, but the model's context is 399$", why)
+  end)
+
   it("does not depend on what is decoded together", function()
     for _, task in ipairs { perplexity(), needle() } do
       local function ask(most)

@@ -14,6 +14,7 @@ local options = require "kvlab.options"
 local policies = require "kvlab.policy.policy"
 local record = require "kvlab.observe.record"
 local sorted = require "kvlab.sorted"
+local words = require "kvlab.words"
 
 local M = {}
 
@@ -47,6 +48,12 @@ end
 
 -- ---- policies -------------------------------------------------------------------------
 
+--- Whether a name is a misspelt one of these.
+local function nearly(name, names)
+  local _, letters = words.nearest(tostring(name), names)
+  return letters <= 2
+end
+
 --- Options of kv.generate, and those of the policy that they name.
 local function parted(what, given, known)
   local own, rest = {}, {}
@@ -55,10 +62,13 @@ local function parted(what, given, known)
     elseif name ~= "policy" then rest[name] = value end
   end
   if type(given.policy) == "string" then return own, policies(given.policy, rest) end
-  if next(rest) then
+  local name = next(rest)
+  if name then
     local names = sorted.keys(known)
     names[#names + 1] = "policy"
-    options.refuse(what, next(rest), names)
+    if given.policy or nearly(name, names) then options.refuse(what, name, names) end
+    options.fail(("%s: %s is no option without a policy; an option of a policy stands "
+      .. "beside policy = NAME"):format(what, options.shown(name)))
   end
   return own, given.policy
 end

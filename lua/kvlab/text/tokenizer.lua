@@ -12,6 +12,7 @@
 local arguments = require "kvlab.arguments"
 local chat = require "kvlab.text.chat"
 local ffi = require "ffi"
+local downloads = require "kvlab.downloads"
 local fields = require "kvlab.text.fields"
 local files = require "kvlab.files"
 local gguf = require "kvlab.text.gguf"
@@ -121,6 +122,15 @@ local function of_metadata(self, metadata)
   end)
 end
 
+--- What else a path may have been meant for.
+local function hint_of(source)
+  if source:find "%.gguf$" then
+    return "; that of a GGUF file is kv.tokenizer(kv.gguf(path).metadata)"
+  end
+  return downloads.CATALOGUE[source] and ("; that of a model is kv.model(%q).tokenizer")
+    :format(source) or ""
+end
+
 local function of_files(self, source)
   local folder, path = source:match "^(.*)/[^/]*$" or ".", source
   local file = not source:find "%.json$" and read_json(source .. "/tokenizer.json")
@@ -129,8 +139,7 @@ local function of_files(self, source)
   end
   if not file then
     error(("%s is no tokenizer.json and no folder with one%s"):format(source,
-      source:find "%.gguf$" and "; the tokenizer of a GGUF file is "
-        .. "kv.tokenizer(kv.gguf(path).metadata)" or ""), 0)
+      hint_of(source)), 0)
   end
   self.name = path
   build(path, hf.build, self, file)

@@ -131,6 +131,9 @@ describe("kv.model", function()
     refused("generate: policy is 3, expected a policy's name", { policy = 3 })
     refused("generate: top_k is -1, expected a whole number >= 0", { top_k = -1 })
     refused("generate: options are 3, expected a table", 3)
+    refused('generate: "ratio" is no option without a policy; an option of a policy '
+      .. "stands beside policy = NAME", { ratio = 0.1 })
+    refused('generate: "tpo_k" is no option, did you mean top_k?', { tpo_k = 3 })
   end)
 
   it("says why a model cannot be opened", function()
@@ -140,7 +143,11 @@ describe("kv.model", function()
       assert.truthy(tostring(text):find(words, 1, true), text)
     end
     refused("config.json", "/no/such/folder")
-    refused("tokenizer.json", kv.paths.root .. "/lua/models/recall")
+    local recall = kv.paths.root .. "/lua/models/recall"
+    refused("tokenizer.json", recall)
+    local _, why = pcall(kv.model, recall, { device = "cpu" })
+    assert.equal(("tokenizer: %s is no tokenizer.json and no folder with one"):format(
+      recall), why)
     refused("name is 3, expected a string", 3)
   end)
 end)

@@ -133,6 +133,10 @@ describe("a wrong tokenizer.json", function()
     local folder = temporary.folder()
     assert.error_matches(function() kv.tokenizer(folder) end,
       "is no tokenizer.json and no folder with one")
+    assert.error_matches(function() kv.tokenizer "no.gguf" end,
+      "that of a GGUF file is kv.tokenizer(kv.gguf(path).metadata)", 1, true)
+    assert.error_matches(function() kv.tokenizer "smollm2" end,
+      'that of a model is kv.model("smollm2").tokenizer', 1, true)
     assert.error_matches(function() kv.tokenizer(7) end,
       "source is 7, expected a path or a table of GGUF metadata")
   end)
