@@ -61,7 +61,7 @@ function M.open(o)
   local context = o.engine.model and o.engine.model.config.context
   if context and o.task.length > context then
     options.fail(("reading.open: the task's length is %d, but the model's context is %d")
-      :format(o.task.length, context))
+      :format(o.task.length, context), 3)
   end
   local self = setmetatable({ engine = o.engine, tokenizer = o.tokenizer, task = o.task,
                               seqs = {} }, Reading)
