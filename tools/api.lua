@@ -39,7 +39,7 @@ local CHAPTERS = {
     "kvlab/serve/trace", "kvlab/serve/replay" } },
   { "Text", { "kvlab/text/tokenizer", "kvlab/text/stream" } },
   { "Tasks", { "kvlab/task/task", "kvlab/task/writer", "kvlab/task/texts",
-    "kvlab/task/scores" } },
+    "kvlab/task/scores", "kvlab/task/longbench" } },
   { "Models", { "models/engine", "models/families", "models/llama", "models/gemma",
     "models/checkpoint", "models/small_lm", "models/recall/exam", "models/reading" },
     required = true },

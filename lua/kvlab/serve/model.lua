@@ -14,7 +14,6 @@ local options = require "kvlab.options"
 local policies = require "kvlab.policy.policy"
 local record = require "kvlab.observe.record"
 local sorted = require "kvlab.sorted"
-local words = require "kvlab.words"
 
 local M = {}
 
@@ -48,11 +47,9 @@ end
 
 -- ---- policies -------------------------------------------------------------------------
 
---- Whether a name is a misspelt one of these.
-local function nearly(name, names)
-  local _, letters = words.nearest(tostring(name), names)
-  return letters <= 2
-end
+-- Options of every policy that selects.
+local OF_POLICIES = { ratio = true, tokens = true, blocks = true, min_blocks = true,
+                      sink = true, recent = true }
 
 --- Options of kv.generate, and those of the policy that they name.
 local function parted(what, given, known)
@@ -66,7 +63,7 @@ local function parted(what, given, known)
   if name then
     local names = sorted.keys(known)
     names[#names + 1] = "policy"
-    if given.policy or nearly(name, names) then options.refuse(what, name, names) end
+    if given.policy or not OF_POLICIES[name] then options.refuse(what, name, names) end
     options.fail(("%s: %s is no option without a policy; an option of a policy stands "
       .. "beside policy = NAME"):format(what, options.shown(name)))
   end

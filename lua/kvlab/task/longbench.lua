@@ -26,6 +26,9 @@ end
 -- ---- words ----------------------------------------------------------------------------
 
 --- F1 of the words in common; 0 if nothing is left of the answer.
+---@param given string
+---@param answers string[]
+---@return number
 function M.f1(given, answers)
   return scores.f1(given, { "" }) == 1 and 0 or scores.f1(given, answers)
 end
@@ -100,6 +103,9 @@ local function rouge_of(given, answer)
 end
 
 --- ROUGE-L of the package rouge.
+---@param given string
+---@param answers string[]
+---@return number
 function M.rouge(given, answers) return best(given, answers, rouge_of) end
 
 -- ---- classes and numbers --------------------------------------------------------------
@@ -128,6 +134,10 @@ local function classes_of(given, answer, classes)
 end
 
 --- Classification; the example has all_classes.
+---@param given string
+---@param answers string[]
+---@param example kvlab.task.Example  has all_classes
+---@return number
 function M.classes(given, answers, example)
   if not example.all_classes then
     error("longbench: the example has no all_classes, expected a list", 0)
@@ -145,6 +155,9 @@ local function share_of(given, number)
 end
 
 --- The share of the numbers of the answer that are right.
+---@param given string
+---@param answers string[]
+---@return number
 function M.count(given, answers) return best(given, answers, share_of) end
 
 local function paragraph_of(given, answer)
@@ -157,6 +170,9 @@ local function paragraph_of(given, answer)
 end
 
 --- The same, where right answers are "Paragraph 3" or "段落3".
+---@param given string
+---@param answers string[]
+---@return number
 function M.retrieval(given, answers) return best(given, answers, paragraph_of) end
 
 -- ---- code -----------------------------------------------------------------------------
@@ -230,6 +246,9 @@ end
 
 --- How alike a line of code is to the right one: the first line without a mark of code or
 -- a comment.
+---@param given string
+---@param answers string[]
+---@return number
 function M.code(given, answers)
   local line = ""
   for one in (given:match "^\n*(.*)$" .. "\n"):gmatch "(.-)\n" do
