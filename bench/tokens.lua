@@ -2,7 +2,7 @@
 -- query heads on 8 KV heads of 128. The tokens are chosen at random, for decode from
 -- 131072 tokens, for prefill from half as many. Limit: K and V of every entry of every
 -- list, read at the read bandwidth of the same run. Rows of a prompt can be faster,
--- because the L2 holds the tokens that they share. The cache is bf16, for two rows f8e4m3.
+-- because the L2 holds the tokens that they share. The cache is bf16; two rows: f8e4m3.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 

@@ -1,9 +1,9 @@
 --- How many tokens a second does a large model decode under each policy?
 --
--- A model of Llama-8B's shape with random weights reads prompts, and then decodes greedily
--- under one policy after the other: a step is every layer, the policy, the logits and the
--- choice of the next token, and steps are replayed from a graph. The time of a step does
--- not depend on what the weights are.
+-- A model of Llama-8B's shape with random weights reads prompts, and then decodes
+-- greedily under one policy after the other: a step is every layer, the policy, the
+-- logits and the choice of the next token, and steps are replayed from a graph. The time
+-- of a step does not depend on what the weights are.
 --
 --   tokens_s   tokens of all sequences in a second, the median of a few runs of steps
 --   ms         of a step
@@ -14,10 +14,11 @@
 --              much of the limit is reached
 --
 --   ./kvlab run lua/experiments/20_tokens_per_second.lua --device=cuda
---       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05] [--set cache=f8e4m3]
+--       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05]
+--       [--set cache=f8e4m3]
 --
--- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a CPU
--- gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+-- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
+-- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
 local kv = require "kvlab"
 local llama = require "models.llama"
 
@@ -117,7 +118,8 @@ end
 
 -- ---- rows -----------------------------------------------------------------------------
 
-local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "runs", "seed" }
+local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "runs",
+               "seed" }
 
 local function run(config)
   local keys = {}
@@ -132,8 +134,9 @@ local function run(config)
   local bytes, share = sitting:bytes(kv.policy(config.policy, options))
   local time = config.policy == "full" and sitting.dense
     or seconds(kv.policy(config.policy, options))
-  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, speedup = sitting.dense / time,
-           bytes = 1e-9 * bytes, gb_s = 1e-9 * bytes / time, bytes_share = share }
+  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time,
+           speedup = sitting.dense / time, bytes = 1e-9 * bytes,
+           gb_s = 1e-9 * bytes / time, bytes_share = share }
 end
 
 local function tables(rows)

@@ -1,6 +1,6 @@
--- Tolerance: in f32, sums of k products, 1e-5. In f16 and bf16 a norm's f32 arithmetic may
--- move a rounding of h by a step; where y is computed on its own first it is rounded, too,
--- and the result is. Results here are about 1, so that is a few steps.
+-- Tolerance: in f32, sums of k products, 1e-5. In f16 and bf16 a norm's f32 arithmetic
+-- may move a rounding of h by a step; where y is computed on its own first it is rounded,
+-- too, and the result is. Results here are about 1, so that is a few steps.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"
@@ -66,9 +66,10 @@ end
 
 describe("linear", function()
   for _, form in ipairs { "plain", "add", "swiglu" } do
-    for _, size in ipairs { { 1, 32, 8 }, { 1, 1056, 66 }, { 2, 576, 34 }, { 4, 4096, 130 },
-                            { 3, 40, 6 }, { 5, 64, 20 }, { 49, 32, 10 }, { 0, 8, 4 },
-                            { 1, 1, 2 }, { 1, 14336, 12 } } do
+    for _, size in ipairs { { 1, 32, 8 }, { 1, 1056, 66 }, { 2, 576, 34 },
+                            { 4, 4096, 130 }, { 3, 40, 6 }, { 5, 64, 20 },
+                            { 49, 32, 10 }, { 0, 8, 4 }, { 1, 1, 2 },
+                            { 1, 14336, 12 } } do
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, extras in ipairs { false, true } do
           case { form = form, rows = size[1], k = size[2], n = size[3], dtype = dtype,
@@ -115,7 +116,9 @@ describe("linear", function()
     S.fails(call("plain", out, zeros(7)), "norm is f32 [7]", "k=8")
     S.fails(call("plain", out, zeros(8), -1), "eps is -1")
     S.fails(call("plain", out, nil, 0, zeros(5)), "bias is f32 [5]")
-    S.fails(kv.C.kvl_linear(x, nil, 0, zeros(8, 8), nil, 1, x), "out shares memory with x")
-    S.raises("linear: form is \"adds\", expected one of", kv.ops.linear, x, w, out, "adds")
+    S.fails(kv.C.kvl_linear(x, nil, 0, zeros(8, 8), nil, 1, x),
+      "out shares memory with x")
+    S.raises("linear: form is \"adds\", expected one of", kv.ops.linear, x, w, out,
+      "adds")
   end)
 end)

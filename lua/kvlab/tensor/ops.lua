@@ -50,10 +50,10 @@ end
 local FORMS = { plain = C.KVL_LINEAR_PLAIN, add = C.KVL_LINEAR_ADD,
                 swiglu = C.KVL_LINEAR_SWIGLU }
 
---- A projection y = h @ weight^T + bias with what belongs to it, in one op. h is x, or with
--- a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or silu(y's
--- first half) * its second half ("swiglu", whose weight has two rows for each output).
--- x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu.
+--- A projection y = h @ weight^T + bias with what belongs to it, in one op. h is x, or
+-- with a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or
+-- silu(first half of y) * its second half ("swiglu", with two rows of weight for each
+-- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu.
 function M.linear(x, weight, out, form, norm, eps, bias)
   expect_tensor("linear", "x", x)
   expect_tensor("linear", "weight", weight)
