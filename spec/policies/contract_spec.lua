@@ -63,7 +63,8 @@ local function check_row(row, n, policy, count)
   if policy.takes_less then
     assert.is_true(taken <= budget, "the budget is not exceeded")
   else
-    assert.equal(budget, taken, "the budget is used and not exceeded")
+    assert.equal(budget, taken, "the budget is used and not exceeded; a block whose "
+      .. "score is -inf or NaN is never selected")
   end
 end
 
@@ -191,10 +192,15 @@ local function contract(name, dev)
     end
   end)
 
-  it("gives the same output for the same input", function()
+  it("gives the same output for the same input, in finite numbers", function()
     local o = { policy = name, options = third(name), lengths = LENGTHS, steps = 3 }
     local a, b = rig.decode(dev, o), rig.decode(dev, o)
-    for i, step in ipairs(a.steps) do support.equal(step.out, b.steps[i].out, name) end
+    for i, step in ipairs(a.steps) do
+      support.equal(step.out, b.steps[i].out, name)
+      local sum = step.out:cast "f32":abs():sum():item()
+      assert.is_true(sum > 0 and sum < math.huge,
+        "attention is not finite, or 0 everywhere: its size is " .. sum)
+    end
   end)
 
   it("keeps what it needs when every step is a scope", function()

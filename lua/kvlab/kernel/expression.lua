@@ -174,6 +174,12 @@ end
 
 local function is_fraction(x) return x.value % 1 ~= 0 end
 
+--- What to do with a bool where a number is expected.
+local function bool_hint(x)
+  return x.type == "bool" and '; :cast "i32" makes 0 and 1 of a bool, and any and all '
+    .. "reduce bools" or ""
+end
+
 --- Both sides in one type, where the rules above give one.
 local function unify(a, b, what, where)
   if a.type == "number" and b.type == "number" then
@@ -198,7 +204,7 @@ local BITS = { i32 = true, u32 = true, u64 = true, bool = true }
 
 local function expect_type(x, kinds, words_, what, where)
   if not kinds[x.type] then
-    fail(where, "%s: %s, expected %s", what, side(x), words_)
+    fail(where, "%s: %s, expected %s%s", what, side(x), words_, bool_hint(x))
   end
 end
 
@@ -371,8 +377,11 @@ end
 -- the bits of u32 and u64. min and max are the smaller and the larger of two numbers; of
 -- a number and NaN it is the number.
 local function operator(op)
-  return function(a, b)
+  return function(a, b, ...)
     local where = user_line()
+    if select("#", ...) > 0 then
+      fail(where, "%s takes two values, given %d", op, 2 + select("#", ...))
+    end
     return build(op, { lift(a, op, where), lift(b, op, where) }, where)
   end
 end
@@ -380,8 +389,11 @@ end
 -- popcount counts the ones of u32 and u64, as i32. The others take f32 or i32 and make
 -- f32.
 local function unary(op)
-  return function(a)
+  return function(a, ...)
     local where = user_line()
+    if select("#", ...) > 0 then
+      fail(where, "%s takes one value, given %d", op, 1 + select("#", ...))
+    end
     return build(op, { lift(a, op, where) }, where)
   end
 end
@@ -463,14 +475,22 @@ end
 Expression.__add, Expression.__sub = operator "add", operator "sub"
 Expression.__mul, Expression.__div = operator "mul", operator "div"
 Expression.__pow, Expression.__mod = operator "pow", operator "mod"
-Expression.__unm = unary "neg"
+local negative = unary "neg"
+Expression.__unm = function(a) return negative(a) end -- Lua gives the operand twice
 Expression.__lt, Expression.__le = no_order, no_order
+
+-- What has no method, and how it is written.
+local DEVIATION = ': with m = x:mean "token", ((x - m) ^ 2):mean "token" is the variance, '
+  .. "and its sqrt() the standard deviation"
+local WRITTEN = { std = DEVIATION, var = DEVIATION, pow = ": write a ^ b",
+                  square = ": write a ^ 2", add = ": write a + b", mul = ": write a * b" }
 Expression.__index = function(_, name)
   local method = methods[name]
   if method or type(name) ~= "string" then return method end
   if FIELDS[name] then return nil end
-  local near = words.nearest(name, sorted.keys(methods))
-  fail(user_line(), "%s is no method of an expression, did you mean %s?", name, near)
+  local near, far = words.nearest(name, sorted.keys(methods))
+  fail(user_line(), "%s is no method of an expression%s", name, WRITTEN[name]
+    or far <= #name / 3 and (", did you mean %s?"):format(near) or "")
 end
 Expression.__call = function(self)
   fail(user_line(), "%s is no function of expressions%s", self.name or self.op,
@@ -612,13 +632,17 @@ local NODES_MAX = 500
 ---@param root kvlab.Expression
 ---@param fields table<string, kvlab.Expression>  the summary's, resolved
 ---@param what string    for errors: "policy quest: score"
-function M.resolve(root, fields, what)
+---@param beside? table  of a field of a summary: all of its fields, by name
+function M.resolve(root, fields, what, beside)
   local new, count = {}, 0
   M.each(root, function(x)
     count = count + 1
     if x.op == "field" then
       local field = fields[x.name]
-      if not field then
+      if beside and beside[x.name] then
+        fail(x.line, "%s: %s is a field of the same summary, and a field is made of k, v "
+          .. "and tokens alone", what, x.name)
+      elseif not field then
         local names = sorted.keys(fields)
         local near = words.nearest(x.name, names)
         local known, far = words.nearest(x.name, sorted.keys(M.leaves))
@@ -649,8 +673,8 @@ function M.resolve(root, fields, what)
     end
   end)
   if count > NODES_MAX then
-    error(("%s: an expression of %d nodes, expected at most %d"):format(what, count,
-      NODES_MAX), 0)
+    fail(M.line_of(root), "%s: an expression of %d nodes, expected at most %d; what "
+      .. "depends on keys alone can be a field of the summary", what, count, NODES_MAX)
   end
   return new[root]
 end

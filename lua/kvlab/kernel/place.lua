@@ -192,6 +192,17 @@ end
 ---@param what string  "policy quest"
 function M.fields(exprs, what)
   local fields = {}
+  if expression.is_expression(exprs) then
+    fail(exprs, "%s: summary is an expression, expected a table of its fields: "
+      .. "summary = { NAME = ... }", what)
+  end
+  for key, x in pairs(exprs) do
+    if type(key) ~= "string" then
+      local where = expression.is_expression(x) and expression.line_of(x) .. ": " or ""
+      error(("%s%s: summary[%s] has no name, expected NAME = an expression"):format(where,
+        what, tostring(key)), 0)
+    end
+  end
   for _, name in ipairs(sorted.keys(exprs)) do
     local x = exprs[name]
     local label = ("%s: summary.%s"):format(what, name)
@@ -199,10 +210,9 @@ function M.fields(exprs, what)
       error(("%s is %s, expected an expression"):format(label, type(x)), 0)
     end
     if rawget(expression.e, name) then
-      error(("%s: expressions have a %s of their own; choose another name"):format(label,
-        name), 0)
+      fail(x, "%s: expressions have a %s of their own; choose another name", label, name)
     end
-    x = expression.resolve(x, {}, label)
+    x = expression.resolve(x, {}, label, exprs)
     if x.op == "number" or x.type == "number" then
       error(("%s is a number, expected an expression of k, v or tokens"):format(label), 0)
     end
@@ -352,6 +362,9 @@ local function check_hook(name, x, what)
   if not expression.is_expression(x) then
     error(("%s is %s, expected an expression"):format(what, type(x)), 0)
   end
+  expression.each(x, function(one)
+    if one.op == "leaf" then check_leaf({ place = "hook", what = what }, x, one) end
+  end)
   x = expression.resolve(x, {}, what)
   local wanted = WANTED[name]
   if x.op ~= "number" and not wanted:find(x.type, 1, true) then
@@ -368,7 +381,6 @@ local function check_hook(name, x, what)
       fail(one, "%s: %s: it is computed for each key by itself and knows no reductions",
         what, expression.text(one, 60))
     end
-    if one.op == "leaf" then check_leaf({ place = "hook", what = what }, x, one) end
   end)
   return x
 end

@@ -291,6 +291,11 @@ local function check_definition(def)
   options.check(what, def, known, 3)
   def.defaults, def.takes = def.defaults or {}, def.takes or {}
   def.aliases = def.aliases or {}
+  for _, key in ipairs(sorted.keys(def.defaults)) do
+    if def.defaults[key] ~= def.defaults[key] then
+      error(("%s: the default of %s is nan, expected a number"):format(what, key), 3)
+    end
+  end
   if not (def.prefill or def.decode) then
     error(what .. " declares neither prefill nor decode", 3)
   end

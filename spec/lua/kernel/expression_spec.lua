@@ -74,6 +74,18 @@ describe("an expression", function()
       "an operand is a table, expected an expression or a number" },
     ["a wrong cast"] = { function() local _ = e.q:cast "f64" .. "" end,
       'the type is "f64", expected f32, i32, u32 or u64' },
+    ["three values of max"] = { function() local _ = e.max(e.q, e.lo, e.hi) .. "" end,
+      "max takes two values, given 3" },
+    ["two values of abs"] = { function() local _ = e.abs(e.q, e.k) .. "" end,
+      "abs takes one value, given 2" },
+    ["a sum of bools"] = { function() local _ = e.q:gt(0):sum "dim" .. "" end,
+      'expected f32, i32, u32, u64; :cast "i32" makes 0 and 1 of a bool' },
+    ["a method that is an operator"] = { function() local _ = e.q:pow(2) .. "" end,
+      "pow is no method of an expression: write a %^ b" },
+    ["a standard deviation"] = { function() local _ = e.k:std "token" .. "" end,
+      'with m = x:mean "token", %(%(x %- m%) %^ 2%):mean "token" is the variance' },
+    ["a method like no other"] = { function() local _ = e.q:cumulate() .. "" end,
+      "cumulate is no method of an expression$" },
     ["a wrong dtype of a const"] = { function() local _ = e.const("i8", "t") .. "" end,
       'the dtype is "i8"' },
   } do
@@ -102,6 +114,18 @@ describe("an expression", function()
     assert.matches("the dimension head", refused(place.fields, { a = e.q }, "policy p"))
     assert.matches("expressions have a max of their own",
       refused(place.fields, { max = e.k:max "token" }, "policy p"))
+    assert.matches(HERE .. "policy p: summary is an expression, expected a table",
+      refused(place.fields, e.k:min "token", "policy p"))
+    assert.matches(HERE .. "policy p: summary%[1%] has no name",
+      refused(place.fields, { e.k:min "token", lo = e.k:min "token" }, "policy p"))
+    assert.matches(HERE .. "policy p: summary.z: lo is a field of the same summary",
+      refused(place.fields, { lo = e.k:min "token", z = e.lo + 1 }, "policy p"))
+    assert.matches(HERE .. "policy p: bias: there is no k in a bias",
+      refused(place.check_attention, { bias = (e.k * 2):sum "dim" }, "policy p"))
+    local large = e.block
+    for i = 1, 600 do large = large + i end
+    assert.matches(HERE .. "p: score: an expression of %d+ nodes, expected at most 500; "
+      .. "what depends on keys alone", refused(place.reads_keys, large, {}, "p"))
     assert.matches("reduce it over head",
       refused(place.reads_keys, e.q:sum "dim", {}, "p"))
     assert.matches("there is no block in a summary",

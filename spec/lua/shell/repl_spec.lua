@@ -236,6 +236,8 @@ text = "void s(const float *x, int64_t n) {}"
 :kernel magicpig
 :time magicpig
 :time no_such_thing
+:time "oracle"
+:time kv.policy "oracle"
 :kernel
 ]]
       assert.equal("/* A kernel that kvlab generated.\n * value = max_token(k) */\n",
@@ -248,6 +250,8 @@ text = "void s(const float *x, int64_t n) {}"
       assert.matches("\n %* add = log_weights %*/\n", output)
       assert.matches("\npolicy magicpig has kernels inside of attention alone: ", output)
       assert.matches('\nno policy "no_such_thing"', output)
+      local refused = "policy oracle has no expressions: its kernels are ops\n"
+      assert.matches("\n" .. refused .. refused, output)
       assert.matches("score: q has dimensions %[head, dim%], expected none", output)
       assert.matches("\n:kernel needs an expression, a map or a policy\n$", output)
     end)

@@ -103,8 +103,11 @@ commands.who = { "", "the session's variables with types and sizes",
     print_table({ "name", "type", "size" }, rows)
   end }
 
---- The policy that a bare word names, where the session has no variable of this name.
+--- The policy that a quoted word names, or a bare one where the session has no variable
+-- of this name.
 local function policy_of(session, text)
+  local quoted = text:match "^[\"']([%a_][%w_]*)[\"']$"
+  if quoted then return require("kvlab.policy.policy")(quoted) end
   if not text:find "^[%a_][%w_]*$" or rawget(session.environment, text) ~= nil
      or rawget(_G, text) ~= nil then return nil end
   return require("kvlab.policy.policy")(text)
@@ -125,7 +128,7 @@ commands.time = { "CODE", "how long it takes; of an expression or policy, its ke
     if value then return time_kernels(value) end
     local fn = compile_for(session, text)
     local seconds = timing.runs(function() value = fn() end)
-    if kernels.has_kernels(value) then
+    if kernels.is_timed(value) then
       time_kernels(value)
     elseif #seconds == 1 then
       io.stdout:write(timing.text(seconds[1]), "\n")

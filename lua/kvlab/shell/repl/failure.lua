@@ -54,6 +54,8 @@ function M.handler(sources)
       if info.what ~= "C" then
         local where, rest = place(info, raised)
         failure.message = rest or failure.message
+        -- how we found out what is wrong with that line is not for its author
+        if rest and not is_library(info) then failure.calls = {} end
         if not failure.at and not is_library(info) then
           failure.at, failure.line = where, read_line(info, sources)
         end
