@@ -480,8 +480,8 @@ Expression.__unm = function(a) return negative(a) end -- Lua gives the operand t
 Expression.__lt, Expression.__le = no_order, no_order
 
 -- What has no method, and how it is written.
-local DEVIATION = ': with m = x:mean "token", ((x - m) ^ 2):mean "token" is the variance, '
-  .. "and its sqrt() the standard deviation"
+local DEVIATION = ': with m = x:mean "token", ((x - m) ^ 2):mean "token" is the '
+  .. "variance, and its sqrt() the standard deviation"
 local WRITTEN = { std = DEVIATION, var = DEVIATION, pow = ": write a ^ b",
                   square = ": write a ^ 2", add = ": write a + b", mul = ": write a * b" }
 Expression.__index = function(_, name)
