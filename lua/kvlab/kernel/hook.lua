@@ -111,9 +111,12 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   local emits = next(self.emits) and not ctx.is_prefill
   local kept = emits and scores_of(self, ctx)
   if emits then lse = lse or kept.lse end
+  for name in pairs(self.emits) do self.owner.emitted[name] = nil end
   attention.hook = self
-  out = reader:attend(attention, selection, ctx, out, lse)
-  attention.hook = nil
+  local ok, result = pcall(reader.attend, reader, attention, selection, ctx, out, lse)
+  attention.hook = nil -- also after an error, or attention:direct would have it
+  if not ok then error(result, 0) end
+  out = result
   if emits then
     for name, one in pairs(self.emits) do
       self.owner.emitted[name] = self:emit(one, selection, ctx, lse,

@@ -100,6 +100,36 @@ local function specs(dev_name)
     end)
   end
 
+  for name, tier in pairs(TIERS) do
+    it("leaves no hook behind when attention fails, through " .. name, function()
+      local failed, direct, emitted = {}, {}, {}
+      local make = define {
+        bias = e.input "far",
+        emit = { mass = e.weight:sum "token":mean "head" },
+        compute_decode = function(self, attention, ctx, out)
+          self.far = kv.full(dev, "f32", { ctx.seqs, 1, ctx.width }, 1):mul(
+            kv.arange(dev, "f32", ctx.width))
+          out = attention:over(nil, ctx, out)
+          self.far = nil
+          local ok, why = pcall(attention.over, attention, nil, ctx)
+          failed[#failed + 1] = not ok and why
+          emitted[#emitted + 1] = self.emitted.mass ~= nil
+          if ctx.layer == 1 then
+            direct[#direct + 1] = attention:direct(nil, ctx):clone()
+          end
+          return out
+        end,
+      }
+      decode(dev, tier, { policy = make {}, steps = 2 })
+      local want = decode(dev, tier, { steps = 2 })
+      for n = 1, 2 do close(direct[n], want.steps[n].out, "step " .. n) end
+      for i = 1, 4 do
+        assert.matches("the input far is nil, expected a tensor", failed[i], 1, true)
+        assert.is_false(emitted[i])
+      end
+    end)
+  end
+
   it("has no part in layers that have a window of their own", function()
     local sums = {}
     local p = define { bias = e.position / 2, mask = e.block:ne(0),
