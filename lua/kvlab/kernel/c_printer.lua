@@ -46,12 +46,22 @@ function Printer:element(_, value)
   return { text = tostring(value), level = 0 }
 end
 
+--- How many vectors along dim a turn of a loop takes. In a summary the loops over tokens
+-- are inside of it: each reads more of a row then, and has more sums under way, as many
+-- as there are registers for.
+function Printer:vectors_together(dim, size)
+  if dim ~= "dim" or self.plan.place ~= "summary" then return 1 end
+  local count = self.lanes == 16 and 8 or 4
+  while size % (count * self.lanes) ~= 0 do count = count / 2 end
+  return count
+end
+
 --- The head and tail of a loop over a dimension, and its variable.
 function Printer:loop(s, dim, size, is_vector, _, step)
   local name = s:name(dim:sub(1, 1))
   local last = dim == "token" and self.tokens or tostring(size)
   local head = ("for (int %s = 0; %s < %s; %s) {"):format(name, name, last,
-    is_vector and name .. " += VF" or step and ("%s += %d"):format(name, step)
+    step and ("%s += %s"):format(name, step) or is_vector and name .. " += VF"
     or name .. "++")
   if self.plan.place == "hook" then
     self.key = name

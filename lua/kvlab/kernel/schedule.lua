@@ -167,6 +167,17 @@ local function is_repeated(self, x, bind, level)
   return false
 end
 
+--- What a turn of a loop binds its dimension to: one element or vector, or several
+-- vectors, which reductions inside of the loop compute together.
+local function elements_of_turn(text, level, vector, together)
+  local list = {}
+  for u = 0, together - 1 do
+    list[u + 1] = { text = u == 0 and text or ("(%s + %d * VF)"):format(text, u),
+                    level = level, vector = vector, turn = together > 1 and list or nil }
+  end
+  return list
+end
+
 --- Binds every dimension of a list in turn and calls fn with the bindings, inside of the
 -- loops that are needed.
 function Schedule:over(dims, fn, bind, i)
@@ -180,12 +191,17 @@ function Schedule:over(dims, fn, bind, i)
       self:over(dims, fn, bind, i + 1)
     end
   else
-    local level = self:push(dim)
+    local level, together = self:push(dim), 1
+    if mode == "vector" and self.printer.vectors_together then
+      together = self.printer:vectors_together(dim, self.sizes[dim])
+    end
     local head, tail, text = self.printer:loop(self, dim, self.sizes[dim],
-      mode == "vector", self.sharing)
+      mode == "vector", self.sharing, together > 1 and ("%d * VF"):format(together) or nil)
     self.sharing = false
-    bind[dim] = { text = text, level = level, vector = mode == "vector" }
-    self:over(dims, fn, bind, i + 1)
+    for _, element in ipairs(elements_of_turn(text, level, mode == "vector", together)) do
+      bind[dim] = element
+      self:over(dims, fn, bind, i + 1)
+    end
     self:pop(head, tail)
   end
   bind[dim] = nil
@@ -276,7 +292,8 @@ end
 -- ---- reductions -----------------------------------------------------------------------
 
 --- All bindings of a reduction's dimensions that share its loop: those to loops as they
--- are in `bind`, and every element of a dimension that is unrolled.
+-- are in `bind`, with all vectors of the turn, and every element of a dimension that is
+-- unrolled.
 local instances
 function instances(self, x, bind, others)
   local list = { {} }
@@ -293,10 +310,12 @@ function instances(self, x, bind, others)
     for _, one in ipairs(list) do
       local count = (mode == "unroll" or mode == "lanes")
         and self.printer:elements(dim, self.sizes[dim])
-      for value = 0, count and count - 1 or 0 do
+      local turn_of = not count and bind[dim].turn
+      for value = 0, (count or turn_of and #turn_of or 1) - 1 do
         local copy = {}
         for name, to in pairs(one) do copy[name] = to end
-        copy[dim] = count and self.printer:element(dim, value) or bind[dim]
+        copy[dim] = count and self.printer:element(dim, value)
+          or turn_of and turn_of[value + 1] or bind[dim]
         next_list[#next_list + 1] = copy
       end
     end
