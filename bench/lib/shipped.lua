@@ -1,5 +1,5 @@
 --- The scores and summaries of policies, each in up to three ways: as an expression, by
--- the ops that the shipped policy calls, and by tensor ops alone. spec/lua/kernel/
+-- hand-written ops, and by tensor ops alone. spec/lua/kernel/
 -- shipped_spec.lua holds them to each other, and `kvlab bench K2` times them.
 --
 -- A way is made by a function of a rig and has update(ev), fields() and score(ctx), or
@@ -102,6 +102,14 @@ local function shipped(rig, name, fields)
     end,
     fields = fields and function() return fields(p) end,
     score = function(ctx) return p:score(ctx) end }
+end
+
+--- A hand-written summary of kv.summary, and q . its vectors. fields(summary)
+-- has its rows by name.
+local function by_ops(summary, fields)
+  return { update = function(ev) summary:update(ev) end,
+    fields = function() return fields(summary) end,
+    score = function(ctx) return kv.ops.score_mean(ctx.query, summary, ctx) end }
 end
 
 --- The plan of the kernel that an expression's summary or score runs.
@@ -218,8 +226,8 @@ case {
       score = (e.q * e.mean):sum "dim":max "head" })
   end,
   hand = function(rig)
-    return shipped(rig, "block_mean", function(p)
-      return { mean = rows(rig, p.means:layer(0)) }
+    return by_ops(kv.summary.mean(rig.shape), function(means)
+      return { mean = rows(rig, means:layer(0)) }
     end)
   end,
   tensors = function(rig)
@@ -326,8 +334,8 @@ case {
                             score = (e.q * e.far):sum "dim":max "head" })
   end,
   hand = function(rig)
-    return shipped(rig, "infllm", function(p)
-      return { far = rows(rig, p.far:layer(0)) }
+    return by_ops(kv.summary.representatives(rig.shape, 4), function(far)
+      return { far = rows(rig, far:layer(0)) }
     end)
   end,
 }

@@ -11,14 +11,13 @@
 -- Fails   history: a block that was passed over never comes back, whatever is asked.
 --         mean: heads that want different blocks share one list, and after a change of
 --         topic the list is out of date for up to refresh - 1 steps
-local kv = require "kvlab"
+local kv, e = require "kvlab", require("kvlab").expr
 local whole, count = kv.policy.whole, kv.policy.count
 
 local function update(self, ev) return self.means and self.means:update(ev) end
 local function scores_of(self, ctx)
   if self.means then return ctx:score_means(self.means) end
-  local counts, scores = self.tally:load(ctx), ctx:new_scores(1)
-  return counts:mul(0.5, scores):add(ctx:ramp(0.1, 1), scores)
+  return self:history(ctx, self.tally:load(ctx))
 end
 
 return kv.policy.define {
@@ -31,6 +30,9 @@ return kv.policy.define {
     max_pending_prefetch = count },
   aliases = { sparse_ratio = "ratio", init_window_sz = "sink",
               local_window_sz = "recent" },
+  history = kv.kernel.map(function(times)
+    return 0.5 * times + 0.1 + 0.9 * (e.block / e.max(e.blocks - 1, 1))
+  end),
   init = function(self, shape)
     self.means = self.scores == "mean" and kv.summary.mean(shape)
     self.tally = kv.tally(shape, 1, self.means and -math.huge or 0)

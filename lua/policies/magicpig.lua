@@ -31,6 +31,8 @@ local function hash_queries(self, ctx)
 end
 
 --- The chance that each block's hash collides with the query's; 0 past the last block.
+-- (One kv.kernel.map in place of these ops takes 6 times as long on a CPU, where maps are
+-- not computed in vectors.)
 local function collision_chance(self, ctx)
   local x = kv.ops.score_hamming(hash_queries(self, ctx), self.hashes, ctx)
   x:div(self.code, x):add(1, x):maximum(0, x) -- p

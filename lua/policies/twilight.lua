@@ -9,20 +9,19 @@
 -- Cost    reads 1/block_size of the keys (in f32); no host synchronisation
 -- Fails   an estimate that is too sharp keeps one block of several that matter; one that
 --         is too flat reaches the budget before `p`
-local kv = require "kvlab"
+local kv, e = require "kvlab", require("kvlab").expr
 
 return kv.policy.define {
   name = "twilight", prefill = false, decode = true,
   defaults = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 2, p = 0.95 },
   takes = { p = kv.policy.share }, takes_less = true, complete = { p = 1 },
 
-  init = function(self, shape) self.means = kv.summary.mean(shape) end,
-  on_prefill_offload = function(self, ev) self.means:update(ev) end,
-  on_decode_offload = function(self, ev) self.means:update(ev) end,
+  summary = { mean = e.k:mean "token" },
+  score = (e.q * e.mean):sum "dim":max "head",
   select_blocks = function(self, ctx)
-    local weights = ctx:weights(kv.ops.score_mean(ctx.query, self.means, ctx))
+    local weights = self:score(ctx)
+    weights:softmax(ctx.scale, weights)
     local selection, counts = ctx:select(weights, self.budget)
     return ctx:trim(weights, self.p, self.budget, selection, counts)
   end,
-  score_bytes = function(self) return self.means:bytes_block() end,
 }
