@@ -334,8 +334,8 @@ case {
                             score = (e.q * e.far):sum "dim":max "head" })
   end,
   hand = function(rig)
-    return by_ops(kv.summary.representatives(rig.shape, 4), function(far)
-      return { far = rows(rig, far:layer(0)) }
+    return by_ops(kv.summary.representatives(rig.shape, 4), function(means)
+      return { far = rows(rig, means:layer(0)) }
     end)
   end,
 }

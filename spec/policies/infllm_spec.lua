@@ -26,7 +26,7 @@ describe("infllm", function()
       function()
         local policy = kv.policy("infllm", { representatives = count })
         local run = small.play(policy, chunks, steps)
-        local all, want, got = policy.far:layer(0):list(), {}, {}
+        local all, want, got = policy.summary.mean:layer(0):list(), {}, {}
         for b, block in ipairs(run.seq:table()) do
           local keys = small.keys_of(run, b - 1, 1)
           if #keys == small.SHAPE.block_size or steps == 0 then

@@ -196,7 +196,8 @@ function Schedule:over(dims, fn, bind, i)
       together = self.printer:vectors_together(dim, self.sizes[dim])
     end
     local head, tail, text = self.printer:loop(self, dim, self.sizes[dim],
-      mode == "vector", self.sharing, together > 1 and ("%d * VF"):format(together) or nil)
+      mode == "vector", self.sharing,
+      together > 1 and ("%d * VF"):format(together) or nil)
     self.sharing = false
     for _, element in ipairs(elements_of_turn(text, level, mode == "vector", together)) do
       bind[dim] = element

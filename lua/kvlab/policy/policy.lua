@@ -26,7 +26,9 @@
 --                                          in host memory, this runs before the blocks
 --                                          leave the device
 --     summary = { name = expression }      what is kept of each block, see kvlab.kernel;
---                                          self.summary.name:layer(i) is its tensor
+--                                          self.summary.name:layer(i) is its tensor.
+--                                          summary(options) returns such a table, for
+--                                          expressions whose form depends on an option
 --     score = expression                   in place of a function
 --     score(self, ctx)                     f32 [seqs, kv_heads or 1, ctx.width], higher
 --                                          is better; ctx:new_scores() gives a tensor to
@@ -136,7 +138,10 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
-  takes_less = options.boolean, scores_keys = options.boolean, summary = options.table,
+  takes_less = options.boolean, scores_keys = options.boolean,
+  summary = { "a table or a function", function(x)
+    return type(x) == "table" or type(x) == "function"
+  end },
   score = { "a function or an expression", function(x)
     return type(x) == "function" or expression.is_expression(x)
   end },
@@ -319,7 +324,8 @@ local function files_of(def)
   local paths = {}
   for _, value in pairs(def) do add_files(value, paths) end
   for _, key in ipairs { "summary", "emit" } do
-    for _, value in pairs(def[key] or {}) do add_files(value, paths) end
+    local fields = type(def[key]) == "table" and def[key] or {}
+    for _, value in pairs(fields) do add_files(value, paths) end
   end
   return sorted.keys(paths)
 end
@@ -340,15 +346,27 @@ local function number_options(def)
   return numbers
 end
 
+--- The definition with the fields of its summary, if these depend on options.
+local function with_fields(def, o)
+  if type(def.summary) ~= "function" then return def end
+  local fields = def.summary(o)
+  if type(fields) ~= "table" then
+    error(("policy %s: summary returns %s, expected a table of expressions"):format(
+      def.name, type(fields)), 0)
+  end
+  return setmetatable({ summary = fields }, { __index = def })
+end
+
 --- Puts the kernels of a definition's expressions where its functions would be.
-local function use_expressions(class, def)
+---@param defaults table  all options, as they are when none is given
+local function use_expressions(class, def, defaults)
   local maps, inside = {}, {}
   for key, value in pairs(def) do
     if map.is_map(value) then maps[key], inside[key] = value, value.expression end
   end
   local numbers = number_options(def)
-  local fields, reads_keys = kernel.check(def, inside, numbers)
-  class.expressions = { fields = fields, maps = maps }
+  local fields, reads_keys = kernel.check(with_fields(def, defaults), inside, numbers)
+  class.expressions = { fields = fields, maps = maps, numbers = numbers }
   if kernel_hook.check(def, numbers) then class.expressions.attention = def end
   if (def.bias or def.mask or def.log_weight) and def.complete == nil then
     class.complete = false
@@ -380,13 +398,18 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
-  use_expressions(class, def)
+  use_expressions(class, def, merge_options(checked, nil, 2))
   class.files = files_of(def)
   for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
   return function(given, level)
     local self = merge_options(checked, given, level or 2)
     self.options = sorted.keys(self)
+    if type(def.summary) == "function" then
+      local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)
+      self.expressions = setmetatable({ fields = fields },
+        { __index = class.expressions })
+    end
     M.note_use(setmetatable(self, class))
     return self
   end

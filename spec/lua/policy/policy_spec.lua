@@ -27,6 +27,49 @@ describe("exceeds_budget", function()
   end)
 end)
 
+describe("a summary that depends on an option", function()
+  local e = kv.expr
+  local function open(summary, o)
+    return kv.policy.define { name = "powers", decode = true, defaults = { power = 2 },
+      summary = summary, score = e.x:sum "dim" }(o)
+  end
+  local function power(o)
+    local x = e.k
+    for _ = 2, o.power do x = x * e.k end
+    return { x = x:mean "token" }
+  end
+
+  it("has the fields that its function returns for the options", function()
+    assert.equal("mean_token(k * k)", tostring(open(power).expressions.fields.x))
+    local third = open(power, { power = 3 })
+    assert.equal("mean_token(k * k * k)", tostring(third.expressions.fields.x))
+    assert.equal(1, #third.files)
+  end)
+
+  it("computes them", function()
+    local best = {}
+    for i = 1, 3 do
+      local p = open(power, { power = i })
+      rig.decode(kv.device "cpu", { policy = p, lengths = { 40 }, steps = 1 })
+      best[i] = p.summary.x:layer(0):index(0):index(0):list()[1]
+    end
+    assert.is_true(best[2] > 0 and best[1] ~= best[2] and best[2] ~= best[3])
+  end)
+
+  it("is refused when it is no table of expressions", function()
+    raises("policy powers: summary returns nil, expected a table of expressions", open,
+      function() end)
+    raises("policy powers: summary.x is number, expected an expression", open,
+      function() return { x = 1 } end)
+    raises("policy powers: summary is 3, expected a table or a function", open, 3)
+    raises("there is no field x in the summary, which has y", open,
+      function() return { y = e.k:mean "token" } end)
+    raises("there is no field x in the summary, which has y", open, function(o)
+      return { [o.power == 2 and "x" or "y"] = e.k:mean "token" }
+    end, { power = 3 })
+  end)
+end)
+
 describe("the files of a policy", function()
   it("are those of its expressions, too, wherever they were built", function()
     local shared = temporary.file([[local e = require("kvlab").expr

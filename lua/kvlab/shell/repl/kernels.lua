@@ -61,7 +61,7 @@ end
 local function copy_of(p)
   local copy = {}
   for _, name in ipairs(p.options) do copy[name] = p[name] end
-  copy.options = p.options
+  copy.options, copy.expressions = p.options, p.expressions
   return setmetatable(copy, getmetatable(p))
 end
 
