@@ -5,7 +5,8 @@
 --         of their mean key
 -- Score   -cos(mean key of the block, mean of the unit vectors of all mean keys of the
 --         sequence), computed when a block becomes full; the open block comes first
--- Cost    reads 1/block_size of the keys (in f32) every block_size steps; needs no query
+-- Cost    reads 1/block_size of the keys (in f32) every block_size steps; needs no query.
+--         An expression sees one block, and the mean of the unit vectors is over all
 -- Fails   questions about blocks that look common, since it never sees the question
 local kv = require "kvlab"
 

