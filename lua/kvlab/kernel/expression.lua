@@ -28,325 +28,23 @@
 --   weight    f32 [head, token]  of the key in the softmax (emit)
 -- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
 -- expressions and numbers.
+local nodes = require "kvlab.kernel.node"
 local options = require "kvlab.options"
+local rules = require "kvlab.kernel.rules"
 local sorted = require "kvlab.sorted"
 local words = require "kvlab.words"
 
 local M = {}
 
----@class kvlab.Expression
----@field op string      what the node computes
----@field args kvlab.Expression[]
----@field dims string[]|nil   in canonical order; nil while a field's are not known
----@field type string|nil     f32 i32 u32 u64 bool, or "number" of a literal
----@field line string    the line that built it, "file:line"
-local Expression = {}
-M.Expression = Expression
-
-local function is_expression(x)
-  return type(x) == "table" and getmetatable(x) == Expression
+local before, fail, join, without = nodes.before, nodes.fail, nodes.join, nodes.without
+local Expression, is_expression = nodes.Expression, nodes.is_expression
+local node, user_line = nodes.node, nodes.user_line
+local cast_to, lift, CASTS = rules.cast_to, rules.lift, rules.CASTS
+for _, name in ipairs { "Expression", "is_expression", "line_of", "has_dim", "join",
+                        "number", "text" } do
+  M[name] = nodes[name]
 end
-M.is_expression = is_expression
-
--- ---- where a node was built -----------------------------------------------------------
-
-local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)kernel/expression%.lua$"
-
-local files_of = {} -- by such a line, whose path may be cut: its files, as keys
-
---- The innermost line outside of lua/kvlab.
-local function user_line()
-  local level = 3
-  while true do
-    local info = debug.getinfo(level, "Sl")
-    if not info then return "?" end
-    if info.what ~= "C" and info.currentline > 0
-       and info.source:sub(1, #HOUSE) ~= HOUSE then
-      local line = ("%s:%d"):format(info.short_src, info.currentline)
-      files_of[line] = files_of[line] or {}
-      files_of[line][info.source:match "^@(.*)$" or ""] = true
-      return line
-    end
-    level = level + 1
-  end
-end
-
---- The line that built a node. Leaves are everyone's: for one it is the line that is
--- running now.
-function M.line_of(x) return x.op == "leaf" and user_line() or x.line end
-
-local function fail(where, message, ...)
-  error(("%s: %s"):format(where, message:format(...)), 0)
-end
-
--- ---- dimensions -----------------------------------------------------------------------
-
--- The order in which dimensions are stored and looped over; the policy's own lie between
--- token and dim, by name.
-local RANK = { layer = 1, kv_head = 2, head = 3, token = 4, dim = 6 }
-local OWN = 5
-
-local function before(a, b)
-  local x, y = RANK[a] or OWN, RANK[b] or OWN
-  if x ~= y then return x < y end
-  return a < b
-end
-
-local function has(dims, name)
-  for i = 1, #dims do if dims[i] == name then return true end end
-  return false
-end
-M.has_dim = has
-
---- The dimensions of any of the args, in order.
-local function join(args)
-  local dims = {}
-  for _, arg in ipairs(args) do
-    for _, name in ipairs(arg.dims) do
-      if not has(dims, name) then dims[#dims + 1] = name end
-    end
-  end
-  table.sort(dims, before)
-  return dims
-end
-
-M.join = join
-
-local function without(dims, name)
-  local left = {}
-  for _, other in ipairs(dims) do if other ~= name then left[#left + 1] = other end end
-  return left
-end
-
-local function dims_text(dims)
-  return #dims == 0 and "no dimensions" or "[" .. table.concat(dims, ", ") .. "]"
-end
-
---- "lo, i32 [dim]": an operand, in the words of an error.
-local function side(x)
-  if x.op == "number" then return tostring(x) end
-  return ("%s (%s %s)"):format(M.text(x, 60), x.type, dims_text(x.dims))
-end
-
--- ---- nodes ----------------------------------------------------------------------------
-
-local function node(op, fields)
-  fields.op, fields.args = op, fields.args or {}
-  return setmetatable(fields, Expression)
-end
-
-local function number(value, kind, where)
-  return node("number", { value = value, type = kind or "number", dims = {},
-                          line = where })
-end
-
-M.number = number
-
---- An operand as a node: numbers become literals.
-local function lift(x, what, where)
-  if is_expression(x) then return x end
-  if type(x) == "number" then return number(x, nil, where) end
-  fail(where, "%s: an operand is %s, expected an expression or a number", what,
-    options.shown(x))
-end
-
-local LIMITS = { i32 = { -2 ^ 31, 2 ^ 31 - 1 }, u32 = { 0, 2 ^ 32 - 1 },
-                 u64 = { 0, 2 ^ 53 } }
-
---- A literal in the type of the other side.
-local function literal_as(x, kind, what, where)
-  local limits = LIMITS[kind]
-  if kind == "bool" then
-    fail(where, "%s: one side is the number %s and the other a bool; a bool is no "
-      .. "number, use where(a, b) or cast \"f32\"", what, tostring(x))
-  end
-  if limits and (x.value % 1 ~= 0 or x.value < limits[1] or x.value > limits[2]) then
-    fail(where, "%s: %s is no %s, which the other side is", what, tostring(x), kind)
-  end
-  return number(x.value, kind, where)
-end
-
-local function cast_to(x, kind, where)
-  if x.type == kind then return x end
-  if x.op == "number" then return number(x.value, kind, where) end
-  return node("cast", { args = { x }, type = kind, dims = x.dims, line = where })
-end
-
-local function is_fraction(x) return x.value % 1 ~= 0 end
-
---- What to do with a bool where a number is expected.
-local function bool_hint(x)
-  return x.type == "bool" and '; :cast "i32" makes 0 and 1 of a bool, and any and all '
-    .. "reduce bools" or ""
-end
-
---- Both sides in one type, where the rules above give one.
-local function unify(a, b, what, where)
-  if a.type == "number" and b.type == "number" then
-    return number(a.value, "f32", where), number(b.value, "f32", where)
-  end
-  if a.type == "number" and is_fraction(a) and b.type == "i32"
-    or b.type == "number" and is_fraction(b) and a.type == "i32" then
-    return cast_to(a, "f32", where), cast_to(b, "f32", where)
-  end
-  if a.type == "number" then return literal_as(a, b.type, what, where), b end
-  if b.type == "number" then return a, literal_as(b, a.type, what, where) end
-  if a.type == b.type then return a, b end
-  if a.type == "f32" and b.type == "i32" or a.type == "i32" and b.type == "f32" then
-    return cast_to(a, "f32", where), cast_to(b, "f32", where)
-  end
-  fail(where, "%s: %s and %s are of different types; cast one of them", what, side(a),
-    side(b))
-end
-
-local NUMERIC = { f32 = true, i32 = true, u32 = true, u64 = true }
-local BITS = { i32 = true, u32 = true, u64 = true, bool = true }
-
-local function expect_type(x, kinds, words_, what, where)
-  if not kinds[x.type] then
-    fail(where, "%s: %s, expected %s%s", what, side(x), words_, bool_hint(x))
-  end
-end
-
-local function to_f32(x, what, where)
-  if x.type == "number" or x.type == "i32" then return cast_to(x, "f32", where) end
-  if x.type ~= "f32" then
-    fail(where, "%s: %s, expected f32 or i32; cast it", what, side(x))
-  end
-  return x
-end
-
--- Each rule gets its args, with known dims and types, and returns the args as they are to
--- be, and the type of the result.
-local rules = {}
-
-local function numeric(name)
-  rules[name] = function(args, where)
-    local a, b = unify(args[1], args[2], name, where)
-    expect_type(a, NUMERIC, "numbers, not bools", name, where)
-    return { a, b }, a.type
-  end
-end
-for _, name in ipairs { "add", "sub", "mul", "min", "max", "mod" } do numeric(name) end
-
-local function floating(name)
-  rules[name] = function(args, where)
-    local new = {}
-    for i, arg in ipairs(args) do new[i] = to_f32(arg, name, where) end
-    return new, "f32"
-  end
-end
-for _, name in ipairs { "div", "pow", "exp", "log", "sqrt", "tanh", "sigmoid",
-                        "floor" } do
-  floating(name)
-end
-
-for _, name in ipairs { "neg", "abs", "relu" } do
-  rules[name] = function(args, where)
-    local x = args[1]
-    if x.type == "number" then x = cast_to(x, "f32", where) end
-    expect_type(x, { f32 = true, i32 = true }, "f32 or i32", name, where)
-    return { x }, x.type
-  end
-end
-
-for _, name in ipairs { "lt", "le", "gt", "ge", "eq", "ne" } do
-  rules[name] = function(args, where)
-    local a, b = unify(args[1], args[2], name, where)
-    expect_type(a, NUMERIC, "numbers; bools are joined with band, bor and bxor", name,
-      where)
-    return { a, b }, "bool"
-  end
-end
-
-for _, name in ipairs { "band", "bor", "bxor" } do
-  rules[name] = function(args, where)
-    local a, b = unify(args[1], args[2], name, where)
-    expect_type(a, BITS, "bits: i32, u32, u64 or bool", name, where)
-    return { a, b }, a.type
-  end
-end
-function rules.bnot(args, where)
-  expect_type(args[1], BITS, "bits: i32, u32, u64 or bool", "bnot", where)
-  return args, args[1].type
-end
-for _, name in ipairs { "lshift", "rshift" } do
-  rules[name] = function(args, where)
-    local x, by = args[1], args[2]
-    expect_type(x, { u32 = true, u64 = true }, "u32 or u64", name, where)
-    if by.type == "number" then by = literal_as(by, "i32", name, where) end
-    expect_type(by, { i32 = true }, "i32 as the number of bits", name, where)
-    return { x, by }, x.type
-  end
-end
-function rules.popcount(args, where)
-  expect_type(args[1], { u32 = true, u64 = true }, "u32 or u64", "popcount", where)
-  return args, "i32"
-end
-
-function rules.where(args, where)
-  if args[1].type ~= "bool" then
-    fail(where, "where: %s, expected a bool as the condition", side(args[1]))
-  end
-  local a, b = args[2], args[3]
-  if not (a.type == "bool" and b.type == "bool") then
-    a, b = unify(a, b, "where", where)
-  end
-  return { args[1], a, b }, a.type
-end
-
-local CASTS = {
-  f32 = { f32 = true, i32 = true, u32 = true, u64 = true, bool = true },
-  i32 = { f32 = true, i32 = true, u32 = true, bool = true },
-  u32 = { f32 = true, i32 = true, u32 = true, u64 = true, bool = true },
-  u64 = { u32 = true, u64 = true },
-}
-function rules.cast(args, where, extra)
-  local to, x = extra.to, args[1]
-  if x.type == "number" then return { cast_to(x, to, where) }, to end
-  if not CASTS[to][x.type] then
-    fail(where, "cast: %s has no cast to %s", side(x), to)
-  end
-  return args, to
-end
-
--- ---- reductions -----------------------------------------------------------------------
-
-local REDUCTIONS = {
-  sum = NUMERIC, max = NUMERIC, min = NUMERIC, mean = { f32 = true, i32 = true },
-  any = { bool = true }, all = { bool = true }, logsumexp = { f32 = true, i32 = true },
-  argmax = { f32 = true, i32 = true }, pack = { bool = true },
-}
-M.REDUCTIONS = REDUCTIONS
-
-local function reduction_rule(name, x, over, where)
-  local what = ("%s %q"):format(name, over)
-  if x.op == "number" then
-    fail(where, "%s: %s has no dimensions", what, tostring(x))
-  end
-  if not has(x.dims, over) then
-    local near, far = words.nearest(over, x.dims)
-    fail(where, "%s: %s has no dimension %s%s", what, side(x), over,
-      near and far <= 2 and (", did you mean %s?"):format(near) or "")
-  end
-  if over == "layer" or over == "kv_head" then
-    fail(where, "%s: a kernel sees one %s at a time and cannot reduce over it", what,
-      over)
-  end
-  expect_type(x, REDUCTIONS[name], table.concat(sorted.keys(REDUCTIONS[name]), ", "),
-    what, where)
-  if name == "mean" or name == "logsumexp" then x = cast_to(x, "f32", where) end
-  local kind = name == "argmax" and "i32" or name == "pack" and "u32" or x.type
-  local dims = without(x.dims, over)
-  if name == "pack" then
-    if has(dims, "word") then
-      fail(where, "%s: %s has a dimension word already", what, side(x))
-    end
-    dims[#dims + 1] = "word"
-    table.sort(dims, before)
-  end
-  return x, kind, dims
-end
+M.REDUCTIONS = rules.REDUCTIONS
 
 -- ---- building -------------------------------------------------------------------------
 
@@ -363,11 +61,11 @@ local function build(op, args, where, extra)
                       to = extra and extra.to })
   end
   if extra and extra.over then
-    local x, kind, dims = reduction_rule(op, args[1], extra.over, where)
+    local x, kind, dims = rules.reduce(op, args[1], extra.over, where)
     return node(op, { args = { x }, over = extra.over, type = kind, dims = dims,
                       line = where })
   end
-  local new, kind = rules[op](args, where, extra)
+  local new, kind = rules.rules[op](args, where, extra)
   if op == "cast" then return cast_to(new[1], kind, where) end
   return node(op, { args = new, type = kind, dims = join(new), line = where })
 end
@@ -419,7 +117,7 @@ local function reduction(op)
 end
 
 local methods = {}
-for name in pairs(REDUCTIONS) do methods[name] = reduction(name) end
+for name in pairs(rules.REDUCTIONS) do methods[name] = reduction(name) end
 for _, name in ipairs { "lt", "le", "gt", "ge", "eq", "ne", "band", "bor", "bxor",
                         "lshift", "rshift" } do
   methods[name] = operator(name)
@@ -619,7 +317,7 @@ end
 --- Adds the files that an expression's nodes were built in to a set of paths.
 function M.add_files(root, paths)
   M.each(root, function(x)
-    for path in pairs(files_of[x.line] or {}) do
+    for path in pairs(nodes.files_of[x.line] or {}) do
       if path ~= "" then paths[path] = true end
     end
   end)
@@ -703,46 +401,5 @@ function M.replace(root, old, by)
   end)
   return new[root]
 end
-
--- ---- as text --------------------------------------------------------------------------
-
-local INFIX = { add = { " + ", 1 }, sub = { " - ", 1 }, mul = { " * ", 2 },
-                div = { " / ", 2 }, mod = { " % ", 2 }, pow = { "^", 4 },
-                lt = { " < ", 0 }, le = { " <= ", 0 }, gt = { " > ", 0 },
-                ge = { " >= ", 0 }, eq = { " = ", 0 }, ne = { " != ", 0 } }
-
-local function show(x, outer)
-  local infix = INFIX[x.op]
-  if x.op == "number" then
-    return ("%.9g"):format(x.value)
-  elseif infix then
-    -- the right side of - / % and the left side of ^ bind tighter than their equals
-    local strength = infix[2]
-    local left = show(x.args[1], x.op == "pow" and strength + 1 or strength)
-    local right = show(x.args[2], x.op == "pow" and strength or strength + 1)
-    local text = left .. infix[1] .. right
-    return strength < outer and "(" .. text .. ")" or text
-  elseif x.op == "neg" then
-    local text = "-" .. show(x.args[1], 3)
-    return outer > 3 and "(" .. text .. ")" or text
-  elseif #x.args == 0 then
-    return x.name
-  end
-  local parts = {}
-  for i, arg in ipairs(x.args) do parts[i] = show(arg, 0) end
-  local name = x.over and x.op .. "_" .. x.over
-    or x.op == "cast" and (x.to or x.type) or x.op
-  return name .. "(" .. table.concat(parts, ", ") .. ")"
-end
-
---- The expression as one reads mathematics: max_head(sum_dim(max(q * lo, q * hi))).
----@param most? integer  letters, after which it is cut
-function M.text(x, most)
-  local text = show(x, 0)
-  if most and #text > most then text = text:sub(1, most - 3) .. "..." end
-  return text
-end
-
-Expression.__tostring = function(self) return M.text(self) end
 
 return M

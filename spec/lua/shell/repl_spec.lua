@@ -468,7 +468,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       server = server + 1
       local command = ("env XDG_STATE_HOME=%s TERM=screen %s %s repl"):format(
         quote(folder), environment or "", quote(executable))
-      tmux("-f /dev/null new-session -d -x 100 -y 60 " .. quote(command))
+      tmux("-f /dev/null new-session -d -x 100 -y 200 " .. quote(command))
       wait "%[1%]"
     end
 
