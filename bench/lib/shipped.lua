@@ -314,28 +314,15 @@ case { -- what an expression can say of it: a score over all blocks' means is no
   end,
 }
 
---- The mean of the n keys of a block that are farthest from their mean: n times, the
--- farthest of those that are left.
-local function far(n)
-  local from = e.k - e.k:mean "token"
-  local left, chosen = (from * from):sum "dim", nil
-  for _ = 1, n do
-    local is = left:eq(left:max "token")
-    chosen = chosen and chosen:bor(is) or is
-    left = is:where(-1, left)
-  end
-  return chosen:where(e.k, 0):sum "token" / chosen:cast "i32":sum "token"
-end
-
 case {
   name = "infllm", summary = true,
   expression = function(rig)
-    return expressed(rig, { summary = { far = far(4) },
-                            score = (e.q * e.far):sum "dim":max "head" })
+    local infllm = kv.policy("infllm").expressions
+    return expressed(rig, { summary = infllm.fields, score = infllm.score })
   end,
   hand = function(rig)
     return by_ops(kv.summary.representatives(rig.shape, 4), function(means)
-      return { far = rows(rig, means:layer(0)) }
+      return { mean = rows(rig, means:layer(0)) }
     end)
   end,
 }
