@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""A real model on few cores (P22) in kvlab, in transformers and in llama.cpp, in one run.
+"""A real model (P22) in kvlab, in transformers and in llama.cpp, in one run: on few cores, or,
+with --device=cuda and without llama.cpp, on a GPU.
 
     ./kvlab get smollm2
     python3 bench/small_model_peers.py --rounds=5 --python=PYTHON --llama-bench=PATH
+    python3 bench/small_model_peers.py --device=cuda
 
 PYTHON has torch, transformers and gguf; PATH is llama.cpp's llama-bench. What is not there is
 left out, and named at the end. All read the same GGUF, with full attention and the same number of
 threads: a prefill of 2048 tokens, and 64 decoded tokens after 512. kvlab computes with weights of
 f32 and bf16, transformers with f32 (attention by sdpa), and llama.cpp with the file's own 4-bit
-and 8-bit weights.
+and 8-bit weights. On a GPU, transformers computes with bf16, too, and decodes with its default cache
+and with a static one, for which it compiles the model.
 
 The peers run one after the other, round by round, so that what else the machine does meets all of
 them. A figure is the median over the rounds, with the lowest and highest. --out also writes every
@@ -46,7 +49,7 @@ def run(command, **changes):
 
 def kvlab(args):
     """Tokens/s of both dtypes: {name: (prefill, decode)}."""
-    out = run([os.path.join(ROOT, "kvlab"), "bench", "P22", "--device=cpu", "--json"],
+    out = run([os.path.join(ROOT, "kvlab"), "bench", "P22", f"--device={args.device}", "--json"],
               OMP_NUM_THREADS=str(args.threads))
     speeds = {}
     for row in map(json.loads, out.splitlines()):
@@ -63,11 +66,18 @@ def kvlab(args):
 
 
 def transformers(args):
-    out = run([args.python, os.path.join(ROOT, "tools/smollm2_goldens.py"), "--gguf", args.gguf,
-               "--time", "--attention=sdpa", f"--threads={args.threads}",
-               f"--prefill={PREFILL}", f"--context={CONTEXT}"])
-    found = re.search(r"prefill of \d+: ([\d.]+) tokens/s; decode after \d+: ([\d.]+)", out)
-    return {"transformers f32": [float(x) for x in found.groups()]}
+    speeds = {}
+    ways = [("f32", "float32", False)]
+    if args.device == "cuda":
+        ways += [("bf16", "bfloat16", False), ("bf16, static", "bfloat16", True)]
+    for name, dtype, is_static in ways:
+        out = run([args.python, os.path.join(ROOT, "tools/smollm2_goldens.py"), "--gguf", args.gguf,
+                   "--time", "--attention=sdpa", f"--threads={args.threads}",
+                   f"--device={args.device}", f"--dtype={dtype}", f"--prefill={PREFILL}",
+                   f"--context={CONTEXT}"] + ["--static"] * is_static)
+        found = re.search(r"prefill of \d+: ([\d.]+) tokens/s; decode after \d+: ([\d.]+)", out)
+        speeds[f"transformers {name}"] = [float(x) for x in found.groups()]
+    return speeds
 
 
 def llama_cpp(args):
@@ -89,7 +99,9 @@ def find(args):
         peers.append(("transformers", transformers))
     except (Failed, FileNotFoundError) as problem:
         missing.append(f"transformers: {problem} (--python=PYTHON names another Python)")
-    if args.llama_bench and shutil.which(args.llama_bench):
+    if args.device == "cuda":
+        missing.append("llama.cpp: it is measured on a CPU only")
+    elif args.llama_bench and shutil.which(args.llama_bench):
         peers.append(("llama.cpp", llama_cpp))
     else:
         missing.append(f"llama.cpp: no {args.llama_bench or 'llama-bench'} "
@@ -97,9 +109,20 @@ def find(args):
     return peers, missing
 
 
-def processor():
+def processor(args):
+    if args.device == "cuda":
+        return run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()[0]
     with open("/proc/cpuinfo") as f:
         return re.search(r"model name\s*: (.*)", f.read()).group(1)
+
+
+def commit():
+    """Of the checkout, or of the bundle, which has it in a file."""
+    try:
+        with open(os.path.join(ROOT, "commit")) as f:
+            return f.read().strip()
+    except FileNotFoundError:
+        return run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]).strip()
 
 
 def measure(args, peers, out):
@@ -127,6 +150,7 @@ def show(speeds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gguf", help="the model; default: what ./kvlab get smollm2 says")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--llama-bench", default=shutil.which("llama-bench"))
     parser.add_argument("--rounds", type=int, default=5)
@@ -137,9 +161,9 @@ def main():
         args.gguf = args.gguf or run([os.path.join(ROOT, "kvlab"), "get", "smollm2"]).strip()
         peers, missing = find(args)
         with open(args.out or os.devnull, "w") as out:
-            head = {"id": "header", "date": datetime.date.today().isoformat(), "processor": processor(),
+            head = {"id": "header", "date": datetime.date.today().isoformat(), "processor": processor(args),
                     "threads": args.threads, "model": os.path.basename(args.gguf),
-                    "commit": run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"]).strip()}
+                    "commit": commit()}
             print(json.dumps(head), file=out, flush=True)
             show(measure(args, peers, out))
     except Failed as problem:

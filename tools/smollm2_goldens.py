@@ -8,7 +8,9 @@ Writes {"tokens": [ids of a prompt], "greedy": [the 200 ids that follow], "every
 "logits": {"POSITION": [every 48th logit after that many tokens]}}. With --logits=FILE it also
 writes all logits of the prompt, f32 [tokens, vocab], as safetensors. It prints how long loading
 took and its peak memory; with --time also the medians of the speeds of some prefills, and of 64
-decoded tokens after a context. bench/small_model_peers.py measures the same of kvlab.
+decoded tokens after a context, on --device and in --dtype. With --static, those tokens are decoded
+by generate() with a static cache, which compiles the model on a GPU. bench/small_model_peers.py
+measures the same of kvlab.
 """
 import argparse, json, os, resource, statistics, time
 import torch
@@ -25,21 +27,42 @@ def cut(ids, n):
     return ids.repeat(1, n // ids.shape[1] + 1)[:, :n]
 
 
+def seconds(work):
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def generate(model, ids, count):
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
+                   do_sample=False, eos_token_id=-1, pad_token_id=0, cache_implementation="static")
+
+
+def decode(model, cache, ids):
+    for i in range(DECODED):
+        token = ids[:, i % ids.shape[1]][None]
+        cache = model(token, past_key_values=cache, use_cache=True).past_key_values
+
+
 def speeds(model, ids, args):
-    """Tokens/s of a prefill, and of decoding: medians."""
+    """Tokens/s of a prefill, and of decoding: medians. The first call of each is not counted."""
     prefills, decodes = [], []
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        model(cut(ids, args.prefill), use_cache=True, logits_to_keep=1)
-        prefills.append(args.prefill / (time.perf_counter() - start))
-    for _ in range(args.repeats):
-        cache = model(cut(ids, args.context), use_cache=True, logits_to_keep=1).past_key_values
-        start = time.perf_counter()
-        for i in range(DECODED):
-            token = ids[:, i % ids.shape[1]][None]
-            cache = model(token, past_key_values=cache, use_cache=True).past_key_values
-        decodes.append(DECODED / (time.perf_counter() - start))
-    return statistics.median(prefills), statistics.median(decodes)
+    ids = ids.to(args.device)
+    prompt, context = cut(ids, args.prefill), cut(ids, args.context)
+    for _ in range(args.repeats + 1):
+        prefills.append(args.prefill / seconds(lambda: model(prompt, use_cache=True, logits_to_keep=1)))
+    for _ in range(args.repeats + 1):
+        if args.static:
+            times = [seconds(lambda: generate(model, context, n)) for n in (1, DECODED + 1)]
+            decodes.append(DECODED / (times[1] - times[0]))
+        else:
+            cache = model(context, use_cache=True, logits_to_keep=1).past_key_values
+            decodes.append(DECODED / seconds(lambda: decode(model, cache, ids)))
+    return statistics.median(prefills[1:]), statistics.median(decodes[1:])
 
 
 @torch.no_grad()
@@ -54,6 +77,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--attention", default="eager")
+    parser.add_argument("--device", default="cpu", help="where --time computes")
+    parser.add_argument("--dtype", default="float32", help="in which --time computes")
+    parser.add_argument("--static", action="store_true", help="--time decodes with a static cache")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder, name = os.path.split(os.path.abspath(args.gguf))
@@ -80,9 +106,10 @@ def main():
 
     print(f"{len(tokens)} tokens; loaded in {loaded:.2f} s, peak memory {peak:.0f} MiB")
     if args.time:
-        prefill, decode = speeds(model, ids, args)
-        print(f"prefill of {args.prefill}: {prefill:.1f} tokens/s; "
-              f"decode after {args.context}: {decode:.1f} tokens/s")
+        model = model.to(args.device, getattr(torch, args.dtype))
+        prefills, decodes = speeds(model, ids, args)
+        print(f"prefill of {args.prefill}: {prefills:.1f} tokens/s; "
+              f"decode after {args.context}: {decodes:.1f} tokens/s")
 
 
 if __name__ == "__main__":
