@@ -207,7 +207,8 @@ struct kvl_matmul_args {
   void *workspace;
   int32_t transpose_b, dtype, out_dtype;
 };
-/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form. */
+/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form. frozen:
+ * nothing that is under way writes the weight. */
 struct kvl_linear_args {
   const void *x, *weight;
   const void *norm, *bias; /* optional */
@@ -215,7 +216,7 @@ struct kvl_linear_args {
   int64_t rows, n, k; /* n: rows of weight */
   void *workspace;
   float eps;
-  int32_t form, dtype, norm_dtype, out_dtype;
+  int32_t form, frozen, dtype, norm_dtype, out_dtype;
 };
 /* A row is bytes_row bytes long. */
 struct kvl_gather_rows_args {

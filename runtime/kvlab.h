@@ -181,6 +181,13 @@ int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
 int kvl_tensor_open_pinned(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                            int huge_pages, kvl_tensor *out);
 int kvl_tensor_is_pinned(const kvl_tensor *t);
+/* frozen 1: nothing will write the tensor any more, nor other tensors of its storage, as is
+ * so for a model's weights. Kernels may then read it before the ops before them have ended.
+ * Waits until all work on the device has ended. A copy into a frozen tensor is an error, and
+ * so is an op whose result it would be; frozen 0 allows them again.
+ * Errors: INVALID if it is closed, or while a graph is recorded. */
+int kvl_tensor_freeze(const kvl_tensor *t, int frozen);
+int kvl_tensor_is_frozen(const kvl_tensor *t);
 /* Releases this handle's reference to the storage. Closing a closed tensor does nothing. */
 void kvl_tensor_close(kvl_tensor *t);
 /* Makes a view of the elements [start, start + length) of dimension 0. The view retains the

@@ -8,7 +8,8 @@
  *
  * A thread block asks for so much shared memory that an SM has room for one: the next product
  * begins early, while this one ends, and two of its blocks on an SM that is free first would
- * share that SM's copies for as long as they run.
+ * share that SM's copies for as long as they run. If the weights are frozen, it fills its ring
+ * while it waits for the kernels before it.
  * Limit: the bytes of the weights at memory bandwidth.
  * Measured and tried: see kernels/dev/linear.cu. */
 #ifndef KVL_CUDA_LINEAR_ROWS_CUH
@@ -127,7 +128,7 @@ __device__ __forceinline__ void bring_weights(const kvl_linear_args &g, uint32_t
   const uint32_t to = ring + lane * LINEAR_STAGE_ROW * 16;
   uint32_t at = 0, phase = 1;
   int stage = w.first_stage();
-  wait_for_previous();
+  if (!g.frozen) wait_for_previous();
   for (int64_t tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
     const uint4 *row = w.row(tile, lane);
     for (int i = 0; i < w.stages; i++) {

@@ -201,7 +201,7 @@ function Model:views(buffers, n)
 end
 
 function Model:logits(states, out)
-  states:matmul_t(self.head, out)
+  kv.ops.linear(states, self.head, out, "plain")
   local cap = self.config.final_logit_softcapping
   if not cap then return end
   out:div(cap, out)

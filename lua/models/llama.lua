@@ -178,6 +178,7 @@ local function build(c, o, read, line, class)
   end
   self.norm = get("model.norm.weight", { c.hidden })
   self.head = c.tied and self.embedding or get("lm_head.weight", { c.vocab, c.hidden })
+  checkpoint.freeze { self.layers, self.embedding, self.head }
   return self
 end
 
@@ -332,7 +333,7 @@ function Model:states(s)
   return s.h
 end
 
-function Model:logits(states, out) states:matmul_t(self.head, out) end
+function Model:logits(states, out) linear(states, self.head, out, "plain") end
 
 --- What a family that is much like this one begins with, such as lua/models/gemma.lua.
 M.parts = { Model = Model, OPTIONS = LOAD, check_sizes = check_sizes, load = load,

@@ -183,6 +183,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
                      dev->name, bytes, (long long)dev->stats.bytes_live);
   s->refs = 1;
   s->used = 0;
+  s->is_frozen = 0;
   s->counted = size_class == KVL__LARGE ? bytes : want;
   count_live(dev, s, 1);
   poison(dev, s);

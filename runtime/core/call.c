@@ -92,6 +92,14 @@ static void fail_mismatch(struct kvl__call *call, const char *name, int name_len
                  kvl__tensor_words(t, got, sizeof got), want_dtype, want_shape);
 }
 
+/* Is this the name of what an op writes? */
+static int is_result(const char *name, int length) {
+  static const char *const names[] = {"out", "dst", "t", "residual"};
+  for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+    if ((int)strlen(names[i]) == length && !memcmp(names[i], name, (size_t)length)) return 1;
+  return 0;
+}
+
 int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t, unsigned dtypes,
              const char *shape) {
   int length = (int)strlen(name), optional = name[length - 1] == '?', bound = call->dims;
@@ -110,6 +118,11 @@ int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t, unsi
   }
   if (!(dtypes >> t->dtype & 1) || !shape_matches(call, t, shape)) {
     fail_mismatch(call, name, length, t, dtypes, shape, bound);
+    return 0;
+  }
+  if (t->storage->is_frozen && is_result(name, length)) {
+    kvl__call_fail(call, "%.*s is frozen, expected a tensor that may be written", length,
+                   name);
     return 0;
   }
   KVL_CHECK(call->tensors < (int)(sizeof call->storage / sizeof call->storage[0]));

@@ -22,6 +22,7 @@ struct kvl_storage {
   uint64_t used;
   int64_t freed; /* when it was put into a free list, counted by device->frees */
   int refs, home, size_class, is_listed;
+  int is_frozen; /* kvl_tensor_freeze */
 };
 
 /* Memory that a step allocates while it is recorded stays with the graph, because replays

@@ -88,6 +88,17 @@ int kvl_tensor_is_pinned(const kvl_tensor *t) {
   return t && t->storage && t->storage->size_class == KVL__PINNED;
 }
 
+int kvl_tensor_freeze(const kvl_tensor *t, int frozen) {
+  if (!t || !t->storage) return kvl__fail(KVL_ERR_INVALID, "freeze: the tensor is closed");
+  int status = kvl_device_sync(t->device);
+  if (status >= 0) t->storage->is_frozen = frozen != 0;
+  return status;
+}
+
+int kvl_tensor_is_frozen(const kvl_tensor *t) {
+  return t && t->storage && t->storage->is_frozen;
+}
+
 int kvl_tensor_wrap(kvl_device *dev, int dtype, int ndim, const int64_t *shape, void *memory,
                     kvl_tensor *out) {
   KVL__NEED(out);
@@ -188,6 +199,7 @@ static int copy_bytes(kvl_device *dev, kvl_storage *s, void *dst, const void *sr
 
 int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
   char a[96], b[96];
+  if (kvl_tensor_is_frozen(dst)) return kvl__fail(KVL_ERR_INVALID, "copy: dst is frozen");
   if (!src || !src->storage || !dst || !dst->storage)
     return kvl__fail(KVL_ERR_INVALID, "copy: %s is closed",
                      src && src->storage ? "dst" : "src");
@@ -234,6 +246,8 @@ static int host_copy_checked(const kvl_tensor *t, const void *memory, int64_t by
 int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
   int status = host_copy_checked(t, memory, bytes, "write");
   if (status < 0) return status;
+  if (t->storage->is_frozen)
+    return kvl__fail(KVL_ERR_INVALID, "write: the tensor is frozen");
   kvl_device *dev = t->device; /* CUDA stages pageable memory before it returns */
   status = kvl__not_recording(dev, "writing to the device");
   if (status < 0) return status;

@@ -64,6 +64,7 @@ int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                                  .k = x->shape[1],
                                  .eps = (float)eps,
                                  .form = form,
+                                 .frozen = weight->storage->is_frozen,
                                  .dtype = x->dtype,
                                  .norm_dtype = norm ? norm->dtype : x->dtype,
                                  .out_dtype = out->dtype};

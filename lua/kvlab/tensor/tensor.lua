@@ -571,6 +571,21 @@ end
 --- Returns whether the tensor lies in pinned host memory.
 function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
 
+--- Says that nothing will write the tensor any more, nor other tensors of its storage, as
+-- is so for a model's weights. Kernels may then read it before the ops before them have
+-- ended: on a GPU, the products of a decode step begin to read their weights early. Waits
+-- until all work on the device has ended. fill_, copy_ and ops whose `out` it is raise an
+-- error afterwards.
+---@param is_frozen? boolean  false: it may be written again (true)
+---@return kvlab.Tensor t
+function methods.freeze(t, is_frozen)
+  check(C.kvl_tensor_freeze(t, is_frozen == false and 0 or 1))
+  return t
+end
+
+--- Returns whether the tensor is frozen.
+function methods.is_frozen(t) return C.kvl_tensor_is_frozen(t) == 1 end
+
 --- Frees the storage now. Using the tensor afterwards raises an error.
 function methods.free(t) C.kvl_tensor_close(t) end
 
