@@ -67,6 +67,8 @@ __device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block
 template <int N, class From, class To, class Args>
 __global__ void __launch_bounds__(APPEND_THREADS)
     append_rows_kernel(const __grid_constant__ Args a) {
+  let_next_start();
+  wait_for_previous();
   const int size = a.cache.block_size, pieces = a.cache.head_dim / N;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
   for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
@@ -94,25 +96,26 @@ __global__ void __launch_bounds__(APPEND_THREADS)
 }
 
 template <class From, class To, class Args>
-void start_append(const Args &a, const kvl_cuda_queue *q) {
+int start_append(const Args &a, const kvl_cuda_queue *q) {
   constexpr int N = sizeof(To) == 1 ? 16 : 8; /* head_dim is a multiple of this */
   int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / N);
-  append_rows_kernel<N, From, To>
-      <<<grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q->stream>>>(a);
+  return launch_programmatic(append_rows_kernel<N, From, To, Args>,
+                             grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q, a);
 }
 
 template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.k, a.v, a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  int status = KVL_OK;
   if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
-    KVL_CUDA_BY_FLOAT(a.dtype, From, { start_append<From, f8e4m3>(a, q); })
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, f8e4m3>(a, q); })
   } else {
     KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
-      if (a.dtype == a.cache.dtype) start_append<To, To>(a, q);
-      else start_append<float, To>(a, q);
+      if (a.dtype == a.cache.dtype) status = start_append<To, To>(a, q);
+      else status = start_append<float, To>(a, q);
     })
   }
-  return kvl__cuda_launched();
+  return status;
 }
 
 }  // namespace kvl

@@ -55,15 +55,17 @@ KVL_CUDA_KERNEL(block_mean) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  int status = KVL_OK;
   if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
-    KVL_CUDA_BY_FLOAT(a.summary_dtype, S,
-                      { launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q); })
+    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+      status = launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q);
+    })
   } else {
     KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
       if (a.summary_dtype == a.cache.dtype)
-        launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
-      else launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
+        status = launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
+      else status = launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
     })
   }
-  return kvl__cuda_launched();
+  return status;
 }

@@ -84,9 +84,9 @@ KVL_CUDA_KERNEL(block_minmax) {
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
   if (a.cache.dtype == KVL_DTYPE_F8E4M3)
-    launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
-  else
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T,
-                      { launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })
-  return kvl__cuda_launched();
+    return launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
+  int status = KVL_OK;
+  KVL_CUDA_BY_FLOAT(a.cache.dtype, T,
+                    { status = launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })
+  return status;
 }

@@ -9,7 +9,7 @@
 #define KVL_CUDA_BLOCK_REDUCE_CUH
 
 #include "convert.cuh"
-#include "launch.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -49,6 +49,8 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   __shared__ word sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * ROW : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
   const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
+  let_next_start();
+  wait_for_previous();
   /* When a block has one unit, the whole block returns here; when it has several, no
    * block-wide barrier follows. */
   const kvl_cache_view &cache = a.cache;
@@ -106,17 +108,16 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
 
 /* A is the args struct of the op: cache, blocks, tokens, rows, n and summary_rows. */
 template <class T, class A, class F>
-void launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
+int launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   int lanes = 1;
   while (lanes * REDUCE_DIMS<T> < a.cache.head_dim) lanes *= 2;
   int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
   if (a.cache.block_size > 64)
-    block_reduce_rows<T, A, F, REDUCE_THREADS>
-        <<<(unsigned)pairs, REDUCE_THREADS, 0, q->stream>>>(a, lanes, f);
-  else
-    block_reduce_rows<T, A, F, WARP>
-        <<<(unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q->stream>>>(a, lanes,
-                                                                                    f);
+    return launch_programmatic(block_reduce_rows<T, A, F, REDUCE_THREADS>, (unsigned)pairs,
+                               REDUCE_THREADS, 0, q, a, lanes, f);
+  return launch_programmatic(block_reduce_rows<T, A, F, WARP>,
+                             (unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q, a,
+                             lanes, f);
 }
 
 }  // namespace kvl

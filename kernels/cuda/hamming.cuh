@@ -10,7 +10,7 @@
 #ifndef KVL_CUDA_HAMMING_CUH
 #define KVL_CUDA_HAMMING_CUH
 
-#include "launch.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 

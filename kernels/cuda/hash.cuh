@@ -13,8 +13,8 @@
 #define KVL_CUDA_HASH_CUH
 
 #include "convert.cuh"
-#include "launch.cuh"
 #include "mma.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -71,6 +71,8 @@ __global__ void __launch_bounds__(HASH_FEW_THREADS)
   const int dim = call.dim, word = blockIdx.y, warp = threadIdx.x / WARP;
   const int half = threadIdx.x % WARP / HASH_PARTS, bit = word * 64 + warp * 8;
   float plane[PAIRS][HASH_CHUNKS];
+  let_next_start();
+  wait_for_previous();
 #pragma unroll
   for (int i = 0; i < PAIRS; i++)
     if (bit < call.bits) hash_load(call.planes + (bit + 2 * i + half) * dim, dim, plane[i]);
@@ -304,11 +306,9 @@ int hash_vectors(const SOURCE &source, const hash_call &call, const kvl_cuda_que
   constexpr auto kernel = hash_many_kernel<SOURCE>;
   const unsigned words = (unsigned)(call.bits + 63) / 64;
   if (call.vectors == 0) return KVL_OK;
-  if (call.vectors < 2048) {
-    hash_few_kernel<<<dim3((unsigned)call.vectors, words), HASH_FEW_THREADS, 0, q->stream>>>(
-        source, call);
-    return kvl__cuda_launched();
-  }
+  if (call.vectors < 2048)
+    return launch_programmatic(hash_few_kernel<SOURCE>, dim3((unsigned)call.vectors, words),
+                               HASH_FEW_THREADS, 0, q, source, call);
   int status = allow_shared<kernel>(q, q->shared_optin);
   if (status < 0) return status;
   const unsigned tiles = grid(call.vectors, HASH_TILE, q, 3);

@@ -67,6 +67,8 @@ __global__ void __launch_bounds__(hot::THREADS)
   for (int i = tid; i < words_of(h.slots); i += THREADS) h.used[i] = 0;
   if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0; /* no entry has a bit here */
   __syncthreads();
+  let_next_start();
+  wait_for_previous();
   if (tid < HALF) look_up(a, h, tid);
   else read_slots(h, tid - HALF);
   __syncthreads();
@@ -118,9 +120,7 @@ KVL_CUDA_KERNEL(hot_resolve) {
   if (bytes <= room) {
     int status = allow_shared<resolve<true>>(q, (int)room);
     if (status < 0) return status;
-    resolve<true><<<heads, hot::THREADS, (size_t)bytes, q->stream>>>(a, bytes);
-  } else {
-    resolve<false><<<heads, hot::THREADS, 0, q->stream>>>(a, bytes);
+    return launch_programmatic(resolve<true>, heads, hot::THREADS, (size_t)bytes, q, a, bytes);
   }
-  return kvl__cuda_launched();
+  return launch_programmatic(resolve<false>, heads, hot::THREADS, 0, q, a, bytes);
 }

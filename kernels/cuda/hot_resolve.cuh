@@ -4,7 +4,7 @@
 #define KVL_CUDA_HOT_RESOLVE_CUH
 
 #include "block_scan.cuh"
-#include "launch.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 namespace hot {

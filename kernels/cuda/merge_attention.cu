@@ -14,7 +14,7 @@
  *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
  * Tolerance  1e-6 relative in f32; in f16 and bf16 half an ulp of out more.
  * Source     Rabe and Staats 2021; FlashInfer's state merge (Ye et al. 2025). */
-#include "launch.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 namespace {
@@ -28,6 +28,8 @@ __global__ void __launch_bounds__(THREADS)
   const int per_block = THREADS / lanes, lane = threadIdx.x % lanes;
   const int64_t stride = (int64_t)gridDim.x * per_block;
   int64_t row = (int64_t)blockIdx.x * per_block + threadIdx.x / lanes;
+  let_next_start();
+  wait_for_previous();
   /* All lanes of a warp stay together: rows past the end only take part in the shuffles. */
   for (int64_t step = 0; blockIdx.x * (int64_t)per_block + step < a.rows; step += stride) {
     const int64_t r = row + step;
@@ -62,10 +64,11 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <class T, int N>
-void launch(const kvl_merge_attention_args &a, const kvl_cuda_queue *q) {
+int launch(const kvl_merge_attention_args &a, const kvl_cuda_queue *q) {
   int lanes = 1;
   while (lanes < WARP && lanes * N < a.head_dim) lanes *= 2;
-  merge<T, N><<<grid(a.rows, THREADS / lanes, q), THREADS, 0, q->stream>>>(a, lanes);
+  return launch_programmatic(merge<T, N>, grid(a.rows, THREADS / lanes, q), THREADS, 0, q, a,
+                             lanes);
 }
 
 }  // namespace
@@ -76,9 +79,10 @@ KVL_CUDA_KERNEL(merge_attention) {
   const kvl_merge_attention_args &a = *(const kvl_merge_attention_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.rows == 0) return KVL_OK;
+  int status = KVL_OK;
   KVL_CUDA_BY_FLOAT(a.dtype, T, {
-    if (a.head_dim % 8 == 0 && aligned16(a.out_a, a.out_b, a.out)) launch<T, 8>(a, q);
-    else launch<T, 1>(a, q);
+    if (a.head_dim % 8 == 0 && aligned16(a.out_a, a.out_b, a.out)) status = launch<T, 8>(a, q);
+    else status = launch<T, 1>(a, q);
   })
-  return kvl__cuda_launched();
+  return status;
 }

@@ -102,6 +102,9 @@ __global__ void __launch_bounds__(THREADS)
   const uint32_t warp = threadIdx.x / WARP * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * WARPS;
   uint32_t words = 0; /* of this lane's pieces */
+  /* The next kernel may not start early: over the link a copy takes long, and blocks that wait
+   * would hold the room of other streams' kernels. */
+  wait_for_previous();
   for (uint32_t first = warp; first < l.pieces; first += warps * WARP * AHEAD) {
     unsigned valid = 0; /* bit w: this lane's piece of window w has a source */
 #pragma unroll
@@ -161,6 +164,5 @@ KVL_CUDA_KERNEL(move_blocks) {
   const layout l = layout_of(a);
   unsigned blocks = grid(l.pieces, WARPS, q, 8);
   if ((a.src.pinned || a.dst.pinned) && blocks > LINK_BLOCKS) blocks = LINK_BLOCKS;
-  move<<<blocks, THREADS, 0, q->stream>>>(a, l);
-  return kvl__cuda_launched();
+  return launch_programmatic(move, blocks, THREADS, 0, q, a, l);
 }

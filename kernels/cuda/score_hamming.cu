@@ -41,6 +41,8 @@ __global__ void __launch_bounds__(SCORE_THREADS, 4)
   const int64_t b = item / parts % tiles * TILE<FORM> + lane / FORM::READERS;
   const int first = (int)(item % parts) * heads, last = min(first + heads, v.kv_heads);
   if (seq >= a.seqs) return;
+  let_next_start();
+  wait_for_previous();
   int block[N], tokens[N];
 #pragma unroll
   for (int j = 0; j < N; j++)
@@ -94,8 +96,8 @@ template <class FORM> int launch(const kvl_score_hamming_args &a, const kvl_cuda
     heads *= 2;
   const int64_t warps = a.seqs * tiles * ((kv_heads + heads - 1) / heads);
   const unsigned blocks = (unsigned)((warps + per_block - 1) / per_block);
-  score_hamming_kernel<FORM><<<blocks, SCORE_THREADS, 0, q->stream>>>(a, tiles, heads);
-  return kvl__cuda_launched();
+  return launch_programmatic(score_hamming_kernel<FORM>, blocks, SCORE_THREADS, 0, q, a,
+                             tiles, heads);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 #include <algorithm>
 
 #include "divide.cuh"
-#include "launch.cuh"
+#include "programmatic.cuh"
 #include "score_queries.cuh"
 
 namespace kvl {
@@ -47,12 +47,14 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   const uint32_t kv_heads = (uint32_t)a.kv_heads;
   const uint32_t kv_head = blockIdx.x % kv_heads, range = blockIdx.x / kv_heads;
   const int64_t seq = range / parts, first = (int64_t)(range % parts) * each; /* block */
-  const int64_t length = a.lens[seq];
   const int blocks = (int)min((int64_t)each, a.max_blocks - first);
   const int32_t *table = a.tables + seq * a.max_blocks + first;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
 
   score_queries<T, D, KIND> queries = {a, seq * a.heads + kv_head * group, group, padded, {}};
+  let_next_start();
+  wait_for_previous();
+  const int64_t length = a.lens[seq];
   queries.begin();
   /* Looks up the block of a tile, or of this lane's item in it, while the length is still
    * loading. */
@@ -265,9 +267,8 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   if (status < 0) return status;
   const unsigned grid = (unsigned)(parts * a.seqs * a.kv_heads);
   const uint32_t factor = short_factor(KIND == SCORE_TILES ? a.block_size / shape::ITEMS : 1);
-  score_rows<T, D, KIND><<<grid, shape::WARPS * WARP, bytes, q->stream>>>(
-      a, (int)parts, (int)each, terms, factor);
-  return KVL_OK;
+  return launch_programmatic(score_rows<T, D, KIND>, grid, shape::WARPS * WARP, bytes, q, a,
+                             (int)parts, (int)each, terms, factor);
 }
 
 template <class T, score_kind KIND>
