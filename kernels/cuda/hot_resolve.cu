@@ -120,7 +120,8 @@ KVL_CUDA_KERNEL(hot_resolve) {
   if (bytes <= room) {
     int status = allow_shared<resolve<true>>(q, (int)room);
     if (status < 0) return status;
-    return launch_programmatic(resolve<true>, heads, hot::THREADS, (size_t)bytes, q, a, bytes);
+    return launch_programmatic(resolve<true>, heads, hot::THREADS, (size_t)bytes, q, a,
+                               bytes);
   }
   return launch_programmatic(resolve<false>, heads, hot::THREADS, 0, q, a, bytes);
 }

@@ -9,7 +9,7 @@
  * A thread block asks for so much shared memory that an SM has room for one: the next product
  * begins early, while this one ends, and two of its blocks on an SM that is free first would
  * share that SM's copies for as long as they run. If the weights are frozen, it fills its ring
- * while it waits for the kernels before it.
+ * while it waits for the kernels before it: then memory is read between two products, too.
  * Limit: the bytes of the weights at memory bandwidth.
  * Measured and tried: see kernels/dev/linear.cu. */
 #ifndef KVL_CUDA_LINEAR_ROWS_CUH
@@ -32,7 +32,9 @@ enum {
   LINEAR_SHARE = 4, /* steps of a stage for each warp */
   LINEAR_STAGE_STEPS = LINEAR_WARPS * LINEAR_SHARE,
   LINEAR_PACKS = LINEAR_STAGE_STEPS * LINEAR_STEP, /* of a row in a stage */
-  LINEAR_STAGES = 4, /* 64 KiB under way; with more, memory delivers less */
+  LINEAR_UNDER_WAY = 4, /* stages, 64 KiB; with more, memory delivers less */
+  LINEAR_STAGES =
+      10, /* an even number, at most in the ring: what has arrived and waits for its turn, too */
   /* Packs from one row to the next in shared memory: neighbours are in different banks. */
   LINEAR_STAGE_ROW = LINEAR_PACKS + LINEAR_STEP,
   LINEAR_STAGE = LINEAR_TILE * LINEAR_STAGE_ROW,
@@ -121,24 +123,30 @@ struct linear_tiles {
 
 /* Fills the ring. full[s] counts a stage's bytes, empty[s] the warps that are done with it.
  * Each of the first lanes brings one row of a tile. */
-__device__ __forceinline__ void bring_weights(const kvl_linear_args &g, uint32_t ring,
-                                              uint32_t full, uint32_t empty, int lane) {
+__device__ __forceinline__ void bring_weights(const kvl_linear_args &g, int places,
+                                              uint32_t ring, uint32_t full, uint32_t empty,
+                                              int lane) {
   if (lane >= LINEAR_TILE) return;
   const linear_tiles w(g);
   const uint32_t to = ring + lane * LINEAR_STAGE_ROW * 16;
-  uint32_t at = 0, phase = 1;
-  int stage = w.first_stage();
+  /* `back` is LINEAR_UNDER_WAY stages behind `at`. */
+  int at = 0, back = places - LINEAR_UNDER_WAY, stage = w.first_stage();
+  uint32_t phase = 1, back_phase = 1;
+  bool is_first = true; /* none is so far back yet */
   if (!g.frozen) wait_for_previous();
   for (int64_t tile = blockIdx.x; tile < w.tiles; tile += gridDim.x) {
     const uint4 *row = w.row(tile, lane);
     for (int i = 0; i < w.stages; i++) {
       const int bytes = w.packs_of(stage) * 16;
       barrier_wait(empty + 8 * at, phase);
+      if (at == LINEAR_UNDER_WAY) is_first = false;
+      if (!is_first) barrier_wait(full + 8 * back, back_phase);
       barrier_arrive_expect(full + 8 * at, bytes);
       copy_bytes(to + at * LINEAR_STAGE * 16, row + stage * LINEAR_PACKS, bytes,
                  full + 8 * at);
       if (++stage == w.stages) stage = 0;
-      if (++at == LINEAR_STAGES) at = 0, phase ^= 1;
+      if (++at == places) at = 0, phase ^= 1;
+      if (++back == places) back = 0, back_phase ^= 1;
     }
   }
 }
@@ -203,7 +211,8 @@ template <class T> struct linear_lane {
 };
 
 template <class T>
-__global__ void __launch_bounds__(LINEAR_THREADS, 2) linear_rows(const kvl_linear_args g) {
+__global__ void __launch_bounds__(LINEAR_THREADS, 2)
+    linear_rows(const kvl_linear_args g, int places) {
   extern __shared__ uint4 shared_packs[]; /* the ring, then x: [rows, linear_row(packs)] */
   __shared__ float parts[2][LINEAR_WARPS * LINEAR_ROWS * LINEAR_TILE];
   __shared__ uint64_t barriers[2][LINEAR_STAGES];
@@ -219,10 +228,10 @@ __global__ void __launch_bounds__(LINEAR_THREADS, 2) linear_rows(const kvl_linea
   }
   __syncthreads();
   if (warp == LINEAR_WARPS)
-    return bring_weights(g, shared_address(shared_packs), full, empty, lane);
+    return bring_weights(g, places, shared_address(shared_packs), full, empty, lane);
 
   const linear_tiles w(g);
-  T *rows = (T *)(shared_packs + LINEAR_STAGES * LINEAR_STAGE);
+  T *rows = (T *)(shared_packs + places * LINEAR_STAGE);
   wait_for_previous();
   if (g.norm && g.norm_dtype == KVL_DTYPE_F32) normalise_rows<T, float>(g, rows);
   else normalise_rows<T, T>(g, rows);
@@ -248,7 +257,7 @@ __global__ void __launch_bounds__(LINEAR_THREADS, 2) linear_rows(const kvl_linea
       own.add_stage(stage, at, w.packs_of(stage) / LINEAR_STEP);
       barrier_arrive_warp(empty + 8 * at, lane);
       if (++stage == w.stages) stage = 0;
-      if (++at == LINEAR_STAGES) at = 0, phase ^= 1;
+      if ((int)++at == places) at = 0, phase ^= 1;
     }
     if (own.has_row) {
       float *part = parts[turn] + (warp * LINEAR_ROWS + row) * LINEAR_TILE + quad * 2;
@@ -261,9 +270,10 @@ __global__ void __launch_bounds__(LINEAR_THREADS, 2) linear_rows(const kvl_linea
   }
 }
 
-/* Bytes of dynamic shared memory; beside it a block has less than LINEAR_STATIC. */
-inline size_t linear_shared(const kvl_linear_args &g) {
-  return (size_t)(g.rows * linear_row((int)(g.k / 8)) + LINEAR_STAGES * LINEAR_STAGE) * 16;
+/* Bytes of dynamic shared memory with a ring of so many places; beside it a block has less
+ * than LINEAR_STATIC. */
+inline size_t linear_shared(const kvl_linear_args &g, int places) {
+  return (size_t)(g.rows * linear_row((int)(g.k / 8)) + places * LINEAR_STAGE) * 16;
 }
 enum { LINEAR_STATIC = 4 << 10 };
 
@@ -271,7 +281,7 @@ inline bool takes_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q)
   return is_hopper(q) && g.rows <= LINEAR_ROWS && g.k > 0 && g.k % (8 * LINEAR_STEP) == 0 &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
          aligned16(g.x, g.weight, g.norm) &&
-         linear_shared(g) + LINEAR_STATIC <= (size_t)q->shared_optin;
+         linear_shared(g, LINEAR_UNDER_WAY) + LINEAR_STATIC <= (size_t)q->shared_optin;
 }
 
 template <class T> int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
@@ -281,9 +291,12 @@ template <class T> int launch_linear_rows(const kvl_linear_args &g, const kvl_cu
   if (status != KVL_OK) return status;
   const int swiglu = g.form == KVL_LINEAR_SWIGLU, per_tile = LINEAR_TILE >> swiglu;
   const int64_t tiles = ((g.n >> swiglu) + per_tile - 1) / per_tile;
-  const size_t alone = (size_t)q->shared_optin / 2, bytes = linear_shared(g);
+  const size_t room = (size_t)q->shared_optin - LINEAR_STATIC, alone = room / 2;
+  int places = LINEAR_STAGES;
+  while (linear_shared(g, places) > room) places -= 2; /* rings of 5 or 7 are 10% slower */
+  const size_t bytes = linear_shared(g, places);
   return launch_programmatic(kernel, (unsigned)(tiles < q->sm_count ? tiles : q->sm_count),
-                             LINEAR_THREADS, bytes > alone ? bytes : alone, q, g);
+                             LINEAR_THREADS, bytes > alone ? bytes : alone, q, g, places);
 }
 inline int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   return g.dtype == KVL_DTYPE_F16 ? launch_linear_rows<__half>(g, q)

@@ -81,7 +81,8 @@ KVL_CUDA_KERNEL(merge_attention) {
   if (a.rows == 0) return KVL_OK;
   int status = KVL_OK;
   KVL_CUDA_BY_FLOAT(a.dtype, T, {
-    if (a.head_dim % 8 == 0 && aligned16(a.out_a, a.out_b, a.out)) status = launch<T, 8>(a, q);
+    if (a.head_dim % 8 == 0 && aligned16(a.out_a, a.out_b, a.out))
+      status = launch<T, 8>(a, q);
     else status = launch<T, 1>(a, q);
   })
   return status;

@@ -246,8 +246,7 @@ static int host_copy_checked(const kvl_tensor *t, const void *memory, int64_t by
 int kvl_tensor_write(const kvl_tensor *t, const void *memory, int64_t bytes) {
   int status = host_copy_checked(t, memory, bytes, "write");
   if (status < 0) return status;
-  if (t->storage->is_frozen)
-    return kvl__fail(KVL_ERR_INVALID, "write: the tensor is frozen");
+  if (t->storage->is_frozen) return kvl__fail(KVL_ERR_INVALID, "write: the tensor is frozen");
   kvl_device *dev = t->device; /* CUDA stages pageable memory before it returns */
   status = kvl__not_recording(dev, "writing to the device");
   if (status < 0) return status;
