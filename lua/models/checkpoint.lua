@@ -193,15 +193,6 @@ function M.random_weights(seed)
   end
 end
 
---- Freezes the tensors of a table and of the tables in it: a model's weights.
----@param weights table
-function M.freeze(weights)
-  for _, x in pairs(weights) do
-    if kv.is_tensor(x) then x:freeze()
-    elseif type(x) == "table" then M.freeze(x) end
-  end
-end
-
 --- Reads matrices (or biases) into one tensor, one below the other: `all` is that tensor,
 -- parts[i] its rows of names[i]. A single token is multiplied with all of them at once.
 ---@param get fun(name: string, shape: integer[]): kvlab.Tensor

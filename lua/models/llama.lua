@@ -162,6 +162,14 @@ end
 local Model = { engine = engine.new }
 Model.__index = Model
 
+--- Freezes the tensors of a table and of the tables in it.
+local function freeze(weights)
+  for _, x in pairs(weights) do
+    if kv.is_tensor(x) then x:freeze()
+    elseif type(x) == "table" then freeze(x) end
+  end
+end
+
 --- A model whose tensors read(name, device, dtype, shape) gives.
 local function build(c, o, read, line, class)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
@@ -178,7 +186,7 @@ local function build(c, o, read, line, class)
   end
   self.norm = get("model.norm.weight", { c.hidden })
   self.head = c.tied and self.embedding or get("lm_head.weight", { c.vocab, c.hidden })
-  checkpoint.freeze { self.layers, self.embedding, self.head }
+  freeze { self.layers, self.embedding, self.head }
   return self
 end
 

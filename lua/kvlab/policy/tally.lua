@@ -348,7 +348,7 @@ end
 -- step number `step` of the attention, whose rows begin with `first`. The attention calls
 -- this (shape.followers) when tokens are taken back.
 function Tally:take_back(seq, first, kept, step)
-  if self.step ~= step then return end
+  if not self.step or self.step ~= step then return end
   undo_puts(self, seq, first + kept)
   local v = self.views
   for layer = 0, v.kept and self.shape.layers - 1 or -1 do
