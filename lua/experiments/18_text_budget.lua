@@ -141,11 +141,12 @@ end
 
 local function tables(rows)
   rows = with_intervals(rows)
-  local list = {}
+  local list, by = {}, ""
+  if rows[1] and rows[1].config.model == "sample" then by = " by random weights" end
   local function add(task, value)
     list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
       value = value, beside = "bytes_share", where = { task = task }, format = "%.3f",
-      caption = ("%s of %s (bytes_share)"):format(value, task) })
+      caption = ("%s of %s%s (bytes_share)"):format(value, task, by) })
   end
   for _, task in ipairs(tasks_of(rows, true)) do
     add(task, "perplexity")
@@ -156,7 +157,7 @@ local function tables(rows)
     local front = task == "perplexity" and "log_p" or "score"
     list[#list + 1] = kv.table.front(rows, { front = front, over = "bytes_share",
       axes = { "policy", "budget" }, where = { task = task }, format = "%.3f",
-      caption = "Pareto front of " .. task })
+      caption = ("Pareto front of %s%s"):format(task, by) })
   end
   return list
 end

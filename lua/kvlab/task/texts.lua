@@ -29,7 +29,7 @@ end
 
 --- Whether the text "kjv" is on this machine.
 ---@return boolean
-function M.has_kjv() return (pcall(read_kjv)) end
+function M.has_kjv() return files.real "kjv" ~= nil or (pcall(read_kjv)) end
 
 --- The text of a file; "kjv", unless there is such a file, is the King James Bible of
 -- Debian's package bible-kjv-text.
