@@ -53,6 +53,12 @@ local function make_selection(c)
   return lists, kv.from(c.dev, "i32", { c.seqs, o.kv_heads, most }, flat)
 end
 
+local function slopes(n)
+  local list = {}
+  for i = 1, n do list[i] = i % 4 * 0.25 end
+  return list
+end
+
 --- The tensors that expressions read: input "mix" and const "slope".
 local function give_fields(c, p)
   local o, mix = c.o, {}
@@ -61,34 +67,57 @@ local function give_fields(c, p)
   c.mix = mix
 end
 
-local function slopes(n)
-  local list = {}
-  for i = 1, n do list[i] = i % 4 * 0.25 end
-  return list
-end
-
 -- ---- kvlab ----------------------------------------------------------------------------
 
---- A memory tier's reader that knows the op alone.
+--- A memory tier's reader that knows the op alone. K is read again in two parts: the
+-- blocks of odd entries, with their slots, and then the others.
 local function reader_of(c, q, starts, selection)
-  local o = c.o
-  return { attend = function(_, attention, _, ctx, out, lse)
+  local o, reader = c.o, {}
+  function reader.attend(_, attention, _, ctx, out, lse)
     local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
       starts = starts, selection = selection, scale = SCALE, window = o.window,
+      soft_cap = o.soft_cap, alibi = c.alibi,
       k_scale = c.k_scale, v_scale = c.v_scale, out = out, lse = lse }
-    attention.hook:give(call, ctx)
+    if attention.hook then attention.hook:give(call, ctx) end
     if kernel_hook.is_in_lua(call.hook) then
       return kernel_hook.attend_in_lua(call, out)
     end
     return ops.step.paged_attention(call)
-  end }
+  end
+  function reader.read_again(_, attention, _, ctx, hooks)
+    if not o.parts then
+      return hooks[1]:add_part(attention, ctx, c.layer, selection, nil)
+    end
+    local lists = selection and selection:list() or {}
+    local entries = selection and selection:size(2) or c.width
+    for part = 0, 1 do
+      local logical, slots = {}, {}
+      for s = 0, c.seqs - 1 do
+        for head = 0, o.kv_heads - 1 do
+          for entry = 0, entries - 1 do
+            local row = s * o.kv_heads + head
+            local block = selection and lists[row * entries + entry + 1] or entry
+            local is_in = entry % 2 == part and block >= 0
+            logical[#logical + 1] = is_in and block or -1
+            slots[#slots + 1] = is_in and c.tables[s * c.width + block + 1] or -1
+          end
+        end
+      end
+      local dims = { c.seqs, o.kv_heads, entries }
+      hooks[1]:add_part(attention, ctx, c.layer, kv.from(c.dev, "i32", dims, logical),
+        kv.from(c.dev, "i32", dims, slots))
+    end
+  end
+  return reader
 end
 
-local function context_of(c, q, is_prefill)
+local function context_of(c, q, starts)
   local o = c.o
   return { query = q, layer = LAYER, seqs = c.seqs, kv_heads = o.kv_heads,
-    width = c.width, block_size = o.block_size, is_prefill = is_prefill, device = c.dev,
-    shape_number = 1, tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
+    width = c.width, block_size = o.block_size, is_prefill = starts ~= nil,
+    device = c.dev, shape_number = 1, starts = starts,
+    format = { scales = function() return c.k_scale, c.v_scale end },
+    tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
     lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
     new_scores = function()
       return kv.full(c.dev, "f32", { c.seqs, o.kv_heads, c.width }, 12345)
@@ -97,12 +126,19 @@ end
 
 --- Attends with the policy of a definition. Gives the lists out, lse, and those emitted.
 local function run(c, p, q, starts, selection)
-  local ctx = context_of(c, q, starts ~= nil)
+  local of_starts = starts and kv.from(c.dev, "i32", { #starts }, starts)
+  local ctx = context_of(c, q, of_starts)
   local out = kv.full(c.dev, "f32", q:dims(), 12345)
   local lse = kv.full(c.dev, "f32", { q:size(0), q:size(1) }, 12345)
-  local of_starts = starts and kv.from(c.dev, "i32", { #starts }, starts)
-  p.hook:attend({ call = { window = c.o.window } },
-    reader_of(c, q, of_starts, selection), selection, ctx, out, lse)
+  local attention = { call = { window = c.o.window, scale = SCALE, alibi = c.alibi,
+    soft_cap = c.o.soft_cap } }
+  local reader = reader_of(c, q, of_starts, selection)
+  if starts then
+    kernel_hook.attend_in_prefill(p.hook, p.hook.prompt and { p.hook }, attention, reader,
+      selection, ctx, out, lse)
+  else
+    p.hook:attend(attention, reader, selection, ctx, out, lse)
+  end
   local emitted = {}
   for name, t in pairs(p.emitted) do emitted[name] = t:list() end
   return out:list(), lse:list(), emitted
@@ -122,7 +158,8 @@ local function environment(c, p, q, def)
     end
   end
   local slope = slopes(2 * o.kv_heads * o.group)
-  return { dim = o.head_dim, group = o.group, block_size = o.block_size, scale = SCALE,
+  return { soft_cap = o.soft_cap, alibi = c.alibi and slopes(o.kv_heads * o.group),
+    dim = o.head_dim, group = o.group, block_size = o.block_size, scale = SCALE,
     window = o.window or 0, layer = LAYER, expressions = def, k = stored(0),
     v = stored(1), q = q, param = function(name) return p[name] end,
     const = function(_, at, row)
@@ -140,14 +177,19 @@ local function selected_set(list)
   return set
 end
 
---- What the reference gives, in the same order.
+--- What the reference gives, in the same order. What is emitted is summed over a
+-- sequence's tokens.
 local function expected(c, p, def, q, starts, lists)
   local o, out, lses, emitted = c.o, {}, {}, {}
   local env = environment(c, p, q, def)
-  for name in pairs(def.emit or {}) do emitted[name] = {} end
+  for name in pairs(def.emit or {}) do
+    emitted[name] = {}
+    for i = 1, c.seqs * o.kv_heads * c.width do emitted[name][i] = 0 end
+  end
   for s = 0, c.seqs - 1 do
     local first, last = starts[s + 1], starts[s + 2] - 1
     for kv_head = 0, o.kv_heads - 1 do
+      local blocks_at = (s * o.kv_heads + kv_head) * c.width + 1
       local selected = selected_set(lists and lists[s * o.kv_heads + kv_head + 1])
       for token = first, last do
         local weights, row = {}, nil
@@ -162,9 +204,11 @@ local function expected(c, p, def, q, starts, lists)
         end
         for name, x in pairs(def.emit or {}) do
           for b = 0, c.width - 1 do
-            local has = b * o.block_size < row.length and (not selected or selected[b])
-            table.insert(emitted[name],
-              has and reference.emit(env, row, x, weights, b) or 0)
+            local list = emitted[name]
+            if b * o.block_size <= row.position and (not selected or selected[b]) then
+              list[blocks_at + b] = list[blocks_at + b]
+                + reference.emit(env, row, x, weights, b)
+            end
           end
         end
       end
@@ -177,7 +221,8 @@ end
 
 --- How kvlab differs from the reference, in words; nil: it does not.
 ---@param o table  see expressions.cache, and: rows: new tokens of each sequence in a
---                  prefill; nil: decode; selects; window
+--                  prefill; nil: decode; selects; window; soft_cap; alibi; parts: a
+--                  prefill emits from two parts of memory
 function M.differs(dev, target, seed, def, o)
   local c = expressions.cache(dev, o, seed)
   kernel.chosen = target
@@ -191,6 +236,8 @@ function M.differs(dev, target, seed, def, o)
     error(why, 0)
   end
   give_fields(c, p)
+  c.alibi = o.alibi and kv.from(c.dev, "f32", { o.kv_heads * o.group },
+    slopes(o.kv_heads * o.group)) or nil
   local rows = o.rows or {}
   for s = 1, c.seqs do rows[s] = o.rows and math.min(rows[s], o.lens[s]) or 1 end
   local numbers, q, starts = make_queries(c, rows)
@@ -200,7 +247,7 @@ function M.differs(dev, target, seed, def, o)
   kernel.chosen = nil
   if not done then error(out, 0) end
   local want_out, want_lse, want = expected(c, p, def, numbers, starts, lists)
-  for name, list in pairs(o.rows and {} or want) do
+  for name, list in pairs(want) do
     local what = expressions.difference(emitted[name] or {}, list, TOLERANCE)
     if what then return ("emit.%s: %s"):format(name, what) end
   end
@@ -264,7 +311,9 @@ function M.shape(seed)
     o.q_dtype = o.dtype == "f8e4m3" and "bf16" or o.dtype
   end
   if draw(3) == 0 then o.window = 5 + draw(20) end
-  if draw(3) == 0 then o.rows = { 2, 1 + draw(19), 32, 1 } end
+  if draw(2) == 0 then o.rows = { 2, 1 + draw(19), 32, 1 } end
+  if draw(5) == 0 then o.soft_cap = 4 end
+  o.alibi, o.parts = draw(5) == 0, draw(2) == 0
   return o
 end
 

@@ -33,6 +33,15 @@ local function scores_of(o, row)
       local dot = 0
       for x = 0, o.dim - 1 do dot = dot + row.q(x) * o.k(row, position, x) end
       local logit = dot * o.scale
+      if (o.soft_cap or 0) > 0 then
+        local x = math.exp(-2 * math.abs(logit) / o.soft_cap)
+        local size = o.soft_cap * (1 - x) / (1 + x)
+        logit = logit < 0 and -size or size
+      end
+      if o.alibi then
+        logit = logit
+          + o.alibi[row.kv_head * o.group + row.head + 1] * (position - row.position)
+      end
       local env = key_environment(o, row, position, logit)
       local at = { head = row.head, token = position % o.block_size }
       local score = logit
@@ -71,10 +80,11 @@ function M.row(o, row)
   return out, top + math.log(sum), weights
 end
 
---- What an emit makes of a block. weights: of each head of the group.
+--- What an emit makes of a block that the row's query may see, as in a decode step of
+-- this query. weights: of each head of the group.
 function M.emit(o, row, x, weights, block)
   local env = key_environment(o, row, block * o.block_size, 0)
-  env.tokens = math.min(o.block_size, row.length - block * o.block_size)
+  env.tokens = math.min(o.block_size, row.position + 1 - block * o.block_size)
   env.sizes = { head = o.group, token = o.block_size, dim = o.dim }
   env.weight = function(head, token)
     return weights[head][block * o.block_size + token] or 0

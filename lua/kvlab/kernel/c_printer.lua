@@ -38,7 +38,10 @@ function Printer:reduces_in_vectors(x)
 end
 
 --- Whether a value is to be taken for one that differs between blocks.
-function Printer:varies() return false end
+function Printer:varies(x)
+  local of_query = self.plan.of_query
+  return of_query and x.op == "leaf" and of_query[x.name] or false
+end
 
 function Printer:elements(_, size) return size end
 
@@ -169,6 +172,9 @@ local function read_leaf(self, s, x, bind, vector)
   elseif x.name == "score" then
     return (vector and "load_f32_vf(%s)" or "*(%s)"):format(("scores + %s * stride + "
       .. "block * TOKENS + %s"):format(bind.head.text, bind.token.text))
+  elseif x.name == "logit" then
+    return (vector and "load_f32_vf(%s)" or "*(%s)"):format(("logits + %s * COLUMNS + %s")
+      :format(bind.head.text, bind.token.text))
   elseif x.name == "lse" then return ("lse[%s]"):format(bind.head.text)
   elseif x.name == "block" or x.name == "tokens" then return x.name .. item
   end
@@ -333,6 +339,30 @@ function Printer:reduce_end(s, work, mode, size)
   sums_together(self, s, sums, names)
   return names
 end
+
+-- ---- what kernels begin with ----------------------------------------------------------
+
+--- Lines at the start of (sequence, KV head), of what the expressions use.
+local function fixed_lines(plan)
+  local uses, lines = plan.uses, {}
+  local function line(text, ...) lines[#lines + 1] = text:format(...) end
+  if uses.layer then line "const int layer = (int)a->layer;" end
+  for _, x in ipairs(plan.consts) do
+    if expression.has_dim(x.stored, "layer") and not uses.layer then
+      line "const int layer = (int)a->layer;"
+      break
+    end
+  end
+  if plan.scaled then
+    for _, name in ipairs { "k", "v" } do
+      line("const float *%s_scales = a->%s_scale;", name, name)
+      line("const float %s_unit = %s_scales ? %s_scales[kv_head] : 1;", name, name, name)
+    end
+  end
+  return lines
+end
+
+M.fixed_lines = fixed_lines
 
 --- A printer of a kernel, with what it is told of it.
 function M.new(kernel) return setmetatable(kernel, Printer) end

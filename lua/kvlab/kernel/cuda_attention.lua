@@ -53,8 +53,7 @@ extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl:
 }
 ]]
 
-local CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16",
-              f8e4m3 = "kvl::f8e4m3" }
+local CPP = printer.CPP
 local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8" }
 
 --- The smallest of these sizes that takes n.
@@ -132,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float *row_lse = (const float *)a->lse + row * GROUP;
   const float *scores = (const float *)a->scores + row * GROUP * stride;
   float *out = (float *)a->out + row * a->width;
-%s  const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
-  const int64_t entry = (int64_t)blockIdx.x * TEAMS + team;
+  const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
+%s  const int64_t entry = (int64_t)blockIdx.x * TEAMS + team;
   const int32_t *selection = (const int32_t *)a->selection;
   if (selection)
     selection += (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;

@@ -17,6 +17,9 @@ local M = {}
 
 local HEADS_UNROLLED = shared.HEADS_UNROLLED
 
+-- The types of stored numbers.
+M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::f8e4m3" }
+
 local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3" }
 
 ---@class kvlab.PrinterCuda
@@ -102,7 +105,10 @@ function Printer:is_named(x) return #x.args > 0 end
 --- Queries that lie in shared memory are read again for every few blocks; products of
 -- them and rows are each block's own.
 function Printer:varies(x)
-  return x.op == "leaf" and (self.q_shared and x.name == "q" or x.name == "product")
+  if x.op ~= "leaf" then return false end
+  local of_query = self.plan.of_query
+  return self.q_shared and x.name == "q" or x.name == "product"
+    or of_query and of_query[x.name] or false
 end
 
 local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
@@ -171,6 +177,8 @@ local function read_leaf(self, s, x, bind)
   elseif x.name == "score" then
     return ("scores[%s * stride + block * TOKENS + %s]"):format(bind.head.text,
       bind.token.text)
+  elseif x.name == "logit" and self.plan.place == "prompt" then
+    return ("logits[%s * STRIDE + %s]"):format(bind.head.text, bind.token.text)
   elseif x.name == "product" then return self.product(x, bind)
   elseif x.name == "lse" then return ("row_lse[%s]"):format(bind.head.text)
   elseif x.name == "q" then

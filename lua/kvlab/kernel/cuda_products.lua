@@ -19,15 +19,17 @@ local WARP, KIB = 32, 1024
 -- ORDER kvl_dtype
 local QUERY_DTYPES = { f32 = 0, f16 = 1, bf16 = 2 }
 
-local CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16",
-              f8e4m3 = "kvl::f8e4m3" }
-
 -- ---- whether it can be done so --------------------------------------------------------
 
 --- KiB of shared memory that a thread block may have, and a multiprocessor has.
 local SHARED = { [80] = { 163, 164 }, [86] = { 99, 100 }, [87] = { 163, 164 },
                  [89] = { 99, 100 }, [120] = { 99, 100 }, [121] = { 99, 100 } }
 local SHARED_OTHERS = { 227, 228 }
+
+--- The same for a target, "sm_90a", or what is no GPU.
+local function limits_of(target)
+  return SHARED[tonumber(target:match "^sm_(%d+)") or 90] or SHARED_OTHERS
+end
 
 --- The ring of each warp: score_ring of score_mma.cuh.
 local function ring_of(size, dim, rows)
@@ -65,7 +67,6 @@ end
 ---@return table|nil
 function M.find(plan, target)
   local sm = tonumber(target:match "^sm_(%d+)") or 90
-  local limits = SHARED[sm] or SHARED_OTHERS
   if plan.place ~= "score" or sm < 80 then return nil end
   local dim, group = plan.sizes.dim, plan.sizes.head
   if dim % 8 ~= 0 or dim > 256 then return nil end
@@ -86,6 +87,7 @@ function M.find(plan, target)
   self.bytes_fixed = ring.bytes + 128
     + math.ceil(ring.warps * self.products_bytes / 16) * 16
     + #found.sums * self.padded * 4
+  local limits = limits_of(target)
   if bytes_with(self, "f32") > limits[1] * KIB then return nil end
   self.limits = limits
   return self
@@ -343,7 +345,7 @@ function M.print(self)
       plan.sizes.token, dim, ring.warps * WARP, self.team, WARP / self.team)
     .. shared.struct(plan) .. "\n"
     .. HEAD:format(group, self.padded, self.row_dim, #found.rows, self.slots, self.stride,
-      CPP[found.dtype], found.of_tokens and "TOKENS" or "1", ring.bytes)
+      printer.CPP[found.dtype], found.of_tokens and "TOKENS" or "1", ring.bytes)
     .. printer.Q_AT .. table.concat(exact)
     .. SCORE:format("]", group * dim, row_places(self),
       found.of_tokens and 2 * plan.sizes.token * dim or dim,
@@ -361,5 +363,7 @@ function M.print(self)
     turn = ring.warps * math.max(1, WARP / self.slots),
     most = found.of_tokens and 1024 / plan.sizes.token or math.huge }
 end
+
+M.QUERY_DTYPES, M.limits_of, M.terms_of = QUERY_DTYPES, limits_of, terms_of
 
 return M

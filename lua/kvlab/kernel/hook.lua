@@ -1,8 +1,10 @@
 --- What a policy's expressions do inside of attention. bias, mask and log_weight become
 -- a hook: code that changes the score of a query and a key before the softmax. It is
 -- compiled into a GPU's attention kernel, and called by that of the CPU. What a policy
--- emits is computed from the scores that the softmax saw, which attention keeps then, and
--- from their log-sum-exp, without reading K again.
+-- emits in a decode step is computed from the scores that the softmax saw, which
+-- attention keeps then, and from their log-sum-exp, without reading K again. A prefill
+-- has too many scores to keep, so they are computed again from q and K.
+local expression = require "kvlab.kernel.expression"
 local kernel = require "kvlab.kernel.kernel"
 local lua_attention = require "kvlab.kernel.lua_attention"
 local place = require "kvlab.kernel.place"
@@ -54,7 +56,7 @@ local function give_inputs(one, owner, ctx)
     one:give("in_" .. name, t)
     one:set("heads_" .. name, t:size(1))
   end
-  for _, x in ipairs(one.plan.consts) do one:give("const_" .. x.name, owner[x.name]) end
+  one:give_consts(owner)
   one:set_params(owner)
   one:set("width", ctx.width)
   one:set("layer", ctx.layer)
@@ -63,8 +65,10 @@ end
 -- Bytes of a hook's arguments, see kernels/hook.h.
 local ARGUMENTS_MAX = 192
 
---- The hook's code for a dtype of queries and a phase. On the CPU all have the same.
+--- The hook's code for a dtype of queries and a phase. On the CPU all have the same. nil:
+-- nothing is changed and no scores are kept.
 local function code_for(self, dtype, is_prefill)
+  if is_prefill and not self.changes then return nil end
   local key = self.shape.device:is_cpu() and ""
     or dtype .. (is_prefill and " prefill" or "")
   local one = self.codes[key]
@@ -88,35 +92,43 @@ function Hook:kernels()
   local list = {}
   for _, key in ipairs(sorted.keys(self.codes)) do list[#list + 1] = self.codes[key] end
   for _, name in ipairs(sorted.keys(self.emits)) do list[#list + 1] = self.emits[name] end
+  list[#list + 1] = self.prompt
   return list
 end
 
 --- Prepares the hook for a layer, and gives it to the arguments of attention.
 function Hook:give(call, ctx)
   local one = code_for(self, ctx.query:type(), ctx.is_prefill)
+  call.hook, call.scores = one, nil
+  if not one then return end
   one.count = 0
   give_inputs(one, self.owner, ctx)
-  call.hook, call.scores = one, nil
   if next(self.emits) and not ctx.is_prefill then
     call.scores = part_of(scores_of(self, ctx).scores, ctx)
   end
 end
 
---- Attends with the hook, and computes what the policy emits.
+--- Attends with the hook in attention.hook. It is taken away also after an error, or
+-- attention:direct would have it.
+local function attend(self, attention, reader, selection, ctx, out, lse)
+  attention.hook = self
+  local ok, result = pcall(reader.attend, reader, attention, selection, ctx, out, lse)
+  attention.hook = nil
+  if not ok then error(result, 0) end
+  return result
+end
+
+--- Attends with the hook in a decode step, and computes what the policy emits.
 ---@param attention kvlab.Attention
 ---@param reader table  of a memory tier
 ---@param selection kvlab.Tensor|nil
 ---@param ctx kvlab.Context
 function Hook:attend(attention, reader, selection, ctx, out, lse)
-  local emits = next(self.emits) and not ctx.is_prefill
+  local emits = next(self.emits)
   local kept = emits and scores_of(self, ctx)
   if emits then lse = lse or kept.lse end
-  for name in pairs(self.emits) do self.owner.emitted[name] = nil end
-  attention.hook = self
-  local ok, result = pcall(reader.attend, reader, attention, selection, ctx, out, lse)
-  attention.hook = nil -- also after an error, or attention:direct would have it
-  if not ok then error(result, 0) end
-  out = result
+  self:forget()
+  out = attend(self, attention, reader, selection, ctx, out, lse)
   if emits then
     for name, one in pairs(self.emits) do
       self.owner.emitted[name] = self:emit(one, selection, ctx, lse,
@@ -126,11 +138,105 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   return out
 end
 
+--- What was emitted is no more.
+function Hook:forget()
+  for name in pairs(self.emits) do self.owner.emitted[name] = nil end
+end
+
+--- Whether the policy emits in a step of this phase.
+local function is_emitting(self, is_prefill)
+  if is_prefill then return self.prompt ~= nil end
+  return next(self.emits) ~= nil
+end
+
 --- What the policy emits of a layer that it has no part in: zeros.
 function Hook:emit_nothing(ctx)
-  for name in pairs(ctx.is_prefill and {} or self.emits) do
+  if not is_emitting(self, ctx.is_prefill) then return end
+  for name in pairs(self.emits) do
     self.owner.emitted[name] = ctx:new_scores():fill_(0)
   end
+end
+
+-- ---- in a prefill ---------------------------------------------------------------------
+
+--- The log-sum-exp of a chunk's queries, f32 [tokens, heads].
+local function lse_of(self, ctx)
+  local tokens, heads = ctx.query:size(0), self.shape.heads
+  local memory = self.prompt_lse
+  if not memory or memory.count < tokens * heads then
+    memory = tensor.lasting(tensor.tensor, ctx.device, "f32", { tokens * heads })
+    self.prompt_lse = memory
+  end
+  return memory:narrow(0, tokens * heads):reshape { tokens, heads }
+end
+
+--- Attends in a prefill step, and computes what policies emit of it. hook: of the policy
+-- that selects, or nil. emitters: the hooks of the policies that emit, or nil.
+---@param hook kvlab.Hook|nil
+---@param emitters kvlab.Hook[]|nil
+function M.attend_in_prefill(hook, emitters, attention, reader, selection, ctx, out, lse)
+  if not emitters then
+    return attend(hook, attention, reader, selection, ctx, out, lse)
+  end
+  for _, one in ipairs(emitters) do one:forget() end
+  lse = lse or lse_of(emitters[1], ctx)
+  attention.reads_again = true
+  local ok, result = pcall(attend, hook, attention, reader, selection, ctx, out, lse)
+  attention.reads_again = nil
+  if not ok then error(result, 0) end
+  for _, one in ipairs(emitters) do one:begin_prompt(attention, ctx, lse) end
+  reader:read_again(attention, selection, ctx, emitters)
+  for _, one in ipairs(emitters) do one:end_prompt() end
+  return result
+end
+
+--- Gives the kernel what is the same for all parts of memory that the layer's K lies in.
+function Hook:begin_prompt(attention, ctx, lse)
+  local one, call = self.prompt, attention.call
+  self.prompt_of = lse
+  for name in pairs(self.emits) do self.sums[name] = ctx:new_scores():fill_(0) end
+  one:set("q_dtype", ctx.query.dtype)
+  one:set("seqs", ctx.seqs)
+  one:set("kv_heads", ctx.kv_heads)
+  one:set("window", call.window or 0)
+  one:set_float("scale", call.scale)
+  one:set_float("soft_cap", call.soft_cap or 0)
+end
+
+--- Adds the blocks that lie in `memory`: those of a selection (nil: all), where the
+-- tables or `slots` say, as attention:attend_slots takes them.
+function Hook:add_part(attention, ctx, memory, selection, slots)
+  local one, call = self.prompt, attention.call
+  one.count = 0
+  give_inputs(one, self.prompt_owner, ctx)
+  one:give("q", ctx.query)
+  one:give("cache", memory)
+  one:give("tables", ctx.tables)
+  one:give("lens", ctx.lens)
+  one:give("starts", ctx.starts)
+  one:give("selection", selection)
+  one:give("slots", slots)
+  one:give("lse", self.prompt_of)
+  one:give("alibi", call.alibi)
+  one:give("k_scale", (ctx.format:scales(ctx.layer)))
+  for name, out in pairs(self.sums) do one:give(self.emit_names[name], out) end
+  local entries = selection and selection:size(2) or ctx.width
+  one:set("rows", memory:size(0))
+  one:set("entries", entries)
+  one:set("selection_heads", selection and selection:size(1) or 1)
+  one:set("slot_heads", slots and slots:size(1) or 1)
+  one.grid.x = ctx.seqs * ctx.kv_heads -- the first blocks have most queries
+  one.grid.y = math.ceil(entries / one.items)
+  if one.products then
+    one.grid.bytes_shared = one.products.bytes_shared[tonumber(ctx.query.dtype)]
+  end
+  one:launch()
+end
+
+--- The policy gets what was emitted.
+function Hook:end_prompt()
+  for name in pairs(self.emits) do self.owner.emitted[name] = self.sums[name] end
+  self.prompt_of = nil
 end
 
 --- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
@@ -177,6 +283,68 @@ function M.check(def, numbers)
   return true
 end
 
+--- Opens the kernel of what the policy emits in a prefill. changes: the definition whose
+-- bias, mask and log_weight attention has then.
+local function open_prompt(self, changes)
+  local def = { emit = self.expressions.emit, bias = changes.bias, mask = changes.mask,
+                log_weight = changes.log_weight }
+  self.prompt = kernel.open(place.prompt(def, self.what,
+    kernel.options_of(self.prompt_owner, self.shape, self.what)), self.shape.device)
+end
+
+-- What the options, consts and inputs of the prefill's policy are called in the kernel of
+-- another policy, which may have some of the same names.
+local PREFIX = "prefill_"
+
+local RENAMED = { param = true, const = true, input = true }
+
+--- The bias, mask and log_weight of a policy, under these names.
+local function renamed(def)
+  local new = {}
+  for _, name in ipairs { "bias", "mask", "log_weight" } do
+    local x = def[name]
+    expression.each(x or expression.number(0, "f32"), function(one)
+      if RENAMED[one.op] then
+        local copy = {}
+        for key, value in pairs(one) do copy[key] = value end
+        copy.name = PREFIX .. one.name
+        x = expression.replace(x, one, setmetatable(copy, expression.Expression))
+      end
+    end)
+    new[name] = x
+  end
+  return new
+end
+
+--- Finds them in the policy that they belong to.
+local function owner_of_both(own, of_prefill)
+  return setmetatable({}, { __index = function(_, name)
+    if name:sub(1, #PREFIX) ~= PREFIX then return own[name] end
+    return of_prefill[name:sub(#PREFIX + 1)]
+  end })
+end
+
+--- The hooks of the policies that emit in a prefill: of the one that selects in it, and
+-- of the other if it watches the prompt. nil: there are none.
+---@param prefill_policy table
+---@param decode_policy table
+---@return kvlab.Hook[]|nil
+function M.emitters(prefill_policy, decode_policy)
+  local first, second, list = prefill_policy.hook, decode_policy.hook, {}
+  if first and first.prompt then list[1] = first end
+  if second and second ~= first and next(second.emits) and decode_policy.watches_prompt
+  then
+    local changes = {}
+    if first and first.changes then
+      changes = renamed(first.expressions)
+      second.prompt_owner = owner_of_both(decode_policy, prefill_policy)
+    end
+    open_prompt(second, changes)
+    list[#list + 1] = second
+  end
+  return list[1] and list or nil
+end
+
 --- Makes the hook of a policy that was attached to a shape, if its definition says
 -- anything about attention.
 ---@param self table   the policy
@@ -186,12 +354,16 @@ function M.attach(self, shape)
   if not expressions then return end
   local what = "policy " .. self.name
   local o = kernel.options_of(self, shape, what)
-  local hook = setmetatable({ owner = self, shape = shape, what = what, o = o,
-    expressions = expressions, codes = {}, kept = {}, emits = {} }, Hook)
+  local hook = setmetatable({ owner = self, prompt_owner = self, shape = shape,
+    what = what, o = o, expressions = expressions, codes = {}, kept = {}, emits = {},
+    sums = {}, emit_names = {}, changes = (expressions.bias or expressions.mask
+      or expressions.log_weight) ~= nil }, Hook)
   for _, name in ipairs(sorted.keys(expressions.emit or {})) do
     hook.emits[name] = kernel.open(place.emit(name, expressions.emit[name], what, o),
       shape.device)
+    hook.emit_names[name] = "emit_" .. name
   end
+  if self.prefill and expressions.emit then open_prompt(hook, expressions) end
   -- most likely queries have the dtype of the cache; other code is made when it is needed
   local dtype = shape.dtype == "f8e4m3" and "bf16" or shape.dtype
   if self.decode then code_for(hook, dtype, false) end

@@ -175,6 +175,8 @@ end
 
 function Kernel:set(name, value) self.integers[self.at[name]] = value end
 
+function Kernel:set_float(name, value) self.floats[self.at[name]] = value end
+
 function Kernel:set_params(owner)
   -- Gives the parameters the present options of a policy.
   local list = self.plan.params

@@ -6,8 +6,12 @@
 --   map       tensors [seqs, kv_heads, width] -> one of that shape, element by element
 --   hook      a query head and a key that it sees -> what is added to their score, and
 --             whether the key is seen at all
---   emit      the weights of a block's keys -> a number for each block and KV head
+--   emit      the weights of a block's keys -> a number for each block and KV head, in a
+--             decode step, from the scores that attention kept
+--   prompt    the same in a prefill: the sum over the queries of the chunk, from scores
+--             that are computed again
 local expression = require "kvlab.kernel.expression"
+local needed = require "kvlab.kernel.needed"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -25,6 +29,8 @@ local M = {}
 ---@field params kvlab.Expression[]
 ---@field inputs string[]
 ---@field uses table<string, boolean>  leaves by name
+---@field of_query table<string, boolean>|nil  of a prompt: leaves that differ by query
+---@field needed kvlab.Expression|nil  of a prompt: false for queries that add 0
 
 local AVAILABLE = {
   summary = { k = true, v = true, tokens = true, layer = true, kv_head = true },
@@ -35,13 +41,18 @@ local AVAILABLE = {
            blocks = true, length = true, layer = true, kv_head = true },
   emit = { weight = true, position = true, query_position = true, tokens = true,
            block = true, blocks = true, length = true, layer = true, kv_head = true },
+  prompt = { logit = true, position = true, query_position = true, tokens = true,
+             block = true, blocks = true, length = true, layer = true, kv_head = true },
 }
 local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
-                      hook = "a bias, a mask or a log_weight", emit = "an emit" }
+                      hook = "a bias, a mask or a log_weight", emit = "an emit",
+                      prompt = "an emit" }
 -- What stands for the weight in the kernel of an emit.
 local INTERNAL = { score = true, lse = true, seen_from = true }
 -- Places whose inputs are fields of the policy.
-local HAS_INPUTS = { map = true, hook = true, emit = true }
+local HAS_INPUTS = { map = true, hook = true, emit = true, prompt = true }
+-- Leaves of a prompt that differ from query to query.
+local OF_QUERY = { query_position = true, lse = true, seen_from = true }
 
 local function fail(x, message, ...)
   error(("%s: %s"):format(expression.line_of(x), message:format(...)), 0)
@@ -425,11 +436,12 @@ function M.hook(def, what, o)
 end
 
 --- The weight of a key: e^(score - lse), and 0 for what the query does not see.
-local function weight_node()
-  local e = expression.e
-  local score, lse = leaf("score", "f32", { "head", "token" }), leaf("lse", "f32",
-    { "head" })
+---@param score kvlab.Expression
+---@param mask? kvlab.Expression
+local function weight_node(score, mask)
+  local e, lse = expression.e, leaf("lse", "f32", { "head" })
   local seen = e.position:ge(leaf("seen_from", "i32", {})):band(lse:gt(-math.huge))
+  if mask then seen = seen:band(mask) end
   return seen:where(e.exp(score - lse), 0)
 end
 
@@ -449,8 +461,31 @@ end
 function M.emit(name, x, what, o)
   x = M.check_emit(name, x, what)
   local plan = new_plan("emit", ("%s: emit.%s"):format(what, name), o)
-  x = expression.replace(x, expression.leaves.weight, weight_node())
+  local score = leaf("score", "f32", { "head", "token" })
+  x = expression.replace(x, expression.leaves.weight, weight_node(score))
   add_root(plan, "out", x, "f32", o)
+  return plan
+end
+
+--- What attention emits in a prefill: for each block, the sum over the queries that see
+-- it. All of a policy's expressions are one kernel, because they share the weights.
+---@param def table  emit, and the bias, mask and log_weight that attention has
+---@return kvlab.Plan  roots: those of def.emit, by name
+function M.prompt(def, what, o)
+  local plan = new_plan("prompt", what .. ": emit", o)
+  local score, mask, roots = expression.leaves.logit, nil, {}
+  for _, name in ipairs { "bias", "log_weight" } do
+    if def[name] then score = score + check_hook(name, def[name], what) end
+  end
+  if def.mask then mask = check_hook("mask", def.mask, what) end
+  local weight = weight_node(score, mask)
+  for _, name in ipairs(sorted.keys(def.emit)) do
+    local x = M.check_emit(name, def.emit[name], what)
+    roots[#roots + 1] = x
+    x = expression.replace(x, expression.leaves.weight, weight)
+    add_root(plan, name, x, "f32", o)
+  end
+  plan.of_query, plan.needed = OF_QUERY, needed.of(roots)
   return plan
 end
 
@@ -470,6 +505,12 @@ local FRAMES = {
   emit = { "pointer selection", "pointer lens", "pointer scores", "pointer lse",
            "out out", "int seqs", "int kv_heads", "int width", "int entries",
            "int selection_heads", "int window", "int layer" },
+  prompt = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
+             "pointer starts", "pointer selection", "pointer slots", "pointer lse",
+             "pointer alibi", "pointer k_scale", "int q_dtype", "int seqs",
+             "int kv_heads", "int width", "int rows", "int entries",
+             "int selection_heads", "int slot_heads", "int window", "int layer",
+             "float scale", "float soft_cap" },
 }
 
 --- The arguments of a kernel, in order: name and kind (pointer, out, int, float). Every
@@ -482,6 +523,9 @@ function M.arguments(plan)
   for _, text in ipairs(FRAMES[plan.place]) do add(text:match "(%S+) (%S+)") end
   if plan.place == "summary" then
     for _, root in ipairs(plan.roots) do add("out", "field_" .. root.name) end
+  end
+  if plan.place == "prompt" then
+    for _, root in ipairs(plan.roots) do add("out", "emit_" .. root.name) end
   end
   for _, field in ipairs(plan.fields) do add("pointer", "field_" .. field.name) end
   for _, x in ipairs(plan.consts) do add("pointer", "const_" .. x.name) end

@@ -1,6 +1,7 @@
 --- Prints a kernel in C, from its plan. What it calls is in kernels/cpu/expression.h;
 -- threads share the work as in every CPU kernel.
 local c_printer = require "kvlab.kernel.c_printer"
+local c_prompt = require "kvlab.kernel.c_prompt"
 local c_text = require "kvlab.kernel.c_text"
 local expression = require "kvlab.kernel.expression"
 local schedule = require "kvlab.kernel.schedule"
@@ -8,6 +9,7 @@ local schedule = require "kvlab.kernel.schedule"
 local VECTORS, MEMORY, NUMBERS = c_text.VECTORS, c_text.MEMORY, c_text.NUMBERS
 local bytes_of, item_of, struct = c_text.bytes_of, c_text.item_of, c_text.struct
 local body, indented, input_lines = c_text.body, c_text.indented, c_text.input_lines
+local fixed_lines = c_printer.fixed_lines
 local widen, HEADS_UNROLLED = c_text.widen, c_text.HEADS_UNROLLED
 local M = {}
 
@@ -18,11 +20,12 @@ local RUN_BLOCKS, SOON = 1024, 16
 
 --- Whether dim can be walked in vectors: its size, and the types along it.
 local function can_use_vectors(plan, lanes)
-  if plan.sizes.dim % lanes ~= 0 then return false end
-  local ok, seen = true, {}
+  local fits = plan.sizes.dim % lanes == 0
+  local ok, seen = fits or plan.place == "prompt", {}
   for _, root in ipairs(plan.roots) do
     expression.each(root.node, function(x)
       if expression.has_dim(x.dims, "dim") then
+        ok = ok and fits
         if not VECTORS[x.type] then ok = false end
         if x.op == "const" and x.stored[#x.stored] ~= "dim" then ok = false end
       end
@@ -79,26 +82,6 @@ static inline KVL_HOT vf q_load(const struct arguments *a, int64_t i) {
   return load_f32_vf(x);
 }
 ]]
-
---- Lines at the start of (sequence, KV head), of what the expressions use.
-local function fixed_lines(plan)
-  local uses, lines = plan.uses, {}
-  local function line(text, ...) lines[#lines + 1] = text:format(...) end
-  if uses.layer then line "const int layer = (int)a->layer;" end
-  for _, x in ipairs(plan.consts) do
-    if expression.has_dim(x.stored, "layer") and not uses.layer then
-      line "const int layer = (int)a->layer;"
-      break
-    end
-  end
-  if plan.scaled then
-    for _, name in ipairs { "k", "v" } do
-      line("const float *%s_scales = a->%s_scale;", name, name)
-      line("const float %s_unit = %s_scales ? %s_scales[kv_head] : 1;", name, name, name)
-    end
-  end
-  return lines
-end
 
 --- Lines at the start of a block whose physical number is `block`.
 local function row_lines(plan, block, rows, item)
@@ -426,7 +409,7 @@ local function print_emit(self)
 end
 
 local PRINTS = { score = print_score, summary = print_summary, map = print_map,
-                 hook = print_hook, emit = print_emit }
+                 hook = print_hook, emit = print_emit, prompt = c_prompt.print }
 
 --- The source of a kernel.
 ---@param plan kvlab.Plan

@@ -5,6 +5,7 @@ local expression = require "kvlab.kernel.expression"
 local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 local products = require "kvlab.kernel.cuda_products"
+local prompt = require "kvlab.kernel.cuda_prompt"
 local score = require "kvlab.kernel.cuda_score"
 
 local bytes_of, indented, TYPES = shared.bytes_of, shared.indented, shared.TYPES
@@ -172,7 +173,8 @@ local function look(plan)
 end
 
 --- The source of a kernel, and how it is launched: threads, teams of a thread block,
--- items that a team scores at once; or, of products, what cuda_products.print says.
+-- items that a team scores at once; or what cuda_products.print and cuda_prompt.print
+-- say.
 ---@param plan kvlab.Plan
 ---@param target string  "sm_90a"
 ---@return string source
@@ -183,6 +185,10 @@ function M.print(plan, target)
     title[i] = (" * %s = %s"):format(root.name, expression.text(root.node))
   end
   title = ("/* A kernel that kvlab generated.\n%s */\n"):format(table.concat(title, "\n"))
+  if plan.place == "prompt" then
+    local text, launch = prompt.print(plan, target)
+    return title .. text, launch
+  end
   local of_products = products.find(plan, target)
   if of_products then
     local text, launch = products.print(of_products)

@@ -17,7 +17,10 @@ local READ = { f16 = "F16[%s]", bf16 = "BF16[%s]", f8e4m3 = "F8[%s]" }
 
 function Printer:mode() return "loop" end
 function Printer:elements(_, size) return size end
-function Printer:varies() return false end
+function Printer:varies(x)
+  local of_query = self.plan.of_query
+  return of_query and x.op == "leaf" and of_query[x.name] or false
+end
 
 function Printer:loop(s, dim, size)
   local name = s:name(dim:sub(1, 1))
@@ -127,6 +130,8 @@ local function read_leaf(self, s, x, bind)
   elseif x.name == "score" then
     return ("a.scores[scores + %s * stride + block * TOKENS + %s]"):format(bind.head.text,
       bind.token.text)
+  elseif x.name == "logit" then
+    return ("logits[%s * TOKENS + %s]"):format(bind.head.text, bind.token.text)
   elseif x.name == "lse" then return ("a.lse[lse + %s]"):format(bind.head.text)
   end
   return x.name
@@ -275,6 +280,53 @@ for row = 0, a.seqs * a.kv_heads - 1 do
 end
 ]]
 
+-- `logits` has the scores of one query and one block, before bias, mask and log_weight.
+local PROMPT = [[
+local logits, cap = ffi.new("double[?]", GROUP * TOKENS), a.soft_cap
+for seq = 0, a.seqs - 1 do
+  local length, layer, first = a.lens[seq], a.layer, a.starts[seq]
+  local blocks, rows = ceil(length / TOKENS), a.starts[seq + 1] - first
+  for kv_head = 0, a.kv_heads - 1 do
+    local row = seq * a.kv_heads + kv_head
+    local list = (seq * a.selection_heads + kv_head %% a.selection_heads) * a.entries
+    local slots = (seq * a.slot_heads + kv_head %% a.slot_heads) * a.entries
+    local scale = a.scale * (a.k_scale ~= nil and a.k_scale[kv_head] or 1)
+    local out = row * a.width
+%s    for entry = 0, a.entries - 1 do
+      local block = a.selection ~= nil and a.selection[list + entry] or entry
+      local physical = -1
+      if block >= 0 and block < blocks and block < a.width then
+        physical = a.slots ~= nil and a.slots[slots + entry]
+          or a.tables[seq * a.width + block]
+      end
+      local is_there = physical >= 0 and physical < a.rows
+      local k_row = (physical * 2 * a.kv_heads + kv_head) * TOKENS * DIM
+%s      for query = 0, is_there and rows - 1 or -1 do
+        local query_position = length - rows + query
+        local tokens = min(TOKENS, query_position + 1 - block * TOKENS)
+        if tokens > 0 and needed(kv_head, length, blocks, query_position) then
+          local seen_from = a.window > 0 and max(query_position + 1 - a.window, 0) or 0
+          local lse = ((first + query) * a.kv_heads + kv_head) * GROUP
+          for head = 0, GROUP - 1 do
+            local slope = a.alibi ~= nil and a.alibi[kv_head * GROUP + head] or 0
+            for token = 0, tokens - 1 do
+              local dot = 0
+              for d = 0, DIM - 1 do
+                dot = dot + a.read_q((lse + head) * DIM + d) * %s
+              end
+              dot = dot * scale
+              if cap > 0 then dot = cap * tanh_f32(dot / cap) end
+              logits[head * TOKENS + token] = dot
+                + slope * (block * TOKENS + token - query_position)
+            end
+          end
+%s        end
+      end
+%s    end
+  end
+end
+]]
+
 local function body(self, fn)
   local plan = self.plan
   local s, roots = schedule.new(self, plan.sizes), {}
@@ -396,8 +448,46 @@ local function print_emit(self)
       indented(block, "      "))
 end
 
+--- The function that says whether a query of a prompt is needed.
+local function needed_text(self)
+  local head = "local function needed(kv_head, length, blocks, query_position)\n"
+  local x = self.plan.needed
+  if not x then return head .. "  return true\nend\n" end
+  local s = schedule.new(self, self.plan.sizes)
+  s:take({ x }, expression.each)
+  s.block_level = schedule.FIXED
+  local text = s:value(x, {})
+  return head .. "  local layer = a.layer\n"
+    .. indented(s.scopes[schedule.FIXED].lines, "  ") .. "  return " .. text .. "\nend\n"
+end
+
+local function print_prompt(self)
+  local plan, first, starts, ends = self.plan, {}, {}, {}
+  local function is_out(root) return "sum_" .. root.name end
+  local fixed, block = body(self, function(s)
+    for _, root in ipairs(plan.roots) do
+      local text = s:value(root.node, {})
+      s:line(("%s = %s + %s"):format(is_out(root), is_out(root), text))
+    end
+  end)
+  for i, root in ipairs(plan.roots) do
+    starts[i] = ("local %s = 0"):format(is_out(root))
+    ends[i] = ("if is_there then a.emit_%s[out + block] = %s end"):format(root.name,
+      is_out(root))
+  end
+  for _, name in ipairs(plan.inputs) do
+    first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or row) * a.width")
+      :format(name, name)
+  end
+  return ("local GROUP, DIM = %d, %d\n"):format(plan.sizes.head, plan.sizes.dim)
+    .. needed_text(self) .. PROMPT:format(indented(first, "    ")
+      .. indented(fixed, "    "), indented(starts, "      "),
+      load("a.cache", "k_row + token * DIM + d", plan.dtype, "f32"),
+      indented(block, "          "), indented(ends, "      "))
+end
+
 local PRINTS = { score = print_score, summary = print_summary, map = print_map,
-                 hook = print_hook, emit = print_emit }
+                 hook = print_hook, emit = print_emit, prompt = print_prompt }
 
 --- The source of a kernel: a chunk that gets kernel/numbers.lua, and returns a function
 -- of the arguments.
@@ -406,13 +496,15 @@ local PRINTS = { score = print_score, summary = print_summary, map = print_map,
 function M.print(plan)
   local used, title = {}, {}
   local seen = {}
+  local function count(x)
+    used[x] = used[x] or 0
+    for _, arg in ipairs(x.args) do used[arg] = (used[arg] or 0) + 1 end
+  end
   for i, root in ipairs(plan.roots) do
     title[i] = ("-- %s = %s"):format(root.name, expression.text(root.node))
-    expression.each(root.node, function(x)
-      used[x] = used[x] or 0
-      for _, arg in ipairs(x.args) do used[arg] = (used[arg] or 0) + 1 end
-    end, seen)
+    expression.each(root.node, count, seen)
   end
+  if plan.needed then expression.each(plan.needed, count, seen) end
   local self = setmetatable({ plan = plan, used = used }, Printer)
   return table.concat(title, "\n") .. "\nlocal numbers = ...\nsetfenv(1, numbers)\n"
     .. ("local TOKENS = %d\nreturn function(a)\n"):format(plan.sizes.token or 1)

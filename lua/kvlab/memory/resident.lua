@@ -15,7 +15,11 @@
 --   appended(layer)                 the policies have seen them
 --   undone()                        the step that began last did not happen
 --   readers(attention, through)     who attends in prefill and in decode:
---                                   reader:attend(attention, selection, ctx, out, lse)
+--                                   reader:attend(attention, selection, ctx, out, lse);
+--                                   that of prefill has read_again(attention, selection,
+--                                   ctx, hooks), too, which follows such a call if
+--                                   attention.reads_again was set: the same K once more,
+--                                   for hook:add_part of each hook
 --   before_copy(layer, to)          whole blocks are about to be copied in KV memory
 --   written(first, layers, blocks)  something else is about to write blocks of KV memory
 --   bytes()                         that crossed the link: to the device, to the host
@@ -49,6 +53,10 @@ end
 local direct = {}
 function direct:attend(attention, selection, ctx, out, lse)
   return attention:direct(selection, ctx, out, lse)
+end
+
+function direct:read_again(attention, selection, ctx, hooks)
+  for i = 1, #hooks do hooks[i]:add_part(attention, ctx, ctx.cache, selection, nil) end
 end
 
 function Resident:readers() return direct, direct end

@@ -6,6 +6,10 @@
 -- A plan divides a selection into passes on the device, so the host never learns what
 -- was selected. If nothing is selected (dense), every layer has the same plan: it is
 -- made once per step, and loads run on into the next layers.
+--
+-- Where a policy emits in a prefill, K is read again after the attention, when the
+-- log-sum-exp is known. If all passes of a layer fit in the slots, they stay there until
+-- then. If not, the passes have a second round, and their blocks cross the link twice.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local rows = require "kvlab.memory.rows"
@@ -105,7 +109,7 @@ local function load(self, plan, layer, i)
   local o, batch = self.tier, self.tier.batch
   self.issued = self.issued + 1
   local slot, pass = i % o.slots, i % plan.passes
-  layer = layer + math.floor(i / plan.passes)
+  layer = layer + math.floor(i / (plan.passes * plan.rounds))
   local cache = o.cache:layer(layer)
   if plan.by_engine then
     local first = pass * plan.n
@@ -118,24 +122,43 @@ local function load(self, plan, layer, i)
   end
 end
 
+--- Notes how the blocks of a plan are read: twice (reads_again) or once.
+local function set_rounds(self, plan, reads_again, layers)
+  plan.reads_again = reads_again
+  plan.stays = reads_again and plan.passes <= self.tier.slots
+  plan.rounds = reads_again and not plan.stays and 2 or 1
+  plan.total = plan.passes * plan.rounds * layers
+end
+
 --- Returns the plan of this layer, the layer that the plan's loads began with, and the
 -- number of this layer's first pass among them. The first loads are then under way.
-local function prepare(self, selection, ctx)
+local function prepare(self, selection, ctx, reads_again)
   local o = self.tier
   if selection then
     local plan = make_plan(self, selection, ctx)
-    plan.total, self.step = plan.passes, -1
+    set_rounds(self, plan, reads_again, 1)
+    self.step = -1
     for i = 0, math.min(o.slots, plan.total) - 1 do load(self, plan, ctx.layer, i) end
     return plan, ctx.layer, 0
   end
-  if self.step ~= ctx.step or ctx.layer ~= self.next_layer or ctx.is_rows then
+  if self.step ~= ctx.step or ctx.layer ~= self.next_layer or ctx.is_rows
+     or self.dense.reads_again ~= reads_again then
     local plan = make_plan(self, nil, ctx)
-    plan.total = plan.passes * (o.layers - ctx.layer)
+    set_rounds(self, plan, reads_again, o.layers - ctx.layer)
     self.dense, self.step, self.first_layer = plan, ctx.step, ctx.layer
     for i = 0, math.min(o.slots, plan.total) - 1 do load(self, plan, ctx.layer, i) end
   end
   self.next_layer = ctx.layer + 1
-  return self.dense, self.first_layer, (ctx.layer - self.first_layer) * self.dense.passes
+  local dense = self.dense
+  return dense, self.first_layer,
+    (ctx.layer - self.first_layer) * dense.passes * dense.rounds
+end
+
+--- Nothing reads the slot of load number i any more: the load that comes next begins.
+local function end_pass(self, plan, layer, i)
+  local o = self.tier
+  check(C.kvl_ring_done(o.ring, i % o.slots))
+  if i + o.slots < plan.total then load(self, plan, layer, i + o.slots) end
 end
 
 --- Attention of ctx.query over a selection (nil: every block) of this layer.
@@ -153,7 +176,7 @@ function Ring:attend_rows(attention, selection, ctx, out, lse)
     error("attention through a ring cannot be recorded in a graph: how many loads it "
       .. "takes depends on the lengths. A hot cache can (hot_slots)", 0)
   end
-  local plan, layer, first = prepare(self, selection, ctx)
+  local plan, layer, first = prepare(self, selection, ctx, attention.reads_again or false)
   local part, prev_lse, next_lse = attention:scratch(ctx)
   if plan.passes == 0 then part, prev_lse = out, lse end
   check(C.kvl_ring_wait(o.ring, C.KVL_RING_BUFFER))
@@ -168,11 +191,34 @@ function Ring:attend_rows(attention, selection, ctx, out, lse)
     self.consumed = self.consumed + 1
     result = attention:attend_slots(ctx, o.slot_views[slot], plan.pass_logical[pass],
       plan.slots, to, is_last and lse or next_lse, part, prev_lse, true)
-    check(C.kvl_ring_done(o.ring, slot))
-    if i + o.slots < plan.total then load(self, plan, layer, i + o.slots) end
+    if not plan.stays then end_pass(self, plan, layer, i) end
     prev_lse, next_lse = next_lse, prev_lse
   end
+  self.again, self.again_layer = plan, layer
+  self.again_first = first + (plan.stays and 0 or plan.passes)
   return result
+end
+
+-- Gives K to hooks once more, after an attend for which attention.reads_again was set.
+function Ring:read_again(attention, _, ctx, hooks)
+  local o, plan, layer = self.tier, self.again, self.again_layer
+  for _, hook in ipairs(hooks) do
+    hook:add_part(attention, ctx, o.buffer_views[ctx.layer], plan.open_logical,
+      plan.open_slots)
+  end
+  for pass = 0, plan.passes - 1 do
+    local i = self.again_first + pass
+    local slot = i % o.slots
+    if not plan.stays then
+      check(C.kvl_ring_wait(o.ring, slot))
+      self.consumed = self.consumed + 1
+    end
+    for _, hook in ipairs(hooks) do
+      hook:add_part(attention, ctx, o.slot_views[slot], plan.pass_logical[pass],
+        plan.slots)
+    end
+    end_pass(self, plan, layer, i)
+  end
 end
 
 return M

@@ -96,8 +96,9 @@ local function budgets_of(windows, block_size)
   return budgets
 end
 
---- Attends over a selection, with a policy's hook or without one.
-local function over(self, selection, ctx, out, lse, hook)
+--- Attends over a selection, with a policy's hook or without one. emitters: the hooks of
+-- the policies that emit in a prefill, or nil.
+local function over(self, selection, ctx, out, lse, hook, emitters)
   if selection then check.selection(ctx, selection) end
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   if not selection and not hook and ctx == self.context then
@@ -106,7 +107,12 @@ local function over(self, selection, ctx, out, lse, hook)
   if self.probe then
     self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
   end
-  if hook then return hook:attend(self, reader, selection, ctx, out, lse) end
+  if ctx.is_prefill and (hook or emitters) then
+    return kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx,
+      out, lse)
+  elseif hook then
+    return hook:attend(self, reader, selection, ctx, out, lse)
+  end
   return reader:attend(self, selection, ctx, out, lse)
 end
 
@@ -114,7 +120,9 @@ end
 -- From memory on the device, the kernel reads only the window; what is elsewhere, or is
 -- counted, is selected.
 local function attend_window(p, self, ctx, out)
-  if p.hook then p.hook:emit_nothing(ctx) end
+  for _, hook in ipairs(ctx.is_prefill and self.emitters or { p.hook }) do
+    hook:emit_nothing(ctx)
+  end
   if ctx.is_prefill or self.cache.tier.is_resident and not self.probe then
     return over(self, nil, ctx, out)
   end
@@ -154,11 +162,13 @@ function M.attention(o)
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
-  self.keepers = {}
+  self.keepers, self.emitting = {}, {}
   each_policy(self, function(p)
     policy.attach(p, self.shape)
     policy.add_with_nested(p, self.keepers)
+    self.emitting[#self.emitting + 1] = p.hook
   end)
+  self.emitters = kernel_hook.emitters(self.prefill_policy, self.decode_policy)
   local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
                    format = cache.format, soft_cap = o.soft_cap }
   self.context = context.new(self.shape, limits)
@@ -332,6 +342,7 @@ function Attention:forward(layer, q, k, v, out)
     if window > 0 then compute = attend_window end
   end
   self.blocks_read = 0
+  for i = 1, #self.emitting do self.emitting[i]:forget() end
   out, selection, counts, tokens = compute(p, self, ctx, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
   call_hook(self, "attention_finished", ctx)
@@ -344,7 +355,8 @@ end
 -- log-sum-exp to `lse` if given. For policies that override compute. Raises for a
 -- selection that is not in range, ascending and without duplicates (see check.lua).
 function Attention:over(selection, ctx, out, lse)
-  return over(self, selection, ctx, out, lse, self.policy.hook)
+  return over(self, selection, ctx, out, lse, self.policy.hook,
+    ctx.is_prefill and self.emitters or nil)
 end
 
 --- The same attention, read straight from the cache's memory, wherever it lies, without

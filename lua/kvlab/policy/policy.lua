@@ -38,9 +38,13 @@
 --     mask = expression                    false: the query does not see the key
 --     log_weight = expression              the key counts e^log_weight times
 --     emit = { name = expression }         what is made of the weights of each block that
---                                          a decode step read: self.emitted.name, f32
---                                          [seqs, kv_heads, width], 0 for the others,
---                                          until the layer is over
+--                                          was read: self.emitted.name, f32 [seqs,
+--                                          kv_heads, width], 0 for the others, until the
+--                                          layer is over. A prefill gives the sum over
+--                                          the chunk's queries, each as in a decode step
+--                                          of its own; it does so for the policy that
+--                                          selects in it, and for one that watches the
+--                                          prompt (watches_prompt)
 --     name = kv.kernel.map(fn)             an expression over scores and tallies, which
 --                                          self:name(ctx, …) computes
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
@@ -91,8 +95,9 @@
 --                                          in a layer; for reports (0)
 --     scores_keys = true                   score_bytes counts all of K, so that attention
 --                                          need not read the selected blocks' K again
---     watches_prompt = true                it needs the prompt's queries, so it cannot be
---                                          attached after the prefill
+--     watches_prompt = true                it needs the prompt's queries, or what their
+--                                          attention emits, so it cannot be attached
+--                                          after the prefill
 --     eager = true                         its Lua decides at each step what to launch,
 --                                          so no graph can record it
 --     reset(self)                          forget everything

@@ -48,6 +48,35 @@ describe("a kernel in CUDA, run on the CPU", function()
     end)
   end
 
+  local e = kv.expr
+  local PROMPTS = {
+    { dtype = "bf16", q_dtype = "bf16", group = 4, block_size = 16, head_dim = 64,
+      alibi = true, soft_cap = 3, parts = true },
+    { dtype = "f8e4m3", q_dtype = "bf16", group = 20, block_size = 12, head_dim = 48,
+      selects = true, window = 30, scaled = { 2, 0.5 } },
+    { dtype = "f32", group = 2, block_size = 160, head_dim = 24 },
+    { dtype = "f16", q_dtype = "f16", group = 70, block_size = 1, head_dim = 72,
+      lens = { 9, 20 } },
+  }
+  for i, case in ipairs(PROMPTS) do
+    emulated(("emits of a prefill %d"):format(i), function()
+      local o = { kv_heads = 2, blocks = 40, lens = { 230, 45 }, rows = { 200, 1 } }
+      for key, value in pairs(case) do o[key] = value end
+      local def = { name = "known", decode = true, prefill = true, complete = false,
+        defaults = { weight = 2 }, select_blocks = function() end, init = hooks.init,
+        bias = e.logit * -0.25 + e.input "mix", mask = (e.position % 7):ne(3),
+        emit = { mass = e.weight:sum "token":mean "head", tokens = e.tokens,
+                 far = (e.weight * (e.query_position - e.position)):max("token", "head"),
+                 mix = e.input "mix" * e.param "weight" } }
+      local why = hooks.differs("cpu", "emulated", i, def, o)
+      assert.is_nil(why, why)
+      def.emit = { newest = e.where(e.query_position:ge(e.length - 40), e.weight, 0)
+        :sum "token":mean "head", odd = e.where((e.query_position % 2):eq(0), 0, 1) }
+      why = hooks.differs("cpu", "emulated", i, def, o)
+      assert.is_nil(why, why)
+    end)
+  end
+
   --- The status of a launch of one thread block of 64 threads, and what it wrote.
   local function run(body)
     local image, why = emulation.compile(([[

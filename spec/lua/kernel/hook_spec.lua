@@ -22,6 +22,13 @@ local KNOWN = {
            emit = { last = e.weight:gt(0.05):any("token", "head"):where(e.query_position,
                       -1),
                     far = (e.weight * (e.length - e.position)):sum "token":max "head" } },
+  -- a query of a prompt that is not needed adds nothing
+  newest = { bias = e.input "mix" / 4, log_weight = slope,
+             emit = { votes = e.where(e.query_position:ge(e.length - 5), e.weight, 0)
+                        :sum "token":mean "head",
+                      odd = ((e.query_position % 2):eq(0):where(0, e.weight) * 2)
+                        :max("token", "head"):abs() } },
+  shares = { emit = { mean = e.weight:mean "token":sum "head", tokens = e.tokens } },
 }
 
 local function define(name)
@@ -43,6 +50,14 @@ local CASES = {
   { dtype = "f32", group = 2, block_size = 16, head_dim = 32, rows = { 3, 40, 7, 1 } },
   { dtype = "f16", q_dtype = "f16", group = 5, block_size = 8, head_dim = 48,
     rows = { 1, 2, 30, 1 }, window = 11, selects = true },
+  { dtype = "bf16", q_dtype = "bf16", group = 4, block_size = 16, head_dim = 64,
+    rows = { 1, 70, 37, 1 }, parts = true },
+  { dtype = "f8e4m3", q_dtype = "f16", group = 8, block_size = 4, head_dim = 32,
+    rows = { 1, 33, 1, 1 }, scaled = { 2, 0.5 }, alibi = true },
+  { dtype = "f32", group = 1, block_size = 80, head_dim = 24, rows = { 1, 70, 5, 1 },
+    soft_cap = 3, alibi = true },
+  { dtype = "bf16", q_dtype = "f32", group = 2, block_size = 12, head_dim = 16,
+    rows = { 1, 70, 30, 1 }, selects = true, parts = true, soft_cap = 5 },
 }
 
 local function words(o)

@@ -1,0 +1,66 @@
+--- Finds out which queries of a prompt an emitted expression needs: those of the others
+-- add 0 whatever their weights are, so that their scores need not be computed.
+--
+--   e.where(e.query_position:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
+--
+-- needs a query if its position is at least length - 32.
+local expression = require "kvlab.kernel.expression"
+
+local M = {}
+
+local OF_QUERY = { query_position = true, length = true, blocks = true, layer = true,
+                   kv_head = true }
+
+--- Whether a condition depends on nothing but the query's place, options and numbers.
+local function is_of_query(x)
+  if x.op == "leaf" then return OF_QUERY[x.name] or false end
+  if x.op == "field" or x.op == "input" or x.over or #x.dims > 0 then return false end
+  for _, arg in ipairs(x.args) do if not is_of_query(arg) then return false end end
+  return true
+end
+
+local function is_finite(x) return x.op == "number" and math.abs(x.value) < math.huge end
+local function is_zero(x) return x.op == "number" and x.value == 0 end
+
+local function make(op, args)
+  return setmetatable({ op = op, args = args, type = "bool",
+    dims = expression.join(args), line = rawget(args[1], "line") }, expression.Expression)
+end
+
+-- f(0) is 0. A block has at least one token where these are computed.
+local KEEPS_ZERO = { sum = true, mean = true, max = true, min = true, neg = true,
+                     abs = true, relu = true, sqrt = true, tanh = true, floor = true }
+
+--- A condition without which a value is 0; nil: none is known.
+local function condition_of(x)
+  local a, b, c = x.args[1], x.args[2], x.args[3]
+  if x.op == "cast" then
+    if a.type == "bool" then return is_of_query(a) and a or nil end
+    return condition_of(a)
+  elseif x.op == "mul" then
+    if is_finite(b) then return condition_of(a) end
+    return is_finite(a) and condition_of(b) or nil
+  elseif x.op == "where" then
+    if is_zero(c) then return is_of_query(a) and a or condition_of(b) end
+    if not is_zero(b) then return nil end
+    return is_of_query(a) and make("bnot", { a }) or condition_of(c)
+  elseif #x.args == 1 and KEEPS_ZERO[x.op] then
+    return condition_of(a)
+  end
+  return nil
+end
+
+--- The condition that a query has to meet, or nil: all are needed.
+---@param roots kvlab.Expression[]  all that is emitted
+---@return kvlab.Expression|nil  bool, without dimensions
+function M.of(roots)
+  local any
+  for _, x in ipairs(roots) do
+    local condition = condition_of(x)
+    if not condition then return nil end
+    any = any and make("bor", { any, condition }) or condition
+  end
+  return any
+end
+
+return M
