@@ -272,6 +272,7 @@ local OF_BLOCK = {
   function() return e.position, 128 end, function() return e.block, 32 end,
   function() return e.tokens, 16 end, function() return e.length, 128 end,
   function() return e.input "mix", 3 end, function() return e.param "weight", 3 end,
+  function() return e.query_position, 128 end,
 }
 
 --- A policy of random expressions of attention.
@@ -293,6 +294,9 @@ function M.random(seed)
   for i = 1, draw(3) do
     local x, bound = expressions.build(blocks, 1 + draw(2))
     x = x:cast "f32" * e.weight * (4 / math.max(bound, 4))
+    if draw(4) == 0 then -- not all queries of a prompt are needed
+      x = e.where((e.query_position % (2 + draw(4))):gt(0), x, 0)
+    end
     x = expressions.down_to(blocks, x, 4, false, {})
     def.emit["f" .. i] = x
   end

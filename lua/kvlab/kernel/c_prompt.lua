@@ -18,11 +18,7 @@ enum {
   QUERIES = 64 / GROUP > 1 ? 64 / GROUP : 1,
 };
 %s
-/* Whether a query can add anything. */
-static int needed(const struct arguments *a, int kv_head, int length, int blocks,
-                  int query_position) {
-%s}
-
+%s
 /* The KV head's blocks from entry `first` of the list on: of[b] is a logical block whose
  * keys are in the columns, or -1. Returns the lowest of them, or -1. */
 static int take_blocks(const struct arguments *a, const struct emission *e, int64_t seq,
@@ -105,7 +101,7 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
         const float *lse =
             (const float *)a->lse + ((first + at[i]) * a->kv_heads + kv_head) * GROUP;
         (void)seen_from;
-        for (int b = 0; b < BLOCKS; b++) {
+%s        for (int b = 0; b < BLOCKS; b++) {
           const int block = of[b];
           const int tokens = min_i32(TOKENS, query_position + 1 - block * TOKENS);
           if (block < 0 || tokens <= 0) continue;
@@ -131,16 +127,45 @@ __attribute__((visibility("default"))) int kvl_code(const void *arguments, void 
 }
 ]]
 
---- The lines of the function that says whether a query of a prompt is needed.
-local function needed_lines(self)
-  local plan = self.plan
-  if not plan.needed then return { "return 1;" } end
-  local s = schedule.new(self, plan.sizes)
-  s:take({ plan.needed }, expression.each)
-  s.block_level = schedule.FIXED
-  local text, lines = s:value(plan.needed, {}), c_printer.fixed_lines(plan)
-  for _, line in ipairs(s.scopes[schedule.FIXED].lines) do lines[#lines + 1] = line end
-  lines[#lines + 1] = ("return %s;"):format(text)
+local QUERY_VALUE = [[
+static %s %s(const struct arguments *a, int kv_head, int length, int blocks,
+%s int query_position) {
+%s}
+]]
+
+--- The functions that compute values of a query alone; needed says whether a query can
+-- add anything.
+local function query_functions(self)
+  local plan, texts = self.plan, {}
+  local function add(name, kind, lines)
+    kind = c_text.TYPES[kind]
+    texts[#texts + 1] = QUERY_VALUE:format(kind, name, (" "):rep(#kind + #name + 8),
+      indented(lines, "  "))
+  end
+  for _, value in ipairs(plan.query_values) do
+    local s = schedule.new(self, plan.sizes)
+    s:take({ value.node }, expression.each)
+    s.block_level = schedule.FIXED
+    local text, lines = s:value(value.node, {}), c_printer.fixed_lines(plan)
+    for _, line in ipairs(s.scopes[schedule.FIXED].lines) do lines[#lines + 1] = line end
+    lines[#lines + 1] = ("return %s;"):format(text)
+    add(value.name == "needed" and "needed" or "compute_" .. value.name, value.node.type,
+      lines)
+  end
+  if not plan.needed then add("needed", "bool", { "return 1;" }) end
+  return table.concat(texts, "\n")
+end
+
+--- Lines that compute them for the query at hand.
+local function query_lines(plan)
+  local lines = {}
+  for _, value in ipairs(plan.query_values) do
+    if value.name ~= "needed" then
+      lines[#lines + 1] = ("const %s %s = compute_%s(a, (int)kv_head, length, blocks, "
+        .. "query_position);"):format(c_text.TYPES[value.node.type], value.name,
+        value.name)
+    end
+  end
   return lines
 end
 
@@ -163,8 +188,10 @@ function M.print(self)
   end
   return '#include "cpu/emission.h"\n\n' .. PROMPT:format(plan.sizes.token,
     plan.sizes.head, plan.sizes.dim, #plan.roots, c_text.struct(plan) .. "\n",
-    indented(needed_lines(self), "  "), c_text.NUMBERS[plan.dtype],
-    indented(lines, "    ") .. indented(fixed, "    "), indented(block, "          "),
+    query_functions(self), c_text.NUMBERS[plan.dtype],
+    indented(lines, "    ") .. indented(fixed, "    "),
+    indented(query_lines(plan), "        "),
+    indented(block, "          "),
     indented(ends, "      "))
 end
 

@@ -1,8 +1,8 @@
 --- Prints what is emitted in a prefill in CUDA. A thread block takes a few blocks of a
 -- KV head, whose keys stay in shared memory, and all queries that see them, a tile at a
 -- time. The warps multiply the tile with the keys on the tensor cores and leave the
--- scores in shared memory. Then teams of lanes compute the expressions from these, each of
--- one query and one block at a time. A block's sum has one order.
+-- scores in shared memory. Then teams of lanes compute the expressions from these, each
+-- of one query and one block at a time. A block's sum has one order.
 -- kernels/cuda/emission.cuh has what does not depend on the expressions.
 local expression = require "kvlab.kernel.expression"
 local products = require "kvlab.kernel.cuda_products"
@@ -74,21 +74,25 @@ enum {
 using T = %s;
 ]]
 
-local NEEDED = [[
-/* Whether a query can add anything. */
-DEVICE bool needed(const arguments *a, int kv_head, int length, int blocks,
-                   int query_position) {
+local QUERY_VALUE = [[
+DEVICE %s compute_%s(const arguments *a, int kv_head, int length, int blocks,
+                     int query_position) {
 %s}
 
+]]
+
+-- Where not all queries are needed.
+local NEEDED = [[
 /* Finds the next queries that are needed, QUERIES of them at most, from *next on; every
  * warp does the same. */
 DEVICE int next_queries(const arguments *a, int kv_head, int length, int blocks,
                         int position0, int rows, int *next, int *at) {
-  const int lane = threadIdx.x %% 32;
+  const int lane = threadIdx.x % 32;
   int n = 0;
   while (n < QUERIES && *next < rows) {
     const int query = *next + lane, left = QUERIES - n;
-    const bool is = query < rows && needed(a, kv_head, length, blocks, position0 + query);
+    const bool is = query < rows &&
+                    compute_needed(a, kv_head, length, blocks, position0 + query);
     const uint32_t found = __ballot_sync(0xFFFFFFFFu, is);
     const int place = __popc(found & ((1u << lane) - 1));
     if (is && place < left && threadIdx.x < 32) at[n + place] = query;
@@ -222,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int tokens = known ? seen : 0;
       [[maybe_unused]%s const int seen_from =
           a->window > 0 ? max_i32(query_position + 1 - (int)a->window, 0) : 0;
-      [[maybe_unused]%s const float *row_lse = row_lse_of[turn] + own * GROUP;
+%s      [[maybe_unused]%s const float *row_lse = row_lse_of[turn] + own * GROUP;
       [[maybe_unused]%s const float *logits =
           all_logits + own * GROUP * STRIDE + b * TOKENS;
 %s    }
@@ -238,17 +242,33 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 ]]
 
---- The lines of the function that says whether a query is needed.
-local function needed_text(self)
-  local x = self.plan.needed
-  if not x then return ALL_NEEDED end
-  local s = schedule.new(self, self.plan.sizes)
-  s:take({ x }, expression.each)
-  s.block_level = schedule.FIXED
-  local text, lines = s:value(x, {}), printer.fixed_lines(self.plan)
-  for _, line in ipairs(s.scopes[schedule.FIXED].lines) do lines[#lines + 1] = line end
-  lines[#lines + 1] = ("return %s;"):format(text)
-  return NEEDED:format(indented(lines, "  "))
+--- The functions that compute values of a query alone, and the one that finds queries.
+local function query_functions(self)
+  local plan, texts = self.plan, {}
+  for i, value in ipairs(plan.query_values) do
+    local s = schedule.new(self, plan.sizes)
+    s:take({ value.node }, expression.each)
+    s.block_level = schedule.FIXED
+    local text, lines = s:value(value.node, {}), printer.fixed_lines(plan)
+    for _, line in ipairs(s.scopes[schedule.FIXED].lines) do lines[#lines + 1] = line end
+    lines[#lines + 1] = ("return %s;"):format(text)
+    texts[i] = QUERY_VALUE:format(shared.TYPES[value.node.type], value.name,
+      indented(lines, "  "))
+  end
+  return table.concat(texts) .. (plan.needed and NEEDED or ALL_NEEDED)
+end
+
+--- Lines that compute them for the query at hand.
+local function query_lines(plan)
+  local lines = {}
+  for _, value in ipairs(plan.query_values) do
+    if value.name ~= "needed" then
+      lines[#lines + 1] = ("const %s %s = compute_%s(a, kv_head, length, blocks, "
+        .. "query_position);"):format(shared.TYPES[value.node.type], value.name,
+        value.name)
+    end
+  end
+  return lines
 end
 
 --- The source of a kernel without its title, and how it is launched.
@@ -283,10 +303,11 @@ function M.print(plan, target)
     .. HEAD:format(sizes.token, sizes.dim, sizes.head, #plan.roots, s.threads, s.team,
       s.blocks, s.keys, s.slice, s.stride, s.queries, s.rows, s.dim,
       printer.CPP[plan.dtype])
-    .. shared.struct(plan) .. "\n" .. printer.Q_AT .. needed_text(self)
+    .. shared.struct(plan) .. "\n" .. printer.Q_AT .. query_functions(self)
     .. PROMPT:format(s.keys_bytes, s.keys_bytes + s.logits_bytes,
       s.keys_bytes + s.logits_bytes + s.rows * 4,
-      indented(before, "  ") .. indented(fixed, "  "), "]", "]", "]",
+      indented(before, "  ") .. indented(fixed, "  "), "]",
+      indented(query_lines(plan), "      "), "]", "]",
       indented(block, "      "), indented(stores, "  "), indented(ends, "    "))
   local bytes = {}
   for name, dtype in pairs(products.QUERY_DTYPES) do bytes[dtype] = s.bytes(name) end

@@ -329,8 +329,10 @@ end
 ---@param prefill_policy table
 ---@param decode_policy table
 ---@return kvlab.Hook[]|nil
+---@return table|nil watcher  the decode policy, if it watches the prompt of another one
 function M.emitters(prefill_policy, decode_policy)
   local first, second, list = prefill_policy.hook, decode_policy.hook, {}
+  local watcher
   if first and first.prompt then list[1] = first end
   if second and second ~= first and next(second.emits) and decode_policy.watches_prompt
   then
@@ -340,9 +342,9 @@ function M.emitters(prefill_policy, decode_policy)
       second.prompt_owner = owner_of_both(decode_policy, prefill_policy)
     end
     open_prompt(second, changes)
-    list[#list + 1] = second
+    list[#list + 1], watcher = second, decode_policy
   end
-  return list[1] and list or nil
+  return list[1] and list or nil, watcher
 end
 
 --- Makes the hook of a policy that was attached to a shape, if its definition says

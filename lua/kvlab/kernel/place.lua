@@ -11,7 +11,7 @@
 --   prompt    the same in a prefill: the sum over the queries of the chunk, from scores
 --             that are computed again
 local expression = require "kvlab.kernel.expression"
-local needed = require "kvlab.kernel.needed"
+local of_query = require "kvlab.kernel.of_query"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -30,7 +30,8 @@ local M = {}
 ---@field inputs string[]
 ---@field uses table<string, boolean>  leaves by name
 ---@field of_query table<string, boolean>|nil  of a prompt: leaves that differ by query
----@field needed kvlab.Expression|nil  of a prompt: false for queries that add 0
+---@field query_values table[]|nil  of a prompt: values of the query alone, name and node;
+--                         "needed" is false for queries that add 0
 
 local AVAILABLE = {
   summary = { k = true, v = true, tokens = true, layer = true, kv_head = true },
@@ -51,8 +52,6 @@ local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
 local INTERNAL = { score = true, lse = true, seen_from = true }
 -- Places whose inputs are fields of the policy.
 local HAS_INPUTS = { map = true, hook = true, emit = true, prompt = true }
--- Leaves of a prompt that differ from query to query.
-local OF_QUERY = { query_position = true, lse = true, seen_from = true }
 
 local function fail(x, message, ...)
   error(("%s: %s"):format(expression.line_of(x), message:format(...)), 0)
@@ -485,7 +484,17 @@ function M.prompt(def, what, o)
     x = expression.replace(x, expression.leaves.weight, weight)
     add_root(plan, name, x, "f32", o)
   end
-  plan.of_query, plan.needed = OF_QUERY, needed.of(roots)
+  plan.query_values = {}
+  for _, root in ipairs(plan.roots) do
+    root.node = of_query.take_out(root.node, plan.query_values)
+  end
+  plan.of_query = { query_position = true, lse = true, seen_from = true }
+  for _, value in ipairs(plan.query_values) do plan.of_query[value.name] = true end
+  local condition = of_query.needed(roots)
+  if condition then
+    table.insert(plan.query_values, { name = "needed", node = condition })
+  end
+  plan.needed = condition ~= nil
   return plan
 end
 

@@ -304,8 +304,8 @@ for seq = 0, a.seqs - 1 do
 %s      for query = 0, is_there and rows - 1 or -1 do
         local query_position = length - rows + query
         local tokens = min(TOKENS, query_position + 1 - block * TOKENS)
-        if tokens > 0 and needed(kv_head, length, blocks, query_position) then
-          local seen_from = a.window > 0 and max(query_position + 1 - a.window, 0) or 0
+        if tokens > 0 and %s then
+%s          local seen_from = a.window > 0 and max(query_position + 1 - a.window, 0) or 0
           local lse = ((first + query) * a.kv_heads + kv_head) * GROUP
           for head = 0, GROUP - 1 do
             local slope = a.alibi ~= nil and a.alibi[kv_head * GROUP + head] or 0
@@ -448,21 +448,36 @@ local function print_emit(self)
       indented(block, "      "))
 end
 
---- The function that says whether a query of a prompt is needed.
-local function needed_text(self)
-  local head = "local function needed(kv_head, length, blocks, query_position)\n"
-  local x = self.plan.needed
-  if not x then return head .. "  return true\nend\n" end
-  local s = schedule.new(self, self.plan.sizes)
-  s:take({ x }, expression.each)
-  s.block_level = schedule.FIXED
-  local text = s:value(x, {})
-  return head .. "  local layer = a.layer\n"
-    .. indented(s.scopes[schedule.FIXED].lines, "  ") .. "  return " .. text .. "\nend\n"
+local QUERY_VALUE = [[
+local function compute_%s(kv_head, length, blocks, query_position)
+  local layer = a.layer
+%s  return %s
+end
+]]
+local QUERY_CALL = "compute_%s(kv_head, length, blocks, query_position)"
+
+--- The functions that compute values of a query alone.
+local function query_values_text(self)
+  local texts = {}
+  for i, value in ipairs(self.plan.query_values) do
+    local s = schedule.new(self, self.plan.sizes)
+    s:take({ value.node }, expression.each)
+    s.block_level = schedule.FIXED
+    local text = s:value(value.node, {})
+    texts[i] = QUERY_VALUE:format(value.name,
+      indented(s.scopes[schedule.FIXED].lines, "  "), text)
+  end
+  return table.concat(texts)
 end
 
 local function print_prompt(self)
-  local plan, first, starts, ends = self.plan, {}, {}, {}
+  local plan, first, starts, ends, values = self.plan, {}, {}, {}, {}
+  for _, value in ipairs(plan.query_values) do
+    if value.name ~= "needed" then
+      values[#values + 1] = ("local %s = %s"):format(value.name,
+        QUERY_CALL:format(value.name))
+    end
+  end
   local function is_out(root) return "sum_" .. root.name end
   local fixed, block = body(self, function(s)
     for _, root in ipairs(plan.roots) do
@@ -480,8 +495,10 @@ local function print_prompt(self)
       :format(name, name)
   end
   return ("local GROUP, DIM = %d, %d\n"):format(plan.sizes.head, plan.sizes.dim)
-    .. needed_text(self) .. PROMPT:format(indented(first, "    ")
+    .. query_values_text(self) .. PROMPT:format(indented(first, "    ")
       .. indented(fixed, "    "), indented(starts, "      "),
+      plan.needed and QUERY_CALL:format "needed" or "true",
+      indented(values, "          "),
       load("a.cache", "k_row + token * DIM + d", plan.dtype, "f32"),
       indented(block, "          "), indented(ends, "      "))
 end
@@ -504,7 +521,9 @@ function M.print(plan)
     title[i] = ("-- %s = %s"):format(root.name, expression.text(root.node))
     expression.each(root.node, count, seen)
   end
-  if plan.needed then expression.each(plan.needed, count, seen) end
+  for _, value in ipairs(plan.query_values or {}) do
+    expression.each(value.node, count, seen)
+  end
   local self = setmetatable({ plan = plan, used = used }, Printer)
   return table.concat(title, "\n") .. "\nlocal numbers = ...\nsetfenv(1, numbers)\n"
     .. ("local TOKENS = %d\nreturn function(a)\n"):format(plan.sizes.token or 1)

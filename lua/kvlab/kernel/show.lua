@@ -13,17 +13,18 @@ M.DTYPE, M.GROUP, M.BLOCK_SIZE, M.HEAD_DIM, M.KV_HEADS, M.OWN = "f32", 4, 16, 12
 
 local IS_SCORE = { q = true, position = true, block = true, blocks = true, length = true }
 
---- The place where an expression can stand: "map" if it reads an input; "score" if it
--- reads a query, where a block is, or a field; else "summary".
+--- The place where an expression can stand: "emit" if it reads weights; "map" if it reads
+-- an input; "score" if it reads a query, where a block is, or a field; else "summary".
 ---@param x kvlab.Expression
 ---@return string
 function M.place_of(x)
-  local has_input, is_score = false, false
+  local has_input, is_score, has_weight = false, false, false
   expression.each(x, function(one)
+    has_weight = has_weight or one.op == "leaf" and one.name == "weight"
     has_input = has_input or one.op == "input"
     is_score = is_score or one.op == "field" or one.op == "leaf" and IS_SCORE[one.name]
   end)
-  return has_input and "map" or is_score and "score" or "summary"
+  return has_weight and "emit" or has_input and "map" or is_score and "score" or "summary"
 end
 
 --- The options of a plan, with a size for every dimension.
@@ -45,6 +46,10 @@ end
 local function plan_of(x, o)
   local all, where = plan_options(o), o.place or M.place_of(x)
   if where == "map" then return place.map(x, "map", all) end
+  if where == "emit" then return place.emit("value", x, "source", all) end
+  if where == "prompt" then
+    return place.prompt({ emit = { value = x } }, "source", all)
+  end
   if where == "summary" then
     return place.summary(place.fields({ value = x }, "source"), "source", all)
   end
@@ -52,7 +57,7 @@ local function plan_of(x, o)
 end
 
 local SOURCE = {
-  place = options.one_of("summary", "score", "map"),
+  place = options.one_of("summary", "score", "map", "emit", "prompt"),
   dtype = options.one_of("f32", "f16", "bf16", "f8e4m3"), group = options.count,
   block_size = options.within(1, 4096), head_dim = options.within(8, 256),
   summary = options.table, sizes = options.table,
@@ -60,13 +65,14 @@ local SOURCE = {
 local TARGET = options.one_of("c", "cuda", "lua")
 
 --- The source of the kernel that computes the expression: "c", for this machine's
--- processor, "cuda" or "lua". The place is a map if it reads an input, a score if it
--- reads a query, a field or where a block is, else a summary.
+-- processor, "cuda" or "lua". The place is an emit in decode if it reads weights, a map
+-- if it reads an input, a score if it reads a query, a field or where a block is, else a
+-- summary. The place "prompt" is an emit in prefill.
 ---@param target string
----@param o? table  place: summary, score or map, if it is another one; dtype (f32) of the
---                  cache, group (4), block_size (16), head_dim (128); summary: the
---                  fields that a score reads, as in a policy; sizes: of dimensions of
---                  consts that are not the model's, by name (64 each)
+---@param o? table  place: summary, score, map, emit or prompt, if it is another one;
+--                  dtype (f32) of the cache, group (4), block_size (16), head_dim
+--                  (128); summary: the fields that a score reads, as in a policy; sizes:
+--                  of dimensions of consts that are not the model's, by name (64 each)
 ---@return string
 function expression.methods.source(self, target, o)
   options.argument("source", "target", target, TARGET)

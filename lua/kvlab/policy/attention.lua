@@ -168,7 +168,8 @@ function M.attention(o)
     policy.add_with_nested(p, self.keepers)
     self.emitting[#self.emitting + 1] = p.hook
   end)
-  self.emitters = kernel_hook.emitters(self.prefill_policy, self.decode_policy)
+  self.emitters, self.watcher = kernel_hook.emitters(self.prefill_policy,
+    self.decode_policy)
   local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
                    format = cache.format, soft_cap = o.soft_cap }
   self.context = context.new(self.shape, limits)
@@ -244,6 +245,8 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   self.cache.tier:begin(batch, is_prefill)
   begin_contexts(self, batch, is_prefill)
   if self.policy.step_begin then self.policy:step_begin(self.context) end
+  local watcher = is_prefill and self.watcher
+  if watcher and watcher.step_begin then watcher:step_begin(self.context) end
   if self.has_rows then self.rows:lengthen() end
 end
 
@@ -395,6 +398,7 @@ function Attention:over_tokens(places, ctx, out, lse)
   local call = self.call
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
     or self.policy.hook and "a policy's bias, mask, log_weight and emit"
+    or ctx.is_prefill and self.emitters and "what a policy emits"
     or call.alibi and "ALiBi"
     or (call.window or 0) > 0 and "a window" or call.soft_cap and "a soft cap"
   if lacks then

@@ -65,7 +65,9 @@
 --                                          of tokens. Default: attend over the
 --                                          selection
 --     step_begin(self, ctx)                once a step of its phase, before the layers,
---                                          also when a graph replays the layers
+--                                          also when a graph replays the layers; and once
+--                                          a prefill step in which it emits, because it
+--                                          watches the prompt
 --     attention_begin(self, ctx)           before and after each layer of both phases
 --     attention_finished(self, ctx)
 --     request_begin(self, seq)             keep the state of a sequence in

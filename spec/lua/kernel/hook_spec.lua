@@ -28,6 +28,13 @@ local KNOWN = {
                         :sum "token":mean "head",
                       odd = ((e.query_position % 2):eq(0):where(0, e.weight) * 2)
                         :max("token", "head"):abs() } },
+  -- the newer a query, the more its attention counts; weights of queries have other types
+  fading = { emit = { mass = ((e.param "weight" / 4) ^ (e.length - 1 - e.query_position)
+                        * e.weight):sum "token":mean "head",
+                      few = e.where((e.query_position % 3):eq(0):band(
+                          e.length:gt(20)), e.weight, 0):sum("token", "head"),
+                      sum = (e.weight * (e.query_position * 2 + e.kv_head))
+                        :max("token", "head") + (e.query_position - 3) * e.block } },
   shares = { emit = { mean = e.weight:mean "token":sum "head", tokens = e.tokens } },
 }
 

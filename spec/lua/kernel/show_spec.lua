@@ -18,6 +18,11 @@ local CASES = {
   { "score", e.k:sum("token", "dim"), { place = "score" } },
   { "map", e.input "x" * e.param "y" + e.block },
   { "map", e.length + 1, { place = "map" } },
+  { "emit", e.weight:sum "token":mean "head" },
+  { "prompt", (e.weight / e.tokens):sum "token":max "head",
+    { place = "prompt", dtype = "bf16", group = 7, head_dim = 80, block_size = 32 } },
+  { "prompt", e.where(e.query_position:ge(e.length - 32), e.weight, e.query_position * 0)
+      :sum("token", "head"), { place = "prompt", dtype = "f8e4m3" } },
 }
 
 describe("the source of an expression", function()

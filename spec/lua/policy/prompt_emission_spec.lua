@@ -200,6 +200,35 @@ local function specs(dev_name)
     assert.is_true(math.abs(total - rig.SHAPE.kv_heads) < 1e-4) -- of the decode step
   end)
 
+  it("has steps that begin for a policy that watches the prompt", function()
+    local begun = {}
+    local fields = { step_begin = function(_, ctx)
+      begun[#begun + 1] = ctx.is_prefill
+    end }
+    local script = { { "prefill", 1, 20 }, { "prefill", 1, 3 }, { "decode", 1 } }
+    play(dev, {}, script, fields)
+    assert.same({ true, true, false }, begun)
+    begun = {}
+    play(dev, {}, script, merged(fields, { watches_prompt = false }))
+    assert.same({ false }, begun)
+    begun = {}
+    play(dev, {}, script, merged(fields, { prefill = true }))
+    assert.same({ true, true, false }, begun)
+  end)
+
+  it("does not reach attention over listed tokens", function()
+    local p = policy.define { name = "listed", prefill = true,
+      select_blocks = function() end,
+      compute_prefill = function(_, attention, ctx, out)
+        return attention:over_tokens(kv.zeros(dev, "i32", { ctx.query:size(0), 1 }), ctx,
+          out)
+      end } {}
+    local ok, why = pcall(play, dev, { prefill_policy = p }, { { "prefill", 1, 20 } })
+    assert.is_false(ok)
+    assert.matches("attention over tokens does not know what a policy emits", why, 1,
+      true)
+  end)
+
   it("is what the prefill's policy makes of attention", function()
     local fields = { prefill = true, defaults = { far = 0.02, keep = 3 },
       bias = (e.position - e.query_position) * e.param "far",

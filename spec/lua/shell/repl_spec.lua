@@ -230,6 +230,7 @@ e = kv.expr
 :kernel kv.kernel.map(function(x) return x * 2 end)
 text = "void s(const float *x, int64_t n) {}"
 :kernel kv.kernel.source { name = "s", arguments = { "x f32 [n]" }, c = text }
+:kernel e.weight:sum "token":mean "head"
 :kernel quest
 :kernel 7
 :kernel e.q
@@ -244,6 +245,8 @@ text = "void s(const float *x, int64_t n) {}"
         output:match "^[^\n]*\n[^\n]*\n")
       assert.matches("\n %* out = x %* 2 %*/\n", output)
       assert.matches("\nstatic void s%(const float %*x, int64_t n%);\n", output)
+      assert.matches("\n %* out = mean_head%(sum_token%(", output)
+      assert.matches('\n#include "cpu/emission.h"\n', output) -- of a prefill
       assert.matches("\npolicy quest has no expressions: its kernels are ops\n", output)
       assert.matches("\n:kernel takes an expression, a map, a policy or a kernel of "
         .. "source text, given a number\n", output)

@@ -3,6 +3,7 @@
 local device = require "kvlab.tensor.device"
 local expression = require "kvlab.kernel.expression"
 local inspect = require "kvlab.shell.repl.inspect"
+local kernel_hook = require "kvlab.kernel.hook"
 local map = require "kvlab.kernel.map"
 local policy = require "kvlab.policy.policy"
 local show = require "kvlab.kernel.show"
@@ -47,6 +48,8 @@ local function policy_of_expression(x)
   local def = { name = "expression", decode = true, score = function() end }
   if where == "map" then
     error(("%s is a part of a map; show the map"):format(expression.text(x, 60)), 0)
+  elseif where == "emit" then
+    def.emit, def.watches_prompt = { value = x }, true
   elseif where == "summary" then def.summary = { value = x }
   else def.score = x end
   return policy.define(with_leaves(def, { x })) {}
@@ -94,11 +97,13 @@ end
 local function attach(value, dev)
   local p = expression.is_expression(value) and policy_of_expression(value)
     or map.is_map(value) and policy_of_map(value) or copy_of(value)
-  return policy.attach(p, { device = dev, layers = 1, blocks = BLOCKS,
+  policy.attach(p, { device = dev, layers = 1, blocks = BLOCKS,
     block_size = show.BLOCK_SIZE, heads = show.KV_HEADS * show.GROUP,
     kv_heads = show.KV_HEADS, head_dim = show.HEAD_DIM, dtype = show.DTYPE,
     max_blocks = BLOCKS, scale = 1, max_seqs = 1,
     format = { scales = function() end } })
+  kernel_hook.emitters(p.prefill and p or {}, p) -- opens those of a prefill
+  return p
 end
 
 --- The kernels of an attached policy, in order: what, kernel.

@@ -1,5 +1,9 @@
---- Finds out which queries of a prompt an emitted expression needs: those of the others
--- add 0 whatever their weights are, so that their scores need not be computed.
+--- What of the expressions that a prefill emits depends on the query alone, and not on a
+-- block or a key.
+--
+-- A value of this kind is computed once for each query: keep ^ (length - query_position).
+-- A condition of this kind may say which queries are needed. The others add 0 whatever
+-- their weights are, so that their scores need not be computed:
 --
 --   e.where(e.query_position:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
 --
@@ -11,7 +15,7 @@ local M = {}
 local OF_QUERY = { query_position = true, length = true, blocks = true, layer = true,
                    kv_head = true }
 
---- Whether a condition depends on nothing but the query's place, options and numbers.
+--- Whether a value depends on nothing but the query's place, options and numbers.
 local function is_of_query(x)
   if x.op == "leaf" then return OF_QUERY[x.name] or false end
   if x.op == "field" or x.op == "input" or x.over or #x.dims > 0 then return false end
@@ -53,7 +57,7 @@ end
 --- The condition that a query has to meet, or nil: all are needed.
 ---@param roots kvlab.Expression[]  all that is emitted
 ---@return kvlab.Expression|nil  bool, without dimensions
-function M.of(roots)
+function M.needed(roots)
   local any
   for _, x in ipairs(roots) do
     local condition = condition_of(x)
@@ -61,6 +65,34 @@ function M.of(roots)
     any = any and make("bor", { any, condition }) or condition
   end
   return any
+end
+
+--- Takes values of the query alone out of an expression.
+---@param root kvlab.Expression
+---@param values table[]  name, node: more of them are added
+---@return kvlab.Expression  with leaves of these names in their place
+function M.take_out(root, values)
+  local new = {}
+  expression.each(root, function(x)
+    local copy, changed = {}, false
+    for key, value in pairs(x) do copy[key] = value end
+    copy.args = {}
+    for i, arg in ipairs(x.args) do
+      local by = new[arg]
+      if #arg.args > 0 and is_of_query(arg) and not is_of_query(x) then
+        by = values[arg]
+        if not by then
+          by = setmetatable({ op = "leaf", name = "of_query_" .. #values + 1, args = {},
+            dims = {}, type = arg.type, line = arg.line }, expression.Expression)
+          values[#values + 1] = { name = by.name, node = arg }
+          values[arg] = by
+        end
+      end
+      copy.args[i], changed = by, changed or by ~= arg
+    end
+    new[x] = changed and setmetatable(copy, expression.Expression) or x
+  end)
+  return new[root]
 end
 
 return M
