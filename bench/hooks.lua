@@ -1,6 +1,7 @@
 --- Attention with a policy's expressions (K3): bias, log_weight and emit, each beside
 -- attention without it, beside the op's own way where it has one, and beside what a
--- policy had to do before.
+-- policy had to do before. In a prefill the flops are those of attention alone, so that
+-- what comes on top shows as a lower rate.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
@@ -70,7 +71,49 @@ local function second_pass(r)
   r.p:score(r.ctx)
 end
 
+--- A prefill of one prompt with a policy, and what the policy does after it.
+local function prefill(b, len, p)
+  local dev = b.device
+  local cache = kv.cache { device = dev, layers = 1, kv_heads = KV_HEADS, head_dim = DIM,
+    block_size = BLOCK, blocks = math.ceil(len / BLOCK) + 1, dtype = "bf16" }
+  cache:layer(0):copy_(kv.randn(dev, "bf16", cache:layer(0):dims(), { seed = 1 }))
+  local attention = kv.attention { cache = cache, heads = HEADS, decode_policy = p,
+    max_seqs = 1 }
+  local seq, batch = cache:sequence(), cache:batch { max_seqs = 1, max_tokens = len }
+  attention:begin(batch:append({ seq }, { len }), true)
+  local ctx = attention.context
+  local q = kv.randn(dev, "bf16", { len, HEADS, DIM }, { seed = 2 })
+  local out = kv.tensor(dev, "bf16", { len, HEADS, DIM })
+  return { keep = seq, flops = 4 * DIM * HEADS * len * (len + 1) / 2, run = function()
+    ctx:begin_layer(0, q, cache:layer(0))
+    attention:over(nil, ctx, out)
+    if p.attention_finished then p:attention_finished(ctx) end
+  end }
+end
+
+local function emitting(emit)
+  return policy.define { name = "bench", decode = true, watches_prompt = true,
+    complete = false, select_blocks = function() end, emit = emit } {}
+end
+
+local is_newest = e.query_position:ge(e.length - 32)
+local PREFILLS = {
+  { "prefill", function() return kv.policy "full" end },
+  { "prefill, mass by emit", function()
+    return emitting { mass = e.weight:sum "token":mean "head" }
+  end },
+  { "prefill, votes of 32 queries by emit", function()
+    return emitting { votes = e.where(is_newest, e.weight, 0):sum "token":mean "head" }
+  end },
+  { "prefill, estimates of h2o", function() return kv.policy "h2o" end },
+}
+
 return function(b)
+  local prompt = math.max(1024, b:shrunk(16384))
+  for _, one in ipairs(PREFILLS) do
+    b:case { id = "K3", name = ("%s, %d"):format(one[1], prompt),
+             setup = function(bench) return prefill(bench, prompt, one[2]()) end }
+  end
   local len = math.max(1024, b:shrunk(32768))
   for _, seqs in ipairs { 1, 8 } do
     local function add(name, def, o, run)

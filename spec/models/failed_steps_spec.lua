@@ -31,6 +31,30 @@ local HOOKS = { "on_prefill_offload", "on_decode_offload", "step_begin", "score"
   "select_blocks", "compute_prefill", "compute_decode", "attention_begin",
   "attention_finished", "predict" }
 
+--- A policy whose tally is made of what attention emits, in prefill and in decode.
+local function emitting()
+  local e = kv.expr
+  local share = 0.9 ^ (e.length - 1 - e.query_position) * e.weight
+  return kv.policy.define {
+    name = "emitting", decode = true, watches_prompt = true,
+    defaults = { ratio = 0.4, sink = 1, recent = 1 },
+    emit = { mass = share:sum "token":mean "head", reads = e.tokens:gt(0):cast "f32" },
+    updated = kv.kernel.map(function(old, mass, reads)
+      return 0.9 ^ reads * old + mass
+    end),
+    init = function(self, shape) self.mass = kv.tally(shape) end,
+    step_begin = function(self, ctx) self.mass:begin(ctx) end,
+    score = function(self, ctx) return self.mass:load(ctx) end,
+    attention_finished = function(self, ctx)
+      local mass = self.mass:load(ctx)
+      self:updated(ctx, mass, self.emitted.mass, self.emitted.reads, mass)
+      self.mass:store(ctx)
+    end,
+    reset = function(self) self.mass:reset() end,
+  } {}
+end
+local OWN = { emitting = emitting }
+
 local function token(i) return (i * 37 + 11) % 97 end
 
 local function tokens(from, n)
@@ -46,7 +70,7 @@ local function open(case)
   local o = { blocks = BLOCKS, block_size = BLOCK, chunk = 14, max_seqs = 4,
               graph = case.graph, max_blocks = case.graph and BLOCKS or nil }
   for key, value in pairs(TIERS[case.tier]) do o[key] = value end
-  o.policy = kv.policy(case.policy)
+  o.policy = OWN[case.policy] and OWN[case.policy]() or kv.policy(case.policy)
   local e = model:engine(o)
   return { engine = e, policy = o.policy, seqs = { e:sequence() } }
 end
@@ -282,7 +306,9 @@ end
 local EAGER = { infllm = true, nsa_branches = true }
 
 local cases = {}
-for _, policy in ipairs(kv.policy.names "decode") do
+local names = kv.policy.names "decode"
+for name in pairs(OWN) do names[#names + 1] = name end
+for _, policy in ipairs(names) do
   for _, tier in ipairs(support.names(TIERS)) do
     cases[#cases + 1] = { policy = policy, tier = tier, graph = false }
     if tier ~= "ring" and not EAGER[policy] then

@@ -6,7 +6,9 @@ local policy = require "kvlab.policy.policy"
 local rig = require "spec.rig"
 
 local e = kv.expr
-local TOLERANCE = 2e-5
+-- Of sums over up to 70 queries. A GPU multiplies other parts of f32 numbers than its
+-- attention does.
+local TOLERANCE = { cpu = 2e-5, cuda = 1e-4 }
 local ROOM = 32 -- blocks of a sequence
 
 local TIERS = {
@@ -75,13 +77,13 @@ local function play(dev, o, script, fields)
   return p.sums, r
 end
 
-local function close(got, want, what)
+local function expect_close(got, want, what, tolerance)
   assert.equal(#want, #got)
   for i, sums in ipairs(want) do
     for name, list in pairs(sums) do
       for k, x in ipairs(list) do
         local y = got[i][name][k]
-        assert.is_true(math.abs(x - y) <= TOLERANCE * math.max(1, math.abs(x)),
+        assert.is_true(math.abs(x - y) <= tolerance * math.max(1, math.abs(x)),
           ("%s: %s %d of sequence %d is %.8g, expected %.8g"):format(what or "sums", name,
             k, i, y, x))
       end
@@ -117,6 +119,9 @@ end
 
 local function specs(dev_name)
   local dev = kv.device(dev_name)
+  local function close(got, want, what)
+    expect_close(got, want, what, TOLERANCE[dev_name])
+  end
   local wanted = {}
 
   --- What decode steps of single tokens emit, on the device.
