@@ -10,6 +10,7 @@
 local cache = require "kvlab.kernel.cache"
 local compiler = require "kvlab.kernel.compiler"
 local kernel = require "kvlab.kernel.kernel"
+local kernel_hook = require "kvlab.kernel.hook"
 local kv = require "kvlab"
 local nvrtc = require "kvlab.kernel.nvrtc"
 local policy = require "kvlab.policy.policy"
@@ -59,6 +60,7 @@ local function queries(dtype)
 end
 
 local function make_everywhere(plan, p)
+  local x = p.expressions.attention or {}
   for _, target in ipairs(targets.cpu) do make(plan, target) end
   for _, target in ipairs(targets.gpu) do
     if plan.place ~= "hook" then make(plan, target) end
@@ -66,8 +68,9 @@ local function make_everywhere(plan, p)
       plan.q_dtype = q
       for _, phase in ipairs { "decode", "prefill" } do
         plan.is_prefill = phase == "prefill"
-        plan.keeps = next(p.expressions.attention.emit or {}) ~= nil and phase == "decode"
-        if p[phase] then make(plan, target) end
+        plan.keeps = next(x.emit or {}) ~= nil and phase == "decode"
+        local is_used = phase == "decode" or x.bias or x.mask or x.log_weight
+        if p[phase] and is_used then make(plan, target) end
       end
     end
   end
@@ -81,7 +84,10 @@ local function attach(name, shape)
     make_everywhere(plan, p)
     return open(plan, dev)
   end
-  local ok, why = pcall(kv.scope, policy.attach, p, shape)
+  local ok, why = pcall(kv.scope, function()
+    policy.attach(p, shape)
+    kernel_hook.emitters(p.prefill and p or {}, p) -- opens those of a prefill
+  end)
   kernel.chosen, kernel.open = nil, open
   if not ok then error(why, 0) end
 end

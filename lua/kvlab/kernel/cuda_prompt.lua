@@ -36,8 +36,10 @@ local function shape_of(plan, threads, rows)
   s.static = s.blocks * 16 + s.queries * 8 + rows * 8
     + #plan.roots * threads / s.team * 4 + KIB
   function s.bytes(q_dtype)
-    return s.keys_bytes + s.logits_bytes + rows * 4
+    local bytes = s.keys_bytes + s.logits_bytes + rows * 4
       + products.terms_of({ is_exact = true }, plan.dtype, q_dtype) * rows * s.dim * 2
+    -- above 48 KiB in all, the launch has to ask for it, which it does by these bytes
+    return bytes + s.static > 48 * KIB and math.max(bytes, 48 * KIB + 16) or bytes
   end
   return s
 end
