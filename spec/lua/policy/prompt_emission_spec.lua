@@ -236,7 +236,14 @@ local function specs(dev_name)
 
   it("is what the prefill's policy makes of attention", function()
     local fields = { prefill = true, defaults = { far = 0.02, keep = 3 },
-      bias = (e.position - e.query_position) * e.param "far",
+      init = function(self, shape)
+        self.slope = kv.from(shape.device, "f32", { shape.kv_heads }, { 1, 0.5 })
+      end,
+      step_begin = function(self, ctx)
+        self.mixed = kv.full(dev, "f32", { ctx.seqs, 1, ctx.width }, 0.25)
+      end,
+      bias = (e.position - e.query_position) * e.param "far"
+        * e.const("f32", "slope", "kv_head") + e.input "mixed" * e.block,
       mask = (e.position % e.param("keep", "i32")):ne(1) }
     local function changing()
       return policy.define(merged({ name = "changing", complete = false,
