@@ -244,6 +244,16 @@ local function forget_puts(self)
   end
 end
 
+--- Whether the places are those of the step's sequences.
+local function is_placed(self, ctx)
+  if not self.placed then return false end
+  for i = 0, ctx.seqs - 1 do
+    local first = row_of(self, ctx.sequences[i + 1]) * self.row_cells
+    if self.host_firsts[i * self.heads] ~= first then return false end
+  end
+  return true
+end
+
 --- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
   local heads, width = self.heads, self.shape.max_blocks
@@ -253,18 +263,16 @@ function Tally:begin(ctx)
     self.views_of[ctx.shape_number] = views
   end
   if self.views ~= views then use_views(self, views) end
-  local same = self.placed
+  forget_puts(self)
+  self.step = ctx.step
+  if is_placed(self, ctx) then return end
+  self.placed = nil -- until all is done: a step may be interrupted anywhere
   for i = 0, ctx.seqs - 1 do
     local first = row_of(self, ctx.sequences[i + 1]) * self.row_cells
-    same = same and self.placed and self.host_firsts[i * heads] == first
     for head = 0, heads - 1 do
       self.host_firsts[i * heads + head] = first + head * width
     end
   end
-  forget_puts(self)
-  self.step = ctx.step
-  if same then return end
-  self.placed = nil
   check(C.kvl_tensor_write(self.firsts, self.host_firsts, 4 * ctx.seqs * heads))
   self.firsts:add(self.columns, self.places)
   self.placed = true
