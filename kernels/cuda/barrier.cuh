@@ -49,6 +49,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
              : "memory");
   } while (!done);
 }
+/* Is that phase over? Does not wait. */
+__device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 1;
+  KVL_SM90("{\n"
+           ".reg .pred p;\n"
+           "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+           "selp.u32 %0, 1, 0, p;\n"
+           "}"
+           : "=r"(done)
+           : "r"(barrier), "r"(parity)
+           : "memory");
+  return done;
+}
 
 /* Copies `bytes` contiguous bytes to shared memory; the count and both addresses are
  * multiples of 16. The barrier counts the bytes. */

@@ -38,6 +38,7 @@
 
 #include "launch.cuh"
 #include "wgmma_combine.cuh"
+#include "wgmma_convert.cuh"
 #include "wgmma_state.cuh"
 
 namespace kvl {
@@ -47,15 +48,17 @@ namespace kvl {
 /* A consumer's loop: an iteration gives the tensor cores the scores of a tile and the values
  * of the one before, also when the tile begins the next piece of work; then the piece before
  * it is written. After the last piece the scores are those of nothing. */
-template <class T, class shape, bool BIASED>
+template <class T, class shape, bool BIASED, class H>
 __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                       wgmma_memory<shape> &memory, int consumer) {
+                       const H &hook, wgmma_memory<shape> &memory, int consumer) {
   constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
   constexpr int QS = shape::Q_STAGES;
   const int warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
   /* This lane's rows of every product, and its first column. */
   const int r0 = consumer * 64 + warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
-  const float scale = a.scale * LOG2E;
+  /* What x.s is multiplied with; with a bias, 1. */
+  float &key_size = memory.scales[consumer * 4 + warp];
+  const float &scale = shape::F8 && !BIASED ? key_size : memory.scale;
   constexpr int TURN = 1, BOTH = 2 * WARPGROUP; /* named barriers TURN, TURN + 1 */
   auto turn_begin = [&] {
     if (shape::TURNS) named_sync(TURN + consumer, BOTH);
@@ -71,11 +74,27 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   const bool plain = a.out_dtype == a.dtype && !a.prev_lse;
   int left;      /* tiles of this piece without scores */
   int low, high; /* every row of the warp sees all of a tile within them */
+  int2 span = {}; /* the present tile's */
+  float slope[2]; /* ALiBi's, of the two rows, and the rows' positions */
+  int own[2];
   auto begin = [&] {
     w = memory.wait_work(n);
     memory.work_done(n++);
     left = w.tiles;
     low = 0, high = INT_MAX;
+    if (shape::F8) {
+      __syncwarp();
+      if (lane == 0)
+        key_size = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size;
+      __syncwarp();
+    }
+    if (BIASED && a.alibi) {
+      const query_rows rows = w.rows();
+      slope[0] = a.alibi[rows.head(r0)] * LOG2E;
+      slope[1] = a.alibi[rows.head(r1)] * LOG2E;
+      own[0] = wgmma_sight(a, w, r0).at;
+      own[1] = wgmma_sight(a, w, r1).at;
+    }
     /* Rows that do not exist may see anything, and need no new reference. */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -92,27 +111,48 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
 #pragma unroll
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
   };
+  /* Turns products into scores in base 2. */
   auto bias = [&](int stage) {
     const int *position = memory.positions[stage];
-    const score_rule rule(a);
-    const float back = 1.f / scale;
-    const query_rows rows = w.rows();
-    const float slope0 = a.alibi ? a.alibi[rows.head(r0)] * LOG2E * back : 0.f;
-    const float slope1 = a.alibi ? a.alibi[rows.head(r1)] * LOG2E * back : 0.f;
-    const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
-    const float apart = (float)(sight0.at - sight1.at);
+    score_rule rule(a);
+    if (shape::F8) rule.scale *= key_size;
+    float by = rule.scale;
     if (a.soft_cap > 0.f) {
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) x.s[i] = rule(x.s[i]) * back;
+      by = 1.f;
+      cap_scores(rule, x.s);
     }
-    if (!a.alibi) return;
+    if (a.alibi) {
+      const float apart = (float)(own[0] - own[1]);
+      if (span.y - span.x == KEYS - 1) { /* one run of keys */
+        const float first = (float)(span.x + pair - own[0]);
+        const float bias0 = slope[0] * first, bias1 = slope[1] * (first + apart);
 #pragma unroll
-    for (int g = 0; g < KEYS / 8; g++) {
-      const float distance = (float)(position[g] + pair - sight0.at);
-      x.s[4 * g] += slope0 * distance;
-      x.s[4 * g + 1] += slope0 * (distance + 1.f);
-      x.s[4 * g + 2] += slope1 * (distance + apart);
-      x.s[4 * g + 3] += slope1 * (distance + apart + 1.f);
+        for (int i = 0; i < KEYS / 2; i++) {
+          const float along = (float)(i / 4 * 8 + (i & 1));
+          x.s[i] = x.s[i] * by + (i & 2 ? slope[1] * along + bias1 : slope[0] * along + bias0);
+        }
+      } else {
+#pragma unroll
+        for (int g = 0; g < KEYS / 8; g++) {
+          const int2 at = *(const int2 *)(position + 8 * g + pair);
+          const float far0 = (float)(at.x - own[0]), far1 = (float)(at.y - own[0]);
+          x.s[4 * g] = x.s[4 * g] * by + slope[0] * far0;
+          x.s[4 * g + 1] = x.s[4 * g + 1] * by + slope[0] * far1;
+          x.s[4 * g + 2] = x.s[4 * g + 2] * by + slope[1] * (far0 + apart);
+          x.s[4 * g + 3] = x.s[4 * g + 3] * by + slope[1] * (far1 + apart);
+        }
+      }
+    } else if (a.soft_cap == 0.f) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) x.s[i] *= by;
+    }
+    if constexpr (H::ACTIVE) {
+      const hook_row of0 = row_for_hook(a, w, r0), of1 = row_for_hook(a, w, r1);
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) {
+        const int at = position[i / 4 * 8 + pair + (i & 1)];
+        x.s[i] = hook(x.s[i], i & 2 ? of1 : of0, at < of0.length ? at : 0);
+      }
     }
   };
   auto mask = [&](int stage) {
@@ -120,7 +160,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
-      const int at = position[i / 4] + pair + (i & 1);
+      const int at = position[i / 4 * 8 + pair + (i & 1)];
       if (!(i & 2 ? sight1 : sight0).sees(at)) x.s[i] = -INFINITY;
     }
     if (!BIASED || !a.tree) return;
@@ -129,7 +169,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     const int token1 = w.token0 + min(r1 / w.heads_each, last);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
-      const int at = position[i / 4] + pair + (i & 1);
+      const int at = position[i / 4 * 8 + pair + (i & 1)];
       if (at >= tree && at < length && !tree_shows(a, i & 2 ? token1 : token0, length, at))
         x.s[i] = -INFINITY;
     }
@@ -146,7 +186,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   products_wait<0>();
   settle(x.s);
   uint32_t k = 0;
-  int2 span = memory.spans[0];
+  span = memory.spans[0];
   float sum[2];
   bool ready = false; /* every row of the warp has a reference */
   auto weigh = [&] {
@@ -158,7 +198,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       x.refer(scale);
       ready = __all_sync(ALL_LANES, x.refers());
     }
-    x.weigh(memory.scale, sum);
+    x.weigh(scale, sum);
   };
   weigh();
   for (;;) {
@@ -207,28 +247,27 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
         x.lower(sum);
         continue;
       }
-      scores_again<T, shape, BIASED>(a, w, left, r0, x);
+      scores_again<T, shape, BIASED>(a, w, left, r0, hook, x);
 #pragma unroll
       for (int r = 0; r < 2; r++)
         x.raise(r, fmaxf(x.largest(r) * scale - finite_shift(x.m[r]), 0.f));
-      x.weigh(memory.scale, sum);
+      x.weigh(scale, sum);
     }
   }
 }
 
 #endif
 
-/* BIASED: with ALiBi, a soft cap or a draft tree. */
-template <class T, class shape, bool BIASED>
-__global__ void __launch_bounds__(shape::THREADS, 1)
-    paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
-                const __grid_constant__ CUtensorMap map,
-                const __grid_constant__ wgmma_plan plan) {
+/* BIASED: with ALiBi, a soft cap, a draft tree or a hook. */
+template <class T, class shape, bool BIASED, class H>
+__device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &a,
+                                                const CUtensorMap &map,
+                                                const wgmma_plan &plan, const H &hook) {
 #if KVL_SM90A
   __shared__ wgmma_memory<shape> memory;
   if (threadIdx.x == 0) {
     prefetch_map(&map);
-    memory.init(a);
+    memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
   }
   __syncthreads();
   /* The tables are large, and a cold read of them would be the first thing to wait for. */
@@ -238,38 +277,65 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
   wait_for_previous();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
-  if (warpgroup > 0) {
+  if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
     registers_take<shape::TAKE>();
-    attend<T, shape, BIASED>(a, plan, memory, warpgroup - 1);
+    attend<T, shape, BIASED>(a, plan, hook, memory, warpgroup - 1);
     return;
   }
   registers_give<shape::GIVE>();
-  if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
+  if constexpr (shape::F8) {
+    if (warpgroup > 0) {
+      if (warp % 4 < 2) convert_tiles<T, shape, false>(memory, warp % 2);
+      else convert_tiles<T, shape, true>(memory, warp % 2);
+      return;
+    }
+  }
+  if (warp < 2 && plan.box == 0) {
+    if (warp == 0) bring_rows<shape, false>(a, plan, memory);
+    else bring_rows<shape, true>(a, plan, memory);
+  } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
   else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
   else if (warp == 2) bring_queries<T, shape>(a, memory);
   else find_work<shape>(a, plan, memory);
 #endif
 }
 
+template <class T, class shape, bool BIASED>
+__global__ void __launch_bounds__(shape::THREADS, 1)
+    paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
+                const __grid_constant__ CUtensorMap map,
+                const __grid_constant__ wgmma_plan plan) {
+  wgmma_attention<T, shape, BIASED>(a, map, plan, no_hook());
+}
+
 /* ---- launch ---------------------------------------------------------------------------- */
 
 /* Maps the cache as [blocks * 2 * kv_heads, block_size / 8, PARTS, 8, ATOM], so that a box of
- * `groups` times eight tokens arrives as [groups, PARTS] atoms. */
+ * `groups` times eight tokens arrives as [groups, PARTS] atoms; those of f8e4m3 are not
+ * swizzled. Copies of single rows need no map. */
 template <class T, class shape>
 int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
-  const cuuint64_t bytes_row = c.head_dim * 2, parts = shape::PARTS;
+  if (groups == 0) {
+    *map = {};
+    return KVL_OK;
+  }
+  const cuuint64_t bytes = shape::F8 ? 1 : 2, bytes_row = c.head_dim * bytes;
+  const cuuint64_t parts = shape::PARTS;
   const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
                               (cuuint64_t)c.blocks * 2 * c.kv_heads};
-  const cuuint64_t strides[4] = {bytes_row, 2 * shape::ATOM, 8 * bytes_row,
+  const cuuint64_t strides[4] = {bytes_row, bytes * shape::ATOM, 8 * bytes_row,
                                  c.block_size * bytes_row};
   const cuuint32_t box[5] = {shape::ATOM, 8, (cuuint32_t)parts, (cuuint32_t)groups, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
       map,
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      shape::F8                    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, c.kv, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      shape::F8           ? CU_TENSOR_MAP_SWIZZLE_NONE
+      : shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
+                          : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
@@ -288,10 +354,13 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device) {
   const kvl_cache_view &c = a.cache;
   const int d = c.head_dim;
   return is_hopper_device(device) && (a.starts || a.tree || a.heads / c.kv_heads > 32) &&
-         a.dtype != KVL_DTYPE_F32 && c.dtype == a.dtype && !c.pinned &&
-         (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.block_size % 8 == 0 &&
-         c.blocks > 0 && c.blocks * 2 * c.kv_heads <= INT_MAX && a.scale > 1e-6f &&
-         encode_map();
+         a.dtype != KVL_DTYPE_F32 && !c.pinned &&
+         (c.dtype == a.dtype || c.dtype == KVL_DTYPE_F8E4M3) &&
+         (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.blocks > 0 &&
+         c.blocks * 2 * c.kv_heads <= INT_MAX &&
+         (c.block_size % 8 == 0 ||
+          c.blocks * 2 * c.kv_heads * c.block_size <= (int64_t)UINT32_MAX) &&
+         a.scale > 1e-6f && encode_map();
 }
 
 /* About how many tiles of tokens a call has. */
@@ -313,7 +382,10 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
   const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
   plan.by_block = divisor(a.cache.block_size);
-  plan.box = common_divisor(a.cache.block_size, shape::KEYS) / 8;
+  /* A box of f8e4m3 lies in one half of a tile. */
+  plan.box = a.cache.block_size % 8
+                 ? 0
+                 : common_divisor(a.cache.block_size, shape::KEYS / (1 + shape::F8)) / 8;
   plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
@@ -330,7 +402,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
     /* A share reads at least 8 times the bytes of its partial result. */
-    plan.least = (8 * 4 * plan.rows + 4 * shape::KEYS - 1) / (4 * shape::KEYS);
+    const int bytes = (shape::F8 ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
+    plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
     char *at = (char *)a.workspace;
     const size_t parts = (size_t)2 * plan.shares * plan.rows;
     plan.out = (float *)at;
@@ -339,7 +412,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
     return parts * (shape::D + 1) * sizeof(float) + (plan.entries + 1) * sizeof(uint32_t);
   }
   /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
-  const int64_t bytes = room * shape::D * 4, l2 = 25 << 20;
+  const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4), l2 = 25 << 20;
   int64_t section = l2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
@@ -349,18 +422,15 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
   return sizeof(int);
 }
 
-template <class T, class shape, bool BIASED>
+/* Launches a call that is planned. start(grid, programmatic, map) launches the attention. */
+template <class T, class shape, class F>
 int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                   const kvl_cuda_queue *q) {
-  const auto kernel = paged_wgmma<T, shape, BIASED>;
+                   const kvl_cuda_queue *q, F start) {
   CUtensorMap map;
   int status = map_cache<T, shape>(a.cache, plan.box, &map);
-  if (status == KVL_OK)
-    status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   if (plan.shares > 0) {
-    status = launch_programmatic(kernel, plan.shares, shape::THREADS, shape::SHARED_BYTES, q,
-                                 a, map, plan);
+    status = start(plan.shares, true, map);
     if (status < 0) return status;
     const dim3 grid(plan.entries * plan.lanes, ceil_div(plan.rows, WGMMA_COMBINE_WARPS));
     return launch_programmatic(wgmma_combine<shape>, grid, WGMMA_COMBINE_WARPS * WARP, 0, q,
@@ -370,18 +440,24 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
   if (status < 0) return status;
   const int64_t items = (int64_t)plan.entries * plan.lanes;
-  const int grid = items < q->sm_count ? (int)items : q->sm_count;
-  kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
-  return KVL_OK;
+  return start(items < q->sm_count ? (int)items : q->sm_count, false, map);
 }
 
-template <class T, class shape>
+template <class T, class shape, bool BIASED>
 int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  constexpr auto kernel = paged_wgmma<T, shape, BIASED>;
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->sm_count, plan);
-  if (a.alibi || a.soft_cap > 0.f || a.tree)
-    return launch_planned<T, shape, true>(a, plan, q);
-  return launch_planned<T, shape, false>(a, plan, q);
+  return launch_planned<T, shape>(a, plan, q, [&](int grid, bool programmatic,
+                                                  const CUtensorMap &map) {
+    int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
+    if (status < 0) return status;
+    if (programmatic)
+      return launch_programmatic(kernel, grid, shape::THREADS, shape::SHARED_BYTES, q, a, map,
+                                 plan);
+    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
+    return (int)KVL_OK;
+  });
 }
 
 /* The result of f with a head_dim that wgmma_takes, as a constant. */
@@ -393,19 +469,31 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
   return f(std::integral_constant<int, 256>());
 }
 
+/* The result of f with the shape for a call that wgmma_takes. */
+template <int D, class F> auto with_wgmma_shape(const kvl_paged_attention_args &a, F f) {
+  const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
+  if (few_rows(a))
+    return f8 ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, true, false>());
+  return f8 ? f(wgmma_shape<D, false, true>()) : f(wgmma_shape<D, false, false>());
+}
+
 /* The bytes of the workspace of a call that wgmma_takes. */
 inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count) {
   return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
-    wgmma_plan plan;
-    if (few_rows(a)) return plan_wgmma<wgmma_shape<dim.value, true>>(a, sm_count, plan);
-    return plan_wgmma<wgmma_shape<dim.value>>(a, sm_count, plan);
+    return with_wgmma_shape<dim.value>(a, [&](auto shape) {
+      wgmma_plan plan;
+      return plan_wgmma<decltype(shape)>(a, sm_count, plan);
+    });
   });
 }
 
 template <class T, int D>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  if (few_rows(a)) return launch_shape<T, wgmma_shape<D, true>>(a, q);
-  return launch_shape<T, wgmma_shape<D>>(a, q);
+  return with_wgmma_shape<D>(a, [&](auto shape) {
+    if (a.alibi || a.soft_cap > 0.f || a.tree)
+      return launch_shape<T, decltype(shape), true>(a, q);
+    return launch_shape<T, decltype(shape), false>(a, q);
+  });
 }
 
 }  // namespace kvl

@@ -1,5 +1,6 @@
 /* The shared memory of a thread block of paged_wgmma.cuh, its barriers, and the warps that
- * fill it: one finds the work, one brings K, one V and one Q. */
+ * fill it: one finds the work, one brings K, one V and one Q. wgmma_convert.cuh has those that
+ * turn f8e4m3 into q's dtype. */
 #ifndef KVL_CUDA_WGMMA_MEMORY_CUH
 #define KVL_CUDA_WGMMA_MEMORY_CUH
 
@@ -14,14 +15,21 @@ namespace kvl {
  * 64]. */
 template <class shape> struct wgmma_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES, SLOTS = 4;
-  static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS, READERS = CONSUMER_WARPS + 3;
-  static constexpr int BARRIERS = 4 * STAGES + 2 * QS + 2 * SLOTS + 1;
-  /* What consumers know of a tile: the position where each eight keys begin, or NO_KEYS; and
-   * its first and last position (the last is INT_MAX when some keys do not exist). */
-  int positions[STAGES][shape::GROUPS];
+  static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;
+  static constexpr int READERS = CONSUMER_WARPS + 3 + 4 * shape::F8;
+  static constexpr int BARRIERS = (shape::F8 ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
+  /* What consumers know of a tile: the positions of its keys (NO_KEYS or more: there is no
+   * such key), and the first and last of them (the last is INT_MAX when some keys do not
+   * exist). */
+  alignas(16) int positions[STAGES][shape::KEYS];
   int2 spans[STAGES];
+  /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
+   * be and how many keys of each eight are to be kept. */
+  uint32_t changes[shape::F8 ? 2 : 1][STAGES];
+  int8_t kept[shape::F8 ? 2 : 1][STAGES][shape::GROUPS];
   wgmma_work work[SLOTS];
-  float scale; /* turns scores into base 2 */
+  float scale; /* turns what a consumer's products are into scores in base 2 */
+  float scales[CONSUMER_WARPS]; /* of f8e4m3: the same for each warp's item */
   alignas(8) uint64_t barriers[BARRIERS];
 
   __device__ uint32_t q(int stage, int consumer) const {
@@ -42,13 +50,24 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t q_empty(int s) const { return barrier(4 * STAGES + QS + s); }
   __device__ uint32_t work_full(int s) const { return barrier(4 * STAGES + 2 * QS + s); }
   __device__ uint32_t work_empty(int s) const { return work_full(SLOTS + s); }
-  __device__ uint32_t side() const { return barrier(BARRIERS - 1); }
+  __device__ uint32_t side() const { return work_empty(SLOTS); }
+  __device__ uint32_t came(bool v, int s) const { return side() + 8 * (1 + v * STAGES + s); }
+  /* Where a producer tells that a tile of K or V is in shared memory. */
+  template <bool V> __device__ uint32_t brought(int s) const {
+    return shape::F8 ? came(V, s) : V ? v_full(s) : k_full(s);
+  }
+  template <bool V> __device__ uint32_t empty(int s) const {
+    return V ? v_empty(s) : k_empty(s);
+  }
+  template <bool V> __device__ uint32_t tile(int s) const { return V ? v(s) : k(s); }
 
-  __device__ void init(const kvl_paged_attention_args &a) {
-    scale = a.scale * LOG2E;
+  __device__ void init(const wgmma_plan &plan, float scale_) {
+    scale = scale_;
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(k_full(i), WARP);
-      barrier_init(v_full(i), 1);
+      barrier_init(k_full(i), shape::F8 ? 2 : WARP);
+      barrier_init(v_full(i), shape::F8 ? 2 : plan.box == 0 ? WARP : 1);
+      if (shape::F8) barrier_init(came(false, i), WARP);
+      if (shape::F8) barrier_init(came(true, i), WARP);
       barrier_init(k_empty(i), CONSUMER_WARPS);
       barrier_init(v_empty(i), CONSUMER_WARPS);
     }
@@ -121,6 +140,38 @@ __device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &p
   give(none);
 }
 
+/* An f8e4m3 cache's scale of K. Consumers mask products before they scale them, so the scale
+ * that they get is positive; K gets its sign, and becomes 0 if the scale is almost 0. */
+struct key_scale {
+  float size = 1.f;
+  uint32_t signs = 0;
+  bool none = false;
+  __device__ key_scale(const kvl_paged_attention_args &a, int kv_head) {
+    if (!a.cache.k_scale) return;
+    const float scale = a.cache.k_scale[kv_head];
+    none = fabsf(scale) < 1e-20f;
+    size = none ? 1.f : fabsf(scale);
+    signs = scale < 0.f ? 0x80808080u : 0u;
+  }
+};
+
+constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four numbers */
+
+/* Tells the converters what to change in a tile: lane g has the group that begins at
+ * `position`. */
+template <bool V, class shape>
+__device__ __forceinline__ void tell_changes(const key_scale &scale, const wgmma_work &w,
+                                             wgmma_memory<shape> &memory, int s, int position,
+                                             bool whole) {
+  const int lane = threadIdx.x % WARP;
+  const bool zero = V ? position >= NO_KEYS : scale.none;
+  if (lane < shape::GROUPS)
+    memory.kept[V][s][lane] = zero ? 0 : V ? min(8, w.length - position) : 8;
+  const bool as_it_is = V ? whole : !scale.none && scale.signs == 0;
+  if (lane == 0)
+    memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
+}
+
 /* One warp brings all tiles of K, or of V. Lane g looks up eight keys, one tile ahead, and the
  * first lane of a box copies it. */
 template <class shape, bool V>
@@ -144,25 +195,33 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       const bool there = position != NO_KEYS;
       const bool leads = there && lane < GROUPS && g % plan.box == 0;
       const int bytes = __popc(__ballot_sync(ALL_LANES, leads)) * plan.box *
-                        shape::GROUP_BYTES;
+                        shape::CAME_GROUP_BYTES;
       /* Keys that do not exist have weight 0, but 0 * NaN is NaN: their V must be cleared. */
       const bool whole = __all_sync(ALL_LANES, there && (!V || position + 8 <= w.length));
       const int s = step % STAGES;
-      const uint32_t to = V ? memory.v(s) : memory.k(s);
-      const uint32_t full = V ? memory.v_full(s) : memory.k_full(s);
-      const uint32_t arrive = V && !whole ? memory.side() : full;
-      barrier_wait(V ? memory.v_empty(s) : memory.k_empty(s), (step / STAGES & 1) ^ 1);
+      const uint32_t to = memory.template tile<V>(s);
+      const uint32_t full = memory.template brought<V>(s);
+      const bool clears = V && !shape::F8 && !whole;
+      const uint32_t arrive = clears ? memory.side() : full;
+      barrier_wait(memory.template empty<V>(s), (step / STAGES & 1) ^ 1);
       if (!V) {
-        if (lane < GROUPS) memory.positions[s][lane] = position;
+        int4 *const positions = (int4 *)memory.positions[s];
+        if (lane < GROUPS) {
+          positions[2 * lane] = make_int4(position, position + 1, position + 2, position + 3);
+          positions[2 * lane + 1] = make_int4(position + 4, position + 5, position + 6,
+                                              position + 7);
+        }
         if (lane == 0) memory.spans[s].x = position;
         if (lane == GROUPS - 1) memory.spans[s].y = whole ? position + 7 : INT_MAX;
       }
+      if constexpr (shape::F8)
+        tell_changes<V>(key_scale(a, w.kv_head), w, memory, s, position, whole);
       if (lane == 0) barrier_arrive_expect(arrive, bytes);
-      else if (!V) barrier_arrive(full);
+      else if (!V || shape::F8) barrier_arrive(full);
       __syncwarp();
-      if (leads) copy_box(to + g * shape::GROUP_BYTES, &map, from, row, arrive);
+      if (leads) copy_box(to + shape::came(g), &map, from, row, arrive);
       next = look_up(tile - 1);
-      if (!V || whole) continue;
+      if (!clears) continue;
       barrier_wait(memory.side(), side_parity);
       side_parity ^= 1;
       constexpr int PIECES = shape::ATOM / 8; /* of 16 bytes, in an atom's row */
@@ -178,6 +237,97 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       barrier_arrive_warp(full, lane);
     }
   });
+}
+
+/* The same for blocks that are no multiple of eight tokens: each row is copied by itself, 16
+ * bytes at a time, and rows that do not exist become 0. A lane looks up EACH keys. A tile's
+ * copies are under way while the next one is looked up; it is handed over when they have
+ * arrived. */
+template <class shape, bool V>
+__device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                           wgmma_memory<shape> &memory) {
+  constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, EACH = KEYS / WARP;
+  constexpr int ROW_BYTES = shape::F8 ? shape::D : 2 * shape::D;
+  constexpr int ATOM_ROW = shape::F8 ? shape::ATOM : 2 * shape::ATOM; /* bytes */
+  constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;       /* of one copy */
+  constexpr int AHEAD = STAGES > 2 ? 2 : 1;
+  constexpr uint32_t NO_ROW = ~0u;
+  const int lane = threadIdx.x % WARP, block_size = a.cache.block_size;
+  const int r = lane / IN_ATOM, piece = lane % IN_ATOM;
+  /* Where this lane's piece of row r lies in its group; of row r + 4, too, if a copy brings
+   * four rows. */
+  uint32_t places[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    places[i] = r / 8 * shape::CAME_GROUP_BYTES +
+                (shape::F8 ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
+                           : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
+  const char *const cache = (const char *)a.cache.kv;
+  uint32_t step = 0, handed = 0;
+  auto hand_over = [&] {
+    fence_async();
+    barrier_arrive(memory.template brought<V>(handed++ % STAGES));
+  };
+  auto finish = [&] {
+    copy_wait<0>();
+    while (handed < step) hand_over();
+  };
+  each_work<shape>(memory, [&](const wgmma_work &w) {
+    int position[EACH];
+    uint32_t row[EACH];
+    auto look_up = [&](int tile) {
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const int key = w.first_key + max(tile, 0) * KEYS + j * WARP + lane;
+        const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
+        const wgmma_key at(a, w, entry, token);
+        position[j] = at.position;
+        row[j] = at.physical < 0 ? NO_ROW
+                                 : ((uint32_t)(at.physical * 2 + V) * a.cache.kv_heads +
+                                    w.kv_head) * block_size + token;
+      }
+    };
+    look_up(w.tiles - 1);
+    for (int tile = w.tiles - 1; tile >= 0; tile--) {
+      const int s = step % STAGES;
+      const uint32_t to = memory.template tile<V>(s), empty = memory.template empty<V>(s);
+      const uint32_t parity = (step / STAGES & 1) ^ 1;
+      if (!__all_sync(ALL_LANES, barrier_passed(empty, parity))) {
+        finish();
+        barrier_wait(empty, parity);
+      }
+      if (!V) {
+        bool whole = true;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          memory.positions[s][j * WARP + lane] = position[j];
+          whole = whole && position[j] != NO_KEYS;
+        }
+        whole = __all_sync(ALL_LANES, whole);
+        if (lane == 0) memory.spans[s].x = position[0];
+        if (lane == WARP - 1) memory.spans[s].y = whole ? position[EACH - 1] : INT_MAX;
+      }
+      if constexpr (shape::F8) tell_changes<V>(key_scale(a, w.kv_head), w, memory, s, 0, true);
+#pragma unroll
+      for (int first = 0; first < KEYS; first += ROWS) {
+        const uint32_t found = __shfl_sync(ALL_LANES, row[first / WARP], first % WARP + r);
+        const bool there = found != NO_ROW;
+        const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES + piece * 16;
+        const uint32_t at = to + shape::came(first / 8) + places[first % 8 / 4];
+#pragma unroll
+        for (int part = 0; part < shape::PARTS; part++)
+          copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);
+      }
+      copy_commit();
+      step++;
+      look_up(tile - 1);
+      if (step - handed > AHEAD) {
+        copy_wait<AHEAD>();
+        hand_over();
+      }
+    }
+  });
+  finish();
 }
 
 /* One warp brings the rows of Q, Q_STAGES - 1 items ahead. */

@@ -24,22 +24,32 @@
 
 namespace kvl {
 
-/* FEW: for at most 64 query rows an item, with one consumer. Such work waits for memory. */
-template <int D_, bool FEW_ = false> struct wgmma_shape {
+/* FEW: for at most 64 query rows an item, with one consumer. Such work waits for memory.
+ * F8: the cache is f8e4m3, and four more warps turn its tiles into q's dtype. */
+template <int D_, bool FEW_ = false, bool F8_ = false> struct wgmma_shape {
   static constexpr int D = D_;
-  static constexpr bool FEW = FEW_;
+  static constexpr bool FEW = FEW_, F8 = F8_;
   static constexpr int CONSUMERS = FEW ? 1 : 2, ROWS = 64 * CONSUMERS;
   static constexpr int KEYS = D > 192 ? 64 : D > 128 ? 96 : 128;
   static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
   static constexpr int ROOM = (208 << 10) - Q_STAGES * ROWS * D * 2;
   static constexpr int STAGES = ROOM / (4 * KEYS * D);
   static constexpr bool TURNS = D == 64 && !FEW; /* consumers take turns at the products */
-  static constexpr int TAKE = D < 128 ? 216 : 232, GIVE = D < 128 ? 72 : 40; /* registers */
-  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
+  /* Registers of a consumer's thread, and of any other. */
+  static constexpr int TAKE = FEW ? 240 : D < 128 ? (F8 ? 208 : 216) : F8 ? 216 : 232;
+  static constexpr int GIVE = FEW ? 104 : D < 128 ? (F8 ? 48 : 72) : 40;
+  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + F8);
   /* An atom is eight rows of ATOM numbers, the unit of the swizzle; a row has PARTS atoms. */
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
   static constexpr int GROUPS = KEYS / 8; /* of eight keys */
   static constexpr int GROUP_BYTES = PARTS * ATOM_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
+  /* A tile of f8e4m3 arrives in the upper half of each half of its slot. */
+  static constexpr int CAME_GROUP_BYTES = F8 ? GROUP_BYTES / 2 : GROUP_BYTES;
+  static __device__ __forceinline__ int came(int group) {
+    if (!F8) return group * GROUP_BYTES;
+    const int half = group / (GROUPS / 2);
+    return (2 * half + 1) * (TILE_BYTES / 4) + group % (GROUPS / 2) * CAME_GROUP_BYTES;
+  }
   static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
   static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
@@ -51,7 +61,7 @@ constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that do not exist *
 
 /* What the host works out. */
 struct wgmma_plan {
-  int box; /* how many groups of eight keys one copy brings */
+  int box; /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
   int tokens_tile, subgroups, lanes;
   divisor by_tile, by_block; /* by tokens_tile and block_size */
   int entries; /* tiles of tokens that there may be; some of them have no tokens */

@@ -3,6 +3,7 @@
 #ifndef KVL_CUDA_WGMMA_STATE_CUH
 #define KVL_CUDA_WGMMA_STATE_CUH
 
+#include "hook.cuh"
 #include "wgmma_memory.cuh"
 
 namespace kvl {
@@ -135,6 +136,12 @@ __device__ __forceinline__ void turn_quad(float (&x)[4], int lane) {
     }
 }
 
+template <class shape>
+__device__ __forceinline__ float value_scale(const kvl_paged_attention_args &a,
+                                             const wgmma_work &w) {
+  return shape::F8 && a.cache.v_scale ? a.cache.v_scale[w.kv_head] : 1.f;
+}
+
 /* Writes one of a lane's two rows, i, of a piece of work. Four lanes hold eight neighbours of
  * a row together. They exchange them, so that each has one whole run of eight out of four, and
  * writes 16 bytes at once. */
@@ -148,6 +155,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
   const query_rows rows = w.rows();
   const bool has = r < rows.count;
   const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
+  const float v_scale = value_scale<shape>(a, w);
   const int64_t row = w.part < 0 ? rows.token(r) * a.heads + rows.head(r)
                                  : (int64_t)w.part * plan.rows + r;
   row_end end = {};
@@ -158,6 +166,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     end.scale = sum == 0.f ? 0.f : 1.f / sum;
     if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
   }
+  if (shape::F8) end.scale *= v_scale;
 #pragma unroll
   for (int n = 0; n < D / 8; n += 4) {
     float even[4], odd[4], y[8];
@@ -189,11 +198,13 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   constexpr int ROWS = WARP / PIECES; /* that are stored at once */
   const int lane = threadIdx.x % WARP;
   const query_rows rows = w.rows();
+  const float v_scale = value_scale<shape>(a, w);
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const float sum = warp_sum<4>(x.l[i]);
     scale[i] = sum == 0.f ? 0.f : 1.f / sum;
+    if (shape::F8) scale[i] *= v_scale;
     const int own = r + lane / 4 + 8 * i;
     if (a.lse && lane % 4 == 0 && own < rows.count)
       a.lse[rows.token(own) * a.heads + rows.head(own)] = sum == 0.f
@@ -230,16 +241,49 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   }
 }
 
+/* Turns products into capped scores in base 2: cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1), of
+ * which the error is about 2e-7 cap. Large caps need a small relative error, and take longer. */
+template <int N>
+__device__ __forceinline__ void cap_scores(const score_rule &rule, float (&s)[N]) {
+  if (rule.cap <= 128.f * LOG2E) {
+    const float twice = rule.scale * (2.f * LOG2E);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const float y = exp2_fast(s[i] * twice) + 1.f;
+      float part;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(y));
+      s[i] = rule.cap - 2.f * rule.cap * part;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) s[i] = rule(s[i]);
+  }
+}
+
+/* Query row r for a hook; one that does not exist is the last that does. */
+__device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args &a,
+                                                 const wgmma_work &w, int r) {
+  const query_rows rows = w.rows();
+  const int own = min(r, rows.count - 1), group = (int)(a.heads / a.cache.kv_heads);
+  return {w.seq,        a.cache.kv_heads, w.kv_head, rows.head(own) - w.kv_head * group,
+          a.lens[w.seq], w.position0 + own / w.heads_each};
+}
+
 /* A tile's scores again, from global memory and without the tensor cores: their weights passed
  * the largest float. The tile may have left shared memory. */
-template <class T, class shape, bool BIASED>
+template <class T, class shape, bool BIASED, class H>
 __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                                              const wgmma_work &w, int tile, int r0,
-                                             wgmma_state<T, shape> &x) {
+                                             const H &hook, wgmma_state<T, shape> &x) {
+  using C = std::conditional_t<shape::F8, f8e4m3, T>;
   const query_rows rows = w.rows();
   const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
-  const float back = 1.f / (a.scale * LOG2E);
   const score_rule rule(a);
+  float by = 1.f; /* what K is multiplied with in shared memory; with BIASED, its whole scale */
+  if (shape::F8) {
+    const key_scale scale(a, w.kv_head);
+    by = scale.none ? 0.f : (BIASED ? scale.size : 1.f) * (scale.signs ? -1.f : 1.f);
+  }
 #pragma unroll 1
   for (int i = 0; i < shape::KEYS / 2; i++) {
     const int r = r0 + (i & 2 ? 8 : 0);
@@ -247,18 +291,20 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const int entry = key / block_size, token = key - entry * block_size;
     const wgmma_key at(a, w, entry, token);
     const wgmma_sight sight(a, w, r);
-    const int own = min(r, rows.count - 1);
+    const int own = min(r, rows.count - 1), length = a.lens[w.seq];
     const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
-    const T *k = (const T *)a.cache.kv + (row * block_size + token) * D;
+    const C *k = (const C *)a.cache.kv + (row * block_size + token) * D;
     const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
     float s = 0.f;
 #pragma unroll 1
     for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
-    if (BIASED) s = rule(s) * back;
+    if (shape::F8) s *= by;
+    if (BIASED) s = rule(s);
     if (BIASED && a.alibi)
-      s += a.alibi[rows.head(own)] * LOG2E * back * (float)(at.position - sight.at);
+      s += a.alibi[rows.head(own)] * LOG2E * (float)(at.position - sight.at);
+    if constexpr (H::ACTIVE)
+      s = hook(s, row_for_hook(a, w, r), at.position < length ? at.position : 0);
     bool seen = at.physical >= 0 & sight.sees(at.position);
-    const int length = a.lens[w.seq];
     if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
       seen = tree_shows(a, rows.token(own), length, at.position);
     s = seen ? s : -INFINITY;

@@ -36,11 +36,22 @@ using bf16 = __nv_bfloat16;
 
 namespace {
 
+/* What a policy's hook may be: it reads all that it is given. */
+struct test_hook {
+  static constexpr bool ACTIVE = true, KEEPS = false;
+  __device__ float operator()(float score, const hook_row &row, int position) const {
+    const int back = row.query_position - position;
+    score += 0.01f * (float)(position % 7 - row.head % 3) + 0.05f * (float)row.kv_head;
+    if (position / 16 % 5 == 3 && back > 64 && position < row.length - 9) score = -INFINITY;
+    return score + (row.seq == 1 ? 0.1f : 0.f);
+  }
+};
+
 /* ---- the reference ------------------------------------------------------------------- */
 
 /* One block of threads per (token, head), everything in fp32, keys in any order. */
 template <class T>
-__global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
+__global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, float *lse) {
   extern __shared__ float scores[]; /* [keys] */
   __shared__ float q[256], scratch[32];
   const int64_t token = blockIdx.x, head = blockIdx.y;
@@ -97,6 +108,13 @@ __global__ void reference(kvl_paged_attention_args a, float *out, float *lse) {
       s *= a.scale * k_scale;
       if (a.soft_cap > 0.f) s = a.soft_cap * tanhf(s / a.soft_cap);
       if (a.alibi) s += a.alibi[head] * (position - at);
+      if (hooked) {
+        const hook_row of = {seq, c.kv_heads, kv_head, (int)head % group, length, at};
+        s = test_hook()(s * LOG2E, of, position) * LN2;
+      }
+      if (a.tree && position >= tree_begin(a, length) &&
+          !tree_shows(a, token, length, position))
+        s = -INFINITY;
     }
     scores[i] = s;
     m = fmaxf(m, s);
@@ -140,6 +158,9 @@ struct shape_case {
   bool f8 = false;     /* an f8e4m3 cache with scales */
   bool decode = false; /* starts is NULL */
   float q_std = 1.f;
+  bool hooked = false; /* with test_hook */
+  int tree_words = 0;  /* a random draft tree over 64 tokens a word */
+  float k_factor = 1.f; /* of the f8e4m3 cache's k_scale; 0: of the first KV head alone */
 };
 
 template <class T> struct problem {
@@ -211,6 +232,8 @@ template <class T> struct problem {
       a.cache.dtype = KVL_DTYPE_F8E4M3;
       std::vector<float> scales(2 * c.kv_heads);
       for (size_t i = 0; i < scales.size(); i++) scales[i] = 0.3f + 0.1f * i;
+      for (int i = 0; i < c.kv_heads; i++)
+        if (c.k_factor != 0.f || i == 0) scales[i] *= c.k_factor;
       a.cache.k_scale = own(dev::upload(scales));
       a.cache.v_scale = a.cache.k_scale + c.kv_heads;
     }
@@ -243,6 +266,13 @@ template <class T> struct problem {
       }
     }
     const size_t rows = (size_t)tokens * c.heads;
+    if (c.tree_words) {
+      std::vector<uint64_t> words((size_t)tokens * c.tree_words);
+      for (size_t i = 0; i < words.size(); i++)
+        words[i] = i * 0x9E3779B97F4A7C15ull ^ i << 17 ^ 0x5555F0F01234ABCDull;
+      a.tree = own(dev::upload(words));
+      a.tree_words = c.tree_words;
+    }
     if (c.alibi) a.alibi = own(dev::randn<float>(c.heads, 3, 0.1f));
     if (c.prev) {
       a.prev_out = own(dev::randn<float>(rows * c.head_dim, 4));
@@ -277,19 +307,54 @@ int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
                 allow_shared<paged_prefill<T, D>>(q, shape::SHARED_BYTES));
 }
 
+/* wgmma with test_hook. */
+template <class T, class shape>
+__global__ void __launch_bounds__(shape::THREADS, 1)
+    hooked_wgmma(const __grid_constant__ kvl_paged_attention_args a,
+                 const __grid_constant__ CUtensorMap map,
+                 const __grid_constant__ wgmma_plan plan) {
+  wgmma_attention<T, shape, true>(a, map, plan, test_hook());
+}
+template <class T, class shape>
+int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  wgmma_plan plan;
+  plan_wgmma<shape>(a, q->sm_count, plan);
+  return launch_planned<T, shape>(
+      a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+        allow_shared<hooked_wgmma<T, shape>>(q, shape::SHARED_BYTES);
+        return launch_programmatic(hooked_wgmma<T, shape>, grid, shape::THREADS,
+                                   shape::SHARED_BYTES, q, a, map, plan);
+      });
+}
+template <class T, int D>
+int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+    return launch_hooked_shape<T, wgmma_shape<D, false, true>>(a, q);
+  return launch_hooked_shape<T, wgmma_shape<D>>(a, q);
+}
+
 struct version {
   const char *name;
   int head_dim;
-  launcher run_bf16, run_f16;
+  launcher run_bf16, run_f16, hooked_bf16;
 };
+/* -DONLY=128 compiles and runs wgmma with this head_dim alone. */
 const version versions[] = {
+#ifdef ONLY
+    {"wgmma", ONLY, launch_wgmma<bf16, ONLY>, launch_wgmma<__half, ONLY>,
+     launch_hooked<bf16, ONLY>},
+#else
     {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
     {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
-    {"wgmma", 128, launch_wgmma<bf16, 128>, launch_wgmma<__half, 128>},
-    {"wgmma", 64, launch_wgmma<bf16, 64>, launch_wgmma<__half, 64>},
-    {"wgmma", 96, launch_wgmma<bf16, 96>, launch_wgmma<__half, 96>},
-    {"wgmma", 192, launch_wgmma<bf16, 192>, launch_wgmma<__half, 192>},
-    {"wgmma", 256, launch_wgmma<bf16, 256>, launch_wgmma<__half, 256>},
+    {"wgmma", 128, launch_wgmma<bf16, 128>, launch_wgmma<__half, 128>,
+     launch_hooked<bf16, 128>},
+    {"wgmma", 64, launch_wgmma<bf16, 64>, launch_wgmma<__half, 64>, launch_hooked<bf16, 64>},
+    {"wgmma", 96, launch_wgmma<bf16, 96>, launch_wgmma<__half, 96>, launch_hooked<bf16, 96>},
+    {"wgmma", 192, launch_wgmma<bf16, 192>, launch_wgmma<__half, 192>,
+     launch_hooked<bf16, 192>},
+    {"wgmma", 256, launch_wgmma<bf16, 256>, launch_wgmma<__half, 256>,
+     launch_hooked<bf16, 256>},
+#endif
 };
 
 template <class T>
@@ -300,9 +365,12 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
   const int entries = (int)(p.a.selection ? p.a.max_selected : p.a.max_blocks);
   const int bytes = entries * c.block_size * 4;
   cudaFuncSetAttribute(reference<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  reference<T><<<dim3((unsigned)p.a.tokens, c.heads), 128, bytes>>>(p.a, out, lse);
+  reference<T><<<dim3((unsigned)p.a.tokens, c.heads), 128, bytes>>>(p.a, c.hooked, out, lse);
   DEV_CHECK(cudaGetLastError());
-  if ((std::is_same_v<T, bf16> ? v.run_bf16 : v.run_f16)(p.a, q) != KVL_OK) return false;
+  const launcher run = c.hooked                   ? v.hooked_bf16
+                       : std::is_same_v<T, bf16> ? v.run_bf16
+                                                 : v.run_f16;
+  if (run(p.a, q) != KVL_OK) return false;
   DEV_CHECK(cudaDeviceSynchronize());
   auto want = dev::download(out, count), want_lse = dev::download(lse, rows);
   auto got_lse = dev::download(p.a.lse, rows);
@@ -328,7 +396,8 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
   const double tolerance = (std::is_same_v<T, bf16> ? 0.02 : 0.0025) * large;
   bool ok = worst <= tolerance && worst_lse <= 1e-4;
   if (!ok)
-    printf("WRONG %s D %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name, worst,
+    printf("WRONG %s D %d, %s%s, block %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name,
+           c.f8 ? ", f8" : "", c.block_size, std::is_same_v<T, bf16> ? "bf16" : "f16", worst,
            worst_lse);
   return ok;
 }
@@ -395,16 +464,55 @@ std::vector<shape_case> check_cases(int d) {
           [=](shape_case &c) {
             c.heads = 2 * group, c.decode = true, c.selection = selection;
           });
-  for (int window : {0, 100})
-    add("f8e4m3", {700, 45}, {300, 45},
-        [=](shape_case &c) { c.f8 = true, c.window = window, c.prev = window > 0; });
+  for (int tokens : {300, 2})
+    for (bool causal : {true, false})
+      add("tree", {700, 301}, {tokens, tokens},
+          [=](shape_case &c) { c.tree_words = 2, c.causal = causal; });
+  add("tree, biased", {700, 301}, {30, 70},
+      [](shape_case &c) { c.tree_words = 1, c.soft_cap = 5.f, c.alibi = true; });
+  for (float cap : {50.f, 500.f})
+    add("larger soft cap", {700, 300}, {300, 2}, [=](shape_case &c) { c.soft_cap = cap; });
+  for (int tokens : {300, 3})
+    for (int selection : {0, 2, 3})
+      add("hook", {901, 450}, {tokens, tokens},
+          [=](shape_case &c) { c.hooked = true, c.selection = selection; });
+  add("hook, biased", {901, 450, 0}, {100, 450, 0}, [](shape_case &c) {
+    c.hooked = true, c.soft_cap = 4.f, c.alibi = true, c.window = 200;
+  });
+  add("hook, large scores", {901, 450}, {100, 450},
+      [](shape_case &c) { c.hooked = true, c.q_std = 100.f; });
+  for (int size : {1, 2, 5, 12, 17, 100})
+    for (int selection : {0, 1, 2, 3})
+      for (int tokens : {200, 3})
+        add("any block size", {601, 0, 300}, {tokens, 0, tokens}, [=](shape_case &c) {
+          c.block_size = size, c.selection = selection, c.window = tokens == 3 ? 70 : 0;
+          c.alibi = size == 5, c.hooked = size == 2, c.broken = size == 12;
+        });
+  add("any block size, not causal", {601, 300}, {200, 300},
+      [](shape_case &c) { c.block_size = 7, c.causal = false, c.alibi = true; });
+  /* All of these once more over f8e4m3. */
+  const size_t count = cases.size();
+  for (size_t i = 0; i < count; i++) {
+    cases.push_back(cases[i]);
+    cases.back().f8 = true;
+  }
+  for (float factor : {-1.f, 0.f, 1e-30f, 0.01f})
+    for (int size : {16, 5})
+      for (bool biased : {false, true})
+        add("f8e4m3, scales of K", {700, 45}, {300, 45}, [=](shape_case &c) {
+          c.f8 = true, c.block_size = size, c.k_factor = factor, c.alibi = biased;
+          c.q_std = factor == -1.f ? 20.f : 1.f;
+        });
   return cases;
 }
 
 }  // namespace
 
 int main(int argc, char **argv) {
-  const bool profile = argc > 1 && !strcmp(argv[1], "profile");
+  auto mode = [&](const char *name) { return argc > 1 && !strcmp(argv[1], name); };
+  const bool profile = mode("profile");
+  /* `prefill check [NAME]` and `prefill time [NAME]` do one part, for cases named so. */
+  auto chosen = [&](const shape_case &c) { return argc < 3 || strstr(c.name, argv[2]); };
   kvl_cuda_queue q = {};
   DEV_CHECK(cudaGetDevice(&q.device));
   DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, q.device));
@@ -412,16 +520,18 @@ int main(int argc, char **argv) {
                                    q.device));
   int wrong = 0, done = 0;
   for (const version &v : versions) {
-    if (profile) break;
+    if (profile || mode("time")) break;
     for (const shape_case &c : check_cases(v.head_dim)) {
+      if (!chosen(c)) continue;
       const bool wgmma = !strcmp(v.name, "wgmma");
-      if (wgmma ? c.f8 : c.decode) continue;
-      wrong += !check<bf16>(c, v, &q) + !check<__half>(c, v, &q);
-      done += 2;
+      if (!wgmma && (c.decode || c.hooked)) continue;
+      wrong += !check<bf16>(c, v, &q) + (!c.hooked && !check<__half>(c, v, &q));
+      done += 2 - c.hooked;
     }
   }
-  if (!profile) printf("%d checks, %d wrong\n", done, wrong);
+  if (done) printf("%d checks, %d wrong\n", done, wrong);
 
+  if (mode("check")) return wrong > 0;
   using sizes = std::vector<int>;
   std::vector<shape_case> timed = {
       {"4K", {4096}, {4096}, 32, 8},
@@ -441,6 +551,20 @@ int main(int argc, char **argv) {
       {"4K over 16K, ALiBi", {20480}, {4096}, 32, 8, 128, 16, true, 0, 0.f, true},
       {"16K, D 64", {16384}, {16384}, 32, 8, 64},
   };
+  for (int size : {1, 5, 12, 48}) {
+    timed.push_back({"4K over 16K, block", {20480}, {4096}, 32, 8, 128, size});
+    if (size == 1) timed.push_back({"8 over 1 x 128K, block", {131072}, {8}, 32, 8, 128, 1});
+  }
+  for (int d : {128, 64, 96, 192, 256}) timed.push_back({"4K over 16K", {20480}, {4096}, 32, 8, d});
+  for (int size : {1, 256}) timed.push_back({"4K over 16K, block", {20480}, {4096}, 32, 8, 128, size});
+  timed.push_back({"4K over 16K, soft cap", {20480}, {4096}, 32, 8, 128, 16, true, 0, 50.f});
+  timed.push_back({"4K over 16K, ALiBi", {20480}, {4096}, 32, 8, 128, 16, true, 0, 0.f, true});
+  timed.push_back({"4K", {4096}, {4096}, 32, 8});
+  timed.push_back({"32K", {32768}, {32768}, 32, 8});
+  for (int tokens : {2, 32}) timed.push_back({"tokens over 1 x 128K", {131072}, {tokens}, 32, 8});
+  for (size_t i = timed.size() - 13; i < timed.size(); i++) timed[i].f8 = true;
+  timed.push_back({"4K over 16K, a hook", {20480}, {4096}, 32, 8});
+  timed.back().hooked = true;
   for (int tokens : {1, 2, 4, 8, 16, 32, 64, 128, 512})
     timed.push_back({"tokens over 1 x 128K", {131072}, {tokens}, 32, 8});
   timed.push_back({"the same, block 256", {131072}, {8}, 32, 8, 128, 256});
@@ -458,16 +582,18 @@ int main(int argc, char **argv) {
   for (const shape_case &c : timed)
     for (const version &v : versions) {
       const bool wgmma = !strcmp(v.name, "wgmma");
-      if (c.head_dim != v.head_dim || (!wgmma && (profile || c.decode))) continue;
+      if (c.head_dim != v.head_dim || (!wgmma && (profile || c.decode || c.hooked))) continue;
       if (!wgmma && c.chunk[0] < 16) continue;
+      if (!chosen(c)) continue;
       problem<bf16> p(c, false);
-      const double us = bench.time([&] { v.run_bf16(p.a, &q); }, false, profile ? 1 : 15);
+      const launcher run = c.hooked ? v.hooked_bf16 : v.run_bf16;
+      const double us = bench.time([&] { run(p.a, &q); }, false, profile ? 1 : 15);
       double keys = 0;
       for (int n : c.lens) keys += n;
-      printf("%-24s %4d %-9s %8.1f us %7.1f TFLOP/s %6.0f GB/s\n", c.name,
-             c.decode ? c.heads : c.chunk[0], v.name, us,
+      printf("%-24s %4d %3d %s %-9s %8.1f us %7.1f TFLOP/s %6.0f GB/s\n", c.name,
+             c.decode ? c.heads : c.chunk[0], c.block_size, c.f8 ? "f8" : "  ", v.name, us,
              4.0 * c.head_dim * p.pairs / us * 1e-6,
-             keys * c.kv_heads * c.head_dim * 4 / us * 1e-3);
+             keys * c.kv_heads * c.head_dim * (c.f8 ? 2 : 4) / us * 1e-3);
       fflush(stdout);
       if (profile) return 0;
     }
