@@ -35,9 +35,10 @@ inline int hook_failed(CUresult error, const char *what) {
   return kvl_cuda::fail(KVL_ERR_DEVICE, "a hook's %s: %s", what, driver_words(error));
 }
 
-/* params: the kernel's parameters before the hook. */
+/* params: the kernel's parameters before the hook, two or three. */
 inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &k,
-                         const void *param0, const void *param1, const kvl_cuda_queue *q) {
+                         const void *param0, const void *param1, const kvl_cuda_queue *q,
+                         const void *param2 = nullptr) {
   const library_functions &f = the_driver();
   CUkernel kernel;
   CUresult error = f.get_kernel(&kernel, (CUlibrary)h.hook, k.name);
@@ -65,7 +66,7 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   config.hStream = q->stream;
   config.attrs = &attribute;
   config.numAttrs = k.programmatic && is_hopper(q) ? 1 : 0;
-  void *params[] = {(void *)param0, (void *)param1, &hook};
+  void *params[] = {(void *)param0, (void *)param1, param2 ? (void *)param2 : &hook, &hook};
   error = f.launch(&config, (CUfunction)kernel, params, nullptr);
   return error == CUDA_SUCCESS ? KVL_OK : hook_failed(error, "launch");
 }

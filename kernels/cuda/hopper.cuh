@@ -265,6 +265,8 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 
 #endif
 
+#ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
+
 /* ---- the host's side ------------------------------------------------------------------- */
 
 using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
@@ -285,6 +287,8 @@ inline encode_map_function *encode_map() {
   }();
   return found;
 }
+
+#endif
 
 }  // namespace kvl
 

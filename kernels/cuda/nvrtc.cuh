@@ -1,6 +1,6 @@
 /* What kvlab's CUDA headers use of the toolkit's, for NVRTC, which compiles attention with a
  * policy's hook and needs no toolkit. lua/kvlab/kernel/nvrtc.lua gives this text for each of
- * cuda_bf16.h, cuda_fp16.h, cuda_fp8.h, cuda_runtime.h, stddef.h, stdint.h and type_traits. */
+ * cuda.h, cuda_bf16.h, cuda_fp16.h, cuda_fp8.h, cuda_runtime.h, stddef.h, stdint.h and type_traits. */
 #ifndef KVL_CUDA_NVRTC_CUH
 #define KVL_CUDA_NVRTC_CUH
 
@@ -10,10 +10,16 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 typedef unsigned short uint16_t;
 typedef unsigned char uint8_t;
+typedef signed char int8_t;
 
 #define INFINITY __int_as_float(0x7F800000)
 #define NAN __int_as_float(0x7FFFFFFF)
 #define INT_MAX 2147483647
+
+/* How the driver describes a tensor to the copy engine. */
+struct alignas(64) CUtensorMap {
+  uint64_t opaque[16];
+};
 
 namespace std {
 template <bool B, class T, class F> struct conditional { typedef T type; };
@@ -21,6 +27,12 @@ template <class T, class F> struct conditional<false, T, F> { typedef F type; };
 template <bool B, class T, class F> using conditional_t = typename conditional<B, T, F>::type;
 template <class A, class B> constexpr bool is_same_v = false;
 template <class A> constexpr bool is_same_v<A, A> = true;
+struct true_type {
+  static constexpr bool value = true;
+};
+struct false_type {
+  static constexpr bool value = false;
+};
 }  // namespace std
 
 /* ---- 16-bit floats --------------------------------------------------------------------- */

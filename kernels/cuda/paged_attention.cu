@@ -18,12 +18,12 @@
  *
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
- *           paged_wgmma.cuh    16-bit on Hopper, several new tokens a sequence or groups of
+ *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 32 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
- *           paged_prefill.cuh  16-bit prefill elsewhere, and what paged_wgmma does not take
+ *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
- *           hook.cuh           all but paged_wgmma.cuh can be compiled with a hook at run time
+ *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
  * Tolerance 16-bit: P is rounded to q's dtype before P V (in decode over f8e4m3 to f16), so
@@ -254,11 +254,29 @@ template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cu
   return launch_prefill<T, 256, C>(h, q);
 }
 
+template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  return with_wgmma_shape<D>(a, true, [&](auto s) {
+    using shape = decltype(s);
+    wgmma_plan plan;
+    plan_wgmma<shape>(a, q->sm_count, plan);
+    return launch_planned<T, shape>(
+        a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+          hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
+          snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
+                   shape::F8 ? "_f8" : "");
+          return launch_hooked(h, k, &a, &map, q, &plan);
+        });
+  });
+}
+
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  if (!h.hook && wgmma_takes(a, q->device))
-    return with_wgmma_dim(a.cache.head_dim,
-                          [&](auto dim) { return launch_wgmma<T, dim.value>(a, q); });
+  if (wgmma_takes(a, q->device, h.hook))
+    return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
+      if (h.hook) return launch_hooked_wgmma<T, dim.value>(h, q);
+      return launch_wgmma<T, dim.value>(a, q);
+    });
   if (a.tree && !a.starts)
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "a tree of one new token a sequence: give starts, too");
@@ -290,13 +308,15 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
 }  // namespace kvl
 
 KVL_CUDA_WORKSPACE(paged_attention) {
-  const kvl_paged_attention_args &a = *(const kvl_paged_attention_args *)args;
+  const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
+  const kvl_paged_attention_args &a = h.base;
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
-  /* A hook's decode of a wide group does not take the room of paged_wgmma. */
   const size_t decode = a.starts ? 0 : kvl::place_bytes(a, kvl::decode_place(a, sm_count));
   int device = 0;
   cudaGetDevice(&device);
-  const size_t wgmma = kvl::wgmma_takes(a, device) ? kvl::wgmma_bytes(a, sm_count) : 0;
+  const size_t wgmma = kvl::wgmma_takes(a, device, h.hook)
+                           ? kvl::wgmma_bytes(a, sm_count, h.hook)
+                           : 0;
   return decode > wgmma ? decode : wgmma;
 }
 

@@ -1,14 +1,17 @@
-/* Flash attention over paged KV for Hopper: 16-bit q and cache, head_dim 64, 96, 128, 192 or
- * 256, blocks of a multiple of 8 tokens; several new tokens a sequence, or one of more than 32
- * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+/* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype or f8e4m3, head_dim
+ * 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
+ * than 32 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
- *   consumers  two, with 64 rows each (one, if there are no more rows): S = Q K^T and O += P V
- *              by wgmma, and the softmax in between in registers
- *   producers  one: a warp finds the work, ahead of the others; a warp brings K and another V
- *              through a ring of tiles of keys, with a copy for every block of the table; a
- *              warp brings Q of the next item while this one is computed
+ *   producers   one: a warp finds the work, ahead of the others; a warp brings K and another V
+ *               through a ring of tiles of keys, with a copy for every block of the table (by
+ *               rows, if blocks are no multiple of 8 tokens or lie in host memory); a warp
+ *               brings Q of the next item while this one is computed
+ *   consumers   two, with 64 rows each (one, if there are no more rows): S = Q K^T and O += P V
+ *               by wgmma, and the softmax in between in registers
+ *   converters  one, over f8e4m3: it turns the tiles that were brought into f16. Then Q and P
+ *               are f16, too, and Q is scaled by a power of two
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
  * the loop over the others has no mask.
  *
@@ -17,15 +20,23 @@
  * does not need the largest score: weights are relative to a reference. An item's first tile
  * sets it, and it is raised only when a sum of weights gets large.
  *
+ * With a bias (ALiBi, a soft cap, a draft tree, a hook) scores become final, in base 2, before
+ * they are weighed. For a run of keys that all rows see, which is nearly every tile, bias and
+ * weights are computed at once.
+ *
  * Flops     4 * head_dim * heads * seen pairs of row and key
  * Bytes     2 * keys * head_dim * 2 per item, from L2
  * Limit     tensor cores; with few rows memory
- * Tolerance P is rounded to q's dtype before P V, as in paged_prefill.cuh
+ * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh.
+ *           Soft caps: 7e-7 of a score, or 2e-7 of the cap where scores are near the cap
  * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, TFLOP/s; in brackets the version before on this machine:
  *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
  *             4K x 32K  703 to 749 (655)   cuDNN 620
  *             4K over 16K, head_dim 64  464   96  620   128  741   192  785   256  720
+ *           f8e4m3 485 (64), 569 (96), 676 to 685 (128), 665 (192), 443 (256)
+ *           ALiBi 680 (267), soft cap 477 (220), a hook like ALiBi 580, f8e4m3 with ALiBi 600
+ *           blocks of 1, 5, 12 tokens 380, 445, 465; of 8 and more 730
  *           2 ... 32 tokens over 1 x 128K 151 to 159 us (1416), 128 tokens 390 us
  *           17 ... 64 heads a KV head, 16 x 8K 3520 GB/s
  *           notes/20261122-wgmma.md has the versions
@@ -68,15 +79,17 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   };
   if (consumer == 1) turn_end(); /* consumer 0 goes first */
 
-  wgmma_state<T, shape> x;
+  using M = std::conditional_t<shape::F8, __half, T>; /* is multiplied */
+  wgmma_state<M, shape> x;
   wgmma_work w;
   uint32_t n = 0, step = 0, q_step = 0;
   const bool plain = a.out_dtype == a.dtype && !a.prev_lse;
-  int left;      /* tiles of this piece without scores */
-  int low, high; /* every row of the warp sees all of a tile within them */
+  int left;       /* tiles of this piece without scores */
+  int low, high;  /* every row of the warp sees all of a tile within them */
   int2 span = {}; /* the present tile's */
-  float slope[2]; /* ALiBi's, of the two rows, and the rows' positions */
-  int own[2];
+  float sum[2];
+  bool ready = false; /* every row of the warp has a reference */
+  const score_rule rule(a);
   auto begin = [&] {
     w = memory.wait_work(n);
     memory.work_done(n++);
@@ -85,15 +98,23 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)
-        key_size = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size;
+        key_size = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size *
+                   (same<T, M> ? 1.f : memory.units[q_step % QS]);
       __syncwarp();
     }
-    if (BIASED && a.alibi) {
+    if (BIASED) {
+      __syncwarp();
       const query_rows rows = w.rows();
-      slope[0] = a.alibi[rows.head(r0)] * LOG2E;
-      slope[1] = a.alibi[rows.head(r1)] * LOG2E;
-      own[0] = wgmma_sight(a, w, r0).at;
-      own[1] = wgmma_sight(a, w, r1).at;
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        /* In place of a row that does not exist, the last one. */
+        const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
+        const int head = w.head0 + r - token * w.heads_each;
+        wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.position0 + token, head};
+        if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
+        if (lane % 4 == 0) memory.rows[i ? r1 : r0] = row;
+      }
+      __syncwarp();
     }
     /* Rows that do not exist may see anything, and need no new reference. */
 #pragma unroll
@@ -111,48 +132,69 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
 #pragma unroll
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
   };
+  auto of_hook = [&](const wgmma_row &row) -> hook_row {
+    return {w.seq, a.cache.kv_heads, w.kv_head, row.head, a.lens[w.seq], row.at};
+  };
   /* Turns products into scores in base 2. */
   auto bias = [&](int stage) {
-    const int *position = memory.positions[stage];
-    score_rule rule(a);
-    if (shape::F8) rule.scale *= key_size;
-    float by = rule.scale;
-    if (a.soft_cap > 0.f) {
-      by = 1.f;
-      cap_scores(rule, x.s);
-    }
+    const int *position = memory.positions[stage] + pair;
+    const float product = shape::F8 ? rule.scale * key_size : rule.scale;
+    const float by = a.soft_cap > 0.f ? 1.f : product;
+    if (a.soft_cap > 0.f) cap_scores(product, rule.cap, x.s);
+    const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
     if (a.alibi) {
-      const float apart = (float)(own[0] - own[1]);
-      if (span.y - span.x == KEYS - 1) { /* one run of keys */
-        const float first = (float)(span.x + pair - own[0]);
-        const float bias0 = slope[0] * first, bias1 = slope[1] * (first + apart);
+      const float apart = (float)(rows[0].at - rows[1].at);
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-          const float along = (float)(i / 4 * 8 + (i & 1));
-          x.s[i] = x.s[i] * by + (i & 2 ? slope[1] * along + bias1 : slope[0] * along + bias0);
-        }
-      } else {
-#pragma unroll
-        for (int g = 0; g < KEYS / 8; g++) {
-          const int2 at = *(const int2 *)(position + 8 * g + pair);
-          const float far0 = (float)(at.x - own[0]), far1 = (float)(at.y - own[0]);
-          x.s[4 * g] = x.s[4 * g] * by + slope[0] * far0;
-          x.s[4 * g + 1] = x.s[4 * g + 1] * by + slope[0] * far1;
-          x.s[4 * g + 2] = x.s[4 * g + 2] * by + slope[1] * (far0 + apart);
-          x.s[4 * g + 3] = x.s[4 * g + 3] * by + slope[1] * (far1 + apart);
-        }
+      for (int g = 0; g < KEYS / 8; g++) {
+        const int2 key = *(const int2 *)(position + 8 * g);
+        const float far0 = (float)(key.x - rows[0].at);
+        const float far1 = (float)(key.y - rows[0].at);
+        x.s[4 * g] = x.s[4 * g] * by + rows[0].slope * far0;
+        x.s[4 * g + 1] = x.s[4 * g + 1] * by + rows[0].slope * far1;
+        x.s[4 * g + 2] = x.s[4 * g + 2] * by + rows[1].slope * (far0 + apart);
+        x.s[4 * g + 3] = x.s[4 * g + 3] * by + rows[1].slope * (far1 + apart);
       }
     } else if (a.soft_cap == 0.f) {
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) x.s[i] *= by;
     }
     if constexpr (H::ACTIVE) {
-      const hook_row of0 = row_for_hook(a, w, r0), of1 = row_for_hook(a, w, r1);
+      const hook_row of[2] = {of_hook(rows[0]), of_hook(rows[1])};
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) {
-        const int at = position[i / 4 * 8 + pair + (i & 1)];
-        x.s[i] = hook(x.s[i], i & 2 ? of1 : of0, at < of0.length ? at : 0);
+        const int key = position[i / 4 * 8 + (i & 1)];
+        x.s[i] = hook(x.s[i], of[i / 2 & 1], key < of[0].length ? key : 0);
       }
+    }
+  };
+  /* The same and the weights at once, for one run of keys that all rows see, and not more than
+   * one kind of bias. Then bias and exponentials do not wait for each other. */
+  const bool capped = a.soft_cap > 0.f;
+  const bool at_once = !capped + !a.alibi + !H::ACTIVE >= 2;
+  auto weigh_run = [&] {
+    const float late = load_late(shape::F8 ? key_size : memory.scale);
+    const float by = rule.scale * late;
+    const float shift[2] = {finite_shift(x.m[0]), finite_shift(x.m[1])};
+    if constexpr (H::ACTIVE) {
+      const hook_row of[2] = {of_hook(memory.rows[r0]), of_hook(memory.rows[r1])};
+      x.weigh_by(scale, sum, [&](int i, float s) {
+        const int r = i / 2 & 1, key = span.x + pair + i / 4 * 8 + (i & 1);
+        return hook(s * by, of[r], key) - shift[r];
+      });
+    } else if (capped) {
+      x.weigh_capped(scale, sum, by, rule.cap, shift);
+    } else if (a.alibi) {
+      const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
+      float first[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        first[r] = rows[r].slope * (float)(span.x + pair - rows[r].at) - shift[r];
+      x.weigh_by(scale, sum, [&](int i, float s) {
+        const int r = i / 2 & 1;
+        return s * by + (rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r]);
+      });
+    } else {
+      x.weigh_by(scale, sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
     }
   };
   auto mask = [&](int stage) {
@@ -160,24 +202,29 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
-      const int at = position[i / 4 * 8 + pair + (i & 1)];
-      if (!(i & 2 ? sight1 : sight0).sees(at)) x.s[i] = -INFINITY;
+      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      if (!(i & 2 ? sight1 : sight0).sees(key)) x.s[i] = -INFINITY;
     }
     if (!BIASED || !a.tree) return;
     const int length = a.lens[w.seq], tree = tree_begin(a, length), last = w.tokens - 1;
     const int token0 = w.token0 + min(r0 / w.heads_each, last);
     const int token1 = w.token0 + min(r1 / w.heads_each, last);
-#pragma unroll
+    uint64_t hidden = 0;
+#pragma unroll 4
     for (int i = 0; i < KEYS / 2; i++) {
-      const int at = position[i / 4 * 8 + pair + (i & 1)];
-      if (at >= tree && at < length && !tree_shows(a, i & 2 ? token1 : token0, length, at))
-        x.s[i] = -INFINITY;
+      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      const bool hides = key >= tree && key < length &&
+                         !tree_shows(a, i & 2 ? token1 : token0, length, key);
+      hidden |= (uint64_t)hides << i;
     }
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++)
+      if (hidden >> i & 1) x.s[i] = -INFINITY;
   };
 
   if (memory.wait_work(0).tokens == 0) return;
-  begin();
   barrier_wait(memory.q_full(0), 0);
+  begin();
   barrier_wait(memory.k_full(0), 0);
   turn_begin();
   products_begin();
@@ -187,20 +234,33 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   settle(x.s);
   uint32_t k = 0;
   span = memory.spans[0];
-  float sum[2];
-  bool ready = false; /* every row of the warp has a reference */
-  auto weigh = [&] {
-    if (BIASED) bias(k);
-    if (span.x < low || span.y > high) mask(k);
-    barrier_arrive_warp(memory.k_empty(k), lane);
-    if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
-    if (!ready) {
-      x.refer(scale);
-      ready = __all_sync(ALL_LANES, x.refers());
-    }
-    x.weigh(scale, sum);
+  auto weigh = [&](auto is_first) { /* of an item */
+                                    const bool masked = span.x < low || span.y > high;
+                                    /* The vote stands where all lanes come: after one in a branch, ptxas keeps no descriptors
+     * in uniform registers. */
+                                    bool fused = false;
+                                    if (BIASED && !is_first.value) {
+                                      fused = at_once && ready && !masked &&
+                                              span.y - span.x == KEYS - 1;
+                                      const float by = shape::F8 ? rule.scale * key_size
+                                                                 : rule.scale;
+                                      if (capped)
+                                        fused = fused && x.all_within(CAP_SMALL / by);
+                                      fused = __all_sync(ALL_LANES, fused);
+                                    }
+                                    if (BIASED && !fused) bias(k);
+                                    if (masked) mask(k);
+                                    barrier_arrive_warp(memory.k_empty(k), lane);
+                                    if (--left == 0)
+                                      barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
+                                    if (!ready) {
+                                      x.refer(scale);
+                                      ready = __all_sync(ALL_LANES, x.refers());
+                                    }
+                                    if (BIASED && fused) weigh_run();
+                                    else x.weigh(scale, sum);
   };
-  weigh();
+  weigh(std::true_type());
   for (;;) {
     x.l[0] += sum[0];
     x.l[1] += sum[1];
@@ -227,7 +287,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     turn_end();
     products_wait<1>();
     settle(x.s);
-    if (!ends) weigh();
+    if (!ends) weigh(std::false_type());
     products_wait<0>();
     settle(x.out);
     barrier_arrive_warp(memory.v_empty(v), lane);
@@ -235,19 +295,19 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       if (plain && w.part < 0) {
         write_plain_rows<T>(a, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
       } else {
-        write_row_of_work<T>(a, plan, w, x, 0, r0);
-        write_row_of_work<T>(a, plan, w, x, 1, r1);
+        write_row_of_work(a, plan, w, x, 0, r0);
+        write_row_of_work(a, plan, w, x, 1, r1);
       }
       if (!more) return;
       begin();
       ready = false;
-      weigh();
+      weigh(std::true_type());
     } else if (!__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_MOST)) {
       if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_LOST)) {
         x.lower(sum);
         continue;
       }
-      scores_again<T, shape, BIASED>(a, w, left, r0, hook, x);
+      scores_again<T, BIASED>(a, w, left, r0, hook, scale, x);
 #pragma unroll
       for (int r = 0; r < 2; r++)
         x.raise(r, fmaxf(x.largest(r) * scale - finite_shift(x.m[r]), 0.f));
@@ -285,20 +345,21 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   registers_give<shape::GIVE>();
   if constexpr (shape::F8) {
     if (warpgroup > 0) {
-      if (warp % 4 < 2) convert_tiles<T, shape, false>(memory, warp % 2);
-      else convert_tiles<T, shape, true>(memory, warp % 2);
+      if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
+      else convert_tiles<shape, true>(memory, warp % 2);
       return;
     }
   }
   if (warp < 2 && plan.box == 0) {
-    if (warp == 0) bring_rows<shape, false>(a, plan, memory);
-    else bring_rows<shape, true>(a, plan, memory);
+    bring_rows<shape>(a, plan, memory, warp == 1);
   } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
   else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
   else if (warp == 2) bring_queries<T, shape>(a, memory);
   else find_work<shape>(a, plan, memory);
 #endif
 }
+
+#ifndef __CUDACC_RTC__ /* NVRTC compiles the kernel with a hook alone */
 
 template <class T, class shape, bool BIASED>
 __global__ void __launch_bounds__(shape::THREADS, 1)
@@ -329,9 +390,9 @@ int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
       map,
-      shape::F8                    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      shape::F8                   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
       : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, c.kv, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       shape::F8           ? CU_TENSOR_MAP_SWIZZLE_NONE
       : shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
@@ -348,19 +409,23 @@ inline bool is_hopper_device(int device) {
   return major == 9;
 }
 
-/* Scores are masked before they are scaled, so the scale has to be positive. One new token
- * of at most 32 heads a KV head is for paged_decode.cuh. */
-inline bool wgmma_takes(const kvl_paged_attention_args &a, int device) {
+/* Without a bias, products are masked before they are scaled, so the scale has to be positive.
+ * One new token of at most 32 heads a KV head is for paged_decode.cuh, and so is a hook's
+ * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
+ * these dtypes and head_dims. */
+inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
   const kvl_cache_view &c = a.cache;
   const int d = c.head_dim;
-  return is_hopper_device(device) && (a.starts || a.tree || a.heads / c.kv_heads > 32) &&
-         a.dtype != KVL_DTYPE_F32 && !c.pinned &&
-         (c.dtype == a.dtype || c.dtype == KVL_DTYPE_F8E4M3) &&
-         (d == 64 || d == 96 || d == 128 || d == 192 || d == 256) && c.blocks > 0 &&
-         c.blocks * 2 * c.kv_heads <= INT_MAX &&
-         (c.block_size % 8 == 0 ||
-          c.blocks * 2 * c.kv_heads * c.block_size <= (int64_t)UINT32_MAX) &&
-         a.scale > 1e-6f && encode_map();
+  if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
+  if (c.dtype != a.dtype && c.dtype != KVL_DTYPE_F8E4M3) return false;
+  if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
+  if (hooked) return a.starts;
+  return (a.starts || a.tree || a.heads / c.kv_heads > 32) && a.scale > 1e-6f;
+}
+/* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
+inline bool wgmma_boxes(const kvl_cache_view &c) {
+  return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
+         c.blocks * 2 * c.kv_heads <= INT_MAX && encode_map();
 }
 
 /* About how many tiles of tokens a call has. */
@@ -382,10 +447,9 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
   const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
   plan.by_block = divisor(a.cache.block_size);
-  /* A box of f8e4m3 lies in one half of a tile. */
-  plan.box = a.cache.block_size % 8
-                 ? 0
-                 : common_divisor(a.cache.block_size, shape::KEYS / (1 + shape::F8)) / 8;
+  /* A box of f8e4m3 lies in a half of a tile. */
+  const int most_keys = shape::F8 ? shape::KEYS / 2 : shape::KEYS;
+  plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
   plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
@@ -448,16 +512,16 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   constexpr auto kernel = paged_wgmma<T, shape, BIASED>;
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->sm_count, plan);
-  return launch_planned<T, shape>(a, plan, q, [&](int grid, bool programmatic,
-                                                  const CUtensorMap &map) {
-    int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
-    if (status < 0) return status;
-    if (programmatic)
-      return launch_programmatic(kernel, grid, shape::THREADS, shape::SHARED_BYTES, q, a, map,
-                                 plan);
-    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
-    return (int)KVL_OK;
-  });
+  return launch_planned<T, shape>(
+      a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+        int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
+        if (status < 0) return status;
+        if (programmatic)
+          return launch_programmatic(kernel, grid, shape::THREADS, shape::SHARED_BYTES, q, a,
+                                     map, plan);
+        kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
+        return (int)KVL_OK;
+      });
 }
 
 /* The result of f with a head_dim that wgmma_takes, as a constant. */
@@ -469,18 +533,19 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
   return f(std::integral_constant<int, 256>());
 }
 
-/* The result of f with the shape for a call that wgmma_takes. */
-template <int D, class F> auto with_wgmma_shape(const kvl_paged_attention_args &a, F f) {
+/* The result of f with the shape for a call that wgmma_takes. A hook is compiled for one. */
+template <int D, class F>
+auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
-  if (few_rows(a))
+  if (few_rows(a) && !hooked)
     return f8 ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, true, false>());
   return f8 ? f(wgmma_shape<D, false, true>()) : f(wgmma_shape<D, false, false>());
 }
 
 /* The bytes of the workspace of a call that wgmma_takes. */
-inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count) {
+inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
   return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
-    return with_wgmma_shape<dim.value>(a, [&](auto shape) {
+    return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
       wgmma_plan plan;
       return plan_wgmma<decltype(shape)>(a, sm_count, plan);
     });
@@ -489,12 +554,14 @@ inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count) {
 
 template <class T, int D>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_shape<D>(a, [&](auto shape) {
+  return with_wgmma_shape<D>(a, false, [&](auto shape) {
     if (a.alibi || a.soft_cap > 0.f || a.tree)
       return launch_shape<T, decltype(shape), true>(a, q);
     return launch_shape<T, decltype(shape), false>(a, q);
   });
 }
+
+#endif
 
 }  // namespace kvl
 

@@ -1,6 +1,6 @@
 /* The shared memory of a thread block of paged_wgmma.cuh, its barriers, and the warps that
  * fill it: one finds the work, one brings K, one V and one Q. wgmma_convert.cuh has those that
- * turn f8e4m3 into q's dtype. */
+ * turn f8e4m3 into f16. */
 #ifndef KVL_CUDA_WGMMA_MEMORY_CUH
 #define KVL_CUDA_WGMMA_MEMORY_CUH
 
@@ -9,6 +9,13 @@
 namespace kvl {
 
 #if KVL_SM90A
+
+/* What a bias of a query row depends on, here because registers are short: the head (for a
+ * hook, that of the group), its ALiBi slope in base 2, the position. */
+struct alignas(16) wgmma_row {
+  float slope;
+  int at, head;
+};
 
 /* The layout: Q [Q_STAGES, consumers, PARTS, 64, ATOM], K and V [STAGES, GROUPS, PARTS, 8,
  * ATOM], all in swizzled atoms; then what each consumer's warp writes, a part at a time [16,
@@ -27,9 +34,11 @@ template <class shape> struct wgmma_memory {
    * be and how many keys of each eight are to be kept. */
   uint32_t changes[shape::F8 ? 2 : 1][STAGES];
   int8_t kept[shape::F8 ? 2 : 1][STAGES][shape::GROUPS];
+  wgmma_row rows[shape::ROWS]; /* of each consumer's present item; with a bias */
   wgmma_work work[SLOTS];
   float scale; /* turns what a consumer's products are into scores in base 2 */
-  float scales[CONSUMER_WARPS]; /* of f8e4m3: the same for each warp's item */
+  /* Of f8e4m3: the same for each consumer's warp, and the unit of Q in each stage. */
+  float scales[CONSUMER_WARPS], units[QS];
   alignas(8) uint64_t barriers[BARRIERS];
 
   __device__ uint32_t q(int stage, int consumer) const {
@@ -52,14 +61,12 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t work_empty(int s) const { return work_full(SLOTS + s); }
   __device__ uint32_t side() const { return work_empty(SLOTS); }
   __device__ uint32_t came(bool v, int s) const { return side() + 8 * (1 + v * STAGES + s); }
-  /* Where a producer tells that a tile of K or V is in shared memory. */
-  template <bool V> __device__ uint32_t brought(int s) const {
-    return shape::F8 ? came(V, s) : V ? v_full(s) : k_full(s);
+  /* Of K or V: where a producer tells that a tile is in shared memory, and so on. */
+  __device__ uint32_t brought(bool of_v, int s) const {
+    return shape::F8 ? came(of_v, s) : of_v ? v_full(s) : k_full(s);
   }
-  template <bool V> __device__ uint32_t empty(int s) const {
-    return V ? v_empty(s) : k_empty(s);
-  }
-  template <bool V> __device__ uint32_t tile(int s) const { return V ? v(s) : k(s); }
+  __device__ uint32_t empty(bool of_v, int s) const { return of_v ? v_empty(s) : k_empty(s); }
+  __device__ uint32_t tile(bool of_v, int s) const { return of_v ? v(s) : k(s); }
 
   __device__ void init(const wgmma_plan &plan, float scale_) {
     scale = scale_;
@@ -159,17 +166,16 @@ constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four number
 
 /* Tells the converters what to change in a tile: lane g has the group that begins at
  * `position`. */
-template <bool V, class shape>
-__device__ __forceinline__ void tell_changes(const key_scale &scale, const wgmma_work &w,
-                                             wgmma_memory<shape> &memory, int s, int position,
-                                             bool whole) {
+template <class shape>
+__device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
+                                             const wgmma_work &w, wgmma_memory<shape> &memory,
+                                             int s, int position, bool whole) {
   const int lane = threadIdx.x % WARP;
   const bool zero = V ? position >= NO_KEYS : scale.none;
   if (lane < shape::GROUPS)
     memory.kept[V][s][lane] = zero ? 0 : V ? min(8, w.length - position) : 8;
   const bool as_it_is = V ? whole : !scale.none && scale.signs == 0;
-  if (lane == 0)
-    memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
+  if (lane == 0) memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
 }
 
 /* One warp brings all tiles of K, or of V. Lane g looks up eight keys, one tile ahead, and the
@@ -199,11 +205,11 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       /* Keys that do not exist have weight 0, but 0 * NaN is NaN: their V must be cleared. */
       const bool whole = __all_sync(ALL_LANES, there && (!V || position + 8 <= w.length));
       const int s = step % STAGES;
-      const uint32_t to = memory.template tile<V>(s);
-      const uint32_t full = memory.template brought<V>(s);
+      const uint32_t to = memory.tile(V, s);
+      const uint32_t full = memory.brought(V, s);
       const bool clears = V && !shape::F8 && !whole;
       const uint32_t arrive = clears ? memory.side() : full;
-      barrier_wait(memory.template empty<V>(s), (step / STAGES & 1) ^ 1);
+      barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
       if (!V) {
         int4 *const positions = (int4 *)memory.positions[s];
         if (lane < GROUPS) {
@@ -215,7 +221,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
         if (lane == GROUPS - 1) memory.spans[s].y = whole ? position + 7 : INT_MAX;
       }
       if constexpr (shape::F8)
-        tell_changes<V>(key_scale(a, w.kv_head), w, memory, s, position, whole);
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
       if (lane == 0) barrier_arrive_expect(arrive, bytes);
       else if (!V || shape::F8) barrier_arrive(full);
       __syncwarp();
@@ -240,12 +246,11 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
 }
 
 /* The same for blocks that are no multiple of eight tokens: each row is copied by itself, 16
- * bytes at a time, and rows that do not exist become 0. A lane looks up EACH keys. A tile's
- * copies are under way while the next one is looked up; it is handed over when they have
- * arrived. */
-template <class shape, bool V>
+ * bytes at a time, and rows that do not exist become 0. A lane looks up EACH keys. A tile is
+ * handed over when its copies have arrived; up to AHEAD others may be under way then. */
+template <class shape>
 __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           wgmma_memory<shape> &memory) {
+                           wgmma_memory<shape> &memory, bool V) {
   constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, EACH = KEYS / WARP;
   constexpr int ROW_BYTES = shape::F8 ? shape::D : 2 * shape::D;
   constexpr int ATOM_ROW = shape::F8 ? shape::ATOM : 2 * shape::ATOM; /* bytes */
@@ -266,7 +271,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
   uint32_t step = 0, handed = 0;
   auto hand_over = [&] {
     fence_async();
-    barrier_arrive(memory.template brought<V>(handed++ % STAGES));
+    barrier_arrive(memory.brought(V, handed++ % STAGES));
   };
   auto finish = [&] {
     copy_wait<0>();
@@ -282,20 +287,18 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
         const wgmma_key at(a, w, entry, token);
         position[j] = at.position;
-        row[j] = at.physical < 0 ? NO_ROW
-                                 : ((uint32_t)(at.physical * 2 + V) * a.cache.kv_heads +
-                                    w.kv_head) * block_size + token;
+        row[j] = at.physical < 0
+                     ? NO_ROW
+                     : ((uint32_t)(at.physical * 2 + V) * a.cache.kv_heads + w.kv_head) *
+                               block_size +
+                           token;
       }
     };
     look_up(w.tiles - 1);
     for (int tile = w.tiles - 1; tile >= 0; tile--) {
       const int s = step % STAGES;
-      const uint32_t to = memory.template tile<V>(s), empty = memory.template empty<V>(s);
-      const uint32_t parity = (step / STAGES & 1) ^ 1;
-      if (!__all_sync(ALL_LANES, barrier_passed(empty, parity))) {
-        finish();
-        barrier_wait(empty, parity);
-      }
+      const uint32_t to = memory.tile(V, s);
+      barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
       if (!V) {
         bool whole = true;
 #pragma unroll
@@ -307,12 +310,14 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         if (lane == 0) memory.spans[s].x = position[0];
         if (lane == WARP - 1) memory.spans[s].y = whole ? position[EACH - 1] : INT_MAX;
       }
-      if constexpr (shape::F8) tell_changes<V>(key_scale(a, w.kv_head), w, memory, s, 0, true);
+      if constexpr (shape::F8)
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, 0, true);
 #pragma unroll
       for (int first = 0; first < KEYS; first += ROWS) {
         const uint32_t found = __shfl_sync(ALL_LANES, row[first / WARP], first % WARP + r);
         const bool there = found != NO_ROW;
-        const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES + piece * 16;
+        const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES +
+                                 piece * 16;
         const uint32_t at = to + shape::came(first / 8) + places[first % 8 / 4];
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++)
@@ -320,14 +325,45 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
       }
       copy_commit();
       step++;
-      look_up(tile - 1);
       if (step - handed > AHEAD) {
         copy_wait<AHEAD>();
         hand_over();
       }
+      /* If there is no room for the next tile yet, nothing else is to be done ahead. */
+      const bool room = barrier_passed(memory.empty(V, step % STAGES),
+                                       (step / STAGES & 1) ^ 1);
+      if (!__all_sync(ALL_LANES, room)) finish();
+      look_up(tile - 1);
     }
   });
   finish();
+}
+
+/* Turns rows of Q, which a warp has brought to shared memory, from bf16 into f16: multiplied by
+ * a power of two, so that the largest number is about 2^14. Returns the unit, one over that
+ * power. Numbers that are 2^38 times smaller than the largest become 0. */
+template <class shape>
+__device__ __forceinline__ float queries_to_f16(uint32_t at, int bytes) {
+  const int lane = threadIdx.x % WARP;
+  float top = 0.f;
+  for (int i = lane * 16; i < bytes; i += WARP * 16) {
+    const uint4 x = load_shared(at + i);
+    for (uint32_t pair : {x.x, x.y, x.z, x.w})
+      top = fmaxf(top, fmaxf(fabsf(__uint_as_float(pair << 16)),
+                             fabsf(__uint_as_float(pair & 0xFFFF0000u))));
+  }
+  const int shift = max(-100, min(100, f16_shift(warp_max(top))));
+  const float by = __int_as_float((127 + shift) << 23);
+  auto scaled = [=](uint32_t pair) {
+    return pack2(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xFFFF0000u) * by,
+                 __half());
+  };
+#pragma unroll 4
+  for (int i = lane * 16; i < bytes; i += WARP * 16) {
+    const uint4 x = load_shared(at + i);
+    store_shared(at + i, make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)));
+  }
+  return __int_as_float((127 - shift) << 23);
 }
 
 /* One warp brings the rows of Q, Q_STAGES - 1 items ahead. */
@@ -365,6 +401,11 @@ __device__ void bring_queries(const kvl_paged_attention_args &a,
     }
     copy_commit();
     copy_wait<0>();
+    if constexpr (shape::F8 && !same<T, __half>) {
+      __syncwarp();
+      const float unit = queries_to_f16<shape>(memory.q(s, 0), shape::Q_BYTES);
+      if (lane == 0) memory.units[s] = unit;
+    }
     fence_async();
     barrier_arrive_warp(memory.q_full(s), lane);
   });

@@ -25,25 +25,29 @@
 namespace kvl {
 
 /* FEW: for at most 64 query rows an item, with one consumer. Such work waits for memory.
- * F8: the cache is f8e4m3, and four more warps turn its tiles into q's dtype. */
+ * F8: the cache is f8e4m3, and four more warps turn its tiles into f16. */
 template <int D_, bool FEW_ = false, bool F8_ = false> struct wgmma_shape {
   static constexpr int D = D_;
   static constexpr bool FEW = FEW_, F8 = F8_;
-  static constexpr int CONSUMERS = FEW ? 1 : 2, ROWS = 64 * CONSUMERS;
+  /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns. */
+  static constexpr int CONSUMERS = FEW || (F8 && D > 192) ? 1 : 2, ROWS = 64 * CONSUMERS;
   static constexpr int KEYS = D > 192 ? 64 : D > 128 ? 96 : 128;
   static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
   static constexpr int ROOM = (208 << 10) - Q_STAGES * ROWS * D * 2;
   static constexpr int STAGES = ROOM / (4 * KEYS * D);
   static constexpr bool TURNS = D == 64 && !FEW; /* consumers take turns at the products */
   /* Registers of a consumer's thread, and of any other. */
-  static constexpr int TAKE = FEW ? 240 : D < 128 ? (F8 ? 208 : 216) : F8 ? 216 : 232;
-  static constexpr int GIVE = FEW ? 104 : D < 128 ? (F8 ? 48 : 72) : 40;
+  static constexpr int TAKE = CONSUMERS == 1 ? 240
+                              : D < 128      ? (F8 ? 208 : 216)
+                              : F8           ? 216
+                                             : 232;
+  static constexpr int GIVE = CONSUMERS == 1 ? 104 : D < 128 ? (F8 ? 48 : 72) : 40;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + F8);
   /* An atom is eight rows of ATOM numbers, the unit of the swizzle; a row has PARTS atoms. */
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
   static constexpr int GROUPS = KEYS / 8; /* of eight keys */
   static constexpr int GROUP_BYTES = PARTS * ATOM_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
-  /* A tile of f8e4m3 arrives in the upper half of each half of its slot. */
+  /* Each half of a tile of f8e4m3 arrives in the upper half of its room. */
   static constexpr int CAME_GROUP_BYTES = F8 ? GROUP_BYTES / 2 : GROUP_BYTES;
   static __device__ __forceinline__ int came(int group) {
     if (!F8) return group * GROUP_BYTES;

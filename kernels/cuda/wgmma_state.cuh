@@ -17,7 +17,8 @@ constexpr float WEIGHTS_MOST = 4096.f;
 constexpr float WEIGHTS_LOST = 0x1p100f;
 
 /* A thread's part of a consumer's state: two rows, with two of every eight columns; `product`
- * says which. s holds the scores of a tile, then its weights. */
+ * says which. s holds the scores of a tile, then its weights. T is what is multiplied: q's
+ * dtype, over an f8e4m3 cache f16. */
 template <class T, class shape> struct wgmma_state {
   static constexpr int D = shape::D, KEYS = shape::KEYS;
   static constexpr int ROW_BYTES = 2 * shape::ATOM, IN_ATOM = shape::ATOM / 16;
@@ -56,6 +57,35 @@ template <class T, class shape> struct wgmma_state {
       sum[r] += s[i];
     }
     store_late_if_negative(scale_shared, sum[0] + sum[1]);
+  }
+  /* The same with the weights exp2(exponent(i, s[i])). */
+  template <class F>
+  __device__ __forceinline__ void weigh_by(const float &shared, float (&sum)[2], F exponent) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      s[i] = exp2_fast(exponent(i, s[i]));
+      sum[i / 2 & 1] += s[i];
+    }
+    store_late_if_negative(shared, sum[0] + sum[1]);
+  }
+  /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL, with x = s * by;
+   * the relative error of tanh is 7e-7. No exponential is needed for it. */
+  __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2], float by,
+                                               float cap, const float (&shift)[2]) {
+    const float c3 = cap * -0.333296676f, c5 = cap * 0.132682359f;
+    const float c7 = cap * -0.0502779161f, c9 = cap * 0.0131057987f;
+    weigh_by(shared, sum, [&](int i, float product) {
+      const float x = product * by, y = x * x;
+      return x * ((((c9 * y + c7) * y + c5) * y + c3) * y + cap) - shift[i / 2 & 1];
+    });
+  }
+  /* Is no product larger than this, up or down? NaN is not. */
+  __device__ __forceinline__ bool all_within(float most) const {
+    float top[2] = {};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) top[i & 1] = fmaxf(top[i & 1], fabsf(s[i]));
+    return fmaxf(top[0], top[1]) <= most;
   }
   __device__ __forceinline__ void pack() {
 #pragma unroll
@@ -145,10 +175,10 @@ __device__ __forceinline__ float value_scale(const kvl_paged_attention_args &a,
 /* Writes one of a lane's two rows, i, of a piece of work. Four lanes hold eight neighbours of
  * a row together. They exchange them, so that each has one whole run of eight out of four, and
  * writes 16 bytes at once. */
-template <class T, class shape>
+template <class M, class shape>
 __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args &a,
                                                   const wgmma_plan &plan, const wgmma_work &w,
-                                                  const wgmma_state<T, shape> &x, int i,
+                                                  const wgmma_state<M, shape> &x, int i,
                                                   int r) {
   constexpr int D = shape::D;
   const int lane = threadIdx.x % WARP, pair = lane % 4 * 2;
@@ -189,10 +219,10 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
 
 /* Writes a warp's sixteen rows, from r on, of whole work without an earlier attention, in q's
  * dtype, by way of shared memory: 64 (or 32) columns at a time. */
-template <class T, class shape>
+template <class T, class M, class shape>
 __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
                                                  const wgmma_work &w,
-                                                 const wgmma_state<T, shape> &x, uint32_t at,
+                                                 const wgmma_state<M, shape> &x, uint32_t at,
                                                  int r) {
   constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
   constexpr int ROWS = WARP / PIECES; /* that are stored at once */
@@ -241,22 +271,19 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   }
 }
 
-/* Turns products into capped scores in base 2: cap * tanh(x) = cap - 2 cap / (exp(2 x) + 1), of
- * which the error is about 2e-7 cap. Large caps need a small relative error, and take longer. */
+constexpr float CAP_SMALL = 0.75f; /* see weigh_capped */
+
+/* Turns products into capped scores in base 2. tanh(x) = 1 - 2 / (exp(2 x) + 1) has an error of
+ * 2e-7; a large cap needs a small relative error where tanh is small, too. */
 template <int N>
-__device__ __forceinline__ void cap_scores(const score_rule &rule, float (&s)[N]) {
-  if (rule.cap <= 128.f * LOG2E) {
-    const float twice = rule.scale * (2.f * LOG2E);
+__device__ __forceinline__ void cap_scores(float by, float cap, float (&s)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      const float y = exp2_fast(s[i] * twice) + 1.f;
-      float part;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(y));
-      s[i] = rule.cap - 2.f * rule.cap * part;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; i++) s[i] = rule(s[i]);
+  for (int i = 0; i < N; i++) {
+    const float x = s[i] * by, y = x * x;
+    const float small = x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315)));
+    float part;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(exp2_fast(x * (2.f * LOG2E)) + 1.f));
+    s[i] = cap * (fabsf(x) < 0.25f ? small : 1.f - 2.f * part);
   }
 }
 
@@ -265,24 +292,27 @@ __device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args 
                                                  const wgmma_work &w, int r) {
   const query_rows rows = w.rows();
   const int own = min(r, rows.count - 1), group = (int)(a.heads / a.cache.kv_heads);
-  return {w.seq,        a.cache.kv_heads, w.kv_head, rows.head(own) - w.kv_head * group,
+  return {w.seq,         a.cache.kv_heads,
+          w.kv_head,     rows.head(own) - w.kv_head * group,
           a.lens[w.seq], w.position0 + own / w.heads_each};
 }
 
 /* A tile's scores again, from global memory and without the tensor cores: their weights passed
  * the largest float. The tile may have left shared memory. */
-template <class T, class shape, bool BIASED, class H>
+template <class T, bool BIASED, class H, class M, class shape>
 __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                                              const wgmma_work &w, int tile, int r0,
-                                             const H &hook, wgmma_state<T, shape> &x) {
+                                             const H &hook, float scale,
+                                             wgmma_state<M, shape> &x) {
   using C = std::conditional_t<shape::F8, f8e4m3, T>;
   const query_rows rows = w.rows();
   const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
   const score_rule rule(a);
-  float by = 1.f; /* what K is multiplied with in shared memory; with BIASED, its whole scale */
+  float by = 1.f; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
   if (shape::F8) {
-    const key_scale scale(a, w.kv_head);
-    by = scale.none ? 0.f : (BIASED ? scale.size : 1.f) * (scale.signs ? -1.f : 1.f);
+    const key_scale key(a, w.kv_head);
+    by = key.none ? 0.f : key.signs ? -key.size : key.size;
+    if (!BIASED) by *= a.scale * LOG2E / scale;
   }
 #pragma unroll 1
   for (int i = 0; i < shape::KEYS / 2; i++) {

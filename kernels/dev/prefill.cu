@@ -47,6 +47,15 @@ struct test_hook {
   }
 };
 
+/* One that is as cheap as most: ALiBi. */
+struct light_hook {
+  static constexpr bool ACTIVE = true, KEEPS = false;
+  __device__ float operator()(float score, const hook_row &row, int position) const {
+    return score +
+           exp2f(-2.f * (float)(row.head + 1)) * (float)(position - row.query_position);
+  }
+};
+
 /* ---- the reference ------------------------------------------------------------------- */
 
 /* One block of threads per (token, head), everything in fp32, keys in any order. */
@@ -158,8 +167,9 @@ struct shape_case {
   bool f8 = false;     /* an f8e4m3 cache with scales */
   bool decode = false; /* starts is NULL */
   float q_std = 1.f;
-  bool hooked = false; /* with test_hook */
-  int tree_words = 0;  /* a random draft tree over 64 tokens a word */
+  bool hooked = false;  /* with test_hook */
+  int tree_words = 0;   /* a random draft tree over 64 tokens a word */
+  bool pinned = false;  /* the cache is in host memory */
   float k_factor = 1.f; /* of the f8e4m3 cache's k_scale; 0: of the first KV head alone */
 };
 
@@ -228,6 +238,13 @@ template <class T> struct problem {
                : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16
                                          : KVL_DTYPE_F16};
     a.dtype = a.cache.dtype;
+    if (c.pinned) {
+      void *host;
+      DEV_CHECK(cudaMallocHost(&host, blocks * 2 * row * bytes)); /* until the program ends */
+      DEV_CHECK(cudaMemcpy(host, kv, blocks * 2 * row * bytes, cudaMemcpyDeviceToHost));
+      a.cache.kv = host;
+      a.cache.pinned = 1;
+    }
     if (c.f8) {
       a.cache.dtype = KVL_DTYPE_F8E4M3;
       std::vector<float> scales(2 * c.kv_heads);
@@ -273,7 +290,12 @@ template <class T> struct problem {
       a.tree = own(dev::upload(words));
       a.tree_words = c.tree_words;
     }
-    if (c.alibi) a.alibi = own(dev::randn<float>(c.heads, 3, 0.1f));
+    if (c.alibi) {
+      a.alibi = own(dev::randn<float>(c.heads, 3, 0.1f));
+      std::vector<float> slopes(c.heads); /* as models have them */
+      for (int h = 0; h < c.heads; h++) slopes[h] = exp2f(-8.f * (h + 1) / c.heads);
+      if (!poison) a.alibi = own(dev::upload(slopes));
+    }
     if (c.prev) {
       a.prev_out = own(dev::randn<float>(rows * c.head_dim, 4));
       a.prev_lse = own(dev::randn<float>(rows, 5, 3.f));
@@ -307,30 +329,30 @@ int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
                 allow_shared<paged_prefill<T, D>>(q, shape::SHARED_BYTES));
 }
 
-/* wgmma with test_hook. */
-template <class T, class shape>
+/* wgmma with a hook. */
+template <class T, class shape, class H>
 __global__ void __launch_bounds__(shape::THREADS, 1)
     hooked_wgmma(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ CUtensorMap map,
                  const __grid_constant__ wgmma_plan plan) {
-  wgmma_attention<T, shape, true>(a, map, plan, test_hook());
+  wgmma_attention<T, shape, true>(a, map, plan, H());
 }
-template <class T, class shape>
+template <class T, class shape, class H>
 int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->sm_count, plan);
   return launch_planned<T, shape>(
       a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
-        allow_shared<hooked_wgmma<T, shape>>(q, shape::SHARED_BYTES);
-        return launch_programmatic(hooked_wgmma<T, shape>, grid, shape::THREADS,
+        allow_shared<hooked_wgmma<T, shape, H>>(q, shape::SHARED_BYTES);
+        return launch_programmatic(hooked_wgmma<T, shape, H>, grid, shape::THREADS,
                                    shape::SHARED_BYTES, q, a, map, plan);
       });
 }
-template <class T, int D>
+template <class T, int D, class H = test_hook>
 int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   if (a.cache.dtype == KVL_DTYPE_F8E4M3)
-    return launch_hooked_shape<T, wgmma_shape<D, false, true>>(a, q);
-  return launch_hooked_shape<T, wgmma_shape<D>>(a, q);
+    return launch_hooked_shape<T, wgmma_shape<D, false, true>, H>(a, q);
+  return launch_hooked_shape<T, wgmma_shape<D>, H>(a, q);
 }
 
 struct version {
@@ -367,7 +389,7 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
   cudaFuncSetAttribute(reference<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   reference<T><<<dim3((unsigned)p.a.tokens, c.heads), 128, bytes>>>(p.a, c.hooked, out, lse);
   DEV_CHECK(cudaGetLastError());
-  const launcher run = c.hooked                   ? v.hooked_bf16
+  const launcher run = c.hooked                  ? v.hooked_bf16
                        : std::is_same_v<T, bf16> ? v.run_bf16
                                                  : v.run_f16;
   if (run(p.a, q) != KVL_OK) return false;
@@ -391,9 +413,10 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
     if (!(e <= worst_lse)) worst_lse = e;
   }
   /* P rounds to q's dtype and so does out; values are normal, below 6. */
+  const double wide = c.f8 ? 1.2 : 1; /* the standard deviation of V with its scale */
   const double large = c.q_std > 1 ? 1.6
                                    : 1; /* then a row is one value, the largest ones too */
-  const double tolerance = (std::is_same_v<T, bf16> ? 0.02 : 0.0025) * large;
+  const double tolerance = (std::is_same_v<T, bf16> ? 0.02 : 0.0025) * large * wide;
   bool ok = worst <= tolerance && worst_lse <= 1e-4;
   if (!ok)
     printf("WRONG %s D %d, %s%s, block %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name,
@@ -488,6 +511,12 @@ std::vector<shape_case> check_cases(int d) {
           c.block_size = size, c.selection = selection, c.window = tokens == 3 ? 70 : 0;
           c.alibi = size == 5, c.hooked = size == 2, c.broken = size == 12;
         });
+  for (int size : {5, 16})
+    for (int tokens : {200, 2})
+      add("pinned", {601, 300}, {tokens, 9},
+          [=](shape_case &c) { c.pinned = true, c.block_size = size; });
+  for (float std : {1e-4f, 1e-30f})
+    add("small queries", {700, 300}, {100, 2}, [=](shape_case &c) { c.q_std = std; });
   add("any block size, not causal", {601, 300}, {200, 300},
       [](shape_case &c) { c.block_size = 7, c.causal = false, c.alibi = true; });
   /* All of these once more over f8e4m3. */
@@ -551,17 +580,21 @@ int main(int argc, char **argv) {
       {"4K over 16K, ALiBi", {20480}, {4096}, 32, 8, 128, 16, true, 0, 0.f, true},
       {"16K, D 64", {16384}, {16384}, 32, 8, 64},
   };
-  for (int size : {1, 5, 12, 48}) {
+  for (int size : {1, 2, 5, 8, 12, 48}) {
     timed.push_back({"4K over 16K, block", {20480}, {4096}, 32, 8, 128, size});
     if (size == 1) timed.push_back({"8 over 1 x 128K, block", {131072}, {8}, 32, 8, 128, 1});
   }
-  for (int d : {128, 64, 96, 192, 256}) timed.push_back({"4K over 16K", {20480}, {4096}, 32, 8, d});
-  for (int size : {1, 256}) timed.push_back({"4K over 16K, block", {20480}, {4096}, 32, 8, 128, size});
+  for (int d : {128, 64, 96, 192, 256})
+    timed.push_back({"4K over 16K", {20480}, {4096}, 32, 8, d});
+  for (int size : {1, 256})
+    timed.push_back({"4K over 16K, block", {20480}, {4096}, 32, 8, 128, size});
   timed.push_back({"4K over 16K, soft cap", {20480}, {4096}, 32, 8, 128, 16, true, 0, 50.f});
-  timed.push_back({"4K over 16K, ALiBi", {20480}, {4096}, 32, 8, 128, 16, true, 0, 0.f, true});
+  timed.push_back(
+      {"4K over 16K, ALiBi", {20480}, {4096}, 32, 8, 128, 16, true, 0, 0.f, true});
   timed.push_back({"4K", {4096}, {4096}, 32, 8});
   timed.push_back({"32K", {32768}, {32768}, 32, 8});
-  for (int tokens : {2, 32}) timed.push_back({"tokens over 1 x 128K", {131072}, {tokens}, 32, 8});
+  for (int tokens : {2, 32})
+    timed.push_back({"tokens over 1 x 128K", {131072}, {tokens}, 32, 8});
   for (size_t i = timed.size() - 13; i < timed.size(); i++) timed[i].f8 = true;
   timed.push_back({"4K over 16K, a hook", {20480}, {4096}, 32, 8});
   timed.back().hooked = true;
@@ -586,7 +619,7 @@ int main(int argc, char **argv) {
       if (!wgmma && c.chunk[0] < 16) continue;
       if (!chosen(c)) continue;
       problem<bf16> p(c, false);
-      const launcher run = c.hooked ? v.hooked_bf16 : v.run_bf16;
+      const launcher run = c.hooked ? launch_hooked<bf16, 128, light_hook> : v.run_bf16;
       const double us = bench.time([&] { run(p.a, &q); }, false, profile ? 1 : 15);
       double keys = 0;
       for (int n : c.lens) keys += n;

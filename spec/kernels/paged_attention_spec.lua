@@ -233,6 +233,28 @@ for _, c in ipairs(with(slots, { dtype = "f8e4m3", scales = "both", slots = "gap
 end
 topic("reads an f8e4m3 cache, and its scales", scaled)
 
+-- On Hopper, prefill of these head_dims has kernels of its own.
+local wide = {}
+for i, dim in ipairs { 64, 96, 128, 192, 256 } do
+  for j, size in ipairs { 1, 5, 12, 16, 48 } do
+    local dtype = ({ "bf16", "f16", "f8e4m3" })[(i + j) % 3 + 1]
+    wide[#wide + 1] = { lens = { 150, 17, 0 }, rows = { (i * j) % 5 * 9 + 1, 3, 0 },
+      group = j, kv_heads = 2, head_dim = dim, block_size = size, dtype = dtype,
+      q = dtype == "f8e4m3" and j % 2 == 0 and "f16" or nil,
+      scales = dtype == "f8e4m3" and "both" or nil, seed = 10 * i + j,
+      select = ({ "heads", "shared" })[(i + 2 * j) % 4], window = j == 3 and 40 or nil,
+      alibi = i == j or nil, soft_cap = (i + j) % 4 == 1 and 3 * i or nil,
+      prev = j == 4 or nil }
+  end
+end
+for _, c in ipairs(wide) do if c.select then c.slots = c.prev and "gaps" or nil end end
+topic("prefills with large heads over blocks of any size", wide)
+topic("shows large heads a draft tree over blocks of any size",
+  with({ wide[2], wide[7], wide[11], wide[20] }, { tree = true, alibi = false,
+    rows = { 20, 3, 0 } }))
+topic("caps large heads' scores far out", with({ wide[2], wide[6], wide[15] },
+  { soft_cap = 500, alibi = false }))
+
 local trees = {}
 for i, rows in ipairs { { 5, 1, 2 }, { 1, 64, 17 }, { 33, 9, 0 } } do
   for _, dtype in ipairs { "f32", "bf16" } do

@@ -44,6 +44,18 @@ extern "C" __global__ void __launch_bounds__(kvl::prefill_shape<%d>::THREADS, 1)
   kvl::prefill<%s, %d, %s>(a, subgroups, hook);
 }
 ]]
+-- On Hopper.
+local WGMMA = [[
+using shape = kvl::wgmma_shape<%d, false, %s>;
+extern "C" __global__ void __launch_bounds__(shape::THREADS, 1)
+    wgmma_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
+                  const __grid_constant__ CUtensorMap map,
+                  const __grid_constant__ kvl::wgmma_plan plan,
+                  const __grid_constant__ policy_hook hook) {
+  kvl::wgmma_attention<%s, shape, true>(a, map, plan, hook);
+}
+]]
+local WGMMA_DIMS = { [64] = true, [96] = true, [128] = true, [192] = true, [256] = true }
 local F32 = [[
 extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl::WARP, 2)
     f32_%s_%s_%d_%d(const __grid_constant__ kvl_paged_attention_args a,
@@ -65,8 +77,9 @@ local function size_for(n, ...)
 end
 
 --- The header of the attention kernel of a shape, and the kernel with the hook. The rules
--- are those of launch_16bit and launch_f32_dim in kernels/cuda/paged_attention.cu.
-local function attention_kernel(plan)
+-- are those of launch_16bit and launch_f32_dim in kernels/cuda/paged_attention.cu, and of
+-- wgmma_takes in kernels/cuda/paged_wgmma.cuh.
+local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
   if q == "f32" then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
@@ -79,6 +92,10 @@ local function attention_kernel(plan)
   end
   local is_f8 = kv == "f8e4m3"
   local last = is_f8 and "_f8" or ""
+  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
+    return "paged_wgmma.cuh", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
+      CPP[q])
+  end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
     return "paged_prefill.cuh", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
@@ -90,7 +107,7 @@ local function attention_kernel(plan)
 end
 
 --- A hook is compiled into the attention kernel of a shape.
-function M.hook(self)
+function M.hook(self, target)
   local plan, lines = self.plan, fixed_lines(self.plan)
   for _, text in ipairs(shared.input_lines(plan, "row.seq",
     "(row.seq * row.kv_heads + kv_head)")) do
@@ -109,7 +126,7 @@ function M.hook(self)
     end
     s.top = 2
   end)
-  local header, text = attention_kernel(plan)
+  local header, text = attention_kernel(plan, target)
   return ('#include "%s"\n#include "expression.cuh"\n\n'):format(header)
     .. ("enum { TOKENS = %d };\n"):format(plan.sizes.token) .. shared.struct(plan) .. "\n"
     .. HOOK:format(tostring(plan.keeps or false), indented(lines, "    ")

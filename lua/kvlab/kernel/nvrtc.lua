@@ -25,8 +25,8 @@ void *dlopen(const char *path, int flags);
 local RESOLVE_AND_KEEP = 0x1002
 
 -- Headers of the toolkit, for each of which kernels/cuda/nvrtc.cuh stands.
-local TOOLKIT = { "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda_runtime.h",
-                  "stddef.h", "stdint.h", "type_traits" }
+local TOOLKIT = { "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h",
+                  "cuda_runtime.h", "stddef.h", "stdint.h", "type_traits" }
 
 -- Where CUDA's packages put it, from the newest to the oldest that is enough.
 local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }

@@ -201,7 +201,9 @@ function M.print(plan, target)
   self.items = (plan.place ~= "score" or over_tokens) and 1 or group <= 4 and 4 or 2
   self.q_shared = plan.place == "score" and plan.uses.q and not alone
     and group * self.each > QUERY_FLOATS or false
-  if plan.place == "hook" then return title .. attention.hook(self), { threads = 1 } end
+  if plan.place == "hook" then
+    return title .. attention.hook(self, target), { threads = 1 }
+  end
   if plan.place == "emit" then
     self.lanes, self.team, self.partial = "token", 1, false
     while self.team < math.min(plan.sizes.token, WARP) do self.team = self.team * 2 end

@@ -65,6 +65,15 @@ local CASES = {
     soft_cap = 3, alibi = true },
   { dtype = "bf16", q_dtype = "f32", group = 2, block_size = 12, head_dim = 16,
     rows = { 1, 70, 30, 1 }, selects = true, parts = true, soft_cap = 5 },
+  -- those of the tensor cores of Hopper
+  { dtype = "bf16", q_dtype = "bf16", group = 4, block_size = 16, head_dim = 128,
+    rows = { 0, 40, 7, 1 } },
+  { dtype = "f8e4m3", q_dtype = "f16", group = 2, block_size = 8, head_dim = 64,
+    rows = { 0, 40, 37, 1 }, selects = true, scaled = { 2, 0.5 } },
+  { dtype = "f8e4m3", q_dtype = "bf16", group = 3, block_size = 16, head_dim = 192,
+    rows = { 0, 9, 1, 1 }, window = 20 },
+  { dtype = "f16", q_dtype = "f16", group = 5, block_size = 5, head_dim = 96,
+    rows = { 0, 30, 2, 1 }, window = 11, selects = true },
 }
 
 local function words(o)
