@@ -409,6 +409,12 @@ inline bool is_hopper_device(int device) {
   return major == 9;
 }
 
+/* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
+inline bool wgmma_boxes(const kvl_cache_view &c) {
+  return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
+         c.blocks * 2 * c.kv_heads <= INT_MAX && encode_map();
+}
+
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
  * One new token of at most 32 heads a KV head is for paged_decode.cuh, and so is a hook's
  * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
@@ -419,15 +425,11 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hook
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
   if (c.dtype != a.dtype && c.dtype != KVL_DTYPE_F8E4M3) return false;
   if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
+  if (!wgmma_boxes(c) && c.blocks * 2 * c.kv_heads * c.block_size >= (int64_t)UINT32_MAX)
+    return false; /* more rows than a producer can number */
   if (hooked) return a.starts;
   return (a.starts || a.tree || a.heads / c.kv_heads > 32) && a.scale > 1e-6f;
 }
-/* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
-inline bool wgmma_boxes(const kvl_cache_view &c) {
-  return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
-         c.blocks * 2 * c.kv_heads <= INT_MAX && encode_map();
-}
-
 /* About how many tiles of tokens a call has. */
 inline int64_t busy_entries(const kvl_paged_attention_args &a, int tokens_tile) {
   const int64_t full = (a.tokens + tokens_tile - 1) / tokens_tile;

@@ -239,6 +239,21 @@ ops["paged_attention by slots"] = function(world)
     slots = i32(world, { 2, 1, 3 }, slots) })
 end
 
+ops["paged_attention over blocks of 12"] = function(world)
+  local out = {}
+  for i, dtype in ipairs { "bf16", "f8e4m3" } do
+    local cache, rows = world.memory(dtype, { 2, KV_HEADS, 12, DIM })
+    fill(world, cache, rows, 200)
+    for _, starts in ipairs { { 0, 40, 70 }, { 0, 3, 5 } } do
+      out[#out + 1] = text_of(kv.ops.paged_attention { cache = cache,
+        tables = tables_of(world, rows), lens = i32(world, { 2 }, { 70, 47 }),
+        q = randn(world, "bf16", { starts[3], HEADS, DIM }, 4 + i),
+        starts = i32(world, { 3 }, starts) })
+    end
+  end
+  return table.concat(out)
+end
+
 function ops.token_attention(world)
   local out = {}
   for i, dtype in ipairs { "bf16", "f8e4m3" } do
