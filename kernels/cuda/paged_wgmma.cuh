@@ -234,31 +234,27 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   settle(x.s);
   uint32_t k = 0;
   span = memory.spans[0];
-  auto weigh = [&](auto is_first) { /* of an item */
-                                    const bool masked = span.x < low || span.y > high;
-                                    /* The vote stands where all lanes come: after one in a branch, ptxas keeps no descriptors
-     * in uniform registers. */
-                                    bool fused = false;
-                                    if (BIASED && !is_first.value) {
-                                      fused = at_once && ready && !masked &&
-                                              span.y - span.x == KEYS - 1;
-                                      const float by = shape::F8 ? rule.scale * key_size
-                                                                 : rule.scale;
-                                      if (capped)
-                                        fused = fused && x.all_within(CAP_SMALL / by);
-                                      fused = __all_sync(ALL_LANES, fused);
-                                    }
-                                    if (BIASED && !fused) bias(k);
-                                    if (masked) mask(k);
-                                    barrier_arrive_warp(memory.k_empty(k), lane);
-                                    if (--left == 0)
-                                      barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
-                                    if (!ready) {
-                                      x.refer(scale);
-                                      ready = __all_sync(ALL_LANES, x.refers());
-                                    }
-                                    if (BIASED && fused) weigh_run();
-                                    else x.weigh(scale, sum);
+  /* Makes weights of the products. The vote stands where all lanes come: after one in a branch,
+   * ptxas keeps no descriptors in uniform registers. */
+  auto weigh = [&](auto begins_item) {
+    const bool masked = span.x < low || span.y > high;
+    bool fused = false;
+    if (BIASED && !begins_item.value) {
+      fused = at_once && ready && !masked && span.y - span.x == KEYS - 1;
+      const float by = shape::F8 ? rule.scale * key_size : rule.scale;
+      if (capped) fused = fused && x.all_within(CAP_SMALL / by);
+      fused = __all_sync(ALL_LANES, fused);
+    }
+    if (BIASED && !fused) bias(k);
+    if (masked) mask(k);
+    barrier_arrive_warp(memory.k_empty(k), lane);
+    if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
+    if (!ready) {
+      x.refer(scale);
+      ready = __all_sync(ALL_LANES, x.refers());
+    }
+    if (BIASED && fused) weigh_run();
+    else x.weigh(scale, sum);
   };
   weigh(std::true_type());
   for (;;) {
