@@ -112,6 +112,25 @@ local function check(dev)
     end
   end)
 
+  it("finds its places again after a step that failed while it began", function()
+    local tally = kv.tally(shape, nil, 7)
+    local a, b = sequence(), sequence()
+    tally:put(a, 1, row(10, 2))
+    tally:put(b, 1, row(20, 2))
+    local ctx = step(tally, { a, a }, 2)
+    -- what is left to do raises once the first of two sequences was looked at
+    local fails = setmetatable({ a }, { __index = function(_, i)
+      if i == 2 then error "interrupted" end
+    end })
+    fails[1] = b
+    local later = { seqs = 2, sequences = fails, width = 2, layer = 1,
+                    shape_number = ctx.shape_number }
+    support.raises("interrupted", tally.begin, tally, later)
+    later.sequences = { b, a }
+    tally:begin(later)
+    support.equal(tally:load(later), { 21, 22, 23, 24, 11, 12, 13, 14 })
+  end)
+
   it("forgets when it is reset", function()
     local tally = kv.tally(shape)
     local a = sequence()
