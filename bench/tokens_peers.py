@@ -11,21 +11,24 @@ prompt, too (a minute more). Prints JSON, an object a line; --quick runs a small
 """
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 
 import torch
 import transformers
 
-SHAPE = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-             num_key_value_heads=8, vocab_size=128256)
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib"))
+from peer_others import LLAMA_8B  # noqa: E402
+
 SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
              num_key_value_heads=2, vocab_size=1024)
 RUNS, STEPS = 5, 8
 
 
 def build(shape, device):
-    config = transformers.LlamaConfig(**shape, max_position_embeddings=1 << 18, rope_theta=500000.0)
+    config = transformers.LlamaConfig(**{**shape, "max_position_embeddings": 1 << 18})
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -74,7 +77,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     device = "cpu" if args.quick else "cuda"
-    model = build(SMALL if args.quick else SHAPE, device)
+    model = build(SMALL if args.quick else LLAMA_8B, device)
     print(json.dumps({"id": "header", "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
                       "torch": torch.__version__, "transformers": transformers.__version__}), flush=True)
     unit = 16 if args.quick else 1024
