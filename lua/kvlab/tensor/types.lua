@@ -31,6 +31,8 @@
 ---@field list fun(t): number[]
 ---@field item fun(t): number
 ---@field is_pinned fun(t): boolean
+---@field freeze fun(t, is_frozen?: boolean): kvlab.Tensor
+---@field is_frozen fun(t): boolean
 ---@field free fun(t)
 ---@field narrow fun(t, start: integer, length: integer, dim?: integer, out?: kvlab.Tensor): kvlab.Tensor
 ---@field index fun(t, i: integer): kvlab.Tensor
