@@ -61,6 +61,7 @@ local function check(dev)
       end)
       assert.same({ 1, 2, 3, 4 }, t:list())
       assert.same({ 2, 4, 6, 8 }, t:mul(2):list())
+      raises("freeze: is_frozen is \"no\", expected true or false", t.freeze, t, "no")
       t:freeze(false):fill_(5)
       assert.same({ 5, 5, 5, 5 }, t:list())
       -- the next tensor in the same memory is not frozen

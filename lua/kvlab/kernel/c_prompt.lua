@@ -156,19 +156,6 @@ local function query_functions(self)
   return table.concat(texts, "\n")
 end
 
---- Lines that compute them for the query at hand.
-local function query_lines(plan)
-  local lines = {}
-  for _, value in ipairs(plan.query_values) do
-    if value.name ~= "needed" then
-      lines[#lines + 1] = ("const %s %s = compute_%s(a, (int)kv_head, length, blocks, "
-        .. "query_position);"):format(c_text.TYPES[value.node.type], value.name,
-        value.name)
-    end
-  end
-  return lines
-end
-
 --- The source of a kernel, without its title and its first header.
 ---@param self kvlab.PrinterC
 ---@return string
@@ -190,7 +177,7 @@ function M.print(self)
     plan.sizes.head, plan.sizes.dim, #plan.roots, c_text.struct(plan) .. "\n",
     query_functions(self), c_text.NUMBERS[plan.dtype],
     indented(lines, "    ") .. indented(fixed, "    "),
-    indented(query_lines(plan), "        "),
+    indented(c_text.query_value_lines(plan), "        "),
     indented(block, "          "),
     indented(ends, "      "))
 end

@@ -173,6 +173,19 @@ local function body(self, fn)
   return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
 end
 
+--- Lines that compute the values of the query at hand, in what a prefill emits.
+---@return string[]
+function M.query_value_lines(plan)
+  local lines = {}
+  for _, value in ipairs(plan.query_values) do
+    if value.name ~= "needed" then
+      lines[#lines + 1] = ("const %s %s = compute_%s(a, (int)kv_head, length, blocks, "
+        .. "query_position);"):format(TYPES[value.node.type], value.name, value.name)
+    end
+  end
+  return lines
+end
+
 M.TYPES, M.VECTORS, M.MEMORY, M.NUMBERS, M.START = TYPES, VECTORS, MEMORY, NUMBERS, START
 M.widen, M.suffix, M.operation, M.item_of = widen, suffix, operation, item_of
 M.struct, M.bytes_of, M.indented = struct, bytes_of, indented

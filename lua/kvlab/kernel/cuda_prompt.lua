@@ -260,19 +260,6 @@ local function query_functions(self)
   return table.concat(texts) .. (plan.needed and NEEDED or ALL_NEEDED)
 end
 
---- Lines that compute them for the query at hand.
-local function query_lines(plan)
-  local lines = {}
-  for _, value in ipairs(plan.query_values) do
-    if value.name ~= "needed" then
-      lines[#lines + 1] = ("const %s %s = compute_%s(a, kv_head, length, blocks, "
-        .. "query_position);"):format(shared.TYPES[value.node.type], value.name,
-        value.name)
-    end
-  end
-  return lines
-end
-
 --- The source of a kernel without its title, and how it is launched.
 ---@param plan kvlab.Plan
 ---@param target string  "sm_90a"
@@ -309,7 +296,7 @@ function M.print(plan, target)
     .. PROMPT:format(s.keys_bytes, s.keys_bytes + s.logits_bytes,
       s.keys_bytes + s.logits_bytes + s.rows * 4,
       indented(before, "  ") .. indented(fixed, "  "), "]",
-      indented(query_lines(plan), "      "), "]", "]",
+      indented(shared.query_value_lines(plan), "      "), "]", "]",
       indented(block, "      "), indented(stores, "  "), indented(ends, "    "))
   local bytes = {}
   for name, dtype in pairs(products.QUERY_DTYPES) do bytes[dtype] = s.bytes(name) end

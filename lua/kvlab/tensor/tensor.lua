@@ -579,6 +579,9 @@ function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
 ---@param is_frozen? boolean  false: it may be written again (true)
 ---@return kvlab.Tensor t
 function methods.freeze(t, is_frozen)
+  if is_frozen ~= nil then
+    options.argument("freeze", "is_frozen", is_frozen, options.boolean)
+  end
   check(C.kvl_tensor_freeze(t, is_frozen == false and 0 or 1))
   return t
 end
