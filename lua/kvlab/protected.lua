@@ -23,6 +23,28 @@ local function interruptible(fn, ...)
   return hold_again(fn(...))
 end
 
+-- Interrupts are held again by the message handler, so that none comes between an error
+-- and the end of pcall. Lua calls no handler when its memory is full.
+local is_held = false
+
+local function on_error(why)
+  C.kvl_interrupt_hold(1)
+  is_held = true
+  return why
+end
+
+local function held(is_ok, ...)
+  if not is_ok then
+    if not is_held then C.kvl_interrupt_hold(1) end
+    is_held = false
+  end
+  return is_ok, ...
+end
+
+--- pcall for a caller that holds interrupts: they can come while fn runs, and are held
+-- again when it returns.
+function M.pcall(fn, ...) return held(xpcall(interruptible, on_error, fn, ...)) end
+
 --- Notes in results.n how many results there are: up to the last that is not nil.
 local function count(results)
   local n = 0
@@ -44,15 +66,12 @@ end
 ---@return table results
 function M.call(what, fn, n, arguments)
   if not coroutine.running() then
-    local results = { pcall(interruptible, fn, unpack(arguments, 1, n)) }
-    if not results[1] then C.kvl_interrupt_hold(1) end
-    return count(results)
+    return count { M.pcall(fn, unpack(arguments, 1, n)) }
   end
-  local thread = coroutine.create(interruptible)
+  local thread, holds = coroutine.create(interruptible), C.kvl_interrupt_hold(0)
   local results = { coroutine.resume(thread, fn, unpack(arguments, 1, n)) }
-  local has_yielded = coroutine.status(thread) == "suspended"
-  if has_yielded or not results[1] then C.kvl_interrupt_hold(1) end
-  if has_yielded then
+  C.kvl_interrupt_hold(holds - C.kvl_interrupt_hold(0)) -- if it yielded or raised
+  if coroutine.status(thread) == "suspended" then
     return { false, what .. ": the function yielded, expected it to return", n = 2 }
   end
   return count(results)

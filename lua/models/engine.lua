@@ -46,6 +46,7 @@ local options = require "kvlab.options"
 local sampler = require "kvlab.serve.sampler"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
+local C = kv.C
 local M = {}
 
 ---@class models.Engine
@@ -329,6 +330,16 @@ local function record_decode(self, count, key)
   return recorded
 end
 
+--- Runs a recorded step. An interrupt waits until the journal has what the step changed.
+local function replay(self, recorded)
+  local journal, entries = self.cache.journal, recorded.entries
+  recorded.graph:replay()
+  for i = 1, #entries do
+    entries[i]:replayed()
+    journal:note(entries[i])
+  end
+end
+
 --- The same from a graph. The first step of a shape is launched from here, which makes
 -- its buffers; the second one is recorded, and from then on replayed.
 local function replay_decode(self, count)
@@ -340,12 +351,10 @@ local function replay_decode(self, count)
     return logits
   end
   recorded = recorded or record_decode(self, count, key)
-  recorded.graph:replay()
-  local journal, entries = self.cache.journal, recorded.entries
-  for i = 1, #entries do
-    entries[i]:replayed()
-    journal:note(entries[i])
-  end
+  C.kvl_interrupt_hold(1)
+  local ok, why = pcall(replay, self, recorded)
+  C.kvl_interrupt_hold(-1)
+  if not ok then error(why, 0) end
   return self.logit_views[count]
 end
 

@@ -1,13 +1,15 @@
 --- Ctrl-C in any instruction of what changes the current stream or scope for the time of
--- a call leaves the stream and the scope from before.
+-- a call leaves the stream and the scope from before, and no transaction open.
 local kv = require "kvlab"
 
 local C = kv.C
 local dev = kv.device "cpu"
 
 --- Calls fn() with an interrupt at its nth instruction, or the first after it at which
--- the executable's hook would raise. Returns whether it came.
-local function interrupted(n, fn)
+-- the executable's hook would raise. `own`: the error of fn, if it raises. One that meets
+-- an interrupt on its way out is one in error handling. Returns whether it raised, and
+-- what.
+local function interrupted(n, fn, own)
   local count, is_over = 0, false
   local function hook()
     count = count + 1
@@ -18,13 +20,15 @@ local function interrupted(n, fn)
   jit.off()
   local ok, why = pcall(function()
     debug.sethook(hook, "", 1)
-    fn()
+    local done, problem = pcall(fn)
     is_over = true
+    if not done then error(problem, 0) end
   end)
   debug.sethook()
   jit.on()
-  assert(ok or why == "interrupted", why)
-  return not ok
+  assert(ok or why == "interrupted" or own and (why == own
+    or why == "error in error handling"), why)
+  return not ok, why
 end
 
 --- fn(n) for n from 1 until no interrupt comes inside any more.
@@ -71,6 +75,32 @@ describe("Ctrl-C", function()
         assert.has_error(function() t:list() end) -- the scope has freed it
         return came
       end)
+    end)
+  end
+
+  for _, raises in ipairs { false, true } do
+    local what = raises and "that fails" or "that succeeds"
+    it("leaves no transaction open, and nothing half done, of one " .. what, function()
+      local cache = kv.cache { device = dev, layers = 1, kv_heads = 1, head_dim = 4,
+        block_size = 4, blocks = 4 }
+      at_every_instruction(function(n)
+        local is_changed, is_kept = false, false
+        local entry = { undo = function() is_changed = false end,
+                        forget = function() is_kept = true end }
+        local came, why = interrupted(n, function()
+          cache:transaction(function()
+            cache.journal:note(entry)
+            is_changed = true
+            if raises then error("the change fails", 0) end
+          end)
+        end, "the change fails")
+        came = came and why ~= "the change fails"
+        assert.is_false(cache.journal.is_open)
+        assert.equal(0, cache.journal.count)
+        assert.equal(is_kept, is_changed)
+        return came
+      end)
+      cache:close()
     end)
   end
 

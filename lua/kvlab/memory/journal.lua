@@ -10,6 +10,7 @@
 -- itself when it raises, and is undone with the outer one. An undo is never interrupted.
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local protected = require "kvlab.protected"
 
 local C, check = library.C, library.check
 local M = {}
@@ -30,8 +31,9 @@ end
 
 --- Notes an entry. It needs the methods undo and forget.
 function Journal:note(entry)
-  self.count = self.count + 1
-  self.entries[self.count] = entry
+  local at = self.count + 1
+  self.entries[at] = entry
+  self.count = at
 end
 
 --- Takes back the entries after the first `mark`, the newest first. One that fails does
@@ -56,7 +58,6 @@ local function finish(self, mark, was_open, ok, ...)
     end
     if not was_open then self.count = 0 end
   else
-    C.kvl_interrupt_hold(1)
     problem = self:undo(mark)
   end
   self.is_open = was_open
@@ -70,19 +71,13 @@ local function finish(self, mark, was_open, ok, ...)
   error(why, 0)
 end
 
---- What fn returned cannot be interrupted any more.
-local function done(...)
-  C.kvl_interrupt_hold(1)
-  return ...
-end
-
-local function run(fn, ...) return done(fn(...)) end
-
---- Runs fn(...). If it raises, takes back what it noted and raises the same error.
+--- Runs fn(...). If it raises, takes back what it noted and raises the same error. Once
+-- fn has returned, nothing interrupts the end of the transaction.
 function Journal:transaction(fn, ...)
   local mark, was_open = self.count, self.is_open
+  C.kvl_interrupt_hold(1)
   self.is_open = true
-  return finish(self, mark, was_open, pcall(run, fn, ...))
+  return finish(self, mark, was_open, protected.pcall(fn, ...))
 end
 
 -- ---- appends --------------------------------------------------------------------------
@@ -168,8 +163,10 @@ function Journal:keeps(seq, keeper)
   local entry = self.states[at] or setmetatable({ journal = self }, State)
   entry.seq, entry.keeper = seq, keeper
   entry.value = copy_of(seq.state[keeper])
+  C.kvl_interrupt_hold(1)
   self.states[at], self.states_used = entry, at
   self:note(entry)
+  C.kvl_interrupt_hold(-1)
 end
 
 function State:forget()

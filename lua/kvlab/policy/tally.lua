@@ -151,8 +151,10 @@ local function keep_stored(self, layer)
     journal.recording[#journal.recording + 1] = entry
   else
     entry:replayed()
+    C.kvl_interrupt_hold(1)
     self.stores_used = self.stores_used + 1
     journal:note(entry)
+    C.kvl_interrupt_hold(-1)
   end
 end
 
