@@ -308,13 +308,17 @@ local function compute_decode(self, count)
   return to_logits(self, forward(self), count)
 end
 
---- The number under which the graph of a step of this shape is kept: of one token a
--- sequence, the number of sequences.
-local function graph_key(batch)
+--- Under what the graph of a step is kept: of one token a sequence, the number of
+-- sequences. Of drafts, every number by which the host decides what to launch.
+local function graph_key(self)
+  local batch = self.batch
   if batch.tokens_count == batch.count and not batch.tree then return batch.count end
-  local words = batch.tree and batch.tree:size(1) or 0
-  local shape = (batch.touched * 2 ^ 16 + batch.tokens_count) * 2 ^ 16 + batch.count
-  return shape * 4 + words
+  local key = ("%d tokens of %d, %d blocks, at most %d, %d words"):format(
+    batch.tokens_count, batch.count, batch.touched, batch.open_max,
+    batch.tree and batch.tree:size(1) or 0)
+  if #self.attention.shape.followers == 0 then return key end
+  -- a tally adds up the rows of each sequence
+  return key .. ": " .. table.concat(batch.counts, " ", 1, batch.count)
 end
 
 --- Records a decode step, with the journal's entries of the work in it.
@@ -343,7 +347,7 @@ end
 --- The same from a graph. The first step of a shape is launched from here, which makes
 -- its buffers; the second one is recorded, and from then on replayed.
 local function replay_decode(self, count)
-  local key = graph_key(self.batch)
+  local key = graph_key(self)
   local recorded = self.graphs[key]
   if recorded == nil then
     local logits = compute_decode(self, count)

@@ -4,6 +4,7 @@
 -- is no free block; and in a hostile build, in an allocation. After the failure lengths
 -- and free blocks are those from before the call, and the same call gives to the bit what
 -- it gives where nothing failed; only with hot_overlap the last bits differ.
+local emitting = require "spec.models.emitting"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require("spec.models.tiny").tiny
@@ -32,28 +33,6 @@ local HOOKS = { "on_prefill_offload", "on_decode_offload", "step_begin", "score"
   "select_blocks", "compute_prefill", "compute_decode", "attention_begin",
   "attention_finished", "predict" }
 
---- A policy whose tally is made of what attention emits, in prefill and in decode.
-local function emitting()
-  local e = kv.expr
-  local share = 0.9 ^ (e.length - 1 - e.query_position) * e.weight
-  return kv.policy.define {
-    name = "emitting", decode = true, watches_prompt = true,
-    defaults = { ratio = 0.4, sink = 1, recent = 1 },
-    emit = { mass = share:sum "token":mean "head", reads = e.tokens:gt(0):cast "f32" },
-    updated = kv.kernel.map(function(old, mass, reads)
-      return 0.9 ^ reads * old + mass
-    end),
-    init = function(self, shape) self.mass = kv.tally(shape) end,
-    step_begin = function(self, ctx) self.mass:begin(ctx) end,
-    score = function(self, ctx) return self.mass:load(ctx) end,
-    attention_finished = function(self, ctx)
-      local mass = self.mass:load(ctx)
-      self:updated(ctx, mass, self.emitted.mass, self.emitted.reads, mass)
-      self.mass:store(ctx)
-    end,
-    reset = function(self) self.mass:reset() end,
-  } {}
-end
 local OWN = { emitting = emitting }
 
 local function token(i) return (i * 37 + 11) % 97 end

@@ -158,9 +158,11 @@ local function keep_stored(self, layer)
   end
 end
 
---- The numbers are those of the sequences of this step.
+--- The numbers are those of the sequences of this step, and so is what take_back needs.
 function Store:replayed()
-  ffi.copy(self.firsts, self.tally.host_firsts, 4 * self.views.heads)
+  local tally, kept = self.tally, self.views.kept
+  ffi.copy(self.firsts, tally.host_firsts, 4 * self.views.heads)
+  if self.is_recorded and kept then kept[self.layer].step = tally.step end
 end
 
 function Store:forget()
@@ -338,8 +340,12 @@ local function join_rows(self, ctx, numbers, is_sum)
     local first, last = step.first[i], step.first[i] + step.own[i] - 1
     for row = first, last - 1 do v.rows[row]:copy_(v.rows[last]) end
   end
-  local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
-  kept.step = is_recorded and "replayed" or ctx.step
+  kept.step = ctx.step
+  if C.kvl_device_is_recording(self.shape.device) == 1 then
+    -- The journal's entry says at each replay that it was this step's. Without a journal
+    -- nobody does, and every step of the shape is taken to be a replay.
+    kept.is_replayed = not (self.journal and self.journal.recording)
+  end
 end
 
 --- Takes back what put changed for rows from `row` on of a sequence.
@@ -363,7 +369,7 @@ function Tally:take_back(seq, first, kept, step)
   local v = self.views
   for layer = 0, v.kept and self.shape.layers - 1 or -1 do
     local k = v.kept[layer]
-    if k.step == step or k.step == "replayed" then
+    if k.step == step or k.is_replayed then
       self.layers[layer]:scatter_(v.row_places[first],
         kept > 0 and k.after_rows[first + kept - 1] or k.before_rows[first])
     end

@@ -1,0 +1,22 @@
+--- A policy whose tally is made of what attention emits, in prefill and in decode.
+local kv = require "kvlab"
+
+local e = kv.expr
+local share = 0.9 ^ (e.length - 1 - e.query_position) * e.weight
+return kv.policy.define {
+  name = "emitting", decode = true, watches_prompt = true,
+  defaults = { ratio = 0.4, sink = 1, recent = 1 },
+  emit = { mass = share:sum "token":mean "head", reads = e.tokens:gt(0):cast "f32" },
+  updated = kv.kernel.map(function(old, mass, reads)
+    return 0.9 ^ reads * old + mass
+  end),
+  init = function(self, shape) self.mass = kv.tally(shape) end,
+  step_begin = function(self, ctx) self.mass:begin(ctx) end,
+  score = function(self, ctx) return self.mass:load(ctx) end,
+  attention_finished = function(self, ctx)
+    local mass = self.mass:load(ctx)
+    self:updated(ctx, mass, self.emitted.mass, self.emitted.reads, mass)
+    self.mass:store(ctx)
+  end,
+  reset = function(self) self.mass:reset() end,
+}
