@@ -2,7 +2,6 @@
 -- lua/models/engine.lua: here one that differs from Llama in every part. Its layers are
 -- attention alone, between two norms, with ALiBi in place of rope. Tolerance: f32 against
 -- f32, sums in another order: 1e-4 of logits that are O(1).
-local emitting = require "spec.models.emitting"
 local engine = require "models.engine"
 local kv = require "kvlab"
 local llama = require "models.llama"
@@ -68,36 +67,6 @@ local function check(dev)
         e.cache:close()
       end
     end)
-
-    -- The tokens of a step are spread over the sequences in other ways from step to step.
-    for _, name in ipairs { "quest", "h2o", "magicpig", "emitting" } do
-      it("replays steps of drafts with " .. name .. " as it computes them", function()
-        local rng, engines, seqs = support.rng(7), {}, {}
-        for i, graph in ipairs { false, true } do
-          local policy = name == "emitting" and emitting { ratio = 0.3 }
-            or kv.policy(name, { ratio = 0.3 })
-          local e = model:engine { blocks = 256, chunk = 64, block_size = 4, max_seqs = 2,
-            graph = graph, max_blocks = 128, policy = policy }
-          engines[i], seqs[i] = e, { e:sequence(), e:sequence() }
-          e:prefill(seqs[i][1], first(44))
-          e:prefill(seqs[i][2], first(29))
-        end
-        for step = 1, 60 do
-          local counts, taken, draft = { 1 + rng(8) }, {}, {}
-          counts[2] = 9 - counts[1]
-          for k = 1, 2 do taken[k] = rng(counts[k] + 1) end
-          for k = 1, 9 do draft[k] = rng(97) end
-          local computed, replayed
-          for i, e in ipairs(engines) do
-            computed, replayed = replayed, e:verify(seqs[i], counts, draft):list()
-            e:take_back(taken)
-          end
-          support.close(replayed, computed, 1e-5, 1e-5,
-            ("step %d: %d and %d tokens"):format(step, counts[1], counts[2]))
-        end
-        for _, e in ipairs(engines) do e.cache:close() end
-      end)
-    end
 
     it("gives the same logits in any chunking", function()
       for _, chunk in ipairs { 1, 7, 16, 44 } do

@@ -1,0 +1,81 @@
+--- Steps that a graph replays are those that the engine computes: for every policy, in a
+-- random script of decode steps, drafts of which tokens are taken back, and prompts. The
+-- tokens of drafts are spread over the sequences in another way at each step.
+-- Tolerance: the same kernels in the same order, 1e-5.
+local emitting = require "spec.models.emitting"
+local kv = require "kvlab"
+local support = require "spec.support"
+local tiny = require "spec.models.tiny"
+
+local STEPS, VOCAB = 90, 97
+
+-- Policies that no graph can record.
+local EAGER = { infllm = true, nsa_branches = true }
+
+local TIERS = { resident = {}, ["hot cache"] = { offload = { hot_slots = 400 } } }
+
+-- So that what a policy counts decides about enough blocks.
+local OPTIONS = { h2o = { ratio = 0.3 } }
+
+local function open(model, name, tier, graph)
+  local policy = name == "emitting" and emitting {} or kv.policy(name, OPTIONS[name])
+  local e = model:engine { blocks = 200, chunk = 64, block_size = 4, max_seqs = 2,
+    max_blocks = 64, graph = graph, policy = policy, offload = TIERS[tier].offload }
+  local seqs = { e:sequence(), e:sequence() }
+  e:prefill(seqs[1], { 5, 6, 7 })
+  e:prefill(seqs[2], { 9 })
+  return { engine = e, seqs = seqs }
+end
+
+--- A step of the script: its name, and run(s), which returns the logits.
+local function random_step(rng)
+  local tokens = {}
+  for i = 1, 9 do tokens[i] = rng(VOCAB) end
+  local kind, first = rng(10), 1 + rng(2)
+  if kind == 0 then
+    return "prompt", function(s)
+      return s.engine:prefill(s.seqs[first], { unpack(tokens, 1, 6) }):list()
+    end
+  elseif kind < 5 then
+    local counts = { 1 + rng(8) }
+    counts[2] = 9 - counts[1]
+    local taken = { rng(counts[1] + 1), rng(counts[2] + 1) }
+    return ("drafts of %d and %d tokens"):format(counts[1], counts[2]), function(s)
+      local logits = s.engine:verify(s.seqs, counts, tokens):list()
+      s.engine:take_back(taken)
+      return logits
+    end
+  end
+  local count = rng(4) == 0 and 1 or 2
+  return "decode of " .. count, function(s)
+    local seqs = { s.seqs[first], count > 1 and s.seqs[3 - first] or nil }
+    return s.engine:decode(seqs, { unpack(tokens, 1, count) }):list()
+  end
+end
+
+local names = kv.policy.names "decode"
+names[#names + 1] = "emitting"
+
+support.each_device(function(dev)
+  local model = tiny.tiny(dev)
+  for _, name in ipairs(names) do
+    for _, tier in ipairs(EAGER[name] and {} or support.names(TIERS)) do
+      it(("%s, %s, replays steps on %s"):format(name, tier, dev:name()), function()
+        local rng, graphs = support.rng(11), 0
+        local eager, graph = open(model, name, tier), open(model, name, tier, true)
+        for step = 1, STEPS do
+          local kind, run = random_step(rng)
+          local want = run(eager)
+          local words = ("step %d: %s"):format(step, kind)
+          support.close(run(graph), want, 1e-5, 1e-5, words)
+        end
+        for _, is_recorded in pairs(graph.engine.graphs) do
+          graphs = graphs + (is_recorded and 1 or 0)
+        end
+        assert.is_true(graphs > 3, graphs)
+        eager.engine.cache:close()
+        graph.engine.cache:close()
+      end)
+    end
+  end
+end)
