@@ -5,28 +5,34 @@
 -- Fails   always: at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
 
-local function new_draws(ctx)
-  local draws = {}
+--- What steps of a shape need. The draws of a block lie together, so that they do not
+-- depend on how wide a step is.
+local function new_room(ctx)
+  local rows, draws = ctx.seqs * ctx.kv_heads, {}
   for layer = 0, ctx.layers - 1 do
-    draws[layer] = kv.tensor(ctx.device, "f32", { ctx.seqs, ctx.kv_heads, ctx.width })
+    draws[layer] = kv.tensor(ctx.device, "f32", { 1, ctx.width * rows })
   end
-  return draws
+  local places = kv.arange(ctx.device, "i32", rows):reshape { rows, 1 }
+    + kv.arange(ctx.device, "i32", ctx.width, 0, rows)
+  return { draws = draws, places = places:reshape { 1, rows * ctx.width } }
 end
 
 return kv.policy.define {
   name = "random", prefill = false, decode = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, seed = 0 },
 
-  init = function(self) self.draws = {} end,
+  init = function(self) self.rooms = {} end,
   -- here and not in score, because a graph that replays score would repeat its draws
   step_begin = function(self, ctx)
-    local draws = self.draws[ctx.shape_number] or kv.lasting(new_draws, ctx)
-    self.draws[ctx.shape_number] = draws
+    local room = self.rooms[ctx.shape_number] or kv.lasting(new_room, ctx)
+    self.rooms[ctx.shape_number] = room
     for layer = 0, ctx.layers - 1 do
-      draws[layer]:rand_(self.seed, ctx.total_kv_len * ctx.layers + layer)
+      room.draws[layer]:rand_(self.seed, ctx.total_kv_len * ctx.layers + layer)
     end
   end,
   score = function(self, ctx)
-    return ctx:new_scores():copy_(self.draws[ctx.shape_number][ctx.layer])
+    local room, scores = self.rooms[ctx.shape_number], ctx:new_scores()
+    room.draws[ctx.layer]:gather(room.places, scores:reshape(room.places:dims()))
+    return scores
   end,
 }

@@ -20,7 +20,7 @@ local OPTIONS = { h2o = { ratio = 0.3 } }
 local function open(model, name, tier, graph)
   local policy = name == "emitting" and emitting {} or kv.policy(name, OPTIONS[name])
   local e = model:engine { blocks = 200, chunk = 64, block_size = 4, max_seqs = 2,
-    max_blocks = 64, graph = graph, policy = policy, offload = TIERS[tier].offload }
+    max_blocks = 96, graph = graph, policy = policy, offload = TIERS[tier].offload }
   local seqs = { e:sequence(), e:sequence() }
   e:prefill(seqs[1], { 5, 6, 7 })
   e:prefill(seqs[2], { 9 })
