@@ -5,12 +5,12 @@
 -- and free blocks are those from before the call, and the same call gives to the bit what
 -- it gives where nothing failed; only with hot_overlap the last bits differ.
 local emitting = require "spec.models.emitting"
+local interrupt = require "spec.interrupted"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require("spec.models.tiny").tiny
 
 local C = kv.C
-local pcall = pcall -- at_calls must not count busted's lookup of it
 local cpu = kv.device "cpu"
 local model = tiny(cpu)
 
@@ -123,35 +123,10 @@ local function hook_fails(s, call, place)
   return ok, result
 end
 
---- Runs call.run(s) with fn(n) at the nth call of a Lua function.
-local function at_calls(s, call, fn)
-  local n, is_over = 0, false
-  jit.off()
-  debug.sethook(function()
-    if is_over then return end
-    n = n + 1
-    fn(n)
-  end, "c")
-  local ok, result = pcall(call.run, s)
-  is_over = true
-  debug.sethook()
-  jit.on()
-  return ok, result, n
-end
-
---- The interrupt flag is set at the nth call of a Lua function, so the next launch fails.
--- Where `place.raises`, Lua raises there, too, as the executable's hook does.
+--- Ctrl-C at the nth call of a Lua function.
 local function interrupted(s, call, place)
-  local ok, result = at_calls(s, call, function(n)
-    if n == place.nth then C.kvl_interrupt(1) end
-    local is_held = C.kvl_interrupt_hold(0) > 0 or not s.engine.cache.journal.is_open
-    if place.raises and not is_held and C.kvl_interrupted() ~= 0 then
-      debug.sethook()
-      error("interrupted")
-    end
-  end)
-  C.kvl_interrupt(0)
-  return ok, result
+  return interrupt.call(s.engine.cache, function() return call.run(s) end, place.nth,
+    place.raises)
 end
 
 --- All blocks but `place.left` are taken.
@@ -208,7 +183,8 @@ local function play(case)
         end
       end
     end
-    local ok, result, calls = at_calls(s, call, function() end)
+    local ok, result, calls = interrupt.at_calls(function() return call.run(s) end,
+      function() end)
     assert(ok, result)
     for name in pairs(hooks) do s.policy[name] = mine[name] end
     steps[at] = { logits = result and result:list(), calls = calls, hooks = hooks }

@@ -1,0 +1,17 @@
+--- Any script of steps, for any policy, gives the same on every tier, from graphs, and
+-- after steps that were interrupted (spec/scripts.lua). More of them:
+-- ./kvlab run spec/random_steps.lua --set from=1 --set to=1000
+local scripts = require "spec.scripts"
+local support = require "spec.support"
+
+support.each_device(function(dev)
+  it("random scripts of steps give the same on any tier on " .. dev:name(), function()
+    local failed = 0
+    for seed = 1, 80 do
+      local why, count = scripts.differs(dev, seed)
+      assert(not why, why)
+      failed = failed + count
+    end
+    assert.is_true(failed > 500, failed)
+  end)
+end)

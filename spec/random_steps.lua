@@ -1,0 +1,23 @@
+--- Plays random scripts of steps (spec/scripts.lua) for as many seeds as asked, and
+-- prints those that differ.
+--
+--   ./kvlab run spec/random_steps.lua --set from=1 --set to=1000
+package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
+local kv = require "kvlab"
+local scripts = require "spec.scripts"
+
+local set = kv.command_line.set
+local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
+local device, differ, failed = kv.device(), 0, 0
+for seed = from, to do
+  local why, count = scripts.differs(device, seed)
+  failed = failed + count
+  if why then
+    differ = differ + 1
+    print(why)
+  end
+  collectgarbage()
+end
+print(("%d scripts with %d interrupted steps, %d differ"):format(to - from + 1, failed,
+  differ))
+if differ > 0 then os.exit(1) end

@@ -1,0 +1,251 @@
+--- Random scripts of steps: prompts alone and in batches, decode steps, drafts in chains
+-- and trees of which tokens are taken back, forks, and sequences that end. Two engines
+-- play a script with the same policy. One is plain: its cache is resident, and it
+-- launches every step. The other has any memory tier, perhaps graphs, and its steps are
+-- interrupted and tried again. Both must compute the same logits.
+local emitting = require "spec.models.emitting"
+local interrupted = require "spec.interrupted"
+local kv = require "kvlab"
+local support = require "spec.support"
+local tiny = require("spec.models.tiny").tiny
+
+local M = {}
+
+local STEPS, TOKENS, VOCAB = 40, 256, 97
+
+-- Of logits up to 20. The numbers of an f8 cache are far apart: a sum in another order
+-- may round to the next one.
+local TOLERANCE = { f32 = 2e-4, f8e4m3 = 0.1 }
+
+-- Policies that no graph can record.
+local EAGER = { infllm = true, nsa_branches = true }
+
+local POLICIES = kv.policy.names "decode"
+POLICIES[#POLICIES + 1] = "emitting"
+
+local function one_of(rng, list) return list[1 + rng(#list)] end
+
+-- ---- cases ----------------------------------------------------------------------------
+
+--- What a seed plays: options of the attention and of the two engines, and its name.
+local function case_of(rng)
+  local o = { policy = one_of(rng, POLICIES),
+    block_size = one_of(rng, { 1, 2, 4, 5, 8, 16 }),
+    dtype = one_of(rng, { "f32", "f32", "f32", "f8e4m3" }), has_alibi = rng(2) == 0,
+    soft_cap = rng(3) == 0 and 2 or nil,
+    window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil }
+  o.prefill_policy = rng(3) == 0 and one_of(rng, kv.policy.names "prefill") or nil
+  o.max_blocks = math.ceil(TOKENS / o.block_size)
+  local hot = 3 * o.max_blocks
+  o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap" })
+  o.offload = ({ ring = { slots = 2, slot_blocks = 1 + rng(3) },
+    ["hot cache"] = { hot_slots = hot },
+    ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true } })[o.tier]
+  o.graph = o.tier ~= "ring" and not EAGER[o.policy] and rng(2) == 0
+  o.name = ("%s after %s, %s, block_size %d, %s%s%s%s%s"):format(o.policy,
+    o.prefill_policy or "a dense prompt", o.tier, o.block_size, o.dtype,
+    o.graph and ", replayed" or "", o.has_alibi and ", ALiBi" or "",
+    o.soft_cap and ", soft cap" or "", o.window and ", window" or "")
+  return o
+end
+
+local function new_policy(name)
+  return name == "emitting" and emitting {} or kv.policy(name)
+end
+
+--- An engine with two short sequences. o: a case; is_plain: without its tier and graphs.
+local function open(dev, o, is_plain)
+  local model = tiny(dev)
+  model.attention_options = { soft_cap = o.soft_cap, window = o.window,
+    alibi = o.has_alibi and model.attention_options.alibi or nil }
+  local e = model:engine { blocks = 4 * o.max_blocks, block_size = o.block_size,
+    chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, cache_dtype = o.dtype,
+    policy = new_policy(o.policy),
+    prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
+    graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil }
+  local seqs = { e:sequence(), e:sequence() }
+  e:prefill(seqs[1], { 5, 6, 7 })
+  e:prefill(seqs[2], { 9 })
+  return { engine = e, seqs = seqs }
+end
+
+-- ---- steps ----------------------------------------------------------------------------
+
+local function tokens_of(rng, n)
+  local list = {}
+  for i = 1, n do list[i] = rng(VOCAB) end
+  return list
+end
+
+--- 1 ... most tokens for each of n sequences, and their sum.
+local function counts_of(rng, n, most)
+  local counts, total = {}, 0
+  for i = 1, n do
+    counts[i] = 1 + rng(most)
+    total = total + counts[i]
+  end
+  return counts, total
+end
+
+--- A tree for each sequence's draft: the parent of every token.
+local function random_tree(rng, counts)
+  local parents = {}
+  for _, n in ipairs(counts) do
+    for i = 1, n do parents[#parents + 1] = rng(i) end
+  end
+  return parents
+end
+
+-- Each returns the words of a step and run(s), which returns its logits. n: sequences.
+local KINDS = {}
+
+function KINDS.prompt(rng, n)
+  local which, tokens = 1 + rng(n), tokens_of(rng, 1 + rng(50))
+  return ("prompt of %d for %d"):format(#tokens, which), function(s)
+    return s.engine:prefill(s.seqs[which], tokens)
+  end
+end
+
+function KINDS.prompts(rng, n)
+  local counts, total = counts_of(rng, n, 5)
+  local tokens, ends = tokens_of(rng, total), {}
+  for i = 1, n do ends[i] = true end
+  return "prompts of " .. table.concat(counts, " "), function(s)
+    return s.engine:prefill_batch(s.seqs, counts, tokens, ends)
+  end
+end
+
+function KINDS.decode(rng, n)
+  local order = support.distinct(rng, 1 + rng(n), n)
+  local tokens = tokens_of(rng, #order)
+  return "decode of " .. table.concat(order, " "), function(s)
+    local seqs = {}
+    for i, which in ipairs(order) do seqs[i] = s.seqs[which + 1] end
+    return s.engine:decode(seqs, tokens)
+  end
+end
+
+--- A draft whose tokens are taken back; all of them, if it is a tree.
+function KINDS.draft(rng, n, o)
+  local counts, total = counts_of(rng, n, 5)
+  local tokens, taken = tokens_of(rng, total), {}
+  local parents = rng(3) == 0 and not o.has_alibi and not o.window and total > n
+    and random_tree(rng, counts) or nil
+  for i = 1, n do taken[i] = parents and counts[i] or rng(counts[i] + 1) end
+  return ("%s of %s without %s"):format(parents and "tree" or "draft",
+    table.concat(counts, " "), table.concat(taken, " ")), function(s)
+    local logits = s.engine:verify(s.seqs, counts, tokens, parents)
+    if total > n then s.engine:take_back(taken) end
+    return logits
+  end
+end
+
+-- What no step does: run(s) returns nothing, and is not interrupted.
+local CHANGES = {}
+
+function CHANGES.fork(rng, n)
+  local which = 1 + rng(n)
+  return "fork of " .. which, function(s)
+    s.seqs[n + 1] = s.seqs[which]:fork()
+  end
+end
+
+function CHANGES.start(rng, n)
+  local tokens = tokens_of(rng, 1 + rng(30))
+  return "new one of " .. #tokens, function(s)
+    s.seqs[n + 1] = s.engine:sequence()
+    s.engine:prefill(s.seqs[n + 1], tokens)
+  end
+end
+
+function CHANGES.finish(rng, n)
+  local which = 1 + rng(n)
+  return "end of " .. which, function(s)
+    s.engine:finish(table.remove(s.seqs, which))
+  end
+end
+
+local STEP_KINDS = { "decode", "decode", "decode", "draft", "draft", "draft", "prompts",
+                     "prompt" }
+
+--- The next line of a script: its words, run(s), and whether it is a step. nil: the
+-- sequences are long enough.
+local function next_line(rng, s, o)
+  local n, longest = #s.seqs, 0
+  for _, seq in ipairs(s.seqs) do longest = math.max(longest, seq:length()) end
+  if longest > TOKENS - 60 then return nil end
+  if rng(4) == 0 then
+    local change = n == 1 and "fork" or n == 3 and "finish"
+      or one_of(rng, { "fork", "start", "finish" })
+    local words, run = CHANGES[change](rng, n)
+    return words, run, false
+  end
+  local words, run = KINDS[one_of(rng, STEP_KINDS)](rng, n, o)
+  return words, run, true
+end
+
+-- ---- a script -------------------------------------------------------------------------
+
+--- Runs a step, after up to two tries that are interrupted. Returns its logits, and how
+-- many tries failed.
+local function run_interrupted(s, run, rng)
+  local failed = 0
+  local function step() return s.engine.cache:transaction(run, s) end
+  for _ = 1, rng(3) do
+    local nth = math.floor(4000 ^ (rng(1000) / 1000)) -- few or many calls after its begin
+    local ok, result = interrupted.call(s.engine.cache, step, nth, rng(2) == 0)
+    if ok then return result, failed end
+    assert(tostring(result):find("interrupted", 1, true), result)
+    failed = failed + 1
+  end
+  return step(), failed
+end
+
+--- The largest difference of two lists; NaN counts as one of infinity.
+local function difference(a, b)
+  assert(#a == #b)
+  local most = 0
+  for i = 1, #a do
+    local apart = math.abs(a[i] - b[i])
+    if apart ~= apart then return math.huge end
+    most = math.max(most, apart)
+  end
+  return most
+end
+
+--- Plays the script of a seed. Returns how the engines differ, in words, or nil; and how
+-- many steps failed on the way.
+---@param dev kvlab.Device
+---@param seed integer
+---@return string|nil why
+---@return integer failed
+function M.differs(dev, seed)
+  local rng, lines, failed = support.rng(seed), {}, 0
+  for _ = 1, 5 do rng(7) end -- the first ones of neighbours are alike
+  local o = case_of(rng)
+  local plain, other, why = open(dev, o, true), open(dev, o), nil
+  for _ = 1, STEPS do
+    local words, run, is_step = next_line(rng, plain, o)
+    if not words then break end
+    lines[#lines + 1] = words
+    local logits = run(plain)
+    if is_step then
+      local want = logits:list()
+      local got, more = run_interrupted(other, run, rng)
+      failed = failed + more
+      local apart = difference(got:list(), want)
+      if apart > TOLERANCE[o.dtype] then
+        why = ("seed %d, %s: logits differ by %g after\n  %s"):format(seed, o.name, apart,
+          table.concat(lines, "\n  "))
+        break
+      end
+    else
+      run(other)
+    end
+  end
+  plain.engine.cache:close()
+  other.engine.cache:close()
+  return why, failed
+end
+
+return M
