@@ -53,6 +53,8 @@ local function count(results)
   return results
 end
 
+local function after_first(_, ...) return ... end
+
 --- Calls fn with the n arguments of a list. Returns a list of what pcall returns, with n,
 -- its length. Only code that runs in a coroutine can yield, so only there does the call
 -- need a coroutine of its own, whose state says whether it returned.
@@ -68,10 +70,10 @@ function M.call(what, fn, n, arguments)
   if not coroutine.running() then
     return count { M.pcall(fn, unpack(arguments, 1, n)) }
   end
-  local thread, holds = coroutine.create(interruptible), C.kvl_interrupt_hold(0)
-  local results = { coroutine.resume(thread, fn, unpack(arguments, 1, n)) }
-  C.kvl_interrupt_hold(holds - C.kvl_interrupt_hold(0)) -- if it yielded or raised
+  local thread = coroutine.create(M.pcall)
+  local results = { after_first(coroutine.resume(thread, fn, unpack(arguments, 1, n))) }
   if coroutine.status(thread) == "suspended" then
+    C.kvl_interrupt_hold(1)
     return { false, what .. ": the function yielded, expected it to return", n = 2 }
   end
   return count(results)

@@ -78,6 +78,23 @@ describe("Ctrl-C", function()
     end)
   end
 
+  it("leaves the scope from before one that fails in a coroutine", function()
+    local function fail() error("the function fails", 0) end
+    at_every_instruction(function(n)
+      local came, why, t
+      kv.scope(function()
+        came, why = interrupted(n, function()
+          local _, problem = coroutine.resume(coroutine.create(kv.scope), fail)
+          error(problem, 0)
+        end, "the function fails")
+        t = kv.zeros(dev, "f32", { 1 })
+      end)
+      assert.has_error(function() t:list() end)
+      assert.equal(0, C.kvl_interrupt_hold(0))
+      return came and why ~= "the function fails"
+    end)
+  end)
+
   for _, raises in ipairs { false, true } do
     local what = raises and "that fails" or "that succeeds"
     it("leaves no transaction open, and nothing half done, of one " .. what, function()
