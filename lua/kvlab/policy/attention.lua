@@ -239,7 +239,8 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   check_step(self, batch, is_prefill)
   local journal = self.cache.journal
   if journal.is_open then note_step(self, journal, batch.seqs) end
-  self.batch, self.ends_prompts, self.hook = batch, ends_prompts, nil
+  self.batch, self.ends_prompts = batch, ends_prompts
+  self.hook, self.reads_again = nil, nil -- in case that the last step was interrupted
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)

@@ -5,6 +5,7 @@ local draft = require "kvlab.serve.draft"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local sampler = require "kvlab.serve.sampler"
 local tensor = require "kvlab.tensor.tensor"
 local watch = require "kvlab.serve.watch"
@@ -424,12 +425,15 @@ end
 --- Computes requests of one attention. `group` are those whose computation failed.
 local function run_group(self, compute, list, attention)
   local engine, own, probe = self.engine, self.engine.attention, attention.probe
+  C.kvl_interrupt_hold(1)
   self.group = list
   if attention ~= own then engine:use_attention(attention) end
   attention.probe = watch.over(list, probe)
-  local ok, why = pcall(self.memory.transaction, self.memory, compute, self, list)
+  local ok, why = protected.pcall(self.memory.transaction, self.memory, compute, self,
+    list)
   attention.probe = probe
   if attention ~= own then engine:use_attention(own) end
+  C.kvl_interrupt_hold(-1)
   if not ok then
     self.seen[attention] = nil -- the step may have changed what the policies keep
     error(why, 0)

@@ -1,10 +1,12 @@
 --- Requests of a server with policies of their own: each gets what it gets alone, with KV
 -- on the device or in host memory, with graphs, and after others with other policies
 -- computed the blocks that it shares.
+local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require("spec.models.tiny").tiny
 
+local C = kv.C
 local cpu = kv.device "cpu"
 local model = tiny(cpu)
 model.head = kv.randn(cpu, "f32", { 97, 32 }, { seed = 5, std = 0.5 })
@@ -84,6 +86,31 @@ describe("requests with attentions of their own", function()
     for i = 1, 2 do list[i] = submit(server, i, { attention = attentions[i] }) end
     server:run()
     for i = 1, 2 do assert.same(alone(i), list[i]:output()) end
+    server:close()
+    e.cache:close()
+  end)
+
+  it("leave the engine its own attention, whenever Ctrl-C comes", function()
+    local e = engine()
+    local server, own, came = kv.serve { engine = e }, e.attention, 0
+    local r = submit(server, 1, { attention = e:attention_of(policy(1)) })
+    local ok, why
+    for nth = 20, math.huge, 23 do
+      jit.flush() -- compiled code calls no hook
+      ok, why = interrupted.at_calls(function() return server:step() end, function(n)
+        if n < nth or C.kvl_interrupt_hold(0) > 0 then return end
+        debug.sethook()
+        error("interrupted", 0)
+      end)
+      assert(ok or tostring(why):find("interrupted", 1, true), why)
+      assert.equal(own, e.attention)
+      assert.is_nil(own.probe)
+      assert.equal(0, C.kvl_interrupt_hold(0))
+      if not ok then came = came + 1 end
+      if ok and not why then break end -- nothing is left to do
+    end
+    assert.is_true(came > 20, came)
+    assert.same(alone(1), r:output())
     server:close()
     e.cache:close()
   end)
