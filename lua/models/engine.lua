@@ -43,6 +43,7 @@ local arguments = require "kvlab.arguments"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local sampler = require "kvlab.serve.sampler"
 local OFFLOAD = require("kvlab.memory.host_tier").OFFLOAD
 
@@ -324,10 +325,12 @@ end
 --- Records a decode step, with the journal's entries of the work in it.
 local function record_decode(self, count, key)
   local journal, entries = self.cache.journal, {}
+  C.kvl_interrupt_hold(1)
   journal.recording = entries
-  local ok, graph = pcall(kv.graph, function() compute_decode(self, count) end,
+  local ok, graph = protected.pcall(kv.graph, function() compute_decode(self, count) end,
     self.model.device)
   journal.recording = nil
+  C.kvl_interrupt_hold(-1)
   if not ok then error(graph, 0) end
   local recorded = { graph = graph, entries = entries }
   self.graphs[key] = recorded
