@@ -8,6 +8,9 @@
 --   local results = protected.call(what, fn, n, arguments)   -- fn can be interrupted
 --   … the end of the change
 --   C.kvl_interrupt_hold(-1)
+--
+-- Where fn may yield, they write `protected.pcall(fn, ...)`, which returns what pcall
+-- does.
 local library = require "kvlab.library"
 
 local C = library.C
