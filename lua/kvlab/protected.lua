@@ -11,6 +11,7 @@
 --
 -- Where fn may yield, they write `protected.pcall(fn, ...)`, which returns what pcall
 -- does.
+local ffi = require "ffi"
 local library = require "kvlab.library"
 
 local C = library.C
@@ -80,6 +81,36 @@ function M.call(what, fn, n, arguments)
     return { false, what .. ": the function yielded, expected it to return", n = 2 }
   end
   return count(results)
+end
+
+--- What open(...) opened and wrote to out[0]; `by` closes it when nobody has it any more.
+-- Ctrl-C comes before or after, so that nothing is open that nobody has. Not for an
+-- open(...) that waits long: nothing can interrupt it.
+---@param by function  closes a handle
+---@param out ffi.cdata*
+---@param open function  returns a status
+---@return ffi.cdata* handle
+function M.open(by, out, open, ...)
+  C.kvl_interrupt_hold(1)
+  local status = open(...)
+  local handle = status >= 0 and ffi.gc(out[0], by)
+  C.kvl_interrupt_hold(-1)
+  library.check(status)
+  return handle
+end
+
+--- Closes the handle owner[name], unless it is closed, by `by`. A handle is there exactly
+-- if it is open.
+---@param owner table
+---@param name string
+---@param by function
+function M.close(owner, name, by)
+  local handle = owner[name]
+  if not handle then return end
+  C.kvl_interrupt_hold(1)
+  owner[name] = nil
+  by(ffi.gc(handle, nil))
+  C.kvl_interrupt_hold(-1)
 end
 
 return M

@@ -121,6 +121,21 @@ describe("Ctrl-C", function()
     end)
   end
 
+  it("leaves a sequence open or closed", function()
+    local cache = kv.cache { device = dev, layers = 1, kv_heads = 1, head_dim = 4,
+      block_size = 4, blocks = 4 }
+    at_every_instruction(function(n)
+      local seq = cache:sequence()
+      seq:extend(5)
+      local came = interrupted(n, function() seq:close() end)
+      assert.equal(seq.handle and 2 or 4, cache:blocks_free())
+      seq:close()
+      assert.equal(4, cache:blocks_free())
+      return came
+    end)
+    cache:close()
+  end)
+
   it("leaves no graph that is being recorded", function()
     at_every_instruction(function(n)
       local came = interrupted(n, function() kv.graph(function() end, dev):close() end)

@@ -11,10 +11,11 @@ local journal = require "kvlab.memory.journal"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local resident = require "kvlab.memory.resident"
 local sequence = require "kvlab.memory.sequence"
 
-local C, check = library.C, library.check
+local C = library.C
 local M = {}
 
 ---@class kvlab.Cache
@@ -64,8 +65,8 @@ function M.cache(o)
     k_scale = o.k_scale, v_scale = o.v_scale }, 2)
   self.tier = o.offload and host_tier.new(self, o.offload) or resident.new(self)
   local out = ffi.new "kvl_pool *[1]"
-  check(C.kvl_pool_open(o.blocks, o.block_size, o.watermark or 0, out))
-  self.pool = ffi.gc(out[0], C.kvl_pool_close)
+  self.pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, o.blocks,
+    o.block_size, o.watermark or 0, out)
   self.journal = journal.new(self)
   self.memory = self.tier:allocate { o.layers, o.blocks, unpack(self.format.page) }
   for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
@@ -129,11 +130,11 @@ function Cache:bytes_token() return self.format:bytes_token() end
 ---@param block_size integer
 function M.pool(blocks, block_size)
   local out = ffi.new "kvl_pool *[1]"
-  check(C.kvl_pool_open(blocks, block_size, 0, out))
+  local pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, blocks, block_size,
+    0, out)
   local own = arguments.own -- it is no cache, which Cache's checks ask for
-  return { pool = ffi.gc(out[0], C.kvl_pool_close), blocks = blocks,
-           block_size = block_size, sequence = own(Cache.sequence),
-           blocks_free = own(Cache.blocks_free) }
+  return { pool = pool, blocks = blocks, block_size = block_size,
+           sequence = own(Cache.sequence), blocks_free = own(Cache.blocks_free) }
 end
 
 --- Frees the memory and the blocks. Sequences of the cache raise from now on.
@@ -142,7 +143,7 @@ function Cache:close()
   self.tier:close()
   self.memory:free()
   for _, view in pairs(self.layer_views) do view:free() end
-  C.kvl_pool_close(ffi.gc(self.pool, nil))
+  protected.close(self, "pool", C.kvl_pool_close)
   closed(self, "cache")
 end
 

@@ -20,6 +20,7 @@ local most_touched = require("kvlab.memory.batch").most_touched
 local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local ring = require "kvlab.memory.ring"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -96,12 +97,17 @@ function M.new(cache, o)
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
   self.bytes_appended, self.step, self.layers_left = 0, 0, 0
   local out = ffi.new "kvl_ring *[1]"
-  if C.kvl_ring_open(self.slot_memory, cache.layers, out) < 0 then
+  local function open_ring()
+    return protected.open(C.kvl_ring_close, out, C.kvl_ring_open, self.slot_memory,
+      cache.layers, out)
+  end
+  local ok, opened = pcall(open_ring)
+  if not ok then
     collectgarbage() -- rings that nobody holds any more have streams to give back
     collectgarbage()
-    check(C.kvl_ring_open(self.slot_memory, cache.layers, out))
+    opened = open_ring()
   end
-  self.ring = ffi.gc(out[0], C.kvl_ring_close)
+  self.ring = opened
   if self.hot_slots > 0 then self.hot = hot_cache.new(self) end
   return self
 end
@@ -436,7 +442,7 @@ end
 
 --- Waits for the transfers under way and frees the memory.
 function HostTier:close()
-  C.kvl_ring_close(ffi.gc(self.ring, nil))
+  protected.close(self, "ring", C.kvl_ring_close)
   for _, list in ipairs { self.slot_views, self.buffer_views } do
     for _, view in pairs(list) do view:free() end
   end

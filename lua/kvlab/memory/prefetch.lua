@@ -20,6 +20,7 @@ local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -113,9 +114,7 @@ function Ticket:cancel() return check(C.kvl_ticket_cancel(ticket_of(self))) == 1
 
 --- Frees the ticket; the task goes on.
 function Ticket:close()
-  if not self.handle then return end
-  C.kvl_ticket_close(ffi.gc(self.handle, nil))
-  self.handle = nil
+  protected.close(self, "handle", C.kvl_ticket_close)
 end
 
 -- ---- prefetcher -----------------------------------------------------------------------
@@ -148,9 +147,10 @@ function M.prefetch(o)
   options_c.max_pending = option "max_pending_prefetch"
   options_c.bytes_staging = option "bytes_staging"
   local dev = device.device(o.device)
-  check(C.kvl_prefetch_open(dev, o.store.handle, options_c, out_handle))
+  local handle = protected.open(C.kvl_prefetch_close, out_handle, C.kvl_prefetch_open,
+    dev, o.store.handle, options_c, out_handle)
   return setmetatable({ device = dev, store = o.store, buffer = block_array(64),
-    room = 64, handle = ffi.gc(out_handle[0], C.kvl_prefetch_close) }, Prefetch)
+    room = 64, handle = handle }, Prefetch)
 end
 
 local function handle_of(self)
@@ -257,9 +257,7 @@ end
 --- Closes the prefetcher: cancels waiting tasks and stops running ones. Tickets stay
 -- valid.
 function Prefetch:close()
-  if not self.handle then return end
-  C.kvl_prefetch_close(ffi.gc(self.handle, nil))
-  self.handle = nil
+  protected.close(self, "handle", C.kvl_prefetch_close)
 end
 
 arguments.methods(Ticket, "a ticket", {})

@@ -5,6 +5,7 @@ local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 
 local C, check, argument = library.C, library.check, options.argument
 local M = {}
@@ -19,7 +20,7 @@ local WEAK_KEYS = { __mode = "k" }
 local out_sequence = ffi.new "kvl_sequence *[1]"
 
 local function wrap(cache, handle)
-  return setmetatable({ cache = cache, handle = ffi.gc(handle, C.kvl_sequence_close),
+  return setmetatable({ cache = cache, handle = handle,
                         state = setmetatable({}, WEAK_KEYS) }, Sequence)
 end
 
@@ -27,8 +28,8 @@ end
 ---@param cache kvlab.Cache
 ---@return kvlab.Sequence
 function M.new(cache)
-  check(C.kvl_sequence_open(cache.pool, out_sequence))
-  return wrap(cache, out_sequence[0])
+  return wrap(cache, protected.open(C.kvl_sequence_close, out_sequence,
+    C.kvl_sequence_open, cache.pool, out_sequence))
 end
 
 --- Whether a value is a sequence, closed or not.
@@ -65,8 +66,8 @@ end
 -- not full is copied when one of the two sequences grows. Objects that keep state for
 -- the sequence are asked to copy that state; if one of them raises, there is no fork.
 function Sequence:fork()
-  check(C.kvl_sequence_fork(handle_of(self), out_sequence))
-  local fork = wrap(self.cache, out_sequence[0])
+  local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,
+    C.kvl_sequence_fork, handle_of(self), out_sequence))
   local ok, why = pcall(inherit, self, fork)
   if ok then return fork end
   fork:close()
@@ -123,9 +124,7 @@ end
 
 --- Drops the sequence's references to its blocks.
 function Sequence:close()
-  if not self.handle then return end
-  C.kvl_sequence_close(ffi.gc(self.handle, nil))
-  self.handle = nil
+  protected.close(self, "handle", C.kvl_sequence_close)
 end
 
 arguments.methods(Sequence, "a sequence", {})

@@ -10,6 +10,7 @@ local constructor = require "kvlab.constructor"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local secrets = require "kvlab.secrets"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -70,10 +71,10 @@ local function open(url, o)
     error(("store: url is %s, expected a string"):format(tostring(url)), 2)
   end
   o = options.check("store", o, OPTIONS)
-  check(C.kvl_store_open(url, o.capacity or 0, o.timeout_ms or 0, out_store))
-  return setmetatable({ handle = ffi.gc(out_store[0], C.kvl_store_close),
-    url = secrets.mask(url), model = o.model, block_size = o.block_size,
-    staging = {} }, Store)
+  local handle = protected.open(C.kvl_store_close, out_store, C.kvl_store_open, url,
+    o.capacity or 0, o.timeout_ms or 0, out_store)
+  return setmetatable({ handle = handle, url = secrets.mask(url), model = o.model,
+    block_size = o.block_size, staging = {} }, Store)
 end
 
 local function handle_of(self)
@@ -224,8 +225,7 @@ end
 --- Syncs the store, and frees its memory, file and connections.
 function Store:close()
   if not self.handle then return end
-  C.kvl_store_close(ffi.gc(self.handle, nil))
-  self.handle = nil
+  protected.close(self, "handle", C.kvl_store_close)
   for _, staging in pairs(self.staging) do staging:free() end
 end
 

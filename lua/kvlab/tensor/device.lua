@@ -53,17 +53,6 @@ end
 
 M.alive, M.close = alive, close
 
---- What open(dev, out) opened, to be closed by `by`. Ctrl-C comes before or after, so
--- that nothing is open that nobody has.
-local function opened(open, dev, out, by)
-  C.kvl_interrupt_hold(1)
-  local status = open(dev, out)
-  local handle = status >= 0 and ffi.gc(out[0], by)
-  C.kvl_interrupt_hold(-1)
-  check(status)
-  return handle
-end
-
 --- Open streams by their address. The device's current stream is found here, so that it
 -- is the handle that open_stream returned, and closed where that is.
 local streams = setmetatable({}, { __mode = "v" })
@@ -176,7 +165,8 @@ M.methods = {
   end,
   --- Opens a new stream, whose work runs beside that of other streams.
   open_stream = function(self)
-    local stream = opened(C.kvl_stream_open, self, out_stream, C.kvl_stream_close)
+    local stream = protected.open(C.kvl_stream_close, out_stream, C.kvl_stream_open, self,
+      out_stream)
     streams[address(stream)] = stream
     return stream
   end,
@@ -216,7 +206,7 @@ M.methods = {
   end,
   --- Opens a new event. Record it on a stream; other streams or the host can wait for it.
   open_event = function(self)
-    return opened(C.kvl_event_open, self, out_event, C.kvl_event_close)
+    return protected.open(C.kvl_event_close, out_event, C.kvl_event_open, self, out_event)
   end,
 }
 

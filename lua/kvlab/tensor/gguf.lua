@@ -7,6 +7,7 @@ local ffi = require "ffi"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -78,9 +79,8 @@ function M.open(path)
   options.argument("gguf", "path", path, options.string)
   sources.keep(path)
   local out = ffi.new "kvl_gguf *[1]"
-  check(C.kvl_gguf_open(path, out))
   local file = setmetatable({ path = path, names = {}, entries = {} }, File)
-  file.handle = ffi.gc(out[0], C.kvl_gguf_close)
+  file.handle = protected.open(C.kvl_gguf_close, out, C.kvl_gguf_open, path, out)
   file.metadata = read_metadata(file.handle)
   local entry = ffi.new "kvl_gguf_entry"
   for i = 0, C.kvl_gguf_count(file.handle) - 1 do
@@ -131,7 +131,7 @@ end
 
 --- Closes the file. Its metadata and the tensors that were read from it stay.
 function File:close()
-  C.kvl_gguf_close(ffi.gc(self.handle, nil))
+  protected.close(self, "handle", C.kvl_gguf_close)
   closed(self, "GGUF file")
 end
 

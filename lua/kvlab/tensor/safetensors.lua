@@ -10,6 +10,7 @@ local json = require "kvlab.json"
 local library = require "kvlab.library"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.tensor"
@@ -30,9 +31,9 @@ local function open(path)
   options.argument("safetensors", "path", path, options.string)
   sources.keep(path)
   local out = ffi.new "kvl_safetensors *[1]"
-  check(C.kvl_safetensors_open(path, out))
   local file = setmetatable({ path = path, names = {}, entries = {} }, File)
-  file.handle = ffi.gc(out[0], C.kvl_safetensors_close)
+  file.handle = protected.open(C.kvl_safetensors_close, out, C.kvl_safetensors_open, path,
+    out)
   for i = 0, C.kvl_safetensors_count(file.handle) - 1 do
     local entry = ffi.new "kvl_safetensors_entry"
     check(C.kvl_safetensors_entry_get(file.handle, i, entry))
@@ -77,7 +78,7 @@ end
 
 --- Closes the file. Tensors that were read from it stay.
 function File:close()
-  C.kvl_safetensors_close(ffi.gc(self.handle, nil))
+  protected.close(self, "handle", C.kvl_safetensors_close)
   closed(self, "safetensors file")
 end
 
