@@ -4,10 +4,12 @@
 --   ./kvlab run spec/random_steps.lua --set from=1 --set to=1000
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local kv = require "kvlab"
+local options = require "kvlab.options"
 local scripts = require "spec.scripts"
 
-local set = kv.command_line.set
-local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
+local set = options.check("random_steps", kv.command_line.set,
+  { from = options.count, to = options.count })
+local from, to = set.from or 1, set.to or 100
 local device, differ, failed = kv.device(), 0, 0
 for seed = from, to do
   local why, count = scripts.differs(device, seed)

@@ -1,7 +1,9 @@
---- pcall for functions that change something for the time of a call (the scope, the
--- current stream) and must therefore return before their caller goes on: there, a yield
--- out of the function that they call is an error. Ctrl-C, too, must not come between the
--- change and its end, so they write:
+--- What Ctrl-C must not cut in two: changes for the time of a call, and handles of the C
+-- library (open, close).
+--
+-- Some functions change something for the time of a call (the scope, the current stream).
+-- What they call must return before their caller goes on, so a yield out of it is an
+-- error. Ctrl-C, too, must not come between the change and its end, so they write:
 --
 --   C.kvl_interrupt_hold(1)
 --   … the change

@@ -8,6 +8,7 @@
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local protected = require "kvlab.protected"
 
 local C, check = library.C, library.check
 local M = {}
@@ -50,13 +51,13 @@ local KNOWN = {
 function M.open(o)
   options.check("http", o, KNOWN)
   local out = ffi.new "kvl_http *[1]"
-  check(C.kvl_http_open(ffi.new("kvl_http_options", {
+  local given = ffi.new("kvl_http_options", {
     address = o.address, port = o.port, connections = o.connections,
     bytes_body = o.bytes_body, us_arrival = o.arrival_s * 1e6,
     us_taking = o.taking_s * 1e6,
     too_many = o.too_many, too_large = o.too_large, too_slow = o.too_slow,
-  }), out))
-  local handle = ffi.gc(out[0], C.kvl_http_close)
+  })
+  local handle = protected.open(C.kvl_http_close, out, C.kvl_http_open, given, out)
   return setmetatable({ handle = handle, port = C.kvl_http_port(handle),
     exchange = ffi.new "kvl_http_exchange *[1]", request = ffi.new "kvl_http_request" },
     Connections)
@@ -92,8 +93,7 @@ end
 
 --- Ends all connections.
 function Connections:close()
-  if self.handle then C.kvl_http_close(ffi.gc(self.handle, nil)) end
-  self.handle = nil
+  protected.close(self, "handle", C.kvl_http_close)
 end
 
 --- Answers, and closes the exchange.
@@ -127,7 +127,7 @@ function Exchange:is_gone() return C.kvl_http_exchange_is_gone(self.handle) == 1
 function Exchange:close()
   if not self.is_open then return end
   self.is_open = false
-  C.kvl_http_exchange_close(ffi.gc(self.handle, nil))
+  protected.close(self, "handle", C.kvl_http_exchange_close)
 end
 
 return M
