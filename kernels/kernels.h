@@ -207,17 +207,34 @@ struct kvl_matmul_args {
   void *workspace;
   int32_t transpose_b, dtype, out_dtype;
 };
-/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form. frozen:
- * nothing that is under way writes the weight. */
+/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
+ * may have several parts: out[i] [rows, columns[i]] takes the next columns[i] of the result.
+ * frozen: nothing that is under way writes the weight. */
+enum { KVL_LINEAR_PARTS = 3 };
 struct kvl_linear_args {
   const void *x, *weight;
   const void *norm, *bias; /* optional */
-  void *out;
+  void *out[KVL_LINEAR_PARTS];
+  int64_t columns[KVL_LINEAR_PARTS];
   int64_t rows, n, k; /* n: rows of weight */
   void *workspace;
   float eps;
-  int32_t form, frozen, dtype, norm_dtype, out_dtype;
+  int32_t form, parts, frozen, dtype, norm_dtype, out_dtype;
 };
+/* The i-th part as a call of its own. */
+static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_args *g,
+                                                      int i) {
+  struct kvl_linear_args part = *g;
+  int64_t before = 0, element = g->dtype == KVL_DTYPE_F32 ? 4 : 2;
+  if (g->parts == 1) return part;
+  for (int j = 0; j < i; j++) before += g->columns[j];
+  part.weight = (const char *)g->weight + before * g->k * element;
+  if (g->bias) part.bias = (const char *)g->bias + before * element;
+  part.n = part.columns[0] = g->columns[i];
+  part.out[0] = g->out[i];
+  part.parts = 1;
+  return part;
+}
 /* A row is bytes_row bytes long. */
 struct kvl_gather_rows_args {
   const void *src;

@@ -334,6 +334,13 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
 int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                const kvl_tensor *weight, const kvl_tensor *bias, int form,
                const kvl_tensor *out);
+/* The plain form with the columns of y in several tensors: outs[0] takes the first ones, the
+ * next tensor those that follow. They have n columns in all, and one dtype. This is how one
+ * product makes q, k and v.
+ *  outs   like x, or f32 [rows, columns of its own]   1 to 3 tensors, that share no memory */
+int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
+                     const kvl_tensor *weight, const kvl_tensor *bias,
+                     const kvl_tensor *const *outs, int parts);
 /* Rotates the pairs (i, i + dim/2) of each head by positions[t] * inv_freq[i], in place.
  * Dims from 2 * pairs on stay as they are. Source: Su et al. 2021, in the half-split form of
  * Hugging Face.

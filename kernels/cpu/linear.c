@@ -3,7 +3,7 @@
  *   x     f32 f16 bf16   [rows, k]
  *   norm  like x or f32  [k], optional
  *   weight like x [n, k], bias like x [n], optional
- *   out   like x or f32  [rows, n], or [rows, n / 2] for SwiGLU
+ *   out   like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; or several
  * The kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time; y is
  * in f32. What they add to a decode step is small enough that no threads are woken for it.
  * Limit: that of matmul.
@@ -78,7 +78,7 @@ static inline KVL_HOT void finish_rows(const struct finish *f, int64_t begin, in
     const float *y = f->y + r * g->n;
     for (int64_t j = 0; j < f->outputs; j += VF) {
       int left = vf_left(j, f->outputs);
-      void *out = at(g->out, (f->first + r) * f->outputs + j, out_dtype);
+      void *out = at(g->out[0], (f->first + r) * f->outputs + j, out_dtype);
       vf v = biased(g, y, j, left, dtype);
       if (g->form == KVL_LINEAR_ADD) v += vf_load_n(out, left, out_dtype);
       if (g->form == KVL_LINEAR_SWIGLU)
@@ -96,12 +96,24 @@ static int finish_piece(const void *args, int64_t begin, int64_t end) {
   return 0;
 }
 
+/* The product of `rows` rows from row `first` on, given as x or normalised. g has one part. */
+static int multiply_panel(const struct kvl_linear_args *g, const void *x, int64_t first,
+                          int64_t rows, float *y, void *workspace, void *queue) {
+  struct panel p = panel_of(g);
+  p.product.workspace = workspace;
+  p.product.a = x, p.product.m = rows;
+  p.product.out = p.is_finished ? at(g->out[0], first * g->n, g->out_dtype) : (void *)y;
+  int status = KVL_CPU_NAME(matmul)(&p.product, queue);
+  if (status < 0 || p.is_finished) return status;
+  struct finish f = {g, y, first, p.outputs};
+  return kvl__split(rows, kvl__grain_rows(g->n), finish_piece, &f);
+}
+
 KVL_CPU_KERNEL(linear) {
   const struct kvl_linear_args *g = args;
   if (g->rows == 0 || g->n == 0) return 0;
   struct panel p = panel_of(g);
   char *h = g->workspace, *y = h + p.bytes_h;
-  p.product.workspace = y + p.bytes_y;
   for (int64_t i = 0; i < g->rows; i += p.rows) {
     int64_t rows = i64_min(p.rows, g->rows - i);
     const void *x = at_const(g->x, i * g->k, g->dtype);
@@ -111,12 +123,10 @@ KVL_CPU_KERNEL(linear) {
       status = KVL_CPU_NAME(rmsnorm)(&p.norm, queue);
       x = h;
     }
-    p.product.a = x, p.product.m = rows;
-    p.product.out = p.is_finished ? at(g->out, i * g->n, g->out_dtype) : (void *)y;
-    if (status == 0) status = KVL_CPU_NAME(matmul)(&p.product, queue);
-    if (status < 0) return status;
-    struct finish f = {g, (const float *)y, i, p.outputs};
-    if (!p.is_finished) status = kvl__split(rows, kvl__grain_rows(g->n), finish_piece, &f);
+    for (int j = 0; j < g->parts && status >= 0; j++) {
+      struct kvl_linear_args part = kvl__linear_part(g, j);
+      status = multiply_panel(&part, x, i, rows, (float *)y, y + p.bytes_y, queue);
+    }
     if (status < 0) return status;
   }
   return 0;

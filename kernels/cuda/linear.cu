@@ -4,7 +4,7 @@
  *   norm    like x or f32  [k], optional
  *   weight  like x         [n, k]
  *   bias    like x         [n], optional
- *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU
+ *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; or several
  * The few rows of a decode step are one launch on Hopper (linear_rows.cuh). Otherwise the
  * kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a
  * small one finishes it; y is then rounded to x's dtype.
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(FINISH_THREADS)
   float v[N], w[N];
   biased(j, v);
   if (g.form == KVL_LINEAR_ADD) {
-    load_any(g.out, g.out_dtype, at, w);
+    load_any(g.out[0], g.out_dtype, at, w);
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] += w[e];
   } else if (g.form == KVL_LINEAR_SWIGLU) {
@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(FINISH_THREADS)
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] = silu<T>(v[e]) * w[e];
   }
-  store_any(g.out, g.out_dtype, at, v);
+  store_any(g.out[0], g.out_dtype, at, v);
 }
 
 template <class T>
 int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_t rows,
                   int64_t outputs, const kvl_cuda_queue *q) {
-  const bool wide = outputs % 8 == 0 && aligned16(g.out, g.bias);
+  const bool wide = outputs % 8 == 0 && aligned16(g.out[0], g.bias);
   const int n = wide ? 8 : 1;
   const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * n), (unsigned)rows);
   auto kernel = wide ? finish<8, T> : finish<1, T>;
@@ -86,13 +86,25 @@ struct panel {
   }
 };
 
-int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
+/* The product of `rows` rows from row `first` on, given as x or normalised. g has one part. */
+int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64_t rows,
+                   void *y, void *workspace, kvl_cuda_queue *q) {
   panel p(g);
+  const int64_t outputs = g.columns[0];
+  const size_t to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
+  p.product.a = x, p.product.m = rows, p.product.workspace = workspace;
+  p.product.out = p.is_finished ? (char *)g.out[0] + (size_t)(first * outputs) * to
+                                : (char *)y;
+  int status = kvl_cuda_matmul(&p.product, q);
+  if (status != KVL_OK || p.is_finished) return status;
+  KVL_CUDA_BY_FLOAT(g.dtype, T, { status = launch_finish<T>(g, y, first, rows, outputs, q); })
+  return status;
+}
+
+int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
+  const panel p(g);
   char *h = (char *)g.workspace, *y = h + p.bytes_h;
-  p.product.workspace = y + p.bytes_y;
-  const int64_t outputs = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
-  const size_t in = g.dtype == KVL_DTYPE_F32 ? 4 : 2,
-               to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
+  const size_t in = g.dtype == KVL_DTYPE_F32 ? 4 : 2;
   int status = KVL_OK;
   for (int64_t i = 0; i < g.rows && status == KVL_OK; i += PANEL_ROWS) {
     const int64_t rows = g.rows - i < PANEL_ROWS ? g.rows - i : PANEL_ROWS;
@@ -103,11 +115,8 @@ int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
       status = kvl_cuda_rmsnorm(&norm, q);
       x = h;
     }
-    p.product.a = x, p.product.m = rows;
-    p.product.out = p.is_finished ? (char *)g.out + (size_t)(i * g.n) * to : y;
-    if (status == KVL_OK) status = kvl_cuda_matmul(&p.product, q);
-    if (status != KVL_OK || p.is_finished) continue;
-    KVL_CUDA_BY_FLOAT(g.dtype, T, { status = launch_finish<T>(g, y, i, rows, outputs, q); })
+    for (int j = 0; j < g.parts && status == KVL_OK; j++)
+      status = multiply_panel(kvl__linear_part(&g, j), x, i, rows, y, y + p.bytes_y, q);
   }
   return status;
 }
@@ -126,6 +135,6 @@ KVL_CUDA_KERNEL(linear) {
   const kvl_linear_args &g = *(const kvl_linear_args *)args;
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g.rows == 0 || g.n == 0) return KVL_OK;
-  if (g.k > 0 && kvl::takes_linear_rows(g, q)) return kvl::launch_linear_rows(g, q);
+  if (kvl::takes_linear_rows(g, q)) return kvl::launch_linear_rows(g, q);
   return kvl::one_by_one(g, q);
 }

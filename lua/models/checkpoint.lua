@@ -193,19 +193,19 @@ function M.random_weights(seed)
   end
 end
 
---- Reads matrices (or biases) into one tensor, one below the other: `all` is that tensor,
--- parts[i] its rows of names[i]. A single token is multiplied with all of them at once.
+--- Reads matrices (or biases) into one tensor, one below the other: then tokens are
+-- multiplied with all of them at once.
 ---@param get fun(name: string, shape: integer[]): kvlab.Tensor
 ---@param names string[]
 ---@param rows integer[]      rows[i] are those of names[i]
 ---@param columns? integer    left out for biases
----@return { all: kvlab.Tensor, parts: kvlab.Tensor[] }
+---@return kvlab.Tensor
 function M.stack(get, names, rows, columns)
   if #rows ~= #names then
     options.fail(("checkpoint.stack: rows has %d numbers, expected %d, one for each name")
       :format(#rows, #names))
   end
-  local loaded, parts, total = {}, {}, 0
+  local loaded, total = {}, 0
   for i, name in ipairs(names) do
     loaded[i] = get(name, { rows[i], columns })
     total = total + rows[i]
@@ -213,11 +213,11 @@ function M.stack(get, names, rows, columns)
   local all = kv.tensor(loaded[1].device, loaded[1]:type(), { total, columns })
   local first = 0
   for i, part in ipairs(loaded) do
-    parts[i] = all:narrow(first, rows[i]):copy_(part)
+    all:narrow(first, rows[i]):copy_(part)
     first = first + rows[i]
     part:free()
   end
-  return { all = all, parts = parts }
+  return all
 end
 
 local FIELD = { fields = options.table, name = options.string }

@@ -173,13 +173,7 @@ function Model:forward_layer(i, s, attention)
   s.attended_rows:matmul_t(w.o, s.delta)
   kv.ops.rmsnorm(s.delta, w.post_norm, eps, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_norm, eps, s.h, s.x) -- adds to s.x first
-  if s.gate_up.all then
-    s.h:matmul_t(w.gate_up.all, s.gate_up.all)
-  else
-    for part, weight in ipairs(w.gate_up.parts) do
-      s.h:matmul_t(weight, s.gate_up.parts[part])
-    end
-  end
+  kv.ops.linear(s.h, w.gate_up, s.gate_up, "plain")
   gelu_mul(s.gate, s.up, s.gated)
   s.gate:matmul_t(w.down, s.delta)
   kv.ops.rmsnorm(s.delta, w.mlp_post_norm, eps, s.delta)
@@ -196,7 +190,7 @@ function Model:views(buffers, n)
   local s, inner = parts.Model.views(self, buffers, n), self.config.inner
   s.delta = buffers.delta:narrow(0, n)
   s.gate_up = parts.outputs(buffers.gate_up, n, { inner, inner })
-  s.gate, s.up = unpack(s.gate_up.parts)
+  s.gate, s.up = unpack(s.gate_up)
   return s
 end
 

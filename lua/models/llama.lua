@@ -239,7 +239,7 @@ function Model:weight_bytes()
   for _, layer in pairs(self.layers) do
     for _, weight in pairs(layer) do
       bytes = bytes + (kv.is_tensor(weight) and weight:bytes()
-        or weight.all and weight.all:bytes() or experts.bytes_read(weight))
+        or experts.bytes_read(weight))
     end
   end
   return bytes
@@ -261,15 +261,14 @@ function Model:buffers()
   return sizes
 end
 
---- Outputs of a stack's matrices for n tokens: parts[i] is [n, sizes[i]]; of a single
--- token also `all`, one row with every output.
+--- Outputs of a stack's matrices for n tokens: the i-th is [n, sizes[i]].
 local function outputs(buffer, n, sizes)
   local flat, parts, at = buffer:reshape { -1 }, {}, 0
   for i, size in ipairs(sizes) do
     parts[i] = flat:narrow(at, n * size):reshape { n, size }
     at = at + n * size
   end
-  return { parts = parts, all = n == 1 and flat:narrow(0, at):reshape { 1, at } or nil }
+  return parts
 end
 
 --- Activations of a step of n tokens.
@@ -285,7 +284,7 @@ function Model:views(buffers, n)
     s.delta = buffers.delta:narrow(0, n)
     s.experts = experts.views(c, self.device, buffers, n)
   end
-  local q, k, v = unpack(s.qkv.parts)
+  local q, k, v = unpack(s.qkv)
   s.q = q:reshape { n, c.heads, c.head_dim }
   s.k = k:reshape { n, c.kv_heads, c.head_dim }
   s.v = v:reshape { n, c.kv_heads, c.head_dim }
@@ -297,17 +296,10 @@ end
 
 function Model:embed(tokens, s) self.embedding:gather_rows(tokens, s.x) end
 
---- q, k and v of s.x. A single token's are one product, with the norm in it.
+--- q, k and v of s.x.
 local function project_qkv(self, w, s)
-  local eps, bias = self.config.eps, w.qkv_bias
-  if s.qkv.all then
-    linear(s.x, w.qkv.all, s.qkv.all, "plain", w.norm, eps, bias and bias.all)
-  else
-    kv.ops.rmsnorm(s.x, w.norm, eps, s.h)
-    for i, weight in ipairs(w.qkv.parts) do
-      linear(s.h, weight, s.qkv.parts[i], "plain", nil, nil, bias and bias.parts[i])
-    end
-  end
+  local eps = self.config.eps
+  linear(s.x, w.qkv, s.qkv, "plain", w.norm, eps, w.qkv_bias)
   if w.q_norm then
     kv.ops.rmsnorm(s.q_heads, w.q_norm, eps, s.q_heads)
     kv.ops.rmsnorm(s.k_heads, w.k_norm, eps, s.k_heads)
@@ -331,7 +323,7 @@ function Model:forward_layer(i, s, attention)
     experts.forward(w.experts, s.h, s.experts, s.delta)
     s.x:add(s.delta, s.x)
   else
-    linear(s.x, w.gate_up.all, s.gated, "swiglu", w.mlp_norm, eps)
+    linear(s.x, w.gate_up, s.gated, "swiglu", w.mlp_norm, eps)
     linear(s.gated, w.down, s.x, "add")
   end
 end

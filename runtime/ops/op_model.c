@@ -31,45 +31,84 @@ static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char 
     kvl__call_fail(c, "out shares memory with %s, expected memory of its own", name);
 }
 
+/* Parts of one row that lie one after the other are one part: the result's row. */
+static void join_parts(struct kvl_linear_args *g) {
+  int64_t element = kvl_dtype_bytes((kvl_dtype)g->out_dtype);
+  while (g->rows == 1 && g->parts > 1 &&
+         (char *)g->out[0] + g->columns[0] * element == g->out[1]) {
+    g->columns[0] += g->columns[1];
+    g->parts--;
+    for (int i = 1; i < g->parts; i++)
+      g->out[i] = g->out[i + 1], g->columns[i] = g->columns[i + 1];
+  }
+}
+
+static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *norm,
+                  double eps, const kvl_tensor *weight, const kvl_tensor *bias, int form,
+                  const kvl_tensor *const *outs, int parts) {
+  static const char *const shapes[KVL_LINEAR_PARTS] = {"rows outputs", "rows outputs2",
+                                                       "rows outputs3"};
+  struct kvl_linear_args args = {.parts = parts};
+  kvl__arg(c, "x", x, KVL__FLOAT, "rows k");
+  kvl__arg(c, "norm?", norm, kvl__like(x) | KVL__F32, "k");
+  kvl__arg(c, "weight", weight, kvl__like(x), "n k");
+  kvl__arg(c, "bias?", bias, kvl__like(x), "n");
+  if (form < KVL_LINEAR_PLAIN || form > KVL_LINEAR_SWIGLU)
+    kvl__call_fail(c, "form is %d, expected KVL_LINEAR_PLAIN, _ADD or _SWIGLU", form);
+  if (norm && !(eps >= 0)) kvl__call_fail(c, "eps is %g, expected >= 0", eps);
+  int64_t outputs = 0;
+  for (int i = 0; i < parts; i++) {
+    unsigned dtypes = i ? kvl__like(outs[0]) : kvl__like(x) | KVL__F32;
+    if (!kvl__arg(c, "out", outs[i], dtypes, shapes[i])) break;
+    args.out[i] = outs[i]->ptr;
+    outputs += args.columns[i] = outs[i]->shape[1];
+  }
+  int64_t n = kvl__dim(c, "n"), each = form == KVL_LINEAR_SWIGLU ? 2 : 1;
+  if (c->status >= 0 && n != each * outputs)
+    kvl__call_fail(c, "out has %lld columns and weight %lld rows, expected %s",
+                   (long long)outputs, (long long)n,
+                   each == 2 ? "half as many columns as rows" : "as many columns as rows");
+  for (int i = 0; i < parts; i++) {
+    expect_apart(c, outs[i], "x", x);
+    expect_apart(c, outs[i], "norm", norm);
+    expect_apart(c, outs[i], "weight", weight);
+    expect_apart(c, outs[i], "bias", bias);
+    for (int j = 0; j < i; j++) expect_apart(c, outs[i], "another out", outs[j]);
+  }
+  if (c->status < 0) return c->status;
+  args.x = x->ptr;
+  args.weight = weight->ptr;
+  args.norm = norm ? norm->ptr : NULL;
+  args.bias = bias ? bias->ptr : NULL;
+  args.rows = x->shape[0];
+  args.n = n;
+  args.k = x->shape[1];
+  args.eps = (float)eps;
+  args.form = form;
+  args.frozen = weight->storage->is_frozen;
+  args.dtype = x->dtype;
+  args.norm_dtype = norm ? norm->dtype : x->dtype;
+  args.out_dtype = outs[0]->dtype;
+  join_parts(&args);
+  args.workspace = kvl__call_workspace(c, KVL_OP_linear, &args);
+  return KVL__LAUNCH(c, linear, args);
+}
+
 int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                const kvl_tensor *weight, const kvl_tensor *bias, int form,
                const kvl_tensor *out) {
   struct kvl__call c = {.op = "linear"};
-  kvl__arg(&c, "x", x, KVL__FLOAT, "rows k");
-  kvl__arg(&c, "norm?", norm, kvl__like(x) | KVL__F32, "k");
-  kvl__arg(&c, "weight", weight, kvl__like(x), "n k");
-  kvl__arg(&c, "bias?", bias, kvl__like(x), "n");
-  kvl__arg(&c, "out", out, kvl__like(x) | KVL__F32, "rows outputs");
-  if (form < KVL_LINEAR_PLAIN || form > KVL_LINEAR_SWIGLU)
-    kvl__call_fail(&c, "form is %d, expected KVL_LINEAR_PLAIN, _ADD or _SWIGLU", form);
-  if (norm && !(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
-  int64_t n = kvl__dim(&c, "n"), outputs = kvl__dim(&c, "outputs");
-  int64_t parts = form == KVL_LINEAR_SWIGLU ? 2 : 1;
-  if (c.status >= 0 && n != parts * outputs)
-    kvl__call_fail(&c, "out has %lld columns and weight %lld rows, expected %s",
-                   (long long)outputs, (long long)n,
-                   parts == 2 ? "half as many columns as rows" : "as many columns as rows");
-  expect_apart(&c, out, "x", x);
-  expect_apart(&c, out, "norm", norm);
-  expect_apart(&c, out, "weight", weight);
-  expect_apart(&c, out, "bias", bias);
-  if (c.status < 0) return c.status;
-  struct kvl_linear_args args = {.x = x->ptr,
-                                 .weight = weight->ptr,
-                                 .norm = norm ? norm->ptr : NULL,
-                                 .bias = bias ? bias->ptr : NULL,
-                                 .out = out->ptr,
-                                 .rows = x->shape[0],
-                                 .n = n,
-                                 .k = x->shape[1],
-                                 .eps = (float)eps,
-                                 .form = form,
-                                 .frozen = weight->storage->is_frozen,
-                                 .dtype = x->dtype,
-                                 .norm_dtype = norm ? norm->dtype : x->dtype,
-                                 .out_dtype = out->dtype};
-  args.workspace = kvl__call_workspace(&c, KVL_OP_linear, &args);
-  return KVL__LAUNCH(&c, linear, args);
+  return linear(&c, x, norm, eps, weight, bias, form, &out, 1);
+}
+
+int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
+                     const kvl_tensor *weight, const kvl_tensor *bias,
+                     const kvl_tensor *const *outs, int parts) {
+  struct kvl__call c = {.op = "linear_parts"};
+  if (!outs || parts < 1 || parts > KVL_LINEAR_PARTS)
+    return kvl__call_fail(&c, "outs has %d tensors, expected 1 to %d", outs ? parts : 0,
+                          KVL_LINEAR_PARTS);
+  return linear(&c, x, norm, eps, weight, bias, KVL_LINEAR_PLAIN, outs, parts);
 }
 
 static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq) {

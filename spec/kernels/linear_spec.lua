@@ -68,8 +68,8 @@ describe("linear", function()
   for _, form in ipairs { "plain", "add", "swiglu" } do
     for _, size in ipairs { { 1, 32, 8 }, { 1, 1056, 66 }, { 2, 576, 34 },
                             { 4, 4096, 130 }, { 3, 40, 6 }, { 5, 64, 20 },
-                            { 49, 32, 10 }, { 0, 8, 4 }, { 1, 1, 2 },
-                            { 1, 14336, 12 } } do
+                            { 49, 32, 10 }, { 0, 8, 4 }, { 1, 1, 2 }, { 8, 4096, 66 },
+                            { 1, 14336, 12 }, { 7, 14336, 12 } } do
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, extras in ipairs { false, true } do
           case { form = form, rows = size[1], k = size[2], n = size[3], dtype = dtype,
@@ -79,6 +79,32 @@ describe("linear", function()
     end
     case { form = form, rows = 2, k = 96, n = 24, dtype = "bf16", out = "f32",
            norm_dtype = "f32", extras = true }
+  end
+
+  for _, rows in ipairs { 0, 1, 3, 8, 49 } do
+    for _, dtype in ipairs { "f32", "bf16" } do
+      local s = { form = "plain", rows = rows, k = 64, n = 22, outputs = 22,
+                  dtype = dtype, extras = rows % 2 == 1 }
+      local sizes, rel = { 12, 4, 6 }, dtype == "f32" and 1e-5 or 4 * S.eps.bf16
+      S.agrees(("%d rows of %s in three parts"):format(rows, dtype), function(dev)
+        local i, parts, gathered = inputs(s), {}, {}
+        -- apart, and for one row in a row of their own: then they are one part
+        local row, first = S.poisoned(dev, dtype, { 22 }), 0
+        for p, size in ipairs(sizes) do
+          parts[p] = rows == 1 and row:narrow(first, size):reshape { 1, size }
+            or S.poisoned(dev, dtype, { rows, size })
+          first = first + size
+        end
+        kv.ops.linear(i.x:to(dev), i.weight:to(dev), parts, "plain",
+          i.norm and i.norm:to(dev) or nil, 1e-5, i.bias and i.bias:to(dev) or nil)
+        for r = 0, rows - 1 do
+          for _, part in ipairs(parts) do
+            for _, y in ipairs(part:index(r):list()) do gathered[#gathered + 1] = y end
+          end
+        end
+        return gathered
+      end, function() return want(s) end, 2 * rel, rel)
+    end
   end
 
   S.it_on_cpu("goes panel by panel through many rows", function()
@@ -142,5 +168,20 @@ describe("linear", function()
       "out shares memory with x")
     S.raises("linear: form is \"adds\", expected one of", kv.ops.linear, x, w, out,
       "adds")
+    local one, five = zeros(2, 1), zeros(2, 5)
+    S.raises("out has 3 columns and weight 6 rows", kv.ops.linear, x, w,
+      { one, one:clone(), one:clone() }, "plain")
+    S.raises("out[2] is 3, expected a tensor", kv.ops.linear, x, w, { one, 3 }, "plain")
+    S.raises("out is bf16 [2, 5], expected f32", kv.ops.linear, x, w,
+      { one, five:cast "bf16" }, "plain")
+    local three = zeros(2, 3)
+    S.raises("out shares memory with another out", kv.ops.linear, x, w,
+      { three, three }, "plain")
+    S.raises("out has 4 tensors, expected 1 to 3", kv.ops.linear, x, w,
+      { one, one, one, one }, "plain")
+    S.raises("out is a list, expected a tensor for form \"add\"", kv.ops.linear, x, w,
+      { one, five }, "add")
+    S.fails(kv.C.kvl_linear_parts(x, nil, 0, w, nil, nil, 1), "linear_parts",
+      "outs has 0 tensors")
   end)
 end)

@@ -84,7 +84,8 @@ local function value_of(type_, known)
   if type_:find "char %*$" and type_:find "const" then return "memory:" end
   if type_:find "char %*const %*" then return ffi.new("const char *[1]", { "x" }) end
   if type_:find "kvl_%w+ %*const %*" then
-    return ffi.new(kind .. " *[1]", { known[kind] })
+    local pointee = type_:match "^const " or ""
+    return ffi.new(pointee .. kind .. " *[1]", { known[kind] })
   end
   if type_:find "%*%*" then return ffi.new(kind .. " *[1]") end
   if kind and known[kind] then return known[kind] end

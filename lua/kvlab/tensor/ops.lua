@@ -49,23 +49,46 @@ end
 
 local FORMS = { plain = C.KVL_LINEAR_PLAIN, add = C.KVL_LINEAR_ADD,
                 swiglu = C.KVL_LINEAR_SWIGLU }
+local PARTS = ffi.new "const kvl_tensor *[3]"
+
+--- Puts the tensors of a list into PARTS; returns how many they are.
+local function parts_of(list, form)
+  if form ~= "plain" then
+    options.fail(("linear: out is a list, expected a tensor for form %q"):format(form))
+  end
+  if #list < 1 or #list > 3 then
+    options.fail(("linear: out has %d tensors, expected 1 to 3"):format(#list))
+  end
+  for i, x in ipairs(list) do
+    expect_tensor("linear", ("out[%d]"):format(i), x)
+    PARTS[i - 1] = x
+  end
+  return #list
+end
 
 --- A projection y = h @ weight^T + bias with what belongs to it, in one op. h is x, or
 -- with a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or
 -- silu(first half of y) * its second half ("swiglu", with two rows of weight for each
--- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu.
+-- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu. A
+-- plain one may have up to three tensors as `out`, in a list: the first takes the first
+-- columns of y, and so on. That is how one product makes q, k and v.
 function M.linear(x, weight, out, form, norm, eps, bias)
   expect_tensor("linear", "x", x)
   expect_tensor("linear", "weight", weight)
-  expect_tensor("linear", "out", out)
-  local number = FORMS[form]
+  local number, parts = FORMS[form], nil
   if not number then argument("linear", "form", form, FORM) end
   if norm ~= nil then
     expect_tensor("linear", "norm", norm)
     argument("linear", "eps", eps, options.number)
   end
   if bias ~= nil then expect_tensor("linear", "bias", bias) end
-  check(C.kvl_linear(x, norm, eps or 0, weight, bias, number, out))
+  if type(out) == "table" then parts = parts_of(out, form)
+  else expect_tensor("linear", "out", out) end
+  if parts then
+    check(C.kvl_linear_parts(x, norm, eps or 0, weight, bias, PARTS, parts))
+  else
+    check(C.kvl_linear(x, norm, eps or 0, weight, bias, number, out))
+  end
   return out
 end
 
