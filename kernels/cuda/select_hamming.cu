@@ -32,6 +32,7 @@
 #include "hamming.cuh"
 #include "nearest.cuh"
 #include "query_hash.cuh"
+#include "select_parts.cuh"
 
 namespace kvl {
 namespace {
@@ -54,6 +55,7 @@ struct hamming_shape {
   int groups;          /* of lists, per sequence */
   int stretch, window; /* blocks that one takes; that fit its shared memory */
   int bins, q_words;   /* per list, a multiple of 4; of the queries' hashes */
+  divisor block_size;
   size_t bytes_shared;
 };
 
@@ -64,33 +66,6 @@ struct shared_memory {
     query_hash<THREADS>::rows x;
     int32_t places[WARPS][WARP * RUN]; /* what a warp writes together */
   };
-};
-
-/* What is to be chosen in a sequence. */
-struct row_choice {
-  int n, k, sink, recent; /* blocks: all, taken, and two kinds taken for certain */
-  int high, wanted;       /* blocks sink ... high-1 compete for `wanted` entries */
-  bool is_choice;
-
-  __device__ __forceinline__ row_choice(const kvl_select_hamming_args &a, int length) {
-    const uint32_t size = (uint32_t)a.block_size, all = max(length, 0);
-    n = (int)min((int64_t)(all / size + (all % size != 0)), a.max_blocks);
-    k = (int)min((int64_t)max(kvl__budget_blocks(a.budget, n), 0), a.max_selected);
-    sink = min(min(a.budget.sink, n), k);
-    recent = min(min(a.budget.recent, n - sink), k - sink);
-    high = n - recent, wanted = k - sink - recent;
-    is_choice = wanted > 0 && wanted < high - sink;
-  }
-  /* Writes every entry of a list that needs no choice. */
-  __device__ __forceinline__ void write_certain(const kvl_select_hamming_args &a,
-                                                int32_t *list) const {
-    const int front = is_choice ? sink : sink + wanted, gap = k - recent - front;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < (int)a.max_selected - gap; i += THREADS) {
-      const int place = i < front ? i : i + gap;
-      list[place] = place < front ? place : place < k ? place - k + n : -1;
-    }
-  }
 };
 
 template <class FORM>
@@ -151,14 +126,16 @@ __global__ void __launch_bounds__(THREADS, 1)
     cluster_arrive();
   }
 
-  const row_choice row(a, length);
+  const row_choice row(a, blocks_of(length, shape.block_size, a.max_blocks));
   const int last = min(end, row.high);
   int32_t *selection = a.selection + ((int64_t)seq * list_heads + head) * a.max_selected;
-  if (rank == 0)
+  if (rank == 0) {
+    const int front = row.is_choice ? row.sink : row.sink + row.wanted;
     for (int l = 0; l < lists; l++) {
-      row.write_certain(a, selection + l * a.max_selected);
+      row.write_certain(selection + l * a.max_selected, a.max_selected, front);
       if (threadIdx.x == 0 && a.counts) a.counts[seq * list_heads + head + l] = row.k;
     }
+  }
   queries.finish(s.x, (uint32_t *)q);
   if (team > 1) cluster_wait();
   let_next_start();
@@ -250,6 +227,7 @@ template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cud
   constexpr int BLOCKS = tile_of<FORM>::BLOCKS;
   const bool is_shared = a.selection_heads == 1;
   hamming_shape shape;
+  shape.block_size = divisor((uint32_t)a.block_size);
   shape.lists = is_shared ? 1 : FORM::HEADS;
   shape.groups = (int)(a.selection_heads / shape.lists);
   const int64_t groups = a.seqs * shape.groups;
