@@ -10,8 +10,10 @@
  * NaN is not eligible and never taken. When k is too small for all, the sinks come first,
  * then the latest blocks.
  *
- * One team of thread blocks per row (radix_select.cuh), which reads the row once and starts
- * to load it before its length is known. The kernel may start before the scoring kernel ends.
+ * A row of up to 9216 blocks has one thread block and stays in its registers
+ * (select_short.cuh). A longer one has a team of thread blocks (radix_select.cuh), which
+ * reads the row once. Both start to load it before its length is known, and may start before
+ * the scoring kernel ends.
  *
  * Bytes     4 * (max_blocks + k) a row
  * Limit     latency of the phases: bandwidth accounts for 11 of the 26 us of [64,131072]
@@ -26,9 +28,14 @@
  *           3  1 with four 8-bit passes and one histogram column per lane: slower
  *           4  rows in the registers of a cluster of 8, histograms joined in distributed
  *              shared memory: - 9.9 11.0 65 21 69 72
- *           5  this one
+ *           5  teams that list what lies within a bracket: the times above, and still the
+ *              search for long rows
+ *           6  5, with rows of up to 9216 blocks in the registers of one thread block, which
+ *              counts equal parts of the range of scores: [8,2049] k205 as a link of a chain
+ *              - (5: 8.2, P19), [8,8192] k410 -, [128,2049] k205 -; kernels/dev/select.cu
  * Exact.    Source: Floyd and Rivest 1975; Alabi et al. 2012 (radix select) */
 #include "radix_select.cuh"
+#include "select_short.cuh"
 
 namespace kvl {
 namespace {
@@ -55,7 +62,8 @@ __device__ __forceinline__ int write_eligible(const float *scores, int sink, int
 
 template <int EACH, int TEAM, int SAMPLES>
 __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
-    select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape) {
+    select_blocks(const __grid_constant__ kvl_select_args a, const team_shape shape,
+                  const divisor block_size) {
   extern __shared__ __align__(16) char memory[];
   const uint32_t row = blockIdx.x / TEAM;
   wait_for_previous();
@@ -64,35 +72,22 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const float *scores = a.scores + row * a.max_blocks;
   radix_select<EACH, TEAM, SAMPLES> s(memory, scores, (uint32_t)a.max_blocks, shape, true);
 
-  const uint32_t size = (uint32_t)a.block_size, tokens = max(length, 0);
-  const int n = (int)min(tokens / size + (tokens % size != 0), (uint32_t)a.max_blocks);
-  const int k = (int)min((int64_t)max(kvl__budget_blocks(a.budget, n), 0), a.max_selected);
-  const int sink = min(min(a.budget.sink, n), k);
-  const int recent = min(min(a.budget.recent, n - sink), k - sink);
-  /* Blocks sink ... high-1 compete for the `wanted` entries that are left. */
-  const int high = n - recent, wanted = k - sink - recent;
-  const bool is_choice = wanted > 0 && wanted < high - sink;
+  const row_choice r(a, blocks_of(length, block_size, a.max_blocks));
   let_next_start();
 
   int32_t *selection = a.selection + row * a.max_selected;
   if (s.block == 0) { /* as if k blocks were eligible */
-    if (threadIdx.x == 0 && a.counts) a.counts[row] = k;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < sink; i += s.THREADS) selection[i] = i;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < recent; i += s.THREADS)
-      selection[k - recent + i] = high + i;
-#pragma unroll 1
-    for (int i = k + threadIdx.x; i < (int)a.max_selected; i += s.THREADS) selection[i] = -1;
+    if (threadIdx.x == 0 && a.counts) a.counts[row] = r.k;
+    r.write_certain(selection, a.max_selected, r.sink);
   }
-  if (is_choice) {
-    if (!s.find(sink, high - sink, wanted, false)) return;
+  if (r.is_choice) {
+    if (!s.find(r.sink, r.high - r.sink, r.wanted, false)) return;
   } else {
     s.leave();
-    if (s.block > 0 || wanted == 0) return;
+    if (s.block > 0 || r.wanted == 0) return;
   }
-  if (is_choice && (uint32_t)(s.edge >> 32) < RANK_LEAST) {
-    int32_t *best = selection + sink;
+  if (r.is_choice && (uint32_t)(s.edge >> 32) < RANK_LEAST) {
+    int32_t *best = selection + r.sink;
     opaque(best);
     s.write([&](uint32_t place, uint32_t index) { best[place] = (int32_t)index; });
     return;
@@ -100,15 +95,30 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   /* The last one to be taken is not eligible, or nothing is left over: so all eligible blocks
    * are taken, and the recent ones follow them. */
   __syncthreads();
-  const int count = sink + write_eligible(scores, sink, high, selection,
-                                          [&](uint32_t x, uint32_t *sum) {
-                                            return s.warps_before(x, sum);
-                                          });
-  if (count == k - recent) return;
-  if (threadIdx.x == 0 && a.counts) a.counts[row] = count + recent;
+  const int count = r.sink + write_eligible(scores, r.sink, r.high, selection,
+                                            [&](uint32_t x, uint32_t *sum) {
+                                              return s.warps_before(x, sum);
+                                            });
+  if (count == r.k - r.recent) return;
+  if (threadIdx.x == 0 && a.counts) a.counts[row] = count + r.recent;
 #pragma unroll 1
-  for (int i = count + threadIdx.x; i < k; i += s.THREADS)
-    selection[i] = i < count + recent ? high + i - count : -1;
+  for (int i = count + threadIdx.x; i < r.k; i += s.THREADS)
+    selection[i] = i < count + r.recent ? r.high + i - count : -1;
+}
+
+int select_long(const kvl_select_args &a, const kvl_cuda_queue *q) {
+  const int64_t rows = a.seqs * a.selection_heads;
+  const divisor block_size((uint32_t)a.block_size);
+  return with_team(rows, a.max_blocks, q, [&](auto t) {
+    constexpr int EACH = t.EACH, TEAM = t.TEAM, SAMPLES = t.SAMPLES;
+    constexpr auto kernel = select_blocks<EACH, TEAM, SAMPLES>;
+    team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(a.max_blocks,
+                                                                   a.max_selected, 0, q);
+    int status = allow_shared<kernel>(q, q->shared_optin);
+    if (status < 0) return status;
+    return launch_teams(kernel, TEAM, rows, TEAM_THREADS, shape.bytes_shared, q, a, shape,
+                        block_size);
+  });
 }
 
 }  // namespace
@@ -118,15 +128,7 @@ KVL_CUDA_KERNEL(select) {
   using namespace kvl;
   const kvl_select_args &a = *(const kvl_select_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  const int64_t rows = a.seqs * a.selection_heads;
-  if (rows == 0) return KVL_OK;
-  return with_team(rows, a.max_blocks, q, [&](auto t) {
-    constexpr int EACH = t.EACH, TEAM = t.TEAM, SAMPLES = t.SAMPLES;
-    constexpr auto kernel = select_blocks<EACH, TEAM, SAMPLES>;
-    team_shape shape = radix_select<EACH, TEAM, SAMPLES>::shape_of(a.max_blocks,
-                                                                   a.max_selected, 0, q);
-    int status = allow_shared<kernel>(q, q->shared_optin);
-    if (status < 0) return status;
-    return launch_teams(kernel, TEAM, rows, TEAM_THREADS, shape.bytes_shared, q, a, shape);
-  });
+  if (a.seqs * a.selection_heads == 0) return KVL_OK;
+  if (a.max_blocks <= SHORT_MOST) return short_rows::launch<512, false>(a, q);
+  return select_long(a, q);
 }

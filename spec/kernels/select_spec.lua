@@ -21,6 +21,11 @@ local kinds = {
   rising = function(_, i) return i end,
   falling = function(_, i) return -i end,
   sparse = function(rng, i) return rng(9) == 0 and i or -INF end,
+  -- A search by equal parts of the range needs further turns for these.
+  outlier = function(rng, i) return i == 7 and 2^100 or 1 + rng(2^16) * 2^-23 end,
+  huge = function(rng) return (rng(129) - 64) * 2^121 end, -- the range overflows
+  tiny = function(rng) return (rng(4000) - 2000) * 2^-149 end, -- a denormal range
+  powers = function(rng) return (rng(2) * 2 - 1) * 2^(rng(200) - 100) end,
 }
 
 local function budget(b)
@@ -88,10 +93,21 @@ for _, kind in ipairs(support.names(kinds)) do
       lens = { 5000 }, block_size = 1, heads = 1, max_blocks = 5000, max_selected = 5000 }
   end
 end
+-- Rows whose scores one thread block keeps in registers: every number of them per thread,
+-- and the first row that is too long.
+local registers = {}
+for _, kind in ipairs(support.names(kinds)) do
+  for _, n in ipairs { 1, 2, 31, 33, 1024, 1025, 2049, 2560, 2561, 4608, 4609, 8192, 8193,
+    9216, 9217 } do
+    registers[#registers + 1] = { kind = kind, lens = { n, math.ceil(n / 2) }, heads = 1,
+      budget = { ratio = 0.1, sink = 1, recent = 2 }, block_size = 1, max_blocks = n,
+      max_selected = n }
+  end
+end
 -- Rows that teams of one, two and eight blocks take, some shorter than the table.
 local teams = {}
 for _, kind in ipairs(support.names(kinds)) do
-  for _, shape in ipairs { { 1, 9000, 700 }, { 3, 20000, 2048 }, { 40, 9000, 100 } } do
+  for _, shape in ipairs { { 1, 9300, 700 }, { 3, 20000, 2048 }, { 40, 9300, 100 } } do
     local lens = {}
     for i = 1, shape[1] do lens[i] = i % 3 == 2 and shape[2] / 2 or shape[2] end
     teams[#teams + 1] = { kind = kind, lens = lens, block_size = 1, heads = 1,
@@ -107,6 +123,7 @@ local topics = {
     cases },
   { "keeps the sinks and then the most recent blocks when there is little room", short },
   { "is exact for long sequences", long },
+  { "is exact for rows of every number of blocks per thread", registers },
   { "does nothing for no sequences", empty },
 }
 
