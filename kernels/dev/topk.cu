@@ -21,7 +21,8 @@
  * 6  5 with a sample that grows with the row and knows its indices, so that a bracket of equal
  *    numbers ends at an index; long rows in a smaller part of shared memory: the shipped one.
  *    H200, 2026-11-22, [64,2^20] k 2048, [64,131072] with 8 values: 5 takes 365 and 151 us, 6
- *    takes 109 and 33; notes/20261122-topk.md */
+ *    takes 109 and 33; notes/20261122-topk.md
+ * Since then select has rows of up to 9216 in a kernel of their own, see select.cu. */
 #include <cstring>
 #include <thread>
 
