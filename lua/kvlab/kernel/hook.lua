@@ -365,7 +365,7 @@ function M.attach(self, shape)
       shape.device)
     hook.emit_names[name] = "emit_" .. name
   end
-  if self.prefill and expressions.emit then open_prompt(hook, expressions) end
+  if self.prefill and next(hook.emits) then open_prompt(hook, expressions) end
   -- most likely queries have the dtype of the cache; other code is made when it is needed
   local dtype = shape.dtype == "f8e4m3" and "bf16" or shape.dtype
   if self.decode then code_for(hook, dtype, false) end

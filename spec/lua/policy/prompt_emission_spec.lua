@@ -205,6 +205,13 @@ local function specs(dev_name)
     assert.is_true(math.abs(total - rig.SHAPE.kv_heads) < 1e-4) -- of the decode step
   end)
 
+  it("is nothing for an empty emit, and K is read once", function()
+    local p = watcher { prefill = true, emit = {}, bias = e.position / 64 }
+    rig.play(dev, { policy = p, prefill_policy = p }, { { "prefill", 1, 20 } })
+    assert.is_nil(next(p.sums[1]))
+    assert.is_nil(p.hook.prompt)
+  end)
+
   it("has steps that begin for a policy that watches the prompt", function()
     local begun = {}
     local fields = { step_begin = function(_, ctx)
