@@ -208,18 +208,19 @@ struct kvl_matmul_args {
   int32_t transpose_b, dtype, out_dtype;
 };
 /* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
- * may have several parts: out[i] [rows, columns[i]] takes the next columns[i] of the result.
- * frozen: nothing that is under way writes the weight. */
+ * may have several parts: outs[i] [rows, columns[i]] takes the next columns[i] of the result,
+ * and out is outs[0]. frozen: nothing that is under way writes the weight. */
 enum { KVL_LINEAR_PARTS = 3 };
 struct kvl_linear_args {
   const void *x, *weight;
   const void *norm, *bias; /* optional */
-  void *out[KVL_LINEAR_PARTS];
-  int64_t columns[KVL_LINEAR_PARTS];
+  void *out;
   int64_t rows, n, k; /* n: rows of weight */
   void *workspace;
   float eps;
-  int32_t form, parts, frozen, dtype, norm_dtype, out_dtype;
+  int32_t form, frozen, dtype, norm_dtype, out_dtype, parts;
+  void *outs[KVL_LINEAR_PARTS];
+  int64_t columns[KVL_LINEAR_PARTS];
 };
 /* The i-th part as a call of its own. */
 static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_args *g,
@@ -230,8 +231,8 @@ static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_ar
   for (int j = 0; j < i; j++) before += g->columns[j];
   part.weight = (const char *)g->weight + before * g->k * element;
   if (g->bias) part.bias = (const char *)g->bias + before * element;
-  part.n = part.columns[0] = g->columns[i];
-  part.out[0] = g->out[i];
+  part.n = g->columns[i];
+  part.out = g->outs[i];
   part.parts = 1;
   return part;
 }

@@ -78,7 +78,7 @@ static inline KVL_HOT void finish_rows(const struct finish *f, int64_t begin, in
     const float *y = f->y + r * g->n;
     for (int64_t j = 0; j < f->outputs; j += VF) {
       int left = vf_left(j, f->outputs);
-      void *out = at(g->out[0], (f->first + r) * f->outputs + j, out_dtype);
+      void *out = at(g->out, (f->first + r) * f->outputs + j, out_dtype);
       vf v = biased(g, y, j, left, dtype);
       if (g->form == KVL_LINEAR_ADD) v += vf_load_n(out, left, out_dtype);
       if (g->form == KVL_LINEAR_SWIGLU)
@@ -102,7 +102,7 @@ static int multiply_panel(const struct kvl_linear_args *g, const void *x, int64_
   struct panel p = panel_of(g);
   p.product.workspace = workspace;
   p.product.a = x, p.product.m = rows;
-  p.product.out = p.is_finished ? at(g->out[0], first * g->n, g->out_dtype) : (void *)y;
+  p.product.out = p.is_finished ? at(g->out, first * g->n, g->out_dtype) : (void *)y;
   int status = KVL_CPU_NAME(matmul)(&p.product, queue);
   if (status < 0 || p.is_finished) return status;
   struct finish f = {g, y, first, p.outputs};

@@ -18,20 +18,20 @@ extern "C" size_t kvl_cuda_matmul_workspace(const void *args, int sm_count);
 namespace kvl {
 namespace {
 
-enum { PANEL_ROWS = 4096, FINISH_THREADS = 256 };
+enum { PANEL_ROWS = 4096, FEW_ROWS = 64, FINISH_THREADS = 256 };
 
 /* ---- what becomes of y ---------------------------------------------------------------- */
 
-/* A thread takes N outputs of row blockIdx.y. y [rows, n] */
+/* A thread takes N outputs of row blockIdx.y, all of one part. y [rows, n] */
 template <int N, class T>
 __global__ void __launch_bounds__(FINISH_THREADS)
-    finish(const kvl_linear_args g, const T *y, int64_t first, int64_t outputs) {
+    finish(const __grid_constant__ kvl_linear_args g, const T *y, int64_t first,
+           int64_t outputs) {
   const int64_t j = ((int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x) * N;
   let_next_start();
   wait_for_previous();
   if (j >= outputs) return;
   const T *row = y + blockIdx.y * g.n, *bias = (const T *)g.bias;
-  const int64_t at = (first + blockIdx.y) * outputs + j;
   auto biased = [&](int64_t i, float(&v)[N]) {
     load_floats(row + i, v);
     if (!bias) return;
@@ -42,8 +42,16 @@ __global__ void __launch_bounds__(FINISH_THREADS)
   };
   float v[N], w[N];
   biased(j, v);
+  void *out = g.out;
+  int64_t columns = outputs, column = j;
+  if (g.parts > 1) {
+    int i = 0;
+    while (column >= g.columns[i]) column -= g.columns[i++];
+    out = g.outs[i], columns = g.columns[i];
+  }
+  const int64_t at = (first + blockIdx.y) * columns + column;
   if (g.form == KVL_LINEAR_ADD) {
-    load_any(g.out[0], g.out_dtype, at, w);
+    load_any(out, g.out_dtype, at, w);
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] += w[e];
   } else if (g.form == KVL_LINEAR_SWIGLU) {
@@ -51,13 +59,15 @@ __global__ void __launch_bounds__(FINISH_THREADS)
 #pragma unroll
     for (int e = 0; e < N; e++) v[e] = silu<T>(v[e]) * w[e];
   }
-  store_any(g.out[0], g.out_dtype, at, v);
+  store_any(out, g.out_dtype, at, v);
 }
 
 template <class T>
 int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_t rows,
                   int64_t outputs, const kvl_cuda_queue *q) {
-  const bool wide = outputs % 8 == 0 && aligned16(g.out[0], g.bias);
+  bool wide = outputs % 8 == 0 && aligned16(g.out, g.bias);
+  for (int i = 0; g.parts > 1 && i < g.parts; i++)
+    wide = wide && g.columns[i] % 8 == 0 && aligned16(g.outs[i]);
   const int n = wide ? 8 : 1;
   const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * n), (unsigned)rows);
   auto kernel = wide ? finish<8, T> : finish<1, T>;
@@ -67,6 +77,9 @@ int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_
 
 /* ---- one op after the other ----------------------------------------------------------- */
 
+/* The workspace of a panel: h, the normalised rows, and y, where a kernel finishes the product.
+ * Few rows are one product, however many parts it has. Of many rows each part is a product of
+ * its own, since writing y and reading it again would cost more than a launch. */
 struct panel {
   kvl_matmul_args product = {};
   size_t bytes_h, bytes_y;
@@ -77,7 +90,7 @@ struct panel {
     auto bytes = [&](int64_t columns) {
       return ((size_t)(rows * columns) * element + 255) / 256 * 256;
     };
-    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias;
+    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias && g.parts == 1;
     bytes_h = g.norm ? bytes(g.k) : 0;
     bytes_y = is_finished ? 0 : bytes(g.n);
     product.b = g.weight, product.batch = 1, product.transpose_b = 1;
@@ -86,15 +99,14 @@ struct panel {
   }
 };
 
-/* The product of `rows` rows from row `first` on, given as x or normalised. g has one part. */
+/* `rows` rows from row `first` on, given as x or normalised. */
 int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64_t rows,
                    void *y, void *workspace, kvl_cuda_queue *q) {
   panel p(g);
-  const int64_t outputs = g.columns[0];
+  const int64_t outputs = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
   const size_t to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
   p.product.a = x, p.product.m = rows, p.product.workspace = workspace;
-  p.product.out = p.is_finished ? (char *)g.out[0] + (size_t)(first * outputs) * to
-                                : (char *)y;
+  p.product.out = p.is_finished ? (char *)g.out + (size_t)(first * outputs) * to : y;
   int status = kvl_cuda_matmul(&p.product, q);
   if (status != KVL_OK || p.is_finished) return status;
   KVL_CUDA_BY_FLOAT(g.dtype, T, { status = launch_finish<T>(g, y, first, rows, outputs, q); })
@@ -114,6 +126,10 @@ int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
                                g.k, g.eps,   g.dtype, g.norm_dtype};
       status = kvl_cuda_rmsnorm(&norm, q);
       x = h;
+    }
+    if (g.rows <= FEW_ROWS || g.parts == 1) {
+      if (status == KVL_OK) status = multiply_panel(g, x, i, rows, y, y + p.bytes_y, q);
+      continue;
     }
     for (int j = 0; j < g.parts && status == KVL_OK; j++)
       status = multiply_panel(kvl__linear_part(&g, j), x, i, rows, y, y + p.bytes_y, q);

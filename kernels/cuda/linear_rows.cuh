@@ -23,10 +23,8 @@
 namespace kvl {
 
 enum {
-  LINEAR_ROWS = 8,   /* the most rows of x; the tensor cores would take sixteen */
-  LINEAR_FEW = 4,    /* so many need half as many registers */
-  LINEAR_PANELS = 4, /* the most parts of k, each a launch, for rows that do not fit */
-  LINEAR_WARPS = 8,  /* that multiply */
+  LINEAR_ROWS = 4,  /* the most rows of x; the tensor cores would take eight */
+  LINEAR_WARPS = 8, /* that multiply */
   LINEAR_CONSUMERS = LINEAR_WARPS * WARP,
   LINEAR_THREADS = LINEAR_CONSUMERS + WARP,
   LINEAR_TILE = 8,  /* rows of the weights */
@@ -43,22 +41,21 @@ enum {
 };
 __host__ __device__ inline int linear_row(int packs) { return packs + LINEAR_STEP; }
 
-/* Copies the rows of x to shared memory, normalised if there is a norm. A row of x is
- * `stride` packs long. */
-template <int ROWS, class T, class W>
-__device__ __forceinline__ void normalise_rows(const kvl_linear_args &g, int stride, T *to) {
-  __shared__ float sums[ROWS][LINEAR_WARPS];
+/* Copies the rows of x to shared memory, normalised if there is a norm. */
+template <class T, class W>
+__device__ __forceinline__ void normalise_rows(const kvl_linear_args &g, T *to) {
+  __shared__ float sums[LINEAR_ROWS][LINEAR_WARPS];
   const int packs = (int)(g.k / 8), lane = threadIdx.x % WARP;
   const T *x = (const T *)g.x;
   const W *norm = (const W *)g.norm;
-  float squares[ROWS] = {};
+  float squares[LINEAR_ROWS] = {};
   for (int p = threadIdx.x; p < packs; p += LINEAR_CONSUMERS) {
-    pack<T, 8> v[ROWS]; /* the loads of all rows are under way at the same time */
+    pack<T, 8> v[LINEAR_ROWS]; /* the loads of all rows are under way at the same time */
 #pragma unroll
-    for (int m = 0; m < ROWS; m++)
-      if (m < g.rows) v[m] = load_pack<8>(x + ((int64_t)m * stride + p) * 8);
+    for (int m = 0; m < LINEAR_ROWS; m++)
+      if (m < g.rows) v[m] = load_pack<8>(x + ((int64_t)m * packs + p) * 8);
 #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
+    for (int m = 0; m < LINEAR_ROWS; m++) {
       if (m >= g.rows) break;
 #pragma unroll
       for (int e = 0; e < 8; e++) squares[m] += to_float(v[m].at[e]) * to_float(v[m].at[e]);
@@ -67,15 +64,15 @@ __device__ __forceinline__ void normalise_rows(const kvl_linear_args &g, int str
   }
   if (!norm) return;
 #pragma unroll
-  for (int m = 0; m < ROWS; m++) {
+  for (int m = 0; m < LINEAR_ROWS; m++) {
     if (m >= g.rows) break;
     squares[m] = warp_sum(squares[m]);
     if (lane == 0) sums[m][threadIdx.x / WARP] = squares[m];
   }
   named_sync(1, LINEAR_CONSUMERS);
-  float scale[ROWS];
+  float scale[LINEAR_ROWS];
 #pragma unroll
-  for (int m = 0; m < ROWS; m++) {
+  for (int m = 0; m < LINEAR_ROWS; m++) {
     if (m >= g.rows) break;
     const float all = warp_sum(lane < LINEAR_WARPS ? sums[m][lane] : 0.f);
     scale[m] = 1.0f / sqrtf(all / (float)g.k + g.eps);
@@ -83,7 +80,7 @@ __device__ __forceinline__ void normalise_rows(const kvl_linear_args &g, int str
   for (int p = threadIdx.x; p < packs; p += LINEAR_CONSUMERS) { /* the thread's own packs */
     const pack<W, 8> own = load_pack<8>(norm + p * 8);
 #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
+    for (int m = 0; m < LINEAR_ROWS; m++) {
       if (m >= g.rows) break;
       T *at = to + (m * linear_row(packs) + p) * 8;
       pack<T, 8> v = load_pack<8>(at);
@@ -99,11 +96,9 @@ __device__ __forceinline__ void normalise_rows(const kvl_linear_args &g, int str
 struct linear_tiles {
   const uint4 *weight;
   int64_t units, tiles;
-  int packs, stride, swiglu, per_tile,
-      stages; /* per_tile: outputs of a tile; stages: of it */
-  __device__ __forceinline__ linear_tiles(const kvl_linear_args &g, int stride_) {
+  int packs, swiglu, per_tile, stages; /* per_tile: outputs of a tile; stages: of a tile */
+  __device__ __forceinline__ explicit linear_tiles(const kvl_linear_args &g) {
     weight = (const uint4 *)g.weight;
-    stride = stride_; /* packs from one row of the weights to the next */
     swiglu = g.form == KVL_LINEAR_SWIGLU;
     per_tile = LINEAR_TILE >> swiglu;
     units = g.n >> swiglu;
@@ -115,7 +110,7 @@ struct linear_tiles {
     int64_t unit = tile * per_tile + i % per_tile;
     if (unit >= units) unit = units - 1; /* read again, and not stored */
     if (i >= per_tile) unit += units;
-    return weight + unit * stride;
+    return weight + unit * packs;
   }
   /* Thread blocks begin a tile at different stages: if all read the same columns at the same
    * time, some channels of the memory would have more to do than others. */
@@ -128,10 +123,11 @@ struct linear_tiles {
 
 /* Fills the ring. full[s] counts a stage's bytes, empty[s] the warps that are done with it.
  * Each of the first lanes brings one row of a tile. */
-__device__ __forceinline__ void bring_weights(const kvl_linear_args &g, const linear_tiles &w,
-                                              int places, uint32_t ring, uint32_t full,
-                                              uint32_t empty, int lane) {
+__device__ __forceinline__ void bring_weights(const kvl_linear_args &g, int places,
+                                              uint32_t ring, uint32_t full, uint32_t empty,
+                                              int lane) {
   if (lane >= LINEAR_TILE) return;
+  const linear_tiles w(g);
   const uint32_t to = ring + lane * LINEAR_STAGE_ROW * 16;
   /* `back` is LINEAR_UNDER_WAY stages behind `at`. */
   int at = 0, back = places - LINEAR_UNDER_WAY, stage = w.first_stage();
@@ -155,16 +151,16 @@ __device__ __forceinline__ void bring_weights(const kvl_linear_args &g, const li
   }
 }
 
-/* One output from the sums of all warps. part: [warps][ROWS][LINEAR_TILE]; before: what `out`
- * had there, as it is stored. */
-template <int ROWS, class T>
+/* One output from the sums of all warps. part: [warps][rows][LINEAR_TILE]; before: what `out`
+ * had there, as it is stored. PARTS: are there several? */
+template <bool PARTS, class T>
 __device__ __forceinline__ void store_output(const kvl_linear_args &g, const linear_tiles &w,
                                              const float *part, int m, int column,
                                              int64_t unit, uint32_t before) {
   float y = 0, z = 0;
 #pragma unroll
   for (int i = 0; i < LINEAR_WARPS; i++) {
-    const float *own = part + (i * ROWS + m) * LINEAR_TILE + column;
+    const float *own = part + (i * LINEAR_ROWS + m) * LINEAR_TILE + column;
     y += own[0];
     if (w.swiglu) z += own[LINEAR_TILE / 2];
   }
@@ -178,14 +174,13 @@ __device__ __forceinline__ void store_output(const kvl_linear_args &g, const lin
     y += g.out_dtype == KVL_DTYPE_F32 ? __uint_as_float(before)
                                       : to_float(reinterpret_cast<const T &>(half));
   }
-  void *out = g.out[0];
-  int64_t columns = g.columns[0];
-#pragma unroll
-  for (int i = 1; i < KVL_LINEAR_PARTS; i++) {
-    if (i >= g.parts || unit < columns) break;
-    unit -= columns, out = g.out[i], columns = g.columns[i];
+  if constexpr (PARTS) {
+    int i = 0;
+    while (unit >= g.columns[i]) unit -= g.columns[i++];
+    store_any(g.outs[i], g.out_dtype, m * g.columns[i] + unit, y);
+  } else {
+    store_any(g.out, g.out_dtype, m * w.units + unit, y);
   }
-  store_any(out, g.out_dtype, m * columns + unit, y);
 }
 
 /* A consuming lane: the sums of its rows of x and of the weights. */
@@ -221,13 +216,11 @@ template <class T> struct linear_lane {
   }
 };
 
-/* ROWS: the most rows of x. stride: packs of a row of x and of the weights, of which k may be
- * a part. */
-template <int ROWS, class T>
-__global__ void __launch_bounds__(LINEAR_THREADS, ROWS > LINEAR_FEW ? 1 : 2)
-    linear_rows(const __grid_constant__ kvl_linear_args g, int stride, int places) {
+template <bool PARTS, class T>
+__global__ void __launch_bounds__(LINEAR_THREADS, 2)
+    linear_rows(const __grid_constant__ kvl_linear_args g, int places) {
   extern __shared__ uint4 shared_packs[]; /* the ring, then x: [rows, linear_row(packs)] */
-  __shared__ float parts[2][LINEAR_WARPS * ROWS * LINEAR_TILE];
+  __shared__ float parts[2][LINEAR_WARPS * LINEAR_ROWS * LINEAR_TILE];
   __shared__ uint64_t barriers[2][LINEAR_STAGES];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
@@ -240,15 +233,14 @@ __global__ void __launch_bounds__(LINEAR_THREADS, ROWS > LINEAR_FEW ? 1 : 2)
     barrier_init_done();
   }
   __syncthreads();
-  const linear_tiles w(g, stride);
   if (warp == LINEAR_WARPS)
-    return bring_weights(g, w, places, shared_address(shared_packs), full, empty, lane);
+    return bring_weights(g, places, shared_address(shared_packs), full, empty, lane);
 
+  const linear_tiles w(g);
   T *rows = (T *)(shared_packs + places * LINEAR_STAGE);
   wait_for_previous();
-  if (g.norm && g.norm_dtype == KVL_DTYPE_F32)
-    normalise_rows<ROWS, T, float>(g, stride, rows);
-  else normalise_rows<ROWS, T, T>(g, stride, rows);
+  if (g.norm && g.norm_dtype == KVL_DTYPE_F32) normalise_rows<T, float>(g, rows);
+  else normalise_rows<T, T>(g, rows);
   named_sync(1, LINEAR_CONSUMERS);
 
   const int row = lane / 4, quad = lane % 4;
@@ -262,8 +254,8 @@ __global__ void __launch_bounds__(LINEAR_THREADS, ROWS > LINEAR_FEW ? 1 : 2)
     const bool stores = m < g.rows && unit < w.units;
     uint32_t before = 0; /* loaded now, looked at when the tile is done */
     if (stores && g.form == KVL_LINEAR_ADD)
-      before = g.out_dtype == KVL_DTYPE_F32 ? ((const uint32_t *)g.out[0])[to]
-                                            : ((const uint16_t *)g.out[0])[to];
+      before = g.out_dtype == KVL_DTYPE_F32 ? ((const uint32_t *)g.out)[to]
+                                            : ((const uint16_t *)g.out)[to];
 #pragma unroll
     for (int i = 0; i < 16; i++) own.c[i / 4][i % 4] = 0;
     for (int i = 0; i < w.stages; i++) {
@@ -274,70 +266,47 @@ __global__ void __launch_bounds__(LINEAR_THREADS, ROWS > LINEAR_FEW ? 1 : 2)
       if ((int)++at == places) at = 0, phase ^= 1;
     }
     if (own.has_row) {
-      float *part = parts[turn] + (warp * ROWS + row) * LINEAR_TILE + quad * 2;
+      float *part = parts[turn] + (warp * LINEAR_ROWS + row) * LINEAR_TILE + quad * 2;
 #pragma unroll
       for (int i = 0; i < 2; i++)
         part[i] = own.c[0][i] + own.c[1][i] + own.c[2][i] + own.c[3][i];
     }
     named_sync(1, LINEAR_CONSUMERS); /* one a tile: the sums are in two places in turn */
-    if (stores) store_output<ROWS, T>(g, w, parts[turn], m, column, unit, before);
+    if (stores) store_output<PARTS, T>(g, w, parts[turn], m, column, unit, before);
   }
 }
 
-/* Bytes of dynamic shared memory for `packs` packs of each row with a ring of so many places;
- * beside it a block has less than LINEAR_STATIC. */
-inline size_t linear_shared(int64_t rows, int64_t packs, int places) {
-  return (size_t)(rows * linear_row((int)packs) + places * LINEAR_STAGE) * 16;
+/* Bytes of dynamic shared memory with a ring of so many places; beside it a block has less
+ * than LINEAR_STATIC. */
+inline size_t linear_shared(const kvl_linear_args &g, int places) {
+  return (size_t)(g.rows * linear_row((int)(g.k / 8)) + places * LINEAR_STAGE) * 16;
 }
-enum { LINEAR_STATIC = 6 << 10 };
-
-/* Into how many parts k has to be cut so that the rows of one fit the shared memory; 0 where
- * that cannot be. The parts of a sum are added in `out` one after the other, so only a sum
- * that is stored or added as it is can be cut. */
-inline int linear_panels(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  const bool is_whole = g.form == KVL_LINEAR_SWIGLU || g.norm || g.parts > 1;
-  for (int panels = 1; panels <= (is_whole ? 1 : LINEAR_PANELS); panels++)
-    if (g.k % (panels * 8 * LINEAR_STEP) == 0 &&
-        linear_shared(g.rows, g.k / panels / 8, LINEAR_UNDER_WAY) + LINEAR_STATIC <=
-            (size_t)q->shared_optin)
-      return panels;
-  return 0;
-}
+enum { LINEAR_STATIC = 4 << 10 };
 
 inline bool takes_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  return is_hopper(q) && g.rows <= LINEAR_ROWS && g.k > 0 &&
+  return is_hopper(q) && g.rows <= LINEAR_ROWS && g.k > 0 && g.k % (8 * LINEAR_STEP) == 0 &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
-         aligned16(g.x, g.weight, g.norm) && linear_panels(g, q) > 0;
+         aligned16(g.x, g.weight, g.norm) &&
+         linear_shared(g, LINEAR_UNDER_WAY) + LINEAR_STATIC <= (size_t)q->shared_optin;
 }
 
-template <int ROWS, class T>
-int launch_linear_panel(const kvl_linear_args &g, int64_t stride, const kvl_cuda_queue *q) {
-  constexpr auto kernel = linear_rows<ROWS, T>;
+template <bool PARTS, class T>
+int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
+  constexpr auto kernel = linear_rows<PARTS, T>;
   int status = allow_shared<kernel>(q, q->shared_optin - LINEAR_STATIC);
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status != KVL_OK) return status;
   const int swiglu = g.form == KVL_LINEAR_SWIGLU, per_tile = LINEAR_TILE >> swiglu;
   const int64_t tiles = ((g.n >> swiglu) + per_tile - 1) / per_tile;
   const size_t room = (size_t)q->shared_optin - LINEAR_STATIC, alone = room / 2;
-  int places = LINEAR_STAGES; /* rings of 5 or 7 are 10% slower */
-  while (linear_shared(g.rows, g.k / 8, places) > room) places -= 2;
-  const size_t bytes = linear_shared(g.rows, g.k / 8, places);
+  int places = LINEAR_STAGES;
+  while (linear_shared(g, places) > room) places -= 2; /* rings of 5 or 7 are 10% slower */
+  const size_t bytes = linear_shared(g, places);
   return launch_programmatic(kernel, (unsigned)(tiles < q->sm_count ? tiles : q->sm_count),
-                             LINEAR_THREADS, bytes > alone ? bytes : alone, q, g,
-                             (int)(stride / 8), places);
+                             LINEAR_THREADS, bytes > alone ? bytes : alone, q, g, places);
 }
 template <class T> int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  const int panels = linear_panels(g, q);
-  kvl_linear_args panel = g;
-  panel.k = g.k / panels;
-  int status = KVL_OK;
-  for (int i = 0; i < panels && status == KVL_OK; i++) {
-    if (i > 0) panel.form = KVL_LINEAR_ADD, panel.bias = nullptr;
-    status = g.rows <= LINEAR_FEW ? launch_linear_panel<LINEAR_FEW, T>(panel, g.k, q)
-                                  : launch_linear_panel<LINEAR_ROWS, T>(panel, g.k, q);
-    panel.x = (const T *)panel.x + panel.k, panel.weight = (const T *)panel.weight + panel.k;
-  }
-  return status;
+  return g.parts > 1 ? launch_linear_rows<true, T>(g, q) : launch_linear_rows<false, T>(g, q);
 }
 inline int launch_linear_rows(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   return g.dtype == KVL_DTYPE_F16 ? launch_linear_rows<__half>(g, q)

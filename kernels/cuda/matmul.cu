@@ -108,8 +108,7 @@ KVL_CUDA_KERNEL(matmul) {
   }
   if (g->transpose_b && g->batch == 1) {
     kvl_linear_args linear = {};
-    linear.x = g->a, linear.weight = g->b, linear.out[0] = g->out;
-    linear.columns[0] = g->n, linear.parts = 1;
+    linear.x = g->a, linear.weight = g->b, linear.out = g->out, linear.parts = 1;
     linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;
     linear.dtype = linear.norm_dtype = g->dtype, linear.out_dtype = g->out_dtype;
     if (kvl::takes_linear_rows(linear, q)) return kvl::launch_linear_rows(linear, q);

@@ -12,8 +12,8 @@ namespace kvl {
 
 enum {
   ROW_THREADS = 256,
-  ROW_SHORT = 1024,  /* up to so many elements a warp is the team */
-  ROW_CHUNK = 4096,  /* a row with fewer elements is not worth another block */
+  ROW_SHORT = 1024, /* up to so many elements a warp is the team */
+  ROW_CHUNK = 4096, /* a row with fewer elements is not worth another block */
 };
 
 template <int THREADS> struct team {

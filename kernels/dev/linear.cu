@@ -66,8 +66,7 @@ struct problem {
   kvl_linear_args args(void *out, int out_dtype) const {
     kvl_linear_args g = {};
     g.x = x, g.weight = w, g.norm = has_norm ? norm : nullptr,
-    g.bias = has_bias ? bias : nullptr, g.out[0] = out;
-    g.columns[0] = outputs(), g.parts = 1;
+    g.bias = has_bias ? bias : nullptr, g.out = out, g.parts = 1;
     g.rows = m, g.n = n, g.k = k, g.eps = 1e-5f, g.form = form, g.frozen = frozen;
     g.dtype = g.norm_dtype = KVL_DTYPE_BF16, g.out_dtype = out_dtype;
     return g;
@@ -85,8 +84,11 @@ kvl_cuda_queue queue() {
 }
 
 bool check(problem p, const kvl_cuda_queue *q) {
-  if (!kvl::takes_linear_rows(p.args(nullptr, KVL_DTYPE_F32), q)) return true;
   p.open();
+  if (!kvl::takes_linear_rows(p.args(nullptr, KVL_DTYPE_F32), q)) {
+    p.close();
+    return true;
+  }
   const int64_t count = p.m * p.outputs();
   float *out = dev::alloc<float>(count);
   std::vector<float> before(count, p.form == KVL_LINEAR_ADD ? 0.5f : NAN);
@@ -183,7 +185,7 @@ double chain(const kvl_cuda_queue *q, int layers, int m) {
 
 void chains(const kvl_cuda_queue *q, double R) {
   const double bytes = 2.0 * (6144. * 4096 + 4096. * 4096 + 28672. * 4096 + 4096. * 14336);
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < 6; i++) {
     const int layers = 16, m = 1 << i / 2;
     frozen = i % 2;
     const double t = chain(q, layers, m) / layers;
@@ -205,7 +207,7 @@ int main(int count, char **words) {
   cublasHandle_t blas;
   cublasCreate(&blas);
   int wrong = 0, checks = 0;
-  for (int m : {1, 2, 4, 5, 8})
+  for (int m : {1, 2, 4})
     for (int64_t n : {2, 132, 1002})
       for (int k : {32, 64, 256, 576, 2048, 2080, 4096, 6144, 14336})
         for (int form = 0; form < 3; form++)
@@ -227,7 +229,7 @@ int main(int count, char **words) {
   kvl_cuda_queue main_stream = q;
   main_stream.stream = 0; /* what dev::bench times */
   for (auto s : shapes)
-    for (int m : {1, 2, 4, 8}) {
+    for (int m : {1, 2, 4}) {
       problem p = {m, s.n, s.k, s.form, s.form != 1, false};
       p.open();
       bf16 *out = dev::alloc<bf16>(m * s.n);

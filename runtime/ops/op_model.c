@@ -35,11 +35,11 @@ static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char 
 static void join_parts(struct kvl_linear_args *g) {
   int64_t element = kvl_dtype_bytes((kvl_dtype)g->out_dtype);
   while (g->rows == 1 && g->parts > 1 &&
-         (char *)g->out[0] + g->columns[0] * element == g->out[1]) {
+         (char *)g->outs[0] + g->columns[0] * element == g->outs[1]) {
     g->columns[0] += g->columns[1];
     g->parts--;
     for (int i = 1; i < g->parts; i++)
-      g->out[i] = g->out[i + 1], g->columns[i] = g->columns[i + 1];
+      g->outs[i] = g->outs[i + 1], g->columns[i] = g->columns[i + 1];
   }
 }
 
@@ -60,7 +60,7 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
   for (int i = 0; i < parts; i++) {
     unsigned dtypes = i ? kvl__like(outs[0]) : kvl__like(x) | KVL__F32;
     if (!kvl__arg(c, "out", outs[i], dtypes, shapes[i])) break;
-    args.out[i] = outs[i]->ptr;
+    args.outs[i] = outs[i]->ptr;
     outputs += args.columns[i] = outs[i]->shape[1];
   }
   int64_t n = kvl__dim(c, "n"), each = form == KVL_LINEAR_SWIGLU ? 2 : 1;
@@ -77,6 +77,7 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
   }
   if (c->status < 0) return c->status;
   args.x = x->ptr;
+  args.out = args.outs[0];
   args.weight = weight->ptr;
   args.norm = norm ? norm->ptr : NULL;
   args.bias = bias ? bias->ptr : NULL;
