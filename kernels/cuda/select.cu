@@ -31,8 +31,11 @@
  *           5  teams that list what lies within a bracket: the times above, and still the
  *              search for long rows
  *           6  5, with rows of up to 9216 blocks in the registers of one thread block, which
- *              counts equal parts of the range of scores: [8,2049] k205 as a link of a chain
- *              - (5: 8.2, P19), [8,8192] k410 -, [128,2049] k205 -; kernels/dev/select.cu
+ *              counts equal parts of the range of scores. H200, kernels/dev/select.cu, one
+ *              cold launch and in brackets a link of a chain: [8,2049] k205 5.3 (2.3) us, 5
+ *              had 8.6 (5.9); [8,8192] k410 7.7 (4.6), 8.0 (5.9); [128,2049] k205 5.7 (4.0),
+ *              8.9 (6.2). A rehearsal with made-up scores before the wait, to bring the
+ *              instructions near, cost 2 to 3 us
  * Exact.    Source: Floyd and Rivest 1975; Alabi et al. 2012 (radix select) */
 #include "radix_select.cuh"
 #include "select_short.cuh"
@@ -129,6 +132,6 @@ KVL_CUDA_KERNEL(select) {
   const kvl_select_args &a = *(const kvl_select_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.seqs * a.selection_heads == 0) return KVL_OK;
-  if (a.max_blocks <= SHORT_MOST) return short_rows::launch<512, false>(a, q);
+  if (a.max_blocks <= SHORT_MOST) return short_rows::launch<512>(a, q);
   return select_long(a, q);
 }

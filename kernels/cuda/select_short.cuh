@@ -189,10 +189,8 @@ __device__ __forceinline__ void choose(shared_memory &s, float (&x)[EACH], int f
   }
 }
 
-/* EACH: blocks of the row that a thread has. REHEARSES: the thread block first goes through
- * the code with made-up scores, which brings the instructions near while the previous kernel
- * still runs. */
-template <int THREADS, int EACH, bool REHEARSES>
+/* EACH: blocks of the row that a thread has. */
+template <int THREADS, int EACH>
 __global__ void __launch_bounds__(THREADS)
     select_row(const __grid_constant__ kvl_select_args a,
                const __grid_constant__ divisor block_size) {
@@ -207,81 +205,63 @@ __global__ void __launch_bounds__(THREADS)
   __builtin_assume(__isGlobal(scores)), __builtin_assume(__isGlobal(selection));
 #pragma unroll
   for (int i = 0; i < BINS / THREADS; i++) s.count[i * THREADS + threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.few_count = 0;
 
-#pragma unroll 1
-  for (bool is_real = !REHEARSES;; is_real = true) {
-    if (threadIdx.x == 0) s.few_count = 0;
-    float x[EACH];
-    int length = INT_MAX;
-    if (is_real) {
-      wait_for_previous();
-      length = load_now(lens);
+  wait_for_previous();
+  const int length = load_now(lens);
+  float x[EACH];
 #pragma unroll
-      for (int j = 0; j < EACH; j++) x[j] = first + j * WARP < width ? scores[j * WARP] : NAN;
-    } else {
+  for (int j = 0; j < EACH; j++) x[j] = first + j * WARP < width ? scores[j * WARP] : NAN;
+  const row_choice row(a, blocks_of(length, block_size, a.max_blocks));
+  chosen<EACH> c;
+  c.bits = 0;
 #pragma unroll
-      for (int j = 0; j < EACH; j++) x[j] = (float)-((first + j * WARP) / 4);
-    }
-    const int n = blocks_of(length, block_size, a.max_blocks);
-    row_choice row(a, n);
-    if (!is_real) row.wanted = 5, row.is_choice = true; /* the first of four equal scores */
-    chosen<EACH> c;
-    c.bits = 0;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      const int i = first + j * WARP;
-      const bool is_rival = i >= row.sink && i < row.high;
-      if (!is_rival && i < row.n) c.bits |= 1u << j;
-      if (!is_rival || !(x[j] > -INFINITY)) x[j] = NAN; /* not eligible */
-    }
-    if (row.is_choice) {
-      choose<THREADS>(s, x, first, row.sink, row.high, row.wanted, c);
-    } else {
-      c.limit = row.wanted > 0;
-#pragma unroll
-      for (int j = 0; j < EACH; j++) c.bin[j] = x[j] == x[j] ? 0 : BINS;
-    }
-
-    uint32_t place[EACH], own = 0;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      const uint32_t word = __ballot_sync(ALL_LANES, c.has(j));
-      place[j] = own + __popc(word & ((1u << lane) - 1));
-      own += __popc(word);
-    }
-    if (lane == 0) s.taken[warp] = own;
-    __syncthreads();
-    const uint32_t of_warp = lane < THREADS / WARP ? s.taken[lane] : 0;
-    const uint32_t before = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
-    const int count = (int)__reduce_add_sync(ALL_LANES, of_warp);
-    if (!is_real) {
-      __syncthreads(); /* the next turn writes `taken` again */
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < EACH; j++)
-      if (c.has(j)) selection[before + place[j]] = first + j * WARP;
-#pragma unroll 1
-    for (int i = count + threadIdx.x; i < (int)a.max_selected; i += THREADS)
-      selection[i] = -1;
-    if (threadIdx.x == 0 && a.counts) a.counts[blockIdx.x] = count;
-    return;
+  for (int j = 0; j < EACH; j++) {
+    const int i = first + j * WARP;
+    const bool is_rival = i >= row.sink && i < row.high;
+    if (!is_rival && i < row.n) c.bits |= 1u << j;
+    if (!is_rival || !(x[j] > -INFINITY)) x[j] = NAN; /* not eligible */
   }
+  if (row.is_choice) {
+    choose<THREADS>(s, x, first, row.sink, row.high, row.wanted, c);
+  } else {
+    c.limit = row.wanted > 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) c.bin[j] = x[j] == x[j] ? 0 : BINS;
+  }
+
+  uint32_t place[EACH], own = 0;
+#pragma unroll
+  for (int j = 0; j < EACH; j++) {
+    const uint32_t word = __ballot_sync(ALL_LANES, c.has(j));
+    place[j] = own + __popc(word & ((1u << lane) - 1));
+    own += __popc(word);
+  }
+  if (lane == 0) s.taken[warp] = own;
+  __syncthreads();
+  const uint32_t of_warp = lane < THREADS / WARP ? s.taken[lane] : 0;
+  const uint32_t before = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+  const int count = (int)__reduce_add_sync(ALL_LANES, of_warp);
+#pragma unroll
+  for (int j = 0; j < EACH; j++)
+    if (c.has(j)) selection[before + place[j]] = first + j * WARP;
+#pragma unroll 1
+  for (int i = count + threadIdx.x; i < (int)a.max_selected; i += THREADS) selection[i] = -1;
+  if (threadIdx.x == 0 && a.counts) a.counts[blockIdx.x] = count;
 }
 
-template <int THREADS, bool REHEARSES>
-int launch(const kvl_select_args &a, const kvl_cuda_queue *q) {
+template <int THREADS> int launch(const kvl_select_args &a, const kvl_cuda_queue *q) {
   const divisor block_size((uint32_t)a.block_size);
   auto with = [&](auto kernel) {
     return launch_programmatic(kernel, dim3((unsigned)(a.seqs * a.selection_heads)), THREADS,
                                0, q, a, block_size);
   };
   constexpr auto each = [](int blocks) { return (blocks + THREADS - 1) / THREADS; };
-  if (a.max_blocks <= 1024) return with(select_row<THREADS, each(1024), REHEARSES>);
-  if (a.max_blocks <= 2560) return with(select_row<THREADS, each(2560), REHEARSES>);
-  if (a.max_blocks <= 4608) return with(select_row<THREADS, each(4608), REHEARSES>);
-  if constexpr (each(SHORT_MOST) > 32) return launch<512, REHEARSES>(a, q);
-  else return with(select_row<THREADS, each(SHORT_MOST), REHEARSES>);
+  if (a.max_blocks <= 1024) return with(select_row<THREADS, each(1024)>);
+  if (a.max_blocks <= 2560) return with(select_row<THREADS, each(2560)>);
+  if (a.max_blocks <= 4608) return with(select_row<THREADS, each(4608)>);
+  if constexpr (each(SHORT_MOST) > 32) return launch<512>(a, q);
+  else return with(select_row<THREADS, each(SHORT_MOST)>);
 }
 
 }  // namespace short_rows

@@ -1,5 +1,5 @@
-/* Block selection of short rows: select_short.cuh with 256, 512 and 1024 threads, with and
- * without a rehearsal, beside the search that long rows use (select.cu, radix_select.cuh).
+/* Block selection of short rows: select_short.cuh with 256, 512 and 1024 threads, beside the
+ * search that long rows use (select.cu, radix_select.cuh).
  * Compile: see dev.cuh. `select c` only checks.
  *
  * The times, in us:
@@ -7,10 +7,17 @@
  *   chain   a link of 50 calls in one graph, with programmatic edges: warm caches
  *   mixed   the same with a kernel of 128 KiB of instructions before each call, less the time
  *           of a chain of that kernel: the instructions of select are no longer in the SM
- * Expected of 512 threads: [8,2049] 4.5 cold, 3 chain, 4 mixed; [8,8192] 5.5 4 5.5. A link
- * takes 1 us, a load from the L2 0.7; after it follow about 470 instructions of each of four
- * warps that share a scheduler, which are 1900 cycles, 1 us, if nothing waits. With 256
- * threads they are 1350 cycles, of more instructions that differ. */
+ *
+ *                   long rows'           512 threads
+ *                cold chain mixed      cold chain mixed
+ *    [8,1024]    7.1   4.3   8.9       4.7   1.7   4.9    k 102
+ *    [8,2049]    8.6   5.9  12.6       5.3   2.3   8.2    k 205, also of 1 + 1e-3 N
+ *    [8,4097]    9.1   6.6  12.8       6.0   3.1   8.9    k 410
+ *    [8,8192]    8.0   5.9  12.1       7.7   4.6  11.9    k 410
+ *    [128,2049]  8.9   6.2  51.7       5.7   4.0  23.8    k 205
+ *    [512,8192] 26.5  22.6  53.4      22.5  18.0  49.8    k 512
+ * One H200, 2026-11-23; an empty launch 2.7. Expected of 512 threads were 4.5, 3 and 4 for
+ * [8,2049]: a chain is faster, and instructions that the SM does not have cost more. */
 #include <climits>
 #include <cstring>
 
@@ -25,12 +32,9 @@ struct variant {
   int (*run)(const kvl_select_args &, const kvl_cuda_queue *);
 };
 const variant variants[] = {{"long rows'", kvl::select_long},
-                            {"256", kvl::short_rows::launch<256, false>},
-                            {"512", kvl::short_rows::launch<512, false>},
-                            {"1024", kvl::short_rows::launch<1024, false>},
-                            {"256 r.", kvl::short_rows::launch<256, true>},
-                            {"512 r.", kvl::short_rows::launch<512, true>},
-                            {"1024 r.", kvl::short_rows::launch<1024, true>}};
+                            {"256", kvl::short_rows::launch<256>},
+                            {"512", kvl::short_rows::launch<512>},
+                            {"1024", kvl::short_rows::launch<1024>}};
 
 uint64_t state = 1;
 uint32_t random_bits() { /* splitmix64 */
