@@ -17,8 +17,13 @@
 --       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05]
 --       [--set cache=f8e4m3]
 --
+-- A file peers.jsonl in the results' folder, what bench/tokens_peers.py printed on the
+-- same GPU, is shown beside them: its rows have to read what dense attention reads.
+--
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
 -- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+local files = require "kvlab.files"
+local json = require "kvlab.json"
 local kv = require "kvlab"
 local llama = require "models.llama"
 
@@ -139,8 +144,28 @@ local function run(config)
            gb_s = 1e-9 * bytes / time, bytes_share = share }
 end
 
-local function tables(rows)
+--- The rows, and those of peers.jsonl for prompts that dense attention read, too.
+local function with_peers(rows, settings)
+  local all = {}
+  for i, row in ipairs(rows) do all[i] = row end
+  local text = files.read(settings.out .. "/peers.jsonl") or ""
+  for line in text:gmatch "[^\n]+" do
+    local peer = json.decode(line)
+    local dense = kv.table.where(rows, { prompts = peer.prompts, policy = "full" })[1]
+    if dense and peer.tokens_s then
+      local seen = dense.metrics
+      all[#all + 1] = { config = { prompts = peer.prompts, policy = peer.name },
+        metrics = { tokens_s = peer.tokens_s, ms = peer.ms, bytes = seen.bytes,
+                    speedup = peer.tokens_s / seen.tokens_s, bytes_share = 1,
+                    gb_s = 1e3 * seen.bytes / peer.ms } }
+    end
+  end
+  return all
+end
+
+local function tables(rows, settings)
   local list = {}
+  rows = with_peers(rows, settings)
   for _, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
     local function add(value, beside, format, text)
       list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
@@ -172,6 +197,9 @@ kv.experiment.run {
   metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share" },
   run = run,
   table = tables,
-  plot = { x = "bytes", y = "tokens_s", series = "policy", panel = "prompts", logx = true,
-           xlabel = "GB that a step has to read", ylabel = "tokens a second" },
+  plot = function(rows, settings)
+    return kv.plot.lines(with_peers(rows, settings), { x = "bytes", y = "tokens_s",
+      series = "policy", panel = "prompts", logx = true,
+      xlabel = "GB that a step has to read", ylabel = "tokens a second" })
+  end,
 }

@@ -26,7 +26,8 @@
 -- order in which they are written. A metric called `note` is a text that says why a row
 -- cannot be compared with the others, such as a budget that is exceeded: tables and plots
 -- mark the row, and `kvlab compare` leaves it out. `table` and `plot` may be lists, or
--- functions that take the rows and return what text_table.text and plot.svg take.
+-- functions that take the rows and settings, and return what text_table.text and
+-- plot.svg take.
 -- `environment` = { device, description, driver, versions } is needed only when the
 -- device is not the one that kv.device() opens.
 --
@@ -181,7 +182,9 @@ local function as_list(value)
 end
 
 local function make_tables(plan, rows)
-  if type(plan.table) == "function" then return as_list(plan.table(rows)) end
+  if type(plan.table) == "function" then
+    return as_list(plan.table(rows, plan.settings))
+  end
   local tables = {}
   for i, view in ipairs(plan.table or {}) do
     tables[i] = view.front and text_table.front(rows, view)
@@ -195,7 +198,7 @@ end
 local function make_plots(plan, rows)
   local described = {}
   if type(plan.plot) == "function" then
-    described = as_list(plan.plot(rows))
+    described = as_list(plan.plot(rows, plan.settings))
   else
     for i, view in ipairs(plan.plot or {}) do
       described[i] = plots.lines(rows, view)

@@ -375,13 +375,17 @@ random           0.80  2.40
       assert.equal(8, #lines())
     end)
 
-    it("and tables may come from functions of the rows", function()
+    it("and tables may come from functions of the rows and settings", function()
       plot.gnuplot = "kvlab-no-such-gnuplot"
       local seen
       run {
-        table = function(rows) return { header = { "rows" }, rows = { { #rows } } } end,
-        plot = function(rows)
+        table = function(rows, settings)
+          assert.equal(path "results.jsonl", settings.out .. "/results.jsonl")
+          return { header = { "rows" }, rows = { { #rows } } }
+        end,
+        plot = function(rows, settings)
           seen = #rows
+          assert.equal(path "results.jsonl", settings.out .. "/results.jsonl")
           return plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
             where = { context = 512 } })
         end,
