@@ -5,10 +5,11 @@
     python3 bench/tokens_peers.py > results/20_tokens_per_second/peers.jsonl
     ./kvlab run lua/experiments/20_tokens_per_second.lua --device=cuda     # shows both
 
-It needs torch, transformers and a GPU. A model of Llama-8B's shape with random weights in bf16 decodes greedily (attention by sdpa) after
-prompts whose keys and values are random numbers: a step takes as long as after real ones. Each row is
-the median of a few runs of steps. With --static, a static cache and a compiled model decode one
-prompt, too (a minute more). Prints JSON, an object a line; --quick runs a small shape on a CPU.
+It needs torch, transformers and a GPU. A model of Llama-8B's shape with random weights in bf16
+decodes greedily (attention by sdpa) after prompts whose keys and values are random numbers: a step
+takes as long as after real ones. Each row is the median of a few runs of steps. With --static, a
+static cache and a compiled model decode one prompt, too (a minute more). Prints JSON, an object a
+line; --quick runs a small shape on a CPU.
 """
 import argparse
 import json
