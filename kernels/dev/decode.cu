@@ -47,6 +47,7 @@
  * what bounds it: notes/20261121-decode.md. */
 #include <cuda_fp8.h>
 
+#include <cstdarg>
 #include <cstring>
 #include <string>
 
@@ -55,6 +56,15 @@
 
 extern "C" int kvl_dtype_bytes(int dtype) {
   return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
+}
+
+/* What the plug-in's error text is written with. */
+int kvl_cuda::fail(int status, const char *format, ...) {
+  va_list words;
+  va_start(words, format);
+  vfprintf(stderr, format, words);
+  va_end(words);
+  return status;
 }
 
 namespace {
