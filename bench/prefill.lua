@@ -52,10 +52,10 @@ end
 
 return function(b)
   local function length(n) return math.max(BLOCK, b:shrunk(n)) end
-  for _, row in ipairs { { 16384, 587 }, { 32768, 611 } } do
+  for _, row in ipairs { { 4096 }, { 16384, 587 }, { 32768, 611 } } do
     local n = length(row[1])
     b:case { id = "P5", name = ("prefill, causal, %d"):format(n),
-             setup = prefill(n, 0, true), target = { tflop_s = row[2] } }
+             setup = prefill(n, 0, true), target = row[2] and { tflop_s = row[2] } }
   end
   local chunk, history = length(4096), length(32768)
   b:case { id = "P5", name = ("prefill, %d over %d, all seen"):format(chunk, history),
