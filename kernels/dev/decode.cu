@@ -248,7 +248,9 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
   }
   a.out = memory.take((size_t)outs * kvl_dtype_bytes(p.out_dtype));
   a.lse = (float *)memory.take((size_t)rows * 4);
-  c.bytes_workspace = kvl_cuda_paged_attention_workspace(&a, sms);
+  kvl_hooked_attention_args hooked = {};
+  hooked.base = a;
+  c.bytes_workspace = kvl_cuda_paged_attention_workspace(&hooked, sms);
   a.workspace = memory.take(c.bytes_workspace);
   if (seqs) poison_tails<<<(unsigned)seqs, 64>>>(a);
   DEV_CHECK(cudaDeviceSynchronize());
@@ -363,7 +365,9 @@ struct harness {
         cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
   }
   void run(const call &c) {
-    if (kvl_cuda_paged_attention(&c.a, &q) < 0) exit(1);
+    kvl_hooked_attention_args hooked = {};
+    hooked.base = c.a;
+    if (kvl_cuda_paged_attention(&hooked, &q) < 0) exit(1);
   }
 };
 
