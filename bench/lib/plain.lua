@@ -39,17 +39,19 @@ __device__ unsigned read(const uint4 *x, int64_t packs, uint4 *to, int64_t packs
   const int64_t tile = (int64_t)blockDim.x * LOADS;
   const uint4 none = make_uint4(0, 0, 0, 0);
   uint4 sum = none;
+  constexpr int PAIRS = LOADS > 1 ? LOADS / 2 : 1;
   const int64_t pairs = 2 * packs_to <= packs && packs <= 2.1 * packs_to ? packs_to : 0;
-  for (int64_t t = blockIdx.x * tile; t < pairs; t += gridDim.x * tile) {
-    uint4 a[LOADS], b[LOADS];
+  const int64_t part = (int64_t)blockDim.x * PAIRS;
+  for (int64_t t = blockIdx.x * part; t < pairs; t += gridDim.x * part) {
+    uint4 a[PAIRS], b[PAIRS];
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
+    for (int i = 0; i < PAIRS; i++) {
       const int64_t p = t + i * blockDim.x + threadIdx.x;
       a[i] = p < pairs ? __ldcs(x + p) : none;
       b[i] = p < pairs ? __ldcs(x + pairs + p) : none;
     }
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) {
+    for (int i = 0; i < PAIRS; i++) {
       const int64_t p = t + i * blockDim.x + threadIdx.x;
       a[i] = both(a[i], b[i]);
       if (p < pairs) to[p] = a[i];
