@@ -199,7 +199,7 @@ kv.experiment.run {
   table = tables,
   plot = function(rows, settings)
     return kv.plot.lines(with_peers(rows, settings), { x = "bytes", y = "tokens_s",
-      series = "policy", panel = "prompts", logx = true,
+      series = "policy", panel = "prompts", logy = true,
       xlabel = "GB that a step has to read", ylabel = "tokens a second" })
   end,
 }
