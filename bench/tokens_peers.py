@@ -68,7 +68,8 @@ def steps(model, forward, cache, sequences, tokens):
 
 
 def show(name, sequences, tokens, seconds):
-    print(json.dumps({"name": name, "prompts": f"{sequences}x{tokens // 1024}K", "ms": seconds * 1e3,
+    size = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+    print(json.dumps({"name": name, "prompts": f"{sequences}x{size}", "ms": seconds * 1e3,
                       "tokens_s": sequences / seconds}), flush=True)
 
 

@@ -334,10 +334,11 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
 int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                const kvl_tensor *weight, const kvl_tensor *bias, int form,
                const kvl_tensor *out);
-/* The plain form with the columns of y in several tensors: outs[0] takes the first ones, the
- * next tensor those that follow. They have n columns in all, and one dtype. This is how one
- * product makes q, k and v.
- *  outs   like x, or f32 [rows, columns of its own]   1 to 3 tensors, that share no memory */
+/* kvl_linear in the plain form, with y divided by columns over several tensors: outs[0] takes
+ * the first columns, outs[1] the next ones. Together they have n columns; all have one dtype.
+ * This is how one call makes q, k and v.
+ *  outs  like x, or f32  [rows, its own columns]  1 to 3 tensors that share no memory with
+ *                                                 each other or with an input */
 int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);

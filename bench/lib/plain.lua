@@ -31,7 +31,7 @@ local GRIDS = {
 -- Where about twice as much is read as written, reads and writes take turns: each pack
 -- that is written is made of two. Otherwise the writes come last.
 local CUDA = [[
-__device__ uint4 both(uint4 a, uint4 b) {
+__device__ uint4 xor_of(uint4 a, uint4 b) {
   return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w);
 }
 template <int LOADS>
@@ -53,9 +53,9 @@ __device__ unsigned read(const uint4 *x, int64_t packs, uint4 *to, int64_t packs
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       const int64_t p = t + i * blockDim.x + threadIdx.x;
-      a[i] = both(a[i], b[i]);
+      a[i] = xor_of(a[i], b[i]);
       if (p < pairs) to[p] = a[i];
-      sum = both(sum, a[i]);
+      sum = xor_of(sum, a[i]);
     }
   }
   for (int64_t t = 2 * pairs + blockIdx.x * tile; t < packs; t += gridDim.x * tile) {
@@ -66,7 +66,7 @@ __device__ unsigned read(const uint4 *x, int64_t packs, uint4 *to, int64_t packs
       at[i] = p < packs ? __ldcs(x + p) : none;
     }
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) sum = both(sum, at[i]);
+    for (int i = 0; i < LOADS; i++) sum = xor_of(sum, at[i]);
   }
   const unsigned all = sum.x ^ sum.y ^ sum.z ^ sum.w;
   if (pairs > 0) return all;

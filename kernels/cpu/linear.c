@@ -3,7 +3,8 @@
  *   x     f32 f16 bf16   [rows, k]
  *   norm  like x or f32  [k], optional
  *   weight like x [n, k], bias like x [n], optional
- *   out   like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; or several
+ *   out   like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
+ *                        [rows, columns[i]] each
  * The kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time; y is
  * in f32. What they add to a decode step is small enough that no threads are woken for it.
  * Limit: that of matmul.
@@ -96,7 +97,8 @@ static int finish_piece(const void *args, int64_t begin, int64_t end) {
   return 0;
 }
 
-/* The product of `rows` rows from row `first` on, given as x or normalised. g has one part. */
+/* Multiplies `rows` rows, which begin at row `first`; x has them, normalised if there is a
+ * norm. g has one part. */
 static int multiply_panel(const struct kvl_linear_args *g, const void *x, int64_t first,
                           int64_t rows, float *y, void *workspace, void *queue) {
   struct panel p = panel_of(g);

@@ -4,7 +4,8 @@
  *   norm    like x or f32  [k], optional
  *   weight  like x         [n, k]
  *   bias    like x         [n], optional
- *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; or several
+ *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
+ *                          [rows, columns[i]] each
  * The few rows of a decode step are one launch on Hopper (linear_rows.cuh). Otherwise the
  * kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a
  * small one finishes it; y is then rounded to x's dtype.
@@ -90,18 +91,23 @@ struct panel {
     auto bytes = [&](int64_t columns) {
       return ((size_t)(rows * columns) * element + 255) / 256 * 256;
     };
-    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias && g.parts == 1;
+    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias &&
+                  (g.parts == 1 || g.rows > FEW_ROWS);
     bytes_h = g.norm ? bytes(g.k) : 0;
     bytes_y = is_finished ? 0 : bytes(g.n);
+    /* What is NULL here comes from the allocator, so it is aligned. */
+    product.a = g.norm ? nullptr : g.x, product.out = is_finished ? g.out : nullptr;
     product.b = g.weight, product.batch = 1, product.transpose_b = 1;
     product.m = rows, product.n = g.n, product.k = g.k;
     product.dtype = g.dtype, product.out_dtype = is_finished ? g.out_dtype : g.dtype;
   }
 };
 
-/* `rows` rows from row `first` on, given as x or normalised. */
+/* Multiplies `rows` rows, which begin at row `first`; x has them, normalised if there is a
+ * norm. */
 int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64_t rows,
                    void *y, void *workspace, kvl_cuda_queue *q) {
+  if (g.n == 0) return KVL_OK;
   panel p(g);
   const int64_t outputs = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
   const size_t to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;

@@ -35,7 +35,7 @@
  *              cold launch and in brackets a link of a chain: [8,2049] k205 5.3 (2.3) us, 5
  *              had 8.6 (5.9); [8,8192] k410 7.7 (4.6), 8.0 (5.9); [128,2049] k205 5.7 (4.0),
  *              8.9 (6.2). A rehearsal with made-up scores before the wait, to bring the
- *              instructions near, cost 2 to 3 us
+ *              instructions near, cost 2 us cold and 0.3 in a chain
  * Exact.    Source: Floyd and Rivest 1975; Alabi et al. 2012 (radix select) */
 #include "radix_select.cuh"
 #include "select_short.cuh"

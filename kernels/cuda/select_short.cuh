@@ -7,11 +7,11 @@
  *   few     the scores of that bin are all compared with each other, if there are up to FEW.
  *           If there are more, the bin is the range of another turn
  *   write   the place of each taken block in index order
- * A turn always leaves a smaller range. The first divides the range of scores, the next ones
- * (three at most) that of their bit patterns, in the order of the numbers; equal scores are
- * replaced by their indices, of which a bin holds few. Two bins or more are in use, because a
- * range ends in different bins, and every mapping to bins is monotonic: so the result is
- * exact whatever the rounding is.
+ * Every turn leaves a smaller range: its two ends fall into different bins, so no bin has all
+ * of it. The first turn divides the range of the scores (or of their bit patterns, if that
+ * range is above 2^100 or below 2^-100), the next ones that of the bit patterns, three turns
+ * at most. Equal scores are replaced by their indices, of which a bin holds few. Every mapping
+ * to bins is monotonic, so the result is exact whatever the rounding is.
  *
  * The time is latency: 7 barriers for scores that differ, about 20 shuffles and reductions of
  * a warp in a row, and one load from memory that others have written. */
@@ -49,7 +49,7 @@ struct shared_memory {
 };
 
 /* The order keys of the highest and the lowest number over the thread block; one that is NaN
- * does not count. Has a barrier. When all are NaN, the highest is 0. */
+ * does not count. Has a barrier. When all are NaN, both are 0. */
 template <int THREADS, int N>
 __device__ __forceinline__ void range_of(shared_memory &s, const float (&x)[N],
                                          uint32_t *highest, uint32_t *lowest) {
@@ -124,8 +124,9 @@ template <int EACH> struct chosen {
   __device__ __forceinline__ bool has(int j) const { return bin[j] < limit || bits >> j & 1; }
 };
 
-/* Adds the `need` first of the numbers x of the thread block that are not NaN. This thread
- * has those of blocks first + j * WARP, all within low ... high - 1. */
+/* Marks in c the `need` highest of the thread block's numbers x that are not NaN; of equal
+ * ones, those with the lower index. This thread has those of blocks first + j * WARP, all
+ * within low ... high - 1. */
 template <int THREADS, int EACH>
 __device__ __forceinline__ void choose(shared_memory &s, float (&x)[EACH], int first, int low,
                                        int high, uint32_t need, chosen<EACH> &c) {
@@ -260,6 +261,7 @@ template <int THREADS> int launch(const kvl_select_args &a, const kvl_cuda_queue
   if (a.max_blocks <= 1024) return with(select_row<THREADS, each(1024)>);
   if (a.max_blocks <= 2560) return with(select_row<THREADS, each(2560)>);
   if (a.max_blocks <= 4608) return with(select_row<THREADS, each(4608)>);
+  /* For kernels/dev/select.cu: 256 threads would hold more than 32 each. */
   if constexpr (each(SHORT_MOST) > 32) return launch<512>(a, q);
   else return with(select_row<THREADS, each(SHORT_MOST)>);
 }

@@ -11,13 +11,14 @@
  *                   long rows'           512 threads
  *                cold chain mixed      cold chain mixed
  *    [8,1024]    7.1   4.3   8.9       4.7   1.7   4.9    k 102
- *    [8,2049]    8.6   5.9  12.6       5.3   2.3   8.2    k 205, also of 1 + 1e-3 N
+ *    [8,2049]    8.6   5.9  12.6       5.3   2.3   8.2    k 205; scores of 1 + 1e-3 N(0, 1) take as long
  *    [8,4097]    9.1   6.6  12.8       6.0   3.1   8.9    k 410
  *    [8,8192]    8.0   5.9  12.1       7.7   4.6  11.9    k 410
  *    [128,2049]  8.9   6.2  51.7       5.7   4.0  23.8    k 205
  *    [512,8192] 26.5  22.6  53.4      22.5  18.0  49.8    k 512
- * One H200, 2026-11-23; an empty launch 2.7. Expected of 512 threads were 4.5, 3 and 4 for
- * [8,2049]: a chain is faster, and instructions that the SM does not have cost more. */
+ * One H200, 2026-11-23; an empty launch 2.7. The estimate for [8,2049] with 512 threads was 4.5
+ * cold, 3 in a chain and 4 mixed. A chain is faster than that; instructions that have left the
+ * SM cost more. */
 #include <climits>
 #include <cstring>
 

@@ -17,8 +17,9 @@
 --       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05]
 --       [--set cache=f8e4m3]
 --
--- A file peers.jsonl in the results' folder, what bench/tokens_peers.py printed on the
--- same GPU, is shown beside them: its rows have to read what dense attention reads.
+-- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
+-- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
+-- over a bf16 cache, which is what they have to read.
 --
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
 -- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
@@ -144,14 +145,15 @@ local function run(config)
            gb_s = 1e-9 * bytes / time, bytes_share = share }
 end
 
---- The rows, and those of peers.jsonl for prompts that dense attention read, too.
+--- The rows, and the rows of peers.jsonl whose prompts dense attention has decoded, too.
 local function with_peers(rows, settings)
   local all = {}
   for i, row in ipairs(rows) do all[i] = row end
   local text = files.read(settings.out .. "/peers.jsonl") or ""
   for line in text:gmatch "[^\n]+" do
     local peer = json.decode(line)
-    local dense = kv.table.where(rows, { prompts = peer.prompts, policy = "full" })[1]
+    local dense = kv.table.where(rows, { prompts = peer.prompts, policy = "full",
+                                         cache = "bf16", model = "8b" })[1]
     if dense and peer.tokens_s then
       local seen = dense.metrics
       all[#all + 1] = { config = { prompts = peer.prompts, policy = peer.name },

@@ -193,8 +193,8 @@ function M.random_weights(seed)
   end
 end
 
---- Reads matrices (or biases) into one tensor, one below the other: then tokens are
--- multiplied with all of them at once.
+--- Reads matrices (or biases) into one tensor, one below the other, so that one call
+-- multiplies tokens with all of them.
 ---@param get fun(name: string, shape: integer[]): kvlab.Tensor
 ---@param names string[]
 ---@param rows integer[]      rows[i] are those of names[i]

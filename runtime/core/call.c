@@ -94,7 +94,8 @@ static void fail_mismatch(struct kvl__call *call, const char *name, int name_len
 
 /* Is this the name of what an op writes? */
 static int is_result(const char *name, int length) {
-  static const char *const names[] = {"out", "dst", "t", "residual"};
+  static const char *const names[] = {"out",     "dst",     "t",      "residual",
+                                      "outs[0]", "outs[1]", "outs[2]"};
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
     if ((int)strlen(names[i]) == length && !memcmp(names[i], name, (size_t)length)) return 1;
   return 0;

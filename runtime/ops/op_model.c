@@ -31,7 +31,8 @@ static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char 
     kvl__call_fail(c, "out shares memory with %s, expected memory of its own", name);
 }
 
-/* Parts of one row that lie one after the other are one part: the result's row. */
+/* Joins parts of a single row that follow each other in memory, from the first part on: they
+ * are one result. */
 static void join_parts(struct kvl_linear_args *g) {
   int64_t element = kvl_dtype_bytes((kvl_dtype)g->out_dtype);
   while (g->rows == 1 && g->parts > 1 &&
@@ -48,6 +49,7 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
                   const kvl_tensor *const *outs, int parts) {
   static const char *const shapes[KVL_LINEAR_PARTS] = {"rows outputs", "rows outputs2",
                                                        "rows outputs3"};
+  static const char *const names[KVL_LINEAR_PARTS] = {"outs[0]", "outs[1]", "outs[2]"};
   struct kvl_linear_args args = {.parts = parts};
   kvl__arg(c, "x", x, KVL__FLOAT, "rows k");
   kvl__arg(c, "norm?", norm, kvl__like(x) | KVL__F32, "k");
@@ -59,7 +61,8 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
   int64_t outputs = 0;
   for (int i = 0; i < parts; i++) {
     unsigned dtypes = i ? kvl__like(outs[0]) : kvl__like(x) | KVL__F32;
-    if (!kvl__arg(c, "out", outs[i], dtypes, shapes[i])) break;
+    const char *name = parts > 1 ? names[i] : "out";
+    if (!kvl__arg(c, name, outs[i], dtypes, shapes[i])) break;
     args.outs[i] = outs[i]->ptr;
     outputs += args.columns[i] = outs[i]->shape[1];
   }

@@ -81,18 +81,26 @@ describe("linear", function()
            norm_dtype = "f32", extras = true }
   end
 
-  for _, rows in ipairs { 0, 1, 3, 8, 49 } do
-    for _, dtype in ipairs { "f32", "bf16" } do
-      local s = { form = "plain", rows = rows, k = 64, n = 22, outputs = 22,
-                  dtype = dtype, extras = rows % 2 == 1 }
-      local sizes, rel = { 12, 4, 6 }, dtype == "f32" and 1e-5 or 4 * S.eps.bf16
-      S.agrees(("%d rows of %s in three parts"):format(rows, dtype), function(dev)
+  for at, o in ipairs { { 0 }, { 1 }, { 1, joined = true }, { 3 }, { 8 }, { 49 }, { 64 },
+                        { 65 }, { 130, sizes = { 16, 0, 6 } } } do
+    local rows = o[1]
+    local sizes = o.sizes or at % 2 == 0 and { 12, 4, 6 } or { 16, 8, 24 }
+    local n = sizes[1] + sizes[2] + sizes[3]
+    for turn, dtype in ipairs { "f32", "bf16", "bf16" } do
+      local out = turn == 3 and "f32" or dtype
+      local s = { form = "plain", rows = rows, k = 64, n = n, outputs = n, dtype = dtype,
+                  out = out, extras = (rows + turn) % 2 == 1 }
+      local rel = dtype == "f32" and 1e-5 or 4 * S.eps.bf16
+      local name = ("%d rows of %s in three parts of %s, %d columns%s"):format(rows,
+        dtype, out, n, o.joined and ", joined" or "")
+      S.agrees(name, function(dev)
         local i, parts, gathered = inputs(s), {}, {}
-        -- apart, and for one row in a row of their own: then they are one part
-        local row, first = S.poisoned(dev, dtype, { 22 }), 0
+        -- Several rows: a tensor for each part. One row, joined: the parts follow each
+        -- other in memory, and the op takes them for one.
+        local row, first = S.poisoned(dev, out, { n }), 0
         for p, size in ipairs(sizes) do
-          parts[p] = rows == 1 and row:narrow(first, size):reshape { 1, size }
-            or S.poisoned(dev, dtype, { rows, size })
+          parts[p] = o.joined and row:narrow(first, size):reshape { 1, size }
+            or S.poisoned(dev, out, { rows, size })
           first = first + size
         end
         kv.ops.linear(i.x:to(dev), i.weight:to(dev), parts, "plain",
@@ -104,6 +112,26 @@ describe("linear", function()
         end
         return gathered
       end, function() return want(s) end, 2 * rel, rel)
+    end
+  end
+
+  for rows = 1, 3 do
+    for _, extras in ipairs { false, true } do
+      local s = { form = "plain", rows = rows, k = 40, n = 22, outputs = 22,
+                  dtype = "bf16", extras = extras }
+      S.agrees(("views that begin anywhere: %d rows%s"):format(rows,
+        extras and ", normalised, with a bias" or ""), function(dev)
+        local i = inputs(s)
+        local function view(x) -- two bytes after a multiple of 16
+          local room = S.poisoned(dev, "bf16", { tonumber(x.count) + 1 })
+          local flat = room:narrow(1, tonumber(x.count)):copy_(x:reshape { -1 })
+          return flat:reshape(x:dims())
+        end
+        local out = view(S.poisoned(dev, "bf16", { rows, 22 }))
+        kv.ops.linear(view(i.x), view(i.weight), out, "plain",
+          i.norm and view(i.norm) or nil, 1e-5, i.bias and view(i.bias) or nil)
+        return out
+      end, function() return want(s) end, 8 * S.eps.bf16, 4 * S.eps.bf16)
     end
   end
 
@@ -172,7 +200,7 @@ describe("linear", function()
     S.raises("out has 3 columns and weight 6 rows", kv.ops.linear, x, w,
       { one, one:clone(), one:clone() }, "plain")
     S.raises("out[2] is 3, expected a tensor", kv.ops.linear, x, w, { one, 3 }, "plain")
-    S.raises("out is bf16 [2, 5], expected f32", kv.ops.linear, x, w,
+    S.raises("outs[1] is bf16 [2, 5], expected f32", kv.ops.linear, x, w,
       { one, five:cast "bf16" }, "plain")
     local three = zeros(2, 3)
     S.raises("out shares memory with another out", kv.ops.linear, x, w,
@@ -183,5 +211,6 @@ describe("linear", function()
       { one, five }, "add")
     S.fails(kv.C.kvl_linear_parts(x, nil, 0, w, nil, nil, 1), "linear_parts",
       "outs has 0 tensors")
+    S.raises("outs[1] is frozen", kv.ops.linear, x, w, { one, five:freeze() }, "plain")
   end)
 end)

@@ -69,24 +69,24 @@ end
 --- A projection y = h @ weight^T + bias with what belongs to it, in one op. h is x, or
 -- with a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or
 -- silu(first half of y) * its second half ("swiglu", with two rows of weight for each
--- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu. A
--- plain one may have up to three tensors as `out`, in a list: the first takes the first
--- columns of y, and so on. That is how one product makes q, k and v.
+-- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu. In
+-- the plain form `out` may be a list of up to three tensors: the first takes the first
+-- columns of y, the second the next, and so on. That is how one call makes q, k and v.
 function M.linear(x, weight, out, form, norm, eps, bias)
   expect_tensor("linear", "x", x)
   expect_tensor("linear", "weight", weight)
-  local number, parts = FORMS[form], nil
+  local number = FORMS[form]
   if not number then argument("linear", "form", form, FORM) end
   if norm ~= nil then
     expect_tensor("linear", "norm", norm)
     argument("linear", "eps", eps, options.number)
   end
   if bias ~= nil then expect_tensor("linear", "bias", bias) end
-  if type(out) == "table" then parts = parts_of(out, form)
-  else expect_tensor("linear", "out", out) end
-  if parts then
+  if type(out) == "table" then
+    local parts = parts_of(out, form)
     check(C.kvl_linear_parts(x, norm, eps or 0, weight, bias, PARTS, parts))
   else
+    expect_tensor("linear", "out", out)
     check(C.kvl_linear(x, norm, eps or 0, weight, bias, number, out))
   end
   return out
