@@ -3,8 +3,9 @@
 --
 -- K2 has a row for each summary and score of the policies, as expressions
 -- (bench/lib/shipped.lua); the note has what the shipped policy's ops and tensor ops
--- take. The calls of a row are interleaved, and each time is the least of several.
+-- take. The calls of a row are interleaved.
 local kv = require "kvlab"
+local median = require("kvlab.experiment.statistics").median
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
 local shipped = require "bench.lib.shipped"
@@ -130,13 +131,14 @@ end
 local REPEATS = 15
 local WAYS = { "expression", "hand", "tensors" }
 
---- The least time of each function in microseconds, and its launches. The calls
+--- The median time of each function in microseconds, and its launches. The calls
 -- alternate, so that what disturbs one disturbs all.
-local function least_times(b, fns)
+local function median_times(b, fns)
   local from, to, stream = b.device:open_event(), b.device:open_event(), b.device:stream()
-  local us, launches = {}, {}
+  local times, us, launches = {}, {}, {}
   for i = 0, b.quick and 1 or REPEATS do
     for way, fn in pairs(fns) do
+      times[way] = times[way] or {}
       b:flush()
       local before = b.device:stats().launches
       from:record(stream)
@@ -144,9 +146,10 @@ local function least_times(b, fns)
       to:record(stream)
       launches[way] = b.device:stats().launches - before
       local time = from:elapsed_us(to)
-      if i > 0 then us[way] = math.min(us[way] or math.huge, time) end
+      if i > 0 then times[way][i] = time end
     end
   end
+  for way in pairs(fns) do us[way] = median(times[way]) end
   from:close()
   to:close()
   return us, launches
@@ -160,7 +163,7 @@ local function policy_row(case, what)
     local rig = shipped.rig(b.device, { dtype = "bf16", query_dtype = "bf16",
       group = case.group or paged.GROUP, kv_heads = KV_HEADS, block_size = BLOCK,
       head_dim = DIM, lens = lens })
-    local fns, plan = {}, nil
+    local fns, plan, way_of = {}, nil, nil
     for _, name in ipairs(WAYS) do
       local way = case[name] and case[name](rig)
       if way and way.update then way.update(rig.ev) end
@@ -172,9 +175,11 @@ local function policy_row(case, what)
           way.score(rig.ctx)
         end
       end
-      if name == "expression" then plan = shipped.plan(way, what) end
+      if name == "expression" then
+        plan, way_of = shipped.kernel(way, what).plan, way
+      end
     end
-    local us, launches = least_times(b, fns)
+    local us, launches = median_times(b, fns)
     local note = ("%d launch%s"):format(launches.expression,
       launches.expression == 1 and "" or "es")
     for i = 2, #WAYS do
@@ -184,7 +189,12 @@ local function policy_row(case, what)
           or "tensor ops", us[way], launches[way])
       end
     end
-    return { us = us.expression, bytes = show.bytes(plan, rig.blocks), note = note }
+    local written = 4 * rig.blocks * KV_HEADS -- a score's
+    if what == "summary" then
+      written = rig.blocks * KV_HEADS * way_of.policy.summary:bytes_block()
+    end
+    return { us = us.expression, bytes = show.bytes(plan, rig.blocks), written = written,
+             note = note }
   end
 end
 

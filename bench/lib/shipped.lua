@@ -112,14 +112,13 @@ local function by_ops(summary, fields)
     score = function(ctx) return kv.ops.score_mean(ctx.query, summary, ctx) end }
 end
 
---- The plan of the kernel that an expression's summary or score runs.
+--- The kernel that an expression's summary or score runs.
 ---@param what string  summary or score
----@return kvlab.Plan
-function M.plan(way, what)
+---@return kvlab.Kernel
+function M.kernel(way, what)
   local p = way.policy
-  if what == "summary" then return p.summary.kernel.plan end
-  local kernel = p.score_kernel or select(2, next(p.map_kernels))
-  return kernel.plan
+  if what == "summary" then return p.summary.kernel end
+  return p.score_kernel or select(2, next(p.map_kernels))
 end
 
 -- ---- tensor ops -----------------------------------------------------------------------

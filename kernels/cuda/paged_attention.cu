@@ -19,7 +19,7 @@
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
- *                              more than 32 heads: TMA, wgmma, split-KV where there are few
+ *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
@@ -130,16 +130,13 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   return p;
 }
 
-/* dim_lanes: lanes side by side over a row's dims. With fewer of them a warp reads more
- * partial results at once. */
 int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
                    const kvl_cuda_queue *q) {
   if (p.shares == 1) return KVL_OK;
   int status = prefer_shared<paged_combine>(q);
   if (status < 0) return status;
   int64_t cuts = a.seqs < p.shares ? a.seqs : p.shares, parts = p.shares / cuts + 2;
-  int dim_lanes = 32;
-  while (dim_lanes > 1 && 32 / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
+  const int dim_lanes = combine_dim_lanes(parts);
   int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
   int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
   return launch_programmatic(paged_combine, (unsigned)(blocks < full ? blocks : full),

@@ -7,12 +7,78 @@
 
 namespace kvl {
 
-/* A warp takes 4 * dim_lanes dims of one such row. It reads 32 / dim_lanes partial results
- * side by side, up to five in flight per lane, and then joins them across the lanes. On
- * devices that can, the kernel starts while the decode still runs (an SM has registers for
- * one block of it beside the decode's), works out what it has to join, and waits for the
- * decode. */
 constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
+
+/* How the lanes of a warp share the partial results of a row: it takes 4 * dim_lanes dims and
+ * reads 32 / dim_lanes of them side by side, up to five in flight per lane. */
+inline int combine_dim_lanes(int64_t parts) {
+  int dim_lanes = WARP;
+  while (dim_lanes > 1 && WARP / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
+  return dim_lanes;
+}
+struct combine_lanes {
+  int dim_lanes, side, mine;
+  __device__ explicit combine_lanes(int n)
+      : dim_lanes(n), side(WARP / n), mine(threadIdx.x % WARP / n) {}
+  /* The dim of this lane's four, of the warp's piece number `piece` of a row. */
+  __device__ int dim(int piece) const {
+    return (piece * dim_lanes + threadIdx.x % WARP % dim_lanes) * 4;
+  }
+};
+/* Joins `count` partial results, of which number i has row part(i) of `out` [, head_dim] and
+ * `lse`. All lanes get the maximum and the sum of weights, and lanes with mine == 0 their four
+ * dims. */
+template <class F>
+__device__ __forceinline__ void join_parts(const combine_lanes &l, const float *out,
+                                           const float *lse_of, int head_dim, int dim,
+                                           int count, F part, float (&x)[4], float &m,
+                                           float &sum) {
+  m = -INFINITY;
+  sum = x[0] = x[1] = x[2] = x[3] = 0.f;
+  for (int base = l.mine; base < count; base += COMBINE_AT_ONCE * l.side) {
+    float lse[COMBINE_AT_ONCE];
+    float4 y[COMBINE_AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+      const int i = base + j * l.side;
+      const int64_t row = part(i);
+      lse[j] = i < count ? lse_of[row] : -INFINITY;
+      y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (i < count && dim < head_dim) y[j] = *(const float4 *)(out + row * head_dim + dim);
+    }
+    float top = m;
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) top = fmaxf(top, lse[j]);
+    const float shift = finite_shift(top), down = exp2_fast(m - shift);
+    m = top;
+    sum *= down;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] *= down;
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+      const float weight = exp2_fast(lse[j] - shift);
+      sum += weight;
+      x[0] += weight * y[j].x;
+      x[1] += weight * y[j].y;
+      x[2] += weight * y[j].z;
+      x[3] += weight * y[j].w;
+    }
+  }
+  const float top = warp_max(m), down = exp2_fast(m - finite_shift(top));
+  m = top;
+  sum *= down;
+#pragma unroll
+  for (int e = 0; e < 4; e++) x[e] *= down;
+  for (int step = l.dim_lanes; step < WARP; step *= 2) {
+    sum += __shfl_xor_sync(ALL_LANES, sum, step);
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
+  }
+}
+
+/* A warp takes some dims of a row. On devices that can, the kernel starts while the decode
+ * still runs (an SM has registers for one block of it beside the decode's), works out what it
+ * has to join, and waits for the decode. */
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     paged_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ split_place place, int dim_lanes) {
@@ -20,20 +86,20 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   let_next_start();
   /* The lengths may be read before the wait: the decode kernel waited for them. */
   const split_plan plan(a, place, sums);
-  const int lane = threadIdx.x % WARP, side = WARP / dim_lanes, mine = lane / dim_lanes;
+  const combine_lanes lanes(dim_lanes);
   const int head_dim = a.cache.head_dim;
   /* A row that was cut is found by its sequence or, when there are more sequences than
    * shares, by the share in which its sequence begins. */
   const bool by_sequence = a.seqs <= place.shares;
   const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
   const int units = (int)place.units.by;
-  const int items = (by_sequence ? (int)a.seqs : (int)plan.shares) * units * place.rows *
-                    pieces;
+  const int items = (by_sequence ? (int)a.seqs : (int)plan.shares.count) * units *
+                    place.rows * pieces;
   bool waited = false;
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
     int rest = item / pieces;
-    const int dim = (item - rest * pieces) * dim_lanes * 4 + lane % dim_lanes * 4;
+    const int dim = lanes.dim(item - rest * pieces);
     const int row = rest % place.rows;
     rest /= place.rows;
     const int unit = rest % units;
@@ -41,60 +107,25 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     uint32_t first, share;
     if (by_sequence) {
       first = plan.first_of(seq);
-      share = plan.share_of(first);
+      share = plan.shares.of(first);
     } else {
       share = seq;
-      seq = plan.find(plan.begin(share + 1) - 1, first);
-      if (first < plan.begin(share)) continue;
+      seq = plan.find(plan.shares.begin(share + 1) - 1, first);
+      if (first < plan.shares.begin(share)) continue;
     }
-    const int count = (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
+    const int count = (int)(plan.shares.of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
     if (!waited) wait_for_previous();
     waited = true;
 
-    float m = -INFINITY, sum = 0.f, x[4] = {};
-    const bool has = dim < head_dim;
-    for (int base = mine; base < count; base += COMBINE_AT_ONCE * side) {
-      float lse[COMBINE_AT_ONCE];
-      float4 y[COMBINE_AT_ONCE];
-#pragma unroll
-      for (int j = 0; j < COMBINE_AT_ONCE; j++) {
-        const int i = base + j * side;
-        const int64_t part = place.part(share + i, seq, a.seqs, unit, i == 0) * place.rows +
-                             row;
-        lse[j] = i < count ? place.lse[part] : -INFINITY;
-        y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (i < count && has) y[j] = *(const float4 *)(place.out + part * head_dim + dim);
-      }
-      float top = m;
-#pragma unroll
-      for (int j = 0; j < COMBINE_AT_ONCE; j++) top = fmaxf(top, lse[j]);
-      const float shift = finite_shift(top), down = exp2_fast(m - shift);
-      m = top;
-      sum *= down;
-#pragma unroll
-      for (int e = 0; e < 4; e++) x[e] *= down;
-#pragma unroll
-      for (int j = 0; j < COMBINE_AT_ONCE; j++) {
-        const float weight = exp2_fast(lse[j] - shift);
-        sum += weight;
-        x[0] += weight * y[j].x;
-        x[1] += weight * y[j].y;
-        x[2] += weight * y[j].z;
-        x[3] += weight * y[j].w;
-      }
-    }
-    const float top = warp_max(m), down = exp2_fast(m - finite_shift(top));
-    sum *= down;
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] *= down;
-    for (int step = dim_lanes; step < WARP; step *= 2) {
-      sum += __shfl_xor_sync(ALL_LANES, sum, step);
-#pragma unroll
-      for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
-    }
-    if (mine == 0 && has) write_part(a, place, -1, rows, row, dim, x, top, sum, 1.f);
+    float m, sum, x[4];
+    auto part = [&](int i) {
+      return place.part(share + i, seq, a.seqs, unit, i == 0) * place.rows + row;
+    };
+    join_parts(lanes, place.out, place.lse, head_dim, dim, count, part, x, m, sum);
+    if (lanes.mine == 0 && dim < head_dim)
+      write_part(a, place, -1, rows, row, dim, x, m, sum, 1.f);
   }
   if (!waited) wait_for_previous();
 }

@@ -1,6 +1,6 @@
 /* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype or f8e4m3, head_dim
  * 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
- * than 32 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+ * than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
@@ -171,7 +171,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
    * one kind of bias. Then bias and exponentials do not wait for each other. */
   const bool capped = a.soft_cap > 0.f;
   const bool at_once = !capped + !a.alibi + !H::ACTIVE >= 2;
-  auto weigh_run = [&] {
+  auto weigh_run = [&](bool tiny) {
     const float late = load_late(shape::F8 ? key_size : memory.scale);
     const float by = rule.scale * late;
     const float shift[2] = {finite_shift(x.m[0]), finite_shift(x.m[1])};
@@ -182,7 +182,8 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
         return hook(s * by, of[r], key) - shift[r];
       });
     } else if (capped) {
-      x.weigh_capped(scale, sum, by, rule.cap, shift);
+      if (tiny) x.template weigh_capped<true>(scale, sum, by, rule.cap, shift);
+      else x.template weigh_capped<false>(scale, sum, by, rule.cap, shift);
     } else if (a.alibi) {
       const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
       float first[2];
@@ -238,12 +239,17 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
    * ptxas keeps no descriptors in uniform registers. */
   auto weigh = [&](auto begins_item) {
     const bool masked = span.x < low || span.y > high;
-    bool fused = false;
+    bool fused = false, tiny = false;
     if (BIASED && !begins_item.value) {
       fused = at_once && ready && !masked && span.y - span.x == KEYS - 1;
       const float by = shape::F8 ? rule.scale * key_size : rule.scale;
-      if (capped) fused = fused && x.all_within(CAP_SMALL / by);
+      if (capped) {
+        const float most = x.largest_size() * by;
+        fused = fused && most <= CAP_SMALL;
+        tiny = most <= CAP_TINY;
+      }
       fused = __all_sync(ALL_LANES, fused);
+      tiny = __all_sync(ALL_LANES, tiny);
     }
     if (BIASED && !fused) bias(k);
     if (masked) mask(k);
@@ -253,7 +259,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       x.refer(scale);
       ready = __all_sync(ALL_LANES, x.refers());
     }
-    if (BIASED && fused) weigh_run();
+    if (BIASED && fused) weigh_run(tiny);
     else x.weigh(scale, sum);
   };
   weigh(std::true_type());
@@ -330,7 +336,9 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
   if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
+  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
   wait_for_previous();
+  if (shape::JOIN_BESIDE && plan.shares > 0) let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
@@ -358,7 +366,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
 #ifndef __CUDACC_RTC__ /* NVRTC compiles the kernel with a hook alone */
 
 template <class T, class shape, bool BIASED>
-__global__ void __launch_bounds__(shape::THREADS, 1)
+__global__ void __maxnreg__(shape::REGISTERS)
     paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
                 const __grid_constant__ CUtensorMap map,
                 const __grid_constant__ wgmma_plan plan) {
@@ -412,7 +420,7 @@ inline bool wgmma_boxes(const kvl_cache_view &c) {
 }
 
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
- * One new token of at most 32 heads a KV head is for paged_decode.cuh, and so is a hook's
+ * One new token of at most 16 heads a KV head is for paged_decode.cuh, and so is a hook's
  * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
  * these dtypes and head_dims. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
@@ -424,17 +432,25 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hook
   if (!wgmma_boxes(c) && c.blocks * 2 * c.kv_heads * c.block_size >= (int64_t)UINT32_MAX)
     return false; /* more rows than a producer can number */
   if (hooked) return a.starts;
-  return (a.starts || a.tree || a.heads / c.kv_heads > 32) && a.scale > 1e-6f;
+  return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
 }
 /* About how many tiles of tokens a call has. */
 inline int64_t busy_entries(const kvl_paged_attention_args &a, int tokens_tile) {
   const int64_t full = (a.tokens + tokens_tile - 1) / tokens_tile;
   return full > a.seqs ? full : a.seqs;
 }
-/* Do the new tokens of a sequence fill at most 64 query rows? */
-inline bool few_rows(const kvl_paged_attention_args &a) {
+/* Do the new tokens of a sequence fill at most so many query rows? */
+inline bool few_rows(const kvl_paged_attention_args &a, int rows) {
   const int group = (int)(a.heads / a.cache.kv_heads);
-  return group <= 64 && busy_entries(a, a.starts ? 64 / group : 1) == a.seqs;
+  return group <= rows && busy_entries(a, a.starts ? rows / group : 1) == a.seqs;
+}
+
+/* How many lanes are best done side by side: the KV heads of a block are neighbours in memory,
+ * and are read at about the same time then. As many as leave few SMs without work. */
+inline int lanes_beside(int lanes, int sm_count) {
+  int side = lanes;
+  while (lanes % side || sm_count / side * side * 16 < sm_count * 15) side--;
+  return side;
 }
 
 /* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
@@ -456,18 +472,19 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
   const int64_t busy = busy_entries(a, plan.tokens_tile);
   const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
   if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
-    plan.shares = sm_count;
+    plan.side = shape::FEW ? lanes_beside(plan.lanes, sm_count) : 1;
+    plan.shares = sm_count / plan.side;
     /* The tiles of one sequence have the same keys: with whole shares for each of them, these
      * keys are read at about the same time. */
-    if (a.seqs == 1 && busy <= sm_count / 4) plan.shares = sm_count / busy * busy;
-    const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.lanes;
+    if (a.seqs == 1 && busy <= plan.shares / 4) plan.shares = plan.shares / busy * busy;
+    const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
     /* A share reads at least 8 times the bytes of its partial result. */
     const int bytes = (shape::F8 ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
     plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
     char *at = (char *)a.workspace;
-    const size_t parts = (size_t)2 * plan.shares * plan.rows;
+    const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
     plan.out = (float *)at;
     plan.lse = plan.out + parts * shape::D;
     plan.firsts = (uint32_t *)(plan.lse + parts);
@@ -492,11 +509,17 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
   int status = map_cache<T, shape>(a.cache, plan.box, &map);
   if (status < 0) return status;
   if (plan.shares > 0) {
-    status = start(plan.shares, true, map);
+    status = start(plan.shares * plan.side, true, map);
     if (status < 0) return status;
-    const dim3 grid(plan.entries * plan.lanes, ceil_div(plan.rows, WGMMA_COMBINE_WARPS));
-    return launch_programmatic(wgmma_combine<shape>, grid, WGMMA_COMBINE_WARPS * WARP, 0, q,
-                               a, plan);
+    const int64_t items = (int64_t)plan.entries * plan.lanes;
+    const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
+    const int64_t warps = items * plan.rows * ceil_div(shape::D / 4, dim_lanes);
+    const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+    status = prefer_shared<wgmma_combine<shape>>(q);
+    if (status < 0) return status;
+    return launch_programmatic(wgmma_combine<shape>,
+                               (unsigned)(blocks < full ? blocks : full),
+                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes);
   }
   if (plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
@@ -513,6 +536,7 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return launch_planned<T, shape>(
       a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
         int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
+        if (status == KVL_OK) status = prefer_shared<paged_wgmma<T, shape, BIASED>>(q);
         if (status < 0) return status;
         if (programmatic)
           return launch_programmatic(kernel, grid, shape::THREADS, shape::SHARED_BYTES, q, a,
@@ -535,8 +559,9 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
-  if (few_rows(a) && !hooked)
-    return f8 ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, true, false>());
+  if (!hooked &&
+      few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS : wgmma_shape<D, true>::ROWS))
+    return f8 ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, true>());
   return f8 ? f(wgmma_shape<D, false, true>()) : f(wgmma_shape<D, false, false>());
 }
 

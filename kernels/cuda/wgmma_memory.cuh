@@ -179,12 +179,14 @@ __device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
 }
 
 /* One warp brings all tiles of K, or of V. Lane g looks up eight keys, one tile ahead, and the
- * first lane of a box copies it. */
+ * first lane of a box copies it; a box that does not exist lies outside of the map, and becomes
+ * zeros. */
 template <class shape, bool V>
 __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap &map,
                             const wgmma_plan &plan, wgmma_memory<shape> &memory) {
   constexpr int GROUPS = shape::GROUPS, STAGES = shape::STAGES;
   const int lane = threadIdx.x % WARP, g = lane % GROUPS, block_size = a.cache.block_size;
+  const int leader = g - g % plan.box, outside = (int)(a.cache.blocks * 2 * a.cache.kv_heads);
   uint32_t step = 0, side_parity = 0;
   each_work<shape>(memory, [&](const wgmma_work &w) {
     int entry = 0, token = 0;
@@ -197,18 +199,20 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
     wgmma_key next = look_up(w.tiles - 1);
     for (int tile = w.tiles - 1; tile >= 0; tile--, step++) {
       const int position = next.position, from = token / 8;
-      const int row = (next.physical * 2 + V) * a.cache.kv_heads + w.kv_head;
-      const bool there = position != NO_KEYS;
-      const bool leads = there && lane < GROUPS && g % plan.box == 0;
-      const int bytes = __popc(__ballot_sync(ALL_LANES, leads)) * plan.box *
-                        shape::CAME_GROUP_BYTES;
-      /* Keys that do not exist have weight 0, but 0 * NaN is NaN: their V must be cleared. */
-      const bool whole = __all_sync(ALL_LANES, there && (!V || position + 8 <= w.length));
+      const bool there = position != NO_KEYS, filled = there && position + 8 <= w.length;
+      const int row = there ? (next.physical * 2 + V) * a.cache.kv_heads + w.kv_head
+                            : outside;
+      const bool whole = __all_sync(ALL_LANES, V ? filled : there);
+      /* Keys past the end have weight 0, but 0 * NaN is NaN: in a block that was copied, their
+       * V must be cleared. */
+      const bool copied = __shfl_sync(ALL_LANES, there, leader);
+      const uint32_t clear = V && !shape::F8 ? __ballot_sync(ALL_LANES, lane < GROUPS &&
+                                                                            copied && !filled)
+                                             : 0;
       const int s = step % STAGES;
       const uint32_t to = memory.tile(V, s);
       const uint32_t full = memory.brought(V, s);
-      const bool clears = V && !shape::F8 && !whole;
-      const uint32_t arrive = clears ? memory.side() : full;
+      const uint32_t arrive = clear ? memory.side() : full;
       barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
       if (!V) {
         int4 *const positions = (int4 *)memory.positions[s];
@@ -222,18 +226,19 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       }
       if constexpr (shape::F8)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
-      if (lane == 0) barrier_arrive_expect(arrive, bytes);
+      if (lane == 0) barrier_arrive_expect(arrive, GROUPS * shape::CAME_GROUP_BYTES);
       else if (!V || shape::F8) barrier_arrive(full);
       __syncwarp();
-      if (leads) copy_box(to + shape::came(g), &map, from, row, arrive);
+      if (lane < GROUPS && g == leader)
+        copy_box(to + shape::came(g), &map, from, row, arrive);
       next = look_up(tile - 1);
-      if (!clears) continue;
+      if (!clear) continue;
       barrier_wait(memory.side(), side_parity);
       side_parity ^= 1;
       constexpr int PIECES = shape::ATOM / 8; /* of 16 bytes, in an atom's row */
-      for (int i = 0; i < GROUPS; i++) {
-        const int first = __shfl_sync(ALL_LANES, position, i);
-        const int keys = first == NO_KEYS ? 0 : min(8, w.length - first);
+      for (uint32_t rest = clear; rest; rest &= rest - 1) {
+        const int i = __ffs(rest) - 1, first = __shfl_sync(ALL_LANES, position, i);
+        const int keys = first == NO_KEYS ? 0 : w.length - first;
         for (int piece = keys * PIECES + lane; piece < 8 * PIECES; piece += WARP)
           for (int part = 0; part < shape::PARTS; part++)
             store_shared(to + i * shape::GROUP_BYTES + part * shape::ATOM_BYTES + piece * 16,

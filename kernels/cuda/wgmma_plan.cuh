@@ -19,30 +19,44 @@
 
 #include "block_scan.cuh"
 #include "divide.cuh"
+#include "equal_shares.cuh"
 #include "hopper.cuh"
 #include "paged_output.cuh"
 
 namespace kvl {
 
-/* FEW: for at most 64 query rows an item, with one consumer. Such work waits for memory.
+/* FEW: for divided work of at most 128 query rows an item (over f8e4m3 64, and one consumer),
+ * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
+ * with more, SMs that are near to the memory run ahead, and the others end later.
  * F8: the cache is f8e4m3, and four more warps turn its tiles into f16. */
 template <int D_, bool FEW_ = false, bool F8_ = false> struct wgmma_shape {
   static constexpr int D = D_;
-  static constexpr bool FEW = FEW_, F8 = F8_;
+  static constexpr bool FEW = FEW_, F8 = F8_, LESS = FEW && !F8;
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns. */
-  static constexpr int CONSUMERS = FEW || (F8 && D > 192) ? 1 : 2, ROWS = 64 * CONSUMERS;
-  static constexpr int KEYS = D > 192 ? 64 : D > 128 ? 96 : 128;
+  static constexpr int CONSUMERS = F8 && (FEW || D > 192) ? 1 : 2, ROWS = 64 * CONSUMERS;
+  static constexpr int KEYS = D > 192 || (LESS && D > 96)  ? 64
+                              : D > 128 || D == 96 && LESS ? 96
+                                                           : 128;
   static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
   static constexpr int ROOM = (208 << 10) - Q_STAGES * ROWS * D * 2;
-  static constexpr int STAGES = ROOM / (4 * KEYS * D);
+  static constexpr int STAGES = LESS ? (D < 128 ? 3 : 2) : ROOM / (4 * KEYS * D);
   static constexpr bool TURNS = D == 64 && !FEW; /* consumers take turns at the products */
-  /* Registers of a consumer's thread, and of any other. */
-  static constexpr int TAKE = CONSUMERS == 1 ? 240
-                              : D < 128      ? (F8 ? 208 : 216)
-                              : F8           ? 216
-                                             : 232;
-  static constexpr int GIVE = CONSUMERS == 1 ? 104 : D < 128 ? (F8 ? 48 : 72) : 40;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + F8);
+  /* Leaves an SM registers for a thread block of wgmma_combine, which starts early then. */
+  static constexpr bool JOIN_BESIDE = LESS && D <= 128;
+  /* Registers of a thread at the start; then of a consumer's, and of any other. */
+  static constexpr int REGISTERS = JOIN_BESIDE || THREADS > 384 ? 128
+                                   : THREADS > 256              ? 168
+                                                                : 255;
+  static constexpr int TAKE = JOIN_BESIDE      ? 168
+                              : CONSUMERS == 1 ? 240
+                              : D < 128        ? (F8 ? 208 : 216)
+                              : F8             ? 216
+                                               : 232;
+  static constexpr int GIVE = JOIN_BESIDE      ? 40
+                              : CONSUMERS == 1 ? 104
+                              : D < 128        ? (F8 ? 48 : 72)
+                                               : 40;
   /* An atom is eight rows of ATOM numbers, the unit of the swizzle; a row has PARTS atoms. */
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
   static constexpr int GROUPS = KEYS / 8; /* of eight keys */
@@ -72,25 +86,21 @@ struct wgmma_plan {
   /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
   int *counter;
   int section;
-  /* Divided: at most so many shares (0: items stay whole) of at least so many tiles, and the
-   * partial results of `rows` query rows each: of the shares in which an item goes on, then
-   * of those in which it begins. */
-  int shares, least, rows;
-  float *out, *lse; /* [2 * shares, rows, head_dim], [2 * shares, rows]; lse in base 2 */
+  /* Divided: `side` lanes are done side by side, each by at most so many shares (0: items stay
+   * whole) of at least so many tiles; and the partial results of `rows` query rows each: of
+   * the shares in which an item goes on, then of those in which it begins. */
+  int side, shares, least, rows;
+  float *out, *lse; /* [2 * shares, side, rows, head_dim] without head_dim; lse in base 2 */
   uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
+  __host__ __device__ int groups() const { return lanes / side; }
+  /* Of the partial results; starts: the item begins in the share. */
+  __device__ int part(int share, int beside, bool starts) const {
+    return (starts ? shares + share : share) * side + beside;
+  }
+  __device__ equal_shares cut(uint32_t total) const {
+    return {total, max(min(total / least, (uint32_t)shares), 1u)};
+  }
 };
-
-/* Share c of n begins at tile total * c / n. */
-__host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
-                                                         uint32_t n) {
-  return (uint32_t)((uint64_t)total * c / n);
-}
-__device__ __forceinline__ uint32_t share_of(uint32_t total, uint32_t tile, uint32_t n) {
-  return (uint32_t)((((uint64_t)tile + 1) * n + total - 1) / total) - 1;
-}
-__device__ __forceinline__ uint32_t shares_used(const wgmma_plan &plan, uint32_t total) {
-  return max(min(total / plan.least, (uint32_t)plan.shares), 1u);
-}
 
 /* How many of 0 ... n-1 satisfy `holds`, which is true up to some index and false after it. A
  * warp calls it. */
@@ -260,27 +270,29 @@ __device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &p
 template <class shape, class F>
 __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                            F give) {
-  const int lane = threadIdx.x % WARP, share = blockIdx.x;
+  const int lane = threadIdx.x % WARP, groups = plan.groups();
+  const int share = blockIdx.x / plan.side, beside = blockIdx.x - share * plan.side;
   wgmma_work w;
   uint32_t mine, upto; /* tiles in all lanes: of this entry; of the entries up to it */
   auto look = [&](int entries) {
     w.tokens = 0;
     if (entries + lane < plan.entries) w = wgmma_work(a, plan, entries + lane);
     if (w.tokens > 0) w.set_tiles<shape>(a, plan, false);
-    mine = w.tokens > 0 ? w.tiles * plan.lanes : 0;
+    mine = w.tokens > 0 ? w.tiles * groups : 0;
     upto = warp_scan(mine);
   };
   uint32_t total = 0;
   for (int e = 0; e < plan.entries; e += WARP) {
     look(e);
-    if (share == 0 && e + lane < plan.entries) plan.firsts[e + lane] = total + upto - mine;
+    if (blockIdx.x == 0 && e + lane < plan.entries)
+      plan.firsts[e + lane] = total + upto - mine;
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
   }
-  if (share == 0 && lane == 0) plan.firsts[plan.entries] = total;
-  const int shares = shares_used(plan, total);
-  if (share >= shares || total == 0) return;
-  uint32_t at = share_begin(total, share, shares), before = 0;
-  const uint32_t end = share_begin(total, share + 1, shares);
+  if (blockIdx.x == 0 && lane == 0) plan.firsts[plan.entries] = total;
+  const equal_shares shares = plan.cut(total);
+  if (share >= shares.count || total == 0) return;
+  uint32_t at = shares.begin(share), before = 0;
+  const uint32_t end = shares.begin(share + 1);
   for (int e = 0; at < end; e += WARP) {
     if (plan.entries > WARP) look(e);
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
@@ -288,11 +300,11 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
       const int from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
       wgmma_work piece = w.of_lane(from);
       const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
-      const int to_lane = (at - first) / piece.tiles;
-      const int begin = (at - first) - to_lane * piece.tiles;
+      const int group = (at - first) / piece.tiles;
+      const int begin = (at - first) - group * piece.tiles;
       const int count = min(piece.tiles - begin, (int)(end - at));
-      piece.set_lane<shape>(a, plan, to_lane);
-      if (count < piece.tiles) piece.part = begin > 0 ? share : plan.shares + share;
+      piece.set_lane<shape>(a, plan, group * plan.side + beside);
+      if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
       piece.first_key += begin * shape::KEYS;
       piece.tiles = count;
       at += count;

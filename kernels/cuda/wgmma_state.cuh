@@ -69,23 +69,27 @@ template <class T, class shape> struct wgmma_state {
     }
     store_late_if_negative(shared, sum[0] + sum[1]);
   }
-  /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL, with x = s * by;
-   * the relative error of tanh is 7e-7. No exponential is needed for it. */
+  /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL (TINY: CAP_TINY),
+   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it. */
+  template <bool TINY>
   __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2], float by,
                                                float cap, const float (&shift)[2]) {
-    const float c3 = cap * -0.333296676f, c5 = cap * 0.132682359f;
-    const float c7 = cap * -0.0502779161f, c9 = cap * 0.0131057987f;
+    const float by2 = by * by, c1 = cap * by, by3 = c1 * by2, by5 = by3 * by2;
+    const float by7 = by5 * by2, by9 = by7 * by2;
+    const float c3 = by3 * (TINY ? -0.333245714f : -0.333296676f);
+    const float c5 = by5 * (TINY ? 0.128764207f : 0.132682359f);
+    const float c7 = by7 * -0.0502779161f, c9 = by9 * 0.0131057987f;
     weigh_by(shared, sum, [&](int i, float product) {
-      const float x = product * by, y = x * x;
-      return x * ((((c9 * y + c7) * y + c5) * y + c3) * y + cap) - shift[i / 2 & 1];
+      const float y = product * product, high = TINY ? c5 : (c9 * y + c7) * y + c5;
+      return product * ((high * y + c3) * y + c1) - shift[i / 2 & 1];
     });
   }
-  /* Is no product larger than this, up or down? NaN is not. */
-  __device__ __forceinline__ bool all_within(float most) const {
+  /* The size of the largest product; NaN does not count. */
+  __device__ __forceinline__ float largest_size() const {
     float top[2] = {};
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) top[i & 1] = fmaxf(top[i & 1], fabsf(s[i]));
-    return fmaxf(top[0], top[1]) <= most;
+    return fmaxf(top[0], top[1]);
   }
   __device__ __forceinline__ void pack() {
 #pragma unroll
@@ -173,8 +177,7 @@ __device__ __forceinline__ float value_scale(const kvl_paged_attention_args &a,
 }
 
 /* Writes one of a lane's two rows, i, of a piece of work. Four lanes hold eight neighbours of
- * a row together. They exchange them, so that each has one whole run of eight out of four, and
- * writes 16 bytes at once. */
+ * a row together. */
 template <class M, class shape>
 __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args &a,
                                                   const wgmma_plan &plan, const wgmma_work &w,
@@ -186,17 +189,26 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
   const bool has = r < rows.count;
   const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
   const float v_scale = value_scale<shape>(a, w);
-  const int64_t row = w.part < 0 ? rows.token(r) * a.heads + rows.head(r)
-                                 : (int64_t)w.part * plan.rows + r;
+  if (w.part >= 0) {
+    if (!has) return;
+    const int64_t row = (int64_t)w.part * plan.rows + r;
+    const float scale = sum == 0.f ? 0.f : v_scale / sum;
+    if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      *(float2 *)(plan.out + row * D + n * 8 + pair) = make_float2(
+          x.out[4 * n + 2 * i] * scale, x.out[4 * n + 2 * i + 1] * scale);
+    return;
+  }
+  const int64_t row = rows.token(r) * a.heads + rows.head(r);
   row_end end = {};
-  if (has && w.part < 0) {
+  if (has) {
     end = end_row(a, row, m, sum);
     if (a.lse && pair == 0) a.lse[row] = end.lse;
-  } else if (has) {
-    end.scale = sum == 0.f ? 0.f : 1.f / sum;
-    if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+    end.scale *= v_scale;
   }
-  if (shape::F8) end.scale *= v_scale;
+  /* The lanes exchange what they have, so that each has one whole run of eight out of four, and
+   * writes 16 bytes at once. */
 #pragma unroll
   for (int n = 0; n < D / 8; n += 4) {
     float even[4], odd[4], y[8];
@@ -212,8 +224,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     const int64_t at = row * D + (n + lane % 4) * 8;
     if (!has) continue;
     finish(a, end, at, y);
-    if (w.part < 0) store_out(a, at, y);
-    else store_floats(plan.out + at, y);
+    store_out(a, at, y);
   }
 }
 
@@ -271,7 +282,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   }
 }
 
-constexpr float CAP_SMALL = 0.75f; /* see weigh_capped */
+constexpr float CAP_SMALL = 0.75f, CAP_TINY = 0.25f; /* see weigh_capped */
 
 /* Turns products into capped scores in base 2. tanh(x) = 1 - 2 / (exp(2 x) + 1) has an error of
  * 2e-7; a large cap needs a small relative error where tanh is small, too. */
