@@ -22,7 +22,7 @@ template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
   static constexpr int ITEM_UNITS = 1;             /* the cost of beginning an item */
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1);
   static constexpr int Q_STAGES = 2, Q_BYTES = COLUMNS * D, TILE_BYTES = TOKENS * D;
-  static constexpr int STAGES = PAGED && D == 128 ? 5 : 8;
+  static constexpr int STAGES = PAGED && D == 128 ? 4 : 8;
   static constexpr int SCALES = PAGED ? TOKENS : 1; /* of a tile, in shared memory */
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
