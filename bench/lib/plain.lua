@@ -28,8 +28,8 @@ local GRIDS = {
 
 -- Tiles are interleaved: thread blocks that read neighbouring tiles at the same time are
 -- faster than blocks with a stretch each. Every warp leaves the xor of what it has read.
--- Where about twice as much is read as written, reads and writes take turns: each pack
--- that is written is made of two. Otherwise the writes come last.
+-- Where about twice as much is read as written, reads and writes take turns: each tile
+-- that is written is made of two neighbours. Otherwise the writes come last.
 local CUDA = [[
 __device__ uint4 xor_of(uint4 a, uint4 b) {
   return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w);
@@ -43,12 +43,13 @@ __device__ unsigned read(const uint4 *x, int64_t packs, uint4 *to, int64_t packs
   const int64_t pairs = 2 * packs_to <= packs && packs <= 2.1 * packs_to ? packs_to : 0;
   const int64_t part = (int64_t)blockDim.x * PAIRS;
   for (int64_t t = blockIdx.x * part; t < pairs; t += gridDim.x * part) {
+    const int64_t here = part < pairs - t ? part : pairs - t;
     uint4 a[PAIRS], b[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {
       const int64_t p = t + i * blockDim.x + threadIdx.x;
-      a[i] = p < pairs ? __ldcs(x + p) : none;
-      b[i] = p < pairs ? __ldcs(x + pairs + p) : none;
+      a[i] = p < pairs ? __ldcs(x + t + p) : none;
+      b[i] = p < pairs ? __ldcs(x + t + here + p) : none;
     }
 #pragma unroll
     for (int i = 0; i < PAIRS; i++) {

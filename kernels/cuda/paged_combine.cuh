@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   const bool by_sequence = a.seqs <= place.shares;
   const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
   const int units = (int)place.units.by;
-  const int items = (by_sequence ? (int)a.seqs : (int)plan.shares.count) * units *
-                    place.rows * pieces;
+  const int items = (by_sequence ? (int)a.seqs : (int)plan.shares) * units * place.rows *
+                    pieces;
   bool waited = false;
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
@@ -107,13 +107,13 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     uint32_t first, share;
     if (by_sequence) {
       first = plan.first_of(seq);
-      share = plan.shares.of(first);
+      share = plan.share_of(first);
     } else {
       share = seq;
-      seq = plan.find(plan.shares.begin(share + 1) - 1, first);
-      if (first < plan.shares.begin(share)) continue;
+      seq = plan.find(plan.begin(share + 1) - 1, first);
+      if (first < plan.begin(share)) continue;
     }
-    const int count = (int)(plan.shares.of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
+    const int count = (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
     if (!waited) wait_for_previous();

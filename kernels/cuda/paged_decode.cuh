@@ -72,9 +72,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   const int kv_head = place.subgroups.quotient(unit);
   wait_for_previous();
   const split_plan plan(a, place, sums);
-  if (share >= plan.shares.count) return;
-  const uint32_t share_begin = plan.shares.begin(share),
-                 share_end = plan.shares.begin(share + 1);
+  if (share >= plan.shares) return;
+  const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);
 
   char *ring = shared + warp * STAGES * shape::STAGE_BYTES;
   const uint32_t ring_at = shared_address(ring);

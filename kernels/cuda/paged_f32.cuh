@@ -252,15 +252,14 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
   const uint32_t share = place.units.quotient(task);
   const int unit = task - (int)(share * place.units.by);
   const int kv_head = place.subgroups.quotient(unit);
-  if (share >= plan.shares.count) return;
+  if (share >= plan.shares) return;
   char *ring = shared + warp * shape::STAGES * shape::STAGE_BYTES;
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * shape::KEYS;
   const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
 
-  int left = (int)(plan.shares.begin(share + 1) - plan.shares.begin(share));
+  int left = (int)(plan.begin(share + 1) - plan.begin(share));
   uint32_t first;
-  int seq = plan.find(plan.shares.begin(share), first),
-      tile = (int)(plan.shares.begin(share) - first);
+  int seq = plan.find(plan.begin(share), first), tile = (int)(plan.begin(share) - first);
   for (; left > 0; seq++, tile = 0) {
     const int length = a.lens[seq], tiles = plan.tiles(length);
     const int from = plan.first_tile(length) + tile, count = min(tiles - tile, left);

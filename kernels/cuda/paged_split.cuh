@@ -21,7 +21,6 @@
 
 #include "block_scan.cuh"
 #include "divide.cuh"
-#include "equal_shares.cuh"
 #include "paged_output.cuh"
 #include "programmatic.cuh"
 
@@ -64,8 +63,8 @@ constexpr int PLAN_CHUNKS = 256;
 struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
-  uint32_t *sums; /* [PLAN_CHUNKS]: the tiles of every chunk of sequences */
-  equal_shares shares;
+  uint32_t *sums;             /* [PLAN_CHUNKS]: the tiles of every chunk of sequences */
+  uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
 
   /* How many tiles come before the first key that is seen. */
   __device__ int first_tile(int length) const {
@@ -111,7 +110,15 @@ struct split_plan {
       for (int c = lane; c < place.chunks; c += WARP) total += sums[c];
       total = __reduce_add_sync(ALL_LANES, total);
     }
-    shares = {total, max(min(total / place.least, (uint32_t)place.shares), 1u)};
+    shares = max(min(total / place.least, (uint32_t)place.shares), 1u);
+    per = total / shares;
+    more = total - per * shares;
+  }
+
+  __device__ uint32_t begin(uint32_t share) const { return share * per + min(share, more); }
+  __device__ uint32_t share_of(uint32_t tile) const {
+    const uint32_t longer = more * (per + 1);
+    return tile < longer ? tile / (per + 1) : more + (tile - longer) / per;
   }
 
   /* The first i >= at for which `before` plus the values up to i exceeds `tile`; before

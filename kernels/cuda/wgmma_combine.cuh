@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
     const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
     const int group = to_lane / plan.side, beside = to_lane - group * plan.side;
-    const uint32_t first = before + group * tiles;
-    const equal_shares shares = plan.cut(total);
-    const int share = shares.of(first), count = shares.of(first + tiles - 1) - share + 1;
+    const uint32_t shares = shares_used(plan, total), first = before + group * tiles;
+    const int share = share_of(total, first, shares);
+    const int count = share_of(total, first + tiles - 1, shares) - share + 1;
     if (count == 1) continue;
     float m, sum, x[4];
     auto part = [&](int i) {

@@ -19,7 +19,6 @@
 
 #include "block_scan.cuh"
 #include "divide.cuh"
-#include "equal_shares.cuh"
 #include "hopper.cuh"
 #include "paged_output.cuh"
 
@@ -97,10 +96,21 @@ struct wgmma_plan {
   __device__ int part(int share, int beside, bool starts) const {
     return (starts ? shares + share : share) * side + beside;
   }
-  __device__ equal_shares cut(uint32_t total) const {
-    return {total, max(min(total / least, (uint32_t)shares), 1u)};
-  }
 };
+
+/* Share c of n begins at tile total * c / n. (If the first shares had one tile more and the
+ * others none, tiles of tokens of one sequence would not read the same keys at the same time.) */
+__host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
+                                                         uint32_t n) {
+  const uint32_t per = total / n; /* no 64-bit division: the rest times c is small */
+  return per * c + (total - per * n) * c / n;
+}
+__device__ __forceinline__ uint32_t share_of(uint32_t total, uint32_t tile, uint32_t n) {
+  return (uint32_t)((((uint64_t)tile + 1) * n + total - 1) / total) - 1;
+}
+__device__ __forceinline__ uint32_t shares_used(const wgmma_plan &plan, uint32_t total) {
+  return max(min(total / plan.least, (uint32_t)plan.shares), 1u);
+}
 
 /* How many of 0 ... n-1 satisfy `holds`, which is true up to some index and false after it. A
  * warp calls it. */
@@ -289,10 +299,10 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
   }
   if (blockIdx.x == 0 && lane == 0) plan.firsts[plan.entries] = total;
-  const equal_shares shares = plan.cut(total);
-  if (share >= shares.count || total == 0) return;
-  uint32_t at = shares.begin(share), before = 0;
-  const uint32_t end = shares.begin(share + 1);
+  const int shares = shares_used(plan, total);
+  if (share >= shares || total == 0) return;
+  uint32_t at = share_begin(total, share, shares), before = 0;
+  const uint32_t end = share_begin(total, share + 1, shares);
   for (int e = 0; at < end; e += WARP) {
     if (plan.entries > WARP) look(e);
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
