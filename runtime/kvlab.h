@@ -118,6 +118,13 @@ int kvl_device_limit_cache(kvl_device *dev, int64_t bytes);
  * that there are. */
 const char *kvl_cpu_isa(void);
 int kvl_cpu_use_isa(const char *isa);
+/* OpenBLAS, which multiplies matrices in f32, chooses its kernels when it is loaded, by the
+ * model of the processor. For a model that it does not know it takes very old ones.
+ * kvl_cpu_blas names the chosen ones, such as "Haswell". kvl_cpu_blas_better names those that
+ * the variable OPENBLAS_CORETYPE should ask for instead; it is NULL if the choice suits the
+ * instruction sets of the processor. The executable sets that variable by itself. */
+const char *kvl_cpu_blas(void);
+const char *kvl_cpu_blas_better(void);
 
 /* Emulates a link between the CPU device's memory and pinned memory. Each transfer takes
  * `us` microseconds plus its bytes at `gb_s` (10^9 bytes a second), and each direction

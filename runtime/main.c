@@ -180,13 +180,19 @@ static int run(lua_State *L) {
   return 1;
 }
 
-/* Threads that wait between two parallel loops should sleep. libgomp lets them spin for
- * milliseconds unless it is told otherwise before it is loaded, and then anything else
- * that runs on the machine makes a prefill up to 8 times slower (notes/). So this function
- * starts the program once more with the environment set. */
-static void sleep_between_loops(char **argv) {
-  if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
-  if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);
+/* Two things have to be in the environment before libraries are loaded, so this function
+ * starts the program once more when they are not there and the user has not set them:
+ *   OMP_WAIT_POLICY    Threads that wait between two parallel loops should sleep. libgomp lets
+ *                      them spin for milliseconds, and then anything else that runs on the
+ *                      machine makes a prefill up to 8 times slower (notes/).
+ *   OPENBLAS_CORETYPE  For a processor that is newer than itself OpenBLAS takes kernels that
+ *                      may be 5 times slower than those for its instruction sets. */
+static void set_environment(char **argv) {
+  const char *blas = getenv("OPENBLAS_CORETYPE") ? NULL : kvl_cpu_blas_better();
+  int is_new = blas && setenv("OPENBLAS_CORETYPE", blas, 1) == 0;
+  if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
+    is_new |= setenv("OMP_WAIT_POLICY", "passive", 1) == 0;
+  if (is_new) execv("/proc/self/exe", argv);
 }
 
 /* Opens /dev/null in place of each standard descriptor that is closed: for what the others
@@ -210,7 +216,7 @@ static void check_stdout(void) {
 
 int main(int argc, char **argv) {
   if (!open_standard_descriptors()) return 1;
-  sleep_between_loops(argv);
+  set_environment(argv);
   atexit(check_stdout);
   lua_State *L = luaL_newstate();
   if (!L) {

@@ -2,6 +2,7 @@
  * are kernels for three instruction sets, and the device uses the fastest set that the
  * processor has. cpu/queue.c runs them. The build defines KVL_HAS_ISA_<ISA> for those it has
  * compiled. */
+#include <strings.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -207,6 +208,23 @@ static size_t workspace(void *ctx, enum kvl_op op, const void *args) {
 static int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size) {
   (void)ctx;
   return kvl__cpu_submit(queue, isa_in_use(NULL)->kernels[op], args, size);
+}
+
+const char *kvl_cpu_blas(void) { return openblas_get_corename(); }
+
+/* Kernels of processors without AVX2. Prescott's are what an unknown processor gets. */
+static const char *const OLD_BLAS[] = {
+    "Prescott",  "Core2",      "Penryn",      "Dunnington",   "Nehalem",   "Sandybridge",
+    "Atom",      "Nano",       "Opteron",     "Opteron_SSE3", "Barcelona", "Bobcat",
+    "Bulldozer", "Piledriver", "Steamroller", "Generic",
+};
+const char *kvl_cpu_blas_better(void) {
+  int is_old = 0;
+  for (size_t i = 0; i < sizeof OLD_BLAS / sizeof *OLD_BLAS; i++)
+    is_old |= !strcasecmp(kvl_cpu_blas(), OLD_BLAS[i]);
+  if (!is_old) return NULL;
+  if (isa_supported(&(struct isa){.name = "avx512"})) return "SkylakeX";
+  return isa_supported(&(struct isa){.name = "avx2"}) ? "Haswell" : NULL;
 }
 
 /* "OpenBLAS 0.3.21": what follows is about the processor, not about results. */

@@ -1,11 +1,15 @@
---- The verb `cache`, and what the verb `doctor` says of kernels from expressions: what
--- compiles them, and where they are kept.
+--- The verb `cache`, and what the verb `doctor` says of kernels: what compiles those from
+-- expressions, where they are kept, and which ones OpenBLAS has chosen.
 --
 --   kvlab cache         the folder, how many kernels are kept there, and their bytes
 --   kvlab cache clear   removes them
+local ffi = require "ffi"
 local cache = require "kvlab.kernel.cache"
 local compiler = require "kvlab.kernel.compiler"
+local library = require "kvlab.library"
 local nvrtc = require "kvlab.kernel.nvrtc"
+
+local C = library.C
 
 local M = {}
 
@@ -48,6 +52,10 @@ function M.doctor()
   end
   local version, why = nvrtc.version()
   line(version and "ok" or "none", "NVRTC", version or why)
+  local blas, better = C.kvl_cpu_blas(), C.kvl_cpu_blas_better()
+  line(better == nil and "ok" or "slow", "OpenBLAS", "kernels for " .. ffi.string(blas)
+    .. (better == nil and "" or "; OPENBLAS_CORETYPE=" .. ffi.string(better)
+      .. " would ask for faster ones"))
   local problem = cache.problem()
   line(problem and "none" or "ok", "kernel cache", problem
     and "each process compiles its kernels anew: " .. problem
