@@ -36,7 +36,8 @@ local function compiled(source, target)
   count = count + 1
   local name = ("kvl_bench_%.0f_%d"):format(clock_us(), count)
   local kind = compiler.LANES[target] and "" or 'extern "C" __device__ '
-  return assert(kernel.compile(("%s\n%sint %s = 1;\n"):format(source, kind, name), target))
+  local text = ("%s\n%sint %s = 1;\n"):format(source, kind, name)
+  return assert(kernel.compile(text, target))
 end
 
 local function kept(source, target)

@@ -18,7 +18,8 @@ describe("OpenBLAS", function()
       local better = kv.C.kvl_cpu_blas_better()
       print(ffi.string(kv.C.kvl_cpu_blas()), better ~= nil and ffi.string(better) or nil)
     ]], "blas.lua")
-    local pipe = io.popen(("env %s %s run %s --device=cpu"):format(words, executable, script))
+    local pipe = io.popen(("env %s %s run %s --device=cpu"):format(words,
+      executable, script))
     local text = pipe:read "*a"
     pipe:close()
     return text:match "^(%S+)%s+(%S+)"

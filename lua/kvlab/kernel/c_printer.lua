@@ -4,7 +4,8 @@
 --
 -- What a kernel sets: plan, lanes (numbers of a vector), vectors (they can run along
 -- dim), token_vectors (the reductions over tokens that are done in vectors),
--- keys_in_vectors (of a hook), items (blocks at once), tokens (how many, as text).
+-- keys_in_vectors (of a hook), items (blocks at once), tokens (how many, as text),
+-- key_bytes (of a summary, or a score that walks through the K of one block at a time).
 local c_text = require "kvlab.kernel.c_text"
 local expression = require "kvlab.kernel.expression"
 
@@ -66,6 +67,11 @@ function Printer:loop(s, dim, size, is_vector, _, step)
   local head = ("for (int %s = 0; %s < %s; %s) {"):format(name, name, last,
     step and ("%s += %s"):format(name, step) or is_vector and name .. " += VF"
     or name .. "++")
+  if self.key_bytes and dim == "token" and (step or self.plan.place == "summary") then
+    self.asks_for_keys = true -- of the same tokens, of the block that comes next
+    head = ("%s soon(k_soon + %s * %d, %d);"):format(head, name, self.key_bytes,
+      self.key_bytes * (step or 1))
+  end
   if self.plan.place == "hook" then
     self.key = name
     return head, "}", ("(positions[%s] %% TOKENS)"):format(name)

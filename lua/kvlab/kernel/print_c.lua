@@ -13,8 +13,9 @@ local fixed_lines = c_printer.fixed_lines
 local widen, HEADS_UNROLLED = c_text.widen, c_text.HEADS_UNROLLED
 local M = {}
 
--- Blocks that a thread scores in one go, and how far ahead it asks for rows.
-local RUN_BLOCKS, SOON = 1024, 16
+-- Blocks that a thread scores in one go, and how many blocks ahead it asks for rows: of
+-- fields, and of K, which are longer.
+local RUN_BLOCKS, SOON, SOON_KEYS = 1024, 4, 2
 
 -- ---- the kernel -----------------------------------------------------------------------
 
@@ -102,10 +103,11 @@ local function row_lines(plan, block, rows, item)
   return lines
 end
 
-local function prefetch_lines(plan)
+--- Asks for the rows of block `next`; is_walked: K is asked for in a loop over tokens.
+local function prefetch_lines(plan, is_walked)
   local lines, sizes = {}, plan.sizes
   for i, name in ipairs { "k", "v" } do
-    if plan.uses[name] then
+    if plan.uses[name] and not (is_walked and name == "k") then
       lines[#lines + 1] =
         ("soon((const char *)a->cache + ((next * 2 + %d) * a->kv_heads + "
         .. "kv_head) * %d, %d);"):format(i - 1,
@@ -162,7 +164,7 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     if (physical < 0 || physical >= a->memory_rows || row < 0 || row >= a->rows) continue;
     const int tokens = (int)i64_max(0, i64_min(counts[entry], TOKENS));
     (void)tokens;
-    if (item + 1 < end) {
+%s    if (item + 1 < end) {
       const int64_t next = from[(item + 1) / a->kv_heads];
       const int64_t next_head = (item + 1) %% a->kv_heads;
       if (next >= 0 && next < a->memory_rows) {
@@ -274,7 +276,7 @@ local function item_lines(self, u)
   line(("const int64_t at@ = i64_min(base + %d, valid - 1);"):format(u))
   line "const int64_t next@ = table[i64_min(at@ + SOON, valid - 1)];"
   line "if (next@ >= 0 && next@ < a->rows) {"
-  for _, text in ipairs(prefetch_lines(self.plan)) do
+  for _, text in ipairs(prefetch_lines(self.plan, self.asks_for_keys)) do
     lines[#lines + 1] = "  " .. text:gsub("next", "next" .. item)
   end
   line "}"
@@ -286,13 +288,18 @@ local function item_lines(self, u)
   for _, text in ipairs(row_lines(self.plan, "physical" .. item, "cache", item)) do
     lines[#lines + 1] = text
   end
+  if self.asks_for_keys then
+    line "const char *k_soon = next >= 0 && next < a->rows ? (const char *)a->cache"
+    line(("  + (next * 2 * a->kv_heads + kv_head) * %d : (const char *)k_row;"):format(
+      self.plan.sizes.token * self.key_bytes))
+  end
   return lines
 end
 
 local function print_score(self)
   local plan, starts = self.plan, {}
-  for u = 0, self.items - 1 do
-    for _, text in ipairs(item_lines(self, u)) do starts[#starts + 1] = text end
+  if plan.uses.k and self.items == 1 then
+    self.key_bytes = plan.sizes.dim * bytes_of(plan.dtype)
   end
   local fixed, block = body(self, function(s)
     local root = plan.roots[1]
@@ -303,22 +310,28 @@ local function print_score(self)
         text))
     end
   end)
+  for u = 0, self.items - 1 do
+    for _, text in ipairs(item_lines(self, u)) do starts[#starts + 1] = text end
+  end
   return ("enum { RUN_BLOCKS = %d, SOON = %d, TOKENS = %d, ITEMS = %d };\n"):format(
-      RUN_BLOCKS,
-      SOON, plan.sizes.token, self.items) .. struct(plan) .. "\n" .. Q_LOADS
+      RUN_BLOCKS, self.asks_for_keys and SOON_KEYS or SOON, plan.sizes.token, self.items)
+    .. struct(plan) .. "\n" .. Q_LOADS
     .. SCORE:format(plan.sizes.head * plan.sizes.dim,
       indented(fixed_lines(plan), "    "), indented(fixed, "    "),
       indented(starts, "      "), indented(block, "      "))
 end
 
---- Asks for the K and V of the block that comes next.
-local function next_lines(plan)
-  local lines = {}
+--- Asks for the K and V of the block that comes next; for K in the loop over tokens, if
+-- there is one.
+local function next_lines(self)
+  local plan, lines = self.plan, {}
   local page = plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
   for i, name in ipairs { "k", "v" } do
     if plan.uses[name] then
-      lines[#lines + 1] = ("soon((const char *)a->k + ((next * 2 + %d) * a->kv_heads + "
-        .. "next_head) * %d, %d);"):format(i - 1, page, page)
+      local at = ("(const char *)a->k + ((next * 2 + %d) * a->kv_heads + next_head) * %d")
+        :format(i - 1, page)
+      lines[#lines + 1] = name == "k" and self.asks_for_keys
+        and ("k_soon = %s;"):format(at) or ("soon(%s, %d);"):format(at, page)
     end
   end
   return lines
@@ -326,6 +339,7 @@ end
 
 local function print_summary(self)
   local plan = self.plan
+  if plan.uses.k then self.key_bytes = plan.sizes.dim * bytes_of(plan.dtype) end
   local fixed, block = body(self, function(s)
     local by_dims, order = {}, {}
     for _, root in ipairs(plan.roots) do
@@ -347,7 +361,8 @@ local function print_summary(self)
   end)
   return ("enum { TOKENS = %d, DIM = %d };\n"):format(plan.sizes.token, plan.sizes.dim)
     .. struct(plan) .. "\n"
-    .. SUMMARY:format(indented(next_lines(plan), "        "),
+    .. SUMMARY:format(self.asks_for_keys and "    const char *k_soon = a->k;\n" or "",
+      indented(next_lines(self), "        "),
       indented(fixed_lines(plan), "    ") .. indented(fixed, "    "),
       indented(row_lines(plan, "physical", "k", ""), "    "), indented(block, "    "))
 end
