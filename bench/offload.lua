@@ -110,7 +110,8 @@ local function step_of(o)
       note = ("%s; %.1f%% hits"):format(note, 100 * engine.hot:stats().hit_rate)
     end
     s:close()
-    return { us = us, bytes = bytes, bound = math.max(transfer, compute), note = note }
+    local bound = b.kind == "cuda" and math.max(transfer, compute) or nil
+    return { us = us, bytes = bytes, limit = "L", bound = bound, note = note }
   end
 end
 

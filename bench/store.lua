@@ -59,7 +59,7 @@ local function put_and_get(kind, bytes, what)
       assert(ffi.string(to, bytes) == ffi.string(from, bytes), "other bytes")
     end
     close()
-    return { us = us or put_us, bytes = bytes }
+    return { us = us or put_us, bytes = bytes, limit = "none" } -- in the caches
   end
 end
 

@@ -93,12 +93,13 @@ void plain(const int32_t *in, int32_t *to, int32_t *sums, int blocks, int thread
 ]]
 
 -- One thread, or all of them with a stretch each: to wake them takes longer than to read
--- a few kilobytes. What is written is copied from what is read, because memcpy knows how
--- to write lines that were not read before.
+-- a few kilobytes. What is written is copied from what was just read, because memcpy
+-- knows how to write lines that were not read before; or (loads 2) it goes where it was
+-- read (blocks is 1, which the compiler does not know).
 local C = [[
 #include <omp.h>
 #include <string.h>
-enum { CHUNK = 1024 };
+enum { CHUNK = 16384 };
 
 void plain(const int32_t *in, int32_t *to, int32_t *sums, int blocks, int threads,
            int loads, int64_t words, int64_t words_to, int64_t warps) {
@@ -111,13 +112,13 @@ void plain(const int32_t *in, int32_t *to, int32_t *sums, int blocks, int thread
     for (int64_t w = most * i / n; w < end; w += CHUNK) {
       const int64_t stop = w + CHUNK < end ? w + CHUNK : end;
       const int64_t read = stop < words ? stop : words;
-      const int64_t copied = read < words_to ? read : words_to;
-      if (w < copied) memcpy(to + w, in + w, (size_t)(copied - w) * 4);
 #pragma omp simd reduction(^ : sum)
       for (int64_t j = w; j < read; j++) sum ^= in[j];
-      const int64_t written = stop < words_to ? stop : words_to;
-      const int64_t first = w > words ? w : words;
-      if (first < written) memset(to + first, 1, (size_t)(written - first) * 4);
+      const int64_t first = w * words_to / most, count = stop * words_to / most - first;
+      if (loads == 2)
+        for (int64_t j = w; j < w + count; j++) to[j] = in[j] ^ (blocks - 1);
+      else if (w + count <= words) memcpy(to + first, in + w, (size_t)count * 4);
+      else memset(to + first, 1, (size_t)count * 4);
     }
     if (i < warps) sums[i] = sum;
   }
@@ -159,6 +160,11 @@ local function ways(b, x, to, sums)
     for threads, name in ipairs { "one thread", "all threads" } do
       list[#list + 1] = { name = name, sums = true,
         run = function() plain(x.words, to, sums, 1, threads, 1) end }
+      if n_to > 0 and n >= n_to then
+        local here = x.words:narrow(0, n_to)
+        list[#list + 1] = { name = name .. ", in place", sums = true,
+          run = function() plain(x.words, here, sums, 1, threads, 2) end }
+      end
     end
     return list
   end

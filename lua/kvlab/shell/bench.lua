@@ -148,8 +148,8 @@ end
 --     written  how many of these bytes it writes; default: few
 --     flops    of the work; may be missing
 --     limit    R (a plain read of as many bytes; with `written`, a plain read and write),
---              L (the link), T (bf16 GEMM) or F (fp8 GEMM) of this run; default: R if
---              bytes are given, else T
+--              L (the link; the CPU has none, and its rows no limit), T (bf16 GEMM) or F
+--              (fp8 GEMM) of this run, or none; default: R if bytes are given, else T
 --     bound    the least possible time in microseconds, in place of a limit
 --     repeats, warm  see Bench:time
 --     note     text at the end of the row
@@ -200,7 +200,8 @@ local function row_of(self, case)
                 flops = work.flops, note = work.note or note }
   if work.bound then
     row.limit, row.of_limit = "bound", work.bound / us
-  elseif work.bytes or work.flops then
+  elseif (work.bytes or work.flops) and work.limit ~= "none"
+    and not (work.limit == "L" and self.kind == "cpu") then
     set_share(self, row, work)
   end
   if not self.quick and (row.of_limit or 0) > 1 then
