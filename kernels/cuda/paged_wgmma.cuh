@@ -35,10 +35,10 @@
  *             4K x 32K  703 to 749 (655)   cuDNN 620
  *             4K over 16K, head_dim 64  464   96  620   128  741   192  785   256  720
  *           f8e4m3 485 (64), 569 (96), 676 to 685 (128), 665 (192), 443 (256)
- *           ALiBi 680 (267), soft cap 477 (220), a hook like ALiBi 580, f8e4m3 with ALiBi 600
+ *           ALiBi 640 (267), soft cap 523 (220), a hook like ALiBi 570, f8e4m3 with ALiBi 585
  *           blocks of 1, 5, 12 tokens 380, 445, 465; of 8 and more 730
- *           2 ... 32 tokens over 1 x 128K 151 to 159 us (1416), 128 tokens 390 us
- *           17 ... 64 heads a KV head, 16 x 8K 3520 GB/s
+ *           2 ... 32 tokens over 1 x 128K 140 to 149 us (1416), 128 tokens 390 us
+ *           17 ... 64 heads a KV head, 16 x 8K 3660 to 3820 GB/s
  *           notes/20261122-wgmma.md has the versions
  * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, softmax under P V;
  *           Dao et al. 2022: online softmax; Osama et al. 2023: stream-K. Results do not depend
