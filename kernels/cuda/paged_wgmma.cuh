@@ -245,7 +245,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       const float by = shape::F8 ? rule.scale * key_size : rule.scale;
       if (capped) {
         const float most = x.largest_size() * by;
-        fused = fused && most <= CAP_SMALL;
+        fused = fused && most <= CAP_SMALL && by < 1e4f; /* by^9 is a float */
         tiny = most <= CAP_TINY;
       }
       fused = __all_sync(ALL_LANES, fused);

@@ -89,7 +89,8 @@ struct wgmma_plan {
    * whole) of at least so many tiles; and the partial results of `rows` query rows each: of
    * the shares in which an item goes on, then of those in which it begins. */
   int side, shares, least, rows;
-  float *out, *lse; /* [2 * shares, side, rows, head_dim] without head_dim; lse in base 2 */
+  float *out;       /* [2 * shares, side, rows, head_dim] */
+  float *lse;       /* [2 * shares, side, rows], in base 2 */
   uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
   __host__ __device__ int groups() const { return lanes / side; }
   /* Of the partial results; starts: the item begins in the share. */
