@@ -84,6 +84,7 @@ local function make_tiny_project()
     void kvl_interrupt(int set);
     int kvl_interrupted(void);
     int kvl_interrupt_hold(int more);
+    const char *kvl_cpu_blas_better(void);
     int kvl_answer(void);
     #pragma GCC visibility pop
   ]])
@@ -94,6 +95,7 @@ local function make_tiny_project()
     void kvl_interrupt(int set) { flag = set; }
     int kvl_interrupted(void) { return flag; }
     int kvl_interrupt_hold(int more) { return more; }
+    const char *kvl_cpu_blas_better(void) { return 0; }
     int openblas_get_num_threads(void);
     int kvl_answer(void) { return openblas_get_num_threads() ? answer_plain() : 0; }
   ]])
