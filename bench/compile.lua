@@ -26,6 +26,7 @@ local function time(b, one, image_of)
     local image = image_of(source, one.target)
     kv.check(kv.C.kvl_code_open(b.device, one.plan.what, image, #image, out_code))
     times[i] = clock_us() - start
+    kv.C.kvl_code_close(out_code[0])
   end
   return median(times)
 end

@@ -184,6 +184,24 @@ describe("bench", function()
     assert.equal(2 * 128 ^ 3, rows.T.flops)
   end)
 
+  it("gives a row no limit that has none, or is of the CPU's link", function()
+    with_file([[return function(b)
+      for _, limit in ipairs { "L", "none" } do
+        b:case { id = limit .. "1", name = "", setup = function()
+          return { us = 1, bytes = 4096, limit = limit }
+        end }
+      end
+    end]], function(path)
+      local rows, _, status = rows_of { path }
+      assert.equal(0, status)
+      for _, row in ipairs { rows.L1, rows.none1 } do
+        S.close({ row.gb_s }, { 4.096 }, 0, 1e-9)
+        assert.is_nil(row.limit)
+        assert.is_nil(row.of_limit)
+      end
+    end)
+  end)
+
   it("takes a bound in microseconds in place of a limit", function()
     with_file(CASES, function(path)
       local row = rows_of({ path, "X4" }).X4
