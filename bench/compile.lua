@@ -79,7 +79,10 @@ local function of_hook(def, phase, place)
     ctx:begin_layer(0, q, memory:layer(0))
     attention:over(nil, ctx)
     for _, one in ipairs(p.hook:kernels()) do
-      if one.plan.place == place then return one end
+      -- A CPU has one kernel for both phases.
+      local is_of_phase = place ~= "hook" or b.kind == "cpu"
+        or one.plan.is_prefill == is_prefill
+      if one.plan.place == place and is_of_phase then return one end
     end
     error(("no kernel of %s was compiled"):format(place))
   end

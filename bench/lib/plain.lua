@@ -13,7 +13,7 @@ local M = {}
 
 local MIB = 1024 * 1024
 local PACK = 16               -- bytes of a load
-local SUMS = 2 ^ 17           -- more than there are warps in a grid, or threads of a CPU
+local SUMS = 2 ^ 20           -- at least as many as warps in a grid, or threads of a CPU
 local TRIES, FINALISTS = 7, 3 -- calls of a grid in the first round; grids of the second
 
 -- Thread blocks on an SM, threads of a block, loads that a thread has under way. 16 x 512
@@ -24,6 +24,7 @@ local GRIDS = {
   { 2, 1024, 4 }, { 2, 1024, 8 }, { 4, 256, 8 }, { 4, 512, 4 }, { 4, 512, 8 },
   { 8, 256, 4 }, { 8, 512, 4 }, { 8, 256, 8 }, { 16, 512, 1 }, { 16, 512, 2 },
   { 16, 512, 4 }, { 16, 256, 4 }, { 32, 512, 2 }, { 32, 256, 4 },
+  { 1e6, 256, 1 }, { 1e6, 256, 2 }, { 1e6, 512, 4 },
 }
 
 -- Tiles are interleaved: thread blocks that read neighbouring tiles at the same time are
@@ -172,7 +173,7 @@ local function ways(b, x, to, sums)
   for _, grid in ipairs(GRIDS) do
     local threads, loads = grid[2], grid[3]
     local blocks = math.max(1, math.min(grid[1] * sms,
-      math.ceil(math.max(n, n_to) * 4 / (PACK * threads * loads))))
+      math.ceil(math.max(n, n_to) * 4 / (PACK * threads * loads)), SUMS * 32 / threads))
     list[#list + 1] = { sums = true,
       name = ("%d x %d threads, %d loads each"):format(blocks, threads, loads),
       run = function() plain(x.words, to, sums, blocks, threads, loads) end }

@@ -78,12 +78,9 @@ __device__ __forceinline__ void fence_async() {
   KVL_SM90("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Barrier `id` (1 ... 15) of `threads` threads; some of them may only arrive. */
+/* Barrier `id` (1 ... 15) of `threads` threads. */
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace kvl

@@ -5,11 +5,12 @@
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
  *   producers   one: a warp finds the work, ahead of the others; a warp brings K and another V
- *               through a ring of tiles of keys, with a copy for every block of the table (by
- *               rows, if blocks are no multiple of 8 tokens or lie in host memory); a warp
- *               brings Q of the next item while this one is computed
- *   consumers   two, with 64 rows each (one, if there are no more rows): S = Q K^T and O += P V
- *               by wgmma, and the softmax in between in registers
+ *               through a ring of tiles of keys, with a copy for every block of the table;
+ *               a warp brings Q of the next item while this one is computed
+ *   consumers   two, with 64 rows each (one, if there are no more rows; three at head_dim 64):
+ *               S = Q K^T and O += P V by wgmma, and the softmax in between in registers
+ *   copiers     one, if blocks are no multiple of 8 tokens or lie in host memory: two warps
+ *               copy the rows of K and two those of V
  *   converters  one, over f8e4m3: it turns the tiles that were brought into f16. Then Q and P
  *               are f16, too, and Q is scaled by a power of two
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
@@ -33,10 +34,10 @@
  *           random tables, TFLOP/s; in brackets the version before on this machine:
  *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
  *             4K x 32K  703 to 749 (655)   cuDNN 620
- *             4K over 16K, head_dim 64  464   96  620   128  741   192  785   256  720
- *           f8e4m3 485 (64), 569 (96), 676 to 685 (128), 665 (192), 443 (256)
+ *             4K over 16K, head_dim 64  525 (464)   96  620   128  741   192  785   256  720
+ *           f8e4m3 460 (64), 569 (96), 676 to 685 (128), 665 (192), 443 (256)
  *           ALiBi 640 (267), soft cap 523 (220), a hook like ALiBi 570, f8e4m3 with ALiBi 585
- *           blocks of 1, 5, 12 tokens 380, 445, 465; of 8 and more 730
+ *           blocks of 1, 5, 12 tokens 560, 575, 550 (380, 445, 465); of 8 and more 730
  *           2 ... 32 tokens over 1 x 128K 140 to 149 us (1416), 128 tokens 390 us
  *           17 ... 64 heads a KV head, 16 x 8K 3660 to 3820 GB/s
  *           notes/20261122-wgmma.md has the versions
@@ -70,14 +71,6 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   /* What x.s is multiplied with; with a bias, 1. */
   float &key_size = memory.scales[consumer * 4 + warp];
   const float &scale = shape::F8 && !BIASED ? key_size : memory.scale;
-  constexpr int TURN = 1, BOTH = 2 * WARPGROUP; /* named barriers TURN, TURN + 1 */
-  auto turn_begin = [&] {
-    if (shape::TURNS) named_sync(TURN + consumer, BOTH);
-  };
-  auto turn_end = [&] {
-    if (shape::TURNS) named_arrive(TURN + (consumer ^ 1), BOTH);
-  };
-  if (consumer == 1) turn_end(); /* consumer 0 goes first */
 
   using M = std::conditional_t<shape::F8, __half, T>; /* is multiplied */
   wgmma_state<M, shape> x;
@@ -227,14 +220,12 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   barrier_wait(memory.q_full(0), 0);
   begin();
   barrier_wait(memory.k_full(0), 0);
-  turn_begin();
   products_begin();
   x.scores(memory.q(0, consumer), memory.k(0));
-  turn_end();
   products_wait<0>();
   settle(x.s);
   uint32_t k = 0;
-  span = memory.spans[0];
+  span = memory.span(0);
   /* Makes weights of the products. The vote stands where all lanes come: after one in a branch,
    * ptxas keeps no descriptors in uniform registers. */
   auto weigh = [&](auto begins_item) {
@@ -279,14 +270,12 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     }
     k = ++step % STAGES;
     if (more) barrier_wait(memory.k_full(k), step / STAGES & 1);
-    span = memory.spans[k];
-    turn_begin();
+    span = memory.span(k);
     products_begin();
     x.scores(memory.q(q_step % QS, consumer), memory.k(k));
     barrier_wait(memory.v_full(v), v_parity);
     products_begin();
     x.values(memory.v(v));
-    turn_end();
     products_wait<1>();
     settle(x.s);
     if (!ends) weigh(std::false_type());
@@ -354,8 +343,15 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
       return;
     }
   }
-  if (warp < 2 && plan.box == 0) {
-    bring_rows<shape>(a, plan, memory, warp == 1);
+  if constexpr (shape::BY_ROW) {
+    if (warpgroup > 0) bring_rows<shape>(a, plan, memory, warp % 2, warp % 4 / 2);
+    else if (warp == 2) bring_queries<T, shape>(a, memory);
+    else if (warp == 3) find_work<shape>(a, plan, memory);
+    return;
+  }
+  constexpr bool BOXES = shape::HAS_BY_ROW && !H::ACTIVE; /* nothing else comes here */
+  if (!BOXES && warp < 2 && plan.box == 0) {
+    bring_rows<shape>(a, plan, memory, warp == 1, 0);
   } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
   else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
   else if (warp == 2) bring_queries<T, shape>(a, memory);
@@ -559,10 +555,14 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
-  if (!hooked &&
-      few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS : wgmma_shape<D, true>::ROWS))
-    return f8 ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, true>());
-  return f8 ? f(wgmma_shape<D, false, true>()) : f(wgmma_shape<D, false, false>());
+  const bool few = !hooked && few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS
+                                             : wgmma_shape<D, true>::ROWS);
+  if (f8) return few ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, false, true>());
+  if constexpr (D <= 192)
+    if (!hooked && !wgmma_boxes(a.cache))
+      return few ? f(wgmma_shape<D, true, false, true>())
+                 : f(wgmma_shape<D, false, false, true>());
+  return few ? f(wgmma_shape<D, true>()) : f(wgmma_shape<D>());
 }
 
 /* The bytes of the workspace of a call that wgmma_takes. */

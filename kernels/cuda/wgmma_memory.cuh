@@ -23,13 +23,14 @@ struct alignas(16) wgmma_row {
 template <class shape> struct wgmma_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES, SLOTS = 4;
   static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;
-  static constexpr int READERS = CONSUMER_WARPS + 3 + 4 * shape::F8;
+  static constexpr int COPIERS = shape::COPIERS;
+  static constexpr int READERS = CONSUMER_WARPS + 1 + 2 * COPIERS + 4 * shape::F8;
   static constexpr int BARRIERS = (shape::F8 ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
   /* What consumers know of a tile: the positions of its keys (NO_KEYS or more: there is no
    * such key), and the first and last of them (the last is INT_MAX when some keys do not
-   * exist). */
+   * exist), from each of the warps that copy K. */
   alignas(16) int positions[STAGES][shape::KEYS];
-  int2 spans[STAGES];
+  int2 spans[COPIERS][STAGES];
   /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
    * be and how many keys of each eight are to be kept. */
   uint32_t changes[shape::F8 ? 2 : 1][STAGES];
@@ -71,8 +72,8 @@ template <class shape> struct wgmma_memory {
   __device__ void init(const wgmma_plan &plan, float scale_) {
     scale = scale_;
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(k_full(i), shape::F8 ? 2 : WARP);
-      barrier_init(v_full(i), shape::F8 ? 2 : plan.box == 0 ? WARP : 1);
+      barrier_init(k_full(i), shape::F8 ? 2 : COPIERS * WARP);
+      barrier_init(v_full(i), shape::F8 ? 2 : plan.box == 0 ? COPIERS * WARP : 1);
       if (shape::F8) barrier_init(came(false, i), WARP);
       if (shape::F8) barrier_init(came(true, i), WARP);
       barrier_init(k_empty(i), CONSUMER_WARPS);
@@ -88,6 +89,12 @@ template <class shape> struct wgmma_memory {
     }
     barrier_init(side(), 1);
     barrier_init_done();
+  }
+
+  __device__ int2 span(int s) const {
+    int2 all = spans[0][s];
+    if (COPIERS > 1) all.y = max(all.y, spans[COPIERS - 1][s].y);
+    return all;
   }
 
   /* Work number n of this thread block, for the lanes of a warp. It stays until all readers
@@ -221,8 +228,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
           positions[2 * lane + 1] = make_int4(position + 4, position + 5, position + 6,
                                               position + 7);
         }
-        if (lane == 0) memory.spans[s].x = position;
-        if (lane == GROUPS - 1) memory.spans[s].y = whole ? position + 7 : INT_MAX;
+        if (lane == 0) memory.spans[0][s].x = position;
+        if (lane == GROUPS - 1) memory.spans[0][s].y = whole ? position + 7 : INT_MAX;
       }
       if constexpr (shape::F8)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
@@ -251,19 +258,21 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
 }
 
 /* The same for blocks that are no multiple of eight tokens: each row is copied by itself, 16
- * bytes at a time, and rows that do not exist become 0. A lane looks up EACH keys. A tile is
- * handed over when its copies have arrived; up to AHEAD others may be under way then. */
+ * bytes at a time, and rows that do not exist become 0. COPIERS warps share a tile; this one
+ * has the MINE keys of number `share`, and a lane looks up EACH of them. A tile is handed over
+ * when its copies have arrived; up to AHEAD others may be under way then. */
 template <class shape>
 __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           wgmma_memory<shape> &memory, bool V) {
-  constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, EACH = KEYS / WARP;
+                           wgmma_memory<shape> &memory, bool V, int share) {
+  constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, MINE = KEYS / shape::COPIERS;
+  constexpr int EACH = (MINE + WARP - 1) / WARP;
   constexpr int ROW_BYTES = shape::F8 ? shape::D : 2 * shape::D;
   constexpr int ATOM_ROW = shape::F8 ? shape::ATOM : 2 * shape::ATOM; /* bytes */
   constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;       /* of one copy */
   constexpr int AHEAD = STAGES > 2 ? 2 : 1;
   constexpr uint32_t NO_ROW = ~0u;
   const int lane = threadIdx.x % WARP, block_size = a.cache.block_size;
-  const int r = lane / IN_ATOM, piece = lane % IN_ATOM;
+  const int r = lane / IN_ATOM, piece = lane % IN_ATOM, mine = share * MINE;
   /* Where this lane's piece of row r lies in its group; of row r + 4, too, if a copy brings
    * four rows. */
   uint32_t places[2];
@@ -288,7 +297,8 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
     auto look_up = [&](int tile) {
 #pragma unroll
       for (int j = 0; j < EACH; j++) {
-        const int key = w.first_key + max(tile, 0) * KEYS + j * WARP + lane;
+        const int key = w.first_key + max(tile, 0) * KEYS + mine +
+                        min(j * WARP + lane, MINE - 1);
         const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
         const wgmma_key at(a, w, entry, token);
         position[j] = at.position;
@@ -308,22 +318,23 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         bool whole = true;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-          memory.positions[s][j * WARP + lane] = position[j];
+          if (j * WARP + lane < MINE)
+            memory.positions[s][mine + j * WARP + lane] = position[j];
           whole = whole && position[j] != NO_KEYS;
         }
         whole = __all_sync(ALL_LANES, whole);
-        if (lane == 0) memory.spans[s].x = position[0];
-        if (lane == WARP - 1) memory.spans[s].y = whole ? position[EACH - 1] : INT_MAX;
+        if (lane == 0) memory.spans[share][s].x = position[0];
+        if (lane == WARP - 1) memory.spans[share][s].y = whole ? position[EACH - 1] : INT_MAX;
       }
       if constexpr (shape::F8)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, 0, true);
 #pragma unroll
-      for (int first = 0; first < KEYS; first += ROWS) {
+      for (int first = 0; first < MINE; first += ROWS) {
         const uint32_t found = __shfl_sync(ALL_LANES, row[first / WARP], first % WARP + r);
         const bool there = found != NO_ROW;
         const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES +
                                  piece * 16;
-        const uint32_t at = to + shape::came(first / 8) + places[first % 8 / 4];
+        const uint32_t at = to + shape::came(mine / 8 + first / 8) + places[first % 8 / 4];
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++)
           copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);

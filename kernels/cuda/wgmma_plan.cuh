@@ -27,34 +27,49 @@ namespace kvl {
 /* FEW: for divided work of at most 128 query rows an item (over f8e4m3 64, and one consumer),
  * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
  * with more, SMs that are near to the memory run ahead, and the others end later.
- * F8: the cache is f8e4m3, and four more warps turn its tiles into f16. */
-template <int D_, bool FEW_ = false, bool F8_ = false> struct wgmma_shape {
+ * F8: the cache is f8e4m3, and four more warps turn its tiles into f16.
+ * BY_ROW: four more warps copy the rows of blocks that are no boxes. Where there is no such
+ * shape (over f8e4m3, at head_dim 256) and with a hook, two of the producers do it. */
+template <int D_, bool FEW_ = false, bool F8_ = false, bool BY_ROW_ = false>
+struct wgmma_shape {
   static constexpr int D = D_;
-  static constexpr bool FEW = FEW_, F8 = F8_, LESS = FEW && !F8;
-  /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns. */
-  static constexpr int CONSUMERS = F8 && (FEW || D > 192) ? 1 : 2, ROWS = 64 * CONSUMERS;
+  static constexpr bool FEW = FEW_, F8 = F8_, BY_ROW = BY_ROW_, LESS = FEW && !F8;
+  static constexpr bool FOURTH = F8 || BY_ROW; /* a warpgroup more */
+  static constexpr bool HAS_BY_ROW = !F8 && D <= 192;
+  static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
+  /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
+   * At head_dim 64 softmax takes longer than the products, and three consumers hide more. */
+  static constexpr int CONSUMERS = F8 && (FEW || D > 192)       ? 1
+                                   : D == 64 && !FEW && !FOURTH ? 3
+                                                                : 2;
+  static constexpr int ROWS = 64 * CONSUMERS;
+  static constexpr int COPIERS = BY_ROW ? 2 : 1; /* warps that copy K, and as many V */
   static constexpr int KEYS = D > 192 || (LESS && D > 96)  ? 64
                               : D > 128 || D == 96 && LESS ? 96
                                                            : 128;
   static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
-  static constexpr int ROOM = (208 << 10) - Q_STAGES * ROWS * D * 2;
-  static constexpr int STAGES = LESS ? (D < 128 ? 3 : 2) : ROOM / (4 * KEYS * D);
-  static constexpr bool TURNS = D == 64 && !FEW; /* consumers take turns at the products */
-  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + F8);
+  static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
+  static constexpr int ROOM = (224 << 10) - 4 * CONSUMERS * OUT_WARP_BYTES -
+                              Q_STAGES * ROWS * D * 2;
+  static constexpr int FIT = ROOM / (4 * KEYS * D), FEWER = BY_ROW ? 4 : D < 128 ? 3 : 2;
+  static constexpr int STAGES = LESS && FEWER < FIT ? FEWER : FIT;
+  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + FOURTH);
   /* Leaves an SM registers for a thread block of wgmma_combine, which starts early then. */
-  static constexpr bool JOIN_BESIDE = LESS && D <= 128;
+  static constexpr bool JOIN_BESIDE = LESS && D <= 128 && !BY_ROW;
   /* Registers of a thread at the start; then of a consumer's, and of any other. */
   static constexpr int REGISTERS = JOIN_BESIDE || THREADS > 384 ? 128
                                    : THREADS > 256              ? 168
                                                                 : 255;
   static constexpr int TAKE = JOIN_BESIDE      ? 168
+                              : CONSUMERS == 3 ? 160
                               : CONSUMERS == 1 ? 240
-                              : D < 128        ? (F8 ? 208 : 216)
-                              : F8             ? 216
+                              : D < 128        ? (FOURTH ? 208 : 216)
+                              : FOURTH         ? 216
                                                : 232;
   static constexpr int GIVE = JOIN_BESIDE      ? 40
+                              : CONSUMERS == 3 ? 32
                               : CONSUMERS == 1 ? 104
-                              : D < 128        ? (F8 ? 48 : 72)
+                              : D < 128        ? (FOURTH ? 48 : 72)
                                                : 40;
   /* An atom is eight rows of ATOM numbers, the unit of the swizzle; a row has PARTS atoms. */
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
@@ -68,7 +83,6 @@ template <int D_, bool FEW_ = false, bool F8_ = false> struct wgmma_shape {
     return (2 * half + 1) * (TILE_BYTES / 4) + group % (GROUPS / 2) * CAME_GROUP_BYTES;
   }
   static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
-  static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + 2 * STAGES * TILE_BYTES +
                                       4 * CONSUMERS * OUT_WARP_BYTES + 1024;

@@ -439,7 +439,7 @@ std::vector<shape_case> check_cases(int d) {
   add("ragged", {77, 0, 1, 900, 130, 64, 5}, {77, 0, 1, 33, 130, 3, 5});
   add("more rows than keys", {40}, {70});
   add("not causal", {700, 129}, {100, 129}, [](shape_case &c) { c.causal = false; });
-  for (int group : {1, 4, 7, 8, 16})
+  for (int group : {1, 4, 7, 8, 16, 65, 128, 192, 200})
     add("groups", {333, 200}, {333, 50}, [=](shape_case &c) { c.heads = 2 * group; });
   add("a group beyond a tile", {200}, {9},
       [](shape_case &c) { c.heads = 160, c.kv_heads = 1; });
@@ -511,6 +511,20 @@ std::vector<shape_case> check_cases(int d) {
           c.block_size = size, c.selection = selection, c.window = tokens == 3 ? 70 : 0;
           c.alibi = size == 5, c.hooked = size == 2, c.broken = size == 12;
         });
+  for (int size : {1, 5})
+    for (int tokens : {300, 2}) {
+      add("by row, prev", {700, 301, 3}, {tokens, 40, 3}, [=](shape_case &c) {
+        c.block_size = size, c.prev = true, c.soft_cap = size == 5 ? 20.f : 0.f;
+      });
+      add("by row, tree", {700, 301}, {tokens, tokens},
+          [=](shape_case &c) { c.block_size = size, c.tree_words = 2; });
+      add("by row, large scores", {700, 1500}, {tokens, tokens}, [=](shape_case &c) {
+        c.block_size = size, c.q_std = 100.f, c.window = size == 5 ? 70 : 0;
+      });
+      add("by row, wide groups", {3001, 5, 0, 1700, 64}, {1, 1, 1, 1, 1}, [=](shape_case &c) {
+        c.block_size = size, c.decode = true, c.heads = tokens == 2 ? 34 : 256;
+      });
+    }
   for (int size : {5, 16})
     for (int tokens : {200, 2})
       add("pinned", {601, 300}, {tokens, 9},
