@@ -77,6 +77,12 @@ return function(b)
   for _, dim in ipairs { 128, 64, 96, 192, 256 } do
     shape("head_dim " .. dim, { dim = dim })
   end
+  -- bench/peers.py has the same; PyTorch has no causal mask for the newest tokens alone.
+  local whole = b:shrunk(16384)
+  for _, dim in ipairs { 64, 96, 192, 256 } do
+    b:case { id = "P17", on = "cuda", name = ("prefill, causal, %d, head_dim %d"):format(
+               whole, dim), setup = attention { chunk = whole, len = whole, dim = dim } }
+  end
   shape("f8 KV", { dtype = "f8e4m3" })
   shape("ALiBi", { alibi = true })
   shape("soft cap", { soft_cap = 50 })

@@ -1,4 +1,4 @@
-"""P1 to P5: attention of other people, over the same shapes as ours."""
+"""P1 to P5 and P17: attention of other people, over the same shapes as ours."""
 import math
 
 import torch
@@ -10,7 +10,7 @@ from peer_base import Case, expect, int32, package, randn
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 GROUP = HEADS // KV_HEADS
-SCALE = 1 / math.sqrt(DIM)
+SCALE = 1 / math.sqrt(DIM)  # of decode
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
 
 
@@ -23,8 +23,8 @@ def sdpa(q, k, v, causal, backend):
 
 
 def attend(q, k, v):
-    """Softmax attention in f32: q [rows, DIM], k and v [tokens, DIM]."""
-    weights = torch.softmax(q.float() @ k.float().T * SCALE, dim=-1)
+    """Softmax attention in f32: q [rows, dim], k and v [tokens, dim]."""
+    weights = torch.softmax(q.float() @ k.float().T / math.sqrt(q.shape[-1]), dim=-1)
     return weights @ v.float()
 
 
@@ -187,16 +187,16 @@ class SparseDecode(Decode):
 
 
 class Prefill(Case):
-    """Contiguous: q [queries, heads, DIM] over k and v [keys, kv_heads, DIM]. Causal: the
+    """Contiguous: q [queries, heads, dim] over k and v [keys, kv_heads, dim]. Causal: the
     queries are the newest tokens; otherwise each sees all keys."""
 
-    def __init__(self, queries, keys, causal):
+    def __init__(self, queries, keys, causal, dim=DIM):
         self.causal = causal
-        self.q = randn(queries, HEADS, DIM)
-        self.k, self.v = randn(keys, KV_HEADS, DIM), randn(keys, KV_HEADS, DIM)
+        self.q = randn(queries, HEADS, dim)
+        self.k, self.v = randn(keys, KV_HEADS, dim), randn(keys, KV_HEADS, dim)
 
     def check(self, out):
-        out = out.reshape(-1, HEADS, DIM)
+        out = out.reshape(-1, *self.q.shape[1:])
         queries, keys = len(self.q), len(self.k)
         for head in (0, HEADS - 1):
             g = head // GROUP
@@ -251,3 +251,6 @@ def cases():
         yield "P5", f"prefill, causal, {n}", lambda n=n: Prefill(n, n, True)
     yield ("P5", "prefill, 4096 over 32768, all seen",
            lambda: Prefill(4096, 32768, False))
+    for dim in (64, 96, 192, 256):
+        yield ("P17", f"prefill, causal, 16384, head_dim {dim}",
+               lambda dim=dim: Prefill(16384, 16384, True, dim))

@@ -54,6 +54,15 @@ __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *ma
                "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
+/* The same for a box at coordinates (0, c1, 0, c3). */
+__device__ __forceinline__ void copy_box4(uint32_t shared, const CUtensorMap *map, int c1,
+                                          int c3, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4}], [%5];" ::"r"(shared),
+      "l"(map), "r"(0), "r"(c1), "r"(c3), "r"(barrier)
+      : "memory");
+}
 /* A read that ptxas does not move across waits; nor does it move what depends on the read. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
@@ -133,12 +142,15 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+#define KVL_D4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define KVL_D8(i)                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KVL_D16(i) KVL_D8(i), KVL_D8(i + 8)
 #define KVL_D32(i) KVL_D16(i), KVL_D16(i + 16)
 #define KVL_D64 KVL_D32(0), KVL_D32(32)
+#define KVL_NAMES_4 "%0,%1,%2,%3"
+#define KVL_NAMES_8 KVL_NAMES_4 ",%4,%5,%6,%7"
 #define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVL_NAMES_32 \
   KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -166,7 +178,14 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 template <class T, int N>
 __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   constexpr bool half = std::is_same_v<T, __half>;
-  if constexpr (N == 32) {
+  if constexpr (N == 4) {
+    if constexpr (half) KVL_SHARED_PRODUCT(8, "f16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4);
+    else KVL_SHARED_PRODUCT(8, "bf16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4);
+  } else if constexpr (N == 8) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
+    else KVL_SHARED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
+  } else if constexpr (N == 32) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
     else KVL_SHARED_PRODUCT(64, "bf16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
@@ -178,7 +197,7 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 64, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
@@ -258,10 +277,13 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 #undef KVL_NAMES_48
 #undef KVL_NAMES_32
 #undef KVL_NAMES_16
+#undef KVL_NAMES_8
+#undef KVL_NAMES_4
 #undef KVL_D64
 #undef KVL_D32
 #undef KVL_D16
 #undef KVL_D8
+#undef KVL_D4
 
 #endif
 

@@ -6,12 +6,14 @@
  *   bias    like x         [n], optional
  *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                          [rows, columns[i]] each
- * The few rows of a decode step are one launch on Hopper (linear_rows.cuh). Otherwise the
- * kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a
- * small one finishes it; y is then rounded to x's dtype.
+ * On Hopper, up to 4 rows are one launch (linear_rows.cuh), and up to 16 are that of the norm
+ * and one more (linear_wgmma.cuh), unless y is the result as it is. Otherwise the kernels of
+ * rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a small one
+ * finishes it; y is then rounded to x's dtype.
  * Limit: the bytes of the weights for few rows, that of matmul for many.
  * Measured: see kernels/dev/linear.cu. */
 #include "linear_rows.cuh"
+#include "linear_wgmma.cuh"
 #include "row.cuh"
 
 extern "C" size_t kvl_cuda_matmul_workspace(const void *args, int sm_count);
@@ -119,6 +121,22 @@ int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64
   return status;
 }
 
+int normalise(const kvl_linear_args &g, const void *x, void *h, int64_t rows,
+              kvl_cuda_queue *q) {
+  kvl_rmsnorm_args norm = {x, nullptr, g.norm, h, rows, g.k, g.eps, g.dtype, g.norm_dtype};
+  return kvl_cuda_rmsnorm(&norm, q);
+}
+
+/* The norm, and one launch for the rest. */
+int one_after_norm(kvl_linear_args g, kvl_cuda_queue *q) {
+  if (g.norm) {
+    const int status = normalise(g, g.x, g.workspace, g.rows, q);
+    if (status != KVL_OK) return status;
+    g.x = g.workspace;
+  }
+  return launch_linear_wgmma(g, q);
+}
+
 int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
   const panel p(g);
   char *h = (char *)g.workspace, *y = h + p.bytes_h;
@@ -128,9 +146,7 @@ int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
     const int64_t rows = g.rows - i < PANEL_ROWS ? g.rows - i : PANEL_ROWS;
     const void *x = (const char *)g.x + (size_t)(i * g.k) * in;
     if (g.norm) {
-      kvl_rmsnorm_args norm = {x,   nullptr, g.norm,  h,           rows,
-                               g.k, g.eps,   g.dtype, g.norm_dtype};
-      status = kvl_cuda_rmsnorm(&norm, q);
+      status = normalise(g, x, h, rows, q);
       x = h;
     }
     if (g.rows <= FEW_ROWS || g.parts == 1) {
@@ -158,5 +174,7 @@ KVL_CUDA_KERNEL(linear) {
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g.rows == 0 || g.n == 0) return KVL_OK;
   if (kvl::takes_linear_rows(g, q)) return kvl::launch_linear_rows(g, q);
+  if (!kvl::panel(g).is_finished && kvl::takes_linear_wgmma(g, q))
+    return kvl::one_after_norm(g, q);
   return kvl::one_by_one(g, q);
 }

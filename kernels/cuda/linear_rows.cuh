@@ -16,9 +16,9 @@
 #define KVL_CUDA_LINEAR_ROWS_CUH
 
 #include "barrier.cuh"
+#include "linear_output.cuh"
 #include "mma.cuh"
 #include "programmatic.cuh"
-#include "silu.cuh"
 
 namespace kvl {
 
@@ -151,8 +151,8 @@ __device__ __forceinline__ void bring_weights(const kvl_linear_args &g, int plac
   }
 }
 
-/* One output from the sums of all warps. part: [warps][rows][LINEAR_TILE]; before: what `out`
- * had there, as it is stored. PARTS: are there several? */
+/* One output from the sums of all warps. part: [warps][rows][LINEAR_TILE]; before: see
+ * linear_before. */
 template <bool PARTS, class T>
 __device__ __forceinline__ void store_output(const kvl_linear_args &g, const linear_tiles &w,
                                              const float *part, int m, int column,
@@ -164,23 +164,7 @@ __device__ __forceinline__ void store_output(const kvl_linear_args &g, const lin
     y += own[0];
     if (w.swiglu) z += own[LINEAR_TILE / 2];
   }
-  if (const T *bias = (const T *)g.bias) {
-    y += to_float(bias[unit]);
-    if (w.swiglu) z += to_float(bias[unit + w.units]);
-  }
-  if (w.swiglu) y = silu<T>(y) * z;
-  if (g.form == KVL_LINEAR_ADD) {
-    const uint16_t half = (uint16_t)before;
-    y += g.out_dtype == KVL_DTYPE_F32 ? __uint_as_float(before)
-                                      : to_float(reinterpret_cast<const T &>(half));
-  }
-  if constexpr (PARTS) {
-    int i = 0;
-    while (unit >= g.columns[i]) unit -= g.columns[i++];
-    store_any(g.outs[i], g.out_dtype, m * g.columns[i] + unit, y);
-  } else {
-    store_any(g.out, g.out_dtype, m * w.units + unit, y);
-  }
+  store_linear<PARTS, T>(g, w.units, m, unit, y, z, before);
 }
 
 /* A consuming lane: the sums of its rows of x and of the weights. */
@@ -253,9 +237,7 @@ __global__ void __launch_bounds__(LINEAR_THREADS, 2)
     const int64_t unit = tile * w.per_tile + column, to = m * w.units + unit;
     const bool stores = m < g.rows && unit < w.units;
     uint32_t before = 0; /* loaded now, looked at when the tile is done */
-    if (stores && g.form == KVL_LINEAR_ADD)
-      before = g.out_dtype == KVL_DTYPE_F32 ? ((const uint32_t *)g.out)[to]
-                                            : ((const uint16_t *)g.out)[to];
+    if (stores) before = linear_before(g, to);
 #pragma unroll
     for (int i = 0; i < 16; i++) own.c[i / 4][i % 4] = 0;
     for (int i = 0; i < w.stages; i++) {
