@@ -291,6 +291,13 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 
 /* ---- the host's side ------------------------------------------------------------------- */
 
+/* Does the device have these instructions? Later ones do not. */
+inline bool is_hopper_device(int device) {
+  int major = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9;
+}
+
 using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                                      const cuuint64_t *, const cuuint64_t *,
                                      const cuuint32_t *, const cuuint32_t *,

@@ -55,7 +55,7 @@ struct linear_stage {
 #endif
 
 /* weights: [k / K, 1 or 2, units, K]; rows: [k / K, rows, K] */
-template <class T, int N>
+template <class T, int N, int BOXES>
 __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
     linear_wgmma(const __grid_constant__ kvl_linear_args g,
                  const __grid_constant__ CUtensorMap weights,
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
   __shared__ float sums[2][HEIGHT][N + 1];
   __shared__ uint64_t barriers[2][PLACES];
   const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
-  const uint32_t bytes_x = p.boxes * N * K * 2, bytes_w = p.boxes * p.height * K * 2;
+  const uint32_t bytes_x = BOXES * N * K * 2, bytes_w = BOXES * p.height * K * 2;
   const uint32_t ring_x = (shared_address(shared_bytes) + 1023) & ~1023u;
   const uint32_t ring_w = ring_x + p.places * bytes_x;
   if (threadIdx.x == 0) {
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
     linear_stage w(p.stages), x(p.stages);
     auto bring_w = [&](int at) {
       barrier_arrive_expect(full + 8 * at, bytes_w + bytes_x);
-      copy_box4(ring_w + at * bytes_w, &weights, w.tile * p.units, w.stage * p.boxes,
+      copy_box4(ring_w + at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
                 full + 8 * at);
       w.next(p.stages);
     };
     auto bring_x = [&](int at) {
-      copy_box4(ring_x + at * bytes_x, &rows, 0, x.stage * p.boxes, full + 8 * at);
+      copy_box4(ring_x + at * bytes_x, &rows, 0, x.stage * BOXES, full + 8 * at);
       x.next(p.stages);
     };
     if (!g.frozen) wait_for_previous();
@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
     int last = -1;
     for (int i = 0; i < p.stages; i++) {
       barrier_wait(full + 8 * at, phase);
-#pragma unroll 1
-      for (int box = 0; box < p.boxes; box++) {
-        products_begin();
+      products_begin();
+#pragma unroll
+      for (int box = 0; box < BOXES; box++) {
         const uint64_t w = rows_at<128>(ring_w + at * bytes_w + box * p.height * 128);
         const uint64_t x = rows_at<128>(ring_x + at * bytes_x + box * N * 128);
 #pragma unroll
@@ -195,9 +195,10 @@ inline int map_rows(const kvl_linear_args &g, const void *p, int64_t units, int 
 /* Does the kernel take it, apart from its norm? x is normalised already. */
 inline bool takes_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   constexpr int K = linear_wgmma_plan::K;
-  return is_hopper(q) && g.rows <= linear_wgmma_plan::ROWS && g.k > 0 && g.k % K == 0 &&
-         g.n < INT_MAX && (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
-         aligned16(g.x, g.weight) && q->shared_optin >= (200 << 10) && encode_map();
+  return is_hopper_device(q->device) && g.rows <= linear_wgmma_plan::ROWS && g.k > 0 &&
+         g.k % K == 0 && g.n < INT_MAX &&
+         (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
+         aligned16(g.x, g.weight) && encode_map();
 }
 
 inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
@@ -223,24 +224,30 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
   return p;
 }
 
-template <class T, int N>
-int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  constexpr auto kernel = linear_wgmma<T, N>;
-  const linear_wgmma_plan p = plan_linear_wgmma(g, N, q);
+template <class T, int N, int BOXES>
+int launch_linear_wgmma(const kvl_linear_args &g, const linear_wgmma_plan &p,
+                        const kvl_cuda_queue *q) {
+  constexpr auto kernel = linear_wgmma<T, N, BOXES>;
   const int halves = g.form == KVL_LINEAR_SWIGLU ? 2 : 1;
   CUtensorMap weights, rows;
-  int status = map_rows(g, g.weight, g.n / halves, halves, p.units, p.boxes, &weights);
-  if (status == KVL_OK) status = map_rows(g, g.x, g.rows, 1, N, p.boxes, &rows);
+  int status = map_rows(g, g.weight, g.n / halves, halves, p.units, BOXES, &weights);
+  if (status == KVL_OK) status = map_rows(g, g.x, g.rows, 1, N, BOXES, &rows);
   if (status == KVL_OK) status = allow_shared<kernel>(q, q->shared_optin - p.STATIC);
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status != KVL_OK) return status;
   /* A product reads HEIGHT rows of the last tile in the ring, too. */
   const size_t bytes = 1024 + (p.HEIGHT - p.height) * 128 +
-                       (size_t)p.places * p.boxes * (p.height + N) * p.K * 2;
+                       (size_t)p.places * BOXES * (p.height + N) * p.K * 2;
   const size_t alone = q->shared_optin / 2 + 1024;
   const int rounds = ceil_div(p.tiles, q->sm_count);
   return launch_programmatic(kernel, ceil_div(p.tiles, rounds), p.THREADS,
                              bytes > alone ? bytes : alone, q, g, weights, rows, p);
+}
+template <class T, int N>
+int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
+  const linear_wgmma_plan p = plan_linear_wgmma(g, N, q);
+  return p.boxes == 2 ? launch_linear_wgmma<T, N, 2>(g, p, q)
+                      : launch_linear_wgmma<T, N, 4>(g, p, q);
 }
 template <class T>
 int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {

@@ -283,10 +283,8 @@ inline bool mqa_takes(const mqa_paged &keys) {
   return keys.a.cache.block_size % 8 == 0 && keys.a.cache.blocks > 0;
 }
 template <class Keys> bool mqa_wgmma_takes(const Keys &keys, const kvl_cuda_queue *q) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, q->device);
-  return major == 9 && (keys.a.heads == 32 || keys.a.heads == 64) && mqa_takes(keys) &&
-         keys.rows() <= INT_MAX / 64 && encode_map();
+  return is_hopper_device(q->device) && (keys.a.heads == 32 || keys.a.heads == 64) &&
+         mqa_takes(keys) && keys.rows() <= INT_MAX / 64 && encode_map();
 }
 
 /* rows: of q, per sequence or of all. Neither rows nor columns may be 0. */

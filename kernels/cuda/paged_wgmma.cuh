@@ -403,12 +403,6 @@ int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
 
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-inline bool is_hopper_device(int device) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9;
-}
-
 /* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
 inline bool wgmma_boxes(const kvl_cache_view &c) {
   return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&

@@ -119,12 +119,13 @@ describe("linear", function()
   -- Frozen weights are read while the kernels before still run; x and out must not be.
   for _, rows in ipairs { 1, 4, 8, 16 } do
     for _, form in ipairs { "add", "swiglu" } do
-      local s = { form = form, rows = rows, k = 512, n = 600, dtype = "bf16", extras = true,
-                  outputs = form == "swiglu" and 300 or 600 }
+      local s = { form = form, rows = rows, k = 512, n = 600, dtype = "bf16",
+                  extras = true, outputs = form == "swiglu" and 300 or 600 }
       S.agrees(("%s: %d rows right after they are written, frozen weights"):format(form,
         rows), function(dev)
         local i = inputs(s)
-        local weight, norm, bias = i.weight:to(dev):freeze(), i.norm:to(dev), i.bias:to(dev)
+        local weight = i.weight:to(dev):freeze()
+        local norm, bias = i.norm:to(dev), i.bias:to(dev)
         local half, before, out = i.x:to(dev):mul(0.5), i.before:to(dev), nil
         for _ = 1, 3 do -- back to back
           out = form == "add" and before:clone()
