@@ -159,16 +159,16 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
     for (int i = 0; i < N / 2; i++)
       own[i & 2 ? 8 : 0][i / 4 * 8 + lane % 4 * 2 + (i & 1)] = d[i];
     named_sync(1, WARPGROUP); /* one a tile: the sums are in two places in turn */
-    if (!stores) continue;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
       const int m = row + 2 * i;
-      if (m >= g.rows) break;
+      if (!stores || m >= g.rows) break;
       const float y = sums[turn][column][m];
       const float z = sums[turn][(column + p.units) % HEIGHT][m]; /* with SwiGLU */
       if (g.parts > 1) store_linear<true, T>(g, units, m, unit, y, z, before[i]);
       else store_linear<false, T>(g, units, m, unit, y, z, before[i]);
     }
+    __syncwarp(); /* all lanes have to come to the next product */
   }
 #endif
 }
