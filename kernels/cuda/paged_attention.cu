@@ -47,7 +47,7 @@
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
 #include "paged_prefill.cuh"
-#include "paged_wgmma.cuh"
+#include "wgmma_launch.cuh"
 
 namespace kvl {
 namespace {
@@ -269,11 +269,11 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  if (wgmma_takes(a, q->device, h.hook))
-    return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
-      if (h.hook) return launch_hooked_wgmma<T, dim.value>(h, q);
-      return launch_wgmma<T, dim.value>(a, q);
-    });
+  if (wgmma_takes(a, q->device, h.hook)) {
+    if (!h.hook) return launch_wgmma<T>(a, q);
+    return with_wgmma_dim(a.cache.head_dim,
+                          [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
+  }
   if (a.tree && !a.starts)
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "a tree of one new token a sequence: give starts, too");

@@ -29,7 +29,7 @@
 
 #include "dev.cuh"
 #include "paged_prefill.cuh"
-#include "paged_wgmma.cuh"
+#include "wgmma_launch.cuh"
 
 using namespace kvl;
 using bf16 = __nv_bfloat16;
@@ -363,18 +363,20 @@ struct version {
 /* -DONLY=128 compiles and runs wgmma with this head_dim alone. */
 const version versions[] = {
 #ifdef ONLY
-    {"wgmma", ONLY, launch_wgmma<bf16, ONLY>, launch_wgmma<__half, ONLY>,
+    {"wgmma", ONLY, launch_wgmma_dim<bf16, ONLY>, launch_wgmma_dim<__half, ONLY>,
      launch_hooked<bf16, ONLY>},
 #else
     {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
     {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
-    {"wgmma", 128, launch_wgmma<bf16, 128>, launch_wgmma<__half, 128>,
+    {"wgmma", 128, launch_wgmma_dim<bf16, 128>, launch_wgmma_dim<__half, 128>,
      launch_hooked<bf16, 128>},
-    {"wgmma", 64, launch_wgmma<bf16, 64>, launch_wgmma<__half, 64>, launch_hooked<bf16, 64>},
-    {"wgmma", 96, launch_wgmma<bf16, 96>, launch_wgmma<__half, 96>, launch_hooked<bf16, 96>},
-    {"wgmma", 192, launch_wgmma<bf16, 192>, launch_wgmma<__half, 192>,
+    {"wgmma", 64, launch_wgmma_dim<bf16, 64>, launch_wgmma_dim<__half, 64>,
+     launch_hooked<bf16, 64>},
+    {"wgmma", 96, launch_wgmma_dim<bf16, 96>, launch_wgmma_dim<__half, 96>,
+     launch_hooked<bf16, 96>},
+    {"wgmma", 192, launch_wgmma_dim<bf16, 192>, launch_wgmma_dim<__half, 192>,
      launch_hooked<bf16, 192>},
-    {"wgmma", 256, launch_wgmma<bf16, 256>, launch_wgmma<__half, 256>,
+    {"wgmma", 256, launch_wgmma_dim<bf16, 256>, launch_wgmma_dim<__half, 256>,
      launch_hooked<bf16, 256>},
 #endif
 };

@@ -78,7 +78,7 @@ end
 
 --- The header of the attention kernel of a shape, and the kernel with the hook. The rules
 -- are those of launch_16bit and launch_f32_dim in kernels/cuda/paged_attention.cu, and of
--- wgmma_takes in kernels/cuda/paged_wgmma.cuh.
+-- wgmma_takes in kernels/cuda/wgmma_launch.cuh.
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
   if q == "f32" then
