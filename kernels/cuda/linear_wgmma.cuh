@@ -40,7 +40,7 @@ struct linear_wgmma_plan {
 
 #if KVL_SM90A
 
-/* What a tile's stage is, for the warp that brings it. */
+/* Goes through the stages of a thread block's tiles. */
 struct linear_stage {
   int tile, stage, left;
   __device__ explicit linear_stage(int stages)
