@@ -494,7 +494,8 @@ stdin:8: unexpected symbol near ')'
       assert.matches("spec/more_spec.lua s 1 passed\n", output, 1, true)
       assert.matches("spec/wrong_spec.lua F 0 passed\n", output, 1, true)
       assert.matches("\nFAILED  d\n  [^\n]*spec/wrong_spec.lua:1: ", output)
-      assert.matches("\nFAILED  spec/crash_spec.lua\n  its process ended: signal 6\n",
+      assert.matches("\nFAILED  spec/crash_spec.lua\n  its process ended before its "
+        .. "specs: signal 6\n",
         output, 1, true)
       assert.matches("\nskipped  c: later\n", output, 1, true)
       assert.matches("\n2 passed, 2 failed, 1 skipped\n$", output)
@@ -505,6 +506,21 @@ stdin:8: unexpected symbol near ')'
       assert.matches("\n2 passed, 0 failed, 1 skipped\n$",
         select(2, sh "./kvlab test --jobs=2"))
       sh "rm spec/more_spec.lua"
+    end)
+
+    it("counts a process that ends before its specs do as failed", function()
+      write("spec/tiny_spec.lua", [[it("a", function() end)]])
+      for _, code in ipairs { 0, 1, 3 } do -- a sanitizer may end a process with 1
+        write("spec/exit_spec.lua", ([[
+          it("b", function() end)
+          it("c", function() os.exit(%d) end)]]):format(code))
+        local status, output = sh "./kvlab test --jobs=2"
+        assert.equal(1, status, output)
+        assert.matches(("\nFAILED  spec/exit_spec.lua\n  its process ended before its "
+          .. "specs: exit status %d\n"):format(code), output, 1, true)
+        assert.matches("\n1 passed, 1 failed\n$", output)
+      end
+      sh "rm spec/exit_spec.lua"
     end)
 
     it("selects by tag and pattern", function()

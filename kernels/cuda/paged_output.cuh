@@ -111,6 +111,16 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
   }
 }
 
+/* Writes four neighbours of a row of the op's output. */
+__device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
+                                          const row_end &end, int64_t row, int dim,
+                                          float (&x)[4]) {
+  const int64_t at = row * a.cache.head_dim + dim;
+  finish(a, end, at, x);
+  store_out(a, at, x);
+  if (a.lse && dim == 0) a.lse[row] = end.lse;
+}
+
 }  // namespace kvl
 
 #endif

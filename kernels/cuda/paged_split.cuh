@@ -155,16 +155,6 @@ struct split_plan {
   }
 };
 
-/* Writes four neighbours of a row of the op's output. */
-__device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
-                                          const row_end &end, int64_t row, int dim,
-                                          float (&x)[4]) {
-  const int64_t at = row * a.cache.head_dim + dim;
-  finish(a, end, at, x);
-  store_out(a, at, x);
-  if (a.lse && dim == 0) a.lse[row] = end.lse;
-}
-
 /* Writes four neighbours of row r of a task, from its sum of values, its maximum and its
  * denominator. With part < 0 the sequence lies within the share, and this is its result;
  * otherwise the partial result is normalised and goes to the workspace. */

@@ -3,7 +3,7 @@
 #ifndef KVL_CUDA_WGMMA_COMBINE_CUH
 #define KVL_CUDA_WGMMA_COMBINE_CUH
 
-#include "paged_combine.cuh"
+#include "combine_parts.cuh"
 #include "wgmma_plan.cuh"
 
 namespace kvl {

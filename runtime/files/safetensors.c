@@ -255,11 +255,15 @@ static int by_offset(const void *a, const void *b) {
   return (x->bytes > y->bytes) - (x->bytes < y->bytes); /* empty tensors first */
 }
 
+static void entries_sort(kvl_safetensors *f, int (*order)(const void *, const void *)) {
+  if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, order);
+}
+
 /* Checks that no name occurs twice, and that the byte ranges cover the data section without
  * overlap or hole. */
 static void index_check(struct json *j, kvl_safetensors *f) {
   int64_t end = 0;
-  qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_offset);
+  entries_sort(f, by_offset);
   for (int i = 0; i < f->count && j->status >= 0; i++) {
     if (f->entries[i].offset != end)
       entry_fail(j, f->entries[i].name,
@@ -270,7 +274,7 @@ static void index_check(struct json *j, kvl_safetensors *f) {
   if (j->status >= 0 && end != f->bytes_section)
     j->status = kvl__fail(KVL_ERR_FORMAT, "%s: %lld bytes of data, the tensors take %lld",
                           f->file.path, (long long)f->bytes_section, (long long)end);
-  qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_name);
+  entries_sort(f, by_name);
   for (int i = 1; i < f->count && j->status >= 0; i++)
     if (!by_name(&f->entries[i - 1], &f->entries[i]))
       entry_fail(j, f->entries[i].name, "the name occurs twice");

@@ -153,17 +153,18 @@ local function start(file, options)
 end
 
 --- The result of a file, from what its process has sent and how that ended. A process has
--- failed too if its end does not agree with its result, as after a crash or a leak that a
--- sanitizer finds.
+-- failed too if it has sent nothing, whatever its exit status is, and if its end does not
+-- agree with its result, as after a leak that a sanitizer finds.
 local function result_of(root, file, answer, how)
   local name = inside_root(root, file)
   local result = answer and require("kvlab.json").decode(answer)
     or { passed = 0, failed = 0, skipped = 0, line = name .. " E 0 passed\n",
          report = "" }
-  if how ~= (result.failed == 0 and answer and "exit status 0" or "exit status 1") then
+  local expected = result.failed == 0 and "exit status 0" or "exit status 1"
+  if not answer or how ~= expected then
     result.failed = result.failed + 1
-    result.report = ("%s\nFAILED  %s\n  its process ended: %s\n"):format(result.report,
-      name, how)
+    result.report = ("%s\nFAILED  %s\n  its process ended%s: %s\n"):format(result.report,
+      name, answer and "" or " before its specs", how)
   end
   return result
 end
