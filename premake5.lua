@@ -149,7 +149,7 @@ if _OPTIONS["cuda"] == "on" then
     language "C++"
     targetprefix "lib"
     pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
-    files { "kernels/cuda/*.cu", "runtime/cuda/*.cu" }
+    files { "kernels/cuda/**.cu", "runtime/cuda/*.cu" }
     includedirs { "kernels/cuda" }
     prebuildcommands { "@../tools/abi.sh ." }
     -- Compressed, the device code is six times smaller; a bundle has to travel.

@@ -6,7 +6,8 @@
  * struct kvl_cuda_queue *, the CPU a struct kvl_cpu_job *. A launcher returns 0 or a negative
  * kvl_status.
  *   CPU   kvl_cpu_<op>_<isa>   kernels/cpu/<op>.c, compiled once per instruction set
- *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu
+ *   CUDA  kvl_cuda_<op>        kernels/cuda/<op>.cu; kernels/cuda/instances/ has those of its
+ *                              templates that take minutes to compile
  * Shapes, dtypes and meanings are those of runtime/kvlab.h. Optional pointers may be NULL.
  * Any count may be 0; the op then launches nothing. */
 #ifndef KVL_KERNELS_H

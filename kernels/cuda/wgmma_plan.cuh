@@ -28,7 +28,7 @@ namespace kvl {
  * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
  * with more, SMs that are near to the memory run ahead, and the others end later.
  * F8: the cache is f8e4m3, and four more warps turn its tiles into f16.
- * BY_ROW: four more warps copy the rows of blocks that are no boxes. Where there is no such
+ * BY_ROW: four more warps copy the rows of blocks that TMA cannot. Where there is no such
  * shape (over f8e4m3, at head_dim 256) and with a hook, two of the producers do it. */
 template <int D_, bool FEW_ = false, bool F8_ = false, bool BY_ROW_ = false>
 struct wgmma_shape {

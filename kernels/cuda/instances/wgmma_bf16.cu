@@ -1,5 +1,5 @@
 /* The kernels of paged_wgmma.cuh for q in bf16. */
-#include "wgmma_launch.cuh"
+#include "../wgmma_launch.cuh"
 
 namespace kvl {
 
