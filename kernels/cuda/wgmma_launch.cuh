@@ -216,8 +216,8 @@ int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q)
   });
 }
 
-/* Launches a call that wgmma_takes. instances/wgmma_f16.cu and wgmma_bf16.cu define it, one
- * each, so that the kernels are compiled side by side. */
+/* Launches a call that wgmma_takes. instances/paged_wgmma_f16.cu and paged_wgmma_bf16.cu
+ * define it, one each, so that the kernels are compiled side by side. */
 template <class T>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
 
