@@ -63,6 +63,16 @@ __device__ __forceinline__ void copy_box4(uint32_t shared, const CUtensorMap *ma
       "l"(map), "r"(0), "r"(c1), "r"(c3), "r"(barrier)
       : "memory");
 }
+/* The same with the hint read_once(). */
+__device__ __forceinline__ void copy_box4_once(uint32_t shared, const CUtensorMap *map,
+                                               int c1, int c3, uint32_t barrier,
+                                               uint64_t hint) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile"
+               ".mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %2, %4}], "
+               "[%5], %6;" ::"r"(shared),
+               "l"(map), "r"(0), "r"(c1), "r"(c3), "r"(barrier), "l"(hint)
+               : "memory");
+}
 /* A read that ptxas does not move across waits; nor does it move what depends on the read. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
@@ -185,6 +195,10 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
     if constexpr (half)
       KVL_SHARED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
     else KVL_SHARED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
+  } else if constexpr (N == 16) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
+    else KVL_SHARED_PRODUCT(32, "bf16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
   } else if constexpr (N == 32) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
@@ -197,7 +211,7 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "8, 16, 64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 32, 64, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);

@@ -6,13 +6,12 @@
  *   bias    like x         [n], optional
  *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                          [rows, columns[i]] each
- * On Hopper, up to 4 rows are one launch (linear_rows.cuh), and up to 16 are that of the norm
- * and one more (linear_wgmma.cuh), unless y is the result as it is. Otherwise the kernels of
+ * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh), or up to 4 if y is the result as it
+ * is; a norm of f16 or of more than 8 rows is one more. Otherwise the kernels of
  * rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a small one
  * finishes it; y is then rounded to x's dtype.
  * Limit: the bytes of the weights for few rows, that of matmul for many.
  * Measured: see kernels/dev/linear.cu. */
-#include "linear_rows.cuh"
 #include "linear_wgmma.cuh"
 #include "row.cuh"
 
@@ -127,12 +126,12 @@ int normalise(const kvl_linear_args &g, const void *x, void *h, int64_t rows,
   return kvl_cuda_rmsnorm(&norm, q);
 }
 
-/* The norm, and one launch for the rest. */
-int one_after_norm(kvl_linear_args g, kvl_cuda_queue *q) {
-  if (g.norm) {
+/* One launch, and one for the norm if it has to be done before. */
+int one_launch(kvl_linear_args g, kvl_cuda_queue *q) {
+  if (g.norm && !fuses_norm(g)) {
     const int status = normalise(g, g.x, g.workspace, g.rows, q);
     if (status != KVL_OK) return status;
-    g.x = g.workspace;
+    g.x = g.workspace, g.norm = nullptr;
   }
   return launch_linear_wgmma(g, q);
 }
@@ -173,8 +172,8 @@ KVL_CUDA_KERNEL(linear) {
   const kvl_linear_args &g = *(const kvl_linear_args *)args;
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g.rows == 0 || g.n == 0) return KVL_OK;
-  if (kvl::takes_linear_rows(g, q)) return kvl::launch_linear_rows(g, q);
-  if (!kvl::panel(g).is_finished && kvl::takes_linear_wgmma(g, q))
-    return kvl::one_after_norm(g, q);
+  const bool is_few = g.rows <= kvl::linear_wgmma_plan::PLAIN_ROWS;
+  if (kvl::takes_linear_wgmma(g, q) && (is_few || !kvl::panel(g).is_finished))
+    return kvl::one_launch(g, q);
   return kvl::one_by_one(g, q);
 }

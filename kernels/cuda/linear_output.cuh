@@ -1,5 +1,4 @@
-/* What the fused kernels of kvl_linear make of a row's sum: the end of linear_rows.cuh and of
- * linear_wgmma.cuh. A unit is an output; with SwiGLU two rows of the weights make one. */
+/* What the fused kernel of kvl_linear makes of a row's sum: the end of linear_wgmma.cuh. A unit is an output; with SwiGLU two rows of the weights make one. */
 #ifndef KVL_CUDA_LINEAR_OUTPUT_CUH
 #define KVL_CUDA_LINEAR_OUTPUT_CUH
 

@@ -1,16 +1,23 @@
-/* kvl_linear for a few rows more than linear_rows.cuh takes, on Hopper: a decode step of some
- * sequences, drafts to verify. It is bound by the bytes of the weights like that kernel, but
- * the rows of x need not fit shared memory.
+/* kvl_linear for the few rows of a decode step, on Hopper: some sequences, drafts to verify.
  *
  * wgmma computes y^T = weight x^T: up to 64 rows of the weights are the rows of a product, and
  * the N rows of x are its columns, of which some may not exist. A tile is `height` rows of
  * the weights, with SwiGLU half of them gates and the others their partners. The height is
  * such that the SMs have equal work: a product's other rows are left over and not stored. A
- * thread block takes tile after tile. One of its warps has TMA bring weights and x, which
- * comes from the L2, into a ring stage by stage along k; a warpgroup multiplies.
+ * thread block takes tile after tile. A warp has TMA bring the weights into a ring, stage by
+ * stage along k; another one brings x, which comes from the L2; a warpgroup multiplies.
  *
- * As in linear_rows.cuh an SM has room for one thread block, no more than UNDER_WAY stages are
- * under way, and frozen weights are brought while the kernel before still runs.
+ * A norm is r x * norm, where r is one number for each row. Four warps multiply x by the norm's
+ * weights, stage by stage in turn, and sum x's squares on the way; r is multiplied in when a
+ * tile is done. In f16 x * norm could be too large, so that norm is not done here, and nor is
+ * that of more than 8 rows, which would take longer than a launch.
+ *
+ * A thread block asks for so much shared memory that an SM has room for one: the next product
+ * begins early, while this one ends, and two of its blocks on an SM that is free first would
+ * share that SM's copies for as long as they run. If the weights are frozen, it fills its ring
+ * while it waits for the kernels before it: then memory is read between two products, too.
+ * Weights are read once in a step, so the L2 is told to drop them first. It keeps what small
+ * kernels between the products read: tables, positions, their code.
  *
  * Limit     the bytes of the weights at memory bandwidth
  * Measured  notes/20261122-linear.md, kernels/dev/linear.cu */
@@ -25,13 +32,16 @@ namespace kvl {
 
 struct linear_wgmma_plan {
   enum {
-    ROWS = 16,     /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
-    HEIGHT = 64,   /* of a product */
-    K = 64,        /* numbers of a row that are 128 bytes, the width of the swizzle */
-    UNDER_WAY = 4, /* stages; see linear_rows.cuh */
-    PLACES = 8,    /* stages in the ring, at most */
-    THREADS = WARPGROUP + WARP,
-    STATIC = 10 << 10, /* bytes of shared memory that is not dynamic, at most */
+    ROWS = 16,      /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
+    PLAIN_ROWS = 4, /* at most, if the product is the result: with more, cuBLAS is faster */
+    HEIGHT = 64,    /* of a product */
+    K = 64,         /* numbers of a row that are 128 bytes, the width of the swizzle */
+    UNDER_WAY = 4,  /* stages, 48 to 64 KiB: with more, memory delivers less */
+    PLACES = 16,    /* stages in the ring, at most */
+    THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
+    NORM_ROWS = 8,                  /* of x, at most, if there is a norm */
+    NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
+    STATIC = 10 << 10,              /* bytes of shared memory that is not dynamic, at most */
   };
   int height, units, tiles; /* a tile's rows of the weights and outputs; how many tiles */
   int boxes, stages;        /* K's of a stage; stages of a tile */
@@ -40,23 +50,88 @@ struct linear_wgmma_plan {
 
 #if KVL_SM90A
 
-/* Goes through the stages of a thread block's tiles. */
+/* Goes through the places of the ring and the stages of a thread block's tiles. */
 struct linear_stage {
-  int tile, stage, left;
+  int tile, stage, left, at = 0;
+  uint32_t phase = 0;
+  /* Thread blocks begin a tile at different stages: if all read the same columns at the same
+   * time, some channels of the memory would have more to do than others. */
   __device__ explicit linear_stage(int stages)
       : tile(blockIdx.x), stage(blockIdx.x % stages), left(stages) {}
-  /* Thread blocks begin a tile at different stages, as in linear_rows.cuh. */
-  __device__ void next(int stages) {
+  __device__ void next(int stages, int places) {
     if (++stage == stages) stage = 0;
     if (--left == 0) left = stages, tile += gridDim.x;
+    if (++at == places) at = 0, phase ^= 1;
   }
 };
+
+/* The barriers of each place: the weights have come, x has come, x is multiplied by the norm,
+ * both were read. */
+struct linear_barriers {
+  uint32_t weights, came, normed, empty;
+};
+
+/* One of the warps that multiply x by the norm's weights, each in its own places of the ring.
+ * `squares` gets the sum of squares of each row of the stages that this warp had. A stage of x
+ * is at ring_x + place * bytes_x, [BOXES, N, K], swizzled. */
+template <class T, class W, int BOXES>
+__device__ void apply_norm(const kvl_linear_args &g, const linear_wgmma_plan &p,
+                           const linear_barriers &barriers, char *ring_x, int nth,
+                           float *squares, int lane) {
+  using plan = linear_wgmma_plan;
+  constexpr int K = plan::K, N = plan::NORM_ROWS, WARPS = plan::NORM_WARPS;
+  constexpr int EACH = N / 4; /* a lane's packs of a box: every fourth row */
+  const W *norm = (const W *)g.norm;
+  float sums[EACH] = {};
+  wait_for_previous();
+  for (linear_stage x(p.stages); x.tile < p.tiles; x.next(p.stages, p.places)) {
+    if (x.at % WARPS != nth) continue;
+    pack<W, 8> weights[BOXES][2]; /* of rows that are even and odd, in fours */
+#pragma unroll
+    for (int box = 0; box < BOXES; box++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int64_t k = (x.stage * BOXES + box) * K + ((lane % 8) ^ (lane / 8 + i * 4)) * 8;
+        weights[box][i] = load_pack<8>(norm + (k < g.k ? k : 0)); /* past k, x is 0 */
+      }
+    barrier_wait(barriers.came + 8 * x.at, x.phase);
+    T *const own = (T *)(ring_x + x.at * BOXES * N * K * 2 + lane * 16);
+    const bool is_first = x.tile == blockIdx.x;
+#pragma unroll
+    for (int box = 0; box < BOXES; box++) {
+      pack<T, 8> v[EACH];
+#pragma unroll
+      for (int i = 0; i < EACH; i++) v[i] = load_pack<8>(own + (box * N + i * 4) * K);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+          const float value = to_float(v[i].at[e]);
+          if (is_first) sums[i] += value * value;
+          v[i].at[e] = from_float<T>(value * to_float(weights[box][i % 2].at[e]));
+        }
+        store_pack<8>(own + (box * N + i * 4) * K, v[i]);
+      }
+    }
+    if (is_first && x.left <= WARPS) { /* this warp's last one */
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const float sum = warp_sum<8>(sums[i]);
+        if (lane % 8 == 0) squares[lane / 8 + i * 4] = sum;
+      }
+    }
+    fence_async();
+    barrier_arrive_warp(barriers.normed + 8 * x.at, lane);
+  }
+}
 
 #endif
 
 /* weights: [k / K, 1 or 2, units, K]; rows: [k / K, rows, K] */
 template <class T, int N, int BOXES>
-__global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
+__global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
+                                      linear_wgmma_plan::NORM_WARPS * WARP,
+                                  1)
     linear_wgmma(const __grid_constant__ kvl_linear_args g,
                  const __grid_constant__ CUtensorMap weights,
                  const __grid_constant__ CUtensorMap rows,
@@ -64,65 +139,85 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
 #if KVL_SM90A
   using plan = linear_wgmma_plan;
   constexpr int PLACES = plan::PLACES, UNDER_WAY = plan::UNDER_WAY;
-  constexpr int K = plan::K, HEIGHT = plan::HEIGHT;
+  constexpr int K = plan::K, HEIGHT = plan::HEIGHT, BYTES_BOX = N * K * 2;
+  constexpr int NORM_WARPS = plan::NORM_WARPS;
   extern __shared__ char shared_bytes[];
-  __shared__ float sums[2][HEIGHT][N + 1];
-  __shared__ uint64_t barriers[2][PLACES];
-  const uint32_t full = shared_address(barriers[0]), empty = shared_address(barriers[1]);
-  const uint32_t bytes_x = BOXES * N * K * 2, bytes_w = BOXES * p.height * K * 2;
+  __shared__ float sums[2][HEIGHT][N + 1], squares[NORM_WARPS][N];
+  __shared__ uint64_t barriers_at[4][PLACES];
+  const linear_barriers barriers = {
+      shared_address(barriers_at[0]), shared_address(barriers_at[1]),
+      shared_address(barriers_at[2]), shared_address(barriers_at[3])};
+  const uint32_t bytes_x = BOXES * BYTES_BOX, bytes_w = BOXES * p.height * K * 2;
   const uint32_t ring_x = (shared_address(shared_bytes) + 1023) & ~1023u;
   const uint32_t ring_w = ring_x + p.places * bytes_x;
-  if (threadIdx.x == 0) {
-    prefetch_map(&weights);
-    prefetch_map(&rows);
+  if (threadIdx.x < NORM_WARPS * N) squares[threadIdx.x / N][threadIdx.x % N] = 0.f;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  constexpr int WEIGHTS = WARPGROUP / WARP, ROWS = WEIGHTS + 1, NORM = ROWS + 1; /* warps */
+  const uint64_t once = read_once();
+  linear_stage w(p.stages), back(p.stages); /* UNDER_WAY stages behind */
+  auto bring_w = [&] {
+    barrier_arrive_expect(barriers.weights + 8 * w.at, bytes_w);
+    copy_box4_once(ring_w + w.at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
+                   barriers.weights + 8 * w.at, once);
+    w.next(p.stages, p.places);
+  };
+  if (warp == WEIGHTS && lane == 0) {
     for (int i = 0; i < PLACES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPGROUP / WARP);
+      barrier_init(barriers.weights + 8 * i, 1);
+      barrier_init(barriers.came + 8 * i, 1);
+      barrier_init(barriers.normed + 8 * i, 1);
+      barrier_init(barriers.empty + 8 * i, WARPGROUP / WARP);
     }
     barrier_init_done();
+    fence_async();
+    if (g.frozen)
+      for (int i = 0; i < UNDER_WAY && w.tile < p.tiles; i++) bring_w();
+    prefetch_map(&rows);
   }
   __syncthreads();
   let_next_start();
-  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
 
-  if (warp == WARPGROUP / WARP) {
+  if (warp == WEIGHTS) {
     if (lane > 0) return;
-    const int tiles = (p.tiles - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
-    const int count = tiles * p.stages, early = min(count, UNDER_WAY);
-    linear_stage w(p.stages), x(p.stages);
-    auto bring_w = [&](int at) {
-      barrier_arrive_expect(full + 8 * at, bytes_w + bytes_x);
-      copy_box4(ring_w + at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
-                full + 8 * at);
-      w.next(p.stages);
-    };
-    auto bring_x = [&](int at) {
-      copy_box4(ring_x + at * bytes_x, &rows, 0, x.stage * BOXES, full + 8 * at);
-      x.next(p.stages);
-    };
-    if (!g.frozen) wait_for_previous();
-    for (int i = 0; i < early; i++) bring_w(i);
-    if (g.frozen) wait_for_previous();
-    for (int i = 0; i < early; i++) bring_x(i);
-    /* `back` is UNDER_WAY stages behind `at`. */
-    int at = UNDER_WAY % p.places, back = 0;
-    uint32_t phase = UNDER_WAY == p.places ? 0 : 1, back_phase = 0;
-    for (int i = UNDER_WAY; i < count; i++) {
-      barrier_wait(empty + 8 * at, phase);
-      barrier_wait(full + 8 * back, back_phase);
-      bring_w(at);
-      bring_x(at);
-      if (++at == p.places) at = 0, phase ^= 1;
-      if (++back == p.places) back = 0, back_phase ^= 1;
+    if (!g.frozen) {
+      wait_for_previous();
+      for (int i = 0; i < UNDER_WAY && w.tile < p.tiles; i++) bring_w();
+    }
+    while (w.tile < p.tiles) {
+      barrier_wait(barriers.empty + 8 * w.at, w.phase ^ 1);
+      barrier_wait(barriers.weights + 8 * back.at, back.phase);
+      back.next(p.stages, p.places);
+      bring_w();
+    }
+    return;
+  }
+  if (warp == ROWS) {
+    if (lane > 0) return;
+    wait_for_previous();
+    for (linear_stage x(p.stages); x.tile < p.tiles; x.next(p.stages, p.places)) {
+      barrier_wait(barriers.empty + 8 * x.at, x.phase ^ 1);
+      barrier_arrive_expect(barriers.came + 8 * x.at, bytes_x);
+      copy_box4(ring_x + x.at * bytes_x, &rows, 0, x.stage * BOXES, barriers.came + 8 * x.at);
+    }
+    return;
+  }
+  if (warp >= NORM) {
+    if constexpr (N == plan::NORM_ROWS) {
+      char *own = shared_bytes + (ring_x - shared_address(shared_bytes));
+      const int nth = warp - NORM;
+      if (g.norm_dtype == KVL_DTYPE_F32)
+        apply_norm<T, float, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
+      else apply_norm<T, T, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
     }
     return;
   }
 
   const int64_t units = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
   const int column = threadIdx.x % HEIGHT, row = threadIdx.x / HEIGHT; /* and every second */
+  const uint32_t ready_x = g.norm ? barriers.normed : barriers.came;
   float d[N / 2];
-  int at = 0, turn = 0;
-  uint32_t phase = 0;
+  int turn = 0;
+  linear_stage s(p.stages);
   wait_for_previous();
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, turn ^= 1) {
     const int64_t unit = (int64_t)tile * p.units + column;
@@ -135,25 +230,26 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
                       : 0;
     int last = -1;
     for (int i = 0; i < p.stages; i++) {
-      barrier_wait(full + 8 * at, phase);
+      barrier_wait(barriers.weights + 8 * s.at, s.phase);
+      barrier_wait(ready_x + 8 * s.at, s.phase);
       products_begin();
 #pragma unroll
       for (int box = 0; box < BOXES; box++) {
-        const uint64_t w = rows_at<128>(ring_w + at * bytes_w + box * p.height * 128);
-        const uint64_t x = rows_at<128>(ring_x + at * bytes_x + box * N * 128);
+        const uint64_t w = rows_at<128>(ring_w + s.at * bytes_w + box * p.height * 128);
+        const uint64_t x = rows_at<128>(ring_x + s.at * bytes_x + box * BYTES_BOX);
 #pragma unroll
         for (int k = 0; k < K / 16; k++)
           product<T>(d, matrix_plus(w, k * 32), matrix_plus(x, k * 32), i + box + k > 0);
       }
       products_commit();
       products_wait<1>();
-      if (last >= 0) barrier_arrive_warp(empty + 8 * last, lane);
-      last = at;
-      if (++at == p.places) at = 0, phase ^= 1;
+      if (last >= 0) barrier_arrive_warp(barriers.empty + 8 * last, lane);
+      last = s.at;
+      s.next(p.stages, p.places);
     }
     products_wait<0>();
     settle(d);
-    barrier_arrive_warp(empty + 8 * last, lane);
+    barrier_arrive_warp(barriers.empty + 8 * last, lane);
     float(*own)[N + 1] = &sums[turn][warp * 16 + lane / 4];
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
@@ -163,8 +259,15 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS, 1)
     for (int i = 0; i < N / 2; i++) {
       const int m = row + 2 * i;
       if (!stores || m >= g.rows) break;
-      const float y = sums[turn][column][m];
-      const float z = sums[turn][(column + p.units) % HEIGHT][m]; /* with SwiGLU */
+      float scale = 1.f;
+      if (g.norm) {
+        float all = 0;
+#pragma unroll
+        for (int w = 0; w < NORM_WARPS; w++) all += squares[w][m];
+        scale = 1.f / sqrtf(all / (float)g.k + g.eps);
+      }
+      const float y = sums[turn][column][m] * scale;
+      const float z = sums[turn][(column + p.units) % HEIGHT][m] * scale; /* with SwiGLU */
       if (g.parts > 1) store_linear<true, T>(g, units, m, unit, y, z, before[i]);
       else store_linear<false, T>(g, units, m, unit, y, z, before[i]);
     }
@@ -192,13 +295,18 @@ inline int map_rows(const kvl_linear_args &g, const void *p, int64_t units, int 
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
-/* Does the kernel take it, apart from its norm? x is normalised already. */
+/* Does the kernel take it? fuses_norm says whether with its norm. */
 inline bool takes_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   constexpr int K = linear_wgmma_plan::K;
   return is_hopper_device(q->device) && g.rows <= linear_wgmma_plan::ROWS && g.k > 0 &&
          g.k % K == 0 && g.n < INT_MAX &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
          aligned16(g.x, g.weight) && encode_map();
+}
+
+inline bool fuses_norm(const kvl_linear_args &g) {
+  return g.dtype == KVL_DTYPE_BF16 && aligned16(g.norm) &&
+         g.rows <= linear_wgmma_plan::NORM_ROWS;
 }
 
 inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
@@ -221,6 +329,7 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
   p.places = (q->shared_optin - p.STATIC - 1024 - (p.HEIGHT - p.height) * 128) /
              (p.boxes * (p.height + n) * p.K * 2);
   if (p.places > p.PLACES) p.places = p.PLACES;
+  if (g.norm) p.places -= p.places % p.NORM_WARPS;
   return p;
 }
 
@@ -240,7 +349,8 @@ int launch_linear_wgmma(const kvl_linear_args &g, const linear_wgmma_plan &p,
                        (size_t)p.places * BOXES * (p.height + N) * p.K * 2;
   const size_t alone = q->shared_optin / 2 + 1024;
   const int rounds = ceil_div(p.tiles, q->sm_count);
-  return launch_programmatic(kernel, ceil_div(p.tiles, rounds), p.THREADS,
+  const int threads = p.THREADS + (g.norm ? p.NORM_WARPS * WARP : 0);
+  return launch_programmatic(kernel, ceil_div(p.tiles, rounds), threads,
                              bytes > alone ? bytes : alone, q, g, weights, rows, p);
 }
 template <class T, int N>

@@ -4,7 +4,7 @@
  *   out  like a or f32  [batch, m, n]
  * and f8e4m3 with b transposed, k a multiple of 16, n of 8 and everything 16-byte aligned:
  *   out  f32 f16 bf16
- * The few rows of a decode step go to linear_rows.cuh, or to matvec.cuh where that cannot
+ * The few rows of a decode step go to linear_wgmma.cuh, or to matvec.cuh where that cannot
  * take them.
  * cuBLAS is column-major: its C = out^T [n, m] = op(b^T) a^T, so b comes first.
  * Limit: tensor cores (f8e4m3, f16, bf16) or fp32 units, memory bandwidth when m is small.
@@ -14,7 +14,7 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
-#include "linear_rows.cuh"
+#include "linear_wgmma.cuh"
 #include "matvec.cuh"
 
 namespace {
@@ -106,12 +106,12 @@ KVL_CUDA_KERNEL(matmul) {
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
-  if (g->transpose_b && g->batch == 1) {
+  if (g->transpose_b && g->batch == 1 && g->m <= kvl::linear_wgmma_plan::PLAIN_ROWS) {
     kvl_linear_args linear = {};
     linear.x = g->a, linear.weight = g->b, linear.out = g->out, linear.parts = 1;
     linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;
     linear.dtype = linear.norm_dtype = g->dtype, linear.out_dtype = g->out_dtype;
-    if (kvl::takes_linear_rows(linear, q)) return kvl::launch_linear_rows(linear, q);
+    if (kvl::takes_linear_wgmma(linear, q)) return kvl::launch_linear_wgmma(linear, q);
   }
   if (kvl::takes_matvec(*g, q->shared_optin)) return kvl::launch_matvec(*g, q);
   int status = kvl__cuda_blas(q);

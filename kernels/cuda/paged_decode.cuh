@@ -122,6 +122,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   };
   const char *cache = (const char *)a.cache.kv;
   const int64_t to_value = (int64_t)a.cache.kv_heads * a.cache.block_size * row_bytes;
+  const uint64_t once = read_once(); /* what else a step reads should stay in the L2 */
   /* Copies the next tile, SIDE rows of a run at a time. */
   auto fetch = [&](int stage) {
     const bool batch_ends = now_tile == now_tiles;
@@ -143,8 +144,9 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
 #pragma unroll
         for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
           const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
-          copy_async(at, k, seen >> i & 1); /* otherwise zeros, so that no NaN gets in */
-          copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1);
+          /* what is not seen becomes zeros, so that no NaN gets in */
+          copy_async_once(at, k, seen >> i & 1, once);
+          copy_async_once(at + shape::TILE_BYTES, k + to_value, seen >> i & 1, once);
         }
       }
     } else if (now_tiles > 0) {
@@ -157,8 +159,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
         if (piece == 0) where[r] = seen ? position : -1;
         if (piece * NUMBERS >= head_dim) seen = 0;
         const uint32_t at = to + tile_byte<PIECES>(r, piece);
-        copy_async(at, k, seen);
-        copy_async(at + shape::TILE_BYTES, k + to_value, seen);
+        copy_async_once(at, k, seen, once);
+        copy_async_once(at + shape::TILE_BYTES, k + to_value, seen, once);
       }
     }
     if (now_tiles > 0) now_tile++;

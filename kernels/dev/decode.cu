@@ -1,7 +1,8 @@
 /* Paged decode: what paged_attention.cu ships, checked and timed through its launcher.
  *
  *   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I kernels -I runtime \
- *        -I kernels/cuda kernels/dev/decode.cu -o decode -lcuda && ./decode [check | time]
+ *        -I kernels/cuda kernels/dev/decode.cu kernels/cuda/instances/*.cu -o decode -lcuda
+ *   ./decode [check | time]
  *
  * Versions on an H100 80GB HBM3, 2026-11-21, us; bf16, 32/8 heads, head_dim 128, block 16,
  * random tables, L2 flushed. `limit` is bytes / R, without the 3.7 us of an empty launch:

@@ -17,7 +17,6 @@
  *
  * See dev.cuh for how to compile it; add -lcublas. */
 #include "dev.cuh"
-#include "linear_rows.cuh"
 #include "linear_wgmma.cuh"
 #include "matvec.cuh"
 
@@ -27,13 +26,14 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
+/* The scale of the row comes after the rounding, as in the kernel. */
 __global__ void normalise(const bf16 *x, const bf16 *norm, float *h, int k, float eps) {
   double sum = 0;
   for (int i = 0; i < k; i++) sum += (double)__bfloat162float(x[i]) * __bfloat162float(x[i]);
   const float scale = 1.0f / sqrtf((float)(sum / k) + eps);
   for (int i = 0; i < k; i++) {
     const float v = __bfloat162float(x[i]);
-    h[i] = norm ? __bfloat162float(__float2bfloat16(v * scale * __bfloat162float(norm[i])))
+    h[i] = norm ? __bfloat162float(__float2bfloat16(v * __bfloat162float(norm[i]))) * scale
                 : v;
   }
 }
@@ -85,20 +85,16 @@ kvl_cuda_queue queue() {
   return q;
 }
 
-bool takes(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  return kvl::takes_linear_rows(g, q) || kvl::takes_linear_wgmma(g, q);
-}
-/* Without the norm of more than four rows, which is a launch of its own. */
+/* Without a norm that is a launch of its own. */
 int launch(kvl_linear_args g, const kvl_cuda_queue *q) {
-  if (kvl::takes_linear_rows(g, q)) return kvl::launch_linear_rows(g, q);
-  g.norm = nullptr;
+  if (!kvl::fuses_norm(g)) g.norm = nullptr;
   return kvl::launch_linear_wgmma(g, q);
 }
 
 bool check(problem p, const kvl_cuda_queue *q) {
-  p.has_norm = p.has_norm && p.m <= 4;
+  p.has_norm = p.has_norm && p.m <= 8;
   p.open();
-  if (!takes(p.args(nullptr, KVL_DTYPE_F32), q)) {
+  if (!kvl::takes_linear_wgmma(p.args(nullptr, KVL_DTYPE_F32), q)) {
     p.close();
     return true;
   }
@@ -203,8 +199,8 @@ void chains(const kvl_cuda_queue *q, double R) {
     const int layers = 16, m = 1 << i / 2;
     frozen = i % 2;
     const double t = chain(q, layers, m) / layers;
-    printf("a layer's four products, %d rows%s%s: %.1f us, %.2f R\n", m,
-           m > 4 ? " without norms" : "", frozen ? ", frozen weights" : "", t, bytes / R / t);
+    printf("a layer's four products, %d rows%s: %.1f us, %.2f R\n", m,
+           frozen ? ", frozen weights" : "", t, bytes / R / t);
   }
 }
 
@@ -267,7 +263,7 @@ int main(int count, char **words) {
       };
       const kvl_linear_args g = p.args(out, KVL_DTYPE_BF16);
       auto ours = [&] {
-        if (takes(g, &q)) launch(g, &main_stream);
+        if (kvl::takes_linear_wgmma(g, &q)) launch(g, &main_stream);
       };
       const double limit = (double)s.n * s.k * 2 / R;
       printf("%8lld %6d %2d  %7.1f", (long long)s.n, s.k, m, limit);
