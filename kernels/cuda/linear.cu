@@ -6,10 +6,9 @@
  *   bias    like x         [n], optional
  *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                          [rows, columns[i]] each
- * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh), or up to 4 if y is the result as it
- * is; a norm of f16 or of more than 8 rows is one more. Otherwise the kernels of
- * rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time, and a small one
- * finishes it; y is then rounded to x's dtype.
+ * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh); a norm of f16 or of more than 8
+ * rows is one more. Otherwise the kernels of rmsnorm and matmul do the work, for at most
+ * PANEL_ROWS rows at a time, and a small one finishes it; y is then rounded to x's dtype.
  * Limit: the bytes of the weights for few rows, that of matmul for many.
  * Measured: see kernels/dev/linear.cu. */
 #include "linear_wgmma.cuh"
@@ -172,8 +171,6 @@ KVL_CUDA_KERNEL(linear) {
   const kvl_linear_args &g = *(const kvl_linear_args *)args;
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g.rows == 0 || g.n == 0) return KVL_OK;
-  const bool is_few = g.rows <= kvl::linear_wgmma_plan::PLAIN_ROWS;
-  if (kvl::takes_linear_wgmma(g, q) && (is_few || !kvl::panel(g).is_finished))
-    return kvl::one_launch(g, q);
+  if (kvl::takes_linear_wgmma(g, q)) return kvl::one_launch(g, q);
   return kvl::one_by_one(g, q);
 }

@@ -32,12 +32,11 @@ namespace kvl {
 
 struct linear_wgmma_plan {
   enum {
-    ROWS = 16,      /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
-    PLAIN_ROWS = 4, /* at most, if the product is the result: with more, cuBLAS is faster */
-    HEIGHT = 64,    /* of a product */
-    K = 64,         /* numbers of a row that are 128 bytes, the width of the swizzle */
-    UNDER_WAY = 4,  /* stages, 48 to 64 KiB: with more, memory delivers less */
-    PLACES = 16,    /* stages in the ring, at most */
+    ROWS = 16,   /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
+    HEIGHT = 64, /* of a product */
+    K = 64,      /* numbers of a row that are 128 bytes, the width of the swizzle */
+    UNDER_WAY = 48 << 10,           /* bytes of weights: with more, memory delivers less */
+    PLACES = 16,                    /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
     NORM_ROWS = 8,                  /* of x, at most, if there is a norm */
     NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
@@ -45,7 +44,7 @@ struct linear_wgmma_plan {
   };
   int height, units, tiles; /* a tile's rows of the weights and outputs; how many tiles */
   int boxes, stages;        /* K's of a stage; stages of a tile */
-  int places;
+  int places, under_way;    /* stages in the ring; at most on their way */
 };
 
 #if KVL_SM90A
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
                  const __grid_constant__ linear_wgmma_plan p) {
 #if KVL_SM90A
   using plan = linear_wgmma_plan;
-  constexpr int PLACES = plan::PLACES, UNDER_WAY = plan::UNDER_WAY;
+  constexpr int PLACES = plan::PLACES;
   constexpr int K = plan::K, HEIGHT = plan::HEIGHT, BYTES_BOX = N * K * 2;
   constexpr int NORM_WARPS = plan::NORM_WARPS;
   extern __shared__ char shared_bytes[];
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   constexpr int WEIGHTS = WARPGROUP / WARP, ROWS = WEIGHTS + 1, NORM = ROWS + 1; /* warps */
   const uint64_t once = read_once();
-  linear_stage w(p.stages), back(p.stages); /* UNDER_WAY stages behind */
+  linear_stage w(p.stages), back(p.stages); /* under_way stages behind */
   auto bring_w = [&] {
     barrier_arrive_expect(barriers.weights + 8 * w.at, bytes_w);
     copy_box4_once(ring_w + w.at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     barrier_init_done();
     fence_async();
     if (g.frozen)
-      for (int i = 0; i < UNDER_WAY && w.tile < p.tiles; i++) bring_w();
+      for (int i = 0; i < p.under_way && w.tile < p.tiles; i++) bring_w();
     prefetch_map(&rows);
   }
   __syncthreads();
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     if (lane > 0) return;
     if (!g.frozen) {
       wait_for_previous();
-      for (int i = 0; i < UNDER_WAY && w.tile < p.tiles; i++) bring_w();
+      for (int i = 0; i < p.under_way && w.tile < p.tiles; i++) bring_w();
     }
     while (w.tile < p.tiles) {
       barrier_wait(barriers.empty + 8 * w.at, w.phase ^ 1);
@@ -330,6 +329,7 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
              (p.boxes * (p.height + n) * p.K * 2);
   if (p.places > p.PLACES) p.places = p.PLACES;
   if (g.norm) p.places -= p.places % p.NORM_WARPS;
+  p.under_way = p.UNDER_WAY / (p.boxes * p.height * p.K * 2);
   return p;
 }
 

@@ -106,7 +106,7 @@ KVL_CUDA_KERNEL(matmul) {
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
-  if (g->transpose_b && g->batch == 1 && g->m <= kvl::linear_wgmma_plan::PLAIN_ROWS) {
+  if (g->transpose_b && g->batch == 1) {
     kvl_linear_args linear = {};
     linear.x = g->a, linear.weight = g->b, linear.out = g->out, linear.parts = 1;
     linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;
