@@ -100,7 +100,8 @@ namespace kvl {
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-/* A hint for copies: the L2 should drop what they bring before anything else. */
+/* A hint for copies of what a step reads once: the L2 drops it before anything else, such as
+ * tables, positions and code. */
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t hint;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));

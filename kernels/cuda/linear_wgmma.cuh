@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   linear_stage w(p.stages), back(p.stages); /* under_way stages behind */
   auto bring_w = [&] {
     barrier_arrive_expect(barriers.weights + 8 * w.at, bytes_w);
-    copy_box4_once(ring_w + w.at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
-                   barriers.weights + 8 * w.at, once);
+    copy_box4(ring_w + w.at * bytes_w, &weights, w.tile * p.units, w.stage * BOXES,
+              barriers.weights + 8 * w.at, once);
     w.next(p.stages, p.places);
   };
   if (warp == WEIGHTS && lane == 0) {

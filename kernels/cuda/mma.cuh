@@ -19,9 +19,9 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, 
                "l"(global), "r"(valid ? 16 : 0)
                : "memory");
 }
-/* The same with the hint read_once(). */
-__device__ __forceinline__ void copy_async_once(uint32_t shared, const void *global,
-                                                bool valid, uint64_t hint) {
+/* The same with a hint, see read_once. */
+__device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid,
+                                           uint64_t hint) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
           shared),

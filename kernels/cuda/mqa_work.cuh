@@ -272,7 +272,8 @@ __device__ void mqa_bring_tiles(const mqa_paged &keys, const CUtensorMap &map,
       __syncwarp();
       if (!has || lane < box || lane >= box + boxes) continue;
       const int at = (lane - box) * tokens;
-      copy_box3(memory.k(s) + at * shape::D, &map, offset, block, memory.k_full(s));
+      copy_box3(memory.k(s) + at * shape::D, &map, offset, block, memory.k_full(s),
+                read_once());
       copy_bytes(shared_address(&memory.scales[s][at]), index_at(cache, block, offset).scale,
                  tokens * 4, memory.k_full(s));
     }

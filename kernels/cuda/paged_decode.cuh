@@ -145,8 +145,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
         for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
           const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
           /* what is not seen becomes zeros, so that no NaN gets in */
-          copy_async_once(at, k, seen >> i & 1, once);
-          copy_async_once(at + shape::TILE_BYTES, k + to_value, seen >> i & 1, once);
+          copy_async(at, k, seen >> i & 1, once);
+          copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1, once);
         }
       }
     } else if (now_tiles > 0) {
@@ -159,8 +159,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
         if (piece == 0) where[r] = seen ? position : -1;
         if (piece * NUMBERS >= head_dim) seen = 0;
         const uint32_t at = to + tile_byte<PIECES>(r, piece);
-        copy_async_once(at, k, seen, once);
-        copy_async_once(at + shape::TILE_BYTES, k + to_value, seen, once);
+        copy_async(at, k, seen, once);
+        copy_async(at + shape::TILE_BYTES, k + to_value, seen, once);
       }
     }
     if (now_tiles > 0) now_tile++;

@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   char *ring = shared + warp * STAGES * shape::TILE_BYTES;
   const uint32_t ring_at = shared_address(ring);
   known += warp * STAGES;
+  const uint64_t once = read_once();
 
   auto fetch = [&](int stage, int tile, int physical) {
     const int item = tile * ITEMS + lane % ITEMS;
@@ -106,9 +107,9 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
       if constexpr (OF_TOKENS) from += at * head_dim;
       const uint32_t to = ring_at + stage * shape::TILE_BYTES +
                           score_piece<PIECES>(row, piece) * 16;
-      copy_async(to, from, has); /* otherwise zeros, so that no NaN gets in */
+      copy_async(to, from, has, once); /* otherwise zeros, so that no NaN gets in */
       if constexpr (ROWS == 2)
-        copy_async(to + ITEMS * shape::ROW_BYTES, from + next_row, has);
+        copy_async(to + ITEMS * shape::ROW_BYTES, from + next_row, has, once);
     }
   };
 
