@@ -64,14 +64,6 @@ __device__ __forceinline__ void copy_box4(uint32_t shared, const CUtensorMap *ma
       : "memory");
 }
 /* The same copies with a hint, see read_once. */
-__device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
-                                         int c4, uint32_t barrier, uint64_t hint) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile"
-               ".mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(shared),
-               "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier), "l"(hint)
-               : "memory");
-}
 __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *map, int c1,
                                           int c2, uint32_t barrier, uint64_t hint) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile"

@@ -236,11 +236,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       if (lane == 0) barrier_arrive_expect(arrive, GROUPS * shape::CAME_GROUP_BYTES);
       else if (!V || shape::F8) barrier_arrive(full);
       __syncwarp();
-      if (lane < GROUPS && g == leader) {
-        if constexpr (shape::FEW)
-          copy_box(to + shape::came(g), &map, from, row, arrive, read_once());
-        else copy_box(to + shape::came(g), &map, from, row, arrive);
-      }
+      if (lane < GROUPS && g == leader)
+        copy_box(to + shape::came(g), &map, from, row, arrive);
       next = look_up(tile - 1);
       if (!clear) continue;
       barrier_wait(memory.side(), side_parity);
@@ -340,9 +337,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         const uint32_t at = to + shape::came(mine / 8 + first / 8) + places[first % 8 / 4];
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++)
-          if constexpr (shape::FEW)
-            copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there, read_once());
-          else copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);
+          copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);
       }
       copy_commit();
       step++;
