@@ -4,16 +4,16 @@
  * lost.
  *
  *        n      k   m   bytes / R   cuBLAS   matvec   linear
- *     6144   4096   1        11.1     18.0     17.8     18.2
- *     4096   4096   1         7.4     14.3     13.6     12.7   adds to out
- *    28672   4096   1        52.0     58.4     61.7     58.8   with its norm and SwiGLU
- *     4096  14336   1        26.0     31.7     34.2     33.9   adds to out
- *   128256   4096   1       232.4    237.8    252.3    234.4
- *   128256   4096   2       232.4    239.4    297.4    236.6
- * us of single launches, of which about 3 are the launch; one H200, 2026-11-22, R 4521 GB/s.
- * The four products of a layer, one after the other from a graph: 110.6 us, 0.88 R; with
- * frozen weights 108.9, 0.89 R. With frozen weights 8 and 16 rows take 109.1 and 113.4 us
- * without their norms (2026-11-23), where cuBLAS's products alone take 115.6 and 118.
+ *     6144   4096   1        11.3     17.9     17.8     16.9   with its norm
+ *     4096   4096   1         7.5     14.5     13.7     13.1   adds to out
+ *    28672   4096   1        52.8     58.8     62.3     60.0   with its norm and SwiGLU
+ *     4096  14336   1        26.4     32.5     33.8     32.9   adds to out
+ *   128256   4096   1       237.8    247.3    254.8    241.9
+ *   128256   4096   8       237.8    250.7             242.9
+ * us of single launches, of which about 3 are the launch; one H200, 2026-11-23, the logits of a
+ * later run than the others. cuBLAS and matvec do the product alone. The four products of a
+ * layer, one after the other from a graph, with norms and frozen weights: 104.0 us for 1 row,
+ * 0.95 R, 106.6 for 8; 110.3 for 16 without norms.
  *
  * See dev.cuh for how to compile it; add -lcublas. */
 #include "dev.cuh"
