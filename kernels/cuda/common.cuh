@@ -101,12 +101,17 @@ constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
 /* A hint for copies of what a step reads once: the L2 drops it before anything else, such as
- * tables, positions and code. */
+ * tables, positions and code. In one kernel ptxas 13.0 made illegal instructions of it: copies
+ * with an odd-numbered descriptor (nvdisasm: desc[UR1]). So it is only in kernels that are
+ * compiled ahead, whose code was looked through, and not where a policy's hook is compiled. */
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t hint;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
   return hint;
 }
+struct no_hint {
+  __device__ no_hint(uint64_t) {}
+};
 
 /* ---- numbers --------------------------------------------------------------------- */
 

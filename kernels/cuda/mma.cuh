@@ -28,6 +28,10 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, 
       "l"(global), "r"(valid ? 16 : 0), "l"(hint)
       : "memory");
 }
+__device__ __forceinline__ void copy_async(uint32_t shared, const void *global, bool valid,
+                                           no_hint) {
+  copy_async(shared, global, valid);
+}
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

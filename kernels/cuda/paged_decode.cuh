@@ -122,7 +122,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   };
   const char *cache = (const char *)a.cache.kv;
   const int64_t to_value = (int64_t)a.cache.kv_heads * a.cache.block_size * row_bytes;
-  const uint64_t once = read_once(); /* what else a step reads should stay in the L2 */
+  /* K and V are read once in a step. With a hook there is no hint: see read_once. */
+  const std::conditional_t<H::ACTIVE, no_hint, uint64_t> once = read_once();
   /* Copies the next tile, SIDE rows of a run at a time. */
   auto fetch = [&](int stage) {
     const bool batch_ends = now_tile == now_tiles;
