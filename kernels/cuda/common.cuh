@@ -109,6 +109,7 @@ __device__ __forceinline__ uint64_t read_once() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
   return hint;
 }
+/* Stands where a hint would, for copies without one. */
 struct no_hint {
   __device__ no_hint(uint64_t) {}
 };

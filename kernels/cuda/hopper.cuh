@@ -123,9 +123,10 @@ template <int N> __device__ __forceinline__ void registers_take() {
 
 /* Describes a matrix in shared memory to wgmma. Its rows have 128 (64, 32) bytes; eight rows
  * are one atom of 1024 (512, 256) bytes, aligned to its size, and 16-byte piece p of row r is
- * at p ^ r (p ^ r / 2, p ^ r / 4), as a copy with a swizzle of that width leaves it. If k runs along the rows, `step` is the distance between atoms of
- * the other dimension. If k runs down the rows, `step` is the distance between atoms along k,
- * and `across` that between atoms of the other dimension. */
+ * at p ^ r (p ^ r / 2, p ^ r / 4), as a copy with a swizzle of that width leaves it. If k runs
+ * along the rows, `step` is the distance between atoms of the other dimension. If k runs down
+ * the rows, `step` is the distance between atoms along k, and `across` that between atoms of
+ * the other dimension. */
 template <int ROW_BYTES = 128>
 __device__ __forceinline__ uint64_t matrix_at(uint32_t shared, int step, int across = 16) {
   constexpr uint64_t swizzle = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
@@ -203,10 +204,6 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
     if constexpr (half)
       KVL_SHARED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
     else KVL_SHARED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
-  } else if constexpr (N == 16) {
-    if constexpr (half)
-      KVL_SHARED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
-    else KVL_SHARED_PRODUCT(32, "bf16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
   } else if constexpr (N == 32) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
@@ -219,7 +216,7 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "8, 16, 32, 64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 64, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);

@@ -1,4 +1,5 @@
-/* What the fused kernel of kvl_linear makes of a row's sum: the end of linear_wgmma.cuh. A unit is an output; with SwiGLU two rows of the weights make one. */
+/* What the fused kernel of kvl_linear makes of a row's sum: the end of linear_wgmma.cuh. A unit
+ * is an output; with SwiGLU two rows of the weights make one. */
 #ifndef KVL_CUDA_LINEAR_OUTPUT_CUH
 #define KVL_CUDA_LINEAR_OUTPUT_CUH
 
