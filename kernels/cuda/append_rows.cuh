@@ -6,6 +6,7 @@
 #define KVL_CUDA_APPEND_ROWS_CUH
 
 #include "convert.cuh"
+#include "divide.cuh"
 #include "elementwise.cuh"
 
 namespace kvl {
@@ -39,7 +40,7 @@ struct token_place {
   int64_t block;
   int offset;
   __device__ __forceinline__ token_place(int64_t place, int block_size)
-      : block(place < 0 ? -1 : place / block_size),
+      : block(place < 0 ? -1 : quotient_of(place, block_size)),
         offset((int)(place - block * block_size)) {}
 };
 

@@ -26,8 +26,8 @@ struct combine_lanes {
   }
 };
 /* Joins `count` partial results, of which number i has row part(i) of `out` [, head_dim] and
- * `lse`. All lanes get the maximum and the sum of weights, and lanes with mine == 0 their four
- * dims. */
+ * `lse`; each SM has a few, so 32 bits count their numbers. All lanes get the maximum and the
+ * sum of weights, and lanes with mine == 0 their four dims. */
 template <class F>
 __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *out,
                                            const float *lse_of, int head_dim, int dim,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *
 #pragma unroll
     for (int j = 0; j < COMBINE_AT_ONCE; j++) {
       const int i = base + j * l.side;
-      const int64_t row = part(i);
+      const uint32_t row = part(i);
       lse[j] = i < count ? lse_of[row] : -INFINITY;
       y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (i < count && dim < head_dim) y[j] = *(const float4 *)(out + row * head_dim + dim);

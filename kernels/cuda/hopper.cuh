@@ -32,10 +32,6 @@ constexpr int WARPGROUP = 128;
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-/* A hint: no read, and the address need not be allowed to be read. */
-__device__ __forceinline__ void prefetch_l2(const void *p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 /* Copies the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
  * bytes. One thread calls it. */
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,

@@ -4,6 +4,7 @@
 #define KVL_CUDA_PAGED_CUH
 
 #include "mma.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -67,8 +68,8 @@ struct paged_keys {
   __device__ int64_t to_value() const { return block_stride / 2; }
 
   /* Finds a key's block, without waiting for the value that the table has. entry is
-   * key / block_size. */
-  __device__ paged_block look_up(int key, int entry) const {
+   * key / block_size. EARLY: see read_early; there must be no selection and no slots then. */
+  template <bool EARLY = false> __device__ paged_block look_up(int key, int entry) const {
     const paged_block none = {-1, -1, 0};
     if (key >= keys) return none;
     const int token = key - entry * block_size;
@@ -77,8 +78,10 @@ struct paged_keys {
       block = a.selection[list + entry];
       if ((unsigned)block >= (unsigned)blocks_seen()) return none; /* past the last block */
     }
-    return {a.slots ? a.slots[slot_list + entry] : table[block], block * block_size + token,
-            token};
+    const int physical = a.slots ? a.slots[slot_list + entry]
+                         : EARLY ? read_early(table + block)
+                                 : table[block];
+    return {physical, block * block_size + token, token};
   }
   /* The key's row, whether the key is seen or not; position -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {

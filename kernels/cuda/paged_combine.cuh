@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   __shared__ uint32_t sums[PLAN_CHUNKS];
   let_next_start();
   /* The lengths may be read before the wait: the decode kernel waited for them. */
-  const split_plan plan(a, place, sums);
+  split_plan plan(a, place, sums);
+  plan.make();
   const combine_lanes lanes(dim_lanes);
   const int head_dim = a.cache.head_dim;
   /* A row that was cut is found by its sequence or, when there are more sequences than
@@ -48,13 +49,14 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     const int count = (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
+    const uint32_t first_part = place.part(share, seq, a.seqs, unit, true) * place.rows + row;
+    const uint32_t part0 = (share * units + unit) * place.rows + row;
+    const uint32_t step = units * place.rows;
+    auto part = [&](int i) { return i > 0 ? part0 + i * step : first_part; };
     if (!waited) wait_for_previous();
     waited = true;
 
     float m, sum, x[4];
-    auto part = [&](int i) {
-      return place.part(share + i, seq, a.seqs, unit, i == 0) * place.rows + row;
-    };
     join_parts(lanes, place.out, place.lse, head_dim, dim, count, part, x, m, sum);
     if (lanes.mine == 0 && dim < head_dim)
       write_part(a, place, -1, rows, row, dim, x, m, sum, 1.f);

@@ -63,6 +63,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   __shared__ uint32_t sums[PLAN_CHUNKS];
   __shared__ float2 states[shape::WARPS][shape::ROWS]; /* (m, l) of the warps' rows, */
   __shared__ int sums_at[shape::WARPS];                /* and the stages with their sums */
+  __shared__ int lengths[shape::WARPS][WARP];          /* of up to 32 sequences */
 
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int team = warp >> place.team_shift, member = warp - (team << place.team_shift);
@@ -70,11 +71,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   const uint32_t share = place.units.quotient(task);
   const int unit = task - (int)(share * place.units.by);
   const int kv_head = place.subgroups.quotient(unit);
-  wait_for_previous();
-  const split_plan plan(a, place, sums);
-  if (share >= plan.shares) return;
-  const uint32_t share_begin = plan.begin(share), share_end = plan.begin(share + 1);
-
+  split_plan plan(a, place, sums);
   char *ring = shared + warp * STAGES * shape::STAGE_BYTES;
   const uint32_t ring_at = shared_address(ring);
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * STAGES * KEYS;
@@ -83,14 +80,13 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   /* ---- looking up: 32 runs of keys at once, which are `batch` tiles -------------------- */
   const bool runs = a.cache.block_size % 8 == 0;
   const int log_batch = runs ? 8 - KEYS_LOG : 5 - KEYS_LOG;
-  uint32_t seq_begin; /* the sequence's first tile */
-  int seq = plan.find(share_begin, seq_begin);
-  int length = a.lens[seq], tiles = plan.tiles(length);
-  int ahead_seq = seq, ahead_length = length, ahead_tiles = tiles;
-  uint32_t ahead_begin = seq_begin, ahead = share_begin + member;
+  uint32_t share_begin, share_end, seq_begin, ahead_begin, ahead; /* numbers of tiles */
+  int seq, length, tiles, ahead_seq, ahead_length, ahead_tiles;
   key_run now = {0, -1, 0};
   paged_block found = {-1, -1, 0}; /* this lane's run of the next batch */
   int now_tiles = 0, next_tiles = 0, now_tile = 0;
+  const bool few = place.chunks == 1; /* sequences: up to 32 */
+  auto length_of = [&](int s) { return few ? lengths[warp][s] : a.lens[s]; };
   auto keys_ahead = [&]() {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
   };
@@ -102,19 +98,19 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
     now_tiles = next_tiles;
     now_tile = next_tiles = 0;
   };
-  /* Begins the look-up of the next batch. */
-  auto look_up = [&]() {
+  /* Begins the look-up of the next batch; early: the table may still change. */
+  auto look_up = [&](auto early) {
     if (ahead >= share_end) return;
     while (ahead >= ahead_begin + ahead_tiles) {
       ahead_begin += ahead_tiles;
-      ahead_length = a.lens[++ahead_seq];
+      ahead_length = length_of(++ahead_seq);
       ahead_tiles = plan.tiles(ahead_length);
     }
     const uint32_t end = min(share_end, ahead_begin + ahead_tiles);
     const int tile = (int)(ahead - ahead_begin) + plan.first_tile(ahead_length);
     const int nth = lane >> (5 - log_batch), run = lane & ((WARP >> log_batch) - 1);
     const int key = (tile + (nth << place.team_shift)) * KEYS + (runs ? run * 8 : run);
-    found = keys_ahead().look_up(key, place.block.quotient(key));
+    found = keys_ahead().template look_up<early.value>(key, place.block.quotient(key));
     while (next_tiles < 1 << log_batch && ahead < end) {
       next_tiles++;
       ahead += place.team();
@@ -126,8 +122,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   const std::conditional_t<H::ACTIVE, no_hint, uint64_t> once = read_once();
   /* Copies the next tile, SIDE rows of a run at a time. */
   auto fetch = [&](int stage) {
-    const bool batch_ends = now_tile == now_tiles;
-    if (batch_ends) take_batch();
+    if (now_tile == now_tiles) take_batch();
     constexpr int SIDE = WARP / PIECES;
     const int piece = lane % PIECES, side = lane / PIECES;
     const uint32_t to = ring_at + stage * shape::STAGE_BYTES;
@@ -165,7 +160,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
       }
     }
     if (now_tiles > 0) now_tile++;
-    if (batch_ends) look_up(); /* after the copies, since it may wait for a selection */
+    if (next_tiles == 0)
+      look_up(std::false_type()); /* after the copies: it may wait for a selection */
   };
 
   /* ---- computing ----------------------------------------------------------------------- */
@@ -174,55 +170,106 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   const score_rule rule(a);
   float slope0 = 0.f, slope1 = 0.f, scale0 = rule.scale, scale1 = rule.scale;
   float value_scale = 1.f;
-  if (F8 && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
   uint32_t q[D / 16][4];
   float out[D / 8][4], m0, m1, l0, l1;
-  bool fresh = true; /* nothing of this sequence is computed yet */
-  uint32_t tile = share_begin + member;
+  int used; /* the last tile's stage; -1: nothing of this sequence is computed yet */
+  auto begin_sequence = [&]() {
+    used = -1;
+    m0 = m1 = -INFINITY;
+    l0 = l1 = 0.f;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+    const query_rows rows = unit_rows(place, seq, unit);
+    const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
+    const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
+    const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) load_query<F8>(q[k], q0, q1, k, head_dim);
+    if (a.alibi) {
+      slope0 = q0 ? a.alibi[rows.head0 + row0] * LOG2E : 0.f;
+      slope1 = q1 ? a.alibi[rows.head0 + row1] * LOG2E : 0.f;
+    }
+    if constexpr (F8) {
+      const int2 shift = rows_to_f16<T>(q);
+      const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
+      scale0 = ldexpf(rule.scale * k_scale, -shift.x);
+      scale1 = ldexpf(rule.scale * k_scale, -shift.y);
+      if (a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
+    }
+  };
 
-  /* Step 0 looks up, the next `depth` steps fetch, all others compute as well. The compiler
-   * must not know this, or it would make a copy of the code for each kind. */
+  /* ---- the start ----------------------------------------------------------------------- */
+  /* While the kernels ahead still run, the share is found by lengths that may change. If only
+   * a table lies between them and the keys, the first tile is looked up, too, and the L2 asked
+   * for it. The guess is checked when its copies are under way. */
+  constexpr bool BEGINS_LATE = D > 128 || F8; /* registers are short */
+  const bool early_look_up = few && !a.selection && !a.slots;
+#pragma unroll 1
+  for (bool early = few;; early = false) {
+    if (!early) wait_for_previous();
+    plan.make();
+    if (few) lengths[warp][lane] = plan.early;
+    __syncwarp();
+    const bool has_share = share < plan.shares;
+    share_begin = has_share ? plan.begin(share) : 0;
+    share_end = has_share ? plan.begin(share + 1) : 0;
+    seq = ahead_seq = plan.find(share_begin, seq_begin);
+    length = ahead_length = length_of(seq), ahead_begin = seq_begin;
+    tiles = ahead_tiles = plan.tiles(length);
+    ahead = share_begin + member;
+    now_tile = now_tiles = next_tiles = 0;
+    found = {-1, -1, 0};
+    if (!early_look_up) wait_for_previous();
+    look_up(std::true_type());
+    const paged_block guess = found;
+    take_batch();
+    if (early && early_look_up) {
+      if (runs && now.position >= 0 && lane >> (5 - log_batch) < min(now_tiles, 2)) {
+        prefetch_bulk(cache + now.offset, 8 * row_bytes);
+        prefetch_bulk(cache + now.offset + to_value, 8 * row_bytes);
+      }
+      wait_for_previous();
+    }
+    int length_now = 0, physical_now = guess.physical;
+    if (early && lane < a.seqs) length_now = read_early(a.lens + lane);
+    if (early && early_look_up && guess.position >= 0)
+      physical_now = read_early(keys_ahead().table + place.block.quotient(guess.position));
+    let_next_start(); /* after the wait: paged_combine reads the lengths */
+    fetch(0);
+    copy_commit();
+    if constexpr (!BEGINS_LATE) begin_sequence();
+    if (!early || !__any_sync(ALL_LANES, length_now != lengths[warp][lane] ||
+                                             physical_now != guess.physical))
+      break;
+    copy_wait<0>();
+    __syncwarp();
+  }
+  if (share >= plan.shares) return;
+
+  /* ---- the tiles ----------------------------------------------------------------------- */
+  /* The first `depth` - 1 steps fetch, all others compute as well. The compiler must not know
+   * this, or it would make a copy of the code for each kind. */
+  uint32_t tile = share_begin + member;
   const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
   const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
-  int stage = 0, used = -1, fetch_stage = 0, step; /* used: the last tile's stage */
-  asm volatile("mov.u32 %0, 0;" : "=r"(step));
+  int stage = 0, fetch_stage = 1, step;
+  bool fresh = BEGINS_LATE; /* nothing of this sequence is computed yet */
+  asm volatile("mov.u32 %0, 1;" : "=r"(step));
   for (;;) {
     const uint32_t piece_end = min(share_end, seq_begin + tiles);
-    if (fresh && step > 0) { /* the look-up is in flight */
-      fresh = false;
-      used = -1;
-      m0 = m1 = -INFINITY;
-      l0 = l1 = 0.f;
-#pragma unroll
-      for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
-      const query_rows rows = unit_rows(place, seq, unit);
-      const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
-      const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
-      const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) load_query<F8>(q[k], q0, q1, k, head_dim);
-      if (a.alibi) {
-        slope0 = q0 ? a.alibi[rows.head0 + row0] * LOG2E : 0.f;
-        slope1 = q1 ? a.alibi[rows.head0 + row1] * LOG2E : 0.f;
-      }
-      if constexpr (F8) {
-        const int2 shift = rows_to_f16<T>(q);
-        const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
-        scale0 = ldexpf(rule.scale * k_scale, -shift.x);
-        scale1 = ldexpf(rule.scale * k_scale, -shift.y);
-      }
-    }
-    if (step <= depth || tile < piece_end) {
-      if (step > depth) {
+    if (fresh) begin_sequence();
+    fresh = false;
+    if (step < depth || tile < piece_end) {
+      if (step >= depth) {
         if (depth == 1) copy_wait<0>();
         else copy_wait<STAGES - 2>();
       }
       __syncwarp(); /* all copies have arrived, and the last tile was read */
       fetch(fetch_stage);
       copy_commit();
-      if (step > 0) fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
-      if (step <= depth) {
-        if (step++ == depth) let_next_start();
+      fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
+      if (step < depth) {
+        step++;
         continue;
       }
     }
@@ -345,14 +392,22 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
     }
     if (used >= 0) {
       float *const sums = (float *)(ring + used * shape::STAGE_BYTES);
+      auto keep = [&](int row, int c) {
+        if (row >= rows.count) return;
+        float *const to = sums + row * D;
 #pragma unroll
-      for (int n = 0; n < D / 8; n++)
-#pragma unroll
-        for (int c = 0; c < 2; c++) { /* rotated, so that rows are in different banks */
-          const int dim = dim_of<F8>(n, c) ^ row0 * 8;
-          if (row0 < rows.count) sums[row0 * D + dim] = out[n][c];
-          if (row1 < rows.count) sums[row1 * D + dim] = out[n][c + 2];
+        for (int n = 0; n < D / 8; n++) { /* rotated, so that rows are in different banks */
+          if constexpr (F8) {
+            to[dim_of<F8>(n, 0) ^ row0 * 8] = out[n][c];
+            to[dim_of<F8>(n, 1) ^ row0 * 8] = out[n][c + 1];
+          } else { /* neighbours */
+            *(float2 *)(to + (dim_of<F8>(n, 0) ^ row0 * 8)) = make_float2(out[n][c],
+                                                                          out[n][c + 1]);
+          }
         }
+      };
+      keep(row0, 0);
+      keep(row1, 2);
     }
     named_sync(team + 1, place.team() * WARP);
     const bool starts = share_begin <= seq_begin, ends = seq_begin + tiles <= share_end;
@@ -384,7 +439,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
     if (piece_end == share_end) break;
     named_sync(team + 1, place.team() * WARP); /* the sums were read */
     seq_begin += tiles;
-    length = a.lens[++seq];
+    length = length_of(++seq);
     tiles = plan.tiles(length);
     fresh = true;
   }

@@ -246,7 +246,8 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
   __shared__ uint32_t sums[PLAN_CHUNKS];
   __shared__ f32_rows<ROWS> sees[shape::WARPS];
   wait_for_previous();
-  const split_plan plan(a, place, sums);
+  split_plan plan(a, place, sums);
+  plan.make();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int task = blockIdx.x * shape::WARPS + warp;
   const uint32_t share = place.units.quotient(task);

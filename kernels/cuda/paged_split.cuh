@@ -65,6 +65,7 @@ struct split_plan {
   const split_place &place;
   uint32_t *sums;             /* [PLAN_CHUNKS]: the tiles of every chunk of sequences */
   uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
+  int early;                  /* the length of this lane's, of up to 32 sequences */
 
   /* How many tiles come before the first key that is seen. */
   __device__ int first_tile(int length) const {
@@ -81,25 +82,33 @@ struct split_plan {
     return max(end - first_tile(length), 1);
   }
 
+  __device__ uint32_t tiles_of(int seq) const {
+    return tiles(place.chunks == 1 ? early : a.lens[seq]);
+  }
   /* The tiles of a chunk; all lanes of a warp call it. */
   __device__ uint32_t chunk_tiles(int chunk) const {
     const int end = min((chunk + 1) * place.chunk, (int)a.seqs);
     uint32_t sum = 0;
 #pragma unroll 1
     for (int s = chunk * place.chunk + threadIdx.x % WARP; s < end; s += WARP)
-      sum += tiles(a.lens[s]);
+      sum += tiles_of(s);
     return __reduce_add_sync(ALL_LANES, sum);
   }
 
-  /* All threads of the block call this; `shared` has room for PLAN_CHUNKS numbers. */
+  /* `shared` has room for PLAN_CHUNKS numbers. */
   __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
                         uint32_t *shared)
-      : a(args), place(place_), sums(shared) {
+      : a(args), place(place_), sums(shared) {}
+  /* All threads of the block call this. For up to 32 sequences (one chunk) it has no barrier,
+   * and the lengths may change: the plan is that of `early`. */
+  __device__ void make() {
+    const int lane = threadIdx.x % WARP;
     uint32_t total = 0;
     if (place.chunks == 1) {
+      early = lane < a.seqs ? read_early(a.lens + lane) : 0;
       total = chunk_tiles(0);
     } else {
-      const int lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+      const int warps = blockDim.x / WARP;
 #pragma unroll 1
       for (int c = threadIdx.x / WARP; c < place.chunks; c += warps) {
         const uint32_t sum = chunk_tiles(c);
@@ -141,7 +150,7 @@ struct split_plan {
     if (place.chunks > 1)
       chunk = first_past(0, place.chunks, tile, first, [&](int c) { return sums[c]; });
     return first_past(chunk * place.chunk, min((chunk + 1) * place.chunk, (int)a.seqs), tile,
-                      first, [&](int s) { return (uint32_t)tiles(a.lens[s]); });
+                      first, [&](int s) { return tiles_of(s); });
   }
   /* The first tile of a sequence. */
   __device__ uint32_t first_of(int seq) const {

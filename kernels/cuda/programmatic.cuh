@@ -1,9 +1,12 @@
 /* Programmatic dependent launch: a kernel may start before the previous kernel of the stream
  * has ended. It calls wait_for_previous before it touches anything that others read or write.
- * Before that call it may set itself up and ask the L2 to prefetch its inputs (a hint, not a
- * read). The previous kernel decides how early the next one starts: when it calls
- * let_next_start, or when its blocks end. On devices before sm_90 this is a plain launch and
- * the two calls do nothing.
+ * Before that call it may set itself up, ask the L2 to prefetch its inputs (a hint, not a
+ * read), and guess: it reads lengths, tables and positions with read_early, prepares what
+ * follows from them, reads them again after the wait, and starts over if they have changed.
+ * In a chain of small kernels this hides a kernel's start behind the end of the one before.
+ * The previous kernel decides how early the next one starts: when it calls let_next_start, or
+ * when its blocks end. On devices before sm_90 this is a plain launch and the two calls do
+ * nothing.
  * Source    PTX ISA 7.8: griddepcontrol; CUDA C++ Programming Guide, programmatic dependent
  *           launch. A graph records such launches as programmatic edges. */
 #ifndef KVL_CUDA_PROGRAMMATIC_CUH
@@ -20,6 +23,25 @@ __device__ __forceinline__ void wait_for_previous() {
 /* Lets blocks of the next kernel start beside this one's, once all of these have started. */
 __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+/* Reads a number that kernels before this one may still write, for a guess. It goes past the
+ * L1, where later reads would find what is old. */
+__device__ __forceinline__ int read_early(const int *p) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ float read_early(const float *p) {
+  return __int_as_float(read_early((const int *)p));
+}
+/* Hints for the L2: no read, and the address need not be allowed to be read. The second asks
+ * for `bytes` at p, both multiples of 16. */
+__device__ __forceinline__ void prefetch_l2(const void *p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+__device__ __forceinline__ void prefetch_bulk(const void *p, uint32_t bytes) {
+  KVL_SM90("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
 }
 
 #ifndef __CUDACC_RTC__

@@ -2,7 +2,7 @@
 #ifndef KVL_CUDA_ROPE_CUH
 #define KVL_CUDA_ROPE_CUH
 
-#include "launch.cuh"
+#include "programmatic.cuh"
 
 namespace kvl {
 
@@ -10,13 +10,20 @@ enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 }; /* pairs a block takes at a time 
 
 /* A token's sines and cosines, made once for all of its heads. */
 struct rope_angles {
-  float sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
+  float angle[ROPE_PAIRS], sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
 
   /* Called by all threads of the block; the caller has to add a barrier. sincosf is the
-   * accurate one: positions reach millions of radians, where the fast one returns noise. */
-  __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs) {
-    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS)
-      sincosf(position * inv_freq[i], &sine[i], &cosine[i]);
+   * accurate one: positions reach millions of radians, where the fast one returns noise. A
+   * second call, with what may have changed since, computes what did. */
+  __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs,
+                                       bool first = true) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS) {
+      const float x = position * read_early(inv_freq + i);
+      if (!first && x == angle[i]) continue;
+      angle[i] = x;
+      sincosf(x, &sine[i], &cosine[i]);
+    }
   }
   /* Rotates pairs (low, high) in place, from pair number `first` on. */
   template <int N>

@@ -24,6 +24,8 @@
 namespace kvl {
 namespace {
 
+constexpr int EARLY_TOKENS = 64; /* of more, other blocks of an SM hide a block's start */
+
 /* How many lanes share a head. Each takes N pairs, that is two packs of N numbers (low and
  * high), the same two packs of V, and its share of the dims past the pairs, of K and of V. */
 template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
@@ -32,7 +34,8 @@ template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
 
 /* A token's rows are its heads of q, then of k, then of v. Grid: tokens, runs of rows_block
  * rows. A thread loads its next row while it works on one, and its first row while the sines
- * are computed. */
+ * are computed. Those of a few tokens are computed while the kernels ahead still run, and
+ * their angles looked at again after the wait. */
 template <int N, class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -42,8 +45,10 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
   const int64_t token = blockIdx.x;
   let_next_start();
+  const bool early = a.tokens <= EARLY_TOKENS;
+  if (early) angles.make((float)read_early(a.positions + token), a.inv_freq, pairs);
   wait_for_previous();
-  const token_place to(a.places[token], a.cache.block_size);
+  const int64_t place = a.places[token];
   auto at = [&](int row) {
     if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
     const bool is_v = row >= heads + kv_heads;
@@ -59,7 +64,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
   if ((int)threadIdx.x >= step * lanes) end = 0; /* these threads make no whole head */
   if (row < end && pairs) load(row);
-  angles.make((float)a.positions[token], a.inv_freq, pairs);
+  angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
+  const token_place to(place, a.cache.block_size);
   __syncthreads();
   for (; row < end; row += step) {
     x = next_x, y = next_y;

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     if (count == 1) continue;
     float m, sum, x[4];
     auto part = [&](int i) {
-      return (int64_t)plan.part(share + i, beside, i == 0) * plan.rows + r;
+      return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
     };
     join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
     const int64_t row = rows.token(r) * a.heads + rows.head(r);

@@ -1,0 +1,111 @@
+--- On a GPU, kernels guess before the kernels ahead of them have ended: they read
+-- lengths, tables and positions that may still change (kernels/cuda/programmatic.cuh).
+-- Here a select writes these numbers. It waits for a product of some 60 us, while the op
+-- after it has long begun, with what the round before left behind.
+local ffi = require "ffi"
+local kv = require "kvlab"
+local support = require "spec.support"
+
+local SEQS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 3, 8, 2, 64, 8, 640
+local LENS = { 640, 400, 37 } -- among so many blocks each row selects
+local ROUNDS = 4
+
+local function randn(dev, shape, seed, dtype)
+  return support.randn(kv.device "cpu", dtype or "bf16", shape, seed):to(dev)
+end
+
+--- What the ops read that nobody writes, and what they write into.
+local function inputs(dev, width)
+  local t = { device = dev, q = randn(dev, { SEQS, HEADS, DIM }, 1),
+    cache = randn(dev, { BLOCKS, 2, KV_HEADS, BLOCK, DIM }, 2),
+    summary = randn(dev, { BLOCKS, 2, KV_HEADS, DIM }, 3),
+    x = randn(dev, { 1, 4096 }, 4), weight = kv.full(dev, "bf16", { 32768, 4096 }, 0.5),
+    y = kv.full(dev, "bf16", { 1, 32768 }, 0),
+    k = randn(dev, { SEQS * width, KV_HEADS, DIM }, 5),
+    rows = randn(dev, { SEQS * width, HEADS, DIM }, 6),
+    inv_freq = support.randn(dev, "f32", { DIM / 2 }, 7),
+    lens = kv.from(dev, "i32", { SEQS }, LENS),
+    tokens = kv.full(dev, "i32", { SEQS * width }, BLOCK) }
+  local picked, places = {}, {}
+  for i = 1, SEQS * KV_HEADS * 5 do picked[i] = (i - 1) % 5 * 2 end
+  for i = 1, SEQS * width do places[i] = (i * 7) % (BLOCKS * BLOCK) end
+  t.picked = kv.from(dev, "i32", { SEQS, KV_HEADS, 5 }, picked)
+  t.places = kv.from(dev, "i64", { SEQS * width }, places)
+  return t
+end
+
+local function attend(t, at, out, selection)
+  local call = ffi.new("kvl_attention", { q = t.q, cache = t.cache, tables = at.tables,
+    lens = at.lens, out = out, selection = selection, scale = DIM ^ -0.5, causal = 1 })
+  kv.check(kv.C.kvl_paged_attention(call))
+end
+local function attended(t)
+  return support.poisoned(t.device, "bf16", { SEQS, HEADS, DIM })
+end
+
+--- `out` makes what the op writes into, since a launch between select and the op would
+-- hold the op up. `run` gets the late inputs: tables [seqs, width], lens [seqs], list
+-- [seqs * width].
+local OPS = {
+  attention = { out = attended, run = attend },
+  ["attention over a selection"] = { out = attended,
+    run = function(t, at, out) attend(t, at, out, t.picked) end },
+  score_minmax = {
+    out = function(t, width)
+      return support.poisoned(t.device, "f32", { SEQS, KV_HEADS, width })
+    end,
+    run = function(t, at, out)
+      kv.check(kv.C.kvl_score_minmax(t.q, t.summary, at.tables, at.lens, BLOCK,
+        kv.C.KVL_GROUP_MAX, out))
+    end },
+  block_minmax = {
+    out = function(t)
+      return kv.full(t.device, "bf16", { BLOCKS, 2, KV_HEADS, DIM }, -3)
+    end,
+    run = function(t, at, out)
+      kv.check(kv.C.kvl_block_minmax(t.cache, at.list, t.tokens, nil, out))
+    end },
+  rope_append = {
+    out = function(t) return t.rows:clone() end,
+    run = function(t, at, out)
+      kv.check(kv.C.kvl_rope_append(out, t.k, t.k, at.list, t.inv_freq, t.places, t.cache,
+        nil, nil))
+    end },
+}
+
+local function check(dev, width, name)
+  local t, op, late = inputs(dev, width), OPS[name], {}
+  local function views(selection, counts)
+    return { tables = selection:reshape { SEQS, width }, lens = counts:reshape { SEQS },
+             list = selection:reshape { SEQS * width } }
+  end
+  local selection = kv.full(dev, "i32", { SEQS, 1, width }, 0)
+  local counts = kv.full(dev, "i32", { SEQS, 1 }, 0)
+  local at, got, scores = views(selection, counts), {}, {}
+  for i = 1, ROUNDS do
+    scores[i] = support.randn(dev, "f32", { SEQS, 1, LENS[1] }, 10 + i)
+    got[i] = op.out(t, width)
+  end
+  dev:sync()
+  for i = 1, ROUNDS do
+    local budget = ffi.new("kvl_budget", { ratio = -1, blocks = math.ceil(width / i) })
+    kv.ops.linear(t.x, t.weight, t.y, "plain")
+    kv.check(kv.C.kvl_select(scores[i], t.lens, 1, budget, selection, counts))
+    op.run(t, at, got[i])
+    late[i] = { selection:clone(), counts:clone() }
+  end
+  for i = 1, ROUNDS do
+    local want = op.out(t, width)
+    dev:sync()
+    op.run(t, views(late[i][1], late[i][2]), want)
+    support.equal(got[i], want, ("%s of round %d, width %d"):format(name, i, width))
+  end
+end
+
+describe("inputs that come late #gpu", function()
+  for _, name in ipairs(support.names(OPS)) do
+    support.it_on_gpu(("are awaited by %s"):format(name), function(dev)
+      for _, width in ipairs { 12, 600 } do check(dev, width, name) end
+    end)
+  end
+end)
