@@ -2,7 +2,7 @@
  *
  *   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I kernels -I runtime \
  *        -I kernels/cuda kernels/dev/decode.cu kernels/cuda/instances/*.cu -o decode -lcuda
- *   ./decode [check | time]
+ *   ./decode [check | time] [part of the names of the cases to check]
  *
  * Versions on an H100 80GB HBM3, 2026-11-21, us; bf16, 32/8 heads, head_dim 128, block 16,
  * random tables, L2 flushed. `limit` is bytes / R, without the 3.7 us of an empty launch:
@@ -375,8 +375,10 @@ struct harness {
 };
 
 int failures = 0;
+const char *chosen = ""; /* a part of the names of the cases to check */
 
 void check(harness &h, const problem &p) {
+  if (!strstr(p.name, chosen)) return;
   call c = prepare(p, h.memory, 3 + (unsigned)p.lens.size(), h.q.sm_count);
   const kvl_paged_attention_args &a = c.a;
   const size_t rows = (size_t)(a.tokens * a.heads), n = rows * p.head_dim;
@@ -603,6 +605,7 @@ void time_all(harness &h) {
 int main(int argc, char **argv) {
   harness h;
   std::string what = argc > 1 ? argv[1] : "all";
+  if (argc > 2) chosen = argv[2];
   if (what != "time") check_all(h);
   if (what != "check") time_all(h);
   return failures != 0;
