@@ -12,10 +12,18 @@
 --              policy scores with) what the policy read, as a probe counted it
 --   gb_s       bytes over the time of a step: beside the device's bandwidth, this is how
 --              much of the limit is reached
+--   hit_rate   of the hot cache, with memory=hot: the share of selected blocks that were
+--              on the device already
 --
 --   ./kvlab run lua/experiments/20_tokens_per_second.lua --device=cuda
 --       [--set prompts=8x32K] [--set policy=quest] [--set budget=0.05]
 --       [--set cache=f8e4m3]
+--       [--set memory=hot --set policy=quest,gsa_on_device]
+--
+-- memory: resident (KV on the device) or hot (KV in host memory, read through a hot cache
+-- that has room for a share `hot` of all blocks). Dense attention reads every block at
+-- every step, so it cannot be behind a hot cache: set policy=quest,gsa_on_device, too.
+-- Policies have no speedup then.
 --
 -- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
 -- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
@@ -68,10 +76,16 @@ local function open_sitting(keys)
   local count, context = parse(keys.prompts)
   local room = context + (WARM + keys.steps) * keys.runs + keys.steps
   local blocks = math.ceil(room / keys.block_size)
+  local offload
+  if keys.memory == "hot" then
+    offload = { hot_slots = math.ceil(keys.hot * count * blocks), hot_overlap = true }
+  elseif keys.memory ~= "resident" then
+    error(("memory is %s, expected resident or hot"):format(tostring(keys.memory)), 0)
+  end
   local self = setmetatable({ model = model, context = context, seqs = {},
     engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
       chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
-      cache_dtype = keys.cache } }, Sitting)
+      cache_dtype = keys.cache, offload = offload } }, Sitting)
   for i = 1, count do
     local tokens, seq = {}, self.engine:sequence()
     for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
@@ -99,15 +113,18 @@ function Sitting:decode(ids, n)
   return tonumber(kv.C.kvl_clock_ns() - start) * 1e-9 / n
 end
 
---- Seconds of a step: the median of `runs` runs.
+--- Seconds of a step: the median of `runs` runs. And the hot cache's rate of hits, if
+-- there is one.
 function Sitting:seconds(policy, steps, runs)
   self:begin(policy)
   local ids, list = kv.full(self.model.device, "i32", { #self.seqs }, 1), {}
+  local hot = self.engine.cache.tier.hot
   for i = 1, runs do
     self:decode(ids, WARM)
+    if hot and i == 1 then hot:reset_counts() end
     list[i] = self:decode(ids, steps)
   end
-  return kv.statistics.median(list)
+  return kv.statistics.median(list), hot and hot:stats().hit_rate or 0 / 0
 end
 
 --- Bytes of a step: of the weights, and of what the policy reads.
@@ -124,24 +141,32 @@ end
 
 -- ---- rows -----------------------------------------------------------------------------
 
-local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "runs",
-               "seed" }
+local KEYS = { "model", "dtype", "cache", "memory", "hot", "prompts", "block_size",
+               "steps", "runs", "seed" }
 
 local function run(config)
-  local keys = {}
+  local keys, is_full = {}, config.policy == "full"
+  if is_full and config.memory == "hot" then
+    error("policy is full, expected one that selects blocks since memory is hot: --set "
+      .. "policy=quest,gsa_on_device", 0)
+  end
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open_sitting)
   local function seconds(policy)
     return sitting:seconds(policy, config.steps, config.runs)
   end
-  sitting.dense = sitting.dense or seconds(kv.policy "full")
-  local options = config.policy ~= "full"
+  local dense = sitting.dense
+  if config.memory == "resident" and not dense then
+    dense = seconds(kv.policy "full")
+    sitting.dense = dense
+  end
+  local options = not is_full
     and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil
   local bytes, share = sitting:bytes(kv.policy(config.policy, options))
-  local time = config.policy == "full" and sitting.dense
-    or seconds(kv.policy(config.policy, options))
-  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time,
-           speedup = sitting.dense / time, bytes = 1e-9 * bytes,
+  local time, hit_rate = dense, 0 / 0
+  if not is_full then time, hit_rate = seconds(kv.policy(config.policy, options)) end
+  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, hit_rate = hit_rate,
+           speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
            gb_s = 1e-9 * bytes / time, bytes_share = share }
 end
 
@@ -175,8 +200,13 @@ local function tables(rows, settings)
         caption = ("%s, %s"):format(prompts, text) })
     end
     add("tokens_s", "ms", "%.0f", "tokens a second (ms of a step)")
-    add("speedup", "bytes_share", "%.2f",
-      "speedup over dense attention (share of K and V that is read)")
+    if rows[1].config.memory == "hot" then
+      add("hit_rate", "bytes_share", "%.3f",
+        "hits of the hot cache (share of K and V that is read)")
+    else
+      add("speedup", "bytes_share", "%.2f",
+        "speedup over dense attention (share of K and V that is read)")
+    end
     add("gb_s", "bytes", "%.0f", "GB/s of what has to be read (GB of a step)")
   end
   return list
@@ -193,10 +223,10 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
-               block_size = 16, steps = 16, runs = 3 },
+               memory = "resident", hot = 0.2, block_size = 16, steps = 16, runs = 3 },
   quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
-  proportions = { "bytes_share" },
-  metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share" },
+  proportions = { "bytes_share", "hit_rate" },
+  metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "hit_rate" },
   run = run,
   table = tables,
   plot = function(rows, settings)
