@@ -9,8 +9,9 @@
  * of the tiles that it just used.
  *
  * Much of a short decode is start and end, where a warp only runs one instruction after the
- * other. So the code of the look-up, the fetch and the end of a sequence exists once, in
- * rolled loops; the host does every division that it can; and q is loaded before K.
+ * other. So the host does every division that it can, the loop over tiles has the code of
+ * the look-up, the fetch and the end of a sequence once, and the start is before that loop,
+ * with a look-up and a fetch of its own: it happens while the kernels ahead still run.
  *
  * K and V of f8e4m3 stay bytes until they are on their way to the tensor cores, see
  * paged.cuh. */
@@ -247,8 +248,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   if (share >= plan.shares) return;
 
   /* ---- the tiles ----------------------------------------------------------------------- */
-  /* The first `depth` - 1 steps fetch, all others compute as well. The compiler must not know
-   * this, or it would make a copy of the code for each kind. */
+  /* The first tile is on its way. The first `depth` - 1 steps fetch, all others compute as
+   * well. The compiler must not know this, or it would make a copy of the code for each kind. */
   uint32_t tile = share_begin + member;
   const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
   const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
