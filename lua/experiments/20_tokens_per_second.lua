@@ -78,6 +78,10 @@ local function open_sitting(keys)
   local blocks = math.ceil(room / keys.block_size)
   local offload
   if keys.memory == "hot" then
+    if not (keys.hot > 0 and keys.hot <= 1) then
+      error(("hot is %g, expected a share of all blocks, above 0 and at most 1"):format(
+        keys.hot), 0)
+    end
     offload = { hot_slots = math.ceil(keys.hot * count * blocks), hot_overlap = true }
   elseif keys.memory ~= "resident" then
     error(("memory is %s, expected resident or hot"):format(tostring(keys.memory)), 0)
