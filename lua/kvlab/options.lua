@@ -10,6 +10,7 @@
 -- It walks the table, so it belongs where something is made, not where a step runs.
 -- Single arguments are checked by the same kinds, at the cost of one comparison:
 -- options.argument("narrow", "start", start, options.integer).
+local is_number = require("kvlab.number").is_number
 local nearest = require("kvlab.words").nearest
 local sorted = require "kvlab.sorted"
 
@@ -23,7 +24,6 @@ local M = {}
 
 -- ---- kinds ----------------------------------------------------------------------------
 
-local function is_number(x) return type(x) == "number" and x == x end
 local function is_whole(x) return is_number(x) and x % 1 == 0 and math.abs(x) < 2 ^ 53 end
 local function of_type(words, name)
   return { words, function(x) return type(x) == name end }

@@ -6,15 +6,17 @@
 -- A and B are folders or files of rows (.jsonl). Values after a colon choose some of
 -- their rows. The verb compares the axes that have one value in all of A and another in
 -- all of B (a policy, the device, the seed). Two rows that agree in everything else are
--- a pair. For each metric it prints the mean over the pairs of A and of B, and the mean
--- of B - A with its 95 % confidence interval (Student's t).
+-- a pair. For each metric, the verb takes the pairs where it is a finite number in both
+-- rows. It prints how many they are, of how many seeds, the means of A, of B and of
+-- B - A, and the 95 % confidence interval of B - A (Student's t).
 --
--- The interval is over seeds: all pairs of one seed count as one sample, because they
--- share the same random numbers. So there is an interval only with repeats, and only for
--- metrics that the seed changes. Rows with a note (a budget that sink and recent alone
--- exceed) are left out. All rows of A must have been made by the same versions of the
+-- All of these are over seeds: the mean over all pairs of one seed is one sample, because
+-- they share the same random numbers. So there is an interval only with repeats, and
+-- only for metrics that the seed changes. Rows with a note (a budget that sink and recent
+-- alone exceed) are left out. All rows of A must have been made by the same versions of the
 -- sources, and so must all rows of B. A and B may differ from each other, as they do
 -- after an edit; the verb then names the sources that differ.
+local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local sorted = require "kvlab.sorted"
@@ -111,44 +113,60 @@ end
 
 -- ---- metrics --------------------------------------------------------------------------
 
-local function is_number(x) return type(x) == "number" and x == x end
+--- The pairs where a metric is a finite number in both rows, as { a =, b =, seed =,
+-- key = }; key names the configuration without its seed.
+local function values_of(list, metric)
+  local values = {}
+  for _, pair in ipairs(list) do
+    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
+    if is_finite(a) and is_finite(b) then
+      values[#values + 1] = { a = a, b = b, seed = pair.a.config.seed or 0,
+                              key = key_without(pair.a.config, { { key = "seed" } }) }
+    end
+  end
+  return values
+end
 
 --- Whether each configuration's metric is the same for every seed, in A and in B. Such
 -- seeds are not separate samples.
-local function is_fixed(list, metric)
-  local values = {}
-  for _, pair in ipairs(list) do
-    local key = key_without(pair.a.config, { { key = "seed" } })
-    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
-    values[key] = values[key] or { a, b }
-    if values[key][1] ~= a or values[key][2] ~= b then return false end
+local function is_fixed(values)
+  local first = {}
+  for _, value in ipairs(values) do
+    local one = first[value.key] or value
+    if one.a ~= value.a or one.b ~= value.b then return false end
+    first[value.key] = one
   end
   return true
 end
 
---- Returns the means of A, of B and of B - A, with the number of pairs and of samples;
--- nil if the metric is a number in no pair. A seed is one sample: the mean difference of
--- its pairs.
-local function measure(list, metric)
-  local sum_a, sum_b, n, samples, at = 0, 0, 0, {}, {}
-  for _, pair in ipairs(list) do
-    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
-    if is_number(a) and is_number(b) then
-      sum_a, sum_b, n = sum_a + a, sum_b + b, n + 1
-      local seed = pair.a.config.seed or 0
-      if not at[seed] then
-        at[seed], samples[#samples + 1] = #samples + 1, { sum = 0, n = 0 }
-      end
-      local sample = samples[at[seed]]
-      sample.sum, sample.n = sample.sum + b - a, sample.n + 1
-    end
+--- The means of A and of B over the pairs of each seed: two lists, one value for each
+-- seed.
+local function means_of_seeds(values)
+  local of_a, of_b, counts, at = {}, {}, {}, {}
+  for _, value in ipairs(values) do
+    local i = at[value.seed] or #counts + 1
+    local n = (counts[i] or 0) + 1
+    at[value.seed], counts[i] = i, n
+    of_a[i] = (of_a[i] or 0) + (value.a - (of_a[i] or 0)) / n
+    of_b[i] = (of_b[i] or 0) + (value.b - (of_b[i] or 0)) / n
   end
-  if n == 0 then return nil end
+  return of_a, of_b
+end
+
+--- Returns the means of A, of B and of B - A, with the numbers of pairs and seeds; nil if
+-- the metric is a number in no pair. A seed is one sample, the mean of its pairs, and all
+-- three are means over these samples.
+local function measure(list, metric)
+  local values = values_of(list, metric)
+  if #values == 0 then return nil end
+  local of_a, of_b = means_of_seeds(values)
   local differences = {}
-  for i, sample in ipairs(samples) do differences[i] = sample.sum / sample.n end
-  if is_fixed(list, metric) then differences = { (sum_b - sum_a) / n } end
-  return { metric = metric, pairs = n, samples = #differences, a = sum_a / n,
-           b = sum_b / n, difference = { statistics.interval(differences) } }
+  for i, b in ipairs(of_b) do differences[i] = b - of_a[i] end
+  local interval = { statistics.interval(differences) }
+  if is_fixed(values) then interval = { interval[1] } end
+  return { metric = metric, pairs = #values, seeds = #differences,
+           a = statistics.interval(of_a), b = statistics.interval(of_b),
+           difference = interval }
 end
 
 --- Returns the sorted names of the metrics that are numbers.
@@ -185,9 +203,9 @@ end
 ---@param p kvlab.compare.pairs
 ---@param metrics string[]
 ---@param axes string[]
----@return {words: string[], metric: string, pairs: integer, samples: integer, a: number,
+---@return {words: string[], metric: string, pairs: integer, seeds: integer, a: number,
 ---  b: number, difference: number[]}[]  difference: mean, low, high (the last two only
----  if there are several samples)
+---  if there are several seeds, and they change the metric)
 function M.lines(p, metrics, axes)
   local lines = {}
   for _, metric in ipairs(metrics) do
@@ -266,7 +284,8 @@ end
 local function as_table(lines, axes)
   local t = { header = { "metric" }, rows = {} }
   for _, axis in ipairs(axes) do t.header[#t.header + 1] = axis end
-  for _, name in ipairs { "pairs", "A", "B", "B - A", "95 % interval", "differs" } do
+  for _, name in ipairs { "pairs", "seeds", "A", "B", "B - A", "95 % interval",
+                          "differs" } do
     t.header[#t.header + 1] = name
   end
   for i, line in ipairs(lines) do
@@ -275,10 +294,10 @@ local function as_table(lines, axes)
       text_table.format_number(high)) or nil
     local differs = low and ((low > 0 or high < 0) and "yes" or "no") or nil
     local row = { line.metric, unpack(line.words) }
-    for k, cell in ipairs { line.pairs, line.a, line.b, mean } do
+    for k, cell in ipairs { line.pairs, line.seeds, line.a, line.b, mean } do
       row[1 + #axes + k] = cell
     end
-    row[6 + #axes], row[7 + #axes] = interval, differs
+    row[7 + #axes], row[8 + #axes] = interval, differs
     t.rows[i] = row
   end
   return t

@@ -12,6 +12,7 @@
 --
 -- The last axis varies fastest. Errors are raised without a position: kvlab.experiment
 -- adds the line of the script.
+local is_finite = require("kvlab.number").is_finite
 local nearest = require("kvlab.words").nearest
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
@@ -38,7 +39,7 @@ end
 
 local function check_scalar(value, what)
   local kind = type(value)
-  if kind == "number" and (value ~= value or math.abs(value) == math.huge) then
+  if kind == "number" and not is_finite(value) then
     fail("%s is %s, expected a finite number", what, tostring(value))
   elseif kind ~= "number" and kind ~= "string" and kind ~= "boolean" then
     fail("%s is a %s, expected a number, a string or a boolean", what, kind)

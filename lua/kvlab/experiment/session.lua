@@ -7,6 +7,7 @@
 --
 -- The field `made_by` of a row names the sources that it was computed from
 -- (kvlab.sources).
+local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
 local secrets = require "kvlab.secrets"
 local seeds = require "kvlab.seeds"
@@ -36,7 +37,7 @@ local function check_metrics(required, metrics)
     if kind ~= "number" and kind ~= "string" and kind ~= "boolean" then
       fail("metric %s is a %s, expected a number, a string or a boolean", name, kind)
     end
-    checked[name] = (kind == "number" and value - value ~= 0) and NAN or value
+    checked[name] = (kind == "number" and not is_finite(value)) and NAN or value
   end
   if next(checked) == nil then fail "run returned no metrics" end
   for _, name in ipairs(required) do

@@ -1,5 +1,6 @@
 --- Checks the fields of a request's JSON. Each kind is a function of the field's name and
 -- value that returns the value to use, or raises the API's error.
+local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
 local nearest = require("kvlab.words").nearest
 local problem = require "kvlab.http.problem"
@@ -26,16 +27,12 @@ function M.refuse(name, value, expected)
 end
 local refuse = M.refuse
 
-local function is_number(x)
-  return type(x) == "number" and x == x and math.abs(x) < math.huge
-end
-
 -- ---- kinds ----------------------------------------------------------------------------
 
 --- A number within limits.
 function M.number(low, high)
   return function(name, x)
-    if not is_number(x) or x < low or x > high then
+    if not is_finite(x) or x < low or x > high then
       refuse(name, x, ("a number from %g to %g"):format(low, high))
     end
     return x
@@ -45,7 +42,7 @@ end
 --- A whole number within limits.
 function M.whole(low, high)
   return function(name, x)
-    if not is_number(x) or x % 1 ~= 0 or x < low or x > high then
+    if not is_finite(x) or x % 1 ~= 0 or x < low or x > high then
       refuse(name, x, ("a whole number from %.0f to %.0f"):format(low, high))
     end
     return x

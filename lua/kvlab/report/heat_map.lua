@@ -2,6 +2,7 @@
 -- gnuplot script. All panels of a map have the same rows, columns and colours, so that
 -- they can be compared.
 local gnuplot = require "kvlab.report.gnuplot"
+local is_finite = require("kvlab.number").is_finite
 local text_table = require "kvlab.report.table"
 local tics = require "kvlab.report.tics"
 
@@ -38,8 +39,6 @@ local SEVERAL = { least = { 170, 60 }, most = { 330, 260 } }
 local ROOM = { left = 48, right = 18, top = 30, bottom = 62 } -- around each panel
 local COLUMNS_MAX, BAR, LINE = 4, 14, 17
 local TIC_LETTER = 12 -- gnuplot's distance from axis to label, for each letter of a tic
-
-local function is_finite(x) return x == x and math.abs(x) ~= math.huge end
 
 --- Shrinks `n` by `m` numbers to `rows` by `columns` cells. A cell gets the mean of its
 -- finite numbers, or nan if it has none.

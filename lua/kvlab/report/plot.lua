@@ -24,8 +24,10 @@
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
 -- numbers. So it cannot mistake a name for a command.
 local arguments = require "kvlab.arguments"
+local front = require "kvlab.report.front"
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
+local is_finite = require("kvlab.number").is_finite
 local options = require "kvlab.options"
 local shell_line = require("kvlab.files").shell_line
 local text_table = require "kvlab.report.table"
@@ -35,10 +37,6 @@ local M = {}
 
 --- The program that draws; specs replace it by another.
 M.gnuplot = "gnuplot"
-
-local function is_finite(x)
-  return type(x) == "number" and x == x and math.abs(x) ~= math.huge
-end
 
 --- The position of every value on the x axis. If all values are numbers, each stands at
 -- its own value; otherwise they stand at 1, 2, 3, …
@@ -94,23 +92,18 @@ end
 local FRONT = "Pareto front"
 
 --- The corners of the Pareto front of some series, as a line that rises to the right.
--- Marked points take no part.
 local function front_of(series)
   local points, line = {}, {}
   for _, list in pairs(series) do
     for _, point in ipairs(list) do
-      if not point.note then points[#points + 1] = point end
+      points[#points + 1] = { x = point[1], y = point[2], note = point.note }
     end
   end
-  table.sort(points, function(a, b)
-    if a[1] ~= b[1] then return a[1] < b[1] end
-    return a[2] > b[2]
-  end)
-  for _, point in ipairs(points) do
+  for _, point in ipairs(front.of(points)) do
     local last = line[#line]
-    if not last or point[2] > last[2] then
-      if last then line[#line + 1] = { point[1], last[2] } end
-      line[#line + 1] = { point[1], point[2] }
+    if not last or point.y > last[2] then
+      if last then line[#line + 1] = { point.x, last[2] } end
+      line[#line + 1] = { point.x, point.y }
     end
   end
   return line
@@ -175,9 +168,9 @@ function M.lines(rows, opts)
     if x_is_metric then x = row.metrics[opts.x] end
     local y, note = row.metrics[opts.y], text_table.note_of(row)
     if is_finite(x) and is_finite(y) then
+      local low, high = text_table.interval_of(row, opts.y)
       panel.series[series] = panel.series[series] or {}
-      table.insert(panel.series[series], { x, y, row.low and row.low[opts.y],
-        row.high and row.high[opts.y], note = note })
+      table.insert(panel.series[series], { x, y, low, high, note = note })
       if note and not has_note[note] then
         p.notes[#p.notes + 1], has_note[note] = note, true
       end

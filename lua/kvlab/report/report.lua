@@ -111,7 +111,7 @@ local function add_table(out, t, id)
   for c = 1, #t.header do
     is_number[c] = #t.rows > 0
     for _, row in ipairs(t.rows) do
-      if row[c] ~= nil and not text_table.is_number(row[c]) then is_number[c] = false end
+      if row[c] ~= nil and not text_table.is_numeric(row[c]) then is_number[c] = false end
     end
   end
   local attribute = id and (" id=\"%s\""):format(id) or ""

@@ -14,6 +14,8 @@
 -- A row is marked if its metrics have a `note`, a text that says why it cannot be
 -- compared with the others, or if it is stale (kvlab.experiment).
 local arguments = require "kvlab.arguments"
+local fronts = require "kvlab.report.front"
+local number = require "kvlab.number"
 local options = require "kvlab.options"
 
 local M = {}
@@ -24,15 +26,16 @@ local EMPTY = "-"
 ---@param x number
 ---@return string
 function M.format_number(x)
-  if x ~= x then return "nan" end
+  if not number.is_number(x) then return "nan" end
   if x == math.floor(x) and math.abs(x) < 1e15 then return ("%d"):format(x) end
   local magnitude = math.abs(x)
   if magnitude >= 1000 and magnitude < 1e15 then return ("%.0f"):format(x) end
   return ("%.4g"):format(x)
 end
 
---- Whether a cell is a number, with or without an interval.
-function M.is_number(value)
+--- Whether a cell holds a number, or nan in the place of one, with or without an
+-- interval. Columns of such cells are aligned to the right.
+function M.is_numeric(value)
   return type(value) == "number" or type(value) == "table" and value.mean ~= nil
 end
 
@@ -98,7 +101,7 @@ function M.text(t)
       local text = M.format_cell(row[c], t.format):gsub("%c", " ")
       cells[r][c] = text
       widths[c] = math.max(widths[c], width(text))
-      if row[c] ~= nil and not M.is_number(row[c]) then is_number[c] = false end
+      if row[c] ~= nil and not M.is_numeric(row[c]) then is_number[c] = false end
     end
   end
   local lines = { t.caption }
@@ -123,7 +126,7 @@ end
 local function csv_cell(value)
   if value == nil then return "" end
   if type(value) == "number" then
-    return value ~= value and "nan" or ("%.17g"):format(value)
+    return not number.is_number(value) and "nan" or ("%.17g"):format(value)
   end
   local text = tostring(value)
   if text:find "^[=+@\t\r-]" and not tonumber(text) then text = "'" .. text end
@@ -191,11 +194,18 @@ function M.note_of(row)
   return row.metrics.note
 end
 
+--- The interval of a row's metric: both ends, or nothing.
+---@return number|nil low, number|nil high
+function M.interval_of(row, name)
+  local low, high = row.low and row.low[name], row.high and row.high[name]
+  if number.is_finite(low) and number.is_finite(high) then return low, high end
+end
+
 --- A row's metric, with its interval if it has one, the metric beside it, and its mark.
 -- An interval within rounding error is left out: all repeats gave the same value.
 local function metric_cell(row, name, beside_name)
-  local mean, low = row.metrics[name], row.low and row.low[name]
-  local high, mark = low and row.high[name], M.note_of(row)
+  local mean, low, high = row.metrics[name], M.interval_of(row, name)
+  local mark = M.note_of(row)
   local is_wide = low and high - low > 2e-12 * math.abs(mean)
   if not is_wide then low, high = nil, nil end
   local beside = beside_name and row.metrics[beside_name]
@@ -281,42 +291,32 @@ M.FRONT = { front = options.required(options.string), axes = STRINGS,
             over = options.required(options.string), where = options.table,
             caption = options.string, format = FORMAT }
 
---- Makes a table of the rows on a Pareto front: those that no other row beats with as
--- much of the metric `over`, or less, and more of the metric `front`. Marked rows take no
--- part.
+--- Makes a table of the rows on a Pareto front: those that no other row beats, which has
+-- no more of the metric `over` and no less of the metric `front`, and is better in one of
+-- the two. Marked rows take no part, nor do rows where one of the two is not a finite
+-- number.
 ---@param rows table[]
 ---@param opts {front: string, over: string, axes?: string[], where?: table,
 ---  caption?: string, format?: string}  axes: the parts of a configuration to show
 ---@return {caption: string, header: string[], rows: any[][], format: string|nil}
 function M.front(rows, opts)
   options.check("table.front", opts, M.FRONT)
-  local candidates = {}
-  for _, row in ipairs(M.where(rows, opts.where)) do
-    local y, x = row.metrics[opts.front], row.metrics[opts.over]
-    if type(x) == "number" and type(y) == "number" and not M.note_of(row) then
-      candidates[#candidates + 1] = { x = x, y = y, row = row, at = #candidates }
-    end
+  local points = {}
+  for i, row in ipairs(M.where(rows, opts.where)) do
+    points[i] = { x = row.metrics[opts.over], y = row.metrics[opts.front], row = row,
+                  note = M.note_of(row) }
   end
-  table.sort(candidates, function(a, b)
-    if a.x ~= b.x then return a.x < b.x end
-    if a.y ~= b.y then return a.y > b.y end
-    return a.at < b.at
-  end)
   local t = { caption = opts.caption, format = opts.format, rows = {},
               header = { unpack(opts.axes or {}) } }
   t.header[#t.header + 1], t.header[#t.header + 2] = opts.over, opts.front
-  local best = -math.huge
-  for _, candidate in ipairs(candidates) do
-    if candidate.y > best then
-      best = candidate.y
-      local cells = {}
-      for i, axis in ipairs(opts.axes or {}) do
-        cells[i] = M.format_cell(candidate.row.config[axis])
-      end
-      cells[#t.header - 1] = candidate.x
-      cells[#t.header] = metric_cell(candidate.row, opts.front)
-      t.rows[#t.rows + 1] = cells
+  for n, point in ipairs(fronts.of(points)) do
+    local cells = {}
+    for i, axis in ipairs(opts.axes or {}) do
+      cells[i] = M.format_cell(point.row.config[axis])
     end
+    cells[#t.header - 1] = point.x
+    cells[#t.header] = metric_cell(point.row, opts.front)
+    t.rows[n] = cells
   end
   return t
 end
@@ -358,8 +358,13 @@ function M.of_rows(rows, axes, order)
 end
 
 local function is_row(x)
-  return type(x) == "table" and type(x.config) == "table" and type(x.metrics) == "table"
-    and (x.stale == nil or STRINGS[2](x.stale))
+  if type(x) ~= "table" or type(x.config) ~= "table" or type(x.metrics) ~= "table" then
+    return false
+  end
+  for _, value in pairs(x.config) do
+    if value ~= value then return false end -- NaN is no value of an axis
+  end
+  return x.stale == nil or STRINGS[2](x.stale)
 end
 local ROW = { "a result row { config =, metrics = }", is_row }
 --- The kind of a list of result rows.

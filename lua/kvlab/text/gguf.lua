@@ -5,6 +5,7 @@
 -- the name in tokenizer.ggml.pre, for which this file has the rules. BPE as SentencePiece
 -- has it ("llama") has scores.
 local fields = require "kvlab.text.fields"
+local is_number = require("kvlab.number").is_number
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local split = require "kvlab.text.split"
@@ -83,7 +84,7 @@ local function numbers_of(count)
   return { ("a list of %d numbers, one a token"):format(count), function(x)
     if type(x) ~= "table" or #x ~= count then return false end
     for i = 1, count do
-      if type(x[i]) ~= "number" or x[i] ~= x[i] then return false end
+      if not is_number(x[i]) then return false end
     end
     return true
   end }

@@ -53,7 +53,7 @@ describe("compare", function()
     local p = compare.pair(a, rows_of({ 1, 2, 3 }, { m = "b" }, of_b))
     local line = compare.lines(p, { "x" }, {})[1]
     local mean, low, high = statistics.interval { 0.65, 1.15, 1.65 }
-    assert.same({ 6, 3 }, { line.pairs, line.samples })
+    assert.same({ 6, 3 }, { line.pairs, line.seeds })
     near(line.difference[1], mean)
     near(line.difference[2], low)
     near(line.difference[3], high)
@@ -69,7 +69,7 @@ describe("compare", function()
       local p = compare.pair(rows_of({ 1 }, { m = "a" }, function(p) return p end),
         rows_of({ seed }, { m = "b" }, function(p) return 3 * p end))
       local line = compare.lines(p, { "x" }, {})[1]
-      assert.same({ 2, 1, { 3 } }, { line.pairs, line.samples, line.difference })
+      assert.same({ 2, 1, { 3 } }, { line.pairs, line.seeds, line.difference })
     end
   end)
 
@@ -77,7 +77,7 @@ describe("compare", function()
     local p = compare.pair(rows_of({ 1, 2, 3 }, { m = "a" }, function(p) return p end),
       rows_of({ 1, 2, 3 }, { m = "b" }, function(p) return p + 0.01 end))
     local line = compare.lines(p, { "x" }, {})[1]
-    assert.equal(1, line.samples)
+    assert.equal(3, line.seeds)
     assert.equal(1, #line.difference)
   end)
 
@@ -122,11 +122,44 @@ describe("compare", function()
   end)
 
   it("leaves out what is no number in one of them", function()
-    local a = rows_of({ 1, 2 }, { m = "a" }, function(p) return p == 1 and 0 / 0 or 1 end)
-    local b = rows_of({ 1, 2 }, { m = "b" }, function() return 4 end)
-    local lines = compare.lines(compare.pair(a, b), { "x", "word" }, {})
-    assert.equal(1, #lines)
-    assert.same({ 2, 3 }, { lines[1].pairs, lines[1].difference[1] })
+    for _, missing in ipairs { 0 / 0, 1 / 0, -1 / 0 } do
+      local function value(p) return p == 1 and missing or 1 end
+      local a = rows_of({ 1, 2 }, { m = "a" }, value)
+      local b = rows_of({ 1, 2 }, { m = "b" }, function() return 4 end)
+      for _, p in ipairs { compare.pair(a, b), compare.pair(b, a) } do
+        local lines = compare.lines(p, { "x", "word" }, {})
+        assert.equal(1, #lines)
+        assert.same({ 2, 2, 3 }, { lines[1].pairs, lines[1].seeds,
+          math.abs(lines[1].difference[1]) })
+        assert.is_nil(lines[1].difference[2]) -- the seeds change nothing
+      end
+    end
+  end)
+
+  it("prints means whose difference is the one that it prints", function()
+    local draw = uniform.generator(5)
+    for _ = 1, 200 do -- pairs are missing, so that seeds have different numbers of them
+      local function value(p, seed)
+        return draw() < 0.3 and 0 / 0 or p * seed + draw()
+      end
+      local seeds = { 1, 2, 3, 4 }
+      local p = compare.pair(rows_of(seeds, { m = "a" }, value),
+        rows_of(seeds, { m = "b" }, value))
+      local line = compare.lines(p, { "x" }, {})[1]
+      if line then
+        near(line.b - line.a, line.difference[1])
+        local has_seed, pairs, seeds_there = {}, 0, 0
+        for _, pair in ipairs(p.list) do
+          local d = pair.b.metrics.x - pair.a.metrics.x
+          if d == d then
+            local seed = pair.a.config.seed
+            pairs, seeds_there = pairs + 1, seeds_there + (has_seed[seed] and 0 or 1)
+            has_seed[seed] = true
+          end
+        end
+        assert.same({ pairs, seeds_there }, { line.pairs, line.seeds })
+      end
+    end
   end)
 
   describe("at the command line", function()
@@ -154,9 +187,9 @@ describe("compare", function()
       main(folder .. ":policy=quest", folder .. "/results.jsonl:policy=random")
       assert.truthy(printed:find("   policy: quest in A, random in B\n", 1, true))
       assert.truthy(printed:find([[
-metric  pairs    A  B  B - A  95 % interval     differs
--------------------------------------------------------
-x           2  1.5  5    3.5  -2.853 ... 9.853  no
+metric  pairs  seeds    A  B  B - A  95 % interval     differs
+--------------------------------------------------------------
+x           2      2  1.5  5    3.5  -2.853 ... 9.853  no
 ]], 1, true), printed)
       assert.truthy(printed:find("2 pairs of 2 seeds; 0 rows are in A only, 0 in B"
         .. " only.\n", 1, true))
