@@ -2,9 +2,12 @@
 -- The row stores a hash of the contents of each source. If a source has changed since,
 -- the row is stale.
 --
+--   sources.read(path)   reads a file that all rows of this process depend on from now
+--                        on: a config, a text. If there is none, they depend on that
+--   sources.open(path)   opens such a file
+--   sources.keep(path)   all rows depend on a file that C opens from now on: weights
 --   sources.load(path)   a file of code has just been read: hashes it at once
 --   sources.use(path)    the row that is being computed depends on the file: a policy
---   sources.keep(path)   all rows of this process depend on it from now on: weights
 --   sources.begin()      a run of an experiment begins: forgets the hashes of data
 --                        files, which may have changed since the last run
 --   local used, ... = sources.collect(fn, ...)
@@ -15,6 +18,9 @@
 --                        Lua, and the library's build
 --   sources.changed(made_by)
 --                        returns the names of the sources that have changed since
+--
+-- Whatever computes rows reads files by this module alone (spec/lua/experiment/
+-- sources_spec.lua), so that none can be forgotten.
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -26,7 +32,9 @@ local M = {}
 local kept = {}      -- the paths that all rows depend on
 local used           -- the paths that the present row depends on
 local of_code = {}   -- hashes of code by path, taken when the code was loaded
-local of_data = {}   -- hashes of other files by path, taken since the run began
+local of_read = {}   -- hashes of other files by path, of the text that was read last
+local of_data = {}   -- hashes of files on the disk by path, taken since the run began
+local ABSENT = "absent" -- in place of the hash of a file that cannot be read
 
 --- Returns the name that a row gives to a file: for a file of the project, its path from
 -- the project's root.
@@ -53,13 +61,16 @@ local function hash_of(paths)
   return bit.tohex(out_hash[0].lo, 16)
 end
 
+--- Returns the hash of a file that consists of `text`.
+local function hash_text(text)
+  local length = ffi.string(ffi.new("uint64_t[1]", #text), 8) -- as kvl_files_hash ends
+  library.check(C.kvl_bytes_hash(text .. length, #text + 8, out_hash))
+  return bit.tohex(out_hash[0].lo, 16)
+end
+
 local function hash_file(path)
-  local hash = of_code[path] or of_data[path]
-  if hash == nil then
-    hash = hash_of { path } or false
-    of_data[path] = hash
-  end
-  return hash or nil
+  of_data[path] = of_code[path] or of_data[path] or hash_of { path } or ABSENT
+  return of_data[path]
 end
 
 function M.begin() of_data = {} end
@@ -73,6 +84,35 @@ end
 --- Notes that every row that this process computes from now on depends on a file. The
 -- file is hashed when the first such row is finished.
 function M.keep(path) kept[path] = true end
+
+--- Reads a file that every row of this process depends on from now on. Where there is
+-- none, the rows depend on that.
+---@param path string
+---@return string|nil text
+---@return string|nil why   there is no text
+function M.read(path)
+  M.keep(path)
+  local file, why = io.open(path, "rb")
+  local text
+  if file then
+    local problem
+    text, problem = file:read "*a" -- a folder can be opened, but not read
+    file:close()
+    why = problem and ("%s: %s"):format(path, problem)
+  end
+  of_read[path] = text and hash_text(text) or ABSENT
+  return text, why
+end
+
+--- Opens a file for reading that every row of this process depends on from now on. It is
+-- hashed when the first such row is finished.
+---@param path string
+---@return file*|nil file
+---@return string|nil why
+function M.open(path)
+  M.keep(path)
+  return io.open(path, "rb")
+end
 
 --- Calls fn(...). Returns the set of files that it used, and its results. Inside another
 -- collect, the files count as used by the outer one too. After an error, call stop().
@@ -123,13 +163,13 @@ local function build_text()
   return devices and ffi.string(C.kvl_device_build(devices.device())) or nil
 end
 
---- Returns the files of the modules that a script loaded, except the project's own and
--- those that are installed in /usr.
+--- Returns the files of the modules that a script loaded, except those that rows name in
+-- another way (the project's policies, say) and those that are installed in /usr.
 local function script_modules()
-  local paths = {}
+  local paths, own = {}, library.paths.root .. "/lua/"
   for module in pairs(package.loaded) do
     local path = package.searchpath(module, package.path)
-    if path and not name_of(path):find "^lua/" and not path:find "^/usr/" then
+    if path and path:sub(1, #own) ~= own and not path:find "^/usr/" then
       paths[#paths + 1] = path
     end
   end
@@ -142,7 +182,7 @@ end
 function M.made_by(row_used)
   local made_by = { lua = hash_lua(), library = build_text() }
   local function add(path)
-    made_by[name_of(path)] = hash_file(path) or "not readable"
+    made_by[name_of(path)] = of_read[path] or hash_file(path)
   end
   for path in pairs(row_used or {}) do add(path) end
   for path in pairs(kept) do add(path) end

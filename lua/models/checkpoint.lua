@@ -45,14 +45,8 @@ function M.positive(path, fields, name)
   return value
 end
 
---- A file's JSON object without its nulls.
-local function read_json(path)
-  sources.keep(path)
-  local file, why = io.open(path)
-  if not file then error(why, 0) end
-  local text, problem = file:read "*a"
-  file:close()
-  if not text then error(("%s: %s"):format(path, problem), 0) end
+--- The JSON object in the text of a file, without its nulls.
+local function object_of(path, text)
   local ok, fields = pcall(json.decode, text)
   if not ok or type(fields) ~= "table" then
     error(("%s: %s"):format(path, ok and "no JSON object" or fields), 0)
@@ -98,22 +92,20 @@ end
 ---@return string path
 function M.config(folder)
   local path = folder .. "/config.json"
-  local file, why = io.open(path)
-  if not file then refuse_path(folder, why) end
-  file:close()
-  return read_json(path), path
+  local text, why = sources.read(path)
+  if not text then refuse_path(folder, why) end
+  return object_of(path, text), path
 end
 
 --- The function that gives the file of a tensor: the one file, or a shard of the index.
 local function open_files(folder)
   local index_path = folder .. "/model.safetensors.index.json"
-  local index = io.open(index_path)
+  local index = sources.read(index_path)
   if not index then
     local file = opened(kv.safetensors, folder .. "/model.safetensors")
     return function() return file end
   end
-  index:close()
-  local map, shards = read_json(index_path).weight_map, {}
+  local map, shards = object_of(index_path, index).weight_map, {}
   if type(map) ~= "table" then
     M.refuse(index_path, "weight_map", map, "a table of tensors' files")
   end

@@ -13,8 +13,8 @@
 -- All of these are over seeds: the mean over all pairs of one seed is one sample, because
 -- they share the same random numbers. So there is an interval only with repeats, and
 -- only for metrics that the seed changes. Rows with a note (a budget that sink and recent
--- alone exceed) are left out. All rows of A must have been made by the same versions of the
--- sources, and so must all rows of B. A and B may differ from each other, as they do
+-- alone exceed) are left out. All rows of A must have been made by the same versions of
+-- the sources, and so must all rows of B. A and B may differ from each other, as they do
 -- after an edit; the verb then names the sources that differ.
 local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"

@@ -12,7 +12,6 @@ local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
-local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kinds = require "kvlab.tensor.kinds"
 local new_cache = require("kvlab.memory.cache").cache
@@ -47,8 +46,7 @@ Capture.__index = Capture
 ---@return kvlab.Capture
 local function open(folder)
   local path = folder .. "/manifest.json"
-  sources.keep(path)
-  local text = files.read(path)
+  local text = sources.read(path)
   if not text then error(("capture: there is no %s"):format(path), 2) end
   local ok, m = pcall(json.decode, text)
   if not ok or type(m) ~= "table" or m.format ~= FORMAT then

@@ -9,11 +9,11 @@
 -- tokens counts all tokens of the step; a block holds block_size tokens in all layers.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
-local files = require "kvlab.files"
 local json = require "kvlab.json"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
+local sources = require "kvlab.sources"
 
 local C = library.C
 local M = {}
@@ -44,7 +44,7 @@ local GEMM_SHARE, LINK_US = 0.8, 10 -- assumed, not measured
 --- What a results file of `kvlab bench --json` measured: the numbers of ROWS by name, and
 -- where they come from, in words.
 local function measured(path)
-  local text = files.read(path)
+  local text = sources.read(path)
   if not text then
     options.fail(("cost_model: %s cannot be read; `kvlab bench P1 P5 P13 T L --json` "
       .. "prints such a file"):format(path))

@@ -43,8 +43,7 @@ end
 ---@param limit? integer
 ---@return kvlab.TraceRow[]
 function M.read(path, limit)
-  sources.keep(path)
-  local file, why = io.open(path)
+  local file, why = sources.open(path)
   if not file then error("trace: " .. why, 2) end
   local rows = {}
   for line in file:lines() do

@@ -36,12 +36,14 @@ function M.has_kjv() return files.real "kjv" ~= nil or (pcall(read_kjv)) end
 ---@param name string
 ---@return string
 function M.read(name)
-  local is_kjv = name == "kjv" and not files.real(name)
-  local text = is_kjv and read_kjv() or files.read(name)
+  local text = sources.read(name)
+  if not text and name == "kjv" then
+    sources.keep(KJV_DATA)
+    text = read_kjv()
+  end
   if not text then error(("the text %s cannot be read"):format(name), 0) end
   text = unicode.repaired(text)
   if not text:find "%S" then error(("the text %s is empty"):format(name), 0) end
-  sources.keep(is_kjv and KJV_DATA or name)
   return text
 end
 
@@ -107,9 +109,8 @@ end
 ---@return {input: string, context: string, answers: string[],
 ---  all_classes: string[]|nil}[]
 function M.examples(path)
-  local text = files.read(path)
+  local text = sources.read(path)
   if not text then error(("the file %s cannot be read"):format(path), 0) end
-  sources.keep(path)
   local rows, number = {}, 0
   for line in (text .. "\n"):gmatch "(.-)\r?\n" do
     number = number + 1
@@ -127,9 +128,8 @@ end
 ---@param path string
 ---@return table
 function M.json(path)
-  local text = files.read(path)
+  local text = sources.read(path)
   if not text then error(("the file %s cannot be read"):format(path), 0) end
-  sources.keep(path)
   local ok, object = pcall(json.decode, text)
   if ok and type(object) == "table" then return object end
   return error(("%s: %s"):format(path, ok and "expected an object" or object), 0)

@@ -4,6 +4,7 @@ local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local sources = require "kvlab.sources"
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -92,7 +93,7 @@ end
 ---@return kvlab.Tensor
 function M.load(path, dev)
   options.argument("load", "path", path, options.string)
-  local file, problem = io.open(path, "rb")
+  local file, problem = sources.open(path)
   if not file then options.fail("npy: " .. problem) end
   local ok, dtype, sizes = pcall(read_header, path, file)
   if not ok then

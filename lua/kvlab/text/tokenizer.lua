@@ -14,12 +14,12 @@ local chat = require "kvlab.text.chat"
 local ffi = require "ffi"
 local downloads = require "kvlab.downloads"
 local fields = require "kvlab.text.fields"
-local files = require "kvlab.files"
 local gguf = require "kvlab.text.gguf"
 local hf = require "kvlab.text.hf"
 local json = require "kvlab.json"
 local numbers = require "kvlab.text.numbers"
 local options = require "kvlab.options"
+local sources = require "kvlab.sources"
 local split = require "kvlab.text.split"
 local stream = require "kvlab.text.stream"
 local unicode = require "kvlab.text.unicode"
@@ -43,7 +43,7 @@ Tokenizer.__index = Tokenizer
 -- ---- reading files --------------------------------------------------------------------
 
 local function read_json(path)
-  local text = files.read(path)
+  local text = sources.read(path)
   if not text then return nil end
   local ok, value = pcall(json.decode, text)
   if not ok then
@@ -145,7 +145,7 @@ local function of_files(self, source)
   build(path, hf.build, self, file)
   local config = read_json(folder .. "/tokenizer_config.json")
   if config then build(folder .. "/tokenizer_config.json", read_config, self, config) end
-  self.template = files.read(folder .. "/chat_template.jinja") or self.template
+  self.template = sources.read(folder .. "/chat_template.jinja") or self.template
 end
 
 local SOURCE = options.either({ "a path", function(x) return type(x) == "string" end },

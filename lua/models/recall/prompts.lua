@@ -4,6 +4,7 @@
 -- same seed gives the same prompt everywhere.
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local sources = require "kvlab.sources"
 local uniform = require "kvlab.tensor.uniform"
 
 local M = {}
@@ -16,10 +17,8 @@ local NEEDLE = 7 -- tokens of a needle
 local TAIL = 32
 
 local function read_tokens()
-  local file = assert(io.open(kv.paths.root .. "/lua/models/recall/tokens.json"))
-  local t = json.decode(file:read "*a")
-  file:close()
-  return t
+  return json.decode(assert(sources.read(kv.paths.root
+    .. "/lua/models/recall/tokens.json")))
 end
 
 local ids
