@@ -1299,25 +1299,39 @@ int kvl_gguf_read(const kvl_gguf *file, int index, const kvl_tensor *t);
 typedef struct kvl_http kvl_http;
 typedef struct kvl_http_exchange kvl_http_exchange;
 
+/* Why a request is turned away before the caller sees it. Its connection then ends.
+ * ORDER kvl_http_early */
+enum {
+  KVL_HTTP_TOO_MANY,          /* 503: a connection beyond the limit */
+  KVL_HTTP_TOO_LARGE,         /* 413: the body is longer than bytes_body */
+  KVL_HTTP_TOO_SLOW,          /* 408: it did not arrive within us_arrival */
+  KVL_HTTP_MALFORMED,         /* 400: characters that no method or header may have */
+  KVL_HTTP_HEADER_TWICE,      /* 400: a header that may be there once */
+  KVL_HTTP_LENGTH_UNCLEAR,    /* 400: two ways to tell where the body ends, or none */
+  KVL_HTTP_NO_HOST,           /* 400: HTTP 1.1 without Host */
+  KVL_HTTP_WRONG_EXPECTATION, /* 417: Expect is not 100-continue */
+  KVL_HTTP_EARLY              /* how many there are */
+};
+
 typedef struct kvl_http_options {
-  const char *address;  /* to listen on, a number such as 127.0.0.1 or ::1 */
-  int32_t port;         /* 0: any that is free */
-  int32_t connections;  /* at once. A request of the next few gets status 503, and what is
-                         * beyond these is closed at once */
-  int64_t bytes_body;   /* of a request; what announces more gets 413 before it is read */
-  int64_t us_arrival;   /* a request must be there so long after its connection, or after
-                         * the answer before it; else it gets 408 */
-  int64_t us_taking;    /* how long a client may take nothing of an answer */
-  const char *too_many; /* the bodies of 503, 413 and 408, JSON */
-  const char *too_large;
-  const char *too_slow;
+  const char *address; /* to listen on, a number such as 127.0.0.1 or ::1 */
+  int32_t port;        /* 0: any that is free */
+  int32_t connections; /* at once. A request of the next few is turned away, and what is
+                        * beyond these is closed at once */
+  int64_t bytes_body;  /* of a request; what announces more is turned away before it is read,
+                        * what turns out to be longer when it is */
+  int64_t us_arrival;  /* a request must be there so long after its connection, or after
+                        * the answer before it */
+  int64_t us_taking;   /* how long a client may take nothing of an answer */
+  const char *early[KVL_HTTP_EARLY]; /* the bodies of the answers to what is turned away,
+                                      * JSON */
 } kvl_http_options;
 
 /* Texts are "" where the request has no such header. All are valid until the exchange is
  * closed. */
 typedef struct kvl_http_request {
   const char *method;
-  const char *path; /* decoded, without what follows a '?' */
+  const char *path; /* as it was sent, without what follows a '?' */
   const char *authorization;
   const char *host;
   const char *origin;
@@ -1332,6 +1346,7 @@ typedef struct kvl_http_stats {
   int64_t refused;     /* connections and requests that were too many */
   int64_t too_large;   /* requests with 413 */
   int64_t too_slow;    /* connections whose request did not arrive in time */
+  int64_t malformed;   /* requests whose headers are not HTTP, or not clear */
 } kvl_http_stats;
 
 /* Errors: INVALID for options; UNSUPPORTED where there is no libmicrohttpd, with the name of

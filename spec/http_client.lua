@@ -1,5 +1,6 @@
 --- A client of HTTP for specs: sockets that never wait. The server runs in the same
 -- process, one turn after the other, while answers are awaited.
+local connections = require "kvlab.http.connections"
 local ffi = require "ffi"
 local json = require "kvlab.json"
 local processes = require "spec.processes"
@@ -15,6 +16,16 @@ local M = {}
 
 local Client = {}
 Client.__index = Client
+
+--- Options for connections.open: `o` over small ones. A request that is turned away gets
+-- the reason's name.
+function M.options(o)
+  local all = { address = "127.0.0.1", port = 0, connections = 8, bytes_body = 1000,
+                arrival_s = 30, taking_s = 30 }
+  for _, name in ipairs(connections.EARLY) do all[name] = name end
+  for name, value in pairs(o or {}) do all[name] = value end
+  return all
+end
 
 --- Connects to a port of this machine.
 ---@param port integer
@@ -35,8 +46,15 @@ end
 
 local buffer = ffi.new "char[65536]"
 
+--- Sends a text of any length: what does not go without waiting is sent by `read`.
+function Client:post(text)
+  local n = self:send(text)
+  self.rest = n < #text and text:sub(math.max(n, 0) + 1) or nil
+end
+
 --- Reads what is there. Sets is_over when the server has ended the connection.
 function Client:read()
+  if self.rest then self:post(self.rest) end
   while not self.is_over do
     local n = tonumber(libc.recv(self.fd, buffer, 65536, DONTWAIT))
     if n > 0 then self.got = self.got .. ffi.string(buffer, n)
@@ -86,7 +104,7 @@ end
 function M.start(server, method, path, body, headers)
   if type(body) == "table" then body = json.encode(body) end
   local client = M.connect(server.port)
-  client:send(M.text(method, path, body, headers))
+  client:post(M.text(method, path, body, headers))
   return client
 end
 

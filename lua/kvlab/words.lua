@@ -1,6 +1,8 @@
 --- Spelling for error messages: the known name that is nearest to a misspelt one.
 local M = {}
 
+local LETTERS_MOST = 64 -- of a word; no name is as long, and the time grows with both
+
 --- Edit distance (insert, delete, replace one letter; neighbours swapped count as two).
 local function distance(a, b)
   local row = {}
@@ -25,6 +27,7 @@ end
 ---@return integer|nil distance  letters to insert, delete or replace
 function M.nearest(word, names)
   local best, best_distance
+  word = word:sub(1, LETTERS_MOST)
   for _, name in ipairs(names) do
     local d = distance(word, name)
     if not best or d < best_distance then best, best_distance = name, d end

@@ -21,8 +21,18 @@
 enum {
   NS_SLICE = 50 * 1000 * 1000,
   NS_REAP = 200 * 1000 * 1000,
-  BYTES_CONNECTION = 24 * 1024
+  BYTES_CONNECTION = 24 * 1024,
+  BYTES_DROPPED = 1024 * 1024 /* of a body beyond its limit, so that its client sees why */
 };
+
+/* ORDER kvl_http_early */
+static const struct {
+  int code;
+  const char *words;
+} STATUS[KVL_HTTP_EARLY] = {{503, "Service Unavailable"}, {413, "Content Too Large"},
+                            {408, "Request Timeout"},     {400, "Bad Request"},
+                            {400, "Bad Request"},         {400, "Bad Request"},
+                            {400, "Bad Request"},         {417, "Expectation Failed"}};
 
 /* ---- connections ----------------------------------------------------------------------- */
 
@@ -81,17 +91,24 @@ static void note_connection(void *context, struct MHD_Connection *c, void **own,
   else visit_ends(context, own);
 }
 
-/* Tells a connection that its request takes too long, and ends it. libmicrohttpd, which
- * still reads from it, then finds its end. */
-static void end_visit(kvl_http *http, struct kvl__visit *v) {
+/* Answers a connection whose request libmicrohttpd is still reading, so that it takes no
+ * answer of ours. The connection has to end then. */
+static void tell(kvl_http *http, struct kvl__visit *v, int why) {
   char head[160];
-  size_t bytes = strlen(http->too_slow);
+  size_t bytes = strlen(http->early[why]);
   int n = snprintf(head, sizeof head,
-                   "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
+                   "HTTP/1.1 %d %s\r\nContent-Type: application/json\r\n"
                    "Content-Length: %zu\r\nConnection: close\r\n\r\n",
-                   bytes);
-  if (!v->had_request && send(v->file, head, (size_t)n, MSG_DONTWAIT | MSG_NOSIGNAL) == n)
-    (void)!send(v->file, http->too_slow, bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+                   STATUS[why].code, STATUS[why].words, bytes);
+  if (send(v->file, head, (size_t)n, MSG_DONTWAIT | MSG_NOSIGNAL) == n)
+    (void)!send(v->file, http->early[why], bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+  v->is_told = 1;
+}
+
+/* Ends a connection whose request takes too long. libmicrohttpd, which still reads from it,
+ * then finds its end. */
+static void end_visit(kvl_http *http, struct kvl__visit *v) {
+  if (!v->had_request && !v->is_told) tell(http, v, KVL_HTTP_TOO_SLOW);
   shutdown(v->file, SHUT_RDWR);
   v->ns_since = 0;
   http->stats.too_slow++;
@@ -108,56 +125,63 @@ static void reap(kvl_http *http) {
 
 /* ---- requests -------------------------------------------------------------------------- */
 
-/* Answers at once, before a body is read; the connection then ends. */
-static enum MHD_Result turn_away(kvl_http *http, struct MHD_Connection *c, int status,
-                                 const char *body) {
-  struct MHD_Response *response = http->mhd->MHD_create_response_from_buffer(
-      strlen(body), (void *)(uintptr_t)body, MHD_RESPMEM_PERSISTENT);
-  if (!response) return MHD_NO;
-  http->mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
-                                     "application/json");
-  http->mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
-  if (status == 503) http->mhd->MHD_add_response_header(response, "Retry-After", "1");
-  enum MHD_Result result = http->mhd->MHD_queue_response(c, (unsigned)status, response);
-  http->mhd->MHD_destroy_response(response);
-  return result;
-}
-
 static void count(kvl_http *http, int64_t *counter) {
   pthread_mutex_lock(&http->lock);
   ++*counter;
   pthread_mutex_unlock(&http->lock);
 }
 
+/* Answers at once, before a body is read; the connection then ends. */
+static enum MHD_Result turn_away(kvl_http *http, struct MHD_Connection *c, int why) {
+  const struct kvl__mhd *mhd = http->mhd;
+  count(http, why == KVL_HTTP_TOO_MANY    ? &http->stats.refused
+              : why == KVL_HTTP_TOO_LARGE ? &http->stats.too_large
+                                          : &http->stats.malformed);
+  struct MHD_Response *response = mhd->MHD_create_response_from_buffer(
+      strlen(http->early[why]), http->early[why], MHD_RESPMEM_PERSISTENT);
+  if (!response) return MHD_NO;
+  mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+  mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+  if (why == KVL_HTTP_TOO_MANY) mhd->MHD_add_response_header(response, "Retry-After", "1");
+  enum MHD_Result result = mhd->MHD_queue_response(c, (unsigned)STATUS[why].code, response);
+  mhd->MHD_destroy_response(response);
+  return result;
+}
+
 /* The headers of a request are there. */
 static enum MHD_Result begin(kvl_http *http, struct MHD_Connection *c, const char *path,
-                             const char *method, void **own) {
+                             const char *method, const char *version, void **own) {
   struct kvl__visit *v = visit_of(http, c);
   if (!v) return MHD_NO;
-  if (v->is_extra) {
-    count(http, &http->stats.refused);
-    return turn_away(http, c, 503, http->too_many);
-  }
-  const char *announced = http->mhd->MHD_lookup_connection_value(
-      c, MHD_HEADER_KIND, MHD_HTTP_HEADER_CONTENT_LENGTH);
-  if (announced && strtoull(announced, NULL, 10) > (uint64_t)http->bytes_body) {
-    count(http, &http->stats.too_large);
-    return turn_away(http, c, 413, http->too_large);
-  }
+  int why = v->is_extra ? KVL_HTTP_TOO_MANY : kvl__headers_check(http, c, method, version);
+  if (why >= 0) return turn_away(http, c, why);
   pthread_mutex_lock(&http->lock);
   *own = v->exchange = kvl__exchange_open(http, c, v->file, method, path);
   pthread_mutex_unlock(&http->lock);
   return *own ? MHD_YES : MHD_NO;
 }
 
-/* Keeps a part of a body. What is beyond the limit is read, but not kept. */
-static enum MHD_Result collect(kvl_http *http, kvl_http_exchange *e, const char *part,
-                               size_t *bytes) {
+/* A body is longer than it may be, though it did not say so in front. */
+static enum MHD_Result drop(kvl_http *http, struct MHD_Connection *c, size_t total) {
+  pthread_mutex_lock(&http->lock);
+  struct kvl__visit *v = visit_of(http, c);
+  if (!v->is_told) {
+    http->stats.too_large++;
+    tell(http, v, KVL_HTTP_TOO_LARGE);
+    shutdown(v->file, SHUT_WR);
+  }
+  pthread_mutex_unlock(&http->lock);
+  return total > (size_t)http->bytes_body + BYTES_DROPPED ? MHD_NO : MHD_YES;
+}
+
+/* Keeps a part of a body. */
+static enum MHD_Result collect(kvl_http *http, struct MHD_Connection *c, kvl_http_exchange *e,
+                               const char *part, size_t *bytes) {
   size_t need = e->bytes_body + *bytes;
-  if (need > (size_t)http->bytes_body) e->is_too_large = 1;
-  if (e->is_too_large) {
-    *bytes = 0;
-    return MHD_YES;
+  if (need > (size_t)http->bytes_body) {
+    free(e->body);
+    e->body = NULL, e->room_body = 0, e->bytes_body = need, *bytes = 0;
+    return drop(http, c, need);
   }
   if (need > e->room_body) {
     size_t room = need + need / 2 + 1024;
@@ -173,15 +197,12 @@ static enum MHD_Result collect(kvl_http *http, kvl_http_exchange *e, const char 
 /* The request is there: it waits for the caller. */
 static enum MHD_Result arrive(kvl_http *http, struct MHD_Connection *c,
                               kvl_http_exchange *e) {
-  if (e->is_too_large) {
-    count(http, &http->stats.too_large);
-    return turn_away(http, c, 413, http->too_large);
-  }
   pthread_mutex_lock(&http->lock);
+  struct kvl__visit *v = visit_of(http, c);
   enum MHD_Result result = MHD_NO;
-  if (!http->is_closing) {
+  if (!http->is_closing && !v->is_told) {
     http->mhd->MHD_suspend_connection(c);
-    visit_of(http, c)->ns_since = 0;
+    v->ns_since = 0;
     e->is_suspended = e->has_arrived = 1, e->refs = 2;
     if (http->last) http->last->next = e;
     else http->first = e;
@@ -211,11 +232,10 @@ static enum MHD_Result give_answer(kvl_http *http, struct MHD_Connection *c,
 static enum MHD_Result serve(void *context, struct MHD_Connection *c, const char *path,
                              const char *method, const char *version, const char *part,
                              size_t *bytes, void **own) {
-  (void)version;
   kvl_http *http = context;
   kvl_http_exchange *e = *own;
-  if (!e) return begin(http, c, path, method, own);
-  if (*bytes > 0) return collect(http, e, part, bytes);
+  if (!e) return begin(http, c, path, method, version, own);
+  if (*bytes > 0) return collect(http, c, e, part, bytes);
   return e->has_arrived ? give_answer(http, c, e) : arrive(http, c, e);
 }
 
@@ -243,7 +263,7 @@ void kvl__http_leave(kvl_http *http) {
   if (left > 0) return;
   pthread_cond_destroy(&http->arrived);
   pthread_mutex_destroy(&http->lock);
-  free(http->too_many), free(http->too_large), free(http->too_slow);
+  for (int i = 0; i < KVL_HTTP_EARLY; i++) free(http->early[i]);
   free(http);
 }
 
@@ -284,6 +304,12 @@ static void raise_files(int need) {
   setrlimit(RLIMIT_NOFILE, &files);
 }
 
+/* Leaves a path as it was sent: decoding could put a NUL into it, where it would end. */
+static size_t keep_escapes(void *context, struct MHD_Connection *c, char *text) {
+  (void)context, (void)c;
+  return strlen(text);
+}
+
 static int start(kvl_http *http, int file, int64_t us_taking) {
   http->daemon = http->mhd->MHD_start_daemon(
       MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, accept_one, http, serve,
@@ -291,13 +317,16 @@ static int start(kvl_http *http, int file, int64_t us_taking) {
       (unsigned)(http->connections_max + http->extra_max + 1), MHD_OPTION_CONNECTION_TIMEOUT,
       (unsigned)(us_taking / 1000000 + 1), MHD_OPTION_CONNECTION_MEMORY_LIMIT,
       (size_t)BYTES_CONNECTION, MHD_OPTION_NOTIFY_CONNECTION, note_connection, http,
-      MHD_OPTION_NOTIFY_COMPLETED, finish, http, MHD_OPTION_END);
+      MHD_OPTION_NOTIFY_COMPLETED, finish, http, MHD_OPTION_UNESCAPE_CALLBACK, keep_escapes,
+      NULL, MHD_OPTION_END);
   if (http->daemon) return KVL_OK; /* which closes the socket, at its end */
   return kvl__fail(KVL_ERR_IO, "http: libmicrohttpd cannot start: %s", strerror(errno));
 }
 
 static int check_options(const kvl_http_options *o) {
-  if (!o->address || !o->too_many || !o->too_large || !o->too_slow)
+  int is_whole = o->address != NULL;
+  for (int i = 0; i < KVL_HTTP_EARLY; i++) is_whole = is_whole && o->early[i];
+  if (!is_whole)
     return kvl__fail(KVL_ERR_INVALID, "kvl_http_open: a text of the options is NULL");
   if (o->port < 0 || o->port > 65535 || o->connections < 1 || o->connections > 1 << 20 ||
       o->bytes_body < 0 || o->us_arrival < 1 || o->us_taking < 1)
@@ -324,10 +353,8 @@ int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
                      .connections_max = options->connections,
                      .extra_max = 8 + options->connections / 8,
                      .bytes_body = options->bytes_body,
-                     .ns_arrival = options->us_arrival * 1000,
-                     .too_many = strdup(options->too_many),
-                     .too_large = strdup(options->too_large),
-                     .too_slow = strdup(options->too_slow)};
+                     .ns_arrival = options->us_arrival * 1000};
+  for (int i = 0; i < KVL_HTTP_EARLY; i++) http->early[i] = strdup(options->early[i]);
   pthread_mutex_init(&http->lock, NULL);
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);

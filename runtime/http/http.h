@@ -1,5 +1,6 @@
-/* The two halves of a server of HTTP: connections (http.c), which libmicrohttpd's thread
- * serves, and exchanges (exchange.c), which a caller answers. */
+/* The parts of a server of HTTP: connections (http.c), which libmicrohttpd's thread serves, a
+ * look at the headers of each request (headers.c), and exchanges (exchange.c), which a caller
+ * answers. */
 #ifndef KVL_HTTP_H
 #define KVL_HTTP_H
 
@@ -13,6 +14,7 @@ struct kvl__visit {
   int file;
   int is_extra;                /* beyond the limit: its request gets 503 */
   int had_request;             /* one was answered before */
+  int is_told;                 /* it was turned away; what still comes is read and dropped */
   kvl_http_exchange *exchange; /* that is open */
   int64_t ns_since; /* since when a request is awaited; 0 while one is being answered */
   struct kvl__visit *before, *next;
@@ -26,7 +28,7 @@ struct kvl_http {
   int refs; /* the caller's, and that of each exchange */
   int is_closing, port, connections_max, extra_max;
   int64_t bytes_body, ns_arrival, ns_reaped;
-  char *too_many, *too_large, *too_slow;
+  char *early[KVL_HTTP_EARLY];
   struct kvl__visit *visits;
   kvl_http_exchange *first, *last; /* requests that wait for the caller */
   kvl_http_stats stats;
@@ -40,7 +42,7 @@ struct kvl_http_exchange {
   int has_arrived;           /* the whole request; libmicrohttpd's thread alone uses this */
   int is_suspended;          /* libmicrohttpd waits for the caller */
   int has_answer, is_queued; /* the caller answered; libmicrohttpd was given the answer */
-  int is_stream, is_ended, is_too_large;
+  int is_stream, is_ended;
   int status;
   struct MHD_Response *response;
   char *method, *path, *authorization, *host, *origin, *body;
@@ -49,6 +51,10 @@ struct kvl_http_exchange {
   size_t first_out, bytes_out, room_out;
   kvl_http_exchange *next;
 };
+
+/* headers.c. Why a request is turned away, one of kvl_http_early; -1: it is not. */
+int kvl__headers_check(kvl_http *http, struct MHD_Connection *c, const char *method,
+                       const char *version);
 
 /* exchange.c */
 kvl_http_exchange *kvl__exchange_open(kvl_http *http, struct MHD_Connection *connection,

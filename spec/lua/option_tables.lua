@@ -481,10 +481,7 @@ M["kv.http_server limits"] = {
   end,
 }
 M["http connections"] = {
-  good = function()
-    return { address = "127.0.0.1", port = 0, connections = 4, bytes_body = 100,
-             arrival_s = 1, taking_s = 1, too_many = "", too_large = "", too_slow = "" }
-  end,
+  good = function() return require("spec.http_client").options() end,
   call = function(o) require("kvlab.http.connections").open(o):close() end,
 }
 M["kv.cost_model"] = {

@@ -7,13 +7,7 @@ local ffi = require "ffi"
 local processes = require "spec.processes"
 local support = require "spec.support"
 
-local function options(o)
-  local all = { address = "127.0.0.1", port = 0, connections = 8, bytes_body = 1000,
-                arrival_s = 30, taking_s = 30, too_many = "many", too_large = "large",
-                too_slow = "slow" }
-  for name, value in pairs(o or {}) do all[name] = value end
-  return all
-end
+local options = client.options
 
 --- A server, a client that sent a request, and its exchange.
 local function exchange(text)
@@ -38,7 +32,7 @@ describe("a server of HTTP", function()
   it("gives whole requests, and their answers to the clients", function()
     local http, one, x = exchange()
     assert.equal("POST", x.method)
-    assert.equal("/path a", x.path)
+    assert.equal("/path%20a", x.path)
     assert.equal("localhost", x.host)
     assert.equal("o", x.origin)
     assert.equal("", x.authorization)
@@ -147,8 +141,8 @@ describe("a server of HTTP", function()
       local all = options(o)
       support.fails(C.kvl_http_open(ffi.new("kvl_http_options", {
         address = all.address, port = all.port, connections = all.connections,
-        bytes_body = 1, us_arrival = 1, us_taking = 1, too_many = "", too_large = "",
-        too_slow = "" }), out), words)
+        bytes_body = 1, us_arrival = 1, us_taking = 1,
+        early = { "", "", "", "", "", "", "", "" } }), out), words)
     end
     local http = connections.open(options())
     support.raises("http: cannot listen on 127.0.0.1, port " .. http.port

@@ -68,9 +68,7 @@ local function handles(dev)
       data = ("\0"):rep(36) })),
     kvl_code = image and out(C.kvl_code_open, "kvl_code", dev, "code", image, #image),
   }
-  local http = connections.open { address = "127.0.0.1", port = 0, connections = 4,
-    bytes_body = 1000, arrival_s = 30, taking_s = 30, too_many = "", too_large = "",
-    too_slow = "" }
+  local http = connections.open(client.options())
   client.connect(http.port):send(client.text("POST", "/", "body"))
   local exchange = processes.wait_until(function() return http:next(1e5) end, "a request")
   found.kvl_http, found.kvl_http_exchange = http.handle, exchange.handle

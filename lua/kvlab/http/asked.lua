@@ -175,9 +175,8 @@ end
 
 local function check_model(self, name)
   if name and name ~= self.name then
-    error(problem.new(404, ("the model %q does not exist; this server has %q"):format(
-      name,
-      self.name), { param = "model", code = "model_not_found" }), 0)
+    error(problem.new(404, ("the model %s does not exist; this server has %q"):format(
+      problem.quoted(name), self.name), { param = "model", code = "model_not_found" }), 0)
   end
 end
 

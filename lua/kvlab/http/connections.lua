@@ -20,7 +20,7 @@ Connections.__index = Connections
 
 ---@class kvlab.http.Exchange  a request, and its answer
 ---@field method string
----@field path string           decoded, without what follows a "?"
+---@field path string           as it was sent, without what follows a "?"
 ---@field authorization string  "" where there is none, and so on
 ---@field host string
 ---@field origin string
@@ -36,17 +36,21 @@ local KNOWN = {
   bytes_body = options.required(options.whole),
   arrival_s = options.required(options.positive),
   taking_s = options.required(options.positive),
-  too_many = options.required(options.string),
-  too_large = options.required(options.string),
-  too_slow = options.required(options.string),
 }
+
+--- Why a request is turned away before it is seen here. ORDER kvl_http_early
+local EARLY = { "too_many", "too_large", "too_slow", "malformed", "header_twice",
+                "length_unclear", "no_host", "wrong_expectation" }
+for _, name in ipairs(EARLY) do KNOWN[name] = options.required(options.string) end
+M.EARLY = EARLY
 
 --- Listens.
 ---@param o table  address, port (0: any that is free), connections at once, bytes_body:
 --                 of a request; arrival_s: in which a request has to arrive; taking_s:
---                 for which a client may take nothing of its answer; too_many, too_large,
---                 too_slow: the JSON of the answers 503, 413 and 408 that are given
---                 before a request is there
+--                 for which a client may take nothing of its answer; too_many (503),
+--                 too_large (413), too_slow (408), malformed, header_twice,
+--                 length_unclear, no_host (400) and wrong_expectation (417): the JSON of
+--                 the answers that are given before a request is there
 ---@return kvlab.http.Connections
 function M.open(o)
   options.check("http", o, KNOWN)
@@ -55,8 +59,8 @@ function M.open(o)
     address = o.address, port = o.port, connections = o.connections,
     bytes_body = o.bytes_body, us_arrival = o.arrival_s * 1e6,
     us_taking = o.taking_s * 1e6,
-    too_many = o.too_many, too_large = o.too_large, too_slow = o.too_slow,
   })
+  for i, name in ipairs(EARLY) do given.early[i - 1] = o[name] end
   local handle = protected.open(C.kvl_http_close, out, C.kvl_http_open, given, out)
   return setmetatable({ handle = handle, port = C.kvl_http_port(handle),
     exchange = ffi.new "kvl_http_exchange *[1]", request = ffi.new "kvl_http_request" },
@@ -78,14 +82,15 @@ function Connections:next(us)
   }, Exchange)
 end
 
---- Counters: connections (now), accepted, requests, refused, too_large, too_slow.
+--- Counters: connections (now), accepted, requests, refused, too_large, too_slow,
+-- malformed.
 ---@return table<string, integer>
 function Connections:stats()
   local s = ffi.new "kvl_http_stats"
   check(C.kvl_http_stats_get(self.handle, s))
   local out = {}
   for _, name in ipairs { "connections", "accepted", "requests", "refused", "too_large",
-                          "too_slow" } do
+                          "too_slow", "malformed" } do
     out[name] = tonumber(s[name])
   end
   return out

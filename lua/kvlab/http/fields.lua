@@ -15,9 +15,7 @@ local DEPTH_MAX = 64 -- of nested tables; what the API needs is 5
 local function shown(value)
   if value == json.null or value == nil then return "null" end
   if type(value) == "table" then return value[1] ~= nil and "an array" or "an object" end
-  if type(value) == "string" then
-    return #value > 40 and ("a string of %d bytes"):format(#value) or ("%q"):format(value)
-  end
+  if type(value) == "string" then return problem.quoted(value) end
   return tostring(value)
 end
 

@@ -74,8 +74,9 @@ function Policies:take(name, options)
     end
     for key, value in pairs(options or {}) do all[key] = value end
     if not named.path_of("policies", name) then
-      problem.wrong("policy", ("policy is %q, expected one of %s"):format(name,
-        table.concat(named.list "policies", ", ")), "unknown_policy")
+      problem.wrong("policy", ("policy is %s, expected one of %s"):format(
+        problem.quoted(name), table.concat(named.list "policies", ", ")),
+        "unknown_policy")
     end
     local key = name .. " " .. json.encode(all)
     entry = self.entries[key]

@@ -2,6 +2,7 @@
 --
 --   { "error": { "message": …, "type": …, "param": …, "code": … } }
 local json = require "kvlab.json"
+local unicode = require "kvlab.text.unicode"
 
 local M = {}
 
@@ -19,7 +20,8 @@ Problem.__tostring = function(self) return self.message end
 local TYPES = {
   [400] = "invalid_request_error", [401] = "authentication_error",
   [403] = "permission_error", [404] = "not_found_error", [405] = "invalid_request_error",
-  [408] = "timeout_error", [413] = "invalid_request_error", [429] = "rate_limit_error",
+  [408] = "timeout_error", [413] = "invalid_request_error",
+  [417] = "invalid_request_error", [429] = "rate_limit_error",
   [500] = "server_error", [503] = "overloaded_error", [504] = "timeout_error",
 }
 
@@ -44,9 +46,30 @@ end
 --- Whether an error is a problem with a request.
 function M.is(x) return getmetatable(x) == Problem end
 
+--- The first letters of a text, as UTF-8.
+local function cut(text, most)
+  local valid = unicode.repaired(text:sub(1, most * 4))
+  local letters = {}
+  for letter in unicode.characters(valid) do
+    letters[#letters + 1] = letter
+    if #letters > most then return table.concat(letters, "", 1, most) .. "…" end
+  end
+  return valid
+end
+
+-- Letters of what a client sent, and of a whole message, which may quote more of it.
+local LETTERS_QUOTED, LETTERS_MESSAGE = 80, 2000
+
+--- What a client sent, in quotes, as an error or a line of the log shows it: cut, on one
+-- line, and UTF-8.
+---@param text string
+---@return string
+function M.quoted(text) return json.encode(cut(text, LETTERS_QUOTED)) end
+
 --- The object of the API.
 function M.object(p)
-  return { error = { message = p.message, type = p.type, param = p.param or json.null,
+  return { error = { message = cut(p.message, LETTERS_MESSAGE), type = p.type,
+                     param = p.param and cut(p.param, LETTERS_QUOTED) or json.null,
                      code = p.code or json.null } }
 end
 

@@ -18,6 +18,7 @@ local files = require "kvlab.files"
 local json = require "kvlab.json"
 local metrics = require "kvlab.http.metrics"
 local options = require "kvlab.options"
+local path_of = require "kvlab.http.path"
 local policies = require "kvlab.http.policies"
 local problem = require "kvlab.http.problem"
 
@@ -73,18 +74,30 @@ local function limits_of(given)
   return all
 end
 
---- What is answered before a request is there.
+--- What is answered before a request is there: the texts by their names in connections.
 local function early(limits)
-  local function text(status, words, code)
-    return problem.encode(problem.new(status, words, { code = code }))
+  local function text(status, code, words, ...)
+    return problem.encode(problem.new(status, words:format(...), { code = code }))
   end
-  return text(503, ("there are %d connections, which is as many as this server has; try "
-      .. "again later"):format(limits.connections), "too_many_connections"),
-    text(413, ("the body of the request is longer than %d bytes"):format(
-      limits.bytes_body),
-      "body_too_large"),
-    text(408, ("the request did not arrive within %g s"):format(limits.arrival_s),
-      "request_timeout")
+  return {
+    too_many = text(503, "too_many_connections",
+      "there are %d connections, which is as many as this server has; try again later",
+      limits.connections),
+    too_large = text(413, "body_too_large",
+      "the body of the request is longer than %d bytes", limits.bytes_body),
+    too_slow = text(408, "request_timeout", "the request did not arrive within %g s",
+      limits.arrival_s),
+    malformed = text(400, "malformed_request",
+      "the method or a header has characters that HTTP does not allow"),
+    header_twice = text(400, "header_twice", "one of the headers Host, Content-Length, "
+      .. "Transfer-Encoding, Content-Type, Authorization, Origin and Expect is given "
+      .. "twice, expected once"),
+    length_unclear = text(400, "length_unclear", "the header Transfer-Encoding is not "
+      .. "chunked, or stands beside Content-Length or in HTTP 1.0"),
+    no_host = text(400, "no_host", "the header Host is missing, which HTTP 1.1 needs"),
+    wrong_expectation = text(417, "wrong_expectation",
+      "the header Expect is not 100-continue"),
+  }
 end
 
 --- Opens a server for clients of OpenAI's API, which listens from now on; see
@@ -114,13 +127,12 @@ function M.http_server(o)
     end,
   }
   local address = o.address or "127.0.0.1"
-  local too_many, too_large, too_slow = early(limits)
-  self.http = connections.open {
-    address = address, port = o.port or 8000, connections = limits.connections,
-    bytes_body = limits.bytes_body, arrival_s = limits.arrival_s,
-    taking_s = limits.taking_s,
-    too_many = too_many, too_large = too_large, too_slow = too_slow,
-  }
+  local of_connections = early(limits)
+  for _, name in ipairs { "connections", "bytes_body", "arrival_s", "taking_s" } do
+    of_connections[name] = limits[name]
+  end
+  of_connections.address, of_connections.port = address, o.port or 8000
+  self.http = connections.open(of_connections)
   self.port = self.http.port
   self.is_local = address:find "^127%." ~= nil or address == "::1"
   local host = address:find ":" and "[" .. address .. "]" or address
@@ -138,8 +150,7 @@ function HttpServer:note(exchange, status, generated)
   self.metrics:answered(path, status)
   if not self.log then return end
   self.log(("%s %s %s %d%s"):format(os.date "%H:%M:%S", exchange.method,
-    KNOWN_PATHS[exchange.path] and path or ("%q"):format(exchange.path:sub(1, 80)),
-      status,
+    KNOWN_PATHS[exchange.path] and path or problem.quoted(exchange.path), status,
     generated and (" %d tokens"):format(generated) or ""))
 end
 
@@ -189,6 +200,8 @@ local function gauges(self)
       http.too_large },
     { "kvlab_requests_too_slow_total", "Connections whose request did not arrive in time",
       http.too_slow },
+    { "kvlab_requests_malformed_total",
+      "Requests whose headers are not HTTP, or not clear", http.malformed },
     { "kvlab_resident_bytes", "Memory of the process", resident_bytes() },
   }
 end
@@ -271,10 +284,9 @@ local function check_client(self, exchange, route)
   local name = host:gsub(":%d+$", "")
   if self.is_local and host ~= "" and not LOCAL_NAMES[name]
     and not name:find "^127%.[%d.]+$" then
-    error(problem.new(403, (
-      "the host %q is not this machine; a server that others may use is "
-      .. "started with --host"):format(exchange.host:sub(1, 80)),
-        { code = "wrong_host" }), 0)
+    error(problem.new(403, ("the host %s is not this machine; a server that others may "
+      .. "use is started with --host"):format(problem.quoted(exchange.host)),
+      { code = "wrong_host" }), 0)
   end
   if exchange.origin ~= "" and exchange.origin:lower() ~= "http://" .. host then
     error(problem.new(403, "pages of other sites may not use this server",
@@ -290,26 +302,31 @@ local function check_client(self, exchange, route)
   end
 end
 
+--- The routes of one path; nil if nothing is there.
+local function route_of(self, path)
+  local id = path:match "^/v1/models/(.+)$"
+  if not id then return routes[path] end
+  if id ~= self.name then
+    error(problem.new(404, ("the model %s does not exist; this server has %q"):format(
+      problem.quoted(id), self.name), { param = "model", code = "model_not_found" }), 0)
+  end
+  return { GET = function(_, exchange) reply(self, exchange, model_object(self)) end }
+end
+
 local function dispatch(self, exchange, arrived_s)
-  local route = routes[exchange.path]
-  check_client(self, exchange, route)
-  local method = exchange.method == "HEAD" and "GET" or exchange.method
-  local id = exchange.path:match "^/v1/models/(.+)$"
-  if id and method == "GET" then
-    if id ~= self.name then
-      error(problem.new(404, ("the model %q does not exist; this server has %q"):format(
-        id,
-        self.name), { param = "model", code = "model_not_found" }), 0)
-    end
-    return reply(self, exchange, model_object(self))
-  elseif not route then
-    error(problem.new(404, ("there is no %q here"):format(exchange.path:sub(1, 200)),
+  check_client(self, exchange, routes[exchange.path])
+  local path = path_of(exchange.path)
+  local route = route_of(self, path)
+  if not route then
+    error(problem.new(404, ("there is no %s here"):format(problem.quoted(path)),
       { code = "unknown_url" }), 0)
-  elseif not route[method] then
-    local allowed = route.GET and "GET" or "POST"
-    error(problem.new(405, ("%s takes %s, not %s"):format(exchange.path, allowed,
-      exchange.method), { code = "method_not_allowed", header = "Allow: " .. allowed }),
-        0)
+  end
+  local method = exchange.method == "HEAD" and "GET" or exchange.method
+  if not route[method] then
+    local allowed = route.GET and "GET, HEAD" or "POST"
+    error(problem.new(405, ("%s takes %s, not %s"):format(problem.quoted(path), allowed,
+      problem.quoted(exchange.method)),
+      { code = "method_not_allowed", header = "Allow: " .. allowed }), 0)
   end
   route[method](self, exchange, arrived_s)
 end

@@ -6,43 +6,12 @@ local json = require "kvlab.json"
 local kv = require "kvlab"
 local named = require "kvlab.named"
 local processes = require "spec.processes"
-local text_models = require "spec.text_models"
-local tiny = require("spec.models.tiny").tiny
+local servers = require "spec.http_servers"
 
-local cpu = kv.device "cpu"
-local family = tiny(cpu)
-family.head = kv.randn(cpu, "f32", { 97, 32 }, { seed = 5, std = 0.5 })
-function family.logits(self, states, out) states:matmul_t(self.head, out) end
-family.config.context = 256
-local tokenizer = text_models.tokenizer(97)
+local family, tokenizer = servers.family, servers.tokenizer
+local open, engine = servers.open, servers.engine
 
-local servers = {}
-
-local function engine(o)
-  o = o or {}
-  o.blocks, o.block_size, o.chunk = o.blocks or 96, 4, o.chunk or 16
-  o.max_seqs = o.max_seqs or 8
-  return family:engine(o)
-end
-
-local function open(o, of_engine)
-  o = o or {}
-  o.model = { engine = engine(of_engine), tokenizer = tokenizer, name = "tiny" }
-  o.port = 0
-  local server = kv.http_server(o)
-  servers[#servers + 1] = { server, o.model.engine.cache }
-  return server
-end
-
-after_each(function()
-  for _, one in ipairs(servers) do
-    local server, cache = one[1], one[2]
-    server:close()
-    assert.equal(cache.blocks, cache:blocks_free()) -- nothing is lost
-    cache:close()
-  end
-  servers = {}
-end)
+after_each(servers.close_all)
 
 local function post(server, path, body, headers)
   return client.ask(server, "POST", path, body, headers)
