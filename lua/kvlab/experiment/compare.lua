@@ -250,7 +250,7 @@ end
 -- them.
 local function open(text)
   local path, wanted = split(text)
-  local all = results.read(path)
+  local all, _, repeated = results.read(path)
   if #all == 0 then
     fail("%s has no results: compare takes folders, or .jsonl files of rows", path)
   end
@@ -267,6 +267,9 @@ local function open(text)
   local manifest = not path:find "%.jsonl$" and manifests.read(path) or {}
   local words = { text, ("%d rows"):format(#rows), manifest.name, manifest.date,
                   manifest.commit and "commit " .. manifest.commit:sub(1, 7) }
+  if repeated > 0 then
+    words[#words + 1] = ("%d rows are there twice and count once"):format(repeated)
+  end
   return rows, table.concat(words, ", ")
 end
 

@@ -32,7 +32,9 @@
 -- device is not the one that kv.device() opens.
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
--- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv.
+-- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv. A
+-- run that finds all of its rows there, and chooses others than the run of the manifest,
+-- puts the rest into the folder `selection` in it.
 -- A configuration that results.jsonl already holds is not run again, unless its row is
 -- stale: one of the sources that it was computed from (the policy, the script, lua/, the
 -- library, weights, captures; see kvlab.sources) has changed since. --set stale=keep
@@ -217,9 +219,9 @@ local function make_plots(plan, rows)
   return drawn
 end
 
---- Prints the tables, writes the plots and the report, and prints where everything is.
--- Tables and plots show the means of repeats.
-local function finish(plan, store, manifest, given)
+--- Prints the tables, writes the plots and the report into a folder, and prints where
+-- everything is. Tables and plots show the means of repeats.
+local function finish(plan, store, manifest, folder, given)
   local rows = rows_of_plan(plan, store)
   local axes, shown = plan.grid.axes, rows
   if plan.repeats > 1 then
@@ -232,20 +234,20 @@ local function finish(plan, store, manifest, given)
   for _, t in ipairs(plan.table and tables or { full }) do
     io.write("\n", text_table.text(t))
   end
-  local paths = { store.path, plan.folder .. "/report.html" }
+  local paths = { store.path, folder .. "/report.html" }
   if given.csv then
-    paths[3] = plan.folder .. "/results.csv"
+    paths[3] = folder .. "/results.csv"
     files.write(paths[3], text_table.csv(full))
   end
   local pictures, drawn = make_plots(plan, shown), {}
   for _, picture in ipairs(pictures) do
-    local path = plan.folder .. "/" .. picture.file
+    local path = folder .. "/" .. picture.file
     if picture.svg then
       files.write(path, picture.svg)
       paths[#paths + 1], drawn[#drawn + 1] = path, picture.file
     end
   end
-  manifests.add_pictures(plan.folder, manifest, drawn, rows)
+  manifests.add_pictures(folder, manifest, drawn, rows)
   if pictures[1] and pictures[1].reason then io.stderr:write(pictures[1].reason, "\n") end
   files.write(paths[2], report.html { title = plan.title, manifest = manifest,
     plots = pictures, tables = tables, rows = full })
@@ -348,6 +350,23 @@ local function finish_shard(plan, store, manifest)
            tables = {} }
 end
 
+--- Returns the manifest of what this run shows, and the folder of its pictures: the
+-- results' folder. But if all rows are there already, computed by other runs, then that
+-- manifest stays; and if they are other rows than its pictures show, those stay, too.
+local function describe_rows(plan, described, old, has_work)
+  if has_work or not old or plan.shard then
+    return manifests.write(plan.folder, described, old), plan.folder
+  elseif manifests.is_same_selection(described, old) then
+    old.shards = described.shards -- of a merge
+    return old, plan.folder
+  end
+  local folder = plan.folder .. "/selection"
+  files.make_folder(folder)
+  io.write(("nothing was computed: the manifest and pictures of %s stay those of the run"
+    .. " that computed the rows\n"):format(plan.folder))
+  return manifests.write(folder, described, old), folder
+end
+
 --- Runs the missing configurations, or with --merge takes their rows over from the
 -- shards; then shows all rows.
 local function complete(spec, plan, store, given)
@@ -359,22 +378,25 @@ local function complete(spec, plan, store, given)
   if given.merge then explain_origin(plan, store) else treat_stale(plan, store) end
   local missing = find_missing(plan, store)
   local works = not given.merge and #missing > 0
-  local manifest = manifests.write(plan.folder, described, #store.rows > 0 and old or nil,
-    works or adopted > 0)
   if store.was_torn then io.write "dropped the last row, which was incomplete\n" end
+  if store.repeated > 0 then
+    io.write(("dropped %d rows that were there twice\n"):format(store.repeated))
+  end
   if #store.rows > 0 then
     io.write(("%s %d of %d\n"):format(given.merge and "merged" or "resumed",
       #plan.configs - #missing, #plan.configs))
   end
+  local manifest, folder = describe_rows(plan, described, #store.rows > 0 and old or nil,
+    works or adopted > 0)
   if works then run_missing(spec, plan, store, missing, given) end
   store:arrange(plan.configs)
   if plan.shard then return finish_shard(plan, store, manifest) end
   if given.merge and #missing > 0 then -- the script's tables may need all rows
-    local ok, problem = pcall(finish, plan, store, manifest, given)
+    local ok, problem = pcall(finish, plan, store, manifest, folder, given)
     if not ok then io.stderr:write("no tables yet: ", tostring(problem), "\n") end
     shards.explain_missing(plan, missing)
   end
-  return finish(plan, store, manifest, given)
+  return finish(plan, store, manifest, folder, given)
 end
 
 local function execute(spec, plan, given)

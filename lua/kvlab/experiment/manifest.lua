@@ -2,8 +2,9 @@
 -- it again.
 --
 -- Name, seed and device are the folder's identity: a run with other values is refused. A
--- resumed run keeps the date, version, commit and command of the earlier runs in
--- `earlier_runs`.
+-- manifest is that of one run, the last that computed rows, and names the runs before it
+-- in `earlier_runs`. A run that finds all of its rows in the folder leaves the manifest
+-- as it is.
 local json = require "kvlab.json"
 local files = require "kvlab.files"
 local secrets = require "kvlab.secrets"
@@ -84,6 +85,9 @@ function M.read(folder)
   if not ok or type(manifest) ~= "table" then
     error(path .. " is damaged; choose another --out=DIR, or --set fresh=true", 0)
   end
+  for _, key in ipairs { "arguments", "pictures" } do -- may be empty
+    if type(manifest[key]) == "table" then json.array(manifest[key]) end
+  end
   return manifest
 end
 
@@ -110,14 +114,10 @@ end
 -- The fields that identify a run.
 local RUN = { "date", "version", "commit", "dirty", "diff", "command" }
 
-local function copy_run(from, to)
-  for _, key in ipairs(RUN) do to[key] = from[key] end
-  return to
-end
-
 local function earlier_runs(old)
-  local runs = old.earlier_runs or {}
-  runs[#runs + 1] = copy_run(old, {})
+  local runs, last = { unpack(old.earlier_runs or {}) }, {}
+  for _, key in ipairs(RUN) do last[key] = old[key] end
+  runs[#runs + 1] = last
   return runs
 end
 
@@ -128,14 +128,28 @@ end
 
 local function now_utc() return os.date "!%Y-%m-%dT%H:%M:%SZ" end
 
---- Writes the folder's manifest.
+-- What chooses the rows of a run.
+local SELECTION = { "axes", "defaults", "repeats", "configurations" }
+
+--- Whether a run chooses the same rows as the run of a manifest.
+---@param now table
+---@param old table
+---@return boolean
+function M.is_same_selection(now, old)
+  local function chosen(manifest)
+    local list = json.array {}
+    for i, key in ipairs(SELECTION) do list[i] = manifest[key] or json.null end
+    return json.encode(list)
+  end
+  return chosen(json.decode(json.encode(secrets.mask(now)))) == chosen(old)
+end
+
+--- Writes a folder's manifest.
 ---@param folder string
 ---@param now table       name, title, seed, device, description, driver, axes, …
----@param old table|nil   the manifest of the runs that this one resumes
----@param has_work boolean  whether this run computes rows. If not, the manifest goes on
----  naming the run of `old`, which was the last that did
+---@param old table|nil   the manifest of the run before, whose rows this one shows, too
 ---@return table          # the manifest
-function M.write(folder, now, old, has_work)
+function M.write(folder, now, old)
   local manifest = {}
   for key, value in pairs(now) do manifest[key] = value end
   manifest.date, manifest.version = now_utc(), version
@@ -143,12 +157,7 @@ function M.write(folder, now, old, has_work)
   manifest.command = command_line()
   manifest.cpu = match_file("/proc/cpuinfo", "model name%s*:%s*([^\n]*)")
   manifest.os = match_file("/etc/os-release", "PRETTY_NAME=\"?([^\n\"]*)") or jit.os
-  if old and has_work then
-    manifest.earlier_runs = earlier_runs(old)
-  elseif old then
-    copy_run(old, manifest)
-    manifest.earlier_runs = old.earlier_runs
-  end
+  manifest.earlier_runs = old and earlier_runs(old)
   manifest = secrets.mask(manifest)
   write(folder, manifest)
   return manifest

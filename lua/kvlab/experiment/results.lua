@@ -4,8 +4,10 @@
 --
 -- A row is written at once and flushed, so a killed process leaves whole rows and at most
 -- one torn line at the end, which the next open cuts off. The process holds the folder's
--- .lock while the results are open, so that two processes never write to one folder. A
--- metric that is not finite is stored as null and read as NaN.
+-- .lock while the results are open, so that two processes never write to one folder. Two
+-- processes on a file system without locks, or files that somebody joined, can still give
+-- a configuration two rows: equal rows count once, different ones are an error. A metric
+-- that is not finite is stored as null and read as NaN.
 local ffi = require "ffi"
 local files = require "kvlab.files" -- also declares fileno and fsync
 local json = require "kvlab.json"
@@ -28,6 +30,7 @@ local M = {}
 ---@field rows table[]      the rows of the file: {config =, metrics =}
 ---@field lines string[]    their texts, without the newline
 ---@field was_torn boolean  the last line was incomplete and has been cut off
+---@field repeated integer  lines that were there twice, and have been dropped
 local results = {}
 results.__index = results
 
@@ -114,9 +117,12 @@ function M.decode(line)
   return row
 end
 
---- Returns the rows of a text, their lines, and how many bytes of it are whole lines.
+--- Reads the rows of a text: { rows =, lines =, index =: the place of each row by its
+-- configuration, repeated =: how many rows came again, whole =: how many bytes are whole
+-- lines }.
 local function parse(text, path)
-  local rows, lines, at = {}, {}, 1
+  local rows, lines, index, at = {}, {}, {}, 1
+  local numbers, number = {}, 0 -- of the lines, from 1
   while true do
     local stop = text:find("\n", at, true)
     if not stop then break end
@@ -124,14 +130,25 @@ local function parse(text, path)
     local ok, row = pcall(M.decode, line)
     local is_torn = stop == #text and not pcall(json.decode, line)
     if is_torn then break end
+    number = number + 1
     if not ok then
       error(("%s, line %d is damaged (%s): remove the line, or start again with"
-        .. " --set fresh=true"):format(path, #rows + 1, row), 0)
+        .. " --set fresh=true"):format(path, number, row), 0)
     end
-    rows[#rows + 1], lines[#rows + 1] = row, line
+    local key = M.key(row.config)
+    local other = index[key]
+    if other and lines[other] ~= line then
+      error(("%s, lines %d and %d are different rows of the same configuration: remove"
+        .. " one of them, or start again with --set fresh=true"):format(path,
+        numbers[other], number), 0)
+    elseif not other then
+      local n = #rows + 1
+      rows[n], lines[n], numbers[n], index[key] = row, line, number, n
+    end
     at = stop + 1
   end
-  return rows, lines, at - 1
+  return { rows = rows, lines = lines, index = index, repeated = number - #rows,
+           whole = at - 1 }
 end
 
 --- Returns the sorted names of the sources whose versions differ between the rows. A row
@@ -154,11 +171,11 @@ end
 --- Returns the rows and lines of another folder or of a file of rows (.jsonl), without a
 -- row that is being written at the time. Returns empty lists if there is no file.
 ---@param folder string  or the path of the file
----@return table[] rows, string[] lines
+---@return table[] rows, string[] lines, integer repeated  rows that were there twice
 function M.read(folder)
   local path = folder:find "%.jsonl$" and folder or folder .. "/results.jsonl"
-  local rows, lines = parse(files.read(path) or "", path)
-  return rows, lines
+  local found = parse(files.read(path) or "", path)
+  return found.rows, found.lines, found.repeated
 end
 
 --- Locks a folder for this process until the returned file is closed. On a file system
@@ -180,16 +197,22 @@ function results:open_file()
   if not self.file then error(("results cannot be written: %s"):format(problem), 0) end
 end
 
---- Reads the rows of the file and cuts off a torn one.
+--- Reads the rows of the file.
 function results:load()
   local text = self.file:read "*a"
-  local whole
-  self.rows, self.lines, whole = parse(text, self.path)
-  self.was_torn = whole < #text
+  local found = parse(text, self.path)
+  self.rows, self.lines, self.index = found.rows, found.lines, found.index
+  self.file:seek "end"
+  return found.repeated, found.whole, #text
+end
+
+--- Cuts off a torn row, and drops rows that are there twice.
+function results:repair()
+  local repeated, whole, length = self:load()
+  self.was_torn, self.repeated = whole < length, repeated
   if self.was_torn then C.ftruncate(C.fileno(self.file), whole) end
   self.file:seek "end"
-  self.index = {}
-  for i, row in ipairs(self.rows) do self.index[M.key(row.config)] = i end
+  if repeated > 0 then self:rewrite(self.lines) end
 end
 
 --- Opens a folder's results, and makes the file if there is none.
@@ -202,7 +225,7 @@ function M.open(folder, fresh)
   local ok, problem = pcall(function()
     self:open_file()
     if fresh then C.ftruncate(C.fileno(self.file), 0) end
-    self:load()
+    self:repair()
   end)
   if not ok then
     self:close()

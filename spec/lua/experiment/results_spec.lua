@@ -78,6 +78,30 @@ describe("results", function()
     assert_has("line 3 is damaged (no config and metrics)", problem_of())
   end)
 
+  it("that give a configuration two rows are refused with both lines", function()
+    run()
+    local list = lines()
+    list[9] = list[3]:gsub('"step_us": 3', '"step_us": 4')
+    files.write(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    assert_has("results.jsonl, lines 3 and 9 are different rows of the same"
+      .. " configuration: remove one of them, or start again with --set fresh=true",
+      problem_of())
+    assert.error_matches(function() results.read(harness.folder) end, "lines 3 and 9")
+  end)
+
+  it("count once where a row is there twice, which the run says", function()
+    run()
+    local whole, list = read "results.jsonl", lines()
+    list[9], list[10] = list[3], list[8]
+    files.write(path "results.jsonl", table.concat(list, "\n") .. "\n")
+    local rows, _, repeated = results.read(harness.folder)
+    assert.same({ 8, 2 }, { #rows, repeated })
+    run()
+    assert_has("dropped 2 rows that were there twice\n", harness.printed)
+    assert.same({}, harness.calls)
+    assert.equal(whole, read "results.jsonl")
+  end)
+
   it("are there after a kill -9, whole rows only", function()
     local function steps(act)
       return { whole = {
@@ -207,6 +231,45 @@ describe("manifest", function()
     local commit = git:read "*l"
     git:close()
     if commit then assert.equal(commit, m.commit) end
+  end)
+
+  local PLOT = { plot = { x = "budget", y = "accuracy", series = "policy",
+                          panel = "context" } }
+
+  it("and pictures are those of the run that computed the rows", function()
+    run(PLOT)
+    local before = {}
+    local names = { "manifest.json", "report.html", "accuracy_by_budget.svg" }
+    for _, name in ipairs(names) do before[name] = files.read(path(name)) end
+    local function assert_kept()
+      assert.equal(before["manifest.json"], read "manifest.json")
+      for _, name in ipairs(names) do
+        assert.is_true(before[name] == files.read(path(name)), name)
+      end
+    end
+    run(PLOT) -- draws the same pictures anew
+    assert_kept()
+    run(PLOT, { policy = "quest" }, { csv = true })
+    assert.same({}, harness.calls)
+    assert_kept()
+    assert_has("nothing was computed", harness.printed)
+    local m = json.decode(read "selection/manifest.json")
+    assert.same({ "quest" }, m.axes[2].values)
+    assert.equal(4, m.configurations)
+    assert.equal(1, #m.earlier_runs)
+    assert.equal(json.decode(before["manifest.json"]).date, m.earlier_runs[1].date)
+    assert.is_nil(read("selection/report.html"):find("random", 1, true))
+    assert.is_nil(read("selection/results.csv"):find("random", 1, true))
+    assert_has(path "selection/report.html", harness.printed)
+  end)
+
+  it("and pictures are those of a run that computed some of the rows", function()
+    run(PLOT, { policy = "quest" })
+    run(PLOT)
+    local m = json.decode(read "manifest.json")
+    assert.same({ 8, { "quest", "random" } }, { m.configurations, m.axes[2].values })
+    assert_has("random", read "report.html")
+    assert.is_nil(files.read(path "selection/manifest.json"))
   end)
 
   it("remembers the earlier runs that computed rows", function()

@@ -72,7 +72,7 @@ local KEPT = { "shard", "date", "finished", "commit", "dirty", "command", "descr
 ---@param keeps_stale boolean
 ---@return integer             # how many rows are new or different
 function M.adopt(root, store, described, keeps_stale)
-  local rows, lines, made, machines = {}, {}, {}, {}
+  local rows, lines, made, machines, seen, again = {}, {}, {}, {}, {}, 0
   for _, shard in ipairs(M.list(root)) do
     local manifest = shard.manifest
     if manifest then
@@ -83,11 +83,18 @@ function M.adopt(root, store, described, keeps_stale)
       if machine and not machines[machine] then
         machines[#machines + 1], machines[machine] = machine, true
       end
-      local its_rows, its_lines = results.read(shard.folder)
+      local its_rows, its_lines, repeated = results.read(shard.folder)
+      again = again + repeated
       for i, row in ipairs(its_rows) do
+        local key = results.key(row.config)
+        again, seen[key] = again + (seen[key] and 1 or 0), true
         rows[#rows + 1], lines[#lines + 1] = row, its_lines[i]
       end
     end
+  end
+  if again > 0 then
+    io.stderr:write(("%d rows are there twice, as after a grid grew; those of the last"
+      .. " shard count\n"):format(again))
   end
   local mixed = results.mixed(rows)
   if mixed[1] and not keeps_stale then
