@@ -8,10 +8,11 @@
 -- (h2o, snapkv) prefill their own contexts.
 --
 -- A budget says how many blocks a policy may select. What it reads is bytes_share: the
--- bytes of K and V that its attention reads, and those that it reads to score, as a share
--- of the bytes of all K and V. Tables show bytes_share in brackets, and pictures have it
--- on the x axis, with the Pareto front: the most accuracy for so many bytes. Results that
--- are not those of their budget, because sink and recent alone are more, are marked.
+-- bytes of K and V that its attention reads, and those that it reads to select, as a
+-- share of the bytes of all K and V. Tables show bytes_share in brackets, and pictures
+-- have it on the x axis, with the Pareto front: the most accuracy for so many bytes.
+-- Results that are not those of their budget, because sink and recent alone are as much
+-- or more, and those of policies that do not say what they read, are marked.
 --
 -- full is dense attention. mass_oracle selects the blocks with most of the attention's
 -- mass: for the same queries, no selection of as many blocks keeps more of it. oracle
@@ -54,7 +55,7 @@ local function run(config)
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local accuracy, step_us, probe = sitting_of(config):ask(policy, kv.probe)
   local metrics = probe:metrics()
-  metrics.note = kv.policy.exceeds_budget(policy,
+  metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
   return metrics

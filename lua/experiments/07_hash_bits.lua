@@ -82,8 +82,8 @@ local function run(config)
   return { accuracy = accuracy, step_us = step_us,
            block_recall = found.wanted > 0 and found.found / found.wanted or 1,
            bytes_share = found.probe:metrics().bytes_share,
-           bytes_block = policy:score_bytes(policy.shape),
-           note = kv.policy.exceeds_budget(policy,
+           bytes_block = policy.hashes:bytes_block(),
+           note = kv.policy.note(policy,
              math.ceil(config.context / config.block_size), config.block_size) }
 end
 

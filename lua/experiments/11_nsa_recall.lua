@@ -92,7 +92,7 @@ local function run(config)
   return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
            attention_mass = metrics.attention_mass, output_error = metrics.output_error,
            bytes_read = metrics.bytes_read, bytes_share = metrics.bytes_share,
-           step_us = step_us, note = kv.policy.exceeds_budget(policy,
+           step_us = step_us, note = kv.policy.note(policy,
              math.ceil(config.context / config.block_size), config.block_size) }
 end
 

@@ -34,7 +34,7 @@ local function run(config, settings)
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local probe, model_error = settings.replay:run(policy, kv.probe)
   local metrics = probe:metrics()
-  metrics.note = kv.policy.exceeds_budget(policy,
+  metrics.note = kv.policy.note(policy,
     math.ceil((settings.capture_tokens - config.decode) / config.block_size),
     config.block_size)
   metrics.model_error = model_error

@@ -42,7 +42,7 @@ local function ask(o)
   end)
   local blocks = math.ceil(o.contexts.context / o.contexts.block_size)
   return { right = right, asked = asked, bytes_share = probe:metrics().bytes_share,
-           note = kv.policy.exceeds_budget(policy, blocks, o.contexts.block_size) }
+           note = kv.policy.note(policy, blocks, o.contexts.block_size) }
 end
 
 kv.experiment.run {

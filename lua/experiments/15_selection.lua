@@ -86,7 +86,7 @@ kv.experiment.run {
     for _, name in ipairs { "attention_mass", "output_error", "bytes_share" } do
       metrics[name] = seen[name]
     end
-    metrics.note = kv.policy.exceeds_budget(policy_of(config),
+    metrics.note = kv.policy.note(policy_of(config),
       math.ceil(config.context / config.block_size), config.block_size)
     return metrics
   end,

@@ -50,7 +50,7 @@ local function run(config)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.accuracy = accuracy
-  metrics.note = kv.policy.exceeds_budget(policy,
+  metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   return metrics
 end

@@ -99,7 +99,7 @@ local function run(config, settings)
   local result, probe = sitting.reading:ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9
-  metrics.note = kv.policy.exceeds_budget(policy,
+  metrics.note = kv.policy.note(policy,
     math.ceil(config.length / config.block_size), config.block_size)
   metrics.score, metrics.score_low, metrics.score_high = result.score, result.low,
     result.high

@@ -131,16 +131,20 @@ function Sitting:seconds(policy, steps, runs)
   return kv.statistics.median(list), hot and hot:stats().hit_rate or 0 / 0
 end
 
---- Bytes of a step: of the weights, and of what the policy reads.
+--- Bytes of a step after the first one: of the weights, and of what the policy reads. The
+-- share of K and V that is read, and a note.
 function Sitting:bytes(policy)
   self:begin(policy)
-  local probe, engine = kv.probe(self.engine.attention), self.engine
+  local engine, ids = self.engine, kv.full(self.model.device, "i32", { #self.seqs }, 1)
   engine.uses_graphs = false -- a probe looks at every launch
-  engine:decode(self.seqs, kv.full(self.model.device, "i32", { #self.seqs }, 1))
+  engine:decode(self.seqs, ids)
+  local probe = kv.probe(engine.attention)
+  engine:decode(self.seqs, ids)
   engine.uses_graphs = true
   probe:detach()
   local seen = probe:metrics()
-  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen.bytes_share
+  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen.bytes_share,
+    seen.note
 end
 
 -- ---- rows -----------------------------------------------------------------------------
@@ -166,12 +170,12 @@ local function run(config)
   end
   local options = not is_full
     and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil
-  local bytes, share = sitting:bytes(kv.policy(config.policy, options))
+  local bytes, share, note = sitting:bytes(kv.policy(config.policy, options))
   local time, hit_rate = dense, 0 / 0
   if not is_full then time, hit_rate = seconds(kv.policy(config.policy, options)) end
   return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, hit_rate = hit_rate,
            speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
-           gb_s = 1e-9 * bytes / time, bytes_share = share }
+           gb_s = 1e-9 * bytes / time, bytes_share = share, note = note }
 end
 
 --- The rows, and the rows of peers.jsonl whose prompts dense attention has decoded, too.

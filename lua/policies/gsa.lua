@@ -21,7 +21,7 @@ local function scores_of(self, ctx)
 end
 
 return kv.policy.define {
-  name = "gsa", prefill = false, decode = true,
+  name = "gsa", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.3, min_blocks = 4, sink = 1, recent = 2, scores = "history",
     refresh = 3, prefetch_ahead = 2, prefetch_cache_size = 1000, prefetch_workers = 4,
     max_pending_prefetch = 64 },
@@ -53,10 +53,6 @@ return kv.policy.define {
     if self.prefetch_ahead == 0 then return nil end
     local scores = self.tally:foresee(ctx, scores_of, self)
     return scores and ctx:expect(scores, self.budget, self.prefetch_cache_size)
-  end,
-  score_bytes = function(self)
-    local means = self.means and self.means:bytes_block() / self.refresh or 0
-    return self.tally:bytes_block() + means
   end,
   reset = function(self) self.tally:reset() end,
 }

@@ -15,7 +15,7 @@ local kv = require "kvlab"
 local one_of = kv.policy.one_of
 
 return kv.policy.define {
-  name = "gsa_on_device", prefill = false, decode = true,
+  name = "gsa_on_device", prefill = false, decode = true, own_bytes = 0,
   defaults = {
     ratio = 0.3, sink = 1, recent = 2, min_blocks = 0, hash_bits = 64, hash_planes = 0,
     hash_cache_size = 10000, per = "block", heads = "kv", planes = "orthogonal", seed = 0,
@@ -41,5 +41,4 @@ return kv.policy.define {
   select_blocks = function(self, ctx)
     return ctx:select_nearest(self.hashes, self.budget, self.heads == "shared")
   end,
-  score_bytes = function(self) return self.hashes:bytes_block() end,
 }

@@ -55,7 +55,7 @@ local function add_mass(self, ctx, mass)
 end
 
 return kv.policy.define {
-  name = "h2o", prefill = false, decode = true, watches_prompt = true,
+  name = "h2o", prefill = false, decode = true, own_bytes = 0, watches_prompt = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 2 },
 
   init = function(self, shape)
@@ -73,9 +73,6 @@ return kv.policy.define {
     add_mass(self, ctx, mass)
     self.mass:store(ctx)
     return selection, counts
-  end,
-  score_bytes = function(self)
-    return self.means:bytes_block() + self.mass:bytes_block()
   end,
   reset = function(self) self.mass:reset() end,
 }

@@ -25,7 +25,7 @@ local function differences(self, ctx, seq, i, layer, blocks)
 end
 
 return kv.policy.define {
-  name = "keydiff", prefill = false, decode = true,
+  name = "keydiff", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
   init = function(self, shape)
@@ -46,8 +46,5 @@ return kv.policy.define {
     end
   end,
   score = function(self, ctx) return self.scores:load(ctx) end,
-  score_bytes = function(self, shape)
-    return self.scores:bytes_block() + self.means:bytes_block() / shape.block_size
-  end,
   reset = function(self) self.scores:reset() end,
 }

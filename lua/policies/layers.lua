@@ -7,7 +7,7 @@
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "layers", prefill = false, decode = true,
+  name = "layers", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, dense = 2,
                base = "quest" },
   takes = { dense = kv.policy.whole },
@@ -15,8 +15,5 @@ return kv.policy.define {
   init = function(self) self.inner = kv.policy.nest(self, self.base) end,
   select_blocks = function(self, ctx)
     if ctx.layer >= self.dense then return self.inner:select_blocks(ctx) end
-  end,
-  score_bytes = function(self, shape, layer)
-    return layer >= self.dense and self.inner:score_bytes(shape, layer) or 0
   end,
 }

@@ -41,7 +41,7 @@ local function collision_chance(self, ctx)
 end
 
 return kv.policy.define {
-  name = "magicpig", prefill = false, decode = true,
+  name = "magicpig", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, bits = 10,
                tables = 150, code = 256, seed = 0 },
   takes = { bits = kv.policy.count, tables = kv.policy.count, code = kv.policy.count },
@@ -61,5 +61,4 @@ return kv.policy.define {
     return selection, counts
   end,
   log_weight = kv.expr.input "log_weights",
-  score_bytes = function(self) return self.hashes:bytes_block() end,
 }

@@ -28,7 +28,7 @@ local function compute(self, attention, ctx, out)
 end
 
 return kv.policy.define {
-  name = "nsa", prefill = true, decode = true,
+  name = "nsa", prefill = true, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, granularity = "block",
                index = "key", index_dim = 128, index_weights = {}, index_bits = 8,
                index_scale = "f32", rotate = false, seed = 0 },
@@ -53,5 +53,4 @@ return kv.policy.define {
   on_prefill_offload = update, on_decode_offload = update,
   score = function(self, ctx) return self.landmarks:score(ctx) end,
   compute_decode = compute, compute_prefill = compute,
-  score_bytes = function(self) return self.landmarks:bytes_block() end,
 }

@@ -40,7 +40,7 @@ local function add_selected(self, attention, ctx, selection, others, out)
 end
 
 return kv.policy.define {
-  name = "nsa_branches", prefill = false, decode = true,
+  name = "nsa_branches", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, window = 64,
                gate_compressed = 1 / 3, gate_selected = 1 / 3, gate_window = 1 / 3,
                gate_weights = {}, compression = {} },
@@ -59,5 +59,4 @@ return kv.policy.define {
     others:free()
     return out, selection, counts
   end,
-  score_bytes = function(self) return self.compressed:bytes_block() end,
 }

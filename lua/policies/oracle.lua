@@ -9,11 +9,8 @@
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "oracle", prefill = false, decode = true, scores_keys = true,
+  name = "oracle", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
   score = function(_, ctx) return kv.ops.score_max_qk(ctx.query, ctx) end,
-  score_bytes = function(_, shape)
-    return shape.block_size * shape.head_dim * kv.dtype_bytes(shape.dtype)
-  end,
 }

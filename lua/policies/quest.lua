@@ -12,12 +12,11 @@
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "quest", prefill = false, decode = true,
+  name = "quest", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
   init = function(self, shape) self.bounds = kv.summary.minmax(shape) end,
   on_prefill_offload = function(self, ev) self.bounds:update(ev) end,
   on_decode_offload = function(self, ev) self.bounds:update(ev) end,
   score = function(self, ctx) return kv.ops.score_minmax(ctx.query, self.bounds, ctx) end,
-  score_bytes = function(self) return self.bounds:bytes_block() end,
 }

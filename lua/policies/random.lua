@@ -18,7 +18,7 @@ local function new_room(ctx)
 end
 
 return kv.policy.define {
-  name = "random", prefill = false, decode = true,
+  name = "random", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, seed = 0 },
 
   init = function(self) self.rooms = {} end,

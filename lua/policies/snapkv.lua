@@ -32,7 +32,7 @@ local function vote(self, ctx, seq, i, layer, queries)
 end
 
 return kv.policy.define {
-  name = "snapkv", prefill = false, decode = true, watches_prompt = true,
+  name = "snapkv", prefill = false, decode = true, own_bytes = 0, watches_prompt = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, window = 32 },
   takes = { window = kv.policy.count },
 
@@ -57,6 +57,5 @@ return kv.policy.define {
     fork.state[self] = seq.state[self] and {}
     for layer, q in pairs(seq.state[self] or {}) do fork.state[self][layer] = q end
   end,
-  score_bytes = function(self) return self.votes:bytes_block() end,
   reset = function(self) self.votes:reset() end,
 }

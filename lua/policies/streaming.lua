@@ -8,7 +8,7 @@
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "streaming", prefill = false, decode = true,
+  name = "streaming", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
 
   score = function(_, ctx) return ctx:new_scores(1):arange_() end,

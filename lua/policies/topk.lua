@@ -8,10 +8,9 @@
 local kv, e = require "kvlab", require("kvlab").expr
 
 return kv.policy.define {
-  name = "topk", prefill = false, decode = true,
+  name = "topk", prefill = false, decode = true, own_bytes = 0,
   defaults = { blocks = 8, min_blocks = 0, sink = 0, recent = 0 },
 
   summary = { mean = e.k:mean "token" },
   score = function(self, ctx) return ctx:score_means(self.summary.mean) end,
-  score_bytes = function(self) return self.summary.mean:bytes_block() end,
 }

@@ -12,7 +12,7 @@
 local kv, e = require "kvlab", require("kvlab").expr
 
 return kv.policy.define {
-  name = "twilight", prefill = false, decode = true,
+  name = "twilight", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.3, min_blocks = 0, sink = 1, recent = 2, p = 0.95 },
   takes = { p = kv.policy.share }, takes_less = true, complete = { p = 1 },
 

@@ -7,7 +7,7 @@ local kv = require "kvlab"
 local BEFORE = 1e30 -- more than any score
 
 return kv.policy.define {
-  name = "union", prefill = false, decode = true,
+  name = "union", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, share = 0.5,
                first = "quest", second = "block_mean" },
   takes = { share = kv.policy.share },
@@ -29,8 +29,5 @@ return kv.policy.define {
     local scores = self.other:score(ctx)
     local is_shared = marks.shape[1] == 1 and scores.shape[1] == 1
     return scores:add(marks, ctx:new_scores(is_shared and 1 or nil))
-  end,
-  score_bytes = function(self, shape, layer)
-    return self.one:score_bytes(shape, layer) + self.other:score_bytes(shape, layer)
   end,
 }

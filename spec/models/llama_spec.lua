@@ -140,9 +140,10 @@ describe("a model with windows", function()
     for i = 1, #tokens - 1 do head[i] = tokens[i] end
     engine:prefill(seq, head)
     local seen = {}
-    engine.attention.probe = { observe = function(_, attention, ctx, selection)
-      seen[ctx.layer] = { attention.blocks_read, selection and selection:list() }
-    end }
+    local probe = kv.probe(engine.attention)
+    probe.observe = function(_, _, ctx, selection)
+      seen[ctx.layer] = { probe.reads.blocks_layer, selection and selection:list() }
+    end
     local got, want = engine:decode({ seq }, { tokens[#tokens] }), {}
     for i = 1, model.config.vocab do
       want[i] = logits[(#tokens - 1) * model.config.vocab + i]

@@ -67,11 +67,17 @@ local function in_units(self, ctx)
     * unit:reshape { 1, s.kv_heads, 1 }):reshape(q:dims())
 end
 
+--- Counts a share of the compressed keys and values of all blocks.
+local function count_read(self, ctx, share)
+  if ctx.reads then ctx.reads:each_block(ctx, share * self:bytes_block()) end
+end
+
 --- Attention of a decode step over complete blocks: f32 [seqs, heads, head_dim], 0 for a
 -- sequence that has none. A new tensor.
 ---@param v_scale? kvlab.Tensor  f32 [kv_heads] of an f8e4m3 cache
 function Compressed:attend(ctx, v_scale)
   local s = self.shape
+  count_read(self, ctx, 1)
   local out = ops.step.paged_attention { q = in_units(self, ctx), scale = ctx.scale,
     cache = self.layers[ctx.layer], tables = ctx.tables, lens = self:lens(ctx) }
   if not v_scale then return out end
@@ -87,6 +93,7 @@ local function score(self, ctx)
   local sum, part = ctx:new_scores():fill_(0), ctx:new_scores()
   for i = 0, each - 1 do -- one query head of every group
     local heads = q:gather_rows(first + i):reshape { ctx.seqs, s.kv_heads, s.head_dim }
+    count_read(self, ctx, 0.5)
     check(C.kvl_score_max_qk(heads, keys, ctx.tables, lens, C.KVL_GROUP_MAX, part))
     sum:add(part:softmax(ctx.scale), sum)
   end

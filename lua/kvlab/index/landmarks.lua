@@ -214,7 +214,13 @@ local function logits_of(self, ctx, query, tables, lens)
   return self.cache:logits(ctx.layer, q8, weights, tables, lens, logits)
 end
 
+--- Counts the landmarks of all of the context's blocks.
+local function count_read(self, ctx)
+  if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
+end
+
 local function score_decode(self, ctx)
+  count_read(self, ctx)
   return ctx:shared_by("max", logits_of(self, ctx, ctx.query, ctx.tables, ctx.lens)
     :reshape { ctx.seqs, ctx.width, self.shape.block_size }, 2)
 end
@@ -333,6 +339,7 @@ function Landmarks:select(ctx, want)
   end
   local k, same = widest(ctx, want)
   local rows, out = ctx.query:size(0), self.places
+  count_read(self, ctx)
   if not out or out:size(0) ~= rows or out:size(1) ~= k then
     out = tensor.lasting(tensor.tensor, self.shape.device, "i32", { rows, k })
     self.places = out

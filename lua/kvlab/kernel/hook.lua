@@ -138,6 +138,18 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   return out
 end
 
+--- Bytes that the hook and what is emitted read of each attended block and KV head: the
+-- policy's inputs, and for each emitted number the scores that were kept.
+function Hook:bytes_block()
+  local shape, _, one = self.shape, next(self.codes)
+  local numbers = one and #one.plan.inputs or 0
+  for _, emit in pairs(self.emits) do
+    numbers = numbers + #emit.plan.inputs
+      + shape.block_size * shape.heads / shape.kv_heads
+  end
+  return 4 * numbers
+end
+
 --- What was emitted is no more.
 function Hook:forget()
   for name in pairs(self.emits) do self.owner.emitted[name] = nil end

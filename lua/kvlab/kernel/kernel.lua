@@ -339,6 +339,25 @@ local function set_grid(kernel, ctx)
   kernel.grid.y = ctx.seqs
 end
 
+--- Bytes of some fields of one block and KV head.
+local function bytes_of_fields(fields)
+  local bytes = 0
+  for _, field in ipairs(fields) do
+    bytes = bytes + field.count * C.kvl_dtype_bytes(Q_DTYPES[field.dtype])
+  end
+  return bytes
+end
+
+--- Counts what a score reads.
+local function count_score(plan, shape, ctx)
+  local bytes = bytes_of_fields(plan.fields)
+  local page =
+    shape.block_size * shape.head_dim * C.kvl_dtype_bytes(Q_DTYPES[shape.dtype])
+  if plan.uses.v then bytes = bytes + page end
+  if plan.uses.k then ctx.reads:keys(ctx) end
+  ctx.reads:each_block(ctx, bytes)
+end
+
 --- Scores of the blocks of a step's sequences, for the newest query of each.
 ---@param owner table   the policy
 ---@param ctx kvlab.Context
@@ -355,6 +374,7 @@ local function compute_score(kernel, owner, ctx)
   kernel:give("k_scale", k_scale)
   kernel:give("v_scale", v_scale)
   kernel:give("scores", scores)
+  if ctx.reads then count_score(kernel.plan, owner.shape, ctx) end
   local fields = owner.summary
   local read = kernel.plan.fields
   for i = 1, #read do
@@ -371,19 +391,6 @@ local function compute_score(kernel, owner, ctx)
   set_grid(kernel, ctx)
   kernel:launch()
   return scores
-end
-
---- Bytes that a score reads of each block and KV head.
-local function bytes_of_score(plan, shape)
-  local bytes = 0
-  for _, field in ipairs(plan.fields) do
-    bytes = bytes + field.count * C.kvl_dtype_bytes(Q_DTYPES[field.dtype])
-  end
-  local page =
-    shape.block_size * shape.head_dim * C.kvl_dtype_bytes(Q_DTYPES[shape.dtype])
-  if plan.uses.k then bytes = bytes + page end
-  if plan.uses.v then bytes = bytes + page end
-  return bytes
 end
 
 -- ---- maps -----------------------------------------------------------------------------
@@ -418,22 +425,21 @@ end
 ---@param maps table     the expressions of its maps, by name
 ---@param numbers table  the names of its options that are numbers, as keys
 ---@return table|nil fields
----@return boolean reads_keys  the score reads K itself
 function M.check(def, maps, numbers)
   local what = "policy " .. def.name
   local fields = def.summary and place.fields(def.summary, what)
   for name, x in pairs(fields or {}) do
     M.check_params(x, what .. ": summary." .. name, numbers)
   end
-  local reads_keys = place.reads_keys(def.score, fields or {}, what)
   if expression.is_expression(def.score) then
+    place.check_score(def.score, fields or {}, what)
     M.check_params(def.score, what .. ": score", numbers)
   end
   for name, x in pairs(maps) do
     local of = what .. ": " .. name
     M.check_params(place.check_map(x, of), of, numbers)
   end
-  return fields, reads_keys
+  return fields
 end
 
 --- Makes the summary and the kernels of an attached policy's expressions, after its init.
@@ -450,16 +456,13 @@ function M.attach(self, shape)
     local kernel = M.open(plan, shape.device)
     kernel.rows = shape.blocks
     kernel.processors = tonumber(shape.device:description():match "(%d+) SMs") or 1
-    self.score_kernel, self.score_bytes_block = kernel, bytes_of_score(plan, shape)
+    self.score_kernel = kernel
   end
   if next(maps) then self.map_kernels = {} end
   for name, map in pairs(maps) do
     self.map_kernels[map] = open_map(map, ("%s: %s"):format(what, name), o, shape.device)
   end
 end
-
---- Bytes that the score of such a policy reads of each block and KV head.
-function M.score_bytes(self) return self.score_bytes_block end
 
 --- The score of a policy whose score is an expression.
 function M.score(self, ctx) return compute_score(self.score_kernel, self, ctx) end

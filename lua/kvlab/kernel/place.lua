@@ -289,20 +289,14 @@ function M.score(x, fields, what, o)
 end
 
 --- Checks the expression of a score before any device is known: its fields, dimensions
--- and type. Returns whether it reads K itself.
----@param x kvlab.Expression|any  what is no expression passes
-function M.reads_keys(x, fields, what)
-  if not expression.is_expression(x) then return false end
+-- and type.
+---@param x kvlab.Expression
+function M.check_score(x, fields, what)
   what = what .. ": score"
   expression.each(x, function(one)
     if one.op == "leaf" then check_leaf({ place = "score", what = what }, x, one) end
   end)
-  x = check_score(x, M.seen(fields, "f32"), what)
-  local reads = false
-  expression.each(x, function(one)
-    reads = reads or one.op == "leaf" and one.name == "k"
-  end)
-  return reads
+  check_score(x, M.seen(fields, "f32"), what)
 end
 
 --- Checks the expression of a map before any device is known.

@@ -2,12 +2,14 @@
 -- attention over the same cache. It measures the relative error of the output that the
 -- policy hands to the model, the share of the true attention mass that lies in the
 -- selection (exp(lse_selected - lse_dense)), and the blocks and bytes read. It runs dense
--- attention once for each layer and waits for the device, so do not use it in timed
--- steps.
+-- attention once for each layer and waits for the device. For steps that are timed, set
+-- attention.probe to nil and back: what policies read is counted in these, too.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local kinds = require "kvlab.tensor.kinds"
 local objects = require "kvlab.memory.objects"
+local policy = require "kvlab.policy.policy"
+local reads = require "kvlab.policy.reads"
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -15,9 +17,6 @@ local M = {}
 ---@class kvlab.Probe
 local Probe = {}
 Probe.__index = Probe
-
-local ZERO = { mass = 0, error = 0, rows = 0, blocks = 0, bytes = 0, blocks_all = 0,
-               bytes_all = 0, heads = 0, steps = 0 }
 
 --- Attaches a probe to an attention; probe:detach() ends it.
 ---@param attention kvlab.Attention
@@ -30,28 +29,14 @@ local function attach(attention)
 end
 
 --- Stops observing.
-function Probe:detach() self.attention.probe = nil end
+function Probe:detach() self.attention.probe, self.attention.reads = nil, nil end
 
 --- Restarts the averages.
 function Probe:reset()
-  for key, value in pairs(ZERO) do self[key] = value end
-end
-
---- Adds the blocks of K and V that the attention read, and the bytes: those of K and V,
--- and what the policy read to score. If the policy scores by the keys themselves, the
--- attention need not read the keys of these blocks again. A partial last block counts as
--- a whole block.
-local function count_reads(self, attention, ctx, shape)
-  local policy, all = attention.policy, 0
-  for _, seq in ipairs(ctx.sequences) do all = all + shape.kv_heads * seq:blocks() end
-  local read = attention.blocks_read
-  local block = shape.block_size * attention.cache:bytes_token()
-  local again = policy.scores_keys and block / 2 or 0
-  self.blocks, self.blocks_all = self.blocks + read, self.blocks_all + all
-  self.bytes = self.bytes + read * (block - again)
-    + all * policy:score_bytes(shape, ctx.layer)
-  self.bytes_all = self.bytes_all + all * block
-  self.heads = self.heads + ctx.seqs * shape.kv_heads
+  self.mass, self.error, self.rows = 0, 0, 0
+  local attention = self.attention
+  self.reads = reads.new(attention.shape, attention.cache:bytes_token())
+  attention.reads = self.reads
 end
 
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
@@ -61,7 +46,8 @@ local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 -- has the dtype of `out`, so that rounding alone is no error.
 function Probe:observe(attention, ctx, selection, _, tokens, out)
   if ctx.is_prefill then return end
-  count_reads(self, attention, ctx, attention.shape)
+  local counter = ctx.reads
+  ctx.reads = nil -- what is read here is not the policy's
   tensor.scope(function()
     local shape, q = attention.shape, ctx.query
     local dims = { q:size(0), q:size(1) }
@@ -78,20 +64,23 @@ function Probe:observe(attention, ctx, selection, _, tokens, out)
     else attention:direct(selection, ctx, other, lse) end
     self.mass = self.mass + (lse - dense_lse):exp():sum():item()
     self.rows = self.rows + dims[1] * dims[2]
-    if ctx.layer == 0 then self.steps = self.steps + ctx.seqs end
   end)
+  ctx.reads = counter
 end
 
 --- Means over everything observed: attention_mass (of the selection) and output_error (of
 -- the policy's own output), each per query head and token; blocks_read (per KV head and
 -- layer) and blocks_share; bytes_read (per token, all layers and KV heads: K and V, by
--- all branches, and what scoring reads) and bytes_share, of what dense attention reads.
+-- all branches, and what policies read, see policy/reads.lua) and bytes_share, of what
+-- dense attention reads. What policies read is the mean over all decode steps since the
+-- probe was made, also over those that were not observed because attention.probe was nil.
+-- note, a text: if a policy is uncounted (kv.policy.uncounted).
 function Probe:metrics()
-  return {
-    attention_mass = self.mass / self.rows, output_error = self.error / self.rows,
-    blocks_read = self.blocks / self.heads, blocks_share = self.blocks / self.blocks_all,
-    bytes_read = self.bytes / self.steps, bytes_share = self.bytes / self.bytes_all,
-  }
+  local metrics = self.reads:metrics()
+  metrics.attention_mass = self.mass / self.rows
+  metrics.output_error = self.error / self.rows
+  metrics.note = policy.uncounted(self.attention.decode_policy)
+  return metrics
 end
 
 arguments.methods(Probe, "a probe", {

@@ -20,7 +20,6 @@ local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
-local reads = require "kvlab.policy.reads"
 local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -34,8 +33,7 @@ local M = {}
 --                         of each step, next to the policies' hooks
 ---@field probe table|nil  the observer: its observe(attention, ctx, selection, counts,
 --                         places, out) is called after each layer
----@field blocks_read number  while an observer is attached: how many blocks of K and V
---                         the attention of the present layer has read, see reads.lua
+---@field reads kvlab.Reads|nil  counts what decode steps read; a probe sets it
 local Attention = {}
 Attention.__index = Attention
 
@@ -104,8 +102,10 @@ local function over(self, selection, ctx, out, lse, hook, emitters)
   if not selection and not hook and ctx == self.context then
     ctx = self.dense_context or ctx -- rows of a sequence read all of it together
   end
-  if self.probe then
-    self.blocks_read = self.blocks_read + reads.of_blocks(ctx, selection)
+  local counter = self.probe and ctx.reads
+  if counter then
+    local blocks = counter:selected(ctx, selection)
+    if hook then counter:add(blocks * hook:bytes_block()) end
   end
   if ctx.is_prefill and (hook or emitters) then
     return kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx,
@@ -213,7 +213,11 @@ end
 local function begin_contexts(self, batch, is_prefill)
   local of_rows = not is_prefill and (batch.tokens_count ~= batch.count or batch.tree)
   local ctx = self.context
-  ctx.policy_name = self.policy.name
+  ctx.policy_name, ctx.reads = self.policy.name, nil
+  if self.reads and not is_prefill then
+    ctx.reads = self.reads
+    ctx.reads:begin_step()
+  end
   self.has_rows, self.dense_context, ctx.is_rows = false, nil, of_rows and true or false
   if not of_rows then return ctx:begin(batch, is_prefill) end
   ctx:begin(self.rows:begin(batch), false)
@@ -221,6 +225,7 @@ local function begin_contexts(self, batch, is_prefill)
   local dense = self.sequences_context
   dense:begin(batch, false)
   dense.starts, dense.policy_name, dense.step = batch.starts, ctx.policy_name, ctx.step
+  dense.reads = ctx.reads
   self.dense_context, self.has_rows = dense, true
 end
 
@@ -345,13 +350,17 @@ function Attention:forward(layer, q, k, v, out)
     self.call.window = window
     if window > 0 then compute = attend_window end
   end
-  self.blocks_read = 0
+  if ctx.reads then ctx.reads:begin_layer() end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   out, selection, counts, tokens = compute(p, self, ctx, out)
+  if ctx.reads and p.own_bytes and compute ~= attend_window then
+    ctx.reads:own(p, ctx)
+  end
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not dense then bring_ahead(self, ctx) end
+  if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
   return out
 end
 
@@ -406,9 +415,7 @@ function Attention:over_tokens(places, ctx, out, lse)
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   check.places(ctx, places, self.cache.blocks * self.cache.block_size)
-  if self.probe then
-    self.blocks_read = self.blocks_read + reads.of_places(ctx, places)
-  end
+  if self.probe and ctx.reads then ctx.reads:listed(ctx, places) end
   local k_scale, v_scale = self.cache.format:scales(ctx.layer)
   return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
     out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }

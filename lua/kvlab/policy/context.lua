@@ -41,6 +41,7 @@ local M = {}
 ---@field cache kvlab.Tensor       this layer's KV memory
 ---@field device kvlab.Device
 ---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
+---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
 local Context = {}
 Context.__index = Context
 
@@ -284,6 +285,7 @@ end
 -- no window.
 function Context:masses()
   query_of(self, "masses")
+  if self.reads then self.reads:keys(self) end
   local scores = self:new_scores()
   tensor.scope(masses, self, scores)
   return scores

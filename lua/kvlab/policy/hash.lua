@@ -204,6 +204,7 @@ local function hash_full(self, ctx, i, layer, first, last)
   local blocks = ctx.tables:index(i):narrow(0, last)
   local means = self.means:layer(layer):reshape { s.blocks, s.kv_heads * s.head_dim }
     :gather_rows(blocks)
+  if ctx.reads then ctx.reads:add(means:bytes()) end
   while first < last do
     local _, power = math.frexp(first) -- first < 2^power <= 2 first
     local count = math.min(last, 2 ^ power) - first
@@ -246,12 +247,6 @@ end
 
 --- A fork has the blocks of its parent, and so their hashes.
 function Centred:inherit(seq, fork) fork.state[self] = seq.state[self] end
-
---- Bytes that a step reads for one block and KV head: its hash, and its mean key once
--- while the sequence grows by a block.
-function Centred:bytes_block()
-  return Hashes.bytes_block(self) + self.means:bytes_block() / self.shape.block_size
-end
 
 -- ---- cache ----------------------------------------------------------------------------
 

@@ -93,10 +93,14 @@
 --                                          its output is that of dense attention; false:
 --                                          it never is (what a policy with a bias, a
 --                                          mask or a log_weight is, unless it says more)
---     score_bytes(self, shape, layer)      bytes read per block and KV head to score it
---                                          in a layer; for reports (0)
---     scores_keys = true                   score_bytes counts all of K, so that attention
---                                          need not read the selected blocks' K again
+--     own_bytes = 0                        bytes that it reads of tensors of its own for
+--                                          each block and KV head, in a layer in which it
+--                                          scores or selects: a number, or
+--                                          own_bytes(self, shape, layer). What kvlab's
+--                                          objects read is counted anyway
+--                                          (policy/reads.lua). A policy with functions
+--                                          that run in decode steps and without own_bytes
+--                                          is uncounted: it takes part in no comparison
 --     watches_prompt = true                it needs the prompt's queries, or what their
 --                                          attention emits, so it cannot be attached
 --                                          after the prefill
@@ -145,7 +149,8 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
-  takes_less = options.boolean, scores_keys = options.boolean,
+  takes_less = options.boolean,
+  own_bytes = options.either(options.not_negative, options.fn),
   summary = { "a table or a function", function(x)
     return type(x) == "table" or type(x) == "function"
   end },
@@ -161,7 +166,7 @@ local FIELDS = {
 for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
-  "request_begin", "request_finished", "score_bytes", "reset", "step_begin", "inherit",
+  "request_begin", "request_finished", "reset", "step_begin", "inherit",
   "predict", "keep_block", "recall_block", "take_back",
 } do
   FIELDS[name] = options.fn
@@ -178,7 +183,6 @@ function Policy.compute_decode(self, attention, ctx, out)
   return attention:over(selection, ctx, out), selection, counts
 end
 Policy.compute_prefill = Policy.compute_decode
-function Policy.score_bytes() return 0 end
 
 -- ---- options --------------------------------------------------------------------------
 
@@ -262,22 +266,50 @@ function M.budget_blocks(budget, n)
   return library.check(C.kvl_budget_blocks(budget, n))
 end
 
---- Says why a policy reads more of a sequence with n blocks than its budget asks for:
--- sink, recent or min_blocks alone are more. Different budgets then read the same, so
--- such results are not those of the budget. nil if the budget decides.
+--- Why the budget of a policy does not decide what it reads of a sequence with n blocks:
+-- sink, recent or min_blocks alone are more, or sink and recent leave nothing to choose.
+local function beside_budget(self, n, block_size)
+  local asked = make_budget(self, block_size)
+  asked.min_blocks, asked.sink, asked.recent = 0, 0, 0
+  local blocks, always = M.budget_blocks(asked, n), self.sink + self.recent
+  if blocks < math.min(math.max(self.min_blocks, always), n) then
+    return "sink, recent and min_blocks alone are more than the budget"
+  elseif blocks == always and always > 0 and blocks < n then
+    return "sink and recent alone are the whole budget"
+  end
+end
+
+-- What runs in a decode step and may read tensors that kvlab does not know.
+local IN_STEPS = { "predict", "attention_finished", "attention_begin", "step_begin",
+                   "compute_decode", "select_blocks", "score" }
+
+--- Says why it is not known how many bytes a policy reads in a decode step: it has
+-- functions, and does not say what they read (own_bytes). nil: it is known.
+---@param self kvlab.Policy
+---@return string|nil
+function M.uncounted(self)
+  if self.step_function and not self.own_bytes then
+    return ("uncounted: policy %s does not say what its %s reads (own_bytes)"):format(
+      self.name, self.step_function)
+  end
+  for _, inner in ipairs(self.nested or {}) do
+    local why = M.uncounted(inner)
+    if why then return why end
+  end
+end
+
+--- Says why a result of a policy cannot be compared with other results: what it read is
+-- not counted, or it is not that of the budget, because different budgets read the same.
+-- nil if it can. An experiment gives it to its rows as the metric `note`.
 ---@param self kvlab.Policy
 ---@param n integer   blocks of the sequence
 ---@param block_size integer  tokens
 ---@return string|nil
-function M.exceeds_budget(self, n, block_size)
-  options.argument("exceeds_budget", "self", self, objects.policy)
-  options.argument("exceeds_budget", "n", n, options.whole)
-  options.argument("exceeds_budget", "block_size", block_size, options.count)
-  local asked = make_budget(self, block_size)
-  asked.min_blocks, asked.sink, asked.recent = 0, 0, 0
-  local least = math.min(math.max(self.min_blocks, self.sink + self.recent), n)
-  if M.budget_blocks(asked, n) >= least then return nil end
-  return "sink, recent and min_blocks alone are more than the budget"
+function M.note(self, n, block_size)
+  options.argument("note", "self", self, objects.policy)
+  options.argument("note", "n", n, options.whole)
+  options.argument("note", "block_size", block_size, options.count)
+  return M.uncounted(self) or beside_budget(self, n, block_size)
 end
 
 -- ---- define and open ------------------------------------------------------------------
@@ -299,6 +331,10 @@ local function check_definition(def)
   for key, kind in pairs(FIELDS) do known[key] = kind end
   for key, value in pairs(type(def) == "table" and def or {}) do
     if is_helper(key, value) then known[key] = options.any end
+  end
+  if type(def) == "table" and def.score_bytes ~= nil then -- as in version 0.1
+    error(what .. ": score_bytes is given, expected own_bytes: kvlab counts what its own "
+      .. "objects read, and own_bytes what a policy reads of tensors of its own", 3)
   end
   options.check(what, def, known, 3)
   def.defaults, def.takes = def.defaults or {}, def.takes or {}
@@ -372,7 +408,7 @@ local function use_expressions(class, def, defaults)
     if map.is_map(value) then maps[key], inside[key] = value, value.expression end
   end
   local numbers = number_options(def)
-  local fields, reads_keys = kernel.check(with_fields(def, defaults), inside, numbers)
+  local fields = kernel.check(with_fields(def, defaults), inside, numbers)
   class.expressions = { fields = fields, maps = maps, numbers = numbers }
   if kernel_hook.check(def, numbers) then class.expressions.attention = def end
   if (def.bias or def.mask or def.log_weight) and def.complete == nil then
@@ -390,8 +426,6 @@ local function use_expressions(class, def, defaults)
   end
   if expression.is_expression(def.score) then
     class.expressions.score, class.score = def.score, kernel.score
-    class.score_bytes = def.score_bytes or kernel.score_bytes
-    class.scores_keys = def.scores_keys or reads_keys
   end
 end
 
@@ -405,6 +439,9 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
+  for _, name in ipairs(IN_STEPS) do
+    if type(def[name]) == "function" then class.step_function = name end
+  end
   use_expressions(class, def, merge_options(checked, nil, 2))
   class.files = files_of(def)
   for _, path in ipairs(class.files) do sources.load(path) end
@@ -472,6 +509,17 @@ local function open(name, given, level)
   return self
 end
 
+--- Counts a nested policy's own bytes in the layers in which it scores or selects.
+local function count_own(inner)
+  for _, name in ipairs { "score", "select_blocks" } do
+    local fn = inner[name]
+    inner[name] = fn and function(self, ctx)
+      if ctx.reads then ctx.reads:own(self, ctx) end
+      return fn(self, ctx)
+    end
+  end
+end
+
 -- The hooks that are passed on to a nested policy.
 local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
                  "attention_begin", "attention_finished", "request_begin",
@@ -505,6 +553,7 @@ function M.nest(outer, name, given)
   outer.files = { unpack(outer.files) }
   for _, path in ipairs(inner.files) do outer.files[#outer.files + 1] = path end
   M.attach(inner, outer.shape)
+  if inner.own_bytes and inner.own_bytes ~= 0 then count_own(inner) end
   for _, hook in ipairs(NESTED) do
     local before = outer[hook]
     if inner[hook] then

@@ -1,31 +1,152 @@
---- Counts the blocks of K and V that the attention of a decoded layer reads, over all the
--- branches that a policy's dataflow has: a block that two branches read counts twice. An
--- attention counts while an observer is attached to it. It waits for the device.
+--- Counts the bytes that decode steps read: the K and V that attention reads, in all
+-- branches of a policy's dataflow, and what policies read to select. kvlab's own objects
+-- count themselves where they are read: summaries, hashes, landmarks, compressed KV,
+-- tallies, expressions and keys. A policy adds what it reads of tensors of its own
+-- (own_bytes). So it can add to the count, and can leave nothing out of it.
+--
+-- What two kernels read counts twice, with one exception: if all keys were read to score
+-- the blocks of a layer, attention does not count the keys of the selected blocks again.
+-- Numbers that a step makes itself, such as scores, are not counted, and neither is the
+-- block that it has just written and that is summarised again. An open block counts as a
+-- whole block.
+--
+-- What policies read is counted in every decode step, without waiting for the device;
+-- what attention reads only while an observer is attached, because the host has to read
+-- the selections for that.
 local M = {}
 
 ---@class kvlab.Reads
----@field blocks number  read in the present layer, over sequences and KV heads
+---@field scored number      bytes that policies have read
+---@field scored_all number  bytes of K and V that dense attention reads in the same steps
+---@field steps integer      these steps, over sequences
+---@field attended number      bytes that observed attention has read
+---@field attended_all number  bytes that dense attention reads in the same steps
+---@field observed integer     these steps, over sequences
+---@field blocks number      of K and V that observed attention has read, over KV heads
+---@field blocks_all number  that dense attention reads in the same steps
+---@field blocks_layer number  of them, in the present layer
+---@field rows integer       sequences and KV heads of the observed layers
+local Reads = {}
+Reads.__index = Reads
 
---- How many blocks of all KV heads a selection names; nil: every block.
----@param ctx kvlab.Context
----@param selection? kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
-function M.of_blocks(ctx, selection)
-  local read = 0
-  if selection then
-    for _, block in ipairs(selection:list()) do read = read + (block >= 0 and 1 or 0) end
-    return read * ctx.kv_heads / tonumber(selection.shape[1])
-  end
-  for _, seq in ipairs(ctx.sequences) do read = read + seq:blocks() end
-  return read * ctx.kv_heads
+--- Counters for an attention.
+---@param shape table  see policy.lua
+---@param bytes_token integer  K and V of a token in one layer and KV head
+---@return kvlab.Reads
+function M.new(shape, bytes_token)
+  return setmetatable({ shape = shape, page = shape.block_size * bytes_token,
+    scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
+    blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
+    of_step = 0, has_keys = false, owned = {} }, Reads)
 end
 
---- The tokens that a list names, in blocks of all KV heads.
+--- The blocks of a step's sequences, over KV heads.
+local function blocks_of(self, ctx)
+  local blocks, seqs = 0, ctx.sequences
+  for i = 1, #seqs do blocks = blocks + seqs[i]:blocks() end
+  return blocks * self.shape.kv_heads
+end
+
+-- ---- a step ---------------------------------------------------------------------------
+
+--- Starts a step. What was counted since the last layer that was computed is dropped,
+-- because a graph replays such a step, and nobody sees its layers.
+function Reads:begin_step() self.of_step = 0 end
+
+--- Starts a layer.
+function Reads:begin_layer()
+  self.blocks_layer, self.has_keys = 0, false
+  for p in pairs(self.owned) do self.owned[p] = nil end
+end
+
+--- Ends a layer.
+---@param is_observed boolean  an observer was attached
+function Reads:end_layer(ctx, is_observed)
+  local all = blocks_of(self, ctx)
+  local steps = ctx.layer == 0 and ctx.seqs or 0
+  self.scored, self.of_step = self.scored + self.of_step, 0
+  self.scored_all, self.steps = self.scored_all + all * self.page, self.steps + steps
+  if not is_observed then return end
+  local bytes = self.page * (self.has_keys and 0.5 or 1)
+  self.attended = self.attended + self.blocks_layer * bytes
+  self.attended_all = self.attended_all + all * self.page
+  self.blocks = self.blocks + self.blocks_layer
+  self.blocks_all = self.blocks_all + all
+  self.observed = self.observed + steps
+  self.rows = self.rows + ctx.seqs * self.shape.kv_heads
+end
+
+-- ---- what policies read ---------------------------------------------------------------
+
+--- Counts bytes.
+function Reads:add(bytes) self.of_step = self.of_step + bytes end
+
+--- Counts `bytes` for each block and KV head of a step's sequences.
+function Reads:each_block(ctx, bytes) self:add(bytes * blocks_of(self, ctx)) end
+
+--- Counts the entries of all blocks of a step's sequences.
+---@param entries kvlab.Tensor  [blocks, …]: of one layer, by physical block
+function Reads:entries(ctx, entries)
+  self:each_block(ctx, entries:bytes() / (entries:size(0) * self.shape.kv_heads))
+end
+
+--- Counts the keys of all blocks of a step's sequences, which the layer's blocks are
+-- scored by.
+function Reads:keys(ctx)
+  self:each_block(ctx, self.page / 2)
+  self.has_keys = true
+end
+
+--- Counts what a policy says that it reads of its own, once a layer.
+function Reads:own(p, ctx)
+  if self.owned[p] then return end
+  self.owned[p] = true
+  local bytes = p.own_bytes
+  if type(bytes) == "function" then bytes = bytes(p, self.shape, ctx.layer) end
+  self:each_block(ctx, bytes)
+end
+
+-- ---- what attention reads -------------------------------------------------------------
+
+--- Counts the blocks that a selection names; nil: every block.
+---@param ctx kvlab.Context
+---@param selection? kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
+---@return number blocks  over KV heads
+function Reads:selected(ctx, selection)
+  local blocks = 0
+  if selection then
+    for _, block in ipairs(selection:list()) do
+      blocks = blocks + (block >= 0 and 1 or 0)
+    end
+    blocks = blocks * self.shape.kv_heads / selection:size(1)
+  else
+    blocks = blocks_of(self, ctx)
+  end
+  self.blocks_layer = self.blocks_layer + blocks
+  return blocks
+end
+
+--- Counts the tokens that a list names, as parts of blocks.
 ---@param places kvlab.Tensor  i32 [rows, k] or [rows, kv_heads, k]
-function M.of_places(ctx, places)
-  local read = 0
-  for _, place in ipairs(places:list()) do read = read + (place >= 0 and 1 or 0) end
-  local heads = places.ndim == 3 and tonumber(places.shape[1]) or 1
-  return read / ctx.block_size * ctx.kv_heads / heads
+function Reads:listed(ctx, places)
+  local tokens = 0
+  for _, place in ipairs(places:list()) do tokens = tokens + (place >= 0 and 1 or 0) end
+  local heads = places.ndim == 3 and places:size(1) or 1
+  self.blocks_layer = self.blocks_layer
+    + tokens / ctx.block_size * self.shape.kv_heads / heads
+end
+
+-- ---- results --------------------------------------------------------------------------
+
+--- Means over everything counted: blocks_read (per KV head and layer) and blocks_share;
+-- bytes_read (per token, all layers and KV heads) and bytes_share, of what dense
+-- attention reads.
+function Reads:metrics()
+  return {
+    blocks_read = self.blocks / self.rows, blocks_share = self.blocks / self.blocks_all,
+    bytes_read = self.attended / self.observed + self.scored / self.steps,
+    bytes_share = self.attended / self.attended_all + self.scored / self.scored_all,
+  }
 end
 
 return M

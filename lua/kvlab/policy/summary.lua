@@ -134,11 +134,18 @@ local function rows_of(shape, ctx, seq, n)
   return rows:reshape { shape.kv_heads * n }
 end
 
+--- Counts the entries of n blocks of one layer.
+local function count_gathered(self, ctx, n)
+  local s = self.shape
+  if ctx.reads then ctx.reads:add(n * self.memory:bytes() / (s.layers * s.blocks)) end
+end
+
 --- The keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n
 -- * block_size, head_dim] in the cache's dtype. Keys of an f8e4m3 cache stay in its
 -- units.
 function Keys:gather(ctx, layer, seq, n)
   local s = self.shape
+  count_gathered(self, ctx, n)
   return options.entry("gather", "layer", self.layers, layer)
     :gather_rows(rows_of(s, ctx, seq, n))
     :reshape { s.kv_heads, n * s.block_size, s.head_dim }
@@ -148,6 +155,7 @@ end
 -- n, head_dim]. For summaries that hold means.
 function Summary:gather(ctx, layer, seq, n)
   local s = self.shape
+  count_gathered(self, ctx, n)
   return options.entry("gather", "layer", self.layers, layer)
     :reshape { s.blocks * s.kv_heads, s.head_dim }
     :gather_rows(rows_of(s, ctx, seq, n)):reshape { s.kv_heads, n, s.head_dim }

@@ -293,6 +293,7 @@ end
 --- Reads this layer's numbers: f32 [seqs, heads, width].
 function Tally:load(ctx)
   layer_of(self, ctx):gather(self.places_flat, self.flat)
+  if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
   return self.values
 end
 

@@ -27,10 +27,12 @@ local FORM = options.one_of("plain", "add", "swiglu")
 local step = {}
 local M = { step = step }
 
---- What a summary has for the context's layer.
+--- What a summary has for the context's layer. The op is about to read the entries of all
+-- blocks, so these are counted.
 local function layer_of(what, summary, ctx)
   local entries = summary:layer(ctx.layer)
   expect_tensor(what, "the layer of the summary", entries)
+  if ctx.reads then ctx.reads:entries(ctx, entries) end
   return entries
 end
 
@@ -263,6 +265,7 @@ function M.score_max_qk(q, ctx, group, scores)
   argument("score_max_qk", "ctx", ctx, CONTEXT)
   if scores ~= nil then expect_tensor("score_max_qk", "scores", scores) end
   scores = scores or ctx:new_scores()
+  if ctx.reads then ctx.reads:keys(ctx) end
   check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
     scores))
   return scores

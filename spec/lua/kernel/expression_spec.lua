@@ -125,13 +125,13 @@ describe("an expression", function()
     local large = e.block
     for i = 1, 600 do large = large + i end
     assert.matches(HERE .. "p: score: an expression of %d+ nodes, expected at most 500; "
-      .. "what depends on keys alone", refused(place.reads_keys, large, {}, "p"))
+      .. "what depends on keys alone", refused(place.check_score, large, {}, "p"))
     assert.matches("reduce it over head",
-      refused(place.reads_keys, e.q:sum "dim", {}, "p"))
+      refused(place.check_score, e.q:sum "dim", {}, "p"))
     assert.matches("there is no block in a summary",
       refused(place.fields, { a = e.k:sum "token" + e.block }, "policy p"))
     assert.matches("there is no weight in a score",
-      refused(place.reads_keys, e.weight:sum("token", "head"), {}, "p"))
+      refused(place.check_score, e.weight:sum("token", "head"), {}, "p"))
   end)
 
   it("is refused when it is too large", function()

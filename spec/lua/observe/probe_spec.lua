@@ -1,10 +1,8 @@
---- What a probe measures: the policy's own output, and everything that was read.
+--- What a probe measures of the policy's own output. What it counts is in reads_spec.lua.
 local kv = require "kvlab"
 local rig = require "spec.rig"
 
 local cpu = kv.device "cpu"
-local SHAPE = rig.SHAPE
-local K_TOKEN = 4 * SHAPE.head_dim -- bytes of one key in f32
 
 --- The metrics of decoding 2 tokens of a sequence of 298 tokens: 19 blocks.
 local function metrics(policy, o)
@@ -17,13 +15,6 @@ local function metrics(policy, o)
     { "decode", 1 } })
   its.cache:close()
   return probe:metrics()
-end
-
-local function named(name, o) return metrics(kv.policy(name, o)) end
-
---- Bytes per token of reading `k` keys and `v` values of each layer and KV head.
-local function bytes(k, v)
-  return SHAPE.layers * SHAPE.kv_heads * K_TOKEN * (k + v)
 end
 
 describe("a probe", function()
@@ -82,38 +73,6 @@ describe("a probe", function()
       assert.near(total / layers, probe:metrics().output_error, 1e-4, name)
       assert.is_true(math.abs(total - others) / layers > 1e-3, name)
     end
-  end)
-
-  it("counts all of K and V of dense attention", function()
-    local seen = named "full"
-    assert.near(bytes(19 * 16, 19 * 16), seen.bytes_read, 1e-6)
-    assert.near(1, seen.bytes_share, 1e-12)
-    assert.near(1, seen.blocks_share, 1e-12)
-  end)
-
-  it("counts the keys of selected blocks once where all keys are scored", function()
-    for _, name in ipairs { "oracle", "mass_oracle" } do
-      local seen = named(name, { blocks = 5 })
-      assert.near(bytes(19 * 16, 5 * 16), seen.bytes_read, 1e-6, name)
-      assert.near(1, named(name, { ratio = 1 }).bytes_share, 1e-12, name)
-    end
-  end)
-
-  it("counts what a window branch reads", function()
-    local seen = named("nsa_branches", { blocks = 5, window = 64, sink = 1, recent = 2 })
-    assert.near(5 + 4, seen.blocks_read, 1e-9)
-    assert.near(bytes(9 * 16, 9 * 16) + 19 * bytes(1, 1), seen.bytes_read, 1e-6)
-  end)
-
-  it("counts every block of a sampled selection once", function()
-    assert.near(5, named("magicpig", { blocks = 5 }).blocks_read, 1e-9)
-  end)
-
-  it("counts no scoring in layers that select nothing", function()
-    local seen = named("layers", { blocks = 5, dense = 1, base = "quest" })
-    local dense, sparse = 19 * 16 * 2, 5 * 16 * 2 + 19 * 2
-    assert.near((dense + sparse) * SHAPE.kv_heads * K_TOKEN, seen.bytes_read, 1e-6)
-    assert.near((19 + 5) / 2, seen.blocks_read, 1e-9)
   end)
 end)
 

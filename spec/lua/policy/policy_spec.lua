@@ -10,20 +10,50 @@ local traces = require "spec.traces"
 
 local raises = support.raises
 
-describe("exceeds_budget", function()
+describe("note", function()
   local quest = kv.policy("quest", { ratio = 0.05, sink = 1, recent = 2, min_blocks = 0 })
 
-  it("says when sink and recent alone are more than the budget", function()
-    assert.truthy(kv.policy.exceeds_budget(quest, 32, 16)) -- 2 blocks asked for, 3 read
-    assert.is_nil(kv.policy.exceeds_budget(quest, 64, 16)) -- 4 asked for
-    assert.is_nil(kv.policy.exceeds_budget(kv.policy "full", 1, 16))
+  it("says when the budget does not decide what is read", function()
+    local more = "sink, recent and min_blocks alone are more than the budget"
+    local all = "sink and recent alone are the whole budget"
+    assert.equal(more, kv.policy.note(quest, 32, 16)) -- 2 blocks asked for, 3 read
+    assert.equal(all, kv.policy.note(quest, 48, 16)) -- 3 asked for
+    assert.is_nil(kv.policy.note(quest, 64, 16)) -- 4 asked for
+    assert.is_nil(kv.policy.note(kv.policy "full", 1, 16))
+    local whole = kv.policy("quest", { ratio = 1, sink = 1, recent = 2 })
+    assert.is_nil(kv.policy.note(whole, 3, 16))
+    local least = kv.policy("quest", { blocks = 4, sink = 1, recent = 2, min_blocks = 4 })
+    assert.is_nil(kv.policy.note(least, 64, 16))
+    assert.is_nil(kv.policy.note(kv.policy("topk", { blocks = 0 }), 64, 16))
+  end)
+
+  it("says when a policy is uncounted", function()
+    local function open(more)
+      local def = { name = "mine", decode = true, defaults = { blocks = 4 },
+                    score = function(_, ctx) return ctx:masses() end }
+      for key, value in pairs(more) do def[key] = value end
+      return kv.policy.define(def)()
+    end
+    local function note(more) return kv.policy.note(open(more), 64, 16) end
+    assert.equal("uncounted: policy mine does not say what its score reads (own_bytes)",
+      note {})
+    assert.matches("what its select_blocks reads",
+      note { score = kv.expr.block, select_blocks = function() return nil end })
+    assert.is_nil(note { own_bytes = 0 })
+    assert.is_nil(note { own_bytes = function() return 4 end })
+    assert.is_nil(note { score = kv.expr.block, init = function() end })
+    assert.matches("what its step_begin reads",
+      note { score = kv.expr.block, step_begin = function() end })
+    raises('own_bytes is "4"', open, { own_bytes = "4" })
+    raises("own_bytes is -4", open, { own_bytes = -4 })
+    raises("own_bytes", open, { score_bytes = function() return 4 end })
   end)
 
   it("names a wrong argument", function()
-    local check = kv.policy.exceeds_budget
-    raises("exceeds_budget: self is", check, {}, 3, 4)
-    raises('exceeds_budget: n is "a", expected a whole number', check, quest, "a", 4)
-    raises("exceeds_budget: block_size is 0", check, quest, 3, 0)
+    local check = kv.policy.note
+    raises("note: self is", check, {}, 3, 4)
+    raises('note: n is "a", expected a whole number', check, quest, "a", 4)
+    raises("note: block_size is 0", check, quest, 3, 0)
   end)
 end)
 

@@ -1,0 +1,145 @@
+--- What decode steps read, against counts by hand, for every policy.
+local kv = require "kvlab"
+local named = require "kvlab.named"
+local rig = require "spec.rig"
+local temporary = require "spec.temporary"
+
+local cpu = kv.device "cpu"
+local SHAPE = rig.SHAPE
+local KEY = 4 * SHAPE.head_dim -- bytes of a key, and of a value, in f32
+local GROUP = SHAPE.heads / SHAPE.kv_heads
+local BLOCKS, SIZE = 19, SHAPE.block_size -- of a sequence of 299 or 300 tokens
+local FULL = 18 -- of these blocks
+
+--- The metrics of decoding 2 tokens of a sequence of 298 tokens. before: called first,
+-- with the attention and its probe.
+local function metrics(policy, before)
+  local its = rig.new(cpu, {})
+  its.attention = kv.attention { cache = its.cache, heads = its.heads,
+                                 decode_policy = policy }
+  local probe = kv.probe(its.attention)
+  if before then before(its.attention, probe) end
+  rig.play(cpu, { rig = its }, { { "prefill", 1, 298 }, { "decode", 1 },
+    { "decode", 1 } })
+  its.cache:close()
+  return probe:metrics()
+end
+
+--- A policy that scores with ctx:masses() and has `fields`.
+local function by_masses(fields)
+  local def = { name = "by_masses", decode = true, defaults = { blocks = 5, sink = 1 },
+                score = function(_, ctx) return ctx:masses() end }
+  for key, value in pairs(fields) do def[key] = value end
+  return kv.policy.define(def)()
+end
+
+-- What a step reads for each layer and KV head: `attended` blocks (5), only the values of
+-- these if `values`; and `keys` vectors and `bytes` to select.
+local MEANS, TALLY = BLOCKS, 4 * BLOCKS
+local BY_HAND = {
+  { "full", attended = BLOCKS },
+  { "streaming" }, { "random" },
+  { "quest", keys = 2 * BLOCKS },
+  { "block_mean", keys = MEANS }, { "topk", keys = MEANS }, { "infllm", keys = MEANS },
+  { "twilight", { p = 1 }, keys = MEANS },
+  { "oracle", keys = BLOCKS * SIZE, values = true },
+  { "mass_oracle", keys = BLOCKS * SIZE, values = true },
+  { "union", { first = "quest", second = "block_mean" }, keys = 2 * BLOCKS + MEANS },
+  { "union", { first = "oracle", second = "mass_oracle" }, keys = 2 * BLOCKS * SIZE,
+    values = true },
+  { "layers", { dense = 0 }, keys = 2 * BLOCKS },
+  -- one of two layers is dense
+  { "layers", { dense = 1 }, keys = BLOCKS, attended = (BLOCKS + 5) / 2 },
+  -- the means once for each head of a group
+  { "h2o", keys = GROUP * MEANS, bytes = TALLY },
+  -- a tally for all heads; means at the first of two steps
+  { "gsa", bytes = TALLY / SHAPE.kv_heads },
+  { "gsa", { scores = "mean", refresh = 2 }, keys = MEANS / 2,
+    bytes = TALLY / SHAPE.kv_heads / 2 },
+  -- the keys of full blocks, or their means, at the first of two steps
+  { "snapkv", keys = FULL * SIZE / 2, bytes = TALLY },
+  { "keydiff", keys = FULL / 2, bytes = TALLY },
+  -- and a log_weight of each attended block
+  { "magicpig", { code = 256 }, keys = FULL / 2, bytes = 32 * BLOCKS + 4 * 5 },
+  { "gsa_on_device", { hash_bits = 64 }, bytes = 8 * BLOCKS },
+  { "gsa_on_device", { hash_bits = 64, per = "token" }, bytes = 8 * SIZE * BLOCKS },
+  -- 64 dims in f8 and a scale for all heads
+  { "nsa", bytes = BLOCKS * SIZE * (64 + 4) / SHAPE.kv_heads },
+  -- compressed keys for each head of a group, and keys and values once; a window of 4
+  { "nsa_branches", { window = 64 }, keys = (GROUP + 2) * BLOCKS, attended = 5 + 4 },
+}
+
+describe("what a step reads", function()
+  it("is counted as by hand, for every policy", function()
+    local has = {}
+    for i, case in ipairs(BY_HAND) do
+      local name, o = case[1], { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }
+      for key, value in pairs(case[2] or {}) do o[key] = value end
+      local seen = metrics(kv.policy(name, name ~= "full" and o or nil))
+      local attended = case.attended or 5
+      local bytes = KEY * (attended * SIZE * (case.values and 1 or 2) + (case.keys or 0))
+        + (case.bytes or 0)
+      local what = "case " .. i .. ", " .. name
+      assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6, what)
+      assert.near(bytes / (2 * KEY * BLOCKS * SIZE), seen.bytes_share, 1e-12, what)
+      assert.near(attended, seen.blocks_read, 1e-9, what)
+      assert.is_nil(seen.note, what)
+      has[name] = true
+    end
+    for _, name in ipairs(kv.policy.names "decode") do assert.is_true(has[name], name) end
+  end)
+
+  it("is what dense attention reads, where everything is selected", function()
+    for _, name in ipairs { "streaming", "oracle", "mass_oracle" } do
+      assert.near(1, metrics(kv.policy(name, { ratio = 1 })).bytes_share, 1e-12, name)
+    end
+  end)
+
+  it("cannot be left out by a policy, which can add to it", function()
+    local function share(fields)
+      local seen = metrics(by_masses(fields))
+      return seen.bytes_share, seen.note
+    end
+    local keys_and_values = 0.5 + 5 / (2 * BLOCKS)
+    local counted, note = share {}
+    assert.near(keys_and_values, counted, 1e-12)
+    assert.matches("uncounted: policy by_masses does not say what its score reads", note)
+    counted, note = share { own_bytes = 0 }
+    assert.near(keys_and_values, counted, 1e-12)
+    assert.is_nil(note)
+    counted = share { own_bytes = KEY }
+    assert.near(keys_and_values + 1 / (2 * SIZE), counted, 1e-12)
+    counted = share { own_bytes = function(_, shape, layer)
+      return layer * 4 * shape.head_dim
+    end }
+    assert.near(keys_and_values + 1 / (2 * SIZE) / 2, counted, 1e-12)
+  end)
+
+  it("contains what a policy inside of another one reads of its own", function()
+    local path = temporary.file("", "own.lua")
+    named.give("policies", "own", path, kv.policy.define { name = "own", decode = true,
+      defaults = { blocks = 5 }, own_bytes = 128,
+      score = function(_, ctx) return ctx:new_scores(1):arange_() end })
+    local policy = kv.policy("layers", { base = "own", dense = 1, blocks = 5,
+                                         min_blocks = 0 })
+    local bytes = KEY * 2 * SIZE * (BLOCKS + 5) / 2 + 128 * BLOCKS / 2
+    local seen = metrics(policy)
+    named.give("policies", "own", nil, nil)
+    assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6)
+  end)
+
+  it("is counted in steps that nobody observes, too", function()
+    local seen = metrics(kv.policy("snapkv", { blocks = 5, min_blocks = 0 }),
+      function(attention, probe)
+        local begin, steps = attention.begin, 0
+        attention.begin = function(self, batch, is_prefill)
+          steps = steps + 1
+          self.probe = steps == 3 and probe or nil -- the second step of decode
+          return begin(self, batch, is_prefill)
+        end
+      end)
+    local bytes = KEY * (5 * SIZE * 2 + FULL * SIZE / 2) + TALLY
+    assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6)
+    assert.near(5, seen.blocks_read, 1e-9)
+  end)
+end)
