@@ -27,7 +27,7 @@ end
 return kv.policy.define {
   name = "infllm", prefill = false, decode = true,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, representatives = 4 },
-  takes = { representatives = kv.policy.count },
+  takes = { representatives = kv.policy.within(1, 98) },
 
   summary = function(o) return { mean = far(o.representatives) } end,
   score = (e.q * e.mean):sum "dim":max "head",

@@ -10,7 +10,7 @@ return kv.policy.define {
   name = "layers", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, dense = 2,
                base = "quest" },
-  takes = { dense = kv.policy.whole },
+  takes = { dense = kv.policy.whole, base = kv.policy.policy_name },
 
   init = function(self) self.inner = kv.policy.nest(self, self.base) end,
   select_blocks = function(self, ctx)

@@ -10,7 +10,8 @@ return kv.policy.define {
   name = "union", prefill = false, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, share = 0.5,
                first = "quest", second = "block_mean" },
-  takes = { share = kv.policy.share },
+  takes = { share = kv.policy.share, first = kv.policy.policy_name,
+            second = kv.policy.policy_name },
 
   init = function(self)
     local part = { min_blocks = 0 }

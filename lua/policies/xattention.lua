@@ -42,8 +42,10 @@ end
 return kv.policy.define {
   name = "xattention", prefill = true, decode = false,
   defaults = { ratio = 0.25, sink = 1, recent = 0, stride = 8 },
+  takes = { stride = kv.policy.count },
 
   init = function(self, shape)
+    self.stride = math.min(self.stride, shape.block_size)
     while shape.block_size % self.stride ~= 0 do self.stride = self.stride - 1 end
     self.keys = kv.summary.keys(shape)
   end,

@@ -1,6 +1,7 @@
 --- The policies that requests name. Each policy with its options has an attention over
 -- the engine's cache, which stays for later requests; those that were not used for
 -- longest go when there are too many.
+local fields = require "kvlab.http.fields"
 local json = require "kvlab.json"
 local named = require "kvlab.named"
 local policies = require "kvlab.policy.policy"
@@ -58,33 +59,60 @@ local function open(self, name, options)
     "invalid_policy")
 end
 
+--- The options of a request, checked as far as the policy itself does not. A request may
+-- set numbers, true or false, and texts of which `takes` says what they may be. Other
+-- options are for scripts: tables may hold tensors, and a text may be the path of a file.
+local function settable(name, given)
+  local policy, out = policies(name), {}
+  for key, value in pairs(given) do
+    local field = "policy_options." .. key
+    local option = policy.aliases[key] or key
+    local default = policy.defaults[option]
+    local kind = type(default)
+    if kind == "table" or kind == "function"
+      or kind == "string" and not policy.takes[option] then
+      problem.wrong(field, ("%s is an option that only scripts can set"):format(field),
+        "unsupported_value")
+    elseif type(value) == "table" then
+      fields.refuse(field, value, "a number, a string, true or false")
+    elseif value ~= json.null then
+      out[key] = value
+    end
+  end
+  return out
+end
+
+local function check_name(name)
+  if named.path_of("policies", name) then return end
+  problem.wrong("policy", ("policy is %s, expected one of %s"):format(
+    problem.quoted(name), table.concat(named.list "policies", ", ")), "unknown_policy")
+end
+
+--- The attention of a policy that a request names, opened where it is not there yet.
+local function entry_of(self, name, given, is_own)
+  check_name(name)
+  given = settable(name, given)
+  local key = ("%s %s %s"):format(name, tostring(is_own), json.encode(given))
+  local entry = self.entries[key]
+  if entry then return entry end
+  local all = {}
+  for option, value in pairs(is_own and self.options or {}) do all[option] = value end
+  for option, value in pairs(given) do all[option] = value end
+  make_room(self)
+  entry = { attention = open(self, name, all), name = name, users = 0 }
+  self.entries[key] = entry
+  return entry
+end
+
 --- Takes the policy that a request names; give() ends the use.
 ---@param name string|nil
 ---@param options table|nil  without a name: of the server's own policy, over its own
 ---@return table entry  attention, name
 function Policies:take(name, options)
-  local entry
-  if not name and not options then
-    entry = self.own
-  else
-    local all = {}
-    if not name or name == self.own.name and not options then
-      name = name or self.own.name
-      for key, value in pairs(self.options) do all[key] = value end
-    end
-    for key, value in pairs(options or {}) do all[key] = value end
-    if not named.path_of("policies", name) then
-      problem.wrong("policy", ("policy is %s, expected one of %s"):format(
-        problem.quoted(name), table.concat(named.list "policies", ", ")),
-        "unknown_policy")
-    end
-    local key = name .. " " .. json.encode(all)
-    entry = self.entries[key]
-    if not entry then
-      make_room(self)
-      entry = { attention = open(self, name, all), name = name, users = 0 }
-      self.entries[key] = entry
-    end
+  local entry = self.own
+  if name or options then
+    local is_own = not name or name == self.own.name and not options
+    entry = entry_of(self, name or self.own.name, options or {}, is_own)
   end
   self.clock = self.clock + 1
   entry.users, entry.used = entry.users + 1, self.clock

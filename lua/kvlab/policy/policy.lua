@@ -9,7 +9,9 @@
 --     defaults = { ratio = 0.1, sink = 1 } its options; no others are taken
 --     takes = { window = policy.count }    which values an option may have, if its
 --                                          type is not enough: share, whole, count,
---                                          one_of(…)
+--                                          within(1, 9), one_of(…), policy_name. A
+--                                          server's clients may set a text only if it is
+--                                          named here
 --     aliases = { sparse_ratio = "ratio" } other names of options
 --     init(self, shape)                    once, when attached: make summaries. shape has
 --                                          device, layers, blocks, block_size, heads,
@@ -139,8 +141,12 @@ local M = {}
 
 -- What `takes` may say of an option: kinds of kvlab.options.
 M.share, M.whole, M.count = options.share, options.whole, options.count
+--- The option names a policy, which `nest` opens.
+M.policy_name = { "the name of a policy", options.string[2] }
 --- The option must be one of these texts.
 function M.one_of(...) return options.one_of(...) end
+--- The option is a whole number within limits.
+function M.within(low, high) return options.within(low, high) end
 
 local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
 local COMMON = { min_blocks = 0, sink = 0, recent = 0 }

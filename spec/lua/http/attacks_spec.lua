@@ -2,6 +2,9 @@
 -- has its status and its code, and a plain request after it is answered as before.
 local client = require "spec.http_client"
 local json = require "kvlab.json"
+local kv = require "kvlab"
+local named = require "kvlab.named"
+local problem = require "kvlab.http.problem"
 local processes = require "spec.processes"
 local servers = require "spec.http_servers"
 local unicode = require "kvlab.text.unicode"
@@ -229,5 +232,108 @@ describe("words of a client", function()
       policy_options = { [long] = 1 } }):find(("x"):rep(80), 1, true))
     assert.truthy(message("/v1/chat/completions", { messages = json.array {
       { role = "user", content = "a", [long] = 1 } } }):find(shown, 1, true))
+  end)
+end)
+
+describe("options of policies", function()
+  --- Takes a policy with options: nil, or the error's status, code and field.
+  local function refused(server, name, options)
+    local ok, found = pcall(server.policies.take, server.policies, name, options)
+    if ok then return server.policies:give(found) end
+    assert.is_true(problem.is(found), tostring(found))
+    return { found.status, found.code, found.param }
+  end
+
+  it("take from requests what JSON can say, of every policy", function()
+    local server = servers.open { limits = { policies = 1000 } }
+    for _, name in ipairs(kv.policy.names "decode") do
+      local own = kv.policy(name)
+      local defaults = { min_blocks = 0, sink = 0, recent = 0 }
+      for option, value in pairs(own.defaults) do defaults[option] = value end
+      for alias, option in pairs(own.aliases) do defaults[alias] = defaults[option] end
+      assert.is_nil(refused(server, name, {}))
+      for option, default in pairs(defaults) do
+        local field = "policy_options." .. option
+        local is_set_by_scripts = type(default) == "table" or type(default) == "function"
+        for _, value in ipairs { true, "a/path", {}, { 1 }, { a = 1 }, 1e300 } do
+          local expected = { 400, "invalid_policy", "policy_options" }
+          if is_set_by_scripts then expected = { 400, "unsupported_value", field }
+          elseif type(value) == "table" then expected = { 400, nil, field }
+          end
+          local got = refused(server, name, { [option] = value })
+          if type(value) ~= type(default) or got then
+            assert.same(expected, got, ("%s.%s = %s"):format(name, option,
+              tostring(value)))
+          end
+        end
+        if not is_set_by_scripts then
+          assert.is_nil(refused(server, name, { [option] = json.null }))
+        end
+      end
+    end
+  end)
+
+  it("that only a script can set are refused by their names", function()
+    named.give("policies", "reads", "spec", kv.policy.define { name = "reads",
+      decode = true, defaults = { file = "weights", fn = function() end, ratio = 0.5 },
+      score = function(_, ctx) return ctx:new_scores():fill_(0) end })
+    local server = servers.open { policy = "nsa_branches",
+      policy_options = { gate_weights = { kv.randn(kv.device "cpu", "f32",
+        { 3, 32 }) } } }
+    for _, case in ipairs { { "reads", "file", "/etc/passwd" }, { "reads", "fn", 1 },
+      { "nsa", "index_weights", json.array { 1 } },
+      { "nsa_branches", "gate_weights", json.array { 1 } },
+      { nil, "compression", json.array { 1 } } } do
+      local answer = client.ask(server, "POST", "/v1/completions", { prompt = "a",
+        policy = case[1], policy_options = { [case[2]] = case[3] } })
+      assert.equal(400, answer.status, answer.body)
+      local error = answer:json().error
+      assert.equal("policy_options." .. case[2], error.param)
+      assert.equal("unsupported_value", error.code)
+      is_well(server)
+    end
+    -- The server's own policy keeps what its script gave it.
+    assert.is_nil(refused(server, nil, { window = 8 }))
+    assert.is_nil(refused(server, "layers", { base = "quest" }))
+    assert.same({ 400, "invalid_policy", "policy_options" },
+      refused(server, "layers", { base = "../quest" }))
+  end)
+end)
+
+describe("fields", function()
+  it("of any JSON are taken or refused by their names", function()
+    local server = servers.open()
+    local FIELDS = { "model", "prompt", "max_tokens", "temperature", "top_p", "top_k",
+      "min_p", "repetition_penalty", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
+      "stream", "stream_options", "policy", "policy_options", "watch_blocks", "echo",
+      "logprobs", "suffix", "best_of", "user" }
+    local VALUES = { "null", "true", '""', '"x"', "-1", "0", "1.5", "2147483648",
+      "9007199254740993", "1e300", "-1e-300", "[]", "[1]", '["x", null]', "{}",
+      '{"a": [1]}' }
+    local clients, count = {}, 0
+    for _, field in ipairs(FIELDS) do
+      for _, value in ipairs(VALUES) do
+        local body = field == "prompt" and ("{%q: %s, \"max_tokens\": 1}")
+          or field == "max_tokens" and '{"prompt": "a", %q: %s}'
+          or '{"prompt": "a", "max_tokens": 1, %q: %s}'
+        clients[#clients + 1] = client.start(server, "POST", "/v1/completions",
+          body:format(field, value))
+        if #clients == 40 or field == "user" then
+          client.finish(server, clients)
+          for _, one in ipairs(clients) do
+            local answer = one:answer()
+            count = count + 1
+            if answer.status ~= 200 then
+              assert.equal(answer.status == 404 and 404 or 400, answer.status,
+                answer.body)
+              assert.truthy(answer:json().error.param, answer.body)
+            end
+          end
+          clients = {}
+        end
+      end
+    end
+    assert.equal(#FIELDS * #VALUES, count)
+    is_well(server)
   end)
 end)
