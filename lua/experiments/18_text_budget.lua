@@ -64,7 +64,8 @@ local function open(o)
   local loaded = kv.experiment.memo({ model = o.model, dtype = o.dtype, seed = o.seed },
     opener.for_experiment)
   local task = task_of(o, out)
-  local engine = loaded.model:engine { block_size = o.block_size, max_seqs = 16,
+  local engine = loaded.model:engine { block_size = o.block_size,
+    max_seqs = math.min(o.examples, 64),
     blocks = readings.blocks(task, o.examples, o.block_size),
     max_blocks = math.ceil(task.length / o.block_size) + 2 }
   local reading = readings.open { engine = engine, tokenizer = loaded.tokenizer,

@@ -179,6 +179,10 @@ local function contract(name, dev)
     check_selections { tokens = 40, sink = 0, recent = 0, min_blocks = 0 }
   end)
 
+  it("says what it reads", function()
+    assert.is_nil(kv.policy.uncounted(kv.policy(name)))
+  end)
+
   it("equals dense attention when the budget is everything", function()
     for _, o in ipairs { { ratio = 1 }, { blocks = 64 } } do
       local all = everything(name, o)

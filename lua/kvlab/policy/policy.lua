@@ -579,7 +579,7 @@ local ATTACHED = { "a policy that is attached", function(x)
   return objects.policy[2](x) and x.shape ~= nil
 end }
 arguments.functions(M, "policy", {
-  note_use = { self = objects.policy },
+  note_use = { self = objects.policy }, uncounted = { self = objects.policy },
   attach = { self = objects.policy, shape = objects.shape },
   add_with_nested = { self = objects.policy, list = options.table },
   names = { phase = options.optional(options.one_of("prefill", "decode")),
