@@ -15,7 +15,10 @@ local START, item_of, operation = c_text.START, c_text.item_of, c_text.operation
 local suffix, widen = c_text.suffix, c_text.widen
 local M = {}
 
-local HEADS_UNROLLED = c_text.HEADS_UNROLLED
+local heads_unrolled = c_text.heads_unrolled
+
+-- Elements of arrays that lie on a thread's stack; others lie in memory of the thread.
+local STACK_MAX = 65536
 
 ---@class kvlab.PrinterC
 local Printer = {}
@@ -28,7 +31,9 @@ function Printer:mode(dim, size)
     return self.keys_in_vectors and "vector" or "loop"
   end
   if dim == "dim" and self.vectors then return "vector" end
-  if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
+  if dim == "item" or dim == "head" and size <= heads_unrolled(self.plan) then
+    return "unroll"
+  end
   return "loop"
 end
 
@@ -87,7 +92,7 @@ function Printer:tokens_together(x)
     return nil
   end
   if not expression.has_dim(x.dims, "token") or #x.dims > 2 then return nil end
-  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > HEADS_UNROLLED) then
+  if #x.dims == 2 and (x.dims[1] ~= "head" or sizes.head > heads_unrolled(self.plan)) then
     return nil
   end
   local heads = #x.dims == 2 and sizes.head or 1
@@ -198,7 +203,9 @@ end
 -- ---- arrays ---------------------------------------------------------------------------
 
 function Printer:array(name, kind, count)
-  return ("%s %s[%d + VF] __attribute__((aligned(64)));"):format(TYPES[kind], name, count)
+  self.on_stack = (self.on_stack or 0) + count
+  return ("%s%s %s[%d + VF] __attribute__((aligned(64)));"):format(
+    self.on_stack > STACK_MAX and "static _Thread_local " or "", TYPES[kind], name, count)
 end
 
 function Printer:array_store(name, at, text, kind, vector)

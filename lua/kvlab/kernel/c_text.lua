@@ -6,8 +6,10 @@ local schedule = require "kvlab.kernel.schedule"
 
 local M = {}
 
--- Larger groups are a loop.
-M.HEADS_UNROLLED = 16
+-- Query heads of a group whose operations are written out one after the other; larger
+-- groups are a loop. Fewer are where an expression has many operations, because compilers
+-- need more than a minute for functions of some thousands of them.
+local HEADS_UNROLLED, OPERATIONS_MAX = 16, 1024
 
 local TYPES = { f32 = "float", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
                 bool = "int" }
@@ -16,6 +18,35 @@ local MEMORY = { f32 = "float", f16 = "uint16_t", bf16 = "uint16_t", f8e4m3 = "u
                  i32 = "int32_t", u64 = "uint64_t", u8 = "uint8_t" }
 local NUMBERS = { f32 = "KVL_DTYPE_F32", f16 = "KVL_DTYPE_F16", bf16 = "KVL_DTYPE_BF16",
                   f8e4m3 = "KVL_DTYPE_F8E4M3" }
+
+-- ---- how much is written out ----------------------------------------------------------
+
+local operations = setmetatable({}, { __mode = "k" }) -- of a plan
+
+local function operations_of(plan)
+  if not operations[plan] then
+    local count, seen = 0, {}
+    for _, root in ipairs(plan.roots) do
+      expression.each(root.node, function(x)
+        if #x.args > 0 then count = count + 1 end
+      end, seen)
+    end
+    operations[plan] = math.max(count, 1)
+  end
+  return operations[plan]
+end
+
+--- How many query heads are written out at most; a group with more of them is a loop.
+function M.heads_unrolled(plan)
+  local room = math.floor(OPERATIONS_MAX / operations_of(plan))
+  return math.max(1, math.min(HEADS_UNROLLED, room))
+end
+
+--- How many of `most` blocks are scored at once, each with operations of its own.
+function M.items_together(plan, most)
+  local room = OPERATIONS_MAX / (operations_of(plan) * plan.sizes.head)
+  return math.max(1, math.min(most, math.floor(room)))
+end
 
 -- ---- values ---------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ local M = {}
 -- A compiler that takes longer is ended.
 M.seconds_max = 60
 
-local FLAGS = "-std=gnu17 -O3 -fPIC -shared -fopenmp -fvisibility=hidden -fno-math-errno "
+local FLAGS = "-std=gnu17 %s -fPIC -shared -fopenmp -fvisibility=hidden -fno-math-errno "
   .. "-fno-trapping-math -ffp-contract=fast -fwrapv -w -DNDEBUG"
 local AVX2 = " -mavx2 -mfma -mf16c"
 local ISA_FLAGS = { plain = "", avx2 = AVX2, avx512 = AVX2 .. " -mavx512f -mavx512bw "
   .. "-mavx512dq -mavx512vl -mprefer-vector-width=512" }
+-- Letters of a source beyond which -O3 takes minutes: it gets -O1.
+local LONG = 200000
 -- Floats in a vector of each.
 M.LANES = { plain = 4, avx2 = 8, avx512 = 16 }
 
@@ -38,9 +40,11 @@ end
 --- For specs: forget what was found.
 function M.forget() found = nil end
 
---- The flags for an instruction set.
-function M.flags(isa) return FLAGS .. ISA_FLAGS[isa] .. " -DKVL_ISA=" .. isa
-  .. " -DKVL_ISA_" .. isa:upper() .. "=1" end
+--- The flags for an instruction set and a source.
+function M.flags(isa, source)
+  return FLAGS:format(#source > LONG and "-O1" or "-O3") .. ISA_FLAGS[isa]
+    .. " -DKVL_ISA=" .. isa .. " -DKVL_ISA_" .. isa:upper() .. "=1"
+end
 
 local function make_temporary()
   local pipe = assert(io.popen('mktemp -d "${TMPDIR:-/tmp}/kvlab.XXXXXX" 2>/dev/null'))
@@ -63,7 +67,7 @@ function M.compile(source, isa)
   local image
   if ok then
     local status = os.execute(("timeout %d %s %s %s >%s 2>&1"):format(M.seconds_max,
-      files.shell_line { cc }, M.flags(isa), files.shell_line { "-I" .. root
+      files.shell_line { cc }, M.flags(isa, source), files.shell_line { "-I" .. root
         .. "/kernels",
         "-I" .. root .. "/runtime", "-o", folder .. "/kernel.so", folder .. "/kernel.c" },
       files.shell_line { folder .. "/log" }))

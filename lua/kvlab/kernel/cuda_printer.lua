@@ -9,13 +9,15 @@
 -- team), each (elements of a lane), vec and chunks (elements of a load of dim, and loads
 -- of a row), partial (a team's last load is not whole), items (blocks at once), q_shared
 -- (queries lie in shared memory), streams (a list for loads that are done ahead), and
--- product (a function that gives the text of a product).
+-- product (a function that gives the text of a product). array_room: how many elements of
+-- arrays a thread still has room for.
 local shared = require "kvlab.kernel.c_text"
 
 local bytes_of, TYPES = shared.bytes_of, shared.TYPES
 local M = {}
 
-local HEADS_UNROLLED = shared.HEADS_UNROLLED
+-- Elements of all arrays of a thread that spare it operations; they lie in local memory.
+local ARRAY_ROOM = 4096
 
 -- The types of stored numbers.
 M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::f8e4m3" }
@@ -30,7 +32,9 @@ Printer.__index = Printer
 
 function Printer:mode(dim, size)
   if dim == self.lanes then return "lanes" end
-  if dim == "item" or dim == "head" and size <= HEADS_UNROLLED then return "unroll" end
+  if dim == "item" or dim == "head" and size <= shared.heads_unrolled(self.plan) then
+    return "unroll"
+  end
   return "loop"
 end
 
@@ -354,7 +358,8 @@ end
 
 --- A printer of a plan.
 function M.new(plan)
-  return setmetatable({ plan = plan, lanes = "dim", items = 1 }, Printer)
+  return setmetatable({ plan = plan, lanes = "dim", items = 1,
+    array_room = ARRAY_ROOM }, Printer)
 end
 
 M.ELEMENTS, M.Q_AT = ELEMENTS, Q_AT

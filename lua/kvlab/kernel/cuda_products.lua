@@ -12,7 +12,7 @@ local shared = require "kvlab.kernel.c_text"
 local printer = require "kvlab.kernel.cuda_printer"
 local products = require "kvlab.kernel.products"
 
-local bytes_of, indented = shared.bytes_of, shared.indented
+local bytes_of, indented, TYPES = shared.bytes_of, shared.indented, shared.TYPES
 local M = {}
 
 local WARP, KIB = 32, 1024
@@ -95,8 +95,8 @@ end
 
 -- ---- factors, and sums by the book ----------------------------------------------------
 
---- The text of a value at one head and number d of its row. rows: the text of each row.
-local function value_text(self, x, rows)
+--- What a leaf is at one head and number d of its row; nil for other nodes.
+local function leaf_text(self, x, rows)
   if x.op == "number" then return shared.literal(nil, x.value, x.type) end
   if x.op == "param" then return ("(float)a->param_%s"):format(x.name) end
   if x.op == "const" then
@@ -108,12 +108,29 @@ local function value_text(self, x, rows)
     return printer.load_one("a->const_" .. x.name, text, x.dtype, x.type)
   end
   local row = rows and (x.op == "leaf" or x.op == "field") and rows[x.op .. x.name]
-  if row then return row end
-  if #x.args == 0 then return x.name end
-  if x.op == "unit" then return value_text(self, x.args[1], rows) end
-  local texts = {}
-  for i, arg in ipairs(x.args) do texts[i] = value_text(self, arg, rows) end
-  return "(" .. shared.operation(x, texts, false) .. ")"
+  return row or #x.args == 0 and x.name or nil
+end
+
+--- The text of a value at one head and number d of its row, after lines for what it has
+-- several times. rows: the text of each row.
+local function value_text(self, x, rows, lines)
+  local text_of, named = {}, expression.named { x }
+  expression.each(x, function(one)
+    local text = leaf_text(self, one, rows)
+    if not text then
+      local texts = {}
+      for i, arg in ipairs(one.args) do texts[i] = text_of[arg] end
+      text = one.op == "unit" and texts[1]
+        or "(" .. shared.operation(one, texts, false) .. ")"
+    end
+    if named[one] and one ~= x then
+      local name = "t" .. #lines + 1
+      lines[#lines + 1] = ("const %s %s = %s;"):format(TYPES[one.type], name, text)
+      text = name
+    end
+    text_of[one] = text
+  end)
+  return text_of[x]
 end
 
 local EXACT = [[
@@ -140,7 +157,8 @@ local function exact_text(self, at, sum)
     lines[#lines + 1] = ("const float %s = tile_number<T, D>(tile, %d, item, d);")
       :format(name, factor.row - 1)
   end
-  return EXACT:format(at, "]", indented(lines, "    "), value_text(self, sum.body, names))
+  local text = value_text(self, sum.body, names, lines)
+  return EXACT:format(at, "]", indented(lines, "    "), text)
 end
 
 local FACTORS = [[
@@ -161,8 +179,8 @@ local FACTORS = [[
 local function factors_text(self, at, sum)
   local lines = {}
   for i, factor in ipairs(sum.factors) do
-    lines[i] = ("x[%d][e] = inside ? %s : 0.0f;"):format(i - 1,
-      value_text(self, factor.x))
+    local text = value_text(self, factor.x, nil, lines)
+    lines[#lines + 1] = ("x[%d][e] = inside ? %s : 0.0f;"):format(i - 1, text)
   end
   return FACTORS:format(#sum.factors, "]", indented(lines, "        "), at, at, at)
 end

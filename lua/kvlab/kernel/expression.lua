@@ -38,10 +38,10 @@ local M = {}
 
 local before, fail, join, without = nodes.before, nodes.fail, nodes.join, nodes.without
 local Expression, is_expression = nodes.Expression, nodes.is_expression
-local node, user_line = nodes.node, nodes.user_line
+local is_name, node, user_line = nodes.is_name, nodes.node, nodes.user_line
 local cast_to, lift, CASTS = rules.cast_to, rules.lift, rules.CASTS
-for _, name in ipairs { "Expression", "is_expression", "line_of", "has_dim", "join",
-                        "number", "text" } do
+for _, name in ipairs { "Expression", "each", "is_expression", "is_name", "line_of",
+                        "has_dim", "join", "named", "number", "text" } do
   M[name] = nodes[name]
 end
 M.REDUCTIONS = rules.REDUCTIONS
@@ -244,7 +244,7 @@ end
 function e.param(name, kind)
   local where = user_line()
   kind = kind or "f32"
-  if type(name) ~= "string" or not name:match "^[%a_][%w_]*$" then
+  if not is_name(name) then
     fail(where, "param: the name is %s, expected the name of an option",
       options.shown(name))
   end
@@ -268,12 +268,12 @@ function e.const(dtype, name, ...)
     fail(where, "const: the dtype is %s, expected one of %s", options.shown(dtype),
       table.concat(sorted.keys(CONST_TYPES), " "))
   end
-  if type(name) ~= "string" or not name:match "^[%a_][%w_]*$" then
+  if not is_name(name) then
     fail(where, "const: the name is %s, expected that of a field which init sets",
       options.shown(name))
   end
   for _, dim in ipairs(dims) do
-    if type(dim) ~= "string" or not dim:match "^[%a_][%w_]*$" or seen[dim] then
+    if not is_name(dim) or seen[dim] then
       fail(where, "const: a dimension is %s, expected different names",
         options.shown(dim))
     end
@@ -289,7 +289,7 @@ end
 -- called with. In attention it is the policy's field of this name.
 function e.input(name)
   local where = user_line()
-  if type(name) ~= "string" or not name:match "^[%a_][%w_]*$" then
+  if not is_name(name) then
     fail(where, "input: the name is %s, expected a name", options.shown(name))
   end
   return node("input", { name = name, type = "f32", dims = {}, line = where })
@@ -297,22 +297,13 @@ end
 
 --- Any other name is a field of the policy's summary.
 setmetatable(e, { __index = function(_, name)
-  if type(name) ~= "string" or not name:match "^[%a_][%w_]*$" then
+  if not is_name(name) then
     fail(user_line(), "%s is no name of a field", options.shown(name))
   end
   return node("field", { name = name, line = user_line() })
 end })
 
 -- ---- resolving ------------------------------------------------------------------------
-
---- Calls fn(node) for each node, operands first, each once.
-function M.each(root, fn, seen)
-  seen = seen or {}
-  if seen[root] then return end
-  seen[root] = true
-  for _, arg in ipairs(root.args) do M.each(arg, fn, seen) end
-  fn(root)
-end
 
 --- Adds the files that an expression's nodes were built in to a set of paths.
 function M.add_files(root, paths)

@@ -64,7 +64,7 @@ end
 -- from. The compiler is no part of it: any one gives the same meaning, and what was kept
 -- must be found where there is none.
 function M.name_of(source, target)
-  local flags = compiler.LANES[target] and compiler.flags(target) or ""
+  local flags = compiler.LANES[target] and compiler.flags(target, source) or ""
   return cache.hash(table.concat({ source, target, flags,
     ffi.string(C.kvl_code_headers()) }, "\0"))
 end

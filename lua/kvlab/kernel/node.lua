@@ -60,6 +60,9 @@ function M.number(value, kind, where)
                             line = where })
 end
 
+--- Whether a name can stand in the text of a kernel.
+function M.is_name(x) return type(x) == "string" and x:find "^[%a_][%w_]*$" ~= nil end
+
 -- ---- dimensions -----------------------------------------------------------------------
 
 -- The order in which dimensions are stored and looped over; the policy's own lie between
@@ -106,43 +109,143 @@ function M.side(x)
   return ("%s (%s %s)"):format(M.text(x, 60), x.type, dims_text(x.dims))
 end
 
+-- ---- in order -------------------------------------------------------------------------
+
+--- Calls fn(node) for each node, operands first, each once. It needs no recursion, so an
+-- expression may be as deep as memory allows.
+---@param seen? table  nodes that are left out; those that it calls fn for are added
+function M.each(root, fn, seen)
+  seen = seen or {}
+  if seen[root] then return end
+  local path, at, depth = { root }, { 0 }, 1
+  seen[root] = true
+  while depth > 0 do
+    local x, i = path[depth], at[depth] + 1
+    local arg = x.args[i]
+    at[depth] = i
+    if not arg then
+      fn(x)
+      depth = depth - 1
+    elseif not seen[arg] then
+      seen[arg], depth = true, depth + 1
+      path[depth], at[depth] = arg, 0
+    end
+  end
+end
+
+-- Operations inside of each other in one line of a text.
+local DEEP = 30
+
+--- The nodes that a text has to name, so that it has every node once: those that are used
+-- more than once, and some of those that lie deep inside of others, because parsers and
+-- readers have their limits. Leaves have names already.
+---@param roots kvlab.Expression[]
+---@return table<kvlab.Expression, boolean>
+function M.named(roots)
+  local used, deep, named, seen, seen_again = {}, {}, {}, {}, {}
+  for _, root in ipairs(roots) do
+    M.each(root, function(x)
+      for _, arg in ipairs(x.args) do used[arg] = (used[arg] or 0) + 1 end
+    end, seen)
+  end
+  for _, root in ipairs(roots) do
+    M.each(root, function(x)
+      local most = 0
+      for _, arg in ipairs(x.args) do most = math.max(most, deep[arg]) end
+      named[x] = #x.args > 0 and ((used[x] or 0) > 1 or most + 1 >= DEEP)
+      deep[x] = (named[x] or x.over) and 0 or most + 1
+    end, seen_again)
+  end
+  return named
+end
+
 -- ---- as text --------------------------------------------------------------------------
 
 local INFIX = { add = { " + ", 1 }, sub = { " - ", 1 }, mul = { " * ", 2 },
                 div = { " / ", 2 }, mod = { " % ", 2 }, pow = { "^", 4 },
                 lt = { " < ", 0 }, le = { " <= ", 0 }, gt = { " > ", 0 },
                 ge = { " >= ", 0 }, eq = { " = ", 0 }, ne = { " != ", 0 } }
+local NEG_STRENGTH = 3
 
-local function show(x, outer)
-  local infix = INFIX[x.op]
-  if x.op == "number" then
-    return ("%.9g"):format(x.value)
-  elseif infix then
-    -- the right side of - / % and the left side of ^ bind tighter than their equals
-    local strength = infix[2]
-    local left = show(x.args[1], x.op == "pow" and strength + 1 or strength)
-    local right = show(x.args[2], x.op == "pow" and strength or strength + 1)
-    local text = left .. infix[1] .. right
-    return strength < outer and "(" .. text .. ")" or text
-  elseif x.op == "neg" then
-    local text = "-" .. show(x.args[1], 3)
-    return outer > 3 and "(" .. text .. ")" or text
-  elseif #x.args == 0 then
-    return x.name
-  end
-  local parts = {}
-  for i, arg in ipairs(x.args) do parts[i] = show(arg, 0) end
-  local name = x.over and x.op .. "_" .. x.over
-    or x.op == "cast" and (x.to or x.type) or x.op
-  return name .. "(" .. table.concat(parts, ", ") .. ")"
+local function put(out, text)
+  out[#out + 1] = text
+  out.left = out.left - #text
 end
 
---- The expression as one reads mathematics: max_head(sum_dim(max(q * lo, q * hi))).
+local write
+
+--- Writes an operation whose strength is known; weaker ones than `outer` in brackets.
+local function write_infix(out, x, outer, strength)
+  local infix, is_pow = INFIX[x.op], x.op == "pow"
+  if strength < outer then put(out, "(") end
+  if not infix then
+    put(out, "-")
+    write(out, x.args[1], strength)
+  else
+    -- the right side of - / % and the left side of ^ bind tighter than their equals
+    write(out, x.args[1], is_pow and strength + 1 or strength)
+    put(out, infix[1])
+    write(out, x.args[2], is_pow and strength or strength + 1)
+  end
+  if strength < outer then put(out, ")") end
+end
+
+--- Writes a node from left to right, until there is no room for more letters.
+---@param out table     the pieces; left: how many letters there is room for; deeper: how
+--                      many nodes inside of each other; names: of nodes, or empty
+---@param outer number  how strong the operation around it binds
+function write(out, x, outer)
+  if out.left < 0 then return end
+  local infix = INFIX[x.op]
+  if out.names[x] then return put(out, out.names[x]) end
+  if x.op == "number" then return put(out, ("%.9g"):format(x.value)) end
+  if #x.args == 0 then return put(out, x.name) end
+  if out.deeper == 0 then return put(out, "...") end
+  out.deeper = out.deeper - 1
+  if infix or x.op == "neg" then
+    write_infix(out, x, outer, infix and infix[2] or NEG_STRENGTH)
+  else
+    put(out, (x.over and x.op .. "_" .. x.over
+      or x.op == "cast" and (x.to or x.type) or x.op) .. "(")
+    for i, arg in ipairs(x.args) do
+      if i > 1 then put(out, ", ") end
+      write(out, arg, 0)
+    end
+    put(out, ")")
+  end
+  out.deeper = out.deeper + 1
+end
+
+local function written(x, most, names)
+  local out = { left = most, deeper = 4 * DEEP, names = names }
+  write(out, x, 0)
+  return table.concat(out), out.left >= 0
+end
+
+--- An expression with names for what it has several times: "x1 + x1 with x1 = q * k".
+local function with_names(x)
+  local names, list, named = {}, {}, M.named { x }
+  M.each(x, function(one)
+    if not named[one] or one == x then return end
+    local name = "x" .. #list + 1
+    list[#list + 1] = ("%s = %s"):format(name, (written(one, math.huge, names)))
+    names[one] = name
+  end)
+  return written(x, math.huge, names)
+    .. (#list > 0 and " with " .. table.concat(list, ", ") or "")
+end
+
+-- Letters of a text without names of its own.
+local LONG = 400
+
+--- The expression as one reads mathematics: max_head(sum_dim(max(q * lo, q * hi))). Its
+-- length grows with the number of nodes, however often they are used.
 ---@param most? integer  letters, after which it is cut
 function M.text(x, most)
-  local text = show(x, 0)
-  if most and #text > most then text = text:sub(1, most - 3) .. "..." end
-  return text
+  local text, is_whole = written(x, most or LONG, {})
+  if is_whole then return text end
+  if not most then return with_names(x) end
+  return text:sub(1, most - 3) .. "..."
 end
 
 Expression.__tostring = function(self) return M.text(self) end

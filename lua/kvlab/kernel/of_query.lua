@@ -15,12 +15,16 @@ local M = {}
 local OF_QUERY = { query_position = true, length = true, blocks = true, layer = true,
                    kv_head = true }
 
+local known = setmetatable({}, { __mode = "k" }) -- what is_of_query found, by node
+
 --- Whether a value depends on nothing but the query's place, options and numbers.
 local function is_of_query(x)
   if x.op == "leaf" then return OF_QUERY[x.name] or false end
-  if x.op == "field" or x.op == "input" or x.over or #x.dims > 0 then return false end
-  for _, arg in ipairs(x.args) do if not is_of_query(arg) then return false end end
-  return true
+  if known[x] ~= nil then return known[x] end
+  local is = not (x.op == "field" or x.op == "input" or x.over or #x.dims > 0)
+  for _, arg in ipairs(x.args) do is = is and is_of_query(arg) end
+  known[x] = is
+  return is
 end
 
 local function is_finite(x) return x.op == "number" and math.abs(x.value) < math.huge end

@@ -10,7 +10,7 @@ local VECTORS, MEMORY, NUMBERS = c_text.VECTORS, c_text.MEMORY, c_text.NUMBERS
 local bytes_of, item_of, struct = c_text.bytes_of, c_text.item_of, c_text.struct
 local body, indented, input_lines = c_text.body, c_text.indented, c_text.input_lines
 local fixed_lines = c_printer.fixed_lines
-local widen, HEADS_UNROLLED = c_text.widen, c_text.HEADS_UNROLLED
+local widen, heads_unrolled = c_text.widen, c_text.heads_unrolled
 local M = {}
 
 -- Blocks that a thread scores in one go, and how many blocks ahead it asks for rows: of
@@ -66,7 +66,7 @@ local function vectors_over_tokens(plan)
       along[x] = fine
       if x.over == "token" then
         some = true
-        can[x] = along[x.args[1]] and plan.sizes.head <= HEADS_UNROLLED
+        can[x] = along[x.args[1]] and plan.sizes.head <= heads_unrolled(plan)
       end
     end, seen)
   end
@@ -437,7 +437,7 @@ function M.print(plan, lanes)
   self.token_vectors, over_tokens = vectors_over_tokens(plan)
   self.keys_in_vectors = plan.place == "hook" and can_use_key_vectors(plan)
   self.items = plan.place == "score" and self.vectors and not over_tokens
-    and math.max(1, math.floor(lanes / plan.sizes.head)) or 1
+    and c_text.items_together(plan, math.floor(lanes / plan.sizes.head)) or 1
   local title = {}
   for i, root in ipairs(plan.roots) do
     title[i] = (" * %s = %s"):format(root.name, expression.text(root.node))

@@ -198,7 +198,8 @@ function M.print(plan, target)
   lay_out(self)
   local over_tokens, alone = look(plan)
   local group = plan.sizes.head
-  self.items = (plan.place ~= "score" or over_tokens) and 1 or group <= 4 and 4 or 2
+  self.items = (plan.place ~= "score" or over_tokens) and 1
+    or shared.items_together(plan, group <= 4 and 4 or 2)
   self.q_shared = plan.place == "score" and plan.uses.q and not alone
     and group * self.each > QUERY_FLOATS or false
   if plan.place == "hook" then

@@ -12,6 +12,8 @@ Printer.__index = Printer
 
 local ARRAYS = { f32 = "double", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
                  bool = "uint8_t" }
+-- Variables of a function that hold values; Lua has room for 200, with those of loops.
+local VARIABLES_MAX = 100
 -- How a stored number is read; the others are what they are.
 local READ = { f16 = "F16[%s]", bf16 = "BF16[%s]", f8e4m3 = "F8[%s]" }
 
@@ -55,10 +57,21 @@ function Printer:literal(value, kind)
   return value < 0 and ("(%.17g)"):format(value) or ("%.17g"):format(value)
 end
 
-function Printer:declare(_, _, name, text) return ("local %s = %s"):format(name, text) end
+local function set(name, text)
+  return ("%s%s = %s"):format(name:find "^more%." and "" or "local ", name, text)
+end
+
+function Printer:declare(_, _, name, text) return set(name, text) end
 
 --- Lua has room for 200 variables in a function: what is used once needs none.
-function Printer:is_named(x) return #x.args > 0 and self.used[x] > 1 end
+function Printer:is_named(x) return self.named[x] end
+
+--- A name for a value; past VARIABLES_MAX of them it is a place in the table `more`.
+function Printer:variable(s, prefix)
+  if s:count_variable() <= VARIABLES_MAX then return s:name(prefix) end
+  self.more = self.more + 1
+  return ("more.%s%d"):format(prefix, self.more)
+end
 
 local INFIX = { lt = "<", le = "<=", gt = ">", ge = ">=", eq = "==", ne = "~=" }
 local F32 = { add = "(%s + %s)", sub = "(%s - %s)", mul = "(%s * %s)" }
@@ -145,7 +158,7 @@ end
 -- ---- arrays ---------------------------------------------------------------------------
 
 function Printer:array(name, kind, count)
-  return ("local %s = ffi.new(\"%s[%d]\")"):format(name, ARRAYS[kind], count)
+  return set(name, ("ffi.new(\"%s[%d]\")"):format(ARRAYS[kind], count))
 end
 
 function Printer:array_store(name, at, text, kind)
@@ -169,10 +182,14 @@ local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0ULL" },
                 argmax = { i32 = "-1" }, logsumexp = { f32 = "-INF" } }
 
 function Printer:reduce_start(s, x)
-  local name = s:name "r"
-  s:line(("local %s = %s"):format(name, START[x.op][x.type]))
-  if x.op == "argmax" then s:line(("local %s_best = -INF"):format(name)) end
-  if x.op == "logsumexp" then s:line(("local %s_sum = 0"):format(name)) end
+  local name = s:variable "r"
+  local function also(what, text)
+    s:count_variable()
+    s:line(set(name .. what, text))
+  end
+  s:line(set(name, START[x.op][x.type]))
+  if x.op == "argmax" then also("_best", "-INF") end
+  if x.op == "logsumexp" then also("_sum", "0") end
   return { name = name }
 end
 
@@ -511,23 +528,18 @@ local PRINTS = { score = print_score, summary = print_summary, map = print_map,
 ---@param plan kvlab.Plan
 ---@return string
 function M.print(plan)
-  local used, title = {}, {}
-  local seen = {}
-  local function count(x)
-    used[x] = used[x] or 0
-    for _, arg in ipairs(x.args) do used[arg] = (used[arg] or 0) + 1 end
-  end
+  local title, values = {}, {}
   for i, root in ipairs(plan.roots) do
     title[i] = ("-- %s = %s"):format(root.name, expression.text(root.node))
-    expression.each(root.node, count, seen)
+    values[i] = root.node
   end
-  for _, value in ipairs(plan.query_values or {}) do
-    expression.each(value.node, count, seen)
-  end
-  local self = setmetatable({ plan = plan, used = used }, Printer)
+  for _, value in ipairs(plan.query_values or {}) do values[#values + 1] = value.node end
+  local self = setmetatable({ plan = plan, named = expression.named(values), more = 0 },
+    Printer)
+  local text = PRINTS[plan.place](self)
   return table.concat(title, "\n") .. "\nlocal numbers = ...\nsetfenv(1, numbers)\n"
     .. ("local TOKENS = %d\nreturn function(a)\n"):format(plan.sizes.token or 1)
-    .. PRINTS[plan.place](self) .. "end\n"
+    .. (self.more > 0 and "local more = {}\n" or "") .. text .. "end\n"
 end
 
 return M

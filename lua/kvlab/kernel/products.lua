@@ -29,15 +29,31 @@ local function make(op, args, kind)
     dims = expression.join(args), line = rawget(args[1], "line") }, expression.Expression)
 end
 
---- Whether two expressions are the same.
-local function same(a, b)
+--- Whether two expressions are the same. compared: pairs of nodes that need no second
+-- comparison, because one that fails ends the whole.
+local function same(a, b, compared)
   if a == b then return true end
   for _, key in ipairs { "op", "name", "value", "type", "over", "dtype", "to", "unit" } do
     if a[key] ~= b[key] then return false end
   end
   if #a.args ~= #b.args then return false end
-  for i, arg in ipairs(a.args) do if not same(arg, b.args[i]) then return false end end
+  compared = compared or {}
+  compared[a] = compared[a] or {}
+  if compared[a][b] then return true end
+  compared[a][b] = true
+  for i, arg in ipairs(a.args) do
+    if not same(arg, b.args[i], compared) then return false end
+  end
   return table.concat(a.stored or {}, " ") == table.concat(b.stored or {}, " ")
+end
+
+--- What fn says of a node, asked once for each.
+local function remembered(fn)
+  local known = setmetatable({}, { __mode = "k" })
+  return function(x)
+    if known[x] == nil then known[x] = fn(x) end
+    return known[x]
+  end
 end
 
 -- ---- factors --------------------------------------------------------------------------
@@ -45,7 +61,8 @@ end
 local PURE_LEAVES = { q = true, layer = true, kv_head = true }
 
 --- Whether queries and constants alone make a value, element by element.
-local function is_pure(x)
+local is_pure
+is_pure = remembered(function(x)
   if x.op == "leaf" then return PURE_LEAVES[x.name] or false end
   if x.op == "field" or x.op == "input" or x.over then return false end
   for _, dim in ipairs(x.dims) do
@@ -53,7 +70,7 @@ local function is_pure(x)
   end
   for _, arg in ipairs(x.args) do if not is_pure(arg) then return false end end
   return true
-end
+end)
 
 local function is_zero(x) return x.op == "number" and x.value == 0 end
 
@@ -62,7 +79,8 @@ local function is_power_of_two(x)
 end
 
 --- Whether a factor has no more digits than a query.
-local function is_exact(x)
+local is_exact
+is_exact = remembered(function(x)
   local a, b = x.args[1], x.args[2]
   if x.op == "leaf" then return x.name == "q" end
   if x.op == "neg" or x.op == "abs" or x.op == "relu" then return is_exact(a) end
@@ -75,7 +93,7 @@ local function is_exact(x)
     return (is_exact(a) or is_zero(a)) and (is_exact(b) or is_zero(b))
   end
   return false
-end
+end)
 
 -- ---- sums of products -----------------------------------------------------------------
 
@@ -89,16 +107,31 @@ local function is_row(x)
   return x.op == "leaf" and (x.name == "k" or x.name == "v")
 end
 
---- A sum of products as a list: leaf, unit, factor (nil for 1); nil: it is none.
+--- A sum of products as a list: leaf, unit, factor (nil for 1); nil: it is none. There is
+-- one entry for each leaf and unit. known: the lists of nodes that were asked for.
 local linear
+
+local function key_of(leaf) return leaf.op .. " " .. leaf.name end
+
+--- Adds a product to a list.
+local function add_product(list, leaf, unit, factor)
+  for _, one in ipairs(list) do
+    if key_of(one.leaf) == key_of(leaf) and one.unit == unit then
+      local unity = expression.number(1, "f32")
+      one.factor = make("add", { one.factor or unity, factor or unity })
+      return
+    end
+  end
+  list[#list + 1] = { leaf = leaf, unit = unit, factor = factor }
+end
 
 local function merged(a, b, sign)
   local list = {}
-  for _, one in ipairs(a) do list[#list + 1] = one end
+  for _, one in ipairs(a) do add_product(list, one.leaf, one.unit, one.factor) end
   for _, one in ipairs(b) do
-    local factor = one.factor or expression.number(1, "f32")
-    list[#list + 1] = { leaf = one.leaf, unit = one.unit,
-                        factor = sign < 0 and make("neg", { factor }) or one.factor }
+    local factor = one.factor
+    if sign < 0 then factor = make("neg", { factor or expression.number(1, "f32") }) end
+    add_product(list, one.leaf, one.unit, factor)
   end
   return list
 end
@@ -124,8 +157,9 @@ local function is_below(a, b, definitions)
 end
 
 --- The larger, or the smaller, of a factor times one row and times another.
-local function bound(x, definitions)
-  local a, b = linear(x.args[1], definitions), linear(x.args[2], definitions)
+local function bound(x, definitions, known)
+  local a, b = linear(x.args[1], definitions, known),
+    linear(x.args[2], definitions, known)
   if not (a and b and #a == 1 and #b == 1) then return nil end
   local low, high = a[1], b[1]
   if is_below(high.leaf, low.leaf, definitions) then low, high = high, low end
@@ -142,37 +176,38 @@ local function bound(x, definitions)
            { leaf = high.leaf, unit = high.unit, factor = above } }
 end
 
-function linear(x, definitions)
+local function list_of(x, definitions, known)
   if is_row(x) then return { { leaf = x } } end
   local a, b = x.args[1], x.args[2]
   if x.type ~= "f32" or x.over then return nil end
   if x.op == "unit" then
-    local list = is_row(a) and linear(a, definitions)
-    if list then list[1].unit = x.unit end
-    return list or nil
+    return is_row(a) and { { leaf = a, unit = x.unit } } or nil
   elseif x.op == "neg" then
-    local list = linear(a, definitions)
+    local list = linear(a, definitions, known)
     return list and merged({}, list, -1)
   elseif x.op == "add" or x.op == "sub" then
-    local left = linear(a, definitions)
-    local right = left and linear(b, definitions)
+    local left = linear(a, definitions, known)
+    local right = left and linear(b, definitions, known)
     return right and merged(left, right, x.op == "sub" and -1 or 1)
   elseif x.op == "mul" then
     if is_pure(b) then a, b = b, a end
-    local list = is_pure(a) and linear(b, definitions)
+    local list = is_pure(a) and linear(b, definitions, known)
     return list and scaled(list, a, "mul") or nil
   elseif x.op == "div" then
-    local list = is_pure(b) and linear(a, definitions)
+    local list = is_pure(b) and linear(a, definitions, known)
     return list and scaled(list, b, "div") or nil
   elseif x.op == "max" or x.op == "min" then
-    return bound(x, definitions)
+    return bound(x, definitions, known)
   end
   return nil
 end
 
--- ---- a score --------------------------------------------------------------------------
+function linear(x, definitions, known)
+  if known[x] == nil then known[x] = list_of(x, definitions, known) or false end
+  return known[x] or nil
+end
 
-local function key_of(leaf) return leaf.op .. " " .. leaf.name end
+-- ---- a score --------------------------------------------------------------------------
 
 --- The index of a row among all that are read; nil if it does not go with them.
 local function row_index(found, leaf, plan)
@@ -195,19 +230,13 @@ local function product_of(x, found, plan)
      or #x.dims ~= (tokens and 2 or 1) then
     return nil
   end
-  local list = linear(x.args[1], plan.definitions)
+  local list = linear(x.args[1], plan.definitions, found.known)
   if not list then return nil end
-  local factors, of_row, exact = {}, {}, true
-  for _, one in ipairs(list) do
+  local factors, exact = {}, true
+  for i, one in ipairs(list) do
     local row = row_index(found, one.leaf, plan)
     if not row or one.unit ~= list[1].unit then return nil end
-    local factor = one.factor or expression.number(1, "f32")
-    if of_row[row] then
-      of_row[row].x = make("add", { of_row[row].x, factor })
-    else
-      of_row[row] = { row = row, x = factor }
-      factors[#factors + 1] = of_row[row]
-    end
+    factors[i] = { row = row, x = one.factor or expression.number(1, "f32") }
   end
   if tokens ~= found.of_tokens then return nil end
   table.sort(factors, function(a, b) return a.row < b.row end)
@@ -219,7 +248,7 @@ end
 ---@param plan kvlab.Plan  of a score
 ---@return kvlab.Products|nil
 function M.find(plan)
-  local found, new = { rows = {}, index = {}, sums = {} }, {}
+  local found, new = { rows = {}, index = {}, sums = {}, known = {} }, {}
   expression.each(plan.roots[1].node, function(x)
     local product, unit = product_of(x, found, plan)
     if product then

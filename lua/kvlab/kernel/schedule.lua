@@ -20,6 +20,10 @@ Schedule.__index = Schedule
 
 -- Arrays with more elements are not made; the value is then computed again.
 local ARRAY_MAX = 65536
+-- Operations that every loop may compute anew for a value that several loops need.
+local AGAIN_MAX = 16
+-- Lines of a kernel: more would keep a compiler busy for minutes.
+local LINES_MAX = 50000
 
 --- What is fixed throughout a kernel (its sequence and KV head) is level 1, what is fixed
 -- throughout a block is level 2.
@@ -29,7 +33,7 @@ local FIXED, BLOCK = 1, 2
 ---@param sizes table<string, integer>  of each dimension
 function M.new(printer, sizes)
   return setmetatable({ printer = printer, sizes = sizes, count = 0, ids = 0, top = FIXED,
-    scopes = { { lines = {}, memo = {} } } }, Schedule)
+    variables = 0, line_count = 0, scopes = { { lines = {}, memo = {} } } }, Schedule)
 end
 
 --- A name that nothing else has.
@@ -38,9 +42,28 @@ function Schedule:name(prefix)
   return prefix .. self.count
 end
 
+--- A name for a value, in whatever way the printer has room for it.
+function Schedule:variable(prefix)
+  if self.printer.variable then return self.printer:variable(self, prefix) end
+  return self:name(prefix)
+end
+
+--- Notes that the innermost scope has one more variable. Returns how many all of the
+-- scopes have that are open.
+function Schedule:count_variable()
+  local scope = self.scopes[self.top]
+  scope.variables, self.variables = (scope.variables or 0) + 1, self.variables + 1
+  return self.variables
+end
+
 function Schedule:line(text)
   local lines = self.scopes[self.top].lines
   lines[#lines + 1] = text
+  self.line_count = self.line_count + 1
+  if self.line_count > LINES_MAX then
+    error(("%s: its kernel would have more than %d lines; use fewer reductions inside of "
+      .. "each other"):format(self.printer.plan.what, LINES_MAX), 0)
+  end
 end
 
 --- What fn returns, the first time that it is asked for under this key since the scope
@@ -64,8 +87,10 @@ function Schedule:pop(head, tail)
   local inner = self.scopes[self.top]
   self.scopes[self.top] = nil
   self.top = self.top - 1
+  self.variables = self.variables - (inner.variables or 0)
   self:line(head)
-  for _, text in ipairs(inner.lines) do self:line("  " .. text) end
+  local lines = self.scopes[self.top].lines
+  for _, text in ipairs(inner.lines) do lines[#lines + 1] = "  " .. text end
   self:line(tail)
 end
 
@@ -103,6 +128,65 @@ local function note(self, x)
   if varies and self.items > 1 then self.dims[x] = { "item", unpack(x.dims) } end
 end
 
+-- ---- what several loops need ----------------------------------------------------------
+
+--- Whether a value differs between the turns of a loop.
+local function is_looped(self, x)
+  for _, dim in ipairs(x.dims) do
+    local mode = self.printer:mode(dim, self.sizes[dim])
+    if mode == "loop" or mode == "vector" then return true end
+  end
+  return false
+end
+
+local SEVERAL = {}
+
+--- The loop that needs each value: the group of a reduction, a root, or SEVERAL.
+---@param order kvlab.Expression[]  operands first
+local function loops_of(self, order)
+  local loops = {}
+  for i = #order, 1, -1 do
+    local x = order[i]
+    local loop = self.groups[x] or loops[x] or x
+    for _, arg in ipairs(x.args) do
+      local other = loops[arg]
+      loops[arg] = other ~= nil and other ~= loop and SEVERAL or loop
+    end
+  end
+  return loops
+end
+
+--- Notes what a loop that needs x computes for it, up to AGAIN_MAX + 1 operations.
+---@return integer  how many they are
+local function add_again(again, x)
+  local all, count = again[x], 1
+  all[x] = true
+  for _, arg in ipairs(x.args) do
+    for one in pairs(again[arg]) do
+      if count > AGAIN_MAX then return count end
+      if not all[one] then all[one], count = true, count + 1 end
+    end
+  end
+  return count
+end
+
+--- Finds the values that are computed once, into arrays, because several loops need them
+-- and each would have to do much to compute them anew. Otherwise a chain of n reductions,
+-- each of what the one before it left, would print n loops of up to n operations.
+local function find_apart(self, order)
+  local loops, again = loops_of(self, order), {}
+  self.apart = {}
+  for _, x in ipairs(order) do
+    again[x] = {}
+    if #x.args > 0 and is_looped(self, x) then
+      local count = add_again(again, x)
+      if count > AGAIN_MAX and loops[x] == SEVERAL then
+        self.apart[x], again[x] = true, {}
+      end
+    end
+  end
+end
+
 --- Takes in the expressions that will be asked for.
 ---@param roots kvlab.Expression[]
 ---@param each fun(root: table, fn: function, seen: table)  walks a root, operands first
@@ -110,10 +194,11 @@ function Schedule:take(roots, each)
   self.varies, self.heights, self.id, self.groups, self.dims = {}, {}, {}, {}, {}
   self.items = self.printer.items or 1
   self.sizes.item = self.items
-  local seen = {}
+  local seen, order = {}, {}
   for _, root in ipairs(roots) do
     each(root, function(x)
       note(self, x)
+      order[#order + 1] = x
       if not x.over then return end
       local key = ("%s|%s|%s|%d|%s"):format(x.over, table.concat(x.dims, ","),
         tostring(self.varies[x]), self.heights[x], x.op == "pack" and "pack" or "")
@@ -122,6 +207,7 @@ function Schedule:take(roots, each)
       self.groups[x] = self.groups[key]
     end, seen)
   end
+  find_apart(self, order)
 end
 
 --- The innermost scope that the value depends on.
@@ -156,6 +242,7 @@ local function is_repeated(self, x, bind, level)
   end
   local base = self.varies[x] and self.block_level or FIXED
   if level <= base then return false end
+  if self.apart[x] then return true end
   if self.varies[x] and not x.over then return false end -- cheaper to do again
   local bound = {}
   for _, dim in ipairs(self.dims[x]) do
@@ -238,9 +325,18 @@ local function fill_array(self, x, item)
   local count = 1
   for _, dim in ipairs(x.dims) do count = count * self.sizes[dim] end
   if count > ARRAY_MAX then return nil end
-  local name = self:name "array"
+  local printer = self.printer
+  if self.apart[x] and self.varies[x] and printer.array_room then
+    if count > printer.array_room then return nil end
+    printer.array_room = printer.array_room - count
+  end
+  local own = printer.own -- of an array around this one, whose values need it
+  local name = self:variable "array"
   self:line(self.printer:array(name, x.type, count, self.varies[x]))
-  if fill_by_tokens(self, x, name, item) then return name end
+  if fill_by_tokens(self, x, name, item) then
+    printer.own = own
+    return name
+  end
   self.sharing = not self.varies[x] -- the first loop may be shared by threads
   self:over(x.dims, function(bind)
     local vector = is_vector(x, bind)
@@ -248,7 +344,9 @@ local function fill_array(self, x, item)
     self:line(self.printer:array_store(name, self:index(x.dims, bind), text, x.type,
       vector))
   end, { item = item })
+  self.sharing = false
   self:line(self.printer:array_filled(self.varies[x]))
+  printer.own = own
   return name
 end
 
@@ -285,7 +383,7 @@ local function from_array(self, x, bind)
 end
 
 local function load_array(self, x, bind, text)
-  local name = self:name "x"
+  local name = self:variable "x"
   self:line(self.printer:declare(x.type, is_vector(x, bind), name, text))
   return name
 end
@@ -340,7 +438,7 @@ end
 
 --- Packs 32 bools, one after the other, into word `word`.
 local function pack(self, x, bind)
-  local name, size = self:name "word", self.sizes[x.over]
+  local name, size = self:variable "word", self.sizes[x.over]
   local printer = self.printer
   self:line(printer:declare("u32", false, name, printer:literal(0, "u32")))
   local head, tail, text, shift = printer:word_loop(self, bind.word.text, size)
@@ -398,7 +496,7 @@ local function compute(self, x, bind)
   end
   local text = self.printer:compute(self, x, bind, texts, vectors, vector)
   if not self.printer:is_named(x) then return text end
-  local name = self:name "x"
+  local name = self:variable "x"
   self:line(self.printer:declare(x.type, vector, name, text))
   return name
 end
