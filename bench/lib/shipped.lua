@@ -5,6 +5,7 @@
 -- A way is made by a function of a rig and has update(ev), fields() and score(ctx), or
 -- some of them. fields() are the summary's values for the blocks of the rig, as f32 by
 -- name. A case with `summary` has fields, one with `no_score` no score.
+local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 
@@ -117,7 +118,7 @@ end
 ---@return kvlab.Kernel
 function M.kernel(way, what)
   local p = way.policy
-  if what == "summary" then return p.summary.kernel end
+  if what == "summary" then return kernel.of_summary(p.summary) end
   return p.score_kernel or select(2, next(p.map_kernels))
 end
 

@@ -249,6 +249,8 @@ function Field:bytes_block() return self.bytes end
 local Fields = {}
 Fields.__index = Fields
 
+local STATE = {} -- the key of what a summary has besides its fields, whose names it keeps
+
 local function new_field(shape, plan, root)
   local dims = { shape.layers, shape.blocks, shape.kv_heads }
   for _, dim in ipairs(root.node.dims) do dims[#dims + 1] = plan.sizes[dim] end
@@ -262,18 +264,16 @@ end
 --- Memory for the fields of a policy's summary, and the kernel that fills it.
 local function new_fields(owner, shape, fields, o)
   local plan = place.summary(fields, "policy " .. owner.name, o)
-  local self = { kernel = M.open(plan, shape.device), owner = owner, shape = shape,
-                 names = sorted.keys(fields), of = {} }
-  for _, root in ipairs(plan.roots) do
-    self.of[root.name] = new_field(shape, plan, root)
-    self[root.name] = self.of[root.name]
-  end
+  local self = { [STATE] = { kernel = M.open(plan, shape.device), owner = owner,
+                             shape = shape, names = sorted.keys(fields) } }
+  for _, root in ipairs(plan.roots) do self[root.name] = new_field(shape, plan, root) end
   return setmetatable(self, Fields)
 end
 
 function Fields:update(ev)
   -- Computes the fields of an offload event's blocks from their K and V.
-  local kernel, shape = self.kernel, self.shape
+  local state = self[STATE]
+  local kernel, shape, names = state.kernel, state.shape, state.names
   local n = ev.blocks:size(0)
   kernel.count = 0
   kernel:give("k", ev.k)
@@ -283,11 +283,11 @@ function Fields:update(ev)
   local k_scale, v_scale = shape.format:scales(ev.layer)
   kernel:give("k_scale", k_scale)
   kernel:give("v_scale", v_scale)
-  for i = 1, #self.names do
-    kernel:give("field_" .. self.names[i], self.of[self.names[i]].layers[ev.layer])
+  for i = 1, #names do
+    kernel:give("field_" .. names[i], self[names[i]].layers[ev.layer])
   end
-  kernel:give_consts(self.owner)
-  kernel:set_params(self.owner)
+  kernel:give_consts(state.owner)
+  kernel:set_params(state.owner)
   kernel:set("n", n)
   kernel:set("kv_heads", shape.kv_heads)
   kernel:set("memory_rows", ev.k:size(0))
@@ -300,9 +300,14 @@ end
 function Fields:bytes_block()
   -- Bytes of the fields of one block and KV head.
   local bytes = 0
-  for _, name in ipairs(self.names) do bytes = bytes + self.of[name].bytes end
+  for _, name in ipairs(self[STATE].names) do bytes = bytes + self[name].bytes end
   return bytes
 end
+
+--- The kernel that computes a summary of expressions.
+---@param summary kvlab.Fields
+---@return kvlab.Kernel
+function M.of_summary(summary) return summary[STATE].kernel end
 
 -- ---- a score --------------------------------------------------------------------------
 

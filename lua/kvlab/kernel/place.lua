@@ -12,6 +12,7 @@
 --             that are computed again
 local expression = require "kvlab.kernel.expression"
 local of_query = require "kvlab.kernel.of_query"
+local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -118,6 +119,16 @@ local function check_leaf(plan, root, x)
     PLACE_NAMES[plan.place], table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
 end
 
+--- Raises if a const is another tensor elsewhere.
+local function check_same_const(plan, x, other)
+  local a, b = ("%s [%s]"):format(x.dtype, table.concat(x.stored, ", ")),
+    ("%s [%s]"):format(other.dtype, table.concat(other.stored, ", "))
+  if a ~= b then
+    fail(x, "%s: the const %s is %s here and %s on %s", plan.what, x.name, a, b,
+      other.line)
+  end
+end
+
 --- Adds to the plan what an expression reads. consts(node) returns the tensor of a const.
 local function add_uses(plan, root, o)
   local seen = plan.seen
@@ -140,8 +151,10 @@ local function add_uses(plan, root, o)
     elseif x.op == "field" and not seen["field " .. x.name] then
       seen["field " .. x.name] = true
       plan.fields[#plan.fields + 1] = { name = x.name, node = x, dtype = x.dtype }
-    elseif x.op == "const" and not seen["const " .. x.name] then
-      seen["const " .. x.name] = true
+    elseif x.op == "const" and seen["const " .. x.name] then
+      check_same_const(plan, x, seen["const " .. x.name])
+    elseif x.op == "const" then
+      seen["const " .. x.name] = x
       plan.consts[#plan.consts + 1] = x
       for i, size in ipairs(o.const_dims(x)) do
         set_size(plan, x, x.stored[i], size)
@@ -196,6 +209,24 @@ local function add_root(plan, name, node, dtype, o)
     count = count_of(plan, node), node = plan.scaled and with_units(node, keep) or node }
 end
 
+--- Raises for an entry of `summary` or `emit` whose key is no name: kernels are text, and
+-- the names of what they write stand in it.
+---@param table_name string  "summary"
+---@param what string  "policy quest"
+function M.check_names(table_name, exprs, what)
+  for key, x in pairs(exprs) do
+    if not expression.is_name(key) then
+      local where = expression.is_expression(x) and expression.line_of(x) .. ": " or ""
+      error(("%s%s: %s[%s] has no name, expected NAME = an expression, where NAME has "
+        .. "letters, digits and _"):format(where, what, table_name, options.shown(key)),
+        0)
+    end
+  end
+end
+
+-- What the summary of an attached policy has besides its fields.
+local METHODS = { update = true, bytes_block = true }
+
 --- The fields of a summary as other expressions see them: their dimensions, types and
 -- dtypes. Checks that every expression can be a field.
 ---@param exprs table<string, kvlab.Expression>
@@ -206,13 +237,7 @@ function M.fields(exprs, what)
     fail(exprs, "%s: summary is an expression, expected a table of its fields: "
       .. "summary = { NAME = ... }", what)
   end
-  for key, x in pairs(exprs) do
-    if type(key) ~= "string" then
-      local where = expression.is_expression(x) and expression.line_of(x) .. ": " or ""
-      error(("%s%s: summary[%s] has no name, expected NAME = an expression"):format(where,
-        what, tostring(key)), 0)
-    end
-  end
+  M.check_names("summary", exprs, what)
   for _, name in ipairs(sorted.keys(exprs)) do
     local x = exprs[name]
     local label = ("%s: summary.%s"):format(what, name)
@@ -221,6 +246,9 @@ function M.fields(exprs, what)
     end
     if rawget(expression.e, name) then
       fail(x, "%s: expressions have a %s of their own; choose another name", label, name)
+    end
+    if METHODS[name] then
+      fail(x, "%s: a summary has a method %s; choose another name", label, name)
     end
     x = expression.resolve(x, {}, label, exprs)
     if x.op == "number" or x.type == "number" then
@@ -399,6 +427,7 @@ function M.check_attention(def, what)
       has = true
     end
   end
+  M.check_names("emit", def.emit or {}, what)
   for _, name in ipairs(sorted.keys(def.emit or {})) do
     M.check_emit(name, def.emit[name], what)
     has = true

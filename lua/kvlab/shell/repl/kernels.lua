@@ -3,6 +3,7 @@
 local device = require "kvlab.tensor.device"
 local expression = require "kvlab.kernel.expression"
 local inspect = require "kvlab.shell.repl.inspect"
+local kernel = require "kvlab.kernel.kernel"
 local kernel_hook = require "kvlab.kernel.hook"
 local map = require "kvlab.kernel.map"
 local policy = require "kvlab.policy.policy"
@@ -110,7 +111,7 @@ end
 local function kernels_of(p)
   local list = {}
   if p.expressions.fields then
-    list[1] = { what = "summary", kernel = p.summary.kernel }
+    list[1] = { what = "summary", kernel = kernel.of_summary(p.summary) }
   end
   if p.expressions.score then
     list[#list + 1] = { what = "score", kernel = p.score_kernel }
