@@ -141,7 +141,7 @@ describe("reading", function()
       local result, probe = reading:ask(policy, kv.probe)
       assert.is_true(math.abs(result.nll - first.nll) > MOST, name)
       assert.is_true(probe:metrics().bytes_share < 0.5, name)
-      assert.equal(60, probe.steps)
+      assert.equal(60, probe.reads.observed)
       assert.is_true(math.abs(reading:ask(kv.policy "full").nll - first.nll) < MOST)
     end
     assert.equal(blocks, reading.engine.cache:blocks_free())
