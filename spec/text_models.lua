@@ -13,6 +13,11 @@ local function write(path, text)
   file:close()
 end
 
+--- A chat template, in the form that most models have.
+M.CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+  .. "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+  .. "{{ '<|im_start|>assistant\n' }}{% endif %}"
+
 --- Writes the files of a tokenizer: printable ASCII, then pairs of letters, which no text
 -- is encoded to, and at the end the two special tokens of ChatML.
 ---@param folder string
@@ -31,7 +36,7 @@ function M.write_tokenizer(folder, vocab)
                      { id = vocab - 1, content = "<|im_end|>", special = true } },
   })
   write(folder .. "/tokenizer_config.json", json.encode { eos_token = "<|im_end|>",
-    chat_template = "<|im_start|><|im_end|>\n" })
+    chat_template = M.CHATML })
   return folder
 end
 

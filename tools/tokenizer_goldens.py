@@ -348,57 +348,6 @@ def gguf_golden(path, texts):
 
 # ---- chats ---------------------------------------------------------------------------
 
-# Templates that write what the families' own do, in as few words as it takes.
-TEMPLATES = {
-    "chatml": "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
-    "message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "chatml with a system": "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\\nBe\\nkind.<|im_end|>\\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
-    "message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "qwen3": "{% for message in messages %}{% set c = message.content %}"
-    "{% if message.role == 'assistant' and '</think>' in c %}"
-    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
-    "{{ '<|im_start|>' + message.role + '\\n' + c + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}",
-    "llama-3": "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + "
-    "message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + "
-    "'<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
-    "mistral": "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user')"
-    " != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}",
-    "mistral with spaces": "{{ bos_token }}{% for message in messages %}"
-    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('turns') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'] + eos_token + ' ' }}{% endif %}{% endfor %}",
-    "gemma": "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user')"
-    " != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' "
-    "+ message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}",
-    "gemma with a system": "{{ bos_token }}{% set first_user_prefix = '' %}"
-    "{% if messages[0]['role'] == 'system' %}{% set first_user_prefix = "
-    "messages[0]['content'] + '\\n\\n' %}{% set messages = messages[1:] %}{% endif %}"
-    "{% for message in messages %}{% if (message['role'] == 'user') != "
-    "(loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
-    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' "
-    "+ (first_user_prefix if loop.first else '') + message['content'] | trim + "
-    "'<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}",
-    "zephyr": "{% for message in messages %}{% if message['role'] == 'user' %}"
-    "{{ '<|user|>\\n' + message['content'] + eos_token + '\\n' }}"
-    "{% elif message['role'] == 'system' %}"
-    "{{ '<|system|>\\n' + message['content'] + eos_token + '\\n' }}{% else %}"
-    "{{ '<|assistant|>\\n' + message['content'] + eos_token + '\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}",
-}
 CHATS = [
     "u:Hello", "s:You are a cat.|u:Hello", "u:2+2?|a:4|u: And\u00a0é? \n",
     "s: x |u:\n\n1|a: <think>\nwhy\n</think>\n\nthis |u:<s>日本|a:b</s>|u:'\"{{ 1 }}",
@@ -406,29 +355,22 @@ CHATS = [
 ]
 
 
-def chat_goldens(template_of_model):
-    """Texts of transformers' apply_chat_template; null where the template refuses."""
+def chat_goldens(template):
+    """Texts that transformers' apply_chat_template writes by the template of SmolLM2;
+    tools/template_goldens.py compares other templates."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>")
     roles, rows = {"s": "system", "u": "user", "a": "assistant"}, []
-    templates = dict(TEMPLATES)
-    if template_of_model:
-        templates["SmolLM2"] = template_of_model
-    for name, template in templates.items():
-        for chat in CHATS:
-            messages = [{"role": roles[m[0]], "content": m[2:]} for m in chat.split("|")]
-            for is_prompt in False, True:
-                try:
-                    text = tokenizer.apply_chat_template(
-                        messages, chat_template=template, tokenize=False,
-                        add_generation_prompt=is_prompt)
-                except Exception:  # raise_exception of the template
-                    text = None
-                rows.append({"template": name, "messages": messages, "prompt": is_prompt,
-                             "text": text})
-    return {"templates": TEMPLATES, "rows": rows}
+    for chat in CHATS:
+        messages = [{"role": roles[m[0]], "content": m[2:]} for m in chat.split("|")]
+        for is_prompt in False, True:
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False,
+                add_generation_prompt=is_prompt)
+            rows.append({"messages": messages, "prompt": is_prompt, "text": text})
+    return {"rows": rows}
 
 
 def main():
@@ -458,13 +400,12 @@ def main():
         cases.append({"name": name, "file": base, "patch": patch,
                       "rows": results(tokenizer, texts)})
     write("sentencepiece", sentence_piece_golden(corpus, texts))
-    template = None
     if options.gguf:
         import gguf
         field = gguf.GGUFReader(options.gguf).fields["tokenizer.chat_template"]
         template = bytes(field.parts[field.data[0]]).decode()
         write("smollm2", gguf_golden(options.gguf, texts))
-    write("chats", chat_goldens(template))
+        write("chats", chat_goldens(template))
     write("goldens", {"texts": [{"hex": t.hex()} if isinstance(t, bytes) else t
                                 for t in texts], "cases": cases})
 

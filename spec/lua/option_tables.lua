@@ -5,6 +5,7 @@
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local kv = require "kvlab"
+local text_models = require "spec.text_models"
 
 local M = {}
 
@@ -99,7 +100,7 @@ M["Tokenizer:chat"] = {
   good = function() return { add_generation_prompt = true } end,
   call = function(o)
     local t = tokenizer()
-    t.template = "<|im_start|><|im_end|>\n"
+    t.template = text_models.CHATML
     t:chat({ { role = "user", content = "Hello" } }, o)
   end,
 }

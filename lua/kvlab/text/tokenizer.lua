@@ -14,6 +14,7 @@ local chat = require "kvlab.text.chat"
 local ffi = require "ffi"
 local downloads = require "kvlab.downloads"
 local fields = require "kvlab.text.fields"
+local files = require "kvlab.files"
 local gguf = require "kvlab.text.gguf"
 local hf = require "kvlab.text.hf"
 local json = require "kvlab.json"
@@ -36,7 +37,10 @@ local BYTES_MOST = 2 ^ 27 -- of a text: positions are 28 bits in the heap of mer
 ---@field pad integer|nil
 ---@field eot integer|nil     the end of a turn in a chat
 ---@field specials table<integer, boolean>  ids of special tokens
----@field template string|nil the chat template of the file
+---@field template string|nil the chat template of the files, unless a chat names another
+---@field templates table<string, string>  all that the files have, by their names
+---@field special_texts table<string, string>  special tokens, as templates name them:
+--                                             "bos_token", "eos_token", …
 local Tokenizer = {}
 Tokenizer.__index = Tokenizer
 
@@ -61,24 +65,49 @@ local function build(path, fn, ...)
   error(("%s: %s"):format(path, tostring(problem)), 0)
 end
 
---- A special token of tokenizer_config.json: a string, or an object with its content.
-local function set_special(self, config, name)
-  local token = config[name .. "_token"]
-  if type(token) == "table" then token = token.content end
-  if type(token) == "string" then self[name] = self.ids[token] end
+--- The special tokens of tokenizer_config.json, as templates name them ("bos_token").
+-- Each is a string, or an object with its content.
+local function read_specials(self, config)
+  for _, from in ipairs { config, fields.object_or_nil(config, "",
+    "extra_special_tokens") or {} } do
+    for name, token in pairs(from) do
+      if type(token) == "table" then token = token.content end
+      if type(token) == "string" and tostring(name):find "_token$" then
+        self.special_texts[name] = token
+      end
+    end
+  end
+  for _, name in ipairs { "bos", "eos", "unk", "pad" } do
+    self[name] = self.ids[self.special_texts[name .. "_token"]]
+  end
 end
 
 local TEMPLATES = { "a string, or a list of named ones", function(x)
-  return x == nil or type(x) == "string" or type(x) == "table"
+  if x == nil or type(x) == "string" then return true end
+  for _, entry in ipairs(type(x) == "table" and x or { false }) do
+    if type(entry) ~= "table" or type(entry.name) ~= "string"
+      or type(entry.template) ~= "string" then return false end
+  end
+  return true
 end }
 
---- The chat template, or the one named "default".
-local function template_of(config)
-  local template = fields.get(config, "", "chat_template", TEMPLATES)
-  if type(template) ~= "table" then return template end
-  for _, entry in ipairs(template) do
-    if type(entry) == "table" and entry.name == "default" then return entry.template end
+--- The chat templates of tokenizer_config.json: one, or several with names.
+local function read_templates(self, config)
+  local given = fields.get(config, "", "chat_template", TEMPLATES)
+  if type(given) ~= "table" then given = { { name = "default", template = given } } end
+  for _, entry in ipairs(given) do self.templates[entry.name] = entry.template end
+end
+
+--- The templates in files of their own, which take the place of all others.
+local function read_template_files(self, folder)
+  local own = { default = sources.read(folder .. "/chat_template.jinja") }
+  local more = folder .. "/additional_chat_templates"
+  for _, name in ipairs(files.real(more) and files.list(more) or {}) do
+    local key = name:match "^(.*)%.jinja$"
+    if key then own[key] = sources.read(more .. "/" .. name) end
   end
+  if next(own) then self.templates = own end
+  self.template = self.templates.default
 end
 
 --- Turns what stands before or after a text on or off, where a file says so.
@@ -95,10 +124,8 @@ local function set_around(self, config, name, side)
 end
 
 local function read_config(self, config)
-  for _, name in ipairs { "bos", "eos", "unk", "pad" } do
-    set_special(self, config, name)
-  end
-  self.template = template_of(config)
+  read_specials(self, config)
+  read_templates(self, config)
   set_around(self, config, "bos", "before")
   set_around(self, config, "eos", "after")
 end
@@ -110,8 +137,16 @@ local function read_metadata(self, metadata)
       fields.fail(field, ("is %d, expected 0 ... %d"):format(id, self.size - 1))
     end
     self[name] = id
+    self.special_texts[name .. "_token"] = id and self.texts[id]
   end
-  self.template = fields.get_or(metadata, "", "tokenizer.chat_template", options.string)
+  for key, source in pairs(metadata) do -- tokenizer.chat_template, and ….tool_use
+    local name = tostring(key):match "^tokenizer%.chat_template%.?(.*)$"
+    if name then
+      fields.expect(key, source, options.string)
+      self.templates[name ~= "" and name or "default"] = source
+    end
+  end
+  self.template = self.templates.default
 end
 
 local function of_metadata(self, metadata)
@@ -145,7 +180,7 @@ local function of_files(self, source)
   build(path, hf.build, self, file)
   local config = read_json(folder .. "/tokenizer_config.json")
   if config then build(folder .. "/tokenizer_config.json", read_config, self, config) end
-  self.template = sources.read(folder .. "/chat_template.jinja") or self.template
+  read_template_files(self, folder)
 end
 
 local SOURCE = options.either({ "a path", function(x) return type(x) == "string" end },
@@ -160,7 +195,8 @@ local SOURCE = options.either({ "a path", function(x) return type(x) == "string"
 function M.tokenizer(source)
   options.argument("tokenizer", "source", source, SOURCE)
   local self = setmetatable({ raw_bytes = {}, out = numbers.new(), ends = numbers.new(),
-                              others = numbers.new() }, Tokenizer)
+                              others = numbers.new(), templates = {},
+                              special_texts = {} }, Tokenizer)
   local ok, problem = pcall(type(source) == "table" and of_metadata or of_files, self,
     source)
   if not ok then options.fail("tokenizer: " .. tostring(problem)) end
@@ -320,18 +356,19 @@ function Tokenizer:id_of(token) return self.ids[token] end
 ---@return string|nil
 function Tokenizer:token_of(id) return self.texts[id] end
 
-local CHAT = { add_generation_prompt = options.boolean }
-
 --- A chat as the model was trained to read it, by the template of its file. Names of
--- special tokens in the messages are ordinary text.
----@param messages table[]  { role = "system" | "user" | "assistant", content = … }, …
+-- special tokens in the messages, and in all else that is given, are ordinary text.
+---@param messages table[]|string  { role = "user", content = … }, …, or their JSON text
 ---@param o? table  add_generation_prompt: the text ends where the assistant's answer
---                  begins (false)
+--                  begins (false); tools, documents: lists of tables, or JSON text, which
+--                  keeps the order of keys; variables: what else the template reads, such
+--                  as { enable_thinking = false }; template: the name of one, where the
+--                  files have several ("tool_use" with tools, else "default")
 ---@return string text
 ---@return integer[] ids
 function Tokenizer:chat(messages, o)
-  o = options.check("chat", o, CHAT)
-  local text, ranges = chat.render(self, messages, o.add_generation_prompt or false)
+  o = options.check("chat", o, chat.KNOWN)
+  local text, ranges = chat.render(self, messages, o)
   return text, encode_valid(self, text, ranges, {}, {})
 end
 
@@ -339,7 +376,8 @@ arguments.methods(Tokenizer, "a tokenizer", {
   encode = { text = options.string }, id_of = { token = options.string },
   token_of = { id = options.whole }, bytes_of = { id = options.whole },
   decode = { ids = options.list_of(options.whole) },
-  chat = { messages = options.list_of(options.table, 1) },
+  chat = { messages = options.either({ "JSON text", options.string[2] },
+    options.list_of(options.table, 1)) },
 })
 
 return M

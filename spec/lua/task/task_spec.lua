@@ -2,6 +2,7 @@
 -- examples; and what is wrong with them.
 local kv = require "kvlab"
 local temporary = require "spec.temporary"
+local text_models = require "spec.text_models"
 local texts = require "kvlab.task.texts"
 
 local DATA = kv.paths.root .. "/spec/data/tokenizers/"
@@ -11,7 +12,7 @@ local tokenizers = {}
 local function tokenizer(name)
   if not tokenizers[name] then
     tokenizers[name] = kv.tokenizer(DATA .. name .. ".json")
-    tokenizers[name].template = "<|im_start|> <|im_end|>\n"
+    tokenizers[name].template = text_models.CHATML
   end
   return tokenizers[name]
 end

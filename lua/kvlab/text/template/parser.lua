@@ -1,0 +1,211 @@
+--- Parses a template into a tree. Statements that kvlab does not have are refused by
+-- their name and line; expressions are in kvlab.text.template.expression.
+local expression = require "kvlab.text.template.expression"
+local stream = require "kvlab.text.template.stream"
+
+local M = {}
+
+local STATEMENTS = {}
+
+--- A body up to one of the words, whose token is taken and returned. `inside`: what it
+-- is the body of, for break and continue: "loop", "function", or nil if that changes
+-- nothing.
+local function body(s, words, inside)
+  s:take ":" -- as in Python
+  s:expect "%}"
+  local outer = s.inside
+  s.inside = inside or outer
+  local nodes = s:deeper(M.nodes, words)
+  s.inside = outer
+  if s:is "end" then
+    s:fail("the template ends where %s was expected", table.concat(words, " or "))
+  end
+  return nodes, s:next().value
+end
+
+-- ---- targets --------------------------------------------------------------------------
+
+--- What a value is assigned to: a name, or a tuple of targets.
+local function checked_target(s, node)
+  if node.kind == "tuple" then
+    for _, one in ipairs(node) do checked_target(s, one) end
+  elseif node.kind ~= "name" then
+    s:fail "an assignment to something that is no name"
+  end
+  return node
+end
+
+local function target(s, stop)
+  local read = s.names
+  s.names = {} -- what is assigned to is not read
+  local node = expression.tuple(s, expression.primary, false, stop)
+  s.names = read
+  return checked_target(s, node)
+end
+
+local function name(s) return s:expect("name").value end
+
+-- ---- statements -----------------------------------------------------------------------
+
+function STATEMENTS.set(s, node)
+  if s:is "name" and s:token(1).kind == "." then
+    node.namespace = name(s)
+    s:next()
+    node.attribute = name(s)
+    s.names[node.namespace] = true
+  else
+    node.target = target(s)
+  end
+  if s:take "=" then
+    node.value = expression.tuple(s, expression.any)
+    return node
+  end
+  node.kind = "set_block"
+  while s:take "|" do node.filter = expression.filter(s, node.filter) end
+  node.body = body(s, { "endset" }, "function")
+  return node
+end
+
+STATEMENTS["for"] = function(s, node)
+  node.target = target(s, "in")
+  s:expect("name", "in")
+  node.of = expression.tuple(s, expression.plain, false, "recursive")
+  if s:take("name", "if") then node.test = expression.any(s) end
+  if s:is_name "recursive" then
+    s:fail "a loop that is recursive, which kvlab does not have"
+  end
+  local word
+  node.body, word = body(s, { "endfor", "else" }, "loop")
+  if word == "else" then node.otherwise = body(s, { "endfor" }) end
+  return node
+end
+
+STATEMENTS["if"] = function(s, node)
+  local word = "elif"
+  while word == "elif" do
+    local branch = { condition = expression.tuple(s, expression.plain) }
+    branch.body, word = body(s, { "elif", "else", "endif" })
+    node[#node + 1] = branch
+  end
+  if word == "else" then node.otherwise = body(s, { "endif" }) end
+  return node
+end
+
+--- The parameters in parentheses: { { name, default node } … }.
+local function parameters(s)
+  local list = {}
+  s:expect "("
+  while not s:is ")" do
+    local one = { name(s) }
+    if s:take "=" then one[2] = expression.any(s)
+    elseif list[1] and list[#list][2] then
+      s:fail "a parameter without a default after one with a default"
+    end
+    list[#list + 1] = one
+    if not s:take "," then break end
+  end
+  s:expect ")"
+  return list
+end
+
+--- Parses the body of a macro: which of its special names it reads is noted.
+local function macro_body(s, node, word)
+  local outer = s.names
+  s.names = {}
+  node.body = body(s, { word }, "function")
+  node.reads = s.names
+  for read in pairs(s.names) do outer[read] = true end
+  s.names = outer
+  return node
+end
+
+function STATEMENTS.macro(s, node)
+  node.name, node.parameters = name(s), parameters(s)
+  return macro_body(s, node, "endmacro")
+end
+
+function STATEMENTS.call(s, node)
+  node.parameters = s:is "(" and parameters(s) or {}
+  node.call = expression.any(s)
+  if node.call.kind ~= "call" then s:fail "a call of something that is no call" end
+  node.name = "caller"
+  return macro_body(s, node, "endcall")
+end
+
+function STATEMENTS.filter(s, node)
+  node.kind, node.filter = "filter_block", expression.filter(s)
+  while s:take "|" do node.filter = expression.filter(s, node.filter) end
+  node.body = body(s, { "endfilter" }, "function")
+  return node
+end
+
+function STATEMENTS.with(s, node)
+  while not s:is "%}" do
+    if node[1] then s:expect "," end
+    local one = target(s, "=")
+    s:expect "="
+    node[#node + 1] = { one, expression.any(s) }
+  end
+  node.body = body(s, { "endwith" })
+  return node
+end
+
+--- transformers' own: marks what an assistant says, for training.
+function STATEMENTS.generation(s, node)
+  node.body = body(s, { "endgeneration" }, "function")
+  return node
+end
+
+STATEMENTS["break"] = function(s, node)
+  if s.inside ~= "loop" then s:fail("a %s outside of a loop", node.kind) end
+  return node
+end
+STATEMENTS.continue = STATEMENTS["break"]
+
+-- ---- all of it ------------------------------------------------------------------------
+
+local function statement(s)
+  local node = s:node(s:is "name" and s:token().value or "")
+  local parse = STATEMENTS[node.kind]
+  if not parse then
+    s:fail("the statement {%% %s %%}, which kvlab does not have",
+      node.kind ~= "" and node.kind or "without a name")
+  end
+  s:next()
+  return s:deeper(parse, node)
+end
+
+--- The nodes up to a {% with one of the words, which is the next token; or to the end.
+function M.nodes(s, words)
+  local nodes = {}
+  while not s:is "end" do
+    local token = s:next()
+    if token.kind == "data" then
+      nodes[#nodes + 1] = { kind = "data", line = token.line, value = token.value }
+    elseif token.kind == "{{" then
+      local node = s:node "output"
+      node.value = expression.tuple(s, expression.any)
+      s:expect "}}"
+      nodes[#nodes + 1] = node
+    else
+      for _, word in ipairs(words or {}) do
+        if s:is_name(word) then return nodes end
+      end
+      nodes[#nodes + 1] = statement(s)
+      s:expect "%}"
+    end
+  end
+  return nodes
+end
+
+--- Parses a template.
+---@param source string
+---@return table[] nodes
+---@return table<string, boolean> names  of all variables that it reads
+function M.parse(source)
+  local s = stream.new(source)
+  local nodes = M.nodes(s)
+  return nodes, s.names
+end
+
+return M
