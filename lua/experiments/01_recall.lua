@@ -53,8 +53,10 @@ end
 local function run(config)
   local policy = kv.policy(config.policy, config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
-  local accuracy, step_us, probe = sitting_of(config):ask(policy, kv.probe)
+  local sitting = sitting_of(config)
+  local accuracy, step_us, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
+  metrics.questions = sitting.questions * config.prompts
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
@@ -73,9 +75,9 @@ kv.experiment.run {
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
                question = "decode", unit = "ratio" },
   quick = { context = { 512, 1024 }, prompts = 2 },
-  proportions = { "accuracy", "attention_mass", "bytes_share" },
+  proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
-              "bytes_share", "step_us" },
+              "bytes_share", "step_us", "questions" },
   run = run,
   table = {
     { rows = "policy", columns = "budget", value = "accuracy", beside = "bytes_share",

@@ -57,6 +57,7 @@ kv.experiment.run {
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
   metrics = { "accuracy", "questions", "bytes_share" },
+  proportions = { accuracy = "questions", "bytes_share" },
   run = function(config)
     local part = part_of(config.depth)
     local answers = kv.experiment.memo({

@@ -49,7 +49,7 @@ local function run(config)
     { blocks = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
-  metrics.accuracy = accuracy
+  metrics.accuracy, metrics.questions = accuracy, sitting.questions * config.prompts
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   return metrics
@@ -66,7 +66,8 @@ kv.experiment.run {
   },
   defaults = { context = 2048, prompts = 8, block_size = 16 },
   quick = { prompts = 1, budget = { 8 } },
-  metrics = { "accuracy", "attention_mass", "output_error", "bytes_share" },
+  metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "questions" },
+  proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
   run = run,
   table = {
     { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",

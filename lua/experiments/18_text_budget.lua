@@ -7,10 +7,11 @@
 --
 -- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
 -- that are the model's likeliest ones. score_low and score_high are the interval of its
--- mean over texts (Student's t, 95 %). gap is what is lost against dense attention on the
--- same texts, with an interval over texts, too: of the score, or for perplexity of -log p
--- of a token (log_p is the mean of log p). It says more than the scores, whose intervals
--- include how much the texts differ.
+-- mean over texts (95 %; docs/experiments.md says which). texts is how many there are,
+-- and zero_one how many of them have a score that can only be 0 or 1. gap is what is lost
+-- against dense attention on the same texts, with an interval over texts, too: of the
+-- score, or for perplexity of -log p of a token (log_p is the mean of log p). It says
+-- more than the scores, whose intervals include how much the texts differ.
 -- Tables show bytes_share (01_recall) in brackets, and pictures have it on the x axis,
 -- with the Pareto front. It counts all decoded tokens, those of questions included.
 --
@@ -76,14 +77,16 @@ end
 
 -- ---- a row ----------------------------------------------------------------------------
 
---- What each text loses against dense attention: its mean and interval.
-local function gap(dense, result)
+--- What each text loses against dense attention: its mean and interval. Dense attention
+-- itself loses nothing, for certain.
+local function gap(policy, dense, result)
+  if policy == "full" then return 0 end
   local lost = {}
   for i, own in ipairs(result.each) do
     local all = dense.each[i]
     lost[i] = own.nll and own.nll - all.nll or all.score - own.score
   end
-  return kv.statistics.interval(lost)
+  return (result.nll and kv.statistics.interval or kv.statistics.difference)(lost)
 end
 
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
@@ -104,7 +107,9 @@ local function run(config, settings)
     math.ceil(config.length / config.block_size), config.block_size)
   metrics.score, metrics.score_low, metrics.score_high = result.score, result.low,
     result.high
-  metrics.gap, metrics.gap_low, metrics.gap_high = gap(sitting.dense, result)
+  metrics.gap, metrics.gap_low, metrics.gap_high = gap(config.policy,
+    sitting.dense, result)
+  metrics.texts, metrics.zero_one = #result.each, result.zero_one
   if result.nll then
     metrics.perplexity, metrics.log_p = math.exp(result.nll), -result.nll
     metrics.log_p_low = result.nll_high and -result.nll_high
@@ -199,8 +204,8 @@ kv.experiment.run {
                block_size = 16, question = "decode", chat = false, dtype = "bf16" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
-  proportions = { "score", "attention_mass", "bytes_share" },
+  proportions = { score = "zero_one", "attention_mass", "bytes_share" },
   metrics = { "score", "gap", "bytes_share", "bytes_read", "blocks_read",
-              "attention_mass", "output_error", "seconds" },
+              "attention_mass", "output_error", "texts", "zero_one", "seconds" },
   run = run, table = tables, plot = pictures,
 }

@@ -47,7 +47,7 @@ end
 local OPTIONS = {
   engine = options.required(options.like("an engine", "prefill", "decode", "cache")),
   tokenizer = options.required(options.like("a tokenizer", "encode", "token_of")),
-  task = options.required(options.like("a task", "draw", "score")),
+  task = options.required(options.like("a task", "draw", "score", "is_zero_one")),
   examples = options.required(options.count), seed = options.integer,
   question = options.one_of("decode", "prompt"),
 }
@@ -187,13 +187,15 @@ local function column(list, name)
 end
 
 --- Asks all examples under a policy. The texts are the sample: intervals are those of the
--- mean over texts (Student's t, 95 %), nil for a single text.
+-- mean over texts (95 %; kv.statistics.share of scores, Student's t of nll), nil for a
+-- single text.
 ---@param policy table
 ---@param probe? fun(attention: kvlab.Attention): table  makes what observes every decoded
 --                                                       token, see kv.probe
 ---@return { score: number, low: number|nil, high: number|nil, nll: number|nil,
----  nll_low: number|nil, nll_high: number|nil, each: table[], tokens: integer } result
---                                                      each: score, nll, answer, tokens
+---  nll_low: number|nil, nll_high: number|nil, zero_one: integer, each: table[],
+---  tokens: integer } result   zero_one: how many of the scores can only be 0 or 1; each:
+--                              score, nll, answer, tokens
 ---@return table|nil observer
 function Reading:ask(policy, probe)
   use_policy(self, policy)
@@ -212,11 +214,11 @@ function Reading:ask(policy, probe)
     each[i] = outcome(self, work)
     tokens = tokens + #work.given
   end
-  local result = { each = each, tokens = tokens }
-  result.score, result.low, result.high = kv.statistics.interval(column(each, "score"))
-  if result.low then
-    result.low, result.high = math.max(0, result.low), math.min(1, result.high)
+  local result = { each = each, tokens = tokens, zero_one = 0 }
+  for _, example in ipairs(self.examples) do
+    result.zero_one = result.zero_one + (self.task:is_zero_one(example) and 1 or 0)
   end
+  result.score, result.low, result.high = kv.statistics.share(column(each, "score"))
   if each[1].nll then
     result.nll, result.nll_low, result.nll_high =
       kv.statistics.interval(column(each, "nll"))

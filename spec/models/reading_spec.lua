@@ -217,6 +217,8 @@ describe("18_text_budget", function()
       local row = json.decode(line)
       local m = row.metrics
       assert.is_true(m.score_low <= m.score and m.score <= m.score_high)
+      assert.is_true(m.score_high - m.score_low > 0.1) -- four texts, also if they agree
+      assert.same({ 4, row.config.task == "needle" and 4 or 0 }, { m.texts, m.zero_one })
       if row.config.task == "perplexity" then
         assert.is_true(math.abs(math.exp(-m.log_p) / m.perplexity - 1) < 1e-9)
         assert.is_true(m.perplexity_low < m.perplexity)

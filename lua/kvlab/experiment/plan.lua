@@ -196,6 +196,16 @@ local function apply_options(spec, grid, given)
   return repeats, fresh, keeps_stale
 end
 
+--- Raises unless `proportions` is as results.summarise takes it.
+local function check_proportions(given)
+  for key, name in pairs(given or {}) do
+    if type(name) ~= "string" then
+      fail("experiment: proportions has %s for %s, expected a name of a metric, or"
+        .. " metric = what counts its trials", options.shown(name), tostring(key))
+    end
+  end
+end
+
 --- Returns the configurations of a shard: the i-th of n parts of the list. They follow
 -- each other, so what one configuration prepares serves the next, as without shards.
 local function take_shard(configs, shard)
@@ -219,7 +229,8 @@ end
 ---@field repeats integer
 ---@field configs table[]       every configuration (of the shard), in order
 ---@field order string[]        the keys of a row, in order
----@field proportions string[]  metrics that lie between 0 and 1, and so their intervals
+---@field proportions table    metrics that lie between 0 and 1, as results.summarise
+---  takes them
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
@@ -236,6 +247,7 @@ function M.new(spec, given)
   if not spec.name:match "^[%w_][%w_.-]*$" then
     fail("experiment: name is %q, expected letters, digits, _ - and .", spec.name)
   end
+  check_proportions(spec.proportions)
   local grid = grids.new(spec.grid, spec.defaults)
   grid.metrics = spec.metrics or {}
   local repeats, fresh, keeps_stale = apply_options(spec, grid, given)

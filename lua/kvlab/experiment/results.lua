@@ -11,6 +11,7 @@
 local ffi = require "ffi"
 local files = require "kvlab.files" -- also declares fileno and fsync
 local json = require "kvlab.json"
+local options = require "kvlab.options"
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 local statistics = require "kvlab.experiment.statistics"
@@ -40,15 +41,30 @@ results.__index = results
 ---@return string
 function M.key(config) return json.encode(secrets.mask(config)) end
 
+--- How many 0/1 trials each row's value is the share of, at least: the metric or option
+-- `name` of the rows. nil if a row does not say it.
+local function trials_of(rows, name)
+  local least = math.huge
+  for _, row in ipairs(rows) do
+    local count = row.metrics[name] or row.config[name]
+    if not options.count[2](count) then return nil end
+    least = math.min(least, count)
+  end
+  return least
+end
+
 --- Summarises one metric over repeats. Returns the mean and the interval of numbers; for
--- other values, the value if all repeats agree, else nil. The interval of a proportion is
--- limited to 0 ... 1.
-local function summarise_metric(values, is_proportion)
+-- other values, the value if all repeats agree, else nil. `kind` is that of a proportion:
+-- true for one that lies between 0 and 1, as its limits then do, or the name of the
+-- number of 0/1 trials that it is the share of.
+local function summarise_metric(values, kind, rows)
   local is_number = true
   for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
-  if is_number then
+  if is_number and type(kind) == "string" then
+    return statistics.share(values, trials_of(rows, kind))
+  elseif is_number then
     local mean, low, high = statistics.interval(values)
-    if low and is_proportion then low, high = math.max(low, 0), math.min(high, 1) end
+    if low and kind then low, high = math.max(low, 0), math.min(high, 1) end
     return mean, low, high
   end
   for _, value in ipairs(values) do
@@ -64,11 +80,15 @@ end
 -- that is not a number has no limits, and is kept if all repeats agree. Code that reads
 -- config and metrics can read these rows too. A row is stale if one of its repeats is.
 ---@param rows {config: table, metrics: table}[]
----@param proportions? string[]  the metrics that lie between 0 and 1
+---@param proportions? table<integer|string, string>  the metrics that lie between 0 and
+---  1, as a list; accuracy = "questions" is the share of right answers to as many
+---  questions as the metric or option `questions` says
 ---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
 function M.summarise(rows, proportions)
-  local groups, group_of, is_proportion = {}, {}, {}
-  for _, name in ipairs(proportions or {}) do is_proportion[name] = true end
+  local groups, group_of, kinds = {}, {}, {}
+  for key, name in pairs(proportions or {}) do
+    if type(key) == "number" then kinds[name] = true else kinds[key] = name end
+  end
   for _, row in ipairs(rows) do
     local config = {}
     for key, value in pairs(row.config) do config[key] = value end
@@ -76,10 +96,11 @@ function M.summarise(rows, proportions)
     local key = M.key(config)
     local group = group_of[key]
     if not group then
-      group = { config = config, values = {}, repeats = 0 }
+      group = { config = config, values = {}, rows = {}, repeats = 0 }
       group_of[key], groups[#groups + 1] = group, group
     end
     group.repeats, group.stale = group.repeats + 1, group.stale or row.stale
+    group.rows[group.repeats] = row
     for name, value in pairs(row.metrics) do
       local values = group.values[name] or {}
       values[#values + 1], group.values[name] = value, values
@@ -91,7 +112,7 @@ function M.summarise(rows, proportions)
                   repeats = group.repeats, stale = group.stale }
     for name, values in pairs(group.values) do
       row.metrics[name], row.low[name], row.high[name] = summarise_metric(values,
-        is_proportion[name])
+        kinds[name], group.rows)
     end
     summary[i] = row
   end

@@ -181,6 +181,15 @@ function Task:score(given, example)
   return score(given, example.answers, example)
 end
 
+--- Whether the score of an example can only be 0 or 1: its one answer is right or wrong.
+---@param example kvlab.task.Example
+---@return boolean
+function Task:is_zero_one(example)
+  if example.target then return false end
+  return self.metric == "exact" or self.metric == "part"
+    or self.metric == "all" and #example.answers == 1
+end
+
 --- n of the numbers 1 to `count` that a seed chooses, in ascending order; all of them if
 -- there are fewer.
 ---@param n integer
@@ -319,6 +328,7 @@ arguments.methods(Task, "a task", {
            seed = options.optional(options.integer) },
   score = { given = options.string, example = options.like("an example with answers",
     "answers") },
+  is_zero_one = { example = options.table },
 })
 arguments.functions(M, "task", {
   vary = { base = options.string },

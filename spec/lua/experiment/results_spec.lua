@@ -196,6 +196,28 @@ describe("results.summarise", function()
                   high = {}, repeats = 1 }, rows[2])
   end)
 
+  it("knows shares of right answers as well as their number allows", function()
+    local proportions = { "bytes", right = "questions" }
+    local function summary(values, questions)
+      local rows = {}
+      for i, value in ipairs(values) do
+        rows[i] = row("a", i, { right = value, bytes = value, questions = questions })
+      end
+      return results.summarise(rows, proportions)[1]
+    end
+    local one = summary({ 1, 1, 1, 1, 1 }, 128)
+    assert.is_true(math.abs(one.low.right - 0.025 ^ (1 / 640)) < 1e-9) -- exact
+    assert.same({ 1, 1, 1 }, { one.high.right, one.low.bytes, one.high.bytes })
+    one = summary { 1, 1, 1, 1, 1 } -- of how many is not known: one for each at least
+    assert.is_true(math.abs(one.low.right - 0.025 ^ (1 / 5)) < 1e-9)
+    one = summary({ 0.9, 0.95, 1 }, 128)
+    assert.equal(1, one.high.bytes) -- cut off
+    assert.is_true(one.high.right < 1)
+    one = summary({ 0.9, 0 / 0, 1 }, 128)
+    assert.is_true(one.metrics.right ~= one.metrics.right and one.low.right == nil)
+    assert_has("proportions has 7 for right", problem_of { proportions = { right = 7 } })
+  end)
+
   it("keeps what is no number only where the repeats agree, and the rows as they are",
     function()
       local rows = { row("a", 0, { exact = true, kernel = "v1" }),

@@ -1,3 +1,4 @@
+local coverage = require "spec.lua.experiment.coverage"
 local statistics = require "kvlab.experiment.statistics"
 
 describe("statistics", function()
@@ -59,5 +60,110 @@ describe("statistics", function()
       if low <= 0 and 0 <= high then inside = inside + 1 end
     end
     assert.is_true(math.abs(inside / samples - 0.95) < 0.015, inside / samples)
+  end)
+
+  describe("of shares", function()
+    -- R's binom.test and SciPy's beta quantiles give these.
+    it("is Clopper and Pearson's interval where scores are 0 or 1", function()
+      local cases = { { 0, 8, 0, 0.36941664755 }, { 1, 8, 0.00315972353, 0.52650967088 },
+                      { 8, 8, 0.63058335245, 1 } }
+      for _, case in ipairs(cases) do
+        local values = {}
+        for i = 1, case[2] do values[i] = i <= case[1] and 1 or 0 end
+        for _, trials in ipairs { false, 1 } do
+          local mean, low, high = statistics.share(values, trials or nil)
+          assert.is_true(math.abs(mean - case[1] / case[2]) < 1e-15)
+          assert.is_true(math.abs(low - case[3]) < 1e-9, low)
+          assert.is_true(math.abs(high - case[4]) < 1e-9, high)
+        end
+      end
+    end)
+
+    --- P(right) of n independent scores.
+    local function binomial(n, right, p)
+      local term = (1 - p) ^ n
+      for i = 1, right do term = term * (n - i + 1) / i * p / (1 - p) end
+      return term
+    end
+
+    it("holds a rate of 0/1 scores in at least 95 of 100 samples, exactly", function()
+      for _, n in ipairs { 2, 5, 8, 16, 64 } do
+        local low, high = {}, {}
+        for right = 0, n do
+          local values = {}
+          for i = 1, n do values[i] = i <= right and 1 or 0 end
+          local _
+          _, low[right], high[right] = statistics.share(values)
+          assert.is_true(high[right] - low[right] > 0.05)
+        end
+        for _, p in ipairs { 0.001, 0.02, 0.1, 0.3, 0.5, 0.9, 0.99 } do
+          local inside = 0
+          for right = 0, n do
+            if low[right] <= p and p <= high[right] then
+              inside = inside + binomial(n, right, p)
+            end
+          end
+          assert.is_true(inside >= 0.95, ("n = %d, p = %g: %.4f"):format(n, p, inside))
+        end
+      end
+    end)
+
+    it("holds a mean over seeds whose questions are easy or hard together", function()
+      for _, same in ipairs { 0, 0.3 } do
+        for _, p in ipairs { 0.02, 0.1, 0.5, 0.99 } do
+          local inside, flat = coverage.of(function(values)
+            return statistics.share(values, 128)
+          end, coverage.seeds(5, p, 8, 16, same), p, 1000)
+          assert.is_true(inside >= 0.93 and flat == 0, ("same = %g, p = %g: %.3f"):format(
+            same, p, inside))
+        end
+      end
+    end)
+
+    it("holds a mean of scores that are shares of a few answers", function()
+      for _, n in ipairs { 5, 8, 64 } do
+        for _, p in ipairs { 0.02, 0.1, 0.5, 0.9 } do
+          local inside, flat = coverage.of(statistics.share,
+            coverage.seeds(n, p, 1, 5, 0.5), p, 1000)
+          assert.is_true(inside >= 0.92 and flat == 0, ("n = %d, p = %g: %.3f"):format(n,
+            p, inside))
+        end
+      end
+    end)
+
+    it("holds the difference of two policies on the same texts", function()
+      local cases = { { 0.02, 0.02 }, { 0.1, 0 }, { 0.1, 0.1 }, { 0.3, 0.05 },
+                      { 0.5, 0.2 }, { 0.5, 0 } }
+      for _, n in ipairs { 5, 8, 16, 64 } do
+        for _, case in ipairs(cases) do
+          local p, q = case[1], case[2]
+          local inside, flat = coverage.of(statistics.difference,
+            coverage.pairs_of_texts(n, p, q), p - q, 1000)
+          assert.is_true(inside >= 0.94 and flat == 0, ("n = %d, %g, %g: %.3f"):format(n,
+            p, q, inside))
+        end
+      end
+    end)
+
+    it("turns with its sides, and is that of the values' mean", function()
+      local values = { 1, -1, 0, 0.5, 0, 0.25, 0, -0.5, 1, 0 }
+      local turned = {}
+      for i, value in ipairs(values) do turned[i] = -value end
+      local mean, low, high = statistics.difference(values)
+      local other, other_low, other_high = statistics.difference(turned)
+      assert.is_true(math.abs(mean - 0.125) < 1e-15 and mean == -other)
+      assert.same({ low, high }, { -other_high, -other_low })
+    end)
+
+    it("knows nothing of one value, or beside one that is missing", function()
+      for _, fn in ipairs { statistics.share, statistics.difference } do
+        assert.same({ 1 }, { fn { 1 } })
+        local mean, low = fn { 1, 0 / 0 }
+        assert.is_true(mean ~= mean and low == nil)
+      end
+      assert.error_matches(function() statistics.share { 0.5, 1.5 } end, "0 ... 1")
+      assert.error_matches(function() statistics.difference { -2 } end, "-1 ... 1")
+      assert.error_matches(function() statistics.share({ 0, 1 }, 0) end, "trials is 0")
+    end)
   end)
 end)

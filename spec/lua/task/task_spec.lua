@@ -1,5 +1,6 @@
 --- kv.task: prompts of the asked length, with the answers where they should be; files of
 -- examples; and what is wrong with them.
+local files = require "kvlab.files"
 local kv = require "kvlab"
 local temporary = require "spec.temporary"
 local text_models = require "spec.text_models"
@@ -408,6 +409,20 @@ describe("tasks", function()
       names[path:match "lua/tasks/([%w_]+)%.lua$" or path] = true
     end
     assert.same({ needle = true, needle_multikey = true }, names)
+  end)
+
+  it("say which scores can only be 0 or 1", function()
+    local one, two = { answers = { "a" } }, { answers = { "a", "b" } }
+    local function says(name, options)
+      local task = kv.task(name, options)
+      return { task:is_zero_one(one), task:is_zero_one(two) }
+    end
+    assert.same({ true, false }, says "needle") -- a share of the right answers
+    local file = temporary.path()
+    files.write(file, '{"input": "?", "context": "c", "answers": ["a"]}')
+    assert.same({ true, true }, says("examples", { file = file, metric = "exact" }))
+    assert.same({ false, false }, says("examples", { file = file, metric = "f1" }))
+    assert.is_false(kv.task("needle"):is_zero_one { target = { 1 } })
   end)
 
   it("may have a score of their own", function()
