@@ -1,13 +1,15 @@
 --- A checkpoint: a folder as Hugging Face writes it, with config.json and the weights in
 -- model.safetensors or in shards with an index, or a GGUF file (lua/models/gguf.lua).
 --
---   local fields, path, read = checkpoint.open "path/to/folder, file.gguf or smollm2"
---   local layers = checkpoint.count(path, fields, "num_hidden_layers")
---   local norm = read("model.norm.weight", device, "bf16", { 256 })
+--   local file = checkpoint.open "path/to/folder, file.gguf or smollm2"
+--   local values = config.read(file.path, file.fields, { "llama" })
+--   local norm = file.read("model.norm.weight", device, "bf16", { 256 })
+--   local left = file.unread()      the name of a tensor that was not read, or nil
 local arguments = require "kvlab.arguments"
 local downloads = require "kvlab.downloads"
-local gguf = require "models.gguf"
+local fields_of = require "models.fields"
 local files = require "kvlab.files"
+local gguf = require "models.gguf"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local options = require "kvlab.options"
@@ -17,42 +19,13 @@ local sources = require "kvlab.sources"
 
 local M = {}
 
---- Raises for a field that a family cannot run. path: where it stands.
-function M.refuse(path, field, got, expected)
-  error(("%s: %s is %s, expected %s"):format(path, field, tostring(got), expected), 0)
-end
+local refuse = fields_of.refuse
 
-local SIZE_MAX = 2 ^ 24 -- of anything that a config counts
-
---- The field of a config that has to be a whole number from 1 to SIZE_MAX.
----@return integer
-function M.count(path, fields, name)
-  local value = fields[name]
-  if type(value) ~= "number" or not (value >= 1 and value <= SIZE_MAX)
-    or value % 1 ~= 0 then
-    M.refuse(path, name, value, ("a whole number from 1 to %d"):format(SIZE_MAX))
-  end
-  return value
-end
-
---- The field of a config that has to be a number > 0.
----@return number
-function M.positive(path, fields, name)
-  local value = fields[name]
-  if type(value) ~= "number" or not (value > 0 and value < math.huge) then
-    M.refuse(path, name, value, "a number > 0")
-  end
-  return value
-end
-
---- The JSON object in the text of a file, without its nulls.
+--- The JSON object in the text of a file.
 local function object_of(path, text)
   local ok, fields = pcall(json.decode, text)
   if not ok or type(fields) ~= "table" then
     error(("%s: %s"):format(path, ok and "no JSON object" or fields), 0)
-  end
-  for key, value in pairs(fields) do
-    if value == json.null then fields[key] = nil end
   end
   return fields
 end
@@ -97,36 +70,87 @@ function M.config(folder)
   return object_of(path, text), path
 end
 
---- The function that gives the file of a tensor: the one file, or a shard of the index.
-local function open_files(folder)
-  local index_path = folder .. "/model.safetensors.index.json"
-  local index = sources.read(index_path)
-  if not index then
-    local file = opened(kv.safetensors, folder .. "/model.safetensors")
-    return function() return file end
-  end
+--- The one file of a folder's weights, as open_shards returns several.
+local function open_single(folder)
+  local file = opened(kv.safetensors, folder .. "/model.safetensors")
+  return function() return file end, function() return file.names end
+end
+
+--- The shards of a folder's weights, as its index lists them.
+---@return fun(name: string): kvlab.Safetensors  of  the file that has a tensor
+---@return fun(): string[]  names  of all tensors: those of the index, and what else is in
+--                                 the files that were opened
+local function open_shards(folder, index_path, index)
   local map, shards = object_of(index_path, index).weight_map, {}
   if type(map) ~= "table" then
-    M.refuse(index_path, "weight_map", map, "a table of tensors' files")
+    refuse(index_path, "weight_map", map, "a table of tensors' files")
   end
-  return function(name)
+  local function of(name)
     local shard = map[name] or error(("%s: no tensor \"%s\" in the index"):format(folder,
       name), 0)
     if type(shard) ~= "string" or shard:find "[/%z]" then
-      M.refuse(folder, "shard of " .. name, shard, "a plain file name")
+      refuse(folder, "shard of " .. name, shard, "a plain file name")
     end
     shards[shard] = shards[shard] or opened(kv.safetensors, folder .. "/" .. shard)
     return shards[shard]
   end
+  return of, function()
+    local names = sorted.keys(map)
+    for _, shard in ipairs(sorted.keys(shards)) do
+      for _, name in ipairs(shards[shard].names) do
+        if map[name] ~= shard then names[#names + 1] = name .. " of " .. shard end
+      end
+    end
+    return names
+  end
 end
 
---- Opens the weights of a folder.
+--- The files of a folder's weights: of and names, see open_shards.
+local function open_files(folder)
+  local index_path = folder .. "/model.safetensors.index.json"
+  local index = sources.read(index_path)
+  if not index then return open_single(folder) end
+  if files.real(folder .. "/model.safetensors") then
+    error(folder .. " has both model.safetensors and model.safetensors.index.json, "
+      .. "expected one of them", 0)
+  end
+  return open_shards(folder, index_path, index)
+end
+
+local FLOAT = { f32 = true, f16 = true, bf16 = true }
+
+--- The weights of a folder. Its files are opened when the first tensor is read, so what
+-- is wrong with a config is told first.
 ---@param folder string
----@return function read  read(name, device, dtype, shape): a tensor, cast to dtype; its
---                        shape is checked
-function M.weights(folder)
-  local file_of = open_files(folder)
-  return function(name, ...) return file_of(name):read(name, ...) end
+---@return table  has, read and unread, see open
+local function weights(folder)
+  local seen, of, names = {}, nil, nil
+  local function need()
+    if not of then of, names = open_files(folder) end
+  end
+  local function read(name, device, dtype, shape)
+    need()
+    local file = of(name)
+    local _, stored = file:describe(name)
+    seen[name] = true
+    if FLOAT[stored] then return file:read(name, device, dtype, shape) end
+    return refuse(file.path, ('tensor "%s"'):format(name), stored, "a float")
+  end
+  local function has(name)
+    need()
+    for _, other in ipairs(names()) do
+      if other == name then return true end
+    end
+    return false
+  end
+  local function unread()
+    need()
+    for _, name in ipairs(names()) do
+      local is_harmless = name:find "rotary_emb%.inv_freq$" -- as old versions wrote
+      if not seen[name] and not is_harmless then return name end
+    end
+  end
+  return { has = has, read = read, unread = unread }
 end
 
 --- The path of a checkpoint. A name without a slash that ./kvlab get knows, such as
@@ -140,21 +164,36 @@ function M.find(name)
     .. "./kvlab get %s"):format(name, name), 0)
 end
 
+---@class models.Checkpoint
+---@field path string    where its fields stand, for errors
+---@field fields table   as a config.json has them, with json.null
+---@field gguf? table    of a GGUF file: what no config.json says, see gguf.config
+---@field has fun(name: string): boolean   whether it has a tensor
+---@field read fun(name: string, device: kvlab.Device, dtype: string, shape: integer[]):
+--              kvlab.Tensor  a tensor, cast to dtype; its shape is checked
+---@field unread fun(): string|nil  the name of a tensor that was not read yet, and that
+--                                  may change what the model computes
+
 --- Opens a checkpoint.
 ---@param name string  a folder, a file that ends with .gguf, or a name as find takes it
----@return table fields     as a config.json has them
----@return string path      where they stand, for errors
----@return function read    see weights
----@return function|nil unread  of a GGUF file: the name of a tensor that was not read yet
+---@return models.Checkpoint
 function M.open(name)
-  local path = M.find(name)
-  if not path:find "%.gguf$" then
-    local fields, where = M.config(path)
-    return fields, where, M.weights(path)
+  local folder = M.find(name)
+  if folder:find "%.gguf$" then
+    local file = M.gguf(folder)
+    local fields, own = gguf.config(file)
+    local opened_file = gguf.weights(file, fields)
+    opened_file.path, opened_file.fields, opened_file.gguf = folder, fields, own
+    return opened_file
   end
-  local file = M.gguf(path)
-  local fields = gguf.config(file)
-  return fields, path, gguf.weights(file, fields)
+  local fields, path = M.config(folder)
+  if sources.read(folder .. "/adapter_config.json") then
+    error(folder .. " has an adapter_config.json, expected a whole model: merge the "
+      .. "adapter into its weights first", 0)
+  end
+  local file = weights(folder)
+  file.path, file.fields = path, fields
+  return file
 end
 
 --- The model_type of a checkpoint, in the words of a config.json.
@@ -169,13 +208,14 @@ function M.model_type(name)
   return fields.model_type
 end
 
---- Random weights under any name, read like those of a folder. Norms are 1, biases are 0,
--- and a product with a matrix keeps the size of its input.
+--- A checkpoint of random weights under any name. Norms are 1, biases are 0, and a
+-- product with a matrix keeps the size of its input.
+---@param fields table<string, any>  of a config.json
 ---@param seed integer
----@return function read
-function M.random_weights(seed)
+---@return models.Checkpoint
+function M.random(fields, seed)
   local drawn = 0
-  return function(name, device, dtype, shape)
+  local function read(name, device, dtype, shape)
     if #shape == 1 then
       return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
     end
@@ -183,6 +223,8 @@ function M.random_weights(seed)
     return kv.randn(device, dtype, shape,
       { seed = seeds.derive(seed, drawn), std = shape[2] ^ -0.5 })
   end
+  return { path = "config", fields = fields, read = read,
+           has = function() return false end, unread = function() end }
 end
 
 --- Reads matrices (or biases) into one tensor, one below the other, so that one call
@@ -212,13 +254,11 @@ function M.stack(get, names, rows, columns)
   return all
 end
 
-local FIELD = { fields = options.table, name = options.string }
 arguments.functions(M, "checkpoint", {
-  count = FIELD, positive = FIELD, config = { folder = options.string },
-  gguf = { path = options.string },
-  weights = { folder = options.string }, find = { name = options.string },
-  open = { name = options.string }, model_type = { name = options.string },
-  random_weights = { seed = options.integer },
+  config = { folder = options.string }, gguf = { path = options.string },
+  find = { name = options.string }, open = { name = options.string },
+  model_type = { name = options.string },
+  random = { fields = options.table, seed = options.integer },
   stack = { get = options.callable, names = options.list_of(options.string, 1),
             rows = options.list_of(options.count),
             columns = options.optional(options.count) },

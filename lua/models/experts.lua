@@ -8,38 +8,53 @@
 -- the weights of all experts. Experts stand in groups, whose matrices are one: a product
 -- for gate, one for up, and one for down that adds the experts of the group, too.
 -- Source  Jiang et al. 2024, arXiv:2401.04088; Qwen3 Technical Report, arXiv:2505.09388
-local checkpoint = require "models.checkpoint"
+local fields = require "models.fields"
 local kv = require "kvlab"
 
-local C, check, refuse = kv.C, kv.check, checkpoint.refuse
+local C, check, refuse = kv.C, kv.check, fields.refuse
 local M = {}
 
 local WIDTH = 8192 -- rows of a group's matrix, and numbers of an activation, at most
 
---- The fields about experts, checked.
----@param c table  the family's config, with layers, hidden and inner
+--- How many experts a layer has: the field has two names.
+local function count_of(path, values, default)
+  local a, b = values.num_local_experts, values.num_experts
+  if a and b and a ~= b then
+    refuse(path, "num_experts", b, ("that of num_local_experts, %d"):format(a))
+  end
+  return a or b or default
+end
+
+--- What a config says about experts.
+---@param path string      where it stands, for errors
+---@param values table     as config.read gave them
+---@param c table          the family's config, with layers, hidden and inner
+---@param is_stacked? any  the matrices of a layer's experts are one tensor, as in GGUF
 ---@return table   # count, active, inner; group: experts of a group; is_normed: the
 --                  weights of the chosen ones sum to 1; is_in: by layer from 0, whether
 --                  it has experts
-function M.config(path, raw, c)
-  local is_mixtral = raw.model_type == "mixtral"
-  local x = { is_mixtral = is_mixtral, is_stacked = raw.is_gguf,
-    count = checkpoint.count(path, raw, raw.num_local_experts and "num_local_experts"
-      or "num_experts"),
-    active = checkpoint.count(path, raw, "num_experts_per_tok"), inner = c.inner,
-    is_normed = is_mixtral or raw.norm_topk_prob == true, is_in = {} }
-  if not is_mixtral then
-    x.inner = checkpoint.count(path, raw, "moe_intermediate_size")
-  end
+function M.config(path, values, c, is_stacked)
+  local is_mixtral = values.model_type == "mixtral"
+  local x = { is_mixtral = is_mixtral, is_stacked = is_stacked and true or false,
+    count = count_of(path, values, is_mixtral and 8 or 128),
+    active = values.num_experts_per_tok,
+    inner = is_mixtral and c.inner or values.moe_intermediate_size,
+    is_normed = is_mixtral or values.norm_topk_prob, is_in = {} }
   if x.active > x.count then
-    refuse(path, "num_experts_per_tok", x.active, ("at most %d"):format(x.count))
+    refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
+      values.num_local_experts and "num_local_experts" or "num_experts"))
   end
   x.group = x.count
   while x.group > 1 and (x.group * x.inner > WIDTH or x.count % x.group > 0) do
     x.group = x.group - 1
   end
-  local every, dense = raw.decoder_sparse_step or 1, {}
-  for _, layer in ipairs(raw.mlp_only_layers or {}) do dense[layer] = true end
+  local every, dense = values.decoder_sparse_step or 1, {}
+  for _, layer in ipairs(values.mlp_only_layers or {}) do
+    if layer >= c.layers then
+      refuse(path, "mlp_only_layers", layer, ("layers 0 ... %d"):format(c.layers - 1))
+    end
+    dense[layer] = true
+  end
   for i = 0, c.layers - 1 do x.is_in[i] = not dense[i] and (i + 1) % every == 0 end
   return x
 end

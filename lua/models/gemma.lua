@@ -9,6 +9,9 @@
 -- Source  Gemma 2, arXiv:2408.00118; Gemma 3, arXiv:2503.19786; transformers 5
 local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
+local config = require "models.config"
+local fields = require "models.fields"
+local json = require "kvlab.json"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local llama = require "models.llama"
@@ -16,87 +19,95 @@ local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local rope = require "models.rope"
 
-local parts, refuse = llama.parts, checkpoint.refuse
+local parts, refuse = llama.parts, fields.refuse
 local M = {}
 
 -- ---- config ---------------------------------------------------------------------------
 
-local VARIANTS = { gemma2 = { pattern = 2 },
-                   gemma3_text = { pattern = 6, head_norm = true } }
+local VARIANTS = { gemma2 = { pattern = 2 }, gemma3_text = { head_norm = true } }
+local FAMILIES = { "gemma2", "gemma3_text" }
 
---- Which layers are local, from 1: every `pattern`-th layer is global.
-local function local_layers(path, raw, layers, pattern)
-  local list, types = {}, raw.layer_types
-  if types and (type(types) ~= "table" or #types ~= layers) then
-    refuse(path, "layer_types", type(types) == "table" and #types .. " entries" or types,
-      layers .. " entries")
-  end
-  for i = 1, layers do
-    local kind = types and types[i] or i % pattern == 0 and "full_attention"
-      or "sliding_attention"
-    if kind ~= "sliding_attention" and kind ~= "full_attention" then
-      refuse(path, "layer_types", kind, "sliding_attention or full_attention")
+--- The two rotations of Gemma 3, by the kind of layer. rope_scaling adds to that of the
+-- layers that see everything.
+local function both_tables(path, values)
+  local plain = { rope_type = "default" }
+  local given, both = values.rope_parameters
+    or { full_attention = plain, sliding_attention = plain }, {}
+  for name in pairs(given) do
+    if name ~= "full_attention" and name ~= "sliding_attention" then
+      refuse(path, "rope_parameters." .. tostring(name), given[name],
+        "only tables full_attention and sliding_attention")
     end
-    list[i] = kind == "sliding_attention"
   end
-  return list
+  for _, kind in ipairs { "full_attention", "sliding_attention" } do
+    local of, copy = given[kind], {}
+    if of == json.null then of = nil end
+    if of and type(of) ~= "table" then
+      refuse(path, "rope_parameters." .. kind, of, "a table")
+    end
+    for k, v in pairs(of or {}) do copy[k] = v end
+    both[kind] = copy
+  end
+  for k, v in pairs(values.rope_scaling or {}) do both.full_attention[k] = v end
+  return both
 end
 
 --- The frequencies of local and global layers, and the factor of the scale, which has to
 -- be one number for all layers.
-local function rotations(path, raw, c)
+local function rotations(path, values, c)
   if not c.variant.head_norm then
-    local all, factor = rope.frequencies(rope.check(path, raw), c.head_dim)
+    local all, factor = rope.frequencies(parts.rotation(path, values), c.head_dim)
     return all, all, factor
+  elseif values.original_max_position_embeddings then
+    refuse(path, "original_max_position_embeddings",
+      values.original_max_position_embeddings, "it in rope_parameters.full_attention")
   end
-  local both = raw.rope_parameters
-  local is_split = type(both) == "table" and both.full_attention ~= nil
-  local fields = { rope_scaling = raw.rope_scaling, rope_theta = raw.rope_theta,
-                   max_position_embeddings = raw.max_position_embeddings }
-  fields.full_attention = both
-  if is_split then fields.full_attention = both.full_attention end
-  local far, factor = rope.frequencies(rope.check(path, fields,
-    { "rope_scaling", "full_attention" }, 1000000), c.head_dim)
-  local near = rope.frequencies(rope.check(path,
-    { sliding_attention = is_split and both.sliding_attention or nil },
-    { "sliding_attention" }, raw.rope_local_base_freq or 10000), c.head_dim)
-  if factor ~= 1 then
-    refuse(path, "rope_type", "yarn", "one that leaves the scale of all layers the same")
+  local both, frequencies, factors = both_tables(path, values), {}, {}
+  local far = values.rope_scaling and "rope_scaling" or "rope_parameters.full_attention"
+  for kind, theta in pairs { full_attention = values.rope_theta,
+                             sliding_attention = values.rope_local_base_freq } do
+    local where = ("%s: %s"):format(path, kind == "full_attention" and far
+      or "rope_parameters.sliding_attention")
+    local checked = rope.check(where, both[kind], { theta = theta,
+      max_position_embeddings = values.max_position_embeddings })
+    if checked.truncate == false then
+      refuse(where, "truncate", false, "true: transformers overlooks it in Gemma 3")
+    end
+    frequencies[kind], factors[kind] = rope.frequencies(checked, c.head_dim)
   end
-  return near, far, factor
+  if factors.full_attention ~= factors.sliding_attention then
+    refuse(("%s: %s"):format(path, far), "rope_type", "yarn",
+      "one that leaves the scale of all layers the same")
+  end
+  return frequencies.sliding_attention, frequencies.full_attention,
+    factors.full_attention
 end
 
-local function check_config(path, raw)
-  local variant = VARIANTS[raw.model_type]
-    or refuse(path, "model_type", raw.model_type, "gemma2 or gemma3_text")
-  local activation = raw.hidden_activation or raw.hidden_act or "gelu_pytorch_tanh"
-  if activation ~= "gelu_pytorch_tanh" then
-    refuse(path, "hidden_activation", activation, "gelu_pytorch_tanh")
-  elseif raw.attention_bias then
-    refuse(path, "attention_bias", true, "false")
-  elseif raw.use_bidirectional_attention then
-    refuse(path, "use_bidirectional_attention", true, "false: a token sees no later one")
+--- Refuses names of one field that say different things.
+local function check_same(path, values, field, other)
+  if values[other] and values[other] ~= values[field] then
+    refuse(path, other, values[other], ("that of %s, %s"):format(field, values[field]))
   end
-  local is_gemma3 = raw.model_type == "gemma3_text"
-  if is_gemma3 and raw.attn_logit_softcapping then
-    refuse(path, "attn_logit_softcapping", raw.attn_logit_softcapping,
-      "null: transformers overlooks it in Gemma 3")
+end
+
+local function configure(file)
+  local path, family = file.path, file.fields.model_type
+  local values = config.read(path, file.fields, FAMILIES)
+  check_same(path, values, "sliding_window", "sliding_window_size")
+  local pattern = values.sliding_window_pattern or VARIANTS[family].pattern
+  if not values.layer_types then
+    check_same(path, values, "sliding_window_pattern", "_sliding_window_pattern")
   end
-  local c = parts.check_sizes(path, raw)
-  c.variant, c.tied = variant, raw.tie_word_embeddings ~= false
-  for _, name in ipairs { "attn_logit_softcapping", "final_logit_softcapping" } do
-    c[name] = raw[name] and checkpoint.positive(path, raw, name)
-  end
-  local near, far, factor = rotations(path, raw, c)
-  local window = checkpoint.count(path, raw, "sliding_window")
-  c.scale = factor / math.sqrt(raw.query_pre_attn_scalar
-    and checkpoint.positive(path, raw, "query_pre_attn_scalar") or 256)
+  local c = parts.sizes_of(file, values)
+  c.variant = VARIANTS[family]
+  if family == "gemma2" then c.attn_logit_softcapping = values.attn_logit_softcapping end
+  c.final_logit_softcapping = values.final_logit_softcapping
+  local near, far, factor = rotations(path, values, c)
+  c.scale = factor / math.sqrt(values.query_pre_attn_scalar)
   c.windows, c.inv_freq, c.near, c.far = {}, far, near, far
-  local pattern = raw.sliding_window_pattern
-    and checkpoint.count(path, raw, "sliding_window_pattern") or variant.pattern
-  for i, is_local in ipairs(local_layers(path, raw, c.layers, pattern)) do
-    c.windows[i] = is_local and window or 0
-  end
+  local is_local = parts.local_layers(path, values, c.layers,
+    function(i) return i % pattern ~= 0 end)
+  for i = 1, c.layers do c.windows[i] = is_local[i] and values.sliding_window or 0 end
   return c
 end
 
@@ -106,6 +117,16 @@ end
 local Model = setmetatable({}, { __index = parts.Model })
 Model.__index = Model
 
+--- The weights of a layer: those of Llama, and norms before and after each half.
+function Model.load_layer(read, c, i)
+  local layer, at = parts.Model.load_layer(read, c, i), ("model.layers.%d."):format(i)
+  local function norm(which) return read(at .. which .. ".weight", { c.hidden }) end
+  layer.post_norm = layer.mlp_norm
+  layer.mlp_norm = norm "pre_feedforward_layernorm"
+  layer.mlp_post_norm = norm "post_feedforward_layernorm"
+  return layer
+end
+
 local OPTIONS = { device = parts.OPTIONS.device, dtype = parts.OPTIONS.dtype }
 
 --- Loads a model: a folder (config.json and safetensors).
@@ -114,24 +135,15 @@ local OPTIONS = { device = parts.OPTIONS.device, dtype = parts.OPTIONS.dtype }
 ---@return models.Gemma
 function M.load(name, o)
   o = options.check("gemma.load", o, OPTIONS)
-  local fields, path, read = checkpoint.open(name)
-  local c = check_config(path, fields)
+  local file = checkpoint.open(name)
+  local c, read = configure(file), file.read
   --- Norms are kept in f32 and with the 1 added, so that it costs no precision.
-  local function read_gemma(tensor, device, dtype, shape)
+  function file.read(tensor, device, dtype, shape)
     if not tensor:find "norm%.weight$" then return read(tensor, device, dtype, shape) end
     local weight = read(tensor, device, "f32", shape)
     return weight:add(1, weight)
   end
-  local self = parts.load(c, o, read_gemma, Model)
-  for i = 0, c.layers - 1 do
-    local at, layer = ("model.layers.%d."):format(i), self.layers[i]
-    local function norm(which)
-      return read_gemma(at .. which .. ".weight", self.device, self.dtype, { c.hidden })
-    end
-    layer.post_norm = norm "post_attention_layernorm"
-    layer.mlp_norm = norm "pre_feedforward_layernorm"
-    layer.mlp_post_norm = norm "post_feedforward_layernorm"
-  end
+  local self = parts.load(c, o, file, Model)
   local near = kv.from(self.device, "f32", c.near)
   local far = kv.from(self.device, "f32", c.far)
   local inv_freq = {}

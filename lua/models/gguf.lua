@@ -7,18 +7,16 @@
 -- its converter changes the order of the rows of Q and K for that. Here they come back to
 -- the order of Hugging Face, in which number i is turned with number i + head_dim / 2.
 -- Source  docs/gguf.md of ggml; convert_hf_to_gguf.py and gguf-py of llama.cpp
+local fields_of = require "models.fields"
 local kv = require "kvlab"
+local sorted = require "kvlab.sorted"
 
+local refuse = fields_of.refuse
 local M = {}
 
 --- GGUF's names of architectures -> model_type of Hugging Face.
 M.ARCHITECTURES = { llama = "llama", qwen2 = "qwen2", qwen3 = "qwen3",
                     qwen3moe = "qwen3_moe" }
-
---- Raises for what a family cannot run.
-local function refuse(path, what, got, expected)
-  error(("%s: %s is %s, expected %s"):format(path, what, tostring(got), expected), 0)
-end
 
 -- ---- configuration --------------------------------------------------------------------
 
@@ -28,16 +26,44 @@ local FIELDS = {
   num_hidden_layers = "block_count", num_attention_heads = "attention.head_count",
   num_key_value_heads = "attention.head_count_kv", head_dim = "attention.key_length",
   rms_norm_eps = "attention.layer_norm_rms_epsilon", rope_theta = "rope.freq_base",
-  max_position_embeddings = "context_length", sliding_window = "attention.sliding_window",
+  max_position_embeddings = "context_length",
   num_experts = "expert_count", num_experts_per_tok = "expert_used_count",
   moe_intermediate_size = "expert_feed_forward_length",
 }
 
--- What would compute something else, and is not read.
-local UNKNOWN = { "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale",
-  "attention.scale", "residual_scale", "embedding_scale", "attn_logit_softcapping",
-  "final_logit_softcapping", "expert_shared_count", "expert_weights_scale",
-  "leading_dense_block_count", "attention.key_length_mla" }
+-- Those without which no model is one.
+local NEEDED = { "hidden_size", "intermediate_size", "num_hidden_layers",
+                 "num_attention_heads", "rms_norm_eps", "max_position_embeddings" }
+
+-- Other keys that are read here, or that say nothing about what is computed.
+local READ = { ["rope.scaling.type"] = true, ["rope.scale_linear"] = true,
+  ["rope.scaling.factor"] = true, ["rope.scaling.original_context_length"] = true,
+  ["rope.scaling.attn_factor"] = true, ["attention.value_length"] = true,
+  ["rope.dimension_count"] = true, vocab_size = true, ["rope.scaling.finetuned"] = true,
+  tensor_data_layout = true }
+
+-- Keys that may have one value, the one that is computed here.
+local ONLY = { ["attention.causal"] = true, expert_weights_norm = true,
+               expert_gating_func = 1 }
+
+--- Raises for a key of the architecture that is not known and says anything.
+local function check_keys(path, metadata, architecture)
+  local is_known = {}
+  for _, key in pairs(FIELDS) do is_known[key] = true end
+  for _, name in ipairs(sorted.keys(metadata)) do
+    local key, value = name:match("^" .. architecture .. "%.(.*)$"), metadata[name]
+    if key and ONLY[key] ~= nil then
+      if value ~= ONLY[key] then refuse(path, key, value, tostring(ONLY[key])) end
+    elseif key and not is_known[key] and not READ[key] and value ~= 0
+      and value ~= false then
+      refuse(path, key, value, "none")
+    end
+  end
+  local parts = metadata["split.count"]
+  if parts and parts ~= 1 and parts ~= 0 then
+    refuse(path, "split.count", parts, "1: a file with all tensors")
+  end
+end
 
 local function rope_scaling(path, get)
   local kind = get "rope.scaling.type"
@@ -60,6 +86,8 @@ end
 --- The fields of a file, as a config.json has them.
 ---@param file kvlab.GGUF
 ---@return table fields
+---@return table own  what no config.json says: has_out_bias; rope_factors: what each
+--                    frequency of a rotation is divided by, or nil
 function M.config(file)
   local metadata, path = file.metadata, file.path
   local architecture = metadata["general.architecture"]
@@ -67,40 +95,51 @@ function M.config(file)
     or refuse(path, "general.architecture", architecture,
       "llama, qwen2, qwen3 or qwen3moe")
   local function get(key) return metadata[architecture .. "." .. key] end
-  for _, key in ipairs(UNKNOWN) do
-    local value = get(key)
-    if value ~= nil and value ~= 0 then refuse(path, key, value, "none") end
-  end
-  local fields = { model_type = model_type, hidden_act = "silu", is_gguf = true,
-                   norm_topk_prob = architecture == "qwen3moe", -- llama.cpp always does
+  check_keys(path, metadata, architecture)
+  local fields = { model_type = model_type, hidden_act = "silu",
                    rope_scaling = rope_scaling(path, get) }
   for field, key in pairs(FIELDS) do fields[field] = get(key) end
+  for _, field in ipairs(NEEDED) do
+    if fields[field] == nil then refuse(path, field, nil, "a whole number") end
+  end
   if (fields.num_experts or 0) == 0 then
-    fields.num_experts = nil
+    fields.num_experts, fields.num_experts_per_tok = nil, nil
+  elseif not fields.num_experts_per_tok then
+    refuse(path, "expert_used_count", nil, "a whole number")
   elseif architecture == "llama" then
     fields.model_type, fields.num_local_experts = "mixtral", fields.num_experts
   elseif architecture ~= "qwen3moe" then
     refuse(path, "expert_count", fields.num_experts, "0")
   end
+  if architecture == "qwen3moe" then
+    fields.norm_topk_prob = true -- llama.cpp always does
+  else
+    fields.moe_intermediate_size = nil
+  end
   if get "attention.value_length" and get "attention.value_length" ~= fields.head_dim then
     refuse(path, "attention.value_length", get "attention.value_length",
       ("that of keys, %s"):format(tostring(fields.head_dim)))
   end
-  local turned = get "rope.dimension_count"
-  local head_dim = fields.head_dim
+  -- What llama.cpp takes for a key that is not there.
+  fields.num_key_value_heads = fields.num_key_value_heads or fields.num_attention_heads
+  fields.rope_theta = fields.rope_theta or 10000
+  fields.head_dim = fields.head_dim
     or ratio(fields.hidden_size, fields.num_attention_heads)
-  if turned and turned ~= head_dim then
-    fields.partial_rotary_factor = ratio(turned, head_dim) or turned
+  local turned = get "rope.dimension_count"
+  if turned and turned ~= fields.head_dim then
+    fields.partial_rotary_factor = ratio(turned, fields.head_dim) or turned
   end
   fields.vocab_size = file:has "token_embd.weight"
     and file:describe("token_embd.weight")[1] or get "vocab_size"
   fields.tie_word_embeddings = not file:has "output.weight"
-  fields.attention_bias = file:has "blk.0.attn_q.bias"
-  fields.attention_out_bias = file:has "blk.0.attn_output.bias"
-  if file:has "rope_freqs.weight" then
-    fields.rope_factors = file:read("rope_freqs.weight", "cpu"):list()
+  if architecture ~= "qwen2" then -- which always has it
+    fields.attention_bias = file:has "blk.0.attn_q.bias"
   end
-  return fields
+  local own = { has_out_bias = file:has "blk.0.attn_output.bias" }
+  if file:has "rope_freqs.weight" then
+    own.rope_factors = file:read("rope_freqs.weight", "cpu"):list()
+  end
+  return fields, own
 end
 
 -- ---- weights --------------------------------------------------------------------------
@@ -142,8 +181,7 @@ end
 --- The weights of a file.
 ---@param file kvlab.GGUF
 ---@param fields table  as config returned them
----@return function read    read(name, device, dtype, shape), see checkpoint.weights
----@return function unread  unread(): the name of a tensor that was not read, or nil
+---@return table  has, read and unread, see checkpoint.open
 function M.weights(file, fields)
   local seen = { ["rope_freqs.weight"] = true } -- which config has read
   local in_pairs = file.metadata["general.architecture"] == "llama"
@@ -168,11 +206,12 @@ function M.weights(file, fields)
     end
     return t
   end
-  return read, function()
+  return { has = function(name) return file:has(name_of(name) or name) end, read = read,
+           unread = function()
     for _, name in ipairs(file.names) do
       if not seen[name] then return name end
     end
-  end
+  end }
 end
 
 return M

@@ -9,8 +9,10 @@
 --   local logits = engine:prefill(seq, { 1, 5, 7 })      of the last token, [1, vocab]
 local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
+local config = require "models.config"
 local engine = require "models.engine"
 local experts = require "models.experts"
+local fields = require "models.fields"
 local kinds = require "kvlab.tensor.kinds"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
@@ -18,103 +20,109 @@ local options = require "kvlab.options"
 local progress = require "kvlab.experiment.progress"
 local rope = require "models.rope"
 
-local linear, refuse, stack = kv.ops.linear, checkpoint.refuse, checkpoint.stack
+local linear, refuse, stack = kv.ops.linear, fields.refuse, checkpoint.stack
 local M = {}
 
 -- ---- config ---------------------------------------------------------------------------
 
--- window: of "all" layers, of "some", or none: Llama overlooks sliding_window.
+-- window: of "all" layers, of "some", or none.
 local VARIANTS = {
   llama = {}, mistral = { window = "all" }, mixtral = { window = "all", experts = true },
   qwen2 = { qkv_bias = true, window = "some" },
   qwen3 = { head_norm = true, window = "some" },
   qwen3_moe = { head_norm = true, window = "all", experts = true },
 }
-
---- The numbers of heads and their size, as attention's kernels have them.
-local function check_heads(path, raw, c)
-  c.kv_heads = raw.num_key_value_heads
-    and checkpoint.count(path, raw, "num_key_value_heads") or c.heads
-  if c.heads % c.kv_heads ~= 0 then
-    refuse(path, "num_attention_heads", c.heads,
-      ("a multiple of num_key_value_heads, %d"):format(c.kv_heads))
-  end
-  c.head_dim = raw.head_dim or c.hidden / c.heads
-  if type(c.head_dim) ~= "number" or not (c.head_dim >= 8 and c.head_dim <= 256)
-    or c.head_dim % 8 ~= 0 then
-    refuse(path, "head_dim", c.head_dim, "a multiple of 8 from 8 to 256")
-  end
-end
+local FAMILIES = { "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe" }
 
 --- How many tokens a model can read, stretched rotations included; nil if the config does
 -- not say.
-local function context_of(raw)
-  local most = tonumber(raw.max_position_embeddings)
-  local scaling = raw.rope_parameters or raw.rope_scaling
-  if type(scaling) ~= "table" or not most then return most end
+local function context_of(file, values)
+  local most, scaling = file.fields.max_position_embeddings, rope.given(values)
+  if not most or scaling.full_attention then return most end
   local trained = tonumber(scaling.original_max_position_embeddings)
   return math.max(most, (trained or 0) * (tonumber(scaling.factor) or 1))
 end
 
---- A config's sizes, checked.
-local function check_sizes(path, raw)
-  local c = { path = path, eps = raw.rms_norm_eps
-    and checkpoint.positive(path, raw, "rms_norm_eps") or 1e-6 }
-  for short, field in pairs { hidden = "hidden_size", inner = "intermediate_size",
-                              layers = "num_hidden_layers", heads = "num_attention_heads",
-                              vocab = "vocab_size" } do
-    c[short] = checkpoint.count(path, raw, field)
+--- The sizes of a model, from the values of its config.
+local function sizes_of(file, values)
+  local c = { path = file.path, eps = values.rms_norm_eps, hidden = values.hidden_size,
+              inner = values.intermediate_size, layers = values.num_hidden_layers,
+              heads = values.num_attention_heads, vocab = values.vocab_size,
+              tied = values.tie_word_embeddings, context = context_of(file, values) }
+  c.kv_heads = values.num_key_value_heads or c.heads
+  if c.heads % c.kv_heads ~= 0 then
+    refuse(file.path, "num_attention_heads", c.heads,
+      ("a multiple of num_key_value_heads, %d"):format(c.kv_heads))
   end
-  check_heads(path, raw, c)
-  c.context = context_of(raw)
+  c.head_dim = values.head_dim or c.hidden / c.heads
+  if not config.HEAD_DIM[2](c.head_dim) then
+    refuse(file.path, "hidden_size / num_attention_heads", c.head_dim, config.HEAD_DIM[1])
+  end
   return c
 end
 
---- How many tokens each layer sees, 0 for all of them; nil if every layer sees all.
-local function windows(path, raw, variant, layers)
-  local window = raw.sliding_window
-  if not variant.window or not window or raw.use_sliding_window == false
-    or raw.model_type:find "^qwen" and not raw.use_sliding_window then return nil end
-  checkpoint.count(path, raw, "sliding_window")
-  local list, types = {}, variant.window == "some" and raw.layer_types or nil
-  if types and (type(types) ~= "table" or #types ~= layers) then
-    refuse(path, "layer_types", type(types) == "table" and #types .. " entries" or types,
-      layers .. " entries")
+--- Which layers are local, from 1: those that layer_types says, or else is_local(i).
+local function local_layers(path, values, layers, is_local)
+  local list, types = {}, values.layer_types
+  if types and #types ~= layers then
+    refuse(path, "layer_types", #types .. " entries",
+      layers .. " entries, as many as num_hidden_layers")
   end
   for i = 1, layers do
-    local is_local = variant.window == "all" or i > (raw.max_window_layers or 28)
-    if types then
-      is_local = types[i] == "sliding_attention"
-      if not is_local and types[i] ~= "full_attention" then
-        refuse(path, "layer_types", types[i], "sliding_attention or full_attention")
-      end
+    local kind = types and types[i]
+    if kind and kind ~= "sliding_attention" and kind ~= "full_attention" then
+      refuse(path, "layer_types", kind, "sliding_attention or full_attention")
     end
-    list[i] = is_local and window or 0
+    if kind then list[i] = kind == "sliding_attention" else list[i] = is_local(i) end
   end
   return list
 end
 
---- The fields that the forward pass needs, checked. path: where they come from.
-local function check_config(path, raw, context)
-  local variant = VARIANTS[raw.model_type]
-    or refuse(path, "model_type", raw.model_type,
-      "llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe")
-  if raw.hidden_act ~= "silu" then refuse(path, "hidden_act", raw.hidden_act, "silu") end
-  if raw.mlp_bias then refuse(path, "mlp_bias", true, "false") end
-  local c = check_sizes(path, raw)
-  c.variant, c.tied = variant, raw.tie_word_embeddings == true
-  c.qkv_bias = variant.qkv_bias or raw.attention_bias == true
-  c.out_bias = raw.attention_bias == true and not variant.qkv_bias
-  if raw.attention_out_bias ~= nil then c.out_bias = raw.attention_out_bias end -- GGUF
-  c.rope_factors = raw.rope_factors
-  c.windows = windows(path, raw, variant, c.layers)
-  if variant.experts then c.experts = experts.config(path, raw, c) end
+--- How many tokens each layer sees, 0 for all of them; nil if every layer sees all.
+local function windows(path, values, variant, layers)
+  local window, last = values.sliding_window, values.max_window_layers
+  if not variant.window or values.use_sliding_window == false then window = nil end
+  local list = local_layers(path, values, layers, function(i)
+    return window and (variant.window == "all" or i > last)
+  end)
+  for i = 1, layers do
+    if list[i] and not window then
+      refuse(path, "layer_types", "sliding_attention",
+        "full_attention: there is no sliding_window, or use_sliding_window is false")
+    end
+    list[i] = list[i] and window or 0
+  end
+  return window and list or nil
+end
+
+--- What describes the rotation of all layers, see rope.frequencies. context: tokens that
+-- "dynamic" stretches to.
+local function rotation(path, values, context)
+  local given, name = rope.given(values)
+  return rope.check(path .. ": " .. name, given, {
+    theta = values.rope_theta, context = context,
+    max_position_embeddings = values.max_position_embeddings,
+    original_max_position_embeddings = values.original_max_position_embeddings })
+end
+
+--- What the forward pass needs, from the fields of a checkpoint.
+local function configure(file, context)
+  local path, family = file.path, file.fields.model_type
+  local values = config.read(path, file.fields, FAMILIES)
+  local variant, stored = VARIANTS[family], file.gguf or {}
+  local c = sizes_of(file, values)
+  c.variant, c.rope_factors = variant, stored.rope_factors
+  c.qkv_bias = variant.qkv_bias or values.attention_bias or false
+  c.out_bias = values.attention_bias or false
+  if file.gguf then c.out_bias = stored.has_out_bias end
+  c.windows = windows(path, values, variant, c.layers)
+  if variant.experts then c.experts = experts.config(path, values, c, file.gguf) end
   if c.rope_factors and #c.rope_factors ~= c.head_dim / 2 then
     refuse(path, "rope_freqs.weight", #c.rope_factors .. " numbers", c.head_dim / 2)
   end
   local factor
-  c.inv_freq, factor = rope.frequencies(rope.check(path, raw, nil, nil, context),
-    c.head_dim, c.rope_factors)
+  c.inv_freq, factor = rope.frequencies(rotation(path, values, context), c.head_dim,
+    c.rope_factors)
   c.scale = factor / math.sqrt(c.head_dim)
   if c.context and context then c.context = math.max(c.context, context) end
   return c
@@ -159,7 +167,7 @@ end
 ---@field engine fun(self, o?: table): models.Engine  memory and policies to run it with,
 --                                                    see engine.new in
 --                                                    lua/models/engine.lua
-local Model = { engine = engine.new }
+local Model = { engine = engine.new, load_layer = load_layer }
 Model.__index = Model
 
 --- Freezes the tensors of a table and of the tables in it.
@@ -170,22 +178,37 @@ local function freeze(weights)
   end
 end
 
---- A model whose tensors read(name, device, dtype, shape) gives.
-local function build(c, o, read, line, class)
+--- The output head of a model whose config ties it to the embedding. A checkpoint may
+-- have both; if they differ, transformers uses both, too.
+local function tied_head(file, get, c, embedding)
+  if not file.has "lm_head.weight" then return embedding end
+  local head = get("lm_head.weight", { c.vocab, c.hidden })
+  local difference = head:sub(embedding)
+  local is_same = difference:abs(difference):max():item() == 0
+  difference:free()
+  if not is_same then return head end
+  head:free()
+  return embedding
+end
+
+--- A model of the tensors of a checkpoint.
+local function build(c, o, file, line, class)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
-  local function get(name, shape) return read(name, device, dtype, shape) end
+  class = class or Model
+  local function get(name, shape) return file.read(name, device, dtype, shape) end
   local self = setmetatable({
     config = c, device = device, dtype = dtype, layers = {},
     attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq),
                           scale = c.scale, window = c.windows },
-  }, class or Model)
+  }, class)
   self.embedding = get("model.embed_tokens.weight", { c.vocab, c.hidden })
   for i = 0, c.layers - 1 do
     if line then line:show(i, "layers of " .. c.path) end
-    self.layers[i] = load_layer(get, c, i)
+    self.layers[i] = class.load_layer(get, c, i)
   end
   self.norm = get("model.norm.weight", { c.hidden })
-  self.head = c.tied and self.embedding or get("lm_head.weight", { c.vocab, c.hidden })
+  self.head = c.tied and tied_head(file, get, c, self.embedding)
+    or get("lm_head.weight", { c.vocab, c.hidden })
   freeze { self.layers, self.embedding, self.head }
   return self
 end
@@ -196,12 +219,17 @@ local LOAD = {
 }
 local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }
 
---- Builds a model and shows how far it is.
-local function load(config, o, read, class)
-  local line = progress.new(config.layers)
-  local ok, model = pcall(build, config, o, read, line, class)
+--- Builds a model of all tensors of a checkpoint, and shows how far it is.
+local function load(c, o, file, class)
+  local line = progress.new(c.layers)
+  local ok, model = pcall(build, c, o, file, line, class)
   line:clear()
   if not ok then error(model, 0) end
+  local left = file.unread()
+  if left then
+    error(("%s: tensor \"%s\" is no part of %s as it is computed here"):format(file.path,
+      left, file.fields.model_type), 0)
+  end
   return model
 end
 
@@ -214,23 +242,18 @@ end
 ---@return models.Llama
 function M.load(name, o)
   o = options.check("llama.load", o, LOAD)
-  local fields, path, read, unread = checkpoint.open(name)
-  local model = load(check_config(path, fields, o.context), o, read)
-  local left = unread and unread()
-  if left then
-    error(("%s: tensor \"%s\" is no part of %s as it is computed here"):format(path, left,
-      fields.model_type), 0)
-  end
-  return model
+  local file = checkpoint.open(name)
+  return load(configure(file, o.context), o, file)
 end
 
 --- A model of random weights, for what does not depend on them: time and memory.
----@param config table  the fields of a config.json
----@param o? table      as for load, and seed (0)
+---@param given table  the fields of a config.json
+---@param o? table     as for load, and seed (0)
 ---@return models.Llama
-function M.random(config, o)
+function M.random(given, o)
   o = options.check("llama.random", o, RANDOM)
-  return build(check_config("config", config), o, checkpoint.random_weights(o.seed or 0))
+  local file = checkpoint.random(given, o.seed or 0)
+  return build(configure(file), o, file)
 end
 
 --- Bytes that a decoded token reads of the weights: all of them, but for the embedding.
@@ -336,11 +359,11 @@ end
 function Model:logits(states, out) linear(states, self.head, out, "plain") end
 
 --- What a family that is much like this one begins with, such as lua/models/gemma.lua.
-M.parts = { Model = Model, OPTIONS = LOAD, check_sizes = check_sizes, load = load,
-            attend = attend, outputs = outputs }
+M.parts = { Model = Model, OPTIONS = LOAD, sizes_of = sizes_of, rotation = rotation,
+            local_layers = local_layers, load = load, attend = attend, outputs = outputs }
 
 arguments.functions(M, "llama", { load = { name = options.string },
-                                  random = { config = options.table } })
+                                  random = { given = options.table } })
 local BUFFERS = options.like("buffers of a step", "x", "h", "gated", "attended", "qkv")
 local VIEWS = options.like("views of a step", "x", "h", "gated", "attended_rows", "qkv")
 arguments.methods(Model, "a model", {

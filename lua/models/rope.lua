@@ -3,81 +3,92 @@
 -- and llama3. longrope and proportional are refused.
 -- Source  transformers 5, modeling_rope_utils.py; YaRN: Peng et al. 2023,
 --         arXiv:2309.00071
-local checkpoint = require "models.checkpoint"
-local json = require "kvlab.json"
+local fields = require "models.fields"
+local options = require "kvlab.options"
 
-local refuse = checkpoint.refuse
+local known, nullable, required = fields.known, fields.nullable, fields.required
+local positive, refuse = fields.positive, fields.refuse
 local M = {}
 
--- What each kind needs besides rope_theta.
-local FIELDS = {
-  default = {}, linear = { "factor" }, dynamic = { "factor" },
-  yarn = { "original_max_position_embeddings" },
-  llama3 = { "factor", "low_freq_factor", "high_freq_factor",
-             "original_max_position_embeddings" },
+--- What the base of the rotation may be.
+M.THETA = { "a number above 1, at most 1e+15", function(x)
+  return type(x) == "number" and x > 1 and x <= 1e15
+end }
+
+local NUMBER = positive(1e6)
+
+-- What each kind has besides those of ALL. transformers turns whole heads in these
+-- families, whatever partial_rotary_factor says.
+local ALL = {
+  rope_type = known(options.string), type = known(options.string),
+  rope_theta = known(M.THETA), partial_rotary_factor = nullable(fields.only(1)),
+  finetuned = fields.harmless "training",
 }
-
--- Numbers that YaRN may have.
-local OF_YARN = { "factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
-                  "mscale_all_dim" }
-
---- The tables that describe a rotation, as one without nulls.
-local function merged(path, raw, tables)
-  local rope = {}
-  for _, name in ipairs(tables) do
-    local fields = raw[name] ~= json.null and raw[name] or nil
-    if fields and type(fields) ~= "table" then refuse(path, name, fields, "a table") end
-    for k, v in pairs(fields or {}) do
-      if v ~= json.null then rope[k] = v end
-    end
-  end
-  return rope
+local KINDS = {
+  default = {}, linear = { factor = required(NUMBER) },
+  dynamic = { factor = required(NUMBER) },
+  yarn = {
+    factor = { kind = NUMBER, required = true, null = true },
+    original_max_position_embeddings = known(fields.COUNT),
+    attention_factor = nullable(NUMBER), beta_fast = nullable(NUMBER, 32),
+    beta_slow = nullable(NUMBER, 1), mscale = nullable(NUMBER),
+    mscale_all_dim = nullable(NUMBER), truncate = nullable(fields.BOOLEAN, true),
+  },
+  llama3 = {
+    factor = required(NUMBER), low_freq_factor = required(NUMBER),
+    high_freq_factor = required(NUMBER),
+    original_max_position_embeddings = known(fields.COUNT),
+  },
+}
+for _, kind in pairs(KINDS) do
+  for name, field in pairs(ALL) do kind[name] = field end
 end
 
-local function check_yarn(path, raw, rope)
-  -- Without a factor of its own, YaRN stretches to max_position_embeddings.
-  rope.factor = rope.factor or checkpoint.positive(path, raw, "max_position_embeddings")
-    / rope.original_max_position_embeddings
-  for _, name in ipairs(OF_YARN) do
-    if rope[name] then checkpoint.positive(path, rope, name) end
-  end
+--- The table of a config that describes its rotation, and its name: rope_scaling wins
+-- over rope_parameters if it says anything, as in transformers.
+---@param values table  of a config, see config.read
+---@return table given
+---@return string name
+function M.given(values)
+  local scaling = values.rope_scaling
+  if scaling and next(scaling) ~= nil then return scaling, "rope_scaling" end
+  return values.rope_parameters or {}, "rope_parameters"
 end
 
---- Checks what a config says about rotary embeddings. transformers turns whole heads in
--- these families, whatever partial_rotary_factor says.
----@param path string    where the config stands, for errors
----@param raw table      the config
----@param tables? string[]  its tables about them, the later ones win (rope_scaling and
---                          rope_parameters)
----@param theta? number  the base if the config has none (10000)
----@param context? integer  tokens that "dynamic" stretches to
+--- Checks what a config says about a rotation.
+---@param path string    where it stands, for errors
+---@param given table    the table that describes it, with json.null
+---@param o table        theta: the base if the table has none; max_position_embeddings;
+--                       original_max_position_embeddings of the config itself, which
+--                       wins; context: tokens that "dynamic" stretches to
 ---@return table rope    for frequencies
-function M.check(path, raw, tables, theta, context)
-  local rope = merged(path, raw, tables or { "rope_scaling", "rope_parameters" })
-  rope.rope_theta = rope.rope_theta or raw.rope_theta or theta or 10000
-  rope.kind = rope.rope_type or rope.type or "default"
-  if not FIELDS[rope.kind] then
-    refuse(path, "rope_type", rope.kind, "default, linear, dynamic, yarn or llama3")
+function M.check(path, given, o)
+  local kind = given.rope_type or given.type or "default"
+  if not KINDS[kind] then
+    refuse(path, "rope_type", kind, "default, linear, dynamic, yarn or llama3")
+  elseif given.type and given.type ~= kind then
+    refuse(path, "type", given.type, "that of rope_type, " .. kind)
   end
-  checkpoint.positive(path, rope, "rope_theta")
-  if rope.kind == "yarn" and not rope.original_max_position_embeddings then
-    rope.original_max_position_embeddings = raw.original_max_position_embeddings
-      or raw.max_position_embeddings
+  local rope = fields.read(path, "rope_type " .. kind, given, KINDS[kind])
+  rope.kind, rope.rope_theta = kind, rope.rope_theta or o.theta
+  local trained = o.original_max_position_embeddings
+    or rope.original_max_position_embeddings
+  if kind == "llama3" then
+    if not trained then
+      refuse(path, "original_max_position_embeddings", nil, "a number > 0")
+    elseif rope.high_freq_factor <= rope.low_freq_factor then
+      refuse(path, "high_freq_factor", rope.high_freq_factor,
+        ("more than low_freq_factor, %g"):format(rope.low_freq_factor))
+    end
+  elseif kind == "yarn" then
+    trained = trained or o.max_position_embeddings
+    -- Without a factor of its own, YaRN stretches to max_position_embeddings.
+    rope.factor = rope.factor or o.max_position_embeddings / trained
+  elseif kind == "dynamic" then
+    trained = o.max_position_embeddings
+    rope.context = math.max(o.context or 0, trained)
   end
-  for _, name in ipairs(FIELDS[rope.kind]) do checkpoint.positive(path, rope, name) end
-  if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor then
-    refuse(path, "high_freq_factor", rope.high_freq_factor,
-      ("more than low_freq_factor, %g"):format(rope.low_freq_factor))
-  elseif rope.kind == "yarn" then
-    check_yarn(path, raw, rope)
-  elseif rope.kind == "dynamic" then
-    rope.trained = checkpoint.count(path, raw, "max_position_embeddings")
-    rope.context = math.max(context or 0, rope.trained)
-  end
-  local share = raw.partial_rotary_factor or rope.partial_rotary_factor or 1
-  if share ~= 1 then
-    refuse(path, "partial_rotary_factor", share, "1: these models turn whole heads")
-  end
+  rope.trained = trained
   return rope
 end
 
@@ -85,7 +96,7 @@ end
 -- change smoothly.
 local function llama3(rope, f)
   local wavelength = 2 * math.pi / f
-  local smooth = (rope.original_max_position_embeddings / wavelength
+  local smooth = (rope.trained / wavelength
     - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
   smooth = math.max(0, math.min(1, smooth))
   return (1 - smooth) * f / rope.factor + smooth * f
@@ -96,11 +107,11 @@ end
 -- that the model was trained with.
 local function yarn_range(rope, dim)
   local function pair(turns)
-    return dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi))
+    return dim * math.log(rope.trained / (turns * 2 * math.pi))
       / (2 * math.log(rope.rope_theta))
   end
   local low, high = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)
-  if rope.truncate ~= false then low, high = math.floor(low), math.ceil(high) end
+  if rope.truncate then low, high = math.floor(low), math.ceil(high) end
   low, high = math.max(low, 0), math.min(high, dim - 1)
   return low, low == high and high + 0.001 or high
 end

@@ -129,6 +129,21 @@ describe("a GGUF model", function()
       { ["llama.attention.value_length"] = { "u32", 32 } })
     fails("attn_logit_softcapping is 50, expected none",
       { ["llama.attn_logit_softcapping"] = { "f32", 50 } })
+    for key, value in pairs { ["attention.sliding_window"] = 64, ["rope.freq_scale"] = 2,
+      ["rope.scaling.yarn_beta_fast"] = 8, ["attention.layer_norm_epsilon"] = 1,
+      pooling_type = 1, no_such_key = 3 } do
+      fails(("%s is %d, expected none"):format(key, value),
+        { ["llama." .. key] = { "f32", value } })
+    end
+    fails(nil, { ["llama.attention.sliding_window"] = { "u32", 0 },
+                 ["llama.attention.causal"] = { "bool", 1 } })
+    fails("attention.causal is false, expected true",
+      { ["llama.attention.causal"] = { "bool", 0 } })
+    fails("split.count is 2, expected 1", { ["split.count"] = { "u32", 2 } })
+    fails("rms_norm_eps is nil, expected", {
+      ["llama.attention.layer_norm_rms_epsilon"] = false })
+    fails("max_position_embeddings is nil, expected",
+      { ["llama.context_length"] = false })
     fails("rope.scaling.type is longrope, expected none, linear or yarn",
       { ["llama.rope.scaling.type"] = { "string", "longrope" } })
     fails("factor is nil", { ["llama.rope.scaling.type"] = { "string", "linear" } })

@@ -163,7 +163,8 @@ describe("a model with windows", function()
   it("has fields that are checked", function()
     local config = { model_type = "qwen3", hidden_act = "silu", hidden_size = 32,
       intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2,
-      vocab_size = 50, use_sliding_window = true, sliding_window = 8 }
+      num_key_value_heads = 2, head_dim = 16, vocab_size = 50,
+      use_sliding_window = true, sliding_window = 8 }
     local function refused(words, field, value)
       local changed = {}
       for name, old in pairs(config) do changed[name] = old end
@@ -249,7 +250,7 @@ describe("llama.load", function()
       with '"rope_scaling": {"type": "linear"}')
     fails("factor is 0, expected a number > 0",
       with '"rope_scaling": {"type": "linear", "factor": 0}')
-    fails("rope_theta is x, expected a number > 0", with '"rope_theta": "x"')
+    fails("rope_theta is x, expected a number above 1", with '"rope_theta": "x"')
     fails("rms_norm_eps is x, expected a number > 0", with '"rms_norm_eps": "x"')
     local LLAMA3 = { factor = 8, low_freq_factor = 1, high_freq_factor = 4,
                      original_max_position_embeddings = 64 }
@@ -273,6 +274,7 @@ describe("llama.load", function()
       ['{"weight_map": {"model.embed_tokens.weight": "../x"}}'] = "is ../x, expected" } do
       fails(words, function(t, dir)
         files.write(dir .. "/model.safetensors.index.json", text)
+        os.remove(dir .. "/model.safetensors")
         return t
       end)
     end
@@ -298,9 +300,10 @@ describe("gemma.load", function()
         '"attn_logit_softcapping": 50',
       ["final_logit_softcapping is -1, expected a number > 0"] =
         '"final_logit_softcapping": -1',
-      ["sliding_window is nil, expected a whole number"] = '"sliding_window": null',
+      ["sliding_window is null, expected a whole number"] = '"sliding_window": null',
       ["layer_types is 1 entries, expected 3"] = '"layer_types": ["full_attention"]',
-      ["query_pre_attn_scalar is x, expected a number"] = '"query_pre_attn_scalar": "x"',
+      ["query_pre_attn_scalar is x, expected a whole number"] =
+        '"query_pre_attn_scalar": "x"',
       ["rope_type is yarn, expected one that leaves the scale"] =
         '"rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_parameters": null',
       ["rope_type is longrope"] =
