@@ -13,6 +13,7 @@ local gguf = require "models.gguf"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local options = require "kvlab.options"
+local quantization = require "models.quantization"
 local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
@@ -122,8 +123,9 @@ local FLOAT = { f32 = true, f16 = true, bf16 = true }
 --- The weights of a folder. Its files are opened when the first tensor is read, so what
 -- is wrong with a config is told first.
 ---@param folder string
+---@param q? models.Quantization  of its config
 ---@return table  has, read and unread, see open
-local function weights(folder)
+local function weights(folder, q)
   local seen, of, names = {}, nil, nil
   local function need()
     if not of then of, names = open_files(folder) end
@@ -134,7 +136,12 @@ local function weights(folder)
     local _, stored = file:describe(name)
     seen[name] = true
     if FLOAT[stored] then return file:read(name, device, dtype, shape) end
-    return refuse(file.path, ('tensor "%s"'):format(name), stored, "a float")
+    if stored ~= "f8e4m3" or not q then
+      refuse(file.path, ('tensor "%s"'):format(name), stored, stored == "f8e4m3"
+        and "a float, or a quantization_config in config.json" or "a float")
+    end
+    seen[name .. q.suffix] = true
+    return quantization.read(q, of, name, device, dtype, shape)
   end
   local function has(name)
     need()
@@ -147,6 +154,7 @@ local function weights(folder)
     need()
     for _, name in ipairs(names()) do
       local is_harmless = name:find "rotary_emb%.inv_freq$" -- as old versions wrote
+        or q and (name:find "%.activation_scale$" or name:find "%.input_scale$")
       if not seen[name] and not is_harmless then return name end
     end
   end
@@ -191,7 +199,7 @@ function M.open(name)
     error(folder .. " has an adapter_config.json, expected a whole model: merge the "
       .. "adapter into its weights first", 0)
   end
-  local file = weights(folder)
+  local file = weights(folder, quantization.config(path, fields.quantization_config))
   file.path, file.fields = path, fields
   return file
 end
@@ -214,6 +222,10 @@ end
 ---@param seed integer
 ---@return models.Checkpoint
 function M.random(fields, seed)
+  if fields.quantization_config ~= nil and fields.quantization_config ~= json.null then
+    refuse("config", "quantization_config", fields.quantization_config,
+      "none: random weights are not quantised")
+  end
   local drawn = 0
   local function read(name, device, dtype, shape)
     if #shape == 1 then

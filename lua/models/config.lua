@@ -66,7 +66,7 @@ local function base()
     rope_theta = known(rope.THETA, 10000),
     original_max_position_embeddings = nullable(COUNT),
     partial_rotary_factor = nullable(only(1)),
-    quantization_config = nullable(nothing "weights are floats"),
+    quantization_config = nullable(TABLE),
     attention_bias = known(only(false)), mlp_bias = known(only(false)),
     is_causal = known(only(true)), is_encoder_decoder = known(only(false)),
     add_cross_attention = known(only(false)),
