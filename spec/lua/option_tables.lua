@@ -132,7 +132,7 @@ local small_model = once(function() return require("spec.models.tiny").tiny(
 M["reading.open"] = {
   good = function()
     -- its tokenizer has more tokens than the model, whose task is made of few
-    local task = { length = 30, score = score, draw = function()
+    local task = { length = 30, score = score, is_zero_one = score, draw = function()
       return { { ids = { 1, 2, 3, 4 }, read = 2, answers = { "x" }, answer_tokens = 2 } }
     end }
     return { engine = small_model():engine { blocks = 16 }, tokenizer = tokenizer(),
@@ -530,7 +530,7 @@ local function small_config()
 end
 
 M["gemma.load"] = {
-  good = function() return { device = "cpu", dtype = "bf16" } end,
+  good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
   call = function(o)
     require("models.gemma").load(kv.paths.root .. "/spec/data/hf/gemma3", o)
   end,
