@@ -206,14 +206,18 @@ end
 
 --- The model_type of a checkpoint, in the words of a config.json.
 ---@param name string  see open
----@return string
+---@return string model_type
+---@return string path  where it stands, for errors
 function M.model_type(name)
   local path = M.find(name)
-  if not path:find "%.gguf$" then return (M.config(path)).model_type end
+  if not path:find "%.gguf$" then
+    local fields, where = M.config(path)
+    return fields.model_type, where
+  end
   local file = M.gguf(path)
   local fields = gguf.config(file)
   file:close()
-  return fields.model_type
+  return fields.model_type, path
 end
 
 --- A checkpoint of random weights under any name. Norms are 1, biases are 0, and a

@@ -169,7 +169,7 @@ local function families_with(name)
   for _, family_name in ipairs(sorted.keys(M.FAMILIES)) do
     if M.FAMILIES[family_name][name] then list[#list + 1] = family_name end
   end
-  return #list > 0 and "of " .. table.concat(list, ", ") or nil
+  return #list > 0 and table.concat(list, ", ") or nil
 end
 
 --- Reads a config.
@@ -183,8 +183,7 @@ function M.read(path, raw, families)
       return fields.read(path, name, raw, M.FAMILIES[name], families_with)
     end
   end
-  return fields.refuse(path, "model_type", raw.model_type, (table.concat(families, ", ")
-    :gsub("^(.*), ", "%1 or ")))
+  return fields.refuse(path, "model_type", raw.model_type, fields.one_of(families))
 end
 
 --- The names of the families, sorted.

@@ -4,6 +4,8 @@
 --   local model = families.load("smollm2", { device = "cpu" })
 local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
+local config = require "models.config"
+local fields = require "models.fields"
 local gemma = require "models.gemma"
 local llama = require "models.llama"
 local options = require "kvlab.options"
@@ -18,9 +20,11 @@ local M = {}
 ---@return table model  what its family's load returns
 function M.load(name, o)
   o = options.check("families.load", o, llama.parts.OPTIONS)
-  local is_gemma = tostring(checkpoint.model_type(name)):find "^gemma"
-  if not is_gemma then return llama.load(name, o) end
-  return gemma.load(name, { device = o.device, dtype = o.dtype })
+  local family, path = checkpoint.model_type(name)
+  if not config.FAMILIES[family] then
+    fields.refuse(path, "model_type", family, fields.one_of(config.NAMES))
+  end
+  return (family:find "^gemma" and gemma or llama).load(name, o)
 end
 
 arguments.functions(M, "families", { load = { name = options.string } })

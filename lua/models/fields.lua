@@ -47,6 +47,13 @@ function M.nothing(why)
   end, only = "null" }
 end
 
+--- Names in the words of an error: "a, b or c".
+---@param names string[]
+---@return string
+function M.one_of(names)
+  return (table.concat(names, ", "):gsub("^(.*), ", "%1 or "))
+end
+
 -- ---- declarations ---------------------------------------------------------------------
 
 ---@class models.Field
@@ -101,7 +108,7 @@ end
 -- name is told if it is near.
 local function refuse_unknown(path, what, name, value, known, of)
   local near, distance = nearest(tostring(name), sorted.keys(known))
-  local hint = of and (", which is %s"):format(of)
+  local hint = of and (": it is one of %s"):format(of)
     or near and distance <= 3 and (", the nearest is %s"):format(near) or ""
   error(("%s: %s is %s, but %s has no such field%s"):format(path, tostring(name),
     shown(value), what, hint), 0)

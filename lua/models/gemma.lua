@@ -54,9 +54,10 @@ end
 
 --- The frequencies of local and global layers, and the factor of the scale, which has to
 -- be one number for all layers.
-local function rotations(path, values, c)
+local function rotations(path, values, c, context)
   if not c.variant.head_norm then
-    local all, factor = rope.frequencies(parts.rotation(path, values), c.head_dim)
+    local all, factor = rope.frequencies(parts.rotation(path, values, context),
+      c.head_dim)
     return all, all, factor
   elseif values.original_max_position_embeddings then
     refuse(path, "original_max_position_embeddings",
@@ -68,7 +69,7 @@ local function rotations(path, values, c)
                              sliding_attention = values.rope_local_base_freq } do
     local where = ("%s: %s"):format(path, kind == "full_attention" and far
       or "rope_parameters.sliding_attention")
-    local checked = rope.check(where, both[kind], { theta = theta,
+    local checked = rope.check(where, both[kind], { theta = theta, context = context,
       max_position_embeddings = values.max_position_embeddings })
     if checked.truncate == false then
       refuse(where, "truncate", false, "true: transformers overlooks it in Gemma 3")
@@ -90,7 +91,7 @@ local function check_same(path, values, field, other)
   end
 end
 
-local function configure(file)
+local function configure(file, context)
   local path, family = file.path, file.fields.model_type
   local values = config.read(path, file.fields, FAMILIES)
   check_same(path, values, "sliding_window", "sliding_window_size")
@@ -98,11 +99,11 @@ local function configure(file)
   if not values.layer_types then
     check_same(path, values, "sliding_window_pattern", "_sliding_window_pattern")
   end
-  local c = parts.sizes_of(file, values)
+  local c = parts.sizes_of(file, values, context)
   c.variant = VARIANTS[family]
   if family == "gemma2" then c.attn_logit_softcapping = values.attn_logit_softcapping end
   c.final_logit_softcapping = values.final_logit_softcapping
-  local near, far, factor = rotations(path, values, c)
+  local near, far, factor = rotations(path, values, c, context)
   c.scale = factor / math.sqrt(values.query_pre_attn_scalar)
   c.windows, c.inv_freq, c.near, c.far = {}, far, near, far
   local is_local = parts.local_layers(path, values, c.layers,
@@ -127,16 +128,15 @@ function Model.load_layer(read, c, i)
   return layer
 end
 
-local OPTIONS = { device = parts.OPTIONS.device, dtype = parts.OPTIONS.dtype }
-
 --- Loads a model: a folder (config.json and safetensors).
 ---@param name string
----@param o? table  device (--device's), dtype of weights and activations (bf16)
+---@param o? table  device (--device's), dtype of weights and activations (bf16), context:
+--                  see llama.load
 ---@return models.Gemma
 function M.load(name, o)
-  o = options.check("gemma.load", o, OPTIONS)
+  o = options.check("gemma.load", o, parts.OPTIONS)
   local file = checkpoint.open(name)
-  local c, read = configure(file), file.read
+  local c, read = configure(file, o.context), file.read
   --- Norms are kept in f32 and with the 1 added, so that it costs no precision.
   function file.read(tensor, device, dtype, shape)
     if not tensor:find "norm%.weight$" then return read(tensor, device, dtype, shape) end

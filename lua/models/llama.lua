@@ -35,20 +35,21 @@ local VARIANTS = {
 local FAMILIES = { "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe" }
 
 --- How many tokens a model can read, stretched rotations included; nil if the config does
--- not say.
-local function context_of(file, values)
+-- not say. asked: those that the caller wants to read.
+local function context_of(file, values, asked)
   local most, scaling = file.fields.max_position_embeddings, rope.given(values)
-  if not most or scaling.full_attention then return most end
+  if not most then return nil end
   local trained = tonumber(scaling.original_max_position_embeddings)
-  return math.max(most, (trained or 0) * (tonumber(scaling.factor) or 1))
+  return math.max(most, asked or 0, (trained or 0) * (tonumber(scaling.factor) or 1))
 end
 
 --- The sizes of a model, from the values of its config.
-local function sizes_of(file, values)
+local function sizes_of(file, values, context)
   local c = { path = file.path, eps = values.rms_norm_eps, hidden = values.hidden_size,
               inner = values.intermediate_size, layers = values.num_hidden_layers,
               heads = values.num_attention_heads, vocab = values.vocab_size,
-              tied = values.tie_word_embeddings, context = context_of(file, values) }
+              tied = values.tie_word_embeddings,
+              context = context_of(file, values, context) }
   c.kv_heads = values.num_key_value_heads or c.heads
   if c.heads % c.kv_heads ~= 0 then
     refuse(file.path, "num_attention_heads", c.heads,
@@ -110,7 +111,7 @@ local function configure(file, context)
   local path, family = file.path, file.fields.model_type
   local values = config.read(path, file.fields, FAMILIES)
   local variant, stored = VARIANTS[family], file.gguf or {}
-  local c = sizes_of(file, values)
+  local c = sizes_of(file, values, context)
   c.variant, c.rope_factors = variant, stored.rope_factors
   c.qkv_bias = variant.qkv_bias or values.attention_bias or false
   c.out_bias = values.attention_bias or false
@@ -124,7 +125,6 @@ local function configure(file, context)
   c.inv_freq, factor = rope.frequencies(rotation(path, values, context), c.head_dim,
     c.rope_factors)
   c.scale = factor / math.sqrt(c.head_dim)
-  if c.context and context then c.context = math.max(c.context, context) end
   return c
 end
 
