@@ -32,8 +32,8 @@ for _, same in ipairs { 0, 0.3 } do
 end
 for _, n in ipairs { 8, 64 } do
   for _, case in ipairs { { 0.1, 0 }, { 0.1, 0.1 }, { 0.3, 0.05 } } do
-    line(("%d texts, only the first policy right with %g, only the second with %g"):format(n, case[1],
-      case[2]), coverage.t_difference, coverage.difference,
+    line(("%d texts, only the first policy right with %g, only the second with %g")
+      :format(n, case[1], case[2]), coverage.t_difference, coverage.difference,
       coverage.pairs_of_texts(n, case[1], case[2]), case[1] - case[2])
   end
 end

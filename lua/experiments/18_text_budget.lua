@@ -89,6 +89,16 @@ local function gap(policy, dense, result)
   return (result.nll and kv.statistics.interval or kv.statistics.difference)(lost)
 end
 
+--- What each text gave: its score, and its mean log p of a token.
+local function each_of(result)
+  local each = { score = {}, log_p = result.nll and {} or nil }
+  for i, own in ipairs(result.each) do
+    each.score[i] = own.score
+    if own.nll then each.log_p[i] = -own.nll end
+  end
+  return each
+end
+
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
                "question", "chat", "block_size", "seed" }
 
@@ -110,6 +120,7 @@ local function run(config, settings)
   metrics.gap, metrics.gap_low, metrics.gap_high = gap(config.policy,
     sitting.dense, result)
   metrics.texts, metrics.zero_one = #result.each, result.zero_one
+  metrics.each = each_of(result)
   if result.nll then
     metrics.perplexity, metrics.log_p = math.exp(result.nll), -result.nll
     metrics.log_p_low = result.nll_high and -result.nll_high

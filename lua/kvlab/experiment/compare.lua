@@ -7,12 +7,15 @@
 -- their rows. The verb compares the axes that have one value in all of A and another in
 -- all of B (a policy, the device, the seed). Two rows that agree in everything else are
 -- a pair. For each metric, the verb takes the pairs where it is a finite number in both
--- rows. It prints how many they are, of how many seeds, the means of A, of B and of
--- B - A, and the 95 % confidence interval of B - A (Student's t).
+-- rows. It prints how many they are, how many samples they make, the means of A, of B and
+-- of B - A over the samples, and the 95 % confidence interval of B - A.
 --
--- All of these are over seeds: the mean over all pairs of one seed is one sample, because
--- they share the same random numbers. So there is an interval only with repeats, and
--- only for metrics that the seed changes. Rows with a note (a budget that sink and recent
+-- A sample is a seed, with the mean over all of its pairs, because they share the same
+-- random numbers; or a text of a seed, if all rows say what each text gave (`each` of
+-- kvlab.experiment). Differences of texts' scores have the interval of
+-- statistics.difference, others Student's t. With seeds as samples, there is an interval
+-- only with repeats, and only for metrics that the seed changes, or that are shares of
+-- right answers. Rows with a note (a budget that sink and recent
 -- alone exceed) are left out. All rows of A must have been made by the same versions of
 -- the sources, and so must all rows of B. A and B may differ from each other, as they do
 -- after an edit; the verb then names the sources that differ.
@@ -84,6 +87,7 @@ end
 ---@field only_a integer   rows of A without a partner
 ---@field only_b integer
 ---@field noted integer    pairs that are left out because a row has a note
+---@field note string|nil  one of these notes
 ---@field seeds integer
 
 --- Pairs the rows of A with those of B.
@@ -98,7 +102,7 @@ function M.pair(rows_a, rows_b)
   for _, a in ipairs(rows_a) do
     local b = partner[key_without(a.config, p.differences)]
     if b and (text_table.note_of(a) or text_table.note_of(b)) then
-      p.noted = p.noted + 1
+      p.noted, p.note = p.noted + 1, text_table.note_of(a) or text_table.note_of(b)
     elseif b then
       p.list[#p.list + 1] = { a = a, b = b }
       local seed = a.config.seed or 0
@@ -113,60 +117,108 @@ end
 
 -- ---- metrics --------------------------------------------------------------------------
 
---- The pairs where a metric is a finite number in both rows, as { a =, b =, seed =,
--- key = }; key names the configuration without its seed.
-local function values_of(list, metric)
-  local values = {}
-  for _, pair in ipairs(list) do
-    local a, b = pair.a.metrics[metric], pair.b.metrics[metric]
-    if is_finite(a) and is_finite(b) then
-      values[#values + 1] = { a = a, b = b, seed = pair.a.config.seed or 0,
-                              key = key_without(pair.a.config, { { key = "seed" } }) }
-    end
+local function is_number_in(pair, metric)
+  return is_finite(pair.a.metrics[metric]) and is_finite(pair.b.metrics[metric])
+end
+
+--- What each text gave in both rows of a pair: two lists; nil if the rows do not say it,
+-- of the same texts.
+local function texts_of(pair, metric)
+  local a, b = (pair.a.each or {})[metric], (pair.b.each or {})[metric]
+  if type(a) ~= "table" or type(b) ~= "table" or #a ~= #b then return nil end
+  for i = 1, #a do
+    if not is_finite(a[i]) or not is_finite(b[i]) then return nil end
   end
-  return values
+  return a, b
+end
+
+--- The samples of a metric: the mean of A and of B over the pairs of each seed or, if all
+-- pairs say what each text gave, of each text of a seed. Returns two lists of them, and
+-- whether they are of texts.
+local function samples_of(list, metric)
+  local of_texts = true
+  for _, pair in ipairs(list) do of_texts = of_texts and texts_of(pair, metric) ~= nil end
+  local of_a, of_b, counts, at = {}, {}, {}, {}
+  local function add(key, a, b)
+    local i = at[key] or #counts + 1
+    local n = (counts[i] or 0) + 1
+    at[key], counts[i] = i, n
+    of_a[i] = (of_a[i] or 0) + (a - (of_a[i] or 0)) / n
+    of_b[i] = (of_b[i] or 0) + (b - (of_b[i] or 0)) / n
+  end
+  for _, pair in ipairs(list) do
+    local seed = pair.a.config.seed or 0
+    local a, b = texts_of(pair, metric)
+    for i = 1, of_texts and #a or 0 do add(seed .. " " .. i, a[i], b[i]) end
+    if not of_texts then add(seed, pair.a.metrics[metric], pair.b.metrics[metric]) end
+  end
+  return of_a, of_b, of_texts
 end
 
 --- Whether each configuration's metric is the same for every seed, in A and in B. Such
 -- seeds are not separate samples.
-local function is_fixed(values)
+local function is_fixed(list, metric)
   local first = {}
-  for _, value in ipairs(values) do
-    local one = first[value.key] or value
-    if one.a ~= value.a or one.b ~= value.b then return false end
-    first[value.key] = one
+  for _, pair in ipairs(list) do
+    local key = key_without(pair.a.config, { { key = "seed" } })
+    local one = first[key] or pair
+    if one.a.metrics[metric] ~= pair.a.metrics[metric]
+      or one.b.metrics[metric] ~= pair.b.metrics[metric] then
+      return false
+    end
+    first[key] = one
   end
   return true
 end
 
---- The means of A and of B over the pairs of each seed: two lists, one value for each
--- seed.
-local function means_of_seeds(values)
-  local of_a, of_b, counts, at = {}, {}, {}, {}
-  for _, value in ipairs(values) do
-    local i = at[value.seed] or #counts + 1
-    local n = (counts[i] or 0) + 1
-    at[value.seed], counts[i] = i, n
-    of_a[i] = (of_a[i] or 0) + (value.a - (of_a[i] or 0)) / n
-    of_b[i] = (of_b[i] or 0) + (value.b - (of_b[i] or 0)) / n
+--- Of how many 0/1 trials a metric is the share, in both rows of all pairs at least.
+local function trials_of(list, metric)
+  local rows = {}
+  for _, pair in ipairs(list) do
+    rows[#rows + 1], rows[#rows + 2] = pair.a, pair.b
   end
-  return of_a, of_b
+  return results.trials(rows, metric)
 end
 
---- Returns the means of A, of B and of B - A, with the numbers of pairs and seeds; nil if
--- the metric is a number in no pair. A seed is one sample, the mean of its pairs, and all
--- three are means over these samples.
-local function measure(list, metric)
-  local values = values_of(list, metric)
-  if #values == 0 then return nil end
-  local of_a, of_b = means_of_seeds(values)
-  local differences = {}
-  for i, b in ipairs(of_b) do differences[i] = b - of_a[i] end
-  local interval = { statistics.interval(differences) }
-  if is_fixed(values) then interval = { interval[1] } end
-  return { metric = metric, pairs = #values, seeds = #differences,
+local function are_shares(values)
+  for _, value in ipairs(values) do
+    if value < 0 or value > 1 then return false end
+  end
+  return true
+end
+
+--- The mean difference of the samples of B and A, and its interval. Scores of texts,
+-- 0 ... 1, have that of shares, and other samples Student's t. If all seeds differ by the
+-- same, t has no width; a share of 0/1 trials is then known as well as their number
+-- allows, and another metric that is fixed has no interval.
+local function difference_of(list, metric, of_a, of_b, of_texts)
+  local differences, are_equal = {}, true
+  for i, b in ipairs(of_b) do
+    differences[i] = b - of_a[i]
+    are_equal = are_equal and differences[i] == differences[1]
+  end
+  local trials = not of_texts and are_equal and trials_of(list, metric)
+  if trials then return { statistics.difference(differences, trials) } end
+  if of_texts and are_shares(of_a) and are_shares(of_b) then
+    return { statistics.difference(differences) }
+  end
+  local mean, low, high = statistics.interval(differences)
+  if not of_texts and is_fixed(list, metric) then return { mean } end
+  return { mean, low, high }
+end
+
+--- Returns the means of A, of B and of B - A over the samples, with the numbers of pairs
+-- and samples; nil if the metric is a number in no pair.
+local function measure(all, metric)
+  local list = {}
+  for _, pair in ipairs(all) do
+    if is_number_in(pair, metric) then list[#list + 1] = pair end
+  end
+  if #list == 0 then return nil end
+  local of_a, of_b, of_texts = samples_of(list, metric)
+  return { metric = metric, pairs = #list, samples = #of_a,
            a = statistics.interval(of_a), b = statistics.interval(of_b),
-           difference = interval }
+           difference = difference_of(list, metric, of_a, of_b, of_texts) }
 end
 
 --- Returns the sorted names of the metrics that are numbers.
@@ -203,9 +255,9 @@ end
 ---@param p kvlab.compare.pairs
 ---@param metrics string[]
 ---@param axes string[]
----@return {words: string[], metric: string, pairs: integer, seeds: integer, a: number,
+---@return {words: string[], metric: string, pairs: integer, samples: integer, a: number,
 ---  b: number, difference: number[]}[]  difference: mean, low, high (the last two only
----  if there are several seeds, and they change the metric)
+---  if there are several samples, and they say how much the metric varies)
 function M.lines(p, metrics, axes)
   local lines = {}
   for _, metric in ipairs(metrics) do
@@ -287,7 +339,7 @@ end
 local function as_table(lines, axes)
   local t = { header = { "metric" }, rows = {} }
   for _, axis in ipairs(axes) do t.header[#t.header + 1] = axis end
-  for _, name in ipairs { "pairs", "seeds", "A", "B", "B - A", "95 % interval",
+  for _, name in ipairs { "pairs", "samples", "A", "B", "B - A", "95 % interval",
                           "differs" } do
     t.header[#t.header + 1] = name
   end
@@ -297,7 +349,7 @@ local function as_table(lines, axes)
       text_table.format_number(high)) or nil
     local differs = low and ((low > 0 or high < 0) and "yes" or "no") or nil
     local row = { line.metric, unpack(line.words) }
-    for k, cell in ipairs { line.pairs, line.seeds, line.a, line.b, mean } do
+    for k, cell in ipairs { line.pairs, line.samples, line.a, line.b, mean } do
       row[1 + #axes + k] = cell
     end
     row[7 + #axes], row[8 + #axes] = interval, differs
@@ -314,7 +366,9 @@ function M.main(a, b, options)
   local rows_a, words_a = open(a)
   local rows_b, words_b = open(b)
   local p = M.pair(rows_a, rows_b)
-  if #p.list == 0 then
+  if #p.list == 0 and p.noted > 0 then
+    fail("all %d pairs are left out because a row has a note: %s", p.noted, p.note)
+  elseif #p.list == 0 then
     fail("A and B have no configuration in common: A begins with %s, B with %s",
       results.key(rows_a[1].config), results.key(rows_b[1].config))
   end
@@ -336,7 +390,9 @@ function M.main(a, b, options)
   if p.noted > 0 then
     io.write(("%d pairs are left out because a row has a note.\n"):format(p.noted))
   end
-  if p.seeds < 2 then
+  local has_all = true
+  for _, line in ipairs(lines) do has_all = has_all and line.difference[2] ~= nil end
+  if p.seeds < 2 and not has_all then
     io.write "One seed gives no interval: run both with --set repeats=N.\n"
   end
   return 0

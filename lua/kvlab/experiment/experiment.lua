@@ -24,12 +24,14 @@
 -- `proportions` lists the metrics that lie between 0 and 1, so that their confidence
 -- intervals stay there too: { "bytes_share", accuracy = "questions" }. The second form is
 -- for shares of right answers, and names the metric or option that counts the questions;
--- such a mean gets an interval for shares (kvlab.statistics). `metrics` lists the names
--- that every row must have, in the order in which they are written. A metric called
--- `note` is a text that says why a row cannot be compared with the others, such as a
--- budget that is exceeded: tables and plots mark the row, and `kvlab compare` leaves it
--- out. `table` and `plot` may be lists, or functions that take the rows and settings, and
--- return what text_table.text and plot.svg take.
+-- such a mean gets an interval for shares (kvlab.statistics), and the row keeps the count
+-- in `trials`. What each of several texts gave may be among the metrics, as `each = {
+-- score = { 1, 0, … } }`; the row keeps it beside them, and `kvlab compare` then compares
+-- text by text. `metrics` lists the names that every row must have, in the order in which
+-- they are written. A metric called `note` is a text that says why a row cannot be
+-- compared with the others, such as a budget that is exceeded: tables and plots mark the
+-- row, and `kvlab compare` leaves it out. `table` and `plot` may be lists, or functions
+-- that take the rows and settings, and return what text_table.text and plot.svg take.
 -- `environment` = { device, description, driver, versions } is needed only when the
 -- device is not the one that kv.device() opens.
 --

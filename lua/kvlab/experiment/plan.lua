@@ -261,7 +261,8 @@ function M.new(spec, given)
     environment = given.environment or find_environment(spec.environment),
     table = check_views(grid, spec.table, "table"),
     plot = check_views(grid, spec.plot, "plot"),
-    order = { "config", "metrics", "made_by", unpack(grid.names) }, configs = {},
+    order = { "config", "metrics", "each", "trials", "made_by", unpack(grid.names) },
+    configs = {},
   }
   local fixed = { device = plan.environment.device, isa = given.isa,
                   link_gbps = given["link-gbps"], link_us = given["link-us"] }

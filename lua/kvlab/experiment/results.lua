@@ -1,6 +1,8 @@
 --- Reads and writes results.jsonl. Each line is the row of one finished configuration:
 -- {"config": {...}, "metrics": {...}, "made_by": {...}}. made_by maps the names of the
--- sources that the row was computed from to their hashes, see kvlab.sources.
+-- sources that the row was computed from to their hashes, see kvlab.sources. A row may
+-- also have "each", lists of what every text gave, by metric, and "trials", of how many
+-- 0/1 trials a metric is the share.
 --
 -- A row is written at once and flushed, so a killed process leaves whole rows and at most
 -- one torn line at the end, which the next open cuts off. The process holds the folder's
@@ -10,8 +12,8 @@
 -- that is not finite is stored as null and read as NaN.
 local ffi = require "ffi"
 local files = require "kvlab.files" -- also declares fileno and fsync
+local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
-local options = require "kvlab.options"
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 local statistics = require "kvlab.experiment.statistics"
@@ -41,27 +43,30 @@ results.__index = results
 ---@return string
 function M.key(config) return json.encode(secrets.mask(config)) end
 
---- How many 0/1 trials each row's value is the share of, at least: the metric or option
--- `name` of the rows. nil if a row does not say it.
-local function trials_of(rows, name)
+--- Returns of how many 0/1 trials a metric of each of these rows is the share, at least;
+-- nil if a row does not say it.
+---@param rows {trials: table<string, integer>|nil}[]
+---@param metric string
+---@return integer|nil
+function M.trials(rows, metric)
   local least = math.huge
   for _, row in ipairs(rows) do
-    local count = row.metrics[name] or row.config[name]
-    if not options.count[2](count) then return nil end
+    local count = row.trials and row.trials[metric]
+    if not is_finite(count) then return nil end
     least = math.min(least, count)
   end
   return least
 end
 
 --- Summarises one metric over repeats. Returns the mean and the interval of numbers; for
--- other values, the value if all repeats agree, else nil. `kind` is that of a proportion:
--- true for one that lies between 0 and 1, as its limits then do, or the name of the
--- number of 0/1 trials that it is the share of.
-local function summarise_metric(values, kind, rows)
+-- other values, the value if all repeats agree, else nil. `kind` is "bounded" for a
+-- metric that lies between 0 and 1, as its limits then do, and "share" for a share of 0/1
+-- trials, as many as `trials` for each value, if that is known.
+local function summarise_metric(values, kind, trials)
   local is_number = true
   for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
-  if is_number and type(kind) == "string" then
-    return statistics.share(values, trials_of(rows, kind))
+  if is_number and kind == "share" then
+    return statistics.share(values, trials)
   elseif is_number then
     local mean, low, high = statistics.interval(values)
     if low and kind then low, high = math.max(low, 0), math.min(high, 1) end
@@ -81,13 +86,13 @@ end
 -- config and metrics can read these rows too. A row is stale if one of its repeats is.
 ---@param rows {config: table, metrics: table}[]
 ---@param proportions? table<integer|string, string>  the metrics that lie between 0 and
----  1, as a list; accuracy = "questions" is the share of right answers to as many
----  questions as the metric or option `questions` says
+---  1, as a list; accuracy = "questions" is a share of right answers, to as many
+---  questions as the rows' `trials` say
 ---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
 function M.summarise(rows, proportions)
   local groups, group_of, kinds = {}, {}, {}
   for key, name in pairs(proportions or {}) do
-    if type(key) == "number" then kinds[name] = true else kinds[key] = name end
+    if type(key) == "number" then kinds[name] = "bounded" else kinds[key] = "share" end
   end
   for _, row in ipairs(rows) do
     local config = {}
@@ -112,7 +117,7 @@ function M.summarise(rows, proportions)
                   repeats = group.repeats, stale = group.stale }
     for name, values in pairs(group.values) do
       row.metrics[name], row.low[name], row.high[name] = summarise_metric(values,
-        kinds[name], group.rows)
+        kinds[name], M.trials(group.rows, name))
     end
     summary[i] = row
   end
@@ -129,8 +134,10 @@ function M.decode(line)
     or type(row.metrics) ~= "table" then
     error("no config and metrics", 0)
   end
-  if row.made_by ~= nil and type(row.made_by) ~= "table" then
-    error("made_by is not an object", 0)
+  for _, name in ipairs { "made_by", "each", "trials" } do
+    if row[name] ~= nil and type(row[name]) ~= "table" then
+      error(name .. " is not an object", 0)
+    end
   end
   for name, value in pairs(row.metrics) do
     if value == json.null then row.metrics[name] = NAN end

@@ -9,6 +9,7 @@
 -- (kvlab.sources).
 local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
+local options = require "kvlab.options"
 local secrets = require "kvlab.secrets"
 local seeds = require "kvlab.seeds"
 local sources = require "kvlab.sources"
@@ -31,6 +32,7 @@ local function check_metrics(required, metrics)
     if type(name) ~= "string" then
       fail("metrics have the key %s, expected a name", tostring(name))
     end
+    if name == "each" then value, kind = nil, "string" end -- see check_each
     if kind == "cdata" and tonumber(value) then -- a 64-bit integer
       value, kind = tonumber(value), "number"
     end
@@ -49,6 +51,40 @@ local function check_metrics(required, metrics)
     end
   end
   return checked
+end
+
+local NUMBERS = options.list_of({ "a number or NaN", function(x)
+  return type(x) == "number"
+end }, 1)
+
+--- Checks the lists of `each`: what every text gave, by metric. Returns nil without any.
+local function check_each(each)
+  if each == nil then return nil end
+  if type(each) ~= "table" then
+    fail("each is a %s, expected a table of lists by metric", type(each))
+  end
+  local checked = {}
+  for name, list in pairs(each) do
+    if type(name) ~= "string" or not NUMBERS[2](list) then
+      fail("each.%s is %s, expected %s", tostring(name), options.shown(list), NUMBERS[1])
+    end
+    checked[name] = {}
+    for i, x in ipairs(list) do checked[name][i] = is_finite(x) and x or NAN end
+  end
+  return checked
+end
+
+--- Of how many 0/1 trials each metric is a share, where `proportions` names what counts
+-- them. Returns nil if that is known of none.
+local function count_trials(proportions, config, metrics)
+  local trials = {}
+  for metric, counter in pairs(proportions) do
+    local count = metrics[counter] or config[counter]
+    if type(metric) == "string" and metrics[metric] and options.count[2](count) then
+      trials[metric] = count
+    end
+  end
+  return next(trials) and trials or nil
 end
 
 local function copy(map)
@@ -148,8 +184,10 @@ function Session:run(config)
     current = nil
     for path in pairs(self.setup_used) do used[path] = true end
     add_script(self.spec, used)
+    local checked = check_metrics(self.plan.required, metrics)
     return secrets.mask { config = config, made_by = sources.made_by(used),
-                          metrics = check_metrics(self.plan.required, metrics) }
+      metrics = checked, each = check_each(metrics.each),
+      trials = count_trials(self.plan.proportions, config, checked) }
   end, keep_stack)
   seeds.use(nil)
   if not ok then

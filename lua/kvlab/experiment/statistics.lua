@@ -2,7 +2,7 @@
 --
 --   interval(values)            Student's t: of measured numbers
 --   share(values, trials?)      of shares of right answers, 0 ... 1
---   difference(values)          of what such shares differ by, pair by pair, -1 ... 1
+--   difference(values, trials?) of what such shares differ by, pair by pair, -1 ... 1
 --
 -- A value is one independent sample: a text, or a seed. Student's t takes the spread of
 -- the values for the truth. For 0/1 scores it is not: at a rate of 0.1, eight texts have
@@ -161,16 +161,18 @@ end
 --- Returns the mean of differences of two shares, and the limits of its 95 % confidence
 -- interval; for one value, or if one is NaN, only the mean.
 ---@param values number[]   -1 ... 1: of two scores of the same text, say
+---@param trials? integer    as for `share`
 ---@return number mean, number|nil low, number|nil high
-function M.difference(values)
+function M.difference(values, trials)
   options.argument("difference", "values", values, DIFFERENCES)
+  options.argument("difference", "trials", trials, TRIALS)
   local ups, downs = {}, {}
   for i, value in ipairs(values) do
     ups[i], downs[i] = math.max(value, 0), math.max(-value, 0)
     if value ~= value then ups[i], downs[i] = value, value end
   end
-  local up, up_low, up_high = M.share(ups)
-  local down, down_low, down_high = M.share(downs)
+  local up, up_low, up_high = M.share(ups, trials)
+  local down, down_low, down_high = M.share(downs, trials)
   local mean = up - down
   if not up_low then return mean end
   -- what goes up does not go down: the two shares are correlated, negatively

@@ -53,7 +53,7 @@ describe("compare", function()
     local p = compare.pair(a, rows_of({ 1, 2, 3 }, { m = "b" }, of_b))
     local line = compare.lines(p, { "x" }, {})[1]
     local mean, low, high = statistics.interval { 0.65, 1.15, 1.65 }
-    assert.same({ 6, 3 }, { line.pairs, line.seeds })
+    assert.same({ 6, 3 }, { line.pairs, line.samples })
     near(line.difference[1], mean)
     near(line.difference[2], low)
     near(line.difference[3], high)
@@ -69,7 +69,7 @@ describe("compare", function()
       local p = compare.pair(rows_of({ 1 }, { m = "a" }, function(p) return p end),
         rows_of({ seed }, { m = "b" }, function(p) return 3 * p end))
       local line = compare.lines(p, { "x" }, {})[1]
-      assert.same({ 2, 1, { 3 } }, { line.pairs, line.seeds, line.difference })
+      assert.same({ 2, 1, { 3 } }, { line.pairs, line.samples, line.difference })
     end
   end)
 
@@ -77,7 +77,7 @@ describe("compare", function()
     local p = compare.pair(rows_of({ 1, 2, 3 }, { m = "a" }, function(p) return p end),
       rows_of({ 1, 2, 3 }, { m = "b" }, function(p) return p + 0.01 end))
     local line = compare.lines(p, { "x" }, {})[1]
-    assert.equal(3, line.seeds)
+    assert.equal(3, line.samples)
     assert.equal(1, #line.difference)
   end)
 
@@ -129,7 +129,7 @@ describe("compare", function()
       for _, p in ipairs { compare.pair(a, b), compare.pair(b, a) } do
         local lines = compare.lines(p, { "x", "word" }, {})
         assert.equal(1, #lines)
-        assert.same({ 2, 2, 3 }, { lines[1].pairs, lines[1].seeds,
+        assert.same({ 2, 2, 3 }, { lines[1].pairs, lines[1].samples,
           math.abs(lines[1].difference[1]) })
         assert.is_nil(lines[1].difference[2]) -- the seeds change nothing
       end
@@ -157,9 +157,54 @@ describe("compare", function()
             has_seed[seed] = true
           end
         end
-        assert.same({ pairs, seeds_there }, { line.pairs, line.seeds })
+        assert.same({ pairs, seeds_there }, { line.pairs, line.samples })
       end
     end
+  end)
+
+  --- Rows of one policy that answered so many texts right, of each seed.
+  local function rows_of_texts(policy, each_of_seed)
+    local rows = {}
+    for seed, each in ipairs(each_of_seed) do
+      rows[seed] = row({ policy = policy, seed = seed }, { x = statistics.share(each) })
+      rows[seed].each = { x = each }
+    end
+    return rows
+  end
+
+  it("takes the texts as samples where rows say what each text gave", function()
+    local p = compare.pair(rows_of_texts("a", { { 1, 1, 1, 0 }, { 1, 0, 1, 1 } }),
+      rows_of_texts("b", { { 0, 1, 1, 0 }, { 0, 0, 0, 1 } }))
+    local line = compare.lines(p, { "x" }, {})[1]
+    assert.same({ 2, 8, 0.75, 0.375 }, { line.pairs, line.samples, line.a, line.b })
+    assert.same({ statistics.difference { -1, 0, 0, 0, -1, 0, -1, 0 } }, line.difference)
+    -- one seed is enough, and texts that all agree leave some doubt
+    p = compare.pair(rows_of_texts("a", { { 1, 1, 1, 1 } }),
+      rows_of_texts("b", { { 1, 1, 1, 1 } }))
+    local d = compare.lines(p, { "x" }, {})[1].difference
+    assert.equal(0, d[1])
+    assert.is_true(d[2] < -0.5 and d[3] > 0.5)
+    -- but not texts of other numbers
+    p = compare.pair(rows_of_texts("a", { { 1, 1, 1, 1 } }),
+      rows_of_texts("b", { { 1, 1, 1 } }))
+    assert.same({ 0 }, compare.lines(p, { "x" }, {})[1].difference)
+  end)
+
+  it("says that shares of few answers which agree may still differ", function()
+    local function all_right(policy, trials)
+      local rows = {}
+      for seed = 1, 5 do
+        rows[seed] = row({ policy = policy, seed = seed }, { x = 1 })
+        rows[seed].trials = trials and { x = trials }
+      end
+      return rows
+    end
+    local d = compare.lines(compare.pair(all_right("a", 128), all_right("b", 128)),
+      { "x" }, {})[1].difference
+    near(d[3], 1 - 0.025 ^ (1 / 640))
+    near(d[2], -d[3])
+    assert.same({ 0 }, compare.lines(compare.pair(all_right "a", all_right "b"),
+      { "x" }, {})[1].difference)
   end)
 
   describe("at the command line", function()
@@ -187,9 +232,9 @@ describe("compare", function()
       main(folder .. ":policy=quest", folder .. "/results.jsonl:policy=random")
       assert.truthy(printed:find("   policy: quest in A, random in B\n", 1, true))
       assert.truthy(printed:find([[
-metric  pairs  seeds    A  B  B - A  95 % interval     differs
---------------------------------------------------------------
-x           2      2  1.5  5    3.5  -2.853 ... 9.853  no
+metric  pairs  samples    A  B  B - A  95 % interval     differs
+----------------------------------------------------------------
+x           2        2  1.5  5    3.5  -2.853 ... 9.853  no
 ]], 1, true), printed)
       assert.truthy(printed:find("2 pairs of 2 seeds; 0 rows are in A only, 0 in B"
         .. " only.\n", 1, true))
@@ -229,6 +274,11 @@ x           2      2  1.5  5    3.5  -2.853 ... 9.853  no
       files.write(folder .. "/other.jsonl", line:format(1) .. line:format(2))
       has("A and B have no configuration in common",
         main(folder, folder .. "/other.jsonl"))
+      line = '{"config": {"policy": "%s"}, "metrics": {"x": 1, "note": "too much"}}\n'
+      files.write(folder .. "/a.jsonl", line:format "quest")
+      files.write(folder .. "/b.jsonl", line:format "random")
+      has("all 1 pairs are left out because a row has a note: too much",
+        main(folder .. "/a.jsonl", folder .. "/b.jsonl"))
     end)
   end)
 end)

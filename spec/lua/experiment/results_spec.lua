@@ -201,7 +201,8 @@ describe("results.summarise", function()
     local function summary(values, questions)
       local rows = {}
       for i, value in ipairs(values) do
-        rows[i] = row("a", i, { right = value, bytes = value, questions = questions })
+        rows[i] = row("a", i, { right = value, bytes = value })
+        rows[i].trials = questions and { right = questions }
       end
       return results.summarise(rows, proportions)[1]
     end
@@ -216,6 +217,23 @@ describe("results.summarise", function()
     one = summary({ 0.9, 0 / 0, 1 }, 128)
     assert.is_true(one.metrics.right ~= one.metrics.right and one.low.right == nil)
     assert_has("proportions has 7 for right", problem_of { proportions = { right = 7 } })
+  end)
+
+  it("keep the number of trials, and what each text gave, beside the metrics", function()
+    harness.make_folder()
+    local lists = { accuracy = { 1, 0, 0 / 0 } }
+    run { proportions = { "other", accuracy = "prompts", exact = "step_us" },
+          run = function() return { accuracy = 0.5, step_us = 1.5, each = lists } end }
+    assert_has('"metrics": {"accuracy": 0.5, "step_us": 1.5}, "each": {"accuracy":'
+      .. ' [1, 0, null]}, "trials": {"accuracy": 8}, "made_by"', lines()[1])
+    run { proportions = { accuracy = "prompts" }, run = function()
+      return { accuracy = 0.5 }
+    end }
+    assert.equal(8, #lines()) -- and they can be read again
+    lists.accuracy = { "x" }
+    assert_has("each.accuracy is a table, expected a list, each a number or NaN",
+      problem_of({ run = function() return { x = 1, each = lists } end },
+        { fresh = true }))
   end)
 
   it("keeps what is no number only where the repeats agree, and the rows as they are",
