@@ -6,6 +6,7 @@
 --   local norm = file.read("model.norm.weight", device, "bf16", { 256 })
 --   local left = file.unread()      the name of a tensor that was not read, or nil
 local arguments = require "kvlab.arguments"
+local config = require "models.config"
 local downloads = require "kvlab.downloads"
 local fields_of = require "models.fields"
 local files = require "kvlab.files"
@@ -176,11 +177,24 @@ end
 ---@field path string    where its fields stand, for errors
 ---@field fields table   as a config.json has them, with json.null
 ---@field gguf? table    of a GGUF file: what no config.json says, see gguf.config
+---@field ends? integer|integer[]  tokens that end a text, of a generation_config.json,
+--                                 which wins over the config
 ---@field has fun(name: string): boolean   whether it has a tensor
 ---@field read fun(name: string, device: kvlab.Device, dtype: string, shape: integer[]):
 --              kvlab.Tensor  a tensor, cast to dtype; its shape is checked
 ---@field unread fun(): string|nil  the name of a tensor that was not read yet, and that
 --                                  may change what the model computes
+
+--- The tokens that end a text by a folder's generation_config.json; nil if it does not
+-- say. What else stands there is how transformers samples; here a request says that.
+local function ends_of(folder)
+  local path = folder .. "/generation_config.json"
+  local text = sources.read(path)
+  local ends = text and object_of(path, text).eos_token_id
+  if ends == nil or ends == json.null then return nil end
+  if not config.ENDS[2](ends) then refuse(path, "eos_token_id", ends, config.ENDS[1]) end
+  return ends
+end
 
 --- Opens a checkpoint.
 ---@param name string  a folder, a file that ends with .gguf, or a name as find takes it
@@ -200,7 +214,7 @@ function M.open(name)
       .. "adapter into its weights first", 0)
   end
   local file = weights(folder, quantization.config(path, fields.quantization_config))
-  file.path, file.fields = path, fields
+  file.path, file.fields, file.ends = path, fields, ends_of(folder)
   return file
 end
 

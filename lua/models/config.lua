@@ -27,9 +27,8 @@ M.HARMLESS = {
     "chunk_size_feed_forward", "torchscript", "use_bfloat16" },
   ["training"] = { "attention_dropout", "initializer_range", "pretraining_tp",
     "output_router_logits", "router_aux_loss_coef", "router_jitter_noise" },
-  ["tokens, which the tokenizer names"] = { "bos_token_id", "eos_token_id",
-    "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class",
-    "prefix" },
+  ["tokens, which the tokenizer names"] = { "bos_token_id", "pad_token_id",
+    "sep_token_id", "decoder_start_token_id", "tokenizer_class", "prefix" },
   ["what a call returns, or keeps"] = { "output_attentions", "output_hidden_states",
     "output_scores", "return_dict", "return_dict_in_generate", "use_cache",
     "use_return_dict", "tie_last_hidden_states", "cache_implementation", "is_decoder",
@@ -54,6 +53,9 @@ M.HARMLESS = {
 M.HEAD_DIM = { "a multiple of 8 from 8 to 256", function(x)
   return type(x) == "number" and x >= 8 and x <= 256 and x % 8 == 0
 end }
+--- The tokens that end a text: one id, or a list of them.
+M.ENDS = options.either({ "a token id", options.whole[2] },
+  { "a list of them", options.list_of(options.whole)[2] })
 local EPS, HEAD_DIM = positive(1), M.HEAD_DIM
 local WINDOW = nullable(COUNT, 4096)
 
@@ -61,7 +63,7 @@ local function base()
   local all = {
     model_type = known(options.string), head_dim = nullable(HEAD_DIM),
     num_key_value_heads = nullable(COUNT), rms_norm_eps = known(EPS, 1e-6),
-    tie_word_embeddings = known(BOOLEAN, false),
+    tie_word_embeddings = known(BOOLEAN, false), eos_token_id = nullable(M.ENDS),
     rope_parameters = nullable(TABLE), rope_scaling = nullable(TABLE),
     rope_theta = known(rope.THETA, 10000),
     original_max_position_embeddings = nullable(COUNT),

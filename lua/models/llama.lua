@@ -50,6 +50,8 @@ local function sizes_of(file, values, context)
               heads = values.num_attention_heads, vocab = values.vocab_size,
               tied = values.tie_word_embeddings,
               context = context_of(file, values, context) }
+  local ends = file.ends or values.eos_token_id or {}
+  c.ends = type(ends) == "table" and ends or { ends }
   c.kv_heads = values.num_key_value_heads or c.heads
   if c.heads % c.kv_heads ~= 0 then
     refuse(file.path, "num_attention_heads", c.heads,

@@ -14,6 +14,7 @@
 -- Answers are greedy. The examples of a batch are decoded together.
 local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
+local generate = require "kvlab.serve.generate"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
@@ -64,7 +65,8 @@ function M.open(o)
       :format(o.task.length, context), 3)
   end
   local self = setmetatable({ engine = o.engine, tokenizer = o.tokenizer, task = o.task,
-                              seqs = {} }, Reading)
+                              seqs = {}, ends = {} }, Reading)
+  for _, id in ipairs(generate.ends(o.engine, o.tokenizer)) do self.ends[id] = true end
   self.examples = o.task:draw(o.tokenizer, o.examples, o.seed)
   for _, example in ipairs(self.examples) do
     if o.question == "prompt" then example.read = #example.ids - 1 end
@@ -102,8 +104,7 @@ local function is_done(self, work)
   local example, count = work.example, #work.given
   if example.target then return count == #example.target end
   local last = work.given[count]
-  return count == example.answer_tokens or last ~= nil
-    and (last == self.tokenizer.eos or last == self.tokenizer.eot)
+  return count == example.answer_tokens or last ~= nil and self.ends[last] ~= nil
 end
 
 --- The next token to decode.

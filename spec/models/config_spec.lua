@@ -58,6 +58,27 @@ describe("a config", function()
     assert.is_nil(load("mixtral", { sliding_window = false }).config.windows)
   end)
 
+  it("says which tokens end a text, unless generation_config.json does", function()
+    local function ends(of_config, text)
+      local folder = temporary.folder()
+      local fields = json.decode(files.read(HF .. "llama/config.json"))
+      fields.eos_token_id = of_config
+      files.write(folder .. "/config.json", json.encode(fields))
+      if text then files.write(folder .. "/generation_config.json", text) end
+      os.execute(("ln -s '%sllama/model.safetensors' '%s'"):format(HF, folder))
+      return families.load(folder, { device = "cpu" }).config.ends
+    end
+    assert.same({ 7 }, ends(7))
+    assert.same({ 1, 106 }, ends { 1, 106 })
+    assert.same({}, ends(json.null))
+    assert.same({}, ends(nil))
+    assert.same({ 5, 6 }, ends(7, '{"eos_token_id": [5, 6], "temperature": 0.6}'))
+    assert.same({ 7 }, ends(7, '{"eos_token_id": null, "top_p": 0.9}'))
+    support.raises("generation_config.json: eos_token_id is x, expected a token id or a "
+      .. "list of them", ends, 7, '{"eos_token_id": "x"}')
+    support.raises("config.json: eos_token_id is -1, expected a token id", ends, -1)
+  end)
+
   it("of another family is refused with the names of those that are known", function()
     support.raises("config.json: model_type is gpt2, expected gemma2, gemma3_text, "
       .. "llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe", load, "llama",

@@ -17,7 +17,7 @@ local TOLERANCE = 2e-4
 -- them: it ignores them, or kvlab has no such kernel, or the value is no sensible one.
 local REFUSED = {
   "_sliding_window_pattern", "add_cross_attention", "attention_bias",
-  "attn_logit_softcapping", "auto_map", "decoder_sparse_step",
+  "attn_logit_softcapping", "auto_map", "decoder_sparse_step", "eos_token_id",
   "final_logit_softcapping", "head_dim", "hidden_act", "hidden_activation",
   "intermediate_size", "is_causal", "is_encoder_decoder", "max_position_embeddings",
   "max_window_layers", "mlp_bias", "mlp_only_layers", "num_experts",

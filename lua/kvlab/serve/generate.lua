@@ -121,13 +121,23 @@ local function room(engine, count, asked, i)
   return math.min(asked or MAX_TOKENS, most)
 end
 
+--- The tokens that end a text by what a tokenizer and a model's config say.
+---@param engine table
+---@param tokenizer kvlab.text.Tokenizer
+---@return integer[]
+function M.ends(engine, tokenizer)
+  local config = engine.model and engine.model.config
+  local list = { unpack(config and config.ends or {}) }
+  list[#list + 1] = tokenizer.eos
+  list[#list + 1] = tokenizer.eot
+  return list
+end
+
 --- The tokens that end an answer.
-local function stop_tokens(o)
-  local list, t = { unpack(o.stop_tokens or {}) }, o.tokenizer
-  if t and not o.ignore_eos then
-    list[#list + 1] = t.eos
-    list[#list + 1] = t.eot
-  end
+local function stop_tokens(engine, o)
+  local list = { unpack(o.stop_tokens or {}) }
+  local ends = o.tokenizer and not o.ignore_eos and M.ends(engine, o.tokenizer)
+  for _, id in ipairs(ends or {}) do list[#list + 1] = id end
   return list
 end
 
@@ -155,7 +165,8 @@ function M.job(engine, given, o, i)
   local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
     index = i, ids = {} } }
   job.stream = own.tokenizer and own.tokenizer:stream { stop = own.stop }
-  job.request = { tokens = tokens, stop_tokens = stop_tokens(own), draft = own.draft,
+  job.request = { tokens = tokens, stop_tokens = stop_tokens(engine, own),
+                  draft = own.draft,
                   max_tokens = room(engine, #tokens, own.max_tokens, i) }
   for name in pairs(sampler.KNOWN) do job.request[name] = own[name] end
   return job
@@ -241,7 +252,8 @@ end }
 ---@param o? table  tokenizer (needed for text); max_tokens (128, or what there is room
 --                  for); temperature (0: the likeliest token), top_k (0: all), top_p (1),
 --                  min_p (0), repetition_penalty (1), seed (0); stop: strings that end an
---                  answer; stop_tokens: ids that do, beside the tokenizer's eos and eot;
+--                  answer; stop_tokens: ids that do, beside the ends of the tokenizer
+--                  (eos, eot) and of the model's config (eos_token_id);
 --                  ignore_eos: these do not (false); logprobs: keeps the log-probability
 --                  of each token and of that many of the likeliest; draft: { ngram = 3,
 --                  tokens = 8 } drafts up to 8 tokens by looking up the last 3 in the

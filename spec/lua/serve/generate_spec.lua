@@ -184,6 +184,18 @@ describe("the end of an answer", function()
     assert.same(answer, ended)
   end)
 
+  it("is at a token that the model's config says", function()
+    local id, e = whole.ids[6], engine()
+    local before = e.model.config.ends
+    e.model.config.ends = { 9999, id }
+    local ended = kv.generate(e, "Hello", with { ignore_eos = false })
+    local ignored = kv.generate(e, "Hello", with { ignore_eos = true })
+    e.model.config.ends = before
+    assert.equal("stop", ended.finish_reason)
+    assert.equal(id, ended.ids[#ended.ids])
+    assert.is_true(#ignored.ids > #ended.ids)
+  end)
+
   it("is there at once with max_tokens = 0", function()
     assert.same({ index = 1, ids = {}, text = "", finish_reason = "length" },
       kv.generate(engine(), "Hello", with { max_tokens = 0 }))
