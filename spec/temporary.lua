@@ -1,6 +1,6 @@
 --- Temporary files of specs. What is made inside a spec is removed when the spec ends,
 -- passed or failed. What is made outside of one, in a setup or a `before_each`, is
--- removed at the end of the spec's file.
+-- removed at the end of the spec's file. A script that runs no specs calls `remove`.
 local busted = require "busted"
 local ffi = require "ffi"
 local files = require "kvlab.files"
@@ -31,20 +31,27 @@ local function remove_all(folders)
   end
 end
 
-busted.subscribe({ "test", "start" }, function()
-  is_in_spec = true
-  return nil, true
-end)
-busted.subscribe({ "test", "end" }, function()
-  is_in_spec = false
-  remove_all(of_spec)
-  return nil, true
-end)
-busted.subscribe({ "file", "end" }, function()
+--- Removes what was made outside of a spec.
+function M.remove()
   remove_all { root }
   root = nil
-  return nil, true
-end)
+end
+
+if busted.subscribe then
+  busted.subscribe({ "test", "start" }, function()
+    is_in_spec = true
+    return nil, true
+  end)
+  busted.subscribe({ "test", "end" }, function()
+    is_in_spec = false
+    remove_all(of_spec)
+    return nil, true
+  end)
+  busted.subscribe({ "file", "end" }, function()
+    M.remove()
+    return nil, true
+  end)
+end
 
 --- Makes the folder in which the others are. Forked processes leave removing to the one
 -- that made it, so call this before a fork.

@@ -31,8 +31,7 @@ local function parameters(fn)
 end
 
 local function refuse(what, name, value, known)
-  options.fail(("%s: %s is %s, expected %s"):format(what, name, options.shown(value),
-    known[name][1]))
+  options.fail(("%s: %s %s"):format(what, name, options.problem(value, known[name])))
 end
 
 --- The text of a function that checks and then calls fn. The call is a tail call, so it

@@ -21,10 +21,12 @@ local M = {}
 ---@field [2] fun(x: any): boolean  whether a value is that
 ---@field required? boolean
 ---@field fields? table<string, kvlab.OptionKind>  of a nested table
+---@field below? string             whole numbers: below which power of two they are
 
 -- ---- kinds ----------------------------------------------------------------------------
 
 local function is_whole(x) return is_number(x) and x % 1 == 0 and math.abs(x) < 2 ^ 53 end
+local function is_narrow(x) return is_whole(x) and x >= -2 ^ 31 and x < 2 ^ 31 end
 local function of_type(words, name)
   return { words, function(x) return type(x) == name end }
 end
@@ -35,10 +37,19 @@ M.table = of_type("a table", "table")
 M.fn = of_type("a function", "function")
 M.any = { "a value", function(x) return x ~= nil end }
 M.number = { "a number", is_number }
-M.integer = { "a whole number", is_whole }
 M.share = { "0 ... 1", function(x) return is_number(x) and x >= 0 and x <= 1 end }
-M.whole = { "a whole number >= 0", function(x) return is_whole(x) and x >= 0 end }
-M.count = { "a whole number >= 1", function(x) return is_whole(x) and x >= 1 end }
+-- These count things, and C takes them as int32_t.
+M.integer = { "a whole number", is_narrow, below = "2^31" }
+M.whole = { "a whole number >= 0", function(x) return is_narrow(x) and x >= 0 end,
+            below = "2^31" }
+M.count = { "a whole number >= 1", function(x) return is_narrow(x) and x >= 1 end,
+            below = "2^31" }
+-- These are bytes, seeds, sizes of tensors: what a number of Lua can hold.
+M.any_integer = { "a whole number", is_whole, below = "2^53" }
+M.any_whole = { "a whole number >= 0", function(x) return is_whole(x) and x >= 0 end,
+                below = "2^53" }
+M.any_count = { "a whole number >= 1", function(x) return is_whole(x) and x >= 1 end,
+                below = "2^53" }
 M.not_negative = { "a number >= 0", function(x)
   return is_number(x) and x >= 0 and x < math.huge
 end }
@@ -52,6 +63,8 @@ end }
 
 --- A whole number within limits.
 function M.within(low, high)
+  M.argument("within", "low", low, M.any_integer)
+  M.argument("within", "high", high, M.any_integer)
   return { ("a whole number from %d to %d"):format(low, high),
            function(x) return is_whole(x) and x >= low and x <= high end }
 end
@@ -68,7 +81,7 @@ end
 
 --- A list of values of one kind; `least` of them or more (0).
 function M.list_of(kind, least)
-  return { ("a list, each %s"):format(kind[1]), function(x)
+  return { ("a list, each %s"):format(kind[1]), below = kind.below, function(x)
     if type(x) ~= "table" or #x < (least or 0) then return false end
     local count = 0
     for key, value in pairs(x) do
@@ -81,7 +94,8 @@ end
 
 --- A value that is of one of two kinds.
 function M.either(a, b)
-  return { a[1] .. " or " .. b[1], function(x) return a[2](x) or b[2](x) end }
+  return { a[1] .. " or " .. b[1], function(x) return a[2](x) or b[2](x) end,
+           below = a.below or b.below }
 end
 
 --- A table with these fields, named in `words`: "a kv.cache".
@@ -104,12 +118,15 @@ end
 --- A kind that must be given.
 ---@param kind kvlab.OptionKind
 ---@return kvlab.OptionKind
-function M.required(kind) return { kind[1], kind[2], required = true } end
+function M.required(kind)
+  return { kind[1], kind[2], below = kind.below, required = true }
+end
 
 --- A value of a kind, or nil.
 ---@param kind kvlab.OptionKind
 function M.optional(kind)
-  return { kind[1] .. ", or nil", function(x) return x == nil or kind[2](x) end }
+  return { kind[1] .. ", or nil", function(x) return x == nil or kind[2](x) end,
+           below = kind.below }
 end
 
 -- ---- the check ------------------------------------------------------------------------
@@ -123,6 +140,18 @@ function M.shown(value)
     return tostring(value)
   end
   return "a " .. kind
+end
+
+--- What is wrong with a value: "is 0, expected a whole number >= 1".
+---@param kind kvlab.OptionKind
+function M.problem(value, kind)
+  local is_large = false
+  for _, x in ipairs(kind.below and (type(value) == "table" and value or { value }) or {})
+  do
+    is_large = is_large or is_number(x) and math.abs(x) >= 2 ^ 31
+  end
+  return ("is %s, expected %s%s"):format(M.shown(value), kind[1],
+    is_large and ", and below " .. kind.below or "")
 end
 
 --- The level of a caller one further out; 0, no position, stays 0.
@@ -151,7 +180,7 @@ end
 ---@return any value
 function M.argument(what, name, value, kind)
   if not kind[2](value) then
-    M.fail(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]))
+    M.fail(("%s: %s %s"):format(what, name, M.problem(value, kind)))
   end
   return value
 end
@@ -209,8 +238,7 @@ function M.check(what, given, known, level)
     local kind = known[name]
     if not kind then M.refuse(what, name, sorted.keys(known), level) end
     if not kind[2](value) then
-      raise(("%s: %s is %s, expected %s"):format(what, name, M.shown(value), kind[1]),
-        level)
+      raise(("%s: %s %s"):format(what, name, M.problem(value, kind)), level)
     end
     if kind.fields and value then M.check(name, value, kind.fields, level) end
   end

@@ -288,7 +288,7 @@ arguments.functions(M, "checkpoint", {
   config = { folder = options.string }, gguf = { path = options.string },
   find = { name = options.string }, open = { name = options.string },
   model_type = { name = options.string },
-  random = { fields = options.table, seed = options.integer },
+  random = { fields = options.table, seed = options.any_integer },
   stack = { get = options.callable, names = options.list_of(options.string, 1),
             rows = options.list_of(options.count),
             columns = options.optional(options.count) },

@@ -78,8 +78,8 @@ local function check_model(model)
   for _, name in ipairs(SIZES) do
     local size = type(model.config) == "table" and model.config[name]
     if not options.count[2](size) then
-      error(("engine: config.%s of the model is %s, expected %s"):format(name,
-        options.shown(size or nil), options.count[1]), 3)
+      error(("engine: config.%s of the model %s"):format(name,
+        options.problem(size or nil, options.count)), 3)
     end
   end
   for _, name in ipairs(FUNCTIONS) do
@@ -367,7 +367,7 @@ end
 
 local function decode(self, seqs, tokens, on_device)
   local ones, count = self.ones, #seqs
-  for i = 1, count do ones[i] = 1 end
+  for i = 1, math.max(count, #ones) do ones[i] = i <= count and 1 or nil end
   local is_first = self.cache.journal.count == 0 -- of a transaction
   self.batch:append(seqs, ones, not on_device and tokens or nil)
   if on_device then self.batch.tokens:copy_(tokens) end
@@ -441,14 +441,14 @@ function Engine:generate(seq, logits, n, ids)
 end
 
 M.new = arguments.of("engine", M.new, { model = options.table })
-local SEQ, EACH = objects.sequence, options.optional(options.callable)
+local SEQ, EACH = objects.own_sequence, options.optional(options.callable)
 arguments.methods(Engine, "an engine", {
   use_policy = { policy = objects.policy, seqs = options.optional(objects.sequences) },
   use_attention = { attention = objects.attention },
   finish = { seq = SEQ }, prefill = { seq = SEQ, each = EACH },
   prefill_all = { seq = SEQ }, decode = { seqs = objects.sequences },
   prefill_batch = { seqs = objects.sequences, counts = options.table,
-                    ends_prompts = options.optional(options.table) },
+                    ends_prompts = options.optional(options.table), each = EACH },
   verify = { seqs = objects.sequences, counts = options.table,
              parents = options.optional(options.table) },
   take_back = { counts = options.table },

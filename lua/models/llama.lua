@@ -219,7 +219,7 @@ local LOAD = {
   device = kinds.device,
   dtype = options.one_of("f32", "f16", "bf16"), context = options.count,
 }
-local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.integer }
+local RANDOM = { device = LOAD.device, dtype = LOAD.dtype, seed = options.any_integer }
 
 --- Builds a model of all tensors of a checkpoint, and shows how far it is.
 local function load(c, o, file, class)

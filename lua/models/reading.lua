@@ -49,7 +49,7 @@ local OPTIONS = {
   engine = options.required(options.like("an engine", "prefill", "decode", "cache")),
   tokenizer = options.required(options.like("a tokenizer", "encode", "token_of")),
   task = options.required(options.like("a task", "draw", "score", "is_zero_one")),
-  examples = options.required(options.count), seed = options.integer,
+  examples = options.required(options.count), seed = options.any_integer,
   question = options.one_of("decode", "prompt"),
 }
 

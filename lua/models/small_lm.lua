@@ -31,7 +31,7 @@ local OPTIONS = {
   device = kinds.device,
   vocab_size = options.required(options.count),
   embed_dim = options.required(options.count),
-  num_heads = options.required(options.count), seed = options.integer,
+  num_heads = options.required(options.count), seed = options.any_integer,
   block_size = options.count, blocks = options.count,
 }
 

@@ -88,8 +88,10 @@ support.each_device(function(dev)
         ["hot_slots is nan, expected a whole number"] = { hot_slots = 0 / 0 },
         ["hot_overlap is 1, expected true or false"] = { hot_overlap = 1 },
         ['"slot" is no option, did you mean slots'] = { slot = 4 },
-        ["no memory on " .. dev:name()] = { slot_blocks = 2 ^ 40 },
-        ["no memory"] = { hot_slots = 2 ^ 40, slot_blocks = 1 },
+        ["no memory on " .. dev:name()] = { slot_blocks = 2 ^ 31 - 1 },
+        ["no memory"] = { hot_slots = 2 ^ 31 - 1, slot_blocks = 1 },
+        ["slot_blocks is 2147483648, expected a whole number >= 0, and below 2^31"] =
+          { slot_blocks = 2 ^ 31 },
         ["expected"] = { slot_blocks = 1e300 },
         ["max_seqs is 0, expected a whole number >= 1"] = { max_seqs = 0 },
       } do

@@ -79,9 +79,9 @@ local thread = coroutine.create(function() end)
 local RULED_OUT = {
   { "^0 %.%.%. 1", { -0.1, 1.5, "0.5", 0 / 0 } },
   { "^a whole number from (%S+) to (%S+)", { 1.5, "1", true } },
-  { "^a whole number >= 1", { 0, 1.5, "1", {} } },
-  { "^a whole number >= 0", { -1, 0.5, "1", {} } },
-  { "^a whole number", { 0.5, "1", true, {} } },
+  { "^a whole number >= 1", { 0, 1.5, "1", {}, 2 ^ 53, 1 / 0, 0 / 0, 5LL } },
+  { "^a whole number >= 0", { -1, 0.5, "1", {}, 2 ^ 53, 1 / 0, 0 / 0, 5LL } },
+  { "^a whole number", { 0.5, "1", true, {}, -2 ^ 53, 1 / 0, 0 / 0, 5LL } },
   { "^a number > 0", { 0, -1, "1", 0 / 0 } },
   { "^a number >= 0", { -1, "1", 0 / 0 } },
   { "^a number", { "1", true, {} } },
@@ -96,6 +96,12 @@ local RULED_OUT = {
   { "^a tensor", { 7, "x", {} } },
   { "^a device or its name", { 7, true, {} } },
 }
+
+-- Whole numbers that C takes in 64 bits. It takes all others in 32.
+local WIDE = { seed = true, offset = true, low = true, high = true, capacity = true,
+               request = true }
+
+local function is_wide(name) return WIDE[name] or name:find "^bytes_" ~= nil end
 
 local function ruled_out(words)
   for _, entry in ipairs(RULED_OUT) do
@@ -152,7 +158,11 @@ local function check_mistyped(row, what, names)
       assert.truthy(at and what:sub(1, #at) == at, words)
       return words:match ", expected (.*)$"
     end
-    for _, value in ipairs(ruled_out(refused(thread))) do refused(value) end
+    local words = refused(thread)
+    for _, value in ipairs(ruled_out(words)) do refused(value) end
+    if words:find "^a whole number" and not is_wide(name) then
+      assert.truthy(refused(2 ^ 31):find("2^31", 1, true) or words:find " from ")
+    end
   end
 end
 

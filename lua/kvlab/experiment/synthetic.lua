@@ -47,7 +47,7 @@ local OPTIONS = {
   },
   layers = options.count, context = options.required(options.count),
   block_size = options.count, max_seqs = options.count, chunk = options.count,
-  dtype = kinds.dtype, seed = options.whole, prefill_policy = a_policy,
+  dtype = kinds.dtype, seed = options.any_whole, prefill_policy = a_policy,
   decode_policy = a_policy, decode_through = options.one_of("ring", "hot"),
   max_blocks = options.count, offload = OFFLOAD, fixed_width = options.boolean,
 }

@@ -33,7 +33,7 @@ local KNOWN = {
   address = options.required(options.string),
   port = options.required(options.within(0, 65535)),
   connections = options.required(options.within(1, 2 ^ 20)),
-  bytes_body = options.required(options.whole),
+  bytes_body = options.required(options.any_whole),
   arrival_s = options.required(options.positive),
   taking_s = options.required(options.positive),
 }

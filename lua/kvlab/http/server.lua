@@ -46,7 +46,8 @@ M.LIMITS = {
 
 local LIMITS = {}
 for name in pairs(M.LIMITS) do
-  LIMITS[name] = name:find "_s$" and options.positive or options.count
+  LIMITS[name] = name:find "_s$" and options.positive
+    or name:find "^bytes" and options.any_count or options.count
 end
 LIMITS.connections = options.within(1, 2 ^ 20)
 LIMITS.logprobs = options.within(1, 1000)
@@ -374,8 +375,13 @@ function HttpServer:close()
   closed(self, "server")
 end
 
+local EXCHANGE = { "an exchange", function(x)
+  return type(x) == "table" and type(x.path) == "string" and type(x.method) == "string"
+end }
 arguments.methods(HttpServer, "a server of kv.http_server", {
   turn = { us = options.optional(options.not_negative) },
+  note = { exchange = EXCHANGE, status = options.whole,
+           generated = options.optional(options.whole) },
 })
 
 return M

@@ -142,7 +142,7 @@ end
 local OPTIONS = {
   index = options.required(options.one_of("key", "random", "given")), dim = options.count,
   rotate = options.boolean, bits = options.one_of(2, 4, 8), scale = options.string,
-  weights = options.table, seed = options.whole,
+  weights = options.table, seed = options.any_whole,
 }
 
 --- Landmarks for the KV cache of the shape that a policy gets.

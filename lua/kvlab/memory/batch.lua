@@ -211,6 +211,9 @@ local function take_counts(self, seqs, counts, tokens)
   argument("append", "seqs", seqs, options.table)
   argument("append", "counts", counts, options.table)
   local n, total, size = #seqs, 0, self.cache.block_size
+  if #counts ~= n then
+    fail(("append: %d counts, expected one for each of %d sequences"):format(#counts, n))
+  end
   if n > self.max_seqs then
     fail(("append: %d sequences, expected at most max_seqs = %d"):format(n,
       self.max_seqs))
@@ -230,8 +233,13 @@ local function take_counts(self, seqs, counts, tokens)
     fail(("append: %d tokens, expected at most max_tokens = %d"):format(total,
       self.max_tokens))
   end
-  if tokens ~= nil then argument("append", "tokens", tokens, options.table) end
-  for i = 1, tokens and total or 0 do
+  if tokens == nil then return total end
+  argument("append", "tokens", tokens, options.table)
+  if #tokens ~= total then
+    fail(("append: %d tokens, expected %d, as many as counts add up to"):format(#tokens,
+      total))
+  end
+  for i = 1, total do
     local token = tokens[i]
     if type(token) ~= "number" or token % 1 ~= 0 or math.abs(token) >= 2 ^ 31 then
       fail(("append: token %d is %s, expected a whole number below 2^31"):format(i,

@@ -1,6 +1,6 @@
 --- The kinds of arguments that are objects of kvlab, for kvlab.arguments: caches,
--- sequences, steps and what policies get. An object is known by the fields that its users
--- need, and each check is a few comparisons.
+-- sequences, steps and what policies get. An object is known by a method and the fields
+-- that its users need, and each check is a few comparisons.
 local kinds = require "kvlab.tensor.kinds"
 local options = require "kvlab.options"
 local sequence = require "kvlab.memory.sequence"
@@ -10,10 +10,17 @@ local M = {}
 local is_sequence, is_tensor = sequence.is_sequence, kinds.tensor[2]
 local is_device = kinds.device[2]
 
+local function has(x, method)
+  return type(x) == "table" and type(x[method]) == "function"
+end
+
 --- What policies and tallies keep their state on.
 M.sequence = { "a sequence", function(x)
   return type(x) == "table" and type(x.state) == "table"
 end }
+
+--- A sequence of a cache, and nothing that looks like one.
+M.own_sequence = { "a sequence", is_sequence }
 
 M.sequences = { "a list of sequences", function(x)
   if type(x) ~= "table" then return false end
@@ -22,32 +29,32 @@ M.sequences = { "a list of sequences", function(x)
 end }
 
 M.cache = { "a cache", function(x)
-  return type(x) == "table" and x.tier ~= nil and x.kv_heads ~= nil
+  return has(x, "batch") and x.tier ~= nil and x.kv_heads ~= nil
 end }
 
 --- A batch whose step has begun.
 M.batch = { "a batch that was appended to", function(x)
-  return type(x) == "table" and x.placement ~= nil and x.tokens_count ~= nil
+  return has(x, "append") and x.placement ~= nil and x.tokens_count ~= nil
 end }
 
 --- A batch while it is appended to: its tensors are not made yet.
 M.filled_batch = { M.batch[1], function(x)
-  return type(x) == "table" and x.placement ~= nil and x.seqs ~= nil
+  return has(x, "append") and x.placement ~= nil and x.seqs ~= nil
     and x.host_ints ~= nil
 end }
 
 M.attention = { "an attention", function(x)
-  return type(x) == "table" and x.context ~= nil and x.shape ~= nil
+  return has(x, "forward") and x.context ~= nil and x.shape ~= nil
 end }
 
 --- A context, once an attention has begun a step.
 M.context = { "a context of an attention's step", function(x)
-  return type(x) == "table" and type(x.sequences) == "table"
+  return has(x, "new_scores") and type(x.sequences) == "table"
 end }
 
 --- The same after the first layer has begun.
 M.layer_context = { "a context of an attention's layer", function(x)
-  return type(x) == "table" and x.lens ~= nil and x.sequences ~= nil
+  return has(x, "new_scores") and x.lens ~= nil and x.sequences ~= nil
     and is_tensor(x.query)
 end }
 

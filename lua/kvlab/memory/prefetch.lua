@@ -31,15 +31,6 @@ local options_c, task = ffi.new "kvl_prefetch_options", ffi.new "kvl_prefetch_ta
 local result_c, stats_c = ffi.new "kvl_prefetch_result", ffi.new "kvl_prefetch_stats"
 local key_pointer, block_array = ffi.typeof "const kvl_key *", ffi.typeof "int32_t[?]"
 
---- Returns value as a whole number; raises an error at the caller of the caller.
-local function whole(what, name, value)
-  if type(value) ~= "number" or value % 1 ~= 0 then
-    error(("%s: %s is %s, expected a whole number"):format(what, name, tostring(value)),
-      3)
-  end
-  return value
-end
-
 --- Converts seconds (nil: as long as it takes) to microseconds for the library.
 local function timeout_us(what, seconds)
   if seconds == nil then return -1 end
@@ -104,7 +95,7 @@ end
 --- Waits until a layer has been read, and makes the stream (the current one) wait for its
 -- copies. Returns false if some block of the layer will not come.
 function Ticket:wait_layer(layer, stream)
-  whole("wait_layer", "layer", layer)
+  options.argument("wait_layer", "layer", layer, options.integer)
   if stream ~= nil then device.stream_argument("wait_layer", stream) end
   return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
 end
@@ -131,7 +122,7 @@ local OPTIONS = {
       and ffi.istype("kvl_store *", x.handle)
   end },
   device = kinds.device, prefetch_workers = options.within(1, 64),
-  max_pending_prefetch = options.within(1, 2 ^ 20), bytes_staging = options.whole,
+  max_pending_prefetch = options.within(1, 2 ^ 20), bytes_staging = options.any_whole,
 }
 
 --- Opens a prefetcher over a store.
@@ -158,7 +149,7 @@ local function handle_of(self)
 end
 
 local TASK = {
-  request = options.required(options.integer), priority = options.integer,
+  request = options.required(options.any_integer), priority = options.integer,
   cache = options.required { "a cache", function(x)
     return type(x) == "table" and tensor.is_tensor(x.memory) and x.tier ~= nil
       and type(x.layers) == "number"
@@ -180,9 +171,9 @@ local function fill_blocks(self, blocks)
     self.buffer = block_array(self.room)
   end
   for i = 1, n do
-    if type(blocks[i]) ~= "number" then
-      error(("prefetch: block %d is %s, expected a number"):format(i,
-        tostring(blocks[i])), 3)
+    if not options.integer[2](blocks[i]) then
+      error(("prefetch: block %d %s"):format(i,
+        options.problem(blocks[i], options.integer)), 3)
     end
     self.buffer[i - 1] = blocks[i]
   end
@@ -230,15 +221,16 @@ end
 
 --- Cancels every task of a request. Returns the number of tasks that were not over.
 function Prefetch:cancel(request)
-  return check(C.kvl_prefetch_cancel(handle_of(self),
-    whole("prefetch", "request", request)))
+  options.argument("prefetch", "request", request, options.any_integer)
+  return check(C.kvl_prefetch_cancel(handle_of(self), request))
 end
 
 --- Gives the waiting tasks of a request another priority. Returns the number of these
 -- tasks.
 function Prefetch:reprioritise(request, priority)
-  return check(C.kvl_prefetch_reprioritise(handle_of(self),
-    whole("prefetch", "request", request), whole("prefetch", "priority", priority)))
+  options.argument("prefetch", "request", request, options.any_integer)
+  options.argument("prefetch", "priority", priority, options.integer)
+  return check(C.kvl_prefetch_reprioritise(handle_of(self), request, priority))
 end
 
 local STATS = { "submitted", "completed", "cancelled", "failed", "hits", "misses",

@@ -22,8 +22,11 @@ local stats = ffi.new "kvl_store_stats"
 local words = ffi.new "char[320]"
 local key_list = ffi.typeof "kvl_key[?]"
 
-local OPTIONS = { capacity = options.not_negative, model = options.string,
-                  block_size = options.count, timeout_ms = options.whole }
+local BYTES = { "a number of bytes >= 0", function(x)
+  return options.not_negative[2](x) and x < 2 ^ 53
+end }
+local OPTIONS = { capacity = BYTES, model = options.string, block_size = options.count,
+                  timeout_ms = options.whole }
 
 ---@class kvlab.Store
 ---@field url string
@@ -33,8 +36,11 @@ local OPTIONS = { capacity = options.not_negative, model = options.string,
 local Store = {}
 
 local argument = options.argument
-local CACHE = options.like("a cache", "layers", "kv_heads", "head_dim", "block_size",
-  "dtype")
+local CACHE = { "a cache", function(x)
+  return type(x) == "table" and type(x.layers) == "number"
+    and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
+    and type(x.block_size) == "number" and type(x.dtype) == "string"
+end }
 local KEY = { "a key", function(x)
   return type(x) == "cdata" and tostring(ffi.typeof(x)):find("kvl_key", 1, true) ~= nil
 end }
@@ -112,6 +118,7 @@ function Store:find(keys, n, layers)
   argument("find", "n", n, options.within(0, most_keys(keys)))
   argument("find", "layers", layers, options.whole)
   for layer = 0, layers - 1 do
+    if n == 0 then break end
     n = check(C.kvl_store_find(handle, keys, n, layer, nil))
   end
   return n

@@ -98,16 +98,16 @@ end
 
 -- ---- looking --------------------------------------------------------------------------
 
-local function check_place(self, i, layer, head, level)
+local function check_place(self, i, layer, head)
   if not self.steps[i] then
-    error(("record: step is %s, expected 1 ... %d"):format(tostring(i), #self.steps),
-      level + 1)
+    options.fail(("record: step is %s, expected 1 ... %d"):format(tostring(i),
+      #self.steps))
   elseif not (layer >= 0 and layer < self.layers) then
-    error(("record: layer is %s, expected 0 ... %d"):format(tostring(layer),
-      self.layers - 1), level + 1)
+    options.fail(("record: layer is %s, expected 0 ... %d"):format(tostring(layer),
+      self.layers - 1))
   elseif not (head >= 0 and head < self.heads) then
-    error(("record: KV head is %s, expected 0 ... %d"):format(tostring(head),
-      self.heads - 1), level + 1)
+    options.fail(("record: KV head is %s, expected 0 ... %d"):format(tostring(head),
+      self.heads - 1))
   end
 end
 
@@ -121,7 +121,7 @@ local function offset(rows, head) return math.min(head, rows.heads - 1) * rows.w
 ---@param head integer   KV head, from 0
 ---@return integer[]|nil
 function Record:selection(i, layer, head)
-  check_place(self, i, layer, head, 2)
+  check_place(self, i, layer, head)
   local rows, blocks = self.steps[i].chosen[layer], {}
   if not rows then return nil end
   local first = offset(rows, head)
@@ -135,7 +135,7 @@ end
 -- reads everything, or chooses without scores).
 ---@return number[]|nil
 function Record:scores(i, layer, head)
-  check_place(self, i, layer, head, 2)
+  check_place(self, i, layer, head)
   local rows, list = self.steps[i].scored[layer], {}
   if not rows then return nil end
   local first = offset(rows, head)
@@ -230,14 +230,14 @@ local VIEW = { layers = options.list_of(options.whole, 1),
 
 local function make_map(self, row_of, view, words)
   view = options.check("record", view, VIEW, 3)
-  if #self.steps == 0 then error("record: no step has been decoded yet", 3) end
+  if #self.steps == 0 then options.fail "record: no step has been decoded yet" end
   local heads = view.heads or spread(self.heads, PANELS_MAX)
   local layers = view.layers or spread(self.layers, math.floor(PANELS_MAX / #heads))
   local columns, panels = 1, {}
   for _, step in ipairs(self.steps) do columns = math.max(columns, step.blocks) end
   for _, layer in ipairs(layers) do
     for _, head in ipairs(heads) do
-      check_place(self, 1, layer, head, 3)
+      check_place(self, 1, layer, head)
       panels[#panels + 1] = make_panel(self, row_of, layer, head, columns)
     end
   end

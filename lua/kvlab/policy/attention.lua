@@ -43,8 +43,8 @@ local function phase_policy(o, phase, default)
   local p = o[phase .. "_policy"]
   if not p then return default and default[phase] and default or policy "full" end
   if not p[phase] then
-    error(("policy %s does not select in %s, as %s_policy it would have to"):format(
-      p.name, phase, phase), 3)
+    options.fail(("policy %s does not select in %s, as %s_policy it would have to")
+      :format(p.name, phase, phase))
   end
   return p
 end

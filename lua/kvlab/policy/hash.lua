@@ -51,7 +51,7 @@ local function orthonormal(rows, first, n, dim)
 end
 
 local PLANES = { bits = BITS, head_dim = options.required(options.within(1, 4096)),
-                 kind = PLANE_KIND, seed = options.whole, device = kinds.device }
+                 kind = PLANE_KIND, seed = options.any_whole, device = kinds.device }
 
 --- Random planes: f32 [bits, head_dim], rows of length 1, with the same bits on every
 -- device.
@@ -94,7 +94,8 @@ local Hashes = {}
 Hashes.__index = Hashes
 
 local SUMMARY = { bits = BITS, hash_planes = BITS, per = options.one_of("block", "token"),
-                  planes = PLANE_KIND, seed = options.whole, cache_size = options.whole }
+                  planes = PLANE_KIND, seed = options.any_whole,
+                  cache_size = options.whole }
 
 --- Hashes of K, one entry for every physical block: u64 [layers, blocks, kv_heads,
 -- words], or for tokens [layers, blocks, kv_heads, block_size, words].
@@ -170,7 +171,7 @@ end
 local Centred = setmetatable({}, Hashes)
 Centred.__index = Centred
 
-local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.whole }
+local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.any_whole }
 
 --- Hashes of the mean keys of full blocks, less the mean key of a part of the sequence:
 -- keys share a large mean, which says nothing, because softmax ignores it, but which

@@ -80,7 +80,7 @@ function M.sampling(shape, seed)
 end
 
 M.sampling = arguments.of("sampling", M.sampling, { shape = objects.sequence_shape,
-  seed = options.optional(options.whole) })
+  seed = options.optional(options.any_whole) })
 arguments.methods(Sampling, "a sampling", {
   draw = { ctx = objects.context, chance = kinds.tensor, budget = kinds.budget },
 })

@@ -375,7 +375,7 @@ arguments.functions(M, "table", {
   format_cell = { format = options.optional(FORMAT) },
   where = { rows = M.ROWS, where = options.optional(options.table) },
   distinct = { rows = M.ROWS, key = options.string }, note_of = { row = ROW },
-  pivot = { rows = M.ROWS }, front = { rows = M.ROWS },
+  interval_of = { row = ROW }, pivot = { rows = M.ROWS }, front = { rows = M.ROWS },
   of_rows = { rows = M.ROWS, axes = AXES, order = STRINGS },
 })
 

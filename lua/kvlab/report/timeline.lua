@@ -42,7 +42,7 @@ local function check(spans, caller)
         options.shown(from), options.shown(to)), 3)
     end
     for _, name in ipairs { "slot", "layer" } do
-      if span[name] ~= nil and not options.integer[2](span[name]) then
+      if span[name] ~= nil and not options.any_integer[2](span[name]) then
         error(("timeline.%s: %s of span %d is %s, expected a whole number"):format(caller,
           name, i, options.shown(span[name])), 3)
       end

@@ -199,7 +199,8 @@ function M.calibrate(engine, o)
 end
 
 --- The kind of an engine of a model.
-M.ENGINE = options.like("an engine of a model", "model", "attention", "cache", "chunk")
+M.ENGINE = options.like("an engine of a model", "model", "attention", "cache", "chunk",
+  "sequence")
 --- The kind of a cost model.
 M.COST_MODEL = options.like("a cost model", "prefill_us")
 

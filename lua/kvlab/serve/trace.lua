@@ -87,7 +87,7 @@ local TOKENS = { "a number from 0 to 1000000", function(x)
 end }
 
 local GENERATE = {
-  requests = options.within(0, MOST), seed = options.whole, rate = options.positive,
+  requests = options.within(0, MOST), seed = options.any_whole, rate = options.positive,
   turns = options.positive, think_s = options.not_negative,
   system_tokens = TOKENS, input_tokens = TOKENS, answer_tokens = TOKENS,
 }

@@ -325,14 +325,15 @@ end }
 arguments.methods(Task, "a task", {
   prompt = { tokenizer = TOKENIZER, parts = PARTS },
   draw = { tokenizer = TOKENIZER, n = options.within(1, 100000),
-           seed = options.optional(options.integer) },
+           seed = options.optional(options.any_integer) },
   score = { given = options.string, example = options.like("an example with answers",
     "answers") },
   is_zero_one = { example = options.table },
 })
 arguments.functions(M, "task", {
   vary = { base = options.string },
-  choose = { n = options.count, count = options.within(0, 1e7), seed = options.integer },
+  choose = { n = options.count, count = options.within(0, 1e7),
+             seed = options.any_integer },
 })
 
 return constructor(M, open)

@@ -147,7 +147,7 @@ M.methods = {
   --- Limits how many bytes of free memory in pieces above 32 MiB stay cached for reuse;
   -- 0: none. At first it is half of the device's memory, on the CPU a quarter.
   limit_cache = function(self, bytes)
-    argument("limit_cache", "bytes", bytes, options.whole)
+    argument("limit_cache", "bytes", bytes, options.any_whole)
     check(C.kvl_device_limit_cache(self, bytes))
   end,
   --- Forgets the peak that stats() tells, and counts a new one from here.

@@ -110,7 +110,7 @@ function File:describe(name)
   return entry.shape, entry.type, entry.bytes
 end
 
-local SHAPE = options.list_of(options.whole)
+local SHAPE = options.list_of(options.any_whole)
 local DTYPE = options.optional(options.one_of("f32", "f16", "bf16"))
 
 --- Reads a tensor to `dev` as f32, f16 or bf16 (f32), and checks `shape` if given. The

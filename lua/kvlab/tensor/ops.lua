@@ -15,7 +15,8 @@ local argument, expect_tensor = options.argument, tensor.expect
 local a_tensor, needed = kinds.tensor, options.required(kinds.tensor)
 local NUMBER = options.optional(options.number)
 local CONTEXT = { "a context of an attention", function(x)
-  return type(x) == "table" and x.tables ~= nil and x.lens ~= nil
+  return type(x) == "table" and tensor.is_tensor(x.tables) and tensor.is_tensor(x.lens)
+    and type(x.new_scores) == "function"
 end }
 local SUMMARY = { "a summary", function(x)
   return type(x) == "table" and type(x.layer) == "function"
@@ -79,10 +80,8 @@ function M.linear(x, weight, out, form, norm, eps, bias)
   expect_tensor("linear", "weight", weight)
   local number = FORMS[form]
   if not number then argument("linear", "form", form, FORM) end
-  if norm ~= nil then
-    expect_tensor("linear", "norm", norm)
-    argument("linear", "eps", eps, options.number)
-  end
+  if norm ~= nil then expect_tensor("linear", "norm", norm) end
+  if norm ~= nil or eps ~= nil then argument("linear", "eps", eps, options.number) end
   if bias ~= nil then expect_tensor("linear", "bias", bias) end
   if type(out) == "table" then
     local parts = parts_of(out, form)

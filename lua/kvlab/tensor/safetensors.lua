@@ -61,7 +61,7 @@ function File:describe(name)
   return entry.shape, entry.dtype
 end
 
-local SHAPE = options.list_of(options.whole)
+local SHAPE = options.list_of(options.any_whole)
 
 --- Reads a tensor to `dev`, casts it to `dtype` if given, and checks `shape` if given.
 function File:read(name, dev, dtype, shape)

@@ -29,7 +29,7 @@ function methods.transpose(t, dim0, dim1, out)
   return out
 end
 
-local SHAPE = options.list_of(options.whole)
+local SHAPE = options.list_of(options.any_whole)
 
 --- A copy that is broadcast to a shape as NumPy does: the two are aligned at the last
 -- dim, and dims of size 1, or that t lacks, are repeated. Elementwise ops broadcast by

@@ -87,11 +87,12 @@ local expect_tensor = M.expect
 -- Sizes may come as they are in a tensor: int64_t, such as t.count.
 local int64_t = ffi.typeof "int64_t"
 M.ROW = { "a whole number", function(x)
-  return options.integer[2](x) or type(x) == "cdata" and ffi.istype(int64_t, x)
+  return options.any_integer[2](x) or type(x) == "cdata" and ffi.istype(int64_t, x)
 end }
 local ROW = M.ROW
 local FLOAT = { "a number", function(x) return type(x) == "number" end } -- NaN, too
-local NUMBER, WHOLE = options.optional(options.number), options.optional(options.whole)
+local NUMBER = options.optional(options.number)
+local WHOLE = options.optional(options.any_whole)
 
 local function fill_shape(shape, level)
   if type(shape) ~= "table" then
@@ -206,12 +207,13 @@ local function random(kind, dev, dtype, shape, a, b, o)
   return t
 end
 
-local NORMAL = { seed = options.whole, offset = options.whole, mean = options.number,
-                 std = options.number }
-local UNIFORM = { seed = options.whole, offset = options.whole, low = options.number,
-                  high = options.number }
-local INTEGERS = { seed = options.whole, offset = options.whole, low = options.integer,
-                   high = options.required(options.integer) }
+local NORMAL = { seed = options.any_whole, offset = options.any_whole,
+                 mean = options.number, std = options.number }
+local UNIFORM = { seed = options.any_whole, offset = options.any_whole,
+                  low = options.number, high = options.number }
+local INTEGERS = { seed = options.any_whole, offset = options.any_whole,
+                   low = options.any_integer,
+                   high = options.required(options.any_integer) }
 
 --- Makes a tensor of normally distributed numbers. A seed gives the same bits on every
 -- device.
@@ -276,8 +278,7 @@ function M.from(dev, dtype, shape, values)
   local number = library.dtype(dtype)
   local t = open(dev, number, fill_shape(shape or sizes, 2), 2)
   if tonumber(t.count) ~= #flat then
-    error(("%d values for shape [%s]"):format(
-      #flat, table.concat(shape or sizes, ", ")), 2)
+    error(("%d values for shape [%s]"):format(#flat, table.concat(t:dims(), ", ")), 2)
   end
   local host = array_of[dtype] and dtype or "f32" -- f16, bf16 and f8 go through f32
   local buffer = array_of[host](math.max(#flat, 1))
@@ -551,7 +552,7 @@ end
 --- Overwrites the elements with uniform numbers in (0, 1]. `stream` selects one of the
 -- 2^32 sequences of a seed.
 function methods.rand_(t, seed, stream)
-  argument("rand_", "seed", seed, options.whole)
+  argument("rand_", "seed", seed, options.any_whole)
   argument("rand_", "stream", stream, WHOLE)
   check(C.kvl_random(t, C.KVL_RANDOM_UNIFORM, 0, 1, seed + 4294967296 * (stream or 0), 0))
   return t

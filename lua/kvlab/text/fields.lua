@@ -28,7 +28,7 @@ M.join = join
 --- Raises unless a value is of a kind.
 local function expect(where, value, kind)
   if not kind[2](value) then
-    M.fail(where, ("is %s, expected %s"):format(options.shown(value), kind[1]))
+    M.fail(where, options.problem(value, kind))
   end
   return value
 end

@@ -49,7 +49,7 @@ end
 local OPTIONS = {
   context = options.required(options.count), prompts = options.required(options.count),
   needles = options.required(options.count),
-  block_size = options.required(options.count), seed = options.integer,
+  block_size = options.required(options.count), seed = options.any_integer,
   question = options.one_of("decode", "prompt", "row", "chain", "sum"),
   hops = options.count, even = options.boolean, offload = OFFLOAD,
 }

@@ -134,6 +134,7 @@ describe("record", function()
   --- A record of one layer with one KV head, without an attention.
   local function make(steps)
     local attention = { shape = { layers = 1, kv_heads = 1 }, context = {},
+                        forward = function() end,
                         decode_policy = { name = "spec" } }
     local record = kv.record(attention)
     for i, step in ipairs(steps) do
@@ -190,6 +191,7 @@ describe("record", function()
 
   it("gives the attention back as it was", function()
     local attention = { shape = { layers = 1, kv_heads = 1 }, context = {},
+                        forward = function() end,
                         decode_policy = { name = "spec" }, probe = "a probe" }
     local record = kv.record(attention)
     assert.equal(record, attention.probe)

@@ -13,7 +13,7 @@ local function check(dev)
   local function step(tally, sequences, width)
     number = number + 1
     local ctx = { seqs = #sequences, sequences = sequences, width = width or 5, layer = 1,
-                  shape_number = number }
+                  shape_number = number, new_scores = function() end }
     tally:begin(ctx)
     return ctx
   end
