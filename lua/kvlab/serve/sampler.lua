@@ -24,12 +24,13 @@ end }
 --- The options of a request that say how its tokens are chosen.
 M.KNOWN = {
   temperature = options.not_negative, top_k = options.whole, top_p = POSITIVE_SHARE,
-  min_p = options.share, repetition_penalty = options.positive, seed = options.whole,
+  min_p = options.share, repetition_penalty = options.positive, seed = options.any_whole,
   logprobs = options.within(0, 1000),
 }
 local DRAWS = 64 -- uniform numbers that are made at a time
 local HEAD = 512 -- how many of the best tokens top_p looks at first
 local HALVINGS = 40 -- of an interval of scores: the last one lies between two of f32
+local SMALLEST, LARGEST = 2 ^ -126, (2 - 2 ^ -23) * 2 ^ 127 -- of f32
 local LEAST = -110 -- e to the power of any score below it is 0
 
 ---@class kvlab.serve.Choice  how a request chooses its tokens
@@ -86,6 +87,10 @@ local function seen_of(r, c)
   return c.seen_ids
 end
 
+--- The number of f32 that stands for an option > 0: the device computes in f32, where a
+-- smaller one would be 0 and a larger one inf. The chances are the same.
+local function in_f32(x) return math.max(SMALLEST, math.min(x, LARGEST)) end
+
 --- What any of the choices asks for, and a column of numbers for each parameter.
 local function plan(list)
   local p = { rows = #list, top_k = 0, logprobs = -1, choices = {}, temperature = {},
@@ -95,12 +100,12 @@ local function plan(list)
     local c = r.choice or GREEDY
     local is_drawn = c.temperature > 0
     p.choices[i] = c
-    p.temperature[i] = is_drawn and c.temperature or 1
+    p.temperature[i] = is_drawn and in_f32(c.temperature) or 1
     p.u[i] = is_drawn and draw(r, c) or 1
     p.low[i] = is_drawn and math.log(c.min_p) or -math.huge
-    p.top_p[i] = is_drawn and c.top_p < 1 and c.top_p or 2
+    p.top_p[i] = is_drawn and c.top_p < 1 and in_f32(c.top_p) or 2
     p.last[i] = is_drawn and c.top_k - 1 or -1
-    p.penalty[i] = c.repetition_penalty
+    p.penalty[i] = in_f32(c.repetition_penalty)
     p.is_drawn, p.has_greedy = p.is_drawn or is_drawn, p.has_greedy or not is_drawn
     if p.top_p[i] < 1 then
       p.top_p_of = math.max(p.top_p_of, c.top_k > 0 and c.top_k or math.huge)
@@ -120,7 +125,8 @@ local function column(like, values, dtype)
   return tensor.from(like.device, dtype or "f32", { #values, 1 }, values)
 end
 
---- Divides the scores of tokens that a request has, or multiplies those below 0.
+--- Divides the scores of tokens that a request has, or multiplies those below 0. What
+-- was finite stays so.
 local function penalise(scores, list, p)
   local ids, most = {}, 1
   for i, r in ipairs(list) do
@@ -134,7 +140,9 @@ local function penalise(scores, list, p)
   local index = tensor.from(scores.device, "i32", { #list, most }, flat)
   local penalty = column(scores, p.penalty)
   local own = scores:gather(index)
-  return scores:scatter_(index, own:lt(0):where(own:mul(penalty), own:div(penalty)))
+  local new = own:lt(0):where(own:mul(penalty), own:div(penalty))
+  new = own:eq(-math.huge):where(own, new:clamp(-LARGEST, LARGEST))
+  return scores:scatter_(index, new)
 end
 
 --- Scores below a threshold [rows, 1] become -inf.

@@ -57,6 +57,41 @@ support.each_device(function(dev)
       end
     end)
 
+    local EXTREMES = { 5e-324, 1e-60, 1e-45, 1e-38, 2 ^ -126, 1e-20, 1e20, 3e38, 1e39,
+                       1e300 }
+    local LOGITS = { -1, 3, 5, -math.huge, 5 - 1e-6, 0, -2 }
+
+    --- The chances of LOGITS' tokens with one option at an extreme, all tokens seen.
+    local function extreme(name, value)
+      local o = drawn_options { [name] = value }
+      local r = request(o, 0, { 0, 1, 2, 3, 4, 5, 6 })
+      return sampler.chances(kv.from(dev, "f32", { LOGITS }), { r }):list(), o, r
+    end
+
+    it("add up to 1 however small or large an option is", function()
+      for _, name in ipairs { "temperature", "top_p", "min_p", "repetition_penalty" } do
+        for _, value in ipairs(EXTREMES) do
+          if value <= 1 or name == "temperature" or name == "repetition_penalty" then
+            local chances, sum = extreme(name, value), 0
+            for _, chance in ipairs(chances) do sum = sum + chance end
+            assert.near(1, sum, 1e-5, ("%s = %g"):format(name, value))
+            assert.equal(0, chances[4], name)
+          end
+        end
+      end
+    end)
+
+    it("are all on the likeliest token where temperature or top_p is tiny", function()
+      for _, value in ipairs { 5e-324, 1e-60, 1e-45, 1e-38 } do
+        assert.same({ 0, 0, 1, 0, 0, 0, 0 }, (extreme("temperature", value)))
+        assert.same({ 0, 0, 1, 0, 0, 0, 0 }, (extreme("top_p", value)))
+        local _, o, r = extreme("temperature", value)
+        assert.equal(value, o.temperature)
+        assert.same({ 2 }, (sampler.choose(kv.from(dev, "f32", { LOGITS }), { r })))
+      end
+      assert.near(1 / 6, extreme("temperature", 1e300)[1], 1e-5)
+    end)
+
     it("are the same in a batch with others", function()
       for first = 1, #golden.cases, 8 do
         local rows, list = {}, {}
