@@ -365,7 +365,7 @@ M["Landmarks:select"] = {
     local ctx = { query = zeros(1, 2, 32), layer = 0,
       format = { scales = function() end }, lens = ints(1) + 9,
       tables = ints(1, 4), sequences = { { length = function() return 9 end } },
-      total_kv_len = 9 }
+      total_kv_len = 9, new_scores = function() end }
     landmarks():select(ctx, want)
   end,
 }

@@ -7,6 +7,7 @@ local problem = require "kvlab.http.problem"
 
 local M = {}
 
+local COUNTS = 2 ^ 31 - 1 -- the largest number of a count
 local SEEDS = 2 ^ 53 -- a seed is below this; others are taken modulo it
 
 local function is_none(x)
@@ -28,12 +29,12 @@ end
 --- The fields of both kinds.
 local function shared(limits)
   return {
-    model = fields.string, max_tokens = fields.whole(0, 2 ^ 31),
+    model = fields.string, max_tokens = fields.whole(0, COUNTS),
     temperature = fields.number(0, 100), top_p = fields.number(0, 1),
-    top_k = fields.whole(-1, 2 ^ 31), min_p = fields.number(0, 1),
+    top_k = fields.whole(-1, COUNTS), min_p = fields.number(0, 1),
     repetition_penalty = fields.number(0.01, 100), seed = seed,
     n = fields.whole(1, limits.n), stop = fields.strings(limits.stops),
-    stop_token_ids = fields.list(fields.whole(0, 2 ^ 31), 64),
+    stop_token_ids = fields.list(fields.whole(0, COUNTS), 64),
     ignore_eos = fields.boolean, stream = fields.boolean, stream_options = stream_options,
     policy = fields.string, policy_options = fields.object, watch_blocks = fields.boolean,
     presence_penalty = fields.only("0", is_none),

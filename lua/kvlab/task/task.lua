@@ -187,7 +187,8 @@ end
 function Task:is_zero_one(example)
   if example.target then return false end
   return self.metric == "exact" or self.metric == "part"
-    or self.metric == "all" and #example.answers == 1
+    or self.metric == "all" and type(example.answers) == "table"
+      and #example.answers == 1
 end
 
 --- n of the numbers 1 to `count` that a seed chooses, in ascending order; all of them if
@@ -322,12 +323,12 @@ local PARTS = { "a table of texts with context, question and answers", function(
   return type(x) == "table" and type(x.context) == "string" and LIST[2](x.answers)
     and type(x.question) == "string" and type(x.lead or "") == "string"
 end }
+local EXAMPLE = options.like("an example with answers", "answers")
 arguments.methods(Task, "a task", {
   prompt = { tokenizer = TOKENIZER, parts = PARTS },
   draw = { tokenizer = TOKENIZER, n = options.within(1, 100000),
            seed = options.optional(options.any_integer) },
-  score = { given = options.string, example = options.like("an example with answers",
-    "answers") },
+  score = { given = options.string, example = EXAMPLE },
   is_zero_one = { example = options.table },
 })
 arguments.functions(M, "task", {

@@ -124,7 +124,8 @@ local function check(dev)
     end })
     fails[1] = b
     local later = { seqs = 2, sequences = fails, width = 2, layer = 1,
-                    shape_number = ctx.shape_number }
+                    shape_number = ctx.shape_number,
+                    new_scores = function() end }
     support.raises("interrupted", tally.begin, tally, later)
     later.sequences = { b, a }
     tally:begin(later)
