@@ -165,12 +165,16 @@ CONSTRUCTS = """
 {{ (people|selectattr("name", "in", ["Ann"])|list)[0].age }} {{ people|map(attribute="name")|map("lower")|select("ne", "bob")|join }} {{ (xs|map("string"))|join(xs|first|string) }} {{ people[0].at["city"][:2] ~ xs[-1] }} {{ s.split(", ")[1].lower()|capitalize }}
 {% set it = xs|map("string") %}{{ it|list }}{{ it|list }}{% set ks = d.keys() %}{{ ks|list }}{{ ks|list }}{{ "b" in d.keys() }}{{ xs|select("odd")|first }}{{ {"a": 1}.items()|list }}{{ d.values()|list|length }}
 {% set content = messages[0].content %}{% if content is string and "</think>" in content %}{% set content = content.split("</think>")[-1].lstrip("\\n") %}{% endif %}{{ content }}{{ "a</think>\\n\\nb</think>c".split("</think>")[-1] }}{{ "a</think>b".split("</think>")[0].split("<think>")[-1].rstrip("\\n").lstrip("\\n") }}
+{% for x, y in [[1, 2], [3, 4]] if x %}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}{{ nothing is callable }}{{ ["<"|safe] }}{{ [(1, 2), (1, 2), 3]|unique|list }}{{ none_|map("upper")|list }}{{ none_|selectattr("a")|list }}{{ s[:5]|truncate(3, true, "") }}
 {{ m }}{% macro g(x) %}{% set y = x %}{{ y }}{% endmacro %}{{ g(1) }}{{ y is defined }}{% for x in [1, 2] %}{% set z = x %}{% endfor %}{{ z is defined }}{{ x is defined }}{{ loop is defined }}
 """
 REFUSED = """
 {{ nothing.x }}
 {{ nothing["x"] }}
 {{ nothing + "a" }}
+{{ people|unique|list }}
+{{ n|truncate(2) }}
+{{ [xs, xs]|unique|list }}
 {{ "a" + 1 }}
 {{ 1 + none }}
 {{ 1 / 0 }}

@@ -14,7 +14,9 @@ local M = {}
 
 ---@class kvlab.text.template.Rendering
 ---@field scope table    vars, up: those of the blocks around it
----@field globals table  name -> value: functions of every template
+---@field given table    name -> value: what the template is given
+---@field globals table  … and the functions that every template has
+---@field late table<string, boolean>  see kvlab.text.template.stream
 ---@field out table      the texts that were written
 ---@field line integer
 ---@field depth integer
@@ -29,7 +31,11 @@ function M.read(self, name)
     if x ~= nil then return x end
     scope = scope.up
   end
-  local x = self.globals[name]
+  local x = self.given[name]
+  if x == nil then x = self.globals[name]
+  elseif self.late[name] and self.scope.up then
+    fail("reads %s in a block after which it is set, which kvlab does not do", name)
+  end
   if x == nil then return value.undefined(("%s is not defined"):format(name)) end
   return x
 end

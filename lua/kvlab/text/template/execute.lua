@@ -147,6 +147,14 @@ local function loop_of(items, at, depth)
   end)
 end
 
+--- What is assigned to a target: a tuple, where the target is one.
+local function unpacked(target, x)
+  if target.kind == "name" then return x end
+  local items, out = value.items_of(x), {}
+  for i, one in ipairs(target) do out[i] = unpacked(one, items[i]) end
+  return value.sequence(out, "tuple")
+end
+
 --- The items of a loop that pass its test.
 local function chosen(self, node, items)
   if not node.test then return items end
@@ -154,7 +162,9 @@ local function chosen(self, node, items)
   for _, item in ipairs(items) do
     self.scope = { vars = {}, up = scope }
     assign(self, node.target, item)
-    if value.truth(evaluate(self, node.test)) then out[#out + 1] = item end
+    if value.truth(evaluate(self, node.test)) then
+      out[#out + 1] = unpacked(node.target, item)
+    end
   end
   self.scope = scope
   return out

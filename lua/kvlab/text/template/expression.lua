@@ -57,7 +57,7 @@ local function name_of(s)
   if CONSTANTS[token.value] ~= nil then
     return { kind = "constant", line = token.line, value = CONSTANTS[token.value] }
   end
-  s.names[token.value] = true
+  s:read(token.value)
   return { kind = "name", line = token.line, name = token.value }
 end
 

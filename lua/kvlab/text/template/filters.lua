@@ -196,7 +196,8 @@ end)
 
 filter("truncate", 0, { "length", "killwords", "end", "leeway" },
   function(x, length, kills, last, leeway)
-  x, last = arguments.shown("truncate", x), arguments.text("truncate", last, "...")
+  x = arguments.shown("truncate", arguments.text("truncate", x))
+  last = arguments.text("truncate", last, "...")
   length = arguments.whole("truncate", length, 255)
   if text.count(x) <= length + arguments.whole("truncate", leeway, 5) then return x end
   local rest = text.range(x, 0, length - text.count(last))

@@ -214,6 +214,7 @@ filter("unique", 0, { "case_sensitive", "attribute" },
   local key, seen, out = key_by(attribute, arguments.flag(is_sensitive)), {}, {}
   for _, item in ipairs(items_of(x)) do
     local one, is_new = key(item), true
+    value.check_key(one)
     meter.spend(#seen)
     for _, other in ipairs(seen) do is_new = is_new and not value.equal(one, other) end
     if is_new then seen[#seen + 1], out[#out + 1] = one, item end

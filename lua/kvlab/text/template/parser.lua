@@ -7,15 +7,18 @@ local M = {}
 
 local STATEMENTS = {}
 
---- A body up to one of the words, whose token is taken and returned. `inside`: what it
--- is the body of, for break and continue: "loop", "function", or nil if that changes
--- nothing.
-local function body(s, words, inside)
+-- What the body of a statement is to its variables and to `break`: a block has variables
+-- of its own, a loop can be left, a function cannot.
+local BLOCK, LOOP, FUNCTION = "block", "loop", "function"
+
+--- A body up to one of the words; returns the word that ended it, too.
+---@param kind? string  one of the three; nil: a branch, which has no variables of its own
+local function body(s, words, kind)
   s:take ":" -- as in Python
   s:expect "%}"
   local outer = s.inside
-  s.inside = inside or outer
-  local nodes = s:deeper(M.nodes, words)
+  if kind and kind ~= BLOCK then s.inside = kind end
+  local nodes = s:deeper(kind and s.within or M.nodes, kind and M.nodes or words, words)
   s.inside = outer
   if s:is "end" then
     s:fail("the template ends where %s was expected", table.concat(words, " or "))
@@ -25,23 +28,25 @@ end
 
 -- ---- targets --------------------------------------------------------------------------
 
---- What a value is assigned to: a name, or a tuple of targets.
-local function checked_target(s, node)
-  if node.kind == "tuple" then
-    for _, one in ipairs(node) do checked_target(s, one) end
-  elseif node.kind ~= "name" then
-    s:fail "an assignment to something that is no name"
+local function set_all(s, node)
+  if node.kind == "name" then return s:set(node.name) end
+  for _, one in ipairs(node) do set_all(s, one) end
+end
+
+--- A name that is assigned to, or a tuple of targets in parentheses.
+local function one_target(s)
+  if s:take "(" then
+    local node = s:deeper(expression.tuple, one_target, true)
+    s:expect ")"
+    return node
   end
+  local node = s:node "name"
+  node.name = s:expect("name").value
   return node
 end
 
-local function target(s, stop)
-  local read = s.names
-  s.names = {} -- what is assigned to is not read
-  local node = expression.tuple(s, expression.primary, false, stop)
-  s.names = read
-  return checked_target(s, node)
-end
+--- What a value is assigned to: a name, or a tuple of targets.
+local function target(s, stop) return expression.tuple(s, one_target, false, stop) end
 
 local function name(s) return s:expect("name").value end
 
@@ -52,17 +57,18 @@ function STATEMENTS.set(s, node)
     node.namespace = name(s)
     s:next()
     node.attribute = name(s)
-    s.names[node.namespace] = true
+    s:read(node.namespace)
   else
     node.target = target(s)
   end
   if s:take "=" then
     node.value = expression.tuple(s, expression.any)
-    return node
+  else
+    node.kind = "set_block"
+    while s:take "|" do node.filter = expression.filter(s, node.filter) end
+    node.body = body(s, { "endset" }, FUNCTION)
   end
-  node.kind = "set_block"
-  while s:take "|" do node.filter = expression.filter(s, node.filter) end
-  node.body = body(s, { "endset" }, "function")
+  if node.target then set_all(s, node.target) end
   return node
 end
 
@@ -70,13 +76,13 @@ STATEMENTS["for"] = function(s, node)
   node.target = target(s, "in")
   s:expect("name", "in")
   node.of = expression.tuple(s, expression.plain, false, "recursive")
-  if s:take("name", "if") then node.test = expression.any(s) end
+  if s:take("name", "if") then node.test = s:within(expression.any) end
   if s:is_name "recursive" then
     s:fail "a loop that is recursive, which kvlab does not have"
   end
   local word
-  node.body, word = body(s, { "endfor", "else" }, "loop")
-  if word == "else" then node.otherwise = body(s, { "endfor" }) end
+  node.body, word = body(s, { "endfor", "else" }, LOOP)
+  if word == "else" then node.otherwise = body(s, { "endfor" }, BLOCK) end
   return node
 end
 
@@ -112,7 +118,7 @@ end
 local function macro_body(s, node, word)
   local outer = s.names
   s.names = {}
-  node.body = body(s, { word }, "function")
+  node.body = body(s, { word }, FUNCTION)
   node.reads = s.names
   for read in pairs(s.names) do outer[read] = true end
   s.names = outer
@@ -120,12 +126,14 @@ local function macro_body(s, node, word)
 end
 
 function STATEMENTS.macro(s, node)
-  node.name, node.parameters = name(s), parameters(s)
+  node.name = name(s)
+  s:set(node.name)
+  node.parameters = s:within(parameters)
   return macro_body(s, node, "endmacro")
 end
 
 function STATEMENTS.call(s, node)
-  node.parameters = s:is "(" and parameters(s) or {}
+  node.parameters = s:is "(" and s:within(parameters) or {}
   node.call = expression.any(s)
   if node.call.kind ~= "call" then s:fail "a call of something that is no call" end
   node.name = "caller"
@@ -135,7 +143,7 @@ end
 function STATEMENTS.filter(s, node)
   node.kind, node.filter = "filter_block", expression.filter(s)
   while s:take "|" do node.filter = expression.filter(s, node.filter) end
-  node.body = body(s, { "endfilter" }, "function")
+  node.body = body(s, { "endfilter" }, FUNCTION)
   return node
 end
 
@@ -146,18 +154,18 @@ function STATEMENTS.with(s, node)
     s:expect "="
     node[#node + 1] = { one, expression.any(s) }
   end
-  node.body = body(s, { "endwith" })
+  node.body = body(s, { "endwith" }, BLOCK)
   return node
 end
 
 --- transformers' own: marks what an assistant says, for training.
 function STATEMENTS.generation(s, node)
-  node.body = body(s, { "endgeneration" }, "function")
+  node.body = body(s, { "endgeneration" }, FUNCTION)
   return node
 end
 
 STATEMENTS["break"] = function(s, node)
-  if s.inside ~= "loop" then s:fail("a %s outside of a loop", node.kind) end
+  if s.inside ~= LOOP then s:fail("a %s outside of a loop", node.kind) end
   return node
 end
 STATEMENTS.continue = STATEMENTS["break"]
@@ -201,11 +209,10 @@ end
 --- Parses a template.
 ---@param source string
 ---@return table[] nodes
----@return table<string, boolean> names  of all variables that it reads
+---@return kvlab.text.template.Stream  names and late: of the variables
 function M.parse(source)
   local s = stream.new(source)
-  local nodes = M.nodes(s)
-  return nodes, s.names
+  return M.nodes(s), s
 end
 
 return M

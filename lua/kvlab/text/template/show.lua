@@ -81,7 +81,10 @@ end
 function repr(x, depth)
   if (depth or 0) > meter.DEPTH then fail "writes a list that is nested too deeply" end
   meter.spend(1)
-  if text.is(x) then return text.computed(quoted(text.bytes(x)), x) end
+  if text.is(x) then
+    local shown = text.computed(quoted(text.bytes(x)), x)
+    return text.is_markup(x) and text.join { "Markup(", shown, ")" } or shown
+  end
   if value.is_dict(x) then return dict_of(x, depth or 0) end
   if value.is_sequence(x) and SEQUENCES[x.kind] then
     return SEQUENCES[x.kind](x.items, depth or 0)

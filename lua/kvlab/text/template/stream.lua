@@ -6,13 +6,17 @@ local M = {}
 
 ---@class kvlab.text.template.Stream
 ---@field names table<string, boolean>  every variable that the template reads
+---@field frame table    variables of the block that is parsed: own (what it reads or
+--                       sets), inner (what blocks in it read before), up
+---@field late table<string, boolean>  variables that a block sets after one in it has
+--                       read them: in Jinja it hides a variable of this name from then on
 local Stream = {}
 Stream.__index = Stream
 
 ---@param source string
 function M.new(source)
-  return setmetatable({ tokens = lexer.tokens(source), at = 1, depth = 0, names = {} },
-    Stream)
+  return setmetatable({ tokens = lexer.tokens(source), at = 1, depth = 0, names = {},
+                        late = {}, frame = { own = {}, inner = {} } }, Stream)
 end
 
 --- The next token, or one further ahead.
@@ -73,6 +77,34 @@ function Stream:deeper(parse, ...)
   if self.depth > meter.DEPTH then self:fail "it is nested too deeply" end
   local node = parse(self, ...)
   self.depth = self.depth - 1
+  return node
+end
+
+-- ---- variables ------------------------------------------------------------------------
+
+--- Notes that an expression reads a variable.
+function Stream:read(name)
+  self.names[name] = true
+  local frame = self.frame
+  frame.own[name] = true
+  while frame.up do
+    frame = frame.up
+    if not frame.own[name] then frame.inner[name] = true end
+  end
+end
+
+--- Notes that a statement sets a variable.
+function Stream:set(name)
+  local frame = self.frame
+  if frame.inner[name] and not frame.own[name] then self.late[name] = true end
+  frame.own[name] = true
+end
+
+--- Calls parse(self, …) for a block with variables of its own.
+function Stream:within(parse, ...)
+  self.frame = { own = {}, inner = {}, up = self.frame }
+  local node = parse(self, ...)
+  self.frame = self.frame.up
   return node
 end
 

@@ -108,7 +108,10 @@ end
 ---@return kvlab.text.Template
 function M.parse(source)
   local self = setmetatable({}, Template)
-  guarded({ line = 1 }, function() self.nodes, self.names = parser.parse(source) end)
+  guarded({ line = 1 }, function()
+    local nodes, variables = parser.parse(source)
+    self.nodes, self.names, self.late = nodes, variables.names, variables.late
+  end)
   return self
 end
 
@@ -117,10 +120,8 @@ end
 ---@return string text
 ---@return integer[][] ranges  { first, last } byte of what the variables said
 function Template:render(vars)
-  local scope = {}
-  for name, x in pairs(vars) do scope[name] = x end
-  local rendering = { globals = GLOBALS, scope = { vars = scope }, out = {}, line = 1,
-                      depth = 0 }
+  local rendering = { given = vars, globals = GLOBALS, late = self.late,
+    scope = { vars = {} }, out = {}, line = 1, depth = 0 }
   local out = guarded(rendering, execute.render, self.nodes, rendering)
   return text.bytes(out), text.ranges(out)
 end

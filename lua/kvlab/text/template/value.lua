@@ -113,7 +113,13 @@ local function key_of(key)
   return M.number(key)
 end
 
---- Raises for a value that a dict cannot have as its key.
+--- Raises for a value that no dict can have as its key.
+function M.check_key(x)
+  if M.is_dict(x) or M.kind(x) == "list" then fail("uses a %s as a key", M.kind(x)) end
+  for _, item in ipairs(M.kind(x) == "tuple" and x.items or {}) do M.check_key(item) end
+end
+
+--- What a key is stored under; raises for what kvlab does not store.
 local function checked(key)
   local stored = key_of(key)
   if stored ~= nil and stored == stored then return stored end
