@@ -97,10 +97,13 @@ M["Tokenizer:stream"] = {
   call = function(o) tokenizer():stream(o) end,
 }
 M["Tokenizer:chat"] = {
-  good = function() return { add_generation_prompt = true } end,
+  good = function()
+    return { add_generation_prompt = true, tools = { { a = 1 } }, documents = {},
+             variables = { x = false }, template = "default" }
+  end,
   call = function(o)
     local t = tokenizer()
-    t.template = text_models.CHATML
+    t.template = text_models.CHATML .. "{{ tools }}{{ documents }}{{ x }}"
     t:chat({ { role = "user", content = "Hello" } }, o)
   end,
 }
@@ -449,7 +452,8 @@ M["Model:selection_map"] = {
 }
 M["Model:chat"] = {
   good = function()
-    return { system = "Be brief.", max_tokens = 3, read = function() end }
+    return { system = "Be brief.", max_tokens = 3, variables = { x = 1 },
+             read = function() end }
   end,
   call = function(o) text_model():chat(o) end,
 }

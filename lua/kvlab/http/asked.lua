@@ -1,5 +1,6 @@
 --- What a request asks for: reads the JSON of /v1/completions and /v1/chat/completions
 -- into what both need: prompts as token ids, options of kv.generate, and how to answer.
+local chats = require "kvlab.http.chats"
 local fields = require "kvlab.http.fields"
 local generate = require "kvlab.serve.generate"
 local json = require "kvlab.json"
@@ -59,12 +60,10 @@ local function is_text_format(x) return type(x) == "table" and x.type == "text" 
 
 local function of_chat(limits)
   local all = shared(limits)
-  all.messages = fields.list(fields.object, limits.messages)
+  for name, kind in pairs(chats.fields(limits)) do all[name] = kind end
   all.logprobs, all.top_logprobs = fields.boolean, fields.whole(0, limits.logprobs)
   all.max_completion_tokens = all.max_tokens
   all.response_format = fields.only("text", is_text_format)
-  all.tools = fields.only("none", is_none)
-  all.tool_choice = fields.only("none", function(x) return x == "none" end)
   all.functions = fields.only("none", is_none)
   all.function_call = fields.only("none", function(x) return x == "none" end)
   all.modalities = fields.only("text", function(x)
@@ -117,42 +116,10 @@ local function prompts_of(self, x)
   return out
 end
 
---- The text of a message: a string, or parts of type text.
-local function content_of(name, x)
-  if type(x) == "string" then return x end
-  if type(x) ~= "table" or x[1] == nil then
-    fields.refuse(name, x, "a string or an array of parts")
-  end
-  local parts = {}
-  for i, part in ipairs(x) do
-    local where = ("%s[%d]"):format(name, i - 1)
-    if type(part) ~= "table" or part.type ~= "text" then
-      problem.wrong(where, where .. ' is no part of type "text", the only one that this '
-        .. "server supports", "unsupported_value")
-    end
-    parts[i] = fields.string(where .. ".text", part.text)
-  end
-  return table.concat(parts)
-end
-
-local MESSAGE = { role = fields.string, content = function(_, x) return x end,
-                  name = fields.ignored, refusal = fields.ignored }
-local ROLES = { developer = "system" } -- the name that newer clients use
-
-local function chat_of(self, messages)
-  if not messages then problem.wrong("messages", "messages is missing") end
-  if #messages == 0 then problem.wrong("messages",
-    "messages is empty, expected one or more") end
-  local list = {}
-  for i, given in ipairs(messages) do
-    local name = ("messages[%d]"):format(i - 1)
-    local one = fields.take(given, MESSAGE)
-    if not one.role then problem.wrong(name .. ".role", name .. ".role is missing") end
-    list[i] = { role = ROLES[one.role] or one.role,
-                content = content_of(name .. ".content", one.content) }
-  end
-  local ok, text, ids = pcall(self.tokenizer.chat, self.tokenizer, list,
-    { add_generation_prompt = true })
+--- The prompt that a chat is.
+local function chat_of(self, o, body)
+  local messages, options = chats.read(o, body)
+  local ok, text, ids = pcall(self.tokenizer.chat, self.tokenizer, messages, options)
   if not ok then
     problem.wrong("messages", (tostring(text):gsub("^[^\n]-:%d+: ", "")), "invalid_chat")
   end
@@ -236,8 +203,8 @@ function M.new(self)
     return asked
   end
 
-  --- A request for /v1/chat/completions.
-  function readers.chat(object)
+  --- A request for /v1/chat/completions; `body` is its JSON text.
+  function readers.chat(object, body)
     local o = fields.take(object, chat)
     check_model(self, o.model)
     if o.max_tokens and o.max_completion_tokens then
@@ -248,24 +215,25 @@ function M.new(self)
     if o.top_logprobs and not o.logprobs then
       problem.wrong("top_logprobs", "top_logprobs needs logprobs to be true")
     end
-    local asked = asked_of(self, o, { chat_of(self, o.messages) },
+    local asked = asked_of(self, o, { chat_of(self, o, body) },
       self.limits.chat_tokens)
     asked.logprobs = o.logprobs and (o.top_logprobs or 0) or nil
     asked.is_chat = true
     return asked
   end
 
-  local TOKENIZE = { model = fields.string, prompt = fields.string,
-                     messages = fields.list(fields.object, self.limits.messages),
-                     add_special_tokens = fields.boolean,
-                       return_token_strs = fields.boolean,
-                     add_generation_prompt = fields.boolean }
+  local TOKENIZE = chats.fields(self.limits)
+  TOKENIZE.model, TOKENIZE.prompt = fields.string, fields.string
+  for _, name in ipairs { "add_special_tokens", "return_token_strs",
+                          "add_generation_prompt" } do
+    TOKENIZE[name] = fields.boolean
+  end
 
-  --- A request for /tokenize.
-  function readers.tokenize(object)
+  --- A request for /tokenize; `body` is its JSON text.
+  function readers.tokenize(object, body)
     local o = fields.take(object, TOKENIZE)
     check_model(self, o.model)
-    if o.messages then return chat_of(self, o.messages).ids, o.return_token_strs end
+    if o.messages then return chat_of(self, o, body).ids, o.return_token_strs end
     if not o.prompt then problem.wrong("prompt", "prompt is missing") end
     local is_bare = o.add_special_tokens == false or nil
     return self.tokenizer:encode(o.prompt, { special = true, bos = is_bare and false,

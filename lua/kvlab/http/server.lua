@@ -231,7 +231,8 @@ routes["/v1/models"] = { GET = function(self, exchange)
 end }
 
 routes["/tokenize"] = { POST = function(self, exchange)
-  local ids, wants_texts = self.asked.tokenize(fields.decode(exchange.body))
+  local ids, wants_texts = self.asked.tokenize(fields.decode(exchange.body),
+    exchange.body)
   local texts
   if wants_texts then
     texts = json.array {}
@@ -259,7 +260,8 @@ routes["/v1/completions"] = { POST = function(self, exchange, arrived_s)
 end }
 
 routes["/v1/chat/completions"] = { POST = function(self, exchange, arrived_s)
-  self.calls:add(exchange, self.asked.chat(fields.decode(exchange.body)), arrived_s)
+  self.calls:add(exchange, self.asked.chat(fields.decode(exchange.body), exchange.body),
+    arrived_s)
 end }
 
 for path in pairs(routes) do KNOWN_PATHS[path] = true end

@@ -1,6 +1,7 @@
 --- A conversation on the terminal. Each answer continues the conversation so far; the
 -- server keeps its blocks, so that only what is new is read.
 local C = require("kvlab.library").C
+local chat = require "kvlab.text.chat"
 local generate = require "kvlab.serve.generate"
 local options = require "kvlab.options"
 local serve = require "kvlab.serve.serve"
@@ -11,8 +12,10 @@ ffi.cdef "int isatty(int fd);"
 
 local M = {}
 
---- The options of model:chat: those of kv.generate, the system prompt, and what reads.
-M.KNOWN = { system = options.string, read = options.callable }
+--- The options of model:chat: those of kv.generate, the system prompt, variables of the
+-- chat template, and what reads.
+M.KNOWN = { system = options.string, read = options.callable,
+            variables = chat.KNOWN.variables }
 for name, kind in pairs(generate.KNOWN) do M.KNOWN[name] = kind end
 
 local MAX_TOKENS = 512 -- of an answer, unless max_tokens says otherwise
@@ -39,7 +42,7 @@ local function read_line()
 end
 
 --- The assistant's text after the messages, as far as it came.
-local function answer(server, tokenizer, messages, o)
+local function answer(server, tokenizer, messages, variables, o)
   local parts, given = {}, {}
   for name, value in pairs(o) do given[name] = value end
   given.on_text = function(text, got)
@@ -48,7 +51,8 @@ local function answer(server, tokenizer, messages, o)
     io.stdout:flush()
     return not o.on_text or o.on_text(text, got)
   end
-  local _, ids = tokenizer:chat(messages, { add_generation_prompt = true })
+  local _, ids = tokenizer:chat(messages, { add_generation_prompt = true,
+                                            variables = variables })
   local ok, why, got = pcall(watched, generate.generate, server, ids, given)
   io.stdout:write "\n"
   if not ok then error(why, 0) end
@@ -56,7 +60,8 @@ local function answer(server, tokenizer, messages, o)
   return table.concat(parts)
 end
 
-local function converse(server, tokenizer, messages, read, o)
+local function converse(server, tokenizer, messages, given, o)
+  local read = given.read or read_line
   while true do
     local is_interrupted, line = watched(read)
     if is_interrupted then
@@ -65,7 +70,7 @@ local function converse(server, tokenizer, messages, read, o)
       return
     elseif line:find "%S" then
       messages[#messages + 1] = { role = "user", content = line }
-      local text = answer(server, tokenizer, messages, o)
+      local text = answer(server, tokenizer, messages, given.variables, o)
       messages[#messages + 1] = { role = "assistant", content = text }
     end
   end
@@ -79,10 +84,10 @@ function M.run(engine, tokenizer, given)
   local o, messages = {}, {}
   for name, value in pairs(given) do o[name] = value end
   if o.system then messages[1] = { role = "system", content = o.system } end
-  o.system, o.read, o.max_tokens = nil, nil, o.max_tokens or MAX_TOKENS
+  o.system, o.read, o.variables = nil, nil, nil
+  o.max_tokens = o.max_tokens or MAX_TOKENS
   local server = serve.serve { engine = engine }
-  local ok, why = pcall(converse, server, tokenizer, messages,
-    given.read or read_line, o)
+  local ok, why = pcall(converse, server, tokenizer, messages, given, o)
   server:close()
   if not ok then error(why, 0) end
 end

@@ -104,7 +104,8 @@ end
 
 --- A conversation on the terminal: reads a line, writes the answer as it comes, and so on
 -- until Ctrl-D. Ctrl-C ends an answer.
----@param o? table  as for generate; and system: the system prompt; read(): returns the
+---@param o? table  as for generate; and system: the system prompt; variables: what else
+--                  the chat template reads, as for tokenizer:chat; read(): returns the
 --                  next line, or nil at the end (what is typed)
 function Model:chat(o)
   chat.run(self.engine, self.tokenizer, prepare(self, "chat", o, chat.KNOWN))

@@ -17,10 +17,13 @@ local M = {}
 -- in transformers, unless somebody has set tokenizer.template.
 local function source_of(tokenizer, name, has_tools)
   local named, own = tokenizer.templates, tokenizer.template
-  if not name and has_tools and own == named.default then name = "tool_use" end
-  local source = name ~= "default" and named[name] or own
-  if source and (not name or named[name] or name == "tool_use") then return source end
-  if next(named) then
+  if not name and has_tools and own == named.default and named.tool_use then
+    name = "tool_use"
+  end
+  local source = own
+  if name and name ~= "default" then source = named[name] end
+  if source then return source end
+  if name or next(named) then
     fail(("chat: %s has no template %q, it has %s"):format(tokenizer.name,
       name or "default", table.concat(sorted.keys(named), ", ")))
   end
@@ -60,9 +63,10 @@ local function read(name, given)
   return x
 end
 
---- A list of dicts.
+--- A list of dicts. An empty table of Lua is an empty list.
 local function list_of(name, given)
-  local list = read(name, given)
+  local is_empty = type(given) == "table" and next(given) == nil
+  local list = is_empty and value.sequence {} or read(name, given)
   local is_list = value.kind(list) == "list"
   for _, item in ipairs(is_list and list.items or {}) do
     is_list = is_list and value.is_dict(item)
@@ -137,12 +141,16 @@ end
 
 -- ---- the chat -------------------------------------------------------------------------
 
-local LIST = options.either({ "JSON text", options.string[2] },
-  options.list_of(options.table))
+local TABLES = options.list_of(options.table)
+
+--- A list of tables, of Lua or of kvlab.text.template.value, or JSON text.
+M.LIST = { "a list of tables, or JSON text", function(x)
+  return type(x) == "string" or value.is_sequence(x) or TABLES[2](x)
+end }
 
 --- What a chat may be given beside its messages.
 M.KNOWN = {
-  add_generation_prompt = options.boolean, tools = LIST, documents = LIST,
+  add_generation_prompt = options.boolean, tools = M.LIST, documents = M.LIST,
   template = options.string,
   variables = { "a table with names", function(x)
     if type(x) ~= "table" then return false end

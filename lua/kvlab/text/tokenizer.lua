@@ -376,8 +376,7 @@ arguments.methods(Tokenizer, "a tokenizer", {
   encode = { text = options.string }, id_of = { token = options.string },
   token_of = { id = options.whole }, bytes_of = { id = options.whole },
   decode = { ids = options.list_of(options.whole) },
-  chat = { messages = options.either({ "JSON text", options.string[2] },
-    options.list_of(options.table, 1)) },
+  chat = { messages = chat.LIST },
 })
 
 return M

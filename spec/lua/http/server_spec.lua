@@ -435,7 +435,7 @@ describe("a wrong request", function()
     { CHAT, '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
       "unsupported_value", "messages[0].content[0]" },
     { CHAT, '{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}',
-      "unsupported_value", "tools" },
+      "unsupported_value", "tool_choice" },
     { CHAT, '{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}', nil,
       "top_logprobs" },
     { CHAT, json.encode { messages = { { role = "user", content = ("a"):rep(300) } } },

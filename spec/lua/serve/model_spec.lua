@@ -206,6 +206,25 @@ print(at, m.engine.cache:blocks_free())]])
       ask(("%s run --device=cpu %s 2>&1"):format(quote(executable), quote(script))))
   end)
 
+  it("gives its variables to the template", function()
+    local m, reads = open(), 0
+    m.tokenizer.template = text_models.CHATML
+      .. "{% if stops %}{{ raise_exception('It stops.') }}{% endif %}"
+    local function read()
+      reads = reads + 1
+      return reads == 1 and "Hello" or nil
+    end
+    m:chat { max_tokens = 1, read = read, variables = { stops = false } }
+    reads = 0
+    assert.error_matches(function()
+      m:chat { max_tokens = 1, read = read, variables = { stops = true } }
+    end, "It stops%.")
+    reads = 0
+    assert.error_matches(function()
+      m:chat { max_tokens = 1, read = read, variables = { stosp = true } }
+    end, "reads no stosp, did you mean stops%?")
+  end)
+
   it("ends with an error when the logits give no token", function()
     local m = open()
     m.model.logits = function(_, _, out) out:fill_(0 / 0) end

@@ -115,7 +115,7 @@ describe("what kvlab does not have", function()
       ["{{ lipsum() }}"] = "calls lipsum, which kvlab does not have",
       ["{{ ''.__class__ }}"] = "reads the attribute __class__",
       ["{% macro f() %}{{ kwargs }}{% endmacro %}{{ f() }}"] = "f with kwargs, which",
-      ["{{ '<b>'|safe|upper }}"] = "gives upper a text that is marked as safe",
+      ["{{ '<b>'|safe|upper }}"] = "with a text that is marked as safe",
       ["{{ '%c' % 65 }}"] = 'the format "%%c", which kvlab does not know',
       ["{{ strftime_now('%f') }}"] = 'the time as "%%f", which kvlab does not know',
       ["{{ 9007199254740993 }}"] = "the int .* beyond 2%^53",

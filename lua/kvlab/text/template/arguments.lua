@@ -60,13 +60,7 @@ end
 --- What Python's truth of an argument is; false where there is none.
 function M.flag(x) return x ~= nil and value.truth(x) end
 
---- A string of any value, as filters take it. Nothing can be added to a markup without
--- escaping, so what computes with one is refused.
-function M.shown(what, x)
-  if text.is_markup(x) then
-    fail("gives %s a text that is marked as safe; kvlab only writes and adds such", what)
-  end
-  return show.str(x)
-end
+--- A string of any value, as filters take it.
+function M.shown(x) return text.unmarked(show.str(x)) end
 
 return M

@@ -89,7 +89,7 @@ local function attribute_or_nil(self, name)
   if method then
     return value.fn(name, function(given, named)
       if method.any then return method.call(self, given, named) end
-      if text.is_markup(self) then arguments.shown(name, self) end
+      if kind == "str" then text.unmarked(self) end
       local bound = arguments.bind(name, method, given, named)
       return method.call(self, unpack(bound, 1, #method))
     end)
@@ -134,6 +134,7 @@ local function item_or_nil(self, key)
     return self.items[i < 0 and #self.items + i + 1 or i + 1]
   end
   if not text.is(self) then return nil end
+  text.unmarked(self)
   local size = text.count(self)
   i = i < 0 and size + i or i
   if i >= 0 and i < size then return text.range(self, i, i + 1) end
@@ -171,6 +172,7 @@ function M.slice(self, first, last, step)
   step = step ~= value.NONE and arguments.whole("a slice", step, 1) or 1
   if step == 0 then fail "takes a slice with a step of 0" end
   local is_text = text.is(self)
+  if is_text then text.unmarked(self) end
   if not is_text and not (value.is_sequence(self) and INDEXED[self.kind]) then
     fail("takes a slice of a %s", value.kind(self))
   end

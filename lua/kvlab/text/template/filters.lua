@@ -133,7 +133,7 @@ end)
 local function of_method(name, method)
   local spec = strings.METHODS[method or name]
   filter(name, spec.least, { unpack(spec) }, function(x, ...)
-    return spec.call(arguments.shown(name, x), ...)
+    return spec.call(arguments.shown(x), ...)
   end)
 end
 
@@ -144,7 +144,7 @@ of_method("trim", "strip")
 M.FILTERS.trim[1] = "chars"
 
 filter("title", 0, {}, function(x)
-  local shown = arguments.shown("title", x)
+  local shown = arguments.shown(x)
   local bytes = text.bytes(shown)
   local parts, at = {}, 1
   while at <= #bytes do -- a word ends at white space, - ( { [ and <
@@ -167,12 +167,12 @@ filter("title", 0, {}, function(x)
 end)
 
 filter("center", 0, { "width" }, function(x, width)
-  return strings.METHODS.center.call(arguments.shown("center", x), width or 80)
+  return strings.METHODS.center.call(arguments.shown(x), width or 80)
 end)
 
 filter("replace", 2, { "old", "new", "count" }, function(x, old, new, count)
-  return strings.replace(arguments.shown("replace", x), arguments.shown("replace", old),
-    arguments.shown("replace", new),
+  return strings.replace(arguments.shown(x), arguments.shown(old),
+    arguments.shown(new),
     count ~= value.NONE and arguments.whole("replace", count, -1) or -1)
 end)
 
@@ -184,7 +184,7 @@ filter("indent", 0, { "width", "first", "blank" }, function(x, width, first, bla
     by = (" "):rep(by)
   end
   if not text.is(x) then fail("indents a %s", value.kind(x)) end
-  local lines = strings.lines(text.join { arguments.shown("indent", x), "\n" })
+  local lines = strings.lines(text.join { arguments.shown(x), "\n" })
   local parts = { arguments.flag(first) and by or "", lines[1] }
   for i = 2, #lines do
     parts[#parts + 1] = "\n"
@@ -196,7 +196,7 @@ end)
 
 filter("truncate", 0, { "length", "killwords", "end", "leeway" },
   function(x, length, kills, last, leeway)
-  x = arguments.shown("truncate", arguments.text("truncate", x))
+  x = arguments.shown(arguments.text("truncate", x))
   last = arguments.text("truncate", last, "...")
   length = arguments.whole("truncate", length, 255)
   if text.count(x) <= length + arguments.whole("truncate", leeway, 5) then return x end
@@ -208,7 +208,7 @@ filter("truncate", 0, { "length", "killwords", "end", "leeway" },
 end)
 
 filter("wordcount", 0, {}, function(x)
-  local bytes = text.bytes(arguments.shown("wordcount", x))
+  local bytes = text.bytes(arguments.shown(x))
   if bytes:find "[\128-\255]" then
     fail "counts words of letters outside ASCII, which kvlab does not do"
   end
@@ -218,7 +218,7 @@ end)
 filter("format", 0, {}, nil)
 M.FILTERS.format = { any = true, call = function(x, given, named)
   if next(named or {}) then fail "calls the filter format with named arguments" end
-  return operators.apply("%", arguments.shown("format", x),
+  return operators.apply("%", arguments.shown(x),
     value.sequence(given, "tuple"))
 end }
 

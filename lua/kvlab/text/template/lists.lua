@@ -54,7 +54,7 @@ filter("last", 0, {}, function(x)
 end)
 
 filter("reverse", 0, {}, function(x)
-  local items, out = items_of(text.is(x) and arguments.shown("reverse", x) or x), {}
+  local items, out = items_of(text.is(x) and arguments.shown(x) or x), {}
   for i = #items, 1, -1 do out[#out + 1] = items[i] end
   return text.is(x) and text.join(out) or generator(out)
 end)

@@ -69,6 +69,18 @@ local function checked(operator, b)
   return b
 end
 
+--- x // y and x % y, as Python has them of floats; they are exact for ints.
+local function divided(x, y)
+  checked("a number // or %", y)
+  local rest = math.fmod(x, y)
+  local whole = (x - rest) / y
+  if rest ~= 0 and (y < 0) ~= (rest < 0) then rest, whole = rest + y, whole - 1 end
+  if rest == 0 then rest = y < 0 and -0.0 or 0 end
+  local floor = math.floor(whole)
+  if whole - floor > 0.5 then floor = floor + 1 end
+  return floor, rest
+end
+
 local function power(a, b)
   local x, y = value.number(a), value.number(b)
   if x == 0 and y < 0 then checked("a power below 0 of", 0) end
@@ -88,11 +100,10 @@ local OPERATORS = {
     return value.float(value.number(a) / checked("a number /", value.number(b)))
   end },
   ["//"] = { function(a, b)
-    local x = math.floor(value.number(a) / checked("a number //", value.number(b)))
-    return number(a, b, x)
+    return number(a, b, (divided(value.number(a), value.number(b))))
   end },
   ["%"] = { function(a, b)
-    return number(a, b, value.number(a) % checked("a number %", value.number(b)))
+    return number(a, b, select(2, divided(value.number(a), value.number(b))))
   end, function(a, b)
     return text.is(a) and format.percent(a, b) or refuse("%", a, b)
   end },

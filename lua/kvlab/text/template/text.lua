@@ -3,6 +3,7 @@
 -- a Lua string; any other is a Text, with a mark for each byte.
 --
 -- Strings are UTF-8, and Python counts characters: `count`, `slice` and `characters` do.
+local fail = require "kvlab.text.template.problem"
 local meter = require "kvlab.text.template.meter"
 local unicode = require "kvlab.text.unicode"
 
@@ -37,6 +38,15 @@ function M.said(bytes) return new(bytes, ("\1"):rep(#bytes)) end
 function M.markup(x) return new(M.bytes(x), marks_of(x), true) end
 
 function M.is_markup(x) return type(x) == "table" and x.is_markup or false end
+
+--- The string, which is no markup: what is computed of one would be one, too, and kvlab
+-- only writes and adds such.
+function M.unmarked(x)
+  if M.is_markup(x) then
+    fail "computes with a text that is marked as safe, which kvlab only writes and adds"
+  end
+  return x
+end
 
 --- Bytes that were computed from strings: a message says all of them if it says any of
 -- those.

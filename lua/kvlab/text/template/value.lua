@@ -162,7 +162,7 @@ function M.items_or_nil(x)
     if x.kind == "generator" then x.items = {} end
     return items
   end
-  if text.is(x) then return text.characters(x) end
+  if text.is(x) then return text.characters(text.unmarked(x)) end
   if M.is_dict(x) then return M.keys(x) end
   if M.is_undefined(x) then return {} end
 end
