@@ -7,6 +7,7 @@
 -- are written as they are, which is JSON as long as they are UTF-8.
 local ffi = require "ffi"
 local options = require "kvlab.options"
+local rest = require("kvlab.slices").rest
 local cjson = require "cjson".new()
 cjson.decode_invalid_numbers(false)
 
@@ -17,6 +18,7 @@ M.null = require("cjson").null
 
 local array_mt = {}
 local DEPTH_MAX = 100
+local ITEMS_PART = 2 ^ 10 -- between two rests
 local int64, uint64 = ffi.typeof "int64_t", ffi.typeof "uint64_t"
 
 --- Marks a list as an array, so that it stays one when it is empty.
@@ -66,13 +68,25 @@ end
 
 local encode_value
 
+--- The items with a separator, in slices.
+local function joined(items, separator)
+  if #items <= ITEMS_PART then return table.concat(items, separator) end
+  local parts = {}
+  for from = 1, #items, ITEMS_PART do
+    parts[#parts + 1] = table.concat(items, separator, from,
+      math.min(from + ITEMS_PART - 1, #items))
+    rest()
+  end
+  return table.concat(parts, separator)
+end
+
 --- `open item, item close`; one item a line when there is an indent.
 local function encode_items(items, open, close, indent, level)
   if #items == 0 then return open .. close end
   local gap = indent and "\n" .. indent:rep(level + 1) or ""
   local last = indent and "\n" .. indent:rep(level) or ""
   local comma = indent and "," .. gap or ", "
-  return open .. gap .. table.concat(items, comma) .. last .. close
+  return open .. gap .. joined(items, comma) .. last .. close
 end
 
 local function encode_table(value, state, path, level)
@@ -83,7 +97,9 @@ local function encode_table(value, state, path, level)
     local is_flat = true
     for i, item in ipairs(value) do
       is_flat = is_flat and type(item) ~= "table"
-      items[i] = encode_value(item, state, ("%s[%d]"):format(path, i), level + 1)
+      items[i] = type(item) == "number" and encode_number(item)
+        or encode_value(item, state, ("%s[%d]"):format(path, i), level + 1)
+      if i % ITEMS_PART == 0 then rest() end
     end
     return encode_items(items, "[", "]", not is_flat and state.indent, level)
   end

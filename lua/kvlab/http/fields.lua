@@ -4,12 +4,14 @@ local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
 local nearest = require("kvlab.words").nearest
 local problem = require "kvlab.http.problem"
+local reader = require "kvlab.http.reader"
 local regex = require "kvlab.text.regex"
+local rest = require("kvlab.slices").rest
 local sorted = require "kvlab.sorted"
 
 local M = {}
 
-local DEPTH_MAX = 64 -- of nested tables; what the API needs is 5
+local ITEMS_PART = 2 ^ 10 -- of an array, between two rests
 
 --- A value in the words of an error.
 local function shown(value)
@@ -73,7 +75,10 @@ function M.list(kind, most)
         most))
     end
     local out = {}
-    for i, item in ipairs(x) do out[i] = kind(("%s[%d]"):format(name, i - 1), item) end
+    for i, item in ipairs(x) do
+      out[i] = kind(("%s[%d]"):format(name, i - 1), item)
+      if i % ITEMS_PART == 0 then rest() end
+    end
     return out
   end
 end
@@ -122,14 +127,6 @@ function M.take(object, known)
   return out
 end
 
-local function depth(x)
-  local most = 0
-  for _, value in pairs(x) do
-    if type(value) == "table" then most = math.max(most, depth(value)) end
-  end
-  return most + 1
-end
-
 --- The object that the body of a request is.
 ---@param body string
 ---@return table
@@ -138,18 +135,13 @@ function M.decode(body)
   if at then
     problem.wrong(nil, ("the body is not UTF-8, at byte %d"):format(at), "invalid_utf8")
   end
-  local ok, object = pcall(json.decode, body)
+  local ok, object = pcall(reader.decode, body)
   if not ok then
-    problem.wrong(nil, "the body is not JSON: "
-      .. tostring(object):match "json.decode: (.*)",
-      "invalid_json")
+    if type(object) ~= "string" then error(object, 0) end -- the request was given up
+    problem.wrong(nil, "the body is not JSON: " .. object, "invalid_json")
   end
   if type(object) ~= "table" or object[1] ~= nil then
     problem.wrong(nil, "the body is JSON, but not an object", "invalid_json")
-  end
-  if depth(object) > DEPTH_MAX then
-    problem.wrong(nil, ("the body is nested more than %d deep"):format(DEPTH_MAX),
-      "invalid_json")
   end
   return object
 end

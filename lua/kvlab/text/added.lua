@@ -1,7 +1,10 @@
 --- Finds tokens that are found in a text as they are written, before it is normalized and
 -- cut into pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. Of those
 -- that begin at one place, the longest is taken.
+local ffi = require "ffi"
 local regex = require "kvlab.text.regex"
+local rest = require("kvlab.slices").rest
+local scan = require "kvlab.text.scan"
 
 local M = {}
 
@@ -16,25 +19,19 @@ local M = {}
 ---@class kvlab.text.Finder
 ---@field roots table<integer, table>  first byte -> node; a node has bytes -> nodes and
 --                                     `token`
----@field candidates string|nil  a Lua pattern of the first bytes
+---@field candidates ffi.cdata*|nil  the set of the first bytes (kvlab.text.scan)
 local Finder = {}
 Finder.__index = Finder
 
 ---@param tokens kvlab.text.AddedToken[]
 ---@return kvlab.text.Finder
 function M.finder(tokens)
-  local roots, first_bytes = {}, {}
+  local roots = {}
   for _, token in ipairs(tokens) do
     if token.content ~= "" then
       local node = roots
       for i = 1, #token.content do
         local byte = token.content:byte(i)
-        if node == roots and not roots[byte] then
-          first_bytes[#first_bytes + 1] = ("%%%c"):format(byte)
-          if string.char(byte):find "[%w%z\128-\255]" then
-            first_bytes[#first_bytes] = byte == 0 and "%z" or string.char(byte)
-          end
-        end
         node[byte] = node[byte] or {}
         node = node[byte]
       end
@@ -42,8 +39,9 @@ function M.finder(tokens)
     end
   end
   local self = { roots = roots }
-  if #first_bytes > 0 then
-    self.candidates = "[" .. table.concat(first_bytes) .. "]"
+  if next(roots) then
+    self.candidates = ffi.new "uint8_t[256]"
+    for byte in pairs(roots) do self.candidates[byte] = 1 end
     self.white, self.word = assert(regex.compile "\\s"), assert(regex.compile "\\w")
   end
   return setmetatable(self, Finder)
@@ -102,7 +100,7 @@ end
 ---@return integer|nil first
 ---@return integer|nil last
 function Finder:next(text, from, special)
-  local at = self.candidates and text:find(self.candidates, from)
+  local at = self.candidates and scan.find(self.candidates, text, from)
   while at do
     local token = token_at(self.roots, text, at)
     local last = token and at + #token.content - 1
@@ -113,7 +111,8 @@ function Finder:next(text, from, special)
       return token, token.lstrip and first_white(self.white, text, at, from) or at,
         token.rstrip and last_white(self.white, text, last) or last
     end
-    at = text:find(self.candidates, (last or at) + 1)
+    at = scan.find(self.candidates, text, (last or at) + 1)
+    rest()
   end
 end
 

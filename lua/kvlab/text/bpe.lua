@@ -5,10 +5,13 @@
 -- Short pieces search all their pairs at every merge. Longer ones keep their symbols in a
 -- linked list and their pairs in a heap, so a piece of n symbols takes n log n steps. The
 -- tokens of short pieces are kept in a table of bounded size, because words come again.
+-- A long piece is merged in slices (kvlab.slices), each of which goes on where the last
+-- one stopped, so its tokens do not depend on them.
 local bit = require "bit"
 local ffi = require "ffi"
 local pairs_of = require "kvlab.text.pairs"
 local numbers = require "kvlab.text.numbers"
+local rest = require("kvlab.slices").rest
 
 local rshift = bit.rshift
 local NONE = pairs_of.NONE
@@ -18,7 +21,11 @@ local M = {}
 local BYTES_KEPT = 48      -- of the longest piece whose tokens are kept
 local PIECES_KEPT = 2 ^ 16 -- at most; then all are forgotten
 local SCANNED = 24         -- symbols of the longest piece without a heap
-local SYMBOLS_KEPT = 2 ^ 18 -- of the work space between two texts
+local PART = 2 ^ 12        -- symbols or merges between two rests
+local PIECES_PART = 2 ^ 8  -- pieces between two rests
+
+--- Raised when a text has more tokens than are asked for.
+M.TOO_MANY = {}
 
 ---@class kvlab.text.BPE
 ---@field merges kvlab.text.Pairs
@@ -28,6 +35,9 @@ local SYMBOLS_KEPT = 2 ^ 18 -- of the work space between two texts
 ---@field whole table<string, integer>|nil  pieces that are one token whatever merges say
 ---@field unk integer|nil           the token of other symbols; nil: they are left out
 ---@field fuses_unk boolean
+---@field longest integer          bytes of the longest token, as it is written
+---@field bytes_most number         of a piece that one token may stand for; math.huge if
+--                                  there is no bound
 local BPE = {}
 BPE.__index = BPE
 
@@ -35,40 +45,16 @@ BPE.__index = BPE
 ---@return kvlab.text.BPE
 function M.new(o)
   local self = setmetatable(o, BPE)
-  self.kept, self.kept_count, self.pool, self.room = {}, 0, numbers.new(), 0
-  self:make_room(SCANNED)
+  self.kept, self.kept_count, self.pool = {}, 0, numbers.new()
   return self
-end
-
--- ---- work space -----------------------------------------------------------------------
-
---- Makes room for the symbols of a piece of n bytes. If there is no memory, this raises,
--- and there is no room at all.
-function BPE:make_room(n)
-  if self.room >= n then return end
-  self.room, self.heap = 0, nil
-  local room = math.max(n, 1024)
-  for _, name in ipairs { "id", "rank", "new", "prev", "next" } do
-    self[name] = ffi.new("int32_t[?]", room + 1)
-  end
-  self.room = room
-end
-
---- Gives memory back that only a very long piece needs. The collector knows how large it
--- is but waits for twice as much, so it is called.
-function BPE:give_back()
-  if self.room <= SYMBOLS_KEPT then return end
-  self.room = 0
-  self:make_room(SCANNED)
-  collectgarbage()
 end
 
 -- ---- symbols --------------------------------------------------------------------------
 
---- Writes the symbols of the bytes base[first … last) to self.id.
+--- Writes the symbols of the bytes base[first … last) to w.id.
 ---@return integer n
-local function symbols_of_bytes(self, base, first, last)
-  local id, bytes, n, unk = self.id, self.bytes, 0, self.unk
+local function symbols_of_bytes(self, w, base, first, last)
+  local id, bytes, n, unk = w.id, self.bytes, 0, self.unk
   local was_unk = false
   for i = first, last - 1 do
     local token = bytes[base[i]]
@@ -99,12 +85,16 @@ local function has_all(fallback, base, at, n)
   return true
 end
 
---- The same of characters. As in `tokenizers`, an unknown symbol is written before the
--- next known one, so after bytes that stand between the two.
-local function symbols_of_characters(self, base, first, last)
-  local id, characters, fallback, n = self.id, self.characters, self.fallback, 0
-  local waits, i = false, first
-  while i < last do
+--- The same of some characters, after n symbols. As in `tokenizers`, an unknown symbol is
+-- written before the next known one, so after bytes that stand between the two.
+---@param waits boolean  an unknown symbol is still to be written
+---@return integer i     the byte after the last one of this part
+---@return integer n
+---@return boolean waits
+local function add_characters(self, w, base, i, last, n, waits)
+  local id, characters, fallback = w.id, self.characters, self.fallback
+  local part = i + PART
+  while i < last and i < part do
     local code, length = code_at(base, i)
     local token = characters[code]
     if token then
@@ -118,52 +108,65 @@ local function symbols_of_characters(self, base, first, last)
     end
     i = i + length
   end
-  if waits then id[n], n = self.unk, n + 1 end
+  return i, n, waits
+end
+
+local function symbols_of_characters(self, w, base, first, last)
+  local i, n, waits = first, 0, false
+  while i < last do
+    i, n, waits = add_characters(self, w, base, i, last, n, waits)
+    if i < last then rest() end
+  end
+  if waits then w.id[n], n = self.unk, n + 1 end
   return n
 end
 
 -- ---- merges ---------------------------------------------------------------------------
 
 --- Sets what the pair that begins at symbol i becomes.
-local function rank_pair(self, i, right)
-  local rank, token = self.merges:get(self.id[i], self.id[right])
-  self.rank[i] = rank
-  self.new[i] = token
+local function rank_pair(w, i, right)
+  local rank, token = w.merges:get(w.id[i], w.id[right])
+  w.rank[i] = rank
+  w.new[i] = token
 end
 
---- Makes the first n symbols of self.id a list, and ranks their pairs.
-local function begin(self, n)
-  local prev, next, rank = self.prev, self.next, self.rank
+--- Ranks the pairs that begin at the symbols from … to - 1.
+local function rank_pairs(w, from, to)
+  for i = from, to - 1 do rank_pair(w, i, i + 1) end
+end
+
+--- Makes the first n symbols of w.id a list.
+local function link(w, n)
+  local prev, next, rank = w.prev, w.next, w.rank
   for i = 0, n - 1 do
     prev[i] = i - 1
     next[i] = i + 1
     rank[i] = NONE
   end
-  for i = 0, n - 2 do rank_pair(self, i, i + 1) end
 end
 
 --- Merges the pair that begins at symbol i. The pairs that it leaves, at i and at the
 -- symbol before, have new ranks; the symbol that is gone has none.
 ---@return integer before  -1 if there is none
-local function merge(self, i, n)
-  local prev, next = self.prev, self.next
+local function merge(w, i, n)
+  local prev, next = w.prev, w.next
   local gone, before = next[i], prev[i]
   local after = next[gone]
-  self.id[i] = self.new[i]
-  self.rank[i] = NONE
-  self.rank[gone] = NONE
+  w.id[i] = w.new[i]
+  w.rank[i] = NONE
+  w.rank[gone] = NONE
   next[i] = after
   if after < n then
     prev[after] = i
-    rank_pair(self, i, after)
+    rank_pair(w, i, after)
   end
-  if before >= 0 then rank_pair(self, before, i) end
+  if before >= 0 then rank_pair(w, before, i) end
   return before
 end
 
---- Moves the symbols that are left to the front of self.id: how many there are.
-local function finish(self, n)
-  local id, next = self.id, self.next
+--- Moves the symbols that are left to the front of w.id: how many there are.
+local function finish(w, n)
+  local id, next = w.id, w.next
   local i, left = 0, 0
   while i < n do
     id[left] = id[i]
@@ -173,18 +176,19 @@ local function finish(self, n)
   return left
 end
 
---- Merges n symbols of self.id in place, by searching all pairs: how many are left.
-local function merge_scanning(self, n)
-  local rank = self.rank
-  begin(self, n)
+--- Merges n symbols of w.id in place, by searching all pairs: how many are left.
+local function merge_scanning(w, n)
+  local rank = w.rank
+  link(w, n)
+  rank_pairs(w, 0, n - 1)
   while true do
     local best = NONE * SCANNED -- rank and symbol in one number
     for i = 0, n - 2 do
       local key = rank[i] * SCANNED + i
       if key < best then best = key end
     end
-    if best >= NONE * SCANNED then return finish(self, n) end
-    merge(self, best % SCANNED, n)
+    if best >= NONE * SCANNED then return finish(w, n) end
+    merge(w, best % SCANNED, n)
   end
 end
 
@@ -215,25 +219,29 @@ local function heap_pop(heap, count)
   heap[rshift(child - 1, 1)] = last
 end
 
---- The same with a heap of the pairs.
-local function merge_heaped(self, n)
-  self.heap = self.heap or ffi.new("double[?]", self.room * 2 + 2)
-  local heap, rank, count = self.heap, self.rank, 0
-  begin(self, n)
-  for i = 0, n - 2 do
+--- Adds the pairs that begin at the symbols from … to - 1 to a heap.
+local function push_pairs(w, heap, count, from, to)
+  local rank = w.rank
+  for i = from, to - 1 do
     if rank[i] ~= NONE then
       heap_push(heap, count, rank[i] * POSITIONS + i)
       count = count + 1
     end
   end
-  while count > 0 do
+  return count
+end
+
+--- Takes up to PART pairs from the heap and merges them: how many it holds then.
+local function merge_part(w, heap, count, n)
+  local rank, left = w.rank, PART
+  while count > 0 and left > 0 do
     local key = heap[0]
     heap_pop(heap, count)
-    count = count - 1
+    count, left = count - 1, left - 1
     local r = math.floor(key / POSITIONS)
     local i = key - r * POSITIONS
     if rank[i] == r then -- otherwise the pair is no more
-      local before = merge(self, i, n)
+      local before = merge(w, i, n)
       if rank[i] ~= NONE then
         heap_push(heap, count, rank[i] * POSITIONS + i)
         count = count + 1
@@ -244,39 +252,56 @@ local function merge_heaped(self, n)
       end
     end
   end
-  return finish(self, n)
+  return count
 end
 
---- Writes the tokens of one piece to self.id.
+--- The same with a heap of the pairs.
+local function merge_heaped(w, n)
+  local heap, count = w:make_heap(), 0
+  link(w, n)
+  for from = 0, n - 2, PART do
+    local to = math.min(from + PART, n - 1)
+    rank_pairs(w, from, to)
+    count = push_pairs(w, heap, count, from, to)
+    rest()
+  end
+  while count > 0 do
+    count = merge_part(w, heap, count, n)
+    rest()
+  end
+  return finish(w, n)
+end
+
+--- Writes the tokens of one piece to w.id.
 ---@return integer n
-local function tokens_of(self, base, first, last)
-  self:make_room(last - first)
-  if self.whole then
+local function tokens_of(self, w, base, first, last)
+  w:make_room(last - first)
+  if self.whole and last - first <= self.longest then
     local token = self.whole[ffi.string(base + first, last - first)]
     if token then
-      self.id[0] = token
+      w.id[0] = token
       return 1
     end
   end
   local n
-  if self.bytes then n = symbols_of_bytes(self, base, first, last)
-  else n = symbols_of_characters(self, base, first, last)
+  if self.bytes then n = symbols_of_bytes(self, w, base, first, last)
+  else n = symbols_of_characters(self, w, base, first, last)
   end
-  if n <= SCANNED then return merge_scanning(self, n) end
-  return merge_heaped(self, n)
+  if n <= SCANNED then return merge_scanning(w, n) end
+  return merge_heaped(w, n)
 end
 
 -- ---- pieces ---------------------------------------------------------------------------
 
---- Keeps the n tokens of self.id for a piece. One token is kept as its id, several as
--- -1 - their place in self.pool, where their number is in front.
-local function keep(self, piece, n)
+--- Keeps the n tokens of `id` for a piece. One token is kept as its id, several as -1 -
+-- their place in self.pool, where their number is in front.
+local function keep(self, id, piece, n)
   if self.kept_count >= PIECES_KEPT then
     self.kept, self.kept_count = {}, 0
     self.pool:clear()
   end
   self.kept_count = self.kept_count + 1
-  local id, pool = self.id, self.pool
+  local pool = self.pool
   if n == 1 then
     self.kept[piece] = id[0]
     return
@@ -287,22 +312,19 @@ local function keep(self, piece, n)
   for i = 0, n - 1 do pool:push(id[i]) end
 end
 
---- Appends the tokens of pieces of a text.
----@param base ffi.cdata*          const uint8_t *, the text
----@param pieces kvlab.text.Numbers  first and last byte of each, in turn
----@param out kvlab.text.Numbers
-function BPE:encode(base, pieces, out)
-  local ends = pieces.at
-  for k = 0, pieces.count - 2, 2 do
+--- Appends the tokens of some pieces of a text.
+local function encode_some(self, w, base, pieces, from, to)
+  local ends, out = pieces.at, w.out
+  for k = from, to - 2, 2 do
     local first, last = ends[k], ends[k + 1]
     local length = last - first
     local piece = length <= BYTES_KEPT and ffi.string(base + first, length)
     local known = piece and self.kept[piece]
     if not known then
-      local n, id = tokens_of(self, base, first, last), self.id
-      out:reserve(n)
-      for i = 0, n - 1 do out:push(id[i]) end
-      if piece then keep(self, piece, n) end
+      if out.count + length / self.bytes_most > w.most then error(M.TOO_MANY, 0) end
+      local n, id = tokens_of(self, w, base, first, last), w.id
+      out:append(id, n)
+      if piece then keep(self, id, piece, n) end
     elseif known >= 0 then
       out:push(known)
     else
@@ -310,7 +332,20 @@ function BPE:encode(base, pieces, out)
       for i = at + 1, at + pool[at] do out:push(pool[i]) end
     end
   end
-  self:give_back()
+end
+
+--- Appends the tokens of pieces of a text to w.out. Raises M.TOO_MANY when these are more
+-- than w.most; where there are too many, it need not have made them all.
+---@param w kvlab.text.Space
+---@param base ffi.cdata*          const uint8_t *, the text
+---@param pieces kvlab.text.Numbers  first and last byte of each, in turn
+function BPE:encode(w, base, pieces)
+  w.merges = self.merges -- loops over merges have registers for one table
+  for from = 0, pieces.count - 1, PIECES_PART do
+    encode_some(self, w, base, pieces, from, math.min(from + PIECES_PART, pieces.count))
+    if w.out.count > w.most then error(M.TOO_MANY, 0) end
+    rest()
+  end
 end
 
 return M

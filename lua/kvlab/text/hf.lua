@@ -2,6 +2,7 @@
 -- the metadata of a GGUF file).
 local bpe = require "kvlab.text.bpe"
 local added = require "kvlab.text.added"
+local bounds = require "kvlab.text.bounds"
 local decoder = require "kvlab.text.decoder"
 local ffi = require "ffi"
 local fields = require "kvlab.text.fields"
@@ -283,6 +284,9 @@ local function read_model(self, model, scores)
     local rule = not is_cut and not o.whole and rule_of_spaces("▁", o, texts, parts)
     if rule then table.insert(cuts.rules, rule) end
   end
+  o.longest = 0
+  for _, text in pairs(texts) do o.longest = math.max(o.longest, #text) end
+  o.bytes_most = bounds.of_pieces(o, o.longest)
   self.bpe, self.texts = bpe.new(o), texts
   -- The vocabulary without added tokens is the encoder's; the whole one, the user's.
   self.ids = setmetatable({}, { __index = ids })
@@ -304,6 +308,7 @@ function M.build(self, file, scores)
   read_model(self, model, scores)
   self.raw, self.normal, self.specials = read_added(file, self.texts, self.ids,
     self.normalize)
+  self.bytes_most = bounds.of_text(self, file)
   self.before, self.after = {}, {}
   if null_as_nil(file.post_processor) then
     M.read_post(self, file.post_processor, "post_processor")

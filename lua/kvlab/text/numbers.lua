@@ -39,6 +39,15 @@ function Numbers:push(x)
   self.count = count + 1
 end
 
+--- Appends n numbers.
+---@param from ffi.cdata*  int32_t *
+---@param n integer
+function Numbers:append(from, n)
+  self:reserve(n)
+  ffi.copy(self.at + self.count, from, n * 4)
+  self.count = self.count + n
+end
+
 --- Removes all numbers, and gives back memory that only a very long text needs.
 function Numbers:clear()
   self.count = 0

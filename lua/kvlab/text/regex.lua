@@ -8,6 +8,8 @@
 local ffi = require "ffi"
 local additions = require "kvlab.text.unicode_additions"
 local fail = require("kvlab.options").fail
+local rest = require("kvlab.slices").rest
+local scan = require "kvlab.text.scan"
 
 local M = {}
 
@@ -268,23 +270,28 @@ end
 ---@param class kvlab.text.Regex  that matches one character
 function M.trimmed(class, text, left, right)
   local first, last = 1, #text
-  while left and M.is_of(class, text, first) do first = M.after(text, first) end
+  while left and M.is_of(class, text, first) do
+    first = M.after(text, first)
+    rest()
+  end
   while right and last >= first do
     local at = M.before(text, last + 1)
     if not M.is_of(class, text, at) then break end
     last = at - 1
+    rest()
   end
   return text:sub(first, last)
 end
 
 local empty
+local HIGH = scan.set "[\128-\255]"
 
 --- The first byte of a text, from 0, that does not belong to a UTF-8 character; nil if
 -- all do. Needs PCRE2.
 ---@param text string
 ---@return integer|nil
 function M.invalid_at(text)
-  if not text:find "[\128-\255]" then return nil end
+  if not scan.find(HIGH, text, 1) then return nil end
   empty = empty or assert(M.compile "")
   local count = opened.pcre2_match_8(empty.code, text, #text, 0, 0, empty.found,
     empty.context)

@@ -4,8 +4,11 @@ local ffi = require "ffi"
 local fields = require "kvlab.text.fields"
 local numbers = require "kvlab.text.numbers"
 local regex = require "kvlab.text.regex"
+local rest = require("kvlab.slices").rest
 
 local M = {}
+
+local MATCHES_PART = 2 ^ 10 -- between two rests
 
 -- ---- one rule -------------------------------------------------------------------------
 
@@ -27,13 +30,14 @@ local function next_character(subject, at)
   return at + (byte < 0x80 and 1 or byte < 0xE0 and 2 or byte < 0xF0 and 3 or 4)
 end
 
---- Matches and what is between them are pieces each.
-local function isolated(rule, base, first, last, to)
+--- Matches and what is between them are pieces each. Finds so many matches at most, after
+-- `done` and `at`, and returns these as they are then.
+local function isolate_some(rule, base, first, last, to, done, at)
   local subject, length, expression = base + first, last - first, rule.regex
-  local done, at = 0, 0
-  while at < length do
+  for _ = 1, MATCHES_PART do
+    if at >= length then break end
     local start, stop = expression:find(subject, length, at)
-    if start < 0 then break end
+    if start < 0 then return done, length end
     if start > done then
       to:push(first + done)
       to:push(first + start)
@@ -49,37 +53,45 @@ local function isolated(rule, base, first, last, to)
     end
     done = stop
   end
+  return done, at
+end
+
+local function isolated(rule, base, first, last, to)
+  local done, at = 0, 0
+  while at < last - first do
+    done, at = isolate_some(rule, base, first, last, to, done, at)
+    rest()
+  end
   push(to, first + done, last)
 end
 
-local scratch = numbers.new()
-
-local function add(first, last, kind)
-  scratch:push(first)
-  scratch:push(last)
-  scratch:push(kind)
+local function add(list, first, last, kind)
+  list:push(first)
+  list:push(last)
+  list:push(kind)
 end
 
 --- All parts of base[first … last) in order, matches or not: first, last and whether it
--- counts as a match (1 or 0) of each, in a list that the next call writes over.
-local function parts_of(rule, base, first, last)
+-- counts as a match (1 or 0) of each, in `list`.
+local function parts_of(rule, base, first, last, list)
   local subject, length, expression = base + first, last - first, rule.regex
   local of_match, of_rest = rule.invert and 0 or 1, rule.invert and 1 or 0
   local done, at, matched = 0, 0, -1
-  scratch:clear()
+  list:clear()
   while at <= length do
     local start, stop = expression:find(subject, length, at)
     if start < 0 then break end
     if stop > start or start ~= matched then -- an empty match right after one is none
-      if start > done then add(first + done, first + start, of_rest) end
-      add(first + start, first + stop, of_match)
+      if start > done then add(list, first + done, first + start, of_rest) end
+      add(list, first + start, first + stop, of_match)
       done, matched = stop, stop
     end
     at = stop > start and stop or start < length and next_character(subject, start)
       or length + 1
+    if list.count % MATCHES_PART < 6 then rest() end
   end
-  if done < length then add(first + done, last, of_rest) end
-  return scratch.at, scratch.count
+  if done < length then add(list, first + done, last, of_rest) end
+  return list.at, list.count
 end
 
 --- The text with `content` in place of each match of an expression.
@@ -88,7 +100,8 @@ end
 ---@param content string
 ---@return string
 function M.replaced(rule, text, content)
-  local parts, count = parts_of(rule, ffi.cast("const uint8_t *", text), 0, #text)
+  local parts, count = parts_of(rule, ffi.cast("const uint8_t *", text), 0, #text,
+    numbers.new())
   local list = {}
   for i = 0, count - 1, 3 do
     list[#list + 1] = parts[i + 2] == 1 and content
@@ -134,12 +147,13 @@ function BEHAVIORS.MergedWithNext(parts, count, to) join(parts, count, to, 1) en
 ---@param base ffi.cdata*  const uint8_t *, the text
 ---@param from kvlab.text.Numbers  first and last byte of each piece, in turn
 ---@param to kvlab.text.Numbers    gets the smaller pieces
-function M.cut(rule, base, from, to)
+---@param list kvlab.text.Numbers  is written over
+function M.cut(rule, base, from, to, list)
   local combine = BEHAVIORS[rule.behavior]
   for i = 0, from.count - 2, 2 do
     local first, last = from.at[i], from.at[i + 1]
     if combine then
-      local parts, count = parts_of(rule, base, first, last)
+      local parts, count = parts_of(rule, base, first, last, list)
       combine(parts, count, to)
     else
       isolated(rule, base, first, last, to)

@@ -2,9 +2,12 @@
 -- become a character wait, and so does what may become a stop string.
 local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
+local rest = require("kvlab.slices").rest
 local unicode = require "kvlab.text.unicode"
 
 local M = {}
+
+local IDS_PART = 2 ^ 12 -- between two rests
 
 -- ---- stop strings ---------------------------------------------------------------------
 
@@ -144,7 +147,10 @@ end
 ---@return string
 function M.bytes(self, ids)
   local parts = {}
-  for i = 1, #ids do parts[i] = bytes_of(self, ids[i]) end
+  for i = 1, #ids do
+    parts[i] = bytes_of(self, ids[i])
+    if i % IDS_PART == 0 then rest() end
+  end
   return table.concat(parts)
 end
 

@@ -10,6 +10,7 @@
 -- (Llama 2, Mistral, Gemma). What a file says and this cannot do is an error when it is
 -- loaded, so that no text gets other tokens than the model was trained with.
 local arguments = require "kvlab.arguments"
+local bpe = require "kvlab.text.bpe"
 local chat = require "kvlab.text.chat"
 local ffi = require "ffi"
 local downloads = require "kvlab.downloads"
@@ -18,9 +19,10 @@ local files = require "kvlab.files"
 local gguf = require "kvlab.text.gguf"
 local hf = require "kvlab.text.hf"
 local json = require "kvlab.json"
-local numbers = require "kvlab.text.numbers"
 local options = require "kvlab.options"
+local rest = require("kvlab.slices").rest
 local sources = require "kvlab.sources"
+local space = require "kvlab.text.space"
 local split = require "kvlab.text.split"
 local stream = require "kvlab.text.stream"
 local unicode = require "kvlab.text.unicode"
@@ -41,6 +43,8 @@ local BYTES_MOST = 2 ^ 27 -- of a text: positions are 28 bits in the heap of mer
 ---@field templates table<string, string>  all that the files have, by their names
 ---@field special_texts table<string, string>  special tokens, as templates name them:
 --                                             "bos_token", "eos_token", …
+---@field bytes_most number   of a text that one token may stand for; math.huge if there
+--                            is no bound
 local Tokenizer = {}
 Tokenizer.__index = Tokenizer
 
@@ -194,8 +198,7 @@ local SOURCE = options.either({ "a path", function(x) return type(x) == "string"
 ---@return kvlab.text.Tokenizer
 function M.tokenizer(source)
   options.argument("tokenizer", "source", source, SOURCE)
-  local self = setmetatable({ raw_bytes = {}, out = numbers.new(), ends = numbers.new(),
-                              others = numbers.new(), templates = {},
+  local self = setmetatable({ raw_bytes = {}, spaces = {}, templates = {},
                               special_texts = {} }, Tokenizer)
   local ok, problem = pcall(type(source) == "table" and of_metadata or of_files, self,
     source)
@@ -205,51 +208,68 @@ end
 
 -- ---- encoding -------------------------------------------------------------------------
 
---- Appends the tokens of a text without added tokens.
-local function encode_piece(self, text, is_first, out)
+local BYTES_PART = 2 ^ 16 -- of a text whose spaces are replaced, between two rests
+
+--- The text with something else in place of its spaces. Any cut of the text is right for
+-- this, as a space is one byte.
+local function with_spaces(text, content)
+  if #text <= BYTES_PART then return (text:gsub(" ", content)) end
+  local parts = {}
+  for from = 1, #text, BYTES_PART do
+    parts[#parts + 1] = text:sub(from, from + BYTES_PART - 1):gsub(" ", content)
+    rest()
+  end
+  return table.concat(parts)
+end
+
+--- Appends the tokens of a text without added tokens to those of a work space.
+local function encode_piece(self, w, text, is_first)
   if text == "" then return end
   local cuts = self.splitter
-  if cuts.space then text = text:gsub(" ", cuts.space) end
+  if cuts.space then text = with_spaces(text, cuts.space) end
   local prefix = cuts.prefix
   if prefix and (is_first or not cuts.prefix_first)
     and text:sub(1, #prefix) ~= prefix then text = prefix .. text end
   local base = ffi.cast("const uint8_t *", text)
-  local from, to = self.ends, self.others
+  local from, to = w.ends, w.others
   from:clear()
   from:push(0)
   from:push(#text)
   for i = 1, #cuts.rules do
     to:clear()
-    split.cut(cuts.rules[i], base, from, to)
+    split.cut(cuts.rules[i], base, from, to, w.parts)
     from, to = to, from
   end
-  self.bpe:encode(base, from, out)
+  self.bpe:encode(w, base, from)
 end
 
---- Calls fn(self, text, is_first, out, special) for what is between the tokens that a
+--- Calls fn(self, w, text, is_first, special) for what is between the tokens that a
 -- finder finds, and appends those.
-local function around_added(self, finder, text, is_first, out, special, fn)
+local function around_added(self, w, finder, text, is_first, special, fn)
   local from = 1
   while true do
     local token, first, last = finder:next(text, from, special)
     if not token then break end
     if first > from then
-      fn(self, text:sub(from, first - 1), is_first and from == 1, out, special)
+      fn(self, w, text:sub(from, first - 1), is_first and from == 1, special)
     end
-    out:push(token.id)
+    w.out:push(token.id)
     from = last + 1
+    if w.out.count > w.most then error(bpe.TOO_MANY, 0) end
+    rest()
   end
   if from <= #text then
-    fn(self, from == 1 and text or text:sub(from), is_first and from == 1, out, special)
+    fn(self, w, from == 1 and text or text:sub(from), is_first and from == 1, special)
   end
 end
 
-local function encode_normalized(self, text, is_first, out, special)
-  around_added(self, self.normal, self.normalize(text), is_first, out, special ~= false,
+local function encode_normalized(self, w, text, is_first, special)
+  around_added(self, w, self.normal, self.normalize(text), is_first, special ~= false,
     encode_piece)
 end
 
-local ENCODE = { special = options.boolean, bos = options.boolean, eos = options.boolean }
+local ENCODE = { special = options.boolean, bos = options.boolean, eos = options.boolean,
+                 most = options.whole }
 
 --- What stands at one end of a text: what the file says, unless it is asked for or not.
 local function around(self, asked, name, listed)
@@ -263,23 +283,37 @@ local function around(self, asked, name, listed)
   return { self[name] }
 end
 
+local IDS_PART = 2 ^ 16 -- between two rests
+
 local function list_of(out)
   local ids, at = {}, out.at
-  for i = 1, out.count do ids[i] = at[i - 1] end
+  for from = 1, out.count, IDS_PART do
+    for i = from, math.min(from + IDS_PART - 1, out.count) do ids[i] = at[i - 1] end
+    rest()
+  end
   return ids
 end
 
---- The ids of a valid text. special: whether special tokens are found, or in which
--- ranges of it they are not.
-local function encode_valid(self, text, special, before, after)
-  local out = self.out
-  out:clear()
-  for i = 1, #before do out:push(before[i]) end
-  around_added(self, self.raw, text, true, out, special, encode_normalized)
-  for i = 1, #after do out:push(after[i]) end
-  local ids = list_of(out)
-  out:clear()
-  return ids
+local function encode_into(self, w, text, special, before, after)
+  for i = 1, #before do w.out:push(before[i]) end
+  around_added(self, w, self.raw, text, true, special, encode_normalized)
+  for i = 1, #after do w.out:push(after[i]) end
+  if w.out.count > w.most then error(bpe.TOO_MANY, 0) end
+  return list_of(w.out)
+end
+
+--- The ids of a valid text; nil if they are more than `most`. special: whether special
+-- tokens are found, or in which ranges of it they are not.
+local function encode_valid(self, text, special, before, after, most)
+  most = most or math.huge
+  if #text / self.bytes_most > most then return nil end
+  local w = table.remove(self.spaces) or space.new()
+  w.most = most
+  local ok, ids = pcall(encode_into, self, w, text, special, before, after)
+  w:clear()
+  table.insert(self.spaces, w)
+  if ok then return ids end
+  if ids ~= bpe.TOO_MANY then error(ids, 0) end
 end
 
 --- The token ids of a text. Bytes that are not UTF-8 count as U+FFFD, one for each
@@ -287,8 +321,10 @@ end
 ---@param text string
 ---@param o? table  special: special tokens, such as <|im_start|>, are found in the text
 --                  (false: text of users cannot begin a turn of a chat); bos, eos:
---                  whether tokens that begin and end a text are added (as the file says)
----@return integer[] ids
+--                  whether tokens that begin and end a text are added (as the file says);
+--                  most: returns nil where there are more ids than this, which for a long
+--                  text takes no longer than to make so many
+---@return integer[]|nil ids
 function Tokenizer:encode(text, o)
   o = options.check("encode", o, ENCODE)
   if #text > BYTES_MOST then
@@ -297,7 +333,8 @@ function Tokenizer:encode(text, o)
   end
   local before = around(self, o.bos, "bos", self.before)
   local after = around(self, o.eos, "eos", self.after)
-  return encode_valid(self, unicode.repaired(text), o.special or false, before, after)
+  return encode_valid(self, unicode.repaired(text), o.special or false, before, after,
+    o.most)
 end
 
 -- ---- decoding -------------------------------------------------------------------------
@@ -356,6 +393,9 @@ function Tokenizer:id_of(token) return self.ids[token] end
 ---@return string|nil
 function Tokenizer:token_of(id) return self.texts[id] end
 
+local CHAT = { most = options.whole }
+for name, kind in pairs(chat.KNOWN) do CHAT[name] = kind end
+
 --- A chat as the model was trained to read it, by the template of its file. Names of
 -- special tokens in the messages, and in all else that is given, are ordinary text.
 ---@param messages table[]|string  { role = "user", content = … }, …, or their JSON text
@@ -363,13 +403,14 @@ function Tokenizer:token_of(id) return self.texts[id] end
 --                  begins (false); tools, documents: lists of tables, or JSON text, which
 --                  keeps the order of keys; variables: what else the template reads, such
 --                  as { enable_thinking = false }; template: the name of one, where the
---                  files have several ("tool_use" with tools, else "default")
+--                  files have several ("tool_use" with tools, else "default"); most: as for
+--                  encode
 ---@return string text
----@return integer[] ids
+---@return integer[]|nil ids
 function Tokenizer:chat(messages, o)
-  o = options.check("chat", o, chat.KNOWN)
+  o = options.check("chat", o, CHAT)
   local text, ranges = chat.render(self, messages, o)
-  return text, encode_valid(self, text, ranges, {}, {})
+  return text, encode_valid(self, text, ranges, {}, {}, o.most)
 end
 
 arguments.methods(Tokenizer, "a tokenizer", {

@@ -3,6 +3,8 @@
 local ffi = require "ffi"
 local additions = require "kvlab.text.unicode_additions"
 local regex = require "kvlab.text.regex"
+local rest = require("kvlab.slices").rest
+local scan = require "kvlab.text.scan"
 
 local M = {}
 
@@ -13,6 +15,7 @@ ffi.cdef [[
 ptrdiff_t utf8proc_map(const uint8_t *text, ptrdiff_t length, uint8_t **result,
                        int options);
 const char *utf8proc_errmsg(ptrdiff_t problem);
+const int16_t *utf8proc_get_property(int32_t code); // category, combining class, …
 void free(void *memory);
 ]]
 
@@ -84,6 +87,7 @@ function M.split_valid(text)
       parts[#parts + 1], from = M.REPLACEMENT, at + n
     end
     at = text:find("[\128-\255]", at + n)
+    rest()
   end
   if from == 1 then return text, "" end
   parts[#parts + 1] = text:sub(from)
@@ -95,8 +99,8 @@ end
 ---@return string
 function M.repaired(text)
   if not regex.invalid_at(text) then return text end
-  local valid, rest = M.split_valid(text)
-  return rest == "" and valid or valid .. M.REPLACEMENT
+  local valid, left = M.split_valid(text)
+  return left == "" and valid or valid .. M.REPLACEMENT
 end
 
 --- The UTF-8 characters of a valid text, one by one.
@@ -130,7 +134,7 @@ end
 
 -- ---- normal forms ---------------------------------------------------------------------
 
-local newer
+local newer, starts, runs
 
 --- The normal form of a text, by utf8proc.
 local function mapped(lib, text, form)
@@ -144,6 +148,79 @@ local function mapped(lib, text, form)
   return normal
 end
 
+-- A text may be cut before these, and each part be put into a normal form alone: they
+-- begin with no mark, and nothing composes with what stands before them. Marks do, and so
+-- do the letters of Hangul and, in NFKC, the narrow forms of Hangul and Katakana marks.
+M.STARTS = "(?![\\x{1100}-\\x{11FF}\\x{3131}-\\x{318E}\\x{A960}-\\x{A97F}"
+  .. "\\x{D7B0}-\\x{D7FF}\\x{FF9E}-\\x{FFDC}])[\\p{L}\\p{N}\\p{P}\\p{S}\\x{0}-\\x{7F}]"
+local BYTES_PART = 2 ^ 16 -- of a text, between two cuts
+
+-- utf8proc sorts the marks after a letter by their class in a time that grows with the
+-- square of their number, so long runs are sorted here first.
+local RUNS = "[\\p{M}\\x{FF9E}\\x{FF9F}]{33,}"
+
+--- Appends the marks that have come since the last letter, by their classes.
+local function put_marks(parts, marks)
+  local classes = {}
+  for class in pairs(marks) do classes[#classes + 1] = class end
+  table.sort(classes)
+  for _, class in ipairs(classes) do parts[#parts + 1] = table.concat(marks[class]) end
+end
+
+--- A run of marks, decomposed and in the order of normal forms.
+local function sorted_run(lib, run, form)
+  local parts, marks, known = {}, {}, {}
+  local whole = form:find "K" and "NFKD" or "NFD"
+  for character in M.characters(run) do
+    known[character] = known[character] or mapped(lib, character, whole)
+    for mark in M.characters(known[character]) do
+      local class = lib.utf8proc_get_property(M.code(mark))[1]
+      if class == 0 then
+        put_marks(parts, marks)
+        parts[#parts + 1], marks = mark, {}
+      else
+        marks[class] = marks[class] or {}
+        table.insert(marks[class], mark)
+      end
+    end
+    rest()
+  end
+  put_marks(parts, marks)
+  return table.concat(parts)
+end
+
+--- The text with its long runs of marks in the order of normal forms.
+local function with_sorted_runs(lib, text, form)
+  local first, last = runs:find(text, #text, 0)
+  if first < 0 then return text end
+  local parts, from = {}, 0
+  while first >= 0 do
+    parts[#parts + 1] = text:sub(from + 1, first)
+    parts[#parts + 1] = sorted_run(lib, text:sub(first + 1, last), form)
+    from = last
+    first, last = runs:find(text, #text, from)
+  end
+  parts[#parts + 1] = text:sub(from + 1)
+  return table.concat(parts)
+end
+
+--- Appends the normal form of a text, part by part.
+local function put_mapped(parts, lib, text, form)
+  text = with_sorted_runs(lib, text, form)
+  local from = 0
+  while #text - from > BYTES_PART do
+    local at = from + BYTES_PART
+    while text:find("^[\128-\191]", at + 1) do at = at + 1 end
+    local cut = starts:find(text, #text, at)
+    if cut < 0 then break end
+    parts[#parts + 1] = mapped(lib, text:sub(from + 1, cut), form)
+    from = cut
+    rest()
+  end
+  parts[#parts + 1] = mapped(lib, text:sub(from + 1), form)
+  rest()
+end
+
 --- A function that puts valid text into a normal form, as `tokenizers` does: characters
 -- that are newer than its tables stay as they are, and so end what is composed.
 ---@param form "NFC"|"NFD"|"NFKC"|"NFKD"
@@ -155,19 +232,21 @@ function M.normal_form(form)
   local a = additions
   newer = newer or assert(regex.compile(("[%s%s%s%s%s]+"):format(a.unnormalized, a.L, a.M,
     a.N, a.S)))
+  starts = starts or assert(regex.compile(M.STARTS))
+  runs = runs or assert(regex.compile(RUNS))
   -- Below U+0300, NFC changes nothing; below U+0080, no form does.
-  local changes = form == "NFC" and "[\204-\255]" or "[\128-\255]"
+  local changes = scan.set(form == "NFC" and "[\204-\255]" or "[\128-\255]")
   return function(text)
-    if not text:find(changes) then return text end
+    if not scan.find(changes, text, 1) then return text end
     local parts, from = {}, 0
     while true do
       local first, last = newer:find(text, #text, from)
       if first < 0 then break end
-      parts[#parts + 1] = mapped(lib, text:sub(from + 1, first), form)
+      put_mapped(parts, lib, text:sub(from + 1, first), form)
       parts[#parts + 1] = text:sub(first + 1, last)
       from = last
     end
-    parts[#parts + 1] = mapped(lib, text:sub(from + 1), form)
+    put_mapped(parts, lib, text:sub(from + 1), form)
     return table.concat(parts)
   end
 end
