@@ -5,6 +5,7 @@ local fields = require "kvlab.http.fields"
 local generate = require "kvlab.serve.generate"
 local json = require "kvlab.json"
 local problem = require "kvlab.http.problem"
+local rest = require("kvlab.slices").rest
 
 local M = {}
 
@@ -17,6 +18,9 @@ local function is_none(x)
 end
 
 local PROMPTS_MOST = 256
+local STOP_BYTES = 1024 -- each token of an answer is compared with all of a stop string
+local IDS_PART = 2 ^ 14 -- between two rests
+local IDS_MOST = 2 ^ 17 -- that are made text again at once, or the context
 local STREAM_OPTIONS = { include_usage = fields.boolean }
 
 local function stream_options(name, x)
@@ -82,14 +86,27 @@ local function ids_of(name, x, vocab)
       fields.refuse(("%s[%d]"):format(name, i - 1), id,
         ("a token id, 0 ... %d"):format(vocab - 1))
     end
+    if i % IDS_PART == 0 then rest() end
   end
   return x
 end
 
+--- Raises that a prompt is too long, without saying how long it is: that would take as
+-- long as to read it.
+local function refuse_length(self, name)
+  local most, why = generate.room(self.engine, 0)
+  problem.wrong(name, ("the prompt has more than %d tokens, but %s"):format(most - 1,
+    why), "context_length_exceeded")
+end
+
+--- How many tokens a prompt may have.
+local function tokens_most(self) return (generate.room(self.engine, 0)) - 1 end
+
 --- One prompt: its ids, and its text where there was one.
 local function prompt_of(self, name, x)
   if type(x) == "string" then
-    local ids = self.tokenizer:encode(x, { special = true })
+    local ids = self.tokenizer:encode(x, { special = true, most = tokens_most(self) })
+    if not ids then refuse_length(self, name) end
     if #ids == 0 then problem.wrong(name, name
       .. " is empty, expected a token or more") end
     return { ids = ids, text = x }
@@ -98,6 +115,7 @@ local function prompt_of(self, name, x)
     fields.refuse(name, x, "a string or an array of token ids")
   end
   if #x == 0 then problem.wrong(name, name .. " is empty, expected a token or more") end
+  if #x > tokens_most(self) then refuse_length(self, name) end
   return { ids = ids_of(name, x, self.vocab) }
 end
 
@@ -117,12 +135,15 @@ local function prompts_of(self, x)
 end
 
 --- The prompt that a chat is.
-local function chat_of(self, o, body)
+local function chat_of(self, o, body, most)
   local messages, options = chats.read(o, body)
+  options.most = most
   local ok, text, ids = pcall(self.tokenizer.chat, self.tokenizer, messages, options)
+  if not ok and problem.is(text) then error(text, 0) end -- the request was given up
   if not ok then
     problem.wrong("messages", (tostring(text):gsub("^[^\n]-:%d+: ", "")), "invalid_chat")
   end
+  if not ids then refuse_length(self, "messages") end
   return { ids = ids, text = text }
 end
 
@@ -177,6 +198,10 @@ local function asked_of(self, o, prompts, default)
   end
   for i, stop in ipairs(o.stop or {}) do
     if stop == "" then problem.wrong("stop", ("stop[%d] is empty"):format(i - 1)) end
+    if #stop > STOP_BYTES then
+      problem.wrong("stop", ("stop[%d] has %d bytes, expected %d or fewer"):format(i - 1,
+        #stop, STOP_BYTES))
+    end
   end
   if o.stop and o.stop[1] then out.options.stop = o.stop end
   for _, prompt in ipairs(prompts) do
@@ -215,7 +240,7 @@ function M.new(self)
     if o.top_logprobs and not o.logprobs then
       problem.wrong("top_logprobs", "top_logprobs needs logprobs to be true")
     end
-    local asked = asked_of(self, o, { chat_of(self, o, body) },
+    local asked = asked_of(self, o, { chat_of(self, o, body, tokens_most(self)) },
       self.limits.chat_tokens)
     asked.logprobs = o.logprobs and (o.top_logprobs or 0) or nil
     asked.is_chat = true
@@ -241,7 +266,8 @@ function M.new(self)
   end
 
   local DETOKENIZE = { model = fields.string, tokens = fields.list(
-    fields.whole(0, self.tokenizer.size - 1), 2 ^ 20) }
+    fields.whole(0, self.tokenizer.size - 1),
+    math.max(IDS_MOST, self.engine.model.config.context or 0)) }
 
   --- A request for /detokenize.
   function readers.detokenize(object)

@@ -5,6 +5,7 @@ local C = require("kvlab.library").C
 local answers = require "kvlab.http.answers"
 local generate = require "kvlab.serve.generate"
 local problem = require "kvlab.http.problem"
+local rest = require("kvlab.slices").rest
 local serve = require "kvlab.serve.serve"
 
 local M = {}
@@ -48,6 +49,7 @@ local function block_names(self, ids)
   for first = 1, #ids, size do
     names[#names + 1] = self.tokenizer:decode({ unpack(ids, first,
       math.min(first + size - 1, #ids)) }, { special = true })
+    rest()
   end
   return names
 end
@@ -124,6 +126,7 @@ local function begin(self, call)
   for _, prompt in ipairs(call.asked.prompts) do
     for k = 0, call.asked.n - 1 do
       call.jobs[#call.jobs + 1] = new_job(self, call, prompt, k)
+      rest()
     end
     self.metrics:add("kvlab_prompt_tokens_total", #prompt.ids)
   end
@@ -316,12 +319,10 @@ function Calls:step()
   collect(self, now_s())
 end
 
---- Ends all calls; clients are told that the server stops.
-function Calls:close()
-  for i = #self.live, 1, -1 do
-    pcall(fail, self, self.live[i], problem.new(503, "the server stops",
-      { code = "server_stops" }))
-  end
+--- Ends all calls; clients are told why.
+---@param why kvlab.http.Problem
+function Calls:close(why)
+  for i = #self.live, 1, -1 do pcall(fail, self, self.live[i], why) end
   self.server:close()
 end
 

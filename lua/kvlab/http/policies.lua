@@ -6,8 +6,11 @@ local json = require "kvlab.json"
 local named = require "kvlab.named"
 local policies = require "kvlab.policy.policy"
 local problem = require "kvlab.http.problem"
+local rest = require("kvlab.slices").rest
 
 local M = {}
+
+local KB_STEP = 100 -- of the collector, between two rests
 
 ---@class kvlab.http.Policies
 ---@field most integer  how many are kept
@@ -28,6 +31,13 @@ function M.new(engine, name, options, most)
   return self
 end
 
+--- Collects garbage in slices, twice: memory is freed in the cycle after its finalizers.
+local function collect()
+  for _ = 1, 2 do
+    repeat rest() until collectgarbage("step", KB_STEP)
+  end
+end
+
 --- Makes room for one more. Raises when all are in use.
 local function make_room(self)
   local count, oldest = 0, nil
@@ -45,8 +55,7 @@ local function make_room(self)
       { param = "policy", code = "too_many_policies", header = "Retry-After: 1" }), 0)
   end
   self.entries[oldest] = nil
-  collectgarbage() -- its summaries may be large, and the collector does not see them
-  collectgarbage()
+  collect() -- its summaries may be large, and the collector does not see them
 end
 
 local function open(self, name, options)

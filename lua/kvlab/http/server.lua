@@ -21,6 +21,7 @@ local options = require "kvlab.options"
 local path_of = require "kvlab.http.path"
 local policies = require "kvlab.http.policies"
 local problem = require "kvlab.http.problem"
+local tasks = require "kvlab.http.tasks"
 
 local M = {}
 
@@ -119,7 +120,7 @@ function M.http_server(o)
     page = files.read(PAGE),
   }, HttpServer)
   self.policies = policies.new(self.engine, o.policy, o.policy_options, limits.policies)
-  self.asked = asked.new(self)
+  self.asked, self.tasks = asked.new(self), tasks.new(limits.request_s)
   self.calls = calls.new {
     engine = self.engine, tokenizer = self.tokenizer, policies = self.policies,
     metrics = self.metrics, name = self.name, limits = limits,
@@ -189,6 +190,7 @@ local function gauges(self)
   return {
     { "kvlab_requests_running", "Answers that are being computed", #self.calls.running },
     { "kvlab_requests_waiting", "Answers that wait for room", #self.calls.queue },
+    { "kvlab_requests_reading", "Requests that are being read", self.tasks.count },
     { "kvlab_cache_blocks", "Blocks of the KV cache", cache.blocks },
     { "kvlab_cache_blocks_free", "Blocks of the KV cache that nothing is in",
       cache:blocks_free() },
@@ -335,8 +337,8 @@ local function dispatch(self, exchange, arrived_s)
 end
 
 --- Answers a request, or takes it in.
-local function handle(self, exchange)
-  local ok, why = pcall(dispatch, self, exchange, tonumber(C.kvl_clock_ns()) * 1e-9)
+local function handle(self, exchange, arrived_s)
+  local ok, why = pcall(dispatch, self, exchange, arrived_s)
   if ok then return end
   if C.kvl_interrupted() ~= 0 then error(why, 0) end
   if not problem.is(why) then
@@ -349,19 +351,33 @@ end
 
 -- ---- running --------------------------------------------------------------------------
 
-local TAKEN_MOST = 64 -- requests between two steps
+-- Between two steps: requests that are taken, their bytes, and the time to read them.
+local TAKEN_MOST, BYTES_MOST, US_READING = 64, 2 ^ 22, 1e4
 local US_IDLE = 1e5
 
---- Takes the requests that have arrived, and does one step of the model.
+--- Takes requests that have arrived.
+local function take(self, us)
+  local bytes = 0
+  for i = 1, TAKEN_MOST do
+    local exchange = self.http:next(i == 1 and us or 0)
+    if not exchange then return end
+    local arrived_s = tonumber(C.kvl_clock_ns()) * 1e-9
+    bytes = bytes + #exchange.body
+    self.tasks:add(exchange, #exchange.body, function()
+      handle(self, exchange, arrived_s)
+    end)
+    if bytes > BYTES_MOST then return end
+  end
+end
+
+--- Takes the requests that have arrived, reads them for some milliseconds, and does one
+-- step of the model.
 ---@param us? number  how long to wait for a request when there is nothing to compute, in
 --                    microseconds (1e5)
 function HttpServer:turn(us)
-  for i = 1, TAKEN_MOST do
-    local waits = i == 1 and not self.calls:is_busy()
-    local exchange = self.http:next(waits and (us or US_IDLE) or 0)
-    if not exchange then break end
-    handle(self, exchange)
-  end
+  local is_idle = not self.calls:is_busy() and self.tasks.count == 0
+  take(self, is_idle and (us or US_IDLE) or 0)
+  self.tasks:run(US_READING)
   if self.calls:is_busy() then self.calls:step() end
 end
 
@@ -372,7 +388,9 @@ end
 
 --- Ends all requests and connections. The model stays open.
 function HttpServer:close()
-  self.calls:close()
+  local why = problem.new(503, "the server stops", { code = "server_stops" })
+  self.tasks:close(why)
+  self.calls:close(why)
   self.http:close()
   closed(self, "server")
 end

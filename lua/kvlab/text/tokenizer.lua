@@ -403,8 +403,8 @@ for name, kind in pairs(chat.KNOWN) do CHAT[name] = kind end
 --                  begins (false); tools, documents: lists of tables, or JSON text, which
 --                  keeps the order of keys; variables: what else the template reads, such
 --                  as { enable_thinking = false }; template: the name of one, where the
---                  files have several ("tool_use" with tools, else "default"); most: as for
---                  encode
+--                  files have several ("tool_use" with tools, else "default"); most: as
+--                  for encode
 ---@return string text
 ---@return integer[]|nil ids
 function Tokenizer:chat(messages, o)

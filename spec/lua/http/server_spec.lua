@@ -415,6 +415,8 @@ describe("a wrong request", function()
     { COMPLETE, '{"prompt": "a", "logprobs": true}', nil, "logprobs" },
     { COMPLETE, '{"prompt": "a", "stop": [""]}', nil, "stop" },
     { COMPLETE, '{"prompt": "a", "stop": 3}', nil, "stop" },
+    { COMPLETE, json.encode { prompt = "a", stop = ("x"):rep(1025) }, nil, "stop" },
+    { COMPLETE, '{"prompt": "a", "n": 1, "n": 2}', "invalid_json" },
     { COMPLETE, '{"prompt": "a", "stream": 1}', nil, "stream" },
     { COMPLETE, '{"prompt": "a", "stream_options": {}}', nil, "stream_options" },
     { COMPLETE, '{"prompt": "a", "watch_blocks": true}', nil, "watch_blocks" },

@@ -1,0 +1,97 @@
+--- Requests that are being read: parsed, checked and tokenized, all of it in slices
+-- between the steps of the model, so that a large one holds up nobody.
+--
+-- Requests of about the same size wait for each other; those of different sizes take
+-- turns. So a small request never waits for a large one, and of the large ones, which
+-- need memory while they are read, only a few have begun.
+local C = require("kvlab.library").C
+local problem = require "kvlab.http.problem"
+local slices = require "kvlab.slices"
+
+local M = {}
+
+local US_TURN = 2000 -- of one task, before the next
+local BYTES_SMALL, TIMES = 2 ^ 14, 4 -- of the first size, and from each to the next
+
+---@class kvlab.http.Tasks
+---@field count integer  tasks that have not ended
+local Tasks = {}
+Tasks.__index = Tasks
+
+---@param request_s number  in which a task has to end
+---@return kvlab.http.Tasks
+function M.new(request_s)
+  return setmetatable({ sizes = {}, count = 0, request_s = request_s }, Tasks)
+end
+
+local function now_s() return tonumber(C.kvl_clock_ns()) * 1e-9 end
+
+--- Adds the work that a request asks for.
+---@param exchange kvlab.http.Exchange
+---@param bytes integer  how large it is
+---@param fn function
+function Tasks:add(exchange, bytes, fn)
+  local size = 1
+  while bytes > BYTES_SMALL * TIMES ^ (size - 1) do size = size + 1 end
+  for i = #self.sizes + 1, size do self.sizes[i] = {} end
+  local task = slices.task(fn)
+  task.exchange, task.until_s = exchange, now_s() + self.request_s
+  table.insert(self.sizes[size], task)
+  self.count = self.count + 1
+end
+
+--- Why a task is not to go on, if so. It is told once: what it does then, such as to
+-- answer that, has to come to its end.
+local function reason_to_end(self, task)
+  if not task.has_begun or task.is_given_up then return nil end
+  if task.exchange.is_open and task.exchange:is_gone() then
+    return problem.new(499, "the client has left")
+  elseif now_s() > task.until_s then
+    return problem.new(504, ("the request was not read after %g s"):format(
+      self.request_s), { code = "timeout" })
+  end
+end
+
+--- Runs the first task of a list. An error is one of the program, or an interrupt.
+local function run_first(self, list, why)
+  local task = list[1]
+  task.has_begun, task.is_given_up = true, task.is_given_up or why ~= nil
+  local is_done, ok, raised = slices.run(task, US_TURN, why)
+  if not is_done then return end
+  table.remove(list, 1)
+  self.count = self.count - 1
+  if not ok then error(raised, 0) end
+end
+
+--- Works for about so many microseconds, or until nothing is left.
+---@param us number
+function Tasks:run(us)
+  local ns_end = C.kvl_clock_ns() + us * 1000
+  while self.count > 0 do
+    for _, list in ipairs(self.sizes) do
+      if list[1] then
+        run_first(self, list, reason_to_end(self, list[1]))
+        if C.kvl_clock_ns() >= ns_end then return end
+      end
+    end
+  end
+end
+
+--- Ends all tasks.
+---@param why kvlab.http.Problem
+function Tasks:close(why)
+  for _, list in ipairs(self.sizes) do
+    while list[1] do
+      local task = list[1]
+      if not task.has_begun then
+        task.exchange:close()
+        table.remove(list, 1)
+        self.count = self.count - 1
+      else
+        pcall(run_first, self, list, not task.is_given_up and why or nil)
+      end
+    end
+  end
+end
+
+return M

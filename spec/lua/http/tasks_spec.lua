@@ -1,0 +1,125 @@
+--- Large requests are read in slices: the others get their tokens meanwhile, and small
+-- requests do not wait for large ones.
+local client = require "spec.http_client"
+local goldens = require "spec.lua.text.goldens"
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local processes = require "spec.processes"
+local servers = require "spec.http_servers"
+
+after_each(servers.close_all)
+
+local words -- a real tokenizer, which has merges
+
+local function open(o)
+  o = o or {}
+  words = words or kv.tokenizer(goldens.folder .. "/llama3.json")
+  o.tokenizer = words
+  return servers.open(o)
+end
+
+local LONG = { prompt = json.array { 1, 2, 3 }, max_tokens = 200, temperature = 0,
+               ignore_eos = true }
+
+--- Takes a request, and begins to read it.
+local function begin(server, path, body)
+  local taken = server.http:stats().requests
+  local one = client.start(server, "POST", path, body)
+  processes.wait_until(function()
+    one:read()
+    if server.http:stats().requests == taken then return false end
+    server:turn(0)
+    return true
+  end, "the request")
+  return one
+end
+
+describe("a large request", function()
+  it("lets the others go on while it is read", function()
+    local server = open()
+    local word = ("ab"):rep(2 ^ 19)
+    local alone = client.ask(server, "POST", "/tokenize", { prompt = word })
+    for _, case in ipairs { { "/tokenize", { prompt = word } },
+      { "/tokenize", { prompt = "e" .. ("\204\129\204\150"):rep(2 ^ 17) } },
+      { "/detokenize", { tokens = json.array(words:encode(("a "):rep(60000))) } },
+      { "/v1/completions", '{"prompt": [[]' .. (",[]"):rep(2 ^ 19) .. "]}" } } do
+      local stream = begin(server, "/v1/completions", LONG)
+      local steps = server.metrics.counters.kvlab_steps_total
+      local one, longest = client.start(server, "POST", case[1], case[2]), 0
+      processes.wait_until(function()
+        local before = os.clock()
+        server:turn(0)
+        longest = math.max(longest, os.clock() - before)
+        one:read()
+        return one.is_over
+      end, "the answer")
+      assert.is_true(server.metrics.counters.kvlab_steps_total > steps + 1)
+      assert.is_true(longest < 0.2, ("%s: %.3f s"):format(case[1], longest))
+      if case[2].prompt == word then
+        assert.same(alone:json().tokens, one:answer():json().tokens)
+      end
+      one:close()
+      client.finish(server, { stream })
+      assert.equal(200, stream:answer().status)
+    end
+  end)
+
+  it("does not hold up small ones", function()
+    local server = open()
+    local large = begin(server, "/tokenize", { prompt = ("ab"):rep(2 ^ 19) })
+    assert.equal(1, server.tasks.count)
+    for _ = 1, 3 do
+      local answer = client.ask(server, "POST", "/tokenize", { prompt = "Hello" })
+      assert.equal(200, answer.status)
+      assert.is_nil(large:answer())
+    end
+    assert.equal(200, client.ask(server, "GET", "/health").status)
+    client.finish(server, { large })
+    assert.equal(200, large:answer().status)
+  end)
+
+  it("ends when its client leaves, when its time is over, and with the server", function()
+    local body = { prompt = ("ab"):rep(2 ^ 19) }
+    local server = open { limits = { request_s = 0.1 } }
+    local large = begin(server, "/tokenize", body)
+    client.finish(server, { large })
+    assert.equal("timeout", large:answer():json().error.code)
+    server = open()
+    large = begin(server, "/tokenize", body)
+    assert.equal(1, server.tasks.count)
+    large:close()
+    processes.wait_until(function()
+      server:turn(0)
+      return server.tasks.count == 0
+    end, "the end")
+    large = begin(server, "/tokenize", body)
+    local second = begin(server, "/tokenize", body)
+    server:close()
+    processes.wait_until(function()
+      large:read()
+      second:read()
+      return large.is_over and second.is_over
+    end, "the end")
+  end)
+
+  it("that is too long for the model is refused before it is read to its end", function()
+    local server = open()
+    local longest = 0
+    for _, token in pairs(words.texts) do longest = math.max(longest, #token) end
+    assert.equal(longest, words.bytes_most)
+    for _, prompt in ipairs { ("a"):rep(2 ^ 20), ("a "):rep(2 ^ 19), ("a "):rep(300),
+      json.array(words:encode(("a "):rep(300))) } do
+      local error = client.ask(server, "POST", "/v1/completions",
+        { prompt = prompt }):json().error
+      assert.same({ "context_length_exceeded", "prompt",
+        "the prompt has more than 256 tokens, but the model's context is 256" },
+        { error.code, error.param, error.message })
+    end
+    assert.is_nil(words:encode(("a"):rep(200), { most = 1 }))
+    for _, text in ipairs { "", "a", "Hello there", ("a"):rep(5000) } do
+      local ids = words:encode(text)
+      assert.same(ids, words:encode(text, { most = #ids }))
+      if #ids > 0 then assert.is_nil(words:encode(text, { most = #ids - 1 })) end
+    end
+  end)
+end)
