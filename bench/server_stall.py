@@ -49,6 +49,9 @@ def kinds():
     yield "3 MB that is no JSON", ("/v1/completions", '{"prompt": [1' + ",1\n" * MB + "x]}")
     yield "3 MB of a chat", ("/v1/chat/completions", json.dumps(
         {"max_tokens": 1, "messages": [{"role": "user", "content": words(3000)}] * 1001}))
+    yield "3 MB of calls in a chat", ("/v1/chat/completions", json.dumps(
+        {"max_tokens": 1, "messages": [{"role": "user", "content": "a", "tool_calls": [
+            {"function": {"name": "f", "arguments": json.dumps({"x": words(3000)})}}]}] * 970}))
     yield "tokenize 3 MB of words", ("/tokenize", json.dumps({"prompt": words(3 * MB)}))
     yield "tokenize one word of 1 MB", ("/tokenize", json.dumps({"prompt": "a" * MB}))
     yield "detokenize 1 000 000 ids", ("/detokenize", json.dumps({"tokens": [64] * 1000000}))

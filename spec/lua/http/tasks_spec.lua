@@ -42,7 +42,9 @@ describe("a large request", function()
     for _, case in ipairs { { "/tokenize", { prompt = word } },
       { "/tokenize", { prompt = "e" .. ("\204\129\204\150"):rep(2 ^ 17) } },
       { "/detokenize", { tokens = json.array(words:encode(("a "):rep(60000))) } },
-      { "/v1/completions", '{"prompt": [[]' .. (",[]"):rep(2 ^ 19) .. "]}" } } do
+      { "/v1/completions", '{"prompt": [[]' .. (",[]"):rep(2 ^ 19) .. "]}" },
+      { "/v1/chat/completions", '{"messages": [{"role": "user", "content": "a"}], '
+        .. '"documents": [{"a": [[]' .. (",[]"):rep(2 ^ 19) .. "]}]}" } } do
       local stream = begin(server, "/v1/completions", LONG)
       local steps = server.metrics.counters.kvlab_steps_total
       local one, longest = client.start(server, "POST", case[1], case[2]), 0

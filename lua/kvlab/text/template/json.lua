@@ -2,6 +2,7 @@
 -- from floats, and writes values as Python's json.dumps does.
 local fail = require "kvlab.text.template.problem"
 local meter = require "kvlab.text.template.meter"
+local pause = require("kvlab.slices").rest
 local show = require "kvlab.text.template.show"
 local text = require "kvlab.text.template.text"
 local unicode = require "kvlab.text.unicode"
@@ -47,6 +48,7 @@ local function read_string(source, at)
     elseif letter == "\\" then
       parts[#parts + 1] = source:sub(from, stop - 1)
       parts[#parts + 1], from = read_escape(source, stop)
+      pause()
     elseif letter == "\127" then
       parts[#parts + 1], from = source:sub(from, stop), stop + 1
     else
@@ -78,6 +80,7 @@ local function read_items(source, at, close, item)
     at = skip(source, item(at))
     local letter = source:sub(at, at)
     if letter == close then return at + 1 end
+    pause()
     if letter ~= "," then refuse(source, at, ("has no , or %s"):format(close)) end
     at = skip(source, at + 1)
   end
