@@ -169,7 +169,7 @@ function M.read(q, file_of, name, device, dtype, shape)
     local part = weight:narrow(first, n):cast "f32"
     local by = scales:gather_rows(blocks_of(device, first, n, q.rows))
     part:mul(by, part)
-    out:narrow(first, n):copy_(part:cast(dtype))
+    part:cast(dtype, out:narrow(first, n))
     part:free()
     by:free()
   end
