@@ -69,6 +69,7 @@ local function summarise_metric(values, kind, trials)
     return statistics.share(values, trials)
   elseif is_number then
     local mean, low, high = statistics.interval(values)
+    if not is_finite(mean) then return mean end -- a repeat lacks the metric
     if low and kind then low, high = math.max(low, 0), math.min(high, 1) end
     return mean, low, high
   end

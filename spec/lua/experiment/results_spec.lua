@@ -216,6 +216,7 @@ describe("results.summarise", function()
     assert.is_true(one.high.right < 1)
     one = summary({ 0.9, 0 / 0, 1 }, 128)
     assert.is_true(one.metrics.right ~= one.metrics.right and one.low.right == nil)
+    assert.is_true(one.metrics.bytes ~= one.metrics.bytes and one.low.bytes == nil)
     assert_has("proportions has 7 for right", problem_of { proportions = { right = 7 } })
   end)
 
