@@ -124,7 +124,7 @@ describe("statistics", function()
       for _, n in ipairs { 5, 8, 64 } do
         for _, p in ipairs { 0.02, 0.1, 0.5, 0.9 } do
           local inside, flat = coverage.of(statistics.share,
-            coverage.seeds(n, p, 1, 5, 0.5), p, 1000)
+            coverage.seeds(n, p, 1, 5, 0.5), p, 500)
           assert.is_true(inside >= 0.92 and flat == 0, ("n = %d, p = %g: %.3f"):format(n,
             p, inside))
         end
@@ -138,7 +138,7 @@ describe("statistics", function()
         for _, case in ipairs(cases) do
           local p, q = case[1], case[2]
           local inside, flat = coverage.of(statistics.difference,
-            coverage.pairs_of_texts(n, p, q), p - q, 1000)
+            coverage.pairs_of_texts(n, p, q), p - q, 500)
           assert.is_true(inside >= 0.94 and flat == 0, ("n = %d, %g, %g: %.3f"):format(n,
             p, q, inside))
         end
