@@ -108,7 +108,7 @@ end
 -- name is told if it is near.
 local function refuse_unknown(path, what, name, value, known, of)
   local near, distance = nearest(tostring(name), sorted.keys(known))
-  local hint = of and (": it is one of %s"):format(of)
+  local hint = of and ("; it is a field of %s"):format(of)
     or near and distance <= 3 and (", the nearest is %s"):format(near) or ""
   error(("%s: %s is %s, but %s has no such field%s"):format(path, tostring(name),
     shown(value), what, hint), 0)
