@@ -173,6 +173,8 @@ REFUSED = """
 {{ nothing["x"] }}
 {{ nothing + "a" }}
 {{ people|unique|list }}
+{{ namespace(nothing) }}
+{% for a, in xs %}{% endfor %}
 {{ n|truncate(2) }}
 {{ [xs, xs]|unique|list }}
 {{ "a" + 1 }}

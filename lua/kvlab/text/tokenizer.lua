@@ -144,11 +144,9 @@ local function read_metadata(self, metadata)
     self.special_texts[name .. "_token"] = id and self.texts[id]
   end
   for key, source in pairs(metadata) do -- tokenizer.chat_template, and ….tool_use
-    local name = tostring(key):match "^tokenizer%.chat_template%.?(.*)$"
-    if name then
-      fields.expect(key, source, options.string)
-      self.templates[name ~= "" and name or "default"] = source
-    end
+    local name = key == "tokenizer.chat_template" and "default"
+      or tostring(key):match "^tokenizer%.chat_template%.(.+)$"
+    if name then self.templates[name] = fields.expect(key, source, options.string) end
   end
   self.template = self.templates.default
 end

@@ -103,6 +103,19 @@ describe("a tokenizer of GGUF metadata", function()
     end
   end)
 
+  it("has the templates of the metadata, and its tokens in them", function()
+    local metadata = small { eos_token_id = 259 }
+    metadata["tokenizer.chat_template"] = "D{{ eos_token }}"
+    metadata["tokenizer.chat_template.tool_use"] = "T{{ tools|length }}"
+    metadata["tokenizer.chat_templates"] = { "tool_use" }
+    local t, hello = kv.tokenizer(metadata), { { role = "user", content = "Hello" } }
+    assert.equal("D" .. t:token_of(259), (t:chat(hello)))
+    assert.equal("T1", (t:chat(hello, { tools = { { name = "f" } } })))
+    metadata["tokenizer.chat_template"] = 7
+    assert.error_matches(function() kv.tokenizer(metadata) end,
+      "tokenizer.chat_template is 7, expected a string")
+  end)
+
   it("has the special tokens of the metadata", function()
     local t = kv.tokenizer(small { eot_token_id = 260, unknown_token_id = 0 })
     assert.same({ 258, 259, 260, 0 }, { t.bos, t.eos, t.eot, t.unk })

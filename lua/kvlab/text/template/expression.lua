@@ -95,10 +95,9 @@ end
 --- Nodes between commas, each by `parse`: one alone is itself, several are a tuple.
 ---@param parse function
 ---@param allows_none? boolean  () is an empty tuple
----@param stop? string          a name that may stand after a last comma
-function M.tuple(s, parse, allows_none, stop)
+function M.tuple(s, parse, allows_none)
   local node, is_tuple = s:node "tuple", false
-  while not (s:is ")" or s:is "%}" or s:is "}}" or stop and s:is_name(stop)) do
+  while not (s:is ")" or s:is "%}" or s:is "}}") do
     node[#node + 1] = parse(s)
     if not s:take "," then break end
     is_tuple = true

@@ -46,7 +46,7 @@ local function one_target(s)
 end
 
 --- What a value is assigned to: a name, or a tuple of targets.
-local function target(s, stop) return expression.tuple(s, one_target, false, stop) end
+local function target(s) return expression.tuple(s, one_target) end
 
 local function name(s) return s:expect("name").value end
 
@@ -73,9 +73,9 @@ function STATEMENTS.set(s, node)
 end
 
 STATEMENTS["for"] = function(s, node)
-  node.target = target(s, "in")
+  node.target = target(s)
   s:expect("name", "in")
-  node.of = expression.tuple(s, expression.plain, false, "recursive")
+  node.of = expression.tuple(s, expression.plain)
   if s:take("name", "if") then node.test = s:within(expression.any) end
   if s:is_name "recursive" then
     s:fail "a loop that is recursive, which kvlab does not have"
@@ -150,7 +150,7 @@ end
 function STATEMENTS.with(s, node)
   while not s:is "%}" do
     if node[1] then s:expect "," end
-    local one = target(s, "=")
+    local one = target(s)
     s:expect "="
     node[#node + 1] = { one, expression.any(s) }
   end

@@ -40,7 +40,8 @@ end
 --- dict(…) of named arguments, and of a dict or a list of pairs before them.
 local function dict(given, named)
   local out = value.dict()
-  if given[1] then
+  if given[1] ~= nil then
+    if value.is_undefined(given[1]) then fail("%s", given[1].why) end
     local is_dict = value.is_dict(given[1])
     local items = is_dict and value.items(given[1]) or value.items_of(given[1])
     for _, item in ipairs(items) do
