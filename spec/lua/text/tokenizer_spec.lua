@@ -90,12 +90,12 @@ describe("a tokenizer", function()
   end)
 
   it("refuses ids that are none, and says which there are", function()
-    for _, id in ipairs { gpt2.size, 2 ^ 31, 2 ^ 40 } do
+    for _, id in ipairs { gpt2.size, 2 ^ 31 - 1 } do
       assert.error_matches(function() gpt2:decode { 1, id } end,
         "token id " .. ("%.14g"):format(id):gsub("%+", "%%+") .. " is none of "
         .. ".*gpt2.json, expected 0 ... " .. gpt2.size - 1)
     end
-    for _, ids in ipairs { { -1 }, { 0.5 }, { "1" }, { 0 / 0 } } do
+    for _, ids in ipairs { { -1 }, { 0.5 }, { "1" }, { 0 / 0 }, { 2 ^ 31 } } do
       assert.error_matches(function() gpt2:decode(ids) end, "ids is a table, exp")
     end
     assert.error_matches(function() gpt2:stream():push(-1) end, "push: id is %-1, exp")
