@@ -204,13 +204,48 @@ describe("the cache of kernels", function()
     local status, output, errors = try "CC=/bin/false"
     assert.same({ 1, "" }, { status, output })
     assert.equal("kvlab: policy one: score: it cannot be compiled: /bin/false failed: it "
-      .. "said nothing\n", errors)
+      .. "said nothing, and ended with status 1\n", errors)
     local cc = temporary.file("#!/bin/sh\necho no room >&2\nexit 3\n", "cc")
     chmod("700", cc)
     assert.matches("cc failed: no room\n$", (select(3, try("CC=" .. cc))))
     assert.same({}, files.list(folder()))
     computes(1)
     computes(0, "CC=/bin/false")
+  end)
+
+  it("says what a compiler did that wrote no library", function()
+    for words, text in pairs {
+      ["ended without an error, but wrote nothing to /%S+/kernel%.so\n$"] = "exit 0",
+      ["ended without an error, but wrote 0 bytes to /%S+/kernel%.so\n$"] =
+        'while [ "$1" != -o ]; do shift; done; : > "$2"',
+      ["failed: Terminated\n$"] = "kill $$",
+    } do
+      local cc = temporary.file("#!/bin/sh\n" .. text .. "\n", "cc")
+      chmod("700", cc)
+      local status, _, errors = try("CC=" .. cc)
+      assert.equal(1, status)
+      assert.matches(words, errors)
+    end
+    assert.same({}, files.list(folder()))
+  end)
+
+  it("says which limit of the system stops a compiler", function()
+    local function limited(limit, environment)
+      local cc = temporary.file("exec 2>&1\n" .. limit .. "\nexec env "
+        .. files.shell_line { "XDG_CACHE_HOME=" .. home } .. " " .. (environment or "")
+        .. " " .. files.shell_line { executable } .. " run --device=cpu " .. script
+        .. "\n", "limited")
+      local pipe = io.popen("sh " .. cc)
+      local text = pipe:read "*a"
+      pipe:close()
+      return text
+    end
+    assert.matches("it cannot be compiled: gcc failed: .*Too many open files",
+      limited("ulimit -n 12", "CC=gcc"))
+    assert.matches("no temporary folder can be made: /nowhere/%S+: No such file",
+      limited("", "TMPDIR=/nowhere"))
+    assert.matches("kernel%.c cannot be written: File too large",
+      limited("trap '' XFSZ; ulimit -f 8"))
   end)
 
   it("does not wait for ever for a compiler", function()
