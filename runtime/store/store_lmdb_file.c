@@ -40,6 +40,10 @@ int kvl__lmdb_grow(struct kvl__lmdb *l, size_t full) {
 }
 
 const char *kvl__lmdb_words(int code) {
+  /* LMDB's code for a write that ended early, whatever the system said */
+  if (code == EIO)
+    return "a page was not written whole (Input/output error): the disk is full, the size "
+           "of files is limited, or the device failed";
   return code == KVL__LMDB_CUT ? "the file was cut off while it was open"
                                : mdb_strerror(code);
 }
