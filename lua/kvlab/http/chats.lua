@@ -35,6 +35,14 @@ function M.fields(limits)
   }
 end
 
+--- The value of a JSON text, or nil and why.
+local function read(source)
+  local ok, x = pcall(read_json, source)
+  if ok then return x end
+  if type(x) ~= "string" then error(x, 0) end -- what ends a task
+  return nil, x
+end
+
 local function any(_, x) return x end
 
 local MESSAGE = {
@@ -75,9 +83,9 @@ local function call_of(where, call)
   for _, key in ipairs(fn.order) do value.put(inner, key, value.get(fn, key)) end
   local given = value.get(fn, "arguments")
   if text.is(given) then
-    local ok, x = pcall(read_json, text.bytes(given))
-    if not ok then
-      problem.wrong(where, ("%s.function.arguments is no JSON: %s"):format(where, x))
+    local x, why = read(text.bytes(given))
+    if x == nil then
+      problem.wrong(where, ("%s.function.arguments is no JSON: %s"):format(where, why))
     end
     value.put(inner, "arguments", x)
   end
@@ -133,8 +141,8 @@ local function ordered(o, body, has_calls)
   if not (has_calls or o.tools or o.documents or o.chat_template_kwargs) then
     return function(name) return value.of(o[name], name) end
   end
-  local ok, object = pcall(read_json, body)
-  if not ok then problem.wrong(nil, "the body, " .. object, "invalid_json") end
+  local object, why = read(body)
+  if object == nil then problem.wrong(nil, "the body, " .. why, "invalid_json") end
   return function(name) return value.get(object, name) end
 end
 
@@ -144,20 +152,20 @@ end
 ---@return any messages
 ---@return table options
 function M.read(o, body)
-  local read, out = ordered(o, body, check(o.messages)), {}
+  local field, out = ordered(o, body, check(o.messages)), {}
   if o.tools and not o.tool_choice then
     problem.wrong("tool_choice", 'tool_choice is missing, expected "none": this server '
       .. "shows the tools to the model, and gives its calls as text", "unsupported_value")
   end
-  for i, given in ipairs(read("messages").items) do
+  for i, given in ipairs(field("messages").items) do
     out[i] = message_of(("messages[%d]"):format(i - 1), given)
   end
   local options = { add_generation_prompt = o.add_generation_prompt ~= false }
   for _, name in ipairs { "tools", "documents" } do
-    if o[name] then options[name] = read(name) end
+    if o[name] then options[name] = field(name) end
   end
   if o.chat_template_kwargs then
-    local variables = read "chat_template_kwargs"
+    local variables = field "chat_template_kwargs"
     options.variables = {}
     for _, key in ipairs(variables.order) do
       options.variables[text.bytes(key)] = value.get(variables, key)

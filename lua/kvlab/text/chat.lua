@@ -34,8 +34,9 @@ end
 --- Calls fn, whose errors are about the template.
 local function of_template(tokenizer, fn, ...)
   local ok, a, b = pcall(fn, ...)
-  if not ok then fail(("chat: the template of %s, %s"):format(tokenizer.name, a)) end
-  return a, b
+  if ok then return a, b end
+  if type(a) ~= "string" then error(a, 0) end -- what ends a task
+  return fail(("chat: the template of %s, %s"):format(tokenizer.name, a))
 end
 
 --- The template of a source, which is parsed once.
@@ -52,15 +53,11 @@ end
 
 --- A value of Lua, or a JSON text that is one.
 local function read(name, given)
-  local ok, x
-  if type(given) == "string" then
-    ok, x = pcall(json.read, given)
-    if not ok then fail(("chat: %s is JSON text, %s"):format(name, x)) end
-  else
-    ok, x = pcall(value.of, given, name)
-    if not ok then fail("chat: " .. x) end
-  end
-  return x
+  local is_json = type(given) == "string"
+  local ok, x = pcall(is_json and json.read or value.of, given, name)
+  if ok then return x end
+  if type(x) ~= "string" then error(x, 0) end -- what ends a task
+  return fail(is_json and ("chat: %s is JSON text, %s"):format(name, x) or "chat: " .. x)
 end
 
 --- A list of dicts. An empty table of Lua is an empty list.

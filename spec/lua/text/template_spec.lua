@@ -191,6 +191,39 @@ describe("the marks of a text", function()
   end)
 end)
 
+describe("a rendering in a task", function()
+  local slices = require "kvlab.slices"
+  local SOURCE = "{% for i in range(20000) %}{{ i }}{% endfor %}"
+
+  it("waits for its slices, beside others, and counts its own steps", function()
+    local tasks, done, slices_run = {}, 0, 0
+    for i = 1, 3 do tasks[i] = slices.task(function() return render(SOURCE) end) end
+    while done < 3 do
+      for i = 3, 1, -1 do
+        if tasks[i] then
+          local is_done, ok, text = slices.run(tasks[i], 100)
+          slices_run = slices_run + 1
+          if is_done then
+            assert.is_true(ok, text)
+            assert.equal(render(SOURCE), text)
+            tasks[i], done = false, done + 1
+          end
+        end
+      end
+    end
+    assert.is_true(slices_run > 6)
+  end)
+
+  it("ends with what it is ended with", function()
+    local task, why = slices.task(function()
+      return chat.render({ name = "x", template = SOURCE, templates = {} },
+        { { role = "user" } }, {})
+    end), { "given up" }
+    assert.is_false(slices.run(task, 0))
+    assert.same({ true, false, why }, { slices.run(task, 0, why) })
+  end)
+end)
+
 describe("a table of Lua", function()
   local function render_x(source, x) return render(source, { x = value.of(x, "x") }) end
 

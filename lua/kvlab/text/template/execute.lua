@@ -175,6 +175,7 @@ EXECUTE["for"] = function(self, node)
   local scope, at = self.scope, { i = 0 }
   local loop = loop_of(items, at, 1)
   for i, item in ipairs(items) do
+    meter.rest()
     at.i = i
     local vars = { loop = loop }
     self.scope = { vars = vars, up = scope }

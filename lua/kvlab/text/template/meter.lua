@@ -1,5 +1,7 @@
 --- What a rendering may cost. A template is a program of somebody else: what it computes
 -- and writes is counted, and too much of it is an error before memory or time run out.
+local rest = require("kvlab.slices").rest
+
 local M = {}
 
 M.STEPS = 2 ^ 22   -- values that are computed; 256 bytes of text count as one
@@ -18,6 +20,13 @@ function M.spend(n)
   if steps > M.STEPS then
     error(("takes more than %d steps"):format(M.STEPS), 0)
   end
+end
+
+--- Lets a task wait for its next slice. Others may render in the meantime.
+function M.rest()
+  local mine = steps
+  rest()
+  steps = mine
 end
 
 --- Counts a text that is about to be made.

@@ -93,14 +93,14 @@ local GLOBALS = {
 
 -- ---- templates ------------------------------------------------------------------------
 
---- Calls fn. Errors that are no text of this folder's, such as a full stack, say so.
+--- Calls fn. Its errors get the line; what ends a task from outside stays as it is.
 local function guarded(rendering, fn, ...)
   meter.start()
-  local ok, result = pcall(fn, ...)
-  if ok then return result end
-  local line, why = rendering.line, result
-  if type(why) == "table" and why.why then line, why = why.line, why.why end
-  fail("line %d: %s", line, tostring(why))
+  local ok, why = pcall(fn, ...)
+  if ok then return why end
+  if type(why) == "string" then why = { line = rendering.line, why = why } end
+  if type(why) ~= "table" or not why.line then error(why, 0) end
+  error(("line %d: %s"):format(why.line, why.why), 0)
 end
 
 --- Parses a template; raises with the line and the construct that is wrong, or that kvlab

@@ -108,6 +108,8 @@ function M.count(x)
   return select(2, bytes:gsub("[^\128-\191]", ""))
 end
 
+local LETTERS_PART = 2 ^ 12 -- between two rests
+
 --- The characters of a string, as a list.
 function M.characters(x)
   local list, at = {}, 1
@@ -116,6 +118,7 @@ function M.characters(x)
   for letter in unicode.characters(bytes) do
     list[#list + 1] = M.sub(x, at, at + #letter - 1)
     at = at + #letter
+    if #list % LETTERS_PART == 0 then meter.rest() end
   end
   return list
 end
