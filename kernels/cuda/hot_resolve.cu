@@ -64,11 +64,13 @@ __global__ void __launch_bounds__(hot::THREADS)
   const int tid = threadIdx.x;
   const head h = head_of(
       a, IS_SHARED ? shared : (char *)a.workspace + (int64_t)blockIdx.x * bytes);
+  let_next_start();
+  /* The workspace is memory that kernels ahead may still use. */
+  if (!IS_SHARED) wait_for_previous();
   for (int i = tid; i < words_of(h.slots); i += THREADS) h.used[i] = 0;
   if (tid < SETS) h.sets.bits(tid)[h.sets.words - 1] = 0; /* no entry has a bit here */
   __syncthreads();
-  let_next_start();
-  wait_for_previous();
+  if (IS_SHARED) wait_for_previous();
   if (tid < HALF) look_up(a, h, tid);
   else read_slots(h, tid - HALF);
   __syncthreads();

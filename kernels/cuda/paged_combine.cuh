@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   const int units = (int)place.units.by;
   const int items = (by_sequence ? (int)a.seqs : (int)plan.shares) * units * place.rows *
                     pieces;
-  bool waited = false;
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
     int rest = item / pieces;
@@ -53,15 +52,14 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     const uint32_t part0 = (share * units + unit) * place.rows + row;
     const uint32_t step = units * place.rows;
     auto part = [&](int i) { return i > 0 ? part0 + i * step : first_part; };
-    if (!waited) wait_for_previous();
-    waited = true;
+    wait_for_previous(); /* after the first time this costs nothing */
 
     float m, sum, x[4];
     join_parts(lanes, place.out, place.lse, head_dim, dim, count, part, x, m, sum);
     if (lanes.mine == 0 && dim < head_dim)
       write_part(a, place, -1, rows, row, dim, x, m, sum, 1.f);
   }
-  if (!waited) wait_for_previous();
+  wait_for_previous();
 }
 
 }  // namespace kvl

@@ -224,13 +224,12 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
     look_up(std::true_type());
     const paged_block guess = found;
     take_batch();
-    if (early && early_look_up) {
-      if (runs && now.position >= 0 && lane >> (5 - log_batch) < min(now_tiles, 2)) {
-        prefetch_bulk(cache + now.offset, 8 * row_bytes);
-        prefetch_bulk(cache + now.offset + to_value, 8 * row_bytes);
-      }
-      wait_for_previous();
+    const bool ahead_of_wait = early && early_look_up && runs && now.position >= 0;
+    if (ahead_of_wait && lane >> (5 - log_batch) < min(now_tiles, 2)) {
+      prefetch_bulk(cache + now.offset, 8 * row_bytes);
+      prefetch_bulk(cache + now.offset + to_value, 8 * row_bytes);
     }
+    wait_for_previous(); /* after the first time this costs nothing */
     int length_now = 0, physical_now = guess.physical;
     if (early && lane < a.seqs) length_now = read_early(a.lens + lane);
     if (early && early_look_up && guess.position >= 0)

@@ -3,6 +3,10 @@
  * Before that call it may set itself up, ask the L2 to prefetch its inputs (a hint, not a
  * read), and guess: it reads lengths, tables and positions with read_early, prepares what
  * follows from them, reads them again after the wait, and starts over if they have changed.
+ * It writes nothing before the wait but its own shared memory: kernels ahead may still read
+ * what looks free, a workspace above all. So a kernel may let the next one start before its
+ * own last reads. Every launch waits, or the kernel after it would not wait for those before
+ * it. tools/early_writes.lua checks both in the PTX of all kernels.
  * In a chain of small kernels this hides a kernel's start behind the end of the one before.
  * The previous kernel decides how early the next one starts: when it calls let_next_start, or
  * when its blocks end. On devices before sm_90 this is a plain launch and the two calls do

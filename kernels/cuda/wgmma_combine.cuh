@@ -20,7 +20,6 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   const combine_lanes lanes(dim_lanes);
   const int pieces = (D / 4 + dim_lanes - 1) / dim_lanes;
   const int items = plan.entries * plan.lanes * plan.rows * pieces;
-  bool waited = false;
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
     int rest = item / pieces;
@@ -33,8 +32,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     w.set_lane<shape>(a, plan, to_lane);
     const query_rows rows = w.rows();
     if (w.tokens == 0 || r >= rows.count) continue;
-    if (!waited) wait_for_previous();
-    waited = true;
+    wait_for_previous(); /* after the first time this costs nothing */
     const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
     const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
     const int group = to_lane / plan.side, beside = to_lane - group * plan.side;
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     const int64_t row = rows.token(r) * a.heads + rows.head(r);
     if (lanes.mine == 0 && dim < D) write_row(a, end_row(a, row, m, sum), row, dim, x);
   }
-  if (!waited) wait_for_previous();
+  wait_for_previous();
 #endif
 }
 
