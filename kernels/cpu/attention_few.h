@@ -96,10 +96,64 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
 }
 
+static inline KVL_HOT void add_all_values(const float *p, const float *keep,
+                                          const struct key_tile *tile,
+                                          const char *const *ahead, int64_t value, int dim,
+                                          float *values, const int rows, const int dtype) {
+  enum { VECS = VF == 16 ? 4 : 2 };
+  const int padded = dim_padded(dim);
+  int d = 0;
+  for (; d + VECS * VF <= dim; d += VECS * VF)
+    add_values(p, keep, tile, ahead, value, d, padded, values, rows, VECS, VF, dtype);
+  for (; VECS > 2 && d + 2 * VF <= dim; d += 2 * VF)
+    add_values(p, keep, tile, ahead, value, d, padded, values, rows, 2, VF, dtype);
+  for (; d + VF <= dim; d += VF)
+    add_values(p, keep, tile, ahead, value, d, padded, values, rows, 1, VF, dtype);
+  if (d < dim)
+    add_values(p, keep, tile, ahead, value, d, padded, values, rows, 1, VF / 2, dtype);
+}
+
+/* Does one of `rows` rows give one of n keys the weight 0? */
+static inline int some_are_zero(const float *p, int n, int rows) {
+  int zero = 0;
+  for (int r = 0; r < rows; r++)
+    for (int k = 0; k < n; k++) zero |= p[r * TILE_KEYS + k] == 0;
+  return zero;
+}
+
+/* A tile without the keys that a row gives the weight 0, whose V may be NaN; the other weights
+ * move together. */
+static inline struct key_tile without_zeros(const struct key_tile *tile, float *p) {
+  struct key_tile seen;
+  seen.n = 0;
+  for (int k = 0; k < tile->n; k++) {
+    seen.k[seen.n] = tile->k[k];
+    p[seen.n] = p[k];
+    seen.n += p[k] != 0;
+  }
+  return seen;
+}
+
+/* add_all_values for one row, without the keys of weight 0. It is compiled once a dtype. */
+static __attribute__((noinline)) void add_seen_row(float *p, const float *keep,
+                                                   const struct key_tile *tile,
+                                                   const char *const *ahead, int64_t value,
+                                                   int dim, float *values, int dtype) {
+  const struct key_tile seen = without_zeros(tile, p);
+  switch (dtype) {
+#define CASE(dtype) \
+  case dtype: add_all_values(p, keep, &seen, ahead, value, dim, values, 1, dtype); break;
+    CASE(KVL_DTYPE_F32)
+    CASE(KVL_DTYPE_F16)
+    CASE(KVL_DTYPE_BF16)
+    CASE(KVL_DTYPE_F8E4M3)
+#undef CASE
+  }
+}
+
 /* Takes `rows` rows at a time: 1, 2 or 4. */
 static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk,
                                       struct sums *s, const int rows, const int dtype) {
-  enum { VECS = VF == 16 ? 4 : 2 };
   const int dim = t->args->cache.head_dim, padded = dim_padded(dim), step = VF / rows;
   int all = (t->rows + rows - 1) / rows * rows;
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
@@ -132,21 +186,15 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
                    p + r * TILE_KEYS + k, TILE_KEYS, rows);
     for (int r = 0; r < t->rows; r++) keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
-      const float *pr = p + r * TILE_KEYS;
+      float *pr = p + r * TILE_KEYS;
       float *values = s->values + r * padded;
-      int d = 0;
-      for (; d + VECS * VF <= dim; d += VECS * VF)
-        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, VECS, VF,
-                   dtype);
-      for (; VECS > 2 && d + 2 * VF <= dim; d += 2 * VF)
-        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 2, VF,
-                   dtype);
-      for (; d + VF <= dim; d += VF)
-        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 1, VF,
-                   dtype);
-      if (d < dim)
-        add_values(pr, keep + r, now, ahead, walk.value, d, padded, values, rows, 1, VF / 2,
-                   dtype);
+      if (!some_are_zero(pr, now->n, t->rows - r < rows ? t->rows - r : rows)) {
+        add_all_values(pr, keep + r, now, ahead, walk.value, dim, values, rows, dtype);
+        continue;
+      }
+      for (int i = 0; i < rows && r + i < t->rows; i++)
+        add_seen_row(pr + i * TILE_KEYS, keep + r + i, now, ahead, walk.value, dim,
+                     values + i * padded, dtype);
     }
     struct key_tile *done = now;
     now = next;

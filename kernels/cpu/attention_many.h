@@ -98,6 +98,28 @@ struct many_scratch {
   float keep[PANEL] __attribute__((aligned(64)));
 };
 
+static int all_finite(const float *x, int n) {
+  float zero = 0;
+  for (int i = 0; i < n; i++) zero += x[i] * 0;
+  return zero == 0;
+}
+
+/* Adds the values of a tile to a panel's sums, without keys of weight 0: the product would
+ * make NaN of 0 times the NaN or infinity that V of a hidden key may hold. */
+static __attribute__((noinline)) void add_seen_values(const struct many_scratch *m, int n,
+                                                      int row0, int rows, int padded,
+                                                      struct sums *sums) {
+  for (int i = 0; i < rows; i++) {
+    float *values = sums->values + (row0 + i) * padded;
+    for (int d = 0; d < padded; d++) values[d] *= m->keep[i];
+    for (int k = 0; k < n; k++) {
+      const float p = m->s[k * PANEL + i];
+      if (p == 0) continue;
+      for (int d = 0; d < padded; d++) values[d] += p * m->v[k * padded + d];
+    }
+  }
+}
+
 /* Attends from one panel of rows to the tile in m->k and m->v. */
 static void attend_panel(const struct task *t, const struct key_tile *tile, int row0,
                          struct many_scratch *m, struct sums *sums) {
@@ -118,6 +140,11 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
            n, vecs);
   for (int v = 0; v < vecs; v++)
     softmax_lanes(t, tile, n, row0 + v * VF, m->s + v * VF, sums, m->keep + v * VF);
+  if ((t->hooked || hides_keys(t, tile, n, t->first[row0 + rows - 1], t->position[row0])) &&
+      !all_finite(m->v, n * padded)) {
+    add_seen_values(m, n, row0, rows, padded, sums);
+    return;
+  }
   for (int d = 0; d < padded; d += PANEL) {
     int left = (padded - d) / VF;
     multiply((struct product){.a = m->s,

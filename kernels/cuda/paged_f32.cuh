@@ -192,8 +192,9 @@ template <class T, int D, int ROWS> struct f32_state {
           load_row(v_tile, batch + u * SIDE + side, x);
 #pragma unroll
           for (int r = 0; r < ROWS; r++)
+            if (p[r][u] != 0.f) /* V of a key that is not seen may be NaN */
 #pragma unroll
-            for (int e = 0; e < 8; e++) out[r][e] += p[r][u] * x[e];
+              for (int e = 0; e < 8; e++) out[r][e] += p[r][u] * x[e];
         }
       }
     }

@@ -282,6 +282,18 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     settle(x.out);
     barrier_arrive_warp(memory.v_empty(v), lane);
     if (ends) {
+      const int rows = w.tokens * w.heads_each;
+      const bool poisoned = any_not_finite<D / 2>(r0 < rows, r1 < rows,
+                                                  [&](int i) { return x.out[i]; });
+      if (named_any(1 + consumer, WARPGROUP, poisoned)) {
+        if (poisoned) sums_again<T, BIASED>(a, w, r0 - lane / 4, low, high, hook, scale, x);
+        /* The next scores once more: so they take no registers meanwhile. All four warps of the
+         * consumer have to come, because wgmma is theirs together. */
+        products_begin();
+        x.scores(memory.q(q_step % QS, consumer), memory.k(k));
+        products_wait<0>();
+        settle(x.s);
+      }
       if (plain && w.part < 0) {
         write_plain_rows<T>(a, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
       } else {

@@ -4,6 +4,7 @@
 #define KVL_CUDA_WGMMA_STATE_CUH
 
 #include "hook.cuh"
+#include "sums_again.cuh"
 #include "wgmma_memory.cuh"
 
 namespace kvl {
@@ -308,37 +309,44 @@ __device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args 
           a.lens[w.seq], w.position0 + own / w.heads_each};
 }
 
-/* A tile's scores again, from global memory and without the tensor cores: their weights passed
- * the largest float. The tile may have left shared memory. */
-template <class T, bool BIASED, class H, class M, class shape>
-__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
-                                             const wgmma_work &w, int tile, int r0,
-                                             const H &hook, float scale,
-                                             wgmma_state<M, shape> &x) {
-  using C = std::conditional_t<shape::F8, f8e4m3, T>;
-  const query_rows rows = w.rows();
-  const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
-  const score_rule rule(a);
-  float by = 1.f; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
-  if (shape::F8) {
+/* The score of a query row and a key, again, from global memory and without the tensor cores:
+ * what weigh() scales, or -inf if the row does not see the key. */
+template <class T, bool BIASED, class H, class shape> struct score_again {
+  using C = std::conditional_t<shape::F8, f8e4m3, T>; /* of the cache */
+  const kvl_paged_attention_args &a;
+  const wgmma_work &w;
+  const H &hook;
+  score_rule rule;
+  float by; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
+
+  __device__ __forceinline__ score_again(const kvl_paged_attention_args &a_,
+                                         const wgmma_work &w_, const H &hook_, float scale)
+      : a(a_), w(w_), hook(hook_), rule(a_), by(1.f) {
+    if (!shape::F8) return;
     const key_scale key(a, w.kv_head);
     by = key.none ? 0.f : key.signs ? -key.size : key.size;
     if (!BIASED) by *= a.scale * LOG2E / scale;
   }
-#pragma unroll 1
-  for (int i = 0; i < shape::KEYS / 2; i++) {
-    const int r = r0 + (i & 2 ? 8 : 0);
-    const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
-    const int entry = key / block_size, token = key - entry * block_size;
+  /* The key that is `key` keys behind the first of the work; its K, and its V. */
+  __device__ __forceinline__ wgmma_key find(int key, const C *&k, const C *&v) const {
+    const int block_size = a.cache.block_size, D = shape::D;
+    const int entry = (w.first_key + key) / block_size;
+    const int token = w.first_key + key - entry * block_size;
     const wgmma_key at(a, w, entry, token);
+    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
+    k = (const C *)a.cache.kv + (row * block_size + token) * D;
+    v = k + (int64_t)a.cache.kv_heads * block_size * D;
+    return at;
+  }
+  __device__ __forceinline__ float operator()(int r, const wgmma_key &at, const C *k) const {
+    const query_rows rows = w.rows();
     const wgmma_sight sight(a, w, r);
     const int own = min(r, rows.count - 1), length = a.lens[w.seq];
-    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
-    const C *k = (const C *)a.cache.kv + (row * block_size + token) * D;
-    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
+    const T *q = (const T *)a.q +
+                 (rows.token(own) * a.heads + rows.head(own)) * (int64_t)shape::D;
     float s = 0.f;
 #pragma unroll 1
-    for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
+    for (int d = 0; d < shape::D; d++) s += to_float(q[d]) * to_float(k[d]);
     if (shape::F8) s *= by;
     if (BIASED) s = rule(s);
     if (BIASED && a.alibi)
@@ -348,11 +356,65 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     bool seen = at.physical >= 0 & sight.sees(at.position);
     if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
       seen = tree_shows(a, rows.token(own), length, at.position);
-    s = seen ? s : -INFINITY;
+    return seen ? s : -INFINITY;
+  }
+};
+
+/* A tile's scores again: their weights passed the largest float. The tile may have left shared
+ * memory. */
+template <class T, bool BIASED, class H, class M, class shape>
+__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
+                                             const wgmma_work &w, int tile, int r0,
+                                             const H &hook, float scale,
+                                             wgmma_state<M, shape> &x) {
+  const score_again<T, BIASED, H, shape> score(a, w, hook, scale);
+  const int pair = threadIdx.x % 4 * 2;
+#pragma unroll 1
+  for (int i = 0; i < shape::KEYS / 2; i++) {
+    const typename decltype(score)::C *k, *v;
+    const wgmma_key at = score.find(tile * shape::KEYS + i / 4 * 8 + pair + (i & 1), k, v);
+    const float s = score(r0 + (i & 2 ? 8 : 0), at, k);
     /* Registers have no index at run time. */
 #pragma unroll
     for (int j = 0; j < shape::KEYS / 2; j++) x.s[j] = j == i ? s : x.s[j];
   }
+}
+
+/* Computes a warp's sums again where V of keys that a row does not see has made them NaN; r is
+ * the first of its sixteen rows. All of them see the keys at positions low ... high. */
+template <class T, bool BIASED, class H, class M, class shape>
+__device__ __forceinline__ void sums_again(const kvl_paged_attention_args &a,
+                                           const wgmma_work &w, int r, int low, int high,
+                                           const H &hook, float scale,
+                                           wgmma_state<M, shape> &x) {
+  const score_again<T, BIASED, H, shape> score(a, w, hook, scale);
+  using C = typename score_again<T, BIASED, H, shape>::C;
+  const int keys = w.tiles * shape::KEYS, count = w.rows().count, lane = threadIdx.x % WARP;
+  const C *k, *v;
+  auto hidden = [&](int key) -> const C * {
+    const wgmma_key at = score.find(key, k, v);
+    const bool all_see = !H::ACTIVE && at.position >= low && at.position <= high;
+    return at.physical < 0 || all_see ? nullptr : v;
+  };
+  if (!hides_poison<C>(keys, shape::D, hidden)) return;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+      const int row = r + 8 * half + i;
+      if (row >= count) break;
+      const float shift = finite_shift(__shfl_sync(ALL_LANES, x.m[half], 4 * i));
+      float sums[shape::D / WARP];
+      row_again<C>(sums, keys, shape::D, [&](int key, const C *&seen) {
+        const wgmma_key at = score.find(key, k, v);
+        const float s = at.physical < 0 ? -INFINITY : score(row, at, k);
+        seen = s == -INFINITY ? nullptr : v;
+        return exp2_fast(s * scale - shift);
+      });
+      mend_row<shape::D>(sums, lane / 4 == i, [&](int n, int c) -> float & {
+        return x.out[4 * n + 2 * half + c];
+      });
+    }
 }
 
 #endif

@@ -16,6 +16,8 @@
 --   scales   "k", "v", "both": of an f8e4m3 cache, random, one a KV head
 --   forget   nothing is left of the keys that no row's window has: their blocks are not
 --            in the tables
+--   poison   V of these keys, counted from a sequence's end (1: the last), is NaN, inf
+--            and -inf in turn; f8e4m3 has no infinities
 local kv = require "kvlab"
 local ffi = require "ffi"
 local support = require "spec.support"
@@ -102,6 +104,27 @@ local function forget_blocks(c, paged, starts)
   end
 end
 
+local POISON = { NAN, INF, -INF }
+
+--- Writes the poison into V of the cache, in every KV head; one key has all its dims
+-- poisoned, the next has every third.
+local function poison_values(c, paged)
+  local layout, cache = paged.layout, paged.cache
+  for s, len in ipairs(c.lens) do
+    for i, back in ipairs(c.poison) do
+      local p = len - back
+      local entry = (s - 1) * paged.max_blocks + math.floor(p / c.block_size) + 1
+      for h = 0, p >= 0 and layout.kv_heads - 1 or -1 do
+        local lane = (paged.tables[entry] * 2 + 1) * layout.kv_heads + h
+        local at = (lane * c.block_size + p % c.block_size) * layout.head_dim
+        for d = 1, layout.head_dim, i % 2 == 1 and 1 or 3 do
+          cache[at + d] = c.dtype == "f8e4m3" and NAN or POISON[(i - 1) % 3 + 1]
+        end
+      end
+    end
+  end
+end
+
 --- The parents of the new tokens, for each row of q the row that it follows or -1, and
 -- what kvl_attention.tree says of them: two words for each row.
 local function tree_of(c, starts)
@@ -164,6 +187,7 @@ M.inputs = support.latest(function(c)
   local tree, tree_words
   a.parents, tree, tree_words = tree_of(c, starts)
   if c.forget then forget_blocks(c, paged, starts) end
+  if c.poison then poison_values(c, paged) end
   local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection,
                    tree = tree, tree_words = tree_words }
   if c.slots then

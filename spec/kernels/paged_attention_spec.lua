@@ -280,6 +280,50 @@ topic("puts a draft tree over slots with gaps, joined to another attention",
   with(in_slots, { rows = { 30, 7, 1 }, tree = true, alibi = false, slots = "gaps",
     lens = { 500, 39, 1 }, prev = true, parts = 2 }))
 
+-- A row's result is that of the keys that it sees, whatever the others hold: a key that
+-- is hidden from a row lies in a tile with keys that it sees, and other rows see it.
+local poisoned = {}
+for i, dim in ipairs { 64, 80, 96, 128, 192, 256 } do
+  for j, rows in ipairs { { 1, 2, 6 }, { 40, 3, 2 }, { 150, 30, 9 } } do
+    local dtype = ({ "bf16", "f16", "f8e4m3", "f32" })[(i + j) % 4 + 1]
+    poisoned[#poisoned + 1] = { lens = { 300, 33, 9 }, rows = rows, group = j,
+      kv_heads = 2, head_dim = dim, dtype = dtype,
+      block_size = ({ 16, 5, 64 })[(i + 2 * j) % 3 + 1],
+      scales = dtype == "f8e4m3" and "both" or nil, seed = 10 * i + j,
+      poison = { 1, j == 3 and 70 or 2, 7 }, soft_cap = i == 4 and 3 or nil }
+  end
+end
+topic("keeps NaN and inf in V of later keys from a row", poisoned)
+local behind = {}
+for i, c in ipairs(poisoned) do
+  for _, far in ipairs { 10, 40 } do
+    local copy = {}
+    for name, value in pairs(c) do copy[name] = value end
+    copy.window, copy.soft_cap = far, nil
+    copy.poison = { far + c.rows[1] - 1, far + 1, far }
+    copy.select = ({ nil, "heads", "shared" })[i % 3]
+    copy.prev = i % 2 == 0 or nil
+    behind[#behind + 1] = copy
+  end
+end
+topic("keeps NaN and inf in V of keys before a window from a row", behind)
+topic("keeps NaN and inf in V of other branches of a tree from a row", {
+  { lens = { 90, 64 }, rows = { 9, 40 }, block_size = 16, kv_heads = 2, group = 4,
+    head_dim = 64, dtype = "bf16", tree = true, poison = { 3, 6 } },
+  { lens = { 90, 64 }, rows = { 9, 40 }, block_size = 8, group = 1, head_dim = 128,
+    dtype = "f16", tree = true, poison = { 2, 8 }, seed = 5 },
+  { lens = { 40 }, rows = { 6 }, block_size = 16, group = 2, head_dim = 80,
+    dtype = "bf16", tree = true, poison = { 3 }, seed = 3 },
+  { lens = { 40 }, rows = { 6 }, block_size = 16, group = 2, tree = true,
+    poison = { 3 } },
+})
+topic("divides long work with NaN in V, and joins it", {
+  { lens = { 3000 }, rows = { 3 }, block_size = 16, group = 4, head_dim = 128,
+    dtype = "bf16", poison = { 1, 2 } },
+  { lens = { 3000 }, rows = { 12 }, block_size = 16, group = 2, head_dim = 64,
+    dtype = "bf16", window = 2500, poison = { 2505, 2509 } },
+})
+
 --- Everything with everything, by a seed.
 local function mixtures(n)
   local rng, list = support.rng(2026), {}
