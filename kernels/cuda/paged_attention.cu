@@ -256,7 +256,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
   return with_wgmma_shape<D>(a, true, [&](auto s) {
     using shape = decltype(s);
     wgmma_plan plan;
-    plan_wgmma<shape>(a, q->sm_count, plan);
+    plan_wgmma<shape>(a, q->device, q->sm_count, plan);
     return launch_planned<T, shape>(
         a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
@@ -304,6 +304,18 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
 }  // namespace
 }  // namespace kvl
 
+/* The shared memory that a thread block of a decode with 16-bit queries needs, at most. */
+extern "C" int kvl_cuda_decode_shared(void) {
+  using namespace kvl;
+  int most = 0;
+  for (int bytes :
+       {decode_shape<64, false>::SHARED_BYTES, decode_shape<128, false>::SHARED_BYTES,
+        decode_shape<256, false>::SHARED_BYTES, decode_shape<64, true>::SHARED_BYTES,
+        decode_shape<128, true>::SHARED_BYTES, decode_shape<256, true>::SHARED_BYTES})
+    if (bytes > most) most = bytes;
+  return most;
+}
+
 KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
   const kvl_paged_attention_args &a = h.base;
@@ -312,7 +324,7 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   int device = 0;
   cudaGetDevice(&device);
   const size_t wgmma = kvl::wgmma_takes(a, device, h.hook)
-                           ? kvl::wgmma_bytes(a, sm_count, h.hook)
+                           ? kvl::wgmma_bytes(a, device, sm_count, h.hook)
                            : 0;
   return decode > wgmma ? decode : wgmma;
 }

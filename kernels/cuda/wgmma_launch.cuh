@@ -81,10 +81,18 @@ inline int lanes_beside(int lanes, int sm_count) {
   return side;
 }
 
+/* The device's L2 cache in bytes. */
+inline int64_t l2_bytes(int device) {
+  int bytes = 0;
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device);
+  return bytes;
+}
+
 /* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
  * and may be NULL when only its size is asked for. */
 template <class shape>
-size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &plan) {
+size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
+                  wgmma_plan &plan) {
   const int group = (int)(a.heads / a.cache.kv_heads);
   const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
@@ -119,8 +127,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int sm_count, wgmma_plan &p
     return parts * (shape::D + 1) * sizeof(float) + (plan.entries + 1) * sizeof(uint32_t);
   }
   /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
-  const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4), l2 = 25 << 20;
-  int64_t section = l2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
+  const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4);
+  int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
   plan.section = (int)(section < plan.lanes ? section : plan.lanes);
@@ -160,7 +168,7 @@ template <class T, class shape, bool BIASED>
 int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   constexpr auto kernel = paged_wgmma<T, shape, BIASED>;
   wgmma_plan plan;
-  plan_wgmma<shape>(a, q->sm_count, plan);
+  plan_wgmma<shape>(a, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
       a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
         int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
@@ -198,11 +206,12 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
 }
 
 /* The bytes of the workspace of a call that wgmma_takes. */
-inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
+inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_count,
+                          bool hooked) {
   return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
     return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
       wgmma_plan plan;
-      return plan_wgmma<decltype(shape)>(a, sm_count, plan);
+      return plan_wgmma<decltype(shape)>(a, device, sm_count, plan);
     });
   });
 }

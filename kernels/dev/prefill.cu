@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(shape::THREADS, 1)
 template <class T, class shape, class H>
 int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   wgmma_plan plan;
-  plan_wgmma<shape>(a, q->sm_count, plan);
+  plan_wgmma<shape>(a, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
       a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
         allow_shared<hooked_wgmma<T, shape, H>>(q, shape::SHARED_BYTES);

@@ -17,6 +17,7 @@
 using namespace kvl_cuda;
 
 enum { CAPABILITY_MIN = 80 };
+extern "C" int kvl_cuda_decode_shared(void); /* paged_attention.cu */
 
 static thread_local char words_last[KVL_WORDS_MAX];
 
@@ -59,6 +60,12 @@ int device_describe(device_ctx *d) {
   if (p.major * 10 + p.minor < CAPABILITY_MIN)
     return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed", p.name,
                 p.major, p.minor);
+  if ((int)p.sharedMemPerBlockOptin < kvl_cuda_decode_shared())
+    return fail(KVL_ERR_UNSUPPORTED,
+                "%s gives a thread block %d KiB of shared memory, decode needs %d KiB: kvlab "
+                "runs on H100 and H200 so far",
+                p.name, (int)(p.sharedMemPerBlockOptin >> 10),
+                (kvl_cuda_decode_shared() + 1023) >> 10);
   d->capability = p.major * 10 + p.minor;
   d->sm_count = p.multiProcessorCount;
   d->shared_optin = (int)p.sharedMemPerBlockOptin;
@@ -178,6 +185,7 @@ workspace_of *const workspaces[] = {
 
 size_t workspace(void *ctx, enum kvl_op op, const void *args) {
   if ((unsigned)op >= KVL_OP_COUNT || !workspaces[op]) return 0;
+  if (enter(ctx) < 0) return 0; /* and then launch fails */
   return workspaces[op](args, ((const device_ctx *)ctx)->sm_count);
 }
 
