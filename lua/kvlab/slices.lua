@@ -4,11 +4,10 @@
 --
 --   local task = slices.task(function() return tokenizer:encode(text) end)
 --   repeat local is_done, ok, ids = slices.run(task, 1000) until is_done
-local C = require("kvlab.library").C
-
 local M = {}
 
 local thread, ns_end -- of the task that runs
+local C -- the library, for its clock; texts that are read without it have no tasks
 
 ---@class kvlab.Task
 ---@field thread thread
@@ -35,6 +34,7 @@ function M.task(fn) return { thread = coroutine.create(fn) } end
 ---@return boolean|nil ok    as of pcall
 ---@return any result
 function M.run(task, us, why)
+  C = C or require("kvlab.library").C
   thread, ns_end = task.thread, C.kvl_clock_ns() + us * 1000
   local ok, result = coroutine.resume(task.thread, why)
   thread = nil

@@ -107,13 +107,17 @@ local function over(self, selection, ctx, out, lse, hook, emitters)
     local blocks = counter:selected(ctx, selection)
     if hook then counter:add(blocks * hook:bytes_block()) end
   end
+  self.has_counted = true
   if ctx.is_prefill and (hook or emitters) then
-    return kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx,
-      out, lse)
+    out = kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx, out,
+      lse)
   elseif hook then
-    return hook:attend(self, reader, selection, ctx, out, lse)
+    out = hook:attend(self, reader, selection, ctx, out, lse)
+  else
+    out = reader:attend(self, selection, ctx, out, lse)
   end
-  return reader:attend(self, selection, ctx, out, lse)
+  self.has_counted = nil
+  return out
 end
 
 --- What such a layer computes in place of a policy, whose hook has no part in it, too.
@@ -245,7 +249,8 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   local journal = self.cache.journal
   if journal.is_open then note_step(self, journal, batch.seqs) end
   self.batch, self.ends_prompts = batch, ends_prompts
-  self.hook, self.reads_again = nil, nil -- in case that the last step was interrupted
+  -- in case that the last step was interrupted
+  self.hook, self.reads_again, self.has_counted = nil, nil, nil
   self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
@@ -387,6 +392,9 @@ end
 function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, prev_lse,
                                 is_past)
   local call = self.call
+  if ctx.reads and self.probe and not self.has_counted then
+    ctx.reads:selected(ctx, selection)
+  end
   call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
   call.starts, call.selection, call.slots = ctx.starts, selection, slots
   call.tree = ctx.tree

@@ -115,6 +115,18 @@ describe("what a step reads", function()
     assert.near(keys_and_values + 1 / (2 * SIZE) / 2, counted, 1e-12)
   end)
 
+  it("is counted where a policy attends by itself", function()
+    local policy = kv.policy.define { name = "by_itself", decode = true, own_bytes = 0,
+      compute_decode = function(_, attention, ctx, out)
+        local two = kv.from(cpu, "i32", { 1, 1, 2 }, { 3, 7 })
+        return attention:attend_slots(ctx, ctx.cache, two, nil, out), two
+      end }
+    local bytes = KEY * 2 * SIZE * 2
+    local seen = metrics(policy())
+    assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6)
+    assert.near(2, seen.blocks_read, 1e-9)
+  end)
+
   it("contains what a policy inside of another one reads of its own", function()
     local path = temporary.file("", "own.lua")
     named.give("policies", "own", path, kv.policy.define { name = "own", decode = true,
