@@ -192,14 +192,14 @@ support.each_device(function(dev)
         ["append: count 1 is 1.5, expected a whole number >= 0"] = { { a }, { 1.5 } },
         ["append: count 1 is nan, expected a whole number >= 0"] = { { a }, { 0 / 0 } },
         ['append: count 1 is "2", expected a whole number >= 0'] = { { a }, { "2" } },
-        ["append: count 2 is nil, expected a whole number >= 0"] = { { a, b }, { 1 } },
+        ["append: 1 counts, expected one for each of 2 sequences"] = { { a, b }, { 1 } },
         ["append: sequence 2 is nil, expected a sequence"] =
           { { a, nil, b }, { 1, 1, 1 } },
         ["append: sequence 2 is listed twice, expected once"] = { { a, a }, { 1, 1 } },
         ["append: sequence 1 is a table, expected a sequence"] = { { {} }, { 1 } },
         ["append: seqs is nil, expected a table"] = {},
         ["append: counts is 1, expected a table"] = { { a }, 1 },
-        ["append: token 2 is nil, expected a whole number"] = { { a }, { 2 }, { 1 } },
+        ["append: 1 tokens, expected 2, as many as counts add up to"] = { { a }, { 2 }, { 1 } },
         ["append: token 1 is 0.5, expected a whole number"] = { { a }, { 1 }, { 0.5 } },
         ["append: tokens is 5, expected a table"] = { { a }, { 1 }, 5 },
       } do

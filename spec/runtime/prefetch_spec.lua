@@ -278,7 +278,7 @@ describe("prefetch", function()
     end
     refused("block 1 is 12, expected 0 ... 11", { blocks = { 1, 12 } })
     refused("block 0 is -1, expected 0 ... 11", { blocks = { -1 } })
-    refused("block 2 is x, expected a number", { blocks = { 1, "x" } })
+    refused('block 2 is "x", expected a whole number', { blocks = { 1, "x" } })
     refused("4 keys for 5 blocks", { blocks = { 1, 2, 3, 4, 5 } })
     refused("keys is missing, expected an array of kvl_key", { keys = "nil" })
     refused("cache is missing, expected a cache", { cache = "nil" })
