@@ -199,7 +199,8 @@ support.each_device(function(dev)
         ["append: sequence 1 is a table, expected a sequence"] = { { {} }, { 1 } },
         ["append: seqs is nil, expected a table"] = {},
         ["append: counts is 1, expected a table"] = { { a }, 1 },
-        ["append: 1 tokens, expected 2, as many as counts add up to"] = { { a }, { 2 }, { 1 } },
+        ["append: 1 tokens, expected 2, as many as counts add up to"] =
+          { { a }, { 2 }, { 1 } },
         ["append: token 1 is 0.5, expected a whole number"] = { { a }, { 1 }, { 0.5 } },
         ["append: tokens is 5, expected a table"] = { { a }, { 1 }, 5 },
       } do
