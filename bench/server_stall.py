@@ -57,6 +57,11 @@ def kinds():
     yield "detokenize 1 000 000 ids", ("/detokenize", json.dumps({"tokens": [64] * 1000000}))
     yield "accents, 200 KB, no end", ("/tokenize", json.dumps(
         {"prompt": "e" + "\u0301\u0316" * 50000}, ensure_ascii=False))
+    echoed = {"prompt": [5, 6, 7, 8] * 1000, "echo": True, "logprobs": 20}
+    yield "echo with log-probabilities", completion(**echoed)
+    yield "the same, streamed", completion(**echoed, stream=True)
+    yield "4 answers with them", completion([5, 6, 7], max_tokens=1000, n=4, logprobs=20,
+                                            ignore_eos=True)
 
 
 MODEL = """

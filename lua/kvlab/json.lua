@@ -91,6 +91,7 @@ end
 
 local function encode_table(value, state, path, level)
   if level > DEPTH_MAX then error(path .. " is nested too deeply, or in itself", 0) end
+  rest()
   local items = {}
   if value[1] ~= nil or getmetatable(value) == array_mt then
     if count(value) ~= #value then error(path .. " has list items and other keys", 0) end

@@ -1,5 +1,6 @@
 --- What the API answers: the objects of completions and chats, whole or in chunks.
 local json = require "kvlab.json"
+local rest = require("kvlab.slices").rest
 local unicode = require "kvlab.text.unicode"
 local version = require "kvlab.version"
 
@@ -10,9 +11,6 @@ local ORDER = { order = { "id", "object", "created", "model", "system_fingerprin
   "choices",
                           "usage", "index", "role", "content", "message", "delta",
                             "text" } }
-
---- The JSON of an answer.
-function M.encode(object) return json.encode(object, ORDER) end
 
 -- ---- tokens ---------------------------------------------------------------------------
 
@@ -55,6 +53,7 @@ function M.completion_logprobs(tokenizer, list, offset)
     end
     local _, continued = bytes_of(tokenizer, one.id):gsub("[\128-\191]", "")
     offset = offset + #bytes_of(tokenizer, one.id) - continued
+    rest()
   end
   return out, offset
 end
@@ -73,6 +72,7 @@ function M.chat_logprobs(tokenizer, list)
     for j, other in ipairs(one.top) do
       content[i].top_logprobs[j] = chat_token(tokenizer, other.id, other.logprob)
     end
+    rest()
   end
   return { content = content, refusal = json.null }
 end
@@ -115,15 +115,20 @@ local function listed(job, first)
   return list
 end
 
---- The log-probabilities of what was not sent yet.
-local function logprobs_of(tokenizer, job)
+--- The log-probabilities of what was not sent yet: a list, which `encode` writes.
+local function logprobs_of(job)
   local asked, first = job.call.asked, (job.sent or 0) + 1
   if not asked.logprobs then return json.null end
   local list = listed(job, first)
-  job.sent = #job.own.answer.ids
-  if asked.is_chat then return M.chat_logprobs(tokenizer, list) end
-  local object
-  object, job.offset = M.completion_logprobs(tokenizer, list, job.offset or 0)
+  list.job, job.sent = job, #job.own.answer.ids
+  return list
+end
+
+local function written(tokenizer, list)
+  local job = list.job
+  if job.call.asked.is_chat then return M.chat_logprobs(tokenizer, list) end
+  local object, offset = M.completion_logprobs(tokenizer, list, job.offset or 0)
+  job.offset = offset
   return object
 end
 
@@ -144,7 +149,7 @@ function M.whole(tokenizer, call)
   for i, job in ipairs(call.jobs) do
     local text = not job.drops and job.own.answer.text or ""
     local choice = { index = job.index, finish_reason = reason_of(job),
-                     logprobs = logprobs_of(tokenizer, job) }
+                     logprobs = logprobs_of(job) }
     if asked.is_chat then
       choice.message = { role = "assistant", content = text, refusal = json.null }
     else
@@ -158,16 +163,15 @@ function M.whole(tokenizer, call)
 end
 
 --- A chunk of one choice. `text` nil: the first of a chat, or the last of a choice.
----@param tokenizer kvlab.text.Tokenizer
 ---@param job table
 ---@param text string|nil
 ---@param is_last boolean
 ---@param extra table|nil  what kvlab adds
-function M.chunk(tokenizer, job, text, is_last, extra)
+function M.chunk(job, text, is_last, extra)
   local choice = { index = job.index, finish_reason = is_last and reason_of(job)
     or json.null,
                    kvlab = extra, logprobs = json.null }
-  if text or is_last then choice.logprobs = logprobs_of(tokenizer, job) end
+  if text or is_last then choice.logprobs = logprobs_of(job) end
   if job.call.asked.is_chat then
     choice.delta = {}
     if not job.has_role then
@@ -185,6 +189,35 @@ function M.usage_chunk(call)
   local object = frame(call, {}, true)
   object.usage = M.usage(call)
   return object
+end
+
+-- ---- their JSON -----------------------------------------------------------------------
+
+--- How many log-probabilities an object holds: most of the work that its JSON is.
+---@param object table  of `whole`, `chunk` or `usage_chunk`
+---@return integer
+function M.size(object)
+  local size = 0
+  for _, choice in ipairs(object.choices) do
+    local list = choice.logprobs
+    if list ~= json.null then
+      size = size + #list * (1 + list.job.call.asked.logprobs)
+    end
+  end
+  return size
+end
+
+--- The JSON of an answer, in slices. The chunks of a choice are encoded in their order,
+-- each of them once.
+---@param object table
+---@param tokenizer? kvlab.text.Tokenizer  where there may be log-probabilities
+---@return string
+function M.encode(object, tokenizer)
+  for _, choice in ipairs(object.choices or {}) do
+    local list = choice.logprobs
+    if list ~= json.null then choice.logprobs = written(tokenizer, list) end
+  end
+  return json.encode(object, ORDER)
 end
 
 return M

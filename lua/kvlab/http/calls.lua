@@ -19,16 +19,53 @@ Calls.__index = Calls
 
 local function now_s() return tonumber(C.kvl_clock_ns()) * 1e-9 end
 
----@param o table  engine, tokenizer, policies, metrics, name, limits, log
+---@param o table  engine, tokenizer, policies, metrics, tasks, name, limits, finished
 ---@return kvlab.http.Calls
 function M.new(o)
   local engine = o.engine
   return setmetatable({
     engine = engine, tokenizer = o.tokenizer, policies = o.policies, metrics = o.metrics,
-    name = o.name, limits = o.limits, live = {}, queue = {}, running = {}, reserved = 0,
+    tasks = o.tasks, name = o.name, limits = o.limits, live = {}, queue = {},
+    running = {}, reserved = 0,
     server = serve.serve { engine = engine, keep = false }, count = 0,
     finished = o.finished,
   }, Calls)
+end
+
+-- ---- an answer is written -------------------------------------------------------------
+
+local SMALL = 2 ^ 9     -- log-probabilities of a part that is written at once: some ms
+local BYTES_NUMBER = 32 -- of JSON for each of them, about
+
+local fail
+
+--- Writes the parts of an answer that wait.
+local function write_waiting(self, call)
+  local ok, why = pcall(function()
+    while call.waiting[1] and not call.is_over do table.remove(call.waiting, 1)() end
+  end)
+  call.waiting = nil
+  if ok or call.is_over then return end
+  if C.kvl_interrupted() ~= 0 then error(why, 0) end
+  if call.exchange:is_gone() then return end -- look_after ends the call
+  if not problem.is(why) then
+    why = problem.new(500, "the answer cannot be written: " .. tostring(why))
+  end
+  fail(self, call, why)
+end
+
+--- Calls fn, which writes a part of an answer: at once, or in a task of the call where
+-- the part is large or others wait.
+local function write(self, call, size, fn)
+  if not call.waiting and size <= SMALL then return fn() end
+  if call.waiting then
+    table.insert(call.waiting, fn)
+    return
+  end
+  call.waiting = { fn }
+  self.tasks:add(call.exchange, size * BYTES_NUMBER, function()
+    write_waiting(self, call)
+  end)
 end
 
 -- ---- a call begins --------------------------------------------------------------------
@@ -54,9 +91,16 @@ local function block_names(self, ids)
   return names
 end
 
-local function send(self, call, object)
-  local waiting = call.exchange:send("data: " .. answers.encode(object) .. "\n\n")
+local function put(self, call, text)
+  local waiting = call.exchange:send("data: " .. text .. "\n\n")
   if waiting > self.limits.unsent then call.is_stuck = true end
+end
+
+--- Sends a chunk of a stream.
+local function send(self, call, object)
+  write(self, call, answers.size(object), function()
+    put(self, call, answers.encode(object, self.tokenizer))
+  end)
   return not call.is_stuck
 end
 
@@ -98,9 +142,8 @@ local function new_job(self, call, prompt, k)
   request.watch = asked.watch or nil
   if asked.stream then
     job.own.on_text = function(text)
-      return send(self, call, answers.chunk(self.tokenizer, job, with_echo(self, job,
-        text),
-        false, reads_of(job)))
+      return send(self, call, answers.chunk(job, with_echo(self, job, text), false,
+        reads_of(job)))
     end
   end
   return job
@@ -112,11 +155,11 @@ local function begin_stream(self, call)
     local extra = call.asked.watch and { block_size = self.engine.cache.block_size,
       blocks = block_names(self, job.prompt.ids) } or nil
     if call.asked.is_chat or extra then
-      send(self, call, answers.chunk(self.tokenizer, job, nil, false, extra))
+      send(self, call, answers.chunk(job, nil, false, extra))
     end
     if call.asked.echo and not call.asked.logprobs then
-      send(self, call, answers.chunk(self.tokenizer, job,
-        answers.echo(self.tokenizer, job.prompt), false))
+      send(self, call, answers.chunk(job, answers.echo(self.tokenizer, job.prompt),
+        false))
     end
   end
 end
@@ -200,7 +243,7 @@ local function drop(self, call, status)
 end
 
 --- A call cannot be answered.
-local function fail(self, call, p)
+function fail(self, call, p)
   if call.exchange.is_begun then
     call.exchange:send("data: " .. problem.encode(p) .. "\n\ndata: [DONE]\n\n")
     call.exchange:close()
@@ -210,16 +253,23 @@ local function fail(self, call, p)
   drop(self, call, p.status)
 end
 
+--- All answers of a call are complete.
 local function complete(self, call)
   local x = call.exchange
   if call.asked.stream then
     if call.asked.usage then send(self, call, answers.usage_chunk(call)) end
-    x:send "data: [DONE]\n\n"
-    x:close()
-  else
-    x:answer(200, "application/json", answers.encode(answers.whole(self.tokenizer, call)))
+    write(self, call, 0, function()
+      x:send "data: [DONE]\n\n"
+      x:close()
+      drop(self, call, 200)
+    end)
+    return
   end
-  drop(self, call, 200)
+  local object = answers.whole(self.tokenizer, call)
+  write(self, call, answers.size(object), function()
+    x:answer(200, "application/json", answers.encode(object, self.tokenizer))
+    drop(self, call, 200)
+  end)
 end
 
 --- An answer is complete.
@@ -229,7 +279,7 @@ local function finish_job(self, job)
     return fail(self, call, problem.new(500, "the answer failed: " .. tostring(why)))
   end
   if call.asked.stream then
-    send(self, call, answers.chunk(self.tokenizer, job, with_echo(self, job), true,
+    send(self, call, answers.chunk(job, with_echo(self, job), true,
       reads_of(job)))
   end
   call.left = call.left - 1

@@ -123,7 +123,7 @@ function M.http_server(o)
   self.asked, self.tasks = asked.new(self), tasks.new(limits.request_s)
   self.calls = calls.new {
     engine = self.engine, tokenizer = self.tokenizer, policies = self.policies,
-    metrics = self.metrics, name = self.name, limits = limits,
+    metrics = self.metrics, tasks = self.tasks, name = self.name, limits = limits,
     finished = function(call, status, generated)
       self:note(call.exchange, status, #call.jobs > 0 and generated)
     end,
@@ -389,8 +389,8 @@ end
 --- Ends all requests and connections. The model stays open.
 function HttpServer:close()
   local why = problem.new(503, "the server stops", { code = "server_stops" })
-  self.tasks:close(why)
   self.calls:close(why)
+  self.tasks:close(why)
   self.http:close()
   closed(self, "server")
 end

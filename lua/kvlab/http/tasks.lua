@@ -1,5 +1,6 @@
---- Requests that are being read: parsed, checked and tokenized, all of it in slices
--- between the steps of the model, so that a large one holds up nobody.
+--- Requests that are being read: parsed, checked and tokenized, and answers that are
+-- being written. All of it is done in slices between the steps of the model, so that a
+-- large one holds up nobody.
 --
 -- Requests of about the same size wait for each other; those of different sizes take
 -- turns. So a small request never waits for a large one, and of the large ones, which
@@ -26,7 +27,7 @@ end
 
 local function now_s() return tonumber(C.kvl_clock_ns()) * 1e-9 end
 
---- Adds the work that a request asks for.
+--- Adds the work that a request asks for. It ends when its exchange is closed.
 ---@param exchange kvlab.http.Exchange
 ---@param bytes integer  how large it is
 ---@param fn function
@@ -44,7 +45,7 @@ end
 -- answer that, has to come to its end.
 local function reason_to_end(self, task)
   if not task.has_begun or task.is_given_up then return nil end
-  if task.exchange.is_open and task.exchange:is_gone() then
+  if not task.exchange.is_open or task.exchange:is_gone() then
     return problem.new(499, "the client has left")
   elseif now_s() > task.until_s then
     return problem.new(504, ("the request was not read after %g s"):format(

@@ -1,5 +1,5 @@
---- Large requests are read in slices: the others get their tokens meanwhile, and small
--- requests do not wait for large ones.
+--- Large requests are read in slices, and large answers written in slices: the others get
+-- their tokens meanwhile, and small requests do not wait for large ones.
 local client = require "spec.http_client"
 local goldens = require "spec.lua.text.goldens"
 local json = require "kvlab.json"
@@ -122,6 +122,116 @@ describe("a large request", function()
       local ids = words:encode(text)
       assert.same(ids, words:encode(text, { most = #ids }))
       if #ids > 0 then assert.is_nil(words:encode(text, { most = #ids - 1 })) end
+    end
+  end)
+end)
+
+describe("a large answer", function()
+  local ids = json.array {}
+  for i = 1, 240 do ids[i] = 5 + i % 90 end
+
+  --- The prompt echoed 16 times, with 81 000 log-probabilities in all.
+  local function ask(server, stream)
+    return client.start(server, "POST", "/v1/completions", { prompt = ids, echo = true,
+      n = 16, logprobs = 20, max_tokens = 1, temperature = 0, stream = stream })
+  end
+
+  local function open_wide()
+    return servers.open({}, { blocks = 1024, max_seqs = 16, chunk = 256 })
+  end
+
+  --- Runs a server until it has begun to write the answer.
+  local function begin_answer(server, stream)
+    local one = ask(server, stream)
+    processes.wait_until(function()
+      server:turn(0)
+      one:read()
+      local task = server.calls:is_busy() and server.calls.live[1].waiting
+      return task and server.tasks.count == 1
+    end, "the answer")
+    return one
+  end
+
+  --- How many completions had each status.
+  local function statuses(metrics)
+    local out = {}
+    for key, count in pairs(metrics.answers) do
+      out[key:match 'status="(%d+)"'] = count
+    end
+    return out
+  end
+
+  --- The log-probabilities of each answer, put together.
+  local function listed(answer, stream)
+    local lists, objects = {}, stream and {} or { answer:json() }
+    for text in (stream and answer.body or ""):gmatch "data: ({.-)\n\n" do
+      objects[#objects + 1] = json.decode(text)
+    end
+    for _, object in ipairs(objects) do
+      for _, choice in ipairs(object.choices) do
+        local list = lists[choice.index] or {}
+        lists[choice.index] = list
+        if choice.logprobs ~= json.null then
+          for i, top in ipairs(choice.logprobs.top_logprobs) do
+            list[#list + 1] = { choice.logprobs.tokens[i], choice.logprobs.text_offset[i],
+                                top }
+          end
+        end
+      end
+    end
+    return lists
+  end
+
+  it("lets the others go on while it is written, whole and streamed", function()
+    local server, whole = open_wide(), nil
+    for _, stream in ipairs { false, true } do
+      local one, longest, is_written = ask(server, stream), 0, false
+      processes.wait_until(function()
+        is_written = is_written or #server.calls.running == 0 and server.calls:is_busy()
+          and #server.calls.queue == 0
+        local before = os.clock()
+        server:turn(0)
+        if is_written then longest = math.max(longest, os.clock() - before) end
+        one:read()
+        return one.is_over
+      end, "the answer")
+      assert.is_true(is_written, "nothing was left to write after the last step")
+      assert.is_true(longest < 0.1, ("%.3f s"):format(longest))
+      assert.equal(200, one:answer().status)
+      local lists = listed(one:answer(), stream)
+      for i = 0, 15 do assert.equal(241, #lists[i]) end
+      whole = whole or lists
+      assert.same(whole[7], lists[7])
+      one:close()
+    end
+    assert.same({ ["200"] = 2 }, statuses(server.metrics))
+  end)
+
+  it("ends when its client leaves, when its time is over, and with the server", function()
+    for _, stream in ipairs { false, true } do
+      local server = open_wide()
+      local metrics = server.metrics
+      begin_answer(server, stream):close()
+      processes.wait_until(function()
+        server:turn(0)
+        return not server.calls:is_busy() and server.tasks.count == 0
+      end, "the end")
+      assert.same({ ["499"] = 1 }, statuses(metrics))
+      local late = begin_answer(server, stream)
+      server.calls.live[1].deadline_s = 0
+      client.finish(server, { late })
+      assert.truthy(late.got:find('"code": "timeout"', 1, true))
+      server:turn(0)
+      assert.equal(0, server.tasks.count)
+      assert.same({ ["499"] = 1, ["504"] = 1 }, statuses(metrics))
+      local last = begin_answer(server, stream)
+      server:close()
+      processes.wait_until(function()
+        last:read()
+        return last.is_over
+      end, "the end")
+      assert.truthy(last.got:find('"code": "server_stops"', 1, true))
+      assert.same({ ["499"] = 1, ["504"] = 1, ["503"] = 1 }, statuses(metrics))
     end
   end)
 end)
