@@ -10,6 +10,7 @@ int fsync(int descriptor);
 int fileno(void *file);
 char *realpath(const char *path, char *resolved);
 void free(void *memory);
+char *strerror(int number);
 ]]
 
 --- Makes a folder and the folders above it, unless they exist.
@@ -42,23 +43,67 @@ function M.read(path)
   return text
 end
 
---- Writes a file in one step: at any instant, even after a kill, the file holds either
--- the old text or the new one.
----@param path string
----@param pieces fun(): string|nil  gives the text piece by piece, then nil
-function M.write_pieces(path, pieces)
-  local file, problem = io.open(path .. ".part", "wb")
-  if not file then error(problem, 0) end
-  local ok, piece = true, pieces()
+local EINVAL = 22
+
+--- Whether a path is that of a device or a pipe, which nothing may be renamed onto.
+local function is_special(path)
+  local file = io.open(path, "r+b")
+  if not file then return false end
+  local is_so = C.fsync(C.fileno(file)) ~= 0 and ffi.errno() == EINVAL
+  file:close()
+  return is_so
+end
+
+--- Writes pieces into an open file and closes it. Returns nil and why where a part of
+-- them may be missing.
+local function fill(file, pieces, is_synced)
+  local ok, problem, piece = true, nil, pieces()
   while ok and piece do
     ok, problem = file:write(piece)
     piece = ok and pieces()
   end
   if ok then ok, problem = file:flush() end
-  if ok then C.fsync(C.fileno(file)) end
-  file:close()
-  if ok then ok, problem = os.rename(path .. ".part", path) end
-  if not ok then error(path .. " cannot be written: " .. problem, 0) end
+  if ok and is_synced and C.fsync(C.fileno(file)) ~= 0 then
+    ok, problem = nil, ffi.string(C.strerror(ffi.errno()))
+  end
+  local is_closed, why = file:close()
+  if ok and not is_closed then ok, problem = nil, why end
+  return ok, problem
+end
+
+local function fail(path, problem) error(path .. " cannot be written: " .. problem, 0) end
+
+--- Writes a file in one step: at any instant, even after a kill, the file holds either
+-- the old text or the new one. Raises where not all of it can be written, as on a full
+-- disk. A device or a pipe is written to.
+---@param path string
+---@param pieces fun(): string|nil  gives the text piece by piece, then nil
+function M.write_pieces(path, pieces)
+  local special = is_special(path)
+  local to = special and path or path .. ".part"
+  local file, problem = io.open(to, "wb")
+  if not file then fail(path, problem:sub(#to + 3)) end
+  local was_called, ok, why = pcall(fill, file, pieces, not special)
+  if was_called and ok and not special then ok, why = os.rename(to, path) end
+  if was_called and ok then return end
+  if not special then os.remove(to) end
+  if not was_called then error(ok, 0) end
+  fail(path, why)
+end
+
+--- Adds a text to the end of a file. Raises where not all of it can be written.
+---@param path string
+---@param text string
+function M.append(path, text)
+  local file, problem = io.open(path, "ab")
+  if not file then fail(path, problem:sub(#path + 3)) end
+  local is_given = false
+  local ok, why = fill(file, function()
+    local piece = not is_given and text or nil
+    is_given = true
+    return piece
+  end)
+  if not ok then fail(path, why) end
 end
 
 --- Writes a file in one step, as write_pieces does.

@@ -24,12 +24,12 @@
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
 -- numbers. So it cannot mistake a name for a command.
 local arguments = require "kvlab.arguments"
+local files = require "kvlab.files"
 local front = require "kvlab.report.front"
 local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
 local is_finite = require("kvlab.number").is_finite
 local options = require "kvlab.options"
-local shell_line = require("kvlab.files").shell_line
 local text_table = require "kvlab.report.table"
 local timeline = require "kvlab.report.timeline"
 
@@ -286,22 +286,23 @@ end
 
 --- Runs gnuplot on a script. Returns what gnuplot writes, or nil and a reason.
 local function run(script)
-  local probe = io.popen(shell_line { "command", "-v", M.gnuplot } .. " 2>/dev/null")
+  local probe = io.popen(files.shell_line { "command", "-v", M.gnuplot }
+    .. " 2>/dev/null")
   local found = probe:read "*l"
   probe:close()
   if not found then return nil, M.gnuplot .. " is not installed: no plots are drawn" end
   local path = os.tmpname()
-  local file = assert(io.open(path, "wb"))
-  file:write(script)
-  file:close()
+  local is_written, why = pcall(files.write, path, script)
+  if not is_written then
+    os.remove(path)
+    return nil, why
+  end
   local problem_path = path .. ".problem"
-  local pipe = io.popen(("%s 2>%s"):format(shell_line { M.gnuplot, path },
-    shell_line { problem_path }))
+  local pipe = io.popen(("%s 2>%s"):format(files.shell_line { M.gnuplot, path },
+    files.shell_line { problem_path }))
   local output = pipe:read "*a"
   pipe:close()
-  file = io.open(problem_path)
-  local problem = file and file:read "*a" or ""
-  if file then file:close() end
+  local problem = files.read(problem_path) or ""
   os.remove(path)
   os.remove(problem_path)
   if output:find "%S" then return output end

@@ -3,6 +3,7 @@
 -- each 512 tokens of the input, the last one for the rest]}. Two requests share a hash id
 -- exactly when everything up to the end of its block is the same in both.
 local arguments = require "kvlab.arguments"
+local files = require "kvlab.files"
 local json = require "kvlab.json"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
@@ -69,10 +70,8 @@ function M.write(path, rows)
     if not ok then options.fail(("trace.write: rows[%d]: %s"):format(i, text)) end
     lines[i] = text .. "\n"
   end
-  local file, why = io.open(path, "w")
-  if not file then options.fail("trace.write: " .. why) end
-  for _, line in ipairs(lines) do file:write(line) end
-  file:close()
+  local ok, why = pcall(files.write, path, table.concat(lines))
+  if not ok then options.fail("trace.write: " .. why) end
 end
 
 -- ---- a workload of conversations ------------------------------------------------------

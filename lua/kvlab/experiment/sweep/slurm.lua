@@ -117,10 +117,9 @@ exec %s --shard=$shard/%d %s
     jobs[i] = sbatch { "--array=" .. tasks, "--job-name=" .. sweep.name,
       ("--output=%s/%%A_%%a.log"):format(folder), folder .. "/array.sh",
       tostring(array.offset) }
-    local note = assert(io.open(folder .. "/jobs.jsonl", "a"))
-    note:write(json.encode { job = jobs[i], offset = array.offset, count = sweep.count,
-      tasks = json.array(array.tasks) }, "\n")
-    note:close()
+    files.append(folder .. "/jobs.jsonl", json.encode { job = jobs[i],
+      offset = array.offset, count = sweep.count,
+      tasks = json.array(array.tasks) } .. "\n")
   end
   sbatch { "--dependency=afterany:" .. table.concat(jobs, ":"),
     "--job-name=" .. sweep.name .. "-merge", ("--output=%s/%%j.log"):format(folder),

@@ -2,7 +2,7 @@
 -- history that outlives the session. libedit is run one key at a time (EL_UNBUFFERED), so
 -- that Lua asks it and it never calls Lua.
 local ffi = require "ffi"
-local shell_line = require("kvlab.files").shell_line
+local files = require "kvlab.files"
 
 ffi.cdef [[
 typedef struct kvl_editline kvl_editline;
@@ -75,7 +75,8 @@ local function load_history(self)
   local file = self.path and io.open(self.path)
   if not file then
     local folder = (self.path or ""):match "^(.*)/" or "."
-    os.execute(shell_line { "mkdir", "-p", "-m", "700", "--", folder } .. " 2>/dev/null")
+    os.execute(files.shell_line { "mkdir", "-p", "-m", "700", "--", folder }
+      .. " 2>/dev/null")
     return
   end
   local lines = {}
@@ -84,12 +85,7 @@ local function load_history(self)
   local first = math.max(1, #lines - HISTORY_MAX + 1)
   for i = first, #lines do enter(self, lines[i]) end
   if #lines >= 2 * HISTORY_MAX then
-    local temporary = ("%s.%d"):format(self.path, os.time())
-    file = io.open(temporary, "w")
-    if not file then return end
-    file:write(table.concat(lines, "\n", first), "\n")
-    file:close()
-    os.rename(temporary, self.path)
+    pcall(files.write, self.path, table.concat(lines, "\n", first) .. "\n")
   end
 end
 

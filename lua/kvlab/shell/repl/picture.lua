@@ -1,5 +1,6 @@
 --- `:plot`: a tensor (or a list of numbers) as a line or a heat map, or any plot of
 -- kvlab.plot, kvlab.timeline and kvlab.record, in the terminal or in an SVG file.
+local files = require "kvlab.files"
 local plot = require "kvlab.report.plot"
 
 local M = {}
@@ -43,10 +44,7 @@ local function to_plot(value, title)
 end
 
 local function write(path, svg)
-  local file, problem = io.open(path, "wb")
-  if not file then error(problem, 0) end
-  file:write(svg)
-  file:close()
+  files.write(path, svg)
   io.stdout:write(path, "\n")
 end
 
