@@ -126,6 +126,46 @@ local function check(dev)
       assert.equal("[closed tensor]", tostring(t))
     end)
 
+    it("takes no number that its dtype cannot hold", function()
+      local words = "%s, expected a whole number that %s holds"
+      local wrong = { i32 = { 2 ^ 31, -2 ^ 31 - 1, 0.5, 0 / 0, 1 / 0, -1 / 0, 2 ^ 53 },
+                      u8 = { 256, -1, 0.5, 0 / 0 }, u64 = { -1, 2 ^ 64, 1.5, 0 / 0 },
+                      i64 = { 2 ^ 63, -2 ^ 63 - 2048, 1.5, 1 / 0 } }
+      for dtype, numbers in pairs(wrong) do
+        local t = kv.full(dev, dtype, { 2 }, 7)
+        for _, x in ipairs(numbers) do
+          local is = words:format(("is %.17g"):format(x), dtype)
+          raises("value 1 " .. is, kv.from, dev, dtype, { 3, x })
+          raises("value 1 " .. is, kv.from, dev, dtype, { { 3 }, { x } })
+          raises("value " .. is, kv.full, dev, dtype, { 2 }, x)
+          raises("value " .. is, t.fill_, t, x)
+          raises(("start is %.17g, expected a"):format(x), t.arange_, t, x)
+          local many = {}
+          for i = 1, 500 do many[i] = i % 100 end
+          many[450] = x -- when the loop is compiled
+          raises("value 449 " .. is, kv.from, dev, dtype, many)
+        end
+        if dtype ~= "u64" then assert.same({ 7, 7 }, t:list()) end
+      end
+      raises("value 0 is -1LL, expected", kv.from, dev, "u64", { -1LL })
+      raises("value 0 is 9223372036854775808ULL, expected", kv.from, dev, "i64",
+        { 2ULL ^ 63 })
+      raises("value 0 is 4294967296LL, expected", kv.from, dev, "i32", { 2LL ^ 32 })
+      raises("start + step is 0.5", kv.arange, dev, "i32", 3, 0, 0.5)
+      raises("the last element is 256", kv.arange, dev, "u8", 257)
+      raises("high - 1 is 2147483648", kv.randint, dev, "i32", { 2 }, { low = 2 ^ 31 - 9,
+        high = 2 ^ 31 + 1 })
+      assert.same({ -2 ^ 31, 2 ^ 31 - 1 }, kv.from(dev, "i32",
+        { -2 ^ 31, 2 ^ 31 - 1 }):list())
+      assert.same({ 0, 255 }, kv.from(dev, "u8", { 0, 255LL }):list())
+      assert.same({ 255, 254, 253 }, kv.arange(dev, "u8", 3, 255, -1):list())
+      assert.equal(0, #kv.arange(dev, "u8", 0, 300):list())
+      local most = { 0x7fffffffffffffffLL, -0x7fffffffffffffffLL - 1 }
+      assert.same(most, kv.from(dev, "i64", most):list())
+      assert.same({ 0xffffffffffffffffULL }, kv.from(dev, "u64",
+        { 0xffffffffffffffffULL }):list())
+    end)
+
     it("asks for more than the device has and stays usable", function()
       raises("no memory on " .. dev:name(), kv.tensor, dev, "f32", { 2 ^ 42 })
       assert.equal(3, kv.full(dev, "f32", { 1 }, 3):item())

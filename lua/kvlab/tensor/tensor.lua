@@ -150,11 +150,35 @@ function M.tensor(dev, dtype, shape)
   return open(dev, number, fill_shape(shape, 2), 2)
 end
 
---- Makes a tensor in which every element is `value`, converted to the dtype.
+-- The whole numbers that a dtype holds: low, and the first that is too high.
+local limits = { i32 = { -2 ^ 31, 2 ^ 31 }, i64 = { -2 ^ 63, 2 ^ 63 }, u8 = { 0, 2 ^ 8 },
+                 u64 = { 0, 2 ^ 64 } }
+
+--- Blames the caller for a number that a dtype of whole numbers cannot hold. The C
+-- functions store the nearest one that it can hold.
+local function expect_held(what, name, x, dtype)
+  local limit = limits[dtype]
+  if not limit or x >= limit[1] and x < limit[2] and x % 1 == 0 then return end
+  options.fail(("%s: %s is %.17g, expected a whole number that %s holds"):format(what,
+    name, x, dtype))
+end
+
+local function expect_range(n, start, step, dtype)
+  start, step = start or 0, step or 1
+  if n > 0 then expect_held("arange", "start", start, dtype) end
+  if n > 1 then
+    expect_held("arange", "start + step", start + step, dtype)
+    expect_held("arange", "the last element", start + (n - 1) * step, dtype)
+  end
+end
+
+--- Makes a tensor in which every element is `value`, rounded to a dtype of floats. One of
+-- whole numbers has to hold the value.
 ---@return kvlab.Tensor
 function M.full(dev, dtype, shape, value)
   argument("full", "value", value, FLOAT)
   local number = library.dtype(dtype)
+  expect_held("full", "value", value, dtype)
   local t = open(dev, number, fill_shape(shape, 2), 2)
   check(C.kvl_fill(t, value))
   return t
@@ -195,6 +219,7 @@ function M.arange(dev, dtype, n, start, step)
   argument("arange", "n", n, ROW)
   argument("arange", "start", start, NUMBER)
   argument("arange", "step", step, NUMBER)
+  expect_range(n, start, step, dtype)
   local t = M.tensor(dev, dtype, { n })
   check(C.kvl_arange(t, start or 0, step or 1))
   return t
@@ -237,6 +262,8 @@ end
 ---@return kvlab.Tensor
 function M.randint(dev, dtype, shape, o)
   o = options.check("randint", o, INTEGERS)
+  expect_held("randint", "low", o.low or 0, dtype)
+  expect_held("randint", "high - 1", o.high - 1, dtype)
   return (random(C.KVL_RANDOM_INTEGER, dev, dtype, shape, o.low or 0, o.high, o))
 end
 
@@ -248,6 +275,34 @@ local pointer_to = {}
 for name, ctype in pairs(ctypes) do pointer_to[name] = ffi.typeof(ctype .. "*") end
 for _, name in ipairs { "f16", "bf16" } do pointer_to[name] = ffi.typeof "uint16_t*" end
 pointer_to.f8e4m3 = ffi.typeof "uint8_t*"
+
+local int64, uint64 = ffi.typeof "int64_t", ffi.typeof "uint64_t"
+
+--- Whether a 64-bit number is among them; one that is near a limit of 64 bits is rounded
+-- when it becomes a double.
+local function is_held(x, dtype, low, high)
+  if ffi.istype(int64, x) and dtype == "u64" then return x >= 0 end
+  if ffi.istype(uint64, x) and dtype == "i64" then return x < 2 ^ 63 end
+  if ffi.istype(int64, x) and dtype == "i64" then return true end
+  if ffi.istype(uint64, x) and dtype == "u64" then return true end
+  x = tonumber(x)
+  return x >= low and x < high and x % 1 == 0
+end
+
+local function fail_value(i, x, dtype)
+  options.fail(("value %d is %s, expected a whole number that %s holds"):format(i - 1,
+    type(x) == "number" and ("%.17g"):format(x) or tostring(x), dtype))
+end
+
+--- Checks a value that is no number of Lua's: only a 64-bit number is fine.
+local function check_other(i, x, dtype, low, high)
+  local kind = type(x)
+  if kind ~= "cdata" or not tonumber(x) then -- a tensor or a pointer, say
+    options.fail(("value %d is %s, expected a number"):format(i - 1,
+      kind == "cdata" and "a cdata" or tostring(x)))
+  end
+  if low and not is_held(x, dtype, low, high) then fail_value(i, x, dtype) end
+end
 
 --- Appends the leaves of a nested table to `flat`. Sets sizes[depth], or checks it.
 local function flatten(values, depth, sizes, flat)
@@ -282,13 +337,13 @@ function M.from(dev, dtype, shape, values)
   end
   local host = array_of[dtype] and dtype or "f32" -- f16, bf16 and f8 go through f32
   local buffer = array_of[host](math.max(#flat, 1))
+  local low, high = unpack(limits[dtype] or {})
   for i = 1, #flat do
-    local kind = type(flat[i]) -- cdata: a 64-bit number, but no tensor or pointer
-    if kind ~= "number" and not (kind == "cdata" and tonumber(flat[i])) then
-      options.fail(("value %d is %s, expected a number"):format(i - 1,
-        kind == "cdata" and "a cdata" or tostring(flat[i])))
-    end
-    buffer[i - 1] = flat[i]
+    local x = flat[i]
+    local is_number = type(x) == "number"
+    if not is_number then check_other(i, x, dtype, low, high) end
+    buffer[i - 1] = x
+    if low and is_number and tonumber(buffer[i - 1]) ~= x then fail_value(i, x, dtype) end
   end
   local target = host == dtype and t or open_like(t, dtypes.f32)
   check(C.kvl_tensor_write(target, buffer, #flat * ffi.sizeof(ctypes[host])))
@@ -537,6 +592,7 @@ end
 --- Overwrites every element with a number.
 function methods.fill_(t, value)
   argument("fill_", "value", value, FLOAT)
+  expect_held("fill_", "value", value, dtype_names[t.dtype])
   check(C.kvl_fill(t, value))
   return t
 end
@@ -545,6 +601,7 @@ end
 function methods.arange_(t, start, step)
   argument("arange_", "start", start, NUMBER)
   argument("arange_", "step", step, NUMBER)
+  expect_range(tonumber(t.count), start, step, dtype_names[t.dtype])
   check(C.kvl_arange(t, start or 0, step or 1))
   return t
 end
