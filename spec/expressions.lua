@@ -24,9 +24,20 @@ end
 
 -- ---- a cache --------------------------------------------------------------------------
 
+--- Makes V of token 1, 5, 9, ... of each block NaN.
+local function poison_values(memory, o)
+  local rows = o.blocks * 2 * o.kv_heads * o.block_size
+  for row = 0, rows - 1 do
+    local token, is_v = row % o.block_size, math.floor(row / o.block_size / o.kv_heads) % 2
+    if is_v == 1 and token % 4 == 1 then
+      for x = 1, o.head_dim do memory[row * o.head_dim + x] = 0 / 0 end
+    end
+  end
+end
+
 --- A layer of a small cache, with tables and queries of some sequences.
 ---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled,
---                  wild: one number in so many is one of wild_numbers
+--                  wild: one number in so many is one of wild_numbers; poison: NaN in V
 function M.cache(dev, o, seed)
   local draw = M.draws(seed)
   local c = { o = o, dev = kv.device(dev), draw = draw }
@@ -49,9 +60,10 @@ function M.cache(dev, o, seed)
     width = math.max(width, math.ceil(length / o.block_size))
   end
   c.width, c.seqs = width + 1, seqs
-  local memory
-  c.memory, memory = make { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }
-  c.layer = memory:cast(o.dtype)
+  c.memory = numbers(o.blocks * 2 * o.kv_heads * o.block_size * o.head_dim)
+  if o.poison then poison_values(c.memory, o) end
+  c.layer = kv.from(c.dev, "f32",
+    { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }, c.memory):cast(o.dtype)
   local q
   c.q, q = make { seqs, o.kv_heads * o.group, o.head_dim }
   c.query = q:cast(o.q_dtype or "f32")

@@ -83,21 +83,6 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* The same, and whether `is` holds in one of these threads. */
-__device__ __forceinline__ bool named_any(int id, int threads, bool is) {
-  int any;
-  asm volatile("{\n"
-               ".reg .pred p;\n"
-               "setp.ne.s32 p, %3, 0;\n"
-               "bar.red.or.pred p, %1, %2, p;\n"
-               "selp.s32 %0, 1, 0, p;\n"
-               "}"
-               : "=r"(any)
-               : "r"(id), "r"(threads), "r"((int)is)
-               : "memory");
-  return any != 0;
-}
-
 }  // namespace kvl
 
 #endif

@@ -22,6 +22,7 @@
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
+ *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
@@ -46,6 +47,7 @@
 #include "paged_combine.cuh"
 #include "paged_decode.cuh"
 #include "paged_f32.cuh"
+#include "paged_mend.cuh"
 #include "paged_prefill.cuh"
 #include "wgmma_launch.cuh"
 
@@ -90,13 +92,19 @@ decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
 int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
   return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
-size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p) {
-  return p.shares == 1 ? 0 : count_parts(a, p) * (a.cache.head_dim + 1) * sizeof(float);
+/* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
+bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
+  return hooked && a.dtype != KVL_DTYPE_F32;
+}
+size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
+  const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
+  if (p.shares == 1) return notes;
+  return notes + count_parts(a, p) * (a.cache.head_dim + 1) * sizeof(float);
 }
 
 /* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
  * some of them would have nothing to do. */
-split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
+split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
   const decode_kind kind = decode_kind_of(a);
   split_place p = {};
@@ -125,7 +133,9 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count) {
   const int64_t tiles = a.seqs * (ceil_div(keys, kind.tile_keys) + 1) / p.least;
   const int64_t most = warps / p.team() / units, shares = tiles < most ? tiles : most;
   p.shares = shares < 1 ? 1 : (int)shares;
-  p.out = (float *)a.workspace;
+  char *at = (char *)a.workspace;
+  if (decode_notes(a, hooked)) p.notes = (uint8_t *)at, at += note_bytes(a);
+  p.out = (float *)at;
   p.lse = p.out + count_parts(a, p) * a.cache.head_dim;
   return p;
 }
@@ -152,7 +162,7 @@ template <class T, int D, bool F8>
 int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
   using shape = decode_shape<D, F8>;
   const kvl_paged_attention_args &a = h.base;
-  const split_place place = decode_place(a, q->sm_count);
+  const split_place place = decode_place(a, q->sm_count, h.hook);
   const int blocks = decode_blocks(place, shape::WARPS);
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
@@ -175,17 +185,18 @@ int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
   int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
   int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+  uint8_t *notes = (uint8_t *)a.workspace;
   if (h.hook) {
     hook_kernel k = {"", (int)grid.x, (int)grid.y, shape::THREADS, shape::SHARED_BYTES};
     snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D,
              same<T, C> ? "" : "_f8");
-    return launch_hooked(h, k, &a, &subgroups, q);
+    return launch_hooked(h, k, &a, &subgroups, q, &notes);
   }
   int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   paged_prefill<T, D, C>
-      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
-  return KVL_OK;
+      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups, notes);
+  return launch_mend<T, C>(a, q);
 }
 
 template <class T, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
@@ -206,7 +217,7 @@ template <class T, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cu
     paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
     return KVL_OK;
   }
-  const split_place place = decode_place(a, q->sm_count);
+  const split_place place = decode_place(a, q->sm_count, h.hook);
   const int blocks = decode_blocks(place, shape::WARPS);
   if (h.hook) {
     k.grid_x = blocks;
@@ -258,7 +269,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
     wgmma_plan plan;
     plan_wgmma<shape>(a, q->device, q->sm_count, plan);
     return launch_planned<T, shape>(
-        a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+        a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
           snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
                    shape::F8 ? "_f8" : "");
@@ -267,22 +278,40 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
   });
 }
 
-template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+/* Computes the rows again that a kernel with a hook has noted in the workspace. */
+template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
+  const uint8_t *notes = (const uint8_t *)h.base.workspace;
+  hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
+  const bool f8 = h.base.cache.dtype == KVL_DTYPE_F8E4M3;
+  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, f8 ? "_f8" : "");
+  return launch_hooked(h, k, &h.base, &notes, q);
+}
+
+template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   if (wgmma_takes(a, q->device, h.hook)) {
     if (!h.hook) return launch_wgmma<T>(a, q);
     return with_wgmma_dim(a.cache.head_dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }
-  if (a.tree && !a.starts)
-    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
-                          "a tree of one new token a sequence: give starts, too");
-  if (!a.starts) {
-    if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
-    return launch_decode_dim<T, false>(h, q);
-  }
   if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
   return launch_prefill_dim<T, T>(h, q);
+}
+
+template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue *q) {
+  if (h.base.tree)
+    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+                          "a tree of one new token a sequence: give starts, too");
+  if (h.base.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
+  return launch_decode_dim<T, false>(h, q);
+}
+
+template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  const int status = a.starts || wgmma_takes(a, q->device, h.hook)
+                         ? launch_16bit_prefill<T>(h, q)
+                         : launch_16bit_decode<T>(h, q);
+  return status < 0 || !h.hook ? status : launch_hooked_mend<T>(h, q);
 }
 
 int launch(const hooked &h, const kvl_cuda_queue *q) {
@@ -320,13 +349,12 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
   const kvl_paged_attention_args &a = h.base;
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
-  const size_t decode = a.starts ? 0 : kvl::place_bytes(a, kvl::decode_place(a, sm_count));
   int device = 0;
   cudaGetDevice(&device);
-  const size_t wgmma = kvl::wgmma_takes(a, device, h.hook)
-                           ? kvl::wgmma_bytes(a, device, sm_count, h.hook)
-                           : 0;
-  return decode > wgmma ? decode : wgmma;
+  if (kvl::wgmma_takes(a, device, h.hook))
+    return kvl::wgmma_bytes(a, device, sm_count, h.hook);
+  if (!a.starts) return kvl::place_bytes(a, kvl::decode_place(a, sm_count, h.hook), h.hook);
+  return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
 }
 
 KVL_CUDA_KERNEL(paged_attention) {

@@ -382,6 +382,15 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
 
     /* The sequence or the share ends here. */
     const query_rows rows = unit_rows(place, seq, unit);
+    if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
+      float all[2] = {};
+#pragma unroll
+      for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) all[c / 2] += out[n][c];
+      l0 += all[0] * 0.f;
+      l1 += all[1] * 0.f;
+    }
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
     __syncwarp(); /* the last tile was read */

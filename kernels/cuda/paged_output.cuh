@@ -81,6 +81,17 @@ __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const 
   for (int e = 0; e < N; e++) x[e] += prev[e] * end.keep;
 }
 
+/* What a kernel says of its rows for paged_mend.cuh: a note for each of [tokens, heads], 1 if
+ * the row has to be computed again. They are the first bytes of the workspace. */
+__host__ __device__ inline size_t note_bytes(const kvl_paged_attention_args &a) {
+  return (size_t)(a.tokens * a.heads + 15) / 16 * 16;
+}
+/* Does a lane write its part of a row? Beside an earlier attention, in whose place the result
+ * may go, a row that is computed again is not written before. */
+__device__ __forceinline__ bool writes_row(const kvl_paged_attention_args &a, bool mends) {
+  return !mends || !a.prev_lse;
+}
+
 /* Joins STATES partial softmaxes of every row, which are in shared memory, and writes the
  * row:
  *   sums    f32     [STATES, ROWS, D]

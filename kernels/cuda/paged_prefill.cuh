@@ -20,7 +20,6 @@
 
 #include "hook.cuh"
 #include "paged_output.cuh"
-#include "sums_again.cuh"
 
 namespace kvl {
 
@@ -223,62 +222,16 @@ __device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, 
   top1 = warp_max<4>(top1);
 }
 
-/* Computes a warp's sums again where V of keys that a row does not see has made them NaN; r is
- * the first of its sixteen rows. */
-template <class T, int D, class C, class H>
-__device__ __forceinline__ void prefill_again(const kvl_paged_attention_args &a,
-                                              const paged_walk &walk, const query_tile &tile,
-                                              const query_rows &rows, int kv_head, int length,
-                                              int r, const prefill_sight &sight,
-                                              const H &hook, const float (&m)[2],
-                                              float (&out)[D / 8][4]) {
-  const int lane = threadIdx.x % WARP, head_dim = a.cache.head_dim;
-  const C *const cache = (const C *)a.cache.kv;
-  auto hidden = [&](int key) -> const C * {
-    const paged_row at = walk.find(key);
-    const bool all_see = !H::ACTIVE && at.position >= sight.low && at.position <= sight.least;
-    return at.position < 0 || all_see ? nullptr : cache + at.offset + walk.to_value();
-  };
-  if (!hides_poison<C>(walk.keys, head_dim, hidden)) return;
-  const score_rule rule(a);
-  const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll 1
-    for (int i = 0; i < 8; i++) {
-      const prefill_row row(a, rows, tile.position0, length, r + 8 * half + i);
-      if (!row.has) break;
-      const T *const q = row.query<T>(a, rows, head_dim);
-      const hook_row of = row.for_hook(a, rows, tile.seq, kv_head, length);
-      const float shift = finite_shift(__shfl_sync(ALL_LANES, m[half], 4 * i));
-      float sums[D / WARP];
-      row_again<C>(sums, walk.keys, head_dim, [&](int key, const C *&v) {
-        const paged_row at = walk.find(key);
-        const bool shown = at.position < tree_begin(a, length) ||
-                           tree_shows(a, rows.token(row.r), length, at.position);
-        if (at.position < 0 || !row.sees(at.position) || !shown) return 0.f;
-        const C *const k = cache + at.offset;
-        float s = 0.f;
-#pragma unroll 1
-        for (int d = 0; d < head_dim; d++) s += to_float(q[d]) * to_float(k[d]);
-        s = rule(s * k_scale) + row.slope * (float)(at.position - row.at);
-        if constexpr (H::ACTIVE) s = hook(s, of, at.position);
-        if (s != -INFINITY) v = k + walk.to_value();
-        return exp2_fast(s - shift);
-      });
-      mend_row<D>(sums, lane / 4 == i,
-                  [&](int n, int c) -> float & { return out[n][2 * half + c]; });
-    }
-}
-
 /* Writes row r straight from the registers: of every four it takes two, from `half` on. Four
  * lanes write 8 neighbours. */
 template <int N>
-__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
+__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a, uint8_t *notes,
                                           const query_rows &rows, int r, int head_dim,
                                           const float (&out)[N][4], int half, float m,
-                                          float l, float v_scale, int pair) {
+                                          float l, bool mends, float v_scale, int pair) {
   int64_t row = rows.token(r) * a.heads + rows.head(r);
+  if (pair == 0) notes[row] = mends;
+  if (!writes_row(a, mends)) return;
   row_end end = end_row(a, row, m, l);
   end.scale *= v_scale;
   if (a.lse && pair == 0) a.lse[row] = end.lse;
@@ -296,7 +249,7 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
 
 template <class T, int D, class C, class H>
 __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int subgroups,
-                                        const H &hook) {
+                                        uint8_t *notes, const H &hook) {
   using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
@@ -397,21 +350,28 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
     add_values<T, PIECES>(out, s, v_at, 0, lane);
   }
 
-  if (any_not_finite<D / 2>(row0.has, row1.has, [&](int i) { return out[i / 4][i % 4]; }))
-    prefill_again<T, D, C>(a, walk, tile_q, rows, kv_head, length, warp * 16, sight, hook,
-                           {m0, m1}, out);
   l0 = warp_sum<4>(l0);
   l1 = warp_sum<4>(l1);
+  float all[2] = {};
+#pragma unroll
+  for (int n = 0; n < D / 8; n++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) all[c / 2] += out[n][c];
+  const bool mends0 = !(warp_sum<4>(all[0]) * 0.f == 0.f);
+  const bool mends1 = !(warp_sum<4>(all[1]) * 0.f == 0.f);
   copy_wait<0>();
   const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
-  if (row0.has) write_out(a, rows, row0.r, head_dim, out, 0, m0, l0, v_scale, pair);
-  if (row1.has) write_out(a, rows, row1.r, head_dim, out, 2, m1, l1, v_scale, pair);
+  if (row0.has)
+    write_out(a, notes, rows, row0.r, head_dim, out, 0, m0, l0, mends0, v_scale, pair);
+  if (row1.has)
+    write_out(a, notes, rows, row1.r, head_dim, out, 2, m1, l1, mends1, v_scale, pair);
 }
 
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
-    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
-  prefill<T, D, C>(a, subgroups, no_hook());
+    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
+                  uint8_t *notes) {
+  prefill<T, D, C>(a, subgroups, notes, no_hook());
 }
 
 }  // namespace kvl

@@ -28,6 +28,7 @@ namespace kvl {
 
 struct split_place {
   float *out, *lse;
+  uint8_t *notes;    /* of rows to mend, or NULL: with a hook and 16-bit queries */
   int shares, least; /* at most so many shares, of at least so many tiles each */
   int team_shift;    /* a team has 2^n warps */
   int group, rows;   /* query heads per KV head; rows per unit (some units have fewer) */
@@ -174,6 +175,10 @@ __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
                                            float value_scale) {
   if (part < 0) {
     const int64_t row = rows.token0 * a.heads + rows.head0 + r;
+    if (place.notes) { /* see paged_mend.cuh */
+      if (dim == 0) place.notes[row] = sum != sum;
+      if (!writes_row(a, sum != sum)) return;
+    }
     row_end end = end_row(a, row, m, sum);
     end.scale *= value_scale;
     write_row(a, end, row, dim, x);

@@ -282,20 +282,8 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     settle(x.out);
     barrier_arrive_warp(memory.v_empty(v), lane);
     if (ends) {
-      const int rows = w.tokens * w.heads_each;
-      const bool poisoned = any_not_finite<D / 2>(r0 < rows, r1 < rows,
-                                                  [&](int i) { return x.out[i]; });
-      if (named_any(1 + consumer, WARPGROUP, poisoned)) {
-        if (poisoned) sums_again<T, BIASED>(a, w, r0 - lane / 4, low, high, hook, scale, x);
-        /* The next scores once more: so they take no registers meanwhile. All four warps of the
-         * consumer have to come, because wgmma is theirs together. */
-        products_begin();
-        x.scores(memory.q(q_step % QS, consumer), memory.k(k));
-        products_wait<0>();
-        settle(x.s);
-      }
       if (plain && w.part < 0) {
-        write_plain_rows<T>(a, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
+        write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
       } else {
         write_row_of_work(a, plan, w, x, 0, r0);
         write_row_of_work(a, plan, w, x, 1, r1);
@@ -338,7 +326,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
   if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
   wait_for_previous();
-  if (shape::JOIN_BESIDE && plan.shares > 0) let_next_start();
+  if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {

@@ -105,6 +105,10 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
   plan.lanes = a.cache.kv_heads * plan.subgroups;
   plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
+  char *at = (char *)a.workspace;
+  const size_t notes = note_bytes(a);
+  plan.notes = (uint8_t *)at;
+  at += notes;
   const int64_t busy = busy_entries(a, plan.tokens_tile);
   const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
   if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
@@ -119,12 +123,12 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     /* A share reads at least 8 times the bytes of its partial result. */
     const int bytes = (shape::F8 ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
     plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
-    char *at = (char *)a.workspace;
     const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
     plan.out = (float *)at;
     plan.lse = plan.out + parts * shape::D;
     plan.firsts = (uint32_t *)(plan.lse + parts);
-    return parts * (shape::D + 1) * sizeof(float) + (plan.entries + 1) * sizeof(uint32_t);
+    return notes + parts * (shape::D + 1) * sizeof(float) +
+           (plan.entries + 1) * sizeof(uint32_t);
   }
   /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
   const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4);
@@ -132,14 +136,15 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
   plan.section = (int)(section < plan.lanes ? section : plan.lanes);
-  if (plan.section == plan.lanes) return 0;
-  plan.counter = (int *)a.workspace;
-  return sizeof(int);
+  if (plan.section == plan.lanes) return notes;
+  plan.counter = (int *)at;
+  return notes + sizeof(int);
 }
 
-/* Launches a call that is planned. start(grid, programmatic, map) launches the attention. */
+/* Launches a call that is planned. start(grid, programmatic, map) launches the attention. With a
+ * hook, noted rows are left to the caller. */
 template <class T, class shape, class F>
-int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                    const kvl_cuda_queue *q, F start) {
   CUtensorMap map;
   int status = map_cache<T, shape>(a.cache, plan.box, &map);
@@ -151,17 +156,19 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan,
     const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
     const int64_t warps = items * plan.rows * ceil_div(shape::D / 4, dim_lanes);
     const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
-    status = prefer_shared<wgmma_combine<shape>>(q);
+    status = prefer_shared<wgmma_combine<T, shape>>(q);
     if (status < 0) return status;
-    return launch_programmatic(wgmma_combine<shape>,
+    return launch_programmatic(wgmma_combine<T, shape>,
                                (unsigned)(blocks < full ? blocks : full),
-                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes);
+                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
   }
   if (plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
   if (status < 0) return status;
   const int64_t items = (int64_t)plan.entries * plan.lanes;
-  return start(items < q->sm_count ? (int)items : q->sm_count, false, map);
+  status = start(items < q->sm_count ? (int)items : q->sm_count, false, map);
+  if (status < 0 || hooked) return status;
+  return launch_mend<T, std::conditional_t<shape::F8, f8e4m3, T>>(a, q);
 }
 
 template <class T, class shape, bool BIASED>
@@ -170,7 +177,7 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
-      a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+      a, plan, false, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
         int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
         if (status == KVL_OK) status = prefer_shared<paged_wgmma<T, shape, BIASED>>(q);
         if (status < 0) return status;

@@ -95,7 +95,8 @@ struct wgmma_plan {
   int box; /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
   int tokens_tile, subgroups, lanes;
   divisor by_tile, by_block; /* by tokens_tile and block_size */
-  int entries; /* tiles of tokens that there may be; some of them have no tokens */
+  int entries;    /* tiles of tokens that there may be; some of them have no tokens */
+  uint8_t *notes; /* of rows to mend */
   /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
   int *counter;
   int section;

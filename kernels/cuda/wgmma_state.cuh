@@ -4,7 +4,6 @@
 #define KVL_CUDA_WGMMA_STATE_CUH
 
 #include "hook.cuh"
-#include "sums_again.cuh"
 #include "wgmma_memory.cuh"
 
 namespace kvl {
@@ -99,6 +98,15 @@ template <class T, class shape> struct wgmma_state {
       for (int i = 0; i < 4; i++)
         p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
   }
+  /* Has the lane's row r a sum that is not finite? See paged_mend.cuh. */
+  __device__ __forceinline__ bool mends(int r) const {
+    float all = 0.f;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) all += out[4 * n + 2 * r + c];
+    return !(warp_sum<4>(all) * 0.f == 0.f);
+  }
   __device__ __forceinline__ float largest(int r) const {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -189,12 +197,13 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
   const query_rows rows = w.rows();
   const bool has = r < rows.count;
   const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
+  const bool mends = x.mends(i);
   const float v_scale = value_scale<shape>(a, w);
   if (w.part >= 0) {
     if (!has) return;
     const int64_t row = (int64_t)w.part * plan.rows + r;
     const float scale = sum == 0.f ? 0.f : v_scale / sum;
-    if (pair == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
+    if (pair == 0) plan.lse[row] = mends ? NAN : sum == 0.f ? -INFINITY : m + log2f(sum);
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
       *(float2 *)(plan.out + row * D + n * 8 + pair) = make_float2(
@@ -202,8 +211,10 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     return;
   }
   const int64_t row = rows.token(r) * a.heads + rows.head(r);
+  if (has && pair == 0) plan.notes[row] = mends;
+  const bool writes = has && writes_row(a, mends);
   row_end end = {};
-  if (has) {
+  if (writes) {
     end = end_row(a, row, m, sum);
     if (a.lse && pair == 0) a.lse[row] = end.lse;
     end.scale *= v_scale;
@@ -223,7 +234,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
 #pragma unroll
     for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
     const int64_t at = row * D + (n + lane % 4) * 8;
-    if (!has) continue;
+    if (!writes) continue;
     finish(a, end, at, y);
     store_out(a, at, y);
   }
@@ -233,7 +244,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
  * dtype, by way of shared memory: 64 (or 32) columns at a time. */
 template <class T, class M, class shape>
 __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
-                                                 const wgmma_work &w,
+                                                 const wgmma_plan &plan, const wgmma_work &w,
                                                  const wgmma_state<M, shape> &x, uint32_t at,
                                                  int r) {
   constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
@@ -248,10 +259,10 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     scale[i] = sum == 0.f ? 0.f : 1.f / sum;
     if (shape::F8) scale[i] *= v_scale;
     const int own = r + lane / 4 + 8 * i;
-    if (a.lse && lane % 4 == 0 && own < rows.count)
-      a.lse[rows.token(own) * a.heads + rows.head(own)] = sum == 0.f
-                                                              ? -INFINITY
-                                                              : (x.m[i] + log2f(sum)) * LN2;
+    const int64_t row = rows.token(own) * a.heads + rows.head(own);
+    const bool mends = x.mends(i), first = lane % 4 == 0 && own < rows.count;
+    if (first) plan.notes[row] = mends;
+    if (first && a.lse) a.lse[row] = sum == 0.f ? -INFINITY : (x.m[i] + log2f(sum)) * LN2;
   }
   T *to[16 / ROWS]; /* where this lane's pieces go; NULL: there is no such row */
 #pragma unroll
@@ -309,44 +320,37 @@ __device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args 
           a.lens[w.seq], w.position0 + own / w.heads_each};
 }
 
-/* The score of a query row and a key, again, from global memory and without the tensor cores:
- * what weigh() scales, or -inf if the row does not see the key. */
-template <class T, bool BIASED, class H, class shape> struct score_again {
-  using C = std::conditional_t<shape::F8, f8e4m3, T>; /* of the cache */
-  const kvl_paged_attention_args &a;
-  const wgmma_work &w;
-  const H &hook;
-  score_rule rule;
-  float by; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
-
-  __device__ __forceinline__ score_again(const kvl_paged_attention_args &a_,
-                                         const wgmma_work &w_, const H &hook_, float scale)
-      : a(a_), w(w_), hook(hook_), rule(a_), by(1.f) {
-    if (!shape::F8) return;
+/* A tile's scores again, from global memory and without the tensor cores: their weights passed
+ * the largest float. The tile may have left shared memory. */
+template <class T, bool BIASED, class H, class M, class shape>
+__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
+                                             const wgmma_work &w, int tile, int r0,
+                                             const H &hook, float scale,
+                                             wgmma_state<M, shape> &x) {
+  using C = std::conditional_t<shape::F8, f8e4m3, T>;
+  const query_rows rows = w.rows();
+  const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
+  const score_rule rule(a);
+  float by = 1.f; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
+  if (shape::F8) {
     const key_scale key(a, w.kv_head);
     by = key.none ? 0.f : key.signs ? -key.size : key.size;
     if (!BIASED) by *= a.scale * LOG2E / scale;
   }
-  /* The key that is `key` keys behind the first of the work; its K, and its V. */
-  __device__ __forceinline__ wgmma_key find(int key, const C *&k, const C *&v) const {
-    const int block_size = a.cache.block_size, D = shape::D;
-    const int entry = (w.first_key + key) / block_size;
-    const int token = w.first_key + key - entry * block_size;
+#pragma unroll 1
+  for (int i = 0; i < shape::KEYS / 2; i++) {
+    const int r = r0 + (i & 2 ? 8 : 0);
+    const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
+    const int entry = key / block_size, token = key - entry * block_size;
     const wgmma_key at(a, w, entry, token);
-    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
-    k = (const C *)a.cache.kv + (row * block_size + token) * D;
-    v = k + (int64_t)a.cache.kv_heads * block_size * D;
-    return at;
-  }
-  __device__ __forceinline__ float operator()(int r, const wgmma_key &at, const C *k) const {
-    const query_rows rows = w.rows();
     const wgmma_sight sight(a, w, r);
     const int own = min(r, rows.count - 1), length = a.lens[w.seq];
-    const T *q = (const T *)a.q +
-                 (rows.token(own) * a.heads + rows.head(own)) * (int64_t)shape::D;
+    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
+    const C *k = (const C *)a.cache.kv + (row * block_size + token) * D;
+    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
     float s = 0.f;
 #pragma unroll 1
-    for (int d = 0; d < shape::D; d++) s += to_float(q[d]) * to_float(k[d]);
+    for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
     if (shape::F8) s *= by;
     if (BIASED) s = rule(s);
     if (BIASED && a.alibi)
@@ -356,65 +360,11 @@ template <class T, bool BIASED, class H, class shape> struct score_again {
     bool seen = at.physical >= 0 & sight.sees(at.position);
     if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
       seen = tree_shows(a, rows.token(own), length, at.position);
-    return seen ? s : -INFINITY;
-  }
-};
-
-/* A tile's scores again: their weights passed the largest float. The tile may have left shared
- * memory. */
-template <class T, bool BIASED, class H, class M, class shape>
-__device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
-                                             const wgmma_work &w, int tile, int r0,
-                                             const H &hook, float scale,
-                                             wgmma_state<M, shape> &x) {
-  const score_again<T, BIASED, H, shape> score(a, w, hook, scale);
-  const int pair = threadIdx.x % 4 * 2;
-#pragma unroll 1
-  for (int i = 0; i < shape::KEYS / 2; i++) {
-    const typename decltype(score)::C *k, *v;
-    const wgmma_key at = score.find(tile * shape::KEYS + i / 4 * 8 + pair + (i & 1), k, v);
-    const float s = score(r0 + (i & 2 ? 8 : 0), at, k);
+    s = seen ? s : -INFINITY;
     /* Registers have no index at run time. */
 #pragma unroll
     for (int j = 0; j < shape::KEYS / 2; j++) x.s[j] = j == i ? s : x.s[j];
   }
-}
-
-/* Computes a warp's sums again where V of keys that a row does not see has made them NaN; r is
- * the first of its sixteen rows. All of them see the keys at positions low ... high. */
-template <class T, bool BIASED, class H, class M, class shape>
-__device__ __forceinline__ void sums_again(const kvl_paged_attention_args &a,
-                                           const wgmma_work &w, int r, int low, int high,
-                                           const H &hook, float scale,
-                                           wgmma_state<M, shape> &x) {
-  const score_again<T, BIASED, H, shape> score(a, w, hook, scale);
-  using C = typename score_again<T, BIASED, H, shape>::C;
-  const int keys = w.tiles * shape::KEYS, count = w.rows().count, lane = threadIdx.x % WARP;
-  const C *k, *v;
-  auto hidden = [&](int key) -> const C * {
-    const wgmma_key at = score.find(key, k, v);
-    const bool all_see = !H::ACTIVE && at.position >= low && at.position <= high;
-    return at.physical < 0 || all_see ? nullptr : v;
-  };
-  if (!hides_poison<C>(keys, shape::D, hidden)) return;
-#pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll 1
-    for (int i = 0; i < 8; i++) {
-      const int row = r + 8 * half + i;
-      if (row >= count) break;
-      const float shift = finite_shift(__shfl_sync(ALL_LANES, x.m[half], 4 * i));
-      float sums[shape::D / WARP];
-      row_again<C>(sums, keys, shape::D, [&](int key, const C *&seen) {
-        const wgmma_key at = score.find(key, k, v);
-        const float s = at.physical < 0 ? -INFINITY : score(row, at, k);
-        seen = s == -INFINITY ? nullptr : v;
-        return exp2_fast(s * scale - shift);
-      });
-      mend_row<shape::D>(sums, lane / 4 == i, [&](int n, int c) -> float & {
-        return x.out[4 * n + 2 * half + c];
-      });
-    }
 }
 
 #endif

@@ -319,7 +319,8 @@ int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
   auto launch = [&](auto kernel, int status) {
     if (status < 0) return status;
-    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups);
+    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups,
+                                                                     (uint8_t *)a.workspace);
     return (int)KVL_OK;
   };
   if (a.cache.dtype == KVL_DTYPE_F8E4M3)
@@ -342,7 +343,7 @@ int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue 
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
-      a, plan, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+      a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
         allow_shared<hooked_wgmma<T, shape, H>>(q, shape::SHARED_BYTES);
         return launch_programmatic(hooked_wgmma<T, shape, H>, grid, shape::THREADS,
                                    shape::SHARED_BYTES, q, a, map, plan);

@@ -73,7 +73,7 @@ function M.row(o, row)
   end
   for position, weight in pairs(weights) do
     weights[position] = weight / sum
-    for x = 0, o.dim - 1 do
+    for x = 0, scores[position] > -math.huge and o.dim - 1 or -1 do -- V may be NaN
       out[x + 1] = out[x + 1] + weight / sum * o.v(row, position, x)
     end
   end

@@ -40,8 +40,18 @@ extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s>::REGISTERS))
 local PREFILL = [[
 extern "C" __global__ void __launch_bounds__(kvl::prefill_shape<%d>::THREADS, 1)
     prefill_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
-                    const __grid_constant__ policy_hook hook) {
-  kvl::prefill<%s, %d, %s>(a, subgroups, hook);
+                    uint8_t *notes, const __grid_constant__ policy_hook hook) {
+  kvl::prefill<%s, %d, %s>(a, subgroups, notes, hook);
+}
+]]
+-- After each of them.
+local MEND = [[
+
+#include "paged_mend.cuh"
+extern "C" __global__ void __launch_bounds__(kvl::MEND_WARPS *kvl::WARP)
+    mend_%s%s(const __grid_constant__ kvl_paged_attention_args a, const uint8_t *notes,
+              const __grid_constant__ policy_hook hook) {
+  kvl::mend_rows<%s, %s>(a, notes, hook);
 }
 ]]
 -- On Hopper.
@@ -92,18 +102,19 @@ local function attention_kernel(plan, target)
   end
   local is_f8 = kv == "f8e4m3"
   local last = is_f8 and "_f8" or ""
+  local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
   if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
     return "paged_wgmma.cuh", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
-      CPP[q])
+      CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
     return "paged_prefill.cuh", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
-      CPP[kv])
+      CPP[kv]) .. mend
   end
   local size = size_for(dim, 64, 128, 256)
   return "paged_decode.cuh", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
-    CPP[q], size, tostring(is_f8))
+    CPP[q], size, tostring(is_f8)) .. mend
 end
 
 --- A hook is compiled into the attention kernel of a shape.

@@ -15,6 +15,8 @@ local KNOWN = {
                mask = e.block:eq(1):bnot():bor(e.length:lt(20)) },
   all = { bias = slope + e.layer - e.blocks / 100, mask = e.logit:lt(30),
           log_weight = e.param "weight" * e.kv_head + e.block },
+  -- of the keys with NaN in V, of which some heads of a group see none
+  hidden = { mask = (e.position % 4):eq(1):bnot():bor(slope:lt(0.25)) },
   none_seen = { mask = e.position:lt(0) },
   mass = { emit = { mass = e.weight:sum "token":mean "head",
                     most = e.weight:max("token", "head") } },
@@ -87,7 +89,8 @@ local function known_cases(dev, target)
   for name in pairs(KNOWN) do
     for i, case in ipairs(CASES) do
       it(("%s: %s"):format(name, words(case)), function()
-        local o = { kv_heads = 2, blocks = 40, lens = { 0, 70, 37, 1 } }
+        local o = { kv_heads = 2, blocks = 40, lens = { 0, 70, 37, 1 },
+                    poison = name == "hidden" }
         for key, value in pairs(case) do o[key] = value end
         local why = hooks.differs(dev, target, i, define(name), o)
         assert.is_nil(why, why)
