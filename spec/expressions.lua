@@ -28,8 +28,9 @@ end
 local function poison_values(memory, o)
   local rows = o.blocks * 2 * o.kv_heads * o.block_size
   for row = 0, rows - 1 do
-    local token, is_v = row % o.block_size, math.floor(row / o.block_size / o.kv_heads) % 2
-    if is_v == 1 and token % 4 == 1 then
+    local token = row % o.block_size
+    local is_v = math.floor(row / o.block_size / o.kv_heads) % 2 == 1
+    if is_v and token % 4 == 1 then
       for x = 1, o.head_dim do memory[row * o.head_dim + x] = 0 / 0 end
     end
   end
