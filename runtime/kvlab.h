@@ -1352,7 +1352,7 @@ typedef struct kvl_http_stats {
 /* Errors: INVALID for options; UNSUPPORTED where there is no libmicrohttpd, with the name of
  * its package; IO if the address and port cannot be listened on; NO_MEMORY. */
 int kvl_http_open(const kvl_http_options *options, kvl_http **out);
-/* Ends all connections. */
+/* Sends what was answered, for a second at most, and ends all connections. */
 void kvl_http_close(kvl_http *http);
 int kvl_http_port(const kvl_http *http);
 int kvl_http_stats_get(kvl_http *http, kvl_http_stats *out);

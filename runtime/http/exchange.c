@@ -122,7 +122,7 @@ static ssize_t read_stream(void *context, uint64_t at, char *to, size_t most) {
   kvl_http *http = e->http;
   ssize_t count = 0;
   pthread_mutex_lock(&http->lock);
-  if (http->is_closing) {
+  if (http->is_over || (http->is_closing && !e->is_ended)) {
     count = MHD_CONTENT_READER_END_WITH_ERROR;
   } else if (e->bytes_out > 0) {
     count = (ssize_t)(e->bytes_out < most ? e->bytes_out : most);

@@ -21,6 +21,7 @@
 enum {
   NS_SLICE = 50 * 1000 * 1000,
   NS_REAP = 200 * 1000 * 1000,
+  NS_CLOSE = 1000 * 1000 * 1000, /* for answers that were not sent when a server closes */
   BYTES_CONNECTION = 24 * 1024,
   BYTES_DROPPED = 1024 * 1024 /* of a body beyond its limit, so that its client sees why */
 };
@@ -47,7 +48,8 @@ static enum MHD_Result accept_one(void *context, const struct sockaddr *from,
   (void)from, (void)length;
   kvl_http *http = context;
   pthread_mutex_lock(&http->lock);
-  int is_room = http->stats.connections < http->connections_max + http->extra_max;
+  int is_room = !http->is_closing &&
+                http->stats.connections < http->connections_max + http->extra_max;
   if (!is_room) http->stats.refused++;
   pthread_mutex_unlock(&http->lock);
   return is_room ? MHD_YES : MHD_NO;
@@ -208,7 +210,7 @@ static enum MHD_Result arrive(kvl_http *http, struct MHD_Connection *c,
     else http->first = e;
     http->last = e;
     http->stats.requests++;
-    pthread_cond_signal(&http->arrived);
+    pthread_cond_signal(&http->changed);
     result = MHD_YES;
   }
   pthread_mutex_unlock(&http->lock);
@@ -219,7 +221,7 @@ static enum MHD_Result arrive(kvl_http *http, struct MHD_Connection *c,
 static enum MHD_Result give_answer(kvl_http *http, struct MHD_Connection *c,
                                    kvl_http_exchange *e) {
   pthread_mutex_lock(&http->lock);
-  struct MHD_Response *response = http->is_closing || e->is_queued ? NULL : e->response;
+  struct MHD_Response *response = http->is_over || e->is_queued ? NULL : e->response;
   int status = e->status;
   e->is_queued = 1;
   pthread_mutex_unlock(&http->lock);
@@ -252,6 +254,7 @@ static void finish(void *context, struct MHD_Connection *c, void **own,
   e->connection = NULL;
   kvl__exchange_unref(e);
   *own = NULL;
+  pthread_cond_signal(&http->changed);
   pthread_mutex_unlock(&http->lock);
 }
 
@@ -261,7 +264,7 @@ void kvl__http_leave(kvl_http *http) {
   int left = --http->refs;
   pthread_mutex_unlock(&http->lock);
   if (left > 0) return;
-  pthread_cond_destroy(&http->arrived);
+  pthread_cond_destroy(&http->changed);
   pthread_mutex_destroy(&http->lock);
   for (int i = 0; i < KVL_HTTP_EARLY; i++) free(http->early[i]);
   free(http);
@@ -359,7 +362,7 @@ int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);
   pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* the clock of kvl_clock_ns */
-  pthread_cond_init(&http->arrived, &attr);
+  pthread_cond_init(&http->changed, &attr);
   pthread_condattr_destroy(&attr);
   raise_files(http->connections_max + http->extra_max + 64);
   int file = listen_on(options->address, options->port, &port);
@@ -375,6 +378,22 @@ int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
   return KVL_OK;
 }
 
+/* Whether an answer is complete, and not sent to its end. */
+static int is_sending(const kvl_http *http) {
+  for (const struct kvl__visit *v = http->visits; v; v = v->next)
+    if (v->exchange && v->exchange->has_answer && v->exchange->is_ended) return 1;
+  return 0;
+}
+
+/* Waits until something has changed, NS_SLICE at most, since a signal ends no wait. The lock
+ * is held. */
+static int64_t wait_for_change(kvl_http *http, int64_t now, int64_t end) {
+  int64_t until = now + NS_SLICE < end ? now + NS_SLICE : end;
+  struct timespec at = {until / 1000000000, until % 1000000000};
+  pthread_cond_timedwait(&http->changed, &http->lock, &at);
+  return kvl_clock_ns();
+}
+
 void kvl_http_close(kvl_http *http) {
   if (!http) return;
   pthread_mutex_lock(&http->lock);
@@ -387,6 +406,9 @@ void kvl_http_close(kvl_http *http) {
   http->last = NULL;
   for (struct kvl__visit *v = http->visits; v; v = v->next)
     if (v->exchange) kvl__exchange_resume(v->exchange); /* none may be suspended now */
+  for (int64_t now = kvl_clock_ns(), end = now + NS_CLOSE; is_sending(http) && now < end;)
+    now = wait_for_change(http, now, end);
+  http->is_over = 1;
   pthread_mutex_unlock(&http->lock);
   http->mhd->MHD_stop_daemon(http->daemon); /* it calls finish() for every exchange */
   pthread_mutex_lock(&http->lock);
@@ -415,11 +437,8 @@ int kvl_http_next(kvl_http *http, int64_t timeout_us, kvl_http_exchange **out) {
   pthread_mutex_lock(&http->lock);
   reap(http);
   while (!http->first && now < end && !kvl_interrupted()) {
-    int64_t until = now + NS_SLICE < end ? now + NS_SLICE : end; /* a signal ends no wait */
-    struct timespec at = {until / 1000000000, until % 1000000000};
-    pthread_cond_timedwait(&http->arrived, &http->lock, &at);
+    now = wait_for_change(http, now, end);
     reap(http);
-    now = kvl_clock_ns();
   }
   kvl_http_exchange *e = http->first;
   if (kvl_interrupted()) {

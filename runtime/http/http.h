@@ -24,9 +24,11 @@ struct kvl_http {
   const struct kvl__mhd *mhd;
   struct MHD_Daemon *daemon;
   pthread_mutex_t lock; /* guards everything below, and all exchanges */
-  pthread_cond_t arrived;
-  int refs; /* the caller's, and that of each exchange */
-  int is_closing, port, connections_max, extra_max;
+  pthread_cond_t changed; /* a request has arrived, or an exchange is over */
+  int refs;               /* the caller's, and that of each exchange */
+  int is_closing;         /* nothing new is taken; what was answered is still sent */
+  int is_over;            /* nothing is sent either */
+  int port, connections_max, extra_max;
   int64_t bytes_body, ns_arrival, ns_reaped;
   char *early[KVL_HTTP_EARLY];
   struct kvl__visit *visits;

@@ -113,6 +113,31 @@ describe("a server of HTTP", function()
     end
   end)
 
+  it("sends what was answered before it closes, to clients that take it", function()
+    local text = ("0123456789"):rep(1000)
+    for i = 1, 40 do
+      local http, one, x = exchange()
+      if i % 2 == 0 then
+        x:begin "text/plain"
+        x:send(text)
+        x:close()
+      else
+        x:answer(200, "text/plain", text)
+      end
+      http:close()
+      local answer = read_to_end(one)
+      assert.is_true(answer ~= nil and answer.body == text, "time " .. i)
+    end
+    local http, one, x = exchange()
+    x:begin "text/plain"
+    x:send(("a"):rep(2 ^ 24))
+    x:close()
+    local begin = C.kvl_clock_ns()
+    http:close() -- though this client takes nothing
+    assert.is_true(C.kvl_clock_ns() - begin < 10e9)
+    one:close()
+  end)
+
   it("answers several requests of a connection", function()
     local http = connections.open(options())
     local one = client.connect(http.port)

@@ -220,7 +220,7 @@ describe("a large answer", function()
       local late = begin_answer(server, stream)
       server.calls.live[1].deadline_s = 0
       client.finish(server, { late })
-      assert.truthy(late.got:find('"code": "timeout"', 1, true))
+      assert.truthy(late:answer().body:find('"code": "timeout"', 1, true))
       server:turn(0)
       assert.equal(0, server.tasks.count)
       assert.same({ ["499"] = 1, ["504"] = 1 }, statuses(metrics))
@@ -230,7 +230,7 @@ describe("a large answer", function()
         last:read()
         return last.is_over
       end, "the end")
-      assert.truthy(last.got:find('"code": "server_stops"', 1, true))
+      assert.truthy(last:answer().body:find('"code": "server_stops"', 1, true))
       assert.same({ ["499"] = 1, ["504"] = 1, ["503"] = 1 }, statuses(metrics))
     end
   end)
