@@ -281,11 +281,14 @@ end
 --- The exact share of the attention that lies in each block, in decode: the log-sum-exp
 -- of the block's logits under each query head, a softmax of these over the blocks, and
 -- the mean over a group's heads. f32 [seqs, kv_heads, width]; the tensor belongs to the
--- caller until the layer's attention is over. It reads all of K, and knows no ALiBi and
--- no window.
+-- caller until the layer's attention is over. It knows no ALiBi and no window. It attends
+-- to each block by itself, so it reads all of K and V.
 function Context:masses()
   query_of(self, "masses")
-  if self.reads then self.reads:keys(self) end
+  if self.reads then
+    self.reads:keys(self)
+    self.reads:values(self)
+  end
   local scores = self:new_scores()
   tensor.scope(masses, self, scores)
   return scores

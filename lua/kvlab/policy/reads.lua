@@ -4,8 +4,9 @@
 -- tallies, expressions and keys. A policy adds what it reads of tensors of its own
 -- (own_bytes). So it can add to the count, and can leave nothing out of it.
 --
--- What two kernels read counts twice, with one exception: if all keys were read to score
--- the blocks of a layer, attention does not count the keys of the selected blocks again.
+-- What two kernels read counts twice, with one exception: if all keys (or values) were
+-- read to score the blocks of a layer, attention does not count those of the selected
+-- blocks again.
 -- Numbers that a step makes itself, such as scores, are not counted, and neither is the
 -- block that it has just written and that is summarised again. An open block counts as a
 -- whole block.
@@ -37,7 +38,7 @@ function M.new(shape, bytes_token)
   return setmetatable({ shape = shape, page = shape.block_size * bytes_token,
     scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
     blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
-    of_step = 0, has_keys = false, owned = {} }, Reads)
+    of_step = 0, has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
 --- The blocks of a step's sequences, over KV heads.
@@ -55,7 +56,7 @@ function Reads:begin_step() self.of_step = 0 end
 
 --- Starts a layer.
 function Reads:begin_layer()
-  self.blocks_layer, self.has_keys = 0, false
+  self.blocks_layer, self.has_keys, self.has_values = 0, false, false
   for p in pairs(self.owned) do self.owned[p] = nil end
 end
 
@@ -67,8 +68,8 @@ function Reads:end_layer(ctx, is_observed)
   self.scored, self.of_step = self.scored + self.of_step, 0
   self.scored_all, self.steps = self.scored_all + all * self.page, self.steps + steps
   if not is_observed then return end
-  local bytes = self.page * (self.has_keys and 0.5 or 1)
-  self.attended = self.attended + self.blocks_layer * bytes
+  local share = 1 - (self.has_keys and 0.5 or 0) - (self.has_values and 0.5 or 0)
+  self.attended = self.attended + self.blocks_layer * self.page * share
   self.attended_all = self.attended_all + all * self.page
   self.blocks = self.blocks + self.blocks_layer
   self.blocks_all = self.blocks_all + all
@@ -95,6 +96,12 @@ end
 function Reads:keys(ctx)
   self:each_block(ctx, self.page / 2)
   self.has_keys = true
+end
+
+--- Counts the values of all blocks of a step's sequences.
+function Reads:values(ctx)
+  self:each_block(ctx, self.page / 2)
+  self.has_values = true
 end
 
 --- Counts what a policy says that it reads of its own, once a layer.

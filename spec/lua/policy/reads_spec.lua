@@ -33,8 +33,8 @@ local function by_masses(fields)
   return kv.policy.define(def)()
 end
 
--- What a step reads for each layer and KV head: `attended` blocks (5), only the values of
--- these if `values`; and `keys` vectors and `bytes` to select.
+-- What a step reads for each layer and KV head: `attended` blocks (5), of each token there
+-- `vectors` (2: its key and its value); and `keys` vectors and `bytes` to select.
 local MEANS, TALLY = BLOCKS, 4 * BLOCKS
 local BY_HAND = {
   { "full", attended = BLOCKS },
@@ -42,11 +42,12 @@ local BY_HAND = {
   { "quest", keys = 2 * BLOCKS },
   { "block_mean", keys = MEANS }, { "topk", keys = MEANS }, { "infllm", keys = MEANS },
   { "twilight", { p = 1 }, keys = MEANS },
-  { "oracle", keys = BLOCKS * SIZE, values = true },
-  { "mass_oracle", keys = BLOCKS * SIZE, values = true },
+  { "oracle", keys = BLOCKS * SIZE, vectors = 1 },
+  -- keys and values
+  { "mass_oracle", keys = 2 * BLOCKS * SIZE, vectors = 0 },
   { "union", { first = "quest", second = "block_mean" }, keys = 2 * BLOCKS + MEANS },
-  { "union", { first = "oracle", second = "mass_oracle" }, keys = 2 * BLOCKS * SIZE,
-    values = true },
+  { "union", { first = "oracle", second = "mass_oracle" }, keys = 3 * BLOCKS * SIZE,
+    vectors = 0 },
   { "layers", { dense = 0 }, keys = 2 * BLOCKS },
   -- one of two layers is dense
   { "layers", { dense = 1 }, keys = BLOCKS, attended = (BLOCKS + 5) / 2 },
@@ -77,7 +78,7 @@ describe("what a step reads", function()
       for key, value in pairs(case[2] or {}) do o[key] = value end
       local seen = metrics(kv.policy(name, name ~= "full" and o or nil))
       local attended = case.attended or 5
-      local bytes = KEY * (attended * SIZE * (case.values and 1 or 2) + (case.keys or 0))
+      local bytes = KEY * (attended * SIZE * (case.vectors or 2) + (case.keys or 0))
         + (case.bytes or 0)
       local what = "case " .. i .. ", " .. name
       assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6, what)
@@ -100,19 +101,18 @@ describe("what a step reads", function()
       local seen = metrics(by_masses(fields))
       return seen.bytes_share, seen.note
     end
-    local keys_and_values = 0.5 + 5 / (2 * BLOCKS)
-    local counted, note = share {}
-    assert.near(keys_and_values, counted, 1e-12)
+    local counted, note = share {} -- masses are made of all keys and values
+    assert.near(1, counted, 1e-12)
     assert.matches("uncounted: policy by_masses does not say what its score reads", note)
     counted, note = share { own_bytes = 0 }
-    assert.near(keys_and_values, counted, 1e-12)
+    assert.near(1, counted, 1e-12)
     assert.is_nil(note)
     counted = share { own_bytes = KEY }
-    assert.near(keys_and_values + 1 / (2 * SIZE), counted, 1e-12)
+    assert.near(1 + 1 / (2 * SIZE), counted, 1e-12)
     counted = share { own_bytes = function(_, shape, layer)
       return layer * 4 * shape.head_dim
     end }
-    assert.near(keys_and_values + 1 / (2 * SIZE) / 2, counted, 1e-12)
+    assert.near(1 + 1 / (2 * SIZE) / 2, counted, 1e-12)
   end)
 
   it("is counted where a policy attends by itself", function()
