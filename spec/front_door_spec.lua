@@ -323,6 +323,11 @@ describe("the front door #slow", function()
       says(2, "no such spec: nowhere.lua", "./kvlab test nowhere.lua")
     end)
 
+    it("says that a limited address space has no room for it", function()
+      says(1, "limited to 300000 KiB %(ulimit %-v%), expected 524288 or more",
+        "ulimit -v 300000; ./kvlab run answer.lua")
+    end)
+
     it("hands options to the script, from any folder", function()
       write("options.lua", [[
         local o = require "kvlab.command_line"
