@@ -28,6 +28,9 @@ function M.hash(text)
   return bit.tohex(key.hi, 16) .. bit.tohex(key.lo, 16)
 end
 
+-- The precompiled header in its folder.
+M.HEADER = "cpu/expression.h.gch"
+
 M.folder = cache_folder.path
 local usable = cache_folder.usable -- nil if kernels cannot be kept there
 
@@ -87,36 +90,54 @@ function M.keep(name, image, folder)
   return ok and true or false
 end
 
+--- Where headers are kept that were precompiled from what `text` says; nil if nothing can
+-- be kept.
+---@param text string
+---@return string|nil folder
+function M.headers(text)
+  local folder = M.problem() == nil and M.folder()
+  return folder and ("%s/%s.headers"):format(folder, M.hash(text)) or nil
+end
+
 local function each_file(fn)
   local folder = M.folder()
   if not folder or not files.real(folder) then return end
   for _, name in ipairs(files.list(folder)) do
-    if name:match "^%x+$" and #name == 32 or name:match "^%x+%.%d+$" then
+    if name:match "^%x+$" and #name == 32 or name:match "^%x+%.%d+$"
+      or name:match "^%x+%.headers" then
       fn(folder .. "/" .. name)
     end
   end
 end
 
---- How many kernels are kept, and their bytes.
+--- The bytes of a file, or of the header in a folder.
+local function bytes_of(path)
+  local file = io.open(path:find "%.headers" and path .. "/" .. M.HEADER or path, "rb")
+  local bytes = file and file:seek "end" or 0
+  if file then file:close() end
+  return bytes
+end
+
+--- How many kernels are kept, and their bytes and those of precompiled headers.
 ---@return integer count
 ---@return integer bytes
 function M.size()
   local count, bytes = 0, 0
   each_file(function(path)
-    local file = io.open(path, "rb")
-    if file then
-      count, bytes = count + 1, bytes + (file:seek "end" or 0)
-      file:close()
-    end
+    if not path:find "%.headers" then count = count + 1 end
+    bytes = bytes + bytes_of(path)
   end)
   return count, bytes
 end
 
---- Removes every kernel. Returns how many there were.
+--- Removes every kernel, and precompiled headers. Returns how many kernels there were.
 ---@return integer
 function M.clear()
   local count = 0
-  each_file(function(path) if os.remove(path) then count = count + 1 end end)
+  each_file(function(path)
+    if path:find "%.headers" then os.execute(files.shell_line { "rm", "-rf", path })
+    elseif os.remove(path) then count = count + 1 end
+  end)
   return count
 end
 

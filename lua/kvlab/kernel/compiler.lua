@@ -1,5 +1,6 @@
 --- Compiles C at run time with the system's compiler: $CC, else gcc, else cc. A CUDA
 -- kernel is compiled by kernel/nvrtc.lua.
+local cache = require "kvlab.kernel.cache"
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -14,6 +15,10 @@ local FLAGS = "-std=gnu17 %s -fPIC -shared -fopenmp -fvisibility=hidden -fno-mat
 local AVX2 = " -mavx2 -mfma -mf16c"
 local ISA_FLAGS = { plain = "", avx2 = AVX2, avx512 = AVX2 .. " -mavx512f -mavx512bw "
   .. "-mavx512dq -mavx512vl -mprefer-vector-width=512" }
+-- The header that kernels begin with. Half of the time of a compilation goes into what it
+-- includes, so a process that compiles many has it precompiled, which pays from the fifth
+-- kernel on.
+local HEADER, FEW = "cpu/expression.h", 4
 -- Letters of a source beyond which -O3 takes minutes: it gets -O1.
 local LONG = 200000
 -- Floats in a vector of each.
@@ -63,14 +68,15 @@ function M.flags(isa, source)
 end
 
 --- A new folder; nil and why there is none.
-local function make_temporary()
-  local template = (os.getenv "TMPDIR" or "/tmp") .. "/kvlab.XXXXXX"
-  local path = ffi.new("char[?]", #template + 1, template)
-  if ffi.C.mkdtemp(path) == nil then
+---@param path? string  what its path begins with
+local function make_temporary(path)
+  local template = (path or (os.getenv "TMPDIR" or "/tmp") .. "/kvlab") .. ".XXXXXX"
+  local made = ffi.new("char[?]", #template + 1, template)
+  if ffi.C.mkdtemp(made) == nil then
     local _, why = io.open(template, "wb") -- for the system's words
     return nil, ("no temporary folder can be made: %s"):format(tostring(why))
   end
-  return ffi.string(path)
+  return ffi.string(made)
 end
 
 --- The system's words if this process has hardly any files left to open; else nil. A
@@ -99,14 +105,58 @@ local function words_of(cc, status, log)
   return ("%s failed: %s"):format(cc, said:match "^(.-)%s*$")
 end
 
---- Runs the compiler in a folder that has kernel.c.
-local function run(cc, flags, folder)
-  local root, log, library_path = library.paths.root, folder .. "/log",
-    folder .. "/kernel.so"
-  local status = os.execute(("timeout %d %s %s %s >%s 2>&1"):format(M.seconds_max,
-    files.shell_line { cc }, flags, files.shell_line { "-I" .. root .. "/kernels",
-      "-I" .. root .. "/runtime", "-o", library_path, folder .. "/kernel.c" },
-    files.shell_line { log }))
+--- Runs the compiler. Returns its exit status.
+---@param words string[]  its files and what it makes of them
+local function run(cc, flags, words, log)
+  return os.execute(("timeout %d %s %s %s >%s 2>&1"):format(M.seconds_max,
+    files.shell_line { cc }, flags, files.shell_line(words), files.shell_line { log }))
+end
+
+local function includes()
+  local root = library.paths.root
+  return "-I" .. root .. "/kernels", "-I" .. root .. "/runtime"
+end
+
+local compiled = 0        -- kernels of this process
+local precompiled_of = {} -- folders by flags; false: there is none
+
+--- Precompiles the header into a folder, unless another process is faster.
+local function precompile(cc, flags, folder)
+  local part = make_temporary(folder)
+  if not part then return end
+  files.make_folder(part .. "/cpu")
+  local kernels, runtime = includes()
+  local status = run(cc, flags, { kernels, runtime, "-x", "c-header",
+    library.paths.root .. "/kernels/" .. HEADER, "-o", part .. "/" .. cache.HEADER },
+    "/dev/null")
+  if status ~= 0 or not os.rename(part, folder) then
+    os.execute(files.shell_line { "rm", "-rf", part })
+  end
+end
+
+--- A folder to include from, in which the header is precompiled; nil if there is none.
+-- Another compiler than gcc finds nothing there, and gcc takes nothing that another
+-- version of it has made.
+local function precompiled(cc, flags)
+  if precompiled_of[flags] == nil then
+    local folder = cache.headers(table.concat({ cc, flags,
+      ffi.string(library.C.kvl_code_headers()) }, "\0"))
+    local path = folder and folder .. "/" .. cache.HEADER
+    if folder and not files.real(path) then precompile(cc, flags, folder) end
+    precompiled_of[flags] = path and files.real(path) and folder or false
+  end
+  return precompiled_of[flags] or nil
+end
+
+--- Compiles kernel.c in a folder. A header that is damaged is done without.
+local function compile_in(folder, cc, flags)
+  local log, library_path = folder .. "/log", folder .. "/kernel.so"
+  local kernels, runtime = includes()
+  local words = { kernels, runtime, "-o", library_path, folder .. "/kernel.c" }
+  compiled = compiled + 1
+  local headers = compiled > FEW and precompiled(cc, flags)
+  local status = headers and run(cc, flags, { "-I" .. headers, unpack(words) }, log)
+  if status ~= 0 then status = run(cc, flags, words, log) end
   if status ~= 0 then return nil, words_of(cc, status, log) end
   local image = files.read(library_path)
   if image and image ~= "" then return image end
@@ -126,7 +176,7 @@ function M.compile(source, isa)
   if not folder then return nil, problem end
   local ok, why = pcall(files.write, folder .. "/kernel.c", source)
   local image
-  if ok then image, why = run(cc, M.flags(isa, source), folder) end
+  if ok then image, why = compile_in(folder, cc, M.flags(isa, source)) end
   os.execute(files.shell_line { "rm", "-rf", folder })
   return image, why
 end

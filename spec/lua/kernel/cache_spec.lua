@@ -200,6 +200,39 @@ describe("the cache of kernels", function()
     computes(0)
   end)
 
+  it("precompiles the header for a process that compiles many kernels", function()
+    local right, many = script, temporary.file((SCRIPT:gsub("local text.*", [[
+      for i = 1, 7 do
+        local p = expressions.attach(cache, { name = "many", decode = true,
+          score = (e.q * e.k * i):sum "dim":max("token", "head") })
+        print(table.concat(expressions.score(cache, p), " "))
+      end
+      print(compiled)]])), "many.lua")
+    local plain = home .. "/plain"
+    files.make_folder(plain .. "/kvlab")
+    chmod("777", plain .. "/kvlab") -- where nothing is kept
+    script = many
+    local status, expected = try("XDG_CACHE_HOME=" .. plain)
+    assert.equal(0, status)
+    assert.same({ 0, expected, "" }, { try() })
+    local header
+    for _, name in ipairs(files.list(folder())) do
+      if name:find "headers" then header = folder() .. "/" .. name end
+    end
+    for _, name in ipairs(files.list(folder())) do
+      if not name:find "headers" then os.remove(folder() .. "/" .. name) end
+    end
+    -- of another gcc, or damaged, it is done without
+    files.write(header .. "/cpu/expression.h.gch", "gpch.014 and more")
+    assert.same({ 0, expected, "" }, { try() })
+    local pipe = io.popen(("XDG_CACHE_HOME=%s %s cache clear"):format(home,
+      files.shell_line { executable }))
+    assert.equal("removed 7 kernels\n", pipe:read "*a")
+    pipe:close()
+    assert.same({}, files.list(folder()))
+    script = right
+  end)
+
   it("gives the words of a compiler that fails", function()
     local status, output, errors = try "CC=/bin/false"
     assert.same({ 1, "" }, { status, output })
