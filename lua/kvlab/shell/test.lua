@@ -7,6 +7,8 @@
 -- process, one after the other. Stock busted (.busted) also runs them in one process. In
 -- one process the files are not insulated from each other, because a module that declares
 -- C types for the FFI cannot be loaded twice.
+local ffi = require "ffi"
+
 local M = {}
 
 local JOBS_MOST = 8
@@ -84,7 +86,6 @@ end
 --- Ends the program after Ctrl-C. The interrupt raises an error in one spec only, and
 -- busted would go on with the next.
 local function stop_when_interrupted(busted)
-  local ffi = require "ffi"
   ffi.cdef "int kvl_interrupted(void);"
   local ok, interrupted = pcall(function() return ffi.C.kvl_interrupted end)
   if not ok then return end
@@ -128,6 +129,27 @@ end
 
 -- ---- a process for each file ----------------------------------------------------------
 
+ffi.cdef [[
+typedef struct { long s, us; } kvl_shell_time;
+typedef struct { kvl_shell_time user, system; long others[14]; } kvl_shell_usage;
+int getrusage(int who, kvl_shell_usage *usage);
+int clock_gettime(int clock, kvl_shell_time *time);
+]]
+local SELF, CHILDREN, MONOTONIC = 0, -1, 1
+
+--- Processor time of this process or of its children that have ended, in seconds.
+local function used_s(who)
+  local u = ffi.new "kvl_shell_usage"
+  ffi.C.getrusage(who, u)
+  return tonumber(u.user.s + u.system.s) + 1e-6 * tonumber(u.user.us + u.system.us)
+end
+
+local function clock_s()
+  local t = ffi.new "kvl_shell_time" -- its second number are nanoseconds
+  ffi.C.clock_gettime(MONOTONIC, t)
+  return tonumber(t.s) + 1e-9 * tonumber(t.us)
+end
+
 --- Runs in a process that `start` has started: runs its file and sends the result.
 local function serve(root, files, options, has_gpu)
   local process = require "kvlab.experiment.sweep.process"
@@ -136,7 +158,10 @@ local function serve(root, files, options, has_gpu)
   local function into(list)
     return function(...) for _, text in ipairs { ... } do list[#list + 1] = text end end
   end
+  local start = clock_s()
   local result = run_here(root, files, options, has_gpu, into(line), into(report))
+  result.seconds = { wall = clock_s() - start, own = used_s(SELF),
+                     children = used_s(CHILDREN) }
   result.line, result.report = table.concat(line), table.concat(report)
   process.answer(require("kvlab.json").encode(result))
   return result.failed == 0 and 0 or 1
@@ -169,12 +194,25 @@ local function result_of(root, file, answer, how)
   return result
 end
 
+--- Prints what each file took, the longest first.
+local function print_times(times)
+  table.sort(times, function(a, b) return a.own + a.children > b.own + b.children end)
+  local own, children = 0, 0
+  print_now "\nseconds of processor time: own, of programs that it started; of a clock\n"
+  for _, t in ipairs(times) do
+    own, children = own + t.own, children + t.children
+    print_now(("%8.1f %8.1f %8.1f  %s\n"):format(t.own, t.children, t.wall, t.name))
+  end
+  print_now(("%8.1f %8.1f           all\n"):format(own, children))
+end
+
 --- Runs each file in a process of its own, `jobs` at a time.
 ---@return table  # passed, failed and skipped: how many specs
 local function run_apart(root, files, options, jobs)
   local process = require "kvlab.experiment.sweep.process"
   local total = { passed = 0, failed = 0, skipped = 0 }
   local running, file_of, answer_of, reports, at = {}, {}, {}, {}, 0
+  local times = {}
 
   local function start_next()
     at = at + 1
@@ -190,6 +228,10 @@ local function run_apart(root, files, options, jobs)
     local result = result_of(root, file_of[child], answer_of[child], child:close())
     print_now(result.line)
     reports[#reports + 1] = result.report
+    if result.seconds then
+      times[#times + 1], result.seconds.name = result.seconds, inside_root(root,
+        file_of[child])
+    end
     for name in pairs(total) do total[name] = total[name] + result[name] end
     start_next()
   end
@@ -205,6 +247,7 @@ local function run_apart(root, files, options, jobs)
   for _, child in ipairs(running) do child:close(true) end
   if not ok then error(problem, 0) end
   print_now(table.concat(reports))
+  if options.times then print_times(times) end
   return total
 end
 
@@ -226,6 +269,7 @@ end
 ---@param files string[]     spec files and folders
 ---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
 --  need-model (fails where specs tagged #model would be left out),
+--  times (boolean: what each file took),
 --  jobs (how many processes; one per core, at most 8, or 1 with a GPU)
 ---@return integer           # 0 when specs ran and none failed, else 1
 function M.main(root, files, options)
