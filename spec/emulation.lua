@@ -7,6 +7,7 @@ local ffi = require "ffi"
 local files = require "kvlab.files"
 local kernel = require "kvlab.kernel.kernel"
 local library = require "kvlab.library"
+local temporary = require "spec.temporary"
 
 local M = {}
 local ROOT = library.paths.root
@@ -29,13 +30,31 @@ int kvl_code(const void *words, void *) {
 --- Whether there is a C++ compiler.
 function M.compiler() return os.execute "command -v g++ >/dev/null 2>&1" == 0 end
 
+local FLAGS = { "g++", "-std=c++17", "-O1", "-w", "-fPIC",
+                "-I" .. ROOT .. "/kernels/cuda" }
+
+local function run(words, log)
+  local all = { unpack(FLAGS) }
+  for _, word in ipairs(words) do all[#all + 1] = word end
+  return os.execute(("%s 2>%s"):format(files.shell_line(all), files.shell_line { log }))
+end
+
+-- The header, precompiled with the first kernel of a spec file.
+local precompiled = temporary.path "emulation.h"
+
 --- The image of a kernel's source; nil and what the compiler says.
 function M.compile(source)
   local from, to, log = os.tmpname(), os.tmpname(), os.tmpname()
+  if not files.real(precompiled) then
+    if not files.real(precompiled:match "^(.*)/") then
+      precompiled = temporary.path "emulation.h" -- another file's specs
+    end
+    files.write(precompiled, files.read(HEADER))
+    run({ "-I" .. ROOT .. "/spec", "-x", "c++-header", precompiled }, log)
+  end
   files.write(from, source .. ENTRY)
-  local status = os.execute(("%s 2>%s"):format(files.shell_line { "g++", "-x", "c++",
-    "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-I" .. ROOT .. "/kernels/cuda",
-    "-include", HEADER, "-o", to, from }, files.shell_line { log }))
+  local status = run({ "-shared", "-include", precompiled, "-x", "c++", "-o", to, from },
+    log)
   local image, why = status == 0 and files.read(to), files.read(log)
   for _, path in ipairs { from, to, log } do os.remove(path) end
   return image or nil, why

@@ -246,7 +246,8 @@ function M.differs(dev, target, seed, def, o)
   local done, out, lse, emitted = pcall(run, c, p, q, o.rows and starts, selection)
   kernel.chosen = nil
   if not done then error(out, 0) end
-  local want_out, want_lse, want = expected(c, p, def, numbers, starts, lists)
+  local want_out, want_lse, want = expressions.once(o, expected, c, p, def, numbers,
+    starts, lists)
   for name, list in pairs(want) do
     local what = expressions.difference(emitted[name] or {}, list, TOLERANCE)
     if what then return ("emit.%s: %s"):format(name, what) end

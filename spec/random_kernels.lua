@@ -14,6 +14,7 @@ local expressions = require "spec.expressions"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"
 local maps = require "spec.maps"
+local temporary = require "spec.temporary"
 
 local set = kv.command_line.set
 local from, to = tonumber(set.from or 1), tonumber(set.to or 100)
@@ -110,5 +111,6 @@ emulation.with(function()
     if not is_fine(seed) then bad = bad + 1 end
   end
 end)
+temporary.remove()
 print(("%d expressions, %d differ"):format(to - from + 1, bad))
 if bad > 0 then os.exit(1) end

@@ -118,12 +118,16 @@ local function pairs_in(c, fields)
   return found
 end
 
---- What a build runs of a table of cases: all of them, or in a hostile build a sample, in
--- which any two values of two fields still come together where they do in the table. The
--- case with most pairs that no other has brought is taken, the first of equals, until
--- none is left; so the sample depends on the table alone. Seeds do not count.
-function M.cases(list)
-  if not M.is_hostile then return list end
+--- Whether every combination is asked for: `./kvlab test --full`, or KVLAB_TEST_FULL in
+-- the environment of stock busted.
+M.is_full = require("kvlab.command_line").full or os.getenv "KVLAB_TEST_FULL" ~= nil
+
+--- A sample of a table of cases, in which any two values of two fields still come
+-- together where they do in the table; all of them if that is asked for. The case with
+-- most pairs that no other has brought is taken, the first of equals, until none is left;
+-- so the sample depends on the table alone. Seeds do not count.
+function M.sample(list)
+  if M.is_full then return list end
   local sample, is_taken, seen, found, fields = {}, {}, {}, {}, {}
   for _, c in ipairs(list) do
     for field in pairs(c) do fields[field] = type(field) == "string" or nil end
@@ -143,6 +147,10 @@ function M.cases(list)
   for i, c in ipairs(list) do if is_taken[i] then sample[#sample + 1] = c end end
   return sample
 end
+
+--- What a build runs of a table of cheap cases: all of them, or in a hostile build a
+-- sample.
+function M.cases(list) return M.is_hostile and M.sample(list) or list end
 
 --- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
 function M.it_on_gpu(name, fn)

@@ -6,7 +6,8 @@
 --   ./kvlab run tools/precompile.lua --set out=DIR --set arch=80,90a
 --
 -- out: the folder; arch: the GPU architectures, "" for none. Which shapes: SHAPES below,
--- on the CPU for every instruction set, on GPUs for every dtype.
+-- on the CPU for every instruction set. To compile fewer, name some of them:
+-- --set isa=avx2 --set dtype=bf16,f32 --set head_dim=64.
 local cache = require "kvlab.kernel.cache"
 local compiler = require "kvlab.kernel.compiler"
 local kernel = require "kvlab.kernel.kernel"
@@ -14,13 +15,26 @@ local kernel_hook = require "kvlab.kernel.hook"
 local kv = require "kvlab"
 local nvrtc = require "kvlab.kernel.nvrtc"
 local policy = require "kvlab.policy.policy"
+local sorted = require "kvlab.sorted"
 local source_text = require "kvlab.kernel.source_text"
 
 local set = kv.command_line.set
 local out = set.out or error("precompile: --set out=DIR is missing", 0)
 
 local SHAPES = { block_size = { 16, 64 }, head_dim = { 64, 128, 256 },
-                 group = { 1, 4, 8 }, dtype = { "bf16", "f16", "f32", "f8e4m3" } }
+                 group = { 1, 4, 8 }, dtype = { "bf16", "f16", "f32", "f8e4m3" },
+                 isa = sorted.keys(compiler.LANES) }
+
+for field, all in pairs(SHAPES) do
+  local known, chosen = {}, {}
+  for _, value in ipairs(all) do known[tostring(value)] = value end
+  for word in tostring(set[field] or ""):gmatch "[^,]+" do
+    chosen[#chosen + 1] = known[word]
+      or error(("precompile: %s is %s, expected some of %s"):format(field, word,
+        table.concat(all, ", ")), 0)
+  end
+  if chosen[1] then SHAPES[field] = chosen end
+end
 
 local count, failed, done = 0, 0, {}
 
@@ -43,9 +57,7 @@ local function make(plan, target)
   make_source(plan.what, kernel.print(plan, target), target)
 end
 
-local targets = { cpu = {}, gpu = {} }
-for isa in pairs(compiler.LANES) do targets.cpu[#targets.cpu + 1] = isa end
-table.sort(targets.cpu)
+local targets = { cpu = SHAPES.isa, gpu = {} }
 if not nvrtc.open() and (set.arch or "") ~= "" then
   io.stderr:write "there is no NVRTC: no kernels for GPUs\n"
 else

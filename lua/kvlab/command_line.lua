@@ -30,6 +30,7 @@
 ---@field at-once integer|nil      sweep submit: how many tasks of an array run at a time
 ---@field metric string[]|nil      compare: show only these metrics
 ---@field by string[]|nil          compare: show a line for every value of these axes
+---@field full boolean|nil         test: every combination of shapes, not a sample
 ---@field json boolean|nil         bench: print rows as JSON lines
 ---@field list boolean|nil         bench, run, test: print names and do no work
 local M = {

@@ -4,7 +4,7 @@
 --         the mean over the group's query heads
 -- Bounds  attention_mass, from above, of every policy with the same budget. It does not
 --         bound output_error or accuracy: a block's values may matter more than its mass
--- Cost    reads every key and value, so it saves nothing: a bound on quality, not a method
+-- Cost    reads every key and value, so it saves nothing: a bound, not a method
 --         An expression sees one block, and the softmax is over all of them. For groups
 --         of one head it can be a logsumexp and then a softmax, in a third of the time
 -- Fails   ALiBi and windows, which change the logits, are not seen

@@ -76,7 +76,7 @@ describe("hashing blocks", function()
   support.it_on_cpu("hashes the mean key or every valid token, and nothing else",
     function(dev)
       local near, all = 0, 0
-      for i, c in ipairs(support.cases(cases)) do
+      for i, c in ipairs(support.sample(cases)) do
         local words, count = hashes.words(run(dev, c))
         local planes, written = prepared(c).planes:list(), {}
         each_hash(c, function(at, x, x_at, tokens)

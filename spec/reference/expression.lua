@@ -6,7 +6,8 @@
 -- at: the index in each dimension. env: q(head, dim), k(token, dim), v(token, dim),
 -- field(name, at), const(name, at), param(name), input(name), logit(head, token),
 -- weight(head, token), tokens, block, blocks, length, query_position, layer, kv_head,
--- block_size, sizes.
+-- block_size, sizes; known: {} where none of these changes, so that a reduction which
+-- does not depend on an outer one is computed once.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -174,6 +175,16 @@ local function pack(x, at, env)
   return word
 end
 
+--- What fn(x, at, env) gives, which depends on the indices of x.dims alone.
+local function once(fn, x, at, env)
+  if not env.known or not x.dims then return fn(x, at, env) end
+  local of, index = env.known[x] or {}, 0
+  for _, dim in ipairs(x.dims) do index = index * 2 ^ 12 + at[dim] end
+  if of[index] == nil then of[index] = fn(x, at, env) end
+  env.known[x] = of
+  return of[index]
+end
+
 function eval(x, at, env)
   if x.op == "number" then
     return x.type == "u64" and ffi.cast("uint64_t", x.value) or x.value
@@ -189,8 +200,8 @@ function eval(x, at, env)
   elseif x.op == "field" then return env.field(x.name, at)
   elseif x.op == "const" then return env.const(x.name, at)
   elseif x.op == "input" then return env.input(x.name)
-  elseif x.op == "pack" then return pack(x, at, env)
-  elseif x.over then return reduce(x, at, env)
+  elseif x.op == "pack" then return once(pack, x, at, env)
+  elseif x.over then return once(reduce, x, at, env)
   end
   local args = {}
   for i, arg in ipairs(x.args) do args[i] = eval(arg, at, env) end

@@ -45,7 +45,9 @@ describe("tools/precompile.lua", function()
   it("compiles the kernels that shipped policies open", function()
     local out = temporary.path "compiled"
     files.make_folder(out)
-    local status, text = run(("--set out=%s --set arch="):format(out))
+    local status, text = run(("--set out=%s --set arch= --set isa=%s --set dtype=f32 "
+      .. "--set block_size=16 --set head_dim=64 --set group=4"):format(out,
+      kernel.target(kv.device "cpu")))
     assert.equal(0, status, text)
     local found = 0
     for _, name in ipairs(policy.names()) do
@@ -64,5 +66,9 @@ describe("tools/precompile.lua", function()
     local status, text = run ""
     assert.equal(1, status)
     assert.matches("--set out=DIR is missing", text, 1, true)
+    status, text = run "--set out=/nowhere --set head_dim=64,65"
+    assert.equal(1, status)
+    assert.matches("precompile: head_dim is 65, expected some of 64, 128, 256", text, 1,
+      true)
   end)
 end)

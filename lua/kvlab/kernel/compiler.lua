@@ -9,6 +9,8 @@ local M = {}
 
 -- A compiler that takes longer is ended.
 M.seconds_max = 60
+-- How well kernels are optimised. Specs of many small kernels choose -O1.
+M.level = "-O3"
 
 local FLAGS = "-std=gnu17 %s -fPIC -shared -fopenmp -fvisibility=hidden -fno-math-errno "
   .. "-fno-trapping-math -ffp-contract=fast -fwrapv -w -DNDEBUG"
@@ -63,7 +65,7 @@ function M.forget() found = nil end
 
 --- The flags for an instruction set and a source.
 function M.flags(isa, source)
-  return FLAGS:format(#source > LONG and "-O1" or "-O3") .. ISA_FLAGS[isa]
+  return FLAGS:format(#source > LONG and "-O1" or M.level) .. ISA_FLAGS[isa]
     .. " -DKVL_ISA=" .. isa .. " -DKVL_ISA_" .. isa:upper() .. "=1"
 end
 
@@ -124,8 +126,10 @@ local precompiled_of = {} -- folders by flags; false: there is none
 local function precompile(cc, flags, folder)
   local part = make_temporary(folder)
   if not part then return end
-  files.make_folder(part .. "/cpu")
   local kernels, runtime = includes()
+  files.make_folder(part .. "/cpu")
+  files.write(part .. "/" .. HEADER, ("#include \"%s/kernels/%s\"\n"):format(
+    library.paths.root, HEADER)) -- for those who include it again
   local status = run(cc, flags, { kernels, runtime, "-x", "c-header",
     library.paths.root .. "/kernels/" .. HEADER, "-o", part .. "/" .. cache.HEADER },
     "/dev/null")

@@ -1,8 +1,8 @@
 --- Runs the specs inside this executable, with busted as a library. So they test the
 -- embedded LuaJIT and, in a hostile build, every C function under the sanitizers.
 --
--- If there are several spec files, each runs in a process of its own, as many at a time
--- as there are cores. So a file cannot depend on what ran before it, and one that crashes
+-- If there are several spec files, each runs in a process of its own, one more at a time
+-- than there are cores, since some of them wait. So a file cannot depend on what ran before it, and one that crashes
 -- fails alone. With a GPU, whose memory the processes would share, all files run in this
 -- process, one after the other. Stock busted (.busted) also runs them in one process. In
 -- one process the files are not insulated from each other, because a module that declares
@@ -270,7 +270,7 @@ end
 ---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
 --  need-model (fails where specs tagged #model would be left out),
 --  times (boolean: what each file took),
---  jobs (how many processes; one per core, at most 8, or 1 with a GPU)
+--  jobs (how many processes; one more than cores, at most 8, or 1 with a GPU)
 ---@return integer           # 0 when specs ran and none failed, else 1
 function M.main(root, files, options)
   local has_gpu = has_cuda()
@@ -285,7 +285,7 @@ function M.main(root, files, options)
     end
   end
 
-  local jobs = options.jobs or has_gpu and 1 or math.min(count_cores(), JOBS_MOST)
+  local jobs = options.jobs or has_gpu and 1 or math.min(count_cores() + 1, JOBS_MOST)
   local found = find_files(files)
   local is_apart = jobs > 1 and #found > 1 and not options.list
     and package.loaded["kvlab.paths"]

@@ -60,7 +60,7 @@ describe("a kernel in CUDA, run on the CPU", function()
   }
   for i, case in ipairs(PROMPTS) do
     emulated(("emits of a prefill %d"):format(i), function()
-      local o = { kv_heads = 2, blocks = 40, lens = { 230, 45 }, rows = { 200, 1 } }
+      local o = { kv_heads = 2, blocks = 40, lens = { 170, 45 }, rows = { 80, 1 } }
       for key, value in pairs(case) do o[key] = value end
       local def = { name = "known", decode = true, prefill = true, complete = false,
         defaults = { weight = 2 }, select_blocks = function() end, init = hooks.init,

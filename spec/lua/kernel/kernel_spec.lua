@@ -89,6 +89,7 @@ local function known_cases(dev, target)
       it(title, function()
         local o = options(unpack(case))
         o.sizes, o.consts = o.sizes_of[name], o.consts_of[name]
+        o.id = title
         check(dev, target, 7, def, o)
       end)
     end
@@ -98,7 +99,9 @@ end
 local function random_cases(dev, target, from, to)
   for seed = from, to do
     it(("random expression %d"):format(seed), function()
-      check(dev, target, seed, (expressions.random(seed)), expressions.shape(seed))
+      local o = expressions.shape(seed)
+      o.id = "random " .. seed
+      check(dev, target, seed, (expressions.random(seed)), o)
     end)
   end
 end
@@ -113,6 +116,7 @@ describe("a kernel in C", function()
     pending "there is no C compiler"
     return
   end
+  expressions.compile_quickly()
   known_cases("cpu")
   random_cases("cpu", nil, 1, 12)
 end)

@@ -107,7 +107,9 @@ end)
 
 --- How the score of a seed differs from the reference, in words.
 local function difference(dev, target, seed, is_wild)
-  local cache = expressions.cache(dev, expressions.products_shape(seed, is_wild), seed)
+  local o = expressions.products_shape(seed, is_wild)
+  o.id = ("%d, wild: %s"):format(seed, tostring(is_wild))
+  local cache = expressions.cache(dev, o, seed)
   local def = expressions.random_products(seed, is_wild)
   local p = expressions.attach(cache, def, target)
   if p.summary then expressions.update(cache, p) end
@@ -135,6 +137,7 @@ describe("products in Lua", function() random_cases("cpu", "lua", 20, 10) end)
 
 describe("products in C", function()
   if not compiler.find() then return pending "there is no C compiler" end
+  expressions.compile_quickly()
   random_cases("cpu", nil, 20, 10)
 end)
 

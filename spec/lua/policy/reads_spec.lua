@@ -33,8 +33,8 @@ local function by_masses(fields)
   return kv.policy.define(def)()
 end
 
--- What a step reads for each layer and KV head: `attended` blocks (5), of each token there
--- `vectors` (2: its key and its value); and `keys` vectors and `bytes` to select.
+-- What a step reads for each layer and KV head: `attended` blocks (5), of each token
+-- there `vectors` (2: its key and its value); and `keys` vectors and `bytes` to select.
 local MEANS, TALLY = BLOCKS, 4 * BLOCKS
 local BY_HAND = {
   { "full", attended = BLOCKS },
