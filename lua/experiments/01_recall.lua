@@ -28,6 +28,7 @@
 -- hot cache); all of them give the same accuracies.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
+local prompts = require "models.recall.prompts"
 
 local READ = "bytes read, as a share of all of K and V"
 
@@ -50,9 +51,18 @@ local function sitting_of(config)
   return kv.experiment.memo(o, exam.open)
 end
 
-local function run(config)
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
+local function check(config)
+  policy_of(config)
+  prompts.check(config.context, config.needles)
+end
+
+local function run(config)
+  local policy = policy_of(config)
   local sitting = sitting_of(config)
   local accuracy, step_us, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
@@ -78,7 +88,7 @@ kv.experiment.run {
   proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
               "bytes_share", "step_us", "questions" },
-  run = run,
+  check = check, run = run,
   table = {
     { rows = "policy", columns = "budget", value = "accuracy", beside = "bytes_share",
       where = { context = 4096 }, format = "%.3f" },

@@ -29,9 +29,13 @@ local function open(settings)
                                      block_size = settings.block_size }
 end
 
-local function run(config, settings)
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
     { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
+local function run(config, settings)
+  local policy = policy_of(config)
   local probe, model_error = settings.replay:run(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.note = kv.policy.note(policy,
@@ -55,7 +59,7 @@ kv.experiment.run {
               "bytes_read", "bytes_share" },
   setup = open,
   teardown = function(settings) if settings.replay then settings.replay:close() end end,
-  run = run,
+  check = policy_of, run = run,
   table = {
     { rows = "policy", columns = "budget", value = "output_error",
       beside = "bytes_share", format = "%.4f" },

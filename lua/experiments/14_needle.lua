@@ -27,14 +27,18 @@ local function part_of(depth)
   return math.floor(depth / 100 * DEPTHS) + 1
 end
 
+local function policy_of(o)
+  return kv.policy(o.policy, o.policy ~= "full" and
+    { ratio = o.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
 --- Asks every question of some contexts under one policy. Returns for each part of the
 -- context how many questions there were, and how many were answered right.
 local function ask(o)
   local sitting = kv.experiment.memo(o.contexts, exam.open) -- for all policies
   local right, asked = {}, {}
   for i = 1, DEPTHS do right[i], asked[i] = 0, 0 end
-  local policy = kv.policy(o.policy, o.policy ~= "full" and
-    { ratio = o.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local policy = policy_of(o)
   local _, _, probe = sitting:ask(policy, kv.probe, function(query, is_right)
     local part = part_of(100 * (query.needle - 0.5) / NEEDLES)
     asked[part] = asked[part] + 1
@@ -58,6 +62,7 @@ kv.experiment.run {
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
   metrics = { "accuracy", "questions", "bytes_share" },
   proportions = { accuracy = "questions", "bytes_share" },
+  check = policy_of,
   run = function(config)
     local part = part_of(config.depth)
     local answers = kv.experiment.memo({

@@ -79,6 +79,7 @@ kv.experiment.run {
                block_size = 16, layer = 2, scored = "quest" },
   quick = { context = 512, questions = 4 },
   metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share" },
+  check = policy_of,
   run = function(config)
     local record, probe = play(config)
     records[config.policy] = records[config.policy] or record

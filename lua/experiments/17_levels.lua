@@ -36,6 +36,11 @@ local LEVELS = {
 }
 local NAMES = { "plain", "crowded", "row", "chain", "sum" }
 
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
+    { blocks = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
 local function run(config)
   local level = LEVELS[config.level]
   if not level then
@@ -45,8 +50,7 @@ local function run(config)
   local sitting = kv.experiment.memo({ context = config.context,
     prompts = config.prompts, needles = level.needles, question = level.question,
     hops = level.hops, block_size = config.block_size, seed = config.seed }, exam.open)
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
-    { blocks = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local policy = policy_of(config)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.accuracy, metrics.questions = accuracy, sitting.questions * config.prompts
@@ -68,7 +72,7 @@ kv.experiment.run {
   quick = { prompts = 1, budget = { 8 } },
   metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "questions" },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
-  run = run,
+  check = policy_of, run = run,
   table = {
     { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",
       where = { budget = 5 } },

@@ -99,6 +99,11 @@ local function each_of(result)
   return each
 end
 
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
                "question", "chat", "block_size", "seed" }
 
@@ -107,8 +112,7 @@ local function run(config, settings)
   local keys = {}
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open)
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+  local policy = policy_of(config)
   local start = kv.C.kvl_clock_ns()
   local result, probe = sitting.reading:ask(policy, kv.probe)
   local metrics = probe:metrics()
@@ -218,5 +222,5 @@ kv.experiment.run {
   proportions = { score = "zero_one", "attention_mass", "bytes_share" },
   metrics = { "score", "gap", "bytes_share", "bytes_read", "blocks_read",
               "attention_mass", "output_error", "texts", "zero_one", "seconds" },
-  run = run, table = tables, plot = pictures,
+  check = policy_of, run = run, table = tables, plot = pictures,
 }

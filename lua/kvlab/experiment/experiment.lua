@@ -8,6 +8,7 @@
 --     defaults = { prompts = 8 },                    -- --set prompts=2 changes one
 --     quick = { context = {512}, prompts = 2 },      -- what --quick puts in their place
 --     when = function(config) return … end,          -- leaves combinations out
+--     check = function(config) … end,                -- raises for one that cannot run
 --     run = function(config, settings) return { accuracy = … } end,
 --     table = { rows = "policy", columns = "budget", value = "accuracy",
 --               where = { context = 4096 }, format = "%.3f" },

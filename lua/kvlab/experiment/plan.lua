@@ -18,6 +18,7 @@ local FIELDS = {
   grid = options.required(options.table), defaults = options.table,
   repeats = options.number, deterministic = options.boolean,
   proportions = options.table, quick = options.table, when = options.fn,
+  check = options.fn,
   environment = options.table, metrics = options.table, setup = options.fn,
   run = options.required(options.fn), teardown = options.fn,
   table = options.either(options.table, options.fn),
@@ -217,6 +218,17 @@ local function take_shard(configs, shard)
   return mine
 end
 
+--- Raises for the first configuration that the experiment refuses, before any has run.
+local function check_configs(check, plan)
+  for _, config in ipairs(check and plan.configs or {}) do
+    local ok, why = pcall(check, config)
+    if not ok then
+      why = tostring(why):gsub("^[^\n]-%.lua:%d+: ", "")
+      fail("%s\n  configuration %s", why, grids.describe(plan.grid, config))
+    end
+  end
+end
+
 ---@class kvlab.plan
 ---@field name string
 ---@field title string
@@ -281,6 +293,7 @@ function M.new(spec, given)
     plan.folder = ("%s/shards/%d-of-%d"):format(root, plan.shard.index, plan.shard.count)
     plan.configs = take_shard(plan.configs, plan.shard)
   end
+  check_configs(spec.check, plan)
   plan.required = find_required(plan, spec)
   for _, name in ipairs { "device", "isa", "seed", "link_gbps", "link_us" } do
     plan.order[#plan.order + 1] = name

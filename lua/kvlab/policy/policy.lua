@@ -120,6 +120,7 @@
 -- selected; they count towards the budget). If the defaults name a seed, it is that of
 -- --seed, or of the row that an experiment computes, unless the policy's user gives it.
 local arguments = require "kvlab.arguments"
+local command_line = require "kvlab.command_line"
 local constructor = require "kvlab.constructor"
 local expression = require "kvlab.kernel.expression"
 local ffi = require "ffi"
@@ -484,6 +485,30 @@ function M.add_with_nested(self, list)
   for _, inner in ipairs(self.nested or {}) do M.add_with_nested(inner, list) end
 end
 
+--- Why the value of a policy's file makes no policies; nil if it does.
+local function why_none(path, make)
+  if type(make) == "function" then return nil end
+  return ("%s returns %s, expected what kv.policy.define returns"):format(path,
+    options.shown(make))
+end
+
+local told = {} -- files that were left out
+
+--- The policy of a file with its defaults. Nil for a file that is not finished: an
+-- experiment that does not use it goes on without it, and says so once.
+local function open_finished(name)
+  local ok, made = pcall(function()
+    local make = require("policies." .. name)
+    local why = why_none(named.path_of("policies", name), make)
+    return why and error(why, 0) or make()
+  end)
+  if ok then return made end
+  if not told[name] and not command_line.worker then
+    io.stderr:write(("kvlab: the policy %s is left out: %s\n"):format(name, made))
+  end
+  told[name] = true
+end
+
 --- The names of all policies; if a phase (prefill or decode) is given,
 -- of those that select in it. The names in `first` come before the others.
 ---@param phase? string
@@ -492,8 +517,7 @@ function M.names(phase, first)
   local names, is_first = {}, {}
   for i, name in ipairs(first or {}) do names[i], is_first[name] = name, true end
   for _, name in ipairs(named.list "policies") do
-    if not is_first[name]
-       and (not phase or require("policies." .. name)()[phase]) then
+    if not is_first[name] and (not phase or (open_finished(name) or {})[phase]) then
       names[#names + 1] = name
     end
   end
@@ -507,6 +531,8 @@ end
 local function open(name, given, level)
   level = level or 2
   local make, path = named.open("policies", "policy", name, level)
+  local why = why_none(path, make)
+  if why then options.fail(("the policy %s: %s"):format(name, why), level + 1) end
   local self = make(given, level)
   if #self.files == 0 then -- such as one whose score is a leaf
     self.files = { path }

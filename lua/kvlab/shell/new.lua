@@ -6,6 +6,7 @@
 -- With --path=DIR it writes into DIR. The templates are new_policy.txt and
 -- new_experiment.txt, in which NAME stands for the name.
 local files = require "kvlab.files"
+local named = require "kvlab.named"
 
 local M = {}
 
@@ -31,6 +32,11 @@ function M.main(kind, name, root)
   local folder = ("%s/%s"):format(root, kind == "policy" and "policies" or "experiments")
   local path = ("%s/%s.lua"):format(folder, name)
   if files.read(path) then error(("new: %s exists"):format(path), 0) end
+  local other = kind == "policy" and named.path_of("policies", name)
+  if other then
+    error(("new: there is a policy %s already, %s; choose another name"):format(name,
+      other), 0)
+  end
   files.make_folder(folder)
   local template = assert(files.read(("%snew_%s.txt"):format(HERE, kind)))
   files.write(path, (template:gsub("NAME", name)))

@@ -113,6 +113,23 @@ function M.key_of(v1, v2)
   return key(v1), key(v2)
 end
 
+--- Raises unless so many needles fit into a context.
+---@param context integer  tokens
+---@param needles integer
+---@return integer room  for filler between the needles
+function M.check(context, needles)
+  ids = M.ids()
+  if needles > ids.value_count then
+    error(("%d needles, expected at most %d"):format(needles, ids.value_count), 3)
+  end
+  local room = context - 1 - NEEDLE * needles - TAIL
+  if room < 0 then
+    error(("%d needles of %d tokens and %d of filler in a context of %d"):format(needles,
+      NEEDLE, TAIL, context), 3)
+  end
+  return room
+end
+
 --- A prompt: `tokens` (the context) and `queries`, each { ask = {Q, k1, k2, A},
 -- answer = {v1, v2}, needle = which needle of the context, from 1 }.
 ---@param context integer  tokens of the context
@@ -123,15 +140,7 @@ end
 ---@param hops? integer     link needles to chains of so many; the queries go through one
 --                          chain after the other
 function M.draw(context, needles, queries, seed, is_even, hops)
-  ids = M.ids()
-  if needles > ids.value_count then
-    error(("%d needles, expected at most %d"):format(needles, ids.value_count), 2)
-  end
-  local room = context - 1 - NEEDLE * needles - TAIL
-  if room < 0 then
-    error(("%d needles of %d tokens and %d of filler in a context of %d"):format(needles,
-      NEEDLE, TAIL, context), 2)
-  end
+  local room = M.check(context, needles)
   local draw, tokens, places = generator(seed), {}, {}
   lay_filler(tokens, context, draw)
   local list = draw_needles(needles, draw)

@@ -25,6 +25,15 @@ describe("experiment", function()
         problem_of { when = function() return false end })
     end)
 
+    it("refuses what `check` refuses before anything runs", function()
+      local words = problem_of { check = function(c)
+        if c.budget == 0.3 then error("the budget is too large", 2) end
+      end }
+      assert_has("the budget is too large\n  configuration context=512 policy=quest "
+        .. "budget=0.3", words)
+      assert.same({}, harness.calls)
+    end)
+
     it("passes axes, defaults, device and seed to run, and writes just these", function()
       local seen
       run({ run = function(config, settings)

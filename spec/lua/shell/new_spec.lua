@@ -55,6 +55,27 @@ describe("kvlab new", function()
     pipe:close()
   end)
 
+  it("leaves policies that are not finished out, by name, unless they are asked for",
+    function()
+      files.make_folder(folder .. "/policies")
+      files.write(folder .. "/policies/empty.lua", "")
+      files.write(folder .. "/policies/half.lua", "return {")
+      files.write(folder .. "/policies/wrong.lua", "return function() error 'no' end")
+      files.write(folder .. "/all.lua",
+        'print(table.concat(require("kvlab").policy.names "decode", " "))')
+      local text = ok("run", "all.lua")
+      has(" quest ", text)
+      has("kvlab: the policy empty is left out: ./policies/empty.lua returns true, "
+        .. "expected what kv.policy.define returns\n", text)
+      has("kvlab: the policy half is left out: ", text)
+      has("./policies/half.lua:1: unexpected symbol", text)
+      has("kvlab: the policy wrong is left out: ", text)
+      files.write(folder .. "/a.lua", 'require("kvlab").policy "empty"')
+      local status, output = kvlab("run", "a.lua")
+      assert.equal(1, status)
+      has("a.lua:1: the policy empty: ./policies/empty.lua returns true", output)
+    end)
+
   it("refuses what exists, wrong names and kinds, and a name that is taken", function()
     ok("new", "policy", "mine")
     has("new: ./policies/mine.lua exists", (select(2, kvlab("new", "policy", "mine"))))
@@ -62,7 +83,10 @@ describe("kvlab new", function()
       (select(2, kvlab("new", "policy", "a-b"))))
     has('new has no "x"; expected policy or experiment',
       (select(2, kvlab("new", "x", "y"))))
-    ok("new", "policy", "quest")
+    has("new: there is a policy quest already, ", (select(2, kvlab("new", "policy",
+      "quest"))))
+    files.write(folder .. "/policies/quest.lua",
+      files.read(folder .. "/policies/mine.lua"))
     files.write(folder .. "/a.lua", 'require("kvlab").policy "quest"')
     local status, output = kvlab("run", "a.lua")
     assert.equal(1, status)
