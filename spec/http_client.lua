@@ -8,9 +8,11 @@ local processes = require "spec.processes"
 ffi.cdef [[
 int connect(int fd, const void *address, unsigned size);
 int shutdown(int fd, int how);
+int setsockopt(int fd, int level, int name, const int *value, unsigned size);
 ]]
 local libc = ffi.C
 local DONTWAIT, NOSIGNAL, EAGAIN, STREAM, INET = 0x40, 0x4000, 11, 1, 2
+local SOL_SOCKET, SO_RCVBUF = 1, 8
 
 local M = {}
 
@@ -29,9 +31,14 @@ end
 
 --- Connects to a port of this machine.
 ---@param port integer
-function M.connect(port)
+---@param bytes_unread? integer  how much the socket holds that was not read; the system
+--                               gives twice as much (many megabytes)
+function M.connect(port, bytes_unread)
   local fd = libc.socket(INET, STREAM, 0)
   assert(fd >= 0, "no socket")
+  if bytes_unread then
+    libc.setsockopt(fd, SOL_SOCKET, SO_RCVBUF, ffi.new("int[1]", bytes_unread), 4)
+  end
   local address = ffi.new("uint8_t[16]", INET, 0, math.floor(port / 256), port % 256,
     127, 0, 0, 1)
   assert(libc.connect(fd, address, 16) == 0, "cannot connect")
@@ -108,11 +115,19 @@ function M.start(server, method, path, body, headers)
   return client
 end
 
+--- Runs the server, which waits for requests only where it has nothing to do, until
+-- test() gives something true, and returns that.
+function M.run_until(server, test, what)
+  return processes.wait_until(function()
+    server:turn(1000)
+    return test()
+  end, what, 0)
+end
+
 --- Runs the server until the connections of these clients have ended.
 function M.finish(server, clients)
   for _, client in ipairs(clients) do
-    processes.wait_until(function()
-      server:turn(1000)
+    M.run_until(server, function()
       for _, other in ipairs(clients) do other:read() end
       return client.is_over
     end, "an answer")

@@ -32,13 +32,16 @@ function M.sleep(seconds) libc.usleep(seconds * 1e6) end
 local HUNG_S = 120 -- no machine is as slow as that
 
 --- Calls test(), again and again, until it gives something true, and returns that. Raises
--- where that never comes, so that a spec ends.
-function M.wait_until(test, what)
-  local deadline = os.time() + HUNG_S
+-- where that never comes, so that a spec ends. Between two calls it sleeps: at first half
+-- a millisecond, later `most_s`, which is 10 ms, or 0 for a test that does some work.
+function M.wait_until(test, what, most_s)
+  local deadline, pause_s = os.time() + HUNG_S, 0.0005
+  most_s = most_s or 0.01
   repeat
     local result = test()
     if result then return result end
-    M.sleep(0.01)
+    if most_s > 0 then M.sleep(pause_s) end
+    pause_s = math.min(2 * pause_s, most_s)
   until os.time() > deadline
   error(("%s: not after %d s"):format(what, HUNG_S), 2)
 end

@@ -44,7 +44,7 @@ end
 --- Why a task is not to go on, if so. It is told once: what it does then, such as to
 -- answer that, has to come to its end.
 local function reason_to_end(self, task)
-  if not task.has_begun or task.is_given_up then return nil end
+  if not task.has_begun or task.reason then return nil end
   if not task.exchange.is_open or task.exchange:is_gone() then
     return problem.new(499, "the client has left")
   elseif now_s() > task.until_s then
@@ -53,15 +53,18 @@ local function reason_to_end(self, task)
   end
 end
 
---- Runs the first task of a list. An error is one of the program, or an interrupt.
+--- Runs the first task of a list, and ends it if there is a reason. Any other error is
+-- one of the program, or an interrupt.
 local function run_first(self, list, why)
   local task = list[1]
-  task.has_begun, task.is_given_up = true, task.is_given_up or why ~= nil
+  task.has_begun, task.reason = true, task.reason or why
   local is_done, ok, raised = slices.run(task, US_TURN, why)
   if not is_done then return end
   table.remove(list, 1)
   self.count = self.count - 1
-  if not ok then error(raised, 0) end
+  if ok then return end
+  task.exchange:close()
+  if raised ~= task.reason then error(raised, 0) end
 end
 
 --- Works for about so many microseconds, or until nothing is left.
@@ -89,7 +92,7 @@ function Tasks:close(why)
         table.remove(list, 1)
         self.count = self.count - 1
       else
-        pcall(run_first, self, list, not task.is_given_up and why or nil)
+        pcall(run_first, self, list, not task.reason and why or nil)
       end
     end
   end

@@ -32,6 +32,14 @@ local function alone(prompt, o, policy)
   return answer
 end
 
+--- Waits until so many requests have arrived in all, without running the server: so it
+-- takes those that are new together.
+local function wait_for_requests(server, count)
+  processes.wait_until(function()
+    return server.http:stats().requests == count
+  end, "the requests")
+end
+
 local function problem_of(answer, status)
   assert.equal(status, answer.status, answer.body)
   assert.truthy(answer.head:find "application/json")
@@ -351,9 +359,7 @@ describe("requests at the same time", function()
       clients[i] = client.start(server, "POST", "/v1/completions",
         { prompt = "Prompt " .. i, max_tokens = 30, temperature = 0, ignore_eos = true })
     end
-    processes.wait_until(function()
-      return server.http:stats().requests == 5
-    end, "the requests")
+    wait_for_requests(server, 5)
     client.finish(server, clients)
     local of = {}
     for _, one in ipairs(clients) do
@@ -509,7 +515,7 @@ describe("a wrong request", function()
   end)
 
   it("that is no HTTP ends its connection", function()
-    local server = open()
+    local server = open { limits = { arrival_s = 0.3 } } -- no request has arrived by then
     local one = client.connect(server.port)
     one:send "\0\1\2 nonsense\r\n\r\n"
     client.finish(server, { one })
@@ -578,17 +584,15 @@ describe("a server", function()
   end)
 
   it("ends requests that take too long", function()
-    local server = open { limits = { request_s = 0.2 } }
+    local server = open { limits = { request_s = 0.1 } }
     local o = { prompt = PROMPT, max_tokens = 200, temperature = 0, ignore_eos = true }
-    local count = 0
     local function run(stream)
-      o.stream, count = stream, count + 1
+      o.stream = stream
       local one = client.start(server, "POST", "/v1/completions", o)
-      processes.wait_until(function()
-        server:turn(0)
-        return server.http:stats().requests == count
+      client.run_until(server, function()
+        return server.calls:is_busy()
       end, "the request")
-      processes.sleep(0.25)
+      processes.sleep(0.11)
       client.finish(server, { one })
       return one:answer()
     end
@@ -679,16 +683,13 @@ describe("a server", function()
       o.policy_options = { ratio = 0.01 * i }
       clients[i] = client.start(server, "POST", "/v1/completions", o)
     end
-    processes.wait_until(function()
-      server:turn(0)
+    wait_for_requests(server, 8 + 2)
+    client.run_until(server, function()
       return #server.calls.running == 2
     end, "two policies")
     o.policy_options = { ratio = 0.9 }
-    local count = server.http:stats().requests
     clients[3] = client.start(server, "POST", "/v1/completions", o)
-    processes.wait_until(function()
-      return server.http:stats().requests > count
-    end, "the third one")
+    wait_for_requests(server, 8 + 3)
     client.finish(server, clients)
     assert.equal("too_many_policies", problem_of(clients[3]:answer(), 429).code)
     o.max_tokens = 2
@@ -697,18 +698,14 @@ describe("a server", function()
 
   it("goes on beside a client that reads nothing, and gives it up", function()
     local server = open { limits = { unsent = 2000 } }
-    local one = client.start(server, "POST", "/v1/completions", { prompt = PROMPT, n = 8,
+    local one = client.connect(server.port, 4096)
+    one:post(client.text("POST", "/v1/completions", json.encode { prompt = PROMPT, n = 8,
       max_tokens = 200, stream = true, temperature = 0, ignore_eos = true,
-        logprobs = 20 })
-    processes.wait_until(function()
-      server:turn(0)
-      return server.http:stats().requests == 1
-    end, "the request")
+      logprobs = 20 }))
+    wait_for_requests(server, 1)
     complete(server, { prompt = PROMPT, temperature = 0 })
-    processes.wait_until(function()
-      server:turn(0)
-      return #server.calls.live == 0
-    end, "the end")
+    client.run_until(server, function() return #server.calls.live == 0 end, "the end")
+    assert.equal(1, server.metrics.counters.kvlab_disconnects_total)
     one:close()
   end)
 
@@ -738,6 +735,7 @@ describe("a server", function()
     local streamed = client.start(server, "POST", "/v1/completions", o)
     o.stream = false
     local whole = client.start(server, "POST", "/v1/completions", o)
+    wait_for_requests(server, 2)
     processes.wait_until(function()
       server:turn(0)
       streamed:read()
