@@ -28,7 +28,6 @@
 -- hot cache); all of them give the same accuracies.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
-local prompts = require "models.recall.prompts"
 
 local READ = "bytes read, as a share of all of K and V"
 
@@ -40,15 +39,15 @@ local function offload_of(memory, slots)
   error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
 end
 
---- Returns the contexts of one length, which are read once for all policies and budgets.
-local function sitting_of(config)
+--- Returns the options of exam.open.
+local function exam_of(config)
   local o = { offload = offload_of(config.memory, exam.QUERIES
     * math.ceil((config.context + 8) / config.block_size)) }
   for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed",
                           "question" } do
     o[name] = config[name]
   end
-  return kv.experiment.memo(o, exam.open)
+  return o
 end
 
 local function policy_of(config)
@@ -58,12 +57,13 @@ end
 
 local function check(config)
   policy_of(config)
-  prompts.check(config.context, config.needles)
+  exam.check(exam_of(config))
 end
 
 local function run(config)
   local policy = policy_of(config)
-  local sitting = sitting_of(config)
+  -- contexts are read once for all policies and budgets
+  local sitting = kv.experiment.memo(exam_of(config), exam.open)
   local accuracy, step_us, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
   metrics.questions = sitting.questions * config.prompts

@@ -11,7 +11,7 @@
 local gallery = require "kvlab.experiment.gallery"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local files = require "kvlab.files"
 
 local FOLDER = kv.paths.root .. "/lua/experiments"
@@ -31,8 +31,7 @@ local function choose(names)
   for _, name in ipairs(names) do is_there[name] = true end
   for i, name in ipairs(kv.command_line.args) do
     if not is_there[name] then
-      error(("no experiment %s; did you mean %s?"):format(name,
-        nearest(name, names)), 0)
+      error(("no experiment %s%s"):format(name, hint(name, names)), 0)
     end
     chosen[i] = name
   end

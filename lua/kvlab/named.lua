@@ -6,7 +6,7 @@
 local command_line = require "kvlab.command_line"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
@@ -112,9 +112,9 @@ function M.open(kind, what, name, level)
   local found = find(kind, name)
   if not found[1] then
     local names = M.list(kind)
-    options.fail(("no %s \"%s\"; did you mean \"%s\"? There are %s"):format(what,
-      tostring(name), nearest(tostring(name), names) or "", table.concat(names, ", ")),
-      level + 2)
+    options.fail(("no %s \"%s\"%s There are %s"):format(what, tostring(name),
+      hint(name, names, "; did you mean \"%s\"?"):gsub("^$", "."),
+      table.concat(names, ", ")), level + 2)
   elseif found[2] then
     options.fail(("there are several %s \"%s\": %s; rename one"):format(kind, name,
       table.concat(found, " and ")), level + 2)

@@ -11,7 +11,7 @@
 -- Single arguments are checked by the same kinds, at the cost of one comparison:
 -- options.argument("narrow", "start", start, options.integer).
 local is_number = require("kvlab.number").is_number
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -205,10 +205,8 @@ end
 
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)
-  local near = type(name) == "string" and nearest(name, names)
   raise(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
-    near and (", did you mean %s?"):format(near) or "", table.concat(names, ", ")),
-    outer(level))
+    hint(name, names, ", did you mean %s?"), table.concat(names, ", ")), outer(level))
 end
 
 --- Raises for the first option, in the order of names, that is needed and not there.

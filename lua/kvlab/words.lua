@@ -35,4 +35,17 @@ function M.nearest(word, names)
   return best, best_distance
 end
 
+--- What an error adds for a word that is misspelt: "; did you mean quest?", or nothing
+-- where more than a third of the letters differ.
+---@param word any
+---@param names string[]
+---@param form? string  of the hint, "; did you mean %s?"
+---@return string
+function M.hint(word, names, form)
+  if type(word) ~= "string" then return "" end
+  local near, far = M.nearest(word, names)
+  if not near or far > math.ceil(math.max(#word, #near) / 3) then return "" end
+  return (form or "; did you mean %s?"):format(near)
+end
+
 return M

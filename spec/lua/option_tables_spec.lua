@@ -133,7 +133,7 @@ local function options_of(row)
   local words = problem_of(row, "no_such_option", 1)
   assert.truthy(words, "an unknown name is taken")
   local what, list = without_position(row, words):match(
-    '^(.-): "no_such_option" is no option, did you mean [%w_]+%?; the options are (.*)$')
+    '^(.-): "no_such_option" is no option.-; the options are (.*)$')
   assert.truthy(list, words)
   local names = {}
   for name in list:gmatch "[%w_]+" do names[#names + 1] = name end

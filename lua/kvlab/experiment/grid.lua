@@ -13,7 +13,7 @@
 -- The last axis varies fastest. Errors are raised without a position: kvlab.experiment
 -- adds the line of the script.
 local is_finite = require("kvlab.number").is_finite
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 
@@ -257,10 +257,9 @@ function M.override(grid, key, value, source)
   elseif reserved[key] then
     fail("%s %s: %s", source, key, reserved[key])
   else
-    local near = nearest(key, grid.names)
-    if not near then fail("%s %s: there is nothing to set", source, key) end
-    fail("%s: nothing is called %s; did you mean %s? There is %s", source, key, near,
-      table.concat(grid.names, ", "))
+    if not grid.names[1] then fail("%s %s: there is nothing to set", source, key) end
+    fail("%s: nothing is called %s%s There is %s", source, key,
+      hint(key, grid.names):gsub("^$", "."), table.concat(grid.names, ", "))
   end
 end
 

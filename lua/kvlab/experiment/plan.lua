@@ -2,7 +2,7 @@
 -- lists the configurations. Errors are raised without a position; kvlab.experiment
 -- adds the line of the script.
 local grids = require "kvlab.experiment.grid"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local plots = require "kvlab.report.plot"
 local seeds = require "kvlab.seeds"
@@ -50,8 +50,8 @@ local function resolve_where(grid, where, what)
   for name, value in pairs(where or {}) do
     local axis = grid.axis_of[name]
     if not axis then
-      fail("%s: where names %s, which is no axis; did you mean %s?", what, tostring(name),
-        nearest(tostring(name), grid.names))
+      fail("%s: where names %s, which is no axis%s", what, tostring(name),
+        hint(name, grid.names))
     end
     local is_there = false
     for _, other in ipairs(axis.values) do is_there = is_there or other == value end
@@ -83,8 +83,7 @@ local function check_view(grid, view, what)
     local name = view[key]
     local is_metric = what == "plot" and key == "x" and metrics[name]
     if name and not grid.axis_of[name] and not is_metric then
-      fail("%s: %s is %s, which is no axis; did you mean %s?", what, key, name,
-        nearest(name, grid.names))
+      fail("%s: %s is %s, which is no axis%s", what, key, name, hint(name, grid.names))
     end
     if name then placed[name] = true end
   end

@@ -2,7 +2,7 @@
 -- value that returns the value to use, or raises the API's error.
 local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local problem = require "kvlab.http.problem"
 local reader = require "kvlab.http.reader"
 local regex = require "kvlab.text.regex"
@@ -119,8 +119,8 @@ function M.take(object, known)
     local kind, value = known[name], object[name]
     if not kind then
       local names = sorted.keys(known)
-      problem.wrong(name, ("%s is no field of this request, did you mean %s?"):format(
-        shown(name), nearest(name, names)), "unknown_field")
+      problem.wrong(name, ("%s is no field of this request%s"):format(shown(name),
+        hint(name, names, ", did you mean %s?")), "unknown_field")
     end
     if value ~= json.null then out[name] = kind(name, value) end
   end

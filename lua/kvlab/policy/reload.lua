@@ -1,5 +1,5 @@
 --- kv.reload: reads a module's file again in a running session.
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
 
 --- Reads the file of a module again, such as a policy that was just edited. From then on
@@ -19,8 +19,8 @@ return function(name)
     for _, policy in ipairs(require("kvlab.policy.policy").names()) do
       names[#names + 1] = "policies." .. policy
     end
-    error(("no module \"%s\"; did you mean \"%s\"?"):format(name,
-      nearest(name, names)), 2)
+    error(("no module \"%s\"%s"):format(name,
+      hint(name, names, "; did you mean \"%s\"?")), 2)
   end
   package.loaded[name] = nil
   local ok, result = pcall(require, name)

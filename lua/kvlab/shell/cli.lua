@@ -1,7 +1,7 @@
 --- The command line inside the executable: reads `VERB [options] [arguments]`, fills
 -- kvlab.command_line and runs the verb. verbs.txt lists the options. The front door, the
 -- script ./kvlab, runs first: it answers --help and takes the options of the build.
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.command_line"
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
@@ -138,7 +138,7 @@ local function parse_option(known, names, words, i)
   local has_value = words[i]:find("=", 1, true)
   local read = known[name]
   if not read then
-    misuse("unknown option --%s; did you mean --%s?", name, nearest(name, names))
+    misuse("unknown option --%s%s", name, hint(name, names, "; did you mean --%s?"))
   end
   if read == FLAG then
     if has_value then misuse("--%s takes no value", name) end
@@ -209,9 +209,28 @@ end
 --- One function per verb, which checks the arguments and returns the work to do.
 local prepare = {}
 
+--- The path of a script: a file, or the name of an experiment.
+local function locate_script(word)
+  local path = locate(word)
+  if path or word:find "/" then return path or misuse("no such script: %s", word) end
+  local name, folders = word:gsub("%.lua$", ""), { "experiments", "lua/experiments" }
+  local names = {}
+  for _, folder in ipairs(folders) do
+    path = path or locate(("%s/%s.lua"):format(folder, name))
+  end
+  if path then return path end
+  local files = require "kvlab.files"
+  for _, folder in ipairs { "experiments", root() .. "/lua/experiments" } do
+    for _, file in ipairs(files.list(folder)) do
+      names[#names + 1] = file:match "^(.*)%.lua$"
+    end
+  end
+  misuse("no such script: %s%s", word, hint(name, names))
+end
+
 function prepare.run()
   local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
-  local path = locate(script) or misuse("no such script: %s", script)
+  local path = locate_script(script)
   if options.interactive then
     if options.jobs then misuse "-i and --jobs do not go together" end
     return function() return require("kvlab.shell.repl").main(path) end
@@ -297,8 +316,7 @@ end
 function prepare.sweep(action)
   if not action then misuse("sweep needs an action: %s", SWEEP) end
   if not sweep[action] then
-    misuse('sweep has no "%s"; did you mean %s? There are %s', action,
-      nearest(action, { "submit", "status", "merge" }), SWEEP)
+    misuse('sweep has no "%s"; there are %s', action, SWEEP)
   end
   return sweep[action]()
 end
@@ -340,7 +358,8 @@ function prepare.get()
   for _, known in ipairs(names) do
     if known == name then return function() return get.fetch(name) end end
   end
-  misuse('get knows no "%s"; did you mean %s?', name, nearest(name, names))
+  misuse('get knows no "%s"%s There is %s', name, hint(name, names):gsub("^$", "."),
+    table.concat(names, ", "))
 end
 
 --- The part of `doctor` that the front door leaves to this program.
@@ -385,8 +404,7 @@ function M.main(words)
   local verb = table.remove(words, 1) or "repl"
   local ok, work = pcall(function()
     if not prepare[verb] then
-      misuse('unknown verb "%s"; did you mean %s?', verb,
-        nearest(verb, sorted.keys(prepare)))
+      misuse('unknown verb "%s"%s', verb, hint(verb, sorted.keys(prepare)))
     end
     local action = verb == "sweep" and table.remove(words, 1)
     parse(verb, words)

@@ -2,11 +2,11 @@
 -- embedded LuaJIT and, in a hostile build, every C function under the sanitizers.
 --
 -- If there are several spec files, each runs in a process of its own, one more at a time
--- than there are cores, since some of them wait. So a file cannot depend on what ran before it, and one that crashes
--- fails alone. With a GPU, whose memory the processes would share, all files run in this
--- process, one after the other. Stock busted (.busted) also runs them in one process. In
--- one process the files are not insulated from each other, because a module that declares
--- C types for the FFI cannot be loaded twice.
+-- than there are cores, since some of them wait. So a file cannot depend on what ran
+-- before it, and one that crashes fails alone. With a GPU, whose memory the processes
+-- would share, all files run in this process, one after the other. Stock busted (.busted)
+-- also runs them in one process. In one process the files are not insulated from each
+-- other, because a module that declares C types for the FFI cannot be loaded twice.
 local ffi = require "ffi"
 
 local M = {}

@@ -2,7 +2,7 @@
 -- transformers' apply_chat_template gives to a template, it gets here.
 local fail = require("kvlab.options").fail
 local json = require "kvlab.text.template.json"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local template = require "kvlab.text.template.template"
@@ -107,8 +107,8 @@ end
 local function check_read(tokenizer, chosen, name)
   if chosen.names[name] then return end
   local names = sorted.keys(chosen.names)
-  fail(("chat: the template of %s reads no %s, did you mean %s?"):format(tokenizer.name,
-    name, nearest(name, names) or "none"))
+  fail(("chat: the template of %s reads no %s%s"):format(tokenizer.name, name,
+    hint(name, names, ", did you mean %s?")))
 end
 
 local OWN = { messages = true, tools = true, documents = true,

@@ -54,6 +54,13 @@ local OPTIONS = {
   hops = options.count, even = options.boolean, offload = OFFLOAD,
 }
 
+--- Raises unless an exam can be opened with these options.
+---@param o table  see open
+function M.check(o)
+  options.check("exam.open", o, OPTIONS)
+  prompts.check(o.context, o.needles)
+end
+
 --- Reads contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size; seed (0);
 --                 question: "decode" decodes it under the policy, as the answer; "prompt"

@@ -41,7 +41,8 @@ describe("kv.store", function()
 
   it("refuses what it does not know", function()
     raises("url is nil, expected a string", kv.store)
-    raises('store: "sise" is no option, did you mean', kv.store, "memory:", { sise = 1 })
+    raises('store: "block_sise" is no option, did you mean block_size?', kv.store,
+      "memory:", { block_sise = 1 })
     raises('capacity is "8G", expected a number', kv.store, "memory:",
       { capacity = "8G" })
     raises("block_size is 1.5, expected a whole number >= 1", kv.store, "memory:",

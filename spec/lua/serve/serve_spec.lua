@@ -198,10 +198,10 @@ local function check(dev)
                                             offload = offload or nil, policy = policy }
       local server, logits = kv.serve { engine = engine, store = store }, {}
       for _ = 1, 3 do
-        server:submit { tokens = other.tokens, max_tokens = 40 }
+        server:submit { tokens = other.tokens, max_tokens = 8 }
         server:run()
       end
-      local busy = server:submit { tokens = other.tokens, max_tokens = 60 }
+      local busy = server:submit { tokens = other.tokens, max_tokens = 20 }
       local gone = server:submit { tokens = first.tokens, max_tokens = 8 }
       while gone.blocks_loaded < 16 do
         if gone.prefetch_task then gone.prefetch_task:wait() end -- not for busy to end
@@ -484,7 +484,7 @@ describe("server", function()
       return more
     end
     refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
-    refuses("no priority \"queue\"; did you mean \"", with { priority = "queue" })
+    refuses("no priority \"fifi\"; did you mean \"fifo\"", with { priority = "fifi" })
     refuses("max_tokens is 3, expected a whole number >= max_seqs = 16",
       with { max_tokens = 3 })
     refuses('hooks: "attention_end" is no option, did you mean attention_begin?',

@@ -129,7 +129,7 @@ describe("a chat", function()
     refused({ { role = "x" } }, "chat: the template of .*tokenizer.json, line 2: refuses "
       .. "this chat: No x%.")
     refused(HELLO, "chat: tools is no list of tables", { tools = "{}" })
-    refused(HELLO, "reads no documents, did you mean", { documents = { {} } })
+    refused(HELLO, "reads no documents", { documents = { {} } })
     refused(HELLO, "reads no thinc, did you mean think%?", { variables = { thinc = 1 } })
     refused(HELLO, "chat: tools is an option, and no variable",
       { variables = { tools = 1 } })

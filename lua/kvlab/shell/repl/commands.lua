@@ -1,7 +1,7 @@
 --- The REPL's own commands: `:name`, and what stands behind `?` and `$`.
 local compile = require "kvlab.shell.repl.compile"
 local inspect = require "kvlab.shell.repl.inspect"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
 local command_line = require "kvlab.command_line"
 
@@ -193,8 +193,8 @@ function M.run(session, line)
     return
   end
   local name, text = rest:match "^(%w*)%s*(.*)$"
-  local command = commands[name] or refuse("no command :%s; did you mean :%s?", name,
-    nearest(name, M.names()))
+  local command = commands[name] or refuse("no command :%s%s", name,
+    hint(name, M.names(), "; did you mean :%s?"))
   command[3](session, text)
 end
 

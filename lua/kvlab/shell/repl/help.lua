@@ -5,7 +5,7 @@ local arguments = require "kvlab.arguments"
 local inspect = require "kvlab.shell.repl.inspect"
 local library = require "kvlab.library"
 local named = require "kvlab.named"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -273,8 +273,7 @@ local function nothing(name, environment)
     for _, key in ipairs(more) do names[#names + 1] = key end
   end
   table.sort(names)
-  return nil, ("nothing is called %s; did you mean %s?"):format(name,
-    nearest(name:match "[^.:]*$", names))
+  return nil, ("nothing is called %s%s"):format(name, hint(name:match "[^.:]*$", names))
 end
 
 --- The doc of a value that has a name.

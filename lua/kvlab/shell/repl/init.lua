@@ -10,7 +10,7 @@ local ffi = require "ffi"
 local failure = require "kvlab.shell.repl.failure"
 local inspect = require "kvlab.shell.repl.inspect"
 local line_edit = require "kvlab.shell.repl.line_edit"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 
 ffi.cdef [[
 int isatty(int fd);
@@ -50,7 +50,7 @@ local function warn(session, name)
   if name:find "^_%d+$" then
     words = (": the results of the last %d inputs are kept"):format(RESULTS_KEPT)
   elseif #name > 2 then
-    words = ("; did you mean %s?"):format(nearest(name, names))
+    words = hint(name, names)
   end
   io.stdout:flush()
   io.stderr:write(inspect.paint(("warning: %s is not defined%s"):format(name, words),

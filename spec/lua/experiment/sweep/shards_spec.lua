@@ -86,7 +86,7 @@ describe("experiment --shard", function()
       assert.equal(status, got, output)
       has(words, output)
     end
-    says(2, 'sweep has no "mrge"; did you mean merge?', "kvlab sweep mrge x")
+    says(2, 'sweep has no "mrge"; there are submit SCRIPT', "kvlab sweep mrge x")
     says(2, "sweep needs an action: submit", "kvlab sweep")
     says(2, "sweep merge takes a folder", "kvlab sweep merge")
     says(2, "so it has to be named: kvlab sweep merge part script.lua",
