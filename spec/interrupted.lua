@@ -32,6 +32,7 @@ end
 ---@return any result
 function M.call(cache, fn, nth, raises)
   local ok, result = M.at_calls(fn, function(n)
+    if n < nth then return end
     if n == nth then C.kvl_interrupt(1) end
     local is_held = C.kvl_interrupt_hold(0) > 0 or not cache.journal.is_open
     if raises and not is_held and C.kvl_interrupted() ~= 0 then

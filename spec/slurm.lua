@@ -11,6 +11,7 @@ int setenv(const char *name, const char *value, int overwrite);
 int unsetenv(const char *name);
 ]]
 local TERM, WNOHANG = 15, 1
+local ASK_S = 0.05 -- between two questions, each of which starts programs
 
 local CONFIGURATION = [[
 ClusterName=spec
@@ -111,17 +112,17 @@ function M.start(array_most)
   processes.wait_until(function() return os.execute(socket) == 0 end, "munged starts")
   self.pids[2] = self:launch("slurmctld", "-D", "-i")
   processes.wait_until(function() return ask "scontrol ping" and ask "sinfo -h" end,
-    "slurmctld starts")
+    "slurmctld starts", ASK_S)
   self.pids[1] = self:launch("slurmd", "-D")
   processes.wait_until(function() return (ask "sinfo -h -o %t" or ""):find "idle" end,
-    "slurmd starts")
+    "slurmd starts", ASK_S)
   return self
 end
 
 --- Waits until nothing is queued and nothing runs.
 function Slurm.wait()
   processes.wait_until(function() return tonumber(ask "squeue -h -r | wc -l") == 0 end,
-    "the queue is empty")
+    "the queue is empty", ASK_S)
 end
 
 --- Asks a daemon to end; kills it when it has not after five seconds.

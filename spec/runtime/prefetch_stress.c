@@ -35,7 +35,8 @@ enum {
   IN_FLIGHT = 6,
   BLOCKS_TASK = 4,
   LAYERS = 3,
-  WORDS = 32, /* of a record */
+  WORDS = 10,       /* of a record: few, since what is tested happens between records */
+  BYTES_HALF = 256, /* of a worker's staging: holds three records; no half is smaller */
   BLOCKS = THREADS * (IN_FLIGHT + 1) * BLOCKS_TASK,
 };
 
@@ -450,9 +451,9 @@ int main(int argc, char **argv) {
   const char *what = argc > 1 ? argv[1] : "stress";
   int is_order = !strcmp(what, "order");
   kvl_device *dev;
-  int64_t shape[6] = {LAYERS, BLOCKS, 2, 1, 8, WORDS / 8};
-  /* half of a worker's staging holds three records; `order` has one worker */
-  kvl_prefetch_options o = {4 * 2 * WORDS * 8 * 3, is_order ? 1 : 4, is_order ? TASKS : 32};
+  int64_t shape[6] = {LAYERS, BLOCKS, 2, 1, WORDS, 1};
+  /* `order` has one worker */
+  kvl_prefetch_options o = {4 * 2 * BYTES_HALF, is_order ? 1 : 4, is_order ? TASKS : 32};
   EXPECT(kvl_device_open("cpu", &dev) == 0);
   EXPECT(kvl_tensor_open(dev, KVL_DTYPE_F32, 6, shape, &kv) == 0);
   store.refs = 1;

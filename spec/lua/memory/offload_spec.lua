@@ -6,6 +6,9 @@ local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
 
+-- Runs are short and of many kinds: few loops gain from their compilation.
+require("jit.opt").start("hotloop=500", "hotexit=200")
+
 local TOLERANCE = 3e-6
 
 local function options_of(name)
@@ -44,7 +47,7 @@ local LENGTHS = { 1, 16, 33, 100, 187 }
 local function check_equalities(dev)
   for _, name in ipairs(kv.policy.names "decode") do
     local function decode_of(size)
-      return { policy = name, options = options_of(name), steps = 18, lengths = LENGTHS,
+      return { policy = name, options = options_of(name), steps = 10, lengths = LENGTHS,
                block_size = size, blocks = 256, chunk = 50 }
     end
     local resident = {} -- by block size
@@ -71,7 +74,7 @@ local function check_equalities(dev)
     end)
 
     it("joins hits and misses of " .. name, function()
-      against_resident(dev, { policy = name, options = options_of(name), steps = 18,
+      against_resident(dev, { policy = name, options = options_of(name), steps = 10,
         lengths = LENGTHS }, { hot_slots = 320, hot_overlap = true }, close)
     end)
   end
