@@ -4,9 +4,6 @@
 local scripts = require "spec.scripts"
 local support = require "spec.support"
 
--- No script is long enough to gain from the compilation of many of its loops.
-require("jit.opt").start("hotloop=500", "hotexit=200")
-
 support.each_device(function(dev)
   it("random scripts of steps give the same on any tier on " .. dev:name(), function()
     local failed = 0

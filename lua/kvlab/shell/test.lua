@@ -101,6 +101,8 @@ end
 --- Runs the specs of `files` in this process.
 ---@return table  # passed, failed and skipped: how many specs
 local function run_here(root, files, options, has_gpu, progress, report)
+  -- Specs are short and of many kinds: few of their loops gain from being compiled.
+  require("jit.opt").start("hotloop=500", "hotexit=200")
   package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
   local busted = require "busted.core"()
   require "busted"(busted)

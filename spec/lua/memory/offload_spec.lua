@@ -6,9 +6,6 @@ local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
 
--- Runs are short and of many kinds: few loops gain from their compilation.
-require("jit.opt").start("hotloop=500", "hotexit=200")
-
 local TOLERANCE = 3e-6
 
 local function options_of(name)
