@@ -371,9 +371,10 @@ end
 --- Holds a policy's file to the contract of policies.
 local function test_policy()
   local path = options.args[2]
-  if not path or #options.args > 2 then misuse "test policy takes one file" end
-  if not locate(path) then misuse("no such policy: %s", path) end
-  options.policy = locate(path)
+  if not path or #options.args > 2 then misuse "test policy takes one file or name" end
+  local named = require "kvlab.named"
+  options.policy = locate(path) or named.path_of("policies", path)
+    or misuse("no such policy: %s%s", path, hint(path, named.list "policies"))
   local contract = root() .. "/spec/policies/contract_spec.lua"
   return function()
     return require("kvlab.shell.test").main(root(), { contract }, options)
