@@ -570,12 +570,18 @@ M["small_lm.new"] = {
   end,
   call = function(o) require("models.small_lm").new(o) end,
 }
+local function exam_options()
+  return { context = 128, prompts = 1, needles = 2, block_size = 16, seed = 1,
+           question = "sum", hops = 2, even = true }
+end
+
 M["exam.open"] = {
-  good = function()
-    return { context = 128, prompts = 1, needles = 2, block_size = 16, seed = 1,
-             question = "sum", hops = 2, even = true }
-  end,
+  good = exam_options,
   call = function(o) require("models.recall.exam").open(o):close() end,
+}
+M["exam.check"] = {
+  good = exam_options,
+  call = function(o) require("models.recall.exam").check(o) end,
 }
 
 -- ---- experiments ----------------------------------------------------------------------

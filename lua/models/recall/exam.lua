@@ -57,7 +57,7 @@ local OPTIONS = {
 --- Raises unless an exam can be opened with these options.
 ---@param o table  see open
 function M.check(o)
-  options.check("exam.open", o, OPTIONS)
+  o = options.check("exam.check", o, OPTIONS)
   prompts.check(o.context, o.needles)
 end
 
