@@ -21,10 +21,7 @@ local function difference(seed)
 end
 
 describe("a kernel in CUDA, run on the CPU", function()
-  if not emulation.compiler() then
-    pending "there is no C++ compiler"
-    return
-  end
+  if emulation.problem() then return pending(emulation.problem()) end
 
   local function emulated(title, fn)
     it(title, function() emulation.with(fn) end)

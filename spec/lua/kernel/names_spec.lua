@@ -64,7 +64,8 @@ describe("the name of a field of a summary", function()
       assert.are.same(run "lua", scores)
     end
     check(run())
-    if emulation.compiler() then emulation.with(function() check(run "emulated") end) end
+    if emulation.problem() then return end
+    emulation.with(function() check(run "emulated") end)
   end)
 end)
 
