@@ -23,7 +23,7 @@ struct kvl__visit {
 struct kvl_http {
   const struct kvl__mhd *mhd;
   struct MHD_Daemon *daemon;
-  pthread_mutex_t lock; /* guards everything below, and all exchanges */
+  pthread_mutex_t lock;   /* guards everything below, and all exchanges */
   pthread_cond_t changed; /* a request has arrived, or an exchange is over */
   int refs;               /* the caller's, and that of each exchange */
   int is_closing;         /* nothing new is taken; what was answered is still sent */
