@@ -32,6 +32,7 @@
 ---@field by string[]|nil          compare: show a line for every value of these axes
 ---@field full boolean|nil         test: every combination of shapes, not a sample
 ---@field json boolean|nil         bench: print rows as JSON lines
+---@field help boolean|nil         run: print what the script takes and compute nothing
 ---@field list boolean|nil         bench, run, test: print names and do no work
 local M = {
   device = "auto",

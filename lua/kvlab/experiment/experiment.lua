@@ -51,6 +51,7 @@ local ffi = require "ffi"
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local grids = require "kvlab.experiment.grid"
+local help = require "kvlab.experiment.help"
 local command_line = require "kvlab.command_line"
 local plans = require "kvlab.experiment.plan"
 local plots = require "kvlab.report.plot"
@@ -431,6 +432,10 @@ function M.run(spec, given)
   given = given or command_line
   local ok, plan = pcall(plans.new, spec, given)
   if not ok then error(plan, 2) end
+  if given.help then
+    help.experiment(spec, plan)
+    os.exit(0, true)
+  end
   if given.list then list(plan) end
   if given.worker then workers.serve(spec, plan) end
   local answer

@@ -172,6 +172,8 @@ local function parse(verb, words)
       break
     elseif word == "-i" and verb == "run" then
       options.interactive = true
+    elseif (word == "-h" or word == "--help") and verb == "run" then
+      options.help = true
     elseif word:match("^%-%-[^=]") then
       i = parse_option(known, names, words, i)
     elseif word:match("^%-%a") then
@@ -231,12 +233,14 @@ end
 function prepare.run()
   local script = table.remove(options.args, 1) or misuse "run needs a script: run SCRIPT"
   local path = locate_script(script)
-  if options.interactive then
+  if options.interactive and not options.help then
     if options.jobs then misuse "-i and --jobs do not go together" end
     return function() return require("kvlab.shell.repl").main(path) end
   end
   local chunk, problem = loadfile(path)
-  return chunk or function() error(problem, 0) end
+  if not chunk then return function() error(problem, 0) end end
+  if not options.help then return chunk end
+  return function() return require("kvlab.experiment.help").script(path, chunk) end
 end
 
 function prepare.repl()
