@@ -384,8 +384,8 @@ stdin:8: unexpected symbol near ')'
   end)
 
   describe("of a fresh clone", function()
-    local VERBS = { "run", "repl", "sweep", "compare", "test", "bench", "build", "doctor",
-                    "cache", "bundle", "help" }
+    local VERBS = { "run", "repl", "sweep", "compare", "test", "bench", "time",
+                    "build", "doctor", "cache", "bundle", "help" }
 
     --- Runs a command in a copy that was never built; nothing may be built for it.
     local function answers(status, command)

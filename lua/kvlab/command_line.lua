@@ -31,7 +31,7 @@
 ---@field metric string[]|nil      compare: show only these metrics
 ---@field by string[]|nil          compare: show a line for every value of these axes
 ---@field full boolean|nil         test: every combination of shapes, not a sample
----@field json boolean|nil         bench: print rows as JSON lines
+---@field json boolean|nil         bench, time: print rows as JSON lines
 ---@field help boolean|nil         run: print what the script takes and compute nothing
 ---@field list boolean|nil         bench, run, test: print names and do no work
 local M = {

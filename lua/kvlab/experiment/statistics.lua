@@ -3,6 +3,7 @@
 --   interval(values)            Student's t: of measured numbers
 --   share(values, trials?)      of shares of right answers, 0 ... 1
 --   difference(values, trials?) of what such shares differ by, pair by pair, -1 ... 1
+--   median_interval(values)     of the median, of times for example
 --
 -- A value is one independent sample: a text, or a seed. Student's t takes the spread of
 -- the values for the truth. For 0/1 scores it is not: at a rate of 0.1, eight texts have
@@ -190,6 +191,27 @@ function M.median(list)
   options.argument("median", "list", list, NUMBERS)
   table.sort(list)
   return list[math.ceil(#list / 2)]
+end
+
+--- Returns the median of some numbers, and the limits of its 95 % confidence interval:
+-- the two numbers of the list between which the true median lies in at least 95 of 100
+-- samples, whatever their distribution is. For fewer than six numbers, only the median.
+---@param list number[]  independent samples, such as the times of repeats
+---@return number median, number|nil low, number|nil high
+function M.median_interval(list)
+  options.argument("median_interval", "list", list, NUMBERS)
+  local values, n, C = {}, #list, ffi.C
+  for i, value in ipairs(list) do values[i] = value end
+  local median = M.median(values)
+  -- how many numbers lie below the true median is binomial, as of n tosses of a coin
+  local rank, below = -1, 0
+  repeat
+    rank = rank + 1
+    below = below + math.exp(C.lgamma(n + 1) - C.lgamma(rank + 1) - C.lgamma(n - rank + 1)
+      - n * math.log(2))
+  until below > 0.025
+  if rank == 0 then return median end
+  return median, values[rank], values[n + 1 - rank]
 end
 
 return M

@@ -129,12 +129,15 @@ local function rows_of(self, n)
   return rows
 end
 
+--- Runs one layer of the step that self.batch describes.
+function Synthetic:layer_of_step(layer)
+  local rows = rows_of(self, self.batch.tokens_count)
+  self.attention:forward(layer, rows[1], rows[2], rows[2], rows[3])
+end
+
 --- Runs all layers of the step that self.batch describes.
 function Synthetic:layers_of_step()
-  local rows = rows_of(self, self.batch.tokens_count)
-  for layer = 0, self.layers - 1 do
-    self.attention:forward(layer, rows[1], rows[2], rows[2], rows[3])
-  end
+  for layer = 0, self.layers - 1 do self:layer_of_step(layer) end
 end
 
 --- Prefills `length` more tokens of a sequence in chunks.
@@ -192,7 +195,7 @@ function Synthetic:close()
 end
 
 arguments.methods(Synthetic, "a synthetic model", {
-  sequence = { length = options.whole },
+  sequence = { length = options.whole }, layer_of_step = { layer = options.whole },
   prefill = { seq = objects.sequence, length = options.whole },
   begin_decode = { seqs = objects.sequences }, decode = { seqs = objects.sequences },
   turn = { angle = options.number, step = options.whole },

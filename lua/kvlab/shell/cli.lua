@@ -372,13 +372,18 @@ function prepare.doctor()
   return require("kvlab.shell.kernels").doctor
 end
 
+--- The file of a policy's name.
+local function path_of_policy(name)
+  local named = require "kvlab.named"
+  return named.path_of("policies", name)
+    or misuse("no such policy: %s%s", name, hint(name, named.list "policies"))
+end
+
 --- Holds a policy's file to the contract of policies.
 local function test_policy()
   local path = options.args[2]
   if not path or #options.args > 2 then misuse "test policy takes one file or name" end
-  local named = require "kvlab.named"
-  options.policy = locate(path) or named.path_of("policies", path)
-    or misuse("no such policy: %s%s", path, hint(path, named.list "policies"))
+  options.policy = locate(path) or path_of_policy(path)
   local contract = root() .. "/spec/policies/contract_spec.lua"
   return function()
     return require("kvlab.shell.test").main(root(), { contract }, options)
@@ -393,6 +398,20 @@ function prepare.test()
   end
   if #files == 0 then files[1] = root() .. "/spec" end
   return function() return require("kvlab.shell.test").main(root(), files, options) end
+end
+
+function prepare.time()
+  if #options.args ~= 1 then
+    misuse("time takes policies, separated by commas: names or files; given %s",
+      #options.args == 0 and "none" or table.concat(options.args, " "))
+  end
+  local policies = {}
+  for _, word in ipairs(to_list(options.args[1])) do
+    local path = word:find "[/.]" and (locate(word) or misuse("no such file: %s", word))
+    policies[#policies + 1] = path and { path = path } or { name = word }
+    if not path then path_of_policy(word) end -- says that there is none
+  end
+  return function() return require("kvlab.shell.time").main(policies, options) end
 end
 
 function prepare.bench()

@@ -47,6 +47,19 @@ describe("statistics", function()
       assert.is_true(mean ~= mean and low ~= low)
     end)
 
+  it("puts an interval of two of its numbers around a median", function()
+    -- the ranks that tables of the sign test give
+    for n, ranks in pairs { [6] = { 1, 6 }, [10] = { 2, 9 }, [31] = { 10, 22 },
+                            [100] = { 40, 61 }, [5000] = { 2431, 2570 } } do
+      local list = {}
+      for i = 1, n do list[i] = n + 1 - i end
+      local median, low, high = statistics.median_interval(list)
+      assert.same({ math.ceil(n / 2), ranks[1], ranks[2] }, { median, low, high })
+      assert.equal(n, list[1]) -- the list stays as it was
+    end
+    assert.same({ 3 }, { statistics.median_interval { 1, 5, 3, 4, 2 } })
+  end)
+
   it("covers the true mean in 95 of 100 samples", function()
     math.randomseed(1)
     local inside, samples = 0, 4000
