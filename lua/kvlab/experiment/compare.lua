@@ -19,6 +19,7 @@
 -- alone exceed) are left out. All rows of A must have been made by the same versions of
 -- the sources, and so must all rows of B. A and B may differ from each other, as they do
 -- after an edit; the verb then names the sources that differ.
+local hint = require("kvlab.words").hint
 local is_finite = require("kvlab.number").is_finite
 local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
@@ -286,6 +287,39 @@ local function split(text)
   return path or text, wanted
 end
 
+--- The keys that the configurations of rows have, or the values of one key: sorted texts.
+local function texts_of_configs(rows, key)
+  local has = {}
+  for _, row in ipairs(rows) do
+    if key and row.config[key] ~= nil then has[tostring(row.config[key])] = true end
+    for name in pairs(key and {} or row.config) do has[name] = true end
+  end
+  return sorted.keys(has)
+end
+
+--- "; did you mean policy? There is budget, policy" of a name that is not there.
+local function alternatives(name, known)
+  return ("%s There is %s"):format(hint(name, known):gsub("^$", "."),
+    table.concat(known, ", "))
+end
+
+--- Raises for an axis that no row has, and for a value that no row has on its axis.
+local function check_wanted(rows, wanted, path)
+  local axes = texts_of_configs(rows)
+  for _, key in ipairs(sorted.keys(wanted)) do
+    local values = texts_of_configs(rows, key)
+    if #values == 0 then
+      fail("%s: no row has an axis %s%s", path, key, alternatives(key, axes))
+    end
+    local is_there = false
+    for _, value in ipairs(values) do is_there = is_there or value == wanted[key] end
+    if not is_there then
+      fail("%s: no row has %s=%s%s", path, key, wanted[key],
+        alternatives(wanted[key], values))
+    end
+  end
+end
+
 local function keep(rows, wanted)
   local kept = {}
   for _, row in ipairs(rows) do
@@ -306,6 +340,7 @@ local function open(text)
   if #all == 0 then
     fail("%s has no results: compare takes folders, or .jsonl files of rows", path)
   end
+  check_wanted(all, wanted, path)
   local rows = keep(all, wanted)
   local mixed = results.mixed(rows)
   if mixed[1] then
@@ -313,7 +348,7 @@ local function open(text)
       .. " again, or choose rows by %s:KEY=VALUE", text, table.concat(mixed, ", "), path)
   end
   if #rows == 0 then
-    fail("%s: no row has these values; the first row has %s", text,
+    fail("%s: no row has all of these values; the first row has %s", text,
       results.key(all[1].config))
   end
   local manifest = not path:find "%.jsonl$" and manifests.read(path) or {}
@@ -331,7 +366,7 @@ local function check_names(given, known, what)
   for _, name in ipairs(known) do has[name] = true end
   for _, name in ipairs(given) do
     if not has[name] then
-      fail("%s: nothing is called %s; there is %s", what, name, table.concat(known, ", "))
+      fail("%s: nothing is called %s%s", what, name, alternatives(name, known))
     end
   end
 end
@@ -374,7 +409,7 @@ function M.main(a, b, options)
   end
   local metrics, axes = metric_names(p.list), options.by or {}
   check_names(options.metric or {}, metrics, "--metric")
-  check_names(axes, sorted.keys(p.list[1].a.config), "--by")
+  check_names(axes, texts_of_configs(rows_a), "--by")
   io.write("A  ", words_a, "\nB  ", words_b, "\n")
   for _, d in ipairs(p.differences) do
     io.write(("   %s: %s in A, %s in B\n"):format(d.key, tostring(d.a), tostring(d.b)))

@@ -265,10 +265,17 @@ x           2        2  1.5  5    3.5  -2.853 ... 9.853  no
     it("says what is wrong", function()
       local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
       has("/nowhere has no results", main(folder, "/nowhere"))
-      has("no row has these values", main(folder, folder .. ":policy=quast"))
+      has("no row has policy=quast; did you mean quest? There is quest, random",
+        main(folder, folder .. ":policy=quast"))
+      has("no row has an axis polcy; did you mean policy? There is policy, seed",
+        main(folder, folder .. ":polcy=quest"))
+      local zipped = '{"config": {"a": %d, "b": %d}, "metrics": {"x": 1}}\n'
+      files.write(folder .. "/z.jsonl", zipped:format(1, 1) .. zipped:format(2, 2))
+      has("no row has all of these values", main(folder, folder .. "/z.jsonl:a=1,b=2"))
       has("is not KEY=VALUE", main(folder, folder .. ":policy=quest,x"))
-      has("nothing is called y; there is x", main(folder, folder, { metric = { "y" } }))
-      has("nothing is called z; there is policy, seed", main(folder, folder,
+      has("nothing is called y; did you mean x? There is x", main(folder, folder,
+        { metric = { "y" } }))
+      has("nothing is called z. There is policy, seed", main(folder, folder,
         { by = { "z" } }))
       local line = '{"config": {"context": %d}, "metrics": {"x": 1}}\n'
       files.write(folder .. "/other.jsonl", line:format(1) .. line:format(2))
