@@ -25,6 +25,8 @@ local CASES = { -- words after ./kvlab, words of the answer
   { RECALL .. " --set context=51.2", "context is 51.2, expected a whole number >= 1" },
   { RECALL .. " --set context=20", "needles" },
   { RECALL .. " --set budget=2", "ratio is 2, expected 0 ... 1" },
+  { RECALL .. " --set policy=nan",
+    "policy nan, layer 0: all scores of step 1 are NaN, expected numbers" },
   { RECALL .. " --set prompts=0", "prompts is 0, expected a whole number >= 1" },
   { RECALL .. " --set block_size=0", "block_size is 0, expected a whole number >= 1" },
   { RECALL .. " --set memory=disk", "memory is disk, expected resident, ring or hot" },
@@ -50,7 +52,10 @@ describe("a wrong command", function()
     scratch = doc_blocks.scratch(kv.paths)
     scratch:write("syntax.lua", "print(1")
     scratch:write("big.lua", 'require("kvlab").zeros("cpu", "f32", { 1e12 })')
-    scratch:sh ": >empty.jsonl"
+    scratch:sh ": >empty.jsonl; mkdir policies"
+    scratch:write("policies/nan.lua", [[
+      return require("kvlab").policy.define { name = "nan", decode = true, own_bytes = 0,
+        score = function(_, ctx) return ctx:new_scores():fill_(0 / 0) end }]])
   end)
 
   it("is told that a folder with a backslash cannot be built in", function()

@@ -2,6 +2,8 @@
 -- shapes are checked always. Their contents are checked where the host can read them
 -- without waiting, which is on the CPU's default stream; with --check everywhere, after
 -- waiting for the device. What a graph records has no contents yet, and is not checked.
+-- That scores are all NaN is found in steps that are observed, and in the first step of
+-- each phase of an attention, wherever it runs.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local library = require "kvlab.library"
@@ -60,25 +62,34 @@ local function contents(t, waits, pointer)
   return ffi.cast(pointer, host.memory)
 end
 
---- Raises unless `scores` are f32 [seqs, kv_heads or 1, width]; with --check also for a
--- NaN among the scores of a sequence's blocks.
+--- Raises unless `scores` are f32 [seqs, kv_heads or 1, width]; if ctx.checks_scores,
+-- also when the scores of all blocks are NaN, so that nothing is selected but sink and
+-- recent blocks; with --check, also for one NaN.
 ---@param what? string  what errors call them: "scores"
 function M.scores(ctx, scores, what)
   if not is_block_tensor(ctx, scores, F32) or scores.shape[2] ~= ctx.width then
     refuse(ctx, "%s are %s, expected f32 [%d, %d or 1, %d]: sequences, KV heads, "
       .. "ctx.width", what or "scores", shown(scores), ctx.seqs, ctx.kv_heads, ctx.width)
   end
-  if not command_line.check or not access(ctx) then return end
+  if not (command_line.check or ctx.checks_scores) or not access(ctx) then return end
   local values, heads = contents(scores, true, floats), tonumber(scores.shape[1])
-  for row = 0, ctx.seqs * heads - 1 do
+  local rows, blocks, nans = ctx.seqs * heads, 0, 0
+  for row = 0, rows - 1 do
     local s = math.floor(row / heads)
-    for b = 0, ctx.sequences[s + 1]:blocks() - 1 do
+    local n = ctx.sequences[s + 1]:blocks()
+    for b = 0, n - 1 do
       local x = values[row * ctx.width + b]
-      if x ~= x then
+      if x ~= x and command_line.check then
         refuse(ctx, "the score of sequence %d, head %d, block %d is NaN, expected a "
           .. "number, or -inf for a block that is not eligible", s, row % heads, b)
       end
+      nans = nans + (x ~= x and 1 or 0)
     end
+    blocks = blocks + n
+  end
+  if nans == blocks and blocks > rows then -- a block alone is always selected
+    refuse(ctx, "all %s of step %d are NaN, expected numbers: a block whose score is NaN "
+      .. "is never selected", what or "scores", ctx.step)
   end
 end
 

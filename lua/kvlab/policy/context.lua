@@ -41,6 +41,7 @@ local M = {}
 ---@field cache kvlab.Tensor       this layer's KV memory
 ---@field device kvlab.Device
 ---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
+---@field checks_scores boolean    this step, scores that are all NaN are refused
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
 local Context = {}
 Context.__index = Context

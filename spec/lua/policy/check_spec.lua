@@ -6,7 +6,9 @@ local cpu = kv.device "cpu"
 local HEADS = 2
 
 --- Decodes a token of two sequences, of 7 and 11 blocks, with a policy.
-local function decode(definition)
+-- Its first step is one of prefill, the second one decodes. observe: with a probe, in a
+-- second decode step.
+local function decode(definition, observe)
   definition.name, definition.decode = "x", true
   local policy = kv.policy.define(definition)()
   local cache = kv.cache { device = cpu, layers = 1, blocks = 64, kv_heads = HEADS,
@@ -24,6 +26,10 @@ local function decode(definition)
   end
   step({ 99, 169 }, true)
   local out = step({ 1, 1 }, false)
+  if observe then
+    kv.probe(attention)
+    step({ 1, 1 }, false)
+  end
   cache:close()
   return out
 end
@@ -39,8 +45,8 @@ local function selecting(lists)
   end }
 end
 
-local function refused(words, definition)
-  support.raises("policy x, layer 0: " .. words, decode, definition)
+local function refused(words, definition, observe)
+  support.raises("policy x, layer 0: " .. words, decode, definition, observe)
 end
 
 describe("a selection", function()
@@ -113,6 +119,32 @@ describe("scores", function()
       definition)
     kv.command_line.check = nil
     assert.is_true(ok, text)
+  end)
+
+  it("are refused when all are NaN, in the first step and in those that are observed",
+    function()
+      local steps, first = 0, 1
+      local function definition()
+        steps = 0
+        return { defaults = { ratio = 0.3 }, score = function(_, ctx)
+          steps = steps + 1
+          return ctx:new_scores():fill_(steps < first and 0 or 0 / 0)
+        end }
+      end
+      local words = "all scores of step %d are NaN, expected numbers: a block whose "
+        .. "score is NaN is never selected"
+      refused(words:format(2), definition())
+      first = 2
+      refused(words:format(3), definition(), true)
+    end)
+
+  it("may be all NaN where there is one block, which is always selected", function()
+    local policy = kv.policy.define { name = "x", decode = true, own_bytes = 0,
+      score = function(_, ctx) return ctx:new_scores():fill_(0 / 0) end } {}
+    local s = kv.synthetic { device = "cpu", shape = "small", layers = 1, context = 64,
+                             dtype = "f32", decode_policy = policy }
+    s:decode { s:sequence(10) }
+    s:close()
   end)
 
   it("of -inf are never selected, whatever the budget", function()
