@@ -1,5 +1,6 @@
---- Prints one line on stderr that says how far a run has got and how long it will still
--- take. It prints nothing when stderr is not a terminal.
+--- Says on stderr how far a run has got and how long it will still take: on a terminal in
+-- one line that changes, elsewhere, such as in the log of a job, in a line of its own
+-- every EVERY_S seconds at most.
 local ffi = require "ffi"
 
 ffi.cdef "int isatty(int fd);"
@@ -7,6 +8,8 @@ ffi.cdef "int isatty(int fd);"
 local M = {}
 local progress = {}
 progress.__index = progress
+
+local EVERY_S = 10
 
 --- Returns a duration as text: "40 s", "12 min", "3 h 05 min".
 ---@param seconds number
@@ -19,30 +22,38 @@ function M.duration(seconds)
 end
 
 ---@param total integer  pieces of work
----@param is_shown? boolean  nil: shown if stderr is a terminal
-function M.new(total, is_shown)
-  if is_shown == nil then is_shown = ffi.C.isatty(2) ~= 0 end
-  local line = { total = total, is_shown = is_shown, started = os.time() }
-  return setmetatable(line, progress)
+---@param is_terminal? boolean      nil: whether stderr is one
+---@param clock? fun(): integer      in seconds, in place of os.time
+function M.new(total, is_terminal, clock)
+  if is_terminal == nil then is_terminal = ffi.C.isatty(2) ~= 0 end
+  clock = clock or os.time
+  local now = clock()
+  return setmetatable({ total = total, is_terminal = is_terminal, clock = clock,
+    started = now, told = now }, progress)
 end
 
---- Shows that another piece of work begins.
+--- Says that another piece of work begins.
 ---@param done integer  how many are finished
 ---@param words string  what it is
 function progress:show(done, words)
-  if not self.is_shown then return end
-  local left = ""
-  local spent = os.difftime(os.time(), self.started)
+  local now, left = self.clock(), ""
+  if not self.is_terminal and now - self.told < EVERY_S then return end
+  local spent = now - self.started
   if done > 0 and spent > 0 then
     left = "  " .. M.duration(spent / done * (self.total - done)) .. " left"
   end
+  self.told = now
   local line = ("%d/%d  %s%s"):format(done + 1, self.total, words, left)
+  if not self.is_terminal then
+    io.stderr:write(line, "\n")
+    return
+  end
   io.stderr:write("\r\27[K", #line > 100 and line:sub(1, 97) .. "..." or line)
 end
 
---- Clears the line.
+--- Clears the line of a terminal.
 function progress:clear()
-  if self.is_shown then io.stderr:write "\r\27[K" end
+  if self.is_terminal then io.stderr:write "\r\27[K" end
 end
 
 return M
