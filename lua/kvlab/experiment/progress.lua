@@ -9,7 +9,7 @@ local M = {}
 local progress = {}
 progress.__index = progress
 
-local EVERY_S = 10
+local EVERY_S = 30
 
 --- Returns a duration as text: "40 s", "12 min", "3 h 05 min".
 ---@param seconds number

@@ -27,13 +27,13 @@ describe("progress", function()
       written(true, 6))
   end)
 
-  it("is a line every ten seconds elsewhere, without a carriage return", function()
-    assert.equal("3/4  budget=2  12 s left\n", written(false, 6))
-    assert.equal("2/4  budget=1  36 s left\n3/4  budget=2  24 s left\n"
-      .. "4/4  budget=3  12 s left\n", written(false, 12))
+  it("is a line every 30 seconds elsewhere, without a carriage return", function()
+    assert.equal("3/4  budget=2  40 s left\n", written(false, 20))
+    assert.equal("2/4  budget=1  2 min left\n3/4  budget=2  80 s left\n"
+      .. "4/4  budget=3  40 s left\n", written(false, 40))
   end)
 
   it("is nothing elsewhere where a run is short", function()
-    assert.equal("", written(false, 3))
+    assert.equal("", written(false, 9))
   end)
 end)
