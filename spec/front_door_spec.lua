@@ -316,6 +316,9 @@ describe("the front door #slow", function()
       says(2, "help takes one verb at most", "./kvlab help run test")
       says(2, 'unknown verb "tets"; did you mean test%?', "./kvlab help tets")
       says(2, "repl takes no arguments", "./kvlab repl answer.lua")
+      says(2, "completion takes 1 arguments, not 0", "./kvlab completion")
+      says(1, "prefix/bin/kvlab exists and is no link", [[mkdir -p prefix/bin
+        touch prefix/bin/kvlab; ./kvlab install prefix]])
       says(1, "kvlab.h exists and is not a bundle", "./kvlab bundle runtime/kvlab.h")
       says(1, "/proc/x cannot be written to", "./kvlab bundle /proc/x")
       says(2, "%-%-out needs a value", "./kvlab run answer.lua --out")
@@ -385,7 +388,8 @@ stdin:8: unexpected symbol near ')'
 
   describe("of a fresh clone", function()
     local VERBS = { "run", "repl", "sweep", "compare", "test", "bench", "time",
-                    "build", "doctor", "cache", "bundle", "help" }
+                    "build", "doctor", "cache", "bundle",
+                    "install", "completion", "man", "help" }
 
     --- Runs a command in a copy that was never built; nothing may be built for it.
     local function answers(status, command)
@@ -559,5 +563,19 @@ stdin:8: unexpected symbol near ')'
     assert.matches("unknown option %-%-config\n", select(2, sh "moved/kvlab --config=x"))
     local _, libraries = sh "ldd moved/bin/kvlab"
     assert.matches("moved/bin/../lib/libopenblas", libraries)
+  end)
+
+  it("installs a tree that may be moved", function()
+    local status, output = sh "./kvlab install --cuda=off there && mv there here"
+    assert.equal(0, status, output)
+    assert.matches("installed; add there/bin to PATH\n$", output)
+    assert.equal("42\n", select(2, sh "here/bin/kvlab run answer.lua"))
+    assert.equal(0, (sh [[here/bin/kvlab man | cmp - here/share/man/man1/kvlab.1]]))
+    for shell, file in pairs { bash = "bash-completion/completions/kvlab",
+                               zsh = "zsh/site-functions/_kvlab" } do
+      assert.equal(0, (sh(("here/bin/kvlab completion %s | cmp - here/share/%s"):format(
+        shell, file))))
+    end
+    assert.matches("^serve\n$", select(2, sh "here/bin/kvlab completion words se"))
   end)
 end)

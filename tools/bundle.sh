@@ -33,7 +33,7 @@ bundle() {
   mkdir -p "$target/bin" "$target/lib/lua/5.1" "$target/share/lua/5.1" \
     "$target/runtime" "$target/tools"
   cp "$root/kvlab" "$root/VERSION" "$root/LICENSE" "$target/"
-  cp "$root/tools/setup.sh" "$target/tools/"
+  for part in setup completion man; do cp "$root/tools/$part.sh" "$target/tools/"; done
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   # What kernels made at run time are compiled with.
   mkdir -p "$target/kernels/cpu" "$target/kernels/cuda"
