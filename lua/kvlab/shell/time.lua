@@ -9,11 +9,12 @@
 -- had been.
 --
 -- What makes the times comparable:
---   - The policies take turns, step by step, and each step begins with another one.
+--   - The policies take turns, step by step. Each turn begins with another one, and every
+--     second turn goes backwards, so that no policy always follows the same other one.
 --   - Before each layer a buffer larger than the caches is read, because a model reads
 --     its weights between two layers: what a layer reads comes from memory.
---   - On a GPU, times are those of the device, from events. The host launches a layer
---     while the device still reads the buffer, as often as the host needs.
+--   - On a GPU, times are those of the device, from events. The buffer is read so often
+--     that the host has launched the layer before the device begins with it.
 --   - Stages are timed in steps of their own, because their events take time, too.
 --   - Times are medians of the steps, with intervals of statistics.median_interval. The
 --     ratio is the median of the ratios to the first policy in the same turn.
@@ -217,7 +218,8 @@ local function measure_all(s, lanes, o)
   end
   flush:cover(host_us)
   for turn = 1, o.steps do
-    for i = 1, #lanes do measure(s, lanes[(turn + i) % #lanes + 1], flush) end
+    local way = turn % 2 == 0 and 1 or -1
+    for i = 1, #lanes do measure(s, lanes[(turn + way * i) % #lanes + 1], flush) end
   end
   for _, lane in ipairs(lanes) do
     lane.samples.ratio = {}
