@@ -14,7 +14,8 @@ local HERE = debug.getinfo(1, "S").source:match "^@(.*)new%.lua$"
 
 -- What to type next.
 local NEXT = {
-  policy = "kvlab test policy %s   holds it to what every policy owes\n",
+  policy = "kvlab test policy %s   holds it to what every policy owes\n"
+    .. "kvlab time quest,%s   times it beside quest\n",
   experiment = "kvlab run %s --quick   runs a small version\n",
 }
 
@@ -40,7 +41,7 @@ function M.main(kind, name, root)
   files.make_folder(folder)
   local template = assert(files.read(("%snew_%s.txt"):format(HERE, kind)))
   files.write(path, (template:gsub("NAME", name)))
-  io.write(path, "\n", NEXT[kind]:format(path))
+  io.write(path, "\n", (NEXT[kind]:gsub("%%s", function() return path end)))
   return 0
 end
 

@@ -29,7 +29,10 @@ describe("kvlab new", function()
   local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
 
   it("writes a policy that keeps the contract and is known by its name", function()
-    has("./policies/mine.lua\n", ok("new", "policy", "mine"))
+    local told = ok("new", "policy", "mine")
+    has("./policies/mine.lua\n", told)
+    has("kvlab test policy ./policies/mine.lua ", told)
+    has("kvlab time quest,./policies/mine.lua ", told)
     has("0 failed", ok("test", "policy", "policies/mine.lua"))
     files.write(folder .. "/a.lua", 'print(require("kvlab").policy("mine").name)')
     assert.equal("mine\n", ok("run", "a.lua"))
