@@ -224,8 +224,10 @@ function M.campaign(calls, seed)
     local wanted = math.ceil((calls - result.calls) / CALLS_OF_ROUND)
     local last = round + math.min(ROUNDS_OF_CHILD, wanted) - 1
     io.open(path, "w"):close()
+    -- A file that grows too large is an error of the call, as on a full disk: no signal.
     local status = os.execute(("cd %s && ulimit -v 8000000 && ulimit -f 100000 && "
-      .. "timeout -s KILL %d %s run %s/spec/fuzz.lua --device=cpu --seed=%d "
+      .. "trap '' XFSZ && timeout -s KILL %d "
+      .. "%s run %s/spec/fuzz.lua --device=cpu --seed=%d "
       .. "--set first=%d --set last=%d --set notes=%s > out 2>&1"):format(folder,
       SECONDS_OF_CHILD, PROGRAM, root, seed, round, last, path))
     local at, name, ended = read_notes(path, result)
