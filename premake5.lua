@@ -101,6 +101,11 @@ for _, isa in ipairs(isas) do
     files { "kernels/cpu/*.c" }
     defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
     buildoptions { isa.needs:gsub("%S+", "-m%0") .. (isa.flags or "") }
+    -- Debug information has lines and functions, without variables: most of these are in
+    -- registers, or gone, and describing them takes a quarter of the time to compile.
+    filter "configurations:release"
+      buildoptions { "-g1" }
+    filter {}
     if isa.name ~= hostile_isa then removeconfigurations { "hostile" } end
     -- A fresh archive each time: `ar -r` alone would keep the objects of deleted files.
     makesettings { 'LINKCMD = rm -f "$@" && $(AR) -rcs "$@" $(OBJECTS)' }

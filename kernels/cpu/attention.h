@@ -201,6 +201,9 @@ static inline float *kept_scores(const struct task *t, int r) {
   return t->hooked->scores + row * a->max_blocks * a->cache.block_size;
 }
 
+/* Attends from up to FEW_ROWS rows to the keys of a walk (attention_few.h). */
+void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s);
+
 static inline void sums_clear(struct sums *s, int rows, int padded) {
   memset(s->values, 0, (size_t)rows * padded * sizeof(float));
   for (int i = 0; i < rows; i++) s->top[i] = -INFINITY, s->sum[i] = 0;

@@ -2,7 +2,9 @@
  *
  * Rows of K and V are used where they lie, for several query heads at a time (dots.h). Blocks
  * are scattered, which defeats the hardware prefetcher at each border, so the keys of the
- * next tile are prefetched while this one is computed. */
+ * next tile are prefetched while this one is computed.
+ *
+ * paged_attention.c alone includes this file, and other kernels call its attend_few. */
 #ifndef KVL_CPU_ATTENTION_FEW_H
 #define KVL_CPU_ATTENTION_FEW_H
 
@@ -12,8 +14,7 @@
  * between STREAMS runs of keys: a block of 16 tokens is often a page, and the processor
  * follows several pages at once better than one after the other. Rows that the tile does not
  * have become `here`, a row that is loaded already. */
-static inline void order_ahead(const struct key_tile *next, const char *here,
-                               const char **ahead) {
+static void order_ahead(const struct key_tile *next, const char *here, const char **ahead) {
   enum { STREAMS = 4 };
   for (int i = 0; i < TILE_KEYS; i++) {
     int k = i % STREAMS * (TILE_KEYS / STREAMS) + i / STREAMS;
@@ -23,8 +24,8 @@ static inline void order_ahead(const struct key_tile *next, const char *here,
 
 /* Turns scores[0 ... n) of task row r into weights. Returns the factor that the earlier sums
  * must be multiplied by. */
-static inline float softmax_row(const struct task *t, int r, const struct key_tile *tile,
-                                float *scores, struct sums *s) {
+static float softmax_row(const struct task *t, int r, const struct key_tile *tile,
+                         float *scores, struct sums *s) {
   int n = tile->n, n_vectors = dim_padded(n);
   const float cap = t->args->soft_cap;
   if (cap > 0)
@@ -78,7 +79,7 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       sum[r][j] = keep[r] * vf_load(values, r * padded + d + j * VF, KVL_DTYPE_F32);
   for (int k = 0; k < tile->n; k++) {
     const char *v = tile->k[k] + value;
-    prefetch(ahead[k] + value, d * bytes, (d + vecs * VF) * bytes);
+    prefetch_some(ahead[k] + value + d * bytes, vecs * VF * bytes);
 #pragma GCC unroll 4
     for (int j = 0; j + 2 <= vecs; j += 2)
       vf_load_pair(at_const(v, d + j * VF, dtype), dtype, &x[j], &x[j + 1]);
@@ -96,6 +97,7 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
 }
 
+/* The same for all d: pairs of vectors, and what head_dim leaves behind them. */
 static inline KVL_HOT void add_all_values(const float *p, const float *keep,
                                           const struct key_tile *tile,
                                           const char *const *ahead, int64_t value, int dim,
@@ -105,16 +107,49 @@ static inline KVL_HOT void add_all_values(const float *p, const float *keep,
   int d = 0;
   for (; d + VECS * VF <= dim; d += VECS * VF)
     add_values(p, keep, tile, ahead, value, d, padded, values, rows, VECS, VF, dtype);
-  for (; VECS > 2 && d + 2 * VF <= dim; d += 2 * VF)
+  if (VECS > 2 && d + 2 * VF <= dim) {
     add_values(p, keep, tile, ahead, value, d, padded, values, rows, 2, VF, dtype);
-  for (; d + VF <= dim; d += VF)
+    d += 2 * VF;
+  }
+  if (TAIL_LANES > 0 && d + VF <= dim) {
     add_values(p, keep, tile, ahead, value, d, padded, values, rows, 1, VF, dtype);
-  if (d < dim)
-    add_values(p, keep, tile, ahead, value, d, padded, values, rows, 1, VF / 2, dtype);
+    d += VF;
+  }
+  if (TAIL_LANES > 0 && TAIL_LANES < (int)VF && d < dim)
+    add_values(p, keep, tile, ahead, value, d, padded, values, rows, 1, TAIL_LANES, dtype);
+}
+
+/* Functions for one dtype, and the choice between them. */
+typedef void add_function(const float *p, const float *keep, const struct key_tile *tile,
+                          const char *const *ahead, int64_t value, int dim, float *values);
+#define FUNCTION(name, rows, type)                                                           \
+  static KVL_APART void name(const float *p, const float *keep, const struct key_tile *tile, \
+                             const char *const *ahead, int64_t value, int dim,               \
+                             float *values) {                                                \
+    add_all_values(p, keep, tile, ahead, value, dim, values, rows, KVL_DTYPE_##type);        \
+  }
+#define FUNCTIONS(type)          \
+  FUNCTION(add1_##type, 1, type) \
+  FUNCTION(add2_##type, 2, type) \
+  FUNCTION(add4_##type, 4, type)
+FUNCTIONS(F32)
+FUNCTIONS(F16)
+FUNCTIONS(BF16)
+FUNCTIONS(F8E4M3)
+
+static add_function *add_function_of(int rows, int dtype) {
+#define CHOOSE(type) rows == 1 ? add1_##type : rows == 2 ? add2_##type : add4_##type
+  switch (dtype) {
+    case KVL_DTYPE_F32: return CHOOSE(F32);
+    case KVL_DTYPE_F16: return CHOOSE(F16);
+    case KVL_DTYPE_BF16: return CHOOSE(BF16);
+    default: return CHOOSE(F8E4M3);
+  }
+#undef CHOOSE
 }
 
 /* Does one of `rows` rows give one of n keys the weight 0? */
-static inline int some_are_zero(const float *p, int n, int rows) {
+static int some_are_zero(const float *p, int n, int rows) {
   int zero = 0;
   for (int r = 0; r < rows; r++)
     for (int k = 0; k < n; k++) zero |= p[r * TILE_KEYS + k] == 0;
@@ -123,7 +158,7 @@ static inline int some_are_zero(const float *p, int n, int rows) {
 
 /* A tile without the keys that a row gives the weight 0, whose V may be NaN; the other weights
  * move together. */
-static inline struct key_tile without_zeros(const struct key_tile *tile, float *p) {
+static struct key_tile without_zeros(const struct key_tile *tile, float *p) {
   struct key_tile seen;
   seen.n = 0;
   for (int k = 0; k < tile->n; k++) {
@@ -134,28 +169,12 @@ static inline struct key_tile without_zeros(const struct key_tile *tile, float *
   return seen;
 }
 
-/* add_all_values for one row, without the keys of weight 0. It is compiled once a dtype. */
-static __attribute__((noinline)) void add_seen_row(float *p, const float *keep,
-                                                   const struct key_tile *tile,
-                                                   const char *const *ahead, int64_t value,
-                                                   int dim, float *values, int dtype) {
-  const struct key_tile seen = without_zeros(tile, p);
-  switch (dtype) {
-#define CASE(dtype) \
-  case dtype: add_all_values(p, keep, &seen, ahead, value, dim, values, 1, dtype); break;
-    CASE(KVL_DTYPE_F32)
-    CASE(KVL_DTYPE_F16)
-    CASE(KVL_DTYPE_BF16)
-    CASE(KVL_DTYPE_F8E4M3)
-#undef CASE
-  }
-}
-
-/* Takes `rows` rows at a time: 1, 2 or 4. */
-static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk,
-                                      struct sums *s, const int rows, const int dtype) {
-  const int dim = t->args->cache.head_dim, padded = dim_padded(dim), step = VF / rows;
-  int all = (t->rows + rows - 1) / rows * rows;
+/* Takes 1, 2 or 4 rows at a time. */
+void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s) {
+  const int dim = t->args->cache.head_dim, padded = dim_padded(dim);
+  const int dtype = t->args->cache.dtype, rows = dot_rows(t->rows);
+  const int all = (t->rows + rows - 1) / rows * rows;
+  add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
   float keep[FEW_ROWS] = {0}, scale = query_scale(t);
@@ -180,21 +199,29 @@ static inline KVL_HOT void attend_few(const struct task *t, struct key_walk walk
       now->k[k] = now->k[now->n - 1];
       now->position[k] = now->position[now->n - 1];
     }
-    for (int k = 0; k < now->n; k += step)
-      for (int r = 0; r < all; r += rows)
-        dots_store(dots(q + r * padded, now->k + k, 0, ahead + k, dim, rows, 0, dtype),
-                   p + r * TILE_KEYS + k, TILE_KEYS, rows);
+    const struct dots scores = {.q = q,
+                                .x = now->k,
+                                .soon = ahead,
+                                .out = p,
+                                .out_row = TILE_KEYS,
+                                .rows = t->rows,
+                                .keys = now->n,
+                                .dim = dim,
+                                .dtype = dtype};
+    KVL_CPU_NAME(dots)(&scores);
     for (int r = 0; r < t->rows; r++) keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
       float *pr = p + r * TILE_KEYS;
       float *values = s->values + r * padded;
       if (!some_are_zero(pr, now->n, t->rows - r < rows ? t->rows - r : rows)) {
-        add_all_values(pr, keep + r, now, ahead, walk.value, dim, values, rows, dtype);
+        add(pr, keep + r, now, ahead, walk.value, dim, values);
         continue;
       }
-      for (int i = 0; i < rows && r + i < t->rows; i++)
-        add_seen_row(pr + i * TILE_KEYS, keep + r + i, now, ahead, walk.value, dim,
-                     values + i * padded, dtype);
+      for (int i = 0; i < rows && r + i < t->rows; i++) {
+        const struct key_tile seen = without_zeros(now, pr + i * TILE_KEYS);
+        add_row(pr + i * TILE_KEYS, keep + r + i, &seen, ahead, walk.value, dim,
+                values + i * padded);
+      }
     }
     struct key_tile *done = now;
     now = next;

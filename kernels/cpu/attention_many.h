@@ -172,8 +172,20 @@ static inline KVL_HOT void convert_rows(const struct key_tile *tile, int64_t off
   }
 }
 
-static inline KVL_HOT void attend_many(const struct task *t, struct key_walk walk,
-                                       struct sums *sums, const int dtype) {
+static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, float *out,
+                         int dtype) {
+  switch (dtype) {
+#define CASE(dtype) \
+  case dtype: convert_rows(tile, offset, dim, out, dtype); break;
+    CASE(KVL_DTYPE_F32)
+    CASE(KVL_DTYPE_F16)
+    CASE(KVL_DTYPE_BF16)
+    CASE(KVL_DTYPE_F8E4M3)
+#undef CASE
+  }
+}
+
+static void attend_many(const struct task *t, struct key_walk walk, struct sums *sums) {
   const struct kvl_paged_attention_args *a = t->args;
   int dim = a->cache.head_dim, panels = (t->rows + PANEL - 1) / PANEL;
   const float scale = query_scale(t);
@@ -192,8 +204,8 @@ static inline KVL_HOT void attend_many(const struct task *t, struct key_walk wal
   sums_clear(sums, panels * PANEL, dim_padded(dim));
   struct key_tile tile;
   for (walk_tile(&walk, &tile); tile.n > 0; walk_tile(&walk, &tile)) {
-    convert_rows(&tile, 0, dim, m.k, dtype);
-    convert_rows(&tile, walk.value, dim, m.v, dtype);
+    convert_tile(&tile, 0, dim, m.k, a->cache.dtype);
+    convert_tile(&tile, walk.value, dim, m.v, a->cache.dtype);
     for (int row = 0; row < t->rows; row += PANEL) attend_panel(t, &tile, row, &m, sums);
   }
 }

@@ -12,6 +12,9 @@
 enum { HEAD_DIM_MAX = 256, DOT_ROWS_MAX = 4 };
 _Static_assert(VF <= 16, "head_dim, a multiple of 8, leaves no tail or half a vector");
 
+/* The shortest tail, in lanes, that head_dim leaves behind pairs of vectors; 0: none. */
+enum { TAIL_LANES = VF > 4 ? 8 : 0 };
+
 /* How many query rows are processed together if there are `rows`: 1, 2 or 4. The missing ones
  * are zeros. */
 static inline int dot_rows(int rows) { return rows > 2 ? 4 : rows; }
@@ -104,72 +107,28 @@ static inline void restore_row(float *row, int dim, int row_dtype) {
 static inline KVL_HOT void prefetch(const char *row, int64_t from, int64_t to) {
   for (int64_t b = from; b < to; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
+/* The same for `bytes` bytes, which are a constant, so that no branches cut the caller's loop
+ * into pieces. That compiles twice as fast. */
+static inline KVL_HOT void prefetch_some(const char *p, const int bytes) {
+#pragma GCC unroll 8
+  for (int b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
+}
 
 /* ---- products ------------------------------------------------------------------------- */
 
-/* Adds one vector to a bound: sum += max(q * low, q * high), where low <= high. */
-static inline KVL_HOT vf bound_step(vf q, vf low, vf high, vf sum) {
-#if defined(KVL_ISA_AVX512)
-  __mmask16 negative = _mm512_movepi32_mask((__m512i)q);
-  return vf_fma(q, (vf)_mm512_mask_blend_ps(negative, (__m512)high, (__m512)low), sum);
-#else
-  return sum + vf_max(q * low, q * high);
-#endif
-}
-
-/* Lane r * (VF / rows) + k of the result is q[r] . x[k], for `rows` (1, 2, 4) query rows and
- * k < VF / rows. With `bound`, x[k] is the elementwise minimum of some keys, and the row
- * `high` bytes further on is their maximum; the result is sum_d max(q_d * x_d, q_d * high_d),
- * which is at least q . key. soon[k] are rows to prefetch. */
-static inline KVL_HOT vf dots(const float *q, const char *const *x, int64_t high,
-                              const char *const *soon, int dim, const int rows,
-                              const int bound, const int dtype) {
-  const int n = VF / rows, padded = dim_padded(dim), bytes = kvl__float_bytes(dtype);
-  vf sum[VF] = {0}, a, b, top_a = {0}, top_b = {0};
-  int d = 0;
-  for (; d + 2 * VF <= dim; d += 2 * VF)
-#pragma GCC unroll 16
-    for (int k = 0; k < n; k++) {
-      vf_load_pair(x[k] + d * bytes, dtype, &a, &b);
-      if (bound) vf_load_pair(x[k] + high + d * bytes, dtype, &top_a, &top_b);
-      prefetch(soon[k], d * bytes, (d + 2 * VF) * bytes);
-      if (bound) prefetch(soon[k] + high, d * bytes, (d + 2 * VF) * bytes);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) {
-        vf row_a = vf_load(q, r * padded + d, KVL_DTYPE_F32);
-        vf row_b = vf_load(q, r * padded + d + VF, KVL_DTYPE_F32);
-        if (bound) {
-          sum[r * n + k] = bound_step(row_a, a, top_a, sum[r * n + k]);
-          sum[r * n + k] = bound_step(row_b, b, top_b, sum[r * n + k]);
-        } else {
-          sum[r * n + k] = vf_fma(row_a, a, sum[r * n + k]);
-          sum[r * n + k] = vf_fma(row_b, b, sum[r * n + k]);
-        }
-      }
-    }
-  for (int lanes = VF; d < dim; d += VF) {
-    if (d + VF > dim) lanes = VF / 2;
-#pragma GCC unroll 16
-    for (int k = 0; k < n; k++) {
-      a = vf_load_n(x[k] + d * bytes, lanes, dtype);
-      if (bound) top_a = vf_load_n(x[k] + high + d * bytes, lanes, dtype);
-#pragma GCC unroll 4
-      for (int r = 0; r < rows; r++) {
-        vf row = vf_load(q, r * padded + d, KVL_DTYPE_F32);
-        if (bound) sum[r * n + k] = bound_step(row, a, top_a, sum[r * n + k]);
-        else sum[r * n + k] = vf_fma(row, a, sum[r * n + k]);
-      }
-    }
-  }
-  return vf_sum_lanes(sum);
-}
-
-/* Stores to out[r * out_row + k] the lanes that dots() returns. */
-static inline KVL_HOT void dots_store(vf lanes, float *out, int64_t out_row, const int rows) {
-  const int n = VF / rows;
-#pragma GCC unroll 4
-  for (int r = 0; r < rows; r++)
-    memcpy(out + r * out_row, (const float *)&lanes + r * n, n * sizeof(float));
-}
+/* Many products at once. That of query r and memory row k goes to out[r * out_row + k]. There
+ * are as many addresses in x and soon, and as much room in a row of out, as `keys` rounded up
+ * to VF. With `bound`, x[k] is the elementwise minimum of some keys, and the row `high` bytes
+ * further on is their maximum; the product is sum_d max(q_d * x_d, q_d * high_d) then, which
+ * is at least q . key. */
+struct dots {
+  const float *q; /* [rows rounded up to dot_rows(rows), dim_padded(dim)], from load_query */
+  const char *const *x;
+  const char *const *soon; /* rows to prefetch, as many as in x */
+  float *out;
+  int64_t out_row, high;
+  int rows, keys, dim, bound, dtype; /* dtype: of the memory rows */
+};
+void KVL_CPU_NAME(dots)(const struct dots *d);
 
 #endif

@@ -167,21 +167,8 @@ static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
 }
 
 static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
-  const int few = dot_rows(t->rows);
-  switch (t->args->cache.dtype) {
-#define CASE(dtype)                                            \
-  case dtype:                                                  \
-    if (t->rows > FEW_ROWS) attend_many(t, walk, sums, dtype); \
-    else if (few == 1) attend_few(t, walk, sums, 1, dtype);    \
-    else if (few == 2) attend_few(t, walk, sums, 2, dtype);    \
-    else attend_few(t, walk, sums, 4, dtype);                  \
-    break;
-    CASE(KVL_DTYPE_F32)
-    CASE(KVL_DTYPE_F16)
-    CASE(KVL_DTYPE_BF16)
-    CASE(KVL_DTYPE_F8E4M3)
-#undef CASE
-  }
+  if (t->rows > FEW_ROWS) attend_many(t, walk, sums);
+  else KVL_CPU_NAME(attend_few)(t, walk, sums);
 }
 
 /* Attends from one tile of a sequence's rows to segment `segment` of its block list. The rows

@@ -12,8 +12,7 @@
 #include "cpu/scores.h"
 
 static int minmax_piece(const void *args, int64_t begin, int64_t end) {
-  const struct score *s = args;
-  KVL_BY_CACHE(s->rows_dtype, score_items(s, begin, end, 1, D))
+  score_items(args, begin, end, 1);
   return 0;
 }
 

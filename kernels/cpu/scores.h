@@ -11,7 +11,7 @@
 
 /* A run has enough blocks to pay for loading the queries. Their rows are scattered. Each is
  * prefetched SOON blocks before it is scored, which takes longer than memory's latency. */
-enum { RUN_BLOCKS = 512, SOON = 32, GROUP_MAX = 256 };
+enum { RUN_BLOCKS = 512, SCORE_TILE = 64, SOON = 32, GROUP_MAX = 256 };
 
 struct score {
   const void *q; /* [seqs, heads, head_dim] */
@@ -21,7 +21,7 @@ struct score {
   int32_t head_dim, block_size, join, dtype;
   /* Row of (block, KV head): rows + block * bytes_block + head * bytes_head. */
   const char *rows;
-  int64_t bytes_block, bytes_head, high; /* high: see dots() */
+  int64_t bytes_block, bytes_head, high; /* high: see struct dots */
   int32_t rows_dtype;
 };
 
@@ -58,7 +58,7 @@ static inline const char *block_row(const struct score *s, const struct run *r,
   return s->rows + block * s->bytes_block + r->head * s->bytes_head;
 }
 
-/* Loads the group's queries as f32, padded with rows of zeros to whole steps of dots().
+/* Loads the group's queries as f32, padded with rows of zeros as struct dots wants them.
  * Returns the number of rows. */
 static inline int load_group(const struct score *s, const struct run *r, float *q) {
   int padded = dim_padded(s->head_dim), step = dot_rows(r->rows);
@@ -70,61 +70,66 @@ static inline int load_group(const struct score *s, const struct run *r, float *
   return rows;
 }
 
-static inline float score_join(const struct score *s, float joined, float x) {
-  return s->join == KVL_GROUP_MEAN ? joined + x : x > joined ? x : joined;
+/* Joins the scores of blocks, a vector at a time; a head whose score is NaN has no say in a
+ * maximum. */
+static inline vf score_start(const struct score *s) {
+  return vf_set(s->join == KVL_GROUP_MEAN ? 0 : -INFINITY);
 }
-static inline float score_start(const struct score *s) {
-  return s->join == KVL_GROUP_MEAN ? 0 : -INFINITY;
+static inline vf score_join(const struct score *s, vf joined, vf x) {
+  return s->join == KVL_GROUP_MEAN ? joined + x : vf_max(x, joined);
 }
-static inline float score_end(const struct score *s, float joined) {
+static inline vf score_end(const struct score *s, vf joined) {
   return s->join == KVL_GROUP_MEAN ? joined / (float)(s->heads / s->kv_heads) : joined;
 }
 
-/* Scores a run by one memory row per block (two with `bound`), for `rows` query heads at a
- * time: 1, 2 or 4. */
-static inline KVL_HOT void score_rows(const struct score *s, struct run r, const float *q,
-                                      int all, const int rows, const int bound,
-                                      const int dtype) {
-  const int step = VF / rows, padded = dim_padded(s->head_dim);
-  const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(dtype);
+/* Scores a run by one memory row per block, or by two with `bound`. */
+static inline void score_rows(const struct score *s, const struct run *r, const float *q,
+                              int bound) {
+  const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(s->rows_dtype);
   const char *x[RUN_BLOCKS + VF + SOON];
-  int n = (int)(r.end - r.begin);
+  float part[GROUP_MAX * SCORE_TILE] __attribute__((aligned(64)));
+  float *scores = r->scores + r->begin;
+  int n = (int)(r->end - r->begin), missing = 0;
   for (int i = 0; i < n + VF + SOON; i++) { /* any row where there is none */
-    const char *row = i < n ? block_row(s, &r, r.begin + i) : NULL;
+    const char *row = i < n ? block_row(s, r, r->begin + i) : NULL;
     x[i] = row ? row : s->rows;
+    missing += i < n && !row;
   }
   for (int i = 0; i < n && i < SOON; i++) {
     prefetch(x[i], 0, bytes_row);
     if (bound) prefetch(x[i] + s->high, 0, bytes_row);
   }
-  for (int i = 0; i < n; i += step) {
-    float joined[VF], part[VF];
-    for (int k = 0; k < step; k++) joined[k] = score_start(s);
-    for (int h = 0; h < all; h += rows) {
-      dots_store(
-          dots(q + h * padded, x + i, s->high, x + i + SOON, s->head_dim, rows, bound, dtype),
-          part, step, rows);
-      for (int j = 0; j < rows && h + j < r.rows; j++)
-        for (int k = 0; k < step; k++)
-          joined[k] = score_join(s, joined[k], part[j * step + k]);
+  for (int i = 0; i < n; i += SCORE_TILE) {
+    const int keys = n - i < SCORE_TILE ? n - i : SCORE_TILE;
+    const struct dots d = {.q = q,
+                           .x = x + i,
+                           .soon = x + i + SOON,
+                           .out = part,
+                           .out_row = SCORE_TILE,
+                           .high = s->high,
+                           .rows = r->rows,
+                           .keys = keys,
+                           .dim = s->head_dim,
+                           .bound = bound,
+                           .dtype = s->rows_dtype};
+    KVL_CPU_NAME(dots)(&d);
+    for (int k = 0; k < keys; k += VF) {
+      vf joined = score_start(s);
+      for (int h = 0; h < r->rows; h++)
+        joined = score_join(s, joined, vf_load(part, h * SCORE_TILE + k, KVL_DTYPE_F32));
+      vf_store_n(scores + i + k, score_end(s, joined), vf_left(k, keys), KVL_DTYPE_F32);
     }
-    for (int k = 0; k < step && i + k < n; k++)
-      r.scores[r.begin + i + k] = block_row(s, &r, r.begin + i + k) ? score_end(s, joined[k])
-                                                                    : -INFINITY;
   }
+  for (int i = 0; missing > 0 && i < n; i++)
+    if (!block_row(s, r, r->begin + i)) scores[i] = -INFINITY;
 }
 
-static inline KVL_HOT void score_items(const struct score *s, int64_t begin, int64_t end,
-                                       const int bound, const int dtype) {
+static inline void score_items(const struct score *s, int64_t begin, int64_t end, int bound) {
   float q[GROUP_MAX * HEAD_DIM_MAX] __attribute__((aligned(64)));
   for (int64_t item = begin; item < end; item++) {
     struct run r = run_open(s, item);
-    int all = load_group(s, &r, q);
-    switch (dot_rows(r.rows)) {
-      case 1: score_rows(s, r, q, all, 1, bound, dtype); break;
-      case 2: score_rows(s, r, q, all, 2, bound, dtype); break;
-      default: score_rows(s, r, q, all, 4, bound, dtype); break;
-    }
+    load_group(s, &r, q);
+    score_rows(s, &r, q, bound);
     for (int64_t b = r.end; b < r.last; b++) r.scores[b] = -INFINITY;
   }
 }

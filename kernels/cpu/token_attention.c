@@ -13,7 +13,7 @@
  * The inner loop is that of paged decode (attention_few.h), for which each row is a sequence
  * of its own. Only the walk over the keys differs: it follows a list of tokens instead of
  * blocks. */
-#include "cpu/attention_few.h"
+#include "cpu/attention.h"
 #include "cpu/split.h"
 
 /* Opens the walk over a row's list for a KV head. */
@@ -33,23 +33,6 @@ static struct key_walk open_list(const struct kvl_token_attention_args *a, int64
       .entry_end = a->k,
       .block_size = c->block_size,
   };
-}
-
-static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
-  const int few = dot_rows(t->rows);
-  switch (t->args->cache.dtype) {
-#define CASE(dtype)                                         \
-  case dtype:                                               \
-    if (few == 1) attend_few(t, walk, sums, 1, dtype);      \
-    else if (few == 2) attend_few(t, walk, sums, 2, dtype); \
-    else attend_few(t, walk, sums, 4, dtype);               \
-    break;
-    CASE(KVL_DTYPE_F32)
-    CASE(KVL_DTYPE_F16)
-    CASE(KVL_DTYPE_BF16)
-    CASE(KVL_DTYPE_F8E4M3)
-#undef CASE
-  }
 }
 
 static void write_head(const struct kvl_token_attention_args *a, int64_t row, float unit,
@@ -76,7 +59,7 @@ static void attend_heads(const struct kvl_token_attention_args *a, int64_t row,
                    .group = group,
                    .rows = (int)i64_min(FEW_ROWS, group - first)};
   struct sums sums;
-  attend(&t, open_list(a, row, kv_head), &sums);
+  KVL_CPU_NAME(attend_few)(&t, open_list(a, row, kv_head), &sums);
   const float unit = a->cache.v_scale ? a->cache.v_scale[kv_head] : 1;
   for (int i = 0; i < t.rows; i++)
     write_head(a, row * a->heads + task_head(&t, i), unit, sums.values + i * padded,
