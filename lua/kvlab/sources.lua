@@ -163,15 +163,21 @@ local function build_text()
   return devices and ffi.string(C.kvl_device_build(devices.device())) or nil
 end
 
---- Returns the files of the modules that a script loaded, except those that rows name in
+local module_paths = {} -- of script_modules, by module; false for those that do not count
+
+--- Returns the file of a module that a script loaded; false for those that rows name in
 -- another way (the project's policies, say) and those that are installed in /usr.
+local function path_of_module(module)
+  local path, own = package.searchpath(module, package.path), library.paths.root .. "/lua/"
+  return path and path:sub(1, #own) ~= own and not path:find "^/usr/" and path or false
+end
+
+--- Returns the files of the modules that a script loaded.
 local function script_modules()
-  local paths, own = {}, library.paths.root .. "/lua/"
+  local paths = {}
   for module in pairs(package.loaded) do
-    local path = package.searchpath(module, package.path)
-    if path and path:sub(1, #own) ~= own and not path:find "^/usr/" then
-      paths[#paths + 1] = path
-    end
+    if module_paths[module] == nil then module_paths[module] = path_of_module(module) end
+    paths[#paths + 1] = module_paths[module] or nil
   end
   return paths
 end

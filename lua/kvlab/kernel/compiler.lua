@@ -18,8 +18,8 @@ local AVX2 = " -mavx2 -mfma -mf16c"
 local ISA_FLAGS = { plain = "", avx2 = AVX2, avx512 = AVX2 .. " -mavx512f -mavx512bw "
   .. "-mavx512dq -mavx512vl -mprefer-vector-width=512" }
 -- The header that kernels begin with. Half of the time of a compilation goes into what it
--- includes, so a process that compiles many has it precompiled, which pays from the fifth
--- kernel on.
+-- includes, so kernels include it precompiled. A process that compiles many makes that if no
+-- other has: it pays from the fifth kernel on.
 local HEADER, FEW = "cpu/expression.h", 4
 -- Letters of a source beyond which -O3 takes minutes: it gets -O1.
 local LONG = 200000
@@ -120,7 +120,7 @@ local function includes()
 end
 
 local compiled = 0        -- kernels of this process
-local precompiled_of = {} -- folders by flags; false: there is none
+local precompiled_of = {} -- folders by flags: there is one, or it cannot be made
 
 --- Precompiles the header into a folder, unless another process is faster.
 local function precompile(cc, flags, folder)
@@ -142,14 +142,15 @@ end
 -- Another compiler than gcc finds nothing there, and gcc takes nothing that another
 -- version of it has made.
 local function precompiled(cc, flags)
-  if precompiled_of[flags] == nil then
-    local folder = cache.headers(table.concat({ cc, flags,
-      ffi.string(library.C.kvl_code_headers()) }, "\0"))
-    local path = folder and folder .. "/" .. cache.HEADER
-    if folder and not files.real(path) then precompile(cc, flags, folder) end
-    precompiled_of[flags] = path and files.real(path) and folder or false
+  local folder = precompiled_of[flags] or cache.headers(table.concat({ cc, flags,
+    ffi.string(library.C.kvl_code_headers()) }, "\0"))
+  local path = folder and folder .. "/" .. cache.HEADER
+  if folder and not files.real(path) then
+    if compiled <= FEW or precompiled_of[flags] then return nil end
+    precompile(cc, flags, folder)
   end
-  return precompiled_of[flags] or nil
+  precompiled_of[flags] = folder
+  return path and files.real(path) and folder or nil
 end
 
 --- Compiles kernel.c in a folder. A header that is damaged is done without.
@@ -158,7 +159,7 @@ local function compile_in(folder, cc, flags)
   local kernels, runtime = includes()
   local words = { kernels, runtime, "-o", library_path, folder .. "/kernel.c" }
   compiled = compiled + 1
-  local headers = compiled > FEW and precompiled(cc, flags)
+  local headers = precompiled(cc, flags)
   local status = headers and run(cc, flags, { "-I" .. headers, unpack(words) }, log)
   if status ~= 0 then status = run(cc, flags, words, log) end
   if status ~= 0 then return nil, words_of(cc, status, log) end
