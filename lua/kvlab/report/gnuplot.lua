@@ -1,22 +1,11 @@
 --- Writes the gnuplot script of a line plot (plot.lua describes the plot), and the parts
 -- that all pictures share: the head, the place of a panel, and the legend.
+local styles = require "kvlab.report.styles"
 local tics = require "kvlab.report.tics"
 
 local M = {}
 
---- Okabe and Ito's colours, without yellow and black: yellow is hard to see on a white
--- page, black on a dark one.
-M.COLOURS = {
-  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c",
-}
--- If there are more series than colours, the colours repeat with other lines and markers:
--- solid lines with filled markers, then dashed with hollow, then dotted with crosses.
-local ROUNDS = {
-  { line = 1, markers = { 7, 5, 9, 13, 11, 15, 7 } },
-  { line = 4, markers = { 6, 4, 8, 12, 10, 14, 6 } },
-  { line = 3, markers = { 1, 2, 3, 2, 3, 1, 2 } },
-}
-local LIMIT = "#707070" -- a limit is dashed, without markers; COLOURS lacks this grey
+local LIMIT = "#707070" -- a limit is dashed, without markers; no series has this grey
 local GRID = "\"#b0808080\"" -- alpha first; suits a light and a dark page
 
 -- Pixels of an SVG picture.
@@ -186,17 +175,16 @@ local function add_panel(out, p, index, x0, x1, has_titles)
 end
 
 local function add_styles(out, p)
-  local colours = 0 -- taken so far; a limit takes none
+  local coloured = {} -- a limit takes no colour
+  for _, name in ipairs(p.names) do
+    if p.style[name] ~= "limit" then coloured[#coloured + 1] = name end
+  end
+  local of = styles.of(coloured, p.are_policies)
   for i, name in ipairs(p.names) do
-    if p.style[name] == "limit" then
-      out[#out + 1] = ("set style line %d lc rgb \"%s\" lw 2 dt 2"):format(i, LIMIT)
-    else
-      local at, round = colours % #M.COLOURS + 1, math.floor(colours / #M.COLOURS)
-      round = ROUNDS[round % #ROUNDS + 1]
-      out[#out + 1] = ("set style line %d lc rgb \"%s\" lw 2 pt %d ps 0.8 dt %d"):format(
-        i, M.COLOURS[at], round.markers[at], round.line)
-      colours = colours + 1
-    end
+    local own = of[name]
+    out[#out + 1] = own and ("set style line %d lc rgb \"%s\" lw 2 pt %d ps 0.8 dt %d")
+        :format(i, own.colour, own.marker, own.dash)
+      or ("set style line %d lc rgb \"%s\" lw 2 dt 2"):format(i, LIMIT)
   end
 end
 

@@ -20,7 +20,8 @@
 -- most so much x. Points of marked rows (kvlab.table) are circled, and the legend says
 -- why.
 -- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
--- and grey; it takes none of the colours.
+-- and grey; it takes none of the colours. If series = "policy", each policy has the
+-- colour and marker that it has in every picture (styles.lua).
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
 -- numbers. So it cannot mistake a name for a command.
 local arguments = require "kvlab.arguments"
@@ -75,6 +76,7 @@ end
 ---@field ymax? number
 ---@field names string[]  the series, in the order of colours
 ---@field legend? string   what the names mean, if they are numbers
+---@field are_policies? boolean  each name is a policy's, with the policy's own colour
 ---@field style table<string, "limit">  by the name of the series
 ---@field xtics {[1]: number, [2]: string}[]  position and text; none: round numbers
 ---@field notes string[]  why points are circled
@@ -138,6 +140,7 @@ function M.lines(rows, opts)
     title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
     logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
     names = {}, style = copy(opts.style), xtics = {}, panels = {}, notes = {},
+    are_policies = opts.series == "policy",
   }
   local values, position, is_numeric = make_scale(rows, opts.x)
   local x_is_metric = #values == 0

@@ -15,6 +15,7 @@
 local arguments = require "kvlab.arguments"
 local gnuplot = require "kvlab.report.gnuplot"
 local options = require "kvlab.options"
+local styles = require "kvlab.report.styles"
 local tics = require "kvlab.report.tics"
 
 local M = {}
@@ -258,7 +259,7 @@ function M.svg_script(p)
   local boxes, keys = { "NaN notitle" }, { "NaN notitle" } -- with no spans, axes only
   for i, kind in ipairs(KINDS) do
     if add_boxes(out, p, kind) then
-      local colour = ("lc rgb \"%s\""):format(gnuplot.COLOURS[i])
+      local colour = ("lc rgb \"%s\""):format(styles.COLOURS[i])
       boxes[#boxes + 1] = ("$%s with boxxyerror %s"):format(kind, colour)
       keys[#keys + 1] = ("NaN with boxxyerror %s title '%s'"):format(colour, kind)
     end

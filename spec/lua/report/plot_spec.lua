@@ -151,8 +151,9 @@ describe("plot", function()
 
   it("draws a limit dashed, grey, without markers, and keeps the colours of others",
     function()
-      local rows = make_rows { "quest", "limit", "random" }
-      local view = { x = "budget", y = "accuracy", series = "policy",
+      local rows = make_rows { "V1", "limit", "V2" }
+      for _, row in ipairs(rows) do row.config.kernel = row.config.policy end
+      local view = { x = "budget", y = "accuracy", series = "kernel",
                      where = { context = 512 }, style = { limit = "limit" } }
       local script = gnuplot.svg_script(plot.lines(rows, view))
       assert.truthy(script:find("set style line 1 lc rgb \"#0072b2\"", 1, true))

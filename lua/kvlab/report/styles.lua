@@ -1,0 +1,108 @@
+--- How a series looks in every picture: its colour, marker and dash, as gnuplot numbers
+-- them. A policy looks the same in all pictures, whatever else is in them.
+--
+-- The policies of lua/policies are in the table below. No two of them share colour and
+-- marker, and those that are compared most often have a colour of their own. Any other
+-- policy is drawn with pentagons, which none of the table has. Its name decides their
+-- colour and dash; only if two such names of one picture fall on the same, the later in
+-- the alphabet takes the next.
+local M = {}
+
+local BLACK, GREY = "#000000", "#8c8c8c"
+
+--- Okabe and Ito's colours, which colour-blind readers can tell apart. Yellow is left out,
+-- because it is hard to see on a white page.
+M.COLOURS = {
+  "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", GREY,
+}
+local BLUE, RED, GREEN, PURPLE, ORANGE, SKY = unpack(M.COLOURS)
+local SOLID, DASHED, DOTTED, MIXED = 1, 4, 3, 5
+
+---@class kvlab.style
+---@field colour string   as #rrggbb
+---@field marker integer  of gnuplot's svg, pdfcairo and pngcairo terminals
+---@field dash integer
+
+local function style(colour, marker, dash)
+  return { colour = colour, marker = marker, dash = dash }
+end
+
+local POLICIES = {
+  full = style(BLACK, 7, SOLID),
+  oracle = style(GREY, 9, SOLID), mass_oracle = style(GREY, 5, DASHED),
+  random = style(GREY, 6, DOTTED),
+  quest = style(BLUE, 7, SOLID), infllm = style(BLUE, 4, DASHED),
+  topk = style(BLUE, 2, DOTTED),
+  block_mean = style(RED, 5, SOLID), twilight = style(RED, 8, DASHED),
+  union = style(RED, 1, DOTTED),
+  gsa_on_device = style(GREEN, 9, SOLID), gsa = style(GREEN, 10, DASHED),
+  xattention = style(GREEN, 2, DOTTED),
+  h2o = style(PURPLE, 13, SOLID), layers = style(PURPLE, 6, DASHED),
+  magicpig = style(PURPLE, 3, DOTTED),
+  streaming = style(ORANGE, 11, SOLID), nsa = style(ORANGE, 12, DASHED),
+  nsa_branches = style(ORANGE, 1, DOTTED),
+  snapkv = style(SKY, 13, SOLID), keydiff = style(SKY, 4, DASHED),
+}
+
+-- If series that are no policies are more than the colours, the colours repeat with other
+-- lines and markers: filled, then hollow, then crosses.
+local ROUNDS = {
+  { dash = SOLID, markers = { 7, 5, 9, 13, 11, 15, 7 } },
+  { dash = DASHED, markers = { 6, 4, 8, 12, 10, 14, 6 } },
+  { dash = DOTTED, markers = { 1, 2, 3, 2, 3, 1, 2 } },
+}
+local PENTAGONS = { { 15, SOLID }, { 14, DASHED }, { 15, MIXED }, { 14, DOTTED } }
+
+--- The style of the i-th series, from 0.
+local function in_order(i)
+  local at, round = i % #M.COLOURS + 1, math.floor(i / #M.COLOURS) % #ROUNDS + 1
+  return style(M.COLOURS[at], ROUNDS[round].markers[at], ROUNDS[round].dash)
+end
+
+--- A number from 0 to n - 1 that depends on the name alone.
+local function hash(name, n)
+  local h = 0
+  for i = 1, #name do h = (h * 31 + name:byte(i)) % 2147483647 end
+  return h % n
+end
+
+--- The styles of policies that are not in the table.
+local function of_strangers(names)
+  local styles, taken, n = {}, {}, #M.COLOURS * #PENTAGONS
+  table.sort(names)
+  for i, name in ipairs(names) do
+    local at = hash(name, n)
+    while taken[at] and i <= n do at = (at + 1) % n end
+    taken[at] = true
+    local pentagon = PENTAGONS[math.floor(at / #M.COLOURS) + 1]
+    styles[name] = style(M.COLOURS[at % #M.COLOURS + 1], pentagon[1], pentagon[2])
+  end
+  return styles
+end
+
+--- Returns the style of each series by its name: of policies by what they are called, of
+-- other series by their order.
+---@param names string[]
+---@param are_policies? boolean
+---@return table<string, kvlab.style>
+function M.of(names, are_policies)
+  local styles, strangers = {}, {}
+  for i, name in ipairs(names) do
+    styles[name] = are_policies and POLICIES[name] or nil
+    if not are_policies then styles[name] = in_order(i - 1) end
+    if not styles[name] then strangers[#strangers + 1] = name end
+  end
+  for name, own in pairs(of_strangers(strangers)) do styles[name] = own end
+  return styles
+end
+
+--- The names of the policies that have a style of their own.
+---@return string[]  # in the order of the alphabet
+function M.policies()
+  local names = {}
+  for name in pairs(POLICIES) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+return M
