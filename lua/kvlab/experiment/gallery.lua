@@ -37,17 +37,15 @@ end
 
 local DRAWS = {} -- the elements of pictures that gnuplot writes
 for name in ([[svg title desc defs g path circle rect text tspan line polyline polygon use
-  image marker filter feFlood feComposite linearGradient radialGradient stop clipPath]])
+  marker filter feFlood feComposite linearGradient radialGradient stop clipPath]])
   :gmatch "%a+" do
   DRAWS[name] = true
 end
 
 --- Whether an attribute only draws: it is no script, and it links to nothing outside.
 local function is_drawn(name, value)
-  if name:find "href$" then
-    return value:find "^#" or value:find "^data:image/png;base64,"
-  end
-  return not name:find "^[oO][nN]"
+  return name:find "href$" and value:find "^#" or not name:find "href$"
+    and not name:find "^[oO][nN]"
 end
 
 --- The position after a tag that begins at `at`; nil when it is not of a drawing.

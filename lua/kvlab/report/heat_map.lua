@@ -1,6 +1,10 @@
 --- Draws the heat maps of plot.lua, which show matrices as colours, in characters or as a
 -- gnuplot script. All panels of a map have the same rows, columns and colours, so that
 -- they can be compared.
+--
+-- In a picture, cells are rectangles and no image, because viewers blur an image that they
+-- enlarge. Neighbours of one colour become one rectangle. A map that has more cells than
+-- a picture can show has means of them, and its title says so.
 local gnuplot = require "kvlab.report.gnuplot"
 local is_finite = require("kvlab.number").is_finite
 local text_table = require "kvlab.report.table"
@@ -38,16 +42,20 @@ local ONLY = { least = { 300, 100 }, most = { 720, 480 } }
 local SEVERAL = { least = { 170, 60 }, most = { 330, 260 } }
 local ROOM = { left = 48, right = 18, top = 30, bottom = 62 } -- around each panel
 local COLUMNS_MAX, BAR, LINE = 4, 14, 17
+-- The least pixels of a cell, the colours, the most rectangles of a picture, and how many
+-- pixels a rectangle goes below its neighbours.
+local CELL_LEAST, STEPS, BOXES_MAX, BLEED = 2, 32, 40000, 0.4
 local TIC_LETTER = 12 -- gnuplot's distance from axis to label, for each letter of a tic
 
---- Shrinks `n` by `m` numbers to `rows` by `columns` cells. A cell gets the mean of its
--- finite numbers, or nan if it has none.
-local function shrink(values, n, m, rows, columns)
+--- Shrinks `n` by `m` numbers: each cell gets the mean of the finite numbers among `down`
+-- by `across` of them, or nan if there is none.
+local function shrink(values, n, m, down, across)
   local sums, counts = {}, {}
+  local rows, columns = math.ceil(n / down), math.ceil(m / across)
   for i = 0, n - 1 do
-    local row = math.floor(i * rows / n) * columns
+    local row = math.floor(i / down) * columns
     for j = 0, m - 1 do
-      local x, cell = values[i * m + j + 1], row + math.floor(j * columns / m) + 1
+      local x, cell = values[i * m + j + 1], row + math.floor(j / across) + 1
       if is_finite(x) then
         sums[cell], counts[cell] = (sums[cell] or 0) + x, (counts[cell] or 0) + 1
       end
@@ -59,20 +67,36 @@ local function shrink(values, n, m, rows, columns)
   return sums
 end
 
---- Shrinks every panel to at most this many rows and columns. Returns the panels, their
--- rows and columns, and the ends of the colours, low and high; low is above high when no
--- number is finite.
+---@class kvlab.heat_map.cells
+---@field panels number[][]  row-major
+---@field rows integer
+---@field columns integer
+---@field down integer    rows of the map in one row of cells
+---@field across integer
+---@field low number      the ends of the colours; low is above high when no number is
+---@field high number     finite
+
+--- Shrinks every panel to at most this many rows and columns.
+---@return kvlab.heat_map.cells
 local function fit(p, rows_most, columns_most)
-  local rows, columns = math.min(p.rows, rows_most), math.min(p.columns, columns_most)
+  local down, across = math.ceil(p.rows / rows_most), math.ceil(p.columns / columns_most)
   local panels, low, high = {}, math.huge, -math.huge
   for i, panel in ipairs(p.panels) do
-    panels[i] = shrink(panel.values, p.rows, p.columns, rows, columns)
+    panels[i] = shrink(panel.values, p.rows, p.columns, down, across)
     for _, x in ipairs(panels[i]) do
       if is_finite(x) then low, high = math.min(low, x), math.max(high, x) end
     end
   end
   if low <= high then low, high = p.low or low, p.high or high end
-  return panels, rows, columns, low, high
+  return { panels = panels, rows = math.ceil(p.rows / down),
+           columns = math.ceil(p.columns / across), down = down, across = across,
+           low = low, high = high }
+end
+
+--- Says how many numbers a cell is the mean of; nothing for one.
+local function mean_of(cells)
+  return cells.down * cells.across > 1
+    and (", means of %d x %d numbers"):format(cells.down, cells.across) or ""
 end
 
 -- ---- characters -----------------------------------------------------------------------
@@ -93,13 +117,14 @@ end
 ---@param is_coloured boolean
 ---@return string
 function M.text(p, room, is_coloured)
-  local panels, rows, columns, low, high = fit(p, ROWS_MAX, room - MARGIN)
+  local fitted = fit(p, ROWS_MAX, room - MARGIN)
+  local columns, low, high = fitted.columns, fitted.low, fitted.high
   local wide = math.max(1, math.min(4, math.floor((room - MARGIN) / columns)))
   local lines = {}
-  for i, cells in ipairs(panels) do
+  for i, cells in ipairs(fitted.panels) do
     if p.panels[i].title then lines[#lines + 1] = p.panels[i].title end
-    for r = 0, rows - 1 do
-      local words, first = {}, math.floor(r * p.rows / rows)
+    for r = 0, fitted.rows - 1 do
+      local words, first = {}, r * fitted.down
       for c = 1, columns do
         words[c] = cell_text(cells[r * columns + c], low, high, wide, is_coloured)
       end
@@ -113,11 +138,7 @@ function M.text(p, room, is_coloured)
     key = ("%7s  %s (%s) ... %s"):format("", number(low),
       is_coloured and "dark" or "blank", number(high))
   end
-  if rows * columns < p.rows * p.columns then
-    key = ("%s, means of %d x %d numbers"):format(key, math.ceil(p.rows / rows),
-      math.ceil(p.columns / columns))
-  end
-  lines[#lines + 1] = key
+  lines[#lines + 1] = key .. mean_of(fitted)
   return table.concat(lines, "\n") .. "\n"
 end
 
@@ -125,21 +146,27 @@ end
 
 local function clamp(x, low, high) return math.max(low, math.min(x, high)) end
 
-local function make_layout(p)
+--- The pixels of a panel's side: cells of whole pixels, so that all look equally wide.
+local function side(cells, wanted, least, most)
+  local pixels = clamp(wanted * cells, least, most) / cells
+  return cells * math.max(CELL_LEAST, math.floor(pixels))
+end
+
+local function make_layout(p, rows, columns)
   local size = #p.panels == 1 and ONLY or SEVERAL
-  local columns = #p.panels > 4 and #p.panels <= 6 and 3
+  local across = #p.panels > 4 and #p.panels <= 6 and 3
     or math.min(#p.panels, COLUMNS_MAX)
   local l = {
-    columns = columns,
+    columns = across,
     left = ROOM.left + TIC_LETTER * gnuplot.longest(p.row_names or { tostring(p.rows) }),
-    panel = { width = clamp(CELL.width * p.columns, size.least[1], size.most[1]),
-              height = clamp(CELL.height * p.rows, size.least[2], size.most[2]) },
+    panel = { width = side(columns, CELL.width, size.least[1], size.most[1]),
+              height = side(rows, CELL.height, size.least[2], size.most[2]) },
   }
   l.across = l.left + l.panel.width + ROOM.right
   l.down = ROOM.top + l.panel.height + ROOM.bottom
-  l.plots = columns * l.across
+  l.plots = across * l.across
   l.width = math.ceil(l.plots + 100)
-  l.height = gnuplot.TITLE + math.ceil(#p.panels / columns) * l.down
+  l.height = gnuplot.TITLE + math.ceil(#p.panels / across) * l.down
   return l
 end
 
@@ -164,24 +191,56 @@ local function axis_tics(names, n, pixels, is_down)
   return gnuplot.write_tics(list)
 end
 
---- Adds the cells of a panel as a data block. Returns whether any is finite. gnuplot's
--- images need at least two rows and two columns, so a single one is written twice.
-local function add_matrix(out, name, cells, rows, columns)
-  local is_any = false
-  out[#out + 1] = "$" .. name .. " << EOD"
-  for r = 0, rows - 1 do
-    local words = {}
-    for c = 1, columns do
-      local x = cells[r * columns + c]
-      is_any = is_any or is_finite(x)
-      words[c] = is_finite(x) and ("%.9g"):format(x) or "NaN"
-    end
-    if columns == 1 then words[2] = words[1] end
-    out[#out + 1] = table.concat(words, " ")
+--- The rectangles of a panel: neighbours of one colour, along a row and then down. Each
+-- is { first column, first row, columns, rows, step of the colours }.
+local function merge(cells, rows, columns, low, high)
+  local list, open = {}, {}
+  local function step_of(x)
+    return is_finite(x) and high > low
+      and math.floor(clamp((x - low) / (high - low), 0, 1) * STEPS + 0.5)
+      or is_finite(x) and STEPS / 2 or nil
   end
-  if rows == 1 then out[#out + 1] = out[#out] end
+  for r = 0, rows - 1 do
+    local still, c = {}, 0
+    while c < columns do
+      local step, first = step_of(cells[r * columns + c + 1]), c
+      repeat c = c + 1
+      until c == columns or step_of(cells[r * columns + c + 1]) ~= step
+      if step then
+        local key = ("%d %d %d"):format(first, c, step)
+        local box = open[key]
+        if not box then
+          box = { first, r, c - first, 0, step }
+          list[#list + 1] = box
+        end
+        box[4], still[key] = box[4] + 1, box
+      end
+    end
+    open = still
+  end
+  table.sort(list, function(a, b)
+    if a[5] ~= b[5] then return a[5] < b[5] end
+    if a[2] ~= b[2] then return a[2] < b[2] end
+    return a[1] < b[1]
+  end)
+  return list
+end
+
+--- Adds the rectangles of a panel as a data block; they are sorted by colour, so that
+-- plot.svg can join those of one colour. Each goes a little below its neighbours to the
+-- right and down, because a viewer would show the page between two edges.
+local function add_cells(out, name, p, panel, cells, boxes)
+  out[#out + 1] = "$" .. name .. " << EOD"
+  local low, high = cells.low, cells.high
+  local wide, tall = cells.across / p.columns, cells.down / p.rows
+  for _, box in ipairs(boxes) do
+    local x0, y0 = box[1] * wide, box[2] * tall
+    local x1 = math.min(x0 + box[3] * wide + BLEED / panel.width, 1)
+    local y1 = math.min(y0 + box[4] * tall + BLEED / panel.height, 1)
+    out[#out + 1] = ("%.6g %.6g %.6g %.6g %.6g %.6g %.9g"):format(x0, y0, x0, x1, y0, y1,
+      high > low and low + (high - low) * box[5] / STEPS or low)
+  end
   out[#out + 1] = "EOD"
-  return is_any
 end
 
 --- Adds the numbers in a panel's cells, light on dark colours and dark on light ones.
@@ -223,7 +282,8 @@ local function add_axes(out, p, l, low, high)
     low, high = middle - 0.5, middle + 0.5
   end
   local quote = gnuplot.quote
-  out[#out + 1] = "unset grid\nset tics scale 0.4\n" .. VIRIDIS
+  out[#out + 1] = "unset grid\nset tics scale 0.4\nset style fill solid noborder\n"
+    .. VIRIDIS
   out[#out + 1] = ("set xrange [0:1]\nset yrange [1:0]\nset cbrange [%.9g:%.9g]"):format(
     low, high)
   out[#out + 1] = "set xtics " .. axis_tics(p.column_names, p.columns, l.panel.width)
@@ -234,35 +294,78 @@ local function add_axes(out, p, l, low, high)
     place_bar(l))
 end
 
---- A gnuplot script that writes the map as an SVG picture.
+--- Shrinks the panels to what a picture can show, and finds their rectangles.
+local function cells_of(p)
+  local most = #p.panels == 1 and ONLY.most or SEVERAL.most
+  local rows, columns = most[2] / CELL_LEAST, most[1] / CELL_LEAST
+  while true do
+    local cells, boxes, count = fit(p, rows, columns), {}, 0
+    for i, panel in ipairs(cells.panels) do
+      boxes[i] = merge(panel, cells.rows, cells.columns, cells.low, cells.high)
+      count = count + #boxes[i]
+    end
+    if count <= BOXES_MAX then return cells, boxes end
+    rows, columns = rows / 1.5, columns / 1.5
+  end
+end
+
+--- A gnuplot script that writes the map as a picture.
 ---@param p kvlab.heat_map
 ---@return string
 function M.svg_script(p)
-  local quote, l = gnuplot.quote, make_layout(p)
-  local panels, rows, columns, low, high = fit(p, l.panel.height, l.panel.width)
-  local out = gnuplot.begin_svg(l.width, l.height, p.title)
+  local quote, cells, boxes = gnuplot.quote, cells_of(p)
+  local low, high, l = cells.low, cells.high, make_layout(p, cells.rows, cells.columns)
+  local out = gnuplot.begin_svg(l.width, l.height, (p.title or "") .. mean_of(cells))
   add_axes(out, p, l, low, high)
-  local has_room = p.format and l.panel.width / columns >= 34
-    and l.panel.height / rows >= 15
-  for i, cells in ipairs(panels) do
+  local has_room = p.format and l.panel.width / cells.columns >= 34
+    and l.panel.height / cells.rows >= 15
+  for i, panel in ipairs(p.panels) do
     local column, row = (i - 1) % l.columns, math.floor((i - 1) / l.columns)
     out[#out + 1] = gnuplot.place(l, l.panel, column * l.across + l.left,
       gnuplot.TITLE + row * l.down + ROOM.top)
     out[#out + 1] = ("set title %s\nset xlabel %s\nset ylabel %s"):format(
-      quote(p.panels[i].title or ""),
-      quote(i + l.columns > #panels and p.xlabel or ""),
+      quote(panel.title or ""), quote(i + l.columns > #p.panels and p.xlabel or ""),
       quote(column == 0 and p.ylabel or ""))
-    local name = "m" .. i
-    local is_any = add_matrix(out, name, cells, rows, columns)
-    local numbers = has_room and add_numbers(out, name, p, cells, low, high) or ""
-    out[#out + 1] = is_any and ("plot $%s matrix using (($1+0.5)/%d):(($2+0.5)/%d):3"
-      .. " with image%s"):format(name, math.max(columns, 2), math.max(rows, 2), numbers)
+    local name, is_any = "m" .. i, #boxes[i] > 0
+    add_cells(out, name, p, l.panel, cells, boxes[i])
+    local numbers = has_room
+      and add_numbers(out, name, p, cells.panels[i], low, high) or ""
+    out[#out + 1] = is_any and ("plot $%s with boxxyerror lc palette%s"):format(name,
+        numbers)
       or "set label 2 'no values' at graph 0.5, graph 0.5 center\nplot NaN\nunset label 2"
     if i == 1 then out[#out + 1] = "unset label 1" end
     if is_any then out[#out + 1] = "unset colorbox" end -- one is enough
   end
   out[#out + 1] = "unset multiplot\n"
   return table.concat(out, "\n")
+end
+
+--- A rectangle as a part of an SVG path, from the points of a polygon.
+local function path_of(points)
+  local x0, x1, y0, y1 = math.huge, -math.huge, math.huge, -math.huge
+  for x, y in points:gmatch "([%d.-]+),([%d.-]+)" do
+    x, y = tonumber(x), tonumber(y)
+    x0, x1, y0, y1 = math.min(x0, x), math.max(x1, x), math.min(y0, y), math.max(y1, y)
+  end
+  return ("M%.5g %.5gh%.3gv%.3gH%.5gz"):format(x0, y0, x1 - x0, y1 - y0, x0)
+end
+
+--- Joins the rectangles of one colour that follow each other in gnuplot's SVG into one
+-- path, which takes a fifth of the bytes.
+---@param svg string
+---@return string
+function M.join_boxes(svg)
+  return (svg:gsub("(<g stroke='none' shape%-rendering='crispEdges'>)(.-)</g>",
+    function(head, polygons)
+      local out, now = { head }, nil
+      for fill, points in polygons:gmatch "fill = '(.-)' points = '(.-)'" do
+        if fill ~= now then
+          out[#out + 1] = (now and "'/>\n" or "\n") .. "<path fill='" .. fill .. "' d='"
+        end
+        out[#out + 1], now = path_of(points), fill
+      end
+      return table.concat(out) .. "'/>\n</g>"
+    end))
 end
 
 return M

@@ -321,8 +321,7 @@ function M.svg(p)
     or gnuplot
   local svg, reason = run(maker.svg_script(p))
   if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
-  -- a heat map's cells are pixels of an image: enlarging it must not blur them
-  return svg and svg:gsub("<image ", "<image style='image-rendering: pixelated' "), reason
+  return svg and p.kind == "heat_map" and heat_map.join_boxes(svg) or svg, reason
 end
 
 --- Draws a plot or heat map in characters, one panel below the other. Returns nil and a

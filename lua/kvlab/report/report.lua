@@ -21,7 +21,7 @@ local HEAD = [[
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none';
-  style-src 'unsafe-inline'; %simg-src data:">
+  style-src 'unsafe-inline'%s">
 <title>%s</title>
 <style>
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #62676f; --page: #ffffff;
@@ -69,7 +69,7 @@ dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
 ---@param has_scripts boolean
 ---@return string
 function M.head(title, style, has_scripts)
-  return HEAD:format(has_scripts and "script-src 'unsafe-inline'; " or "", escape(title),
+  return HEAD:format(has_scripts and "; script-src 'unsafe-inline'" or "", escape(title),
     style, escape(title))
 end
 

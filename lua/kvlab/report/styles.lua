@@ -10,8 +10,8 @@ local M = {}
 
 local BLACK, GREY = "#000000", "#8c8c8c"
 
---- Okabe and Ito's colours, which colour-blind readers can tell apart. Yellow is left out,
--- because it is hard to see on a white page.
+--- Okabe and Ito's colours, which colour-blind readers can tell apart. Yellow is left
+-- out, because it is hard to see on a white page.
 M.COLOURS = {
   "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", GREY,
 }
@@ -20,7 +20,7 @@ local SOLID, DASHED, DOTTED, MIXED = 1, 4, 3, 5
 
 ---@class kvlab.style
 ---@field colour string   as #rrggbb
----@field marker integer  of gnuplot's svg, pdfcairo and pngcairo terminals
+---@field marker integer  as the terminals svg, pdfcairo and pngcairo have it
 ---@field dash integer
 
 local function style(colour, marker, dash)
