@@ -2,9 +2,9 @@
 -- gnuplot script. All panels of a map have the same rows, columns and colours, so that
 -- they can be compared.
 --
--- In a picture, cells are rectangles and no image, because viewers blur an image that they
--- enlarge. Neighbours of one colour become one rectangle. A map that has more cells than
--- a picture can show has means of them, and its title says so.
+-- In a picture, cells are rectangles and no image, since viewers blur images when they
+-- enlarge them. Neighbours of one colour become one rectangle. A map that has more cells
+-- than a picture can show has means of them, and its title says so.
 local gnuplot = require "kvlab.report.gnuplot"
 local is_finite = require("kvlab.number").is_finite
 local text_table = require "kvlab.report.table"

@@ -19,6 +19,8 @@
 -- adds the Pareto front as a reference: the largest y that any series reaches with at
 -- most so much x. Points of marked rows (kvlab.table) are circled, and the legend says
 -- why.
+-- More than eight series are drawn in small multiples: a panel for each, where the others
+-- are grey. Points whose intervals would overlap are moved apart by a few pixels.
 -- style = { ["copy engine, alone"] = "limit" } draws that series as a reference, dashed
 -- and grey; it takes none of the colours. If series = "policy", each policy has the
 -- colour and marker that it has in every picture (styles.lua).
@@ -27,9 +29,9 @@
 local arguments = require "kvlab.arguments"
 local files = require "kvlab.files"
 local front = require "kvlab.report.front"
-local gnuplot = require "kvlab.report.gnuplot"
 local heat_map = require "kvlab.report.heat_map"
 local is_finite = require("kvlab.number").is_finite
+local lines = require "kvlab.report.lines"
 local options = require "kvlab.options"
 local text_table = require "kvlab.report.table"
 local timeline = require "kvlab.report.timeline"
@@ -254,11 +256,11 @@ function M.heat_maps(rows, opts)
   rows = text_table.where(rows, opts.where)
   if #rows == 0 then error("plot.heat_maps: there are no rows to draw", 2) end
   local column_of, columns = make_places(rows, opts.x)
-  local row_of, lines = make_places(rows, opts.y)
+  local row_of, down = make_places(rows, opts.y)
   local panels, panel_of, counts = {}, {}, {}
   local function open_panel(title)
     local panel = { title = title, values = {} }
-    for i = 1, #lines * #columns do panel.values[i] = 0 / 0 end
+    for i = 1, #down * #columns do panel.values[i] = 0 / 0 end
     panels[#panels + 1], counts[panel] = panel, {}
     return panel
   end
@@ -282,7 +284,7 @@ function M.heat_maps(rows, opts)
     title = opts.title or opts.value, file = opts.file or opts.value .. "_map",
     xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
     zlabel = opts.zlabel or opts.value, low = opts.low, high = opts.high,
-    format = opts.format, rows = #lines, columns = #columns, row_names = lines,
+    format = opts.format, rows = #down, columns = #columns, row_names = down,
     column_names = columns, panels = panels,
   }
 end
@@ -318,10 +320,12 @@ end
 ---@return string|nil svg, string|nil reason
 function M.svg(p)
   local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
-    or gnuplot
+    or lines
   local svg, reason = run(maker.svg_script(p))
-  if svg and not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
-  return svg and p.kind == "heat_map" and heat_map.join_boxes(svg) or svg, reason
+  if not svg then return nil, reason end
+  if not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
+  svg = svg:gsub("<g [^>]*>%s*<text>%s*</text>%s*</g>", ""):gsub("<g [^>]*>%s*</g>", "")
+  return p.kind == "heat_map" and heat_map.join_boxes(svg) or svg
 end
 
 --- Draws a plot or heat map in characters, one panel below the other. Returns nil and a
@@ -329,13 +333,13 @@ end
 -- timelines.
 ---@param p kvlab.plot|kvlab.heat_map
 ---@param columns? integer  width of the terminal (79)
----@param lines? integer    height of one panel (24)
+---@param height? integer   of one panel, in lines (24)
 ---@param is_coloured? boolean  draw a heat map in the terminal's colours
 ---@return string|nil text, string|nil reason
-function M.text(p, columns, lines, is_coloured)
+function M.text(p, columns, height, is_coloured)
   if p.kind == "heat_map" then return heat_map.text(p, columns or 79, is_coloured) end
   if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
-  return run(gnuplot.text_script(p, columns or 79, lines or 24))
+  return run(lines.text_script(p, columns or 79, height or 24))
 end
 
 local function is_lines(x)
@@ -349,7 +353,7 @@ end }
 local SIZE = options.optional(options.within(1, 10000))
 arguments.functions(M, "plot", {
   lines = { rows = text_table.ROWS }, heat_maps = { rows = text_table.ROWS },
-  svg = { p = PICTURE }, text = { p = PICTURE, columns = SIZE, lines = SIZE },
+  svg = { p = PICTURE }, text = { p = PICTURE, columns = SIZE, height = SIZE },
 })
 
 return M

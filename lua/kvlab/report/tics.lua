@@ -65,10 +65,10 @@ local function powers(low, high)
   return list
 end
 
---- About five multiples of 1, 2 or 5 times a power of ten.
-local function multiples(low, high)
+--- About `count` multiples of 1, 2 or 5 times a power of ten.
+local function multiples(low, high, count)
   local list, largest = {}, math.max(math.abs(low), math.abs(high))
-  local rough = (high - low) / 5
+  local rough = (high - low) / count
   local base = 10 ^ math.floor(math.log10(rough))
   local step = base * (rough / base < 1.5 and 1 or rough / base < 3.5 and 2
     or rough / base < 7.5 and 5 or 10)
@@ -85,10 +85,11 @@ end
 ---@param low number
 ---@param high number
 ---@param is_log? boolean
+---@param count? integer  about how many, on a linear axis (5)
 ---@return kvlab.tic[]
-function M.round(low, high, is_log)
+function M.round(low, high, is_log, count)
   local list = is_log and powers(low, high) or {}
-  return #list >= 3 and list or multiples(low, high)
+  return #list >= 3 and list or multiples(low, high, count or 5)
 end
 
 return M

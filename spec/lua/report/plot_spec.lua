@@ -1,5 +1,5 @@
 local plot = require "kvlab.report.plot"
-local gnuplot = require "kvlab.report.gnuplot"
+local lines = require "kvlab.report.lines"
 
 local EVIL = "<script>\"'&`touch kvlab_oops`; system 'touch kvlab_oops' # a_b^2 %d\n!x"
 
@@ -65,26 +65,112 @@ describe("plot", function()
     end
   end)
 
-  it("has room for every key of a long legend, in one column", function()
+  it("has room for every key of eight series and a note, in one column", function()
     if not is_installed() then return pending "gnuplot is not installed" end
     local names, columns = {}, {}
-    for i = 1, 30 do names[i] = ("policy_%02d"):format(i) end
-    local svg = assert(plot.svg(plot.lines(make_rows(names), {
+    for i = 1, 8 do names[i] = ("policy_%02d"):format(i) end
+    local rows = make_rows(names)
+    rows[1].metrics.note = "policy_09"
+    local svg = assert(plot.svg(plot.lines(rows, {
       x = "budget", y = "accuracy", series = "policy", where = { context = 512 } })))
     local height = tonumber(svg:match "viewBox=\"0 0 %d+ (%d+)\"")
     local lowest, count = 0, 0
     for x, y in svg:gmatch "translate%(([%d.]+),([%d.]+)%)[^>]*>%s*<text>policy_%d%d<" do
       columns[x], lowest, count = true, math.max(lowest, y), count + 1
     end
-    assert.equal(30, count)
+    assert.equal(9, count)
     assert.is_nil(next(columns, next(columns)))
     assert.is_true(lowest < height)
+  end)
+
+  local function many(count, opts)
+    local names = {}
+    for i = 1, count do names[i] = ("policy_%02d"):format(i) end
+    local view = { x = "budget", y = "accuracy", series = "policy" }
+    for key, value in pairs(opts or {}) do view[key] = value end
+    return plot.lines(make_rows(names), view)
+  end
+
+  it("has a small panel for each of nine series, and the others grey in it", function()
+    local p = many(9, { where = { context = 512 }, front = true, xlabel = "share" })
+    local script = lines.svg_script(p)
+    local panels = 0
+    for name, drawn in script:gmatch "set title '(policy_%d+)'.-\nplot (.-)\nunset" do
+      panels = panels + 1
+      assert.equal(p.names[panels], name)
+      assert.equal(1, select(2, drawn:gsub("_others with lines lw 1 lc rgb", "")))
+      for i = 1, 9 do -- no other has its colour; 10 is full's level, 11 the front
+        local own = ("_%d with linespoints ls %d "):format(i, i)
+        assert.equal(i == panels, drawn:find(own, 1, true) ~= nil)
+      end
+      assert.truthy(drawn:find "_10_level with lines ls 10 dt 2")
+      assert.truthy(drawn:find "_11 with lines ls 11")
+    end
+    assert.equal(9, panels)
+    assert.truthy(script:find("title 'the others'", 1, true))
+    assert.falsy(script:find "%d title 'policy") -- no key
+    assert.falsy(lines.svg_script(many(8, { where = { context = 512 } })):find "others")
+  end)
+
+  it("writes no text of small multiples over another", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    for _, opts in ipairs { { where = { context = 512 } }, { panel = "context" } } do
+      local boxes = {}
+      local p = many(19, opts)
+      p.xlabel, p.ylabel, p.title = "share of the bytes", "accuracy", "Recall"
+      local svg = assert(plot.svg(p))
+      for x, y, turn, size, anchor, text in svg:gmatch("translate%(([%d.]+),([%d.]+)%)"
+        .. "([^\"]*)\" stroke[^>]-font%-size=\"([%d.]+)\"%s+text%-anchor=\"(%l+)\">%s*"
+        .. "<text>([^<]*)<") do
+        if not turn:find "rotate" then
+          local width = #text * size * 0.5
+          x = x - (anchor == "middle" and width / 2 or anchor == "end" and width or 0)
+          local box = { x, y - size * 0.7, x + width, tonumber(y), text }
+          for _, b in ipairs(boxes) do
+            assert.is_true(box[1] > b[3] or b[1] > box[3] or box[2] > b[4]
+              or b[2] > box[4], text .. " is over " .. b[5])
+          end
+          boxes[#boxes + 1] = box
+        end
+      end
+      assert.is_true(#boxes > 19)
+    end
+  end)
+
+  --- The x of the points of a script's series with intervals.
+  local function dodged(opts)
+    local rows = {}
+    for i, policy in ipairs { "a", "b", "c" } do
+      for budget = 1, 2 do
+        local y = budget == 1 and 10 or 10 * i
+        rows[#rows + 1] = { config = { policy = policy, budget = budget },
+          metrics = { us = y }, low = { us = y - 3 }, high = { us = y + 3 } }
+      end
+    end
+    opts.x, opts.y, opts.series = "budget", "us", "policy"
+    local p, list = plot.lines(rows, opts), {}
+    for first, second in lines.svg_script(p):gmatch(
+      "_interval << EOD\n([%d.]+) [^\n]*\n([%d.]+) ") do
+      list[#list + 1] = { tonumber(first), tonumber(second) }
+    end
+    return list, lines.text_script(p, 79, 24)
+  end
+
+  it("moves points apart whose intervals would overlap, and only those", function()
+    for _, is_log in ipairs { false, true } do
+      local list, text = dodged { logx = is_log }
+      assert.equal(3, #list)
+      assert.is_true(list[1][1] < 0.999 and list[3][1] > 1.001)
+      assert.is_true(math.abs(list[2][1] - 1) < 1e-9)
+      for i = 1, 3 do assert.equal(2, list[i][2]) end
+      assert.falsy(text:find "\n0%.9") -- characters stay
+    end
   end)
 
   it("draws 21 series in 21 ways", function()
     local names, ways, count = {}, {}, 0
     for i = 1, 20 do names[i] = ("policy_%02d"):format(i) end -- and full
-    local script = gnuplot.svg_script(plot.lines(make_rows(names), {
+    local script = lines.svg_script(plot.lines(make_rows(names), {
       x = "budget", y = "accuracy", series = "policy", where = { context = 512 } }))
     for way in script:gmatch "set style line %d+ (lc[^\n]+)" do
       assert.is_nil(ways[way], way)
@@ -109,7 +195,7 @@ describe("plot", function()
   end)
 
   it("draws a single point among longer series as a dashed level", function()
-    local script = gnuplot.svg_script(plot.lines(make_rows { "quest" }, VIEW))
+    local script = lines.svg_script(plot.lines(make_rows { "quest" }, VIEW))
     assert.truthy(script:find("$panel1_2_level with lines ls 2 dt 2", 1, true))
     assert.falsy(script:find("$panel1_1_level", 1, true))
   end)
@@ -141,7 +227,7 @@ describe("plot", function()
     for power = 4, 24 do
       rows[#rows + 1] = { config = { bytes = 2 ^ power }, metrics = { us = power } }
     end
-    local script = gnuplot.svg_script(plot.lines(rows, { x = "bytes", y = "us",
+    local script = lines.svg_script(plot.lines(rows, { x = "bytes", y = "us",
                                                          logx = true, logy = true }))
     assert.truthy(script:find("('16' 16, '64' 64, '256' 256, '1K' 1024, ", 1, true))
     assert.truthy(script:find(", '4M' 4194304, '16M' 16777216)", 1, true))
@@ -155,7 +241,7 @@ describe("plot", function()
       for _, row in ipairs(rows) do row.config.kernel = row.config.policy end
       local view = { x = "budget", y = "accuracy", series = "kernel",
                      where = { context = 512 }, style = { limit = "limit" } }
-      local script = gnuplot.svg_script(plot.lines(rows, view))
+      local script = lines.svg_script(plot.lines(rows, view))
       assert.truthy(script:find("set style line 1 lc rgb \"#0072b2\"", 1, true))
       assert.truthy(script:find("style line 2 lc rgb \"#707070\" lw 2 dt 2\n", 1, true))
       assert.truthy(script:find("set style line 3 lc rgb \"#d55e00\"", 1, true))
@@ -176,7 +262,7 @@ describe("plot", function()
     end
     local function script(opts)
       opts.x, opts.y = "n", "us"
-      return gnuplot.svg_script(plot.lines(rows, opts))
+      return lines.svg_script(plot.lines(rows, opts))
     end
     local linear = script {}
     assert.truthy(linear:find("_interval << EOD\n2 20 5 35\n3 30 15 45\nEOD", 1, true))
@@ -196,7 +282,7 @@ describe("plot", function()
     local by_number = plot.lines(rows, { x = "budget", y = "accuracy", series = "context",
                                          where = { policy = "quest" } })
     assert.equal("context", by_number.legend)
-    assert.truthy(gnuplot.svg_script(by_number):find("title 'context' left", 1, true))
+    assert.truthy(lines.svg_script(by_number):find("title 'context' left", 1, true))
     assert.is_nil(plot.lines(rows, VIEW).legend)
   end)
 
@@ -209,7 +295,7 @@ describe("plot", function()
   it("has round tics along y on every scale", function()
     local function ytics(low, high, opts)
       opts.x, opts.y = "n", "us"
-      local script = gnuplot.svg_script(plot.lines({
+      local script = lines.svg_script(plot.lines({
         { config = { n = 1 }, metrics = { us = low } },
         { config = { n = 2 }, metrics = { us = high } },
       }, opts))
@@ -296,7 +382,7 @@ describe("plot", function()
         p.panels[1].series["Pareto front"])
       assert.same({ "a", "b", "Pareto front" }, p.names)
       assert.same({ "sink is more" }, p.notes)
-      local script = require("kvlab.report.gnuplot").svg_script(p)
+      local script = lines.svg_script(p)
       assert.truthy(script:find("title 'sink is more'", 1, true))
       assert.truthy(script:find("$panel1_1_marked << EOD\n0.11", 1, true))
     end)
@@ -309,6 +395,6 @@ describe("plot", function()
     local p = plot.lines(rows, { x = "share", y = "accuracy", series = "policy",
       front = true })
     assert.equal(3, #p.panels[1].series["Pareto front"])
-    assert.is_nil(gnuplot.svg_script(p):find("_level", 1, true))
+    assert.is_nil(lines.svg_script(p):find("_level", 1, true))
   end)
 end)

@@ -1,5 +1,5 @@
 local kv = require "kvlab"
-local gnuplot = require "kvlab.report.gnuplot"
+local lines = require "kvlab.report.lines"
 local plot = require "kvlab.report.plot"
 local styles = require "kvlab.report.styles"
 
@@ -7,17 +7,19 @@ local function look(s) return ("%s %d %d"):format(s.colour, s.marker, s.dash) en
 
 --- What the script of a picture says of each policy: the legend's name -> its style.
 local function drawn(policies)
-  local rows, found, lines = {}, {}, {}
+  local rows, found, style_of = {}, {}, {}
   for _, policy in ipairs(policies) do
     for budget = 1, 3 do
       rows[#rows + 1] = { config = { policy = policy, budget = budget },
                           metrics = { accuracy = budget } }
     end
   end
-  local script = gnuplot.svg_script(plot.lines(rows, { x = "budget", y = "accuracy",
+  local script = lines.svg_script(plot.lines(rows, { x = "budget", y = "accuracy",
     series = "policy" }))
-  for i, style in script:gmatch "set style line (%d+) (lc[^\n]+)" do lines[i] = style end
-  for i, name in script:gmatch "ls (%d+) title '([^']+)'" do found[name] = lines[i] end
+  for i, style in script:gmatch "set style line (%d+) (lc[^\n]+)" do
+    style_of[i] = style
+  end
+  for i, name in script:gmatch "ls (%d+) title '([^']+)'" do found[name] = style_of[i] end
   return found
 end
 
