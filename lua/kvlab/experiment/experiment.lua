@@ -201,8 +201,8 @@ local function make_tables(plan, rows)
   return tables
 end
 
---- Returns { svg =, file =, reason = } for every plot. A plot that cannot be drawn has
--- no svg, and `reason` says why.
+--- Returns { plot =, svg =, file =, reason = } for every plot. A plot that cannot be
+-- drawn has no svg, and `reason` says why. `file` has no ending.
 local function make_plots(plan, rows)
   local described = {}
   if type(plan.plot) == "function" then
@@ -220,9 +220,28 @@ local function make_plots(plan, rows)
     while taken[file] do n, file = n + 1, base .. "_" .. n + 1 end
     taken[file] = true
     local svg, reason = plots.svg(p)
-    drawn[i] = { svg = svg, reason = reason, file = file .. ".svg" }
+    drawn[i] = { plot = p, svg = svg, reason = reason, file = file }
   end
   return drawn
+end
+
+--- Writes the pictures into a folder, as SVG and in the other formats of the plan.
+-- Returns the names of the files, and why the first missing one could not be drawn.
+local function write_pictures(plan, pictures, folder)
+  local names, reason = {}, nil
+  for _, picture in ipairs(pictures) do
+    reason = reason or picture.reason
+    for _, format in ipairs(picture.svg and plan.formats or {}) do
+      local name, content, why = picture.file .. "." .. format, picture.svg, nil
+      if format ~= "svg" then content, why = plots.draw(picture.plot, format) end
+      reason = reason or why
+      if content then
+        files.write(folder .. "/" .. name, content)
+        names[#names + 1] = name
+      end
+    end
+  end
+  return names, reason
 end
 
 --- Prints the tables, writes the plots and the report into a folder, and prints where
@@ -245,16 +264,11 @@ local function finish(plan, store, manifest, folder, given)
     paths[3] = folder .. "/results.csv"
     files.write(paths[3], text_table.csv(full))
   end
-  local pictures, drawn = make_plots(plan, shown), {}
-  for _, picture in ipairs(pictures) do
-    local path = folder .. "/" .. picture.file
-    if picture.svg then
-      files.write(path, picture.svg)
-      paths[#paths + 1], drawn[#drawn + 1] = path, picture.file
-    end
-  end
+  local pictures = make_plots(plan, shown)
+  local drawn, reason = write_pictures(plan, pictures, folder)
+  for _, name in ipairs(drawn) do paths[#paths + 1] = folder .. "/" .. name end
   manifests.add_pictures(folder, manifest, drawn, rows)
-  if pictures[1] and pictures[1].reason then io.stderr:write(pictures[1].reason, "\n") end
+  if reason then io.stderr:write(reason, "\n") end
   files.write(paths[2], report.html { title = plan.title, manifest = manifest,
     plots = pictures, tables = tables, rows = full })
   io.write("\n", table.concat(paths, "\n"), "\n")

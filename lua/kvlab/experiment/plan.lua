@@ -196,6 +196,18 @@ local function apply_options(spec, grid, given)
   return repeats, fresh, keeps_stale
 end
 
+--- The formats of pictures that --formats asks for; svg comes first and is always there.
+local function formats_of(given)
+  local formats, known = { "svg" }, { svg = true, pdf = true, png = true }
+  for _, format in ipairs(given or {}) do
+    if not known[format] then
+      fail("--formats is %s, expected svg, pdf or png, with commas", format)
+    end
+    if format ~= "svg" then formats[#formats + 1] = format end
+  end
+  return formats
+end
+
 --- Raises unless `proportions` is as results.summarise takes it.
 local function check_proportions(given)
   for key, name in pairs(given or {}) do
@@ -267,6 +279,7 @@ function M.new(spec, given)
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
     fresh = fresh, keeps_stale = keeps_stale, root = root,
+    formats = formats_of(given.formats),
     proportions = spec.proportions or {},
     folder = root, shard = given.shard,
     environment = given.environment or find_environment(spec.environment),

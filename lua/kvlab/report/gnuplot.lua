@@ -1,5 +1,7 @@
 --- The parts of a gnuplot script that all pictures share: the head, the place of a panel,
 -- and the legend.
+local options = require "kvlab.options"
+
 local M = {}
 
 local GRID = "\"#b0808080\"" -- alpha first; suits a light and a dark page
@@ -23,18 +25,32 @@ function M.write_tics(list)
   return "(" .. table.concat(words, ", ") .. ")"
 end
 
---- The head of every SVG script: the terminal, frame, tics, grid, and the title.
----@param width integer   pixels
+-- A pixel of the layout is a point of a PDF, and 2 x 2 pixels of a PNG. The scales make
+-- texts, markers, lines and dashes as large as those of the SVG.
+local TERMINALS = {
+  svg = "svg size %d,%d dynamic",
+  pdf = "pdfcairo size %.5fin,%.5fin fontscale 0.75 linewidth 2 pointscale 1.5",
+  png = "pngcairo size %d,%d fontscale 1.5 linewidth 2 pointscale 3 dashlength 0.5",
+}
+local SCALE = { svg = 1, pdf = 1 / 72, png = 2 }
+
+--- A format of pictures, as an option.
+M.FORMAT = options.one_of("svg", "pdf", "png")
+
+--- The head of every script: the terminal, frame, tics, grid, and the title.
+---@param format "svg"|"pdf"|"png"
+---@param width integer   pixels of an SVG
 ---@param height integer
 ---@param title? string
 ---@return string[]  # the lines
-function M.begin_svg(width, height, title)
+function M.begin(format, width, height, title)
   title = title or ""
   local size = math.max(10, math.min(17, width / (0.56 * math.max(#title, 1))))
   return {
     "set encoding utf8",
-    ("set terminal svg size %d,%d dynamic noenhanced background \"white\""
-      .. " font \"sans-serif,14\""):format(width, height),
+    "set terminal " .. TERMINALS[format]:format(width * SCALE[format],
+      height * SCALE[format])
+      .. " noenhanced background \"white\" font \"sans-serif,14\"",
     "set multiplot",
     "set border 3 lc rgb \"#808080\"",
     "set tics nomirror out scale 0.6 textcolor rgb \"black\"",
@@ -68,7 +84,7 @@ function M.longest(texts)
   return longest
 end
 
---- Adds the end of every SVG script: the legend, right of the panels. The legend is an
+--- Adds the end of every script: the legend, right of the panels. The legend is an
 -- empty plot with all keys. It is as high as the picture, because gnuplot drops the keys
 -- for which a plot has no room.
 ---@param out string[]
@@ -76,7 +92,7 @@ end
 ---@param legend {left: number, top: number, length: number, items: string[],
 ---  title?: string} left and top in pixels; length of a key's line or box in letters;
 ---  items: what `plot` draws, with titles
-function M.end_svg(out, picture, legend)
+function M.finish(out, picture, legend)
   out[#out + 1] = table.concat({
     M.place(picture, picture, 0, 0),
     "unset label", "unset title", "unset xlabel", "unset ylabel", "unset border",

@@ -311,11 +311,13 @@ end
 
 --- A gnuplot script that writes the map as a picture.
 ---@param p kvlab.heat_map
+---@param format? "svg"|"pdf"|"png"
 ---@return string
-function M.svg_script(p)
+function M.script(p, format)
   local quote, cells, boxes = gnuplot.quote, cells_of(p)
   local low, high, l = cells.low, cells.high, make_layout(p, cells.rows, cells.columns)
-  local out = gnuplot.begin_svg(l.width, l.height, (p.title or "") .. mean_of(cells))
+  local out = gnuplot.begin(format or "svg", l.width, l.height,
+    (p.title or "") .. mean_of(cells))
   add_axes(out, p, l, low, high)
   local has_room = p.format and l.panel.width / cells.columns >= 34
     and l.panel.height / cells.rows >= 15

@@ -290,15 +290,16 @@ end
 
 --- A script that writes a picture to its standard output.
 ---@param p kvlab.plot
+---@param format? "svg"|"pdf"|"png"
 ---@return string
-function M.svg_script(p)
+function M.script(p, format)
   p = multiples.of(p)
   local size = p.is_small and multiples.PANEL or #p.panels == 1 and ONLY_PANEL or PANEL
   local axes, keys = {}, legend_items(p)
   local axis = add_axes(axes, p, size.width / LETTER)
   local layout = p.is_small and multiples.layout(p, axis.letters_y, #keys)
     or make_layout(p, size, axis.letters_y)
-  local out = gnuplot.begin_svg(layout.width, layout.height, p.title)
+  local out = gnuplot.begin(format or "svg", layout.width, layout.height, p.title)
   add_styles(out, p)
   out[#out + 1] = table.concat(axes, "\n")
   if p.is_small then multiples.add_labels(out, p, layout) end
@@ -313,7 +314,7 @@ function M.svg_script(p)
     for label = 1, index == 1 and 4 or 0 do out[#out + 1] = "unset label " .. label end
   end
   layout.legend.length, layout.legend.items, layout.legend.title = 2.5, keys, p.legend
-  gnuplot.end_svg(out, layout, layout.legend)
+  gnuplot.finish(out, layout, layout.legend)
   return table.concat(out, "\n")
 end
 

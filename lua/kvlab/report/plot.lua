@@ -5,6 +5,7 @@
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
+--   plot.write(p, "recall.pdf")           -- or .svg or .png
 --   local svg, why = plot.svg(p)          -- nil and a reason without gnuplot
 --   print(plot.text(p))                   -- for a terminal
 --
@@ -30,6 +31,7 @@ local arguments = require "kvlab.arguments"
 local files = require "kvlab.files"
 local front = require "kvlab.report.front"
 local heat_map = require "kvlab.report.heat_map"
+local gnuplot = require "kvlab.report.gnuplot"
 local is_finite = require("kvlab.number").is_finite
 local lines = require "kvlab.report.lines"
 local options = require "kvlab.options"
@@ -311,21 +313,62 @@ local function run(script)
   os.remove(path)
   os.remove(problem_path)
   if output:find "%S" then return output end
+  local terminal = problem:find "ambiguous terminal" and script:match "set terminal (%l+)"
+  if terminal then
+    return nil, ("%s was built without %s: another one is needed, such as Debian's"
+      .. " gnuplot-nox"):format(M.gnuplot, terminal)
+  end
   return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
 end
 
---- Draws a plot, heat map or timeline as an SVG picture. Returns nil and a reason when
--- gnuplot is missing or fails.
+-- How a whole file of each format begins and ends.
+local WHOLE = {
+  svg = { "^<%?xml", "</svg>%s*$" }, pdf = { "^%%PDF%-", "%%%%EOF%s*$" },
+  png = { "^\137PNG\r\n", "IEND....$" },
+}
+
+--- Draws a plot, heat map or timeline. Returns the contents of a file, or nil and a
+-- reason when gnuplot is missing, fails, or cannot write the format.
 ---@param p kvlab.plot|kvlab.heat_map|kvlab.timeline
----@return string|nil svg, string|nil reason
-function M.svg(p)
+---@param format "svg"|"pdf"|"png"
+---@return string|nil picture, string|nil reason
+function M.draw(p, format)
   local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
     or lines
-  local svg, reason = run(maker.svg_script(p))
-  if not svg then return nil, reason end
-  if not svg:find "</svg>%s*$" then return nil, "gnuplot did not finish" end
-  svg = svg:gsub("<g [^>]*>%s*<text>%s*</text>%s*</g>", ""):gsub("<g [^>]*>%s*</g>", "")
+  local picture, reason = run(maker.script(p, format))
+  if not picture then return nil, reason end
+  local whole = WHOLE[format]
+  if not (picture:find(whole[1]) and picture:sub(-64):find(whole[2])) then
+    return nil, "gnuplot did not finish"
+  elseif format ~= "svg" then
+    return picture
+  end
+  local svg = picture:gsub("<g [^>]*>%s*<text>%s*</text>%s*</g>", "")
+    :gsub("<g [^>]*>%s*</g>", "")
   return p.kind == "heat_map" and heat_map.join_boxes(svg) or svg
+end
+
+--- Draws a plot, heat map or timeline as an SVG picture; as M.draw with "svg".
+---@param p kvlab.plot|kvlab.heat_map|kvlab.timeline
+---@return string|nil svg, string|nil reason
+function M.svg(p) return M.draw(p, "svg") end
+
+--- Draws a plot, heat map or timeline into a file, whose format its name tells: .svg,
+-- .pdf or .png. Returns the path, or nil and a reason when gnuplot is missing, fails, or
+-- cannot write the format. Raises for other names, and when the file cannot be written.
+---@param p kvlab.plot|kvlab.heat_map|kvlab.timeline
+---@param path string
+---@return string|nil path, string|nil reason
+function M.write(p, path)
+  local format = path:match "%.(%l+)$"
+  if not WHOLE[format] then
+    error(("plot.write: path is %s, expected a name that ends in .svg, .pdf or .png")
+      :format(path), 2)
+  end
+  local picture, reason = M.draw(p, format)
+  if not picture then return nil, reason end
+  files.write(path, picture)
+  return path
 end
 
 --- Draws a plot or heat map in characters, one panel below the other. Returns nil and a
@@ -353,7 +396,9 @@ end }
 local SIZE = options.optional(options.within(1, 10000))
 arguments.functions(M, "plot", {
   lines = { rows = text_table.ROWS }, heat_maps = { rows = text_table.ROWS },
-  svg = { p = PICTURE }, text = { p = PICTURE, columns = SIZE, height = SIZE },
+  draw = { p = PICTURE, format = gnuplot.FORMAT }, svg = { p = PICTURE },
+  write = { p = PICTURE, path = options.string },
+  text = { p = PICTURE, columns = SIZE, height = SIZE },
 })
 
 return M

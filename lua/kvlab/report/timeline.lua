@@ -241,10 +241,11 @@ local function add_axes(out, p)
   out[#out + 1] = "set xlabel " .. gnuplot.quote(p.xlabel)
 end
 
---- A script that writes an SVG picture to its standard output.
+--- A script that writes a picture to its standard output.
 ---@param p kvlab.timeline
+---@param format? "svg"|"pdf"|"png"
 ---@return string
-function M.svg_script(p)
+function M.script(p, format)
   local panel = { width = WIDTH, height = math.max(#p.rows, 1) * ROW }
   local left = ROOM.left + gnuplot.LETTER * gnuplot.longest(p.rows)
   local picture = {
@@ -252,7 +253,7 @@ function M.svg_script(p)
     height = math.max(gnuplot.TITLE + ROOM.top + panel.height + ROOM.bottom,
       gnuplot.TITLE + (#KINDS + 2) * gnuplot.LEGEND_LINE),
   }
-  local out = gnuplot.begin_svg(picture.width, picture.height, p.title)
+  local out = gnuplot.begin(format or "svg", picture.width, picture.height, p.title)
   out[#out + 1] = gnuplot.place(picture, panel, left, gnuplot.TITLE + ROOM.top)
   out[#out + 1] = "unset grid\nset grid x\nset style fill solid noborder"
   add_axes(out, p)
@@ -269,7 +270,7 @@ function M.svg_script(p)
     keys[#keys + 1] = "NaN with lines lc rgb \"#ff000000\" title 'number: layer'"
   end
   out[#out + 1] = "plot " .. table.concat(boxes, ", ")
-  gnuplot.end_svg(out, picture, { left = left + WIDTH + ROOM.right + 4,
+  gnuplot.finish(out, picture, { left = left + WIDTH + ROOM.right + 4,
     top = gnuplot.TITLE + ROOM.top - 8, length = 1.2, items = keys })
   return table.concat(out, "\n")
 end
@@ -281,6 +282,7 @@ M.TIMELINE = { "a timeline, as timeline.plot makes it", function(x)
 end }
 local SPANS = options.list_of(options.table)
 arguments.functions(M, "timeline", { overlap = { spans = SPANS },
-  plot = { spans = SPANS }, svg_script = { p = M.TIMELINE } })
+  plot = { spans = SPANS },
+  script = { p = M.TIMELINE, format = options.optional(gnuplot.FORMAT) } })
 
 return M

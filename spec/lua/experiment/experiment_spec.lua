@@ -403,6 +403,22 @@ random           0.80  2.40
       assert_has("rows\n----\n   8\n", harness.printed)
     end)
 
+    it("are written as PDF and PNG, too, where --formats asks", function()
+      if not plot.svg(plot.lines({}, { x = "x", y = "y" })) then
+        return pending "gnuplot is not installed"
+      end
+      local answer = run({ plot = views }, nil, { formats = { "svg", "pdf", "png" } })
+      for _, name in ipairs { "accuracy_by_budget", "accuracy_by_budget_2" } do
+        assert.truthy(read(name .. ".svg"):find "^<%?xml")
+        assert.truthy(read(name .. ".pdf"):find "^%%PDF")
+        assert.truthy(read(name .. ".png"):find "^\137PNG")
+      end
+      assert.equal(2 + 2 * 3, #answer.paths)
+      assert.equal(path "accuracy_by_budget.pdf", answer.paths[4])
+      assert.error_matches(function() run({}, nil, { formats = { "eps" } }) end,
+        "formats is eps, expected svg, pdf or png")
+    end)
+
     it("and rows are a file of comma-separated values, too, where --csv asks", function()
       plot.gnuplot = "kvlab-no-such-gnuplot"
       local answer = run({}, nil, { csv = true })

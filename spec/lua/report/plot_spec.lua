@@ -1,5 +1,6 @@
 local plot = require "kvlab.report.plot"
 local lines = require "kvlab.report.lines"
+local timeline = require "kvlab.report.timeline"
 
 local EVIL = "<script>\"'&`touch kvlab_oops`; system 'touch kvlab_oops' # a_b^2 %d\n!x"
 
@@ -93,7 +94,7 @@ describe("plot", function()
 
   it("has a small panel for each of nine series, and the others grey in it", function()
     local p = many(9, { where = { context = 512 }, front = true, xlabel = "share" })
-    local script = lines.svg_script(p)
+    local script = lines.script(p)
     local panels = 0
     for name, drawn in script:gmatch "set title '(policy_%d+)'.-\nplot (.-)\nunset" do
       panels = panels + 1
@@ -109,7 +110,7 @@ describe("plot", function()
     assert.equal(9, panels)
     assert.truthy(script:find("title 'the others'", 1, true))
     assert.falsy(script:find "%d title 'policy") -- no key
-    assert.falsy(lines.svg_script(many(8, { where = { context = 512 } })):find "others")
+    assert.falsy(lines.script(many(8, { where = { context = 512 } })):find "others")
   end)
 
   it("writes no text of small multiples over another", function()
@@ -149,7 +150,7 @@ describe("plot", function()
     end
     opts.x, opts.y, opts.series = "budget", "us", "policy"
     local p, list = plot.lines(rows, opts), {}
-    for first, second in lines.svg_script(p):gmatch(
+    for first, second in lines.script(p):gmatch(
       "_interval << EOD\n([%d.]+) [^\n]*\n([%d.]+) ") do
       list[#list + 1] = { tonumber(first), tonumber(second) }
     end
@@ -170,7 +171,7 @@ describe("plot", function()
   it("draws 21 series in 21 ways", function()
     local names, ways, count = {}, {}, 0
     for i = 1, 20 do names[i] = ("policy_%02d"):format(i) end -- and full
-    local script = lines.svg_script(plot.lines(make_rows(names), {
+    local script = lines.script(plot.lines(make_rows(names), {
       x = "budget", y = "accuracy", series = "policy", where = { context = 512 } }))
     for way in script:gmatch "set style line %d+ (lc[^\n]+)" do
       assert.is_nil(ways[way], way)
@@ -195,7 +196,7 @@ describe("plot", function()
   end)
 
   it("draws a single point among longer series as a dashed level", function()
-    local script = lines.svg_script(plot.lines(make_rows { "quest" }, VIEW))
+    local script = lines.script(plot.lines(make_rows { "quest" }, VIEW))
     assert.truthy(script:find("$panel1_2_level with lines ls 2 dt 2", 1, true))
     assert.falsy(script:find("$panel1_1_level", 1, true))
   end)
@@ -227,7 +228,7 @@ describe("plot", function()
     for power = 4, 24 do
       rows[#rows + 1] = { config = { bytes = 2 ^ power }, metrics = { us = power } }
     end
-    local script = lines.svg_script(plot.lines(rows, { x = "bytes", y = "us",
+    local script = lines.script(plot.lines(rows, { x = "bytes", y = "us",
                                                          logx = true, logy = true }))
     assert.truthy(script:find("('16' 16, '64' 64, '256' 256, '1K' 1024, ", 1, true))
     assert.truthy(script:find(", '4M' 4194304, '16M' 16777216)", 1, true))
@@ -241,7 +242,7 @@ describe("plot", function()
       for _, row in ipairs(rows) do row.config.kernel = row.config.policy end
       local view = { x = "budget", y = "accuracy", series = "kernel",
                      where = { context = 512 }, style = { limit = "limit" } }
-      local script = lines.svg_script(plot.lines(rows, view))
+      local script = lines.script(plot.lines(rows, view))
       assert.truthy(script:find("set style line 1 lc rgb \"#0072b2\"", 1, true))
       assert.truthy(script:find("style line 2 lc rgb \"#707070\" lw 2 dt 2\n", 1, true))
       assert.truthy(script:find("set style line 3 lc rgb \"#d55e00\"", 1, true))
@@ -262,7 +263,7 @@ describe("plot", function()
     end
     local function script(opts)
       opts.x, opts.y = "n", "us"
-      return lines.svg_script(plot.lines(rows, opts))
+      return lines.script(plot.lines(rows, opts))
     end
     local linear = script {}
     assert.truthy(linear:find("_interval << EOD\n2 20 5 35\n3 30 15 45\nEOD", 1, true))
@@ -282,7 +283,7 @@ describe("plot", function()
     local by_number = plot.lines(rows, { x = "budget", y = "accuracy", series = "context",
                                          where = { policy = "quest" } })
     assert.equal("context", by_number.legend)
-    assert.truthy(lines.svg_script(by_number):find("title 'context' left", 1, true))
+    assert.truthy(lines.script(by_number):find("title 'context' left", 1, true))
     assert.is_nil(plot.lines(rows, VIEW).legend)
   end)
 
@@ -295,7 +296,7 @@ describe("plot", function()
   it("has round tics along y on every scale", function()
     local function ytics(low, high, opts)
       opts.x, opts.y = "n", "us"
-      local script = lines.svg_script(plot.lines({
+      local script = lines.script(plot.lines({
         { config = { n = 1 }, metrics = { us = low } },
         { config = { n = 2 }, metrics = { us = high } },
       }, opts))
@@ -340,6 +341,40 @@ describe("plot", function()
     end
   end)
 
+  it("is written in the format that a file's name asks for", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local p, path = plot.lines(make_rows { "quest" }, VIEW), os.tmpname()
+    local map = plot.heat_map { rows = 1, columns = 1, panels = { { values = { 1 } } } }
+    local spans = { { kind = "load", begin_us = 0, end_us = 5 } }
+    for _, one in ipairs { p, map, timeline.plot(spans) } do
+      for ending, start in pairs { svg = "^<%?xml.*</svg>%s*$", pdf = "^%%PDF%-",
+                                   png = "^\137PNG\r\n" } do
+        local name = path .. "." .. ending
+        assert.equal(name, plot.write(one, name))
+        local file = assert(io.open(name, "rb"))
+        assert.truthy(file:read("*a"):find(start), ending)
+        file:close()
+        os.remove(name)
+      end
+    end
+    os.remove(path)
+    assert.error_matches(function() plot.write(p, "picture.eps") end,
+      "path is picture.eps, expected a name that ends in .svg, .pdf or .png", 1, true)
+  end)
+
+  it("says which terminal gnuplot lacks", function()
+    local script = os.tmpname()
+    local file = assert(io.open(script, "w"))
+    file:write "#!/bin/sh\necho 'unknown or ambiguous terminal type' >&2\n"
+    file:close()
+    os.execute("chmod +x " .. script)
+    plot.gnuplot = script
+    local picture, reason = plot.draw(plot.lines(make_rows { "quest" }, VIEW), "pdf")
+    os.remove(script)
+    assert.is_nil(picture)
+    assert.truthy(reason:find("was built without pdfcairo", 1, true), reason)
+  end)
+
   it("says that gnuplot is missing and does not fail", function()
     plot.gnuplot = "kvlab-no-such-gnuplot"
     local svg, reason = plot.svg(plot.lines(make_rows { "quest" }, VIEW))
@@ -382,7 +417,7 @@ describe("plot", function()
         p.panels[1].series["Pareto front"])
       assert.same({ "a", "b", "Pareto front" }, p.names)
       assert.same({ "sink is more" }, p.notes)
-      local script = lines.svg_script(p)
+      local script = lines.script(p)
       assert.truthy(script:find("title 'sink is more'", 1, true))
       assert.truthy(script:find("$panel1_1_marked << EOD\n0.11", 1, true))
     end)
@@ -395,6 +430,6 @@ describe("plot", function()
     local p = plot.lines(rows, { x = "share", y = "accuracy", series = "policy",
       front = true })
     assert.equal(3, #p.panels[1].series["Pareto front"])
-    assert.is_nil(lines.svg_script(p):find("_level", 1, true))
+    assert.is_nil(lines.script(p):find("_level", 1, true))
   end)
 end)

@@ -14,7 +14,7 @@ local function drawn(policies)
                           metrics = { accuracy = budget } }
     end
   end
-  local script = lines.svg_script(plot.lines(rows, { x = "budget", y = "accuracy",
+  local script = lines.script(plot.lines(rows, { x = "budget", y = "accuracy",
     series = "policy" }))
   for i, style in script:gmatch "set style line (%d+) (lc[^\n]+)" do
     style_of[i] = style

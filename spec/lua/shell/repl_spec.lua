@@ -321,6 +321,12 @@ map = { rows = 1, columns = 2, low = 1, high = 9, row_names = { "late" },
         assert.matches("^<%?xml.*</svg>%s*$", assert(io.open(file)):read "*a")
         os.remove(file)
       end
+      for ending, start in pairs { pdf = "^%%PDF", png = "^\137PNG" } do
+        local file = folder .. "/picture." .. ending
+        assert.matches(file, (feed(":plot { 3, 4 } " .. file)), 1, true)
+        assert.matches(start, assert(io.open(file)):read "*a")
+        os.remove(file)
+      end
     end)
   end)
 

@@ -145,10 +145,13 @@ commands.kernel = { "VALUE", "the kernels of an expression, map, policy or sourc
     require("kvlab.shell.repl.kernels").show(value)
   end }
 
-commands.plot = { "VALUE [FILE.svg]", "a tensor as a line or a heat map; a plot",
+commands.plot = { "VALUE [FILE]", "a tensor or a plot; as .svg, .pdf or .png",
   function(session, text)
-    local code, path = text:match "^(.-)%s+(%S+%.svg)$"
-    code = code or text
+    local code, path = text:match "^(.-)%s+(%S+%.%l+)$"
+    local ending = path and path:match "%.(%l+)$"
+    if ending ~= "svg" and ending ~= "pdf" and ending ~= "png" then
+      code, path = text, nil
+    end
     if code == "" then refuse ":plot needs a tensor or a plot" end
     local value = compile_for(session, code)()
     require("kvlab.shell.repl.picture").draw(value, path, code,

@@ -1,6 +1,5 @@
 --- `:plot`: a tensor (or a list of numbers) as a line or a heat map, or any plot of
--- kvlab.plot, kvlab.timeline and kvlab.record, in the terminal or in an SVG file.
-local files = require "kvlab.files"
+-- kvlab.plot, kvlab.timeline and kvlab.record, in the terminal or in a file.
 local plot = require "kvlab.report.plot"
 
 local M = {}
@@ -43,22 +42,17 @@ local function to_plot(value, title)
                        title = title }
 end
 
-local function write(path, svg)
-  files.write(path, svg)
-  io.stdout:write(path, "\n")
-end
-
 --- Draws a value.
 ---@param value any
----@param path? string  an SVG file; nil: the terminal
+---@param path? string  ends in .svg, .pdf or .png; nil: the terminal
 ---@param title string
 ---@param o {columns: integer, colour: boolean}
 function M.draw(value, path, title, o)
   local p = is_plot(value) and value or to_plot(value, title)
   local text, reason
   if path then
-    text, reason = plot.svg(p)
-    if text then return write(path, text) end
+    text, reason = plot.write(p, path)
+    text = text and text .. "\n"
   else
     text, reason = plot.text(p, o.columns - 1, nil, o.colour)
   end
