@@ -27,7 +27,9 @@
 --
 -- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
 -- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
--- over a bf16 cache, which is what they have to read.
+-- over a bf16 cache, which is what they have to read. If it has a file bench.jsonl with
+-- what `./kvlab bench R --json` printed on that GPU, the picture shows the limit of each
+-- bar: the tokens a second if a step took as long as a plain read of its bytes.
 --
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
 -- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
@@ -198,6 +200,19 @@ local function with_peers(rows, settings)
   return all
 end
 
+--- Adds the limit of each row, if bench.jsonl says how fast a plain read is.
+local function with_limits(rows, settings)
+  local read_gb_s = 0
+  for line in (files.read(settings.out .. "/bench.jsonl") or ""):gmatch "[^\n]+" do
+    local row = json.decode(line)
+    if row.id == "R" then read_gb_s = math.max(read_gb_s, row.gb_s) end
+  end
+  for _, row in ipairs(read_gb_s > 0 and rows or {}) do
+    row.metrics.limit = row.metrics.tokens_s * read_gb_s / row.metrics.gb_s
+  end
+  return rows
+end
+
 local function tables(rows, settings)
   local list = {}
   rows = with_peers(rows, settings)
@@ -238,8 +253,11 @@ kv.experiment.run {
   run = run,
   table = tables,
   plot = function(rows, settings)
-    return kv.plot.lines(with_peers(rows, settings), { x = "bytes", y = "tokens_s",
-      series = "policy", panel = "prompts", logy = true,
-      xlabel = "GB that a step has to read", ylabel = "tokens a second" })
+    return kv.plot.bars(with_limits(with_peers(rows, settings), settings), {
+      value = "tokens_s", bar = "policy", split = "budget", panel = "prompts",
+      limit = "limit", limit_label = "limit: a plain read of the bytes of a step",
+      title = ("Tokens a second of a model of shape %s, %s cache, by prompts"):format(
+        rows[1].config.model, rows[1].config.cache),
+      xlabel = "tokens a second", format = "%.0f" })
   end,
 }

@@ -645,6 +645,14 @@ M["kv.plot.lines"] = {
   end,
   call = function(o) kv.plot.lines(rows(), o) end,
 }
+M["kv.plot.bars"] = {
+  good = function()
+    return { value = "z", bar = "x", split = "y", panel = "y", limit = "w", title = "t",
+             where = { y = 2 }, xlabel = "x", limit_label = "l", format = "%g",
+             file = "f" }
+  end,
+  call = function(o) kv.plot.bars(rows(), o) end,
+}
 M["kv.plot.heat_map"] = {
   good = function()
     return { rows = 1, columns = 2, panels = { { values = { 1, 2 } } }, title = "t",

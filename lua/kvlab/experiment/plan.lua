@@ -99,7 +99,8 @@ local function check_view(grid, view, what)
   end
   local words, metric = describe_where(resolved.where), view[METRIC_OF[what]]
   if what == "plot" then
-    local title = view.title or view.y .. " by " .. view.x
+    local title = view.title
+      or (view.ylabel or view.y) .. " by " .. (view.xlabel or view.x)
     resolved.title = words == "" and title or ("%s (%s)"):format(title, words)
   else
     if view.beside then metric = ("%s (%s)"):format(metric, view.beside) end

@@ -1,7 +1,7 @@
 --- Line plots, drawn by gnuplot: one line for each series, one panel for each value of
--- another axis. plot.heat_maps makes heat maps of result rows, plot.heat_map makes them
--- of any numbers. plot.svg draws line plots, heat maps and the timelines of
--- kvlab.timeline.
+-- another axis. plot.bars makes bars of result rows. plot.heat_maps makes heat maps of
+-- result rows, plot.heat_map makes them of any numbers. plot.write and plot.svg draw all
+-- of these and the timelines of kvlab.timeline.
 --
 --   local p = plot.lines(rows, { x = "budget", y = "accuracy", series = "policy",
 --                                panel = "context", logx = true })
@@ -28,6 +28,7 @@
 -- gnuplot gets names as single-quoted text, with markup turned off, and data only as
 -- numbers. So it cannot mistake a name for a command.
 local arguments = require "kvlab.arguments"
+local bars = require "kvlab.report.bars"
 local files = require "kvlab.files"
 local front = require "kvlab.report.front"
 local heat_map = require "kvlab.report.heat_map"
@@ -141,7 +142,8 @@ function M.lines(rows, opts)
   end
   rows = text_table.where(rows, opts.where)
   local p = {
-    title = opts.title, xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
+    title = opts.title or (opts.ylabel or opts.y) .. " by " .. (opts.xlabel or opts.x),
+    xlabel = opts.xlabel or opts.x, ylabel = opts.ylabel or opts.y,
     logx = opts.logx, logy = opts.logy, ymin = opts.ymin, ymax = opts.ymax,
     names = {}, style = copy(opts.style), xtics = {}, panels = {}, notes = {},
     are_policies = opts.series == "policy",
@@ -291,6 +293,59 @@ function M.heat_maps(rows, opts)
   }
 end
 
+local BARS = {
+  value = a_name, bar = a_name, split = options.string, panel = options.string,
+  limit = options.string, where = options.table, title = options.string,
+  xlabel = options.string, limit_label = options.string, format = options.string,
+  file = options.string,
+}
+
+--- The text of a value of an axis, in a name or a title.
+local function name_of(axis, value)
+  return type(value) ~= "number" and tostring(value)
+    or ("%s = %s"):format(axis, text_table.format_cell(value))
+end
+
+--- Makes bars of result rows ({config =, metrics =}): a panel for every value of
+-- opts.panel, and in it a bar for every row, named by its opts.bar and, if it has one,
+-- its opts.split. opts.limit is a metric: what the value could be at most, which is drawn
+-- as a line across the bar.
+---@param rows table[]
+---@param opts {value: string, bar: string, split?: string, panel?: string,
+---  limit?: string, where?: table, title?: string, xlabel?: string,
+---  limit_label?: string, format?: string, file?: string}
+---@return kvlab.bars
+function M.bars(rows, opts)
+  options.check("plot.bars", opts, BARS)
+  rows = text_table.where(rows, opts.where)
+  local panels, panel_of, has_limit = {}, {}, false
+  for _, row in ipairs(rows) do
+    local key = opts.panel and row.config[opts.panel] or ""
+    local value = row.metrics[opts.value]
+    if is_finite(value) then
+      local panel = panel_of[key]
+      if not panel then
+        panel = { title = opts.panel and name_of(opts.panel, key), bars = {} }
+        panels[#panels + 1], panel_of[key] = panel, panel
+      end
+      local own = opts.split and row.config[opts.split]
+      local series = tostring(row.config[opts.bar])
+      local low, high = text_table.interval_of(row, opts.value)
+      local limit = opts.limit and row.metrics[opts.limit]
+      has_limit = has_limit or limit ~= nil
+      table.insert(panel.bars, { series = series, value = value, low = low, high = high,
+        limit = is_finite(limit) and limit or nil,
+        name = own and series .. ", " .. name_of(opts.split, own) or series })
+    end
+  end
+  if #panels == 0 then panels[1] = { bars = {} } end
+  local xlabel = opts.xlabel or opts.value
+  return { kind = "bars", title = opts.title or xlabel .. " by " .. opts.bar,
+    file = opts.file or opts.value, xlabel = xlabel, format = opts.format,
+    panels = panels, limit = has_limit and (opts.limit_label or opts.limit) or nil,
+    are_policies = opts.bar == "policy" }
+end
+
 --- Runs gnuplot on a script. Returns what gnuplot writes, or nil and a reason.
 local function run(script)
   local probe = io.popen(files.shell_line { "command", "-v", M.gnuplot }
@@ -321,6 +376,8 @@ local function run(script)
   return nil, "gnuplot drew nothing: " .. problem:gsub("%s+", " ")
 end
 
+local MAKERS = { timeline = timeline, heat_map = heat_map, bars = bars }
+
 -- How a whole file of each format begins and ends.
 local WHOLE = {
   svg = { "^<%?xml", "</svg>%s*$" }, pdf = { "^%%PDF%-", "%%%%EOF%s*$" },
@@ -333,8 +390,7 @@ local WHOLE = {
 ---@param format "svg"|"pdf"|"png"
 ---@return string|nil picture, string|nil reason
 function M.draw(p, format)
-  local maker = p.kind == "timeline" and timeline or p.kind == "heat_map" and heat_map
-    or lines
+  local maker = MAKERS[p.kind] or lines
   local picture, reason = run(maker.script(p, format))
   if not picture then return nil, reason end
   local whole = WHOLE[format]
@@ -373,7 +429,7 @@ end
 
 --- Draws a plot or heat map in characters, one panel below the other. Returns nil and a
 -- reason when gnuplot is missing or fails; heat maps do not need it. It cannot draw
--- timelines.
+-- timelines or bars.
 ---@param p kvlab.plot|kvlab.heat_map
 ---@param columns? integer  width of the terminal (79)
 ---@param height? integer   of one panel, in lines (24)
@@ -381,7 +437,10 @@ end
 ---@return string|nil text, string|nil reason
 function M.text(p, columns, height, is_coloured)
   if p.kind == "heat_map" then return heat_map.text(p, columns or 79, is_coloured) end
-  if p.kind == "timeline" then error("plot.text draws no timelines; plot.svg does", 2) end
+  if p.kind == "timeline" or p.kind == "bars" then
+    error(("plot.text draws no %s; plot.svg does"):format(
+      p.kind == "bars" and "bars" or "timelines"), 2)
+  end
   return run(lines.text_script(p, columns or 79, height or 24))
 end
 
@@ -390,12 +449,13 @@ local function is_lines(x)
     and type(x.xtics) == "table"
 end
 local PICTURE = { "a plot, heat map or timeline", function(x)
-  return type(x) == "table" and (x.kind == "heat_map" and type(x.panels) == "table"
-    or timeline.TIMELINE[2](x) or is_lines(x))
+  return type(x) == "table" and ((x.kind == "heat_map" or x.kind == "bars")
+    and type(x.panels) == "table" or timeline.TIMELINE[2](x) or is_lines(x))
 end }
 local SIZE = options.optional(options.within(1, 10000))
 arguments.functions(M, "plot", {
-  lines = { rows = text_table.ROWS }, heat_maps = { rows = text_table.ROWS },
+  lines = { rows = text_table.ROWS }, bars = { rows = text_table.ROWS },
+  heat_maps = { rows = text_table.ROWS },
   draw = { p = PICTURE, format = gnuplot.FORMAT }, svg = { p = PICTURE },
   write = { p = PICTURE, path = options.string },
   text = { p = PICTURE, columns = SIZE, height = SIZE },

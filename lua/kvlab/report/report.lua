@@ -150,7 +150,7 @@ function M.inline_svg(svg, number)
     :gsub("( id=[\"'])", "%1" .. prefix):gsub("(href=[\"']#)", "%1" .. prefix)
     :gsub("url%(#", "url(#" .. prefix)
     :gsub(" color=\"black\"", ""):gsub("=[\"']black[\"']", "=\"currentColor\"")
-    :gsub("\"rgb%( *0, *0, *0%)\"", "\"currentColor\""))
+    :gsub("([\"'])rgb%( *0, *0, *0%)[\"']", "%1currentColor%1"))
 end
 
 local function to_text(value)

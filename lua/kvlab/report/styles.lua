@@ -22,6 +22,7 @@ local SOLID, DASHED, DOTTED, MIXED = 1, 4, 3, 5
 ---@field colour string   as #rrggbb
 ---@field marker integer  as the terminals svg, pdfcairo and pngcairo have it
 ---@field dash integer
+---@field is_stranger? boolean  a policy that is not in the table
 
 local function style(colour, marker, dash)
   return { colour = colour, marker = marker, dash = dash }
@@ -76,6 +77,7 @@ local function of_strangers(names)
     taken[at] = true
     local pentagon = PENTAGONS[math.floor(at / #M.COLOURS) + 1]
     styles[name] = style(M.COLOURS[at % #M.COLOURS + 1], pentagon[1], pentagon[2])
+    styles[name].is_stranger = true
   end
   return styles
 end
