@@ -97,10 +97,13 @@ kv.experiment.run {
   },
   plot = {
     { x = "bytes_share", y = "accuracy", series = "policy", panel = "context",
-      logx = true, front = true, xlabel = READ, ylabel = "exact-match accuracy" },
+      logx = true, front = true, xlabel = READ, ylabel = "exact-match accuracy",
+      title = "Recall model: accuracy over the bytes that a policy reads" },
     { x = "bytes_share", y = "output_error", series = "policy", panel = "context",
-      logx = true, xlabel = READ, ylabel = "relative error of the output" },
+      logx = true, xlabel = READ, ylabel = "relative error of the output",
+      title = "Recall model: error of attention over the bytes that a policy reads" },
     { x = "budget", y = "accuracy", series = "policy", panel = "context", logx = true,
-      xlabel = "budget asked for", ylabel = "exact-match accuracy" },
+      xlabel = "budget asked for", ylabel = "exact-match accuracy",
+      title = "Recall model: accuracy by the budget that a policy is given" },
   },
 }

@@ -83,5 +83,6 @@ kv.experiment.run {
   },
   plot = { x = "context", y = "prefill_loaded", series = "policy", logx = true,
            logy = true, xlabel = "context (tokens)",
-           ylabel = "bytes to the device in a prefill" },
+           ylabel = "bytes to the device in a prefill",
+           title = "Shape {shape}: bytes over the link in a prefill, by context" },
 }

@@ -76,7 +76,7 @@ end
 
 local function picture(config)
   return kv.timeline.plot(trace_chunk(config), { file = "timeline",
-    title = ("a chunk of %d tokens over %d of history, blocks of %d, 4 slots"):format(
+    title = ("A chunk of %d tokens over %d of history, blocks of %d, 4 slots"):format(
       config.chunk, config.context, config.drawn_block_size) })
 end
 
@@ -99,14 +99,16 @@ kv.experiment.run {
     { rows = "slots", columns = "block_size", value = "over_bound", format = "%.3f" },
   },
   plot = function(rows)
-        local config = rows[1].config
+    local config = rows[1].config
     local lines = kv.plot.lines(rows, { x = "block_size", y = "us", series = "slots",
       logx = true, logy = true, xlabel = "block size (tokens)",
-      ylabel = "one chunk through all layers (us)", title = "time by block size" })
+      ylabel = "one chunk through all layers (us)",
+      title = "Time of a prefill chunk, by block size and slots of the ring" })
     lines.file = "us_by_block_size"
     local hidden = kv.plot.lines(rows, { x = "block_size", y = "hidden", series = "slots",
       logx = true, xlabel = "block size (tokens)",
-      ylabel = "share of the transfer under attention", title = "transfer hidden" })
+      ylabel = "share of the transfer under attention",
+      title = "Share of the transfer that attention hides, by block size and slots" })
     hidden.file = "hidden_by_block_size"
     return { picture(config), lines, hidden }
   end,

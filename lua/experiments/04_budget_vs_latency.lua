@@ -81,5 +81,7 @@ kv.experiment.run {
   },
   plot = { x = "context", y = "us_layer", series = "budget", panel = "memory",
            logx = true, logy = true, xlabel = "context (tokens)",
-           ylabel = "us a layer (budget 0: all)" },
+           ylabel = "time of a layer (us)",
+           title = "Quest on shape {shape}: time of a layer for a decoded token, by"
+             .. " context and budget in tokens (0: all)" },
 }

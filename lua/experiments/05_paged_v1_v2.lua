@@ -136,5 +136,6 @@ kv.experiment.run {
   run = run,
   table = v1_over_v2,
   plot = { x = "context", y = "us", series = "kernel", panel = "seqs", logx = true,
-           logy = true, xlabel = "context (tokens)", ylabel = "us" },
+           logy = true, xlabel = "context (tokens)", ylabel = "time (us)",
+           title = "Shape {shape}: time of attention, by context and sequences" },
 }

@@ -76,5 +76,6 @@ kv.experiment.run {
   },
   plot = { x = "prefetch_ahead", y = "stall_share", series = "priority",
            panel = "link_gbps", where = PICK, xlabel = "prefetch_ahead (steps)",
-           ylabel = "share of step time stalled" },
+           ylabel = "share of step time stalled",
+           title = "Decode steps that wait for prefetched blocks, by steps ahead" },
 }

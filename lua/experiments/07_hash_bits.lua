@@ -124,5 +124,6 @@ kv.experiment.run {
   },
   plot = { x = "bits", y = "block_recall", series = "hash_of", panel = "budget",
            where = { planes = "orthogonal" }, logx = true, xlabel = "bits",
-           ylabel = "share of the oracle's blocks" },
+           ylabel = "share of the oracle's blocks",
+           title = "Recall model: the oracle's blocks that hashes find, by their bits" },
 }

@@ -150,5 +150,6 @@ kv.experiment.run {
   table = tables,
   plot = { x = "context", y = "total_us", series = "by", panel = "where",
            where = { seqs = 1 }, logx = true, logy = true, xlabel = "context (tokens)",
-           ylabel = "us a layer" },
+           ylabel = "time of a layer (us)",
+           title = "Time to select blocks and attend, by where the host selects" },
 }

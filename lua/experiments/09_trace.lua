@@ -84,5 +84,6 @@ kv.experiment.run {
     return t
   end,
   plot = { x = "priority", y = "ttft_mean_ms", series = "late", ymin = 0,
-           ylabel = "mean time to the first token (ms)" },
+           ylabel = "mean time to the first token (ms)",
+           title = "Trace of requests: time to the first token, by order of prefetches" },
 }

@@ -121,5 +121,6 @@ kv.experiment.run {
       format = "%.1f" },
   },
   plot = { x = "keys", y = "bytes_peak", series = "way", panel = "queries", logx = true,
-           logy = true, xlabel = "tokens", ylabel = "bytes of a selection" },
+           logy = true, xlabel = "tokens", ylabel = "bytes of a selection",
+           title = "Memory of an indexer's selection, by tokens and queries" },
 }

@@ -142,5 +142,6 @@ kv.experiment.run {
             bits_table("random", "no"), bits_table("random", "yes") },
   plot = { x = "budget", y = "token_recall", series = "index_dim", panel = "index",
            where = { granularity = "token", rotate = "no", bits = 8 }, logx = true,
-           xlabel = "budget (share of tokens)", ylabel = "share of the best tokens" },
+           xlabel = "budget (share of tokens)", ylabel = "share of the best tokens",
+           title = "Recall model: the best tokens that an index finds, by budget" },
 }

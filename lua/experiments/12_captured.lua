@@ -69,12 +69,15 @@ kv.experiment.run {
   },
   plot = {
     { x = "bytes_share", y = "output_error", series = "policy", logx = true,
-      title = "error of the output", xlabel = READ, ylabel = "relative error" },
+      title = "Captured model: error of the output over the bytes read",
+      xlabel = READ, ylabel = "relative error" },
     { x = "bytes_share", y = "attention_mass", series = "policy", logx = true,
-      front = true, title = "attention kept", xlabel = READ,
+      front = true, xlabel = READ,
+      title = "Captured model: attention kept over the bytes read",
       ylabel = "share of the attention mass" },
     { x = "budget", y = "output_error", series = "policy", logx = true,
-      title = "error of the output", xlabel = "budget asked for (share of blocks)",
+      title = "Captured model: error of the output by budget",
+      xlabel = "budget asked for (share of blocks)",
       ylabel = "relative error" },
   },
 }

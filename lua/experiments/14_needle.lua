@@ -84,7 +84,8 @@ kv.experiment.run {
   plot = function(rows)
     return kv.plot.heat_maps(rows, { x = "context", y = "depth", panel = "policy",
       value = "accuracy", low = 0, high = 1, format = "%.2f", file = "needle",
-      title = "accuracy by context and depth of the needle",
+      title = ("Recall model: accuracy by context and depth of the needle, budget %g")
+        :format(rows[1].config.budget),
       ylabel = "depth (%)", xlabel = "context (tokens)" })
   end,
 }

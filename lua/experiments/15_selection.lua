@@ -60,7 +60,9 @@ local function draw(rows)
         panel.title = ("%s, KV head %d"):format(config.policy, head - 1)
         panels[#panels + 1] = panel
       end
-      map.panels, map.title = panels, ("blocks chosen in layer %d"):format(config.layer)
+      map.panels = panels
+      map.title = ("Recall model, %d tokens, budget %g: blocks chosen in layer %d")
+        :format(config.context, config.budget, config.layer)
       pictures[1] = map
     end
     if config.policy == config.scored then pictures[2] = record:score_map() end

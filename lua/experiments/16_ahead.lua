@@ -126,5 +126,6 @@ kv.experiment.run {
   },
   plot = { x = "prefetch_ahead", y = "stall_share", series = "drift",
            panel = "link_gbps", xlabel = "prefetch_ahead (steps)",
-           ylabel = "share of step time" },
+           ylabel = "share of step time spent waiting",
+           title = "Hot cache: waiting of a decode step, by steps loaded ahead" },
 }

@@ -88,8 +88,10 @@ kv.experiment.run {
   plot = {
     { x = "bytes_share", y = "accuracy", series = "policy", panel = "level", logx = true,
       front = true, xlabel = "bytes read, as a share of all of K and V",
-      ylabel = "exact-match accuracy" },
+      ylabel = "exact-match accuracy",
+      title = "Recall model, {context} tokens: accuracy over the bytes read" },
     { x = "budget", y = "accuracy", series = "policy", panel = "level", logx = true,
-      xlabel = "blocks asked for", ylabel = "exact-match accuracy" },
+      xlabel = "blocks asked for", ylabel = "exact-match accuracy",
+      title = "Recall model, {context} tokens: accuracy by budget" },
   },
 }

@@ -188,8 +188,10 @@ local function pictures(rows)
   local texts, list = kv.table.where(rows, { task = "perplexity" }), {}
   local function add(of, y, o)
     if #of == 0 then return end
+    local config = of[1].config
     local view = { x = "bytes_share", y = y, series = "policy", logx = true,
-                   xlabel = READ }
+      xlabel = READ, title = ("%s, %d tokens: %s over the bytes that a policy reads")
+        :format(config.model, config.length, o.ylabel) }
     for key, value in pairs(o) do view[key] = value end
     list[#list + 1] = kv.plot.lines(of, view)
     list[#list].file = y .. "_by_bytes_share"

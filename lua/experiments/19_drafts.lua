@@ -142,5 +142,6 @@ kv.experiment.run {
             pivot("tokens_step", "%.2f", "quest"),
             pivot("same_share", "%.2f", "quest") },
   plot = { x = "draft", y = "speedup", series = "text", panel = "policy",
-           xlabel = "tokens of a draft", ylabel = "speedup" },
+           xlabel = "tokens of a draft", ylabel = "speedup",
+           title = "Answers with drafts from the text: speedup by tokens of a draft" },
 }

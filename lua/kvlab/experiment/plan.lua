@@ -101,6 +101,7 @@ local function check_view(grid, view, what)
   if what == "plot" then
     local title = view.title
       or (view.ylabel or view.y) .. " by " .. (view.xlabel or view.x)
+    title = title:gsub("{([%w_]+)}", grid.defaults)
     resolved.title = words == "" and title or ("%s (%s)"):format(title, words)
   else
     if view.beside then metric = ("%s (%s)"):format(metric, view.beside) end

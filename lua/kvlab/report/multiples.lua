@@ -52,12 +52,14 @@ end
 function M.of(p)
   local focused = lines_of(p)
   if #focused <= SERIES_MAX then return p end
-  local small = { is_small = true, panels = {},
-                  columns = #p.panels > 1 and #p.panels or columns_for(#focused) }
+  local small, only = { is_small = true, panels = {} }, not p.panels[2] and p.panels[1]
+  small.columns = only and columns_for(#focused) or #p.panels
+  if only and only.title then small.title = p.title .. ", " .. only.title end
   for _, name in ipairs(focused) do
     for _, panel in ipairs(p.panels) do
       small.panels[#small.panels + 1] = { focus = name, series = panel.series,
-        title = name, heading = name == focused[1] and panel.title or nil }
+        title = name,
+        heading = not only and name == focused[1] and panel.title or nil }
     end
   end
   return setmetatable(small, { __index = p })

@@ -375,6 +375,21 @@ random           0.80  2.40
       assert.equal(path "accuracy_by_budget_2.svg", answer.paths[4])
     end)
 
+    it("have titles that may name a default in braces", function()
+      local titles, real = {}, plot.svg
+      plot.svg = function(p)
+        titles[#titles + 1] = p.title
+        return "<svg/>"
+      end
+      run { defaults = { tokens = 32 }, plot = {
+        { x = "budget", y = "accuracy", series = "policy", panel = "context",
+          title = "{tokens} tokens, {other}" },
+        { x = "budget", y = "accuracy", series = "policy", panel = "context",
+          ylabel = "right", xlabel = "read" } } }
+      plot.svg = real
+      assert.same({ "32 tokens, {other}", "right by read" }, titles)
+    end)
+
     it("are missed, with one line, where there is no gnuplot", function()
       plot.gnuplot = "kvlab-no-such-gnuplot"
       run { plot = views }
