@@ -381,7 +381,7 @@ random           0.80  2.40
         titles[#titles + 1] = p.title
         return "<svg/>"
       end
-      run { defaults = { tokens = 32 }, plot = {
+      run { defaults = { prompts = 2, tokens = 32 }, plot = {
         { x = "budget", y = "accuracy", series = "policy", panel = "context",
           title = "{tokens} tokens, {other}" },
         { x = "budget", y = "accuracy", series = "policy", panel = "context",
