@@ -44,7 +44,7 @@ local ROOM = { left = 48, right = 18, top = 30, bottom = 62 } -- around each pan
 local COLUMNS_MAX, BAR, LINE = 4, 14, 17
 -- The least pixels of a cell, the colours, the most rectangles of a picture, and how many
 -- pixels a rectangle goes below its neighbours.
-local CELL_LEAST, STEPS, BOXES_MAX, BLEED = 2, 32, 40000, 0.4
+local CELL_LEAST, STEPS, BOXES_MAX, BLEED = 2, 32, 60000, 0.4
 local TIC_LETTER = 12 -- gnuplot's distance from axis to label, for each letter of a tic
 
 --- Shrinks `n` by `m` numbers: each cell gets the mean of the finite numbers among `down`
@@ -346,7 +346,7 @@ end
 local function path_of(points)
   local x0, x1, y0, y1 = math.huge, -math.huge, math.huge, -math.huge
   for x, y in points:gmatch "([%d.-]+),([%d.-]+)" do
-    x, y = tonumber(x), tonumber(y)
+    x, y = math.floor(x * 10 + 0.5) / 10, math.floor(y * 10 + 0.5) / 10
     x0, x1, y0, y1 = math.min(x0, x), math.max(x1, x), math.min(y0, y), math.max(y1, y)
   end
   return ("M%.5g %.5gh%.3gv%.3gH%.5gz"):format(x0, y0, x1 - x0, y1 - y0, x0)
