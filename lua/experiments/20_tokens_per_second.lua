@@ -200,17 +200,21 @@ local function with_peers(rows, settings)
   return all
 end
 
---- Adds the limit of each row, if bench.jsonl says how fast a plain read is.
+--- The rows with their limits, if bench.jsonl says how fast a plain read is.
 local function with_limits(rows, settings)
   local read_gb_s = 0
   for line in (files.read(settings.out .. "/bench.jsonl") or ""):gmatch "[^\n]+" do
     local row = json.decode(line)
     if row.id == "R" then read_gb_s = math.max(read_gb_s, row.gb_s) end
   end
-  for _, row in ipairs(read_gb_s > 0 and rows or {}) do
-    row.metrics.limit = row.metrics.tokens_s * read_gb_s / row.metrics.gb_s
+  if read_gb_s == 0 then return rows end
+  local list = {}
+  for i, row in ipairs(rows) do
+    local m = row.metrics
+    list[i] = { config = row.config, low = row.low, high = row.high, metrics = {
+      tokens_s = m.tokens_s, limit = m.tokens_s * read_gb_s / m.gb_s } }
   end
-  return rows
+  return list
 end
 
 local function tables(rows, settings)
