@@ -8,6 +8,7 @@ local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require("spec.models.tiny").tiny
+local tried = require "spec.tried_policies"
 
 local M = {}
 
@@ -20,8 +21,14 @@ local TOLERANCE = { f32 = 2e-4, f8e4m3 = 0.1 }
 -- Policies that no graph can record.
 local EAGER = { infllm = true, nsa_branches = true }
 
-local POLICIES = kv.policy.names "decode"
-POLICIES[#POLICIES + 1] = "emitting"
+local POLICIES, PREFILL = tried.names "decode", tried.names "prefill"
+if not tried.own then
+  POLICIES[#POLICIES + 1] = "emitting"
+elseif #POLICIES == 0 then -- one that selects in prefill alone
+  POLICIES = { "full" }
+else
+  EAGER[tried.own] = tried.is_eager(tried.own)
+end
 
 local function one_of(rng, list) return list[1 + rng(#list)] end
 
@@ -34,7 +41,7 @@ local function case_of(rng)
     dtype = one_of(rng, { "f32", "f32", "f32", "f8e4m3" }), has_alibi = rng(2) == 0,
     soft_cap = rng(3) == 0 and 2 or nil,
     window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil }
-  o.prefill_policy = rng(3) == 0 and one_of(rng, kv.policy.names "prefill") or nil
+  o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
   o.max_blocks = math.ceil(TOKENS / o.block_size)
   local hot = 3 * o.max_blocks
   o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap" })

@@ -5,7 +5,8 @@ local scripts = require "spec.scripts"
 local support = require "spec.support"
 
 support.each_device(function(dev)
-  it("random scripts of steps give the same on any tier on " .. dev:name(), function()
+  local name = "random scripts of steps give the same on any tier on %s #policy"
+  it(name:format(dev:name()), function()
     local failed = 0
     for seed = 1, 80 do
       local why, count = scripts.differs(dev, seed)

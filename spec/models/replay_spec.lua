@@ -6,11 +6,13 @@ local emitting = require "spec.models.emitting"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require "spec.models.tiny"
+local tried = require "spec.tried_policies"
 
 local STEPS, VOCAB = 90, 97
 
 -- Policies that no graph can record.
 local EAGER = { infllm = true, nsa_branches = true }
+local function is_eager(name) return EAGER[name] or tried.own and tried.is_eager(name) end
 
 local TIERS = { resident = {}, ["hot cache"] = { offload = { hot_slots = 400 } } }
 
@@ -53,14 +55,15 @@ local function random_step(rng)
   end
 end
 
-local names = kv.policy.names "decode"
-names[#names + 1] = "emitting"
+local names = tried.names "decode"
+if not tried.own then names[#names + 1] = "emitting" end
 
 support.each_device(function(dev)
   local model = tiny.tiny(dev)
   for _, name in ipairs(names) do
-    for _, tier in ipairs(EAGER[name] and {} or support.names(TIERS)) do
-      it(("%s, %s, replays steps on %s"):format(name, tier, dev:name()), function()
+    for _, tier in ipairs(is_eager(name) and {} or support.names(TIERS)) do
+      it(("%s, %s, replays steps on %s #policy"):format(name, tier, dev:name()),
+        function()
         local rng, graphs = support.rng(11), 0
         local eager, graph = open(model, name, tier), open(model, name, tier, true)
         for step = 1, STEPS do

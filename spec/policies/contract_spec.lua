@@ -3,6 +3,7 @@
 local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
+local tried = require "spec.tried_policies"
 
 local LENGTHS = { 1, 3, 16, 17, 33, 160, 250 } -- tokens before the decoded one; block 16
 local RATIOS = { 0, 0.02, 0.1, 0.37, 1 }
@@ -23,14 +24,6 @@ local function everything(name, o)
   local complete = kv.policy(name).complete
   if complete == false then return nil end
   return with(EXTRA[name], with(complete, o))
-end
-
---- Whether a policy selects or attends in its own way, and so may read every block
--- without a selection.
-local function may_read_all(name)
-  local policy, plain = kv.policy(name), kv.policy "block_mean"
-  return policy.select_blocks ~= plain.select_blocks
-    or policy.compute_decode ~= plain.compute_decode
 end
 
 local function rows_of(selection)
@@ -159,7 +152,7 @@ local function contract(name, dev)
                                   lengths = LENGTHS, steps = 18 })
     for _, step in ipairs(run.steps) do
       if not step.selection then
-        assert.is_true(may_read_all(name), "a score selects")
+        assert.is_true(tried.may_read_all(name), "a score selects")
       else
         local rows, heads = rows_of(step.selection)
         local counts = step.counts:list()
@@ -296,26 +289,11 @@ local function contracts(name, dev)
   if policy.decode then contract(name, dev) end
 end
 
---- The policies to try: all, or the one of a file.
-local function names_to_try()
-  local path = kv.command_line.policy
-  if not path then return kv.policy.names() end
-  local chunk, problem = loadfile(path)
-  local make = chunk and chunk()
-  if type(make) ~= "function" then
-    error(problem or path .. " returns no policy: it has to end with return"
-      .. " kv.policy.define { … }", 0)
-  end
-  local name = make().name
-  require("kvlab.named").give("policies", name, path, make)
-  return { name }
-end
-
-for _, name in ipairs(names_to_try()) do
-  describe("policy " .. name, function()
+for _, name in ipairs(tried.names()) do
+  describe("policy " .. name .. " #policy", function()
     contracts(name, kv.device "cpu")
   end)
-  describe("policy " .. name .. " on cuda #gpu", function()
+  describe("policy " .. name .. " on cuda #gpu #policy", function()
     if not kv.cuda_available() then return end
     contracts(name, kv.device "cuda")
 

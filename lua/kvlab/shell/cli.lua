@@ -379,14 +379,28 @@ local function path_of_policy(name)
     or misuse("no such policy: %s%s", name, hint(name, named.list "policies"))
 end
 
---- Holds a policy's file to the contract of policies.
+-- Spec files with specs that every policy has to pass, one's own, too: their names have
+-- the tag #policy (spec/tried_policies.lua).
+local OF_POLICIES = { "policies/contract", "policies/rows", "lua/memory/offload",
+  "models/failed_steps", "models/replay", "models/random_steps", "lua/policy/policy",
+  "lua/observe/probe", "lua/serve/draft", "lua/http/attacks" }
+
+--- Holds a policy's file to what every policy owes.
 local function test_policy()
   local path = options.args[2]
   if not path or #options.args > 2 then misuse "test policy takes one file or name" end
   options.policy = locate(path) or path_of_policy(path)
-  local contract = root() .. "/spec/policies/contract_spec.lua"
+  note("--policy=" .. options.policy) -- for the processes that run the files
+  if not options.tags then
+    options.tags = { "policy" }
+    note "--tags=policy"
+  end
+  local specs = {}
+  for i, name in ipairs(OF_POLICIES) do
+    specs[i] = ("%s/spec/%s_spec.lua"):format(root(), name)
+  end
   return function()
-    return require("kvlab.shell.test").main(root(), { contract }, options)
+    return require("kvlab.shell.test").main(root(), specs, options)
   end
 end
 

@@ -7,6 +7,7 @@ local named = require "kvlab.named"
 local problem = require "kvlab.http.problem"
 local processes = require "spec.processes"
 local servers = require "spec.http_servers"
+local tried = require "spec.tried_policies"
 local unicode = require "kvlab.text.unicode"
 
 after_each(servers.close_all)
@@ -244,9 +245,9 @@ describe("options of policies", function()
     return { found.status, found.code, found.param }
   end
 
-  it("take from requests what JSON can say, of every policy", function()
+  it("take from requests what JSON can say, of every policy #policy", function()
     local server = servers.open { limits = { policies = 1000 } }
-    for _, name in ipairs(kv.policy.names "decode") do
+    for _, name in ipairs(tried.names "decode") do
       local own = kv.policy(name)
       local defaults = { min_blocks = 0, sink = 0, recent = 0 }
       for option, value in pairs(own.defaults) do defaults[option] = value end

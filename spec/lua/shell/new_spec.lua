@@ -38,6 +38,14 @@ describe("kvlab new", function()
     assert.equal("mine\n", ok("run", "a.lua"))
   end)
 
+  it("writes a policy whose summary and score are expressions", function()
+    ok("new", "policy", "mine")
+    files.write(folder .. "/a.lua", [[
+      local own = require("kvlab").policy("mine").expressions
+      print(own.fields ~= nil, own.score ~= nil)]])
+    assert.equal("true\ttrue\n", ok("run", "a.lua"))
+  end)
+
   it("writes an experiment that runs, also with a policy of one's own", function()
     ok("new", "policy", "mine")
     ok("new", "experiment", "first", "--path=.")
@@ -78,6 +86,43 @@ describe("kvlab new", function()
       assert.equal(1, status)
       has("a.lua:1: the policy empty: ./policies/empty.lua returns true", output)
     end)
+
+  it("is followed by a test that runs every spec which a policy has to pass", function()
+    ok("new", "policy", "mine")
+    local listed = ok("test", "policy", "mine", "--list")
+    local pipe = io.popen(("cd %s && grep -rlE ' #policy[\" ]' --include='*_spec.lua' .")
+      :format(files.shell_line { require("kvlab").paths.root .. "/spec" }))
+    for path in pipe:lines() do
+      if not path:find "shell/new_spec" then has(path:sub(2), listed) end
+    end
+    pipe:close()
+  end)
+
+  it("is followed by a test that finds what no single step shows", function()
+    files.make_folder(folder .. "/policies")
+    files.write(folder .. "/policies/turns.lua", [[
+      local kv = require "kvlab" -- it has no take_back
+      return kv.policy.define {
+        name = "turns", decode = true, own_bytes = 0, eager = true,
+        defaults = { ratio = 0.3 },
+        step_begin = function(self, ctx)
+          for _, seq in ipairs(ctx.sequences) do
+            seq.state[self] = (seq.state[self] or 0) + 1
+          end
+        end,
+        inherit = function(self, seq, fork) fork.state[self] = seq.state[self] end,
+        score = function(self, ctx)
+          local scores, times = ctx:new_scores(1):arange_(), {}
+          for i, seq in ipairs(ctx.sequences) do times[i] = (-1) ^ seq.state[self] end
+          times = kv.from(ctx.device, "f32", times):reshape { -1, 1, 1 }
+          return scores:mul(times, scores)
+        end,
+      }]])
+    local status, output = kvlab("test", "policy", "turns", "--filter=taken back")
+    assert.equal(1, status, output)
+    has("is as if tokens that are taken back had never been", output)
+    has("1 failed", output)
+  end)
 
   it("refuses what exists, wrong names and kinds, and a name that is taken", function()
     ok("new", "policy", "mine")

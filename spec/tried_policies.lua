@@ -1,0 +1,48 @@
+--- The policies that a spec tries: all that kv.policy.names lists, or the one whose file
+-- `kvlab test policy FILE` names. That verb runs the specs whose names have the tag
+-- #policy, in the files that lua/kvlab/shell/cli.lua lists.
+local kv = require "kvlab"
+local rig = require "spec.rig"
+
+local M = {}
+
+--- The name of the one policy that is tried, or nil.
+M.own = nil
+
+local path = kv.command_line.policy
+if path then
+  local chunk, problem = loadfile(path)
+  local make = chunk and chunk()
+  if type(make) ~= "function" then
+    error(problem or path .. " returns no policy: it has to end with return"
+      .. " kv.policy.define { … }", 0)
+  end
+  M.own = make().name
+  require("kvlab.named").give("policies", M.own, path, make)
+end
+
+--- The names of the policies to try.
+---@param phase string|nil  "prefill" or "decode": only those that select in it
+---@return string[]
+function M.names(phase)
+  if not M.own then return kv.policy.names(phase) end
+  return (not phase or kv.policy(M.own)[phase]) and { M.own } or {}
+end
+
+--- Whether a policy selects or attends in its own way, and so may read every block
+-- without a selection.
+function M.may_read_all(name)
+  local policy, plain = kv.policy(name), kv.policy "block_mean"
+  return policy.select_blocks ~= plain.select_blocks
+    or policy.compute_decode ~= plain.compute_decode
+end
+
+--- Whether a graph can record the policy. Some know only after init.
+function M.is_eager(name)
+  local its_rig = rig.new(kv.device "cpu", { policy = name })
+  local is_eager = its_rig.policy.eager
+  its_rig.cache:close()
+  return is_eager or false
+end
+
+return M
