@@ -11,7 +11,9 @@
 --   <!-- needs: MODEL -->   before a shell or REPL block: it is run where ./kvlab get has
 --                           fetched the model, as specs tagged #model are
 --
--- Names between backticks in the text are there: files, kv.X, kvl_x and Class:method.
+-- Names between backticks in the text are there: files, kv.X, kvl_x and Class:method. So
+-- are the pages, headings and pictures that links lead to.
+local anchors = require "spec.anchors"
 local cache_folder = require "kvlab.cache_folder"
 local doc_blocks = require "spec.doc_blocks"
 local help = require "kvlab.shell.repl.help"
@@ -160,6 +162,25 @@ local function missing_names(lines)
   return table.concat(missing, "\n")
 end
 
+--- The links of a page that lead nowhere.
+local function broken_links(page, lines)
+  local broken = {}
+  for _, target in ipairs(anchors.links(lines)) do
+    local path, anchor = target:match "^([^#]*)#?(.*)$"
+    local other = path == "" and page or (page:match "^.*/" or "") .. path
+    local file = io.open(root .. "/" .. other)
+    local there = lines
+    if file and path ~= "" and anchor ~= "" then
+      there = select(2, doc_blocks.read(root, other))
+    end
+    if file then file:close() end
+    if not file or anchor ~= "" and not anchors.of(there)[anchor] then
+      broken[#broken + 1] = target
+    end
+  end
+  return table.concat(broken, "\n")
+end
+
 --- Specs of one page.
 local function describe_page(page)
   local blocks, lines = doc_blocks.read(root, page)
@@ -182,6 +203,9 @@ local function describe_page(page)
     end
   end
   it("names what is there", function() assert.equal("", missing_names(lines)) end)
+  it("has links that lead somewhere", function()
+    assert.equal("", broken_links(page, lines))
+  end)
   if #scripts > 0 then
     it("runs its Lua", function() run_lua(page, scripts, #lines) end)
   end
@@ -195,6 +219,25 @@ local function describe_page(page)
     end
   end
 end
+
+describe("links of pages", function()
+  it("lead to headings by the names that GitHub gives them", function()
+    local lines = { "# What a policy reads", "## kvlab/tensor/ops.lua",
+      "## `kvl_a`, kvl_b", "```", "# no heading", "```", "## What a policy reads",
+      "## Größe: 3 × 4?" }
+    for _, name in ipairs { "what-a-policy-reads", "kvlabtensoropslua", "kvl_a-kvl_b",
+        "what-a-policy-reads-1", "größe-3--4" } do
+      assert.is_true(anchors.of(lines)[name], name)
+    end
+    assert.is_nil(anchors.of(lines)["no-heading"])
+  end)
+
+  it("are told when they lead nowhere", function()
+    assert.equal("#no\nno.md\nstore.md#no", broken_links("docs/store.md", { "# Yes",
+      "[a](#yes) [b](#no) [c](no.md) [d](store.md) [e](store.md#no)",
+      "`[f](code)` [g](https://example.org/#x)" }))
+  end)
+end)
 
 describe("docs", function()
   setup(function()

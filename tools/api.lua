@@ -11,6 +11,8 @@ local library = require "kvlab.library"
 local sorted = require "kvlab.sorted"
 
 local root = kv.paths.root
+package.path = root .. "/?.lua;" .. package.path
+local anchors = require "spec.anchors"
 local M = {}
 
 -- The chapters of the Lua page, which list files of lua/. Scripts reach their functions
@@ -152,6 +154,29 @@ local function writer()
   return function(line) text[#text + 1] = line end, text
 end
 
+--- The page with its contents after the introduction: a line for each chapter, with links
+-- to what is in it. `text` begins with the introduction.
+local function with_contents(text)
+  local used, contents = {}, { "## Contents\n" }
+  anchors.name(text[1]:match "^# ([^\n]*)", used)
+  anchors.name("Contents", used)
+  for i = 2, #text do
+    local level, title = text[i]:match "^(##+) ([^\n]*)"
+    if level then
+      local link = ("[%s](#%s)"):format(title:gsub("^kvlab/", ""):gsub("%.lua$", ""),
+        anchors.name(title, used))
+      if level == "##" then
+        contents[#contents + 1] = ("- **%s**"):format(link)
+      else
+        contents[#contents + 1] = ("  - %s"):format(link)
+      end
+    end
+  end
+  contents[#contents + 1] = ""
+  table.insert(text, 2, table.concat(contents, "\n"))
+  return table.concat(text, "\n")
+end
+
 --- The Lua page.
 ---@return string
 function M.lua_page()
@@ -170,7 +195,7 @@ the shapes, dtypes and errors that `docs/api_c.md` states.
     out("## " .. chapter[1] .. "\n")
     for _, module in ipairs(chapter[2]) do file_text(module, names, out) end
   end
-  return table.concat(text, "\n")
+  return with_contents(text)
 end
 
 -- ---- C --------------------------------------------------------------------------------
@@ -214,6 +239,7 @@ function M.c_page()
 `kvl_status` if it fails; `kvl_last_error()` then returns the message. Out parameters come
 last, and a function that fails does not change them.
 ]]
+  out "## Constants and types that kernels know, too\n"
   for _, lines in ipairs(pieces) do
     local title = (lines[1] or ""):match "^/%* %-%-%-%- (.-) %-+ %*/$"
     if title then
@@ -225,7 +251,7 @@ last, and a function that fails does not change them.
     if #names > 0 then out("### " .. table.concat(names, ", ") .. "\n") end
     if piece ~= "" then out("```c\n" .. piece .. "\n```\n") end
   end
-  return table.concat(text, "\n")
+  return with_contents(text)
 end
 
 local function write(name, text)
