@@ -64,7 +64,7 @@ function M.c(root)
     local header = path:gsub("%.%w+$", ".h")
     return house.there[header] and header or path
   end
-  local joined = { files = {}, needs = {}, there = {} }
+  local joined = { files = {}, needs = {}, there = {}, root = root }
   for _, path in ipairs(house.files) do
     local name = whole(path)
     if not joined.there[name] then
@@ -167,6 +167,43 @@ function M.outward(house, rooms)
     end
   end
   return list
+end
+
+--- The number of files and lines of a path. A header X.h counts together with X.c.
+local function count(root, path)
+  local files, n = 0, 0
+  local source = path:gsub("%.h$", ".c")
+  for _, name in ipairs { path, source ~= path and source or nil } do
+    local file = io.open(root .. "/" .. name)
+    for _ in file and file:lines() or function() end do n = n + 1 end
+    files = files + (file and 1 or 0)
+    if file then file:close() end
+  end
+  return files, n
+end
+
+---@class spec.Room
+---@field files integer
+---@field lines integer
+---@field needs table<string, integer>  room -> how many requires or includes
+
+--- The rooms of a plan, by name.
+---@param house spec.House
+---@return table<string, spec.Room>
+function M.rooms(house, plan)
+  local rooms = {}
+  for _, file in ipairs(house.files) do
+    local name = M.room(plan, file)
+    local room = rooms[name] or { files = 0, lines = 0, needs = {} }
+    rooms[name] = room
+    local files, lines = count(house.root, file)
+    room.files, room.lines = room.files + files, room.lines + lines
+    for other in pairs(house.needs[file]) do
+      local to = M.room(plan, other)
+      if to ~= name then room.needs[to] = (room.needs[to] or 0) + 1 end
+    end
+  end
+  return rooms
 end
 
 return M

@@ -52,6 +52,52 @@ describe("house", function()
     end
   end)
 
+  describe("as docs/architecture.md shows it", function()
+    local files = require "kvlab.files"
+    local docs = root .. "/docs/"
+
+    local function rooms()
+      local all = house.rooms(house.lua(root), house.LUA_ROOMS)
+      for name, room in pairs(house.rooms(house.c(root), house.C_ROOMS)) do
+        all[name] = room
+      end
+      return all
+    end
+
+    it("has the rooms that there are, and about as many lines", function()
+      local page, seen = files.read(docs .. "architecture.md"), {}
+      for name, count, lines in page:gmatch "\n| `([^`]+)` | (%d+) | (%d+) |" do
+        seen[name] = { files = tonumber(count), lines = tonumber(lines) }
+      end
+      for name, room in pairs(rooms()) do
+        local shown = assert(seen[name], name .. " is missing")
+        local allowed = math.max(100, 0.15 * room.lines)
+        assert.is_true(math.abs(shown.lines - room.lines) <= allowed
+          and math.abs(shown.files - room.files) <= math.max(2, 0.15 * room.files),
+          ("%s has %d files and %d lines: ./kvlab run tools/house.lua table"):format(name,
+          room.files, room.lines))
+        seen[name] = nil
+      end
+      assert.is_nil(next(seen))
+    end)
+
+    it("is drawn with the arrows that there are", function()
+      local drawn, needed = {}, {}
+      local picture = files.read(docs .. "house.svg")
+      for from, to in picture:gmatch "<title>([^<]+)&#45;&gt;([^<]+)</title>" do
+        drawn[#drawn + 1] = from .. " -> " .. to
+      end
+      for name, room in pairs(rooms()) do
+        for other in pairs(room.needs) do
+          needed[#needed + 1] = name .. " -> " .. other
+        end
+      end
+      table.sort(drawn)
+      table.sort(needed)
+      assert.same(needed, drawn, "tools/house.lua draws it anew")
+    end)
+  end)
+
   it("is told from one with a circle", function()
     assert.same({ "a", "b", "a" }, house.circle(made({ "a", "b" }, { a = "b", b = "a" })))
     assert.is_nil(house.circle(made({ "a", "b" }, { a = "b" })))
