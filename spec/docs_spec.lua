@@ -239,6 +239,17 @@ describe("links of pages", function()
   end)
 end)
 
+describe("docs/README.md", function()
+  it("leads to every page", function()
+    local _, lines = doc_blocks.read(root, "docs/README.md")
+    local has = {}
+    for _, target in ipairs(anchors.links(lines)) do has["docs/" .. target] = true end
+    for _, page in ipairs(doc_blocks.pages(root)) do
+      assert.is_true(has[page] or not page:find "^docs/%l", page)
+    end
+  end)
+end)
+
 describe("docs", function()
   setup(function()
     scratch = doc_blocks.scratch(kv.paths)
