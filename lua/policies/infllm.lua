@@ -1,8 +1,9 @@
 --- InfLLM: represents each block by a few of its tokens.
 -- Source  Xiao et al. 2024, arXiv:2402.04617. The paper takes the tokens that the queries
 --         of the following tokens attend to most, and looks blocks up once for a group of
---         tokens. This policy takes the keys farthest from their block's mean, and looks
---         blocks up for every token
+--         tokens, and gives all far tokens one position. This policy takes the keys
+--         farthest from their block's mean, looks blocks up for every token, and leaves
+--         positions as they are
 -- Score   the sum over the representatives of q . k. It ranks blocks as q . their mean
 --         does, so one vector a block is kept; the max over the group's query heads
 -- Cost    reads 1/block_size of the keys (in f32); choosing the representatives compares

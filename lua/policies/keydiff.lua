@@ -1,10 +1,11 @@
 --- KeyDiff: selects the blocks whose keys differ most from the other keys of the
 -- sequence, whatever the query is.
 -- Source  Park et al. 2025, arXiv:2504.15364. The paper selects tokens by the cosine of
---         each key to the mean of all unit keys. This policy selects blocks by the cosine
---         of their mean key
+--         each key to the mean of all unit keys, and evicts the others for good. This
+--         policy selects blocks by the cosine of their mean key, and none is dropped
 -- Score   -cos(mean key of the block, mean of the unit vectors of all mean keys of the
---         sequence), computed when a block becomes full; the open block comes first
+--         sequence), over full blocks, computed when one becomes full; the open block
+--         comes first
 -- Cost    reads 1/block_size of the keys (in f32) every block_size steps; needs no query.
 --         An expression sees one block, and the mean of the unit vectors is over all
 -- Fails   questions about blocks that look common, since it never sees the question

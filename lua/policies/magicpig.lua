@@ -5,7 +5,8 @@
 --         policy draws blocks within the budget, by the hash of a block's mean key, less
 --         the mean key of the blocks before it (of the first 2^k, more than half of them:
 --         kv.hash.centred), so that a hash does not depend on what follows, or on chunks.
---         The newest block is always taken
+--         The newest block is always taken. A group's heads share one hash, of their mean
+--         query, and a block needs one collision where the paper asks for two
 -- Score   u / r: u = 1 - (1 - p^bits)^tables is the chance of a collision, p the share of
 --         `code` bits that agree with the query's; r in (0, 1] is drawn
 -- Cost    code / 8 bytes a block and KV head, and the mean keys (1/block_size of the

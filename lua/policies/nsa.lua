@@ -1,9 +1,11 @@
 --- NSA: an indexer with its own small keys scores every token, and attention reads the
 -- tokens (or blocks) with the best scores. All heads share one list.
 -- Source  the sparse attention of DeepSeek-V3.2 (DSA), which SGLang's backend calls NSA.
---         DSA trains its indexer on projections of the hidden state. This policy makes
---         the index keys from the model's own keys; kvlab/index/landmarks.lua describes
---         the kinds that `index` may name
+--         DSA trains its indexer on projections of the hidden state, weighs its heads by
+--         each query and rotates the keys (Hadamard). This policy makes the index keys
+--         from the model's own keys, all heads weigh the same unless index = "given", and
+--         keys are rotated only with `rotate`; kvlab/index/landmarks.lua describes the
+--         kinds that `index` may name
 -- Score   sum over heads of relu(q . k). granularity = "block" scores a block by its best
 --         token. granularity = "token" selects the best tokens, as DSA does, and does so
 --         for each token of a prompt too; KV must then be on the device, because only

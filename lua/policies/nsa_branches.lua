@@ -6,7 +6,9 @@
 --         sum, see `compression`), blocks do not overlap, and gates are given numbers or
 --         sigmoids of q . w. The window is whole blocks, the open one among them:
 --         ceil(window / block_size), so it sees up to block_size - 1 tokens fewer
--- Score   the softmax over compressed keys, summed over a group's heads, as in the paper
+-- Score   the softmax over compressed keys, summed over a group's heads, as in the paper.
+--         Only full blocks have a compressed key: the compressed branch and the softmax
+--         leave the open block out, and it is selected as a recent one
 -- Cost    2 f32 vectors a block and KV head, about 20 small launches, three attentions
 -- Fails   a model that was not trained with it: each branch is only a share of the output
 --         that the model expects. With gates 0, 1, 0 it is block selection, as elsewhere

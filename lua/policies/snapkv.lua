@@ -3,9 +3,12 @@
 --         most votes, pooled over neighbours, all tokens of the window, and all that are
 --         decoded; it drops the others. Here each KV head selects blocks and none is
 --         dropped. Blocks of the window have no privilege: they need votes, or to be
---         among the `recent` ones. Decoded blocks come first, but within the budget
+--         among the `recent` ones. Decoded blocks come first, but within the budget.
+--         Votes are summed over a block and not pooled over neighbours
 -- Score   the attention that the prompt's last `window` queries pay to a block, the mean
---         over them and a group's heads. Blocks not full at the first decode step: first
+--         over them and a group's heads. The softmax is over the full blocks only: keys
+--         of the prompt's open block take no part of the weight. Blocks that are not full
+--         at the first decode step come first
 -- Cost    the products of the window with all keys, once a request. For them the device
 --         keeps all keys (half of the KV), and window * heads queries a layer
 -- Fails   questions that come after the prompt: the votes do not change during generation

@@ -2,7 +2,8 @@
 -- budget.
 -- Source  Lin et al. 2025, arXiv:2502.02770 (top-p in place of top-k). The paper prunes
 --         the tokens that another policy selected, by weights from 4-bit keys. This
---         policy prunes blocks
+--         policy prunes blocks, by weights from their mean keys: a mean counts once,
+--         however many tokens its block has. Sink and recent blocks always stay
 -- Score   softmax over blocks of q . mean(K), which estimates a block's attention; the
 --         max over the group's heads is taken before the softmax. The heaviest blocks are
 --         kept until their weights add up to `p`

@@ -3,7 +3,8 @@
 --         block of 128 queries until they hold a threshold of the weight: 0.9 unless it
 --         is given, as for Qwen2-VL; 0.9 or 0.95 for HunyuanVideo; for Llama one for each
 --         head, found by search. This policy takes blocks for each KV head and a whole
---         chunk, within the budget, however much weight they hold
+--         chunk, within the budget, however much weight they hold. Its softmax is over
+--         the full blocks before the chunk; the paper's has the chunk's own keys, too
 -- Score   tokens form groups of `stride`; a pair of groups scores the sum over i of
 --         q[stride - 1 - i] . k[i]. Softmax over the groups of earlier keys, then the sum
 --         over the chunk's queries and over a block
