@@ -8,8 +8,8 @@
 --
 -- A wrong argument raises "put: layer is nil, expected a whole number >= 0" on the
 -- caller's line. A method that is called with `.` in place of `:` raises as well. A check
--- is one comparison and makes nothing, so a function that runs in every step may have it.
--- Tables of options are checked by kvlab.options.
+-- is one comparison and allocates nothing, so functions that run in every step can have
+-- checks, too. Tables of options are checked by kvlab.options.
 local options = require "kvlab.options"
 
 local M = {}
@@ -35,8 +35,8 @@ local function refuse(what, name, value, known)
 end
 
 --- The text of a function that checks and then calls fn. The call is a tail call, so it
--- leaves no frame, and fn finds its caller where it would without the check. Objects of
--- the class itself, and not of a derived one, are told by one comparison.
+-- adds no frame, and fn sees the same caller as without the check. Objects of the class
+-- itself, and not of a derived one, are told by one comparison.
 local function text_of(names, is_vararg, known, has_class)
   local list, tests, checks = {}, { "fn, what, known, class, getmetatable, refuse" }, {}
   for i, name in ipairs(names) do

@@ -77,7 +77,8 @@ local function find(kind, name)
   return paths
 end
 
---- Gives a file that lies anywhere a name, which then stands for it alone.
+--- Registers a file, wherever it lies, under a name. No other file has this name
+-- afterwards.
 ---@param kind string  "policies"
 ---@param name string
 ---@param path string

@@ -1,9 +1,10 @@
---- What Ctrl-C must not cut in two: changes for the time of a call, and handles of the C
--- library (open, close).
+--- Code that Ctrl-C must not interrupt halfway: changes for the duration of a call, and
+-- opening and closing handles of the C library.
 --
 -- Some functions change something for the time of a call (the scope, the current stream).
--- What they call must return before their caller goes on, so a yield out of it is an
--- error. Ctrl-C, too, must not come between the change and its end, so they write:
+-- The functions that they call must return before the caller goes on, so a yield out of
+-- them is an error. Ctrl-C, too, must not come between the change and its end, so they
+-- write:
 --
 --   C.kvl_interrupt_hold(1)
 --   … the change

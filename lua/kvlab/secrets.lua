@@ -1,9 +1,9 @@
---- Keeps passwords out of what kvlab writes: rows, manifests, reports and errors. What
--- may hold the URL of a store goes through `mask` before it is written.
+--- Keeps passwords out of what kvlab writes: rows, manifests, reports and errors. Text
+-- that may contain the URL of a store goes through `mask` before it is written.
 local M = {}
 
---- Replaces user and password in every redis:// and rediss:// URL by ***. Where it is not
--- clear where a password ends, more is replaced rather than less.
+--- Replaces user and password in every redis:// and rediss:// URL by ***. If it is not
+-- clear where a password ends, too much is replaced rather than too little.
 ---@param value any  a text; or a table, of which you get a copy with all texts masked;
 ---  anything else is returned as it is
 ---@return any

@@ -1,6 +1,6 @@
 --- Long work in slices, so that others can run in between: what a server does with large
 -- requests. Work that may take long calls `rest` every some hundred microseconds. Inside
--- of a task that lets the task wait when its time is over; elsewhere it does nothing.
+-- a task, that call lets the task wait when its time is over; elsewhere it does nothing.
 --
 --   local task = slices.task(function() return tokenizer:encode(text) end)
 --   repeat local is_done, ok, ids = slices.run(task, 1000) until is_done

@@ -19,7 +19,8 @@ local function bytes_of(tokenizer, id)
   return tokenizer:token_of(id) and tokenizer:bytes_of(id) or ""
 end
 
---- The text of a token; of one that is no whole text, its bytes, as the API writes them.
+--- The text of a token. If its bytes are no complete text, the bytes in the form that the
+-- API uses for them.
 local function name_of(tokenizer, id)
   local bytes = bytes_of(tokenizer, id)
   if unicode.repaired(bytes) == bytes then return bytes end
@@ -90,7 +91,7 @@ function M.usage(call)
            total_tokens = prompt + generated }
 end
 
---- What every object of a call has.
+--- The fields that every object of a call has.
 local function frame(call, choices, is_chunk)
   local kind = not call.asked.is_chat and "text_completion"
     or is_chunk and "chat.completion.chunk" or "chat.completion"

@@ -104,7 +104,7 @@ local function send(self, call, object)
   return not call.is_stuck
 end
 
---- What kvlab adds to a chunk for those who watch: which blocks the step read, in
+--- The part of a chunk for clients that asked to watch: which blocks the step read, in
 -- percent.
 local function reads_of(job)
   local reads = job.own.running and job.own.running.reads

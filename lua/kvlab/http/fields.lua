@@ -21,7 +21,7 @@ local function shown(value)
   return tostring(value)
 end
 
---- Raises that a field is not what it has to be.
+--- Raises an error for a field with a wrong value.
 function M.refuse(name, value, expected)
   problem.wrong(name, ("%s is %s, expected %s"):format(name, shown(value), expected))
 end

@@ -76,7 +76,8 @@ local function limits_of(given)
   return all
 end
 
---- What is answered before a request is there: the texts by their names in connections.
+--- Answers for cases in which there is no request yet: the texts, by their names in
+-- connections.
 local function early(limits)
   local function text(status, code, words, ...)
     return problem.encode(problem.new(status, words:format(...), { code = code }))

@@ -41,8 +41,8 @@ function Tasks:add(exchange, bytes, fn)
   self.count = self.count + 1
 end
 
---- Why a task is not to go on, if so. It is told once: what it does then, such as to
--- answer that, has to come to its end.
+--- The reason why a task has to end, or nil. The task gets it as an error only once:
+-- whatever it does afterwards, such as sending an answer, has to finish.
 local function reason_to_end(self, task)
   if not task.has_begun or task.reason then return nil end
   if not task.exchange.is_open or task.exchange:is_gone() then

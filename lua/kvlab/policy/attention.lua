@@ -120,9 +120,9 @@ local function over(self, selection, ctx, out, lse, hook, emitters)
   return out
 end
 
---- What such a layer computes in place of a policy, whose hook has no part in it, too.
--- From memory on the device, the kernel reads only the window; what is elsewhere, or is
--- counted, is selected.
+--- The attention of such a layer, which no policy selects for and no hook changes. If KV
+-- is on the device, the kernel itself reads only the window. If KV is elsewhere, or bytes
+-- are counted, the window's blocks are selected.
 local function attend_window(p, self, ctx, out)
   for _, hook in ipairs(ctx.is_prefill and self.emitters or { p.hook }) do
     hook:emit_nothing(ctx)

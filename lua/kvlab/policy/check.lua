@@ -1,9 +1,9 @@
 --- Checks what a policy hands to attention: scores, selections and lists of tokens. Their
 -- shapes are checked always. Their contents are checked where the host can read them
 -- without waiting, which is on the CPU's default stream; with --check everywhere, after
--- waiting for the device. What a graph records has no contents yet, and is not checked.
--- That scores are all NaN is found in steps that are observed, and in the first step of
--- each phase of an attention, wherever it runs.
+-- waiting for the device. While a graph is recorded, tensors have no contents yet, so
+-- they are not checked. That scores are all NaN is found in steps that are observed, and
+-- in the first step of each phase of an attention, wherever it runs.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local library = require "kvlab.library"

@@ -349,9 +349,9 @@ function Context:select(scores, budget)
   return select_within(self, scores, step_budget(self, "select", budget))
 end
 
---- What the next decode step would select by these scores, but at most `most` blocks.
--- Where `most` is less than the budget of the longest sequence, shorter sequences get
--- less in the same proportion.
+--- The selection that the next decode step would make by these scores, with at most
+-- `most` blocks. Where `most` is less than the budget of the longest sequence, shorter
+-- sequences get less in the same proportion.
 function Context:expect(scores, budget, most)
   argument("expect", "scores", scores, kinds.tensor)
   argument("expect", "budget", budget, kinds.budget)

@@ -117,8 +117,9 @@
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
--- selected; they count towards the budget). If the defaults name a seed, it is that of
--- --seed, or of the row that an experiment computes, unless the policy's user gives it.
+-- selected; they count towards the budget). If the defaults have a seed, its value is
+-- that of --seed, or of the row that an experiment computes, unless the caller of
+-- kv.policy gives one.
 local arguments = require "kvlab.arguments"
 local command_line = require "kvlab.command_line"
 local constructor = require "kvlab.constructor"
@@ -286,7 +287,7 @@ local function beside_budget(self, n, block_size)
   end
 end
 
--- What runs in a decode step and may read tensors that kvlab does not know.
+-- The functions that run in a decode step and may read tensors that kvlab does not know.
 local IN_STEPS = { "predict", "attention_finished", "attention_begin", "step_begin",
                    "compute_decode", "select_blocks", "score" }
 
@@ -407,7 +408,7 @@ local function with_fields(def, o)
   return setmetatable({ summary = fields }, { __index = def })
 end
 
---- Puts the kernels of a definition's expressions where its functions would be.
+--- Makes functions of the kernels of a definition's expressions.
 ---@param defaults table  all options, as they are when none is given
 local function use_expressions(class, def, defaults)
   local maps, inside = {}, {}

@@ -4,16 +4,15 @@
 -- tallies, expressions and keys. A policy adds what it reads of tensors of its own
 -- (own_bytes). So it can add to the count, and can leave nothing out of it.
 --
--- What two kernels read counts twice, with one exception: if all keys (or values) were
--- read to score the blocks of a layer, attention does not count those of the selected
--- blocks again.
--- Numbers that a step makes itself, such as scores, are not counted, and neither is the
--- block that it has just written and that is summarised again. An open block counts as a
--- whole block.
+-- Bytes that two kernels read count twice, with one exception: if all keys (or values)
+-- were read to score the blocks of a layer, attention does not count those of the
+-- selected blocks again. Numbers that a step makes itself, such as scores, are not
+-- counted, and neither is the block that it has just written and that is summarised
+-- again. An open block counts as a whole block.
 --
--- What policies read is counted in every decode step, without waiting for the device;
--- what attention reads only while an observer is attached, because the host has to read
--- the selections for that.
+-- The reads of policies are counted in every decode step, without waiting for the device.
+-- Those of attention are counted only while an observer is attached, because the host has
+-- to read the selections for that.
 local M = {}
 
 ---@class kvlab.Reads
@@ -50,8 +49,8 @@ end
 
 -- ---- a step ---------------------------------------------------------------------------
 
---- Starts a step. What was counted since the last layer that was computed is dropped,
--- because a graph replays such a step, and nobody sees its layers.
+--- Starts a step. Drops what was counted since the last layer that was computed, because
+-- a graph replays such a step and no observer sees its layers.
 function Reads:begin_step() self.of_step = 0 end
 
 --- Starts a layer.

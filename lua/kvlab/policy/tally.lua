@@ -138,8 +138,8 @@ local function next_store(self)
   return entry
 end
 
---- Keeps what store is about to replace. What is recorded in a graph is kept by its
--- replays; the engine notes it for each of them.
+--- Keeps what store is about to replace. In a recorded step this only prepares the entry:
+-- each replay fills it, and the engine then notes it in the journal.
 local function keep_stored(self, layer)
   local journal = self.journal
   local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
@@ -158,7 +158,7 @@ local function keep_stored(self, layer)
   end
 end
 
---- The numbers are those of the sequences of this step, and so is what take_back needs.
+--- The numbers are those of this step's sequences, and so are those that take_back needs.
 function Store:replayed()
   local tally, kept = self.tally, self.views.kept
   ffi.copy(self.firsts, tally.host_firsts, 4 * self.views.heads)
@@ -303,7 +303,8 @@ end
 -- copy of it for each of them; after[layer] keeps what each of them left, so that tokens
 -- can be taken back.
 
---- What steps of rows need beside make_views: views of the rows of values.
+--- The views of the rows of values that steps of several tokens need in addition to
+-- make_views.
 local function add_row_views(self, ctx, v)
   local dev, cells_row = self.shape.device, self.heads * ctx.width
   local function rows_of(t)

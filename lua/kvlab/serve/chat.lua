@@ -1,5 +1,5 @@
---- A conversation on the terminal. Each answer continues the conversation so far; the
--- server keeps its blocks, so that only what is new is read.
+--- A conversation on the terminal. Each answer continues the conversation so far. The
+-- server keeps the conversation's blocks, so each turn reads only the new tokens.
 local C = require("kvlab.library").C
 local chat = require "kvlab.text.chat"
 local generate = require "kvlab.serve.generate"

@@ -24,7 +24,8 @@ M.KIND = options.nested { ngram = options.within(1, 64), tokens = options.within
 ---@field accepted integer  those of them that were right
 ---@field ids integer[]     the draft of the present step
 
---- What a request needs for drafts, from the option; nil: it makes none.
+--- The state that a request needs for drafts, made from the option; nil if it makes no
+-- drafts.
 ---@return kvlab.serve.Draft|nil
 function M.take(o)
   if not o then return nil end
@@ -66,9 +67,9 @@ function M.propose(draft, tokens, count, most)
   return most
 end
 
---- How many tokens of a draft are accepted: those before the first one that is not what
--- the model says there. says[first + i]: the likeliest token after the i-th of the draft,
--- says[first]: that after the newest token of the text.
+--- How many tokens of a draft are accepted: all before the first one that is not the
+-- model's likeliest token there. says[first + i]: the likeliest token after the i-th of
+-- the draft, says[first]: that after the newest token of the text.
 ---@param ids integer[]
 ---@param says integer[]
 ---@param first integer

@@ -153,7 +153,7 @@ function EngineExecutor:submit(r, first, count, priority)
     cache = self.memory, keys = r.keys + (first - 1), blocks = blocks, timeout = 0 }
 end
 
---- What a ticket brought: nil until it is done, no blocks if it failed.
+--- The blocks that a ticket has loaded: nil until it is done, no blocks if it failed.
 local function take(self, ok, result)
   if not ok then
     self.problems = self.problems + 1
@@ -300,8 +300,8 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
---- Accepts what is right of the requests' drafts, and takes back the rest. problems: of
--- rows whose logits give no token.
+--- Accepts the right tokens of the requests' drafts, and takes back the others. problems:
+-- of rows whose logits give no token.
 local function judge(self, list, says, problems)
   local first, wrong = 1, self.wrong
   clear(wrong, #list)

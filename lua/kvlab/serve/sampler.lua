@@ -3,8 +3,8 @@
 -- once; only ids come to the host, and the log-probabilities that a request asks for.
 --
 -- The filters are applied in the order of transformers: repetition_penalty, temperature,
--- top_k, top_p, min_p. Each is a threshold on the scores, and tokens as good as the last
--- one that is kept are kept, too.
+-- top_k, top_p, min_p. Each filter is a threshold on the scores, so tokens with the same
+-- score as the last one that passes also pass.
 --
 -- Logits that hold NaN or inf give no token, and neither do logits that are all -inf: the
 -- row's problem is returned in place of a token, and the other rows get theirs.
@@ -87,11 +87,11 @@ local function seen_of(r, c)
   return c.seen_ids
 end
 
---- The number of f32 that stands for an option > 0: the device computes in f32, where a
--- smaller one would be 0 and a larger one inf. The chances are the same.
+--- An option > 0 as f32, because the device computes in f32: limited so that it becomes
+-- neither 0 nor inf. The chances are the same.
 local function in_f32(x) return math.max(SMALLEST, math.min(x, LARGEST)) end
 
---- What any of the choices asks for, and a column of numbers for each parameter.
+--- Which options any of the choices uses, and a column of numbers for each parameter.
 local function plan(list)
   local p = { rows = #list, top_k = 0, logprobs = -1, choices = {}, temperature = {},
               top_p_of = 0, -- how many tokens top_p chooses among, at most

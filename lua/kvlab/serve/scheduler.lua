@@ -10,8 +10,8 @@
 -- room. When a running request finds no free block, the scheduler makes room in this
 -- order: it forgets prefixes that nobody uses, takes back what was fetched for waiting
 -- requests, and preempts the request that was admitted last. A preempted request gives
--- back all its blocks. When it is resumed, it takes what is still on the device or in the
--- store and computes the rest.
+-- back all its blocks. When it is resumed, it uses the blocks that are still on the
+-- device or in the store and computes the rest.
 local draft = require "kvlab.serve.draft"
 local prefix_cache = require "kvlab.serve.prefix_cache"
 local waiting = require "kvlab.serve.waiting"
@@ -135,7 +135,8 @@ local function continue_running(self)
   return #running == before
 end
 
---- Whether memory has room for all tokens of a request, next to what is promised already.
+--- Whether memory has room for all tokens of a request, beside the blocks that are
+-- already promised to others.
 local function fits(self, r)
   local need = self.need + self.promised + self:blocks_for(r.num_tokens)
     - r.seq:blocks() + (r.shares_last and 1 or 0)
@@ -249,9 +250,9 @@ function Scheduler:enqueue(r)
   self.waiting[#self.waiting + 1] = r
 end
 
---- Others may share what has been computed of a request: its full blocks, or those of its
--- prompt if it keeps its output to itself. They go into the store, too. If that raises,
--- the next call goes on where this one stopped.
+--- Lets other requests share the full blocks of a request, or only those of its prompt if
+-- it does not share its output. They go into the store, too. If that raises, the next
+-- call goes on where this one stopped.
 function Scheduler:share(r)
   local computed = r.num_computed_tokens
   if not r.keeps_output then computed = math.min(computed, r.prompt_length) end

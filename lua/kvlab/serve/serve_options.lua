@@ -67,7 +67,7 @@ end
 --- The names of the priorities.
 function M.priorities() return named.list "priorities" end
 
---- Opens a priority: a function stays as it is, a name is that of a file.
+--- Opens a priority: a function is used as it is, a name is looked up as a file.
 local function open_priority(given)
   if type(given) ~= "string" then return given end
   local priority, path = named.open("priorities", "priority", given, 4)

@@ -110,7 +110,7 @@ function Simulator:submit(r, first, count, priority)
                             priority = priority, bytes_block = self.bytes_block }
 end
 
---- What a ticket brought; nil until it is done.
+--- The blocks that a ticket has loaded; nil until it is done.
 function Simulator.poll(_, ticket)
   return ticket.state == "complete" and ticket or nil
 end

@@ -156,8 +156,8 @@ local function fitted(self, tokenizer, seed)
   end))
 end
 
---- Draws examples. The same seed draws the same ones, and the first of many are those of
--- few.
+--- Draws examples. The same seed draws the same examples, and drawing more examples adds
+-- to them.
 ---@param tokenizer kvlab.text.Tokenizer
 ---@param n integer
 ---@param seed? integer  (--seed, or that of the row)

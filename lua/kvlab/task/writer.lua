@@ -1,6 +1,7 @@
 --- What a task draws its examples from: numbers, words, and sentences without importance.
--- The same seed draws the same; nothing is drawn twice where it has to be told apart.
--- Sentences come from a stream of their own, so that a longer text has the same needles.
+-- The same seed draws the same. Things that have to differ, such as names and numbers,
+-- are never drawn twice. Sentences come from a stream of their own, so that a longer text
+-- has the same needles.
 local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
 local seeds = require "kvlab.seeds"
@@ -49,7 +50,7 @@ function Writer:whole(n) return whole(self.draw, n) end
 ---@return any[]
 function Writer:shuffled(list) return shuffled(self.draw, list) end
 
---- What `make` draws, until it is something new.
+--- Calls `make` until it draws something new.
 local function new_one(self, make)
   for _ = 1, 1000 do
     local text = make()

@@ -1,5 +1,5 @@
---- Writes chats as models were trained to read them, by the template of their files. What
--- transformers' apply_chat_template gives to a template, it gets here.
+--- Writes chats as models were trained to read them, by the template of their files. A
+-- template gets the same variables as from transformers' apply_chat_template.
 local fail = require("kvlab.options").fail
 local json = require "kvlab.text.template.json"
 local hint = require("kvlab.words").hint
@@ -74,8 +74,8 @@ end
 
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 
---- A message without what is None; what it thought is under all of the names that
--- templates know, as transformers 5 does it.
+--- A message without the fields that are None. Its reasoning is stored under all names
+-- that templates use for it, as in transformers 5.
 local function message_of(given)
   local out, reasoning = value.dict(), nil
   local function put(key, x) if x ~= value.NONE then value.put(out, key, x) end end

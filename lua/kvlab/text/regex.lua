@@ -4,7 +4,8 @@
 -- A tokenizer.json is written for Oniguruma in its Ruby syntax. `compile` writes such an
 -- expression as PCRE2 reads it, so that both match the same text: the classes \s, \w, \d
 -- and \p{…} are spelled out, and the characters that Unicode has had since version 14
--- (that of PCRE2 10.42) are added to them. What has no counterpart here is refused.
+-- (that of PCRE2 10.42) are added to them. Constructs that PCRE2 does not have are
+-- refused.
 local ffi = require "ffi"
 local additions = require "kvlab.text.unicode_additions"
 local fail = require("kvlab.options").fail

@@ -1,5 +1,5 @@
 --- The work space of one text that is being encoded. A tokenizer may encode several texts
--- in turns (kvlab.slices), so each has its own.
+-- at a time, a slice of each (kvlab.slices), so each text has memory of its own.
 local ffi = require "ffi"
 local numbers = require "kvlab.text.numbers"
 
@@ -32,7 +32,7 @@ local LISTS = { "id", "rank", "new", "prev", "next" }
 local Space = {}
 Space.__index = Space
 
---- Memory outside of Lua's heap, which is there again as soon as it is freed.
+--- Memory outside of Lua's heap, which can be used again as soon as it is freed.
 local function allocate(kind, bytes)
   local memory = C.malloc(bytes)
   if memory == nil then

@@ -1,5 +1,5 @@
---- Text of tokens that come one by one. What is given out is whole: bytes that may still
--- become a character wait, and so does what may become a stop string.
+--- Text of tokens that come one by one. Only complete text is returned: bytes that may
+-- still become a character are held back, and so is text that may become a stop string.
 local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
 local rest = require("kvlab.slices").rest
@@ -66,7 +66,7 @@ function Stops:push(text)
   return n > 0 and text:sub(1, -n - 1) or text
 end
 
---- What was held back, for no more text comes.
+--- Returns the text that was held back, because no more text comes.
 ---@return string
 function Stops:finish()
   local text = self.held

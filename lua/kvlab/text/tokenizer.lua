@@ -7,8 +7,8 @@
 --                               { add_generation_prompt = true })
 --
 -- It knows byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) and BPE as SentencePiece has it
--- (Llama 2, Mistral, Gemma). What a file says and this cannot do is an error when it is
--- loaded, so that no text gets other tokens than the model was trained with.
+-- (Llama 2, Mistral, Gemma). If a file asks for something that is not supported here,
+-- loading it is an error. So no text gets other tokens than the model was trained with.
 local arguments = require "kvlab.arguments"
 local bpe = require "kvlab.text.bpe"
 local chat = require "kvlab.text.chat"
@@ -269,7 +269,8 @@ end
 local ENCODE = { special = options.boolean, bos = options.boolean, eos = options.boolean,
                  most = options.whole }
 
---- What stands at one end of a text: what the file says, unless it is asked for or not.
+--- The tokens at one end of a text: those that the file says, unless the call adds them
+-- or leaves them out.
 local function around(self, asked, name, listed)
   if asked == nil then return listed end
   if not asked then return {} end

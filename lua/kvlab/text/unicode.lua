@@ -8,7 +8,7 @@ local scan = require "kvlab.text.scan"
 
 local M = {}
 
---- What stands for bytes that are not UTF-8: U+FFFD.
+--- The replacement for bytes that are not UTF-8: U+FFFD.
 M.REPLACEMENT = "\239\191\189"
 
 ffi.cdef [[
@@ -73,7 +73,8 @@ function M.character(text, at)
   return n + 1, "whole"
 end
 
---- The text with U+FFFD in place of each mistake, and what is cut off at its end.
+--- The text with U+FFFD in place of each mistake, and the bytes of an incomplete
+-- character at its end.
 ---@param text string
 ---@return string valid
 ---@return string rest  at most 3 bytes, which begin a character
@@ -221,8 +222,8 @@ local function put_mapped(parts, lib, text, form)
   rest()
 end
 
---- A function that puts valid text into a normal form, as `tokenizers` does: characters
--- that are newer than its tables stay as they are, and so end what is composed.
+--- A function that puts valid text into a normal form, as `tokenizers` does: a character
+-- that is newer than its tables stays as it is, and nothing is composed across it.
 ---@param form "NFC"|"NFD"|"NFKC"|"NFKD"
 ---@return (fun(text: string): string)|nil
 ---@return string|nil why

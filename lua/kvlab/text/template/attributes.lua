@@ -1,6 +1,6 @@
 --- What stands after a dot or in [ ]: items of lists and dicts, characters, slices, and
--- the methods of Python's values. In a template no method may change what it is called
--- on, so those that would are not there.
+-- the methods of Python's values. In a template, no method may change its object, so
+-- methods that would do so are missing.
 local arguments = require "kvlab.text.template.arguments"
 local fail = require "kvlab.text.template.problem"
 local meter = require "kvlab.text.template.meter"

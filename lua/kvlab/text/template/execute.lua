@@ -220,7 +220,8 @@ local function bound(node, given, named)
   return vars
 end
 
---- The function that a macro is. It sees the variables of where it stands.
+--- The function that a macro is. It sees the variables of the place in the template where
+-- it is defined.
 local function macro_of(self, node)
   local up = self.scope
   return value.fn(node.name, function(given, named)

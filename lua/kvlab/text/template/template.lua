@@ -93,7 +93,8 @@ local GLOBALS = {
 
 -- ---- templates ------------------------------------------------------------------------
 
---- Calls fn. Its errors get the line; what ends a task from outside stays as it is.
+--- Calls fn. Errors get the line of the template; an error that ends a task from outside
+-- is passed on unchanged.
 local function guarded(rendering, fn, ...)
   meter.start()
   local ok, why = pcall(fn, ...)
