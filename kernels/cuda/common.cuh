@@ -229,8 +229,8 @@ __device__ __forceinline__ float order_value(uint32_t key) { /* NaN for key 0 */
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xFFFFFFFFu));
 }
 
-/* Ranks: integers for numbers, smaller for what comes earlier. RANK_LEAST is the rank of
- * -inf, the last before NaN; no element has RANK_NONE. */
+/* A rank is an integer for each number; numbers that come earlier have smaller ones.
+ * RANK_LEAST is the rank of -inf, the last before NaN; no element has RANK_NONE. */
 constexpr uint32_t RANK_LEAST = 0xFF800000u, RANK_NAN = 0xFFFFFFFEu, RANK_NONE = 0xFFFFFFFFu;
 
 __device__ __forceinline__ uint32_t rank_of(float x) {

@@ -52,8 +52,8 @@
 namespace kvl {
 namespace {
 
-constexpr int SHARED_STATIC = 10 << 10; /* the kernel declares at most so many bytes itself */
-constexpr int SHARED_SURE = 80 << 10;   /* every device has so many beside them */
+constexpr int SHARED_STATIC = 10 << 10; /* the kernel's own arrays, at most */
+constexpr int SHARED_SURE = 80 << 10;   /* every device has as much in addition */
 
 template <bool IS_SHARED>
 __global__ void __launch_bounds__(hot::THREADS)

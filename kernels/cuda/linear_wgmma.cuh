@@ -64,8 +64,8 @@ struct linear_stage {
   }
 };
 
-/* The barriers of each place: the weights have come, x has come, x is multiplied by the norm,
- * both were read. */
+/* The barriers of each stage of the pipeline: the weights have arrived, x has arrived, x is
+ * multiplied by the norm, both were read. */
 struct linear_barriers {
   uint32_t weights, came, normed, empty;
 };

@@ -28,7 +28,7 @@ template <class T, int D> struct f32_shape {
   static_assert(KEYS % (4 * SIDE) == 0, "a tile is whole batches");
 };
 
-/* What the rows of a warp see of the keys, in shared memory. */
+/* For each row of a warp: which keys it sees, in shared memory. */
 template <int ROWS> struct f32_rows {
   int position[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
   float slope[ROWS];

@@ -127,7 +127,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     shape.words = min(shape.words, TEAM * WARPS * (shape.stretch / WARP));
     return shape;
   }
-  /* sorted: how many keys the caller wants room for in place of the bitmap, or 0. Few wanted
+  /* sorted: for how many keys the caller wants memory instead of the bitmap, or 0. Few wanted
    * elements of a row whose bitmap does not fit are sorted by their indices; of many, the
    * bitmap is written one window at a time, each of which reads the row again. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
