@@ -1086,9 +1086,9 @@ int kvl_store_problem(kvl_store *store, char *text, int size);
  * lowest priority is first, and of equal priorities the task that was submitted first. Each
  * worker thread takes the first task and reads its records layer by layer, so that layer 0
  * of all its blocks comes first. It copies them to the device on a queue of its own while it
- * reads on. Into memory that the host can write, which is pinned memory and the CPU's, it
- * reads directly. A task writes after all work that was given, before its submission, to
- * streams that use the memory. Whoever reads the blocks must wait for the task's ticket.
+ * reads on. If the host can write to the memory (pinned memory and the CPU's), it reads
+ * directly into it. A task writes only after all work that streams which use the memory got
+ * before the task was submitted. Whoever reads the blocks must wait for the task's ticket.
  *
  * It is no error if a key lacks the record of a layer: its block is then missing, and the
  * contents of its memory mean nothing. If the store or the device fails, the task fails, and

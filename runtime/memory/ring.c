@@ -240,7 +240,7 @@ static int expect_cache(kvl_ring *r, const char *op, const kvl_tensor *cache) {
   return c.status;
 }
 
-/* Notes that work on `stream` uses the memory, so that it is not reused before that. */
+/* Notes that work on `stream` uses the memory, which is not reused before this work ends. */
 static void used_on(const kvl_tensor *t, const kvl_stream *stream) {
   t->storage->used |= (uint64_t)1 << stream->id;
 }

@@ -28,7 +28,7 @@ local RESOLVE_AND_KEEP = 0x1002
 local TOOLKIT = { "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h",
                   "cuda_runtime.h", "stddef.h", "stdint.h", "type_traits" }
 
--- Where CUDA's packages put it, from the newest to the oldest that is enough.
+-- The library's names in CUDA's packages, the newest first; older ones do not suffice.
 local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }
 local opened
 

@@ -82,8 +82,8 @@ local function raws(root)
   return raw
 end
 
---- The same expression, with a node "unit", a multiplication by the scale of K or V,
--- wherever a raw value meets what is not raw.
+--- The same expression with added nodes "unit", which multiply by the scale of K or V:
+-- one wherever a raw value and one that is not raw are operands of the same node.
 local function with_units(root, keep_root)
   local raw, new = raws(root), {}
   local function unit(x)

@@ -20,7 +20,7 @@ Schedule.__index = Schedule
 
 -- Arrays with more elements are not made; the value is then computed again.
 local ARRAY_MAX = 65536
--- Operations that every loop may compute anew for a value that several loops need.
+-- If several loops need a value, each may compute it again with so many operations.
 local AGAIN_MAX = 16
 -- Lines of a kernel: more would keep a compiler busy for minutes.
 local LINES_MAX = 50000

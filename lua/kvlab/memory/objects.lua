@@ -85,7 +85,7 @@ end }
 M.policy = options.like("a policy, as kv.policy makes them", "name", "options", "files",
   "min_blocks")
 
---- What a value is kept under: anything but nil and NaN.
+--- The key of a table entry: anything but nil and NaN.
 M.key = { "a key, such as a string or a number", function(x)
   return x ~= nil and x == x
 end }
