@@ -71,8 +71,8 @@ local function make_tiny_project()
     cp -R "$root/kvlab" "$root/premake5.lua" "$root/tools" "$root/VERSION" \
       "$root/LICENSE" .
     cp "$root/runtime/main.c" runtime
-    for module in words secrets command_line sorted version json slices number options \
-      arguments files shell/cli shell/test experiment/sweep/process; do
+    for module in words secrets command_line sorted version json slices number house \
+      options arguments files shell/cli shell/test experiment/sweep/process; do
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
     cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell

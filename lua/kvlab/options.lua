@@ -10,6 +10,7 @@
 -- It walks the table, so it belongs where something is made, not where a step runs.
 -- Single arguments are checked by the same kinds, at the cost of one comparison:
 -- options.argument("narrow", "start", start, options.integer).
+local house = require "kvlab.house"
 local is_number = require("kvlab.number").is_number
 local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
@@ -157,15 +158,13 @@ end
 --- The level of a caller one further out; 0, no position, stays 0.
 local function outer(level) return level == 0 and 0 or (level or 2) + 1 end
 
-local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)options%.lua$"
-
---- Raises `message`, and blames the innermost line that lies outside of lua/kvlab.
+--- Raises `message`, and blames the innermost line that is not kvlab's.
 ---@param level? integer  where to begin to look for it: 2 is the function that calls fail
 function M.fail(message, level)
   level = level or 2
   repeat
     local where = debug.getinfo(level, "S")
-    if where and where.what ~= "C" and where.source:sub(1, #HOUSE) ~= HOUSE then
+    if where and where.what ~= "C" and not house.has(where.source) then
       error(message, level)
     end
     level = level + 1

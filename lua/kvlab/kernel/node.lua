@@ -1,5 +1,7 @@
 --- Nodes of expressions (kernel/expression.lua): what one is, the line that built it, its
 -- dimensions, and how it reads as text.
+local house = require "kvlab.house"
+
 local M = {}
 
 ---@class kvlab.Expression
@@ -18,18 +20,15 @@ M.is_expression = is_expression
 
 -- ---- where a node was built -----------------------------------------------------------
 
-local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)kernel/node%.lua$"
-
 M.files_of = {} -- by such a line, whose path may be cut: its files, as keys
 
---- The innermost line outside of lua/kvlab.
+--- The innermost line that is not kvlab's.
 function M.user_line()
   local level = 3
   while true do
     local info = debug.getinfo(level, "Sl")
     if not info then return "?" end
-    if info.what ~= "C" and info.currentline > 0
-       and info.source:sub(1, #HOUSE) ~= HOUSE then
+    if info.what ~= "C" and info.currentline > 0 and not house.has(info.source) then
       local line = ("%s:%d"):format(info.short_src, info.currentline)
       M.files_of[line] = M.files_of[line] or {}
       M.files_of[line][info.source:match "^@(.*)$" or ""] = true

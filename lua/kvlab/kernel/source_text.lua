@@ -1,6 +1,7 @@
 --- What the compiler gets for a kernel of source text (kernel/source.lua): the user's
 -- text, and around it the entry that calls its function with the arguments.
 local files = require "kvlab.files"
+local house = require "kvlab.house"
 
 local M = {}
 
@@ -96,15 +97,13 @@ function M.whole(self, kind, line)
   }))
 end
 
-local HOUSE = debug.getinfo(1, "S").source:match "^(@.*)kernel/source_text%.lua$"
-
---- The file of the innermost caller outside of lua/kvlab, and the line of the call; nil
+--- The file of the innermost caller that is not kvlab's, and the line of the call; nil
 -- if it is no file.
 function M.place_of_user()
   local level = 2
   repeat
     local info = debug.getinfo(level, "Sl")
-    if info and info.what ~= "C" and info.source:sub(1, #HOUSE) ~= HOUSE then
+    if info and info.what ~= "C" and not house.has(info.source) then
       return info.source:match "^@(.*)$", info.currentline
     end
     level = level + 1

@@ -6,6 +6,7 @@
 -- in the first step of each phase of an attention, wherever it runs.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
+local house = require "kvlab.house"
 local library = require "kvlab.library"
 
 local C, check = library.C, library.check
@@ -16,12 +17,10 @@ local M = {}
 --- The nearest caller that is not part of kvlab itself: the policy's line, if a function
 -- of the policy made the call.
 local function level_outside()
-  local house = library.paths.root .. "/lua/kvlab/"
   for level = 3, math.huge do
     local info = debug.getinfo(level, "S")
     if not info then return 0 end
-    local path = info.source:sub(2)
-    if info.what ~= "C" and path:sub(1, #house) ~= house then return level - 1 end
+    if info.what ~= "C" and not house.has(info.source) then return level - 1 end
   end
 end
 
