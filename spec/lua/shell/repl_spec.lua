@@ -536,6 +536,38 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       assert.equal("7\n", enter "3 + 4")
     end)
 
+    --- Pastes text, as a terminal does that marks a paste.
+    local function paste(text)
+      tmux("load-buffer -b text " .. quote(write("pasted", text)))
+      tmux "paste-buffer -p -b text"
+    end
+
+    terminal_it("runs a pasted block whole, and names the line of an error", function()
+      start()
+      paste "local a = 5\nlocal function add(x)\n\n\treturn x + a\nend\nreturn add(1)"
+      wait " .. return add%(1%)"
+      keys "Enter"
+      wait "\n6\n%[2%]"
+      paste "\nlocal b = a\nkv.zeros('cpu', 'f33', { b })\n" -- it ends with Enter
+      wait "\n%[2%]:3: dtype is f33[^\n]*\n +kv.zeros[^\n]*\n%[3%]"
+      assert.equal("5\n", enter "b")
+      type_text "c = "
+      paste "a * 2" -- no line ends: it goes on being edited
+      assert.equal("", enter "" or "")
+      assert.equal("10\n", enter "c")
+    end)
+
+    terminal_it("runs pasted inputs one by one where they are no chunk", function()
+      start()
+      paste "1 + 1\nt = { 7 }\n:who\nt[1]"
+      keys "Enter"
+      wait "\n7\n%[5%]"
+      assert.matches("\n2\nname +type +size\n%-+\nt +table +1 entries\n7\n", screen())
+      paste "x = 1\n)\nx = 2\n" -- what is wrong is found before anything runs
+      wait "%[5%]:2: unexpected symbol near '%)'\n%[6%]"
+      assert.matches("nil\n$", enter "x")
+    end)
+
     terminal_it("shows expressions, their kernels and their times", function()
       start()
       enter "e = kv.expr"

@@ -13,6 +13,11 @@ local commands = {}
 ---@return string[]
 function M.names() return sorted.keys(commands) end
 
+--- Whether there is a command of this name.
+---@param name string
+---@return boolean
+function M.has(name) return commands[name] ~= nil end
+
 --- An error whose text is shown as it is.
 local function refuse(fmt, ...) error(fmt:format(...), 0) end
 
@@ -20,7 +25,7 @@ local function refuse(fmt, ...) error(fmt:format(...), 0) end
 local function compile_for(session, text)
   local chunk, problem = compile(text, "=" .. session:chunk_name(), 1)
   if not chunk then refuse("%s", problem) end
-  return setfenv(chunk, session.environment)
+  return setfenv(chunk, session.scope.environment)
 end
 
 local function print_table(header, rows)
@@ -92,7 +97,7 @@ commands.who = { "", "the session's variables with types and sizes",
     for key, value in pairs(_G) do
       if not baseline[key] then variables[key] = value end
     end
-    for key, value in pairs(session.environment) do
+    for key, value in pairs(session.scope:variables()) do
       if not session.hidden[key] then variables[key] = value end
     end
     local rows = {}
@@ -108,7 +113,7 @@ commands.who = { "", "the session's variables with types and sizes",
 local function policy_of(session, text)
   local quoted = text:match "^[\"']([%a_][%w_]*)[\"']$"
   if quoted then return require("kvlab.policy.policy")(quoted) end
-  if not text:find "^[%a_][%w_]*$" or rawget(session.environment, text) ~= nil
+  if not text:find "^[%a_][%w_]*$" or session.scope:variables()[text] ~= nil
      or rawget(_G, text) ~= nil then return nil end
   return require("kvlab.policy.policy")(text)
 end
@@ -179,7 +184,8 @@ Tab                        completes; Ctrl-R searches the history; Ctrl-C interr
 
 local function help(session, name)
   if name == "" then return commands.help[3]() end
-  local text, reason = require("kvlab.shell.repl.help").text(name, session.environment)
+  local text, reason = require("kvlab.shell.repl.help").text(name,
+    session.scope:variables())
   if not text then refuse("%s", reason) end
   io.stdout:write(text, "\n")
 end

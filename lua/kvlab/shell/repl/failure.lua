@@ -1,5 +1,6 @@
 --- What the REPL prints about an error: the user's line, the message, and the calls that
 -- led there, without the REPL's own calls.
+local house = require "kvlab.house"
 local inspect = require "kvlab.shell.repl.inspect"
 local secrets = require "kvlab.secrets"
 
@@ -19,11 +20,6 @@ local function read_line(info, sources)
   return line
 end
 
---- Whether code is ours: the library's, not a script's or typed.
-local function is_library(info)
-  return info.source:find "/lua/kvlab/" ~= nil and info.source:sub(1, 1) == "@"
-end
-
 local function is_repl(info) return info.source:find "/lua/kvlab/shell/repl/" ~= nil end
 
 ---@class kvlab.failure
@@ -39,6 +35,22 @@ local function place(info, raised)
   return inspect.inside_root(where), blamed and raised:sub(#where + 3) or nil
 end
 
+--- Finds the position with which a message begins, although no call of that line is under
+-- way any more: the error was caught and raised again, or it is about a line that ran
+-- earlier, such as the one that built an expression. The position of an input is where
+-- the error is, and one of kvlab's is one more call. Any other stays in the message.
+local function use_carried(failure, sources)
+  local name, number, rest = failure.message:match "^([^\n]-):(%d+): (.*)$"
+  if not name then return end
+  if sources[name] then
+    failure.at, failure.message = name .. ":" .. number, rest
+    failure.line = sources[name][tonumber(number)]
+  elseif house.has("@" .. name) then
+    failure.message = rest
+    table.insert(failure.calls, 1, inspect.inside_root(name) .. ":" .. number)
+  end
+end
+
 --- The message handler for xpcall that makes a kvlab.failure of what was raised.
 ---@param sources table<string, string[]>  lines of inputs by chunk name
 ---@return fun(raised: any): kvlab.failure
@@ -50,13 +62,13 @@ function M.handler(sources)
     local failure, level = { message = raised, calls = {} }, 2
     while true do
       local info = debug.getinfo(level, "Sln")
-      if not info or is_repl(info) then return failure end
+      if not info or is_repl(info) then break end
       if info.what ~= "C" then
         local where, rest = place(info, raised)
         failure.message = rest or failure.message
         -- how we found out what is wrong with that line is not for its author
-        if rest and not is_library(info) then failure.calls = {} end
-        if not failure.at and not is_library(info) then
+        if rest and not house.has(info.source) then failure.calls = {} end
+        if not failure.at and not house.has(info.source) then
           failure.at, failure.line = where, read_line(info, sources)
         end
         local name = info.name and info.what ~= "main" and " in " .. info.name or ""
@@ -64,6 +76,8 @@ function M.handler(sources)
       end
       level = level + 1
     end
+    use_carried(failure, sources)
+    return failure
   end
 end
 

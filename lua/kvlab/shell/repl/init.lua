@@ -2,14 +2,16 @@
 -- statement is run, an unfinished one goes on in the next line. docs/repl.md is the
 -- manual; `:help` its short form.
 --
--- The parts: repl/line_edit (typing), repl/complete (Tab), repl/inspect (printing),
--- repl/help (`?name`), repl/commands (`:name`), repl/failure (errors).
+-- The parts: repl/reader (inputs), repl/line_edit (typing), repl/complete (Tab),
+-- repl/locals (variables), repl/inspect (printing), repl/help (`?name`), repl/commands
+-- (`:name`), repl/failure (errors).
 local commands = require "kvlab.shell.repl.commands"
-local compile = require "kvlab.shell.repl.compile"
 local ffi = require "ffi"
 local failure = require "kvlab.shell.repl.failure"
 local inspect = require "kvlab.shell.repl.inspect"
 local line_edit = require "kvlab.shell.repl.line_edit"
+local locals = require "kvlab.shell.repl.locals"
+local reader = require "kvlab.shell.repl.reader"
 local hint = require("kvlab.words").hint
 
 ffi.cdef [[
@@ -20,11 +22,12 @@ int kvl_interrupted(void);
 
 local M = {}
 
-local EINTR = 4 -- a signal came while a line was read
 local RESULTS_KEPT = 20 -- a result that is a tensor keeps its memory
 
 ---@class kvlab.Session
----@field environment table   the variables; globals of the program shine through
+---@field environment table   the global variables; the program's shine through
+---@field scope kvlab.Scope    all variables: these, and what `local` declared
+---@field reader kvlab.Reader
 ---@field number integer      of the input that is read or runs
 ---@field is_terminal boolean input comes from a terminal, so there are prompts
 ---@field is_coloured boolean
@@ -32,7 +35,6 @@ local RESULTS_KEPT = 20 -- a result that is a tensor keeps its memory
 ---@field is_broken boolean   the input cannot be read
 ---@field sources table<string, string[]>  the lines of every chunk by its name
 ---@field columns fun(): integer  of the terminal
----@field editor kvlab.LineEditor|nil
 local Session = {}
 Session.__index = Session
 
@@ -43,7 +45,7 @@ local function warn(session, name)
   if session.warned[name] or name == "_" then return nil end
   session.warned[name] = true
   local names = {}
-  for key in pairs(session.environment) do names[#names + 1] = tostring(key) end
+  for key in pairs(session.scope:variables()) do names[#names + 1] = tostring(key) end
   for key in pairs(_G) do names[#names + 1] = tostring(key) end
   table.sort(names)
   local words = ""
@@ -61,6 +63,7 @@ local function make_environment(session)
   local environment = { kv = require "kvlab" }
   session.hidden = { kv = true } -- not variables of the user's
   return setmetatable(environment, { __index = function(_, name)
+    if name == locals.NAME then return session.scope:declared() end
     local value = rawget(_G, name)
     if value == nil and type(name) == "string" then warn(session, name) end
     return value
@@ -72,78 +75,12 @@ end
 ---@return kvlab.Session
 function M.session(is_terminal)
   local self = setmetatable({ number = 1, is_terminal = is_terminal, warned = {},
-    has_failed = false, sources = {}, lines_read = 0,
-    columns = line_edit.columns,
+    has_failed = false, columns = line_edit.columns,
     is_coloured = ffi.C.isatty(1) ~= 0 and inspect.wants_colour() }, Session)
+  self.reader = reader.reader(is_terminal, self.is_coloured)
   self.environment = make_environment(self)
+  self.scope = locals.scope(self.environment)
   return self
-end
-
--- ---- reading --------------------------------------------------------------------------
-
-function Session:chunk_name()
-  return self.is_terminal and ("[%d]"):format(self.number) or "stdin"
-end
-
---- One line, or nil at the end of the input.
-function Session:read_line(is_first)
-  if not self.editor then
-    if self.is_terminal then
-      io.stdout:write(is_first and ("[%d] "):format(self.number) or "..> ")
-      io.stdout:flush()
-    end
-    local line, problem, errno = io.read "*l"
-    if not line and errno then
-      self.is_broken = errno ~= EINTR
-      error(self.is_broken and "standard input cannot be read: " .. problem or problem, 0)
-    end
-    return line
-  end
-  local prompt = is_first and ("[%d] "):format(self.number)
-    or ("%" .. #tostring(self.number) + 2 .. "s "):format ".."
-  if self.is_coloured then prompt = "\1\27[1;34m\1" .. prompt .. "\1\27[0m\1" end
-  return self.editor:read(prompt)
-end
-
---- Whether a line is for the REPL itself: `:time f()`, `?kv.randn`, `$ ls`.
-local function is_command(line) return line:find "^%s*[:?$]" ~= nil end
-
---- The lines of one input as the history has them: in one, where that means the same.
-local function joined(lines)
-  local text = table.concat(lines, "\n")
-  if #lines == 1 or text:find "%-%-" or text:find "%[=*%[" then return lines end
-  return { (text:gsub("%s*\n%s*", " ")) }
-end
-
---- Reads until the text compiles. Returns the chunk (of a command: its text) and the
--- text; nil at the end of the input. An error is one of syntax.
-function Session:read()
-  local lines, first = {}, self.is_terminal and 1 or self.lines_read + 1
-  local name = self:chunk_name()
-  local source = self.sources[name] or {}
-  self.sources[name] = source
-  while true do
-    local line = self:read_line(#lines == 0)
-    if not line then
-      if #lines == 0 then return nil end
-      error(select(2, compile(table.concat(lines, "\n"), "=" .. name, first)), 0)
-    end
-    self.lines_read = self.lines_read + 1
-    lines[#lines + 1], source[first + #lines] = line, line
-    local text = table.concat(lines, "\n")
-    local chunk, problem, is_unfinished
-    local is_special = #lines == 1 and is_command(line)
-    if not is_special then
-      if #lines == 1 then text = text:gsub("^%s*=", "return ") end
-      chunk, problem, is_unfinished = compile(text, "=" .. name, first)
-    end
-    if is_special or not is_unfinished then
-      for _, kept in ipairs(self.editor and joined(lines) or {}) do
-        self.editor:remember(kept)
-      end
-      return chunk or is_special and text or error(problem, 0), text
-    end
-  end
 end
 
 -- ---- evaluating -----------------------------------------------------------------------
@@ -182,7 +119,7 @@ function Session:evaluate(chunk, text)
   if type(chunk) == "string" then
     return commands.run(self, chunk)
   end
-  local values = take(setfenv(chunk, self.environment)())
+  local values = take(self.scope:run(chunk))
   if values.n == 0 then return end
   self:keep(values[1])
   if not text:find ";%s*$" then self:print(unpack(values, 1, values.n)) end
@@ -190,31 +127,38 @@ end
 
 --- Ctrl-C ends what runs (or forgets what was typed), not the session.
 function Session:recover(problem)
+  local editor = self.reader.editor
   self.has_failed = true
+  self.reader:drop_paste()
   io.stdout:flush()
   if ffi.C.kvl_interrupted() ~= 0 then
     ffi.C.kvl_interrupt(0)
     debug.sethook()
-    if self.editor then self.editor:leave() end
+    if editor then editor:leave() end
     io.stderr:write(self.is_terminal and "\n" or "", "interrupted\n")
   else
     failure.print(problem, self.is_coloured)
   end
 end
 
+--- The name of the input that runs.
+---@return string
+function Session:chunk_name() return self.reader:chunk_name(self.number) end
+
 --- One input; false at the end of all, and when no more can be read.
 function Session:step()
-  local ok, chunk, text = pcall(self.read, self)
+  local ok, chunk, text = pcall(self.reader.read, self.reader, self.number)
   if ok and not chunk then return false end
   self.warned = {}
   local problem = chunk
   if ok then
     ok, problem = xpcall(function() self:evaluate(chunk, text) end,
-      failure.handler(self.sources))
+      failure.handler(self.reader.sources))
   end
   if not ok then self:recover(problem) end
+  io.stdout:flush() -- for a program that waits for the answer
   self:advance()
-  return not self.is_broken
+  return not self.reader.is_broken
 end
 
 -- ---- the whole ------------------------------------------------------------------------
@@ -222,9 +166,9 @@ end
 local function open_editor(self)
   local complete = require "kvlab.shell.repl.complete" -- loads the library for its names
   local editor, reason = line_edit.open(function(before)
-    return complete.candidates(before, self.environment, commands.names())
+    return complete.candidates(before, self.scope:variables(), commands.names())
   end, line_edit.history_file())
-  self.editor = editor
+  self.reader.editor = editor
   if reason then io.stderr:write("kvlab: ", reason, "\n") end
 end
 
@@ -254,7 +198,7 @@ function Session:run_script(path)
   local chunk = loadstring(text .. "\ndo _take_locals() end", "@" .. path)
     or assert(loadstring(text, "@" .. path))
   environment._take_locals = function() take_locals(chunk, environment) end
-  local describe = failure.handler(self.sources)
+  local describe = failure.handler(self.reader.sources)
   local ok, problem = xpcall(setfenv(chunk, environment), function(raised)
     take_locals(chunk, environment)
     return describe(raised) -- a tail call: it looks at the stack above itself

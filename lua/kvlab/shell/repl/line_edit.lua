@@ -15,6 +15,7 @@ int el_set(kvl_editline *, int, ...);
 int el_source(kvl_editline *, const char *);
 void el_push(kvl_editline *, const char *);
 void el_deletestr(kvl_editline *, int);
+int el_insertstr(kvl_editline *, const char *);
 const char *el_gets(kvl_editline *, int *);
 const kvl_line_info *el_line(kvl_editline *);
 kvl_history *history_init(void);
@@ -23,6 +24,7 @@ char *setlocale(int category, const char *locale);
 struct kvl_winsize { unsigned short rows, columns, x, y; };
 int isatty(int fd);
 int ioctl(int fd, unsigned long request, ...);
+ssize_t read(int fd, void *bytes, size_t n);
 extern char kvlab_prompt[];
 char *kvlab_prompt_of(void *);
 ]]
@@ -32,10 +34,14 @@ local EL_EDITOR, EL_BIND, EL_HIST, EL_UNBUFFERED, EL_REFRESH, EL_PROMPT_ESC =
 local H_SETSIZE, H_ENTER, H_SETUNIQUE = 1, 10, 20
 local LC_CTYPE, TIOCGWINSZ = 0, 0x5413
 local CTRL_D = "\4" -- alone in the line
+-- What a terminal sends around a paste ("bracketed paste") once it is asked to. PASTE is
+-- the letter that PASTE_BEGIN becomes.
+local PASTE_ON, PASTE_OFF = "\27[?2004h", "\27[?2004l"
+local PASTE_BEGIN, PASTE_END, PASTE = "\27[200~", "\27[201~", "\29"
 local HISTORY_MAX = 2000
 local PROMPT_BYTES = 128 -- of kvlab_prompt in runtime/main.c
 
-local M = {}
+local M = { PASTE_BEGIN = PASTE_BEGIN, PASTE_END = PASTE_END }
 
 ---@class kvlab.LineEditor
 local Editor = {}
@@ -144,14 +150,64 @@ local function complete(self, before)
   library.el_set(editor, EL_REFRESH)
 end
 
+-- ---- pasting --------------------------------------------------------------------------
+
+--- What is pasted, up to the end that the terminal marks. It is read past libedit, which
+-- takes a byte at a time and has none of these yet.
+local function read_paste()
+  local byte, bytes = ffi.new "char[1]", {}
+  repeat
+    if ffi.C.read(0, byte, 1) ~= 1 then break end
+    bytes[#bytes + 1] = ffi.string(byte, 1)
+    local is_over = bytes[#bytes] == "~"
+      and table.concat(bytes, "", math.max(1, #bytes - 5)) == PASTE_END
+    if is_over then for _ = 1, #PASTE_END do bytes[#bytes] = nil end end
+  until is_over
+  return (table.concat(bytes):gsub("\r\n?", "\n"):gsub("\t", "  "))
+end
+
+--- Puts a paste into the line. All of its lines but the last go to `held`, and are shown
+-- above the line that is edited. Returns true where the paste ends with a line break, so
+-- that nothing is left to edit.
+local function take_paste(self, held, before, prompts)
+  local library, editor, at = self.library, self.editor, self.library.el_line(self.editor)
+  local after = ffi.string(at.cursor, at.lastchar - at.cursor)
+  local pasted = read_paste()
+  library.el_deletestr(editor, 1) -- PASTE
+  if not pasted:find "\n" then
+    library.el_insertstr(editor, text(pasted))
+    library.el_set(editor, EL_REFRESH)
+    return false
+  end
+  local whole = before .. pasted .. after
+  io.stdout:write "\r\27[K"
+  for line in whole:gmatch "(.-)\n" do
+    io.stdout:write((prompts[#held == 0 and 1 or 2]:gsub("\1", "")), line, "\n")
+    held[#held + 1] = line
+  end
+  io.stdout:flush()
+  library.el_deletestr(editor, #before)
+  local last = whole:match "[^\n]*$"
+  if last == "" then return true end
+  ffi.copy(ffi.C.kvlab_prompt, prompts[2]:sub(1, PROMPT_BYTES - 1))
+  library.el_insertstr(editor, text(last:sub(1, #last - #after)))
+  library.el_set(editor, EL_REFRESH)
+  return false
+end
+
 -- ---- reading --------------------------------------------------------------------------
 
---- Reads one line. nil at the end of the input (Ctrl-D), and after a signal.
----@param prompt string  escape sequences stand between two bytes 1
+--- Reads one line, or the lines of a paste, which are shown as they are and run with the
+-- Enter after the last one. nil at the end of the input (Ctrl-D), and after a signal.
+---@param prompt string   escape sequences stand between two bytes 1
+---@param further string  the prompt of further lines
 ---@return string|nil
-function Editor:read(prompt)
+function Editor:read(prompt, further)
   local library, editor, count = self.library, self.editor, ffi.new "int[1]"
+  local held, prompts = {}, { prompt, further }
   ffi.copy(ffi.C.kvlab_prompt, prompt:sub(1, PROMPT_BYTES - 1))
+  io.stdout:write(PASTE_ON)
+  io.stdout:flush()
   library.el_set(editor, EL_UNBUFFERED, int(1)) -- draws the prompt
   local line
   repeat
@@ -163,14 +219,23 @@ function Editor:read(prompt)
     if is_over or line == CTRL_D then return self:leave() end
     local at = library.el_line(editor)
     local before = ffi.string(at.buffer, at.cursor - at.buffer)
-    if before:sub(-1) == "\t" then complete(self, before:sub(1, -2)) end
+    local last = before:sub(-1)
+    if last == "\t" then complete(self, before:sub(1, -2)) end
+    if last == PASTE and take_paste(self, held, before:sub(1, -2), prompts) then
+      line = "\n"
+    end
   until line:find "[\n\r]$"
   self:leave()
-  return (line:gsub("[\r\n]$", ""))
+  held[#held + 1] = line ~= "\n" and line:gsub("[\r\n]$", "") or nil
+  return #held == 0 and "" or table.concat(held, "\n")
 end
 
 --- Ends the line under way; for who catches the error of a Ctrl-C, too.
-function Editor:leave() self.library.el_set(self.editor, EL_UNBUFFERED, int(0)) end
+function Editor:leave()
+  self.library.el_set(self.editor, EL_UNBUFFERED, int(0))
+  io.stdout:write(PASTE_OFF)
+  io.stdout:flush()
+end
 
 local KEYS = {
   { "\t", "ed-insert" }, -- seen by take_tab
@@ -206,6 +271,8 @@ function M.open(complete_fn, history_path)
   for _, key in ipairs(KEYS) do
     library.el_set(editor, EL_BIND, text(key[1]), text(key[2]), text(nil))
   end
+  library.el_set(editor, EL_BIND, text(PASTE), text "ed-insert", text(nil))
+  library.el_set(editor, EL_BIND, text "-s", text(PASTE_BEGIN), text(PASTE), text(nil))
   library.el_source(editor, nil)
   load_history(self)
   return self
