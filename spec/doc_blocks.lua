@@ -56,12 +56,16 @@ function M.pages(root)
   return pages
 end
 
+-- What a terminal sends around a paste.
+local PASTE_BEGIN, PASTE_END = "\27[200~", "\27[201~"
+
 --- A page's Lua blocks as one script, in which every line has the number that it has on
 -- the page. It prints a byte 1 after each block.
 ---@param blocks spec.DocBlock[]
 ---@param count integer   lines of the page
+---@param is_pasted? boolean  each block is one paste, for a REPL
 ---@return string
-function M.script(blocks, count)
+function M.script(blocks, count, is_pasted)
   local out = {}
   for i = 1, count do out[i] = "" end
   for _, block in ipairs(blocks) do
@@ -69,7 +73,11 @@ function M.script(blocks, count)
     for line in (block.text .. "\n"):gmatch "(.-)\n" do
       out[i], i = line, i + 1
     end
-    out[i] = 'io.write "\\1"' -- where the fence is
+    if is_pasted then
+      out[block.line] = PASTE_BEGIN .. out[block.line]
+      out[i - 1] = out[i - 1] .. PASTE_END
+    end
+    out[i] = 'do io.write "\\1" end' -- where the fence is
   end
   return table.concat(out, "\n")
 end

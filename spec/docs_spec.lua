@@ -1,12 +1,13 @@
 --- README.md and docs/*.md do not lie: their code blocks run, print what the page shows,
 -- and the files that they name are there.
 --
---   ```lua          run, together with the page's other Lua blocks, as one script
+--   ```lua          pasted into a REPL, one for each page, one block after another; they
+--                   also compile as one script
 --   ```sh           run in a folder with a `kvlab` that is built
 --   ```repl         "[1] 1 + 1" is typed, the lines after it are what comes back
 --   ```text         right after one of them: what it prints; "…" stands for anything
---   <!-- as: FILE -->       before a block: it is a piece of FILE
---   <!-- file: FILE -->     the reader saves it as FILE: it runs from there
+--   <!-- as: FILE -->       before a block: it is a piece of FILE (and pasted)
+--   <!-- file: FILE -->     the reader saves it as FILE: it runs from there (and pasted)
 --   <!-- not run: WHY -->   what it calls is checked: verbs, options and files exist
 --   <!-- needs: MODEL -->   before a shell or REPL block: it is run where ./kvlab get has
 --                           fetched the model, as specs tagged #model are
@@ -61,10 +62,12 @@ local function compare(block, output)
   end
 end
 
-local function run_lua(page, blocks, count)
-  scratch:write(page, doc_blocks.script(blocks, count))
-  local status, output = scratch:sh("./kvlab run --device=cpu " .. page)
+--- Pastes the Lua of a page into a REPL. An error names the page's line.
+local function paste_lua(page, blocks, count)
+  scratch:write(page, doc_blocks.script(blocks, count, true))
+  local status, output = scratch:sh("./kvlab repl --device=cpu <" .. page)
   assert.equal(0, status, output)
+  output = output:gsub("%f[^\n\1%z]stdin:(%d+:)", page .. ":%1") -- as a script names it
   local at = 1
   for part in output:gmatch "([^\1]*)\1" do
     compare(blocks[at], part)
@@ -184,7 +187,7 @@ end
 --- Specs of one page.
 local function describe_page(page)
   local blocks, lines = doc_blocks.read(root, page)
-  local scripts = {}
+  local pasted, scripts = {}, {} -- the Lua; without what stands in files
   for _, block in ipairs(blocks) do
     local name = ("line %d, %s"):format(block.line, block.language or "?")
     if not LANGUAGES[block.language] then
@@ -198,16 +201,21 @@ local function describe_page(page)
       end)
     elseif block.file then
       it(name .. " is saved", function() save(block) end)
-    elseif block.language == "lua" then
-      scripts[#scripts + 1] = block
+    end
+    if block.language == "lua" and not block.not_run then
+      pasted[#pasted + 1] = block
+      if not (block.as or block.file) then scripts[#scripts + 1] = block end
     end
   end
   it("names what is there", function() assert.equal("", missing_names(lines)) end)
   it("has links that lead somewhere", function()
     assert.equal("", broken_links(page, lines))
   end)
-  if #scripts > 0 then
-    it("runs its Lua", function() run_lua(page, scripts, #lines) end)
+  if #pasted > 0 then
+    it("has Lua that can be pasted", function() paste_lua(page, pasted, #lines) end)
+    it("has Lua that is one script", function()
+      assert(loadstring(doc_blocks.script(scripts, #lines), "@" .. page))
+    end)
   end
   for _, block in ipairs(blocks) do
     local run = ({ sh = run_sh, repl = run_repl })[block.language]
