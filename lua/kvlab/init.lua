@@ -1,7 +1,7 @@
 --- kvlab: `local kv = require "kvlab"`.
 --
 --   kv.device kv.cuda_available    devices
---   kv.tensor zeros ones full arange from    tensors on a device
+--   kv.tensor zeros ones full arange linspace from    tensors on a device
 --   kv.pinned                      tensors in pinned host memory
 --   kv.cat                         joins tensors along a dim
 --   kv.randn rand randint          random tensors, the same on every device
@@ -46,8 +46,8 @@ local M = {
   device = device.device, cuda_available = device.cuda_available,
   scope = tensor.scope, lasting = tensor.lasting, is_tensor = tensor.is_tensor,
 }
-for _, name in ipairs { "tensor", "pinned", "full", "zeros", "ones", "arange", "randn",
-                        "rand", "randint", "from", "cat" } do
+for _, name in ipairs { "tensor", "pinned", "full", "zeros", "ones", "arange",
+                        "linspace", "randn", "rand", "randint", "from", "cat" } do
   M[name] = tensor[name]
 end
 

@@ -66,7 +66,13 @@ local function load_library(dir)
 end
 
 local declarations = read_declarations()
-ffi.cdef(declarations)
+
+-- For Lua the field `shape` of a tensor is called `sizes`: t.shape is an object that
+-- knows how many dims there are (kvlab.tensor.sizes), which an array in C does not.
+local declared, renamed = declarations:gsub(
+  "(typedef struct kvl_tensor {.-int64_t )shape(%[6%];.-} kvl_tensor;)", "%1sizes%2")
+assert(renamed == 1)
+ffi.cdef(declared)
 local C = load_library(M.paths.library_dir)
 M.C = C
 if C.kvl_abi() ~= cksum(declarations) then

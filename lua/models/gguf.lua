@@ -198,7 +198,7 @@ function M.weights(file, fields)
     local t = file:read(stored, device, dtype, shape)
     seen[stored] = true
     if in_pairs and (part == "self_attn.q_proj" or part == "self_attn.k_proj") then
-      local rows = tonumber(t.shape[0])
+      local rows = t:size(0)
       local wide = t.ndim == 1 and t:reshape { rows, 1 } or t
       local ordered = wide:gather_rows(order(device, rows)):reshape(t:dims())
       t:free()

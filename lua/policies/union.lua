@@ -28,7 +28,7 @@ return kv.policy.define {
     local marks = ctx:mark((self.one:select_blocks(ctx)))
     marks:mul(BEFORE, marks)
     local scores = self.other:score(ctx)
-    local is_shared = marks.shape[1] == 1 and scores.shape[1] == 1
+    local is_shared = marks:size(1) == 1 and scores:size(1) == 1
     return scores:add(marks, ctx:new_scores(is_shared and 1 or nil))
   end,
 }

@@ -44,7 +44,7 @@ local F32 = library.dtypes.f32
 --- Whether a value is f32 [seqs, …, width] on the context's device.
 local function fits(ctx, t)
   return tensor.is_tensor(t) and t.storage ~= nil and t.dtype == F32 and t.ndim == 3
-    and t.shape[0] == ctx.seqs and t.shape[2] == ctx.width and t.device == ctx.lens.device
+    and t.sizes[0] == ctx.seqs and t.sizes[2] == ctx.width and t.device == ctx.lens.device
 end
 
 local function begin(self, owner, ctx, more)
@@ -68,10 +68,10 @@ end
 
 local function take(self, i, t)
   local ctx, k = self.ctx, self.kernel
-  if not fits(ctx, t) or t.shape[1] ~= 1 and t.shape[1] ~= ctx.kv_heads then
+  if not fits(ctx, t) or t.sizes[1] ~= 1 and t.sizes[1] ~= ctx.kv_heads then
     refuse(self, self.names[i], t, ("kv_heads=%d or 1"):format(ctx.kv_heads))
   end
-  local heads = tonumber(t.shape[1])
+  local heads = tonumber(t.sizes[1])
   if heads > self.heads then self.heads = heads end
   k:give(self.pointers[i], t)
   k:set(self.counts[i], heads)
@@ -80,7 +80,7 @@ end
 local function launch(self, owner, out)
   local ctx, k = self.ctx, self.kernel
   if out == nil then out = ctx:new_scores(self.heads)
-  elseif not fits(ctx, out) or out.shape[1] ~= self.heads then
+  elseif not fits(ctx, out) or out.sizes[1] ~= self.heads then
     refuse(self, "out", out, ("heads=%d"):format(self.heads))
   end
   k:give("lens", ctx.lens)

@@ -208,7 +208,7 @@ local function check_shape(self, arg, t)
   local n, shape = self.n, arg.shape
   if t.dtype ~= arg.number or t.ndim ~= #shape then wrong_shape(self, arg, t) end
   for i = 1, #shape do
-    local dim, size = shape[i], tonumber(t.shape[i - 1])
+    local dim, size = shape[i], tonumber(t.sizes[i - 1])
     local want = type(dim) == "number" and dim or n[dim]
     if not want then
       n[dim], self.bound_by[dim] = size, arg

@@ -190,7 +190,7 @@ end
 -- when the cache has a hot cache.
 function HotCache:attend(attention, selection, ctx, out, lse)
   selection = selection or ctx:everything()
-  local most = math.floor(self.slots / tonumber(selection.shape[2]))
+  local most = math.floor(self.slots / tonumber(selection.sizes[2]))
   if ctx.is_rows and ctx.seqs > most then
     return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse)
   end
@@ -199,7 +199,7 @@ end
 
 -- The same for no more rows than there are slots for.
 function HotCache:attend_rows(attention, selection, ctx, out, lse)
-  local views = views_for(self, ctx.seqs, tonumber(selection.shape[2]))
+  local views = views_for(self, ctx.seqs, tonumber(selection.sizes[2]))
   local layer, memory = ctx.layer, self.views_of[ctx.layer].memory
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then

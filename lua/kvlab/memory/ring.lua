@@ -86,8 +86,8 @@ end
 local function make_plan(self, selection, ctx)
   local o, placement = self.tier, self.tier.batch.placement
   drain(self)
-  local heads = selection and tonumber(selection.shape[1]) or 1
-  local most = selection and math.min(tonumber(selection.shape[2]), placement.history)
+  local heads = selection and tonumber(selection.sizes[1]) or 1
+  local most = selection and math.min(tonumber(selection.sizes[2]), placement.history)
     or placement.history
   local passes = math.ceil(most / math.floor(o.group / ctx.seqs))
   local plan = plan_for(self, not selection, ctx.seqs, heads, passes, o.batch.open_max)

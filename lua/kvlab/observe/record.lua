@@ -36,7 +36,7 @@ local function copy_rows(t, seq, ctype)
   local array = ffi.new(ctype .. "[?]", tonumber(rows.count))
   check(C.kvl_tensor_read(rows, array, 4 * tonumber(rows.count)))
   rows:free()
-  return { heads = tonumber(t.shape[1]), width = tonumber(t.shape[2]), values = array }
+  return { heads = tonumber(t.sizes[1]), width = tonumber(t.sizes[2]), values = array }
 end
 
 --- Keeps the scores that the policy passes to Context:select, whoever calls it.

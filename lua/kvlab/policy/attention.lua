@@ -443,7 +443,7 @@ end
 -- f32 [tokens, heads]. The readers of memory tiers share them, as only one reader runs at
 -- a time.
 function Attention:scratch(ctx)
-  local tokens = tonumber(ctx.query.shape[0])
+  local tokens = tonumber(ctx.query.sizes[0])
   local s = self.scratches[tokens]
   if not s then
     s = tensor.lasting(new_scratch, self, tokens)

@@ -37,7 +37,7 @@ end
 
 local function is_block_tensor(ctx, t, dtype)
   return ffi.istype("kvl_tensor", t) and t.dtype == dtype and t.ndim == 3
-    and t.shape[0] == ctx.seqs and (t.shape[1] == 1 or t.shape[1] == ctx.kv_heads)
+    and t.sizes[0] == ctx.seqs and (t.sizes[1] == 1 or t.sizes[1] == ctx.kv_heads)
 end
 
 --- Whether the host may read what the device holds now, and whether it must wait first.
@@ -66,12 +66,12 @@ end
 -- recent blocks; with --check, also for one NaN.
 ---@param what? string  what errors call them: "scores"
 function M.scores(ctx, scores, what)
-  if not is_block_tensor(ctx, scores, F32) or scores.shape[2] ~= ctx.width then
+  if not is_block_tensor(ctx, scores, F32) or scores.sizes[2] ~= ctx.width then
     refuse(ctx, "%s are %s, expected f32 [%d, %d or 1, %d]: sequences, KV heads, "
       .. "ctx.width", what or "scores", shown(scores), ctx.seqs, ctx.kv_heads, ctx.width)
   end
   if not (command_line.check or ctx.checks_scores) or not access(ctx) then return end
-  local values, heads = contents(scores, true, floats), tonumber(scores.shape[1])
+  local values, heads = contents(scores, true, floats), tonumber(scores.sizes[1])
   local rows, blocks, nans = ctx.seqs * heads, 0, 0
   for row = 0, rows - 1 do
     local s = math.floor(row / heads)
@@ -114,7 +114,7 @@ function M.selection(ctx, selection)
   local is_open, waits = access(ctx)
   if not is_open then return end
   local list = contents(selection, waits, ints)
-  local heads, width = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local heads, width = tonumber(selection.sizes[1]), tonumber(selection.sizes[2])
   for row = 0, ctx.seqs * heads - 1 do
     local n = ctx.sequences[math.floor(row / heads) + 1]:blocks()
     local before, has_ended = -1, false
@@ -144,7 +144,7 @@ end
 function M.places(ctx, places, tokens)
   if not command_line.check or not access(ctx) or places.count == 0 then return end
   local list = contents(places, true, ints)
-  local width = tonumber(places.shape[places.ndim - 1])
+  local width = tonumber(places.sizes[places.ndim - 1])
   for row = 0, tonumber(places.count) / width - 1 do
     local seen = {}
     for i = 0, width - 1 do

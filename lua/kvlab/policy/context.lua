@@ -139,7 +139,7 @@ end
 
 --- The view of a selection that was taken for this layer. Raises for any other tensor.
 local function view_of(self, selection)
-  local heads, n = tonumber(selection.shape[1]), tonumber(selection.shape[2])
+  local heads, n = tonumber(selection.sizes[1]), tonumber(selection.sizes[2])
   local pool = self.selections[heads]
   for place = 1, pool and pool.taken or 0 do
     local view = pool.views[place][n]
@@ -335,7 +335,7 @@ end
 local function select_within(self, scores, budget)
   check.scores(self, scores)
   local n = policy.budget_blocks(budget, self.width)
-  local view = take_selection(self, tonumber(scores.shape[1]), n)
+  local view = take_selection(self, tonumber(scores.sizes[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, view.selection,
     view.counts)
 end
@@ -373,7 +373,7 @@ function Context:mark(selection)
   local view = view_of(self, selection)
   view.ones = view.ones
     or tensor.lasting(tensor.ones, self.device, "f32", view.matrix:dims())
-  local marks = take_scores(self, tonumber(selection.shape[1]))
+  local marks = take_scores(self, tonumber(selection.sizes[1]))
   marks.tensor:fill_(0)
   marks.matrix:scatter_(view.matrix, view.ones)
   return marks.tensor

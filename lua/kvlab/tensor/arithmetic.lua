@@ -36,8 +36,8 @@ local function broadcast_dims(a, b)
   local dims = {}
   for i = 1, n do
     local ia, ib = i - 1 - (n - a.ndim), i - 1 - (n - b.ndim)
-    local sa = ia >= 0 and tonumber(a.shape[ia]) or 1
-    local sb = ib >= 0 and tonumber(b.shape[ib]) or 1
+    local sa = ia >= 0 and tonumber(a.sizes[ia]) or 1
+    local sb = ib >= 0 and tonumber(b.sizes[ib]) or 1
     dims[i] = sa == 1 and sb or sa
   end
   return dims
@@ -137,6 +137,45 @@ for _, name in ipairs { "sum", "mean", "max", "min" } do
     check(C.kvl_reduce(op, t, dim, out))
     return out
   end
+end
+
+local CORRECTION = options.optional(options.not_negative)
+
+--- The variance over one dim (negative counts from the end), or over all elements when
+-- dim is nil: the sum of the squared distances from the mean, divided by n - correction.
+-- correction is 0 unless it is given, as in NumPy, so it is the variance of these n
+-- elements. 1 gives the unbiased estimate for what they are a sample of, as Torch does.
+-- n <= correction gives NaN or infinity. Any dtype; the result is like t for f16 and
+-- bf16, and else f32, in which it is computed.
+---@param dim? integer
+---@param correction? number  0
+---@return kvlab.Tensor
+function methods.var(t, dim, correction)
+  argument("var", "dim", dim, DIM)
+  argument("var", "correction", correction, CORRECTION)
+  local x = t:cast "f32"
+  if dim == nil then x, dim = x:reshape { tonumber(t.count) }, 0 end
+  dim = tensor.dim_of("var", "dim", x, dim)
+  local n, dims = x:size(dim), x:dims()
+  dims[dim + 1] = 1
+  local distance = x - x:mean(dim):reshape(dims)
+  local sums = (distance * distance):sum(dim)
+  local variance = sums / math.max(n - (correction or 0), 0)
+  local name = t:type()
+  return (name == "f16" or name == "bf16") and variance:cast(name) or variance
+end
+
+--- The square root of var: the standard deviation.
+---@param dim? integer
+---@param correction? number  0; 1 for the unbiased variance
+---@return kvlab.Tensor
+function methods.std(t, dim, correction)
+  argument("std", "dim", dim, DIM)
+  argument("std", "correction", correction, CORRECTION)
+  local name = t:type()
+  local is_narrow = name == "f16" or name == "bf16"
+  local std = (is_narrow and t:cast "f32" or t):var(dim, correction):sqrt()
+  return is_narrow and std:cast(name) or std
 end
 
 --- log(sum(exp(t))) over one dim (negative counts from the end), or over all elements

@@ -3,6 +3,7 @@
 -- memory with what is read. They take every dtype.
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local sizes_of = require "kvlab.tensor.sizes"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -37,6 +38,7 @@ local SHAPE = options.list_of(options.any_whole)
 ---@param shape integer[]
 ---@param out? kvlab.Tensor
 function methods.expand(t, shape, out)
+  shape = sizes_of.list(shape)
   options.argument("expand", "shape", shape, SHAPE)
   if out ~= nil then expect_tensor("expand", "out", out) end
   local like = out or tensor.tensor(t.device, t:type(), shape)
@@ -55,7 +57,7 @@ end
 local function check_fits(i, first, t, dim)
   local same = t:type() == first:type() and t.ndim == first.ndim
   for d = 0, first.ndim - 1 do
-    same = same and (d == dim or t.shape[d] == first.shape[d])
+    same = same and (d == dim or t.sizes[d] == first.sizes[d])
   end
   if not same then
     options.fail(("cat: tensor %d is %s [%s], expected %s [%s] but for dim %d"):format(i,
@@ -77,19 +79,19 @@ function tensor.cat(tensors, dim, out)
   dim = dim_of("cat", "dim", first, dim == nil and 0 or dim)
   for i, t in ipairs(tensors) do
     check_fits(i, first, t, dim)
-    length = length + tonumber(t.shape[dim])
+    length = length + tonumber(t.sizes[dim])
   end
   if not out then
     local dims = first:dims()
     dims[dim + 1] = length
     out = tensor.tensor(first.device, first:type(), dims)
-  elseif out.ndim ~= first.ndim or out.shape[dim] ~= length then
+  elseif out.ndim ~= first.ndim or out.sizes[dim] ~= length then
     options.fail(("cat: out has not %d entries along dim %d"):format(length, dim))
   end
   local at = 0
   for _, t in ipairs(tensors) do
     check(C.kvl_put_part(t, dim, at, out))
-    at = at + tonumber(t.shape[dim])
+    at = at + tonumber(t.sizes[dim])
   end
   return out
 end

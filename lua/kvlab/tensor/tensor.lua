@@ -8,6 +8,7 @@ local devices = require "kvlab.tensor.device"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local protected = require "kvlab.protected"
+local sizes_of = require "kvlab.tensor.sizes"
 
 local device, is_device = devices.device, devices.is_device
 local C, check, argument = library.C, library.check, options.argument
@@ -95,6 +96,7 @@ local NUMBER = options.optional(options.number)
 local WHOLE = options.optional(options.any_whole)
 
 local function fill_shape(shape, level)
+  shape = sizes_of.list(shape)
   if type(shape) ~= "table" then
     options.fail(("shape is %s, expected a table of sizes"):format(options.shown(shape)),
       level + 2)
@@ -133,7 +135,7 @@ local function open_like(t, dtype, dev)
   if not ffi.istype(tensor_t, t) then
     options.fail(("argument is %s, expected a tensor"):format(options.shown(t)))
   end
-  ffi.copy(shape_buffer, t.shape, 48)
+  ffi.copy(shape_buffer, t.sizes, 48)
   return open(dev or t.device, dtype or t.dtype, t.ndim, 3)
 end
 M.open_like = open_like
@@ -222,6 +224,27 @@ function M.arange(dev, dtype, n, start, step)
   expect_range(n, start, step, dtype)
   local t = M.tensor(dev, dtype, { n })
   check(C.kvl_arange(t, start or 0, step or 1))
+  return t
+end
+
+local FLOATS = options.one_of("f32", "f16", "bf16", "f8e4m3")
+
+--- Makes a tensor of n numbers at equal distances, from `first` to `last`. Both are among
+-- them; n = 1 gives `first` alone.
+---@param dev kvlab.Device|string|nil
+---@param dtype string  f32 f16 bf16 f8e4m3
+---@param n integer     elements
+---@param first number
+---@param last number
+---@return kvlab.Tensor
+function M.linspace(dev, dtype, n, first, last)
+  argument("linspace", "dtype", dtype, FLOATS)
+  argument("linspace", "n", n, options.any_whole)
+  argument("linspace", "first", first, options.number)
+  argument("linspace", "last", last, options.number)
+  local t = M.tensor(dev, dtype, { n })
+  check(C.kvl_arange(t, first, n > 1 and (last - first) / (n - 1) or 0))
+  if n > 1 then methods.fill_(methods.index(t, n - 1), last) end -- without rounding
   return t
 end
 
@@ -408,7 +431,7 @@ end
 --- The sizes of all dims, as a Lua table.
 function methods.dims(t)
   local sizes = {}
-  for i = 1, t.ndim do sizes[i] = tonumber(t.shape[i - 1]) end
+  for i = 1, t.ndim do sizes[i] = tonumber(t.sizes[i - 1]) end
   return sizes
 end
 
@@ -419,7 +442,7 @@ function methods.size(t, i)
   if at < 0 or at >= t.ndim then
     options.fail(("dim is %d, expected %d ... %d"):format(i, -t.ndim, t.ndim - 1))
   end
-  return tonumber(t.shape[at])
+  return tonumber(t.sizes[at])
 end
 
 --- The name of the dtype: "bf16".
@@ -522,14 +545,14 @@ function methods.narrow(t, start, length, dim, out)
   local at = dim and M.dim_of("narrow", "dim", t, dim) or 0
   if at > 0 or out then
     if not out then
-      if start < 0 or length < 0 or start + length > t.shape[at] then
+      if start < 0 or length < 0 or start + length > t.sizes[at] then
         options.fail(("narrow: entries %d ... %d of dim %d, expected within 0 ... %d")
-          :format(tonumber(start), tonumber(start + length), at, tonumber(t.shape[at])))
+          :format(tonumber(start), tonumber(start + length), at, tonumber(t.sizes[at])))
       end
       local dims = t:dims()
       dims[at + 1] = tonumber(length)
       out = M.tensor(t.device, t:type(), dims)
-    elseif at >= out.ndim or out.shape[at] ~= length then
+    elseif at >= out.ndim or out.sizes[at] ~= length then
       options.fail(("narrow: out has not %d entries along dim %d"):format(
         tonumber(length), at))
     end
@@ -651,12 +674,19 @@ function methods.is_frozen(t) return C.kvl_tensor_is_frozen(t) == 1 end
 function methods.free(t) C.kvl_tensor_close(t) end
 
 M.methods = methods
+require "kvlab.tensor.entries"(M)
+local entry_of = M.entry_of
 
 tensor_t = ffi.metatype("kvl_tensor", {
-  __index = methods,
+  __index = function(t, key)
+    local method = methods[key]
+    if method then return method end
+    return entry_of(t, key)
+  end,
+  __newindex = M.set_entry,
   __gc = C.kvl_tensor_close,
   __tostring = function(t) return require("kvlab.tensor.show")(t) end,
-  __len = function(t) return tonumber(t.shape[0]) end,
+  __len = function(t) return tonumber(t.sizes[0]) end,
   __add = function(a, b) return M.binary("ADD", a, b) end,
   __sub = function(a, b) return M.binary("SUB", a, b) end,
   __mul = function(a, b) return M.binary("MUL", a, b) end,

@@ -1,8 +1,8 @@
 ---@meta
 --- The types of what the C library hands out, for editors that read LuaCATS annotations
 -- (lua-language-server). Nothing requires this file; the methods are in tensor.lua,
--- shape.lua, arithmetic.lua, device.lua and graph.lua. A spec checks that the lists are
--- complete.
+-- entries.lua, shape.lua, arithmetic.lua, device.lua and graph.lua. A spec checks that
+-- the lists are complete.
 -- luacheck: no max line length
 
 ---@alias kvlab.Dtype "f32"|"f16"|"bf16"|"f8e4m3"|"i32"|"i64"|"u8"|"u64"
@@ -19,7 +19,8 @@
 ---@field ptr ffi.cdata*      the first element, in the device's memory
 ---@field storage ffi.cdata*  nil once the tensor is closed
 ---@field device kvlab.Device
----@field shape ffi.cdata*    int64_t[6], from 0; :dims() gives a Lua table
+---@field shape kvlab.Shape   the sizes, from 0; :dims() gives a Lua table
+---@field sizes ffi.cdata*    the same as int64_t[6]; those past ndim are 1
 ---@field count ffi.cdata*    int64_t, elements
 ---@field ndim integer
 ---@field dtype integer       kvl_dtype; :type() gives its name
@@ -74,6 +75,8 @@
 ---@field where fun(t, a: kvlab.Operand, b: kvlab.Operand, out?: kvlab.Tensor): kvlab.Tensor
 ---@field sum kvlab.Reduce
 ---@field mean kvlab.Reduce
+---@field var fun(t, dim?: integer, correction?: number): kvlab.Tensor
+---@field std fun(t, dim?: integer, correction?: number): kvlab.Tensor
 ---@field max kvlab.Reduce
 ---@field min kvlab.Reduce
 ---@field logsumexp kvlab.Reduce
@@ -96,6 +99,11 @@
 ---@operator div(kvlab.Operand): kvlab.Tensor
 ---@operator pow(kvlab.Operand): kvlab.Tensor
 ---@operator unm: kvlab.Tensor
+---@operator len: integer
+
+---@class kvlab.Shape
+---@field n integer  the number of dims, as #shape
+---@field sizes ffi.cdata*  int64_t[6]
 ---@operator len: integer
 
 ---@class kvlab.DeviceStats

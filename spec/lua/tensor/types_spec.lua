@@ -53,7 +53,8 @@ describe("types.lua", function()
     local stream, event = dev:open_stream(), dev:open_event()
     local graph = kv.graph(function() t:fill_(1) end, dev)
     for class, value in pairs {
-      ["kvlab.Tensor"] = t, ["kvlab.Device"] = dev, ["kvlab.Stream"] = stream,
+      ["kvlab.Tensor"] = t, ["kvlab.Shape"] = t.shape,
+      ["kvlab.Device"] = dev, ["kvlab.Stream"] = stream,
       ["kvlab.Event"] = event, ["kvlab.Graph"] = graph,
       ["kvlab.DeviceStats"] = dev:stats(), ["kvlab.Budget"] = ffi.new "kvl_budget",
       ["kvlab.BlockKey"] = ffi.new "kvl_key",
